@@ -1,0 +1,12 @@
+// The Python module: collects the bindings of every part. Owns nothing.
+
+#include <nanobind/nanobind.h>
+
+namespace nb = nanobind;
+
+void bind_sampler(nb::module_& m);
+
+NB_MODULE(_native, m) {
+    m.doc() = "CPU kernels of Penstock.";
+    bind_sampler(m);
+}

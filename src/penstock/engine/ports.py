@@ -1,0 +1,103 @@
+"""The interfaces that the engine needs and that others implement. Contracts only.
+
+`Executor` is implemented by every backend, by the simulator and by the hash executor of `testing`;
+`tests/contracts` runs one suite over all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from penstock.types.plan import Capacity, StepPlan, Ticket
+from penstock.types.request import FinishReason
+from penstock.types.result import StepResult, TokenLogprobs
+from penstock.types.stats import RequestStats, StepStats
+
+
+class Executor(Protocol):
+    """Computes steps. Called by one thread at a time; steps are collected in the order they were submitted."""
+
+    @property
+    def capacity(self) -> Capacity: ...
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole KV blocks (source, destination), in order, before the next submitted step."""
+        ...
+
+    def submit(self, plan: StepPlan) -> Ticket:
+        """Start a step: releases, then admits, then rows.
+
+        Raises `ExecutorFailure` if the device failed. A plan that breaks the contract (unknown
+        request, more rows than capacity, a token outside the vocabulary) is a programmer's error: AssertionError or ValueError.
+        """
+        ...
+
+    def collect(self, ticket: Ticket) -> StepResult:
+        """Wait for a step, without the GIL where there is something to wait for. Raises `ExecutorFailure`."""
+        ...
+
+    def close(self) -> None:
+        """Free threads and memory. Idempotent."""
+        ...
+
+
+class Detokenizer(Protocol):
+    """Text of one request's output, token by token. Never emits part of a character."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Text that became certain with these tokens; incomplete UTF-8 is held back."""
+        ...
+
+    def flush(self) -> str:
+        """What is still held, incomplete bytes replaced by U+FFFD."""
+        ...
+
+
+DetokenizerFactory = Callable[[bool], Detokenizer]
+"""Makes one per request; the argument is `skip_special_tokens`."""
+
+
+@dataclass(slots=True)
+class OutputChunk:
+    """What one step adds to one request's answer: what `serve` and the command line see."""
+
+    request_id: str
+    text: str
+    """New text, stop strings already removed. May be empty."""
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    at_ns: int
+    num_cached_tokens: int = 0
+    num_generated_tokens: int = 0
+    """Generated so far, this chunk included."""
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    detail: str = ""
+    reject_reason: str = ""
+    first_scheduled_ns: int | None = None
+    """On the finish chunk: when the first step with this request began."""
+    first_token_ns: int | None = None
+
+
+OutputSink = Callable[[list[OutputChunk]], None]
+"""Called by the engine thread, once per step that had anything to say; must not block."""
+
+
+class Observer(Protocol):
+    """Told by the engine thread; must not block or raise."""
+
+    def on_step(self, stats: StepStats) -> None: ...
+
+    def on_finish(self, stats: RequestStats) -> None: ...
+
+
+class NullObserver:
+    """Listens to nothing."""
+
+    def on_step(self, stats: StepStats) -> None:
+        del stats
+
+    def on_finish(self, stats: RequestStats) -> None:
+        del stats

@@ -1,0 +1,69 @@
+"""The errors that cross rooms. Each says what went wrong and, in `remedy`, what to do about it.
+
+Never carries HTTP status codes: `serve` maps these to responses.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class PenstockError(Exception):
+    """Base of every error that a user may see.
+
+    `message` names the cause, `remedy` the next thing to do (may be empty).
+    """
+
+    def __init__(self, message: str, *, remedy: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.message} {self.remedy}".strip()
+
+
+class ConfigError(PenstockError):
+    """A setting is unknown, malformed or contradicts another."""
+
+
+class ModelError(PenstockError):
+    """A model file is missing, corrupt, truncated or of an unsupported kind."""
+
+
+class DownloadError(PenstockError):
+    """Weights could not be fetched, verified or stored."""
+
+
+class RejectReason(StrEnum):
+    """Why a request was refused; the value is what logs and metrics show."""
+
+    INVALID = "invalid"
+    CONTEXT_LENGTH = "context_length"
+    NEVER_FITS = "never_fits"
+    QUEUE_FULL = "queue_full"
+    DEADLINE = "deadline"
+    DRAINING = "draining"
+    UNAVAILABLE = "unavailable"
+
+
+class Rejected(PenstockError):
+    """A request that was refused before it produced anything: the user's error, or ours to admit."""
+
+    def __init__(
+        self,
+        reason: RejectReason,
+        detail: str,
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(detail)
+        self.reason = reason
+        self.detail = detail
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+
+class ExecutorFailure(PenstockError):
+    """The device, or the code that drives it, failed during a step; its KV can't be trusted any more."""

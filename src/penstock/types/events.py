@@ -1,0 +1,59 @@
+"""What goes into the engine core (commands) and what comes out of it (token events).
+
+Every request that was added ends in exactly one `TokenEvent` whose `finish_reason` is set.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.types.request import FinishReason, Request
+from penstock.types.result import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """End a request at once (client gone, cancelled, timed out). Unknown or ended ids are ignored."""
+
+    request_id: str
+    detail: str = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End a request with `FinishReason.STOP`: its text contains a stop string."""
+
+    request_id: str
+    stop_reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Refuse what is added from now on; finish what was added before."""
+
+
+Command = Add | Abort | Stop | Drain
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """Progress of one request in one step."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    """New tokens, in order; may be empty on a finish event. Includes a sampled stop token."""
+    at_ns: int
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """Empty, or as long as `token_ids`."""
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    num_cached_tokens: int = 0
+    detail: str = ""
+    """For ABORT, ERROR and REJECTED: the cause, in words for the user."""
+    reject_reason: str = ""
+    """For REJECTED: a `RejectReason` value."""

@@ -1,0 +1,32 @@
+"""The shape of a decoder-only model, read from its file; no weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    architecture: str
+    """Our name of the architecture: a key of `models.registry`."""
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    norm_eps: float
+    rope_inv_freq: tuple[float, ...]
+    """Rotation per position of each pair (i, i + rope_dim/2), radians, scaling applied. [rope_dim / 2]"""
+    max_model_len: int
+    """Positions that the model was trained for."""
+    tie_word_embeddings: bool
+    has_qkv_bias: bool = False
+    rope_attention_factor: float = 1.0
+    """Multiplies cos and sin (YaRN and its kin); 1 otherwise."""
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of bf16 keys and values per position, over all layers."""
+        return 2 * 2 * self.num_layers * self.num_kv_heads * self.head_dim

@@ -1,0 +1,85 @@
+"""What crosses to the executor, and what it tells about itself.
+
+A `StepPlan` is a difference: rows are described in full once, when admitted, and by what changed after
+that. Five fields, for good; a new subsystem brings its own message.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.types.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class AdmitRow:
+    """A request that the executor does not know (new, or back from preemption), in full."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    """Prompt, and what was generated before a preemption. [num_tokens]"""
+    num_prompt_tokens: int
+    block_ids: tuple[int, ...]
+    """Blocks held now, in order; those of a prefix hit already contain KV."""
+    num_computed_tokens: int
+    """KV present in those blocks: the first row of this request has this `context_len`."""
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlan:
+    """One row of one step: compute `query_len` tokens after `context_len` that are in the cache."""
+
+    request_id: str
+    context_len: int
+    query_len: int
+    new_block_ids: tuple[int, ...]
+    """Appended to the row's block table before this step."""
+    samples: bool
+    """True if the last token's logits choose a new token; the executor appends it to the row by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    step_id: int
+    now_ns: int
+    admits: tuple[AdmitRow, ...]
+    rows: tuple[RowPlan, ...]
+    releases: tuple[str, ...]
+    """Request ids to forget, before anything else in this step: finished, aborted and preempted alike."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.query_len for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """All that a cost model sees of a step."""
+
+    rows: tuple[tuple[int, int], ...]
+    """(query_len, context_len) of each row."""
+    num_samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Told by the executor, obeyed by the scheduler."""
+
+    num_blocks: int
+    """Blocks in the pool, the null block 0 included."""
+    block_size: int
+    """KV positions per block."""
+    max_rows: int
+    max_step_tokens: int
+    max_model_len: int
+    """Longest prompt + output of one request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """A step in flight."""
+
+    step_id: int
+    ready_ns: int | None = None
+    """When it will be done, if that is known beforehand (simulation); None in reality."""

@@ -1,0 +1,73 @@
+"""One sequence being served: what it asked for and how far it has come.
+
+Owned by the scheduler from `Add` until its finish event; nobody else writes the progress fields.
+`n > 1` is n requests that share a prompt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from penstock.types.sampling import SamplingParams
+
+
+class RequestStatus(IntEnum):
+    WAITING = 0
+    RUNNING = 1
+    PREEMPTED = 2
+    FINISHED = 3
+
+
+class FinishReason(IntEnum):
+    """Why a request ended. OpenAI's words for these live in `serve` alone."""
+
+    STOP = 0
+    LENGTH = 1
+    ABORT = 2
+    ERROR = 3
+    REJECTED = 4
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    # Identity: written once, by whoever makes the request.
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    arrival_ns: int
+    priority: int = 0
+    """Lower is served first (as in vLLM)."""
+    deadline_ns: int | None = None
+    tenant: str = ""
+    cache_salt: bytes = b""
+    """Requests share cached prefixes only with requests of the same salt."""
+    predicted_new_tokens: int | None = None
+    """What a policy may know about the output's length; never the true one."""
+
+    # Progress: written by the scheduler alone.
+    status: RequestStatus = RequestStatus.WAITING
+    output_token_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    """Tokens whose KV is present and committed; moves only in commit."""
+    num_inflight_tokens: int = 0
+    """Tokens scheduled and not yet committed; set in schedule, cleared in commit."""
+    num_pending_samples: int = 0
+    """Tokens sampled by the executor whose value is not known here yet (steps in flight)."""
+    num_cached_tokens: int = 0
+    """Tokens that the first admission found in the prefix cache (for `usage`)."""
+    num_preemptions: int = 0
+    first_scheduled_ns: int | None = None
+    first_token_ns: int | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """The stop token id or stop string that ended it, if one did."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt + generated so far."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)

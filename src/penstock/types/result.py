@@ -1,0 +1,38 @@
+"""What an executor returns for one step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities under the model's own distribution (before penalties and temperature)."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    """How many tokens are more likely, plus one."""
+    top: tuple[tuple[int, float], ...]
+    """(token_id, logprob), most likely first, ties by id; as many as were asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTiming:
+    """Integer nanoseconds of the executor's own monotonic clock."""
+
+    start_ns: int
+    end_ns: int
+    parts: Mapping[str, int] = field(default_factory=dict)
+    """Named shares of the step (linear, attention, sampling, host, ...), where the executor knows them."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    step_id: int
+    token_ids: Mapping[str, tuple[int, ...]]
+    """request_id -> tokens sampled in this step; only rows with `samples`."""
+    timing: StepTiming
+    logprobs: Mapping[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    """Only rows that asked for them; as long as that row's `token_ids`."""

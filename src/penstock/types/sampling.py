@@ -1,0 +1,59 @@
+"""How the next token of one request is chosen.
+
+The order of operations is fixed, and the same in every backend (`backends/reference/sampling.py`
+is the specification):
+
+1.  `logprobs` are taken from the model's own logits, before anything below.
+2.  `allowed_token_ids` (all others become -inf), `banned_token_sequences`, and `min_tokens`
+    (stop tokens are -inf until that many tokens were generated).
+3.  `logit_bias` is added.
+4.  `repetition_penalty` (prompt and output), `frequency_penalty`, `presence_penalty` (output only).
+5.  `temperature` 0: the largest logit, the lowest id among equals. Otherwise divide by it.
+6.  `top_k`, then `top_p`, then `min_p` each narrow the candidates; one is drawn with the uniform number that
+    the generator gives for (seed, position), position being the number of tokens before the new one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MAX_LOGPROBS = 20
+"""The largest number of alternatives that a request may ask for (OpenAI's limit)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Frozen per request; validated where it enters (`serve`), trusted everywhere else."""
+
+    max_tokens: int = 16
+    """Tokens to generate at most, >= 1."""
+    min_tokens: int = 0
+    """Stop tokens cannot be sampled before this many tokens were generated."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_k: int = 0
+    """Keep the k largest; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of most likely tokens whose probability reaches this; (0, 1]."""
+    min_p: float = 0.0
+    """Drop tokens less likely than this share of the most likely one; [0, 1]."""
+    repetition_penalty: float = 1.0
+    """> 0; logits of tokens seen in prompt or output are divided (if positive) or multiplied (if negative) by it."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+    """64-bit unsigned. Whoever makes the request draws one if the user gave none."""
+    logprobs: int | None = None
+    """None: none. k >= 0: the sampled token's log-probability and those of the k most likely tokens."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token_id, bias) pairs, ids ascending and unique."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """If given, no other token can be sampled. Ascending, unique, not empty."""
+    banned_token_sequences: tuple[tuple[int, ...], ...] = ()
+    """The last token of each sequence is banned where the ones before it were just generated or prompted."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Sampling one of these ends the request; includes the model's own end tokens unless `ignore_eos`."""
+    stop: tuple[str, ...] = ()
+    """Stop strings, found by the output stage, not by the executor."""
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True

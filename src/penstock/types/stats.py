@@ -1,0 +1,54 @@
+"""What the engine tells its observers: one record per step, one per finished request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from penstock.types.request import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """State right after one step was committed. Counts are of requests, tokens and blocks."""
+
+    step_id: int
+    started_ns: int
+    ended_ns: int
+    num_running: int
+    num_waiting: int
+    num_rows: int
+    num_tokens: int
+    """Positions computed in the step."""
+    num_sampled_tokens: int
+    num_blocks_total: int
+    """Without the null block: free + cached + held."""
+    num_blocks_free: int
+    """Free and without reusable content."""
+    num_blocks_cached: int
+    """Free, with content that a prefix hit may revive."""
+    num_preemptions: int
+    """In this step."""
+    num_prefix_query_tokens: int
+    """Tokens looked up in the prefix cache by this step's admissions."""
+    num_prefix_hit_tokens: int
+    parts_ns: Mapping[str, int] = field(default_factory=dict)
+    """Named shares of the step: schedule, execute, commit, and the executor's own parts."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStats:
+    """The life of one request, told at its end."""
+
+    request_id: str
+    tenant: str
+    arrival_ns: int
+    first_scheduled_ns: int | None
+    first_token_ns: int | None
+    ended_ns: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_generated_tokens: int
+    num_preemptions: int
+    finish_reason: FinishReason
+    reject_reason: str = ""
