@@ -1,0 +1,25 @@
+"""What can be set, and nothing else: read by `build` and `cli`, and by whoever starts Penstock from Python. Builds nothing."""
+
+from penstock.config.components import (
+    Backend,
+    BackendConfig,
+    Config,
+    KvConfig,
+    LogConfig,
+    LogFormat,
+    ModelConfig,
+    SchedulerConfig,
+    ServerConfig,
+)
+
+__all__ = [
+    "Backend",
+    "BackendConfig",
+    "Config",
+    "KvConfig",
+    "LogConfig",
+    "LogFormat",
+    "ModelConfig",
+    "SchedulerConfig",
+    "ServerConfig",
+]

@@ -1,0 +1,185 @@
+"""The configs, one per component: data with defaults, made by `cli` or by hand, handed to `build`. Reads nothing itself.
+
+A field's one-line doc is what `--help` and docs/configuration.md show.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import ClassVar
+
+from penstock.config.setting import Component, Kind, setting
+
+DEFAULT_MODEL = "smollm2:135m"
+
+
+class Backend(StrEnum):
+    """Who computes. `reference` is the slow specification, offered for learning and for tests."""
+
+    NATIVE = "native"
+    REFERENCE = "reference"
+
+
+class LogFormat(StrEnum):
+    TEXT = "text"
+    JSON = "json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig(Component):
+    """Which model, and how it is presented."""
+
+    title: ClassVar[str] = "Model"
+
+    model: str = setting(
+        DEFAULT_MODEL,
+        "Catalogue name, .gguf file, Hugging Face directory, or hf:org/repo[:file].",
+    )
+    cache_dir: str | None = setting(
+        None,
+        "Folder for fetched weights.",
+        kind=Kind.PATH,
+        key="cache",
+        default_doc="$XDG_CACHE_HOME/penstock or ~/.cache/penstock",
+    )
+    served_model_names: tuple[str, ...] = setting(
+        (),
+        "Name that clients use; may be repeated.",
+        key="served_model_name",
+        default_doc="the model as given",
+        is_multiple=True,
+    )
+    chat_template: str | None = setting(None, "File with a Jinja chat template.", kind=Kind.PATH, default_doc="the model's own")
+    max_model_len: int | None = setting(
+        None,
+        "Longest prompt + output of one request, in tokens.",
+        kind=Kind.COUNT,
+        minimum=1,
+        default_doc="the model's, or less if the KV cache cannot hold it",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvConfig(Component):
+    """How much is remembered."""
+
+    title: ClassVar[str] = "KV cache"
+
+    block_size: int = setting(16, "KV positions per block.", kind=Kind.COUNT, minimum=1, maximum=256)
+    kv_cache_memory_bytes: int | None = setting(
+        None,
+        "Memory for keys and values.",
+        kind=Kind.SIZE,
+        key="kv_cache_memory",
+        minimum=1,
+        default_doc="half of what is free after the weights, at most 4GiB or what all rows can use",
+    )
+    kv_cache_dtype: str = setting("bf16", "Type of the stored keys and values.", kind=Kind.CHOICE, choices=("bf16",))
+    prefix_caching: bool = setting(True, "Reuse the KV of prompts that begin alike.", kind=Kind.FLAG)
+    kv_headroom: float = setting(
+        0.01, "Share of the blocks kept free when a request is admitted.", kind=Kind.SHARE, minimum=0.0, maximum=0.9
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig(Component):
+    """What runs in the next step."""
+
+    title: ClassVar[str] = "Scheduling"
+
+    preset: str = setting("penstock", "Named bundle of policies.", kind=Kind.CHOICE, choices=("penstock",))
+    batching: str = setting("continuous", "When a batch may start.", kind=Kind.CHOICE, choices=("continuous",))
+    policy: str = setting("fcfs", "Who is next among the waiting.", kind=Kind.CHOICE, choices=("fcfs",))
+    preemption: str = setting(
+        "recompute", "What happens to a request whose blocks are taken back.", kind=Kind.CHOICE, choices=("recompute",)
+    )
+    max_num_seqs: int = setting(64, "Requests in one step at most.", kind=Kind.COUNT, minimum=1, maximum=4096)
+    max_num_batched_tokens: int = setting(
+        512, "Tokens computed in one step at most.", kind=Kind.COUNT, minimum=1, maximum=65536
+    )
+    max_queue: int = setting(1024, "Requests that may wait; more are answered 429.", kind=Kind.COUNT, minimum=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendConfig(Component):
+    """Who computes."""
+
+    title: ClassVar[str] = "Compute"
+
+    device: str = setting("auto", "Where to compute.", kind=Kind.CHOICE, choices=("auto", "cpu"))
+    backend: str = setting(
+        Backend.NATIVE,
+        "native: C++ kernels; reference: NumPy, slow, for learning.",
+        kind=Kind.CHOICE,
+        choices=tuple(Backend),
+    )
+    threads: int | None = setting(
+        None, "Threads that compute.", kind=Kind.COUNT, minimum=1, maximum=1024, default_doc="the CPUs this process may use"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig(Component):
+    """The HTTP side."""
+
+    title: ClassVar[str] = "Server"
+
+    host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 is every network.")
+    port: int = setting(8000, "Port to listen on; 0 takes a free one.", kind=Kind.COUNT, minimum=0, maximum=65535)
+    api_keys: tuple[str, ...] = setting(
+        (), "Key that clients must send; may be repeated.", key="api_key", default_doc="no key is asked for", is_multiple=True
+    )
+    api_key_file: str | None = setting(None, "File with one key per line; # begins a comment.", kind=Kind.PATH)
+    ssl_certfile: str | None = setting(None, "TLS certificate (PEM).", kind=Kind.PATH)
+    ssl_keyfile: str | None = setting(None, "TLS private key (PEM).", kind=Kind.PATH)
+    max_body_bytes: int = setting(
+        4 << 20, "Largest request body; a larger one is answered 413.", kind=Kind.SIZE, key="max_body_size", minimum=1024
+    )
+    request_timeout_s: float | None = setting(
+        None,
+        "Deadline of every request that names none itself.",
+        kind=Kind.DURATION,
+        key="request_timeout",
+        minimum=0.001,
+        default_doc="none",
+    )
+    shutdown_timeout_s: float = setting(
+        30.0,
+        "After SIGTERM, how long running requests may take to finish.",
+        kind=Kind.DURATION,
+        key="shutdown_timeout",
+        minimum=0.0,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogConfig(Component):
+    """What is written to stderr."""
+
+    title: ClassVar[str] = "Log"
+
+    log_format: str = setting(LogFormat.TEXT, "How log lines look.", kind=Kind.CHOICE, choices=tuple(LogFormat))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """Everything at once: what `build` takes."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    kv: KvConfig = field(default_factory=KvConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    backend: BackendConfig = field(default_factory=BackendConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+
+COMPONENTS: tuple[tuple[str, type[Component]], ...] = (
+    ("model", ModelConfig),
+    ("kv", KvConfig),
+    ("scheduler", SchedulerConfig),
+    ("backend", BackendConfig),
+    ("server", ServerConfig),
+    ("log", LogConfig),
+)
+"""Field of `Config` and component, in the order of help and docs."""

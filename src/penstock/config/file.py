@@ -1,0 +1,54 @@
+"""The settings file: TOML to checked values, for the command line's `--config`. Never knows what a setting is used for."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from penstock.config.components import COMPONENTS
+from penstock.config.setting import Setting, settings_of
+from penstock.types.errors import ConfigError
+
+
+def all_settings() -> tuple[Setting, ...]:
+    """Every setting of every component, in order; their keys are unique."""
+    return tuple(item for _, component in COMPONENTS for item in settings_of(component))
+
+
+def read_config_file(path: Path) -> dict[str, object]:
+    """Setting key -> parsed value, of the keys that the file has. Raises ConfigError naming file, key and cause."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: is not TOML: {error}.") from None
+    return _parse_table(path, table)
+
+
+def _parse_table(path: Path, table: Mapping[str, object]) -> dict[str, object]:
+    settings = {item.key: item for item in all_settings()}
+    values: dict[str, object] = {}
+    for key, raw in table.items():
+        if key not in settings:
+            raise ConfigError(f"{path}: unknown key {key!r}.", remedy=_valid_keys(key, settings))
+        try:
+            values[key] = _parse_value(settings[key], raw)
+        except ValueError as error:
+            raise ConfigError(f"{path}: {key}: {error}.") from None
+    return values
+
+
+def _parse_value(item: Setting, raw: object) -> object:
+    if not item.is_multiple:
+        return item.parse(raw)
+    return tuple(item.parse(entry) for entry in (raw if isinstance(raw, list) else [raw]))
+
+
+def _valid_keys(key: str, valid: Iterable[str]) -> str:
+    keys = list(valid)
+    close = difflib.get_close_matches(key.replace("-", "_"), keys, n=1)
+    hint = f"Did you mean {close[0]}? " if close else ""
+    return f"{hint}Valid keys: {', '.join(keys)}."

@@ -1,0 +1,162 @@
+"""One thing that can be set: declared by `components`; read by the command line, the file reader and the docs. Holds no value.
+
+A setting hangs on a dataclass field, so that default, documentation, flag, environment variable and file key are stated once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, ClassVar
+
+from penstock.config.units import parse_count, parse_duration, parse_share, parse_size
+from penstock.types.errors import ConfigError
+
+
+class Kind(StrEnum):
+    """How a setting's value is written; the value is what help and docs show."""
+
+    TEXT = "text"
+    PATH = "path"
+    CHOICE = "choice"
+    FLAG = "flag"
+    COUNT = "count"
+    SIZE = "size"
+    DURATION = "duration"
+    SHARE = "share"
+
+
+_PARSERS: Mapping[Kind, Callable[[str], int | float]] = {
+    Kind.COUNT: parse_count,
+    Kind.SIZE: parse_size,
+    Kind.DURATION: parse_duration,
+    Kind.SHARE: parse_share,
+}
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("0", "false", "no", "off")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What is known about one setting. `field` is the attribute of the component that holds it."""
+
+    field: str
+    key: str
+    """Name in a TOML file; flag and environment variable derive from it."""
+    doc: str
+    kind: Kind
+    default: object
+    default_doc: str
+    choices: tuple[str, ...]
+    minimum: float | None
+    maximum: float | None
+    is_multiple: bool
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.key.replace("_", "-")
+
+    @property
+    def env(self) -> str:
+        return "PENSTOCK_" + self.key.upper()
+
+    def parse(self, raw: object) -> Any:
+        """The value of one entry as written in a flag, the environment or TOML. Raises ValueError with the cause in words."""
+        value = self._convert(raw)
+        self.check(value)
+        return value
+
+    def check(self, value: object) -> None:
+        """Raises ValueError if a value (of the right type) is outside the choices or the range."""
+        if self.choices and value not in self.choices:
+            raise ValueError(f"{value!r} is not available; available: {', '.join(self.choices)}")
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            return
+        if self.minimum is not None and value < self.minimum:
+            raise ValueError(f"{value:g} is less than {self.minimum:g}")
+        if self.maximum is not None and value > self.maximum:
+            raise ValueError(f"{value:g} is more than {self.maximum:g}")
+
+    def _convert(self, raw: object) -> object:
+        if self.kind is Kind.FLAG:
+            return _as_bool(raw)
+        if self.kind in _PARSERS:
+            return self._as_number(raw)
+        if not isinstance(raw, str):
+            raise ValueError(f"{raw!r} is a {_toml_type(raw)}, not text")
+        return raw
+
+    def _as_number(self, raw: object) -> int | float:
+        if isinstance(raw, str):
+            return _PARSERS[self.kind](raw)
+        allowed = (int,) if self.kind in (Kind.COUNT, Kind.SIZE) else (int, float)
+        if isinstance(raw, bool) or not isinstance(raw, allowed):
+            raise ValueError(f"{raw!r} is a {_toml_type(raw)}, not a {self.kind}")
+        return raw
+
+
+def setting(
+    default: object,
+    doc: str,
+    *,
+    kind: Kind = Kind.TEXT,
+    key: str | None = None,
+    default_doc: str = "",
+    choices: tuple[str, ...] = (),
+    minimum: float | None = None,
+    maximum: float | None = None,
+    is_multiple: bool = False,
+) -> Any:
+    """A dataclass field that is a setting. `default_doc` says in words what a default of None means."""
+    metadata = {
+        "key": key,
+        "doc": doc,
+        "kind": kind,
+        "default_doc": default_doc,
+        "choices": choices,
+        "minimum": minimum,
+        "maximum": maximum,
+        "is_multiple": is_multiple,
+    }
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def settings_of(component: type) -> tuple[Setting, ...]:
+    """The settings that a component's fields declare, in order."""
+    return tuple(
+        Setting(field=f.name, default=f.default, **{**f.metadata, "key": f.metadata["key"] or f.name})
+        for f in dataclasses.fields(component)
+        if "kind" in f.metadata
+    )
+
+
+class Component:
+    """Base of the frozen configs: checks choices and ranges when one is made, whoever makes it."""
+
+    title: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        for item in settings_of(type(self)):
+            value = getattr(self, item.field)
+            for entry in value if item.is_multiple else (value,):
+                if entry is None:
+                    continue
+                try:
+                    item.check(entry)
+                except ValueError as error:
+                    raise ConfigError(f"{item.key}: {error}.") from None
+
+
+def _as_bool(raw: object) -> bool:
+    if isinstance(raw, bool):
+        return raw
+    if isinstance(raw, str) and raw.lower() in _TRUE + _FALSE:
+        return raw.lower() in _TRUE
+    raise ValueError(f"{raw!r} is not true or false")
+
+
+def _toml_type(value: object) -> str:
+    names = {bool: "boolean", int: "integer", float: "decimal number", str: "text", list: "list", dict: "table"}
+    return names.get(type(value), type(value).__name__)

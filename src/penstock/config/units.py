@@ -1,0 +1,91 @@
+"""Human notations of numbers (counts, sizes, durations, shares), parsed for `setting`. Knows no setting.
+
+A count is `512`, `4k` (4,000) or `2Mi` (2,097,152). A size is in bytes: `4GiB`, `512MB`. A duration is in seconds:
+`250ms`, `30s`, `2m`, `1h`, or a bare number of seconds. A share is `1%` or `0.01`.
+"""
+
+from __future__ import annotations
+
+import re
+
+_NUMBER = re.compile(r"\s*([0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?)\s*([A-Za-z%]*)\s*")
+
+_COUNT_FACTORS = {
+    "": 1,
+    "k": 1_000,
+    "K": 1_000,
+    "M": 1_000_000,
+    "G": 1_000_000_000,
+    "Ki": 1 << 10,
+    "Mi": 1 << 20,
+    "Gi": 1 << 30,
+}
+_SIZE_FACTORS = {
+    "": 1,
+    "B": 1,
+    "kB": 1_000,
+    "KB": 1_000,
+    "MB": 1_000_000,
+    "GB": 1_000_000_000,
+    "TB": 1_000_000_000_000,
+    "KiB": 1 << 10,
+    "MiB": 1 << 20,
+    "GiB": 1 << 30,
+    "TiB": 1 << 40,
+}
+_DURATION_FACTORS = {"": 1.0, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_SHARE_FACTORS = {"": 1.0, "%": 0.01}
+
+
+def parse_count(text: str) -> int:
+    """`4k` -> 4000, `2Mi` -> 2097152. Raises ValueError."""
+    return _whole(text, _COUNT_FACTORS, "a count such as 512, 4k or 2Mi")
+
+
+def parse_size(text: str) -> int:
+    """`4GiB` -> 4294967296, in bytes. Raises ValueError."""
+    return _whole(text, _SIZE_FACTORS, "a size such as 512MiB or 4GiB")
+
+
+def parse_duration(text: str) -> float:
+    """`250ms` -> 0.25, in seconds. Raises ValueError."""
+    return _scaled(text, _DURATION_FACTORS, "a duration such as 250ms, 30s or 2m")
+
+
+def parse_share(text: str) -> float:
+    """`1%` -> 0.01. Raises ValueError."""
+    return _scaled(text, _SHARE_FACTORS, "a share such as 1% or 0.01")
+
+
+def format_size(num_bytes: int) -> str:
+    """4294967296 -> `4 GiB`; two significant decimals at most."""
+    for unit, factor in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= factor:
+            return f"{round(num_bytes / factor, 2):g} {unit}"
+    return f"{num_bytes} B"
+
+
+def _split(text: str, expected: str) -> tuple[str, str]:
+    match = _NUMBER.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not {expected}")
+    return match[1], match[2]
+
+
+def _whole(text: str, factors: dict[str, int], expected: str) -> int:
+    number, unit = _split(text, expected)
+    if unit not in factors:
+        raise ValueError(f"{text!r} is not {expected}: the unit {unit!r} is unknown")
+    if "." not in number:
+        return int(number) * factors[unit]
+    value = float(number) * factors[unit]
+    if not value.is_integer():
+        raise ValueError(f"{text!r} is not a whole number")
+    return int(value)
+
+
+def _scaled(text: str, factors: dict[str, float], expected: str) -> float:
+    number, unit = _split(text, expected)
+    if unit not in factors:
+        raise ValueError(f"{text!r} is not {expected}: the unit {unit!r} is unknown")
+    return float(number) * factors[unit]
