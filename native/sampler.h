@@ -1,0 +1,77 @@
+// Choosing the next token of one row, as `backends/reference/sampling.py` specifies it. Called by the step runner, one
+// row at a time, on any thread; never knows about batches, blocks or Python.
+
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <vector>
+
+namespace penstock {
+
+constexpr int kMaxLogprobs = 20;  // types/sampling.py MAX_LOGPROBS
+
+// What one request asked for; kept per executor slot from admission to release.
+struct RowSampling {
+    double temperature = 1.0;  // 0 is greedy
+    int32_t top_k = 0;         // 0 keeps all
+    double top_p = 1.0;
+    double min_p = 0.0;
+    float repetition_penalty = 1.0f;
+    float frequency_penalty = 0.0f;
+    float presence_penalty = 0.0f;
+    uint64_t seed = 0;
+    int32_t min_tokens = 0;
+    int32_t num_logprobs = -1;  // -1: none; k: the sampled token's and those of the k most likely
+    bool restricts_ids = false;  // whether allowed_ids holds
+    std::vector<int32_t> allowed_ids;
+    std::vector<int32_t> bias_ids;
+    std::vector<float> bias_values;                 // [bias_ids.size()]
+    std::vector<int32_t> banned_tokens;             // sequences, concatenated
+    std::vector<int32_t> banned_starts;             // [num_sequences + 1] into banned_tokens; empty if there are none
+    std::vector<int32_t> stop_ids;                  // what min_tokens forbids
+
+    bool has_penalties() const {
+        return repetition_penalty != 1.0f || frequency_penalty != 0.0f || presence_penalty != 0.0f;
+    }
+};
+
+struct SampleResult {
+    int32_t token = -1;   // -1: no logit was a number above -inf, the model's output is broken
+    float logprob = 0.0f;  // these four hold only if logprobs were asked for
+    int32_t rank = 0;     // tokens more likely, plus one
+    int32_t num_top = 0;
+    std::array<int32_t, kMaxLogprobs> top_ids{};
+    std::array<float, kMaxLogprobs> top_logprobs{};
+};
+
+struct Candidate {
+    float logit;
+    int32_t id;
+};
+
+// Working memory of one thread. Grows to the vocabulary on first use; allocates nothing after that.
+struct SamplerScratch {
+    std::vector<float> raw;             // [vocab_size] logits before any change, if logprobs are asked for
+    std::vector<double> weights;        // [vocab_size] exp((logit - max) / temperature)
+    std::vector<double> block_sums;     // of `weights`
+    std::vector<float> block_max;       // of logits
+    std::vector<float> order;           // block maxima, partly sorted
+    std::vector<Candidate> candidates;  // what top_k and top_p keep
+    std::vector<int32_t> counts;        // [vocab_size] uses of each token; zero between calls
+    std::vector<int32_t> touched;       // ids with a count, so that zeroing is cheap
+    std::vector<float> saved;           // logits put aside while others are banned
+};
+
+// Draws the token that follows `tokens` [num_tokens] (prompt, then output). Changes `logits` [vocab_size].
+// The result depends on these arguments alone. Ids outside the vocabulary are ignored.
+void sample_row(float* logits, int vocab_size, const RowSampling& row, const int32_t* tokens, int num_tokens,
+                int num_prompt_tokens, SamplerScratch& scratch, SampleResult& result);
+
+// Philox4x32-10 (Salmon et al., SC'11): four random words for a counter and a key.
+std::array<uint32_t, 4> philox4x32(std::array<uint32_t, 4> counter, std::array<uint32_t, 2> key);
+
+// The uniform number in (0, 1) of a (seed, position).
+double uniform(uint64_t seed, uint64_t position);
+
+}  // namespace penstock

@@ -1,0 +1,223 @@
+"""Owns the rows that an executor knows: their tokens, block tables and progress, and what a plan means in arrays.
+
+Backends call `BatchBuilder.apply` once per step and `append_sampled` when its tokens are known. Never computes
+with the model and never chooses a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.types.plan import AdmitRow, Capacity, RowPlan, StepPlan
+
+NULL_BLOCK = 0
+"""Never holds a request's KV."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepBatch:
+    """One step in arrays, all C-contiguous: R rows, T tokens, S sampled tokens."""
+
+    step_id: int
+    request_ids: tuple[str, ...]
+    """[R]"""
+    row_slots: NDArray[np.int32]
+    """Where each row lies in the builder's tables. [R]"""
+    query_start_loc: NDArray[np.int32]
+    """Prefix sums of `query_len`. [R + 1]"""
+    context_lens: NDArray[np.int32]
+    """[R]"""
+    token_ids: NDArray[np.int32]
+    """[T]"""
+    positions: NDArray[np.int32]
+    """[T]"""
+    slot_mapping: NDArray[np.int64]
+    """block_id * block_size + offset of each token. [T]"""
+    sample_rows: NDArray[np.int32]
+    """Indices into the rows of those that sample, ascending. [S]"""
+    admitted: tuple[tuple[int, AdmitRow], ...]
+    """(slot, row) in the plan's order; a slot may appear in `released` too, which comes first."""
+    released: tuple[int, ...]
+    """Slots."""
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.request_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+class BatchBuilder:
+    """Turns plans into arrays and checks that they keep the contract; the tables are for the backend to read.
+
+    A plan that breaks the contract raises ValueError and leaves the builder in an undefined state.
+    """
+
+    def __init__(self, capacity: Capacity, *, vocab_size: int | None = None) -> None:
+        # np.zeros maps memory lazily: rows and positions that are never used cost nothing.
+        max_rows, max_tokens = capacity.max_rows, capacity.max_model_len + 1
+        self.capacity = capacity
+        self.tokens: NDArray[np.int32] = np.zeros((max_rows, max_tokens), np.int32)
+        """Prompt and output; one more than `max_model_len`, for the token after the longest row. [max_rows, .]"""
+        self.block_tables: NDArray[np.int32] = np.zeros((max_rows, -(-max_tokens // capacity.block_size)), np.int32)
+        """Block ids in order, `NULL_BLOCK` after the last. [max_rows, .]"""
+        self.num_tokens: NDArray[np.int32] = np.zeros(max_rows, np.int32)
+        self.num_prompt_tokens: NDArray[np.int32] = np.zeros(max_rows, np.int32)
+        self.num_blocks: NDArray[np.int32] = np.zeros(max_rows, np.int32)
+        self._num_computed: NDArray[np.int32] = np.zeros(max_rows, np.int32)
+        self._vocab_end = np.iinfo(np.int32).max if vocab_size is None else vocab_size
+        self._slots: dict[str, int] = {}
+        self._free_slots = list(range(max_rows - 1, -1, -1))
+
+    def slot(self, request_id: str) -> int:
+        """Where a request lies in the tables. Raises ValueError if it is unknown."""
+        slot = self._slots.get(request_id)
+        if slot is None:
+            raise ValueError(f"request {request_id!r} was never admitted, or is released")
+        return slot
+
+    def apply(self, plan: StepPlan) -> StepBatch:
+        """Forget the releases, take in the admits, then describe the rows. Raises ValueError on a broken contract."""
+        released = tuple([self._release(request_id) for request_id in plan.releases])
+        admitted = tuple([(self._admit(row), row) for row in plan.admits])
+        rows = plan.rows
+        row_slots = self._row_slots(rows)
+        for row, slot in zip(rows, row_slots.tolist(), strict=True):
+            if row.new_block_ids:
+                self._append_blocks(slot, row.new_block_ids)
+        context_lens = np.array([row.context_len for row in rows], np.int32)
+        query_lens = np.array([row.query_len for row in rows], np.int32)
+        samples = np.array([row.samples for row in rows], np.bool_)
+        seq_lens = context_lens + query_lens
+        query_start_loc = np.zeros(len(rows) + 1, np.int32)
+        np.cumsum(query_lens, out=query_start_loc[1:])
+        self._check_rows(plan, row_slots, query_lens, seq_lens, samples, int(query_start_loc[-1]))
+        token_slots, positions = _token_coordinates(row_slots, context_lens, query_lens, query_start_loc)
+        block_idx, offsets = np.divmod(positions, np.int32(self.capacity.block_size))
+        slot_mapping = self.block_tables[token_slots, block_idx].astype(np.int64)
+        slot_mapping *= self.capacity.block_size
+        slot_mapping += offsets
+        self._num_computed[row_slots] = seq_lens
+        return StepBatch(
+            step_id=plan.step_id,
+            request_ids=tuple([row.request_id for row in rows]),
+            row_slots=row_slots,
+            query_start_loc=query_start_loc,
+            context_lens=context_lens,
+            token_ids=self.tokens[token_slots, positions],
+            positions=positions,
+            slot_mapping=slot_mapping,
+            sample_rows=np.flatnonzero(samples).astype(np.int32),
+            admitted=admitted,
+            released=released,
+        )
+
+    def append_sampled(self, batch: StepBatch, token_ids: NDArray[np.int32]) -> None:
+        """Write the sampled tokens [S] at the end of their rows, before the next `apply`."""
+        if len(token_ids) != len(batch.sample_rows):
+            raise ValueError(f"{len(token_ids)} sampled tokens for {len(batch.sample_rows)} rows that sample")
+        slots = batch.row_slots[batch.sample_rows]
+        self.tokens[slots, self.num_tokens[slots]] = token_ids
+        self.num_tokens[slots] += 1
+
+    def _release(self, request_id: str) -> int:
+        slot = self.slot(request_id)
+        del self._slots[request_id]
+        # Tokens stay behind, out of reach; block ids go, so that a stale one can't be mistaken for a row's own.
+        self.block_tables[slot, : self.num_blocks[slot]] = NULL_BLOCK
+        self.num_tokens[slot] = self.num_blocks[slot] = 0
+        self._free_slots.append(slot)
+        return slot
+
+    def _admit(self, row: AdmitRow) -> int:
+        num_tokens = len(row.token_ids)
+        if row.request_id in self._slots:
+            raise ValueError(f"request {row.request_id!r} is admitted twice")
+        if not self._free_slots:
+            raise ValueError(f"request {row.request_id!r} is one more than max_rows = {self.capacity.max_rows}")
+        if not 1 <= row.num_prompt_tokens <= num_tokens <= self.capacity.max_model_len:
+            raise ValueError(
+                f"request {row.request_id!r} has {num_tokens} tokens, {row.num_prompt_tokens} of them prompt;"
+                f" max_model_len is {self.capacity.max_model_len}"
+            )
+        if not 0 <= row.num_computed_tokens < num_tokens:
+            raise ValueError(f"request {row.request_id!r} has {row.num_computed_tokens} of {num_tokens} tokens computed")
+        if row.num_computed_tokens > len(row.block_ids) * self.capacity.block_size:
+            raise ValueError(f"request {row.request_id!r} has more KV ({row.num_computed_tokens} tokens) than its blocks hold")
+        slot = self._free_slots.pop()
+        self._slots[row.request_id] = slot
+        self.tokens[slot, :num_tokens] = self._checked_tokens(row)
+        self.num_tokens[slot] = num_tokens
+        self.num_prompt_tokens[slot] = row.num_prompt_tokens
+        self._num_computed[slot] = row.num_computed_tokens
+        self.num_blocks[slot] = 0
+        self._append_blocks(slot, row.block_ids)
+        return slot
+
+    def _checked_tokens(self, row: AdmitRow) -> NDArray[np.int64]:
+        token_ids = np.array(row.token_ids, np.int64)
+        if token_ids.min() < 0 or token_ids.max() >= self._vocab_end:
+            raise ValueError(f"request {row.request_id!r} has a token outside the vocabulary of {self._vocab_end}")
+        return token_ids
+
+    def _append_blocks(self, slot: int, block_ids: Sequence[int]) -> None:
+        start, end = int(self.num_blocks[slot]), int(self.num_blocks[slot]) + len(block_ids)
+        if end > self.block_tables.shape[1]:
+            raise ValueError(f"{end} blocks are more than max_model_len = {self.capacity.max_model_len} tokens need")
+        for block_id in block_ids:
+            if not NULL_BLOCK < block_id < self.capacity.num_blocks:
+                raise ValueError(f"block {block_id} is not one of 1 to {self.capacity.num_blocks - 1}")
+        self.block_tables[slot, start:end] = block_ids
+        self.num_blocks[slot] = end
+
+    def _row_slots(self, rows: Sequence[RowPlan]) -> NDArray[np.int32]:
+        slots = [self.slot(row.request_id) for row in rows]
+        if len(set(slots)) != len(slots):
+            raise ValueError("a request has two rows in one step")
+        return np.array(slots, np.int32)
+
+    def _check_rows(
+        self,
+        plan: StepPlan,
+        row_slots: NDArray[np.int32],
+        query_lens: NDArray[np.int32],
+        seq_lens: NDArray[np.int32],
+        samples: NDArray[np.bool_],
+        num_step_tokens: int,
+    ) -> None:
+        """Rows against what is known of their requests; `seq_lens` is context + query. All arrays are [R]."""
+        if num_step_tokens > self.capacity.max_step_tokens:
+            raise ValueError(f"{num_step_tokens} tokens in a step; max_step_tokens is {self.capacity.max_step_tokens}")
+        num_tokens = self.num_tokens[row_slots]
+        _require(plan, query_lens > 0, "computes no token")
+        _require(plan, seq_lens - query_lens == self._num_computed[row_slots], "has a context_len unlike what was computed")
+        _require(plan, seq_lens <= num_tokens, "computes tokens that are not known")
+        _require(plan, (seq_lens == num_tokens) | ~samples, "samples before its last token")
+        _require(plan, seq_lens <= self.num_blocks[row_slots] * self.capacity.block_size, "writes past its last block")
+        _require(plan, seq_lens <= self.capacity.max_model_len, "is longer than max_model_len")
+
+
+def _require(plan: StepPlan, is_kept: NDArray[np.bool_], breach: str) -> None:
+    if not is_kept.all():
+        row = plan.rows[int(np.argmin(is_kept))]
+        raise ValueError(f"step {plan.step_id}: request {row.request_id!r} {breach}: {row}")
+
+
+def _token_coordinates(
+    row_slots: NDArray[np.int32],
+    context_lens: NDArray[np.int32],
+    query_lens: NDArray[np.int32],
+    query_start_loc: NDArray[np.int32],
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """The slot and the position of each token of the step. ([T], [T])"""
+    num_step_tokens = int(query_start_loc[-1])
+    if num_step_tokens == len(row_slots):  # one token per row: nothing to spread
+        return row_slots, context_lens.copy()
+    starts = np.repeat(context_lens - query_start_loc[:-1], query_lens)
+    return np.repeat(row_slots, query_lens), starts + np.arange(num_step_tokens, dtype=np.int32)
