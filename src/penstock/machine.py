@@ -1,0 +1,105 @@
+"""What the machine lets this process use: memory and CPUs, read from Linux for `build` and `penstock env`. Decides nothing.
+
+Formats: proc(5); https://docs.kernel.org/admin-guide/cgroup-v2.html (`memory.max`, `memory.current`, `memory.stat`, `cpu.max`)
+and its version 1 counterparts.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+_PROC = Path("/proc")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def available_memory_bytes(*, proc: Path = _PROC, cgroup: Path = _CGROUP) -> int:
+    """Bytes that can be allocated without swapping: the smallest of what the kernel and every enclosing control group allow."""
+    limits: list[int | None] = [_meminfo_available_bytes(proc)]
+    limits += [_headroom_v2(folder) for folder in _own_groups(proc, cgroup, "")]
+    limits += [_headroom_v1(folder) for folder in _own_groups(proc, cgroup, "memory")]
+    return max(0, min(value for value in limits if value is not None))
+
+
+def usable_cpus(*, proc: Path = _PROC, cgroup: Path = _CGROUP) -> int:
+    """CPUs that this process may keep busy: its affinity mask, or less if a control group has a quota. At least 1."""
+    quotas = [_cpu_quota_v2(folder) for folder in _own_groups(proc, cgroup, "")]
+    quotas += [_cpu_quota_v1(folder) for folder in _own_groups(proc, cgroup, "cpu")]
+    return max(1, min([len(os.sched_getaffinity(0)), *(math.ceil(quota) for quota in quotas if quota is not None)]))
+
+
+def cpu_name(*, proc: Path = _PROC) -> str:
+    """The processor's own name, or an empty string."""
+    for line in _read(proc / "cpuinfo").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return ""
+
+
+def _meminfo_available_bytes(proc: Path) -> int:
+    for line in _read(proc / "meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _own_groups(proc: Path, cgroup: Path, controller: str) -> Iterator[Path]:
+    """Folders of the groups that enclose this process, innermost first, the root last; controller "" is version 2."""
+    root = cgroup / controller
+    for line in _read(proc / "self" / "cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        folder = root / path.lstrip("/")
+        if controller in controllers.split(",") and ".." not in folder.parts:
+            yield from (group for group in (folder, *folder.parents) if group != root and root in group.parents)
+    yield root
+
+
+def _headroom_v2(folder: Path) -> int | None:
+    limit = _read(folder / "memory.max").strip()
+    current = _read(folder / "memory.current").strip()
+    if not limit.isdecimal() or not current.isdecimal():
+        return None
+    return int(limit) - int(current) + _reclaimable_bytes(folder, "inactive_file")
+
+
+def _headroom_v1(folder: Path) -> int | None:
+    limit = _read(folder / "memory.limit_in_bytes").strip()
+    current = _read(folder / "memory.usage_in_bytes").strip()
+    if not limit.isdecimal() or not current.isdecimal():
+        return None
+    return int(limit) - int(current) + _reclaimable_bytes(folder, "total_inactive_file")
+
+
+def _reclaimable_bytes(folder: Path, key: str) -> int:
+    """Cached file pages count as used, but the kernel gives them back first."""
+    for line in _read(folder / "memory.stat").splitlines():
+        name, _, value = line.partition(" ")
+        if name == key:
+            return int(value)
+    return 0
+
+
+def _cpu_quota_v2(folder: Path) -> float | None:
+    quota, _, period = _read(folder / "cpu.max").strip().partition(" ")
+    return _ratio(quota, period)
+
+
+def _cpu_quota_v1(folder: Path) -> float | None:
+    return _ratio(_read(folder / "cpu.cfs_quota_us").strip(), _read(folder / "cpu.cfs_period_us").strip())
+
+
+def _ratio(quota: str, period: str) -> float | None:
+    """None where there is no quota, which the kernel writes as `max` or -1."""
+    if not quota.isdecimal() or not period.isdecimal():
+        return None
+    return int(quota) / int(period)
+
+
+def _read(path: Path) -> str:
+    """A small kernel file's text; empty where the kernel offers no such file."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
