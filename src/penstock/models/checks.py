@@ -1,0 +1,111 @@
+"""What must hold of a model before any backend sees it. Called by the loaders with what they read; reads no files itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+from penstock.models.program import Embed, LayerNorm, Linear, Logits, Program, RMSNorm
+from penstock.types.errors import ModelError
+from penstock.types.model_spec import ModelSpec
+
+REFETCH = "Fetch the model again; if it stays so, its converter is at fault."
+
+_LIMITS: Mapping[str, int] = {
+    "vocab_size": 1 << 24,
+    "hidden_size": 1 << 20,
+    "num_layers": 4096,
+    "num_heads": 1 << 14,
+    "num_kv_heads": 1 << 14,
+    "head_dim": 1 << 14,
+    "intermediate_size": 1 << 22,
+    "max_model_len": 1 << 26,
+}
+"""Far above every published model: larger numbers come from a corrupt file and would only exhaust memory."""
+
+
+def check_sizes(sizes: Mapping[str, int], path: Path) -> None:
+    """Sizes, by their `ModelSpec` field, lie in [1, limit]. Raises ModelError. Call it before building anything from them."""
+    for name, value in sizes.items():
+        if not 1 <= value <= _LIMITS[name]:
+            raise ModelError(f"{path}: {name} is {value}, outside of 1 to {_LIMITS[name]}.", remedy=REFETCH)
+    if sizes["num_heads"] % sizes["num_kv_heads"]:
+        cause = f"{sizes['num_heads']} heads can't share {sizes['num_kv_heads']} key-value heads evenly"
+        raise ModelError(f"{path}: {cause}.", remedy=REFETCH)
+    if sizes["head_dim"] % 2:
+        raise ModelError(f"{path}: rotary positions need an even head_dim, not {sizes['head_dim']}.", remedy=REFETCH)
+
+
+def check_spec(spec: ModelSpec, path: Path) -> None:
+    """Reals of the spec are usable. Raises ModelError."""
+    if not 0.0 <= spec.norm_eps < 1.0:
+        raise ModelError(f"{path}: the epsilon of the norms is {spec.norm_eps}, outside of [0, 1).", remedy=REFETCH)
+    if not all(math.isfinite(freq) and freq >= 0.0 for freq in spec.rope_inv_freq):
+        raise ModelError(f"{path}: the rotary frequencies are not finite and positive.", remedy=REFETCH)
+
+
+def check_token_ids(ids: Mapping[str, int | None], vocab_size: int, path: Path) -> None:
+    """Special token ids, by their names in the file, lie in the vocabulary. Raises ModelError."""
+    for name, token_id in ids.items():
+        if token_id is not None and not 0 <= token_id < vocab_size:
+            raise ModelError(f"{path}: {name} is {token_id}, outside of the vocabulary of {vocab_size}.", remedy=REFETCH)
+
+
+def weight_shapes(program: Program) -> dict[str, tuple[int, int]]:
+    """(num_rows, num_cols) of every weight that a program reads, by canonical name; vectors are [1, n]."""
+    width = dict(program.buffers)
+    shapes: dict[str, tuple[int, int]] = {}
+    for op in program.ops:
+        match op:
+            case Embed():
+                shapes[op.weight] = (program.vocab_size, width[op.out])
+            case RMSNorm():
+                shapes[op.weight] = (1, op.group or width[op.x])
+            case LayerNorm():
+                shapes[op.weight] = shapes[op.bias] = (1, width[op.x])
+            case Linear() | Logits():
+                shapes[op.weight] = (width[op.out], width[op.x])
+                if isinstance(op, Linear) and op.bias is not None:
+                    shapes[op.bias] = (1, width[op.out])
+            case _:
+                pass
+    return shapes
+
+
+def check_names(program: Program, found: Mapping[str, object], path: Path) -> None:
+    """The weights, by canonical name, are those that the program reads: none missing, none left over.
+
+    A tensor that is left over means a variant of the architecture that we would compute wrongly. Raises ModelError.
+    """
+    wanted = weight_shapes(program)
+    missing = [name for name in wanted if name not in found]
+    if missing:
+        raise ModelError(f"{path}: {_some(missing)} missing.", remedy=REFETCH)
+    extra = [name for name in found if name not in wanted]
+    if extra:
+        cause = f"{_some(extra)} not part of this architecture as Penstock knows it"
+        raise ModelError(f"{path}: {cause}.", remedy="This variant is not supported: its output would be wrong.")
+
+
+def check_shape(name: str, shape: tuple[int, int], wanted: tuple[int, int], path: Path) -> None:
+    """Raises ModelError if a weight's (num_rows, num_cols) differ from what the program reads."""
+    if shape != wanted:
+        raise ModelError(
+            f"{path}: {name} is {shape[0]} x {shape[1]}, but the model's description asks for {wanted[0]} x {wanted[1]}.",
+            remedy=REFETCH,
+        )
+
+
+def check_memory(weight_bytes: int, max_bytes: int | None, path: Path) -> None:
+    """Raises ModelError if the weights would take more than `max_bytes`."""
+    if max_bytes is not None and weight_bytes > max_bytes:
+        raise ModelError(
+            f"{path}: the weights take {weight_bytes / 2**20:,.0f} MiB, but only {max_bytes / 2**20:,.0f} MiB are available.",
+            remedy="Free memory, or use a smaller or more strongly quantised model.",
+        )
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return f"the tensor {shown} is" if len(names) == 1 else f"the tensors {shown} are"

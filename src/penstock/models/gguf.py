@@ -1,0 +1,175 @@
+"""Loads a GGUF file as a `LoadedModel`. Called by `models.load`; parses no bytes itself and converts no numbers.
+
+Names of metadata keys and tensors: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from penstock.models import checks, registry, rope
+from penstock.models.gguf_file import GgufFile, TensorEntry, open_gguf
+from penstock.models.gguf_tensors import conversion_notes, load_tensor, loaded_bytes, matrix_shape
+from penstock.models.gguf_vocab import read_eos_ids, read_vocab
+from penstock.models.program import Program
+from penstock.models.weights import LoadedModel
+from penstock.types.errors import ModelError
+from penstock.types.model_spec import ModelSpec
+
+ARCHITECTURES = ("llama",)
+"""Values of `general.architecture` that this loader understands; all have q and k rows in the interleaved rope layout."""
+
+_TOP: Mapping[str, str] = {"token_embd.weight": "embed", "output_norm.weight": "norm", "output.weight": "output"}
+_LAYER: Mapping[str, str] = {
+    "attn_norm.weight": "attn_norm",
+    "attn_q.weight": "q",
+    "attn_k.weight": "k",
+    "attn_v.weight": "v",
+    "attn_output.weight": "o",
+    "attn_q.bias": "q_bias",
+    "attn_k.bias": "k_bias",
+    "attn_v.bias": "v_bias",
+    "ffn_norm.weight": "mlp_norm",
+    "ffn_gate.weight": "gate",
+    "ffn_up.weight": "up",
+    "ffn_down.weight": "down",
+}
+_BLOCK = re.compile(r"blk\.(\d{1,6})\.(.+)")
+_ROPE_FACTORS = "rope_freqs.weight"
+
+
+def load_gguf(path: Path, *, name: str = "", max_weight_bytes: int | None = None) -> LoadedModel:
+    """The model of a GGUF file; weights of a kept format stay memory-mapped.
+
+    `name` defaults to the file's stem. Raises ModelError for a file that is unreadable, corrupt, unsupported, or whose
+    weights would take more than `max_weight_bytes`, all before any weight is read.
+    """
+    file = open_gguf(path)
+    _refuse_unsupported(file)
+    entries = {_canonical(name): entry for name, entry in file.tensors.items() if name != _ROPE_FACTORS}
+    spec = _read_spec(file, entries)
+    program = registry.describe(spec)
+    _check_entries(program, entries, path)
+    checks.check_memory(sum(map(loaded_bytes, entries.values())), max_weight_bytes, path)
+    vocab = read_vocab(file, spec.vocab_size)
+    return LoadedModel(
+        name=name or path.stem,
+        spec=spec,
+        weights={key: load_tensor(file, entry, key, _rope_heads(key, spec)) for key, entry in entries.items()},
+        tokenizer_source=vocab,
+        chat_template=file.get("tokenizer.chat_template", str),
+        bos_token_id=vocab.bos_token_id,
+        eos_token_ids=read_eos_ids(file, vocab),
+        path=path,
+        notes=conversion_notes(entries.values()),
+    )
+
+
+def _canonical(name: str) -> str:
+    """Our name of a tensor; an unknown one keeps its own, for the error message."""
+    block = _BLOCK.fullmatch(name)
+    if block is None:
+        return _TOP.get(name, name)
+    suffix = _LAYER.get(block[2])
+    return f"layers.{int(block[1])}.{suffix}" if suffix else name
+
+
+def _rope_heads(name: str, spec: ModelSpec) -> int:
+    """Heads of a weight whose rows the converter has permuted; 0 for the others."""
+    kind = name.rpartition(".")[2]
+    return {"q": spec.num_heads, "q_bias": spec.num_heads, "k": spec.num_kv_heads, "k_bias": spec.num_kv_heads}.get(kind, 0)
+
+
+def _refuse_unsupported(file: GgufFile) -> None:
+    architecture = file.require("general.architecture", str)
+    if architecture not in ARCHITECTURES:
+        raise ModelError(
+            f"{file.path}: the architecture {architecture!r} is not supported.",
+            remedy=f"GGUF files are supported of: {', '.join(ARCHITECTURES)}.",
+        )
+    if (file.get("split.count", int) or 0) > 1:
+        raise ModelError(
+            f"{file.path}: this is one part of a split model.", remedy="Merge the parts with `llama-gguf-split --merge`."
+        )
+    if file.get(f"{architecture}.expert_count", int):
+        raise ModelError(f"{file.path}: mixtures of experts are not supported.", remedy="Use a dense model.")
+
+
+def _read_spec(file: GgufFile, entries: Mapping[str, TensorEntry]) -> ModelSpec:
+    key = file.require("general.architecture", str)
+    if "embed" not in entries:
+        raise file.error("the tensor token_embd.weight is missing")
+    sizes = _read_sizes(file, key, matrix_shape(entries["embed"])[0])
+    checks.check_sizes(sizes, file.path)
+    spec = ModelSpec(
+        architecture=key,
+        **sizes,
+        norm_eps=file.require(f"{key}.attention.layer_norm_rms_epsilon", float),
+        rope_inv_freq=_read_rope(file, key, sizes["head_dim"]),
+        tie_word_embeddings="output" not in entries,
+        has_qkv_bias="layers.0.q_bias" in entries,
+    )
+    checks.check_spec(spec, file.path)
+    return spec
+
+
+def _read_sizes(file: GgufFile, key: str, vocab_size: int) -> dict[str, int]:
+    """Fields of `ModelSpec`. A Mistral's window limits the context: within it, the window makes no difference."""
+    hidden_size = file.require(f"{key}.embedding_length", int)
+    num_heads = file.require(f"{key}.attention.head_count", int)
+    head_dim = file.get(f"{key}.attention.key_length", int) or (hidden_size // num_heads if num_heads else 0)
+    if file.get(f"{key}.attention.value_length", int, head_dim) != head_dim:
+        raise file.error("keys and values of different widths are not supported")
+    context = file.require(f"{key}.context_length", int)
+    return {
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
+        "num_layers": file.require(f"{key}.block_count", int),
+        "num_heads": num_heads,
+        "num_kv_heads": file.get(f"{key}.attention.head_count_kv", int) or num_heads,
+        "head_dim": head_dim,
+        "intermediate_size": file.require(f"{key}.feed_forward_length", int),
+        "max_model_len": min(context, file.get(f"{key}.attention.sliding_window", int) or context),
+    }
+
+
+def _read_rope(file: GgufFile, key: str, head_dim: int) -> tuple[float, ...]:
+    if file.get(f"{key}.rope.dimension_count", int, head_dim) != head_dim:
+        raise file.error("rotary positions over a part of each head are not supported")
+    base = file.get(f"{key}.rope.freq_base", float, 10000.0)
+    if base is None or not math.isfinite(base) or base <= 0.0:
+        raise file.error(f"{key}.rope.freq_base is {base}, not a positive number")
+    inv_freq = rope.inverse_frequencies(head_dim, base)
+    scaling = file.get(f"{key}.rope.scaling.type", str, "linear")
+    if scaling not in ("none", "linear"):
+        raise file.error(f"the rope scaling {scaling!r} is not supported (none, linear and frequency factors are)")
+    if scaling == "linear":
+        inv_freq = rope.scale_linear(inv_freq, _positive(file, f"{key}.rope.scaling.factor"))
+    factors = file.tensors.get(_ROPE_FACTORS)
+    return inv_freq if factors is None else rope.divide(inv_freq, _read_factors(file, factors, len(inv_freq)))
+
+
+def _positive(file: GgufFile, key: str) -> float:
+    """A factor that defaults to 1, which converters also write as 0."""
+    value = file.get(key, float) or 1.0
+    if not math.isfinite(value) or value <= 0.0:
+        raise file.error(f"{key} is {value}, not a positive number")
+    return value
+
+
+def _read_factors(file: GgufFile, entry: TensorEntry, num_pairs: int) -> list[float]:
+    if matrix_shape(entry) != (1, num_pairs):
+        raise file.error(f"{entry.name} has the shape {entry.shape}, not ({num_pairs},)")
+    factors: list[float] = load_tensor(file, entry, entry.name).dequantize()[0].tolist()
+    if not all(math.isfinite(factor) and factor > 0.0 for factor in factors):
+        raise file.error(f"{entry.name} has values that are not positive")
+    return factors
+
+
+def _check_entries(program: Program, entries: Mapping[str, TensorEntry], path: Path) -> None:
+    checks.check_names(program, entries, path)
+    for name, wanted in checks.weight_shapes(program).items():
+        checks.check_shape(name, matrix_shape(entries[name]), wanted, path)

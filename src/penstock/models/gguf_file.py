@@ -1,0 +1,284 @@
+"""The GGUF container: metadata and a directory of tensors, memory-mapped. Called by `models.gguf`; gives no meaning to either.
+
+The `gguf` package's own reader needs over a second for a vocabulary of 49,152 entries, since it makes NumPy arrays
+of each length and each string; this one needs some 0.05 s. Every count and length is checked against the bytes
+that are left before anything is read or allocated, so a corrupt file ends in a ModelError. Read are versions 2 and
+3, little-endian. Specification: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.types.errors import ModelError
+
+GGML_F32: Final = 0
+GGML_F16: Final = 1
+GGML_Q4_0: Final = 2
+GGML_Q4_1: Final = 3
+GGML_Q8_0: Final = 8
+GGML_BF16: Final = 30
+
+_BLOCKS: Mapping[int, tuple[int, int]] = {
+    GGML_F32: (1, 4),
+    GGML_F16: (1, 2),
+    GGML_Q4_0: (32, 18),
+    GGML_Q4_1: (32, 20),
+    GGML_Q8_0: (32, 34),
+    GGML_BF16: (1, 2),
+}
+"""(columns, bytes) of one block of the tensor types that are kept or rounded; the `gguf` package knows the others."""
+
+_U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
+_SCALARS: Mapping[int, struct.Struct] = {
+    code: struct.Struct(f"<{letter}")
+    for code, letter in {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}.items()
+}
+_BOOL, _STRING, _ARRAY = 7, 8, 9
+
+_MAX_METADATA = 1 << 16
+_MAX_TENSORS = 1 << 18
+_MAX_ITEMS = 1 << 22
+_MAX_NESTING = 2
+
+T = TypeVar("T")
+
+
+class MalformedError(Exception):
+    """What is wrong with the bytes, in words; becomes a ModelError that names the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Where a tensor lies. `shape` is row-major: its last number counts what is contiguous."""
+
+    name: str
+    type_id: int
+    """A GGML_* number."""
+    shape: tuple[int, ...]
+    offset: int
+    """Bytes from the start of the file; a multiple of 8."""
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GgufFile:
+    """A parsed header and the mapped bytes behind it. The mapping lives as long as an array made from it."""
+
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, TensorEntry]
+    _bytes: NDArray[np.uint8]
+
+    def tensor_bytes(self, entry: TensorEntry) -> NDArray[np.uint8]:
+        """The tensor's bytes, uint8 [num_bytes], not copied."""
+        return self._bytes[entry.offset : entry.offset + entry.num_bytes]
+
+    def get(self, key: str, kind: type[T], default: T | None = None) -> T | None:
+        """A metadata value of a type, or `default` if the key is absent. Raises ModelError if it is of another type."""
+        value = self.metadata.get(key)
+        if value is None:
+            return default
+        if kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not kind:
+            raise self.error(f"{key} is of type {type(value).__name__}, not {kind.__name__}")
+        return value
+
+    def require(self, key: str, kind: type[T]) -> T:
+        """A metadata value that must be there. Raises ModelError."""
+        value = self.get(key, kind)
+        if value is None:
+            raise self.error(f"the metadata has no {key}")
+        return value
+
+    def get_list(self, key: str, kind: type[T]) -> list[T]:
+        """A metadata array, empty if absent. Raises ModelError if it, or its items, are of another type."""
+        values = self.get(key, list) or []
+        if values and type(values[0]) is not kind:
+            raise self.error(f"{key} is an array of {type(values[0]).__name__}, not of {kind.__name__}")
+        return values
+
+    def error(self, cause: str) -> ModelError:
+        """A ModelError that names this file."""
+        return _error(self.path, cause)
+
+
+def open_gguf(path: Path) -> GgufFile:
+    """Map a file and parse its header. Raises ModelError if it can't be read or is corrupt."""
+    try:
+        with path.open("rb") as file:
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except FileNotFoundError as error:
+        raise ModelError(f"{path}: there is no such file.", remedy="Check the path.") from error
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: can't be opened: {error}.", remedy="Check the file and its permissions.") from error
+    try:
+        return _parse(path, data)
+    except MalformedError as error:
+        raise _error(path, str(error)) from error
+
+
+def _error(path: Path, cause: str) -> ModelError:
+    return ModelError(f"{path}: {cause}.", remedy="The file may be truncated or corrupt: fetch it again and compare checksums.")
+
+
+def _parse(path: Path, data: mmap.mmap) -> GgufFile:
+    if data[:4] != b"GGUF":
+        raise MalformedError("this is no GGUF file (its first bytes are not 'GGUF')")
+    cursor = _Cursor(data, 4)
+    version = cursor.u32()
+    if version & 0xFFFF == 0:
+        raise MalformedError("this GGUF file is big-endian, which is not supported")
+    if version not in (2, 3):
+        raise MalformedError(f"GGUF version {version} is not supported (2 and 3 are)")
+    num_tensors = cursor.count("tensors", _MAX_TENSORS, min_bytes=24)
+    num_metadata = cursor.count("metadata entries", _MAX_METADATA, min_bytes=13)
+    metadata: dict[str, Any] = {}
+    for _ in range(num_metadata):
+        key = cursor.string()
+        if key in metadata:
+            raise MalformedError(f"the metadata has {key!r} twice")
+        metadata[key] = cursor.value(cursor.u32())
+    entries = [_read_entry(cursor) for _ in range(num_tensors)]
+    tensors = _place(entries, cursor.position, _alignment(metadata), len(data))
+    return GgufFile(path, metadata, tensors, np.frombuffer(data, dtype=np.uint8))
+
+
+def _alignment(metadata: Mapping[str, Any]) -> int:
+    alignment = metadata.get("general.alignment", 32)
+    if type(alignment) is not int or alignment < 8 or alignment & (alignment - 1) or alignment > 1 << 20:
+        raise MalformedError(f"general.alignment is {alignment!r}, not a power of two from 8")
+    return alignment
+
+
+def _read_entry(cursor: _Cursor) -> TensorEntry:
+    """An entry whose offset is still relative to the data section."""
+    name = cursor.string()
+    num_dims = cursor.u32()
+    if not 1 <= num_dims <= 4:
+        raise MalformedError(f"the tensor {name!r} has {num_dims} dimensions")
+    shape = tuple(reversed([cursor.u64() for _ in range(num_dims)]))
+    type_id = cursor.u32()
+    block_cols, block_bytes = _block(type_id, name)
+    if shape[-1] % block_cols:
+        raise MalformedError(f"the tensor {name!r} has {shape[-1]} columns, not a multiple of the {block_cols} of its type")
+    return TensorEntry(name, type_id, shape, cursor.u64(), math.prod(shape) // block_cols * block_bytes)
+
+
+def _block(type_id: int, name: str) -> tuple[int, int]:
+    known = _BLOCKS.get(type_id)
+    if known is not None:
+        return known
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType  # not at the top: 0.1 s that most files don't need
+
+    try:
+        block_cols, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(type_id)]
+    except (ValueError, KeyError) as error:
+        raise MalformedError(f"the tensor {name!r} is of an unknown type, number {type_id}") from error
+    return int(block_cols), int(block_bytes)
+
+
+def _place(entries: list[TensorEntry], header_end: int, alignment: int, file_bytes: int) -> dict[str, TensorEntry]:
+    """Entries by name with offsets from the start of the file, all inside of it."""
+    start = -(-header_end // alignment) * alignment
+    placed: dict[str, TensorEntry] = {}
+    for entry in entries:
+        if entry.name in placed:
+            raise MalformedError(f"the tensor {entry.name!r} is there twice")
+        if entry.offset % alignment:
+            raise MalformedError(f"the tensor {entry.name!r} is not aligned to {alignment} bytes")
+        offset = start + entry.offset
+        if offset + entry.num_bytes > file_bytes:
+            end = offset + entry.num_bytes
+            raise MalformedError(f"the tensor {entry.name!r} ends at byte {end}, but the file has only {file_bytes}")
+        placed[entry.name] = TensorEntry(entry.name, entry.type_id, entry.shape, offset, entry.num_bytes)
+    return placed
+
+
+class _Cursor:
+    """Reads values in order from the mapped file; never past its end."""
+
+    def __init__(self, data: mmap.mmap, position: int) -> None:
+        self._data = data
+        self._end = len(data)
+        self.position = position
+
+    def u32(self) -> int:
+        return int(self._scalar(_U32))
+
+    def u64(self) -> int:
+        return int(self._scalar(_U64))
+
+    def count(self, what: str, limit: int, *, min_bytes: int) -> int:
+        """How many items follow, each of at least `min_bytes`."""
+        count = self.u64()
+        if count > limit or count * min_bytes > self._end - self.position:
+            raise MalformedError(f"the header promises {count} {what}, more than the file can hold")
+        return count
+
+    def string(self) -> str:
+        return self.strings(1)[0]
+
+    def strings(self, num: int) -> list[str]:
+        """One loop without calls of our own: this is where the time of a vocabulary goes."""
+        data, end, position = self._data, self._end, self.position
+        unpack = _U64.unpack_from
+        out: list[str] = []
+        try:
+            for _ in range(num):
+                begin = position + 8
+                position = begin + unpack(data, position)[0]
+                if position > end:
+                    raise MalformedError(f"a string at byte {begin} reaches beyond the end of the file")
+                out.append(data[begin:position].decode())
+        except struct.error as error:
+            raise MalformedError("the file ends in the middle of its header") from error
+        except UnicodeDecodeError as error:
+            raise MalformedError(f"the string at byte {begin} is not UTF-8") from error
+        self.position = position
+        return out
+
+    def value(self, type_id: int, nesting: int = 0) -> Any:
+        """A metadata value: bool, int, float, str or a list of one of these (or of lists)."""
+        if type_id == _STRING:
+            return self.string()
+        if type_id == _ARRAY:
+            return self._array(nesting)
+        if type_id == _BOOL:
+            return bool(self._scalar(_SCALARS[0]))
+        if type_id not in _SCALARS:
+            raise MalformedError(f"a metadata value is of the unknown type {type_id}")
+        return self._scalar(_SCALARS[type_id])
+
+    def _array(self, nesting: int) -> list[Any]:
+        if nesting >= _MAX_NESTING:
+            raise MalformedError("metadata arrays are nested too deeply")
+        item_type = self.u32()
+        if item_type == _STRING:
+            return self.strings(self.count("strings", _MAX_ITEMS, min_bytes=8))
+        if item_type == _ARRAY:
+            return [self._array(nesting + 1) for _ in range(self.count("arrays", _MAX_ITEMS, min_bytes=12))]
+        if item_type != _BOOL and item_type not in _SCALARS:
+            raise MalformedError(f"a metadata array is of the unknown type {item_type}")
+        packer = _SCALARS[0 if item_type == _BOOL else item_type]
+        num = self.count("numbers", _MAX_ITEMS, min_bytes=packer.size)
+        values = struct.unpack_from(f"<{num}{packer.format[-1]}", self._data, self.position)
+        self.position += num * packer.size
+        return [bool(value) for value in values] if item_type == _BOOL else list(values)
+
+    def _scalar(self, packer: struct.Struct) -> Any:
+        if self.position + packer.size > self._end:
+            raise MalformedError("the file ends in the middle of its header")
+        value = packer.unpack_from(self._data, self.position)[0]
+        self.position += packer.size
+        return value

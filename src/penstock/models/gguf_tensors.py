@@ -1,0 +1,140 @@
+"""GGML tensors made into weights of a run-time format. Called by `models.gguf`; reads no metadata.
+
+F32 vectors, BF16, Q4_0, Q4_1 and Q8_0 stay as they are, memory-mapped. F16 and F32 matrices become bf16. Every other
+quantised type that the `gguf` package can decode becomes Q8_0, whose error is far below that of the 2- to 6-bit types.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.models.convert import row_slices, to_bf16
+from penstock.models.gguf_file import GGML_BF16, GGML_F16, GGML_F32, GGML_Q4_0, GGML_Q4_1, GGML_Q8_0, GgufFile, TensorEntry
+from penstock.models.weights import GROUP_BYTES, GROUP_SIZE, WeightFormat, WeightTensor
+from penstock.types.errors import ModelError
+
+_MATRIX_FORMATS: Mapping[int, WeightFormat] = {
+    GGML_F32: WeightFormat.BF16,
+    GGML_F16: WeightFormat.BF16,
+    GGML_BF16: WeightFormat.BF16,
+    GGML_Q4_0: WeightFormat.Q4_0,
+    GGML_Q4_1: WeightFormat.Q4_1,
+    GGML_Q8_0: WeightFormat.Q8_0,
+}
+_FLOATS: Mapping[int, type[np.generic]] = {GGML_F32: np.float32, GGML_F16: np.float16, GGML_BF16: np.uint16}
+
+
+def matrix_shape(entry: TensorEntry) -> tuple[int, int]:
+    """(num_rows, num_cols); a vector is one row. Leading dimensions of 1 are dropped, others count as rows."""
+    rows = 1
+    for size in entry.shape[:-1]:
+        rows *= size
+    return rows, entry.shape[-1]
+
+
+def loaded_bytes(entry: TensorEntry) -> int:
+    """Bytes of the weight that `load_tensor` makes of it."""
+    rows, cols = matrix_shape(entry)
+    fmt = _format(entry)
+    if fmt in GROUP_BYTES:
+        return rows * cols // GROUP_SIZE * GROUP_BYTES[fmt]
+    return rows * cols * (4 if fmt is WeightFormat.F32 else 2)
+
+
+def load_tensor(file: GgufFile, entry: TensorEntry, name: str, rope_heads: int = 0) -> WeightTensor:
+    """The weight called `name`. With `rope_heads` its rows leave the interleaved rope layout of llama-type GGUF files.
+
+    Raises ModelError for a type that can't be decoded.
+    """
+    num_rows, num_cols = matrix_shape(entry)
+    raw = file.tensor_bytes(entry)
+    if entry.type_id in _FLOATS:
+        data = raw.view(_FLOATS[entry.type_id]).reshape(num_rows, num_cols)
+    else:
+        data = raw.reshape(num_rows, -1)
+    fmt = _format(entry)
+    if rope_heads:
+        data = _unpermute(data, rope_heads) if num_rows > 1 else _unpermute(data.reshape(-1, 1), rope_heads).reshape(1, -1)
+    return WeightTensor(name, num_rows, num_cols, fmt, _convert(data, entry, fmt, file))
+
+
+def conversion_notes(entries: Iterable[TensorEntry]) -> tuple[str, ...]:
+    """What `load_tensor` changes in these, in words."""
+    changed = Counter(entry.type_id for entry in entries if len(entry.shape) > 1 and _is_converted(entry))
+    return tuple(_note(type_id, num) for type_id, num in sorted(changed.items()))
+
+
+def _note(type_id: int, num: int) -> str:
+    if type_id in _FLOATS:
+        return f"{num} {_type_name(type_id)} matrices rounded to bf16 (relative error at most 2^-9)"
+    return f"{num} {_type_name(type_id)} matrices converted to Q8_0 (8.5 bits per weight; larger than in the file)"
+
+
+def _is_converted(entry: TensorEntry) -> bool:
+    return entry.type_id not in _MATRIX_FORMATS or entry.type_id in (GGML_F32, GGML_F16)
+
+
+def _format(entry: TensorEntry) -> WeightFormat:
+    if len(entry.shape) == 1:
+        return WeightFormat.F32
+    return _MATRIX_FORMATS.get(entry.type_id, WeightFormat.Q8_0)
+
+
+def _unpermute(data: NDArray[np.generic], num_heads: int) -> NDArray[np.generic]:
+    """Row 2 i + half of each head goes to half * head_dim / 2 + i: the reverse of what llama.cpp's converter does."""
+    num_rows, width = data.shape
+    paired = data.reshape(num_heads, num_rows // num_heads // 2, 2, width)
+    return np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(num_rows, width)
+
+
+def _convert(data: NDArray[np.generic], entry: TensorEntry, fmt: WeightFormat, file: GgufFile) -> NDArray[np.generic]:
+    if fmt is WeightFormat.F32:
+        return _to_f32(data, entry, file)
+    if entry.type_id in (GGML_F32, GGML_F16):
+        return to_bf16(data)
+    if entry.type_id in _MATRIX_FORMATS:
+        return data
+    return _to_q8_0(data, entry, file)
+
+
+def _to_f32(data: NDArray[np.generic], entry: TensorEntry, file: GgufFile) -> NDArray[np.generic]:
+    if entry.type_id == GGML_BF16:
+        return (data.astype(np.uint32) << 16).view(np.float32)
+    if entry.type_id in _FLOATS:
+        return np.ascontiguousarray(data, dtype=np.float32)
+    return _decode(data, entry, file)
+
+
+def _to_q8_0(data: NDArray[np.generic], entry: TensorEntry, file: GgufFile) -> NDArray[np.generic]:
+    from gguf.constants import GGMLQuantizationType  # not at the top: 0.1 s that most files don't need
+    from gguf.quants import quantize
+
+    num_rows, num_cols = matrix_shape(entry)
+    out = np.empty((num_rows, num_cols // GROUP_SIZE * GROUP_BYTES[WeightFormat.Q8_0]), dtype=np.uint8)
+    for rows in row_slices(num_rows, num_cols):
+        out[rows] = quantize(_decode(data[rows], entry, file), GGMLQuantizationType.Q8_0)
+    return out
+
+
+def _decode(raw: NDArray[np.generic], entry: TensorEntry, file: GgufFile) -> NDArray[np.float32]:
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    try:
+        values: NDArray[np.float32] = dequantize(np.ascontiguousarray(raw), GGMLQuantizationType(entry.type_id))
+    except NotImplementedError as error:
+        raise ModelError(
+            f"{file.path}: the tensor {entry.name!r} is of the type {_type_name(entry.type_id)}, which can't be decoded.",
+            remedy="Use a file in Q4_0, Q4_1, Q8_0, BF16 or one of the K types.",
+        ) from error
+    return values
+
+
+def _type_name(type_id: int) -> str:
+    from gguf.constants import GGMLQuantizationType
+
+    return str(GGMLQuantizationType(type_id).name)
