@@ -130,9 +130,11 @@ class ServerConfig(Component):
     api_keys: tuple[str, ...] = setting(
         (), "Key that clients must send; may be repeated.", key="api_key", default_doc="no key is asked for", is_multiple=True
     )
-    api_key_file: str | None = setting(None, "File with one key per line; # begins a comment.", kind=Kind.PATH)
-    ssl_certfile: str | None = setting(None, "TLS certificate (PEM).", kind=Kind.PATH)
-    ssl_keyfile: str | None = setting(None, "TLS private key (PEM).", kind=Kind.PATH)
+    api_key_file: str | None = setting(
+        None, "File with one key per line; # begins a comment.", kind=Kind.PATH, default_doc="none"
+    )
+    ssl_certfile: str | None = setting(None, "TLS certificate (PEM).", kind=Kind.PATH, default_doc="none: plain HTTP")
+    ssl_keyfile: str | None = setting(None, "TLS private key (PEM).", kind=Kind.PATH, default_doc="none")
     max_body_bytes: int = setting(
         4 << 20, "Largest request body; a larger one is answered 413.", kind=Kind.SIZE, key="max_body_size", minimum=1024
     )

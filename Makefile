@@ -1,0 +1,74 @@
+# `make help` lists every target. Needs Python (3.11 or later) with venv and pip, make and a C++20 compiler.
+PYTHON ?= python3
+MODEL ?= smollm2:135m
+ARGS ?=
+
+SHELL := /bin/bash
+BIN := .venv/bin
+PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check
+INSTALLED := .venv/.installed
+INSTALLED_TEST := .venv/.installed-test
+SOURCES := pyproject.toml CMakeLists.txt src/penstock/__init__.py $(wildcard native/*)
+
+.DEFAULT_GOAL := help
+.PHONY: help install serve pull test test-parity test-soak bench lint format docs clean
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo "Variables: PYTHON=$(PYTHON)  MODEL=$(MODEL)  ARGS='--port 8080 ...' (passed to serve, bench, test)"
+
+install: $(INSTALLED)  ## make .venv and build Penstock into it
+
+# Editable: Python is used from src/, so that only a change of native/ needs a new build.
+$(INSTALLED): $(SOURCES) | .venv
+	@echo "Building Penstock into .venv; the first time takes about a minute."
+	@$(PIP_INSTALL) --editable .
+	@touch $@
+
+# With the tools of the extra `test` in pyproject.toml.
+$(INSTALLED_TEST): $(SOURCES) | .venv
+	@echo "Building Penstock and its test tools into .venv; the first time takes about two minutes."
+	@$(PIP_INSTALL) --editable '.[test]'
+	@touch $(INSTALLED) $@
+
+.venv:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "error: '$(PYTHON)' is missing or older than 3.11. Name another one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@command -v c++ g++ clang++ >/dev/null || { \
+	  echo "error: no C++ compiler found. Install g++ (Debian, Ubuntu: apt install g++)." >&2; exit 1; }
+	@$(PYTHON) -m venv .venv || { rm -rf .venv; \
+	  echo "error: no virtual environment could be made (Debian, Ubuntu: apt install python3-venv)." >&2; exit 1; }
+
+pull: $(INSTALLED)  ## fetch MODEL's weights into the cache
+	@$(BIN)/penstock pull $(MODEL)
+
+serve: pull  ## install, fetch MODEL and serve it on http://127.0.0.1:8000
+	@exec $(BIN)/penstock serve $(MODEL) $(ARGS)
+
+test: $(INSTALLED_TEST)  ## install, fetch the default model, check style and types, run all tests
+	@$(BIN)/penstock pull smollm2:135m
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/pytest $(ARGS)
+
+test-parity: $(INSTALLED)  ## compare with transformers in its own environment (downloads torch; minutes)
+	@tests/parity/run.sh $(ARGS)
+
+lint: $(INSTALLED_TEST)  ## check style, types and layering, without tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(INSTALLED_TEST)  ## rewrite the code in house style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(INSTALLED)  ## write docs/configuration.md from the settings
+	$(BIN)/python docs/make_configuration.py
+
+clean:  ## remove builds, environments and caches (not the fetched weights)
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

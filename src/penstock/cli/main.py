@@ -1,0 +1,85 @@
+"""The `penstock` command: finds the subcommand and turns what went wrong into words and an exit code. Does no work itself.
+
+Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+
+import click
+
+from penstock import __version__
+from penstock.types.errors import PenstockError
+
+_COMMANDS = {
+    "serve": ("penstock.cli.serve:serve", "Answer HTTP requests: the OpenAI API."),
+    "chat": ("penstock.cli.chat:chat", "Talk with a model in the terminal."),
+    "run": ("penstock.cli.run:run", "Answer one prompt, from the command line or a pipe."),
+    "pull": ("penstock.cli.pull:pull", "Fetch a model's weights."),
+    "models": ("penstock.cli.models:models", "List the models that are known and those that are here."),
+    "env": ("penstock.cli.env:env", "Show the machine, the instruction set chosen, versions, what is missing."),
+}
+
+
+class LazyGroup(click.Group):
+    """Imports a subcommand when it is used, so that `penstock --help` is quick."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        del ctx
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        del ctx
+        if cmd_name not in _COMMANDS:
+            return None
+        module, _, attribute = _COMMANDS[cmd_name][0].partition(":")
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        del ctx
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, doc) for name, (_, doc) in _COMMANDS.items()])
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="penstock")
+def cli() -> None:
+    """Penstock serves language models on the machine you have."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line and exit the process."""
+    try:
+        code = cli.main(arguments, prog_name="penstock", standalone_mode=False)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        code = _after_broken_pipe()
+    except Exception as error:
+        code = _explain(error)
+    except KeyboardInterrupt:
+        code = 130
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _explain(error: Exception) -> int:
+    """Say on stderr what went wrong; returns the exit code."""
+    if isinstance(error, click.ClickException):
+        error.show()
+        return error.exit_code
+    if isinstance(error, click.Abort):
+        return 130
+    if not isinstance(error, PenstockError) or os.environ.get("PENSTOCK_DEBUG") == "1":
+        traceback.print_exception(error)
+    print(f"error: {error}", file=sys.stderr)
+    return 1
+
+
+def _after_broken_pipe() -> int:
+    """The reader has seen enough (`| head`): nothing is wrong, but Python must not flush stdout again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0

@@ -1,0 +1,114 @@
+"""Settings as click options: for the commands of `cli`, from the declarations in `config`. Adds none but `--config`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from penstock.config.components import COMPONENTS, Config
+from penstock.config.file import read_config_file
+from penstock.config.setting import Kind, Setting, settings_of
+from penstock.types.errors import ConfigError
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+EPILOG = (
+    "Every option has an environment variable (--max-num-seqs is PENSTOCK_MAX_NUM_SEQS) and a key in the file given by "
+    "--config (max_num_seqs). A flag goes before the environment, that before the file, that before the default."
+)
+
+
+class GroupedCommand(click.Command):
+    """A command whose help shows its settings under their component's title."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        titles = {item.key: component.title for _, component in COMPONENTS for item in settings_of(component)}
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                groups.setdefault(titles.get(param.name or "", "Options"), []).append(record)
+        for title in sorted(groups, key=lambda title: title != "Options"):
+            with formatter.section(title):
+                formatter.write_dl(groups[title])
+
+
+def config_options(*components: str, without: tuple[str, ...] = ()) -> Callable[[_Command], _Command]:
+    """Adds `--config` and the settings of the named components (fields of `Config`), except those `without`."""
+
+    def decorate(command: _Command) -> _Command:
+        for name, component in reversed(COMPONENTS):
+            if name in components:
+                for item in reversed(settings_of(component)):
+                    if item.key not in without:
+                        command = _option(item)(command)
+        return _config_file_option(command)
+
+    return decorate
+
+
+def config_from(values: Mapping[str, Any]) -> Config:
+    """The config that a command's parameters describe; what is no setting among them is left alone."""
+    parts: dict[str, Any] = {}
+    for name, component in COMPONENTS:
+        given = {item.field: values[item.key] for item in settings_of(component) if item.key in values}
+        parts[name] = component(**given)
+    return Config(**parts)
+
+
+def _option(item: Setting) -> Callable[[_Command], _Command]:
+    if item.kind is Kind.FLAG:
+        names = [f"{item.flag}/--no-{item.flag[2:]}", item.key]
+        return click.option(*names, default=item.default, envvar=item.env, show_default=True, help=item.doc)
+    return click.option(
+        item.flag,
+        item.key,
+        type=click.UNPROCESSED,
+        callback=_parser(item),
+        metavar="{" + ",".join(item.choices) + "}" if item.choices else item.kind.upper(),
+        default=item.default,
+        envvar=item.env,
+        multiple=item.is_multiple,
+        show_default=item.default_doc or True,
+        help=item.doc,
+    )
+
+
+def _parser(item: Setting) -> Callable[[click.Context, click.Parameter, Any], Any]:
+    """A click callback that parses a setting as its declaration says."""
+
+    def parse(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+        try:
+            if item.is_multiple:
+                return tuple(item.parse(entry) for entry in value)
+            return None if value is None else item.parse(value)
+        except ValueError as error:
+            raise click.BadParameter(f"{error}.", ctx, param) from None
+
+    return parse
+
+
+def _config_file_option(command: _Command) -> _Command:
+    return click.option(
+        "--config",
+        "config_file",
+        type=click.Path(path_type=Path),
+        envvar="PENSTOCK_CONFIG",
+        is_eager=True,
+        expose_value=False,
+        callback=_use_config_file,
+        metavar="FILE.toml",
+        help="File with settings.",
+    )(command)
+
+
+def _use_config_file(ctx: click.Context, param: click.Parameter, path: Path | None) -> None:
+    if path is None:
+        return
+    try:
+        ctx.default_map = {**(ctx.default_map or {}), **read_config_file(path)}
+    except ConfigError as error:
+        raise click.BadParameter(str(error), ctx, param) from None

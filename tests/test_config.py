@@ -1,0 +1,171 @@
+"""Settings: notations, ranges, files."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.config import Config, KvConfig, SchedulerConfig, ServerConfig
+from penstock.config.components import COMPONENTS
+from penstock.config.file import all_settings, read_config_file
+from penstock.config.setting import Kind, settings_of
+from penstock.config.units import format_size, parse_count, parse_duration, parse_share, parse_size
+from penstock.types.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("512", 512), ("4k", 4000), ("2Mi", 2 << 20), ("1.5k", 1500), (" 8 Ki ", 8192), ("1_000", 1000), ("0", 0)],
+)
+def test_counts(text: str, value: int) -> None:
+    assert parse_count(text) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("4GiB", 4 << 30), ("512MB", 512_000_000), ("0.5KiB", 512), ("100", 100), ("7B", 7)]
+)
+def test_sizes(text: str, value: int) -> None:
+    assert parse_size(text) == value
+
+
+@pytest.mark.parametrize(("text", "value"), [("250ms", 0.25), ("30s", 30.0), ("2m", 120.0), ("1h", 3600.0), ("1.5", 1.5)])
+def test_durations_are_seconds(text: str, value: float) -> None:
+    assert parse_duration(text) == value
+
+
+@pytest.mark.parametrize(("text", "value"), [("1%", 0.01), ("0.25", 0.25), ("50 %", 0.5)])
+def test_shares(text: str, value: float) -> None:
+    assert parse_share(text) == pytest.approx(value)
+
+
+@pytest.mark.parametrize("parse", [parse_count, parse_size, parse_duration, parse_share])
+@pytest.mark.parametrize("text", ["", "k", "-1", "1 2", "4x", "nan", "inf", "0x10", "1e3", "٣"])
+def test_what_is_no_number_is_named(parse: object, text: str) -> None:
+    with pytest.raises(ValueError, match=r"is not a"):
+        parse(text)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("parse", [parse_count, parse_size])
+def test_fractions_of_one_are_refused(parse: object) -> None:
+    with pytest.raises(ValueError, match="whole"):
+        parse("1.5")  # type: ignore[operator]
+
+
+@given(st.integers(min_value=0, max_value=1 << 50))
+def test_counts_and_sizes_read_plain_digits(value: int) -> None:
+    assert parse_count(str(value)) == value
+    assert parse_size(str(value)) == value
+
+
+@given(st.text(max_size=12))
+def test_parsers_raise_nothing_but_value_error(text: str) -> None:
+    for parse in (parse_count, parse_size, parse_duration, parse_share):
+        with contextlib.suppress(ValueError):
+            assert parse(text) >= 0
+
+
+def test_sizes_are_shown_with_binary_units() -> None:
+    assert [format_size(n) for n in (12, 1536, 98362432, 4 << 30)] == ["12 B", "1.5 KiB", "93.81 MiB", "4 GiB"]
+
+
+def test_every_setting_has_a_line_of_documentation_and_a_key_of_its_own() -> None:
+    settings = all_settings()
+    assert len({item.key for item in settings}) == len(settings)
+    for item in settings:
+        assert item.doc.endswith("."), item.key
+        assert "\n" not in item.doc
+        assert item.default is not None or item.default_doc, f"{item.key}: say what None means"
+
+
+def test_every_field_is_a_setting() -> None:
+    for _, component in COMPONENTS:
+        assert [item.field for item in settings_of(component)] == [f.name for f in dataclasses.fields(component)]  # type: ignore[arg-type]
+
+
+def test_config_holds_every_component_with_its_defaults() -> None:
+    assert [f.name for f in dataclasses.fields(Config)] == [name for name, _ in COMPONENTS]
+    for name, component in COMPONENTS:
+        assert getattr(Config(), name) == component()
+
+
+def test_ranges_hold_however_a_config_is_made() -> None:
+    with pytest.raises(ConfigError, match="port: 70000 is more than 65535"):
+        ServerConfig(port=70000)
+    with pytest.raises(ConfigError, match="block_size: 0 is less than 1"):
+        KvConfig(block_size=0)
+
+
+def test_an_unavailable_choice_lists_what_is_available() -> None:
+    with pytest.raises(ConfigError, match="policy: 'sjf' is not available; available: fcfs"):
+        SchedulerConfig(policy="sjf")
+
+
+def _write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "penstock.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_file_values_are_parsed_as_flags_are(tmp_path: Path) -> None:
+    path = _write(
+        tmp_path,
+        'max_num_batched_tokens = "1k"\nkv_cache_memory = "1GiB"\nshutdown_timeout = "250ms"\nkv_headroom = 0.05\n'
+        'prefix_caching = false\nport = 8080\napi_key = ["a", "b"]\nserved_model_name = "x"\n',
+    )
+    assert read_config_file(path) == {
+        "max_num_batched_tokens": 1000,
+        "kv_cache_memory": 1 << 30,
+        "shutdown_timeout": 0.25,
+        "kv_headroom": 0.05,
+        "prefix_caching": False,
+        "port": 8080,
+        "api_key": ("a", "b"),
+        "served_model_name": ("x",),
+    }
+
+
+def test_an_unknown_key_names_the_nearest_and_all_valid_ones(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'max-num-seq'\. Did you mean max_num_seqs\? Valid keys: model, .*port"):
+        read_config_file(_write(tmp_path, "max-num-seq = 3\n"))
+
+
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        ("port = true", "port: True is a boolean, not a count"),
+        ("port = 80.5", "port: 80.5 is a decimal number, not a count"),
+        ("host = 7", "host: 7 is a integer, not text"),
+        ("prefix_caching = 'perhaps'", "prefix_caching: 'perhaps' is not true or false"),
+        ("block_size = []", r"block_size: \[\] is a list, not a count"),
+        ("device = 'cuda'", "device: 'cuda' is not available; available: auto, cpu"),
+        ("port = 99999", "port: 99999 is more than 65535"),
+        ("[server]\nport = 1", "unknown key 'server'"),
+        ("port = ", "is not TOML"),
+    ],
+)
+def test_a_wrong_value_in_a_file_is_named(tmp_path: Path, line: str, cause: str) -> None:
+    with pytest.raises(ConfigError, match=cause):
+        read_config_file(_write(tmp_path, line + "\n"))
+
+
+def test_a_file_that_is_missing_or_not_text_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.toml: cannot be read: No such file"):
+        read_config_file(tmp_path / "absent.toml")
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="is not TOML"):
+        read_config_file(tmp_path / "binary.toml")
+
+
+@given(st.dictionaries(st.sampled_from([item.key for item in all_settings()]), st.integers() | st.booleans() | st.text()))
+def test_any_value_is_parsed_or_refused(values: dict[str, object]) -> None:
+    settings = {item.key: item for item in all_settings()}
+    for key, raw in values.items():
+        with contextlib.suppress(ValueError):
+            value = settings[key].parse(raw)
+            assert settings[key].parse(value) == value, "parsing is idempotent"
+            assert isinstance(value, bool) == (settings[key].kind is Kind.FLAG)

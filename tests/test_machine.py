@@ -1,0 +1,94 @@
+"""Memory and CPUs as the kernel's files tell them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock.machine import available_memory_bytes, cpu_name, usable_cpus
+
+GIB = 1 << 30
+
+
+class FakeMachine:
+    def __init__(self, root: Path) -> None:
+        self.proc, self.cgroup = root / "proc", root / "cgroup"
+        self.write("proc/meminfo", f"MemTotal: {32 * GIB // 1024} kB\nMemAvailable: {8 * GIB // 1024} kB\n")
+
+    def write(self, name: str, text: str) -> None:
+        path = self.proc.parent / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    def memory(self) -> int:
+        return available_memory_bytes(proc=self.proc, cgroup=self.cgroup)
+
+    def cpus(self) -> int:
+        return usable_cpus(proc=self.proc, cgroup=self.cgroup)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> FakeMachine:
+    return FakeMachine(tmp_path)
+
+
+def test_without_groups_the_kernel_decides(machine: FakeMachine) -> None:
+    assert machine.memory() == 8 * GIB
+
+
+def test_a_container_limit_at_the_root_counts_with_cached_pages_given_back(machine: FakeMachine) -> None:
+    machine.write("cgroup/memory.max", f"{2 * GIB}\n")
+    machine.write("cgroup/memory.current", f"{GIB}\n")
+    machine.write("cgroup/memory.stat", f"anon 1\ninactive_file {GIB // 2}\n")
+    assert machine.memory() == 2 * GIB - GIB // 2
+
+
+def test_the_tightest_enclosing_group_counts(machine: FakeMachine) -> None:
+    machine.write("proc/self/cgroup", "0::/user/session\n")
+    machine.write("cgroup/user/session/memory.max", "max\n")
+    machine.write("cgroup/user/session/memory.current", "5\n")
+    machine.write("cgroup/user/memory.max", f"{3 * GIB}\n")
+    machine.write("cgroup/user/memory.current", "0\n")
+    assert machine.memory() == 3 * GIB
+
+
+def test_version_one_groups_count(machine: FakeMachine) -> None:
+    machine.write("proc/self/cgroup", "4:memory:/job\n0::/\n")
+    machine.write("cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n")
+    machine.write("cgroup/memory/memory.usage_in_bytes", "7\n")
+    machine.write("cgroup/memory/job/memory.limit_in_bytes", f"{GIB}\n")
+    machine.write("cgroup/memory/job/memory.usage_in_bytes", f"{GIB // 4}\n")
+    assert machine.memory() == GIB - GIB // 4
+
+
+def test_a_group_over_its_limit_leaves_nothing(machine: FakeMachine) -> None:
+    machine.write("cgroup/memory.max", "5\n")
+    machine.write("cgroup/memory.current", "6\n")
+    assert machine.memory() == 0
+
+
+def test_cpu_quotas_round_up_and_never_below_one(machine: FakeMachine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    assert machine.cpus() == 8
+    machine.write("cgroup/cpu.max", "250000 100000\n")
+    assert machine.cpus() == 3
+    machine.write("cgroup/cpu.max", "5000 100000\n")
+    assert machine.cpus() == 1
+    machine.write("cgroup/cpu.max", "max 100000\n")
+    machine.write("cgroup/cpu/cpu.cfs_quota_us", "400000\n")
+    machine.write("cgroup/cpu/cpu.cfs_period_us", "100000\n")
+    assert machine.cpus() == 4
+    machine.write("cgroup/cpu/cpu.cfs_quota_us", "-1\n")
+    assert machine.cpus() == 8
+
+
+def test_the_processor_is_named_where_the_kernel_does(machine: FakeMachine) -> None:
+    assert cpu_name(proc=machine.proc) == ""
+    machine.write("proc/cpuinfo", "processor : 0\nmodel name\t: Some CPU @ 2 GHz\n")
+    assert cpu_name(proc=machine.proc) == "Some CPU @ 2 GHz"
+
+
+def test_this_machine_has_memory_and_a_cpu() -> None:
+    assert available_memory_bytes() > 0
+    assert usable_cpus() >= 1

@@ -1,0 +1,125 @@
+"""How much memory the KV cache gets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.config import KvConfig
+from penstock.sizing import DEFAULT_CAP_BYTES, RESERVE_BYTES, KvPlan, check_weights_fit, plan_kv
+from penstock.types.errors import ConfigError
+from penstock.types.model_spec import ModelSpec
+
+GIB = 1 << 30
+
+
+def make_spec(max_model_len: int = 2048) -> ModelSpec:
+    return ModelSpec(
+        architecture="llama",
+        vocab_size=100,
+        hidden_size=576,
+        num_layers=30,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+        intermediate_size=1536,
+        norm_eps=1e-5,
+        rope_inv_freq=(1.0,) * 32,
+        max_model_len=max_model_len,
+        tie_word_embeddings=True,
+    )
+
+
+BLOCK_BYTES = 16 * make_spec().kv_bytes_per_token
+
+
+def plan(kv: KvConfig | None = None, spec: ModelSpec | None = None, **changes: Any) -> KvPlan:
+    arguments: dict[str, Any] = {
+        "max_model_len": None,
+        "max_num_seqs": 64,
+        "num_weight_bytes": 100 << 20,
+        "available_bytes": 64 * GIB,
+        **changes,
+    }
+    return plan_kv(spec or make_spec(), kv or KvConfig(), **arguments)
+
+
+def test_no_more_than_all_rows_together_can_use() -> None:
+    assert plan().num_tokens == 64 * 2048
+
+
+def test_no_more_than_the_cap_unasked() -> None:
+    result = plan(max_num_seqs=4096)
+    assert DEFAULT_CAP_BYTES - BLOCK_BYTES < result.num_bytes <= DEFAULT_CAP_BYTES
+
+
+def test_half_of_what_is_free_after_the_weights() -> None:
+    result = plan(available_bytes=(100 << 20) + RESERVE_BYTES + GIB)
+    assert GIB // 2 - BLOCK_BYTES < result.num_bytes <= GIB // 2
+    assert not result.is_shortened
+
+
+def test_an_asked_for_size_is_used_whole() -> None:
+    result = plan(KvConfig(kv_cache_memory_bytes=8 * GIB), max_num_seqs=1)
+    assert 8 * GIB - BLOCK_BYTES < result.num_bytes <= 8 * GIB
+
+
+def test_the_longest_request_shrinks_to_what_fits_unless_asked_for() -> None:
+    kv = KvConfig(kv_cache_memory_bytes=11 * BLOCK_BYTES)
+    result = plan(kv)
+    assert (result.num_blocks, result.max_model_len, result.is_shortened) == (11, 160, True)
+    with pytest.raises(ConfigError, match=r"max_model_len 161 tokens needs .* holds 160"):
+        plan(kv, max_model_len=161)
+    assert plan(kv, max_model_len=160).max_model_len == 160
+
+
+def test_longer_than_the_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match="max_model_len 4096 is longer than the model's own 2048"):
+        plan(max_model_len=4096)
+
+
+def test_more_than_is_free_is_refused_with_the_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"kv_cache_memory 2 GiB is more than the 668 MiB that are free"):
+        plan(KvConfig(kv_cache_memory_bytes=2 * GIB), available_bytes=GIB)
+
+
+def test_fewer_than_two_blocks_is_refused() -> None:
+    with pytest.raises(ConfigError, match="less than the two blocks"):
+        plan(KvConfig(kv_cache_memory_bytes=2 * BLOCK_BYTES - 1))
+    with pytest.raises(ConfigError, match="less than the two blocks"):
+        plan(available_bytes=0)
+
+
+def test_weights_that_do_not_fit_are_refused_with_the_numbers() -> None:
+    check_weights_fit("m", GIB, GIB + RESERVE_BYTES)
+    with pytest.raises(ConfigError, match=r"m needs 1 GiB for its weights and 256 MiB to work in, but only 1.25 GiB"):
+        check_weights_fit("m", GIB, GIB + RESERVE_BYTES - 1)
+
+
+@given(
+    available=st.integers(0, 64 * GIB),
+    weights=st.integers(0, 16 * GIB),
+    seqs=st.integers(1, 4096),
+    block_size=st.sampled_from([1, 16, 256]),
+    length=st.integers(1, 200_000),
+)
+def test_what_is_planned_fits_the_machine_and_one_longest_request(
+    available: int, weights: int, seqs: int, block_size: int, length: int
+) -> None:
+    try:
+        result = plan(
+            KvConfig(block_size=block_size),
+            make_spec(length),
+            max_num_seqs=seqs,
+            num_weight_bytes=weights,
+            available_bytes=available,
+        )
+    except ConfigError:
+        assert available - weights - RESERVE_BYTES < 4 * block_size * make_spec().kv_bytes_per_token
+        return
+    assert result.num_bytes + weights + RESERVE_BYTES <= available
+    assert 1 <= result.max_model_len <= min(length, result.num_tokens)
+    assert result.is_shortened == (result.max_model_len < length)
