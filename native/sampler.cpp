@@ -1,1 +1,388 @@
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC optimize("no-trapping-math")  // nobody reads exception flags; without this no comparison of floats vectorises
+#endif
 
+#include "sampler.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <limits>
+
+namespace penstock {
+namespace {
+
+constexpr float kNever = -std::numeric_limits<float>::infinity();
+constexpr int kBlock = 64;  // logits that share a maximum and a sum; divides by both lane counts below
+constexpr int kMaxLanes = 16;
+constexpr int kSumLanes = 8;
+constexpr int32_t kInPrompt = 1 << 30;  // flag in SamplerScratch::counts, above any count of output tokens
+constexpr int kFirstPrefix = 256;       // candidates that top_p looks at before it looks at all
+constexpr double kTiny = 1e-300;        // weights below are 0
+
+int num_blocks(int n) { return (n + kBlock - 1) / kBlock; }
+
+bool is_likelier(const Candidate& a, const Candidate& b) { return a.logit > b.logit || (a.logit == b.logit && a.id < b.id); }
+
+// exp(x) for x <= 0, within 1e-14 of it; below kTiny for NaN and for x < -700. No branch, no call: loops over it vectorise,
+// and every instruction set gives the same bits. Range reduction to |r| <= ln(2)/2, then the Taylor series.
+inline double exp_negative(double x) {
+    constexpr double kRound = 0x1.8p52;  // adding it leaves an integer in the low bits
+    const double clamped = x > -700.0 ? x : -700.0;
+    const double shifted = clamped * 1.4426950408889634 + kRound;
+    const double k = shifted - kRound;
+    const double r = (clamped - k * 6.93147180369123816490e-01) - k * 1.90821492927058770002e-10;
+    double p = 1.0 / 479001600.0;
+    p = p * r + 1.0 / 39916800.0;
+    p = p * r + 1.0 / 3628800.0;
+    p = p * r + 1.0 / 362880.0;
+    p = p * r + 1.0 / 40320.0;
+    p = p * r + 1.0 / 5040.0;
+    p = p * r + 1.0 / 720.0;
+    p = p * r + 1.0 / 120.0;
+    p = p * r + 1.0 / 24.0;
+    p = p * r + 1.0 / 6.0;
+    p = p * r + 0.5;
+    p = p * r + 1.0;
+    p = p * r + 1.0;
+    const double scale = std::bit_cast<double>((std::bit_cast<uint64_t>(shifted) << 52) + (uint64_t{1023} << 52));
+    return p * scale;
+}
+
+// The largest of one block; NaN counts as -inf.
+float max_of_block(const float* x, int n) {
+    float lanes[kMaxLanes];
+    std::fill_n(lanes, kMaxLanes, kNever);
+    int i = 0;
+    for (; i + kMaxLanes <= n; i += kMaxLanes)
+        for (int j = 0; j < kMaxLanes; ++j) lanes[j] = x[i + j] > lanes[j] ? x[i + j] : lanes[j];
+    for (; i < n; ++i) lanes[0] = x[i] > lanes[0] ? x[i] : lanes[0];
+    float best = kNever;
+    for (float lane : lanes) best = lane > best ? lane : best;
+    return best;
+}
+
+// Step 5 for temperature 0. One pass, and a second look at one block. -1 if there is no number above -inf.
+int argmax(const float* logits, int vocab_size) {
+    float best = kNever;
+    int best_start = -1;
+    for (int start = 0; start < vocab_size; start += kBlock) {
+        const float block_best = max_of_block(logits + start, std::min(kBlock, vocab_size - start));
+        if (block_best > best) {
+            best = block_best;
+            best_start = start;
+        }
+    }
+    int id = best_start;
+    while (id >= 0 && logits[id] != best) ++id;
+    return id;
+}
+
+// Fills `block_max` and returns the largest of all.
+float fill_block_max(const float* logits, int vocab_size, SamplerScratch& scratch) {
+    scratch.block_max.resize(num_blocks(vocab_size));
+    float best = kNever;
+    for (int b = 0, start = 0; start < vocab_size; ++b, start += kBlock) {
+        scratch.block_max[b] = max_of_block(logits + start, std::min(kBlock, vocab_size - start));
+        best = std::max(best, scratch.block_max[b]);
+    }
+    return best;
+}
+
+// Fills `weights` with exp((logit - max) * inverse_temperature), zero where below `floor` (> 0), and `block_sums`; returns the
+// sum of all. Every sum has a fixed order.
+double fill_weights(const float* logits, int vocab_size, float max, double inverse_temperature, double floor,
+                    SamplerScratch& scratch) {
+    scratch.weights.resize(vocab_size);
+    scratch.block_sums.resize(num_blocks(vocab_size));
+    double total = 0.0;
+    for (int b = 0, start = 0; start < vocab_size; ++b, start += kBlock) {
+        const int n = std::min(kBlock, vocab_size - start);
+        const float* x = logits + start;
+        double* w = scratch.weights.data() + start;
+        for (int i = 0; i < n; ++i) {
+            const double weight = exp_negative((static_cast<double>(x[i]) - max) * inverse_temperature);
+            w[i] = weight >= floor ? weight : 0.0;
+        }
+        double lanes[kSumLanes] = {};
+        int i = 0;
+        for (; i + kSumLanes <= n; i += kSumLanes)
+            for (int j = 0; j < kSumLanes; ++j) lanes[j] += w[i + j];
+        for (; i < n; ++i) lanes[0] += w[i];
+        scratch.block_sums[b] =
+            ((lanes[0] + lanes[1]) + (lanes[2] + lanes[3])) + ((lanes[4] + lanes[5]) + (lanes[6] + lanes[7]));
+        total += scratch.block_sums[b];
+    }
+    return total;
+}
+
+// A draw over the whole vocabulary from `weights` and `block_sums`.
+int draw_dense(double u, double total, int vocab_size, const SamplerScratch& scratch) {
+    const double target = u * total;
+    double cumulative = 0.0;
+    int last = -1;
+    for (int b = 0, start = 0; start < vocab_size; ++b, start += kBlock) {
+        const double after = cumulative + scratch.block_sums[b];
+        if (scratch.block_sums[b] > 0.0) {
+            // Rounding may put the target beyond the last block: then the last token with a weight is drawn.
+            const bool is_last_chance = after > target || start + kBlock >= vocab_size;
+            for (int id = start; id < std::min(start + kBlock, vocab_size); ++id) {
+                if (scratch.weights[id] <= 0.0) continue;
+                last = id;
+                if (!is_last_chance) continue;
+                cumulative += scratch.weights[id];
+                if (cumulative > target) return id;
+            }
+            if (after > target) return last;
+        }
+        cumulative = after;
+    }
+    return last;
+}
+
+// Fills `candidates`, in order of id, with a set that holds the `count` likeliest: exactly all logits from some bound up.
+// Needs `block_max`. The count-th largest block maximum is such a bound, since as many logits reach it.
+// Returns true if that is every token that can be drawn.
+bool collect_likeliest(const float* logits, int vocab_size, size_t count, SamplerScratch& scratch) {
+    float bound = kNever;
+    if (count <= scratch.block_max.size()) {
+        scratch.order = scratch.block_max;
+        std::nth_element(scratch.order.begin(), scratch.order.begin() + (count - 1), scratch.order.end(), std::greater<>());
+        bound = scratch.order[count - 1];
+    }
+    scratch.candidates.clear();
+    for (size_t b = 0; b < scratch.block_max.size(); ++b) {
+        if (!(scratch.block_max[b] >= bound)) continue;
+        const int end = std::min(static_cast<int>(b + 1) * kBlock, vocab_size);
+        for (int id = static_cast<int>(b) * kBlock; id < end; ++id)
+            if (logits[id] >= bound && logits[id] > kNever) scratch.candidates.push_back({logits[id], id});
+    }
+    return bound == kNever;
+}
+
+// Cuts `candidates` to the `count` likeliest, in any order.
+void keep_likeliest(size_t count, std::vector<Candidate>& candidates) {
+    if (candidates.size() <= count) return;
+    std::nth_element(candidates.begin(), candidates.begin() + count, candidates.end(), is_likelier);
+    candidates.resize(count);
+}
+
+double weight_of(const Candidate& candidate, float max, double inverse_temperature) {
+    return exp_negative((static_cast<double>(candidate.logit) - max) * inverse_temperature);
+}
+
+// Cuts `candidates` to the shortest likeliest prefix whose weights reach `target`, sorting no more than needed.
+// Returns false, and keeps all, if they don't reach it.
+bool keep_prefix(double target, float max, double inverse_temperature, std::vector<Candidate>& candidates) {
+    double cumulative = 0.0;
+    size_t done = 0;
+    for (size_t step = kFirstPrefix; done < candidates.size(); step *= 4) {
+        const size_t end = std::min(candidates.size(), done + step);
+        if (end < candidates.size())
+            std::nth_element(candidates.begin() + done, candidates.begin() + end, candidates.end(), is_likelier);
+        std::sort(candidates.begin() + done, candidates.begin() + end, is_likelier);
+        for (; done < end; ++done) {
+            cumulative += weight_of(candidates[done], max, inverse_temperature);
+            if (cumulative >= target) {
+                candidates.resize(done + 1);
+                return true;
+            }
+        }
+    }
+    return false;
+}
+
+// top_k, then top_p: leaves in `candidates` what they keep, in any order.
+void narrow(const float* logits, int vocab_size, const RowSampling& row, float max, double inverse_temperature,
+            SamplerScratch& scratch) {
+    std::vector<Candidate>& candidates = scratch.candidates;
+    if (row.top_k > 0) {
+        collect_likeliest(logits, vocab_size, row.top_k, scratch);
+        keep_likeliest(row.top_k, candidates);
+        if (row.top_p >= 1.0) return;
+        std::sort(candidates.begin(), candidates.end(), is_likelier);
+        double total = 0.0;
+        for (const Candidate& candidate : candidates) total += weight_of(candidate, max, inverse_temperature);
+        keep_prefix(row.top_p * total, max, inverse_temperature, candidates);
+        return;
+    }
+    const double target = row.top_p * fill_weights(logits, vocab_size, max, inverse_temperature, kTiny, scratch);
+    const bool is_all = collect_likeliest(logits, vocab_size, kFirstPrefix, scratch);
+    if (keep_prefix(target, max, inverse_temperature, candidates) || is_all) return;
+    collect_likeliest(logits, vocab_size, std::numeric_limits<size_t>::max(), scratch);
+    keep_prefix(target, max, inverse_temperature, candidates);
+}
+
+// min_p, then the draw, among `candidates`.
+int draw_candidate(double u, double min_p, float max, double inverse_temperature, SamplerScratch& scratch) {
+    std::vector<Candidate>& candidates = scratch.candidates;
+    std::erase_if(candidates, [&](const Candidate& c) {
+        const double weight = weight_of(c, max, inverse_temperature);
+        return weight < std::max(min_p, kTiny);  // the largest weight is 1
+    });
+    std::sort(candidates.begin(), candidates.end(), [](const Candidate& a, const Candidate& b) { return a.id < b.id; });
+    double total = 0.0;
+    for (const Candidate& candidate : candidates) total += weight_of(candidate, max, inverse_temperature);
+    double cumulative = 0.0;
+    for (const Candidate& candidate : candidates) {
+        cumulative += weight_of(candidate, max, inverse_temperature);
+        if (cumulative > u * total) return candidate.id;
+    }
+    return candidates.empty() ? -1 : candidates.back().id;
+}
+
+// Steps 5 and 6.
+int choose(const float* logits, int vocab_size, const RowSampling& row, uint64_t position, SamplerScratch& scratch) {
+    if (row.temperature == 0.0) return argmax(logits, vocab_size);
+    const float max = fill_block_max(logits, vocab_size, scratch);
+    if (max == kNever) return -1;
+    const double inverse_temperature = std::min(1.0 / row.temperature, 1e300);  // times 0 must stay 0
+    const double u = uniform(row.seed, position);
+    if (row.top_k == 0 && row.top_p >= 1.0) {
+        const double total = fill_weights(logits, vocab_size, max, inverse_temperature, std::max(row.min_p, kTiny), scratch);
+        return draw_dense(u, total, vocab_size, scratch);
+    }
+    narrow(logits, vocab_size, row, max, inverse_temperature, scratch);
+    return draw_candidate(u, row.min_p, max, inverse_temperature, scratch);
+}
+
+class Vocabulary {
+   public:
+    Vocabulary(float* logits, int size) : logits_(logits), size_(size) {}
+    bool has(int32_t id) const { return id >= 0 && id < size_; }
+    float& operator[](int32_t id) const { return logits_[id]; }
+    float* begin() const { return logits_; }
+    float* end() const { return logits_ + size_; }
+
+   private:
+    float* logits_;
+    int size_;
+};
+
+bool ends_with(const int32_t* tokens, int num_tokens, const int32_t* suffix, int length) {
+    return length <= num_tokens && std::equal(suffix, suffix + length, tokens + (num_tokens - length));
+}
+
+void ban(Vocabulary logits, int32_t id, std::vector<Candidate>& undo) {
+    if (!logits.has(id)) return;
+    undo.push_back({logits[id], id});
+    logits[id] = kNever;
+}
+
+void keep_allowed(Vocabulary logits, const RowSampling& row, SamplerScratch& scratch) {
+    scratch.saved.clear();
+    for (int32_t id : row.allowed_ids) scratch.saved.push_back(logits.has(id) ? logits[id] : 0.0f);
+    std::fill(logits.begin(), logits.end(), kNever);
+    for (size_t i = 0; i < row.allowed_ids.size(); ++i)
+        if (logits.has(row.allowed_ids[i])) logits[row.allowed_ids[i]] = scratch.saved[i];
+}
+
+// Step 2. Bans that would leave nothing are undone.
+void restrict(Vocabulary logits, const RowSampling& row, const int32_t* tokens, int num_tokens, int num_prompt_tokens,
+              SamplerScratch& scratch) {
+    if (row.restricts_ids) keep_allowed(logits, row, scratch);
+    std::vector<Candidate>& undo = scratch.candidates;
+    undo.clear();
+    for (size_t i = 0; i + 1 < row.banned_starts.size(); ++i) {
+        const int32_t* sequence = row.banned_tokens.data() + row.banned_starts[i];
+        const int length = row.banned_starts[i + 1] - row.banned_starts[i];
+        if (length > 0 && ends_with(tokens, num_tokens, sequence, length - 1)) ban(logits, sequence[length - 1], undo);
+    }
+    if (num_tokens - num_prompt_tokens < row.min_tokens)
+        for (int32_t id : row.stop_ids) ban(logits, id, undo);
+    if (undo.empty() || std::any_of(logits.begin(), logits.end(), [](float x) { return x > kNever; })) return;
+    for (size_t i = undo.size(); i-- > 0;) logits[undo[i].id] = undo[i].logit;  // backwards: an id may be banned twice
+}
+
+void count_tokens(Vocabulary logits, const int32_t* tokens, int start, int end, bool is_prompt, SamplerScratch& scratch) {
+    for (int i = start; i < end; ++i) {
+        const int32_t id = tokens[i];
+        if (!logits.has(id)) continue;
+        if (scratch.counts[id] == 0) scratch.touched.push_back(id);
+        if (is_prompt)
+            scratch.counts[id] |= kInPrompt;
+        else
+            ++scratch.counts[id];
+    }
+}
+
+// Step 4.
+void penalize(Vocabulary logits, const RowSampling& row, const int32_t* tokens, int num_tokens, int num_prompt_tokens,
+              SamplerScratch& scratch) {
+    const size_t vocab_size = logits.end() - logits.begin();
+    if (scratch.counts.size() < vocab_size) scratch.counts.resize(vocab_size, 0);
+    scratch.touched.clear();
+    if (row.repetition_penalty != 1.0f) count_tokens(logits, tokens, 0, num_prompt_tokens, true, scratch);
+    count_tokens(logits, tokens, num_prompt_tokens, num_tokens, false, scratch);
+    for (int32_t id : scratch.touched) {
+        const int32_t count = scratch.counts[id] & ~kInPrompt;
+        scratch.counts[id] = 0;
+        float& x = logits[id];
+        if (row.repetition_penalty != 1.0f) x = x > 0.0f ? x / row.repetition_penalty : x * row.repetition_penalty;
+        if (count == 0) continue;
+        x -= row.frequency_penalty * static_cast<float>(count);
+        x -= row.presence_penalty;
+    }
+}
+
+// Step 1, on logits as the model gave them.
+void fill_logprobs(const float* raw, int vocab_size, int num_top, SamplerScratch& scratch, SampleResult& result) {
+    const float max = fill_block_max(raw, vocab_size, scratch);
+    const double log_total = std::log(fill_weights(raw, vocab_size, max, 1.0, kTiny, scratch));
+    const auto logprob = [&](float x) { return static_cast<float>((static_cast<double>(x) - max) - log_total); };
+    const float chosen = raw[result.token];
+    int num_likelier = 0;
+    for (int i = 0; i < vocab_size; ++i) num_likelier += raw[i] > chosen ? 1 : 0;
+    result.logprob = logprob(chosen);
+    result.rank = num_likelier + 1;
+    result.num_top = 0;
+    if (num_top == 0) return;
+    collect_likeliest(raw, vocab_size, num_top, scratch);
+    keep_likeliest(num_top, scratch.candidates);
+    std::sort(scratch.candidates.begin(), scratch.candidates.end(), is_likelier);
+    for (const Candidate& candidate : scratch.candidates) {
+        result.top_ids[result.num_top] = candidate.id;
+        result.top_logprobs[result.num_top++] = logprob(candidate.logit);
+    }
+}
+
+}  // namespace
+
+std::array<uint32_t, 4> philox4x32(std::array<uint32_t, 4> c, std::array<uint32_t, 2> k) {
+    for (int round = 0; round < 10; ++round) {
+        const uint64_t product0 = uint64_t{0xD2511F53} * c[0];
+        const uint64_t product1 = uint64_t{0xCD9E8D57} * c[2];
+        c = {static_cast<uint32_t>(product1 >> 32) ^ c[1] ^ k[0], static_cast<uint32_t>(product1),
+             static_cast<uint32_t>(product0 >> 32) ^ c[3] ^ k[1], static_cast<uint32_t>(product0)};
+        k = {k[0] + 0x9E3779B9u, k[1] + 0xBB67AE85u};
+    }
+    return c;
+}
+
+double uniform(uint64_t seed, uint64_t position) {
+    const auto low = [](uint64_t x) { return static_cast<uint32_t>(x); };
+    const auto high = [](uint64_t x) { return static_cast<uint32_t>(x >> 32); };
+    const auto out = philox4x32({low(position), high(position), 0, 0}, {low(seed), high(seed)});
+    return (static_cast<double>(((uint64_t{out[0]} << 32) | out[1]) >> 11) + 0.5) * 0x1p-53;
+}
+
+void sample_row(float* logits, int vocab_size, const RowSampling& row, const int32_t* tokens, int num_tokens,
+                int num_prompt_tokens, SamplerScratch& scratch, SampleResult& result) {
+    const Vocabulary vocabulary(logits, vocab_size);
+    const bool restricts = row.restricts_ids || !row.banned_starts.empty() || row.min_tokens > 0;
+    const bool changes = restricts || !row.bias_ids.empty() || row.has_penalties();
+    const float* raw = logits;
+    if (row.num_logprobs >= 0 && changes) {
+        scratch.raw.assign(logits, logits + vocab_size);
+        raw = scratch.raw.data();
+    }
+    if (restricts) restrict(vocabulary, row, tokens, num_tokens, num_prompt_tokens, scratch);
+    for (size_t i = 0; i < row.bias_ids.size(); ++i)
+        if (vocabulary.has(row.bias_ids[i])) vocabulary[row.bias_ids[i]] += row.bias_values[i];
+    if (row.has_penalties()) penalize(vocabulary, row, tokens, num_tokens, num_prompt_tokens, scratch);
+    result.token = choose(logits, vocab_size, row, num_tokens, scratch);
+    if (row.num_logprobs >= 0 && result.token >= 0)
+        fill_logprobs(raw, vocab_size, std::min(row.num_logprobs, kMaxLogprobs), scratch, result);
+}
+
+}  // namespace penstock
