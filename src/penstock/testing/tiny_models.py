@@ -1,0 +1,304 @@
+"""Tiny random Llamas, written as GGUF files or Hugging Face directories for tests. Knows the formats; loads and runs nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.float32]
+
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_MERGES = ("t h", "Ġ a", "th e", "i n", "Ġ the")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TinyLlama:
+    """Sizes of a random model; equal values, the seed included, give equal weights.
+
+    The vocabulary has 264 tokens: `SPECIAL_TOKENS`, the 256 bytes, and five merges. `vocab_size` may be larger.
+    """
+
+    vocab_size: int = 264
+    hidden_size: int = 64
+    num_layers: int = 2
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 16
+    intermediate_size: int = 96
+    max_model_len: int = 256
+    norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: str | None = None
+    """None, `linear` (factor 4) or `llama3` (factor 8, original context 64, low 1, high 4)."""
+    is_tied: bool = True
+    has_qkv_bias: bool = False
+    seed: int = 0
+
+    def weights(self) -> dict[str, FloatArray]:
+        """By Hugging Face name: matrices [out, in] with entries of about 1 / sqrt(in), norms around 1."""
+        rng = np.random.default_rng(self.seed)
+        return {name: _draw(rng, name, shape) for name, shape in self.shapes().items()}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes by Hugging Face name."""
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, self.hidden_size)}
+        for layer in range(self.num_layers):
+            shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in self._layer_shapes().items()}
+        shapes["model.norm.weight"] = (self.hidden_size,)
+        if not self.is_tied:
+            shapes["lm_head.weight"] = (self.vocab_size, self.hidden_size)
+        return shapes
+
+    def _layer_shapes(self) -> dict[str, tuple[int, ...]]:
+        heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        shapes: dict[str, tuple[int, ...]] = {
+            "input_layernorm.weight": (self.hidden_size,),
+            "self_attn.q_proj.weight": (heads, self.hidden_size),
+            "self_attn.k_proj.weight": (kv_heads, self.hidden_size),
+            "self_attn.v_proj.weight": (kv_heads, self.hidden_size),
+            "self_attn.o_proj.weight": (self.hidden_size, heads),
+            "post_attention_layernorm.weight": (self.hidden_size,),
+            "mlp.gate_proj.weight": (self.intermediate_size, self.hidden_size),
+            "mlp.up_proj.weight": (self.intermediate_size, self.hidden_size),
+            "mlp.down_proj.weight": (self.hidden_size, self.intermediate_size),
+        }
+        if self.has_qkv_bias:
+            shapes |= {f"self_attn.{kind}_proj.bias": (heads if kind == "q" else kv_heads,) for kind in "qkv"}
+        return shapes
+
+
+def _draw(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> FloatArray:
+    noise = rng.standard_normal(shape).astype(np.float32)
+    if "norm" in name:
+        return np.asarray(1.0 + 0.1 * noise, dtype=np.float32)
+    return np.asarray(noise / math.sqrt(shape[-1]) if len(shape) > 1 else 0.1 * noise, dtype=np.float32)
+
+
+def byte_alphabet() -> list[str]:
+    """The character that stands for each byte in byte-level BPE. [256] Source: GPT-2's encoder."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    stand_ins = {byte: 256 + idx for idx, byte in enumerate(sorted(set(range(256)) - set(printable)))}
+    return [chr(stand_ins.get(byte, byte)) for byte in range(256)]
+
+
+def vocabulary() -> list[str]:
+    """Token texts by id. [264]"""
+    return [*SPECIAL_TOKENS, *byte_alphabet(), *(merge.replace(" ", "") for merge in _MERGES)]
+
+
+def write_gguf(
+    path: Path, model: TinyLlama, *, matrix_type: str = "Q8_0", extra: Mapping[str, str | int | float | bool] | None = None
+) -> Path:
+    """Write the model as llama.cpp's converter would: q and k permuted, matrices in a GGML type such as `Q4_1` or `F16`.
+
+    `extra` adds metadata or replaces it. Returns `path`.
+    """
+    from gguf import GGMLQuantizationType, GGUFWriter
+    from gguf.quants import quantize
+
+    writer = GGUFWriter(path, "llama")
+    for key, value in (_gguf_metadata(model) | dict(extra or {})).items():
+        {bool: writer.add_bool, str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)](
+            key, value
+        )
+    writer.add_token_list(vocabulary())
+    writer.add_token_types([3] * len(SPECIAL_TOKENS) + [1] * (len(vocabulary()) - len(SPECIAL_TOKENS)))
+    writer.add_token_merges(list(_MERGES))
+    kind = GGMLQuantizationType[matrix_type]
+    for name, values in _gguf_tensors(model).items():
+        if values.ndim == 1:
+            writer.add_tensor(name, values)
+        else:
+            writer.add_tensor(name, quantize(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _gguf_metadata(model: TinyLlama) -> dict[str, str | int | float | bool]:
+    metadata: dict[str, str | int | float | bool] = {
+        "general.name": "Tiny random Llama",
+        "llama.block_count": model.num_layers,
+        "llama.context_length": model.max_model_len,
+        "llama.embedding_length": model.hidden_size,
+        "llama.feed_forward_length": model.intermediate_size,
+        "llama.attention.head_count": model.num_heads,
+        "llama.attention.head_count_kv": model.num_kv_heads,
+        "llama.attention.key_length": model.head_dim,
+        "llama.attention.value_length": model.head_dim,
+        "llama.attention.layer_norm_rms_epsilon": model.norm_eps,
+        "llama.rope.dimension_count": model.head_dim,
+        "llama.rope.freq_base": model.rope_theta,
+        "llama.vocab_size": model.vocab_size,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": CHAT_TEMPLATE,
+    }
+    if model.rope_scaling == "linear":
+        metadata |= {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+    return metadata
+
+
+_GGUF_NAMES: Mapping[str, str] = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def _gguf_tensors(model: TinyLlama) -> dict[str, FloatArray]:
+    tensors: dict[str, FloatArray] = {}
+    for name, values in model.weights().items():
+        stem, _, suffix = name.rpartition(".")
+        layer, _, part = stem.removeprefix("model.layers.").partition(".") if ".layers." in stem else ("", "", stem)
+        if part in ("self_attn.q_proj", "self_attn.k_proj"):
+            values = _interleave(values, model.num_heads if part == "self_attn.q_proj" else model.num_kv_heads)
+        tensors[f"{f'blk.{layer}.' if layer else ''}{_GGUF_NAMES[part]}.{suffix}"] = values
+    if model.rope_scaling == "llama3":
+        tensors["rope_freqs.weight"] = _llama3_divisors(model)
+    return tensors
+
+
+def _interleave(values: FloatArray, num_heads: int) -> FloatArray:
+    """Rows of each head from the half-split rope layout to the interleaved one."""
+    halves = values.reshape(num_heads, 2, values.shape[0] // num_heads // 2, *values.shape[1:])
+    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
+
+
+def _llama3_divisors(model: TinyLlama) -> FloatArray:
+    """What llama.cpp's converter stores for `llama3` scaling with the factors that `TinyLlama` states. [head_dim / 2]"""
+    freqs = model.rope_theta ** -(np.arange(0, model.head_dim, 2, dtype=np.float64) / model.head_dim)
+    wavelengths = 2 * np.pi / freqs
+    smooth = (64 / wavelengths - 1.0) / (4.0 - 1.0)
+    blended = 1 / ((1 - smooth) / 8.0 + smooth)
+    divisors = np.where(wavelengths > 64 / 1.0, 8.0, np.where(wavelengths < 64 / 4.0, 1.0, blended))
+    return divisors.astype(np.float32)
+
+
+def write_hf(
+    directory: Path, model: TinyLlama, *, dtype: str = "bf16", num_shards: int = 1, extra: Mapping[str, Any] | None = None
+) -> Path:
+    """Write the model as transformers' `save_pretrained` would, with a tokenizer. `dtype` is bf16 (truncated), f16 or f32.
+
+    `extra` adds keys to config.json or replaces them; None removes one. Returns `directory`.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    config = {key: value for key, value in (_hf_config(model) | dict(extra or {})).items() if value is not None}
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": [2, 0]}))
+    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    (directory / "tokenizer.json").write_text(json.dumps(_hf_tokenizer()))
+    _write_shards(directory, model.weights(), dtype, num_shards)
+    return directory
+
+
+def _write_shards(directory: Path, weights: Mapping[str, FloatArray], dtype: str, num_shards: int) -> None:
+    from safetensors import serialize_file
+
+    names, files = list(weights), {}
+    for shard in range(num_shards):
+        file = f"model-{shard + 1:05}-of-{num_shards:05}.safetensors" if num_shards > 1 else "model.safetensors"
+        files |= dict.fromkeys(names[shard::num_shards], file)
+        serialize_file({name: _hf_tensor(weights[name], dtype) for name in names[shard::num_shards]}, str(directory / file))
+    if num_shards > 1:
+        index = {"metadata": {}, "weight_map": files}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _hf_tensor(values: FloatArray, dtype: str) -> dict[str, Any]:
+    if dtype == "bf16":
+        data = (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+    else:
+        data = values.astype({"f16": np.float16, "f32": np.float32}[dtype]).tobytes()
+    return {"dtype": {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}[dtype], "shape": list(values.shape), "data": data}
+
+
+def _hf_config(model: TinyLlama) -> dict[str, Any]:
+    scaling: dict[str, Any] = {"rope_type": model.rope_scaling or "default", "rope_theta": model.rope_theta}
+    if model.rope_scaling == "linear":
+        scaling["factor"] = 4.0
+    if model.rope_scaling == "llama3":
+        scaling |= {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+        "intermediate_size": model.intermediate_size,
+        "max_position_embeddings": model.max_model_len,
+        "rms_norm_eps": model.norm_eps,
+        "hidden_act": "silu",
+        "tie_word_embeddings": model.is_tied,
+        "attention_bias": False,
+        "rope_parameters": scaling,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+
+
+def _hf_tokenizer() -> dict[str, Any]:
+    """A tokenizer.json: byte-level BPE with the same vocabulary as the GGUF file's."""
+    added = [
+        {
+            "id": idx,
+            "content": text,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": True,
+        }
+        for idx, text in enumerate(SPECIAL_TOKENS)
+    ]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "vocab": {text: idx for idx, text in enumerate(vocabulary())},
+            "merges": list(_MERGES),
+        },
+    }
