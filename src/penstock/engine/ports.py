@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.types.plan import Capacity, StepPlan, Ticket
-from penstock.types.request import FinishReason
+from penstock.types.request import FinishReason, Request
 from penstock.types.result import StepResult, TokenLogprobs
 from penstock.types.stats import RequestStats, StepStats
 
@@ -93,6 +93,17 @@ class Observer(Protocol):
     def on_finish(self, stats: RequestStats) -> None: ...
 
 
+class TokenObserver(Protocol):
+    """Told by the engine thread when tokens came, once per step; must not block or raise."""
+
+    def on_tokens(self, first: Sequence[Request], gaps_ns: Sequence[int]) -> None:
+        """`first`: requests whose first token this step brought (`first_token_ns` is set).
+
+        `gaps_ns`: of every other request with new tokens, the time since its previous ones.
+        """
+        ...
+
+
 class NullObserver:
     """Listens to nothing."""
 
@@ -101,3 +112,6 @@ class NullObserver:
 
     def on_finish(self, stats: RequestStats) -> None:
         del stats
+
+    def on_tokens(self, first: Sequence[Request], gaps_ns: Sequence[int]) -> None:
+        del first, gaps_ns

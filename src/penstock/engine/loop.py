@@ -1,0 +1,333 @@
+"""The one thread that drives the core: inbox -> core -> executor -> core -> output stage -> sink. Made by the composition root.
+
+Never schedules, never makes text, never knows HTTP. Other threads call `submit`, `abort`, `drain`, `close`, `state` and
+`load`; everything else happens on the engine thread. One turn of the loop (depth one: a single step in flight):
+
+    commands    apply what came in; what ended by it (refused, cancelled) is told at once
+    begin       ask the core for a plan; without one, sleep until there is a command or a deadline
+    execute     submit and collect, without the GIL where the executor computes
+    aborts      apply those that came during the step, before its tokens are shown
+    finish      commit, make text, apply the stops that the text brought (so no step is wasted on them), one call of the sink
+
+Every request that `submit` took ends in exactly one chunk with a `finish_reason`, also if the executor or the core breaks.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from penstock.clock import Clock
+from penstock.engine.inbox import Inbox
+from penstock.engine.output import OutputStage
+from penstock.engine.ports import Executor, NullObserver, Observer, OutputChunk, OutputSink
+from penstock.types.errors import Rejected, RejectReason
+from penstock.types.events import Abort, Add, Command, Drain, TokenEvent
+from penstock.types.plan import StepPlan
+from penstock.types.request import FinishReason, Request
+from penstock.types.stats import RequestStats
+
+if TYPE_CHECKING:
+    from penstock.engine.core import EngineCore
+
+_logger = logging.getLogger(__name__)
+
+ENGINE_FAILED = "the engine failed while this request was running; the server's log says why"
+SHUTTING_DOWN = "the server is shutting down"
+MAX_PLAN_CHARS = 4000
+"""How much of a failed plan is logged."""
+ABORT_GRACE_S = 10.0
+"""How long `close` waits, after its time-out, for the step in flight to come back."""
+
+
+class EngineState(StrEnum):
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+    @property
+    def refuses_with(self) -> RejectReason | None:
+        """Why a new request would be refused; None if it would be taken."""
+        if self is EngineState.READY:
+            return None
+        return RejectReason.DRAINING if self is EngineState.DRAINING else RejectReason.UNAVAILABLE
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """How busy the engine is. Counts of requests, tokens and blocks."""
+
+    num_running: int
+    num_waiting: int
+    """Submitted and not running: in the inbox, queued or preempted."""
+    num_prompt_tokens: int
+    """Prompt tokens of all requests in flight, waiting ones included."""
+    num_blocks_total: int
+    """Without the null block: free + cached + held."""
+    num_blocks_free: int
+    num_blocks_cached: int
+
+
+class Engine:
+    """Requests in from any thread, chunks out through the sink.
+
+    The sink is called on the engine thread; for a request that comes after the engine has ended, on the thread that
+    submits it.
+    """
+
+    def __init__(
+        self,
+        core: EngineCore,
+        executor: Executor,
+        output: OutputStage,
+        *,
+        clock: Clock,
+        sink: OutputSink,
+        observer: Observer | None = None,
+        name: str = "penstock-engine",
+        checks_when_idle: bool = True,
+    ) -> None:
+        """`observer` hears of the requests that the core never saw; pass the core's. `name` is the thread's."""
+        self._core = core
+        self._executor = executor
+        self._output = output
+        self._clock = clock
+        self._sink = sink
+        self._observer: Observer = observer or NullObserver()
+        self._checks_when_idle = checks_when_idle
+        self._inbox = Inbox(clock)
+        self._lock = threading.Lock()
+        self._state = EngineState.STARTING
+        self._prompt_lens: dict[str, int] = {}
+        """Of every request in flight, from `submit` to its finish chunk; guarded by the lock."""
+        self._num_prompt_tokens = 0
+        self._plan: StepPlan | None = None
+        """The step in flight."""
+        self._was_cut_short = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    # For any thread.
+
+    @property
+    def state(self) -> EngineState:
+        return self._state
+
+    def start(self) -> None:
+        """Start the thread. Raises RuntimeError if it was started or closed before."""
+        if self._state is EngineState.STOPPED:
+            raise RuntimeError("a closed engine can't be started")
+        self._thread.start()
+        self._move_to(EngineState.READY)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; never blocks. When draining, failed or stopped it ends in one REJECTED chunk.
+
+        Raises `Rejected` (INVALID) if a request with this id is in flight; nothing else is told about it.
+        """
+        self._remember(request)
+        if not self._inbox.put(Add(request)):
+            self._refuse([request])
+
+    def abort(self, request_id: str, detail: str = "cancelled") -> None:
+        """End a request with ABORT, within a step. Unknown and ended ids are ignored."""
+        self._inbox.put(Abort(request_id, detail))
+
+    def drain(self) -> None:
+        """Refuse new requests from now on and finish the others; the thread ends when they have. Returns at once."""
+        self._move_to(EngineState.DRAINING)
+        self._inbox.put(Drain())
+
+    def close(self, timeout_s: float) -> bool:
+        """Drain, wait, abort what is left after `timeout_s`, join the thread, close the executor. Idempotent.
+
+        Returns whether every request ended by itself. If a step does not come back within `ABORT_GRACE_S` after
+        the time-out, the executor is left open, since the thread is still inside it.
+        """
+        self.drain()
+        if self._thread.ident is None:
+            self._stop()
+        else:
+            self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            self._was_cut_short = True
+            self._abort_all()
+            self._thread.join(ABORT_GRACE_S)
+        if self._thread.is_alive():
+            _logger.error("step %s did not come back; the executor stays open", self._plan and self._plan.step_id)
+            return False
+        self._executor.close()
+        return self._state is EngineState.STOPPED and not self._was_cut_short
+
+    def load(self) -> EngineLoad:
+        """A cheap reading; its parts may be one turn apart."""
+        num_running = self._core.num_running
+        return EngineLoad(
+            num_running=num_running,
+            num_waiting=max(0, len(self._prompt_lens) - num_running),
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_blocks_total=0,
+            num_blocks_free=0,
+            num_blocks_cached=0,
+        )
+
+    # For the engine thread, or for a driver that has no thread.
+
+    def turn(self) -> bool:
+        """One pass of the loop. False if there was no step to run."""
+        now_ns = self._clock.now_ns()
+        self._apply(self._inbox.poll(), now_ns)
+        plan = self._core.begin(now_ns)
+        if plan is None:
+            return False
+        self._run_step(plan)
+        return True
+
+    def _run(self) -> None:
+        try:
+            while not self._is_done():
+                if not self.turn():
+                    self._idle()
+            self._stop()
+        except BaseException:  # A dead thread must not leave anyone waiting, whatever killed it.
+            self._fail()
+
+    def _is_done(self) -> bool:
+        return self._state is EngineState.DRAINING and self._inbox.is_empty and not self._core.has_work
+
+    def _idle(self) -> None:
+        if not self._inbox.is_empty or self._is_done():
+            return
+        if self._checks_when_idle and not self._core.has_work:
+            self._core.check()
+        self._inbox.wait(self._core.next_wakeup_ns(self._clock.now_ns()))
+
+    def _apply(self, commands: Sequence[Command], now_ns: int) -> None:
+        for command in commands:
+            if isinstance(command, Add):
+                self._output.add(command.request)
+        self._publish(self._core.apply(commands, now_ns), now_ns)
+
+    def _run_step(self, plan: StepPlan) -> None:
+        self._plan = plan
+        copies = self._core.take_block_copies()
+        if copies:
+            self._executor.copy_blocks(copies)
+        result = self._executor.collect(self._executor.submit(plan))
+        now_ns = self._clock.now_ns()
+        events = self._core.apply(self._inbox.poll_aborts(), now_ns)
+        self._publish([*events, *self._core.finish(plan, result, now_ns)], now_ns)
+        self._plan = None
+
+    def _publish(self, events: Sequence[TokenEvent], now_ns: int) -> None:
+        if not events:
+            return
+        output = self._output.push(events)
+        self._deliver(output.chunks)
+        if output.commands:
+            # Their text has ended: the output stage drops the finish events that come back for them.
+            self._publish(self._core.apply(output.commands, now_ns), now_ns)
+
+    def _deliver(self, chunks: list[OutputChunk]) -> None:
+        ended = [chunk.request_id for chunk in chunks if chunk.finish_reason is not None]
+        if ended:
+            self._forget(ended)
+        if chunks:
+            self._sink(chunks)
+
+    # The end.
+
+    def _stop(self) -> None:
+        """Nothing is left to do; what came in at the last moment is refused."""
+        self._refuse(_added(self._inbox.close()))
+        self._move_to(EngineState.STOPPED)
+
+    def _fail(self) -> None:
+        """End every request with ERROR; the exception being handled goes to the log with the plan."""
+        _logger.critical("the engine failed; plan in flight: %s", repr(self._plan)[:MAX_PLAN_CHARS], exc_info=True)
+        self._move_to(EngineState.FAILED)
+        late = _added(self._inbox.close())
+        chunks = [*self._fail_core(), *self._output.fail_all(ENGINE_FAILED, self._clock.now_ns())]
+        try:
+            self._deliver(chunks)
+            self._refuse(late)
+        except Exception:
+            _logger.exception("the sink failed too; %d requests were not told their end", len(chunks) + len(late))
+
+    def _fail_core(self) -> list[OutputChunk]:
+        try:
+            return self._output.push(self._core.fail_all(ENGINE_FAILED, self._clock.now_ns())).chunks
+        except Exception:
+            _logger.exception("the core could not end its requests in order")
+            return []
+
+    def _abort_all(self) -> None:
+        with self._lock:
+            request_ids = list(self._prompt_lens)
+        for request_id in request_ids:
+            self.abort(request_id, SHUTTING_DOWN)
+
+    def _move_to(self, state: EngineState) -> None:
+        """Change the state; from FAILED and STOPPED there is no way back, and a drain is not undone by a late start."""
+        order = list(EngineState)
+        with self._lock:
+            is_over = self._state in (EngineState.FAILED, EngineState.STOPPED)
+            if not is_over and order.index(state) > order.index(self._state):
+                self._state = state
+
+    # Who is in flight.
+
+    def _remember(self, request: Request) -> None:
+        request_id, num_tokens = request.request_id, request.num_prompt_tokens
+        with self._lock:
+            if request_id in self._prompt_lens:
+                detail = f"a request with the id {request_id!r} is still running"
+                raise Rejected(RejectReason.INVALID, detail, param="request_id")
+            self._prompt_lens[request_id] = num_tokens
+            self._num_prompt_tokens += num_tokens
+
+    def _forget(self, request_ids: Iterable[str]) -> None:
+        with self._lock:
+            for request_id in request_ids:
+                self._num_prompt_tokens -= self._prompt_lens.pop(request_id)
+
+    def _refuse(self, requests: Sequence[Request]) -> None:
+        """End requests that the core never saw."""
+        now_ns = self._clock.now_ns()
+        reason = self._state.refuses_with or RejectReason.UNAVAILABLE
+        for request in requests:
+            self._observer.on_finish(_refused_stats(request, reason, now_ns))
+        self._deliver([_refused_chunk(request, reason, now_ns) for request in requests])
+
+
+def _added(commands: Iterable[Command]) -> list[Request]:
+    return [command.request for command in commands if isinstance(command, Add)]
+
+
+def _refused_chunk(request: Request, reason: RejectReason, now_ns: int) -> OutputChunk:
+    chunk = OutputChunk(request.request_id, "", (), (), now_ns)
+    chunk.finish_reason, chunk.reject_reason = FinishReason.REJECTED, reason.value
+    chunk.detail = SHUTTING_DOWN if reason is RejectReason.DRAINING else "the engine is not running"
+    return chunk
+
+
+def _refused_stats(request: Request, reason: RejectReason, now_ns: int) -> RequestStats:
+    return RequestStats(
+        request_id=request.request_id,
+        tenant=request.tenant,
+        arrival_ns=request.arrival_ns,
+        first_scheduled_ns=None,
+        first_token_ns=None,
+        ended_ns=now_ns,
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_cached_tokens=0,
+        num_generated_tokens=0,
+        num_preemptions=0,
+        finish_reason=FinishReason.REJECTED,
+        reject_reason=reason.value,
+    )

@@ -1,0 +1,192 @@
+"""Turns the core's token events into chunks of text. Called by the engine loop alone; never schedules and never does I/O.
+
+Owns the text of every request in flight: its detokenizer, what is held back, how many tokens were shown.
+A request is known from `add` until its one chunk with a `finish_reason`; events that come later are dropped here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.engine.ports import Detokenizer, DetokenizerFactory, NullObserver, OutputChunk, TokenObserver
+from penstock.engine.stop_strings import StopStrings
+from penstock.types.events import Abort, Command, Stop, TokenEvent
+from penstock.types.request import FinishReason, Request
+
+_logger = logging.getLogger(__name__)
+
+TEXT_FAILED = "the generated tokens could not be turned into text"
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    chunks: list[OutputChunk]
+    """One per event of a known request, in the order of the events."""
+    commands: list[Command]
+    """For the core: what ended here while the core still believes that it runs."""
+
+
+class OutputStage:
+    """The text side of every request in flight."""
+
+    def __init__(self, detokenizer_factory: DetokenizerFactory, *, observer: TokenObserver | None = None) -> None:
+        self._make_detokenizer = detokenizer_factory
+        self._observer: TokenObserver = observer or NullObserver()
+        self._streams: dict[str, _Stream] = {}
+
+    def add(self, request: Request) -> None:
+        """Expect events of `request`. Raises ValueError if one with this id is still in flight."""
+        if request.request_id in self._streams:
+            raise ValueError(f"request {request.request_id!r} is already in flight")
+        self._streams[request.request_id] = _Stream(request, self._make_detokenizer)
+
+    def push(self, events: Sequence[TokenEvent]) -> Output:
+        """Text of one step's events.
+
+        A stop string ends the request here, in the chunk that completes it, and becomes a `Stop`. If the text of one request
+        can't be made, that request ends with ERROR and becomes an `Abort`; the others go on.
+        """
+        output = Output([], [])
+        first: list[Request] = []
+        gaps_ns: list[int] = []
+        for event in events:
+            stream = self._streams.get(event.request_id)
+            if stream is None:
+                continue
+            if event.token_ids:
+                stream.note_time(event.at_ns, first, gaps_ns)
+            self._push_one(stream, event, output)
+        if first or gaps_ns:
+            self._observer.on_tokens(first, gaps_ns)
+        return output
+
+    def fail_all(self, detail: str, at_ns: int) -> list[OutputChunk]:
+        """End every request still in flight with ERROR, whatever the core knows about it."""
+        streams, self._streams = self._streams, {}
+        return [stream.error(detail, at_ns) for stream in streams.values()]
+
+    def _push_one(self, stream: _Stream, event: TokenEvent, output: Output) -> None:
+        try:
+            chunk = stream.push(event)
+        except Exception:
+            _logger.exception("request %s: %s", event.request_id, TEXT_FAILED)
+            chunk = stream.error(TEXT_FAILED, event.at_ns)
+        output.chunks.append(chunk)
+        if chunk.finish_reason is None:
+            return
+        del self._streams[event.request_id]
+        if event.finish_reason is None:
+            output.commands.append(_command_to_end(chunk))
+
+
+def _command_to_end(chunk: OutputChunk) -> Command:
+    if isinstance(chunk.stop_reason, str):
+        return Stop(chunk.request_id, chunk.stop_reason)
+    return Abort(chunk.request_id, chunk.detail)
+
+
+class _Stream:
+    """One request's output."""
+
+    __slots__ = ("_detokenizer", "_last_token_ns", "_make_detokenizer", "_num_generated", "_request", "_stops")
+
+    def __init__(self, request: Request, make_detokenizer: DetokenizerFactory) -> None:
+        self._request = request
+        self._make_detokenizer = make_detokenizer
+        self._detokenizer: Detokenizer | None = None
+        self._stops: StopStrings | None = None
+        self._num_generated = 0
+        self._last_token_ns: int | None = None
+
+    def note_time(self, at_ns: int, first: list[Request], gaps_ns: list[int]) -> None:
+        if self._last_token_ns is None:
+            first.append(self._request)
+        else:
+            gaps_ns.append(at_ns - self._last_token_ns)
+        self._last_token_ns = at_ns
+
+    def push(self, event: TokenEvent) -> OutputChunk:
+        """The chunk of one event; with a finish reason if the event, or a stop string in its text, ends the request."""
+        if self._detokenizer is None:
+            self._open()
+        text, num_shown, stop = self._read(event)
+        chunk = OutputChunk(
+            event.request_id,
+            text,
+            event.token_ids[:num_shown],
+            event.logprobs[:num_shown],
+            event.at_ns,
+            event.num_cached_tokens,
+            self._num_generated,
+            event.finish_reason,
+            event.stop_reason,
+            event.detail,
+            event.reject_reason,
+        )
+        if stop is not None:
+            chunk.finish_reason, chunk.stop_reason = FinishReason.STOP, stop
+        if chunk.finish_reason is not None:
+            self._close(chunk)
+        return chunk
+
+    def error(self, detail: str, at_ns: int) -> OutputChunk:
+        chunk = OutputChunk(self._request.request_id, "", (), (), at_ns, num_generated_tokens=self._num_generated)
+        chunk.finish_reason, chunk.detail = FinishReason.ERROR, detail
+        self._close(chunk)
+        return chunk
+
+    def _open(self) -> None:
+        # Not in __init__: if this fails it must end this request only.
+        sampling = self._request.sampling
+        self._detokenizer = self._make_detokenizer(sampling.skip_special_tokens)
+        self._stops = StopStrings(sampling.stop) if sampling.stop else None
+
+    def _close(self, chunk: OutputChunk) -> None:
+        request = self._request
+        chunk.num_cached_tokens = request.num_cached_tokens
+        chunk.first_scheduled_ns, chunk.first_token_ns = request.first_scheduled_ns, request.first_token_ns
+
+    def _read(self, event: TokenEvent) -> tuple[str, int, str | None]:
+        """(new text, how many of the event's tokens count, the stop string that ended it)."""
+        if self._stops is not None:
+            return self._read_with_stops(event, self._stops)
+        assert self._detokenizer is not None
+        text = self._detokenizer.push(self._visible(event))
+        self._num_generated += len(event.token_ids)
+        if event.finish_reason is not None:
+            text += self._detokenizer.flush()
+        return text, len(event.token_ids), None
+
+    def _read_with_stops(self, event: TokenEvent, stops: StopStrings) -> tuple[str, int, str | None]:
+        """As `_read`, token by token, since what follows the stop string must not count."""
+        assert self._detokenizer is not None
+        before = self._num_generated
+        text = ""
+        for token_id in self._visible(event):
+            self._num_generated += 1
+            shown, stop = self._search(stops, self._detokenizer.push((token_id,)))
+            text += shown
+            if stop is not None:
+                return text, self._num_generated - before, stop
+        self._num_generated = before + len(event.token_ids)
+        if event.finish_reason is None:
+            return text, len(event.token_ids), None
+        shown, stop = self._search(stops, self._detokenizer.flush())
+        return text + shown + stops.flush(), len(event.token_ids), stop
+
+    def _search(self, stops: StopStrings, text: str) -> tuple[str, str | None]:
+        sampling = self._request.sampling
+        # As in vLLM: a stop string counts if a token after the first `min_tokens` completes it.
+        shown, stop = stops.push(text, is_armed=self._num_generated > sampling.min_tokens)
+        if stop is not None and sampling.include_stop_str_in_output:
+            shown += stop
+        return shown, stop
+
+    def _visible(self, event: TokenEvent) -> tuple[int, ...]:
+        """The event's tokens without the stop token that ended it, unless the user wants to see it (as in vLLM)."""
+        is_stop_token = event.finish_reason is FinishReason.STOP and isinstance(event.stop_reason, int)
+        if is_stop_token and not self._request.sampling.include_stop_str_in_output:
+            return event.token_ids[:-1]
+        return event.token_ids

@@ -1,0 +1,103 @@
+"""Finds stop strings in text that arrives in pieces. Called by the output stage; never sees tokens.
+
+The first stop string to be complete wins; of several that end at the same character the longest wins. This
+needs no look-ahead, so the answer does not depend on how the text was cut into pieces, and the request stops at
+the first character at which it can. (Where `bc` and `abcd` are both stop strings, `abc` ends with `bc`.)
+
+The search is an Aho-Corasick automaton ("Efficient string matching", CACM 18(6), 1975): one state, whose depth
+is the length of the longest suffix of the text that is the beginning of a stop string. That suffix is held back.
+
+    stops "END", "\\n\\n"        text so far "so be it\\nEN"
+                                 emitted     "so be it\\n"   held "EN" (state of depth 2)
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    depth: int
+    children: dict[str, _Node] = field(default_factory=dict)
+    fail: _Node | None = None
+    """The node of the longest proper suffix that is in the tree; None at the root."""
+    stop: str | None = None
+    """The longest stop string that ends here."""
+    num_held: int = 0
+    """Characters that may still become part of a match: the depth, less what no longer can (at a leaf)."""
+
+
+class StopStrings:
+    """The stop strings of one request and how far the text has come.
+
+    Memory is in proportion to the summed length of the strings; who accepts them bounds that.
+    """
+
+    def __init__(self, stops: Iterable[str]) -> None:
+        """Raises ValueError for an empty stop string."""
+        self._root = _build(stops)
+        self._node = self._root
+        self._held = ""
+
+    def push(self, text: str, *, is_armed: bool = True) -> tuple[str, str | None]:
+        """Take the next piece of text; return (text that is safe to show, the stop string that matched or None).
+
+        The shown text ends before the stop string; what follows the match is dropped. While not `is_armed`, stop strings that
+        end within `text` do not count, but one that begins in it and ends in a later, armed piece does.
+        """
+        node, root = self._node, self._root
+        for idx, char in enumerate(text):
+            while (child := node.children.get(char)) is None and node.fail is not None:
+                node = node.fail
+            node = child or root
+            if node.stop is not None and is_armed:
+                return self._cut(text[: idx + 1], node.stop)
+        self._node = node
+        seen = self._held + text
+        num_shown = len(seen) - node.num_held
+        self._held = seen[num_shown:]
+        return seen[:num_shown], None
+
+    def flush(self) -> str:
+        """What is held, at the end of the text: the beginning of a stop string that never came."""
+        held, self._held, self._node = self._held, "", self._root
+        return held
+
+    def _cut(self, text: str, stop: str) -> tuple[str, str]:
+        shown = (self._held + text)[: -len(stop)]
+        self.flush()
+        return shown, stop
+
+
+def _build(stops: Iterable[str]) -> _Node:
+    root = _Node(depth=0)
+    for stop in stops:
+        if not stop:
+            raise ValueError("a stop string must not be empty")
+        node = root
+        for char in stop:
+            node = node.children.setdefault(char, _Node(depth=node.depth + 1))
+        node.stop = stop
+    _link(root)
+    return root
+
+
+def _link(root: _Node) -> None:
+    """Set `fail`, `stop` and `num_held`, nearest to the root first: each needs those of shorter strings."""
+    queue: deque[_Node] = deque([root])
+    while queue:
+        node = queue.popleft()
+        for char, child in node.children.items():
+            child.fail = _longest_suffix(node.fail, char) or root
+            child.stop = child.stop or child.fail.stop
+            child.num_held = child.depth if child.children else child.fail.num_held
+            queue.append(child)
+
+
+def _longest_suffix(node: _Node | None, char: str) -> _Node | None:
+    while node is not None and char not in node.children:
+        node = node.fail
+    return None if node is None else node.children[char]

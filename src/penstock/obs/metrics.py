@@ -1,0 +1,151 @@
+"""The numbers that an operator watches, counted in plain integers. Told by the engine thread, rendered by the HTTP thread.
+
+Being told must be cheap, once per step, so nothing here touches the Prometheus client; `prometheus.expose` turns the
+numbers into its format when someone asks. One lock makes a reading consistent. Never decides anything.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from penstock.obs.histogram import Histogram
+from penstock.types.request import FinishReason, Request
+from penstock.types.stats import RequestStats, StepStats
+
+_MS = 1_000_000
+_SECOND = 1_000_000_000
+
+# Upper edges in nanoseconds; powers of two and five in between, from 1 ms as `interfaces` says.
+_LATENCY_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000)
+LATENCY_BOUNDS_NS = tuple(ms * _MS for ms in _LATENCY_MS)
+TOKEN_BOUNDS_NS = tuple(
+    int(ms * _MS) for ms in (1, 2, 3, 5, 7.5, 10, 15, 20, 30, 50, 75, 100, 150, 200, 300, 500, 1_000, 2_000, 5_000)
+)
+STEP_BOUNDS_NS = tuple(us * 1_000 for us in (10, 20, 50, 100, 200, 500)) + LATENCY_BOUNDS_NS[:12]
+SIZE_BOUNDS = tuple(2**exponent for exponent in range(10))
+TOKEN_COUNT_BOUNDS = tuple(2**exponent for exponent in range(15))
+
+SUCCESS_REASONS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR)
+"""What `request_success_total` counts; a refused request is in `requests_rejected_total`."""
+
+
+class LoadView(Protocol):
+    """How busy the engine is now."""
+
+    @property
+    def num_running(self) -> int: ...
+    @property
+    def num_waiting(self) -> int: ...
+    @property
+    def num_blocks_total(self) -> int: ...
+    @property
+    def num_blocks_free(self) -> int: ...
+    @property
+    def num_blocks_cached(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class IdleLoad:
+    """The load before anything is known."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_blocks_total: int = 0
+    num_blocks_free: int = 0
+    num_blocks_cached: int = 0
+
+
+class Metrics:
+    """Counters and histograms of one served model. Implements the engine's `Observer` and `TokenObserver`.
+
+    Times are kept in nanoseconds and become seconds when they are rendered.
+    """
+
+    content_type = "text/plain; version=0.0.4; charset=utf-8"
+
+    def __init__(self, model: str) -> None:
+        """`model`: the value of every series' label of that name."""
+        self.model = model
+        self.lock = threading.Lock()
+        self.success: Counter[FinishReason] = Counter(dict.fromkeys(SUCCESS_REASONS, 0))
+        self.rejected: Counter[str] = Counter()
+        self.num_prefix_query_tokens = 0
+        self.num_prefix_hit_tokens = 0
+        self.num_preemptions = 0
+        self.num_computed_prompt_tokens = 0
+        self.num_cached_prompt_tokens = 0
+        self.num_generated_tokens = 0
+        self.batch_size = Histogram(SIZE_BOUNDS)
+        self.batch_tokens = Histogram(TOKEN_COUNT_BOUNDS)
+        self.step_ns: dict[str, Histogram] = {}
+        """By part of the step; `total` is the whole."""
+        self.ttft_ns = Histogram(LATENCY_BOUNDS_NS)
+        self.itl_ns = Histogram(TOKEN_BOUNDS_NS)
+        self.tpot_ns = Histogram(TOKEN_BOUNDS_NS)
+        self.e2e_ns = Histogram(LATENCY_BOUNDS_NS)
+        self.queue_ns = Histogram(LATENCY_BOUNDS_NS)
+        self.read_load: Callable[[], LoadView] = IdleLoad
+        self.read_drain_rate: Callable[[], float] = float
+
+    def connect(self, *, load: Callable[[], LoadView], drain_rate: Callable[[], float]) -> None:
+        """Where the gauges are read when someone asks: the engine's load, and requests per second leaving the queue."""
+        self.read_load = load
+        self.read_drain_rate = drain_rate
+
+    def render(self) -> bytes:
+        """Prometheus' text format 0.0.4, see `content_type`. For any thread."""
+        from penstock.obs.prometheus import expose  # Imported when first asked for: it costs a twentieth of a second.
+
+        return expose(self)
+
+    def count_rejected(self, reason: str) -> None:
+        """A request that was refused before the engine saw it; `reason` is a `RejectReason` value. For any thread."""
+        with self.lock:
+            self.rejected[reason] += 1
+
+    def on_step(self, stats: StepStats) -> None:
+        with self.lock:
+            self.num_prefix_query_tokens += stats.num_prefix_query_tokens
+            self.num_prefix_hit_tokens += stats.num_prefix_hit_tokens
+            self.num_preemptions += stats.num_preemptions
+            self.num_generated_tokens += stats.num_sampled_tokens
+            self.batch_size.observe(stats.num_rows)
+            self.batch_tokens.observe(stats.num_tokens)
+            self._observe_part("total", stats.ended_ns - stats.started_ns)
+            for part, part_ns in stats.parts_ns.items():
+                self._observe_part(part, part_ns)
+
+    def on_tokens(self, first: Sequence[Request], gaps_ns: Sequence[int]) -> None:
+        with self.lock:
+            self.itl_ns.observe_many(gaps_ns)
+            for request in first:
+                self._observe_first_token(request)
+
+    def on_finish(self, stats: RequestStats) -> None:
+        """Counted once: as refused if a reason for that is given (a missed deadline, too), else by its finish reason."""
+        with self.lock:
+            if stats.reject_reason or stats.finish_reason is FinishReason.REJECTED:
+                self.rejected[stats.reject_reason] += 1
+                return
+            self.success[stats.finish_reason] += 1
+            self.e2e_ns.observe(stats.ended_ns - stats.arrival_ns)
+            if stats.first_token_ns is not None and stats.num_generated_tokens > 1:
+                self.tpot_ns.observe((stats.ended_ns - stats.first_token_ns) / (stats.num_generated_tokens - 1))
+
+    def _observe_part(self, part: str, part_ns: int) -> None:
+        histogram = self.step_ns.get(part)
+        if histogram is None:
+            histogram = self.step_ns[part] = Histogram(STEP_BOUNDS_NS)
+        histogram.observe(part_ns)
+
+    def _observe_first_token(self, request: Request) -> None:
+        self.num_cached_prompt_tokens += request.num_cached_tokens
+        self.num_computed_prompt_tokens += request.num_prompt_tokens - request.num_cached_tokens
+        if request.first_token_ns is not None:
+            self.ttft_ns.observe(request.first_token_ns - request.arrival_ns)
+        if request.first_scheduled_ns is not None:
+            self.queue_ns.observe(request.first_scheduled_ns - request.arrival_ns)

@@ -1,0 +1,31 @@
+"""Several observers in the place of one. Made by the composition root; never looks at what it passes on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from penstock.types.stats import RequestStats, StepStats
+
+
+class StepObserver(Protocol):
+    """The engine's `Observer`, spelled here since this room knows the vocabulary only."""
+
+    def on_step(self, stats: StepStats) -> None: ...
+
+    def on_finish(self, stats: RequestStats) -> None: ...
+
+
+class ObserverGroup:
+    """Tells each of its observers, in order."""
+
+    def __init__(self, observers: Sequence[StepObserver]) -> None:
+        self._observers = tuple(observers)
+
+    def on_step(self, stats: StepStats) -> None:
+        for observer in self._observers:
+            observer.on_step(stats)
+
+    def on_finish(self, stats: RequestStats) -> None:
+        for observer in self._observers:
+            observer.on_finish(stats)

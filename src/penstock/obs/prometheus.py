@@ -1,0 +1,119 @@
+"""Metrics in Prometheus' text format. Called by `Metrics.render`; keeps nothing and counts nothing.
+
+Format: https://prometheus.io/docs/instrumenting/exposition_formats/ (text, 0.0.4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from penstock.obs.histogram import Histogram
+from penstock.obs.metrics import LoadView, Metrics
+
+_PREFIX = "penstock_"
+_SECOND_NS = 1e9
+
+
+def expose(metrics: Metrics) -> bytes:
+    """All series of `metrics`, read at one moment."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Snapshot(metrics))
+    return generate_latest(registry)
+
+
+class _Snapshot(Collector):
+    """Copies the numbers out under the lock; text is made after it is released."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._model = metrics.model
+        # Outside the lock: these have locks of their own.
+        load, drain_rate = metrics.read_load(), metrics.read_drain_rate()
+        with metrics.lock:
+            self._families = [
+                *self._gauges(load, drain_rate),
+                *self._counters(metrics),
+                *self._sizes(metrics),
+                *self._latencies(metrics),
+            ]
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> list[Metric]:
+        return self._families
+
+    def _gauges(self, load: LoadView, drain_rate: float) -> Iterator[Metric]:
+        num_held = load.num_blocks_total - load.num_blocks_free - load.num_blocks_cached
+        blocks = {"free": load.num_blocks_free, "cached": load.num_blocks_cached, "held": num_held}
+        usage = num_held / load.num_blocks_total if load.num_blocks_total else 0.0
+        yield self._gauge("requests_running", "Requests in the batch.", load.num_running)
+        yield self._gauges_by("requests_waiting", "Requests queued or preempted.", "reason", {"capacity": load.num_waiting})
+        yield self._gauges_by("kv_blocks", "KV cache blocks: free, free with reusable content, held.", "state", blocks)
+        yield self._gauge("kv_usage_ratio", "Share of the KV cache blocks that requests hold.", usage)
+        yield self._gauge(
+            "drain_rate_requests_per_second", "Rate at which places became free while requests waited.", drain_rate
+        )
+
+    def _counters(self, metrics: Metrics) -> Iterator[Metric]:
+        success = {reason.name.lower(): count for reason, count in metrics.success.items()}
+        prompt = {"computed": metrics.num_computed_prompt_tokens, "cached": metrics.num_cached_prompt_tokens}
+        yield self._counters_by("request_success", "Requests that ended, by finish reason.", "finish_reason", success)
+        yield self._counters_by("requests_rejected", "Requests that were refused.", "reason", metrics.rejected)
+        yield self._counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", metrics.num_prefix_query_tokens)
+        yield self._counter("prefix_cache_hits", "Tokens found in the prefix cache.", metrics.num_prefix_hit_tokens)
+        preemptions = {"recompute": metrics.num_preemptions}
+        yield self._counters_by("preemptions", "Running requests that lost their KV blocks.", "method", preemptions)
+        yield self._counters_by("prompt_tokens", "Prompt tokens of requests that got a first token.", "source", prompt)
+        yield self._counter("generation_tokens", "Tokens generated.", metrics.num_generated_tokens)
+
+    def _sizes(self, metrics: Metrics) -> Iterator[Metric]:
+        yield self._histogram("batch_size", "Rows per step.", metrics.batch_size, 1.0)
+        yield self._histogram("batch_tokens", "Positions computed per step.", metrics.batch_tokens, 1.0)
+
+    def _latencies(self, metrics: Metrics) -> Iterator[Metric]:
+        steps = HistogramMetricFamily(
+            _PREFIX + "step_seconds", "Duration of a step and of its parts.", labels=["model", "part"]
+        )
+        for part, histogram in metrics.step_ns.items():
+            steps.add_metric([self._model, part], *histogram.snapshot(_SECOND_NS))
+        yield steps
+        for name, text, histogram in (
+            ("time_to_first_token_seconds", "From arrival to the first token.", metrics.ttft_ns),
+            ("inter_token_latency_seconds", "Each gap between tokens of one request.", metrics.itl_ns),
+            ("time_per_output_token_seconds", "Mean gap between tokens, per request.", metrics.tpot_ns),
+            ("e2e_request_latency_seconds", "From arrival to the end.", metrics.e2e_ns),
+            ("queue_time_seconds", "From arrival to the first step with the request.", metrics.queue_ns),
+        ):
+            yield self._histogram(name, text, histogram, _SECOND_NS)
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(_PREFIX + name, text, labels=["model"])
+        family.add_metric([self._model], value)
+        return family
+
+    def _gauges_by(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+        family = GaugeMetricFamily(_PREFIX + name, text, labels=["model", label])
+        for key, value in values.items():
+            family.add_metric([self._model, key], value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(_PREFIX + name, text, labels=["model"])
+        family.add_metric([self._model], value)
+        return family
+
+    def _counters_by(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+        family = CounterMetricFamily(_PREFIX + name, text, labels=["model", label])
+        for key, value in values.items():
+            family.add_metric([self._model, key], value)
+        return family
+
+    def _histogram(self, name: str, text: str, histogram: Histogram, unit: float) -> Metric:
+        family = HistogramMetricFamily(_PREFIX + name, text, labels=["model"])
+        family.add_metric([self._model], *histogram.snapshot(unit))
+        return family
