@@ -1,4 +1,4 @@
-"""Tiny random Llamas, written as GGUF files or Hugging Face directories for tests. Knows the formats; loads and runs nothing."""
+"""Tiny random Llamas as GGUF files or Hugging Face directories, for tests. Writes the formats; loads and runs nothing."""
 
 from __future__ import annotations
 
@@ -97,6 +97,9 @@ def vocabulary() -> list[str]:
     return [*SPECIAL_TOKENS, *byte_alphabet(), *(merge.replace(" ", "") for merge in _MERGES)]
 
 
+_ADD: Mapping[type, str] = {bool: "add_bool", str: "add_string", int: "add_uint32", float: "add_float32"}
+
+
 def write_gguf(
     path: Path, model: TinyLlama, *, matrix_type: str = "Q8_0", extra: Mapping[str, str | int | float | bool] | None = None
 ) -> Path:
@@ -109,9 +112,7 @@ def write_gguf(
 
     writer = GGUFWriter(path, "llama")
     for key, value in (_gguf_metadata(model) | dict(extra or {})).items():
-        {bool: writer.add_bool, str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)](
-            key, value
-        )
+        getattr(writer, _ADD[type(value)])(key, value)
     writer.add_token_list(vocabulary())
     writer.add_token_types([3] * len(SPECIAL_TOKENS) + [1] * (len(vocabulary()) - len(SPECIAL_TOKENS)))
     writer.add_token_merges(list(_MERGES))
@@ -219,24 +220,35 @@ def write_hf(
 
 
 def _write_shards(directory: Path, weights: Mapping[str, FloatArray], dtype: str, num_shards: int) -> None:
-    from safetensors import serialize_file
-
-    names, files = list(weights), {}
+    names = list(weights)
+    files: dict[str, str] = {}
     for shard in range(num_shards):
         file = f"model-{shard + 1:05}-of-{num_shards:05}.safetensors" if num_shards > 1 else "model.safetensors"
         files |= dict.fromkeys(names[shard::num_shards], file)
-        serialize_file({name: _hf_tensor(weights[name], dtype) for name in names[shard::num_shards]}, str(directory / file))
+        write_safetensors(directory / file, {name: weights[name] for name in names[shard::num_shards]}, dtype)
     if num_shards > 1:
         index = {"metadata": {}, "weight_map": files}
         (directory / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def _hf_tensor(values: FloatArray, dtype: str) -> dict[str, Any]:
+def write_safetensors(path: Path, tensors: Mapping[str, FloatArray], dtype: str) -> None:
+    """Write arrays as `dtype`. By hand, since NumPy has no bf16. Source: https://github.com/huggingface/safetensors#format."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    blobs: list[bytes] = []
+    offset = 0
+    for name, values in tensors.items():
+        blobs.append(_encode(values, dtype))
+        header[name] = {"dtype": dtype.upper(), "shape": list(values.shape), "data_offsets": [offset, offset + len(blobs[-1])]}
+        offset += len(blobs[-1])
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(blobs))
+
+
+def _encode(values: FloatArray, dtype: str) -> bytes:
     if dtype == "bf16":
-        data = (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
-    else:
-        data = values.astype({"f16": np.float16, "f32": np.float32}[dtype]).tobytes()
-    return {"dtype": {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}[dtype], "shape": list(values.shape), "data": data}
+        return (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+    return values.astype({"f16": np.float16, "f32": np.float32}[dtype]).tobytes()
 
 
 def _hf_config(model: TinyLlama) -> dict[str, Any]:
