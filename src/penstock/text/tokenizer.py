@@ -1,0 +1,137 @@
+"""Turns text into token ids and back. Made once per model by `load_tokenizer`, used by `serve`, the command line and
+the output stage from any thread. Never applies chat templates, and never truncates.
+
+Encoding recognises the model's added tokens in the text (`<|im_start|>` becomes one token), as transformers
+and vLLM do: chat templates need it. So a user's prompt can contain them, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+from penstock.text.backend import Backend
+from penstock.text.pieces import ByteTable, piece_decoder
+from penstock.types.errors import Rejected, RejectReason
+from penstock.types.vocab import GgufVocab
+
+
+def load_tokenizer(
+    source: Path | GgufVocab, *, bos_token_id: int | None = None, eos_token_ids: Sequence[int] = ()
+) -> Tokenizer:
+    """A tokenizer from a tokenizer.json or from a GGUF file's vocabulary. Raises `ModelError`.
+
+    `bos_token_id` and `eos_token_ids` say what a tokenizer.json can't. A GGUF vocabulary has its own, which come
+    first; further eos ids are added to them.
+    """
+    if isinstance(source, GgufVocab):
+        from penstock.text.gguf_vocab import build_backend
+
+        return Tokenizer(build_backend(source), extra_eos_token_ids=eos_token_ids)
+    from penstock.text.tokenizer_json import load_backend
+
+    return Tokenizer(load_backend(source, bos_token_id=bos_token_id, eos_token_ids=tuple(eos_token_ids)))
+
+
+class Tokenizer:
+    """Thread-safe. Long texts are encoded without the GIL."""
+
+    def __init__(self, backend: Backend, *, extra_eos_token_ids: Sequence[int] = ()) -> None:
+        self._backend = backend
+        self._decode_piece = piece_decoder(backend.spelling)
+        self._special_ids = backend.special_ids.union(extra_eos_token_ids)
+        self.eos_token_ids = tuple(dict.fromkeys((*backend.eos_token_ids, *extra_eos_token_ids)))
+        """Tokens that end a text, the tokenizer's own first."""
+        self.bytes_with_special = ByteTable(self._bytes_of)
+        """Token id -> its bytes; special tokens spell their name."""
+        self.bytes_without_special = ByteTable(self._visible_bytes_of)
+        """Token id -> its bytes; special tokens are empty."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids that the tokenizer knows. A model's matrices may have more rows."""
+        return self._backend.vocab_size
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._backend.bos_token_id
+
+    @cached_property
+    def special_tokens(self) -> dict[str, str]:
+        """`bos_token`, `eos_token` and `unk_token`, as far as they exist: what chat templates refer to."""
+        ids = {
+            "bos_token": self._backend.bos_token_id,
+            "eos_token": self.eos_token_ids[0] if self.eos_token_ids else None,
+            "unk_token": self._backend.unknown_token_id,
+        }
+        return {name: self._backend.piece(token_id) or "" for name, token_id in ids.items() if token_id is not None}
+
+    @cached_property
+    def max_token_bytes(self) -> int:
+        """No token spells more bytes: n bytes of text make at least n / max_token_bytes tokens."""
+        return max(len(self._bytes_of(token_id)) for token_id in range(self.vocab_size))
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids. `add_special_tokens` puts bos (and eos) around them where the model wants that: right for
+        plain prompts, wrong for the result of a chat template, which contains them already.
+
+        A byte that the vocabulary can't spell is left out, as transformers does (SmolLM2 has none for U+0004).
+        Raises `Rejected` if the text contains a lone surrogate.
+        """
+        return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        """As `encode`, for several texts at once, on several cores."""
+        for text in texts:
+            _check_encodable(text)
+        # Only the batch call releases the GIL, and the fast one leaves out offsets, which nobody needs here.
+        encodings = self._backend.encoder.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, is_continuation: bool = False) -> str:
+        """The text of these tokens; bytes that aren't UTF-8 become U+FFFD.
+
+        SentencePiece models put a space before a text when they encode it. It is taken away again, unless
+        `is_continuation` says that these tokens follow others.
+        """
+        table = self.bytes_without_special if skip_special_tokens else self.bytes_with_special
+        text = b"".join([table[token_id] for token_id in token_ids]).decode("utf-8", "replace")
+        if self._backend.starts_with_space and not is_continuation:
+            return text.removeprefix(" ")
+        return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token spells: part of a character for some. Empty for an id without a token."""
+        return self.bytes_with_special[token_id]
+
+    def token_text(self, token_id: int) -> str:
+        """One token to show to people; incomplete characters become U+FFFD."""
+        return self.bytes_with_special[token_id].decode("utf-8", "replace")
+
+    def is_special(self, token_id: int) -> bool:
+        """Is it a control token, such as the end of a turn?"""
+        return token_id in self._special_ids
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        backend = self._backend
+        piece = backend.piece(token_id)
+        if piece is None or token_id in backend.silent_ids:
+            return b""
+        return piece.encode() if token_id in backend.literal_ids else self._decode_piece(piece)
+
+    def _visible_bytes_of(self, token_id: int) -> bytes:
+        return b"" if token_id in self._special_ids else self._bytes_of(token_id)
+
+
+def _check_encodable(text: str) -> None:
+    if text.isascii():
+        return
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise Rejected(
+            RejectReason.INVALID,
+            f"The text contains a lone surrogate (U+{ord(text[error.start]):04X} at character {error.start}), "
+            "which is half of a character and has no UTF-8 form.",
+        ) from error
