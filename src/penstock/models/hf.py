@@ -1,0 +1,163 @@
+"""Loads a Hugging Face directory as a `LoadedModel`. Called by `models.load`; q and k rows are in our rope layout already."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from penstock.models import checks, registry
+from penstock.models.convert import to_bf16
+from penstock.models.hf_config import JsonFile, read_eos_ids, read_json, read_spec
+from penstock.models.program import Program
+from penstock.models.safetensors_file import StoredTensor, open_safetensors
+from penstock.models.weights import LoadedModel, WeightFormat, WeightTensor
+from penstock.types.errors import ModelError
+
+_TOP: Mapping[str, str] = {"model.embed_tokens.weight": "embed", "model.norm.weight": "norm", "lm_head.weight": "output"}
+_LAYER: Mapping[str, str] = {
+    "input_layernorm.weight": "attn_norm",
+    "self_attn.q_proj.weight": "q",
+    "self_attn.k_proj.weight": "k",
+    "self_attn.v_proj.weight": "v",
+    "self_attn.o_proj.weight": "o",
+    "self_attn.q_proj.bias": "q_bias",
+    "self_attn.k_proj.bias": "k_bias",
+    "self_attn.v_proj.bias": "v_bias",
+    "post_attention_layernorm.weight": "mlp_norm",
+    "mlp.gate_proj.weight": "gate",
+    "mlp.up_proj.weight": "up",
+    "mlp.down_proj.weight": "down",
+}
+_BLOCK = re.compile(r"model\.layers\.(\d{1,6})\.(.+)")
+_DERIVED = "rotary_emb.inv_freq"
+"""Old checkpoints carry what config.json already says."""
+
+
+def load_hf_directory(path: Path, *, name: str = "", max_weight_bytes: int | None = None) -> LoadedModel:
+    """The model of a directory with config.json, safetensors and tokenizer.json; bf16 weights stay memory-mapped.
+
+    `name` defaults to the directory's. Raises ModelError if a file is missing, corrupt or unsupported, or if the
+    weights would take more than `max_weight_bytes`, all before any weight is read.
+    """
+    config = read_json(path / "config.json")
+    stored = {_canonical(name): tensor for name, tensor in _open_weights(path).items() if not name.endswith(_DERIVED)}
+    spec = read_spec(config, has_qkv_bias="layers.0.q_bias" in stored, has_output="output" in stored)
+    if spec.tie_word_embeddings:
+        stored.pop("output", None)
+    _check_stored(registry.describe(spec), stored, path)
+    checks.check_memory(sum(map(_loaded_bytes, stored.values())), max_weight_bytes, path)
+    tokenizer = path / "tokenizer.json"
+    if not tokenizer.is_file():
+        raise ModelError(
+            f"{path}: there is no tokenizer.json.", remedy="Save the tokenizer in its fast form beside the weights."
+        )
+    bos_token_id = config.get("bos_token_id", int)
+    checks.check_token_ids({"bos_token_id": bos_token_id}, spec.vocab_size, config.path)
+    return LoadedModel(
+        name=name or path.resolve().name,
+        spec=spec,
+        weights={key: _weight(key, tensor) for key, tensor in stored.items()},
+        tokenizer_source=tokenizer,
+        chat_template=_chat_template(path),
+        bos_token_id=bos_token_id,
+        eos_token_ids=read_eos_ids(config, read_json(path / "generation_config.json", is_optional=True), spec.vocab_size),
+        path=path,
+        notes=_notes(stored),
+    )
+
+
+def _canonical(name: str) -> str:
+    """Our name of a tensor; an unknown one keeps its own, for the error message."""
+    block = _BLOCK.fullmatch(name)
+    if block is None:
+        return _TOP.get(name, name)
+    suffix = _LAYER.get(block[2])
+    return f"layers.{int(block[1])}.{suffix}" if suffix else name
+
+
+def _open_weights(path: Path) -> dict[str, StoredTensor]:
+    index = path / "model.safetensors.index.json"
+    if not index.is_file():
+        return open_safetensors(_single_file(path))
+    files = _shards(read_json(index))
+    opened = {file: open_safetensors(path / file) for file in dict.fromkeys(files.values())}
+    missing = [name for name, file in files.items() if name not in opened[file]]
+    if missing:
+        raise ModelError(f"{path / files[missing[0]]}: the tensor {missing[0]!r} is missing.", remedy="Fetch the file again.")
+    return {name: opened[file][name] for name, file in files.items()}
+
+
+def _shards(index: JsonFile) -> dict[str, str]:
+    """File by tensor; names that lead out of the directory are refused."""
+    files = index.require("weight_map", dict)
+    for file in files.values():
+        if type(file) is not str or Path(file).name != file:
+            raise index.error(f"weight_map names the file {file!r}")
+    return files
+
+
+def _single_file(path: Path) -> Path:
+    single = path / "model.safetensors"
+    if not single.is_file():
+        remedy = "Only safetensors are read: convert other checkpoints with transformers' save_pretrained."
+        raise ModelError(f"{path}: there is neither model.safetensors nor model.safetensors.index.json.", remedy=remedy)
+    return single
+
+
+def _check_stored(program: Program, stored: Mapping[str, StoredTensor], path: Path) -> None:
+    checks.check_names(program, stored, path)
+    for name, wanted in checks.weight_shapes(program).items():
+        checks.check_shape(name, _matrix_shape(stored[name]), wanted, path)
+
+
+def _matrix_shape(tensor: StoredTensor) -> tuple[int, int]:
+    """(num_rows, num_cols); a vector is one row, a scalar or a cube fits nothing."""
+    return (1, *tensor.shape)[-2:] if len(tensor.shape) in (1, 2) else (0, 0)  # type: ignore[return-value]
+
+
+def _is_vector(tensor: StoredTensor) -> bool:
+    return len(tensor.shape) == 1
+
+
+def _loaded_bytes(tensor: StoredTensor) -> int:
+    rows, cols = _matrix_shape(tensor)
+    return rows * cols * (4 if _is_vector(tensor) else 2)
+
+
+def _weight(name: str, tensor: StoredTensor) -> WeightTensor:
+    num_rows, num_cols = _matrix_shape(tensor)
+    values = tensor.array().reshape(num_rows, num_cols)
+    is_bf16 = tensor.dtype == "BF16"
+    if _is_vector(tensor):
+        wide = (values.astype(np.uint32) << 16).view(np.float32) if is_bf16 else np.ascontiguousarray(values, dtype=np.float32)
+        return WeightTensor(name, num_rows, num_cols, WeightFormat.F32, wide)
+    return WeightTensor(name, num_rows, num_cols, WeightFormat.BF16, values if is_bf16 else to_bf16(values))
+
+
+def _notes(stored: Mapping[str, StoredTensor]) -> tuple[str, ...]:
+    changed = [tensor.dtype for tensor in stored.values() if not _is_vector(tensor) and tensor.dtype != "BF16"]
+    return tuple(
+        f"{changed.count(dtype)} {dtype} matrices rounded to bf16 (relative error at most 2^-9)"
+        for dtype in sorted(set(changed))
+    )
+
+
+def _chat_template(path: Path) -> str | None:
+    """chat_template.jinja, else the one in tokenizer_config.json (its `default`, if it has several)."""
+    file = path / "chat_template.jinja"
+    if file.is_file():
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{file}: can't be read: {error}.", remedy="Fetch the file again.") from error
+    config = read_json(path / "tokenizer_config.json", is_optional=True)
+    template = config.values.get("chat_template")
+    if isinstance(template, list):
+        named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
+        template = named.get("default")
+    if template is not None and type(template) is not str:
+        raise config.error("chat_template is no text")
+    return template

@@ -1,0 +1,175 @@
+"""What the JSON files of a Hugging Face directory say about a model. Called by `models.hf`; opens no weights.
+
+Source: https://huggingface.co/docs/transformers/model_doc/llama; release 5 writes `rope_parameters` where earlier ones
+wrote `rope_theta` and `rope_scaling`: both are read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from penstock.models import checks, rope
+from penstock.types.errors import ModelError
+from penstock.types.model_spec import ModelSpec
+
+ARCHITECTURES: Mapping[str, str] = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral"}
+"""From `architectures` in config.json to our name."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class JsonFile:
+    """A JSON object, the values of which are checked when they are asked for."""
+
+    path: Path
+    values: Mapping[str, Any]
+
+    def get(self, key: str, kind: type[T]) -> T | None:
+        """A value, None if absent or null. An int will do for a float. Raises ModelError for another type."""
+        value = self.values.get(key)
+        if value is None:
+            return None
+        if kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not kind:
+            raise self.error(f"{key} is {value!r}, not of type {kind.__name__}")
+        return value
+
+    def require(self, key: str, kind: type[T]) -> T:
+        """A value that must be there. Raises ModelError."""
+        value = self.get(key, kind)
+        if value is None:
+            raise self.error(f"{key} is missing")
+        return value
+
+    def positive(self, key: str) -> float:
+        """A finite number above 0 that must be there. Raises ModelError."""
+        value = self.require(key, float)
+        if not math.isfinite(value) or value <= 0.0:
+            raise self.error(f"{key} is {value}, not a positive number")
+        return value
+
+    def error(self, cause: str) -> ModelError:
+        """A ModelError that names this file."""
+        return ModelError(f"{self.path}: {cause}.", remedy="Check the file, or fetch the model again.")
+
+
+def read_json(path: Path, *, is_optional: bool = False) -> JsonFile:
+    """Parse a JSON object; empty if the file is optional and absent. Raises ModelError."""
+    if is_optional and not path.is_file():
+        return JsonFile(path, {})
+    try:
+        values = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise ModelError(f"{path}: there is no such file.", remedy="Fetch the whole model directory.") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path}: can't be read as JSON: {error}.", remedy="Fetch the file again.") from error
+    if not isinstance(values, dict):
+        raise ModelError(f"{path}: is no JSON object.", remedy="Fetch the file again.")
+    return JsonFile(path, values)
+
+
+def read_spec(config: JsonFile, *, has_qkv_bias: bool, has_output: bool) -> ModelSpec:
+    """The spec of a supported config.json; the two facts are known from the weights. Raises ModelError."""
+    architecture = _architecture(config)
+    _refuse_unsupported(config)
+    sizes = _read_sizes(config)
+    checks.check_sizes(sizes, config.path)
+    tied = config.get("tie_word_embeddings", bool)
+    spec = ModelSpec(
+        architecture=architecture,
+        **sizes,
+        norm_eps=config.require("rms_norm_eps", float),
+        rope_inv_freq=_read_rope(config, sizes["head_dim"]),
+        tie_word_embeddings=not has_output if tied is None else tied,
+        has_qkv_bias=has_qkv_bias,
+    )
+    checks.check_spec(spec, config.path)
+    return spec
+
+
+def read_eos_ids(config: JsonFile, generation: JsonFile, vocab_size: int) -> tuple[int, ...]:
+    """Tokens that end a reply: those of generation_config.json, then those of config.json. Raises ModelError."""
+    ids: list[int] = []
+    for file in (generation, config):
+        value = file.values.get("eos_token_id")
+        values = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(token_id) is int for token_id in values):
+            raise file.error(f"eos_token_id is {value!r}, not a token id or a list of them")
+        checks.check_token_ids({f"eos_token_id[{idx}]": token_id for idx, token_id in enumerate(values)}, vocab_size, file.path)
+        ids += values
+    return tuple(dict.fromkeys(ids))
+
+
+def _architecture(config: JsonFile) -> str:
+    names = config.require("architectures", list)
+    if len(names) != 1 or names[0] not in ARCHITECTURES:
+        raise ModelError(
+            f"{config.path}: the architecture {', '.join(map(str, names)) or 'none'} is not supported.",
+            remedy=f"Hugging Face directories are supported of: {', '.join(ARCHITECTURES)}.",
+        )
+    return ARCHITECTURES[names[0]]
+
+
+def _refuse_unsupported(config: JsonFile) -> None:
+    """Settings that would silently change the result."""
+    wanted = {"hidden_act": "silu", "mlp_bias": False, "partial_rotary_factor": 1.0}
+    for key, value in wanted.items():
+        found = config.values.get(key)
+        if found is not None and found != value:
+            raise config.error(f"{key} is {found!r}; only {value!r} is supported")
+    if config.values.get("quantization_config") is not None:
+        raise ModelError(
+            f"{config.path}: quantised checkpoints are not supported.", remedy="Use a GGUF file, or the bf16 original."
+        )
+
+
+def _read_sizes(config: JsonFile) -> dict[str, int]:
+    """Fields of `ModelSpec`. A Mistral's window limits the context: within it, the window makes no difference."""
+    hidden_size = config.require("hidden_size", int)
+    num_heads = config.require("num_attention_heads", int)
+    context = config.require("max_position_embeddings", int)
+    return {
+        "vocab_size": config.require("vocab_size", int),
+        "hidden_size": hidden_size,
+        "num_layers": config.require("num_hidden_layers", int),
+        "num_heads": num_heads,
+        "num_kv_heads": config.get("num_key_value_heads", int) or num_heads,
+        "head_dim": config.get("head_dim", int) or (hidden_size // num_heads if num_heads else 0),
+        "intermediate_size": config.require("intermediate_size", int),
+        "max_model_len": min(context, config.get("sliding_window", int) or context),
+    }
+
+
+def _read_rope(config: JsonFile, head_dim: int) -> tuple[float, ...]:
+    parameters = config.get("rope_parameters", dict) or config.get("rope_scaling", dict) or {}
+    scaling = JsonFile(config.path, {"rope_theta": config.values.get("rope_theta"), **parameters})
+    base = scaling.positive("rope_theta") if scaling.values["rope_theta"] is not None else 10000.0
+    inv_freq = rope.inverse_frequencies(head_dim, base)
+    kind = scaling.get("rope_type", str) or scaling.get("type", str) or "default"
+    if kind == "default":
+        return inv_freq
+    if kind == "linear":
+        return rope.scale_linear(inv_freq, scaling.positive("factor"))
+    if kind == "llama3":
+        return _scale_llama3(inv_freq, scaling)
+    raise config.error(f"the rope scaling {kind!r} is not supported (default, linear and llama3 are)")
+
+
+def _scale_llama3(inv_freq: tuple[float, ...], scaling: JsonFile) -> tuple[float, ...]:
+    low, high = scaling.positive("low_freq_factor"), scaling.positive("high_freq_factor")
+    if low >= high:
+        raise scaling.error(f"low_freq_factor {low} is not below high_freq_factor {high}")
+    return rope.scale_llama3(
+        inv_freq,
+        factor=scaling.positive("factor"),
+        low_freq_factor=low,
+        high_freq_factor=high,
+        original_context=scaling.require("original_max_position_embeddings", int),
+    )

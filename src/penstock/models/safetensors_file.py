@@ -1,0 +1,95 @@
+"""The safetensors container: a directory of tensors, memory-mapped. Called by `models.hf`; gives no meaning to the names.
+
+Read here rather than with the `safetensors` package, whose NumPy side has no bf16 and copies what it reads.
+Specification: https://github.com/huggingface/safetensors#format.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.types.errors import ModelError
+
+_MAX_HEADER_BYTES = 100_000_000
+"""As in the reference implementation."""
+_DTYPES: Mapping[str, type[np.generic]] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a mapped file."""
+
+    path: Path
+    """Its file, for error messages."""
+    dtype: str
+    """`F32`, `F16`, `BF16` or another name of the format."""
+    shape: tuple[int, ...]
+    _raw: NDArray[np.uint8]
+
+    def array(self) -> NDArray[np.generic]:
+        """The values [shape], bf16 as uint16 bit patterns; not copied if aligned. Raises ModelError for other types."""
+        dtype = _DTYPES.get(self.dtype)
+        if dtype is None:
+            raise ModelError(
+                f"{self.path}: tensors of type {self.dtype} are not supported.",
+                remedy="Use a checkpoint in bfloat16, float16 or float32.",
+            )
+        values = (
+            self._raw.view(dtype) if self._raw.ctypes.data % np.dtype(dtype).itemsize == 0 else self._raw.copy().view(dtype)
+        )
+        return values.reshape(self.shape)
+
+
+def open_safetensors(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a file by name. Raises ModelError if it can't be read or is corrupt."""
+    try:
+        with path.open("rb") as file:
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except FileNotFoundError as error:
+        raise ModelError(f"{path}: there is no such file.", remedy="Fetch the model again.") from error
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: can't be opened: {error}.", remedy="Check the file and its permissions.") from error
+    header_bytes = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or header_bytes > min(_MAX_HEADER_BYTES, len(data) - 8):
+        raise _corrupt(path, "its header is longer than the file")
+    header = _parse_header(data[8 : 8 + header_bytes], path)
+    body = np.frombuffer(data, dtype=np.uint8)[8 + header_bytes :]
+    return {name: _tensor(name, item, body, path) for name, item in header.items() if name != "__metadata__"}
+
+
+def _parse_header(text: bytes, path: Path) -> dict[str, Any]:
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _corrupt(path, "its header is no JSON") from error
+    if not isinstance(header, dict):
+        raise _corrupt(path, "its header is no JSON object")
+    return header
+
+
+def _tensor(name: str, item: Any, body: NDArray[np.uint8], path: Path) -> StoredTensor:
+    try:
+        dtype, shape, (begin, end) = item["dtype"], tuple(item["shape"]), item["data_offsets"]
+    except (TypeError, KeyError, ValueError) as error:
+        raise _corrupt(path, f"its entry of {name!r} is malformed") from error
+    numbers = (*shape, begin, end)
+    if type(dtype) is not str or not all(type(number) is int and number >= 0 for number in numbers):
+        raise _corrupt(path, f"its entry of {name!r} is malformed")
+    if not begin <= end <= len(body):
+        raise _corrupt(path, f"the tensor {name!r} ends at byte {end} of {len(body)}")
+    if dtype in _DTYPES and math.prod(shape) * np.dtype(_DTYPES[dtype]).itemsize != end - begin:
+        raise _corrupt(path, f"the tensor {name!r} has {end - begin} bytes, which does not fit its shape {shape}")
+    return StoredTensor(path, dtype, shape, body[begin:end])
+
+
+def _corrupt(path: Path, cause: str) -> ModelError:
+    return ModelError(f"{path}: {cause}.", remedy="The file may be truncated or corrupt: fetch it again.")
