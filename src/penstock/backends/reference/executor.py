@@ -1,0 +1,149 @@
+"""The reference backend's `Executor`: computes each step row by row when it is submitted. Slow; the specification of others."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.backends.batch import NULL_BLOCK, BatchBuilder, StepBatch
+from penstock.backends.reference.interpreter import Interpreter, RowRun
+from penstock.backends.reference.kv_cache import KvCache
+from penstock.backends.reference.sampling import NoCandidateError, Sample, sample
+from penstock.models.program import Program
+from penstock.models.weights import LoadedModel
+from penstock.types.errors import ExecutorFailure
+from penstock.types.plan import Capacity, StepPlan, Ticket
+from penstock.types.result import StepResult, StepTiming
+from penstock.types.sampling import SamplingParams
+
+
+class ReferenceExecutor:
+    """Rows never see each other: what a row computes and samples depends on that row alone.
+
+    With `poison`, blocks that a row gets are filled with NaN where they hold no KV of its own, so that a
+    stale read makes the step fail with `ExecutorFailure`.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        program: Program,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_rows: int,
+        max_step_tokens: int,
+        max_model_len: int,
+        poison: bool = False,
+    ) -> None:
+        self._capacity = Capacity(num_blocks, block_size, max_rows, max_step_tokens, max_model_len)
+        self._program = program
+        self._interpreter = Interpreter(program, model.weights)
+        self._cache = self._make_cache(num_blocks, block_size, poison=poison)
+        self._batches = BatchBuilder(self._capacity, vocab_size=program.vocab_size)
+        self._sampling: dict[int, SamplingParams] = {}
+        """Of each slot."""
+        self._results: deque[StepResult] = deque()
+        self._is_closed = False
+
+    @property
+    def capacity(self) -> Capacity:
+        return self._capacity
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Raises ValueError for a block that is not in the pool."""
+        for source, destination in pairs:
+            if not (NULL_BLOCK <= source < self._capacity.num_blocks and NULL_BLOCK < destination < self._capacity.num_blocks):
+                raise ValueError(f"can't copy block {source} to block {destination} of {self._capacity.num_blocks}")
+            self._cache.copy_block(source, destination)
+
+    def submit(self, plan: StepPlan) -> Ticket:
+        """Compute the whole step. Raises ValueError on a broken contract, ExecutorFailure if a row has no usable logits."""
+        if self._is_closed:
+            raise ExecutorFailure("the reference executor is closed")
+        start_ns = time.monotonic_ns()
+        batch = self._batches.apply(plan)
+        if len(np.unique(batch.slot_mapping)) != batch.num_tokens:
+            raise ValueError(f"step {plan.step_id} writes one KV slot twice")
+        for slot in batch.released:
+            del self._sampling[slot]
+        self._sampling.update((slot, row.sampling) for slot, row in batch.admitted)
+        self._forget_stale_blocks(plan)
+        samples = self._run_rows(batch)
+        self._batches.append_sampled(batch, np.array([s.token_id for s in samples.values()], np.int32))
+        self._results.append(
+            StepResult(
+                step_id=plan.step_id,
+                token_ids={request_id: (s.token_id,) for request_id, s in samples.items()},
+                timing=StepTiming(start_ns, time.monotonic_ns()),
+                logprobs={request_id: (s.logprobs,) for request_id, s in samples.items() if s.logprobs is not None},
+            )
+        )
+        return Ticket(plan.step_id)
+
+    def collect(self, ticket: Ticket) -> StepResult:
+        """The result of the oldest step that was not collected. Raises ValueError for any other ticket."""
+        if not self._results or self._results[0].step_id != ticket.step_id:
+            raise ValueError(f"step {ticket.step_id} is not the next one to collect")
+        return self._results.popleft()
+
+    def close(self) -> None:
+        self._is_closed = True
+
+    def forward_logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        """Logits at every position of one sequence, computed from scratch beside the cache. [num_tokens, vocab_size]"""
+        num_tokens = len(token_ids)
+        cache = self._make_cache(1, num_tokens, poison=False)
+        indices = np.arange(num_tokens)
+        row = RowRun(cache, np.array(token_ids, np.int32), 0, indices, np.zeros(1, np.int32), gathered=indices)
+        return self._interpreter.run(row)
+
+    def _make_cache(self, num_blocks: int, block_size: int, *, poison: bool) -> KvCache:
+        return KvCache(
+            num_layers=self._program.num_layers,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_kv_heads=self._program.num_kv_heads,
+            head_dim=self._program.head_dim,
+            poison=poison,
+        )
+
+    def _forget_stale_blocks(self, plan: StepPlan) -> None:
+        for admit in plan.admits:
+            self._cache.forget(admit.block_ids, admit.num_computed_tokens)
+        for row in plan.rows:
+            self._cache.forget(row.new_block_ids, 0)
+
+    def _run_rows(self, batch: StepBatch) -> dict[str, Sample]:
+        """Request id -> what it sampled, in the order of the rows."""
+        samples: dict[str, Sample] = {}
+        sampling_rows = set(batch.sample_rows.tolist())
+        for i, request_id in enumerate(batch.request_ids):
+            logits = self._run_row(batch, i, samples=i in sampling_rows)
+            if i in sampling_rows:
+                samples[request_id] = self._sample(request_id, int(batch.row_slots[i]), logits[0])
+        return samples
+
+    def _run_row(self, batch: StepBatch, i: int, *, samples: bool) -> NDArray[np.float32]:
+        start, end = int(batch.query_start_loc[i]), int(batch.query_start_loc[i + 1])
+        return self._interpreter.run(
+            RowRun(
+                cache=self._cache,
+                token_ids=batch.token_ids[start:end],
+                context_len=int(batch.context_lens[i]),
+                slots=batch.slot_mapping[start:end],
+                block_table=self._batches.block_tables[batch.row_slots[i]],
+                gathered=np.array([end - start - 1] if samples else [], np.int64),
+            )
+        )
+
+    def _sample(self, request_id: str, slot: int, logits: NDArray[np.float32]) -> Sample:
+        token_ids = self._batches.tokens[slot, : self._batches.num_tokens[slot]].tolist()
+        try:
+            return sample(logits, self._sampling[slot], token_ids, int(self._batches.num_prompt_tokens[slot]))
+        except NoCandidateError as error:
+            raise ExecutorFailure(f"request {request_id!r}: {error}") from error

@@ -1,0 +1,214 @@
+"""Runs a `Program` in NumPy, one row of a step at a time: what every operation means, for other backends to be tested against.
+
+Called by the reference executor; never knows of plans, requests or sampling. All arithmetic is float32. A token's bits depend
+on its row alone, whichever tokens are computed with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.backends.reference.kv_cache import KvCache
+from penstock.models.program import (
+    Act,
+    Activation,
+    Add,
+    Attention,
+    Embed,
+    GatedActivation,
+    GatherRows,
+    KvWrite,
+    LayerNorm,
+    Linear,
+    Logits,
+    Op,
+    Program,
+    RMSNorm,
+    Rope,
+    Softcap,
+)
+from penstock.models.weights import WeightTensor
+
+F32 = NDArray[np.float32]
+
+PRODUCT_TILE = 8
+"""Rows of every matrix product."""
+
+
+@dataclass(slots=True)
+class RowRun:
+    """One row of a step on its way through the program."""
+
+    cache: KvCache
+    token_ids: NDArray[np.int32]
+    """[T]"""
+    context_len: int
+    """Position of the first token."""
+    slots: NDArray[np.int64]
+    """Where each token's KV goes. [T]"""
+    block_table: NDArray[np.int32]
+    gathered: NDArray[np.int64]
+    """Which of the T tokens want logits, ascending and without gaps; may be empty. [S]"""
+    buffers: dict[str, F32] = field(default_factory=dict)
+    """[T, width]; after `GatherRows` [S, width]"""
+
+    @property
+    def positions(self) -> NDArray[np.int64]:
+        return self.context_len + np.arange(len(self.token_ids))
+
+
+class Interpreter:
+    """A program and its weights, which become float32 when they are first used."""
+
+    def __init__(self, program: Program, weights: Mapping[str, WeightTensor]) -> None:
+        self._program = program
+        self._result = next(op.out for op in program.ops if isinstance(op, Logits))
+        self._weights = weights
+        self._matrices: dict[str, F32] = {}
+        self._methods: Mapping[type[Op], Callable[[Any, RowRun], None]] = {
+            Embed: self._embed,
+            RMSNorm: self._rms_norm,
+            LayerNorm: self._layer_norm,
+            Linear: self._linear,
+            Rope: self._rope,
+            KvWrite: self._kv_write,
+            Attention: self._attention,
+            GatedActivation: self._gated_activation,
+            Act: self._act,
+            Add: self._add,
+            GatherRows: self._gather_rows,
+            Softcap: self._softcap,
+            Logits: self._logits,
+        }
+
+    def run(self, row: RowRun) -> F32:
+        """The logits of the row's gathered tokens [S, vocab_size]; writes the KV of all its tokens."""
+        for op in self._program.ops:
+            self._methods[type(op)](op, row)
+        return row.buffers[self._result]
+
+    def _matrix(self, name: str) -> F32:
+        if name not in self._matrices:
+            self._matrices[name] = self._weights[name].dequantize()
+        return self._matrices[name]
+
+    def _vector(self, name: str) -> F32:
+        vector: F32 = self._matrix(name)[0]
+        return vector
+
+    def _embed(self, op: Embed, row: RowRun) -> None:
+        row.buffers[op.out] = self._matrix(op.weight)[row.token_ids] * np.float32(op.scale)
+
+    def _rms_norm(self, op: RMSNorm, row: RowRun) -> None:
+        x = row.buffers[op.x]
+        group = op.group or x.shape[1]
+        groups = x.reshape(len(x), x.shape[1] // group, group)
+        mean_square = np.mean(groups * groups, axis=-1, keepdims=True)
+        weight = self._vector(op.weight).reshape(-1, group)  # one for all groups, or one for each
+        row.buffers[op.out] = (groups / np.sqrt(mean_square + np.float32(op.eps)) * weight).reshape(x.shape)
+
+    def _layer_norm(self, op: LayerNorm, row: RowRun) -> None:
+        x = row.buffers[op.x]
+        centred = x - np.mean(x, axis=-1, keepdims=True)
+        variance = np.mean(centred * centred, axis=-1, keepdims=True)
+        row.buffers[op.out] = centred / np.sqrt(variance + np.float32(op.eps)) * self._vector(op.weight) + self._vector(op.bias)
+
+    def _linear(self, op: Linear, row: RowRun) -> None:
+        out = product(row.buffers[op.x], self._matrix(op.weight), row.context_len)
+        if op.bias is not None:
+            out = out + self._vector(op.bias)
+        if op.residual is not None:
+            out = out + row.buffers[op.residual]
+        row.buffers[op.out] = out
+
+    def _rope(self, op: Rope, row: RowRun) -> None:
+        half = len(op.inv_freq)
+        angles = np.outer(row.positions, np.array(op.inv_freq, np.float64))[:, None, :]
+        cos = (np.cos(angles) * op.attention_factor).astype(np.float32)
+        sin = (np.sin(angles) * op.attention_factor).astype(np.float32)
+        heads = row.buffers[op.x].reshape(-1, op.num_heads, op.head_dim)
+        first, second = heads[..., :half], heads[..., half : 2 * half]
+        rotated = np.concatenate([first * cos - second * sin, second * cos + first * sin, heads[..., 2 * half :]], axis=-1)
+        row.buffers[op.x] = rotated.reshape(row.buffers[op.x].shape)
+
+    def _kv_write(self, op: KvWrite, row: RowRun) -> None:
+        shape = (-1, self._program.num_kv_heads, self._program.head_dim)
+        row.cache.write(op.layer, row.slots, row.buffers[op.k].reshape(shape), row.buffers[op.v].reshape(shape))
+
+    def _attention(self, op: Attention, row: RowRun) -> None:
+        keys, values = row.cache.read(op.layer, row.block_table, row.context_len + len(row.token_ids))
+        queries = row.buffers[op.q].reshape(-1, op.num_heads, op.head_dim)
+        out = np.empty_like(queries)
+        for i, position in enumerate(row.positions.tolist()):
+            start = max(0, position + 1 - op.window) if op.window else 0
+            out[i] = attend(queries[i], keys[start : position + 1], values[start : position + 1], op)
+        row.buffers[op.out] = out.reshape(len(queries), -1)
+
+    def _gated_activation(self, op: GatedActivation, row: RowRun) -> None:
+        row.buffers[op.out] = activate(row.buffers[op.gate], op.activation) * row.buffers[op.up]
+
+    def _act(self, op: Act, row: RowRun) -> None:
+        row.buffers[op.out] = activate(row.buffers[op.x], op.activation)
+
+    def _add(self, op: Add, row: RowRun) -> None:
+        row.buffers[op.out] = row.buffers[op.a] + row.buffers[op.b]
+
+    def _gather_rows(self, op: GatherRows, row: RowRun) -> None:
+        row.buffers[op.out] = row.buffers[op.x][row.gathered]
+        # From here on the row is the gathered tokens alone.
+        row.context_len += int(row.gathered[0]) if len(row.gathered) else 0
+        row.token_ids = row.token_ids[row.gathered]
+
+    def _softcap(self, op: Softcap, row: RowRun) -> None:
+        cap = np.float32(op.cap)
+        row.buffers[op.x] = cap * np.tanh(row.buffers[op.x] / cap)
+
+    def _logits(self, op: Logits, row: RowRun) -> None:
+        row.buffers[op.out] = product(row.buffers[op.x], self._matrix(op.weight), row.context_len)
+
+
+def product(x: F32, weight: F32, first_position: int) -> F32:
+    """x @ weight.T: [T, in] by [out, in]; x[0] belongs to the token at `first_position`.
+
+    BLAS adds in another order when a product has another shape. So all have `PRODUCT_TILE` rows, and a token's place
+    among them follows from its position.
+    """
+    lead = first_position % PRODUCT_TILE
+    num_tiles = -(-(lead + len(x)) // PRODUCT_TILE) if len(x) else 0
+    tiles = np.zeros((num_tiles, PRODUCT_TILE, x.shape[1]), np.float32)
+    tiles.reshape(-1, x.shape[1])[lead : lead + len(x)] = x
+    out = np.empty((num_tiles, PRODUCT_TILE, len(weight)), np.float32)
+    for tile, result in zip(tiles, out, strict=True):
+        result[:] = tile @ weight.T
+    return out.reshape(-1, len(weight))[lead : lead + len(x)]
+
+
+def attend(q: F32, keys: F32, values: F32, op: Attention) -> F32:
+    """Attention of one token: q [num_heads, head_dim] over keys and values [n, num_kv_heads, head_dim]."""
+    group = op.num_heads // op.num_kv_heads
+    out = np.empty_like(q)
+    for kv_head in range(op.num_kv_heads):
+        heads = slice(kv_head * group, (kv_head + 1) * group)
+        scores = q[heads] @ np.ascontiguousarray(keys[:, kv_head]).T * np.float32(op.scale)
+        if op.softcap > 0:
+            scores = np.float32(op.softcap) * np.tanh(scores / np.float32(op.softcap))
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        weights = weights / weights.sum(axis=-1, keepdims=True)
+        out[heads] = weights @ np.ascontiguousarray(values[:, kv_head])
+    return out
+
+
+def activate(x: F32, activation: Activation) -> F32:
+    """silu: x * sigmoid(x). gelu_tanh: the tanh form of GELU, arXiv 1606.08415."""
+    if activation == "silu":
+        with np.errstate(over="ignore"):  # exp of a large number is inf, and the result 0
+            silu: F32 = x / (1 + np.exp(-x))
+        return silu
+    inner = np.float32(np.sqrt(2.0 / np.pi)) * (x + np.float32(0.044715) * x * x * x)
+    gelu: F32 = np.float32(0.5) * x * (1 + np.tanh(inner))
+    return gelu
