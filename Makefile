@@ -67,7 +67,7 @@ format: $(INSTALLED_TEST)  ## rewrite the code in house style
 	$(BIN)/ruff format .
 
 docs: $(INSTALLED)  ## write docs/configuration.md from the settings
-	$(BIN)/python docs/make_configuration.py
+	@$(BIN)/python -m penstock.config.docs > docs/configuration.md
 
 clean:  ## remove builds, environments and caches (not the fetched weights)
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

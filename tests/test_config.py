@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from penstock.config import Config, KvConfig, SchedulerConfig, ServerConfig
 from penstock.config.components import COMPONENTS
+from penstock.config.docs import render
 from penstock.config.file import all_settings, read_config_file
 from penstock.config.setting import Kind, settings_of
 from penstock.config.units import format_size, parse_count, parse_duration, parse_share, parse_size
@@ -169,3 +170,8 @@ def test_any_value_is_parsed_or_refused(values: dict[str, object]) -> None:
             value = settings[key].parse(raw)
             assert settings[key].parse(value) == value, "parsing is idempotent"
             assert isinstance(value, bool) == (settings[key].kind is Kind.FLAG)
+
+
+def test_the_page_in_docs_is_what_make_docs_writes() -> None:
+    page = Path(__file__).parent.parent / "docs" / "configuration.md"
+    assert page.read_text(encoding="utf-8") == render(), "run `make docs`"

@@ -32,16 +32,6 @@ class KvPlan:
         return (self.num_blocks - 1) * self.block_size
 
 
-def check_weights_fit(name: str, num_weight_bytes: int, available_bytes: int) -> None:
-    """Raises ConfigError with the numbers if a model cannot be held in memory."""
-    if num_weight_bytes + RESERVE_BYTES > available_bytes:
-        raise ConfigError(
-            f"{name} needs {format_size(num_weight_bytes)} for its weights and {format_size(RESERVE_BYTES)} to work in, "
-            f"but only {format_size(available_bytes)} of memory is available.",
-            remedy="Free some memory, or choose a smaller or more strongly quantised model.",
-        )
-
-
 def plan_kv(
     spec: ModelSpec,
     kv: KvConfig,

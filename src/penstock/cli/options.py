@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
-from penstock.config.components import COMPONENTS, Config
+from penstock.config.components import COMPONENTS, DEFAULT_MODEL, Config
 from penstock.config.file import read_config_file
 from penstock.config.setting import Kind, Setting, settings_of
 from penstock.types.errors import ConfigError
@@ -28,7 +28,7 @@ class GroupedCommand(click.Command):
         titles = {item.key: component.title for _, component in COMPONENTS for item in settings_of(component)}
         groups: dict[str, list[tuple[str, str]]] = {}
         for param in self.get_params(ctx):
-            record = param.get_help_record(ctx)
+            record = param.get_help_record(ctx) if isinstance(param, click.Option) else None
             if record is not None:
                 groups.setdefault(titles.get(param.name or "", "Options"), []).append(record)
         for title in sorted(groups, key=lambda title: title != "Options"):
@@ -37,17 +37,25 @@ class GroupedCommand(click.Command):
 
 
 def config_options(*components: str, without: tuple[str, ...] = ()) -> Callable[[_Command], _Command]:
-    """Adds `--config` and the settings of the named components (fields of `Config`), except those `without`."""
+    """Adds `--config` and the settings of the named components (fields of `Config`), except those `without`.
+
+    The model is no option: commands take it as their first argument.
+    """
 
     def decorate(command: _Command) -> _Command:
         for name, component in reversed(COMPONENTS):
             if name in components:
                 for item in reversed(settings_of(component)):
-                    if item.key not in without:
+                    if item.key not in ("model", *without):
                         command = _option(item)(command)
         return _config_file_option(command)
 
     return decorate
+
+
+def model_argument(command: _Command) -> _Command:
+    """Adds MODEL, the first argument."""
+    return click.argument("model", default=DEFAULT_MODEL, envvar="PENSTOCK_MODEL", metavar="[MODEL]")(command)
 
 
 def config_from(values: Mapping[str, Any]) -> Config:

@@ -50,7 +50,9 @@ class ModelConfig(Component):
         default_doc="the model as given",
         is_multiple=True,
     )
-    chat_template: str | None = setting(None, "File with a Jinja chat template.", kind=Kind.PATH, default_doc="the model's own")
+    chat_template: str | None = setting(
+        None, "File with a Jinja2 chat template, or the template itself.", default_doc="the model's own"
+    )
     max_model_len: int | None = setting(
         None,
         "Longest prompt + output of one request, in tokens.",
@@ -77,8 +79,13 @@ class KvConfig(Component):
     )
     kv_cache_dtype: str = setting("bf16", "Type of the stored keys and values.", kind=Kind.CHOICE, choices=("bf16",))
     prefix_caching: bool = setting(True, "Reuse the KV of prompts that begin alike.", kind=Kind.FLAG)
-    kv_headroom: float = setting(
-        0.01, "Share of the blocks kept free when a request is admitted.", kind=Kind.SHARE, minimum=0.0, maximum=0.9
+    kv_headroom: float | None = setting(
+        None,
+        "Share of the blocks kept free when a request is admitted.",
+        kind=Kind.SHARE,
+        minimum=0.0,
+        maximum=0.9,
+        default_doc="the preset's: 1%",
     )
 
 
@@ -89,16 +96,24 @@ class SchedulerConfig(Component):
     title: ClassVar[str] = "Scheduling"
 
     preset: str = setting("penstock", "Named bundle of policies.", kind=Kind.CHOICE, choices=("penstock",))
-    batching: str = setting("continuous", "When a batch may start.", kind=Kind.CHOICE, choices=("continuous",))
-    policy: str = setting("fcfs", "Who is next among the waiting.", kind=Kind.CHOICE, choices=("fcfs",))
-    preemption: str = setting(
-        "recompute", "What happens to a request whose blocks are taken back.", kind=Kind.CHOICE, choices=("recompute",)
+    batching: str | None = setting(
+        None, "When a batch may start.", kind=Kind.CHOICE, choices=("continuous",), default_doc="the preset's: continuous"
+    )
+    policy: str | None = setting(
+        None, "Who is next among the waiting.", kind=Kind.CHOICE, choices=("fcfs",), default_doc="the preset's: fcfs"
+    )
+    preemption: str | None = setting(
+        None,
+        "What happens to a request whose blocks are taken back.",
+        kind=Kind.CHOICE,
+        choices=("recompute",),
+        default_doc="the preset's: recompute",
     )
     max_num_seqs: int = setting(64, "Requests in one step at most.", kind=Kind.COUNT, minimum=1, maximum=4096)
     max_num_batched_tokens: int = setting(
         512, "Tokens computed in one step at most.", kind=Kind.COUNT, minimum=1, maximum=65536
     )
-    max_queue: int = setting(1024, "Requests that may wait; more are answered 429.", kind=Kind.COUNT, minimum=0)
+    max_queue: int = setting(1024, "Requests that may wait; more are answered 429.", kind=Kind.COUNT, minimum=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +124,7 @@ class BackendConfig(Component):
 
     device: str = setting("auto", "Where to compute.", kind=Kind.CHOICE, choices=("auto", "cpu"))
     backend: str = setting(
-        Backend.NATIVE,
+        Backend.NATIVE.value,
         "native: C++ kernels; reference: NumPy, slow, for learning.",
         kind=Kind.CHOICE,
         choices=tuple(Backend),
@@ -138,6 +153,13 @@ class ServerConfig(Component):
     max_body_bytes: int = setting(
         4 << 20, "Largest request body; a larger one is answered 413.", kind=Kind.SIZE, key="max_body_size", minimum=1024
     )
+    seed: int | None = setting(
+        None,
+        "Makes answers repeatable: requests without a seed draw theirs from this one, in order of arrival.",
+        kind=Kind.COUNT,
+        minimum=0,
+        default_doc="from the system's entropy",
+    )
     request_timeout_s: float | None = setting(
         None,
         "Deadline of every request that names none itself.",
@@ -161,7 +183,7 @@ class LogConfig(Component):
 
     title: ClassVar[str] = "Log"
 
-    log_format: str = setting(LogFormat.TEXT, "How log lines look.", kind=Kind.CHOICE, choices=tuple(LogFormat))
+    log_format: str = setting(LogFormat.TEXT.value, "How log lines look.", kind=Kind.CHOICE, choices=tuple(LogFormat))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

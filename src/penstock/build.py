@@ -1,0 +1,225 @@
+"""The composition root: turns a config into a running model. Called by `cli`, the only room that it does not know.
+
+Heavy imports are inside functions, so that importing this costs nothing; what can be loaded side by side is.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.config import BackendConfig, Config, ServerConfig
+from penstock.config.units import format_size
+from penstock.machine import available_memory_bytes, usable_cpus
+from penstock.sizing import RESERVE_BYTES, KvPlan, plan_kv
+from penstock.types.plan import Capacity
+
+if TYPE_CHECKING:
+    from penstock.engine.core import EngineCore
+    from penstock.engine.ports import Executor, Observer
+    from penstock.models.catalog import ModelSource
+    from penstock.models.weights import LoadedModel
+    from penstock.serve.runtime import ModelInfo, Runtime, Sources
+    from penstock.text.chat import ChatTemplate
+    from penstock.text.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
+
+EXECUTORS: Mapping[str, str] = {
+    "native": "penstock.backends.native.executor:NativeExecutor",
+    "reference": "penstock.backends.reference.executor:ReferenceExecutor",
+}
+"""Backend -> class; made with the model, its program and the five numbers of `Capacity`."""
+
+
+def build_runtime(config: Config, source: ModelSource) -> Runtime:
+    """The model of a source that is present, ready for requests. Close the result.
+
+    Raises ModelError or ConfigError, with a remedy, if the model can't be loaded or does not fit the machine.
+    """
+    from penstock.models.load import load_model
+
+    available_bytes = available_memory_bytes()
+    model = load_model(source, max_weight_bytes=max(0, available_bytes - RESERVE_BYTES))
+    kv = plan_kv(
+        model.spec,
+        config.kv,
+        max_model_len=config.model.max_model_len,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        num_weight_bytes=model.num_weight_bytes,
+        available_bytes=available_bytes,
+    )
+    _log_model(model, config, kv)
+    # The vocabulary takes about as long as the weights, and both leave Python for most of it.
+    with ThreadPoolExecutor(max_workers=1) as side:
+        tokenizer = side.submit(_load_text, config.model.chat_template, model)
+        executor = build_executor(config, model, kv)
+        try:
+            return _assemble(config, source, model, executor, *tokenizer.result())
+        except BaseException:
+            executor.close()
+            raise
+
+
+def build_executor(config: Config, model: LoadedModel, kv: KvPlan) -> Executor:
+    """The backend that the config names, with the model's weights in it."""
+    from penstock.models.registry import describe
+
+    module, _, attribute = EXECUTORS[config.backend.backend].partition(":")
+    extras = {"num_threads": num_threads(config.backend)} if config.backend.backend == "native" else {}
+    executor: Executor = getattr(import_module(module), attribute)(
+        model,
+        describe(model.spec),
+        num_blocks=kv.num_blocks,
+        block_size=kv.block_size,
+        max_rows=config.scheduler.max_num_seqs,
+        max_step_tokens=config.scheduler.max_num_batched_tokens,
+        max_model_len=kv.max_model_len,
+        **extras,
+    )
+    return executor
+
+
+def build_core(config: Config, capacity: Capacity, observer: Observer) -> EngineCore:
+    """The scheduler with the policies that the config names, and the core around it."""
+    from penstock.engine.core import EngineCore
+    from penstock.sched.policies.presets import make_policies
+    from penstock.sched.policies.reserves import Watermark
+    from penstock.sched.scheduler import Scheduler
+
+    headroom = config.kv.kv_headroom
+    policies = make_policies(
+        config.scheduler.preset,
+        gate=config.scheduler.batching,
+        order=config.scheduler.policy,
+        reserve=None if headroom is None else Watermark(headroom),
+    )
+    scheduler = Scheduler(capacity, policies, enable_prefix_caching=config.kv.prefix_caching)
+    return EngineCore(scheduler, observer=observer)
+
+
+def num_threads(backend: BackendConfig) -> int:
+    """Threads that compute: as many as were asked for, or as there are CPUs."""
+    return backend.threads or usable_cpus()
+
+
+def _assemble(
+    config: Config,
+    source: ModelSource,
+    model: LoadedModel,
+    executor: Executor,
+    tokenizer: Tokenizer,
+    chat_template: ChatTemplate | None,
+) -> Runtime:
+    """The engine around an executor, the server's half around the engine; both started."""
+    from penstock.clock import WallClock
+    from penstock.engine.loop import Engine
+    from penstock.engine.output import OutputStage
+    from penstock.obs.metrics import Metrics
+    from penstock.obs.observers import ObserverGroup
+    from penstock.sched.admission import Admission
+    from penstock.serve.bridge import Bridge
+    from penstock.serve.runtime import Runtime
+    from penstock.text.detokenizer import detokenizer_factory
+
+    clock = WallClock()
+    info = _model_info(config, source, model, executor.capacity, tokenizer)
+    metrics, admission = Metrics(info.name), Admission(config.scheduler.max_queue)
+    observer = ObserverGroup([metrics, admission])
+    bridge = Bridge()
+    engine = Engine(
+        build_core(config, executor.capacity, observer),
+        executor,
+        OutputStage(detokenizer_factory(tokenizer), observer=metrics),
+        clock=clock,
+        sink=bridge.deliver,
+        observer=observer,
+    )
+    bridge.attach(engine)
+    metrics.connect(load=engine.load, drain_rate=lambda: admission.drain_rate(clock.now_ns()))
+    engine.start()
+    return Runtime(
+        engine=engine,
+        bridge=bridge,
+        tokenizer=tokenizer,
+        chat_template=chat_template,
+        admission=admission,
+        metrics=metrics,
+        model=info,
+        clock=clock,
+        sources=_sources(config.server),
+    )
+
+
+def _load_text(template: str | None, model: LoadedModel) -> tuple[Tokenizer, ChatTemplate | None]:
+    """Everything between text and tokens."""
+    from penstock.text.chat import ChatTemplate, read_chat_template
+    from penstock.text.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(model.tokenizer_source, bos_token_id=model.bos_token_id, eos_token_ids=model.eos_token_ids)
+    text = model.chat_template if template is None else read_chat_template(template)
+    return tokenizer, None if text is None else ChatTemplate(text, special_tokens=tokenizer.special_tokens)
+
+
+def _model_info(config: Config, source: ModelSource, model: LoadedModel, capacity: Capacity, tokenizer: Tokenizer) -> ModelInfo:
+    from penstock.serve.runtime import ModelInfo
+
+    return ModelInfo(
+        served_names=config.model.served_model_names or (source.name,),
+        root=str(model.path) if source.entry is None else source.name,
+        created_unix_s=int(_newest_file(model.path).stat().st_mtime),
+        max_model_len=capacity.max_model_len,
+        vocab_size=model.spec.vocab_size,
+        eos_token_ids=tokenizer.eos_token_ids,
+    )
+
+
+def _newest_file(path: Path) -> Path:
+    return max(path.iterdir(), key=lambda file: file.stat().st_mtime) if path.is_dir() else path
+
+
+def _sources(server: ServerConfig) -> Sources:
+    from penstock.serve.runtime import Sources
+
+    if server.seed is None:
+        return Sources()
+    generator = random.Random(server.seed)  # noqa: S311  # repeatable on purpose
+    return Sources(draw_seed=lambda: generator.getrandbits(64))
+
+
+def _log_model(model: LoadedModel, config: Config, kv: KvPlan) -> None:
+    formats: dict[Any, int] = {}
+    for tensor in model.weights.values():
+        formats[tensor.format] = formats.get(tensor.format, 0) + tensor.num_bytes
+    shares = ", ".join(f"{name} {format_size(size)}" for name, size in sorted(formats.items(), key=lambda item: -item[1]))
+    _log.info("model %s (%s), weights %s", model.name, model.spec.architecture, shares)
+    for note in model.notes:
+        _log.info("model %s: %s", model.name, note)
+    _log.info(
+        "KV cache %s: %d blocks of %d tokens, %d tokens in all; longest request %d",
+        format_size(kv.num_bytes),
+        kv.num_blocks - 1,
+        kv.block_size,
+        kv.num_tokens,
+        kv.max_model_len,
+    )
+    if kv.is_shortened:
+        _log.warning(
+            "the model takes requests of up to %d tokens, but the KV cache holds %d; raise --kv-cache-memory for longer ones",
+            model.spec.max_model_len,
+            kv.num_tokens,
+        )
+    _log.info("backend %s, %s", config.backend.backend, _backend_words(config.backend))
+
+
+def _backend_words(backend: BackendConfig) -> str:
+    if backend.backend != "native":
+        return "NumPy: slow, for learning and tests"
+    from penstock.backends import native
+
+    return f"instruction set {native.info()['isa']}, {num_threads(backend)} threads"

@@ -1,0 +1,92 @@
+"""`penstock chat`: a conversation in the terminal; in a pipe each line is a turn. Remembers until /reset; stores nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from penstock.cli.options import EPILOG, GroupedCommand, model_argument
+from penstock.cli.talk_options import sampling_choices, talk_config, talk_options
+from penstock.types.errors import PenstockError
+
+if TYPE_CHECKING:
+    from penstock.cli.session import Session
+
+PROMPT = ">>> "
+HELP = "/reset forgets the conversation, /exit (or Ctrl-D) ends it, Ctrl-C stops an answer."
+
+
+@click.command(cls=GroupedCommand, epilog=EPILOG)
+@model_argument
+@talk_options
+def chat(**values: Any) -> None:
+    """Talk with MODEL. /reset forgets the conversation, /exit ends it."""
+    from penstock.cli.session import Session
+    from penstock.cli.start import start_runtime
+
+    runtime = start_runtime(talk_config(values))
+    with Session(runtime, sampling_choices(values)) as session:
+        Conversation(session, values["system"], has_stats=values["stats"]).hold(_lines())
+
+
+class Conversation:
+    """The turns so far, and the commands between them."""
+
+    def __init__(self, session: Session, system: str | None, *, has_stats: bool) -> None:
+        self._session = session
+        self._beginning = [{"role": "system", "content": system}] if system else []
+        self._messages = list(self._beginning)
+        self._has_stats = has_stats
+
+    def hold(self, lines: Iterator[str]) -> None:
+        """Answer each line until they end or one says /exit."""
+        for line in lines:
+            text = line.strip()
+            if text in ("/exit", "/quit", "/bye"):
+                return
+            if text == "/reset":
+                self._messages = list(self._beginning)
+                print("The conversation is forgotten.", file=sys.stderr)
+            elif text.startswith("/"):
+                print(HELP, file=sys.stderr)
+            elif text:
+                self._turn(text)
+
+    def _turn(self, text: str) -> None:
+        """One question and its answer; what was said before an interruption counts as said."""
+        question = {"role": "user", "content": text}
+        try:
+            self._session.ask_chat([*self._messages, question])
+        except KeyboardInterrupt:
+            print(" [stopped]", file=sys.stderr)
+        except PenstockError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return
+        print(flush=True)
+        self._messages += [question, {"role": "assistant", "content": self._session.answer.text}]
+        if self._has_stats and self._session.answer.finish_reason is not None:
+            from penstock.cli.session import stats_line
+
+            print(stats_line(self._session.answer), file=sys.stderr)
+
+
+def _lines() -> Iterator[str]:
+    """The user's lines: with a prompt and line editing on a terminal, else as they come."""
+    if not sys.stdin.isatty():
+        yield from sys.stdin
+        return
+    with contextlib.suppress(ImportError):  # A Python without it just has no line editing.
+        import readline  # noqa: F401  # Its import gives `input` history and line editing.
+    print(HELP, file=sys.stderr)
+    while True:
+        try:
+            yield input(PROMPT)
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print("\n" + HELP, file=sys.stderr)

@@ -1,0 +1,93 @@
+"""`penstock env`: what a bug report needs to say about machine and installation. Changes nothing, needs no model."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+from penstock import __version__
+
+
+@click.command()
+@click.option("--cache", envvar="PENSTOCK_CACHE", metavar="PATH", help="Folder for fetched weights.")
+def env(cache: str | None) -> None:
+    """Show the machine, the instruction set chosen, versions, and what is missing."""
+    for name, value in _facts(cache):
+        print(f"{name:12} {value}")
+
+
+def _facts(cache: str | None) -> Iterator[tuple[str, str]]:
+    from penstock.config.units import format_size
+    from penstock.machine import available_memory_bytes, cpu_name, usable_cpus
+
+    yield "penstock", __version__
+    yield "python", f"{platform.python_version()} ({sys.executable})"
+    yield "system", f"{platform.system()} {platform.release()} {platform.machine()}"
+    yield "processor", f"{cpu_name() or platform.machine()}, {usable_cpus()} CPUs usable"
+    yield "memory", f"{format_size(available_memory_bytes())} available"
+    yield "kernels", _kernels()
+    yield "libraries", ", ".join(f"{name} {version}" for name, version in _requirements() if version)
+    yield "cache", _cache(cache)
+    yield "missing", "; ".join(_missing(cache)) or "nothing"
+
+
+def _kernels() -> str:
+    """The native module's own account, or why it can't be used."""
+    try:
+        from penstock.backends import native
+
+        info: dict[str, Any] = native.info()
+    except ImportError as error:
+        return f"not usable: {error}"
+    return ", ".join(f"{name} {_words(value)}" for name, value in info.items())
+
+
+def _words(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _requirements(*, extra: str = "") -> list[tuple[str, str | None]]:
+    """(name, installed version or None) of what Penstock, or one of its extras, asks for."""
+    found = []
+    for requirement in importlib.metadata.requires("penstock") or []:
+        marker = re.search(r"""extra\s*==\s*["']([^"']+)["']""", requirement)
+        if (marker[1] if marker else "") == extra:
+            name = re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0]
+            found.append((name, _version(name)))
+    return found
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cache(cache: str | None) -> str:
+    from penstock.cli.start import cache_dir
+    from penstock.models.catalog import list_models
+
+    folder = cache_dir(cache)
+    here = [listing.name for listing in list_models(folder) if listing.is_present]
+    return f"{folder} ({', '.join(here) or 'no models'})"
+
+
+def _missing(cache: str | None) -> Iterator[str]:
+    from penstock.cli.start import cache_dir
+    from penstock.models.catalog import DEFAULT_MODEL, resolve
+
+    if not resolve(DEFAULT_MODEL, cache_dir(cache)).is_present:
+        yield f"the default model ({DEFAULT_MODEL}): `penstock pull`"
+    for name, version in _requirements():
+        if version is None:
+            yield f"{name}: reinstall Penstock"
+    for name, version in _requirements(extra="hf"):
+        if version is None:
+            yield f"{name}, for hf:org/repo models: `pip install 'penstock[hf]'`"

@@ -1,0 +1,80 @@
+"""`penstock run`: answers one prompt on stdout, from the command line, a pipe or both. Keeps no history."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+from penstock.cli.options import EPILOG, GroupedCommand
+from penstock.cli.talk_options import sampling_choices, talk_config, talk_options
+from penstock.config.components import DEFAULT_MODEL
+
+
+@click.command(cls=GroupedCommand, epilog=EPILOG)
+@click.argument("words", nargs=-1, metavar="[MODEL] PROMPT")
+@talk_options
+@click.option("--raw", is_flag=True, help="Continue the text; no chat template.")
+@click.option("-m", "--model", default=DEFAULT_MODEL, envvar="PENSTOCK_MODEL", help="As the first argument.")
+def run(words: tuple[str, ...], **values: Any) -> None:
+    """Answer one PROMPT, streaming to stdout.
+
+    What comes through a pipe is the prompt, or is added below it:
+
+    \b
+      penstock run "Name three rivers."
+      cat notes.txt | penstock run "Summarise:"
+      cat notes.txt | penstock run smollm2:135m
+
+    With a single argument, it is the MODEL if it names one and a prompt comes through a pipe.
+    """
+    piped = "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read()
+    model, prompt = split_words(words, has_pipe=bool(piped.strip()))
+    if model is not None:
+        values["model"] = model
+    text = "\n\n".join(part for part in (prompt, piped.strip("\n")) if part.strip())
+    if not text:
+        raise click.UsageError("Missing prompt: give one as an argument or through a pipe.")
+    _answer(text, values)
+
+
+def split_words(words: tuple[str, ...], *, has_pipe: bool) -> tuple[str | None, str]:
+    """(model if one was named, prompt, maybe empty) of the positional arguments."""
+    if len(words) > 2:
+        raise click.UsageError("Too many arguments: put the prompt in quotes.")
+    if len(words) == 2:
+        return words[0], words[1]
+    if not words:
+        return None, ""
+    return (words[0], "") if has_pipe and _names_a_model(words[0]) else (None, words[0])
+
+
+def _names_a_model(word: str) -> bool:
+    from penstock.models.catalog import default_cache_dir, resolve
+    from penstock.types.errors import ModelError
+
+    try:
+        resolve(word, default_cache_dir())
+    except (ModelError, OSError, ValueError):  # A prompt may be too long for, or have characters that cannot be in, a path.
+        return False
+    return True
+
+
+def _answer(text: str, values: dict[str, Any]) -> None:
+    from penstock.cli.session import Session, stats_line
+    from penstock.cli.start import start_runtime
+    from penstock.types.request import FinishReason
+
+    runtime = start_runtime(talk_config(values))
+    with Session(runtime, sampling_choices(values)) as session:
+        if values["raw"]:
+            session.ask_raw(text)
+        else:
+            system = [{"role": "system", "content": values["system"]}] if values["system"] else []
+            session.ask_chat([*system, {"role": "user", "content": text}])
+        print(flush=True)
+        if session.answer.finish_reason is FinishReason.LENGTH and sys.stderr.isatty():
+            print("[cut off at the longest answer]", file=sys.stderr)
+        if values["stats"]:
+            print(stats_line(session.answer), file=sys.stderr)

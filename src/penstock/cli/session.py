@@ -1,0 +1,120 @@
+"""One talk with a model in the terminal: what `run` and `chat` share. Knows prompts and streams; never parses options."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from penstock.types.errors import PenstockError
+from penstock.types.request import FinishReason, Request
+from penstock.types.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from penstock.engine.ports import OutputChunk
+    from penstock.serve.runtime import Runtime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingChoices:
+    """What the user said about sampling."""
+
+    max_tokens: int | None
+    """None: as many as the context has room for."""
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int | None
+    stop: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class Answer:
+    text: str = ""
+    chunks: list[OutputChunk] = field(default_factory=list)
+    """Those that carried tokens or the end, in order."""
+    asked_ns: int = 0
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.chunks[-1].finish_reason if self.chunks else None
+
+
+class Session:
+    """Asks a runtime and prints what it says. A context manager: leaving it stops the engine."""
+
+    def __init__(self, runtime: Runtime, choices: SamplingChoices) -> None:
+        self._runtime = runtime
+        self._choices = choices
+        self._runner = asyncio.Runner()
+        self.answer = Answer()
+        """The last one, also if it was interrupted."""
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._runner.close()
+        self._runtime.close()
+
+    def ask_chat(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Print the model's next message. Raises PenstockError; KeyboardInterrupt after Ctrl-C stopped it."""
+        if self._runtime.chat_template is None:
+            raise PenstockError("This model has no chat template.", remedy="Name one with --chat-template, or use --raw.")
+        text = self._runtime.chat_template.render(messages, add_generation_prompt=True)
+        self._ask(self._runtime.tokenizer.encode(text, add_special_tokens=False))
+
+    def ask_raw(self, prompt: str) -> None:
+        """Print how the model continues a text. Raises as `ask_chat` does."""
+        self._ask(self._runtime.tokenizer.encode(prompt, add_special_tokens=True))
+
+    def _ask(self, token_ids: list[int]) -> None:
+        self.answer = Answer(asked_ns=self._runtime.clock.now_ns())
+        request = self._request(token_ids)
+        # On Ctrl-C the runner cancels the task, which leaves the stream, which aborts the request.
+        self._runner.run(self._print(request))
+        last = self.answer.chunks[-1]
+        if last.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
+            raise PenstockError(last.detail or "The engine ended the answer.")
+
+    async def _print(self, request: Request) -> None:
+        async for chunk in self._runtime.bridge.stream(request):
+            self.answer.text += chunk.text
+            self.answer.chunks.append(chunk)
+            if chunk.text:
+                sys.stdout.write(chunk.text)
+                sys.stdout.flush()
+
+    def _request(self, token_ids: list[int]) -> Request:
+        model, choices = self._runtime.model, self._choices
+        room = model.max_model_len - len(token_ids)
+        if room < 1:
+            raise PenstockError(
+                f"The prompt has {len(token_ids)} tokens; {model.name} takes {model.max_model_len}, the answer included.",
+                remedy="Shorten it; in a chat, /reset begins anew.",
+            )
+        sources = self._runtime.sources
+        sampling = SamplingParams(
+            max_tokens=min(choices.max_tokens or room, room),
+            temperature=choices.temperature,
+            top_p=choices.top_p,
+            top_k=choices.top_k,
+            min_p=choices.min_p,
+            seed=sources.draw_seed() if choices.seed is None else choices.seed % (1 << 64),
+            stop_token_ids=model.eos_token_ids,
+            stop=choices.stop,
+        )
+        return Request(sources.new_request_id(), tuple(token_ids), sampling, arrival_ns=self.answer.asked_ns)
+
+
+def stats_line(answer: Answer) -> str:
+    """Tokens and times of an answer, for stderr."""
+    last = answer.chunks[-1]
+    num_tokens = last.num_generated_tokens
+    first_ns = last.first_token_ns or last.at_ns
+    decode_s = (last.at_ns - first_ns) / 1e9
+    rate = f", then {(num_tokens - 1) / decode_s:.1f} tokens/s" if num_tokens > 1 and decode_s > 0 else ""
+    return f"{num_tokens} tokens; the first after {(first_ns - answer.asked_ns) / 1e6:.0f} ms{rate}"

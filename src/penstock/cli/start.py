@@ -1,0 +1,32 @@
+"""From a config to a running model for a command: fetches what is missing, then builds. Never answers anything itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.config import Config
+
+if TYPE_CHECKING:
+    from penstock.serve.runtime import Runtime
+
+
+def cache_dir(given: str | None) -> Path:
+    """The folder that was named, or the default one."""
+    from penstock.models.catalog import default_cache_dir
+
+    return Path(given).expanduser() if given else default_cache_dir()
+
+
+def start_runtime(config: Config) -> Runtime:
+    """The runtime of a config, its model fetched first if it is one that can be. Raises PenstockError."""
+    from penstock.build import build_runtime
+    from penstock.models.catalog import resolve
+
+    folder = cache_dir(config.model.cache_dir)
+    source = resolve(config.model.model, folder)
+    if not source.is_present and (source.entry is not None or source.hub is not None):
+        from penstock.models.pull import fetch
+
+        fetch(source, folder)
+    return build_runtime(config, source)

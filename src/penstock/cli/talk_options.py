@@ -1,0 +1,52 @@
+"""The options that `run` and `chat` share: sampling, the system message, statistics. Declares and collects; never generates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import click
+
+from penstock.cli.options import config_from, config_options
+from penstock.cli.session import SamplingChoices
+from penstock.config import Config
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+_OPTIONS = (
+    click.option("--system", metavar="TEXT", help="System message."),
+    click.option("--max-tokens", type=click.IntRange(1), show_default="what the context has room for", help="Longest answer."),
+    click.option(
+        "--temperature", type=click.FloatRange(0), default=0.7, show_default=True, help="0 always takes the likeliest."
+    ),
+    click.option(
+        "--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True, help="Share of probability kept."
+    ),
+    click.option("--top-k", type=click.IntRange(0), default=0, show_default=True, help="Tokens kept; 0 keeps all."),
+    click.option("--min-p", type=click.FloatRange(0, 1), default=0.0, show_default=True, help="Least share of the likeliest."),
+    click.option("--seed", "answer_seed", type=int, show_default="drawn", help="Same seed, same answer."),
+    click.option("--stop", multiple=True, metavar="TEXT", help="End the answer at this text; may be repeated."),
+    click.option("--stats", is_flag=True, help="Tokens and times on stderr."),
+)
+
+
+def talk_options(command: _Command) -> _Command:
+    """Adds the options of a talk, then the settings of the engine below it."""
+    command = config_options("model", "kv", "backend", without=("served_model_name", "kv_headroom"))(command)
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def talk_config(values: Mapping[str, Any]) -> Config:
+    """The engine for one reader: a single row, so that the KV cache is no larger than one conversation."""
+    from dataclasses import replace
+
+    config = config_from(values)
+    return replace(config, scheduler=replace(config.scheduler, max_num_seqs=1))
+
+
+def sampling_choices(values: Mapping[str, Any]) -> SamplingChoices:
+    """What the sampling options say."""
+    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop")
+    return SamplingChoices(seed=values["answer_seed"], **{name: values[name] for name in names})

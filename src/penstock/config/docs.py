@@ -1,0 +1,74 @@
+"""The settings as a page of Markdown: `make docs` writes it to docs/configuration.md. Formats, never decides."""
+
+from __future__ import annotations
+
+from penstock.config.components import COMPONENTS
+from penstock.config.setting import Kind, Setting, settings_of
+from penstock.config.units import format_size
+
+_HEAD = """# Configuration
+
+Written by `make docs` from `src/penstock/config`; do not edit.
+
+Every setting can be given as a flag, as an environment variable or as a key of a TOML file that `--config FILE.toml`
+(or `PENSTOCK_CONFIG`) names. A flag goes before the environment, that before the file, that before the default.
+An unknown key, a wrong type and a value that is not available are errors, never ignored.
+
+Counts may be written `4k` (4,000) or `2Mi` (2,097,152), sizes `512MB` or `4GiB`, durations `250ms`, `30s` or `2m`
+(a bare number is seconds), shares `1%` or `0.01`. What may be repeated is a list in the file, and separated by spaces in the
+environment.
+
+`penstock serve` takes all of them; `penstock run` and `penstock chat` take those of Model, KV cache and Compute, and pass over
+the others in a file.
+
+```toml
+# penstock.toml
+model = "smollm2:135m"
+port = 8080
+max_num_seqs = 32
+kv_cache_memory = "2GiB"
+shutdown_timeout = "10s"
+```
+"""
+
+
+def render() -> str:
+    """The page, ending in a newline."""
+    sections = [_section(component.title, settings_of(component)) for _, component in COMPONENTS]
+    return _HEAD + "".join(sections)
+
+
+def _section(title: str, settings: tuple[Setting, ...]) -> str:
+    lines = [f"\n## {title}\n", "| flag | environment | key | value | default | |", "|---|---|---|---|---|---|"]
+    lines += [
+        f"| {_flag(item)} | `{item.env}` | `{item.key}` | {_value(item)} | {_default(item)} | {item.doc} |" for item in settings
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _flag(item: Setting) -> str:
+    if item.key == "model":
+        return "`MODEL` (first argument)"
+    return f"`{item.flag}`, `--no-{item.flag[2:]}`" if item.kind is Kind.FLAG else f"`{item.flag}`"
+
+
+def _value(item: Setting) -> str:
+    if item.choices:
+        return ", ".join(f"`{choice}`" for choice in item.choices)
+    limits = [f"from {item.minimum:g}" if item.minimum is not None else "", f"to {item.maximum:g}" if item.maximum else ""]
+    text = " ".join([item.kind.value, *filter(None, limits)])
+    return f"{text}, repeatable" if item.is_multiple else text
+
+
+def _default(item: Setting) -> str:
+    if item.default_doc:
+        return item.default_doc
+    if item.kind is Kind.SIZE and isinstance(item.default, int):
+        return f"`{format_size(item.default)}`".replace(" ", "")
+    if item.kind is Kind.DURATION:
+        return f"`{item.default:g}s`"
+    return f"`{str(item.default).lower() if item.kind is Kind.FLAG else item.default}`"
+
+
+if __name__ == "__main__":
+    print(render(), end="")
