@@ -1,0 +1,22 @@
+"""Shipped fakes and builders, for our tests and for those of users. Deterministic; no I/O."""
+
+from penstock.testing.builders import make_core, make_request, make_scheduler
+from penstock.testing.driver import Driver, Outcome, run_to_completion
+from penstock.testing.failing_executor import FailingExecutor
+from penstock.testing.hash_executor import DEFAULT_CAPACITY, HashExecutor
+from penstock.testing.hashing import Expected, HashModel, expected_tokens
+
+__all__ = [
+    "DEFAULT_CAPACITY",
+    "Driver",
+    "Expected",
+    "FailingExecutor",
+    "HashExecutor",
+    "HashModel",
+    "Outcome",
+    "expected_tokens",
+    "make_core",
+    "make_request",
+    "make_scheduler",
+    "run_to_completion",
+]

@@ -40,9 +40,9 @@ class Drain:
 Command = Add | Abort | Stop | Drain
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TokenEvent:
-    """Progress of one request in one step."""
+    """Progress of one request in one step. Nobody writes to one after it was made; not frozen for the reason in `RowPlan`."""
 
     request_id: str
     token_ids: tuple[int, ...]

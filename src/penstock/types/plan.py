@@ -26,9 +26,13 @@ class AdmitRow:
     sampling: SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RowPlan:
-    """One row of one step: compute `query_len` tokens after `context_len` that are in the cache."""
+    """One row of one step: compute `query_len` tokens after `context_len` that are in the cache.
+
+    Nobody writes to one after it was made. Not frozen because there is one per row and step, and
+    making a frozen dataclass costs four times as much.
+    """
 
     request_id: str
     context_len: int

@@ -1,0 +1,230 @@
+"""The engine core: owns every request from its `Add` to its finish event. Called by a driver (the engine's loop, the
+simulator); never loops, waits, sleeps or reads a clock.
+
+    core.apply(commands, now)        add, abort, stop, drain; deadlines; their events
+    plan = core.begin(now)           the next step, or None
+    core.take_block_copies()         copies to make before it
+    ... an executor runs the plan ...
+    core.finish(plan, result, now)   its tokens
+
+Every request that was added ends in exactly one event whose `finish_reason` is set, and its blocks are
+free from that moment.
+
+Depth one: between `begin` and `finish` there is one step in flight, and `apply` may run in that time only after
+the step was collected, since it frees blocks at once. Depth two, planning step k + 1 while k runs, needs: blocks of
+requests that end or are preempted while in flight fenced until that step is collected; `num_behind` counted
+from `num_computed_tokens + num_inflight_tokens` to `num_tokens + num_pending_samples`; rows of k + 1 voided by
+step id when commit k ends their request, in case the id comes again. Requests keep these numbers apart already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from penstock.engine.ports import NullObserver, Observer
+from penstock.sched.draft import StepCounts
+from penstock.sched.queues import KeyedHeap
+from penstock.sched.scheduler import Scheduler
+from penstock.types.errors import Rejected, RejectReason
+from penstock.types.events import Abort, Add, Command, Drain, Stop, TokenEvent
+from penstock.types.plan import StepPlan
+from penstock.types.request import FinishReason, Request, RequestStatus
+from penstock.types.result import StepResult
+from penstock.types.stats import RequestStats, StepStats
+
+DEADLINE_EXCEEDED = "deadline exceeded"
+
+
+class EngineCore:
+    """The step without a loop."""
+
+    def __init__(self, scheduler: Scheduler, *, observer: Observer | None = None) -> None:
+        self.scheduler = scheduler
+        self._observer = observer or NullObserver()
+        self._requests: dict[str, Request] = {}
+        """All that were added and have not ended."""
+        self._deadlines: KeyedHeap[Request] = KeyedHeap()
+        self._deadline_numbers: dict[str, int] = {}
+        self._closed: Rejected | None = None
+        """Why nothing is accepted any more; None while it is."""
+        self._counts: dict[int, StepCounts] = {}
+        """By the id of the steps in flight."""
+
+    @property
+    def has_work(self) -> bool:
+        """True while a request has not ended."""
+        return bool(self._requests)
+
+    @property
+    def num_running(self) -> int:
+        return self.scheduler.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        return self.scheduler.num_waiting
+
+    def apply(self, commands: Iterable[Command], now_ns: int) -> list[TokenEvent]:
+        """Obey commands in order, then end what is past its deadline. Returns the finish events of all that ended by it.
+
+        Raises ValueError for an `Add` whose request id belongs to a request that has not ended.
+        """
+        events: list[TokenEvent] = []
+        for command in commands:
+            match command:
+                case Add(request):
+                    events += self._add(request, now_ns)
+                case Abort(request_id, detail):
+                    events += self._end(request_id, FinishReason.ABORT, now_ns, detail=detail)
+                case Stop(request_id, stop_reason):
+                    events += self._end(request_id, FinishReason.STOP, now_ns, stop_reason=stop_reason)
+                case Drain():
+                    self._close(RejectReason.DRAINING, "The server is shutting down.")
+        return events + self._end_overdue(now_ns)
+
+    def begin(self, now_ns: int) -> StepPlan | None:
+        """The next step, with what the executor must forget; None if there is nothing to compute now."""
+        plan = self.scheduler.schedule(now_ns)
+        if plan is not None:
+            self._counts[plan.step_id] = self.scheduler.counts
+        return plan
+
+    def take_block_copies(self) -> list[tuple[int, int]]:
+        """(source, destination) blocks that the executor must copy before it gets the plan that `begin` just returned."""
+        return self.scheduler.kv.take_block_copies()
+
+    def finish(self, plan: StepPlan, result: StepResult, now_ns: int) -> list[TokenEvent]:
+        """Commit a step: one event for each row that sampled, in the order of the plan."""
+        if result.step_id != plan.step_id:
+            raise ValueError(f"the result of step {result.step_id} is not that of step {plan.step_id}")
+        counts = self._counts.pop(plan.step_id)
+        events = self.scheduler.commit(plan, result, now_ns)
+        for event in events:
+            if event.finish_reason is not None:
+                self._forget(self._requests[event.request_id], now_ns)
+        self._observer.on_step(self._step_stats(plan, result, counts, len(events), now_ns))
+        return events
+
+    def next_wakeup_ns(self, now_ns: int) -> int | None:
+        """When to call `apply` and `begin` again if nothing else happens: a deadline or the gate; None: no need to."""
+        del now_ns
+        deadline = self._deadlines.peek()
+        times = [] if deadline is None else [deadline[0][0]]
+        if self.scheduler.wakeup_ns is not None:
+            times.append(self.scheduler.wakeup_ns)
+        return min(times, default=None)
+
+    def fail_all(self, detail: str, now_ns: int) -> list[TokenEvent]:
+        """End every request with ERROR and accept no more: the executor failed, and its KV can't be trusted."""
+        self._counts.clear()
+        self._close(RejectReason.UNAVAILABLE, "The engine has failed.")
+        ended = [self._end(request_id, FinishReason.ERROR, now_ns, detail=detail) for request_id in list(self._requests)]
+        return [event for events in ended for event in events]
+
+    def check(self) -> None:
+        """Verify every invariant. Raises AssertionError. O(blocks + requests)."""
+        self.scheduler.check()
+        num_queued = self.scheduler.num_running + self.scheduler.num_waiting
+        assert num_queued == len(self._requests), f"{len(self._requests)} requests live, {num_queued} are queued"
+        assert self.scheduler.kv.tables().keys() <= self._requests.keys(), "a table outlived its request"
+
+    def _add(self, request: Request, now_ns: int) -> list[TokenEvent]:
+        if request.request_id in self._requests:
+            raise ValueError(f"request {request.request_id!r} was added already and has not ended")
+        rejected = self._closed or self.scheduler.add(request, now_ns)
+        if rejected is not None:
+            return [self._reject(request, rejected, now_ns)]
+        self._requests[request.request_id] = request
+        if request.deadline_ns is not None:
+            self._deadline_numbers[request.request_id] = self._deadlines.push((request.deadline_ns,), request)
+        return []
+
+    def _reject(self, request: Request, rejected: Rejected, now_ns: int) -> TokenEvent:
+        request.status = RequestStatus.FINISHED
+        request.finish_reason = FinishReason.REJECTED
+        self._observer.on_finish(_request_stats(request, now_ns, str(rejected.reason)))
+        return TokenEvent(
+            request.request_id,
+            (),
+            now_ns,
+            finish_reason=FinishReason.REJECTED,
+            detail=rejected.detail,
+            reject_reason=str(rejected.reason),
+        )
+
+    def _end(
+        self,
+        request_id: str,
+        reason: FinishReason,
+        now_ns: int,
+        *,
+        stop_reason: str | None = None,
+        detail: str = "",
+        reject_reason: str = "",
+    ) -> list[TokenEvent]:
+        """End a request between steps; no event if it has ended already."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return []
+        self.scheduler.end(request, reason, stop_reason)
+        self._forget(request, now_ns, reject_reason)
+        event = TokenEvent(request_id, (), now_ns, (), reason, stop_reason, request.num_cached_tokens, detail, reject_reason)
+        return [event]
+
+    def _end_overdue(self, now_ns: int) -> list[TokenEvent]:
+        events: list[TokenEvent] = []
+        while (first := self._deadlines.peek()) is not None and first[0][0] <= now_ns:
+            request_id = first[2].request_id
+            events += self._end(
+                request_id, FinishReason.ABORT, now_ns, detail=DEADLINE_EXCEEDED, reject_reason=str(RejectReason.DEADLINE)
+            )
+        return events
+
+    def _forget(self, request: Request, now_ns: int, reject_reason: str = "") -> None:
+        """The request has ended: tell the observer, and remember nothing of it."""
+        del self._requests[request.request_id]
+        number = self._deadline_numbers.pop(request.request_id, None)
+        if number is not None:
+            self._deadlines.discard(number)
+        self._observer.on_finish(_request_stats(request, now_ns, reject_reason))
+
+    def _close(self, reason: RejectReason, detail: str) -> None:
+        self._closed = Rejected(reason, detail)
+
+    def _step_stats(self, plan: StepPlan, result: StepResult, counts: StepCounts, num_sampled: int, now_ns: int) -> StepStats:
+        kv = self.scheduler.kv
+        execute_ns = result.timing.end_ns - result.timing.start_ns
+        return StepStats(
+            step_id=plan.step_id,
+            started_ns=plan.now_ns,
+            ended_ns=now_ns,
+            num_running=self.num_running,
+            num_waiting=self.num_waiting,
+            num_rows=len(plan.rows),
+            num_tokens=plan.num_tokens,
+            num_sampled_tokens=num_sampled,
+            num_blocks_total=kv.num_total_blocks,
+            num_blocks_free=kv.num_available_blocks - kv.num_cached_blocks,
+            num_blocks_cached=kv.num_cached_blocks,
+            num_preemptions=counts.num_preemptions,
+            num_prefix_query_tokens=counts.num_prefix_query_tokens,
+            num_prefix_hit_tokens=counts.num_prefix_hit_tokens,
+            parts_ns={"execute": execute_ns, **result.timing.parts},
+        )
+
+
+def _request_stats(request: Request, now_ns: int, reject_reason: str) -> RequestStats:
+    assert request.finish_reason is not None, "told at its end"
+    return RequestStats(
+        request_id=request.request_id,
+        tenant=request.tenant,
+        arrival_ns=request.arrival_ns,
+        first_scheduled_ns=request.first_scheduled_ns,
+        first_token_ns=request.first_token_ns,
+        ended_ns=now_ns,
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_cached_tokens=request.num_cached_tokens,
+        num_generated_tokens=len(request.output_token_ids),
+        num_preemptions=request.num_preemptions,
+        finish_reason=request.finish_reason,
+        reject_reason=reject_reason,
+    )

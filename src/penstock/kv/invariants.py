@@ -1,0 +1,66 @@
+"""The laws of KV memory, verified in one function. Called by tests after every operation and by the engine when idle; never
+repairs anything.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from penstock.kv.block_pool import NULL_BLOCK_ID
+from penstock.kv.manager import KVManager
+
+
+def check(manager: KVManager) -> None:
+    """Raises AssertionError, naming the law, if one is broken. O(blocks + table entries).
+
+    1. free + held = total, and `num_cached` of the free ones have content.
+    2. A block's reference count is the number of tables that hold it; no table holds it twice, or the null block.
+    3. A block is in the free list exactly if its count is 0, and is marked kept exactly if it is published.
+    4. Hash and block are one to one. Tables share only blocks that are full, or have given up the right to write
+       without asking (after a fork).
+    """
+    _check_free_list(manager)
+    _check_references(manager)
+    _check_index(manager)
+    _check_aliasing(manager)
+
+
+def _check_free_list(manager: KVManager) -> None:
+    pool = manager.pool
+    free = list(pool.free_block_ids())
+    assert len(free) == len(set(free)) == pool.num_available, "the free list and its length differ"
+    assert NULL_BLOCK_ID not in free, "the null block is in the free list"
+    num_held = sum(pool.ref_count(block_id) > 0 for block_id in range(pool.num_blocks))
+    assert len(free) + num_held == manager.num_total_blocks, "free + held is not the total"
+    assert all(pool.ref_count(block_id) == 0 for block_id in free), "a held block is in the free list"
+    assert sum(map(pool.is_kept, range(pool.num_blocks))) == pool.num_cached, "num_cached is not what is kept"
+
+
+def _check_references(manager: KVManager) -> None:
+    held: Counter[int] = Counter()
+    for request_id, table in manager.tables().items():
+        assert len(set(table.block_ids)) == len(table.block_ids), f"{request_id!r} holds a block twice"
+        held.update(table.block_ids)
+    assert NULL_BLOCK_ID not in held, "the null block is in a table"
+    for block_id in range(manager.pool.num_blocks):
+        count = manager.pool.ref_count(block_id)
+        assert count == held[block_id], f"block {block_id} is held {held[block_id]} times and counts {count}"
+
+
+def _check_index(manager: KVManager) -> None:
+    published = [block_id for _, block_id in manager.index.items()]
+    assert len(set(published)) == len(published), "a block is published under two hashes"
+    assert all(block_id in manager.index for block_id in published), "the index's two maps differ"
+    for block_id in manager.pool.free_block_ids():
+        kept = manager.pool.is_kept(block_id)
+        assert kept == (block_id in manager.index), f"free block {block_id} is kept or published, not both"
+
+
+def _check_aliasing(manager: KVManager) -> None:
+    for request_id, table in manager.tables().items():
+        assert table.num_slots in (0, len(table.block_ids) * manager.block_size), f"{request_id!r} may write beyond its blocks"
+        assert table.num_full <= len(table.block_ids), f"{request_id!r} has more full blocks than blocks"
+        if table.num_slots:
+            own = table.block_ids[table.num_full :]
+            shared = [block_id for block_id in own if manager.pool.ref_count(block_id) > 1]
+            assert not shared, f"{request_id!r} may write to blocks {shared}, which others hold"

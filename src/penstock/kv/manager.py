@@ -1,0 +1,228 @@
+"""The KV manager: owns every request's block table, from its first block to its last. Called by the scheduler alone; never
+decides who runs.
+
+How a table of block size 4 looks while a request of 11 tokens, 9 of them computed, is about to compute 2 more:
+
+    position   0 1 2 3 | 4 5 6 7 | 8 9 10 .
+    block_ids     7    |    2    |    5          append-only while the request runs
+    content    published, shared | own, written by this step
+
+Full blocks are published in the prefix index when the step that filled them is committed, never before, so
+that a failed step leaves no entry for KV that was not written. They may then be shared. The block being
+written is a request's own; if it is not (after a fork), the request gets a copy of it first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from penstock.kv.block_pool import BlockPool
+from penstock.kv.prefix_index import PrefixIndex, extend_chain, root_hash
+from penstock.types.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """What the cache has of a request's tokens. Valid until the next block is allocated or released."""
+
+    block_ids: tuple[int, ...]
+    num_tokens: int
+    """Positions [0, num_tokens) need not be computed; whole blocks."""
+    num_free_blocks: int
+    """How many of the blocks lie in the free list: holding them makes as many fewer available."""
+
+
+NO_HIT = PrefixHit(block_ids=(), num_tokens=0, num_free_blocks=0)
+
+
+@dataclass(slots=True)
+class BlockTable:
+    """What the manager remembers of one request."""
+
+    block_ids: list[int] = field(default_factory=list)
+    """In order of position; empty while the request waits."""
+    hashes: list[bytes] = field(default_factory=list)
+    """Chain of the full blocks hashed so far, each of them once, also across preemptions."""
+    num_full: int = 0
+    """Leading blocks that are full and committed: never written again, and published if there is a cache."""
+    num_slots: int = 0
+    """Positions that may be written without asking: block_size * blocks, or 0 if one of them may be shared."""
+
+
+class KVManager:
+    """Blocks for requests, keyed by request id."""
+
+    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True) -> None:
+        """`num_blocks` includes the null block."""
+        if block_size < 1:
+            raise ValueError(f"block_size must be at least 1, not {block_size}")
+        self.block_size = block_size
+        self.pool = BlockPool(num_blocks)
+        self.index = PrefixIndex()
+        self.is_caching = enable_prefix_caching
+        self._tables: dict[str, BlockTable] = {}
+        self._copies: list[tuple[int, int]] = []
+
+    @property
+    def num_total_blocks(self) -> int:
+        """Blocks that requests can hold: all but the null block."""
+        return self.pool.num_blocks - 1
+
+    @property
+    def num_available_blocks(self) -> int:
+        """Blocks that can be given out now, with or without content worth keeping."""
+        return self.pool.num_available
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Available blocks with content that a prefix hit may revive."""
+        return self.pool.num_cached
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` positions."""
+        return -(-num_tokens // self.block_size)
+
+    def block_table(self, request_id: str) -> tuple[int, ...]:
+        """The request's blocks in order of position; empty if it holds none."""
+        table = self._tables.get(request_id)
+        return tuple(table.block_ids) if table else ()
+
+    def lookup_prefix(self, request: Request) -> PrefixHit:
+        """The longest cached prefix, at least one token short of the whole, so that there are logits to sample from."""
+        if not self.is_caching:
+            return NO_HIT
+        num_blocks = (request.num_tokens - 1) // self.block_size
+        table = self._tables.setdefault(request.request_id, BlockTable())
+        self._hash_blocks(table, request, num_blocks)
+        found = self.index.lookup(table.hashes[:num_blocks])
+        num_free = sum(self.pool.is_kept(block_id) for block_id in found)
+        return PrefixHit(tuple(found), len(found) * self.block_size, num_free)
+
+    def allocate(self, request: Request, hit: PrefixHit, num_tokens: int) -> tuple[int, ...]:
+        """Give a request without blocks its table for positions [0, num_tokens): the hit's blocks, then fresh ones.
+
+        Takes `num_blocks_for(num_tokens) - len(hit.block_ids) + hit.num_free_blocks` available blocks;
+        raises ValueError, and changes nothing, if there are fewer.
+        """
+        table = self._tables.setdefault(request.request_id, BlockTable())
+        if table.block_ids:
+            raise ValueError(f"request {request.request_id!r} holds blocks already")
+        num_fresh = self.num_blocks_for(num_tokens) - len(hit.block_ids)
+        if num_fresh + hit.num_free_blocks > self.pool.num_available:
+            raise ValueError(f"{num_fresh} + {hit.num_free_blocks} blocks needed, {self.pool.num_available} available")
+        for block_id in hit.block_ids:  # before the fresh ones, which would else be taken from among them
+            self.pool.hold(block_id)
+        table.block_ids = [*hit.block_ids, *self._take(num_fresh)]
+        table.num_full = len(hit.block_ids)
+        table.num_slots = len(table.block_ids) * self.block_size
+        return tuple(table.block_ids)
+
+    def extend(self, request_id: str, context_len: int, num_tokens: int) -> tuple[int, ...] | None:
+        """Make positions [context_len, num_tokens) writable. Returns the blocks appended, or None if there are too few.
+
+        A block among them that others hold too is replaced by a fresh one, and a copy is added to
+        `take_block_copies`: then the executor's table is out of date and the row must be sent in full.
+        """
+        table = self._tables[request_id]
+        if num_tokens <= table.num_slots:
+            return ()
+        shared = self._shared_indices(table, context_len)
+        num_fresh = max(0, self.num_blocks_for(num_tokens) - len(table.block_ids))
+        if num_fresh + len(shared) > self.pool.num_available:
+            return None
+        self._replace(table, shared)
+        fresh = self._take(num_fresh)
+        table.block_ids += fresh
+        table.num_slots = len(table.block_ids) * self.block_size
+        return tuple(fresh)
+
+    def publish(self, request: Request) -> None:
+        """Make the request's full computed blocks findable. Call when a step that filled a block was committed."""
+        table = self._tables[request.request_id]
+        num_full = request.num_computed_tokens // self.block_size
+        if self.is_caching:
+            self._hash_blocks(table, request, num_full)
+            for idx in range(table.num_full, num_full):
+                self.index.publish(table.block_ids[idx], table.hashes[idx])
+        table.num_full = num_full
+
+    def fork(self, parent_id: str, child_id: str, num_tokens: int) -> None:
+        """Let a new request share the blocks of positions [0, num_tokens), which both have in common, copied when written.
+
+        Raises ValueError if the child is known or the parent does not hold them.
+        """
+        parent = self._tables[parent_id]
+        num_blocks = self.num_blocks_for(num_tokens)
+        if child_id in self._tables or num_blocks > len(parent.block_ids):
+            raise ValueError(f"{child_id!r} can't share {num_tokens} tokens of {parent_id!r}")
+        shared = parent.block_ids[:num_blocks]
+        for block_id in shared:
+            self.pool.hold(block_id)
+        num_full = num_tokens // self.block_size
+        self._tables[child_id] = BlockTable(shared, parent.hashes[:num_full], min(parent.num_full, num_full))
+        parent.num_slots = 0  # the next write of either has to look
+
+    def suspend(self, request_id: str) -> None:
+        """Take the request's blocks back; it will come again, so its hashes are kept."""
+        table = self._tables.get(request_id)
+        if table is None:
+            return
+        # Tails first: an early block is part of more prefixes than a late one, and is evicted after it.
+        for block_id in reversed(table.block_ids):
+            self.pool.release(block_id, keep=block_id in self.index)
+        table.block_ids = []
+        table.num_full = table.num_slots = 0
+
+    def free(self, request_id: str) -> None:
+        """Take the request's blocks back and forget it. Requests that never had any are fine."""
+        self.suspend(request_id)
+        self._tables.pop(request_id, None)
+
+    def take_block_copies(self) -> list[tuple[int, int]]:
+        """(source, destination) blocks to copy, in order, before the next step; each is returned once."""
+        copies, self._copies = self._copies, []
+        return copies
+
+    @property
+    def num_pending_copies(self) -> int:
+        return len(self._copies)
+
+    def tables(self) -> dict[str, BlockTable]:
+        """All that the manager remembers, by request id; for checks."""
+        return self._tables
+
+    def _take(self, count: int) -> list[int]:
+        taken = self.pool.allocate(count)
+        for block_id in taken:
+            self.index.forget(block_id)
+        return taken
+
+    def _shared_indices(self, table: BlockTable, context_len: int) -> list[int]:
+        """Indices of the blocks that hold [context_len, ...) and that others hold too."""
+        first = context_len // self.block_size
+        return [idx for idx in range(first, len(table.block_ids)) if self.pool.ref_count(table.block_ids[idx]) > 1]
+
+    def _replace(self, table: BlockTable, indices: Sequence[int]) -> None:
+        for idx, fresh in zip(indices, self._take(len(indices)), strict=True):
+            self._copies.append((table.block_ids[idx], fresh))
+            self.pool.release(table.block_ids[idx], keep=False)
+            table.block_ids[idx] = fresh
+
+    def _hash_blocks(self, table: BlockTable, request: Request, num_blocks: int) -> None:
+        """Extend the chain of hashes to `num_blocks` full blocks."""
+        num_hashed = len(table.hashes)
+        if num_hashed >= num_blocks:
+            return
+        parent = table.hashes[-1] if table.hashes else root_hash(request.cache_salt)
+        token_ids = _token_slice(request, num_hashed * self.block_size, num_blocks * self.block_size)
+        table.hashes.extend(extend_chain(parent, token_ids, self.block_size))
+
+
+def _token_slice(request: Request, start: int, stop: int) -> Sequence[int]:
+    """Tokens at positions [start, stop) of prompt and output."""
+    num_prompt = request.num_prompt_tokens
+    if stop <= num_prompt:
+        return request.prompt_token_ids[start:stop]
+    head = request.prompt_token_ids[start:num_prompt]
+    return [*head, *request.output_token_ids[max(0, start - num_prompt) : stop - num_prompt]]

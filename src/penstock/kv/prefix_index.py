@@ -1,0 +1,72 @@
+"""The prefix index: owns the map from the hash of a prefix to the block with its KV. Called by `KVManager` alone; never counts
+references.
+
+A block is named by the chain of everything before it: hash(i) = H(hash(i - 1), tokens of block i), and
+hash(-1) = H(salt). Equal hashes thus mean equal prefixes from position 0, and requests of different
+salts never meet. H is BLAKE2b with a digest of 128 bits (RFC 7693).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from hashlib import blake2b
+
+HASH_BYTES = 16
+
+
+def root_hash(salt: bytes) -> bytes:
+    """The parent of a request's first block."""
+    return blake2b(salt, digest_size=HASH_BYTES, person=b"penstock-kv").digest()
+
+
+def extend_chain(parent: bytes, token_ids: Sequence[int], block_size: int) -> Iterator[bytes]:
+    """The hash of each full block of `token_ids`, which continue the prefix named `parent`."""
+    packed = array("i", token_ids)
+    for start in range(0, len(packed) - block_size + 1, block_size):
+        parent = blake2b(parent + packed[start : start + block_size].tobytes(), digest_size=HASH_BYTES).digest()
+        yield parent
+
+
+class PrefixIndex:
+    """One block per hash and one hash per block; blocks may be held or free."""
+
+    def __init__(self) -> None:
+        self._block_ids: dict[bytes, int] = {}
+        self._hashes: dict[int, bytes] = {}
+
+    def __len__(self) -> int:
+        return len(self._block_ids)
+
+    def __contains__(self, block_id: int) -> bool:
+        return block_id in self._hashes
+
+    def items(self) -> Iterable[tuple[bytes, int]]:
+        """(hash, block id) of every published block; for checks."""
+        return self._block_ids.items()
+
+    def lookup(self, hashes: Iterable[bytes]) -> list[int]:
+        """Blocks of the longest prefix of the chain that is known."""
+        found: list[int] = []
+        for block_hash in hashes:
+            block_id = self._block_ids.get(block_hash)
+            if block_id is None:
+                break
+            found.append(block_id)
+        return found
+
+    def publish(self, block_id: int, block_hash: bytes) -> None:
+        """Make a block's content findable. Does nothing if an equal prefix is known already: the first block stays.
+
+        Raises ValueError if the block is published under another hash.
+        """
+        if self._hashes.get(block_id, block_hash) != block_hash:
+            raise ValueError(f"block {block_id} is published already, with other content")
+        if self._block_ids.setdefault(block_hash, block_id) == block_id:
+            self._hashes[block_id] = block_hash
+
+    def forget(self, block_id: int) -> None:
+        """The block's content is about to be lost; unpublished blocks are ignored."""
+        block_hash = self._hashes.pop(block_id, None)
+        if block_hash is not None:
+            del self._block_ids[block_hash]

@@ -1,0 +1,135 @@
+"""The seams: what a policy is shown and what it answers. Contracts only; the scheduler calls them, in the order in which they
+stand here.
+
+A policy sees values and returns a value. It never touches a queue, a block or a request's progress, so a
+new one is a class of a few lines and a name in the table of its seam.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from penstock.types.plan import RowPlan
+from penstock.types.request import Request
+
+OrderKey = tuple[int, ...]
+"""Compared like any tuple; the smallest is served first."""
+
+
+@dataclass(frozen=True, slots=True)
+class GateView:
+    now_ns: int
+    num_running: int
+    num_waiting: int
+    max_rows: int
+    next_arrival_ns: int | None
+    """Arrival of the request that is first in the waiting order; None if none waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class GateDecision:
+    max_admissions: int
+    """Requests that may join in this step; 0 keeps the gate closed."""
+    wakeup_ns: int | None = None
+    """When to ask again although nothing happened (a window ends); None: only when something happens."""
+
+
+class Gate(Protocol):
+    """May a batch start, or grow, now?"""
+
+    def decide(self, view: GateView) -> GateDecision: ...
+
+
+class Order(Protocol):
+    """Who is next among the waiting?"""
+
+    def key(self, request: Request, now_ns: int) -> OrderKey:
+        """May only grow while the request waits: it is asked again before the request is served, and no sooner.
+
+        Ageing at the same rate for all needs no growth: the arrival time in the key is enough.
+        """
+        ...
+
+    def served(self, rows: Sequence[RowPlan], requests: Mapping[str, Request]) -> None:
+        """Once per planned step: what was given to whom, for orders that keep accounts."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetView:
+    max_step_tokens: int
+    num_running: int
+    num_waiting: int
+    last_step_ns: int
+    """From plan to commit of the last step; 0 before the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    max_tokens: int
+    """Tokens of the step over all rows, at most `max_step_tokens`."""
+    max_chunk_tokens: int
+    """Tokens of one row in one step, >= 1."""
+
+
+class Budget(Protocol):
+    """How are the step's tokens split? Rows that only decode come first in any case."""
+
+    def limits(self, view: BudgetView) -> StepLimits: ...
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionView:
+    """One request at the door. Blocks are those to be taken from the free list: a prefix hit that is in use costs none."""
+
+    num_chunk_blocks: int
+    """To compute its first chunk."""
+    num_prompt_blocks: int
+    """To compute all tokens that it has (after a preemption, those it had generated too)."""
+    num_final_blocks: int
+    """To reach its limit of tokens."""
+    num_running: int
+    """At least 1: a request that would run alone is admitted without asking."""
+    num_preemptions: int
+    """How often it was preempted before."""
+    num_total_blocks: int
+
+
+class Reserve(Protocol):
+    """How many free blocks, not promised to running prefills, must an admission find?"""
+
+    def required_blocks(self, view: AdmissionView) -> int: ...
+
+
+class PreemptMethod(StrEnum):
+    """How a victim's blocks are taken back."""
+
+    RECOMPUTE = "recompute"
+
+
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    request: Request
+    method: PreemptMethod
+
+
+class Victim(Protocol):
+    """Whom to preempt, and how?"""
+
+    def choose(self, running: Sequence[Request]) -> Eviction:
+        """One of `running`, which is not empty and in the order of admission."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Policies:
+    """One answer to every seam."""
+
+    gate: Gate
+    order: Order
+    budget: Budget
+    reserve: Reserve
+    victim: Victim

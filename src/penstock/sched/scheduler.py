@@ -1,0 +1,286 @@
+"""The scheduler: owns which requests run and how far they have come. Called by `EngineCore` alone; never waits, computes
+tokens or reads a clock.
+
+There are no phases. A request has `num_tokens` (prompt + generated) and `num_computed_tokens` (KV present),
+and every step lets it catch up within the step's budget of tokens. Long prompts in chunks, prefix hits and
+resuming after a preemption are the same rule; a decode is a request that is one token behind.
+
+Side effects have an order:
+
+    schedule   1. gate: how many may join
+               2. extend the running: decodes, then prefills; preempt where memory is short
+               3. per waiting request, while row, tokens and memory last: look up its prefix, admit
+               4. build the plan
+    commit     1. advance num_computed_tokens
+               2. append the sampled token
+               3. finish checks: stop token, max_tokens, max_model_len
+               4. publish blocks that became full
+               5. release the blocks of what finished
+               6. emit
+
+No step both preempts and admits. A request that the pool could not hold alone is refused beforehand (`fit.py`),
+and the victim is never older than the one in need, so the oldest running request always finishes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from penstock.kv.invariants import check as check_kv
+from penstock.kv.manager import KVManager, PrefixHit
+from penstock.sched.draft import StepCounts, StepDraft
+from penstock.sched.fit import max_total_tokens, refusal
+from penstock.sched.policies.base import AdmissionView, BudgetView, GateView, Policies
+from penstock.sched.queues import WaitingQueue
+from penstock.types.errors import Rejected
+from penstock.types.events import TokenEvent
+from penstock.types.plan import AdmitRow, Capacity, RowPlan, StepPlan
+from penstock.types.request import FinishReason, Request, RequestStatus
+from penstock.types.result import StepResult
+
+
+class Scheduler:
+    """Continuous batching over paged KV, one step at a time."""
+
+    def __init__(self, capacity: Capacity, policies: Policies, *, enable_prefix_caching: bool = True) -> None:
+        self.capacity = capacity
+        self.kv = KVManager(capacity.num_blocks, capacity.block_size, enable_prefix_caching=enable_prefix_caching)
+        self.counts = StepCounts()
+        """Of the last step that was scheduled."""
+        self.wakeup_ns: int | None = None
+        """When the gate wants to be asked again."""
+        self._policies = policies
+        self._max_rows = min(capacity.max_rows, capacity.max_step_tokens)  # so that every decode gets its token
+        self._waiting = WaitingQueue(policies.order)
+        self._running: dict[str, Request] = {}
+        """In the order of admission."""
+        self._releases: list[str] = []
+        """Requests that the executor has yet to forget."""
+        self._num_steps = 0
+        self._last_step_ns = 0
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def running(self) -> Mapping[str, Request]:
+        """In the order of admission."""
+        return self._running
+
+    def add(self, request: Request, now_ns: int) -> Rejected | None:
+        """Queue a request, or say why it can never be served."""
+        rejected = refusal(request, self.capacity)
+        if rejected is None:
+            self._waiting.push(request, now_ns)
+        return rejected
+
+    def end(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        """Take a waiting or running request out and its blocks back, whatever it was doing."""
+        if request.status is RequestStatus.RUNNING:
+            del self._running[request.request_id]
+            self._releases.append(request.request_id)
+        else:
+            self._waiting.remove(request)
+        self.kv.free(request.request_id)
+        request.status = RequestStatus.FINISHED
+        request.num_inflight_tokens = 0
+        request.finish_reason = reason
+        request.stop_reason = stop_reason
+
+    # schedule
+
+    def schedule(self, now_ns: int) -> StepPlan | None:
+        """The next step; None if there is nothing to compute."""
+        max_admissions = self._ask_gate(now_ns)
+        draft = self._new_draft()
+        self._extend_running(draft)
+        if draft.num_preemptions == 0:
+            self._admit_waiting(draft, max_admissions, now_ns)
+        return self._build(draft, now_ns) if draft.rows else None
+
+    def _ask_gate(self, now_ns: int) -> int:
+        first = self._waiting.peek(now_ns)
+        next_arrival_ns = None if first is None else first.arrival_ns
+        view = GateView(now_ns, len(self._running), len(self._waiting), self._max_rows, next_arrival_ns)
+        decision = self._policies.gate.decide(view)
+        self.wakeup_ns = decision.wakeup_ns if first is not None else None
+        return decision.max_admissions
+
+    def _new_draft(self) -> StepDraft:
+        view = BudgetView(self.capacity.max_step_tokens, len(self._running), len(self._waiting), self._last_step_ns)
+        limits = self._policies.budget.limits(view)
+        return StepDraft(limits, tokens_left=limits.max_tokens)
+
+    def _extend_running(self, draft: StepDraft) -> None:
+        """One row for every running request that the budget reaches: decodes first, each group in order of admission."""
+        prefills: list[tuple[Request, int]] = []
+        for request in tuple(self._running.values()):
+            num_behind = request.num_tokens - request.num_computed_tokens
+            if num_behind > 1:
+                prefills.append((request, num_behind))
+            elif draft.tokens_left > 0:
+                self._extend(draft, request, 1, samples=True)
+        for request, num_behind in prefills:
+            query_len = min(num_behind, draft.tokens_left, draft.limits.max_chunk_tokens)
+            if query_len > 0:
+                self._extend(draft, request, query_len, samples=query_len == num_behind)
+            if request.status is RequestStatus.RUNNING:
+                num_tokens = request.num_computed_tokens + query_len
+                draft.num_promised_blocks += self.kv.num_blocks_for(request.num_tokens) - self.kv.num_blocks_for(num_tokens)
+
+    def _extend(self, draft: StepDraft, request: Request, query_len: int, *, samples: bool) -> None:
+        """Plan a row for a running request; preempts others, or the request itself, until its blocks are found."""
+        if request.status is not RequestStatus.RUNNING:
+            return  # a victim of this step
+        context_len = request.num_computed_tokens
+        num_copies = self.kv.num_pending_copies
+        while (blocks := self.kv.extend(request.request_id, context_len, context_len + query_len)) is None:
+            if self._preempt(draft) is request:
+                return
+        if self.kv.num_pending_copies != num_copies:
+            self._send_again(draft, request)
+            blocks = ()
+        draft.add_row(RowPlan(request.request_id, context_len, query_len, blocks, samples))
+        request.num_inflight_tokens = query_len
+
+    def _preempt(self, draft: StepDraft) -> Request:
+        victim = self._policies.victim.choose(tuple(self._running.values())).request
+        draft.take_back(victim.request_id)
+        draft.num_preemptions += 1
+        del self._running[victim.request_id]
+        self._releases.append(victim.request_id)
+        self.kv.suspend(victim.request_id)
+        victim.status = RequestStatus.PREEMPTED
+        victim.num_computed_tokens = victim.num_inflight_tokens = 0
+        victim.num_preemptions += 1
+        self._waiting.push_preempted(victim)
+        return victim
+
+    def _send_again(self, draft: StepDraft, request: Request) -> None:
+        """The executor's copy of the block table is out of date: it forgets the row and gets it in full."""
+        self._releases.append(request.request_id)
+        table = self.kv.block_table(request.request_id)
+        draft.admits[request.request_id] = _admit_row(request, table, request.num_computed_tokens)
+
+    def _admit_waiting(self, draft: StepDraft, max_admissions: int, now_ns: int) -> None:
+        max_admissions = min(max_admissions, self._max_rows - len(self._running))
+        while max_admissions > 0 and draft.tokens_left > 0:
+            request = self._waiting.peek(now_ns)
+            if request is None:
+                return
+            hit = self.kv.lookup_prefix(request)
+            num_behind = request.num_tokens - hit.num_tokens
+            query_len = min(num_behind, draft.tokens_left, draft.limits.max_chunk_tokens)
+            if not self._has_memory_for(request, hit, query_len, draft):
+                return  # whoever comes next must not overtake
+            self._admit(draft, request, hit, query_len, now_ns)
+            max_admissions -= 1
+
+    def _has_memory_for(self, request: Request, hit: PrefixHit, query_len: int, draft: StepDraft) -> bool:
+        view = self._admission_view(request, hit, query_len)
+        if not self._running:
+            return view.num_chunk_blocks <= self.kv.num_available_blocks
+        required = max(view.num_chunk_blocks, self._policies.reserve.required_blocks(view))
+        return required <= self.kv.num_available_blocks - draft.num_promised_blocks
+
+    def _admission_view(self, request: Request, hit: PrefixHit, query_len: int) -> AdmissionView:
+        num_free_of_charge = len(hit.block_ids) - hit.num_free_blocks
+        return AdmissionView(
+            num_chunk_blocks=self.kv.num_blocks_for(hit.num_tokens + query_len) - num_free_of_charge,
+            num_prompt_blocks=self.kv.num_blocks_for(request.num_tokens) - num_free_of_charge,
+            num_final_blocks=self.kv.num_blocks_for(max_total_tokens(request, self.capacity) - 1) - num_free_of_charge,
+            num_running=len(self._running),
+            num_preemptions=request.num_preemptions,
+            num_total_blocks=self.kv.num_total_blocks,
+        )
+
+    def _admit(self, draft: StepDraft, request: Request, hit: PrefixHit, query_len: int, now_ns: int) -> None:
+        self._waiting.remove(request)
+        self._running[request.request_id] = request
+        request.status = RequestStatus.RUNNING
+        request.num_computed_tokens = hit.num_tokens
+        request.num_inflight_tokens = query_len
+        if request.first_scheduled_ns is None:
+            request.first_scheduled_ns = now_ns
+            request.num_cached_tokens = hit.num_tokens
+        num_tokens = hit.num_tokens + query_len
+        table = self.kv.allocate(request, hit, num_tokens)
+        draft.admits[request.request_id] = _admit_row(request, table, hit.num_tokens)
+        samples = num_tokens == request.num_tokens
+        draft.add_row(RowPlan(request.request_id, hit.num_tokens, query_len, (), samples))
+        draft.num_promised_blocks += self.kv.num_blocks_for(request.num_tokens) - self.kv.num_blocks_for(num_tokens)
+        draft.num_prefix_query_tokens += request.num_tokens
+        draft.num_prefix_hit_tokens += hit.num_tokens
+
+    def _build(self, draft: StepDraft, now_ns: int) -> StepPlan:
+        rows = tuple(draft.rows.values())
+        self._policies.order.served(rows, self._running)
+        plan = StepPlan(self._num_steps, now_ns, tuple(draft.admits.values()), rows, tuple(self._releases))
+        self._num_steps += 1
+        self._releases.clear()
+        self.counts = draft.counts()
+        return plan
+
+    # commit
+
+    def commit(self, plan: StepPlan, result: StepResult, now_ns: int) -> list[TokenEvent]:
+        """Take over what a step computed: an event per row that sampled. Rows of requests that ended meanwhile are void."""
+        self._last_step_ns = now_ns - plan.now_ns
+        block_size = self.capacity.block_size
+        events: list[TokenEvent] = []
+        for row in plan.rows:
+            request = self._running.get(row.request_id)
+            if request is None:
+                continue
+            num_computed = request.num_computed_tokens = row.context_len + row.query_len
+            request.num_inflight_tokens = 0
+            event = self._append_sample(request, result, now_ns) if row.samples else None
+            if num_computed % block_size < row.query_len:  # a block became full
+                self.kv.publish(request)
+            if event is not None:
+                if event.finish_reason is not None:
+                    self.end(request, event.finish_reason, event.stop_reason)
+                events.append(event)
+        return events
+
+    def _append_sample(self, request: Request, result: StepResult, now_ns: int) -> TokenEvent:
+        token_ids = result.token_ids[request.request_id]
+        (token_id,) = token_ids
+        request.output_token_ids.append(token_id)
+        if request.first_token_ns is None:
+            request.first_token_ns = now_ns
+        reason, stop_reason = self._finish_check(request, token_id)
+        logprobs = result.logprobs.get(request.request_id, ())
+        return TokenEvent(request.request_id, token_ids, now_ns, logprobs, reason, stop_reason, request.num_cached_tokens)
+
+    def _finish_check(self, request: Request, token_id: int) -> tuple[FinishReason | None, int | None]:
+        sampling = request.sampling
+        num_generated = len(request.output_token_ids)
+        if token_id in sampling.stop_token_ids and num_generated > sampling.min_tokens:
+            return FinishReason.STOP, token_id
+        if num_generated >= sampling.max_tokens or request.num_tokens >= self.capacity.max_model_len:
+            return FinishReason.LENGTH, None
+        return None, None
+
+    def check(self) -> None:
+        """Verify the laws of memory and of the queues. Raises AssertionError. O(blocks + requests)."""
+        check_kv(self.kv)
+        assert len(self._running) <= self._max_rows, "more requests run than rows exist"
+        tables = self.kv.tables()
+        for request_id, request in self._running.items():
+            assert request.status is RequestStatus.RUNNING, f"{request_id!r} runs and is {request.status.name}"
+            assert 0 <= request.num_computed_tokens < request.num_tokens, f"{request_id!r} has nothing left to compute"
+            num_held = len(tables[request_id].block_ids) * self.kv.block_size
+            assert request.num_computed_tokens + request.num_inflight_tokens <= num_held, f"{request_id!r} lacks blocks"
+        holders = {request_id for request_id, table in tables.items() if table.block_ids}
+        assert holders <= self._running.keys(), f"{holders - self._running.keys()} hold blocks and do not run"
+
+
+def _admit_row(request: Request, block_ids: tuple[int, ...], num_computed_tokens: int) -> AdmitRow:
+    token_ids = (*request.prompt_token_ids, *request.output_token_ids)
+    return AdmitRow(request.request_id, token_ids, request.num_prompt_tokens, block_ids, num_computed_tokens, request.sampling)

@@ -1,0 +1,70 @@
+"""Builders: make requests, schedulers and cores with defaults that suit a test. Called by tests, ours and users'; decide
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from penstock.engine.core import EngineCore
+from penstock.engine.ports import Observer
+from penstock.sched.policies.base import Policies
+from penstock.sched.policies.presets import make_policies
+from penstock.sched.scheduler import Scheduler
+from penstock.testing.hash_executor import DEFAULT_CAPACITY
+from penstock.types.plan import Capacity
+from penstock.types.request import Request
+from penstock.types.sampling import SamplingParams
+
+
+def make_request(
+    request_id: str = "r0",
+    prompt: Sequence[int] | int = 8,
+    *,
+    arrival_ns: int = 0,
+    sampling: SamplingParams | None = None,
+    deadline_ns: int | None = None,
+    cache_salt: bytes = b"",
+    **sampling_fields: Any,
+) -> Request:
+    """A request; `prompt` is its tokens, or how many (then they are 1, 2, 3, ...). Other fields go to `SamplingParams`."""
+    token_ids = range(1, prompt + 1) if isinstance(prompt, int) else prompt
+    base = sampling or SamplingParams(temperature=0.0)
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=tuple(token_ids),
+        sampling=replace(base, **sampling_fields),
+        arrival_ns=arrival_ns,
+        deadline_ns=deadline_ns,
+        cache_salt=cache_salt,
+    )
+
+
+def make_scheduler(
+    capacity: Capacity = DEFAULT_CAPACITY,
+    policies: Policies | None = None,
+    *,
+    enable_prefix_caching: bool = True,
+    **capacity_fields: int,
+) -> Scheduler:
+    """A scheduler with the default policies; other fields replace those of `capacity`."""
+    return Scheduler(
+        replace(capacity, **capacity_fields),
+        policies or make_policies(),
+        enable_prefix_caching=enable_prefix_caching,
+    )
+
+
+def make_core(
+    capacity: Capacity = DEFAULT_CAPACITY,
+    policies: Policies | None = None,
+    *,
+    observer: Observer | None = None,
+    enable_prefix_caching: bool = True,
+    **capacity_fields: int,
+) -> EngineCore:
+    """A core over `make_scheduler`."""
+    scheduler = make_scheduler(capacity, policies, enable_prefix_caching=enable_prefix_caching, **capacity_fields)
+    return EngineCore(scheduler, observer=observer)

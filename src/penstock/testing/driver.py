@@ -1,0 +1,105 @@
+"""A synchronous driver: runs a core over an executor under a virtual clock, until nothing is left to do.
+
+Called by tests; the engine's loop and the simulator are its grown-up relatives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from penstock.clock import VirtualClock
+from penstock.engine.core import EngineCore
+from penstock.engine.ports import Executor
+from penstock.types.errors import ExecutorFailure
+from penstock.types.events import Command, TokenEvent
+from penstock.types.plan import StepPlan
+from penstock.types.request import FinishReason
+
+STEP_NS = 1_000_000
+
+
+@dataclass(slots=True)
+class Outcome:
+    """All that one request was told."""
+
+    token_ids: list[int] = field(default_factory=list)
+    events: list[TokenEvent] = field(default_factory=list)
+
+    @property
+    def last(self) -> TokenEvent:
+        return self.events[-1]
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.last.finish_reason
+
+
+@dataclass(slots=True)
+class Driver:
+    """One core, one executor, one clock; a turn is: apply, begin, execute, finish."""
+
+    core: EngineCore
+    executor: Executor
+    clock: VirtualClock = field(default_factory=VirtualClock)
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    plans: list[StepPlan] = field(default_factory=list)
+
+    def turn(self, *commands: Command) -> StepPlan | None:
+        """One turn; the clock moves on if there was a step. Raises AssertionError if a request is heard of after its end."""
+        self._record(self.core.apply(commands, self.clock.now_ns()))
+        plan = self.core.begin(self.clock.now_ns())
+        copies = self.core.take_block_copies()
+        if plan is None:
+            return None
+        self.plans.append(plan)
+        try:
+            self.executor.copy_blocks(copies)
+            result = self.executor.collect(self.executor.submit(plan))
+        except ExecutorFailure as failure:
+            self._record(self.core.fail_all(failure.message, self.clock.now_ns()))
+            return plan
+        self.clock.advance(STEP_NS)
+        self._record(self.core.finish(plan, result, self.clock.now_ns()))
+        return plan
+
+    def _record(self, events: Iterable[TokenEvent]) -> None:
+        for event in events:
+            outcome = self.outcomes.setdefault(event.request_id, Outcome())
+            assert not outcome.events or outcome.finish_reason is None, f"{event.request_id!r} was heard of after its end"
+            outcome.events.append(event)
+            outcome.token_ids += event.token_ids
+
+
+def run_to_completion(
+    core: EngineCore,
+    executor: Executor,
+    *commands: Command,
+    later: Mapping[int, Iterable[Command]] | None = None,
+    clock: VirtualClock | None = None,
+    after_turn: Callable[[Driver], None] | None = None,
+    max_turns: int = 100_000,
+) -> dict[str, Outcome]:
+    """Apply `commands`, then those of `later` at their turns (counted from 0), until every request has ended.
+
+    `after_turn` is called after each turn (for checks). If there is no step to run, the clock jumps to the core's next wake-up.
+    Raises AssertionError if requests are left after `max_turns`, or nothing could ever wake the core.
+    """
+    driver = Driver(core, executor, clock or VirtualClock())
+    script = {turn: list(batch) for turn, batch in (later or {}).items()}
+    script[0] = [*commands, *script.get(0, ())]
+    for turn in range(max_turns):
+        plan = driver.turn(*script.pop(turn, ()))
+        if after_turn is not None:
+            after_turn(driver)
+        if plan is None and not script:
+            if not core.has_work:
+                return driver.outcomes
+            _sleep(driver)
+    raise AssertionError(f"{core.num_running} running and {core.num_waiting} waiting after {max_turns} turns")
+
+
+def _sleep(driver: Driver) -> None:
+    wakeup_ns = driver.core.next_wakeup_ns(driver.clock.now_ns())
+    assert wakeup_ns is not None, "requests wait, nothing runs, and nothing will wake the core"
+    driver.clock.advance_to(max(wakeup_ns, driver.clock.now_ns()))

@@ -1,0 +1,190 @@
+"""The hash executor: a fake device whose KV slots hold hashes, and which checks every plan against the contract.
+
+Called through the `Executor` port by tests and by whoever wants an engine without a model. It never trusts the
+scheduler: a plan that breaks a rule raises AssertionError, a token outside the vocabulary ValueError.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from penstock.testing.hashing import ROOT, HashModel, mix
+from penstock.types.errors import ExecutorFailure
+from penstock.types.plan import AdmitRow, Capacity, RowPlan, StepPlan, Ticket
+from penstock.types.result import StepResult, StepTiming, TokenLogprobs
+from penstock.types.sampling import SamplingParams
+
+POISON = -1
+"""What a slot holds before it is written; reading it is an error."""
+
+DEFAULT_CAPACITY = Capacity(num_blocks=257, block_size=16, max_rows=64, max_step_tokens=512, max_model_len=4096)
+
+
+@dataclass(slots=True)
+class HashRow:
+    """What the executor remembers of one request."""
+
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    num_computed_tokens: int
+    block_ids: list[int] = field(default_factory=list)
+
+
+class HashExecutor:
+    """Computes a step at once in `submit`; its own time is `step_ns` per step."""
+
+    def __init__(
+        self, capacity: Capacity = DEFAULT_CAPACITY, *, model: HashModel | None = None, step_ns: int = 1_000_000
+    ) -> None:
+        self.model = model or HashModel()
+        self.num_steps = 0
+        self.num_computed_tokens = 0
+        """Positions computed so far, recomputed ones included."""
+        self._capacity = capacity
+        self._step_ns = step_ns
+        self._slots = [POISON] * (capacity.num_blocks * capacity.block_size)
+        self._rows: dict[str, HashRow] = {}
+        self._holders: Counter[int] = Counter()
+        """How many rows have the block in their table."""
+        self._results: dict[int, StepResult] = {}
+        self._is_closed = False
+
+    @property
+    def capacity(self) -> Capacity:
+        return self._capacity
+
+    @property
+    def num_known_requests(self) -> int:
+        """Requests admitted and not released."""
+        return len(self._rows)
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        size = self._capacity.block_size
+        for source, destination in pairs:
+            self._check_block_id(source)
+            self._check_block_id(destination)
+            assert self._holders[destination] == 0, f"block {destination} is held by a row and would be overwritten"
+            content = self._slots[source * size : (source + 1) * size]
+            self._slots[destination * size : (destination + 1) * size] = content
+
+    def submit(self, plan: StepPlan) -> Ticket:
+        if self._is_closed:
+            raise ExecutorFailure("the executor is closed")
+        self._check_limits(plan)
+        for request_id in plan.releases:
+            self._release(request_id)
+        for admit in plan.admits:
+            self._admit(admit)
+        for row in plan.rows:
+            self._append_blocks(row)
+        token_ids: dict[str, tuple[int, ...]] = {}
+        logprobs: dict[str, tuple[TokenLogprobs, ...]] = {}
+        for row in plan.rows:
+            self._run(row, token_ids, logprobs)
+        timing = StepTiming(self.num_steps * self._step_ns, (self.num_steps + 1) * self._step_ns)
+        self.num_steps += 1
+        self._results[plan.step_id] = StepResult(plan.step_id, token_ids, timing, logprobs)
+        return Ticket(plan.step_id)
+
+    def collect(self, ticket: Ticket) -> StepResult:
+        assert ticket.step_id == next(iter(self._results), None), "steps are collected once each, in the order of submission"
+        return self._results.pop(ticket.step_id)
+
+    def close(self) -> None:
+        self._is_closed = True
+
+    def _check_limits(self, plan: StepPlan) -> None:
+        assert plan.step_id not in self._results, f"step {plan.step_id} was submitted already"
+        ids = [row.request_id for row in plan.rows]
+        assert len(set(ids)) == len(ids), "a request has two rows"
+        assert len(ids) <= self._capacity.max_rows, f"{len(ids)} rows of at most {self._capacity.max_rows}"
+        assert plan.num_tokens <= self._capacity.max_step_tokens, (
+            f"{plan.num_tokens} tokens of at most {self._capacity.max_step_tokens}"
+        )
+
+    def _check_block_id(self, block_id: int) -> None:
+        assert 0 < block_id < self._capacity.num_blocks, f"block {block_id} is the null block or does not exist"
+
+    def _release(self, request_id: str) -> None:
+        assert request_id in self._rows, f"release of {request_id!r}, which is unknown"
+        self._holders.subtract(self._rows.pop(request_id).block_ids)
+
+    def _admit(self, admit: AdmitRow) -> None:
+        assert admit.request_id not in self._rows, f"{admit.request_id!r} is admitted twice"
+        assert 0 <= admit.num_computed_tokens < len(admit.token_ids), f"{admit.request_id!r} has nothing to compute"
+        assert 0 < admit.num_prompt_tokens <= len(admit.token_ids), f"{admit.request_id!r} has no prompt"
+        for token_id in admit.token_ids:
+            if not 0 <= token_id < self.model.vocab_size:
+                raise ValueError(f"token {token_id} is outside the vocabulary of {self.model.vocab_size}")
+        row = HashRow(list(admit.token_ids), admit.num_prompt_tokens, admit.sampling, admit.num_computed_tokens)
+        self._rows[admit.request_id] = row
+        num_filled = -(-admit.num_computed_tokens // self._capacity.block_size)
+        self._hold(row, admit.block_ids[:num_filled])
+        self._hold_fresh(row, admit.block_ids[num_filled:])
+
+    def _append_blocks(self, row: RowPlan) -> None:
+        assert row.request_id in self._rows, f"a row of {row.request_id!r}, which is unknown"
+        self._hold_fresh(self._rows[row.request_id], row.new_block_ids)
+
+    def _hold(self, row: HashRow, block_ids: Sequence[int]) -> None:
+        for block_id in block_ids:
+            self._check_block_id(block_id)
+            assert block_id not in row.block_ids, f"block {block_id} is twice in one table"
+            row.block_ids.append(block_id)
+            self._holders[block_id] += 1
+
+    def _hold_fresh(self, row: HashRow, block_ids: Sequence[int]) -> None:
+        """Blocks without content: nobody may hold them, and what they contained is gone."""
+        self._hold(row, block_ids)
+        size = self._capacity.block_size
+        for block_id in block_ids:
+            assert self._holders[block_id] == 1, f"block {block_id} is given out while another row holds it"
+            self._slots[block_id * size : (block_id + 1) * size] = [POISON] * size
+
+    def _run(
+        self, plan: RowPlan, token_ids: dict[str, tuple[int, ...]], logprobs: dict[str, tuple[TokenLogprobs, ...]]
+    ) -> None:
+        row = self._rows[plan.request_id]
+        end = plan.context_len + plan.query_len
+        self._check_row(plan, row, end)
+        value = self._read(row, plan.context_len - 1) if plan.context_len else ROOT
+        for position in range(plan.context_len, end):
+            value = mix(value, row.token_ids[position])
+            self._write(row, position, value)
+        row.num_computed_tokens = end
+        self.num_computed_tokens += plan.query_len
+        if plan.samples:
+            # The value is read back through the table, so that a row that was written to later shows.
+            token_id = self.model.sample(self._read(row, end - 1), row.sampling, end - row.num_prompt_tokens)
+            row.token_ids.append(token_id)
+            token_ids[plan.request_id] = (token_id,)
+            if row.sampling.logprobs is not None:
+                logprobs[plan.request_id] = (self.model.logprobs(token_id, row.sampling.logprobs),)
+
+    def _check_row(self, plan: RowPlan, row: HashRow, end: int) -> None:
+        name = plan.request_id
+        assert plan.context_len == row.num_computed_tokens, (
+            f"{name!r} has {row.num_computed_tokens} computed, not {plan.context_len}"
+        )
+        assert plan.query_len > 0, f"{name!r} has an empty row"
+        assert end <= len(row.token_ids), f"{name!r} has {len(row.token_ids)} tokens, and {end} are to be computed"
+        assert plan.samples == (end == len(row.token_ids)), f"{name!r} must sample exactly when it has caught up"
+        assert end < self._capacity.max_model_len, f"{name!r} would grow beyond max_model_len"
+        assert len(row.block_ids) * self._capacity.block_size >= end, f"{name!r} writes beyond its blocks"
+
+    def _slot(self, row: HashRow, position: int) -> int:
+        size = self._capacity.block_size
+        return row.block_ids[position // size] * size + position % size
+
+    def _read(self, row: HashRow, position: int) -> int:
+        value = self._slots[self._slot(row, position)]
+        assert value != POISON, f"position {position} is read and was never written"
+        return value
+
+    def _write(self, row: HashRow, position: int, value: int) -> None:
+        slot = self._slot(row, position)
+        assert self._holders[slot // self._capacity.block_size] == 1, "a row writes to a block that others hold"
+        self._slots[slot] = value
