@@ -200,7 +200,7 @@ class EngineCore:
             num_running=self.num_running,
             num_waiting=self.num_waiting,
             num_rows=len(plan.rows),
-            num_tokens=plan.num_tokens,
+            num_tokens=counts.num_tokens,
             num_sampled_tokens=num_sampled,
             num_blocks_total=kv.num_total_blocks,
             num_blocks_free=kv.num_available_blocks - kv.num_cached_blocks,

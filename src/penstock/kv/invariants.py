@@ -58,9 +58,11 @@ def _check_index(manager: KVManager) -> None:
 
 def _check_aliasing(manager: KVManager) -> None:
     for request_id, table in manager.tables().items():
-        assert table.num_slots in (0, len(table.block_ids) * manager.block_size), f"{request_id!r} may write beyond its blocks"
+        num_slots = manager.num_slots.get(request_id, 0)
+        assert num_slots in (0, len(table.block_ids) * manager.block_size), f"{request_id!r} may write beyond its blocks"
         assert table.num_full <= len(table.block_ids), f"{request_id!r} has more full blocks than blocks"
-        if table.num_slots:
+        if num_slots:
             own = table.block_ids[table.num_full :]
             shared = [block_id for block_id in own if manager.pool.ref_count(block_id) > 1]
             assert not shared, f"{request_id!r} may write to blocks {shared}, which others hold"
+    assert manager.num_slots.keys() <= manager.tables().keys(), "a right to write outlived its table"

@@ -46,8 +46,6 @@ class BlockTable:
     """Chain of the full blocks hashed so far, each of them once, also across preemptions."""
     num_full: int = 0
     """Leading blocks that are full and committed: never written again, and published if there is a cache."""
-    num_slots: int = 0
-    """Positions that may be written without asking: block_size * blocks, or 0 if one of them may be shared."""
 
 
 class KVManager:
@@ -61,6 +59,8 @@ class KVManager:
         self.pool = BlockPool(num_blocks)
         self.index = PrefixIndex()
         self.is_caching = enable_prefix_caching
+        self.num_slots: dict[str, int] = {}
+        """request_id -> positions that may be written without asking: block_size * blocks, or 0 if one may be shared."""
         self._tables: dict[str, BlockTable] = {}
         self._copies: list[tuple[int, int]] = []
 
@@ -115,7 +115,7 @@ class KVManager:
             self.pool.hold(block_id)
         table.block_ids = [*hit.block_ids, *self._take(num_fresh)]
         table.num_full = len(hit.block_ids)
-        table.num_slots = len(table.block_ids) * self.block_size
+        self.num_slots[request.request_id] = len(table.block_ids) * self.block_size
         return tuple(table.block_ids)
 
     def extend(self, request_id: str, context_len: int, num_tokens: int) -> tuple[int, ...] | None:
@@ -124,9 +124,9 @@ class KVManager:
         A block among them that others hold too is replaced by a fresh one, and a copy is added to
         `take_block_copies`: then the executor's table is out of date and the row must be sent in full.
         """
-        table = self._tables[request_id]
-        if num_tokens <= table.num_slots:
+        if num_tokens <= self.num_slots[request_id]:
             return ()
+        table = self._tables[request_id]
         shared = self._shared_indices(table, context_len)
         num_fresh = max(0, self.num_blocks_for(num_tokens) - len(table.block_ids))
         if num_fresh + len(shared) > self.pool.num_available:
@@ -134,7 +134,7 @@ class KVManager:
         self._replace(table, shared)
         fresh = self._take(num_fresh)
         table.block_ids += fresh
-        table.num_slots = len(table.block_ids) * self.block_size
+        self.num_slots[request_id] = len(table.block_ids) * self.block_size
         return tuple(fresh)
 
     def publish(self, request: Request) -> None:
@@ -161,7 +161,7 @@ class KVManager:
             self.pool.hold(block_id)
         num_full = num_tokens // self.block_size
         self._tables[child_id] = BlockTable(shared, parent.hashes[:num_full], min(parent.num_full, num_full))
-        parent.num_slots = 0  # the next write of either has to look
+        self.num_slots[parent_id] = self.num_slots[child_id] = 0  # the next write of either has to look
 
     def suspend(self, request_id: str) -> None:
         """Take the request's blocks back; it will come again, so its hashes are kept."""
@@ -172,7 +172,8 @@ class KVManager:
         for block_id in reversed(table.block_ids):
             self.pool.release(block_id, keep=block_id in self.index)
         table.block_ids = []
-        table.num_full = table.num_slots = 0
+        table.num_full = 0
+        self.num_slots.pop(request_id, None)
 
     def free(self, request_id: str) -> None:
         """Take the request's blocks back and forget it. Requests that never had any are fine."""

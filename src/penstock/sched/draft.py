@@ -14,6 +14,8 @@ from penstock.types.plan import AdmitRow, RowPlan
 class StepCounts:
     """What a step did that its plan does not tell."""
 
+    num_tokens: int = 0
+    """Positions that it computes."""
     num_preemptions: int = 0
     num_prefix_query_tokens: int = 0
     """Tokens looked up in the prefix cache by this step's admissions."""
@@ -23,8 +25,8 @@ class StepCounts:
 @dataclass(slots=True)
 class StepDraft:
     limits: StepLimits
-    tokens_left: int
-    """Of the step's budget."""
+    num_tokens: int = 0
+    """Positions that the rows compute."""
     rows: dict[str, RowPlan] = field(default_factory=dict)
     """By request id, so that a row can be taken back when its request becomes a victim."""
     admits: dict[str, AdmitRow] = field(default_factory=dict)
@@ -34,16 +36,21 @@ class StepDraft:
     num_prefix_query_tokens: int = 0
     num_prefix_hit_tokens: int = 0
 
+    @property
+    def tokens_left(self) -> int:
+        """What prefills may still take."""
+        return max(0, self.limits.max_tokens - self.num_tokens)
+
     def add_row(self, row: RowPlan) -> None:
         self.rows[row.request_id] = row
-        self.tokens_left -= row.query_len
+        self.num_tokens += row.query_len
 
     def take_back(self, request_id: str) -> None:
         """Remove what the step planned for a request, if anything."""
         self.admits.pop(request_id, None)
         row = self.rows.pop(request_id, None)
         if row is not None:
-            self.tokens_left += row.query_len
+            self.num_tokens -= row.query_len
 
     def counts(self) -> StepCounts:
-        return StepCounts(self.num_preemptions, self.num_prefix_query_tokens, self.num_prefix_hit_tokens)
+        return StepCounts(self.num_tokens, self.num_preemptions, self.num_prefix_query_tokens, self.num_prefix_hit_tokens)

@@ -114,26 +114,35 @@ class Scheduler:
     def _new_draft(self) -> StepDraft:
         view = BudgetView(self.capacity.max_step_tokens, len(self._running), len(self._waiting), self._last_step_ns)
         limits = self._policies.budget.limits(view)
-        return StepDraft(limits, tokens_left=limits.max_tokens)
+        return StepDraft(limits)
 
     def _extend_running(self, draft: StepDraft) -> None:
-        """One row for every running request that the budget reaches: decodes first, each group in order of admission."""
-        prefills: list[tuple[Request, int]] = []
+        """Rows for the running requests: every decode, then prefills while tokens last, each in order of admission."""
+        prefills: list[Request] = []
+        rows, num_slots = draft.rows, self.kv.num_slots
         for request in tuple(self._running.values()):
-            num_behind = request.num_tokens - request.num_computed_tokens
-            if num_behind > 1:
-                prefills.append((request, num_behind))
-            elif draft.tokens_left > 0:
-                self._extend(draft, request, 1, samples=True)
-        for request, num_behind in prefills:
-            query_len = min(num_behind, draft.tokens_left, draft.limits.max_chunk_tokens)
+            request_id, context_len = request.request_id, request.num_computed_tokens
+            if request.num_tokens - context_len > 1:
+                prefills.append(request)
+            elif context_len < num_slots.get(request_id, 0):  # its last block has room: nothing to ask, nothing to tell
+                rows[request_id] = RowPlan(request_id, context_len, 1, (), True)
+                request.num_inflight_tokens = 1
+                draft.num_tokens += 1
+            else:
+                self._extend(draft, request, 1)
+        for request in prefills:
+            query_len = min(request.num_tokens - request.num_computed_tokens, draft.tokens_left, draft.limits.max_chunk_tokens)
             if query_len > 0:
-                self._extend(draft, request, query_len, samples=query_len == num_behind)
+                self._extend(draft, request, query_len)
             if request.status is RequestStatus.RUNNING:
-                num_tokens = request.num_computed_tokens + query_len
-                draft.num_promised_blocks += self.kv.num_blocks_for(request.num_tokens) - self.kv.num_blocks_for(num_tokens)
+                draft.num_promised_blocks += self._num_missing_blocks(request)
 
-    def _extend(self, draft: StepDraft, request: Request, query_len: int, *, samples: bool) -> None:
+    def _num_missing_blocks(self, request: Request) -> int:
+        """Blocks that a running request does not hold yet for the tokens that it has."""
+        num_planned = request.num_computed_tokens + request.num_inflight_tokens
+        return self.kv.num_blocks_for(request.num_tokens) - self.kv.num_blocks_for(num_planned)
+
+    def _extend(self, draft: StepDraft, request: Request, query_len: int) -> None:
         """Plan a row for a running request; preempts others, or the request itself, until its blocks are found."""
         if request.status is not RequestStatus.RUNNING:
             return  # a victim of this step
@@ -145,7 +154,12 @@ class Scheduler:
         if self.kv.num_pending_copies != num_copies:
             self._send_again(draft, request)
             blocks = ()
-        draft.add_row(RowPlan(request.request_id, context_len, query_len, blocks, samples))
+        self._add_row(draft, request, query_len, blocks)
+
+    def _add_row(self, draft: StepDraft, request: Request, query_len: int, new_block_ids: tuple[int, ...]) -> None:
+        context_len = request.num_computed_tokens
+        samples = context_len + query_len == request.num_tokens
+        draft.add_row(RowPlan(request.request_id, context_len, query_len, new_block_ids, samples))
         request.num_inflight_tokens = query_len
 
     def _preempt(self, draft: StepDraft) -> Request:
@@ -204,16 +218,13 @@ class Scheduler:
         self._running[request.request_id] = request
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = hit.num_tokens
-        request.num_inflight_tokens = query_len
         if request.first_scheduled_ns is None:
             request.first_scheduled_ns = now_ns
             request.num_cached_tokens = hit.num_tokens
-        num_tokens = hit.num_tokens + query_len
-        table = self.kv.allocate(request, hit, num_tokens)
+        table = self.kv.allocate(request, hit, hit.num_tokens + query_len)
         draft.admits[request.request_id] = _admit_row(request, table, hit.num_tokens)
-        samples = num_tokens == request.num_tokens
-        draft.add_row(RowPlan(request.request_id, hit.num_tokens, query_len, (), samples))
-        draft.num_promised_blocks += self.kv.num_blocks_for(request.num_tokens) - self.kv.num_blocks_for(num_tokens)
+        self._add_row(draft, request, query_len, ())
+        draft.num_promised_blocks += self._num_missing_blocks(request)
         draft.num_prefix_query_tokens += request.num_tokens
         draft.num_prefix_hit_tokens += hit.num_tokens
 
@@ -229,7 +240,10 @@ class Scheduler:
     # commit
 
     def commit(self, plan: StepPlan, result: StepResult, now_ns: int) -> list[TokenEvent]:
-        """Take over what a step computed: an event per row that sampled. Rows of requests that ended meanwhile are void."""
+        """Take over what a step computed: an event per row that sampled. Rows of requests that ended meanwhile are void.
+
+        Raises KeyError or ValueError if a row that samples has not got its one token.
+        """
         self._last_step_ns = now_ns - plan.now_ns
         block_size = self.capacity.block_size
         events: list[TokenEvent] = []
@@ -237,35 +251,33 @@ class Scheduler:
             request = self._running.get(row.request_id)
             if request is None:
                 continue
-            num_computed = request.num_computed_tokens = row.context_len + row.query_len
+            query_len = row.query_len
+            num_computed = request.num_computed_tokens = row.context_len + query_len
             request.num_inflight_tokens = 0
-            event = self._append_sample(request, result, now_ns) if row.samples else None
-            if num_computed % block_size < row.query_len:  # a block became full
-                self.kv.publish(request)
-            if event is not None:
-                if event.finish_reason is not None:
-                    self.end(request, event.finish_reason, event.stop_reason)
+            if row.samples:
+                event = self._append_sample(request, result, now_ns)
                 events.append(event)
+            if num_computed % block_size < query_len:  # a block became full
+                self.kv.publish(request)
+            if row.samples and event.finish_reason is not None:
+                self.end(request, event.finish_reason, event.stop_reason)
         return events
 
     def _append_sample(self, request: Request, result: StepResult, now_ns: int) -> TokenEvent:
-        token_ids = result.token_ids[request.request_id]
+        """Append what was sampled and check whether it is the last."""
+        request_id, output, sampling = request.request_id, request.output_token_ids, request.sampling
+        token_ids = result.token_ids[request_id]
         (token_id,) = token_ids
-        request.output_token_ids.append(token_id)
+        output.append(token_id)
         if request.first_token_ns is None:
             request.first_token_ns = now_ns
-        reason, stop_reason = self._finish_check(request, token_id)
-        logprobs = result.logprobs.get(request.request_id, ())
-        return TokenEvent(request.request_id, token_ids, now_ns, logprobs, reason, stop_reason, request.num_cached_tokens)
-
-    def _finish_check(self, request: Request, token_id: int) -> tuple[FinishReason | None, int | None]:
-        sampling = request.sampling
-        num_generated = len(request.output_token_ids)
-        if token_id in sampling.stop_token_ids and num_generated > sampling.min_tokens:
-            return FinishReason.STOP, token_id
-        if num_generated >= sampling.max_tokens or request.num_tokens >= self.capacity.max_model_len:
-            return FinishReason.LENGTH, None
-        return None, None
+        logprobs = result.logprobs.get(request_id, ()) if result.logprobs else ()
+        reason, stop_reason = None, None
+        if token_id in sampling.stop_token_ids and len(output) > sampling.min_tokens:
+            reason, stop_reason = FinishReason.STOP, token_id
+        elif len(output) >= sampling.max_tokens or request.num_computed_tokens + 1 >= self.capacity.max_model_len:
+            reason = FinishReason.LENGTH
+        return TokenEvent(request_id, token_ids, now_ns, logprobs, reason, stop_reason, request.num_cached_tokens)
 
     def check(self) -> None:
         """Verify the laws of memory and of the queues. Raises AssertionError. O(blocks + requests)."""

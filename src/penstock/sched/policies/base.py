@@ -70,13 +70,13 @@ class BudgetView:
 @dataclass(frozen=True, slots=True)
 class StepLimits:
     max_tokens: int
-    """Tokens of the step over all rows, at most `max_step_tokens`."""
+    """Tokens up to which prefills may fill the step, at most `max_step_tokens`. Decodes get theirs in any case."""
     max_chunk_tokens: int
     """Tokens of one row in one step, >= 1."""
 
 
 class Budget(Protocol):
-    """How are the step's tokens split? Rows that only decode come first in any case."""
+    """How are the step's tokens split? Each decode gets its token first: no more rows run than a step has tokens."""
 
     def limits(self, view: BudgetView) -> StepLimits: ...
 

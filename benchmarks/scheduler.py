@@ -1,0 +1,123 @@
+"""What does one step of scheduling cost on the host? Plan and commit, with 256 running and 1,000 waiting requests.
+
+    python benchmarks/scheduler.py [--steps 400] [--running 256] [--waiting 1000]
+
+Three situations: `decode` (all rows full, nobody can join), `no_memory` (a row is free, but not the memory for the
+next request, which is therefore looked up in every step) and `churn` (replies of 32 tokens: eight requests end and
+eight join in each step). The last line is one JSON object; times are microseconds per step, `begin` + `finish`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from penstock.sched.policies.base import AdmissionView
+from penstock.sched.policies.presets import make_policies
+from penstock.testing import make_core, make_request
+from penstock.types.events import Add
+from penstock.types.plan import Capacity, StepPlan
+from penstock.types.result import StepResult, StepTiming
+
+NO_TIME = StepTiming(0, 0)
+PROMPT_TOKENS = 100
+MAX_TOKENS = 3000
+CHURN_TOKENS = 32
+BLOCK_SIZE = 16
+MAX_STEP_TOKENS = 8192
+
+
+def main() -> None:
+    arguments = _parse()
+    report: dict[str, object] = {"running": arguments.running, "waiting": arguments.waiting, "steps": arguments.steps}
+    for name in ("decode", "no_memory", "churn"):
+        report[name] = _summary(name, list(_measure(name, arguments)))
+    print(json.dumps(report))
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Host cost of one scheduling step.")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--running", type=int, default=256)
+    parser.add_argument("--waiting", type=int, default=1000)
+    return parser.parse_args()
+
+
+def _measure(situation: str, arguments: argparse.Namespace) -> Iterator[tuple[float, float]]:
+    """(begin, finish) in microseconds of each step, after all rows have been filled."""
+    running, is_churn = arguments.running, situation == "churn"
+    num_warm_up = PROMPT_TOKENS * running // MAX_STEP_TOKENS + 2 * CHURN_TOKENS
+    num_steps = num_warm_up + arguments.steps
+    capacity = _capacity(running + (situation == "no_memory"), running)
+    core = make_core(capacity, make_policies(reserve=NotForMore(running)))
+    requests = [
+        make_request(
+            f"request-{idx}",
+            [idx, *range(1, PROMPT_TOKENS)],
+            arrival_ns=idx,
+            # The first replies end one after another, so that later steps lose and gain equally many requests.
+            max_tokens=min(CHURN_TOKENS, 1 + idx * CHURN_TOKENS // running) if is_churn else MAX_TOKENS,
+        )
+        for idx in range(running + arguments.waiting + is_churn * 2 * num_steps * running // CHURN_TOKENS)
+    ]
+    core.apply([Add(request) for request in requests], 0)
+    for step in range(num_steps):
+        started = time.perf_counter_ns()
+        plan = core.begin(step)
+        planned = time.perf_counter_ns()
+        assert plan is not None
+        result = StepResult(plan.step_id, _tokens(plan), NO_TIME)
+        computed = time.perf_counter_ns()
+        core.finish(plan, result, step)
+        ended = time.perf_counter_ns()
+        if step >= num_warm_up:
+            yield (planned - started) / 1e3, (ended - computed) / 1e3
+    assert core.num_waiting >= arguments.waiting
+
+
+def _capacity(max_rows: int, running: int) -> Capacity:
+    max_model_len = PROMPT_TOKENS + MAX_TOKENS
+    return Capacity(
+        num_blocks=1 + running * -(-max_model_len // BLOCK_SIZE),
+        block_size=BLOCK_SIZE,
+        max_rows=max_rows,
+        max_step_tokens=MAX_STEP_TOKENS,
+        max_model_len=max_model_len,
+    )
+
+
+@dataclass(frozen=True)
+class NotForMore:
+    """A reserve that finds memory for so many requests and no more."""
+
+    max_running: int
+
+    def required_blocks(self, view: AdmissionView) -> int:
+        return 0 if view.num_running < self.max_running else view.num_total_blocks + 1
+
+
+def _tokens(plan: StepPlan) -> dict[str, tuple[int, ...]]:
+    return {row.request_id: (7,) for row in plan.rows if row.samples}
+
+
+def _summary(name: str, steps: list[tuple[float, float]]) -> dict[str, float]:
+    gc.collect()
+    totals = [begin + finish for begin, finish in steps]
+    summary = {
+        "begin_us": round(statistics.median(begin for begin, _ in steps), 1),
+        "finish_us": round(statistics.median(finish for _, finish in steps), 1),
+        "total_us": round(statistics.median(totals), 1),
+        "p90_us": round(statistics.quantiles(totals, n=10)[-1], 1),
+        "min_us": round(min(totals), 1),
+    }
+    print(f"{name:10} {summary}")
+    return summary
+
+
+if __name__ == "__main__":
+    main()
