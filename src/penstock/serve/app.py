@@ -1,0 +1,167 @@
+"""Puts the server's parts together: routes, layers, error handlers, OpenAPI document. Called once, by `server` or a test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import orjson
+from fastapi import APIRouter, FastAPI
+from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+import penstock
+from penstock.config import ServerConfig
+from penstock.serve.auth import AuthLayer, KeyRing, read_key_file
+from penstock.serve.limits import BodyLimitLayer
+from penstock.serve.openai.chat import ChatEndpoint
+from penstock.serve.openai.completions import CompletionsEndpoint
+from penstock.serve.openai.errors import from_http_exception, from_rejected, from_validation, invalid
+from penstock.serve.openai.models import ModelsEndpoint
+from penstock.serve.openai.tokenize import TokenizeEndpoint
+from penstock.serve.ops.requests import RequestsEndpoint
+from penstock.serve.ops.status import StatusEndpoint
+from penstock.serve.request_id import RequestIdLayer
+from penstock.serve.runtime import Runtime
+from penstock.serve.service import Service
+from penstock.types.errors import Rejected
+
+
+def create_app(runtime: Runtime, config: ServerConfig) -> FastAPI:
+    """The ASGI application over a started runtime. Raises `ConfigError` if the key file is no use."""
+    app = FastAPI(
+        title="Penstock",
+        version=penstock.__version__,
+        description="An OpenAI-compatible server for language models.",
+        middleware=_layers(runtime, config),
+        exception_handlers={
+            RequestValidationError: _on_invalid_body,
+            Rejected: _on_rejected,
+            HTTPException: _on_http_exception,
+        },
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.include_router(_router(runtime, Service(runtime, config)))
+    app.openapi = _openapi_writer(app)  # type: ignore[method-assign]
+    return app
+
+
+def api_keys(config: ServerConfig) -> tuple[str, ...]:
+    """All keys that open the server; none: it is open to everyone who can reach it."""
+    return config.api_keys + (read_key_file(Path(config.api_key_file)) if config.api_key_file else ())
+
+
+def _layers(runtime: Runtime, config: ServerConfig) -> list[Middleware]:
+    """Outermost first. Plain ASGI, as every token passes through them."""
+    keys = api_keys(config)
+    return [
+        Middleware(RequestIdLayer, new_request_id=runtime.sources.new_request_id),
+        *([Middleware(AuthLayer, keys=KeyRing(keys))] if keys else []),
+        Middleware(BodyLimitLayer, max_body_bytes=config.max_body_bytes),
+    ]
+
+
+def _router(runtime: Runtime, service: Service) -> APIRouter:
+    # A body without a content type is read as JSON; one with another type is refused.
+    router = APIRouter(route_class=_JsonRoute, strict_content_type=False)
+    models, tokens, status = ModelsEndpoint(runtime.model), TokenizeEndpoint(runtime), StatusEndpoint(runtime)
+    table: list[tuple[str, str, Callable[..., Coroutine[Any, Any, Any]]]] = [
+        ("POST", "/v1/completions", CompletionsEndpoint(service).create),
+        ("POST", "/v1/chat/completions", ChatEndpoint(service).create),
+        ("GET", "/v1/models", models.list),
+        ("GET", "/v1/models/{model_id:path}", models.get),
+        ("DELETE", "/v1/requests/{request_id:path}", RequestsEndpoint(service).cancel),
+        ("POST", "/tokenize", tokens.tokenize),
+        ("POST", "/detokenize", tokens.detokenize),
+        ("GET", "/health", status.health),
+        ("GET", "/ready", status.ready),
+        ("GET", "/version", status.version),
+        ("GET", "/metrics", status.metrics),
+    ]
+    for method, path, endpoint in table:
+        router.add_api_route(path, endpoint, methods=[method], response_model=None)
+    return router
+
+
+class _JsonRequest(HttpRequest):
+    """Bodies are read by orjson: faster than the standard library, and strict about NaN, surrogates and depth."""
+
+    async def json(self) -> Any:
+        try:
+            return orjson.loads(await self.body())
+        except orjson.JSONDecodeError as error:
+            raise invalid(f"The body is not valid JSON: {error}.") from error
+
+
+class _JsonRoute(APIRoute):
+    def get_route_handler(self) -> Callable[[HttpRequest], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_json(request: HttpRequest) -> Response:
+            return await handle(_JsonRequest(request.scope, request.receive))
+
+        return handle_json
+
+
+async def _on_invalid_body(_request: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    return from_validation(error.errors()).response()
+
+
+async def _on_rejected(_request: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, Rejected)
+    return from_rejected(error).response()
+
+
+async def _on_http_exception(request: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return from_http_exception(error, request.method, request.url.path).response()
+
+
+def _openapi_writer(app: FastAPI) -> Callable[[], dict[str, Any]]:
+    """FastAPI's document, with our error object in place of its 422, which we never answer."""
+
+    def write() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+            schemas = document.setdefault("components", {}).setdefault("schemas", {})
+            for name in ("HTTPValidationError", "ValidationError"):
+                schemas.pop(name, None)
+            schemas["Error"] = _ERROR_SCHEMA
+            for operation in (operation for path in document["paths"].values() for operation in path.values()):
+                operation["responses"].pop("422", None)
+                operation["responses"]["default"] = _ERROR_RESPONSE
+            app.openapi_schema = document
+        return app.openapi_schema
+
+    return write
+
+
+_NULLABLE_TEXT = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+_ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": _NULLABLE_TEXT,
+                "code": {"type": "string"},
+            },
+        }
+    },
+}
+_ERROR_RESPONSE = {
+    "description": "What went wrong, as an OpenAI error object",
+    "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+}

@@ -1,0 +1,87 @@
+"""API keys: every route but `/health` and `/ready` needs one, if any are set. Keeps digests, never the keys."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from penstock.serve.openai.errors import ApiError, invalid_api_key
+from penstock.types.errors import ConfigError
+
+OPEN_PATHS = frozenset({"/health", "/ready"})
+_SCOPE_KEY = "penstock.key_name"
+_KEY_NAME_CHARS = 12
+
+
+def key_name(scope: Scope) -> str:
+    """A short, stable name of the key that was sent, safe to log; empty if no key is asked for."""
+    name = scope.get(_SCOPE_KEY, "")
+    assert isinstance(name, str)
+    return name
+
+
+def read_key_file(path: Path) -> tuple[str, ...]:
+    """One key per line; empty lines and those that begin with # don't count. Raises `ConfigError`."""
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"The key file {path} cannot be read: {error}.", remedy="Check --api-key-file.") from error
+    keys = tuple(line for line in lines if line and not line.startswith("#"))
+    if not keys:
+        raise ConfigError(f"The key file {path} contains no key.", remedy="Write one key per line.")
+    return keys
+
+
+class KeyRing:
+    """Compares a key with all known ones in constant time."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        # Digests under a secret of this process have equal lengths, so the comparison tells nothing about the keys.
+        self._secret = secrets.token_bytes(32)
+        self._names = {self._digest(key.encode()): _public_name(key) for key in keys}
+
+    def name_of(self, key: bytes) -> str | None:
+        """The name of a known key; looks at every key, whichever matches."""
+        digest = self._digest(key)
+        found: str | None = None
+        for known, name in self._names.items():
+            if hmac.compare_digest(known, digest):
+                found = name
+        return found
+
+    def _digest(self, key: bytes) -> bytes:
+        return hmac.digest(self._secret, key, "sha256")
+
+
+class AuthLayer:
+    def __init__(self, app: ASGIApp, keys: KeyRing) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            try:
+                scope[_SCOPE_KEY] = self._check(scope)
+            except ApiError as error:
+                await error.response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _check(self, scope: Scope) -> str:
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        if not given:
+            raise invalid_api_key("No API key was sent. Send the header 'Authorization: Bearer <key>'.")
+        scheme, _, key = given[0].partition(b" ")
+        name = self._keys.name_of(key.strip()) if scheme.lower() == b"bearer" and len(given) == 1 else None
+        if name is None:
+            raise invalid_api_key("The API key is wrong.")
+        return name
+
+
+def _public_name(key: str) -> str:
+    return "key-" + hashlib.sha256(key.encode()).hexdigest()[:_KEY_NAME_CHARS]

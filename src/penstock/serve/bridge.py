@@ -1,0 +1,212 @@
+"""The only way between the event loop and the engine thread: requests go in, chunks come out, one thread hop per step.
+
+Called by the HTTP endpoints and the terminal commands on the event loop, and by the engine thread through `deliver`.
+Never blocks either side: what a slow reader has not taken is merged, and is bounded by that request's own output.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from types import TracebackType
+from typing import Protocol, Self
+
+from penstock.engine.ports import OutputChunk
+from penstock.types.request import Request
+
+_log = logging.getLogger(__name__)
+
+_MERGE_ABOVE_CHUNKS = 64
+"""A reader that lags further behind than this gets its chunks merged, so that a slow one costs no more than its own output."""
+
+
+class EnginePort(Protocol):
+    """What the bridge needs of the engine; both methods are thread-safe and never block."""
+
+    def submit(self, request: Request) -> None: ...
+
+    def abort(self, request_id: str, detail: str) -> None: ...
+
+
+class Bridge:
+    """Owns the map from request ids to open streams. One event loop at a time."""
+
+    def __init__(self) -> None:
+        self._engine: EnginePort | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._streams: dict[str, Stream] = {}
+        self._deliveries: deque[list[OutputChunk]] = deque()
+        self._is_hop_due = False
+
+    def attach(self, engine: EnginePort) -> None:
+        """Name the engine; before the first stream. Apart from the constructor, as the engine's sink is `deliver`."""
+        self._engine = engine
+
+    @property
+    def num_open_requests(self) -> int:
+        """Requests whose answer somebody still reads."""
+        return len(self._streams)
+
+    def open(self, requests: Sequence[Request]) -> Stream:
+        """Submit requests that are read together (`n > 1`, several prompts). Use the result in a `with` block."""
+        if self._engine is None:
+            raise RuntimeError("attach an engine before opening a stream")
+        self._bind(asyncio.get_running_loop())
+        stream = Stream(self, [request.request_id for request in requests])
+        for request in requests:
+            assert request.request_id not in self._streams, f"request id {request.request_id!r} is in use"
+            self._streams[request.request_id] = stream
+        for request in requests:
+            self._engine.submit(request)
+        return stream
+
+    async def stream(self, request: Request) -> AsyncIterator[OutputChunk]:
+        """Chunks of one request, the last with a finish reason. Leaving early aborts the request."""
+        with self.open((request,)) as stream:
+            while chunks := await stream.next_chunks():
+                for chunk in chunks:
+                    yield chunk
+
+    def abort(self, request_id: str, detail: str) -> None:
+        """End a request; whoever reads its stream sees the ABORT chunk."""
+        assert self._engine is not None
+        self._engine.abort(request_id, detail)
+
+    def deliver(self, chunks: list[OutputChunk]) -> None:
+        """The engine's sink, called by its thread, once per step. Wakes the event loop at most once per pending batch."""
+        self._deliveries.append(chunks)
+        loop = self._loop
+        if self._is_hop_due or loop is None:
+            return
+        self._is_hop_due = True
+        try:
+            loop.call_soon_threadsafe(self._dispatch)
+        except RuntimeError:
+            _log.debug("the event loop is closed; nobody reads these chunks")
+
+    def forget(self, request_id: str) -> None:
+        """Called by `Stream` when it no longer wants a request's chunks."""
+        self._streams.pop(request_id, None)
+
+    def _bind(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._loop is loop:
+            return
+        if self._streams:
+            raise RuntimeError("streams are open in another event loop")
+        self._deliveries.clear()
+        self._is_hop_due = False
+        self._loop = loop
+
+    def _dispatch(self) -> None:
+        # Cleared before the queue is read: a delivery that comes in between causes one hop too many, never one too few.
+        self._is_hop_due = False
+        streams = self._streams
+        deliveries = self._deliveries
+        while deliveries:
+            for chunk in deliveries.popleft():
+                stream = streams.get(chunk.request_id)
+                if stream is not None:
+                    stream.put(chunk)
+
+
+class Stream:
+    """What the requests of one call say, in the engine's order. A context manager: leaving it aborts the unfinished."""
+
+    def __init__(self, bridge: Bridge, request_ids: Sequence[str]) -> None:
+        self._bridge = bridge
+        self._unfinished = dict.fromkeys(request_ids)
+        self._chunks: list[OutputChunk] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._is_cancelled = False
+        self._merge_above = _MERGE_ABOVE_CHUNKS * len(request_ids)
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self._is_cancelled
+
+    @property
+    def is_ended(self) -> bool:
+        """True if nothing will come after the chunks that were taken."""
+        return not self._unfinished and not self._chunks
+
+    async def next_chunks(self) -> list[OutputChunk]:
+        """All chunks that are there, or the next ones, at most one per request. Empty after the last, or when cancelled.
+
+        One reader at a time.
+        """
+        while not self._chunks:
+            if self._is_cancelled or not self._unfinished:
+                return []
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        chunks, self._chunks = self._chunks, []
+        return chunks if len(chunks) == 1 else merge_chunks(chunks)
+
+    def put(self, chunk: OutputChunk) -> None:
+        """Called by the bridge, on the event loop."""
+        self._chunks.append(chunk)
+        if len(self._chunks) > self._merge_above:
+            self._chunks = merge_chunks(self._chunks)
+        if chunk.finish_reason is not None:
+            self._unfinished.pop(chunk.request_id, None)
+            self._bridge.forget(chunk.request_id)
+        self._wake()
+
+    def cancel(self, detail: str) -> None:
+        """Abort what has not finished and end the stream. Idempotent."""
+        self._is_cancelled = True
+        self._chunks.clear()
+        for request_id in self._unfinished:
+            self._bridge.forget(request_id)
+            self._bridge.abort(request_id, detail)
+        self._unfinished.clear()
+        self._wake()
+
+    def close(self) -> None:
+        """Read no further."""
+        if self._unfinished:
+            self.cancel("the reader left")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def merge_chunks(chunks: list[OutputChunk]) -> list[OutputChunk]:
+    """One chunk per request, in order of their first chunks; texts and tokens joined, the rest as the last one says."""
+    grouped: dict[str, list[OutputChunk]] = {}
+    for chunk in chunks:
+        grouped.setdefault(chunk.request_id, []).append(chunk)
+    return [group[0] if len(group) == 1 else _join(group) for group in grouped.values()]
+
+
+def _join(group: list[OutputChunk]) -> OutputChunk:
+    last = group[-1]
+    return OutputChunk(
+        request_id=last.request_id,
+        text="".join([chunk.text for chunk in group]),
+        token_ids=tuple([token_id for chunk in group for token_id in chunk.token_ids]),
+        logprobs=tuple([entry for chunk in group for entry in chunk.logprobs]),
+        at_ns=last.at_ns,
+        num_cached_tokens=last.num_cached_tokens,
+        num_generated_tokens=last.num_generated_tokens,
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        detail=last.detail,
+        reject_reason=last.reject_reason,
+        first_scheduled_ns=last.first_scheduled_ns,
+        first_token_ns=last.first_token_ns,
+    )

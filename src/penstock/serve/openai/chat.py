@@ -1,0 +1,151 @@
+"""`POST /v1/chat/completions`: messages in, a message out. Its shapes and events; what it shares is in `generation`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+from fastapi import Request as HttpRequest
+from fastapi.responses import Response
+
+from penstock.engine.ports import OutputChunk
+from penstock.serve.call import read_terms
+from penstock.serve.openai.generation import (
+    AnswerOptions,
+    ChoiceRecord,
+    PromptTokens,
+    answer_options,
+    collect_answer,
+    encode_prompt,
+    event_head,
+    finish_word,
+    json_answer,
+    make_choices,
+    stream_answer,
+)
+from penstock.serve.openai.logprobs import chat_logprobs
+from penstock.serve.openai.messages import num_chars, render_prompt, template_messages
+from penstock.serve.openai.prompts import off_loop_if_long
+from penstock.serve.openai.schemas import ChatCompletionBody
+from penstock.serve.openai.unsupported import refuse_unsupported
+from penstock.serve.openai.usage import Usage
+from penstock.serve.openai.validation import base_sampling, check_model
+from penstock.serve.runtime import Runtime
+from penstock.serve.service import Choice, Service
+from penstock.text.tokenizer import Tokenizer
+
+_KIND = "chat.completion"
+_CHUNK_KIND = "chat.completion.chunk"
+
+
+class ChatEndpoint:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def create(self, body: ChatCompletionBody, http: HttpRequest) -> Response:
+        """Answer a conversation. The model's own chat template turns the messages into its prompt."""
+        service, runtime = self._service, self._service.runtime
+        terms = read_terms(http.scope, body, runtime, service.config.request_timeout_s)
+        refuse_unsupported(body)
+        model_name = check_model(body.model, runtime.model)
+        options = answer_options(body, terms, runtime, prefix="chatcmpl", model_name=model_name)
+        base = base_sampling(body, runtime.model, runtime.defaults, runtime.tokenizer)
+        messages = template_messages(body.messages)
+        with service.admit(body.num_choices):
+            prompt = await _tokenise(body, runtime, messages)
+            choices = make_choices(body, runtime, [prompt], base)
+            call = service.open(terms, choices)
+        usage = Usage(choices)
+        if body.stream:
+            return await stream_answer(http, call, ChatEvents(options, choices, usage, runtime.tokenizer))
+        records = await collect_answer(http, call, choices, usage)
+        return json_answer(_answer(options, records, usage, runtime.tokenizer), records, terms)
+
+
+class ChatEvents:
+    """The events of a streamed chat answer: the role, pieces of content, the finish reason."""
+
+    def __init__(self, options: AnswerOptions, choices: Sequence[Choice], usage: Usage, tokenizer: Tokenizer) -> None:
+        self._options = options
+        self._usage = usage
+        self._tokenizer = tokenizer
+        self._head = event_head(options, _CHUNK_KIND)
+        self._prefixes = [self._head + b',"choices":[{"index":%d,"delta":{' % choice.index for choice in choices]
+        self._is_plain = not (options.has_logprobs or options.has_token_ids or options.has_continuous_usage)
+        self._suffix = b"}]" + (b',"usage":null' if options.includes_usage else b"") + b"}\n\n"
+        self._plain_suffix = b'},"logprobs":null,"finish_reason":null' + self._suffix
+
+    def begin(self) -> bytes:
+        return b"".join([prefix + b'"role":"assistant","content":""' + self._plain_suffix for prefix in self._prefixes])
+
+    def write(self, index: int, chunk: OutputChunk) -> bytes:
+        self._usage.add(index, chunk)
+        data = self._content(index, chunk)
+        if chunk.finish_reason is None:
+            return data
+        fields = {"finish_reason": finish_word(chunk), "stop_reason": chunk.stop_reason}
+        return data + self._prefixes[index] + b'},"logprobs":null,' + orjson.dumps(fields)[1:-1] + self._usage_suffix()
+
+    def end(self) -> bytes:
+        if not self._options.includes_usage:
+            return b""
+        return self._head + b',"choices":[],"usage":' + orjson.dumps(self._usage.body()) + b"}\n\n"
+
+    def _content(self, index: int, chunk: OutputChunk) -> bytes:
+        if self._is_plain:
+            if not chunk.text:
+                return b""
+            return self._prefixes[index] + b'"content":' + orjson.dumps(chunk.text) + self._plain_suffix
+        if not chunk.text and not chunk.token_ids:
+            return b""
+        fields: dict[str, Any] = {
+            "logprobs": chat_logprobs(self._tokenizer, chunk.logprobs) if self._options.has_logprobs else None,
+            "finish_reason": None,
+        }
+        if self._options.has_token_ids:
+            fields["token_ids"] = chunk.token_ids
+        text = orjson.dumps(chunk.text)
+        return self._prefixes[index] + b'"content":' + text + b"}," + orjson.dumps(fields)[1:-1] + self._usage_suffix()
+
+    def _usage_suffix(self) -> bytes:
+        if not self._options.has_continuous_usage:
+            return self._suffix
+        return b'}],"usage":' + orjson.dumps(self._usage.body()) + b"}\n\n"
+
+
+async def _tokenise(body: ChatCompletionBody, runtime: Runtime, messages: list[dict[str, Any]]) -> PromptTokens:
+    text = await off_loop_if_long(num_chars(messages), lambda: render_prompt(runtime.chat_template, body, messages))
+    # The template has written the special tokens already.
+    adds_special_tokens = body.add_special_tokens is True
+    return await encode_prompt(body, runtime, text, "messages", adds_special_tokens=adds_special_tokens)
+
+
+def _answer(options: AnswerOptions, records: Sequence[ChoiceRecord], usage: Usage, tokenizer: Tokenizer) -> dict[str, Any]:
+    answer: dict[str, Any] = {
+        "id": options.answer_id,
+        "object": _KIND,
+        "created": options.created_unix_s,
+        "model": options.model_name,
+        "choices": [_choice(options, record, tokenizer) for record in records],
+        "usage": usage.body(),
+    }
+    if options.has_token_ids:
+        answer["prompt_token_ids"] = records[0].choice.prompt_token_ids
+    return answer
+
+
+def _choice(options: AnswerOptions, record: ChoiceRecord, tokenizer: Tokenizer) -> dict[str, Any]:
+    logprobs = None
+    if options.has_logprobs:
+        logprobs = chat_logprobs(tokenizer, [entry for chunk in record.chunks for entry in chunk.logprobs])
+    choice: dict[str, Any] = {
+        "index": record.choice.index,
+        "message": {"role": "assistant", "content": record.text, "refusal": None},
+        "logprobs": logprobs,
+        "finish_reason": finish_word(record.last),
+        "stop_reason": record.last.stop_reason,
+    }
+    if options.has_token_ids:
+        choice["token_ids"] = record.token_ids
+    return choice

@@ -1,0 +1,189 @@
+"""`POST /v1/completions`: prompts in, texts out. Its shapes and events; what it shares with chat is in `generation`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+from fastapi import Request as HttpRequest
+from fastapi.responses import Response
+
+from penstock.engine.ports import OutputChunk
+from penstock.serve.call import read_terms
+from penstock.serve.openai.errors import invalid
+from penstock.serve.openai.generation import (
+    AnswerOptions,
+    ChoiceRecord,
+    PromptTokens,
+    answer_options,
+    collect_answer,
+    encode_prompt,
+    event_head,
+    finish_word,
+    fit_prompt,
+    json_answer,
+    make_choices,
+    stream_answer,
+)
+from penstock.serve.openai.logprobs import CompletionLogprobs
+from penstock.serve.openai.prompts import PromptInput, TextPrompt, parse_prompts
+from penstock.serve.openai.schemas import MAX_CHOICES, CompletionBody
+from penstock.serve.openai.unsupported import refuse_unsupported
+from penstock.serve.openai.usage import Usage
+from penstock.serve.openai.validation import base_sampling, check_model
+from penstock.serve.runtime import Runtime
+from penstock.serve.service import Choice, Service
+from penstock.text.tokenizer import Tokenizer
+
+_KIND = "text_completion"
+
+
+class CompletionsEndpoint:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def create(self, body: CompletionBody, http: HttpRequest) -> Response:
+        """Continue one or more prompts, given as text or token ids."""
+        service, runtime = self._service, self._service.runtime
+        terms = read_terms(http.scope, body, runtime, service.config.request_timeout_s)
+        refuse_unsupported(body)
+        model_name = check_model(body.model, runtime.model)
+        options = answer_options(body, terms, runtime, prefix="cmpl", model_name=model_name)
+        _check_combinations(body)
+        base = base_sampling(body, runtime.model, runtime.defaults, runtime.tokenizer)
+        inputs = parse_prompts(body.prompt, runtime.model.vocab_size)
+        with service.admit(_num_choices(body, inputs)):
+            prompts = [await _tokenise(body, runtime, prompt) for prompt in inputs]
+            choices = make_choices(body, runtime, prompts, base)
+            call = service.open(terms, choices)
+        echoes = _echoes(body, inputs, prompts, runtime.tokenizer)
+        usage = Usage(choices)
+        if body.stream:
+            return await stream_answer(http, call, CompletionEvents(options, choices, echoes, usage, runtime.tokenizer))
+        records = await collect_answer(http, call, choices, usage)
+        return json_answer(_answer(options, records, echoes, usage, runtime.tokenizer), records, terms)
+
+
+class CompletionEvents:
+    """The events of a streamed completion. An event without logprobs or token ids is four joined pieces of bytes."""
+
+    def __init__(
+        self, options: AnswerOptions, choices: Sequence[Choice], echoes: Sequence[str], usage: Usage, tokenizer: Tokenizer
+    ) -> None:
+        self._options = options
+        self._choices = choices
+        self._echoes = echoes
+        self._usage = usage
+        self._head = event_head(options, _KIND)
+        self._prefixes = [self._head + b',"choices":[{"index":%d,"text":' % choice.index for choice in choices]
+        self._is_plain = not (options.has_logprobs or options.has_token_ids or options.has_continuous_usage)
+        self._suffix = b"}]" + (b',"usage":null' if options.includes_usage else b"") + b"}\n\n"
+        self._plain_suffix = b',"logprobs":null,"finish_reason":null' + self._suffix
+        self._logprobs = [_logprob_writer(options, tokenizer) for _ in choices] if options.has_logprobs else []
+
+    def begin(self) -> bytes:
+        return b"".join(
+            [
+                self._prefixes[choice.index] + orjson.dumps(self._echoes[choice.prompt_idx]) + self._plain_suffix
+                for choice in self._choices
+                if self._echoes[choice.prompt_idx]
+            ]
+        )
+
+    def write(self, index: int, chunk: OutputChunk) -> bytes:
+        self._usage.add(index, chunk)
+        if chunk.finish_reason is None and self._is_plain:
+            return self._prefixes[index] + orjson.dumps(chunk.text) + self._plain_suffix if chunk.text else b""
+        fields = self._fields(index, chunk)
+        return self._prefixes[index] + orjson.dumps(chunk.text) + b"," + orjson.dumps(fields)[1:-1] + self._usage_suffix()
+
+    def end(self) -> bytes:
+        if not self._options.includes_usage:
+            return b""
+        return self._head + b',"choices":[],"usage":' + orjson.dumps(self._usage.body()) + b"}\n\n"
+
+    def _fields(self, index: int, chunk: OutputChunk) -> dict[str, Any]:
+        fields: dict[str, Any] = {
+            "logprobs": self._logprobs[index].write(chunk.logprobs) if self._logprobs else None,
+            "finish_reason": finish_word(chunk),
+        }
+        if chunk.finish_reason is not None:
+            fields["stop_reason"] = chunk.stop_reason
+        if self._options.has_token_ids:
+            fields["token_ids"] = chunk.token_ids
+        return fields
+
+    def _usage_suffix(self) -> bytes:
+        if not self._options.has_continuous_usage:
+            return self._suffix
+        return b'}],"usage":' + orjson.dumps(self._usage.body()) + b"}\n\n"
+
+
+def _check_combinations(body: CompletionBody) -> None:
+    if body.echo and body.logprobs is not None:
+        raise invalid("'echo' with 'logprobs' needs the prompt's log-probabilities, which are not supported yet.", "echo")
+    if body.best_of is not None and body.best_of != body.num_choices:
+        raise invalid(f"'best_of' other than n ({body.num_choices}) is not supported yet.", "best_of")
+
+
+def _num_choices(body: CompletionBody, inputs: Sequence[PromptInput]) -> int:
+    num_choices = len(inputs) * body.num_choices
+    if num_choices > MAX_CHOICES:
+        raise invalid(f"{len(inputs)} prompts with n={body.num_choices} are more than {MAX_CHOICES} answers.", "n")
+    return num_choices
+
+
+async def _tokenise(body: CompletionBody, runtime: Runtime, prompt: PromptInput) -> PromptTokens:
+    if isinstance(prompt, TextPrompt):
+        adds_special_tokens = body.add_special_tokens is not False
+        return await encode_prompt(body, runtime, prompt.text, prompt.param, adds_special_tokens=adds_special_tokens)
+    return fit_prompt(body, runtime, prompt.token_ids, prompt.param)
+
+
+def _echoes(
+    body: CompletionBody, inputs: Sequence[PromptInput], prompts: Sequence[PromptTokens], tokenizer: Tokenizer
+) -> list[str]:
+    """What stands before each prompt's answers: nothing, or the prompt, as far as the model saw it."""
+    if not body.echo:
+        return [""] * len(inputs)
+    is_whole = body.truncate_prompt_tokens is None
+    return [
+        given.text if is_whole and isinstance(given, TextPrompt) else tokenizer.decode(prompt.token_ids)
+        for given, prompt in zip(inputs, prompts, strict=True)
+    ]
+
+
+def _answer(
+    options: AnswerOptions, records: Sequence[ChoiceRecord], echoes: Sequence[str], usage: Usage, tokenizer: Tokenizer
+) -> dict[str, Any]:
+    return {
+        "id": options.answer_id,
+        "object": _KIND,
+        "created": options.created_unix_s,
+        "model": options.model_name,
+        "choices": [_choice(options, record, echoes[record.choice.prompt_idx], tokenizer) for record in records],
+        "usage": usage.body(),
+    }
+
+
+def _choice(options: AnswerOptions, record: ChoiceRecord, echo: str, tokenizer: Tokenizer) -> dict[str, Any]:
+    logprobs = None
+    if options.has_logprobs:
+        entries = [entry for chunk in record.chunks for entry in chunk.logprobs]
+        logprobs = _logprob_writer(options, tokenizer).write(entries)
+    choice: dict[str, Any] = {
+        "index": record.choice.index,
+        "text": echo + record.text,
+        "logprobs": logprobs,
+        "finish_reason": finish_word(record.last),
+        "stop_reason": record.last.stop_reason,
+    }
+    if options.has_token_ids:
+        choice["token_ids"] = record.token_ids
+        choice["prompt_token_ids"] = record.choice.prompt_token_ids
+    return choice
+
+
+def _logprob_writer(options: AnswerOptions, tokenizer: Tokenizer) -> CompletionLogprobs:
+    return CompletionLogprobs(tokenizer, skips_special_tokens=options.skips_special_tokens, text_offset=0)

@@ -1,0 +1,202 @@
+"""The error objects of the OpenAI API: which cause becomes which status, type and code. Used by everything in `serve`.
+
+Knows nothing about where errors come from beyond their types; the table is the one in docs/http-api.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from penstock.engine.loop import SHUTTING_DOWN
+from penstock.engine.ports import OutputChunk
+from penstock.types.errors import Rejected, RejectReason
+from penstock.types.request import FinishReason
+
+UNAVAILABLE_RETRY_AFTER_S = 5
+"""What `Retry-After` says while starting, draining or failed: another instance may serve by then."""
+
+STATUS_CLIENT_CLOSED_REQUEST = 499
+"""nginx's number for a request that the client took back; no client library repeats such a request by itself."""
+
+_MAX_PARAM_CHARS = 200
+"""A parameter's name comes from the client, and is told back no longer than this."""
+
+
+class ApiError(HTTPException):
+    """An answer other than 200. Raised anywhere below an endpoint, turned into a response in one place.
+
+    A Starlette exception, as FastAPI passes those (and no others) through unchanged while it reads a body.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str,
+        error_type: str = "invalid_request_error",
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status, detail=message, headers=headers)
+        self.message = message
+        self.code = code
+        self.error_type = error_type
+        self.param = param
+
+    def body(self) -> bytes:
+        """The error object as JSON: the whole body, or the data of a server-sent event."""
+        error = {"message": self.message, "type": self.error_type, "param": self.param, "code": self.code}
+        return orjson.dumps({"error": error})
+
+    def response(self) -> Response:
+        return Response(self.body(), self.status_code, headers=self.headers, media_type="application/json")
+
+
+def invalid(message: str, param: str | None = None) -> ApiError:
+    """400: malformed, out of range, unknown or not supported."""
+    return ApiError(400, message, code="invalid_request_error", param=param)
+
+
+def too_long(message: str, param: str | None = None) -> ApiError:
+    return ApiError(400, message, code="context_length_exceeded", param=param)
+
+
+def invalid_api_key(message: str) -> ApiError:
+    headers = {"WWW-Authenticate": "Bearer"}
+    return ApiError(401, message, code="invalid_api_key", error_type="authentication_error", headers=headers)
+
+
+def model_not_found(model: str, served: Sequence[str]) -> ApiError:
+    names = ", ".join(repr(name) for name in served)
+    return ApiError(404, f"The model {model!r} is not served here. Served: {names}.", code="model_not_found", param="model")
+
+
+def request_too_large(max_body_bytes: int) -> ApiError:
+    # The rest of the body is not read, so the connection cannot be used again.
+    return ApiError(
+        413,
+        f"The request body is larger than {max_body_bytes} bytes (--max-body-size).",
+        code="request_too_large",
+        headers={"Connection": "close"},
+    )
+
+
+def deadline_exceeded(message: str) -> ApiError:
+    return ApiError(408, message, code="deadline_exceeded", error_type="timeout_error")
+
+
+def cancelled(message: str) -> ApiError:
+    return ApiError(STATUS_CLIENT_CLOSED_REQUEST, message, code="request_cancelled")
+
+
+def overloaded(message: str, retry_after_s: float | None) -> ApiError:
+    headers = _retry_after(UNAVAILABLE_RETRY_AFTER_S if retry_after_s is None else retry_after_s)
+    return ApiError(429, message, code="overloaded", error_type="rate_limit_error", headers=headers)
+
+
+def unavailable(message: str, retry_after_s: float | None = None) -> ApiError:
+    headers = _retry_after(UNAVAILABLE_RETRY_AFTER_S if retry_after_s is None else retry_after_s)
+    return ApiError(503, message, code="unavailable", error_type="service_unavailable_error", headers=headers)
+
+
+def internal(request_id: str) -> ApiError:
+    """500. The cause is in the log only."""
+    message = f"An internal error occurred. Its cause is in the server's log under request id {request_id}."
+    return ApiError(500, message, code="internal_error", error_type="server_error")
+
+
+def from_rejected(rejected: Rejected) -> ApiError:
+    """The answer to a request that was refused before it produced anything."""
+    message, param = rejected.detail, rejected.param
+    match rejected.reason:
+        case RejectReason.INVALID:
+            return invalid(message, param)
+        case RejectReason.CONTEXT_LENGTH | RejectReason.NEVER_FITS:
+            return too_long(message, param)
+        case RejectReason.QUEUE_FULL:
+            return overloaded(f"Overloaded ({rejected.reason}): {message}", rejected.retry_after_s)
+        case RejectReason.DEADLINE:
+            return deadline_exceeded(message)
+        case RejectReason.DRAINING | RejectReason.UNAVAILABLE:
+            return unavailable(message, rejected.retry_after_s)
+
+
+def from_finish(chunk: OutputChunk) -> ApiError | None:
+    """The error that a finish chunk tells about; None if the request ended by itself, or has not ended."""
+    if chunk.finish_reason in (None, FinishReason.STOP, FinishReason.LENGTH):
+        return None
+    detail = chunk.detail or "the request ended early"
+    if chunk.reject_reason:
+        return from_rejected(Rejected(RejectReason(chunk.reject_reason), detail))
+    if chunk.finish_reason is FinishReason.ABORT and detail != SHUTTING_DOWN:
+        return cancelled(detail)
+    return unavailable(detail)
+
+
+def from_http_exception(error: HTTPException, method: str, path: str) -> ApiError:
+    """Starlette's own exceptions: unknown routes and methods."""
+    if isinstance(error, ApiError):
+        return error
+    if error.status_code == 404:
+        return ApiError(404, f"There is nothing at {method} {path}.", code="not_found")
+    if error.status_code == 405:
+        return ApiError(405, f"{method} is not allowed at {path}.", code="method_not_allowed", headers=error.headers)
+    return ApiError(error.status_code, str(error.detail), code="invalid_request_error", headers=error.headers)
+
+
+def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+    """What pydantic or the JSON parser found wrong with a body; the first finding is told."""
+    first = errors[0]
+    place = tuple(first["loc"])
+    if first["type"] == "json_invalid":
+        cause = first.get("ctx", {}).get("error", "")
+        return invalid(f"The body is not valid JSON: {cause} (byte {place[-1]}).")
+    if place[:1] == ("body",):
+        place = place[1:]
+    if not place:
+        return invalid("The body must be a JSON object, sent as application/json.")
+    param = _param_path(place)
+    return invalid(_explain(first, param), param)
+
+
+def _explain(error: Mapping[str, Any], param: str) -> str:
+    kind, limits = error["type"], error.get("ctx", {})
+    match kind:
+        case "extra_forbidden":
+            return f"Unknown parameter: '{param}'."
+        case "missing":
+            return f"Missing required parameter: '{param}'."
+        case "greater_than_equal":
+            return f"'{param}' must be at least {limits['ge']}, not {error['input']}."
+        case "less_than_equal":
+            return f"'{param}' must be at most {limits['le']}, not {error['input']}."
+        case "greater_than":
+            return f"'{param}' must be greater than {limits['gt']}, not {error['input']}."
+        case "literal_error":
+            return f"'{param}' must be {limits['expected']}."
+        case "value_error":
+            return f"'{param}': {limits['error']}"
+    return f"'{param}' is invalid: {_lower_first(error['msg'])}."
+
+
+def _lower_first(text: str) -> str:
+    return text[:1].lower() + text[1:]
+
+
+def _param_path(place: Sequence[str | int]) -> str:
+    """`("messages", 0, "role")` as `messages[0].role`."""
+    path = ""
+    for part in place:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+    return path if len(path) <= _MAX_PARAM_CHARS else path[:_MAX_PARAM_CHARS] + "..."
+
+
+def _retry_after(seconds: float) -> dict[str, str]:
+    return {"Retry-After": str(max(1, math.ceil(seconds)))}

@@ -1,0 +1,188 @@
+"""What both generating endpoints do alike: tokens become choices, choices run, and the answer is streamed or collected.
+
+Called by `completions` and `chat`, which know their own shapes. Decides what an early end means before a byte was sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import orjson
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from penstock.engine.ports import OutputChunk
+from penstock.obs.timings import RequestTimings
+from penstock.serve.call import CallTerms
+from penstock.serve.client_watch import CLIENT_LEFT, ClientWatch
+from penstock.serve.openai.errors import cancelled, from_finish, invalid, too_long
+from penstock.serve.openai.prompts import INLINE_MAX_CHARS, encode_text, truncate
+from penstock.serve.openai.schemas import GenerationBody
+from penstock.serve.openai.sse import EventWriter, SseResponse
+from penstock.serve.openai.usage import Usage
+from penstock.serve.openai.validation import fit_max_tokens, for_choice, requested_max_tokens
+from penstock.serve.runtime import Runtime
+from penstock.serve.service import CallStream, Choice
+from penstock.types.request import FinishReason
+from penstock.types.sampling import SamplingParams
+
+FINISH_WORDS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+"""OpenAI's words; every other end is an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTokens:
+    """One prompt, ready to run."""
+
+    token_ids: tuple[int, ...]
+    param: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerOptions:
+    """How the answer looks, apart from what is in it."""
+
+    answer_id: str
+    model_name: str
+    created_unix_s: int
+    includes_usage: bool
+    """A stream ends with an event of token counts."""
+    has_continuous_usage: bool
+    has_logprobs: bool
+    has_token_ids: bool
+    skips_special_tokens: bool
+
+
+class ChoiceRecord:
+    """What one choice has said so far; the whole answer when it is not streamed."""
+
+    def __init__(self, choice: Choice) -> None:
+        self.choice = choice
+        self.chunks: list[OutputChunk] = []
+
+    @property
+    def text(self) -> str:
+        return "".join([chunk.text for chunk in self.chunks])
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token_id for chunk in self.chunks for token_id in chunk.token_ids]
+
+    @property
+    def last(self) -> OutputChunk:
+        return self.chunks[-1]
+
+
+def answer_options(body: GenerationBody, terms: CallTerms, runtime: Runtime, *, prefix: str, model_name: str) -> AnswerOptions:
+    """Raises 400 for stream options without a stream."""
+    if body.stream_options is not None and not body.stream:
+        raise invalid("'stream_options' needs 'stream': true.", "stream_options")
+    options = body.stream_options
+    return AnswerOptions(
+        answer_id=f"{prefix}-{terms.request_id}",
+        model_name=model_name,
+        created_unix_s=runtime.sources.unix_time_s(),
+        includes_usage=bool(options and options.include_usage),
+        has_continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
+        has_logprobs=getattr(body, "logprobs", None) not in (None, False),
+        has_token_ids=bool(body.return_token_ids),
+        skips_special_tokens=body.skip_special_tokens is not False,
+    )
+
+
+async def encode_prompt(
+    body: GenerationBody, runtime: Runtime, text: str, param: str, *, adds_special_tokens: bool
+) -> PromptTokens:
+    """Tokenise a text. One that is too long whatever its tokens are is refused unread. Raises 400."""
+    if len(text) > INLINE_MAX_CHARS and body.truncate_prompt_tokens is None:
+        least = len(text) // runtime.tokenizer.max_token_bytes
+        if least > runtime.model.max_model_len:
+            raise too_long(
+                f"The model's context is {runtime.model.max_model_len} tokens; the prompt has at least {least}.", param
+            )
+    token_ids = await encode_text(runtime.tokenizer, text, add_special_tokens=adds_special_tokens)
+    if not token_ids:
+        raise invalid(f"'{param}' has no tokens.", param)
+    return fit_prompt(body, runtime, token_ids, param)
+
+
+def fit_prompt(body: GenerationBody, runtime: Runtime, token_ids: Sequence[int], param: str) -> PromptTokens:
+    """Truncate as the client asked."""
+    max_tokens = requested_max_tokens(body) or 1
+    kept = truncate(token_ids, body.truncate_prompt_tokens, runtime.model.max_model_len, max_tokens)
+    return PromptTokens(tuple(kept), param)
+
+
+def make_choices(body: GenerationBody, runtime: Runtime, prompts: Sequence[PromptTokens], base: SamplingParams) -> list[Choice]:
+    """`n` choices of every prompt, in the order of the prompts. Raises 400 if one doesn't fit the context."""
+    seed = runtime.sources.draw_seed() if body.seed is None else body.seed
+    choices: list[Choice] = []
+    for prompt_idx, prompt in enumerate(prompts):
+        max_tokens = fit_max_tokens(body, len(prompt.token_ids), runtime.model, prompt.param)
+        for nth in range(body.num_choices):
+            sampling = for_choice(base, max_tokens=max_tokens, seed=seed, choice=nth)
+            choices.append(Choice(len(choices), prompt_idx, prompt.token_ids, sampling))
+    return choices
+
+
+async def stream_answer(http: HttpRequest, call: CallStream, writer: EventWriter) -> Response:
+    """The response that streams `call`. It begins when there is something to say: a refusal is still an HTTP status."""
+    watch = ClientWatch(http.receive, call.stream)
+    try:
+        first_chunks = await call.stream.next_chunks()
+        _raise_if_over(call, first_chunks)
+    except BaseException:
+        watch.stop()
+        call.close()
+        raise
+    return SseResponse(call, watch, writer, first_chunks)
+
+
+async def collect_answer(http: HttpRequest, call: CallStream, choices: Sequence[Choice], usage: Usage) -> list[ChoiceRecord]:
+    """All that the choices say, once they have said it. Raises `ApiError` if one of them ended early."""
+    records = [ChoiceRecord(choice) for choice in choices]
+    try:
+        with ClientWatch(http.receive, call.stream):
+            while chunks := await call.stream.next_chunks():
+                _raise_if_over(call, chunks)
+                for chunk in chunks:
+                    index = call.index_of[chunk.request_id]
+                    usage.add(index, chunk)
+                    records[index].chunks.append(chunk)
+        _raise_if_over(call, [])
+    finally:
+        call.close()
+    return records
+
+
+def json_answer(body: dict[str, object], records: Sequence[ChoiceRecord], terms: CallTerms) -> Response:
+    """The whole answer, with `Server-Timing` of its first choice."""
+    last = records[0].last
+    timings = RequestTimings(
+        arrival_ns=terms.arrival_ns,
+        first_scheduled_ns=last.first_scheduled_ns,
+        first_token_ns=last.first_token_ns,
+        ended_ns=last.at_ns,
+    )
+    headers = {"Server-Timing": timings.server_timing()}
+    return Response(orjson.dumps(body), media_type="application/json", headers=headers)
+
+
+def finish_word(chunk: OutputChunk) -> str | None:
+    return None if chunk.finish_reason is None else FINISH_WORDS[chunk.finish_reason]
+
+
+def event_head(options: AnswerOptions, kind: str) -> bytes:
+    """`data: {"id": ..., "model": ...`, left open."""
+    head = {"id": options.answer_id, "object": kind, "created": options.created_unix_s, "model": options.model_name}
+    return b"data: " + orjson.dumps(head)[:-1]
+
+
+def _raise_if_over(call: CallStream, chunks: Sequence[OutputChunk]) -> None:
+    if call.stream.is_cancelled:
+        raise cancelled(CLIENT_LEFT)
+    for chunk in chunks:
+        error = from_finish(chunk)
+        if error is not None:
+            raise error

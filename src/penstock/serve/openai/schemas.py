@@ -1,0 +1,189 @@
+"""The request bodies of `/v1/completions` and `/v1/chat/completions`, as types: names, kinds and ranges of every field.
+
+Read by FastAPI to check bodies and to write the OpenAPI document. Holds no rule that needs more than one field, the
+model or the tokenizer: those are in `validation`. Fields that are known but not supported yet are in `unsupported`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+
+from penstock.serve.openai.unsupported import NotSupportedYet
+from penstock.types.sampling import MAX_LOGPROBS
+
+MAX_CHOICES = 128
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 256
+MAX_BAD_WORDS = 256
+MAX_SALT_CHARS = 256
+MAX_TOKENS_LIMIT = 2**31 - 1
+INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
+
+
+class Body(BaseModel):
+    """Base of every request body: no unknown fields, no silent conversions (`"16"` is not a number)."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+def _one_or_many(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+StopStrings = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]],
+    Field(max_length=MAX_STOP_STRINGS),
+    BeforeValidator(_one_or_many),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS},
+                {
+                    "type": "array",
+                    "items": {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS},
+                    "maxItems": MAX_STOP_STRINGS,
+                },
+            ]
+        }
+    ),
+]
+
+Prompt = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}, "minItems": 1},
+                {"type": "array", "items": {"type": "integer"}, "minItems": 1},
+                {"type": "array", "items": {"type": "array", "items": {"type": "integer"}, "minItems": 1}, "minItems": 1},
+            ]
+        }
+    ),
+]
+"""Checked in `prompts`, where the messages can name the element."""
+
+TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """vLLM's: `usage` so far in every chunk, and not only in one at the end."""
+    include_obfuscation: NotSupportedYet = None
+
+
+class GenerationBody(Body):
+    """Fields that both endpoints have. Null is the same as absent."""
+
+    model: str | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS_LIMIT)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS_LIMIT)] | None = None
+
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
+    """0 and -1 keep all."""
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
+    bad_words: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_BAD_WORDS)] | None = None
+
+    stop: StopStrings | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_BAD_WORDS)] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
+    """Keep only the last so many prompt tokens; -1: as many as fit beside `max_tokens`."""
+
+    return_token_ids: bool | None = None
+    priority: Annotated[int, Field(ge=INT32_MIN, le=INT32_MAX)] | None = None
+    request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
+
+    # Without effect on the answer, and so accepted: they inform other parts of OpenAI's platform.
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    metadata: dict[str, str] | None = None
+
+    store: NotSupportedYet = None
+    service_tier: NotSupportedYet = None
+    response_format: NotSupportedYet = None
+    structured_outputs: NotSupportedYet = None
+    prompt_logprobs: NotSupportedYet = None
+    use_beam_search: NotSupportedYet = None
+    return_tokens_as_token_ids: NotSupportedYet = None
+    logits_processors: NotSupportedYet = None
+
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
+
+
+class CompletionBody(GenerationBody):
+    """`POST /v1/completions`."""
+
+    prompt: Prompt
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    suffix: NotSupportedYet = None
+
+
+class ChatMessage(Body):
+    role: Any
+    content: Any = None
+    name: str | None = None
+    refusal: NotSupportedYet = None
+    tool_calls: NotSupportedYet = None
+    tool_call_id: NotSupportedYet = None
+    function_call: NotSupportedYet = None
+    audio: NotSupportedYet = None
+    annotations: NotSupportedYet = None
+    reasoning_content: NotSupportedYet = None
+
+
+class ChatTemplateFields(Body):
+    """How messages become a prompt."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: NotSupportedYet = None
+
+
+class ChatCompletionBody(ChatTemplateFields, GenerationBody):
+    """`POST /v1/chat/completions`."""
+
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS_LIMIT)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    tools: NotSupportedYet = None
+    tool_choice: NotSupportedYet = None
+    parallel_tool_calls: bool | None = None
+    """Without effect, as there are no tools."""
+    functions: NotSupportedYet = None
+    function_call: NotSupportedYet = None
+    modalities: NotSupportedYet = None
+    audio: NotSupportedYet = None
+    prediction: NotSupportedYet = None
+    reasoning_effort: NotSupportedYet = None
+    verbosity: NotSupportedYet = None
+    web_search_options: NotSupportedYet = None
+    documents: NotSupportedYet = None
+    echo: NotSupportedYet = None
+    best_of: NotSupportedYet = None

@@ -1,0 +1,110 @@
+"""Server-sent events: one send per step and client, whatever the step brought for it. Bytes in, bytes out.
+
+`EventWriter`s (of `completions` and `chat`) make the bytes; this file sends them and sees to an honest end: `[DONE]` after a
+complete answer, an error object and nothing more after any other.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from penstock.engine.ports import OutputChunk
+from penstock.serve.client_watch import ClientWatch
+from penstock.serve.openai.errors import ApiError, from_finish, internal
+from penstock.serve.request_id import identity_of
+from penstock.serve.service import CallStream
+
+_log = logging.getLogger(__name__)
+
+DONE = b"data: [DONE]\n\n"
+_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    # nginx would otherwise collect events before it passes them on.
+    (b"x-accel-buffering", b"no"),
+)
+
+
+class EventWriter(Protocol):
+    """Writes the events of one answer. Called once per step, so it builds bytes from parts prepared beforehand."""
+
+    def begin(self) -> bytes:
+        """Events before the first chunk; may be empty."""
+        ...
+
+    def write(self, index: int, chunk: OutputChunk) -> bytes:
+        """Events of one chunk of choice `index`; may be empty."""
+        ...
+
+    def end(self) -> bytes:
+        """Events after the last chunk, without `[DONE]`; may be empty."""
+        ...
+
+
+class SseResponse(Response):
+    """Streams one call. Owns the call and the watch on its client, and closes both."""
+
+    def __init__(self, call: CallStream, watch: ClientWatch, writer: EventWriter, first_chunks: list[OutputChunk]) -> None:
+        super().__init__()
+        self._call = call
+        self._watch = watch
+        self._writer = writer
+        self._first_chunks = first_chunks
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        del receive  # The watch has it.
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
+            try:
+                await self._send_events(send)
+            except Exception:
+                request_id = identity_of(scope).request_id
+                _log.exception("request %s failed while it was streamed", request_id)
+                await _send(send, error_event(internal(request_id)), more=False)
+        finally:
+            self._watch.stop()
+            self._call.close()
+
+    async def _send_events(self, send: Send) -> None:
+        stream = self._call.stream
+        data = self._writer.begin()
+        chunks = self._first_chunks
+        while chunks:
+            events, error = self._write(chunks)
+            data += events
+            if error is not None:
+                await _send(send, data + error_event(error), more=False)
+                return
+            if stream.is_ended:
+                await _send(send, data + self._writer.end() + DONE, more=False)
+                return
+            if data:
+                await _send(send, data, more=True)
+                data = b""
+            chunks = await stream.next_chunks()
+        # Only a client that left gets here; the server ignores what is sent to it, but wants to see an end.
+        await _send(send, b"", more=False)
+
+    def _write(self, chunks: list[OutputChunk]) -> tuple[bytes, ApiError | None]:
+        write, index_of = self._writer.write, self._call.index_of
+        if len(chunks) == 1 and chunks[0].finish_reason is None:
+            return write(index_of[chunks[0].request_id], chunks[0]), None
+        parts: list[bytes] = []
+        for chunk in chunks:
+            error = from_finish(chunk)
+            if error is not None:
+                return b"".join(parts), error
+            parts.append(write(index_of[chunk.request_id], chunk))
+        return b"".join(parts), None
+
+
+def error_event(error: ApiError) -> bytes:
+    return b"data: " + error.body() + b"\n\n"
+
+
+async def _send(send: Send, body: bytes, *, more: bool) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": more})

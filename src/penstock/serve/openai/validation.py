@@ -1,0 +1,151 @@
+"""From the fields of a body to `SamplingParams`: the rules that need more than one field, the model or the tokenizer.
+
+Called by the endpoints with bodies whose types and ranges were checked already. Never touches prompts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from penstock.serve.openai.errors import ApiError, invalid, model_not_found, too_long
+from penstock.serve.openai.schemas import ChatCompletionBody, CompletionBody, GenerationBody
+from penstock.serve.runtime import ModelInfo, SamplingDefaults
+from penstock.text.tokenizer import Tokenizer
+from penstock.types.sampling import SamplingParams
+
+MIN_TEMPERATURE = 1e-4
+"""Below this, logits divided by the temperature leave the range in which they can be told apart; 0 is greedy."""
+
+DEFAULT_COMPLETION_TOKENS = 16
+"""OpenAI's default of `max_tokens` for completions; chat answers may use the rest of the context."""
+
+
+def check_model(body_model: str | None, model: ModelInfo) -> str:
+    """The name to answer with. No name means the model that is served. Raises 404."""
+    if body_model is None:
+        return model.name
+    if body_model not in model.served_names:
+        raise model_not_found(body_model, model.served_names)
+    return body_model
+
+
+def base_sampling(body: GenerationBody, model: ModelInfo, defaults: SamplingDefaults, tokenizer: Tokenizer) -> SamplingParams:
+    """All that is the same for every prompt and choice of a call; `max_tokens` and `seed` are set later."""
+    stop_token_ids = _token_ids(body.stop_token_ids or [], "stop_token_ids", model.vocab_size)
+    if not body.ignore_eos:
+        stop_token_ids += model.eos_token_ids
+    return SamplingParams(
+        min_tokens=body.min_tokens or 0,
+        temperature=_temperature(body.temperature, defaults),
+        top_k=max(0, defaults.top_k if body.top_k is None else body.top_k),
+        top_p=defaults.top_p if body.top_p is None else body.top_p,
+        min_p=defaults.min_p if body.min_p is None else body.min_p,
+        repetition_penalty=defaults.repetition_penalty if body.repetition_penalty is None else body.repetition_penalty,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        logprobs=_num_logprobs(body),
+        logit_bias=_logit_bias(body.logit_bias or {}, model.vocab_size),
+        allowed_token_ids=_allowed(body.allowed_token_ids, model.vocab_size),
+        banned_token_sequences=_banned_sequences(body.bad_words or [], tokenizer),
+        stop_token_ids=tuple(sorted(set(stop_token_ids))),
+        stop=tuple(body.stop or ()),
+        include_stop_str_in_output=bool(body.include_stop_str_in_output),
+        skip_special_tokens=body.skip_special_tokens is not False,
+    )
+
+
+def requested_max_tokens(body: GenerationBody) -> int | None:
+    """What the client said, under either of its names."""
+    if not isinstance(body, ChatCompletionBody) or body.max_completion_tokens is None:
+        return body.max_tokens
+    if body.max_tokens not in (None, body.max_completion_tokens):
+        raise invalid("'max_tokens' and 'max_completion_tokens' differ; give one of them.", "max_tokens")
+    return body.max_completion_tokens
+
+
+def fit_max_tokens(body: GenerationBody, num_prompt_tokens: int, model: ModelInfo, param: str) -> int:
+    """Tokens that may be generated after this prompt. Raises `context_length_exceeded` with the numbers."""
+    room = model.max_model_len - num_prompt_tokens
+    asked = requested_max_tokens(body)
+    if asked is None:
+        asked = DEFAULT_COMPLETION_TOKENS if isinstance(body, CompletionBody) else max(1, room)
+    if asked > room:
+        raise _context_exceeded(model.max_model_len, num_prompt_tokens, asked, param)
+    if body.min_tokens is not None and body.min_tokens > asked:
+        raise invalid(
+            f"'min_tokens' ({body.min_tokens}) is larger than the tokens that may be generated ({asked}).", "min_tokens"
+        )
+    return asked
+
+
+def for_choice(base: SamplingParams, *, max_tokens: int, seed: int, choice: int) -> SamplingParams:
+    """One choice's own parameters: the n-th choice draws with the seed plus n, so that choices differ and repeat."""
+    return dataclasses.replace(base, max_tokens=max_tokens, seed=(seed + choice) % 2**64)
+
+
+def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
+    """Raise a 400 that names the first id outside the vocabulary."""
+    if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
+        index = next(i for i, token_id in enumerate(token_ids) if not 0 <= token_id < vocab_size)
+        raise invalid(f"'{param}[{index}]' is {token_ids[index]}, outside the vocabulary [0, {vocab_size}).", param)
+
+
+def _context_exceeded(limit: int, num_prompt_tokens: int, asked: int, param: str) -> ApiError:
+    return too_long(
+        f"The model's context is {limit} tokens. The prompt has {num_prompt_tokens} and {asked} are to be generated, "
+        f"{num_prompt_tokens + asked} together. Shorten the prompt or ask for fewer tokens.",
+        param,
+    )
+
+
+def _temperature(asked: float | None, defaults: SamplingDefaults) -> float:
+    temperature = defaults.temperature if asked is None else asked
+    if 0 < temperature < MIN_TEMPERATURE:
+        raise invalid(f"'temperature' must be 0 (greedy) or at least {MIN_TEMPERATURE}, not {temperature}.", "temperature")
+    return temperature
+
+
+def _num_logprobs(body: GenerationBody) -> int | None:
+    if isinstance(body, CompletionBody):
+        return body.logprobs
+    assert isinstance(body, ChatCompletionBody)
+    if body.logprobs:
+        return body.top_logprobs or 0
+    if body.top_logprobs:
+        raise invalid("'top_logprobs' needs 'logprobs': true.", "top_logprobs")
+    return None
+
+
+def _token_ids(token_ids: Sequence[int], param: str, vocab_size: int) -> tuple[int, ...]:
+    check_token_ids(token_ids, vocab_size, param)
+    return tuple(token_ids)
+
+
+def _allowed(token_ids: Sequence[int] | None, vocab_size: int) -> tuple[int, ...] | None:
+    if token_ids is None:
+        return None
+    return tuple(sorted(set(_token_ids(token_ids, "allowed_token_ids", vocab_size))))
+
+
+def _logit_bias(biases: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    pairs: dict[int, float] = {}
+    for key, bias in biases.items():
+        if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) < vocab_size):
+            raise invalid(f"'logit_bias' has the key {key[:50]!r}; keys are token ids in [0, {vocab_size}).", "logit_bias")
+        if int(key) in pairs:
+            raise invalid(f"'logit_bias' names token {int(key)} twice.", "logit_bias")
+        pairs[int(key)] = float(bias)
+    return tuple(sorted(pairs.items()))
+
+
+def _banned_sequences(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Each word as it is tokenised at the beginning of a text and after a space."""
+    sequences: dict[tuple[int, ...], None] = {}
+    for word in words:
+        stripped = word.lstrip(" ")
+        if not stripped:
+            raise invalid("'bad_words' must not be only spaces.", "bad_words")
+        for text in (stripped, " " + stripped):
+            sequences[tuple(tokenizer.encode(text, add_special_tokens=False))] = None
+    return tuple(sequence for sequence in sequences if sequence)

@@ -1,0 +1,31 @@
+"""`DELETE /v1/requests/{id}`: end what runs under an id. Only its owner (the same key and tenant) can."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import Request as HttpRequest
+
+from penstock.serve.call import read_owner
+from penstock.serve.openai.errors import ApiError
+from penstock.serve.service import Service
+
+_ANSWER_PREFIXES = ("chatcmpl-", "cmpl-")
+
+
+class RequestsEndpoint:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def cancel(self, request_id: str, http: HttpRequest) -> dict[str, Any]:
+        """Cancel a running request, by its `X-Request-Id` or by the `id` of its answer."""
+        owner = read_owner(http.scope)
+        cancelled = [self._service.cancel(candidate, owner) for candidate in _candidates(request_id)]
+        if not any(cancelled):
+            raise ApiError(404, f"No request {request_id!r} of yours is running.", code="request_not_found")
+        return {"id": request_id, "object": "request", "cancelled": True}
+
+
+def _candidates(request_id: str) -> list[str]:
+    """The id as it stands, and as it was before it became an answer's id."""
+    return [request_id, *(request_id.removeprefix(prefix) for prefix in _ANSWER_PREFIXES if request_id.startswith(prefix))]

@@ -1,0 +1,187 @@
+"""Runs the app under uvicorn: the socket, the ready line, signals and the orderly end. Called by `cli serve`.
+
+first SIGTERM or SIGINT    drain: `/ready` and new requests answer 503, running ones finish, up to the shutdown timeout
+then                       what is left is aborted (its clients are told), the socket closes, the process ends
+second signal              ends the process at once
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+import orjson
+import uvicorn
+
+import penstock
+from penstock.config import ServerConfig
+from penstock.serve.app import api_keys, create_app
+from penstock.serve.runtime import Runtime
+from penstock.types.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_FLUSH_TIMEOUT_S = 5
+"""After the engine has ended, how long the last bytes may take to reach their clients."""
+_BACKLOG = 2048
+
+
+def bind_socket(host: str, port: int) -> socket.socket:
+    """A listening socket. Before the model is loaded, so that a taken port is told at once; whoever connects early, waits.
+
+    Raises `ConfigError`.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except socket.gaierror as error:
+        raise ConfigError(f"The address {host!r} is unknown: {error.strerror}.", remedy="Check --host.") from error
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        # Only this claims the port: Linux lets several sockets with SO_REUSEADDR bind it until one listens.
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise _bind_error(host, port, error) from error
+    return listener
+
+
+def run_server(
+    runtime: Runtime,
+    config: ServerConfig,
+    *,
+    listener: socket.socket | None = None,
+    announce: Callable[[str], None] = print,
+) -> int:
+    """Serve until a signal ends it; closes the runtime. The process' exit code: 0, or 1 if requests had to be aborted."""
+    server = Server(runtime, config, listener or bind_socket(config.host, config.port), announce=announce)
+    server.run()
+    return 0 if server.ended_cleanly else 1
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server with our way to end. `request_shutdown` may be called from any thread."""
+
+    def __init__(
+        self, runtime: Runtime, config: ServerConfig, listener: socket.socket, *, announce: Callable[[str], None]
+    ) -> None:
+        super().__init__(_uvicorn_config(runtime, config))
+        self._runtime = runtime
+        self._server_config = config
+        self._listener = listener
+        self._announce = announce
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ending: asyncio.Task[None] | None = None
+        self.ended_cleanly = True
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        super().run(sockets=sockets or [self._listener])
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets=sockets)
+        self._announce(ready_text(self._runtime, self._server_config, self._listener))
+
+    def request_shutdown(self) -> None:
+        """Begin to drain. Once is enough."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._begin_shutdown)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The signal handler; runs on the main thread between two bytecodes, so it only passes the word on."""
+        del frame
+        if self._ending is not None or self._loop is None:
+            os._exit(128 + sig)
+        self.request_shutdown()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """As uvicorn does, but a signal that was obeyed is not raised again afterwards."""
+        try:
+            handlers = {number: signal.signal(number, self.handle_exit) for number in _SIGNALS}
+        except ValueError:  # Only the main thread may listen; elsewhere the owner calls `request_shutdown`.
+            handlers = {}
+        try:
+            yield
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    def _begin_shutdown(self) -> None:
+        if self._ending is None:
+            self._ending = asyncio.get_running_loop().create_task(self._end())
+
+    async def _end(self) -> None:
+        timeout_s = self._server_config.shutdown_timeout_s
+        _log.info("shutting down: running requests may take %g s to finish", timeout_s)
+        try:
+            # Blocks until the engine has ended, so in a thread: the answers it still gives go out meanwhile.
+            self.ended_cleanly = await asyncio.to_thread(self._runtime.close, timeout_s)
+        except Exception:
+            self.ended_cleanly = False
+            _log.exception("the engine could not be closed in order")
+        finally:
+            self.should_exit = True
+
+
+def ready_text(runtime: Runtime, config: ServerConfig, listener: socket.socket) -> str:
+    """What is printed when requests can come: where, and a command that works."""
+    url = _base_url(config, listener)
+    name = runtime.model.name
+    body = orjson.dumps({"model": name, "messages": [{"role": "user", "content": "Hello!"}]}).decode()
+    path, prompt = ("/v1/chat/completions", body)
+    if runtime.chat_template is None:
+        path, prompt = "/v1/completions", orjson.dumps({"model": name, "prompt": "Once upon a time"}).decode()
+    key = " -H 'Authorization: Bearer YOUR_API_KEY'" if api_keys(config) else ""
+    insecure = " -k" if config.ssl_certfile else ""
+    return (
+        f"Penstock {penstock.__version__} serves {name} at {url} (documentation: {url}/docs). Try:\n"
+        f"  curl{insecure} {url}{path} -H 'Content-Type: application/json'{key} -d {_shell_quote(prompt)}"
+    )
+
+
+def _shell_quote(text: str) -> str:
+    return "'" + text.replace("'", "'\\''") + "'"
+
+
+def _base_url(config: ServerConfig, listener: socket.socket) -> str:
+    port = listener.getsockname()[1]
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(config.host, f"[{config.host}]" if ":" in config.host else config.host)  # noqa: S104
+    return f"{'https' if config.ssl_certfile else 'http'}://{host}:{port}"
+
+
+def _uvicorn_config(runtime: Runtime, config: ServerConfig) -> uvicorn.Config:
+    return uvicorn.Config(
+        create_app(runtime, config),
+        loop="uvloop" if sys.platform != "win32" else "asyncio",
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        backlog=_BACKLOG,
+        timeout_graceful_shutdown=_FLUSH_TIMEOUT_S,
+        ssl_certfile=config.ssl_certfile,
+        ssl_keyfile=config.ssl_keyfile,
+    )
+
+
+def _bind_error(host: str, port: int, error: OSError) -> ConfigError:
+    if error.errno == errno.EADDRINUSE:
+        remedy = "Stop that program, or choose another with --port (0 takes a free one)."
+        return ConfigError(f"Port {port} on {host} is in use by another program.", remedy=remedy)
+    if error.errno == errno.EACCES:
+        return ConfigError(f"Port {port} may not be opened by this user.", remedy="Choose one above 1023 with --port.")
+    return ConfigError(f"The address {host}:{port} cannot be opened: {error.strerror}.", remedy="Check --host and --port.")

@@ -1,0 +1,124 @@
+"""From a checked call to running requests: admission, the list of what is in flight, cancelling. One per app.
+
+Called by the endpoints on the event loop. Knows no JSON and writes no response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from penstock.config import ServerConfig
+from penstock.serve.bridge import Stream
+from penstock.serve.call import CallTerms, Owner
+from penstock.serve.runtime import Runtime
+from penstock.types.request import Request
+from penstock.types.sampling import SamplingParams
+
+_CANCELLED = "the request was cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One answer to be generated: choice `index` of a call."""
+
+    index: int
+    prompt_idx: int
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """What runs on behalf of one HTTP request."""
+
+    request_id: str
+    owner: Owner
+    engine_ids: tuple[str, ...]
+
+
+class Service:
+    """Owns which HTTP requests are in flight, and how many were admitted and not yet handed to the engine."""
+
+    def __init__(self, runtime: Runtime, config: ServerConfig) -> None:
+        self.runtime = runtime
+        self.config = config
+        self._num_admitted = 0
+        self._num_opened = 0
+        self._flights: dict[str, list[_Flight]] = {}
+
+    @contextmanager
+    def admit(self, num_requests: int) -> Iterator[None]:
+        """Hold places in the queue until the block ends, which must submit them or give up. Raises `Rejected`.
+
+        A call joins if its first request may; the others come with it, so one call exceeds the bound by n - 1 at most.
+        """
+        runtime = self.runtime
+        num_waiting = runtime.engine.load().num_waiting + self._num_admitted
+        refuses_with = runtime.engine.state.refuses_with
+        rejected = runtime.admission.decide(num_waiting, runtime.clock.now_ns(), refuses_with=refuses_with)
+        if rejected is not None:
+            runtime.metrics.count_rejected(rejected.reason)
+            raise rejected
+        self._num_admitted += num_requests
+        try:
+            yield
+        finally:
+            self._num_admitted -= num_requests
+
+    def open(self, terms: CallTerms, choices: Sequence[Choice]) -> CallStream:
+        """Submit the choices. Close the result, whatever happens."""
+        # Clients may use one id for several calls; the engine's ids are ours, and unique.
+        self._num_opened += 1
+        requests = [
+            Request(
+                request_id=f"{terms.request_id}/{self._num_opened}.{choice.index}",
+                prompt_token_ids=choice.prompt_token_ids,
+                sampling=choice.sampling,
+                arrival_ns=terms.arrival_ns,
+                priority=terms.priority,
+                deadline_ns=terms.deadline_ns,
+                tenant=terms.owner.tenant,
+                cache_salt=terms.cache_salt,
+            )
+            for choice in choices
+        ]
+        flight = _Flight(terms.request_id, terms.owner, tuple(request.request_id for request in requests))
+        stream = self.runtime.bridge.open(requests)
+        self._flights.setdefault(terms.request_id, []).append(flight)
+        return CallStream(self, flight, stream)
+
+    def cancel(self, request_id: str, owner: Owner) -> bool:
+        """Abort what runs under this id for this owner. False if there is nothing: other owners' requests can't be seen."""
+        flights = [flight for flight in self._flights.get(request_id, ()) if flight.owner == owner]
+        for flight in flights:
+            for engine_id in flight.engine_ids:
+                self.runtime.bridge.abort(engine_id, _CANCELLED)
+        return bool(flights)
+
+    def land(self, flight: _Flight) -> None:
+        """Called by `CallStream` when its call has ended."""
+        flights = self._flights[flight.request_id]
+        flights.remove(flight)
+        if not flights:
+            del self._flights[flight.request_id]
+
+
+class CallStream:
+    """The stream of one call, and which of its choices a chunk belongs to."""
+
+    def __init__(self, service: Service, flight: _Flight, stream: Stream) -> None:
+        self._service = service
+        self._flight = flight
+        self._is_closed = False
+        self.stream = stream
+        self.index_of = {engine_id: index for index, engine_id in enumerate(flight.engine_ids)}
+        """Engine's request id -> choice index."""
+
+    def close(self) -> None:
+        """Abort what has not finished and forget the call. Idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            self.stream.close()
+            self._service.land(self._flight)

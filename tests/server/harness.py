@@ -1,0 +1,195 @@
+"""A whole runtime over the hash executor and a tokenizer of single bytes, and a real server around it. For tests of `serve`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+from dataclasses import dataclass, field, replace
+
+import httpx
+
+from penstock.clock import WallClock
+from penstock.config import ServerConfig
+from penstock.engine.loop import Engine
+from penstock.engine.output import OutputStage
+from penstock.obs.metrics import Metrics
+from penstock.obs.observers import ObserverGroup
+from penstock.sched.admission import Admission
+from penstock.serve.app import create_app
+from penstock.serve.bridge import Bridge
+from penstock.serve.runtime import ModelInfo, Runtime, Sources
+from penstock.serve.server import Server, bind_socket
+from penstock.testing import HashExecutor, HashModel, make_core
+from penstock.text.chat import ChatTemplate
+from penstock.text.detokenizer import detokenizer_factory
+from penstock.text.pieces import byte_level_alphabet
+from penstock.text.tokenizer import Tokenizer, load_tokenizer
+from penstock.types.plan import Capacity
+from penstock.types.vocab import GgufVocab
+
+CAPACITY = Capacity(num_blocks=513, block_size=16, max_rows=64, max_step_tokens=512, max_model_len=2048)
+MODEL_NAME = "toy"
+SPECIAL_TOKENS = ("<|end|>", "<|begin|>", "<|turn|>")
+END_ID = 0
+PRINTABLE = range(0x20, 0x7F)
+OTHER_BYTES = [byte for byte in range(256) if byte not in PRINTABLE]
+FIRST_PRINTABLE_ID = len(SPECIAL_TOKENS) + len(OTHER_BYTES)
+VOCAB_SIZE = len(SPECIAL_TOKENS) + 256
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message.role == 'system' and not loop.first %}{{ raise_exception('system comes first') }}{% endif %}"
+    "<|turn|>{{ message.role }}: {{ message.content }}<|end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|turn|>assistant: {% endif %}{{ suffix }}"
+)
+PRINTABLE_MODEL = HashModel(vocab_size=VOCAB_SIZE, first_token_id=FIRST_PRINTABLE_ID)
+"""Answers in printable ASCII, and never ends by itself."""
+
+
+def make_tokenizer() -> Tokenizer:
+    """One token per byte. Printable ASCII has the highest ids, so that a hash model can be told to sample only from it."""
+    alphabet = list(byte_level_alphabet())
+    pieces = [alphabet[byte] for byte in (*OTHER_BYTES, *PRINTABLE)]
+    vocab = GgufVocab(
+        model="gpt2",
+        pre="gpt-2",
+        tokens=[*SPECIAL_TOKENS, *pieces],
+        token_types=[3] * len(SPECIAL_TOKENS) + [1] * 256,
+        merges=[],
+        scores=[],
+        bos_token_id=1,
+        eos_token_id=END_ID,
+        unknown_token_id=None,
+        add_bos_token=False,
+        add_eos_token=False,
+        add_space_prefix=False,
+    )
+    return load_tokenizer(vocab)
+
+
+class GatedExecutor(HashExecutor):
+    """Runs a step only when it was allowed to: `allow(n)`; `open()` for no limit."""
+
+    def __init__(self, capacity=CAPACITY, *, model=PRINTABLE_MODEL) -> None:
+        super().__init__(capacity, model=model)
+        self._permits = threading.Semaphore(0)
+        self._is_open = False
+
+    def allow(self, num_steps: int = 1) -> None:
+        self._permits.release(num_steps)
+
+    def open(self) -> None:
+        self._is_open = True
+        self._permits.release()
+
+    def submit(self, plan):
+        self._permits.acquire()
+        if self._is_open:
+            self._permits.release()
+        return super().submit(plan)
+
+    def close(self) -> None:
+        self.open()
+        super().close()
+
+
+def fixed_sources() -> Sources:
+    """Everything that is not in the request, the same every time."""
+    ids = iter(range(1, 10**6))
+    return Sources(draw_seed=lambda: 7, new_request_id=lambda: f"id{next(ids)}", unix_time_s=lambda: 1_700_000_000)
+
+
+def make_runtime(
+    executor=None, *, max_queue=64, chat_template=CHAT_TEMPLATE, clock=None, sources=None, **model_fields
+) -> Runtime:
+    """A started runtime; close it."""
+    clock = clock or WallClock()
+    executor = executor or HashExecutor(CAPACITY, model=PRINTABLE_MODEL)
+    tokenizer = make_tokenizer()
+    metrics, admission, bridge = Metrics(MODEL_NAME), Admission(max_queue), Bridge()
+    observer = ObserverGroup([metrics, admission])
+    engine = Engine(
+        make_core(executor.capacity, observer=observer),
+        executor,
+        OutputStage(detokenizer_factory(tokenizer), observer=metrics),
+        clock=clock,
+        sink=bridge.deliver,
+        observer=observer,
+    )
+    bridge.attach(engine)
+    metrics.connect(load=engine.load, drain_rate=lambda: admission.drain_rate(clock.now_ns()))
+    engine.start()
+    info = ModelInfo(
+        served_names=(MODEL_NAME, "org/alias"),
+        root="/models/toy",
+        created_unix_s=1_600_000_000,
+        max_model_len=executor.capacity.max_model_len,
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=tokenizer.eos_token_ids,
+    )
+    return Runtime(
+        engine=engine,
+        bridge=bridge,
+        tokenizer=tokenizer,
+        chat_template=chat_template and ChatTemplate(chat_template, special_tokens=tokenizer.special_tokens),
+        admission=admission,
+        metrics=metrics,
+        model=replace(info, **model_fields),
+        clock=clock,
+        sources=sources or fixed_sources(),
+    )
+
+
+def make_client(runtime: Runtime, **config_fields) -> httpx.AsyncClient:
+    """A client that calls the app in process; answers come whole."""
+    app = create_app(runtime, ServerConfig(**config_fields))
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://toy", timeout=30)
+
+
+@dataclass
+class LiveServer:
+    """uvicorn on a free port, in a thread."""
+
+    runtime: Runtime
+    config: ServerConfig = field(default_factory=lambda: ServerConfig(port=0))
+
+    def __enter__(self):
+        announced: queue.Queue[str] = queue.Queue()
+        self.listener = bind_socket("127.0.0.1", 0)
+        self.port = self.listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.server = Server(self.runtime, self.config, self.listener, announce=announced.put)
+        self.thread = threading.Thread(target=self.server.run, name="test-server")
+        self.thread.start()
+        self.ready_text = announced.get(timeout=30)
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Drain and wait for the end. The runtime is closed afterwards."""
+        if self.thread.is_alive():
+            self.server.request_shutdown()
+            self.thread.join(30)
+            assert not self.thread.is_alive()
+
+
+async def until(condition, timeout_s=20.0) -> None:
+    """Let other tasks run until the condition holds. For states that no event tells about."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110  # there is no event to wait for
+            await asyncio.sleep(0.001)
+
+
+@contextlib.contextmanager
+def running(executor=None, *, config=None, **fields):
+    """A live server over a fresh runtime."""
+    runtime = make_runtime(executor, **fields)
+    try:
+        with LiveServer(runtime, config or ServerConfig(port=0, shutdown_timeout_s=0.0)) as server:
+            yield server
+    finally:
+        runtime.close()
