@@ -69,7 +69,7 @@ class Tokenizer:
 
     @cached_property
     def max_token_bytes(self) -> int:
-        """No token spells more bytes: n bytes of text make at least n / max_token_bytes tokens."""
+        """No token spells more bytes, so n bytes that the vocabulary can spell make at least n / max_token_bytes tokens."""
         return max(len(self._bytes_of(token_id)) for token_id in range(self.vocab_size))
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:

@@ -1,0 +1,216 @@
+"""Chat templates: what they may use, how they fail, and that they stay within bounds."""
+
+import subprocess
+import sys
+from datetime import datetime
+
+import pytest
+
+from penstock.text.chat import ChatTemplate, read_chat_template, require_chat_template
+from penstock.types.errors import ConfigError, Rejected, RejectReason
+
+CHATML = """
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def make(source: str, **options) -> ChatTemplate:
+    return ChatTemplate(source, special_tokens={"bos_token": "<s>", "eos_token": "</s>"}, **options)
+
+
+def render(source: str, messages=HELLO, /, **options) -> str:
+    return make(source).render(messages, **options)
+
+
+def rejection(source: str, messages=HELLO, /, **options) -> Rejected:
+    with pytest.raises(Rejected) as caught:
+        render(source, messages, **options)
+    assert caught.value.reason is RejectReason.INVALID
+    return caught.value
+
+
+def test_messages_become_a_prompt_that_asks_for_a_reply():
+    assert render(CHATML) == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    assert render(CHATML, add_generation_prompt=False) == "<|im_start|>user\nhello<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{{ bos_token }}{{ messages[0].content }}{{ eos_token }}", "<s>hello</s>"),
+        ("  {% if true %}\nx\n  {% endif %}\ny", "x\ny"),  # trim_blocks, lstrip_blocks
+        ("{% for m in [1, 2, 3] %}{% if m == 2 %}{% continue %}{% endif %}{{ m }}{% endfor %}", "13"),
+        ("{% for m in [1, 2, 3] %}{{ m }}{% break %}{% endfor %}", "1"),
+        ("{{ {'b': '<é>', 'a': [1, none]} | tojson }}", '{"b": "<é>", "a": [1, null]}'),
+        ("{{ {'a': 1} | tojson(indent=2) }}", '{\n  "a": 1\n}'),
+        ("{% generation %}{{ messages[0].content }}{% endgeneration %}!", "hello!"),
+        ("{% set ns = namespace(n=0) %}{% for m in range(4) %}{% set ns.n = ns.n + m %}{% endfor %}{{ ns.n }}", "6"),
+        ("{{ strftime_now('%d %b %Y') }}", "09 Feb 2031"),
+        ("{{ dict(a=1).a }}{{ missing }}{{ tools is none }}{{ documents is none }}", "1TrueTrue"),
+        ("{% macro twice(x) %}{% for i in range(2) %}{{ x }}{% endfor %}{% endmacro %}{{ twice('ab') }}", "abab"),
+        ("{{ 'ab' * 3 }}{{ 2 * 3 }}", "ababab6"),
+        ("{{ messages[0].content.strip().split('l') | join('-') }}", "he--o"),
+    ],
+)
+def test_templates_may_use_what_transformers_gives_them(source, expected):
+    template = make(source, now=lambda: datetime(2031, 2, 9))
+    assert template.render(HELLO) == expected
+
+
+def test_a_user_s_text_is_never_a_template():
+    assert render("{{ messages[0].content }}", [{"role": "user", "content": "{{ 7 * 7 }}{% x %}"}]) == "{{ 7 * 7 }}{% x %}"
+
+
+def test_further_variables_reach_the_template():
+    assert render("{{ enable_thinking }}{{ tools[0].name }}", enable_thinking=False, tools=[{"name": "f"}]) == "Falsef"
+
+
+@pytest.mark.parametrize("name", ["messages", "bos_token"])
+def test_variables_cannot_replace_the_template_s_own(name):
+    error = rejection(CHATML, **{name: "x"})
+    assert name in error.detail
+    assert error.param == "chat_template_kwargs"
+
+
+def test_variables_may_have_the_names_of_python_s_own_arguments():
+    assert render("{{ messages[0].content }}", **{"self": 1, "context": 2, "source": 3}) == "hello"
+
+
+def test_variables_cannot_replace_range():
+    assert render("{{ range(2) | list }}", range="no") == "[0, 1]"
+
+
+class TestContinuing:
+    MESSAGES = (*HELLO, {"role": "assistant", "content": "Once upon "})
+
+    def test_the_last_message_is_left_open(self):
+        text = render(CHATML, self.MESSAGES, add_generation_prompt=False, continue_final_message=True)
+        assert text == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nOnce upon "
+
+    def test_a_template_that_trims_also_trims_the_open_message(self):
+        source = CHATML.replace("message.content", "message.content | trim")
+        text = render(source, self.MESSAGES, add_generation_prompt=False, continue_final_message=True)
+        assert text.endswith("<|im_start|>assistant\nOnce upon")
+
+    def test_the_caller_s_messages_are_not_changed(self):
+        render(CHATML, self.MESSAGES, add_generation_prompt=False, continue_final_message=True)
+        assert self.MESSAGES[-1]["content"] == "Once upon "
+
+    def test_continuing_and_beginning_a_reply_exclude_each_other(self):
+        error = rejection(CHATML, self.MESSAGES, continue_final_message=True)
+        assert error.param == "continue_final_message"
+
+    def test_a_message_without_text_cannot_be_continued(self):
+        messages = [*HELLO, {"role": "assistant", "content": None}]
+        error = rejection(CHATML, messages, add_generation_prompt=False, continue_final_message=True)
+        assert error.param == "messages"
+
+    def test_a_template_that_hides_the_last_message_is_told(self):
+        error = rejection("{{ messages[0].role }}", self.MESSAGES, add_generation_prompt=False, continue_final_message=True)
+        assert "does not show the last message" in error.detail
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "refuses these messages: roles must alternate"),
+        ("{{ messages[0].nothing.more }}", "has no attribute 'nothing'"),
+        ("{{ messages[0].content + 1 }}", "TypeError"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "nested too deeply"),
+        ("{{ messages | tojson(indent={}) }}", "TypeError"),
+    ],
+)
+def test_a_template_that_fails_rejects_the_messages(source, message):
+    error = rejection(source)
+    assert message in error.detail
+    assert error.param == "messages"
+
+
+def test_no_messages_are_rejected():
+    assert rejection(CHATML, []).param == "messages"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update(role='x') }}",
+        "{{ namespace(__class__=1) }}",
+        "{% set ns = namespace() %}{% set ns._x = 1 %}",
+        "{{ raise_exception.__globals__.os }}",
+        "{{ dict.__subclasses__() }}",
+        "{{ lipsum() }}",
+        "{{ range.__call__.__globals__ }}",
+        "{% include 'x' %}",
+        "{{ self.__init__.__globals__ }}",
+        "{{ ('%s' | attr('format')).__globals__.os }}",
+    ],
+)
+def test_templates_stay_in_their_sandbox(source):
+    rejection(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(100000) %}{{ messages[0].content }}{% endfor %}",
+        "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}",
+        "{% for i in range(99999) %}{% for j in range(0) %}{% endfor %}{% endfor %}",
+        "{{ range(1000000) | list }}",
+        "{{ 'x' * 1000000000 }}",
+        "{{ 1000000000 * [1] }}",
+        "{{ 9 ** 99999999 }}",
+    ],
+)
+def test_templates_cannot_explode(source):
+    with pytest.raises(Rejected):
+        make(source, max_chars=10_000).render(HELLO)
+
+
+def test_the_budget_of_one_rendering_is_not_taken_from_the_next():
+    template = make("{% for i in range(60000) %}{% endfor %}ok")
+    assert [template.render(HELLO) for _ in range(3)] == ["ok"] * 3
+
+
+def test_messages_that_are_too_long_are_rejected_with_the_bound():
+    template = make(CHATML, max_chars=1000)
+    with pytest.raises(Rejected, match="more than 1000 characters"):
+        template.render([{"role": "user", "content": "x" * 1001}])
+
+
+@pytest.mark.parametrize("source", ["ok\n{% for m in messages %}", "ok\n{{ 1 + }}", "ok\n{{ x | nofilter }}"])
+def test_a_bad_template_is_refused_at_start_with_its_line(source):
+    with pytest.raises(ConfigError, match="line 2"):
+        make(source)
+
+
+def test_a_model_without_a_template_is_refused_with_the_remedy():
+    with pytest.raises(Rejected, match="--chat-template"):
+        require_chat_template(None)
+    template = make(CHATML)
+    assert require_chat_template(template) is template
+
+
+def test_the_template_option_is_a_path_or_the_template_itself(tmp_path):
+    path = tmp_path / "chat.jinja"
+    path.write_text("{{ messages }}é", encoding="utf-8")
+    assert read_chat_template(str(path)) == "{{ messages }}é"
+    assert read_chat_template("{% if x %}{% endif %}") == "{% if x %}{% endif %}"
+    with pytest.raises(ConfigError, match=r"--chat-template takes the path"):
+        read_chat_template(str(tmp_path / "absent"))
+    path.write_bytes(b"\xff\xff")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        read_chat_template(str(path))
+
+
+def test_importing_the_module_does_not_import_jinja():
+    code = "import sys, penstock.text.chat; sys.exit('jinja2' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,214 @@
+"""Byte-level vocabularies: encoding, decoding, added tokens, and what is refused."""
+
+import dataclasses
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import decoders
+
+from penstock.text.pretokenizers import RECIPES, make_pre_tokenizer, recipe_for
+from penstock.text.tokenizer import load_tokenizer
+from penstock.types.errors import ModelError, Rejected, RejectReason
+
+TRICKY = [
+    "",
+    "the cat and the hat 12345",
+    "  two   runs    of spaces \t\n\r\n",
+    "👩‍👩‍👧‍👦 🇫🇷 👍🏽 ❤️",
+    "e\u0301 n\u0303 \u0928\u093f ก็",
+    "nul \x00 del \x7f",
+    "\ufeffbom \u2028 \u00a0",
+    "<think>hm</think><|end|><|start|>",
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(byte_level_vocab):
+    return load_tokenizer(byte_level_vocab())
+
+
+@pytest.mark.parametrize("text", TRICKY)
+def test_decoding_an_encoded_text_gives_it_back(tokenizer, text):
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+
+
+@given(text=st.text())
+def test_any_text_comes_back(tokenizer, text):
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    assert b"".join(tokenizer.token_bytes(token_id) for token_id in ids) == text.encode()
+
+
+def test_merges_apply_in_order_of_their_rank(tokenizer):
+    ids = tokenizer.encode("the and then", add_special_tokens=False)
+    assert [tokenizer.token_text(token_id) for token_id in ids] == ["the", " and", " the", "n"]
+
+
+def test_every_single_byte_has_a_token(tokenizer):
+    by_bytes = {tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)}
+    assert {bytes([byte]) for byte in range(256)} <= by_bytes
+
+
+@given(ids=st.lists(st.integers(0, 272)))
+def test_decoding_equals_the_library_s_own_decoder(tokenizer, byte_level_vocab, ids):
+    vocab = byte_level_vocab()
+    ids = [token_id for token_id in ids if token_id != 3]
+    assert tokenizer.decode(ids, skip_special_tokens=False) == decoders.ByteLevel().decode([vocab.tokens[i] for i in ids])
+
+
+def test_control_tokens_are_recognised_in_text_and_skipped_when_decoding(tokenizer):
+    ids = tokenizer.encode("<|start|>the<|end|>", add_special_tokens=False)
+    assert ids[0] == 1
+    assert ids[-1] == 0
+    assert tokenizer.decode(ids) == "the"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "<|start|>the<|end|>"
+
+
+def test_user_defined_tokens_are_whole_and_visible(tokenizer):
+    ids = tokenizer.encode("a<think>b", add_special_tokens=False)
+    assert ids[1] == 2
+    assert not tokenizer.is_special(2)
+    assert tokenizer.decode(ids) == "a<think>b"
+
+
+def test_unused_and_unknown_ids_are_silent(tokenizer):
+    assert tokenizer.token_bytes(3) == b""
+    assert tokenizer.token_bytes(10**6) == b""
+    assert tokenizer.token_bytes(-1) == b""
+
+
+def test_bos_and_eos_are_special_even_if_the_file_calls_them_normal(byte_level_vocab):
+    vocab = byte_level_vocab()
+    tokenizer = load_tokenizer(dataclasses.replace(vocab, token_types=[1, 1, *vocab.token_types[2:]]))
+    assert tokenizer.is_special(0)
+    assert tokenizer.is_special(1)
+    assert tokenizer.encode("<|end|>", add_special_tokens=False) == [0]
+
+
+def test_bos_and_eos_are_added_only_when_asked_for(byte_level_vocab):
+    tokenizer = load_tokenizer(byte_level_vocab(add_bos_token=True, add_eos_token=True))
+    plain = tokenizer.encode("the", add_special_tokens=False)
+    assert tokenizer.encode("the", add_special_tokens=True) == [1, *plain, 0]
+
+
+@pytest.mark.parametrize("name", ["<s:0>", "$A", "a b", "bos"])
+def test_bos_may_have_any_text(byte_level_vocab, name):
+    vocab = byte_level_vocab(add_bos_token=True)
+    tokenizer = load_tokenizer(dataclasses.replace(vocab, tokens=["<|end|>", name, *vocab.tokens[2:]]))
+    assert tokenizer.encode("x", add_special_tokens=True)[0] == 1
+
+
+def test_special_tokens_are_named_for_chat_templates(byte_level_vocab):
+    tokenizer = load_tokenizer(byte_level_vocab(unknown_token_id=0))
+    assert tokenizer.special_tokens == {"bos_token": "<|start|>", "eos_token": "<|end|>", "unk_token": "<|end|>"}
+    assert load_tokenizer(byte_level_vocab(bos_token_id=None, eos_token_id=None)).special_tokens == {}
+
+
+def test_further_end_tokens_are_special_and_come_after_the_vocabulary_s_own(byte_level_vocab):
+    tokenizer = load_tokenizer(byte_level_vocab(), eos_token_ids=(7, 0))
+    assert tokenizer.eos_token_ids == (0, 7)
+    assert tokenizer.is_special(7)
+    assert tokenizer.decode([7]) == ""
+
+
+def test_a_batch_is_encoded_as_its_members(tokenizer):
+    assert tokenizer.encode_batch(TRICKY, add_special_tokens=True) == [
+        tokenizer.encode(text, add_special_tokens=True) for text in TRICKY
+    ]
+    assert tokenizer.encode_batch([], add_special_tokens=True) == []
+
+
+def test_no_token_is_longer_than_max_token_bytes(tokenizer):
+    longest = max(len(tokenizer.token_bytes(token_id)) for token_id in range(tokenizer.vocab_size))
+    assert tokenizer.max_token_bytes == longest == len("<|start|>")
+
+
+@pytest.mark.parametrize("text", ["\ud83d", "ok \udc00", "\ud83d\ude00"])
+def test_a_lone_surrogate_is_refused_and_located(tokenizer, text):
+    with pytest.raises(Rejected, match="lone surrogate") as caught:
+        tokenizer.encode(text, add_special_tokens=False)
+    assert caught.value.reason is RejectReason.INVALID
+
+
+def test_long_texts_are_not_truncated_and_leave_other_threads_running(tokenizer):
+    text = "the cat and the hat\n" * 30_000
+    started, ticks, done = threading.Event(), [0], threading.Event()
+
+    def tick():
+        while not done.is_set():
+            ticks[0] += 1
+            started.set()
+            done.wait(0.0001)
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    started.wait()
+    before = ticks[0]
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    during = ticks[0] - before
+    done.set()
+    thread.join()
+    assert tokenizer.decode(ids) == text
+    assert during > 3
+
+
+def test_an_unknown_pre_tokeniser_is_refused_with_the_known_ones(byte_level_vocab):
+    with pytest.raises(ModelError, match=r"'klingon'.*llama-bpe.*smollm"):
+        load_tokenizer(byte_level_vocab(pre="klingon"))
+
+
+def test_a_missing_pre_tokeniser_name_means_the_default():
+    assert recipe_for("") is RECIPES["default"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "parts"),
+    [
+        ("smollm", "in 2024, it's", ["in", "Ġ", "2", "0", "2", "4", ",", "Ġit", "'s"]),
+        ("gpt-2", "in 2024, it's", ["in", "Ġ2024", ",", "Ġit", "'s"]),
+        ("llama-bpe", "in 12345, IT'S\n\nx", ["in", "Ġ", "123", "45", ",", "ĠIT", "'S", "ĊĊ", "x"]),
+        ("qwen2", "in 123, IT'S\n\nx", ["in", "Ġ", "1", "2", "3", ",", "ĠIT", "'S", "ĊĊ", "x"]),
+        ("tekken", "camelCase URLs 12", ["camel", "Case", "ĠURLs", "Ġ", "1", "2"]),
+        ("default", "in 1234, (x)", ["in", "Ġ", "123", "4", ",", "Ġ", "(", "x", ")"]),
+        ("smollm", "a   b  ", ["a", "ĠĠ", "Ġb", "ĠĠ"]),
+        ("llama-bpe", "a   b  ", ["a", "ĠĠ", "Ġb", "ĠĠ"]),
+    ],
+)
+def test_text_is_cut_as_the_vocabulary_s_makers_did(name, text, parts):
+    cut = make_pre_tokenizer(recipe_for(name)).pre_tokenize_str(text)
+    assert [part for part, _ in cut] == parts
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_keeps_all_of_the_text(byte_level_vocab, name):
+    tokenizer = load_tokenizer(byte_level_vocab(pre=name))
+    text = "It's 12345 naïve!!\r\n\n  URLs, 3.5€ — 東京 🇫🇷 ok\t"
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+
+
+def test_llama_3_takes_a_whole_part_from_the_vocabulary_without_merging(byte_level_vocab):
+    vocab = byte_level_vocab(pre="llama-bpe")
+    vocab = dataclasses.replace(vocab, tokens=[*vocab.tokens, "xyz"], token_types=[*vocab.token_types, 1])
+    assert len(load_tokenizer(vocab).encode("xyz", add_special_tokens=False)) == 1
+    assert len(load_tokenizer(dataclasses.replace(vocab, pre="smollm")).encode("xyz", add_special_tokens=False)) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "bert"}, "'bert'"),
+        ({"tokens": [], "token_types": []}, "no tokens"),
+        ({"token_types": [1]}, "1 token types"),
+        ({"merges": ["nospace"]}, "two pieces"),
+        ({"merges": ["x notthere"]}, "do not fit"),
+        ({"bos_token_id": 10**6}, "bos token is 1000000"),
+        ({"eos_token_id": -1}, "eos token is -1"),
+        ({"bos_token_id": None, "add_bos_token": True}, "asks for its bos token"),
+    ],
+)
+def test_a_vocabulary_that_contradicts_itself_is_refused(byte_level_vocab, changes, message):
+    with pytest.raises(ModelError, match=message):
+        load_tokenizer(byte_level_vocab(**changes))

@@ -1,0 +1,125 @@
+"""tokenizer.json files: the same vocabulary gives the same tokens, and what a file can't say is refused or switched off."""
+
+import json
+
+import pytest
+from tokenizers import decoders
+
+from penstock.text.gguf_vocab import build_backend
+from penstock.text.tokenizer import load_tokenizer
+from penstock.types.errors import ModelError
+
+TEXTS = ["the cat and the hat 12345", "  été 👍  ", "<|start|>the<think>x<|end|>", "東京 banana cabana", ""]
+
+
+def write(path, vocab, decoder, **changes):
+    """The file that `tokenizers` itself writes for a vocabulary, with some of its keys changed."""
+    encoder = build_backend(vocab).encoder
+    encoder.decoder = decoder
+    path.write_text(json.dumps(json.loads(encoder.to_str()) | changes), encoding="utf-8")
+    return path
+
+
+def llama_decoder(*, strip: bool):
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    return decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if strip else steps)
+
+
+@pytest.fixture
+def byte_level_file(tmp_path, byte_level_vocab):
+    return write(tmp_path / "tokenizer.json", byte_level_vocab(), decoders.ByteLevel())
+
+
+def test_byte_level_file_gives_the_same_tokens_and_texts_as_the_vocabulary(byte_level_file, byte_level_vocab):
+    from_file = load_tokenizer(byte_level_file, bos_token_id=1, eos_token_ids=(0,))
+    from_vocab = load_tokenizer(byte_level_vocab())
+    for text in TEXTS:
+        ids = from_vocab.encode(text, add_special_tokens=True)
+        assert from_file.encode(text, add_special_tokens=True) == ids
+        assert from_file.decode(ids) == from_vocab.decode(ids)
+        assert from_file.decode(ids, skip_special_tokens=False) == text
+    assert from_file.special_tokens == from_vocab.special_tokens
+    assert from_file.max_token_bytes >= from_vocab.max_token_bytes
+    assert [from_file.is_special(token_id) for token_id in range(5)] == [True, True, False, False, False]
+
+
+@pytest.mark.parametrize("has_prefix", [True, False])
+def test_sentencepiece_file_gives_the_same_tokens_and_texts_as_the_vocabulary(tmp_path, sentencepiece_vocab, has_prefix):
+    vocab = sentencepiece_vocab(add_space_prefix=has_prefix)
+    path = write(tmp_path / "tokenizer.json", vocab, llama_decoder(strip=has_prefix))
+    from_file, from_vocab = load_tokenizer(path, bos_token_id=1, eos_token_ids=(2,)), load_tokenizer(vocab)
+    for text in TEXTS:
+        ids = from_vocab.encode(text, add_special_tokens=True)
+        assert from_file.encode(text, add_special_tokens=True) == ids
+        assert from_file.decode(ids) == from_vocab.decode(ids) == text
+
+
+def test_sentencepiece_decoding_equals_the_library_s_own_for_valid_text(sentencepiece_vocab):
+    tokenizer, decoder = load_tokenizer(sentencepiece_vocab()), llama_decoder(strip=True)
+    for text in (text for text in TEXTS if text):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert tokenizer.decode(ids) == decoder.decode([sentencepiece_vocab().tokens[token_id] for token_id in ids])
+
+
+def test_metaspace_files_are_read(tmp_path, sentencepiece_vocab):
+    path = write(tmp_path / "tokenizer.json", sentencepiece_vocab(), decoders.Metaspace())
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.decode(tokenizer.encode("the cat", add_special_tokens=False)) == "the cat"
+
+
+def test_truncation_and_padding_of_the_file_are_switched_off(tmp_path, byte_level_vocab):
+    path = write(
+        tmp_path / "tokenizer.json",
+        byte_level_vocab(),
+        decoders.ByteLevel(),
+        truncation={"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0},
+        padding={
+            "strategy": {"Fixed": 64},
+            "direction": "Right",
+            "pad_to_multiple_of": None,
+            "pad_id": 0,
+            "pad_type_id": 0,
+            "pad_token": "<|end|>",
+        },
+    )
+    assert len(load_tokenizer(path).encode("a" * 20, add_special_tokens=True)) == 20
+
+
+def test_an_end_token_that_the_file_calls_plain_is_special_if_the_caller_says_so(byte_level_file):
+    tokenizer = load_tokenizer(byte_level_file, eos_token_ids=(2,))
+    assert tokenizer.is_special(2)
+    assert tokenizer.eos_token_ids == (2,)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("", "not a valid tokenizer.json"), ("{}", "not a valid tokenizer.json"), ('{"a": \x00', "not a valid tokenizer.json")],
+)
+def test_a_broken_file_is_refused(tmp_path, content, message):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(content)
+    with pytest.raises(ModelError, match=message):
+        load_tokenizer(path)
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(ModelError, match="cannot be read: No such file"):
+        load_tokenizer(tmp_path / "tokenizer.json")
+
+
+def test_a_file_that_is_not_text_is_refused(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ModelError, match="not a valid"):
+        load_tokenizer(path)
+
+
+@pytest.mark.parametrize(("decoder", "name"), [(decoders.WordPiece(), "WordPiece"), (None, "nothing")])
+def test_a_decoder_whose_bytes_are_unknown_is_refused(tmp_path, byte_level_vocab, decoder, name):
+    encoder = build_backend(byte_level_vocab()).encoder
+    if decoder is not None:
+        encoder.decoder = decoder
+    path = tmp_path / "tokenizer.json"
+    path.write_text(encoder.to_str(), encoding="utf-8")
+    with pytest.raises(ModelError, match=name):
+        load_tokenizer(path)
