@@ -1,0 +1,278 @@
+"""Every operation of the interpreter against its formula, written out for one number at a time."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.backends.reference.interpreter import PRODUCT_TILE, Interpreter, RowRun, product
+from penstock.backends.reference.kv_cache import KvCache, round_to_bf16
+from penstock.models.program import (
+    Act,
+    Add,
+    Attention,
+    Embed,
+    GatedActivation,
+    GatherRows,
+    KvWrite,
+    LayerNorm,
+    Linear,
+    Logits,
+    Program,
+    RMSNorm,
+    Rope,
+    Softcap,
+)
+from penstock.models.weights import WeightFormat, WeightTensor
+
+NUM_TOKENS = 5
+HEAD_DIM = 8
+NUM_KV_HEADS = 2
+RNG = np.random.default_rng(11)
+
+
+def values(*shape: int) -> np.ndarray:
+    return RNG.standard_normal(shape).astype(np.float32)
+
+
+def tensor(array: np.ndarray) -> WeightTensor:
+    matrix = np.atleast_2d(array).astype(np.float32)
+    return WeightTensor("w", *matrix.shape, WeightFormat.F32, matrix)
+
+
+def make_cache(**changes: Any) -> KvCache:
+    sizes = {"num_layers": 2, "num_blocks": 6, "block_size": 4, "num_kv_heads": NUM_KV_HEADS, "head_dim": HEAD_DIM}
+    return KvCache(**sizes | changes)
+
+
+def make_row(context_len: int = 0, num_tokens: int = NUM_TOKENS, cache: KvCache | None = None, **buffers: np.ndarray) -> RowRun:
+    block_table = np.array([3, 1, 5, 2], np.int32)
+    positions = context_len + np.arange(num_tokens)
+    return RowRun(
+        cache=cache or make_cache(),
+        token_ids=np.arange(num_tokens, dtype=np.int32),
+        context_len=context_len,
+        slots=block_table[positions // 4].astype(np.int64) * 4 + positions % 4,
+        block_table=block_table,
+        gathered=np.array([num_tokens - 1]),
+        buffers={**buffers, "end": np.ones((num_tokens, 1), np.float32)},
+    )
+
+
+def run(row: RowRun, *ops: Any, **weights: np.ndarray) -> RowRun:
+    """The row after `ops`, and a `Logits` that every program ends in."""
+    program = Program((*ops, Logits("logits", "end", "one")), (), 2, NUM_KV_HEADS, HEAD_DIM, 1)
+    tensors = {name: tensor(array) for name, array in weights.items()}
+    Interpreter(program, {**tensors, "one": tensor(np.ones((1, 1)))}).run(row)
+    return row
+
+
+def assert_close(actual: np.ndarray, expected: Any) -> None:
+    assert actual.dtype == np.float32
+    np.testing.assert_allclose(actual, np.array(expected), rtol=2e-5, atol=2e-6)
+
+
+def test_embed_looks_rows_up_and_scales_them():
+    table = values(9, 6)
+    row = run(make_row(), Embed("x", "table", scale=3.0), table=table)
+    assert_close(row.buffers["x"], [[float(v) * 3 for v in table[i]] for i in range(NUM_TOKENS)])
+
+
+@pytest.mark.parametrize(("group", "weight_size"), [(0, 12), (4, 4), (4, 12)])
+def test_rms_norm(group: int, weight_size: int):
+    x, weight = values(NUM_TOKENS, 12), values(weight_size)
+    row = run(make_row(x=x), RMSNorm("y", "x", "w", 1e-3, group), w=weight)
+    size = group or 12
+    expected = np.empty((NUM_TOKENS, 12))
+    for t in range(NUM_TOKENS):
+        for c in range(12):
+            members = [float(v) for v in x[t, c // size * size : c // size * size + size]]
+            mean_square = sum(v * v for v in members) / size
+            expected[t, c] = float(x[t, c]) / math.sqrt(mean_square + 1e-3) * float(weight[c % weight_size])
+    assert_close(row.buffers["y"], expected)
+
+
+def test_layer_norm():
+    x, weight, bias = values(NUM_TOKENS, 12), values(12), values(12)
+    row = run(make_row(x=x), LayerNorm("y", "x", "w", "b", 1e-3), w=weight, b=bias)
+    expected = []
+    for line in x.astype(float):
+        mean = sum(line) / 12
+        variance = sum((v - mean) ** 2 for v in line) / 12
+        expected.append([(v - mean) / math.sqrt(variance + 1e-3) * w + b for v, w, b in zip(line, weight, bias, strict=True)])
+    assert_close(row.buffers["y"], expected)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("residual", [None, "r", "y"])
+def test_linear(has_bias: bool, residual: str | None):
+    x, weight, bias, r = values(NUM_TOKENS, 7), values(3, 7), values(3), values(NUM_TOKENS, 3)
+    op = Linear("y", "x", "w", bias="b" if has_bias else None, residual=residual)
+    row = run(make_row(x=x, r=r, y=r.copy()), op, w=weight, b=bias)
+    expected = np.zeros((NUM_TOKENS, 3))
+    for t in range(NUM_TOKENS):
+        for o in range(3):
+            expected[t, o] = sum(float(x[t, i]) * float(weight[o, i]) for i in range(7))
+            expected[t, o] += float(bias[o]) if has_bias else 0.0
+            expected[t, o] += float(r[t, o]) if residual else 0.0
+    assert_close(row.buffers["y"], expected)
+
+
+def test_linear_takes_weights_of_any_format():
+    bits = (values(3, 32).view(np.uint32) >> 16).astype(np.uint16)
+    weight = WeightTensor("w", 3, 32, WeightFormat.BF16, bits)
+    program = Program((Logits("logits", "x", "w"),), (), 2, NUM_KV_HEADS, HEAD_DIM, 3)
+    x = values(NUM_TOKENS, 32)
+    result = Interpreter(program, {"w": weight}).run(make_row(x=x))
+    assert_close(result, x @ (bits.astype(np.uint32) << 16).view(np.float32).T)
+
+
+@pytest.mark.parametrize("context_len", [0, 9])
+@pytest.mark.parametrize("factor", [1.0, 1.25])
+def test_rope_turns_pairs_as_complex_numbers(context_len: int, factor: float):
+    inv_freq = (1.0, 0.1, 0.003)  # turns 6 of the 8 columns
+    x = values(NUM_TOKENS, 2 * HEAD_DIM)
+    row = run(make_row(context_len, x=x.copy()), Rope("x", 2, HEAD_DIM, inv_freq, factor))
+    expected = x.astype(float)
+    for t in range(NUM_TOKENS):
+        for head in range(2):
+            for i, freq in enumerate(inv_freq):
+                a, b = head * HEAD_DIM + i, head * HEAD_DIM + i + 3
+                turned = complex(x[t, a], x[t, b]) * factor * np.exp(1j * (context_len + t) * freq)
+                expected[t, a], expected[t, b] = turned.real, turned.imag
+    assert_close(row.buffers["x"], expected)
+
+
+def test_rope_keeps_precision_far_out():
+    row = run(make_row(11, x=np.ones((NUM_TOKENS, HEAD_DIM), np.float32)), Rope("x", 1, HEAD_DIM, (10000.0,)))
+    angle = 11 * 10000.0
+    assert row.buffers["x"][0, 0] == pytest.approx(math.cos(angle) - math.sin(angle), abs=1e-6)
+
+
+def test_kv_write_stores_bf16_at_the_slots_of_its_layer_only():
+    cache = make_cache()
+    k, v = values(NUM_TOKENS, NUM_KV_HEADS * HEAD_DIM), values(NUM_TOKENS, NUM_KV_HEADS * HEAD_DIM)
+    row = run(make_row(2, cache=cache, k=k, v=v), KvWrite(1, "k", "v"))
+    keys, stored_values = cache.read(1, row.block_table, 2 + NUM_TOKENS)
+    assert np.array_equal(keys[2:].reshape(NUM_TOKENS, -1), round_to_bf16(k))
+    assert np.array_equal(stored_values[2:].reshape(NUM_TOKENS, -1), round_to_bf16(v))
+    assert not keys[:2].any()
+    assert not cache.read(0, row.block_table, 7)[0].any()
+
+
+@pytest.mark.parametrize(
+    ("context_len", "num_heads", "window", "softcap"),
+    [(0, 4, 0, 0.0), (9, 4, 0, 0.0), (9, 2, 0, 0.0), (9, 6, 3, 0.0), (9, 4, 1, 0.0), (9, 4, 0, 2.0), (2, 4, 4, 1.5)],
+)
+def test_attention(context_len: int, num_heads: int, window: int, softcap: float):
+    cache = make_cache()
+    seq_len, width = context_len + NUM_TOKENS, NUM_KV_HEADS * HEAD_DIM
+    keys, cached_values = round_to_bf16(values(seq_len, width)), round_to_bf16(values(seq_len, width))
+    run(make_row(0, seq_len, cache, k=keys, v=cached_values), KvWrite(1, "k", "v"))
+    q = values(NUM_TOKENS, num_heads * HEAD_DIM)
+    op = Attention("y", "q", 1, num_heads, NUM_KV_HEADS, HEAD_DIM, 0.3, window=window, softcap=softcap)
+    actual = run(make_row(context_len, cache=cache, q=q), op).buffers["y"]
+    expected = np.zeros_like(q, dtype=float)
+    for t in range(NUM_TOKENS):
+        position = context_len + t
+        seen = range(max(0, position + 1 - window) if window else 0, position + 1)
+        for head in range(num_heads):
+            mine = slice(head * HEAD_DIM, (head + 1) * HEAD_DIM)
+            kv_head = head // (num_heads // NUM_KV_HEADS)
+            theirs = slice(kv_head * HEAD_DIM, (kv_head + 1) * HEAD_DIM)
+            scores = [0.3 * float(q[t, mine].astype(float) @ keys[s, theirs].astype(float)) for s in seen]
+            scores = [softcap * math.tanh(s / softcap) for s in scores] if softcap else scores
+            total = sum(math.exp(s) for s in scores)
+            for s, score in zip(seen, scores, strict=True):
+                expected[t, mine] += math.exp(score) / total * cached_values[s, theirs]
+    assert_close(actual, expected)
+
+
+SILU = lambda x: x / (1 + math.exp(-x))  # noqa: E731
+GELU = lambda x: 0.5 * x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))  # noqa: E731
+
+
+@pytest.mark.parametrize(("name", "formula"), [("silu", SILU), ("gelu_tanh", GELU)])
+def test_activations_with_and_without_a_gate(name: Any, formula: Any):
+    x, up = values(NUM_TOKENS, 6) * 4, values(NUM_TOKENS, 6)
+    activated = np.array([[formula(float(v)) for v in line] for line in x])
+    row = run(make_row(x=x, up=up), Act("a", "x", name), GatedActivation("g", "x", "up", name))
+    assert_close(row.buffers["a"], activated)
+    assert_close(row.buffers["g"], activated * up)
+
+
+def test_activations_of_huge_inputs():
+    x = np.array([[-1e4, 1e4]], np.float32)
+    row = run(make_row(num_tokens=1, x=x), Act("s", "x", "silu"), Act("g", "x", "gelu_tanh"))
+    assert row.buffers["s"].tolist() == row.buffers["g"].tolist() == [[0.0, 1e4]]
+
+
+def test_add_and_softcap():
+    a, b = values(NUM_TOKENS, 6), values(NUM_TOKENS, 6)
+    row = run(make_row(a=a, b=b), Add("y", "a", "b"), Add("z", "a", "b"), Softcap("z", 0.5))
+    assert_close(row.buffers["y"], a + b)
+    assert_close(row.buffers["z"], [[0.5 * math.tanh(float(v) / 0.5) for v in line] for line in a + b])
+
+
+@pytest.mark.parametrize("gathered", [[], [4], [0, 1, 2, 3, 4]])
+def test_gather_rows_and_logits(gathered: list[int]):
+    x, weight = values(NUM_TOKENS, 6), values(11, 6)
+    row = replace(make_row(x=x), gathered=np.array(gathered, np.int64))
+    program = Program((GatherRows("last", "x"), Logits("y", "last", "w"), Softcap("y", 3.0)), (), 2, 2, HEAD_DIM, 11)
+    result = Interpreter(program, {"w": tensor(weight)}).run(row)
+    assert result.shape == (len(gathered), 11)
+    assert_close(result, 3 * np.tanh(x[gathered].astype(float) @ weight.T / 3))
+
+
+@pytest.mark.parametrize("split", range(1, 3 * PRODUCT_TILE))
+def test_a_product_has_the_same_bits_however_it_is_cut(split: int):
+    x, weight = values(3 * PRODUCT_TILE, 96), values(40, 96)
+    whole = product(x, weight, 5)
+    parts = [product(x[:split], weight, 5), product(x[split:], weight, 5 + split)]
+    assert np.array_equal(np.concatenate(parts), whole)
+
+
+@pytest.mark.parametrize(
+    ("bits", "expected"),
+    [
+        (0x3F800000, 0x3F800000),
+        (0x3F808000, 0x3F800000),  # half-way to an odd neighbour: down
+        (0x3F818000, 0x3F820000),  # half-way from an odd one: up
+        (0x3F808001, 0x3F810000),
+        (0xBF818000, 0xBF820000),
+        (0x7F7FFFFF, 0x7F800000),  # beyond the largest: infinity
+        (0x80000000, 0x80000000),
+    ],
+)
+def test_bf16_rounds_to_nearest_even(bits: int, expected: int):
+    x = np.array([bits], np.uint32).view(np.float32)
+    assert round_to_bf16(x).view(np.uint32).tolist() == [expected]
+
+
+def test_bf16_keeps_nan():
+    x = np.array([0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001], np.uint32).view(np.float32)
+    assert np.isnan(round_to_bf16(x)).all()
+
+
+def test_copied_block_holds_the_same_in_every_layer():
+    cache = make_cache()
+    k = values(4, NUM_KV_HEADS * HEAD_DIM)
+    run(make_row(0, 4, cache, k=k, v=k), KvWrite(0, "k", "v"), KvWrite(1, "k", "v"))
+    cache.copy_block(3, 4)
+    for layer in (0, 1):
+        for array in cache.read(layer, np.array([4], np.int32), 4):
+            assert np.array_equal(array.reshape(4, -1), round_to_bf16(k))
+
+
+def test_forgotten_slots_are_nan_only_with_poison():
+    for poison in (True, False):
+        cache = make_cache(poison=poison)
+        k = np.ones((8, NUM_KV_HEADS * HEAD_DIM), np.float32)
+        run(make_row(0, 8, cache, k=k, v=k), KvWrite(0, "k", "v"))
+        cache.forget([3, 1], 5)
+        keys, _ = cache.read(0, np.array([3, 1], np.int32), 8)
+        assert np.isnan(keys).any(axis=(1, 2)).tolist() == [False] * 5 + [poison] * 3
