@@ -19,20 +19,17 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
 from penstock.clock import Clock
+from penstock.engine.core import EngineCore
 from penstock.engine.inbox import Inbox
 from penstock.engine.output import OutputStage
-from penstock.engine.ports import Executor, NullObserver, Observer, OutputChunk, OutputSink
+from penstock.engine.ports import Executor, NullObserver, Observer, OutputChunk, OutputSink, TurnObserver
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.events import Abort, Add, Command, Drain, TokenEvent
 from penstock.types.plan import StepPlan
 from penstock.types.request import FinishReason, Request
 from penstock.types.stats import RequestStats
-
-if TYPE_CHECKING:
-    from penstock.engine.core import EngineCore
 
 _logger = logging.getLogger(__name__)
 
@@ -90,17 +87,22 @@ class Engine:
         clock: Clock,
         sink: OutputSink,
         observer: Observer | None = None,
+        turn_observer: TurnObserver | None = None,
         name: str = "penstock-engine",
-        checks_when_idle: bool = True,
+        idle_check_s: float | None = 1.0,
     ) -> None:
-        """`observer` hears of the requests that the core never saw; pass the core's. `name` is the thread's."""
+        """`observer` hears of the requests that the core never saw; pass the core's. `name` is the thread's.
+
+        After `idle_check_s` without work the core verifies its invariants once (0.5 us per block); None: never.
+        """
         self._core = core
         self._executor = executor
         self._output = output
         self._clock = clock
         self._sink = sink
         self._observer: Observer = observer or NullObserver()
-        self._checks_when_idle = checks_when_idle
+        self._turn_observer: TurnObserver = turn_observer or NullObserver()
+        self._idle_check_ns = None if idle_check_s is None else int(idle_check_s * 1e9)
         self._inbox = Inbox(clock)
         self._lock = threading.Lock()
         self._state = EngineState.STARTING
@@ -110,6 +112,8 @@ class Engine:
         self._plan: StepPlan | None = None
         """The step in flight."""
         self._was_cut_short = False
+        self._is_verified = True
+        """The core has not worked since its last check."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     # For any thread.
@@ -166,14 +170,15 @@ class Engine:
 
     def load(self) -> EngineLoad:
         """A cheap reading; its parts may be one turn apart."""
-        num_running = self._core.num_running
+        num_running, kv = self._core.num_running, self._core.scheduler.kv
+        num_cached = kv.num_cached_blocks
         return EngineLoad(
             num_running=num_running,
             num_waiting=max(0, len(self._prompt_lens) - num_running),
             num_prompt_tokens=self._num_prompt_tokens,
-            num_blocks_total=0,
-            num_blocks_free=0,
-            num_blocks_cached=0,
+            num_blocks_total=kv.num_total_blocks,
+            num_blocks_free=kv.num_available_blocks - num_cached,
+            num_blocks_cached=num_cached,
         )
 
     # For the engine thread, or for a driver that has no thread.
@@ -185,7 +190,7 @@ class Engine:
         plan = self._core.begin(now_ns)
         if plan is None:
             return False
-        self._run_step(plan)
+        self._run_step(plan, now_ns)
         return True
 
     def _run(self) -> None:
@@ -201,11 +206,18 @@ class Engine:
         return self._state is EngineState.DRAINING and self._inbox.is_empty and not self._core.has_work
 
     def _idle(self) -> None:
-        if not self._inbox.is_empty or self._is_done():
+        """Sleep until there is a command or a deadline."""
+        if self._is_done():  # The drain may have been polled by the turn just made; nothing else would wake us.
             return
-        if self._checks_when_idle and not self._core.has_work:
+        now_ns = self._clock.now_ns()
+        if self._is_verified or self._idle_check_ns is None or self._core.has_work:
+            self._inbox.wait(self._core.next_wakeup_ns(now_ns))
+            return
+        # The check waits for a quiet moment: with one client at a time, the engine is idle after every request.
+        self._inbox.wait(now_ns + self._idle_check_ns)
+        if self._inbox.is_empty:
             self._core.check()
-        self._inbox.wait(self._core.next_wakeup_ns(self._clock.now_ns()))
+            self._is_verified = True
 
     def _apply(self, commands: Sequence[Command], now_ns: int) -> None:
         for command in commands:
@@ -213,15 +225,22 @@ class Engine:
                 self._output.add(command.request)
         self._publish(self._core.apply(commands, now_ns), now_ns)
 
-    def _run_step(self, plan: StepPlan) -> None:
+    def _run_step(self, plan: StepPlan, begun_ns: int) -> None:
         self._plan = plan
+        self._is_verified = False
         copies = self._core.take_block_copies()
         if copies:
             self._executor.copy_blocks(copies)
+        planned_ns = self._clock.now_ns()
         result = self._executor.collect(self._executor.submit(plan))
         now_ns = self._clock.now_ns()
         events = self._core.apply(self._inbox.poll_aborts(), now_ns)
-        self._publish([*events, *self._core.finish(plan, result, now_ns)], now_ns)
+        events += self._core.finish(plan, result, now_ns)
+        committed_ns = self._clock.now_ns()
+        self._publish(events, now_ns)
+        told_ns = self._clock.now_ns()
+        parts_ns = {"schedule": planned_ns - begun_ns, "commit": committed_ns - now_ns, "output": told_ns - committed_ns}
+        self._turn_observer.on_turn(parts_ns)
         self._plan = None
 
     def _publish(self, events: Sequence[TokenEvent], now_ns: int) -> None:

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -104,6 +104,14 @@ class TokenObserver(Protocol):
         ...
 
 
+class TurnObserver(Protocol):
+    """Told by the engine thread what a step cost it outside of the executor; must not block or raise."""
+
+    def on_turn(self, parts_ns: Mapping[str, int]) -> None:
+        """`schedule`: commands and the plan. `commit`: the core's books. `output`: text and the sink."""
+        ...
+
+
 class NullObserver:
     """Listens to nothing."""
 
@@ -115,3 +123,6 @@ class NullObserver:
 
     def on_tokens(self, first: Sequence[Request], gaps_ns: Sequence[int]) -> None:
         del first, gaps_ns
+
+    def on_turn(self, parts_ns: Mapping[str, int]) -> None:
+        del parts_ns

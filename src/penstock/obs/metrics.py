@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,7 +17,6 @@ from penstock.types.request import FinishReason, Request
 from penstock.types.stats import RequestStats, StepStats
 
 _MS = 1_000_000
-_SECOND = 1_000_000_000
 
 # Upper edges in nanoseconds; powers of two and five in between, from 1 ms as `interfaces` says.
 _LATENCY_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000)
@@ -60,7 +59,7 @@ class IdleLoad:
 
 
 class Metrics:
-    """Counters and histograms of one served model. Implements the engine's `Observer` and `TokenObserver`.
+    """Counters and histograms of one served model. Implements the engine's `Observer`, `TokenObserver` and `TurnObserver`.
 
     Times are kept in nanoseconds and become seconds when they are rendered.
     """
@@ -82,7 +81,7 @@ class Metrics:
         self.batch_size = Histogram(SIZE_BOUNDS)
         self.batch_tokens = Histogram(TOKEN_COUNT_BOUNDS)
         self.step_ns: dict[str, Histogram] = {}
-        """By part of the step; `total` is the whole."""
+        """By part of the step; `total` runs from the begin of the plan to the end of its execution."""
         self.ttft_ns = Histogram(LATENCY_BOUNDS_NS)
         self.itl_ns = Histogram(TOKEN_BOUNDS_NS)
         self.tpot_ns = Histogram(TOKEN_BOUNDS_NS)
@@ -116,8 +115,11 @@ class Metrics:
             self.batch_size.observe(stats.num_rows)
             self.batch_tokens.observe(stats.num_tokens)
             self._observe_part("total", stats.ended_ns - stats.started_ns)
-            for part, part_ns in stats.parts_ns.items():
-                self._observe_part(part, part_ns)
+            self._observe_parts(stats.parts_ns)
+
+    def on_turn(self, parts_ns: Mapping[str, int]) -> None:
+        with self.lock:
+            self._observe_parts(parts_ns)
 
     def on_tokens(self, first: Sequence[Request], gaps_ns: Sequence[int]) -> None:
         with self.lock:
@@ -135,6 +137,10 @@ class Metrics:
             self.e2e_ns.observe(stats.ended_ns - stats.arrival_ns)
             if stats.first_token_ns is not None and stats.num_generated_tokens > 1:
                 self.tpot_ns.observe((stats.ended_ns - stats.first_token_ns) / (stats.num_generated_tokens - 1))
+
+    def _observe_parts(self, parts_ns: Mapping[str, int]) -> None:
+        for part, part_ns in parts_ns.items():
+            self._observe_part(part, part_ns)
 
     def _observe_part(self, part: str, part_ns: int) -> None:
         histogram = self.step_ns.get(part)

@@ -1,0 +1,624 @@
+"""The engine's loop: over the hash executor, so that a wrong token anywhere shows; every request ends exactly once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.clock import VirtualClock, WallClock
+from penstock.engine import loop
+from penstock.engine.core import EngineCore
+from penstock.engine.loop import ENGINE_FAILED, SHUTTING_DOWN, Engine, EngineState
+from penstock.engine.output import OutputStage
+from penstock.engine.ports import OutputChunk
+from penstock.testing import Driver, FailingExecutor, HashExecutor, expected_tokens, make_core, make_request
+from penstock.types.errors import Rejected, RejectReason
+from penstock.types.events import Add
+from penstock.types.plan import Capacity
+from penstock.types.request import FinishReason, Request
+
+TIMEOUT_S = 30
+TINY = Capacity(num_blocks=13, block_size=4, max_rows=4, max_step_tokens=16, max_model_len=44)
+
+
+class Numbers:
+    """Token 7 is `7 `."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        return "".join(f"{token_id} " for token_id in token_ids)
+
+    def flush(self) -> str:
+        return ""
+
+
+class Sink:
+    """Keeps all chunks; lets a test wait for a condition on them."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.calls: list[list[OutputChunk]] = []
+        self.threads: set[int] = set()
+
+    def __call__(self, chunks: list[OutputChunk]) -> None:
+        with self.changed:
+            self.calls.append(list(chunks))
+            self.threads.add(threading.get_ident())
+            self.changed.notify_all()
+
+    def of(self, request_id: str) -> list[OutputChunk]:
+        return [chunk for call in self.calls for chunk in call if chunk.request_id == request_id]
+
+    def ends_of(self, request_id: str) -> list[OutputChunk]:
+        return [chunk for chunk in self.of(request_id) if chunk.finish_reason is not None]
+
+    def end_of(self, request_id: str) -> OutputChunk:
+        (end,) = self.ends_of(request_id)
+        assert self.of(request_id)[-1] is end
+        return end
+
+    def tokens_of(self, request_id: str) -> tuple[int, ...]:
+        return sum((chunk.token_ids for chunk in self.of(request_id)), ())
+
+    def text_of(self, request_id: str) -> str:
+        return "".join(chunk.text for chunk in self.of(request_id))
+
+    def wait_for(self, condition) -> None:
+        with self.changed:
+            assert self.changed.wait_for(condition, TIMEOUT_S)
+
+    def wait_for_ends(self, *request_ids: str) -> None:
+        self.wait_for(lambda: all(self.ends_of(request_id) for request_id in request_ids))
+
+
+class GatedExecutor(HashExecutor):
+    """Steps are collected only when the test lets them."""
+
+    def __init__(self, capacity: Capacity) -> None:
+        super().__init__(capacity)
+        self.gate = threading.Semaphore(0)
+        self.entered = threading.Semaphore(0)
+        self.closes = 0
+
+    def collect(self, ticket):
+        self.entered.release()
+        assert self.gate.acquire(timeout=TIMEOUT_S)
+        return super().collect(ticket)
+
+    def close(self) -> None:
+        self.closes += 1
+        super().close()
+
+    def wait_until_in_step(self) -> None:
+        assert self.entered.acquire(timeout=TIMEOUT_S)
+
+    def open_for_good(self) -> None:
+        self.gate.release(1_000_000)
+
+
+class Rig:
+    """An engine over a hash executor, with a sink that remembers."""
+
+    def __init__(self, *, core=None, executor=None, capacity=TINY, clock=None, sink=None, **engine_fields) -> None:
+        self.sink = sink or Sink()
+        self.executor = executor or HashExecutor(capacity)
+        self.core = core or make_core(capacity)
+        self.clock = clock or WallClock()
+        self.engine = Engine(
+            self.core,
+            self.executor,
+            OutputStage(lambda skip_special_tokens: Numbers()),
+            clock=self.clock,
+            sink=self.sink,
+            **engine_fields,
+        )
+
+    def expected(self, request: Request):
+        model, max_model_len = HashExecutor(TINY).model, TINY.max_model_len
+        return expected_tokens(request.prompt_token_ids, request.sampling, model=model, max_model_len=max_model_len)
+
+    def check_against_oracle(self, request: Request) -> None:
+        expected = self.expected(request)
+        assert self.sink.tokens_of(request.request_id) == expected.token_ids
+        assert self.sink.end_of(request.request_id).finish_reason is expected.finish_reason
+
+
+@pytest.fixture
+def started():
+    """Makes started rigs and closes them after the test."""
+    rigs: list[Rig] = []
+
+    def start(**fields) -> Rig:
+        rig = Rig(**fields)
+        rigs.append(rig)
+        rig.engine.start()
+        return rig
+
+    yield start
+    for rig in rigs:
+        if isinstance(rig.executor, GatedExecutor):
+            rig.executor.open_for_good()
+        rig.engine.close(TIMEOUT_S)
+
+
+def in_threads(*jobs) -> None:
+    threads = [threading.Thread(target=job) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+        assert not thread.is_alive()
+
+
+# Answers
+
+
+def test_answers_of_many_submitters_are_those_of_the_oracle(started):
+    rig = started()
+    requests = [make_request(f"r{idx}", range(idx, idx + 5 + idx % 9), max_tokens=1 + idx % 20) for idx in range(60)]
+
+    def submit(share: list[Request]):
+        return lambda: [rig.engine.submit(request) for request in share]
+
+    in_threads(*(submit(requests[start::4]) for start in range(4)))
+    rig.sink.wait_for_ends(*(request.request_id for request in requests))
+    for request in requests:
+        rig.check_against_oracle(request)
+    assert len(rig.sink.threads) == 1
+    assert rig.engine.close(TIMEOUT_S)
+    rig.core.check()
+
+
+def test_the_plans_are_those_of_any_other_driver_of_the_core():
+    requests = [make_request(f"r{idx}", 3 + idx * 5 % 17, max_tokens=4 + idx) for idx in range(9)]
+    driver = Driver(make_core(TINY), HashExecutor(TINY))
+    driver.turn(*(Add(request) for request in requests))
+    while driver.core.has_work:
+        driver.turn()
+
+    plans = []
+
+    class Recorder(HashExecutor):
+        def submit(self, plan):
+            plans.append(plan)
+            return super().submit(plan)
+
+        def collect(self, ticket):
+            rig.clock.advance(1_000_000)
+            return super().collect(ticket)
+
+    rig = Rig(executor=Recorder(TINY), clock=VirtualClock())
+    for idx, request in enumerate(requests):
+        rig.engine.submit(make_request(request.request_id, request.prompt_token_ids, max_tokens=4 + idx))
+    while rig.engine.turn():
+        pass
+    assert plans == driver.plans
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_every_request_ends_once_with_a_prefix_of_the_right_answer(data):
+    rig = Rig(clock=VirtualClock())
+    live: dict[str, Request] = {}
+    for turn in range(data.draw(st.integers(1, 25))):
+        for idx in range(data.draw(st.integers(0, 2))):
+            prompt = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=20))
+            stop = data.draw(st.sampled_from([(), ("1 ",), ("9", "5 4")]))
+            request = make_request(f"{turn}.{idx}", prompt, max_tokens=data.draw(st.integers(1, 12)), stop=stop)
+            live[request.request_id] = request
+            rig.engine.submit(request)
+        if live and data.draw(st.booleans()):
+            rig.engine.abort(data.draw(st.sampled_from(sorted(live))))
+        rig.engine.turn()
+        rig.core.check()
+    while rig.engine.turn():
+        rig.core.check()
+    for request_id, request in live.items():
+        expected, tokens = rig.expected(request).token_ids, rig.sink.tokens_of(request_id)
+        end = rig.sink.end_of(request_id)
+        assert tokens == expected[: len(tokens)]
+        assert end.num_generated_tokens == len(tokens)
+        assert end.finish_reason in (FinishReason.LENGTH, FinishReason.STOP, FinishReason.ABORT)
+    assert rig.engine.load().num_waiting == rig.engine.load().num_running == rig.engine.load().num_prompt_tokens == 0
+
+
+def test_the_sink_is_called_once_per_step():
+    rig = Rig(clock=VirtualClock())
+    for idx in range(4):
+        rig.engine.submit(make_request(f"r{idx}", [idx], max_tokens=5))
+    while rig.engine.turn():
+        pass
+    assert rig.executor.num_steps == len(rig.sink.calls) == 5
+    assert all(len(call) == 4 for call in rig.sink.calls)
+
+
+def test_a_stop_string_wastes_no_step():
+    request = make_request("a", [1, 2], max_tokens=10)
+    answer = Rig().expected(request).token_ids
+    rig = Rig(clock=VirtualClock())
+    rig.engine.submit(make_request("a", [1, 2], max_tokens=10, stop=(f"{answer[2]} ",)))
+    while rig.engine.turn():
+        pass
+    assert rig.executor.num_steps == 3
+    assert rig.sink.text_of("a") == f"{answer[0]} {answer[1]} "
+    end = rig.sink.end_of("a")
+    assert (end.finish_reason, end.stop_reason) == (FinishReason.STOP, f"{answer[2]} ")
+    assert not rig.core.has_work
+    assert rig.engine.load().num_blocks_free + rig.engine.load().num_blocks_cached == TINY.num_blocks - 1
+
+
+def test_block_copies_are_made_before_the_step(monkeypatch):
+    calls = []
+    rig = Rig(clock=VirtualClock())
+    monkeypatch.setattr(rig.core, "take_block_copies", lambda: [(1, 2)])
+    monkeypatch.setattr(rig.executor, "copy_blocks", lambda pairs: calls.append(("copy", pairs)))
+    submit = rig.executor.submit
+    monkeypatch.setattr(rig.executor, "submit", lambda plan: (calls.append(("submit", plan.step_id)), submit(plan))[1])
+    rig.engine.submit(make_request("a", max_tokens=1))
+    rig.engine.turn()
+    assert calls == [("copy", [(1, 2)]), ("submit", 0)]
+
+
+# Aborts, refusals, deadlines
+
+
+def test_an_abort_during_a_step_comes_before_the_tokens_of_the_step(started):
+    executor = GatedExecutor(TINY)
+    rig = started(executor=executor)
+    rig.engine.submit(make_request("a", max_tokens=10))
+    rig.engine.submit(make_request("b", max_tokens=2))
+    executor.wait_until_in_step()
+    executor.gate.release()
+    executor.wait_until_in_step()
+    num_shown = len(rig.sink.tokens_of("a"))
+    rig.engine.abort("a", "gone")
+    executor.open_for_good()
+    rig.sink.wait_for_ends("a", "b")
+    assert (rig.sink.end_of("a").finish_reason, rig.sink.end_of("a").detail) == (FinishReason.ABORT, "gone")
+    assert len(rig.sink.tokens_of("a")) == num_shown
+    assert rig.sink.end_of("b").finish_reason is FinishReason.LENGTH
+
+
+def test_an_abort_right_after_the_submit_is_not_lost():
+    rig = Rig(clock=VirtualClock())
+    rig.engine.submit(make_request("a", max_tokens=10))
+    rig.engine.abort("a")
+    assert not rig.engine.turn()
+    assert rig.sink.end_of("a").finish_reason is FinishReason.ABORT
+
+
+def test_aborts_of_unknown_and_ended_requests_are_ignored():
+    rig = Rig(clock=VirtualClock())
+    rig.engine.submit(make_request("a", max_tokens=1))
+    rig.engine.turn()
+    rig.engine.abort("a")
+    rig.engine.abort("nobody")
+    assert not rig.engine.turn()
+    assert rig.sink.end_of("a").finish_reason is FinishReason.LENGTH
+
+
+def test_what_can_never_fit_is_refused_at_once_though_others_run(started):
+    executor = GatedExecutor(TINY)
+    rig = started(executor=executor)
+    rig.engine.submit(make_request("a", max_tokens=5))
+    executor.wait_until_in_step()
+    rig.engine.submit(make_request("long", TINY.max_model_len + 1))
+    executor.gate.release()
+    rig.sink.wait_for_ends("long")  # while the second step is held
+    assert rig.sink.end_of("long").finish_reason is FinishReason.REJECTED
+    assert not rig.sink.ends_of("a")
+
+
+def test_a_deadline_ends_a_request():
+    rig = Rig(clock=VirtualClock())
+    rig.engine.submit(make_request("a", max_tokens=20, deadline_ns=100))
+    rig.engine.turn()
+    rig.clock.advance(100)
+    rig.engine.turn()
+    end = rig.sink.end_of("a")
+    assert (end.finish_reason, end.reject_reason) == (FinishReason.ABORT, RejectReason.DEADLINE)
+
+
+def test_an_id_in_flight_is_refused_and_the_first_goes_on():
+    rig = Rig(clock=VirtualClock())
+    request = make_request("a", max_tokens=3)
+    rig.engine.submit(request)
+    rig.engine.turn()
+    with pytest.raises(Rejected, match="still running"):
+        rig.engine.submit(make_request("a", [9], max_tokens=3))
+    while rig.engine.turn():
+        pass
+    rig.check_against_oracle(request)
+    rig.engine.submit(make_request("a", [9], max_tokens=1))  # free again
+    rig.engine.turn()
+    assert len(rig.sink.ends_of("a")) == 2
+
+
+# Load
+
+
+def test_load_counts_the_inbox_as_waiting():
+    rig = Rig(clock=VirtualClock())
+    for idx in range(6):
+        rig.engine.submit(make_request(f"r{idx}", [idx] * 3, max_tokens=3))
+    load = rig.engine.load()
+    assert (load.num_waiting, load.num_running, load.num_prompt_tokens) == (6, 0, 18)
+    rig.engine.turn()
+    load = rig.engine.load()
+    assert (load.num_waiting, load.num_running) == (2, 4)
+    assert load.num_blocks_total == TINY.num_blocks - 1
+    assert load.num_blocks_free + load.num_blocks_cached == TINY.num_blocks - 1 - 4
+    while rig.engine.turn():
+        pass
+    assert rig.engine.load().num_waiting == rig.engine.load().num_running == rig.engine.load().num_prompt_tokens == 0
+
+
+def test_the_host_time_of_each_turn_is_told():
+    class Listener:
+        def __init__(self) -> None:
+            self.parts: list[dict] = []
+
+        def on_turn(self, parts_ns) -> None:
+            self.parts.append(parts_ns)
+
+    listener = Listener()
+    rig = Rig(clock=VirtualClock(), turn_observer=listener)
+    rig.engine.submit(make_request("a", max_tokens=3))
+    while rig.engine.turn():
+        pass
+    assert [set(parts) for parts in listener.parts] == [{"schedule", "commit", "output"}] * 3
+
+
+# Draining and closing
+
+
+def test_a_drain_finishes_what_runs_and_refuses_what_comes(started):
+    executor = GatedExecutor(TINY)
+    rig = started(executor=executor)
+    early = make_request("early", max_tokens=4)
+    rig.engine.submit(early)
+    executor.wait_until_in_step()
+    rig.engine.drain()
+    assert rig.engine.state is EngineState.DRAINING
+    rig.engine.submit(make_request("late"))
+    executor.open_for_good()
+    rig.sink.wait_for_ends("early", "late")
+    rig.check_against_oracle(early)
+    end = rig.sink.end_of("late")
+    assert (end.finish_reason, end.reject_reason) == (FinishReason.REJECTED, RejectReason.DRAINING)
+    assert rig.engine.close(TIMEOUT_S)
+    assert rig.engine.state is EngineState.STOPPED
+
+
+def test_close_waits_for_the_running_and_closes_the_executor(started):
+    executor = GatedExecutor(TINY)
+    rig = started(executor=executor)
+    request = make_request("a", max_tokens=4)
+    rig.engine.submit(request)
+    executor.open_for_good()
+    assert rig.engine.close(TIMEOUT_S)
+    rig.check_against_oracle(request)
+    assert executor.closes == 1
+    assert rig.engine.close(TIMEOUT_S)  # again
+
+
+def test_close_aborts_what_is_left_after_the_timeout(started):
+    rig = started(executor=GatedExecutor(TINY))
+    rig.engine.submit(make_request("a", max_tokens=30))
+    rig.executor.wait_until_in_step()
+    opener = threading.Thread(target=lambda: (aborted.wait(TIMEOUT_S), rig.executor.open_for_good()))
+    aborted = threading.Event()
+    abort, rig.engine.abort = rig.engine.abort, lambda *args: (abort(*args), aborted.set())
+    opener.start()
+    assert not rig.engine.close(timeout_s=0)
+    opener.join()
+    end = rig.sink.end_of("a")
+    assert (end.finish_reason, end.detail) == (FinishReason.ABORT, SHUTTING_DOWN)
+    assert rig.executor.closes == 1
+    assert rig.engine.state is EngineState.STOPPED
+    assert not rig.engine.close(TIMEOUT_S)
+
+
+def test_an_executor_that_hangs_is_left_open(started, monkeypatch, caplog):
+    monkeypatch.setattr(loop, "ABORT_GRACE_S", 0)
+    rig = started(executor=GatedExecutor(TINY))
+    rig.engine.submit(make_request("a"))
+    rig.executor.wait_until_in_step()
+    assert not rig.engine.close(timeout_s=0)
+    assert rig.executor.closes == 0
+    assert "did not come back" in caplog.text
+
+
+def test_a_closed_engine_refuses_on_the_callers_thread(started):
+    rig = started()
+    rig.engine.close(TIMEOUT_S)
+    rig.engine.submit(make_request("a"))
+    end = rig.sink.end_of("a")
+    assert (end.finish_reason, end.reject_reason) == (FinishReason.REJECTED, RejectReason.UNAVAILABLE)
+    assert rig.engine.load().num_waiting == 0
+    rig.engine.abort("a")
+    with pytest.raises(RuntimeError):
+        rig.engine.start()
+
+
+def test_an_engine_that_never_started_refuses_what_it_was_given():
+    rig = Rig()
+    rig.engine.submit(make_request("a"))
+    assert rig.engine.state is EngineState.STARTING
+    assert rig.engine.close(TIMEOUT_S)
+    assert rig.sink.end_of("a").finish_reason is FinishReason.REJECTED
+    with pytest.raises(RuntimeError):
+        rig.engine.start()
+
+
+def test_observers_hear_of_requests_that_the_core_never_saw(started):
+    heard = []
+
+    class Listener:
+        def on_step(self, stats) -> None: ...
+
+        def on_finish(self, stats) -> None:
+            heard.append((stats.request_id, stats.finish_reason, stats.reject_reason))
+
+    rig = started(observer=Listener())
+    rig.engine.close(TIMEOUT_S)
+    rig.engine.submit(make_request("a"))
+    assert heard == [("a", FinishReason.REJECTED, "unavailable")]
+
+
+@pytest.mark.parametrize("close_timeout_s", [0, TIMEOUT_S])
+def test_requests_that_race_with_the_close_end_exactly_once(close_timeout_s):
+    for _ in range(10):
+        rig = Rig()
+        rig.engine.start()
+        ids: list[str] = []
+        barrier = threading.Barrier(4)
+
+        def submit(worker: int, rig=rig, ids=ids, barrier=barrier) -> None:
+            barrier.wait(TIMEOUT_S)
+            for idx in range(15):
+                ids.append(f"{worker}.{idx}")
+                rig.engine.submit(make_request(f"{worker}.{idx}", [worker, idx], max_tokens=2))
+
+        def close(rig=rig, barrier=barrier) -> None:
+            barrier.wait(TIMEOUT_S)
+            rig.engine.close(close_timeout_s)
+
+        in_threads(lambda: submit(0), lambda: submit(1), lambda: submit(2), close)
+        for request_id in ids:
+            assert rig.sink.end_of(request_id).finish_reason in (
+                FinishReason.LENGTH,
+                FinishReason.REJECTED,
+                FinishReason.ABORT,
+            )
+        assert rig.engine.load().num_waiting == 0
+
+
+# Failures
+
+
+def assert_failed(rig: Rig, *request_ids: str) -> None:
+    for request_id in request_ids:
+        end = rig.sink.end_of(request_id)
+        assert (end.finish_reason, end.detail) == (FinishReason.ERROR, ENGINE_FAILED)
+    assert rig.engine.state is EngineState.FAILED
+    rig.engine.submit(make_request("later"))
+    end = rig.sink.end_of("later")
+    assert (end.finish_reason, end.reject_reason) == (FinishReason.REJECTED, RejectReason.UNAVAILABLE)
+    assert not rig.engine.close(TIMEOUT_S)
+    assert rig.engine.state is EngineState.FAILED
+
+
+@pytest.mark.parametrize("is_in_submit", [False, True])
+def test_a_failing_executor_ends_every_request_and_the_plan_is_logged(started, caplog, is_in_submit):
+    executor = FailingExecutor(HashExecutor(TINY), fail_at_step=2, is_in_submit=is_in_submit)
+    rig = Rig(executor=executor)
+    ids = [f"r{idx}" for idx in range(7)]  # four run, three wait
+    for idx, request_id in enumerate(ids):
+        rig.engine.submit(make_request(request_id, [idx], max_tokens=30))
+    rig.engine.start()
+    rig.sink.wait_for_ends(*ids)
+    assert "StepPlan(step_id=2" in caplog.text
+    assert "as it was told to" in caplog.text
+    assert len(rig.sink.tokens_of("r0")) == 2
+    assert_failed(rig, *ids)
+
+
+def test_a_request_that_comes_during_the_failing_step_is_refused():
+    class FailsWhenLetIn(GatedExecutor):
+        def collect(self, ticket):
+            super().collect(ticket)
+            raise OSError("the device is gone")
+
+    rig = Rig(executor=FailsWhenLetIn(TINY))
+    rig.engine.start()
+    rig.engine.submit(make_request("a"))
+    rig.executor.wait_until_in_step()
+    rig.engine.submit(make_request("late"))
+    rig.executor.gate.release()
+    rig.sink.wait_for_ends("a", "late")
+    end = rig.sink.end_of("late")
+    assert (end.finish_reason, end.reject_reason) == (FinishReason.REJECTED, RejectReason.UNAVAILABLE)
+    assert_failed(rig, "a")
+
+
+class BrokenCore(EngineCore):
+    """Raises in the methods that a test names, each from its `after`-th call on."""
+
+    def __init__(self, *methods: str, after: int = 0) -> None:
+        super().__init__(make_core(TINY).scheduler)
+        for name in methods:
+            setattr(self, name, self._break(getattr(self, name), after))
+
+    @staticmethod
+    def _break(method, after: int):
+        calls_left = after
+
+        def broken(*args):
+            nonlocal calls_left
+            calls_left -= 1
+            if calls_left < 0:
+                raise RuntimeError("a bug in the core")
+            return method(*args)
+
+        return broken
+
+
+@pytest.mark.parametrize(
+    "methods",
+    [("begin",), ("finish",), ("apply",), ("take_block_copies",), ("begin", "fail_all"), ("finish", "fail_all", "apply")],
+)
+@pytest.mark.parametrize("after", [0, 3])
+def test_a_bug_in_the_core_is_never_a_silent_death(caplog, methods, after):
+    rig = Rig(core=BrokenCore(*methods, after=0 if "fail_all" in methods else after))
+    ids = [f"r{idx}" for idx in range(6)]
+    for idx, request_id in enumerate(ids):
+        rig.engine.submit(make_request(request_id, [idx], max_tokens=30))
+    rig.engine.start()
+    rig.sink.wait_for_ends(*ids)
+    assert "a bug in the core" in caplog.text
+    assert_failed(rig, *ids)
+
+
+def test_a_broken_invariant_is_found_when_the_engine_is_idle(started, caplog):
+    core = BrokenCore("check")
+    rig = started(core=core, idle_check_s=0)
+    request = make_request("a", max_tokens=2)
+    rig.engine.submit(request)
+    rig.sink.wait_for_ends("a")
+    rig.engine._thread.join(TIMEOUT_S)
+    assert rig.engine.state is EngineState.FAILED
+    assert "a bug in the core" in caplog.text
+    rig.check_against_oracle(request)
+
+
+def test_an_idle_engine_checks_its_books_once(started):
+    core, checked = make_core(TINY), threading.Semaphore(0)
+    check = core.check
+    core.check = lambda: (check(), checked.release())
+    rig = started(core=core, idle_check_s=0)
+    for name in ("a", "b"):
+        rig.engine.submit(make_request(name, max_tokens=2))
+        rig.sink.wait_for_ends(name)
+        assert checked.acquire(timeout=TIMEOUT_S)
+    rig.engine.close(TIMEOUT_S)
+    assert not checked.acquire(blocking=False)
+
+
+def test_a_sink_that_breaks_fails_the_engine(caplog):
+    class BrokenSink(Sink):
+        def __call__(self, chunks) -> None:
+            if len(self.calls) == 2:
+                raise OSError("nobody listens")
+            super().__call__(chunks)
+
+    rig = Rig(sink=BrokenSink())
+    rig.engine.submit(make_request("a", max_tokens=30))
+    rig.engine.start()
+    rig.engine._thread.join(TIMEOUT_S)
+    assert rig.engine.state is EngineState.FAILED
+    assert "nobody listens" in caplog.text
+    assert not rig.engine.close(TIMEOUT_S)

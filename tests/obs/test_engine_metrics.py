@@ -1,0 +1,147 @@
+"""Metrics and admission as observers of a real engine: the totals must be those of what was served."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from penstock.clock import VirtualClock
+from penstock.engine.loop import Engine
+from penstock.engine.output import OutputStage
+from penstock.obs.metrics import Metrics
+from penstock.obs.observers import ObserverGroup
+from penstock.sched.admission import Admission
+from penstock.testing import HashExecutor, make_core, make_request
+from penstock.types.plan import Capacity
+
+CAPACITY = Capacity(num_blocks=33, block_size=4, max_rows=4, max_step_tokens=32, max_model_len=64)
+STEP_NS = 100_000_000
+
+
+class NoText:
+    def push(self, token_ids: Sequence[int]) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
+class SlowExecutor(HashExecutor):
+    """Every step takes 0.1 s of virtual time."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        super().__init__(CAPACITY)
+        self._clock = clock
+
+    def collect(self, ticket):
+        self._clock.advance(STEP_NS)
+        return super().collect(ticket)
+
+
+class Server:
+    def __init__(self, max_queue: int = 4) -> None:
+        self.clock = VirtualClock()
+        self.metrics, self.admission = Metrics("m"), Admission(max_queue)
+        group = ObserverGroup([self.metrics, self.admission])
+        self.engine = Engine(
+            make_core(CAPACITY, observer=group),
+            SlowExecutor(self.clock),
+            OutputStage(lambda skip_special_tokens: NoText(), observer=self.metrics),
+            clock=self.clock,
+            sink=lambda chunks: None,
+            observer=group,
+            turn_observer=self.metrics,
+        )
+        self.metrics.connect(load=self.engine.load, drain_rate=lambda: self.admission.drain_rate(self.clock.now_ns()))
+
+    def submit(self, request_id: str, num_prompt_tokens: int, max_tokens: int) -> None:
+        arrival_ns = self.clock.now_ns()
+        self.engine.submit(make_request(request_id, num_prompt_tokens, arrival_ns=arrival_ns, max_tokens=max_tokens))
+
+    def run(self) -> None:
+        while self.engine.turn():
+            pass
+
+    def read(self) -> dict[str, float]:
+        samples = [
+            sample for family in text_string_to_metric_families(self.metrics.render().decode()) for sample in family.samples
+        ]
+        return {
+            sample.name.removeprefix("penstock_")
+            + "".join(v for k, v in sorted(sample.labels.items()) if k != "model"): sample.value
+            for sample in samples
+        }
+
+
+def test_totals_are_those_of_what_was_served():
+    server = Server()
+    for idx in range(3):
+        server.submit(f"r{idx}", 8, max_tokens=5)
+    server.run()
+    values = server.read()
+    assert values["generation_tokens_total"] == 15
+    assert values["request_success_totallength"] == 3
+    assert values["prompt_tokens_totalcomputed"] + values["prompt_tokens_totalcached"] == 24
+    assert values["prefix_cache_queries_total"] == 24
+    assert values["time_to_first_token_seconds_count"] == values["queue_time_seconds_count"] == 3
+    assert values["inter_token_latency_seconds_count"] == 12
+    assert abs(values["inter_token_latency_seconds_sum"] - 1.2) < 1e-9
+    assert abs(values["time_per_output_token_seconds_sum"] - 0.3) < 1e-9
+    assert values["step_seconds_counttotal"] == values["step_seconds_countcommit"] == values["batch_size_count"] == 5
+
+
+def test_cached_prompt_tokens_are_told_apart():
+    server = Server()
+    for name in ("first", "second"):
+        server.submit(name, 9, max_tokens=1)
+        server.run()
+    values = server.read()
+    assert (values["prompt_tokens_totalcomputed"], values["prompt_tokens_totalcached"]) == (10, 8)
+    assert values["prefix_cache_hits_total"] == 8
+
+
+def test_gauges_do_not_go_stale_when_the_last_request_is_aborted():
+    server = Server()
+    server.submit("a", 8, max_tokens=20)
+    server.engine.turn()
+    assert server.read()["requests_running"] == 1
+    assert server.read()["kv_blocksheld"] > 0
+    server.engine.abort("a")
+    server.engine.turn()
+    values = server.read()
+    assert values["requests_running"] == values["requests_waitingcapacity"] == values["kv_blocksheld"] == 0
+    assert values["request_success_totalabort"] == 1
+
+
+def test_a_refused_request_is_counted_with_its_reason():
+    server = Server()
+    server.submit("long", CAPACITY.max_model_len + 1, max_tokens=1)
+    server.run()
+    rejected = {name: value for name, value in server.read().items() if name.startswith("requests_rejected")}
+    assert sum(rejected.values()) == 1
+
+
+def test_an_announced_retry_finds_a_place():
+    """Requests of 1 s each on four rows: four per second leave. Whoever is refused and waits as told gets in."""
+    server = Server(max_queue=4)
+    num_submitted = 0
+
+    def fill() -> None:
+        nonlocal num_submitted
+        while server.admission.decide(server.engine.load().num_waiting, server.clock.now_ns()) is None:
+            server.submit(f"r{num_submitted}", 1, max_tokens=10)
+            num_submitted += 1
+
+    for _ in range(100):  # ten seconds at the limit
+        fill()
+        server.engine.turn()
+    fill()
+    refusal = server.admission.decide(server.engine.load().num_waiting, server.clock.now_ns())
+    assert refusal is not None
+    assert refusal.retry_after_s is not None
+    assert refusal.retry_after_s == 1.0  # (0 + 1) / 4 s, clamped to a second
+    for _ in range(int(refusal.retry_after_s * 1e9 / STEP_NS)):
+        server.engine.turn()
+    assert server.admission.decide(server.engine.load().num_waiting, server.clock.now_ns()) is None
+    assert abs(server.read()["drain_rate_requests_per_second"] - 4) < 0.5

@@ -1,0 +1,223 @@
+"""Metrics: what Prometheus reads must be what happened."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+
+from penstock.obs.histogram import Histogram
+from penstock.obs.metrics import IdleLoad, Metrics
+from penstock.obs.observers import ObserverGroup
+from penstock.types.request import FinishReason, Request
+from penstock.types.sampling import SamplingParams
+from penstock.types.stats import RequestStats, StepStats
+
+MS = 1_000_000
+
+
+def make_step(**changes) -> StepStats:
+    defaults = {
+        "step_id": 1,
+        "started_ns": 0,
+        "ended_ns": 30 * MS,
+        "num_running": 3,
+        "num_waiting": 2,
+        "num_rows": 3,
+        "num_tokens": 40,
+        "num_sampled_tokens": 3,
+        "num_blocks_total": 10,
+        "num_blocks_free": 4,
+        "num_blocks_cached": 1,
+        "num_preemptions": 1,
+        "num_prefix_query_tokens": 32,
+        "num_prefix_hit_tokens": 16,
+        "parts_ns": {"execute": 25 * MS},
+    }
+    return StepStats(**(defaults | changes))
+
+
+def make_end(**changes) -> RequestStats:
+    defaults = {
+        "request_id": "a",
+        "tenant": "",
+        "arrival_ns": 0,
+        "first_scheduled_ns": 10 * MS,
+        "first_token_ns": 100 * MS,
+        "ended_ns": 500 * MS,
+        "num_prompt_tokens": 50,
+        "num_cached_tokens": 16,
+        "num_generated_tokens": 5,
+        "num_preemptions": 0,
+        "finish_reason": FinishReason.STOP,
+    }
+    return RequestStats(**(defaults | changes))
+
+
+def make_request(**changes) -> Request:
+    defaults = {"arrival_ns": 0, "first_scheduled_ns": 10 * MS, "first_token_ns": 100 * MS, "num_cached_tokens": 16}
+    return Request("a", tuple(range(50)), SamplingParams(), **(defaults | changes))
+
+
+def read(metrics: Metrics) -> dict[tuple[str, frozenset], float]:
+    """(series, labels without `model`) -> value."""
+    values = {}
+    for family in text_string_to_metric_families(metrics.render().decode()):
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            assert labels.pop("model") == metrics.model
+            key = (sample.name, frozenset(labels.items()))
+            assert key not in values
+            values[key] = sample.value
+    return values
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float:
+    return read(metrics)[f"penstock_{name}", frozenset(labels.items())]
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    return Metrics("m")
+
+
+def test_a_fresh_server_already_shows_its_series(metrics):
+    names = {name for name, _ in read(metrics)}
+    for name in (
+        "requests_running",
+        "requests_waiting",
+        "request_success_total",
+        "kv_blocks",
+        "kv_usage_ratio",
+        "prefix_cache_queries_total",
+        "prefix_cache_hits_total",
+        "preemptions_total",
+        "prompt_tokens_total",
+        "generation_tokens_total",
+        "batch_size_bucket",
+        "batch_tokens_sum",
+        "time_to_first_token_seconds_count",
+        "inter_token_latency_seconds_bucket",
+        "time_per_output_token_seconds_bucket",
+        "e2e_request_latency_seconds_bucket",
+        "queue_time_seconds_bucket",
+        "drain_rate_requests_per_second",
+    ):
+        assert f"penstock_{name}" in names
+
+
+def test_a_step_counts_its_tokens_rows_and_parts(metrics):
+    metrics.on_step(make_step())
+    metrics.on_step(make_step(num_rows=5))
+    assert value(metrics, "generation_tokens_total") == 6
+    assert value(metrics, "prefix_cache_queries_total") == 64
+    assert value(metrics, "prefix_cache_hits_total") == 32
+    assert value(metrics, "preemptions_total", method="recompute") == 2
+    assert value(metrics, "batch_size_sum") == 8
+    assert value(metrics, "batch_size_bucket", le="4.0") == 1
+    assert value(metrics, "batch_tokens_sum") == 80
+    assert value(metrics, "step_seconds_sum", part="total") == pytest.approx(0.06)
+    assert value(metrics, "step_seconds_count", part="execute") == 2
+
+
+def test_gauges_are_read_when_asked(metrics):
+    load = IdleLoad(num_running=3, num_waiting=2, num_blocks_total=10, num_blocks_free=4, num_blocks_cached=1)
+    metrics.connect(load=lambda: load, drain_rate=lambda: 2.5)
+    assert value(metrics, "requests_running") == 3
+    assert value(metrics, "requests_waiting", reason="capacity") == 2
+    assert [value(metrics, "kv_blocks", state=state) for state in ("free", "cached", "held")] == [4, 1, 5]
+    assert value(metrics, "kv_usage_ratio") == 0.5
+    assert value(metrics, "drain_rate_requests_per_second") == 2.5
+
+
+def test_latencies_are_counted_in_seconds_when_they_happen(metrics):
+    metrics.on_tokens([make_request()], [20 * MS, 30 * MS])
+    assert value(metrics, "time_to_first_token_seconds_sum") == pytest.approx(0.1)
+    assert value(metrics, "queue_time_seconds_sum") == pytest.approx(0.01)
+    assert value(metrics, "inter_token_latency_seconds_count") == 2
+    assert value(metrics, "inter_token_latency_seconds_sum") == pytest.approx(0.05)
+    assert value(metrics, "inter_token_latency_seconds_bucket", le="0.02") == 1
+    assert value(metrics, "prompt_tokens_total", source="computed") == 34
+    assert value(metrics, "prompt_tokens_total", source="cached") == 16
+
+
+def test_buckets_begin_at_a_millisecond(metrics):
+    metrics.on_tokens([make_request(first_scheduled_ns=MS)], [])
+    assert value(metrics, "queue_time_seconds_bucket", le="0.001") == 1
+
+
+@pytest.mark.parametrize("reason", ["stop", "length", "abort", "error"])
+def test_an_ended_request_is_counted_by_its_reason(metrics, reason):
+    metrics.on_finish(make_end(finish_reason=FinishReason[reason.upper()]))
+    assert value(metrics, "request_success_total", finish_reason=reason) == 1
+    assert value(metrics, "e2e_request_latency_seconds_sum") == pytest.approx(0.5)
+    assert value(metrics, "time_per_output_token_seconds_sum") == pytest.approx(0.1)
+
+
+def test_a_refused_request_is_counted_once_by_its_reason(metrics):
+    metrics.on_finish(make_end(finish_reason=FinishReason.REJECTED, reject_reason="never_fits"))
+    metrics.on_finish(make_end(finish_reason=FinishReason.ABORT, reject_reason="deadline"))
+    metrics.count_rejected("queue_full")
+    values = read(metrics)
+    for reason in ("never_fits", "deadline", "queue_full"):
+        assert values["penstock_requests_rejected_total", frozenset({("reason", reason)})] == 1
+    assert sum(count for (name, _), count in values.items() if name == "penstock_request_success_total") == 0
+
+
+def test_one_token_has_no_time_per_output_token(metrics):
+    metrics.on_finish(make_end(num_generated_tokens=1))
+    assert value(metrics, "time_per_output_token_seconds_count") == 0
+
+
+def test_labels_are_escaped():
+    assert value(Metrics('a"b\\c\nd'), "requests_running") == 0
+
+
+def test_the_content_type_is_that_of_the_client_library(metrics):
+    from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+
+    assert metrics.content_type == CONTENT_TYPE_PLAIN_0_0_4
+
+
+def test_reading_while_writing_sees_whole_steps(metrics):
+    num_steps, finished = 3_000, threading.Event()
+
+    def write() -> None:
+        for _ in range(num_steps):
+            metrics.on_step(make_step(num_sampled_tokens=1, num_rows=1))
+        finished.set()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    while not finished.is_set():
+        values = read(metrics)
+        count = values["penstock_batch_size_count", frozenset()]
+        assert values["penstock_generation_tokens_total", frozenset()] == count
+        assert values["penstock_batch_size_bucket", frozenset({("le", "+Inf")})] == count
+    writer.join()
+    assert value(metrics, "generation_tokens_total") == num_steps
+
+
+def test_a_group_tells_every_observer():
+    group_of = [Metrics("a"), Metrics("b")]
+    group = ObserverGroup(group_of)
+    group.on_step(make_step())
+    group.on_finish(make_end())
+    for one in group_of:
+        assert value(one, "generation_tokens_total") == 3
+        assert value(one, "request_success_total", finish_reason="stop") == 1
+
+
+@given(st.lists(st.floats(0, 200)), st.lists(st.floats(0, 200)))
+def test_histogram_buckets_hold_what_lies_at_or_below_their_edge(singles, many):
+    histogram = Histogram((1, 10, 100))
+    for one in singles:
+        histogram.observe(one)
+    histogram.observe_many(many)
+    buckets, total = histogram.snapshot()
+    values = singles + many
+    assert [count for _, count in buckets] == [sum(v <= edge for v in values) for edge in (1, 10, 100, float("inf"))]
+    assert total == pytest.approx(sum(values))
