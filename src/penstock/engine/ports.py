@@ -82,7 +82,8 @@ class OutputChunk:
 
 
 OutputSink = Callable[[list[OutputChunk]], None]
-"""Called by the engine thread, once per step that had anything to say; must not block."""
+"""Called by the engine thread, once per step that had anything to say, and once when requests end between two steps;
+for a request that comes after the engine has ended, by the thread that submits it. Must not block."""
 
 
 class Observer(Protocol):
