@@ -24,8 +24,9 @@ def to_bf16(values: NDArray[np.generic]) -> NDArray[np.uint16]:
     A relative error of at most 2^-9 for values of float16's or float32's normal range; NaN stays NaN.
     """
     out = np.empty(values.shape, dtype=np.uint16)
-    for rows in row_slices(*values.shape):
-        out[rows] = _round(values[rows].astype(np.float32))
+    with np.errstate(invalid="ignore"):  # a signalling NaN of a corrupt file
+        for rows in row_slices(*values.shape):
+            out[rows] = _round(values[rows].astype(np.float32))
     return out
 
 

@@ -115,8 +115,9 @@ def _to_q8_0(data: NDArray[np.generic], entry: TensorEntry, file: GgufFile) -> N
 
     num_rows, num_cols = matrix_shape(entry)
     out = np.empty((num_rows, num_cols // GROUP_SIZE * GROUP_BYTES[WeightFormat.Q8_0]), dtype=np.uint8)
-    for rows in row_slices(num_rows, num_cols):
-        out[rows] = quantize(_decode(data[rows], entry, file), GGMLQuantizationType.Q8_0)
+    with np.errstate(all="ignore"):  # as in _decode
+        for rows in row_slices(num_rows, num_cols):
+            out[rows] = quantize(_decode(data[rows], entry, file), GGMLQuantizationType.Q8_0)
     return out
 
 
@@ -125,7 +126,8 @@ def _decode(raw: NDArray[np.generic], entry: TensorEntry, file: GgufFile) -> NDA
     from gguf.quants import dequantize
 
     try:
-        values: NDArray[np.float32] = dequantize(np.ascontiguousarray(raw), GGMLQuantizationType(entry.type_id))
+        with np.errstate(all="ignore"):  # infinite scales of a corrupt file
+            values: NDArray[np.float32] = dequantize(np.ascontiguousarray(raw), GGMLQuantizationType(entry.type_id))
     except NotImplementedError as error:
         raise ModelError(
             f"{file.path}: the tensor {entry.name!r} is of the type {_type_name(entry.type_id)}, which can't be decoded.",

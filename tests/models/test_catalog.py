@@ -1,0 +1,112 @@
+"""What a MODEL argument means, and what the cache holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock.models import catalog
+from penstock.models.catalog import CATALOG, COMPLETE_MARKER, DEFAULT_MODEL, SourceKind, default_cache_dir, list_models, resolve
+from penstock.models.load import load_model
+from penstock.testing.tiny_models import TinyLlama, write_gguf, write_hf
+from penstock.types.errors import ModelError
+
+
+@pytest.mark.parametrize(
+    ("environ", "wanted"),
+    [
+        ({"PENSTOCK_CACHE": "/a", "XDG_CACHE_HOME": "/b"}, Path("/a")),
+        ({"XDG_CACHE_HOME": "/b"}, Path("/b/penstock")),
+        ({"PENSTOCK_CACHE": "", "XDG_CACHE_HOME": ""}, Path.home() / ".cache" / "penstock"),
+    ],
+)
+def test_cache_directory(environ, wanted):
+    assert default_cache_dir(environ) == wanted
+
+
+@pytest.mark.parametrize("name", [DEFAULT_MODEL, "default", "smollm2"])
+def test_catalogue_name_and_alias(tmp_path, name):
+    source = resolve(name, tmp_path)
+    assert source.name == DEFAULT_MODEL
+    assert source.path == tmp_path / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    assert not source.is_present
+
+
+def test_names_and_aliases_are_unique_and_checksums_well_formed():
+    names = [name for entry in CATALOG for name in (entry.name, *entry.aliases)]
+    assert len(names) == len(set(names))
+    assert all(len(entry.sha256) == 64 and int(entry.sha256, 16) for entry in CATALOG)
+
+
+def test_catalogue_file_of_the_wrong_size_does_not_count(tmp_path):
+    source = resolve(DEFAULT_MODEL, tmp_path)
+    source.path.parent.mkdir()
+    source.path.write_bytes(b"GGUF")
+    assert not source.is_present
+    with pytest.raises(ModelError, match="penstock pull smollm2:135m"):
+        load_model(source)
+
+
+def test_file_and_directory(tmp_path):
+    file = write_gguf(tmp_path / "a.gguf", TinyLlama())
+    directory = write_hf(tmp_path / "b", TinyLlama())
+    assert resolve(str(file), tmp_path).kind is SourceKind.GGUF
+    assert resolve(str(directory), tmp_path).kind is SourceKind.DIRECTORY
+    assert [load_model(resolve(str(path), tmp_path)).name for path in (file, directory)] == ["a", "b"]
+
+
+def test_hub_names(tmp_path):
+    whole = resolve("hf:org/repo-1.0", tmp_path)
+    assert (whole.kind, whole.path, whole.is_present) == (SourceKind.DIRECTORY, tmp_path / "hub/org/repo-1.0", False)
+    write_hf(whole.path, TinyLlama())
+    assert not whole.is_present
+    (whole.path / COMPLETE_MARKER).touch()
+    assert whole.is_present
+    file = resolve("hf:org/repo:q4/model-Q4_0.gguf", tmp_path)
+    assert (file.kind, file.name) == (SourceKind.GGUF, "model-Q4_0")
+    assert file.path == tmp_path / "hub/org/repo/q4/model-Q4_0.gguf"
+
+
+@pytest.mark.parametrize("name", ["hf:", "hf:repo", "hf:a/b/c", "hf:../x", "hf:org/repo:../../x.gguf", "hf:org/repo:a.bin"])
+def test_malformed_hub_names(tmp_path, name):
+    with pytest.raises(ModelError, match="no model of the Hugging Face hub"):
+        resolve(name, tmp_path)
+
+
+def test_unknown_names_say_what_there_is(tmp_path):
+    with pytest.raises(ModelError, match=r"'smolm2:135m'.*Did you mean 'smollm2:135m'"):
+        resolve("smolm2:135m", tmp_path)
+    with pytest.raises(ModelError, match="no such file"):
+        resolve("./none.gguf", tmp_path)
+
+
+def test_folders_that_are_no_model(tmp_path):
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        resolve(str(tmp_path), tmp_path)
+    write_gguf(tmp_path / "a.gguf", TinyLlama())
+    with pytest.raises(ModelError, match=r"folder of GGUF files.*a\.gguf"):
+        resolve(str(tmp_path), tmp_path)
+
+
+def test_missing_path_is_refused_by_the_loader(tmp_path):
+    source = resolve(str(write_gguf(tmp_path / "a.gguf", TinyLlama())), tmp_path)
+    source.path.unlink()
+    with pytest.raises(ModelError, match="are not at"):
+        load_model(source)
+
+
+def test_listing_of_catalogue_and_cache(tmp_path):
+    (entry,) = list_models(tmp_path)
+    assert (entry.name, entry.is_present, entry.license) == (DEFAULT_MODEL, False, "Apache-2.0")
+    (tmp_path / "models").mkdir()
+    write_gguf(tmp_path / "models" / "mine.gguf", TinyLlama())
+    (tmp_path / "hub" / "org" / "one").mkdir(parents=True)
+    write_gguf(tmp_path / "hub" / "org" / "one" / "a.gguf", TinyLlama())
+    write_hf(tmp_path / "hub" / "org" / "two", TinyLlama())
+    write_hf(tmp_path / "hub" / "org" / "incomplete", TinyLlama())
+    (tmp_path / "hub" / "org" / "two" / COMPLETE_MARKER).touch()
+    others = list_models(tmp_path)[1:]
+    assert [listing.name for listing in others] == [str(tmp_path / "models/mine.gguf"), "hf:org/one:a.gguf", "hf:org/two"]
+    assert all(listing.size_bytes > 10_000 for listing in others)
+    assert all(catalog.resolve(listing.name, tmp_path).is_present for listing in others)

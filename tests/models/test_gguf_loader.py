@@ -1,0 +1,292 @@
+"""GGUF files as models: weights, spec, tokenizer, conversions; every fault a ModelError."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
+from gguf.quants import dequantize
+
+from penstock.models import registry
+from penstock.models.checks import weight_shapes
+from penstock.models.gguf import load_gguf
+from penstock.models.gguf_file import open_gguf
+from penstock.models.gguf_tensors import load_tensor
+from penstock.models.hf import load_hf_directory
+from penstock.models.weights import WeightFormat
+from penstock.testing.tiny_models import TinyLlama, vocabulary, write_gguf, write_hf
+from penstock.types.errors import ModelError
+from penstock.types.vocab import GgufVocab
+
+TINY = TinyLlama()
+
+
+def edit(path: Path, change: Callable[[GGUFWriter], None], *, drop: tuple[str, ...] = ()) -> Path:
+    """A copy of a GGUF file without some metadata and tensors, and with what `change` adds."""
+    reader = GGUFReader(path)
+    writer = GGUFWriter(path.with_suffix(".edited.gguf"), "llama")
+    for key, field in reader.fields.items():
+        if not key.startswith("GGUF.") and key not in (*drop, "general.architecture"):
+            writer.add_key_value(key, field.contents(), field.types[0], field.types[-1])
+    for tensor in reader.tensors:
+        if tensor.name not in drop:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    change(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path.with_suffix(".edited.gguf")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", TINY)
+
+
+def test_spec_is_read(tiny):
+    spec = load_gguf(tiny).spec
+    for field in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"):
+        assert getattr(spec, field) == getattr(TINY, field), field
+    assert spec.norm_eps == pytest.approx(TINY.norm_eps)
+    assert spec.max_model_len == TINY.max_model_len
+    assert spec.tie_word_embeddings
+    assert spec.rope_inv_freq == pytest.approx([10000.0 ** (-idx / 8) for idx in range(8)])
+
+
+def test_weights_are_those_that_the_program_reads(tiny):
+    model = load_gguf(tiny)
+    shapes = weight_shapes(registry.describe(model.spec))
+    assert {name: (weight.num_rows, weight.num_cols) for name, weight in model.weights.items()} == shapes
+    assert model.num_weight_bytes == sum(weight.data.nbytes for weight in model.weights.values())
+
+
+@pytest.mark.parametrize(
+    ("matrix_type", "fmt", "tolerance"),
+    [
+        ("F32", WeightFormat.BF16, 2**-9),
+        ("F16", WeightFormat.BF16, 2**-7),
+        ("BF16", WeightFormat.BF16, 2**-9),
+        ("Q8_0", WeightFormat.Q8_0, 0.02),
+        ("Q4_0", WeightFormat.Q4_0, 0.3),
+        ("Q4_1", WeightFormat.Q4_1, 0.3),
+        ("Q5_0", WeightFormat.Q8_0, 0.2),
+        ("Q5_1", WeightFormat.Q8_0, 0.2),
+    ],
+)
+def test_weights_are_unpermuted_and_close_to_the_originals(tmp_path, matrix_type, fmt, tolerance):
+    model = TinyLlama(is_tied=False, has_qkv_bias=True, head_dim=32)
+    loaded = load_gguf(write_gguf(tmp_path / "m.gguf", model, matrix_type=matrix_type))
+    reference = load_hf_directory(write_hf(tmp_path / "hf", model, dtype="f32"))
+    assert loaded.weights.keys() == reference.weights.keys()
+    for name, weight in loaded.weights.items():
+        wanted = reference.weights[name].dequantize()
+        assert weight.format is (WeightFormat.F32 if weight.num_rows == 1 else fmt), name
+        error = np.abs(weight.dequantize() - wanted).max()
+        assert error <= tolerance * np.abs(wanted).max(), name
+
+
+def test_kept_formats_stay_mapped_and_q_rows_move_as_bytes(tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", TINY, matrix_type="Q4_1")
+    model, file = load_gguf(path), open_gguf(path)
+    raw = {name: file.tensor_bytes(entry) for name, entry in file.tensors.items()}
+    assert not model.weights["layers.0.up"].data.flags.owndata
+    assert np.array_equal(model.weights["layers.0.up"].data.reshape(-1), raw["blk.0.ffn_up.weight"])
+    q, stored = model.weights["layers.0.q"].data, raw["blk.0.attn_q.weight"].reshape(64, -1)
+    for head in range(4):
+        for pair in range(8):
+            assert np.array_equal(q[head * 16 + pair], stored[head * 16 + 2 * pair])
+            assert np.array_equal(q[head * 16 + 8 + pair], stored[head * 16 + 2 * pair + 1])
+
+
+def test_conversions_are_noted(tmp_path, tiny):
+    assert load_gguf(tiny).notes == ()
+    notes = load_gguf(write_gguf(tmp_path / "f16.gguf", TINY, matrix_type="F16")).notes
+    assert notes == ("15 F16 matrices rounded to bf16 (relative error at most 2^-9)",)
+    (note,) = load_gguf(write_gguf(tmp_path / "q5.gguf", TINY, matrix_type="Q5_1")).notes
+    assert note.startswith("15 Q5_1 matrices converted to Q8_0")
+
+
+def one_tensor(path: Path, kind: GGMLQuantizationType, raw: np.ndarray) -> np.ndarray:
+    writer = GGUFWriter(path, "llama")
+    writer.add_tensor("t", raw, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file = open_gguf(path)
+    weight = load_tensor(file, file.tensors["t"], "t")
+    assert weight.format is WeightFormat.Q8_0
+    return weight.dequantize()
+
+
+@pytest.mark.parametrize(
+    ("kind", "block_bytes", "scales"),
+    [("Q4_K", 144, (0, 2)), ("Q5_K", 176, (0, 2)), ("Q6_K", 210, (208,)), ("IQ4_XS", 136, (0,)), ("Q2_K", 84, (80, 82))],
+)
+def test_other_types_are_decoded_and_requantised(tmp_path, kind, block_bytes, scales):
+    blocks = np.random.default_rng(1).integers(0, 256, size=(4, 2, block_bytes), dtype=np.uint8)
+    for offset in scales:
+        blocks[..., offset : offset + 2] = np.frombuffer(np.float16(0.01).tobytes(), dtype=np.uint8)
+    raw = blocks.reshape(4, -1)
+    wanted = dequantize(raw, GGMLQuantizationType[kind])
+    groups = np.abs(wanted).reshape(4, -1, 32).max(axis=-1, keepdims=True)
+    error = np.abs(one_tensor(tmp_path / "m.gguf", GGMLQuantizationType[kind], raw) - wanted).reshape(4, -1, 32)
+    assert (error <= groups / 127 * 0.51 + groups * 2**-10).all()
+
+
+def test_type_that_cannot_be_decoded_is_refused(tmp_path):
+    raw = np.zeros((2, 292), dtype=np.uint8)
+    with pytest.raises(ModelError, match="Q8_K, which can't be decoded"):
+        one_tensor(tmp_path / "m.gguf", GGMLQuantizationType.Q8_K, raw)
+
+
+def test_vocabulary_template_and_special_tokens(tiny):
+    model = load_gguf(tiny, name="me")
+    vocab = model.tokenizer_source
+    assert isinstance(vocab, GgufVocab)
+    assert vocab.tokens == vocabulary()
+    assert vocab.merges[0] == "t h"
+    assert vocab.token_types[:4] == [3, 3, 3, 1]
+    assert not vocab.add_bos_token
+    assert (model.name, model.bos_token_id, model.eos_token_ids) == ("me", 1, (2,))
+    assert model.chat_template is not None
+    assert "add_generation_prompt" in model.chat_template
+    assert load_gguf(tiny).name == "tiny"
+
+
+def test_end_of_turn_tokens_count_as_eos(tmp_path):
+    extra = {"tokenizer.ggml.eos_token_id": 0, "tokenizer.ggml.eot_token_id": 1}
+    assert load_gguf(write_gguf(tmp_path / "m.gguf", TINY, extra=extra)).eos_token_ids == (0, 1, 2)
+
+
+@pytest.mark.parametrize("scaling", ["linear", "llama3"])
+def test_rope_scaling_agrees_with_the_hugging_face_directory(tmp_path, scaling):
+    model = TinyLlama(rope_scaling=scaling)
+    gguf = load_gguf(write_gguf(tmp_path / "m.gguf", model)).spec.rope_inv_freq
+    plain = load_gguf(write_gguf(tmp_path / "p.gguf", TINY)).spec.rope_inv_freq
+    assert gguf == pytest.approx(load_hf_directory(write_hf(tmp_path / "hf", model)).spec.rope_inv_freq)
+    assert gguf != pytest.approx(plain)
+
+
+def test_sliding_window_limits_the_context(tmp_path):
+    model = load_gguf(write_gguf(tmp_path / "m.gguf", TINY, extra={"llama.attention.sliding_window": 100}))
+    assert model.spec.max_model_len == 100
+
+
+REFUSED = {
+    "architecture": ({"general.architecture": "rwkv7"}, "'rwkv7' is not supported.*llama"),
+    "experts": ({"llama.expert_count": 8}, "mixtures of experts"),
+    "split": ({"split.count": 2}, "one part of a split model"),
+    "yarn": ({"llama.rope.scaling.type": "yarn"}, "'yarn' is not supported"),
+    "partial rope": ({"llama.rope.dimension_count": 8}, "part of each head"),
+    "value width": ({"llama.attention.value_length": 8}, "different widths"),
+    "base": ({"llama.rope.freq_base": -1.0}, "freq_base"),
+    "nan base": ({"llama.rope.freq_base": float("nan")}, "freq_base"),
+    "epsilon": ({"llama.attention.layer_norm_rms_epsilon": 2.0}, "epsilon"),
+    "layers": ({"llama.block_count": 3}, r"layers\.2.* missing"),
+    "absurd layers": ({"llama.block_count": (1 << 32) - 1}, "num_layers is"),
+    "fewer layers": ({"llama.block_count": 1}, "not part of this architecture"),
+    "no heads": ({"llama.attention.head_count": 0}, "num_heads is 0"),
+    "heads": ({"llama.attention.head_count": 8}, "128 x 64"),
+    "hidden": ({"llama.embedding_length": 128}, "but the model's description asks for"),
+    "text for a number": ({"llama.embedding_length": "x"}, "is of type str, not int"),
+    "eos": ({"tokenizer.ggml.eos_token_id": 70000}, "eos_token_id is 70000"),
+    "bos": ({"tokenizer.ggml.bos_token_id": 264}, "bos_token_id is 264"),
+    "context": ({"llama.context_length": 0}, "max_model_len is 0"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_unsupported_or_contradictory_metadata(tmp_path, case):
+    extra, cause = REFUSED[case]
+    path = write_gguf(tmp_path / "m.gguf", TINY, extra=extra)
+    with pytest.raises(ModelError, match=cause) as caught:
+        load_gguf(path)
+    assert "m.gguf" in caught.value.message
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("dropped", "cause"),
+    [
+        ("token_embd.weight", "token_embd.weight is missing"),
+        ("output_norm.weight", "norm is missing"),
+        ("blk.1.attn_k.weight", r"layers\.1\.k is missing"),
+        ("tokenizer.ggml.tokens", "vocabulary has 0 tokens"),
+        ("tokenizer.ggml.model", "no tokenizer.ggml.model"),
+        ("llama.context_length", "no llama.context_length"),
+    ],
+)
+def test_missing_parts(tiny, dropped, cause):
+    with pytest.raises(ModelError, match=cause):
+        load_gguf(edit(tiny, lambda _: None, drop=(dropped,)))
+
+
+def test_unknown_tensor_is_refused(tiny):
+    extra = np.zeros(64, dtype=np.float32)
+    path = edit(tiny, lambda writer: writer.add_tensor("blk.0.attn_q_norm.weight", extra))
+    with pytest.raises(ModelError, match=r"attn_q_norm\.weight is not part of this architecture"):
+        load_gguf(path)
+
+
+def test_memory_limit_is_checked_before_loading(tiny):
+    num_bytes = load_gguf(tiny).num_weight_bytes
+    assert load_gguf(tiny, max_weight_bytes=num_bytes).num_weight_bytes == num_bytes
+    with pytest.raises(ModelError, match="MiB are available"):
+        load_gguf(tiny, max_weight_bytes=num_bytes - 1)
+
+
+def outcome(path: Path) -> str:
+    """`loaded`, or the message of the ModelError; any other exception fails the test."""
+    try:
+        load_gguf(path)
+    except ModelError as error:
+        return error.message
+    return "loaded"
+
+
+SMALL = dataclasses.replace(TINY, num_layers=1, hidden_size=32, intermediate_size=32)
+
+
+def test_truncated_file_is_refused_wherever_it_ends(tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", SMALL, matrix_type="F16")
+    data = path.read_bytes()
+    cuts = [*range(0, 2000, 37), *range(2000, len(data), 997), len(data) - 1]
+    short = tmp_path / "short.gguf"
+    for cut in cuts:
+        short.write_bytes(data[:cut])
+        with pytest.raises(ModelError, match=r"short\.gguf"):
+            load_gguf(short)
+
+
+@pytest.mark.parametrize("matrix_type", ["F16", "Q5_0"])
+def test_flipped_bytes_in_the_header_never_end_in_another_error(tmp_path, matrix_type):
+    path = write_gguf(tmp_path / "m.gguf", SMALL, matrix_type=matrix_type)
+    data = np.fromfile(path, dtype=np.uint8)
+    header_end = min(entry.offset for entry in open_gguf(path).tensors.values())
+    rng = np.random.default_rng(7)
+    victim = tmp_path / "flipped.gguf"
+    outcomes: list[str] = []
+    for _ in range(600):
+        copy = data.copy()
+        width = int(rng.choice([1, 1, 4, 8]))
+        at = int(rng.integers(0, header_end - width))
+        copy[at : at + width] = rng.choice([0, 0xFF, int(rng.integers(0, 256))])
+        copy.tofile(victim)
+        outcomes.append(outcome(victim))
+    assert all(text == "loaded" or "flipped.gguf" in text for text in outcomes)
+    assert 0 < outcomes.count("loaded") < 600
+
+
+def test_mapped_weights_outlive_the_deletion_of_the_file(tmp_path, tiny):
+    copy = shutil.copy(tiny, tmp_path / "copy.gguf")
+    model = load_gguf(Path(copy))
+    before = model.weights["embed"].dequantize()
+    Path(copy).unlink()
+    assert np.array_equal(model.weights["embed"].dequantize(), before)

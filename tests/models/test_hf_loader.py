@@ -1,0 +1,281 @@
+"""Hugging Face directories as models: weights, config of both releases, tokenizer files; every fault a ModelError."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from penstock.models.convert import row_slices, to_bf16
+from penstock.models.hf import load_hf_directory
+from penstock.models.safetensors_file import open_safetensors
+from penstock.models.weights import WeightFormat
+from penstock.testing.tiny_models import TinyLlama, write_hf, write_safetensors
+from penstock.types.errors import ModelError
+
+TINY = TinyLlama()
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    return write_hf(tmp_path_factory.mktemp("hf") / "tiny", TINY)
+
+
+def change_config(directory: Path, name: str = "config.json", **values: object) -> None:
+    config = json.loads((directory / name).read_text()) | values
+    (directory / name).write_text(json.dumps(config))
+
+
+def test_container_agrees_with_the_safetensors_package(tmp_path):
+    path = write_hf(tmp_path, TINY, dtype="f32") / "model.safetensors"
+    ours = open_safetensors(path)
+    with safe_open(path, "np") as reference:
+        assert set(ours) == set(reference.keys())
+        for name, tensor in ours.items():
+            assert np.array_equal(tensor.array(), reference.get_tensor(name))
+
+
+def test_bf16_stays_mapped_and_norms_become_f32(tiny):
+    model = load_hf_directory(tiny)
+    up = model.weights["layers.0.up"]
+    assert up.format is WeightFormat.BF16
+    assert not up.data.flags.owndata
+    truncated = (TINY.weights()["model.layers.0.mlp.up_proj.weight"].view(np.uint32) >> 16).astype(np.uint16)
+    assert np.array_equal(up.data, truncated)
+    assert model.weights["norm"].format is WeightFormat.F32
+    assert model.weights["norm"].data.shape == (1, 64)
+    assert model.notes == ()
+
+
+@pytest.mark.parametrize("dtype", ["f16", "f32"])
+def test_other_floats_are_rounded_to_bf16_and_noted(tmp_path, dtype):
+    model = load_hf_directory(write_hf(tmp_path, TINY, dtype=dtype))
+    assert model.notes == (f"15 {dtype.upper()} matrices rounded to bf16 (relative error at most 2^-9)",)
+    wanted = TINY.weights()["model.layers.1.mlp.down_proj.weight"]
+    assert model.weights["layers.1.down"].dequantize() == pytest.approx(wanted, rel=2**-7, abs=1e-6)
+
+
+def test_shards_give_the_same_model(tmp_path, tiny):
+    whole, sharded = load_hf_directory(tiny), load_hf_directory(write_hf(tmp_path, TINY, num_shards=3))
+    assert whole.weights.keys() == sharded.weights.keys()
+    assert all(np.array_equal(whole.weights[name].data, sharded.weights[name].data) for name in whole.weights)
+
+
+def test_unaligned_tensors_are_read(tmp_path, tiny):
+    copy = Path(shutil.copytree(tiny, tmp_path / "copy"))
+    data = (copy / "model.safetensors").read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    (copy / "model.safetensors").write_bytes((size + 1).to_bytes(8, "little") + data[8 : 8 + size] + b" " + data[8 + size :])
+    wanted = load_hf_directory(tiny).weights["layers.0.q"].data
+    assert np.array_equal(load_hf_directory(copy).weights["layers.0.q"].data, wanted)
+
+
+def test_tokenizer_template_and_special_tokens(tiny):
+    model = load_hf_directory(tiny)
+    assert model.tokenizer_source == tiny / "tokenizer.json"
+    assert model.chat_template is not None
+    assert model.chat_template.startswith("{% for")
+    assert (model.name, model.bos_token_id, model.eos_token_ids) == ("tiny", 1, (2, 0))
+
+
+@pytest.mark.parametrize("template", ["old", [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "old"}]])
+def test_template_of_the_tokenizer_config(tmp_path, template):
+    directory = write_hf(tmp_path, TINY)
+    (directory / "chat_template.jinja").unlink()
+    assert load_hf_directory(directory).chat_template is None
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    assert load_hf_directory(directory).chat_template == "old"
+
+
+def test_generation_config_is_optional(tmp_path):
+    directory = write_hf(tmp_path, TINY)
+    (directory / "generation_config.json").unlink()
+    assert load_hf_directory(directory).eos_token_ids == (2,)
+
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("kind", "old"),
+    [
+        (None, {}),
+        ("linear", {"rope_scaling": {"type": "linear", "factor": 4.0}}),
+        ("llama3", {"rope_scaling": {"rope_type": "llama3", **LLAMA3}}),
+    ],
+)
+def test_rope_of_both_releases(tmp_path, kind, old):
+    model = TinyLlama(rope_theta=5000.0, rope_scaling=kind)
+    new = load_hf_directory(write_hf(tmp_path / "new", model))
+    extra = {"rope_parameters": None, "rope_theta": 5000.0, **old}
+    before = load_hf_directory(write_hf(tmp_path / "old", model, extra=extra))
+    assert new.spec.rope_inv_freq == before.spec.rope_inv_freq
+    assert len(new.spec.rope_inv_freq) == 8
+
+
+def test_mistral_within_its_window(tmp_path):
+    extra = {"architectures": ["MistralForCausalLM"], "sliding_window": 128}
+    spec = load_hf_directory(write_hf(tmp_path / "window", TINY, extra=extra)).spec
+    assert (spec.architecture, spec.max_model_len) == ("mistral", 128)
+    extra["sliding_window"] = None
+    assert load_hf_directory(write_hf(tmp_path / "whole", TINY, extra=extra)).spec.max_model_len == 256
+
+
+@pytest.mark.parametrize(("tied", "is_tied"), [(True, True), (None, True), (False, False)])
+def test_tied_output(tmp_path, tied, is_tied):
+    model = load_hf_directory(write_hf(tmp_path, TinyLlama(is_tied=is_tied), extra={"tie_word_embeddings": tied}))
+    assert model.spec.tie_word_embeddings is is_tied
+    assert ("output" in model.weights) is not is_tied
+
+
+def test_stored_copy_of_a_tied_output_is_not_used(tmp_path):
+    model = load_hf_directory(write_hf(tmp_path, TinyLlama(is_tied=False), extra={"tie_word_embeddings": True}))
+    assert "output" not in model.weights
+
+
+def test_biases_of_q_k_and_v(tmp_path):
+    model = load_hf_directory(write_hf(tmp_path, TinyLlama(has_qkv_bias=True), extra={"attention_bias": True}))
+    assert model.spec.has_qkv_bias
+    assert model.weights["layers.1.v_bias"].data.shape == (1, 32)
+
+
+REFUSED = {
+    "architecture": ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported.*LlamaForCausalLM"),
+    "no architecture": ({"architectures": None}, "architectures is missing"),
+    "activation": ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+    "bias": ({"mlp_bias": True}, "mlp_bias is True"),
+    "quantised": ({"quantization_config": {"quant_method": "gptq"}}, "quantised checkpoints"),
+    "yarn": ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "'yarn' is not supported"),
+    "theta": ({"rope_parameters": {"rope_theta": 0}}, "rope_theta is 0"),
+    "factor": ({"rope_parameters": {"rope_type": "linear"}}, "factor is missing"),
+    "llama3": ({"rope_parameters": {"rope_type": "llama3", **LLAMA3, "low_freq_factor": 5.0}}, "not below"),
+    "layers": ({"num_hidden_layers": 10**12}, "num_layers is"),
+    "more layers": ({"num_hidden_layers": 4}, "missing"),
+    "text": ({"hidden_size": "64"}, "hidden_size is '64', not of type int"),
+    "width": ({"intermediate_size": 128}, "96 x 64, but the model's description asks for 128 x 64"),
+    "vocabulary": ({"vocab_size": 100}, "embed is 264 x 64"),
+    "eos": ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'"),
+    "eos id": ({"eos_token_id": 999}, "is 999, outside of the vocabulary"),
+    "bos": ({"bos_token_id": -3}, "bos_token_id is -3"),
+    "untied": ({"tie_word_embeddings": False}, "output is missing"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_unsupported_or_contradictory_config(tmp_path, case):
+    extra, cause = REFUSED[case]
+    with pytest.raises(ModelError, match=cause) as caught:
+        load_hf_directory(write_hf(tmp_path, TINY, extra=extra))
+    assert str(tmp_path) in caught.value.message
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_missing_file_is_named(tmp_path, name):
+    directory = write_hf(tmp_path, TINY)
+    (directory / name).unlink()
+    with pytest.raises(ModelError, match=name):
+        load_hf_directory(directory)
+
+
+def test_missing_shard_is_named(tmp_path):
+    directory = write_hf(tmp_path, TINY, num_shards=2)
+    (directory / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(ModelError, match="model-00002-of-00002"):
+        load_hf_directory(directory)
+
+
+def test_index_must_not_lead_out_of_the_directory(tmp_path):
+    directory = write_hf(tmp_path, TINY, num_shards=2)
+    change_config(directory, "model.safetensors.index.json", weight_map={"model.norm.weight": "../../etc/passwd"})
+    with pytest.raises(ModelError, match="weight_map names the file"):
+        load_hf_directory(directory)
+
+
+def test_index_that_promises_too_much(tmp_path):
+    directory = write_hf(tmp_path, TINY, num_shards=2)
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    index["weight_map"]["more.weight"] = "model-00001-of-00002.safetensors"
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=r"'more\.weight' is missing"):
+        load_hf_directory(directory)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "[" * 100_000, "\xff"])
+def test_broken_json_is_named(tmp_path, name, text):
+    directory = write_hf(tmp_path, TINY)
+    (directory / name).write_bytes(text.encode("latin-1"))
+    with pytest.raises(ModelError, match=name):
+        load_hf_directory(directory)
+
+
+def test_truncated_weights_are_refused_wherever_they_end(tmp_path):
+    directory = write_hf(tmp_path, TinyLlama(num_layers=1))
+    path = directory / "model.safetensors"
+    data = path.read_bytes()
+    for cut in [*range(0, 2000, 61), *range(2000, len(data), 4999), len(data) - 1]:
+        path.write_bytes(data[:cut])
+        with pytest.raises(ModelError, match=r"model\.safetensors"):
+            load_hf_directory(directory)
+
+
+def outcome(directory: Path) -> str:
+    """`loaded`, or the message of the ModelError; any other exception fails the test."""
+    try:
+        load_hf_directory(directory)
+    except ModelError as error:
+        return error.message
+    return "loaded"
+
+
+def test_flipped_bytes_in_the_header_never_end_in_another_error(tmp_path):
+    directory = write_hf(tmp_path, TinyLlama(num_layers=1), dtype="f16")
+    path = directory / "model.safetensors"
+    data = path.read_bytes()
+    rng = np.random.default_rng(3)
+    header_end = 8 + int.from_bytes(data[:8], "little")
+    for _ in range(400):
+        copy = bytearray(data)
+        copy[int(rng.integers(0, header_end))] = int(rng.integers(0, 256))
+        path.write_bytes(copy)
+        text = outcome(directory)
+        assert text == "loaded" or str(tmp_path) in text
+
+
+def test_unsupported_type_of_tensor(tmp_path):
+    directory = write_hf(tmp_path, TinyLlama(num_layers=1))
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes().replace(b'"BF16"', b'"I16" '))
+    with pytest.raises(ModelError, match="type I16 are not supported"):
+        load_hf_directory(directory)
+
+
+def test_memory_limit_is_checked_before_loading(tiny):
+    num_bytes = load_hf_directory(tiny).num_weight_bytes
+    load_hf_directory(tiny, max_weight_bytes=num_bytes)
+    with pytest.raises(ModelError, match="MiB are available"):
+        load_hf_directory(tiny, max_weight_bytes=num_bytes - 1)
+
+
+def test_rounding_to_bf16_is_to_nearest_even():
+    bits = np.array([[0x3F800000, 0x3F808000, 0x3F818000, 0x3F808001, 0x7F800000, 0x7FC00001, 0x7F800001]], dtype=np.uint32)
+    rounded = to_bf16(bits.view(np.float32))[0]
+    assert [hex(value) for value in rounded[:5]] == ["0x3f80", "0x3f80", "0x3f82", "0x3f81", "0x7f80"]
+    assert np.isnan((rounded[5:].astype(np.uint32) << 16).view(np.float32)).all()
+
+
+def test_row_slices_cover_all_rows_once():
+    for shape in [(1, 1), (7, 1 << 21), (3, 1 << 23), (5, 0)]:
+        rows = [idx for part in row_slices(*shape) for idx in range(shape[0])[part]]
+        assert rows == list(range(shape[0]))
+
+
+def test_writer_of_tiny_models_rounds_trip(tmp_path):
+    values = {"a": np.arange(6, dtype=np.float32).reshape(2, 3)}
+    write_safetensors(tmp_path / "a.safetensors", values, "f16")
+    assert np.array_equal(open_safetensors(tmp_path / "a.safetensors")["a"].array(), values["a"])

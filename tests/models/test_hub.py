@@ -1,0 +1,72 @@
+"""Models of the Hugging Face hub, with a pretended library; and what is said without it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from penstock.models.catalog import resolve
+from penstock.models.load import load_model
+from penstock.models.pull import ensure_present
+from penstock.testing.tiny_models import TinyLlama, write_gguf, write_hf
+from penstock.types.errors import DownloadError
+
+
+def install(monkeypatch, **functions) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(**functions))
+
+
+def test_whole_repository(tmp_path, monkeypatch):
+    def snapshot_download(repo: str, *, local_dir: Path, allow_patterns: list[str]) -> None:
+        assert repo == "org/repo"
+        assert "*.safetensors" not in allow_patterns
+        write_hf(local_dir, TinyLlama())
+
+    install(monkeypatch, snapshot_download=snapshot_download)
+    source = resolve("hf:org/repo", tmp_path)
+    assert ensure_present(source).is_present
+    assert load_model(source).name == "org/repo"
+
+
+@pytest.mark.parametrize("file", ["m.gguf", "deep/er/m.gguf"])
+def test_one_file(tmp_path, monkeypatch, file):
+    def hf_hub_download(repo: str, name: str, *, local_dir: Path) -> None:
+        (local_dir / name).parent.mkdir(parents=True, exist_ok=True)
+        write_gguf(local_dir / name, TinyLlama())
+
+    install(monkeypatch, hf_hub_download=hf_hub_download)
+    source = resolve(f"hf:org/repo:{file}", tmp_path)
+    assert ensure_present(source).path == tmp_path / "hub/org/repo" / file
+    assert load_model(source).name == "m"
+
+
+def test_interrupted_snapshot_does_not_count(tmp_path, monkeypatch):
+    def snapshot_download(repo: str, *, local_dir: Path, allow_patterns: list[str]) -> None:
+        write_hf(local_dir, TinyLlama())
+        raise KeyboardInterrupt
+
+    install(monkeypatch, snapshot_download=snapshot_download)
+    source = resolve("hf:org/repo", tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        ensure_present(source)
+    assert not source.is_present
+
+
+def test_failure_of_the_library_becomes_ours(tmp_path, monkeypatch):
+    def snapshot_download(repo: str, *, local_dir: Path, allow_patterns: list[str]) -> None:
+        raise RuntimeError("401 Client Error\nmore")
+
+    install(monkeypatch, snapshot_download=snapshot_download)
+    with pytest.raises(DownloadError, match=r"org/repo could not be fetched.*401 Client Error") as caught:
+        ensure_present(resolve("hf:org/repo", tmp_path))
+    assert "HF_TOKEN" in caught.value.remedy
+
+
+def test_without_the_library(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(DownloadError, match="need the package huggingface_hub") as caught:
+        ensure_present(resolve("hf:org/repo", tmp_path))
+    assert "penstock[hf]" in caught.value.remedy

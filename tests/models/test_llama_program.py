@@ -1,0 +1,138 @@
+"""The description of Llama, and the table that finds it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from penstock.models import checks, registry
+from penstock.models.program import Attention, GatherRows, Linear, Logits, Op, Program, RMSNorm, Rope
+from penstock.types.errors import ModelError
+from penstock.types.model_spec import ModelSpec
+
+SPEC = ModelSpec(
+    architecture="llama",
+    vocab_size=100,
+    hidden_size=24,
+    num_layers=3,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=8,
+    intermediate_size=40,
+    norm_eps=1e-6,
+    rope_inv_freq=(1.0, 0.5, 0.25, 0.125),
+    max_model_len=64,
+    tie_word_embeddings=True,
+)
+
+
+def reads(op: Op) -> set[str]:
+    fields = {field.name: getattr(op, field.name) for field in dataclasses.fields(op)}
+    return {
+        value for name, value in fields.items() if name in ("x", "q", "k", "v", "gate", "up", "a", "b", "residual") and value
+    }
+
+
+def writes(op: Op) -> set[str]:
+    return {op.x} if isinstance(op, Rope) else {op.out} if hasattr(op, "out") else set()
+
+
+def test_every_buffer_is_written_before_it_is_read_and_has_a_width():
+    program = registry.describe(SPEC)
+    written: set[str] = set()
+    for op in program.ops:
+        assert reads(op) <= written, op
+        written |= writes(op)
+    assert written == {name for name, _ in program.buffers}
+
+
+def test_layer_order():
+    program = registry.describe(SPEC)
+    kinds = [type(op).__name__ for op in program.ops]
+    layer = ["RMSNorm", "Linear", "Linear", "Linear", "Rope", "Rope", "KvWrite", "Attention", "Linear"]
+    layer += ["RMSNorm", "Linear", "Linear", "GatedActivation", "Linear"]
+    assert kinds == ["Embed", *layer * 3, "GatherRows", "RMSNorm", "Logits"]
+
+
+def test_both_sublayers_add_to_the_residual_stream():
+    added = [op for op in registry.describe(SPEC).ops if isinstance(op, Linear) and op.residual]
+    assert [op.weight.rpartition(".")[2] for op in added] == ["o", "down"] * 3
+    assert all(op.out == op.residual == "x" for op in added)
+
+
+def test_each_layer_attends_over_its_own_cache():
+    program = registry.describe(SPEC)
+    attentions = [op for op in program.ops if isinstance(op, Attention)]
+    assert [op.layer for op in attentions] == [0, 1, 2]
+    assert all(op.scale == pytest.approx(8**-0.5) for op in attentions)
+    assert (program.num_layers, program.num_kv_heads, program.head_dim) == (3, 2, 8)
+
+
+def test_only_sampled_rows_reach_the_logits():
+    *_, gather, norm, logits = registry.describe(SPEC).ops
+    assert isinstance(gather, GatherRows)
+    assert isinstance(norm, RMSNorm)
+    assert isinstance(logits, Logits)
+    assert norm.x == gather.out
+    assert logits.x == norm.out
+
+
+@pytest.mark.parametrize(("tied", "weight"), [(True, "embed"), (False, "output")])
+def test_tied_embeddings_give_the_logits(tied, weight):
+    program = registry.describe(dataclasses.replace(SPEC, tie_word_embeddings=tied))
+    assert program.ops[-1] == Logits(out="logits", x="last_normed", weight=weight)
+
+
+def test_bias_belongs_to_q_k_and_v_alone():
+    program = registry.describe(dataclasses.replace(SPEC, has_qkv_bias=True))
+    biased = [op.bias for op in program.ops if isinstance(op, Linear) and op.bias]
+    assert biased[:3] == ["layers.0.q_bias", "layers.0.k_bias", "layers.0.v_bias"]
+    assert len(biased) == 9
+
+
+def test_shapes_of_weights():
+    shapes = checks.weight_shapes(registry.describe(dataclasses.replace(SPEC, has_qkv_bias=True, tie_word_embeddings=False)))
+    assert shapes["embed"] == shapes["output"] == (100, 24)
+    assert shapes["layers.2.q"] == (48, 24)
+    assert shapes["layers.2.k"] == shapes["layers.2.v"] == (16, 24)
+    assert shapes["layers.2.k_bias"] == (1, 16)
+    assert shapes["layers.2.o"] == (24, 48)
+    assert shapes["layers.2.down"] == (24, 40)
+    assert shapes["norm"] == (1, 24)
+
+
+def test_mistral_is_described_as_llama():
+    assert registry.describe(dataclasses.replace(SPEC, architecture="mistral")) == registry.describe(SPEC)
+
+
+def test_unknown_architecture_lists_the_supported_ones():
+    with pytest.raises(ModelError, match=r"'rwkv7'.*Supported are: llama, mistral"):
+        registry.describe(dataclasses.replace(SPEC, architecture="rwkv7"))
+
+
+@pytest.mark.parametrize("target", registry.DESCRIPTIONS.values())
+def test_every_registered_description_gives_a_program(target):
+    name = next(key for key, value in registry.DESCRIPTIONS.items() if value == target)
+    assert isinstance(registry.describe(dataclasses.replace(SPEC, architecture=name)), Program)
+
+
+def test_missing_and_left_over_weights_are_named():
+    program = registry.describe(SPEC)
+    names = dict.fromkeys(checks.weight_shapes(program))
+    checks.check_names(program, names, Path("m"))
+    with pytest.raises(ModelError, match=r"layers\.1\.gate is missing"):
+        checks.check_names(program, {name: None for name in names if name != "layers.1.gate"}, Path("m"))
+    with pytest.raises(ModelError, match=r"blk\.0\.ffn_gate_exps.weight is not part"):
+        checks.check_names(program, {**names, "blk.0.ffn_gate_exps.weight": None}, Path("m"))
+
+
+SIZES = {name: getattr(SPEC, name) for name in checks._LIMITS}
+
+
+@pytest.mark.parametrize(("name", "value"), [("num_layers", 0), ("num_layers", 1 << 31), ("num_kv_heads", 4), ("head_dim", 7)])
+def test_absurd_sizes_are_refused(name, value):
+    checks.check_sizes(SIZES, Path("m"))
+    with pytest.raises(ModelError, match=r"m: .*(num_layers|heads|head_dim)"):
+        checks.check_sizes(SIZES | {name: value}, Path("m"))

@@ -1,0 +1,32 @@
+"""The terminal's progress: a bar on a terminal, lines elsewhere."""
+
+from __future__ import annotations
+
+import io
+
+from penstock.models.progress import TerminalProgress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_bar_on_a_terminal():
+    stream = Terminal()
+    with TerminalProgress(stream) as progress:
+        progress.begin("Fetching toy", 1000)
+        progress.update(1500)
+        progress.begin("Unpacking toy", 0)
+        progress.update(10)
+    assert "Fetching toy" in stream.getvalue()
+    assert "Unpacking toy" in stream.getvalue()
+
+
+def test_one_line_per_stage_elsewhere():
+    stream = io.StringIO()
+    with TerminalProgress(stream) as progress:
+        progress.begin("Fetching toy", 3 << 20)
+        progress.update(5)
+        progress.note("waiting")
+    assert stream.getvalue() == "Fetching toy (3 MiB)\nwaiting\n"

