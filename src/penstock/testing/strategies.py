@@ -1,0 +1,127 @@
+"""Hypothesis strategies: whole workloads, small enough that everything collides. Called by property tests; needs the `test` extra.
+
+A workload has few distinct tokens and few prefixes, so that caches hit; a pool that holds any one
+request but seldom all, so that memory runs out; budgets from one token up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+
+from penstock.engine.core import EngineCore
+from penstock.sched.policies.base import Policies
+from penstock.sched.policies.budgets import DecodeFirst
+from penstock.sched.policies.presets import make_policies
+from penstock.sched.policies.reserves import Watermark
+from penstock.testing.builders import make_core, make_request
+from penstock.testing.hash_executor import HashExecutor
+from penstock.testing.hashing import HashModel
+from penstock.types.events import Abort, Add, Command, Stop
+from penstock.types.plan import Capacity
+from penstock.types.request import Request
+from penstock.types.sampling import SamplingParams
+
+EOS_TOKEN_ID = 3
+MODEL = HashModel(vocab_size=40, eos_token_id=EOS_TOKEN_ID, eos_period=12)
+MAX_TURN = 25
+"""Requests and aborts arrive in turns [0, MAX_TURN]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A configuration, from which any number of equal engines can be made."""
+
+    capacity: Capacity
+    policies: Policies
+    enable_prefix_caching: bool
+
+    def make(self) -> tuple[EngineCore, HashExecutor]:
+        core = make_core(self.capacity, self.policies, enable_prefix_caching=self.enable_prefix_caching)
+        return core, HashExecutor(self.capacity, model=MODEL)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests as values (a `Request` is written to, so each run makes its own) and who ends early."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    samplings: tuple[SamplingParams, ...]
+    salts: tuple[bytes, ...]
+    arrival_turns: tuple[int, ...]
+    early_ends: tuple[tuple[int, int, bool], ...]
+    """(turn, request index, is a Stop rather than an Abort); may come before the request, or after its end."""
+
+    def requests(self) -> list[Request]:
+        parts = zip(self.prompts, self.samplings, self.salts, self.arrival_turns, strict=True)
+        return [
+            make_request(f"r{idx}", prompt, arrival_ns=turn, sampling=sampling, cache_salt=salt)
+            for idx, (prompt, sampling, salt, turn) in enumerate(parts)
+        ]
+
+    def script(self, requests: list[Request]) -> dict[int, list[Command]]:
+        """Commands by turn."""
+        script: dict[int, list[Command]] = {}
+        for request in requests:
+            script.setdefault(request.arrival_ns, []).append(Add(request))
+        for turn, idx, is_stop in self.early_ends:
+            command = Stop(f"r{idx}", "stop string") if is_stop else Abort(f"r{idx}")
+            script.setdefault(turn, []).append(command)
+        return script
+
+
+@st.composite
+def engines(draw: st.DrawFn, max_model_len: int = 40) -> Engine:
+    """Any request of up to `max_model_len` tokens fits alone."""
+    block_size = draw(st.sampled_from([1, 2, 3, 4, 8, 16]))
+    num_needed = -(-(max_model_len - 1) // block_size)
+    capacity = Capacity(
+        num_blocks=1 + num_needed + draw(st.integers(0, 2 * num_needed)),
+        block_size=block_size,
+        max_rows=draw(st.integers(1, 6)),
+        max_step_tokens=draw(st.integers(1, max_model_len)),
+        max_model_len=max_model_len,
+    )
+    policies = make_policies(
+        budget=DecodeFirst(long_prefill_token_threshold=draw(st.sampled_from([0, 1, 5]))),
+        reserve=Watermark(share=draw(st.sampled_from([0.0, 0.01, 0.3])), is_whole_prompt=draw(st.booleans())),
+    )
+    return Engine(capacity, policies, enable_prefix_caching=draw(st.booleans()))
+
+
+def prompts(max_tokens: int) -> st.SearchStrategy[tuple[int, ...]]:
+    """One of three prefixes, cut anywhere, then a short tail over two tokens; so equal beginnings are common."""
+    prefix = st.sampled_from([(1,) * max_tokens, tuple(range(5, 35)) * 2, (1, 2) * max_tokens])
+    cut = st.integers(0, max_tokens - 6)
+    tail = st.lists(st.sampled_from([1, 2]), min_size=1, max_size=6)
+    return st.builds(lambda tokens, length, rest: (*tokens[:length], *rest), prefix, cut, tail)
+
+
+def samplings(max_tokens: int) -> st.SearchStrategy[SamplingParams]:
+    return st.builds(
+        SamplingParams,
+        max_tokens=st.integers(1, max_tokens),
+        min_tokens=st.integers(0, 3),
+        temperature=st.sampled_from([0.0, 1.0]),
+        seed=st.integers(0, 2),
+        stop_token_ids=st.sampled_from([(), (EOS_TOKEN_ID,)]),
+    )
+
+
+@st.composite
+def workloads(draw: st.DrawFn, max_model_len: int = 40, max_requests: int = 8, *, has_early_ends: bool = True) -> Workload:
+    """Some requests reach `max_model_len` before their own limit."""
+    num_requests = draw(st.integers(1, max_requests))
+
+    def each(strategy: st.SearchStrategy[object]) -> tuple[object, ...]:
+        return tuple(draw(strategy) for _ in range(num_requests))
+
+    early_end = st.tuples(st.integers(0, MAX_TURN), st.integers(0, num_requests - 1), st.booleans())
+    return Workload(
+        prompts=each(prompts(max_model_len - 1)),  # type: ignore[arg-type]
+        samplings=each(samplings(max_model_len)),  # type: ignore[arg-type]
+        salts=each(st.sampled_from([b"", b"", b"salt"])),  # type: ignore[arg-type]
+        arrival_turns=each(st.integers(0, MAX_TURN)),  # type: ignore[arg-type]
+        early_ends=tuple(draw(st.lists(early_end, max_size=4))) if has_early_ends else (),
+    )

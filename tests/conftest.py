@@ -1,0 +1,16 @@
+"""Settings for the whole suite: hypothesis runs the same examples every time, unless asked for more.
+
+HYPOTHESIS_PROFILE=thorough pytest tests/properties      random examples, twenty times as many
+"""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("default", derandomize=True, deadline=None, database=None, max_examples=50)
+settings.register_profile(
+    "thorough", deadline=None, max_examples=1000, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))

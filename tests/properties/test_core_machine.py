@@ -1,0 +1,138 @@
+"""The core as a state machine: any order of commands and steps keeps every law. What the laws are is in `check` and below."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from penstock.testing import expected_tokens, make_request
+from penstock.testing.strategies import MODEL, Engine, engines, prompts, samplings
+from penstock.types.events import Abort, Add, Stop, TokenEvent
+from penstock.types.plan import StepPlan
+from penstock.types.request import Request, RequestStatus
+from penstock.types.sampling import SamplingParams
+
+MAX_MODEL_LEN = 40
+
+
+class CoreMachine(RuleBasedStateMachine):
+    """Time is counted in rules; a step may be interrupted by commands between `begin` and `finish`."""
+
+    @initialize(engine=engines(MAX_MODEL_LEN))
+    def start(self, engine: Engine) -> None:
+        self.engine = engine
+        self.core, self.executor = engine.make()
+        self.requests: dict[str, Request] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.ended: set[str] = set()
+        self.now_ns = 0
+
+    @rule(
+        prompt=prompts(MAX_MODEL_LEN - 1),
+        sampling=samplings(MAX_MODEL_LEN),
+        salt=st.sampled_from([b"", b"salt"]),
+        patience=st.one_of(st.none(), st.integers(1, 60)),
+    )
+    def add(self, prompt: tuple[int, ...], sampling: SamplingParams, salt: bytes, patience: int | None) -> None:
+        self.now_ns += 1
+        request = make_request(
+            f"r{len(self.requests)}",
+            prompt,
+            sampling=sampling,
+            cache_salt=salt,
+            arrival_ns=self.now_ns,
+            deadline_ns=None if patience is None else self.now_ns + patience,
+        )
+        self.requests[request.request_id] = request
+        self.tokens[request.request_id] = []
+        self.record(self.core.apply([Add(request)], self.now_ns))
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), is_stop=st.booleans())
+    def end_early(self, data: st.DataObject, is_stop: bool) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.requests)))
+        command = Stop(request_id, "stop string") if is_stop else Abort(request_id)
+        self.record(self.core.apply([command], self.now_ns))
+        assert request_id in self.ended
+
+    @rule(data=st.data(), num_ended=st.integers(0, 2))
+    def step(self, data: st.DataObject, num_ended: int) -> None:
+        self.now_ns += 1
+        self.record(self.core.apply([], self.now_ns))
+        preempted_before = {name for name, request in self.requests.items() if request.status is RequestStatus.PREEMPTED}
+        plan = self.core.begin(self.now_ns)
+        self.check_work_conserving(plan)
+        if plan is None:
+            return
+        self.check_preempted_go_first(preempted_before, plan)
+        self.executor.copy_blocks(self.core.take_block_copies())
+        result = self.executor.collect(self.executor.submit(plan))
+        for _ in range(num_ended):  # commands that arrived while the step ran
+            self.end_early(data, False)
+        self.record(self.core.finish(plan, result, self.now_ns))
+
+    def record(self, events: list[TokenEvent]) -> None:
+        for event in events:
+            assert event.request_id not in self.ended, "heard of after its end"
+            self.tokens[event.request_id] += event.token_ids
+            if event.finish_reason is not None:
+                self.ended.add(event.request_id)
+
+    def check_work_conserving(self, plan: StepPlan | None) -> None:
+        capacity, scheduler = self.engine.capacity, self.core.scheduler
+        if plan is None:
+            assert not self.core.has_work, "there is work, and no step"
+            return
+        if plan.num_tokens == capacity.max_step_tokens:
+            return
+        has_row = {row.request_id for row in plan.rows}
+        assert scheduler.running.keys() <= has_row, "a running request has no row, and tokens are left"
+        preempted_now = any(self.requests[request_id].status is RequestStatus.PREEMPTED for request_id in plan.releases)
+        if self.core.num_waiting == 0 or len(has_row) == min(capacity.max_rows, capacity.max_step_tokens) or preempted_now:
+            return
+        # Memory must be short: for the largest of those who wait, beside all that the reserve may keep back.
+        largest = max(
+            r.num_tokens for r in self.requests.values() if r.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+        )
+        promised = sum(
+            scheduler.kv.num_blocks_for(r.num_tokens) - len(scheduler.kv.block_table(r.request_id))
+            for r in scheduler.running.values()
+        )
+        kept_back = promised + len(has_row) + int(0.3 * scheduler.kv.num_total_blocks) + 1
+        assert scheduler.kv.num_available_blocks < scheduler.kv.num_blocks_for(largest) + kept_back, (
+            "a request waits for nothing"
+        )
+
+    def check_preempted_go_first(self, preempted_before: set[str], plan: StepPlan) -> None:
+        admitted = [admit.request_id for admit in plan.admits]
+        fresh = [request_id for request_id in admitted if request_id not in preempted_before]
+        if fresh:
+            assert preempted_before <= set(admitted), "a newer request overtook a preempted one"
+
+    @invariant()
+    def laws_hold(self) -> None:
+        if hasattr(self, "core"):
+            self.core.check()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "core"):
+            return
+        for _ in range(2000):
+            if not self.core.has_work:
+                break
+            self.now_ns += 1
+            self.record(self.core.apply([], self.now_ns))
+            plan = self.core.begin(self.now_ns)
+            if plan is not None:
+                self.record(self.core.finish(plan, self.executor.collect(self.executor.submit(plan)), self.now_ns))
+            self.core.check()
+        assert self.ended == self.requests.keys(), "a request never ended"
+        for request_id, request in self.requests.items():
+            expected = expected_tokens(request.prompt_token_ids, request.sampling, model=MODEL, max_model_len=MAX_MODEL_LEN)
+            got = tuple(self.tokens[request_id])
+            assert got == expected.token_ids[: len(got)]
+
+
+TestCoreMachine = CoreMachine.TestCase
+TestCoreMachine.settings = settings(max_examples=80, stateful_step_count=40)

@@ -1,0 +1,68 @@
+"""Whatever the memory, the budget, the batch, the cache and the company: a request's answer is the same."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+
+from penstock.engine.core import EngineCore
+from penstock.testing import Driver, HashExecutor, Outcome, expected_tokens, run_to_completion
+from penstock.testing.strategies import MODEL, Engine, Workload, engines, workloads
+from penstock.types.request import FinishReason, Request
+
+
+def run(engine: Engine, workload: Workload) -> tuple[EngineCore, HashExecutor, list[Request], dict[str, Outcome]]:
+    core, executor = engine.make()
+    requests = workload.requests()
+    outcomes = run_to_completion(core, executor, later=workload.script(requests), after_turn=check)
+    return core, executor, requests, outcomes
+
+
+def check(driver: Driver) -> None:
+    driver.core.check()
+
+
+@settings(max_examples=300)
+@given(engine=engines(), workload=workloads())
+def test_every_answer_is_that_of_the_oracle(engine: Engine, workload: Workload) -> None:
+    _, _, requests, outcomes = run(engine, workload)
+    assert outcomes.keys() == {request.request_id for request in requests}
+    for request in requests:
+        outcome = outcomes[request.request_id]
+        expected = expected_tokens(
+            request.prompt_token_ids, request.sampling, model=MODEL, max_model_len=engine.capacity.max_model_len
+        )
+        if outcome.finish_reason is FinishReason.ABORT or outcome.last.stop_reason == "stop string":
+            assert tuple(outcome.token_ids) == expected.token_ids[: len(outcome.token_ids)]
+        else:
+            answer = (tuple(outcome.token_ids), outcome.finish_reason, outcome.last.stop_reason)
+            assert answer == (expected.token_ids, expected.finish_reason, expected.stop_reason)
+
+
+@settings(max_examples=100)
+@given(engine=engines(), workload=workloads())
+def test_all_blocks_are_free_when_all_requests_have_ended(engine: Engine, workload: Workload) -> None:
+    core, executor, _, _ = run(engine, workload)
+    kv = core.scheduler.kv
+    assert not core.has_work
+    assert kv.num_available_blocks == kv.num_total_blocks
+    assert not kv.tables()
+    assert core.begin(0) is None
+    # What ended in the last step is told to the executor with the next plan; nothing else may be left there.
+    last = executor.num_known_requests
+    assert last <= engine.capacity.max_rows
+
+
+@settings(max_examples=100)
+@given(engine=engines(), workload=workloads(has_early_ends=False))
+def test_the_same_input_gives_the_same_plans(engine: Engine, workload: Workload) -> None:
+    histories = []
+    for _ in range(2):
+        core, executor = engine.make()
+        driver = Driver(core, executor)
+        script = workload.script(workload.requests())
+        for turn in range(max(script) + 1):
+            driver.turn(*script.get(turn, ()))
+        while core.has_work:
+            driver.turn()
+        histories.append(driver.plans)
+    assert histories[0] == histories[1]
