@@ -222,4 +222,4 @@ def _backend_words(backend: BackendConfig) -> str:
         return "NumPy: slow, for learning and tests"
     from penstock.backends import native
 
-    return f"instruction set {native.info()['isa']}, {num_threads(backend)} threads"
+    return f"{native.info()['variant']} kernels, {num_threads(backend)} threads"

@@ -9,6 +9,7 @@ import importlib
 import os
 import sys
 import traceback
+from typing import Any
 
 import click
 
@@ -39,6 +40,12 @@ class LazyGroup(click.Group):
         module, _, attribute = _COMMANDS[cmd_name][0].partition(":")
         command: click.Command = getattr(importlib.import_module(module), attribute)
         return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:  # Before click sees it, who would call it a failure.
+            return _after_broken_pipe()
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         del ctx

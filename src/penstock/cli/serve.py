@@ -22,4 +22,5 @@ def serve(**values: Any) -> None:
     set_up_logging(config.log.log_format)
     with bind_socket(config.server.host, config.server.port) as listener:
         runtime = start_runtime(config)
-        run_server(runtime, config.server, listener)
+        code = run_server(runtime, config.server, listener=listener)
+    click.get_current_context().exit(code)

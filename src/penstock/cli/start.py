@@ -25,8 +25,10 @@ def start_runtime(config: Config) -> Runtime:
 
     folder = cache_dir(config.model.cache_dir)
     source = resolve(config.model.model, folder)
-    if not source.is_present and (source.entry is not None or source.hub is not None):
-        from penstock.models.pull import fetch
+    if not source.is_present:
+        from penstock.models.progress import TerminalProgress
+        from penstock.models.pull import ensure_present
 
-        fetch(source, folder)
+        with TerminalProgress() as progress:
+            ensure_present(source, progress=progress)
     return build_runtime(config, source)

@@ -1,0 +1,48 @@
+"""A tiny model and the command line as a process of its own, with a cache and a home that are nobody's."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from penstock.testing.tiny_models import TinyLlama, write_gguf
+
+Result = subprocess.CompletedProcess[str]
+Penstock = Callable[..., Result]
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Long enough for a conversation, short enough for a test of what is too long."""
+    return write_gguf(tmp_path_factory.mktemp("models") / "tiny.gguf", TinyLlama(max_model_len=512))
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """The test's own, without settings of the machine it runs on."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PENSTOCK_", "XDG_"))}
+    return {**kept, "HOME": str(tmp_path), "PENSTOCK_CACHE": str(tmp_path / "cache"), "PYTHONUNBUFFERED": "1"}
+
+
+@pytest.fixture
+def penstock(environment: dict[str, str], tmp_path: Path) -> Penstock:
+    """Runs `penstock ARGUMENTS` to its end; `stdin` is what comes through the pipe."""
+
+    def run(*arguments: str | Path, stdin: str = "", env: Mapping[str, str] | None = None) -> Result:
+        return subprocess.run(
+            [sys.executable, "-m", "penstock", *map(str, arguments)],
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+            cwd=tmp_path,
+            env={**environment, **(env or {})},
+        )
+
+    return run

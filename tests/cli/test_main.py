@@ -1,0 +1,79 @@
+"""The command itself: help, exit codes, errors in words."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from penstock import __version__
+from penstock.cli import main as command
+from penstock.types.errors import ModelError
+
+
+def _exit_code(arguments: list[str]) -> int:
+    with pytest.raises(SystemExit) as stopped:
+        command.main(arguments)
+    assert isinstance(stopped.value.code, int)
+    return stopped.value.code
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _exit_code(["--help"]) == 0
+    text = capsys.readouterr().out
+    for name in ("serve", "chat", "run", "pull", "models", "env"):
+        assert f"\n  {name} " in text
+
+
+def test_no_command_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _exit_code([]) == 2
+    assert "Usage" in capsys.readouterr().err
+
+
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _exit_code(["--version"]) == 0
+    assert __version__ in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["serve", "chat", "run", "pull", "models", "env"])
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _exit_code([name, "--help"]) == 0
+    assert "--cache" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["nope"], ["serve", "--nope"], ["serve", "--port", "x"], ["models", "extra"]])
+def test_wrong_usage_is_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert _exit_code(arguments) == 2
+    assert "Error:" in capsys.readouterr().err
+
+
+def test_our_errors_are_one_line_and_1(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PENSTOCK_DEBUG", raising=False)
+    assert _exit_code(["pull", "no-such-model"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: There is no model called 'no-such-model'.")
+    assert "smollm2:135m" in error
+    assert "Traceback" not in error
+
+
+def test_debugging_shows_the_traceback(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_DEBUG", "1")
+    assert _exit_code(["pull", "no-such-model"]) == 1
+    error = capsys.readouterr().err
+    assert "Traceback" in error
+    assert ModelError.__name__ in error
+
+
+def test_a_bug_shows_its_traceback_anyway(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.models.catalog.list_models", lambda folder: 1 // 0)
+    assert _exit_code(["models"]) == 1
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_help_imports_nothing_heavy() -> None:
+    program = (
+        "import sys\nfrom penstock.cli.main import cli\ncli.main(['--help'], standalone_mode=False)\n"
+        "heavy = {'numpy', 'fastapi', 'asyncio', 'tokenizers', 'jinja2'} & set(sys.modules)\nassert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=60)

