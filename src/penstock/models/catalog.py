@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Mapping
@@ -208,6 +207,8 @@ def _resolve_directory(path: Path) -> ModelSource:
 def _unknown(model: str) -> ModelError:
     if model.endswith(".gguf") or "/" in model or model.startswith((".", "~")):
         return ModelError(f"{model}: there is no such file or directory.", remedy="Check the path.")
+    import difflib  # not at the top: only this error needs it
+
     names = [name for entry in CATALOG for name in (entry.name, *entry.aliases)]
     close = difflib.get_close_matches(model, names, n=1)
     guess = f"Did you mean {close[0]!r}? " if close else ""
