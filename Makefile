@@ -11,11 +11,11 @@ INSTALLED_TEST := .venv/.installed-test
 SOURCES := pyproject.toml CMakeLists.txt src/penstock/__init__.py $(wildcard native/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve pull test test-parity test-soak bench lint format docs clean
+.PHONY: help install serve pull test test-parity lint format docs clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@echo "Variables: PYTHON=$(PYTHON)  MODEL=$(MODEL)  ARGS='--port 8080 ...' (passed to serve, bench, test)"
+	@echo "Variables: PYTHON=$(PYTHON)  MODEL=$(MODEL)  ARGS='--port 8080 ...' (passed to serve and test)"
 
 install: $(INSTALLED)  ## make .venv and build Penstock into it
 
@@ -42,7 +42,7 @@ $(INSTALLED_TEST): $(SOURCES) | .venv
 pull: $(INSTALLED)  ## fetch MODEL's weights into the cache
 	@$(BIN)/penstock pull $(MODEL)
 
-serve: pull  ## install, fetch MODEL and serve it on http://127.0.0.1:8000
+serve: $(INSTALLED)  ## install, fetch MODEL and serve it on http://127.0.0.1:8000
 	@exec $(BIN)/penstock serve $(MODEL) $(ARGS)
 
 test: $(INSTALLED_TEST)  ## install, fetch the default model, check style and types, run all tests

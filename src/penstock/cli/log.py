@@ -36,3 +36,5 @@ def set_up_logging(log_format: str, *, level: int = logging.INFO) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)
+    # Its own words about processes and signals would only repeat ours.
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)

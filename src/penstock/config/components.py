@@ -162,7 +162,7 @@ class ServerConfig(Component):
     )
     request_timeout_s: float | None = setting(
         None,
-        "Deadline of every request that names none itself.",
+        "Longest time that a request may take, its wait included; a client may ask for less.",
         kind=Kind.DURATION,
         key="request_timeout",
         minimum=0.001,
