@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "philox.h"
 #include "sampler.h"
 
 namespace nb = nanobind;

@@ -7,7 +7,20 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <cstddef>
+#include <functional>
 #include <limits>
+#include <optional>
+
+#include "philox.h"
+
+// Compiled for several instruction sets, chosen when the module is loaded. None of them contracts a product and a sum, so
+// all give the same bits.
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
+#define PENSTOCK_CLONES __attribute__((target_clones("default", "avx2", "avx512f")))
+#else
+#define PENSTOCK_CLONES
+#endif
 
 namespace penstock {
 namespace {
@@ -17,7 +30,9 @@ constexpr int kBlock = 64;  // logits that share a maximum and a sum; divides by
 constexpr int kMaxLanes = 16;
 constexpr int kSumLanes = 8;
 constexpr int32_t kInPrompt = 1 << 30;  // flag in SamplerScratch::counts, above any count of output tokens
-constexpr int kFirstPrefix = 256;       // candidates that top_p looks at before it looks at all
+constexpr size_t kFirstPrefix = 256;    // candidates that top_p looks at before it looks at all
+constexpr size_t kFewToSort = 64;
+constexpr Candidate kLeastLikely{kNever, std::numeric_limits<int32_t>::max()};
 constexpr double kTiny = 1e-300;        // weights below are 0
 
 int num_blocks(int n) { return (n + kBlock - 1) / kBlock; }
@@ -91,7 +106,8 @@ float fill_block_max(const float* logits, int vocab_size, SamplerScratch& scratc
 
 // Fills `weights` with exp((logit - max) * inverse_temperature), zero where below `floor` (> 0), and `block_sums`; returns the
 // sum of all. Every sum has a fixed order.
-double fill_weights(const float* logits, int vocab_size, float max, double inverse_temperature, double floor,
+PENSTOCK_CLONES
+double fill_weights(const float* logits, int vocab_size, double max, double inverse_temperature, double floor,
                     SamplerScratch& scratch) {
     scratch.weights.resize(vocab_size);
     scratch.block_sums.resize(num_blocks(vocab_size));
@@ -142,8 +158,7 @@ int draw_dense(double u, double total, int vocab_size, const SamplerScratch& scr
 
 // Fills `candidates`, in order of id, with a set that holds the `count` likeliest: exactly all logits from some bound up.
 // Needs `block_max`. The count-th largest block maximum is such a bound, since as many logits reach it.
-// Returns true if that is every token that can be drawn.
-bool collect_likeliest(const float* logits, int vocab_size, size_t count, SamplerScratch& scratch) {
+void collect_likeliest(const float* logits, int vocab_size, size_t count, SamplerScratch& scratch) {
     float bound = kNever;
     if (count <= scratch.block_max.size()) {
         scratch.order = scratch.block_max;
@@ -157,78 +172,100 @@ bool collect_likeliest(const float* logits, int vocab_size, size_t count, Sample
         for (int id = static_cast<int>(b) * kBlock; id < end; ++id)
             if (logits[id] >= bound && logits[id] > kNever) scratch.candidates.push_back({logits[id], id});
     }
-    return bound == kNever;
 }
 
-// Cuts `candidates` to the `count` likeliest, in any order.
-void keep_likeliest(size_t count, std::vector<Candidate>& candidates) {
-    if (candidates.size() <= count) return;
-    std::nth_element(candidates.begin(), candidates.begin() + count, candidates.end(), is_likelier);
-    candidates.resize(count);
+// Fills `candidates`, in order of id, with those of a weight of at least `bound`. Needs `weights`.
+void collect_heaviest(const float* logits, int vocab_size, double bound, SamplerScratch& scratch) {
+    scratch.candidates.clear();
+    for (int id = 0; id < vocab_size; ++id)
+        if (scratch.weights[id] >= bound) scratch.candidates.push_back({logits[id], id});
 }
 
-double weight_of(const Candidate& candidate, float max, double inverse_temperature) {
-    return exp_negative((static_cast<double>(candidate.logit) - max) * inverse_temperature);
+// exp((logit - max) * inverse_temperature), the same bits as in `fill_weights`.
+struct WeightOf {
+    double max;
+    double inverse_temperature;
+    double operator()(const Candidate& candidate) const {
+        return exp_negative((static_cast<double>(candidate.logit) - max) * inverse_temperature);
+    }
+};
+
+// Cuts `ranked` to the `count` likeliest, in any order, and returns the last of them.
+Candidate cut_to_likeliest(size_t count, std::vector<Candidate>& ranked) {
+    if (ranked.size() <= count) return kLeastLikely;
+    std::nth_element(ranked.begin(), ranked.begin() + (count - 1), ranked.end(), is_likelier);
+    ranked.resize(count);
+    return ranked.back();
 }
 
-// Cuts `candidates` to the shortest likeliest prefix whose weights reach `target`, sorting no more than needed.
-// Returns false, and keeps all, if they don't reach it.
-bool keep_prefix(double target, float max, double inverse_temperature, std::vector<Candidate>& candidates) {
-    double cumulative = 0.0;
-    size_t done = 0;
-    for (size_t step = kFirstPrefix; done < candidates.size(); step *= 4) {
-        const size_t end = std::min(candidates.size(), done + step);
-        if (end < candidates.size())
-            std::nth_element(candidates.begin() + done, candidates.begin() + end, candidates.end(), is_likelier);
-        std::sort(candidates.begin() + done, candidates.begin() + end, is_likelier);
-        for (; done < end; ++done) {
-            cumulative += weight_of(candidates[done], max, inverse_temperature);
-            if (cumulative >= target) {
-                candidates.resize(done + 1);
-                return true;
-            }
+// The last of the shortest likeliest prefix whose weights reach `target`: halves `ranked` until few are left to sort.
+// Nothing if all together don't reach it.
+std::optional<Candidate> end_of_prefix(double target, const WeightOf& weight_of, std::vector<Candidate>& ranked) {
+    const auto at = [&](size_t i) { return ranked.begin() + static_cast<std::ptrdiff_t>(i); };
+    size_t low = 0, high = ranked.size();  // the end lies between
+    double cumulative = 0.0;               // of the first `low`; below the target
+    while (high - low > kFewToSort) {
+        const size_t middle = low + (high - low) / 2;
+        std::nth_element(at(low), at(middle), at(high), is_likelier);
+        double half = 0.0;
+        for (size_t i = low; i < middle; ++i) half += weight_of(ranked[i]);
+        if (cumulative + half >= target) {
+            high = middle;
+        } else {
+            cumulative += half;
+            low = middle;
         }
     }
-    return false;
+    std::sort(at(low), at(high), is_likelier);
+    while (low < high && cumulative < target) cumulative += weight_of(ranked[low++]);
+    if (cumulative < target && high == ranked.size()) return std::nullopt;
+    return ranked[low - 1];
 }
 
-// top_k, then top_p: leaves in `candidates` what they keep, in any order.
-void narrow(const float* logits, int vocab_size, const RowSampling& row, float max, double inverse_temperature,
-            SamplerScratch& scratch) {
-    std::vector<Candidate>& candidates = scratch.candidates;
+// top_k, then top_p: collects candidates and returns the last, in order of likelihood, that is kept.
+Candidate narrow(const float* logits, int vocab_size, const RowSampling& row, const WeightOf& weight_of,
+                 SamplerScratch& scratch) {
+    std::vector<Candidate>& ranked = scratch.ranked;
     if (row.top_k > 0) {
         collect_likeliest(logits, vocab_size, row.top_k, scratch);
-        keep_likeliest(row.top_k, candidates);
-        if (row.top_p >= 1.0) return;
-        std::sort(candidates.begin(), candidates.end(), is_likelier);
+        ranked = scratch.candidates;
+        const Candidate last = cut_to_likeliest(row.top_k, ranked);
+        if (row.top_p >= 1.0) return last;
         double total = 0.0;
-        for (const Candidate& candidate : candidates) total += weight_of(candidate, max, inverse_temperature);
-        keep_prefix(row.top_p * total, max, inverse_temperature, candidates);
-        return;
+        for (const Candidate& candidate : ranked) total += weight_of(candidate);
+        return end_of_prefix(row.top_p * total, weight_of, ranked).value_or(last);
     }
-    const double target = row.top_p * fill_weights(logits, vocab_size, max, inverse_temperature, kTiny, scratch);
-    const bool is_all = collect_likeliest(logits, vocab_size, kFirstPrefix, scratch);
-    if (keep_prefix(target, max, inverse_temperature, candidates) || is_all) return;
-    collect_likeliest(logits, vocab_size, std::numeric_limits<size_t>::max(), scratch);
-    keep_prefix(target, max, inverse_temperature, candidates);
+    const double total = fill_weights(logits, vocab_size, weight_of.max, weight_of.inverse_temperature, kTiny, scratch);
+    collect_likeliest(logits, vocab_size, kFirstPrefix, scratch);
+    ranked = scratch.candidates;
+    if (const auto last = end_of_prefix(row.top_p * total, weight_of, ranked)) return *last;
+    // All tokens below this bound together weigh less than top_p may leave out.
+    collect_heaviest(logits, vocab_size, std::max((1.0 - row.top_p) * total / vocab_size, kTiny), scratch);
+    ranked = scratch.candidates;
+    return end_of_prefix(row.top_p * total, weight_of, ranked).value_or(kLeastLikely);
 }
 
-// min_p, then the draw, among `candidates`.
-int draw_candidate(double u, double min_p, float max, double inverse_temperature, SamplerScratch& scratch) {
+// The draw among the candidates up to `last` that min_p keeps.
+int draw_candidate(double u, double min_p, const Candidate& last, const WeightOf& weight_of, SamplerScratch& scratch) {
+    const double floor = std::max(min_p, kTiny);  // the largest weight is 1
     std::vector<Candidate>& candidates = scratch.candidates;
-    std::erase_if(candidates, [&](const Candidate& c) {
-        const double weight = weight_of(c, max, inverse_temperature);
-        return weight < std::max(min_p, kTiny);  // the largest weight is 1
-    });
-    std::sort(candidates.begin(), candidates.end(), [](const Candidate& a, const Candidate& b) { return a.id < b.id; });
+    std::vector<double>& weights = scratch.candidate_weights;
+    weights.clear();
     double total = 0.0;
-    for (const Candidate& candidate : candidates) total += weight_of(candidate, max, inverse_temperature);
-    double cumulative = 0.0;
+    size_t num_kept = 0;
     for (const Candidate& candidate : candidates) {
-        cumulative += weight_of(candidate, max, inverse_temperature);
-        if (cumulative > u * total) return candidate.id;
+        const double weight = weight_of(candidate);
+        if (weight < floor || is_likelier(last, candidate)) continue;
+        candidates[num_kept++] = candidate;
+        weights.push_back(weight);
+        total += weight;
     }
-    return candidates.empty() ? -1 : candidates.back().id;
+    double cumulative = 0.0;
+    for (size_t i = 0; i < num_kept; ++i) {
+        cumulative += weights[i];
+        if (cumulative > u * total) return candidates[i].id;
+    }
+    return num_kept > 0 ? candidates[num_kept - 1].id : -1;
 }
 
 // Steps 5 and 6.
@@ -242,8 +279,9 @@ int choose(const float* logits, int vocab_size, const RowSampling& row, uint64_t
         const double total = fill_weights(logits, vocab_size, max, inverse_temperature, std::max(row.min_p, kTiny), scratch);
         return draw_dense(u, total, vocab_size, scratch);
     }
-    narrow(logits, vocab_size, row, max, inverse_temperature, scratch);
-    return draw_candidate(u, row.min_p, max, inverse_temperature, scratch);
+    const WeightOf weight_of{max, inverse_temperature};
+    const Candidate last = narrow(logits, vocab_size, row, weight_of, scratch);
+    return draw_candidate(u, row.min_p, last, weight_of, scratch);
 }
 
 class Vocabulary {
@@ -338,7 +376,7 @@ void fill_logprobs(const float* raw, int vocab_size, int num_top, SamplerScratch
     result.num_top = 0;
     if (num_top == 0) return;
     collect_likeliest(raw, vocab_size, num_top, scratch);
-    keep_likeliest(num_top, scratch.candidates);
+    cut_to_likeliest(num_top, scratch.candidates);
     std::sort(scratch.candidates.begin(), scratch.candidates.end(), is_likelier);
     for (const Candidate& candidate : scratch.candidates) {
         result.top_ids[result.num_top] = candidate.id;
@@ -347,24 +385,6 @@ void fill_logprobs(const float* raw, int vocab_size, int num_top, SamplerScratch
 }
 
 }  // namespace
-
-std::array<uint32_t, 4> philox4x32(std::array<uint32_t, 4> c, std::array<uint32_t, 2> k) {
-    for (int round = 0; round < 10; ++round) {
-        const uint64_t product0 = uint64_t{0xD2511F53} * c[0];
-        const uint64_t product1 = uint64_t{0xCD9E8D57} * c[2];
-        c = {static_cast<uint32_t>(product1 >> 32) ^ c[1] ^ k[0], static_cast<uint32_t>(product1),
-             static_cast<uint32_t>(product0 >> 32) ^ c[3] ^ k[1], static_cast<uint32_t>(product0)};
-        k = {k[0] + 0x9E3779B9u, k[1] + 0xBB67AE85u};
-    }
-    return c;
-}
-
-double uniform(uint64_t seed, uint64_t position) {
-    const auto low = [](uint64_t x) { return static_cast<uint32_t>(x); };
-    const auto high = [](uint64_t x) { return static_cast<uint32_t>(x >> 32); };
-    const auto out = philox4x32({low(position), high(position), 0, 0}, {low(seed), high(seed)});
-    return (static_cast<double>(((uint64_t{out[0]} << 32) | out[1]) >> 11) + 0.5) * 0x1p-53;
-}
 
 void sample_row(float* logits, int vocab_size, const RowSampling& row, const int32_t* tokens, int num_tokens,
                 int num_prompt_tokens, SamplerScratch& scratch, SampleResult& result) {

@@ -57,7 +57,9 @@ struct SamplerScratch {
     std::vector<double> block_sums;     // of `weights`
     std::vector<float> block_max;       // of logits
     std::vector<float> order;           // block maxima, partly sorted
-    std::vector<Candidate> candidates;  // what top_k and top_p keep
+    std::vector<Candidate> candidates;  // what top_k and top_p may keep, in order of id
+    std::vector<Candidate> ranked;      // the same, partly sorted by likelihood
+    std::vector<double> candidate_weights;
     std::vector<int32_t> counts;        // [vocab_size] uses of each token; zero between calls
     std::vector<int32_t> touched;       // ids with a count, so that zeroing is cheap
     std::vector<float> saved;           // logits put aside while others are banned
@@ -67,11 +69,5 @@ struct SamplerScratch {
 // The result depends on these arguments alone. Ids outside the vocabulary are ignored.
 void sample_row(float* logits, int vocab_size, const RowSampling& row, const int32_t* tokens, int num_tokens,
                 int num_prompt_tokens, SamplerScratch& scratch, SampleResult& result);
-
-// Philox4x32-10 (Salmon et al., SC'11): four random words for a counter and a key.
-std::array<uint32_t, 4> philox4x32(std::array<uint32_t, 4> counter, std::array<uint32_t, 2> key);
-
-// The uniform number in (0, 1) of a (seed, position).
-double uniform(uint64_t seed, uint64_t position);
 
 }  // namespace penstock

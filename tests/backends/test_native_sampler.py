@@ -109,6 +109,12 @@ def test_working_memory_carries_nothing_over(several):
     assert [run_native(*case, shared) for case in several] == [run_native(*case, None) for case in several]
 
 
+def test_tokens_are_counted_anew_each_time():
+    shared = _native.SamplerScratch()
+    case = (np.array([1.0, 0.5, 0.0], np.float32), SamplingParams(temperature=0.0, frequency_penalty=0.3), [2, 0, 0], 1)
+    assert [run_native(*case, shared)[0] for _ in range(3)] == [1, 1, 1]
+
+
 @pytest.mark.parametrize("seed", [0, 1, 2**32 - 1, 2**32, 2**64 - 1])
 @pytest.mark.parametrize("position", [0, 1, 131071, 2**33])
 def test_uniform_numbers_are_equal_to_the_last_bit(seed, position):
