@@ -22,14 +22,14 @@ struct RowSampling {
     float presence_penalty = 0.0f;
     uint64_t seed = 0;
     int32_t min_tokens = 0;
-    int32_t num_logprobs = -1;  // -1: none; k: the sampled token's and those of the k most likely
+    int32_t num_logprobs = -1;   // -1: none; k: the sampled token's and those of the k most likely
     bool restricts_ids = false;  // whether allowed_ids holds
     std::vector<int32_t> allowed_ids;
     std::vector<int32_t> bias_ids;
-    std::vector<float> bias_values;                 // [bias_ids.size()]
-    std::vector<int32_t> banned_tokens;             // sequences, concatenated
-    std::vector<int32_t> banned_starts;             // [num_sequences + 1] into banned_tokens; empty if there are none
-    std::vector<int32_t> stop_ids;                  // what min_tokens forbids
+    std::vector<float> bias_values;      // [bias_ids.size()]
+    std::vector<int32_t> banned_tokens;  // sequences, concatenated
+    std::vector<int32_t> banned_starts;  // [num_sequences + 1] into banned_tokens; empty if there are none
+    std::vector<int32_t> stop_ids;       // what min_tokens forbids
 
     bool has_penalties() const {
         return repetition_penalty != 1.0f || frequency_penalty != 0.0f || presence_penalty != 0.0f;
@@ -37,9 +37,9 @@ struct RowSampling {
 };
 
 struct SampleResult {
-    int32_t token = -1;   // -1: no logit was a number above -inf, the model's output is broken
-    float logprob = 0.0f;  // these four hold only if logprobs were asked for
-    int32_t rank = 0;     // tokens more likely, plus one
+    int32_t token = -1;    // -1: no logit was a number above -inf, the model's output is broken
+    float logprob = 0.0f;  // this and what follows hold only if logprobs were asked for
+    int32_t rank = 0;      // tokens more likely, plus one
     int32_t num_top = 0;
     std::array<int32_t, kMaxLogprobs> top_ids{};
     std::array<float, kMaxLogprobs> top_logprobs{};
