@@ -99,10 +99,6 @@ class BatchBuilder:
         np.cumsum(query_lens, out=query_start_loc[1:])
         self._check_rows(plan, row_slots, query_lens, seq_lens, samples, int(query_start_loc[-1]))
         token_slots, positions = _token_coordinates(row_slots, context_lens, query_lens, query_start_loc)
-        block_idx, offsets = np.divmod(positions, np.int32(self.capacity.block_size))
-        slot_mapping = self.block_tables[token_slots, block_idx].astype(np.int64)
-        slot_mapping *= self.capacity.block_size
-        slot_mapping += offsets
         self._num_computed[row_slots] = seq_lens
         return StepBatch(
             step_id=plan.step_id,
@@ -112,7 +108,7 @@ class BatchBuilder:
             context_lens=context_lens,
             token_ids=self.tokens[token_slots, positions],
             positions=positions,
-            slot_mapping=slot_mapping,
+            slot_mapping=self._slot_mapping(token_slots, positions),
             sample_rows=np.flatnonzero(samples).astype(np.int32),
             admitted=admitted,
             released=released,
@@ -181,6 +177,13 @@ class BatchBuilder:
         if len(set(slots)) != len(slots):
             raise ValueError("a request has two rows in one step")
         return np.array(slots, np.int32)
+
+    def _slot_mapping(self, token_slots: NDArray[np.int32], positions: NDArray[np.int32]) -> NDArray[np.int64]:
+        block_idx, offsets = np.divmod(positions, np.int32(self.capacity.block_size))
+        slot_mapping = self.block_tables[token_slots, block_idx].astype(np.int64)
+        slot_mapping *= self.capacity.block_size
+        slot_mapping += offsets
+        return slot_mapping
 
     def _check_rows(
         self,
