@@ -21,7 +21,7 @@ from penstock.serve.openai.prompts import INLINE_MAX_CHARS, encode_text, truncat
 from penstock.serve.openai.schemas import GenerationBody
 from penstock.serve.openai.sse import EventWriter, SseResponse
 from penstock.serve.openai.usage import Usage
-from penstock.serve.openai.validation import fit_max_tokens, for_choice, requested_max_tokens
+from penstock.serve.openai.validation import fit_max_tokens, for_choice, num_logprobs, requested_max_tokens
 from penstock.serve.runtime import Runtime
 from penstock.serve.service import CallStream, Choice
 from penstock.types.request import FinishReason
@@ -85,7 +85,7 @@ def answer_options(body: GenerationBody, terms: CallTerms, runtime: Runtime, *, 
         created_unix_s=runtime.sources.unix_time_s(),
         includes_usage=bool(options and options.include_usage),
         has_continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
-        has_logprobs=getattr(body, "logprobs", None) not in (None, False),
+        has_logprobs=num_logprobs(body) is not None,
         has_token_ids=bool(body.return_token_ids),
         skips_special_tokens=body.skip_special_tokens is not False,
     )

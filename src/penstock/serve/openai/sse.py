@@ -97,8 +97,11 @@ class SseResponse(Response):
         for chunk in chunks:
             error = from_finish(chunk)
             if error is not None:
-                return b"".join(parts), error
+                # The chunk may be merged with ones before the failure: what they said is still shown.
+                chunk.finish_reason = None
             parts.append(write(index_of[chunk.request_id], chunk))
+            if error is not None:
+                return b"".join(parts), error
         return b"".join(parts), None
 
 

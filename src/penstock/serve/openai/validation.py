@@ -44,7 +44,7 @@ def base_sampling(body: GenerationBody, model: ModelInfo, defaults: SamplingDefa
         repetition_penalty=defaults.repetition_penalty if body.repetition_penalty is None else body.repetition_penalty,
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
-        logprobs=_num_logprobs(body),
+        logprobs=num_logprobs(body),
         logit_bias=_logit_bias(body.logit_bias or {}, model.vocab_size),
         allowed_token_ids=_allowed(body.allowed_token_ids, model.vocab_size),
         banned_token_sequences=_banned_sequences(body.bad_words or [], tokenizer),
@@ -106,7 +106,8 @@ def _temperature(asked: float | None, defaults: SamplingDefaults) -> float:
     return temperature
 
 
-def _num_logprobs(body: GenerationBody) -> int | None:
+def num_logprobs(body: GenerationBody) -> int | None:
+    """Alternatives to tell beside each sampled token; None if no log-probabilities were asked for."""
     if isinstance(body, CompletionBody):
         return body.logprobs
     assert isinstance(body, ChatCompletionBody)

@@ -1,0 +1,44 @@
+"""Fixtures of the server's tests; the runtime and the live server are in `harness`."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import harness
+
+
+@pytest.fixture
+def runtime():
+    runtime = harness.make_runtime()
+    yield runtime
+    runtime.close()
+
+
+@pytest.fixture
+async def client(runtime):
+    async with harness.make_client(runtime) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def live():
+    """One live server for a module's tests."""
+    with harness.running() as server:
+        yield server
+
+
+@pytest.fixture
+def gate():
+    """An executor that runs a step only when the test allows it."""
+    return harness.GatedExecutor()
+
+
+@pytest.fixture
+def gated(gate):
+    """A live server over `gate`."""
+    with harness.running(gate) as server:
+        yield server
+        gate.open()

@@ -1,0 +1,140 @@
+"""Who may come in, and with how much: keys and body sizes."""
+
+import asyncio
+
+import httpx
+import pytest
+from harness import make_client, running
+from test_errors import check
+
+from penstock.config import ServerConfig
+from penstock.serve.auth import KeyRing, read_key_file
+from penstock.types.errors import ConfigError
+
+COMPLETIONS = "/v1/completions"
+ASK = {"prompt": "a", "max_tokens": 1}
+BEARER = {"Authorization": "Bearer key-two"}
+
+
+@pytest.fixture
+async def locked(runtime):
+    async with make_client(runtime, api_keys=("key-one", "key-two")) as client:
+        yield client
+
+
+@pytest.mark.parametrize("scheme", ["Bearer", "bearer"])
+@pytest.mark.parametrize("key", ["key-one", "key-two"])
+async def test_any_known_key_opens(locked, scheme, key):
+    assert (await locked.post(COMPLETIONS, json=ASK, headers={"Authorization": f"{scheme} {key}"})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "header", [None, "", "Bearer", "Bearer ", "Bearer nope", "key-one", "Basic key-one", "Bearer key-on", "Bearer key-one2"]
+)
+async def test_others_do_not(locked, header):
+    headers = {} if header is None else {"Authorization": header}
+    response = await locked.post(COMPLETIONS, json=ASK, headers=headers)
+    error = check(response, 401, "invalid_api_key")
+    assert "key-one" not in error["message"]
+    assert response.headers["www-authenticate"] == "Bearer"
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/models", "/metrics", "/version", "/docs", "/openapi.json", "/nope", "/health/", "//health"]
+)
+async def test_every_route_but_health_needs_a_key(locked, path):
+    assert (await locked.get(path)).status_code == 401
+    assert (await locked.get(path, headers=BEARER)).status_code in (200, 404)
+
+
+async def test_health_and_readiness_need_none(locked):
+    assert (await locked.get("/health")).status_code == 200
+    assert (await locked.get("/ready")).status_code == 200
+
+
+async def test_without_keys_everything_is_open(client):
+    assert (await client.post(COMPLETIONS, json=ASK)).status_code == 200
+
+
+async def test_one_keys_requests_cannot_be_cancelled_with_another():
+    import harness
+
+    gate = harness.GatedExecutor()
+    config = ServerConfig(port=0, api_keys=("one", "two"), shutdown_timeout_s=0.0)
+    with running(gate, config=config) as server:
+        async with httpx.AsyncClient(base_url=server.url, timeout=20) as client:
+            one = {"Authorization": "Bearer one", "X-Request-Id": "r", "X-Tenant": "t"}
+            two = {"Authorization": "Bearer two", "X-Tenant": "t"}
+            ask = asyncio.create_task(client.post(COMPLETIONS, json=ASK, headers=one))
+            await harness.until(lambda: server.runtime.engine.load().num_running == 1)
+            assert (await client.delete("/v1/requests/r", headers=two)).status_code == 404
+            assert (await client.delete("/v1/requests/r", headers=one)).status_code == 200
+            gate.open()
+            assert (await ask).status_code in (200, 499)
+
+
+def test_key_names_are_stable_and_say_nothing_about_the_key():
+    first, second = KeyRing(["alpha", "beta"]), KeyRing(["beta", "alpha"])
+    assert first.name_of(b"alpha") == second.name_of(b"alpha") != first.name_of(b"beta")
+    assert "alpha" not in first.name_of(b"alpha")
+    assert first.name_of(b"gamma") is None
+    assert first.name_of("ä\x00".encode()) is None
+
+
+def test_key_files_have_one_key_per_line(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text("# ours\nalpha\n\n  beta  \n")
+    assert read_key_file(path) == ("alpha", "beta")
+
+
+@pytest.mark.parametrize("content", [None, b"", b"# nothing\n", b"\xff\xfe"])
+def test_useless_key_files_are_refused(tmp_path, content):
+    path = tmp_path / "keys"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError):
+        read_key_file(path)
+
+
+async def test_body_limit_is_exact(runtime):
+    body = b'{"prompt": "a"}'.ljust(2000)
+    async with make_client(runtime, max_body_bytes=2000) as client:
+        assert (await client.post(COMPLETIONS, content=body)).status_code == 200
+        check(await client.post(COMPLETIONS, content=body + b" "), 413, "request_too_large")
+
+
+async def test_bodies_without_a_length_are_counted_too(runtime):
+    async def pieces():
+        for _ in range(30):
+            yield b" " * 100
+
+    async with make_client(runtime, max_body_bytes=2000) as client:
+        check(await client.post(COMPLETIONS, content=pieces()), 413, "request_too_large")
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+async def test_a_real_connection_is_told_and_closed(is_chunked):
+    with running(config=ServerConfig(port=0, max_body_bytes=2000, shutdown_timeout_s=0.0)) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        length = b"Transfer-Encoding: chunked" if is_chunked else b"Content-Length: 100000"
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n" + length + b"\r\n\r\n")
+        if is_chunked:
+            writer.write((b"3e8\r\n" + b" " * 1000 + b"\r\n") * 3)
+        async with asyncio.timeout(20):
+            answer = await reader.read()
+        assert b" 413 " in answer.split(b"\r\n")[0]
+        assert b'"request_too_large"' in answer
+        writer.close()
+
+
+async def test_request_ids_are_told_back_in_every_answer(client):
+    for method, path in [("GET", "/health"), ("GET", "/nope"), ("POST", COMPLETIONS), ("GET", COMPLETIONS)]:
+        response = await client.request(method, path, headers={"X-Request-Id": "my-id"})
+        assert response.headers["x-request-id"] == "my-id"
+        assert (await client.request(method, path)).headers["x-request-id"].startswith("id")
+
+
+async def test_the_bodys_request_id_is_the_answers(client):
+    response = await client.post(COMPLETIONS, json=ASK | {"request_id": "mine"})
+    assert response.json()["id"] == "cmpl-mine"
+    assert response.headers["x-request-id"] == "mine"

@@ -1,0 +1,180 @@
+"""The bridge between engine thread and event loop: nothing lost, nothing left behind, nobody blocked."""
+
+import asyncio
+import threading
+
+import pytest
+
+from penstock.engine.ports import OutputChunk
+from penstock.serve.bridge import Bridge, merge_chunks
+from penstock.testing import make_request
+from penstock.types.request import FinishReason
+
+
+class FakeEngine:
+    """Remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.submitted: list[str] = []
+        self.aborted: list[tuple[str, str]] = []
+
+    def submit(self, request) -> None:
+        self.submitted.append(request.request_id)
+
+    def abort(self, request_id, detail) -> None:
+        self.aborted.append((request_id, detail))
+
+
+@pytest.fixture
+def engine():
+    return FakeEngine()
+
+
+@pytest.fixture
+def bridge(engine):
+    bridge = Bridge()
+    bridge.attach(engine)
+    return bridge
+
+
+def chunk(request_id="r0", text="x", *, count=1, finish=None):
+    return OutputChunk(request_id, text, (5,), (), 0, num_generated_tokens=count, finish_reason=finish)
+
+
+def deliver_from_thread(bridge, batches):
+    """As the engine does, from another thread; returns when all were handed over."""
+    thread = threading.Thread(target=lambda: [bridge.deliver(batch) for batch in batches])
+    thread.start()
+    thread.join()
+
+
+async def read_all(stream):
+    chunks = []
+    while batch := await stream.next_chunks():
+        chunks += batch
+    return chunks
+
+
+async def test_chunks_arrive_in_order_and_the_stream_ends(bridge, engine):
+    texts = []
+    reader = asyncio.create_task(collect(bridge, texts))
+    await asyncio.sleep(0)
+    assert engine.submitted == ["r0"]
+    for index in range(100):
+        deliver_from_thread(bridge, [[chunk(text=f"{index} ", finish=FinishReason.STOP if index == 99 else None)]])
+        await asyncio.sleep(0)
+    await reader
+    assert "".join(texts) == "".join(f"{index} " for index in range(100))
+    assert engine.aborted == []
+    assert bridge.num_open_requests == 0
+
+
+async def collect(bridge, texts):
+    async for piece in bridge.stream(make_request()):
+        texts.append(piece.text)
+
+
+async def test_a_reader_that_lags_gets_merged_chunks_and_loses_nothing(bridge):
+    with bridge.open([make_request()]) as stream:
+        deliver_from_thread(bridge, [[chunk(text=chr(65 + index % 26), count=index + 1)] for index in range(1000)])
+        await asyncio.sleep(0)
+        [merged] = await stream.next_chunks()
+        assert merged.text == "".join(chr(65 + index % 26) for index in range(1000))
+        assert len(merged.token_ids) == 1000
+        assert merged.num_generated_tokens == 1000
+        deliver_from_thread(bridge, [[chunk(text="!", finish=FinishReason.LENGTH)]])
+        assert [last.text for last in await read_all(stream)] == ["!"]
+
+
+async def test_what_a_slow_reader_has_not_taken_is_few_objects(bridge):
+    with bridge.open([make_request("a"), make_request("b")]) as stream:
+        for _ in range(50):
+            deliver_from_thread(bridge, [[chunk("a"), chunk("b")] for _ in range(100)])
+            await asyncio.sleep(0)
+            assert len(stream._chunks) <= 130
+        merged = await stream.next_chunks()
+        assert {piece.request_id: len(piece.text) for piece in merged} == {"a": 5000, "b": 5000}
+
+
+async def test_one_hop_carries_everything_that_waits(bridge, monkeypatch):
+    loop = asyncio.get_running_loop()
+    hops = []
+    with bridge.open([make_request()]) as stream:
+        hop = loop.call_soon_threadsafe
+        monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *args: (hops.append(1), hop(*args))[1])
+        deliver_from_thread(bridge, [[chunk()]] * 10)
+        await stream.next_chunks()
+    assert len(hops) == 1
+
+
+async def test_leaving_early_aborts(bridge, engine):
+    async for _ in aiter_first(bridge):
+        pass
+    assert [request_id for request_id, _ in engine.aborted] == ["r0"]
+    assert bridge.num_open_requests == 0
+    deliver_from_thread(bridge, [[chunk(finish=FinishReason.ABORT)]])
+    await asyncio.sleep(0)  # The late chunk is nobody's, and does no harm.
+
+
+async def aiter_first(bridge):
+    """Reads one chunk, then leaves."""
+    stream = bridge.stream(make_request())
+    first = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)
+    deliver_from_thread(bridge, [[chunk()]])
+    yield await first
+    await stream.aclose()
+
+
+async def test_a_cancelled_reader_aborts(bridge, engine):
+    reader = asyncio.create_task(collect(bridge, []))
+    await asyncio.sleep(0)
+    reader.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reader
+    assert [request_id for request_id, _ in engine.aborted] == ["r0"]
+    assert bridge.num_open_requests == 0
+
+
+async def test_only_unfinished_requests_are_aborted(bridge, engine):
+    with bridge.open([make_request("a"), make_request("b")]) as stream:
+        deliver_from_thread(bridge, [[chunk("a", finish=FinishReason.STOP)]])
+        await stream.next_chunks()
+        assert not stream.is_ended
+    assert [request_id for request_id, _ in engine.aborted] == ["b"]
+
+
+async def test_cancel_ends_a_waiting_reader(bridge, engine):
+    with bridge.open([make_request()]) as stream:
+        reader = asyncio.create_task(stream.next_chunks())
+        await asyncio.sleep(0)
+        stream.cancel("gone")
+        stream.cancel("gone")
+        assert await reader == []
+        assert stream.is_cancelled
+    assert engine.aborted == [("r0", "gone")]
+
+
+def test_the_bridge_serves_one_loop_after_another(bridge):
+    async def ask():
+        texts = []
+        reader = asyncio.create_task(collect(bridge, texts))
+        await asyncio.sleep(0)
+        deliver_from_thread(bridge, [[chunk(finish=FinishReason.STOP)]])
+        await reader
+        return texts
+
+    assert asyncio.run(ask()) == ["x"]
+    bridge.deliver([chunk()])  # No loop listens now.
+    assert asyncio.run(ask()) == ["x"]
+
+
+def test_merging_keeps_each_requests_order_and_the_last_words():
+    merged = merge_chunks(
+        [chunk("a", "1"), chunk("b", "2"), chunk("a", "3", count=2, finish=FinishReason.STOP), chunk("b", "4", count=2)]
+    )
+    assert [(piece.request_id, piece.text, piece.finish_reason) for piece in merged] == [
+        ("a", "13", FinishReason.STOP),
+        ("b", "24", None),
+    ]
+    assert all(piece.num_generated_tokens == 2 for piece in merged)

@@ -1,0 +1,139 @@
+"""`/v1/chat/completions`: what comes back for what was asked."""
+
+import pytest
+from test_completions import TOKENIZER, events, oracle
+
+URL = "/v1/chat/completions"
+HI = [{"role": "user", "content": "hi"}]
+HI_PROMPT = "<|turn|>user: hi<|end|>\n<|turn|>assistant: "
+
+
+async def ask(client, messages=HI, **body):
+    response = await client.post(URL, json={"messages": messages} | body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def prompt_of(client, messages=HI, **body):
+    """The text that the model saw."""
+    answer = await ask(client, messages, max_tokens=1, return_token_ids=True, **body)
+    return TOKENIZER.decode(answer["prompt_token_ids"], skip_special_tokens=False)
+
+
+async def test_message_is_what_the_model_generates(client):
+    answer = await ask(client, temperature=0, max_tokens=10)
+    assert answer["object"] == "chat.completion"
+    assert answer["id"] == "chatcmpl-id1"
+    assert answer["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": oracle(HI_PROMPT, max_tokens=10), "refusal": None},
+            "logprobs": None,
+            "finish_reason": "length",
+            "stop_reason": None,
+        }
+    ]
+    assert answer["usage"]["prompt_tokens"] == len(TOKENIZER.encode(HI_PROMPT, add_special_tokens=False))
+
+
+async def test_streamed_message_has_role_pieces_and_reason(client):
+    response = await client.post(URL, json={"messages": HI, "temperature": 0, "max_tokens": 10, "stream": True})
+    chunks, is_done = events(response.text)
+    assert is_done
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert choices[0]["delta"] == {"role": "assistant", "content": ""}
+    assert choices[-1]["delta"] == {}
+    assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["length"]
+    assert "".join(choice["delta"].get("content", "") for choice in choices) == oracle(HI_PROMPT, max_tokens=10)
+
+
+async def test_every_choice_of_a_stream_has_its_own_role_and_reason(client):
+    body = {"messages": HI, "temperature": 1.0, "seed": 1, "max_tokens": 5, "n": 3, "stream": True}
+    chunks, _ = events((await client.post(URL, json=body)).text)
+    for index in range(3):
+        mine = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        assert mine[0]["delta"]["role"] == "assistant"
+        assert mine[-1]["finish_reason"] == "length"
+        text = "".join(choice["delta"].get("content", "") for choice in mine)
+        assert text == oracle(HI_PROMPT, temperature=1.0, seed=1 + index, max_tokens=5)
+
+
+async def test_default_max_tokens_is_the_rest_of_the_context(client):
+    answer = await ask(client, [{"role": "user", "content": "x" * 1900}])
+    assert answer["usage"]["total_tokens"] == 2048
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+async def test_max_completion_tokens_is_max_tokens(client):
+    assert (await ask(client, max_completion_tokens=3))["usage"]["completion_tokens"] == 3
+    assert (await ask(client, max_completion_tokens=3, max_tokens=3))["usage"]["completion_tokens"] == 3
+
+
+async def test_text_parts_are_joined(client):
+    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+    assert await prompt_of(client, [{"role": "user", "content": parts}]) == HI_PROMPT
+
+
+async def test_developer_becomes_system(client):
+    messages = [{"role": "developer", "content": "be brief"}, *HI]
+    assert await prompt_of(client, messages) == "<|turn|>system: be brief<|end|>\n" + HI_PROMPT
+
+
+async def test_final_message_is_continued(client):
+    messages = [*HI, {"role": "assistant", "content": "Well"}]
+    prompt = await prompt_of(client, messages, continue_final_message=True, add_generation_prompt=False)
+    assert prompt == "<|turn|>user: hi<|end|>\n<|turn|>assistant: Well"
+    assert await prompt_of(client, messages, continue_final_message=True) == prompt
+
+
+async def test_without_generation_prompt_no_turn_is_opened(client):
+    assert await prompt_of(client, add_generation_prompt=False) == "<|turn|>user: hi<|end|>\n"
+
+
+async def test_template_kwargs_reach_the_template(client):
+    assert await prompt_of(client, chat_template_kwargs={"suffix": "!"}) == HI_PROMPT + "!"
+
+
+async def test_logprobs_have_bytes_and_alternatives(client):
+    answer = await ask(client, temperature=0, max_tokens=2, logprobs=True, top_logprobs=3)
+    content = answer["choices"][0]["logprobs"]["content"]
+    text = oracle(HI_PROMPT, max_tokens=2)
+    assert [entry["token"] for entry in content] == list(text)
+    assert [entry["bytes"] for entry in content] == [[ord(char)] for char in text]
+    assert all(len(entry["top_logprobs"]) == 3 for entry in content)
+    assert content[0]["top_logprobs"][0] == {"token": text[0], "logprob": content[0]["logprob"], "bytes": [ord(text[0])]}
+
+
+async def test_logprobs_without_alternatives(client):
+    answer = await ask(client, max_tokens=2, logprobs=True)
+    assert all(entry["top_logprobs"] == [] for entry in answer["choices"][0]["logprobs"]["content"])
+
+
+async def test_streamed_logprobs_come_with_their_tokens(client):
+    body = {"messages": HI, "temperature": 0, "max_tokens": 4, "logprobs": True, "stream": True}
+    chunks, _ = events((await client.post(URL, json=body)).text)
+    entries = [entry for chunk in chunks for entry in (chunk["choices"][0]["logprobs"] or {"content": []})["content"]]
+    assert "".join(entry["token"] for entry in entries) == oracle(HI_PROMPT, max_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tools", []),
+        ("tool_choice", "none"),
+        ("functions", []),
+        ("response_format", {"type": "text"}),
+        ("modalities", ["text"]),
+        ("parallel_tool_calls", True),
+        ("store", False),
+        ("service_tier", "auto"),
+        ("user", "someone"),
+        ("metadata", {"a": "b"}),
+        ("stream_options", None),
+        ("structured_outputs", None),
+    ],
+)
+async def test_values_that_ask_for_nothing_are_accepted(client, field, value):
+    answer = await ask(client, temperature=0, max_tokens=3, **{field: value})
+    assert answer["choices"][0]["message"]["content"] == oracle(HI_PROMPT, max_tokens=3)

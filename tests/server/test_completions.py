@@ -1,0 +1,254 @@
+"""`/v1/completions`: what comes back for what was asked."""
+
+import orjson
+import pytest
+from harness import PRINTABLE_MODEL, make_tokenizer
+
+from penstock.testing import expected_tokens
+from penstock.types.sampling import SamplingParams
+
+URL = "/v1/completions"
+TOKENIZER = make_tokenizer()
+
+
+def oracle(prompt, **sampling):
+    """The answer's text, computed without engine or server."""
+    token_ids = TOKENIZER.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else prompt
+    defaults = {"max_tokens": 16, "temperature": 0.0, "seed": 7, "stop_token_ids": TOKENIZER.eos_token_ids}
+    params = SamplingParams(**(defaults | sampling))
+    return TOKENIZER.decode(expected_tokens(token_ids, params, model=PRINTABLE_MODEL, max_model_len=2048).token_ids)
+
+
+def events(text):
+    """The parsed events of a stream, and whether it ended with [DONE]."""
+    lines = [line for line in text.split("\n\n") if line]
+    assert all(line.startswith("data: ") for line in lines)
+    payloads = [line.removeprefix("data: ") for line in lines]
+    is_done = payloads[-1] == "[DONE]"
+    return [orjson.loads(payload) for payload in payloads[: -1 if is_done else None]], is_done
+
+
+async def ask(client, **body):
+    response = await client.post(URL, json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def ask_streaming(client, **body):
+    response = await client.post(URL, json=body | {"stream": True})
+    assert response.status_code == 200, response.text
+    return events(response.text)
+
+
+async def test_text_is_what_the_model_generates(client):
+    answer = await ask(client, prompt="Hello", temperature=0)
+    assert answer["object"] == "text_completion"
+    assert answer["model"] == "toy"
+    assert answer["id"] == "cmpl-id1"
+    [choice] = answer["choices"]
+    assert choice == {
+        "index": 0,
+        "text": oracle("Hello"),
+        "logprobs": None,
+        "finish_reason": "length",
+        "stop_reason": None,
+    }
+    assert answer["usage"] == {
+        "prompt_tokens": 5,
+        "completion_tokens": 16,
+        "total_tokens": 21,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+
+
+async def test_streamed_text_equals_the_whole(client):
+    chunks, is_done = await ask_streaming(client, prompt="Hello", temperature=0, max_tokens=40)
+    assert is_done
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == oracle("Hello", max_tokens=40)
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-1] == "length"
+    assert {chunk["id"] for chunk in chunks} == {"cmpl-id1"}
+
+
+async def test_second_ask_hits_the_prefix_cache_and_usage_says_so(client):
+    prompt = "x" * 100
+    first = await ask(client, prompt=prompt, max_tokens=1)
+    second = await ask(client, prompt=prompt, max_tokens=1)
+    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == 96
+
+
+async def test_another_cache_salt_shares_nothing(client):
+    prompt = "x" * 100
+    await ask(client, prompt=prompt, max_tokens=1, cache_salt="a")
+    other = await ask(client, prompt=prompt, max_tokens=1, cache_salt="b")
+    same = await ask(client, prompt=prompt, max_tokens=1, cache_salt="a")
+    assert other["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert same["usage"]["prompt_tokens_details"]["cached_tokens"] == 96
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_prompts_and_choices_come_in_order(client, is_streamed):
+    body = {"prompt": ["one", "two"], "n": 2, "temperature": 1.0, "seed": 3, "max_tokens": 5}
+    if is_streamed:
+        chunks, _ = await ask_streaming(client, **body)
+        texts = [""] * 4
+        for chunk in chunks:
+            for choice in chunk["choices"]:
+                texts[choice["index"]] += choice["text"]
+    else:
+        answer = await ask(client, **body)
+        texts = [choice["text"] for choice in answer["choices"]]
+        assert answer["usage"]["prompt_tokens"] == 6
+        assert answer["usage"]["completion_tokens"] == 20
+    assert texts == [oracle(prompt, temperature=1.0, seed=seed, max_tokens=5) for prompt in ("one", "two") for seed in (3, 4)]
+
+
+async def test_token_ids_in_are_the_same_as_text_in(client):
+    token_ids = TOKENIZER.encode("Hello", add_special_tokens=True)
+    from_text = await ask(client, prompt="Hello", temperature=0)
+    from_ids = await ask(client, prompt=token_ids, temperature=0)
+    from_lists = await ask(client, prompt=[token_ids, token_ids], temperature=0)
+    assert from_ids["choices"][0]["text"] == from_text["choices"][0]["text"]
+    assert [choice["text"] for choice in from_lists["choices"]] == [from_text["choices"][0]["text"]] * 2
+
+
+async def test_seed_makes_answers_repeat_and_negative_seeds_work(client):
+    body = {"prompt": "Hello", "temperature": 1.0, "seed": -5}
+    first, second = await ask(client, **body), await ask(client, **body)
+    assert first["choices"] == second["choices"]
+    assert first["choices"][0]["text"] == oracle("Hello", temperature=1.0, seed=2**64 - 5)
+
+
+async def test_without_a_seed_the_source_draws_one(client):
+    answer = await ask(client, prompt="Hello", temperature=1.0)
+    assert answer["choices"][0]["text"] == oracle("Hello", temperature=1.0, seed=7)
+
+
+@pytest.mark.parametrize("includes_it", [False, True])
+async def test_stop_string_ends_the_text(client, includes_it):
+    whole = oracle("Hello", max_tokens=60)
+    stop = whole[20:23]
+    answer = await ask(client, prompt="Hello", temperature=0, max_tokens=60, stop=stop, include_stop_str_in_output=includes_it)
+    [choice] = answer["choices"]
+    end = whole.index(stop)
+    assert choice["text"] == whole[: end + 3 * includes_it]
+    assert choice["finish_reason"] == "stop"
+    assert choice["stop_reason"] == stop
+    assert answer["usage"]["completion_tokens"] == end + 3
+
+
+async def test_stop_token_ends_the_text_and_is_not_shown(client):
+    whole = oracle("Hello", max_tokens=60)
+    token_id = TOKENIZER.encode(whole[10], add_special_tokens=False)[0]
+    answer = await ask(client, prompt="Hello", temperature=0, max_tokens=60, stop_token_ids=[token_id])
+    [choice] = answer["choices"]
+    assert choice["text"] == whole[: whole.index(whole[10])]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", token_id)
+
+
+async def test_echo_puts_the_prompt_before_each_choice(client):
+    answer = await ask(client, prompt=["ab", "c"], temperature=0, echo=True, max_tokens=3)
+    assert [choice["text"] for choice in answer["choices"]] == [
+        "ab" + oracle("ab", max_tokens=3),
+        "c" + oracle("c", max_tokens=3),
+    ]
+    chunks, _ = await ask_streaming(client, prompt="ab", temperature=0, echo=True, max_tokens=3)
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "ab" + oracle("ab", max_tokens=3)
+
+
+async def test_echo_of_truncated_or_token_prompts_is_what_the_model_saw(client):
+    answer = await ask(client, prompt="abcdef", truncate_prompt_tokens=2, temperature=0, echo=True, max_tokens=1)
+    assert answer["choices"][0]["text"] == "ef" + oracle("ef", max_tokens=1)
+    assert answer["usage"]["prompt_tokens"] == 2
+    token_ids = TOKENIZER.encode("xy", add_special_tokens=False)
+    answer = await ask(client, prompt=token_ids, temperature=0, echo=True, max_tokens=1)
+    assert answer["choices"][0]["text"] == "xy" + oracle("xy", max_tokens=1)
+
+
+async def test_truncation_to_what_fits_leaves_room_for_the_answer(client):
+    answer = await ask(client, prompt="y" * 5000, truncate_prompt_tokens=-1, max_tokens=100)
+    assert answer["usage"]["prompt_tokens"] == 2048 - 100
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_logprobs_line_up_with_tokens_and_text(client, is_streamed):
+    body = {"prompt": "Hello", "temperature": 0, "max_tokens": 6, "logprobs": 2}
+    if is_streamed:
+        chunks, _ = await ask_streaming(client, **body)
+        parts = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+        logprobs = {key: [value for part in parts for value in part[key]] for key in parts[0]}
+    else:
+        logprobs = (await ask(client, **body))["choices"][0]["logprobs"]
+    text = oracle("Hello", max_tokens=6)
+    assert logprobs["tokens"] == list(text)
+    assert logprobs["text_offset"] == list(range(6))
+    assert logprobs["token_logprobs"] == pytest.approx([-0.6931] * 6, abs=1e-4)
+    assert all(len(top) == 2 and token in top for top, token in zip(logprobs["top_logprobs"], text, strict=True))
+
+
+async def test_logprobs_zero_gives_the_sampled_tokens_only(client):
+    answer = await ask(client, prompt="Hello", temperature=0, max_tokens=3, logprobs=0)
+    assert [list(top) for top in answer["choices"][0]["logprobs"]["top_logprobs"]] == [
+        [token] for token in oracle("Hello", max_tokens=3)
+    ]
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_token_ids_come_back_when_asked_for(client, is_streamed):
+    body = {"prompt": "Hello", "temperature": 0, "max_tokens": 5, "return_token_ids": True}
+    expected = TOKENIZER.encode(oracle("Hello", max_tokens=5), add_special_tokens=False)
+    if is_streamed:
+        chunks, _ = await ask_streaming(client, **body)
+        assert [token_id for chunk in chunks for token_id in chunk["choices"][0]["token_ids"]] == expected
+    else:
+        [choice] = (await ask(client, **body))["choices"]
+        assert choice["token_ids"] == expected
+        assert choice["prompt_token_ids"] == TOKENIZER.encode("Hello", add_special_tokens=True)
+
+
+async def test_stream_ends_with_usage_when_asked_for(client):
+    chunks, _ = await ask_streaming(client, prompt="Hello", max_tokens=3, stream_options={"include_usage": True})
+    *pieces, last = chunks
+    assert all(piece["usage"] is None for piece in pieces)
+    assert last["choices"] == []
+    assert (last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]) == (5, 3)
+
+
+async def test_continuous_usage_counts_up(client):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks, _ = await ask_streaming(client, prompt="Hello", max_tokens=3, stream_options=options)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[-1] == 3
+
+
+async def test_server_timing_tells_where_the_time_went(client):
+    response = await client.post(URL, json={"prompt": "Hello"})
+    names = [part.split(";dur=")[0] for part in response.headers["server-timing"].split(", ")]
+    assert names == ["queue", "prefill", "decode"]
+    assert all(float(part.split(";dur=")[1]) >= 0 for part in response.headers["server-timing"].split(", "))
+
+
+async def test_null_fields_are_the_same_as_absent_ones(client):
+    fields = ["n", "stop", "logprobs", "temperature", "seed", "suffix", "best_of", "logit_bias", "stream_options", "user"]
+    answer = await ask(client, prompt="Hello", **dict.fromkeys(fields))
+    assert answer["choices"][0]["text"] == oracle("Hello", temperature=1.0)
+
+
+async def test_long_prompts_are_tokenised_off_the_loop(client, monkeypatch):
+    import threading
+
+    from penstock.text.tokenizer import Tokenizer
+
+    threads = []
+    encode = Tokenizer.encode
+
+    def spying_encode(self, text, **options):
+        threads.append(threading.current_thread())
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode", spying_encode)
+    await ask(client, prompt="z" * 5000, truncate_prompt_tokens=10)
+    await ask(client, prompt="z")
+    assert threads[0] is not threading.main_thread()
+    assert threads[1] is threading.main_thread()

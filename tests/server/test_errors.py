@@ -1,0 +1,432 @@
+"""Every error that a client can cause: status, code, type, named parameter. Never a 422, never a 500, never a silent change."""
+
+import asyncio
+
+import httpx
+import orjson
+import pytest
+from harness import GatedExecutor, make_client, make_runtime, running, until
+from test_completions import oracle
+
+from penstock.clock import VirtualClock
+from penstock.config import ServerConfig
+from penstock.serve.app import create_app
+from penstock.serve.openai.errors import from_finish
+from penstock.testing import FailingExecutor, HashExecutor
+from penstock.types.errors import RejectReason
+from penstock.types.plan import Capacity
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+HI = [{"role": "user", "content": "hi"}]
+
+
+def check(response, status, code, param=None):
+    """The response is an OpenAI error object, and says this."""
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["code"], error["param"]) == (code, param), error
+    assert error["message"]
+    assert response.headers["x-request-id"]
+    return error
+
+
+BAD_COMPLETIONS = [
+    ({}, "prompt"),
+    ({"prompt": None}, "prompt"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [""]}, "prompt[0]"),
+    ({"prompt": [[]]}, "prompt[0]"),
+    ({"prompt": 3}, "prompt"),
+    ({"prompt": {"a": 1}}, "prompt"),
+    ({"prompt": ["a", [1]]}, "prompt[1]"),
+    ({"prompt": [[1], "a"]}, "prompt[1]"),
+    ({"prompt": [1, "a"]}, "prompt"),
+    ({"prompt": [1, True]}, "prompt"),
+    ({"prompt": [1.5]}, "prompt[0]"),
+    ({"prompt": [-1]}, "prompt"),
+    ({"prompt": [259]}, "prompt"),
+    ({"prompt": [[5], [259]]}, "prompt[1]"),
+    ({"prompt": [10**30]}, "prompt[0]"),
+    ({"prompt": ["a"] * 129}, "prompt"),
+    ({"prompt": ["a"] * 65, "n": 2}, "n"),
+    ({"prompt": "a", "n": 0}, "n"),
+    ({"prompt": "a", "n": 129}, "n"),
+    ({"prompt": "a", "n": "2"}, "n"),
+    ({"prompt": "a", "n": True}, "n"),
+    ({"prompt": "a", "n": 1.0}, "n"),
+    ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": -1}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": "16"}, "max_tokens"),
+    ({"prompt": "a", "min_tokens": 17}, "min_tokens"),
+    ({"prompt": "a", "temperature": -0.1}, "temperature"),
+    ({"prompt": "a", "temperature": 2.1}, "temperature"),
+    ({"prompt": "a", "temperature": 1e-9}, "temperature"),
+    ({"prompt": "a", "top_p": 0}, "top_p"),
+    ({"prompt": "a", "top_p": 1.1}, "top_p"),
+    ({"prompt": "a", "top_k": -2}, "top_k"),
+    ({"prompt": "a", "min_p": 1.5}, "min_p"),
+    ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty"),
+    ({"prompt": "a", "presence_penalty": 2.5}, "presence_penalty"),
+    ({"prompt": "a", "frequency_penalty": -2.5}, "frequency_penalty"),
+    ({"prompt": "a", "seed": 2**63}, "seed"),
+    ({"prompt": "a", "seed": 1.5}, "seed"),
+    ({"prompt": "a", "stop": ""}, "stop[0]"),
+    ({"prompt": "a", "stop": ["x"] * 17}, "stop"),
+    ({"prompt": "a", "stop": "x" * 257}, "stop[0]"),
+    ({"prompt": "a", "stop": [1]}, "stop[0]"),
+    ({"prompt": "a", "stop": 1}, "stop"),
+    ({"prompt": "a", "stop_token_ids": [259]}, "stop_token_ids"),
+    ({"prompt": "a", "allowed_token_ids": []}, "allowed_token_ids"),
+    ({"prompt": "a", "allowed_token_ids": [1000]}, "allowed_token_ids"),
+    ({"prompt": "a", "bad_words": [""]}, "bad_words[0]"),
+    ({"prompt": "a", "bad_words": ["  "]}, "bad_words"),
+    ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
+    ({"prompt": "a", "logit_bias": {"259": 1}}, "logit_bias"),
+    ({"prompt": "a", "logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"prompt": "a", "logit_bias": {"²": 1}}, "logit_bias"),
+    ({"prompt": "a", "logit_bias": {"1": 1, "01": 2}}, "logit_bias"),
+    ({"prompt": "a", "logit_bias": {"1": 101}}, "logit_bias.1"),
+    ({"prompt": "a", "logprobs": 21}, "logprobs"),
+    ({"prompt": "a", "logprobs": True}, "logprobs"),
+    ({"prompt": "a", "echo": True, "logprobs": 1}, "echo"),
+    ({"prompt": "a", "best_of": 2}, "best_of"),
+    ({"prompt": "a", "suffix": "b"}, "suffix"),
+    ({"prompt": "a", "prompt_logprobs": 1}, "prompt_logprobs"),
+    ({"prompt": "a", "prompt_logprobs": 0}, "prompt_logprobs"),
+    ({"prompt": "a", "use_beam_search": True}, "use_beam_search"),
+    ({"prompt": "a", "use_beam_search": 0}, "use_beam_search"),
+    ({"prompt": "a", "store": True}, "store"),
+    ({"prompt": "a", "service_tier": "flex"}, "service_tier"),
+    ({"prompt": "a", "response_format": {"type": "json_object"}}, "response_format"),
+    ({"prompt": "a", "structured_outputs": {"regex": "a+"}}, "structured_outputs"),
+    ({"prompt": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ({"prompt": "a", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+    ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
+    ({"prompt": "a", "stream": True, "stream_options": {"nope": True}}, "stream_options.nope"),
+    ({"prompt": "a", "stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+    ({"prompt": "a", "priority": 1}, "priority"),
+    ({"prompt": "a", "request_id": "a b"}, "request_id"),
+    ({"prompt": "a", "request_id": ""}, "request_id"),
+    ({"prompt": "a", "cache_salt": ""}, "cache_salt"),
+    ({"prompt": "a", "metadata": {"a": 1}}, "metadata.a"),
+    ({"prompt": "a", "temprature": 1}, "temprature"),
+    ({"prompt": "a", "tools": []}, "tools"),
+]
+
+
+@pytest.mark.parametrize(("body", "param"), BAD_COMPLETIONS, ids=lambda value: str(value)[:60])
+async def test_bad_completion_body_names_the_field(client, body, param):
+    check(await client.post(COMPLETIONS, json=body), 400, "invalid_request_error", param)
+
+
+BAD_CHATS = [
+    ({}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": "hi"}, "messages"),
+    ({"messages": ["hi"]}, "messages[0]"),
+    ({"messages": [{"content": "hi"}]}, "messages[0].role"),
+    ({"messages": [{"role": "nobody", "content": "hi"}]}, "messages[0].role"),
+    ({"messages": [{"role": ["user"], "content": "hi"}]}, "messages[0].role"),
+    ({"messages": [*HI, {"role": "tool", "content": "hi", "tool_call_id": "x"}]}, "messages[1].tool_call_id"),
+    ({"messages": [*HI, {"role": "tool", "content": "hi"}]}, "messages[1].role"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "messages[0].tool_calls"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": ["hi"]}]}, "messages[0].content[0]"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]}]}, "messages[0].content[0]"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "messages[0].content[0].type",
+    ),
+    ({"messages": [{"role": "user", "content": "hi", "extra": 1}]}, "messages[0].extra"),
+    ({"messages": [*HI, {"role": "system", "content": "late"}]}, "messages"),
+    ({"messages": HI, "tools": [{"type": "function"}]}, "tools"),
+    ({"messages": HI, "tool_choice": "required"}, "tool_choice"),
+    ({"messages": HI, "functions": [{}]}, "functions"),
+    ({"messages": HI, "response_format": {"type": "json_schema"}}, "response_format"),
+    ({"messages": HI, "audio": {}}, "audio"),
+    ({"messages": HI, "modalities": ["audio"]}, "modalities"),
+    ({"messages": HI, "reasoning_effort": "low"}, "reasoning_effort"),
+    ({"messages": HI, "chat_template": "{{ 1 }}"}, "chat_template"),
+    ({"messages": HI, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    ({"messages": HI, "chat_template_kwargs": {"bos_token": "x"}}, "chat_template_kwargs"),
+    ({"messages": HI, "logprobs": 3}, "logprobs"),
+    ({"messages": HI, "top_logprobs": 3}, "top_logprobs"),
+    ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"messages": HI, "max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+    ({"messages": HI, "continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+    ({"messages": HI, "prompt": "a"}, "prompt"),
+]
+
+
+@pytest.mark.parametrize(("body", "param"), BAD_CHATS, ids=lambda value: str(value)[:60])
+async def test_bad_chat_body_names_the_field(client, body, param):
+    check(await client.post(CHAT, json=body), 400, "invalid_request_error", param)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"text"',
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "a", "temperature": NaN}',
+        b'{"prompt": "a", "temperature": 1e999}',
+        b'{"prompt":' + b"[" * 5000,
+    ],
+    ids=lambda content: repr(content[:30]),
+)
+async def test_malformed_json_is_a_400(client, content):
+    check(await client.post(COMPLETIONS, content=content), 400, "invalid_request_error")
+
+
+async def test_other_content_types_are_refused(client):
+    response = await client.post(COMPLETIONS, content=b'{"prompt": "a"}', headers={"content-type": "text/plain"})
+    assert "application/json" in check(response, 400, "invalid_request_error")["message"]
+
+
+async def test_unknown_long_names_are_told_back_shortened(client):
+    error = (await client.post(COMPLETIONS, json={"prompt": "a", "x" * 100_000: 1})).json()["error"]
+    assert len(error["message"]) < 1000
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "param", "numbers"),
+    [
+        (COMPLETIONS, {"prompt": "x" * 2000, "max_tokens": 100}, "prompt", ("2048", "2000", "100", "2100")),
+        (COMPLETIONS, {"prompt": ["a", "x" * 2050]}, "prompt[1]", ("2048", "2050")),
+        (COMPLETIONS, {"prompt": [5] * 2048, "max_tokens": 1}, "prompt", ("2048", "2049")),
+        (COMPLETIONS, {"prompt": "x" * 3_000_000}, "prompt", ("2048",)),
+        (CHAT, {"messages": HI, "max_tokens": 2047}, "messages", ("2048", "2047")),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 2048}]}, "messages", ("2048",)),
+    ],
+    ids=range(6),
+)
+async def test_what_exceeds_the_context_is_told_with_numbers(client, url, body, param, numbers):
+    error = check(await client.post(url, json=body), 400, "context_length_exceeded", param)
+    assert all(number in error["message"] for number in numbers), error["message"]
+
+
+async def test_what_can_never_fit_the_memory_is_a_context_error_with_numbers():
+    tiny = Capacity(num_blocks=5, block_size=16, max_rows=4, max_step_tokens=64, max_model_len=2048)
+    runtime = make_runtime(GatedExecutor(tiny))
+    try:
+        async with make_client(runtime) as client:
+            error = check(
+                await client.post(COMPLETIONS, json={"prompt": "x" * 60, "max_tokens": 60}), 400, "context_length_exceeded"
+            )
+            assert any(char.isdigit() for char in error["message"])
+    finally:
+        runtime.close()
+
+
+@pytest.mark.parametrize("url", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
+async def test_unknown_model_is_a_404(client, url):
+    inputs = {COMPLETIONS: {"prompt": "a"}, CHAT: {"messages": HI}, "/tokenize": {"prompt": "a"}, "/detokenize": {"tokens": []}}
+    error = check(await client.post(url, json=inputs[url] | {"model": "gpt-9"}), 404, "model_not_found", "model")
+    assert "toy" in error["message"]
+
+
+async def test_unknown_model_card_is_a_404(client):
+    check(await client.get("/v1/models/nope"), 404, "model_not_found", "model")
+
+
+@pytest.mark.parametrize("path", ["/", "/v1", "/v1/embeddings", "/v1/responses", "/load", "/v1/models/", "/v1/completions/"])
+async def test_unknown_routes_are_plain_404s(client, path):
+    response = await client.post(path, json={})
+    assert response.status_code in (404, 405)
+    assert response.json()["error"]["code"] in ("not_found", "method_not_allowed")
+
+
+async def test_wrong_method_names_the_right_one(client):
+    response = await client.get(CHAT)
+    check(response, 405, "method_not_allowed")
+    assert response.headers["allow"] == "POST"
+
+
+async def test_chat_without_a_template_says_what_to_do():
+    runtime = make_runtime(chat_template=None)
+    try:
+        async with make_client(runtime) as client:
+            error = check(await client.post(CHAT, json={"messages": HI}), 400, "invalid_request_error", "messages")
+            assert "--chat-template" in error["message"]
+    finally:
+        runtime.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("X-Deadline-Ms", "soon"),
+        ("X-Deadline-Ms", "0"),
+        ("X-Deadline-Ms", "1.5"),
+        ("X-Priority", "high"),
+        ("X-Priority", "99999999999"),
+        ("X-Tenant", "a b"),
+        ("X-Tenant", ""),
+        ("X-SLO-TTFT-Ms", "100"),
+        ("X-SLO-ITL-Ms", "100"),
+        ("X-Request-Id", "a b"),
+        ("X-Request-Id", "x" * 129),
+        ("X-Request-Id", ""),
+    ],
+)
+async def test_bad_headers_are_named(client, name, value):
+    response = await client.post(COMPLETIONS, json={"prompt": "a"}, headers={name: value})
+    check(response, 400, "invalid_request_error", name)
+
+
+async def test_body_and_header_must_not_disagree(client):
+    response = await client.post(COMPLETIONS, json={"prompt": "a", "request_id": "x"}, headers={"X-Request-Id": "y"})
+    check(response, 400, "invalid_request_error", "request_id")
+    response = await client.post(COMPLETIONS, json={"prompt": "a", "priority": 1}, headers={"X-Priority": "2"})
+    check(response, 400, "invalid_request_error", "priority")
+
+
+async def test_priority_is_taken_where_the_order_looks_at_it():
+    runtime = make_runtime(is_priority_scheduled=True)
+    try:
+        async with make_client(runtime) as client:
+            response = await client.post(COMPLETIONS, json={"prompt": "a", "priority": -3})
+            assert response.status_code == 200
+    finally:
+        runtime.close()
+
+
+async def test_passed_deadline_is_a_408():
+    executor, clock = GatedExecutor(), VirtualClock()
+    with running(executor, clock=clock) as server:
+        async with httpx.AsyncClient(base_url=server.url, timeout=20) as client:
+            ask = asyncio.create_task(client.post(COMPLETIONS, json={"prompt": "a"}, headers={"X-Deadline-Ms": "5"}))
+            await until(lambda: server.runtime.engine.load().num_running == 1)
+            clock.advance(6_000_000)
+            executor.allow()
+            check(await ask, 408, "deadline_exceeded")
+        executor.open()
+
+
+async def test_request_timeout_is_everyones_deadline():
+    executor, clock = GatedExecutor(), VirtualClock()
+    with running(executor, clock=clock, config=ServerConfig(port=0, request_timeout_s=0.005)) as server:
+        async with httpx.AsyncClient(base_url=server.url, timeout=20) as client:
+            ask = asyncio.create_task(client.post(COMPLETIONS, json={"prompt": "a"}, headers={"X-Deadline-Ms": "50"}))
+            await until(lambda: server.runtime.engine.load().num_running == 1)
+            clock.advance(6_000_000)
+            executor.allow()
+            check(await ask, 408, "deadline_exceeded")
+        executor.open()
+
+
+async def test_deadline_within_a_stream_ends_it_with_an_error_event():
+    executor, clock = GatedExecutor(), VirtualClock()
+    with running(executor, clock=clock) as server:
+        async with httpx.AsyncClient(base_url=server.url, timeout=20) as client:
+            executor.allow()
+            body = {"prompt": "a", "max_tokens": 2000, "stream": True}
+            async with client.stream("POST", COMPLETIONS, json=body, headers={"X-Deadline-Ms": "5"}) as response:
+                assert response.status_code == 200
+                clock.advance(6_000_000)
+                executor.open()
+                lines = [line async for line in response.aiter_lines() if line]
+        assert '"deadline_exceeded"' in lines[-1]
+        assert "data: [DONE]" not in lines
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_failed_executor_is_a_503_and_health_says_so(is_streamed):
+    runtime = make_runtime(FailingExecutor(HashExecutor(), fail_at_step=0))
+    try:
+        async with make_client(runtime) as client:
+            body = {"prompt": [5, 6], "stream": is_streamed}
+            response = await client.post(COMPLETIONS, json=body)
+            check(response, 503, "unavailable")
+            assert int(response.headers["retry-after"]) >= 1
+            check(await client.get("/health"), 503, "unavailable")
+            check(await client.get("/ready"), 503, "unavailable")
+            check(await client.post(COMPLETIONS, json=body), 503, "unavailable")
+    finally:
+        runtime.close()
+
+
+async def test_failure_within_a_stream_is_an_error_event_after_all_text_and_the_end():
+    gate = GatedExecutor()
+    with running(FailingExecutor(gate, fail_at_step=3)) as server:
+        async with httpx.AsyncClient(base_url=server.url, timeout=20) as client:
+            gate.allow()
+            body = {"prompt": "Hello", "max_tokens": 50, "stream": True, "temperature": 0}
+            async with client.stream("POST", COMPLETIONS, json=body) as response:
+                assert response.status_code == 200
+                gate.open()
+                *pieces, last = [line.removeprefix("data: ") async for line in response.aiter_lines() if line]
+    assert "".join(orjson.loads(piece)["choices"][0]["text"] for piece in pieces) == oracle("Hello", max_tokens=3)
+    assert orjson.loads(last)["error"]["code"] == "unavailable"
+
+
+async def test_our_own_bug_is_a_500_with_the_request_id_and_no_stack(runtime, client, monkeypatch, caplog):
+    def broken(*args, **kwargs):
+        raise ZeroDivisionError("secret detail")
+
+    monkeypatch.setattr("penstock.serve.openai.completions.base_sampling", broken)
+    response = await client.post(COMPLETIONS, json={"prompt": "a"}, headers={"X-Request-Id": "find-me"})
+    error = check(response, 500, "internal_error")
+    assert "find-me" in error["message"]
+    assert "secret" not in response.text
+    assert "find-me" in caplog.text
+    assert "secret detail" in caplog.text
+
+
+async def test_our_own_bug_within_a_stream_is_an_error_event(runtime, client, monkeypatch, caplog):
+    monkeypatch.setattr("penstock.serve.openai.completions.CompletionEvents.end", lambda self: 1 / 0)
+    response = await client.post(COMPLETIONS, json={"prompt": "a", "stream": True})
+    assert '"internal_error"' in response.text
+    assert "[DONE]" not in response.text
+    assert runtime.bridge.num_open_requests == 0
+    assert "ZeroDivisionError" in caplog.text
+
+
+async def test_cancelled_request_says_so():
+    executor = GatedExecutor()
+    with running(executor) as server:
+        async with httpx.AsyncClient(base_url=server.url, timeout=20) as client:
+            ask = asyncio.create_task(
+                client.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 100}, headers={"X-Request-Id": "mine"})
+            )
+            await until(lambda: server.runtime.engine.load().num_running == 1)
+            answer = await client.delete("/v1/requests/mine")
+            assert answer.json() == {"id": "mine", "object": "request", "cancelled": True}
+            executor.allow(2)
+            check(await ask, 499, "request_cancelled")
+            check(await client.delete("/v1/requests/mine"), 404, "request_not_found")
+        executor.open()
+
+
+def test_every_reason_to_refuse_has_an_answer():
+    from penstock.engine.ports import OutputChunk
+    from penstock.types.request import FinishReason
+
+    for reason in RejectReason:
+        chunk = OutputChunk(
+            "r", "", (), (), 0, finish_reason=FinishReason.REJECTED, detail="because", reject_reason=reason.value
+        )
+        error = from_finish(chunk)
+        assert error is not None
+        assert 400 <= error.status_code < 600
+
+
+async def test_openapi_document_has_our_error_and_no_422(runtime, client):
+    document = (await client.get("/openapi.json")).json()
+    assert "HTTPValidationError" not in document["components"]["schemas"]
+    for path in document["paths"].values():
+        for operation in path.values():
+            assert "422" not in operation["responses"]
+            assert operation["responses"]["default"]["content"]["application/json"]["schema"]["$ref"].endswith("/Error")
+    assert create_app(runtime, ServerConfig()).openapi() == document

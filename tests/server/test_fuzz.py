@@ -1,0 +1,123 @@
+"""Whatever a client sends, it gets an answer or an error object that names the cause: never a 422, never a 500."""
+
+import asyncio
+
+import orjson
+import pytest
+from harness import make_client, make_runtime
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from penstock.serve.openai.schemas import ChatCompletionBody, CompletionBody
+from penstock.serve.openai.tokenize import DetokenizeBody, TokenizeBody
+
+SETTINGS = settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+NUMBERS = st.integers(-3, 300) | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False, allow_infinity=False)
+SCALARS = st.none() | st.booleans() | NUMBERS | TEXT
+JSON = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3), max_leaves=8)
+LIKELY = {
+    "prompt": TEXT | st.lists(TEXT, max_size=3) | st.lists(st.integers(0, 258), max_size=5) | JSON,
+    "messages": st.lists(
+        st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "system", "tool"]), "content": TEXT | JSON}),
+        max_size=3,
+    )
+    | JSON,
+    "max_tokens": st.integers(1, 20),
+    "model": st.sampled_from(["toy", None]) | TEXT,
+    "temperature": st.floats(0, 2),
+    "n": st.integers(1, 3),
+    "stop": TEXT | st.lists(TEXT, max_size=3),
+    "logprobs": st.booleans() | st.integers(0, 5),
+    "logit_bias": st.dictionaries(st.integers(-1, 300).map(str), st.floats(-100, 100), max_size=3),
+    "bad_words": st.lists(TEXT, max_size=2),
+    "tokens": st.lists(st.integers(-1, 260), max_size=4),
+}
+ROUTES = {
+    "/v1/completions": (CompletionBody, {"prompt"}),
+    "/v1/chat/completions": (ChatCompletionBody, {"messages"}),
+    "/tokenize": (TokenizeBody, set()),
+    "/detokenize": (DetokenizeBody, {"tokens"}),
+}
+
+
+def bodies(model, required):
+    """Objects with the route's own field names and mostly sensible values."""
+    values = {name: LIKELY.get(name, JSON) | JSON for name in model.model_fields}
+    optional = {name: value for name, value in values.items() if name not in required}
+    return st.fixed_dictionaries({name: LIKELY[name] for name in required}, optional=optional).map(
+        lambda body: body | ({"max_tokens": 5} if "max_tokens" in model.model_fields and "max_tokens" not in body else {})
+    )
+
+
+@pytest.fixture(scope="module")
+def post():
+    """Sends one body to an in-process server and gives the response."""
+    runtime = make_runtime()
+    client = make_client(runtime)
+    with asyncio.Runner() as runner:
+        yield lambda path, content: runner.run(client.post(path, content=content))
+        runner.run(client.aclose())
+    runtime.close()
+
+
+def check(response):
+    assert response.status_code in (200, 400, 404), response.text
+    if response.status_code != 200:
+        error = response.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert len(error["message"]) < 2000
+    elif response.headers["content-type"].startswith("text/event-stream"):
+        assert response.text.endswith("data: [DONE]\n\n")
+    else:
+        response.json()
+
+
+def as_json(value):
+    """JSON as clients write it; numbers beyond 64 bits are legal there, and orjson doesn't write them."""
+    import json
+
+    return json.dumps(value).encode()
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_no_body_breaks_a_route(post, path):
+    @SETTINGS
+    @given(body=bodies(*ROUTES[path]))
+    def run(body):
+        check(post(path, as_json(body)))
+
+    run()
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_no_bytes_break_a_route(post, path):
+    @SETTINGS
+    @given(content=st.binary(max_size=60) | JSON.map(as_json))
+    def run(content):
+        check(post(path, content))
+
+    run()
+
+
+def test_one_changed_field_never_breaks_a_good_request(post):
+    good = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+
+    @SETTINGS
+    @given(name=st.sampled_from(sorted(ChatCompletionBody.model_fields)), value=JSON, is_streamed=st.booleans())
+    def run(name, value, is_streamed):
+        if name == "max_tokens" and value is None:
+            return  # The rest of the context is a long answer.
+        check(post("/v1/chat/completions", as_json(good | {"stream": is_streamed, name: value})))
+
+    run()
+
+
+def test_the_document_describes_what_is_accepted(post):
+    """Every field of the bodies is in the OpenAPI document, so that a client made from it can send it."""
+    runtime = make_runtime()
+    client = make_client(runtime)
+    document = orjson.loads(asyncio.run(client.get("/openapi.json")).content)
+    runtime.close()
+    for model in (CompletionBody, ChatCompletionBody, TokenizeBody, DetokenizeBody):
+        assert set(document["components"]["schemas"][model.__name__]["properties"]) == set(model.model_fields)

@@ -1,0 +1,198 @@
+"""Start and end of a server: the socket, the ready line, draining, signals."""
+
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+from harness import GatedExecutor, LiveServer, make_runtime, running, until
+
+from penstock.config import ServerConfig
+from penstock.serve.server import bind_socket, ready_text, run_server
+from penstock.types.errors import ConfigError
+
+LONG = {"prompt": "hello", "max_tokens": 20, "temperature": 0, "stream": True}
+
+
+def test_a_taken_port_is_told_with_a_remedy():
+    with bind_socket("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"Port {port} .* in use.*--port"):
+            bind_socket("127.0.0.1", port)
+
+
+def test_an_unknown_address_is_told():
+    with pytest.raises(ConfigError, match="--host"):
+        bind_socket("no-such-host.invalid", 0)
+
+
+def test_ipv6_works_where_it_exists():
+    try:
+        listener = bind_socket("::1", 0)
+    except ConfigError:
+        pytest.skip("no IPv6 on this machine")
+    with listener:
+        assert listener.family == socket.AF_INET6
+
+
+async def test_the_printed_curl_command_works():
+    with running() as server:
+        command = shlex.split(server.ready_text.splitlines()[-1])
+        assert command[0] == "curl"
+        url, body = command[1], command[command.index("-d") + 1]
+        header = command[command.index("-H") + 1].split(": ")
+        async with httpx.AsyncClient(timeout=20) as client:
+            response = await client.post(url, content=body, headers=dict([header]))
+        assert response.status_code == 200
+        assert response.json()["choices"][0]["message"]["content"]
+
+
+def test_ready_text_suits_the_settings():
+    runtime = make_runtime(chat_template=None)
+    with bind_socket("127.0.0.1", 0) as listener:
+        text = ready_text(runtime, ServerConfig(host="0.0.0.0", api_keys=("secret",)), listener)
+    runtime.close()
+    assert "http://127.0.0.1:" in text
+    assert "Authorization: Bearer" in text
+    assert "secret" not in text
+    assert "/v1/completions" in text
+
+
+async def test_draining_finishes_what_runs_and_refuses_what_comes():
+    gate = GatedExecutor()
+    runtime = make_runtime(gate)
+    with LiveServer(runtime, ServerConfig(port=0, shutdown_timeout_s=30.0)) as server:
+        async with httpx.AsyncClient(base_url=server.url, timeout=20) as client:
+            gate.allow()
+            async with client.stream("POST", "/v1/completions", json=LONG) as response:
+                server.server.request_shutdown()
+                await until(lambda: runtime.engine.state == "draining")
+                assert (await client.get("/health")).status_code == 200
+                assert (await client.get("/ready")).status_code == 503
+                refused = await client.post("/v1/completions", json={"prompt": "a"})
+                assert refused.status_code == 503
+                assert "retry-after" in refused.headers
+                gate.open()
+                text = "".join([part async for part in response.aiter_text()])
+        assert text.endswith("data: [DONE]\n\n")
+        server.thread.join(20)
+        assert not server.thread.is_alive()
+        assert server.server.ended_cleanly
+    with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.1", server.port), timeout=1):
+        pass
+
+
+async def test_what_outlasts_the_timeout_is_told_its_end():
+    gate = GatedExecutor()
+    runtime = make_runtime(gate)
+    with LiveServer(runtime, ServerConfig(port=0, shutdown_timeout_s=0.01)) as server:
+        async with httpx.AsyncClient(base_url=server.url, timeout=20) as client:
+            gate.allow()
+            async with client.stream("POST", "/v1/completions", json=LONG | {"max_tokens": 2000}) as response:
+                server.server.request_shutdown()
+                await until(lambda: runtime.engine._was_cut_short)
+                gate.open()
+                text = "".join([part async for part in response.aiter_text()])
+        assert '"unavailable"' in text.rstrip().splitlines()[-1]
+        assert "[DONE]" not in text
+        server.stop()
+        assert not server.server.ended_cleanly
+
+
+def test_run_server_returns_the_exit_code():
+    runtime = make_runtime()
+    ready = threading.Event()
+    listener = bind_socket("127.0.0.1", 0)
+    codes = []
+    servers = []
+
+    def serve():
+        import penstock.serve.server as module
+
+        class Spy(module.Server):
+            def __init__(self, *args, **kwargs):
+                super().__init__(*args, **kwargs)
+                servers.append(self)
+
+        original, module.Server = module.Server, Spy
+        try:
+            codes.append(run_server(runtime, ServerConfig(port=0), listener=listener, announce=lambda _: ready.set()))
+        finally:
+            module.Server = original
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    assert ready.wait(20)
+    servers[0].request_shutdown()
+    thread.join(20)
+    assert codes == [0]
+
+
+PROGRAM = """
+import sys
+sys.path.insert(0, {folder!r})
+import harness
+from penstock.config import ServerConfig
+from penstock.serve.server import run_server
+
+gate = harness.GatedExecutor()
+runtime = harness.make_runtime(gate)
+gate.allow(int(sys.argv[1]))
+code = run_server(runtime, ServerConfig(port=0, shutdown_timeout_s=30.0), announce=lambda text: print(text, flush=True))
+print("ended", flush=True)
+sys.exit(code)
+"""
+
+
+@pytest.fixture
+def process():
+    """Starts the program with so many steps allowed; kills what the test leaves running."""
+    started = []
+
+    def start(num_steps):
+        program = PROGRAM.format(folder=str(Path(__file__).parent))
+        command = [sys.executable, "-c", program, str(num_steps)]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        url = started[-1].stdout.readline().split(" at ")[1].split(" ")[0]
+        started[-1].stdout.readline()
+        return started[-1], url
+
+    yield start
+    for child in started:
+        child.kill()
+        child.wait(20)
+        child.stdout.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_drains_and_ends_with_0(process, number):
+    child, url = process(10_000)
+    with httpx.stream("POST", f"{url}/v1/completions", json=LONG | {"max_tokens": 1000}, timeout=20) as response:
+        child.send_signal(number)
+        assert response.read().endswith(b"data: [DONE]\n\n")
+    assert child.wait(20) == 0
+    assert child.stdout.read() == "ended\n"
+
+
+def test_a_second_signal_ends_at_once(process):
+    child, url = process(1)
+    with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=20) as response:
+        assert response.status_code == 200
+        child.send_signal(signal.SIGTERM)
+        with httpx.Client(base_url=url, timeout=20) as client:
+            while client.get("/ready").status_code == 200:
+                pass
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(20) == 128 + signal.SIGTERM
+
+
+def test_importing_the_server_stays_light():
+    code = "import sys, penstock.serve.server; print(sorted({name.split('.')[0] for name in sys.modules}))"
+    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    for heavy in ("openai", "httpx", "rich", "jinja2", "prometheus_client", "numpy", "torch"):
+        assert f"'{heavy}'" not in modules, heavy

@@ -1,0 +1,85 @@
+"""The routes that operators and their machines use, and the small ones about the model."""
+
+import pytest
+from harness import make_runtime
+from prometheus_client.parser import text_string_to_metric_families
+
+import penstock
+
+
+async def test_health_ready_version(client):
+    assert (await client.get("/health")).json() == {"status": "ok"}
+    assert (await client.get("/ready")).json() == {"status": "ready"}
+    assert (await client.get("/version")).json() == {"version": penstock.__version__}
+
+
+async def test_draining_is_alive_and_not_ready(runtime, client):
+    runtime.engine.drain()
+    response = await client.get("/ready")
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "unavailable"
+    refused = await client.post("/v1/completions", json={"prompt": "a"})
+    assert refused.status_code == 503
+    assert int(refused.headers["retry-after"]) >= 1
+
+
+async def test_metrics_count_what_was_served(client):
+    await client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 5})
+    response = await client.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    families = {family.name: family for family in text_string_to_metric_families(response.text)}
+    [generated] = families["penstock_generation_tokens"].samples
+    assert generated.value == 5
+
+
+async def test_model_cards(client):
+    cards = (await client.get("/v1/models")).json()
+    assert [card["id"] for card in cards["data"]] == ["toy", "org/alias"]
+    assert cards["data"][0]["max_model_len"] == 2048
+    assert (await client.get("/v1/models/org/alias")).json() == cards["data"][1]
+
+
+@pytest.mark.parametrize("name", ["toy", "org/alias"])
+async def test_answers_carry_the_name_that_was_asked_for(client, name):
+    answer = (await client.post("/v1/completions", json={"prompt": "a", "model": name})).json()
+    assert answer["model"] == name
+
+
+async def test_tokenize_and_back(client):
+    answer = (await client.post("/tokenize", json={"prompt": "né", "return_token_strs": True})).json()
+    assert answer["count"] == len(answer["tokens"]) == 3
+    assert answer["max_model_len"] == 2048
+    assert answer["token_strs"][0] == "n"
+    back = (await client.post("/detokenize", json={"tokens": answer["tokens"]})).json()
+    assert back == {"prompt": "né"}
+
+
+async def test_tokenize_of_messages_is_the_chats_prompt(client):
+    messages = [{"role": "user", "content": "hi"}]
+    tokens = (await client.post("/tokenize", json={"messages": messages})).json()["tokens"]
+    chat = await client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1, "return_token_ids": True})
+    assert tokens == chat.json()["prompt_token_ids"]
+
+
+@pytest.mark.parametrize("body", [{}, {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}])
+async def test_tokenize_takes_one_of_both(client, body):
+    response = await client.post("/tokenize", json=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "prompt"
+
+
+async def test_detokenize_checks_ids(client):
+    response = await client.post("/detokenize", json={"tokens": [5, 259]})
+    assert response.status_code == 400
+    assert "259" in response.json()["error"]["message"]
+
+
+async def test_docs_page_is_there(client):
+    assert (await client.get("/docs")).status_code == 200
+    assert (await client.get("/redoc")).status_code == 404
+
+
+def test_closing_a_runtime_twice_is_fine():
+    runtime = make_runtime()
+    assert runtime.close(20.0)
+    assert runtime.close(20.0)

@@ -1,0 +1,120 @@
+"""From fields to sampling parameters: what a request means."""
+
+import pytest
+from harness import END_ID, VOCAB_SIZE, make_tokenizer
+
+from penstock.serve.openai.errors import ApiError
+from penstock.serve.openai.logprobs import CompletionLogprobs, chat_logprobs
+from penstock.serve.openai.schemas import ChatCompletionBody, CompletionBody
+from penstock.serve.openai.validation import base_sampling, fit_max_tokens, for_choice
+from penstock.serve.runtime import ModelInfo, SamplingDefaults
+from penstock.types.result import TokenLogprobs
+
+TOKENIZER = make_tokenizer()
+MODEL = ModelInfo(
+    served_names=("toy",), root="", created_unix_s=0, max_model_len=100, vocab_size=VOCAB_SIZE, eos_token_ids=(END_ID,)
+)
+DEFAULTS = SamplingDefaults(temperature=0.7, top_p=0.9, top_k=40, min_p=0.05, repetition_penalty=1.1)
+
+
+def sampling(**fields):
+    return base_sampling(CompletionBody(prompt="a", **fields), MODEL, DEFAULTS, TOKENIZER)
+
+
+def test_what_is_not_said_is_the_models_default():
+    params = sampling()
+    assert (params.temperature, params.top_p, params.top_k, params.min_p, params.repetition_penalty) == (
+        0.7,
+        0.9,
+        40,
+        0.05,
+        1.1,
+    )
+
+
+def test_what_is_said_wins_even_if_it_is_zero():
+    params = sampling(temperature=0, top_k=0, min_p=0)
+    assert (params.temperature, params.top_k, params.min_p) == (0, 0, 0)
+    assert sampling(top_k=-1).top_k == 0
+
+
+def test_the_models_end_stops_unless_it_is_ignored():
+    assert sampling(stop_token_ids=[9, 5, 9]).stop_token_ids == (END_ID, 5, 9)
+    assert sampling(stop_token_ids=[9], ignore_eos=True).stop_token_ids == (9,)
+
+
+def test_lists_become_sorted_and_unique():
+    params = sampling(allowed_token_ids=[7, 3, 7], logit_bias={"10": -1, "9": 2.5})
+    assert params.allowed_token_ids == (3, 7)
+    assert params.logit_bias == ((9, 2.5), (10, -1.0))
+
+
+def test_bad_words_are_banned_at_the_start_and_after_a_space():
+    encode = TOKENIZER.encode
+    assert sampling(bad_words=["no"]).banned_token_sequences == (
+        tuple(encode("no", add_special_tokens=False)),
+        tuple(encode(" no", add_special_tokens=False)),
+    )
+
+
+def test_one_stop_string_is_a_list_of_one():
+    assert sampling(stop="x").stop == ("x",)
+    assert sampling(stop=["x", "y"]).stop == ("x", "y")
+
+
+def test_choices_draw_with_consecutive_seeds():
+    base = sampling()
+    assert [for_choice(base, max_tokens=1, seed=2**64 - 1, choice=nth).seed for nth in range(3)] == [2**64 - 1, 0, 1]
+
+
+def test_default_length_is_16_for_completions_and_the_rest_for_chat():
+    completion = CompletionBody(prompt="a")
+    chat = ChatCompletionBody(messages=[{"role": "user", "content": "a"}])
+    assert fit_max_tokens(completion, 10, MODEL, "prompt") == 16
+    assert fit_max_tokens(chat, 10, MODEL, "messages") == 90
+    assert fit_max_tokens(chat, 99, MODEL, "messages") == 1
+    for body, num_tokens in ((completion, 85), (chat, 100)):
+        with pytest.raises(ApiError) as caught:
+            fit_max_tokens(body, num_tokens, MODEL, "prompt")
+        assert caught.value.code == "context_length_exceeded"
+
+
+def test_chat_logprobs_ask_for_alternatives_only_if_told():
+    def asked(**fields):
+        body = ChatCompletionBody(messages=[{"role": "user", "content": "a"}], **fields)
+        return base_sampling(body, MODEL, DEFAULTS, TOKENIZER).logprobs
+
+    assert asked() is None
+    assert asked(logprobs=False) is None
+    assert asked(logprobs=True) == 0
+    assert asked(logprobs=True, top_logprobs=4) == 4
+    assert asked(top_logprobs=0) is None
+
+
+def entries(text):
+    token_ids = TOKENIZER.encode(text, add_special_tokens=False)
+    return [TokenLogprobs(token_id, -1.0, 1, ((token_id, -1.0),)) for token_id in token_ids]
+
+
+def test_tokens_that_share_a_character_have_its_offset():
+    writer = CompletionLogprobs(TOKENIZER, skips_special_tokens=True, text_offset=0)
+    written = writer.write(entries("aé<|end|>b"))
+    assert written["text_offset"] == [0, 1, 1, 2, 2]
+    assert written["tokens"] == ["a", "bytes:\\xc3", "bytes:\\xa9", "<|end|>", "b"]
+
+
+def test_offsets_go_on_over_steps():
+    writer = CompletionLogprobs(TOKENIZER, skips_special_tokens=False, text_offset=0)
+    parts = [writer.write([entry])["text_offset"] for entry in entries("<|end|>é!")]
+    assert parts == [[0], [7], [7], [8]]
+
+
+def test_chat_tokens_have_their_bytes():
+    content = chat_logprobs(TOKENIZER, entries("é"))["content"]
+    assert [entry["bytes"] for entry in content] == [[0xC3], [0xA9]]
+    assert bytes(byte for entry in content for byte in entry["bytes"]).decode() == "é"
+
+
+def test_impossible_tokens_have_a_finite_logprob():
+    impossible = TokenLogprobs(5, float("-inf"), 1, ((5, float("-inf")),))
+    assert chat_logprobs(TOKENIZER, [impossible])["content"][0]["logprob"] == -9999.0
