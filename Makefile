@@ -8,7 +8,7 @@ BIN := .venv/bin
 PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check
 INSTALLED := .venv/.installed
 INSTALLED_TEST := .venv/.installed-test
-SOURCES := pyproject.toml CMakeLists.txt src/penstock/__init__.py $(wildcard native/*)
+SOURCES := pyproject.toml CMakeLists.txt src/penstock/__init__.py $(shell find native -type f)
 
 .DEFAULT_GOAL := help
 .PHONY: help install serve pull test test-parity lint format docs clean

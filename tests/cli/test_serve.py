@@ -1,0 +1,122 @@
+"""`penstock serve` as a process: from the command line to an answer and to an orderly end."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Penstock = Callable[..., subprocess.CompletedProcess[str]]
+
+
+class Served:
+    """A server that is ready, and what it printed."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        assert process.stdout is not None
+        self.ready_text = process.stdout.readline() + process.stdout.readline()
+        assert self.ready_text, "it ended before it was ready"
+        self.url = re.findall(r"https?://[^\s/]+", self.ready_text)[0]
+
+    def get(self, path: str) -> bytes:
+        with urllib.request.urlopen(self.url + path, timeout=60) as answer:
+            content: bytes = answer.read()
+        return content
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        data = json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            content: dict[str, Any] = json.load(answer)
+        return content
+
+    def end(self, number: int = signal.SIGTERM) -> tuple[int, str]:
+        """Exit code, and what it said on stderr."""
+        self.process.send_signal(number)
+        _, error = self.process.communicate(timeout=60)
+        return self.process.returncode, error
+
+
+@contextmanager
+def serving(environment: dict[str, str], *arguments: str | Path) -> Iterator[Served]:
+    command = [sys.executable, "-m", "penstock", "serve", *map(str, arguments), "--backend", "reference", "--port", "0"]
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        try:
+            yield Served(process)
+        finally:
+            process.kill()
+
+
+def test_it_answers_and_ends_in_order(environment: dict[str, str], tiny_model: Path) -> None:
+    with serving(environment, tiny_model, "--served-model-name", "small", "--served-model-name", "other") as served:
+        assert served.get("/ready")
+        assert json.loads(served.get("/v1/models"))["data"][0]["id"] == "small"
+        body = {"model": "other", "prompt": "in the", "max_tokens": 3, "temperature": 0, "ignore_eos": True}
+        assert served.post("/v1/completions", body)["usage"]["completion_tokens"] == 3
+        assert b"penstock_generation_tokens_total" in served.get("/metrics")
+        code, error = served.end()
+    assert code == 0
+    assert "Traceback" not in error
+    assert "KV cache" in error
+    assert "backend reference" in error
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_the_command_that_it_prints_works(environment: dict[str, str], tiny_model: Path) -> None:
+    with serving(environment, tiny_model) as served:
+        words = shlex.split(served.ready_text.splitlines()[1])
+        assert words[0] == "curl"
+        answer = subprocess.run([*words, "-sS"], capture_output=True, text=True, timeout=60, check=True)
+        assert json.loads(answer.stdout)["object"] == "chat.completion"
+
+
+def test_settings_reach_the_server(environment: dict[str, str], tiny_model: Path, tmp_path: Path) -> None:
+    config = tmp_path / "p.toml"
+    config.write_text(f'model = "{tiny_model}"\nmax_model_len = 64\nlog_format = "json"\nmax_body_size = "2KiB"\n')
+    with serving(environment, "--config", config) as served:
+        assert json.loads(served.get("/v1/models"))["data"][0]["max_model_len"] == 64
+        with pytest.raises(urllib.error.HTTPError, match="413"):
+            served.post("/v1/completions", {"prompt": "x" * 3000})
+        _, error = served.end()
+    messages = [json.loads(line)["message"] for line in error.splitlines()]
+    assert any("longest request 64" in message for message in messages)
+
+
+def test_one_seed_makes_a_server_repeatable(environment: dict[str, str], tiny_model: Path) -> None:
+    texts = []
+    for seed in ("1", "1", "2"):
+        with serving(environment, tiny_model, "--seed", seed) as served:
+            body = {"prompt": "a", "max_tokens": 8, "temperature": 2.0, "return_token_ids": True}
+            texts.append([served.post("/v1/completions", body)["choices"][0]["text"] for _ in range(2)])
+    assert texts[0] == texts[1] != texts[2]
+    assert texts[0][0] != texts[0][1]
+
+
+def test_a_taken_port_is_told_at_once(penstock: Penstock, tiny_model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        result = penstock("serve", tiny_model, "--port", taken.getsockname()[1])
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: Port")
+    assert "--port" in result.stderr
+
+
+def test_a_bad_chat_template_is_told(penstock: Penstock, tiny_model: Path) -> None:
+    result = penstock("serve", tiny_model, "--backend", "reference", "--port", "0", "--chat-template", "{% if %}")
+    assert result.returncode == 1
+    assert "error: " in result.stderr
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,113 @@
+"""The composition root: what a config says arrives where it counts."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.build import EXECUTORS, build_core, build_runtime, num_threads
+from penstock.config import Backend, BackendConfig, Config, KvConfig, ModelConfig, SchedulerConfig, ServerConfig
+from penstock.engine.ports import NullObserver
+from penstock.models.catalog import resolve
+from penstock.testing import DEFAULT_CAPACITY
+from penstock.testing.tiny_models import TinyLlama, write_gguf, write_hf
+from penstock.types.errors import ConfigError, ModelError
+
+REFERENCE = Config(
+    backend=BackendConfig(backend=Backend.REFERENCE),
+    kv=KvConfig(kv_cache_memory_bytes=1 << 20),
+    scheduler=SchedulerConfig(max_num_seqs=4),
+)
+
+
+@pytest.fixture(scope="module")
+def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(tmp_path_factory.mktemp("models") / "tiny.gguf", TinyLlama())
+
+
+def _build(path: Path, config: Config = REFERENCE) -> Any:
+    return build_runtime(config, resolve(str(path), path.parent))
+
+
+def test_every_backend_of_the_config_has_an_executor() -> None:
+    assert set(EXECUTORS) == set(Backend)
+    for target in EXECUTORS.values():
+        module, _, attribute = target.partition(":")
+        assert callable(getattr(import_module(module), attribute))
+
+
+@pytest.mark.parametrize("backend", list(Backend))
+def test_a_runtime_is_whole(gguf: Path, backend: Backend) -> None:
+    runtime = _build(gguf, replace(REFERENCE, backend=BackendConfig(backend=backend)))
+    try:
+        assert runtime.model.name == "tiny"
+        assert runtime.model.max_model_len == 256
+        assert runtime.tokenizer.decode(runtime.tokenizer.encode("in the", add_special_tokens=False)) == "in the"
+        assert runtime.chat_template is not None
+        assert runtime.engine.load().num_running == 0
+        assert b"penstock_" in runtime.metrics.render()
+    finally:
+        assert runtime.close(30.0)
+
+
+def test_a_hugging_face_directory_will_do_as_well(tmp_path: Path) -> None:
+    runtime = _build(write_hf(tmp_path / "tiny-hf", TinyLlama()))
+    assert runtime.model.name == "tiny-hf"
+    runtime.close()
+
+
+def test_names_and_lengths_are_those_of_the_config(gguf: Path) -> None:
+    config = replace(REFERENCE, model=ModelConfig(served_model_names=("a", "b"), max_model_len=100))
+    runtime = _build(gguf, config)
+    assert (runtime.model.served_names, runtime.model.max_model_len) == (("a", "b"), 100)
+    runtime.close()
+
+
+def test_a_cache_that_is_short_shortens_the_requests_and_says_so(gguf: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "penstock"):
+        runtime = _build(gguf, replace(REFERENCE, kv=KvConfig(kv_cache_memory_bytes=32 << 10)))
+    runtime.close()
+    assert runtime.model.max_model_len < 256
+    assert f"holds {runtime.model.max_model_len}" in caplog.text
+
+
+def test_a_template_that_fails_leaves_no_executor_behind(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[bool] = []
+    executor = import_module("penstock.backends.reference.executor").ReferenceExecutor
+    monkeypatch.setattr(executor, "close", lambda self: closed.append(True))
+    with pytest.raises(ConfigError, match="template"):
+        _build(gguf, replace(REFERENCE, model=ModelConfig(chat_template="{% if %}")))
+    assert closed == [True]
+
+
+def test_a_model_that_does_not_fit_is_refused_with_the_numbers(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.build.available_memory_bytes", lambda: 1 << 20)
+    with pytest.raises(ModelError, match="MiB are available"):
+        _build(gguf)
+
+
+def test_seeds_repeat_if_one_is_given(gguf: Path) -> None:
+    seeds = []
+    for seed in (5, 5, None):
+        runtime = _build(gguf, replace(REFERENCE, server=ServerConfig(seed=seed)))
+        seeds.append([runtime.sources.draw_seed() for _ in range(3)])
+        runtime.close()
+    assert seeds[0] == seeds[1] != seeds[2]
+    assert len(set(seeds[0])) == 3
+
+
+def test_the_scheduler_has_the_policies_of_the_config() -> None:
+    named = SchedulerConfig(batching="continuous", policy="fcfs", preemption="recompute")
+    core = build_core(Config(scheduler=named, kv=KvConfig(kv_headroom=0.5)), DEFAULT_CAPACITY, NullObserver())
+    assert not core.has_work
+
+
+def test_threads_are_counted_unless_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.build.usable_cpus", lambda: 6)
+    assert num_threads(BackendConfig()) == 6
+    assert num_threads(BackendConfig(threads=2)) == 2
