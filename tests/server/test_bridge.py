@@ -144,6 +144,19 @@ async def test_only_unfinished_requests_are_aborted(bridge, engine):
     assert [request_id for request_id, _ in engine.aborted] == ["b"]
 
 
+async def test_a_refused_submit_leaves_nothing_behind(bridge, engine, monkeypatch):
+    def refuse_second(request):
+        if engine.submitted:
+            raise ValueError("in use")
+        engine.submitted.append(request.request_id)
+
+    monkeypatch.setattr(engine, "submit", refuse_second)
+    with pytest.raises(ValueError, match="in use"):
+        bridge.open([make_request("a"), make_request("b")])
+    assert bridge.num_open_requests == 0
+    assert ("a", "the reader left") in engine.aborted
+
+
 async def test_cancel_ends_a_waiting_reader(bridge, engine):
     with bridge.open([make_request()]) as stream:
         reader = asyncio.create_task(stream.next_chunks())

@@ -1,5 +1,7 @@
 """`/v1/completions`: what comes back for what was asked."""
 
+from dataclasses import replace
+
 import orjson
 import pytest
 from harness import PRINTABLE_MODEL, make_tokenizer
@@ -117,6 +119,13 @@ async def test_seed_makes_answers_repeat_and_negative_seeds_work(client):
     first, second = await ask(client, **body), await ask(client, **body)
     assert first["choices"] == second["choices"]
     assert first["choices"][0]["text"] == oracle("Hello", temperature=1.0, seed=2**64 - 5)
+
+
+async def test_equal_prompts_without_a_seed_get_different_answers(runtime, client):
+    seeds = iter([1, 2])
+    runtime.sources = replace(runtime.sources, draw_seed=lambda: next(seeds))
+    answer = await ask(client, prompt=["Hello", "Hello"], temperature=1.0)
+    assert [choice["text"] for choice in answer["choices"]] == [oracle("Hello", temperature=1.0, seed=seed) for seed in (1, 2)]
 
 
 async def test_without_a_seed_the_source_draws_one(client):

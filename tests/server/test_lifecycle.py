@@ -143,7 +143,7 @@ from penstock.serve.server import run_server
 gate = harness.GatedExecutor()
 runtime = harness.make_runtime(gate)
 gate.allow(int(sys.argv[1]))
-code = run_server(runtime, ServerConfig(port=0, shutdown_timeout_s=30.0), announce=lambda text: print(text, flush=True))
+code = run_server(runtime, ServerConfig(port=0, shutdown_timeout_s=30.0))
 print("ended", flush=True)
 sys.exit(code)
 """
@@ -189,6 +189,14 @@ def test_a_second_signal_ends_at_once(process):
                 pass
         child.send_signal(signal.SIGTERM)
         assert child.wait(20) == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    "files", [{"ssl_keyfile": "key.pem"}, {"ssl_certfile": "no-such.pem"}, {"ssl_certfile": __file__, "ssl_keyfile": __file__}]
+)
+def test_useless_tls_files_are_refused_with_a_remedy(runtime, files):
+    with bind_socket("127.0.0.1", 0) as listener, pytest.raises(ConfigError, match="--ssl-certfile"):
+        run_server(runtime, ServerConfig(port=0, **files), listener=listener)
 
 
 def test_importing_the_server_stays_light():

@@ -72,21 +72,21 @@ def _router(runtime: Runtime, service: Service) -> APIRouter:
     # A body without a content type is read as JSON; one with another type is refused.
     router = APIRouter(route_class=_JsonRoute, strict_content_type=False)
     models, tokens, status = ModelsEndpoint(runtime.model), TokenizeEndpoint(runtime), StatusEndpoint(runtime)
-    table: list[tuple[str, str, Callable[..., Coroutine[Any, Any, Any]]]] = [
-        ("POST", "/v1/completions", CompletionsEndpoint(service).create),
-        ("POST", "/v1/chat/completions", ChatEndpoint(service).create),
-        ("GET", "/v1/models", models.list),
-        ("GET", "/v1/models/{model_id:path}", models.get),
-        ("DELETE", "/v1/requests/{request_id:path}", RequestsEndpoint(service).cancel),
-        ("POST", "/tokenize", tokens.tokenize),
-        ("POST", "/detokenize", tokens.detokenize),
-        ("GET", "/health", status.health),
-        ("GET", "/ready", status.ready),
-        ("GET", "/version", status.version),
-        ("GET", "/metrics", status.metrics),
+    table: list[tuple[str, str, str, Callable[..., Coroutine[Any, Any, Any]]]] = [
+        ("POST", "/v1/completions", "Complete", CompletionsEndpoint(service).create),
+        ("POST", "/v1/chat/completions", "Chat", ChatEndpoint(service).create),
+        ("GET", "/v1/models", "List models", models.list),
+        ("GET", "/v1/models/{model_id:path}", "Get a model", models.get),
+        ("DELETE", "/v1/requests/{request_id:path}", "Cancel a request", RequestsEndpoint(service).cancel),
+        ("POST", "/tokenize", "Tokenize", tokens.tokenize),
+        ("POST", "/detokenize", "Detokenize", tokens.detokenize),
+        ("GET", "/health", "Is it alive?", status.health),
+        ("GET", "/ready", "Can it take work?", status.ready),
+        ("GET", "/version", "Version", status.version),
+        ("GET", "/metrics", "Metrics", status.metrics),
     ]
-    for method, path, endpoint in table:
-        router.add_api_route(path, endpoint, methods=[method], response_model=None)
+    for method, path, summary, endpoint in table:
+        router.add_api_route(path, endpoint, methods=[method], summary=summary, response_model=None)
     return router
 
 

@@ -50,7 +50,10 @@ class Bridge:
         return len(self._streams)
 
     def open(self, requests: Sequence[Request]) -> Stream:
-        """Submit requests that are read together (`n > 1`, several prompts). Use the result in a `with` block."""
+        """Submit requests that are read together (`n > 1`, several prompts). Use the result in a `with` block.
+
+        Raises what the engine's `submit` raises (an id that is in flight); then none of them runs.
+        """
         if self._engine is None:
             raise RuntimeError("attach an engine before opening a stream")
         self._bind(asyncio.get_running_loop())
@@ -58,8 +61,12 @@ class Bridge:
         for request in requests:
             assert request.request_id not in self._streams, f"request id {request.request_id!r} is in use"
             self._streams[request.request_id] = stream
-        for request in requests:
-            self._engine.submit(request)
+        try:
+            for request in requests:
+                self._engine.submit(request)
+        except BaseException:
+            stream.close()
+            raise
         return stream
 
     async def stream(self, request: Request) -> AsyncIterator[OutputChunk]:

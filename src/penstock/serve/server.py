@@ -32,6 +32,8 @@ _log = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _FLUSH_TIMEOUT_S = 5
 """After the engine has ended, how long the last bytes may take to reach their clients."""
+_KEEP_ALIVE_S = 75
+"""How long an idle connection stays open: longer than proxies and client libraries keep theirs, so that they close first."""
 _BACKLOG = 2048
 
 
@@ -56,12 +58,17 @@ def bind_socket(host: str, port: int) -> socket.socket:
     return listener
 
 
+def print_line(text: str) -> None:
+    """To standard output, at once, also into a pipe."""
+    print(text, flush=True)
+
+
 def run_server(
     runtime: Runtime,
     config: ServerConfig,
     *,
     listener: socket.socket | None = None,
-    announce: Callable[[str], None] = print,
+    announce: Callable[[str], None] = print_line,
 ) -> int:
     """Serve until a signal ends it; closes the runtime. The process' exit code: 0, or 1 if requests had to be aborted."""
     server = Server(runtime, config, listener or bind_socket(config.host, config.port), announce=announce)
@@ -161,7 +168,10 @@ def _base_url(config: ServerConfig, listener: socket.socket) -> str:
 
 
 def _uvicorn_config(runtime: Runtime, config: ServerConfig) -> uvicorn.Config:
-    return uvicorn.Config(
+    """Raises `ConfigError` if the TLS files are no use."""
+    if config.ssl_keyfile and not config.ssl_certfile:
+        raise ConfigError("A TLS key needs its certificate.", remedy="Give --ssl-certfile, too.")
+    settings = uvicorn.Config(
         create_app(runtime, config),
         loop="uvloop" if sys.platform != "win32" else "asyncio",
         http="httptools",
@@ -172,10 +182,18 @@ def _uvicorn_config(runtime: Runtime, config: ServerConfig) -> uvicorn.Config:
         server_header=False,
         proxy_headers=False,
         backlog=_BACKLOG,
+        timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=_FLUSH_TIMEOUT_S,
         ssl_certfile=config.ssl_certfile,
         ssl_keyfile=config.ssl_keyfile,
     )
+    try:
+        settings.load()
+    except OSError as error:  # ssl.SSLError is one, too.
+        raise ConfigError(
+            f"The TLS files cannot be used: {error}.", remedy="Check --ssl-certfile and --ssl-keyfile."
+        ) from error
+    return settings
 
 
 def _bind_error(host: str, port: int, error: OSError) -> ConfigError:

@@ -116,10 +116,11 @@ def fit_prompt(body: GenerationBody, runtime: Runtime, token_ids: Sequence[int],
 
 def make_choices(body: GenerationBody, runtime: Runtime, prompts: Sequence[PromptTokens], base: SamplingParams) -> list[Choice]:
     """`n` choices of every prompt, in the order of the prompts. Raises 400 if one doesn't fit the context."""
-    seed = runtime.sources.draw_seed() if body.seed is None else body.seed
     choices: list[Choice] = []
     for prompt_idx, prompt in enumerate(prompts):
         max_tokens = fit_max_tokens(body, len(prompt.token_ids), runtime.model, prompt.param)
+        # Each prompt draws its own: equal prompts in one call would otherwise get equal answers.
+        seed = runtime.sources.draw_seed() if body.seed is None else body.seed
         for nth in range(body.num_choices):
             sampling = for_choice(base, max_tokens=max_tokens, seed=seed, choice=nth)
             choices.append(Choice(len(choices), prompt_idx, prompt.token_ids, sampling))
