@@ -4,9 +4,11 @@
 
 namespace nb = nanobind;
 
+void bind_engine(nb::module_& m);
 void bind_sampler(nb::module_& m);
 
 NB_MODULE(_native, m) {
     m.doc() = "CPU kernels of Penstock.";
     bind_sampler(m);
+    bind_engine(m);
 }

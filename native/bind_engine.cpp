@@ -1,0 +1,249 @@
+// The engine in Python: construction call by call, then whole steps without the GIL. Checks what would crash.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "cpu.h"
+#include "engine.h"
+
+namespace nb = nanobind;
+using nb::literals::operator""_a;
+using namespace penstock;
+
+namespace {
+
+template <typename T>
+using Vector = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+template <typename T>
+using Matrix = nb::ndarray<const T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+int64_t source_bytes(SourceFormat format, int64_t rows, int64_t cols) {
+    switch (format) {
+        case SourceFormat::kQ4_0: return rows * (cols / kGroup) * 18;
+        case SourceFormat::kQ4_1: return rows * (cols / kGroup) * 20;
+        case SourceFormat::kQ8_0: return rows * (cols / kGroup) * 34;
+        case SourceFormat::kBf16: return rows * cols * 2;
+    }
+    throw std::invalid_argument("unknown source format");
+}
+
+int add_matrix(Engine& self, SourceFormat format, int rows, int cols, const Matrix<uint8_t>& data) {
+    if (rows <= 0 || cols <= 0 || (format != SourceFormat::kBf16 && cols % kGroup != 0)) {
+        throw std::invalid_argument("a quantised matrix needs whole groups of 32 columns");
+    }
+    if (static_cast<int64_t>(data.size()) != source_bytes(format, rows, cols)) {
+        throw std::invalid_argument("the data has not the size of such a matrix");
+    }
+    nb::gil_scoped_release release;
+    return self.add_matrix(format, rows, cols, data.data());
+}
+
+Instruction rows_instruction(const std::vector<RowOp>& ops, bool samples) {
+    Instruction instruction{InstructionKind::kRows, samples ? Domain::kSamples : Domain::kTokens, ops, {}, {}, {}};
+    return instruction;
+}
+
+void add_linear(Engine& self, const std::vector<std::tuple<int, int, int, int, int>>& ops, bool samples) {
+    Instruction instruction{InstructionKind::kLinear, samples ? Domain::kSamples : Domain::kTokens, {}, {}, {}, {}};
+    for (const auto& [weight, activation, out, bias, residual] : ops) {
+        instruction.linears.push_back({weight, activation, out, bias, residual});
+    }
+    self.add_instruction(std::move(instruction));
+}
+
+void add_gated(Engine& self, int gate, int up, int activation, int out, int kind) {
+    Instruction instruction{InstructionKind::kGated, Domain::kTokens, {}, {}, {}, {}};
+    instruction.gated = {gate, up, activation, out, static_cast<ActivationKind>(kind)};
+    self.add_instruction(std::move(instruction));
+}
+
+void add_attention(Engine& self, int q, int out, int layer, int num_heads, float scale, int window, float softcap) {
+    Instruction instruction{InstructionKind::kAttention, Domain::kTokens, {}, {}, {}, {}};
+    instruction.attention = {q, out, layer, num_heads, scale, window, softcap};
+    self.add_instruction(std::move(instruction));
+}
+
+struct Arrays {
+    Vector<int32_t> row_slots, query_start_loc, context_lens, token_ids, positions;
+    Vector<int64_t> slot_mapping;
+    Matrix<int32_t> block_tables;
+};
+
+StepInput make_input(const Arrays& a, const Vector<int32_t>& logit_tokens) {
+    StepInput in{};
+    in.num_rows = static_cast<int32_t>(a.row_slots.size());
+    in.num_tokens = static_cast<int32_t>(a.token_ids.size());
+    in.num_logits = static_cast<int32_t>(logit_tokens.size());
+    in.row_slots = a.row_slots.data();
+    in.query_start_loc = a.query_start_loc.data();
+    in.context_lens = a.context_lens.data();
+    in.token_ids = a.token_ids.data();
+    in.positions = a.positions.data();
+    in.slot_mapping = a.slot_mapping.data();
+    in.block_tables = a.block_tables.data();
+    in.table_stride = static_cast<int64_t>(a.block_tables.shape(1));
+    in.logit_tokens = logit_tokens.data();
+    return in;
+}
+
+void check_step(const Engine& self, const Arrays& a, size_t num_logits) {
+    const EngineShape& shape = self.shape();
+    const size_t rows = a.row_slots.size(), tokens = a.token_ids.size();
+    if (a.query_start_loc.size() != rows + 1 || a.context_lens.size() != rows || a.positions.size() != tokens ||
+        a.slot_mapping.size() != tokens) {
+        throw std::invalid_argument("step arrays disagree about the number of rows or tokens");
+    }
+    if (tokens == 0 || tokens > static_cast<size_t>(shape.max_step_tokens) || num_logits > static_cast<size_t>(shape.max_rows)) {
+        throw std::invalid_argument("a step of this size is beyond the engine's capacity");
+    }
+    for (size_t i = 0; i < tokens; ++i) {
+        if (a.token_ids.data()[i] < 0 || a.token_ids.data()[i] >= shape.vocab_size) {
+            throw std::invalid_argument("token id outside the vocabulary");
+        }
+    }
+}
+
+void step(Engine& self, const Vector<int32_t>& row_slots, const Vector<int32_t>& query_start_loc,
+          const Vector<int32_t>& context_lens, const Vector<int32_t>& token_ids, const Vector<int32_t>& positions,
+          const Vector<int64_t>& slot_mapping, const Matrix<int32_t>& block_tables, const Vector<int32_t>& logit_tokens,
+          const Vector<int32_t>& logit_slots, const Matrix<int32_t>& tokens, const Vector<int32_t>& num_tokens,
+          const Vector<int32_t>& num_prompt_tokens, nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> out) {
+    const Arrays arrays{row_slots, query_start_loc, context_lens, token_ids, positions, slot_mapping, block_tables};
+    check_step(self, arrays, logit_tokens.size());
+    if (logit_slots.size() != logit_tokens.size() || out.size() != logit_tokens.size()) {
+        throw std::invalid_argument("step arrays disagree about the number of samples");
+    }
+    StepInput in = make_input(arrays, logit_tokens);
+    in.logit_slots = logit_slots.data();
+    in.tokens = tokens.data();
+    in.tokens_stride = static_cast<int64_t>(tokens.shape(1));
+    in.num_tokens_of_slot = num_tokens.data();
+    in.num_prompt_of_slot = num_prompt_tokens.data();
+    nb::gil_scoped_release release;
+    self.run_step(in);
+    for (int i = 0; i < in.num_logits; ++i) out.data()[i] = self.samples()[i].token;
+}
+
+void logits_step(Engine& self, const Vector<int32_t>& row_slots, const Vector<int32_t>& query_start_loc,
+                 const Vector<int32_t>& context_lens, const Vector<int32_t>& token_ids, const Vector<int32_t>& positions,
+                 const Vector<int64_t>& slot_mapping, const Matrix<int32_t>& block_tables, const Vector<int32_t>& logit_tokens,
+                 nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu> out) {
+    const Arrays arrays{row_slots, query_start_loc, context_lens, token_ids, positions, slot_mapping, block_tables};
+    check_step(self, arrays, logit_tokens.size());
+    if (out.shape(0) != logit_tokens.size() || out.shape(1) != static_cast<size_t>(self.shape().vocab_size)) {
+        throw std::invalid_argument("`out` has not the shape of the logits");
+    }
+    const StepInput in = make_input(arrays, logit_tokens);
+    nb::gil_scoped_release release;
+    self.run_step(in);
+    std::memcpy(out.data(), self.logits(), out.size() * sizeof(float));
+}
+
+nb::tuple logprobs(const Engine& self, int index) {
+    const SampleResult& r = self.samples().at(index);
+    std::vector<std::tuple<int, float>> top;
+    for (int i = 0; i < r.num_top; ++i) top.emplace_back(r.top_ids[i], r.top_logprobs[i]);
+    return nb::make_tuple(r.token, r.logprob, r.rank, top);
+}
+
+void check_block(const Engine& self, int block) {
+    if (block <= 0 || block >= self.shape().num_blocks) throw std::invalid_argument("no such block");
+}
+
+}  // namespace
+
+void bind_engine(nb::module_& m) {
+    m.def("usable_variants", &usable_variants, "Kernel variants of this build that this machine can run, best first.");
+
+    nb::enum_<SourceFormat>(m, "SourceFormat")
+        .value("Q4_0", SourceFormat::kQ4_0)
+        .value("Q4_1", SourceFormat::kQ4_1)
+        .value("Q8_0", SourceFormat::kQ8_0)
+        .value("BF16", SourceFormat::kBf16);
+
+    nb::enum_<RowOpKind>(m, "RowOpKind")
+        .value("EMBED", RowOpKind::kEmbed)
+        .value("ANGLES", RowOpKind::kAngles)
+        .value("RMS_NORM", RowOpKind::kRmsNorm)
+        .value("QUANTIZE", RowOpKind::kQuantize)
+        .value("TO_BF16", RowOpKind::kToBf16)
+        .value("ROPE", RowOpKind::kRope)
+        .value("KV_WRITE", RowOpKind::kKvWrite)
+        .value("GATED", RowOpKind::kGated)
+        .value("ADD", RowOpKind::kAdd)
+        .value("GATHER", RowOpKind::kGather);
+
+    nb::class_<RowOp>(m, "RowOp", "One operation on one row; the fields that a kind uses are in engine.h.")
+        .def("__init__",
+             [](RowOp* self, RowOpKind kind, int out, int x, int y, int weight, int n, int head_dim, float value) {
+                 new (self) RowOp{kind, out, x, y, weight, n, head_dim, value};
+             },
+             "kind"_a, nb::kw_only(), "out"_a = -1, "x"_a = -1, "y"_a = -1, "weight"_a = -1, "n"_a = 0, "head_dim"_a = 0,
+             "value"_a = 0.0f);
+
+    nb::class_<Engine>(m, "Engine", "Packed weights, KV cache and instructions of one model; runs a step in one call.")
+        .def("__init__",
+             [](Engine* self, int num_layers, int num_kv_heads, int head_dim, int vocab_size, int num_blocks, int block_size,
+                int max_rows, int max_step_tokens, int num_threads, const std::string& variant) {
+                 const EngineShape shape{num_layers, num_kv_heads, head_dim, vocab_size,
+                                         num_blocks, block_size,   max_rows, max_step_tokens};
+                 new (self) Engine(shape, num_threads, variant);
+             },
+             nb::kw_only(), "num_layers"_a, "num_kv_heads"_a, "head_dim"_a, "vocab_size"_a, "num_blocks"_a, "block_size"_a,
+             "max_rows"_a, "max_step_tokens"_a, "num_threads"_a, "variant"_a = "")
+        .def("add_matrix", &add_matrix, "format"_a, "rows"_a, "cols"_a, "data"_a,
+             "Packs a matrix from its file's bytes (uint8 [rows, bytes per row]); returns its id.")
+        .def("add_vector",
+             [](Engine& self, const Vector<float>& v) { return self.add_vector(v.data(), static_cast<int64_t>(v.size())); })
+        .def("add_rope",
+             [](Engine& self, const Vector<float>& inv_freq, float factor) {
+                 return self.add_rope(inv_freq.data(), static_cast<int>(inv_freq.size()), factor);
+             })
+        .def("add_buffer", &Engine::add_buffer, "width"_a, "per_sample"_a)
+        .def("add_activation", &Engine::add_activation, "cols"_a, "quantised"_a, "per_sample"_a)
+        .def("add_rows",
+             [](Engine& self, const std::vector<RowOp>& ops, bool samples) { self.add_instruction(rows_instruction(ops, samples)); },
+             "ops"_a, "samples"_a)
+        .def("add_linear", &add_linear, "ops"_a, "samples"_a, "(weight, activation, out, bias, residual) each; -1 is none.")
+        .def("add_gated", &add_gated, "gate"_a, "up"_a, "activation"_a, "out"_a, "kind"_a)
+        .def("add_attention", &add_attention, "q"_a, "out"_a, "layer"_a, "num_heads"_a, "scale"_a, "window"_a, "softcap"_a)
+        .def("set_logits", &Engine::set_logits, "buffer"_a)
+        .def("set_sampling", &Engine::set_sampling, "slot"_a, "sampling"_a)
+        .def("step", &step, "row_slots"_a, "query_start_loc"_a, "context_lens"_a, "token_ids"_a, "positions"_a, "slot_mapping"_a,
+             "block_tables"_a, "logit_tokens"_a, "logit_slots"_a, "tokens"_a, "num_tokens"_a, "num_prompt_tokens"_a,
+             nb::arg("out").noconvert(), "Runs one step and writes the sampled tokens into `out`; -1 for a row without a finite logit.")
+        .def("logits_step", &logits_step, "row_slots"_a, "query_start_loc"_a, "context_lens"_a, "token_ids"_a, "positions"_a,
+             "slot_mapping"_a, "block_tables"_a, "logit_tokens"_a, nb::arg("out").noconvert(),
+             "Runs one step without sampling and copies the logits of `logit_tokens` into `out`.")
+        .def("logprobs", &logprobs, "index"_a, "(token, logprob, rank, [(id, logprob), ...]) of the last step's sample.")
+        .def("copy_block",
+             [](Engine& self, int from, int to) {
+                 check_block(self, from);
+                 check_block(self, to);
+                 self.copy_block(from, to);
+             })
+        .def("poison_block",
+             [](Engine& self, int block) {
+                 check_block(self, block);
+                 self.poison_block(block);
+             })
+        .def("times",
+             [](const Engine& self) {
+                 const StepTimes& t = self.times();
+                 return std::make_tuple(t.rows_ns, t.linear_ns, t.attention_ns, t.sampling_ns);
+             },
+             "(rows, linear, attention, sampling) nanoseconds of the last step.")
+        .def_prop_ro("variant", [](const Engine& self) { return std::string(self.variant()); })
+        .def_prop_ro("num_threads", &Engine::num_threads)
+        .def_prop_ro("weight_bytes", &Engine::weight_bytes)
+        .def_prop_ro("kv_bytes", &Engine::kv_bytes);
+}

@@ -1,0 +1,191 @@
+// One model on one team of threads: its packed weights, buffers, KV cache and instructions; runs a whole step in one call.
+//
+// Built once by the lowering (backends/native/lowering.py), then `run_step` is called by one thread at a time.
+// Knows nothing of requests: rows are slots in tables that the caller owns. Never allocates during a step
+// once the largest step was seen.
+
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kernels/kernels.h"
+#include "packing.h"
+#include "sampler.h"
+#include "team.h"
+
+namespace penstock {
+
+enum class RowOpKind : int32_t { kEmbed, kAngles, kRmsNorm, kQuantize, kToBf16, kRope, kKvWrite, kGated, kAdd, kGather };
+
+// One operation on one row; ids index the engine's buffers, activations, matrices, vectors, ropes. -1 is none.
+struct RowOp {
+    RowOpKind kind;
+    int32_t out = -1;      // buffer, or activation for kQuantize and kToBf16
+    int32_t x = -1;        // buffer
+    int32_t y = -1;        // second buffer
+    int32_t weight = -1;   // matrix (kEmbed), vector (kRmsNorm), rope (kAngles, kRope)
+    int32_t n = 0;         // group (kRmsNorm), heads (kRope), layer (kKvWrite), activation kind (kGated)
+    int32_t head_dim = 0;  // kRope
+    float value = 0.0f;    // eps or scale
+};
+
+struct LinearOp {
+    int32_t weight;
+    int32_t activation;
+    int32_t out;
+    int32_t bias = -1;      // vector
+    int32_t residual = -1;  // buffer
+};
+
+struct GatedOp {
+    int32_t gate = -1, up = -1;  // matrices
+    int32_t activation = -1;     // input
+    int32_t out = -1;            // buffer
+    ActivationKind kind = ActivationKind::kSilu;
+};
+
+struct AttentionOp {
+    int32_t q = -1, out = -1;  // buffers
+    int32_t layer = 0;
+    int32_t num_heads = 0;
+    float scale = 1.0f;
+    int32_t window = 0;
+    float softcap = 0.0f;
+};
+
+enum class InstructionKind : int32_t { kRows, kLinear, kGated, kAttention };
+enum class Domain : int32_t { kTokens, kSamples };  // over which rows an instruction runs
+
+struct Instruction {
+    InstructionKind kind;
+    Domain domain = Domain::kTokens;
+    std::vector<RowOp> rows;
+    std::vector<LinearOp> linears;
+    GatedOp gated;
+    AttentionOp attention;
+};
+
+// Arrays of one step, owned by the caller. R rows, T tokens, S rows of logits.
+struct StepInput {
+    int32_t num_rows, num_tokens, num_logits;
+    const int32_t* row_slots;        // [R]
+    const int32_t* query_start_loc;  // [R + 1]
+    const int32_t* context_lens;     // [R]
+    const int32_t* token_ids;        // [T]
+    const int32_t* positions;        // [T]
+    const int64_t* slot_mapping;     // [T]
+    const int32_t* block_tables;     // [max_rows, table_stride]
+    int64_t table_stride;
+    const int32_t* logit_tokens;  // token index of each row of logits, ascending [S]
+    // For sampling; null tokens: only logits are wanted.
+    const int32_t* logit_slots;   // slot of each row of logits [S]
+    const int32_t* tokens;        // [max_rows, tokens_stride]
+    int64_t tokens_stride;
+    const int32_t* num_tokens_of_slot;  // [max_rows]
+    const int32_t* num_prompt_of_slot;  // [max_rows]
+};
+
+struct StepTimes {
+    int64_t rows_ns = 0, linear_ns = 0, attention_ns = 0, sampling_ns = 0;
+};
+
+struct EngineShape {
+    int32_t num_layers, num_kv_heads, head_dim, vocab_size;
+    int32_t num_blocks, block_size, max_rows, max_step_tokens;
+};
+
+class Engine {
+  public:
+    // Throws std::invalid_argument for a shape that the kernels can't compute, std::bad_alloc without memory.
+    Engine(const EngineShape& shape, int num_threads, const std::string& variant);
+
+    int add_matrix(SourceFormat format, int rows, int cols, const uint8_t* source);
+    int add_vector(const float* values, int64_t count);
+    int add_rope(const float* inv_freq, int half, float attention_factor);
+    int add_buffer(int width, bool per_sample);
+    int add_activation(int cols, bool quantised, bool per_sample);
+    void add_instruction(Instruction instruction);
+    void set_logits(int buffer) { logits_ = buffer; }
+
+    void set_sampling(int slot, RowSampling sampling);
+    void run_step(const StepInput& input);
+    const std::vector<SampleResult>& samples() const { return samples_; }
+    const float* logits() const { return buffers_[logits_].data(); }
+    const StepTimes& times() const { return times_; }
+
+    void copy_block(int from, int to);
+    void poison_block(int block);  // fills with NaN, so that a test sees any use of it
+
+    const EngineShape& shape() const { return shape_; }
+    const char* variant() const { return kernels_.name; }
+    int num_threads() const { return team_.size(); }
+    int64_t weight_bytes() const { return weight_bytes_; }
+    int64_t kv_bytes() const { return kv_bytes_; }
+
+  private:
+    using Memory = std::unique_ptr<uint8_t, void (*)(void*)>;
+    struct Buffer {
+        int64_t width;
+        Memory memory;
+        float* data() const { return reinterpret_cast<float*>(memory.get()); }
+        float* row(int64_t i) const { return data() + i * width; }
+    };
+    struct OwnedActivation {
+        Activation view;
+        std::vector<Memory> memory;
+    };
+    struct Rope {
+        std::vector<float> inv_freq;
+        float factor;
+        std::vector<float> cos, sin;  // [max_step_tokens, half], of this step's tokens
+    };
+    struct alignas(64) Counter {
+        std::atomic<int32_t> next{0};
+    };
+    struct AttentionTile {
+        int32_t row, token, position, num_queries, kv_head;
+    };
+
+    KvLayer layer(int index) const;
+    int64_t rows_of(bool per_sample) const { return per_sample ? max_logits_ : shape_.max_step_tokens; }
+    int domain_size(Domain domain) const { return domain == Domain::kTokens ? input_.num_tokens : input_.num_logits; }
+    void plan_attention();
+    void run_member(int member);
+    void run_rows(const Instruction& instruction, Counter& counter);
+    void run_row_op(const RowOp& op, int64_t row);
+    void compute_angles(Rope& rope, int64_t row);
+    void run_linear(const Instruction& instruction, Counter& counter);
+    void run_gated(const Instruction& instruction, Counter& counter);
+    void run_attention(const Instruction& instruction, Counter& counter, int member);
+    void run_sampling(Counter& counter, int member);
+
+    EngineShape shape_;
+    const KernelTable& kernels_;
+    Team team_;
+    int64_t max_logits_;
+    int64_t weight_bytes_ = 0, kv_bytes_ = 0;
+    Memory kv_;
+    std::vector<PackedStorage> matrices_;
+    std::vector<std::vector<float>> vectors_;
+    std::deque<Rope> ropes_;
+    std::vector<Buffer> buffers_;
+    std::vector<OwnedActivation> activations_;
+    std::vector<Instruction> program_;
+    int logits_ = -1;
+
+    StepInput input_{};
+    StepTimes times_;
+    std::vector<AttentionTile> tiles_;
+    std::deque<Counter> counters_;  // one per instruction, and one for sampling
+    std::vector<std::vector<float>> attention_scratch_;  // per member
+    std::vector<SamplerScratch> sampler_scratch_;        // per member
+    std::vector<RowSampling> sampling_;                  // per slot
+    std::vector<SampleResult> samples_;
+};
+
+}  // namespace penstock

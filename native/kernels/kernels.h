@@ -1,0 +1,123 @@
+// The contract between the step and its kernels: the data they share and one table of functions per instruction set.
+//
+// Every function computes rows independently: the bits of a row's result depend on that row's inputs alone,
+// never on which rows or columns are computed with it or on which thread. That is what makes an answer
+// the same whatever else is in the batch. No function allocates.
+
+#pragma once
+
+#include <cstdint>
+
+namespace penstock {
+
+constexpr int kPanel = 16;     // output channels that are packed together
+constexpr int kGroup = 32;     // columns that share one scale
+constexpr int kSegment = 256;  // KV positions of one attention partial; aligned to absolute positions
+constexpr int kKvTile = 16;    // positions whose keys are stored transposed together
+
+// A group of activations whose largest value exceeds this many times the row's root mean square is quantised in two
+// steps, int8 and then the rest in int8 again at 1/254 of the scale. A few per cent of the groups hold most of the
+// rounding error, since language models have activations with a few very large channels.
+constexpr float kOutlierRatio = 8.0f;
+constexpr float kFineSteps = 254.0f;
+
+enum class WeightKind : int32_t { kU4Affine = 0, kU4Symmetric = 1, kU8Symmetric = 2, kBf16 = 3 };
+
+// A weight matrix [rows, cols] packed by `pack_*` (packing.h) in panels of 16 rows, the last one padded with zeros.
+//
+// Quantised: `quants` is [panel][group][bytes]; 4 bits: 4 chunks of 64 bytes, chunk c holding for each of the 16 rows
+// the bytes 4c..4c+3 of the group, whose low nibbles are columns 4c.. and high nibbles 16+4c..; 8 bits: 8 such chunks of
+// columns 4c.., as unsigned q + 128. `scales` is [panel][group][16] f16 d, for kU4Affine followed by [16] f16 m.
+// kBf16: `quants` is [panel][cols / 2][16][2] bf16 (an odd last column padded with zero).
+struct PackedMatrix {
+    WeightKind kind;
+    int32_t rows;
+    int32_t cols;
+    int32_t panels;
+    const uint8_t* quants;
+    const uint16_t* scales;
+};
+
+// The input of a GEMM, [num_rows, cols], in the form that the weights want.
+struct Activation {
+    int8_t* q = nullptr;            // [rows, cols]: x = q * scale, + fine * scale / 254 in outlier groups
+    int8_t* fine = nullptr;         // [rows, cols], valid in outlier groups
+    float* scale = nullptr;         // [rows, cols / 32]
+    float* sum = nullptr;           // [rows, cols / 32]: sum of the quantised values
+    int32_t* outliers = nullptr;    // [rows, cols / 32]: the row's outlier groups, ascending
+    int32_t* num_outliers = nullptr;  // [rows]
+    uint16_t* bf16 = nullptr;       // [rows, padded to an even number of cols]
+    int32_t cols = 0;
+};
+
+// What happens to a GEMM's result before it is stored; null pointers are skipped.
+struct Epilogue {
+    float* out = nullptr;             // [rows, ld]
+    int64_t ld = 0;
+    const float* bias = nullptr;      // [weight rows]
+    const float* residual = nullptr;  // [rows, ld]; may be `out`
+};
+
+enum class ActivationKind : int32_t { kSilu = 0, kGeluTanh = 1 };
+
+// Keys and values of one layer: per block and KV head first the keys as [block_size / 16][head_dim][16] bf16,
+// then the values as [block_size][head_dim] bf16.
+struct KvLayer {
+    uint16_t* data;
+    int32_t block_size;
+    int32_t num_kv_heads;
+    int32_t head_dim;
+
+    int64_t head_stride() const { return 2LL * block_size * head_dim; }
+    int64_t block_stride() const { return num_kv_heads * head_stride(); }
+};
+
+// One query tile of one row of the step, for one KV head.
+struct AttentionTask {
+    const float* q;              // first query of the tile, at the first query head of this KV head
+    float* out;                  // likewise
+    int64_t ld;                  // floats from one token to the next, in q and out
+    const int32_t* block_table;  // of the row
+    int32_t kv_head;
+    int32_t num_queries;         // consecutive tokens
+    int32_t heads_per_kv;        // query heads that share this KV head
+    int32_t first_position;      // of the first query: it sees positions [0, first_position]
+    int32_t window;              // 0, or how many last positions a query sees
+    float scale;
+    float softcap;               // 0 is none
+};
+
+struct KernelTable {
+    const char* name;
+    int32_t attention_queries;  // most (query, head) pairs of one attention task
+
+    // out = x / sqrt(mean(x^2) + eps) * weight over each group of `group` columns; weight is [group]
+    void (*rms_norm)(float* out, const float* x, const float* weight, int cols, int group, float eps);
+    // a's row `row` from x, in the form that is present in `a`
+    void (*quantize_row)(const Activation& a, int64_t row, const float* x);
+    void (*to_bf16_row)(const Activation& a, int64_t row, const float* x);
+    // out = row `index` of w, times scale
+    void (*embed_row)(float* out, const PackedMatrix& w, int index, float scale);
+    // cos and sin are [half]; pairs (i, i + half) of each head
+    void (*rope_row)(float* x, const float* cos, const float* sin, int num_heads, int head_dim, int half);
+    void (*kv_write_row)(const KvLayer& kv, int64_t slot, const float* k, const float* v);
+    void (*gated_row)(float* out, const float* gate, const float* up, int cols, ActivationKind kind);
+    void (*add_row)(float* out, const float* a, const float* b, int cols);
+
+    // out[r, panels] = a[r] @ w.T for rows [row0, row1) and panels [panel0, panel1)
+    void (*gemm)(const PackedMatrix& w, const Activation& a, int row0, int row1, int panel0, int panel1, const Epilogue& e);
+    // out = activation(a @ gate.T) * (a @ up.T); weights of equal kind and shape, no bias, no residual
+    void (*gemm_gated)(const PackedMatrix& gate, const PackedMatrix& up, const Activation& a, int row0, int row1, int panel0,
+                       int panel1, ActivationKind kind, const Epilogue& e);
+    // `scratch` is at least attention_scratch_floats(head_dim) floats
+    void (*attention)(const KvLayer& kv, const AttentionTask& task, float* scratch);
+    int64_t (*attention_scratch_floats)(int head_dim);
+};
+
+namespace portable { const KernelTable& kernel_table(); }
+#if defined(PENSTOCK_HAVE_X86)
+namespace avx2 { const KernelTable& kernel_table(); }
+namespace avx512 { const KernelTable& kernel_table(); }
+#endif
+
+}  // namespace penstock

@@ -1,0 +1,23 @@
+// The functions that the kernel files of one variant give to its table (table.cpp).
+
+#pragma once
+
+#include "kernels.h"
+
+namespace penstock::PENSTOCK_ISA {
+
+void rms_norm(float* out, const float* x, const float* weight, int cols, int group, float eps);
+void quantize_row(const Activation& a, int64_t row, const float* x);
+void to_bf16_row(const Activation& a, int64_t row, const float* x);
+void embed_row(float* out, const PackedMatrix& w, int index, float scale);
+void rope_row(float* x, const float* cos, const float* sin, int num_heads, int head_dim, int half);
+void kv_write_row(const KvLayer& kv, int64_t slot, const float* k, const float* v);
+void gated_row(float* out, const float* gate, const float* up, int cols, ActivationKind kind);
+void add_row(float* out, const float* a, const float* b, int cols);
+void gemm(const PackedMatrix& w, const Activation& a, int row0, int row1, int panel0, int panel1, const Epilogue& e);
+void gemm_gated(const PackedMatrix& gate, const PackedMatrix& up, const Activation& a, int row0, int row1, int panel0,
+                int panel1, ActivationKind kind, const Epilogue& e);
+void attention(const KvLayer& kv, const AttentionTask& task, float* scratch);
+int64_t attention_scratch_floats(int head_dim);
+
+}  // namespace penstock::PENSTOCK_ISA

@@ -1,0 +1,306 @@
+// Sixteen lanes under one name: the vector vocabulary in which every kernel is written once.
+//
+// Included by kernel files only, each of which is compiled once per instruction set. PENSTOCK_ISA names
+// the namespace; everything is static inline, so no symbol of one variant can be linked into another.
+// The order of additions in every function is fixed: equal inputs give equal bits within a variant.
+
+#pragma once
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#ifndef PENSTOCK_ISA
+#error "PENSTOCK_ISA must name the namespace of this variant"
+#endif
+
+#define PENSTOCK_INLINE static inline __attribute__((always_inline))
+
+namespace penstock::PENSTOCK_ISA {
+
+constexpr int kLanes = 16;
+
+#if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
+
+// Rows of a GEMM tile that keep their accumulators in registers.
+constexpr int kMaxTileRows = 12;
+
+struct vf { __m512 v; };    // 16 float32
+struct vi { __m512i v; };   // 16 int32
+struct vb { __m512i v; };   // 64 bytes: four for each lane
+
+PENSTOCK_INLINE vf load(const float* p) { return {_mm512_loadu_ps(p)}; }
+PENSTOCK_INLINE void store(float* p, vf a) { _mm512_storeu_ps(p, a.v); }
+PENSTOCK_INLINE vf set1(float x) { return {_mm512_set1_ps(x)}; }
+PENSTOCK_INLINE vf add(vf a, vf b) { return {_mm512_add_ps(a.v, b.v)}; }
+PENSTOCK_INLINE vf sub(vf a, vf b) { return {_mm512_sub_ps(a.v, b.v)}; }
+PENSTOCK_INLINE vf mul(vf a, vf b) { return {_mm512_mul_ps(a.v, b.v)}; }
+PENSTOCK_INLINE vf div(vf a, vf b) { return {_mm512_div_ps(a.v, b.v)}; }
+PENSTOCK_INLINE vf max(vf a, vf b) { return {_mm512_max_ps(a.v, b.v)}; }
+PENSTOCK_INLINE vf min(vf a, vf b) { return {_mm512_min_ps(a.v, b.v)}; }
+PENSTOCK_INLINE vf fma(vf a, vf b, vf c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+PENSTOCK_INLINE vf abs(vf a) { return {_mm512_abs_ps(a.v)}; }
+PENSTOCK_INLINE vf round(vf a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+// a * 2^n for integral n
+PENSTOCK_INLINE vf scale2(vf a, vf n) { return {_mm512_scalef_ps(a.v, n.v)}; }
+// Lanes below `count` from a, the others from b.
+PENSTOCK_INLINE vf first(int count, vf a, vf b) {
+    return {_mm512_mask_mov_ps(b.v, static_cast<__mmask16>((1u << count) - 1u), a.v)};
+}
+PENSTOCK_INLINE vf load_f16(const uint16_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}; }
+PENSTOCK_INLINE vf load_bf16(const uint16_t* p) {
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16))};
+}
+
+PENSTOCK_INLINE vi zero_i() { return {_mm512_setzero_si512()}; }
+PENSTOCK_INLINE vi add(vi a, vi b) { return {_mm512_add_epi32(a.v, b.v)}; }
+PENSTOCK_INLINE vf to_float(vi a) { return {_mm512_cvtepi32_ps(a.v)}; }
+// Sixteen int8 from sixteen floats that are already integral and within [-127, 127].
+PENSTOCK_INLINE void store_i8(int8_t* p, vf a) {
+    _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a.v)));
+}
+PENSTOCK_INLINE vb load64(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+PENSTOCK_INLINE vb low_nibbles(vb a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(0x0F))}; }
+PENSTOCK_INLINE vb high_nibbles(vb a) { return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(0x0F))}; }
+// acc[lane] += sum over j of unsigned w[lane][j] * signed a4[j], j = 0..3
+template <bool kNibbles>
+PENSTOCK_INLINE vi dot4(vi acc, vb w, const int8_t* a4) {
+    int32_t bits;
+    memcpy(&bits, a4, 4);
+    return {_mm512_dpbusd_epi32(acc.v, w.v, _mm512_set1_epi32(bits))};
+}
+// acc[lane] += w[lane][0] * a2[0] + w[lane][1] * a2[1], bf16 products in float32
+PENSTOCK_INLINE vf dot2_bf16(vf acc, vb w, const uint16_t* a2) {
+    int32_t bits;
+    memcpy(&bits, a2, 4);
+    return {_mm512_dpbf16_ps(acc.v, (__m512bh)_mm512_set1_epi32(bits), (__m512bh)w.v)};
+}
+
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+
+constexpr int kMaxTileRows = 4;
+
+struct vf { __m256 l, h; };
+struct vi { __m256i l, h; };
+struct vb { __m256i l, h; };
+
+PENSTOCK_INLINE vf load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+PENSTOCK_INLINE void store(float* p, vf a) { _mm256_storeu_ps(p, a.l); _mm256_storeu_ps(p + 8, a.h); }
+PENSTOCK_INLINE vf set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+PENSTOCK_INLINE vf add(vf a, vf b) { return {_mm256_add_ps(a.l, b.l), _mm256_add_ps(a.h, b.h)}; }
+PENSTOCK_INLINE vf sub(vf a, vf b) { return {_mm256_sub_ps(a.l, b.l), _mm256_sub_ps(a.h, b.h)}; }
+PENSTOCK_INLINE vf mul(vf a, vf b) { return {_mm256_mul_ps(a.l, b.l), _mm256_mul_ps(a.h, b.h)}; }
+PENSTOCK_INLINE vf div(vf a, vf b) { return {_mm256_div_ps(a.l, b.l), _mm256_div_ps(a.h, b.h)}; }
+PENSTOCK_INLINE vf max(vf a, vf b) { return {_mm256_max_ps(a.l, b.l), _mm256_max_ps(a.h, b.h)}; }
+PENSTOCK_INLINE vf min(vf a, vf b) { return {_mm256_min_ps(a.l, b.l), _mm256_min_ps(a.h, b.h)}; }
+PENSTOCK_INLINE vf fma(vf a, vf b, vf c) { return {_mm256_fmadd_ps(a.l, b.l, c.l), _mm256_fmadd_ps(a.h, b.h, c.h)}; }
+PENSTOCK_INLINE vf abs(vf a) {
+    const __m256 sign = _mm256_set1_ps(-0.0f);
+    return {_mm256_andnot_ps(sign, a.l), _mm256_andnot_ps(sign, a.h)};
+}
+PENSTOCK_INLINE vf round(vf a) {
+    constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    return {_mm256_round_ps(a.l, mode), _mm256_round_ps(a.h, mode)};
+}
+PENSTOCK_INLINE __m256 pow2_part(__m256 n) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
+}
+PENSTOCK_INLINE vf scale2(vf a, vf n) { return {_mm256_mul_ps(a.l, pow2_part(n.l)), _mm256_mul_ps(a.h, pow2_part(n.h))}; }
+PENSTOCK_INLINE vf first(int count, vf a, vf b) {
+    const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    const __m256i l = _mm256_cmpgt_epi32(_mm256_set1_epi32(count), lane);
+    const __m256i h = _mm256_cmpgt_epi32(_mm256_set1_epi32(count - 8), lane);
+    return {_mm256_blendv_ps(b.l, a.l, _mm256_castsi256_ps(l)), _mm256_blendv_ps(b.h, a.h, _mm256_castsi256_ps(h))};
+}
+PENSTOCK_INLINE vf load_f16(const uint16_t* p) {
+    return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
+}
+PENSTOCK_INLINE __m256 widen_bf16(const uint16_t* p) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
+}
+PENSTOCK_INLINE vf load_bf16(const uint16_t* p) { return {widen_bf16(p), widen_bf16(p + 8)}; }
+
+PENSTOCK_INLINE vi zero_i() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+PENSTOCK_INLINE vi add(vi a, vi b) { return {_mm256_add_epi32(a.l, b.l), _mm256_add_epi32(a.h, b.h)}; }
+PENSTOCK_INLINE vf to_float(vi a) { return {_mm256_cvtepi32_ps(a.l), _mm256_cvtepi32_ps(a.h)}; }
+PENSTOCK_INLINE void store_i8(int8_t* p, vf a) {
+    alignas(32) int32_t t[16];
+    _mm256_store_si256((__m256i*)t, _mm256_cvtps_epi32(a.l));
+    _mm256_store_si256((__m256i*)(t + 8), _mm256_cvtps_epi32(a.h));
+    for (int i = 0; i < 16; ++i) p[i] = static_cast<int8_t>(t[i]);
+}
+PENSTOCK_INLINE vb load64(const uint8_t* p) {
+    return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 32))};
+}
+PENSTOCK_INLINE vb low_nibbles(vb a) {
+    const __m256i m = _mm256_set1_epi8(0x0F);
+    return {_mm256_and_si256(a.l, m), _mm256_and_si256(a.h, m)};
+}
+PENSTOCK_INLINE vb high_nibbles(vb a) {
+    const __m256i m = _mm256_set1_epi8(0x0F);
+    return {_mm256_and_si256(_mm256_srli_epi16(a.l, 4), m), _mm256_and_si256(_mm256_srli_epi16(a.h, 4), m)};
+}
+template <bool kNibbles>
+PENSTOCK_INLINE __m256i dot4_part(__m256i acc, __m256i w, __m256i a) {
+    const __m256i one = _mm256_set1_epi16(1);
+    if constexpr (kNibbles) {
+        return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(w, a), one));
+    }
+    // maddubs saturates at 16 bits: 255 * 127 * 2 would not fit, so the byte goes in as two nibbles.
+    const __m256i m = _mm256_set1_epi8(0x0F);
+    const __m256i low = _mm256_maddubs_epi16(_mm256_and_si256(w, m), a);
+    const __m256i high = _mm256_maddubs_epi16(_mm256_and_si256(_mm256_srli_epi16(w, 4), m), a);
+    acc = _mm256_add_epi32(acc, _mm256_madd_epi16(low, one));
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(high, _mm256_set1_epi16(16)));
+}
+template <bool kNibbles>
+PENSTOCK_INLINE vi dot4(vi acc, vb w, const int8_t* a4) {
+    int32_t bits;
+    memcpy(&bits, a4, 4);
+    const __m256i a = _mm256_set1_epi32(bits);
+    return {dot4_part<kNibbles>(acc.l, w.l, a), dot4_part<kNibbles>(acc.h, w.h, a)};
+}
+PENSTOCK_INLINE __m256 dot2_part(__m256 acc, __m256i w, float a0, float a1) {
+    const __m256 w0 = _mm256_castsi256_ps(_mm256_slli_epi32(w, 16));
+    const __m256 w1 = _mm256_castsi256_ps(_mm256_and_si256(w, _mm256_set1_epi32(static_cast<int>(0xFFFF0000u))));
+    return _mm256_fmadd_ps(_mm256_set1_ps(a1), w1, _mm256_fmadd_ps(_mm256_set1_ps(a0), w0, acc));
+}
+PENSTOCK_INLINE vf dot2_bf16(vf acc, vb w, const uint16_t* a2) {
+    const uint32_t b0 = static_cast<uint32_t>(a2[0]) << 16, b1 = static_cast<uint32_t>(a2[1]) << 16;
+    float a0, a1;
+    memcpy(&a0, &b0, 4);
+    memcpy(&a1, &b1, 4);
+    return {dot2_part(acc.l, w.l, a0, a1), dot2_part(acc.h, w.h, a0, a1)};
+}
+
+#else  // portable: plain loops over sixteen, for the compiler to vectorise as it can
+
+constexpr int kMaxTileRows = 2;
+
+struct vf { float v[16]; };
+struct vi { int32_t v[16]; };
+struct vb { uint8_t v[64]; };
+
+#define PENSTOCK_LANES for (int i = 0; i < 16; ++i)
+PENSTOCK_INLINE vf load(const float* p) { vf r; PENSTOCK_LANES r.v[i] = p[i]; return r; }
+PENSTOCK_INLINE void store(float* p, vf a) { PENSTOCK_LANES p[i] = a.v[i]; }
+PENSTOCK_INLINE vf set1(float x) { vf r; PENSTOCK_LANES r.v[i] = x; return r; }
+PENSTOCK_INLINE vf add(vf a, vf b) { PENSTOCK_LANES a.v[i] += b.v[i]; return a; }
+PENSTOCK_INLINE vf sub(vf a, vf b) { PENSTOCK_LANES a.v[i] -= b.v[i]; return a; }
+PENSTOCK_INLINE vf mul(vf a, vf b) { PENSTOCK_LANES a.v[i] *= b.v[i]; return a; }
+PENSTOCK_INLINE vf div(vf a, vf b) { PENSTOCK_LANES a.v[i] /= b.v[i]; return a; }
+PENSTOCK_INLINE vf max(vf a, vf b) { PENSTOCK_LANES a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }
+PENSTOCK_INLINE vf min(vf a, vf b) { PENSTOCK_LANES a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i]; return a; }
+PENSTOCK_INLINE vf fma(vf a, vf b, vf c) { PENSTOCK_LANES c.v[i] += a.v[i] * b.v[i]; return c; }
+PENSTOCK_INLINE vf abs(vf a) { PENSTOCK_LANES a.v[i] = fabsf(a.v[i]); return a; }
+// Round to nearest even by the magic-number method; exact for |a| < 2^22, and larger values never come here.
+PENSTOCK_INLINE vf round(vf a) { PENSTOCK_LANES a.v[i] = (a.v[i] + 12582912.0f) - 12582912.0f; return a; }
+PENSTOCK_INLINE vf scale2(vf a, vf n) {
+    PENSTOCK_LANES {
+        const int32_t bits = (static_cast<int32_t>(n.v[i]) + 127) << 23;
+        float p;
+        memcpy(&p, &bits, 4);
+        a.v[i] *= p;
+    }
+    return a;
+}
+PENSTOCK_INLINE vf first(int count, vf a, vf b) { PENSTOCK_LANES a.v[i] = i < count ? a.v[i] : b.v[i]; return a; }
+PENSTOCK_INLINE float widen_f16(uint16_t h) {
+    // IEEE half to single: shift the mantissa, then let a float multiplication fix the exponent (subnormals too).
+    const uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16;
+    const uint32_t magnitude = static_cast<uint32_t>(h & 0x7FFFu) << 13;
+    float f;
+    memcpy(&f, &magnitude, 4);
+    f *= 0x1p112f;
+    uint32_t bits;
+    memcpy(&bits, &f, 4);
+    if ((h & 0x7C00u) == 0x7C00u) bits = magnitude | 0x7F800000u;
+    bits |= sign;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+PENSTOCK_INLINE float widen_bf16(uint16_t b) {
+    const uint32_t bits = static_cast<uint32_t>(b) << 16;
+    float f;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+PENSTOCK_INLINE vf load_f16(const uint16_t* p) { vf r; PENSTOCK_LANES r.v[i] = widen_f16(p[i]); return r; }
+PENSTOCK_INLINE vf load_bf16(const uint16_t* p) { vf r; PENSTOCK_LANES r.v[i] = widen_bf16(p[i]); return r; }
+
+PENSTOCK_INLINE vi zero_i() { vi r; PENSTOCK_LANES r.v[i] = 0; return r; }
+PENSTOCK_INLINE vi add(vi a, vi b) { PENSTOCK_LANES a.v[i] += b.v[i]; return a; }
+PENSTOCK_INLINE vf to_float(vi a) { vf r; PENSTOCK_LANES r.v[i] = static_cast<float>(a.v[i]); return r; }
+PENSTOCK_INLINE void store_i8(int8_t* p, vf a) { PENSTOCK_LANES p[i] = static_cast<int8_t>(a.v[i]); }
+PENSTOCK_INLINE vb load64(const uint8_t* p) { vb r; memcpy(r.v, p, 64); return r; }
+PENSTOCK_INLINE vb low_nibbles(vb a) { for (int i = 0; i < 64; ++i) a.v[i] &= 0x0F; return a; }
+PENSTOCK_INLINE vb high_nibbles(vb a) { for (int i = 0; i < 64; ++i) a.v[i] >>= 4; return a; }
+template <bool kNibbles>
+PENSTOCK_INLINE vi dot4(vi acc, vb w, const int8_t* a4) {
+    PENSTOCK_LANES {
+        for (int j = 0; j < 4; ++j) acc.v[i] += static_cast<int32_t>(w.v[4 * i + j]) * a4[j];
+    }
+    return acc;
+}
+PENSTOCK_INLINE vf dot2_bf16(vf acc, vb w, const uint16_t* a2) {
+    const float a0 = widen_bf16(a2[0]), a1 = widen_bf16(a2[1]);
+    PENSTOCK_LANES {
+        uint16_t pair[2];
+        memcpy(pair, w.v + 4 * i, 4);
+        acc.v[i] += widen_bf16(pair[0]) * a0;
+        acc.v[i] += widen_bf16(pair[1]) * a1;
+    }
+    return acc;
+}
+#undef PENSTOCK_LANES
+
+#endif
+
+// Sum of the lanes, as a tree of fixed shape.
+PENSTOCK_INLINE float reduce_add(vf a) {
+    alignas(64) float t[16];
+    store(t, a);
+    for (int step = 8; step > 0; step /= 2) {
+        for (int i = 0; i < step; ++i) t[i] += t[i + step];
+    }
+    return t[0];
+}
+
+PENSTOCK_INLINE float reduce_max(vf a) {
+    alignas(64) float t[16];
+    store(t, a);
+    for (int step = 8; step > 0; step /= 2) {
+        for (int i = 0; i < step; ++i) t[i] = t[i] > t[i + step] ? t[i] : t[i + step];
+    }
+    return t[0];
+}
+
+// e^a for a <= 88; relative error below 3e-7; 1e-38 below -87. Cody and Waite's reduction, then Cephes' polynomial for expf.
+PENSTOCK_INLINE vf exp(vf a) {
+    const vf clamped = max(a, set1(-87.3f));
+    const vf n = round(mul(clamped, set1(1.44269504088896341f)));
+    vf r = fma(n, set1(-0.693359375f), clamped);
+    r = fma(n, set1(2.12194440e-4f), r);
+    vf p = set1(1.9875691500e-4f);
+    p = fma(p, r, set1(1.3981999507e-3f));
+    p = fma(p, r, set1(8.3334519073e-3f));
+    p = fma(p, r, set1(4.1665795894e-2f));
+    p = fma(p, r, set1(1.6666665459e-1f));
+    p = fma(p, r, set1(5.0000001201e-1f));
+    p = fma(p, mul(r, r), add(r, set1(1.0f)));
+    return scale2(p, n);
+}
+
+// Float to bfloat16, to nearest even; NaN stays NaN.
+PENSTOCK_INLINE uint16_t round_bf16(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return static_cast<uint16_t>((bits >> 16) | 0x40u);
+    return static_cast<uint16_t>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
+}
+
+}  // namespace penstock::PENSTOCK_ISA

@@ -1,0 +1,19 @@
+// The table of one variant.
+
+#include "parts.h"
+#include "simd.h"
+
+namespace penstock::PENSTOCK_ISA {
+
+#define PENSTOCK_STRING_(x) #x
+#define PENSTOCK_STRING(x) PENSTOCK_STRING_(x)
+
+const KernelTable& kernel_table() {
+    static constexpr KernelTable table = {
+        PENSTOCK_STRING(PENSTOCK_ISA), kMaxTileRows, rms_norm, quantize_row, to_bf16_row, embed_row, rope_row, kv_write_row,
+        gated_row, add_row, gemm, gemm_gated, attention, attention_scratch_floats,
+    };
+    return table;
+}
+
+}  // namespace penstock::PENSTOCK_ISA

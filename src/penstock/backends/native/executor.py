@@ -1,0 +1,184 @@
+"""Owns the native engine of one model and speaks the `Executor` port for it; a step is one call without the GIL."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.backends.batch import BatchBuilder, StepBatch
+from penstock.backends.native._native import Engine
+from penstock.backends.native.lowering import lower
+from penstock.backends.native.sampling import make_row_sampling
+from penstock.models.program import Program
+from penstock.models.weights import LoadedModel
+from penstock.types.errors import ExecutorFailure
+from penstock.types.plan import Capacity, StepPlan, Ticket
+from penstock.types.result import StepResult, StepTiming, TokenLogprobs
+
+TIME_PARTS = ("rows", "linear", "attention", "sampling")
+
+
+class NativeExecutor:
+    """C++ kernels on the CPU. See `engine.ports.Executor` for the contract.
+
+    `num_threads` 0 takes one per usable core; `variant` forces an instruction set (`penstock env` lists them).
+    Raises `ModelError` for what the backend can't compute, MemoryError if there is no room, ValueError for a capacity
+    that the kernels can't work with (`block_size` must be a multiple of 16).
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        program: Program,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_rows: int,
+        max_step_tokens: int,
+        max_model_len: int,
+        num_threads: int = 0,
+        variant: str = "",
+        poison: bool = False,
+    ) -> None:
+        self._capacity = Capacity(num_blocks, block_size, max_rows, max_step_tokens, max_model_len)
+        self._vocab_size = program.vocab_size
+        self._engine = Engine(
+            num_layers=program.num_layers,
+            num_kv_heads=program.num_kv_heads,
+            head_dim=program.head_dim,
+            vocab_size=program.vocab_size,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_rows=max_rows,
+            max_step_tokens=max_step_tokens,
+            num_threads=num_threads or len(os.sched_getaffinity(0)),
+            variant=variant,
+        )
+        lower(program, model.weights, self._engine)
+        self._builder = BatchBuilder(self._capacity, vocab_size=program.vocab_size)
+        self._wants_logprobs: NDArray[np.bool_] = np.zeros(max_rows, np.bool_)  # per slot
+        self._flight: StepBatch | None = None
+        if poison:
+            for block_id in range(1, num_blocks):
+                self._engine.poison_block(block_id)
+
+    @property
+    def capacity(self) -> Capacity:
+        return self._capacity
+
+    @property
+    def variant(self) -> str:
+        """The instruction set in use."""
+        return str(self._engine.variant)
+
+    @property
+    def num_threads(self) -> int:
+        return int(self._engine.num_threads)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of packed weights."""
+        return int(self._engine.weight_bytes)
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        for source, destination in pairs:
+            self._engine.copy_block(source, destination)
+
+    def submit(self, plan: StepPlan) -> Ticket:
+        if self._flight is not None:
+            raise ValueError(f"step {plan.step_id} was submitted before step {self._flight.step_id} was collected")
+        batch = self._builder.apply(plan)
+        for slot, row in batch.admitted:
+            self._engine.set_sampling(slot, make_row_sampling(row.sampling))
+            self._wants_logprobs[slot] = row.sampling.logprobs is not None
+        self._flight = batch
+        return Ticket(plan.step_id)
+
+    def collect(self, ticket: Ticket) -> StepResult:
+        batch, self._flight = self._flight, None
+        if batch is None or batch.step_id != ticket.step_id:
+            raise ValueError(f"step {ticket.step_id} is not in flight")
+        start_ns = time.monotonic_ns()
+        sampled = np.empty(len(batch.sample_rows), np.int32)
+        if batch.num_tokens:
+            self._run(batch, sampled)
+        end_ns = time.monotonic_ns()
+        self._builder.append_sampled(batch, sampled)
+        names = [batch.request_ids[row] for row in batch.sample_rows]
+        return StepResult(
+            batch.step_id,
+            token_ids={name: (token,) for name, token in zip(names, sampled.tolist(), strict=True)},
+            timing=StepTiming(start_ns, end_ns, dict(zip(TIME_PARTS, self._engine.times(), strict=True))),
+            logprobs=self._logprobs(batch, names),
+        )
+
+    def _run(self, batch: StepBatch, sampled: NDArray[np.int32]) -> None:
+        builder = self._builder
+        self._engine.step(
+            *_step_arrays(batch),
+            builder.block_tables,
+            batch.query_start_loc[batch.sample_rows + 1] - 1,
+            batch.row_slots[batch.sample_rows],
+            builder.tokens,
+            builder.num_tokens,
+            builder.num_prompt_tokens,
+            sampled,
+        )
+        if (sampled < 0).any():
+            row = int(batch.sample_rows[int(np.argmin(sampled))])
+            raise ExecutorFailure(
+                f"step {batch.step_id}: the model gave no usable logit for request {batch.request_ids[row]!r}.",
+                remedy="Its weights are damaged; fetch them again.",
+            )
+
+    def _logprobs(self, batch: StepBatch, names: Sequence[str]) -> dict[str, tuple[TokenLogprobs, ...]]:
+        wanted = np.flatnonzero(self._wants_logprobs[batch.row_slots[batch.sample_rows]])
+        found: dict[str, tuple[TokenLogprobs, ...]] = {}
+        for index in wanted.tolist():
+            token_id, logprob, rank, top = self._engine.logprobs(index)
+            found[names[index]] = (TokenLogprobs(token_id, logprob, rank, tuple(top)),)
+        return found
+
+    def forward_logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        """Logits after each token of a text, [len(token_ids), vocab_size]; for tests. Overwrites KV: only when idle."""
+        size = self._capacity.block_size
+        num_blocks = -(-len(token_ids) // size)
+        if num_blocks >= self._capacity.num_blocks:
+            raise ValueError(f"{len(token_ids)} tokens do not fit into {self._capacity.num_blocks - 1} blocks of {size}")
+        table = np.arange(1, num_blocks + 1, dtype=np.int32)[None, :]
+        logits = np.empty((len(token_ids), self._vocab_size), np.float32)
+        for begin in range(0, len(token_ids), self._capacity.max_rows):
+            end = min(begin + self._capacity.max_rows, len(token_ids))
+            positions = np.arange(begin, end, dtype=np.int32)
+            self._engine.logits_step(
+                np.zeros(1, np.int32),
+                np.array([0, end - begin], np.int32),
+                np.array([begin], np.int32),
+                np.array(token_ids[begin:end], np.int32),
+                positions,
+                table[0, positions // size].astype(np.int64) * size + positions % size,
+                table,
+                np.arange(end - begin, dtype=np.int32),
+                logits[begin:end],
+            )
+        return logits
+
+    def close(self) -> None:
+        """Nothing runs between steps: threads and memory go with the last reference. Idempotent."""
+        self._flight = None
+
+
+def _step_arrays(batch: StepBatch) -> tuple[NDArray[np.generic], ...]:
+    """The leading arguments of `Engine.step`, in its order."""
+    return (
+        batch.row_slots,
+        batch.query_start_loc,
+        batch.context_lens,
+        batch.token_ids,
+        batch.positions,
+        batch.slot_mapping,
+    )

@@ -1,0 +1,287 @@
+"""Owns the translation of a `Program` into the C++ engine's instructions; runs once, at load, and never computes.
+
+Three things are decided here. Which weights are packed how: every format keeps its bits. What a linear operation
+reads: quantised weights read int8 activations with a scale per group of 32, bf16 weights read bf16; the conversion is
+inserted where the value is produced. And what is fused: neighbouring operations on single rows become one
+instruction, linear operations that read the same value become one, and so do a gate, an up projection and their
+activation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from penstock.backends.native._native import Engine, RowOp, RowOpKind, SourceFormat
+from penstock.models.program import (
+    Add,
+    Attention,
+    Embed,
+    GatedActivation,
+    GatherRows,
+    KvWrite,
+    Linear,
+    Logits,
+    Op,
+    Program,
+    RMSNorm,
+    Rope,
+)
+from penstock.models.weights import WeightFormat, WeightTensor
+from penstock.types.errors import ModelError
+
+SOURCE_FORMATS = {
+    WeightFormat.Q4_0: SourceFormat.Q4_0,
+    WeightFormat.Q4_1: SourceFormat.Q4_1,
+    WeightFormat.Q8_0: SourceFormat.Q8_0,
+    WeightFormat.BF16: SourceFormat.BF16,
+}
+ACTIVATION_KINDS = {"silu": 0, "gelu_tanh": 1}
+NONE = -1
+
+
+def lower(program: Program, weights: Mapping[str, WeightTensor], engine: Engine) -> None:
+    """Fill an empty engine with the program's weights and instructions.
+
+    Raises `ModelError` for an operation or a weight format that this backend can't compute.
+    """
+    _Lowering(program, weights, engine).run()
+
+
+class _Lowering:
+    """One translation; holds what was already given an id."""
+
+    def __init__(self, program: Program, weights: Mapping[str, WeightTensor], engine: Engine) -> None:
+        self._ops = program.ops
+        self._widths = dict(program.buffers)
+        self._weights = weights
+        self._engine = engine
+        self._matrices: dict[str, int] = {}
+        self._vectors: dict[str, int] = {}
+        self._ropes: dict[tuple[tuple[float, ...], float], int] = {}
+        self._buffers: dict[str, int] = {}
+        self._converted: dict[tuple[str, bool], int] = {}
+        """(buffer, quantised) -> the activation that holds its present value."""
+        self._activations: dict[tuple[str, bool], int] = {}
+        self._pending: list[RowOp] = []
+        """Row operations not yet given out, to be one instruction."""
+        self._on_samples = False
+
+    def run(self) -> None:
+        at = 0
+        while at < len(self._ops):
+            at += self._emit(at)
+        self._flush()
+
+    def _emit(self, at: int) -> int:
+        """Translate the operation at `at`, and those that go with it; how many that were."""
+        op = self._ops[at]
+        if isinstance(op, Linear):
+            return self._emit_gated(at) or self._emit_linears(at)
+        if isinstance(op, Logits):
+            self._emit_logits(op)
+        elif isinstance(op, Attention):
+            self._emit_attention(op)
+        else:
+            self._emit_row(op)
+        return 1
+
+    # Row operations
+
+    def _emit_row(self, op: Op) -> None:
+        match op:
+            case Embed():
+                self._row(RowOpKind.EMBED, out=self._written(op.out), weight=self._matrix(op.weight), value=op.scale)
+            case RMSNorm():
+                width = self._widths[op.x]
+                x, vector = self._buffer(op.x), self._vector(op.weight)
+                self._row(RowOpKind.RMS_NORM, out=self._written(op.out), x=x, weight=vector, n=op.group or width, value=op.eps)
+            case Rope():
+                rope = self._rope(op)
+                self._row(RowOpKind.ROPE, x=self._written(op.x), weight=rope, n=op.num_heads, head_dim=op.head_dim)
+            case KvWrite():
+                self._row(RowOpKind.KV_WRITE, x=self._buffer(op.k), y=self._buffer(op.v), n=op.layer)
+            case GatedActivation():
+                gate, up = self._buffer(op.gate), self._buffer(op.up)
+                self._row(RowOpKind.GATED, out=self._written(op.out), x=gate, y=up, n=ACTIVATION_KINDS[op.activation])
+            case Add():
+                a, b = self._buffer(op.a), self._buffer(op.b)
+                self._row(RowOpKind.ADD, out=self._written(op.out), x=a, y=b)
+            case GatherRows():
+                self._flush()
+                self._on_samples = True
+                self._row(RowOpKind.GATHER, x=self._buffer(op.x), out=self._written(op.out))
+            case _:
+                raise ModelError(
+                    f"the native backend can't compute {type(op).__name__} yet.",
+                    remedy="Use --backend reference for this architecture.",
+                )
+
+    def _row(self, kind: RowOpKind, **fields: int | float) -> None:
+        self._pending.append(RowOp(kind, **fields))
+
+    def _flush(self) -> None:
+        if self._pending:
+            self._engine.add_rows(self._pending, self._on_samples)
+            self._pending = []
+
+    # Linear operations
+
+    def _emit_linears(self, at: int) -> int:
+        """A run of linear operations on the same value, as one instruction."""
+        first = self._ops[at]
+        assert isinstance(first, Linear)
+        run = [first]
+        for op in self._ops[at + 1 :]:
+            if not isinstance(op, Linear) or op.x != first.x or op.out in {first.x, *(o.out for o in run)}:
+                break
+            if self._gated_at(at + len(run)) is not None:
+                break
+            run.append(op)
+        inputs = [self._activation(op.x, self._is_quantised(op.weight)) for op in run]
+        self._flush()
+        self._engine.add_linear([self._linear(op, x) for op, x in zip(run, inputs, strict=True)], self._on_samples)
+        return len(run)
+
+    def _linear(self, op: Linear, activation: int) -> tuple[int, int, int, int, int]:
+        bias = NONE if op.bias is None else self._vector(op.bias)
+        residual = NONE if op.residual is None else self._buffer(op.residual)
+        return self._matrix(op.weight), activation, self._written(op.out), bias, residual
+
+    def _emit_logits(self, op: Logits) -> None:
+        activation = self._activation(op.x, self._is_quantised(op.weight))
+        self._flush()
+        out = self._written(op.out)
+        self._engine.add_linear([(self._matrix(op.weight), activation, out, NONE, NONE)], self._on_samples)
+        self._engine.set_logits(out)
+
+    # Gate, up and their activation
+
+    def _gated_at(self, at: int) -> tuple[Linear, Linear, GatedActivation] | None:
+        """The three operations from `at` on, if they are a gate, an up projection and their activation that can be one."""
+        if at + 2 >= len(self._ops):
+            return None
+        gate, up, act = self._ops[at : at + 3]
+        if not (isinstance(gate, Linear) and isinstance(up, Linear) and isinstance(act, GatedActivation)):
+            return None
+        plain = all(op.bias is None and op.residual is None for op in (gate, up))
+        fits = plain and gate.x == up.x and (act.gate, act.up) == (gate.out, up.out)
+        same = self._tensor(gate.weight).format is self._tensor(up.weight).format
+        unread = all(not self._is_read(name, at + 3) for name in {gate.out, up.out} - {act.out})
+        return (gate, up, act) if fits and same and unread else None
+
+    def _emit_gated(self, at: int) -> int:
+        found = self._gated_at(at)
+        if found is None:
+            return 0
+        gate, up, act = found
+        activation = self._activation(gate.x, self._is_quantised(gate.weight))
+        self._flush()
+        out = self._written(act.out)
+        self._engine.add_gated(
+            self._matrix(gate.weight), self._matrix(up.weight), activation, out, ACTIVATION_KINDS[act.activation]
+        )
+        return 3
+
+    def _is_read(self, name: str, at: int) -> bool:
+        """Whether a value is read from `at` on, before it is written again."""
+        for op in self._ops[at:]:
+            if name in _read_by(op):
+                return True
+            if _written_by(op) == name:
+                return False
+        return False
+
+    # Attention
+
+    def _emit_attention(self, op: Attention) -> None:
+        self._flush()
+        q, out = self._buffer(op.q), self._written(op.out)
+        self._engine.add_attention(q, out, op.layer, op.num_heads, op.scale, op.window, op.softcap)
+
+    # What has an id
+
+    def _tensor(self, name: str) -> WeightTensor:
+        if name not in self._weights:
+            raise ModelError(f"the weight {name!r} is missing.", remedy="Fetch the model again, or use another one.")
+        return self._weights[name]
+
+    def _is_quantised(self, weight: str) -> bool:
+        return self._tensor(weight).format is not WeightFormat.BF16
+
+    def _matrix(self, name: str) -> int:
+        if name not in self._matrices:
+            tensor = self._tensor(name)
+            if tensor.format not in SOURCE_FORMATS:
+                raise ModelError(f"the matrix {name!r} is {tensor.format}, which the native backend has no kernel for.")
+            data = np.ascontiguousarray(tensor.data).view(np.uint8).reshape(tensor.num_rows, -1)
+            source = SOURCE_FORMATS[tensor.format]
+            self._matrices[name] = self._engine.add_matrix(source, tensor.num_rows, tensor.num_cols, data)
+        return self._matrices[name]
+
+    def _vector(self, name: str) -> int:
+        if name not in self._vectors:
+            self._vectors[name] = self._engine.add_vector(self._tensor(name).dequantize().reshape(-1))
+        return self._vectors[name]
+
+    def _rope(self, op: Rope) -> int:
+        key = (op.inv_freq, op.attention_factor)
+        if key not in self._ropes:
+            self._ropes[key] = self._engine.add_rope(np.array(op.inv_freq, np.float32), op.attention_factor)
+            # Angles belong to the step's positions: computed once per step, where they are first used.
+            self._row(RowOpKind.ANGLES, weight=self._ropes[key])
+        return self._ropes[key]
+
+    def _buffer(self, name: str) -> int:
+        if name not in self._buffers:
+            self._buffers[name] = self._engine.add_buffer(self._widths[name], self._on_samples)
+        return self._buffers[name]
+
+    def _written(self, name: str) -> int:
+        """The buffer of a value about to change: its converted forms are stale from here on."""
+        self._forget(name)
+        return self._buffer(name)
+
+    def _forget(self, name: str) -> None:
+        for quantised in (True, False):
+            self._converted.pop((name, quantised), None)
+
+    def _activation(self, name: str, quantised: bool) -> int:
+        """The converted form of a value, converting it now if need be."""
+        if (name, quantised) not in self._converted:
+            activation = self._new_activation(name, quantised=quantised)
+            kind = RowOpKind.QUANTIZE if quantised else RowOpKind.TO_BF16
+            self._row(kind, out=activation, x=self._buffer(name))
+            self._converted[name, quantised] = activation
+        return self._converted[name, quantised]
+
+    def _new_activation(self, name: str, *, quantised: bool) -> int:
+        key = (name, quantised)
+        if key not in self._activations:
+            self._activations[key] = self._engine.add_activation(self._widths[name], quantised, self._on_samples)
+        return self._activations[key]
+
+
+def _written_by(op: Op) -> str | None:
+    """The buffer that an operation replaces."""
+    return None if isinstance(op, KvWrite | Rope) else getattr(op, "out", None)
+
+
+def _read_by(op: Op) -> set[str | None]:
+    """The buffers that an operation reads."""
+    match op:
+        case Linear():
+            return {op.x, op.residual}
+        case Embed():
+            return set()
+        case KvWrite():
+            return {op.k, op.v}
+        case Attention():
+            return {op.q}
+        case GatedActivation():
+            return {op.gate, op.up}
+        case Add():
+            return {op.a, op.b}
+        case _:
+            return {op.x}
