@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from penstock.testing import expected_tokens, make_request
 from penstock.testing.strategies import MODEL, Engine, engines, prompts, samplings
@@ -29,13 +31,19 @@ class CoreMachine(RuleBasedStateMachine):
         self.now_ns = 0
 
     @rule(
+        count=st.integers(1, 3),
         prompt=prompts(MAX_MODEL_LEN - 1),
         sampling=samplings(MAX_MODEL_LEN),
         salt=st.sampled_from([b"", b"salt"]),
         patience=st.one_of(st.none(), st.integers(1, 60)),
     )
-    def add(self, prompt: tuple[int, ...], sampling: SamplingParams, salt: bytes, patience: int | None) -> None:
+    def add(self, count: int, prompt: tuple[int, ...], sampling: SamplingParams, salt: bytes, patience: int | None) -> None:
+        """Several equal requests, so that memory runs short soon."""
         self.now_ns += 1
+        for _ in range(count):
+            self.add_one(prompt, sampling, salt, patience)
+
+    def add_one(self, prompt: tuple[int, ...], sampling: SamplingParams, salt: bytes, patience: int | None) -> None:
         request = make_request(
             f"r{len(self.requests)}",
             prompt,
@@ -48,16 +56,23 @@ class CoreMachine(RuleBasedStateMachine):
         self.tokens[request.request_id] = []
         self.record(self.core.apply([Add(request)], self.now_ns))
 
-    @precondition(lambda self: self.requests)
-    @rule(data=st.data(), is_stop=st.booleans())
-    def end_early(self, data: st.DataObject, is_stop: bool) -> None:
-        request_id = data.draw(st.sampled_from(sorted(self.requests)))
-        command = Stop(request_id, "stop string") if is_stop else Abort(request_id)
+    @rule(idx=st.integers(0, 20), is_stop=st.booleans())
+    def end_early(self, idx: int, is_stop: bool) -> None:
+        command = Stop(f"r{idx}", "stop string") if is_stop else Abort(f"r{idx}")
         self.record(self.core.apply([command], self.now_ns))
-        assert request_id in self.ended
+        assert f"r{idx}" in self.ended or f"r{idx}" not in self.requests
 
-    @rule(data=st.data(), num_ended=st.integers(0, 2))
-    def step(self, data: st.DataObject, num_ended: int) -> None:
+    @rule(count=st.integers(1, 8))
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step(())
+
+    @rule(aborted=st.lists(st.integers(0, 20), max_size=2))
+    def step_with_aborts(self, aborted: list[int]) -> None:
+        """Commands that arrive while the step runs."""
+        self.step(aborted)
+
+    def step(self, aborted: Sequence[int]) -> None:
         self.now_ns += 1
         self.record(self.core.apply([], self.now_ns))
         preempted_before = {name for name, request in self.requests.items() if request.status is RequestStatus.PREEMPTED}
@@ -68,8 +83,8 @@ class CoreMachine(RuleBasedStateMachine):
         self.check_preempted_go_first(preempted_before, plan)
         self.executor.copy_blocks(self.core.take_block_copies())
         result = self.executor.collect(self.executor.submit(plan))
-        for _ in range(num_ended):  # commands that arrived while the step ran
-            self.end_early(data, False)
+        for idx in aborted:
+            self.record(self.core.apply([Abort(f"r{idx}")], self.now_ns))
         self.record(self.core.finish(plan, result, self.now_ns))
 
     def record(self, events: list[TokenEvent]) -> None:
