@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import orjson
 import pytest
-from harness import PRINTABLE_MODEL, make_tokenizer
+from harness import CAPACITY, END_ID, PRINTABLE_MODEL, make_client, make_runtime, make_tokenizer
 
-from penstock.testing import expected_tokens
+from penstock.testing import HashExecutor, expected_tokens
 from penstock.types.sampling import SamplingParams
 
 URL = "/v1/completions"
@@ -153,6 +153,24 @@ async def test_stop_token_ends_the_text_and_is_not_shown(client):
     [choice] = answer["choices"]
     assert choice["text"] == whole[: whole.index(whole[10])]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", token_id)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_the_models_own_end_is_no_stop_reason(is_streamed):
+    model = replace(PRINTABLE_MODEL, eos_token_id=END_ID, eos_period=4)
+    runtime = make_runtime(HashExecutor(CAPACITY, model=model))
+    async with make_client(runtime) as client:
+        body = {"prompt": "Hello", "max_tokens": 500}
+        if is_streamed:
+            chunks, _ = await ask_streaming(client, **body)
+            choice = chunks[-1]["choices"][0]
+        else:
+            [choice] = (await ask(client, **body))["choices"]
+            [named] = (await ask(client, **body, stop_token_ids=[END_ID]))["choices"]
+            assert (named["finish_reason"], named["stop_reason"]) == ("stop", END_ID)
+    runtime.close()
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", None)
+    assert "<|end|>" not in choice["text"]
 
 
 async def test_echo_puts_the_prompt_before_each_choice(client):

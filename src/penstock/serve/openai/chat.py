@@ -22,6 +22,7 @@ from penstock.serve.openai.generation import (
     finish_word,
     json_answer,
     make_choices,
+    stop_reason,
     stream_answer,
 )
 from penstock.serve.openai.logprobs import chat_logprobs
@@ -84,7 +85,7 @@ class ChatEvents:
         data = self._content(index, chunk)
         if chunk.finish_reason is None:
             return data
-        fields = {"finish_reason": finish_word(chunk), "stop_reason": chunk.stop_reason}
+        fields = {"finish_reason": finish_word(chunk), "stop_reason": stop_reason(self._options, chunk)}
         return data + self._prefixes[index] + b'},"logprobs":null,' + orjson.dumps(fields)[1:-1] + self._usage_suffix()
 
     def end(self) -> bytes:
@@ -144,7 +145,7 @@ def _choice(options: AnswerOptions, record: ChoiceRecord, tokenizer: Tokenizer) 
         "message": {"role": "assistant", "content": record.text, "refusal": None},
         "logprobs": logprobs,
         "finish_reason": finish_word(record.last),
-        "stop_reason": record.last.stop_reason,
+        "stop_reason": stop_reason(options, record.last),
     }
     if options.has_token_ids:
         choice["token_ids"] = record.token_ids

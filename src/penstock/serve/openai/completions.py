@@ -24,6 +24,7 @@ from penstock.serve.openai.generation import (
     fit_prompt,
     json_answer,
     make_choices,
+    stop_reason,
     stream_answer,
 )
 from penstock.serve.openai.logprobs import CompletionLogprobs
@@ -109,7 +110,7 @@ class CompletionEvents:
             "finish_reason": finish_word(chunk),
         }
         if chunk.finish_reason is not None:
-            fields["stop_reason"] = chunk.stop_reason
+            fields["stop_reason"] = stop_reason(self._options, chunk)
         if self._options.has_token_ids:
             fields["token_ids"] = chunk.token_ids
         return fields
@@ -177,7 +178,7 @@ def _choice(options: AnswerOptions, record: ChoiceRecord, echo: str, tokenizer: 
         "text": echo + record.text,
         "logprobs": logprobs,
         "finish_reason": finish_word(record.last),
-        "stop_reason": record.last.stop_reason,
+        "stop_reason": stop_reason(options, record.last),
     }
     if options.has_token_ids:
         choice["token_ids"] = record.token_ids

@@ -52,6 +52,8 @@ class AnswerOptions:
     has_logprobs: bool
     has_token_ids: bool
     skips_special_tokens: bool
+    end_token_ids: frozenset[int]
+    """The model's own end tokens: `stop_reason` names only what the client asked for (as in vLLM)."""
 
 
 class ChoiceRecord:
@@ -88,6 +90,7 @@ def answer_options(body: GenerationBody, terms: CallTerms, runtime: Runtime, *, 
         has_logprobs=num_logprobs(body) is not None,
         has_token_ids=bool(body.return_token_ids),
         skips_special_tokens=body.skip_special_tokens is not False,
+        end_token_ids=frozenset(runtime.model.eos_token_ids) - frozenset(body.stop_token_ids or ()),
     )
 
 
@@ -172,6 +175,11 @@ def json_answer(body: dict[str, object], records: Sequence[ChoiceRecord], terms:
 
 def finish_word(chunk: OutputChunk) -> str | None:
     return None if chunk.finish_reason is None else FINISH_WORDS[chunk.finish_reason]
+
+
+def stop_reason(options: AnswerOptions, chunk: OutputChunk) -> int | str | None:
+    """The client's stop string or stop token that ended the choice; None for any other end."""
+    return None if chunk.stop_reason in options.end_token_ids else chunk.stop_reason
 
 
 def event_head(options: AnswerOptions, kind: str) -> bytes:
