@@ -52,7 +52,8 @@ def test_pull_without_an_index_says_what_to_do(penstock: Penstock, tmp_path: Pat
 @pytest.mark.model
 def test_the_default_model_answers_from_the_command_line(penstock: Penstock) -> None:
     source = resolve(DEFAULT_MODEL, default_cache_dir())
-    assert source.is_present, "fetch it with `penstock pull`"
+    if not source.is_present:
+        pytest.skip(f"{source.path} is not there: run `penstock pull`")
     result = penstock(
         "run", "What is the capital of France?", "--temperature", "0", "--cache", default_cache_dir(), "--max-tokens", "16"
     )
