@@ -1,0 +1,77 @@
+"""Owns how the comparisons make an executor over a real model. Called by tests and `full.py`; compares nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Protocol
+
+from penstock.engine.ports import Executor
+from penstock.models import catalog, registry
+from penstock.models.load import load_model
+from penstock.models.program import Program
+from penstock.models.weights import LoadedModel
+
+from .compare import HasLogits
+
+BLOCK_SIZE = 16
+MAX_ROWS = 64
+MAX_STEP_TOKENS = 256
+
+
+class ParityExecutor(Executor, HasLogits, Protocol):
+    """An executor that also gives logits at every position."""
+
+
+def _make_native(model: LoadedModel, program: Program, num_blocks: int, variant: str) -> ParityExecutor:
+    from penstock.backends.native.executor import NativeExecutor
+
+    return NativeExecutor(
+        model,
+        program,
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        max_rows=MAX_ROWS,
+        max_step_tokens=MAX_STEP_TOKENS,
+        max_model_len=model.spec.max_model_len,
+        variant=variant,
+    )
+
+
+def _make_reference(model: LoadedModel, program: Program, num_blocks: int, variant: str) -> ParityExecutor:
+    from penstock.backends.reference.executor import ReferenceExecutor
+
+    if variant:
+        raise ValueError("the reference backend has no variants")
+    return ReferenceExecutor(
+        model,
+        program,
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        max_rows=MAX_ROWS,
+        max_step_tokens=MAX_STEP_TOKENS,
+        max_model_len=model.spec.max_model_len,
+    )
+
+
+FACTORIES: Mapping[str, Callable[[LoadedModel, Program, int, str], ParityExecutor]] = MappingProxyType(
+    {"native": _make_native, "reference": _make_reference}
+)
+
+
+@contextmanager
+def open_executor(backend: str, source: catalog.ModelSource, *, num_tokens: int, variant: str = "") -> Iterator[ParityExecutor]:
+    """An executor with KV for `num_tokens` and one block more per row. `variant` forces an instruction set of `native`."""
+    model = load_model(source)
+    num_blocks = 1 + MAX_ROWS + -(-num_tokens // BLOCK_SIZE)
+    executor = FACTORIES[backend](model, registry.describe(model.spec), num_blocks, variant)
+    try:
+        yield executor
+    finally:
+        executor.close()
+
+
+def find_model(model: str = catalog.DEFAULT_MODEL) -> catalog.ModelSource:
+    """The source of a catalogue name or path, in the default cache."""
+    return catalog.resolve(model, catalog.default_cache_dir())

@@ -1,0 +1,196 @@
+"""Makes the golden files from transformers. Run by hand or by `run.sh`, in an environment with torch; tests only read them.
+
+    python -m tests.parity.make_golden MODEL.gguf --output tests/golden [--windows ../shared/traces]
+
+Greedy paths come from transformers' `generate` in batches, and are then confirmed by a forward pass of each alone, which
+gives the logits that are stored. With --windows the perplexity windows are scored too: their tokens go to windows.npz
+(not to be committed, as they hold users' text), the sums to perplexity.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import platform
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+import torch
+from transformers import GenerationConfig, LlamaForCausalLM
+
+from .compare import CLEAR_MARGIN, compare_greedy, summarise_greedy, summarise_perplexity, token_logprobs
+from .golden import GOLDEN_DIR, FloatArray, GreedyCase, TextCase, save_greedy, save_texts, tokens_sha256
+from .prompts import PROMPTS, ParityPrompt
+from .reference_model import GgufReference, TorchExecutor
+from .simulate import bf16_cache, int8_inputs
+from .windows import make_windows
+
+NUM_STEPS = 64
+NUM_TOP = 10
+NUM_EXCERPT_TOKENS = 1024
+GENERATE_ROWS = 8
+FULL_LOGITS_OF = ("capital", "fibonacci", "multi_turn")
+SIMULATED_GROUP = 32
+
+
+class GoldenMaker:
+    """Holds the reference in both precisions while the files are made."""
+
+    def __init__(self, model_path: Path) -> None:
+        self.gguf = GgufReference(model_path)
+        self.tokenizer = self.gguf.tokenizer()
+        self.template = jinja2.Environment(autoescape=False).from_string(self.gguf.chat_template)
+        self.f32 = TorchExecutor(self.gguf.model(torch.float32))
+        self.bf16 = TorchExecutor(self.gguf.model(torch.bfloat16))
+
+    def encode(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def render(self, messages: Sequence[dict[str, str]], *, asks: bool = False) -> str:
+        return self.template.render(messages=list(messages), add_generation_prompt=asks)
+
+    def prompt_ids(self, prompt: ParityPrompt) -> list[int]:
+        return self.encode(self.render(prompt.messages, asks=True) if prompt.messages else prompt.text)
+
+    def text_case(self, name: str, token_ids: Sequence[int], f32_logits: FloatArray | None = None) -> TextCase:
+        ids = np.array(token_ids, np.int32)
+        inputs = [int(token_id) for token_id in ids[:-1]]
+        f32 = self.f32.forward_logits(inputs) if f32_logits is None else f32_logits
+        return TextCase(name, ids, token_logprobs(f32, ids[1:]), token_logprobs(self.bf16.forward_logits(inputs), ids[1:]))
+
+    def greedy_cases(self) -> list[GreedyCase]:
+        prompts = [self.prompt_ids(prompt) for prompt in PROMPTS]
+        paths = greedy_paths(self.f32.model, prompts)
+        return [self._confirm(p.name, ids, path) for p, ids, path in zip(PROMPTS, prompts, paths, strict=True)]
+
+    def _confirm(self, name: str, prompt_ids: list[int], path_ids: list[int]) -> GreedyCase:
+        logits = self.f32.forward_logits(prompt_ids + path_ids[:-1])
+        steps = logits[len(prompt_ids) - 1 :]
+        if steps.argmax(axis=1).tolist() != path_ids:
+            raise RuntimeError(f"{name}: batched generation and a single forward pass disagree; the path has a tie")
+        top_ids = np.argsort(-steps, axis=1, kind="stable")[:, :NUM_TOP].astype(np.int32)
+        text = self.text_case(name, prompt_ids + path_ids, logits)
+        print(f"  {name}: {len(prompt_ids)} tokens -> {self.tokenizer.decode(path_ids)[:60]!r}", flush=True)
+        return GreedyCase(text, len(prompt_ids), top_ids, np.take_along_axis(steps, top_ids, axis=1))
+
+
+def greedy_paths(model: LlamaForCausalLM, prompts: Sequence[list[int]]) -> list[list[int]]:
+    """NUM_STEPS tokens for each prompt, end tokens not stopping it; equal lengths are batched as far as possible."""
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    paths: dict[int, list[int]] = {}
+    config = GenerationConfig(do_sample=False, max_new_tokens=NUM_STEPS, eos_token_id=None, pad_token_id=0)
+    model.generation_config = config  # as an argument it would be completed with the model's own, end token included
+    for begin in range(0, len(order), GENERATE_ROWS):
+        batch = order[begin : begin + GENERATE_ROWS]
+        width = max(len(prompts[i]) for i in batch)
+        ids = torch.tensor([[0] * (width - len(prompts[i])) + prompts[i] for i in batch])
+        mask = torch.tensor([[0] * (width - len(prompts[i])) + [1] * len(prompts[i]) for i in batch])
+        with torch.inference_mode():
+            out = model.generate(ids, attention_mask=mask)
+        print(f"  generated {begin + len(batch)} of {len(order)}", flush=True)
+        paths |= {i: out[row, width:].tolist() for row, i in enumerate(batch)}
+    return [paths[i] for i in range(len(prompts))]
+
+
+def measure_noise(maker: GoldenMaker, cases: Sequence[GreedyCase]) -> dict[str, Any]:
+    """How far other arithmetic moves the choices along the golden paths: bf16 throughout, and int8 inputs with a bf16 cache."""
+    bf16 = [compare_greedy(maker.bf16, case) for case in cases]
+    with int8_inputs(maker.f32.model, SIMULATED_GROUP), bf16_cache(maker.f32.model):
+        int8 = [compare_greedy(maker.f32, case) for case in cases]
+    noise: dict[str, Any] = {}
+    for name, comparisons in (("bf16", bf16), (f"int8 inputs in groups of {SIMULATED_GROUP}, bf16 cache", int8)):
+        summary = summarise_greedy(comparisons)
+        perplexity = summarise_perplexity([comparison.text for comparison in comparisons])
+        noise[name] = {
+            "margin_error_rms": round(summary.margin_error_rms, 4),
+            "unequal_steps": summary.num_steps - summary.num_equal,
+            "worst_unequal_margin": round(summary.worst_unequal_margin, 4),
+            "perplexity_ratio_to_f32": round(perplexity.ratio_to_f32, 5),
+        }
+    return noise
+
+
+def write_greedy(maker: GoldenMaker, output: Path) -> list[GreedyCase]:
+    cases = maker.greedy_cases()
+    save_greedy(output, cases)
+    last = {c.name: maker.f32.forward_logits(c.prompt_ids)[-1] for c in cases if c.name in FULL_LOGITS_OF}
+    np.savez_compressed(output / "last_logits.npz", **last)
+    decode = maker.tokenizer.decode
+    texts = {
+        case.name: {
+            "prompt": decode(case.prompt_ids, skip_special_tokens=False),
+            "reply": decode(case.path_ids.tolist(), skip_special_tokens=False),
+        }
+        for case in cases
+    }
+    (output / "greedy.json").write_text(json.dumps(texts, indent=1, ensure_ascii=False) + "\n")
+    return cases
+
+
+def write_texts(maker: GoldenMaker, output: Path) -> None:
+    token_ids = maker.encode((GOLDEN_DIR / "sonnet_excerpt.txt").read_text())[:NUM_EXCERPT_TOKENS]
+    save_texts(output / "texts.npz", [maker.text_case("sonnet_excerpt", token_ids)])
+
+
+def write_windows(maker: GoldenMaker, output: Path, traces_dir: Path) -> None:
+    texts = []
+    for window in make_windows(traces_dir, maker.encode, maker.render):
+        texts.append(maker.text_case(window.name, window.token_ids))
+        print(f"  {window.name}: {np.exp(-texts[-1].logprobs_f32.mean()):.3f}", flush=True)
+    save_texts(output / "windows.npz", texts)
+    rows = [_window_row(text) for text in texts]
+    num_predicted = sum(len(text.logprobs_f32) for text in texts)
+    totals = {f"perplexity_{k}": float(np.exp(sum(row[f"nll_{k}"] for row in rows) / num_predicted)) for k in ("f32", "bf16")}
+    document = {"num_predicted_tokens": num_predicted, **totals, "windows": rows}
+    (output / "perplexity.json").write_text(json.dumps(document, indent=1) + "\n")
+
+
+def _window_row(text: TextCase) -> dict[str, Any]:
+    nll = {"nll_f32": _nll(text.logprobs_f32), "nll_bf16": _nll(text.logprobs_bf16)}
+    return {"name": text.name, "tokens_sha256": tokens_sha256(text.token_ids), **nll}
+
+
+def _nll(logprobs: FloatArray) -> float:
+    return round(-float(logprobs.sum(dtype=np.float64)), 4)
+
+
+def write_manifest(model_path: Path, output: Path, noise: dict[str, Any]) -> None:
+    manifest = {
+        "model": model_path.name,
+        "model_sha256": hashlib.sha256(model_path.read_bytes()).hexdigest(),
+        "tools": {name: version(name) for name in ("torch", "transformers", "gguf", "tokenizers", "numpy")},
+        "python": platform.python_version(),
+        "num_steps": NUM_STEPS,
+        "clear_margin": CLEAR_MARGIN,
+        "noise_along_the_paths": noise,
+    }
+    (output / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="a llama-type GGUF file")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--windows", type=Path, help="folder with sonnet.txt and sharegpt_1000.jsonl")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    args.output.mkdir(parents=True, exist_ok=True)
+    maker = GoldenMaker(args.model)
+    print("greedy paths", flush=True)
+    cases = write_greedy(maker, args.output)
+    write_texts(maker, args.output)
+    print("noise of other arithmetic", flush=True)
+    write_manifest(args.model, args.output, measure_noise(maker, cases))
+    if args.windows:
+        print("perplexity windows", flush=True)
+        write_windows(maker, args.output, args.windows)
+
+
+if __name__ == "__main__":
+    main()

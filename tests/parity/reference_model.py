@@ -1,0 +1,167 @@
+"""Owns the yardstick: transformers' own Llama over the exact values of a GGUF file's weights, for the parity scripts.
+
+Called by `make_golden.py` and `full.py`, which have torch; never imported by tests that run without it. It shares no
+code with the package under test: the file is read through the `gguf` package and the tokenizer is built here again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGUFReader
+from gguf.quants import dequantize
+from numpy.typing import NDArray
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM
+
+_TENSOR_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_TOP_NAMES = {"token_embd": "model.embed_tokens.weight", "output_norm": "model.norm.weight", "output": "lm_head.weight"}
+_CONTROL, _USER_DEFINED = 3, 4
+"""Token types of the GGUF specification."""
+
+
+class GgufReference:
+    """A llama-type GGUF file as transformers sees it. Raises ValueError for any other architecture."""
+
+    def __init__(self, path: Path) -> None:
+        self._reader = GGUFReader(path)
+        architecture = self._field("general.architecture")
+        if architecture != "llama":
+            raise ValueError(f"{path}: the reference is written for llama-type files, not {architecture!r}")
+
+    def config(self) -> LlamaConfig:
+        num_heads = self._field("llama.attention.head_count")
+        hidden_size = self._field("llama.embedding_length")
+        return LlamaConfig(
+            vocab_size=len(self._reader.fields["tokenizer.ggml.tokens"].data),
+            hidden_size=hidden_size,
+            intermediate_size=self._field("llama.feed_forward_length"),
+            num_hidden_layers=self._field("llama.block_count"),
+            num_attention_heads=num_heads,
+            num_key_value_heads=self._field("llama.attention.head_count_kv"),
+            head_dim=self._field("llama.rope.dimension_count"),
+            max_position_embeddings=self._field("llama.context_length"),
+            rms_norm_eps=self._field("llama.attention.layer_norm_rms_epsilon"),
+            rope_parameters={"rope_type": "default", "rope_theta": self._field("llama.rope.freq_base")},
+            tie_word_embeddings=not any(t.name == "output.weight" for t in self._reader.tensors),
+            bos_token_id=self._field("tokenizer.ggml.bos_token_id"),
+            eos_token_id=self._field("tokenizer.ggml.eos_token_id"),
+            attn_implementation="sdpa",
+        )
+
+    def model(self, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+        """The model in eval mode. In bfloat16 every weight is the nearest bfloat16 to its exact value."""
+        config = self.config()
+        model = LlamaForCausalLM(config).eval()
+        state = dict(self._state(config))
+        if config.tie_word_embeddings:
+            state["lm_head.weight"] = state["model.embed_tokens.weight"]
+        model.load_state_dict(state, strict=True)
+        return model.to(dtype)
+
+    def tokenizer(self) -> Tokenizer:
+        """The byte-level BPE of the file. Raises ValueError for another kind of vocabulary."""
+        kind = (self._field("tokenizer.ggml.model"), self._field("tokenizer.ggml.pre"))
+        if kind != ("gpt2", "smollm"):
+            raise ValueError(f"the reference tokenizer is written for ('gpt2', 'smollm'), not {kind}")
+        tokens = self._field("tokenizer.ggml.tokens")
+        merges = [tuple(merge.split(" ")) for merge in self._field("tokenizer.ggml.merges")]
+        tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+        )
+        tokenizer.decoder = decoders.ByteLevel()
+        types = self._field("tokenizer.ggml.token_type")
+        added = [AddedToken(t, special=True, normalized=False) for t, k in zip(tokens, types, strict=True) if k == _CONTROL]
+        tokenizer.add_special_tokens(added)
+        tokenizer.add_tokens(
+            [AddedToken(t, normalized=False) for t, k in zip(tokens, types, strict=True) if k == _USER_DEFINED]
+        )
+        return tokenizer
+
+    @property
+    def chat_template(self) -> str:
+        return str(self._field("tokenizer.chat_template"))
+
+    @property
+    def eos_token_id(self) -> int:
+        return int(self._field("tokenizer.ggml.eos_token_id"))
+
+    def _field(self, key: str) -> Any:
+        return self._reader.fields[key].contents()
+
+    def _state(self, config: LlamaConfig) -> Iterator[tuple[str, torch.Tensor]]:
+        num_heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+        for tensor in self._reader.tensors:
+            values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32).reshape(tuple(reversed(tensor.shape)))
+            stem = tensor.name.removesuffix(".weight")
+            if stem in _TOP_NAMES:
+                yield _TOP_NAMES[stem], torch.from_numpy(values)
+                continue
+            _, layer, part = stem.split(".")
+            if part in num_heads:
+                values = half_split_rows(values, num_heads[part])
+            yield f"model.layers.{layer}.{_TENSOR_NAMES[part]}.weight", torch.from_numpy(values)
+
+
+def half_split_rows(values: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:
+    """Rows of q or k in Hugging Face's rope layout, from llama-type GGUF's interleaved one.
+
+    Within a head GGUF stores rows 0, n/2, 1, n/2 + 1, ...; here they become 0, 1, ..., n/2, n/2 + 1, ...
+    """
+    num_rows, num_cols = values.shape
+    pairs = values.reshape(num_heads, num_rows // num_heads // 2, 2, num_cols)
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(num_rows, num_cols)
+
+
+class TorchExecutor:
+    """`forward_logits` over a transformers model, so that the comparison can run on the reference itself."""
+
+    def __init__(self, model: LlamaForCausalLM) -> None:
+        self.model = model
+
+    @torch.inference_mode()
+    def forward_logits(self, token_ids: list[int]) -> NDArray[np.float32]:
+        """Logits after each token, float32 [num_tokens, vocab_size]."""
+        logits = self.model(torch.tensor([token_ids]), use_cache=False).logits[0]
+        return logits.float().numpy()
+
+    @torch.inference_mode()
+    def greedy_logits(self, prompt_token_ids: list[int], num_new_tokens: int) -> NDArray[np.float32]:
+        """Logits of each step of a greedy generation with a KV cache, float32 [num_new_tokens, vocab_size].
+
+        It does not stop at an end token: the tokens are the rows' argmax, the lower id first among equals.
+        """
+        cache, step_ids, rows = None, torch.tensor([prompt_token_ids]), []
+        for _ in range(num_new_tokens):
+            out = self.model(step_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            cache, row = out.past_key_values, out.logits[0, -1].float().numpy()
+            rows.append(row)
+            step_ids = torch.tensor([[int(row.argmax())]])
+        return np.stack(rows)
+
+
+@contextmanager
+def torch_threads(num_threads: int) -> Iterator[None]:
+    """Bounds torch's threads for a block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

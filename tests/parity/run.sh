@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# The full comparison with transformers: `make test-parity`. Arguments go to `python -m tests.parity.full`.
+#
+# Two environments meet in files: build/parity-venv has torch and writes what the reference answers to build/parity;
+# .venv has Penstock and compares. The exit code is that of the comparison.
+#
+#   TRACES=DIR       folder with sonnet.txt and sharegpt_1000.jsonl (default ../shared/traces)
+#   PARITY_REUSE=1   compare with the reference's answers of the last run
+#   PYTHON=...       interpreter for build/parity-venv (default .venv/bin/python)
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+PYTHON=${PYTHON:-.venv/bin/python}
+TRACES=${TRACES:-../shared/traces}
+MODEL=smollm2:135m
+# Threads that wait do not spin: on a busy machine that is several times faster.
+export OMP_WAIT_POLICY=PASSIVE
+VENV=build/parity-venv
+ANSWERS=build/parity
+REQUIREMENTS=tests/parity/requirements.txt
+
+make_venv() {
+  if cmp -s "$REQUIREMENTS" "$VENV/installed-requirements.txt"; then return; fi
+  echo "Making $VENV with torch and transformers; the first time takes minutes."
+  rm -rf "$VENV"
+  "$PYTHON" -m venv "$VENV"
+  local -a index=()
+  # The CPU build is a tenth of the size. Not on PyPI: ask PyTorch's index, unless the machine's own settings know it.
+  if ! "$VENV/bin/pip" index versions torch 2>/dev/null | grep -q '+cpu'; then
+    index=(--extra-index-url https://download.pytorch.org/whl/cpu)
+  fi
+  "$VENV/bin/pip" install --quiet --disable-pip-version-check "${index[@]}" --requirement "$REQUIREMENTS"
+  cp "$REQUIREMENTS" "$VENV/installed-requirements.txt"
+}
+
+answer() {
+  local -a windows=()
+  if [[ -f $TRACES/sonnet.txt && -f $TRACES/sharegpt_1000.jsonl ]]; then
+    windows=(--windows "$TRACES")
+  else
+    echo "$TRACES has no sonnet.txt or no sharegpt_1000.jsonl: only the committed excerpt is scored for perplexity."
+  fi
+  rm -rf "$ANSWERS"
+  "$VENV/bin/python" -m tests.parity.make_golden "$1" --output "$ANSWERS" "${windows[@]}"
+}
+
+.venv/bin/penstock pull "$MODEL"
+path=$(.venv/bin/python -c 'from tests.parity.executors import find_model; print(find_model().path)')
+if [[ ${PARITY_REUSE:-} != 1 || ! -f $ANSWERS/manifest.json ]]; then
+  make_venv
+  answer "$path"
+fi
+exec .venv/bin/python -m tests.parity.full "$ANSWERS" "$@"

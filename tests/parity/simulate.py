@@ -1,0 +1,59 @@
+"""Owns a simulation, in torch, of the arithmetic that a backend may choose: int8 inputs of every Linear, a bfloat16 cache.
+
+`make_golden.py` measures with it how far such arithmetic moves the margins between tokens, which is what the threshold
+of a clear step in `compare.py` rests on. It simulates no kernel of ours in particular.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, LlamaForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+_BF16_CACHE = "sdpa_bf16_cache"
+
+
+def fake_int8(values: torch.Tensor, group_size: int) -> torch.Tensor:
+    """Values rounded to 255 symmetric steps of their group's largest magnitude, a group being consecutive columns."""
+    groups = values.reshape(*values.shape[:-1], -1, group_size)
+    scales = (groups.abs().amax(-1, keepdim=True) / 127).clamp_min(torch.finfo(values.dtype).tiny)
+    return ((groups / scales).round() * scales).reshape(values.shape)
+
+
+def _attend_to_bf16(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **options: Any
+) -> Any:
+    key, value = key.bfloat16().to(key.dtype), value.bfloat16().to(value.dtype)
+    return sdpa_attention_forward(module, query, key, value, *rest, **options)
+
+
+@contextmanager
+def bf16_cache(model: LlamaForCausalLM) -> Iterator[None]:
+    """Keys and values are rounded to bfloat16 before they are attended to, as a bfloat16 cache does."""
+    AttentionInterface.register(_BF16_CACHE, _attend_to_bf16)
+    AttentionMaskInterface.register(_BF16_CACHE, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    model.set_attn_implementation(_BF16_CACHE)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation("sdpa")
+
+
+@contextmanager
+def int8_inputs(model: LlamaForCausalLM, group_size: int) -> Iterator[None]:
+    """The inputs of every Linear, the output matrix included, pass through `fake_int8`."""
+    handles = [
+        module.register_forward_pre_hook(lambda _, args: (fake_int8(args[0], group_size),))
+        for module in model.modules()
+        if isinstance(module, torch.nn.Linear)
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
