@@ -78,6 +78,7 @@ class HashExecutor:
             self._release(request_id)
         for admit in plan.admits:
             self._admit(admit)
+        assert len(self._rows) <= self._capacity.max_rows, f"{len(self._rows)} requests of at most {self._capacity.max_rows}"
         for row in plan.rows:
             self._append_blocks(row)
         token_ids: dict[str, tuple[int, ...]] = {}
@@ -100,7 +101,6 @@ class HashExecutor:
         assert plan.step_id not in self._results, f"step {plan.step_id} was submitted already"
         ids = [row.request_id for row in plan.rows]
         assert len(set(ids)) == len(ids), "a request has two rows"
-        assert len(ids) <= self._capacity.max_rows, f"{len(ids)} rows of at most {self._capacity.max_rows}"
         assert plan.num_tokens <= self._capacity.max_step_tokens, (
             f"{plan.num_tokens} tokens of at most {self._capacity.max_step_tokens}"
         )

@@ -1,0 +1,104 @@
+"""What the contract suite needs of an executor: plans made by hand, or whole requests run by a core. Knows no backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from contracts.factories import Factory
+from penstock.engine.ports import Executor
+from penstock.testing import Outcome, make_core, make_request, run_to_completion
+from penstock.types.events import Add
+from penstock.types.plan import AdmitRow, Capacity, RowPlan, StepPlan
+from penstock.types.request import Request
+from penstock.types.result import StepResult
+from penstock.types.sampling import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
+MAX_ROWS = 6
+MAX_BLOCKS_PER_ROW = 8
+
+
+class Harness:
+    """Makes executors of one kind and closes them all in the end."""
+
+    def __init__(self, factory: Factory) -> None:
+        self.vocab_size = factory.vocab_size
+        self.block_size = factory.block_size
+        self.capacity = Capacity(
+            num_blocks=1 + 3 * MAX_BLOCKS_PER_ROW,
+            block_size=self.block_size,
+            max_rows=MAX_ROWS,
+            max_step_tokens=MAX_BLOCKS_PER_ROW * self.block_size,
+            max_model_len=MAX_BLOCKS_PER_ROW * self.block_size,
+        )
+        self._factory = factory
+        self._made: list[Executor] = []
+
+    def make(self) -> Executor:
+        executor = self._factory.make(self.capacity)
+        self._made.append(executor)
+        return executor
+
+    def close(self) -> None:
+        for executor in self._made:
+            executor.close()
+
+    def prompt(self, num_tokens: int, seed: int = 1) -> tuple[int, ...]:
+        """Tokens that look random; those of different seeds differ from the first on."""
+        return tuple(
+            10 + (seed * 7919 + idx * idx * 31 + idx * seed * 17) % (self.vocab_size - 10) for idx in range(num_tokens)
+        )
+
+    def run(self, *requests: Request, executor: Executor | None = None, caching: bool = False, **limits: int) -> list[Outcome]:
+        """Run requests together; `limits` narrow the capacity that the scheduler sees. Outcomes as the requests came."""
+        core = make_core(replace(self.capacity, **limits), enable_prefix_caching=caching)
+        outcomes = run_to_completion(core, executor or self.make(), *map(Add, requests))
+        return [outcomes[request.request_id] for request in requests]
+
+    def answer(self, prompt: Sequence[int], **sampling: object) -> list[int]:
+        """The tokens that a fresh executor gives to one request alone, in the simplest way."""
+        (outcome,) = self.run(request("alone", prompt, **sampling))
+        assert outcome.token_ids
+        return outcome.token_ids
+
+
+def request(request_id: str, prompt: Sequence[int], *, arrival_ns: int = 0, **sampling: object) -> Request:
+    """Greedy, eight tokens, unless told otherwise."""
+    return make_request(request_id, prompt, arrival_ns=arrival_ns, sampling=GREEDY, **sampling)
+
+
+class Feed:
+    """Submits plans made by hand to one executor, step after step."""
+
+    def __init__(self, executor: Executor) -> None:
+        self.executor = executor
+        self.num_steps = 0
+
+    def step(self, rows: Sequence[RowPlan] = (), admits: Sequence[AdmitRow] = (), releases: Sequence[str] = ()) -> StepResult:
+        plan = StepPlan(self.num_steps, self.num_steps, tuple(admits), tuple(rows), tuple(releases))
+        self.num_steps += 1
+        ticket = self.executor.submit(plan)
+        assert ticket.step_id == plan.step_id
+        result = self.executor.collect(ticket)
+        assert result.step_id == plan.step_id
+        return result
+
+    def decode(self, request_id: str, context_len: int, count: int) -> list[int]:
+        """Sample `count` more tokens of a row whose blocks have room for them."""
+        tokens: list[int] = []
+        for idx in range(count):
+            tokens += self.step([RowPlan(request_id, context_len + idx, 1, (), True)]).token_ids[request_id]
+        return tokens
+
+
+def admit(
+    request_id: str,
+    token_ids: Sequence[int],
+    block_ids: Sequence[int],
+    *,
+    num_computed_tokens: int = 0,
+    sampling: SamplingParams = GREEDY,
+) -> AdmitRow:
+    """A row of which all tokens are prompt."""
+    return AdmitRow(request_id, tuple(token_ids), len(token_ids), tuple(block_ids), num_computed_tokens, sampling)

@@ -1,0 +1,240 @@
+"""What every executor promises. Only tokens are compared, so the suite holds for hashes and for models alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from contracts.harness import GREEDY, MAX_BLOCKS_PER_ROW, MAX_ROWS, Feed, Harness, admit, request
+from penstock.types.plan import RowPlan
+
+BROKEN = (ValueError, AssertionError)
+
+
+class TestAnswers:
+    """The answer is a function of the prompt and the sampling parameters alone."""
+
+    def test_the_same_request_gets_the_same_answer(self, harness: Harness) -> None:
+        prompt = harness.prompt(2 * harness.block_size + 1)
+        assert harness.answer(prompt) == harness.answer(prompt)
+
+    def test_prompts_of_one_token_are_answered(self, harness: Harness) -> None:
+        assert len(harness.answer(harness.prompt(1))) == GREEDY.max_tokens
+
+    @pytest.mark.parametrize("chunk", [1, 2, 3, 7])
+    def test_chunked_is_whole(self, harness: Harness, chunk: int) -> None:
+        prompt = harness.prompt(4 * harness.block_size + 2)
+        (outcome,) = harness.run(request("r", prompt), max_step_tokens=chunk)
+        assert outcome.token_ids == harness.answer(prompt)
+
+    def test_batch_of_one_is_batch_of_many(self, harness: Harness) -> None:
+        prompts = [harness.prompt(1 + idx * harness.block_size * 2 // 3, seed=idx + 1) for idx in range(MAX_ROWS)]
+        outcomes = harness.run(*(request(f"r{idx}", prompt) for idx, prompt in enumerate(prompts)))
+        assert [outcome.token_ids for outcome in outcomes] == [harness.answer(prompt) for prompt in prompts]
+
+    def test_decodes_beside_a_chunked_prompt_are_decodes_alone(self, harness: Harness) -> None:
+        short, long = harness.prompt(3, seed=1), harness.prompt(5 * harness.block_size, seed=2)
+        requests = request("short", short, max_tokens=harness.block_size * 3), request("long", long, arrival_ns=1)
+        outcomes = harness.run(*requests, max_step_tokens=5)
+        assert outcomes[0].token_ids == harness.answer(short, max_tokens=harness.block_size * 3)
+        assert outcomes[1].token_ids == harness.answer(long)
+
+    def test_hit_is_miss(self, harness: Harness) -> None:
+        prompt = harness.prompt(3 * harness.block_size + 1)
+        executor = harness.make()
+        requests = request("first", prompt), request("second", prompt, arrival_ns=1)
+        outcomes = harness.run(*requests, executor=executor, caching=True, max_rows=1)
+        assert [outcome.last.num_cached_tokens for outcome in outcomes] == [0, 3 * harness.block_size]
+        assert outcomes[0].token_ids == outcomes[1].token_ids == harness.answer(prompt)
+
+    @pytest.mark.parametrize("caching", [True, False])
+    def test_preempted_is_not_preempted(self, harness: Harness, caching: bool) -> None:
+        num_tokens = (MAX_BLOCKS_PER_ROW - 4) * harness.block_size
+        prompts = [harness.prompt(harness.block_size * 2 - 1, seed=seed) for seed in (1, 2, 3)]
+        requests = [request(f"r{idx}", prompt, max_tokens=num_tokens, arrival_ns=idx) for idx, prompt in enumerate(prompts)]
+        outcomes = harness.run(*requests, caching=caching, num_blocks=1 + MAX_BLOCKS_PER_ROW)
+        assert sum(r.num_preemptions for r in requests) > 0
+        for prompt, outcome in zip(prompts, outcomes, strict=True):
+            assert outcome.token_ids == harness.answer(prompt, max_tokens=num_tokens)
+
+    def test_stop_tokens_wait_for_min_tokens(self, harness: Harness) -> None:
+        prompt = harness.prompt(harness.block_size)
+        first = harness.answer(prompt)[0]
+        (stopped,) = harness.run(request("r", prompt, stop_token_ids=(first,)))
+        assert stopped.token_ids == [first]
+        (waited,) = harness.run(request("r", prompt, stop_token_ids=(first,), min_tokens=3))
+        assert len(waited.token_ids) > 3
+        assert first not in waited.token_ids[:3]
+
+    def test_sampling_depends_on_the_seed_and_not_on_the_batch(self, harness: Harness) -> None:
+        prompt = harness.prompt(harness.block_size + 1)
+        seeds = [1, 2, 3, 2**64 - 1]
+        alone = [harness.answer(prompt, temperature=1.0, seed=seed) for seed in seeds]
+        together = harness.run(*(request(f"r{seed}", prompt, temperature=1.0, seed=seed) for seed in seeds))
+        assert [outcome.token_ids for outcome in together] == alone
+        assert len({tuple(tokens) for tokens in alone}) > 1
+
+
+class TestSteps:
+    """Plans made by hand."""
+
+    def test_the_capacity_is_the_one_asked_for(self, harness: Harness) -> None:
+        assert harness.make().capacity == harness.capacity
+
+    def test_only_rows_that_sample_have_a_token(self, harness: Harness) -> None:
+        feed = Feed(harness.make())
+        prompt = harness.prompt(3)
+        rows = [RowPlan("whole", 0, 3, (), True), RowPlan("part", 0, 2, (), False)]
+        result = feed.step(rows, [admit("whole", prompt, [1]), admit("part", prompt, [2])])
+        assert result.token_ids.keys() == {"whole"}
+        assert len(result.token_ids["whole"]) == 1
+        assert result.timing.end_ns >= result.timing.start_ns
+        (token_id,) = feed.step([RowPlan("part", 2, 1, (), True)]).token_ids["part"]
+        assert (token_id,) == result.token_ids["whole"]
+
+    def test_logprobs_come_for_the_rows_that_asked(self, harness: Harness) -> None:
+        feed = Feed(harness.make())
+        prompt = harness.prompt(3)
+        asking = replace(GREEDY, logprobs=2)
+        rows = [RowPlan(name, 0, 3, (), True) for name in ("asks", "asks_not")]
+        result = feed.step(rows, [admit("asks", prompt, [1], sampling=asking), admit("asks_not", prompt, [2])])
+        assert result.logprobs.keys() == {"asks"}
+        (logprobs,) = result.logprobs["asks"]
+        assert (logprobs.token_id,) == result.token_ids["asks"]
+        assert logprobs.rank == 1, "greedy takes the most likely"
+        assert logprobs.top[0] == (logprobs.token_id, logprobs.logprob)
+        assert len(logprobs.top) == 2
+        assert 0 >= logprobs.top[0][1] >= logprobs.top[1][1]
+
+    def test_rows_can_be_in_any_order_and_be_left_out(self, harness: Harness) -> None:
+        prompts = {"a": harness.prompt(2, seed=1), "b": harness.prompt(3, seed=2)}
+        feed = Feed(harness.make())
+        admits = [admit("a", prompts["a"], [5]), admit("b", prompts["b"], [3, 9])]
+        result = feed.step([RowPlan("b", 0, 3, (), True), RowPlan("a", 0, 2, (), True)], admits)
+        tokens = {name: list(result.token_ids[name]) for name in prompts}
+        tokens["b"] += feed.decode("b", 3, 1)
+        tokens["a"] += feed.decode("a", 2, 2)
+        for name, prompt in prompts.items():
+            assert tokens[name] == harness.answer(prompt)[: len(tokens[name])]
+
+    def test_releases_come_before_admits(self, harness: Harness) -> None:
+        """In one plan a request is forgotten, comes back under its name, and its block goes to another."""
+        feed = Feed(harness.make())
+        first, second = harness.prompt(3, seed=1), harness.prompt(3, seed=2)
+        feed.step([RowPlan("a", 0, 3, (), True)], [admit("a", first, [1])])
+        rows = [RowPlan("a", 0, 3, (), True), RowPlan("b", 0, 3, (), True)]
+        result = feed.step(rows, [admit("a", second, [2]), admit("b", first, [1])], ["a"])
+        assert list(result.token_ids["a"]) == harness.answer(second)[:1]
+        assert list(result.token_ids["b"]) == harness.answer(first)[:1]
+
+    def test_all_rows_can_be_replaced_in_one_step(self, harness: Harness) -> None:
+        feed = Feed(harness.make())
+        names = [f"r{idx}" for idx in range(MAX_ROWS)]
+        for seed, releases in ((1, []), (2, names)):
+            prompt = harness.prompt(2, seed=seed)
+            admits = [admit(name, prompt, [idx + 1]) for idx, name in enumerate(names)]
+            result = feed.step([RowPlan(name, 0, 2, (), True) for name in names], admits, releases)
+            assert [list(result.token_ids[name]) for name in names] == [harness.answer(prompt)[:1]] * MAX_ROWS
+
+    def test_blocks_may_come_in_any_order(self, harness: Harness) -> None:
+        size = harness.block_size
+        prompt = harness.prompt(3 * size)
+        feed = Feed(harness.make())
+        result = feed.step([RowPlan("r", 0, 3 * size, (), True)], [admit("r", prompt, [7, 2, 5])])
+        tokens = list(result.token_ids["r"])
+        tokens += feed.step([RowPlan("r", 3 * size, 1, (1,), True)]).token_ids["r"]
+        tokens += feed.decode("r", 3 * size + 1, min(2, size - 1))
+        assert tokens == harness.answer(prompt)[: len(tokens)]
+
+    def test_what_a_block_contained_before_does_not_matter(self, harness: Harness) -> None:
+        size = harness.block_size
+        feed = Feed(harness.make())
+        blocks = range(1, 1 + MAX_BLOCKS_PER_ROW)
+        long = harness.prompt(MAX_BLOCKS_PER_ROW * size - 1, seed=1)
+        feed.step([RowPlan("long", 0, len(long), (), True)], [admit("long", long, blocks)])
+        short = harness.prompt(size + 1, seed=2)
+        rows = [RowPlan("short", 0, len(short), (), True)]
+        result = feed.step(rows, [admit("short", short, list(blocks)[::-1][:2])], ["long"])
+        assert list(result.token_ids["short"]) == harness.answer(short)[:1]
+
+    def test_computed_blocks_can_be_handed_to_another_request(self, harness: Harness) -> None:
+        size = harness.block_size
+        prompt = harness.prompt(2 * size + 1)
+        feed = Feed(harness.make())
+        feed.step([RowPlan("a", 0, len(prompt), (), True)], [admit("a", prompt, [1, 2, 3])])
+        shared = admit("b", prompt, [1, 2, 4], num_computed_tokens=2 * size)
+        result = feed.step([RowPlan("b", 2 * size, 1, (), True)], [shared])
+        assert list(result.token_ids["b"]) == harness.answer(prompt)[:1]
+
+    def test_a_copied_block_is_as_good_as_the_original(self, harness: Harness) -> None:
+        """Copy-on-write: two rows part ways in the middle of a block."""
+        size = harness.block_size
+        prompt = harness.prompt(2 * size - 1)
+        feed = Feed(harness.make())
+        feed.step([RowPlan("a", 0, len(prompt), (), True)], [admit("a", prompt, [1, 2])])
+        feed.executor.copy_blocks([(2, 6)])
+        other = (*prompt, 11)
+        rows = [RowPlan("a", len(prompt), 1, (), True), RowPlan("b", len(prompt), 1, (), True)]
+        result = feed.step(rows, [admit("b", other, [1, 6], num_computed_tokens=len(prompt))])
+        assert list(result.token_ids["a"]) == harness.answer(prompt)[1:2]
+        assert list(result.token_ids["b"]) == harness.answer(other)[:1]
+
+    def test_copies_happen_in_order(self, harness: Harness) -> None:
+        size = harness.block_size
+        prompt = harness.prompt(size + 1)
+        feed = Feed(harness.make())
+        feed.step([RowPlan("a", 0, len(prompt), (), True)], [admit("a", prompt, [1, 2])])
+        feed.executor.copy_blocks([(1, 8), (8, 9)])
+        row = admit("b", prompt, [9, 3], num_computed_tokens=size)
+        result = feed.step([RowPlan("b", size, 1, (), True)], [row])
+        assert list(result.token_ids["b"]) == harness.answer(prompt)[:1]
+
+    def test_close_can_be_called_again(self, harness: Harness) -> None:
+        executor = harness.make()
+        executor.close()
+        executor.close()
+
+
+BREACHES: dict[str, Callable[[Feed, Harness], object]] = {
+    "a row of an unknown request": lambda feed, h: feed.step([RowPlan("x", 0, 1, (), True)]),
+    "release of an unknown request": lambda feed, h: feed.step([RowPlan("a", 3, 1, (), True)], releases=["x"]),
+    "a row of a released request": lambda feed, h: feed.step([RowPlan("a", 3, 1, (), True)], releases=["a"]),
+    "a request admitted twice": lambda feed, h: feed.step([RowPlan("a", 3, 1, (), True)], [admit("a", h.prompt(3), [2])]),
+    "a token outside the vocabulary": lambda feed, h: feed.step(
+        [RowPlan("b", 0, 1, (), True)], [admit("b", [h.vocab_size], [2])]
+    ),
+    "a negative token": lambda feed, h: feed.step([RowPlan("b", 0, 1, (), True)], [admit("b", [-1], [2])]),
+    "a context that skips tokens": lambda feed, h: feed.step([RowPlan("b", 1, 2, (), True)], [admit("b", h.prompt(3), [2])]),
+    "more tokens than are known": lambda feed, h: feed.step([RowPlan("a", 3, 2, (), True)]),
+    "a row without tokens": lambda feed, h: feed.step([RowPlan("a", 3, 0, (), True)]),
+    "two rows of one request": lambda feed, h: feed.step([RowPlan("a", 3, 1, (), True), RowPlan("a", 3, 1, (), True)]),
+    "too few blocks": lambda feed, h: feed.step(
+        [RowPlan("b", 0, h.block_size + 1, (), True)], [admit("b", h.prompt(h.block_size + 1), [2])]
+    ),
+    "the null block in a table": lambda feed, h: feed.step([RowPlan("b", 0, 3, (), True)], [admit("b", h.prompt(3), [0])]),
+    "a block that does not exist": lambda feed, h: feed.step(
+        [RowPlan("b", 0, 3, (), True)], [admit("b", h.prompt(3), [h.capacity.num_blocks])]
+    ),
+    "more rows than there are": lambda feed, h: feed.step(
+        [RowPlan(f"b{idx}", 0, 1, (), True) for idx in range(MAX_ROWS)],
+        [admit(f"b{idx}", h.prompt(1), [idx + 2]) for idx in range(MAX_ROWS)],
+    ),
+    "more tokens than a step may have": lambda feed, h: feed.step(
+        [RowPlan(name, 0, h.capacity.max_step_tokens - h.block_size, (), False) for name in ("b", "c")],
+        [
+            admit("b", h.prompt(h.capacity.max_model_len - 1), range(2, 2 + MAX_BLOCKS_PER_ROW)),
+            admit("c", h.prompt(h.capacity.max_model_len - 1), range(12, 12 + MAX_BLOCKS_PER_ROW)),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("breach", BREACHES.values(), ids=BREACHES.keys())
+def test_a_plan_that_breaks_the_contract_is_refused(harness: Harness, breach: Callable[[Feed, Harness], object]) -> None:
+    feed = Feed(harness.make())
+    # Request "a" is known, with a prompt of three tokens, and has sampled one.
+    feed.step([RowPlan("a", 0, 3, (), True)], [admit("a", harness.prompt(3), [1])])
+    with pytest.raises(BROKEN):
+        breach(feed, harness)
