@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
+from penstock.backends.reference.executor import ReferenceExecutor
 from penstock.engine.ports import Executor
+from penstock.models import registry
+from penstock.models.gguf import load_gguf
+from penstock.models.weights import LoadedModel
 from penstock.testing import HashExecutor, HashModel
+from penstock.testing.tiny_models import TinyLlama, write_gguf
 from penstock.types.plan import Capacity
 
 
@@ -26,6 +34,19 @@ def make_hash(capacity: Capacity) -> Executor:
     return HashExecutor(capacity, model=HashModel(vocab_size=200))
 
 
+@functools.cache
+def tiny_model() -> LoadedModel:
+    """Random weights; what every executor that needs a model computes with."""
+    with tempfile.TemporaryDirectory() as directory:
+        return load_gguf(write_gguf(Path(directory) / "tiny.gguf", TinyLlama(is_tied=False), matrix_type="Q8_0"))
+
+
+def make_reference(capacity: Capacity) -> Executor:
+    model = tiny_model()
+    return ReferenceExecutor(model, registry.describe(model.spec), poison=True, **asdict(capacity))
+
+
 FACTORIES = [
     Factory("hash", make_hash, vocab_size=200),
+    Factory("reference", make_reference, vocab_size=TinyLlama().vocab_size),
 ]
