@@ -139,7 +139,7 @@ void logits_step(Engine& self, const Vector<int32_t>& row_slots, const Vector<in
                  nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu> out) {
     const Arrays arrays{row_slots, query_start_loc, context_lens, token_ids, positions, slot_mapping, block_tables};
     check_step(self, arrays, logit_tokens.size());
-    if (out.shape(0) != logit_tokens.size() || out.shape(1) != static_cast<size_t>(self.shape().vocab_size)) {
+    if (out.shape(0) != logit_tokens.size() || static_cast<int64_t>(out.shape(1)) != self.logits_width()) {
         throw std::invalid_argument("`out` has not the shape of the logits");
     }
     const StepInput in = make_input(arrays, logit_tokens);
@@ -232,10 +232,11 @@ void bind_engine(nb::module_& m) {
                  self.copy_block(from, to);
              })
         .def("poison_block",
-             [](Engine& self, int block) {
+             [](Engine& self, int block, int first) {
                  check_block(self, block);
-                 self.poison_block(block);
-             })
+                 self.poison_block(block, first);
+             },
+             "block"_a, "first"_a = 0, "Fills a block's positions from `first` on with NaN, so that a test sees any use of them.")
         .def("times",
              [](const Engine& self) {
                  const StepTimes& t = self.times();

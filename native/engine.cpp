@@ -14,7 +14,6 @@ namespace {
 
 constexpr int kRowBlock = 96;         // rows of a GEMM task: their activations stay in the second-level cache
 constexpr int kTasksPerMember = 6;    // finer than the team, so that a member whose core was taken away is not waited for
-constexpr uint16_t kBf16Nan = 0x7FC1;
 
 int64_t now_ns() {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -31,8 +30,7 @@ int panels_per_task(int panels, int row_blocks, int members) {
 void check_shape(const EngineShape& s) {
     if (s.head_dim % kPanel != 0 || s.head_dim > 512) throw std::invalid_argument("head_dim must be a multiple of 16 and at most 512");
     if (s.block_size % kKvTile != 0) throw std::invalid_argument("block_size must be a multiple of 16");
-    if (kSegment % kKvTile != 0 || s.num_blocks < 2) throw std::invalid_argument("num_blocks must be at least 2");
-    if (s.max_rows > s.max_step_tokens) throw std::invalid_argument("max_rows must not exceed max_step_tokens");
+    if (s.num_blocks < 2) throw std::invalid_argument("num_blocks must be at least 2");
 }
 
 }  // namespace
@@ -137,10 +135,13 @@ void Engine::copy_block(int from, int to) {
     }
 }
 
-void Engine::poison_block(int block) {
+void Engine::poison_block(int block, int first) {
     for (int i = 0; i < shape_.num_layers; ++i) {
         const KvLayer kv = layer(i);
-        std::fill_n(kv.data + block * kv.block_stride(), kv.block_stride(), kBf16Nan);
+        const std::vector<float> nan(static_cast<size_t>(kv.num_kv_heads) * kv.head_dim, std::nanf(""));
+        for (int64_t slot = int64_t{block} * kv.block_size + first; slot < int64_t{block + 1} * kv.block_size; ++slot) {
+            kernels_.kv_write_row(kv, slot, nan.data(), nan.data());
+        }
     }
 }
 

@@ -116,10 +116,12 @@ class Engine {
     void run_step(const StepInput& input);
     const std::vector<SampleResult>& samples() const { return samples_; }
     const float* logits() const { return buffers_[logits_].data(); }
+    int64_t logits_width() const { return buffers_[logits_].width; }
     const StepTimes& times() const { return times_; }
 
     void copy_block(int from, int to);
-    void poison_block(int block);  // fills with NaN, so that a test sees any use of it
+    // Fills a block's positions from `first` on with NaN, so that a test sees any use of them.
+    void poison_block(int block, int first);
 
     const EngineShape& shape() const { return shape_; }
     const char* variant() const { return kernels_.name; }

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from penstock.backends.native import info
+from penstock.backends.native.executor import NativeExecutor
 from penstock.backends.reference.executor import ReferenceExecutor
 from penstock.engine.ports import Executor
 from penstock.models import registry
@@ -46,7 +48,16 @@ def make_reference(capacity: Capacity) -> Executor:
     return ReferenceExecutor(model, registry.describe(model.spec), poison=True, **asdict(capacity))
 
 
+def make_native(capacity: Capacity, *, variant: str) -> Executor:
+    model = tiny_model()
+    return NativeExecutor(model, registry.describe(model.spec), poison=True, variant=variant, num_threads=2, **asdict(capacity))
+
+
 FACTORIES = [
     Factory("hash", make_hash, vocab_size=200),
     Factory("reference", make_reference, vocab_size=TinyLlama().vocab_size),
+    *(
+        Factory(f"native-{variant}", functools.partial(make_native, variant=variant), TinyLlama().vocab_size, block_size=16)
+        for variant in info()["variants"]
+    ),
 ]

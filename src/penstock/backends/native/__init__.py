@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TypedDict
 
-def info() -> dict[str, object]:
-    """What this build offers on this machine: `variants` (usable, best first) and `variant` (the one taken by default)."""
+
+class KernelInfo(TypedDict):
+    """What this build offers on this machine."""
+
+    variants: list[str]
+    """Usable instruction-set variants, best first."""
+    variant: str
+    """The one taken by default."""
+
+
+def info() -> KernelInfo:
+    """Ask the compiled module. Raises ImportError if it was not built."""
     from penstock.backends.native import _native
 
     variants = _native.usable_variants()

@@ -27,7 +27,7 @@ class NativeExecutor:
 
     `num_threads` 0 takes one per usable core; `variant` forces an instruction set (`penstock env` lists them).
     Raises `ModelError` for what the backend can't compute, MemoryError if there is no room, ValueError for a capacity
-    that the kernels can't work with (`block_size` must be a multiple of 16).
+    that the kernels can't work with (`block_size` must be a multiple of 16). `poison` is for tests: stale KV becomes NaN.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class NativeExecutor:
     ) -> None:
         self._capacity = Capacity(num_blocks, block_size, max_rows, max_step_tokens, max_model_len)
         self._vocab_size = program.vocab_size
-        self._engine = Engine(
+        self._opened: Engine | None = Engine(
             num_layers=program.num_layers,
             num_kv_heads=program.num_kv_heads,
             head_dim=program.head_dim,
@@ -62,9 +62,13 @@ class NativeExecutor:
         self._builder = BatchBuilder(self._capacity, vocab_size=program.vocab_size)
         self._wants_logprobs: NDArray[np.bool_] = np.zeros(max_rows, np.bool_)  # per slot
         self._flight: StepBatch | None = None
-        if poison:
-            for block_id in range(1, num_blocks):
-                self._engine.poison_block(block_id)
+        self._poison = poison
+
+    @property
+    def _engine(self) -> Engine:
+        if self._opened is None:
+            raise ValueError("the executor is closed")
+        return self._opened
 
     @property
     def capacity(self) -> Capacity:
@@ -95,6 +99,8 @@ class NativeExecutor:
         for slot, row in batch.admitted:
             self._engine.set_sampling(slot, make_row_sampling(row.sampling))
             self._wants_logprobs[slot] = row.sampling.logprobs is not None
+        if self._poison:
+            self._forget_stale_blocks(plan)
         self._flight = batch
         return Ticket(plan.step_id)
 
@@ -116,10 +122,25 @@ class NativeExecutor:
             logprobs=self._logprobs(batch, names),
         )
 
+    def _forget_stale_blocks(self, plan: StepPlan) -> None:
+        """What blocks hold beyond their rows' computed tokens has no meaning: make any use of it visible."""
+        size = self._capacity.block_size
+        for admit in plan.admits:
+            for i, block_id in enumerate(admit.block_ids):
+                self._engine.poison_block(block_id, min(size, max(0, admit.num_computed_tokens - i * size)))
+        for row in plan.rows:
+            for block_id in row.new_block_ids:
+                self._engine.poison_block(block_id)
+
     def _run(self, batch: StepBatch, sampled: NDArray[np.int32]) -> None:
         builder = self._builder
         self._engine.step(
-            *_step_arrays(batch),
+            batch.row_slots,
+            batch.query_start_loc,
+            batch.context_lens,
+            batch.token_ids,
+            batch.positions,
+            batch.slot_mapping,
             builder.block_tables,
             batch.query_start_loc[batch.sample_rows + 1] - 1,
             batch.row_slots[batch.sample_rows],
@@ -151,8 +172,9 @@ class NativeExecutor:
             raise ValueError(f"{len(token_ids)} tokens do not fit into {self._capacity.num_blocks - 1} blocks of {size}")
         table = np.arange(1, num_blocks + 1, dtype=np.int32)[None, :]
         logits = np.empty((len(token_ids), self._vocab_size), np.float32)
-        for begin in range(0, len(token_ids), self._capacity.max_rows):
-            end = min(begin + self._capacity.max_rows, len(token_ids))
+        chunk = min(self._capacity.max_rows, self._capacity.max_step_tokens)
+        for begin in range(0, len(token_ids), chunk):
+            end = min(begin + chunk, len(token_ids))
             positions = np.arange(begin, end, dtype=np.int32)
             self._engine.logits_step(
                 np.zeros(1, np.int32),
@@ -168,17 +190,6 @@ class NativeExecutor:
         return logits
 
     def close(self) -> None:
-        """Nothing runs between steps: threads and memory go with the last reference. Idempotent."""
+        """Ends the kernel threads and frees weights and KV. Idempotent; nothing else may be called after it."""
         self._flight = None
-
-
-def _step_arrays(batch: StepBatch) -> tuple[NDArray[np.generic], ...]:
-    """The leading arguments of `Engine.step`, in its order."""
-    return (
-        batch.row_slots,
-        batch.query_start_loc,
-        batch.context_lens,
-        batch.token_ids,
-        batch.positions,
-        batch.slot_mapping,
-    )
+        self._opened = None

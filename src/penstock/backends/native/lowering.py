@@ -118,8 +118,19 @@ class _Lowering:
                     remedy="Use --backend reference for this architecture.",
                 )
 
-    def _row(self, kind: RowOpKind, **fields: int | float) -> None:
-        self._pending.append(RowOp(kind, **fields))
+    def _row(
+        self,
+        kind: RowOpKind,
+        *,
+        out: int = NONE,
+        x: int = NONE,
+        y: int = NONE,
+        weight: int = NONE,
+        n: int = 0,
+        head_dim: int = 0,
+        value: float = 0.0,
+    ) -> None:
+        self._pending.append(RowOp(kind, out=out, x=x, y=y, weight=weight, n=n, head_dim=head_dim, value=value))
 
     def _flush(self) -> None:
         if self._pending:

@@ -1,0 +1,139 @@
+"""What the compiled module offers: native/bind_engine.cpp and bind_sampler.cpp. Fields are explained in native/engine.h."""
+
+from collections.abc import Sequence
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+I32 = NDArray[np.int32]
+
+class RowSampling:
+    def __init__(
+        self,
+        *,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        frequency_penalty: float = 0.0,
+        presence_penalty: float = 0.0,
+        seed: int = 0,
+        min_tokens: int = 0,
+        num_logprobs: int = -1,
+        allowed_ids: Sequence[int] | None = None,
+        bias: Sequence[tuple[int, float]] = ...,
+        banned_sequences: Sequence[Sequence[int]] = ...,
+        stop_ids: Sequence[int] = ...,
+    ) -> None: ...
+
+class SamplerScratch:
+    def __init__(self) -> None: ...
+
+def sample(
+    logits: NDArray[np.float32], row: RowSampling, tokens: I32, num_prompt_tokens: int, scratch: SamplerScratch | None = None
+) -> tuple[int, float, int, list[tuple[int, float]]]: ...
+def uniform(seed: int, position: int) -> float: ...
+def usable_variants() -> list[str]: ...
+
+class SourceFormat(Enum):
+    Q4_0 = 0
+    Q4_1 = 1
+    Q8_0 = 2
+    BF16 = 3
+
+class RowOpKind(Enum):
+    EMBED = 0
+    ANGLES = 1
+    RMS_NORM = 2
+    QUANTIZE = 3
+    TO_BF16 = 4
+    ROPE = 5
+    KV_WRITE = 6
+    GATED = 7
+    ADD = 8
+    GATHER = 9
+
+class RowOp:
+    def __init__(
+        self,
+        kind: RowOpKind,
+        *,
+        out: int = -1,
+        x: int = -1,
+        y: int = -1,
+        weight: int = -1,
+        n: int = 0,
+        head_dim: int = 0,
+        value: float = 0.0,
+    ) -> None: ...
+
+class Engine:
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        vocab_size: int,
+        num_blocks: int,
+        block_size: int,
+        max_rows: int,
+        max_step_tokens: int,
+        num_threads: int,
+        variant: str = "",
+    ) -> None: ...
+    def add_matrix(self, format: SourceFormat, rows: int, cols: int, data: NDArray[np.uint8]) -> int: ...
+    def add_vector(self, values: NDArray[np.float32], /) -> int: ...
+    def add_rope(self, inv_freq: NDArray[np.float32], factor: float, /) -> int: ...
+    def add_buffer(self, width: int, per_sample: bool) -> int: ...
+    def add_activation(self, cols: int, quantised: bool, per_sample: bool) -> int: ...
+    def add_rows(self, ops: Sequence[RowOp], samples: bool) -> None: ...
+    def add_linear(self, ops: Sequence[tuple[int, int, int, int, int]], samples: bool) -> None: ...
+    def add_gated(self, gate: int, up: int, activation: int, out: int, kind: int) -> None: ...
+    def add_attention(
+        self, q: int, out: int, layer: int, num_heads: int, scale: float, window: int, softcap: float
+    ) -> None: ...
+    def set_logits(self, buffer: int) -> None: ...
+    def set_sampling(self, slot: int, sampling: RowSampling) -> None: ...
+    def step(
+        self,
+        row_slots: I32,
+        query_start_loc: I32,
+        context_lens: I32,
+        token_ids: I32,
+        positions: I32,
+        slot_mapping: NDArray[np.int64],
+        block_tables: I32,
+        logit_tokens: I32,
+        logit_slots: I32,
+        tokens: I32,
+        num_tokens: I32,
+        num_prompt_tokens: I32,
+        out: I32,
+    ) -> None: ...
+    def logits_step(
+        self,
+        row_slots: I32,
+        query_start_loc: I32,
+        context_lens: I32,
+        token_ids: I32,
+        positions: I32,
+        slot_mapping: NDArray[np.int64],
+        block_tables: I32,
+        logit_tokens: I32,
+        out: NDArray[np.float32],
+    ) -> None: ...
+    def logprobs(self, index: int) -> tuple[int, float, int, list[tuple[int, float]]]: ...
+    def copy_block(self, source: int, destination: int, /) -> None: ...
+    def poison_block(self, block: int, first: int = 0) -> None: ...
+    def times(self) -> tuple[int, int, int, int]: ...
+    @property
+    def variant(self) -> str: ...
+    @property
+    def num_threads(self) -> int: ...
+    @property
+    def weight_bytes(self) -> int: ...
+    @property
+    def kv_bytes(self) -> int: ...

@@ -1,0 +1,313 @@
+"""Kernels against NumPy, one at a time, in every instruction set that this machine can run."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+from gguf.quants import quantize
+
+from backends.native_probe import F32, Probe, bf16, bf16_bytes
+from penstock.backends.native import info
+from penstock.backends.native._native import RowOpKind, SourceFormat
+from penstock.models.weights import WeightFormat, dequantize
+
+VARIANTS = info()["variants"]
+FORMATS = {
+    WeightFormat.Q4_0: (SourceFormat.Q4_0, gguf.GGMLQuantizationType.Q4_0),
+    WeightFormat.Q4_1: (SourceFormat.Q4_1, gguf.GGMLQuantizationType.Q4_1),
+    WeightFormat.Q8_0: (SourceFormat.Q8_0, gguf.GGMLQuantizationType.Q8_0),
+}
+pytestmark = pytest.mark.parametrize("variant", VARIANTS)
+
+
+def quantised_activations(x: F32, *, outlier_ratio: float = 8.0) -> F32:
+    """What the integer kernels see of float rows: int8 per group of 32, and a second int8 in groups with outliers."""
+    groups = x.reshape(len(x), -1, 32)
+    largest = np.abs(groups).max(-1, keepdims=True)
+    limit = outlier_ratio * np.sqrt((x.astype(np.float64) ** 2).mean(-1))[:, None, None]
+    inverse = np.where(largest > 0, np.float32(127) / np.maximum(largest, np.float32(1e-38)), 0).astype(np.float32)
+    scaled = groups * inverse
+    coarse = np.rint(scaled)
+    fine = np.where(largest > limit, np.rint((scaled - coarse) * np.float32(254)) / 254, 0)
+    return ((coarse + fine) * (largest / np.float32(127))).reshape(x.shape).astype(np.float32)
+
+
+def random_rows(rng: np.random.Generator, rows: int, cols: int, *, outliers: bool = False) -> F32:
+    x = rng.standard_normal((rows, cols)).astype(np.float32)
+    if outliers:
+        x[:, ::37] *= 50
+    return bf16(x)
+
+
+def linear_probe(
+    x: F32, weight: np.ndarray, source: SourceFormat, shape: tuple[int, int], variant: str, **epilogue: F32
+) -> Probe:
+    probe = Probe(len(x), shape[0], variant=variant)
+    buffer = probe.input(x)
+    quantised = source != SourceFormat.BF16
+    activation = probe.engine.add_activation(x.shape[1], quantised, per_sample=False)
+    probe.row(RowOpKind.QUANTIZE if quantised else RowOpKind.TO_BF16, out=activation, x=buffer)
+    bias = probe.engine.add_vector(epilogue["bias"]) if "bias" in epilogue else -1
+    residual = probe.input(epilogue["residual"]) if "residual" in epilogue else -1
+    probe.flush()
+    out = probe.buffer(shape[0])
+    matrix = probe.engine.add_matrix(source, *shape, weight)
+    probe.engine.add_linear([(matrix, activation, out, bias, residual)], samples=False)
+    probe.finish(out)
+    return probe
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize(("rows", "cols", "batch"), [(16, 32, 1), (17, 64, 5), (40, 96, 13), (100, 320, 37)])
+@pytest.mark.parametrize("outliers", [False, True], ids=["smooth", "outliers"])
+def test_quantised_product_is_that_of_its_parts(
+    variant: str, fmt: WeightFormat, rows: int, cols: int, batch: int, outliers: bool
+) -> None:
+    rng = np.random.default_rng(rows * cols + batch)
+    x = random_rows(rng, batch, cols, outliers=outliers)
+    source, kind = FORMATS[fmt]
+    raw = quantize(rng.standard_normal((rows, cols)).astype(np.float32), kind)
+    bias, residual = rng.standard_normal(rows).astype(np.float32), random_rows(rng, batch, rows)
+    out = linear_probe(x, raw, source, (rows, cols), variant, bias=bias, residual=residual).run(range(batch))
+    expected = quantised_activations(x).astype(np.float64) @ dequantize(raw, fmt, cols).T.astype(np.float64) + bias + residual
+    scale = np.abs(x).astype(np.float64) @ np.abs(dequantize(raw, fmt, cols).T)
+    assert (np.abs(out - expected) <= 2e-6 * scale + 1e-6).all()
+
+
+def test_outlier_groups_keep_the_small_values_beside_them(variant: str) -> None:
+    """What the second int8 is for: without it, a value 1/1000 of its group's largest is rounded to nothing."""
+    rng = np.random.default_rng(0)
+    x = random_rows(rng, 4, 512)
+    x[:, 5] = 1000.0
+    weight = np.zeros((16, 512), np.float32)
+    weight[:, 6] = 1.0  # reads the neighbour of the outlier only
+    raw = quantize(weight, gguf.GGMLQuantizationType.Q8_0)
+    out = linear_probe(x, raw, SourceFormat.Q8_0, (16, 512), variant).run(range(4))
+    assert np.abs(out - x[:, 6:7]).max() < 1000 / 127 / 254
+    assert np.abs(x[:, 6]).max() > 10 * 1000 / 127 / 254
+
+
+@pytest.mark.parametrize(("rows", "cols", "batch"), [(16, 2, 1), (33, 63, 7), (48, 130, 14)])
+def test_bf16_product(variant: str, rows: int, cols: int, batch: int) -> None:
+    rng = np.random.default_rng(rows * cols)
+    x, weight = random_rows(rng, batch, cols), random_rows(rng, rows, cols)
+    out = linear_probe(x, bf16_bytes(weight), SourceFormat.BF16, (rows, cols), variant).run(range(batch))
+    assert np.abs(out - x.astype(np.float64) @ weight.T.astype(np.float64)).max() < 1e-4
+
+
+@pytest.mark.parametrize("fmt", [*FORMATS, WeightFormat.BF16])
+def test_a_row_of_a_product_does_not_depend_on_its_batch(variant: str, fmt: WeightFormat) -> None:
+    rng = np.random.default_rng(7)
+    x = random_rows(rng, 131, 96, outliers=True)  # more than one block of rows
+    dense = rng.standard_normal((50, 96)).astype(np.float32)
+    source, raw = (
+        (SourceFormat.BF16, bf16_bytes(dense))
+        if fmt is WeightFormat.BF16
+        else (FORMATS[fmt][0], quantize(dense, FORMATS[fmt][1]))
+    )
+    probe = linear_probe(x, raw, source, (50, 96), variant)
+    together = probe.run(range(131))
+    for size in (1, 2, 3, 11, 12, 13, 25, 97):
+        tokens = list(range(size))
+        assert (probe.run(tokens) == together[:size]).all(), size
+        assert (probe.run(tokens[::-1]) == together[:size][::-1]).all(), size
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_embedding_a_quantised_row_is_exact(variant: str, fmt: WeightFormat) -> None:
+    rng = np.random.default_rng(1)
+    raw = quantize(rng.standard_normal((37, 64)).astype(np.float32), FORMATS[fmt][1])
+    probe = Probe(37, 64, variant=variant)
+    out = probe.buffer(64)
+    probe.row(RowOpKind.EMBED, out=out, weight=probe.engine.add_matrix(FORMATS[fmt][0], 37, 64, raw), value=0.5)
+    probe.finish(out)
+    expected = dequantize(raw, fmt, 64) * np.float32(0.5)
+    assert np.abs(probe.run(range(37)) - expected).max() <= 2e-7 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize(("width", "group"), [(16, 16), (37, 37), (96, 96), (96, 24)])
+def test_rms_norm(variant: str, width: int, group: int) -> None:
+    rng = np.random.default_rng(width)
+    x, weight = random_rows(rng, 5, width), rng.standard_normal(group).astype(np.float32)
+    probe = Probe(5, width, variant=variant)
+    buffer, out = probe.input(x), probe.buffer(width)
+    probe.row(RowOpKind.RMS_NORM, out=out, x=buffer, weight=probe.engine.add_vector(weight), n=group, value=1e-5)
+    probe.finish(out)
+    grouped = x.reshape(5, -1, group).astype(np.float64)
+    expected = (grouped / np.sqrt((grouped**2).mean(-1, keepdims=True) + 1e-5) * weight).reshape(5, width)
+    assert np.abs(probe.run(range(5)) - expected).max() < 1e-5
+
+
+@pytest.mark.parametrize(("head_dim", "half"), [(16, 8), (64, 32), (80, 40), (64, 16)])
+def test_rope_rotates_halves_by_position(variant: str, head_dim: int, half: int) -> None:
+    rng = np.random.default_rng(head_dim)
+    x = random_rows(rng, 6, 3 * head_dim)
+    inv_freq = (10000.0 ** (-np.arange(half) / half)).astype(np.float32)
+    probe = Probe(6, 3 * head_dim, variant=variant)
+    buffer, rope = probe.input(x), probe.engine.add_rope(inv_freq, 1.25)
+    probe.row(RowOpKind.ANGLES, weight=rope)
+    probe.row(RowOpKind.ROPE, x=buffer, weight=rope, n=3, head_dim=head_dim)
+    probe.finish(buffer)
+    out = probe.run(range(6), query_lens=[6], context_lens=[7], block_tables=np.array([[1, 2]], np.int32))
+    angle = (np.float32(7) + np.arange(6, dtype=np.float32))[:, None, None] * inv_freq
+    cos, sin = 1.25 * np.cos(angle), 1.25 * np.sin(angle)
+    heads = x.reshape(6, 3, head_dim)
+    expected = heads.copy()
+    a, b = heads[..., :half], heads[..., half : 2 * half]
+    expected[..., :half], expected[..., half : 2 * half] = a * cos - b * sin, b * cos + a * sin
+    assert np.abs(out - expected.reshape(6, -1)).max() < 1e-5
+
+
+@pytest.mark.parametrize(("kind", "width"), [(0, 16), (0, 45), (1, 64)])
+def test_gated_activation(variant: str, kind: int, width: int) -> None:
+    rng = np.random.default_rng(width)
+    gate, up = random_rows(rng, 4, width) * 8, random_rows(rng, 4, width)
+    gate[0, 0], gate[0, 1] = 120.0, -120.0  # beyond the range of exp
+    probe = Probe(4, width, variant=variant)
+    x, y, out = probe.input(gate), probe.input(up), probe.buffer(width)
+    probe.row(RowOpKind.GATED, out=out, x=x, y=y, n=kind)
+    probe.finish(out)
+    g = gate.astype(np.float64)
+    with np.errstate(over="ignore"):
+        active = g / (1 + np.exp(-g)) if kind == 0 else 0.5 * g * (1 + np.tanh(np.sqrt(2 / np.pi) * (g + 0.044715 * g**3)))
+    assert np.abs(probe.run(range(4)) - active * up).max() < 1e-4
+
+
+@pytest.mark.parametrize("fmt", [*FORMATS, WeightFormat.BF16])
+def test_gated_product_is_gate_and_up_in_one(variant: str, fmt: WeightFormat) -> None:
+    rng = np.random.default_rng(2)
+    x = random_rows(rng, 14, 64)
+    dense = rng.standard_normal((2, 40, 64)).astype(np.float32) / 8
+    if fmt is WeightFormat.BF16:
+        source, raws, values = SourceFormat.BF16, [bf16_bytes(w) for w in dense], [bf16(w) for w in dense]
+    else:
+        source, raws = FORMATS[fmt][0], [quantize(w, FORMATS[fmt][1]) for w in dense]
+        values = [dequantize(raw, fmt, 64) for raw in raws]
+    probe = Probe(14, 40, variant=variant)
+    buffer = probe.input(x)
+    quantised = fmt is not WeightFormat.BF16
+    activation = probe.engine.add_activation(64, quantised, per_sample=False)
+    probe.row(RowOpKind.QUANTIZE if quantised else RowOpKind.TO_BF16, out=activation, x=buffer)
+    probe.flush()
+    out = probe.buffer(40)
+    gate, up = (probe.engine.add_matrix(source, 40, 64, raw) for raw in raws)
+    probe.engine.add_gated(gate, up, activation, out, 0)
+    probe.finish(out)
+    seen = (quantised_activations(x) if quantised else x).astype(np.float64)
+    g, u = (seen @ w.T.astype(np.float64) for w in values)
+    assert np.abs(probe.run(range(14)) - g / (1 + np.exp(-g)) * u).max() < 1e-4
+
+
+def attention_probe(
+    q: F32, k: F32, v: F32, variant: str, *, heads: int, kv_heads: int, head_dim: int, **options: float
+) -> Probe:
+    probe = Probe(
+        len(q),
+        heads * head_dim,
+        variant=variant,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        num_blocks=int(options.get("num_blocks", 60)),
+        block_size=int(options.get("block_size", 16)),
+    )
+    for block in range(1, int(options.get("num_blocks", 60))):
+        probe.engine.poison_block(block)
+    buffers = [probe.input(x) for x in (q, k, v)]
+    probe.row(RowOpKind.KV_WRITE, x=buffers[1], y=buffers[2], n=0)
+    probe.flush()
+    out = probe.buffer(heads * head_dim)
+    probe.engine.add_attention(
+        buffers[0], out, 0, heads, head_dim**-0.5, int(options.get("window", 0)), float(options.get("softcap", 0.0))
+    )
+    probe.finish(out)
+    return probe
+
+
+def attention_of(
+    q: F32, k: F32, v: F32, *, heads: int, kv_heads: int, head_dim: int, window: int = 0, softcap: float = 0.0
+) -> F32:
+    """Causal attention of one whole sequence, in float64."""
+    length = len(q)
+    qh = q.reshape(length, heads, head_dim).astype(np.float64)
+    kh = np.repeat(k.reshape(length, kv_heads, head_dim).astype(np.float64), heads // kv_heads, axis=1)
+    vh = np.repeat(v.reshape(length, kv_heads, head_dim).astype(np.float64), heads // kv_heads, axis=1)
+    scores = np.einsum("qhd,khd->hqk", qh, kh) * head_dim**-0.5
+    if softcap:
+        scores = softcap * np.tanh(scores / softcap)
+    distance = np.arange(length)[:, None] - np.arange(length)[None, :]
+    seen = (distance >= 0) & ((distance < window) if window else True)
+    scores = np.where(seen, scores, -np.inf)
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.einsum("hqk,khd->qhd", p / p.sum(-1, keepdims=True), vh).reshape(length, -1)
+
+
+SHAPES = [(1, 1, 16), (3, 1, 64), (4, 2, 48), (8, 1, 32), (14, 1, 16)]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES)
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 19}, {"softcap": 5.0}, {"block_size": 32}], ids=["plain", "window", "softcap", "block32"]
+)
+def test_attention_in_shuffled_blocks_whole_and_in_chunks(
+    variant: str, heads: int, kv_heads: int, head_dim: int, options: dict[str, float]
+) -> None:
+    """Longer than one segment of 256; unwritten memory is NaN; chunks of any size give the bits of the whole."""
+    length = 300
+    rng = np.random.default_rng(heads * head_dim)
+    q, k, v = (random_rows(rng, length, n * head_dim) for n in (heads, kv_heads, kv_heads))
+    table = (1 + rng.permutation(55)).astype(np.int32)[None, :20]
+    shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    whole = attention_probe(q, k, v, variant, **shape, **options).run(range(length), query_lens=[length], block_tables=table)
+    oracle_options = {name: value for name, value in options.items() if name != "block_size"}
+    assert np.abs(whole - attention_of(q, k, v, **shape, **oracle_options)).max() < 2e-5
+    for chunk in (7, 64):
+        probe = attention_probe(q, k, v, variant, **shape, **options)
+        for begin in range(0, length, chunk):
+            tokens = range(begin, min(begin + chunk, length))
+            part = probe.run(tokens, query_lens=[len(tokens)], context_lens=[begin], block_tables=table)
+            assert (part == whole[begin : begin + chunk]).all(), (chunk, begin)
+
+
+def test_attention_rows_of_a_mixed_step_do_not_see_each_other(variant: str) -> None:
+    """A decode row, a chunk and a fresh prompt in one step, against each alone."""
+    rng = np.random.default_rng(5)
+    q, k, v = (random_rows(rng, 120, n * 16) for n in (3, 1, 1))
+    shape = {"heads": 3, "kv_heads": 1, "head_dim": 16}
+    tables = np.array([[1, 2, 3], [9, 8, 7], [4, 6, 5]], np.int32)
+    lengths, contexts = (40, 33, 20), (39, 16, 0)
+    starts = (0, 40, 73)
+    expected = []
+    probe = attention_probe(q, k, v, variant, **shape)
+    for start, length, context, table in zip(starts, lengths, contexts, tables, strict=True):
+        alone = attention_probe(q, k, v, variant, **shape)
+        whole = alone.run(range(start, start + length), query_lens=[length], block_tables=table[None])
+        expected.append(whole[context:])
+        if context:
+            probe.run(range(start, start + context), query_lens=[context], block_tables=table[None])
+    tokens = [t for start, n, c in zip(starts, lengths, contexts, strict=True) for t in range(start + c, start + n)]
+    queries = [n - c for n, c in zip(lengths, contexts, strict=True)]
+    mixed = probe.run(tokens, query_lens=queries, context_lens=list(contexts), block_tables=tables)
+    assert (mixed == np.concatenate(expected)).all()
+
+
+def test_answers_do_not_depend_on_the_number_of_threads(variant: str) -> None:
+    rng = np.random.default_rng(11)
+    x, raw = (
+        random_rows(rng, 30, 96),
+        quantize(rng.standard_normal((200, 96)).astype(np.float32), gguf.GGMLQuantizationType.Q4_0),
+    )
+    results = []
+    for num_threads in (1, 2, 3):
+        probe = Probe(30, 200, variant=variant, num_threads=num_threads)
+        buffer = probe.input(x)
+        activation = probe.engine.add_activation(96, True, per_sample=False)
+        probe.row(RowOpKind.QUANTIZE, out=activation, x=buffer)
+        probe.flush()
+        out = probe.buffer(200)
+        matrix = probe.engine.add_matrix(SourceFormat.Q4_0, 200, 96, raw)
+        probe.engine.add_linear([(matrix, activation, out, -1, -1)], samples=False)
+        probe.finish(out)
+        results.append(probe.run(range(30)))
+    assert (results[0] == results[1]).all()
+    assert (results[0] == results[2]).all()
