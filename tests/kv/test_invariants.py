@@ -1,0 +1,77 @@
+"""The checker itself: each law, when broken, is noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from penstock.kv.invariants import check
+from penstock.kv.manager import KVManager
+from penstock.testing import make_request
+
+
+def break_free_list(manager: KVManager) -> None:
+    manager.pool.num_available -= 1
+
+
+def break_kept_count(manager: KVManager) -> None:
+    manager.pool.num_cached += 1
+
+
+def lose_a_block(manager: KVManager) -> None:
+    manager.pool.allocate(1)
+
+
+def drop_a_table(manager: KVManager) -> None:
+    del manager.tables()["a"]
+
+
+def alias_a_block(manager: KVManager) -> None:
+    table = manager.tables()["b"]
+    manager.pool.release(table.block_ids[-1], keep=False)
+    table.block_ids[-1] = manager.tables()["a"].block_ids[-1]
+    manager.pool.hold(table.block_ids[-1])
+
+
+def hold_a_block_twice(manager: KVManager) -> None:
+    table = manager.tables()["a"]
+    table.block_ids.append(table.block_ids[0])
+    manager.pool.hold(table.block_ids[0])
+
+
+def hold_the_null_block(manager: KVManager) -> None:
+    manager.tables()["a"].block_ids.append(0)
+
+
+def forget_content(manager: KVManager) -> None:
+    manager.free("a")
+    manager.free("b")
+    block_id = next(block_id for _, block_id in manager.index.items())
+    manager.index.forget(block_id)
+
+
+@pytest.mark.parametrize(
+    "sabotage",
+    [
+        break_free_list,
+        break_kept_count,
+        lose_a_block,
+        drop_a_table,
+        alias_a_block,
+        hold_a_block_twice,
+        hold_the_null_block,
+        forget_content,
+    ],
+)
+def test_a_broken_law_is_noticed(sabotage: Callable[[KVManager], None]) -> None:
+    manager = KVManager(12, 4)
+    for name, first in (("a", 1), ("b", 2)):
+        request = make_request(name, [first] * 6)
+        manager.allocate(request, manager.lookup_prefix(request), 6)
+        request.num_computed_tokens = 6
+        manager.publish(request)
+    check(manager)
+    sabotage(manager)
+    with pytest.raises(AssertionError):
+        check(manager)

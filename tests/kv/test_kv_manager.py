@@ -1,0 +1,336 @@
+"""Block tables, prefix hits, copy-on-write; against a model that knows what every block contains."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from penstock.kv.invariants import check
+from penstock.kv.manager import KVManager
+from penstock.kv.prefix_index import extend_chain
+from penstock.testing import make_request
+from penstock.types.request import Request
+
+BLOCK = 4
+
+
+def make_manager(num_blocks: int = 12, **options: bool) -> KVManager:
+    return KVManager(num_blocks, BLOCK, **options)
+
+
+def compute(manager: KVManager, request: Request, num_tokens: int | None = None) -> None:
+    """Admit a request and commit `num_tokens` of it (all, if not said)."""
+    num_tokens = request.num_tokens if num_tokens is None else num_tokens
+    manager.allocate(request, manager.lookup_prefix(request), num_tokens)
+    request.num_computed_tokens = num_tokens
+    manager.publish(request)
+
+
+class TestPrefixHits:
+    def test_equal_prompts_share_full_blocks(self) -> None:
+        manager = make_manager()
+        first, second = make_request("a", 10), make_request("b", 10)
+        compute(manager, first)
+        hit = manager.lookup_prefix(second)
+        assert hit.num_tokens == 8
+        assert hit.block_ids == manager.block_table("a")[:2]
+        assert hit.num_free_blocks == 0, "they are in use, so holding them costs nothing"
+
+    @pytest.mark.parametrize(("num_tokens", "expected"), [(1, 0), (4, 0), (5, 4), (8, 4), (9, 8)])
+    def test_hit_is_capped_one_token_short(self, num_tokens: int, expected: int) -> None:
+        manager = make_manager()
+        compute(manager, make_request("a", 12))
+        assert manager.lookup_prefix(make_request("b", num_tokens)).num_tokens == expected
+
+    def test_what_is_not_committed_is_not_found(self) -> None:
+        manager = make_manager()
+        first = make_request("a", 10)
+        manager.allocate(first, manager.lookup_prefix(first), 10)
+        assert manager.lookup_prefix(make_request("b", 10)).num_tokens == 0
+
+    def test_freed_blocks_are_found_until_they_are_used_again(self) -> None:
+        manager = make_manager(num_blocks=4)
+        first = make_request("a", 12)
+        compute(manager, first)
+        manager.free("a")
+        assert (manager.num_available_blocks, manager.num_cached_blocks) == (3, 3)
+        hit = manager.lookup_prefix(make_request("b", 12))
+        assert (hit.num_tokens, hit.num_free_blocks) == (8, 2)
+        compute(manager, make_request("c", [9] * 4))
+        # The tail went first; what is left of the prefix is its beginning.
+        assert manager.lookup_prefix(make_request("b", 13)).num_tokens == 8
+        check(manager)
+
+    def test_the_own_hit_is_not_evicted_for_the_own_fresh_blocks(self) -> None:
+        manager = make_manager(num_blocks=4)
+        compute(manager, make_request("a", 8))
+        manager.free("a")
+        second = make_request("b", 12)
+        hit = manager.lookup_prefix(second)
+        table = manager.allocate(second, hit, 12)
+        assert table[: len(hit.block_ids)] == hit.block_ids
+        assert len(set(table)) == 3
+        check(manager)
+
+    def test_salts_share_nothing(self) -> None:
+        manager = make_manager()
+        compute(manager, make_request("a", 10, cache_salt=b"x"))
+        assert manager.lookup_prefix(make_request("b", 10)).num_tokens == 0
+        assert manager.lookup_prefix(make_request("c", 10, cache_salt=b"y")).num_tokens == 0
+        assert manager.lookup_prefix(make_request("d", 10, cache_salt=b"x")).num_tokens == 8
+
+    def test_generated_tokens_are_found_too(self) -> None:
+        manager = make_manager()
+        first = make_request("a", 6)
+        first.output_token_ids += [41, 42, 43]
+        compute(manager, first)
+        assert manager.lookup_prefix(make_request("b", [1, 2, 3, 4, 5, 6, 41, 42, 99])).num_tokens == 8
+
+    def test_caching_can_be_switched_off(self) -> None:
+        manager = make_manager(enable_prefix_caching=False)
+        compute(manager, make_request("a", 10))
+        assert manager.lookup_prefix(make_request("b", 10)).num_tokens == 0
+        manager.free("a")
+        assert manager.num_cached_blocks == 0
+        check(manager)
+
+    def test_each_block_is_hashed_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        hashed: list[int] = []
+
+        def counting(parent: bytes, token_ids: list[int], block_size: int) -> object:
+            hashed.append(len(token_ids))
+            return extend_chain(parent, token_ids, block_size)
+
+        monkeypatch.setattr("penstock.kv.manager.extend_chain", counting)
+        manager = make_manager()
+        request = make_request("a", 10)
+        for _ in range(3):  # it waits for memory
+            manager.lookup_prefix(request)
+        compute(manager, request)
+        manager.suspend("a")
+        compute(manager, request)
+        assert sum(hashed) == 8
+
+
+class TestTables:
+    def test_extending_within_the_last_block_takes_nothing(self) -> None:
+        manager = make_manager()
+        compute(manager, make_request("a", 5))
+        before = manager.num_available_blocks
+        assert manager.extend("a", 5, 8) == ()
+        assert manager.num_available_blocks == before
+
+    def test_extending_appends(self) -> None:
+        manager = make_manager()
+        compute(manager, make_request("a", 5))
+        table = manager.block_table("a")
+        appended = manager.extend("a", 5, 13)
+        assert appended is not None
+        assert len(appended) == 2
+        assert manager.block_table("a") == (*table, *appended)
+
+    def test_extending_beyond_what_there_is_changes_nothing(self) -> None:
+        manager = make_manager(num_blocks=3)
+        compute(manager, make_request("a", 5))
+        table = manager.block_table("a")
+        assert manager.extend("a", 5, 9) is None
+        assert manager.block_table("a") == table
+        check(manager)
+
+    def test_allocating_beyond_what_there_is_changes_nothing(self) -> None:
+        manager = make_manager(num_blocks=3)
+        request = make_request("a", 9)
+        with pytest.raises(ValueError, match="2 available"):
+            manager.allocate(request, manager.lookup_prefix(request), 9)
+        check(manager)
+        assert manager.num_available_blocks == 2
+
+    def test_a_request_has_one_table(self) -> None:
+        manager = make_manager()
+        request = make_request("a", 5)
+        compute(manager, request)
+        with pytest.raises(ValueError, match="holds blocks already"):
+            manager.allocate(request, manager.lookup_prefix(request), 5)
+
+    def test_freeing_what_never_had_blocks_is_fine(self) -> None:
+        manager = make_manager()
+        manager.lookup_prefix(make_request("a", 9))
+        manager.free("a")
+        manager.free("b")
+        assert not manager.tables()
+
+    def test_a_shared_block_is_free_when_the_last_lets_go(self) -> None:
+        manager = make_manager()
+        compute(manager, make_request("a", 9))
+        compute(manager, make_request("b", 9))
+        manager.free("a")
+        assert manager.num_available_blocks == manager.num_total_blocks - 3
+        manager.free("b")
+        assert manager.num_available_blocks == manager.num_total_blocks
+        check(manager)
+
+
+class TestCopyOnWrite:
+    def test_a_fork_takes_no_memory(self) -> None:
+        manager = make_manager()
+        compute(manager, make_request("a", 6))
+        before = manager.num_available_blocks
+        manager.fork("a", "b", 6)
+        assert manager.block_table("b") == manager.block_table("a")
+        assert manager.num_available_blocks == before
+        check(manager)
+
+    @pytest.mark.parametrize(("writer", "other"), [("a", "b"), ("b", "a")])
+    def test_who_writes_first_gets_the_copy(self, writer: str, other: str) -> None:
+        manager = make_manager()
+        compute(manager, make_request("a", 6))
+        manager.fork("a", "b", 6)
+        shared = manager.block_table("a")
+        assert manager.extend(writer, 6, 7) == ()
+        ((source, destination),) = manager.take_block_copies()
+        assert source == shared[1]
+        assert manager.block_table(writer) == (shared[0], destination)
+        assert manager.block_table(other) == shared
+        assert manager.extend(other, 6, 7) == ()
+        assert manager.take_block_copies() == [], "the other one owns the original now"
+        check(manager)
+
+    def test_full_blocks_stay_shared(self) -> None:
+        manager = make_manager()
+        compute(manager, make_request("a", 8))
+        manager.fork("a", "b", 8)
+        assert manager.extend("a", 8, 9) != ()
+        assert manager.extend("b", 8, 9) != ()
+        assert manager.take_block_copies() == []
+        assert manager.block_table("a")[:2] == manager.block_table("b")[:2]
+        check(manager)
+
+    def test_no_copy_without_memory(self) -> None:
+        manager = make_manager(num_blocks=3)
+        compute(manager, make_request("a", 6))
+        manager.fork("a", "b", 6)
+        assert manager.extend("a", 6, 7) is None
+        assert manager.take_block_copies() == []
+        manager.free("b")
+        assert manager.extend("a", 6, 7) == ()
+        check(manager)
+
+    def test_only_what_the_parent_holds_can_be_shared(self) -> None:
+        manager = make_manager()
+        compute(manager, make_request("a", 6))
+        with pytest.raises(ValueError, match="can't share 9 tokens"):
+            manager.fork("a", "b", 9)
+        manager.fork("a", "b", 6)
+        with pytest.raises(ValueError, match="can't share"):
+            manager.fork("a", "b", 6)
+
+
+class ManagerMachine(RuleBasedStateMachine):
+    """Rows are run as a scheduler would; `content` is what a device would have in each block: (salt, tokens of the prefix)."""
+
+    @initialize(num_blocks=st.integers(3, 14), block_size=st.integers(1, 4), caching=st.booleans())
+    def start(self, num_blocks: int, block_size: int, caching: bool) -> None:
+        self.manager = KVManager(num_blocks, block_size, enable_prefix_caching=caching)
+        self.requests: dict[str, Request] = {}
+        self.content: dict[int, tuple[bytes, list[int]]] = {}
+        self.num_made = 0
+
+    @rule(prompt=st.lists(st.sampled_from([1, 1, 1, 2]), min_size=1, max_size=12), salt=st.sampled_from([b"", b"s"]))
+    def admit(self, prompt: list[int], salt: bytes) -> None:
+        self.num_made += 1
+        request = make_request(f"r{self.num_made}", prompt, cache_salt=salt)
+        self.readmit(request)
+
+    def readmit(self, request: Request) -> None:
+        manager = self.manager
+        hit = manager.lookup_prefix(request)
+        assert hit.num_tokens < request.num_tokens
+        for idx, block_id in enumerate(hit.block_ids):
+            end = (idx + 1) * manager.block_size
+            assert self.content[block_id] == (request.cache_salt, self.tokens(request)[:end]), "a hit on other content"
+        num_needed = manager.num_blocks_for(request.num_tokens) - len(hit.block_ids) + hit.num_free_blocks
+        if num_needed > manager.num_available_blocks:
+            manager.free(request.request_id)
+            self.requests.pop(request.request_id, None)
+            return
+        before = manager.num_available_blocks
+        manager.allocate(request, hit, request.num_tokens)
+        assert manager.num_available_blocks == before - num_needed
+        self.requests[request.request_id] = request
+        request.num_computed_tokens = hit.num_tokens
+        self.write(request, request.num_tokens)
+
+    @precondition(lambda self: self.requests)
+    @rule(pick=st.integers(0, 20), token_ids=st.lists(st.sampled_from([1, 2]), min_size=1, max_size=5))
+    def grow(self, pick: int, token_ids: list[int]) -> None:
+        request = self.pick(pick)
+        num_tokens = request.num_tokens + len(token_ids)
+        if self.manager.extend(request.request_id, request.num_computed_tokens, num_tokens) is None:
+            return
+        for source, destination in self.manager.take_block_copies():
+            salt, tokens = self.content[source]
+            self.content[destination] = (salt, list(tokens))
+        request.output_token_ids += token_ids
+        self.write(request, num_tokens)
+
+    @precondition(lambda self: self.requests)
+    @rule(pick=st.integers(0, 20))
+    def fork(self, pick: int) -> None:
+        parent = self.pick(pick)
+        self.num_made += 1
+        child = make_request(f"r{self.num_made}", self.tokens(parent), cache_salt=parent.cache_salt)
+        child.num_computed_tokens = parent.num_computed_tokens
+        self.manager.fork(parent.request_id, child.request_id, parent.num_computed_tokens)
+        self.requests[child.request_id] = child
+
+    @precondition(lambda self: self.requests)
+    @rule(pick=st.integers(0, 20))
+    def free(self, pick: int) -> None:
+        request = self.pick(pick)
+        del self.requests[request.request_id]
+        self.manager.free(request.request_id)
+        assert self.manager.block_table(request.request_id) == ()
+
+    @precondition(lambda self: self.requests)
+    @rule(pick=st.integers(0, 20))
+    def suspend_and_return(self, pick: int) -> None:
+        request = self.pick(pick)
+        del self.requests[request.request_id]
+        self.manager.suspend(request.request_id)
+        self.readmit(request)
+
+    def pick(self, pick: int) -> Request:
+        return list(self.requests.values())[pick % len(self.requests)]
+
+    def tokens(self, request: Request) -> list[int]:
+        return [*request.prompt_token_ids, *request.output_token_ids]
+
+    def write(self, request: Request, num_tokens: int) -> None:
+        """Compute up to `num_tokens`, as a device would, and commit."""
+        size = self.manager.block_size
+        table = self.manager.block_table(request.request_id)
+        for idx in range(request.num_computed_tokens // size, self.manager.num_blocks_for(num_tokens)):
+            writable = self.manager.pool.ref_count(table[idx]) == 1
+            assert writable or num_tokens == request.num_computed_tokens, "a shared block is written"
+            self.content[table[idx]] = (request.cache_salt, self.tokens(request)[: (idx + 1) * size])
+        request.num_computed_tokens = num_tokens
+        self.manager.publish(request)
+
+    @invariant()
+    def laws_hold(self) -> None:
+        if not hasattr(self, "manager"):
+            return
+        check(self.manager)
+        assert self.manager.tables().keys() == self.requests.keys()
+        for request in self.requests.values():
+            table = self.manager.block_table(request.request_id)
+            assert len(table) == self.manager.num_blocks_for(request.num_computed_tokens)
+            for idx, block_id in enumerate(table):
+                expected = self.tokens(request)[: (idx + 1) * self.manager.block_size]
+                assert self.content[block_id] == (request.cache_salt, expected), "a block was overwritten"
+
+
+TestManagerMachine = ManagerMachine.TestCase
+TestManagerMachine.settings = settings(max_examples=150, stateful_step_count=30)
