@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
+import select
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -100,38 +102,53 @@ def test_on_a_terminal_ctrl_c_stops_the_answer_and_returns_to_the_prompt(
         start_new_session=True,
     ) as process:
         os.close(inside)
-        _read_until(terminal, b">>> ")
-        os.write(terminal, b"in the\n")
-        _read_until(terminal, b"in the")
-        _read_bytes(terminal, 200)  # More than echo and control sequences: the answer has begun.
-        os.write(terminal, b"\x03")
-        _read_until(terminal, b"[stopped]")
-        _read_until(terminal, b">>> ")
-        os.write(terminal, b"/exit\n")
-        while _read(terminal):
-            pass
-        assert process.wait(timeout=60) == 0
+        try:
+            _talk(Screen(terminal))
+            assert process.wait(timeout=60) == 0
+        finally:
+            process.kill()
     os.close(terminal)
 
 
-def _read(terminal: int) -> bytes:
-    """Empty at the end, which Linux reports as an error of the terminal."""
-    try:
-        return os.read(terminal, 4096)
-    except OSError:
-        return b""
+class Screen:
+    """What a terminal shows, read in the order in which it came."""
+
+    def __init__(self, terminal: int) -> None:
+        self._terminal = terminal
+        self._unread = b""
+
+    def type(self, keys: bytes) -> None:
+        os.write(self._terminal, keys)
+
+    def wait_for(self, wanted: bytes) -> None:
+        """Read up to `wanted`, and no further."""
+        while wanted not in self._unread:
+            self._read_more()
+        self._unread = self._unread.partition(wanted)[2]
+
+    def wait_for_bytes(self, num_bytes: int) -> None:
+        while len(self._unread) < num_bytes:
+            self._read_more()
+
+    def wait_for_end(self) -> None:
+        # Linux reports the end as an error of the terminal.
+        with contextlib.suppress(OSError):
+            while os.read(self._terminal, 4096):
+                pass
+
+    def _read_more(self) -> None:
+        is_ready, _, _ = select.select([self._terminal], [], [], 30)
+        assert is_ready, f"nothing more came after {self._unread[-500:]!r}"
+        self._unread += os.read(self._terminal, 4096)
 
 
-def _read_until(terminal: int, wanted: bytes) -> None:
-    seen = b""
-    while wanted not in seen:
-        part = _read(terminal)
-        assert part, f"the terminal was closed after {seen[-500:]!r}"
-        seen += part
-
-
-def _read_bytes(terminal: int, num_bytes: int) -> None:
-    while num_bytes > 0:
-        part = _read(terminal)
-        assert part, "the terminal was closed"
-        num_bytes -= len(part)
+def _talk(screen: Screen) -> None:
+    screen.wait_for(b">>> ")
+    screen.type(b"in the\n")
+    screen.wait_for(b"in the")
+    screen.wait_for_bytes(200)  # More than echo and control sequences: the answer has begun.
+    screen.type(b"\x03")
+    screen.wait_for(b"[stopped]")
+    screen.wait_for(b">>> ")
+    screen.type(b"/exit\n")
+    screen.wait_for_end()
