@@ -2,6 +2,7 @@
 PYTHON ?= python3
 MODEL ?= smollm2:135m
 ARGS ?=
+NAME ?= scheduler
 
 SHELL := /bin/bash
 BIN := .venv/bin
@@ -11,11 +12,11 @@ INSTALLED_TEST := .venv/.installed-test
 SOURCES := pyproject.toml CMakeLists.txt src/penstock/__init__.py $(shell find native -type f)
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve pull test test-parity lint format docs clean
+.PHONY: help install serve pull test test-parity bench lint format docs clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@echo "Variables: PYTHON=$(PYTHON)  MODEL=$(MODEL)  ARGS='--port 8080 ...' (passed to serve and test)"
+	@echo "Variables: PYTHON=$(PYTHON)  MODEL=$(MODEL)  ARGS='--port 8080 ...' (passed to serve, test, bench)"
 
 install: $(INSTALLED)  ## make .venv and build Penstock into it
 
@@ -55,6 +56,9 @@ test: $(INSTALLED_TEST)  ## install, fetch the default model, check style and ty
 
 test-parity: $(INSTALLED)  ## compare with transformers in its own environment (downloads torch; minutes)
 	@tests/parity/run.sh $(ARGS)
+
+bench: $(INSTALLED)  ## run one benchmark: NAME=scheduler ARGS='...' (see benchmarks/)
+	@$(BIN)/python benchmarks/$(NAME).py $(ARGS)
 
 lint: $(INSTALLED_TEST)  ## check style, types and layering, without tests
 	$(BIN)/ruff check .
