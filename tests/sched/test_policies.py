@@ -1,0 +1,89 @@
+"""The policies as values, and the way from names to them."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.sched.policies.base import AdmissionView, BudgetView, GateView
+from penstock.sched.policies.budgets import DecodeFirst
+from penstock.sched.policies.gates import Continuous
+from penstock.sched.policies.presets import PRESETS, TABLES, make_policies
+from penstock.sched.policies.reserves import Watermark
+from penstock.sched.policies.victims import LatestArrived
+from penstock.testing import make_request
+from penstock.types.errors import ConfigError
+
+
+def admission(**fields: int) -> AdmissionView:
+    values = {
+        "num_chunk_blocks": 2,
+        "num_prompt_blocks": 5,
+        "num_final_blocks": 9,
+        "num_running": 3,
+        "num_preemptions": 0,
+        "num_total_blocks": 1000,
+    }
+    return AdmissionView(**(values | fields))
+
+
+def test_the_continuous_gate_is_open_for_every_free_row() -> None:
+    view = GateView(now_ns=0, num_running=3, num_waiting=9, max_rows=8, next_arrival_ns=0)
+    decision = Continuous().decide(view)
+    assert (decision.max_admissions, decision.wakeup_ns) == (5, None)
+
+
+@pytest.mark.parametrize(("threshold", "chunk"), [(0, 512), (100, 100), (1000, 512)])
+def test_chunks_are_limited_by_the_threshold_and_the_step(threshold: int, chunk: int) -> None:
+    view = BudgetView(max_step_tokens=512, num_running=0, num_waiting=0, last_step_ns=0)
+    limits = DecodeFirst(long_prefill_token_threshold=threshold).limits(view)
+    assert (limits.max_tokens, limits.max_chunk_tokens) == (512, chunk)
+
+
+def test_the_watermark_keeps_a_share_of_the_pool_free() -> None:
+    assert Watermark(share=0.01).required_blocks(admission()) == 5 + 10
+    assert Watermark(share=0.0001).required_blocks(admission()) == 5 + 1, "rounded up"
+    assert Watermark(share=0.0).required_blocks(admission()) == 5
+
+
+def test_the_watermark_can_ask_for_the_first_chunk_only() -> None:
+    assert Watermark(share=0.0, is_whole_prompt=False).required_blocks(admission()) == 2
+
+
+def test_who_was_preempted_must_leave_a_block_to_each_running_request() -> None:
+    assert Watermark(share=0.0).required_blocks(admission(num_preemptions=1)) == 5 + 3
+
+
+def test_the_victim_is_the_latest_arrived() -> None:
+    running = [make_request(f"r{arrival}", arrival_ns=arrival) for arrival in (4, 9, 2)]
+    assert LatestArrived().choose(running).request is running[1]
+
+
+def test_of_equal_arrivals_the_victim_is_the_last_admitted() -> None:
+    running = [make_request(name) for name in "abc"]
+    assert LatestArrived().choose(running).request is running[2]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_can_be_made(preset: str) -> None:
+    assert make_policies(preset)
+
+
+@pytest.mark.parametrize(("seam", "name"), [(seam, name) for seam, table in TABLES.items() for name in table])
+def test_every_name_can_be_made(seam: str, name: str) -> None:
+    assert make_policies(**{seam: name})  # type: ignore[arg-type]
+
+
+def test_a_value_can_replace_a_name() -> None:
+    reserve = Watermark(share=0.5)
+    assert make_policies(reserve=reserve).reserve is reserve
+
+
+@pytest.mark.parametrize("seam", TABLES)
+def test_an_unknown_name_is_answered_with_the_valid_ones(seam: str) -> None:
+    with pytest.raises(ConfigError, match=rf"no {seam} called 'nope'.* Valid: {', '.join(sorted(TABLES[seam]))}"):
+        make_policies(**{seam: "nope"})  # type: ignore[arg-type]
+
+
+def test_an_unknown_preset_is_answered_with_the_valid_ones() -> None:
+    with pytest.raises(ConfigError, match=r"no preset called 'nope'.* Valid: penstock"):
+        make_policies("nope")

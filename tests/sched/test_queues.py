@@ -1,0 +1,101 @@
+"""The waiting queue and the heap beneath it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.sched.policies.base import OrderKey
+from penstock.sched.policies.orders import FirstComeFirstServed
+from penstock.sched.queues import KeyedHeap, WaitingQueue
+from penstock.testing import make_request
+from penstock.types.plan import RowPlan
+from penstock.types.request import Request
+
+
+def drain(queue: WaitingQueue) -> list[str]:
+    names = []
+    while (request := queue.peek(0)) is not None:
+        queue.remove(request)
+        names.append(request.request_id)
+    return names
+
+
+class TestKeyedHeap:
+    @given(keys=st.lists(st.integers(0, 5), max_size=300), data=st.data())
+    def test_what_is_not_discarded_comes_out_in_order(self, keys: list[int], data: st.DataObject) -> None:
+        heap: KeyedHeap[int] = KeyedHeap()
+        numbers = [heap.push((key,), item) for item, key in enumerate(keys)]
+        discarded = data.draw(st.sets(st.sampled_from(range(len(keys))))) if keys else set()
+        for item in sorted(discarded):
+            heap.discard(numbers[item])
+        expected = sorted((key, item) for item, key in enumerate(keys) if item not in discarded)
+        assert len(heap) == len(expected)
+        got = []
+        while (first := heap.peek()) is not None:
+            got.append((first[0][0], first[2]))
+            heap.discard(first[1])
+        assert got == expected
+        assert len(heap) == 0
+
+    def test_discarded_items_do_not_pile_up(self) -> None:
+        heap: KeyedHeap[bytearray] = KeyedHeap()
+        heap.push((0,), bytearray())
+        for _ in range(1000):
+            heap.discard(heap.push((1,), bytearray()))
+        assert len(heap) == 1
+        assert len(heap._entries) < 200
+
+
+class TestWaitingQueue:
+    def test_first_come_first_served(self) -> None:
+        queue = WaitingQueue(FirstComeFirstServed())
+        for name, arrival_ns in (("c", 3), ("a", 1), ("b1", 2), ("b2", 2)):
+            queue.push(make_request(name, arrival_ns=arrival_ns), 10)
+        assert drain(queue) == ["a", "b1", "b2", "c"]
+
+    def test_the_preempted_come_first_in_order_of_arrival(self) -> None:
+        queue = WaitingQueue(FirstComeFirstServed())
+        queue.push(make_request("new", arrival_ns=0), 0)
+        for name, arrival_ns in (("late", 9), ("early", 5)):
+            queue.push_preempted(make_request(name, arrival_ns=arrival_ns))
+        assert len(queue) == 3
+        assert drain(queue) == ["early", "late", "new"]
+
+    def test_of_equal_arrivals_the_one_preempted_last_returns_first(self) -> None:
+        queue = WaitingQueue(FirstComeFirstServed())
+        for name in ("admitted last", "admitted first"):
+            queue.push_preempted(make_request(name))
+        assert drain(queue) == ["admitted first", "admitted last"]
+
+    def test_a_request_can_leave_from_anywhere(self) -> None:
+        queue = WaitingQueue(FirstComeFirstServed())
+        requests = [make_request(f"r{idx}", arrival_ns=idx) for idx in range(4)]
+        for request in requests[:3]:
+            queue.push(request, 0)
+        queue.push_preempted(requests[3])
+        queue.remove(requests[1])
+        queue.remove(requests[3])
+        assert drain(queue) == ["r0", "r2"]
+
+    def test_a_key_that_grew_is_asked_again_before_it_counts(self) -> None:
+        """An order that keeps accounts: a tenant that was served meanwhile steps back."""
+
+        class ByAccount:
+            def __init__(self) -> None:
+                self.served_tokens = {"": 0}
+
+            def key(self, request: Request, now_ns: int) -> OrderKey:
+                return (self.served_tokens.get(request.request_id[0], 0), request.arrival_ns)
+
+            def served(self, rows: Sequence[RowPlan], requests: Mapping[str, Request]) -> None:
+                raise NotImplementedError
+
+        order = ByAccount()
+        queue = WaitingQueue(order)
+        for idx, name in enumerate(("a1", "a2", "b1", "b2")):
+            queue.push(make_request(name, arrival_ns=idx), 0)
+        order.served_tokens["a"] = 100
+        assert drain(queue) == ["b1", "b2", "a1", "a2"]

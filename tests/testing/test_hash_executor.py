@@ -1,0 +1,137 @@
+"""The fake must be strict, or it proves nothing: each of these wrongs would otherwise pass."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.testing import HashExecutor, HashModel, expected_tokens, make_request
+from penstock.testing.hashing import mix
+from penstock.types.errors import ExecutorFailure
+from penstock.types.plan import AdmitRow, Capacity, RowPlan, StepPlan, Ticket
+from penstock.types.request import FinishReason
+from penstock.types.result import StepResult
+from penstock.types.sampling import SamplingParams
+
+CAPACITY = Capacity(num_blocks=12, block_size=4, max_rows=4, max_step_tokens=32, max_model_len=40)
+GREEDY = SamplingParams(temperature=0.0)
+
+
+class Device:
+    """An executor and the number of the next step."""
+
+    def __init__(self) -> None:
+        self.executor = HashExecutor(CAPACITY)
+        self.num_steps = 0
+
+    def step(self, *rows: RowPlan, admits: tuple[AdmitRow, ...] = (), releases: tuple[str, ...] = ()) -> StepResult:
+        plan = StepPlan(self.num_steps, 0, admits, rows, releases)
+        self.num_steps += 1
+        return self.executor.collect(self.executor.submit(plan))
+
+
+def admit(name: str, token_ids: list[int], block_ids: tuple[int, ...], num_computed: int = 0) -> AdmitRow:
+    return AdmitRow(name, tuple(token_ids), len(token_ids), block_ids, num_computed, GREEDY)
+
+
+@pytest.fixture
+def device() -> Device:
+    """Request "a" has computed six tokens in blocks 1 and 2."""
+    device = Device()
+    device.step(RowPlan("a", 0, 6, (), True), admits=(admit("a", [1, 2, 3, 4, 5, 6], (1, 2)),))
+    return device
+
+
+def test_a_claimed_hit_on_a_block_never_written_is_noticed(device: Device) -> None:
+    with pytest.raises(AssertionError, match="never written"):
+        device.step(RowPlan("b", 4, 1, (), True), admits=(admit("b", [1, 2, 3, 4, 5], (7, 3), 4),))
+
+
+def test_a_block_given_to_two_rows_is_noticed(device: Device) -> None:
+    with pytest.raises(AssertionError, match="while another row holds it"):
+        device.step(RowPlan("b", 0, 2, (), True), admits=(admit("b", [1, 2], (2,)),))
+
+
+def test_writing_to_a_shared_block_is_noticed(device: Device) -> None:
+    with pytest.raises(AssertionError, match="others hold"):
+        device.step(RowPlan("b", 6, 1, (), True), admits=(admit("b", [1, 2, 3, 4, 5, 6, 7], (1, 2), 6),))
+
+
+def test_what_was_in_a_block_is_gone_when_it_is_given_out(device: Device) -> None:
+    device.step(RowPlan("b", 0, 2, (), True), admits=(admit("b", [9, 9], (1,)),), releases=("a",))
+    with pytest.raises(AssertionError, match="never written"):
+        device.step(RowPlan("c", 4, 1, (), True), admits=(admit("c", [1, 2, 3, 4, 5], (1, 3), 4),), releases=("b",))
+
+
+def test_a_hit_on_the_wrong_content_changes_the_answer(device: Device) -> None:
+    right = device.step(RowPlan("b", 4, 1, (), True), admits=(admit("b", [1, 2, 3, 4, 5], (1, 3), 4),))
+    wrong = device.step(RowPlan("c", 4, 1, (), True), admits=(admit("c", [2, 2, 3, 4, 5], (1, 4), 4),))
+    expected = {
+        name: expected_tokens(prompt, GREEDY, model=HashModel(), max_model_len=40).token_ids[:1]
+        for name, prompt in (("b", [1, 2, 3, 4, 5]), ("c", [2, 2, 3, 4, 5]))
+    }
+    assert right.token_ids["b"] == expected["b"]
+    assert wrong.token_ids["c"] != expected["c"]
+
+
+def test_a_copy_over_a_held_block_is_noticed(device: Device) -> None:
+    with pytest.raises(AssertionError, match="would be overwritten"):
+        device.executor.copy_blocks([(1, 2)])
+
+
+def test_sampling_before_a_row_has_caught_up_is_noticed(device: Device) -> None:
+    with pytest.raises(AssertionError, match="exactly when it has caught up"):
+        device.step(RowPlan("b", 0, 1, (), True), admits=(admit("b", [1, 2], (3,)),))
+
+
+def test_not_sampling_when_a_row_has_caught_up_is_noticed(device: Device) -> None:
+    with pytest.raises(AssertionError, match="exactly when it has caught up"):
+        device.step(RowPlan("a", 6, 1, (), False))
+
+
+def test_results_are_collected_in_the_order_of_submission(device: Device) -> None:
+    for step_id in (5, 6):
+        prompt = admit(f"r{step_id}", [1], (step_id,))
+        device.executor.submit(StepPlan(step_id, 0, (prompt,), (RowPlan(f"r{step_id}", 0, 1, (), True),), ()))
+    with pytest.raises(AssertionError, match="order of submission"):
+        device.executor.collect(Ticket(6))
+    assert device.executor.collect(Ticket(5)).step_id == 5
+
+
+def test_a_closed_executor_has_failed(device: Device) -> None:
+    device.executor.close()
+    with pytest.raises(ExecutorFailure):
+        device.step(RowPlan("a", 6, 1, (), True))
+
+
+def test_the_hash_depends_on_order() -> None:
+    assert mix(mix(0, 1), 2) != mix(mix(0, 2), 1)
+    assert mix(1, 2) != mix(2, 1)
+
+
+def test_tokens_are_drawn_from_the_range_asked_for() -> None:
+    model = HashModel(vocab_size=12, first_token_id=5)
+    request = make_request(max_tokens=200)
+    drawn = expected_tokens(request.prompt_token_ids, request.sampling, model=model, max_model_len=1000).token_ids
+    assert set(drawn) == set(range(5, 12))
+
+
+def test_the_end_token_comes_about_once_in_a_period() -> None:
+    model = HashModel(eos_token_id=3, eos_period=10)
+    request = make_request(max_tokens=2000)
+    drawn = expected_tokens(request.prompt_token_ids, request.sampling, model=model, max_model_len=10**6).token_ids
+    assert 120 < drawn.count(3) < 280
+
+
+def test_the_oracle_stops_for_the_same_reasons() -> None:
+    model = HashModel(eos_token_id=3, eos_period=2)
+    sampling = SamplingParams(temperature=0.0, max_tokens=100, min_tokens=4, stop_token_ids=(3,))
+    stopped = expected_tokens([1, 2], sampling, model=model, max_model_len=1000)
+    assert (stopped.finish_reason, stopped.stop_reason) == (FinishReason.STOP, 3)
+    assert len(stopped.token_ids) > 4
+    cut = expected_tokens([1, 2], sampling, model=model, max_model_len=5)
+    assert (cut.finish_reason, len(cut.token_ids)) == (FinishReason.LENGTH, 3)
+
+
+def test_a_model_needs_two_tokens_to_draw_from() -> None:
+    with pytest.raises(ValueError, match="at least two tokens"):
+        HashModel(vocab_size=5, first_token_id=4)
