@@ -7,6 +7,8 @@ from dataclasses import replace
 
 from contracts.factories import Factory
 from penstock.engine.ports import Executor
+from penstock.sched.policies.presets import make_policies
+from penstock.sched.policies.reserves import Watermark
 from penstock.testing import Outcome, make_core, make_request, run_to_completion
 from penstock.types.events import Add
 from penstock.types.plan import AdmitRow, Capacity, RowPlan, StepPlan
@@ -15,6 +17,8 @@ from penstock.types.result import StepResult
 from penstock.types.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
+EAGER = make_policies(reserve=Watermark(share=0.0, growth_tokens=0))
+"""Keeps no memory back, so that small pools lead to preemptions."""
 MAX_ROWS = 6
 MAX_BLOCKS_PER_ROW = 8
 
@@ -52,7 +56,7 @@ class Harness:
 
     def run(self, *requests: Request, executor: Executor | None = None, caching: bool = False, **limits: int) -> list[Outcome]:
         """Run requests together; `limits` narrow the capacity that the scheduler sees. Outcomes as the requests came."""
-        core = make_core(replace(self.capacity, **limits), enable_prefix_caching=caching)
+        core = make_core(replace(self.capacity, **limits), EAGER, enable_prefix_caching=caching)
         outcomes = run_to_completion(core, executor or self.make(), *map(Add, requests))
         return [outcomes[request.request_id] for request in requests]
 

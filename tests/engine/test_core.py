@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from penstock.engine.core import DEADLINE_EXCEEDED
 from penstock.engine.ports import NullObserver
+from penstock.sched.policies.presets import make_policies
+from penstock.sched.policies.reserves import Watermark
 from penstock.testing import (
     Driver,
     FailingExecutor,
@@ -37,8 +41,8 @@ class Recorder(NullObserver):
         self.finished.append(stats)
 
 
-def make_driver(*, model: HashModel | None = None, observer: Recorder | None = None, **capacity: int) -> Driver:
-    core = make_core(observer=observer, **capacity)
+def make_driver(*, model: HashModel | None = None, **options: Any) -> Driver:
+    core = make_core(**options)
     return Driver(core, HashExecutor(core.scheduler.capacity, model=model))
 
 
@@ -295,7 +299,8 @@ class TestObserver:
 
     def test_preemptions_are_told(self) -> None:
         recorder = Recorder()
-        driver = make_driver(observer=recorder, block_size=4, num_blocks=15)
+        policies = make_policies(reserve=Watermark(share=0.0, growth_tokens=0))
+        driver = make_driver(policies=policies, observer=recorder, block_size=4, num_blocks=15)
         requests = [make_request(f"r{idx}", [idx + 1] * 4, arrival_ns=idx, max_tokens=37) for idx in range(3)]
         run_to_completion(driver.core, driver.executor, *map(Add, requests))
         total = sum(stats.num_preemptions for stats in recorder.steps)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from penstock.testing import expected_tokens, make_request
-from penstock.testing.strategies import MODEL, Engine, engines, prompts, samplings
+from penstock.testing.strategies import MAX_GROWTH_TOKENS, MODEL, Engine, engines, prompts, samplings
 from penstock.types.events import Abort, Add, Stop, TokenEvent
 from penstock.types.plan import StepPlan
 from penstock.types.request import Request, RequestStatus
@@ -114,7 +114,8 @@ class CoreMachine(RuleBasedStateMachine):
             scheduler.kv.num_blocks_for(r.num_tokens) - len(scheduler.kv.block_table(r.request_id))
             for r in scheduler.running.values()
         )
-        kept_back = promised + len(has_row) + int(0.3 * scheduler.kv.num_total_blocks) + 1
+        growth = len(has_row) * scheduler.kv.num_blocks_for(MAX_GROWTH_TOKENS)
+        kept_back = promised + growth + int(0.3 * scheduler.kv.num_total_blocks) + 1
         assert scheduler.kv.num_available_blocks < scheduler.kv.num_blocks_for(largest) + kept_back, (
             "a request waits for nothing"
         )

@@ -22,6 +22,7 @@ def admission(**fields: int) -> AdmissionView:
         "num_running": 3,
         "num_preemptions": 0,
         "num_total_blocks": 1000,
+        "block_size": 16,
     }
     return AdmissionView(**(values | fields))
 
@@ -40,17 +41,18 @@ def test_chunks_are_limited_by_the_threshold_and_the_step(threshold: int, chunk:
 
 
 def test_the_watermark_keeps_a_share_of_the_pool_free() -> None:
-    assert Watermark(share=0.01).required_blocks(admission()) == 5 + 10
-    assert Watermark(share=0.0001).required_blocks(admission()) == 5 + 1, "rounded up"
-    assert Watermark(share=0.0).required_blocks(admission()) == 5
+    assert Watermark(share=0.01, growth_tokens=0).required_blocks(admission()) == 5 + 10
+    assert Watermark(share=0.0001, growth_tokens=0).required_blocks(admission()) == 5 + 1, "rounded up"
+    assert Watermark(share=0.0, growth_tokens=0).required_blocks(admission()) == 5
 
 
 def test_the_watermark_can_ask_for_the_first_chunk_only() -> None:
-    assert Watermark(share=0.0, is_whole_prompt=False).required_blocks(admission()) == 2
+    assert Watermark(share=0.0, growth_tokens=0, is_whole_prompt=False).required_blocks(admission()) == 2
 
 
-def test_who_was_preempted_must_leave_a_block_to_each_running_request() -> None:
-    assert Watermark(share=0.0).required_blocks(admission(num_preemptions=1)) == 5 + 3
+@pytest.mark.parametrize(("growth_tokens", "blocks_each"), [(16, 1), (17, 2), (48, 3)])
+def test_the_running_have_room_to_grow(growth_tokens: int, blocks_each: int) -> None:
+    assert Watermark(share=0.0, growth_tokens=growth_tokens).required_blocks(admission()) == 5 + 3 * blocks_each
 
 
 def test_the_victim_is_the_latest_arrived() -> None:

@@ -13,7 +13,7 @@ from penstock.types.events import Add
 from penstock.types.plan import StepPlan
 from penstock.types.request import Request, RequestStatus
 
-NO_WATERMARK = make_policies(reserve=Watermark(share=0.0))
+NO_WATERMARK = make_policies(reserve=Watermark(share=0.0, growth_tokens=0))
 
 
 def make_driver(*requests: Request, **options: object) -> Driver:
@@ -113,7 +113,7 @@ class TestMemory:
     def test_an_admission_must_find_the_whole_prompt_and_the_watermark(self, num_usable_blocks: int, num_admitted: int) -> None:
         """Two prompts of two blocks; a quarter of the pool, rounded up to two blocks, is to stay free."""
         requests = make_request("a", 8, max_tokens=4), make_request("b", [9] * 8, max_tokens=4)
-        policies = make_policies(reserve=Watermark(share=0.25))
+        policies = make_policies(reserve=Watermark(share=0.25, growth_tokens=0))
         driver = make_driver(*requests, num_blocks=1 + num_usable_blocks, policies=policies)
         assert len(shape(driver.turn())) == num_admitted
         finish(driver)
@@ -127,7 +127,9 @@ class TestMemory:
     def test_blocks_promised_to_a_running_prefill_are_not_given_away(self) -> None:
         """ "a" holds a chunk only, but will need nearly the whole pool; "b" would fit into what is free now."""
         first, second = make_request("a", 32, max_tokens=1), make_request("b", [9] * 6, max_tokens=1)
-        policies = make_policies(budget=DecodeFirst(long_prefill_token_threshold=8), reserve=Watermark(share=0.0))
+        policies = make_policies(
+            budget=DecodeFirst(long_prefill_token_threshold=8), reserve=Watermark(share=0.0, growth_tokens=0)
+        )
         driver = make_driver(first, second, num_blocks=10, max_step_tokens=32, policies=policies)
         assert shape(driver.turn()) == [("a", 0, 8)]
         finish(driver)

@@ -211,6 +211,7 @@ class Scheduler:
             num_running=len(self._running),
             num_preemptions=request.num_preemptions,
             num_total_blocks=self.kv.num_total_blocks,
+            block_size=self.kv.block_size,
         )
 
     def _admit(self, draft: StepDraft, request: Request, hit: PrefixHit, query_len: int, now_ns: int) -> None:

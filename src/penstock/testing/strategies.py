@@ -25,6 +25,7 @@ from penstock.types.sampling import SamplingParams
 
 EOS_TOKEN_ID = 3
 MODEL = HashModel(vocab_size=40, eos_token_id=EOS_TOKEN_ID, eos_period=12)
+MAX_GROWTH_TOKENS = 6
 MAX_TURN = 25
 """Requests and aborts arrive in turns [0, MAX_TURN]."""
 
@@ -85,7 +86,11 @@ def engines(draw: st.DrawFn, max_model_len: int = 40) -> Engine:
     )
     policies = make_policies(
         budget=DecodeFirst(long_prefill_token_threshold=draw(st.sampled_from([0, 1, 5]))),
-        reserve=Watermark(share=draw(st.sampled_from([0.0, 0.01, 0.3])), is_whole_prompt=draw(st.booleans())),
+        reserve=Watermark(
+            share=draw(st.sampled_from([0.0, 0.01, 0.3])),
+            growth_tokens=draw(st.sampled_from([0, 0, MAX_GROWTH_TOKENS])),
+            is_whole_prompt=draw(st.booleans()),
+        ),
     )
     return Engine(capacity, policies, enable_prefix_caching=draw(st.sampled_from([True, True, False])))
 

@@ -96,6 +96,7 @@ class AdmissionView:
     num_preemptions: int
     """How often it was preempted before."""
     num_total_blocks: int
+    block_size: int
 
 
 class Reserve(Protocol):

@@ -1,0 +1,78 @@
+"""How much work is done twice when the KV cache is too small? Preemptions and recomputed tokens, by room left to grow.
+
+    python benchmarks/memory_pressure.py [--requests 400] [--rows 32]
+
+Requests of log-normal lengths (prompts around 130 tokens, replies around 160; seeded) are all there at the start. The
+pool is a share of what `rows` requests of mean length need when complete. Nothing is computed: the scheduler runs
+against constant tokens. `recompute` is positions computed over positions needed, without a prefix cache. The last line is one
+JSON object. The numbers do not depend on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+
+from penstock.sched.policies.presets import make_policies
+from penstock.sched.policies.reserves import Watermark
+from penstock.testing import make_core, make_request
+from penstock.types.events import Add
+from penstock.types.plan import Capacity
+from penstock.types.result import StepResult, StepTiming
+
+BLOCK_SIZE = 16
+NO_TIME = StepTiming(0, 0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Work done twice under memory pressure.")
+    parser.add_argument("--requests", type=int, default=400)
+    parser.add_argument("--rows", type=int, default=32)
+    arguments = parser.parse_args()
+    lengths = _lengths(arguments.requests)
+    needed = arguments.rows * sum(prompt + reply for prompt, reply in lengths) // len(lengths) // BLOCK_SIZE
+    report: list[dict[str, float]] = []
+    for share in (1.0, 0.5, 0.33):
+        for growth_tokens in (0, 16, 32, 48, 64, 96):
+            row = {"memory": share, "growth_tokens": growth_tokens}
+            row |= _run(lengths, int(needed * share), growth_tokens, arguments.rows)
+            print(row)
+            report.append(row)
+    print(json.dumps({"requests": arguments.requests, "rows": arguments.rows, "runs": report}))
+
+
+def _lengths(num_requests: int) -> list[tuple[int, int]]:
+    """(prompt, reply) in tokens."""
+    rng = random.Random(0)
+    return [
+        (min(512, max(4, int(rng.lognormvariate(4.2, 1.2)))), min(512, max(2, int(rng.lognormvariate(4.7, 0.9)))))
+        for _ in range(num_requests)
+    ]
+
+
+def _run(lengths: list[tuple[int, int]], num_blocks: int, growth_tokens: int, rows: int) -> dict[str, float]:
+    capacity = Capacity(1 + num_blocks, BLOCK_SIZE, max_rows=rows, max_step_tokens=512, max_model_len=1024)
+    policies = make_policies(reserve=Watermark(growth_tokens=growth_tokens))
+    core = make_core(capacity, policies, enable_prefix_caching=False)
+    requests = [
+        make_request(f"r{idx}", prompt, max_tokens=reply, arrival_ns=idx) for idx, (prompt, reply) in enumerate(lengths)
+    ]
+    core.apply([Add(request) for request in requests], 0)
+    num_computed = num_steps = 0
+    while core.has_work:
+        plan = core.begin(num_steps)
+        assert plan is not None
+        num_steps += 1
+        num_computed += plan.num_tokens
+        tokens = {row.request_id: (7,) for row in plan.rows if row.samples}
+        core.finish(plan, StepResult(plan.step_id, tokens, NO_TIME), num_steps)
+    return {
+        "recompute": round(num_computed / sum(prompt + reply - 1 for prompt, reply in lengths), 3),
+        "preemptions": sum(request.num_preemptions for request in requests),
+        "steps": num_steps,
+    }
+
+
+if __name__ == "__main__":
+    main()
