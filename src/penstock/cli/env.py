@@ -7,7 +7,6 @@ import platform
 import re
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 import click
 
@@ -42,14 +41,10 @@ def _kernels() -> str:
     try:
         from penstock.backends import native
 
-        info: dict[str, Any] = native.info()
+        info = native.info()
     except ImportError as error:
         return f"not usable: {error}"
-    return ", ".join(f"{name} {_words(value)}" for name, value in info.items())
-
-
-def _words(value: object) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    return f"{info['variant']}; usable: {', '.join(info['variants'])}"
 
 
 def _requirements(*, extra: str = "") -> list[tuple[str, str | None]]:
