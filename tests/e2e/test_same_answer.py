@@ -1,0 +1,165 @@
+"""Same prompt, same answer: tokens and log-probabilities are equal to the bit however a request was scheduled.
+
+Alone or beside 31 others, whole or in chunks, from the prefix cache or computed, preempted or not; greedy or sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.backends.native import info
+from penstock.backends.native.executor import NativeExecutor
+from penstock.models import registry
+from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
+from penstock.models.gguf import load_gguf
+from penstock.models.load import load_model
+from penstock.models.weights import LoadedModel
+from penstock.testing import Driver, Outcome, make_core, make_request, run_to_completion
+from penstock.testing.tiny_models import TinyLlama, write_gguf
+from penstock.text.tokenizer import load_tokenizer
+from penstock.types.events import Add
+from penstock.types.plan import Capacity, StepPlan
+from penstock.types.request import Request
+from penstock.types.result import TokenLogprobs
+from penstock.types.sampling import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=10, logprobs=20)
+SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, repetition_penalty=1.1, max_tokens=10, logprobs=20)
+NUM_REQUESTS = 32
+EXCERPT = Path(__file__).parents[1] / "golden" / "sonnet_excerpt.txt"
+
+Answer = tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A model, its prompts, and runs of them under limits that the scheduler must keep."""
+
+    model: LoadedModel
+    prompts: list[tuple[int, ...]]
+    capacity: Capacity
+    executor: NativeExecutor
+
+    def requests(self, picked: Sequence[int], **changes: int) -> list[Request]:
+        """Requests by number: even ones greedy, odd ones sampled with a seed of their own."""
+        return [
+            make_request(f"r{i}", self.prompts[i], sampling=SAMPLED if i % 2 else GREEDY, seed=i, arrival_ns=i, **changes)
+            for i in picked
+        ]
+
+    def run(self, requests: Sequence[Request], *, caching: bool = False, **limits: int) -> list[Answer]:
+        outcomes = self.outcomes(requests, caching=caching, **limits)
+        return [answer_of(outcome) for outcome in outcomes]
+
+    def outcomes(self, requests: Sequence[Request], *, caching: bool = False, **limits: int) -> list[Outcome]:
+        known: set[str] = set()
+
+        def note(driver: Driver) -> None:
+            if driver.plans:
+                known.difference_update(driver.plans[-1].releases)
+                known.update(row.request_id for row in driver.plans[-1].admits)
+
+        core = make_core(self.capacity, enable_prefix_caching=caching, **limits)
+        outcomes = run_to_completion(core, self.executor, *map(Add, requests), after_turn=note)
+        core.check()
+        # The last releases ride on a plan that this core will never make.
+        self.executor.collect(self.executor.submit(StepPlan(2**40, 0, (), (), tuple(sorted(known)))))
+        return [outcomes[request.request_id] for request in requests]
+
+    def alone(self, picked: Sequence[int]) -> list[Answer]:
+        return [self.run(self.requests([i]))[0] for i in picked]
+
+
+def answer_of(outcome: Outcome) -> Answer:
+    logprobs = tuple(entry for event in outcome.events for entry in event.logprobs)
+    assert len(logprobs) == len(outcome.token_ids) > 0
+    return tuple(outcome.token_ids), logprobs
+
+
+def make_bench(model: LoadedModel, variant: str, prompts: list[tuple[int, ...]], capacity: Capacity) -> Bench:
+    program = registry.describe(model.spec)
+    executor = NativeExecutor(model, program, **asdict(capacity), variant=variant, num_threads=2, poison=True)
+    return Bench(model, prompts, capacity, executor)
+
+
+def default_model_bench(variant: str) -> Bench:
+    source = resolve(DEFAULT_MODEL, default_cache_dir())
+    if not source.is_present:
+        pytest.skip(f"{source.path} is not there: run `penstock pull {DEFAULT_MODEL}`")
+    model = load_model(source)
+    ids = load_tokenizer(model.tokenizer_source).encode(EXCERPT.read_text(), add_special_tokens=False)
+    # Every prompt begins elsewhere; the lengths straddle blocks (16), attention segments (256) and chunks (512).
+    lengths = [5, 15, 16, 17, 31, 40, 64, 65, 90, 130, 255, 256, 257, 300, 511, 530]
+    prompts = [tuple(ids[3 * i : 3 * i + lengths[i % len(lengths)]]) for i in range(NUM_REQUESTS)]
+    assert len(ids) > 3 * NUM_REQUESTS + max(lengths)
+    return make_bench(model, variant, prompts, Capacity(400, 16, NUM_REQUESTS, 1024, 640))
+
+
+def tiny_model_bench(variant: str, directory: Path) -> Bench:
+    path = write_gguf(directory / "tiny.gguf", TinyLlama(max_model_len=640), matrix_type="Q4_0")
+    rng = np.random.default_rng(1)
+    prompts = [tuple(int(t) for t in rng.integers(0, 264, 1 + 13 * i)) for i in range(NUM_REQUESTS)]
+    return make_bench(load_gguf(path), variant, prompts, Capacity(500, 16, NUM_REQUESTS, 1024, 640))
+
+
+VARIANTS: list[str] = info()["variants"]
+CASES = [
+    pytest.param(("default", VARIANTS[0]), marks=pytest.mark.model, id=f"default-{VARIANTS[0]}"),
+    *(pytest.param(("tiny", v), id=f"tiny-{v}") for v in VARIANTS),
+]
+
+
+@pytest.fixture(scope="module", params=CASES)
+def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    kind, variant = request.param
+    return default_model_bench(variant) if kind == "default" else tiny_model_bench(variant, tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def alone(bench: Bench) -> list[Answer]:
+    """Every request by itself, its prompt in one piece."""
+    return bench.alone(range(NUM_REQUESTS))
+
+
+def assert_equal(answers: Sequence[Answer], expected: Sequence[Answer]) -> None:
+    for number, (answer, other) in enumerate(zip(answers, expected, strict=True)):
+        assert answer == other, f"request {number}"
+
+
+def test_alone_or_beside_31_others(bench: Bench, alone: list[Answer]) -> None:
+    assert_equal(bench.run(bench.requests(range(NUM_REQUESTS)), max_step_tokens=512), alone)
+    assert len({answer[0] for answer in alone}) > NUM_REQUESTS // 2, "the requests must not all be alike"
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, 512])
+def test_whole_or_in_chunks(bench: Bench, alone: list[Answer], chunk: int) -> None:
+    picked = range(0, NUM_REQUESTS, 5) if chunk == 1 else range(NUM_REQUESTS)
+    answers = bench.run(bench.requests(picked), max_step_tokens=chunk, max_rows=min(chunk, NUM_REQUESTS))
+    assert_equal(answers, [alone[i] for i in picked])
+
+
+def test_hit_or_miss(bench: Bench, alone: list[Answer]) -> None:
+    """Each prompt twice, one after the other: the second finds all whole blocks of the first."""
+    picked = range(0, NUM_REQUESTS, 3)
+    first, second = bench.requests(picked), bench.requests(picked)
+    for request in second:
+        request.request_id += "-again"
+        request.arrival_ns += NUM_REQUESTS
+    outcomes = bench.outcomes([*first, *second], caching=True, max_rows=4)
+    hits = [outcome.last.num_cached_tokens for outcome in outcomes[len(first) :]]
+    assert hits == [(len(bench.prompts[i]) - 1) // 16 * 16 for i in picked]
+    assert_equal([answer_of(outcome) for outcome in outcomes], [alone[i] for i in picked] * 2)
+
+
+def test_preempted_or_not(bench: Bench) -> None:
+    """A pool that holds the longest request and little more; longer replies, so that running requests outgrow it."""
+    picked = [i for i in range(NUM_REQUESTS) if 10 < len(bench.prompts[i]) < 160]
+    expected = [bench.run(bench.requests([i], max_tokens=60))[0] for i in picked]
+    requests = bench.requests(picked, max_tokens=60)
+    assert_equal(bench.run(requests, num_blocks=1 + 640 // 16, max_step_tokens=256), expected)
+    assert sum(request.num_preemptions for request in requests) >= 2
