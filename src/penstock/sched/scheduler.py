@@ -119,17 +119,18 @@ class Scheduler:
     def _extend_running(self, draft: StepDraft) -> None:
         """Rows for the running requests: every decode, then prefills while tokens last, each in order of admission."""
         prefills: list[Request] = []
-        rows, num_slots = draft.rows, self.kv.num_slots
+        rows, num_slots, num_short_cuts = draft.rows, self.kv.num_slots, 0
         for request in tuple(self._running.values()):
             request_id, context_len = request.request_id, request.num_computed_tokens
-            if request.num_tokens - context_len > 1:
+            if len(request.prompt_token_ids) + len(request.output_token_ids) - context_len > 1:
                 prefills.append(request)
             elif context_len < num_slots.get(request_id, 0):  # its last block has room: nothing to ask, nothing to tell
                 rows[request_id] = RowPlan(request_id, context_len, 1, (), True)
                 request.num_inflight_tokens = 1
-                draft.num_tokens += 1
+                num_short_cuts += 1
             else:
                 self._extend(draft, request, 1)
+        draft.num_tokens += num_short_cuts
         for request in prefills:
             query_len = min(request.num_tokens - request.num_computed_tokens, draft.tokens_left, draft.limits.max_chunk_tokens)
             if query_len > 0:
@@ -243,42 +244,39 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult, now_ns: int) -> list[TokenEvent]:
         """Take over what a step computed: an event per row that sampled. Rows of requests that ended meanwhile are void.
 
-        Raises KeyError or ValueError if a row that samples has not got its one token.
+        One loop without calls, as it runs for every row of every step. Raises KeyError or ValueError if a row that
+        samples has not got its one token.
         """
         self._last_step_ns = now_ns - plan.now_ns
-        block_size = self.capacity.block_size
+        block_size, max_model_len = self.capacity.block_size, self.capacity.max_model_len
         events: list[TokenEvent] = []
         for row in plan.rows:
-            request = self._running.get(row.request_id)
+            request_id, query_len = row.request_id, row.query_len
+            request = self._running.get(request_id)
             if request is None:
                 continue
-            query_len = row.query_len
             num_computed = request.num_computed_tokens = row.context_len + query_len
             request.num_inflight_tokens = 0
+            reason, stop_reason = None, None
             if row.samples:
-                event = self._append_sample(request, result, now_ns)
-                events.append(event)
+                output, sampling = request.output_token_ids, request.sampling
+                token_ids = result.token_ids[request_id]
+                (token_id,) = token_ids
+                output.append(token_id)
+                if request.first_token_ns is None:
+                    request.first_token_ns = now_ns
+                if token_id in sampling.stop_token_ids and len(output) > sampling.min_tokens:
+                    reason, stop_reason = FinishReason.STOP, token_id
+                elif len(output) >= sampling.max_tokens or num_computed + 1 >= max_model_len:
+                    reason = FinishReason.LENGTH
+                logprobs = result.logprobs.get(request_id, ()) if result.logprobs else ()
+                num_cached = request.num_cached_tokens
+                events.append(TokenEvent(request_id, token_ids, now_ns, logprobs, reason, stop_reason, num_cached))
             if num_computed % block_size < query_len:  # a block became full
                 self.kv.publish(request)
-            if row.samples and event.finish_reason is not None:
-                self.end(request, event.finish_reason, event.stop_reason)
+            if reason is not None:
+                self.end(request, reason, stop_reason)
         return events
-
-    def _append_sample(self, request: Request, result: StepResult, now_ns: int) -> TokenEvent:
-        """Append what was sampled and check whether it is the last."""
-        request_id, output, sampling = request.request_id, request.output_token_ids, request.sampling
-        token_ids = result.token_ids[request_id]
-        (token_id,) = token_ids
-        output.append(token_id)
-        if request.first_token_ns is None:
-            request.first_token_ns = now_ns
-        logprobs = result.logprobs.get(request_id, ()) if result.logprobs else ()
-        reason, stop_reason = None, None
-        if token_id in sampling.stop_token_ids and len(output) > sampling.min_tokens:
-            reason, stop_reason = FinishReason.STOP, token_id
-        elif len(output) >= sampling.max_tokens or request.num_computed_tokens + 1 >= self.capacity.max_model_len:
-            reason = FinishReason.LENGTH
-        return TokenEvent(request_id, token_ids, now_ns, logprobs, reason, stop_reason, request.num_cached_tokens)
 
     def check(self) -> None:
         """Verify the laws of memory and of the queues. Raises AssertionError. O(blocks + requests)."""
