@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,12 @@ from penstock.sched.policies.orders import ORDERS
 from penstock.sched.policies.presets import PRESETS
 
 ALL = ("model", "kv", "scheduler", "backend", "server", "log")
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("PENSTOCK_")]:
+        monkeypatch.delenv(name)
 
 
 def _invoke(*arguments: str, env: dict[str, str] | None = None) -> tuple[Result, Config | None]:
