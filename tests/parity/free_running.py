@@ -36,11 +36,6 @@ def generate_greedily(executor: Executor, cases: Sequence[GreedyCase]) -> list[I
     return [np.array(output, np.int32) for output in outputs]
 
 
-def num_blocks_for(cases: Sequence[GreedyCase], block_size: int) -> int:
-    """Blocks that `generate_greedily` needs, the null block included."""
-    return 1 + sum(-(-len(case.text.token_ids) // block_size) for case in cases)
-
-
 def _hand_out_blocks(executor: Executor, cases: Sequence[GreedyCase]) -> list[tuple[int, ...]]:
     tables: list[tuple[int, ...]] = []
     next_id = 1

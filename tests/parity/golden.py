@@ -11,7 +11,7 @@ last_logits.npz  by prompt name: float32 [vocab_size], all logits after the prom
 texts.npz        names [N] str, lens [N] int32, token_ids [sum of lens] int32; logprobs_f32, logprobs_bf16
                  [sum of (lens - 1)] float32. `windows.npz` has the same format.
 perplexity.json  of each window of `windows.py`: SHA-256 of its tokens, and the sums of its negative log-likelihoods.
-manifest.json    where it came from: model file and SHA-256, versions of the tools, measured noise.
+manifest.json    where it came from: model file and SHA-256, versions of the tools.
 """
 
 from __future__ import annotations

@@ -23,11 +23,10 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, LlamaForCausalLM
 
-from .compare import CLEAR_MARGIN, compare_greedy, summarise_greedy, summarise_perplexity, token_logprobs
+from .compare import token_logprobs
 from .golden import GOLDEN_DIR, FloatArray, GreedyCase, TextCase, save_greedy, save_texts, tokens_sha256
 from .prompts import PROMPTS, ParityPrompt
 from .reference_model import GgufReference, TorchExecutor
-from .simulate import bf16_cache, int8_inputs
 from .windows import make_windows
 
 NUM_STEPS = 64
@@ -35,7 +34,6 @@ NUM_TOP = 10
 NUM_EXCERPT_TOKENS = 1024
 GENERATE_ROWS = 8
 FULL_LOGITS_OF = ("capital", "fibonacci", "multi_turn")
-SIMULATED_GROUP = 32
 
 
 class GoldenMaker:
@@ -97,25 +95,7 @@ def greedy_paths(model: LlamaForCausalLM, prompts: Sequence[list[int]]) -> list[
     return [paths[i] for i in range(len(prompts))]
 
 
-def measure_noise(maker: GoldenMaker, cases: Sequence[GreedyCase]) -> dict[str, Any]:
-    """How far other arithmetic moves the choices along the golden paths: bf16 throughout, and int8 inputs with a bf16 cache."""
-    bf16 = [compare_greedy(maker.bf16, case) for case in cases]
-    with int8_inputs(maker.f32.model, SIMULATED_GROUP), bf16_cache(maker.f32.model):
-        int8 = [compare_greedy(maker.f32, case) for case in cases]
-    noise: dict[str, Any] = {}
-    for name, comparisons in (("bf16", bf16), (f"int8 inputs in groups of {SIMULATED_GROUP}, bf16 cache", int8)):
-        summary = summarise_greedy(comparisons)
-        perplexity = summarise_perplexity([comparison.text for comparison in comparisons])
-        noise[name] = {
-            "margin_error_rms": round(summary.margin_error_rms, 4),
-            "unequal_steps": summary.num_steps - summary.num_equal,
-            "worst_unequal_margin": round(summary.worst_unequal_margin, 4),
-            "perplexity_ratio_to_f32": round(perplexity.ratio_to_f32, 5),
-        }
-    return noise
-
-
-def write_greedy(maker: GoldenMaker, output: Path) -> list[GreedyCase]:
+def write_greedy(maker: GoldenMaker, output: Path) -> None:
     cases = maker.greedy_cases()
     save_greedy(output, cases)
     last = {c.name: maker.f32.forward_logits(c.prompt_ids)[-1] for c in cases if c.name in FULL_LOGITS_OF}
@@ -129,7 +109,6 @@ def write_greedy(maker: GoldenMaker, output: Path) -> list[GreedyCase]:
         for case in cases
     }
     (output / "greedy.json").write_text(json.dumps(texts, indent=1, ensure_ascii=False) + "\n")
-    return cases
 
 
 def write_texts(maker: GoldenMaker, output: Path) -> None:
@@ -159,15 +138,13 @@ def _nll(logprobs: FloatArray) -> float:
     return round(-float(logprobs.sum(dtype=np.float64)), 4)
 
 
-def write_manifest(model_path: Path, output: Path, noise: dict[str, Any]) -> None:
+def write_manifest(model_path: Path, output: Path) -> None:
     manifest = {
         "model": model_path.name,
         "model_sha256": hashlib.sha256(model_path.read_bytes()).hexdigest(),
         "tools": {name: version(name) for name in ("torch", "transformers", "gguf", "tokenizers", "numpy")},
         "python": platform.python_version(),
         "num_steps": NUM_STEPS,
-        "clear_margin": CLEAR_MARGIN,
-        "noise_along_the_paths": noise,
     }
     (output / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
 
@@ -183,10 +160,9 @@ def main() -> None:
     args.output.mkdir(parents=True, exist_ok=True)
     maker = GoldenMaker(args.model)
     print("greedy paths", flush=True)
-    cases = write_greedy(maker, args.output)
+    write_greedy(maker, args.output)
     write_texts(maker, args.output)
-    print("noise of other arithmetic", flush=True)
-    write_manifest(args.model, args.output, measure_noise(maker, cases))
+    write_manifest(args.model, args.output)
     if args.windows:
         print("perplexity windows", flush=True)
         write_windows(maker, args.output, args.windows)

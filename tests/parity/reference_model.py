@@ -7,7 +7,6 @@ code with the package under test: the file is read through the `gguf` package an
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -140,28 +139,3 @@ class TorchExecutor:
         """Logits after each token, float32 [num_tokens, vocab_size]."""
         logits = self.model(torch.tensor([token_ids]), use_cache=False).logits[0]
         return logits.float().numpy()
-
-    @torch.inference_mode()
-    def greedy_logits(self, prompt_token_ids: list[int], num_new_tokens: int) -> NDArray[np.float32]:
-        """Logits of each step of a greedy generation with a KV cache, float32 [num_new_tokens, vocab_size].
-
-        It does not stop at an end token: the tokens are the rows' argmax, the lower id first among equals.
-        """
-        cache, step_ids, rows = None, torch.tensor([prompt_token_ids]), []
-        for _ in range(num_new_tokens):
-            out = self.model(step_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            cache, row = out.past_key_values, out.logits[0, -1].float().numpy()
-            rows.append(row)
-            step_ids = torch.tensor([[int(row.argmax())]])
-        return np.stack(rows)
-
-
-@contextmanager
-def torch_threads(num_threads: int) -> Iterator[None]:
-    """Bounds torch's threads for a block."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -1,6 +1,6 @@
 """Owns a simulation, in torch, of the arithmetic that a backend may choose: int8 inputs of every Linear, a bfloat16 cache.
 
-`make_golden.py` measures with it how far such arithmetic moves the margins between tokens, which is what the threshold
+`measure_noise.py` measures with it how far such arithmetic moves the margins between tokens, which is what the threshold
 of a clear step in `compare.py` rests on. It simulates no kernel of ours in particular.
 """
 
@@ -18,10 +18,13 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 _BF16_CACHE = "sdpa_bf16_cache"
 
 
-def fake_int8(values: torch.Tensor, group_size: int) -> torch.Tensor:
-    """Values rounded to 255 symmetric steps of their group's largest magnitude, a group being consecutive columns."""
+def fake_int8(values: torch.Tensor, group_size: int, stretch: float = 1.0) -> torch.Tensor:
+    """Values rounded to 255 symmetric steps of their group's largest magnitude, a group being consecutive columns.
+
+    The steps are `stretch` times as wide as they need to be: slightly above 1, it rounds as well but otherwise.
+    """
     groups = values.reshape(*values.shape[:-1], -1, group_size)
-    scales = (groups.abs().amax(-1, keepdim=True) / 127).clamp_min(torch.finfo(values.dtype).tiny)
+    scales = (groups.abs().amax(-1, keepdim=True) / 127 * stretch).clamp_min(torch.finfo(values.dtype).tiny)
     return ((groups / scales).round() * scales).reshape(values.shape)
 
 
@@ -45,10 +48,10 @@ def bf16_cache(model: LlamaForCausalLM) -> Iterator[None]:
 
 
 @contextmanager
-def int8_inputs(model: LlamaForCausalLM, group_size: int) -> Iterator[None]:
+def int8_inputs(model: LlamaForCausalLM, group_size: int, stretch: float = 1.0) -> Iterator[None]:
     """The inputs of every Linear, the output matrix included, pass through `fake_int8`."""
     handles = [
-        module.register_forward_pre_hook(lambda _, args: (fake_int8(args[0], group_size),))
+        module.register_forward_pre_hook(lambda _, args: (fake_int8(args[0], group_size, stretch),))
         for module in model.modules()
         if isinstance(module, torch.nn.Linear)
     ]
