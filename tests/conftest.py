@@ -11,6 +11,6 @@ from hypothesis import HealthCheck, settings
 
 settings.register_profile("default", derandomize=True, deadline=None, database=None, max_examples=50)
 settings.register_profile(
-    "thorough", deadline=None, max_examples=1000, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+    "thorough", deadline=None, max_examples=500, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))

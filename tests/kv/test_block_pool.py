@@ -124,4 +124,4 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=100, stateful_step_count=30)
+TestPoolMachine.settings = settings(max_examples=2 * settings.default.max_examples, stateful_step_count=30)

@@ -333,4 +333,4 @@ class ManagerMachine(RuleBasedStateMachine):
 
 
 TestManagerMachine = ManagerMachine.TestCase
-TestManagerMachine.settings = settings(max_examples=150, stateful_step_count=30)
+TestManagerMachine.settings = settings(max_examples=3 * settings.default.max_examples, stateful_step_count=30)

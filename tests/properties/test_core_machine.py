@@ -151,4 +151,4 @@ class CoreMachine(RuleBasedStateMachine):
 
 
 TestCoreMachine = CoreMachine.TestCase
-TestCoreMachine.settings = settings(max_examples=80, stateful_step_count=40)
+TestCoreMachine.settings = settings(max_examples=2 * settings.default.max_examples, stateful_step_count=40)

@@ -21,7 +21,7 @@ def check(driver: Driver) -> None:
     driver.core.check()
 
 
-@settings(max_examples=300)
+@settings(max_examples=6 * settings.default.max_examples)
 @given(engine=engines(), workload=workloads())
 def test_every_answer_is_that_of_the_oracle(engine: Engine, workload: Workload) -> None:
     _, _, requests, outcomes = run(engine, workload)
@@ -38,7 +38,7 @@ def test_every_answer_is_that_of_the_oracle(engine: Engine, workload: Workload) 
             assert answer == (expected.token_ids, expected.finish_reason, expected.stop_reason)
 
 
-@settings(max_examples=100)
+@settings(max_examples=2 * settings.default.max_examples)
 @given(engine=engines(), workload=workloads())
 def test_all_blocks_are_free_when_all_requests_have_ended(engine: Engine, workload: Workload) -> None:
     core, executor, _, _ = run(engine, workload)
@@ -52,7 +52,7 @@ def test_all_blocks_are_free_when_all_requests_have_ended(engine: Engine, worklo
     assert last <= engine.capacity.max_rows
 
 
-@settings(max_examples=100)
+@settings(max_examples=2 * settings.default.max_examples)
 @given(engine=engines(), workload=workloads(has_early_ends=False))
 def test_the_same_input_gives_the_same_plans(engine: Engine, workload: Workload) -> None:
     histories = []
