@@ -1,0 +1,110 @@
+"""How far do the logits move when the inputs of the linear layers are rounded to int8, in groups of which size?
+
+Runs the reference backend, float32 throughout, with the rounding put in front of every product, over one text;
+compares with the same run without rounding. This is what chose the native backend's activations
+(docs/decisions/int8-activations.md).
+
+    python benchmarks/activation_rounding.py --text tests/golden/sonnet_excerpt.txt --tokens 256
+
+The last line printed is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.backends.reference import interpreter
+from penstock.backends.reference.executor import ReferenceExecutor
+from penstock.models import registry
+from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
+from penstock.models.load import load_model
+from penstock.text.tokenizer import load_tokenizer
+
+F32 = NDArray[np.float32]
+Rounding = Callable[[F32], F32]
+
+
+class Int8:
+    """int8 with a scale per `group` columns (0: per row); groups above `outlier_ratio` row rms get a second int8."""
+
+    def __init__(self, group: int, outlier_ratio: float = np.inf) -> None:
+        self._group = group
+        self._ratio = outlier_ratio
+        self.num_groups = 0
+        self.num_outliers = 0
+
+    def __call__(self, x: F32) -> F32:
+        groups = x.reshape(len(x), -1, self._group or x.shape[1])
+        largest = np.abs(groups).max(-1, keepdims=True)
+        step = np.maximum(largest, np.float32(1e-30)) / np.float32(127)
+        rounded = np.rint(groups / step) * step
+        rms = np.sqrt((x**2).mean(-1))[:, None, None]
+        is_outlier = largest > self._ratio * rms
+        fine = np.rint((groups - rounded) / (step / 254)) * (step / 254)
+        self.num_groups += is_outlier.size
+        self.num_outliers += int(is_outlier.sum())
+        return (rounded + np.where(is_outlier, fine, 0)).reshape(x.shape).astype(np.float32)
+
+
+def bfloat16(x: F32) -> F32:
+    bits = np.ascontiguousarray(x).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+def forward(executor: ReferenceExecutor, token_ids: list[int], rounding: Rounding | None) -> F32:
+    product = interpreter.product
+    if rounding is not None:
+        interpreter.product = lambda x, weight, position: product(rounding(x), weight, position)
+    try:
+        return executor.forward_logits(token_ids)
+    finally:
+        interpreter.product = product
+
+
+def negative_log_likelihood(logits: F32, token_ids: list[int]) -> float:
+    """Mean over the tokens after the first."""
+    shifted = logits[:-1].astype(np.float64)
+    shifted -= shifted.max(-1, keepdims=True)
+    logprobs = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    return float(-logprobs[np.arange(len(token_ids) - 1), token_ids[1:]].mean())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--tokens", type=int, default=256)
+    args = parser.parse_args()
+    model = load_model(resolve(DEFAULT_MODEL, default_cache_dir()))
+    token_ids = load_tokenizer(model.tokenizer_source).encode(args.text.read_text(), add_special_tokens=False)[: args.tokens]
+    sizes = {"num_blocks": args.tokens // 16 + 2, "block_size": 16, "max_rows": 1}
+    executor = ReferenceExecutor(
+        model, registry.describe(model.spec), **sizes, max_step_tokens=args.tokens, max_model_len=args.tokens + 1
+    )
+    roundings: dict[str, Rounding] = {"bf16": bfloat16}
+    roundings |= {"per row": Int8(0)} | {f"group {g}": Int8(g) for g in (192, 64, 32, 16)}
+    roundings |= {f"group 32, twice above {t} rms": Int8(32, t) for t in (4, 6, 8, 12)}
+    exact = forward(executor, token_ids, None)
+    base = negative_log_likelihood(exact, token_ids)
+    results = {}
+    for name, rounding in roundings.items():
+        logits = forward(executor, token_ids, rounding)
+        error = logits - exact
+        error -= error.mean(-1, keepdims=True)
+        results[name] = {
+            "rms": round(float(np.sqrt((error**2).mean())), 4),
+            "perplexity_ratio": round(float(np.exp(negative_log_likelihood(logits, token_ids) - base)), 5),
+            "argmax_changed": int((logits.argmax(-1) != exact.argmax(-1)).sum()),
+            "rounded_twice": round(rounding.num_outliers / rounding.num_groups, 4) if isinstance(rounding, Int8) else 0,
+        }
+        print(f"{name:32} {results[name]}", flush=True)
+    print(json.dumps({"benchmark": "activation_rounding", "tokens": len(token_ids), "results": results}))
+
+
+if __name__ == "__main__":
+    main()
