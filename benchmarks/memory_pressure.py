@@ -34,7 +34,7 @@ def main() -> None:
     needed = arguments.rows * sum(prompt + reply for prompt, reply in lengths) // len(lengths) // BLOCK_SIZE
     report: list[dict[str, float]] = []
     for share in (1.0, 0.5, 0.33):
-        for growth_tokens in (0, 16, 32, 48, 64, 96):
+        for growth_tokens in (0, 16, 32, 48, 64):
             row = {"memory": share, "growth_tokens": growth_tokens}
             row |= _run(lengths, int(needed * share), growth_tokens, arguments.rows)
             print(row)

@@ -20,6 +20,7 @@ def admission(**fields: int) -> AdmissionView:
         "num_prompt_blocks": 5,
         "num_final_blocks": 9,
         "num_running": 3,
+        "num_growth_blocks": 100,
         "num_preemptions": 0,
         "num_total_blocks": 1000,
         "block_size": 16,
@@ -53,6 +54,10 @@ def test_the_watermark_can_ask_for_the_first_chunk_only() -> None:
 @pytest.mark.parametrize(("growth_tokens", "blocks_each"), [(16, 1), (17, 2), (48, 3)])
 def test_the_running_have_room_to_grow(growth_tokens: int, blocks_each: int) -> None:
     assert Watermark(share=0.0, growth_tokens=growth_tokens).required_blocks(admission()) == 5 + 3 * blocks_each
+
+
+def test_no_more_room_is_kept_than_the_running_can_fill() -> None:
+    assert Watermark(share=0.0, growth_tokens=48).required_blocks(admission(num_growth_blocks=4)) == 5 + 4
 
 
 def test_the_victim_is_the_latest_arrived() -> None:

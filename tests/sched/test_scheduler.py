@@ -124,6 +124,15 @@ class TestMemory:
         finish(driver)
         assert len(driver.outcomes["a"].token_ids) == 10
 
+    def test_no_room_is_kept_for_requests_that_can_not_grow(self) -> None:
+        """Six requests of two blocks each, when complete, in a pool of twelve: all run at once, and nobody is preempted."""
+        requests = [make_request(f"r{idx}", [idx + 1] * 5, max_tokens=4) for idx in range(6)]
+        policies = make_policies(reserve=Watermark(share=0.0, growth_tokens=32))
+        driver = make_driver(*requests, num_blocks=13, policies=policies)
+        assert len(shape(driver.turn())) == 6
+        finish(driver)
+        assert not any(request.num_preemptions for request in requests)
+
     def test_blocks_promised_to_a_running_prefill_are_not_given_away(self) -> None:
         """ "a" holds a chunk only, but will need nearly the whole pool; "b" would fit into what is free now."""
         first, second = make_request("a", 32, max_tokens=1), make_request("b", [9] * 6, max_tokens=1)

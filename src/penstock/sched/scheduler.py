@@ -54,6 +54,8 @@ class Scheduler:
         self._waiting = WaitingQueue(policies.order)
         self._running: dict[str, Request] = {}
         """In the order of admission."""
+        self._num_final_blocks = 0
+        """What the running would hold if all reached their limits and shared nothing."""
         self._releases: list[str] = []
         """Requests that the executor has yet to forget."""
         self._num_steps = 0
@@ -82,8 +84,7 @@ class Scheduler:
     def end(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Take a waiting or running request out and its blocks back, whatever it was doing."""
         if request.status is RequestStatus.RUNNING:
-            del self._running[request.request_id]
-            self._releases.append(request.request_id)
+            self._leave(request)
         else:
             self._waiting.remove(request)
         self.kv.free(request.request_id)
@@ -91,6 +92,16 @@ class Scheduler:
         request.num_inflight_tokens = 0
         request.finish_reason = reason
         request.stop_reason = stop_reason
+
+    def _leave(self, request: Request) -> None:
+        """A running request stops running; the executor will be told to forget it."""
+        del self._running[request.request_id]
+        self._num_final_blocks -= self._final_blocks(request)
+        self._releases.append(request.request_id)
+
+    def _final_blocks(self, request: Request) -> int:
+        """Blocks of a request at its limit; its last token is never computed and takes no place."""
+        return self.kv.num_blocks_for(max_total_tokens(request, self.capacity) - 1)
 
     # schedule
 
@@ -167,8 +178,7 @@ class Scheduler:
         victim = self._policies.victim.choose(tuple(self._running.values())).request
         draft.take_back(victim.request_id)
         draft.num_preemptions += 1
-        del self._running[victim.request_id]
-        self._releases.append(victim.request_id)
+        self._leave(victim)
         self.kv.suspend(victim.request_id)
         victim.status = RequestStatus.PREEMPTED
         victim.num_computed_tokens = victim.num_inflight_tokens = 0
@@ -197,19 +207,21 @@ class Scheduler:
             max_admissions -= 1
 
     def _has_memory_for(self, request: Request, hit: PrefixHit, query_len: int, draft: StepDraft) -> bool:
-        view = self._admission_view(request, hit, query_len)
+        view = self._admission_view(draft, request, hit, query_len)
         if not self._running:
             return view.num_chunk_blocks <= self.kv.num_available_blocks
         required = max(view.num_chunk_blocks, self._policies.reserve.required_blocks(view))
         return required <= self.kv.num_available_blocks - draft.num_promised_blocks
 
-    def _admission_view(self, request: Request, hit: PrefixHit, query_len: int) -> AdmissionView:
+    def _admission_view(self, draft: StepDraft, request: Request, hit: PrefixHit, query_len: int) -> AdmissionView:
         num_free_of_charge = len(hit.block_ids) - hit.num_free_blocks
+        num_held = self.kv.num_total_blocks - self.kv.num_available_blocks
         return AdmissionView(
             num_chunk_blocks=self.kv.num_blocks_for(hit.num_tokens + query_len) - num_free_of_charge,
             num_prompt_blocks=self.kv.num_blocks_for(request.num_tokens) - num_free_of_charge,
-            num_final_blocks=self.kv.num_blocks_for(max_total_tokens(request, self.capacity) - 1) - num_free_of_charge,
+            num_final_blocks=self._final_blocks(request) - num_free_of_charge,
             num_running=len(self._running),
+            num_growth_blocks=max(0, self._num_final_blocks - num_held - draft.num_promised_blocks),
             num_preemptions=request.num_preemptions,
             num_total_blocks=self.kv.num_total_blocks,
             block_size=self.kv.block_size,
@@ -218,6 +230,7 @@ class Scheduler:
     def _admit(self, draft: StepDraft, request: Request, hit: PrefixHit, query_len: int, now_ns: int) -> None:
         self._waiting.remove(request)
         self._running[request.request_id] = request
+        self._num_final_blocks += self._final_blocks(request)
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = hit.num_tokens
         if request.first_scheduled_ns is None:
@@ -288,6 +301,8 @@ class Scheduler:
             assert 0 <= request.num_computed_tokens < request.num_tokens, f"{request_id!r} has nothing left to compute"
             num_held = len(tables[request_id].block_ids) * self.kv.block_size
             assert request.num_computed_tokens + request.num_inflight_tokens <= num_held, f"{request_id!r} lacks blocks"
+        final = sum(map(self._final_blocks, self._running.values()))
+        assert final == self._num_final_blocks, f"the running can grow to {final} blocks, {self._num_final_blocks} are noted"
         holders = {request_id for request_id, table in tables.items() if table.block_ids}
         assert holders <= self._running.keys(), f"{holders - self._running.keys()} hold blocks and do not run"
 

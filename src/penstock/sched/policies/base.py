@@ -93,6 +93,8 @@ class AdmissionView:
     """To reach its limit of tokens."""
     num_running: int
     """At least 1: a request that would run alone is admitted without asking."""
+    num_growth_blocks: int
+    """The running can ask for so many at most before all reach their limits, what is promised to prefills aside."""
     num_preemptions: int
     """How often it was preempted before."""
     num_total_blocks: int

@@ -20,13 +20,13 @@ class Watermark:
     share: float = 0.01
     """Of the pool, [0, 1)."""
     growth_tokens: int = 32
-    """For each running request."""
+    """For each running request, or less if all of them together can't grow by as much."""
     is_whole_prompt: bool = True
     """False: only the first chunk's blocks."""
 
     def required_blocks(self, view: AdmissionView) -> int:
         own = view.num_prompt_blocks if self.is_whole_prompt else view.num_chunk_blocks
-        growth = view.num_running * math.ceil(self.growth_tokens / view.block_size)
+        growth = min(view.num_growth_blocks, view.num_running * math.ceil(self.growth_tokens / view.block_size))
         return own + growth + math.ceil(self.share * view.num_total_blocks)
 
 
