@@ -98,7 +98,11 @@ void quantize_row(const Activation& a, int64_t row, const float* x) {
 void to_bf16_row(const Activation& a, int64_t row, const float* x) {
     const int padded = (a.cols + 1) & ~1;
     uint16_t* out = a.bf16 + row * padded;
-    for (int i = 0; i < a.cols; ++i) out[i] = round_bf16(x[i]);
+    for_lanes(a.cols, [&](int i, int count) {
+        alignas(64) uint16_t t[kLanes];
+        store_bf16(t, load_some(x + i, count));
+        memcpy(out + i, t, static_cast<size_t>(count) * sizeof(uint16_t));
+    });
     if (padded > a.cols) out[a.cols] = 0;
 }
 
@@ -152,9 +156,11 @@ void kv_write_row(const KvLayer& kv, int64_t slot, const float* k, const float* 
     for (int h = 0; h < kv.num_kv_heads; ++h, head += kv.head_stride()) {
         uint16_t* keys = head + offset / kKvTile * kKvTile * kv.head_dim + offset % kKvTile;
         uint16_t* values = head + static_cast<int64_t>(kv.block_size) * kv.head_dim + offset * kv.head_dim;
-        for (int d = 0; d < kv.head_dim; ++d) {
-            keys[d * kKvTile] = round_bf16(*k++);
-            values[d] = round_bf16(*v++);
+        for (int d = 0; d < kv.head_dim; d += kLanes, k += kLanes, v += kLanes) {
+            alignas(64) uint16_t t[kLanes];
+            store_bf16(t, load(k));
+            for (int i = 0; i < kLanes; ++i) keys[(d + i) * kKvTile] = t[i];
+            store_bf16(values + d, load(v));
         }
     }
 }

@@ -56,6 +56,17 @@ PENSTOCK_INLINE vf load_bf16(const uint16_t* p) {
     return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16))};
 }
 
+// To bfloat16, to nearest even. NaN stays NaN but for payloads that no operation produces.
+PENSTOCK_INLINE void store_bf16(uint16_t* p, vf a) {
+    const __m512i bits = _mm512_castps_si512(a.v);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
+}
+// Over the lanes, as a tree: i with i + 8, then 4, 2, 1.
+PENSTOCK_INLINE float reduce_add(vf a) { return _mm512_reduce_add_ps(a.v); }
+PENSTOCK_INLINE float reduce_max(vf a) { return _mm512_reduce_max_ps(a.v); }
+
 PENSTOCK_INLINE vi zero_i() { return {_mm512_setzero_si512()}; }
 PENSTOCK_INLINE vi add(vi a, vi b) { return {_mm512_add_epi32(a.v, b.v)}; }
 PENSTOCK_INLINE vf to_float(vi a) { return {_mm512_cvtepi32_ps(a.v)}; }
@@ -123,6 +134,28 @@ PENSTOCK_INLINE __m256 widen_bf16(const uint16_t* p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
 }
 PENSTOCK_INLINE vf load_bf16(const uint16_t* p) { return {widen_bf16(p), widen_bf16(p + 8)}; }
+
+PENSTOCK_INLINE __m256i bf16_bits(__m256 a) {
+    const __m256i bits = _mm256_castps_si256(a);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    return _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF))), 16);
+}
+PENSTOCK_INLINE void store_bf16(uint16_t* p, vf a) {
+    const __m256i packed = _mm256_packus_epi32(bf16_bits(a.l), bf16_bits(a.h));
+    _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(packed, 0xD8));
+}
+PENSTOCK_INLINE float reduce_add(vf a) {
+    const __m256 eight = _mm256_add_ps(a.l, a.h);
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+PENSTOCK_INLINE float reduce_max(vf a) {
+    const __m256 eight = _mm256_max_ps(a.l, a.h);
+    const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
 
 PENSTOCK_INLINE vi zero_i() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 PENSTOCK_INLINE vi add(vi a, vi b) { return {_mm256_add_epi32(a.l, b.l), _mm256_add_epi32(a.h, b.h)}; }
@@ -232,6 +265,26 @@ PENSTOCK_INLINE float widen_bf16(uint16_t b) {
 PENSTOCK_INLINE vf load_f16(const uint16_t* p) { vf r; PENSTOCK_LANES r.v[i] = widen_f16(p[i]); return r; }
 PENSTOCK_INLINE vf load_bf16(const uint16_t* p) { vf r; PENSTOCK_LANES r.v[i] = widen_bf16(p[i]); return r; }
 
+PENSTOCK_INLINE void store_bf16(uint16_t* p, vf a) {
+    PENSTOCK_LANES {
+        uint32_t bits;
+        memcpy(&bits, &a.v[i], 4);
+        p[i] = static_cast<uint16_t>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
+    }
+}
+PENSTOCK_INLINE float reduce_add(vf a) {
+    for (int step = 8; step > 0; step /= 2) {
+        for (int i = 0; i < step; ++i) a.v[i] += a.v[i + step];
+    }
+    return a.v[0];
+}
+PENSTOCK_INLINE float reduce_max(vf a) {
+    for (int step = 8; step > 0; step /= 2) {
+        for (int i = 0; i < step; ++i) a.v[i] = a.v[i] > a.v[i + step] ? a.v[i] : a.v[i + step];
+    }
+    return a.v[0];
+}
+
 PENSTOCK_INLINE vi zero_i() { vi r; PENSTOCK_LANES r.v[i] = 0; return r; }
 PENSTOCK_INLINE vi add(vi a, vi b) { PENSTOCK_LANES a.v[i] += b.v[i]; return a; }
 PENSTOCK_INLINE vf to_float(vi a) { vf r; PENSTOCK_LANES r.v[i] = static_cast<float>(a.v[i]); return r; }
@@ -260,25 +313,6 @@ PENSTOCK_INLINE vf dot2_bf16(vf acc, vb w, const uint16_t* a2) {
 
 #endif
 
-// Sum of the lanes, as a tree of fixed shape.
-PENSTOCK_INLINE float reduce_add(vf a) {
-    alignas(64) float t[16];
-    store(t, a);
-    for (int step = 8; step > 0; step /= 2) {
-        for (int i = 0; i < step; ++i) t[i] += t[i + step];
-    }
-    return t[0];
-}
-
-PENSTOCK_INLINE float reduce_max(vf a) {
-    alignas(64) float t[16];
-    store(t, a);
-    for (int step = 8; step > 0; step /= 2) {
-        for (int i = 0; i < step; ++i) t[i] = t[i] > t[i + step] ? t[i] : t[i + step];
-    }
-    return t[0];
-}
-
 // e^a for a <= 88; relative error below 3e-7; 1e-38 below -87. Cody and Waite's reduction, then Cephes' polynomial for expf.
 PENSTOCK_INLINE vf exp(vf a) {
     const vf clamped = max(a, set1(-87.3f));
@@ -293,14 +327,6 @@ PENSTOCK_INLINE vf exp(vf a) {
     p = fma(p, r, set1(5.0000001201e-1f));
     p = fma(p, mul(r, r), add(r, set1(1.0f)));
     return scale2(p, n);
-}
-
-// Float to bfloat16, to nearest even; NaN stays NaN.
-PENSTOCK_INLINE uint16_t round_bf16(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return static_cast<uint16_t>((bits >> 16) | 0x40u);
-    return static_cast<uint16_t>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
 }
 
 }  // namespace penstock::PENSTOCK_ISA
