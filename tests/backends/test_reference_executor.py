@@ -290,4 +290,4 @@ def test_the_engine_gives_the_same_answers_with_any_memory(
         rest = own.decode(str(i), len(outcomes[str(i)].token_ids) - 1)
         assert outcomes[str(i)].token_ids == [first.token_ids[str(i)][0], *(token_id for token_id, _ in rest)]
         assert len(outcomes[str(i)].token_ids) == 14
-    assert num_blocks > 16 or sum(request.num_preemptions for request in requests) > 0
+    assert num_blocks >= 16 or sum(request.num_preemptions for request in requests) > 0
