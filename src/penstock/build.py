@@ -139,6 +139,7 @@ def _assemble(
         clock=clock,
         sink=bridge.deliver,
         observer=observer,
+        turn_observer=metrics,
     )
     bridge.attach(engine)
     metrics.connect(load=engine.load, drain_rate=lambda: admission.drain_rate(clock.now_ns()))

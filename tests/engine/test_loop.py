@@ -422,6 +422,10 @@ def test_close_aborts_what_is_left_after_the_timeout(started):
     assert not rig.engine.close(TIMEOUT_S)
 
 
+def test_closing_an_idle_engine_without_patience_cuts_nothing_short(started):
+    assert started().engine.close(timeout_s=0)
+
+
 def test_an_executor_that_hangs_is_left_open(started, monkeypatch, caplog):
     monkeypatch.setattr(loop, "ABORT_GRACE_S", 0)
     rig = started(executor=GatedExecutor(TINY))

@@ -159,8 +159,7 @@ class Engine:
         else:
             self._thread.join(timeout_s)
         if self._thread.is_alive():
-            self._was_cut_short = True
-            self._abort_all()
+            self._was_cut_short |= self._abort_all()
             self._thread.join(ABORT_GRACE_S)
         if self._thread.is_alive():
             _logger.error("step %s did not come back; the executor stays open", self._plan and self._plan.step_id)
@@ -285,11 +284,13 @@ class Engine:
             _logger.exception("the core could not end its requests in order")
             return []
 
-    def _abort_all(self) -> None:
+    def _abort_all(self) -> bool:
+        """Whether there was anything to abort."""
         with self._lock:
             request_ids = list(self._prompt_lens)
         for request_id in request_ids:
             self.abort(request_id, SHUTTING_DOWN)
+        return bool(request_ids)
 
     def _move_to(self, state: EngineState) -> None:
         """Change the state; from FAILED and STOPPED there is no way back, and a drain is not undone by a late start."""

@@ -11,6 +11,8 @@ from penstock.types.vocab import GgufVocab
 T = TypeVar("T")
 
 _CONTROL = 3
+_PRE_WITH_BOS = frozenset({"llama-bpe", "llama3", "llama-v3", "tekken"})
+"""Pre-tokenisers whose models begin a text with the bos token, if the file does not say."""
 _END_OF_TURN = frozenset({"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>"})
 """Control tokens that end a reply. Older files of chat models name only the end of a document as their `eos`."""
 
@@ -23,6 +25,7 @@ def read_vocab(file: GgufFile, vocab_size: int) -> GgufVocab:
     if not 0 < len(tokens) <= vocab_size:
         raise file.error(f"the vocabulary has {len(tokens)} tokens, the embedding {vocab_size} rows")
     is_sentencepiece = model == "llama"
+    has_bos = file.get("tokenizer.ggml.bos_token_id", int) is not None
     vocab = GgufVocab(
         model=model,
         pre=pre,
@@ -33,7 +36,7 @@ def read_vocab(file: GgufFile, vocab_size: int) -> GgufVocab:
         bos_token_id=file.get("tokenizer.ggml.bos_token_id", int),
         eos_token_id=file.get("tokenizer.ggml.eos_token_id", int),
         unknown_token_id=file.get("tokenizer.ggml.unknown_token_id", int),
-        add_bos_token=_flag(file, "add_bos_token", default=is_sentencepiece or pre == "llama-bpe"),
+        add_bos_token=_flag(file, "add_bos_token", default=has_bos and (is_sentencepiece or pre in _PRE_WITH_BOS)),
         add_eos_token=_flag(file, "add_eos_token", default=False),
         add_space_prefix=_flag(file, "add_space_prefix", default=is_sentencepiece),
     )

@@ -5,12 +5,12 @@ is the specification):
 
 1.  `logprobs` are taken from the model's own logits, before anything below.
 2.  `allowed_token_ids` (all others become -inf), `banned_token_sequences`, and `min_tokens`
-    (stop tokens are -inf until that many tokens were generated).
+    (stop tokens are -inf until that many tokens were generated). Bans that would leave no token are lifted for it.
 3.  `logit_bias` is added.
 4.  `repetition_penalty` (prompt and output), `frequency_penalty`, `presence_penalty` (output only).
 5.  `temperature` 0: the largest logit, the lowest id among equals. Otherwise divide by it.
-6.  `top_k`, then `top_p`, then `min_p` each narrow the candidates; one is drawn with the uniform number that
-    the generator gives for (seed, position), position being the number of tokens before the new one.
+6.  `top_k`, then `top_p`, then `min_p` each narrow the candidates; one is drawn, in ascending order of token id, with the
+    uniform number that the generator gives for (seed, position), position being the number of tokens before the new one.
 """
 
 from __future__ import annotations
