@@ -145,7 +145,7 @@ class _Lowering:
         assert isinstance(first, Linear)
         run = [first]
         for op in self._ops[at + 1 :]:
-            if not isinstance(op, Linear) or op.x != first.x or op.out in {first.x, *(o.out for o in run)}:
+            if not isinstance(op, Linear) or op.x != first.x or not _are_independent(op, run):
                 break
             if self._gated_at(at + len(run)) is not None:
                 break
@@ -177,7 +177,7 @@ class _Lowering:
         if not (isinstance(gate, Linear) and isinstance(up, Linear) and isinstance(act, GatedActivation)):
             return None
         plain = all(op.bias is None and op.residual is None for op in (gate, up))
-        fits = plain and gate.x == up.x and (act.gate, act.up) == (gate.out, up.out)
+        fits = plain and gate.x == up.x and (act.gate, act.up) == (gate.out, up.out) and gate.out not in {gate.x, up.out}
         same = self._tensor(gate.weight).format is self._tensor(up.weight).format
         unread = all(not self._is_read(name, at + 3) for name in {gate.out, up.out} - {act.out})
         return (gate, up, act) if fits and same and unread else None
@@ -272,6 +272,13 @@ class _Lowering:
         if key not in self._activations:
             self._activations[key] = self._engine.add_activation(self._widths[name], quantised, self._on_samples)
         return self._activations[key]
+
+
+def _are_independent(op: Linear, run: list[Linear]) -> bool:
+    """Whether `op` may run at the same time as a run before it: neither writes what the other reads or writes."""
+    written = {other.out for other in run}
+    read = {name for other in run for name in _read_by(other)}
+    return not written & {op.out, op.x, op.residual} and op.out not in read
 
 
 def _written_by(op: Op) -> str | None:

@@ -1,0 +1,77 @@
+"""What the lowering makes one instruction: only operations that may run in any order, as the team runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from penstock.backends.native._native import Engine
+from penstock.backends.native.lowering import lower
+from penstock.models.program import Embed, GatedActivation, Linear, Op, Program
+from penstock.models.weights import WeightFormat, WeightTensor
+
+NAMES = ("x", "y", "z", "h")
+MATRIX = WeightTensor("w", 32, 32, WeightFormat.BF16, np.zeros((32, 32), np.uint16))
+
+
+class Recorder:
+    """An engine that only remembers which linear operations came together."""
+
+    def __init__(self) -> None:
+        self.linears: list[int] = []
+        self.num_gated = 0
+
+    def add_linear(self, ops: Sequence[tuple[int, ...]], on_samples: bool) -> None:
+        self.linears.append(len(ops))
+
+    def add_gated(self, *ids: int) -> None:
+        self.num_gated += 1
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: 0
+
+
+def lowered(*ops: Op) -> Recorder:
+    recorder = Recorder()
+    program = Program(
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=16,
+        vocab_size=32,
+        buffers=tuple((name, 32) for name in NAMES),
+        ops=(*(Embed(name, "w") for name in NAMES), *ops),
+    )
+    lower(program, {"w": MATRIX}, cast(Engine, recorder))
+    return recorder
+
+
+def test_linears_that_read_the_same_run_together() -> None:
+    assert lowered(Linear("y", "x", "w"), Linear("z", "x", "w", residual="h")).linears == [2]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (Linear("y", "x", "w"), Linear("z", "x", "w", residual="y")),
+        (Linear("y", "x", "w", residual="z"), Linear("z", "x", "w")),
+        (Linear("y", "x", "w"), Linear("y", "x", "w", residual="h")),
+        (Linear("x", "x", "w"), Linear("y", "x", "w")),
+        (Linear("y", "x", "w"), Linear("x", "x", "w")),
+    ],
+    ids=["reads what was written", "writes what was read", "writes the same", "reads the new input", "writes the input"],
+)
+def test_a_linear_that_depends_on_the_one_before_waits_for_it(first: Linear, second: Linear) -> None:
+    assert lowered(first, second).linears == [1, 1]
+
+
+def test_gate_up_and_activation_are_one() -> None:
+    assert lowered(Linear("y", "x", "w"), Linear("z", "x", "w"), GatedActivation("y", "y", "z", "silu")).num_gated == 1
+
+
+@pytest.mark.parametrize(("gate", "up"), [("x", "y"), ("y", "y")], ids=["gate replaces the input", "up replaces the gate"])
+def test_a_gate_that_the_up_projection_needs_done_is_not_one_with_it(gate: str, up: str) -> None:
+    found = lowered(Linear(gate, "x", "w"), Linear(up, "x", "w"), GatedActivation("z", gate, up, "silu"))
+    assert (found.num_gated, found.linears) == (0, [1, 1])
