@@ -21,6 +21,9 @@ constexpr int kKvTile = 16;    // positions whose keys are stored transposed tog
 constexpr float kOutlierRatio = 8.0f;
 constexpr float kFineSteps = 254.0f;
 
+// A group of activations whose values are all smaller becomes zero: 127 / value would overflow.
+constexpr float kSmallestActivation = 1e-36f;
+
 enum class WeightKind : int32_t { kU4Affine = 0, kU4Symmetric = 1, kU8Symmetric = 2, kBf16 = 3 };
 
 // A weight matrix [rows, cols] packed by `pack_*` (packing.h) in panels of 16 rows, the last one padded with zeros.
@@ -68,8 +71,9 @@ struct KvLayer {
     int32_t num_kv_heads;
     int32_t head_dim;
 
-    int64_t head_stride() const { return 2LL * block_size * head_dim; }
-    int64_t block_stride() const { return num_kv_heads * head_stride(); }
+    // Always inlined: a copy of the linker's choice might be one compiled for AVX-512.
+    __attribute__((always_inline)) int64_t head_stride() const { return 2LL * block_size * head_dim; }
+    __attribute__((always_inline)) int64_t block_stride() const { return num_kv_heads * head_stride(); }
 };
 
 // One query tile of one row of the step, for one KV head.

@@ -76,7 +76,7 @@ void quantize_row(const Activation& a, int64_t row, const float* x) {
         const vf x0 = load(x), x1 = load(x + kLanes);
         const float largest = reduce_max(max(abs(x0), abs(x1)));
         const float scale = largest / 127.0f;
-        const vf inverse = set1(largest > 0.0f ? 127.0f / largest : 0.0f);
+        const vf inverse = set1(largest >= kSmallestActivation ? 127.0f / largest : 0.0f);
         const vf s0 = mul(x0, inverse), s1 = mul(x1, inverse);
         const vf q0 = round(s0), q1 = round(s1);
         store_i8(q, q0);

@@ -75,6 +75,16 @@ def test_quantised_product_is_that_of_its_parts(
     assert (np.abs(out - expected) <= 2e-6 * scale + 1e-6).all()
 
 
+@pytest.mark.parametrize("size", [1e-35, 1e-36, 1e-37, 1e-38, 1e-39])
+def test_a_group_of_vanishing_values_does_not_spoil_its_row(variant: str, size: float) -> None:
+    """127 / size is beyond float32 from 3.7e-37 down."""
+    x = np.ones((1, 64), np.float32)
+    x[0, 32:] = bf16(np.full(32, size, np.float32))
+    raw = quantize(np.ones((16, 64), np.float32), FORMATS[WeightFormat.Q8_0][1])
+    out = linear_probe(x, raw, SourceFormat.Q8_0, (16, 64), variant).run([0])
+    assert np.allclose(out, 32.0, rtol=1e-3)
+
+
 def test_outlier_groups_keep_the_small_values_beside_them(variant: str) -> None:
     """What the second int8 is for: without it, a value 1/1000 of its group's largest is rounded to nothing."""
     rng = np.random.default_rng(0)
