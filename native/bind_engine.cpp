@@ -1,4 +1,5 @@
-// The engine in Python: construction call by call, then whole steps without the GIL. Checks what would crash.
+// The engine in Python: construction call by call, then whole steps without the GIL. Checks the arrays of every step, since a
+// wrong index would read or write memory of others; instructions are as the lowering made them, their ids are not checked.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -95,19 +96,63 @@ StepInput make_input(const Arrays& a, const Vector<int32_t>& logit_tokens) {
     return in;
 }
 
-void check_step(const Engine& self, const Arrays& a, size_t num_logits) {
+template <typename T>
+void check_all(const Vector<T>& values, int64_t end, const char* message) {
+    for (size_t i = 0; i < values.size(); ++i) {
+        if (values.data()[i] < 0 || values.data()[i] >= end) throw std::invalid_argument(message);
+    }
+}
+
+// That the row's block table names blocks for all its positions.
+void check_row(const EngineShape& shape, const Arrays& a, size_t row) {
+    const int32_t slot = a.row_slots.data()[row];
+    const int64_t queries = int64_t{a.query_start_loc.data()[row + 1]} - a.query_start_loc.data()[row];
+    const int64_t context = a.context_lens.data()[row];
+    if (slot < 0 || static_cast<size_t>(slot) >= a.block_tables.shape(0)) throw std::invalid_argument("no such block table");
+    if (queries < 0 || context < 0) throw std::invalid_argument("a row has a negative number of tokens");
+    const int64_t width = static_cast<int64_t>(a.block_tables.shape(1));
+    const int64_t blocks = (context + queries + shape.block_size - 1) / shape.block_size;
+    if (blocks > width) throw std::invalid_argument("a row has more tokens than its block table has room for");
+    const int32_t* table = a.block_tables.data() + slot * width;
+    for (int64_t i = 0; i < blocks; ++i) {
+        if (table[i] < 0 || table[i] >= shape.num_blocks) throw std::invalid_argument("no such block");
+    }
+}
+
+void check_step(const Engine& self, const Arrays& a, const Vector<int32_t>& logit_tokens) {
     const EngineShape& shape = self.shape();
     const size_t rows = a.row_slots.size(), tokens = a.token_ids.size();
     if (a.query_start_loc.size() != rows + 1 || a.context_lens.size() != rows || a.positions.size() != tokens ||
         a.slot_mapping.size() != tokens) {
         throw std::invalid_argument("step arrays disagree about the number of rows or tokens");
     }
-    if (tokens == 0 || tokens > static_cast<size_t>(shape.max_step_tokens) || num_logits > static_cast<size_t>(shape.max_rows)) {
+    if (tokens == 0 || tokens > static_cast<size_t>(shape.max_step_tokens) ||
+        logit_tokens.size() > static_cast<size_t>(shape.max_rows)) {
         throw std::invalid_argument("a step of this size is beyond the engine's capacity");
     }
-    for (size_t i = 0; i < tokens; ++i) {
-        if (a.token_ids.data()[i] < 0 || a.token_ids.data()[i] >= shape.vocab_size) {
-            throw std::invalid_argument("token id outside the vocabulary");
+    for (size_t i = 0; i < rows; ++i) check_row(shape, a, i);
+    if (a.query_start_loc.data()[0] != 0 || a.query_start_loc.data()[rows] != static_cast<int32_t>(tokens)) {
+        throw std::invalid_argument("the rows' queries are not all the tokens");
+    }
+    const int64_t num_slots = int64_t{shape.num_blocks} * shape.block_size;
+    check_all(a.token_ids, shape.vocab_size, "token id outside the vocabulary");
+    check_all(a.slot_mapping, num_slots, "slot outside the KV cache");
+    check_all(logit_tokens, static_cast<int64_t>(tokens), "logits are wanted of a token that is not in the step");
+}
+
+// What the sampler reads by slot.
+void check_sampling(const Engine& self, const Vector<int32_t>& slots, const Matrix<int32_t>& tokens,
+                    const Vector<int32_t>& num_tokens, const Vector<int32_t>& num_prompt_tokens) {
+    const size_t max_rows = static_cast<size_t>(self.shape().max_rows);
+    if (tokens.shape(0) < max_rows || num_tokens.size() < max_rows || num_prompt_tokens.size() < max_rows) {
+        throw std::invalid_argument("step arrays have fewer slots than the engine");
+    }
+    if (self.logits_width() != self.shape().vocab_size) throw std::invalid_argument("the logits are not of the vocabulary");
+    check_all(slots, self.shape().max_rows, "no such slot");
+    for (size_t i = 0; i < slots.size(); ++i) {
+        const int32_t slot = slots.data()[i], count = num_tokens.data()[slot], prompt = num_prompt_tokens.data()[slot];
+        if (prompt < 0 || prompt > count || count > static_cast<int64_t>(tokens.shape(1))) {
+            throw std::invalid_argument("a slot has more prompt than tokens, or more tokens than room");
         }
     }
 }
@@ -118,10 +163,11 @@ void step(Engine& self, const Vector<int32_t>& row_slots, const Vector<int32_t>&
           const Vector<int32_t>& logit_slots, const Matrix<int32_t>& tokens, const Vector<int32_t>& num_tokens,
           const Vector<int32_t>& num_prompt_tokens, nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> out) {
     const Arrays arrays{row_slots, query_start_loc, context_lens, token_ids, positions, slot_mapping, block_tables};
-    check_step(self, arrays, logit_tokens.size());
+    check_step(self, arrays, logit_tokens);
     if (logit_slots.size() != logit_tokens.size() || out.size() != logit_tokens.size()) {
         throw std::invalid_argument("step arrays disagree about the number of samples");
     }
+    check_sampling(self, logit_slots, tokens, num_tokens, num_prompt_tokens);
     StepInput in = make_input(arrays, logit_tokens);
     in.logit_slots = logit_slots.data();
     in.tokens = tokens.data();
@@ -138,7 +184,7 @@ void logits_step(Engine& self, const Vector<int32_t>& row_slots, const Vector<in
                  const Vector<int64_t>& slot_mapping, const Matrix<int32_t>& block_tables, const Vector<int32_t>& logit_tokens,
                  nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu> out) {
     const Arrays arrays{row_slots, query_start_loc, context_lens, token_ids, positions, slot_mapping, block_tables};
-    check_step(self, arrays, logit_tokens.size());
+    check_step(self, arrays, logit_tokens);
     if (out.shape(0) != logit_tokens.size() || static_cast<int64_t>(out.shape(1)) != self.logits_width()) {
         throw std::invalid_argument("`out` has not the shape of the logits");
     }
@@ -234,6 +280,7 @@ void bind_engine(nb::module_& m) {
         .def("poison_block",
              [](Engine& self, int block, int first) {
                  check_block(self, block);
+                 if (first < 0) throw std::invalid_argument("no such position");
                  self.poison_block(block, first);
              },
              "block"_a, "first"_a = 0, "Fills a block's positions from `first` on with NaN, so that a test sees any use of them.")

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstring>
+#include <new>
 #include <stdexcept>
 
 #include "cpu.h"
@@ -28,6 +29,9 @@ int panels_per_task(int panels, int row_blocks, int members) {
 }
 
 void check_shape(const EngineShape& s) {
+    const int32_t smallest =
+        std::min({s.num_layers, s.num_kv_heads, s.head_dim, s.vocab_size, s.block_size, s.max_rows, s.max_step_tokens});
+    if (smallest < 1) throw std::invalid_argument("every size of an engine must be at least 1");
     if (s.head_dim % kPanel != 0 || s.head_dim > 512) throw std::invalid_argument("head_dim must be a multiple of 16 and at most 512");
     if (s.block_size % kKvTile != 0) throw std::invalid_argument("block_size must be a multiple of 16");
     if (s.num_blocks < 2) throw std::invalid_argument("num_blocks must be at least 2");
@@ -170,8 +174,10 @@ void Engine::run_step(const StepInput& input) {
     times_ = {};
     samples_.resize(input.tokens ? input.num_logits : 0);
     for (Counter& counter : counters_) counter.next.store(0, std::memory_order_relaxed);
+    sampler_lacks_memory_.store(false, std::memory_order_relaxed);
     plan_attention();
     team_.run([](void* context, int member) { static_cast<Engine*>(context)->run_member(member); }, this);
+    if (sampler_lacks_memory_.load(std::memory_order_relaxed)) throw std::bad_alloc();
 }
 
 void Engine::run_member(int member) {
@@ -333,12 +339,21 @@ void Engine::run_attention(const Instruction& instruction, Counter& counter, int
 }
 
 void Engine::run_sampling(Counter& counter, int member) {
+    try {
+        sample_rows(counter, sampler_scratch_[member]);
+    } catch (const std::bad_alloc&) {  // must not leave the team: the others wait at the barrier
+        sampler_scratch_[member] = SamplerScratch{};
+        sampler_lacks_memory_.store(true, std::memory_order_relaxed);
+    }
+}
+
+void Engine::sample_rows(Counter& counter, SamplerScratch& scratch) {
     while (true) {
         const int i = counter.next.fetch_add(1, std::memory_order_relaxed);
         if (i >= input_.num_logits) return;
         const int slot = input_.logit_slots[i];
         sample_row(buffers_[logits_].row(i), shape_.vocab_size, sampling_[slot], input_.tokens + slot * input_.tokens_stride,
-                   input_.num_tokens_of_slot[slot], input_.num_prompt_of_slot[slot], sampler_scratch_[member], samples_[i]);
+                   input_.num_tokens_of_slot[slot], input_.num_prompt_of_slot[slot], scratch, samples_[i]);
     }
 }
 

@@ -113,10 +113,11 @@ class Engine {
     void set_logits(int buffer) { logits_ = buffer; }
 
     void set_sampling(int slot, RowSampling sampling);
+    // Throws std::bad_alloc if the sampler finds no memory; the samples then have no meaning.
     void run_step(const StepInput& input);
     const std::vector<SampleResult>& samples() const { return samples_; }
     const float* logits() const { return buffers_[logits_].data(); }
-    int64_t logits_width() const { return buffers_[logits_].width; }
+    int64_t logits_width() const { return logits_ < 0 ? 0 : buffers_[logits_].width; }
     const StepTimes& times() const { return times_; }
 
     void copy_block(int from, int to);
@@ -165,6 +166,7 @@ class Engine {
     void run_gated(const Instruction& instruction, Counter& counter);
     void run_attention(const Instruction& instruction, Counter& counter, int member);
     void run_sampling(Counter& counter, int member);
+    void sample_rows(Counter& counter, SamplerScratch& scratch);
 
     EngineShape shape_;
     const KernelTable& kernels_;
@@ -188,6 +190,7 @@ class Engine {
     std::vector<SamplerScratch> sampler_scratch_;        // per member
     std::vector<RowSampling> sampling_;                  // per slot
     std::vector<SampleResult> samples_;
+    std::atomic<bool> sampler_lacks_memory_{false};
 };
 
 }  // namespace penstock

@@ -24,10 +24,17 @@ constexpr int kSpinsBeforeSleep = 4000;  // the gap between two steps of a busy 
 }  // namespace
 
 Team::Team(int size) : size_(size) {
-    for (int member = 1; member < size; ++member) threads_.emplace_back([this, member] { work(member); });
+    try {
+        for (int member = 1; member < size; ++member) threads_.emplace_back([this, member] { work(member); });
+    } catch (...) {
+        stop();
+        throw;
+    }
 }
 
-Team::~Team() {
+Team::~Team() { stop(); }
+
+void Team::stop() {
     stopping_.store(true, std::memory_order_relaxed);
     epoch_.fetch_add(1, std::memory_order_release);
     epoch_.notify_all();

@@ -15,6 +15,7 @@ namespace penstock {
 
 class Team {
   public:
+    // Throws std::system_error if the system gives no more threads.
     explicit Team(int size);
     ~Team();
     Team(const Team&) = delete;
@@ -22,13 +23,15 @@ class Team {
 
     int size() const { return size_; }
 
-    // Runs body(context, member) on every member and returns when all have returned. Not reentrant.
+    // Runs body(context, member) on every member and returns when all have returned. Not reentrant. The body must not throw:
+    // the others would wait for it at the barrier.
     void run(void (*body)(void*, int), void* context);
 
     // Called by every member inside run: returns when all have called it.
     void barrier();
 
   private:
+    void stop();
     void work(int member);
     void wait_for_work(uint32_t seen);
 

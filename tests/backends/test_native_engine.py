@@ -1,0 +1,153 @@
+"""The engine when something is wrong: arrays that name what does not exist, no memory, no threads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.backends.native._native import Engine, RowOp, RowOpKind, SourceFormat
+
+SIZES = {
+    "num_layers": 1,
+    "num_kv_heads": 1,
+    "head_dim": 16,
+    "vocab_size": 64,
+    "num_blocks": 4,
+    "block_size": 16,
+    "max_rows": 4,
+    "max_step_tokens": 8,
+    "num_threads": 2,
+}
+
+
+def open_engine(**sizes: int) -> Engine:
+    """An engine whose logits are all 0."""
+    engine = Engine(**(SIZES | sizes))
+    vocab_size = (SIZES | sizes)["vocab_size"]
+    zeros = np.zeros((64, vocab_size // 32 * 18), np.uint8)
+    matrix = engine.add_matrix(SourceFormat.Q4_0, 64, vocab_size, zeros)
+    buffer, logits = engine.add_buffer(vocab_size, per_sample=False), engine.add_buffer(vocab_size, per_sample=True)
+    engine.add_rows([RowOp(RowOpKind.EMBED, out=buffer, weight=matrix, value=1.0)], samples=False)
+    engine.add_rows([RowOp(RowOpKind.GATHER, x=buffer, out=logits)], samples=True)
+    engine.set_logits(logits)
+    return engine
+
+
+def step_arrays(**changes: Any) -> list[Any]:
+    """A step of two rows, two tokens and one token long, that both sample."""
+    arrays: dict[str, Any] = {
+        "row_slots": [0, 2],
+        "query_start_loc": [0, 2, 3],
+        "context_lens": [16, 0],
+        "token_ids": [1, 2, 3],
+        "positions": [16, 17, 0],
+        "slot_mapping": [32, 33, 48],
+        "block_tables": [[1, 2], [0, 0], [3, 0], [0, 0]],
+        "logit_tokens": [1, 2],
+        "logit_slots": [0, 2],
+        "tokens": np.zeros((4, 32)),
+        "num_tokens": [18, 0, 1, 0],
+        "num_prompt_tokens": [17, 0, 1, 0],
+    }
+    assert set(changes) <= set(arrays)
+    types = {"slot_mapping": np.int64}
+    return [np.array(value, types.get(name, np.int32)) for name, value in (arrays | changes).items()]
+
+
+def test_a_step_samples() -> None:
+    out = np.full(2, -5, np.int32)
+    open_engine().step(*step_arrays(), out)
+    assert (out >= 0).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("row_slots", [0, 4]),
+        ("row_slots", [-1, 2]),
+        ("query_start_loc", [0, 2, 4]),
+        ("query_start_loc", [1, 2, 3]),
+        ("query_start_loc", [0, 4, 3]),
+        ("context_lens", [31, 0]),
+        ("context_lens", [2**31 - 1, 0]),
+        ("context_lens", [-1, 0]),
+        ("token_ids", [1, 64, 3]),
+        ("token_ids", [1, -1, 3]),
+        ("slot_mapping", [32, 33, 64]),
+        ("slot_mapping", [32, -1, 48]),
+        ("block_tables", [[1, 4], [0, 0], [3, 0], [0, 0]]),
+        ("block_tables", [[-1, 2], [0, 0], [3, 0], [0, 0]]),
+        ("logit_tokens", [1, 3]),
+        ("logit_tokens", [-1, 2]),
+        ("logit_slots", [0, 4]),
+        ("logit_slots", [-1, 2]),
+        ("tokens", np.zeros((2, 32))),
+        ("num_tokens", [33, 0, 1, 0]),
+        ("num_tokens", [18]),
+        ("num_prompt_tokens", [19, 0, 1, 0]),
+        ("num_prompt_tokens", [-1, 0, 1, 0]),
+    ],
+)
+def test_a_step_that_names_what_does_not_exist_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=r"\w"):
+        open_engine().step(*step_arrays(**{name: value}), np.zeros(2, np.int32))
+
+
+def test_what_a_row_does_not_use_of_its_block_table_is_not_looked_at() -> None:
+    tables = [[1, 2], [-7, 99], [3, 99], [99, 99]]
+    open_engine().step(*step_arrays(block_tables=tables), np.zeros(2, np.int32))
+
+
+def test_logits_of_another_width_than_the_vocabulary_are_not_sampled() -> None:
+    engine = open_engine()
+    engine.set_logits(engine.add_buffer(32, per_sample=True))
+    with pytest.raises(ValueError, match="vocabulary"):
+        engine.step(*step_arrays(), np.zeros(2, np.int32))
+
+
+@pytest.mark.parametrize("name", sorted(set(SIZES) - {"num_threads"}))
+def test_an_engine_without_size_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="at least"):
+        Engine(**(SIZES | {name: 0}))
+
+
+def run_alone(code: str) -> str:
+    """What the code prints in a process of its own, which must end well."""
+    prelude = f"import sys\nsys.path[:] = {sys.path!r}\nimport resource\nfrom backends.test_native_engine import *\n"
+    done = subprocess.run([sys.executable, "-c", prelude + code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_no_more_threads_is_an_error_not_the_end_of_the_process() -> None:
+    """Stacks of 8 MiB each find no room in the address space."""
+    out = run_alone(
+        "resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))\n"
+        "try:\n    Engine(**(SIZES | {'num_threads': 5000}))\nexcept RuntimeError as error:\n    print(error)\n"
+        "print(open_engine().num_threads)\n"
+    )
+    assert out.splitlines()[1:] == ["2"]
+
+
+def test_a_sampler_without_memory_fails_the_step_and_the_next_one_runs() -> None:
+    """Whichever thread it happens on, the others must not wait for it."""
+    out = run_alone(
+        "from penstock.backends.native import _native\n"
+        "engine = open_engine(vocab_size=1 << 22)\n"
+        "out = np.zeros(2, np.int32)\n"
+        "def sample(temperature):\n"
+        "    for slot in range(4): engine.set_sampling(slot, _native.RowSampling(temperature=temperature, seed=slot))\n"
+        "    engine.step(*step_arrays(), out)\n"
+        "sample(0.0)\n"
+        "now = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (now + (1 << 20), resource.RLIM_INFINITY))\n"
+        "try:\n    sample(1.0)\nexcept MemoryError:\n    print('no memory')\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))\n"
+        "sample(1.0)\n"
+        "print((out >= 0).all())\n"
+    )
+    assert out.split("\n")[:2] == ["no memory", "True"]
