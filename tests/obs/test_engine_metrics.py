@@ -11,6 +11,7 @@ from penstock.engine.loop import Engine
 from penstock.engine.output import OutputStage
 from penstock.obs.metrics import Metrics
 from penstock.obs.observers import ObserverGroup
+from penstock.obs.prometheus import expose
 from penstock.sched.admission import Admission
 from penstock.testing import HashExecutor, make_core, make_request
 from penstock.types.plan import Capacity
@@ -65,7 +66,7 @@ class Server:
 
     def read(self) -> dict[str, float]:
         samples = [
-            sample for family in text_string_to_metric_families(self.metrics.render().decode()) for sample in family.samples
+            sample for family in text_string_to_metric_families(expose(self.metrics).decode()) for sample in family.samples
         ]
         return {
             sample.name.removeprefix("penstock_")

@@ -64,8 +64,6 @@ class Metrics:
     Times are kept in nanoseconds and become seconds when they are rendered.
     """
 
-    content_type = "text/plain; version=0.0.4; charset=utf-8"
-
     def __init__(self, model: str) -> None:
         """`model`: the value of every series' label of that name."""
         self.model = model
@@ -94,12 +92,6 @@ class Metrics:
         """Where the gauges are read when someone asks: the engine's load, and requests per second leaving the queue."""
         self.read_load = load
         self.read_drain_rate = drain_rate
-
-    def render(self) -> bytes:
-        """Prometheus' text format 0.0.4, see `content_type`. For any thread."""
-        from penstock.obs.prometheus import expose  # Imported when first asked for: it costs a twentieth of a second.
-
-        return expose(self)
 
     def count_rejected(self, reason: str) -> None:
         """A request that was refused before the engine saw it; `reason` is a `RejectReason` value. For any thread."""

@@ -1,4 +1,5 @@
-"""Metrics in Prometheus' text format. Called by `Metrics.render`; keeps nothing and counts nothing.
+"""Metrics in Prometheus' text format. Called by the `/metrics` endpoint, which imports it when first asked, since the
+client library costs a twentieth of a second; keeps nothing and counts nothing.
 
 Format: https://prometheus.io/docs/instrumenting/exposition_formats/ (text, 0.0.4).
 """
@@ -9,18 +10,21 @@ from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4 as CONTENT_TYPE
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from penstock.obs.histogram import Histogram
 from penstock.obs.metrics import LoadView, Metrics
 
+__all__ = ["CONTENT_TYPE", "expose"]
+
 _PREFIX = "penstock_"
 _SECOND_NS = 1e9
 
 
 def expose(metrics: Metrics) -> bytes:
-    """All series of `metrics`, read at one moment."""
+    """All series of `metrics`, read at one moment, in the format of `CONTENT_TYPE`. For any thread."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Snapshot(metrics))
     return generate_latest(registry)

@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 import penstock
 from penstock.engine.loop import EngineState
+from penstock.obs.metrics import Metrics
 from penstock.serve.openai.errors import unavailable
 from penstock.serve.runtime import Runtime
 
@@ -36,7 +37,11 @@ class StatusEndpoint:
 
     async def metrics(self) -> Response:
         """Prometheus' text format."""
-        metrics = self._runtime.metrics
         # In a thread: it takes a millisecond, and the first time imports the Prometheus client.
-        text = await asyncio.to_thread(metrics.render)
-        return Response(text, headers={"content-type": metrics.content_type})
+        return await asyncio.to_thread(_render, self._runtime.metrics)
+
+
+def _render(metrics: Metrics) -> Response:
+    from penstock.obs.prometheus import CONTENT_TYPE, expose
+
+    return Response(expose(metrics), headers={"content-type": CONTENT_TYPE})
