@@ -131,7 +131,6 @@ class Engine {
     int64_t kv_bytes() const { return kv_bytes_; }
 
   private:
-    using Memory = std::unique_ptr<uint8_t, void (*)(void*)>;
     struct Buffer {
         int64_t width;
         Memory memory;

@@ -1,5 +1,8 @@
 #include "packing.h"
 
+#include <sys/mman.h>
+
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -7,6 +10,8 @@
 namespace penstock {
 
 namespace {
+
+constexpr size_t kMapFromBytes = size_t{1} << 18;  // malloc keeps freed pieces of this size, once it has seen a few
 
 int group_bytes(SourceFormat format) {
     switch (format) {
@@ -69,12 +74,25 @@ void pack_bf16(PackedStorage& packed, const uint8_t* source, int panel) {
 
 }  // namespace
 
-std::unique_ptr<uint8_t, void (*)(void*)> allocate_aligned(int64_t bytes, bool zeroed) {
-    const int64_t rounded = (bytes + 63) / 64 * 64;
-    void* memory = std::aligned_alloc(64, static_cast<size_t>(rounded > 0 ? rounded : 64));
+void FreeMemory::operator()(uint8_t* memory) const {
+    if (mapped_bytes > 0) {
+        munmap(memory, mapped_bytes);
+    } else {
+        std::free(memory);
+    }
+}
+
+Memory allocate_aligned(int64_t bytes, bool zeroed) {
+    const size_t size = static_cast<size_t>(std::max<int64_t>(1, (bytes + 63) / 64)) * 64;
+    if (size >= kMapFromBytes) {
+        void* memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);  // zeroed
+        if (memory == MAP_FAILED) throw std::bad_alloc();
+        return Memory(static_cast<uint8_t*>(memory), FreeMemory{size});
+    }
+    void* memory = std::aligned_alloc(64, size);
     if (!memory) throw std::bad_alloc();
-    if (zeroed) std::memset(memory, 0, static_cast<size_t>(rounded > 0 ? rounded : 64));
-    return {static_cast<uint8_t*>(memory), std::free};
+    if (zeroed) std::memset(memory, 0, size);
+    return Memory(static_cast<uint8_t*>(memory), FreeMemory{});
 }
 
 PackedStorage allocate_packed(SourceFormat format, int rows, int cols) {

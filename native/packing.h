@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 
@@ -9,11 +10,22 @@
 
 namespace penstock {
 
-// Memory of a packed matrix: aligned to 64 bytes, freed with it.
+// Gives back what `allocate_aligned` gave.
+struct FreeMemory {
+    size_t mapped_bytes = 0;  // 0: from malloc
+    void operator()(uint8_t* memory) const;
+};
+using Memory = std::unique_ptr<uint8_t, FreeMemory>;
+
+// 64-byte aligned memory, zeroed or (for buffers that are written before they are read) not; or std::bad_alloc. Large memory
+// is the system's own pages: they go back to it when freed, and are first touched by the thread that fills them.
+Memory allocate_aligned(int64_t bytes, bool zeroed);
+
+// A packed matrix and its memory.
 struct PackedStorage {
     PackedMatrix matrix{};
-    std::unique_ptr<uint8_t, void (*)(void*)> quants{nullptr, nullptr};
-    std::unique_ptr<uint8_t, void (*)(void*)> scales{nullptr, nullptr};
+    Memory quants;
+    Memory scales;
 };
 
 enum class SourceFormat : int32_t { kQ4_0 = 0, kQ4_1 = 1, kQ8_0 = 2, kBf16 = 3 };
@@ -22,8 +34,5 @@ enum class SourceFormat : int32_t { kQ4_0 = 0, kQ4_1 = 1, kQ8_0 = 2, kBf16 = 3 }
 // Panels [panel0, panel1) are written; disjoint ranges may run on different threads.
 PackedStorage allocate_packed(SourceFormat format, int rows, int cols);
 void pack_panels(PackedStorage& packed, const uint8_t* source, SourceFormat format, int panel0, int panel1);
-
-// 64-byte aligned memory, zeroed or (for buffers that are written before they are read) not; or std::bad_alloc.
-std::unique_ptr<uint8_t, void (*)(void*)> allocate_aligned(int64_t bytes, bool zeroed);
 
 }  // namespace penstock

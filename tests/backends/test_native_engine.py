@@ -151,3 +151,21 @@ def test_a_sampler_without_memory_fails_the_step_and_the_next_one_runs() -> None
         "print((out >= 0).all())\n"
     )
     assert out.split("\n")[:2] == ["no memory", "True"]
+
+
+def test_a_closed_engine_gives_its_memory_back_every_time() -> None:
+    """From the second engine on malloc would keep it: it takes the sizes that were freed for ones that come again."""
+    out = run_alone(
+        "def resident_mib(): return int(open('/proc/self/statm').read().split()[1]) * resource.getpagesize() >> 20\n"
+        "weights = np.ones((512, 1024 // 32 * 34), np.uint8)\n"
+        "for _ in range(3):\n"
+        "    engine = Engine(**SIZES)\n"
+        "    before = resident_mib()\n"
+        "    for _ in range(200):\n"
+        "        engine.add_matrix(SourceFormat.Q8_0, 512, 1024, weights)\n"
+        "        engine.add_vector(np.ones(576, np.float32))\n"
+        "    used = resident_mib() - before\n"
+        "    del engine\n"
+        "    print(used > 90, resident_mib() - before < 10)\n"
+    )
+    assert out.splitlines() == ["True True"] * 3
