@@ -13,7 +13,7 @@ namespace penstock::PENSTOCK_ISA {
 
 namespace {
 
-constexpr int kPairs = kMaxTileRows;  // (query, head) pairs of a tile whose accumulators stay in registers
+constexpr int kPairs = kAttentionPairs;
 constexpr int kMaxHeadDim = 512;
 
 // What one (query, head) pair knows of the segments so far.

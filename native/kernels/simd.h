@@ -26,8 +26,10 @@ constexpr int kLanes = 16;
 
 #if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
 
-// Rows of a GEMM tile that keep their accumulators in registers.
-constexpr int kMaxTileRows = 12;
+// What keeps its accumulators in registers: a GEMM tile of rows by panels (a single row takes more panels, to have as many
+// independent sums), and the (query, head) pairs of an attention tile.
+constexpr int kTileRows = 6, kTilePanels = 2, kSingleRowPanels = 4;
+constexpr int kAttentionPairs = 12;
 
 struct vf { __m512 v; };    // 16 float32
 struct vi { __m512i v; };   // 16 int32
@@ -93,7 +95,8 @@ PENSTOCK_INLINE vf dot2_bf16(vf acc, vb w, const uint16_t* a2) {
 
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 
-constexpr int kMaxTileRows = 4;
+constexpr int kTileRows = 4, kTilePanels = 1, kSingleRowPanels = 2;
+constexpr int kAttentionPairs = 4;
 
 struct vf { __m256 l, h; };
 struct vi { __m256i l, h; };
@@ -212,7 +215,8 @@ PENSTOCK_INLINE vf dot2_bf16(vf acc, vb w, const uint16_t* a2) {
 
 #else  // portable: plain loops over sixteen, for the compiler to vectorise as it can
 
-constexpr int kMaxTileRows = 2;
+constexpr int kTileRows = 2, kTilePanels = 1, kSingleRowPanels = 1;
+constexpr int kAttentionPairs = 2;
 
 struct vf { float v[16]; };
 struct vi { int32_t v[16]; };
