@@ -33,6 +33,7 @@ constexpr int32_t kInPrompt = 1 << 30;  // flag in SamplerScratch::counts, above
 constexpr size_t kFirstPrefix = 256;    // candidates that top_p looks at before it looks at all
 constexpr size_t kFewToSort = 64;
 constexpr Candidate kLeastLikely{kNever, std::numeric_limits<int32_t>::max()};
+constexpr float kLargest = std::numeric_limits<float>::max();
 constexpr double kTiny = 1e-300;        // weights below are 0
 
 int num_blocks(int n) { return (n + kBlock - 1) / kBlock; }
@@ -356,7 +357,10 @@ void penalize(Vocabulary logits, const RowSampling& row, const int32_t* tokens, 
         const int32_t count = scratch.counts[id] & ~kInPrompt;
         scratch.counts[id] = 0;
         float& x = logits[id];
-        if (row.repetition_penalty != 1.0f) x = x > 0.0f ? x / row.repetition_penalty : x * row.repetition_penalty;
+        if (row.repetition_penalty != 1.0f && std::isfinite(x)) {
+            x = x > 0.0f ? x / row.repetition_penalty : x * row.repetition_penalty;
+            x = std::clamp(x, -kLargest, kLargest);  // an extreme penalty saturates: it neither bans nor spoils the logits
+        }
         if (count == 0) continue;
         x -= row.frequency_penalty * static_cast<float>(count);
         x -= row.presence_penalty;

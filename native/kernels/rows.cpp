@@ -67,9 +67,22 @@ PENSTOCK_INLINE float sum_of_squares(const float* x, int n) {
 
 }  // namespace
 
+namespace {
+
+// An int8 can't be NaN, but its scale can: what is broken must not become a plausible number.
+void quantize_nan(const Activation& a, int64_t row) {
+    const int groups = a.cols / kGroup;
+    memset(a.q + row * a.cols, 0, static_cast<size_t>(a.cols));
+    for (int64_t i = row * groups; i < (row + 1) * groups; ++i) a.scale[i] = a.sum[i] = NAN;
+    a.num_outliers[row] = 0;
+}
+
+}  // namespace
+
 void quantize_row(const Activation& a, int64_t row, const float* x) {
     const int groups = a.cols / kGroup;
     const float limit = kOutlierRatio * sqrtf(sum_of_squares(x, a.cols) / static_cast<float>(a.cols));
+    if (limit != limit) return quantize_nan(a, row);
     int8_t *q = a.q + row * a.cols, *fine = a.fine + row * a.cols;
     int32_t num_outliers = 0;
     for (int g = 0; g < groups; ++g, x += kGroup, q += kGroup, fine += kGroup) {

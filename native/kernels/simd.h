@@ -319,7 +319,7 @@ PENSTOCK_INLINE vf dot2_bf16(vf acc, vb w, const uint16_t* a2) {
 
 // e^a for a <= 88; relative error below 3e-7; 1e-38 below -87. Cody and Waite's reduction, then Cephes' polynomial for expf.
 PENSTOCK_INLINE vf exp(vf a) {
-    const vf clamped = max(a, set1(-87.3f));
+    const vf clamped = max(set1(-87.3f), a);  // in this order, NaN stays NaN
     const vf n = round(mul(clamped, set1(1.44269504088896341f)));
     vf r = fma(n, set1(-0.693359375f), clamped);
     r = fma(n, set1(2.12194440e-4f), r);

@@ -42,11 +42,11 @@ class Probe:
         self._rows: list[RowOp] = []
         self._inputs = 0
 
-    def input(self, values: F32) -> int:
-        """A buffer that holds row `token_ids[t]` of `values` for token t."""
+    def input(self, values: F32, raw: NDArray[np.uint8] | None = None) -> int:
+        """A buffer that holds row `token_ids[t]` of `values` for token t; `raw` are other bytes in their place."""
         assert (bf16(values) == values).all()
         buffer = self.engine.add_buffer(values.shape[1], per_sample=False)
-        matrix = self.engine.add_matrix(SourceFormat.BF16, *values.shape, bf16_bytes(values))
+        matrix = self.engine.add_matrix(SourceFormat.BF16, *values.shape, bf16_bytes(values) if raw is None else raw)
         self.row(RowOpKind.EMBED, out=buffer, weight=matrix, value=1.0)
         return buffer
 

@@ -44,7 +44,7 @@ def linear_probe(
     x: F32, weight: np.ndarray, source: SourceFormat, shape: tuple[int, int], variant: str, **epilogue: F32
 ) -> Probe:
     probe = Probe(len(x), shape[0], variant=variant)
-    buffer = probe.input(x)
+    buffer = probe.input(x, epilogue.pop("embedding", None))
     quantised = source != SourceFormat.BF16
     activation = probe.engine.add_activation(x.shape[1], quantised, per_sample=False)
     probe.row(RowOpKind.QUANTIZE if quantised else RowOpKind.TO_BF16, out=activation, x=buffer)
@@ -83,6 +83,20 @@ def test_a_group_of_vanishing_values_does_not_spoil_its_row(variant: str, size: 
     raw = quantize(np.ones((16, 64), np.float32), FORMATS[WeightFormat.Q8_0][1])
     out = linear_probe(x, raw, SourceFormat.Q8_0, (16, 64), variant).run([0])
     assert np.allclose(out, 32.0, rtol=1e-3)
+
+
+@pytest.mark.parametrize("broken", [np.nan, np.inf])
+def test_a_broken_activation_breaks_its_row_and_no_other(variant: str, broken: float) -> None:
+    rng = np.random.default_rng(0)
+    x = random_rows(rng, 3, 64)
+    raw = quantize(rng.standard_normal((16, 64)).astype(np.float32), gguf.GGMLQuantizationType.Q4_0)
+    sound = linear_probe(x, raw, SourceFormat.Q4_0, (16, 64), variant).run(range(3))
+    matrix = bf16_bytes(x)
+    matrix[1, :2] = (0xC1, 0x7F) if np.isnan(broken) else (0x80, 0x7F)
+    probe = linear_probe(x, raw, SourceFormat.Q4_0, (16, 64), variant, embedding=matrix)
+    out = probe.run(range(3))
+    assert not np.isfinite(out[1]).any()
+    assert (out[[0, 2]] == sound[[0, 2]]).all()
 
 
 def test_outlier_groups_keep_the_small_values_beside_them(variant: str) -> None:

@@ -151,5 +151,14 @@ def test_ids_outside_the_vocabulary_do_no_harm():
     assert run_native(np.zeros(4, np.float32), params, [999, -7, 2, 999], 2)[0] == 1
 
 
+@pytest.mark.parametrize("penalty", [1e-40, 3e38])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_extreme_penalty_leaves_a_draw(penalty, temperature):
+    """The logits of tokens that were seen would become infinite, and no difference between them a number."""
+    logits = np.linspace(-3, 3, 50, dtype=np.float32)
+    params = SamplingParams(temperature=temperature, repetition_penalty=penalty, seed=5)
+    assert run_native(logits, params, [3, 40, 41], 2)[0] == sample(logits, params, [3, 40, 41], 2).token_id
+
+
 def test_a_row_of_nothing_is_told():
     assert run_native(np.full(100, np.nan, np.float32), SamplingParams(temperature=0.0, logprobs=2), [0], 1)[0] == -1

@@ -211,16 +211,16 @@ def test_a_copied_block_serves_as_the_original(model: LoadedModel):
 
 
 def test_reading_what_was_never_written_fails(model: LoadedModel):
-    with pytest.raises(ExecutorFailure, match="no token can be sampled"):
-        Session(model).step(("a", 3), admits=[admit(num_computed_tokens=20)])
+    result = Session(model).step(("a", 3), admits=[admit(num_computed_tokens=20)])
+    assert result.failures.keys() == {"a"}
+    assert result.token_ids == {}
 
 
 def test_blocks_given_out_again_do_not_leak(model: LoadedModel):
     session = Session(model)
     session.step(("b", 23), admits=[admit("b")])
     session.step(("a", 4), admits=[admit()], releases=["b"])  # writes block 1 of the ten it got
-    with pytest.raises(ExecutorFailure):
-        session.step(("c", 15), admits=[admit("c", blocks=(1, 2, 20, 21, 22, 23), num_computed_tokens=8)])
+    assert session.step(("c", 15), admits=[admit("c", blocks=(1, 2, 20, 21, 22, 23), num_computed_tokens=8)]).failures
 
 
 @pytest.mark.parametrize("pair", [(1, 0), (0, 40), (40, 1), (-1, 1)])

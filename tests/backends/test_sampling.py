@@ -131,6 +131,12 @@ def test_repetition_penalty_shrinks_positive_and_grows_negative_logits_of_prompt
     assert penalize(f32(4, -4, 4, 4), params, [0, 1, 2], [2]).tolist() == [2, -8, 2, 4]
 
 
+def test_an_extreme_repetition_penalty_saturates():
+    largest = np.finfo(np.float32).max
+    assert penalize(f32(4, -4, 1), SamplingParams(repetition_penalty=1e-40), [0], []).tolist() == [largest, -4, 1]
+    assert penalize(f32(4, -4, 1), SamplingParams(repetition_penalty=3e38), [0, 1], [])[1] == -largest
+
+
 def test_frequency_and_presence_count_the_output_only():
     params = SamplingParams(frequency_penalty=0.5, presence_penalty=1.0)
     assert penalize(f32(4, 4, 4), params, [0, 1, 1, 2], [1, 1, 2]).tolist() == [4, 2, 2.5]

@@ -28,6 +28,8 @@ class Factory:
     make: Callable[[Capacity], Executor]
     vocab_size: int
     """Prompts use the tokens [10, vocab_size)."""
+    computes_logits: bool = True
+    """Reading KV that was never written (poisoned, in these factories) spoils them."""
     block_size: int = 4
     """Any that the backend supports; the suite measures everything else in blocks."""
 
@@ -54,7 +56,7 @@ def make_native(capacity: Capacity, *, variant: str) -> Executor:
 
 
 FACTORIES = [
-    Factory("hash", make_hash, vocab_size=200),
+    Factory("hash", make_hash, vocab_size=200, computes_logits=False),
     Factory("reference", make_reference, vocab_size=TinyLlama().vocab_size),
     *(
         Factory(f"native-{variant}", functools.partial(make_native, variant=variant), TinyLlama().vocab_size, block_size=16)

@@ -29,6 +29,7 @@ class Harness:
     def __init__(self, factory: Factory) -> None:
         self.vocab_size = factory.vocab_size
         self.block_size = factory.block_size
+        self.computes_logits = factory.computes_logits
         self.capacity = Capacity(
             num_blocks=1 + 3 * MAX_BLOCKS_PER_ROW,
             block_size=self.block_size,

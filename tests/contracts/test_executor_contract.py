@@ -108,6 +108,20 @@ class TestSteps:
         assert len(logprobs.top) == 2
         assert 0 >= logprobs.top[0][1] >= logprobs.top[1][1]
 
+    def test_a_row_without_a_usable_logit_fails_alone(self, harness: Harness) -> None:
+        if not harness.computes_logits:
+            pytest.skip("this executor has no logits to spoil")
+        feed = Feed(harness.make())
+        prompt = harness.prompt(3)
+        rows = [RowPlan("good", 0, 3, (), True), RowPlan("bad", 2, 1, (), True)]
+        never_written = admit("bad", prompt, [2], num_computed_tokens=2)
+        result = feed.step(rows, [admit("good", prompt, [1]), never_written])
+        assert result.failures.keys() == {"bad"}
+        assert list(result.token_ids["good"]) == harness.answer(prompt)[:1]
+        assert "bad" not in result.token_ids
+        (token_id,) = feed.step([RowPlan("good", 3, 1, (), True)], releases=["bad"]).token_ids["good"]
+        assert token_id == harness.answer(prompt)[1]
+
     def test_rows_can_be_in_any_order_and_be_left_out(self, harness: Harness) -> None:
         prompts = {"a": harness.prompt(2, seed=1), "b": harness.prompt(3, seed=2)}
         feed = Feed(harness.make())

@@ -15,6 +15,7 @@ from penstock.testing import (
     FailingExecutor,
     HashExecutor,
     HashModel,
+    RowFailingExecutor,
     expected_tokens,
     make_core,
     make_request,
@@ -256,6 +257,25 @@ class TestFailure:
         for outcome in outcomes.values():
             assert outcome.finish_reason is FinishReason.ERROR
             assert "failed" in outcome.last.detail
+        core.check()
+
+    def test_a_row_that_fails_ends_its_request_and_no_other(self) -> None:
+        recorder = Recorder()
+        core = make_core(observer=recorder)
+        requests = [make_request(f"r{idx}", 5 + idx, max_tokens=6) for idx in range(3)]
+        executor = RowFailingExecutor(HashExecutor(core.scheduler.capacity), request_ids=frozenset({"r1"}), fail_at_step=2)
+        outcomes = run_to_completion(core, executor, *map(Add, requests))
+        assert [outcome.finish_reason for outcome in outcomes.values()] == [
+            FinishReason.LENGTH,
+            FinishReason.ERROR,
+            FinishReason.LENGTH,
+        ]
+        for request in requests:
+            model = HashModel()
+            expected = expected_tokens(request.prompt_token_ids, request.sampling, model=model, max_model_len=4096).token_ids
+            assert tuple(outcomes[request.request_id].token_ids) == tuple(expected)[: 2 if request.request_id == "r1" else None]
+        assert "no usable logit" in outcomes["r1"].last.detail
+        assert sum(stats.num_sampled_tokens for stats in recorder.steps) == 6 + 2 + 6
         core.check()
 
     def test_after_a_failure_nothing_is_accepted(self) -> None:

@@ -17,6 +17,12 @@ from penstock.types.plan import AdmitRow, Capacity, RowPlan, StepPlan
 NULL_BLOCK = 0
 """Never holds a request's KV."""
 
+NO_TOKEN = -1
+"""Stands for the token of a row that failed; such a row is released before it could be read."""
+
+NO_USABLE_LOGIT = "the model gave no usable logit: every one is -inf or NaN, or a sampling parameter made it so"
+"""Why a row fails, for `StepResult.failures`."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepBatch:

@@ -255,7 +255,7 @@ class Scheduler:
     # commit
 
     def commit(self, plan: StepPlan, result: StepResult, now_ns: int) -> list[TokenEvent]:
-        """Take over what a step computed: an event per row that sampled. Rows of requests that ended meanwhile are void.
+        """Take over what a step computed: an event per row that sampled or failed. Rows of requests that ended are void.
 
         One loop without calls, as it runs for every row of every step. Raises KeyError or ValueError if a row that
         samples has not got its one token.
@@ -271,6 +271,11 @@ class Scheduler:
             num_computed = request.num_computed_tokens = row.context_len + query_len
             request.num_inflight_tokens = 0
             reason, stop_reason = None, None
+            if row.samples and result.failures and request_id in result.failures:
+                self.end(request, FinishReason.ERROR)
+                detail = result.failures[request_id]
+                events.append(TokenEvent(request_id, (), now_ns, finish_reason=FinishReason.ERROR, detail=detail))
+                continue
             if row.samples:
                 output, sampling = request.output_token_ids, request.sampling
                 token_ids = result.token_ids[request_id]

@@ -2,7 +2,7 @@
 
 from penstock.testing.builders import make_core, make_request, make_scheduler
 from penstock.testing.driver import Driver, Outcome, run_to_completion
-from penstock.testing.failing_executor import FailingExecutor
+from penstock.testing.failing_executor import FailingExecutor, RowFailingExecutor
 from penstock.testing.hash_executor import DEFAULT_CAPACITY, HashExecutor
 from penstock.testing.hashing import Expected, HashModel, expected_tokens
 
@@ -14,6 +14,7 @@ __all__ = [
     "HashExecutor",
     "HashModel",
     "Outcome",
+    "RowFailingExecutor",
     "expected_tokens",
     "make_core",
     "make_request",

@@ -1,10 +1,11 @@
-"""A wrapper that breaks: passes calls on to another executor and fails at one chosen step. Called by tests through the
+"""Wrappers that break: pass calls on to another executor and fail at a chosen step or row. Called by tests through the
 `Executor` port.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from penstock.engine.ports import Executor
 from penstock.types.errors import ExecutorFailure
@@ -40,3 +41,21 @@ class FailingExecutor:
 
     def close(self) -> None:
         self._inner.close()
+
+
+class RowFailingExecutor(FailingExecutor):
+    """Never fails as a whole; the given requests get no token in its `fail_at_step`-th step (from 0) and after."""
+
+    def __init__(self, inner: Executor, *, request_ids: frozenset[str], fail_at_step: int) -> None:
+        super().__init__(inner, fail_at_step=-1)
+        self._request_ids = request_ids
+        self._steps_before = fail_at_step
+
+    def collect(self, ticket: Ticket) -> StepResult:
+        result = super().collect(ticket)
+        self._steps_before -= 1
+        if self._steps_before >= 0:
+            return result
+        failed = self._request_ids & result.token_ids.keys()
+        kept = {request_id: tokens for request_id, tokens in result.token_ids.items() if request_id not in failed}
+        return replace(result, token_ids=kept, failures=dict.fromkeys(sorted(failed), "no usable logit, as it was told"))

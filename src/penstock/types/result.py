@@ -32,7 +32,9 @@ class StepTiming:
 class StepResult:
     step_id: int
     token_ids: Mapping[str, tuple[int, ...]]
-    """request_id -> tokens sampled in this step; only rows with `samples`."""
+    """request_id -> tokens sampled in this step; only rows with `samples` that did not fail."""
     timing: StepTiming
     logprobs: Mapping[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     """Only rows that asked for them; as long as that row's `token_ids`."""
+    failures: Mapping[str, str] = field(default_factory=dict)
+    """request_id -> why this row has no token though it samples (no logit was a number). Its request ends; the others go on."""

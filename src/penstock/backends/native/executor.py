@@ -9,13 +9,12 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.backends.batch import BatchBuilder, StepBatch
+from penstock.backends.batch import NO_TOKEN, NO_USABLE_LOGIT, BatchBuilder, StepBatch
 from penstock.backends.native._native import Engine
 from penstock.backends.native.lowering import lower
 from penstock.backends.native.sampling import make_row_sampling
 from penstock.models.program import Program
 from penstock.models.weights import LoadedModel
-from penstock.types.errors import ExecutorFailure
 from penstock.types.plan import Capacity, StepPlan, Ticket
 from penstock.types.result import StepResult, StepTiming, TokenLogprobs
 
@@ -63,6 +62,8 @@ class NativeExecutor:
         self._wants_logprobs: NDArray[np.bool_] = np.zeros(max_rows, np.bool_)  # per slot
         self._flight: StepBatch | None = None
         self._poison = poison
+        for block_id in range(1, num_blocks) if poison else ():
+            self._engine.poison_block(block_id)
 
     @property
     def _engine(self) -> Engine:
@@ -115,11 +116,14 @@ class NativeExecutor:
         end_ns = time.monotonic_ns()
         self._builder.append_sampled(batch, sampled)
         names = [batch.request_ids[row] for row in batch.sample_rows]
+        tokens = dict(zip(names, sampled.tolist(), strict=True))
+        failures = {name: NO_USABLE_LOGIT for name, token in tokens.items() if token == NO_TOKEN}
         return StepResult(
             batch.step_id,
-            token_ids={name: (token,) for name, token in zip(names, sampled.tolist(), strict=True)},
+            token_ids={name: (token,) for name, token in tokens.items() if name not in failures},
             timing=StepTiming(start_ns, end_ns, dict(zip(TIME_PARTS, self._engine.times(), strict=True))),
             logprobs=self._logprobs(batch, names),
+            failures=failures,
         )
 
     def _forget_stale_blocks(self, plan: StepPlan) -> None:
@@ -149,12 +153,6 @@ class NativeExecutor:
             builder.num_prompt_tokens,
             sampled,
         )
-        if (sampled < 0).any():
-            row = int(batch.sample_rows[int(np.argmin(sampled))])
-            raise ExecutorFailure(
-                f"step {batch.step_id}: the model gave no usable logit for request {batch.request_ids[row]!r}.",
-                remedy="Its weights are damaged; fetch them again.",
-            )
 
     def _logprobs(self, batch: StepBatch, names: Sequence[str]) -> dict[str, tuple[TokenLogprobs, ...]]:
         wanted = np.flatnonzero(self._wants_logprobs[batch.row_slots[batch.sample_rows]])

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.backends.batch import NULL_BLOCK, BatchBuilder, StepBatch
+from penstock.backends.batch import NO_TOKEN, NO_USABLE_LOGIT, NULL_BLOCK, BatchBuilder, StepBatch
 from penstock.backends.reference.interpreter import Interpreter, RowRun
 from penstock.backends.reference.kv_cache import KvCache
 from penstock.backends.reference.sampling import NoCandidateError, Sample, sample
@@ -62,7 +62,7 @@ class ReferenceExecutor:
             self._cache.copy_block(source, destination)
 
     def submit(self, plan: StepPlan) -> Ticket:
-        """Compute the whole step. Raises ValueError on a broken contract, ExecutorFailure if a row has no usable logits."""
+        """Compute the whole step. Raises ValueError on a broken contract."""
         if self._is_closed:
             raise ExecutorFailure("the reference executor is closed")
         start_ns = time.monotonic_ns()
@@ -74,13 +74,16 @@ class ReferenceExecutor:
         self._sampling.update((slot, row.sampling) for slot, row in batch.admitted)
         self._forget_stale_blocks(plan)
         samples = self._run_rows(batch)
-        self._batches.append_sampled(batch, np.array([s.token_id for s in samples.values()], np.int32))
+        self._batches.append_sampled(
+            batch, np.array([NO_TOKEN if s is None else s.token_id for s in samples.values()], np.int32)
+        )
         self._results.append(
             StepResult(
                 step_id=plan.step_id,
-                token_ids={request_id: (s.token_id,) for request_id, s in samples.items()},
+                token_ids={request_id: (s.token_id,) for request_id, s in samples.items() if s is not None},
                 timing=StepTiming(start_ns, time.monotonic_ns()),
-                logprobs={request_id: (s.logprobs,) for request_id, s in samples.items() if s.logprobs is not None},
+                logprobs={request_id: (s.logprobs,) for request_id, s in samples.items() if s and s.logprobs is not None},
+                failures={request_id: NO_USABLE_LOGIT for request_id, s in samples.items() if s is None},
             )
         )
         return Ticket(plan.step_id)
@@ -118,14 +121,14 @@ class ReferenceExecutor:
         for row in plan.rows:
             self._cache.forget(row.new_block_ids, 0)
 
-    def _run_rows(self, batch: StepBatch) -> dict[str, Sample]:
-        """Request id -> what it sampled, in the order of the rows."""
-        samples: dict[str, Sample] = {}
+    def _run_rows(self, batch: StepBatch) -> dict[str, Sample | None]:
+        """Request id -> what it sampled, or None if no logit was a number, in the order of the rows."""
+        samples: dict[str, Sample | None] = {}
         sampling_rows = set(batch.sample_rows.tolist())
         for i, request_id in enumerate(batch.request_ids):
             logits = self._run_row(batch, i, samples=i in sampling_rows)
             if i in sampling_rows:
-                samples[request_id] = self._sample(request_id, int(batch.row_slots[i]), logits[0])
+                samples[request_id] = self._sample(int(batch.row_slots[i]), logits[0])
         return samples
 
     def _run_row(self, batch: StepBatch, i: int, *, samples: bool) -> NDArray[np.float32]:
@@ -141,9 +144,9 @@ class ReferenceExecutor:
             )
         )
 
-    def _sample(self, request_id: str, slot: int, logits: NDArray[np.float32]) -> Sample:
+    def _sample(self, slot: int, logits: NDArray[np.float32]) -> Sample | None:
         token_ids = self._batches.tokens[slot, : self._batches.num_tokens[slot]].tolist()
         try:
             return sample(logits, self._sampling[slot], token_ids, int(self._batches.num_prompt_tokens[slot]))
-        except NoCandidateError as error:
-            raise ExecutorFailure(f"request {request_id!r}: {error}") from error
+        except NoCandidateError:
+            return None

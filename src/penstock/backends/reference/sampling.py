@@ -27,6 +27,9 @@ _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
+LARGEST = np.finfo(np.float32).max
+
+
 class NoCandidateError(ValueError):
     """No logit is a number above -inf: the model's output is broken."""
 
@@ -103,7 +106,11 @@ def penalize(logits: F32, params: SamplingParams, token_ids: Sequence[int], outp
     penalty = np.float32(params.repetition_penalty)
     for token_id in set(token_ids) if penalty != 1 else ():
         value = result[token_id]
-        result[token_id] = value / penalty if value > 0 else value * penalty
+        if np.isfinite(value):
+            with np.errstate(over="ignore"):
+                changed = value / penalty if value > 0 else value * penalty
+            # An extreme penalty saturates: it neither bans nor spoils the logits.
+            result[token_id] = np.clip(changed, -LARGEST, LARGEST)
     counts = np.bincount(np.array(output_ids, np.int64), minlength=len(logits)).astype(np.float32)
     seen = counts > 0
     result[seen] -= np.float32(params.frequency_penalty) * counts[seen]
