@@ -14,6 +14,7 @@ from penstock.build import EXECUTORS, build_core, build_runtime, num_threads
 from penstock.config import Backend, BackendConfig, Config, KvConfig, ModelConfig, SchedulerConfig, ServerConfig
 from penstock.engine.ports import NullObserver
 from penstock.models.catalog import resolve
+from penstock.obs.prometheus import expose
 from penstock.testing import DEFAULT_CAPACITY
 from penstock.testing.tiny_models import TinyLlama, write_gguf, write_hf
 from penstock.types.errors import ConfigError, ModelError
@@ -50,9 +51,24 @@ def test_a_runtime_is_whole(gguf: Path, backend: Backend) -> None:
         assert runtime.tokenizer.decode(runtime.tokenizer.encode("in the", add_special_tokens=False)) == "in the"
         assert runtime.chat_template is not None
         assert runtime.engine.load().num_running == 0
-        assert b"penstock_" in runtime.metrics.render()
+        assert b"penstock_" in expose(runtime.metrics)
     finally:
         assert runtime.close(30.0)
+
+
+def test_a_block_size_that_the_kernels_lack_is_refused(gguf: Path) -> None:
+    config = replace(REFERENCE, backend=BackendConfig(), kv=KvConfig(block_size=24))
+    with pytest.raises(ConfigError, match=r"multiple of 16.*--block-size to 32"):
+        _build(gguf, config)
+
+
+def test_no_memory_is_told_with_the_numbers(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("penstock.build.build_executor", no_memory)
+    with pytest.raises(ConfigError, match=r"the KV cache 1 MiB.*--kv-cache-memory"):
+        _build(gguf)
 
 
 def test_a_hugging_face_directory_will_do_as_well(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,12 @@ def machine(tmp_path: Path) -> FakeMachine:
 
 def test_without_groups_the_kernel_decides(machine: FakeMachine) -> None:
     assert machine.memory() == 8 * GIB
+
+
+def test_the_limit_of_address_space_counts_less_what_is_taken(machine: FakeMachine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (2 * GIB, 2 * GIB))
+    machine.write("proc/self/statm", f"{GIB // os.sysconf('SC_PAGE_SIZE')} 1 1 1 0 1 0\n")
+    assert machine.memory() == GIB
 
 
 def test_a_container_limit_at_the_root_counts_with_cached_pages_given_back(machine: FakeMachine) -> None:

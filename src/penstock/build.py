@@ -17,6 +17,7 @@ from penstock.config import BackendConfig, Config, ServerConfig
 from penstock.config.units import format_size
 from penstock.machine import available_memory_bytes, usable_cpus
 from penstock.sizing import RESERVE_BYTES, KvPlan, plan_kv
+from penstock.types.errors import ConfigError
 from penstock.types.plan import Capacity
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ def build_runtime(config: Config, source: ModelSource) -> Runtime:
     """
     from penstock.models.load import load_model
 
+    _check_block_size(config)
     available_bytes = available_memory_bytes()
     model = load_model(source, max_weight_bytes=max(0, available_bytes - RESERVE_BYTES))
     kv = plan_kv(
@@ -55,6 +57,17 @@ def build_runtime(config: Config, source: ModelSource) -> Runtime:
         available_bytes=available_bytes,
     )
     _log_model(model, config, kv)
+    try:
+        return _start(config, source, model, kv)
+    except MemoryError as error:
+        raise ConfigError(
+            f"There is not enough memory: the weights take {format_size(model.num_weight_bytes)}, the KV cache "
+            f"{format_size(kv.num_bytes)}, and {format_size(available_bytes)} were free before.",
+            remedy="Lower --kv-cache-memory or --max-num-batched-tokens, or free some memory.",
+        ) from error
+
+
+def _start(config: Config, source: ModelSource, model: LoadedModel, kv: KvPlan) -> Runtime:
     # The vocabulary takes about as long as the weights, and both leave Python for most of it.
     with ThreadPoolExecutor(max_workers=1) as side:
         tokenizer = side.submit(_load_text, config.model.chat_template, model)
@@ -64,6 +77,18 @@ def build_runtime(config: Config, source: ModelSource) -> Runtime:
         except BaseException:
             executor.close()
             raise
+
+
+def _check_block_size(config: Config) -> None:
+    """Before anything is loaded: the native kernels keep keys in tiles."""
+    from penstock.backends.native import KV_TILE
+
+    size = config.kv.block_size
+    if config.backend.backend == "native" and size % KV_TILE:
+        raise ConfigError(
+            f"block_size {size} is no multiple of {KV_TILE}: the native backend keeps keys in tiles of {KV_TILE} positions.",
+            remedy=f"Set --block-size to {max(1, round(size / KV_TILE)) * KV_TILE}.",
+        )
 
 
 def build_executor(config: Config, model: LoadedModel, kv: KvPlan) -> Executor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,8 +17,10 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_memory_bytes(*, proc: Path = _PROC, cgroup: Path = _CGROUP) -> int:
-    """Bytes that can be allocated without swapping: the smallest of what the kernel and every enclosing control group allow."""
-    limits: list[int | None] = [_meminfo_available_bytes(proc)]
+    """Bytes that can be allocated without swapping: the smallest of what the kernel, the process's own limit of address
+    space (`ulimit -v`) and every enclosing control group allow.
+    """
+    limits: list[int | None] = [_meminfo_available_bytes(proc), _address_space_left(proc)]
     limits += [_headroom_v2(folder) for folder in _own_groups(proc, cgroup, "")]
     limits += [_headroom_v1(folder) for folder in _own_groups(proc, cgroup, "memory")]
     return max(0, min(value for value in limits if value is not None))
@@ -43,6 +46,14 @@ def _meminfo_available_bytes(proc: Path) -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _address_space_left(proc: Path) -> int | None:
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return None
+    pages = _read(proc / "self" / "statm").split()
+    return limit - int(pages[0]) * os.sysconf("SC_PAGE_SIZE") if pages else limit
 
 
 def _own_groups(proc: Path, cgroup: Path, controller: str) -> Iterator[Path]:

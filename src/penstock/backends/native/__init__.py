@@ -5,6 +5,10 @@ from __future__ import annotations
 from typing import TypedDict
 
 
+KV_TILE = 16
+"""Block sizes must be multiples of this (`kKvTile` in native/kernels/kernels.h)."""
+
+
 class KernelInfo(TypedDict):
     """What this build offers on this machine."""
 
