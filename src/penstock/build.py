@@ -224,8 +224,6 @@ def _log_model(model: LoadedModel, config: Config, kv: KvPlan) -> None:
         formats[tensor.format] = formats.get(tensor.format, 0) + tensor.num_bytes
     shares = ", ".join(f"{name} {format_size(size)}" for name, size in sorted(formats.items(), key=lambda item: -item[1]))
     _log.info("model %s (%s), weights %s", model.name, model.spec.architecture, shares)
-    for note in model.notes:
-        _log.info("model %s: %s", model.name, note)
     _log.info(
         "KV cache %s: %d blocks of %d tokens, %d tokens in all; longest request %d",
         format_size(kv.num_bytes),

@@ -79,6 +79,11 @@ def test_unknown_names_say_what_there_is(tmp_path):
         resolve("smolm2:135m", tmp_path)
     with pytest.raises(ModelError, match="no such file"):
         resolve("./none.gguf", tmp_path)
+    with pytest.raises(ModelError, match="no such file"):
+        resolve("folder/none.gguf", tmp_path)
+    for name in ("Qwen/Qwen2.5-0.5B", "org/repo:q4/m-Q4_0.gguf"):
+        with pytest.raises(ModelError, match=f"no directory {name}.*hub write hf:{name}"):
+            resolve(name, tmp_path)
 
 
 def test_folders_that_are_no_model(tmp_path):

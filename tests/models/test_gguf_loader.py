@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -107,9 +108,31 @@ def test_kept_formats_stay_mapped_and_q_rows_move_as_bytes(tmp_path):
 def test_conversions_are_noted(tmp_path, tiny):
     assert load_gguf(tiny).notes == ()
     notes = load_gguf(write_gguf(tmp_path / "f16.gguf", TINY, matrix_type="F16")).notes
-    assert notes == ("15 F16 matrices rounded to bf16 (relative error at most 2^-9)",)
+    assert notes == ("15 F16 matrices are rounded to bf16 (relative error at most 2^-9)",)
     (note,) = load_gguf(write_gguf(tmp_path / "q5.gguf", TINY, matrix_type="Q5_1")).notes
-    assert note.startswith("15 Q5_1 matrices converted to Q8_0")
+    assert note.startswith("15 Q5_1 matrices are converted to Q8_0")
+
+
+def test_conversions_are_logged_before_they_begin(tmp_path, caplog, monkeypatch):
+    def convert(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    path = write_gguf(tmp_path / "q5.gguf", TINY, matrix_type="Q5_1")
+    monkeypatch.setattr("penstock.models.gguf.load_tensor", convert)
+    with caplog.at_level("INFO", "penstock"), pytest.raises(KeyboardInterrupt):
+        load_gguf(path)
+    assert "q5.gguf: 15 Q5_1 matrices are converted to Q8_0" in caplog.text
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert re.search(r"0 MiB of weights become 0 MiB in memory", warning)
+
+
+def test_a_file_that_is_something_else_is_not_called_corrupt(tmp_path, tiny):
+    path = tmp_path / "model.bin"
+    path.write_bytes(bytes(1000))
+    with pytest.raises(ModelError, match=r"no GGUF file\. Penstock reads \.gguf files and Hugging Face directories"):
+        load_gguf(path)
+    path.write_bytes(tiny.read_bytes())
+    assert load_gguf(path).name == "model"
 
 
 def one_tensor(path: Path, kind: GGMLQuantizationType, raw: np.ndarray) -> np.ndarray:

@@ -54,7 +54,7 @@ def test_bf16_stays_mapped_and_norms_become_f32(tiny):
 @pytest.mark.parametrize("dtype", ["f16", "f32"])
 def test_other_floats_are_rounded_to_bf16_and_noted(tmp_path, dtype):
     model = load_hf_directory(write_hf(tmp_path, TINY, dtype=dtype))
-    assert model.notes == (f"15 {dtype.upper()} matrices rounded to bf16 (relative error at most 2^-9)",)
+    assert model.notes == (f"15 {dtype.upper()} matrices are rounded to bf16 (relative error at most 2^-9)",)
     wanted = TINY.weights()["model.layers.1.mlp.down_proj.weight"]
     assert model.weights["layers.1.down"].dequantize() == pytest.approx(wanted, rel=2**-7, abs=1e-6)
 

@@ -65,6 +65,16 @@ def test_failure_of_the_library_becomes_ours(tmp_path, monkeypatch):
     assert "HF_TOKEN" in caught.value.remedy
 
 
+@pytest.mark.parametrize("said", ["Got: ConnectError: Name or service not known", "Name or service not known.", "Why:"])
+def test_what_the_library_says_becomes_a_sentence(tmp_path, monkeypatch, said):
+    def snapshot_download(repo: str, *, local_dir: Path, allow_patterns: list[str]) -> None:
+        raise RuntimeError(said)
+
+    install(monkeypatch, snapshot_download=snapshot_download)
+    with pytest.raises(DownloadError, match=r"hub: (ConnectError: )?(Name or service not known|Why)\. Check the name"):
+        ensure_present(resolve("hf:org/repo", tmp_path))
+
+
 def test_without_the_library(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(DownloadError, match="need the package huggingface_hub") as caught:

@@ -205,6 +205,9 @@ def _resolve_directory(path: Path) -> ModelSource:
 
 
 def _unknown(model: str) -> ModelError:
+    repo, _, file = model.partition(":")
+    if _REPO.fullmatch(repo) and (not file or _HUB_FILE.fullmatch(file)) and not repo.endswith(".gguf"):
+        return ModelError(f"There is no directory {model}.", remedy=f"For the Hugging Face hub write hf:{model}.")
     if model.endswith(".gguf") or "/" in model or model.startswith((".", "~")):
         return ModelError(f"{model}: there is no such file or directory.", remedy="Check the path.")
     import difflib  # not at the top: only this error needs it

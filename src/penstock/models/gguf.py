@@ -5,9 +5,10 @@ Names of metadata keys and tensors: https://github.com/ggml-org/ggml/blob/master
 
 from __future__ import annotations
 
+import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from penstock.models import checks, registry, rope
@@ -39,6 +40,9 @@ _LAYER: Mapping[str, str] = {
 }
 _BLOCK = re.compile(r"blk\.(\d{1,6})\.(.+)")
 _ROPE_FACTORS = "rope_freqs.weight"
+_MAGIC = b"GGUF"
+_NOTABLE_GROWTH = 1.1
+_log = logging.getLogger(__name__)
 
 
 def load_gguf(path: Path, *, name: str = "", max_weight_bytes: int | None = None) -> LoadedModel:
@@ -47,6 +51,7 @@ def load_gguf(path: Path, *, name: str = "", max_weight_bytes: int | None = None
     `name` defaults to the file's stem. Raises ModelError for a file that is unreadable, corrupt, unsupported, or whose
     weights would take more than `max_weight_bytes`, all before any weight is read.
     """
+    _refuse_other_formats(path)
     file = open_gguf(path)
     _refuse_unsupported(file)
     entries = {_canonical(name): entry for name, entry in file.tensors.items() if name != _ROPE_FACTORS}
@@ -55,6 +60,8 @@ def load_gguf(path: Path, *, name: str = "", max_weight_bytes: int | None = None
     _check_entries(program, entries, path)
     checks.check_memory(sum(map(loaded_bytes, entries.values())), max_weight_bytes, path)
     vocab = read_vocab(file, spec.vocab_size)
+    notes = conversion_notes(entries.values())
+    _announce(path, entries.values(), notes)
     return LoadedModel(
         name=name or path.stem,
         spec=spec,
@@ -64,8 +71,18 @@ def load_gguf(path: Path, *, name: str = "", max_weight_bytes: int | None = None
         bos_token_id=vocab.bos_token_id,
         eos_token_ids=read_eos_ids(file, vocab),
         path=path,
-        notes=conversion_notes(entries.values()),
+        notes=notes,
     )
+
+
+def _announce(path: Path, entries: Iterable[TensorEntry], notes: Iterable[str]) -> None:
+    """Log what will be converted: before, as it may take a while."""
+    for note in notes:
+        _log.info("%s: %s", path.name, note)
+    num_stored, num_loaded = (sum(sizes) for sizes in zip(*((e.num_bytes, loaded_bytes(e)) for e in entries), strict=True))
+    if num_loaded > _NOTABLE_GROWTH * num_stored:
+        words = "%s: %d MiB of weights become %d MiB in memory by conversion, which takes a while; Q4_0, Q4_1 and Q8_0 do not"
+        _log.warning(words, path.name, num_stored >> 20, num_loaded >> 20)
 
 
 def _canonical(name: str) -> str:
@@ -83,12 +100,22 @@ def _rope_heads(name: str, spec: ModelSpec) -> int:
     return {"q": spec.num_heads, "q_bias": spec.num_heads, "k": spec.num_kv_heads, "k_bias": spec.num_kv_heads}.get(kind, 0)
 
 
+def _refuse_other_formats(path: Path) -> None:
+    """A file that does not even claim to be a GGUF is another thing, not a damaged one."""
+    if path.suffix == ".gguf" or not path.is_file():
+        return
+    with path.open("rb") as file:
+        if file.read(len(_MAGIC)) != _MAGIC:
+            remedy = "Penstock reads .gguf files and Hugging Face directories (config.json, safetensors, tokenizer.json)."
+            raise ModelError(f"{path}: this is no GGUF file.", remedy=remedy)
+
+
 def _refuse_unsupported(file: GgufFile) -> None:
     architecture = file.require("general.architecture", str)
     if architecture not in ARCHITECTURES:
         raise ModelError(
             f"{file.path}: the architecture {architecture!r} is not supported.",
-            remedy=f"GGUF files are supported of: {', '.join(ARCHITECTURES)}.",
+            remedy=f'Use a GGUF file of the architecture {" or ".join(ARCHITECTURES)}: see "Other models" in the README.',
         )
     if (file.get("split.count", int) or 0) > 1:
         raise ModelError(

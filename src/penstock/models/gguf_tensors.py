@@ -70,8 +70,8 @@ def conversion_notes(entries: Iterable[TensorEntry]) -> tuple[str, ...]:
 
 def _note(type_id: int, num: int) -> str:
     if type_id in _FLOATS:
-        return f"{num} {_type_name(type_id)} matrices rounded to bf16 (relative error at most 2^-9)"
-    return f"{num} {_type_name(type_id)} matrices converted to Q8_0 (8.5 bits per weight; larger than in the file)"
+        return f"{num} {_type_name(type_id)} matrices are rounded to bf16 (relative error at most 2^-9)"
+    return f"{num} {_type_name(type_id)} matrices are converted to Q8_0 (8.5 bits per weight)"
 
 
 def _is_converted(entry: TensorEntry) -> bool:

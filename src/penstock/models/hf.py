@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,6 +33,7 @@ _LAYER: Mapping[str, str] = {
     "mlp.down_proj.weight": "down",
 }
 _BLOCK = re.compile(r"model\.layers\.(\d{1,6})\.(.+)")
+_log = logging.getLogger(__name__)
 _DERIVED = "rotary_emb.inv_freq"
 """Old checkpoints carry what config.json already says."""
 
@@ -54,6 +56,9 @@ def load_hf_directory(path: Path, *, name: str = "", max_weight_bytes: int | Non
         raise ModelError(
             f"{path}: there is no tokenizer.json.", remedy="Save the tokenizer in its fast form beside the weights."
         )
+    notes = _notes(stored)
+    for note in notes:  # before the work, which may take a while
+        _log.info("%s: %s", path.name, note)
     bos_token_id = config.get("bos_token_id", int)
     checks.check_token_ids({"bos_token_id": bos_token_id}, spec.vocab_size, config.path)
     return LoadedModel(
@@ -65,7 +70,7 @@ def load_hf_directory(path: Path, *, name: str = "", max_weight_bytes: int | Non
         bos_token_id=bos_token_id,
         eos_token_ids=read_eos_ids(config, read_json(path / "generation_config.json", is_optional=True), spec.vocab_size),
         path=path,
-        notes=_notes(stored),
+        notes=notes,
     )
 
 
@@ -140,7 +145,7 @@ def _weight(name: str, tensor: StoredTensor) -> WeightTensor:
 def _notes(stored: Mapping[str, StoredTensor]) -> tuple[str, ...]:
     changed = [tensor.dtype for tensor in stored.values() if not _is_vector(tensor) and tensor.dtype != "BF16"]
     return tuple(
-        f"{changed.count(dtype)} {dtype} matrices rounded to bf16 (relative error at most 2^-9)"
+        f"{changed.count(dtype)} {dtype} matrices are rounded to bf16 (relative error at most 2^-9)"
         for dtype in sorted(set(changed))
     )
 

@@ -43,7 +43,8 @@ def fetch_hub(source: ModelSource) -> None:
 
 def _failure(ref: HubRef, error: Exception) -> DownloadError:
     first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    cause = first_line.removeprefix("Got: ").rstrip(" .:")
     return DownloadError(
-        f"{ref.repo} could not be fetched from the Hugging Face hub: {first_line}",
+        f"{ref.repo} could not be fetched from the Hugging Face hub: {cause}.",
         remedy="Check the name and the network; for a gated model set HF_TOKEN.",
     )

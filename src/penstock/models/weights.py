@@ -97,7 +97,7 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     path: Path
     notes: tuple[str, ...] = ()
-    """What the loader converted or assumed, in words for the log."""
+    """What the loader converted, in words; it has logged them already, before the work."""
 
     @property
     def num_weight_bytes(self) -> int:
