@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from penstock.config import Config, KvConfig, SchedulerConfig, ServerConfig
 from penstock.config.components import COMPONENTS
 from penstock.config.docs import render
+from penstock.config.environment import unknown_variables
 from penstock.config.file import all_settings, read_config_file
 from penstock.config.setting import Kind, settings_of
 from penstock.config.units import format_size, parse_count, parse_duration, parse_share, parse_size
@@ -99,6 +100,8 @@ def test_ranges_hold_however_a_config_is_made() -> None:
         ServerConfig(port=70000)
     with pytest.raises(ConfigError, match="block_size: 0 is less than 1"):
         KvConfig(block_size=0)
+    with pytest.raises(ConfigError, match="api_key: '' is empty"):
+        ServerConfig(api_keys=("a", ""))
 
 
 def test_an_unavailable_choice_lists_what_is_available() -> None:
@@ -145,7 +148,8 @@ def test_an_unknown_key_names_the_nearest_and_all_valid_ones(tmp_path: Path) -> 
         ("block_size = []", r"block_size: \[\] is a list, not a count"),
         ("device = 'cuda'", "device: 'cuda' is not available; available: auto, cpu"),
         ("port = 99999", "port: 99999 is more than 65535"),
-        ("[server]\nport = 1", "unknown key 'server'"),
+        ("[server]\nport = 1", r"no tables such as \[server\]\. Put all keys at the top level"),
+        ("host = ''", "host: '' is empty"),
         ("port = ", "is not TOML"),
     ],
 )
@@ -170,6 +174,14 @@ def test_any_value_is_parsed_or_refused(values: dict[str, object]) -> None:
             value = settings[key].parse(raw)
             assert settings[key].parse(value) == value, "parsing is idempotent"
             assert isinstance(value, bool) == (settings[key].kind is Kind.FLAG)
+
+
+def test_variables_that_nothing_reads_are_named_with_what_was_meant() -> None:
+    environ = {"PENSTOCK_MAX_NUM_SEQ": "1", "PENSTOCK_XYZ": "", "PENSTOCK_DEBUG": "1", "PENSTOCK_CONFIG": "x", "PORT": "1"}
+    environ |= {item.env: "1" for item in all_settings()}
+    first, second = unknown_variables(environ)
+    assert first.endswith("PENSTOCK_MAX_NUM_SEQ is unknown and has no effect. Did you mean PENSTOCK_MAX_NUM_SEQS?")
+    assert second.endswith("PENSTOCK_XYZ is unknown and has no effect.")
 
 
 def test_the_page_in_docs_is_what_make_docs_writes() -> None:

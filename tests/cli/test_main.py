@@ -45,7 +45,7 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize("arguments", [["nope"], ["serve", "--nope"], ["serve", "--port", "x"], ["models", "extra"]])
 def test_wrong_usage_is_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert _exit_code(arguments) == 2
-    assert "Error:" in capsys.readouterr().err
+    assert "error: " in capsys.readouterr().err
 
 
 def test_our_errors_are_one_line_and_1(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,6 +82,18 @@ def test_every_setting_has_a_flag_and_an_environment_variable() -> None:
         assert by_flag != Config() or item.default == value, item.key
 
 
+def test_the_model_may_be_an_option_but_not_twice(tmp_path: Path) -> None:
+    path = tmp_path / "p.toml"
+    path.write_text('model = "from-file"\n')
+    for flag in ("-m", "--model"):
+        config = _config("--config", str(path), flag, "flag", env={"PENSTOCK_MODEL": "environment"})
+        assert config.model.model == "flag"
+    assert _config("--config", str(path), env={"PENSTOCK_MODEL": "environment"}).model.model == "environment"
+    result, _ = _invoke("argument", "-m", "flag")
+    assert result.exit_code == 2
+    assert "given twice" in result.output
+
+
 def test_what_may_be_repeated_is_a_tuple() -> None:
     assert _config("--api-key", "a", "--api-key", "b").server.api_keys == ("a", "b")
     assert _config(env={"PENSTOCK_API_KEY": "a b"}).server.api_keys == ("a", "b")
@@ -96,12 +108,28 @@ def test_what_may_be_repeated_is_a_tuple() -> None:
         (["--port", "70000"], "Invalid value for '--port': 70000 is more than 65535."),
         (["--kv-cache-memory", "4 potatoes"], "the unit 'potatoes' is unknown."),
         (["--config", "/absent.toml"], "/absent.toml: cannot be read"),
+        (["--api-key", ""], "Invalid value for '--api-key': '' is empty."),
+        (["--host", " "], "Invalid value for '--host': ' ' is empty."),
     ],
 )
 def test_a_wrong_value_is_wrong_usage_and_named(arguments: list[str], cause: str) -> None:
     result, _ = _invoke(*arguments)
     assert result.exit_code == 2
     assert cause in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "cause"),
+    [
+        ("PENSTOCK_PORT", "abc", "'abc' is not a count such as 512, 4k or 2Mi."),
+        ("PENSTOCK_PREFIX_CACHING", "maybe", "'maybe' is not true or false."),
+        ("PENSTOCK_CONFIG", "/absent.toml", "/absent.toml: cannot be read"),
+    ],
+)
+def test_a_wrong_value_in_a_variable_names_the_variable(name: str, value: str, cause: str) -> None:
+    result, _ = _invoke(env={name: value})
+    assert result.exit_code == 2
+    assert f"Invalid value for '{name}': {cause}" in " ".join(result.output.split())
 
 
 def test_a_wrong_key_in_the_file_is_wrong_usage_and_lists_the_valid_ones(tmp_path: Path) -> None:
@@ -116,6 +144,13 @@ def test_help_groups_the_settings() -> None:
     result, _ = _invoke("--help")
     titles = [line for line in result.output.splitlines() if line.endswith(":") and not line.startswith(" ")]
     assert titles == ["Options:", "Model:", "KV cache:", "Scheduling:", "Compute:", "Server:", "Log:"]
+
+
+def test_help_shows_defaults_in_the_notation_in_which_they_are_written() -> None:
+    result, _ = _invoke("--help")
+    text = " ".join(result.output.split())
+    for shown in ("[default: 4MiB]", "[default: 30s]", "[default: 8000]", "[default: info]", "[default: smollm2:135m]"):
+        assert shown in text
 
 
 def test_choices_and_default_model_are_those_of_their_rooms() -> None:

@@ -18,17 +18,42 @@ Penstock = Callable[..., subprocess.CompletedProcess[str]]
 FAST = ("--backend", "reference", "--temperature", "0")
 
 
-def test_one_word_is_the_prompt_unless_it_names_a_model_and_a_pipe_brings_the_prompt(tiny_model: Path) -> None:
-    assert split_words(("hello",), has_pipe=False) == (None, "hello")
-    assert split_words(("hello",), has_pipe=True) == (None, "hello")
-    assert split_words(("smollm2:135m",), has_pipe=True) == ("smollm2:135m", "")
-    assert split_words((str(tiny_model),), has_pipe=True) == (str(tiny_model), "")
-    assert split_words((str(tiny_model),), has_pipe=False) == (None, str(tiny_model))
-    assert split_words(("a model", "a prompt"), has_pipe=False) == ("a model", "a prompt")
-    assert split_words((), has_pipe=True) == (None, "")
-    assert split_words(("x" * 10_000 + "\0",), has_pipe=True) == (None, "x" * 10_000 + "\0")
+def test_one_word_is_the_prompt_unless_it_names_a_model(tiny_model: Path) -> None:
+    assert split_words(("hello",)) == (None, "hello")
+    assert split_words(("smollm2:135m",)) == ("smollm2:135m", "")
+    assert split_words((str(tiny_model),)) == (str(tiny_model), "")
+    assert split_words(("a model", "a prompt")) == ("a model", "a prompt")
+    assert split_words(()) == (None, "")
+    assert split_words(("x" * 10_000 + "\0",)) == (None, "x" * 10_000 + "\0")
     with pytest.raises(click.UsageError, match="quotes"):
-        split_words(("name", "three", "rivers"), has_pipe=False)
+        split_words(("name", "three", "rivers"))
+
+
+def test_a_model_alone_is_no_prompt(penstock: Penstock) -> None:
+    result = penstock("run", "smollm2:135m")
+    assert result.returncode == 2
+    assert "Missing prompt: smollm2:135m names a model" in result.stderr
+
+
+def test_bytes_that_are_not_text_are_told(environment: dict[str, str], tiny_model: Path) -> None:
+    for command in ("run", "chat"):
+        for locale in ("C", "C.UTF-8"):
+            result = subprocess.run(
+                [sys.executable, "-m", "penstock", command, str(tiny_model), *FAST],
+                input=b"abc\x95\n",
+                capture_output=True,
+                timeout=100,
+                check=False,
+                env={**environment, "LC_ALL": locale},
+            )
+            assert result.returncode == 1
+            assert b"came through the pipe is not UTF-8 text" in result.stderr
+            assert b"Traceback" not in result.stderr
+
+
+def test_an_answer_that_was_cut_off_says_so(penstock: Penstock, tiny_model: Path) -> None:
+    result = penstock("run", tiny_model, "in the", *FAST, "--max-tokens", "2")
+    assert "[cut off: --max-tokens" in result.stderr
 
 
 def test_argument_and_pipe_are_the_same_prompt(penstock: Penstock, tiny_model: Path) -> None:

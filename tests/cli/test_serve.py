@@ -120,3 +120,49 @@ def test_a_bad_chat_template_is_told(penstock: Penstock, tiny_model: Path) -> No
     assert result.returncode == 1
     assert "error: " in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cause"),
+    [
+        (["--api-key-file", "nowhere"], "nowhere"),
+        (["--api-key-file", "blank"], "contains no key"),
+        (["--ssl-certfile", "nowhere"], "There is no file nowhere."),
+        (["--ssl-certfile", "blank"], "The TLS files cannot be used"),
+        (["--ssl-keyfile", "blank"], "needs its certificate"),
+    ],
+)
+def test_keys_and_certificates_are_checked_before_anything_is_fetched(
+    penstock: Penstock, tmp_path: Path, arguments: list[str], cause: str
+) -> None:
+    (tmp_path / "blank").write_text("\n")
+    result = penstock("serve", "--port", "0", *arguments, env={"PIP_NO_INDEX": "1"})
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: ")
+    assert cause in result.stderr
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("value", ["", "  "])
+def test_a_variable_for_keys_that_is_empty_does_not_open_the_server(penstock: Penstock, value: str) -> None:
+    result = penstock("serve", "--port", "0", env={"PENSTOCK_API_KEY": value})
+    assert result.returncode == 1
+    assert "PENSTOCK_API_KEY is set, but empty" in result.stderr
+
+
+def test_a_server_that_fails_closes_the_engine(penstock: Penstock, tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import penstock.serve.server as server\n"
+        "def fail(*args, **kwargs):\n    raise server.ConfigError('It broke.')\n"
+        "server.run_server = fail\n"
+    )
+    result = penstock("serve", tiny_model, "--port", "0", "--log-level", "warning", env={"PYTHONPATH": str(tmp_path)})
+    assert (result.returncode, result.stderr) == (1, "error: It broke.\n")
+
+
+def test_unknown_variables_are_warned_of_and_quiet_logs_are_quiet(environment: dict[str, str], tiny_model: Path) -> None:
+    with serving({**environment, "PENSTOCK_MAX_NUM_SEQ": "32"}, tiny_model, "--log-level", "warning") as served:
+        _, error = served.end()
+    assert "WARNING The environment variable PENSTOCK_MAX_NUM_SEQ is unknown" in error
+    assert error.rstrip().endswith("Did you mean PENSTOCK_MAX_NUM_SEQS?")
+    assert len(error.splitlines()) == 1

@@ -68,16 +68,31 @@ class Conversation:
             return
         print(flush=True)
         self._messages += [question, {"role": "assistant", "content": self._session.answer.text}]
-        if self._has_stats and self._session.answer.finish_reason is not None:
-            from penstock.cli.session import stats_line
+        self._remark()
 
+    def _remark(self) -> None:
+        """Say how the answer ended, if that is worth a line, and what it cost, if that was asked for."""
+        from penstock.cli.session import CUT_OFF, stats_line
+        from penstock.types.request import FinishReason
+
+        if self._session.answer.finish_reason is FinishReason.LENGTH:
+            print(CUT_OFF, file=sys.stderr)
+        if self._has_stats and self._session.answer.finish_reason is not None:
             print(stats_line(self._session.answer), file=sys.stderr)
+
+
+def _piped_lines() -> Iterator[str]:
+    for number, line in enumerate(sys.stdin.buffer, 1):
+        try:
+            yield line.decode()
+        except UnicodeDecodeError:
+            raise PenstockError(f"Line {number} of what came through the pipe is not UTF-8 text.") from None
 
 
 def _lines() -> Iterator[str]:
     """The user's lines: with a prompt and line editing on a terminal, else as they come."""
     if not sys.stdin.isatty():
-        yield from sys.stdin
+        yield from _piped_lines()
         return
     with contextlib.suppress(ImportError):  # A Python without it just has no line editing.
         import readline  # noqa: F401  # Its import gives `input` history and line editing.

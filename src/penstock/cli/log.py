@@ -6,7 +6,7 @@ import json
 import logging
 import sys
 
-from penstock.config import LogFormat
+from penstock.config import LogConfig, LogFormat
 
 
 class JsonFormatter(logging.Formatter):
@@ -26,15 +26,16 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(entry, ensure_ascii=False)
 
 
-def set_up_logging(log_format: str, *, level: int = logging.INFO) -> None:
+def set_up_logging(config: LogConfig) -> None:
     """Send every logger of the process to stderr."""
     handler = logging.StreamHandler(sys.stderr)
-    if log_format == LogFormat.JSON:
+    if config.log_format == LogFormat.JSON:
         handler.setFormatter(JsonFormatter())
     else:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
     root = logging.getLogger()
     root.handlers[:] = [handler]
+    level = logging.getLevelNamesMapping()[config.log_level.upper()]
     root.setLevel(level)
     # Its own words about processes and signals would only repeat ours.
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    logging.getLogger("uvicorn").setLevel(max(level, logging.WARNING))

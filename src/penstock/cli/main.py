@@ -12,6 +12,7 @@ import traceback
 from typing import Any
 
 import click
+from click.exceptions import NoArgsIsHelpError
 
 from penstock import __version__
 from penstock.types.errors import PenstockError
@@ -76,7 +77,7 @@ def main(arguments: list[str] | None = None) -> None:
 def _explain(error: Exception) -> int:
     """Say on stderr what went wrong; returns the exit code."""
     if isinstance(error, click.ClickException):
-        error.show()
+        _show_usage(error)
         return error.exit_code
     if isinstance(error, click.Abort):
         return 130
@@ -84,6 +85,16 @@ def _explain(error: Exception) -> int:
         traceback.print_exception(error)
     print(f"error: {error}", file=sys.stderr)
     return 1
+
+
+def _show_usage(error: click.ClickException) -> None:
+    """As click does, with our own beginning of the line."""
+    if isinstance(error, NoArgsIsHelpError):
+        error.show()
+        return
+    if isinstance(error, click.UsageError) and error.ctx is not None:
+        print(f"{error.ctx.get_usage()}\nTry '{error.ctx.command_path} --help' for help.\n", file=sys.stderr)
+    print(f"error: {error.format_message()}", file=sys.stderr)
 
 
 def _after_broken_pipe() -> int:

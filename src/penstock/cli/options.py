@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
-from penstock.config.components import COMPONENTS, DEFAULT_MODEL, Config
+from penstock.config.components import COMPONENTS, Config, ModelConfig
 from penstock.config.file import read_config_file
 from penstock.config.setting import Kind, Setting, settings_of
 from penstock.types.errors import ConfigError
@@ -16,8 +18,8 @@ from penstock.types.errors import ConfigError
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 EPILOG = (
-    "Every option has an environment variable (--max-num-seqs is PENSTOCK_MAX_NUM_SEQS) and a key in the file given by "
-    "--config (max_num_seqs). A flag goes before the environment, that before the file, that before the default."
+    "What stands under Model and below has an environment variable (--block-size is PENSTOCK_BLOCK_SIZE) and a key in the file "
+    "given by --config (block_size). A flag goes before the environment, that before the file, that before the default."
 )
 
 
@@ -39,7 +41,7 @@ class GroupedCommand(click.Command):
 def config_options(*components: str, without: tuple[str, ...] = ()) -> Callable[[_Command], _Command]:
     """Adds `--config` and the settings of the named components (fields of `Config`), except those `without`.
 
-    The model is no option: commands take it as their first argument.
+    The model is not among them: see `model_argument` and `model_option`.
     """
 
     def decorate(command: _Command) -> _Command:
@@ -53,9 +55,24 @@ def config_options(*components: str, without: tuple[str, ...] = ()) -> Callable[
     return decorate
 
 
-def model_argument(command: _Command) -> _Command:
-    """Adds MODEL, the first argument."""
-    return click.argument("model", default=DEFAULT_MODEL, envvar="PENSTOCK_MODEL", metavar="[MODEL]")(command)
+def model_option(command: _Command) -> _Command:
+    """Adds -m and --model."""
+    return _option(next(item for item in settings_of(ModelConfig) if item.key == "model"), "-m")(command)
+
+
+def model_argument(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds MODEL, the first argument, and --model, which says the same; the command gets either as `model`."""
+
+    @functools.wraps(command)
+    def with_model(*, model_word: str | None, **values: Any) -> Any:
+        if model_word is not None:
+            source = click.get_current_context().get_parameter_source("model")
+            if source is ParameterSource.COMMANDLINE:
+                raise click.UsageError("The model is given twice: as an argument and with --model.")
+            values["model"] = model_word
+        return command(**values)
+
+    return click.argument("model_word", required=False, metavar="[MODEL]")(model_option(with_model))
 
 
 def config_from(values: Mapping[str, Any]) -> Config:
@@ -67,22 +84,36 @@ def config_from(values: Mapping[str, Any]) -> Config:
     return Config(**parts)
 
 
-def _option(item: Setting) -> Callable[[_Command], _Command]:
+def _option(item: Setting, *short: str) -> Callable[[_Command], _Command]:
     if item.kind is Kind.FLAG:
         names = [f"{item.flag}/--no-{item.flag[2:]}", item.key]
-        return click.option(*names, default=item.default, envvar=item.env, show_default=True, help=item.doc)
+        return click.option(*names, type=_Truth(item), default=item.default, envvar=item.env, show_default=True, help=item.doc)
     return click.option(
+        *short,
         item.flag,
         item.key,
         type=click.UNPROCESSED,
         callback=_parser(item),
         metavar="{" + ",".join(item.choices) + "}" if item.choices else item.kind.upper(),
-        default=item.default,
+        default=item.default if item.default_doc else item.shown_default,  # in words, as it is shown
         envvar=item.env,
         multiple=item.is_multiple,
         show_default=item.default_doc or True,
         help=item.doc,
     )
+
+
+class _Truth(click.types.BoolParamType):
+    """true or false of the environment, in our notation: click's own also takes others, and nothing at all."""
+
+    def __init__(self, item: Setting) -> None:
+        self._item = item
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return self._item.parse(value)
+        except ValueError as error:
+            raise _bad_value(f"{error}.", ctx, param) from None
 
 
 def _parser(item: Setting) -> Callable[[click.Context, click.Parameter, Any], Any]:
@@ -94,9 +125,16 @@ def _parser(item: Setting) -> Callable[[click.Context, click.Parameter, Any], An
                 return tuple(item.parse(entry) for entry in value)
             return None if value is None else item.parse(value)
         except ValueError as error:
-            raise click.BadParameter(f"{error}.", ctx, param) from None
+            raise _bad_value(f"{error}.", ctx, param) from None
 
     return parse
+
+
+def _bad_value(cause: str, ctx: click.Context | None, param: click.Parameter | None) -> click.BadParameter:
+    """An error that names the flag, or the environment variable if the value came from there."""
+    is_variable = ctx and param and param.name and ctx.get_parameter_source(param.name) is ParameterSource.ENVIRONMENT
+    hint = f"'{param.envvar}'" if is_variable and param else None
+    return click.BadParameter(cause, ctx, param, hint)
 
 
 def _config_file_option(command: _Command) -> _Command:
@@ -119,4 +157,4 @@ def _use_config_file(ctx: click.Context, param: click.Parameter, path: Path | No
     try:
         ctx.default_map = {**(ctx.default_map or {}), **read_config_file(path)}
     except ConfigError as error:
-        raise click.BadParameter(str(error), ctx, param) from None
+        raise _bad_value(str(error), ctx, param) from None

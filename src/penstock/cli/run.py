@@ -7,16 +7,16 @@ from typing import Any
 
 import click
 
-from penstock.cli.options import EPILOG, GroupedCommand
+from penstock.cli.options import EPILOG, GroupedCommand, model_option
 from penstock.cli.talk_options import sampling_choices, talk_config, talk_options
-from penstock.config.components import DEFAULT_MODEL
+from penstock.types.errors import PenstockError
 
 
 @click.command(cls=GroupedCommand, epilog=EPILOG)
 @click.argument("words", nargs=-1, metavar="[MODEL] PROMPT")
 @talk_options
 @click.option("--raw", is_flag=True, help="Continue the text; no chat template.")
-@click.option("-m", "--model", default=DEFAULT_MODEL, envvar="PENSTOCK_MODEL", help="As the first argument.")
+@model_option
 def run(words: tuple[str, ...], **values: Any) -> None:
     """Answer one PROMPT, streaming to stdout.
 
@@ -27,19 +27,20 @@ def run(words: tuple[str, ...], **values: Any) -> None:
       cat notes.txt | penstock run "Summarise:"
       cat notes.txt | penstock run smollm2:135m
 
-    With a single argument, it is the MODEL if it names one and a prompt comes through a pipe.
+    A single argument is the MODEL if it names one; the prompt then comes through the pipe.
     """
-    piped = "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read()
-    model, prompt = split_words(words, has_pipe=bool(piped.strip()))
+    piped = "" if sys.stdin is None or sys.stdin.isatty() else _read_pipe()
+    model, prompt = split_words(words)
     if model is not None:
         values["model"] = model
     text = "\n\n".join(part for part in (prompt, piped.strip("\n")) if part.strip())
     if not text:
-        raise click.UsageError("Missing prompt: give one as an argument or through a pipe.")
+        named = f"{model} names a model; " if model is not None else ""
+        raise click.UsageError(f"Missing prompt: {named}give one as an argument or through a pipe.")
     _answer(text, values)
 
 
-def split_words(words: tuple[str, ...], *, has_pipe: bool) -> tuple[str | None, str]:
+def split_words(words: tuple[str, ...]) -> tuple[str | None, str]:
     """(model if one was named, prompt, maybe empty) of the positional arguments."""
     if len(words) > 2:
         raise click.UsageError("Too many arguments: put the prompt in quotes.")
@@ -47,7 +48,16 @@ def split_words(words: tuple[str, ...], *, has_pipe: bool) -> tuple[str | None, 
         return words[0], words[1]
     if not words:
         return None, ""
-    return (words[0], "") if has_pipe and _names_a_model(words[0]) else (None, words[0])
+    return (words[0], "") if _names_a_model(words[0]) else (None, words[0])
+
+
+def _read_pipe() -> str:
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise PenstockError(
+            f"What came through the pipe is not UTF-8 text (byte {error.start}).", remedy="Convert it, e.g. with iconv."
+        ) from None
 
 
 def _names_a_model(word: str) -> bool:
@@ -62,7 +72,7 @@ def _names_a_model(word: str) -> bool:
 
 
 def _answer(text: str, values: dict[str, Any]) -> None:
-    from penstock.cli.session import Session, stats_line
+    from penstock.cli.session import CUT_OFF, Session, stats_line
     from penstock.cli.start import start_runtime
     from penstock.types.request import FinishReason
 
@@ -74,7 +84,7 @@ def _answer(text: str, values: dict[str, Any]) -> None:
             system = [{"role": "system", "content": values["system"]}] if values["system"] else []
             session.ask_chat([*system, {"role": "user", "content": text}])
         print(flush=True)
-        if session.answer.finish_reason is FinishReason.LENGTH and sys.stderr.isatty():
-            print("[cut off at the longest answer]", file=sys.stderr)
+        if session.answer.finish_reason is FinishReason.LENGTH:
+            print(CUT_OFF, file=sys.stderr)
         if values["stats"]:
             print(stats_line(session.answer), file=sys.stderr)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import click
 
 from penstock.cli.options import EPILOG, GroupedCommand, config_from, config_options, model_argument
+from penstock.config import ServerConfig
+from penstock.types.errors import ConfigError
 
 
 @click.command(cls=GroupedCommand, epilog=EPILOG)
@@ -19,8 +24,40 @@ def serve(**values: Any) -> None:
     from penstock.cli.start import start_runtime
     from penstock.serve.server import bind_socket, run_server
 
-    set_up_logging(config.log.log_format)
+    set_up_logging(config.log)
+    check_access(config.server, os.environ)
     with bind_socket(config.server.host, config.server.port) as listener:
         runtime = start_runtime(config)
-        code = run_server(runtime, config.server, listener=listener)
+        try:
+            code = run_server(runtime, config.server, listener=listener)
+        finally:
+            runtime.close()
     click.get_current_context().exit(code)
+
+
+def check_access(config: ServerConfig, environ: Mapping[str, str]) -> None:
+    """Keys and certificates are usable: told before a model is fetched and loaded. Raises ConfigError."""
+    from penstock.serve.app import api_keys
+
+    has_keys = bool(api_keys(config))
+    if not has_keys and "PENSTOCK_API_KEY" in environ:
+        raise ConfigError(
+            "PENSTOCK_API_KEY is set, but empty: the server would be open to everyone.", remedy="Give a key, or unset it."
+        )
+    if config.ssl_keyfile and not config.ssl_certfile:
+        raise ConfigError("A TLS key needs its certificate.", remedy="Give --ssl-certfile, too.")
+    if config.ssl_certfile:
+        _check_certificate(config.ssl_certfile, config.ssl_keyfile)
+
+
+def _check_certificate(certificate: str, key: str | None) -> None:
+    import ssl
+
+    for path in filter(None, (certificate, key)):
+        if not Path(path).is_file():
+            raise ConfigError(f"There is no file {path}.", remedy="Check --ssl-certfile and --ssl-keyfile.")
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+    except OSError as error:  # ssl.SSLError is one, too.
+        remedy = "Check --ssl-certfile and --ssl-keyfile: PEM files that belong together."
+        raise ConfigError(f"The TLS files cannot be used: {error}.", remedy=remedy) from error

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from penstock.serve.runtime import Runtime
 
 
+CUT_OFF = "[cut off: --max-tokens or the model's context is used up]"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingChoices:
     """What the user said about sampling."""

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.config import Config
+from penstock.config.environment import unknown_variables
 
 if TYPE_CHECKING:
     from penstock.serve.runtime import Runtime
+
+_log = logging.getLogger(__name__)
 
 
 def cache_dir(given: str | None) -> Path:
@@ -23,6 +28,8 @@ def start_runtime(config: Config) -> Runtime:
     from penstock.build import build_runtime
     from penstock.models.catalog import resolve
 
+    for warning in unknown_variables(os.environ):
+        _log.warning(warning)
     folder = cache_dir(config.model.cache_dir)
     source = resolve(config.model.model, folder)
     if not source.is_present:

@@ -17,7 +17,7 @@ _OPTIONS = (
     click.option("--system", metavar="TEXT", help="System message."),
     click.option("--max-tokens", type=click.IntRange(1), show_default="what the context has room for", help="Longest answer."),
     click.option(
-        "--temperature", type=click.FloatRange(0), default=0.7, show_default=True, help="0 always takes the likeliest."
+        "--temperature", type=click.FloatRange(0, 2), default=0.7, show_default=True, help="0 always takes the likeliest."
     ),
     click.option(
         "--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True, help="Share of probability kept."

@@ -26,6 +26,13 @@ class LogFormat(StrEnum):
     JSON = "json"
 
 
+class LogLevel(StrEnum):
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig(Component):
     """Which model, and how it is presented."""
@@ -47,7 +54,7 @@ class ModelConfig(Component):
         (),
         "Name that clients use; may be repeated.",
         key="served_model_name",
-        default_doc="the model as given",
+        default_doc="the catalogue's name, the file's without .gguf, or the directory's",
         is_multiple=True,
     )
     chat_template: str | None = setting(
@@ -183,6 +190,9 @@ class LogConfig(Component):
 
     title: ClassVar[str] = "Log"
 
+    log_level: str = setting(
+        LogLevel.INFO.value, "Least important lines that are written.", kind=Kind.CHOICE, choices=tuple(LogLevel)
+    )
     log_format: str = setting(LogFormat.TEXT.value, "How log lines look.", kind=Kind.CHOICE, choices=tuple(LogFormat))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from penstock.config.components import COMPONENTS
 from penstock.config.setting import Kind, Setting, settings_of
-from penstock.config.units import format_size
 
 _HEAD = """# Configuration
 
@@ -12,7 +11,8 @@ Written by `make docs` from `src/penstock/config`; do not edit.
 
 Every setting can be given as a flag, as an environment variable or as a key of a TOML file that `--config FILE.toml`
 (or `PENSTOCK_CONFIG`) names. A flag goes before the environment, that before the file, that before the default.
-An unknown key, a wrong type and a value that is not available are errors, never ignored.
+An unknown key, a wrong type and a value that is not available are errors, never ignored; an environment variable that begins
+with `PENSTOCK_` and is none of these is warned of. All keys stand at the top level of the file: it has no tables.
 
 Counts may be written `4k` (4,000) or `2Mi` (2,097,152), sizes `512MB` or `4GiB`, durations `250ms`, `30s` or `2m`
 (a bare number is seconds), shares `1%` or `0.01`. What may be repeated is a list in the file, and separated by spaces in the
@@ -48,7 +48,7 @@ def _section(title: str, settings: tuple[Setting, ...]) -> str:
 
 def _flag(item: Setting) -> str:
     if item.key == "model":
-        return "`MODEL` (first argument)"
+        return "`MODEL` (first argument), `-m`, `--model`"
     return f"`{item.flag}`, `--no-{item.flag[2:]}`" if item.kind is Kind.FLAG else f"`{item.flag}`"
 
 
@@ -61,13 +61,7 @@ def _value(item: Setting) -> str:
 
 
 def _default(item: Setting) -> str:
-    if item.default_doc:
-        return item.default_doc
-    if item.kind is Kind.SIZE and isinstance(item.default, int):
-        return f"`{format_size(item.default)}`".replace(" ", "")
-    if item.kind is Kind.DURATION:
-        return f"`{item.default:g}s`"
-    return f"`{str(item.default).lower() if item.kind is Kind.FLAG else item.default}`"
+    return item.shown_default if item.default_doc else f"`{item.shown_default}`"
 
 
 if __name__ == "__main__":

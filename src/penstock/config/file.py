@@ -32,6 +32,8 @@ def _parse_table(path: Path, table: Mapping[str, object]) -> dict[str, object]:
     settings = {item.key: item for item in all_settings()}
     values: dict[str, object] = {}
     for key, raw in table.items():
+        if key not in settings and isinstance(raw, dict):
+            raise ConfigError(f"{path}: there are no tables such as [{key}].", remedy="Put all keys at the top level.")
         if key not in settings:
             raise ConfigError(f"{path}: unknown key {key!r}.", remedy=_valid_keys(key, settings))
         try:

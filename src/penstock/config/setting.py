@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, ClassVar
 
-from penstock.config.units import parse_count, parse_duration, parse_share, parse_size
+from penstock.config.units import format_size, parse_count, parse_duration, parse_share, parse_size
 from penstock.types.errors import ConfigError
 
 
@@ -62,6 +62,17 @@ class Setting:
     def env(self) -> str:
         return "PENSTOCK_" + self.key.upper()
 
+    @property
+    def shown_default(self) -> str:
+        """The default in the notation in which it would be written, or in words."""
+        if self.default_doc:
+            return self.default_doc
+        if self.kind is Kind.SIZE and isinstance(self.default, int):
+            return format_size(self.default).replace(" ", "")
+        if self.kind is Kind.DURATION:
+            return f"{self.default:g}s"
+        return str(self.default).lower() if self.kind is Kind.FLAG else str(self.default)
+
     def parse(self, raw: object) -> Any:
         """The value of one entry as written in a flag, the environment or TOML. Raises ValueError with the cause in words."""
         value = self._convert(raw)
@@ -69,7 +80,9 @@ class Setting:
         return value
 
     def check(self, value: object) -> None:
-        """Raises ValueError if a value (of the right type) is outside the choices or the range."""
+        """Raises ValueError if a value (of the right type) is blank, or outside the choices or the range."""
+        if isinstance(value, str) and not value.strip():
+            raise ValueError(f"{value!r} is empty")
         if self.choices and value not in self.choices:
             raise ValueError(f"{value!r} is not available; available: {', '.join(self.choices)}")
         if not isinstance(value, int | float) or isinstance(value, bool):
