@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from penstock.engine.core import EngineCore
 from penstock.sched.policies.base import Policies
 from penstock.sched.policies.budgets import DecodeFirst
+from penstock.sched.policies.orders import ORDERS
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import Watermark
 from penstock.testing.builders import make_core, make_request
@@ -74,7 +75,7 @@ class Workload:
 
 @st.composite
 def engines(draw: st.DrawFn, max_model_len: int = 40) -> Engine:
-    """Any request of up to `max_model_len` tokens fits alone."""
+    """Any request of up to `max_model_len` tokens fits alone. Every order that has a name is drawn."""
     block_size = draw(st.sampled_from([1, 2, 3, 4, 8, 16]))
     num_needed = -(-(max_model_len - 1) // block_size)
     capacity = Capacity(
@@ -85,6 +86,7 @@ def engines(draw: st.DrawFn, max_model_len: int = 40) -> Engine:
         max_model_len=max_model_len,
     )
     policies = make_policies(
+        order=draw(st.sampled_from(sorted(ORDERS))),
         budget=DecodeFirst(long_prefill_token_threshold=draw(st.sampled_from([0, 1, 5]))),
         reserve=Watermark(
             share=draw(st.sampled_from([0.0, 0.01, 0.3])),
