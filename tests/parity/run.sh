@@ -4,7 +4,7 @@
 # Two environments meet in files: build/parity-venv has torch and writes what the reference answers to build/parity;
 # .venv has Penstock and compares. The exit code is that of the comparison.
 #
-#   TRACES=DIR       folder with sonnet.txt and sharegpt_1000.jsonl (default ../shared/traces)
+#   TRACES=DIR       folder with sonnet.txt and sharegpt_1000.jsonl (default ../shared/traces; see tests/golden/README.md)
 #   PARITY_REUSE=1   compare with the reference's answers of the last run
 #   PYTHON=...       interpreter for build/parity-venv (default .venv/bin/python)
 set -euo pipefail
@@ -39,6 +39,7 @@ answer() {
     windows=(--windows "$TRACES")
   else
     echo "$TRACES has no sonnet.txt or no sharegpt_1000.jsonl: only the committed excerpt is scored for perplexity."
+    echo "tests/golden/README.md says where both come from; TRACES=DIR names another folder."
   fi
   rm -rf "$ANSWERS"
   "$VENV/bin/python" -m tests.parity.make_golden "$1" --output "$ANSWERS" "${windows[@]}"
