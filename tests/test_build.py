@@ -81,6 +81,13 @@ def test_names_and_lengths_are_those_of_the_config(gguf: Path) -> None:
     config = replace(REFERENCE, model=ModelConfig(served_model_names=("a", "b"), max_model_len=100))
     runtime = _build(gguf, config)
     assert (runtime.model.served_names, runtime.model.max_model_len) == (("a", "b"), 100)
+    assert runtime.model.aliases == ()
+    runtime.close()
+
+
+def test_a_model_is_also_known_as_it_was_given(gguf: Path) -> None:
+    runtime = _build(gguf, replace(REFERENCE, model=ModelConfig(model=str(gguf))))
+    assert (runtime.model.served_names, runtime.model.aliases) == (("tiny",), (str(gguf),))
     runtime.close()
 
 

@@ -197,12 +197,18 @@ def _model_info(config: Config, source: ModelSource, model: LoadedModel, capacit
 
     return ModelInfo(
         served_names=config.model.served_model_names or (source.name,),
+        aliases=() if config.model.served_model_names else _aliases(config.model.model, source),
         root=str(model.path) if source.entry is None else source.name,
         created_unix_s=int(_newest_file(model.path).stat().st_mtime),
         max_model_len=capacity.max_model_len,
         vocab_size=model.spec.vocab_size,
         eos_token_ids=tokenizer.eos_token_ids,
     )
+
+
+def _aliases(given: str, source: ModelSource) -> tuple[str, ...]:
+    """Other names of a model that users know: the catalogue's, and what they wrote."""
+    return tuple(dict.fromkeys([*(source.entry.aliases if source.entry else ()), given]))
 
 
 def _newest_file(path: Path) -> Path:

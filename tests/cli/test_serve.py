@@ -76,6 +76,13 @@ def test_it_answers_and_ends_in_order(environment: dict[str, str], tiny_model: P
     assert "backend reference" in error
 
 
+def test_the_model_answers_to_what_was_given(environment: dict[str, str], tiny_model: Path) -> None:
+    with serving(environment, tiny_model) as served:
+        assert [card["id"] for card in json.loads(served.get("/v1/models"))["data"]] == ["tiny"]
+        for name in ("tiny", str(tiny_model)):
+            assert served.post("/v1/completions", {"model": name, "prompt": "a", "max_tokens": 1})["model"] == name
+
+
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 def test_the_command_that_it_prints_works(environment: dict[str, str], tiny_model: Path) -> None:
     with serving(environment, tiny_model) as served:

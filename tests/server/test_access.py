@@ -81,6 +81,12 @@ def test_key_names_are_stable_and_say_nothing_about_the_key():
     assert first.name_of("ä\x00".encode()) is None
 
 
+@pytest.mark.parametrize("key", ["", " ", "\t"])
+def test_a_blank_key_is_no_key(key):
+    with pytest.raises(ConfigError, match="empty"):
+        KeyRing(["alpha", key])
+
+
 def test_key_files_have_one_key_per_line(tmp_path):
     path = tmp_path / "keys"
     path.write_text("# ours\nalpha\n\n  beta  \n")

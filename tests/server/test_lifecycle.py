@@ -13,7 +13,7 @@ import pytest
 from harness import GatedExecutor, LiveServer, make_runtime, running, until
 
 from penstock.config import ServerConfig
-from penstock.serve.server import bind_socket, ready_text, run_server
+from penstock.serve.server import bind_socket, ready_text, run_server, warn_if_open
 from penstock.types.errors import ConfigError
 
 LONG = {"prompt": "hello", "max_tokens": 20, "temperature": 0, "stream": True}
@@ -58,9 +58,43 @@ def test_ready_text_suits_the_settings():
         text = ready_text(runtime, ServerConfig(host="0.0.0.0", api_keys=("secret",)), listener)
     runtime.close()
     assert "http://127.0.0.1:" in text
+    assert "every network" not in text
+    assert '"temperature":0' in text
     assert "Authorization: Bearer" in text
     assert "secret" not in text
     assert "/v1/completions" in text
+
+
+class FakeListener:
+    """Says that it listens somewhere: no test opens a port to the network."""
+
+    def __init__(self, address):
+        self._address = address
+
+    def getsockname(self):
+        return (self._address, 8000)
+
+
+@pytest.mark.parametrize(
+    ("address", "keys", "is_warned"),
+    [
+        ("127.0.0.1", (), False),
+        ("::1", (), False),
+        ("0.0.0.0", ("secret",), False),
+        ("0.0.0.0", (), True),
+        ("::", (), True),
+        ("192.0.2.1", (), True),
+    ],
+)
+def test_a_server_that_is_open_to_the_network_warns(address, keys, is_warned, caplog):
+    warn_if_open(ServerConfig(api_keys=keys), FakeListener(address))
+    assert (f"{address}:8000 can be reached from other machines" in caplog.text) == is_warned
+
+
+def test_ready_text_names_the_address_that_is_listened_on(runtime):
+    text = ready_text(runtime, ServerConfig(host="0.0.0.0"), FakeListener("0.0.0.0"))
+    assert "at http://127.0.0.1:8000 and on every network (0.0.0.0:8000)" in text
+    assert "curl http://127.0.0.1:8000/v1/" in text
 
 
 async def test_draining_finishes_what_runs_and_refuses_what_comes():

@@ -30,7 +30,8 @@ def read_key_file(path: Path) -> tuple[str, ...]:
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"The key file {path} cannot be read: {error}.", remedy="Check --api-key-file.") from error
+        cause = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"The key file {path} cannot be read: {cause}.", remedy="Check --api-key-file.") from error
     keys = tuple(line for line in lines if line and not line.startswith("#"))
     if not keys:
         raise ConfigError(f"The key file {path} contains no key.", remedy="Write one key per line.")
@@ -41,6 +42,9 @@ class KeyRing:
     """Compares a key with all known ones in constant time."""
 
     def __init__(self, keys: Sequence[str]) -> None:
+        """Raises `ConfigError` for a blank key, which a client would match by sending none."""
+        if not all(key.strip() for key in keys):
+            raise ConfigError("An API key is empty.", remedy="Give --api-key a value.")
         # Digests under a secret of this process have equal lengths, so the comparison tells nothing about the keys.
         self._secret = secrets.token_bytes(32)
         self._names = {self._digest(key.encode()): _public_name(key) for key in keys}

@@ -26,6 +26,8 @@ class ModelInfo:
 
     served_names: tuple[str, ...]
     """Names that clients may use; the first is the one in answers. Not empty."""
+    aliases: tuple[str, ...] = ()
+    """Further names that are understood, but not listed."""
     root: str
     """Where it came from: catalogue name or path."""
     created_unix_s: int

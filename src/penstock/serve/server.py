@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import ipaddress
 import logging
 import os
 import signal
@@ -97,6 +98,7 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets=sockets)
+        warn_if_open(self._server_config, self._listener)
         self._announce(ready_text(self._runtime, self._server_config, self._listener))
 
     def request_shutdown(self) -> None:
@@ -141,20 +143,34 @@ class Server(uvicorn.Server):
             self.should_exit = True
 
 
+def warn_if_open(config: ServerConfig, listener: socket.socket) -> None:
+    """Log a warning if other machines can use the server without a key."""
+    address, port = listener.getsockname()[:2]
+    if not api_keys(config) and not ipaddress.ip_address(address).is_loopback:
+        _log.warning("%s:%d can be reached from other machines, and asks for no key: give it an --api-key", address, port)
+
+
 def ready_text(runtime: Runtime, config: ServerConfig, listener: socket.socket) -> str:
     """What is printed when requests can come: where, and a command that works."""
     url = _base_url(config, listener)
     name = runtime.model.name
-    body = orjson.dumps({"model": name, "messages": [{"role": "user", "content": "Hello!"}]}).decode()
-    path, prompt = ("/v1/chat/completions", body)
+    # Without drawing: what a small model says at the default temperature looks like a fault of ours.
+    body = {"model": name, "messages": [{"role": "user", "content": "Hello!"}], "temperature": 0}
+    path, prompt = "/v1/chat/completions", orjson.dumps(body).decode()
     if runtime.chat_template is None:
-        path, prompt = "/v1/completions", orjson.dumps({"model": name, "prompt": "Once upon a time"}).decode()
+        path, prompt = "/v1/completions", orjson.dumps({"model": name, "prompt": "Once upon a time", "temperature": 0}).decode()
     key = " -H 'Authorization: Bearer YOUR_API_KEY'" if api_keys(config) else ""
     insecure = " -k" if config.ssl_certfile else ""
     return (
-        f"Penstock {penstock.__version__} serves {name} at {url} (documentation: {url}/docs). Try:\n"
+        f"Penstock {penstock.__version__} serves {name} at {url}{_reach(listener)} (documentation: {url}/docs). Try:\n"
         f"  curl{insecure} {url}{path} -H 'Content-Type: application/json'{key} -d {_shell_quote(prompt)}"
     )
+
+
+def _reach(listener: socket.socket) -> str:
+    """The address that is listened on, if it is every one that the machine has."""
+    address, port = listener.getsockname()[:2]
+    return f" and on every network ({address}:{port})" if ipaddress.ip_address(address).is_unspecified else ""
 
 
 def _shell_quote(text: str) -> str:
