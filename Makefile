@@ -7,6 +7,7 @@ NAME ?= scheduler
 SHELL := /bin/bash
 BIN := .venv/bin
 PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check
+PIP_FAILED := { echo "error: pip failed, for the reason above. Packages come from the index of pip's settings: see 'pip config list'." >&2; exit 1; }
 INSTALLED := .venv/.installed
 INSTALLED_TEST := .venv/.installed-test
 INSTALLED_BENCH := .venv/.installed-bench
@@ -24,17 +25,17 @@ install: $(INSTALLED)  ## make .venv and build Penstock into it
 # Editable: Python is used from src/, so that only a change of native/ needs a new build.
 $(INSTALLED): $(SOURCES) | .venv
 	@echo "Building Penstock into .venv; the first time takes about a minute."
-	@$(PIP_INSTALL) --editable .
+	@$(PIP_INSTALL) --editable . || $(PIP_FAILED)
 	@touch $@
 
 # With the tools of the extra `test` in pyproject.toml.
 $(INSTALLED_TEST): $(SOURCES) | .venv
 	@echo "Building Penstock and its test tools into .venv; the first time takes about two minutes."
-	@$(PIP_INSTALL) --editable '.[test]'
+	@$(PIP_INSTALL) --editable '.[test]' || $(PIP_FAILED)
 	@touch $(INSTALLED) $@
 
 $(INSTALLED_BENCH): $(SOURCES) | .venv
-	@$(PIP_INSTALL) --editable '.[bench]'
+	@$(PIP_INSTALL) --editable '.[bench]' || $(PIP_FAILED)
 	@touch $(INSTALLED) $@
 
 .venv:

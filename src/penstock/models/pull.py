@@ -175,7 +175,7 @@ def _check_free_space(entry: CatalogEntry, folder: Path) -> None:
     if free < needed:
         raise DownloadError(
             f"Fetching {entry.name} needs {needed / 2**20:.0f} MiB in {folder}, where {free / 2**20:.0f} MiB are free.",
-            remedy="Free some space, or name another folder in PENSTOCK_CACHE.",
+            remedy="Free some space, or name another folder with --cache or PENSTOCK_CACHE.",
         )
 
 
@@ -202,7 +202,7 @@ def _sync_folder(folder: Path) -> None:
 
 def _storage_error(source: ModelSource, error: OSError) -> DownloadError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        cause, remedy = "the disk is full", "Free some space, or name another folder in PENSTOCK_CACHE."
+        cause, remedy = "the disk is full", "Free some space, or name another folder with --cache or PENSTOCK_CACHE."
     else:
-        cause, remedy = str(error), "Check the folder's permissions, or name another one in PENSTOCK_CACHE."
+        cause, remedy = str(error), "Check the folder's permissions, or name another one with --cache or PENSTOCK_CACHE."
     return DownloadError(f"{source.name} can't be stored in {source.path.parent}: {cause}.", remedy=remedy)
