@@ -72,8 +72,8 @@ CASES = {
         Case(b"{'prompt': 'Hi'}", NOT_JSON),
         Case(b'{"prompt": "Hi", "temperature": NaN}', NOT_JSON),
         Case(b'{"prompt": "Hi", "temperature": 1e999}', NOT_JSON),
-        Case(b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", NOT_JSON, "depth"),
-        Case(b'{"messages": ' + b'{"a":' * 100_000 + b"1" + b"}" * 100_001, NOT_JSON, "depth", path=CHAT),
+        Case(b'{"prompt": ' + b"[" * 90_000 + b"]" * 90_000 + b"}", NOT_JSON, "depth"),
+        Case(b'{"messages": ' + b'{"a":' * 90_000 + b"1" + b"}" * 90_001, NOT_JSON, "depth", path=CHAT),
         Case(b"", NO_OBJECT),
         Case(b"null", NO_OBJECT),
         Case(b"[1]", NO_OBJECT, path=CHAT),
@@ -229,7 +229,7 @@ def test_enormous_but_legal_parameters_are_obeyed(server: RealServer, good: Answ
         prompt(n=128, temperature=1),
         prompt(["Hi"] * 128),
         prompt(LONG_TEXT, truncate_prompt_tokens=5),
-        prompt(metadata={str(i): "x" for i in range(10_000)}),
+        prompt(metadata={str(i): "x" * 512 for i in range(16)}),
     ]
     with undisturbed(server, good), httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as client:
         for body in bodies:

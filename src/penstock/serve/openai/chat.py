@@ -11,6 +11,7 @@ from fastapi.responses import Response
 
 from penstock.engine.ports import OutputChunk
 from penstock.serve.call import read_terms
+from penstock.serve.off_loop import off_loop_if_large
 from penstock.serve.openai.generation import (
     AnswerOptions,
     ChoiceRecord,
@@ -26,15 +27,14 @@ from penstock.serve.openai.generation import (
     stream_answer,
 )
 from penstock.serve.openai.logprobs import chat_logprobs
-from penstock.serve.openai.messages import num_chars, render_prompt, template_messages
-from penstock.serve.openai.prompts import off_loop_if_long
+from penstock.serve.openai.messages import render_prompt, template_messages
 from penstock.serve.openai.schemas import ChatCompletionBody
-from penstock.serve.openai.unsupported import refuse_unsupported
 from penstock.serve.openai.usage import Usage
 from penstock.serve.openai.validation import base_sampling, check_model
 from penstock.serve.runtime import Runtime
 from penstock.serve.service import Choice, Service
 from penstock.text.tokenizer import Tokenizer
+from penstock.types.sampling import SamplingParams
 
 _KIND = "chat.completion"
 _CHUNK_KIND = "chat.completion.chunk"
@@ -48,13 +48,12 @@ class ChatEndpoint:
         """Answer a conversation. The model's own chat template turns the messages into its prompt."""
         service, runtime = self._service, self._service.runtime
         terms = read_terms(http.scope, body, runtime, service.config.request_timeout_s)
-        refuse_unsupported(body)
         model_name = check_model(body.model, runtime.model)
         options = answer_options(body, terms, runtime, prefix="chatcmpl", model_name=model_name)
-        base = base_sampling(body, runtime.model, runtime.defaults, runtime.tokenizer)
-        messages = template_messages(body.messages)
+        num_bytes = len(await http.body())
+        base, messages = await off_loop_if_large(num_bytes, lambda: _read(body, runtime))
         with service.admit(body.num_choices):
-            prompt = await _tokenise(body, runtime, messages)
+            prompt = await off_loop_if_large(num_bytes, lambda: _tokenise(body, runtime, messages))
             choices = make_choices(body, runtime, [prompt], base)
             call = service.open(terms, choices)
         usage = Usage(choices)
@@ -115,11 +114,15 @@ class ChatEvents:
         return b'}],"usage":' + orjson.dumps(self._usage.body()) + b"}\n\n"
 
 
-async def _tokenise(body: ChatCompletionBody, runtime: Runtime, messages: list[dict[str, Any]]) -> PromptTokens:
-    text = await off_loop_if_long(num_chars(messages), lambda: render_prompt(runtime.chat_template, body, messages))
+def _read(body: ChatCompletionBody, runtime: Runtime) -> tuple[SamplingParams, list[dict[str, Any]]]:
+    return base_sampling(body, runtime.model, runtime.defaults, runtime.tokenizer), template_messages(body.messages)
+
+
+def _tokenise(body: ChatCompletionBody, runtime: Runtime, messages: list[dict[str, Any]]) -> PromptTokens:
+    text = render_prompt(runtime.chat_template, body, messages)
     # The template has written the special tokens already.
     adds_special_tokens = body.add_special_tokens is True
-    return await encode_prompt(body, runtime, text, "messages", adds_special_tokens=adds_special_tokens)
+    return encode_prompt(body, runtime, text, "messages", adds_special_tokens=adds_special_tokens)
 
 
 def _answer(options: AnswerOptions, records: Sequence[ChoiceRecord], usage: Usage, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from fastapi.responses import Response
 
 from penstock.engine.ports import OutputChunk
 from penstock.serve.call import read_terms
+from penstock.serve.off_loop import off_loop_if_large
 from penstock.serve.openai.errors import invalid
 from penstock.serve.openai.generation import (
     AnswerOptions,
@@ -30,12 +31,12 @@ from penstock.serve.openai.generation import (
 from penstock.serve.openai.logprobs import CompletionLogprobs
 from penstock.serve.openai.prompts import PromptInput, TextPrompt, parse_prompts
 from penstock.serve.openai.schemas import MAX_CHOICES, CompletionBody
-from penstock.serve.openai.unsupported import refuse_unsupported
 from penstock.serve.openai.usage import Usage
 from penstock.serve.openai.validation import base_sampling, check_model
 from penstock.serve.runtime import Runtime
 from penstock.serve.service import Choice, Service
 from penstock.text.tokenizer import Tokenizer
+from penstock.types.sampling import SamplingParams
 
 _KIND = "text_completion"
 
@@ -48,14 +49,13 @@ class CompletionsEndpoint:
         """Continue one or more prompts, given as text or token ids."""
         service, runtime = self._service, self._service.runtime
         terms = read_terms(http.scope, body, runtime, service.config.request_timeout_s)
-        refuse_unsupported(body)
         model_name = check_model(body.model, runtime.model)
         options = answer_options(body, terms, runtime, prefix="cmpl", model_name=model_name)
         _check_combinations(body)
-        base = base_sampling(body, runtime.model, runtime.defaults, runtime.tokenizer)
-        inputs = parse_prompts(body.prompt, runtime.model.vocab_size)
+        num_bytes = len(await http.body())
+        base, inputs = await off_loop_if_large(num_bytes, lambda: _read(body, runtime))
         with service.admit(_num_choices(body, inputs)):
-            prompts = [await _tokenise(body, runtime, prompt) for prompt in inputs]
+            prompts = await off_loop_if_large(num_bytes, lambda: [_tokenise(body, runtime, prompt) for prompt in inputs])
             choices = make_choices(body, runtime, prompts, base)
             call = service.open(terms, choices)
         echoes = _echoes(body, inputs, prompts, runtime.tokenizer)
@@ -135,10 +135,15 @@ def _num_choices(body: CompletionBody, inputs: Sequence[PromptInput]) -> int:
     return num_choices
 
 
-async def _tokenise(body: CompletionBody, runtime: Runtime, prompt: PromptInput) -> PromptTokens:
+def _read(body: CompletionBody, runtime: Runtime) -> tuple[SamplingParams, list[PromptInput]]:
+    base = base_sampling(body, runtime.model, runtime.defaults, runtime.tokenizer)
+    return base, parse_prompts(body.prompt, runtime.model.vocab_size)
+
+
+def _tokenise(body: CompletionBody, runtime: Runtime, prompt: PromptInput) -> PromptTokens:
     if isinstance(prompt, TextPrompt):
         adds_special_tokens = body.add_special_tokens is not False
-        return await encode_prompt(body, runtime, prompt.text, prompt.param, adds_special_tokens=adds_special_tokens)
+        return encode_prompt(body, runtime, prompt.text, prompt.param, adds_special_tokens=adds_special_tokens)
     return fit_prompt(body, runtime, prompt.token_ids, prompt.param)
 
 

@@ -24,8 +24,8 @@ UNAVAILABLE_RETRY_AFTER_S = 5
 STATUS_CLIENT_CLOSED_REQUEST = 499
 """nginx's number for a request that the client took back; no client library repeats such a request by itself."""
 
-_MAX_PARAM_CHARS = 200
-"""A parameter's name comes from the client, and is told back no longer than this."""
+_MAX_TOLD_CHARS = 200
+"""What comes from the client (a parameter's name, a model's, an id) is told back no longer than this."""
 
 
 class ApiError(HTTPException):
@@ -75,7 +75,23 @@ def invalid_api_key(message: str) -> ApiError:
 
 def model_not_found(model: str, served: Sequence[str]) -> ApiError:
     names = ", ".join(repr(name) for name in served)
-    return ApiError(404, f"The model {model!r} is not served here. Served: {names}.", code="model_not_found", param="model")
+    message = f"The model {shorten(model)!r} is not served here. Served: {names}."
+    return ApiError(404, message, code="model_not_found", param="model")
+
+
+def request_not_found(request_id: str) -> ApiError:
+    return ApiError(404, f"No request {shorten(request_id)!r} of yours is running.", code="request_not_found")
+
+
+def unsupported_encoding(encoding: str) -> ApiError:
+    # RFC 9110, 12.5.3: `Accept-Encoding` in a 415 says what would have been taken.
+    return ApiError(
+        415,
+        f"The body has Content-Encoding {shorten(encoding)!r}, which is not supported: send it uncompressed.",
+        code="unsupported_encoding",
+        param="Content-Encoding",
+        headers={"Accept-Encoding": "identity"},
+    )
 
 
 def request_too_large(max_body_bytes: int) -> ApiError:
@@ -145,25 +161,26 @@ def from_http_exception(error: HTTPException, method: str, path: str) -> ApiErro
     if isinstance(error, ApiError):
         return error
     if error.status_code == 404:
-        return ApiError(404, f"There is nothing at {method} {path}.", code="not_found")
+        return ApiError(404, f"There is nothing at {method} {shorten(path)}.", code="not_found")
     if error.status_code == 405:
-        return ApiError(405, f"{method} is not allowed at {path}.", code="method_not_allowed", headers=error.headers)
+        message = f"{method} is not allowed at {shorten(path)}."
+        return ApiError(405, message, code="method_not_allowed", headers=error.headers)
     return ApiError(error.status_code, str(error.detail), code="invalid_request_error", headers=error.headers)
 
 
-def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """What pydantic or the JSON parser found wrong with a body; the first finding is told."""
-    first = errors[0]
-    place = tuple(first["loc"])
-    if first["type"] == "json_invalid":
-        cause = first.get("ctx", {}).get("error", "")
-        return invalid(f"The body is not valid JSON: {cause} (byte {place[-1]}).")
-    if place[:1] == ("body",):
-        place = place[1:]
+def not_an_object() -> ApiError:
+    return invalid("The body must be a JSON object, sent as application/json.")
+
+
+def from_finding(finding: Mapping[str, Any]) -> ApiError:
+    """What pydantic found wrong with a body."""
+    place = tuple(finding["loc"])
+    if finding["type"] == "too_many_fields":
+        place += (finding["ctx"]["names"][0],)
     if not place:
-        return invalid("The body must be a JSON object, sent as application/json.")
+        return not_an_object()
     param = _param_path(place)
-    return invalid(_explain(first, param), param)
+    return invalid(_explain(finding, param), param)
 
 
 def _explain(error: Mapping[str, Any], param: str) -> str:
@@ -171,6 +188,9 @@ def _explain(error: Mapping[str, Any], param: str) -> str:
     match kind:
         case "extra_forbidden":
             return f"Unknown parameter: '{param}'."
+        case "too_many_fields":
+            names = ", ".join(repr(shorten(name)) for name in limits["names"])
+            return f"Unknown parameters: {names} and more."
         case "missing":
             return f"Missing required parameter: '{param}'."
         case "greater_than_equal":
@@ -195,7 +215,12 @@ def _param_path(place: Sequence[str | int]) -> str:
     path = ""
     for part in place:
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
-    return path if len(path) <= _MAX_PARAM_CHARS else path[:_MAX_PARAM_CHARS] + "..."
+    return shorten(path)
+
+
+def shorten(text: str) -> str:
+    """At most so much of what a client sent as an answer tells back."""
+    return text if len(text) <= _MAX_TOLD_CHARS else text[:_MAX_TOLD_CHARS] + "..."
 
 
 def _retry_after(seconds: float) -> dict[str, str]:

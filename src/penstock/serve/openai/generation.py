@@ -16,8 +16,9 @@ from penstock.engine.ports import OutputChunk
 from penstock.obs.timings import RequestTimings
 from penstock.serve.call import CallTerms
 from penstock.serve.client_watch import CLIENT_LEFT, ClientWatch
+from penstock.serve.off_loop import INLINE_MAX_SIZE
 from penstock.serve.openai.errors import cancelled, from_finish, invalid, too_long
-from penstock.serve.openai.prompts import INLINE_MAX_CHARS, encode_text, truncate
+from penstock.serve.openai.prompts import truncate
 from penstock.serve.openai.schemas import GenerationBody
 from penstock.serve.openai.sse import EventWriter, SseResponse
 from penstock.serve.openai.usage import Usage
@@ -94,17 +95,15 @@ def answer_options(body: GenerationBody, terms: CallTerms, runtime: Runtime, *, 
     )
 
 
-async def encode_prompt(
-    body: GenerationBody, runtime: Runtime, text: str, param: str, *, adds_special_tokens: bool
-) -> PromptTokens:
+def encode_prompt(body: GenerationBody, runtime: Runtime, text: str, param: str, *, adds_special_tokens: bool) -> PromptTokens:
     """Tokenise a text. One that is too long whatever its tokens are is refused unread. Raises 400."""
-    if len(text) > INLINE_MAX_CHARS and body.truncate_prompt_tokens is None:
+    if len(text) > INLINE_MAX_SIZE and body.truncate_prompt_tokens is None:
         least = len(text) // runtime.tokenizer.max_token_bytes
         if least > runtime.model.max_model_len:
             raise too_long(
                 f"The model's context is {runtime.model.max_model_len} tokens; the prompt has at least {least}.", param
             )
-    token_ids = await encode_text(runtime.tokenizer, text, add_special_tokens=adds_special_tokens)
+    token_ids = runtime.tokenizer.encode(text, add_special_tokens=adds_special_tokens)
     if not token_ids:
         raise invalid(f"'{param}' has no tokens.", param)
     return fit_prompt(body, runtime, token_ids, param)

@@ -23,10 +23,6 @@ def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     return [_template_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
-def num_chars(messages: Sequence[dict[str, Any]]) -> int:
-    return sum(len(message["content"]) for message in messages)
-
-
 def render_prompt(template: ChatTemplate | None, fields: ChatTemplateFields, messages: list[dict[str, Any]]) -> str:
     """The prompt text. Raises 400 if there is no template, or `Rejected` if it refuses these messages."""
     continue_final = bool(fields.continue_final_message)

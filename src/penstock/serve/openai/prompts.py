@@ -1,24 +1,17 @@
-"""From what a client sends as prompt to token ids: text is tokenised, ids are checked, both are fitted to the context.
+"""What a client sends as prompt, in its four forms: checked, told apart, and shortened as the client asked.
 
-Called by the endpoints once a call was admitted. Large texts are tokenised in a thread, so that other clients' tokens flow on.
+Called by the endpoints. Never tokenises.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from penstock.serve.openai.errors import invalid
 from penstock.serve.openai.schemas import MAX_CHOICES
 from penstock.serve.openai.validation import check_token_ids
-from penstock.text.tokenizer import Tokenizer
-
-_Result = TypeVar("_Result")
-
-INLINE_MAX_CHARS = 4096
-"""Texts up to this many characters are tokenised on the event loop (about a millisecond); longer ones in a thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +43,6 @@ def parse_prompts(value: Any, vocab_size: int) -> list[PromptInput]:
     if len(value) > MAX_CHOICES:
         raise invalid(f"'prompt' has {len(value)} prompts; at most {MAX_CHOICES} are taken at once.", "prompt")
     return [_prompt_item(item, f"prompt[{index}]", type(value[0]), vocab_size) for index, item in enumerate(value)]
-
-
-async def encode_text(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
-    """Token ids of `text`; off the event loop if it is long."""
-    return await off_loop_if_long(len(text), lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
-
-
-async def off_loop_if_long(num_chars: int, work: Callable[[], _Result]) -> _Result:
-    """The result of `work`, done in a thread if the text that it handles is long."""
-    if num_chars <= INLINE_MAX_CHARS:
-        return work()
-    return await asyncio.get_running_loop().run_in_executor(None, work)
 
 
 def truncate(token_ids: Sequence[int], limit: int | None, max_model_len: int, max_tokens: int) -> Sequence[int]:

@@ -1,14 +1,18 @@
 """The request bodies of `/v1/completions` and `/v1/chat/completions`, as types: names, kinds and ranges of every field.
 
-Read by FastAPI to check bodies and to write the OpenAPI document. Holds no rule that needs more than one field, the
-model or the tokenizer: those are in `validation`. Fields that are known but not supported yet are in `unsupported`.
+Read by `bodies` to check what comes and by FastAPI to write the OpenAPI document. Every list ends at its first wrong item
+and every object has a limit, so that no body has many findings: each costs a microsecond or two. Holds no rule that needs
+more than one field, the model or the tokenizer: those are in `validation`. Fields that are known but not supported yet are
+in `unsupported`.
 """
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError
 
 from penstock.serve.openai.unsupported import NotSupportedYet
 from penstock.types.sampling import MAX_LOGPROBS
@@ -17,8 +21,17 @@ MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARS = 1000
+MAX_STOP_TOKENS = 256
 MAX_SALT_CHARS = 256
 MAX_TOKENS_LIMIT = 2**31 - 1
+MAX_TOKEN_IDS = 2**20
+MAX_MESSAGES = 2**14
+MAX_TEMPLATE_KWARGS = 256
+MAX_METADATA, MAX_METADATA_KEY_CHARS, MAX_METADATA_CHARS = 16, 64, 512
+"""OpenAI's own limits."""
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
+"""Logits are multiplied or divided by it; in this range none of a real model's overflows."""
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 
 
@@ -27,6 +40,26 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_too_many_fields(cls, value: Any) -> Any:
+        # With more fields than there are, some are unknown: a few of them are named, and not all of them counted.
+        if isinstance(value, dict) and len(value) > len(cls.model_fields):
+            unknown = (name for name in value if name not in cls.model_fields)
+            raise PydanticCustomError("too_many_fields", "Too many fields", {"names": list(islice(unknown, 3))})
+        return value
+
+
+def _at_most(num_entries: int) -> BeforeValidator:
+    """Limits an object before its entries are looked at; `Field(max_length=...)` does so after them."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > num_entries:
+            raise PydanticCustomError("too_many_entries", "Object should have at most {limit} entries", {"limit": num_entries})
+        return value
+
+    return BeforeValidator(check)
+
 
 def _one_or_many(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
@@ -34,7 +67,7 @@ def _one_or_many(value: Any) -> Any:
 
 StopStrings = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]],
-    Field(max_length=MAX_STOP_STRINGS),
+    Field(max_length=MAX_STOP_STRINGS, fail_fast=True),
     BeforeValidator(_one_or_many),
     WithJsonSchema(
         {
@@ -66,6 +99,20 @@ Prompt = Annotated[
 """Checked in `prompts`, where the messages can name the element."""
 
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
+BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
+LogitBias = Annotated[
+    dict[str, Any],
+    WithJsonSchema({"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}),
+]
+"""Checked in `validation`, which knows how many tokens there are, and ends at the first wrong entry."""
+
+Metadata = Annotated[
+    dict[
+        Annotated[str, Field(max_length=MAX_METADATA_KEY_CHARS)],
+        Annotated[str, Field(max_length=MAX_METADATA_CHARS)],
+    ],
+    _at_most(MAX_METADATA),
+]
 
 
 class StreamOptions(Body):
@@ -90,16 +137,16 @@ class GenerationBody(Body):
     top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
     """0 and -1 keep all."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
-    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
-    bad_words: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_BAD_WORDS)] | None = None
+    logit_bias: LogitBias | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKEN_IDS, fail_fast=True)] | None = None
+    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
 
     stop: StopStrings | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_BAD_WORDS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -116,7 +163,7 @@ class GenerationBody(Body):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
 
     store: NotSupportedYet = None
     service_tier: NotSupportedYet = None
@@ -155,13 +202,16 @@ class ChatMessage(Body):
     reasoning_content: NotSupportedYet = None
 
 
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+
+
 class ChatTemplateFields(Body):
     """How messages become a prompt."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Messages
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], _at_most(MAX_TEMPLATE_KWARGS)] | None = None
     chat_template: NotSupportedYet = None
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
+import orjson
+from fastapi import Request as HttpRequest
+from fastapi.responses import Response
 from pydantic import Field
 
+from penstock.serve.off_loop import off_loop_if_large
 from penstock.serve.openai.errors import invalid
-from penstock.serve.openai.messages import num_chars, render_prompt, template_messages
-from penstock.serve.openai.prompts import encode_text, off_loop_if_long
-from penstock.serve.openai.schemas import Body, ChatMessage, ChatTemplateFields, TokenId
-from penstock.serve.openai.unsupported import refuse_unsupported
+from penstock.serve.openai.messages import render_prompt, template_messages
+from penstock.serve.openai.schemas import MAX_TOKEN_IDS, Body, ChatTemplateFields, Messages, TokenId
 from penstock.serve.openai.validation import check_model, check_token_ids
 from penstock.serve.runtime import Runtime
+from penstock.text.tokenizer import Tokenizer
 
 
 class TokenizeBody(ChatTemplateFields):
@@ -20,7 +24,7 @@ class TokenizeBody(ChatTemplateFields):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None  # type: ignore[assignment]
+    messages: Messages | None = None  # type: ignore[assignment]
     add_special_tokens: bool | None = None
     """Default: true for a prompt, false for messages, whose template writes them."""
     return_token_strs: bool | None = None
@@ -28,36 +32,51 @@ class TokenizeBody(ChatTemplateFields):
 
 class DetokenizeBody(Body):
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
 
 
 class TokenizeEndpoint:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
 
-    async def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
+    async def tokenize(self, body: TokenizeBody, http: HttpRequest) -> Response:
         """Token ids of a text or of a conversation."""
-        refuse_unsupported(body)
         check_model(body.model, self._runtime.model)
         if (body.prompt is None) == (body.messages is None):
             raise invalid("Give either 'prompt' or 'messages'.", "prompt")
-        tokenizer = self._runtime.tokenizer
-        text = body.prompt if body.prompt is not None else await self._render(body)
-        adds_special_tokens = (body.prompt is not None) if body.add_special_tokens is None else body.add_special_tokens
-        token_ids = await encode_text(tokenizer, text, add_special_tokens=adds_special_tokens)
-        return {
-            "count": len(token_ids),
-            "max_model_len": self._runtime.model.max_model_len,
-            "tokens": token_ids,
-            "token_strs": [tokenizer.token_text(token_id) for token_id in token_ids] if body.return_token_strs else None,
-        }
+        return await _answer(http, lambda: self._tokens(body))
 
-    async def detokenize(self, body: DetokenizeBody) -> dict[str, Any]:
+    async def detokenize(self, body: DetokenizeBody, http: HttpRequest) -> Response:
         """The text of token ids, special tokens included."""
         check_model(body.model, self._runtime.model)
+        return await _answer(http, lambda: self._text(body))
+
+    def _tokens(self, body: TokenizeBody) -> dict[str, Any]:
+        runtime = self._runtime
+        text = body.prompt
+        if text is None:
+            text = render_prompt(runtime.chat_template, body, template_messages(body.messages or ()))
+        adds_special_tokens = (body.prompt is not None) if body.add_special_tokens is None else body.add_special_tokens
+        token_ids = runtime.tokenizer.encode(text, add_special_tokens=adds_special_tokens)
+        return {
+            "count": len(token_ids),
+            "max_model_len": runtime.model.max_model_len,
+            "tokens": token_ids,
+            "token_strs": _token_texts(runtime.tokenizer, token_ids) if body.return_token_strs else None,
+        }
+
+    def _text(self, body: DetokenizeBody) -> dict[str, Any]:
         check_token_ids(body.tokens, self._runtime.model.vocab_size, "tokens")
         return {"prompt": self._runtime.tokenizer.decode(body.tokens, skip_special_tokens=False)}
 
-    async def _render(self, body: TokenizeBody) -> str:
-        messages = template_messages(body.messages or ())
-        return await off_loop_if_long(num_chars(messages), lambda: render_prompt(self._runtime.chat_template, body, messages))
+
+async def _answer(http: HttpRequest, make: Callable[[], dict[str, Any]]) -> Response:
+    """What `make` says, as JSON; off the event loop if the request is large."""
+    data = await off_loop_if_large(len(await http.body()), lambda: orjson.dumps(make()))
+    return Response(data, media_type="application/json")
+
+
+def _token_texts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
+    # A long text has few different tokens.
+    texts = {token_id: tokenizer.token_text(token_id) for token_id in set(token_ids)}
+    return [texts[token_id] for token_id in token_ids]

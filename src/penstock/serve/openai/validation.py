@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from penstock.serve.openai.errors import ApiError, invalid, model_not_found, too_long
+from penstock.serve.openai.errors import ApiError, invalid, model_not_found, shorten, too_long
 from penstock.serve.openai.schemas import ChatCompletionBody, CompletionBody, GenerationBody
 from penstock.serve.runtime import ModelInfo, SamplingDefaults
 from penstock.text.tokenizer import Tokenizer
@@ -16,6 +17,8 @@ from penstock.types.sampling import SamplingParams
 
 MIN_TEMPERATURE = 1e-4
 """Below this, logits divided by the temperature leave the range in which they can be told apart; 0 is greedy."""
+
+MAX_BIAS = 100
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions; chat answers may use the rest of the context."""
@@ -25,7 +28,7 @@ def check_model(body_model: str | None, model: ModelInfo) -> str:
     """The name to answer with. No name means the model that is served. Raises 404."""
     if body_model is None:
         return model.name
-    if body_model not in model.served_names:
+    if body_model not in model.served_names + model.aliases:
         raise model_not_found(body_model, model.served_names)
     return body_model
 
@@ -129,9 +132,12 @@ def _allowed(token_ids: Sequence[int] | None, vocab_size: int) -> tuple[int, ...
     return tuple(sorted(set(_token_ids(token_ids, "allowed_token_ids", vocab_size))))
 
 
-def _logit_bias(biases: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
+def _logit_bias(biases: Mapping[str, Any], vocab_size: int) -> tuple[tuple[int, float], ...]:
     pairs: dict[int, float] = {}
     for key, bias in biases.items():
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -MAX_BIAS <= bias <= MAX_BIAS:
+            param = f"logit_bias.{shorten(key)}"
+            raise invalid(f"'{param}' must be a number from {-MAX_BIAS} to {MAX_BIAS}.", param)
         if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) < vocab_size):
             raise invalid(f"'logit_bias' has the key {key[:50]!r}; keys are token ids in [0, {vocab_size}).", "logit_bias")
         if int(key) in pairs:

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import Request as HttpRequest
 
 from penstock.serve.call import read_owner
-from penstock.serve.openai.errors import ApiError
+from penstock.serve.openai.errors import request_not_found
 from penstock.serve.service import Service
 
 _ANSWER_PREFIXES = ("chatcmpl-", "cmpl-")
@@ -22,7 +22,7 @@ class RequestsEndpoint:
         owner = read_owner(http.scope)
         cancelled = [self._service.cancel(candidate, owner) for candidate in _candidates(request_id)]
         if not any(cancelled):
-            raise ApiError(404, f"No request {request_id!r} of yours is running.", code="request_not_found")
+            raise request_not_found(request_id)
         return {"id": request_id, "object": "request", "cancelled": True}
 
 

@@ -1,0 +1,192 @@
+"""Bodies as large as the limit allows, made to cost as much as possible: refused or answered, and the event loop goes on."""
+
+import asyncio
+import gzip
+import time
+
+import httpx
+import orjson
+import pytest
+from harness import running
+from pydantic import ValidationError
+from test_errors import CHAT, COMPLETIONS, check
+
+from penstock.serve.openai.bodies import MAX_CONTAINERS, parse_body
+from penstock.serve.openai.errors import ApiError
+from penstock.serve.openai.schemas import MAX_MESSAGES, ChatCompletionBody, CompletionBody
+from penstock.serve.openai.tokenize import DetokenizeBody, TokenizeBody
+
+MAX_BYTES = 4 << 20
+MAX_FINDINGS = 200
+BODY_TYPES = {COMPLETIONS: CompletionBody, CHAT: ChatCompletionBody, "/tokenize": TokenizeBody, "/detokenize": DetokenizeBody}
+
+
+def many(number, value=1):
+    return {f"z{i}": value for i in range(number)}
+
+
+def prompt(text="a", **fields):
+    return {"prompt": text, "max_tokens": 1, **fields}
+
+
+def chat(messages, **fields):
+    return {"messages": messages, "max_tokens": 1, **fields}
+
+
+HI = {"role": "user", "content": "hi"}
+COSTLY = {
+    "wrong messages": (CHAT, chat([1] * 1_000_000)),
+    "wrong messages to tokenize": ("/tokenize", {"messages": [1] * 1_000_000}),
+    "messages with an unknown field": (CHAT, chat([{"role": "user", "x": 1}] * 90_000)),
+    "a message with unknown fields": (CHAT, chat([{**HI, **many(250_000)}])),
+    "empty messages": (CHAT, chat([{"role": "user", "content": ""}] * 90_000)),
+    "as many messages as may be": (CHAT, chat([HI] * MAX_MESSAGES)),
+    "parts": (CHAT, chat([{"role": "user", "content": [{"type": "text", "text": "a"}] * 90_000}])),
+    "unknown fields": (COMPLETIONS, prompt(**many(300_000))),
+    "wrong metadata": (COMPLETIONS, prompt(metadata=many(300_000))),
+    "wrong biases": (COMPLETIONS, prompt(logit_bias=many(300_000, "x"))),
+    "template variables": (CHAT, chat([HI], chat_template_kwargs=many(250_000))),
+    "wrong token ids": (COMPLETIONS, prompt(allowed_token_ids=[-1] * 1_000_000)),
+    "wrong stop strings": (COMPLETIONS, prompt(stop=[1] * 1_500_000)),
+    "wrong stop tokens": (COMPLETIONS, prompt(stop_token_ids=["x"] * 1_000_000)),
+    "wrong bad words": (COMPLETIONS, prompt(bad_words=[1] * 1_500_000)),
+    "long bad words": (COMPLETIONS, prompt(bad_words=["w" * 15_000] * 256)),
+    "as many bad words as may be": (COMPLETIONS, prompt(bad_words=[f"{i:03}" + "w" * 997 for i in range(256)])),
+    "token ids": (COMPLETIONS, prompt([5] * 1_500_000)),
+    "prompts": (COMPLETIONS, prompt(["abcd" * 1_000] * 128, truncate_prompt_tokens=5)),
+    "text to tokenize": ("/tokenize", {"prompt": "ab1 " * 1_000_000}),
+    "text to tokenize into strings": ("/tokenize", {"prompt": "ab1 " * 1_000_000, "return_token_strs": True}),
+    "token ids to detokenize": ("/detokenize", {"tokens": [70] * 1_000_000}),
+    "wrong token ids to detokenize": ("/detokenize", {"tokens": [-1] * 1_000_000}),
+    "nested lists": (COMPLETIONS, {"prompt": "a", "user": [[[[[[[[[]]]]]]]]] * 200_000}),
+}
+
+
+@pytest.fixture(scope="module")
+def costly():
+    """The bodies as bytes."""
+    contents = {kind: orjson.dumps(body) for kind, (_, body) in COSTLY.items()}
+    assert max(map(len, contents.values())) < MAX_BYTES
+    return contents
+
+
+@pytest.mark.parametrize("kind", COSTLY)
+def test_no_body_has_many_findings(kind):
+    """What is found wrong is told in one message, and each finding costs more than the item that it is about."""
+    path, body = COSTLY[kind]
+    num_findings = 0
+    try:
+        BODY_TYPES[path].model_validate(body)
+    except ValidationError as error:
+        num_findings = error.error_count()
+    assert num_findings <= MAX_FINDINGS
+
+
+class Heartbeat:
+    """Beats in an event loop, and knows the longest time between two beats."""
+
+    def __init__(self):
+        self.longest_s = 0.0
+
+    async def beat(self):
+        while True:
+            begin = time.perf_counter()
+            await asyncio.sleep(0.001)
+            self.longest_s = max(self.longest_s, time.perf_counter() - begin)
+
+
+@pytest.fixture(scope="module")
+def spacious():
+    with running() as server:
+        yield server
+
+
+@pytest.mark.parametrize("kind", COSTLY)
+def test_no_body_holds_up_the_event_loop(spacious, costly, kind):
+    """Everything in the process shares one lock with the server's loop: this thread's own loop feels what that one feels."""
+    path = COSTLY[kind][0]
+
+    async def longest_gap_s():
+        heartbeat = Heartbeat()
+        async with httpx.AsyncClient(base_url=spacious.url, timeout=60) as client:
+            task = asyncio.create_task(heartbeat.beat())
+            ask = asyncio.create_task(client.post(path, content=costly[kind]))
+            ready = [(await client.get("/health")).status_code]
+            while not ask.done():
+                begin = time.perf_counter()
+                ready.append((await client.get("/health")).status_code)
+                heartbeat.longest_s = max(heartbeat.longest_s, time.perf_counter() - begin)
+            task.cancel()
+        response = await ask
+        assert response.status_code in (200, 400), response.text[:300]
+        assert response.status_code == 200 or len(response.content) < 2_000
+        assert set(ready) == {200}
+        return heartbeat.longest_s
+
+    # The machine may be busy with other things once, and twice: the least of three is what the body costs.
+    assert any(asyncio.run(longest_gap_s()) < 0.3 for _ in range(3))
+
+
+def refusal(content, body_type=CompletionBody):
+    with pytest.raises(ApiError) as caught:
+        parse_body(content, body_type)
+    return caught.value
+
+
+def test_unknown_parameters_are_named_but_not_all_of_them():
+    error = refusal(orjson.dumps(prompt(**many(300))))
+    assert error.param == "z0"
+    assert error.message == "Unknown parameters: 'z0', 'z1', 'z2' and more."
+    error = refusal(orjson.dumps({"messages": [{**HI, **many(300)}]}), ChatCompletionBody)
+    assert error.param == "messages[0].z0"
+
+
+def test_brackets_in_text_are_no_lists():
+    text = '{"a\\": ["\\\\' * MAX_CONTAINERS
+    assert parse_body(orjson.dumps({"prompt": text}), CompletionBody).prompt == text
+    lists = [text[:100], *[[]] * MAX_CONTAINERS]
+    assert str(MAX_CONTAINERS) in refusal(orjson.dumps({"prompt": lists})).message
+
+
+def test_a_field_named_body_is_as_unknown_as_others():
+    assert refusal(b'{"prompt": "a", "body": 1}').param == "body"
+
+
+@pytest.mark.parametrize(
+    ("metadata", "param"),
+    [
+        (many(17, "x"), "metadata"),
+        ({"a": "x" * 513}, "metadata.a"),
+        ({"k" * 65: "x"}, "metadata." + "k" * 65 + ".[key]"),
+    ],
+)
+def test_metadata_has_openais_limits(metadata, param):
+    assert refusal(orjson.dumps(prompt(metadata=metadata))).param == param
+
+
+async def test_a_compressed_body_is_named(client):
+    headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+    response = await client.post(COMPLETIONS, content=gzip.compress(b'{"prompt": "a"}'), headers=headers)
+    error = check(response, 415, "unsupported_encoding", "Content-Encoding")
+    assert "Content-Encoding 'gzip'" in error["message"]
+    headers["Content-Encoding"] = "identity"
+    assert (await client.post(COMPLETIONS, content=b'{"prompt": "a"}', headers=headers)).status_code == 200
+
+
+@pytest.mark.parametrize("penalty", [0, 1e-300, 1e-40, 0.00999, 100.1])
+async def test_a_repetition_penalty_has_a_range(client, penalty):
+    response = await client.post(COMPLETIONS, json=prompt(repetition_penalty=penalty))
+    error = check(response, 400, "invalid_request_error", "repetition_penalty")
+    assert ("0.01" if penalty < 1 else "100") in error["message"]
+    for allowed in (0.01, 100):
+        assert (await client.post(COMPLETIONS, json=prompt(repetition_penalty=allowed))).status_code == 200
+
+
+async def test_long_names_are_told_back_shortened(client):
+    response = await client.post(COMPLETIONS, json=prompt(model="x" * 1_000_000))
+    check(response, 404, "model_not_found", "model")
+    assert len(response.content) < 1_000
+    for method, path in (("DELETE", "/v1/requests/"), ("GET", "/v1/models/"), ("GET", "/"), ("POST", "/health/")):
+        response = await client.request(method, path + "x" * 50_000)
+        assert response.status_code == 404
+        assert len(response.content) < 1_000
