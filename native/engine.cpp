@@ -1,7 +1,6 @@
 #include "engine.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <new>
@@ -12,21 +11,6 @@
 namespace penstock {
 
 namespace {
-
-constexpr int kRowBlock = 96;         // rows of a GEMM task: their activations stay in the second-level cache
-constexpr int kTasksPerMember = 6;    // finer than the team, so that a member whose core was taken away is not waited for
-
-int64_t now_ns() {
-    return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
-int ceil_div(int a, int b) { return (a + b - 1) / b; }
-
-// How many panels a task takes.
-int panels_per_task(int panels, int row_blocks, int members) {
-    const int wanted = std::max(1, kTasksPerMember * members / row_blocks);
-    return std::max(1, ceil_div(panels, wanted));
-}
 
 void check_shape(const EngineShape& s) {
     const int32_t smallest =
@@ -50,7 +34,6 @@ Engine::Engine(const EngineShape& shape, int num_threads, const std::string& var
     sampler_scratch_.resize(team_.size());
     sampling_.resize(shape.max_rows);
     samples_.reserve(shape.max_rows);
-    counters_.emplace_back();
 }
 
 KvLayer Engine::layer(int index) const {
@@ -61,19 +44,19 @@ KvLayer Engine::layer(int index) const {
 
 int Engine::add_matrix(SourceFormat format, int rows, int cols, const uint8_t* source) {
     PackedStorage packed = allocate_packed(format, rows, cols);
-    struct Job {
-        PackedStorage* packed;
+    struct Packing final : Work {
+        PackedStorage& packed;
         const uint8_t* source;
         SourceFormat format;
-        int members;
-    } job{&packed, source, format, team_.size()};
-    team_.run(
-        [](void* context, int member) {
-            const Job& j = *static_cast<Job*>(context);
-            const int panels = j.packed->matrix.panels;
-            pack_panels(*j.packed, j.source, j.format, panels * member / j.members, panels * (member + 1) / j.members);
-        },
-        &job);
+        int num_parts;
+        Packing(PackedStorage& p, const uint8_t* s, SourceFormat f, int n) : packed(p), source(s), format(f), num_parts(n) {}
+        void run_task(int, int part, int) override {
+            const int64_t panels = packed.matrix.panels;
+            pack_panels(packed, source, format, static_cast<int>(panels * part / num_parts),
+                        static_cast<int>(panels * (part + 1) / num_parts));
+        }
+    } packing(packed, source, format, team_.size());
+    team_.run(packing, {packing.num_parts});
     const int64_t values = int64_t{packed.matrix.panels} * kPanel * cols;
     weight_bytes_ += format == SourceFormat::kBf16 ? 2 * values
                      : format == SourceFormat::kQ8_0 ? values + values / kGroup * 2
@@ -125,7 +108,6 @@ int Engine::add_activation(int cols, bool quantised, bool per_sample) {
 
 void Engine::add_instruction(Instruction instruction) {
     program_.push_back(std::move(instruction));
-    counters_.emplace_back();
 }
 
 void Engine::set_sampling(int slot, RowSampling sampling) { sampling_.at(slot) = std::move(sampling); }
@@ -145,214 +127,6 @@ void Engine::poison_block(int block, int first) {
         for (int64_t slot = int64_t{block} * kv.block_size + first; slot < int64_t{block + 1} * kv.block_size; ++slot) {
             kernels_.kv_write_row(kv, slot, nan.data(), nan.data());
         }
-    }
-}
-
-void Engine::plan_attention() {
-    tiles_.clear();
-    int heads_per_kv = 1;
-    for (const Instruction& instruction : program_) {
-        if (instruction.kind == InstructionKind::kAttention) {
-            heads_per_kv = instruction.attention.num_heads / shape_.num_kv_heads;
-            break;
-        }
-    }
-    const int queries = std::max(1, kernels_.attention_queries / heads_per_kv);
-    for (int row = 0; row < input_.num_rows; ++row) {
-        const int begin = input_.query_start_loc[row], end = input_.query_start_loc[row + 1];
-        for (int token = begin; token < end; token += queries) {
-            for (int head = 0; head < shape_.num_kv_heads; ++head) {
-                tiles_.push_back({row, token, input_.context_lens[row] + token - begin, std::min(queries, end - token), head});
-            }
-        }
-    }
-}
-
-void Engine::run_step(const StepInput& input) {
-    input_ = input;
-    times_ = {};
-    samples_.resize(input.tokens ? input.num_logits : 0);
-    for (Counter& counter : counters_) counter.next.store(0, std::memory_order_relaxed);
-    sampler_lacks_memory_.store(false, std::memory_order_relaxed);
-    plan_attention();
-    team_.run([](void* context, int member) { static_cast<Engine*>(context)->run_member(member); }, this);
-    if (sampler_lacks_memory_.load(std::memory_order_relaxed)) throw std::bad_alloc();
-}
-
-void Engine::run_member(int member) {
-    int64_t before = member == 0 ? now_ns() : 0;
-    const auto account = [&](int64_t& part) {
-        if (member != 0) return;
-        const int64_t now = now_ns();
-        part += now - before;
-        before = now;
-    };
-    for (size_t i = 0; i < program_.size(); ++i) {
-        const Instruction& instruction = program_[i];
-        switch (instruction.kind) {
-            case InstructionKind::kRows: run_rows(instruction, counters_[i]); break;
-            case InstructionKind::kLinear: run_linear(instruction, counters_[i]); break;
-            case InstructionKind::kGated: run_gated(instruction, counters_[i]); break;
-            case InstructionKind::kAttention: run_attention(instruction, counters_[i], member); break;
-        }
-        team_.barrier();
-        switch (instruction.kind) {
-            case InstructionKind::kRows: account(times_.rows_ns); break;
-            case InstructionKind::kLinear:
-            case InstructionKind::kGated: account(times_.linear_ns); break;
-            case InstructionKind::kAttention: account(times_.attention_ns); break;
-        }
-    }
-    if (input_.tokens) {
-        run_sampling(counters_.back(), member);
-        team_.barrier();
-        account(times_.sampling_ns);
-    }
-}
-
-void Engine::run_rows(const Instruction& instruction, Counter& counter) {
-    const int count = domain_size(instruction.domain);
-    const int grain = std::max(1, count / (kTasksPerMember * team_.size()));
-    while (true) {
-        const int begin = counter.next.fetch_add(grain, std::memory_order_relaxed);
-        if (begin >= count) return;
-        for (int row = begin; row < std::min(begin + grain, count); ++row) {
-            for (const RowOp& op : instruction.rows) run_row_op(op, row);
-        }
-    }
-}
-
-void Engine::compute_angles(Rope& rope, int64_t row) {
-    const size_t half = rope.inv_freq.size();
-    const float position = static_cast<float>(input_.positions[row]);
-    for (size_t i = 0; i < half; ++i) {
-        const float angle = position * rope.inv_freq[i];  // in float32, as the checkpoints' own implementation has it
-        rope.cos[row * half + i] = std::cos(angle) * rope.factor;
-        rope.sin[row * half + i] = std::sin(angle) * rope.factor;
-    }
-}
-
-void Engine::run_row_op(const RowOp& op, int64_t row) {
-    const KernelTable& k = kernels_;
-    switch (op.kind) {
-        case RowOpKind::kEmbed:
-            return k.embed_row(buffers_[op.out].row(row), matrices_[op.weight].matrix, input_.token_ids[row], op.value);
-        case RowOpKind::kAngles: return compute_angles(ropes_[op.weight], row);
-        case RowOpKind::kRmsNorm: {
-            const Buffer& out = buffers_[op.out];
-            return k.rms_norm(out.row(row), buffers_[op.x].row(row), vectors_[op.weight].data(), static_cast<int>(out.width), op.n,
-                              op.value);
-        }
-        case RowOpKind::kQuantize: return k.quantize_row(activations_[op.out].view, row, buffers_[op.x].row(row));
-        case RowOpKind::kToBf16: return k.to_bf16_row(activations_[op.out].view, row, buffers_[op.x].row(row));
-        case RowOpKind::kRope: {
-            const Rope& rope = ropes_[op.weight];
-            const int half = static_cast<int>(rope.inv_freq.size());
-            return k.rope_row(buffers_[op.x].row(row), &rope.cos[row * half], &rope.sin[row * half], op.n, op.head_dim, half);
-        }
-        case RowOpKind::kKvWrite:
-            return k.kv_write_row(layer(op.n), input_.slot_mapping[row], buffers_[op.x].row(row), buffers_[op.y].row(row));
-        case RowOpKind::kGated:
-            return k.gated_row(buffers_[op.out].row(row), buffers_[op.x].row(row), buffers_[op.y].row(row),
-                               static_cast<int>(buffers_[op.out].width), static_cast<ActivationKind>(op.n));
-        case RowOpKind::kAdd:
-            return k.add_row(buffers_[op.out].row(row), buffers_[op.x].row(row), buffers_[op.y].row(row),
-                             static_cast<int>(buffers_[op.out].width));
-        case RowOpKind::kGather: {
-            const Buffer& out = buffers_[op.out];
-            std::memcpy(out.row(row), buffers_[op.x].row(input_.logit_tokens[row]), static_cast<size_t>(out.width) * sizeof(float));
-            return;
-        }
-    }
-}
-
-void Engine::run_linear(const Instruction& instruction, Counter& counter) {
-    const int rows = domain_size(instruction.domain);
-    if (rows == 0) return;
-    const int row_blocks = ceil_div(rows, kRowBlock);
-    int panels = 0;
-    for (const LinearOp& op : instruction.linears) panels += matrices_[op.weight].matrix.panels;
-    const int chunk = panels_per_task(panels, row_blocks, team_.size());
-    int task = counter.next.fetch_add(1, std::memory_order_relaxed);
-    int first = 0;  // of the tasks of the current linear
-    for (const LinearOp& op : instruction.linears) {
-        const PackedMatrix& w = matrices_[op.weight].matrix;
-        const int chunks = ceil_div(w.panels, chunk);
-        const Buffer& out = buffers_[op.out];
-        const Epilogue epilogue{out.data(), out.width, op.bias >= 0 ? vectors_[op.bias].data() : nullptr,
-                                op.residual >= 0 ? buffers_[op.residual].data() : nullptr};
-        for (; task < first + chunks * row_blocks; task = counter.next.fetch_add(1, std::memory_order_relaxed)) {
-            const int panel = (task - first) / row_blocks * chunk, row = (task - first) % row_blocks * kRowBlock;
-            kernels_.gemm(w, activations_[op.activation].view, row, std::min(row + kRowBlock, rows), panel,
-                          std::min(panel + chunk, w.panels), epilogue);
-        }
-        first += chunks * row_blocks;
-    }
-}
-
-void Engine::run_gated(const Instruction& instruction, Counter& counter) {
-    const GatedOp& op = instruction.gated;
-    const int rows = domain_size(instruction.domain);
-    if (rows == 0) return;
-    const PackedMatrix &gate = matrices_[op.gate].matrix, &up = matrices_[op.up].matrix;
-    const int row_blocks = ceil_div(rows, kRowBlock);
-    const int chunk = panels_per_task(gate.panels, row_blocks, team_.size());
-    const int tasks = ceil_div(gate.panels, chunk) * row_blocks;
-    const Epilogue epilogue{buffers_[op.out].data(), buffers_[op.out].width, nullptr, nullptr};
-    while (true) {
-        const int task = counter.next.fetch_add(1, std::memory_order_relaxed);
-        if (task >= tasks) return;
-        const int panel = task / row_blocks * chunk, row = task % row_blocks * kRowBlock;
-        kernels_.gemm_gated(gate, up, activations_[op.activation].view, row, std::min(row + kRowBlock, rows), panel,
-                            std::min(panel + chunk, gate.panels), op.kind, epilogue);
-    }
-}
-
-void Engine::run_attention(const Instruction& instruction, Counter& counter, int member) {
-    const AttentionOp& op = instruction.attention;
-    const KvLayer kv = layer(op.layer);
-    const Buffer &q = buffers_[op.q], &out = buffers_[op.out];
-    const int heads_per_kv = op.num_heads / shape_.num_kv_heads;
-    const int count = static_cast<int>(tiles_.size());
-    const int grain = std::max(1, count / (4 * kTasksPerMember * team_.size()));
-    while (true) {
-        const int begin = counter.next.fetch_add(grain, std::memory_order_relaxed);
-        if (begin >= count) return;
-        for (int i = begin; i < std::min(begin + grain, count); ++i) {
-            const AttentionTile& tile = tiles_[i];
-            const int64_t column = int64_t{tile.kv_head} * heads_per_kv * shape_.head_dim;
-            const AttentionTask task{q.row(tile.token) + column,
-                                     out.row(tile.token) + column,
-                                     q.width,
-                                     input_.block_tables + input_.row_slots[tile.row] * input_.table_stride,
-                                     tile.kv_head,
-                                     tile.num_queries,
-                                     heads_per_kv,
-                                     tile.position,
-                                     op.window,
-                                     op.scale,
-                                     op.softcap};
-            kernels_.attention(kv, task, attention_scratch_[member].data());
-        }
-    }
-}
-
-void Engine::run_sampling(Counter& counter, int member) {
-    try {
-        sample_rows(counter, sampler_scratch_[member]);
-    } catch (const std::bad_alloc&) {  // must not leave the team: the others wait at the barrier
-        sampler_scratch_[member] = SamplerScratch{};
-        sampler_lacks_memory_.store(true, std::memory_order_relaxed);
-    }
-}
-
-void Engine::sample_rows(Counter& counter, SamplerScratch& scratch) {
-    while (true) {
-        const int i = counter.next.fetch_add(1, std::memory_order_relaxed);
-        if (i >= input_.num_logits) return;
-        const int slot = input_.logit_slots[i];
-        sample_row(buffers_[logits_].row(i), shape_.vocab_size, sampling_[slot], input_.tokens + slot * input_.tokens_stride,
-                   input_.num_tokens_of_slot[slot], input_.num_prompt_of_slot[slot], scratch, samples_[i]);
     }
 }
 

@@ -99,7 +99,7 @@ struct EngineShape {
     int32_t num_blocks, block_size, max_rows, max_step_tokens;
 };
 
-class Engine {
+class Engine final : private Work {
   public:
     // Throws std::invalid_argument for a shape that the kernels can't compute, std::bad_alloc without memory.
     Engine(const EngineShape& shape, int num_threads, const std::string& variant);
@@ -146,8 +146,10 @@ class Engine {
         float factor;
         std::vector<float> cos, sin;  // [max_step_tokens, half], of this step's tokens
     };
-    struct alignas(64) Counter {
-        std::atomic<int32_t> next{0};
+    struct StagePlan {
+        int32_t num_tasks;
+        int32_t grain;       // rows, panels or attention tiles of a task
+        int32_t row_blocks;  // of a product
     };
     struct AttentionTile {
         int32_t row, token, position, num_queries, kv_head;
@@ -157,15 +159,16 @@ class Engine {
     int64_t rows_of(bool per_sample) const { return per_sample ? max_logits_ : shape_.max_step_tokens; }
     int domain_size(Domain domain) const { return domain == Domain::kTokens ? input_.num_tokens : input_.num_logits; }
     void plan_attention();
-    void run_member(int member);
-    void run_rows(const Instruction& instruction, Counter& counter);
+    StagePlan plan_stage(const Instruction& instruction) const;
+    void run_task(int stage, int task, int member) override;
+    void stage_done(int stage) override;
+    void run_rows(const Instruction& instruction, const StagePlan& plan, int task);
     void run_row_op(const RowOp& op, int64_t row);
     void compute_angles(Rope& rope, int64_t row);
-    void run_linear(const Instruction& instruction, Counter& counter);
-    void run_gated(const Instruction& instruction, Counter& counter);
-    void run_attention(const Instruction& instruction, Counter& counter, int member);
-    void run_sampling(Counter& counter, int member);
-    void sample_rows(Counter& counter, SamplerScratch& scratch);
+    void run_linear(const Instruction& instruction, const StagePlan& plan, int task);
+    void run_gated(const GatedOp& op, const StagePlan& plan, int task, int rows);
+    void run_attention(const AttentionOp& op, const StagePlan& plan, int task, int member);
+    void run_sampling(int row, int member);
 
     EngineShape shape_;
     const KernelTable& kernels_;
@@ -184,7 +187,9 @@ class Engine {
     StepInput input_{};
     StepTimes times_;
     std::vector<AttentionTile> tiles_;
-    std::deque<Counter> counters_;  // one per instruction, and one for sampling
+    std::vector<StagePlan> stages_;  // of this step: one per instruction, and one for sampling
+    std::vector<int32_t> num_tasks_;  // of the same stages
+    int64_t stage_began_ns_ = 0;
     std::vector<std::vector<float>> attention_scratch_;  // per member
     std::vector<SamplerScratch> sampler_scratch_;        // per member
     std::vector<RowSampling> sampling_;                  // per slot

@@ -2,6 +2,8 @@
 
 #include <sched.h>
 
+#include <stdexcept>
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -18,14 +20,21 @@ void relax() {
 #endif
 }
 
-constexpr int kSpinsBeforeYield = 2000;  // some 30 to 60 us: longer than any barrier of a healthy step
-constexpr int kSpinsBeforeSleep = 4000;  // the gap between two steps of a busy engine
+constexpr int kSpinsBeforeYield = 2000;  // longer than most tasks: the one that is waited for runs on another core
+constexpr int kSpinsBeforeSleep = 4000;  // longer than the gap between two steps of a busy engine
+
+constexpr uint32_t kMaxTasks = 0xFFFF;
+
+uint64_t make_claim(uint32_t epoch, uint32_t total) { return static_cast<uint64_t>(epoch) << 32 | total << 16; }
+uint32_t epoch_of(uint64_t claim) { return static_cast<uint32_t>(claim >> 32); }
+uint32_t total_of(uint64_t claim) { return static_cast<uint32_t>(claim) >> 16; }
+uint32_t next_of(uint64_t claim) { return static_cast<uint32_t>(claim) & 0xFFFF; }
 
 }  // namespace
 
 Team::Team(int size) : size_(size) {
     try {
-        for (int member = 1; member < size; ++member) threads_.emplace_back([this, member] { work(member); });
+        for (int member = 1; member < size; ++member) threads_.emplace_back([this, member] { serve(member); });
     } catch (...) {
         stop();
         throw;
@@ -41,48 +50,80 @@ void Team::stop() {
     for (std::thread& thread : threads_) thread.join();
 }
 
-void Team::run(void (*body)(void*, int), void* context) {
-    body_ = body;
-    context_ = context;
-    epoch_.fetch_add(1, std::memory_order_release);
-    epoch_.notify_all();
-    body(context, 0);
-    barrier();
+Team::Stages& Team::reserve(int num_stages) {
+    if (storage_.empty() || storage_.back()->size < num_stages) {
+        storage_.push_back(std::make_unique<Stages>(num_stages));
+        stages_.store(storage_.back().get(), std::memory_order_release);
+    }
+    return *storage_.back();
 }
 
-void Team::barrier() {
-    if (size_ == 1) return;
-    const uint32_t phase = phase_.load(std::memory_order_relaxed);
-    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == static_cast<uint32_t>(size_)) {
-        arrived_.store(0, std::memory_order_relaxed);
-        phase_.store(phase + 1, std::memory_order_release);
-        return;
+void Team::run(Work& work, const std::vector<int32_t>& num_tasks) {
+    for (int32_t count : num_tasks) {
+        if (count < 0 || count > static_cast<int32_t>(kMaxTasks)) throw std::length_error("a stage has too many tasks");
     }
-    for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; ++spins) {
-        if (spins < kSpinsBeforeYield) {
-            relax();
-        } else {
-            sched_yield();
+    const int num_stages = static_cast<int>(num_tasks.size());
+    const Stages& stages = reserve(num_stages);
+    const uint32_t epoch = epoch_.load(std::memory_order_relaxed) + 1;
+    work_.store(&work, std::memory_order_relaxed);
+    for (int i = 0; i < num_stages; ++i) {
+        stages.list[i].num_done.store(0, std::memory_order_relaxed);
+        stages.list[i].claim.store(make_claim(epoch, static_cast<uint32_t>(num_tasks[i])), std::memory_order_release);
+    }
+    epoch_.store(epoch, std::memory_order_release);
+    if (size_ > 1) epoch_.notify_all();
+    run_stages(stages, num_stages, epoch, 0);
+}
+
+// Whether the run goes on: false if another has begun.
+bool Team::take_tasks(Stage& stage, int index, uint32_t epoch, int member) {
+    uint64_t claim = stage.claim.load(std::memory_order_acquire);
+    while (epoch_of(claim) == epoch && next_of(claim) < total_of(claim)) {
+        if (!stage.claim.compare_exchange_weak(claim, claim + 1, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
+        work_.load(std::memory_order_relaxed)->run_task(index, static_cast<int>(next_of(claim)), member);
+        stage.num_done.fetch_add(1, std::memory_order_release);
+        claim = stage.claim.load(std::memory_order_acquire);
+    }
+    return epoch_of(claim) == epoch;
+}
+
+void Team::run_stages(const Stages& stages, int num_stages, uint32_t epoch, int member) {
+    for (int i = 0; i < num_stages; ++i) {
+        Stage& stage = stages.list[i];
+        if (!take_tasks(stage, i, epoch, member)) return;
+        for (int spins = 0;; ++spins) {
+            const uint64_t claim = stage.claim.load(std::memory_order_acquire);
+            if (epoch_of(claim) != epoch) return;
+            if (stage.num_done.load(std::memory_order_acquire) == total_of(claim)) break;
+            if (spins < kSpinsBeforeYield) {
+                relax();
+            } else {
+                sched_yield();
+            }
         }
+        if (member == 0) work_.load(std::memory_order_relaxed)->stage_done(i);
     }
 }
 
-void Team::wait_for_work(uint32_t seen) {
+uint32_t Team::wait_for_run(uint32_t seen) {
     for (int spins = 0; spins < kSpinsBeforeSleep; ++spins) {
-        if (epoch_.load(std::memory_order_acquire) != seen) return;
+        const uint32_t epoch = epoch_.load(std::memory_order_acquire);
+        if (epoch != seen) return epoch;
         relax();
     }
     epoch_.wait(seen, std::memory_order_acquire);
+    return epoch_.load(std::memory_order_acquire);
 }
 
-void Team::work(int member) {
+void Team::serve(int member) {
     uint32_t seen = 0;
     while (true) {
-        wait_for_work(seen);
-        seen = epoch_.load(std::memory_order_acquire);
+        seen = wait_for_run(seen);
         if (stopping_.load(std::memory_order_relaxed)) return;
-        body_(context_, member);
-        barrier();
+        // If another run begins in between, this is its list or that of `seen`: the epoch of every claim tells. Stages behind
+        // the run's last one are of an older epoch, so the list's own size is bound enough.
+        const Stages& stages = *stages_.load(std::memory_order_acquire);
+        run_stages(stages, stages.size, seen, member);
     }
 }
 

@@ -1,17 +1,30 @@
 // The threads that run a step together. Owned by one Engine; knows nothing of models.
 //
-// All members run the same function; the caller is member 0. Between steps the others spin for a moment
-// and then sleep, since the HTTP loop needs the same cores. Inside a step they meet at barriers that spin and,
-// when a member is late (its core was taken away), give up their time slice.
+// A run is a list of stages, each with a number of tasks. Members take tasks from a counter; a stage begins when all
+// tasks of the one before are done. Nobody waits for a member, only for a task that somebody has taken: a member whose
+// core was taken away delays the run by the task that it holds, or not at all. The caller is member 0 and can do everything
+// alone. Between runs the others spin for a moment and then sleep, since the HTTP loop needs the same cores.
 
 #pragma once
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <thread>
 #include <vector>
 
 namespace penstock {
+
+// What a run computes. Called on any member; must not throw, since nobody could be told.
+class Work {
+  public:
+    virtual void run_task(int stage, int task, int member) = 0;
+    // Called by member 0 after the last task of a stage.
+    virtual void stage_done(int stage) { static_cast<void>(stage); }
+
+  protected:
+    ~Work() = default;
+};
 
 class Team {
   public:
@@ -23,25 +36,37 @@ class Team {
 
     int size() const { return size_; }
 
-    // Runs body(context, member) on every member and returns when all have returned. Not reentrant. The body must not throw:
-    // the others would wait for it at the barrier.
-    void run(void (*body)(void*, int), void* context);
-
-    // Called by every member inside run: returns when all have called it.
-    void barrier();
+    // Calls work.run_task(s, t, member) once for every stage s and every t in [0, num_tasks[s]), stages in order, and returns
+    // when all are done. Not reentrant. At most 65,535 tasks a stage (std::length_error).
+    void run(Work& work, const std::vector<int32_t>& num_tasks);
 
   private:
+    // `claim` is [epoch:32][number of tasks:16][next task:16]: one word, so that a member that comes late, when another run
+    // has begun, sees by the epoch that its own is over, and can take nothing by mistake.
+    struct alignas(64) Stage {
+        std::atomic<uint64_t> claim{0};
+        std::atomic<uint32_t> num_done{0};
+    };
+
+    struct Stages {
+        explicit Stages(int count) : size(count), list(std::make_unique<Stage[]>(static_cast<size_t>(count))) {}
+        int size;
+        std::unique_ptr<Stage[]> list;
+    };
+
     void stop();
-    void work(int member);
-    void wait_for_work(uint32_t seen);
+    void serve(int member);
+    uint32_t wait_for_run(uint32_t seen);
+    void run_stages(const Stages& stages, int num_stages, uint32_t epoch, int member);
+    bool take_tasks(Stage& stage, int index, uint32_t epoch, int member);
+    Stages& reserve(int num_stages);
 
     int size_;
-    void (*body_)(void*, int) = nullptr;
-    void* context_ = nullptr;
+    std::atomic<Work*> work_{nullptr};
+    std::atomic<Stages*> stages_{nullptr};  // the newest
     alignas(64) std::atomic<uint32_t> epoch_{0};
-    alignas(64) std::atomic<uint32_t> arrived_{0};
-    alignas(64) std::atomic<uint32_t> phase_{0};
     std::atomic<bool> stopping_{false};
+    std::vector<std::unique_ptr<Stages>> storage_;  // all that ever were: a late member may still look at an old one
     std::vector<std::thread> threads_;
 };
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TypedDict
 
-
 KV_TILE = 16
 """Block sizes must be multiples of this (`kKvTile` in native/kernels/kernels.h)."""
 

@@ -1,0 +1,230 @@
+// One step: how its instructions become stages of tasks, and what a task computes.
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <new>
+
+#include "engine.h"
+
+namespace penstock {
+
+namespace {
+
+constexpr int kRowBlock = 96;         // rows of a GEMM task: their activations stay in the second-level cache
+constexpr int kTasksPerMember = 6;    // of a stage: the last ones to end leave the others idle for that much less
+constexpr int kAttentionTasksPerMember = 24;  // tiles differ more in cost than rows or panels
+
+int64_t now_ns() {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// Pieces of `count` things, about `wanted` of them.
+int grain_of(int count, int wanted) { return std::max(1, ceil_div(count, wanted)); }
+
+}  // namespace
+
+void Engine::plan_attention() {
+    tiles_.clear();
+    int heads_per_kv = 1;
+    for (const Instruction& instruction : program_) {
+        if (instruction.kind == InstructionKind::kAttention) {
+            heads_per_kv = instruction.attention.num_heads / shape_.num_kv_heads;
+            break;
+        }
+    }
+    const int queries = std::max(1, kernels_.attention_queries / heads_per_kv);
+    for (int row = 0; row < input_.num_rows; ++row) {
+        const int begin = input_.query_start_loc[row], end = input_.query_start_loc[row + 1];
+        for (int token = begin; token < end; token += queries) {
+            for (int head = 0; head < shape_.num_kv_heads; ++head) {
+                tiles_.push_back({row, token, input_.context_lens[row] + token - begin, std::min(queries, end - token), head});
+            }
+        }
+    }
+}
+
+Engine::StagePlan Engine::plan_stage(const Instruction& instruction) const {
+    const int wanted = kTasksPerMember * team_.size();
+    if (instruction.kind == InstructionKind::kAttention) {
+        const int tiles = static_cast<int>(tiles_.size()), grain = grain_of(tiles, kAttentionTasksPerMember * team_.size());
+        return {ceil_div(tiles, grain), grain, 1};
+    }
+    const int rows = domain_size(instruction.domain);
+    if (rows == 0) return {0, 1, 1};
+    if (instruction.kind == InstructionKind::kRows) {
+        const int grain = grain_of(rows, wanted);
+        return {ceil_div(rows, grain), grain, 1};
+    }
+    const int row_blocks = ceil_div(rows, kRowBlock);
+    const auto tasks_of = [&](int weight, int grain) { return ceil_div(matrices_[weight].matrix.panels, grain) * row_blocks; };
+    if (instruction.kind == InstructionKind::kGated) {
+        const int grain = grain_of(matrices_[instruction.gated.gate].matrix.panels, std::max(1, wanted / row_blocks));
+        return {tasks_of(instruction.gated.gate, grain), grain, row_blocks};
+    }
+    int panels = 0, tasks = 0;
+    for (const LinearOp& op : instruction.linears) panels += matrices_[op.weight].matrix.panels;
+    const int grain = grain_of(panels, std::max(1, wanted / row_blocks));
+    for (const LinearOp& op : instruction.linears) tasks += tasks_of(op.weight, grain);
+    return {tasks, grain, row_blocks};
+}
+
+void Engine::run_step(const StepInput& input) {
+    input_ = input;
+    times_ = {};
+    samples_.resize(input.tokens ? input.num_logits : 0);
+    sampler_lacks_memory_.store(false, std::memory_order_relaxed);
+    plan_attention();
+    stages_.clear();
+    for (const Instruction& instruction : program_) stages_.push_back(plan_stage(instruction));
+    if (input.tokens) stages_.push_back({input.num_logits, 1, 1});
+    num_tasks_.clear();
+    for (const StagePlan& stage : stages_) num_tasks_.push_back(stage.num_tasks);
+    stage_began_ns_ = now_ns();
+    team_.run(*this, num_tasks_);
+    if (sampler_lacks_memory_.load(std::memory_order_relaxed)) throw std::bad_alloc();
+}
+
+void Engine::run_task(int stage, int task, int member) {
+    const StagePlan& plan = stages_[stage];
+    if (stage == static_cast<int>(program_.size())) return run_sampling(task, member);
+    const Instruction& instruction = program_[stage];
+    switch (instruction.kind) {
+        case InstructionKind::kRows: return run_rows(instruction, plan, task);
+        case InstructionKind::kLinear: return run_linear(instruction, plan, task);
+        case InstructionKind::kGated: return run_gated(instruction.gated, plan, task, domain_size(instruction.domain));
+        case InstructionKind::kAttention: return run_attention(instruction.attention, plan, task, member);
+    }
+}
+
+void Engine::stage_done(int stage) {
+    const int64_t now = now_ns(), elapsed = now - stage_began_ns_;
+    stage_began_ns_ = now;
+    if (stage == static_cast<int>(program_.size())) {
+        times_.sampling_ns += elapsed;
+        return;
+    }
+    switch (program_[stage].kind) {
+        case InstructionKind::kRows: times_.rows_ns += elapsed; break;
+        case InstructionKind::kLinear:
+        case InstructionKind::kGated: times_.linear_ns += elapsed; break;
+        case InstructionKind::kAttention: times_.attention_ns += elapsed; break;
+    }
+}
+
+void Engine::run_rows(const Instruction& instruction, const StagePlan& plan, int task) {
+    const int end = std::min((task + 1) * plan.grain, domain_size(instruction.domain));
+    for (int row = task * plan.grain; row < end; ++row) {
+        for (const RowOp& op : instruction.rows) run_row_op(op, row);
+    }
+}
+
+void Engine::compute_angles(Rope& rope, int64_t row) {
+    const size_t half = rope.inv_freq.size();
+    const float position = static_cast<float>(input_.positions[row]);
+    for (size_t i = 0; i < half; ++i) {
+        const float angle = position * rope.inv_freq[i];  // in float32, as the checkpoints' own implementation has it
+        rope.cos[row * half + i] = std::cos(angle) * rope.factor;
+        rope.sin[row * half + i] = std::sin(angle) * rope.factor;
+    }
+}
+
+void Engine::run_row_op(const RowOp& op, int64_t row) {
+    const KernelTable& k = kernels_;
+    switch (op.kind) {
+        case RowOpKind::kEmbed:
+            return k.embed_row(buffers_[op.out].row(row), matrices_[op.weight].matrix, input_.token_ids[row], op.value);
+        case RowOpKind::kAngles: return compute_angles(ropes_[op.weight], row);
+        case RowOpKind::kRmsNorm: {
+            const Buffer& out = buffers_[op.out];
+            return k.rms_norm(out.row(row), buffers_[op.x].row(row), vectors_[op.weight].data(), static_cast<int>(out.width), op.n,
+                              op.value);
+        }
+        case RowOpKind::kQuantize: return k.quantize_row(activations_[op.out].view, row, buffers_[op.x].row(row));
+        case RowOpKind::kToBf16: return k.to_bf16_row(activations_[op.out].view, row, buffers_[op.x].row(row));
+        case RowOpKind::kRope: {
+            const Rope& rope = ropes_[op.weight];
+            const int half = static_cast<int>(rope.inv_freq.size());
+            return k.rope_row(buffers_[op.x].row(row), &rope.cos[row * half], &rope.sin[row * half], op.n, op.head_dim, half);
+        }
+        case RowOpKind::kKvWrite:
+            return k.kv_write_row(layer(op.n), input_.slot_mapping[row], buffers_[op.x].row(row), buffers_[op.y].row(row));
+        case RowOpKind::kGated:
+            return k.gated_row(buffers_[op.out].row(row), buffers_[op.x].row(row), buffers_[op.y].row(row),
+                               static_cast<int>(buffers_[op.out].width), static_cast<ActivationKind>(op.n));
+        case RowOpKind::kAdd:
+            return k.add_row(buffers_[op.out].row(row), buffers_[op.x].row(row), buffers_[op.y].row(row),
+                             static_cast<int>(buffers_[op.out].width));
+        case RowOpKind::kGather: {
+            const Buffer& out = buffers_[op.out];
+            std::memcpy(out.row(row), buffers_[op.x].row(input_.logit_tokens[row]), static_cast<size_t>(out.width) * sizeof(float));
+            return;
+        }
+    }
+}
+
+void Engine::run_linear(const Instruction& instruction, const StagePlan& plan, int task) {
+    const int rows = domain_size(instruction.domain);
+    for (const LinearOp& op : instruction.linears) {
+        const PackedMatrix& w = matrices_[op.weight].matrix;
+        const int tasks = ceil_div(w.panels, plan.grain) * plan.row_blocks;
+        if (task >= tasks) {
+            task -= tasks;
+            continue;
+        }
+        const Buffer& out = buffers_[op.out];
+        const Epilogue epilogue{out.data(), out.width, op.bias >= 0 ? vectors_[op.bias].data() : nullptr,
+                                op.residual >= 0 ? buffers_[op.residual].data() : nullptr};
+        const int panel = task / plan.row_blocks * plan.grain, row = task % plan.row_blocks * kRowBlock;
+        return kernels_.gemm(w, activations_[op.activation].view, row, std::min(row + kRowBlock, rows), panel,
+                             std::min(panel + plan.grain, w.panels), epilogue);
+    }
+}
+
+void Engine::run_gated(const GatedOp& op, const StagePlan& plan, int task, int rows) {
+    const PackedMatrix &gate = matrices_[op.gate].matrix, &up = matrices_[op.up].matrix;
+    const Epilogue epilogue{buffers_[op.out].data(), buffers_[op.out].width, nullptr, nullptr};
+    const int panel = task / plan.row_blocks * plan.grain, row = task % plan.row_blocks * kRowBlock;
+    kernels_.gemm_gated(gate, up, activations_[op.activation].view, row, std::min(row + kRowBlock, rows), panel,
+                        std::min(panel + plan.grain, gate.panels), op.kind, epilogue);
+}
+
+void Engine::run_attention(const AttentionOp& op, const StagePlan& plan, int task, int member) {
+    const KvLayer kv = layer(op.layer);
+    const Buffer &q = buffers_[op.q], &out = buffers_[op.out];
+    const int heads_per_kv = op.num_heads / shape_.num_kv_heads;
+    const int end = std::min((task + 1) * plan.grain, static_cast<int>(tiles_.size()));
+    for (int i = task * plan.grain; i < end; ++i) {
+        const AttentionTile& tile = tiles_[i];
+        const int64_t column = int64_t{tile.kv_head} * heads_per_kv * shape_.head_dim;
+        const AttentionTask work{q.row(tile.token) + column,
+                                 out.row(tile.token) + column,
+                                 q.width,
+                                 input_.block_tables + input_.row_slots[tile.row] * input_.table_stride,
+                                 tile.kv_head,
+                                 tile.num_queries,
+                                 heads_per_kv,
+                                 tile.position,
+                                 op.window,
+                                 op.scale,
+                                 op.softcap};
+        kernels_.attention(kv, work, attention_scratch_[member].data());
+    }
+}
+
+void Engine::run_sampling(int row, int member) {
+    const int slot = input_.logit_slots[row];
+    SamplerScratch& scratch = sampler_scratch_[member];
+    try {
+        sample_row(buffers_[logits_].row(row), shape_.vocab_size, sampling_[slot], input_.tokens + slot * input_.tokens_stride,
+                   input_.num_tokens_of_slot[slot], input_.num_prompt_of_slot[slot], scratch, samples_[row]);
+    } catch (const std::bad_alloc&) {  // must not leave the task; run_step tells it
+        scratch = SamplerScratch{};
+        sampler_lacks_memory_.store(true, std::memory_order_relaxed);
+    }
+}
+
+}  // namespace penstock
