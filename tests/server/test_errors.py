@@ -310,8 +310,11 @@ async def test_passed_deadline_is_a_408():
             await until(lambda: server.runtime.engine.load().num_running == 1)
             clock.advance(6_000_000)
             executor.allow()
-            check(await ask, 408, "deadline_exceeded")
+            error = check(await ask, 408, "deadline_exceeded")
         executor.open()
+    assert "5 ms after the request came (X-Deadline-Ms or --request-timeout)" in error["message"]
+    assert "waited 0 ms for its turn and ran for 6 ms; tokens generated: 0." in error["message"]
+    assert "Allow more time" in error["message"]
 
 
 async def test_request_timeout_is_everyones_deadline():

@@ -88,6 +88,9 @@ def _router(runtime: Runtime, service: Service) -> APIRouter:
     ]
     for method, path, summary, endpoint in table:
         router.add_api_route(path, endpoint, methods=[method], summary=summary, response_model=None)
+        if method == "GET":
+            # What HEAD answers is known from GET (RFC 9110, 9.3.2), so the document needs no second description.
+            router.add_api_route(path, endpoint, methods=["HEAD"], include_in_schema=False, response_model=None)
     return router
 
 

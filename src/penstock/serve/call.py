@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
+from penstock.engine.ports import OutputChunk
+from penstock.obs.timings import RequestTimings
 from penstock.serve.auth import key_name
-from penstock.serve.openai.errors import ApiError, invalid
+from penstock.serve.openai.errors import ApiError, deadline_exceeded, from_finish, invalid
 from penstock.serve.openai.schemas import INT32_MAX, INT32_MIN, GenerationBody
 from penstock.serve.request_id import identity_of
 from penstock.serve.runtime import Runtime
+from penstock.types.errors import RejectReason
 
 MAX_DEADLINE_MS = 24 * 3600 * 1000
 _INTEGER = re.compile(r"[+-]?[0-9]{1,10}")
@@ -39,6 +42,21 @@ class CallTerms:
     deadline_ns: int | None
     priority: int
     cache_salt: bytes
+
+    def error_of(self, chunk: OutputChunk) -> ApiError | None:
+        """The error that a finish chunk of this call tells about; None if the request ended by itself, or has not ended."""
+        if self.deadline_ns is None or chunk.reject_reason != RejectReason.DEADLINE.value:
+            return from_finish(chunk)
+        timings = RequestTimings(
+            arrival_ns=self.arrival_ns,
+            first_scheduled_ns=chunk.first_scheduled_ns,
+            first_token_ns=chunk.first_token_ns,
+            ended_ns=chunk.at_ns,
+        )
+        allowed_ms = (self.deadline_ns - self.arrival_ns) / 1e6
+        return deadline_exceeded(
+            allowed_ms, timings.queue_ms, timings.prefill_ms + timings.decode_ms, chunk.num_generated_tokens
+        )
 
 
 def read_terms(scope: Scope, body: GenerationBody, runtime: Runtime, request_timeout_s: float | None) -> CallTerms:

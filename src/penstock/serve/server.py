@@ -25,6 +25,7 @@ import uvicorn
 import penstock
 from penstock.config import ServerConfig
 from penstock.serve.app import api_keys, create_app
+from penstock.serve.connection import HttpConnection
 from penstock.serve.runtime import Runtime
 from penstock.types.errors import ConfigError
 
@@ -190,7 +191,7 @@ def _uvicorn_config(runtime: Runtime, config: ServerConfig) -> uvicorn.Config:
     settings = uvicorn.Config(
         create_app(runtime, config),
         loop="uvloop" if sys.platform != "win32" else "asyncio",
-        http="httptools",
+        http=HttpConnection,
         ws="none",
         lifespan="off",
         log_config=None,

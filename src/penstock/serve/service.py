@@ -87,7 +87,7 @@ class Service:
         flight = _Flight(terms.request_id, terms.owner, tuple(request.request_id for request in requests))
         stream = self.runtime.bridge.open(requests)
         self._flights.setdefault(terms.request_id, []).append(flight)
-        return CallStream(self, flight, stream)
+        return CallStream(self, terms, flight, stream)
 
     def cancel(self, request_id: str, owner: Owner) -> bool:
         """Abort what runs under this id for this owner. False if there is nothing: other owners' requests can't be seen."""
@@ -108,8 +108,9 @@ class Service:
 class CallStream:
     """The stream of one call, and which of its choices a chunk belongs to."""
 
-    def __init__(self, service: Service, flight: _Flight, stream: Stream) -> None:
+    def __init__(self, service: Service, terms: CallTerms, flight: _Flight, stream: Stream) -> None:
         self._service = service
+        self.terms = terms
         self._flight = flight
         self._is_closed = False
         self.stream = stream

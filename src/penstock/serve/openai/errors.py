@@ -104,7 +104,26 @@ def request_too_large(max_body_bytes: int) -> ApiError:
     )
 
 
-def deadline_exceeded(message: str) -> ApiError:
+def request_head_too_large(max_head_bytes: int) -> ApiError:
+    message = f"The request's address and headers are larger than {max_head_bytes} bytes."
+    return ApiError(431, message, code="request_header_fields_too_large")
+
+
+def request_timeout(read_timeout_s: float) -> ApiError:
+    message = f"The request has not come whole: almost nothing of it came within {read_timeout_s:g} s. Send it again."
+    return ApiError(408, message, code="request_timeout", error_type="timeout_error")
+
+
+def deadline_exceeded(allowed_ms: float, queue_ms: float, run_ms: float, num_tokens: int) -> ApiError:
+    """With the time that was allowed, and where it went."""
+    return past_deadline(
+        f"The deadline has passed, {allowed_ms:g} ms after the request came (X-Deadline-Ms or --request-timeout). "
+        f"It waited {queue_ms:.0f} ms for its turn and ran for {run_ms:.0f} ms; tokens generated: {num_tokens}. "
+        "Allow more time, ask for fewer tokens, or send it when the server is less busy."
+    )
+
+
+def past_deadline(message: str) -> ApiError:
     return ApiError(408, message, code="deadline_exceeded", error_type="timeout_error")
 
 
@@ -139,7 +158,7 @@ def from_rejected(rejected: Rejected) -> ApiError:
         case RejectReason.QUEUE_FULL:
             return overloaded(f"Overloaded ({rejected.reason}): {message}", rejected.retry_after_s)
         case RejectReason.DEADLINE:
-            return deadline_exceeded(message)
+            return past_deadline(message)
         case RejectReason.DRAINING | RejectReason.UNAVAILABLE:
             return unavailable(message, rejected.retry_after_s)
 

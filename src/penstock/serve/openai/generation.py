@@ -17,7 +17,7 @@ from penstock.obs.timings import RequestTimings
 from penstock.serve.call import CallTerms
 from penstock.serve.client_watch import CLIENT_LEFT, ClientWatch
 from penstock.serve.off_loop import INLINE_MAX_SIZE
-from penstock.serve.openai.errors import cancelled, from_finish, invalid, too_long
+from penstock.serve.openai.errors import cancelled, invalid, too_long
 from penstock.serve.openai.prompts import truncate
 from penstock.serve.openai.schemas import GenerationBody
 from penstock.serve.openai.sse import EventWriter, SseResponse
@@ -191,6 +191,6 @@ def _raise_if_over(call: CallStream, chunks: Sequence[OutputChunk]) -> None:
     if call.stream.is_cancelled:
         raise cancelled(CLIENT_LEFT)
     for chunk in chunks:
-        error = from_finish(chunk)
+        error = call.terms.error_of(chunk)
         if error is not None:
             raise error

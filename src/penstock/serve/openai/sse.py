@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from penstock.engine.ports import OutputChunk
 from penstock.serve.client_watch import ClientWatch
-from penstock.serve.openai.errors import ApiError, from_finish, internal
+from penstock.serve.openai.errors import ApiError, internal
 from penstock.serve.request_id import identity_of
 from penstock.serve.service import CallStream
 
@@ -95,7 +95,7 @@ class SseResponse(Response):
             return write(index_of[chunks[0].request_id], chunks[0]), None
         parts: list[bytes] = []
         for chunk in chunks:
-            error = from_finish(chunk)
+            error = None if chunk.finish_reason is None else self._call.terms.error_of(chunk)
             if error is not None:
                 # The chunk may be merged with ones before the failure: what they said is still shown.
                 chunk.finish_reason = None

@@ -1,0 +1,203 @@
+"""One client's connection: uvicorn's HTTP/1.1 protocol, with bounds on what a client may send and on how long it may take.
+
+Made by uvicorn for every connection, on the event loop. Reads requests and refuses malformed ones; never looks at a route.
+
+head        at most `MAX_HEAD_BYTES`, as are trailers and whatever else brings no body; beyond is a 431
+time        a request that was begun has to go on by `MIN_BYTES_PER_CHECK` in every `read_timeout_s`; else it is a 408
+upgrades    an offer of another protocol (HTTP/2 by Java's client or curl, WebSocket) is passed over, as RFC 9110 7.8 allows
+refusals    an error object; then what the client still sends is dropped for a while, so that it gets to read the answer
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from http import HTTPStatus
+from typing import Any, ClassVar
+
+import httptools
+from starlette.responses import Response
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from penstock.serve.openai.errors import ApiError, invalid, request_head_too_large, request_timeout, unavailable
+
+_log = logging.getLogger(__name__)
+
+MAX_HEAD_BYTES = 1 << 16
+MIN_BYTES_PER_CHECK = 1 << 14
+"""In 30 s that is 4.4 kbit/s."""
+
+_LINGER_S = 2.0
+_UPGRADE_HEADERS = frozenset({b"upgrade", b"http2-settings", b"connection"})
+_UPGRADE_TOKENS = frozenset({b"upgrade", b"http2-settings"})
+
+
+class HttpConnection(HttpToolsProtocol):
+    read_timeout_s: ClassVar[float] = 30.0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._is_reading = False
+        """A request has begun and not ended."""
+        self._is_in_head = False
+        """Its head has not ended."""
+        self._is_offered_upgrade = False
+        self._is_refused = False
+        self._refusal: ApiError | None = None
+        """Set by a parser's callback that stops the parser."""
+        self._num_bytes = 0
+        self._num_bytes_at_check = 0
+        self._num_bytes_without_body = 0
+        self._has_news = False
+        """A request began, or a piece of body came, with the last bytes."""
+        self._read_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        # uvicorn waits for ever for the first request.
+        self._await_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_read_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        self._unset_keepalive_if_required()
+        self._num_bytes += len(data)
+        self._has_news = False
+        try:
+            self._parse(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            _log.debug("a request that is no HTTP/1.1: %s", error)
+            self._refuse(self._refusal or invalid("This is no valid HTTP/1.1 request."))
+            return
+        if self._is_reading:
+            self._watch_reading(len(data))
+        elif self.timeout_keep_alive_task is None and (self.cycle is None or self.cycle.response_complete):
+            # What came was an empty line, or the end of a request that had been answered before.
+            self._await_request()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._is_reading = self._is_in_head = self._has_news = True
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._is_in_head:  # Trailers come here, too, and nobody asks for them.
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        if len(self.url) + sum([len(name) + len(value) + 4 for name, value in self.headers]) > MAX_HEAD_BYTES:
+            self._refusal = request_head_too_large(MAX_HEAD_BYTES)
+            raise self._refusal
+        self._is_offered_upgrade = self.parser.should_upgrade()
+        if not self._is_offered_upgrade:
+            super().on_headers_complete()
+            self._is_in_head = False
+
+    def on_body(self, body: bytes) -> None:
+        self._has_news = True
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self._is_offered_upgrade:
+            return
+        self._is_reading = False
+        self._stop_read_timer()
+        super().on_message_complete()
+
+    def shutdown(self) -> None:
+        """A request that has not come whole is not waited for."""
+        if self._is_answering_earlier() or not (self._is_refused or self._is_reading):
+            super().shutdown()
+        elif self._is_refused:
+            self.transport.close()
+        else:
+            self._refuse(unavailable("The server is shutting down."), lingers=False)
+
+    def _parse(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as offer:
+            # The parser takes what follows such a head for another protocol: give it the head without the offer.
+            head = self._head_without_offer()
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+            self.parser.feed_data(head + data[offer.args[0] :])
+
+    def _head_without_offer(self) -> bytes:
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
+        lines += [name + b": " + value for name, value in self.headers if name not in _UPGRADE_HEADERS]
+        connection = [token.strip() for name, value in self.headers if name == b"connection" for token in value.split(b",")]
+        lines += [b"connection: " + token for token in connection if token.lower() not in _UPGRADE_TOKENS]
+        return b"\r\n".join([*lines, b"", b""])
+
+    def _watch_reading(self, num_bytes: int) -> None:
+        # Bytes that came together with the begin of a request, or with body, may belong to those.
+        self._num_bytes_without_body = 0 if self._has_news else self._num_bytes_without_body + num_bytes
+        if self._num_bytes_without_body > MAX_HEAD_BYTES:
+            self._refuse(request_head_too_large(MAX_HEAD_BYTES))
+        elif self._read_timer is None:
+            self._start_read_timer()
+
+    def _start_read_timer(self) -> None:
+        self._num_bytes_at_check = self._num_bytes
+        self._read_timer = self.loop.call_later(self.read_timeout_s, self._check_progress)
+
+    def _stop_read_timer(self) -> None:
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+            self._read_timer = None
+
+    def _check_progress(self) -> None:
+        is_waiting_for_us = self.flow.read_paused or self._is_answering_earlier()
+        if is_waiting_for_us or self._num_bytes - self._num_bytes_at_check >= MIN_BYTES_PER_CHECK:
+            self._start_read_timer()
+        else:
+            self._refuse(request_timeout(self.read_timeout_s))
+
+    def _await_request(self) -> None:
+        self._unset_keepalive_if_required()
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+
+    def _is_answering_earlier(self) -> bool:
+        """The answer that is being made belongs to an earlier request than the one that is read."""
+        return bool(self.pipeline) or (self._is_in_head and self.cycle is not None and not self.cycle.response_complete)
+
+    def _refuse(self, error: ApiError, *, lingers: bool = True) -> None:
+        """Answer, if this request's answer has not begun and no other's is due before it, and close when all is said."""
+        self._is_refused = True
+        self._stop_read_timer()
+        if self._is_in_head and self._is_answering_earlier():
+            self.cycle.keep_alive = False
+            return
+        if self._can_answer():
+            self.transport.write(_as_bytes(error.response(), self.server_state.default_headers))
+            if lingers and self.transport.can_write_eof():
+                # Closing with bytes unread would reset the connection, and the answer might be lost.
+                self.transport.write_eof()
+                self.flow.resume_reading()
+                self.loop.call_later(_LINGER_S, self.transport.close)
+                self._tell_app()
+                return
+        self.transport.close()
+
+    def _can_answer(self) -> bool:
+        if self._is_answering_earlier():
+            return False
+        return self.cycle is None or self._is_in_head or not self.cycle.response_started
+
+    def _tell_app(self) -> None:
+        """The client counts as gone for whoever waits for this request's body."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+
+
+def _as_bytes(response: Response, default_headers: list[tuple[bytes, bytes]]) -> bytes:
+    status = response.status_code
+    headers = [*default_headers, *response.raw_headers, (b"connection", b"close")]
+    lines = [b"HTTP/1.1 %d %s" % (status, HTTPStatus(status).phrase.encode())]
+    lines += [name + b": " + value for name, value in headers]
+    return b"\r\n".join([*lines, b"", bytes(response.body)])

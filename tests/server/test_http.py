@@ -1,0 +1,256 @@
+"""What comes before a request can be routed: heads without end, requests that stop half way, offers of other protocols."""
+
+import asyncio
+import contextlib
+import logging
+
+import httpx
+import orjson
+import pytest
+from harness import GatedExecutor, LiveServer, make_runtime, running, until
+
+from penstock.config import ServerConfig
+from penstock.serve.connection import MAX_HEAD_BYTES, HttpConnection
+
+BODY = b'{"prompt": "a", "max_tokens": 2}'
+OFFER = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA")
+CHUNKED = "Transfer-Encoding: chunked"
+
+
+def post(body=BODY, *headers, length=None, path="/v1/completions"):
+    """A request's bytes; its connection stays open unless a header says otherwise."""
+    lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json", *headers]
+    if CHUNKED not in headers:
+        lines.append(f"Content-Length: {len(body) if length is None else length}")
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+GET = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+@contextlib.asynccontextmanager
+async def connected(server):
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    try:
+        async with asyncio.timeout(20):
+            yield reader, writer
+    finally:
+        writer.close()
+
+
+async def read_answer(reader):
+    """Status, headers and body of the next answer."""
+    head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+    status, *lines = head.split("\r\n")
+    headers = dict(line.split(": ", 1) for line in lines if line)
+    body = await reader.readexactly(int(headers["content-length"]))
+    return int(status.split(" ")[1]), headers, body
+
+
+def check_error(answer, status, code):
+    assert answer[0] == status, answer
+    error = orjson.loads(answer[2])["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == code
+    assert answer[1]["connection"] == "close"
+    return error
+
+
+async def exchange(server, data):
+    """The one answer, after which the server closes."""
+    async with connected(server) as (reader, writer):
+        writer.write(data)
+        answer = await read_answer(reader)
+        assert await reader.read() == b""
+        return answer
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        post(BODY, "X-Long: " + "a" * MAX_HEAD_BYTES),
+        post(BODY, *[f"X-{i}: a" for i in range(10_000)]),
+        b"GET /" + b"a" * MAX_HEAD_BYTES + b" HTTP/1.1\r\n\r\n",
+        post(BODY, "X-Long: " + "a" * MAX_HEAD_BYTES, *OFFER),
+    ],
+    ids=["one header", "many headers", "address", "offer of HTTP/2"],
+)
+async def test_a_head_beyond_the_limit_is_a_431(live, data):
+    error = check_error(await exchange(live, data), 431, "request_header_fields_too_large")
+    assert str(MAX_HEAD_BYTES) in error["message"]
+
+
+@pytest.mark.parametrize("nonsense", [b"HELO\r\n", post(BODY, "X-Long: " + "a" * MAX_HEAD_BYTES)])
+async def test_nonsense_behind_a_request_ends_the_connection_after_its_answer(live, nonsense):
+    assert (await exchange(live, GET + nonsense + GET))[0] == 200
+    assert (await exchange(live, post() + nonsense + GET))[0] == 200
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [b"GET /health HTTP/1.1\r\nX-Long: ", b"GET /", post(b"0\r\nX-Trailer: ", CHUNKED), post(b"1;", CHUNKED)],
+    ids=["header", "address", "trailer", "chunk extension"],
+)
+async def test_what_never_ends_is_refused_long_before_it_fills_the_memory(live, begin):
+    async with connected(live) as (reader, writer):
+        writer.write(begin)
+        answer = asyncio.create_task(read_answer(reader))
+        num_bytes = 0
+        while not answer.done():
+            writer.write(b"a" * 10_000)
+            num_bytes += 10_000
+            await writer.drain()
+            await asyncio.sleep(0)
+            assert num_bytes < 64 << 20
+        check_error(await answer, 431, "request_header_fields_too_large")
+
+
+async def test_a_head_within_the_limit_is_read_however_it_comes(live):
+    data = post(BODY, "X-Long: " + "a" * (MAX_HEAD_BYTES - 500), "Connection: close")
+    async with connected(live) as (reader, writer):
+        for begin in range(0, len(data), 999):
+            writer.write(data[begin : begin + 999])
+            await writer.drain()
+        assert (await read_answer(reader))[0] == 200
+
+
+async def test_trailers_are_passed_over(live):
+    chunks = b"%x\r\n%s\r\n0\r\nX-Request-Id: two words\r\n\r\n" % (len(BODY), BODY)
+    answer = await exchange(live, post(chunks, CHUNKED, "Connection: close"))
+    assert answer[0] == 200
+
+
+@pytest.mark.parametrize("num_pieces", [1, 7, 1000])
+@pytest.mark.parametrize("is_chunked", [False, True])
+async def test_an_offer_of_http2_is_passed_over(live, num_pieces, is_chunked, caplog):
+    """Java's HttpClient and `curl --http2` make it with every first request."""
+    body = b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY) if is_chunked else BODY
+    data = post(body, *OFFER, *([CHUNKED] if is_chunked else []))
+    size = -(-len(data) // num_pieces)
+    with caplog.at_level(logging.WARNING):
+        async with connected(live) as (reader, writer):
+            for begin in range(0, len(data), size):
+                writer.write(data[begin : begin + size])
+                await asyncio.sleep(0)
+            assert (await read_answer(reader))[0] == 200
+            writer.write(GET)  # The connection goes on as HTTP/1.1.
+            assert (await read_answer(reader))[0] == 200
+    assert not caplog.records
+
+
+async def test_an_offer_of_websockets_gets_a_plain_answer(live):
+    head = b"GET /health HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: keep-alive, Upgrade\r\n\r\n"
+    async with connected(live) as (reader, writer):
+        writer.write(head + GET)
+        assert (await read_answer(reader))[0] == 200
+        assert (await read_answer(reader))[0] == 200
+
+
+async def test_a_tunnel_is_refused(live):
+    answer = await exchange(live, b"CONNECT example.org:443 HTTP/1.1\r\nHost: example.org\r\n\r\n")
+    check_error(answer, 400, "invalid_request_error")
+
+
+async def test_what_is_no_http_is_an_error_object_and_not_in_the_log(live, caplog):
+    with caplog.at_level(logging.WARNING):
+        for data in (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 5, b"HELO x\r\n\r\n", post(length=-5)):
+            check_error(await exchange(live, data), 400, "invalid_request_error")
+    assert not caplog.records
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """A server that waits a tenth of a second where others wait half a minute."""
+    monkeypatch.setattr(HttpConnection, "read_timeout_s", 0.1)
+    with running() as server:
+        yield server
+
+
+@pytest.mark.parametrize("data", [b"POST /v1/comp", post(b"{", length=1000), post(b"5\r\n", CHUNKED)])
+async def test_half_a_request_times_out(impatient, data, caplog):
+    for before in (b"", GET):
+        async with connected(impatient) as (reader, writer):
+            writer.write(before + data)
+            if before:
+                assert (await read_answer(reader))[0] == 200
+            check_error(await read_answer(reader), 408, "request_timeout")
+            assert await reader.read() == b""
+    await until(lambda: not impatient.server.server_state.connections)
+    await until(lambda: not impatient.server.server_state.tasks)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("data", [b"", b"\r\n"])
+async def test_a_connection_without_any_request_is_closed(impatient, data):
+    impatient.server.config.timeout_keep_alive = 0.1
+    async with connected(impatient) as (reader, writer):
+        writer.write(data)
+        assert await reader.read() == b""
+
+
+async def test_a_slow_upload_that_goes_on_is_waited_for(impatient):
+    body = BODY.ljust(500_000)
+    async with connected(impatient) as (reader, writer):
+        writer.write(post(b"", length=len(body)))
+        for begin in range(0, len(body), 50_000):
+            await asyncio.sleep(0.04)
+            writer.write(body[begin : begin + 50_000])
+        assert (await read_answer(reader))[0] == 200
+
+
+async def test_a_request_behind_a_long_answer_has_time(monkeypatch):
+    """It cannot come whole while nobody reads it."""
+    monkeypatch.setattr(HttpConnection, "read_timeout_s", 0.05)
+    gate = GatedExecutor()
+    with running(gate) as server:
+        async with connected(server) as (reader, writer):
+            second = post(BODY.ljust(300_000), "Connection: close")
+            writer.write(post() + second[:200_000])
+            await until(lambda: server.runtime.engine.load().num_running == 1)
+            async with connected(server) as (other_reader, other):
+                other.write(b"GET")
+                check_error(await read_answer(other_reader), 408, "request_timeout")
+            gate.open()
+            assert (await read_answer(reader))[0] == 200
+            writer.write(second[200_000:])
+            assert (await read_answer(reader))[0] == 200
+
+
+async def test_a_request_that_was_answered_early_may_still_end():
+    with running(config=ServerConfig(port=0, api_keys=("key",), shutdown_timeout_s=0.0)) as server:
+        async with connected(server) as (reader, writer):
+            writer.write(post(BODY[:5], length=len(BODY)))
+            assert (await read_answer(reader))[0] == 401
+            writer.write(BODY[5:] + GET)
+            assert (await read_answer(reader))[0] == 200
+
+
+async def test_shutdown_does_not_wait_for_half_requests(caplog):
+    runtime = make_runtime()
+    with caplog.at_level(logging.WARNING), LiveServer(runtime, ServerConfig(port=0, shutdown_timeout_s=30.0)) as server:
+        async with contextlib.AsyncExitStack() as stack:
+            clients = []
+            for data in (b"", b"POST /v1", post(b"{", length=1000), post(b"5\r\n", CHUNKED), GET + b"POST"):
+                clients.append(await stack.enter_async_context(connected(server)))
+                clients[-1][1].write(data)
+            assert (await read_answer(clients[-1][0]))[0] == 200
+            await until(lambda: len(server.server.server_state.tasks) == 2)
+            server.server.request_shutdown()
+            for reader, _ in clients[1:]:
+                check_error(await read_answer(reader), 503, "unavailable")
+                assert await reader.read() == b""
+            assert await clients[0][0].read() == b""
+            server.thread.join(3)
+            assert not server.thread.is_alive()
+        assert server.server.ended_cleanly
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/metrics", "/version", "/v1/models", "/v1/models/toy"])
+async def test_head_is_get_without_a_body(live, path):
+    async with httpx.AsyncClient(base_url=live.url, timeout=20) as client:
+        head, get = await client.head(path), await client.get(path)
+        assert head.status_code == get.status_code == 200
+        assert head.content == b""
+        assert head.headers["content-type"] == get.headers["content-type"]
+        assert (await client.head("/v1/completions")).status_code == 405
