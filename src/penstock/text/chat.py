@@ -84,7 +84,8 @@ class ChatTemplate:
             raise _invalid("There are no messages.", "messages")
         taken = self._reserved.intersection(variables)
         if taken:
-            raise _invalid(f"{', '.join(sorted(taken))} cannot be set as template variables.", "chat_template_kwargs")
+            names = ", ".join(f"'{name}'" for name in sorted(taken))
+            raise _invalid(f"The server sets these template variables itself: {names}.", "chat_template_kwargs")
         if not is_continued:
             return
         if add_generation_prompt:
