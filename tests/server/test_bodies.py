@@ -2,6 +2,7 @@
 
 import asyncio
 import gzip
+import threading
 import time
 
 import httpx
@@ -26,7 +27,7 @@ def many(number, value=1):
 
 
 def prompt(text="a", **fields):
-    return {"prompt": text, "max_tokens": 1, **fields}
+    return {"prompt": text, "max_tokens": 1} | fields
 
 
 def chat(messages, **fields):
@@ -190,3 +191,16 @@ async def test_long_names_are_told_back_shortened(client):
         response = await client.request(method, path + "x" * 50_000)
         assert response.status_code == 404
         assert len(response.content) < 1_000
+
+
+async def test_a_large_answer_is_put_together_beside_the_event_loop(client, monkeypatch):
+    threads = []
+
+    def written(*args, **kwargs):
+        threads.append(threading.current_thread() is threading.main_thread())
+        return {}
+
+    monkeypatch.setattr("penstock.serve.openai.completions._answer", written)
+    for fields in ({"max_tokens": 5}, {"max_tokens": 50, "n": 10, "logprobs": 20}, {"max_tokens": 1000, "n": 5}):
+        assert (await client.post(COMPLETIONS, json=prompt(**fields | {"temperature": 1}))).status_code == 200
+    assert threads == [True, False, False]

@@ -60,7 +60,7 @@ class ChatEndpoint:
         if body.stream:
             return await stream_answer(http, call, ChatEvents(options, choices, usage, runtime.tokenizer))
         records = await collect_answer(http, call, choices, usage)
-        return json_answer(_answer(options, records, usage, runtime.tokenizer), records, terms)
+        return await json_answer(options, records, terms, lambda: _answer(options, records, usage, runtime.tokenizer))
 
 
 class ChatEvents:

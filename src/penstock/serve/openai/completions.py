@@ -63,7 +63,8 @@ class CompletionsEndpoint:
         if body.stream:
             return await stream_answer(http, call, CompletionEvents(options, choices, echoes, usage, runtime.tokenizer))
         records = await collect_answer(http, call, choices, usage)
-        return json_answer(_answer(options, records, echoes, usage, runtime.tokenizer), records, terms)
+        tokenizer = runtime.tokenizer
+        return await json_answer(options, records, terms, lambda: _answer(options, records, echoes, usage, tokenizer))
 
 
 class CompletionEvents:

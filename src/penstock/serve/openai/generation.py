@@ -5,7 +5,7 @@ Called by `completions` and `chat`, which know their own shapes. Decides what an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import orjson
@@ -16,7 +16,7 @@ from penstock.engine.ports import OutputChunk
 from penstock.obs.timings import RequestTimings
 from penstock.serve.call import CallTerms
 from penstock.serve.client_watch import CLIENT_LEFT, ClientWatch
-from penstock.serve.off_loop import INLINE_MAX_SIZE
+from penstock.serve.off_loop import INLINE_MAX_SIZE, off_loop_if_large
 from penstock.serve.openai.errors import cancelled, invalid, too_long
 from penstock.serve.openai.prompts import truncate
 from penstock.serve.openai.schemas import GenerationBody
@@ -26,7 +26,7 @@ from penstock.serve.openai.validation import fit_max_tokens, for_choice, num_log
 from penstock.serve.runtime import Runtime
 from penstock.serve.service import CallStream, Choice
 from penstock.types.request import FinishReason
-from penstock.types.sampling import SamplingParams
+from penstock.types.sampling import MAX_LOGPROBS, SamplingParams
 
 FINISH_WORDS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 """OpenAI's words; every other end is an error."""
@@ -159,8 +159,13 @@ async def collect_answer(http: HttpRequest, call: CallStream, choices: Sequence[
     return records
 
 
-def json_answer(body: dict[str, object], records: Sequence[ChoiceRecord], terms: CallTerms) -> Response:
-    """The whole answer, with `Server-Timing` of its first choice."""
+async def json_answer(
+    options: AnswerOptions, records: Sequence[ChoiceRecord], terms: CallTerms, make: Callable[[], dict[str, object]]
+) -> Response:
+    """The whole answer, which `make` puts together, with `Server-Timing` of its first choice."""
+    num_tokens = sum([record.last.num_generated_tokens for record in records])
+    size = num_tokens * (1 + MAX_LOGPROBS if options.has_logprobs else 1)
+    data = await off_loop_if_large(size, lambda: orjson.dumps(make()))
     last = records[0].last
     timings = RequestTimings(
         arrival_ns=terms.arrival_ns,
@@ -169,7 +174,7 @@ def json_answer(body: dict[str, object], records: Sequence[ChoiceRecord], terms:
         ended_ns=last.at_ns,
     )
     headers = {"Server-Timing": timings.server_timing()}
-    return Response(orjson.dumps(body), media_type="application/json", headers=headers)
+    return Response(data, media_type="application/json", headers=headers)
 
 
 def finish_word(chunk: OutputChunk) -> str | None:
