@@ -152,6 +152,12 @@ def _assemble(
     from penstock.serve.runtime import Runtime
     from penstock.text.detokenizer import detokenizer_factory
 
+    if tokenizer.vocab_size > model.spec.vocab_size:
+        _log.warning(
+            "the tokenizer knows %d tokens, the model %d: texts that need one of the others are refused",
+            tokenizer.vocab_size,
+            model.spec.vocab_size,
+        )
     clock = WallClock()
     info = _model_info(config, source, model, executor.capacity, tokenizer)
     metrics, admission = Metrics(info.name), Admission(config.scheduler.max_queue)

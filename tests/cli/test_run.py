@@ -35,6 +35,24 @@ def test_a_model_alone_is_no_prompt(penstock: Penstock) -> None:
     assert "Missing prompt: smollm2:135m names a model" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--top-k", "99999999999"),
+        ("--stop", ""),
+        ("--temperature", "nan"),
+        ("--temperature", "1e-300"),
+        ("--top-p", "nan"),
+        ("--min-p", "nan"),
+    ],
+)
+def test_a_value_that_makes_no_sense_is_wrong_usage(penstock: Penstock, tiny_model: Path, option: str, value: str) -> None:
+    result = penstock("run", tiny_model, "a", "--backend", "reference", option, value)
+    assert result.returncode == 2
+    assert option in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 def test_bytes_that_are_not_text_are_told(environment: dict[str, str], tiny_model: Path) -> None:
     for command in ("run", "chat"):
         for locale in ("C", "C.UTF-8"):

@@ -278,6 +278,18 @@ class TestFailure:
         assert sum(stats.num_sampled_tokens for stats in recorder.steps) == 6 + 2 + 6
         core.check()
 
+    def test_a_failed_row_of_a_request_that_was_aborted_counts_for_nothing(self) -> None:
+        recorder = Recorder()
+        core = make_core(observer=recorder)
+        executor = RowFailingExecutor(HashExecutor(core.scheduler.capacity), request_ids=frozenset({"r0"}), fail_at_step=0)
+        core.apply([Add(make_request("r0"))], 0)
+        plan = core.begin(0)
+        assert plan is not None
+        result = executor.collect(executor.submit(plan))
+        core.apply([Abort("r0")], 0)
+        assert core.finish(plan, result, 0) == []
+        assert [stats.num_sampled_tokens for stats in recorder.steps] == [0]
+
     def test_after_a_failure_nothing_is_accepted(self) -> None:
         core = make_core()
         core.fail_all("broken", 0)

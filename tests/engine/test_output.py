@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.engine.output import TEXT_FAILED, OutputStage
 from penstock.engine.ports import OutputChunk
+from penstock.engine.stop_strings import StopTree
 from penstock.types.events import Abort, Stop, TokenEvent
 from penstock.types.request import FinishReason, Request
 from penstock.types.result import TokenLogprobs
@@ -229,3 +230,21 @@ def test_tokens_per_step_never_change_the_answer(text, stops, sizes, min_tokens)
         return text_of(chunks), tokens, last.finish_reason, last.stop_reason
 
     assert answer(sizes) == answer([1] * len(text))
+
+
+def test_requests_with_the_same_stop_strings_share_their_tree(monkeypatch: pytest.MonkeyPatch):
+    """128 choices of one call must not build 128 automata on the engine thread."""
+    made: list[tuple[str, ...]] = []
+
+    class CountingTree(StopTree):
+        def __init__(self, stops) -> None:
+            made.append(stops)
+            super().__init__(stops)
+
+    monkeypatch.setattr("penstock.engine.output.StopTree", CountingTree)
+    stage = make_stage("a", "b", "c", stop=("xy",))
+    chunks, _ = push_all(stage, [event("qx", request_id="a"), event("x", request_id="b"), event("yx", request_id="c")])
+    more, _ = push_all(stage, [event("y", request_id="a"), event("z", request_id="b"), event("y", request_id="c")])
+    assert made == [("xy",)]
+    assert [chunk.text for chunk in chunks] == ["q", "", "y"]
+    assert [(chunk.text, chunk.stop_reason) for chunk in more] == [("", "xy"), ("xz", None), ("", "xy")]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.stop_strings import StopStrings
+from penstock.engine.stop_strings import StopStrings, StopTree
 
 letters = st.text(alphabet="ab", max_size=24)
 stop_lists = st.lists(st.text(alphabet="ab", min_size=1, max_size=5), min_size=1, max_size=4)
@@ -24,7 +24,7 @@ def oracle(text: str, stops: list[str], num_unarmed: int = 0) -> tuple[str, str 
 
 
 def run(pieces: list[str], stops: list[str], num_unarmed_pieces: int = 0) -> tuple[str, str | None]:
-    matcher, shown = StopStrings(stops), ""
+    matcher, shown = StopStrings(StopTree(stops)), ""
     for idx, piece in enumerate(pieces):
         new, stop = matcher.push(piece, is_armed=idx >= num_unarmed_pieces)
         shown += new
@@ -52,7 +52,7 @@ def test_unarmed_pieces_hide_only_the_matches_that_end_in_them(text, stops, cuts
 
 @given(letters, stop_lists)
 def test_only_what_can_still_become_a_stop_string_is_held(text, stops):
-    matcher, shown = StopStrings(stops), ""
+    matcher, shown = StopStrings(StopTree(stops)), ""
     for idx, char in enumerate(text):
         new, stop = matcher.push(char)
         if stop is not None:
@@ -76,11 +76,11 @@ def test_a_stop_string_may_begin_in_unarmed_text():
 
 
 def test_text_after_the_match_is_dropped():
-    matcher = StopStrings(["\n\n"])
+    matcher = StopStrings(StopTree(["\n\n"]))
     assert matcher.push("one\n\ntwo") == ("one", "\n\n")
     assert matcher.flush() == ""
 
 
 def test_an_empty_stop_string_is_an_error():
     with pytest.raises(ValueError, match="empty"):
-        StopStrings(["a", ""])
+        StopTree(["a", ""])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -10,22 +11,46 @@ import click
 from penstock.cli.options import config_from, config_options
 from penstock.cli.session import SamplingChoices
 from penstock.config import Config
+from penstock.types.sampling import MIN_TEMPERATURE
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
+
+MAX_TOP_K = 2**31 - 1
+"""As in the server."""
+
+
+class NumberRange(click.FloatRange):
+    """A range that "nan" is not in."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value} is not a number.", param, ctx)
+        return float(number)
+
+
+class NotEmpty(click.ParamType[str]):
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if not value:
+            self.fail("it is empty, so every answer would end before it begins.", param, ctx)
+        return str(value)
+
 
 _OPTIONS = (
     click.option("--system", metavar="TEXT", help="System message."),
     click.option("--max-tokens", type=click.IntRange(1), show_default="what the context has room for", help="Longest answer."),
+    click.option("--temperature", type=NumberRange(0, 2), default=0.7, show_default=True, help="0 always takes the likeliest."),
     click.option(
-        "--temperature", type=click.FloatRange(0, 2), default=0.7, show_default=True, help="0 always takes the likeliest."
+        "--top-p", type=NumberRange(0, 1, min_open=True), default=1.0, show_default=True, help="Share of probability kept."
     ),
-    click.option(
-        "--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True, help="Share of probability kept."
-    ),
-    click.option("--top-k", type=click.IntRange(0), default=0, show_default=True, help="Tokens kept; 0 keeps all."),
-    click.option("--min-p", type=click.FloatRange(0, 1), default=0.0, show_default=True, help="Least share of the likeliest."),
+    click.option("--top-k", type=click.IntRange(0, MAX_TOP_K), default=0, show_default=True, help="Tokens kept; 0 keeps all."),
+    click.option("--min-p", type=NumberRange(0, 1), default=0.0, show_default=True, help="Least share of the likeliest."),
     click.option("--seed", "answer_seed", type=int, show_default="drawn", help="Same seed, same answer."),
-    click.option("--stop", multiple=True, metavar="TEXT", help="End the answer at this text; may be repeated."),
+    click.option(
+        "--stop", type=NotEmpty(), multiple=True, metavar="TEXT", help="End the answer at this text; may be repeated."
+    ),
     click.option("--stats", is_flag=True, help="Tokens and times on stderr."),
 )
 
@@ -48,5 +73,7 @@ def talk_config(values: Mapping[str, Any]) -> Config:
 
 def sampling_choices(values: Mapping[str, Any]) -> SamplingChoices:
     """What the sampling options say."""
+    if 0 < values["temperature"] < MIN_TEMPERATURE:
+        raise click.BadParameter(f"0 is greedy; otherwise at least {MIN_TEMPERATURE}.", param_hint="'--temperature'")
     names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop")
     return SamplingChoices(seed=values["answer_seed"], **{name: values[name] for name in names})

@@ -93,7 +93,7 @@ class EngineCore:
         return self.scheduler.kv.take_block_copies()
 
     def finish(self, plan: StepPlan, result: StepResult, now_ns: int) -> list[TokenEvent]:
-        """Commit a step: one event for each row that sampled, in the order of the plan."""
+        """Commit a step: one event for each row that sampled or failed, in the order of the plan."""
         if result.step_id != plan.step_id:
             raise ValueError(f"the result of step {result.step_id} is not that of step {plan.step_id}")
         counts = self._counts.pop(plan.step_id)
@@ -101,7 +101,7 @@ class EngineCore:
         for event in events:
             if event.finish_reason is not None:
                 self._forget(self._requests[event.request_id], now_ns)
-        self._observer.on_step(self._step_stats(plan, result, counts, len(events) - len(result.failures), now_ns))
+        self._observer.on_step(self._step_stats(plan, result, counts, sum(len(event.token_ids) for event in events), now_ns))
         return events
 
     def next_wakeup_ns(self, now_ns: int) -> int | None:

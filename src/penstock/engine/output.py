@@ -7,11 +7,12 @@ A request is known from `add` until its one chunk with a `finish_reason`; events
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 from penstock.engine.ports import Detokenizer, DetokenizerFactory, NullObserver, OutputChunk, TokenObserver
-from penstock.engine.stop_strings import StopStrings
+from penstock.engine.stop_strings import StopStrings, StopTree
 from penstock.types.events import Abort, Command, Stop, TokenEvent
 from penstock.types.request import FinishReason, Request
 
@@ -35,12 +36,14 @@ class OutputStage:
         self._make_detokenizer = detokenizer_factory
         self._observer: TokenObserver = observer or NullObserver()
         self._streams: dict[str, _Stream] = {}
+        self._trees: WeakValueDictionary[tuple[str, ...], StopTree] = WeakValueDictionary()
+        """By stop strings, as long as a request uses them: the choices of one call share theirs."""
 
     def add(self, request: Request) -> None:
         """Expect events of `request`. Raises ValueError if one with this id is still in flight."""
         if request.request_id in self._streams:
             raise ValueError(f"request {request.request_id!r} is already in flight")
-        self._streams[request.request_id] = _Stream(request, self._make_detokenizer)
+        self._streams[request.request_id] = _Stream(request, self._make_detokenizer, self._trees)
 
     def push(self, events: Sequence[TokenEvent]) -> Output:
         """Text of one step's events.
@@ -90,9 +93,15 @@ def _command_to_end(chunk: OutputChunk) -> Command:
 class _Stream:
     """One request's output."""
 
-    __slots__ = ("_detokenizer", "_last_token_ns", "_make_detokenizer", "_num_generated", "_request", "_stops")
+    __slots__ = ("_detokenizer", "_last_token_ns", "_make_detokenizer", "_num_generated", "_request", "_stops", "_trees")
 
-    def __init__(self, request: Request, make_detokenizer: DetokenizerFactory) -> None:
+    def __init__(
+        self,
+        request: Request,
+        make_detokenizer: DetokenizerFactory,
+        trees: MutableMapping[tuple[str, ...], StopTree],
+    ) -> None:
+        self._trees = trees
         self._request = request
         self._make_detokenizer = make_detokenizer
         self._detokenizer: Detokenizer | None = None
@@ -141,7 +150,11 @@ class _Stream:
         # Not in __init__: if this fails it must end this request only.
         sampling = self._request.sampling
         self._detokenizer = self._make_detokenizer(sampling.skip_special_tokens)
-        self._stops = StopStrings(sampling.stop) if sampling.stop else None
+        if sampling.stop:
+            tree = self._trees.get(sampling.stop)
+            if tree is None:
+                tree = self._trees[sampling.stop] = StopTree(sampling.stop)
+            self._stops = StopStrings(tree)
 
     def _close(self, chunk: OutputChunk) -> None:
         request = self._request

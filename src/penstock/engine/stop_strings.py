@@ -30,15 +30,25 @@ class _Node:
     """Characters that may still become part of a match: the depth, less what no longer can (at a leaf)."""
 
 
-class StopStrings:
-    """The stop strings of one request and how far the text has come.
+class StopTree:
+    """The automaton of some stop strings; never changes, so that requests with the same ones share it.
 
-    Memory is in proportion to the summed length of the strings; who accepts them bounds that.
+    Time and memory to make it are in proportion to the summed length of the strings; who accepts them bounds that.
     """
+
+    __slots__ = ("__weakref__", "root")
 
     def __init__(self, stops: Iterable[str]) -> None:
         """Raises ValueError for an empty stop string."""
-        self._root = _build(stops)
+        self.root = _build(stops)
+
+
+class StopStrings:
+    """How far the text of one request has come in a tree of stop strings."""
+
+    def __init__(self, tree: StopTree) -> None:
+        self._tree = tree
+        self._root = tree.root
         self._node = self._root
         self._held = ""
 

@@ -17,6 +17,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+MIN_TEMPERATURE = 1e-4
+"""The lowest temperature but 0: below it, dividing by it would say no more than greedy does."""
+
 MAX_LOGPROBS = 20
 """The largest number of alternatives that a request may ask for (OpenAI's limit)."""
 
