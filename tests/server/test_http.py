@@ -80,10 +80,30 @@ async def test_a_head_beyond_the_limit_is_a_431(live, data):
     assert str(MAX_HEAD_BYTES) in error["message"]
 
 
-@pytest.mark.parametrize("nonsense", [b"HELO\r\n", post(BODY, "X-Long: " + "a" * MAX_HEAD_BYTES)])
-async def test_nonsense_behind_a_request_ends_the_connection_after_its_answer(live, nonsense):
-    assert (await exchange(live, GET + nonsense + GET))[0] == 200
-    assert (await exchange(live, post() + nonsense + GET))[0] == 200
+NONSENSE = pytest.mark.parametrize(
+    ("nonsense", "status"), [(b"HELO\r\n", 400), (post(BODY, "X-Long: " + "a" * MAX_HEAD_BYTES), 431)], ids=["no HTTP", "head"]
+)
+
+
+@NONSENSE
+async def test_nonsense_behind_a_request_ends_the_connection_after_its_answer(gated, gate, nonsense, status):
+    async with connected(gated) as (reader, writer):
+        writer.write(post() + nonsense + GET)
+        # All of it, so that the answer can't come before the nonsense.
+        await until(lambda: any(connection._is_refused for connection in gated.server.server_state.connections))
+        gate.open()
+        assert (await read_answer(reader))[0] == 200
+        assert await reader.read() == b""
+
+
+@NONSENSE
+async def test_nonsense_after_an_answer_is_refused(live, nonsense, status):
+    async with connected(live) as (reader, writer):
+        writer.write(GET)
+        assert (await read_answer(reader))[0] == 200
+        writer.write(nonsense + GET)
+        assert (await read_answer(reader))[0] == status
+        assert await reader.read() == b""
 
 
 @pytest.mark.parametrize(
