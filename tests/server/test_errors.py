@@ -5,7 +5,7 @@ import asyncio
 import httpx
 import orjson
 import pytest
-from harness import GatedExecutor, make_client, make_runtime, running, until
+from harness import VOCAB_SIZE, GatedExecutor, make_client, make_runtime, running, until
 from test_completions import oracle
 
 from penstock.clock import VirtualClock
@@ -433,3 +433,18 @@ async def test_openapi_document_has_our_error_and_no_422(runtime, client):
             assert "422" not in operation["responses"]
             assert operation["responses"]["default"]["content"]["application/json"]["schema"]["$ref"].endswith("/Error")
     assert create_app(runtime, ServerConfig()).openapi() == document
+
+
+async def test_tokens_that_only_the_tokenizer_has_are_refused():
+    """A model whose tokenizer got a token without a row in the embedding, as fine-tuned ones have."""
+    runtime = make_runtime(vocab_size=VOCAB_SIZE - 1)
+    try:
+        async with make_client(runtime) as client:
+            for field, param in (({"prompt": "a~"}, "prompt"), ({"prompt": "a", "bad_words": ["b", "~"]}, "bad_words[1]")):
+                error = check(await client.post(COMPLETIONS, json=field), 400, "invalid_request_error", param)
+                assert f"'~', token {VOCAB_SIZE - 1} " in error["message"]
+            body = {"messages": [{"role": "user", "content": "~"}]}
+            check(await client.post(CHAT, json=body), 400, "invalid_request_error", "messages")
+            assert (await client.post(COMPLETIONS, json={"prompt": "a"})).status_code == 200
+    finally:
+        runtime.close()

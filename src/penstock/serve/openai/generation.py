@@ -22,7 +22,7 @@ from penstock.serve.openai.prompts import truncate
 from penstock.serve.openai.schemas import GenerationBody
 from penstock.serve.openai.sse import EventWriter, SseResponse
 from penstock.serve.openai.usage import Usage
-from penstock.serve.openai.validation import fit_max_tokens, for_choice, num_logprobs, requested_max_tokens
+from penstock.serve.openai.validation import check_encoded, fit_max_tokens, for_choice, num_logprobs, requested_max_tokens
 from penstock.serve.runtime import Runtime
 from penstock.serve.service import CallStream, Choice
 from penstock.types.request import FinishReason
@@ -106,6 +106,7 @@ def encode_prompt(body: GenerationBody, runtime: Runtime, text: str, param: str,
     token_ids = runtime.tokenizer.encode(text, add_special_tokens=adds_special_tokens)
     if not token_ids:
         raise invalid(f"'{param}' has no tokens.", param)
+    check_encoded(token_ids, runtime.tokenizer, runtime.model.vocab_size, param)
     return fit_prompt(body, runtime, token_ids, param)
 
 

@@ -37,7 +37,7 @@ def base_sampling(body: GenerationBody, model: ModelInfo, defaults: SamplingDefa
     """All that is the same for every prompt and choice of a call; `max_tokens` and `seed` are set later."""
     stop_token_ids = _token_ids(body.stop_token_ids or [], "stop_token_ids", model.vocab_size)
     if not body.ignore_eos:
-        stop_token_ids += model.eos_token_ids
+        stop_token_ids += tuple(token_id for token_id in model.eos_token_ids if token_id < model.vocab_size)
     return SamplingParams(
         min_tokens=body.min_tokens or 0,
         temperature=_temperature(body.temperature, defaults),
@@ -50,7 +50,7 @@ def base_sampling(body: GenerationBody, model: ModelInfo, defaults: SamplingDefa
         logprobs=num_logprobs(body),
         logit_bias=_logit_bias(body.logit_bias or {}, model.vocab_size),
         allowed_token_ids=_allowed(body.allowed_token_ids, model.vocab_size),
-        banned_token_sequences=_banned_sequences(body.bad_words or [], tokenizer),
+        banned_token_sequences=_banned_sequences(body.bad_words or [], tokenizer, model.vocab_size),
         stop_token_ids=tuple(sorted(set(stop_token_ids))),
         stop=tuple(body.stop or ()),
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
@@ -109,6 +109,18 @@ def _temperature(asked: float | None, defaults: SamplingDefaults) -> float:
     return temperature
 
 
+def check_encoded(token_ids: Sequence[int], tokenizer: Tokenizer, vocab_size: int, param: str) -> None:
+    """Raise a 400 for a token that the tokenizer makes and the model has no row for: one added without a resize."""
+    if token_ids and max(token_ids) >= vocab_size:
+        token_id = next(token_id for token_id in token_ids if token_id >= vocab_size)
+        text = shorten(tokenizer.token_text(token_id))
+        raise invalid(
+            f"'{param}' contains {text!r}, token {token_id} of the tokenizer, "
+            f"which the model does not have: its vocabulary is [0, {vocab_size}).",
+            param,
+        )
+
+
 def num_logprobs(body: GenerationBody) -> int | None:
     """Alternatives to tell beside each sampled token; None if no log-probabilities were asked for."""
     if isinstance(body, CompletionBody):
@@ -146,13 +158,15 @@ def _logit_bias(biases: Mapping[str, Any], vocab_size: int) -> tuple[tuple[int, 
     return tuple(sorted(pairs.items()))
 
 
-def _banned_sequences(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+def _banned_sequences(words: Sequence[str], tokenizer: Tokenizer, vocab_size: int) -> tuple[tuple[int, ...], ...]:
     """Each word as it is tokenised at the beginning of a text and after a space."""
     sequences: dict[tuple[int, ...], None] = {}
-    for word in words:
+    for index, word in enumerate(words):
         stripped = word.lstrip(" ")
         if not stripped:
             raise invalid("'bad_words' must not be only spaces.", "bad_words")
         for text in (stripped, " " + stripped):
-            sequences[tuple(tokenizer.encode(text, add_special_tokens=False))] = None
+            token_ids = tokenizer.encode(text, add_special_tokens=False)
+            check_encoded(token_ids, tokenizer, vocab_size, f"bad_words[{index}]")
+            sequences[tuple(token_ids)] = None
     return tuple(sequence for sequence in sequences if sequence)
