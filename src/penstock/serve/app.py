@@ -19,6 +19,7 @@ import penstock
 from penstock.config import ServerConfig
 from penstock.serve.auth import AuthLayer, KeyRing, read_key_file
 from penstock.serve.limits import BodyLimitLayer
+from penstock.serve.off_loop import OffLoop
 from penstock.serve.openai.bodies import read_body, refuse_encoding
 from penstock.serve.openai.chat import ChatEndpoint
 from penstock.serve.openai.completions import CompletionsEndpoint
@@ -71,7 +72,7 @@ def _layers(runtime: Runtime, config: ServerConfig) -> list[Middleware]:
 
 def _router(runtime: Runtime, service: Service) -> APIRouter:
     # A body without a content type is read as JSON; one with another type is refused.
-    router = APIRouter(route_class=_JsonRoute, strict_content_type=False)
+    router = APIRouter(route_class=_json_route(runtime.off_loop), strict_content_type=False)
     models, tokens, status = ModelsEndpoint(runtime.model), TokenizeEndpoint(runtime), StatusEndpoint(runtime)
     table: list[tuple[str, str, str, Callable[..., Coroutine[Any, Any, Any]]]] = [
         ("POST", "/v1/completions", "Complete", CompletionsEndpoint(service).create),
@@ -97,28 +98,32 @@ def _router(runtime: Runtime, service: Service) -> APIRouter:
 class _JsonRequest(HttpRequest):
     """Its JSON is the checked body already: FastAPI, which would check it on the event loop, has nothing left to do."""
 
-    def __init__(self, request: HttpRequest, body_type: type[Body]) -> None:
+    def __init__(self, request: HttpRequest, body_type: type[Body], off_loop: OffLoop) -> None:
         super().__init__(request.scope, request.receive)
         self._body_type = body_type
+        self._off_loop = off_loop
 
     async def json(self) -> Any:
-        return await read_body(await self.body(), self._body_type)
+        return await read_body(await self.body(), self._body_type, self._off_loop)
 
 
-class _JsonRoute(APIRoute):
-    def get_route_handler(self) -> Callable[[HttpRequest], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
-        if self.body_field is None:
-            return handle
-        body_type = self.body_field.field_info.annotation
-        assert isinstance(body_type, type)
-        assert issubclass(body_type, Body)
+def _json_route(off_loop: OffLoop) -> type[APIRoute]:
+    class JsonRoute(APIRoute):
+        def get_route_handler(self) -> Callable[[HttpRequest], Coroutine[Any, Any, Response]]:
+            handle = super().get_route_handler()
+            if self.body_field is None:
+                return handle
+            body_type = self.body_field.field_info.annotation
+            assert isinstance(body_type, type)
+            assert issubclass(body_type, Body)
 
-        async def handle_json(request: HttpRequest) -> Response:
-            refuse_encoding(request.headers)
-            return await handle(_JsonRequest(request, body_type))
+            async def handle_json(request: HttpRequest) -> Response:
+                refuse_encoding(request.headers)
+                return await handle(_JsonRequest(request, body_type, off_loop))
 
-        return handle_json
+            return handle_json
+
+    return JsonRoute
 
 
 async def _on_no_json(_request: HttpRequest, _error: Exception) -> Response:

@@ -1,22 +1,107 @@
 """Where work on a request is done: on the event loop if it is small, else in a thread, so that other clients' tokens flow on.
 
-Called by whatever handles what clients send. The work must not touch what belongs to the event loop.
+Called by whatever handles what clients send. The work must not touch what belongs to the event loop. Its threads are its
+own: what ends the server, or tells about it, never waits for them.
+
+size        up to `INLINE_MAX_SIZE`        up to `LARGE_SIZE`     above
+done by     the event loop, at once        two threads            one thread
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
+
+from penstock.types.errors import Rejected, RejectReason
 
 _Result = TypeVar("_Result")
 
 INLINE_MAX_SIZE = 4096
 """Characters or bytes whose work (tokenising, templates, checks in Python) takes about a millisecond."""
+LARGE_SIZE = 1 << 16
+"""Larger work waits in a line of its own, so that many large texts do not hold up the prompts that people write."""
+MAX_JOBS = 1024
+MAX_SIZE_IN_FLIGHT = 16 << 20
+"""Characters or bytes, in each of the two lines: four of the largest bodies, a few seconds of tokenising each."""
+RETRY_AFTER_S = 5.0
 
 
-async def off_loop_if_large(size: int, work: Callable[[], _Result], *, limit: int = INLINE_MAX_SIZE) -> _Result:
-    """The result of `work`, done in a thread if `size`, in characters or bytes, is above the limit."""
-    if size <= limit:
-        return work()
-    return await asyncio.get_running_loop().run_in_executor(None, work)
+class OffLoop:
+    """Two bounded lines of work. `run` and `finish` belong to the event loop; `close` may be called from any thread."""
+
+    def __init__(self, count_rejected: Callable[[RejectReason], None] = lambda _reason: None) -> None:
+        self._lines = (_Line(2, "small"), _Line(1, "large"))
+        self._count_rejected = count_rejected
+
+    async def run(self, size: int, work: Callable[[], _Result], *, limit: int = INLINE_MAX_SIZE) -> _Result:
+        """The result of `work`, done in a thread if `size`, in characters or bytes, is above the limit.
+
+        Raises `Rejected`: QUEUE_FULL if too much waits already, DRAINING once the server ends.
+        """
+        if size <= limit:
+            return work()
+        line = self._line(size)
+        if line.is_full(size):
+            self._count_rejected(RejectReason.QUEUE_FULL)
+            detail = "too many long texts are being read already"
+            raise Rejected(RejectReason.QUEUE_FULL, detail, retry_after_s=RETRY_AFTER_S)
+        return await line.do(size, work)
+
+    async def finish(self, size: int, work: Callable[[], _Result]) -> _Result:
+        """As `run`, for the end of what was let in already: never turned away because of others."""
+        return work() if size <= INLINE_MAX_SIZE else await self._line(size).do(size, work)
+
+    def close(self) -> None:
+        """Do no more than has begun. Does not wait. Idempotent."""
+        for line in self._lines:
+            line.close()
+
+    def _line(self, size: int) -> _Line:
+        return self._lines[size > LARGE_SIZE]
+
+
+class _Line:
+    def __init__(self, num_threads: int, name: str) -> None:
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=f"penstock-{name}")
+        self._lock = threading.Lock()
+        """Jobs end in threads; what they held is given back there, also if nobody waits for them any more."""
+        self._num_jobs = 0
+        self._size = 0
+
+    def is_full(self, size: int) -> bool:
+        """Work that is larger than the bound itself comes in alone."""
+        return self._num_jobs >= MAX_JOBS or (self._num_jobs > 0 and self._size + size > MAX_SIZE_IN_FLIGHT)
+
+    async def do(self, size: int, work: Callable[[], _Result]) -> _Result:
+        try:
+            future = self._pool.submit(work)
+        except RuntimeError as error:
+            raise _shutting_down() from error
+        self._add(1, size)
+        future.add_done_callback(lambda _future: self._add(-1, -size))
+        return await _result_of(future)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _add(self, num_jobs: int, size: int) -> None:
+        with self._lock:
+            self._num_jobs += num_jobs
+            self._size += size
+
+
+async def _result_of(future: Future[_Result]) -> _Result:
+    try:
+        return await asyncio.wrap_future(future)
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if future.cancelled() and task is not None and not task.cancelling():
+            raise _shutting_down() from None
+        raise
+
+
+def _shutting_down() -> Rejected:
+    return Rejected(RejectReason.DRAINING, "The server is shutting down.", retry_after_s=RETRY_AFTER_S)

@@ -16,6 +16,7 @@ from penstock.engine.loop import Engine
 from penstock.obs.metrics import Metrics
 from penstock.sched.admission import Admission
 from penstock.serve.bridge import Bridge
+from penstock.serve.off_loop import OffLoop
 from penstock.text.chat import ChatTemplate
 from penstock.text.tokenizer import Tokenizer
 
@@ -93,7 +94,15 @@ class Runtime:
     """The engine's clock: `arrival_ns` and deadlines are read from it."""
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     sources: Sources = field(default_factory=Sources)
+    off_loop: OffLoop = field(init=False)
+    """Long texts are worked on here."""
+
+    def __post_init__(self) -> None:
+        self.off_loop = OffLoop(self.metrics.count_rejected)
 
     def close(self, timeout_s: float = 0.0) -> bool:
         """Drain for up to `timeout_s`, abort the rest, free everything. True if nothing had to be aborted. Idempotent."""
-        return self.engine.close(timeout_s)
+        try:
+            return self.engine.close(timeout_s)
+        finally:
+            self.off_loop.close()

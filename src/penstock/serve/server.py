@@ -129,6 +129,8 @@ class Server(uvicorn.Server):
 
     def _begin_shutdown(self) -> None:
         if self._ending is None:
+            # At once, and not when a thread has time for it: from now on nothing new is taken.
+            self._runtime.engine.drain()
             self._ending = asyncio.get_running_loop().create_task(self._end())
 
     async def _end(self) -> None:

@@ -11,7 +11,6 @@ from fastapi.responses import Response
 
 from penstock.engine.ports import OutputChunk
 from penstock.serve.call import read_terms
-from penstock.serve.off_loop import off_loop_if_large
 from penstock.serve.openai.generation import (
     AnswerOptions,
     ChoiceRecord,
@@ -51,16 +50,18 @@ class ChatEndpoint:
         model_name = check_model(body.model, runtime.model)
         options = answer_options(body, terms, runtime, prefix="chatcmpl", model_name=model_name)
         num_bytes = len(await http.body())
-        base, messages = await off_loop_if_large(num_bytes, lambda: _read(body, runtime))
+        base, messages = await runtime.off_loop.run(num_bytes, lambda: _read(body, runtime))
         with service.admit(body.num_choices):
-            prompt = await off_loop_if_large(num_bytes, lambda: _tokenise(body, runtime, messages))
+            prompt = await runtime.off_loop.run(num_bytes, lambda: _tokenise(body, runtime, messages))
             choices = make_choices(body, runtime, [prompt], base)
             call = service.open(terms, choices)
         usage = Usage(choices)
         if body.stream:
             return await stream_answer(http, call, ChatEvents(options, choices, usage, runtime.tokenizer))
         records = await collect_answer(http, call, choices, usage)
-        return await json_answer(options, records, terms, lambda: _answer(options, records, usage, runtime.tokenizer))
+        return await json_answer(
+            runtime.off_loop, options, records, terms, lambda: _answer(options, records, usage, runtime.tokenizer)
+        )
 
 
 class ChatEvents:

@@ -11,7 +11,6 @@ from fastapi.responses import Response
 
 from penstock.engine.ports import OutputChunk
 from penstock.serve.call import read_terms
-from penstock.serve.off_loop import off_loop_if_large
 from penstock.serve.openai.errors import invalid
 from penstock.serve.openai.generation import (
     AnswerOptions,
@@ -53,9 +52,9 @@ class CompletionsEndpoint:
         options = answer_options(body, terms, runtime, prefix="cmpl", model_name=model_name)
         _check_combinations(body)
         num_bytes = len(await http.body())
-        base, inputs = await off_loop_if_large(num_bytes, lambda: _read(body, runtime))
+        base, inputs = await runtime.off_loop.run(num_bytes, lambda: _read(body, runtime))
         with service.admit(_num_choices(body, inputs)):
-            prompts = await off_loop_if_large(num_bytes, lambda: [_tokenise(body, runtime, prompt) for prompt in inputs])
+            prompts = await runtime.off_loop.run(num_bytes, lambda: [_tokenise(body, runtime, prompt) for prompt in inputs])
             choices = make_choices(body, runtime, prompts, base)
             call = service.open(terms, choices)
         echoes = _echoes(body, inputs, prompts, runtime.tokenizer)
@@ -64,7 +63,9 @@ class CompletionsEndpoint:
             return await stream_answer(http, call, CompletionEvents(options, choices, echoes, usage, runtime.tokenizer))
         records = await collect_answer(http, call, choices, usage)
         tokenizer = runtime.tokenizer
-        return await json_answer(options, records, terms, lambda: _answer(options, records, echoes, usage, tokenizer))
+        return await json_answer(
+            runtime.off_loop, options, records, terms, lambda: _answer(options, records, echoes, usage, tokenizer)
+        )
 
 
 class CompletionEvents:

@@ -16,13 +16,20 @@ from penstock.engine.ports import OutputChunk
 from penstock.obs.timings import RequestTimings
 from penstock.serve.call import CallTerms
 from penstock.serve.client_watch import CLIENT_LEFT, ClientWatch
-from penstock.serve.off_loop import INLINE_MAX_SIZE, off_loop_if_large
+from penstock.serve.off_loop import INLINE_MAX_SIZE, OffLoop
 from penstock.serve.openai.errors import cancelled, invalid, too_long
 from penstock.serve.openai.prompts import truncate
 from penstock.serve.openai.schemas import GenerationBody
 from penstock.serve.openai.sse import EventWriter, SseResponse
 from penstock.serve.openai.usage import Usage
-from penstock.serve.openai.validation import check_encoded, fit_max_tokens, for_choice, num_logprobs, requested_max_tokens
+from penstock.serve.openai.validation import (
+    check_encoded,
+    check_text_size,
+    fit_max_tokens,
+    for_choice,
+    num_logprobs,
+    requested_max_tokens,
+)
 from penstock.serve.runtime import Runtime
 from penstock.serve.service import CallStream, Choice
 from penstock.types.request import FinishReason
@@ -103,6 +110,7 @@ def encode_prompt(body: GenerationBody, runtime: Runtime, text: str, param: str,
             raise too_long(
                 f"The model's context is {runtime.model.max_model_len} tokens; the prompt has at least {least}.", param
             )
+    check_text_size(text, runtime.tokenizer, runtime.model, param)
     token_ids = runtime.tokenizer.encode(text, add_special_tokens=adds_special_tokens)
     if not token_ids:
         raise invalid(f"'{param}' has no tokens.", param)
@@ -161,12 +169,16 @@ async def collect_answer(http: HttpRequest, call: CallStream, choices: Sequence[
 
 
 async def json_answer(
-    options: AnswerOptions, records: Sequence[ChoiceRecord], terms: CallTerms, make: Callable[[], dict[str, object]]
+    off_loop: OffLoop,
+    options: AnswerOptions,
+    records: Sequence[ChoiceRecord],
+    terms: CallTerms,
+    make: Callable[[], dict[str, object]],
 ) -> Response:
     """The whole answer, which `make` puts together, with `Server-Timing` of its first choice."""
     num_tokens = sum([record.last.num_generated_tokens for record in records])
     size = num_tokens * (1 + MAX_LOGPROBS if options.has_logprobs else 1)
-    data = await off_loop_if_large(size, lambda: orjson.dumps(make()))
+    data = await off_loop.finish(size, lambda: orjson.dumps(make()))
     last = records[0].last
     timings = RequestTimings(
         arrival_ns=terms.arrival_ns,

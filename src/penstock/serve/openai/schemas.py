@@ -26,6 +26,8 @@ MAX_STOP_TOKENS = 256
 MAX_SALT_CHARS = 256
 MAX_TOKENS_LIMIT = 2**31 - 1
 MAX_TOKEN_IDS = 2**20
+MAX_TEXT_CHARS = 2**20
+"""Characters of one text, unless the model's context holds more; tokenising them takes about a second."""
 MAX_MESSAGES = 2**14
 MAX_TEMPLATE_KWARGS = 256
 MAX_METADATA, MAX_METADATA_KEY_CHARS, MAX_METADATA_CHARS = 16, 64, 512

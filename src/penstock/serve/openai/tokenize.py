@@ -10,11 +10,10 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 from pydantic import Field
 
-from penstock.serve.off_loop import off_loop_if_large
 from penstock.serve.openai.errors import invalid
 from penstock.serve.openai.messages import render_prompt, template_messages
 from penstock.serve.openai.schemas import MAX_TOKEN_IDS, Body, ChatTemplateFields, Messages, TokenId
-from penstock.serve.openai.validation import check_model, check_token_ids
+from penstock.serve.openai.validation import check_model, check_text_size, check_token_ids
 from penstock.serve.runtime import Runtime
 from penstock.text.tokenizer import Tokenizer
 
@@ -44,18 +43,19 @@ class TokenizeEndpoint:
         check_model(body.model, self._runtime.model)
         if (body.prompt is None) == (body.messages is None):
             raise invalid("Give either 'prompt' or 'messages'.", "prompt")
-        return await _answer(http, lambda: self._tokens(body))
+        return await self._answer(http, lambda: self._tokens(body))
 
     async def detokenize(self, body: DetokenizeBody, http: HttpRequest) -> Response:
         """The text of token ids, special tokens included."""
         check_model(body.model, self._runtime.model)
-        return await _answer(http, lambda: self._text(body))
+        return await self._answer(http, lambda: self._text(body))
 
     def _tokens(self, body: TokenizeBody) -> dict[str, Any]:
         runtime = self._runtime
         text = body.prompt
         if text is None:
             text = render_prompt(runtime.chat_template, body, template_messages(body.messages or ()))
+        check_text_size(text, runtime.tokenizer, runtime.model, "messages" if body.prompt is None else "prompt")
         adds_special_tokens = (body.prompt is not None) if body.add_special_tokens is None else body.add_special_tokens
         token_ids = runtime.tokenizer.encode(text, add_special_tokens=adds_special_tokens)
         return {
@@ -69,11 +69,10 @@ class TokenizeEndpoint:
         check_token_ids(body.tokens, self._runtime.model.vocab_size, "tokens")
         return {"prompt": self._runtime.tokenizer.decode(body.tokens, skip_special_tokens=False)}
 
-
-async def _answer(http: HttpRequest, make: Callable[[], dict[str, Any]]) -> Response:
-    """What `make` says, as JSON; off the event loop if the request is large."""
-    data = await off_loop_if_large(len(await http.body()), lambda: orjson.dumps(make()))
-    return Response(data, media_type="application/json")
+    async def _answer(self, http: HttpRequest, make: Callable[[], dict[str, Any]]) -> Response:
+        """What `make` says, as JSON; off the event loop if the request is large."""
+        data = await self._runtime.off_loop.run(len(await http.body()), lambda: orjson.dumps(make()))
+        return Response(data, media_type="application/json")
 
 
 def _token_texts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:

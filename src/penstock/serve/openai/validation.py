@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.serve.openai.errors import ApiError, invalid, model_not_found, shorten, too_long
-from penstock.serve.openai.schemas import ChatCompletionBody, CompletionBody, GenerationBody
+from penstock.serve.openai.schemas import MAX_TEXT_CHARS, ChatCompletionBody, CompletionBody, GenerationBody
 from penstock.serve.runtime import ModelInfo, SamplingDefaults
 from penstock.text.tokenizer import Tokenizer
 from penstock.types.sampling import SamplingParams
@@ -107,6 +107,14 @@ def _temperature(asked: float | None, defaults: SamplingDefaults) -> float:
     if 0 < temperature < MIN_TEMPERATURE:
         raise invalid(f"'temperature' must be 0 (greedy) or at least {MIN_TEMPERATURE}, not {temperature}.", "temperature")
     return temperature
+
+
+def check_text_size(text: str, tokenizer: Tokenizer, model: ModelInfo, param: str) -> None:
+    """Refuse with `context_length_exceeded` what is larger than `MAX_TEXT_CHARS` and than every text that the context holds."""
+    if len(text) > MAX_TEXT_CHARS:
+        limit = max(MAX_TEXT_CHARS, model.max_model_len * tokenizer.max_token_bytes)
+        if len(text) > limit:
+            raise too_long(f"The text has {len(text)} characters; at most {limit} are tokenised at once.", param)
 
 
 def check_encoded(token_ids: Sequence[int], tokenizer: Tokenizer, vocab_size: int, param: str) -> None:

@@ -37,7 +37,7 @@ class StatusEndpoint:
 
     async def metrics(self) -> Response:
         """Prometheus' text format."""
-        # In a thread: it takes a millisecond, and the first time imports the Prometheus client.
+        # In a thread of asyncio's, where no text is worked on: it takes a millisecond, and first imports the Prometheus client.
         return await asyncio.to_thread(_render, self._runtime.metrics)
 
 

@@ -1,0 +1,145 @@
+"""Long texts are worked on beside the event loop, a bounded number of them; what ends the server does not wait for them."""
+
+import asyncio
+import threading
+
+import httpx
+import pytest
+from harness import LiveServer, make_client, make_runtime, running, until
+from test_errors import COMPLETIONS, check
+
+from penstock.config import ServerConfig
+from penstock.serve import off_loop
+from penstock.serve.off_loop import INLINE_MAX_SIZE, LARGE_SIZE, OffLoop
+from penstock.serve.openai.schemas import MAX_TEXT_CHARS
+from penstock.types.errors import Rejected, RejectReason
+
+TEXT = "a" * (LARGE_SIZE + 1)
+
+
+class Held:
+    """Work that ends when the test says so."""
+
+    def __init__(self):
+        self.num_begun = 0
+        self._may_end = threading.Event()
+
+    def __call__(self, *_args, **_kwargs):
+        self.num_begun += 1
+        assert self._may_end.wait(20)
+        return [70]
+
+    def release(self):
+        self._may_end.set()
+
+
+@pytest.fixture
+def held():
+    held = Held()
+    yield held
+    held.release()
+
+
+@pytest.fixture
+def pool():
+    pool = OffLoop()
+    yield pool
+    pool.close()
+
+
+async def begin(pool, sizes, work):
+    tasks = [asyncio.create_task(pool.run(size, work)) for size in sizes]
+    await asyncio.sleep(0)
+    return tasks
+
+
+async def test_more_than_the_bounds_is_refused_until_work_ends(pool, held, monkeypatch):
+    monkeypatch.setattr(off_loop, "MAX_JOBS", 3)
+    monkeypatch.setattr(off_loop, "MAX_SIZE_IN_FLIGHT", 10 * LARGE_SIZE)
+    large = await begin(pool, [20 * LARGE_SIZE], held)
+    with pytest.raises(Rejected) as refusal:
+        await pool.run(2 * LARGE_SIZE, held)
+    assert refusal.value.reason is RejectReason.QUEUE_FULL
+    assert refusal.value.retry_after_s
+    small = await begin(pool, [LARGE_SIZE] * 3, held)
+    with pytest.raises(Rejected):
+        await pool.run(LARGE_SIZE, held)
+    assert await pool.run(INLINE_MAX_SIZE, lambda: "at once") == "at once"
+    finishing = asyncio.create_task(pool.finish(LARGE_SIZE, lambda: "in the end"))
+    held.release()
+    await asyncio.gather(*large, *small)
+    assert await finishing == "in the end"
+    assert await pool.run(20 * LARGE_SIZE, lambda: "again") == "again"
+
+
+async def test_small_work_does_not_wait_for_large(pool, held):
+    tasks = await begin(pool, [LARGE_SIZE + 1] * 20, held)
+    async with asyncio.timeout(20):
+        assert await pool.run(LARGE_SIZE, lambda: "done") == "done"
+    held.release()
+    await asyncio.gather(*tasks)
+
+
+async def test_what_waits_when_it_closes_is_told(pool, held):
+    tasks = await begin(pool, [LARGE_SIZE] * 5, held)
+    await until(lambda: held.num_begun == 2)
+    pool.close()
+    held.release()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert results[:2] == [[70], [70]]
+    assert [error.reason for error in results[2:]] == [RejectReason.DRAINING] * 3
+    with pytest.raises(Rejected):
+        await pool.run(LARGE_SIZE, held)
+
+
+async def test_the_server_drains_and_tells_about_itself_while_texts_are_read(held, monkeypatch):
+    runtime = make_runtime()
+    monkeypatch.setattr(runtime.tokenizer, "encode", held)
+    with LiveServer(runtime, ServerConfig(port=0, shutdown_timeout_s=0.2)) as server:
+        async with httpx.AsyncClient(base_url=server.url, timeout=20) as client:
+            tasks = [asyncio.create_task(client.post("/tokenize", json={"prompt": TEXT})) for _ in range(20)]
+            await until(lambda: held.num_begun and runtime.off_loop._lines[1]._num_jobs == 20)
+            assert (await client.get("/metrics")).status_code == 200
+            assert runtime.engine.state == "ready"
+            server.server.request_shutdown()
+            await until(lambda: runtime.engine.state == "stopped" and sum(task.done() for task in tasks) == 19)
+            held.release()
+            answers = await asyncio.gather(*tasks)
+        assert sorted(answer.status_code for answer in answers) == [200] + [503] * 19
+        check(next(answer for answer in answers if answer.status_code == 503), 503, "unavailable")
+
+
+async def test_too_many_long_texts_are_a_429(held, monkeypatch):
+    monkeypatch.setattr(off_loop, "MAX_JOBS", 2)
+    with running() as server:
+        monkeypatch.setattr(server.runtime.tokenizer, "encode", held)
+        async with httpx.AsyncClient(base_url=server.url, timeout=20) as client:
+            tasks = [asyncio.create_task(client.post("/tokenize", json={"prompt": TEXT})) for _ in range(2)]
+            await until(lambda: held.num_begun and server.runtime.off_loop._lines[1]._num_jobs == 2)
+            for path in ("/tokenize", COMPLETIONS):
+                refused = await client.post(path, json={"prompt": TEXT})
+                check(refused, 429, "overloaded")
+                assert int(refused.headers["retry-after"]) >= 1
+            assert (await client.post(COMPLETIONS, json={"prompt": [70]})).status_code == 200
+            assert "penstock_requests_rejected_total" in (await client.get("/metrics")).text
+            held.release()
+            assert {answer.status_code for answer in await asyncio.gather(*tasks)} == {200}
+
+
+@pytest.mark.parametrize(("path", "fields"), [("/tokenize", {}), (COMPLETIONS, {"truncate_prompt_tokens": 5})])
+async def test_texts_have_a_limit(client, path, fields):
+    error = check(
+        await client.post(path, json={"prompt": "a" * (MAX_TEXT_CHARS + 1), **fields}), 400, "context_length_exceeded", "prompt"
+    )
+    assert str(MAX_TEXT_CHARS) in error["message"]
+    assert (await client.post(path, json={"prompt": "a" * MAX_TEXT_CHARS, **fields})).status_code == 200
+
+
+async def test_a_long_context_raises_the_limit_of_texts():
+    runtime = make_runtime(max_model_len=2 * MAX_TEXT_CHARS)
+    try:
+        async with make_client(runtime) as client:
+            answer = await client.post("/tokenize", json={"prompt": "a" * (MAX_TEXT_CHARS + 1)})
+            assert answer.json()["count"] == MAX_TEXT_CHARS + 1
+    finally:
+        runtime.close()
