@@ -417,6 +417,7 @@ def test_close_aborts_what_is_left_after_the_timeout(started):
     opener.join()
     end = rig.sink.end_of("a")
     assert (end.finish_reason, end.detail) == (FinishReason.ABORT, SHUTTING_DOWN)
+    assert end.reject_reason == RejectReason.DRAINING
     assert rig.executor.closes == 1
     assert rig.engine.state is EngineState.STOPPED
     assert not rig.engine.close(TIMEOUT_S)
@@ -508,6 +509,7 @@ def assert_failed(rig: Rig, *request_ids: str) -> None:
     for request_id in request_ids:
         end = rig.sink.end_of(request_id)
         assert (end.finish_reason, end.detail) == (FinishReason.ERROR, ENGINE_FAILED)
+        assert end.reject_reason == RejectReason.UNAVAILABLE
     assert rig.engine.state is EngineState.FAILED
     rig.engine.submit(make_request("later"))
     end = rig.sink.end_of("later")

@@ -311,6 +311,7 @@ async def test_passed_deadline_is_a_408():
             clock.advance(6_000_000)
             executor.allow()
             error = check(await ask, 408, "deadline_exceeded")
+            assert (await ask).headers["x-should-retry"] == "false"  # OpenAI's client repeats other 408s.
         executor.open()
     assert "5 ms after the request came (X-Deadline-Ms or --request-timeout)" in error["message"]
     assert "waited 0 ms for its turn and ran for 6 ms; tokens generated: 0." in error["message"]
@@ -374,6 +375,25 @@ async def test_failure_within_a_stream_is_an_error_event_after_all_text_and_the_
     assert orjson.loads(last)["error"]["code"] == "unavailable"
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_request_that_fails_alone_is_a_500_and_the_next_is_served(is_streamed, monkeypatch):
+    runtime = make_runtime()
+    try:
+        async with make_client(runtime) as client:
+            with monkeypatch.context() as broken:
+                broken.setattr(runtime.engine._output, "_make_detokenizer", lambda _skips: 1 / 0)
+                response = await client.post(
+                    COMPLETIONS, json={"prompt": [70], "stream": is_streamed}, headers={"X-Request-Id": "find-me"}
+                )
+            error = check(response, 500, "internal_error")
+            assert "find-me" in error["message"]
+            assert "retry-after" not in response.headers
+            assert (await client.get("/health")).status_code == 200
+            assert (await client.post(COMPLETIONS, json={"prompt": [70]})).status_code == 200
+    finally:
+        runtime.close()
+
+
 async def test_our_own_bug_is_a_500_with_the_request_id_and_no_stack(runtime, client, monkeypatch, caplog):
     def broken(*args, **kwargs):
         raise ZeroDivisionError("secret detail")
@@ -420,7 +440,7 @@ def test_every_reason_to_refuse_has_an_answer():
         chunk = OutputChunk(
             "r", "", (), (), 0, finish_reason=FinishReason.REJECTED, detail="because", reject_reason=reason.value
         )
-        error = from_finish(chunk)
+        error = from_finish(chunk, "id")
         assert error is not None
         assert 400 <= error.status_code < 600
 

@@ -112,6 +112,8 @@ class Engine:
         self._plan: StepPlan | None = None
         """The step in flight."""
         self._was_cut_short = False
+        self._cut_short_ids: frozenset[str] = frozenset()
+        """What `close` aborts; written before it does."""
         self._is_verified = True
         """The core has not worked since its last check."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -255,8 +257,15 @@ class Engine:
         ended = [chunk.request_id for chunk in chunks if chunk.finish_reason is not None]
         if ended:
             self._forget(ended)
+            if self._cut_short_ids:
+                self._tell_shutdown(chunks)
         if chunks:
             self._sink(chunks)
+
+    def _tell_shutdown(self, chunks: Iterable[OutputChunk]) -> None:
+        for chunk in chunks:
+            if chunk.finish_reason is FinishReason.ABORT and chunk.request_id in self._cut_short_ids:
+                chunk.reject_reason = chunk.reject_reason or RejectReason.DRAINING.value
 
     # The end.
 
@@ -271,6 +280,8 @@ class Engine:
         self._move_to(EngineState.FAILED)
         late = _added(self._inbox.close())
         chunks = [*self._fail_core(), *self._output.fail_all(ENGINE_FAILED, self._clock.now_ns())]
+        for chunk in chunks:
+            chunk.reject_reason = RejectReason.UNAVAILABLE.value  # Not this request's own fault.
         try:
             self._deliver(chunks)
             self._refuse(late)
@@ -288,6 +299,7 @@ class Engine:
         """Whether there was anything to abort."""
         with self._lock:
             request_ids = list(self._prompt_lens)
+        self._cut_short_ids |= frozenset(request_ids)
         for request_id in request_ids:
             self.abort(request_id, SHUTTING_DOWN)
         return bool(request_ids)

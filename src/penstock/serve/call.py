@@ -46,7 +46,7 @@ class CallTerms:
     def error_of(self, chunk: OutputChunk) -> ApiError | None:
         """The error that a finish chunk of this call tells about; None if the request ended by itself, or has not ended."""
         if self.deadline_ns is None or chunk.reject_reason != RejectReason.DEADLINE.value:
-            return from_finish(chunk)
+            return from_finish(chunk, self.request_id)
         timings = RequestTimings(
             arrival_ns=self.arrival_ns,
             first_scheduled_ns=chunk.first_scheduled_ns,

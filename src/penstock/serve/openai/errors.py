@@ -13,7 +13,6 @@ import orjson
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from penstock.engine.loop import SHUTTING_DOWN
 from penstock.engine.ports import OutputChunk
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.request import FinishReason
@@ -23,6 +22,9 @@ UNAVAILABLE_RETRY_AFTER_S = 5
 
 STATUS_CLIENT_CLOSED_REQUEST = 499
 """nginx's number for a request that the client took back; no client library repeats such a request by itself."""
+
+_NO_RETRY = {"x-should-retry": "false"}
+"""OpenAI's client repeats a 408 by itself, unless it is told not to: the time has passed, and would again."""
 
 _MAX_TOLD_CHARS = 200
 """What comes from the client (a parameter's name, a model's, an id) is told back no longer than this."""
@@ -124,7 +126,7 @@ def deadline_exceeded(allowed_ms: float, queue_ms: float, run_ms: float, num_tok
 
 
 def past_deadline(message: str) -> ApiError:
-    return ApiError(408, message, code="deadline_exceeded", error_type="timeout_error")
+    return ApiError(408, message, code="deadline_exceeded", error_type="timeout_error", headers=_NO_RETRY)
 
 
 def cancelled(message: str) -> ApiError:
@@ -163,16 +165,23 @@ def from_rejected(rejected: Rejected) -> ApiError:
             return unavailable(message, rejected.retry_after_s)
 
 
-def from_finish(chunk: OutputChunk) -> ApiError | None:
-    """The error that a finish chunk tells about; None if the request ended by itself, or has not ended."""
+def failed(detail: str, request_id: str) -> ApiError:
+    """500 of one request, by itself: the engine goes on, and the same request may well fail again."""
+    message = f"The request failed: {detail}. The server's log may say more under request id {request_id}."
+    return ApiError(500, message, code="internal_error", error_type="server_error")
+
+
+def from_finish(chunk: OutputChunk, request_id: str) -> ApiError | None:
+    """The error that a finish chunk tells about; None if the request ended by itself, or has not ended.
+
+    What ended with all others (the engine failed, the server stops) has a `reject_reason`.
+    """
     if chunk.finish_reason in (None, FinishReason.STOP, FinishReason.LENGTH):
         return None
     detail = chunk.detail or "the request ended early"
     if chunk.reject_reason:
         return from_rejected(Rejected(RejectReason(chunk.reject_reason), detail))
-    if chunk.finish_reason is FinishReason.ABORT and detail != SHUTTING_DOWN:
-        return cancelled(detail)
-    return unavailable(detail)
+    return cancelled(detail) if chunk.finish_reason is FinishReason.ABORT else failed(detail, request_id)
 
 
 def from_http_exception(error: HTTPException, method: str, path: str) -> ApiError:
