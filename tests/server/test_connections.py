@@ -1,12 +1,15 @@
 """Clients that leave, read slowly or come in crowds. Steps are counted: the executor runs one only when the test allows it."""
 
 import asyncio
+from dataclasses import replace
 
 import httpx
 import orjson
 import pytest
-from harness import GatedExecutor, running, until
+from harness import CAPACITY, GatedExecutor, running, until
 
+ONE_TOKEN = {"prompt": "hello", "max_tokens": 1}
+ONE_ROW = replace(CAPACITY, max_rows=1)
 LONG = {"prompt": "hello", "max_tokens": 1000, "temperature": 0}
 
 
@@ -80,7 +83,7 @@ async def test_a_slow_reader_blocks_nobody_and_gets_everything():
 
 
 async def test_an_overloaded_server_answers_429_with_the_time_to_wait():
-    executor = GatedExecutor()
+    executor = GatedExecutor(ONE_ROW)
     with running(executor, max_queue=2) as server:
         async with httpx.AsyncClient(base_url=server.url, timeout=20) as client:
             writers = [(await send(server, LONG))[1]]
@@ -102,9 +105,19 @@ async def test_an_overloaded_server_answers_429_with_the_time_to_wait():
             assert (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 200
 
 
+async def test_a_burst_on_an_idle_server_fills_its_rows_before_its_queue():
+    executor = GatedExecutor(replace(CAPACITY, max_rows=8))
+    with running(executor, max_queue=4) as server:
+        async with httpx.AsyncClient(base_url=server.url, timeout=20) as client:
+            asks = [asyncio.create_task(client.post("/v1/completions", json=ONE_TOKEN)) for _ in range(20)]
+            await until(lambda: sum(ask.done() for ask in asks) == 8)
+            executor.open()
+            assert sorted([(await ask).status_code for ask in asks]) == [200] * 12 + [429] * 8
+
+
 async def test_a_burst_cannot_overshoot_the_bound():
     """Long prompts are tokenised in threads: while that lasts they count as waiting."""
-    executor = GatedExecutor()
+    executor = GatedExecutor(ONE_ROW)
     with running(executor, max_queue=4) as server:
         async with httpx.AsyncClient(base_url=server.url, timeout=20, limits=httpx.Limits(max_connections=40)) as client:
             blocker = (await send(server, LONG))[1]

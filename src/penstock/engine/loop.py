@@ -69,6 +69,8 @@ class EngineLoad:
     """Without the null block: free + cached + held."""
     num_blocks_free: int
     num_blocks_cached: int
+    num_rows_free: int
+    """How many more may run at the same time, if there are blocks for them."""
 
 
 class Engine:
@@ -172,7 +174,7 @@ class Engine:
     def load(self) -> EngineLoad:
         """A cheap reading; its parts may be one turn apart."""
         num_running, kv = self._core.num_running, self._core.scheduler.kv
-        num_cached = kv.num_cached_blocks
+        num_cached, capacity = kv.num_cached_blocks, self._executor.capacity
         return EngineLoad(
             num_running=num_running,
             num_waiting=max(0, len(self._prompt_lens) - num_running),
@@ -180,6 +182,7 @@ class Engine:
             num_blocks_total=kv.num_total_blocks,
             num_blocks_free=kv.num_available_blocks - num_cached,
             num_blocks_cached=num_cached,
+            num_rows_free=max(0, min(capacity.max_rows, capacity.max_step_tokens) - num_running),
         )
 
     # For the engine thread, or for a driver that has no thread.

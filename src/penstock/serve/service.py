@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Self
 
 from penstock.config import ServerConfig
 from penstock.serve.bridge import Stream
@@ -53,9 +54,11 @@ class Service:
         """Hold places in the queue until the block ends, which must submit them or give up. Raises `Rejected`.
 
         A call joins if its first request may; the others come with it, so one call exceeds the bound by n - 1 at most.
+        What the next step can take does not count as waiting: a burst on an idle server fills its rows first.
         """
         runtime = self.runtime
-        num_waiting = runtime.engine.load().num_waiting + self._num_admitted
+        load = runtime.engine.load()
+        num_waiting = max(0, load.num_waiting + self._num_admitted - load.num_rows_free)
         refuses_with = runtime.engine.state.refuses_with
         rejected = runtime.admission.decide(num_waiting, runtime.clock.now_ns(), refuses_with=refuses_with)
         if rejected is not None:
@@ -106,7 +109,10 @@ class Service:
 
 
 class CallStream:
-    """The stream of one call, and which of its choices a chunk belongs to."""
+    """The stream of one call, and which of its choices a chunk belongs to.
+
+    As a context manager it closes the call if the block fails; else whoever sends the answer closes it.
+    """
 
     def __init__(self, service: Service, terms: CallTerms, flight: _Flight, stream: Stream) -> None:
         self._service = service
@@ -116,6 +122,13 @@ class CallStream:
         self.stream = stream
         self.index_of = {engine_id: index for index, engine_id in enumerate(flight.engine_ids)}
         """Engine's request id -> choice index."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, exc_type: type[BaseException] | None, *_rest: object) -> None:
+        if exc_type is not None:
+            self.close()
 
     def close(self) -> None:
         """Abort what has not finished and forget the call. Idempotent."""

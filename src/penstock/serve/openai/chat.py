@@ -20,6 +20,7 @@ from penstock.serve.openai.generation import (
     encode_prompt,
     event_head,
     finish_word,
+    first_seed,
     json_answer,
     make_choices,
     stop_reason,
@@ -49,16 +50,18 @@ class ChatEndpoint:
         terms = read_terms(http.scope, body, runtime, service.config.request_timeout_s)
         model_name = check_model(body.model, runtime.model)
         options = answer_options(body, terms, runtime, prefix="chatcmpl", model_name=model_name)
+        seed = first_seed(body, runtime)
         num_bytes = len(await http.body())
         base, messages = await runtime.off_loop.run(num_bytes, lambda: _read(body, runtime))
         with service.admit(body.num_choices):
             prompt = await runtime.off_loop.run(num_bytes, lambda: _tokenise(body, runtime, messages))
-            choices = make_choices(body, runtime, [prompt], base)
+            choices = make_choices(body, runtime.model, [prompt], base, seed)
             call = service.open(terms, choices)
-        usage = Usage(choices)
-        if body.stream:
-            return await stream_answer(http, call, ChatEvents(options, choices, usage, runtime.tokenizer))
-        records = await collect_answer(http, call, choices, usage)
+        with call:
+            usage = Usage(choices)
+            if body.stream:
+                return await stream_answer(http, call, ChatEvents(options, choices, usage, runtime.tokenizer))
+            records = await collect_answer(http, call, choices, usage)
         return await json_answer(
             runtime.off_loop, options, records, terms, lambda: _answer(options, records, usage, runtime.tokenizer)
         )

@@ -21,6 +21,7 @@ from penstock.serve.openai.generation import (
     encode_prompt,
     event_head,
     finish_word,
+    first_seed,
     fit_prompt,
     json_answer,
     make_choices,
@@ -51,18 +52,20 @@ class CompletionsEndpoint:
         model_name = check_model(body.model, runtime.model)
         options = answer_options(body, terms, runtime, prefix="cmpl", model_name=model_name)
         _check_combinations(body)
+        seed = first_seed(body, runtime)
         num_bytes = len(await http.body())
         base, inputs = await runtime.off_loop.run(num_bytes, lambda: _read(body, runtime))
         with service.admit(_num_choices(body, inputs)):
             prompts = await runtime.off_loop.run(num_bytes, lambda: [_tokenise(body, runtime, prompt) for prompt in inputs])
-            choices = make_choices(body, runtime, prompts, base)
+            choices = make_choices(body, runtime.model, prompts, base, seed)
+            echoes = _echoes(body, inputs, prompts, runtime.tokenizer)
             call = service.open(terms, choices)
-        echoes = _echoes(body, inputs, prompts, runtime.tokenizer)
-        usage = Usage(choices)
-        if body.stream:
-            return await stream_answer(http, call, CompletionEvents(options, choices, echoes, usage, runtime.tokenizer))
-        records = await collect_answer(http, call, choices, usage)
         tokenizer = runtime.tokenizer
+        with call:
+            usage = Usage(choices)
+            if body.stream:
+                return await stream_answer(http, call, CompletionEvents(options, choices, echoes, usage, tokenizer))
+            records = await collect_answer(http, call, choices, usage)
         return await json_answer(
             runtime.off_loop, options, records, terms, lambda: _answer(options, records, echoes, usage, tokenizer)
         )

@@ -30,7 +30,7 @@ from penstock.serve.openai.validation import (
     num_logprobs,
     requested_max_tokens,
 )
-from penstock.serve.runtime import Runtime
+from penstock.serve.runtime import ModelInfo, Runtime
 from penstock.serve.service import CallStream, Choice
 from penstock.types.request import FinishReason
 from penstock.types.sampling import MAX_LOGPROBS, SamplingParams
@@ -125,15 +125,22 @@ def fit_prompt(body: GenerationBody, runtime: Runtime, token_ids: Sequence[int],
     return PromptTokens(tuple(kept), param)
 
 
-def make_choices(body: GenerationBody, runtime: Runtime, prompts: Sequence[PromptTokens], base: SamplingParams) -> list[Choice]:
+def first_seed(body: GenerationBody, runtime: Runtime) -> int:
+    """The client's, or one that is drawn. Called before the call waits for anything: `--seed` counts calls as they come."""
+    return runtime.sources.draw_seed() if body.seed is None else body.seed
+
+
+def make_choices(
+    body: GenerationBody, model: ModelInfo, prompts: Sequence[PromptTokens], base: SamplingParams, seed: int
+) -> list[Choice]:
     """`n` choices of every prompt, in the order of the prompts. Raises 400 if one doesn't fit the context."""
     choices: list[Choice] = []
     for prompt_idx, prompt in enumerate(prompts):
-        max_tokens = fit_max_tokens(body, len(prompt.token_ids), runtime.model, prompt.param)
-        # Each prompt draws its own: equal prompts in one call would otherwise get equal answers.
-        seed = runtime.sources.draw_seed() if body.seed is None else body.seed
+        max_tokens = fit_max_tokens(body, len(prompt.token_ids), model, prompt.param)
+        # Equal prompts in one call get equal answers only if a seed was given.
+        prompt_seed = seed + len(choices) if body.seed is None else seed
         for nth in range(body.num_choices):
-            sampling = for_choice(base, max_tokens=max_tokens, seed=seed, choice=nth)
+            sampling = for_choice(base, max_tokens=max_tokens, seed=prompt_seed, choice=nth)
             choices.append(Choice(len(choices), prompt_idx, prompt.token_ids, sampling))
     return choices
 
@@ -146,7 +153,6 @@ async def stream_answer(http: HttpRequest, call: CallStream, writer: EventWriter
         _raise_if_over(call, first_chunks)
     except BaseException:
         watch.stop()
-        call.close()
         raise
     return SseResponse(call, watch, writer, first_chunks)
 

@@ -20,8 +20,8 @@ class RequestsEndpoint:
     async def cancel(self, request_id: str, http: HttpRequest) -> dict[str, Any]:
         """Cancel a running request, by its `X-Request-Id` or by the `id` of its answer."""
         owner = read_owner(http.scope)
-        cancelled = [self._service.cancel(candidate, owner) for candidate in _candidates(request_id)]
-        if not any(cancelled):
+        # In this order, and only one of them: what a client named cmpl-x must not take another call's x with it.
+        if not any(self._service.cancel(candidate, owner) for candidate in _candidates(request_id)):
             raise request_not_found(request_id)
         return {"id": request_id, "object": "request", "cancelled": True}
 
