@@ -137,3 +137,10 @@ async def test_streamed_logprobs_come_with_their_tokens(client):
 async def test_values_that_ask_for_nothing_are_accepted(client, field, value):
     answer = await ask(client, temperature=0, max_tokens=3, **{field: value})
     assert answer["choices"][0]["message"]["content"] == oracle(HI_PROMPT, max_tokens=3)
+
+
+async def test_a_stream_tells_the_prompts_tokens_once(client):
+    body = {"messages": HI, "max_tokens": 3, "return_token_ids": True, "n": 2}
+    whole = (await client.post(URL, json=body)).json()
+    sent, _ = events((await client.post(URL, json=body | {"stream": True})).text)
+    assert [event.get("prompt_token_ids") for event in sent] == [whole["prompt_token_ids"]] + [None] * (len(sent) - 1)

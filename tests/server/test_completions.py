@@ -279,3 +279,30 @@ async def test_long_prompts_are_tokenised_off_the_loop(client, monkeypatch):
     await ask(client, prompt="z")
     assert threads[0] is not threading.main_thread()
     assert threads[1] is threading.main_thread()
+
+
+async def test_a_stream_tells_the_prompts_tokens_once(client):
+    body = {"prompt": ["Hello", "you"], "max_tokens": 3, "return_token_ids": True, "stream": True, "temperature": 0}
+    sent, _ = events((await client.post(URL, json=body)).text)
+    for index, text in enumerate(body["prompt"]):
+        told = [e["choices"][0].get("prompt_token_ids") for e in sent if e["choices"][0]["index"] == index]
+        assert told == [TOKENIZER.encode(text, add_special_tokens=True)] + [None] * (len(told) - 1)
+
+
+@pytest.mark.parametrize("url", [URL, "/v1/chat/completions"])
+async def test_truncation_to_what_fits_leaves_room_for_the_default(client, url):
+    text = "y" * 5000
+    body = {"prompt": text} if url == URL else {"messages": [{"role": "user", "content": text}]}
+    response = await client.post(url, json=body | {"truncate_prompt_tokens": -1})
+    assert response.json()["usage"]["prompt_tokens"] == CAPACITY.max_model_len - 16
+    assert response.json()["usage"]["completion_tokens"] == 16
+
+
+async def test_cached_tokens_are_those_of_each_prompts_first_choice(client):
+    text = "one prompt of more than two blocks, for all"
+    for num_cached in (0, 32):
+        for n in (1, 4):
+            answer = await ask(client, prompt=text, n=n, max_tokens=1, cache_salt=f"salt {n}")
+            usage = answer["usage"]
+            assert usage["prompt_tokens_details"]["cached_tokens"] == num_cached
+            assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(text), n)

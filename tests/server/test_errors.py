@@ -102,6 +102,10 @@ BAD_COMPLETIONS = [
     ({"prompt": "a", "response_format": {"type": "json_object"}}, "response_format"),
     ({"prompt": "a", "structured_outputs": {"regex": "a+"}}, "structured_outputs"),
     ({"prompt": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    (
+        {"prompt": "a", "stream": True, "stream_options": {"continuous_usage_stats": True}},
+        "stream_options.continuous_usage_stats",
+    ),
     ({"prompt": "a", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
     ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
     ({"prompt": "a", "stream": True, "stream_options": {"nope": True}}, "stream_options.nope"),
@@ -468,3 +472,33 @@ async def test_tokens_that_only_the_tokenizer_has_are_refused():
             assert (await client.post(COMPLETIONS, json={"prompt": "a"})).status_code == 200
     finally:
         runtime.close()
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_a_fault_before_the_answer_begins_leaves_nothing_behind(runtime, client, monkeypatch, is_streamed, path):
+    module = "chat" if path == CHAT else "completions"
+    monkeypatch.setattr(f"penstock.serve.openai.{module}.Usage", lambda _choices: 1 / 0)
+    body = {"messages": HI} if path == CHAT else {"prompt": "a"}
+    response = await client.post(
+        path, json={**body, "stream": is_streamed, "max_tokens": 2000}, headers={"X-Request-Id": "mine"}
+    )
+    check(response, 500, "internal_error")
+    assert runtime.bridge.num_open_requests == 0
+    check(await client.delete("/v1/requests/mine"), 404, "request_not_found")
+
+
+async def test_cancelling_an_id_spares_the_one_that_it_is_an_answer_of():
+    executor = GatedExecutor()
+    with running(executor) as server:
+        async with httpx.AsyncClient(base_url=server.url, timeout=20) as client:
+            body = {"prompt": "a", "max_tokens": 3}
+            asks = [
+                asyncio.create_task(client.post(COMPLETIONS, json=body, headers={"X-Request-Id": name}))
+                for name in ("x", "cmpl-x", "y")
+            ]
+            await until(lambda: server.runtime.bridge.num_open_requests == 3)
+            for name in ("cmpl-x", "cmpl-y"):
+                assert (await client.delete(f"/v1/requests/{name}")).status_code == 200
+            executor.open()
+            assert [(await ask).status_code for ask in asks] == [200, 499, 499]

@@ -2,10 +2,11 @@
 
 import asyncio
 import threading
+from dataclasses import replace
 
 import httpx
 import pytest
-from harness import LiveServer, make_client, make_runtime, running, until
+from harness import LiveServer, fixed_sources, make_client, make_runtime, running, until
 from test_errors import COMPLETIONS, check
 
 from penstock.config import ServerConfig
@@ -143,3 +144,22 @@ async def test_a_long_context_raises_the_limit_of_texts():
             assert answer.json()["count"] == MAX_TEXT_CHARS + 1
     finally:
         runtime.close()
+
+
+async def test_seeds_are_drawn_in_the_order_in_which_calls_come(held, monkeypatch):
+    """Also if a later one is read sooner."""
+    seeds = iter([1, 2])
+    sources = replace(fixed_sources(), draw_seed=lambda: next(seeds))
+    short = {"prompt": [70], "max_tokens": 20, "temperature": 1}
+    with running(sources=sources) as server:
+        monkeypatch.setattr(server.runtime.tokenizer, "encode", held)
+        async with httpx.AsyncClient(base_url=server.url, timeout=20) as client:
+            late = asyncio.create_task(client.post(COMPLETIONS, json={**short, "prompt": "a" * 6000}))
+            await until(lambda: held.num_begun)
+            second = await client.post(COMPLETIONS, json=short)
+            held.release()
+            first = await late  # `held` says that its text is token 70, too.
+            for answer, seed in ((first, 1), (second, 2)):
+                again = await client.post(COMPLETIONS, json={**short, "seed": seed})
+                assert again.json()["choices"][0]["text"] == answer.json()["choices"][0]["text"]
+    assert first.json()["choices"] != second.json()["choices"]

@@ -72,6 +72,7 @@ class ChatEvents:
 
     def __init__(self, options: AnswerOptions, choices: Sequence[Choice], usage: Usage, tokenizer: Tokenizer) -> None:
         self._options = options
+        self._prompt_token_ids = choices[0].prompt_token_ids
         self._usage = usage
         self._tokenizer = tokenizer
         self._head = event_head(options, _CHUNK_KIND)
@@ -81,7 +82,12 @@ class ChatEvents:
         self._plain_suffix = b'},"logprobs":null,"finish_reason":null' + self._suffix
 
     def begin(self) -> bytes:
-        return b"".join([prefix + b'"role":"assistant","content":""' + self._plain_suffix for prefix in self._prefixes])
+        role = b'"role":"assistant","content":""' + self._plain_suffix
+        events = b"".join([prefix + role for prefix in self._prefixes])
+        if not self._options.has_token_ids:
+            return events
+        prompt = b',"prompt_token_ids":' + orjson.dumps(self._prompt_token_ids)
+        return self._head + prompt + events.removeprefix(self._head)
 
     def write(self, index: int, chunk: OutputChunk) -> bytes:
         self._usage.add(index, chunk)

@@ -86,6 +86,7 @@ class CompletionEvents:
         self._is_plain = not (options.has_logprobs or options.has_token_ids or options.has_continuous_usage)
         self._suffix = b"}]" + (b',"usage":null' if options.includes_usage else b"") + b"}\n\n"
         self._plain_suffix = b',"logprobs":null,"finish_reason":null' + self._suffix
+        self._has_begun = [False] * len(choices)
         self._logprobs = [_logprob_writer(options, tokenizer) for _ in choices] if options.has_logprobs else []
 
     def begin(self) -> bytes:
@@ -118,6 +119,9 @@ class CompletionEvents:
             fields["stop_reason"] = stop_reason(self._options, chunk)
         if self._options.has_token_ids:
             fields["token_ids"] = chunk.token_ids
+            if not self._has_begun[index]:
+                fields["prompt_token_ids"] = self._choices[index].prompt_token_ids
+        self._has_begun[index] = True
         return fields
 
     def _usage_suffix(self) -> bytes:

@@ -23,6 +23,7 @@ from penstock.serve.openai.schemas import GenerationBody
 from penstock.serve.openai.sse import EventWriter, SseResponse
 from penstock.serve.openai.usage import Usage
 from penstock.serve.openai.validation import (
+    DEFAULT_COMPLETION_TOKENS,
     check_encoded,
     check_text_size,
     fit_max_tokens,
@@ -85,16 +86,19 @@ class ChoiceRecord:
 
 
 def answer_options(body: GenerationBody, terms: CallTerms, runtime: Runtime, *, prefix: str, model_name: str) -> AnswerOptions:
-    """Raises 400 for stream options without a stream."""
+    """Raises 400 for stream options without a stream, or without each other."""
     if body.stream_options is not None and not body.stream:
         raise invalid("'stream_options' needs 'stream': true.", "stream_options")
     options = body.stream_options
+    if options is not None and options.continuous_usage_stats and not options.include_usage:
+        param = "stream_options.continuous_usage_stats"
+        raise invalid(f"'{param}' needs 'include_usage': true.", param)
     return AnswerOptions(
         answer_id=f"{prefix}-{terms.request_id}",
         model_name=model_name,
         created_unix_s=runtime.sources.unix_time_s(),
         includes_usage=bool(options and options.include_usage),
-        has_continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
+        has_continuous_usage=bool(options and options.continuous_usage_stats),
         has_logprobs=num_logprobs(body) is not None,
         has_token_ids=bool(body.return_token_ids),
         skips_special_tokens=body.skip_special_tokens is not False,
@@ -120,7 +124,7 @@ def encode_prompt(body: GenerationBody, runtime: Runtime, text: str, param: str,
 
 def fit_prompt(body: GenerationBody, runtime: Runtime, token_ids: Sequence[int], param: str) -> PromptTokens:
     """Truncate as the client asked."""
-    max_tokens = requested_max_tokens(body) or 1
+    max_tokens = requested_max_tokens(body) or DEFAULT_COMPLETION_TOKENS
     kept = truncate(token_ids, body.truncate_prompt_tokens, runtime.model.max_model_len, max_tokens)
     return PromptTokens(tuple(kept), param)
 

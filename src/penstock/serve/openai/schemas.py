@@ -154,7 +154,7 @@ class GenerationBody(Body):
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
-    """Keep only the last so many prompt tokens; -1: as many as fit beside `max_tokens`."""
+    """Keep only the last so many prompt tokens; -1: as many as fit beside `max_tokens`, or beside 16 if that is not said."""
 
     return_token_ids: bool | None = None
     priority: Annotated[int, Field(ge=INT32_MIN, le=INT32_MAX)] | None = None
