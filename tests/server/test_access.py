@@ -144,3 +144,43 @@ async def test_the_bodys_request_id_is_the_answers(client):
     response = await client.post(COMPLETIONS, json=ASK | {"request_id": "mine"})
     assert response.json()["id"] == "cmpl-mine"
     assert response.headers["x-request-id"] == "mine"
+
+
+async def test_two_keys_are_no_key(locked):
+    """Whoever passes the request on may look at the one, and we at the other."""
+    headers = [("Authorization", "Bearer key-one"), ("Authorization", "Bearer key-two")]
+    check(await locked.post(COMPLETIONS, json=ASK, headers=headers), 401, "invalid_api_key")
+    check(await locked.post(COMPLETIONS, json=ASK, headers=[headers[0]] * 2), 401, "invalid_api_key")
+
+
+CROSS = [
+    {"Sec-Fetch-Site": "cross-site"},
+    {"Sec-Fetch-Site": "same-site", "Origin": "http://toy:3000"},
+    {"Origin": "https://example.org"},
+    {"Origin": "http://toy:81"},
+    {"Origin": "null"},
+]
+OWN = [{}, {"Sec-Fetch-Site": "same-origin", "Origin": "http://toy"}, {"Sec-Fetch-Site": "none"}, {"Origin": "http://toy"}]
+
+
+async def post_typed(client, headers, content_type):
+    types = {"Content-Type": content_type} if content_type else {}
+    return await client.post(COMPLETIONS, content=b'{"prompt": "a", "max_tokens": 1}', headers={**headers, **types})
+
+
+@pytest.mark.parametrize("headers", CROSS)
+async def test_pages_of_other_sites_cannot_post_what_needs_no_preflight(client, headers):
+    for content_type in (None, "text/plain", "text/plain; application/json", "application/x-www-form-urlencoded"):
+        check(await post_typed(client, headers, content_type), 403, "cross_site_request")
+    assert (await post_typed(client, headers, "Application/JSON; charset=utf-8")).status_code == 200
+    assert (await client.get("/health", headers=headers)).status_code == 200
+
+
+@pytest.mark.parametrize("headers", OWN)
+async def test_others_may_leave_the_content_type_out(client, headers):
+    assert (await post_typed(client, headers, None)).status_code == 200
+
+
+async def test_with_keys_other_sites_have_none(locked):
+    assert (await post_typed(locked, CROSS[0] | BEARER, None)).status_code == 200
+    check(await post_typed(locked, CROSS[0], None), 401, "invalid_api_key")

@@ -18,6 +18,7 @@ from starlette.responses import Response
 import penstock
 from penstock.config import ServerConfig
 from penstock.serve.auth import AuthLayer, KeyRing, read_key_file
+from penstock.serve.cross_site import CrossSiteLayer
 from penstock.serve.limits import BodyLimitLayer
 from penstock.serve.off_loop import OffLoop
 from penstock.serve.openai.bodies import read_body, refuse_encoding
@@ -65,7 +66,7 @@ def _layers(runtime: Runtime, config: ServerConfig) -> list[Middleware]:
     keys = api_keys(config)
     return [
         Middleware(RequestIdLayer, new_request_id=runtime.sources.new_request_id),
-        *([Middleware(AuthLayer, keys=KeyRing(keys))] if keys else []),
+        Middleware(AuthLayer, keys=KeyRing(keys)) if keys else Middleware(CrossSiteLayer),
         Middleware(BodyLimitLayer, max_body_bytes=config.max_body_bytes),
     ]
 

@@ -75,6 +75,11 @@ def invalid_api_key(message: str) -> ApiError:
     return ApiError(401, message, code="invalid_api_key", error_type="authentication_error", headers=headers)
 
 
+def cross_site() -> ApiError:
+    message = "A page of another site sent this, and not as application/json: it is refused, as the server asks for no key."
+    return ApiError(403, message, code="cross_site_request", error_type="permission_error")
+
+
 def model_not_found(model: str, served: Sequence[str]) -> ApiError:
     names = ", ".join(repr(name) for name in served)
     message = f"The model {shorten(model)!r} is not served here. Served: {names}."
