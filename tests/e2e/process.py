@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from cli.test_serve import Served
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir
 
 TIMEOUT_S = 60.0
+MAX_GAP_S = 5.0
+"""Between two events of a stream that nothing should disturb: a hundred times what a busy machine needs."""
 MODEL = DEFAULT_MODEL
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -157,8 +160,14 @@ def undisturbed(server: RealServer, expected: Answer) -> Iterator[None]:
     """The block runs while a good stream is on its way, which must end as it does alone."""
     started = threading.Event()
     answers: list[Answer] = []
+    times_s: list[float] = []
+
+    def on_event() -> None:
+        times_s.append(time.monotonic())
+        started.set()
+
     thread = threading.Thread(
-        target=lambda: answers.append(stream(server.url, COMPLETIONS, GOOD, on_event=started.set)), daemon=True
+        target=lambda: answers.append(stream(server.url, COMPLETIONS, GOOD, on_event=on_event)), daemon=True
     )
     thread.start()
     assert started.wait(TIMEOUT_S)
@@ -169,4 +178,5 @@ def undisturbed(server: RealServer, expected: Answer) -> Iterator[None]:
         thread.join(TIMEOUT_S)
     assert answers, "the good stream failed"
     assert (answers[0].text, answers[0].finish_reason, answers[0].is_done) == (expected.text, "length", True)
+    assert max(later - earlier for earlier, later in pairwise(times_s)) < MAX_GAP_S
     assert server.process.poll() is None
