@@ -118,3 +118,23 @@ def test_chat_tokens_have_their_bytes():
 def test_impossible_tokens_have_a_finite_logprob():
     impossible = TokenLogprobs(5, float("-inf"), 1, ((5, float("-inf")),))
     assert chat_logprobs(TOKENIZER, [impossible])["content"][0]["logprob"] == -9999.0
+
+
+@pytest.mark.parametrize(
+    ("data", "offsets"),
+    [
+        ("€A".encode(), [0, 0, 0, 1]),
+        (b"\xe2A", [0, 1]),
+        (b"\xe2\x82A", [0, 0, 1]),
+        (b"\xe2\xe2\x82\xacA", [0, 1, 1, 1, 2]),
+        (b"\xe0\x80A", [0, 1, 2]),
+        (b"\xffA", [0, 1]),
+        (b"\xe2\xffA", [0, 1, 2]),
+        ("\ufffdA".encode(), [0, 0, 0, 1]),
+    ],
+)
+def test_offsets_follow_the_text_where_it_is_no_utf8(data, offsets):
+    ids_by_byte = {TOKENIZER.token_bytes(token_id): token_id for token_id in range(3, VOCAB_SIZE)}
+    entries = [TokenLogprobs(ids_by_byte[bytes([byte])], 0.0, 0, ()) for byte in data]
+    writer = CompletionLogprobs(TOKENIZER, skips_special_tokens=True, text_offset=0)
+    assert [offset for entry in entries for offset in writer.write([entry])["text_offset"]] == offsets

@@ -1,6 +1,5 @@
 """Pages of other sites, shown by a browser on this machine, can't use a server that asks for no key. A layer of the app.
 
-
 A browser sends a form, or text, to any address without asking first, localhost included; JSON that is called so only after
 a CORS preflight, which this server does not answer. So a POST that a page of another origin sent must say that it is JSON.
 """

@@ -28,8 +28,7 @@ class CompletionLogprobs:
     def write(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
         offsets: list[int] = []
         for entry in entries:
-            offsets.append(self._offset)
-            self._advance(entry.token_id)
+            offsets.append(self._advance(entry.token_id))
         return {
             "text_offset": offsets,
             "token_logprobs": [_finite(entry.logprob) for entry in entries],
@@ -37,9 +36,21 @@ class CompletionLogprobs:
             "top_logprobs": [self._top(entry) for entry in entries],
         }
 
-    def _advance(self, token_id: int) -> None:
-        if not (self._skips_special_tokens and self._tokenizer.is_special(token_id)):
-            self._offset += len(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
+    def _advance(self, token_id: int) -> int:
+        """Where this token begins."""
+        begin = self._offset
+        if self._skips_special_tokens and self._tokenizer.is_special(token_id):
+            return begin
+        data = self._tokenizer.token_bytes(token_id)
+        was_within = self._is_within_character()
+        first = self._decoder.decode(data[:1])
+        if was_within and first[:1] == "\ufffd" and (len(first) > 1 or self._is_within_character()):
+            begin += 1  # The character before was never completed.
+        self._offset += len(first) + len(self._decoder.decode(data[1:]))
+        return begin
+
+    def _is_within_character(self) -> bool:
+        return bool(self._decoder.getstate()[0])
 
     def _top(self, entry: TokenLogprobs) -> dict[str, float]:
         # The sampled token is always there, so k alternatives may make k + 1 entries.
