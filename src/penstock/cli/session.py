@@ -93,6 +93,12 @@ class Session:
 
     def _request(self, token_ids: list[int]) -> Request:
         model, choices = self._runtime.model, self._choices
+        unknown = next((token_id for token_id in token_ids if token_id >= model.vocab_size), None)
+        if unknown is not None:
+            raise PenstockError(
+                f"The prompt contains {self._runtime.tokenizer.token_text(unknown)!r}, which the model does not have.",
+                remedy="Leave it out: only the tokenizer knows it.",
+            )
         room = model.max_model_len - len(token_ids)
         if room < 1:
             raise PenstockError(

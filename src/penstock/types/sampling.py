@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MIN_TEMPERATURE = 1e-4
-"""The lowest temperature but 0: below it, dividing by it would say no more than greedy does."""
+"""The lowest temperature but 0 (greedy): below it, divided logits leave the range in which they can be told apart."""
 
 MAX_LOGPROBS = 20
 """The largest number of alternatives that a request may ask for (OpenAI's limit)."""

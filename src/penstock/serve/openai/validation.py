@@ -13,10 +13,7 @@ from penstock.serve.openai.errors import ApiError, invalid, model_not_found, sho
 from penstock.serve.openai.schemas import MAX_TEXT_CHARS, ChatCompletionBody, CompletionBody, GenerationBody
 from penstock.serve.runtime import ModelInfo, SamplingDefaults
 from penstock.text.tokenizer import Tokenizer
-from penstock.types.sampling import SamplingParams
-
-MIN_TEMPERATURE = 1e-4
-"""Below this, logits divided by the temperature leave the range in which they can be told apart; 0 is greedy."""
+from penstock.types.sampling import MIN_TEMPERATURE, SamplingParams
 
 MAX_BIAS = 100
 
