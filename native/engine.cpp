@@ -24,7 +24,7 @@ void check_shape(const EngineShape& s) {
 }  // namespace
 
 Engine::Engine(const EngineShape& shape, int num_threads, const std::string& variant)
-    : shape_(shape), kernels_(choose_variant(variant)), team_(std::max(1, num_threads)), max_logits_(shape.max_rows) {
+    : shape_(shape), kernels_(choose_variant(variant)), team_(std::max(1, num_threads)) {
     check_shape(shape);
     kv_bytes_ = int64_t{2} * sizeof(uint16_t) * shape.num_layers * shape.num_blocks * shape.block_size * shape.num_kv_heads *
                 shape.head_dim;

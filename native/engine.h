@@ -156,7 +156,7 @@ class Engine final : private Work {
     };
 
     KvLayer layer(int index) const;
-    int64_t rows_of(bool per_sample) const { return per_sample ? max_logits_ : shape_.max_step_tokens; }
+    int64_t rows_of(bool per_sample) const { return per_sample ? shape_.max_rows : shape_.max_step_tokens; }
     int domain_size(Domain domain) const { return domain == Domain::kTokens ? input_.num_tokens : input_.num_logits; }
     void plan_attention();
     StagePlan plan_stage(const Instruction& instruction) const;
@@ -173,7 +173,6 @@ class Engine final : private Work {
     EngineShape shape_;
     const KernelTable& kernels_;
     Team team_;
-    int64_t max_logits_;
     int64_t weight_bytes_ = 0, kv_bytes_ = 0;
     Memory kv_;
     std::vector<PackedStorage> matrices_;

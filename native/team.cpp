@@ -20,8 +20,8 @@ void relax() {
 #endif
 }
 
-constexpr int kSpinsBeforeYield = 2000;  // longer than most tasks: the one that is waited for runs on another core
-constexpr int kSpinsBeforeSleep = 4000;  // longer than the gap between two steps of a busy engine
+constexpr int kSpinsBeforeYield = 2000;  // while a task runs elsewhere; after that its thread may need this core to end it
+constexpr int kSpinsBeforeSleep = 4000;  // so that the short gap between two steps of a busy engine costs no wake-up
 
 constexpr uint32_t kMaxTasks = 0xFFFF;
 
