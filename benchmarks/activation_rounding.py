@@ -4,7 +4,7 @@ Runs the reference backend, float32 throughout, with the rounding put in front o
 compares with the same run without rounding. This is what chose the native backend's activations
 (docs/decisions/int8-activations.md).
 
-    python benchmarks/activation_rounding.py --text tests/golden/sonnet_excerpt.txt --tokens 256
+    python benchmarks/activation_rounding.py --text tests/golden/sonnet_excerpt.txt --tokens 900
 
 The last line printed is one JSON object.
 """
