@@ -92,6 +92,21 @@ def test_weights_are_unpermuted_and_close_to_the_originals(tmp_path, matrix_type
         assert error <= tolerance * np.abs(wanted).max(), name
 
 
+def test_qwen_rows_are_not_permuted_and_its_document_end_ends_a_reply(tmp_path):
+    model = TinyLlama(architecture="qwen2", has_qkv_bias=True)
+    path = write_gguf(tmp_path / "m.gguf", model, matrix_type="F32", extra={"tokenizer.ggml.pre": "qwen2"})
+    loaded = load_gguf(path)
+    stored = model.weights()
+    assert loaded.spec.architecture == "qwen2"
+    assert loaded.eos_token_ids == (2, 0)
+    for kind in "qkv":
+        wanted = stored[f"model.layers.1.self_attn.{kind}_proj.weight"]
+        assert np.abs(loaded.weights[f"layers.1.{kind}"].dequantize() - wanted).max() < 2**-8
+        assert np.array_equal(
+            loaded.weights[f"layers.1.{kind}_bias"].data[0], stored[f"model.layers.1.self_attn.{kind}_proj.bias"]
+        )
+
+
 def test_kept_formats_stay_mapped_and_q_rows_move_as_bytes(tmp_path):
     path = write_gguf(tmp_path / "m.gguf", TINY, matrix_type="Q4_1")
     model, file = load_gguf(path), open_gguf(path)

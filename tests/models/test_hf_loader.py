@@ -125,6 +125,22 @@ def test_mistral_within_its_window(tmp_path):
     assert load_hf_directory(write_hf(tmp_path / "whole", TINY, extra=extra)).spec.max_model_len == 256
 
 
+QWEN = TinyLlama(architecture="qwen2", has_qkv_bias=True)
+
+
+@pytest.mark.parametrize(
+    ("extra", "max_model_len"),
+    [
+        ({"sliding_window": 64}, 256),
+        ({"sliding_window": 64, "use_sliding_window": False}, 256),
+        ({"sliding_window": 64, "use_sliding_window": True}, 64),
+    ],
+)
+def test_qwen_has_biases_and_uses_its_window_only_if_told(tmp_path, extra, max_model_len):
+    spec = load_hf_directory(write_hf(tmp_path, QWEN, extra=extra)).spec
+    assert (spec.architecture, spec.has_qkv_bias, spec.max_model_len) == ("qwen2", True, max_model_len)
+
+
 @pytest.mark.parametrize(("tied", "is_tied"), [(True, True), (None, True), (False, False)])
 def test_tied_output(tmp_path, tied, is_tied):
     model = load_hf_directory(write_hf(tmp_path, TinyLlama(is_tied=is_tied), extra={"tie_word_embeddings": tied}))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from .golden import GOLDEN_DIR, FloatArray
 from .reference_model import GgufReference, TorchExecutor
@@ -28,7 +28,7 @@ def tiny_logits(case: TinyCase, directory: Path) -> FloatArray:
     if case.gguf_type:
         model = GgufReference(path).model()
     else:
-        model = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     with bf16_cache(model):
         return TorchExecutor(model).forward_logits(case_token_ids(case))
 

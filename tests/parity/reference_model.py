@@ -1,4 +1,4 @@
-"""Owns the yardstick: transformers' own Llama over the exact values of a GGUF file's weights, for the parity scripts.
+"""Owns the yardstick: transformers' own Llama or Qwen 2 over the exact values of a GGUF file's weights, for the parity scripts.
 
 Called by `make_golden.py` and `full.py`, which have torch; never imported by tests that run without it. It shares no
 code with the package under test: the file is read through the `gguf` package and the tokenizer is built here again.
@@ -15,8 +15,8 @@ import torch
 from gguf import GGUFReader
 from gguf.quants import dequantize
 from numpy.typing import NDArray
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 _TENSOR_NAMES = {
     "attn_norm": "input_layernorm",
@@ -34,39 +34,44 @@ _CONTROL, _USER_DEFINED = 3, 4
 """Token types of the GGUF specification."""
 
 
+_MODELS = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM)}
+_QWEN2_PARTS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+"""From the tokenizer.json of Qwen2.5."""
+
+
 class GgufReference:
-    """A llama-type GGUF file as transformers sees it. Raises ValueError for any other architecture."""
+    """A GGUF file of the types llama and qwen2 as transformers sees it. Raises ValueError for any other architecture."""
 
     def __init__(self, path: Path) -> None:
         self._reader = GGUFReader(path)
-        architecture = self._field("general.architecture")
-        if architecture != "llama":
-            raise ValueError(f"{path}: the reference is written for llama-type files, not {architecture!r}")
+        self.architecture = self._field("general.architecture")
+        if self.architecture not in _MODELS:
+            raise ValueError(f"{path}: the reference is written for {', '.join(_MODELS)}, not {self.architecture!r}")
 
-    def config(self) -> LlamaConfig:
-        num_heads = self._field("llama.attention.head_count")
-        hidden_size = self._field("llama.embedding_length")
-        return LlamaConfig(
+    def config(self) -> LlamaConfig | Qwen2Config:
+        num_heads = self._number("attention.head_count")
+        hidden_size = self._number("embedding_length")
+        return _MODELS[self.architecture][0](
             vocab_size=len(self._reader.fields["tokenizer.ggml.tokens"].data),
             hidden_size=hidden_size,
-            intermediate_size=self._field("llama.feed_forward_length"),
-            num_hidden_layers=self._field("llama.block_count"),
+            intermediate_size=self._number("feed_forward_length"),
+            num_hidden_layers=self._number("block_count"),
             num_attention_heads=num_heads,
-            num_key_value_heads=self._field("llama.attention.head_count_kv"),
-            head_dim=self._field("llama.rope.dimension_count"),
-            max_position_embeddings=self._field("llama.context_length"),
-            rms_norm_eps=self._field("llama.attention.layer_norm_rms_epsilon"),
-            rope_parameters={"rope_type": "default", "rope_theta": self._field("llama.rope.freq_base")},
+            num_key_value_heads=self._number("attention.head_count_kv"),
+            head_dim=self._number("rope.dimension_count", hidden_size // num_heads),
+            max_position_embeddings=self._number("context_length"),
+            rms_norm_eps=self._number("attention.layer_norm_rms_epsilon"),
+            rope_parameters={"rope_type": "default", "rope_theta": self._number("rope.freq_base")},
             tie_word_embeddings=not any(t.name == "output.weight" for t in self._reader.tensors),
             bos_token_id=self._field("tokenizer.ggml.bos_token_id"),
             eos_token_id=self._field("tokenizer.ggml.eos_token_id"),
             attn_implementation="sdpa",
         )
 
-    def model(self, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+    def model(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
         """The model in eval mode. In bfloat16 every weight is the nearest bfloat16 to its exact value."""
         config = self.config()
-        model = LlamaForCausalLM(config).eval()
+        model = _MODELS[self.architecture][1](config).eval()
         state = dict(self._state(config))
         if config.tie_word_embeddings:
             state["lm_head.weight"] = state["model.embed_tokens.weight"]
@@ -76,14 +81,18 @@ class GgufReference:
     def tokenizer(self) -> Tokenizer:
         """The byte-level BPE of the file. Raises ValueError for another kind of vocabulary."""
         kind = (self._field("tokenizer.ggml.model"), self._field("tokenizer.ggml.pre"))
-        if kind != ("gpt2", "smollm"):
-            raise ValueError(f"the reference tokenizer is written for ('gpt2', 'smollm'), not {kind}")
+        if kind not in {("gpt2", "smollm"), ("gpt2", "qwen2")}:
+            raise ValueError(f"the reference tokenizer is written for ('gpt2', 'smollm' or 'qwen2'), not {kind}")
         tokens = self._field("tokenizer.ggml.tokens")
         merges = [tuple(merge.split(" ")) for merge in self._field("tokenizer.ggml.merges")]
         tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
-        )
+        if kind[1] == "qwen2":
+            cut = pre_tokenizers.Split(Regex(_QWEN2_PARTS), "isolated")
+            tokenizer.normalizer = normalizers.NFC()
+        else:
+            cut = pre_tokenizers.Digits(individual_digits=True)
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind[1] != "qwen2")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([cut, byte_level])
         tokenizer.decoder = decoders.ByteLevel()
         types = self._field("tokenizer.ggml.token_type")
         added = [AddedToken(t, special=True, normalized=False) for t, k in zip(tokens, types, strict=True) if k == _CONTROL]
@@ -101,21 +110,26 @@ class GgufReference:
     def eos_token_id(self) -> int:
         return int(self._field("tokenizer.ggml.eos_token_id"))
 
+    def _number(self, key: str, default: Any = None) -> Any:
+        """A value of the architecture's own; `default` if the file does not say and there is one."""
+        field = self._reader.fields.get(f"{self.architecture}.{key}")
+        return default if field is None and default is not None else self._field(f"{self.architecture}.{key}")
+
     def _field(self, key: str) -> Any:
         return self._reader.fields[key].contents()
 
-    def _state(self, config: LlamaConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    def _state(self, config: LlamaConfig | Qwen2Config) -> Iterator[tuple[str, torch.Tensor]]:
         num_heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
         for tensor in self._reader.tensors:
             values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32).reshape(tuple(reversed(tensor.shape)))
-            stem = tensor.name.removesuffix(".weight")
+            stem, _, kind = tensor.name.rpartition(".")
             if stem in _TOP_NAMES:
                 yield _TOP_NAMES[stem], torch.from_numpy(values)
                 continue
             _, layer, part = stem.split(".")
-            if part in num_heads:
+            if part in num_heads and self.architecture == "llama":
                 values = half_split_rows(values, num_heads[part])
-            yield f"model.layers.{layer}.{_TENSOR_NAMES[part]}.weight", torch.from_numpy(values)
+            yield f"model.layers.{layer}.{_TENSOR_NAMES[part]}.{kind}", torch.from_numpy(values)
 
 
 def half_split_rows(values: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:
@@ -131,7 +145,7 @@ def half_split_rows(values: NDArray[np.float32], num_heads: int) -> NDArray[np.f
 class TorchExecutor:
     """`forward_logits` over a transformers model, so that the comparison can run on the reference itself."""
 
-    def __init__(self, model: LlamaForCausalLM) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
 
     @torch.inference_mode()

@@ -31,11 +31,12 @@ class PortableTinyLlama(TinyLlama):
 
 
 def _uniform(key: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
-    """Matrices with a variance of 1 / inputs, norms in [0.5, 1.5)."""
+    """Matrices with a variance of 1 / inputs, norms in [0.5, 1.5), biases in [-0.5, 0.5)."""
     seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=16).digest(), "little")
     raw = np.random.Philox(key=seed).random_raw(math.prod(shape))
     values = (raw >> np.uint64(40)).astype(np.float64) / 2.0**24 - 0.5
-    scaled = 1.0 + values if len(shape) == 1 else values * math.sqrt(12 / shape[-1])
+    centre = 0.0 if len(shape) > 1 or key.endswith(".bias") else 1.0
+    scaled = centre + values * (math.sqrt(12 / shape[-1]) if len(shape) > 1 else 1.0)
     bits = scaled.astype(np.float32).view(np.uint32) & np.uint32(0xFFFF0000)
     return bits.view(np.float32).reshape(shape)
 
@@ -80,6 +81,17 @@ CASES: Mapping[str, TinyCase] = MappingProxyType(
         "gguf_q4_1": TinyCase(model=PortableTinyLlama(hidden_size=96, num_heads=6, num_kv_heads=3, seed=5), gguf_type="Q4_1"),
         "gguf_q4_0_untied": TinyCase(model=PortableTinyLlama(is_tied=False, seed=6), gguf_type="Q4_0"),
         "gguf_q8_0": TinyCase(model=PortableTinyLlama(head_dim=32, seed=7), gguf_type="Q8_0"),
+        "qwen2_untied_bf16": TinyCase(
+            model=PortableTinyLlama(
+                architecture="qwen2", has_qkv_bias=True, num_kv_heads=1, rope_theta=1e6, is_tied=False, norm_eps=1e-6, seed=8
+            ),
+        ),
+        "qwen2_gguf_q8_0": TinyCase(
+            model=PortableTinyLlama(
+                architecture="qwen2", has_qkv_bias=True, hidden_size=96, num_heads=6, rope_theta=1e6, seed=9
+            ),
+            gguf_type="Q8_0",
+        ),
     }
 )
 

@@ -20,8 +20,10 @@ from penstock.models.weights import LoadedModel
 from penstock.types.errors import ModelError
 from penstock.types.model_spec import ModelSpec
 
-ARCHITECTURES = ("llama",)
-"""Values of `general.architecture` that this loader understands; all have q and k rows in the interleaved rope layout."""
+ARCHITECTURES = ("llama", "qwen2")
+"""Values of `general.architecture` that this loader understands."""
+_INTERLEAVED = frozenset({"llama"})
+"""Those whose q and k rows the converter has put into the interleaved rope layout; the others are half-split already."""
 
 _TOP: Mapping[str, str] = {"token_embd.weight": "embed", "output_norm.weight": "norm", "output.weight": "output"}
 _LAYER: Mapping[str, str] = {
@@ -96,6 +98,8 @@ def _canonical(name: str) -> str:
 
 def _rope_heads(name: str, spec: ModelSpec) -> int:
     """Heads of a weight whose rows the converter has permuted; 0 for the others."""
+    if spec.architecture not in _INTERLEAVED:
+        return 0
     kind = name.rpartition(".")[2]
     return {"q": spec.num_heads, "q_bias": spec.num_heads, "k": spec.num_kv_heads, "k_bias": spec.num_kv_heads}.get(kind, 0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TypeVar
 
 from penstock.models.checks import check_token_ids
@@ -15,6 +16,8 @@ _PRE_WITH_BOS = frozenset({"llama-bpe", "llama3", "llama-v3", "tekken"})
 """Pre-tokenisers whose models begin a text with the bos token, if the file does not say."""
 _END_OF_TURN = frozenset({"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>"})
 """Control tokens that end a reply. Older files of chat models name only the end of a document as their `eos`."""
+_END_OF_DOCUMENT: Mapping[str, str] = {"qwen2": "<|endoftext|>"}
+"""By pre-tokeniser, a control token that ends a reply as well: Qwen's generation_config.json has it beside `<|im_end|>`."""
 
 
 def read_vocab(file: GgufFile, vocab_size: int) -> GgufVocab:
@@ -49,10 +52,9 @@ def read_eos_ids(file: GgufFile, vocab: GgufVocab) -> tuple[int, ...]:
     """Tokens that end a reply: the file's `eos`, `eot` and `eom`, then control tokens that are known to end a turn."""
     named = {key: file.get(f"tokenizer.ggml.{key}_token_id", int) for key in ("eos", "eot", "eom")}
     check_token_ids(named, len(vocab.tokens), file.path)
+    ends = _END_OF_TURN | {_END_OF_DOCUMENT.get(vocab.pre, "")}
     by_text = [
-        token_id
-        for token_id, text in enumerate(vocab.tokens)
-        if text in _END_OF_TURN and vocab.token_types[token_id] == _CONTROL
+        token_id for token_id, text in enumerate(vocab.tokens) if text in ends and vocab.token_types[token_id] == _CONTROL
     ]
     found = [token_id for token_id in named.values() if token_id is not None]
     return tuple(dict.fromkeys(found + by_text))

@@ -17,7 +17,11 @@ from penstock.models import checks, rope
 from penstock.types.errors import ModelError
 from penstock.types.model_spec import ModelSpec
 
-ARCHITECTURES: Mapping[str, str] = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral"}
+ARCHITECTURES: Mapping[str, str] = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+}
 """From `architectures` in config.json to our name."""
 
 T = TypeVar("T")
@@ -131,7 +135,7 @@ def _refuse_unsupported(config: JsonFile) -> None:
 
 
 def _read_sizes(config: JsonFile) -> dict[str, int]:
-    """Fields of `ModelSpec`. A Mistral's window limits the context: within it, the window makes no difference."""
+    """Fields of `ModelSpec`. A sliding window limits the context: within it, the window makes no difference."""
     hidden_size = config.require("hidden_size", int)
     num_heads = config.require("num_attention_heads", int)
     context = config.require("max_position_embeddings", int)
@@ -143,8 +147,16 @@ def _read_sizes(config: JsonFile) -> dict[str, int]:
         "num_kv_heads": config.get("num_key_value_heads", int) or num_heads,
         "head_dim": config.get("head_dim", int) or (hidden_size // num_heads if num_heads else 0),
         "intermediate_size": config.require("intermediate_size", int),
-        "max_model_len": min(context, config.get("sliding_window", int) or context),
+        "max_model_len": min(context, _sliding_window(config) or context),
     }
+
+
+def _sliding_window(config: JsonFile) -> int:
+    """Positions that a layer sees; 0 is all. Qwen 2 names a window that it does not use unless told."""
+    is_used = config.get("use_sliding_window", bool)
+    if is_used is None:
+        is_used = _architecture(config) != "qwen2"
+    return (config.get("sliding_window", int) or 0) if is_used else 0
 
 
 def _read_rope(config: JsonFile, head_dim: int) -> tuple[float, ...]:

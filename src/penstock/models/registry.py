@@ -16,6 +16,8 @@ DESCRIPTIONS: Mapping[str, str] = MappingProxyType(
         "llama": "penstock.models.llama:describe",
         # Without its sliding window, Mistral is Llama; loaders limit `max_model_len` to the window.
         "mistral": "penstock.models.llama:describe",
+        # Qwen 2 and 2.5 are Llama with biases on q, k and v, which a spec knows from the weights.
+        "qwen2": "penstock.models.llama:describe",
     }
 )
 

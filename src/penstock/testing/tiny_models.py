@@ -1,4 +1,4 @@
-"""Tiny random Llamas as GGUF files or Hugging Face directories, for tests. Writes the formats; loads and runs nothing."""
+"""Tiny random Llamas and Qwens as GGUF files or Hugging Face directories, for tests. Writes the formats; loads nothing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,8 @@ class TinyLlama:
     The vocabulary has 264 tokens: `SPECIAL_TOKENS`, the 256 bytes, and five merges. `vocab_size` may be larger.
     """
 
+    architecture: Literal["llama", "qwen2"] = "llama"
+    """In files of `qwen2`, q and k are not permuted."""
     vocab_size: int = 264
     hidden_size: int = 64
     num_layers: int = 2
@@ -110,7 +112,7 @@ def write_gguf(
     from gguf import GGMLQuantizationType, GGUFWriter
     from gguf.quants import quantize
 
-    writer = GGUFWriter(path, "llama")
+    writer = GGUFWriter(path, model.architecture)
     for key, value in (_gguf_metadata(model) | dict(extra or {})).items():
         getattr(writer, _ADD[type(value)])(key, value)
     writer.add_token_list(vocabulary())
@@ -130,20 +132,21 @@ def write_gguf(
 
 
 def _gguf_metadata(model: TinyLlama) -> dict[str, str | int | float | bool]:
+    key = model.architecture
     metadata: dict[str, str | int | float | bool] = {
         "general.name": "Tiny random Llama",
-        "llama.block_count": model.num_layers,
-        "llama.context_length": model.max_model_len,
-        "llama.embedding_length": model.hidden_size,
-        "llama.feed_forward_length": model.intermediate_size,
-        "llama.attention.head_count": model.num_heads,
-        "llama.attention.head_count_kv": model.num_kv_heads,
-        "llama.attention.key_length": model.head_dim,
-        "llama.attention.value_length": model.head_dim,
-        "llama.attention.layer_norm_rms_epsilon": model.norm_eps,
-        "llama.rope.dimension_count": model.head_dim,
-        "llama.rope.freq_base": model.rope_theta,
-        "llama.vocab_size": model.vocab_size,
+        f"{key}.block_count": model.num_layers,
+        f"{key}.context_length": model.max_model_len,
+        f"{key}.embedding_length": model.hidden_size,
+        f"{key}.feed_forward_length": model.intermediate_size,
+        f"{key}.attention.head_count": model.num_heads,
+        f"{key}.attention.head_count_kv": model.num_kv_heads,
+        f"{key}.attention.key_length": model.head_dim,
+        f"{key}.attention.value_length": model.head_dim,
+        f"{key}.attention.layer_norm_rms_epsilon": model.norm_eps,
+        f"{key}.rope.dimension_count": model.head_dim,
+        f"{key}.rope.freq_base": model.rope_theta,
+        f"{key}.vocab_size": model.vocab_size,
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "gpt-2",
         "tokenizer.ggml.bos_token_id": 1,
@@ -153,7 +156,7 @@ def _gguf_metadata(model: TinyLlama) -> dict[str, str | int | float | bool]:
         "tokenizer.chat_template": CHAT_TEMPLATE,
     }
     if model.rope_scaling == "linear":
-        metadata |= {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+        metadata |= {f"{key}.rope.scaling.type": "linear", f"{key}.rope.scaling.factor": 4.0}
     return metadata
 
 
@@ -178,7 +181,7 @@ def _gguf_tensors(model: TinyLlama) -> dict[str, FloatArray]:
     for name, values in model.weights().items():
         stem, _, suffix = name.rpartition(".")
         layer, _, part = stem.removeprefix("model.layers.").partition(".") if ".layers." in stem else ("", "", stem)
-        if part in ("self_attn.q_proj", "self_attn.k_proj"):
+        if model.architecture == "llama" and part in ("self_attn.q_proj", "self_attn.k_proj"):
             values = _interleave(values, model.num_heads if part == "self_attn.q_proj" else model.num_kv_heads)
         tensors[f"{f'blk.{layer}.' if layer else ''}{_GGUF_NAMES[part]}.{suffix}"] = values
     if model.rope_scaling == "llama3":
@@ -258,8 +261,8 @@ def _hf_config(model: TinyLlama) -> dict[str, Any]:
     if model.rope_scaling == "llama3":
         scaling |= {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM" if model.architecture == "llama" else "Qwen2ForCausalLM"],
+        "model_type": model.architecture,
         "vocab_size": model.vocab_size,
         "hidden_size": model.hidden_size,
         "num_hidden_layers": model.num_layers,
