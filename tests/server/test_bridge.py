@@ -168,6 +168,85 @@ async def test_cancel_ends_a_waiting_reader(bridge, engine):
     assert engine.aborted == [("r0", "gone")]
 
 
+class Taker:
+    """Takes chunks at once, as long as it wants to."""
+
+    def __init__(self):
+        self.calls = []
+        self.is_willing = True
+
+    def __call__(self, chunks):
+        if self.is_willing:
+            self.calls.append([piece.text for piece in chunks])
+        return self.is_willing
+
+
+async def test_chunks_are_passed_on_without_waking_the_reader(bridge):
+    take = Taker()
+    with bridge.open([make_request("a"), make_request("b")]) as stream:
+        reader = asyncio.create_task(stream.pass_to(take))
+        await asyncio.sleep(0)
+        deliver_from_thread(bridge, [[chunk("a", "1"), chunk("b", "2")]])
+        await asyncio.sleep(0)
+        deliver_from_thread(bridge, [[chunk("a", "3")], [chunk("a", "4")]])
+        await asyncio.sleep(0)
+        assert take.calls == [["1", "2"], ["34"]]
+        assert not reader.done()
+        reader.cancel()
+
+
+async def test_refused_chunks_are_the_readers(bridge):
+    take = Taker()
+    with bridge.open([make_request()]) as stream:
+        reader = asyncio.create_task(stream.pass_to(take))
+        await asyncio.sleep(0)
+        deliver_from_thread(bridge, [[chunk(text="1")]])
+        await asyncio.sleep(0)
+        take.is_willing = False
+        deliver_from_thread(bridge, [[chunk(text="2")]])
+        await reader
+        deliver_from_thread(bridge, [[chunk(text="3", finish=FinishReason.STOP)]])
+        assert "".join([piece.text for piece in await read_all(stream)]) == "23"
+        assert take.calls == [["1"]]
+        await stream.pass_to(take)  # Nothing will come, so it returns.
+
+
+async def test_chunks_that_came_before_are_not_passed_over(bridge):
+    with bridge.open([make_request()]) as stream:
+        deliver_from_thread(bridge, [[chunk(text="1")]])
+        await asyncio.sleep(0)
+        take = Taker()
+        await stream.pass_to(take)
+        assert take.calls == []
+        assert [piece.text for piece in await stream.next_chunks()] == ["1"]
+
+
+async def test_a_taker_that_fails_fails_its_own_reader_only(bridge):
+    def fail(chunks):
+        raise RuntimeError("no")
+
+    take = Taker()
+    with bridge.open([make_request("a")]) as broken, bridge.open([make_request("b")]) as good:
+        readers = asyncio.create_task(broken.pass_to(fail)), asyncio.create_task(good.pass_to(take))
+        await asyncio.sleep(0)
+        deliver_from_thread(bridge, [[chunk("a"), chunk("b")]])
+        with pytest.raises(RuntimeError, match="no"):
+            await readers[0]
+        assert take.calls == [["x"]]
+        readers[1].cancel()
+
+
+async def test_cancel_ends_a_reader_that_passes_on(bridge):
+    take = Taker()
+    with bridge.open([make_request()]) as stream:
+        reader = asyncio.create_task(stream.pass_to(take))
+        await asyncio.sleep(0)
+        stream.cancel("gone")
+        await reader
+        assert await stream.next_chunks() == []
+    assert take.calls == []
+
+
 def test_the_bridge_serves_one_loop_after_another(bridge):
     async def ask():
         texts = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -111,11 +111,15 @@ class Bridge:
         self._is_hop_due = False
         streams = self._streams
         deliveries = self._deliveries
+        touched: dict[Stream, None] = {}
         while deliveries:
             for chunk in deliveries.popleft():
                 stream = streams.get(chunk.request_id)
                 if stream is not None:
                     stream.put(chunk)
+                    touched[stream] = None
+        for stream in touched:
+            stream.flush()
 
 
 class Stream:
@@ -126,6 +130,8 @@ class Stream:
         self._unfinished = dict.fromkeys(request_ids)
         self._chunks: list[OutputChunk] = []
         self._waiter: asyncio.Future[None] | None = None
+        self._take: Callable[[list[OutputChunk]], bool] | None = None
+        """Gets the chunks while the reader is in `pass_to`."""
         self._is_cancelled = False
         self._merge_above = _MERGE_ABOVE_CHUNKS * len(request_ids)
 
@@ -146,23 +152,47 @@ class Stream:
         while not self._chunks:
             if self._is_cancelled or not self._unfinished:
                 return []
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        chunks, self._chunks = self._chunks, []
-        return chunks if len(chunks) == 1 else merge_chunks(chunks)
+            await self._wait()
+        chunks, self._chunks = self._merged(), []
+        return chunks
+
+    async def pass_to(self, take: Callable[[list[OutputChunk]], bool]) -> None:
+        """Hand chunks to `take` as they come, at once and without waking the reader, until it refuses some by returning False.
+
+        Those are what `next_chunks` returns next. Returns also when nothing more will come; raises what `take` raises.
+        It is called on the event loop with what `next_chunks` would have returned, and must not block.
+        """
+        if self._chunks or self._is_cancelled or not self._unfinished:
+            return
+        self._take = take
+        try:
+            await self._wait()
+        finally:
+            self._take = None
 
     def put(self, chunk: OutputChunk) -> None:
-        """Called by the bridge, on the event loop."""
+        """Called by the bridge, on the event loop; `flush` follows."""
         self._chunks.append(chunk)
         if len(self._chunks) > self._merge_above:
             self._chunks = merge_chunks(self._chunks)
         if chunk.finish_reason is not None:
             self._unfinished.pop(chunk.request_id, None)
             self._bridge.forget(chunk.request_id)
-        self._wake()
+
+    def flush(self) -> None:
+        """Called by the bridge after what it `put`: all that came at once goes out at once."""
+        if self._take is None or not self._chunks:
+            self._wake()
+            return
+        try:
+            is_taken = self._take(self._merged())
+        except Exception as error:
+            self._wake(error)
+            return
+        if is_taken:
+            self._chunks = []
+        else:
+            self._wake()
 
     def cancel(self, detail: str) -> None:
         """Abort what has not finished and end the stream. Idempotent."""
@@ -187,9 +217,24 @@ class Stream:
     ) -> None:
         self.close()
 
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
+    def _merged(self) -> list[OutputChunk]:
+        return self._chunks if len(self._chunks) == 1 else merge_chunks(self._chunks)
+
+    async def _wait(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self, error: Exception | None = None) -> None:
+        self._take = None
+        if self._waiter is None or self._waiter.done():
+            return
+        if error is None:
             self._waiter.set_result(None)
+        else:
+            self._waiter.set_exception(error)
 
 
 def merge_chunks(chunks: list[OutputChunk]) -> list[OutputChunk]:

@@ -19,6 +19,7 @@ import httptools
 from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from penstock.serve.direct_body import offer
 from penstock.serve.openai.errors import ApiError, invalid, request_head_too_large, request_timeout, unavailable
 
 _log = logging.getLogger(__name__)
@@ -95,6 +96,7 @@ class HttpConnection(HttpToolsProtocol):
         if not self._is_offered_upgrade:
             super().on_headers_complete()
             self._is_in_head = False
+            offer(self.scope, self.cycle)
 
     def on_body(self, body: bytes) -> None:
         self._has_news = True

@@ -1,5 +1,7 @@
-"""Server-sent events: one send per step and client, whatever the step brought for it. Bytes in, bytes out.
+"""Server-sent events: one write per step and client, whatever the step brought for it. Bytes in, bytes out.
 
+The first events, the last, and those that a slow client has to wait for are sent by the call's own task, as ASGI messages. All
+between are written to the connection in the moment in which the step's chunks arrive, without waking a task for each.
 `EventWriter`s (of `completions` and `chat`) make the bytes; this file sends them and sees to an honest end: `[DONE]` after a
 complete answer, an error object and nothing more after any other.
 """
@@ -14,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from penstock.engine.ports import OutputChunk
 from penstock.serve.client_watch import ClientWatch
+from penstock.serve.direct_body import DirectBody, direct_body
 from penstock.serve.openai.errors import ApiError, internal
 from penstock.serve.request_id import identity_of
 from penstock.serve.service import CallStream
@@ -54,9 +57,11 @@ class SseResponse(Response):
         self._watch = watch
         self._writer = writer
         self._first_chunks = first_chunks
+        self._body: DirectBody | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         del receive  # The watch has it.
+        self._body = direct_body(scope)
         try:
             await send({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
             try:
@@ -85,9 +90,22 @@ class SseResponse(Response):
             if data:
                 await _send(send, data, more=True)
                 data = b""
+            if self._body is not None:
+                await stream.pass_to(self._write_directly)
             chunks = await stream.next_chunks()
         # Only a client that left gets here; the server ignores what is sent to it, but wants to see an end.
         await _send(send, b"", more=False)
+
+    def _write_directly(self, chunks: list[OutputChunk]) -> bool:
+        """False if these chunks need the task: one ends its choice, or the client is slow."""
+        body = self._body
+        if body is None or body.is_slow or not _go_on(chunks):
+            return False
+        write, index_of = self._writer.write, self._call.index_of
+        data = b"".join([write(index_of[chunk.request_id], chunk) for chunk in chunks])
+        if data:
+            body.write(data)
+        return True
 
     def _write(self, chunks: list[OutputChunk]) -> tuple[bytes, ApiError | None]:
         write, index_of = self._writer.write, self._call.index_of
@@ -103,6 +121,13 @@ class SseResponse(Response):
             if error is not None:
                 return b"".join(parts), error
         return b"".join(parts), None
+
+
+def _go_on(chunks: list[OutputChunk]) -> bool:
+    """None of them ends its choice."""
+    if len(chunks) == 1:  # nearly always, and once per token
+        return chunks[0].finish_reason is None
+    return all(chunk.finish_reason is None for chunk in chunks)
 
 
 def error_event(error: ApiError) -> bytes:
