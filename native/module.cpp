@@ -5,10 +5,12 @@
 namespace nb = nanobind;
 
 void bind_engine(nb::module_& m);
+void bind_probe(nb::module_& m);
 void bind_sampler(nb::module_& m);
 
 NB_MODULE(_native, m) {
     m.doc() = "CPU kernels of Penstock.";
     bind_sampler(m);
     bind_engine(m);
+    bind_probe(m);
 }

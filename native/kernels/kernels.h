@@ -63,6 +63,8 @@ struct Epilogue {
 
 enum class ActivationKind : int32_t { kSilu = 0, kGeluTanh = 1 };
 
+enum class ProbeKind : int32_t { kInt8 = 0, kBf16 = 1, kFloat32 = 2 };
+
 // Keys and values of one layer: per block and KV head first the keys as [block_size / 16][head_dim][16] bf16,
 // then the values as [block_size][head_dim] bf16.
 struct KvLayer {
@@ -116,6 +118,11 @@ struct KernelTable {
     // `scratch` is at least attention_scratch_floats(head_dim) floats
     void (*attention)(const KvLayer& kv, const AttentionTask& task, float* scratch);
     int64_t (*attention_scratch_floats)(int head_dim);
+
+    // `rounds` of nothing but multiply-adds in registers; how many operations that were, a multiply-add being two
+    int64_t (*probe_arithmetic)(ProbeKind kind, int64_t rounds);
+    // reads `bytes`, a multiple of 512, from `data`, 64-byte aligned
+    void (*probe_read)(const uint8_t* data, int64_t bytes);
 };
 
 namespace portable { const KernelTable& kernel_table(); }

@@ -19,5 +19,7 @@ void gemm_gated(const PackedMatrix& gate, const PackedMatrix& up, const Activati
                 int panel1, ActivationKind kind, const Epilogue& e);
 void attention(const KvLayer& kv, const AttentionTask& task, float* scratch);
 int64_t attention_scratch_floats(int head_dim);
+int64_t probe_arithmetic(ProbeKind kind, int64_t rounds);
+void probe_read(const uint8_t* data, int64_t bytes);
 
 }  // namespace penstock::PENSTOCK_ISA

@@ -1,4 +1,7 @@
-"""What the compiled module offers: native/bind_engine.cpp and bind_sampler.cpp. Fields are explained in native/engine.h."""
+"""What the compiled module offers: native/bind_engine.cpp, bind_probe.cpp and bind_sampler.cpp.
+
+Fields are explained in native/engine.h, probes in native/probe.h.
+"""
 
 from collections.abc import Sequence
 from enum import Enum
@@ -36,6 +39,16 @@ def sample(
 ) -> tuple[int, float, int, list[tuple[int, float]]]: ...
 def uniform(seed: int, position: int) -> float: ...
 def usable_variants() -> list[str]: ...
+
+class ProbeKind(Enum):
+    INT8 = 0
+    BF16 = 1
+    FLOAT32 = 2
+
+def peak_gops(kind: ProbeKind, *, num_threads: int, variant: str = "", seconds: float = 0.06, repeat: int = 5) -> float: ...
+def peak_read_gbs(
+    *, num_threads: int, num_bytes: int = ..., variant: str = "", seconds: float = 0.06, repeat: int = 5
+) -> float: ...
 
 class SourceFormat(Enum):
     Q4_0 = 0

@@ -1,0 +1,172 @@
+// Loops that do one thing as fast as this instruction set can: what the speed of the other kernels is compared with.
+//
+// Called by probe.cpp on every thread at once. Operands stay in registers; there are enough independent sums to hide the
+// latency of an instruction. An `asm` without instructions keeps the compiler from leaving out or hoisting what has no effect.
+
+#include "parts.h"
+#include "simd.h"
+
+namespace penstock::PENSTOCK_ISA {
+
+namespace {
+
+// So that the value counts as used.
+template <typename T>
+PENSTOCK_INLINE void use(const T& value) {
+    asm volatile("" : : "m"(value) : "memory");
+}
+
+// Likewise of the sums, which stay in registers if nothing takes their address.
+template <typename T, int kCount>
+PENSTOCK_INLINE void use_all(const T (&sums)[kCount]) {
+    T total = sums[0];
+    for (int i = 1; i < kCount; ++i) total += sums[i];
+    use(total);
+}
+
+#if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
+
+constexpr int kSums = 16;
+
+// As text, and no array: GCC 12 moves the sums of such a loop to other registers or to memory and back.
+int64_t multiply_int8(int64_t rounds) {
+    const __m512i w = _mm512_set1_epi8(3), a = _mm512_set1_epi8(-2), zero = _mm512_setzero_si512();
+    __m512i s0 = zero, s1 = zero, s2 = zero, s3 = zero, s4 = zero, s5 = zero;
+    __m512i s6 = zero, s7 = zero, s8 = zero, s9 = zero, s10 = zero, s11 = zero;
+    for (int64_t round = 0; round < rounds; ++round) {
+        asm("vpdpbusd %13, %12, %0\n\tvpdpbusd %13, %12, %1\n\tvpdpbusd %13, %12, %2\n\tvpdpbusd %13, %12, %3\n\t"
+            "vpdpbusd %13, %12, %4\n\tvpdpbusd %13, %12, %5\n\tvpdpbusd %13, %12, %6\n\tvpdpbusd %13, %12, %7\n\t"
+            "vpdpbusd %13, %12, %8\n\tvpdpbusd %13, %12, %9\n\tvpdpbusd %13, %12, %10\n\tvpdpbusd %13, %12, %11"
+            : "+v"(s0), "+v"(s1), "+v"(s2), "+v"(s3), "+v"(s4), "+v"(s5), "+v"(s6), "+v"(s7), "+v"(s8), "+v"(s9), "+v"(s10),
+              "+v"(s11)
+            : "v"(w), "v"(a));
+    }
+    const __m512i sum[12] = {s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11};
+    use_all(sum);
+    return rounds * 12 * 64 * 2;
+}
+
+int64_t multiply_float32(int64_t rounds) {
+    const __m512 a = _mm512_set1_ps(0.999f), b = _mm512_set1_ps(0.001f);
+    __m512 sum[kSums];
+    for (int i = 0; i < kSums; ++i) sum[i] = _mm512_set1_ps(1.0f);
+    for (int64_t round = 0; round < rounds; ++round) {
+        for (int i = 0; i < kSums; ++i) sum[i] = _mm512_fmadd_ps(sum[i], a, b);
+    }
+    use_all(sum);
+    return rounds * kSums * 16 * 2;
+}
+
+int64_t multiply_bf16(int64_t rounds) {
+    const __m512bh a = (__m512bh)_mm512_set1_epi32(0x3F803F80), b = (__m512bh)_mm512_set1_epi32(0x3F800000);
+    __m512 sum[kSums];
+    for (int i = 0; i < kSums; ++i) sum[i] = _mm512_setzero_ps();
+    for (int64_t round = 0; round < rounds; ++round) {
+        for (int i = 0; i < kSums; ++i) sum[i] = _mm512_dpbf16_ps(sum[i], a, b);
+    }
+    use_all(sum);
+    return rounds * kSums * 32 * 2;
+}
+
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+
+constexpr int kSums = 10;
+
+// Sums of 16 bits, the cheapest there are: a kernel must widen them now and then, and so stays below.
+int64_t multiply_int8(int64_t rounds) {
+    constexpr int kShortSums = 6;  // an addition takes one cycle
+    __m256i w = _mm256_set1_epi8(3);
+    const __m256i a = _mm256_set1_epi8(-2);
+    __m256i sum[kShortSums];
+    for (int i = 0; i < kShortSums; ++i) sum[i] = _mm256_setzero_si256();
+    for (int64_t round = 0; round < rounds; ++round) {
+        for (int i = 0; i < kShortSums; ++i) {
+            sum[i] = _mm256_add_epi16(sum[i], _mm256_maddubs_epi16(w, a));
+            asm("" : "+x"(w));
+        }
+    }
+    use_all(sum);
+    return rounds * kShortSums * 32 * 2;
+}
+
+int64_t multiply_float32(int64_t rounds) {
+    const __m256 a = _mm256_set1_ps(0.999f), b = _mm256_set1_ps(0.001f);
+    __m256 sum[kSums];
+    for (int i = 0; i < kSums; ++i) sum[i] = _mm256_set1_ps(1.0f);
+    for (int64_t round = 0; round < rounds; ++round) {
+        for (int i = 0; i < kSums; ++i) sum[i] = _mm256_fmadd_ps(sum[i], a, b);
+    }
+    use_all(sum);
+    return rounds * kSums * 8 * 2;
+}
+
+// There is no such instruction: bf16 becomes float32 by a shift, beside the multiply-adds.
+int64_t multiply_bf16(int64_t rounds) { return multiply_float32(rounds); }
+
+#else
+
+constexpr int kSums = 12;
+constexpr int kValues = 1024;
+
+// What the compiler makes of a plain loop over bytes that were widened before, from the first-level cache: no bound of the machine.
+int64_t multiply_int8(int64_t rounds) {
+    int16_t w[kValues], a[kValues];
+    for (int i = 0; i < kValues; ++i) {
+        w[i] = 3;
+        a[i] = -2;
+    }
+    const int64_t passes = rounds / 16 + 1;
+    for (int64_t pass = 0; pass < passes; ++pass) {
+        use(w);
+        use(a);
+        int32_t sum = 0;
+        for (int i = 0; i < kValues; ++i) sum += w[i] * a[i];
+        use(sum);
+    }
+    return passes * kValues * 2;
+}
+
+// Four lanes: what every x86-64 and AArch64 has.
+int64_t multiply_float32(int64_t rounds) {
+    typedef float Lanes __attribute__((vector_size(16)));
+    const Lanes a = {0.999f, 0.999f, 0.999f, 0.999f}, b = {0.001f, 0.001f, 0.001f, 0.001f};
+    Lanes sum[kSums];
+    for (int i = 0; i < kSums; ++i) sum[i] = a;
+    for (int64_t round = 0; round < rounds; ++round) {
+        for (int i = 0; i < kSums; ++i) sum[i] = sum[i] * a + b;
+    }
+    use_all(sum);
+    return rounds * kSums * 4 * 2;
+}
+
+int64_t multiply_bf16(int64_t rounds) { return multiply_float32(rounds); }
+
+#endif
+
+}  // namespace
+
+int64_t probe_arithmetic(ProbeKind kind, int64_t rounds) {
+    switch (kind) {
+        case ProbeKind::kInt8: return multiply_int8(rounds);
+        case ProbeKind::kBf16: return multiply_bf16(rounds);
+        case ProbeKind::kFloat32: return multiply_float32(rounds);
+    }
+    return 0;
+}
+
+void probe_read(const uint8_t* data, int64_t bytes) {
+    typedef uint64_t Line __attribute__((vector_size(64), aligned(64)));
+    constexpr int kLines = 8;
+    constexpr int kAhead = 16;  // lines; the hardware's own prefetch alone reached a few per cent less
+    Line sum[kLines] = {};
+    const Line* lines = reinterpret_cast<const Line*>(data);
+    for (int64_t at = 0; at + kLines <= bytes / 64; at += kLines) {
+        for (int i = 0; i < kLines; ++i) {
+            sum[i] ^= lines[at + i];
+            __builtin_prefetch(lines + at + i + kAhead);
+        }
+    }
+    use_all(sum);
+}
+
+}  // namespace penstock::PENSTOCK_ISA

@@ -1,0 +1,48 @@
+"""The probes: they give a bound that no kernel can be above, in every instruction set that this machine can run."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.backends.native._native import ProbeKind, peak_gops, peak_read_gbs, usable_variants
+
+SHORT = {"seconds": 0.002, "repeat": 3}
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("variant", usable_variants())
+@pytest.mark.parametrize("kind", list(ProbeKind))
+def test_every_peak_is_that_of_a_cpu(variant: str, kind: ProbeKind) -> None:
+    assert 0.1 < peak_gops(kind, num_threads=2, variant=variant, **SHORT) < 1e6
+
+
+@pytest.mark.parametrize("variant", usable_variants())
+def test_memory_is_read(variant: str) -> None:
+    assert 0.1 < peak_read_gbs(num_threads=2, num_bytes=8 * MIB, variant=variant, **SHORT) < 1e5
+
+
+def test_without_a_variant_it_is_the_best_one() -> None:
+    best = max(peak_gops(ProbeKind.INT8, num_threads=1, **SHORT) for _ in range(5))
+    assert best > 0.5 * peak_gops(ProbeKind.INT8, num_threads=1, variant=usable_variants()[0], **SHORT)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_threads": 0}, "num_threads"),
+        ({"num_threads": 1, "seconds": 0.0}, "seconds"),
+        ({"num_threads": 1, "seconds": float("nan")}, "seconds"),
+        ({"num_threads": 1, "repeat": 0}, "repeat"),
+        ({"num_threads": 1, "variant": "sse9"}, "sse9"),
+    ],
+)
+def test_impossible_options_are_refused(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        peak_gops(ProbeKind.INT8, **options)
+    with pytest.raises(ValueError, match=message):
+        peak_read_gbs(num_bytes=8 * MIB, **options)
+
+
+def test_every_thread_needs_memory_of_its_own() -> None:
+    with pytest.raises(ValueError, match="1 MiB"):
+        peak_read_gbs(num_threads=4, num_bytes=3 * MIB)
