@@ -21,7 +21,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from load import Job, Run, replay, summarise
-from workloads import DEFAULT_TRACES, WORKLOADS, Source, describe, read_jobs, read_tokenizer
+from workloads import (
+    DEFAULT_TRACES,
+    MAX_PROMPT_TOKENS,
+    MAX_REPLY_TOKENS,
+    WORKLOADS,
+    Source,
+    describe,
+    read_jobs,
+    read_tokenizer,
+)
 
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
 
@@ -60,12 +69,8 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--workload", choices=WORKLOADS, default="sharegpt")
     parser.add_argument("--traces", type=Path, default=DEFAULT_TRACES, help="folder of the traces (default: %(default)s)")
     parser.add_argument("--tokenizer", default=DEFAULT_MODEL, help="GGUF file whose tokenizer counts (default: %(default)s)")
-    parser.add_argument(
-        "--max-prompt-tokens", type=int, default=Source.max_prompt_tokens, help="of sharegpt (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--max-reply-tokens", type=int, default=Source.max_reply_tokens, help="of sharegpt (default: %(default)s)"
-    )
+    parser.add_argument("--max-prompt-tokens", type=int, default=MAX_PROMPT_TOKENS, help="of sharegpt (default: %(default)s)")
+    parser.add_argument("--max-reply-tokens", type=int, default=MAX_REPLY_TOKENS, help="of sharegpt (default: %(default)s)")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[32, 8, 1])
     parser.add_argument("--requests", type=int, nargs="+", default=[96, 32, 8], help="for each concurrency")
     parser.add_argument("--repeat", type=int, default=3)

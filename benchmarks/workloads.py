@@ -26,6 +26,8 @@ AZURE_FILE = "azure_conv_2023.csv"
 MIN_PROMPT_TOKENS = 4
 MIN_REPLY_TOKENS = 16
 MAX_CONVERSATION_TOKENS = 2048
+MAX_PROMPT_TOKENS = 512
+MAX_REPLY_TOKENS = 200
 AZURE_DIVISOR = 4
 SHORT_TOKENS = 32
 
@@ -41,8 +43,8 @@ class Source:
 
     traces: Path
     tokenizer: Tokenizer
-    max_prompt_tokens: int = 512
-    max_reply_tokens: int = 200
+    max_prompt_tokens: int = MAX_PROMPT_TOKENS
+    max_reply_tokens: int = MAX_REPLY_TOKENS
 
     def conversations(self) -> Iterator[tuple[str, str]]:
         """First prompt and first reply of each conversation."""
