@@ -1,0 +1,236 @@
+"""Small engines that run one product, or one attention, of a model over and over: what `kernels.py` measures.
+
+An engine holds as many copies of the weights as exceed the last-level cache, one instruction for each, since a model's
+step also finds every weight in memory. Inputs are random, with the share of outlier groups that real activations have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.backends.native._native import Engine, RowOp, RowOpKind, SourceFormat
+
+BLOCK_SIZE = 16
+OUTLIER_SHARE = 0.05
+"""Of the groups of 32 columns: docs/decisions/int8-activations.md."""
+NONE = -1
+SILU = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WeightKind:
+    name: str
+    source: SourceFormat
+    group_bytes: int
+    """Bytes of 32 weights of one row, in the file and packed alike."""
+
+    @property
+    def is_quantised(self) -> bool:
+        return self.source != SourceFormat.BF16
+
+
+WEIGHT_KINDS = {
+    kind.name: kind
+    for kind in (
+        WeightKind("q4_1", SourceFormat.Q4_1, 20),
+        WeightKind("q4_0", SourceFormat.Q4_0, 18),
+        WeightKind("q8_0", SourceFormat.Q8_0, 34),
+        WeightKind("bf16", SourceFormat.BF16, 64),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """One instruction of a model: matrices that read the same rows."""
+
+    name: str
+    cols: int
+    outputs: tuple[int, ...]
+    is_gated: bool = False
+    """The two matrices are gate and up: one result, after the activation."""
+    has_residual: bool = False
+
+    @property
+    def num_weights(self) -> int:
+        return self.cols * sum(self.outputs)
+
+    def num_bytes(self, kind: WeightKind) -> int:
+        return self.num_weights // 32 * kind.group_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCase:
+    rows: int
+    query_len: int
+    context_len: int
+
+
+def _finite_weights(rng: np.random.Generator, kind: WeightKind, rows: int, cols: int) -> NDArray[np.uint8]:
+    """Random weights as a file's bytes, about 0.02 in size. [rows, bytes per row]"""
+    groups = rng.integers(0, 256, (cols // 32, kind.group_bytes), np.uint8)
+    if not kind.is_quantised:
+        values = rng.normal(0.0, 0.02, cols).astype(np.float32).view(np.uint32) >> 16
+        return np.tile(values.astype(np.uint16).view(np.uint8), (rows, 1))
+    groups[:, 0:2] = np.array([0.004 if kind.group_bytes < 32 else 0.0002], np.float16).view(np.uint8)
+    if kind.source == SourceFormat.Q4_1:
+        groups[:, 2:4] = np.array([-0.03], np.float16).view(np.uint8)
+    return np.tile(groups.reshape(-1), (rows, 1))
+
+
+def _bf16_rows(rng: np.random.Generator, rows: int, cols: int, outlier_share: float = 0.0) -> NDArray[np.uint8]:
+    """Random activations as bf16 bytes; some groups of each row hold an outlier. [rows, 2 * cols]"""
+    x = rng.standard_normal((rows, cols)).astype(np.float32)
+    x[:, ::32][rng.random(x[:, ::32].shape) < outlier_share] = 30.0
+    return (x.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8).reshape(rows, -1)
+
+
+class _Runner:
+    """An engine whose input rows are a table that tokens index, and a way to run a step on it."""
+
+    def __init__(self, engine: Engine, num_blocks: int, vocab_size: int) -> None:
+        self.engine = engine
+        self._num_blocks = num_blocks
+        self._vocab_size = vocab_size
+        nothing = engine.add_buffer(1, per_sample=True)
+        engine.set_logits(nothing)
+        self._no_logits = (np.empty(0, np.int32), np.empty((0, 1), np.float32))
+
+    def _step(self, rows: int, query_len: int, context_len: int) -> None:
+        """`rows` rows, each with blocks of its own, `query_len` queries after `context_len` positions."""
+        per_row = -(-(context_len + query_len) // BLOCK_SIZE)
+        tables = 1 + np.arange(rows * per_row, dtype=np.int32).reshape(rows, per_row)
+        assert rows * per_row < self._num_blocks
+        positions = np.tile(np.arange(context_len, context_len + query_len, dtype=np.int32), rows)
+        row_of = np.repeat(np.arange(rows), query_len)
+        self.engine.logits_step(
+            np.arange(rows, dtype=np.int32),
+            np.arange(rows + 1, dtype=np.int32) * query_len,
+            np.full(rows, context_len, np.int32),
+            np.arange(rows * query_len, dtype=np.int32) % self._vocab_size,
+            positions,
+            tables[row_of, positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE,
+            tables,
+            *self._no_logits,
+        )
+
+
+class ProductEngine(_Runner):
+    """`num_copies` of one product, on copies of the weights."""
+
+    def __init__(
+        self, product: Product, kind: WeightKind, *, num_copies: int, max_rows: int, num_threads: int, variant: str
+    ) -> None:
+        num_blocks = 2 + max_rows // BLOCK_SIZE + 1
+        engine = Engine(
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=16,
+            vocab_size=max_rows,
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            max_rows=1,
+            max_step_tokens=max_rows,
+            num_threads=num_threads,
+            variant=variant,
+        )
+        super().__init__(engine, num_blocks, max_rows)
+        self.num_copies = num_copies
+        rng = np.random.default_rng(0)
+        x = engine.add_buffer(product.cols, per_sample=False)
+        table = engine.add_matrix(
+            SourceFormat.BF16, max_rows, product.cols, _bf16_rows(rng, max_rows, product.cols, OUTLIER_SHARE)
+        )
+        activation = engine.add_activation(product.cols, kind.is_quantised, per_sample=False)
+        convert = RowOpKind.QUANTIZE if kind.is_quantised else RowOpKind.TO_BF16
+        engine.add_rows(
+            [RowOp(RowOpKind.EMBED, out=x, weight=table, value=1.0), RowOp(convert, out=activation, x=x)], samples=False
+        )
+        outputs = product.outputs[:1] if product.is_gated else product.outputs
+        outs = [engine.add_buffer(width, per_sample=False) for width in outputs]
+        data = [_finite_weights(rng, kind, rows, product.cols) for rows in product.outputs]
+        for _ in range(num_copies):
+            ids = [engine.add_matrix(kind.source, rows, product.cols, d) for rows, d in zip(product.outputs, data, strict=True)]
+            if product.is_gated:
+                engine.add_gated(ids[0], ids[1], activation, outs[0], SILU)
+            else:
+                ops = [
+                    (i, activation, out, NONE, out if product.has_residual else NONE) for i, out in zip(ids, outs, strict=True)
+                ]
+                engine.add_linear(ops, samples=False)
+
+    def run(self, rows: int) -> float:
+        """Seconds of one product of `rows` rows, and its share of rounding the input once for all copies."""
+        self._step(1, rows, 0)
+        return sum(self.engine.times()) / 1e9 / self.num_copies
+
+
+class AttentionEngine(_Runner):
+    """Attention of `num_layers` layers, with KV of their own."""
+
+    def __init__(
+        self, shape: AttentionShape, *, num_layers: int, num_positions: int, max_tokens: int, num_threads: int, variant: str
+    ) -> None:
+        num_blocks = 1 + -(-num_positions // BLOCK_SIZE)
+        engine = Engine(
+            num_layers=num_layers,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            vocab_size=max_tokens,
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            max_rows=max_tokens,
+            max_step_tokens=max_tokens,
+            num_threads=num_threads,
+            variant=variant,
+        )
+        super().__init__(engine, num_blocks, max_tokens)
+        self.num_layers = num_layers
+        width, kv_width = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        rng = np.random.default_rng(0)
+
+        def embed(width: int, *, per_sample: bool) -> tuple[int, RowOp]:
+            buffer = engine.add_buffer(width, per_sample)
+            table = engine.add_matrix(SourceFormat.BF16, max_tokens, width, _bf16_rows(rng, max_tokens, width))
+            return buffer, RowOp(RowOpKind.EMBED, out=buffer, weight=table, value=0.3)
+
+        q, embed_q = embed(width, per_sample=False)
+        engine.add_rows([embed_q], samples=False)
+        out = engine.add_buffer(width, per_sample=False)
+        for layer in range(num_layers):
+            engine.add_attention(q, out, layer, shape.num_heads, shape.head_dim**-0.5, 0, 0.0)
+        # Keys and values are written where logits are wanted: when filling, and not when measuring.
+        (k, embed_k), (v, embed_v) = embed(kv_width, per_sample=True), embed(kv_width, per_sample=True)
+        writes = [RowOp(RowOpKind.KV_WRITE, x=k, y=v, n=layer) for layer in range(num_layers)]
+        engine.add_rows([embed_k, embed_v, *writes], samples=True)
+        for first in range(BLOCK_SIZE, (num_blocks - max_tokens // BLOCK_SIZE) * BLOCK_SIZE, max_tokens):
+            self._fill(first, max_tokens)
+
+    def _fill(self, first_slot: int, count: int) -> None:
+        tokens = np.arange(count, dtype=np.int32)
+        self.engine.logits_step(
+            tokens,
+            np.arange(count + 1, dtype=np.int32),
+            np.zeros(count, np.int32),
+            tokens,
+            np.zeros(count, np.int32),
+            first_slot + tokens.astype(np.int64),
+            np.ones((count, 1), np.int32),
+            tokens,
+            np.empty((count, 1), np.float32),
+        )
+
+    def run(self, case: AttentionCase) -> float:
+        """Seconds of one layer's attention."""
+        self._step(case.rows, case.query_len, case.context_len)
+        return sum(self.engine.times()) / 1e9 / self.num_layers
