@@ -1,0 +1,126 @@
+"""Who takes part in a comparison, and with what settings: the table that `peers.py` chooses from. Starts nothing.
+
+The settings are each program's own for serving many, with caches of earlier prompts off everywhere.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+
+from peer_setup import Environments, make_bf16_directory, make_requantized
+from sessions import SERVED_NAME, Contender
+
+OURS = "penstock"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What every contender is given."""
+
+    environments: Environments
+    gguf: Path
+    llama_quantization: str | None
+    max_seqs: int
+    max_tokens: int
+    """Prompt and reply of the longest job, rounded up."""
+    num_cpus: int
+
+
+def penstock(setting: Setting) -> Contender:
+    words = ["-m", "penstock", "serve", setting.gguf, "--host", "127.0.0.1", "--port", "{port}", "--no-prefix-caching"]
+    words += ["--served-model-name", SERVED_NAME]
+    return Contender(OURS, [sys.executable, *words], health="/ready", installed=own_files())
+
+
+def openvino(setting: Setting) -> Contender:
+    script = Path(__file__).with_name("peer_openvino.py")
+    command = [setting.environments.python("openvino"), script, setting.gguf, str(setting.max_seqs)]
+    return Contender("openvino", command, installed=packages(setting.environments.site_packages("openvino")))
+
+
+def vllm(setting: Setting) -> Contender:
+    """Its own defaults, which keep one core for the HTTP side; Intel's OpenMP as its manual recommends."""
+    environments = setting.environments
+    folder = make_bf16_directory(environments, setting.gguf)
+    command = [environments.python("vllm").with_name("vllm"), "serve", folder, "--served-model-name", SERVED_NAME]
+    command += ["--host", "127.0.0.1", "--port", "{port}", "--dtype", "bfloat16", "--max-model-len", "2048"]
+    command += ["--max-num-seqs", "64", "--no-enable-prefix-caching"]
+    environ = {
+        "VLLM_CPU_KVCACHE_SPACE": "4",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CACHE_ROOT": str(environments.root / "cache" / "vllm"),
+        "HF_HUB_OFFLINE": "1",
+    }
+    openmp = environments.root / "vllm" / "lib" / "libiomp5.so"
+    if openmp.exists():
+        environ["LD_PRELOAD"] = str(openmp)
+    return Contender("vllm", command, environ=environ, installed=packages(environments.site_packages("vllm")))
+
+
+def vllm_all_cores(setting: Setting) -> Contender:
+    """vLLM computing on every core."""
+    default = vllm(setting)
+    return replace(default, name="vllm-all-cores", environ={**default.environ, "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"})
+
+
+def llamacpp(setting: Setting) -> Contender:
+    """`--poll 0`: its spinning threads starve the HTTP side on few cores. Caches of earlier prompts are off, as everywhere."""
+    environments, gguf = setting.environments, setting.gguf
+    if setting.llama_quantization:
+        gguf = make_requantized(environments, gguf, setting.llama_quantization)
+    programs = environments.llama_programs
+    command = [
+        programs / "llama-server",
+        "-m",
+        gguf,
+        "--alias",
+        SERVED_NAME,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        "{port}",
+    ]
+    command += ["-np", str(setting.max_seqs), "-c", str(setting.max_seqs * setting.max_tokens), "-t", str(setting.num_cpus)]
+    command += ["-fa", "on", "--no-kv-unified", "--poll", "0", "--no-cache-prompt", "--cache-ram", "0", "--no-webui"]
+    libraries = (path for path in programs.iterdir() if ".so" in path.name)
+    return Contender("llamacpp", command, installed=(programs / "llama-server", *libraries))
+
+
+CONTENDERS: Mapping[str, tuple[str | None, Callable[[Setting], Contender]]] = {
+    OURS: (None, penstock),
+    "openvino": ("openvino", openvino),
+    "vllm": ("vllm", vllm),
+    "vllm-all-cores": ("vllm", vllm_all_cores),
+    "llamacpp": ("llamacpp", llamacpp),
+}
+"""Name: the environment that it needs, and how it is run."""
+DEFAULT_CONTENDERS = (OURS, "openvino", "vllm", "llamacpp")
+
+
+def packages(site_packages: Path) -> tuple[Path, ...]:
+    """What lies in an environment, without what every environment has."""
+    return tuple(
+        p for p in site_packages.iterdir() if not p.name.startswith(("pip", "setuptools", "pkg_resources", "_distutils"))
+    )
+
+
+def own_files() -> tuple[Path, ...]:
+    """The package itself and the files of all distributions that it needs at run time."""
+    import penstock
+
+    names, files = ["penstock"], [Path(str(penstock.__file__)).parent]
+    for name in names:
+        try:
+            distribution = metadata.distribution(name)
+        except metadata.PackageNotFoundError:
+            continue  # needed elsewhere only
+        lines = [line for line in distribution.requires or () if "extra ==" not in line]
+        needed = ("".join(c if c.isalnum() or c in "-_." else " " for c in line).split()[0].lower() for line in lines)
+        names += [need for need in needed if need not in names]
+        if name != "penstock":
+            files += [Path(str(distribution.locate_file(file))) for file in distribution.files or () if file.suffix != ".pyc"]
+    return tuple(files)

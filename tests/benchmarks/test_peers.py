@@ -1,0 +1,96 @@
+"""The comparison itself: rounds, failures, ratios; with records instead of servers."""
+
+import contenders
+import peers
+import pytest
+from load import LoadError
+from peer_setup import Environments
+from peers import Record, compete, median_figures, prepare, ratios, same_starts, table
+from sessions import Contender
+
+
+def add_round(record, rate, text="same"):
+    record.ready_s.append(1.0)
+    record.resident_mb.append(2.0)
+    record.probes.append({"int8_gops": 10.0})
+    record.runs.setdefault(8, []).append({"output_tokens_per_s": rate})
+    record.starts[8] = [text, "again"]
+
+
+def records_of(**rates):
+    records = {name: Record(5.0) for name in rates}
+    for name, values in rates.items():
+        for rate in values:
+            add_round(records[name], rate)
+    return records
+
+
+def test_rounds_alternate_and_every_second_goes_backwards():
+    order = []
+
+    def measure_one(contender, round_idx, record):
+        order.append(contender.name)
+        add_round(record, 1.0)
+
+    compete([Contender(name, []) for name in "abc"], 3, measure_one, {})
+    assert "".join(order) == "abccbaabc"
+
+
+def test_contender_that_fails_is_left_out_and_the_others_go_on():
+    def measure_one(contender, round_idx, record):
+        if contender.name == "b" and round_idx == 1:
+            raise LoadError("the stream broke off")
+        add_round(record, 1.0)
+
+    skipped = {}
+    records = compete([Contender(name, []) for name in "abc"], 3, measure_one, skipped)
+    assert {name: len(record.runs[8]) for name, record in records.items()} == {"a": 3, "b": 1, "c": 3}
+    assert skipped == {"b": "failed in round 2: the stream broke off"}
+
+
+def test_contender_that_never_ran_has_no_figures():
+    def measure_one(contender, round_idx, record):
+        raise LoadError("no answer")
+
+    assert compete([Contender("a", [])], 3, measure_one, {}) == {}
+
+
+def test_ratio_is_the_median_of_the_rounds_ratios():
+    assert ratios(records_of(penstock=[10, 40, 90], slow=[10, 10, 45])) == {"slow": {"8": 2.0}}
+    assert ratios(records_of(slow=[1.0])) == {}
+
+
+def test_figures_are_medians_with_all_rounds_beside():
+    runs = [{"output_tokens_per_s": rate, "seconds": rate} for rate in (3.0, 1.0, 2.0)]
+    assert median_figures(runs) == {"output_tokens_per_s": 2.0, "seconds": 2.0, "rounds": [3.0, 1.0, 2.0]}
+
+
+def test_share_of_replies_that_begin_alike():
+    records = records_of(penstock=[1.0], peer=[1.0])
+    add_round(records["peer"], 1.0, "other")
+    assert same_starts(records) == {"penstock": 1.0, "peer": 0.5}
+
+
+def test_table_has_a_line_for_each_contender():
+    lines = table(records_of(penstock=[10.0], peer=[20.0]), {8: 2}).splitlines()
+    assert lines[2:] == ["| penstock | 10 | 1.0 | 2.0 | 5.0 |", "| peer | 20 | 1.0 | 2.0 | 5.0 |"]
+
+
+def test_peer_that_is_not_installed_is_left_out_with_the_remedy(tmp_path):
+    setting = contenders.Setting(Environments(tmp_path), tmp_path / "m.gguf", None, 32, 1024, 2)
+    skipped = {}
+    assert [c.name for c in prepare(["penstock", "openvino"], setting, setup=False, skipped=skipped)] == ["penstock"]
+    assert "--setup" in skipped["openvino"]
+
+
+def test_own_size_counts_the_package_and_what_it_needs():
+    files = contenders.own_files()
+    assert any("numpy" in str(path) for path in files)
+    assert not any("pytest" in path.parts for path in files)
+
+
+@pytest.mark.parametrize("model", peers.MODELS)
+def test_each_model_has_its_loads(monkeypatch, model):
+    monkeypatch.setattr("sys.argv", ["peers.py", "--model", model])
+    assert peers.read_arguments().model == model
+    assert max(peers.MODELS[model].loads) <= max(peers.MODELS[model].loads.values())

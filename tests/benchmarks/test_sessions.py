@@ -1,0 +1,88 @@
+"""Contenders started, loaded and stopped for real; what they are is canned."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from load import Job, LoadError
+from sessions import Contender, ContenderError, family, running, size_bytes
+
+HERE = Path(__file__).parent
+JOBS = [Job("a", 1, 3), Job("b", 1, 2)]
+
+
+def server(*words):
+    return Contender("canned", [sys.executable, HERE / "canned_server.py", "{port}", *words])
+
+
+def worker():
+    return Contender("canned", [sys.executable, HERE / "canned_worker.py"])
+
+
+def is_alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("contender", [server(), worker()], ids=["server", "worker"])
+def test_contender_serves_while_the_block_runs_and_is_gone_after_it(contender, tmp_path):
+    with running(contender, tmp_path / "log") as session:
+        pid = session.process.pid
+        replies = session.replay(JOBS, 2).replies
+        assert [reply.num_tokens for reply in replies] == [3, 2]
+        assert [reply.text.split()[0] for reply in replies] == ["a", "b"]
+        assert session.ready_s > 0
+        assert session.resident_mb() > 1
+        assert session.cpu_s() > 0
+    assert not is_alive(pid)
+
+
+def test_contender_is_stopped_when_the_block_fails(tmp_path):
+    with pytest.raises(KeyError), running(server(), tmp_path / "log") as session:
+        raise KeyError
+    assert not is_alive(session.process.pid)
+
+
+def test_children_are_counted_and_stopped(tmp_path):
+    child = "import subprocess, sys; p = subprocess.Popen([sys.executable, *sys.argv[1:]]); p.wait()"
+    contender = Contender("nested", [sys.executable, "-c", child, HERE / "canned_server.py", "{port}"])
+    with running(contender, tmp_path / "log") as session:
+        members = family(session.process.pid)
+        assert len(members) == 2
+        assert session.replay(JOBS, 1).replies[0].num_tokens == 3
+    assert not is_alive(members[0])
+    with pytest.raises(LoadError, match="cannot reach"):
+        session.replay(JOBS, 1)
+
+
+def test_server_that_ends_early_is_an_error_with_the_end_of_its_log(tmp_path):
+    with pytest.raises(ContenderError, match=r"before it was ready.*out of memory"), running(server("fail"), tmp_path / "log"):
+        pass
+
+
+def test_program_that_is_missing_is_an_error(tmp_path):
+    with (
+        pytest.raises(OSError, match="no-such-program"),
+        running(Contender("x", ["no-such-program", "{port}"]), tmp_path / "log"),
+    ):
+        pass
+
+
+def test_worker_that_answers_with_fewer_tokens_is_an_error(tmp_path):
+    with running(worker(), tmp_path / "log") as session, pytest.raises(LoadError, match="2 tokens instead of 3"):
+        session.replay([Job("short", 1, 3)], 1)
+
+
+def test_size_is_that_of_the_files_without_links_and_byte_code(tmp_path):
+    (tmp_path / "a").write_bytes(b"x" * 1000)
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    (tmp_path / "__pycache__").mkdir()
+    (tmp_path / "__pycache__" / "a.pyc").write_bytes(b"x" * 500)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "b").write_bytes(b"x" * 20)
+    assert size_bytes(tmp_path) == 1020
+    assert size_bytes(tmp_path / "nothing") == 0
