@@ -6,6 +6,7 @@ namespace nb = nanobind;
 
 void bind_engine(nb::module_& m);
 void bind_probe(nb::module_& m);
+void bind_rows(nb::module_& m);
 void bind_sampler(nb::module_& m);
 
 NB_MODULE(_native, m) {
@@ -13,4 +14,5 @@ NB_MODULE(_native, m) {
     bind_sampler(m);
     bind_engine(m);
     bind_probe(m);
+    bind_rows(m);
 }

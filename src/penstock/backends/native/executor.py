@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.backends.batch import NO_TOKEN, NO_USABLE_LOGIT, BatchBuilder, StepBatch
-from penstock.backends.native._native import Engine
+from penstock.backends.batch import NO_USABLE_LOGIT
+from penstock.backends.native._native import Engine, RowTable
 from penstock.backends.native.lowering import lower
 from penstock.backends.native.sampling import make_row_sampling
 from penstock.models.program import Program
@@ -58,9 +58,18 @@ class NativeExecutor:
             variant=variant,
         )
         lower(program, model.weights, self._engine)
-        self._builder = BatchBuilder(self._capacity, vocab_size=program.vocab_size)
-        self._wants_logprobs: NDArray[np.bool_] = np.zeros(max_rows, np.bool_)  # per slot
-        self._flight: StepBatch | None = None
+        self._rows = RowTable(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_rows=max_rows,
+            max_step_tokens=max_step_tokens,
+            max_model_len=max_model_len,
+            vocab_size=program.vocab_size,
+        )
+        self._wants_logprobs: set[str] = set()
+        """Request ids."""
+        self._flight: int | None = None
+        """The id of the step that was submitted and not collected."""
         self._poison = poison
         for block_id in range(1, num_blocks) if poison else ():
             self._engine.poison_block(block_id)
@@ -95,35 +104,33 @@ class NativeExecutor:
 
     def submit(self, plan: StepPlan) -> Ticket:
         if self._flight is not None:
-            raise ValueError(f"step {plan.step_id} was submitted before step {self._flight.step_id} was collected")
-        batch = self._builder.apply(plan)
-        for slot, row in batch.admitted:
-            self._engine.set_sampling(slot, make_row_sampling(row.sampling))
-            self._wants_logprobs[slot] = row.sampling.logprobs is not None
+            raise ValueError(f"step {plan.step_id} was submitted before step {self._flight} was collected")
+        for request_id in plan.releases:
+            self._rows.release(request_id)
+            self._wants_logprobs.discard(request_id)
+        for row in plan.admits:
+            self._engine.set_sampling(self._rows.admit(row), make_row_sampling(row.sampling))
+            if row.sampling.logprobs is not None:
+                self._wants_logprobs.add(row.request_id)
+        self._rows.plan(plan.rows)
         if self._poison:
             self._forget_stale_blocks(plan)
-        self._flight = batch
+        self._flight = plan.step_id
         return Ticket(plan.step_id)
 
     def collect(self, ticket: Ticket) -> StepResult:
-        batch, self._flight = self._flight, None
-        if batch is None or batch.step_id != ticket.step_id:
+        if self._flight is None or self._flight != ticket.step_id:
             raise ValueError(f"step {ticket.step_id} is not in flight")
+        self._flight = None
         start_ns = time.monotonic_ns()
-        sampled = np.empty(len(batch.sample_rows), np.int32)
-        if batch.num_tokens:
-            self._run(batch, sampled)
+        token_ids, failed = self._rows.run(self._engine)
         end_ns = time.monotonic_ns()
-        self._builder.append_sampled(batch, sampled)
-        names = [batch.request_ids[row] for row in batch.sample_rows]
-        tokens = dict(zip(names, sampled.tolist(), strict=True))
-        failures = {name: NO_USABLE_LOGIT for name, token in tokens.items() if token == NO_TOKEN}
         return StepResult(
-            batch.step_id,
-            token_ids={name: (token,) for name, token in tokens.items() if name not in failures},
+            ticket.step_id,
+            token_ids,
             timing=StepTiming(start_ns, end_ns, dict(zip(TIME_PARTS, self._engine.times(), strict=True))),
-            logprobs=self._logprobs(batch, names),
-            failures=failures,
+            logprobs=self._logprobs() if self._wants_logprobs else {},
+            failures=dict.fromkeys(failed, NO_USABLE_LOGIT),
         )
 
     def _forget_stale_blocks(self, plan: StepPlan) -> None:
@@ -136,30 +143,12 @@ class NativeExecutor:
             for block_id in row.new_block_ids:
                 self._engine.poison_block(block_id)
 
-    def _run(self, batch: StepBatch, sampled: NDArray[np.int32]) -> None:
-        builder = self._builder
-        self._engine.step(
-            batch.row_slots,
-            batch.query_start_loc,
-            batch.context_lens,
-            batch.token_ids,
-            batch.positions,
-            batch.slot_mapping,
-            builder.block_tables,
-            batch.query_start_loc[batch.sample_rows + 1] - 1,
-            batch.row_slots[batch.sample_rows],
-            builder.tokens,
-            builder.num_tokens,
-            builder.num_prompt_tokens,
-            sampled,
-        )
-
-    def _logprobs(self, batch: StepBatch, names: Sequence[str]) -> dict[str, tuple[TokenLogprobs, ...]]:
-        wanted = np.flatnonzero(self._wants_logprobs[batch.row_slots[batch.sample_rows]])
+    def _logprobs(self) -> dict[str, tuple[TokenLogprobs, ...]]:
         found: dict[str, tuple[TokenLogprobs, ...]] = {}
-        for index in wanted.tolist():
-            token_id, logprob, rank, top = self._engine.logprobs(index)
-            found[names[index]] = (TokenLogprobs(token_id, logprob, rank, tuple(top)),)
+        for index, name in enumerate(self._rows.sampled()):
+            if name in self._wants_logprobs:
+                token_id, logprob, rank, top = self._engine.logprobs(index)
+                found[name] = (TokenLogprobs(token_id, logprob, rank, tuple(top)),)
         return found
 
     def forward_logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:

@@ -1,0 +1,174 @@
+// The row table in Python: plans in, sampled tokens out, by request id. Reads `AdmitRow` and `RowPlan` of types/plan.py by the names
+// of their fields.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/vector.h>
+
+#include <limits>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "engine.h"
+#include "row_table.h"
+
+namespace nb = nanobind;
+using nb::literals::operator""_a;
+using namespace penstock;
+
+namespace {
+
+int64_t to_int(nb::handle value) {
+    const int64_t number = PyLong_AsLongLong(value.ptr());
+    if (number == -1 && PyErr_Occurred()) throw nb::python_error();
+    return number;
+}
+
+// Numbers beyond 32 bits become -1, which is refused wherever a token or a block is expected.
+void to_ints(nb::handle sequence, std::vector<int32_t>& out) {
+    out.clear();
+    const nb::tuple items = nb::borrow<nb::tuple>(sequence);
+    for (nb::handle item : items) {
+        const int64_t number = to_int(item);
+        out.push_back(number > std::numeric_limits<int32_t>::max() || number < 0 ? -1 : static_cast<int32_t>(number));
+    }
+}
+
+class NamedRows {
+  public:
+    explicit NamedRows(const RowTableShape& shape) : table_(shape) {}
+
+    int admit(nb::handle row) {
+        const nb::object name = row.attr("request_id");
+        return told(name, [&] {
+            if (slots_.contains(name)) throw std::invalid_argument("is admitted twice");
+            std::vector<int32_t> tokens;
+            to_ints(row.attr("token_ids"), tokens);
+            to_ints(row.attr("block_ids"), scratch_);
+            const int slot = table_.admit(tokens, to_int(row.attr("num_prompt_tokens")), scratch_, to_int(row.attr("num_computed_tokens")));
+            slots_[name] = slot;
+            return slot;
+        });
+    }
+
+    void release(nb::handle name) {
+        told(name, [&] {
+            table_.release(slot_of(name));
+            nb::del(slots_[name]);
+            return 0;
+        });
+    }
+
+    void plan(const nb::tuple& rows) {
+        table_.begin_step();
+        sampled_.clear();
+        for (nb::handle row : rows) {
+            nb::object name = row.attr("request_id");
+            const bool samples = nb::cast<bool>(row.attr("samples"));
+            told(name, [&] {
+                to_ints(row.attr("new_block_ids"), scratch_);
+                table_.add_row(slot_of(name), to_int(row.attr("context_len")), to_int(row.attr("query_len")), scratch_, samples);
+                return 0;
+            });
+            if (samples) sampled_.push_back(std::move(name));
+        }
+    }
+
+    nb::tuple run(Engine& engine) {
+        if (!table_.fits(engine.shape())) throw std::invalid_argument("the engine has not the shape of these rows");
+        if (engine.logits_width() != engine.shape().vocab_size) throw std::invalid_argument("the logits are not of the vocabulary");
+        const StepInput input = table_.input();
+        nb::dict tokens;
+        nb::list failed;
+        if (input.num_tokens == 0) return nb::make_tuple(tokens, failed);
+        {
+            nb::gil_scoped_release release;
+            engine.run_step(input);
+        }
+        table_.append_sampled(engine.samples());
+        for (size_t i = 0; i < sampled_.size(); ++i) {
+            const int token = engine.samples()[i].token;
+            if (token < 0) {
+                failed.append(sampled_[i]);
+            } else {
+                tokens[sampled_[i]] = nb::make_tuple(token);
+            }
+        }
+        return nb::make_tuple(tokens, failed);
+    }
+
+    nb::list sampled() const {
+        nb::list names;
+        for (const nb::object& name : sampled_) names.append(name);
+        return names;
+    }
+
+    nb::tuple arrays() const {
+        const StepInput in = table_.input();
+        const auto list = [](const auto* values, int count) {
+            nb::list out;
+            for (int i = 0; i < count; ++i) out.append(values[i]);
+            return out;
+        };
+        return nb::make_tuple(list(in.row_slots, in.num_rows), list(in.query_start_loc, in.num_rows + 1),
+                              list(in.context_lens, in.num_rows), list(in.token_ids, in.num_tokens),
+                              list(in.positions, in.num_tokens), list(in.slot_mapping, in.num_tokens),
+                              list(in.logit_tokens, in.num_logits), list(in.logit_slots, in.num_logits));
+    }
+
+    // As if a step had sampled these; for tests.
+    void append(const std::vector<int>& tokens) {
+        std::vector<SampleResult> samples(tokens.size());
+        for (size_t i = 0; i < tokens.size(); ++i) samples[i].token = tokens[i];
+        table_.append_sampled(samples);
+    }
+
+  private:
+    int slot_of(nb::handle name) {
+        PyObject* slot = PyDict_GetItemWithError(slots_.ptr(), name.ptr());
+        if (slot == nullptr) {
+            if (PyErr_Occurred()) throw nb::python_error();
+            throw std::invalid_argument("was never admitted, or is released");
+        }
+        return static_cast<int>(PyLong_AsLong(slot));
+    }
+
+    // Errors name the request.
+    template <typename Function>
+    static int told(nb::handle name, Function function) {
+        try {
+            return function();
+        } catch (const std::invalid_argument& error) {
+            throw std::invalid_argument(std::string("request ") + nb::repr(name).c_str() + " " + error.what());
+        }
+    }
+
+    RowTable table_;
+    nb::dict slots_;                   // request id -> slot
+    std::vector<nb::object> sampled_;  // request ids of the step's samples, in order
+    std::vector<int32_t> scratch_;
+};
+
+}  // namespace
+
+void bind_rows(nb::module_& m) {
+    nb::class_<NamedRows>(m, "RowTable",
+                          "The rows that an executor knows, by request id. ValueError for whatever breaks the contract of plans.")
+        .def(
+            "__init__",
+            [](NamedRows* self, int num_blocks, int block_size, int max_rows, int max_step_tokens, int max_model_len, int vocab_size) {
+                new (self) NamedRows({num_blocks, block_size, max_rows, max_step_tokens, max_model_len, vocab_size});
+            },
+            nb::kw_only(), "num_blocks"_a, "block_size"_a, "max_rows"_a, "max_step_tokens"_a, "max_model_len"_a, "vocab_size"_a)
+        .def("release", &NamedRows::release, "request_id"_a)
+        .def("admit", &NamedRows::admit, "row"_a, "Takes in an `AdmitRow`; returns its slot.")
+        .def("plan", &NamedRows::plan, "rows"_a, "Describes a step of `RowPlan`s, after its releases and admits.")
+        .def("run", &NamedRows::run, "engine"_a,
+             "Computes the planned step, without the GIL. ({request id: (token,)}, [request ids without a usable logit]).")
+        .def("sampled", &NamedRows::sampled, "Request ids of the rows that sample in the planned step, in its order.")
+        .def("arrays", &NamedRows::arrays,
+             "Of the planned step: row_slots, query_start_loc, context_lens, token_ids, positions, slot_mapping, logit_tokens,\n"
+             "logit_slots; for tests.")
+        .def("append", &NamedRows::append, "tokens"_a, "As if the planned step had sampled these; for tests.");
+}

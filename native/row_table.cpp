@@ -1,0 +1,161 @@
+#include "row_table.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <new>
+#include <stdexcept>
+#include <string>
+
+namespace penstock {
+
+namespace {
+
+void require(bool is_kept, const char* breach) {
+    if (!is_kept) throw std::invalid_argument(breach);
+}
+
+}  // namespace
+
+void RowTable::Release::operator()(int32_t* memory) const { std::free(memory); }
+
+// calloc maps large memory lazily: rows and positions that are never used cost nothing.
+RowTable::Table RowTable::zeroed(int64_t count) {
+    auto* memory = static_cast<int32_t*>(std::calloc(static_cast<size_t>(count), sizeof(int32_t)));
+    if (memory == nullptr) throw std::bad_alloc();
+    return Table(memory);
+}
+
+RowTable::RowTable(const RowTableShape& shape)
+    : shape_(shape), token_stride_(int64_t{shape.max_model_len} + 1) {
+    for (const int32_t size : {shape.num_blocks, shape.block_size, shape.max_rows, shape.max_step_tokens, shape.max_model_len,
+                               shape.vocab_size}) {
+        require(size > 0, "every size of a row table must be at least 1");
+    }
+    block_stride_ = (token_stride_ + shape.block_size - 1) / shape.block_size;
+    tokens_ = zeroed(shape.max_rows * token_stride_);
+    blocks_ = zeroed(shape.max_rows * block_stride_);
+    rows_.resize(static_cast<size_t>(shape.max_rows));
+    num_tokens_.resize(rows_.size());
+    num_prompt_.resize(rows_.size());
+    for (int32_t slot = shape.max_rows - 1; slot >= 0; --slot) free_slots_.push_back(slot);
+    begin_step();
+}
+
+RowTable::Row& RowTable::known(int slot) {
+    require(slot >= 0 && slot < shape_.max_rows && !rows_[static_cast<size_t>(slot)].is_free, "is in no slot");
+    return rows_[static_cast<size_t>(slot)];
+}
+
+int RowTable::admit(const std::vector<int32_t>& tokens, int64_t num_prompt, const std::vector<int32_t>& blocks,
+                    int64_t num_computed) {
+    const auto num_tokens = static_cast<int64_t>(tokens.size());
+    require(!free_slots_.empty(), "is one more than max_rows");
+    require(num_prompt >= 1 && num_prompt <= num_tokens, "has no prompt, or more prompt than tokens");
+    require(num_tokens <= shape_.max_model_len, "is longer than max_model_len");
+    require(num_computed >= 0 && num_computed < num_tokens, "has no token left to compute");
+    require(num_computed <= static_cast<int64_t>(blocks.size()) * shape_.block_size, "has more KV than its blocks hold");
+    for (const int32_t token : tokens) require(token >= 0 && token < shape_.vocab_size, "has a token outside the vocabulary");
+    const int slot = free_slots_.back();
+    free_slots_.pop_back();
+    Row& row = rows_[static_cast<size_t>(slot)];
+    row = {static_cast<int32_t>(num_tokens), static_cast<int32_t>(num_prompt), 0, static_cast<int32_t>(num_computed), -1, false};
+    std::copy(tokens.begin(), tokens.end(), tokens_of(slot));
+    num_tokens_[static_cast<size_t>(slot)] = row.num_tokens;
+    num_prompt_[static_cast<size_t>(slot)] = row.num_prompt;
+    append_blocks(slot, blocks);
+    return slot;
+}
+
+void RowTable::release(int slot) {
+    Row& row = known(slot);
+    // Tokens stay behind, out of reach; block ids go, so that a stale one can't be mistaken for a row's own.
+    std::fill_n(blocks_of(slot), row.num_blocks, 0);
+    num_tokens_[static_cast<size_t>(slot)] = num_prompt_[static_cast<size_t>(slot)] = 0;
+    row = {};
+    free_slots_.push_back(slot);
+}
+
+void RowTable::append_blocks(int slot, const std::vector<int32_t>& blocks) {
+    Row& row = rows_[static_cast<size_t>(slot)];
+    require(row.num_blocks + static_cast<int64_t>(blocks.size()) <= block_stride_, "has more blocks than max_model_len needs");
+    for (const int32_t block : blocks) {
+        require(block > 0 && block < shape_.num_blocks, "has a block that does not exist, or the null block");
+        blocks_of(slot)[row.num_blocks++] = block;
+    }
+}
+
+void RowTable::begin_step() {
+    ++num_steps_;
+    for (auto* array : {&row_slots_, &context_lens_, &token_ids_, &positions_, &logit_tokens_, &logit_slots_}) array->clear();
+    slot_mapping_.clear();
+    query_start_loc_.assign(1, 0);
+}
+
+void RowTable::add_row(int slot, int64_t context_len, int64_t query_len, const std::vector<int32_t>& new_blocks, bool samples) {
+    Row& row = known(slot);
+    require(row.last_step != num_steps_, "has two rows in one step");
+    require(query_len > 0, "computes no token");
+    require(context_len == row.num_computed, "has a context_len unlike what was computed");
+    require(query_len <= row.num_tokens - context_len, "computes tokens that are not known");
+    const int64_t end = context_len + query_len;
+    require(end == row.num_tokens || !samples, "samples before its last token");
+    require(end <= shape_.max_model_len, "is longer than max_model_len");
+    require(query_len <= shape_.max_step_tokens - static_cast<int64_t>(token_ids_.size()), "exceeds max_step_tokens");
+    append_blocks(slot, new_blocks);
+    require(end <= int64_t{row.num_blocks} * shape_.block_size, "writes past its last block");
+    row.last_step = num_steps_;
+    row.num_computed = static_cast<int32_t>(end);
+    row_slots_.push_back(slot);
+    context_lens_.push_back(static_cast<int32_t>(context_len));
+    const int32_t *tokens = tokens_of(slot), *blocks = blocks_of(slot);
+    for (int64_t position = context_len; position < end; ++position) {
+        require(tokens[position] >= 0, "goes on after it failed");
+        token_ids_.push_back(tokens[position]);
+        positions_.push_back(static_cast<int32_t>(position));
+        slot_mapping_.push_back(int64_t{blocks[position / shape_.block_size]} * shape_.block_size + position % shape_.block_size);
+    }
+    query_start_loc_.push_back(static_cast<int32_t>(token_ids_.size()));
+    if (samples) {
+        logit_tokens_.push_back(static_cast<int32_t>(token_ids_.size()) - 1);
+        logit_slots_.push_back(slot);
+    }
+}
+
+StepInput RowTable::input() const {
+    StepInput in{};
+    in.num_rows = static_cast<int32_t>(row_slots_.size());
+    in.num_tokens = static_cast<int32_t>(token_ids_.size());
+    in.num_logits = static_cast<int32_t>(logit_tokens_.size());
+    in.row_slots = row_slots_.data();
+    in.query_start_loc = query_start_loc_.data();
+    in.context_lens = context_lens_.data();
+    in.token_ids = token_ids_.data();
+    in.positions = positions_.data();
+    in.slot_mapping = slot_mapping_.data();
+    in.block_tables = blocks_.get();
+    in.table_stride = block_stride_;
+    in.logit_tokens = logit_tokens_.data();
+    in.logit_slots = logit_slots_.data();
+    in.tokens = tokens_.get();
+    in.tokens_stride = token_stride_;
+    in.num_tokens_of_slot = num_tokens_.data();
+    in.num_prompt_of_slot = num_prompt_.data();
+    return in;
+}
+
+void RowTable::append_sampled(const std::vector<SampleResult>& samples) {
+    require(samples.size() == logit_slots_.size(), "the step has another number of samples");
+    for (size_t i = 0; i < samples.size(); ++i) {
+        const int slot = logit_slots_[i];
+        Row& row = rows_[static_cast<size_t>(slot)];
+        tokens_of(slot)[row.num_tokens++] = samples[i].token;
+        num_tokens_[static_cast<size_t>(slot)] = row.num_tokens;
+    }
+}
+
+bool RowTable::fits(const EngineShape& engine) const {
+    return engine.num_blocks >= shape_.num_blocks && engine.block_size == shape_.block_size && engine.max_rows >= shape_.max_rows &&
+           engine.max_step_tokens >= shape_.max_step_tokens && engine.vocab_size >= shape_.vocab_size;
+}
+
+}  // namespace penstock

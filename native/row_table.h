@@ -1,0 +1,73 @@
+// The rows that the native executor knows: their tokens, block tables and progress, and what a step of them means in arrays.
+//
+// The same book-keeping as backends/batch.py, here since a step of one row would spend longer in NumPy than in sampling. Used by
+// bind_rows.cpp alone, which keeps the names; here a row is a slot. Never computes with the model and never chooses a token.
+
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "engine.h"
+
+namespace penstock {
+
+struct RowTableShape {
+    int32_t num_blocks, block_size, max_rows, max_step_tokens, max_model_len, vocab_size;
+};
+
+// A call that breaks the contract of plans throws std::invalid_argument; the table must not be used after that.
+class RowTable {
+  public:
+    // Throws std::invalid_argument for a shape without size, std::bad_alloc without memory.
+    explicit RowTable(const RowTableShape& shape);
+
+    // A slot for a new row. `tokens` are prompt and output so far, the first `num_computed` of them have KV in `blocks`.
+    int admit(const std::vector<int32_t>& tokens, int64_t num_prompt, const std::vector<int32_t>& blocks, int64_t num_computed);
+    void release(int slot);
+
+    // A step is described row by row, and then read. Each call of `add_row` takes the row's next `query_len` tokens.
+    void begin_step();
+    void add_row(int slot, int64_t context_len, int64_t query_len, const std::vector<int32_t>& new_blocks, bool samples);
+    // Points into this table; valid until it changes.
+    StepInput input() const;
+    // Rows of the step that sample, in its order.
+    int num_samples() const { return static_cast<int>(logit_slots_.size()); }
+    // After the step was computed: each of those rows grows by its token; -1 for a row that failed, and must be released.
+    void append_sampled(const std::vector<SampleResult>& samples);
+
+    // Whether an engine has room for every step of this table.
+    bool fits(const EngineShape& engine) const;
+
+  private:
+    struct Row {
+        int32_t num_tokens = 0, num_prompt = 0, num_blocks = 0, num_computed = 0;
+        int64_t last_step = -1;
+        bool is_free = true;
+    };
+    struct Release {
+        void operator()(int32_t* memory) const;
+    };
+    using Table = std::unique_ptr<int32_t[], Release>;
+
+    static Table zeroed(int64_t count);
+    Row& known(int slot);
+    int32_t* tokens_of(int slot) const { return tokens_.get() + int64_t{slot} * token_stride_; }
+    int32_t* blocks_of(int slot) const { return blocks_.get() + int64_t{slot} * block_stride_; }
+    void append_blocks(int slot, const std::vector<int32_t>& blocks);
+
+    RowTableShape shape_;
+    int64_t token_stride_, block_stride_;
+    Table tokens_;  // [max_rows, max_model_len + 1]: one more, for the token after the longest row
+    Table blocks_;  // [max_rows, .], 0 (the null block) after a row's last
+    std::vector<Row> rows_;
+    std::vector<int32_t> free_slots_;
+    std::vector<int32_t> num_tokens_, num_prompt_;  // [max_rows], for the sampler
+    // The step.
+    int64_t num_steps_ = 0;
+    std::vector<int32_t> row_slots_, query_start_loc_, context_lens_, token_ids_, positions_, logit_tokens_, logit_slots_;
+    std::vector<int64_t> slot_mapping_;
+};
+
+}  // namespace penstock
