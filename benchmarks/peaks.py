@@ -54,6 +54,12 @@ class PeakMeter:
     def median(self, name: str) -> float:
         return statistics.median(self._samples[name])
 
+    def bests(self) -> dict[str, float]:
+        return {name: self.best(name) for name in self._samples}
+
+    def medians(self) -> dict[str, float]:
+        return {name: self.median(name) for name in self._samples}
+
     def summary(self) -> dict[str, dict[str, float]]:
         return {name: {"best": round(self.best(name), 1), "median": round(self.median(name), 1)} for name in self._samples}
 

@@ -1,9 +1,14 @@
-"""How long does one step of the native backend take, and which part of it?
+"""How long does one step of the native backend take, which part of it, and how near is it to what the machine can do?
 
-Decodes of several batch sizes and prefill chunks with and without context, on the default model, straight through
-the executor: no scheduler, no HTTP. `gops` counts two operations for each multiply-add with a weight, attention not counted.
+Decodes of several batch sizes and prefill chunks with and without context, straight through the executor: no scheduler, no
+HTTP. The bound of a step is the larger of two times: the operations of its products with weights at the peak of
+multiply-adds, and the weights and the KV that it reads at the speed of memory. Attention, norms and sampling are part of
+the step's time and count for nothing in the bound. `share` is the bound over the median time, the peaks being medians
+too; `best_share` the same of the fastest run and the best peaks. Peaks are measured between the steps.
 
     python benchmarks/step.py
+    python benchmarks/step.py --variant avx2
+    python benchmarks/step.py --model qwen2.5-coder-1.5b-instruct-q4_k_m.gguf --steps 1x1@128 16x1@256
 
 The last line printed is one JSON object.
 """
@@ -12,89 +17,193 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
+from dataclasses import dataclass
 from itertools import count
+from typing import Any
+
+from peaks import PeakMeter, context
 
 from penstock.backends.native.executor import NativeExecutor
 from penstock.models import registry
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
 from penstock.models.load import load_model
-from penstock.models.weights import LoadedModel
+from penstock.models.weights import LoadedModel, WeightFormat
 from penstock.types.plan import AdmitRow, RowPlan, StepPlan
 from penstock.types.sampling import SamplingParams
 
 BLOCK_SIZE = 16
-SHAPES = [(1, 1, 128), (8, 1, 200), (32, 1, 256), (1, 512, 0), (1, 512, 1024)]
-"""(rows, query_len, context_len)"""
+ROUND_MS = 30.0
+"""Of steps between two looks at the machine's peaks; at least one step."""
 
 
-def multiply_adds(model: LoadedModel, rows: int, query_len: int) -> int:
-    """Of the products with weights; the output matrix only for the rows that sample."""
-    last = "output" if "output" in model.weights else "embed"
-    per_token = sum(
-        t.num_rows * t.num_cols for name, t in model.weights.items() if name.startswith("layers.") and t.num_rows > 1
-    )
-    return rows * query_len * per_token + rows * model.weights[last].num_rows * model.weights[last].num_cols
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    rows: int
+    query_len: int
+    context_len: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.rows * self.query_len
+
+    @property
+    def blocks_per_row(self) -> int:
+        return -(-(self.context_len + self.query_len + 1) // BLOCK_SIZE)
 
 
-def measure(
-    executor: NativeExecutor, step_ids: count[int], rows: int, query_len: int, context_len: int, repeat: int
-) -> dict[str, float]:
-    """Medians in milliseconds. Every repetition is a fresh set of rows with the same context."""
-    seconds: list[float] = []
-    parts: dict[str, list[float]] = {}
-    per_row = -(-(context_len + query_len + 1) // BLOCK_SIZE)
-    for _ in range(repeat):
-        step_id = next(step_ids)
-        names = [f"{step_id}-{row}" for row in range(rows)]
-        admits = tuple(
-            AdmitRow(
-                name,
-                tuple(1000 + (step_id * 31 + i * 7) % 40000 for i in range(context_len + query_len)),
-                context_len + query_len,
-                tuple(range(1 + row * per_row, 1 + (row + 1) * per_row)),
-                context_len,
-                SamplingParams(temperature=0.0),
-            )
-            for row, name in enumerate(names)
+STEPS = ("1x1@128", "8x1@200", "32x1@256", "1x512@0", "1x512@1024")
+
+
+def parse_step(text: str) -> StepShape:
+    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)@(\d+)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not ROWSxQUERY_LEN@CONTEXT_LEN")
+    return StepShape(*map(int, found.groups()))
+
+
+class StepCost:
+    """What a step of a model must at least do."""
+
+    def __init__(self, model: LoadedModel, weight_bytes: int) -> None:
+        self._kv_bytes_per_token = model.spec.kv_bytes_per_token
+        matrices = {name: t for name, t in model.weights.items() if t.num_rows > 1}
+        output = matrices.get("output", matrices["embed"])
+        layers = [t for name, t in matrices.items() if name.startswith("layers.")]
+        bf16 = (WeightFormat.BF16, WeightFormat.F32)
+        self._per_token = {False: 0, True: 0}
+        """Weights that multiply each token, by whether they are bf16 and not quantised."""
+        for tensor in layers:
+            self._per_token[tensor.format in bf16] += tensor.num_rows * tensor.num_cols
+        self._per_sample = {False: 0, True: 0}
+        self._per_sample[output.format in bf16] = output.num_rows * output.num_cols
+        # Of the embedding a step reads a row per token, unless it is the output matrix, too.
+        self.weight_bytes = weight_bytes - (matrices["embed"].num_bytes if "output" in matrices else 0)
+
+    def operations(self, shape: StepShape, *, are_bf16: bool) -> int:
+        """A multiply-add is two; of the products with weights alone."""
+        return 2 * (shape.num_tokens * self._per_token[are_bf16] + shape.rows * self._per_sample[are_bf16])
+
+    def num_bytes(self, shape: StepShape) -> int:
+        return self.weight_bytes + shape.rows * (shape.context_len + shape.query_len) * self._kv_bytes_per_token
+
+    def shares(self, shape: StepShape, seconds: float, peaks: dict[str, float]) -> dict[str, float]:
+        """Of the multiply-adds' peak, of the memory's, and of the larger one, which is the bound."""
+        compute_s = sum(self.operations(shape, are_bf16=b) / peaks["bf16" if b else "int8"] for b in (False, True)) / 1e9
+        read_s = self.num_bytes(shape) / peaks["read"] / 1e9
+        return {
+            "share": round(max(compute_s, read_s) / seconds, 3),
+            "compute_share": round(compute_s / seconds, 3),
+            "read_share": round(read_s / seconds, 3),
+        }
+
+
+class StepRunner:
+    """Runs steps of fresh rows whose context is what `fill` left in their blocks."""
+
+    def __init__(self, executor: NativeExecutor, vocab_size: int) -> None:
+        self._executor = executor
+        self._vocab_size = vocab_size
+        self._ids = count()
+
+    def fill(self) -> None:
+        """Give every block keys and values: memory never written is one page of zeros, which is read from the cache."""
+        capacity = self._executor.capacity
+        room = min(capacity.num_blocks - 1, capacity.max_model_len // BLOCK_SIZE) - 1  # a row has a block for its next token
+        filled = max(1, min(room, capacity.max_step_tokens // BLOCK_SIZE))
+        for begin in range(0, filled * BLOCK_SIZE, capacity.max_step_tokens):
+            self.run(StepShape(1, min(capacity.max_step_tokens, filled * BLOCK_SIZE - begin), begin))
+        pairs = [(1 + block % filled, 1 + block) for block in range(filled, capacity.num_blocks - 1)]
+        self._executor.copy_blocks(pairs)
+
+    def run(self, shape: StepShape) -> dict[str, float]:
+        """Milliseconds of the whole step (`ms`) and of its parts."""
+        step_id = next(self._ids)
+        names = [f"{step_id}-{row}" for row in range(shape.rows)]
+        plan = StepPlan(
+            step_id,
+            0,
+            tuple(self._admit(shape, name, step_id, row) for row, name in enumerate(names)),
+            tuple(RowPlan(name, shape.context_len, shape.query_len, (), True) for name in names),
+            (),
         )
-        plan = StepPlan(step_id, 0, admits, tuple(RowPlan(n, context_len, query_len, (), True) for n in names), ())
-        timing = executor.collect(executor.submit(plan)).timing
-        seconds.append((timing.end_ns - timing.start_ns) / 1e9)
-        for part, part_ns in timing.parts.items():
-            parts.setdefault(part, []).append(part_ns / 1e6)
-        executor.collect(executor.submit(StepPlan(next(step_ids), 0, (), (), tuple(names))))
-    medians = {part: round(statistics.median(values), 3) for part, values in parts.items()}
-    return {"ms": round(statistics.median(seconds) * 1e3, 3), "min_ms": round(min(seconds) * 1e3, 3), **medians}
+        timing = self._executor.collect(self._executor.submit(plan)).timing
+        self._executor.collect(self._executor.submit(StepPlan(next(self._ids), 0, (), (), tuple(names))))
+        parts = {part: part_ns / 1e6 for part, part_ns in timing.parts.items()}
+        return {"ms": (timing.end_ns - timing.start_ns) / 1e6, **parts}
+
+    def _admit(self, shape: StepShape, name: str, step_id: int, row: int) -> AdmitRow:
+        length = shape.context_len + shape.query_len
+        tokens = tuple(1000 + (step_id * 31 + i * 7) % (self._vocab_size - 2000) for i in range(length))
+        blocks = tuple(range(1 + row * shape.blocks_per_row, 1 + (row + 1) * shape.blocks_per_row))
+        return AdmitRow(name, tokens, length, blocks, shape.context_len, SamplingParams(temperature=0.0))
+
+
+def measure(runner: StepRunner, cost: StepCost, shape: StepShape, meter: PeakMeter, repeat: int) -> dict[str, Any]:
+    """Figures of at least `repeat` steps, in `repeat` rounds; the peaks are measured after each."""
+    runner.run(shape)  # touches the memory
+    per_round = max(1, round(ROUND_MS / runner.run(shape)["ms"]))
+    runs: list[dict[str, float]] = []
+    for _ in range(repeat):
+        runs += [runner.run(shape) for _ in range(per_round)]
+        meter.sample(["int8", "bf16", "read"], repeat=1)
+    medians = {part: round(statistics.median(run[part] for run in runs), 3) for part in runs[0]}
+    least_ms = min(run["ms"] for run in runs)
+    gops = sum(cost.operations(shape, are_bf16=b) for b in (False, True)) / medians["ms"] / 1e6
+    best = cost.shares(shape, least_ms / 1e3, meter.bests())
+    return {
+        "batch": shape.rows,
+        "query_len": shape.query_len,
+        "context_len": shape.context_len,
+        **medians,
+        "min_ms": round(least_ms, 3),
+        **cost.shares(shape, medians["ms"] / 1e3, meter.medians()),
+        "best_share": best["share"],
+        "gops": round(gops),
+        "gbs": round(cost.num_bytes(shape) / medians["ms"] / 1e6, 1),
+    }
+
+
+def open_executor(model: LoadedModel, shapes: list[StepShape], threads: int, variant: str) -> NativeExecutor:
+    return NativeExecutor(
+        model,
+        registry.describe(model.spec),
+        num_blocks=2 + max(shape.rows * shape.blocks_per_row for shape in shapes),
+        block_size=BLOCK_SIZE,
+        max_rows=max(shape.rows for shape in shapes),
+        max_step_tokens=max(shape.num_tokens for shape in shapes),
+        max_model_len=(1 + max(shape.blocks_per_row for shape in shapes)) * BLOCK_SIZE,
+        num_threads=threads,
+        variant=variant,
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--steps", nargs="+", type=parse_step, default=[parse_step(step) for step in STEPS])
     parser.add_argument("--repeat", type=int, default=15)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--variant", default="")
     args = parser.parse_args()
-    model = load_model(resolve(DEFAULT_MODEL, default_cache_dir()))
-    executor = NativeExecutor(
-        model,
-        registry.describe(model.spec),
-        num_blocks=2048,
-        block_size=BLOCK_SIZE,
-        max_rows=64,
-        max_step_tokens=512,
-        max_model_len=2048,
-        num_threads=args.threads,
-        variant=args.variant,
-    )
-    step_ids = count()
+    model = load_model(resolve(args.model, default_cache_dir()))
+    executor = open_executor(model, args.steps, args.threads, args.variant)
+    runner = StepRunner(executor, model.spec.vocab_size)
+    runner.fill()
+    cost = StepCost(model, executor.weight_bytes)
+    meter = PeakMeter(executor.num_threads, executor.variant)
     results = []
-    for rows, query_len, context_len in SHAPES:
-        measure(executor, step_ids, rows, query_len, context_len, 2)  # touches the memory
-        figures = measure(executor, step_ids, rows, query_len, context_len, args.repeat)
-        gops = 2 * multiply_adds(model, rows, query_len) / figures["ms"] / 1e6
-        results.append({"batch": rows, "query_len": query_len, "context_len": context_len, **figures, "gops": round(gops)})
+    for shape in args.steps:
+        results.append(measure(runner, cost, shape, meter, args.repeat))
         print(results[-1], flush=True)
-    summary = {"benchmark": "step", "variant": executor.variant, "threads": executor.num_threads, "steps": results}
+    summary = {
+        "benchmark": "step",
+        **context(executor.num_threads, executor.variant),
+        "model": model.name,
+        "steps": results,
+        "peaks": meter.summary(),
+    }
     print(json.dumps(summary))
     executor.close()
 
