@@ -52,6 +52,29 @@ class Int8:
         return (rounded + np.where(is_outlier, fine, 0)).reshape(x.shape).astype(np.float32)
 
 
+class PowerOfTwo:
+    """int8 per group of 32 with a power of two as the scale; a value above `outlier_ratio` row rms keeps its rest in float32."""
+
+    def __init__(self, outlier_ratio: float, *, exact_scale: bool = False) -> None:
+        self._ratio = outlier_ratio
+        self._exact_scale = exact_scale
+        self.num_groups = 0
+        self.num_outliers = 0
+
+    def __call__(self, x: F32) -> F32:
+        groups = x.reshape(len(x), -1, 32)
+        rms = np.sqrt((x**2).mean(-1))[:, None, None]
+        is_outlier = np.abs(groups) > self._ratio * rms
+        largest = np.maximum(np.abs(np.where(is_outlier, 0, groups)).max(-1, keepdims=True), np.float32(1e-30))
+        step = largest / np.float32(127)
+        if not self._exact_scale:
+            step = np.exp2(np.ceil(np.log2(step)))
+        rounded = np.rint(groups / step) * step
+        self.num_groups += is_outlier.size // 32
+        self.num_outliers += int(is_outlier.sum())
+        return np.where(is_outlier, groups, rounded).reshape(x.shape).astype(np.float32)
+
+
 def bfloat16(x: F32) -> F32:
     bits = np.ascontiguousarray(x).view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
@@ -88,6 +111,8 @@ def main() -> None:
     )
     roundings: dict[str, Rounding] = {"bf16": bfloat16}
     roundings |= {"per row": Int8(0)} | {f"group {g}": Int8(g) for g in (192, 64, 32, 16)}
+    roundings |= {f"power of two, apart above {t} rms": PowerOfTwo(t) for t in (4, 5, 6, 8, 12)}
+    roundings |= {f"group 32, apart above {t} rms": PowerOfTwo(t, exact_scale=True) for t in (6, 8)}
     roundings |= {f"group 32, twice above {t} rms": Int8(32, t) for t in (4, 6, 8, 12)}
     exact = forward(executor, token_ids, None)
     base = negative_log_likelihood(exact, token_ids)
@@ -100,7 +125,7 @@ def main() -> None:
             "rms": round(float(np.sqrt((error**2).mean())), 4),
             "perplexity_ratio": round(float(np.exp(negative_log_likelihood(logits, token_ids) - base)), 5),
             "argmax_changed": int((logits.argmax(-1) != exact.argmax(-1)).sum()),
-            "rounded_twice": round(rounding.num_outliers / rounding.num_groups, 4) if isinstance(rounding, Int8) else 0,
+            "rounded_twice": round(rounding.num_outliers / rounding.num_groups, 4) if isinstance(rounding, Int8 | PowerOfTwo) else 0,
         }
         print(f"{name:32} {results[name]}", flush=True)
     print(json.dumps({"benchmark": "activation_rounding", "tokens": len(token_ids), "results": results}))

@@ -49,14 +49,16 @@ int Engine::add_matrix(SourceFormat format, int rows, int cols, const uint8_t* s
         const uint8_t* source;
         SourceFormat format;
         int num_parts;
+        std::atomic<bool> finite{true};
         Packing(PackedStorage& p, const uint8_t* s, SourceFormat f, int n) : packed(p), source(s), format(f), num_parts(n) {}
         void run_task(int, int part, int) override {
             const int64_t panels = packed.matrix.panels;
-            pack_panels(packed, source, format, static_cast<int>(panels * part / num_parts),
-                        static_cast<int>(panels * (part + 1) / num_parts));
+            const auto first = static_cast<int>(panels * part / num_parts), end = static_cast<int>(panels * (part + 1) / num_parts);
+            if (!pack_panels(packed, source, format, first, end)) finite.store(false, std::memory_order_relaxed);
         }
     } packing(packed, source, format, team_.size());
     team_.run(packing, {packing.num_parts});
+    if (!packing.finite.load(std::memory_order_relaxed)) throw std::invalid_argument("a scale is no finite number: the file is damaged");
     const int64_t values = int64_t{packed.matrix.panels} * kPanel * cols;
     weight_bytes_ += format == SourceFormat::kBf16 ? 2 * values
                      : format == SourceFormat::kQ8_0 ? values + values / kGroup * 2
@@ -94,11 +96,12 @@ int Engine::add_activation(int cols, bool quantised, bool per_sample) {
     };
     if (quantised) {
         allocate(a.view.q, rows * cols);
-        allocate(a.view.fine, rows * cols);
-        allocate(a.view.scale, rows * groups);
-        allocate(a.view.sum, rows * groups);
-        allocate(a.view.outliers, rows * groups);
-        allocate(a.view.num_outliers, rows);
+        allocate(a.view.exponent, rows * groups);
+        allocate(a.view.zero_sum, rows * groups);
+        allocate(a.view.sum, rows * ((groups + 1) & ~int64_t{1}));
+        a.view.outliers_per_row = outliers_of(cols);
+        allocate(a.view.outlier, rows * a.view.outliers_per_row);
+        allocate(a.view.outlier_rest, rows * a.view.outliers_per_row);
     } else {
         allocate(a.view.bf16, rows * ((cols + 1) / 2) * 2);
     }

@@ -26,13 +26,14 @@ struct PackedStorage {
     PackedMatrix matrix{};
     Memory quants;
     Memory scales;
+    Memory offsets;
 };
 
 enum class SourceFormat : int32_t { kQ4_0 = 0, kQ4_1 = 1, kQ8_0 = 2, kBf16 = 3 };
 
 // `source` is row-major as in the file: GGML groups, or bf16. Quantised rows have a multiple of 32 columns.
-// Panels [panel0, panel1) are written; disjoint ranges may run on different threads.
+// Panels [panel0, panel1) are written; disjoint ranges may run on different threads. False: a scale is no finite number.
 PackedStorage allocate_packed(SourceFormat format, int rows, int cols);
-void pack_panels(PackedStorage& packed, const uint8_t* source, SourceFormat format, int panel0, int panel1);
+bool pack_panels(PackedStorage& packed, const uint8_t* source, SourceFormat format, int panel0, int panel1);
 
 }  // namespace penstock

@@ -16,97 +16,148 @@ namespace {
 struct Panel {
     const uint8_t* quants;
     const uint16_t* scales;
+    const uint16_t* offsets;
 };
 
 template <WeightKind kKind>
 struct Layout {
-    static constexpr bool kNibbles = kKind == WeightKind::kU4Affine || kKind == WeightKind::kU4Symmetric;
-    static constexpr bool kAffine = kKind == WeightKind::kU4Affine;
+    static constexpr bool kTable = kKind == WeightKind::kU4Table;
+    static constexpr bool kNibbles = kKind == WeightKind::kU4Affine || kKind == WeightKind::kU4Symmetric || kTable;
+    static constexpr bool kAffine = kKind == WeightKind::kU4Affine || kKind == WeightKind::kU8Affine;
+    static constexpr bool kSmall = kNibbles && !kTable;  // every weight is below 16, and the zero point 8
+    static constexpr float kZero = kSmall ? 8.0f : 128.0f;
     static constexpr int kGroupBytes = kPanel * (kNibbles ? kGroup / 2 : kGroup);
-    static constexpr int kGroupScales = kAffine ? 2 * kPanel : kPanel;
 };
+
+PENSTOCK_INLINE float widen(uint16_t bf16) {
+    const uint32_t bits = static_cast<uint32_t>(bf16) << 16;
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+PENSTOCK_INLINE int pairs_of(int groups) { return (groups + 1) / 2; }
 
 template <WeightKind kKind>
 PENSTOCK_INLINE Panel panel_of(const PackedMatrix& w, int panel) {
     if constexpr (kKind == WeightKind::kBf16) {
-        return {w.quants + static_cast<int64_t>(panel) * ((w.cols + 1) / 2) * 64, nullptr};
+        return {w.quants + static_cast<int64_t>(panel) * pairs_of(w.cols) * 64, nullptr, nullptr};
     } else {
-        const int64_t first = static_cast<int64_t>(panel) * (w.cols / kGroup);
-        return {w.quants + first * Layout<kKind>::kGroupBytes, w.scales + first * Layout<kKind>::kGroupScales};
+        const int groups = w.cols / kGroup;
+        const int64_t first = static_cast<int64_t>(panel) * groups;
+        return {w.quants + first * Layout<kKind>::kGroupBytes, w.scales + first * kPanel,
+                w.offsets + static_cast<int64_t>(panel) * pairs_of(groups) * 2 * kPanel};
     }
 }
 
-// Integer dot products of one group: dots[p][r] = sum over its 32 columns of unsigned weight * int8 activation.
+// Chunk c of a group as unsigned bytes: of four columns 4c.. for each lane, c below 8.
+template <WeightKind kKind>
+PENSTOCK_INLINE vb unpack(vb chunk, bool high) {
+    using L = Layout<kKind>;
+    if constexpr (!L::kNibbles) return chunk;
+    const vb nibbles = high ? high_nibbles(chunk) : low_nibbles(chunk);
+    return L::kTable ? look_up(nibbles, kTableOfNibbles) : nibbles;
+}
+
+// dots[p][r] += sum over the 32 columns of one group of unsigned weight * int8 activation.
 // `q` is the first row's group; rows are `stride` bytes apart.
-template <bool kNibbles, int kPanels, int kRows>
+template <WeightKind kKind, int kPanels, int kRows>
 PENSTOCK_INLINE void dot_group(const uint8_t* const (&quants)[kPanels], const int8_t* q, int64_t stride,
                                vi (&dots)[kPanels][kRows]) {
-    for (int p = 0; p < kPanels; ++p) {
-        for (int r = 0; r < kRows; ++r) dots[p][r] = zero_i();
-    }
+    using L = Layout<kKind>;
     const auto multiply = [&](const vb(&w)[kPanels], int column) {
         for (int r = 0; r < kRows; ++r) {
-            for (int p = 0; p < kPanels; ++p) dots[p][r] = dot4<kNibbles>(dots[p][r], w[p], q + r * stride + column);
+            for (int p = 0; p < kPanels; ++p) dots[p][r] = dot4<L::kSmall>(dots[p][r], w[p], q + r * stride + column);
         }
     };
-    for (int c = 0; c < (kNibbles ? 4 : 8); ++c) {
-        vb w[kPanels], high[kPanels];
+    for (int c = 0; c < (L::kNibbles ? 4 : 8); ++c) {
+        vb low[kPanels], high[kPanels];
         for (int p = 0; p < kPanels; ++p) {
-            w[p] = load64(quants[p] + 64 * c);
-            if constexpr (kNibbles) {
-                high[p] = high_nibbles(w[p]);
-                w[p] = low_nibbles(w[p]);
-            }
+            const vb chunk = load64(quants[p] + 64 * c);
+            low[p] = unpack<kKind>(chunk, false);
+            if constexpr (L::kNibbles) high[p] = unpack<kKind>(chunk, true);
         }
-        multiply(w, 4 * c);
-        if constexpr (kNibbles) multiply(high, kGroup / 2 + 4 * c);
+        multiply(low, 4 * c);
+        if constexpr (L::kNibbles) multiply(high, kGroup / 2 + 4 * c);
     }
 }
 
-// 4-bit or 8-bit unsigned weights q_w, w = d * q_w + m, by int8 activations:
-//   y = sum over groups of scale * d * sum(q_w q) + m * sum, then the fine parts of the row's outlier groups.
+// Sixteen weights of one column, as numbers.
+template <WeightKind kKind>
+PENSTOCK_INLINE vf weights_of_column(const Panel& panel, int column) {
+    using L = Layout<kKind>;
+    const int group = column / kGroup, at = column % kGroup;
+    const bool high = L::kNibbles && at >= kGroup / 2;
+    const vb chunk = load64(panel.quants + group * L::kGroupBytes + (high ? at - kGroup / 2 : at) / 4 * 64);
+    const vf centred = sub(byte_of_lanes(unpack<kKind>(chunk, high), at % 4), set1(L::kZero));
+    const vf d = load_f16(panel.scales + group * kPanel);
+    if constexpr (!L::kAffine) return mul(centred, d);
+    const uint16_t* offsets = panel.offsets + group / 2 * 2 * kPanel;
+    return fma(centred, d, bf16_of_lanes(load64(reinterpret_cast<const uint8_t*>(offsets)), group % 2));
+}
+
+// acc += rest * weights of its column, for every outlier of the rows. Rows of one text mostly share their outliers'
+// columns, so those of the tile are merged, in ascending order; a row without the column adds zero.
+template <WeightKind kKind, int kPanels, int kRows>
+PENSTOCK_INLINE void add_outliers(const Panel (&panels)[kPanels], const Activation& a, int64_t row0, vf (&acc)[kPanels][kRows]) {
+    const int32_t* column[kRows];
+    const float* rest[kRows];
+    for (int r = 0; r < kRows; ++r) {
+        column[r] = a.outlier + (row0 + r) * a.outliers_per_row;
+        rest[r] = a.outlier_rest + (row0 + r) * a.outliers_per_row;
+    }
+    while (true) {
+        int32_t next = kNoColumn;
+        for (int r = 0; r < kRows; ++r) next = *column[r] < next ? *column[r] : next;
+        if (next == kNoColumn) return;
+        vf w[kPanels];
+        for (int p = 0; p < kPanels; ++p) w[p] = weights_of_column<kKind>(panels[p], next);
+        for (int r = 0; r < kRows; ++r) {
+            const bool has = *column[r] == next;
+            const vf x = set1(has ? *rest[r] : 0.0f);
+            for (int p = 0; p < kPanels; ++p) acc[p][r] = fma(x, w[p], acc[p][r]);
+            column[r] += has;
+            rest[r] += has;
+        }
+    }
+}
+
+// y = sum over groups of d * 2^e * sum((q_w - zero) q), then the sum of m * sum(x), then the rests of the outliers.
 template <WeightKind kKind, int kPanels, int kRows>
 PENSTOCK_INLINE void quant_tile(const Panel (&panels)[kPanels], const Activation& a, int64_t row0, vf (&acc)[kPanels][kRows]) {
     using L = Layout<kKind>;
-    const int groups = a.cols / kGroup;
+    const int groups = a.cols / kGroup, pairs = pairs_of(groups);
     const int8_t* q = a.q + row0 * a.cols;
-    const float *row_scale = a.scale + row0 * groups, *row_sum = a.sum + row0 * groups;
+    const int32_t *exponent = a.exponent + row0 * groups, *zero_sum = a.zero_sum + row0 * groups;
     const uint8_t* quants[kPanels];
     for (int p = 0; p < kPanels; ++p) {
         for (int r = 0; r < kRows; ++r) acc[p][r] = set1(0.0f);
     }
     for (int g = 0; g < groups; ++g) {
-        for (int p = 0; p < kPanels; ++p) quants[p] = panels[p].quants + g * L::kGroupBytes;
         vi dots[kPanels][kRows];
-        dot_group<L::kNibbles, kPanels, kRows>(quants, q + g * kGroup, a.cols, dots);
+        for (int r = 0; r < kRows; ++r) {
+            const vi start = set1_i(zero_sum[r * groups + g]);
+            for (int p = 0; p < kPanels; ++p) dots[p][r] = L::kSmall ? start : times16(start);
+        }
+        for (int p = 0; p < kPanels; ++p) quants[p] = panels[p].quants + g * L::kGroupBytes;
+        dot_group<kKind, kPanels, kRows>(quants, q + g * kGroup, a.cols, dots);
         for (int p = 0; p < kPanels; ++p) {
-            const uint16_t* scales = panels[p].scales + g * L::kGroupScales;
-            const vf d = load_f16(scales);
-            vf m;
-            if constexpr (L::kAffine) {
-                m = load_f16(scales + kPanel);
-            } else {
-                m = mul(d, set1(L::kNibbles ? -8.0f : -128.0f));
-            }
+            const vf d = load_f16(panels[p].scales + g * kPanel);
             for (int r = 0; r < kRows; ++r) {
-                const vf scaled = mul(to_float(dots[p][r]), set1(row_scale[r * groups + g]));
-                acc[p][r] = fma(set1(row_sum[r * groups + g]), m, fma(scaled, d, acc[p][r]));
+                acc[p][r] = fma(to_float(dots[p][r]), add_exponent(d, exponent[r * groups + g]), acc[p][r]);
             }
         }
     }
-    for (int r = 0; r < kRows; ++r) {
-        const int64_t row = row0 + r;
-        for (int i = 0; i < a.num_outliers[row]; ++i) {
-            const int g = a.outliers[row * groups + i];
-            for (int p = 0; p < kPanels; ++p) quants[p] = panels[p].quants + g * L::kGroupBytes;
-            vi dots[kPanels][1];
-            dot_group<L::kNibbles, kPanels, 1>(quants, a.fine + row * a.cols + g * kGroup, a.cols, dots);
-            const vf fine_scale = set1(row_scale[r * groups + g] / kFineSteps);
+    if constexpr (L::kAffine) {
+        const uint16_t* sums = a.sum + row0 * 2 * pairs;
+        for (int k = 0; k < pairs; ++k) {
             for (int p = 0; p < kPanels; ++p) {
-                acc[p][r] = fma(mul(to_float(dots[p][0]), fine_scale), load_f16(panels[p].scales + g * L::kGroupScales), acc[p][r]);
+                const vb m = load64(reinterpret_cast<const uint8_t*>(panels[p].offsets + k * 2 * kPanel));
+                for (int r = 0; r < kRows; ++r) acc[p][r] = dot2_bf16(acc[p][r], m, sums + (r * pairs + k) * 2);
             }
         }
     }
+    add_outliers<kKind, kPanels, kRows>(panels, a, row0, acc);
 }
 
 // Four partial sums per row, by column pair modulo 4: short chains, in an order that no tile changes.
@@ -175,88 +226,127 @@ void linear_tile(const PackedMatrix& w, const Activation& a, int row0, int panel
     }
 }
 
-// A panel of gate and the same one of up, in one tile.
-template <WeightKind kKind, int kRows>
+// Panels of gate and the same ones of up.
+template <WeightKind kKind, int kPanels, int kRows>
 void gated_tile(const PackedMatrix& gate, const PackedMatrix& up, const Activation& a, int row0, int panel,
                 ActivationKind kind, const Epilogue& e) {
-    const Panel panels[2] = {panel_of<kKind>(gate, panel), panel_of<kKind>(up, panel)};
-    vf acc[2][kRows];
-    compute_tile<kKind, 2, kRows>(panels, a, row0, acc);
-    const int column = panel * kPanel;
-    const int count = gate.rows - column < kPanel ? gate.rows - column : kPanel;
-    for (int r = 0; r < kRows; ++r) {
-        store_columns(e.out + (row0 + r) * e.ld + column, gated(acc[0][r], acc[1][r], kind), count);
+    Panel gates[kPanels], ups[kPanels];
+    for (int p = 0; p < kPanels; ++p) {
+        gates[p] = panel_of<kKind>(gate, panel + p);
+        ups[p] = panel_of<kKind>(up, panel + p);
+    }
+    vf g[kPanels][kRows], u[kPanels][kRows];
+    compute_tile<kKind, kPanels, kRows>(gates, a, row0, g);
+    compute_tile<kKind, kPanels, kRows>(ups, a, row0, u);
+    for (int p = 0; p < kPanels; ++p) {
+        const int column = (panel + p) * kPanel;
+        const int count = gate.rows - column < kPanel ? gate.rows - column : kPanel;
+        for (int r = 0; r < kRows; ++r) store_columns(e.out + (row0 + r) * e.ld + column, gated(g[p][r], u[p][r], kind), count);
     }
 }
 
-// Calls f.template operator()<rows>(row) over [row0, row1) in tiles of kTileRows and one smaller one.
-template <typename F>
+// Calls f.template operator()<rows>(row) over [row0, row1) in as few tiles of at most kMost rows as there can be, all of
+// about the same size: a last tile of one row would cost almost as much as a whole one.
+template <int kMost, typename F>
 PENSTOCK_INLINE void for_row_tiles(int row0, int row1, F f) {
-    int row = row0;
-    for (; row + kTileRows <= row1; row += kTileRows) f.template operator()<kTileRows>(row);
-    switch (row1 - row) {
-        case 1: f.template operator()<1>(row); break;
-        case 2: if constexpr (kTileRows > 2) f.template operator()<2>(row); break;
-        case 3: if constexpr (kTileRows > 3) f.template operator()<3>(row); break;
-        case 4: if constexpr (kTileRows > 4) f.template operator()<4>(row); break;
-        case 5: if constexpr (kTileRows > 5) f.template operator()<5>(row); break;
-        default: break;
+    static_assert(kMost <= 4);
+    int tiles = (row1 - row0 + kMost - 1) / kMost;
+    for (int row = row0; row < row1; --tiles) {
+        const int rows = (row1 - row + tiles - 1) / tiles;
+        switch (rows) {
+            case 1: f.template operator()<1>(row); break;
+            case 2: if constexpr (kMost >= 2) f.template operator()<2>(row); break;
+            case 3: if constexpr (kMost >= 3) f.template operator()<3>(row); break;
+            default: if constexpr (kMost >= 4) f.template operator()<4>(row); break;
+        }
+        row += rows;
     }
-    static_assert(kTileRows <= 6);
 }
 
-// The panels from `panel` on that fill tiles of kPanels, and where the rest begins.
-template <WeightKind kKind, int kPanels>
-PENSTOCK_INLINE int whole_tiles(const PackedMatrix& w, const Activation& a, int row0, int row1, int panel, int panel1,
-                                const Epilogue& e) {
+// Calls f.template operator()<panels, rows>(panel, row) over a block, panels outermost: their weights stay in the first-level
+// cache for all rows.
+template <int kPanels, int kRows, typename F>
+PENSTOCK_INLINE void for_tiles(int row0, int row1, int panel, int panel1, F f) {
     for (; panel + kPanels <= panel1; panel += kPanels) {
-        for_row_tiles(row0, row1, [&]<int kRows>(int row) { linear_tile<kKind, kPanels, kRows>(w, a, row, panel, e); });
+        for_row_tiles<kRows>(row0, row1, [&]<int kTile>(int row) { f.template operator()<kPanels, kTile>(panel, row); });
     }
-    return panel;
+    if constexpr (kPanels > 1) for_tiles<kPanels - 1, kRows>(row0, row1, panel, panel1, f);
+}
+
+template <typename F>
+PENSTOCK_INLINE void for_block(int row0, int row1, int panel, int panel1, F f) {
+    if (row1 - row0 <= kFewRows) {
+        for_tiles<kFewRowPanels, kFewRows>(row0, row1, panel, panel1, f);
+    } else {
+        for_tiles<kTilePanels, kTileRows>(row0, row1, panel, panel1, f);
+    }
 }
 
 template <WeightKind kKind>
-void gemm_kind(const PackedMatrix& w, const Activation& a, int row0, int row1, int panel, int panel1, const Epilogue& e) {
-    if (row1 - row0 == 1) {
-        for (; panel + kSingleRowPanels <= panel1; panel += kSingleRowPanels) {
-            linear_tile<kKind, kSingleRowPanels, 1>(w, a, row0, panel, e);
-        }
-    }
-    panel = whole_tiles<kKind, kTilePanels>(w, a, row0, row1, panel, panel1, e);
-    if constexpr (kTilePanels > 1) whole_tiles<kKind, 1>(w, a, row0, row1, panel, panel1, e);
+void gemm_kind(const PackedMatrix& w, const Activation& a, int row0, int row1, int panel0, int panel1, const Epilogue& e) {
+    for_block(row0, row1, panel0, panel1, [&]<int kPanels, int kRows>(int panel, int row) {
+        linear_tile<kKind, kPanels, kRows>(w, a, row, panel, e);
+    });
 }
 
 template <WeightKind kKind>
 void gated_kind(const PackedMatrix& gate, const PackedMatrix& up, const Activation& a, int row0, int row1, int panel0,
                 int panel1, ActivationKind kind, const Epilogue& e) {
-    for (int panel = panel0; panel < panel1; ++panel) {
-        for_row_tiles(row0, row1, [&]<int kRows>(int row) { gated_tile<kKind, kRows>(gate, up, a, row, panel, kind, e); });
+    for_block(row0, row1, panel0, panel1, [&]<int kPanels, int kRows>(int panel, int row) {
+        gated_tile<kKind, kPanels, kRows>(gate, up, a, row, panel, kind, e);
+    });
+}
+
+// Calls f.template operator()<kind>().
+template <typename F>
+PENSTOCK_INLINE void for_kind(WeightKind kind, F f) {
+    switch (kind) {
+        case WeightKind::kU4Affine: return f.template operator()<WeightKind::kU4Affine>();
+        case WeightKind::kU4Symmetric: return f.template operator()<WeightKind::kU4Symmetric>();
+        case WeightKind::kU8Symmetric: return f.template operator()<WeightKind::kU8Symmetric>();
+        case WeightKind::kBf16: return f.template operator()<WeightKind::kBf16>();
+        case WeightKind::kU8Affine: return f.template operator()<WeightKind::kU8Affine>();
+        case WeightKind::kU4Table: return f.template operator()<WeightKind::kU4Table>();
     }
 }
 
 }  // namespace
 
 void gemm(const PackedMatrix& w, const Activation& a, int row0, int row1, int panel0, int panel1, const Epilogue& e) {
-    switch (w.kind) {
-        case WeightKind::kU4Affine: return gemm_kind<WeightKind::kU4Affine>(w, a, row0, row1, panel0, panel1, e);
-        case WeightKind::kU4Symmetric: return gemm_kind<WeightKind::kU4Symmetric>(w, a, row0, row1, panel0, panel1, e);
-        case WeightKind::kU8Symmetric: return gemm_kind<WeightKind::kU8Symmetric>(w, a, row0, row1, panel0, panel1, e);
-        case WeightKind::kBf16: return gemm_kind<WeightKind::kBf16>(w, a, row0, row1, panel0, panel1, e);
-    }
+    for_kind(w.kind, [&]<WeightKind kKind>() { gemm_kind<kKind>(w, a, row0, row1, panel0, panel1, e); });
 }
 
 void gemm_gated(const PackedMatrix& gate, const PackedMatrix& up, const Activation& a, int row0, int row1, int panel0,
                 int panel1, ActivationKind kind, const Epilogue& e) {
-    switch (gate.kind) {
-        case WeightKind::kU4Affine:
-            return gated_kind<WeightKind::kU4Affine>(gate, up, a, row0, row1, panel0, panel1, kind, e);
-        case WeightKind::kU4Symmetric:
-            return gated_kind<WeightKind::kU4Symmetric>(gate, up, a, row0, row1, panel0, panel1, kind, e);
-        case WeightKind::kU8Symmetric:
-            return gated_kind<WeightKind::kU8Symmetric>(gate, up, a, row0, row1, panel0, panel1, kind, e);
-        case WeightKind::kBf16:
-            return gated_kind<WeightKind::kBf16>(gate, up, a, row0, row1, panel0, panel1, kind, e);
-    }
+    for_kind(gate.kind, [&]<WeightKind kKind>() { gated_kind<kKind>(gate, up, a, row0, row1, panel0, panel1, kind, e); });
+}
+
+// Row `index` of w, times scale.
+void embed_row(float* out, const PackedMatrix& w, int index, float scale) {
+    const int lane = index % kPanel;
+    for_kind(w.kind, [&]<WeightKind kKind>() {
+        const Panel panel = panel_of<kKind>(w, index / kPanel);
+        if constexpr (kKind == WeightKind::kBf16) {
+            const uint16_t* pairs = reinterpret_cast<const uint16_t*>(panel.quants) + 2 * lane;
+            for (int k = 0; k < w.cols; ++k) out[k] = widen(pairs[k / 2 * 2 * kPanel + k % 2]) * scale;
+        } else {
+            using L = Layout<kKind>;
+            for (int g = 0; g < w.cols / kGroup; ++g, out += kGroup) {
+                alignas(64) float d[kLanes];
+                store(d, load_f16(panel.scales + g * kPanel));
+                const float m = L::kAffine ? widen(panel.offsets[(g / 2 * kPanel + lane) * 2 + g % 2]) : 0.0f;
+                for (int k = 0; k < kGroup; k += 4) {
+                    const bool high = L::kNibbles && k >= kGroup / 2;
+                    alignas(64) uint8_t q[64];
+                    const int chunk = high ? k - kGroup / 2 : k;
+                    store64(q, unpack<kKind>(load64(panel.quants + g * L::kGroupBytes + chunk / 4 * 64), high));
+                    for (int j = 0; j < 4; ++j) {
+                        out[k + j] = (d[lane] * (static_cast<float>(q[4 * lane + j]) - L::kZero) + m) * scale;
+                    }
+                }
+            }
+        }
+    });
 }
 
 }  // namespace penstock::PENSTOCK_ISA

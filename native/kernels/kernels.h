@@ -15,22 +15,29 @@ constexpr int kGroup = 32;     // columns that share one scale
 constexpr int kSegment = 256;  // KV positions of one attention partial; aligned to absolute positions
 constexpr int kKvTile = 16;    // positions whose keys are stored transposed together
 
-// A group of activations whose largest value exceeds this many times the row's root mean square is quantised in two
-// steps, int8 and then the rest in int8 again at 1/254 of the scale. A few per cent of the groups hold most of the
-// rounding error, since language models have activations with a few very large channels.
+// An activation that exceeds this many times the root mean square of its row is an outlier: the group's scale is that of
+// the others, and what an int8 can't hold of it is kept in float32. Language models have a few very large channels,
+// and one of them would make the rest of its group coarse. At most cols / ratio^2 values of a row can be outliers.
 constexpr float kOutlierRatio = 8.0f;
-constexpr float kFineSteps = 254.0f;
+constexpr int32_t kNoColumn = INT32_MAX;  // ends a row's list of outliers
+constexpr int32_t outliers_of(int cols) { return cols / static_cast<int32_t>(kOutlierRatio * kOutlierRatio) + 2; }
 
-// A group of activations whose values are all smaller becomes zero: 127 / value would overflow.
-constexpr float kSmallestActivation = 1e-36f;
+// Scales of activations are powers of two, no smaller than this one: a scale is then applied by adding to an exponent.
+// A group of which all values are smaller than half of it becomes zero.
+constexpr float kSmallestScale = 0x1p-90f;
 
-enum class WeightKind : int32_t { kU4Affine = 0, kU4Symmetric = 1, kU8Symmetric = 2, kBf16 = 3 };
+enum class WeightKind : int32_t { kU4Affine = 0, kU4Symmetric = 1, kU8Symmetric = 2, kBf16 = 3, kU8Affine = 4, kU4Table = 5 };
+
+// The values of kU4Table's sixteen nibbles, plus 128 (IQ4_NL of GGUF).
+constexpr uint8_t kTableOfNibbles[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
 
 // A weight matrix [rows, cols] packed by `pack_*` (packing.h) in panels of 16 rows, the last one padded with zeros.
 //
-// Quantised: `quants` is [panel][group][bytes]; 4 bits: 4 chunks of 64 bytes, chunk c holding for each of the 16 rows
-// the bytes 4c..4c+3 of the group, whose low nibbles are columns 4c.. and high nibbles 16+4c..; 8 bits: 8 such chunks of
-// columns 4c.., as unsigned q + 128. `scales` is [panel][group][16] f16 d, for kU4Affine followed by [16] f16 m.
+// Quantised: w = d * (q - zero) + m, with q unsigned, zero 8 for the kinds of 4 bits and 128 for those of 8 and the table, m only
+// in the affine kinds. `quants` is [panel][group][bytes]; 4 bits: 4 chunks of 64 bytes, chunk c holding for each of the
+// 16 rows the bytes 4c..4c+3 of the group, whose low nibbles are columns 4c.. and high nibbles 16+4c..; 8 bits: 8 such
+// chunks of columns 4c... `scales` is [panel][group][16] f16 d, finite and never zero (a group of d = 0 has q = zero).
+// `offsets` is [panel][(groups + 1) / 2][16][2] bf16 m: of two groups side by side, the second zero where there is none.
 // kBf16: `quants` is [panel][cols / 2][16][2] bf16 (an odd last column padded with zero).
 struct PackedMatrix {
     WeightKind kind;
@@ -39,18 +46,20 @@ struct PackedMatrix {
     int32_t panels;
     const uint8_t* quants;
     const uint16_t* scales;
+    const uint16_t* offsets;
 };
 
-// The input of a GEMM, [num_rows, cols], in the form that the weights want.
+// The input of a GEMM, [num_rows, cols], in the form that the weights want. Quantised: x = q * 2^e, plus the rest of an outlier.
 struct Activation {
-    int8_t* q = nullptr;            // [rows, cols]: x = q * scale, + fine * scale / 254 in outlier groups
-    int8_t* fine = nullptr;         // [rows, cols], valid in outlier groups
-    float* scale = nullptr;         // [rows, cols / 32]
-    float* sum = nullptr;           // [rows, cols / 32]: sum of the quantised values
-    int32_t* outliers = nullptr;    // [rows, cols / 32]: the row's outlier groups, ascending
-    int32_t* num_outliers = nullptr;  // [rows]
-    uint16_t* bf16 = nullptr;       // [rows, padded to an even number of cols]
+    int8_t* q = nullptr;              // [rows, cols]
+    int32_t* exponent = nullptr;      // [rows, cols / 32]: e << 23
+    int32_t* zero_sum = nullptr;      // [rows, cols / 32]: -8 * sum of q
+    uint16_t* sum = nullptr;          // [rows, cols / 32, padded to an even number]: bf16 of 2^e * sum of q
+    int32_t* outlier = nullptr;       // [rows, outliers_per_row]: their columns, ascending, then kNoColumn
+    float* outlier_rest = nullptr;    // [rows, outliers_per_row]: x - q * 2^e
+    uint16_t* bf16 = nullptr;         // [rows, padded to an even number of cols]
     int32_t cols = 0;
+    int32_t outliers_per_row = 0;     // outliers_of(cols)
 };
 
 // What happens to a GEMM's result before it is stored; null pointers are skipped.

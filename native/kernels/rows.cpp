@@ -30,13 +30,6 @@ PENSTOCK_INLINE void store_some(float* p, vf a, int count) {
     for (int i = 0; i < count; ++i) p[i] = t[i];
 }
 
-PENSTOCK_INLINE float bf16_to_float(uint16_t b) {
-    const uint32_t bits = static_cast<uint32_t>(b) << 16;
-    float f;
-    memcpy(&f, &bits, 4);
-    return f;
-}
-
 }  // namespace
 
 void rms_norm(float* out, const float* x, const float* weight, int cols, int group, float eps) {
@@ -69,12 +62,49 @@ PENSTOCK_INLINE float sum_of_squares(const float* x, int n) {
 
 namespace {
 
-// An int8 can't be NaN, but its scale can: what is broken must not become a plausible number.
-void quantize_nan(const Activation& a, int64_t row) {
+PENSTOCK_INLINE uint32_t bits_of(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return bits;
+}
+
+PENSTOCK_INLINE float float_of(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+// The smallest power of two that is no less than a positive normal number.
+PENSTOCK_INLINE float power_of_two_above(float x) { return float_of((bits_of(x) + 0x7FFFFFu) & 0x7F800000u); }
+
+PENSTOCK_INLINE uint16_t bf16_of(float x) {
+    const uint32_t bits = bits_of(x);
+    return static_cast<uint16_t>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
+}
+
+// The largest of a group's values that are no outliers; the outliers' columns are appended to the row's list.
+float largest_without_outliers(const float* x, float limit, int32_t column, int32_t*& outlier) {
+    float largest = 0.0f;
+    for (int i = 0; i < kGroup; ++i) {
+        const float size = fabsf(x[i]);
+        if (size > limit) {
+            *outlier++ = column + i;
+        } else if (size > largest) {
+            largest = size;
+        }
+    }
+    return largest;
+}
+
+// An int8 can't be NaN, but the rest of an outlier can: what is broken must not become a plausible number.
+void quantize_broken(const Activation& a, int64_t row) {
     const int groups = a.cols / kGroup;
     memset(a.q + row * a.cols, 0, static_cast<size_t>(a.cols));
-    for (int64_t i = row * groups; i < (row + 1) * groups; ++i) a.scale[i] = a.sum[i] = NAN;
-    a.num_outliers[row] = 0;
+    for (int64_t i = row * groups; i < (row + 1) * groups; ++i) a.exponent[i] = a.zero_sum[i] = 0;
+    memset(a.sum + row * ((groups + 1) & ~1), 0, static_cast<size_t>((groups + 1) & ~1) * sizeof(uint16_t));
+    a.outlier[row * a.outliers_per_row] = 0;
+    a.outlier_rest[row * a.outliers_per_row] = NAN;
+    a.outlier[row * a.outliers_per_row + 1] = kNoColumn;
 }
 
 }  // namespace
@@ -82,30 +112,32 @@ void quantize_nan(const Activation& a, int64_t row) {
 void quantize_row(const Activation& a, int64_t row, const float* x) {
     const int groups = a.cols / kGroup;
     const float limit = kOutlierRatio * sqrtf(sum_of_squares(x, a.cols) / static_cast<float>(a.cols));
-    if (limit != limit) return quantize_nan(a, row);
-    int8_t *q = a.q + row * a.cols, *fine = a.fine + row * a.cols;
-    int32_t num_outliers = 0;
-    for (int g = 0; g < groups; ++g, x += kGroup, q += kGroup, fine += kGroup) {
+    if (!(limit < INFINITY)) return quantize_broken(a, row);
+    int8_t* q = a.q + row * a.cols;
+    int32_t *exponent = a.exponent + row * groups, *zero_sum = a.zero_sum + row * groups;
+    uint16_t* sum = a.sum + row * ((groups + 1) & ~1);
+    int32_t* const outliers = a.outlier + row * a.outliers_per_row;
+    float* rest = a.outlier_rest + row * a.outliers_per_row;
+    int32_t *outlier = outliers, *done = outliers;
+    const vf most = set1(127.0f), least = set1(-127.0f);
+    for (int g = 0; g < groups; ++g, x += kGroup, q += kGroup) {
         const vf x0 = load(x), x1 = load(x + kLanes);
-        const float largest = reduce_max(max(abs(x0), abs(x1)));
-        const float scale = largest / 127.0f;
-        const vf inverse = set1(largest >= kSmallestActivation ? 127.0f / largest : 0.0f);
-        const vf s0 = mul(x0, inverse), s1 = mul(x1, inverse);
-        const vf q0 = round(s0), q1 = round(s1);
+        float largest = reduce_max(max(abs(x0), abs(x1)));
+        if (largest > limit) largest = largest_without_outliers(x, limit, g * kGroup, outlier);
+        const float wanted = largest * (1.0f / 127.0f);
+        const float scale = power_of_two_above(wanted > kSmallestScale ? wanted : kSmallestScale);
+        const vf inverse = set1(1.0f / scale);
+        const vf q0 = max(min(round(mul(x0, inverse)), most), least), q1 = max(min(round(mul(x1, inverse)), most), least);
         store_i8(q, q0);
         store_i8(q + kLanes, q1);
-        float total = reduce_add(add(q0, q1));  // integers below 2^24: exact in any order
-        if (largest > limit) {
-            const vf f0 = round(mul(sub(s0, q0), set1(kFineSteps))), f1 = round(mul(sub(s1, q1), set1(kFineSteps)));
-            store_i8(fine, f0);
-            store_i8(fine + kLanes, f1);
-            total += reduce_add(add(f0, f1)) / kFineSteps;
-            a.outliers[row * groups + num_outliers++] = g;
-        }
-        a.scale[row * groups + g] = scale;
-        a.sum[row * groups + g] = scale * total;
+        const float total = reduce_add(add(q0, q1));  // integers below 2^24: exact in any order
+        exponent[g] = static_cast<int32_t>(bits_of(scale) - 0x3F800000u);
+        zero_sum[g] = -8 * static_cast<int32_t>(total);
+        sum[g] = bf16_of(scale * total);
+        for (; done < outlier; ++done) *rest++ = x[*done - g * kGroup] - scale * static_cast<float>(q[*done - g * kGroup]);
     }
-    a.num_outliers[row] = num_outliers;
+    if (groups % 2) sum[groups] = 0;
+    *outlier = kNoColumn;
 }
 
 void to_bf16_row(const Activation& a, int64_t row, const float* x) {
@@ -117,39 +149,6 @@ void to_bf16_row(const Activation& a, int64_t row, const float* x) {
         memcpy(out + i, t, static_cast<size_t>(count) * sizeof(uint16_t));
     });
     if (padded > a.cols) out[a.cols] = 0;
-}
-
-void embed_row(float* out, const PackedMatrix& w, int index, float scale) {
-    const int64_t panel = index / kPanel, lane = index % kPanel;
-    if (w.kind == WeightKind::kBf16) {
-        const int pairs = (w.cols + 1) / 2;
-        const uint16_t* data = reinterpret_cast<const uint16_t*>(w.quants) + panel * pairs * 2 * kPanel;
-        for (int k = 0; k < w.cols; ++k) out[k] = bf16_to_float(data[(k / 2 * kPanel + lane) * 2 + k % 2]) * scale;
-        return;
-    }
-    const bool nibbles = w.kind != WeightKind::kU8Symmetric;
-    const bool affine = w.kind == WeightKind::kU4Affine;
-    const int groups = w.cols / kGroup;
-    const int bytes = kPanel * (nibbles ? kGroup / 2 : kGroup), scales = affine ? 2 * kPanel : kPanel;
-    alignas(64) float d[kPanel], m[kPanel];
-    for (int g = 0; g < groups; ++g) {
-        const uint8_t* q = w.quants + (panel * groups + g) * bytes;
-        const uint16_t* s = w.scales + (panel * groups + g) * scales;
-        store(d, load_f16(s));
-        const float dl = d[lane];
-        if (affine) store(m, load_f16(s + kPanel));
-        const float ml = affine ? m[lane] : dl * (nibbles ? -8.0f : -128.0f);
-        for (int k = 0; k < kGroup; ++k) {
-            int value;
-            if (nibbles) {
-                const uint8_t byte = q[(k % 16) / 4 * 64 + lane * 4 + k % 4];
-                value = k < 16 ? byte & 0x0F : byte >> 4;
-            } else {
-                value = q[k / 4 * 64 + lane * 4 + k % 4];
-            }
-            out[g * kGroup + k] = (dl * static_cast<float>(value) + ml) * scale;
-        }
-    }
 }
 
 void rope_row(float* x, const float* cos, const float* sin, int num_heads, int head_dim, int half) {

@@ -26,9 +26,9 @@ constexpr int kLanes = 16;
 
 #if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
 
-// What keeps its accumulators in registers: a GEMM tile of rows by panels (a single row takes more panels, to have as many
-// independent sums), and the (query, head) pairs of an attention tile.
-constexpr int kTileRows = 6, kTilePanels = 2, kSingleRowPanels = 4;
+// What keeps its accumulators in registers: a GEMM tile of rows by panels (up to kFewRows rows take more panels, to have as
+// many independent sums), and the (query, head) pairs of an attention tile.
+constexpr int kTileRows = 4, kTilePanels = 3, kFewRows = 2, kFewRowPanels = 4;
 constexpr int kAttentionPairs = 12;
 
 struct vf { __m512 v; };    // 16 float32
@@ -69,16 +69,33 @@ PENSTOCK_INLINE void store_bf16(uint16_t* p, vf a) {
 PENSTOCK_INLINE float reduce_add(vf a) { return _mm512_reduce_add_ps(a.v); }
 PENSTOCK_INLINE float reduce_max(vf a) { return _mm512_reduce_max_ps(a.v); }
 
-PENSTOCK_INLINE vi zero_i() { return {_mm512_setzero_si512()}; }
-PENSTOCK_INLINE vi add(vi a, vi b) { return {_mm512_add_epi32(a.v, b.v)}; }
+PENSTOCK_INLINE vi set1_i(int32_t x) { return {_mm512_set1_epi32(x)}; }
+PENSTOCK_INLINE vi times16(vi a) { return {_mm512_slli_epi32(a.v, 4)}; }
 PENSTOCK_INLINE vf to_float(vi a) { return {_mm512_cvtepi32_ps(a.v)}; }
 // Sixteen int8 from sixteen floats that are already integral and within [-127, 127].
 PENSTOCK_INLINE void store_i8(int8_t* p, vf a) {
     _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a.v)));
 }
 PENSTOCK_INLINE vb load64(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+PENSTOCK_INLINE void store64(uint8_t* p, vb a) { _mm512_storeu_si512(p, a.v); }
 PENSTOCK_INLINE vb low_nibbles(vb a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(0x0F))}; }
 PENSTOCK_INLINE vb high_nibbles(vb a) { return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(0x0F))}; }
+// table[a] of sixteen bytes
+PENSTOCK_INLINE vb look_up(vb a, const uint8_t* table) {
+    return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table)), a.v)};
+}
+// Byte j of each lane, as a number.
+PENSTOCK_INLINE vf byte_of_lanes(vb a, int j) {
+    return {_mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srl_epi32(a.v, _mm_cvtsi32_si128(8 * j)), _mm512_set1_epi32(0xFF)))};
+}
+// bf16 number j, 0 or 1, of each lane.
+PENSTOCK_INLINE vf bf16_of_lanes(vb a, int j) {
+    return {_mm512_castsi512_ps(j == 0 ? _mm512_slli_epi32(a.v, 16) : _mm512_and_si512(a.v, _mm512_set1_epi32(-0x10000)))};
+}
+// a * 2^n for exponent_bits = n << 23; a and the result must be normal numbers.
+PENSTOCK_INLINE vf add_exponent(vf a, int32_t exponent_bits) {
+    return {_mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a.v), _mm512_set1_epi32(exponent_bits)))};
+}
 // acc[lane] += sum over j of unsigned w[lane][j] * signed a4[j], j = 0..3
 template <bool kNibbles>
 PENSTOCK_INLINE vi dot4(vi acc, vb w, const int8_t* a4) {
@@ -95,7 +112,7 @@ PENSTOCK_INLINE vf dot2_bf16(vf acc, vb w, const uint16_t* a2) {
 
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 
-constexpr int kTileRows = 4, kTilePanels = 1, kSingleRowPanels = 2;
+constexpr int kTileRows = 4, kTilePanels = 1, kFewRows = 2, kFewRowPanels = 2;
 constexpr int kAttentionPairs = 4;
 
 struct vf { __m256 l, h; };
@@ -160,8 +177,8 @@ PENSTOCK_INLINE float reduce_max(vf a) {
     return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 }
 
-PENSTOCK_INLINE vi zero_i() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
-PENSTOCK_INLINE vi add(vi a, vi b) { return {_mm256_add_epi32(a.l, b.l), _mm256_add_epi32(a.h, b.h)}; }
+PENSTOCK_INLINE vi set1_i(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+PENSTOCK_INLINE vi times16(vi a) { return {_mm256_slli_epi32(a.l, 4), _mm256_slli_epi32(a.h, 4)}; }
 PENSTOCK_INLINE vf to_float(vi a) { return {_mm256_cvtepi32_ps(a.l), _mm256_cvtepi32_ps(a.h)}; }
 PENSTOCK_INLINE void store_i8(int8_t* p, vf a) {
     alignas(32) int32_t t[16];
@@ -172,6 +189,10 @@ PENSTOCK_INLINE void store_i8(int8_t* p, vf a) {
 PENSTOCK_INLINE vb load64(const uint8_t* p) {
     return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 32))};
 }
+PENSTOCK_INLINE void store64(uint8_t* p, vb a) {
+    _mm256_storeu_si256((__m256i*)p, a.l);
+    _mm256_storeu_si256((__m256i*)(p + 32), a.h);
+}
 PENSTOCK_INLINE vb low_nibbles(vb a) {
     const __m256i m = _mm256_set1_epi8(0x0F);
     return {_mm256_and_si256(a.l, m), _mm256_and_si256(a.h, m)};
@@ -179,6 +200,26 @@ PENSTOCK_INLINE vb low_nibbles(vb a) {
 PENSTOCK_INLINE vb high_nibbles(vb a) {
     const __m256i m = _mm256_set1_epi8(0x0F);
     return {_mm256_and_si256(_mm256_srli_epi16(a.l, 4), m), _mm256_and_si256(_mm256_srli_epi16(a.h, 4), m)};
+}
+PENSTOCK_INLINE vb look_up(vb a, const uint8_t* table) {
+    const __m256i t = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table));
+    return {_mm256_shuffle_epi8(t, a.l), _mm256_shuffle_epi8(t, a.h)};
+}
+PENSTOCK_INLINE vf byte_of_lanes(vb a, int j) {
+    const __m128i count = _mm_cvtsi32_si128(8 * j);
+    const __m256i m = _mm256_set1_epi32(0xFF);
+    return {_mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srl_epi32(a.l, count), m)),
+            _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srl_epi32(a.h, count), m))};
+}
+PENSTOCK_INLINE vf bf16_of_lanes(vb a, int j) {
+    const __m256i m = _mm256_set1_epi32(-0x10000);
+    return {_mm256_castsi256_ps(j == 0 ? _mm256_slli_epi32(a.l, 16) : _mm256_and_si256(a.l, m)),
+            _mm256_castsi256_ps(j == 0 ? _mm256_slli_epi32(a.h, 16) : _mm256_and_si256(a.h, m))};
+}
+PENSTOCK_INLINE vf add_exponent(vf a, int32_t exponent_bits) {
+    const __m256i e = _mm256_set1_epi32(exponent_bits);
+    return {_mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a.l), e)),
+            _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a.h), e))};
 }
 template <bool kNibbles>
 PENSTOCK_INLINE __m256i dot4_part(__m256i acc, __m256i w, __m256i a) {
@@ -215,7 +256,7 @@ PENSTOCK_INLINE vf dot2_bf16(vf acc, vb w, const uint16_t* a2) {
 
 #else  // portable: plain loops over sixteen, for the compiler to vectorise as it can
 
-constexpr int kTileRows = 2, kTilePanels = 1, kSingleRowPanels = 1;
+constexpr int kTileRows = 2, kTilePanels = 1, kFewRows = 1, kFewRowPanels = 1;
 constexpr int kAttentionPairs = 2;
 
 struct vf { float v[16]; };
@@ -289,13 +330,34 @@ PENSTOCK_INLINE float reduce_max(vf a) {
     return a.v[0];
 }
 
-PENSTOCK_INLINE vi zero_i() { vi r; PENSTOCK_LANES r.v[i] = 0; return r; }
-PENSTOCK_INLINE vi add(vi a, vi b) { PENSTOCK_LANES a.v[i] += b.v[i]; return a; }
+PENSTOCK_INLINE vi set1_i(int32_t x) { vi r; PENSTOCK_LANES r.v[i] = x; return r; }
+PENSTOCK_INLINE vi times16(vi a) { PENSTOCK_LANES a.v[i] *= 16; return a; }
 PENSTOCK_INLINE vf to_float(vi a) { vf r; PENSTOCK_LANES r.v[i] = static_cast<float>(a.v[i]); return r; }
 PENSTOCK_INLINE void store_i8(int8_t* p, vf a) { PENSTOCK_LANES p[i] = static_cast<int8_t>(a.v[i]); }
 PENSTOCK_INLINE vb load64(const uint8_t* p) { vb r; memcpy(r.v, p, 64); return r; }
+PENSTOCK_INLINE void store64(uint8_t* p, vb a) { memcpy(p, a.v, 64); }
 PENSTOCK_INLINE vb low_nibbles(vb a) { for (int i = 0; i < 64; ++i) a.v[i] &= 0x0F; return a; }
 PENSTOCK_INLINE vb high_nibbles(vb a) { for (int i = 0; i < 64; ++i) a.v[i] >>= 4; return a; }
+PENSTOCK_INLINE vb look_up(vb a, const uint8_t* table) { for (int i = 0; i < 64; ++i) a.v[i] = table[a.v[i]]; return a; }
+PENSTOCK_INLINE vf byte_of_lanes(vb a, int j) { vf r; PENSTOCK_LANES r.v[i] = static_cast<float>(a.v[4 * i + j]); return r; }
+PENSTOCK_INLINE vf bf16_of_lanes(vb a, int j) {
+    vf r;
+    PENSTOCK_LANES {
+        uint16_t bits;
+        memcpy(&bits, a.v + 4 * i + 2 * j, 2);
+        r.v[i] = widen_bf16(bits);
+    }
+    return r;
+}
+PENSTOCK_INLINE vf add_exponent(vf a, int32_t exponent_bits) {
+    PENSTOCK_LANES {
+        uint32_t bits;
+        memcpy(&bits, &a.v[i], 4);
+        bits += static_cast<uint32_t>(exponent_bits);
+        memcpy(&a.v[i], &bits, 4);
+    }
+    return a;
+}
 template <bool kNibbles>
 PENSTOCK_INLINE vi dot4(vi acc, vb w, const int8_t* a4) {
     PENSTOCK_LANES {
