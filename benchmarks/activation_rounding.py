@@ -31,48 +31,29 @@ Rounding = Callable[[F32], F32]
 
 
 class Int8:
-    """int8 with a scale per `group` columns (0: per row); groups above `outlier_ratio` row rms get a second int8."""
+    """int8 with a scale per `group` columns (0: per row), which may have to be a power of two.
 
-    def __init__(self, group: int, outlier_ratio: float = np.inf) -> None:
+    What exceeds `outlier_ratio` times the row's root mean square stays float32 and has no part in its group's scale.
+    """
+
+    def __init__(self, group: int, *, power_of_two: bool = False, outlier_ratio: float = np.inf) -> None:
         self._group = group
+        self._power_of_two = power_of_two
         self._ratio = outlier_ratio
-        self.num_groups = 0
+        self.num_values = 0
         self.num_outliers = 0
 
     def __call__(self, x: F32) -> F32:
         groups = x.reshape(len(x), -1, self._group or x.shape[1])
-        largest = np.abs(groups).max(-1, keepdims=True)
-        step = np.maximum(largest, np.float32(1e-30)) / np.float32(127)
-        rounded = np.rint(groups / step) * step
-        rms = np.sqrt((x**2).mean(-1))[:, None, None]
-        is_outlier = largest > self._ratio * rms
-        fine = np.rint((groups - rounded) / (step / 254)) * (step / 254)
-        self.num_groups += is_outlier.size
-        self.num_outliers += int(is_outlier.sum())
-        return (rounded + np.where(is_outlier, fine, 0)).reshape(x.shape).astype(np.float32)
-
-
-class PowerOfTwo:
-    """int8 per group of 32 with a power of two as the scale; a value above `outlier_ratio` row rms keeps its rest in float32."""
-
-    def __init__(self, outlier_ratio: float, *, exact_scale: bool = False) -> None:
-        self._ratio = outlier_ratio
-        self._exact_scale = exact_scale
-        self.num_groups = 0
-        self.num_outliers = 0
-
-    def __call__(self, x: F32) -> F32:
-        groups = x.reshape(len(x), -1, 32)
         rms = np.sqrt((x**2).mean(-1))[:, None, None]
         is_outlier = np.abs(groups) > self._ratio * rms
-        largest = np.maximum(np.abs(np.where(is_outlier, 0, groups)).max(-1, keepdims=True), np.float32(1e-30))
-        step = largest / np.float32(127)
-        if not self._exact_scale:
+        largest = np.abs(np.where(is_outlier, 0, groups)).max(-1, keepdims=True)
+        step = np.maximum(largest, np.float32(1e-30)) / np.float32(127)
+        if self._power_of_two:
             step = np.exp2(np.ceil(np.log2(step)))
-        rounded = np.rint(groups / step) * step
-        self.num_groups += is_outlier.size // 32
+        self.num_values += is_outlier.size
         self.num_outliers += int(is_outlier.sum())
-        return np.where(is_outlier, groups, rounded).reshape(x.shape).astype(np.float32)
+        return np.where(is_outlier, groups, np.rint(groups / step) * step).reshape(x.shape).astype(np.float32)
 
 
 def bfloat16(x: F32) -> F32:
@@ -110,10 +91,11 @@ def main() -> None:
         model, registry.describe(model.spec), **sizes, max_step_tokens=args.tokens, max_model_len=args.tokens + 1
     )
     roundings: dict[str, Rounding] = {"bf16": bfloat16}
-    roundings |= {"per row": Int8(0)} | {f"group {g}": Int8(g) for g in (192, 64, 32, 16)}
-    roundings |= {f"power of two, apart above {t} rms": PowerOfTwo(t) for t in (4, 5, 6, 8, 12)}
-    roundings |= {f"group 32, apart above {t} rms": PowerOfTwo(t, exact_scale=True) for t in (6, 8)}
-    roundings |= {f"group 32, twice above {t} rms": Int8(32, t) for t in (4, 6, 8, 12)}
+    roundings |= {"per row": Int8(0)} | {f"group {g}": Int8(g) for g in (192, 64, 32)}
+    roundings |= {f"group 32, outliers above {t} rms": Int8(32, outlier_ratio=t) for t in (6, 8)}
+    roundings |= {
+        f"group 32, power of two, outliers above {t} rms": Int8(32, power_of_two=True, outlier_ratio=t) for t in (4, 6, 8, 12)
+    }
     exact = forward(executor, token_ids, None)
     base = negative_log_likelihood(exact, token_ids)
     results = {}
@@ -125,9 +107,9 @@ def main() -> None:
             "rms": round(float(np.sqrt((error**2).mean())), 4),
             "perplexity_ratio": round(float(np.exp(negative_log_likelihood(logits, token_ids) - base)), 5),
             "argmax_changed": int((logits.argmax(-1) != exact.argmax(-1)).sum()),
-            "rounded_twice": round(rounding.num_outliers / rounding.num_groups, 4) if isinstance(rounding, Int8 | PowerOfTwo) else 0,
+            "outliers": round(rounding.num_outliers / rounding.num_values, 5) if isinstance(rounding, Int8) else 0,
         }
-        print(f"{name:32} {results[name]}", flush=True)
+        print(f"{name:48} {results[name]}", flush=True)
     print(json.dumps({"benchmark": "activation_rounding", "tokens": len(token_ids), "results": results}))
 
 
