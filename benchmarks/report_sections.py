@@ -1,0 +1,223 @@
+"""The sections of docs/performance.md: what a benchmark's JSON object looks like as Markdown tables, and as a plot.
+
+Called by `report.py` with all results of one benchmark. A section says when, where and with what spread. Never measures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from svg import Panel, grouped_bars, share_lines
+
+Result = Mapping[str, Any]
+Plots = dict[str, str]
+"""File name -> SVG."""
+
+KERNEL_ROWS = ("1", "2", "4", "8", "16", "32", "64", "128", "512")
+PLOTTED_KIND = "q4_1"
+STEP_PARTS = ("rows", "linear", "attention", "sampling")
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def where(result: Result) -> str:
+    """One sentence: when and on what."""
+    threads = result.get("threads", result.get("cpus"))
+    on = [str(result[key]) for key in ("cpu",) if result.get(key)] + ([f"{threads} threads"] if threads else [])
+    return ", ".join([str(result.get("date", "date unknown")), *on])
+
+
+def peaks_line(peaks: Mapping[str, Mapping[str, float]]) -> str:
+    units = {"read": "GB/s"}
+    shown = (f"{name} {p['best']:.0f} (median {p['median']:.0f}) {units.get(name, 'GOP/s')}" for name, p in peaks.items())
+    return "Peaks in the same run, best and median: " + ", ".join(shown) + "."
+
+
+def peaks(results: Sequence[Result]) -> tuple[str, Plots]:
+    parts = []
+    for result in results:
+        rows = [
+            [variant, *(f"{figures[n]['best']:.0f} ({figures[n]['median']:.0f})" for n in ("int8", "bf16", "float32", "read"))]
+            for variant, figures in result["peaks"].items()
+        ]
+        parts.append(
+            f"{where(result)}; best (median).\n\n" + table(["", "int8 GOP/s", "bf16 GOP/s", "float32 GOP/s", "DRAM GB/s"], rows)
+        )
+    return "\n\n".join(parts), {}
+
+
+def step(results: Sequence[Result]) -> tuple[str, Plots]:
+    parts = []
+    for result in results:
+        rows = []
+        for s in result["steps"]:
+            name = f"{s['batch']} x {s['query_len']} after {s['context_len']}"
+            bound = "memory" if s["read_share"] >= s["compute_share"] else "multiply-adds"
+            spread = f"{s['ms']:.2f} ({s['min_ms']:.2f})"
+            rows.append(
+                [
+                    name,
+                    spread,
+                    *(f"{s[p]:.2f}" for p in STEP_PARTS),
+                    bound,
+                    f"**{percent(s['share'])}** ({percent(s['best_share'])})",
+                ]
+            )
+        head = [
+            "rows x tokens",
+            "ms (fastest)",
+            *(f"{part} ms" for part in STEP_PARTS),
+            "bound by",
+            "share of the bound (best)",
+        ]
+        told = f"{where(result)}. {peaks_line(result['peaks'])}"
+        parts.append(f"### {result['model']}, {result['variant']}\n\n{told}\n\n{table(head, rows)}")
+    return "\n\n".join(parts), {}
+
+
+def kernels(results: Sequence[Result]) -> tuple[str, Plots]:
+    parts: list[str] = []
+    plots: Plots = {}
+    for result in results:
+        for variant, found in result["variants"].items():
+            models = list(dict.fromkeys(p["model"] for p in found["products"]))
+            for model in models:
+                products = [p for p in found["products"] if p["model"] == model]
+                parts.append(f"### {model}, {variant}\n\n{where(result)}.\n\n{_product_table(products)}")
+            attention = "\n\n".join(_attention_table(a, variant) for a in found["attention"])
+            parts += [attention] if attention else []
+            panels = list(_kernel_panels(found["products"], models))
+            if panels:
+                name = f"kernels-{variant}.svg"
+                plots[name] = share_lines(
+                    f"Products with {PLOTTED_KIND} weights, {variant}", "share of the bound, by rows computed together", panels
+                )
+                parts.append(f"![Share of the bound by number of rows, {variant}](performance/{name})")
+    return "\n\n".join(parts), plots
+
+
+def _product_table(products: Sequence[Result]) -> str:
+    columns = [m for m in KERNEL_ROWS if m in products[0]["rows"]]
+    rows = []
+    for product in products:
+        worst = product["worst_neighbours"]
+        cells = [f"{100 * product['rows'][m]['share']:.0f}" for m in columns]
+        pair = " to ".join(map(str, worst["rows"]))
+        rows.append([f"{product['shape']} {product['kind']}", *cells, f"{worst['ratio']:.2f} ({pair})"])
+    return table(["% of the bound", *(f"{m}" for m in columns), "worst neighbours"], rows)
+
+
+def _attention_table(attention: Result, variant: str) -> str:
+    rows = [
+        [
+            f"{c['rows']} x {c['query_len']} after {c['context_len']}",
+            f"{c['us']:.0f}",
+            f"{c['gops']:.0f}",
+            f"{c['gbs']:.1f}",
+            percent(c["share"]),
+        ]
+        for c in attention["cases"]
+    ]
+    head = [f"attention, {attention['model']}, {variant}", "us a layer", "GOP/s", "GB/s", "share of the bound"]
+    return table(head, rows)
+
+
+def _kernel_panels(products: Sequence[Result], models: Sequence[str]) -> Iterator[Panel]:
+    for model in models:
+        series = {
+            p["shape"]: [(int(m), figures["share"]) for m, figures in p["rows"].items()]
+            for p in products
+            if p["model"] == model and p["kind"] == PLOTTED_KIND and len(p["rows"]) > 1
+        }
+        if series:
+            yield Panel(model, series)
+
+
+def peers(results: Sequence[Result]) -> tuple[str, Plots]:
+    parts: list[str] = []
+    plots: Plots = {}
+    for result in results:
+        loads, contenders = list(result["loads"]), result["contenders"]
+        workload = result["workload"]["name"]
+        title = f"{result['model']}, {workload}"
+        spread = f"medians of {result['repeat']} rounds and their range"
+        rows = [[name, *_rates(c, loads), c["ready_s"], c["resident_mb"], c["installed_mb"]] for name, c in contenders.items()]
+        head = ["output tokens/s", *(f"c={c}" for c in loads), "ready s", "resident MB", "installed MB"]
+        text = [f"### {title}", f"{where(result)}; {spread}.", table(head, rows)]
+        if result["times_peer"]:
+            ratios = [[name, *(f"{quotients[c]:.2f}" for c in loads)] for name, quotients in result["times_peer"].items()]
+            text.append(table(["Penstock's throughput over that of", *(f"c={c}" for c in loads)], ratios))
+        text += [f"Left out: {name}, {reason}." for name, reason in result["left_out"].items()]
+        if contenders:
+            plot = (
+                "peers-"
+                + "".join(ch if ch.isalnum() else "-" for ch in title.lower().replace(".gguf", "").replace(", ", "-"))
+                + ".svg"
+            )
+            groups = {
+                f"{c} at a time": {n: r["by_concurrency"][c]["output_tokens_per_s"] for n, r in contenders.items()}
+                for c in loads
+            }
+            plots[plot] = grouped_bars(title, "output tokens per second, by requests at a time", groups)
+            text.append(f"![Output tokens per second of each server, {title}](performance/{plot})")
+        parts.append("\n\n".join(text))
+    return "\n\n".join(parts), plots
+
+
+def _rates(contender: Result, loads: Sequence[str]) -> list[str]:
+    shown = []
+    for concurrency in loads:
+        figures = contender["by_concurrency"][concurrency]
+        rounds = figures.get("rounds", [figures["output_tokens_per_s"]])
+        shown.append(f"{figures['output_tokens_per_s']:.0f} ({min(rounds):.0f} to {max(rounds):.0f})")
+    return shown
+
+
+def by_concurrency(results: Sequence[Result]) -> tuple[str, Plots]:
+    """Of a benchmark whose figures are medians at each concurrency: `serve`, `inprocess`."""
+    parts = []
+    for result in results:
+        medians = result["median_by_concurrency"]
+        names = list(dict.fromkeys(name for figures in medians.values() for name in figures))
+        rows = [[name, *(medians[c].get(name, "") for c in medians)] for name in names]
+        title = ", ".join(str(result[key]) for key in ("model", "workload") if key in result)
+        head = ["", *(f"c={c}" for c in medians)]
+        parts.append(f"### {title}\n\n{where(result)}; medians of {result['repeat']}.\n\n{table(head, rows)}")
+    return "\n\n".join(parts), {}
+
+
+def flat(results: Sequence[Result]) -> tuple[str, Plots]:
+    """Of a benchmark with a handful of figures: all of them, by name."""
+    parts = []
+    for result in results:
+        rows = [[name, value] for name, value in _flatten(result) if name not in ("benchmark", "date", "cpu", "threads")]
+        parts.append(f"{where(result)}.\n\n{table(['', ''], rows)}")
+    return "\n\n".join(parts), {}
+
+
+def _flatten(value: Result, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, inner in value.items():
+        if isinstance(inner, Mapping):
+            yield from _flatten(inner, f"{prefix}{key} ")
+        else:
+            yield f"{prefix}{key}", inner
+
+
+SECTIONS = {
+    "peers": peers,
+    "inprocess": by_concurrency,
+    "serve": by_concurrency,
+    "step": step,
+    "kernels": kernels,
+    "peaks": peaks,
+    "startup": flat,
+    "scheduler": flat,
+}

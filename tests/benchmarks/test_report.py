@@ -1,0 +1,122 @@
+"""The page of results: every section has its place, and what a benchmark prints becomes a table and a plot."""
+
+import json
+import sys
+from xml.etree import ElementTree
+
+import pytest
+import report
+import report_sections
+import svg
+
+PEAK = {"best": 2000.0, "median": 1900.0}
+KERNEL = {"us": 10.0, "gops": 500.0, "gbs": 30.0, "share": 0.6, "median_share": 0.55}
+WHERE = {"date": "2026-01-02", "cpu": "A CPU", "threads": 2}
+CONTENDER = {
+    "ready_s": 0.7,
+    "resident_mb": 200.0,
+    "installed_mb": 120.0,
+    "by_concurrency": {"32": {"output_tokens_per_s": 2000.0, "rounds": [1900.0, 2000.0, 2050.0]}},
+}
+RESULTS = {
+    "peaks": WHERE | {"peaks": {"avx512": dict.fromkeys(("int8", "bf16", "float32", "read"), PEAK)}},
+    "step": WHERE
+    | {
+        "model": "small",
+        "variant": "avx512",
+        "peaks": {"int8": PEAK, "read": PEAK},
+        "steps": [
+            {"batch": 32, "query_len": 1, "context_len": 256, "ms": 4.0, "min_ms": 3.5}
+            | {"rows": 0.5, "linear": 3.0, "attention": 0.4, "sampling": 0.1}
+            | {"share": 0.46, "best_share": 0.5, "compute_share": 0.46, "read_share": 0.3}
+        ],
+    },
+    "kernels": WHERE
+    | {
+        "variants": {
+            "avx512": {
+                "products": [
+                    {"model": "small", "shape": "down", "kind": "q4_1", "rows": {"1": KERNEL, "32": KERNEL}}
+                    | {"worst_neighbours": {"ratio": 0.9, "rows": [12, 13]}}
+                ],
+                "attention": [{"model": "small", "cases": [{"rows": 1, "query_len": 1, "context_len": 128} | KERNEL]}],
+            }
+        }
+    },
+    "peers": {
+        "date": "2026-01-02",
+        "cpus": 2,
+        "model": "small.gguf",
+        "workload": {"name": "sharegpt"},
+        "loads": {"32": 96},
+        "repeat": 3,
+        "contenders": {"penstock": CONTENDER, "other": CONTENDER},
+        "times_peer": {"other": {"32": 1.0}},
+        "left_out": {"third": "no compiler"},
+    },
+    "inprocess": {"model": "small", "workload": "sharegpt", "repeat": 3, "median_by_concurrency": {"32": {"ratio": 0.93}}},
+    "serve": {"model": "small", "workload": "sharegpt", "repeat": 3, "median_by_concurrency": {"32": {"ttft_p50_ms": 40.5}}},
+    "startup": WHERE | {"ready_s": {"median": 0.65, "max": 0.7}},
+    "scheduler": WHERE | {"decode": {"total_us": 112.3}},
+}
+SEEN = {
+    "peaks": "2000 (1900)",
+    "step": "**46 %** (50 %)",
+    "kernels": "| down q4_1 | 60 | 60 | 0.90 (12 to 13) |",
+    "peers": "| penstock | 2000 (1900 to 2050) | 0.7 | 200.0 | 120.0 |",
+    "inprocess": "| ratio | 0.93 |",
+    "serve": "| ttft_p50_ms | 40.5 |",
+    "startup": "| ready_s median | 0.65 |",
+    "scheduler": "| decode total_us | 112.3 |",
+}
+
+
+def test_the_page_has_a_place_for_every_section():
+    page = report.PAGE.read_text(encoding="utf-8")
+    for name in report_sections.SECTIONS:
+        report.replace_section(page, name, "")
+
+
+def test_only_the_section_of_a_result_changes():
+    page = "<!-- begin a -->\nold\n<!-- end a -->\nkept\n<!-- begin b -->\nold\n<!-- end b -->\n"
+    assert report.replace_section(page, "b", "new") == page.replace("old\n<!-- end b", "new\n<!-- end b")
+    with pytest.raises(SystemExit):
+        report.replace_section(page, "c", "new")
+
+
+@pytest.mark.parametrize("name", report_sections.SECTIONS)
+def test_results_become_tables_and_plots(name, tmp_path, monkeypatch):
+    page = tmp_path / "performance.md"
+    page.write_text(f"# Page\n<!-- begin {name} -->\nold\n<!-- end {name} -->\n")
+    result = tmp_path / "a.txt"
+    result.write_text("some lines\n" + json.dumps(RESULTS[name] | {"benchmark": name}) + "\n")
+    monkeypatch.setattr(sys, "argv", ["report.py", str(result), "--page", str(page)])
+    report.main()
+    text = page.read_text()
+    assert SEEN[name] in text
+    assert "old" not in text
+    for plot in (tmp_path / "performance").iterdir():
+        ElementTree.parse(plot)
+        assert f"(performance/{plot.name})" in text
+    assert any((tmp_path / "performance").iterdir()) == (name in ("kernels", "peers"))
+
+
+def test_a_run_that_failed_is_named(tmp_path):
+    broken = tmp_path / "step-1.txt"
+    broken.write_text("Traceback\n")
+    with pytest.raises(SystemExit, match=r"step-1\.txt"):
+        report.read_results([broken])
+
+
+def test_a_result_without_a_name_is_named_by_its_file(tmp_path):
+    path = tmp_path / "scheduler-2.txt"
+    path.write_text('{"running": 256}\n')
+    assert report.read_results([path]) == {"scheduler": [{"running": 256}]}
+
+
+@pytest.mark.parametrize(("highest", "last"), [(0.9, 1.0), (1.0, 1.0), (430.0, 500.0), (2010.0, 2500.0), (2000.0, 2000.0)])
+def test_axes_end_at_round_numbers(highest, last):
+    ticks = svg.round_ticks(highest)
+    assert ticks[0] == 0.0
+    assert ticks[-1] == pytest.approx(last)
+    assert 3 <= len(ticks) <= 7
