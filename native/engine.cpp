@@ -26,8 +26,8 @@ void check_shape(const EngineShape& s) {
 Engine::Engine(const EngineShape& shape, int num_threads, const std::string& variant)
     : shape_(shape), kernels_(choose_variant(variant)), team_(std::max(1, num_threads)) {
     check_shape(shape);
-    kv_bytes_ = int64_t{2} * sizeof(uint16_t) * shape.num_layers * shape.num_blocks * shape.block_size * shape.num_kv_heads *
-                shape.head_dim;
+    const KvLayer kv{nullptr, shape.block_size, shape.num_kv_heads, shape.head_dim};
+    kv_bytes_ = int64_t{sizeof(uint16_t)} * shape.num_layers * shape.num_blocks * kv.block_stride();
     kv_ = allocate_aligned(kv_bytes_, false);
     attention_scratch_.resize(team_.size());
     for (auto& scratch : attention_scratch_) scratch.resize(kernels_.attention_scratch_floats(shape.head_dim));

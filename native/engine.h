@@ -167,6 +167,7 @@ class Engine final : private Work {
     void compute_angles(Rope& rope, int64_t row);
     void run_linear(const Instruction& instruction, const StagePlan& plan, int task);
     void run_gated(const GatedOp& op, const StagePlan& plan, int task, int rows);
+    AttentionTask attention_task(const AttentionOp& op, const AttentionTile& tile) const;
     void run_attention(const AttentionOp& op, const StagePlan& plan, int task, int member);
     void run_sampling(int row, int member);
 

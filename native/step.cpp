@@ -39,8 +39,10 @@ void Engine::plan_attention() {
     const int queries = std::max(1, kernels_.attention_queries / heads_per_kv);
     for (int row = 0; row < input_.num_rows; ++row) {
         const int begin = input_.query_start_loc[row], end = input_.query_start_loc[row + 1];
-        for (int token = begin; token < end; token += queries) {
-            for (int head = 0; head < shape_.num_kv_heads; ++head) {
+        // Neighbours share their keys and values in the cache; a row's last queries, which see the most, come first.
+        for (int head = 0; head < shape_.num_kv_heads; ++head) {
+            for (int tile = ceil_div(end - begin, queries) - 1; tile >= 0; --tile) {
+                const int token = begin + tile * queries;
                 tiles_.push_back({row, token, input_.context_lens[row] + token - begin, std::min(queries, end - token), head});
             }
         }
@@ -192,26 +194,33 @@ void Engine::run_gated(const GatedOp& op, const StagePlan& plan, int task, int r
                         std::min(panel + plan.grain, gate.panels), op.kind, epilogue);
 }
 
-void Engine::run_attention(const AttentionOp& op, const StagePlan& plan, int task, int member) {
-    const KvLayer kv = layer(op.layer);
+AttentionTask Engine::attention_task(const AttentionOp& op, const AttentionTile& tile) const {
     const Buffer &q = buffers_[op.q], &out = buffers_[op.out];
     const int heads_per_kv = op.num_heads / shape_.num_kv_heads;
-    const int end = std::min((task + 1) * plan.grain, static_cast<int>(tiles_.size()));
-    for (int i = task * plan.grain; i < end; ++i) {
-        const AttentionTile& tile = tiles_[i];
-        const int64_t column = int64_t{tile.kv_head} * heads_per_kv * shape_.head_dim;
-        const AttentionTask work{q.row(tile.token) + column,
-                                 out.row(tile.token) + column,
-                                 q.width,
-                                 input_.block_tables + input_.row_slots[tile.row] * input_.table_stride,
-                                 tile.kv_head,
-                                 tile.num_queries,
-                                 heads_per_kv,
-                                 tile.position,
-                                 op.window,
-                                 op.scale,
-                                 op.softcap};
+    const int64_t column = int64_t{tile.kv_head} * heads_per_kv * shape_.head_dim;
+    return {q.row(tile.token) + column,
+            out.row(tile.token) + column,
+            q.width,
+            input_.block_tables + input_.row_slots[tile.row] * input_.table_stride,
+            tile.kv_head,
+            tile.num_queries,
+            heads_per_kv,
+            tile.position,
+            op.window,
+            op.scale,
+            op.softcap,
+            nullptr};
+}
+
+void Engine::run_attention(const AttentionOp& op, const StagePlan& plan, int task, int member) {
+    const KvLayer kv = layer(op.layer);
+    const int begin = task * plan.grain, end = std::min(begin + plan.grain, static_cast<int>(tiles_.size()));
+    AttentionTask work = attention_task(op, tiles_[begin]);
+    for (int i = begin; i < end; ++i) {
+        const AttentionTask next = attention_task(op, tiles_[std::min(i + 1, end - 1)]);
+        if (i + 1 < end) work.next = &next;
         kernels_.attention(kv, work, attention_scratch_[member].data());
+        work = next;
     }
 }
 

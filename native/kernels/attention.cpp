@@ -1,11 +1,15 @@
 // Paged attention of one query tile over one KV head, in segments of 256 absolute positions.
 //
 // For every (query, head) pair the segments are computed alone and merged in ascending order:
-//   segment: scores -> maximum m, weights p = exp(s - m), l = sum p, o = sum p v
+//   segment: scores -> maximum m, weights p = 2^(s - m) in bf16, l = sum p, o = sum p v
 //   merge:   (m, l, o) of the segments so far with the next one, rescaled to the larger maximum
 // A query's own position is the only bound it sees, so chunked and whole prefill, decode and a
 // later split of segments over threads all give the same bits. Online softmax: arXiv 2112.05682.
+//
+// Scores are dot products of integers (integers.h), exact in any order, and count in units of log2: the softmax's
+// factor log2(e) is part of their scale. l sums the weights as they were rounded, so that their mean error cancels.
 
+#include "integers.h"
 #include "parts.h"
 #include "simd.h"
 
@@ -13,65 +17,64 @@ namespace penstock::PENSTOCK_ISA {
 
 namespace {
 
-constexpr int kPairs = kAttentionPairs;
-constexpr int kMaxHeadDim = 512;
+constexpr int kPairs = kAttentionPairs;          // whose sums fit the registers
+constexpr int kTaskPairs = kAttentionTaskPairs;  // that share the keys and values of a segment while these are in the cache
+constexpr int kStep = 2 * kLanes;                // positions whose weights are stored together
+constexpr int kSegmentTiles = kSegment / kKvTile;
+constexpr float kLog2E = 1.44269504088896341f;
+constexpr float kLowest = -3.0e38f;
 
-// What one (query, head) pair knows of the segments so far.
-struct State {
-    float max;
-    float sum;
+// (query, head) pairs of a task, ordered query-major.
+struct Pairs {
+    int64_t offset[kTaskPairs];    // floats from the task's q and out
+    int32_t last[kTaskPairs];      // position that a pair sees
+    int32_t first[kTaskPairs];     // likewise
+    float factor[kTaskPairs];      // of its scores
+    int count;
 };
 
-PENSTOCK_INLINE float exp_scalar(float x) {
-    alignas(64) float t[kLanes];
-    store(t, exp(set1(x)));
-    return t[0];
-}
+// What is known of pairs: after one segment, or merged over several. Of pair p max[p], sum[p] and o[p * head_dim] on.
+struct State {
+    float* max;
+    float* sum;
+    float* o;
+};
 
-PENSTOCK_INLINE const uint16_t* head_of_block(const KvLayer& kv, const AttentionTask& t, int position) {
-    return kv.data + t.block_table[position / kv.block_size] * kv.block_stride() + t.kv_head * kv.head_stride();
-}
+// Where a task keeps its intermediate results; all of it stays in the first- and second-level cache.
+struct Scratch {
+    float* scores;      // [kPairs][kSegment]
+    uint16_t* weights;  // [kPairs][kSegment] bf16
+    int16_t* q;         // [kTaskPairs / kPairs][head_dim / 2][kPairs][2]
+    uint8_t* odd;       // [head_dim] pairs: the values of a last position that has no neighbour yet
+    State merged;       // of kTaskPairs
+    State next;         // of kTaskPairs
+};
 
-// How many tiles of keys, or of columns of values, go side by side so that few pairs still fill the pipeline.
-template <int kCount>
-constexpr int side_by_side() {
-    return kCount <= 3 ? 4 : kCount <= 6 ? 2 : 1;
-}
+// Where the tiles of 16 positions of one segment are. `ahead` are the keys of the segment that comes next, which are fetched
+// while this one's values are read, as its values are while its keys are.
+struct Tiles {
+    const uint8_t* keys[kSegmentTiles];
+    const uint8_t* values[kSegmentTiles];
+    const uint8_t* ahead[kSegmentTiles];
+};
 
-// Scores of kTiles * 16 positions from `position` on.
-template <int kCount, int kTiles>
-PENSTOCK_INLINE void score_tiles(const KvLayer& kv, const AttentionTask& t, const float* const* q, int position,
-                                 float* scores) {
-    const uint16_t* keys[kTiles];
-    for (int u = 0; u < kTiles; ++u) {
-        const int at = position + u * kKvTile;
-        keys[u] = head_of_block(kv, t, at) + at % kv.block_size * kv.head_dim;
-    }
-    vf acc[kTiles][kCount];
-    for (int u = 0; u < kTiles; ++u) {
-        for (int p = 0; p < kCount; ++p) acc[u][p] = set1(0.0f);
-    }
-    for (int d = 0; d < kv.head_dim; ++d) {
-        for (int u = 0; u < kTiles; ++u) {
-            const vf k = load_bf16(keys[u] + d * kKvTile);
-            for (int p = 0; p < kCount; ++p) acc[u][p] = fma(set1(q[p][d]), k, acc[u][p]);
+// The keys, and unless null the values, of the tiles from `begin` on, up to the last one with a position below `end`.
+int find_tiles(const KvLayer& kv, const AttentionTask& t, int begin, int end, const uint8_t** keys, const uint8_t** values) {
+    int block = begin / kv.block_size, offset = begin % kv.block_size, count = 0;
+    for (int at = begin; at < end && count < kSegmentTiles; ++block, offset = 0) {
+        const uint16_t* head = kv.data + t.block_table[block] * kv.block_stride() + t.kv_head * kv.head_stride();
+        for (; offset < kv.block_size && at < end && count < kSegmentTiles; offset += kKvTile, at += kKvTile, ++count) {
+            keys[count] = reinterpret_cast<const uint8_t*>(head + offset / kKvTile * kv.tile_stride());
+            if (values) values[count] = reinterpret_cast<const uint8_t*>(head + kv.values_offset() + offset * kv.head_dim);
         }
     }
-    for (int u = 0; u < kTiles; ++u) {
-        for (int p = 0; p < kCount; ++p) store(scores + p * kSegment + u * kKvTile, mul(acc[u][p], set1(t.scale)));
-    }
+    return count;
 }
 
-// scores[pair][position - begin] = scale * q . k for the positions [begin, end) of a segment
+// How many tiles of keys, or of sixteen columns of values, go side by side so that few pairs still fill the pipeline.
 template <int kCount>
-PENSTOCK_INLINE void score_pairs(const KvLayer& kv, const AttentionTask& t, const float* const* q, int begin, int end,
-                                 float* scores) {
-    constexpr int kTiles = side_by_side<kCount>();
-    int position = begin;
-    for (; position + kTiles * kKvTile <= end; position += kTiles * kKvTile) {
-        score_tiles<kCount, kTiles>(kv, t, q, position, scores + position - begin);
-    }
-    for (; position < end; position += kKvTile) score_tiles<kCount, 1>(kv, t, q, position, scores + position - begin);
+constexpr int side_by_side() {
+    return kCount * 2 > kPairs ? (kPairs >= 12 ? 2 : 1) : kCount * 4 > kPairs ? (kPairs >= 12 ? 4 : 2) : 4;
 }
 
 template <typename F>
@@ -93,135 +96,325 @@ PENSTOCK_INLINE void dispatch_count(int count, F f) {
     }
 }
 
-// Softmax of one pair's scores over the positions [from, to) of a segment that begins at `begin`; the others become 0.
-PENSTOCK_INLINE State soften(float* scores, int begin, int from, int to, int end, float softcap) {
-    const int lo = from - begin, hi = to - begin, padded = (end - begin + kLanes - 1) / kLanes * kLanes;
-    const vf nothing = set1(-INFINITY);
-    if (softcap > 0.0f) {
-        for (int i = 0; i < hi; ++i) scores[i] = softcap * tanhf(scores[i] / softcap);
+Pairs make_pairs(const KvLayer& kv, const AttentionTask& t, int first_pair, int count) {
+    Pairs pairs;
+    pairs.count = count;
+    int query = first_pair / t.heads_per_kv, head = first_pair % t.heads_per_kv;
+    for (int p = 0; p < count; ++p) {
+        const int last = t.first_position + query;
+        pairs.offset[p] = query * t.ld + static_cast<int64_t>(head) * kv.head_dim;
+        pairs.last[p] = last;
+        pairs.first[p] = t.window > 0 && last - t.window + 1 > 0 ? last - t.window + 1 : 0;
+        if (++head == t.heads_per_kv) head = 0, ++query;
     }
-    vf largest = nothing;
-    for (int i = 0; i < padded; i += kLanes) {
-        vf s = load(scores + i);
-        if (i + kLanes > hi) s = first(hi > i ? hi - i : 0, s, nothing);
-        if (i < lo) s = first(lo - i < kLanes ? lo - i : kLanes, nothing, s);
-        store(scores + i, s);
-        largest = max(largest, s);
+    return pairs;
+}
+
+// The queries as integers, laid out as the keys are: two columns of each of kPairs pairs in turn.
+void quantize_queries(const KvLayer& kv, const AttentionTask& t, Pairs& pairs, int16_t* q) {
+    for (int p = 0; p < pairs.count; ++p) {
+        const float* x = t.q + pairs.offset[p];
+        const IntegerScale scale = integer_scale(x, kv.head_dim);
+        pairs.factor[p] = scale.scale * t.scale * kLog2E;
+        int16_t* out = q + p / kPairs * kPairs * kv.head_dim + p % kPairs * 2;
+        for (int d = 0; d < kv.head_dim; d += kLanes) {
+            alignas(64) int16_t integers[kLanes];
+            store_integers(integers, load(x + d), scale);
+            for (int i = 0; i < kLanes; i += 2) memcpy(out + (d + i) * kPairs, integers + i, 2 * sizeof(int16_t));
+        }
     }
-    const float top = reduce_max(largest);
-    vf sum = set1(0.0f);
-    for (int i = 0; i < padded; i += kLanes) {
-        vf p = exp(sub(load(scores + i), set1(top)));
-        if (i + kLanes > hi) p = first(hi > i ? hi - i : 0, p, set1(0.0f));
-        if (i < lo) p = first(lo - i < kLanes ? lo - i : kLanes, set1(0.0f), p);
-        store(scores + i, p);
-        sum = add(sum, p);
+}
+
+// Dot products, times the keys' scales, of kTiles * 16 positions from `tile` on.
+template <int kCount, int kTiles>
+PENSTOCK_INLINE void score_tiles(const Tiles& tiles, int tile, const int16_t* q, int halves, float* scores) {
+    const uint8_t* const* keys = tiles.keys + tile;
+    const uint8_t* const* values = tiles.values + tile;
+    vi acc[kTiles][kCount];
+    for (int u = 0; u < kTiles; ++u) {
+        for (int p = 0; p < kCount; ++p) acc[u][p] = zero_i();
     }
-    return {top, reduce_add(sum)};
+    for (int d = 0; d < halves; ++d) {
+        vb k[kTiles];
+        for (int u = 0; u < kTiles; ++u) {
+            prefetch(values[u] + d * 64);
+            k[u] = load64(keys[u] + d * 64);
+        }
+        for (int p = 0; p < kCount; ++p) {
+            const vb two = set1_pair(q + (d * kPairs + p) * 2);
+            for (int u = 0; u < kTiles; ++u) acc[u][p] = dot2_i16(acc[u][p], k[u], two);
+        }
+    }
+    for (int u = 0; u < kTiles; ++u) {
+        const vf scale = load(reinterpret_cast<const float*>(keys[u] + halves * 64));
+        for (int p = 0; p < kCount; ++p) store(scores + p * kSegment + u * kKvTile, mul(to_float(acc[u][p]), scale));
+    }
+}
+
+// scores[pair][16 * tile ...] of the tiles [from, end) of a segment
+template <int kCount>
+__attribute__((noinline)) void score_pairs(const Tiles& tiles, int from, int end, const int16_t* q, int head_dim, float* scores) {
+    constexpr int kTiles = side_by_side<kCount>();
+    const int halves = head_dim / 2;
+    int i = from;
+    for (; i + kTiles <= end; i += kTiles) score_tiles<kCount, kTiles>(tiles, i, q, halves, scores + i * kKvTile);
+    if constexpr (kTiles > 2) {
+        if (i + 2 <= end) {
+            score_tiles<kCount, 2>(tiles, i, q, halves, scores + i * kKvTile);
+            i += 2;
+        }
+    }
+    for (; i < end; ++i) score_tiles<kCount, 1>(tiles, i, q, halves, scores + i * kKvTile);
+}
+
+// Scores [lo, hi) to capped ones in units of log2.
+PENSTOCK_INLINE void cap(float* scores, int lo, int hi, float factor, float softcap) {
+    for (int i = lo; i < hi; ++i) scores[i] = softcap * kLog2E * tanhf(scores[i] * (factor / kLog2E) / softcap);
+}
+
+// Lanes of [i, i + 16) that are in [lo, hi) from x, the others from `other`.
+PENSTOCK_INLINE vf within(int i, int lo, int hi, vf x, vf other) {
+    if (i + kLanes > hi) x = first(hi > i ? hi - i : 0, x, other);
+    if (i < lo) x = first(lo - i < kLanes ? lo - i : kLanes, other, x);
+    return x;
+}
+
+// Of scores [lo, hi).
+PENSTOCK_INLINE float largest_of(const float* scores, int lo, int hi) {
+    const vf lowest = set1(kLowest);
+    vf even = lowest, odd = lowest;
+    int i = lo / kStep * kStep;
+    if (i < lo) {
+        even = within(i, lo, hi, load(scores + i), lowest);
+        odd = within(i + kLanes, lo, hi, load(scores + i + kLanes), lowest);
+        i += kStep;
+    }
+    for (; i + kStep <= hi; i += kStep) {
+        even = max(even, load(scores + i));
+        odd = max(odd, load(scores + i + kLanes));
+    }
+    if (i < hi) {
+        even = max(even, within(i, lo, hi, load(scores + i), lowest));
+        odd = max(odd, within(i + kLanes, lo, hi, load(scores + i + kLanes), lowest));
+    }
+    return reduce_max(max(even, odd));
+}
+
+// Weights 2^(score * factor - top) of scores [lo, hi), and their sum; those around up to a multiple of 32 become 0.
+PENSTOCK_INLINE float soften(const float* scores, uint16_t* weights, int lo, int hi, float factor, float top) {
+    const vf scale = set1(factor), shift = set1(-top), zero = set1(0.0f);
+    vf sum = zero;
+    const auto weight = [&](int i) __attribute__((always_inline)) { return exp2(fma(load(scores + i), scale, shift)); };
+    const auto at_edge = [&](int i) __attribute__((always_inline)) {
+        const vf a = within(i, lo, hi, weight(i), zero), b = within(i + kLanes, lo, hi, weight(i + kLanes), zero);
+        sum = store_bf16_sum(weights + i, a, b, sum);
+    };
+    int i = lo / kStep * kStep;
+    if (i < lo) {
+        at_edge(i);
+        i += kStep;
+    }
+    for (; i + kStep <= hi; i += kStep) sum = store_bf16_sum(weights + i, weight(i), weight(i + kLanes), sum);
+    if (i < hi) at_edge(i);
+    return reduce_add(sum);
 }
 
 // kColumns * 16 columns of o from column d on.
 template <int kCount, int kColumns>
-PENSTOCK_INLINE void weigh_columns(const KvLayer& kv, const AttentionTask& t, const float* scores, int begin, int end, int d,
-                                   float* out) {
+PENSTOCK_INLINE void weigh_columns(const Tiles& tiles, int from, int end, const uint16_t* weights, const uint8_t* odd, int head_dim,
+                                   int d, float* out) {
     vf acc[kColumns][kCount];
     for (int c = 0; c < kColumns; ++c) {
         for (int p = 0; p < kCount; ++p) acc[c][p] = set1(0.0f);
     }
-    for (int tile = begin; tile < end; tile += kKvTile) {
-        const int offset = tile % kv.block_size;
-        const uint16_t* values = head_of_block(kv, t, tile) + static_cast<int64_t>(kv.block_size + offset) * kv.head_dim + d;
-        const int count = end - tile < kKvTile ? end - tile : kKvTile;
-        for (int j = 0; j < count; ++j) {
-            const float* weight = scores + tile - begin + j;
-            for (int c = 0; c < kColumns; ++c) {
-                const vf v = load_bf16(values + static_cast<int64_t>(j) * kv.head_dim + c * kLanes);
-                for (int p = 0; p < kCount; ++p) acc[c][p] = fma(set1(weight[p * kSegment]), v, acc[c][p]);
-            }
+    const auto add_two = [&](const uint8_t* values, const uint16_t* weight) __attribute__((always_inline)) {
+        vb v[kColumns];
+        for (int c = 0; c < kColumns; ++c) v[c] = load64(values + c * 64);
+        for (int p = 0; p < kCount; ++p) {
+            const vb two = set1_pair(weight + p * kSegment);
+            for (int c = 0; c < kColumns; ++c) acc[c][p] = dot2_bf16(acc[c][p], v[c], two);
+        }
+    };
+    const int64_t stride = 4 * head_dim;  // bytes of two positions
+    for (int at = from; at + 1 < end;) {
+        const uint8_t* values = tiles.values[at / kKvTile] + 4 * d;
+        const uint8_t* ahead = tiles.ahead[at / kKvTile] + 4 * d;
+        for (const int stop = end - at > kKvTile ? at + kKvTile : end - 1; at < stop; at += 2, values += stride, ahead += stride) {
+            for (int c = 0; c < kColumns; ++c) prefetch(ahead + c * 64);
+            add_two(values, weights + at);
         }
     }
+    if (end % 2) add_two(odd + 4 * d, weights + end - 1);
     for (int c = 0; c < kColumns; ++c) {
-        for (int p = 0; p < kCount; ++p) store(out + p * kMaxHeadDim + c * kLanes, acc[c][p]);
+        for (int p = 0; p < kCount; ++p) store(out + p * head_dim + c * kLanes, acc[c][p]);
     }
 }
 
-// o[pair][d] = sum over positions [begin, end) of p[pair] * v[d]
+// o[pair][d] = sum over positions [from, end) of the segment of p[pair] * v[d]
 template <int kCount>
-PENSTOCK_INLINE void weigh_pairs(const KvLayer& kv, const AttentionTask& t, const float* scores, int begin, int end,
-                                 float* out) {
+__attribute__((noinline)) void weigh_pairs(const Tiles& tiles, int from, int end, const uint16_t* weights, const uint8_t* odd,
+                                           int head_dim, float* out) {
     constexpr int kColumns = side_by_side<kCount>();
     int d = 0;
-    for (; d + kColumns * kLanes <= kv.head_dim; d += kColumns * kLanes) {
-        weigh_columns<kCount, kColumns>(kv, t, scores, begin, end, d, out + d);
+    for (; d + kColumns * kLanes <= head_dim; d += kColumns * kLanes) {
+        weigh_columns<kCount, kColumns>(tiles, from, end, weights, odd, head_dim, d, out + d);
     }
-    for (; d < kv.head_dim; d += kLanes) weigh_columns<kCount, 1>(kv, t, scores, begin, end, d, out + d);
+    for (; d < head_dim; d += kLanes) weigh_columns<kCount, 1>(tiles, from, end, weights, odd, head_dim, d, out + d);
 }
 
-// state, o := state, o merged with the next segment's
-PENSTOCK_INLINE void merge(State& state, float* o, const State& next, const float* next_o, int head_dim) {
-    const float top = state.max > next.max ? state.max : next.max;
-    const float a = exp_scalar(state.max - top), b = exp_scalar(next.max - top);
-    state = {top, state.sum * a + next.sum * b};
-    for (int d = 0; d < head_dim; d += kLanes) {
-        store(o + d, fma(load(next_o + d), set1(b), mul(load(o + d), set1(a))));
+// The values of the segment's last position, `end` - 1, with zeros beside them: nothing is written there yet.
+PENSTOCK_INLINE void copy_odd_values(const Tiles& tiles, int end, int head_dim, uint8_t* odd) {
+    const uint8_t* values = tiles.values[end / kKvTile] + end % kKvTile / 2 * 4 * head_dim;
+    for (int i = 0; i < 4 * head_dim; i += 64) store64(odd + i, even_halves(load64(values + i)));
+}
+
+PENSTOCK_INLINE bool sees(const Pairs& pairs, int p, int begin) {
+    return pairs.last[p] >= begin && pairs.first[p] < begin + kSegment;
+}
+
+// The segment that begins at `begin`, for the pairs [at, at + count); nothing of it has a meaning for a pair that does not see it.
+void attend_segment(const AttentionTask& t, const Pairs& pairs, int at, int count, int begin, const Tiles& tiles, int head_dim,
+                    const Scratch& scratch, const State& out) {
+    // Positions are relative to the segment from here on. Values are read in pairs of positions.
+    const int last = pairs.last[at + count - 1] - begin, end = last < kSegment ? last + 1 : kSegment, padded = (end + 1) & ~1;
+    const int from = pairs.first[at] > begin ? (pairs.first[at] - begin) / kStep * kStep : 0;
+    const int16_t* q = scratch.q + at * head_dim;
+    dispatch_count(count, [&]<int kCount>() {
+        score_pairs<kCount>(tiles, from / kKvTile, (end + kKvTile - 1) / kKvTile, q, head_dim, scratch.scores);
+    });
+    int lo[kPairs], hi[kPairs];
+    float factor[kPairs];
+    for (int p = 0; p < count; ++p) {
+        lo[p] = pairs.first[at + p] > begin ? pairs.first[at + p] - begin : 0;
+        hi[p] = pairs.last[at + p] - begin < end ? pairs.last[at + p] - begin + 1 : end;
+        factor[p] = pairs.factor[at + p];
+        float* scores = scratch.scores + p * kSegment;
+        if (t.softcap > 0.0f) {
+            cap(scores, lo[p], hi[p], factor[p], t.softcap);
+            factor[p] = 1.0f;
+        }
+        if (lo[p] < hi[p]) out.max[at + p] = largest_of(scores, lo[p], hi[p]) * factor[p];
+    }
+    for (int p = 0; p < count; ++p) {
+        uint16_t* weights = scratch.weights + p * kSegment;
+        if (lo[p] >= hi[p]) {
+            memset(weights + from, 0, sizeof(uint16_t) * (padded - from));
+            continue;
+        }
+        out.sum[at + p] = soften(scratch.scores + p * kSegment, weights, lo[p], hi[p], factor[p], out.max[at + p]);
+        for (int i = from; i < lo[p] / kStep * kStep; ++i) weights[i] = 0;
+        for (int i = (hi[p] + kStep - 1) / kStep * kStep; i < padded; ++i) weights[i] = 0;
+    }
+    if (end % 2) copy_odd_values(tiles, end, head_dim, scratch.odd);
+    dispatch_count(count, [&]<int kCount>() {
+        weigh_pairs<kCount>(tiles, from, end, scratch.weights, scratch.odd, head_dim, out.o + at * head_dim);
+    });
+}
+
+// state := state merged with the segment that begins at `begin`, for the pairs [at, at + count), at most 16
+void merge(const Pairs& pairs, int at, int count, int begin, int head_dim, const State& state, const State& next) {
+    alignas(64) float top[kLanes], old_factor[kLanes], new_factor[kLanes], sum[kLanes];
+    const vf old_max = load(state.max + at), new_max = load(next.max + at), larger = max(old_max, new_max);
+    const vf a = exp2(sub(old_max, larger)), b = exp2(sub(new_max, larger));
+    store(top, larger);
+    store(old_factor, a);
+    store(new_factor, b);
+    store(sum, fma(load(state.sum + at), a, mul(load(next.sum + at), b)));
+    for (int p = 0; p < count; ++p) {
+        if (!sees(pairs, at + p, begin)) continue;
+        state.max[at + p] = top[p];
+        state.sum[at + p] = sum[p];
+        float* o = state.o + (at + p) * head_dim;
+        const float* next_o = next.o + (at + p) * head_dim;
+        for (int d = 0; d < head_dim; d += kLanes) {
+            store(o + d, fma(load(next_o + d), set1(new_factor[p]), mul(load(o + d), set1(old_factor[p]))));
+        }
     }
 }
 
-// Up to kPairs pairs that share their queries' positions range; pairs are ordered query-major.
-void attend(const KvLayer& kv, const AttentionTask& t, int first_pair, int num_pairs, float* scratch) {
-    float* scores = scratch;
-    float* segment_o = scores + kPairs * kSegment;
-    float* o = segment_o + kPairs * kMaxHeadDim;
-    const float* q[kPairs];
-    int last[kPairs], first_seen[kPairs];
-    State state[kPairs];
-    for (int p = 0; p < num_pairs; ++p) {
-        const int query = (first_pair + p) / t.heads_per_kv, head = (first_pair + p) % t.heads_per_kv;
-        q[p] = t.q + query * t.ld + static_cast<int64_t>(head) * kv.head_dim;
-        last[p] = t.first_position + query;
-        first_seen[p] = t.window > 0 && last[p] - t.window + 1 > 0 ? last[p] - t.window + 1 : 0;
+void clear(const Pairs& pairs, int head_dim, const State& state) {
+    for (int p = 0; p < kTaskPairs + kLanes; ++p) {
+        state.max[p] = kLowest;
+        state.sum[p] = 0.0f;
     }
-    const int end_all = last[num_pairs - 1] + 1;
-    const int begin_all = first_seen[0] / kSegment * kSegment;
-    bool started[kPairs] = {};
-    for (int begin = begin_all; begin < end_all; begin += kSegment) {
-        const int end = begin + kSegment < end_all ? begin + kSegment : end_all;
-        dispatch_count(num_pairs, [&]<int kCount>() { score_pairs<kCount>(kv, t, q, begin, end, scores); });
-        State next[kPairs];
-        for (int p = 0; p < num_pairs; ++p) {
-            const int from = first_seen[p] > begin ? first_seen[p] : begin;
-            const int to = last[p] + 1 < end ? last[p] + 1 : end;
-            next[p] = soften(scores + p * kSegment, begin, from, to > begin ? to : begin, end, t.softcap);
+    memset(state.o, 0, sizeof(float) * pairs.count * head_dim);
+}
+
+void write_out(const AttentionTask& t, const Pairs& pairs, int head_dim, const State& state) {
+    for (int p = 0; p < pairs.count; ++p) {
+        const vf inverse = set1(1.0f / state.sum[p]);
+        const float* o = state.o + p * head_dim;
+        for (int d = 0; d < head_dim; d += kLanes) store(t.out + pairs.offset[p] + d, mul(load(o + d), inverse));
+    }
+}
+
+// The keys of what comes after the segment that begins at `begin`: the next one's, or else the next task's first.
+void find_ahead(const KvLayer& kv, const AttentionTask& t, int begin, int last, Tiles& tiles, int count) {
+    int found = 0;
+    if (begin + kSegment <= last) {
+        found = find_tiles(kv, t, begin + kSegment, last + 1, tiles.ahead, nullptr);
+    } else if (t.next) {
+        found = find_tiles(kv, *t.next, 0, t.next->first_position + t.next->num_queries, tiles.ahead, nullptr);
+    }
+    for (; found < count; ++found) tiles.ahead[found] = tiles.keys[found];
+}
+
+// Up to kTaskPairs pairs, kPairs at a time within every segment.
+void attend(const KvLayer& kv, const AttentionTask& t, int first_pair, int num_pairs, const Scratch& scratch) {
+    Pairs pairs = make_pairs(kv, t, first_pair, num_pairs);
+    quantize_queries(kv, t, pairs, scratch.q);
+    clear(pairs, kv.head_dim, scratch.merged);
+    Tiles tiles;
+    const int last = pairs.last[num_pairs - 1];
+    for (int begin = pairs.first[0] / kSegment * kSegment; begin <= last; begin += kSegment) {
+        const int num_tiles = find_tiles(kv, t, begin, last + 1, tiles.keys, tiles.values);
+        find_ahead(kv, t, begin, last, tiles, num_tiles);
+        for (int at = 0; at < num_pairs; at += kPairs) {
+            const int count = num_pairs - at < kPairs ? num_pairs - at : kPairs;
+            if (pairs.last[at + count - 1] < begin || pairs.first[at] >= begin + kSegment) continue;
+            attend_segment(t, pairs, at, count, begin, tiles, kv.head_dim, scratch, scratch.next);
+            merge(pairs, at, count, begin, kv.head_dim, scratch.merged, scratch.next);
         }
-        dispatch_count(num_pairs, [&]<int kCount>() { weigh_pairs<kCount>(kv, t, scores, begin, end, segment_o); });
-        for (int p = 0; p < num_pairs; ++p) {
-            if (last[p] < begin || first_seen[p] >= end) continue;  // nothing of this segment is seen by this pair
-            if (!started[p]) {
-                state[p] = next[p];
-                memcpy(o + p * kMaxHeadDim, segment_o + p * kMaxHeadDim, sizeof(float) * kv.head_dim);
-                started[p] = true;
-            } else {
-                merge(state[p], o + p * kMaxHeadDim, next[p], segment_o + p * kMaxHeadDim, kv.head_dim);
-            }
-        }
     }
-    for (int p = 0; p < num_pairs; ++p) {
-        const int query = (first_pair + p) / t.heads_per_kv, head = (first_pair + p) % t.heads_per_kv;
-        float* out = t.out + query * t.ld + static_cast<int64_t>(head) * kv.head_dim;
-        const vf inverse = set1(1.0f / state[p].sum);
-        for (int d = 0; d < kv.head_dim; d += kLanes) store(out + d, mul(load(o + p * kMaxHeadDim + d), inverse));
-    }
+    write_out(t, pairs, kv.head_dim, scratch.merged);
+}
+
+constexpr int kScoreFloats = kPairs * kSegment, kWeightFloats = kPairs * kSegment / 2, kStateFloats = kTaskPairs + kLanes;
+
+PENSTOCK_INLINE State take_state(float*& memory, int head_dim) {
+    const State state{memory, memory + kStateFloats, memory + 2 * kStateFloats};
+    memory += 2 * kStateFloats + kTaskPairs * head_dim;
+    return state;
+}
+
+PENSTOCK_INLINE Scratch make_scratch(float* memory, int head_dim) {
+    memory += -(reinterpret_cast<uintptr_t>(memory) / sizeof(float)) % kLanes;  // vectors within one line of the cache
+    Scratch scratch;
+    scratch.scores = memory;
+    memory += kScoreFloats;
+    scratch.weights = reinterpret_cast<uint16_t*>(memory);
+    memory += kWeightFloats;
+    scratch.q = reinterpret_cast<int16_t*>(memory);
+    memory += kTaskPairs * head_dim / 2;
+    scratch.odd = reinterpret_cast<uint8_t*>(memory);
+    memory += head_dim;
+    scratch.merged = take_state(memory, head_dim);
+    scratch.next = take_state(memory, head_dim);
+    return scratch;
 }
 
 }  // namespace
 
-void attention(const KvLayer& kv, const AttentionTask& t, float* scratch) {
+void attention(const KvLayer& kv, const AttentionTask& t, float* memory) {
+    const Scratch scratch = make_scratch(memory, kv.head_dim);
     const int pairs = t.num_queries * t.heads_per_kv;
-    for (int first_pair = 0; first_pair < pairs; first_pair += kPairs) {
-        attend(kv, t, first_pair, pairs - first_pair < kPairs ? pairs - first_pair : kPairs, scratch);
+    for (int first_pair = 0; first_pair < pairs; first_pair += kTaskPairs) {
+        attend(kv, t, first_pair, pairs - first_pair < kTaskPairs ? pairs - first_pair : kTaskPairs, scratch);
     }
 }
 
-int64_t attention_scratch_floats(int) { return kPairs * (kSegment + 2 * kMaxHeadDim); }
+int64_t attention_scratch_floats(int head_dim) {
+    return kLanes + kScoreFloats + kWeightFloats + 4 * kStateFloats + (kTaskPairs / 2 + 1 + 2 * kTaskPairs) * head_dim;
+}
 
 }  // namespace penstock::PENSTOCK_ISA

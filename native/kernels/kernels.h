@@ -74,18 +74,25 @@ enum class ActivationKind : int32_t { kSilu = 0, kGeluTanh = 1 };
 
 enum class ProbeKind : int32_t { kInt8 = 0, kBf16 = 1, kFloat32 = 2 };
 
-// Keys and values of one layer: per block and KV head first the keys as [block_size / 16][head_dim][16] bf16,
-// then the values as [block_size][head_dim] bf16.
+// Keys and values of one layer, per block and KV head. First, for every 16 positions, a tile of keys: integers as
+// [head_dim / 2][16][2] int16 and then their scales as [16] float32, key = integer * scale. Then the values as
+// [block_size / 2][head_dim][2] bf16. Both are laid out for instructions that multiply and add pairs.
 struct KvLayer {
     uint16_t* data;
     int32_t block_size;
     int32_t num_kv_heads;
     int32_t head_dim;
 
-    // Always inlined: a copy of the linker's choice might be one compiled for AVX-512.
-    __attribute__((always_inline)) int64_t head_stride() const { return 2LL * block_size * head_dim; }
+    // Always inlined: a copy of the linker's choice might be one compiled for AVX-512. In units of 16 bits.
+    __attribute__((always_inline)) int64_t tile_stride() const { return kKvTile * (int64_t{head_dim} + 2); }
+    __attribute__((always_inline)) int64_t values_offset() const { return block_size / kKvTile * tile_stride(); }
+    __attribute__((always_inline)) int64_t head_stride() const { return values_offset() + int64_t{block_size} * head_dim; }
     __attribute__((always_inline)) int64_t block_stride() const { return num_kv_heads * head_stride(); }
 };
+
+// Integers of a query or key: the largest scale for which neither one is beyond 16 bits, nor a dot product beyond 32.
+constexpr float kLargestInteger = 32767.0f;
+constexpr float kLargestNorm = 46000.0f;  // its square is below 2^31, with room for the rounding of 512 integers
 
 // One query tile of one row of the step, for one KV head.
 struct AttentionTask {
@@ -100,6 +107,7 @@ struct AttentionTask {
     int32_t window;              // 0, or how many last positions a query sees
     float scale;
     float softcap;               // 0 is none
+    const AttentionTask* next;   // null, or the one that this thread computes after it: its keys are fetched ahead
 };
 
 struct KernelTable {

@@ -1,6 +1,7 @@
 // Operations on one row of a step: norm, quantisation, embedding, rope, KV write, activation.
 
 #include "activation.h"
+#include "integers.h"
 #include "parts.h"
 #include "simd.h"
 
@@ -166,13 +167,18 @@ void kv_write_row(const KvLayer& kv, int64_t slot, const float* k, const float* 
     const int64_t block = slot / kv.block_size, offset = slot % kv.block_size;
     uint16_t* head = kv.data + block * kv.block_stride();
     for (int h = 0; h < kv.num_kv_heads; ++h, head += kv.head_stride()) {
-        uint16_t* keys = head + offset / kKvTile * kKvTile * kv.head_dim + offset % kKvTile;
-        uint16_t* values = head + static_cast<int64_t>(kv.block_size) * kv.head_dim + offset * kv.head_dim;
+        uint16_t* tile = head + offset / kKvTile * kv.tile_stride();
+        uint16_t* keys = tile + offset % kKvTile * 2;
+        uint16_t* values = head + kv.values_offset() + offset / 2 * 2 * kv.head_dim + offset % 2;
+        const IntegerScale scale = integer_scale(k, kv.head_dim);
+        memcpy(tile + kKvTile * kv.head_dim + offset % kKvTile * 2, &scale.scale, sizeof(float));
         for (int d = 0; d < kv.head_dim; d += kLanes, k += kLanes, v += kLanes) {
+            alignas(64) int16_t integers[kLanes];
+            store_integers(integers, load(k), scale);
+            for (int i = 0; i < kLanes; i += 2) memcpy(keys + (d + i) * kKvTile, integers + i, 2 * sizeof(int16_t));
             alignas(64) uint16_t t[kLanes];
-            store_bf16(t, load(k));
-            for (int i = 0; i < kLanes; ++i) keys[(d + i) * kKvTile] = t[i];
-            store_bf16(values + d, load(v));
+            store_bf16(t, load(v));
+            for (int i = 0; i < kLanes; ++i) values[(d + i) * 2] = t[i];
         }
     }
 }

@@ -19,6 +19,7 @@
 #endif
 
 #define PENSTOCK_INLINE static inline __attribute__((always_inline))
+#define PENSTOCK_MEMBER inline __attribute__((always_inline))
 
 namespace penstock::PENSTOCK_ISA {
 
@@ -29,7 +30,7 @@ constexpr int kLanes = 16;
 // What keeps its accumulators in registers: a GEMM tile of rows by panels (up to kFewRows rows take more panels, to have as
 // many independent sums), and the (query, head) pairs of an attention tile.
 constexpr int kTileRows = 4, kTilePanels = 3, kFewRows = 2, kFewRowPanels = 4;
-constexpr int kAttentionPairs = 12;
+constexpr int kAttentionPairs = 12, kAttentionTaskPairs = 48;
 
 struct vf { __m512 v; };    // 16 float32
 struct vi { __m512i v; };   // 16 int32
@@ -109,11 +110,46 @@ PENSTOCK_INLINE vf dot2_bf16(vf acc, vb w, const uint16_t* a2) {
     memcpy(&bits, a2, 4);
     return {_mm512_dpbf16_ps(acc.v, (__m512bh)_mm512_set1_epi32(bits), (__m512bh)w.v)};
 }
+// Two 16-bit values for every lane.
+PENSTOCK_INLINE vb set1_pair(const void* p) {
+    int32_t bits;
+    memcpy(&bits, p, 4);
+    return {_mm512_set1_epi32(bits)};
+}
+// acc[lane] += w[lane][0] * a[lane][0] + w[lane][1] * a[lane][1], int16 products in int32. Written as assembly because the
+// compiler copies accumulators that the intrinsic takes.
+PENSTOCK_INLINE vi dot2_i16(vi acc, vb w, vb a) {
+    asm("vpdpwssd %2, %1, %0" : "+v"(acc.v) : "v"(w.v), "v"(a.v));
+    return acc;
+}
+// The same of bf16 products in float32.
+PENSTOCK_INLINE vf dot2_bf16(vf acc, vb w, vb a) {
+    asm("vdpbf16ps %2, %1, %0" : "+v"(acc.v) : "v"(w.v), "v"(a.v));
+    return acc;
+}
+PENSTOCK_INLINE void store64(uint8_t* p, vb a) { _mm512_storeu_si512(p, a.v); }
+// a * 2^n for n in the low bits of `n`
+PENSTOCK_INLINE vf add_exponent(vf a, vf n) {
+    return {_mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a.v), _mm512_slli_epi32(_mm512_castps_si512(n.v), 23)))};
+}
+// Of every two 16-bit values the first; the second becomes 0.
+PENSTOCK_INLINE vb even_halves(vb a) { return {_mm512_and_si512(a.v, _mm512_set1_epi32(0xFFFF))}; }
+// Sixteen int16 from sixteen floats that are within [-32767, 32767]; rounded to nearest even.
+PENSTOCK_INLINE void store_i16(int16_t* p, vf a) {
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(a.v)));
+}
+// Stores a and b as 32 bf16 and returns `sum` plus what was stored.
+PENSTOCK_INLINE vf store_bf16_sum(uint16_t* p, vf a, vf b, vf sum) {
+    const __m512bh both = _mm512_cvtne2ps_pbh(b.v, a.v);
+    _mm512_storeu_si512(p, (__m512i)both);
+    return {_mm512_dpbf16_ps(sum.v, both, (__m512bh)_mm512_set1_epi32(0x3F803F80))};
+}
+PENSTOCK_INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
 
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 
 constexpr int kTileRows = 4, kTilePanels = 1, kFewRows = 2, kFewRowPanels = 2;
-constexpr int kAttentionPairs = 4;
+constexpr int kAttentionPairs = 4, kAttentionTaskPairs = 16;
 
 struct vf { __m256 l, h; };
 struct vi { __m256i l, h; };
@@ -253,11 +289,49 @@ PENSTOCK_INLINE vf dot2_bf16(vf acc, vb w, const uint16_t* a2) {
     memcpy(&a1, &b1, 4);
     return {dot2_part(acc.l, w.l, a0, a1), dot2_part(acc.h, w.h, a0, a1)};
 }
+PENSTOCK_INLINE vb set1_pair(const void* p) {
+    int32_t bits;
+    memcpy(&bits, p, 4);
+    return {_mm256_set1_epi32(bits), _mm256_set1_epi32(bits)};
+}
+PENSTOCK_INLINE vi dot2_i16(vi acc, vb w, vb a) {
+    return {_mm256_add_epi32(acc.l, _mm256_madd_epi16(w.l, a.l)), _mm256_add_epi32(acc.h, _mm256_madd_epi16(w.h, a.h))};
+}
+PENSTOCK_INLINE __m256 even_bf16(__m256i a) { return _mm256_castsi256_ps(_mm256_slli_epi32(a, 16)); }
+PENSTOCK_INLINE __m256 odd_bf16(__m256i a) {
+    return _mm256_castsi256_ps(_mm256_and_si256(a, _mm256_set1_epi32(static_cast<int>(0xFFFF0000u))));
+}
+PENSTOCK_INLINE vf dot2_bf16(vf acc, vb w, vb a) {
+    return {_mm256_fmadd_ps(odd_bf16(a.l), odd_bf16(w.l), _mm256_fmadd_ps(even_bf16(a.l), even_bf16(w.l), acc.l)),
+            _mm256_fmadd_ps(odd_bf16(a.h), odd_bf16(w.h), _mm256_fmadd_ps(even_bf16(a.h), even_bf16(w.h), acc.h))};
+}
+PENSTOCK_INLINE __m256 add_exponent_part(__m256 a, __m256 n) {
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), _mm256_slli_epi32(_mm256_castps_si256(n), 23)));
+}
+PENSTOCK_INLINE vf add_exponent(vf a, vf n) { return {add_exponent_part(a.l, n.l), add_exponent_part(a.h, n.h)}; }
+PENSTOCK_INLINE void store64(uint8_t* p, vb a) {
+    _mm256_storeu_si256((__m256i*)p, a.l);
+    _mm256_storeu_si256((__m256i*)(p + 32), a.h);
+}
+PENSTOCK_INLINE vb even_halves(vb a) {
+    const __m256i m = _mm256_set1_epi32(0xFFFF);
+    return {_mm256_and_si256(a.l, m), _mm256_and_si256(a.h, m)};
+}
+PENSTOCK_INLINE void store_i16(int16_t* p, vf a) {
+    const __m256i packed = _mm256_packs_epi32(_mm256_cvtps_epi32(a.l), _mm256_cvtps_epi32(a.h));
+    _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(packed, 0xD8));
+}
+PENSTOCK_INLINE vf store_bf16_sum(uint16_t* p, vf a, vf b, vf sum) {
+    store_bf16(p, a);
+    store_bf16(p + kLanes, b);
+    return add(add(sum, load_bf16(p)), load_bf16(p + kLanes));
+}
+PENSTOCK_INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
 
 #else  // portable: plain loops over sixteen, for the compiler to vectorise as it can
 
 constexpr int kTileRows = 2, kTilePanels = 1, kFewRows = 1, kFewRowPanels = 1;
-constexpr int kAttentionPairs = 2;
+constexpr int kAttentionPairs = 2, kAttentionTaskPairs = 16;
 
 struct vf { float v[16]; };
 struct vi { int32_t v[16]; };
@@ -375,6 +449,39 @@ PENSTOCK_INLINE vf dot2_bf16(vf acc, vb w, const uint16_t* a2) {
     }
     return acc;
 }
+PENSTOCK_INLINE vb set1_pair(const void* p) { vb r; PENSTOCK_LANES memcpy(r.v + 4 * i, p, 4); return r; }
+PENSTOCK_INLINE vi dot2_i16(vi acc, vb w, vb a) {
+    int16_t x[32], y[32];
+    memcpy(x, w.v, 64);
+    memcpy(y, a.v, 64);
+    PENSTOCK_LANES acc.v[i] += x[2 * i] * y[2 * i] + x[2 * i + 1] * y[2 * i + 1];
+    return acc;
+}
+PENSTOCK_INLINE vf dot2_bf16(vf acc, vb w, vb a) {
+    uint16_t x[32], y[32];
+    memcpy(x, w.v, 64);
+    memcpy(y, a.v, 64);
+    PENSTOCK_LANES acc.v[i] += widen_bf16(x[2 * i]) * widen_bf16(y[2 * i]);
+    PENSTOCK_LANES acc.v[i] += widen_bf16(x[2 * i + 1]) * widen_bf16(y[2 * i + 1]);
+    return acc;
+}
+PENSTOCK_INLINE vf add_exponent(vf a, vf n) {
+    uint32_t x[16], y[16];
+    memcpy(x, a.v, 64);
+    memcpy(y, n.v, 64);
+    PENSTOCK_LANES x[i] += y[i] << 23;
+    memcpy(a.v, x, 64);
+    return a;
+}
+PENSTOCK_INLINE void store64(uint8_t* p, vb a) { memcpy(p, a.v, 64); }
+PENSTOCK_INLINE vb even_halves(vb a) { PENSTOCK_LANES memset(a.v + 4 * i + 2, 0, 2); return a; }
+PENSTOCK_INLINE void store_i16(int16_t* p, vf a) { PENSTOCK_LANES p[i] = static_cast<int16_t>(round(a).v[i]); }
+PENSTOCK_INLINE vf store_bf16_sum(uint16_t* p, vf a, vf b, vf sum) {
+    store_bf16(p, a);
+    store_bf16(p + kLanes, b);
+    return add(add(sum, load_bf16(p)), load_bf16(p + kLanes));
+}
+PENSTOCK_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
 #undef PENSTOCK_LANES
 
 #endif
@@ -393,6 +500,19 @@ PENSTOCK_INLINE vf exp(vf a) {
     p = fma(p, r, set1(5.0000001201e-1f));
     p = fma(p, mul(r, r), add(r, set1(1.0f)));
     return scale2(p, n);
+}
+
+// 2^a for a <= 126, 1 for 0, 0 or below 1e-37 from -126 down; relative error below 3e-6 (a minimax polynomial on
+// [-1/2, 1/2]). NaN stays NaN but for payloads that no operation produces.
+PENSTOCK_INLINE vf exp2(vf a) {
+    constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: a sum with it is rounded to an integer, which is in its low bits
+    const vf clamped = max(set1(-127.0f), a);
+    const vf n = add(clamped, set1(kMagic)), r = sub(clamped, sub(n, set1(kMagic)));
+    vf p = fma(set1(0.00958285294f), r, set1(0.0559064262f));
+    p = fma(p, r, set1(0.240240991f));
+    p = fma(p, r, set1(0.693124175f));
+    p = fma(p, r, set1(1.0f));
+    return add_exponent(p, n);
 }
 
 }  // namespace penstock::PENSTOCK_ISA

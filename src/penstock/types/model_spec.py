@@ -28,5 +28,5 @@ class ModelSpec:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of bf16 keys and values per position, over all layers."""
-        return 2 * 2 * self.num_layers * self.num_kv_heads * self.head_dim
+        """Bytes of 16-bit keys and values per position, and of the float32 scale of every key, over all layers."""
+        return self.num_layers * self.num_kv_heads * (2 * 2 * self.head_dim + 4)
