@@ -6,6 +6,7 @@ step also finds every weight in memory. Inputs are random, with the share of out
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -96,24 +97,25 @@ def _bf16_rows(rng: np.random.Generator, rows: int, cols: int, outlier_share: fl
 
 
 class _Runner:
-    """An engine whose input rows are a table that tokens index, and a way to run a step on it."""
+    """An engine whose input rows are a table that tokens index, and a way to time a step on it."""
 
-    def __init__(self, engine: Engine, num_blocks: int, vocab_size: int) -> None:
+    def __init__(self, engine: Engine, num_blocks: int, vocab_size: int, *, cpu_time: bool) -> None:
         self.engine = engine
+        self._cpu_time = cpu_time
         self._num_blocks = num_blocks
         self._vocab_size = vocab_size
         nothing = engine.add_buffer(1, per_sample=True)
         engine.set_logits(nothing)
         self._no_logits = (np.empty(0, np.int32), np.empty((0, 1), np.float32))
 
-    def _step(self, rows: int, query_len: int, context_len: int) -> None:
-        """`rows` rows, each with blocks of its own, `query_len` queries after `context_len` positions."""
+    def _step(self, rows: int, query_len: int, context_len: int) -> float:
+        """Seconds of a step of `rows` rows, each with blocks of its own, `query_len` queries after `context_len` positions."""
         per_row = -(-(context_len + query_len) // BLOCK_SIZE)
         tables = 1 + np.arange(rows * per_row, dtype=np.int32).reshape(rows, per_row)
         assert rows * per_row < self._num_blocks
         positions = np.tile(np.arange(context_len, context_len + query_len, dtype=np.int32), rows)
         row_of = np.repeat(np.arange(rows), query_len)
-        self.engine.logits_step(
+        arrays = (
             np.arange(rows, dtype=np.int32),
             np.arange(rows + 1, dtype=np.int32) * query_len,
             np.full(rows, context_len, np.int32),
@@ -121,15 +123,26 @@ class _Runner:
             positions,
             tables[row_of, positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE,
             tables,
-            *self._no_logits,
         )
+        begin_ns = time.thread_time_ns()
+        self.engine.logits_step(*arrays, *self._no_logits)
+        cpu_ns = time.thread_time_ns() - begin_ns
+        return (cpu_ns if self._cpu_time else sum(self.engine.times())) / 1e9
 
 
 class ProductEngine(_Runner):
-    """`num_copies` of one product, on copies of the weights."""
+    """`num_copies` of one product, on copies of the weights. `cpu_time` is for one thread: what it had of a processor."""
 
     def __init__(
-        self, product: Product, kind: WeightKind, *, num_copies: int, max_rows: int, num_threads: int, variant: str
+        self,
+        product: Product,
+        kind: WeightKind,
+        *,
+        num_copies: int,
+        max_rows: int,
+        num_threads: int,
+        variant: str,
+        cpu_time: bool = False,
     ) -> None:
         num_blocks = 2 + max_rows // BLOCK_SIZE + 1
         engine = Engine(
@@ -144,7 +157,7 @@ class ProductEngine(_Runner):
             num_threads=num_threads,
             variant=variant,
         )
-        super().__init__(engine, num_blocks, max_rows)
+        super().__init__(engine, num_blocks, max_rows, cpu_time=cpu_time)
         self.num_copies = num_copies
         rng = np.random.default_rng(0)
         x = engine.add_buffer(product.cols, per_sample=False)
@@ -171,15 +184,22 @@ class ProductEngine(_Runner):
 
     def run(self, rows: int) -> float:
         """Seconds of one product of `rows` rows, and its share of rounding the input once for all copies."""
-        self._step(1, rows, 0)
-        return sum(self.engine.times()) / 1e9 / self.num_copies
+        return self._step(1, rows, 0) / self.num_copies
 
 
 class AttentionEngine(_Runner):
     """Attention of `num_layers` layers, with KV of their own."""
 
     def __init__(
-        self, shape: AttentionShape, *, num_layers: int, num_positions: int, max_tokens: int, num_threads: int, variant: str
+        self,
+        shape: AttentionShape,
+        *,
+        num_layers: int,
+        num_positions: int,
+        max_tokens: int,
+        num_threads: int,
+        variant: str,
+        cpu_time: bool = False,
     ) -> None:
         num_blocks = 1 + -(-num_positions // BLOCK_SIZE)
         engine = Engine(
@@ -194,7 +214,7 @@ class AttentionEngine(_Runner):
             num_threads=num_threads,
             variant=variant,
         )
-        super().__init__(engine, num_blocks, max_tokens)
+        super().__init__(engine, num_blocks, max_tokens, cpu_time=cpu_time)
         self.num_layers = num_layers
         width, kv_width = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         rng = np.random.default_rng(0)
@@ -232,5 +252,4 @@ class AttentionEngine(_Runner):
 
     def run(self, case: AttentionCase) -> float:
         """Seconds of one layer's attention."""
-        self._step(case.rows, case.query_len, case.context_len)
-        return sum(self.engine.times()) / 1e9 / self.num_layers
+        return self._step(case.rows, case.query_len, case.context_len) / self.num_layers

@@ -11,7 +11,9 @@ smaller row count. Below 1 is a cliff.
     python benchmarks/kernels.py --models smollm2 --shapes down --kinds q4_1 --rows 1-33 --no-attention
     python benchmarks/kernels.py --variant portable --rows 1,8,32
 
-The last line printed is one JSON object. The whole takes some five minutes on two cores; portable is thirty times slower.
+On a machine with other work to do, `--cpu-time` compares one thread's kernels with one thread's peaks, by the time that the
+thread had a processor. The last line printed is one JSON object. The whole takes some five minutes on two cores; portable
+is thirty times slower.
 """
 
 from __future__ import annotations
@@ -160,8 +162,9 @@ def measure_product(product: Product, kind: WeightKind, args: argparse.Namespace
         max_rows=max(args.rows),
         num_threads=args.threads,
         variant=variant,
+        cpu_time=args.cpu_time,
     )
-    meter = PeakMeter(args.threads, variant)
+    meter = PeakMeter(args.threads, variant, cpu_time=args.cpu_time)
     peak = "int8" if kind.is_quantised else "bf16"
     meter.sample([peak, "read"])
     times = measure(engine.run, args.rows, meter, peak, args.seconds)
@@ -173,9 +176,15 @@ def measure_product(product: Product, kind: WeightKind, args: argparse.Namespace
 def measure_attention(shape: AttentionShape, args: argparse.Namespace, variant: str) -> dict[str, Any]:
     room = max(c.rows * (c.context_len + c.query_len + 2 * BLOCK_SIZE) for c in ATTENTION) + MAX_TOKENS
     engine = AttentionEngine(
-        shape, num_layers=LAYERS, num_positions=room, max_tokens=MAX_TOKENS, num_threads=args.threads, variant=variant
+        shape,
+        num_layers=LAYERS,
+        num_positions=room,
+        max_tokens=MAX_TOKENS,
+        num_threads=args.threads,
+        variant=variant,
+        cpu_time=args.cpu_time,
     )
-    meter = PeakMeter(args.threads, variant)
+    meter = PeakMeter(args.threads, variant, cpu_time=args.cpu_time)
     meter.sample(["bf16", "float32", "read"])
     times = measure(engine.run, ATTENTION, meter, "bf16", args.seconds)
     cases = [
@@ -241,7 +250,12 @@ def main() -> None:
     parser.add_argument("--attention", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--threads", type=int, default=usable_threads())
     parser.add_argument("--seconds", type=float, default=1.5, help="for each shape and kind of weights; at least three runs")
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="one thread's time on a processor: on a machine with other work"
+    )
     args = parser.parse_args()
+    if args.cpu_time:
+        args.threads = 1
     results = {variant: measure_variant(variant, args) for variant in args.variant}
     print(json.dumps({"benchmark": "kernels", **context(args.threads, " ".join(args.variant)), "variants": results}))
 

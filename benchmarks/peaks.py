@@ -31,9 +31,14 @@ SHORT_S = 0.01
 class PeakMeter:
     """Peaks as they were measured between the benchmark's own measurements, so that both saw the same machine."""
 
-    def __init__(self, num_threads: int, variant: str) -> None:
-        self.num_threads = num_threads
-        self.variant = variant
+    def __init__(self, num_threads: int, variant: str, *, cpu_time: bool = False) -> None:
+        """With `cpu_time`, the time that a thread waits for a processor counts for nothing."""
+        self._options: dict[str, Any] = {
+            "num_threads": num_threads,
+            "variant": variant,
+            "seconds": SHORT_S,
+            "cpu_time": cpu_time,
+        }
         self._samples: dict[str, list[float]] = {}
 
     def sample(self, names: Iterable[str] = (*KINDS, READ), *, repeat: int = 3) -> None:
@@ -43,10 +48,9 @@ class PeakMeter:
                 self._samples.setdefault(name, []).append(self._measure(name, repeat))
 
     def _measure(self, name: str, repeat: int) -> float:
-        options: dict[str, Any] = {"num_threads": self.num_threads, "variant": self.variant, "seconds": SHORT_S}
         if name == READ:  # most of the time goes into filling the memory: one after the other on the same
-            return peak_read_gbs(num_bytes=READ_BYTES, repeat=3 * repeat, **options)
-        return peak_gops(KINDS[name], repeat=1, **options)
+            return peak_read_gbs(num_bytes=READ_BYTES, repeat=3 * repeat, **self._options)
+        return peak_gops(KINDS[name], repeat=1, **self._options)
 
     def best(self, name: str) -> float:
         return max(self._samples[name])

@@ -11,6 +11,7 @@ instruction sets) become one section, in the order given. A section without a re
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,8 @@ def read_results(paths: list[Path]) -> dict[str, list[dict[str, Any]]]:
             raise SystemExit(f"{path}: the last line is no JSON object; that benchmark has failed.") from None
         if name not in SECTIONS:
             raise SystemExit(f"{path}: no section for the benchmark {name!r}; there are {', '.join(SECTIONS)}.")
-        found.setdefault(name, []).append(result)
+        written = datetime.datetime.fromtimestamp(path.stat().st_mtime, datetime.UTC)
+        found.setdefault(name, []).append({"date": written.date().isoformat()} | result)
     return found
 
 

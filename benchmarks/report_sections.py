@@ -66,7 +66,7 @@ def step(results: Sequence[Result]) -> tuple[str, Plots]:
                 [
                     name,
                     spread,
-                    *(f"{s[p]:.2f}" for p in STEP_PARTS),
+                    *(f"{s[p]:.2f}" if p in s else "" for p in STEP_PARTS),
                     bound,
                     f"**{percent(s['share'])}** ({percent(s['best_share'])})",
                 ]

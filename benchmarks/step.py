@@ -19,6 +19,7 @@ import argparse
 import json
 import re
 import statistics
+import time
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -102,8 +103,9 @@ class StepCost:
 class StepRunner:
     """Runs steps of fresh rows whose context is what `fill` left in their blocks."""
 
-    def __init__(self, executor: NativeExecutor, vocab_size: int) -> None:
+    def __init__(self, executor: NativeExecutor, vocab_size: int, *, cpu_time: bool = False) -> None:
         self._executor = executor
+        self._cpu_time = cpu_time
         self._vocab_size = vocab_size
         self._ids = count()
 
@@ -118,7 +120,7 @@ class StepRunner:
         self._executor.copy_blocks(pairs)
 
     def run(self, shape: StepShape) -> dict[str, float]:
-        """Milliseconds of the whole step (`ms`) and of its parts."""
+        """Milliseconds of the whole step (`ms`) and of its parts; of CPU time, the parts are not known."""
         step_id = next(self._ids)
         names = [f"{step_id}-{row}" for row in range(shape.rows)]
         plan = StepPlan(
@@ -128,8 +130,13 @@ class StepRunner:
             tuple(RowPlan(name, shape.context_len, shape.query_len, (), True) for name in names),
             (),
         )
-        timing = self._executor.collect(self._executor.submit(plan)).timing
+        ticket = self._executor.submit(plan)
+        begin_ns = time.thread_time_ns()
+        timing = self._executor.collect(ticket).timing
+        cpu_ms = (time.thread_time_ns() - begin_ns) / 1e6
         self._executor.collect(self._executor.submit(StepPlan(next(self._ids), 0, (), (), tuple(names))))
+        if self._cpu_time:
+            return {"ms": cpu_ms}
         parts = {part: part_ns / 1e6 for part, part_ns in timing.parts.items()}
         return {"ms": (timing.end_ns - timing.start_ns) / 1e6, **parts}
 
@@ -186,13 +193,18 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=15)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--variant", default="")
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="one thread's time on a processor: if the machine has other work"
+    )
     args = parser.parse_args()
+    if args.cpu_time:
+        args.threads = 1
     model = load_model(resolve(args.model, default_cache_dir()))
     executor = open_executor(model, args.steps, args.threads, args.variant)
-    runner = StepRunner(executor, model.spec.vocab_size)
+    runner = StepRunner(executor, model.spec.vocab_size, cpu_time=args.cpu_time)
     runner.fill()
     cost = StepCost(model, executor.weight_bytes)
-    meter = PeakMeter(executor.num_threads, executor.variant)
+    meter = PeakMeter(executor.num_threads, executor.variant, cpu_time=args.cpu_time)
     results = []
     for shape in args.steps:
         results.append(measure(runner, cost, shape, meter, args.repeat))

@@ -1,10 +1,10 @@
 #include "probe.h"
 
 #include <sys/mman.h>
+#include <time.h>
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <cstring>
 #include <functional>
 #include <latch>
@@ -23,31 +23,37 @@ constexpr int64_t kRounds = 8000;              // some 20 us between two looks a
 constexpr int64_t kReadAtOnce = int64_t{1} << 20;  // likewise
 constexpr int kMaxThreads = 1024;
 
-using Clock = std::chrono::steady_clock;
-
 // Does a piece of work on thread `index` and returns how much it was.
 using Piece = std::function<int64_t(int index)>;
 
-double per_second(const Piece& piece, int index, double seconds) {
-    const Clock::time_point begin = Clock::now();
+double now_s(clockid_t clock) {
+    timespec now{};
+    clock_gettime(clock, &now);
+    return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
+}
+
+double per_second(const Piece& piece, int index, const ProbeOptions& options) {
+    const clockid_t clock = options.cpu_time ? CLOCK_THREAD_CPUTIME_ID : CLOCK_MONOTONIC;
+    const double begin = now_s(clock);
     int64_t done = 0;
     double elapsed = 0.0;
-    while (elapsed < seconds) {
+    while (elapsed < options.seconds) {
         done += piece(index);
-        elapsed = std::chrono::duration<double>(Clock::now() - begin).count();
+        elapsed = now_s(clock) - begin;
     }
     return static_cast<double>(done) / elapsed;
 }
 
 // The threads' rates while all of them work, added up.
-double rate_of_all(const Piece& piece, int num_threads, double seconds) {
+double rate_of_all(const Piece& piece, const ProbeOptions& options) {
+    const int num_threads = options.num_threads;
     std::vector<double> rates(static_cast<size_t>(num_threads));
     std::latch all_are_here(num_threads);
     std::atomic<bool> given_up{false};
     std::vector<std::thread> threads;
     const auto run = [&](int index) {
         all_are_here.arrive_and_wait();
-        if (!given_up.load()) rates[static_cast<size_t>(index)] = per_second(piece, index, seconds);
+        if (!given_up.load()) rates[static_cast<size_t>(index)] = per_second(piece, index, options);
     };
     threads.reserve(static_cast<size_t>(num_threads));
     try {
@@ -67,7 +73,7 @@ double rate_of_all(const Piece& piece, int num_threads, double seconds) {
 
 double best_rate(const Piece& piece, const ProbeOptions& options) {
     double best = 0.0;
-    for (int i = 0; i < options.repeat; ++i) best = std::max(best, rate_of_all(piece, options.num_threads, options.seconds));
+    for (int i = 0; i < options.repeat; ++i) best = std::max(best, rate_of_all(piece, options));
     return best;
 }
 

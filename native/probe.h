@@ -17,6 +17,7 @@ struct ProbeOptions {
     std::string variant;    // empty: the best
     double seconds = 0.06;  // of one measurement
     int repeat = 5;         // the best of so many
+    bool cpu_time = false;  // count only the time that a thread had a processor: for machines with other work to do
 };
 
 // 1e9 operations per second of all threads together; a multiply-add is two operations. bf16 of a variant without such

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from penstock.backends.native._native import ProbeKind, peak_gops, peak_read_gbs, usable_variants
@@ -19,6 +21,11 @@ def test_every_peak_is_that_of_a_cpu(variant: str, kind: ProbeKind) -> None:
 @pytest.mark.parametrize("variant", usable_variants())
 def test_memory_is_read(variant: str) -> None:
     assert 0.1 < peak_read_gbs(num_threads=2, num_bytes=8 * MIB, variant=variant, **SHORT) < 1e5
+
+
+def test_waiting_for_a_processor_counts_only_in_wall_time() -> None:
+    crowd = {"num_threads": 8 * len(os.sched_getaffinity(0)), "seconds": 0.03, "repeat": 1}
+    assert peak_gops(ProbeKind.INT8, cpu_time=True, **crowd) > 2 * peak_gops(ProbeKind.INT8, **crowd)
 
 
 def test_without_a_variant_it_is_the_best_one() -> None:

@@ -1,6 +1,7 @@
 """The page of results: every section has its place, and what a benchmark prints becomes a table and a plot."""
 
 import json
+import os
 import sys
 from xml.etree import ElementTree
 
@@ -108,10 +109,11 @@ def test_a_run_that_failed_is_named(tmp_path):
         report.read_results([broken])
 
 
-def test_a_result_without_a_name_is_named_by_its_file(tmp_path):
+def test_a_result_without_a_name_or_date_has_those_of_its_file(tmp_path):
     path = tmp_path / "scheduler-2.txt"
     path.write_text('{"running": 256}\n')
-    assert report.read_results([path]) == {"scheduler": [{"running": 256}]}
+    os.utime(path, (1_767_323_045, 1_767_323_045))
+    assert report.read_results([path]) == {"scheduler": [{"running": 256, "date": "2026-01-02"}]}
 
 
 @pytest.mark.parametrize(("highest", "last"), [(0.9, 1.0), (1.0, 1.0), (430.0, 500.0), (2010.0, 2500.0), (2000.0, 2000.0)])

@@ -47,9 +47,23 @@ class ProbeKind(Enum):
     BF16 = 1
     FLOAT32 = 2
 
-def peak_gops(kind: ProbeKind, *, num_threads: int, variant: str = "", seconds: float = 0.06, repeat: int = 5) -> float: ...
+def peak_gops(
+    kind: ProbeKind,
+    *,
+    num_threads: int,
+    variant: str = "",
+    seconds: float = 0.06,
+    repeat: int = 5,
+    cpu_time: bool = False,
+) -> float: ...
 def peak_read_gbs(
-    *, num_threads: int, num_bytes: int = ..., variant: str = "", seconds: float = 0.06, repeat: int = 5
+    *,
+    num_threads: int,
+    num_bytes: int = ...,
+    variant: str = "",
+    seconds: float = 0.06,
+    repeat: int = 5,
+    cpu_time: bool = False,
 ) -> float: ...
 
 class SourceFormat(Enum):
