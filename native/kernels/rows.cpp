@@ -31,35 +31,34 @@ PENSTOCK_INLINE void store_some(float* p, vf a, int count) {
     for (int i = 0; i < count; ++i) p[i] = t[i];
 }
 
+// Four sums side by side: one alone would wait for each multiply-add before the next.
+PENSTOCK_INLINE float sum_of_squares(const float* x, int n) {
+    vf part[4] = {set1(0.0f), set1(0.0f), set1(0.0f), set1(0.0f)};
+    int i = 0;
+    for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
+        for (int p = 0; p < 4; ++p) {
+            const vf v = load(x + i + p * kLanes);
+            part[p] = fma(v, v, part[p]);
+        }
+    }
+    for_lanes(n - i, [&](int at, int count) {
+        const vf v = load_some(x + i + at, count);
+        part[0] = fma(v, v, part[0]);
+    });
+    return reduce_add(add(add(part[0], part[1]), add(part[2], part[3])));
+}
+
 }  // namespace
 
 void rms_norm(float* out, const float* x, const float* weight, int cols, int group, float eps) {
     for (int base = 0; base < cols; base += group) {
         const float* xg = x + base;
-        vf squares = set1(0.0f);
-        for_lanes(group, [&](int i, int count) {
-            const vf v = load_some(xg + i, count);
-            squares = fma(v, v, squares);
-        });
-        const vf inverse = set1(1.0f / sqrtf(reduce_add(squares) / static_cast<float>(group) + eps));
+        const vf inverse = set1(1.0f / sqrtf(sum_of_squares(xg, group) / static_cast<float>(group) + eps));
         for_lanes(group, [&](int i, int count) {
             store_some(out + base + i, mul(mul(load_some(xg + i, count), inverse), load_some(weight + i, count)), count);
         });
     }
 }
-
-namespace {
-
-PENSTOCK_INLINE float sum_of_squares(const float* x, int n) {
-    vf squares = set1(0.0f);
-    for_lanes(n, [&](int i, int count) {
-        const vf v = load_some(x + i, count);
-        squares = fma(v, v, squares);
-    });
-    return reduce_add(squares);
-}
-
-}  // namespace
 
 namespace {
 
@@ -75,21 +74,20 @@ PENSTOCK_INLINE float float_of(uint32_t bits) {
     return x;
 }
 
-// The smallest power of two that is no less than a positive normal number.
-PENSTOCK_INLINE float power_of_two_above(float x) { return float_of((bits_of(x) + 0x7FFFFFu) & 0x7F800000u); }
-
 PENSTOCK_INLINE uint16_t bf16_of(float x) {
     const uint32_t bits = bits_of(x);
     return static_cast<uint16_t>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
 }
 
+constexpr uint32_t kOneBits = 0x3F800000u;  // of 1.0f
+
 // The largest of a group's values that are no outliers; the outliers' columns are appended to the row's list.
 float largest_without_outliers(const float* x, float limit, int32_t column, int32_t*& outlier) {
     float largest = 0.0f;
-    for (int i = 0; i < kGroup; ++i) {
+    for (int i = column; i < column + kGroup; ++i) {
         const float size = fabsf(x[i]);
         if (size > limit) {
-            *outlier++ = column + i;
+            *outlier++ = i;
         } else if (size > largest) {
             largest = size;
         }
@@ -110,35 +108,68 @@ void quantize_broken(const Activation& a, int64_t row) {
 
 }  // namespace
 
+// exponent[g] = the bits of the next power of two above the largest value / 127 of each of up to sixteen groups from column
+// `column` of row x on. Outliers are not looked at; their columns are appended at `outlier`, and where they end is returned.
+PENSTOCK_INLINE int32_t* choose_scales(int32_t* exponent, const float* x, int column, int groups, float limit, int32_t* outlier) {
+    alignas(64) float largest[kLanes];
+    if (groups == kLanes) {
+        store(largest, largest_of_groups(x + column));
+    } else {
+        for (int g = 0; g < groups; ++g) {
+            const float* group = x + column + g * kGroup;
+            largest[g] = reduce_max(max(abs(load(group)), abs(load(group + kLanes))));
+        }
+    }
+    for (int g = 0; g < groups; ++g) {
+        if (largest[g] > limit) largest[g] = largest_without_outliers(x, limit, column + g * kGroup, outlier);
+    }
+    for (int g = 0; g < groups; ++g) {
+        const float wanted = largest[g] * (1.0f / 127.0f);
+        const uint32_t scale = (bits_of(wanted > kSmallestScale ? wanted : kSmallestScale) + 0x7FFFFFu) & 0x7F800000u;
+        exponent[g] = static_cast<int32_t>(scale - kOneBits);
+    }
+    return outlier;
+}
+
+// Sums of the groups' int8, exact.
+PENSTOCK_INLINE void sum_groups(int32_t* sums, const int8_t* q, int groups) {
+    int g = 0;
+    for (; g + kLanes <= groups; g += kLanes) store(sums + g, sum_of_groups(q + g * kGroup));
+    for (; g < groups; ++g) {
+        sums[g] = 0;
+        for (int i = 0; i < kGroup; ++i) sums[g] += q[g * kGroup + i];
+    }
+}
+
 void quantize_row(const Activation& a, int64_t row, const float* x) {
     const int groups = a.cols / kGroup;
     const float limit = kOutlierRatio * sqrtf(sum_of_squares(x, a.cols) / static_cast<float>(a.cols));
     if (!(limit < INFINITY)) return quantize_broken(a, row);
     int8_t* q = a.q + row * a.cols;
     int32_t *exponent = a.exponent + row * groups, *zero_sum = a.zero_sum + row * groups;
-    uint16_t* sum = a.sum + row * ((groups + 1) & ~1);
     int32_t* const outliers = a.outlier + row * a.outliers_per_row;
-    float* rest = a.outlier_rest + row * a.outliers_per_row;
-    int32_t *outlier = outliers, *done = outliers;
-    const vf most = set1(127.0f), least = set1(-127.0f);
-    for (int g = 0; g < groups; ++g, x += kGroup, q += kGroup) {
-        const vf x0 = load(x), x1 = load(x + kLanes);
-        float largest = reduce_max(max(abs(x0), abs(x1)));
-        if (largest > limit) largest = largest_without_outliers(x, limit, g * kGroup, outlier);
-        const float wanted = largest * (1.0f / 127.0f);
-        const float scale = power_of_two_above(wanted > kSmallestScale ? wanted : kSmallestScale);
-        const vf inverse = set1(1.0f / scale);
-        const vf q0 = max(min(round(mul(x0, inverse)), most), least), q1 = max(min(round(mul(x1, inverse)), most), least);
-        store_i8(q, q0);
-        store_i8(q + kLanes, q1);
-        const float total = reduce_add(add(q0, q1));  // integers below 2^24: exact in any order
-        exponent[g] = static_cast<int32_t>(bits_of(scale) - 0x3F800000u);
-        zero_sum[g] = -8 * static_cast<int32_t>(total);
-        sum[g] = bf16_of(scale * total);
-        for (; done < outlier; ++done) *rest++ = x[*done - g * kGroup] - scale * static_cast<float>(q[*done - g * kGroup]);
+    int32_t* end = outliers;
+    float* const rest = a.outlier_rest + row * a.outliers_per_row;
+    for (int g = 0; g < groups; g += kLanes) {
+        end = choose_scales(exponent + g, x, g * kGroup, groups - g < kLanes ? groups - g : kLanes, limit, end);
+    }
+    *end = kNoColumn;
+    for (int g = 0; g < groups; ++g) {
+        const vf inverse = set1(float_of(kOneBits - static_cast<uint32_t>(exponent[g])));
+        for (int i = g * kGroup; i < (g + 1) * kGroup; i += kLanes) store_rounded_i8(q + i, mul(load(x + i), inverse));
+    }
+    sum_groups(zero_sum, q, groups);
+    uint16_t* sum = a.sum + row * ((groups + 1) & ~1);
+    for (int g = 0; g < groups; ++g) {
+        sum[g] = bf16_of(float_of(kOneBits + static_cast<uint32_t>(exponent[g])) * static_cast<float>(zero_sum[g]));
+        zero_sum[g] *= -8;
     }
     if (groups % 2) sum[groups] = 0;
-    *outlier = kNoColumn;
+    for (int i = 0; outliers + i < end; ++i) {
+        const int column = outliers[i];
+        const float scale = float_of(kOneBits + static_cast<uint32_t>(exponent[column / kGroup]));
+        rest[i] = x[column] - scale * static_cast<float>(q[column]);
+    }
 }
 
 void to_bf16_row(const Activation& a, int64_t row, const float* x) {

@@ -73,9 +73,37 @@ PENSTOCK_INLINE float reduce_max(vf a) { return _mm512_reduce_max_ps(a.v); }
 PENSTOCK_INLINE vi set1_i(int32_t x) { return {_mm512_set1_epi32(x)}; }
 PENSTOCK_INLINE vi times16(vi a) { return {_mm512_slli_epi32(a.v, 4)}; }
 PENSTOCK_INLINE vf to_float(vi a) { return {_mm512_cvtepi32_ps(a.v)}; }
-// Sixteen int8 from sixteen floats that are already integral and within [-127, 127].
-PENSTOCK_INLINE void store_i8(int8_t* p, vf a) {
-    _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a.v)));
+PENSTOCK_INLINE void store(int32_t* p, vi a) { _mm512_storeu_si512(p, a.v); }
+// Sixteen int8 from sixteen floats: to nearest even, saturating below 2^31.
+PENSTOCK_INLINE void store_rounded_i8(int8_t* p, vf a) {
+    _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(a.v)));
+}
+// Lane g: the largest size of the 32 values x[32 g ..], of sixteen such groups side by side.
+PENSTOCK_INLINE vf largest_of_groups(const float* x) {
+    __m512 v[16];
+    for (int g = 0; g < 16; ++g) {
+        v[g] = _mm512_max_ps(_mm512_abs_ps(_mm512_loadu_ps(x + 32 * g)), _mm512_abs_ps(_mm512_loadu_ps(x + 32 * g + 16)));
+    }
+    for (int g = 0; g < 16; g += 2) v[g / 2] = _mm512_max_ps(_mm512_unpacklo_ps(v[g], v[g + 1]), _mm512_unpackhi_ps(v[g], v[g + 1]));
+    for (int g = 0; g < 8; g += 2) {
+        const __m512d a = _mm512_castps_pd(v[g]), b = _mm512_castps_pd(v[g + 1]);
+        v[g / 2] = _mm512_max_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+    }
+    for (int count = 4; count > 1; count /= 2) {
+        for (int g = 0; g < count; g += 2) {
+            v[g / 2] = _mm512_max_ps(_mm512_shuffle_f32x4(v[g], v[g + 1], 0x88), _mm512_shuffle_f32x4(v[g], v[g + 1], 0xDD));
+        }
+    }
+    return {v[0]};
+}
+// Lane g: the sum of the 32 values q[32 g ..], of sixteen such groups side by side.
+PENSTOCK_INLINE vi sum_of_groups(const int8_t* q) {
+    __m512i v[8];
+    for (int i = 0; i < 8; ++i) v[i] = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), _mm512_loadu_si512(q + 64 * i));
+    for (int i = 0; i < 8; i += 2) v[i / 2] = _mm512_add_epi32(_mm512_unpacklo_epi32(v[i], v[i + 1]), _mm512_unpackhi_epi32(v[i], v[i + 1]));
+    for (int i = 0; i < 4; i += 2) v[i / 2] = _mm512_add_epi32(_mm512_unpacklo_epi64(v[i], v[i + 1]), _mm512_unpackhi_epi64(v[i], v[i + 1]));
+    const __m512i sums = _mm512_add_epi32(_mm512_shuffle_i32x4(v[0], v[1], 0x88), _mm512_shuffle_i32x4(v[0], v[1], 0xDD));
+    return {_mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15), sums)};
 }
 PENSTOCK_INLINE vb load64(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
 PENSTOCK_INLINE void store64(uint8_t* p, vb a) { _mm512_storeu_si512(p, a.v); }
@@ -216,11 +244,35 @@ PENSTOCK_INLINE float reduce_max(vf a) {
 PENSTOCK_INLINE vi set1_i(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 PENSTOCK_INLINE vi times16(vi a) { return {_mm256_slli_epi32(a.l, 4), _mm256_slli_epi32(a.h, 4)}; }
 PENSTOCK_INLINE vf to_float(vi a) { return {_mm256_cvtepi32_ps(a.l), _mm256_cvtepi32_ps(a.h)}; }
-PENSTOCK_INLINE void store_i8(int8_t* p, vf a) {
-    alignas(32) int32_t t[16];
-    _mm256_store_si256((__m256i*)t, _mm256_cvtps_epi32(a.l));
-    _mm256_store_si256((__m256i*)(t + 8), _mm256_cvtps_epi32(a.h));
-    for (int i = 0; i < 16; ++i) p[i] = static_cast<int8_t>(t[i]);
+PENSTOCK_INLINE void store(int32_t* p, vi a) {
+    _mm256_storeu_si256((__m256i*)p, a.l);
+    _mm256_storeu_si256((__m256i*)(p + 8), a.h);
+}
+PENSTOCK_INLINE void store_rounded_i8(int8_t* p, vf a) {
+    const __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(a.l), _mm256_cvtps_epi32(a.h));
+    const __m256i bytes = _mm256_packs_epi16(words, words);  // of each half: lanes 0 to 3, 8 to 11
+    const __m256i order = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 0, 0, 0, 0));
+    _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(order));
+}
+PENSTOCK_INLINE vf largest_of_groups(const float* x) {
+    alignas(32) float t[16];
+    for (int g = 0; g < 16; ++g) t[g] = reduce_max(max(abs(load(x + 32 * g)), abs(load(x + 32 * g + 16))));
+    return load(t);
+}
+PENSTOCK_INLINE vi sum_of_groups(const int8_t* q) {
+    const __m256i one = _mm256_set1_epi8(1);
+    __m256i v[16];
+    for (int g = 0; g < 16; ++g) {
+        const __m256i pairs = _mm256_maddubs_epi16(one, _mm256_loadu_si256((const __m256i*)(q + 32 * g)));
+        v[g] = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+    }
+    for (int count = 16; count > 4; count /= 2) {
+        for (int g = 0; g < count; g += 2) v[g / 2] = _mm256_hadd_epi32(v[g], v[g + 1]);
+    }
+    // Now v[k] has the groups 4k.. twice, in its two halves.
+    __m128i s[4];
+    for (int k = 0; k < 4; ++k) s[k] = _mm_add_epi32(_mm256_castsi256_si128(v[k]), _mm256_extracti128_si256(v[k], 1));
+    return {_mm256_set_m128i(s[1], s[0]), _mm256_set_m128i(s[3], s[2])};
 }
 PENSTOCK_INLINE vb load64(const uint8_t* p) {
     return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 32))};
@@ -407,7 +459,26 @@ PENSTOCK_INLINE float reduce_max(vf a) {
 PENSTOCK_INLINE vi set1_i(int32_t x) { vi r; PENSTOCK_LANES r.v[i] = x; return r; }
 PENSTOCK_INLINE vi times16(vi a) { PENSTOCK_LANES a.v[i] *= 16; return a; }
 PENSTOCK_INLINE vf to_float(vi a) { vf r; PENSTOCK_LANES r.v[i] = static_cast<float>(a.v[i]); return r; }
-PENSTOCK_INLINE void store_i8(int8_t* p, vf a) { PENSTOCK_LANES p[i] = static_cast<int8_t>(a.v[i]); }
+PENSTOCK_INLINE void store(int32_t* p, vi a) { PENSTOCK_LANES p[i] = a.v[i]; }
+PENSTOCK_INLINE void store_rounded_i8(int8_t* p, vf a) {
+    PENSTOCK_LANES {
+        const float r = (a.v[i] + 12582912.0f) - 12582912.0f;
+        p[i] = static_cast<int8_t>(r > 127.0f ? 127.0f : r < -128.0f ? -128.0f : r);
+    }
+}
+PENSTOCK_INLINE vf largest_of_groups(const float* x) {
+    vf r;
+    for (int g = 0; g < 16; ++g) r.v[g] = reduce_max(max(abs(load(x + 32 * g)), abs(load(x + 32 * g + 16))));
+    return r;
+}
+PENSTOCK_INLINE vi sum_of_groups(const int8_t* q) {
+    vi r;
+    for (int g = 0; g < 16; ++g) {
+        r.v[g] = 0;
+        for (int i = 0; i < 32; ++i) r.v[g] += q[32 * g + i];
+    }
+    return r;
+}
 PENSTOCK_INLINE vb load64(const uint8_t* p) { vb r; memcpy(r.v, p, 64); return r; }
 PENSTOCK_INLINE void store64(uint8_t* p, vb a) { memcpy(p, a.v, 64); }
 PENSTOCK_INLINE vb low_nibbles(vb a) { for (int i = 0; i < 64; ++i) a.v[i] &= 0x0F; return a; }
