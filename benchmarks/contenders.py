@@ -37,13 +37,13 @@ def penstock(setting: Setting) -> Contender:
 
 
 def openvino(setting: Setting) -> Contender:
-    script = Path(__file__).with_name("peer_openvino.py")
+    script = Path(__file__).parent / "peers" / "drive_openvino.py"
     command = [setting.environments.python("openvino"), script, setting.gguf, str(setting.max_seqs)]
     return Contender("openvino", command, installed=packages(setting.environments.site_packages("openvino")))
 
 
 def vllm(setting: Setting) -> Contender:
-    """Its own defaults, which keep one core for the HTTP side; Intel's OpenMP as its manual recommends."""
+    """Its own defaults, which keep one core for the HTTP side."""
     environments = setting.environments
     folder = make_bf16_directory(environments, setting.gguf)
     command = [environments.python("vllm").with_name("vllm"), "serve", folder, "--served-model-name", SERVED_NAME]
@@ -55,16 +55,15 @@ def vllm(setting: Setting) -> Contender:
         "VLLM_CACHE_ROOT": str(environments.root / "cache" / "vllm"),
         "HF_HUB_OFFLINE": "1",
     }
-    openmp = environments.root / "vllm" / "lib" / "libiomp5.so"
-    if openmp.exists():
-        environ["LD_PRELOAD"] = str(openmp)
     return Contender("vllm", command, environ=environ, installed=packages(environments.site_packages("vllm")))
 
 
 def vllm_all_cores(setting: Setting) -> Contender:
-    """vLLM computing on every core."""
+    """vLLM computing on every core, with Intel's OpenMP as its manual recommends."""
     default = vllm(setting)
-    return replace(default, name="vllm-all-cores", environ={**default.environ, "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"})
+    openmp = setting.environments.root / "vllm" / "lib" / "libiomp5.so"
+    environ = {**default.environ, "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
+    return replace(default, name="vllm-all-cores", environ=environ | ({"LD_PRELOAD": str(openmp)} if openmp.exists() else {}))
 
 
 def llamacpp(setting: Setting) -> Contender:

@@ -172,7 +172,7 @@ def make_bf16_directory(environments: Environments, model: Path) -> Path:
     folder = environments.root / "models" / f"{model.stem}-bf16"
     if not (folder / "tokenizer_config.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
-        script = Path(__file__).with_name("peer_weights.py")
+        script = Path(__file__).parent / "peers" / "write_bf16.py"
         environments.run("vllm", [environments.python("vllm"), script, model.resolve(), folder])
     return folder
 

@@ -239,7 +239,7 @@ def find_model(name: str) -> Path:
         raise SystemExit(
             f"{source.path} is missing. Fetch it with `penstock pull {name}`, or name another file with --model-file."
         )
-    return source.path
+    return source.path.resolve()
 
 
 def main() -> None:

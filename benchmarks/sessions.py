@@ -81,7 +81,7 @@ class ServerSession(Session):
 
 
 class WorkerSession(Session):
-    """Loaded in process: one line of JSON with the jobs in, one line with the times out, as `peer_openvino.py` describes."""
+    """Loaded in process: one line of JSON with the jobs in, one line with the times out, as `drive_openvino.py` describes."""
 
     def replay(self, jobs: Sequence[Job], concurrency: int) -> Run:
         assert self.process.stdin is not None
@@ -114,6 +114,7 @@ def running(contender: Contender, log: Path) -> Iterator[Session]:
             stdout=pipe or file,
             stderr=file,
             env={**os.environ, **contender.environ},
+            cwd=log.parent,  # nothing in the caller's folder is imported by chance
             start_new_session=True,
         )
         try:

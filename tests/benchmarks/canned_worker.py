@@ -1,4 +1,4 @@
-"""A stand-in for a peer that is driven in process: its lines are those of `benchmarks/peer_openvino.py`."""
+"""A stand-in for a peer that is driven in process: its lines are those of `benchmarks/peers/drive_openvino.py`."""
 
 import json
 import sys

@@ -72,7 +72,7 @@ class GgufReference:
         """The model in eval mode. In bfloat16 every weight is the nearest bfloat16 to its exact value."""
         config = self.config()
         model = _MODELS[self.architecture][1](config).eval()
-        state = dict(self._state(config))
+        state = dict(self.state(config))
         if config.tie_word_embeddings:
             state["lm_head.weight"] = state["model.embed_tokens.weight"]
         model.load_state_dict(state, strict=True)
@@ -110,15 +110,8 @@ class GgufReference:
     def eos_token_id(self) -> int:
         return int(self._field("tokenizer.ggml.eos_token_id"))
 
-    def _number(self, key: str, default: Any = None) -> Any:
-        """A value of the architecture's own; `default` if the file does not say and there is one."""
-        field = self._reader.fields.get(f"{self.architecture}.{key}")
-        return default if field is None and default is not None else self._field(f"{self.architecture}.{key}")
-
-    def _field(self, key: str) -> Any:
-        return self._reader.fields[key].contents()
-
-    def _state(self, config: LlamaConfig | Qwen2Config) -> Iterator[tuple[str, torch.Tensor]]:
+    def state(self, config: LlamaConfig | Qwen2Config) -> Iterator[tuple[str, torch.Tensor]]:
+        """The exact values of every tensor in float32, one after the other, by transformers' names and in its layout."""
         num_heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
         for tensor in self._reader.tensors:
             values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32).reshape(tuple(reversed(tensor.shape)))
@@ -130,6 +123,14 @@ class GgufReference:
             if part in num_heads and self.architecture == "llama":
                 values = half_split_rows(values, num_heads[part])
             yield f"model.layers.{layer}.{_TENSOR_NAMES[part]}.{kind}", torch.from_numpy(values)
+
+    def _number(self, key: str, default: Any = None) -> Any:
+        """A value of the architecture's own; `default` if the file does not say and there is one."""
+        field = self._reader.fields.get(f"{self.architecture}.{key}")
+        return default if field is None and default is not None else self._field(f"{self.architecture}.{key}")
+
+    def _field(self, key: str) -> Any:
+        return self._reader.fields[key].contents()
 
 
 def half_split_rows(values: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:

@@ -1,6 +1,6 @@
 """OpenVINO GenAI's continuous batching in process, driven by lines of JSON. Run by `peers.py` in that peer's environment.
 
-    python peer_openvino.py MODEL.gguf MAX_SEQS
+    python drive_openvino.py MODEL.gguf MAX_SEQS
 
 Prints `ready` once the model is loaded. Then each line of input is {"jobs": [[prompt, max_tokens], ...], "concurrency": n}, and
 each line of output {"seconds", "replies": [{"start_s", "token_times_s", "num_tokens", "num_prompt_tokens", "text"}, ...]}.
