@@ -101,7 +101,7 @@ class EngineCore:
         for event in events:
             if event.finish_reason is not None:
                 self._forget(self._requests[event.request_id], now_ns)
-        self._observer.on_step(self._step_stats(plan, result, counts, sum(len(event.token_ids) for event in events), now_ns))
+        self._observer.on_step(self._step_stats(plan, result, counts, sum([len(event.token_ids) for event in events]), now_ns))
         return events
 
     def next_wakeup_ns(self, now_ns: int) -> int | None:

@@ -54,8 +54,9 @@ class OutputStage:
         output = Output([], [])
         first: list[Request] = []
         gaps_ns: list[int] = []
+        streams = self._streams
         for event in events:
-            stream = self._streams.get(event.request_id)
+            stream = streams.get(event.request_id)
             if stream is None:
                 continue
             if event.token_ids:
@@ -72,7 +73,7 @@ class OutputStage:
 
     def _push_one(self, stream: _Stream, event: TokenEvent, output: Output) -> None:
         try:
-            chunk = stream.push(event)
+            chunk = stream.go_on(event) or stream.push(event)
         except Exception:
             _logger.exception("request %s: %s", event.request_id, TEXT_FAILED)
             chunk = stream.error(TEXT_FAILED, event.at_ns)
@@ -115,6 +116,17 @@ class _Stream:
         else:
             gaps_ns.append(at_ns - self._last_token_ns)
         self._last_token_ns = at_ns
+
+    def go_on(self, event: TokenEvent) -> OutputChunk | None:
+        """The chunk of an event like nearly all: in the middle of an answer, without stop strings. None for any other."""
+        if event.finish_reason is not None or self._detokenizer is None or self._stops is not None:
+            return None
+        token_ids = event.token_ids
+        text = self._detokenizer.push(token_ids)
+        self._num_generated += len(token_ids)
+        return OutputChunk(
+            event.request_id, text, token_ids, event.logprobs, event.at_ns, event.num_cached_tokens, self._num_generated
+        )
 
     def push(self, event: TokenEvent) -> OutputChunk:
         """The chunk of one event; with a finish reason if the event, or a stop string in its text, ends the request."""

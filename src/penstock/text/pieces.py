@@ -74,3 +74,24 @@ class ByteTable(dict[int, bytes]):
     def __missing__(self, token_id: int) -> bytes:
         value = self[token_id] = self._lookup(token_id)
         return value
+
+
+class TextTable(dict[int, str | None]):
+    """Token id -> its text, if that is text whatever comes before and after; None for one with part of a character."""
+
+    __slots__ = ("_bytes",)
+
+    def __init__(self, table: ByteTable) -> None:
+        super().__init__()
+        self._bytes = table
+
+    def __missing__(self, token_id: int) -> str | None:
+        value = self[token_id] = _text_or_none(self._bytes[token_id])
+        return value
+
+
+def _text_or_none(data: bytes) -> str | None:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return None

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 from penstock.text.backend import Backend
-from penstock.text.pieces import ByteTable, piece_decoder
+from penstock.text.pieces import ByteTable, TextTable, piece_decoder
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.vocab import GgufVocab
 
@@ -47,6 +47,8 @@ class Tokenizer:
         """Token id -> its bytes; special tokens spell their name."""
         self.bytes_without_special = ByteTable(self._visible_bytes_of)
         """Token id -> its bytes; special tokens are empty."""
+        self.text_with_special = TextTable(self.bytes_with_special)
+        self.text_without_special = TextTable(self.bytes_without_special)
 
     @property
     def vocab_size(self) -> int:
