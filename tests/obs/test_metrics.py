@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.obs.histogram import Histogram
-from penstock.obs.metrics import IdleLoad, Metrics
+from penstock.obs.metrics import MAX_NOTED, IdleLoad, Metrics
 from penstock.obs.observers import ObserverGroup
 from penstock.obs.prometheus import expose
 from penstock.types.request import FinishReason, Request
@@ -194,6 +194,15 @@ def test_reading_while_writing_sees_whole_steps(metrics):
         assert values["penstock_batch_size_bucket", frozenset({("le", "+Inf")})] == count
     writer.join()
     assert value(metrics, "generation_tokens_total") == num_steps
+
+
+def test_what_is_told_does_not_pile_up(metrics):
+    for _ in range(10 * MAX_NOTED):
+        metrics.on_step(make_step())
+        metrics.on_finish(make_end())
+        assert len(metrics._noted) < MAX_NOTED
+    assert value(metrics, "generation_tokens_total") == 30 * MAX_NOTED
+    assert value(metrics, "request_success_total", finish_reason="stop") == 10 * MAX_NOTED
 
 
 def test_a_group_tells_every_observer():

@@ -38,6 +38,7 @@ class _Snapshot(Collector):
         # Outside the lock: these have locks of their own.
         load, drain_rate = metrics.read_load(), metrics.read_drain_rate()
         with metrics.lock:
+            metrics.settle()
             self._families = [
                 *self._gauges(load, drain_rate),
                 *self._counters(metrics),

@@ -8,9 +8,12 @@ from dataclasses import dataclass, field
 from penstock.types.request import FinishReason
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepStats:
-    """State right after one step was committed. Counts are of requests, tokens and blocks."""
+    """State right after one step was committed. Counts are of requests, tokens and blocks.
+
+    Nobody writes to one after it was made; not frozen for the reason in `RowPlan`.
+    """
 
     step_id: int
     started_ns: int
