@@ -116,10 +116,12 @@ class Scheduler:
 
     def _ask_gate(self, now_ns: int) -> int:
         first = self._waiting.peek(now_ns)
-        next_arrival_ns = None if first is None else first.arrival_ns
-        view = GateView(now_ns, len(self._running), len(self._waiting), self._max_rows, next_arrival_ns)
+        if first is None:  # nobody could join
+            self.wakeup_ns = None
+            return 0
+        view = GateView(now_ns, len(self._running), len(self._waiting), self._max_rows, first.arrival_ns)
         decision = self._policies.gate.decide(view)
-        self.wakeup_ns = decision.wakeup_ns if first is not None else None
+        self.wakeup_ns = decision.wakeup_ns
         return decision.max_admissions
 
     def _new_draft(self) -> StepDraft:
@@ -262,23 +264,23 @@ class Scheduler:
         """
         self._last_step_ns = now_ns - plan.now_ns
         block_size, max_model_len = self.capacity.block_size, self.capacity.max_model_len
+        running, tokens, logprobs, failures = self._running, result.token_ids, result.logprobs, result.failures
         events: list[TokenEvent] = []
         for row in plan.rows:
             request_id, query_len = row.request_id, row.query_len
-            request = self._running.get(request_id)
+            request = running.get(request_id)
             if request is None:
                 continue
             num_computed = request.num_computed_tokens = row.context_len + query_len
             request.num_inflight_tokens = 0
             reason, stop_reason = None, None
-            if row.samples and result.failures and request_id in result.failures:
-                self.end(request, FinishReason.ERROR)
-                detail = result.failures[request_id]
-                events.append(TokenEvent(request_id, (), now_ns, finish_reason=FinishReason.ERROR, detail=detail))
-                continue
             if row.samples:
-                output, sampling = request.output_token_ids, request.sampling
-                token_ids = result.token_ids[request_id]
+                if failures and request_id in failures:
+                    self.end(request, FinishReason.ERROR)
+                    detail = failures[request_id]
+                    events.append(TokenEvent(request_id, (), now_ns, finish_reason=FinishReason.ERROR, detail=detail))
+                    continue
+                output, sampling, token_ids = request.output_token_ids, request.sampling, tokens[request_id]
                 (token_id,) = token_ids
                 output.append(token_id)
                 if request.first_token_ns is None:
@@ -287,9 +289,10 @@ class Scheduler:
                     reason, stop_reason = FinishReason.STOP, token_id
                 elif len(output) >= sampling.max_tokens or num_computed + 1 >= max_model_len:
                     reason = FinishReason.LENGTH
-                logprobs = result.logprobs.get(request_id, ()) if result.logprobs else ()
-                num_cached = request.num_cached_tokens
-                events.append(TokenEvent(request_id, token_ids, now_ns, logprobs, reason, stop_reason, num_cached))
+                entries = logprobs.get(request_id, ()) if logprobs else ()
+                events.append(
+                    TokenEvent(request_id, token_ids, now_ns, entries, reason, stop_reason, request.num_cached_tokens)
+                )
             if num_computed % block_size < query_len:  # a block became full
                 self.kv.publish(request)
             if reason is not None:

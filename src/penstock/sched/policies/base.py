@@ -38,7 +38,7 @@ class GateDecision:
 
 
 class Gate(Protocol):
-    """May a batch start, or grow, now?"""
+    """May a batch start, or grow, now? Asked in each step while somebody waits."""
 
     def decide(self, view: GateView) -> GateDecision: ...
 
