@@ -132,7 +132,7 @@ PENSTOCK_INLINE void score_tiles(const Tiles& tiles, int tile, const int16_t* q,
     const uint8_t* const* values = tiles.values + tile;
     vi acc[kTiles][kCount];
     for (int u = 0; u < kTiles; ++u) {
-        for (int p = 0; p < kCount; ++p) acc[u][p] = zero_i();
+        for (int p = 0; p < kCount; ++p) acc[u][p] = set1_i(0);
     }
     for (int d = 0; d < halves; ++d) {
         vb k[kTiles];

@@ -7,6 +7,8 @@
 
 namespace penstock::PENSTOCK_ISA {
 
+constexpr float kSmallest = 1e-36f;  // scales below it belong to zeros: their inverse could overflow
+
 struct IntegerScale {
     float scale;    // x = integer * scale
     float inverse;  // integer = x * inverse, rounded
@@ -22,7 +24,7 @@ PENSTOCK_INLINE IntegerScale integer_scale(const float* x, int head_dim) {
     }
     const float by_norm = sqrtf(reduce_add(squares)) / kLargestNorm, by_largest = reduce_max(largest) / kLargestInteger;
     const float scale = by_largest > by_norm ? by_largest : by_norm;  // NaN, if there is one, is in by_norm
-    return {scale, scale < kSmallestActivation ? 0.0f : 1.0f / scale};
+    return {scale, scale < kSmallest ? 0.0f : 1.0f / scale};
 }
 
 PENSTOCK_INLINE void store_integers(int16_t* out, vf x, IntegerScale s) { store_i16(out, mul(x, set1(s.inverse))); }

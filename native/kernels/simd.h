@@ -155,7 +155,6 @@ PENSTOCK_INLINE vf dot2_bf16(vf acc, vb w, vb a) {
     asm("vdpbf16ps %2, %1, %0" : "+v"(acc.v) : "v"(w.v), "v"(a.v));
     return acc;
 }
-PENSTOCK_INLINE void store64(uint8_t* p, vb a) { _mm512_storeu_si512(p, a.v); }
 // a * 2^n for n in the low bits of `n`
 PENSTOCK_INLINE vf add_exponent(vf a, vf n) {
     return {_mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a.v), _mm512_slli_epi32(_mm512_castps_si512(n.v), 23)))};
@@ -361,10 +360,6 @@ PENSTOCK_INLINE __m256 add_exponent_part(__m256 a, __m256 n) {
     return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), _mm256_slli_epi32(_mm256_castps_si256(n), 23)));
 }
 PENSTOCK_INLINE vf add_exponent(vf a, vf n) { return {add_exponent_part(a.l, n.l), add_exponent_part(a.h, n.h)}; }
-PENSTOCK_INLINE void store64(uint8_t* p, vb a) {
-    _mm256_storeu_si256((__m256i*)p, a.l);
-    _mm256_storeu_si256((__m256i*)(p + 32), a.h);
-}
 PENSTOCK_INLINE vb even_halves(vb a) {
     const __m256i m = _mm256_set1_epi32(0xFFFF);
     return {_mm256_and_si256(a.l, m), _mm256_and_si256(a.h, m)};
@@ -544,7 +539,6 @@ PENSTOCK_INLINE vf add_exponent(vf a, vf n) {
     memcpy(a.v, x, 64);
     return a;
 }
-PENSTOCK_INLINE void store64(uint8_t* p, vb a) { memcpy(p, a.v, 64); }
 PENSTOCK_INLINE vb even_halves(vb a) { PENSTOCK_LANES memset(a.v + 4 * i + 2, 0, 2); return a; }
 PENSTOCK_INLINE void store_i16(int16_t* p, vf a) { PENSTOCK_LANES p[i] = static_cast<int16_t>(round(a).v[i]); }
 PENSTOCK_INLINE vf store_bf16_sum(uint16_t* p, vf a, vf b, vf sum) {
