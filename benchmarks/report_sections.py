@@ -188,6 +188,8 @@ def by_concurrency(results: Sequence[Result]) -> tuple[str, Plots]:
         medians = result["median_by_concurrency"]
         names = list(dict.fromkeys(name for figures in medians.values() for name in figures))
         rows = [[name, *(medians[c].get(name, "") for c in medians)] for name in names]
+        ranges = {name: result[name] for name in result if name.endswith("_range")}
+        rows += [[name, *(" to ".join(map(str, found.get(c, ()))) for c in medians)] for name, found in ranges.items()]
         title = ", ".join(str(result[key]) for key in ("model", "workload") if key in result)
         head = ["", *(f"c={c}" for c in medians)]
         parts.append(f"### {title}\n\n{where(result)}; medians of {result['repeat']}.\n\n{table(head, rows)}")
