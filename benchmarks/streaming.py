@@ -1,0 +1,155 @@
+"""What does a streamed token cost the server beside the model's work? CPU time of its threads, per token and per step.
+
+The server runs with an executor that sleeps for `--step-ms` and then says the next words of a poem, so nothing but the
+server's own work is left, and other programs on the machine disturb less than with wall time. All else is as with a model:
+tokenizer, scheduler, rows in C++, text, events, metrics. One closed loop for each number in `--streams`; the client is `load.py`.
+
+    python benchmarks/streaming.py
+
+Linux only (/proc). Needs the default model in the cache (`penstock pull`) for its tokenizer. The last line printed is one
+JSON object: `http_us_per_token` is the HTTP thread's CPU time with requests, prompts and connections included;
+`engine_us_per_step` that of the engine thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from load import Job
+from sessions import SERVED_NAME, Contender, ServerSession, running
+
+from penstock import build
+from penstock.backends.native._native import RowTable
+from penstock.config import Config, KvConfig, ModelConfig, SchedulerConfig, ServerConfig
+from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
+from penstock.models.weights import LoadedModel
+from penstock.serve.server import run_server
+from penstock.sizing import KvPlan
+from penstock.text.tokenizer import load_tokenizer
+from penstock.types.plan import Capacity, StepPlan, Ticket
+from penstock.types.result import StepResult, StepTiming
+
+POEM = Path(__file__).parents[1] / "tests" / "golden" / "sonnet_excerpt.txt"
+PROMPT = "Shall I compare thee to a summer's day? Thou art more lovely and more temperate. " * 4
+PARTS = {"rows": 0, "linear": 0, "attention": 0, "sampling": 0}
+
+
+class Sleeper:
+    """An executor with the native one's books and without its kernels."""
+
+    def __init__(self, capacity: Capacity, words: list[int], vocab_size: int, step_s: float) -> None:
+        self.capacity = capacity
+        self._rows = RowTable(
+            num_blocks=capacity.num_blocks,
+            block_size=capacity.block_size,
+            max_rows=capacity.max_rows,
+            max_step_tokens=capacity.max_step_tokens,
+            max_model_len=capacity.max_model_len,
+            vocab_size=vocab_size,
+        )
+        self._words = words
+        self._step_s = step_s
+        self._num_said = 0
+
+    def copy_blocks(self, pairs: object) -> None:
+        del pairs
+
+    def submit(self, plan: StepPlan) -> Ticket:
+        for request_id in plan.releases:
+            self._rows.release(request_id)
+        for row in plan.admits:
+            self._rows.admit(row)
+        self._rows.plan(plan.rows)
+        return Ticket(plan.step_id)
+
+    def collect(self, ticket: Ticket) -> StepResult:
+        start_ns = time.monotonic_ns()
+        time.sleep(self._step_s)
+        end_ns = time.monotonic_ns()
+        names = self._rows.sampled()
+        tokens = [self._words[(self._num_said + idx) % len(self._words)] for idx in range(len(names))]
+        self._num_said += 1
+        self._rows.append(tokens)
+        said = {name: (token,) for name, token in zip(names, tokens, strict=True)}
+        return StepResult(ticket.step_id, said, StepTiming(start_ns, end_ns, PARTS))
+
+    def close(self) -> None: ...
+
+
+def serve(port: int, step_s: float) -> None:
+    """In the server's process: as `penstock serve`, but for the executor. The first line printed is the engine's thread."""
+
+    def make(config: Config, model: LoadedModel, kv: KvPlan) -> Sleeper:
+        words = load_tokenizer(model.tokenizer_source).encode(POEM.read_text(), add_special_tokens=False)
+        scheduler = config.scheduler
+        capacity = Capacity(
+            kv.num_blocks, kv.block_size, scheduler.max_num_seqs, scheduler.max_num_batched_tokens, kv.max_model_len
+        )
+        return Sleeper(capacity, words, model.spec.vocab_size, step_s)
+
+    build.build_executor = make  # type: ignore[assignment]
+    config = Config(
+        model=ModelConfig(served_model_names=(SERVED_NAME,)),
+        kv=KvConfig(prefix_caching=False),
+        scheduler=SchedulerConfig(max_num_seqs=256),
+        server=ServerConfig(port=port),
+    )
+    runtime = build.build_runtime(config, resolve(DEFAULT_MODEL, default_cache_dir()))
+    engine = next(thread for thread in threading.enumerate() if thread.name == "penstock-engine")
+    print(engine.native_id, flush=True)
+    run_server(runtime, config.server)
+
+
+def thread_cpu_s(pid: int, thread: int) -> float:
+    return int(Path(f"/proc/{pid}/task/{thread}/schedstat").read_text().split()[0]) / 1e9
+
+
+def measure(session: ServerSession, engine: int, streams: int, tokens: int, rounds: int) -> dict[str, float]:
+    pid = session.process.pid
+    jobs = [Job(PROMPT, 0, tokens)] * streams
+    session.replay(jobs, streams)
+    http_s, engine_s = thread_cpu_s(pid, pid), thread_cpu_s(pid, engine)
+    run = session.replay(jobs * rounds, streams)
+    http_s, engine_s = thread_cpu_s(pid, pid) - http_s, thread_cpu_s(pid, engine) - engine_s
+    num_tokens, num_steps = tokens * streams * rounds, tokens * rounds
+    return {
+        "streams": streams,
+        "http_us_per_token": round(http_s / num_tokens * 1e6, 2),
+        "engine_us_per_step": round(engine_s / num_steps * 1e6, 1),
+        "client_us_per_token": round(run.client_cpu_s / num_tokens * 1e6, 2),
+        "tokens_per_s": round(num_tokens / run.seconds, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 32, 256])
+    parser.add_argument("--tokens", type=int, default=150, help="of each reply")
+    parser.add_argument("--rounds", type=int, default=3, help="replies of each stream")
+    parser.add_argument("--step-ms", type=float, default=10.0)
+    parser.add_argument("--serve", type=int, metavar="PORT", help="be the server (for the benchmark's own use)")
+    args = parser.parse_args()
+    if args.serve is not None:
+        serve(args.serve, args.step_ms / 1e3)
+        return
+    command = [sys.executable, __file__, "--step-ms", str(args.step_ms), "--serve", "{port}"]
+    with (
+        tempfile.NamedTemporaryFile("r") as log,
+        running(Contender("sleeper", command, health="/ready"), Path(log.name)) as session,
+    ):
+        assert isinstance(session, ServerSession)
+        engine = int(log.readline())
+        results = [measure(session, engine, streams, args.tokens, args.rounds) for streams in args.streams]
+    for result in results:
+        print(result)
+    print(json.dumps({"benchmark": "streaming", "step_ms": args.step_ms, "results": results}))
+
+
+if __name__ == "__main__":
+    main()
