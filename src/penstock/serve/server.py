@@ -15,7 +15,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
 
@@ -192,7 +191,7 @@ def _uvicorn_config(runtime: Runtime, config: ServerConfig) -> uvicorn.Config:
         raise ConfigError("A TLS key needs its certificate.", remedy="Give --ssl-certfile, too.")
     settings = uvicorn.Config(
         create_app(runtime, config),
-        loop="uvloop" if sys.platform != "win32" else "asyncio",
+        loop="asyncio",  # docs/log.md says why no other
         http=HttpConnection,
         ws="none",
         lifespan="off",
