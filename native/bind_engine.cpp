@@ -27,21 +27,11 @@ using Vector = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 template <typename T>
 using Matrix = nb::ndarray<const T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-int64_t source_bytes(SourceFormat format, int64_t rows, int64_t cols) {
-    switch (format) {
-        case SourceFormat::kQ4_0: return rows * (cols / kGroup) * 18;
-        case SourceFormat::kQ4_1: return rows * (cols / kGroup) * 20;
-        case SourceFormat::kQ8_0: return rows * (cols / kGroup) * 34;
-        case SourceFormat::kBf16: return rows * cols * 2;
-    }
-    throw std::invalid_argument("unknown source format");
-}
-
 int add_matrix(Engine& self, SourceFormat format, int rows, int cols, const Matrix<uint8_t>& data) {
-    if (rows <= 0 || cols <= 0 || (format != SourceFormat::kBf16 && cols % kGroup != 0)) {
-        throw std::invalid_argument("a quantised matrix needs whole groups of 32 columns");
-    }
-    if (static_cast<int64_t>(data.size()) != source_bytes(format, rows, cols)) {
+    const bool quantised = format != SourceFormat::kBf16;
+    const int block = quantised ? block_format(format).groups * kGroup : 1;
+    if (rows <= 0 || cols <= 0 || cols % block != 0) throw std::invalid_argument("the columns are no whole number of blocks");
+    if (static_cast<int64_t>(data.size()) != int64_t{rows} * (cols / block) * (quantised ? block_format(format).bytes : 2)) {
         throw std::invalid_argument("the data has not the size of such a matrix");
     }
     nb::gil_scoped_release release;
@@ -214,7 +204,14 @@ void bind_engine(nb::module_& m) {
         .value("Q4_0", SourceFormat::kQ4_0)
         .value("Q4_1", SourceFormat::kQ4_1)
         .value("Q8_0", SourceFormat::kQ8_0)
-        .value("BF16", SourceFormat::kBf16);
+        .value("BF16", SourceFormat::kBf16)
+        .value("Q5_0", SourceFormat::kQ5_0)
+        .value("Q5_1", SourceFormat::kQ5_1)
+        .value("Q4_K", SourceFormat::kQ4_K)
+        .value("Q5_K", SourceFormat::kQ5_K)
+        .value("Q6_K", SourceFormat::kQ6_K)
+        .value("IQ4_NL", SourceFormat::kIq4Nl)
+        .value("IQ4_XS", SourceFormat::kIq4Xs);
 
     nb::enum_<RowOpKind>(m, "RowOpKind")
         .value("EMBED", RowOpKind::kEmbed)

@@ -12,6 +12,8 @@ namespace penstock {
 
 namespace {
 
+constexpr int kPackingTasksPerMember = 8;  // a member that loses its core delays the others by one of them
+
 void check_shape(const EngineShape& s) {
     const int32_t smallest =
         std::min({s.num_layers, s.num_kv_heads, s.head_dim, s.vocab_size, s.block_size, s.max_rows, s.max_step_tokens});
@@ -43,7 +45,7 @@ KvLayer Engine::layer(int index) const {
 }
 
 int Engine::add_matrix(SourceFormat format, int rows, int cols, const uint8_t* source) {
-    PackedStorage packed = allocate_packed(format, rows, cols);
+    PackedStorage packed = allocate_packed(arena_, format, rows, cols);
     struct Packing final : Work {
         PackedStorage& packed;
         const uint8_t* source;
@@ -56,14 +58,11 @@ int Engine::add_matrix(SourceFormat format, int rows, int cols, const uint8_t* s
             const auto first = static_cast<int>(panels * part / num_parts), end = static_cast<int>(panels * (part + 1) / num_parts);
             if (!pack_panels(packed, source, format, first, end)) finite.store(false, std::memory_order_relaxed);
         }
-    } packing(packed, source, format, team_.size());
+    } packing(packed, source, format, std::min(packed.matrix.panels, kPackingTasksPerMember * team_.size()));
     team_.run(packing, {packing.num_parts});
     if (!packing.finite.load(std::memory_order_relaxed)) throw std::invalid_argument("a scale is no finite number: the file is damaged");
-    const int64_t values = int64_t{packed.matrix.panels} * kPanel * cols;
-    weight_bytes_ += format == SourceFormat::kBf16 ? 2 * values
-                     : format == SourceFormat::kQ8_0 ? values + values / kGroup * 2
-                                                     : values / 2 + values / kGroup * (format == SourceFormat::kQ4_1 ? 4 : 2);
-    matrices_.push_back(std::move(packed));
+    weight_bytes_ += packed.bytes;
+    matrices_.push_back(packed);
     return static_cast<int>(matrices_.size()) - 1;
 }
 

@@ -176,6 +176,7 @@ class Engine final : private Work {
     Team team_;
     int64_t weight_bytes_ = 0, kv_bytes_ = 0;
     Memory kv_;
+    Arena arena_;
     std::vector<PackedStorage> matrices_;
     std::vector<std::vector<float>> vectors_;
     std::deque<Rope> ropes_;

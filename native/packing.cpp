@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -11,100 +12,135 @@ namespace penstock {
 
 namespace {
 
-constexpr size_t kHugeFromBytes = size_t{1} << 22;
 constexpr size_t kMapFromBytes = size_t{1} << 18;  // malloc keeps freed pieces of this size, once it has seen a few
+constexpr size_t kHugePage = size_t{1} << 21;
+constexpr size_t kChunkBytes = size_t{1} << 25;  // of an arena; what of it is not used is never touched
+constexpr uint16_t kOneF16 = 0x3C00;
 
-int group_bytes(SourceFormat format) {
-    switch (format) {
-        case SourceFormat::kQ4_0: return 18;
-        case SourceFormat::kQ4_1: return 20;
-        case SourceFormat::kQ8_0: return 34;
-        case SourceFormat::kBf16: break;
-    }
-    return 0;
+bool is_nibbles(WeightKind kind) {
+    return kind == WeightKind::kU4Affine || kind == WeightKind::kU4Symmetric || kind == WeightKind::kU4Table;
 }
 
-WeightKind kind_of(SourceFormat format) {
-    switch (format) {
-        case SourceFormat::kQ4_0: return WeightKind::kU4Symmetric;
-        case SourceFormat::kQ4_1: return WeightKind::kU4Affine;
-        case SourceFormat::kQ8_0: return WeightKind::kU8Symmetric;
-        case SourceFormat::kBf16: break;
-    }
-    return WeightKind::kBf16;
+bool is_affine(WeightKind kind) { return kind == WeightKind::kU4Affine || kind == WeightKind::kU8Affine; }
+
+// The byte of a q that stands for zero; in the table, it is the value nearest to it, which is 1: see `pack_group`.
+uint8_t zero_byte(WeightKind kind) { return is_nibbles(kind) ? 0x88 : 0x80; }
+
+uint32_t bits_of(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    return bits;
 }
 
-bool is_finite_f16(uint16_t h) { return (h & 0x7C00u) != 0x7C00u; }
+float float_of(uint32_t bits) {
+    float x;
+    std::memcpy(&x, &bits, 4);
+    return x;
+}
 
-float widen_f16(uint16_t h) {
-    const uint32_t magnitude = static_cast<uint32_t>(h & 0x7FFFu) << 13;
-    float size;
-    std::memcpy(&size, &magnitude, 4);
-    size *= 0x1p112f;  // mends the exponent, of subnormals too
-    return h & 0x8000u ? -size : size;
+// To the nearest, ties to even; no branches, so that sixteen are converted at once.
+uint16_t to_f16(float x) {
+    const uint32_t size = bits_of(x) & 0x7FFFFFFFu, sign = bits_of(x) >> 16 & 0x8000u;
+    const uint32_t subnormal = bits_of(float_of(size) + 0.5f) - 0x3F000000u;  // the addition rounds to multiples of 2^-24
+    const uint32_t normal = (size + 0xC8000FFFu + (size >> 13 & 1u)) >> 13;   // exponent - 112, and rounding
+    const uint32_t finite = size < 0x38800000u ? subnormal : normal;
+    return static_cast<uint16_t>(sign | (size >= 0x47800000u ? 0x7C00u : finite));
 }
 
 uint16_t to_bf16(float x) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, 4);
+    const uint32_t bits = bits_of(x);
     return static_cast<uint16_t>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
 }
 
-constexpr uint16_t kOneF16 = 0x3C00;
+// Where a group of a panel goes.
+struct Target {
+    uint8_t* quants;     // 4 or 8 chunks of 64 bytes
+    uint16_t* scales;    // [16]
+    uint16_t* offsets;   // [16], every other one; null if not affine
+};
 
-// One row of one group: `lane` of the 64-byte chunks at `quants`, and of the sixteen `scales`; false if a scale is not finite.
-bool pack_group(const uint8_t* source, SourceFormat format, int lane, uint8_t* quants, uint16_t* scales, uint16_t* offset) {
-    uint16_t d;
-    std::memcpy(&d, source, 2);
-    source += 2;
-    if (!is_finite_f16(d)) return false;
-    const float scale = widen_f16(d);
-    if (format == SourceFormat::kQ4_1) {
-        uint16_t m;
-        std::memcpy(&m, source, 2);
-        source += 2;
-        if (!is_finite_f16(m)) return false;
-        *offset = to_bf16(widen_f16(m) + 8.0f * scale);
-    }
-    const bool wide = format == SourceFormat::kQ8_0;
-    scales[lane] = scale == 0.0f ? kOneF16 : d;
-    for (int i = 0; i < (wide ? kGroup : kGroup / 2); ++i) {
-        uint8_t q = wide ? static_cast<uint8_t>(source[i] ^ 0x80) : source[i];
-        if (scale == 0.0f) q = wide ? 0x80 : 0x88;
-        quants[i / 4 * 64 + lane * 4 + i % 4] = q;
-    }
-    return true;
+// A d of zero is not representable: such a group becomes zeros (or, in the table, ones) times a d that is.
+void mend_zero(Group& g, uint16_t& d, WeightKind kind) {
+    d = kind == WeightKind::kU4Table ? 1 : kOneF16;  // 2^-24
+    std::memset(g.q, zero_byte(kind), kGroup);
 }
 
-bool pack_quantised(PackedStorage& packed, const uint8_t* source, SourceFormat format, int panel) {
-    const PackedMatrix& m = packed.matrix;
-    const int groups = m.cols / kGroup, pairs = (groups + 1) / 2, from_bytes = group_bytes(format);
-    const int to_bytes = kPanel * (format == SourceFormat::kQ8_0 ? kGroup : kGroup / 2);
-    uint16_t* const scales = reinterpret_cast<uint16_t*>(packed.scales.get());
-    uint16_t* const offsets = reinterpret_cast<uint16_t*>(packed.offsets.get());
-    for (int lane = 0; lane < kPanel && panel * kPanel + lane < m.rows; ++lane) {
-        const uint8_t* row = source + static_cast<int64_t>(panel * kPanel + lane) * groups * from_bytes;
-        for (int g = 0; g < groups; ++g) {
-            const int64_t at = static_cast<int64_t>(panel) * groups + g;
-            const int64_t pair = static_cast<int64_t>(panel) * pairs + g / 2;
-            uint16_t* const offset = format == SourceFormat::kQ4_1 ? offsets + (pair * kPanel + lane) * 2 + g % 2 : nullptr;
-            if (!pack_group(row + static_cast<int64_t>(g) * from_bytes, format, lane, packed.quants.get() + at * to_bytes,
-                            scales + at * kPanel, offset)) {
-                return false;
-            }
+// One group of the sixteen rows of a panel; false if a scale is no finite number.
+bool pack_group(Group (*rows)[kMaxBlockGroups], int group, WeightKind kind, const Target& to) {
+    float d[kPanel], m[kPanel];
+    uint16_t scales[kPanel];
+    for (int lane = 0; lane < kPanel; ++lane) {
+        d[lane] = rows[lane][group].d;
+        m[lane] = rows[lane][group].m;
+    }
+    for (int lane = 0; lane < kPanel; ++lane) scales[lane] = to_f16(d[lane]);
+    bool finite = true, mend = false;
+    for (int lane = 0; lane < kPanel; ++lane) {
+        finite &= (scales[lane] & 0x7C00u) != 0x7C00u;
+        mend |= (scales[lane] & 0x7FFFu) == 0;
+    }
+    if (mend) {
+        for (int lane = 0; lane < kPanel; ++lane) {
+            if ((scales[lane] & 0x7FFFu) == 0) mend_zero(rows[lane][group], scales[lane], kind);
         }
     }
-    return true;
+    std::memcpy(to.scales, scales, sizeof(scales));
+    for (int c = 0; c < (is_nibbles(kind) ? 4 : 8); ++c) {
+        for (int lane = 0; lane < kPanel; ++lane) std::memcpy(to.quants + c * 64 + lane * 4, rows[lane][group].q + c * 4, 4);
+    }
+    if (to.offsets) {
+        for (int lane = 0; lane < kPanel; ++lane) {
+            finite &= std::fabs(m[lane]) < 1e30f;
+            to.offsets[2 * lane] = to_bf16(m[lane]);
+        }
+    }
+    return finite;
+}
+
+bool pack_quantised(PackedStorage& packed, const uint8_t* source, const BlockFormat& format, int panel) {
+    const PackedMatrix& w = packed.matrix;
+    const int groups = w.cols / kGroup, pairs = (groups + 1) / 2, blocks = groups / format.groups;
+    const int group_bytes = kPanel * (is_nibbles(w.kind) ? kGroup / 2 : kGroup);
+    const int num_rows = std::min(kPanel, w.rows - panel * kPanel);
+    const int64_t row_bytes = static_cast<int64_t>(blocks) * format.bytes;
+    const uint8_t* const first = source + panel * kPanel * row_bytes;
+    Group rows[kPanel][kMaxBlockGroups] = {};
+    bool finite = true;
+    for (int block = 0; block < blocks; ++block) {
+        for (int row = 0; row < num_rows; ++row) format.decode(first + row * row_bytes + static_cast<int64_t>(block) * format.bytes, rows[row]);
+        for (int i = 0; i < format.groups; ++i) {
+            const int g = block * format.groups + i;
+            const int64_t at = static_cast<int64_t>(panel) * groups + g, pair = static_cast<int64_t>(panel) * pairs + g / 2;
+            const Target to{packed.quants + at * group_bytes, packed.scales + at * kPanel,
+                            is_affine(w.kind) ? packed.offsets + pair * 2 * kPanel + g % 2 : nullptr};
+            finite &= pack_group(rows, i, w.kind, to);
+        }
+    }
+    return finite;
 }
 
 void pack_bf16(PackedStorage& packed, const uint8_t* source, int panel) {
-    const PackedMatrix& m = packed.matrix;
-    const int64_t pairs = (m.cols + 1) / 2;
-    uint16_t* to = reinterpret_cast<uint16_t*>(packed.quants.get()) + panel * pairs * 2 * kPanel;
-    for (int lane = 0; lane < kPanel && panel * kPanel + lane < m.rows; ++lane) {
-        const uint16_t* row = reinterpret_cast<const uint16_t*>(source) + static_cast<int64_t>(panel * kPanel + lane) * m.cols;
-        for (int k = 0; k < m.cols; ++k) std::memcpy(to + (k / 2 * kPanel + lane) * 2 + k % 2, row + k, 2);
+    const PackedMatrix& w = packed.matrix;
+    const int64_t pairs = (w.cols + 1) / 2;
+    uint8_t* const to = packed.quants + panel * pairs * 64;
+    for (int lane = 0; lane < kPanel && panel * kPanel + lane < w.rows; ++lane) {
+        const uint8_t* row = source + static_cast<int64_t>(panel * kPanel + lane) * w.cols * 2;
+        for (int k = 0; k < w.cols / 2; ++k) std::memcpy(to + k * 64 + lane * 4, row + k * 4, 4);
+        if (w.cols % 2) std::memcpy(to + (pairs - 1) * 64 + lane * 4, row + (pairs - 1) * 4, 2);
     }
+}
+
+// Pages of the system, from a boundary of huge pages on, which it is asked to use.
+Memory map_huge(size_t bytes) {
+    const size_t size = (bytes + kHugePage - 1) / kHugePage * kHugePage;
+    void* memory = mmap(nullptr, size + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) throw std::bad_alloc();
+    uint8_t* const begin = static_cast<uint8_t*>(memory);
+    const size_t before = (kHugePage - reinterpret_cast<uintptr_t>(memory) % kHugePage) % kHugePage;
+    if (before > 0) munmap(begin, before);
+    if (before < kHugePage) munmap(begin + before + size, kHugePage - before);
+    madvise(begin + before, size, MADV_HUGEPAGE);  // a wish: small pages will do
+    return Memory(begin + before, FreeMemory{size});
 }
 
 }  // namespace
@@ -130,33 +166,37 @@ Memory allocate_aligned(int64_t bytes, bool zeroed) {
     return Memory(static_cast<uint8_t*>(memory), FreeMemory{});
 }
 
-// Weights are read once per step, from one end to the other: with small pages every 4 KiB is a miss of the TLB.
-Memory allocate_weights(int64_t bytes) {
-    Memory memory = allocate_aligned(bytes, true);
-#if defined(MADV_HUGEPAGE)
-    const size_t mapped = memory.get_deleter().mapped_bytes;
-    if (mapped >= kHugeFromBytes) madvise(memory.get(), mapped, MADV_HUGEPAGE);  // advice only: whether it fails does not matter
-#endif
-    return memory;
+uint8_t* Arena::take(int64_t bytes) {
+    const int64_t size = (bytes + 63) / 64 * 64;
+    if (size > left_) {
+        chunks_.push_back(map_huge(std::max(kChunkBytes, static_cast<size_t>(size))));
+        next_ = chunks_.back().get();
+        left_ = static_cast<int64_t>(chunks_.back().get_deleter().mapped_bytes);
+    }
+    uint8_t* const taken = next_;
+    next_ += size;
+    left_ -= size;
+    return taken;
 }
 
-PackedStorage allocate_packed(SourceFormat format, int rows, int cols) {
+PackedStorage allocate_packed(Arena& arena, SourceFormat format, int rows, int cols) {
     PackedStorage packed;
     const int64_t panels = (rows + kPanel - 1) / kPanel;
+    const auto take = [&](int64_t bytes) {
+        packed.bytes += bytes;
+        return arena.take(bytes);
+    };
+    WeightKind kind = WeightKind::kBf16;
     if (format == SourceFormat::kBf16) {
-        packed.quants = allocate_weights(panels * ((cols + 1) / 2) * 64);
-        packed.scales = allocate_weights(0);
-        packed.offsets = allocate_weights(0);
+        packed.quants = take(panels * ((cols + 1) / 2) * 64);
     } else {
+        kind = block_format(format).kind;
         const int64_t groups = panels * (cols / kGroup), pairs = panels * ((cols / kGroup + 1) / 2);
-        packed.quants = allocate_weights(groups * kPanel * (format == SourceFormat::kQ8_0 ? kGroup : kGroup / 2));
-        packed.scales = allocate_weights(groups * kPanel * 2);
-        packed.offsets = allocate_weights(format == SourceFormat::kQ4_1 ? pairs * kPanel * 4 : 0);
+        packed.quants = take(groups * kPanel * (is_nibbles(kind) ? kGroup / 2 : kGroup));
+        packed.scales = reinterpret_cast<uint16_t*>(take(groups * kPanel * 2));
+        if (is_affine(kind)) packed.offsets = reinterpret_cast<uint16_t*>(take(pairs * kPanel * 4));
     }
-    packed.matrix = {kind_of(format), rows,
-                     cols, static_cast<int32_t>(panels),
-                     packed.quants.get(), reinterpret_cast<const uint16_t*>(packed.scales.get()),
-                     reinterpret_cast<const uint16_t*>(packed.offsets.get())};
+    packed.matrix = {kind, rows, cols, static_cast<int32_t>(panels), packed.quants, packed.scales, packed.offsets};
     return packed;
 }
 
@@ -166,7 +206,7 @@ bool pack_panels(PackedStorage& packed, const uint8_t* source, SourceFormat form
         if (format == SourceFormat::kBf16) {
             pack_bf16(packed, source, panel);
         } else {
-            finite = pack_quantised(packed, source, format, panel) && finite;
+            finite = pack_quantised(packed, source, block_format(format), panel) && finite;
         }
     }
     return finite;

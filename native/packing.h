@@ -5,7 +5,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <vector>
 
+#include "blocks.h"
 #include "kernels/kernels.h"
 
 namespace penstock {
@@ -21,19 +23,31 @@ using Memory = std::unique_ptr<uint8_t, FreeMemory>;
 // is the system's own pages: they go back to it when freed, and are first touched by the thread that fills them.
 Memory allocate_aligned(int64_t bytes, bool zeroed);
 
-// A packed matrix and its memory.
-struct PackedStorage {
-    PackedMatrix matrix{};
-    Memory quants;
-    Memory scales;
-    Memory offsets;
+// Memory for weights, side by side in huge pages where the system has them: a step reads all of it, once, and small
+// pages would end the processor's prefetching every 4 KiB.
+class Arena {
+  public:
+    // 64-byte aligned, zeroed, valid as long as the arena; or std::bad_alloc.
+    uint8_t* take(int64_t bytes);
+
+  private:
+    std::vector<Memory> chunks_;
+    uint8_t* next_ = nullptr;
+    int64_t left_ = 0;
 };
 
-enum class SourceFormat : int32_t { kQ4_0 = 0, kQ4_1 = 1, kQ8_0 = 2, kBf16 = 3 };
+// A packed matrix whose memory is that of an arena.
+struct PackedStorage {
+    PackedMatrix matrix{};
+    uint8_t* quants = nullptr;
+    uint16_t* scales = nullptr;
+    uint16_t* offsets = nullptr;
+    int64_t bytes = 0;
+};
 
-// `source` is row-major as in the file: GGML groups, or bf16. Quantised rows have a multiple of 32 columns.
+// `source` is row-major as in the file: blocks of the format, or bf16. Quantised rows have whole blocks.
 // Panels [panel0, panel1) are written; disjoint ranges may run on different threads. False: a scale is no finite number.
-PackedStorage allocate_packed(SourceFormat format, int rows, int cols);
+PackedStorage allocate_packed(Arena& arena, SourceFormat format, int rows, int cols);
 bool pack_panels(PackedStorage& packed, const uint8_t* source, SourceFormat format, int panel0, int panel1);
 
 }  // namespace penstock

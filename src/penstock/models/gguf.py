@@ -83,7 +83,7 @@ def _announce(path: Path, entries: Iterable[TensorEntry], notes: Iterable[str]) 
         _log.info("%s: %s", path.name, note)
     num_stored, num_loaded = (sum(sizes) for sizes in zip(*((e.num_bytes, loaded_bytes(e)) for e in entries), strict=True))
     if num_loaded > _NOTABLE_GROWTH * num_stored:
-        words = "%s: %d MiB of weights become %d MiB in memory by conversion, which takes a while; Q4_0, Q4_1 and Q8_0 do not"
+        words = "%s: %d MiB of weights become %d MiB in memory by conversion, which takes a while; no Q4, Q5, Q6 and Q8 type is"
         _log.warning(words, path.name, num_stored >> 20, num_loaded >> 20)
 
 

@@ -25,7 +25,14 @@ GGML_F32: Final = 0
 GGML_F16: Final = 1
 GGML_Q4_0: Final = 2
 GGML_Q4_1: Final = 3
+GGML_Q5_0: Final = 6
+GGML_Q5_1: Final = 7
 GGML_Q8_0: Final = 8
+GGML_Q4_K: Final = 12
+GGML_Q5_K: Final = 13
+GGML_Q6_K: Final = 14
+GGML_IQ4_NL: Final = 20
+GGML_IQ4_XS: Final = 23
 GGML_BF16: Final = 30
 
 _BLOCKS: Mapping[int, tuple[int, int]] = {
@@ -33,7 +40,14 @@ _BLOCKS: Mapping[int, tuple[int, int]] = {
     GGML_F16: (1, 2),
     GGML_Q4_0: (32, 18),
     GGML_Q4_1: (32, 20),
+    GGML_Q5_0: (32, 22),
+    GGML_Q5_1: (32, 24),
     GGML_Q8_0: (32, 34),
+    GGML_Q4_K: (256, 144),
+    GGML_Q5_K: (256, 176),
+    GGML_Q6_K: (256, 210),
+    GGML_IQ4_NL: (32, 18),
+    GGML_IQ4_XS: (256, 136),
     GGML_BF16: (1, 2),
 }
 """(columns, bytes) of one block of the tensor types that are kept or rounded; the `gguf` package knows the others."""

@@ -1,7 +1,7 @@
 """GGML tensors made into weights of a run-time format. Called by `models.gguf`; reads no metadata.
 
-F32 vectors, BF16, Q4_0, Q4_1 and Q8_0 stay as they are, memory-mapped. F16 and F32 matrices become bf16. Every other
-quantised type that the `gguf` package can decode becomes Q8_0, whose error is far below that of the 2- to 6-bit types.
+F32 vectors, BF16 and the quantised types of `WeightFormat` stay as they are, memory-mapped. F16 and F32 matrices become bf16.
+Every other quantised type that the `gguf` package can decode becomes Q8_0, whose error is far below that of 1 to 3 bits.
 """
 
 from __future__ import annotations
@@ -13,8 +13,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.models.convert import row_slices, to_bf16
-from penstock.models.gguf_file import GGML_BF16, GGML_F16, GGML_F32, GGML_Q4_0, GGML_Q4_1, GGML_Q8_0, GgufFile, TensorEntry
-from penstock.models.weights import GROUP_BYTES, GROUP_SIZE, WeightFormat, WeightTensor
+from penstock.models.formats import BLOCKS, WeightFormat, stored_bytes
+from penstock.models.gguf_file import (
+    GGML_BF16,
+    GGML_F16,
+    GGML_F32,
+    GGML_IQ4_NL,
+    GGML_IQ4_XS,
+    GGML_Q4_0,
+    GGML_Q4_1,
+    GGML_Q4_K,
+    GGML_Q5_0,
+    GGML_Q5_1,
+    GGML_Q5_K,
+    GGML_Q6_K,
+    GGML_Q8_0,
+    GgufFile,
+    TensorEntry,
+)
+from penstock.models.weights import WeightTensor
 from penstock.types.errors import ModelError
 
 _MATRIX_FORMATS: Mapping[int, WeightFormat] = {
@@ -23,7 +40,14 @@ _MATRIX_FORMATS: Mapping[int, WeightFormat] = {
     GGML_BF16: WeightFormat.BF16,
     GGML_Q4_0: WeightFormat.Q4_0,
     GGML_Q4_1: WeightFormat.Q4_1,
+    GGML_Q5_0: WeightFormat.Q5_0,
+    GGML_Q5_1: WeightFormat.Q5_1,
     GGML_Q8_0: WeightFormat.Q8_0,
+    GGML_Q4_K: WeightFormat.Q4_K,
+    GGML_Q5_K: WeightFormat.Q5_K,
+    GGML_Q6_K: WeightFormat.Q6_K,
+    GGML_IQ4_NL: WeightFormat.IQ4_NL,
+    GGML_IQ4_XS: WeightFormat.IQ4_XS,
 }
 _FLOATS: Mapping[int, type[np.generic]] = {GGML_F32: np.float32, GGML_F16: np.float16, GGML_BF16: np.uint16}
 
@@ -38,11 +62,7 @@ def matrix_shape(entry: TensorEntry) -> tuple[int, int]:
 
 def loaded_bytes(entry: TensorEntry) -> int:
     """Bytes of the weight that `load_tensor` makes of it."""
-    rows, cols = matrix_shape(entry)
-    fmt = _format(entry)
-    if fmt in GROUP_BYTES:
-        return rows * cols // GROUP_SIZE * GROUP_BYTES[fmt]
-    return rows * cols * (4 if fmt is WeightFormat.F32 else 2)
+    return stored_bytes(_format(entry), *matrix_shape(entry))
 
 
 def load_tensor(file: GgufFile, entry: TensorEntry, name: str, rope_heads: int = 0) -> WeightTensor:
@@ -114,7 +134,8 @@ def _to_q8_0(data: NDArray[np.generic], entry: TensorEntry, file: GgufFile) -> N
     from gguf.quants import quantize
 
     num_rows, num_cols = matrix_shape(entry)
-    out = np.empty((num_rows, num_cols // GROUP_SIZE * GROUP_BYTES[WeightFormat.Q8_0]), dtype=np.uint8)
+    cols, num_bytes = BLOCKS[WeightFormat.Q8_0]
+    out = np.empty((num_rows, num_cols // cols * num_bytes), dtype=np.uint8)
     with np.errstate(all="ignore"):  # as in _decode
         for rows in row_slices(num_rows, num_cols):
             out[rows] = quantize(_decode(data[rows], entry, file), GGMLQuantizationType.Q8_0)
@@ -131,7 +152,7 @@ def _decode(raw: NDArray[np.generic], entry: TensorEntry, file: GgufFile) -> NDA
     except NotImplementedError as error:
         raise ModelError(
             f"{file.path}: the tensor {entry.name!r} is of the type {_type_name(entry.type_id)}, which can't be decoded.",
-            remedy="Use a file in Q4_0, Q4_1, Q8_0, BF16 or one of the K types.",
+            remedy="Use a file in BF16, Q8_0, Q6_K, Q5_K, Q4_K or Q4_0.",
         ) from error
     return values
 

@@ -11,10 +11,11 @@ import numpy as np
 
 from penstock.models import checks, registry
 from penstock.models.convert import to_bf16
+from penstock.models.formats import WeightFormat
 from penstock.models.hf_config import JsonFile, read_eos_ids, read_json, read_spec
 from penstock.models.program import Program
 from penstock.models.safetensors_file import StoredTensor, open_safetensors
-from penstock.models.weights import LoadedModel, WeightFormat, WeightTensor
+from penstock.models.weights import LoadedModel, WeightTensor
 from penstock.types.errors import ModelError
 
 _TOP: Mapping[str, str] = {"model.embed_tokens.weight": "embed", "model.norm.weight": "norm", "lm_head.weight": "output"}

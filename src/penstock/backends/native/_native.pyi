@@ -71,6 +71,13 @@ class SourceFormat(Enum):
     Q4_1 = 1
     Q8_0 = 2
     BF16 = 3
+    Q5_0 = 4
+    Q5_1 = 5
+    Q4_K = 6
+    Q5_K = 7
+    Q6_K = 8
+    IQ4_NL = 9
+    IQ4_XS = 10
 
 class RowOpKind(Enum):
     EMBED = 0

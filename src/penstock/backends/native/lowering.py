@@ -1,6 +1,6 @@
 """Owns the translation of a `Program` into the C++ engine's instructions; runs once, at load, and never computes.
 
-Three things are decided here. Which weights are packed how: every format keeps its bits. What a linear operation
+Three things are decided here. Which weights are packed how: see `native/blocks.h`. What a linear operation
 reads: quantised weights read int8 activations with a scale per group of 32, bf16 weights read bf16; the conversion is
 inserted where the value is produced. And what is fused: neighbouring operations on single rows become one
 instruction, linear operations that read the same value become one, and so do a gate, an up projection and their
@@ -14,6 +14,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from penstock.backends.native._native import Engine, RowOp, RowOpKind, SourceFormat
+from penstock.models.formats import WeightFormat
 from penstock.models.program import (
     Add,
     Attention,
@@ -28,14 +29,11 @@ from penstock.models.program import (
     RMSNorm,
     Rope,
 )
-from penstock.models.weights import WeightFormat, WeightTensor
+from penstock.models.weights import WeightTensor
 from penstock.types.errors import ModelError
 
-SOURCE_FORMATS = {
-    WeightFormat.Q4_0: SourceFormat.Q4_0,
-    WeightFormat.Q4_1: SourceFormat.Q4_1,
-    WeightFormat.Q8_0: SourceFormat.Q8_0,
-    WeightFormat.BF16: SourceFormat.BF16,
+SOURCE_FORMATS: Mapping[WeightFormat, SourceFormat] = {
+    fmt: SourceFormat[fmt.name] for fmt in WeightFormat if fmt is not WeightFormat.F32
 }
 ACTIVATION_KINDS = {"silu": 0, "gelu_tanh": 1}
 NONE = -1
@@ -228,7 +226,10 @@ class _Lowering:
                 raise ModelError(f"the matrix {name!r} is {tensor.format}, which the native backend has no kernel for.")
             data = np.ascontiguousarray(tensor.data).view(np.uint8).reshape(tensor.num_rows, -1)
             source = SOURCE_FORMATS[tensor.format]
-            self._matrices[name] = self._engine.add_matrix(source, tensor.num_rows, tensor.num_cols, data)
+            try:
+                self._matrices[name] = self._engine.add_matrix(source, tensor.num_rows, tensor.num_cols, data)
+            except ValueError as error:
+                raise ModelError(f"the matrix {name!r}: {error}.", remedy="Fetch the model again.") from error
         return self._matrices[name]
 
     def _vector(self, name: str) -> int:

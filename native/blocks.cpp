@@ -1,0 +1,191 @@
+#include "blocks.h"
+
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+
+namespace penstock {
+
+namespace {
+
+constexpr float kZero4 = 8.0f;
+constexpr int kZero8 = 128;
+constexpr int kHalf = kGroup / 2;
+
+// Unsigned q of 5 bits are moved to the middle of the range, where m is small and rounds well.
+constexpr int kShift5 = kZero8 - 16;
+
+float read_f16(const uint8_t* p) {
+    uint16_t h;
+    std::memcpy(&h, p, 2);
+    const uint32_t magnitude = static_cast<uint32_t>(h & 0x7FFFu) << 13;
+    float size;
+    std::memcpy(&size, &magnitude, 4);
+    size *= 0x1p112f;  // mends the exponent, of subnormals too
+    if ((h & 0x7C00u) == 0x7C00u) size = NAN;
+    return h & 0x8000u ? -size : size;
+}
+
+uint64_t read_u64(const uint8_t* p) {
+    uint64_t x;
+    std::memcpy(&x, p, 8);
+    return x;
+}
+
+uint32_t read_u32(const uint8_t* p) {
+    uint32_t x;
+    std::memcpy(&x, p, 4);
+    return x;
+}
+
+constexpr uint64_t kLow = 0x0F0F0F0F0F0F0F0Full;
+
+// 32 nibbles of one half of 32 bytes, laid out as a group.
+void take_nibbles(const uint8_t* source, bool high, uint8_t* q) {
+    for (int i = 0; i < kHalf; i += 8) {
+        const uint64_t first = read_u64(source + i), second = read_u64(source + kHalf + i);
+        const uint64_t pair = high ? ((first >> 4) & kLow) | (second & ~kLow) : (first & kLow) | ((second & kLow) << 4);
+        std::memcpy(q + i, &pair, 8);
+    }
+}
+
+// 16 bytes, columns 0-15 in the low halves, and a fifth bit of each column: bytes in the middle of the range.
+void widen_5(const uint8_t* nibbles, uint32_t fifth, uint8_t* q) {
+    for (int i = 0; i < kHalf; ++i) {
+        q[i] = static_cast<uint8_t>(((nibbles[i] & 15) | (fifth >> i & 1) << 4) + kShift5);
+        q[kHalf + i] = static_cast<uint8_t>((nibbles[i] >> 4 | (fifth >> (kHalf + i) & 1) << 4) + kShift5);
+    }
+}
+
+void decode_q4_0(const uint8_t* block, Group* g) {
+    g->d = read_f16(block);
+    g->m = 0.0f;
+    std::memcpy(g->q, block + 2, kHalf);
+}
+
+void decode_q4_1(const uint8_t* block, Group* g) {
+    g->d = read_f16(block);
+    g->m = read_f16(block + 2) + kZero4 * g->d;
+    std::memcpy(g->q, block + 4, kHalf);
+}
+
+void decode_q5_0(const uint8_t* block, Group* g) {
+    g->d = read_f16(block);
+    g->m = 0.0f;
+    widen_5(block + 6, read_u32(block + 2), g->q);
+}
+
+void decode_q5_1(const uint8_t* block, Group* g) {
+    g->d = read_f16(block);
+    g->m = read_f16(block + 2) + 16.0f * g->d;
+    widen_5(block + 8, read_u32(block + 4), g->q);
+}
+
+void decode_q8_0(const uint8_t* block, Group* g) {
+    g->d = read_f16(block);
+    g->m = 0.0f;
+    for (int i = 0; i < kGroup; ++i) g->q[i] = block[2 + i] ^ 0x80;
+}
+
+// The 8 six-bit scales and offsets of Q4_K and Q5_K; `zero` is what the group's q will have in the middle.
+void decode_scales_k(const uint8_t* block, float zero, Group* g) {
+    const float d = read_f16(block), e = read_f16(block + 2);
+    const uint8_t* p = block + 4;
+    for (int i = 0; i < 4; ++i) {
+        const int s[2] = {p[i] & 63, (p[8 + i] & 15) | p[i] >> 6 << 4};
+        const int t[2] = {p[4 + i] & 63, p[8 + i] >> 4 | p[4 + i] >> 6 << 4};
+        for (int half = 0; half < 2; ++half) {
+            Group& group = g[4 * half + i];
+            group.d = d * static_cast<float>(s[half]);
+            group.m = zero * group.d - e * static_cast<float>(t[half]);
+        }
+    }
+}
+
+void decode_q4_k(const uint8_t* block, Group* g) {
+    decode_scales_k(block, kZero4, g);
+    for (int i = 0; i < 8; ++i) take_nibbles(block + 16 + i / 2 * kGroup, i % 2 != 0, g[i].q);
+}
+
+void decode_q5_k(const uint8_t* block, Group* g) {
+    decode_scales_k(block, 16.0f, g);
+    const uint8_t *fifth = block + 16, *nibbles = block + 48;
+    for (int i = 0; i < 8; ++i, nibbles += i % 2 == 0 ? kGroup : 0) {
+        const int shift = i % 2 * 4;
+        for (int k = 0; k < kGroup; ++k) {
+            g[i].q[k] = static_cast<uint8_t>(((nibbles[k] >> shift & 15) | (fifth[k] >> i & 1) << 4) + kShift5);
+        }
+    }
+}
+
+// Two scales of 16 columns become one of 32: a quarter of the larger one. Columns of the larger one stay exact, as
+// 4 (q - 32) fits a byte; the others are rounded to an eighth of its step at most. docs/kernels.md has the error.
+void decode_q6_k(const uint8_t* block, Group* groups) {
+    const float d = read_f16(block + 208);
+    for (int i = 0; i < 8; ++i) {
+        const uint8_t *lower = block + i / 4 * 64 + i % 2 * kGroup, *upper = block + 128 + i / 4 * kGroup;
+        const int lower_shift = i % 4 / 2 * 4, upper_shift = i % 4 * 2;
+        int8_t s[2];
+        std::memcpy(s, block + 192 + 2 * i, 2);
+        const int largest = std::abs(s[0]) >= std::abs(s[1]) ? s[0] : s[1];
+        Group& g = groups[i];
+        g.d = 0.25f * d * static_cast<float>(largest);
+        g.m = 0.0f;
+        int16_t ratio[2];  // 4 s / largest, times 2^12
+        for (int half = 0; half < 2; ++half) {
+            ratio[half] = largest == 0 ? 0 : static_cast<int16_t>(std::lrint(16384.0f * static_cast<float>(s[half]) / static_cast<float>(largest)));
+        }
+        for (int half = 0; half < 2; ++half) {
+            for (int k = half * kHalf; k < (half + 1) * kHalf; ++k) {
+                const int q = (lower[k] >> lower_shift & 15) | (upper[k] >> upper_shift & 3) << 4;
+                const auto scaled = static_cast<int16_t>(static_cast<int32_t>((q - 32) * 512) * ratio[half] >> 16);  // 5 bits are a fraction
+                const int rounded = ((scaled + 16) >> 5) + kZero8;
+                g.q[k] = static_cast<uint8_t>(rounded > 255 ? 255 : rounded);
+            }
+        }
+    }
+}
+
+void decode_iq4_nl(const uint8_t* block, Group* g) { decode_q4_0(block, g); }
+
+void decode_iq4_xs(const uint8_t* block, Group* g) {
+    const float d = read_f16(block);
+    const int upper = block[2] | block[3] << 8;
+    for (int i = 0; i < 8; ++i) {
+        const int s = (block[4 + i / 2] >> (i % 2 * 4) & 15) | (upper >> (2 * i) & 3) << 4;
+        g[i].d = d * static_cast<float>(s - 32);
+        g[i].m = 0.0f;
+        std::memcpy(g[i].q, block + 8 + i * kHalf, kHalf);
+    }
+}
+
+}  // namespace
+
+const BlockFormat& block_format(SourceFormat format) {
+    static constexpr BlockFormat kQ4_0{WeightKind::kU4Symmetric, 1, 18, decode_q4_0};
+    static constexpr BlockFormat kQ4_1{WeightKind::kU4Affine, 1, 20, decode_q4_1};
+    static constexpr BlockFormat kQ5_0{WeightKind::kU8Symmetric, 1, 22, decode_q5_0};
+    static constexpr BlockFormat kQ5_1{WeightKind::kU8Affine, 1, 24, decode_q5_1};
+    static constexpr BlockFormat kQ8_0{WeightKind::kU8Symmetric, 1, 34, decode_q8_0};
+    static constexpr BlockFormat kQ4_K{WeightKind::kU4Affine, 8, 144, decode_q4_k};
+    static constexpr BlockFormat kQ5_K{WeightKind::kU8Affine, 8, 176, decode_q5_k};
+    static constexpr BlockFormat kQ6_K{WeightKind::kU8Symmetric, 8, 210, decode_q6_k};
+    static constexpr BlockFormat kIq4Nl{WeightKind::kU4Table, 1, 18, decode_iq4_nl};
+    static constexpr BlockFormat kIq4Xs{WeightKind::kU4Table, 8, 136, decode_iq4_xs};
+    switch (format) {
+        case SourceFormat::kQ4_0: return kQ4_0;
+        case SourceFormat::kQ4_1: return kQ4_1;
+        case SourceFormat::kQ5_0: return kQ5_0;
+        case SourceFormat::kQ5_1: return kQ5_1;
+        case SourceFormat::kQ8_0: return kQ8_0;
+        case SourceFormat::kQ4_K: return kQ4_K;
+        case SourceFormat::kQ5_K: return kQ5_K;
+        case SourceFormat::kQ6_K: return kQ6_K;
+        case SourceFormat::kIq4Nl: return kIq4Nl;
+        case SourceFormat::kIq4Xs: return kIq4Xs;
+        case SourceFormat::kBf16: break;
+    }
+    throw std::invalid_argument("not a quantised format");
+}
+
+}  // namespace penstock

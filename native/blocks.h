@@ -1,0 +1,47 @@
+// What the blocks of a weight file mean: every format of GGML that is kept, taken apart into groups of 32 columns.
+// Called by packing.cpp, once per block at load; knows no layout but the file's.
+//
+// Source: https://github.com/ggml-org/ggml, ggml-common.h and ggml-quants.c; models/formats.py says the same in NumPy.
+
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/kernels.h"
+
+namespace penstock {
+
+enum class SourceFormat : int32_t {
+    kQ4_0 = 0,
+    kQ4_1 = 1,
+    kQ8_0 = 2,
+    kBf16 = 3,
+    kQ5_0 = 4,
+    kQ5_1 = 5,
+    kQ4_K = 6,
+    kQ5_K = 7,
+    kQ6_K = 8,
+    kIq4Nl = 9,
+    kIq4Xs = 10,
+};
+
+constexpr int kMaxBlockGroups = 8;
+
+// 32 columns of one row: w = d * (q - zero) + m, as in PackedMatrix.
+struct Group {
+    float d;
+    float m;                       // of the affine kinds
+    alignas(8) uint8_t q[kGroup];  // 8 bits: one per column; 4 bits: 16 bytes, columns 0-15 in the low halves
+};
+
+struct BlockFormat {
+    WeightKind kind;   // that holds it
+    int32_t groups;    // of a block
+    int32_t bytes;     // of a block
+    void (*decode)(const uint8_t* block, Group* groups);
+};
+
+// Of a quantised format.
+const BlockFormat& block_format(SourceFormat format);
+
+}  // namespace penstock

@@ -1,0 +1,187 @@
+"""The formats in which weights lie in a file and what they mean. Used by loaders and backends; reads no files.
+
+The quantised ones are those of GGML (https://github.com/ggml-org/ggml, `ggml-common.h` and `ggml-quants.c`). A row is cut into
+blocks of 32 or 256 consecutive columns; within them, 32 columns (16 in Q6_K) share a scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from types import MappingProxyType
+
+import numpy as np
+from numpy.typing import NDArray
+
+F32 = NDArray[np.float32]
+U8 = NDArray[np.uint8]
+
+
+class WeightFormat(StrEnum):
+    """Formats that every backend must compute with; loaders convert all others to one of these."""
+
+    F32 = "f32"
+    """float32; norms and biases."""
+    BF16 = "bf16"
+    """bfloat16, as uint16 bit patterns."""
+    Q4_0 = "q4_0"
+    """w = d * (q - 8); a block is f16 d, then 16 bytes: low nibbles are columns 0-15, high nibbles 16-31."""
+    Q4_1 = "q4_1"
+    """w = d * q + m; a block is f16 d, f16 m, then 16 bytes as in Q4_0."""
+    Q5_0 = "q5_0"
+    """w = d * (q - 16); a block is f16 d, the fifth bits of 32 columns, then 16 bytes as in Q4_0."""
+    Q5_1 = "q5_1"
+    """w = d * q + m; a block is f16 d, f16 m, then as Q5_0 from the fifth bits on."""
+    Q8_0 = "q8_0"
+    """w = d * q; a block is f16 d, then 32 int8."""
+    Q4_K = "q4_k"
+    """w = d * s * q - e * t; a block of 256 is f16 d, f16 e, 12 bytes of 8 six-bit s and t, then nibbles: each 32 bytes have a
+    group of 32 in the low ones and the next group in the high ones."""
+    Q5_K = "q5_k"
+    """As Q4_K, with 32 bytes of fifth bits before the nibbles: bit g of byte i is that of column i of group g."""
+    Q6_K = "q6_k"
+    """w = d * s * (q - 32); a block of 256 is 128 bytes of nibbles, 64 of upper bits, 16 int8 s for 16 columns each, f16 d."""
+    IQ4_NL = "iq4_nl"
+    """w = d * IQ4_VALUES[q]; a block is as that of Q4_0."""
+    IQ4_XS = "iq4_xs"
+    """w = d * (s - 32) * IQ4_VALUES[q]; a block of 256 is f16 d, the upper two bits of 8 s, their nibbles, then 8 x 16 bytes as
+    in Q4_0."""
+
+
+BLOCKS: Mapping[WeightFormat, tuple[int, int]] = MappingProxyType(
+    {
+        WeightFormat.Q4_0: (32, 18),
+        WeightFormat.Q4_1: (32, 20),
+        WeightFormat.Q5_0: (32, 22),
+        WeightFormat.Q5_1: (32, 24),
+        WeightFormat.Q8_0: (32, 34),
+        WeightFormat.Q4_K: (256, 144),
+        WeightFormat.Q5_K: (256, 176),
+        WeightFormat.Q6_K: (256, 210),
+        WeightFormat.IQ4_NL: (32, 18),
+        WeightFormat.IQ4_XS: (256, 136),
+    }
+)
+"""(columns, bytes) of one block of every quantised format."""
+
+IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+def stored_bytes(fmt: WeightFormat, num_rows: int, num_cols: int) -> int:
+    """Bytes of a matrix of this format."""
+    if fmt in BLOCKS:
+        cols, num_bytes = BLOCKS[fmt]
+        return num_rows * (num_cols // cols) * num_bytes
+    return num_rows * num_cols * (4 if fmt is WeightFormat.F32 else 2)
+
+
+def dequantize(data: NDArray[np.generic], fmt: WeightFormat, num_cols: int) -> F32:
+    """Values of raw rows, float32 [num_rows, num_cols]. `data` is as in `WeightTensor.data`."""
+    if fmt is WeightFormat.F32:
+        return np.ascontiguousarray(data, dtype=np.float32)
+    if fmt is WeightFormat.BF16:
+        return (data.astype(np.uint32) << 16).view(np.float32)
+    _, num_bytes = BLOCKS[fmt]
+    blocks = np.ascontiguousarray(data, dtype=np.uint8).reshape(-1, num_bytes)
+    with np.errstate(all="ignore"):  # infinite scales of a corrupt file
+        return _DECODERS[fmt](blocks).reshape(len(data), num_cols)
+
+
+def _f16(blocks: U8, at: int) -> F32:
+    """The half-precision number at a byte of each block. [num_blocks, 1]"""
+    return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16).astype(np.float32)
+
+
+def _halves(packed: U8) -> U8:
+    """Low nibbles, then high nibbles, of the last axis."""
+    return np.concatenate([packed & 0x0F, packed >> 4], axis=-1)
+
+
+def _bits(packed: U8) -> U8:
+    """The bits of 4 bytes, the lowest first. [num_blocks, 32]"""
+    return np.unpackbits(packed, axis=-1, bitorder="little")
+
+
+def _q4_0(blocks: U8) -> F32:
+    return _f16(blocks, 0) * (_halves(blocks[:, 2:]).astype(np.float32) - 8)
+
+
+def _q4_1(blocks: U8) -> F32:
+    return _f16(blocks, 0) * _halves(blocks[:, 4:]).astype(np.float32) + _f16(blocks, 2)
+
+
+def _q5_0(blocks: U8) -> F32:
+    q = _halves(blocks[:, 6:]) | _bits(blocks[:, 2:6]) << 4
+    return _f16(blocks, 0) * (q.astype(np.float32) - 16)
+
+
+def _q5_1(blocks: U8) -> F32:
+    q = _halves(blocks[:, 8:]) | _bits(blocks[:, 4:8]) << 4
+    return _f16(blocks, 0) * q.astype(np.float32) + _f16(blocks, 2)
+
+
+def _q8_0(blocks: U8) -> F32:
+    return _f16(blocks, 0) * np.ascontiguousarray(blocks[:, 2:]).view(np.int8).astype(np.float32)
+
+
+def _affine_k(blocks: U8, q: U8) -> F32:
+    """Q4_K and Q5_K, whose blocks begin alike; q is [num_blocks, 8, 32]."""
+    a, b, c = (blocks[:, at : at + 4] for at in (4, 8, 12))
+    s = np.concatenate([a & 63, (c & 15) | (a >> 6) << 4], axis=-1).astype(np.float32)
+    t = np.concatenate([b & 63, (c >> 4) | (b >> 6) << 4], axis=-1).astype(np.float32)
+    scale, offset = _f16(blocks, 0) * s, _f16(blocks, 2) * t
+    return scale[..., None] * q.astype(np.float32) - offset[..., None]
+
+
+def _nibbles_k(packed: U8) -> U8:
+    """[num_blocks, 128] -> [num_blocks, 8, 32]: each 32 bytes hold a group, and the next one above it."""
+    return _halves(packed.reshape(-1, 4, 32)).reshape(-1, 8, 32)
+
+
+def _q4_k(blocks: U8) -> F32:
+    return _affine_k(blocks, _nibbles_k(blocks[:, 16:]))
+
+
+def _q5_k(blocks: U8) -> F32:
+    fifth = np.unpackbits(blocks[:, None, 16:48], axis=1, bitorder="little")
+    return _affine_k(blocks, (_nibbles_k(blocks[:, 48:]) | fifth << 4).astype(np.uint8))
+
+
+def _q6_k(blocks: U8) -> F32:
+    nibbles = blocks[:, :128].reshape(-1, 2, 2, 32)  # [block, half, 32-column group modulo 2, column]
+    lower = np.concatenate([nibbles & 15, nibbles >> 4], axis=2)
+    upper = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
+    q = (lower | upper << 4).astype(np.float32) - 32
+    scale = _f16(blocks, 208) * np.ascontiguousarray(blocks[:, 192:208]).view(np.int8).astype(np.float32)
+    values: F32 = scale[..., None] * q.reshape(-1, 16, 16)
+    return values
+
+
+def _iq4_nl(blocks: U8) -> F32:
+    return _f16(blocks, 0) * np.array(IQ4_VALUES, np.float32)[_halves(blocks[:, 2:])]
+
+
+def _iq4_xs(blocks: U8) -> F32:
+    shifts = np.arange(0, 16, 2, dtype=np.uint16)
+    upper = np.ascontiguousarray(blocks[:, 2:4]).view(np.uint16) >> shifts & 3
+    lower = np.stack([blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4], axis=-1).reshape(-1, 8)
+    scale = _f16(blocks, 0) * ((lower | upper << 4).astype(np.float32) - 32)
+    values: F32 = scale[..., None] * np.array(IQ4_VALUES, np.float32)[_halves(blocks[:, 8:].reshape(-1, 8, 16))]
+    return values
+
+
+_DECODERS: Mapping[WeightFormat, Callable[[U8], F32]] = MappingProxyType(
+    {
+        WeightFormat.Q4_0: _q4_0,
+        WeightFormat.Q4_1: _q4_1,
+        WeightFormat.Q5_0: _q5_0,
+        WeightFormat.Q5_1: _q5_1,
+        WeightFormat.Q8_0: _q8_0,
+        WeightFormat.Q4_K: _q4_k,
+        WeightFormat.Q5_K: _q5_k,
+        WeightFormat.Q6_K: _q6_k,
+        WeightFormat.IQ4_NL: _iq4_nl,
+        WeightFormat.IQ4_XS: _iq4_xs,
+    }
+)
+"""Blocks [num_blocks, bytes] -> their values, of any shape with the same order."""

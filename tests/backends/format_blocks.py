@@ -1,0 +1,39 @@
+"""Random matrices in every quantised format, as the bytes of a file: plausible scales, some of them zero."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.models.formats import BLOCKS, WeightFormat
+
+F16_AT = {
+    WeightFormat.Q4_0: (0,),
+    WeightFormat.Q4_1: (0, 2),
+    WeightFormat.Q5_0: (0,),
+    WeightFormat.Q5_1: (0, 2),
+    WeightFormat.Q8_0: (0,),
+    WeightFormat.Q4_K: (0, 2),
+    WeightFormat.Q5_K: (0, 2),
+    WeightFormat.Q6_K: (208,),
+    WeightFormat.IQ4_NL: (0,),
+    WeightFormat.IQ4_XS: (0,),
+}
+"""Bytes of a block at which a half-precision number begins."""
+TYPICAL = {WeightFormat.Q8_0: 4e-4, WeightFormat.IQ4_NL: 4e-4, WeightFormat.Q6_K: 4e-5, WeightFormat.IQ4_XS: 4e-5}
+"""Scales that give weights of about 0.02 to 0.1; of the others 0.005, with six-bit scales 0.0002."""
+
+
+def random_blocks(
+    rng: np.random.Generator, fmt: WeightFormat, rows: int, cols: int, *, zeros: bool = True
+) -> NDArray[np.uint8]:
+    """[rows, bytes of a row]; with `zeros`, some scales are zero."""
+    width, num_bytes = BLOCKS[fmt]
+    blocks = rng.integers(0, 256, (rows * (cols // width), num_bytes), dtype=np.uint8)
+    typical = TYPICAL.get(fmt, 5e-3 if width == 32 else 2e-4)
+    for at in F16_AT[fmt]:
+        scales = (typical * rng.uniform(0.5, 2, len(blocks)) * rng.choice([-1, 1], len(blocks))).astype(np.float16)
+        if zeros:
+            scales[rng.random(len(blocks)) < 0.1] = 0
+        blocks[:, at : at + 2] = scales[:, None].view(np.uint8)
+    return blocks.reshape(rows, -1)

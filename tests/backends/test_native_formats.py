@@ -1,0 +1,113 @@
+"""Every format of weights, repacked: the native backend computes with what `dequantize` says, as exactly as promised."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from backends.format_blocks import F16_AT, random_blocks
+from backends.native_probe import F32, Probe, bf16
+from penstock.backends.native import info
+from penstock.backends.native._native import RowOpKind, SourceFormat
+from penstock.backends.native.lowering import SOURCE_FORMATS
+from penstock.models.formats import BLOCKS, WeightFormat, dequantize
+
+VARIANTS = info()["variants"]
+EXACT = {WeightFormat.Q4_0, WeightFormat.Q5_0, WeightFormat.Q8_0, WeightFormat.IQ4_NL}
+NUM_BLOCKS = (1, 2, 3)
+
+
+def embedded(raw: NDArray[np.uint8], fmt: WeightFormat, cols: int, variant: str) -> F32:
+    """The rows as the engine has them."""
+    probe = Probe(len(raw), cols, variant=variant)
+    out = probe.buffer(cols)
+    probe.row(RowOpKind.EMBED, out=out, weight=probe.engine.add_matrix(SOURCE_FORMATS[fmt], len(raw), cols, raw), value=1.0)
+    probe.finish(out)
+    return probe.run(range(len(raw)))
+
+
+def tolerance(raw: NDArray[np.uint8], values: F32, fmt: WeightFormat) -> F32:
+    """How far a repacked weight may be from the file's, by group of 32. [groups, 1]"""
+    largest = np.abs(values.reshape(-1, 32)).max(-1, keepdims=True)
+    if fmt in EXACT:
+        return largest * np.float32(2e-7) + np.float32(1e-7)  # the latter for a scale of zero
+    if fmt is WeightFormat.Q6_K:  # an eighth of the step of the larger half
+        blocks = raw.reshape(-1, 210)
+        d = np.abs(blocks[:, 208:].copy().view(np.float16).astype(np.float32))
+        steps = d * np.abs(blocks[:, 192:208].view(np.int8).astype(np.float32))
+        return steps.reshape(-1, 2).max(-1, keepdims=True) / 8 * 1.05 + largest * np.float32(2**-11) + np.float32(1e-7)
+    return largest * np.float32(2**-8) + np.float32(1e-7)
+
+
+@pytest.mark.parametrize("fmt", BLOCKS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_repacked_weights_are_those_of_the_file(variant: str, fmt: WeightFormat) -> None:
+    for rows, num_blocks in zip((16, 5, 37), NUM_BLOCKS, strict=True):
+        cols = num_blocks * BLOCKS[fmt][0]
+        raw = random_blocks(np.random.default_rng(rows), fmt, rows, cols)
+        wanted = dequantize(raw, fmt, cols)
+        error = np.abs(embedded(raw, fmt, cols, variant) - wanted).reshape(-1, 32)
+        allowed = tolerance(raw, wanted, fmt)
+        assert (error <= allowed).all(), (error / allowed).max()
+
+
+def test_of_two_scales_of_sixteen_columns_the_larger_stays_exact() -> None:
+    raw = random_blocks(np.random.default_rng(3), WeightFormat.Q6_K, 64, 512, zeros=False)
+    wanted = dequantize(raw, WeightFormat.Q6_K, 512).reshape(-1, 2, 16)
+    scales = np.abs(raw.reshape(-1, 210)[:, 192:208].view(np.int8).astype(np.int32)).reshape(-1, 2)
+    error = np.abs(embedded(raw, WeightFormat.Q6_K, 512, VARIANTS[0]).reshape(-1, 2, 16) - wanted)
+    exact = np.take_along_axis(error, scales.argmax(1)[:, None, None], axis=1)
+    assert exact.max() <= np.abs(wanted).max() * 2**-11
+    assert np.sqrt((error**2).mean()) < 0.005 * np.sqrt((wanted**2).mean())
+
+
+@pytest.mark.parametrize("fmt", BLOCKS)
+@pytest.mark.parametrize("broken", [np.inf, -np.inf, np.nan])
+def test_a_scale_that_is_no_number_is_refused(fmt: WeightFormat, broken: float) -> None:
+    rng = np.random.default_rng(1)
+    for at in F16_AT[fmt]:
+        raw = random_blocks(rng, fmt, 20, 2 * BLOCKS[fmt][0])
+        if fmt in (WeightFormat.Q4_K, WeightFormat.Q5_K):
+            raw[19, 4:16] = 255
+        if fmt is WeightFormat.Q6_K:
+            raw[19, 192:208] = 1
+        raw[19, at : at + 2] = np.array([broken], np.float16).view(np.uint8)
+        with pytest.raises(ValueError, match="no finite number"):
+            embedded(raw, fmt, 2 * BLOCKS[fmt][0], VARIANTS[0])
+
+
+@pytest.mark.parametrize("fmt", BLOCKS)
+def test_rows_of_half_a_block_are_refused(fmt: WeightFormat) -> None:
+    engine = Probe(1, 16, variant="").engine
+    width, num_bytes = BLOCKS[fmt]
+    with pytest.raises(ValueError, match="whole number of blocks"):
+        engine.add_matrix(SOURCE_FORMATS[fmt], 2, width // 2, np.zeros((2, num_bytes // 2), np.uint8))
+    with pytest.raises(ValueError, match="size of such a matrix"):
+        engine.add_matrix(SOURCE_FORMATS[fmt], 2, width, np.zeros((2, num_bytes - 1), np.uint8))
+
+
+def test_every_format_has_a_source_format() -> None:
+    assert {fmt.name for fmt in WeightFormat} - {"F32"} == {kind.name for kind in SourceFormat}
+
+
+@pytest.mark.parametrize("fmt", BLOCKS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_product_with_every_format_is_that_of_its_values(variant: str, fmt: WeightFormat) -> None:
+    rng = np.random.default_rng(2)
+    rows, cols, batch = 37, 2 * BLOCKS[fmt][0], 9
+    x = bf16(rng.standard_normal((batch, cols)).astype(np.float32))
+    raw = random_blocks(rng, fmt, rows, cols)
+    probe = Probe(batch, rows, variant=variant)
+    activation = probe.engine.add_activation(cols, True, per_sample=False)
+    probe.row(RowOpKind.QUANTIZE, out=activation, x=probe.input(x))
+    probe.flush()
+    out = probe.buffer(rows)
+    matrix = probe.engine.add_matrix(SOURCE_FORMATS[fmt], rows, cols, raw)
+    probe.engine.add_linear([(matrix, activation, out, -1, -1)], samples=False)
+    probe.finish(out)
+    values = dequantize(raw, fmt, cols)
+    wanted = x.astype(np.float64) @ values.T.astype(np.float64)
+    size = np.sqrt((x**2).astype(np.float64) @ (values**2).T.astype(np.float64)) + 1e-3
+    error = (probe.run(range(batch)) - wanted) / size
+    assert np.sqrt((error**2).mean()) < 0.02  # the rounding of activations; a wrong order of columns gives 1
