@@ -257,7 +257,8 @@ def main() -> None:
     if args.cpu_time:
         args.threads = 1
     results = {variant: measure_variant(variant, args) for variant in args.variant}
-    print(json.dumps({"benchmark": "kernels", **context(args.threads, " ".join(args.variant)), "variants": results}))
+    origin = context(args.threads, " ".join(args.variant), cpu_time=args.cpu_time)
+    print(json.dumps({"benchmark": "kernels", **origin, "variants": results}))
 
 
 if __name__ == "__main__":

@@ -68,14 +68,15 @@ class PeakMeter:
         return {name: {"best": round(self.best(name), 1), "median": round(self.median(name), 1)} for name in self._samples}
 
 
-def context(num_threads: int, variant: str) -> dict[str, Any]:
-    """When and where a benchmark ran; part of its JSON object."""
+def context(num_threads: int, variant: str, *, cpu_time: bool = False) -> dict[str, Any]:
+    """When, where and by which clock a benchmark ran; part of its JSON object."""
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "penstock": penstock.__version__,
         "cpu": machine.cpu_name(),
         "threads": num_threads,
         "variant": variant,
+        "clock": "CPU time" if cpu_time else "wall time",
     }
 
 

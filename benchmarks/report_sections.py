@@ -16,6 +16,7 @@ Plots = dict[str, str]
 
 KERNEL_ROWS = ("1", "2", "4", "8", "16", "32", "64", "128", "512")
 PLOTTED_KIND = "q4_1"
+NOT_FIGURES = ("benchmark", "date", "cpu", "threads", "clock")
 STEP_PARTS = ("rows", "linear", "attention", "sampling")
 
 
@@ -31,8 +32,10 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 def where(result: Result) -> str:
     """One sentence: when and on what."""
     threads = result.get("threads", result.get("cpus"))
-    on = [str(result[key]) for key in ("cpu",) if result.get(key)] + ([f"{threads} threads"] if threads else [])
-    return ", ".join([str(result.get("date", "date unknown")), *on])
+    on = [str(result["cpu"])] if result.get("cpu") else []
+    on += [f"{threads} thread{'s' * (threads > 1)}"] if threads else []
+    on += [str(result["clock"])] if "clock" in result else []
+    return ", ".join([str(result["date"]), *on])
 
 
 def peaks_line(peaks: Mapping[str, Mapping[str, float]]) -> str:
@@ -86,22 +89,30 @@ def step(results: Sequence[Result]) -> tuple[str, Plots]:
 def kernels(results: Sequence[Result]) -> tuple[str, Plots]:
     parts: list[str] = []
     plots: Plots = {}
-    for result in results:
-        for variant, found in result["variants"].items():
-            models = list(dict.fromkeys(p["model"] for p in found["products"]))
-            for model in models:
-                products = [p for p in found["products"] if p["model"] == model]
-                parts.append(f"### {model}, {variant}\n\n{where(result)}.\n\n{_product_table(products)}")
-            attention = "\n\n".join(_attention_table(a, variant) for a in found["attention"])
-            parts += [attention] if attention else []
-            panels = list(_kernel_panels(found["products"], models))
-            if panels:
-                name = f"kernels-{variant}.svg"
-                plots[name] = share_lines(
-                    f"Products with {PLOTTED_KIND} weights, {variant}", "share of the bound, by rows computed together", panels
-                )
-                parts.append(f"![Share of the bound by number of rows, {variant}](performance/{name})")
+    for variant, runs in _by_variant(results).items():
+        products = [(where(run), product) for run in runs for product in run["variants"][variant]["products"]]
+        models = list(dict.fromkeys(product["model"] for _, product in products))
+        for model in models:
+            found = [(origin, product) for origin, product in products if product["model"] == model]
+            origins = "; ".join(dict.fromkeys(origin for origin, _ in found))
+            parts.append(f"### {model}, {variant}\n\n{origins}.\n\n{_product_table([product for _, product in found])}")
+        parts += [_attention_table(found, variant) for run in runs for found in run["variants"][variant]["attention"]]
+        panels = list(_kernel_panels([product for _, product in products], models))
+        if panels:
+            name = f"kernels-{variant}.svg"
+            title = f"Products with {PLOTTED_KIND} weights, {variant}"
+            plots[name] = share_lines(title, "share of the bound, by rows computed together", panels)
+            parts.append(f"![Share of the bound by number of rows, {variant}](performance/{name})")
     return "\n\n".join(parts), plots
+
+
+def _by_variant(results: Sequence[Result]) -> dict[str, list[Result]]:
+    """The runs of each variant; a run may have several, and a variant several runs, each of other shapes."""
+    found: dict[str, list[Result]] = {}
+    for result in results:
+        for variant in result["variants"]:
+            found.setdefault(variant, []).append(result)
+    return found
 
 
 def _product_table(products: Sequence[Result]) -> str:
@@ -200,7 +211,7 @@ def flat(results: Sequence[Result]) -> tuple[str, Plots]:
     """Of a benchmark with a handful of figures: all of them, by name."""
     parts = []
     for result in results:
-        rows = [[name, value] for name, value in _flatten(result) if name not in ("benchmark", "date", "cpu", "threads")]
+        rows = [[name, value] for name, value in _flatten(result) if name not in NOT_FIGURES]
         parts.append(f"{where(result)}.\n\n{table(['', ''], rows)}")
     return "\n\n".join(parts), {}
 

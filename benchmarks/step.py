@@ -211,7 +211,7 @@ def main() -> None:
         print(results[-1], flush=True)
     summary = {
         "benchmark": "step",
-        **context(executor.num_threads, executor.variant),
+        **context(executor.num_threads, executor.variant, cpu_time=args.cpu_time),
         "model": model.name,
         "steps": results,
         "peaks": meter.summary(),

@@ -55,9 +55,21 @@ RESULTS = {
         "times_peer": {"other": {"32": 1.0}},
         "left_out": {"third": "no compiler"},
     },
-    "inprocess": {"model": "small", "workload": "sharegpt", "repeat": 3, "median_by_concurrency": {"32": {"ratio": 0.93}}}
+    "inprocess": {
+        "date": "2026-01-02",
+        "model": "small",
+        "workload": "sharegpt",
+        "repeat": 3,
+        "median_by_concurrency": {"32": {"ratio": 0.93}},
+    }
     | {"ratio_range": {"32": [0.9, 0.95]}},
-    "serve": {"model": "small", "workload": "sharegpt", "repeat": 3, "median_by_concurrency": {"32": {"ttft_p50_ms": 40.5}}},
+    "serve": {
+        "date": "2026-01-02",
+        "model": "small",
+        "workload": "sharegpt",
+        "repeat": 3,
+        "median_by_concurrency": {"32": {"ttft_p50_ms": 40.5}},
+    },
     "startup": WHERE | {"ready_s": {"median": 0.65, "max": 0.7}},
     "scheduler": WHERE | {"decode": {"total_us": 112.3}},
 }
