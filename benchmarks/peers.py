@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from workloads import DEFAULT_TRACES, WORKLOADS, Source, describe, read_jobs, re
 
 DEFAULT_ENVIRONMENTS = Path(__file__).parents[1] / "build" / "peers"
 WARM_UP_TOKENS = 8
-SAME_START_CHARS = 24
+START_CHARS = 200
 CONTEXT_STEP = 256
 
 
@@ -112,7 +112,7 @@ def measure(
         session.replay(warm_up, max(loads))
         for concurrency, count in loads.items():
             runs[concurrency], replies = measured(session, jobs[:count], concurrency)
-            starts[concurrency] = [reply.text.strip()[:SAME_START_CHARS] for reply in replies.replies]
+            starts[concurrency] = [reply.text.strip()[:START_CHARS] for reply in replies.replies]
             print(show(contender.name, concurrency, runs[concurrency]), flush=True)
         record.ready_s.append(session.ready_s)
         record.resident_mb.append(session.resident_mb())
@@ -183,16 +183,24 @@ def ratios(records: Mapping[str, Record]) -> dict[str, dict[str, float]]:
     return found
 
 
-def same_starts(records: Mapping[str, Record]) -> dict[str, float]:
-    """Share of replies that begin as ours do: near 1 if the weights and prompts are the same, whatever the rounding."""
+def common_starts(records: Mapping[str, Record]) -> dict[str, float]:
+    """Mean number of characters for which a peer's replies are ours: a check that it was asked the same of the same weights.
+
+    A small model's replies part soon, since everybody rounds in another way; with a wrong prompt hardly a character is common.
+    """
     if OURS not in records:
         return {}
     ours = list(chain.from_iterable(records[OURS].starts.values()))
-    shares = {}
+    means = {}
     for name, record in records.items():
-        theirs = chain.from_iterable(record.starts.values())
-        shares[name] = round(statistics.mean(a == b for a, b in zip(ours, theirs, strict=True)), 3)
-    return shares
+        pairs = zip(ours, chain.from_iterable(record.starts.values()), strict=True)
+        means[name] = round(statistics.mean(num_common(*pair) for pair in pairs), 1)
+    return means
+
+
+def num_common(a: str, b: str) -> int:
+    """Characters before the first in which two texts differ."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
 def table(records: Mapping[str, Record], loads: Mapping[int, int]) -> str:
@@ -274,7 +282,7 @@ def main() -> None:
         "cpus": num_cpus,
         "contenders": {name: record.medians() for name, record in records.items()},
         "times_peer": ratios(records),
-        "same_start_share": same_starts(records),
+        "common_start_chars": common_starts(records),
         "left_out": skipped,
     }
     print(json.dumps(report))

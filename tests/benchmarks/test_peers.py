@@ -5,7 +5,7 @@ import peers
 import pytest
 from load import LoadError
 from peer_setup import Environments
-from peers import Record, compete, median_figures, prepare, ratios, same_starts, table
+from peers import Record, common_starts, compete, median_figures, prepare, ratios, table
 from sessions import Contender
 
 
@@ -65,10 +65,10 @@ def test_figures_are_medians_with_all_rounds_beside():
     assert median_figures(runs) == {"output_tokens_per_s": 2.0, "seconds": 2.0, "rounds": [3.0, 1.0, 2.0]}
 
 
-def test_share_of_replies_that_begin_alike():
+def test_replies_are_compared_by_how_long_they_are_the_same():
     records = records_of(penstock=[1.0], peer=[1.0])
-    add_round(records["peer"], 1.0, "other")
-    assert same_starts(records) == {"penstock": 1.0, "peer": 0.5}
+    add_round(records["peer"], 1.0, "sale")
+    assert common_starts(records) == {"penstock": 4.5, "peer": 3.5}
 
 
 def test_table_has_a_line_for_each_contender():
