@@ -10,7 +10,6 @@ PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check
 PIP_FAILED := { echo "error: pip failed, for the reason above. Packages come from the index of pip's settings: see 'pip config list'." >&2; exit 1; }
 INSTALLED := .venv/.installed
 INSTALLED_TEST := .venv/.installed-test
-INSTALLED_BENCH := .venv/.installed-bench
 SOURCES := pyproject.toml CMakeLists.txt src/penstock/__init__.py $(shell find native -type f)
 
 .DEFAULT_GOAL := help
@@ -32,10 +31,6 @@ $(INSTALLED): $(SOURCES) | .venv
 $(INSTALLED_TEST): $(SOURCES) | .venv
 	@echo "Building Penstock and its test tools into .venv; the first time takes about two minutes."
 	@$(PIP_INSTALL) --editable '.[test]' || $(PIP_FAILED)
-	@touch $(INSTALLED) $@
-
-$(INSTALLED_BENCH): $(SOURCES) | .venv
-	@$(PIP_INSTALL) --editable '.[bench]' || $(PIP_FAILED)
 	@touch $(INSTALLED) $@
 
 .venv:
@@ -63,7 +58,7 @@ test: $(INSTALLED_TEST)  ## install, fetch the default model, check style and ty
 test-parity: $(INSTALLED)  ## compare with transformers in its own environment (downloads torch; minutes)
 	@tests/parity/run.sh $(ARGS)
 
-bench: $(INSTALLED_BENCH)  ## run one benchmark: NAME=scheduler ARGS='...' (see benchmarks/)
+bench: $(INSTALLED)  ## run one benchmark: NAME=scheduler ARGS='...' (see benchmarks/)
 	@$(BIN)/python benchmarks/$(NAME).py $(ARGS)
 
 lint: $(INSTALLED_TEST)  ## check style, types and layering, without tests
