@@ -2,7 +2,7 @@
 
 The server runs with an executor that sleeps for `--step-ms` and then says the next words of a poem, so nothing but the
 server's own work is left, and other programs on the machine disturb less than with wall time. All else is as with a model:
-tokenizer, scheduler, rows in C++, text, events, metrics. One closed loop for each number in `--streams`; the client is `load.py`.
+tokenizer, scheduler, rows in C++, text, events, metrics. One closed loop for each of `--streams`; the client is `load.py`.
 
     python benchmarks/streaming.py
 
