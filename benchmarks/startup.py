@@ -1,7 +1,11 @@
-"""How soon does the server answer after its start, and how much memory does it hold?
+"""How soon does the server answer after its start, how much memory does it hold, and how much disk does it take?
 
 Starts `penstock serve` with a model that is in the cache, on a free port, and waits for `/ready` to say 200; then asks one
-question, so that what is allocated on first use is counted, and reads the resident memory.
+question, so that what is allocated on first use is counted, and reads the resident memory. `beside_mb` is what remains of it
+without the weights and the KV cache: the bar is 150 MB. It is read again after a load of 32 streams, as `loaded_beside_mb`.
+
+`installed_mb` is what `pip install penstock` leaves in `site-packages`: every distribution that it needs at run time, found by
+their metadata in the environment that runs this, as the sum of their files' sizes (byte code included).
 
     penstock pull && python benchmarks/startup.py
 
@@ -13,15 +17,28 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import re
 import socket
 import statistics
 import subprocess
 import sys
 import time
+import tomllib
 import urllib.request
+from collections.abc import Iterable
+from importlib import metadata
 from pathlib import Path
 
+from load import Job, replay
+from packaging.requirements import Requirement
+
+from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
+from penstock.models.load import load_model
+
 DEADLINE_S = 60.0
+KV_BYTES = 1 << 30
+ROOT = Path(__file__).parents[1]
+STREAMS = 32
 
 
 def free_port() -> int:
@@ -49,24 +66,71 @@ def ask(url: str) -> str:
         return str(json.load(response)["choices"][0]["message"]["content"])
 
 
-def resident_mib(pid: int) -> dict[str, float]:
-    """Resident memory by kind, from /proc/PID/status."""
-    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
-    return {name: int(fields[name].split()[0]) / 1024 for name in ("VmRSS", "RssAnon", "RssFile")}
+def resident_mb(pid: int) -> dict[str, float]:
+    """Resident memory: all of it, and the pages of the KV cache, which has a mapping of its own."""
+    resident, in_kv, size = 0, 0, 0
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "Size":
+            size = int(value.split()[0]) * 1024
+        elif name == "Rss":
+            rss = int(value.split()[0]) * 1024
+            resident += rss
+            in_kv += rss if 0.9 * KV_BYTES < size < 1.1 * KV_BYTES else 0
+    return {"resident_mb": resident / 1e6, "kv_touched_mb": in_kv / 1e6}
 
 
-def measure(arguments: list[str]) -> dict[str, float]:
+def required(names: Iterable[str]) -> dict[str, metadata.Distribution]:
+    """The distributions that these requirements bring, by name; those that no platform marker leaves out."""
+    found: dict[str, metadata.Distribution] = {}
+    waiting = list(names)
+    while waiting:
+        requirement = Requirement(waiting.pop())
+        name = re.sub(r"[-_.]+", "-", requirement.name).lower()
+        if name in found or (requirement.marker is not None and not requirement.marker.evaluate({"extra": ""})):
+            continue
+        found[name] = metadata.distribution(name)
+        waiting += found[name].requires or ()
+    return found
+
+
+def installed_mb() -> dict[str, float]:
+    """Size in `site-packages` of Penstock and of everything that it needs, the largest first."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    sizes = {
+        name: sum(map(_size, distribution.files or ())) for name, distribution in required(project["dependencies"]).items()
+    }
+    own = ROOT / "src" / "penstock"
+    sizes["penstock"] = sum(file.stat().st_size for file in own.rglob("*") if file.is_file())
+    return {name: round(size / 1e6, 1) for name, size in sorted(sizes.items(), key=lambda item: -item[1])}
+
+
+def _size(file: metadata.PackagePath) -> int:
+    path = Path(str(file.locate()))
+    return path.stat().st_size if ".." not in file.parts and path.is_file() else 0
+
+
+def beside_mb(pid: int, num_weight_bytes: int) -> dict[str, float]:
+    figures = resident_mb(pid)
+    return figures | {"beside_mb": figures["resident_mb"] - figures["kv_touched_mb"] - num_weight_bytes / 1e6}
+
+
+def measure(arguments: list[str], num_weight_bytes: int) -> dict[str, float]:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     start = time.perf_counter()
-    command = [sys.executable, "-m", "penstock", "serve", "--port", str(port), *arguments]
+    # As much KV cache as can be told from other mappings by its size.
+    command = [sys.executable, "-m", "penstock", "serve", "--port", str(port), "--kv-cache-memory", str(KV_BYTES), *arguments]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         wait_until_ready(url, server)
         ready_s = time.perf_counter() - start
         print(ask(url))
         figures = {"ready_s": ready_s, "first_answer_s": time.perf_counter() - start}
-        return figures | {f"{name}_mib": size for name, size in resident_mib(server.pid).items()}
+        figures |= beside_mb(server.pid, num_weight_bytes)
+        replay(url, DEFAULT_MODEL, [Job("Once upon a time " * 100, 0, 32)] * STREAMS, STREAMS)
+        loaded = beside_mb(server.pid, num_weight_bytes)
+        return figures | {f"loaded_{name}": size for name, size in loaded.items()}
     finally:
         server.terminate()
         server.wait()
@@ -77,12 +141,16 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("arguments", nargs="*", help="for `penstock serve`, after --")
     args = parser.parse_args()
-    runs = [measure(args.arguments) for _ in range(args.repeat)]
+    num_weight_bytes = load_model(resolve(DEFAULT_MODEL, default_cache_dir())).num_weight_bytes
+    runs = [measure(args.arguments, num_weight_bytes) for _ in range(args.repeat)]
     summary = {
         key: {"median": round(statistics.median(r[key] for r in runs), 3), "max": round(max(r[key] for r in runs), 3)}
         for key in runs[0]
     }
-    print(json.dumps({"benchmark": "startup", "repeat": args.repeat, **summary}))
+    packages = installed_mb()
+    print(packages)
+    size = {"installed_mb": round(sum(packages.values()), 1), "weights_mb": round(num_weight_bytes / 1e6, 1)}
+    print(json.dumps({"benchmark": "startup", "repeat": args.repeat, **size, **summary}))
 
 
 if __name__ == "__main__":

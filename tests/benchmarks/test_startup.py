@@ -1,0 +1,17 @@
+"""What is installed with Penstock: all of it is counted, and it stays small."""
+
+import startup
+
+MAX_INSTALLED_MB = 150
+
+
+def test_requirements_are_followed_to_their_end():
+    found = startup.required(["fastapi>=0.1", 'nothing-such ; python_version < "3"', 'nor-this ; extra == "x"'])
+    assert {"fastapi", "starlette", "pydantic", "pydantic-core", "anyio"} <= found.keys()
+    assert not found.keys() & {"nothing-such", "nor-this"}
+
+
+def test_the_installation_is_small():
+    sizes = startup.installed_mb()
+    assert sizes["numpy"] > 20
+    assert sum(sizes.values()) <= MAX_INSTALLED_MB, sizes
