@@ -24,10 +24,14 @@ SILU = 0
 
 @dataclass(frozen=True, slots=True)
 class WeightKind:
+    """A way that weights are packed, and a format of files that is packed so."""
+
     name: str
     source: SourceFormat
-    group_bytes: int
-    """Bytes of 32 weights of one row, in the file and packed alike."""
+    file_bytes: int
+    """Of 32 weights of one row, in the file; the scale comes first, as f16, then the offset if there is one."""
+    packed_bytes: int
+    has_offset: bool = False
 
     @property
     def is_quantised(self) -> bool:
@@ -37,12 +41,15 @@ class WeightKind:
 WEIGHT_KINDS = {
     kind.name: kind
     for kind in (
-        WeightKind("q4_1", SourceFormat.Q4_1, 20),
-        WeightKind("q4_0", SourceFormat.Q4_0, 18),
-        WeightKind("q8_0", SourceFormat.Q8_0, 34),
-        WeightKind("bf16", SourceFormat.BF16, 64),
+        WeightKind("q4_1", SourceFormat.Q4_1, 20, 20, has_offset=True),
+        WeightKind("q4_0", SourceFormat.Q4_0, 18, 18),
+        WeightKind("iq4_nl", SourceFormat.IQ4_NL, 18, 18),
+        WeightKind("q5_1", SourceFormat.Q5_1, 24, 36, has_offset=True),
+        WeightKind("q8_0", SourceFormat.Q8_0, 34, 34),
+        WeightKind("bf16", SourceFormat.BF16, 64, 64),
     )
 }
+"""One for each way of packing; Q4_K is packed as Q4_1 is, Q5_K as Q5_1, Q6_K as Q8_0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +68,7 @@ class Product:
         return self.cols * sum(self.outputs)
 
     def num_bytes(self, kind: WeightKind) -> int:
-        return self.num_weights // 32 * kind.group_bytes
+        return self.num_weights // 32 * kind.packed_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +87,12 @@ class AttentionCase:
 
 def _finite_weights(rng: np.random.Generator, kind: WeightKind, rows: int, cols: int) -> NDArray[np.uint8]:
     """Random weights as a file's bytes, about 0.02 in size. [rows, bytes per row]"""
-    groups = rng.integers(0, 256, (cols // 32, kind.group_bytes), np.uint8)
+    groups = rng.integers(0, 256, (cols // 32, kind.file_bytes), np.uint8)
     if not kind.is_quantised:
         values = rng.normal(0.0, 0.02, cols).astype(np.float32).view(np.uint32) >> 16
         return np.tile(values.astype(np.uint16).view(np.uint8), (rows, 1))
-    groups[:, 0:2] = np.array([0.004 if kind.group_bytes < 32 else 0.0002], np.float16).view(np.uint8)
-    if kind.source == SourceFormat.Q4_1:
+    groups[:, 0:2] = np.array([0.004 if kind.packed_bytes <= 20 else 0.0002], np.float16).view(np.uint8)
+    if kind.has_offset:
         groups[:, 2:4] = np.array([-0.03], np.float16).view(np.uint8)
     return np.tile(groups.reshape(-1), (rows, 1))
 
