@@ -207,10 +207,10 @@ PENSTOCK_INLINE vf load_columns(const float* p, int count) {
     return load(t);
 }
 
+// `gates`: what is in e.out is the gate of these sums, and is replaced by activation(gate) * sum; null in a plain product.
 template <WeightKind kKind, int kPanels, int kRows>
-void linear_tile(const PackedMatrix& w, const Activation& a, int row0, int panel, const Epilogue& e) {
-    Panel panels[kPanels];
-    for (int p = 0; p < kPanels; ++p) panels[p] = panel_of<kKind>(w, panel + p);
+PENSTOCK_INLINE void product_tile(const PackedMatrix& w, const Panel (&panels)[kPanels], const Activation& a, int row0, int panel,
+                                  const Epilogue& e, const ActivationKind* gates) {
     vf acc[kPanels][kRows];
     compute_tile<kKind, kPanels, kRows>(panels, a, row0, acc);
     for (int p = 0; p < kPanels; ++p) {
@@ -219,6 +219,7 @@ void linear_tile(const PackedMatrix& w, const Activation& a, int row0, int panel
         for (int r = 0; r < kRows; ++r) {
             vf value = acc[p][r];
             const int64_t at = (row0 + r) * e.ld + column;
+            if (gates) value = gated(load_columns(e.out + at, count), value, *gates);
             if (e.bias) value = add(value, load_columns(e.bias + column, count));
             if (e.residual) value = add(value, load_columns(e.residual + at, count));
             store_columns(e.out + at, value, count);
@@ -226,75 +227,41 @@ void linear_tile(const PackedMatrix& w, const Activation& a, int row0, int panel
     }
 }
 
-// Panels of gate and the same ones of up.
-template <WeightKind kKind, int kPanels, int kRows>
-void gated_tile(const PackedMatrix& gate, const PackedMatrix& up, const Activation& a, int row0, int panel,
-                ActivationKind kind, const Epilogue& e) {
-    Panel gates[kPanels], ups[kPanels];
-    for (int p = 0; p < kPanels; ++p) {
-        gates[p] = panel_of<kKind>(gate, panel + p);
-        ups[p] = panel_of<kKind>(up, panel + p);
-    }
-    vf g[kPanels][kRows], u[kPanels][kRows];
-    compute_tile<kKind, kPanels, kRows>(gates, a, row0, g);
-    compute_tile<kKind, kPanels, kRows>(ups, a, row0, u);
-    for (int p = 0; p < kPanels; ++p) {
-        const int column = (panel + p) * kPanel;
-        const int count = gate.rows - column < kPanel ? gate.rows - column : kPanel;
-        for (int r = 0; r < kRows; ++r) store_columns(e.out + (row0 + r) * e.ld + column, gated(g[p][r], u[p][r], kind), count);
-    }
-}
-
-// Calls f.template operator()<rows>(row) over [row0, row1) in as few tiles of at most kMost rows as there can be, all of
-// about the same size: a last tile of one row would cost almost as much as a whole one.
-template <int kMost, typename F>
-PENSTOCK_INLINE void for_row_tiles(int row0, int row1, F f) {
-    static_assert(kMost <= 4);
-    int tiles = (row1 - row0 + kMost - 1) / kMost;
+// Some panels for a block of rows, in as few tiles of at most kMostRows rows as there can be, all of about the same size: a last tile
+// of one row would cost almost as much as a whole one. The panels' weights stay in the first-level cache for all rows.
+template <WeightKind kKind, int kPanels, int kMostRows>
+void panels_product(const PackedMatrix& w, const Activation& a, int row0, int row1, int panel, const Epilogue& e,
+                    const ActivationKind* gates) {
+    static_assert(kMostRows <= 4);
+    Panel panels[kPanels];
+    for (int p = 0; p < kPanels; ++p) panels[p] = panel_of<kKind>(w, panel + p);
+    int tiles = (row1 - row0 + kMostRows - 1) / kMostRows;
     for (int row = row0; row < row1; --tiles) {
         const int rows = (row1 - row + tiles - 1) / tiles;
         switch (rows) {
-            case 1: f.template operator()<1>(row); break;
-            case 2: if constexpr (kMost >= 2) f.template operator()<2>(row); break;
-            case 3: if constexpr (kMost >= 3) f.template operator()<3>(row); break;
-            default: if constexpr (kMost >= 4) f.template operator()<4>(row); break;
+            case 1: product_tile<kKind, kPanels, 1>(w, panels, a, row, panel, e, gates); break;
+            case 2: if constexpr (kMostRows >= 2) product_tile<kKind, kPanels, 2>(w, panels, a, row, panel, e, gates); break;
+            case 3: if constexpr (kMostRows >= 3) product_tile<kKind, kPanels, 3>(w, panels, a, row, panel, e, gates); break;
+            default: if constexpr (kMostRows >= 4) product_tile<kKind, kPanels, 4>(w, panels, a, row, panel, e, gates); break;
         }
         row += rows;
     }
 }
 
-// Calls f.template operator()<panels, rows>(panel, row) over a block, panels outermost: their weights stay in the first-level
-// cache for all rows.
-template <int kPanels, int kRows, typename F>
-PENSTOCK_INLINE void for_tiles(int row0, int row1, int panel, int panel1, F f) {
-    for (; panel + kPanels <= panel1; panel += kPanels) {
-        for_row_tiles<kRows>(row0, row1, [&]<int kTile>(int row) { f.template operator()<kPanels, kTile>(panel, row); });
-    }
-    if constexpr (kPanels > 1) for_tiles<kPanels - 1, kRows>(row0, row1, panel, panel1, f);
+// Calls f.template operator()<panels, most rows>(panel) over the panels of a block.
+template <int kPanels, int kMostRows, typename F>
+PENSTOCK_INLINE void for_panels(int panel, int panel1, F f) {
+    for (; panel + kPanels <= panel1; panel += kPanels) f.template operator()<kPanels, kMostRows>(panel);
+    if constexpr (kPanels > 1) for_panels<1, kMostRows>(panel, panel1, f);
 }
 
 template <typename F>
-PENSTOCK_INLINE void for_block(int row0, int row1, int panel, int panel1, F f) {
-    if (row1 - row0 <= kFewRows) {
-        for_tiles<kFewRowPanels, kFewRows>(row0, row1, panel, panel1, f);
+PENSTOCK_INLINE void for_block(int rows, int panel0, int panel1, F f) {
+    if (rows <= kFewRows) {
+        for_panels<kFewRowPanels, kFewRows>(panel0, panel1, f);
     } else {
-        for_tiles<kTilePanels, kTileRows>(row0, row1, panel, panel1, f);
+        for_panels<kTilePanels, kTileRows>(panel0, panel1, f);
     }
-}
-
-template <WeightKind kKind>
-void gemm_kind(const PackedMatrix& w, const Activation& a, int row0, int row1, int panel0, int panel1, const Epilogue& e) {
-    for_block(row0, row1, panel0, panel1, [&]<int kPanels, int kRows>(int panel, int row) {
-        linear_tile<kKind, kPanels, kRows>(w, a, row, panel, e);
-    });
-}
-
-template <WeightKind kKind>
-void gated_kind(const PackedMatrix& gate, const PackedMatrix& up, const Activation& a, int row0, int row1, int panel0,
-                int panel1, ActivationKind kind, const Epilogue& e) {
-    for_block(row0, row1, panel0, panel1, [&]<int kPanels, int kRows>(int panel, int row) {
-        gated_tile<kKind, kPanels, kRows>(gate, up, a, row, panel, kind, e);
-    });
 }
 
 // Calls f.template operator()<kind>().
@@ -313,12 +280,22 @@ PENSTOCK_INLINE void for_kind(WeightKind kind, F f) {
 }  // namespace
 
 void gemm(const PackedMatrix& w, const Activation& a, int row0, int row1, int panel0, int panel1, const Epilogue& e) {
-    for_kind(w.kind, [&]<WeightKind kKind>() { gemm_kind<kKind>(w, a, row0, row1, panel0, panel1, e); });
+    for_kind(w.kind, [&]<WeightKind kKind>() {
+        for_block(row1 - row0, panel0, panel1, [&]<int kPanels, int kMostRows>(int panel) {
+            panels_product<kKind, kPanels, kMostRows>(w, a, row0, row1, panel, e, nullptr);
+        });
+    });
 }
 
+// The gate's sums wait in `out`, some panels at a time, for those of up.
 void gemm_gated(const PackedMatrix& gate, const PackedMatrix& up, const Activation& a, int row0, int row1, int panel0,
                 int panel1, ActivationKind kind, const Epilogue& e) {
-    for_kind(gate.kind, [&]<WeightKind kKind>() { gated_kind<kKind>(gate, up, a, row0, row1, panel0, panel1, kind, e); });
+    for_kind(gate.kind, [&]<WeightKind kKind>() {
+        for_block(row1 - row0, panel0, panel1, [&]<int kPanels, int kMostRows>(int panel) {
+            panels_product<kKind, kPanels, kMostRows>(gate, a, row0, row1, panel, e, nullptr);
+            panels_product<kKind, kPanels, kMostRows>(up, a, row0, row1, panel, e, &kind);
+        });
+    });
 }
 
 // Row `index` of w, times scale.
