@@ -61,15 +61,19 @@ Engine::StagePlan Engine::plan_stage(const Instruction& instruction) const {
         const int grain = grain_of(rows, wanted);
         return {ceil_div(rows, grain), grain, 1};
     }
-    const int row_blocks = ceil_div(rows, kRowBlock);
+    // Whole tiles: a task's last panels would be computed one by one.
+    const int row_blocks = ceil_div(rows, kRowBlock), tile = kernels_.tile_panels(rows);
+    const auto panels_of_task = [&](int panels) {
+        return ceil_div(grain_of(panels, std::max(1, wanted / row_blocks)), tile) * tile;
+    };
     const auto tasks_of = [&](int weight, int grain) { return ceil_div(matrices_[weight].matrix.panels, grain) * row_blocks; };
     if (instruction.kind == InstructionKind::kGated) {
-        const int grain = grain_of(matrices_[instruction.gated.gate].matrix.panels, std::max(1, wanted / row_blocks));
+        const int grain = panels_of_task(matrices_[instruction.gated.gate].matrix.panels);
         return {tasks_of(instruction.gated.gate, grain), grain, row_blocks};
     }
     int panels = 0, tasks = 0;
     for (const LinearOp& op : instruction.linears) panels += matrices_[op.weight].matrix.panels;
-    const int grain = grain_of(panels, std::max(1, wanted / row_blocks));
+    const int grain = panels_of_task(panels);
     for (const LinearOp& op : instruction.linears) tasks += tasks_of(op.weight, grain);
     return {tasks, grain, row_blocks};
 }

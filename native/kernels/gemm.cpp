@@ -279,6 +279,8 @@ PENSTOCK_INLINE void for_kind(WeightKind kind, F f) {
 
 }  // namespace
 
+int tile_panels(int rows) { return rows <= kFewRows ? kFewRowPanels : kTilePanels; }
+
 void gemm(const PackedMatrix& w, const Activation& a, int row0, int row1, int panel0, int panel1, const Epilogue& e) {
     for_kind(w.kind, [&]<WeightKind kKind>() {
         for_block(row1 - row0, panel0, panel1, [&]<int kPanels, int kMostRows>(int panel) {

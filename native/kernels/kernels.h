@@ -127,6 +127,8 @@ struct KernelTable {
     void (*gated_row)(float* out, const float* gate, const float* up, int cols, ActivationKind kind);
     void (*add_row)(float* out, const float* a, const float* b, int cols);
 
+    // how many panels side by side are fastest for so many rows
+    int (*tile_panels)(int rows);
     // out[r, panels] = a[r] @ w.T for rows [row0, row1) and panels [panel0, panel1)
     void (*gemm)(const PackedMatrix& w, const Activation& a, int row0, int row1, int panel0, int panel1, const Epilogue& e);
     // out = activation(a @ gate.T) * (a @ up.T); weights of equal kind and shape, no bias, no residual

@@ -14,6 +14,7 @@ void rope_row(float* x, const float* cos, const float* sin, int num_heads, int h
 void kv_write_row(const KvLayer& kv, int64_t slot, const float* k, const float* v);
 void gated_row(float* out, const float* gate, const float* up, int cols, ActivationKind kind);
 void add_row(float* out, const float* a, const float* b, int cols);
+int tile_panels(int rows);
 void gemm(const PackedMatrix& w, const Activation& a, int row0, int row1, int panel0, int panel1, const Epilogue& e);
 void gemm_gated(const PackedMatrix& gate, const PackedMatrix& up, const Activation& a, int row0, int row1, int panel0,
                 int panel1, ActivationKind kind, const Epilogue& e);
