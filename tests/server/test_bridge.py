@@ -48,6 +48,12 @@ def deliver_from_thread(bridge, batches):
     thread.join()
 
 
+async def hop():
+    """Let the loop hear of what was delivered, and pass it on."""
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
 async def read_all(stream):
     chunks = []
     while batch := await stream.next_chunks():
@@ -62,7 +68,7 @@ async def test_chunks_arrive_in_order_and_the_stream_ends(bridge, engine):
     assert engine.submitted == ["r0"]
     for index in range(100):
         deliver_from_thread(bridge, [[chunk(text=f"{index} ", finish=FinishReason.STOP if index == 99 else None)]])
-        await asyncio.sleep(0)
+        await hop()
     await reader
     assert "".join(texts) == "".join(f"{index} " for index in range(100))
     assert engine.aborted == []
@@ -77,7 +83,7 @@ async def collect(bridge, texts):
 async def test_a_reader_that_lags_gets_merged_chunks_and_loses_nothing(bridge):
     with bridge.open([make_request()]) as stream:
         deliver_from_thread(bridge, [[chunk(text=chr(65 + index % 26), count=index + 1)] for index in range(1000)])
-        await asyncio.sleep(0)
+        await hop()
         [merged] = await stream.next_chunks()
         assert merged.text == "".join(chr(65 + index % 26) for index in range(1000))
         assert len(merged.token_ids) == 1000
@@ -90,18 +96,22 @@ async def test_what_a_slow_reader_has_not_taken_is_few_objects(bridge):
     with bridge.open([make_request("a"), make_request("b")]) as stream:
         for _ in range(50):
             deliver_from_thread(bridge, [[chunk("a"), chunk("b")] for _ in range(100)])
-            await asyncio.sleep(0)
+            await hop()
             assert len(stream._chunks) <= 130
         merged = await stream.next_chunks()
         assert {piece.request_id: len(piece.text) for piece in merged} == {"a": 5000, "b": 5000}
 
 
-async def test_one_hop_carries_everything_that_waits(bridge, monkeypatch):
-    loop = asyncio.get_running_loop()
-    hops = []
+async def test_one_hop_carries_everything_that_waits(bridge):
     with bridge.open([make_request()]) as stream:
-        hop = loop.call_soon_threadsafe
-        monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *args: (hops.append(1), hop(*args))[1])
+        hops, waker = [], bridge._waker
+
+        class Counting:
+            def wake(self):
+                hops.append(1)
+                waker.wake()
+
+        bridge._waker = Counting()
         deliver_from_thread(bridge, [[chunk()]] * 10)
         await stream.next_chunks()
     assert len(hops) == 1
@@ -113,7 +123,7 @@ async def test_leaving_early_aborts(bridge, engine):
     assert [request_id for request_id, _ in engine.aborted] == ["r0"]
     assert bridge.num_open_requests == 0
     deliver_from_thread(bridge, [[chunk(finish=FinishReason.ABORT)]])
-    await asyncio.sleep(0)  # The late chunk is nobody's, and does no harm.
+    await hop()  # The late chunk is nobody's, and does no harm.
 
 
 async def aiter_first(bridge):
@@ -187,9 +197,9 @@ async def test_chunks_are_passed_on_without_waking_the_reader(bridge):
         reader = asyncio.create_task(stream.pass_to(take))
         await asyncio.sleep(0)
         deliver_from_thread(bridge, [[chunk("a", "1"), chunk("b", "2")]])
-        await asyncio.sleep(0)
+        await hop()
         deliver_from_thread(bridge, [[chunk("a", "3")], [chunk("a", "4")]])
-        await asyncio.sleep(0)
+        await hop()
         assert take.calls == [["1", "2"], ["34"]]
         assert not reader.done()
         reader.cancel()
@@ -201,7 +211,7 @@ async def test_refused_chunks_are_the_readers(bridge):
         reader = asyncio.create_task(stream.pass_to(take))
         await asyncio.sleep(0)
         deliver_from_thread(bridge, [[chunk(text="1")]])
-        await asyncio.sleep(0)
+        await hop()
         take.is_willing = False
         deliver_from_thread(bridge, [[chunk(text="2")]])
         await reader
@@ -214,7 +224,7 @@ async def test_refused_chunks_are_the_readers(bridge):
 async def test_chunks_that_came_before_are_not_passed_over(bridge):
     with bridge.open([make_request()]) as stream:
         deliver_from_thread(bridge, [[chunk(text="1")]])
-        await asyncio.sleep(0)
+        await hop()
         take = Taker()
         await stream.pass_to(take)
         assert take.calls == []

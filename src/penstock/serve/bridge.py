@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from penstock.engine.ports import OutputChunk
+from penstock.serve.waker import Waker, make_waker
 from penstock.types.request import Request
 
 _log = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ class Bridge:
         self._engine: EnginePort | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._streams: dict[str, Stream] = {}
+        self._waker: Waker | None = None
         self._deliveries: deque[list[OutputChunk]] = deque()
         self._is_hop_due = False
 
@@ -84,12 +86,12 @@ class Bridge:
     def deliver(self, chunks: list[OutputChunk]) -> None:
         """The engine's sink, called by its thread, once per step. Wakes the event loop at most once per pending batch."""
         self._deliveries.append(chunks)
-        loop = self._loop
-        if self._is_hop_due or loop is None:
+        waker = self._waker
+        if self._is_hop_due or waker is None:
             return
         self._is_hop_due = True
         try:
-            loop.call_soon_threadsafe(self._dispatch)
+            waker.wake()
         except RuntimeError:
             _log.debug("the event loop is closed; nobody reads these chunks")
 
@@ -105,6 +107,7 @@ class Bridge:
         self._deliveries.clear()
         self._is_hop_due = False
         self._loop = loop
+        self._waker = make_waker(loop, self._dispatch)
 
     def _dispatch(self) -> None:
         # Cleared before the queue is read: a delivery that comes in between causes one hop too many, never one too few.
