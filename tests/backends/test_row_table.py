@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from dataclasses import astuple, replace
 from typing import Any
 
@@ -212,3 +214,16 @@ def test_an_engine_of_another_shape_is_refused() -> None:
 def test_a_table_without_size_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="at least 1"):
         make_table(replace(CAPACITY, **{name: 0}))
+
+
+def test_a_closed_executor_leaves_nothing_behind() -> None:
+    """The bindings complain at the end of the process about what still lives, even if a global variable holds the executor."""
+    code = (
+        f"import sys; sys.path[:] = {sys.path!r}\n"
+        "from contracts.factories import make_native\n"
+        "from penstock.types.plan import Capacity\n"
+        "executor = make_native(Capacity(4, 16, 2, 8, 32), variant='')\n"
+        "executor.close()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -58,7 +58,7 @@ class NativeExecutor:
             variant=variant,
         )
         lower(program, model.weights, self._engine)
-        self._rows = RowTable(
+        self._opened_rows: RowTable | None = RowTable(
             num_blocks=num_blocks,
             block_size=block_size,
             max_rows=max_rows,
@@ -79,6 +79,12 @@ class NativeExecutor:
         if self._opened is None:
             raise ValueError("the executor is closed")
         return self._opened
+
+    @property
+    def _rows(self) -> RowTable:
+        if self._opened_rows is None:
+            raise ValueError("the executor is closed")
+        return self._opened_rows
 
     @property
     def capacity(self) -> Capacity:
@@ -179,4 +185,4 @@ class NativeExecutor:
     def close(self) -> None:
         """Ends the kernel threads and frees weights and KV. Idempotent; nothing else may be called after it."""
         self._flight = None
-        self._opened = None
+        self._opened = self._opened_rows = None
