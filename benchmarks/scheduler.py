@@ -34,7 +34,12 @@ MAX_STEP_TOKENS = 8192
 
 def main() -> None:
     arguments = _parse()
-    report: dict[str, object] = {"running": arguments.running, "waiting": arguments.waiting, "steps": arguments.steps}
+    report: dict[str, object] = {
+        "benchmark": "scheduler",
+        "running": arguments.running,
+        "waiting": arguments.waiting,
+        "steps": arguments.steps,
+    }
     for name in ("decode", "no_memory", "churn"):
         report[name] = _summary(name, list(_measure(name, arguments)))
     print(json.dumps(report))
