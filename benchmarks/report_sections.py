@@ -60,24 +60,17 @@ def peaks(results: Sequence[Result]) -> tuple[str, Plots]:
 def step(results: Sequence[Result]) -> tuple[str, Plots]:
     parts = []
     for result in results:
+        parts_known = [part for part in STEP_PARTS if part in result["steps"][0]]
         rows = []
         for s in result["steps"]:
             name = f"{s['batch']} x {s['query_len']} after {s['context_len']}"
             bound = "memory" if s["read_share"] >= s["compute_share"] else "multiply-adds"
-            spread = f"{s['ms']:.2f} ({s['min_ms']:.2f})"
-            rows.append(
-                [
-                    name,
-                    spread,
-                    *(f"{s[p]:.2f}" if p in s else "" for p in STEP_PARTS),
-                    bound,
-                    f"**{percent(s['share'])}** ({percent(s['best_share'])})",
-                ]
-            )
+            share = f"**{percent(s['share'])}** ({percent(s['best_share'])})"
+            rows.append([name, f"{s['ms']:.2f} ({s['min_ms']:.2f})", *(f"{s[p]:.2f}" for p in parts_known), bound, share])
         head = [
             "rows x tokens",
             "ms (fastest)",
-            *(f"{part} ms" for part in STEP_PARTS),
+            *(f"{part} ms" for part in parts_known),
             "bound by",
             "share of the bound (best)",
         ]
@@ -116,14 +109,16 @@ def _by_variant(results: Sequence[Result]) -> dict[str, list[Result]]:
 
 
 def _product_table(products: Sequence[Result]) -> str:
-    columns = [m for m in KERNEL_ROWS if m in products[0]["rows"]]
+    columns = [m for m in KERNEL_ROWS if any(m in product["rows"] for product in products)]
     rows = []
     for product in products:
-        worst = product["worst_neighbours"]
-        cells = [f"{100 * product['rows'][m]['share']:.0f}" for m in columns]
+        by_rows, worst = product["rows"], product["worst_neighbours"]
+        cells = [f"{100 * by_rows[m]['share']:.0f}" if m in by_rows else "" for m in columns]
+        fewest, most = min(by_rows, key=int), max(by_rows, key=int)
+        speeds = [f"{by_rows[fewest]['us']:.1f} ({fewest})", f"{by_rows[most]['gops']:.0f} ({most})"]
         pair = " to ".join(map(str, worst["rows"]))
-        rows.append([f"{product['shape']} {product['kind']}", *cells, f"{worst['ratio']:.2f} ({pair})"])
-    return table(["% of the bound", *(f"{m}" for m in columns), "worst neighbours"], rows)
+        rows.append([f"{product['shape']} {product['kind']}", *cells, *speeds, f"{worst['ratio']:.2f} ({pair})"])
+    return table(["% of the bound", *columns, "us (fewest rows)", "GOP/s (most rows)", "worst neighbours"], rows)
 
 
 def _attention_table(attention: Result, variant: str) -> str:

@@ -76,7 +76,7 @@ RESULTS = {
 SEEN = {
     "peaks": "2000 (1900)",
     "step": "**46 %** (50 %)",
-    "kernels": "| down q4_1 | 60 | 60 | 0.90 (12 to 13) |",
+    "kernels": "| down q4_1 | 60 | 60 | 10.0 (1) | 500 (32) | 0.90 (12 to 13) |",
     "peers": "| penstock | 2000 (1900 to 2050) | 0.7 | 200.0 | 120.0 |",
     "inprocess": "| ratio | 0.93 |\n| ratio_range | 0.9 to 0.95 |",
     "serve": "| ttft_p50_ms | 40.5 |",
