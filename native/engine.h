@@ -153,12 +153,21 @@ class Engine final : private Work {
     };
     struct AttentionTile {
         int32_t row, token, position, num_queries, kv_head;
+        int32_t split = -1;  // of which this is a piece
+        int32_t first_segment = 0, end_segment = 0;
+    };
+    // A tile that sees so much that its segments are divided over threads. The piece that is done last merges them all.
+    struct AttentionSplit {
+        int64_t partials;  // where they begin
+        int32_t num_pieces;
+        int32_t num_done;  // through std::atomic_ref
     };
 
     KvLayer layer(int index) const;
     int64_t rows_of(bool per_sample) const { return per_sample ? shape_.max_rows : shape_.max_step_tokens; }
     int domain_size(Domain domain) const { return domain == Domain::kTokens ? input_.num_tokens : input_.num_logits; }
     void plan_attention();
+    void split_long_tiles(int heads_per_kv);
     StagePlan plan_stage(const Instruction& instruction) const;
     void run_task(int stage, int task, int member) override;
     void stage_done(int stage) override;
@@ -167,7 +176,7 @@ class Engine final : private Work {
     void compute_angles(Rope& rope, int64_t row);
     void run_linear(const Instruction& instruction, const StagePlan& plan, int task);
     void run_gated(const GatedOp& op, const StagePlan& plan, int task, int rows);
-    AttentionTask attention_task(const AttentionOp& op, const AttentionTile& tile) const;
+    AttentionTask attention_task(const AttentionOp& op, const AttentionTile& tile);
     void run_attention(const AttentionOp& op, const StagePlan& plan, int task, int member);
     void run_sampling(int row, int member);
 
@@ -187,7 +196,9 @@ class Engine final : private Work {
 
     StepInput input_{};
     StepTimes times_;
-    std::vector<AttentionTile> tiles_;
+    std::vector<AttentionTile> tiles_, whole_tiles_;
+    std::vector<AttentionSplit> splits_;
+    std::vector<float> partials_;
     std::vector<StagePlan> stages_;  // of this step: one per instruction, and one for sampling
     std::vector<int32_t> num_tasks_;  // of the same stages
     int64_t stage_began_ns_ = 0;

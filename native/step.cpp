@@ -47,6 +47,39 @@ void Engine::plan_attention() {
             }
         }
     }
+    if (team_.size() > 1 && heads_per_kv <= kernels_.attention_queries) split_long_tiles(heads_per_kv);
+}
+
+// So that no task is more than a quarter of what every thread has to do.
+void Engine::split_long_tiles(int heads_per_kv) {
+    splits_.clear();
+    const auto cost_of = [](const AttentionTile& tile) { return int64_t{tile.position + tile.num_queries} * tile.num_queries; };
+    int64_t total = 0, longest = 0, num_partials = 0;
+    for (const AttentionTile& tile : tiles_) {
+        total += cost_of(tile);
+        longest = std::max(longest, cost_of(tile));
+    }
+    const int64_t bound = total / (4 * team_.size()) + 1;
+    if (longest <= bound) return;
+    whole_tiles_.swap(tiles_);
+    tiles_.clear();
+    for (AttentionTile tile : whole_tiles_) {
+        const int num_segments = ceil_div(tile.position + tile.num_queries, kSegment);
+        const int num_pieces = std::min(num_segments, static_cast<int>((cost_of(tile) + bound - 1) / bound));
+        if (num_pieces < 2) {
+            tiles_.push_back(tile);
+            continue;
+        }
+        tile.split = static_cast<int32_t>(splits_.size());
+        splits_.push_back({num_partials, num_pieces, 0});
+        num_partials += num_segments * kernels_.attention_partial_floats(tile.num_queries * heads_per_kv, shape_.head_dim);
+        for (int piece = 0; piece < num_pieces; ++piece) {
+            tile.first_segment = num_segments * piece / num_pieces;
+            tile.end_segment = num_segments * (piece + 1) / num_pieces;
+            tiles_.push_back(tile);
+        }
+    }
+    if (static_cast<int64_t>(partials_.size()) < num_partials) partials_.resize(num_partials);
 }
 
 Engine::StagePlan Engine::plan_stage(const Instruction& instruction) const {
@@ -198,7 +231,7 @@ void Engine::run_gated(const GatedOp& op, const StagePlan& plan, int task, int r
                         std::min(panel + plan.grain, gate.panels), op.kind, epilogue);
 }
 
-AttentionTask Engine::attention_task(const AttentionOp& op, const AttentionTile& tile) const {
+AttentionTask Engine::attention_task(const AttentionOp& op, const AttentionTile& tile) {
     const Buffer &q = buffers_[op.q], &out = buffers_[op.out];
     const int heads_per_kv = op.num_heads / shape_.num_kv_heads;
     const int64_t column = int64_t{tile.kv_head} * heads_per_kv * shape_.head_dim;
@@ -213,7 +246,10 @@ AttentionTask Engine::attention_task(const AttentionOp& op, const AttentionTile&
             op.window,
             op.scale,
             op.softcap,
-            nullptr};
+            nullptr,
+            tile.split < 0 ? nullptr : partials_.data() + splits_[tile.split].partials,
+            tile.first_segment,
+            tile.end_segment};
 }
 
 void Engine::run_attention(const AttentionOp& op, const StagePlan& plan, int task, int member) {
@@ -223,7 +259,16 @@ void Engine::run_attention(const AttentionOp& op, const StagePlan& plan, int tas
     for (int i = begin; i < end; ++i) {
         const AttentionTask next = attention_task(op, tiles_[std::min(i + 1, end - 1)]);
         if (i + 1 < end) work.next = &next;
-        kernels_.attention(kv, work, attention_scratch_[member].data());
+        float* scratch = attention_scratch_[member].data();
+        kernels_.attention(kv, work, scratch);
+        if (tiles_[i].split >= 0) {
+            AttentionSplit& split = splits_[tiles_[i].split];
+            const std::atomic_ref<int32_t> num_done(split.num_done);
+            if (num_done.fetch_add(1, std::memory_order_acq_rel) + 1 == split.num_pieces) {
+                num_done.store(0, std::memory_order_relaxed);  // for the next layer
+                kernels_.attention_merge(kv, work, scratch);
+            }
+        }
         work = next;
     }
 }

@@ -21,6 +21,7 @@ constexpr int kPairs = kAttentionPairs;          // whose sums fit the registers
 constexpr int kTaskPairs = kAttentionTaskPairs;  // that share the keys and values of a segment while these are in the cache
 constexpr int kStep = 2 * kLanes;                // positions whose weights are stored together
 constexpr int kSegmentTiles = kSegment / kKvTile;
+constexpr int kStateFloats = kTaskPairs + kLanes;  // of the numbers of each pair, which are read sixteen at a time
 constexpr float kLog2E = 1.44269504088896341f;
 constexpr float kLowest = -3.0e38f;
 
@@ -349,37 +350,53 @@ void write_out(const AttentionTask& t, const Pairs& pairs, int head_dim, const S
 }
 
 // The keys of what comes after the segment that begins at `begin`: the next one's, or else the next task's first.
-void find_ahead(const KvLayer& kv, const AttentionTask& t, int begin, int last, Tiles& tiles, int count) {
+void find_ahead(const KvLayer& kv, const AttentionTask& t, int begin, int end, Tiles& tiles, int count) {
     int found = 0;
-    if (begin + kSegment <= last) {
-        found = find_tiles(kv, t, begin + kSegment, last + 1, tiles.ahead, nullptr);
+    if (begin + kSegment < end) {
+        found = find_tiles(kv, t, begin + kSegment, end, tiles.ahead, nullptr);
     } else if (t.next) {
-        found = find_tiles(kv, *t.next, 0, t.next->first_position + t.next->num_queries, tiles.ahead, nullptr);
+        const int first = t.next->partials ? t.next->first_segment * kSegment : 0;
+        found = find_tiles(kv, *t.next, first, t.next->first_position + t.next->num_queries, tiles.ahead, nullptr);
     }
     for (; found < count; ++found) tiles.ahead[found] = tiles.keys[found];
+}
+
+PENSTOCK_INLINE State partial(const AttentionTask& t, int num_pairs, int head_dim, int begin) {
+    float* memory = t.partials + begin / kSegment * attention_partial_floats(num_pairs, head_dim);
+    return {memory, memory + kStateFloats, memory + 2 * kStateFloats};
+}
+
+// Calls f(at, count) for every kPairs pairs of which one may see the segment that begins at `begin`.
+template <typename F>
+PENSTOCK_INLINE void for_pairs(const Pairs& pairs, int begin, F f) {
+    for (int at = 0; at < pairs.count; at += kPairs) {
+        const int count = pairs.count - at < kPairs ? pairs.count - at : kPairs;
+        if (pairs.last[at + count - 1] >= begin && pairs.first[at] < begin + kSegment) f(at, count);
+    }
 }
 
 // Up to kTaskPairs pairs, kPairs at a time within every segment.
 void attend(const KvLayer& kv, const AttentionTask& t, int first_pair, int num_pairs, const Scratch& scratch) {
     Pairs pairs = make_pairs(kv, t, first_pair, num_pairs);
     quantize_queries(kv, t, pairs, scratch.q);
-    clear(pairs, kv.head_dim, scratch.merged);
+    if (!t.partials) clear(pairs, kv.head_dim, scratch.merged);
     Tiles tiles;
-    const int last = pairs.last[num_pairs - 1];
-    for (int begin = pairs.first[0] / kSegment * kSegment; begin <= last; begin += kSegment) {
-        const int num_tiles = find_tiles(kv, t, begin, last + 1, tiles.keys, tiles.values);
-        find_ahead(kv, t, begin, last, tiles, num_tiles);
-        for (int at = 0; at < num_pairs; at += kPairs) {
-            const int count = num_pairs - at < kPairs ? num_pairs - at : kPairs;
-            if (pairs.last[at + count - 1] < begin || pairs.first[at] >= begin + kSegment) continue;
-            attend_segment(t, pairs, at, count, begin, tiles, kv.head_dim, scratch, scratch.next);
-            merge(pairs, at, count, begin, kv.head_dim, scratch.merged, scratch.next);
-        }
+    int begin = pairs.first[0] / kSegment * kSegment, end = pairs.last[num_pairs - 1] + 1;
+    if (t.partials && t.first_segment * kSegment > begin) begin = t.first_segment * kSegment;
+    if (t.partials && t.end_segment * kSegment < end) end = t.end_segment * kSegment;
+    for (; begin < end; begin += kSegment) {
+        const int num_tiles = find_tiles(kv, t, begin, end, tiles.keys, tiles.values);
+        find_ahead(kv, t, begin, end, tiles, num_tiles);
+        const State state = t.partials ? partial(t, num_pairs, kv.head_dim, begin) : scratch.next;
+        for_pairs(pairs, begin, [&](int at, int count) {
+            attend_segment(t, pairs, at, count, begin, tiles, kv.head_dim, scratch, state);
+            if (!t.partials) merge(pairs, at, count, begin, kv.head_dim, scratch.merged, state);
+        });
     }
-    write_out(t, pairs, kv.head_dim, scratch.merged);
+    if (!t.partials) write_out(t, pairs, kv.head_dim, scratch.merged);
 }
 
-constexpr int kScoreFloats = kPairs * kSegment, kWeightFloats = kPairs * kSegment / 2, kStateFloats = kTaskPairs + kLanes;
+constexpr int kScoreFloats = kPairs * kSegment, kWeightFloats = kPairs * kSegment / 2;
 
 PENSTOCK_INLINE State take_state(float*& memory, int head_dim) {
     const State state{memory, memory + kStateFloats, memory + 2 * kStateFloats};
@@ -412,6 +429,19 @@ void attention(const KvLayer& kv, const AttentionTask& t, float* memory) {
         attend(kv, t, first_pair, pairs - first_pair < kTaskPairs ? pairs - first_pair : kTaskPairs, scratch);
     }
 }
+
+void attention_merge(const KvLayer& kv, const AttentionTask& t, float* memory) {
+    const Scratch scratch = make_scratch(memory, kv.head_dim);
+    const Pairs pairs = make_pairs(kv, t, 0, t.num_queries * t.heads_per_kv);
+    clear(pairs, kv.head_dim, scratch.merged);
+    for (int begin = pairs.first[0] / kSegment * kSegment; begin <= pairs.last[pairs.count - 1]; begin += kSegment) {
+        const State next = partial(t, pairs.count, kv.head_dim, begin);
+        for_pairs(pairs, begin, [&](int at, int count) { merge(pairs, at, count, begin, kv.head_dim, scratch.merged, next); });
+    }
+    write_out(t, pairs, kv.head_dim, scratch.merged);
+}
+
+int64_t attention_partial_floats(int num_pairs, int head_dim) { return 2 * kStateFloats + num_pairs * head_dim; }
 
 int64_t attention_scratch_floats(int head_dim) {
     return kLanes + kScoreFloats + kWeightFloats + 4 * kStateFloats + (kTaskPairs / 2 + 1 + 2 * kTaskPairs) * head_dim;

@@ -108,6 +108,11 @@ struct AttentionTask {
     float scale;
     float softcap;               // 0 is none
     const AttentionTask* next;   // null, or the one that this thread computes after it: its keys are fetched ahead
+    // Null, or where the results of single segments go: of the segment that begins at kSegment * i from
+    // i * attention_partial_floats on. Then only the segments [first_segment, end_segment) are computed and nothing is merged.
+    float* partials;
+    int32_t first_segment;
+    int32_t end_segment;
 };
 
 struct KernelTable {
@@ -136,7 +141,11 @@ struct KernelTable {
                        int panel1, ActivationKind kind, const Epilogue& e);
     // `scratch` is at least attention_scratch_floats(head_dim) floats
     void (*attention)(const KvLayer& kv, const AttentionTask& task, float* scratch);
+    // Merges the segments of a task that was computed in pieces. Pieces are all of the same first query and num_queries; their
+    // pairs are at most attention_queries.
+    void (*attention_merge)(const KvLayer& kv, const AttentionTask& task, float* scratch);
     int64_t (*attention_scratch_floats)(int head_dim);
+    int64_t (*attention_partial_floats)(int num_pairs, int head_dim);
 
     // `rounds` of nothing but multiply-adds in registers; how many operations that were, a multiply-add being two
     int64_t (*probe_arithmetic)(ProbeKind kind, int64_t rounds);

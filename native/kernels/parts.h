@@ -19,7 +19,9 @@ void gemm(const PackedMatrix& w, const Activation& a, int row0, int row1, int pa
 void gemm_gated(const PackedMatrix& gate, const PackedMatrix& up, const Activation& a, int row0, int row1, int panel0,
                 int panel1, ActivationKind kind, const Epilogue& e);
 void attention(const KvLayer& kv, const AttentionTask& task, float* scratch);
+void attention_merge(const KvLayer& kv, const AttentionTask& task, float* scratch);
 int64_t attention_scratch_floats(int head_dim);
+int64_t attention_partial_floats(int num_pairs, int head_dim);
 int64_t probe_arithmetic(ProbeKind kind, int64_t rounds);
 void probe_read(const uint8_t* data, int64_t bytes);
 

@@ -270,12 +270,13 @@ def test_gated_product_is_gate_and_up_in_one(variant: str, fmt: WeightFormat) ->
 
 
 def attention_probe(
-    q: F32, k: F32, v: F32, variant: str, *, heads: int, kv_heads: int, head_dim: int, **options: float
+    q: F32, k: F32, v: F32, variant: str, *, heads: int, kv_heads: int, head_dim: int, num_threads: int = 2, **options: float
 ) -> Probe:
     probe = Probe(
         len(q),
         heads * head_dim,
         variant=variant,
+        num_threads=num_threads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         num_blocks=int(options.get("num_blocks", 60)),
@@ -383,6 +384,27 @@ def test_attention_rows_of_a_mixed_step_do_not_see_each_other(variant: str) -> N
     queries = [n - c for n, c in zip(lengths, contexts, strict=True)]
     mixed = probe.run(tokens, query_lens=queries, context_lens=list(contexts), block_tables=tables)
     assert (mixed == np.concatenate(expected)).all()
+
+
+@pytest.mark.parametrize("window", [0, 700])
+def test_long_attention_split_over_threads_gives_the_same_bits(variant: str, window: int) -> None:
+    """One decode, or a few queries, that see six segments: one thread computes them in turn, several divide them."""
+    length, num_blocks = 1500, 100
+    rng = np.random.default_rng(13)
+    q, k, v = (random_rows(rng, length, n * 16) for n in (6, 2, 2))
+    table = (1 + rng.permutation(num_blocks - 1)).astype(np.int32)[None]
+    results = []
+    for num_threads in (1, 2, 3):
+        shape = {"heads": 6, "kv_heads": 2, "head_dim": 16, "num_blocks": num_blocks, "window": window}
+        probe = attention_probe(q, k, v, variant, num_threads=num_threads, **shape)
+        probe.run(range(length - 6), query_lens=[length - 6], block_tables=table)
+        chunk = probe.run(range(length - 6, length - 1), query_lens=[5], context_lens=[length - 6], block_tables=table)
+        decode = probe.run([length - 1], query_lens=[1], context_lens=[length - 1], block_tables=table)
+        results.append(np.concatenate([chunk, decode]))
+    expected = attention_of(q, k, v, heads=6, kv_heads=2, head_dim=16, window=window)[length - 6 :]
+    assert np.abs(results[0] - expected).max() < 2**-8 * np.abs(v).max()
+    assert (results[0] == results[1]).all()
+    assert (results[0] == results[2]).all()
 
 
 def test_answers_do_not_depend_on_the_number_of_threads(variant: str) -> None:
