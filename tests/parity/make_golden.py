@@ -21,7 +21,7 @@ from typing import Any
 import jinja2
 import numpy as np
 import torch
-from transformers import GenerationConfig, LlamaForCausalLM
+from transformers import GenerationConfig, PreTrainedModel
 
 from .compare import token_logprobs
 from .golden import GOLDEN_DIR, FloatArray, GreedyCase, TextCase, save_greedy, save_texts, tokens_sha256
@@ -61,10 +61,10 @@ class GoldenMaker:
         f32 = self.f32.forward_logits(inputs) if f32_logits is None else f32_logits
         return TextCase(name, ids, token_logprobs(f32, ids[1:]), token_logprobs(self.bf16.forward_logits(inputs), ids[1:]))
 
-    def greedy_cases(self) -> list[GreedyCase]:
-        prompts = [self.prompt_ids(prompt) for prompt in PROMPTS]
+    def greedy_cases(self, chosen: Sequence[ParityPrompt]) -> list[GreedyCase]:
+        prompts = [self.prompt_ids(prompt) for prompt in chosen]
         paths = greedy_paths(self.f32.model, prompts)
-        return [self._confirm(p.name, ids, path) for p, ids, path in zip(PROMPTS, prompts, paths, strict=True)]
+        return [self._confirm(p.name, ids, path) for p, ids, path in zip(chosen, prompts, paths, strict=True)]
 
     def _confirm(self, name: str, prompt_ids: list[int], path_ids: list[int]) -> GreedyCase:
         logits = self.f32.forward_logits(prompt_ids + path_ids[:-1])
@@ -77,7 +77,7 @@ class GoldenMaker:
         return GreedyCase(text, len(prompt_ids), top_ids, np.take_along_axis(steps, top_ids, axis=1))
 
 
-def greedy_paths(model: LlamaForCausalLM, prompts: Sequence[list[int]]) -> list[list[int]]:
+def greedy_paths(model: PreTrainedModel, prompts: Sequence[list[int]]) -> list[list[int]]:
     """NUM_STEPS tokens for each prompt, end tokens not stopping it; equal lengths are batched as far as possible."""
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     paths: dict[int, list[int]] = {}
@@ -95,8 +95,8 @@ def greedy_paths(model: LlamaForCausalLM, prompts: Sequence[list[int]]) -> list[
     return [paths[i] for i in range(len(prompts))]
 
 
-def write_greedy(maker: GoldenMaker, output: Path) -> None:
-    cases = maker.greedy_cases()
+def write_greedy(maker: GoldenMaker, output: Path, num_prompts: int) -> None:
+    cases = maker.greedy_cases(PROMPTS[:num_prompts])
     save_greedy(output, cases)
     last = {c.name: maker.f32.forward_logits(c.prompt_ids)[-1] for c in cases if c.name in FULL_LOGITS_OF}
     np.savez_compressed(output / "last_logits.npz", **last)
@@ -151,16 +151,17 @@ def write_manifest(model_path: Path, output: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path, help="a llama-type GGUF file")
+    parser.add_argument("model", type=Path, help="a GGUF file of the type llama or qwen2")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--windows", type=Path, help="folder with sonnet.txt and sharegpt_1000.jsonl")
+    parser.add_argument("--prompts", type=int, default=len(PROMPTS), help="only the first of them: for larger models")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     args.output.mkdir(parents=True, exist_ok=True)
     maker = GoldenMaker(args.model)
     print("greedy paths", flush=True)
-    write_greedy(maker, args.output)
+    write_greedy(maker, args.output, args.prompts)
     write_texts(maker, args.output)
     write_manifest(args.model, args.output)
     if args.windows:

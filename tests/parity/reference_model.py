@@ -72,10 +72,13 @@ class GgufReference:
         """The model in eval mode. In bfloat16 every weight is the nearest bfloat16 to its exact value."""
         config = self.config()
         model = _MODELS[self.architecture][1](config).eval()
-        state = dict(self.state(config))
-        if config.tie_word_embeddings:
-            state["lm_head.weight"] = state["model.embed_tokens.weight"]
-        model.load_state_dict(state, strict=True)
+        missing = {name for name, _ in model.named_parameters()}  # a tied output has no name of its own
+        for name, values in self.state(config):  # one at a time: a second copy of all may not fit
+            with torch.no_grad():
+                model.get_parameter(name).copy_(values)
+            missing.remove(name)
+        if missing:
+            raise ValueError(f"the file lacks {sorted(missing)}")
         return model.to(dtype)
 
     def tokenizer(self) -> Tokenizer:

