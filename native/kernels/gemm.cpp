@@ -50,6 +50,8 @@ PENSTOCK_INLINE Panel panel_of(const PackedMatrix& w, int panel) {
     }
 }
 
+PENSTOCK_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+
 // Chunk c of a group as unsigned bytes: of four columns 4c.. for each lane, c below 8.
 template <WeightKind kKind>
 PENSTOCK_INLINE vb unpack(vb chunk, bool high) {
@@ -122,14 +124,24 @@ PENSTOCK_INLINE void add_outliers(const Panel (&panels)[kPanels], const Activati
     }
 }
 
+// What a tile fetches into the cache while it computes: of the panels that come after its own, every `period`th group from
+// `phase` on. The tiles of one block of rows share this, so that memory is read all the time and not by the first tile alone. (The
+// hardware's own streams end with each panel. Past the last panel of all it is only advice that nobody takes.)
+struct Ahead {
+    int period;
+    int phase;
+};
+
 // y = sum over groups of d * 2^e * sum((q_w - zero) q), then the sum of m * sum(x), then the rests of the outliers.
 template <WeightKind kKind, int kPanels, int kRows>
-PENSTOCK_INLINE void quant_tile(const Panel (&panels)[kPanels], const Activation& a, int64_t row0, vf (&acc)[kPanels][kRows]) {
+PENSTOCK_INLINE void quant_tile(const Panel (&panels)[kPanels], const Activation& a, int64_t row0, const Ahead& ahead,
+                                vf (&acc)[kPanels][kRows]) {
     using L = Layout<kKind>;
     const int groups = a.cols / kGroup, pairs = pairs_of(groups);
     const int8_t* q = a.q + row0 * a.cols;
     const int32_t *exponent = a.exponent + row0 * groups, *zero_sum = a.zero_sum + row0 * groups;
     const uint8_t* quants[kPanels];
+    int fetched = ahead.phase;
     for (int p = 0; p < kPanels; ++p) {
         for (int r = 0; r < kRows; ++r) acc[p][r] = set1(0.0f);
     }
@@ -140,6 +152,14 @@ PENSTOCK_INLINE void quant_tile(const Panel (&panels)[kPanels], const Activation
             for (int p = 0; p < kPanels; ++p) dots[p][r] = L::kSmall ? start : times16(start);
         }
         for (int p = 0; p < kPanels; ++p) quants[p] = panels[p].quants + g * L::kGroupBytes;
+        if (g == fetched) {
+            fetched += ahead.period;
+            for (int p = 0; p < kPanels; ++p) {
+                for (int i = 0; i < L::kGroupBytes; i += 64) prefetch(quants[p] + kPanels * groups * L::kGroupBytes + i);
+                prefetch(panels[p].scales + (kPanels * groups + g) * kPanel);
+                if constexpr (L::kAffine) prefetch(panels[p].offsets + (kPanels * pairs + g / 2) * 2 * kPanel);
+            }
+        }
         dot_group<kKind, kPanels, kRows>(quants, q + g * kGroup, a.cols, dots);
         for (int p = 0; p < kPanels; ++p) {
             const vf d = load_f16(panels[p].scales + g * kPanel);
@@ -185,11 +205,12 @@ PENSTOCK_INLINE void bf16_tile(const Panel& panel, const Activation& a, int64_t 
 }
 
 template <WeightKind kKind, int kPanels, int kRows>
-PENSTOCK_INLINE void compute_tile(const Panel (&panels)[kPanels], const Activation& a, int row0, vf (&acc)[kPanels][kRows]) {
+PENSTOCK_INLINE void compute_tile(const Panel (&panels)[kPanels], const Activation& a, int row0, const Ahead& ahead,
+                                  vf (&acc)[kPanels][kRows]) {
     if constexpr (kKind == WeightKind::kBf16) {
         for (int p = 0; p < kPanels; ++p) bf16_tile<kRows>(panels[p], a, row0, acc[p]);
     } else {
-        quant_tile<kKind, kPanels, kRows>(panels, a, row0, acc);
+        quant_tile<kKind, kPanels, kRows>(panels, a, row0, ahead, acc);
     }
 }
 
@@ -210,9 +231,9 @@ PENSTOCK_INLINE vf load_columns(const float* p, int count) {
 // `gates`: what is in e.out is the gate of these sums, and is replaced by activation(gate) * sum; null in a plain product.
 template <WeightKind kKind, int kPanels, int kRows>
 PENSTOCK_INLINE void product_tile(const PackedMatrix& w, const Panel (&panels)[kPanels], const Activation& a, int row0, int panel,
-                                  const Epilogue& e, const ActivationKind* gates) {
+                                  const Ahead& ahead, const Epilogue& e, const ActivationKind* gates) {
     vf acc[kPanels][kRows];
-    compute_tile<kKind, kPanels, kRows>(panels, a, row0, acc);
+    compute_tile<kKind, kPanels, kRows>(panels, a, row0, ahead, acc);
     for (int p = 0; p < kPanels; ++p) {
         const int column = (panel + p) * kPanel;
         const int count = w.rows - column < kPanel ? w.rows - column : kPanel;
@@ -236,13 +257,14 @@ void panels_product(const PackedMatrix& w, const Activation& a, int row0, int ro
     Panel panels[kPanels];
     for (int p = 0; p < kPanels; ++p) panels[p] = panel_of<kKind>(w, panel + p);
     int tiles = (row1 - row0 + kMostRows - 1) / kMostRows;
-    for (int row = row0; row < row1; --tiles) {
+    Ahead ahead{tiles, 0};
+    for (int row = row0; row < row1; --tiles, ++ahead.phase) {
         const int rows = (row1 - row + tiles - 1) / tiles;
         switch (rows) {
-            case 1: product_tile<kKind, kPanels, 1>(w, panels, a, row, panel, e, gates); break;
-            case 2: if constexpr (kMostRows >= 2) product_tile<kKind, kPanels, 2>(w, panels, a, row, panel, e, gates); break;
-            case 3: if constexpr (kMostRows >= 3) product_tile<kKind, kPanels, 3>(w, panels, a, row, panel, e, gates); break;
-            default: if constexpr (kMostRows >= 4) product_tile<kKind, kPanels, 4>(w, panels, a, row, panel, e, gates); break;
+            case 1: product_tile<kKind, kPanels, 1>(w, panels, a, row, panel, ahead, e, gates); break;
+            case 2: if constexpr (kMostRows >= 2) product_tile<kKind, kPanels, 2>(w, panels, a, row, panel, ahead, e, gates); break;
+            case 3: if constexpr (kMostRows >= 3) product_tile<kKind, kPanels, 3>(w, panels, a, row, panel, ahead, e, gates); break;
+            default: if constexpr (kMostRows >= 4) product_tile<kKind, kPanels, 4>(w, panels, a, row, panel, ahead, e, gates); break;
         }
         row += rows;
     }

@@ -27,9 +27,9 @@ constexpr int kLanes = 16;
 
 #if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
 
-// What keeps its accumulators in registers: a GEMM tile of rows by panels (up to kFewRows rows take more panels, to have as
-// many independent sums), and the (query, head) pairs of an attention tile.
-constexpr int kTileRows = 4, kTilePanels = 3, kFewRows = 2, kFewRowPanels = 4;
+// What keeps its accumulators in registers: a GEMM tile of rows by panels (up to kFewRows rows wait for memory: one panel at a time
+// is the one stream that is read fastest), and the (query, head) pairs of an attention tile.
+constexpr int kTileRows = 4, kTilePanels = 3, kFewRows = 3, kFewRowPanels = 1;
 constexpr int kAttentionPairs = 12, kAttentionTaskPairs = 48;
 
 struct vf { __m512 v; };    // 16 float32
@@ -175,7 +175,7 @@ PENSTOCK_INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_
 
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 
-constexpr int kTileRows = 4, kTilePanels = 1, kFewRows = 2, kFewRowPanels = 2;
+constexpr int kTileRows = 4, kTilePanels = 1, kFewRows = 1, kFewRowPanels = 1;
 constexpr int kAttentionPairs = 4, kAttentionTaskPairs = 16;
 
 struct vf { __m256 l, h; };
