@@ -30,7 +30,7 @@ Engine::Engine(const EngineShape& shape, int num_threads, const std::string& var
     check_shape(shape);
     const KvLayer kv{nullptr, shape.block_size, shape.num_kv_heads, shape.head_dim};
     kv_bytes_ = int64_t{sizeof(uint16_t)} * shape.num_layers * shape.num_blocks * kv.block_stride();
-    kv_ = allocate_aligned(kv_bytes_, false);
+    kv_ = allocate_huge(kv_bytes_);
     attention_scratch_.resize(team_.size());
     for (auto& scratch : attention_scratch_) scratch.resize(kernels_.attention_scratch_floats(shape.head_dim));
     sampler_scratch_.resize(team_.size());

@@ -174,6 +174,7 @@ class Engine final : private Work {
     void run_rows(const Instruction& instruction, const StagePlan& plan, int task);
     void run_row_op(const RowOp& op, int64_t row);
     void compute_angles(Rope& rope, int64_t row);
+    PanelRange panels_of(const StagePlan& plan, int task, int panels) const;
     void run_linear(const Instruction& instruction, const StagePlan& plan, int task);
     void run_gated(const GatedOp& op, const StagePlan& plan, int task, int rows);
     AttentionTask attention_task(const AttentionOp& op, const AttentionTile& tile);

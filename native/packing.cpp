@@ -130,19 +130,6 @@ void pack_bf16(PackedStorage& packed, const uint8_t* source, int panel) {
     }
 }
 
-// Pages of the system, from a boundary of huge pages on, which it is asked to use.
-Memory map_huge(size_t bytes) {
-    const size_t size = (bytes + kHugePage - 1) / kHugePage * kHugePage;
-    void* memory = mmap(nullptr, size + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (memory == MAP_FAILED) throw std::bad_alloc();
-    uint8_t* const begin = static_cast<uint8_t*>(memory);
-    const size_t before = (kHugePage - reinterpret_cast<uintptr_t>(memory) % kHugePage) % kHugePage;
-    if (before > 0) munmap(begin, before);
-    if (before < kHugePage) munmap(begin + before + size, kHugePage - before);
-    madvise(begin + before, size, MADV_HUGEPAGE);  // a wish: small pages will do
-    return Memory(begin + before, FreeMemory{size});
-}
-
 }  // namespace
 
 void FreeMemory::operator()(uint8_t* memory) const {
@@ -166,10 +153,22 @@ Memory allocate_aligned(int64_t bytes, bool zeroed) {
     return Memory(static_cast<uint8_t*>(memory), FreeMemory{});
 }
 
+Memory allocate_huge(int64_t bytes) {
+    const size_t size = (static_cast<size_t>(bytes) + kHugePage - 1) / kHugePage * kHugePage;
+    void* memory = mmap(nullptr, size + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) throw std::bad_alloc();
+    uint8_t* const begin = static_cast<uint8_t*>(memory);
+    const size_t before = (kHugePage - reinterpret_cast<uintptr_t>(memory) % kHugePage) % kHugePage;
+    if (before > 0) munmap(begin, before);
+    if (before < kHugePage) munmap(begin + before + size, kHugePage - before);
+    madvise(begin + before, size, MADV_HUGEPAGE);  // a wish: small pages will do
+    return Memory(begin + before, FreeMemory{size});
+}
+
 uint8_t* Arena::take(int64_t bytes) {
     const int64_t size = (bytes + 63) / 64 * 64;
     if (size > left_) {
-        chunks_.push_back(map_huge(std::max(kChunkBytes, static_cast<size_t>(size))));
+        chunks_.push_back(allocate_huge(std::max(kChunkBytes, static_cast<size_t>(size))));
         next_ = chunks_.back().get();
         left_ = static_cast<int64_t>(chunks_.back().get_deleter().mapped_bytes);
     }

@@ -23,6 +23,9 @@ using Memory = std::unique_ptr<uint8_t, FreeMemory>;
 // is the system's own pages: they go back to it when freed, and are first touched by the thread that fills them.
 Memory allocate_aligned(int64_t bytes, bool zeroed);
 
+// Zeroed memory of the system's own pages, huge ones where it has them; or std::bad_alloc. For what is larger than a cache.
+Memory allocate_huge(int64_t bytes);
+
 // Memory for weights, side by side in huge pages where the system has them: a step reads all of it, once, and small
 // pages would end the processor's prefetching every 4 KiB.
 class Arena {

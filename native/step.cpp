@@ -13,8 +13,9 @@ namespace penstock {
 namespace {
 
 constexpr int kRowBlock = 96;         // rows of a GEMM task: their activations stay in the second-level cache
+constexpr int kRowsOfTile = 4;        // of the widest kernels; only the speed depends on it
 constexpr int kTasksPerMember = 6;    // of a stage: the last ones to end leave the others idle for that much less
-constexpr int kAttentionTasksPerMember = 24;  // tiles differ more in cost than rows or panels
+constexpr int kAttentionTasksPerMember = 8;  // tiles differ more in cost than rows or panels
 
 int64_t now_ns() {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -24,6 +25,9 @@ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // Pieces of `count` things, about `wanted` of them.
 int grain_of(int count, int wanted) { return std::max(1, ceil_div(count, wanted)); }
+
+// Blocks of equal size, in whole tiles of rows.
+int rows_of_block(int rows, int row_blocks) { return ceil_div(ceil_div(rows, row_blocks), kRowsOfTile) * kRowsOfTile; }
 
 }  // namespace
 
@@ -94,10 +98,11 @@ Engine::StagePlan Engine::plan_stage(const Instruction& instruction) const {
         const int grain = grain_of(rows, wanted);
         return {ceil_div(rows, grain), grain, 1};
     }
-    // Whole tiles: a task's last panels would be computed one by one.
+    // Whole tiles (a task's last panels would be computed one by one), and rather more tasks than wanted: one task too
+    // many for a member is waited for by all.
     const int row_blocks = ceil_div(rows, kRowBlock), tile = kernels_.tile_panels(rows);
     const auto panels_of_task = [&](int panels) {
-        return ceil_div(grain_of(panels, std::max(1, wanted / row_blocks)), tile) * tile;
+        return std::max(1, panels / std::max(1, wanted / row_blocks) / tile) * tile;
     };
     const auto tasks_of = [&](int weight, int grain) { return ceil_div(matrices_[weight].matrix.panels, grain) * row_blocks; };
     if (instruction.kind == InstructionKind::kGated) {
@@ -205,6 +210,12 @@ void Engine::run_row_op(const RowOp& op, int64_t row) {
     }
 }
 
+// Members that are equally fast take turns: what this one will want after this task is as many tasks on as there are members.
+PanelRange Engine::panels_of(const StagePlan& plan, int task, int panels) const {
+    const int begin = task / plan.row_blocks * plan.grain, next = (task + team_.size()) / plan.row_blocks * plan.grain;
+    return {begin, std::min(begin + plan.grain, panels), next};
+}
+
 void Engine::run_linear(const Instruction& instruction, const StagePlan& plan, int task) {
     const int rows = domain_size(instruction.domain);
     for (const LinearOp& op : instruction.linears) {
@@ -217,18 +228,18 @@ void Engine::run_linear(const Instruction& instruction, const StagePlan& plan, i
         const Buffer& out = buffers_[op.out];
         const Epilogue epilogue{out.data(), out.width, op.bias >= 0 ? vectors_[op.bias].data() : nullptr,
                                 op.residual >= 0 ? buffers_[op.residual].data() : nullptr};
-        const int panel = task / plan.row_blocks * plan.grain, row = task % plan.row_blocks * kRowBlock;
-        return kernels_.gemm(w, activations_[op.activation].view, row, std::min(row + kRowBlock, rows), panel,
-                             std::min(panel + plan.grain, w.panels), epilogue);
+        const int block = rows_of_block(rows, plan.row_blocks), row = task % plan.row_blocks * block;
+        return kernels_.gemm(w, activations_[op.activation].view, row, std::min(row + block, rows),
+                             panels_of(plan, task, w.panels), epilogue);
     }
 }
 
 void Engine::run_gated(const GatedOp& op, const StagePlan& plan, int task, int rows) {
     const PackedMatrix &gate = matrices_[op.gate].matrix, &up = matrices_[op.up].matrix;
     const Epilogue epilogue{buffers_[op.out].data(), buffers_[op.out].width, nullptr, nullptr};
-    const int panel = task / plan.row_blocks * plan.grain, row = task % plan.row_blocks * kRowBlock;
-    kernels_.gemm_gated(gate, up, activations_[op.activation].view, row, std::min(row + kRowBlock, rows), panel,
-                        std::min(panel + plan.grain, gate.panels), op.kind, epilogue);
+    const int block = rows_of_block(rows, plan.row_blocks), row = task % plan.row_blocks * block;
+    kernels_.gemm_gated(gate, up, activations_[op.activation].view, row, std::min(row + block, rows),
+                        panels_of(plan, task, gate.panels), op.kind, epilogue);
 }
 
 AttentionTask Engine::attention_task(const AttentionOp& op, const AttentionTile& tile) {

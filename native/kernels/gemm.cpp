@@ -124,10 +124,11 @@ PENSTOCK_INLINE void add_outliers(const Panel (&panels)[kPanels], const Activati
     }
 }
 
-// What a tile fetches into the cache while it computes: of the panels that come after its own, every `period`th group from
+// What a tile fetches into the cache while it computes: of the panels `distance` after its own, every `period`th group from
 // `phase` on. The tiles of one block of rows share this, so that memory is read all the time and not by the first tile alone. (The
 // hardware's own streams end with each panel. Past the last panel of all it is only advice that nobody takes.)
 struct Ahead {
+    int64_t distance;
     int period;
     int phase;
 };
@@ -155,9 +156,9 @@ PENSTOCK_INLINE void quant_tile(const Panel (&panels)[kPanels], const Activation
         if (g == fetched) {
             fetched += ahead.period;
             for (int p = 0; p < kPanels; ++p) {
-                for (int i = 0; i < L::kGroupBytes; i += 64) prefetch(quants[p] + kPanels * groups * L::kGroupBytes + i);
-                prefetch(panels[p].scales + (kPanels * groups + g) * kPanel);
-                if constexpr (L::kAffine) prefetch(panels[p].offsets + (kPanels * pairs + g / 2) * 2 * kPanel);
+                for (int i = 0; i < L::kGroupBytes; i += 64) prefetch(quants[p] + ahead.distance * groups * L::kGroupBytes + i);
+                prefetch(panels[p].scales + (ahead.distance * groups + g) * kPanel);
+                if constexpr (L::kAffine) prefetch(panels[p].offsets + (ahead.distance * pairs + g / 2) * 2 * kPanel);
             }
         }
         dot_group<kKind, kPanels, kRows>(quants, q + g * kGroup, a.cols, dots);
@@ -251,13 +252,13 @@ PENSTOCK_INLINE void product_tile(const PackedMatrix& w, const Panel (&panels)[k
 // Some panels for a block of rows, in as few tiles of at most kMostRows rows as there can be, all of about the same size: a last tile
 // of one row would cost almost as much as a whole one. The panels' weights stay in the first-level cache for all rows.
 template <WeightKind kKind, int kPanels, int kMostRows>
-void panels_product(const PackedMatrix& w, const Activation& a, int row0, int row1, int panel, const Epilogue& e,
+void panels_product(const PackedMatrix& w, const Activation& a, int row0, int row1, int panel, int next, const Epilogue& e,
                     const ActivationKind* gates) {
     static_assert(kMostRows <= 4);
     Panel panels[kPanels];
     for (int p = 0; p < kPanels; ++p) panels[p] = panel_of<kKind>(w, panel + p);
     int tiles = (row1 - row0 + kMostRows - 1) / kMostRows;
-    Ahead ahead{tiles, 0};
+    Ahead ahead{next - panel, tiles, 0};
     for (int row = row0; row < row1; --tiles, ++ahead.phase) {
         const int rows = (row1 - row + tiles - 1) / tiles;
         switch (rows) {
@@ -270,19 +271,22 @@ void panels_product(const PackedMatrix& w, const Activation& a, int row0, int ro
     }
 }
 
-// Calls f.template operator()<panels, most rows>(panel) over the panels of a block.
+// Calls f.template operator()<panels, most rows>(panel, next panel) over the panels of a block.
 template <int kPanels, int kMostRows, typename F>
-PENSTOCK_INLINE void for_panels(int panel, int panel1, F f) {
-    for (; panel + kPanels <= panel1; panel += kPanels) f.template operator()<kPanels, kMostRows>(panel);
-    if constexpr (kPanels > 1) for_panels<1, kMostRows>(panel, panel1, f);
+PENSTOCK_INLINE void for_panels(PanelRange range, F f) {
+    int panel = range.begin;
+    for (; panel + kPanels <= range.end; panel += kPanels) {
+        f.template operator()<kPanels, kMostRows>(panel, panel + kPanels < range.end ? panel + kPanels : range.next);
+    }
+    if constexpr (kPanels > 1) for_panels<1, kMostRows>({panel, range.end, range.next}, f);
 }
 
 template <typename F>
-PENSTOCK_INLINE void for_block(int rows, int panel0, int panel1, F f) {
+PENSTOCK_INLINE void for_block(int rows, PanelRange range, F f) {
     if (rows <= kFewRows) {
-        for_panels<kFewRowPanels, kFewRows>(panel0, panel1, f);
+        for_panels<kFewRowPanels, kFewRows>(range, f);
     } else {
-        for_panels<kTilePanels, kTileRows>(panel0, panel1, f);
+        for_panels<kTilePanels, kTileRows>(range, f);
     }
 }
 
@@ -303,21 +307,21 @@ PENSTOCK_INLINE void for_kind(WeightKind kind, F f) {
 
 int tile_panels(int rows) { return rows <= kFewRows ? kFewRowPanels : kTilePanels; }
 
-void gemm(const PackedMatrix& w, const Activation& a, int row0, int row1, int panel0, int panel1, const Epilogue& e) {
+void gemm(const PackedMatrix& w, const Activation& a, int row0, int row1, PanelRange range, const Epilogue& e) {
     for_kind(w.kind, [&]<WeightKind kKind>() {
-        for_block(row1 - row0, panel0, panel1, [&]<int kPanels, int kMostRows>(int panel) {
-            panels_product<kKind, kPanels, kMostRows>(w, a, row0, row1, panel, e, nullptr);
+        for_block(row1 - row0, range, [&]<int kPanels, int kMostRows>(int panel, int next) {
+            panels_product<kKind, kPanels, kMostRows>(w, a, row0, row1, panel, next, e, nullptr);
         });
     });
 }
 
 // The gate's sums wait in `out`, some panels at a time, for those of up.
-void gemm_gated(const PackedMatrix& gate, const PackedMatrix& up, const Activation& a, int row0, int row1, int panel0,
-                int panel1, ActivationKind kind, const Epilogue& e) {
+void gemm_gated(const PackedMatrix& gate, const PackedMatrix& up, const Activation& a, int row0, int row1, PanelRange range,
+                ActivationKind kind, const Epilogue& e) {
     for_kind(gate.kind, [&]<WeightKind kKind>() {
-        for_block(row1 - row0, panel0, panel1, [&]<int kPanels, int kMostRows>(int panel) {
-            panels_product<kKind, kPanels, kMostRows>(gate, a, row0, row1, panel, e, nullptr);
-            panels_product<kKind, kPanels, kMostRows>(up, a, row0, row1, panel, e, &kind);
+        for_block(row1 - row0, range, [&]<int kPanels, int kMostRows>(int panel, int next) {
+            panels_product<kKind, kPanels, kMostRows>(gate, a, row0, row1, panel, next, e, nullptr);
+            panels_product<kKind, kPanels, kMostRows>(up, a, row0, row1, panel, next, e, &kind);
         });
     });
 }

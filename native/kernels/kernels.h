@@ -70,6 +70,12 @@ struct Epilogue {
     const float* residual = nullptr;  // [rows, ld]; may be `out`
 };
 
+// The panels [begin, end) of a product. Meanwhile those from `next` on, which the same thread will probably want next, are
+// fetched into its cache.
+struct PanelRange {
+    int begin, end, next;
+};
+
 enum class ActivationKind : int32_t { kSilu = 0, kGeluTanh = 1 };
 
 enum class ProbeKind : int32_t { kInt8 = 0, kBf16 = 1, kFloat32 = 2 };
@@ -134,11 +140,11 @@ struct KernelTable {
 
     // how many panels side by side are fastest for so many rows
     int (*tile_panels)(int rows);
-    // out[r, panels] = a[r] @ w.T for rows [row0, row1) and panels [panel0, panel1)
-    void (*gemm)(const PackedMatrix& w, const Activation& a, int row0, int row1, int panel0, int panel1, const Epilogue& e);
+    // out[r, panels] = a[r] @ w.T for rows [row0, row1) and a range of panels
+    void (*gemm)(const PackedMatrix& w, const Activation& a, int row0, int row1, PanelRange range, const Epilogue& e);
     // out = activation(a @ gate.T) * (a @ up.T); weights of equal kind and shape, no bias, no residual
-    void (*gemm_gated)(const PackedMatrix& gate, const PackedMatrix& up, const Activation& a, int row0, int row1, int panel0,
-                       int panel1, ActivationKind kind, const Epilogue& e);
+    void (*gemm_gated)(const PackedMatrix& gate, const PackedMatrix& up, const Activation& a, int row0, int row1, PanelRange range,
+                       ActivationKind kind, const Epilogue& e);
     // `scratch` is at least attention_scratch_floats(head_dim) floats
     void (*attention)(const KvLayer& kv, const AttentionTask& task, float* scratch);
     // Merges the segments of a task that was computed in pieces. Pieces are all of the same first query and num_queries; their

@@ -15,9 +15,9 @@ void kv_write_row(const KvLayer& kv, int64_t slot, const float* k, const float* 
 void gated_row(float* out, const float* gate, const float* up, int cols, ActivationKind kind);
 void add_row(float* out, const float* a, const float* b, int cols);
 int tile_panels(int rows);
-void gemm(const PackedMatrix& w, const Activation& a, int row0, int row1, int panel0, int panel1, const Epilogue& e);
-void gemm_gated(const PackedMatrix& gate, const PackedMatrix& up, const Activation& a, int row0, int row1, int panel0,
-                int panel1, ActivationKind kind, const Epilogue& e);
+void gemm(const PackedMatrix& w, const Activation& a, int row0, int row1, PanelRange range, const Epilogue& e);
+void gemm_gated(const PackedMatrix& gate, const PackedMatrix& up, const Activation& a, int row0, int row1, PanelRange range,
+                ActivationKind kind, const Epilogue& e);
 void attention(const KvLayer& kv, const AttentionTask& task, float* scratch);
 void attention_merge(const KvLayer& kv, const AttentionTask& task, float* scratch);
 int64_t attention_scratch_floats(int head_dim);
