@@ -268,8 +268,10 @@ void Engine::run_attention(const AttentionOp& op, const StagePlan& plan, int tas
     const int begin = task * plan.grain, end = std::min(begin + plan.grain, static_cast<int>(tiles_.size()));
     AttentionTask work = attention_task(op, tiles_[begin]);
     for (int i = begin; i < end; ++i) {
-        const AttentionTask next = attention_task(op, tiles_[std::min(i + 1, end - 1)]);
-        if (i + 1 < end) work.next = &next;
+        // After a task's last tile comes the first of the task that this member will probably take, for its keys to be fetched.
+        const int after = i + 1 < end ? i + 1 : (task + team_.size()) * plan.grain;
+        const AttentionTask next = attention_task(op, tiles_[std::min(after, static_cast<int>(tiles_.size()) - 1)]);
+        if (after < static_cast<int>(tiles_.size())) work.next = &next;
         float* scratch = attention_scratch_[member].data();
         kernels_.attention(kv, work, scratch);
         if (tiles_[i].split >= 0) {
