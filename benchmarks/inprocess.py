@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import statistics
 import sys
@@ -29,6 +30,7 @@ from serve import warm_up
 from sessions import SERVED_NAME, Contender, ServerSession, running
 from workloads import DEFAULT_TRACES, WORKLOADS, Source, describe, read_jobs
 
+from penstock import machine
 from penstock.build import build_runtime
 from penstock.config import BackendConfig, Config, KvConfig, ModelConfig
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
@@ -143,6 +145,8 @@ def main() -> None:
     command = [sys.executable, "-m", "penstock", "serve", args.model, "--no-prefix-caching", "--port", "{port}", *threads]
     server = Contender("penstock", [*command, "--served-model-name", SERVED_NAME], health="/ready")
     runtime = build_runtime(config, resolve(args.model, default_cache_dir()))
+    gc.collect()
+    gc.freeze()  # as the server does
     try:
         jobs = read_jobs(args.workload, Source(args.traces, runtime.tokenizer), max(args.requests))
         print(f"{args.workload}: {describe(jobs)}")
@@ -153,7 +157,8 @@ def main() -> None:
         runtime.close()
     medians = {c: {k: round(statistics.median(r[k] for r in runs), 3) for k in runs[0]} for c, runs in results.items()}
     spread = {c: [round(pick(r["ratio"] for r in runs), 3) for pick in (min, max)] for c, runs in results.items()}
-    report = {"benchmark": "inprocess", "model": args.model, "workload": args.workload, "repeat": args.repeat}
+    report = {"benchmark": "inprocess", "date": time.strftime("%Y-%m-%d"), "cpu": machine.cpu_name()}
+    report |= {"model": args.model, "workload": args.workload, "repeat": args.repeat}
     print(json.dumps(report | {"median_by_concurrency": medians, "ratio_range": spread}))
 
 

@@ -10,6 +10,7 @@ Never retries; never parses while it measures.
 from __future__ import annotations
 
 import json
+import math
 import selectors
 import socket
 import time
@@ -230,7 +231,7 @@ def _payloads(exchange: Exchange) -> Iterator[tuple[float, bytes]]:
 def quantile(values: Sequence[float], share: float) -> float:
     """The smallest value that `share` of the values do not exceed."""
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 def summarise(run: Run) -> dict[str, float]:

@@ -34,6 +34,8 @@ from peer_setup import RECIPES, Environments, SetupError
 from sessions import Contender, ContenderError, Session, running
 from workloads import DEFAULT_TRACES, WORKLOADS, Source, describe, read_jobs, read_tokenizer
 
+from penstock import machine
+
 DEFAULT_ENVIRONMENTS = Path(__file__).parents[1] / "build" / "peers"
 WARM_UP_TOKENS = 8
 START_CHARS = 200
@@ -56,7 +58,7 @@ class Model:
 
 MODELS: Mapping[str, Model] = {
     "smollm2": Model("smollm2:135m", "Q4_0", {32: 96, 8: 32, 1: 8}, 512, 200),
-    "qwen": Model("Qwen2.5-Coder-1.5B-Instruct-Q4_K_M.gguf", None, {16: 24, 1: 8}, 256, 64),
+    "qwen": Model("qwen2.5-coder:1.5b", None, {16: 24, 1: 8}, 256, 64),
 }
 
 
@@ -274,6 +276,7 @@ def main() -> None:
     print(table(records, loads))
     report = {
         "benchmark": "peers",
+        "cpu": machine.cpu_name(),
         "date": time.strftime("%Y-%m-%d"),
         "model": gguf.name,
         "workload": {"name": args.workload, **describe(jobs)},

@@ -28,7 +28,7 @@ int64_t to_int(nb::handle value) {
 // Numbers beyond 32 bits become -1, which is refused wherever a token or a block is expected.
 void to_ints(nb::handle sequence, std::vector<int32_t>& out) {
     out.clear();
-    const nb::tuple items = nb::borrow<nb::tuple>(sequence);
+    const nb::tuple items(sequence);  // the same one if it is a tuple
     for (nb::handle item : items) {
         const int64_t number = to_int(item);
         out.push_back(number > std::numeric_limits<int32_t>::max() || number < 0 ? -1 : static_cast<int32_t>(number));

@@ -119,7 +119,8 @@ void decode_q5_k(const uint8_t* block, Group* g) {
 }
 
 // Two scales of 16 columns become one of 32: a quarter of the larger one. Columns of the larger one stay exact, as
-// 4 (q - 32) fits a byte; the others are rounded to an eighth of its step at most. docs/kernels.md has the error.
+// 4 (q - 32) fits a byte; the others are rounded to an eighth of its step at most, or a quarter where both scales
+// are about as large, of different signs, and q is the lowest. docs/kernels.md has the error.
 void decode_q6_k(const uint8_t* block, Group* groups) {
     const float d = read_f16(block + 208);
     for (int i = 0; i < 8; ++i) {

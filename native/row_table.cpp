@@ -148,6 +148,7 @@ void RowTable::append_sampled(const std::vector<SampleResult>& samples) {
     for (size_t i = 0; i < samples.size(); ++i) {
         const int slot = logit_slots_[i];
         Row& row = rows_[static_cast<size_t>(slot)];
+        require(row.num_tokens <= shape_.max_model_len, "has no place for another token: the step was run twice");
         tokens_of(slot)[row.num_tokens++] = samples[i].token;
         num_tokens_[static_cast<size_t>(slot)] = row.num_tokens;
     }

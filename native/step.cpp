@@ -89,7 +89,9 @@ void Engine::split_long_tiles(int heads_per_kv) {
 Engine::StagePlan Engine::plan_stage(const Instruction& instruction) const {
     const int wanted = kTasksPerMember * team_.size();
     if (instruction.kind == InstructionKind::kAttention) {
-        const int tiles = static_cast<int>(tiles_.size()), grain = grain_of(tiles, kAttentionTasksPerMember * team_.size());
+        // Pieces of a long tile lie side by side and are dear: each is a task of its own.
+        const int tiles = static_cast<int>(tiles_.size());
+        const int grain = splits_.empty() ? grain_of(tiles, kAttentionTasksPerMember * team_.size()) : 1;
         return {ceil_div(tiles, grain), grain, 1};
     }
     const int rows = domain_size(instruction.domain);

@@ -45,12 +45,11 @@ PENSTOCK_INLINE Panel panel_of(const PackedMatrix& w, int panel) {
     } else {
         const int groups = w.cols / kGroup;
         const int64_t first = static_cast<int64_t>(panel) * groups;
+        const int64_t first_offset = static_cast<int64_t>(panel) * pairs_of(groups) * 2 * kPanel;
         return {w.quants + first * Layout<kKind>::kGroupBytes, w.scales + first * kPanel,
-                w.offsets + static_cast<int64_t>(panel) * pairs_of(groups) * 2 * kPanel};
+                Layout<kKind>::kAffine ? w.offsets + first_offset : nullptr};
     }
 }
-
-PENSTOCK_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 
 // Chunk c of a group as unsigned bytes: of four columns 4c.. for each lane, c below 8.
 template <WeightKind kKind>

@@ -7,7 +7,8 @@
 
 namespace penstock::PENSTOCK_ISA {
 
-constexpr float kSmallest = 1e-36f;  // scales below it belong to zeros: their inverse could overflow
+// Scales below it belong to zeros: the squares of such columns underflow, which leaves their norm unknown.
+constexpr float kSmallest = 1e-24f;
 
 struct IntegerScale {
     float scale;    // x = integer * scale
@@ -24,6 +25,7 @@ PENSTOCK_INLINE IntegerScale integer_scale(const float* x, int head_dim) {
     }
     const float by_norm = sqrtf(reduce_add(squares)) / kLargestNorm, by_largest = reduce_max(largest) / kLargestInteger;
     const float scale = by_largest > by_norm ? by_largest : by_norm;  // NaN, if there is one, is in by_norm
+    if (!(scale < INFINITY)) return {NAN, 0.0f};  // whatever the integers become, no score is a number
     return {scale, scale < kSmallest ? 0.0f : 1.0f / scale};
 }
 

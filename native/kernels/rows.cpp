@@ -79,6 +79,9 @@ PENSTOCK_INLINE uint16_t bf16_of(float x) {
     return static_cast<uint16_t>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
 }
 
+// Below it the squares underflow, and without their sum every value would be an outlier.
+constexpr float kSmallestLimit = 1e-15f;
+
 constexpr uint32_t kOneBits = 0x3F800000u;  // of 1.0f
 
 // The largest of a group's values that are no outliers; the outliers' columns are appended to the row's list.
@@ -143,8 +146,9 @@ PENSTOCK_INLINE void sum_groups(int32_t* sums, const int8_t* q, int groups) {
 
 void quantize_row(const Activation& a, int64_t row, const float* x) {
     const int groups = a.cols / kGroup;
-    const float limit = kOutlierRatio * sqrtf(sum_of_squares(x, a.cols) / static_cast<float>(a.cols));
+    float limit = kOutlierRatio * sqrtf(sum_of_squares(x, a.cols) / static_cast<float>(a.cols));
     if (!(limit < INFINITY)) return quantize_broken(a, row);
+    limit = limit > kSmallestLimit ? limit : kSmallestLimit;
     int8_t* q = a.q + row * a.cols;
     int32_t *exponent = a.exponent + row * groups, *zero_sum = a.zero_sum + row * groups;
     int32_t* const outliers = a.outlier + row * a.outliers_per_row;

@@ -540,7 +540,10 @@ PENSTOCK_INLINE vf add_exponent(vf a, vf n) {
     return a;
 }
 PENSTOCK_INLINE vb even_halves(vb a) { PENSTOCK_LANES memset(a.v + 4 * i + 2, 0, 2); return a; }
-PENSTOCK_INLINE void store_i16(int16_t* p, vf a) { PENSTOCK_LANES p[i] = static_cast<int16_t>(round(a).v[i]); }
+PENSTOCK_INLINE void store_i16(int16_t* p, vf a) {
+    const vf r = round(a);
+    PENSTOCK_LANES p[i] = r.v[i] == r.v[i] ? static_cast<int16_t>(r.v[i]) : 0;
+}
 PENSTOCK_INLINE vf store_bf16_sum(uint16_t* p, vf a, vf b, vf sum) {
     store_bf16(p, a);
     store_bf16(p + kLanes, b);

@@ -44,7 +44,7 @@ class Probe:
 
     def input(self, values: F32, raw: NDArray[np.uint8] | None = None, *, scale: float = 1.0) -> int:
         """A buffer that holds row `token_ids[t]` of `values` times `scale` for token t; `raw` are other bytes instead."""
-        assert (bf16(values) == values).all()
+        assert np.array_equal(bf16(values), values, equal_nan=True)
         buffer = self.engine.add_buffer(values.shape[1], per_sample=False)
         matrix = self.engine.add_matrix(SourceFormat.BF16, *values.shape, bf16_bytes(values) if raw is None else raw)
         self.row(RowOpKind.EMBED, out=buffer, weight=matrix, value=scale)

@@ -79,7 +79,7 @@ def linear_probe(
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize(("rows", "cols", "batch"), [(16, 32, 1), (17, 64, 5), (40, 96, 13), (100, 320, 37)])
+@pytest.mark.parametrize(("rows", "cols", "batch"), [(16, 32, 1), (17, 64, 5), (40, 96, 13), (100, 320, 37), (33, 608, 9)])
 @pytest.mark.parametrize("outliers", [False, True], ids=["smooth", "outliers"])
 def test_quantised_product_is_that_of_its_parts(
     variant: str, fmt: WeightFormat, rows: int, cols: int, batch: int, outliers: bool
@@ -105,6 +105,17 @@ def test_a_group_of_vanishing_values_does_not_spoil_its_row(variant: str, size: 
     raw = quantize(np.ones((16, 64), np.float32), FORMATS[WeightFormat.Q8_0][1])
     out = linear_probe(x, raw, SourceFormat.Q8_0, (16, 64), variant).run([0])
     assert np.allclose(out, 32.0, rtol=1e-3)
+
+
+@pytest.mark.parametrize("size", [1e-20, 1e-25, 1e-30, 1e-38])
+def test_rows_of_nothing_but_vanishing_values_stay_within_their_lists(variant: str, size: float) -> None:
+    """Their squares underflow: without a floor every value would be an outlier, more than a row has room for."""
+    x = np.full((6, 576), size, np.float32)
+    x[3] = 1.0
+    raw = quantize(np.ones((16, 576), np.float32), FORMATS[WeightFormat.Q8_0][1])
+    out = linear_probe(bf16(x), raw, SourceFormat.Q8_0, (16, 576), variant).run(range(6))
+    assert np.allclose(out[3], 576.0, rtol=1e-3)
+    assert np.abs(out[[0, 1, 2, 4, 5]]).max() <= 576 * size * 1.02
 
 
 @pytest.mark.parametrize("broken", [np.nan, np.inf])
@@ -313,12 +324,14 @@ def attention_of(
     return np.einsum("hqk,khd->qhd", p / p.sum(-1, keepdims=True), vh).reshape(length, -1)
 
 
-SHAPES = [(1, 1, 16), (3, 1, 64), (4, 2, 48), (8, 1, 32), (14, 1, 16)]
+SHAPES = [(1, 1, 16), (3, 1, 64), (4, 2, 48), (8, 1, 32), (14, 1, 16), (4, 2, 128), (2, 1, 256)]
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES)
 @pytest.mark.parametrize(
-    "options", [{}, {"window": 19}, {"softcap": 5.0}, {"block_size": 32}], ids=["plain", "window", "softcap", "block32"]
+    "options",
+    [{}, {"window": 19}, {"softcap": 5.0}, {"block_size": 32}, {"block_size": 48}],
+    ids=["plain", "window", "softcap", "block32", "block48"],
 )
 def test_attention_in_shuffled_blocks_whole_and_in_chunks(
     variant: str, heads: int, kv_heads: int, head_dim: int, options: dict[str, float]
@@ -340,6 +353,20 @@ def test_attention_in_shuffled_blocks_whole_and_in_chunks(
             tokens = range(begin, min(begin + chunk, length))
             part = probe.run(tokens, query_lens=[len(tokens)], context_lens=[begin], block_tables=table)
             assert (part == whole[begin : begin + chunk]).all(), (chunk, begin)
+
+
+@pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
+def test_a_broken_key_spoils_what_sees_it_and_nothing_before(variant: str, broken: float) -> None:
+    rng = np.random.default_rng(3)
+    q, k, v = (random_rows(rng, 60, width) for width in (128, 64, 64))
+    table = np.arange(1, 6, dtype=np.int32)[None]
+    shape = {"heads": 2, "kv_heads": 1, "head_dim": 64}
+    run = {"query_lens": [60], "block_tables": table}
+    sound = attention_probe(q, k, v, variant, **shape).run(range(60), **run)
+    k[20, 7] = broken
+    spoilt = attention_probe(q, k, v, variant, **shape).run(range(60), **run)
+    assert (spoilt[:20] == sound[:20]).all()
+    assert not np.isfinite(spoilt[20:]).any()
 
 
 def test_attention_scores_are_finer_than_bf16(variant: str) -> None:

@@ -182,6 +182,23 @@ def test_rows_do_not_outgrow_their_blocks_the_step_or_the_table() -> None:
         table.plan(tuple(RowPlan(name, 0, 9, (), False) for name in "abc"))
 
 
+def test_tokens_of_a_step_are_appended_once() -> None:
+    table = make_table()
+    table.admit(admit("a", 30, (1, 2, 3, 4, 5, 6, 7, 8)))
+    table.plan((RowPlan("a", 0, 24, (), False),))
+    table.append([])
+    table.plan((RowPlan("a", 24, 6, (), True),))
+    table.append([7])
+    with pytest.raises(ValueError, match="run twice"):
+        table.append([7])
+
+
+def test_ids_may_be_any_sequence() -> None:
+    table = make_table()
+    table.admit(admit("a", 3, (1,), token_ids=[1, 2, 3]))  # type: ignore[arg-type]
+    table.plan((RowPlan("a", 0, 3, (), True),))
+
+
 def test_a_request_has_one_row_and_one_slot() -> None:
     table = make_table()
     table.admit(admit())

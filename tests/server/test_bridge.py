@@ -104,17 +104,33 @@ async def test_what_a_slow_reader_has_not_taken_is_few_objects(bridge):
 
 async def test_one_hop_carries_everything_that_waits(bridge):
     with bridge.open([make_request()]) as stream:
-        hops, waker = [], bridge._waker
+        hops, waker = [], bridge._hop.waker
 
         class Counting:
             def wake(self):
                 hops.append(1)
                 waker.wake()
 
-        bridge._waker = Counting()
+        bridge._hop.waker = Counting()
         deliver_from_thread(bridge, [[chunk()]] * 10)
         await stream.next_chunks()
     assert len(hops) == 1
+
+
+def test_a_late_delivery_for_a_loop_that_is_gone_does_not_silence_the_next(bridge):
+    async def leave_early():
+        async for _ in aiter_first(bridge):
+            pass
+        return bridge._hop
+
+    async def read():
+        with bridge.open([make_request("later")]) as stream:
+            gone.is_due = True  # what the engine's thread does that looked the hop up before the loop changed
+            deliver_from_thread(bridge, [[chunk("later")]])
+            return await asyncio.wait_for(stream.next_chunks(), 5)
+
+    gone = asyncio.run(leave_early())
+    assert len(asyncio.run(read())) == 1
 
 
 async def test_leaving_early_aborts(bridge, engine):

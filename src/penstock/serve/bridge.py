@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -31,6 +32,14 @@ class EnginePort(Protocol):
     def abort(self, request_id: str, detail: str) -> None: ...
 
 
+class _Hop:
+    """The way from the engine's thread to one event loop. A late delivery for a loop that is gone silences no other."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, dispatch: Callable[[_Hop], None]) -> None:
+        self.is_due = False
+        self.waker: Waker = make_waker(loop, partial(dispatch, self))
+
+
 class Bridge:
     """Owns the map from request ids to open streams. One event loop at a time."""
 
@@ -38,9 +47,8 @@ class Bridge:
         self._engine: EnginePort | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._streams: dict[str, Stream] = {}
-        self._waker: Waker | None = None
+        self._hop: _Hop | None = None
         self._deliveries: deque[list[OutputChunk]] = deque()
-        self._is_hop_due = False
 
     def attach(self, engine: EnginePort) -> None:
         """Name the engine; before the first stream. Apart from the constructor, as the engine's sink is `deliver`."""
@@ -86,12 +94,12 @@ class Bridge:
     def deliver(self, chunks: list[OutputChunk]) -> None:
         """The engine's sink, called by its thread, once per step. Wakes the event loop at most once per pending batch."""
         self._deliveries.append(chunks)
-        waker = self._waker
-        if self._is_hop_due or waker is None:
+        hop = self._hop
+        if hop is None or hop.is_due:
             return
-        self._is_hop_due = True
+        hop.is_due = True
         try:
-            waker.wake()
+            hop.waker.wake()
         except RuntimeError:
             _log.debug("the event loop is closed; nobody reads these chunks")
 
@@ -105,13 +113,12 @@ class Bridge:
         if self._streams:
             raise RuntimeError("streams are open in another event loop")
         self._deliveries.clear()
-        self._is_hop_due = False
         self._loop = loop
-        self._waker = make_waker(loop, self._dispatch)
+        self._hop = _Hop(loop, self._dispatch)
 
-    def _dispatch(self) -> None:
+    def _dispatch(self, hop: _Hop) -> None:
         # Cleared before the queue is read: a delivery that comes in between causes one hop too many, never one too few.
-        self._is_hop_due = False
+        hop.is_due = False
         streams = self._streams
         deliveries = self._deliveries
         touched: dict[Stream, None] = {}

@@ -74,9 +74,14 @@ def run_server(
 ) -> int:
     """Serve until a signal ends it; closes the runtime. The process' exit code: 0, or 1 if requests had to be aborted."""
     server = Server(runtime, config, listener or bind_socket(config.host, config.port), announce=announce)
-    # What was made so far lives as long as the process. To look through it for garbage takes 30 ms, in which no token comes.
+    # What was made so far lives until the end. To look through it for garbage would take 30 ms each time (the default model's
+    # vocabulary above all), in which no token comes.
+    gc.collect()
     gc.freeze()
-    server.run()
+    try:
+        server.run()
+    finally:
+        gc.unfreeze()
     return 0 if server.ended_cleanly else 1
 
 
