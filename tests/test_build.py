@@ -67,7 +67,7 @@ def test_no_memory_is_told_with_the_numbers(gguf: Path, monkeypatch: pytest.Monk
         raise MemoryError
 
     monkeypatch.setattr("penstock.build.build_executor", no_memory)
-    with pytest.raises(ConfigError, match=r"the KV cache 1 MiB.*--kv-cache-memory"):
+    with pytest.raises(ConfigError, match=r"the KV cache 1020 KiB.*--kv-cache-memory"):
         _build(gguf)
 
 
