@@ -18,7 +18,7 @@ constexpr int kKvTile = 16;    // positions whose keys are stored transposed tog
 // An activation that exceeds this many times the root mean square of its row is an outlier: the group's scale is that of
 // the others, and what an int8 can't hold of it is kept in float32. Language models have a few very large channels,
 // and one of them would make the rest of its group coarse. At most cols / ratio^2 values of a row can be outliers.
-constexpr float kOutlierRatio = 8.0f;
+constexpr float kOutlierRatio = 6.0f;
 constexpr int32_t kNoColumn = INT32_MAX;  // ends a row's list of outliers
 constexpr int32_t outliers_of(int cols) { return cols / static_cast<int32_t>(kOutlierRatio * kOutlierRatio) + 2; }
 
