@@ -29,9 +29,10 @@ class DirectBody:
     def write(self, data: bytes) -> None:
         """Send a piece, not empty, at once. Dropped if the client has left."""
         cycle = self._cycle
+        if cycle.disconnected:  # maybe before the body began, in which case it never will
+            return
         assert cycle.chunked_encoding, "the body has not begun, or its length was announced"
-        if not cycle.disconnected:
-            cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
 def offer(scope: Any, cycle: RequestResponseCycle) -> None:
