@@ -110,8 +110,12 @@ def packages(site_packages: Path) -> tuple[Path, ...]:
 def own_files() -> tuple[Path, ...]:
     """The package itself and the files of all distributions that it needs at run time."""
     import penstock
+    from penstock.backends.native import _native
 
-    names, files = ["penstock"], [Path(str(penstock.__file__)).parent]
+    package, module = Path(str(penstock.__file__)).parent, Path(str(_native.__file__))
+    names, files = ["penstock"], [package]
+    if not module.is_relative_to(package):  # an editable installation
+        files.append(module)
     for name in names:
         try:
             distribution = metadata.distribution(name)

@@ -214,20 +214,6 @@ PENSTOCK_INLINE void compute_tile(const Panel (&panels)[kPanels], const Activati
     }
 }
 
-PENSTOCK_INLINE void store_columns(float* out, vf value, int count) {
-    if (count == kLanes) return store(out, value);
-    alignas(64) float t[kLanes];
-    store(t, value);
-    for (int i = 0; i < count; ++i) out[i] = t[i];
-}
-
-PENSTOCK_INLINE vf load_columns(const float* p, int count) {
-    if (count == kLanes) return load(p);
-    alignas(64) float t[kLanes] = {};
-    for (int i = 0; i < count; ++i) t[i] = p[i];
-    return load(t);
-}
-
 // `gates`: what is in e.out is the gate of these sums, and is replaced by activation(gate) * sum; null in a plain product.
 template <WeightKind kKind, int kPanels, int kRows>
 PENSTOCK_INLINE void product_tile(const PackedMatrix& w, const Panel (&panels)[kPanels], const Activation& a, int row0, int panel,
@@ -240,10 +226,10 @@ PENSTOCK_INLINE void product_tile(const PackedMatrix& w, const Panel (&panels)[k
         for (int r = 0; r < kRows; ++r) {
             vf value = acc[p][r];
             const int64_t at = (row0 + r) * e.ld + column;
-            if (gates) value = gated(load_columns(e.out + at, count), value, *gates);
-            if (e.bias) value = add(value, load_columns(e.bias + column, count));
-            if (e.residual) value = add(value, load_columns(e.residual + at, count));
-            store_columns(e.out + at, value, count);
+            if (gates) value = gated(load_some(e.out + at, count), value, *gates);
+            if (e.bias) value = add(value, load_some(e.bias + column, count));
+            if (e.residual) value = add(value, load_some(e.residual + at, count));
+            store_some(e.out + at, value, count);
         }
     }
 }

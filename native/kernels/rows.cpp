@@ -17,20 +17,6 @@ PENSTOCK_INLINE void for_lanes(int n, F f) {
     if (i < n) f(i, n - i);
 }
 
-PENSTOCK_INLINE vf load_some(const float* p, int count) {
-    if (count == kLanes) return load(p);
-    alignas(64) float t[kLanes] = {};
-    for (int i = 0; i < count; ++i) t[i] = p[i];
-    return load(t);
-}
-
-PENSTOCK_INLINE void store_some(float* p, vf a, int count) {
-    if (count == kLanes) return store(p, a);
-    alignas(64) float t[kLanes];
-    store(t, a);
-    for (int i = 0; i < count; ++i) p[i] = t[i];
-}
-
 // Four sums side by side: one alone would wait for each multiply-add before the next.
 PENSTOCK_INLINE float sum_of_squares(const float* x, int n) {
     vf part[4] = {set1(0.0f), set1(0.0f), set1(0.0f), set1(0.0f)};

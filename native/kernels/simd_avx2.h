@@ -1,0 +1,201 @@
+// The sixteen lanes of simd.h as two AVX2 registers. Included by simd.h alone, inside its namespace.
+
+constexpr int kTileRows = 4, kTilePanels = 1, kFewRows = 1, kFewRowPanels = 1;
+constexpr int kAttentionPairs = 4, kAttentionTaskPairs = 16;
+
+struct vf { __m256 l, h; };
+struct vi { __m256i l, h; };
+struct vb { __m256i l, h; };
+
+PENSTOCK_INLINE vf load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+PENSTOCK_INLINE void store(float* p, vf a) { _mm256_storeu_ps(p, a.l); _mm256_storeu_ps(p + 8, a.h); }
+PENSTOCK_INLINE vf set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+PENSTOCK_INLINE vf add(vf a, vf b) { return {_mm256_add_ps(a.l, b.l), _mm256_add_ps(a.h, b.h)}; }
+PENSTOCK_INLINE vf sub(vf a, vf b) { return {_mm256_sub_ps(a.l, b.l), _mm256_sub_ps(a.h, b.h)}; }
+PENSTOCK_INLINE vf mul(vf a, vf b) { return {_mm256_mul_ps(a.l, b.l), _mm256_mul_ps(a.h, b.h)}; }
+PENSTOCK_INLINE vf div(vf a, vf b) { return {_mm256_div_ps(a.l, b.l), _mm256_div_ps(a.h, b.h)}; }
+PENSTOCK_INLINE vf max(vf a, vf b) { return {_mm256_max_ps(a.l, b.l), _mm256_max_ps(a.h, b.h)}; }
+PENSTOCK_INLINE vf min(vf a, vf b) { return {_mm256_min_ps(a.l, b.l), _mm256_min_ps(a.h, b.h)}; }
+PENSTOCK_INLINE vf fma(vf a, vf b, vf c) { return {_mm256_fmadd_ps(a.l, b.l, c.l), _mm256_fmadd_ps(a.h, b.h, c.h)}; }
+PENSTOCK_INLINE vf abs(vf a) {
+    const __m256 sign = _mm256_set1_ps(-0.0f);
+    return {_mm256_andnot_ps(sign, a.l), _mm256_andnot_ps(sign, a.h)};
+}
+PENSTOCK_INLINE vf round(vf a) {
+    constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    return {_mm256_round_ps(a.l, mode), _mm256_round_ps(a.h, mode)};
+}
+PENSTOCK_INLINE __m256 pow2_part(__m256 n) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
+}
+PENSTOCK_INLINE vf scale2(vf a, vf n) { return {_mm256_mul_ps(a.l, pow2_part(n.l)), _mm256_mul_ps(a.h, pow2_part(n.h))}; }
+PENSTOCK_INLINE vf first(int count, vf a, vf b) {
+    const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    const __m256i l = _mm256_cmpgt_epi32(_mm256_set1_epi32(count), lane);
+    const __m256i h = _mm256_cmpgt_epi32(_mm256_set1_epi32(count - 8), lane);
+    return {_mm256_blendv_ps(b.l, a.l, _mm256_castsi256_ps(l)), _mm256_blendv_ps(b.h, a.h, _mm256_castsi256_ps(h))};
+}
+PENSTOCK_INLINE vf load_f16(const uint16_t* p) {
+    return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
+}
+PENSTOCK_INLINE __m256 widen_bf16(const uint16_t* p) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
+}
+PENSTOCK_INLINE vf load_bf16(const uint16_t* p) { return {widen_bf16(p), widen_bf16(p + 8)}; }
+
+PENSTOCK_INLINE __m256i bf16_bits(__m256 a) {
+    const __m256i bits = _mm256_castps_si256(a);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    return _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF))), 16);
+}
+PENSTOCK_INLINE void store_bf16(uint16_t* p, vf a) {
+    const __m256i packed = _mm256_packus_epi32(bf16_bits(a.l), bf16_bits(a.h));
+    _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(packed, 0xD8));
+}
+PENSTOCK_INLINE float reduce_add(vf a) {
+    const __m256 eight = _mm256_add_ps(a.l, a.h);
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+PENSTOCK_INLINE float reduce_max(vf a) {
+    const __m256 eight = _mm256_max_ps(a.l, a.h);
+    const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
+
+PENSTOCK_INLINE vi set1_i(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+PENSTOCK_INLINE vi times16(vi a) { return {_mm256_slli_epi32(a.l, 4), _mm256_slli_epi32(a.h, 4)}; }
+PENSTOCK_INLINE vf to_float(vi a) { return {_mm256_cvtepi32_ps(a.l), _mm256_cvtepi32_ps(a.h)}; }
+PENSTOCK_INLINE void store(int32_t* p, vi a) {
+    _mm256_storeu_si256((__m256i*)p, a.l);
+    _mm256_storeu_si256((__m256i*)(p + 8), a.h);
+}
+PENSTOCK_INLINE void store_rounded_i8(int8_t* p, vf a) {
+    const __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(a.l), _mm256_cvtps_epi32(a.h));
+    const __m256i bytes = _mm256_packs_epi16(words, words);  // of each half: lanes 0 to 3, 8 to 11
+    const __m256i order = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 0, 0, 0, 0));
+    _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(order));
+}
+PENSTOCK_INLINE vf largest_of_groups(const float* x) {
+    alignas(32) float t[16];
+    for (int g = 0; g < 16; ++g) t[g] = reduce_max(max(abs(load(x + 32 * g)), abs(load(x + 32 * g + 16))));
+    return load(t);
+}
+PENSTOCK_INLINE vi sum_of_groups(const int8_t* q) {
+    const __m256i one = _mm256_set1_epi8(1);
+    __m256i v[16];
+    for (int g = 0; g < 16; ++g) {
+        const __m256i pairs = _mm256_maddubs_epi16(one, _mm256_loadu_si256((const __m256i*)(q + 32 * g)));
+        v[g] = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+    }
+    for (int count = 16; count > 4; count /= 2) {
+        for (int g = 0; g < count; g += 2) v[g / 2] = _mm256_hadd_epi32(v[g], v[g + 1]);
+    }
+    // Now v[k] has the groups 4k.. twice, in its two halves.
+    __m128i s[4];
+    for (int k = 0; k < 4; ++k) s[k] = _mm_add_epi32(_mm256_castsi256_si128(v[k]), _mm256_extracti128_si256(v[k], 1));
+    return {_mm256_set_m128i(s[1], s[0]), _mm256_set_m128i(s[3], s[2])};
+}
+PENSTOCK_INLINE vb load64(const uint8_t* p) {
+    return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 32))};
+}
+PENSTOCK_INLINE void store64(uint8_t* p, vb a) {
+    _mm256_storeu_si256((__m256i*)p, a.l);
+    _mm256_storeu_si256((__m256i*)(p + 32), a.h);
+}
+PENSTOCK_INLINE vb low_nibbles(vb a) {
+    const __m256i m = _mm256_set1_epi8(0x0F);
+    return {_mm256_and_si256(a.l, m), _mm256_and_si256(a.h, m)};
+}
+PENSTOCK_INLINE vb high_nibbles(vb a) {
+    const __m256i m = _mm256_set1_epi8(0x0F);
+    return {_mm256_and_si256(_mm256_srli_epi16(a.l, 4), m), _mm256_and_si256(_mm256_srli_epi16(a.h, 4), m)};
+}
+PENSTOCK_INLINE vb look_up(vb a, const uint8_t* table) {
+    const __m256i t = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table));
+    return {_mm256_shuffle_epi8(t, a.l), _mm256_shuffle_epi8(t, a.h)};
+}
+PENSTOCK_INLINE vf byte_of_lanes(vb a, int j) {
+    const __m128i count = _mm_cvtsi32_si128(8 * j);
+    const __m256i m = _mm256_set1_epi32(0xFF);
+    return {_mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srl_epi32(a.l, count), m)),
+            _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srl_epi32(a.h, count), m))};
+}
+PENSTOCK_INLINE vf bf16_of_lanes(vb a, int j) {
+    const __m256i m = _mm256_set1_epi32(-0x10000);
+    return {_mm256_castsi256_ps(j == 0 ? _mm256_slli_epi32(a.l, 16) : _mm256_and_si256(a.l, m)),
+            _mm256_castsi256_ps(j == 0 ? _mm256_slli_epi32(a.h, 16) : _mm256_and_si256(a.h, m))};
+}
+PENSTOCK_INLINE vf add_exponent(vf a, int32_t exponent_bits) {
+    const __m256i e = _mm256_set1_epi32(exponent_bits);
+    return {_mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a.l), e)),
+            _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a.h), e))};
+}
+template <bool kNibbles>
+PENSTOCK_INLINE __m256i dot4_part(__m256i acc, __m256i w, __m256i a) {
+    const __m256i one = _mm256_set1_epi16(1);
+    if constexpr (kNibbles) {
+        return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(w, a), one));
+    }
+    // maddubs saturates at 16 bits: 255 * 127 * 2 would not fit, so the byte goes in as two nibbles.
+    const __m256i m = _mm256_set1_epi8(0x0F);
+    const __m256i low = _mm256_maddubs_epi16(_mm256_and_si256(w, m), a);
+    const __m256i high = _mm256_maddubs_epi16(_mm256_and_si256(_mm256_srli_epi16(w, 4), m), a);
+    acc = _mm256_add_epi32(acc, _mm256_madd_epi16(low, one));
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(high, _mm256_set1_epi16(16)));
+}
+template <bool kNibbles>
+PENSTOCK_INLINE vi dot4(vi acc, vb w, const int8_t* a4) {
+    int32_t bits;
+    memcpy(&bits, a4, 4);
+    const __m256i a = _mm256_set1_epi32(bits);
+    return {dot4_part<kNibbles>(acc.l, w.l, a), dot4_part<kNibbles>(acc.h, w.h, a)};
+}
+PENSTOCK_INLINE __m256 dot2_part(__m256 acc, __m256i w, float a0, float a1) {
+    const __m256 w0 = _mm256_castsi256_ps(_mm256_slli_epi32(w, 16));
+    const __m256 w1 = _mm256_castsi256_ps(_mm256_and_si256(w, _mm256_set1_epi32(static_cast<int>(0xFFFF0000u))));
+    return _mm256_fmadd_ps(_mm256_set1_ps(a1), w1, _mm256_fmadd_ps(_mm256_set1_ps(a0), w0, acc));
+}
+PENSTOCK_INLINE vf dot2_bf16(vf acc, vb w, const uint16_t* a2) {
+    const uint32_t b0 = static_cast<uint32_t>(a2[0]) << 16, b1 = static_cast<uint32_t>(a2[1]) << 16;
+    float a0, a1;
+    memcpy(&a0, &b0, 4);
+    memcpy(&a1, &b1, 4);
+    return {dot2_part(acc.l, w.l, a0, a1), dot2_part(acc.h, w.h, a0, a1)};
+}
+PENSTOCK_INLINE vb set1_pair(const void* p) {
+    int32_t bits;
+    memcpy(&bits, p, 4);
+    return {_mm256_set1_epi32(bits), _mm256_set1_epi32(bits)};
+}
+PENSTOCK_INLINE vi dot2_i16(vi acc, vb w, vb a) {
+    return {_mm256_add_epi32(acc.l, _mm256_madd_epi16(w.l, a.l)), _mm256_add_epi32(acc.h, _mm256_madd_epi16(w.h, a.h))};
+}
+PENSTOCK_INLINE __m256 even_bf16(__m256i a) { return _mm256_castsi256_ps(_mm256_slli_epi32(a, 16)); }
+PENSTOCK_INLINE __m256 odd_bf16(__m256i a) {
+    return _mm256_castsi256_ps(_mm256_and_si256(a, _mm256_set1_epi32(static_cast<int>(0xFFFF0000u))));
+}
+PENSTOCK_INLINE vf dot2_bf16(vf acc, vb w, vb a) {
+    return {_mm256_fmadd_ps(odd_bf16(a.l), odd_bf16(w.l), _mm256_fmadd_ps(even_bf16(a.l), even_bf16(w.l), acc.l)),
+            _mm256_fmadd_ps(odd_bf16(a.h), odd_bf16(w.h), _mm256_fmadd_ps(even_bf16(a.h), even_bf16(w.h), acc.h))};
+}
+PENSTOCK_INLINE __m256 add_exponent_part(__m256 a, __m256 n) {
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), _mm256_slli_epi32(_mm256_castps_si256(n), 23)));
+}
+PENSTOCK_INLINE vf add_exponent(vf a, vf n) { return {add_exponent_part(a.l, n.l), add_exponent_part(a.h, n.h)}; }
+PENSTOCK_INLINE vb even_halves(vb a) {
+    const __m256i m = _mm256_set1_epi32(0xFFFF);
+    return {_mm256_and_si256(a.l, m), _mm256_and_si256(a.h, m)};
+}
+PENSTOCK_INLINE void store_i16(int16_t* p, vf a) {
+    const __m256i packed = _mm256_packs_epi32(_mm256_cvtps_epi32(a.l), _mm256_cvtps_epi32(a.h));
+    _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(packed, 0xD8));
+}
+PENSTOCK_INLINE vf store_bf16_sum(uint16_t* p, vf a, vf b, vf sum) {
+    store_bf16(p, a);
+    store_bf16(p + kLanes, b);
+    return add(add(sum, load_bf16(p)), load_bf16(p + kLanes));
+}
+PENSTOCK_INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }

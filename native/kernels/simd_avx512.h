@@ -1,0 +1,147 @@
+// The sixteen lanes of simd.h as one AVX-512 register. Included by simd.h alone, inside its namespace.
+
+// What keeps its accumulators in registers: a GEMM tile of rows by panels (up to kFewRows rows wait for memory: one panel at a time
+// is the one stream that is read fastest), and the (query, head) pairs of an attention tile.
+constexpr int kTileRows = 4, kTilePanels = 3, kFewRows = 3, kFewRowPanels = 1;
+constexpr int kAttentionPairs = 12, kAttentionTaskPairs = 48;
+
+struct vf { __m512 v; };    // 16 float32
+struct vi { __m512i v; };   // 16 int32
+struct vb { __m512i v; };   // 64 bytes: four for each lane
+
+PENSTOCK_INLINE vf load(const float* p) { return {_mm512_loadu_ps(p)}; }
+PENSTOCK_INLINE void store(float* p, vf a) { _mm512_storeu_ps(p, a.v); }
+PENSTOCK_INLINE vf set1(float x) { return {_mm512_set1_ps(x)}; }
+PENSTOCK_INLINE vf add(vf a, vf b) { return {_mm512_add_ps(a.v, b.v)}; }
+PENSTOCK_INLINE vf sub(vf a, vf b) { return {_mm512_sub_ps(a.v, b.v)}; }
+PENSTOCK_INLINE vf mul(vf a, vf b) { return {_mm512_mul_ps(a.v, b.v)}; }
+PENSTOCK_INLINE vf div(vf a, vf b) { return {_mm512_div_ps(a.v, b.v)}; }
+PENSTOCK_INLINE vf max(vf a, vf b) { return {_mm512_max_ps(a.v, b.v)}; }
+PENSTOCK_INLINE vf min(vf a, vf b) { return {_mm512_min_ps(a.v, b.v)}; }
+PENSTOCK_INLINE vf fma(vf a, vf b, vf c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+PENSTOCK_INLINE vf abs(vf a) { return {_mm512_abs_ps(a.v)}; }
+PENSTOCK_INLINE vf round(vf a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+// a * 2^n for integral n
+PENSTOCK_INLINE vf scale2(vf a, vf n) { return {_mm512_scalef_ps(a.v, n.v)}; }
+// Lanes below `count` from a, the others from b.
+PENSTOCK_INLINE vf first(int count, vf a, vf b) {
+    return {_mm512_mask_mov_ps(b.v, static_cast<__mmask16>((1u << count) - 1u), a.v)};
+}
+PENSTOCK_INLINE vf load_f16(const uint16_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}; }
+PENSTOCK_INLINE vf load_bf16(const uint16_t* p) {
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16))};
+}
+
+// To bfloat16, to nearest even. NaN stays NaN but for payloads that no operation produces.
+PENSTOCK_INLINE void store_bf16(uint16_t* p, vf a) {
+    const __m512i bits = _mm512_castps_si512(a.v);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
+}
+// Over the lanes, as a tree: i with i + 8, then 4, 2, 1.
+PENSTOCK_INLINE float reduce_add(vf a) { return _mm512_reduce_add_ps(a.v); }
+PENSTOCK_INLINE float reduce_max(vf a) { return _mm512_reduce_max_ps(a.v); }
+
+PENSTOCK_INLINE vi set1_i(int32_t x) { return {_mm512_set1_epi32(x)}; }
+PENSTOCK_INLINE vi times16(vi a) { return {_mm512_slli_epi32(a.v, 4)}; }
+PENSTOCK_INLINE vf to_float(vi a) { return {_mm512_cvtepi32_ps(a.v)}; }
+PENSTOCK_INLINE void store(int32_t* p, vi a) { _mm512_storeu_si512(p, a.v); }
+// Sixteen int8 from sixteen floats: to nearest even, saturating below 2^31.
+PENSTOCK_INLINE void store_rounded_i8(int8_t* p, vf a) {
+    _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(a.v)));
+}
+// Lane g: the largest size of the 32 values x[32 g ..], of sixteen such groups side by side.
+PENSTOCK_INLINE vf largest_of_groups(const float* x) {
+    __m512 v[16];
+    for (int g = 0; g < 16; ++g) {
+        v[g] = _mm512_max_ps(_mm512_abs_ps(_mm512_loadu_ps(x + 32 * g)), _mm512_abs_ps(_mm512_loadu_ps(x + 32 * g + 16)));
+    }
+    for (int g = 0; g < 16; g += 2) v[g / 2] = _mm512_max_ps(_mm512_unpacklo_ps(v[g], v[g + 1]), _mm512_unpackhi_ps(v[g], v[g + 1]));
+    for (int g = 0; g < 8; g += 2) {
+        const __m512d a = _mm512_castps_pd(v[g]), b = _mm512_castps_pd(v[g + 1]);
+        v[g / 2] = _mm512_max_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+    }
+    for (int count = 4; count > 1; count /= 2) {
+        for (int g = 0; g < count; g += 2) {
+            v[g / 2] = _mm512_max_ps(_mm512_shuffle_f32x4(v[g], v[g + 1], 0x88), _mm512_shuffle_f32x4(v[g], v[g + 1], 0xDD));
+        }
+    }
+    return {v[0]};
+}
+// Lane g: the sum of the 32 values q[32 g ..], of sixteen such groups side by side.
+PENSTOCK_INLINE vi sum_of_groups(const int8_t* q) {
+    __m512i v[8];
+    for (int i = 0; i < 8; ++i) v[i] = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), _mm512_loadu_si512(q + 64 * i));
+    for (int i = 0; i < 8; i += 2) v[i / 2] = _mm512_add_epi32(_mm512_unpacklo_epi32(v[i], v[i + 1]), _mm512_unpackhi_epi32(v[i], v[i + 1]));
+    for (int i = 0; i < 4; i += 2) v[i / 2] = _mm512_add_epi32(_mm512_unpacklo_epi64(v[i], v[i + 1]), _mm512_unpackhi_epi64(v[i], v[i + 1]));
+    const __m512i sums = _mm512_add_epi32(_mm512_shuffle_i32x4(v[0], v[1], 0x88), _mm512_shuffle_i32x4(v[0], v[1], 0xDD));
+    return {_mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15), sums)};
+}
+PENSTOCK_INLINE vb load64(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+PENSTOCK_INLINE void store64(uint8_t* p, vb a) { _mm512_storeu_si512(p, a.v); }
+PENSTOCK_INLINE vb low_nibbles(vb a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(0x0F))}; }
+PENSTOCK_INLINE vb high_nibbles(vb a) { return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(0x0F))}; }
+// table[a] of sixteen bytes
+PENSTOCK_INLINE vb look_up(vb a, const uint8_t* table) {
+    return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table)), a.v)};
+}
+// Byte j of each lane, as a number.
+PENSTOCK_INLINE vf byte_of_lanes(vb a, int j) {
+    return {_mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srl_epi32(a.v, _mm_cvtsi32_si128(8 * j)), _mm512_set1_epi32(0xFF)))};
+}
+// bf16 number j, 0 or 1, of each lane.
+PENSTOCK_INLINE vf bf16_of_lanes(vb a, int j) {
+    return {_mm512_castsi512_ps(j == 0 ? _mm512_slli_epi32(a.v, 16) : _mm512_and_si512(a.v, _mm512_set1_epi32(-0x10000)))};
+}
+// a * 2^n for exponent_bits = n << 23; a and the result must be normal numbers.
+PENSTOCK_INLINE vf add_exponent(vf a, int32_t exponent_bits) {
+    return {_mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a.v), _mm512_set1_epi32(exponent_bits)))};
+}
+// acc[lane] += sum over j of unsigned w[lane][j] * signed a4[j], j = 0..3
+template <bool kNibbles>
+PENSTOCK_INLINE vi dot4(vi acc, vb w, const int8_t* a4) {
+    int32_t bits;
+    memcpy(&bits, a4, 4);
+    return {_mm512_dpbusd_epi32(acc.v, w.v, _mm512_set1_epi32(bits))};
+}
+// acc[lane] += w[lane][0] * a2[0] + w[lane][1] * a2[1], bf16 products in float32
+PENSTOCK_INLINE vf dot2_bf16(vf acc, vb w, const uint16_t* a2) {
+    int32_t bits;
+    memcpy(&bits, a2, 4);
+    return {_mm512_dpbf16_ps(acc.v, (__m512bh)_mm512_set1_epi32(bits), (__m512bh)w.v)};
+}
+// Two 16-bit values for every lane.
+PENSTOCK_INLINE vb set1_pair(const void* p) {
+    int32_t bits;
+    memcpy(&bits, p, 4);
+    return {_mm512_set1_epi32(bits)};
+}
+// acc[lane] += w[lane][0] * a[lane][0] + w[lane][1] * a[lane][1], int16 products in int32. Written as assembly because the
+// compiler copies accumulators that the intrinsic takes.
+PENSTOCK_INLINE vi dot2_i16(vi acc, vb w, vb a) {
+    asm("vpdpwssd %2, %1, %0" : "+v"(acc.v) : "v"(w.v), "v"(a.v));
+    return acc;
+}
+// The same of bf16 products in float32.
+PENSTOCK_INLINE vf dot2_bf16(vf acc, vb w, vb a) {
+    asm("vdpbf16ps %2, %1, %0" : "+v"(acc.v) : "v"(w.v), "v"(a.v));
+    return acc;
+}
+// a * 2^n for n in the low bits of `n`
+PENSTOCK_INLINE vf add_exponent(vf a, vf n) {
+    return {_mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a.v), _mm512_slli_epi32(_mm512_castps_si512(n.v), 23)))};
+}
+// Of every two 16-bit values the first; the second becomes 0.
+PENSTOCK_INLINE vb even_halves(vb a) { return {_mm512_and_si512(a.v, _mm512_set1_epi32(0xFFFF))}; }
+// Sixteen int16 from sixteen floats that are within [-32767, 32767]; rounded to nearest even.
+PENSTOCK_INLINE void store_i16(int16_t* p, vf a) {
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(a.v)));
+}
+// Stores a and b as 32 bf16 and returns `sum` plus what was stored.
+PENSTOCK_INLINE vf store_bf16_sum(uint16_t* p, vf a, vf b, vf sum) {
+    const __m512bh both = _mm512_cvtne2ps_pbh(b.v, a.v);
+    _mm512_storeu_si512(p, (__m512i)both);
+    return {_mm512_dpbf16_ps(sum.v, both, (__m512bh)_mm512_set1_epi32(0x3F803F80))};
+}
+PENSTOCK_INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }

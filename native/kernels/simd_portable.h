@@ -1,0 +1,176 @@
+// The sixteen lanes of simd.h as plain loops, for the compiler to vectorise as it can. Included by simd.h alone, inside its namespace.
+
+constexpr int kTileRows = 2, kTilePanels = 1, kFewRows = 1, kFewRowPanels = 1;
+constexpr int kAttentionPairs = 2, kAttentionTaskPairs = 16;
+
+struct vf { float v[16]; };
+struct vi { int32_t v[16]; };
+struct vb { uint8_t v[64]; };
+
+#define PENSTOCK_LANES for (int i = 0; i < 16; ++i)
+PENSTOCK_INLINE vf load(const float* p) { vf r; PENSTOCK_LANES r.v[i] = p[i]; return r; }
+PENSTOCK_INLINE void store(float* p, vf a) { PENSTOCK_LANES p[i] = a.v[i]; }
+PENSTOCK_INLINE vf set1(float x) { vf r; PENSTOCK_LANES r.v[i] = x; return r; }
+PENSTOCK_INLINE vf add(vf a, vf b) { PENSTOCK_LANES a.v[i] += b.v[i]; return a; }
+PENSTOCK_INLINE vf sub(vf a, vf b) { PENSTOCK_LANES a.v[i] -= b.v[i]; return a; }
+PENSTOCK_INLINE vf mul(vf a, vf b) { PENSTOCK_LANES a.v[i] *= b.v[i]; return a; }
+PENSTOCK_INLINE vf div(vf a, vf b) { PENSTOCK_LANES a.v[i] /= b.v[i]; return a; }
+PENSTOCK_INLINE vf max(vf a, vf b) { PENSTOCK_LANES a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }
+PENSTOCK_INLINE vf min(vf a, vf b) { PENSTOCK_LANES a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i]; return a; }
+PENSTOCK_INLINE vf fma(vf a, vf b, vf c) { PENSTOCK_LANES c.v[i] += a.v[i] * b.v[i]; return c; }
+PENSTOCK_INLINE vf abs(vf a) { PENSTOCK_LANES a.v[i] = fabsf(a.v[i]); return a; }
+// Round to nearest even by the magic-number method; exact for |a| < 2^22, and larger values never come here.
+PENSTOCK_INLINE vf round(vf a) { PENSTOCK_LANES a.v[i] = (a.v[i] + 12582912.0f) - 12582912.0f; return a; }
+PENSTOCK_INLINE vf scale2(vf a, vf n) {
+    PENSTOCK_LANES {
+        const int32_t bits = (static_cast<int32_t>(n.v[i]) + 127) << 23;
+        float p;
+        memcpy(&p, &bits, 4);
+        a.v[i] *= p;
+    }
+    return a;
+}
+PENSTOCK_INLINE vf first(int count, vf a, vf b) { PENSTOCK_LANES a.v[i] = i < count ? a.v[i] : b.v[i]; return a; }
+PENSTOCK_INLINE float widen_f16(uint16_t h) {
+    // IEEE half to single: shift the mantissa, then let a float multiplication fix the exponent (subnormals too).
+    const uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16;
+    const uint32_t magnitude = static_cast<uint32_t>(h & 0x7FFFu) << 13;
+    float f;
+    memcpy(&f, &magnitude, 4);
+    f *= 0x1p112f;
+    uint32_t bits;
+    memcpy(&bits, &f, 4);
+    if ((h & 0x7C00u) == 0x7C00u) bits = magnitude | 0x7F800000u;
+    bits |= sign;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+PENSTOCK_INLINE float widen_bf16(uint16_t b) {
+    const uint32_t bits = static_cast<uint32_t>(b) << 16;
+    float f;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+PENSTOCK_INLINE vf load_f16(const uint16_t* p) { vf r; PENSTOCK_LANES r.v[i] = widen_f16(p[i]); return r; }
+PENSTOCK_INLINE vf load_bf16(const uint16_t* p) { vf r; PENSTOCK_LANES r.v[i] = widen_bf16(p[i]); return r; }
+
+PENSTOCK_INLINE void store_bf16(uint16_t* p, vf a) {
+    PENSTOCK_LANES {
+        uint32_t bits;
+        memcpy(&bits, &a.v[i], 4);
+        p[i] = static_cast<uint16_t>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
+    }
+}
+PENSTOCK_INLINE float reduce_add(vf a) {
+    for (int step = 8; step > 0; step /= 2) {
+        for (int i = 0; i < step; ++i) a.v[i] += a.v[i + step];
+    }
+    return a.v[0];
+}
+PENSTOCK_INLINE float reduce_max(vf a) {
+    for (int step = 8; step > 0; step /= 2) {
+        for (int i = 0; i < step; ++i) a.v[i] = a.v[i] > a.v[i + step] ? a.v[i] : a.v[i + step];
+    }
+    return a.v[0];
+}
+
+PENSTOCK_INLINE vi set1_i(int32_t x) { vi r; PENSTOCK_LANES r.v[i] = x; return r; }
+PENSTOCK_INLINE vi times16(vi a) { PENSTOCK_LANES a.v[i] *= 16; return a; }
+PENSTOCK_INLINE vf to_float(vi a) { vf r; PENSTOCK_LANES r.v[i] = static_cast<float>(a.v[i]); return r; }
+PENSTOCK_INLINE void store(int32_t* p, vi a) { PENSTOCK_LANES p[i] = a.v[i]; }
+PENSTOCK_INLINE void store_rounded_i8(int8_t* p, vf a) {
+    PENSTOCK_LANES {
+        const float r = (a.v[i] + 12582912.0f) - 12582912.0f;
+        p[i] = static_cast<int8_t>(r > 127.0f ? 127.0f : r < -128.0f ? -128.0f : r);
+    }
+}
+PENSTOCK_INLINE vf largest_of_groups(const float* x) {
+    vf r;
+    for (int g = 0; g < 16; ++g) r.v[g] = reduce_max(max(abs(load(x + 32 * g)), abs(load(x + 32 * g + 16))));
+    return r;
+}
+PENSTOCK_INLINE vi sum_of_groups(const int8_t* q) {
+    vi r;
+    for (int g = 0; g < 16; ++g) {
+        r.v[g] = 0;
+        for (int i = 0; i < 32; ++i) r.v[g] += q[32 * g + i];
+    }
+    return r;
+}
+PENSTOCK_INLINE vb load64(const uint8_t* p) { vb r; memcpy(r.v, p, 64); return r; }
+PENSTOCK_INLINE void store64(uint8_t* p, vb a) { memcpy(p, a.v, 64); }
+PENSTOCK_INLINE vb low_nibbles(vb a) { for (int i = 0; i < 64; ++i) a.v[i] &= 0x0F; return a; }
+PENSTOCK_INLINE vb high_nibbles(vb a) { for (int i = 0; i < 64; ++i) a.v[i] >>= 4; return a; }
+PENSTOCK_INLINE vb look_up(vb a, const uint8_t* table) { for (int i = 0; i < 64; ++i) a.v[i] = table[a.v[i]]; return a; }
+PENSTOCK_INLINE vf byte_of_lanes(vb a, int j) { vf r; PENSTOCK_LANES r.v[i] = static_cast<float>(a.v[4 * i + j]); return r; }
+PENSTOCK_INLINE vf bf16_of_lanes(vb a, int j) {
+    vf r;
+    PENSTOCK_LANES {
+        uint16_t bits;
+        memcpy(&bits, a.v + 4 * i + 2 * j, 2);
+        r.v[i] = widen_bf16(bits);
+    }
+    return r;
+}
+PENSTOCK_INLINE vf add_exponent(vf a, int32_t exponent_bits) {
+    PENSTOCK_LANES {
+        uint32_t bits;
+        memcpy(&bits, &a.v[i], 4);
+        bits += static_cast<uint32_t>(exponent_bits);
+        memcpy(&a.v[i], &bits, 4);
+    }
+    return a;
+}
+template <bool kNibbles>
+PENSTOCK_INLINE vi dot4(vi acc, vb w, const int8_t* a4) {
+    PENSTOCK_LANES {
+        for (int j = 0; j < 4; ++j) acc.v[i] += static_cast<int32_t>(w.v[4 * i + j]) * a4[j];
+    }
+    return acc;
+}
+PENSTOCK_INLINE vf dot2_bf16(vf acc, vb w, const uint16_t* a2) {
+    const float a0 = widen_bf16(a2[0]), a1 = widen_bf16(a2[1]);
+    PENSTOCK_LANES {
+        uint16_t pair[2];
+        memcpy(pair, w.v + 4 * i, 4);
+        acc.v[i] += widen_bf16(pair[0]) * a0;
+        acc.v[i] += widen_bf16(pair[1]) * a1;
+    }
+    return acc;
+}
+PENSTOCK_INLINE vb set1_pair(const void* p) { vb r; PENSTOCK_LANES memcpy(r.v + 4 * i, p, 4); return r; }
+PENSTOCK_INLINE vi dot2_i16(vi acc, vb w, vb a) {
+    int16_t x[32], y[32];
+    memcpy(x, w.v, 64);
+    memcpy(y, a.v, 64);
+    PENSTOCK_LANES acc.v[i] += x[2 * i] * y[2 * i] + x[2 * i + 1] * y[2 * i + 1];
+    return acc;
+}
+PENSTOCK_INLINE vf dot2_bf16(vf acc, vb w, vb a) {
+    uint16_t x[32], y[32];
+    memcpy(x, w.v, 64);
+    memcpy(y, a.v, 64);
+    PENSTOCK_LANES acc.v[i] += widen_bf16(x[2 * i]) * widen_bf16(y[2 * i]);
+    PENSTOCK_LANES acc.v[i] += widen_bf16(x[2 * i + 1]) * widen_bf16(y[2 * i + 1]);
+    return acc;
+}
+PENSTOCK_INLINE vf add_exponent(vf a, vf n) {
+    uint32_t x[16], y[16];
+    memcpy(x, a.v, 64);
+    memcpy(y, n.v, 64);
+    PENSTOCK_LANES x[i] += y[i] << 23;
+    memcpy(a.v, x, 64);
+    return a;
+}
+PENSTOCK_INLINE vb even_halves(vb a) { PENSTOCK_LANES memset(a.v + 4 * i + 2, 0, 2); return a; }
+PENSTOCK_INLINE void store_i16(int16_t* p, vf a) {
+    const vf r = round(a);
+    PENSTOCK_LANES p[i] = r.v[i] == r.v[i] ? static_cast<int16_t>(r.v[i]) : 0;
+}
+PENSTOCK_INLINE vf store_bf16_sum(uint16_t* p, vf a, vf b, vf sum) {
+    store_bf16(p, a);
+    store_bf16(p + kLanes, b);
+    return add(add(sum, load_bf16(p)), load_bf16(p + kLanes));
+}
+PENSTOCK_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
+#undef PENSTOCK_LANES
