@@ -43,6 +43,7 @@ for variant in $variants; do
   fi
   run "step-$variant" step.py --variant "$variant"
 done
+if [ -n "${QWEN:-}" ]; then run startup-qwen startup.py --model "$QWEN" --repeat 3; fi
 if [ -n "${QWEN:-}" ]; then run step-qwen step.py --model "$QWEN" --steps 1x1@128 16x1@256 1x512@0; fi
 # shellcheck disable=SC2086  # several arguments
 {

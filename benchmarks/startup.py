@@ -2,12 +2,14 @@
 
 Starts `penstock serve` with a model that is in the cache, on a free port, and waits for `/ready` to say 200; then asks one
 question, so that what is allocated on first use is counted, and reads the resident memory. `beside_mb` is what remains of it
-without the weights and the KV cache: the bar is 150 MB. It is read again after a load of 32 streams, as `loaded_beside_mb`.
+without the weights, as many bytes as in the file, and the KV cache: the bar is 150 MB. It is read again after a load of 32
+streams, as `loaded_beside_mb`.
 
 `installed_mb` is what `pip install penstock` leaves in `site-packages`: every distribution that it needs at run time, found by
 their metadata in the environment that runs this, as the sum of their files' sizes (byte code included).
 
     penstock pull && python benchmarks/startup.py
+    python benchmarks/startup.py --model qwen2.5-coder:1.5b --repeat 3
 
 The last line printed is one JSON object. Linux only (/proc).
 """
@@ -115,12 +117,13 @@ def beside_mb(pid: int, num_weight_bytes: int) -> dict[str, float]:
     return figures | {"beside_mb": figures["resident_mb"] - figures["kv_touched_mb"] - num_weight_bytes / 1e6}
 
 
-def measure(arguments: list[str], num_weight_bytes: int) -> dict[str, float]:
+def measure(model: str, arguments: list[str], num_weight_bytes: int, streams: int) -> dict[str, float]:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     start = time.perf_counter()
     # As much KV cache as can be told from other mappings by its size.
-    command = [sys.executable, "-m", "penstock", "serve", "--port", str(port), "--kv-cache-memory", str(KV_BYTES), *arguments]
+    options = ["--port", str(port), "--kv-cache-memory", str(KV_BYTES)]
+    command = [sys.executable, "-m", "penstock", "serve", model, *options, *arguments]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         wait_until_ready(url, server)
@@ -128,7 +131,9 @@ def measure(arguments: list[str], num_weight_bytes: int) -> dict[str, float]:
         print(ask(url))
         figures = {"ready_s": ready_s, "first_answer_s": time.perf_counter() - start}
         figures |= beside_mb(server.pid, num_weight_bytes)
-        replay(url, DEFAULT_MODEL, [Job("Once upon a time " * 100, 0, 32)] * STREAMS, STREAMS)
+        if streams == 0:
+            return figures
+        replay(url, model, [Job("Once upon a time " * 100, 0, 32)] * streams, streams)
         loaded = beside_mb(server.pid, num_weight_bytes)
         return figures | {f"loaded_{name}": size for name, size in loaded.items()}
     finally:
@@ -138,11 +143,14 @@ def measure(arguments: list[str], num_weight_bytes: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="as `penstock serve` takes it")
     parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--streams", type=int, default=STREAMS, help="of the load; 0 leaves it out")
     parser.add_argument("arguments", nargs="*", help="for `penstock serve`, after --")
     args = parser.parse_args()
-    num_weight_bytes = load_model(resolve(DEFAULT_MODEL, default_cache_dir())).num_weight_bytes
-    runs = [measure(args.arguments, num_weight_bytes) for _ in range(args.repeat)]
+    source = resolve(args.model, default_cache_dir())
+    num_weight_bytes = load_model(source).num_weight_bytes
+    runs = [measure(args.model, args.arguments, num_weight_bytes, args.streams) for _ in range(args.repeat)]
     summary = {
         key: {"median": round(statistics.median(r[key] for r in runs), 3), "max": round(max(r[key] for r in runs), 3)}
         for key in runs[0]
@@ -150,7 +158,8 @@ def main() -> None:
     packages = installed_mb()
     print(packages)
     size = {"installed_mb": round(sum(packages.values()), 1), "weights_mb": round(num_weight_bytes / 1e6, 1)}
-    print(json.dumps({"benchmark": "startup", "repeat": args.repeat, **size, **summary}))
+    told = {"benchmark": "startup", "model": source.name, "repeat": args.repeat}
+    print(json.dumps({**told, **size, **summary}))
 
 
 if __name__ == "__main__":
