@@ -27,15 +27,23 @@ using Vector = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 template <typename T>
 using Matrix = nb::ndarray<const T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-int add_matrix(Engine& self, SourceFormat format, int rows, int cols, const Matrix<uint8_t>& data) {
-    const bool quantised = format != SourceFormat::kBf16;
-    const int block = quantised ? block_format(format).groups * kGroup : 1;
+void check_source(SourceFormat format, int rows, int cols, const Matrix<uint8_t>& data) {
+    const int block = format == SourceFormat::kBf16 ? 1 : block_format(format).groups * kGroup;
     if (rows <= 0 || cols <= 0 || cols % block != 0) throw std::invalid_argument("the columns are no whole number of blocks");
-    if (static_cast<int64_t>(data.size()) != int64_t{rows} * (cols / block) * (quantised ? block_format(format).bytes : 2)) {
+    if (static_cast<int64_t>(data.size()) != source_bytes(format, rows, cols)) {
         throw std::invalid_argument("the data has not the size of such a matrix");
     }
+}
+
+int add_matrix(Engine& self, SourceFormat format, int rows, int cols, const Matrix<uint8_t>& data) {
+    check_source(format, rows, cols, data);
     nb::gil_scoped_release release;
     return self.add_matrix(format, rows, cols, data.data());
+}
+
+int add_table(Engine& self, SourceFormat format, int rows, int cols, const Matrix<uint8_t>& data) {
+    check_source(format, rows, cols, data);
+    return self.add_table(format, rows, cols, data.data());
 }
 
 Instruction rows_instruction(const std::vector<RowOp>& ops, bool samples) {
@@ -223,7 +231,8 @@ void bind_engine(nb::module_& m) {
         .value("KV_WRITE", RowOpKind::kKvWrite)
         .value("GATED", RowOpKind::kGated)
         .value("ADD", RowOpKind::kAdd)
-        .value("GATHER", RowOpKind::kGather);
+        .value("GATHER", RowOpKind::kGather)
+        .value("LOOKUP", RowOpKind::kLookup);
 
     nb::class_<RowOp>(m, "RowOp", "One operation on one row; the fields that a kind uses are in engine.h.")
         .def("__init__",
@@ -245,6 +254,8 @@ void bind_engine(nb::module_& m) {
              "max_rows"_a, "max_step_tokens"_a, "num_threads"_a, "variant"_a = "")
         .def("add_matrix", &add_matrix, "format"_a, "rows"_a, "cols"_a, "data"_a,
              "Packs a matrix from its file's bytes (uint8 [rows, bytes per row]); returns its id.")
+        .def("add_table", &add_table, "format"_a, "rows"_a, "cols"_a, nb::arg("data").noconvert(), nb::keep_alive<1, 5>(),
+             "A matrix of which single rows are read: not packed, not copied, kept alive; returns its id for LOOKUP.")
         .def("add_vector",
              [](Engine& self, const Vector<float>& v) { return self.add_vector(v.data(), static_cast<int64_t>(v.size())); })
         .def("add_rope",

@@ -147,6 +147,18 @@ void decode_q6_k(const uint8_t* block, Group* groups) {
     }
 }
 
+void values_of(const Group& g, WeightKind kind, float scale, float* out) {
+    const float d = scale * g.d, m = scale * g.m;
+    if (kind == WeightKind::kU8Symmetric || kind == WeightKind::kU8Affine) {
+        for (int i = 0; i < kGroup; ++i) out[i] = d * static_cast<float>(g.q[i] - kZero8) + m;
+        return;
+    }
+    for (int i = 0; i < kGroup; ++i) {
+        const int q = i < kHalf ? g.q[i] & 15 : g.q[i - kHalf] >> 4;
+        out[i] = d * static_cast<float>(kind == WeightKind::kU4Table ? kTableOfNibbles[q] - kZero8 : q - static_cast<int>(kZero4)) + m;
+    }
+}
+
 void decode_iq4_nl(const uint8_t* block, Group* g) { decode_q4_0(block, g); }
 
 void decode_iq4_xs(const uint8_t* block, Group* g) {
@@ -187,6 +199,30 @@ const BlockFormat& block_format(SourceFormat format) {
         case SourceFormat::kBf16: break;
     }
     throw std::invalid_argument("not a quantised format");
+}
+
+int64_t source_bytes(SourceFormat format, int rows, int cols) {
+    if (format == SourceFormat::kBf16) return int64_t{2} * rows * cols;
+    const BlockFormat& blocks = block_format(format);
+    return int64_t{rows} * (cols / (blocks.groups * kGroup)) * blocks.bytes;
+}
+
+void decode_row(SourceFormat format, const uint8_t* row, int cols, float scale, float* out) {
+    if (format == SourceFormat::kBf16) {
+        for (int i = 0; i < cols; ++i) {
+            const uint32_t bits = static_cast<uint32_t>(row[2 * i] | row[2 * i + 1] << 8) << 16;
+            float value;
+            std::memcpy(&value, &bits, 4);
+            out[i] = scale * value;
+        }
+        return;
+    }
+    const BlockFormat& blocks = block_format(format);
+    Group groups[kMaxBlockGroups];
+    for (int col = 0; col < cols; row += blocks.bytes) {
+        blocks.decode(row, groups);
+        for (int i = 0; i < blocks.groups; ++i, col += kGroup) values_of(groups[i], blocks.kind, scale, out + col);
+    }
 }
 
 }  // namespace penstock

@@ -1,5 +1,5 @@
 // What the blocks of a weight file mean: every format of GGML that is kept, taken apart into groups of 32 columns.
-// Called by packing.cpp, once per block at load; knows no layout but the file's.
+// Called by packing.cpp, once per block at load, and for tables of which a step reads single rows; knows no layout but the file's.
 //
 // Source: https://github.com/ggml-org/ggml, ggml-common.h and ggml-quants.c; models/formats.py says the same in NumPy.
 
@@ -43,5 +43,11 @@ struct BlockFormat {
 
 // Of a quantised format.
 const BlockFormat& block_format(SourceFormat format);
+
+// Of a matrix of whole blocks.
+int64_t source_bytes(SourceFormat format, int rows, int cols);
+
+// One row as in the file, times `scale`. `cols` are whole blocks.
+void decode_row(SourceFormat format, const uint8_t* row, int cols, float scale, float* out);
 
 }  // namespace penstock

@@ -66,6 +66,11 @@ int Engine::add_matrix(SourceFormat format, int rows, int cols, const uint8_t* s
     return static_cast<int>(matrices_.size()) - 1;
 }
 
+int Engine::add_table(SourceFormat format, int rows, int cols, const uint8_t* source) {
+    tables_.push_back({format, cols, source_bytes(format, rows, cols) / rows, source});
+    return static_cast<int>(tables_.size()) - 1;
+}
+
 int Engine::add_vector(const float* values, int64_t count) {
     vectors_.emplace_back(values, values + count);
     return static_cast<int>(vectors_.size()) - 1;

@@ -20,15 +20,15 @@
 
 namespace penstock {
 
-enum class RowOpKind : int32_t { kEmbed, kAngles, kRmsNorm, kQuantize, kToBf16, kRope, kKvWrite, kGated, kAdd, kGather };
+enum class RowOpKind : int32_t { kEmbed, kAngles, kRmsNorm, kQuantize, kToBf16, kRope, kKvWrite, kGated, kAdd, kGather, kLookup };
 
-// One operation on one row; ids index the engine's buffers, activations, matrices, vectors, ropes. -1 is none.
+// One operation on one row; ids index the engine's buffers, activations, matrices, tables, vectors, ropes. -1 is none.
 struct RowOp {
     RowOpKind kind;
     int32_t out = -1;      // buffer, or activation for kQuantize and kToBf16
     int32_t x = -1;        // buffer
     int32_t y = -1;        // second buffer
-    int32_t weight = -1;   // matrix (kEmbed), vector (kRmsNorm), rope (kAngles, kRope)
+    int32_t weight = -1;   // matrix (kEmbed), table (kLookup), vector (kRmsNorm), rope (kAngles, kRope)
     int32_t n = 0;         // group (kRmsNorm), heads (kRope), layer (kKvWrite), activation kind (kGated)
     int32_t head_dim = 0;  // kRope
     float value = 0.0f;    // eps or scale
@@ -105,6 +105,8 @@ class Engine final : private Work {
     Engine(const EngineShape& shape, int num_threads, const std::string& variant);
 
     int add_matrix(SourceFormat format, int rows, int cols, const uint8_t* source);
+    // A matrix of which a step reads single rows: it stays where and as it is, and must outlive the engine.
+    int add_table(SourceFormat format, int rows, int cols, const uint8_t* source);
     int add_vector(const float* values, int64_t count);
     int add_rope(const float* inv_freq, int half, float attention_factor);
     int add_buffer(int width, bool per_sample);
@@ -136,6 +138,12 @@ class Engine final : private Work {
         Memory memory;
         float* data() const { return reinterpret_cast<float*>(memory.get()); }
         float* row(int64_t i) const { return data() + i * width; }
+    };
+    struct Table {
+        SourceFormat format;
+        int32_t cols;
+        int64_t row_bytes;
+        const uint8_t* source;
     };
     struct OwnedActivation {
         Activation view;
@@ -188,6 +196,7 @@ class Engine final : private Work {
     Memory kv_;
     Arena arena_;
     std::vector<PackedStorage> matrices_;
+    std::vector<Table> tables_;
     std::vector<std::vector<float>> vectors_;
     std::deque<Rope> ropes_;
     std::vector<Buffer> buffers_;

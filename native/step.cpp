@@ -183,6 +183,11 @@ void Engine::run_row_op(const RowOp& op, int64_t row) {
     switch (op.kind) {
         case RowOpKind::kEmbed:
             return k.embed_row(buffers_[op.out].row(row), matrices_[op.weight].matrix, input_.token_ids[row], op.value);
+        case RowOpKind::kLookup: {
+            const Table& table = tables_[op.weight];
+            const uint8_t* const source = table.source + input_.token_ids[row] * table.row_bytes;
+            return decode_row(table.format, source, table.cols, op.value, buffers_[op.out].row(row));
+        }
         case RowOpKind::kAngles: return compute_angles(ropes_[op.weight], row);
         case RowOpKind::kRmsNorm: {
             const Buffer& out = buffers_[op.out];

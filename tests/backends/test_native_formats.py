@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from backends.format_blocks import F16_AT, random_blocks
-from backends.native_probe import F32, Probe, bf16
+from backends.native_probe import F32, Probe, bf16, bf16_bytes
 from penstock.backends.native import info
 from penstock.backends.native._native import RowOpKind, SourceFormat
 from penstock.backends.native.lowering import SOURCE_FORMATS
@@ -38,6 +38,31 @@ def tolerance(raw: NDArray[np.uint8], values: F32, fmt: WeightFormat) -> F32:
         steps = d * np.abs(blocks[:, 192:208].view(np.int8).astype(np.float32))
         return steps.reshape(-1, 2).max(-1, keepdims=True) / 8 * 1.05 + largest * np.float32(2**-11) + np.float32(1e-7)
     return largest * np.float32(2**-8) + np.float32(1e-7)
+
+
+@pytest.mark.parametrize("fmt", BLOCKS)
+def test_rows_that_are_looked_up_in_the_file_are_those_of_the_file(fmt: WeightFormat) -> None:
+    rows, cols = 9, 2 * BLOCKS[fmt][0]
+    raw = random_blocks(np.random.default_rng(5), fmt, rows, cols)
+    wanted = 3 * dequantize(raw, fmt, cols)
+    found = looked_up(SOURCE_FORMATS[fmt], raw, cols, scale=3.0)
+    allowed = 3 * tolerance(raw, wanted / 3, fmt) if fmt is WeightFormat.Q6_K else np.float32(1e-6)
+    assert (np.abs(found - wanted).reshape(-1, 32) <= allowed).all()
+
+
+def test_rows_of_bf16_that_are_looked_up_are_exact() -> None:
+    values = bf16(np.random.default_rng(6).normal(size=(5, 33)).astype(np.float32))
+    assert np.array_equal(looked_up(SourceFormat.BF16, bf16_bytes(values), 33, scale=1.0), values)
+
+
+def looked_up(source: SourceFormat, raw: NDArray[np.uint8], cols: int, *, scale: float) -> F32:
+    """All rows of a table, the last one first, in order."""
+    probe = Probe(len(raw), cols, variant=VARIANTS[0])
+    out = probe.buffer(cols)
+    table = probe.engine.add_table(source, len(raw), cols, raw.copy())  # kept alive by the engine alone
+    probe.row(RowOpKind.LOOKUP, out=out, weight=table, value=scale)
+    probe.finish(out)
+    return probe.run(range(len(raw))[::-1])[::-1]
 
 
 @pytest.mark.parametrize("fmt", BLOCKS)

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.backends.native._native import Engine
 from penstock.backends.native.lowering import lower
-from penstock.models.program import Embed, GatedActivation, Linear, Op, Program
+from penstock.models.program import Embed, GatedActivation, Linear, Logits, Op, Program
 from penstock.models.weights import WeightFormat, WeightTensor
 
 NAMES = ("x", "y", "z", "h")
@@ -75,3 +75,30 @@ def test_gate_up_and_activation_are_one() -> None:
 def test_a_gate_that_the_up_projection_needs_done_is_not_one_with_it(gate: str, up: str) -> None:
     found = lowered(Linear(gate, "x", "w"), Linear(up, "x", "w"), GatedActivation("z", gate, up, "silu"))
     assert (found.num_gated, found.linears) == (0, [1, 1])
+
+
+class WhereEmbedded(Recorder):
+    """Which matrices were packed, and which are only looked up in their file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.added: list[str] = []
+
+    def add_matrix(self, *args: object) -> int:
+        self.added.append("matrix")
+        return 0
+
+    def add_table(self, *args: object) -> int:
+        self.added.append("table")
+        return 0
+
+
+@pytest.mark.parametrize(("output", "added"), [("w", ["matrix"]), ("v", ["table", "matrix"])])
+def test_an_embedding_is_packed_only_if_a_product_reads_it(output: str, added: list[str]) -> None:
+    recorder = WhereEmbedded()
+    ops = (Embed("x", "w"), Logits("y", "x", output))
+    program = Program(
+        num_layers=1, num_kv_heads=1, head_dim=16, vocab_size=32, buffers=tuple((name, 32) for name in NAMES), ops=ops
+    )
+    lower(program, {"w": MATRIX, "v": MATRIX}, cast(Engine, recorder))
+    assert recorder.added == added

@@ -5,6 +5,7 @@ Made by loaders, read by backends. Memory-mapped arrays stay memory-mapped.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,18 @@ class WeightTensor:
     @property
     def num_bytes(self) -> int:
         return int(self.data.nbytes)
+
+    def forget(self) -> None:
+        """If the data are of a mapped file, the system may have its memory back; what is read again comes from the file."""
+        owner: object = self.data
+        while isinstance(owner, np.ndarray):
+            owner = owner.base
+        if isinstance(owner, memoryview):
+            owner = owner.obj
+        if isinstance(owner, mmap.mmap):
+            first = self.data.ctypes.data - np.frombuffer(owner, np.uint8).ctypes.data
+            begin = first // mmap.PAGESIZE * mmap.PAGESIZE
+            owner.madvise(mmap.MADV_DONTNEED, begin, first + self.num_bytes - begin)
 
     def dequantize(self) -> NDArray[np.float32]:
         """The values, float32 [num_rows, num_cols]; exact for every format here."""

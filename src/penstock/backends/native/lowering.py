@@ -9,9 +9,10 @@ activation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.backends.native._native import Engine, RowOp, RowOpKind, SourceFormat
 from penstock.models.formats import WeightFormat
@@ -55,6 +56,8 @@ class _Lowering:
         self._widths = dict(program.buffers)
         self._weights = weights
         self._engine = engine
+        self._multiplied = {op.weight for op in program.ops if isinstance(op, Linear | Logits)}
+        """Weights of products."""
         self._matrices: dict[str, int] = {}
         self._vectors: dict[str, int] = {}
         self._ropes: dict[tuple[tuple[float, ...], float], int] = {}
@@ -90,7 +93,7 @@ class _Lowering:
     def _emit_row(self, op: Op) -> None:
         match op:
             case Embed():
-                self._row(RowOpKind.EMBED, out=self._written(op.out), weight=self._matrix(op.weight), value=op.scale)
+                self._emit_embed(op)
             case RMSNorm():
                 width = self._widths[op.x]
                 x, vector = self._buffer(op.x), self._vector(op.weight)
@@ -115,6 +118,13 @@ class _Lowering:
                     f"the native backend can't compute {type(op).__name__} yet.",
                     remedy="Use --backend reference for this architecture.",
                 )
+
+    def _emit_embed(self, op: Embed) -> None:
+        """From the packed matrix if products need it, too; else from the file, of which few rows are ever read."""
+        if op.weight in self._multiplied:
+            self._row(RowOpKind.EMBED, out=self._written(op.out), weight=self._matrix(op.weight), value=op.scale)
+        else:
+            self._row(RowOpKind.LOOKUP, out=self._written(op.out), weight=self._table(op.weight), value=op.scale)
 
     def _row(
         self,
@@ -221,16 +231,22 @@ class _Lowering:
 
     def _matrix(self, name: str) -> int:
         if name not in self._matrices:
-            tensor = self._tensor(name)
-            if tensor.format not in SOURCE_FORMATS:
-                raise ModelError(f"the matrix {name!r} is {tensor.format}, which the native backend has no kernel for.")
-            data = np.ascontiguousarray(tensor.data).view(np.uint8).reshape(tensor.num_rows, -1)
-            source = SOURCE_FORMATS[tensor.format]
-            try:
-                self._matrices[name] = self._engine.add_matrix(source, tensor.num_rows, tensor.num_cols, data)
-            except ValueError as error:
-                raise ModelError(f"the matrix {name!r}: {error}.", remedy="Fetch the model again.") from error
+            self._matrices[name] = self._add(name, self._engine.add_matrix)
+            self._tensor(name).forget()
         return self._matrices[name]
+
+    def _table(self, name: str) -> int:
+        return self._add(name, self._engine.add_table)
+
+    def _add(self, name: str, add: Callable[[SourceFormat, int, int, NDArray[np.uint8]], int]) -> int:
+        tensor = self._tensor(name)
+        if tensor.format not in SOURCE_FORMATS:
+            raise ModelError(f"the matrix {name!r} is {tensor.format}, which the native backend has no kernel for.")
+        data = np.ascontiguousarray(tensor.data).view(np.uint8).reshape(tensor.num_rows, -1)
+        try:
+            return add(SOURCE_FORMATS[tensor.format], tensor.num_rows, tensor.num_cols, data)
+        except ValueError as error:
+            raise ModelError(f"the matrix {name!r}: {error}.", remedy="Fetch the model again.") from error
 
     def _vector(self, name: str) -> int:
         if name not in self._vectors:
