@@ -48,7 +48,7 @@ def forget_content(manager: KVManager) -> None:
     manager.free("a")
     manager.free("b")
     block_id = next(block_id for _, block_id in manager.index.items())
-    manager.index.forget(block_id)
+    manager.index.forget([block_id])
 
 
 @pytest.mark.parametrize(

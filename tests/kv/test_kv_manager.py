@@ -85,6 +85,7 @@ class TestPrefixHits:
         manager = make_manager()
         first = make_request("a", 6)
         first.output_token_ids += [41, 42, 43]
+        first.num_tokens += 3
         compute(manager, first)
         assert manager.lookup_prefix(make_request("b", [1, 2, 3, 4, 5, 6, 41, 42, 99])).num_tokens == 8
 
@@ -273,6 +274,7 @@ class ManagerMachine(RuleBasedStateMachine):
             salt, tokens = self.content[source]
             self.content[destination] = (salt, list(tokens))
         request.output_token_ids += token_ids
+        request.num_tokens = num_tokens
         self.write(request, num_tokens)
 
     @precondition(lambda self: self.requests)

@@ -51,29 +51,29 @@ def test_a_salt_can_not_pose_as_tokens() -> None:
 def test_lookup_ends_at_the_first_gap() -> None:
     index = PrefixIndex()
     names = chain([1, 2, 3, 4, 5, 6])
-    index.publish(7, names[0])
-    index.publish(9, names[2])
+    index.publish([7], [names[0]])
+    index.publish([9], [names[2]])
     assert index.lookup(names) == [7]
-    index.publish(8, names[1])
+    index.publish([8], [names[1]])
     assert index.lookup(names) == [7, 8, 9]
 
 
 def test_the_first_of_equal_blocks_stays() -> None:
     index = PrefixIndex()
     (name,) = chain([1, 2])
-    index.publish(7, name)
-    index.publish(8, name)
+    index.publish([7], [name])
+    index.publish([8], [name])
     assert index.lookup([name]) == [7]
-    assert 8 not in index
-    index.forget(8)
+    assert 8 not in index.block_ids
+    index.forget([8])
     assert index.lookup([name]) == [7]
 
 
 def test_a_forgotten_block_is_not_found() -> None:
     index = PrefixIndex()
     (name,) = chain([1, 2])
-    index.publish(7, name)
-    index.forget(7)
+    index.publish([7], [name])
+    index.forget([7])
     assert index.lookup([name]) == []
     assert len(index) == 0
 
@@ -81,7 +81,7 @@ def test_a_forgotten_block_is_not_found() -> None:
 def test_a_block_has_one_name() -> None:
     index = PrefixIndex()
     first, second = chain([1, 2, 3, 4])
-    index.publish(7, first)
-    index.publish(7, first)
+    index.publish([7], [first])
+    index.publish([7], [first])
     with pytest.raises(ValueError, match="block 7 is published already"):
-        index.publish(7, second)
+        index.publish([7], [second])

@@ -97,12 +97,11 @@ class EngineCore:
         if result.step_id != plan.step_id:
             raise ValueError(f"the result of step {result.step_id} is not that of step {plan.step_id}")
         counts = self._counts.pop(plan.step_id)
-        events = self.scheduler.commit(plan, result, now_ns)
-        for event in events:
-            if event.finish_reason is not None:
-                self._forget(self._requests[event.request_id], now_ns)
-        self._observer.on_step(self._step_stats(plan, result, counts, sum([len(event.token_ids) for event in events]), now_ns))
-        return events
+        outcome = self.scheduler.commit(plan, result, now_ns)
+        for request in outcome.ended:
+            self._forget(request, now_ns)
+        self._observer.on_step(self._step_stats(plan, result, counts, outcome.num_sampled_tokens, now_ns))
+        return outcome.events
 
     def next_wakeup_ns(self, now_ns: int) -> int | None:
         """When to call `apply` and `begin` again if nothing else happens: a deadline or the gate; None: no need to."""

@@ -59,11 +59,16 @@ class BlockPool:
         if count > self.num_available:
             raise ValueError(f"{count} blocks asked for, {self.num_available} available")
         taken: list[int] = []
+        block_id = self._next[NULL_BLOCK_ID]
         for _ in range(count):
-            block_id = self._next[NULL_BLOCK_ID]
-            self._unlink(block_id)
-            self._ref_counts[block_id] = 1
             taken.append(block_id)
+            self._ref_counts[block_id] = 1
+            self.num_cached -= self._is_kept[block_id]
+            self._is_kept[block_id] = False
+            block_id = self._next[block_id]
+        self._next[NULL_BLOCK_ID] = block_id
+        self._prev[block_id] = NULL_BLOCK_ID
+        self.num_available -= count
         return taken
 
     def hold(self, block_id: int) -> None:
@@ -82,8 +87,15 @@ class BlockPool:
         if self._ref_counts[block_id] == 0:
             raise ValueError(f"block {block_id} was freed twice")
         self._ref_counts[block_id] -= 1
-        if self._ref_counts[block_id] == 0:
-            self._link(block_id, keep=keep)
+        if self._ref_counts[block_id] > 0:
+            return
+        before = self._prev[NULL_BLOCK_ID] if keep else NULL_BLOCK_ID
+        after = self._next[before]
+        self._next[before] = self._prev[after] = block_id
+        self._prev[block_id], self._next[block_id] = before, after
+        self._is_kept[block_id] = keep
+        self.num_available += 1
+        self.num_cached += keep
 
     def _unlink(self, block_id: int) -> None:
         before, after = self._prev[block_id], self._next[block_id]
@@ -92,12 +104,3 @@ class BlockPool:
         self.num_available -= 1
         self.num_cached -= self._is_kept[block_id]
         self._is_kept[block_id] = False
-
-    def _link(self, block_id: int, *, keep: bool) -> None:
-        before = self._prev[NULL_BLOCK_ID] if keep else NULL_BLOCK_ID
-        after = self._next[before]
-        self._next[before] = self._prev[after] = block_id
-        self._prev[block_id], self._next[block_id] = before, after
-        self._is_kept[block_id] = keep
-        self.num_available += 1
-        self.num_cached += keep

@@ -50,10 +50,10 @@ def _check_references(manager: KVManager) -> None:
 def _check_index(manager: KVManager) -> None:
     published = [block_id for _, block_id in manager.index.items()]
     assert len(set(published)) == len(published), "a block is published under two hashes"
-    assert all(block_id in manager.index for block_id in published), "the index's two maps differ"
+    assert all(block_id in manager.index.block_ids for block_id in published), "the index's two maps differ"
     for block_id in manager.pool.free_block_ids():
         kept = manager.pool.is_kept(block_id)
-        assert kept == (block_id in manager.index), f"free block {block_id} is kept or published, not both"
+        assert kept == (block_id in manager.index.block_ids), f"free block {block_id} is kept or published, not both"
 
 
 def _check_aliasing(manager: KVManager) -> None:

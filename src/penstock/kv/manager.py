@@ -96,6 +96,8 @@ class KVManager:
         table = self._tables.setdefault(request.request_id, BlockTable())
         self._hash_blocks(table, request, num_blocks)
         found = self.index.lookup(table.hashes[:num_blocks])
+        if not found:
+            return NO_HIT
         num_free = sum(self.pool.is_kept(block_id) for block_id in found)
         return PrefixHit(tuple(found), len(found) * self.block_size, num_free)
 
@@ -124,14 +126,16 @@ class KVManager:
         A block among them that others hold too is replaced by a fresh one, and a copy is added to
         `take_block_copies`: then the executor's table is out of date and the row must be sent in full.
         """
-        if num_tokens <= self.num_slots[request_id]:
+        num_slots = self.num_slots[request_id]
+        if num_tokens <= num_slots:
             return ()
         table = self._tables[request_id]
-        shared = self._shared_indices(table, context_len)
+        shared = [] if num_slots else self._shared_indices(table, context_len)
         num_fresh = max(0, self.num_blocks_for(num_tokens) - len(table.block_ids))
         if num_fresh + len(shared) > self.pool.num_available:
             return None
-        self._replace(table, shared)
+        if shared:
+            self._replace(table, shared)
         fresh = self._take(num_fresh)
         table.block_ids += fresh
         self.num_slots[request_id] = len(table.block_ids) * self.block_size
@@ -143,8 +147,8 @@ class KVManager:
         num_full = request.num_computed_tokens // self.block_size
         if self.is_caching:
             self._hash_blocks(table, request, num_full)
-            for idx in range(table.num_full, num_full):
-                self.index.publish(table.block_ids[idx], table.hashes[idx])
+            fresh = slice(table.num_full, num_full)
+            self.index.publish(table.block_ids[fresh], table.hashes[fresh])
         table.num_full = num_full
 
     def fork(self, parent_id: str, child_id: str, num_tokens: int) -> None:
@@ -169,8 +173,9 @@ class KVManager:
         if table is None:
             return
         # Tails first: an early block is part of more prefixes than a late one, and is evicted after it.
+        published = self.index.block_ids
         for block_id in reversed(table.block_ids):
-            self.pool.release(block_id, keep=block_id in self.index)
+            self.pool.release(block_id, keep=block_id in published)
         table.block_ids = []
         table.num_full = 0
         self.num_slots.pop(request_id, None)
@@ -195,8 +200,7 @@ class KVManager:
 
     def _take(self, count: int) -> list[int]:
         taken = self.pool.allocate(count)
-        for block_id in taken:
-            self.index.forget(block_id)
+        self.index.forget(taken)
         return taken
 
     def _shared_indices(self, table: BlockTable, context_len: int) -> list[int]:

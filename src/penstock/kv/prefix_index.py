@@ -9,7 +9,7 @@ salts never meet. H is BLAKE2b with a digest of 128 bits (RFC 7693).
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from hashlib import blake2b
 
 HASH_BYTES = 16
@@ -23,8 +23,9 @@ def root_hash(salt: bytes) -> bytes:
 def extend_chain(parent: bytes, token_ids: Sequence[int], block_size: int) -> Iterator[bytes]:
     """The hash of each full block of `token_ids`, which continue the prefix named `parent`."""
     packed = array("i", token_ids)
-    for start in range(0, len(packed) - block_size + 1, block_size):
-        parent = blake2b(parent + packed[start : start + block_size].tobytes(), digest_size=HASH_BYTES).digest()
+    data, block_bytes = packed.tobytes(), block_size * packed.itemsize
+    for start in range(0, len(data) - block_bytes + 1, block_bytes):
+        parent = blake2b(parent + data[start : start + block_bytes], digest_size=HASH_BYTES).digest()
         yield parent
 
 
@@ -38,8 +39,10 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._block_ids)
 
-    def __contains__(self, block_id: int) -> bool:
-        return block_id in self._hashes
+    @property
+    def block_ids(self) -> Collection[int]:
+        """Every published block; a view, so that asking for one is cheap."""
+        return self._hashes.keys()
 
     def items(self) -> Iterable[tuple[bytes, int]]:
         """(hash, block id) of every published block; for checks."""
@@ -55,18 +58,20 @@ class PrefixIndex:
             found.append(block_id)
         return found
 
-    def publish(self, block_id: int, block_hash: bytes) -> None:
-        """Make a block's content findable. Does nothing if an equal prefix is known already: the first block stays.
+    def publish(self, block_ids: Iterable[int], hashes: Iterable[bytes]) -> None:
+        """Make blocks' contents findable. One of which an equal prefix is known already is passed over: the first stays.
 
-        Raises ValueError if the block is published under another hash.
+        Raises ValueError if a block is published under another hash.
         """
-        if self._hashes.get(block_id, block_hash) != block_hash:
-            raise ValueError(f"block {block_id} is published already, with other content")
-        if self._block_ids.setdefault(block_hash, block_id) == block_id:
-            self._hashes[block_id] = block_hash
+        for block_id, block_hash in zip(block_ids, hashes, strict=True):
+            if self._hashes.get(block_id, block_hash) != block_hash:
+                raise ValueError(f"block {block_id} is published already, with other content")
+            if self._block_ids.setdefault(block_hash, block_id) == block_id:
+                self._hashes[block_id] = block_hash
 
-    def forget(self, block_id: int) -> None:
-        """The block's content is about to be lost; unpublished blocks are ignored."""
-        block_hash = self._hashes.pop(block_id, None)
-        if block_hash is not None:
-            del self._block_ids[block_hash]
+    def forget(self, block_ids: Iterable[int]) -> None:
+        """The blocks' content is about to be lost; unpublished blocks are ignored."""
+        for block_id in block_ids:
+            block_hash = self._hashes.pop(block_id, None)
+            if block_hash is not None:
+                del self._block_ids[block_hash]

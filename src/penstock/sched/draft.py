@@ -1,5 +1,5 @@
-"""A step in the making: owns the rows, admissions and counters of one step until the plan is built. Written by the scheduler
-alone; decides nothing.
+"""A step in the making: owns the rows, admissions and counters of one step until the plan is built, and what its commit did.
+Written by the scheduler alone; decides nothing.
 """
 
 from __future__ import annotations
@@ -7,7 +7,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from penstock.sched.policies.base import StepLimits
+from penstock.types.events import TokenEvent
 from penstock.types.plan import AdmitRow, RowPlan
+from penstock.types.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +25,21 @@ class StepCounts:
 
 
 @dataclass(slots=True)
+class StepOutcome:
+    """What a commit did."""
+
+    events: list[TokenEvent] = field(default_factory=list)
+    """One per row that sampled or failed, in the order of the plan."""
+    ended: list[Request] = field(default_factory=list)
+    num_sampled_tokens: int = 0
+
+
+@dataclass(slots=True)
 class StepDraft:
     limits: StepLimits
     num_tokens: int = 0
     """Positions that the rows compute."""
-    rows: dict[str, RowPlan] = field(default_factory=dict)
-    """By request id, so that a row can be taken back when its request becomes a victim."""
+    rows: list[RowPlan] = field(default_factory=list)
     admits: dict[str, AdmitRow] = field(default_factory=dict)
     num_promised_blocks: int = 0
     """Free blocks that running prefills will need for the tokens they have."""
@@ -42,15 +53,17 @@ class StepDraft:
         return max(0, self.limits.max_tokens - self.num_tokens)
 
     def add_row(self, row: RowPlan) -> None:
-        self.rows[row.request_id] = row
+        self.rows.append(row)
         self.num_tokens += row.query_len
 
     def take_back(self, request_id: str) -> None:
-        """Remove what the step planned for a request, if anything."""
+        """Remove what the step planned for a request, if anything. O(rows): only victims are taken back."""
         self.admits.pop(request_id, None)
-        row = self.rows.pop(request_id, None)
-        if row is not None:
-            self.num_tokens -= row.query_len
+        for idx, row in enumerate(self.rows):
+            if row.request_id == request_id:
+                self.num_tokens -= row.query_len
+                del self.rows[idx]
+                return
 
     def counts(self) -> StepCounts:
         return StepCounts(self.num_tokens, self.num_preemptions, self.num_prefix_query_tokens, self.num_prefix_hit_tokens)

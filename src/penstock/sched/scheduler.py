@@ -28,7 +28,7 @@ from collections.abc import Mapping
 
 from penstock.kv.invariants import check as check_kv
 from penstock.kv.manager import KVManager, PrefixHit
-from penstock.sched.draft import StepCounts, StepDraft
+from penstock.sched.draft import StepCounts, StepDraft, StepOutcome
 from penstock.sched.fit import max_total_tokens, refusal
 from penstock.sched.policies.base import AdmissionView, BudgetView, GateView, Policies
 from penstock.sched.queues import WaitingQueue
@@ -78,6 +78,7 @@ class Scheduler:
         """Queue a request, or say why it can never be served."""
         rejected = refusal(request, self.capacity)
         if rejected is None:
+            request.max_total_tokens = max_total_tokens(request, self.capacity)
             self._waiting.push(request, now_ns)
         return rejected
 
@@ -101,7 +102,7 @@ class Scheduler:
 
     def _final_blocks(self, request: Request) -> int:
         """Blocks of a request at its limit; its last token is never computed and takes no place."""
-        return self.kv.num_blocks_for(max_total_tokens(request, self.capacity) - 1)
+        return self.kv.num_blocks_for(request.max_total_tokens - 1)
 
     # schedule
 
@@ -132,13 +133,13 @@ class Scheduler:
     def _extend_running(self, draft: StepDraft) -> None:
         """Rows for the running requests: every decode, then prefills while tokens last, each in order of admission."""
         prefills: list[Request] = []
-        rows, num_slots, num_short_cuts = draft.rows, self.kv.num_slots, 0
+        add_row, num_slots, num_short_cuts = draft.rows.append, self.kv.num_slots, 0
         for request in tuple(self._running.values()):
             request_id, context_len = request.request_id, request.num_computed_tokens
-            if len(request.prompt_token_ids) + len(request.output_token_ids) - context_len > 1:
+            if request.num_tokens - context_len > 1:
                 prefills.append(request)
             elif context_len < num_slots.get(request_id, 0):  # its last block has room: nothing to ask, nothing to tell
-                rows[request_id] = RowPlan(request_id, context_len, 1, (), True)
+                add_row(RowPlan(request_id, context_len, 1, (), True))
                 request.num_inflight_tokens = 1
                 num_short_cuts += 1
             else:
@@ -216,17 +217,19 @@ class Scheduler:
         return required <= self.kv.num_available_blocks - draft.num_promised_blocks
 
     def _admission_view(self, draft: StepDraft, request: Request, hit: PrefixHit, query_len: int) -> AdmissionView:
+        kv = self.kv
         num_free_of_charge = len(hit.block_ids) - hit.num_free_blocks
-        num_held = self.kv.num_total_blocks - self.kv.num_available_blocks
+        num_total = kv.num_total_blocks
+        num_held = num_total - kv.num_available_blocks
         return AdmissionView(
-            num_chunk_blocks=self.kv.num_blocks_for(hit.num_tokens + query_len) - num_free_of_charge,
-            num_prompt_blocks=self.kv.num_blocks_for(request.num_tokens) - num_free_of_charge,
+            num_chunk_blocks=kv.num_blocks_for(hit.num_tokens + query_len) - num_free_of_charge,
+            num_prompt_blocks=kv.num_blocks_for(request.num_tokens) - num_free_of_charge,
             num_final_blocks=self._final_blocks(request) - num_free_of_charge,
             num_running=len(self._running),
             num_growth_blocks=max(0, self._num_final_blocks - num_held - draft.num_promised_blocks),
             num_preemptions=request.num_preemptions,
-            num_total_blocks=self.kv.num_total_blocks,
-            block_size=self.kv.block_size,
+            num_total_blocks=num_total,
+            block_size=kv.block_size,
         )
 
     def _admit(self, draft: StepDraft, request: Request, hit: PrefixHit, query_len: int, now_ns: int) -> None:
@@ -246,7 +249,7 @@ class Scheduler:
         draft.num_prefix_hit_tokens += hit.num_tokens
 
     def _build(self, draft: StepDraft, now_ns: int) -> StepPlan:
-        rows = tuple(draft.rows.values())
+        rows = tuple(draft.rows)
         self._policies.order.served(rows, self._running)
         plan = StepPlan(self._num_steps, now_ns, tuple(draft.admits.values()), rows, tuple(self._releases))
         self._num_steps += 1
@@ -256,16 +259,18 @@ class Scheduler:
 
     # commit
 
-    def commit(self, plan: StepPlan, result: StepResult, now_ns: int) -> list[TokenEvent]:
+    def commit(self, plan: StepPlan, result: StepResult, now_ns: int) -> StepOutcome:
         """Take over what a step computed: an event per row that sampled or failed. Rows of requests that ended are void.
 
         One loop without calls, as it runs for every row of every step. Raises KeyError or ValueError if a row that
         samples has not got its one token.
         """
         self._last_step_ns = now_ns - plan.now_ns
-        block_size, max_model_len = self.capacity.block_size, self.capacity.max_model_len
-        running, tokens, logprobs, failures = self._running, result.token_ids, result.logprobs, result.failures
-        events: list[TokenEvent] = []
+        block_size, running = self.capacity.block_size, self._running
+        tokens, logprobs, failures = result.token_ids, result.logprobs, result.failures
+        outcome = StepOutcome()
+        add_event = outcome.events.append
+        num_failed = 0
         for row in plan.rows:
             request_id, query_len = row.request_id, row.query_len
             request = running.get(request_id)
@@ -277,27 +282,30 @@ class Scheduler:
             if row.samples:
                 if failures and request_id in failures:
                     self.end(request, FinishReason.ERROR)
+                    outcome.ended.append(request)
                     detail = failures[request_id]
-                    events.append(TokenEvent(request_id, (), now_ns, finish_reason=FinishReason.ERROR, detail=detail))
+                    add_event(TokenEvent(request_id, (), now_ns, finish_reason=FinishReason.ERROR, detail=detail))
+                    num_failed += 1
                     continue
-                output, sampling, token_ids = request.output_token_ids, request.sampling, tokens[request_id]
+                sampling, token_ids = request.sampling, tokens[request_id]
                 (token_id,) = token_ids
-                output.append(token_id)
+                request.output_token_ids.append(token_id)
+                num_tokens = request.num_tokens = num_computed + 1
                 if request.first_token_ns is None:
                     request.first_token_ns = now_ns
-                if token_id in sampling.stop_token_ids and len(output) > sampling.min_tokens:
+                if token_id in sampling.stop_token_ids and len(request.output_token_ids) > sampling.min_tokens:
                     reason, stop_reason = FinishReason.STOP, token_id
-                elif len(output) >= sampling.max_tokens or num_computed + 1 >= max_model_len:
+                elif num_tokens >= request.max_total_tokens:
                     reason = FinishReason.LENGTH
                 entries = logprobs.get(request_id, ()) if logprobs else ()
-                events.append(
-                    TokenEvent(request_id, token_ids, now_ns, entries, reason, stop_reason, request.num_cached_tokens)
-                )
+                add_event(TokenEvent(request_id, token_ids, now_ns, entries, reason, stop_reason, request.num_cached_tokens))
             if num_computed % block_size < query_len:  # a block became full
                 self.kv.publish(request)
             if reason is not None:
                 self.end(request, reason, stop_reason)
-        return events
+                outcome.ended.append(request)
+        outcome.num_sampled_tokens = len(outcome.events) - num_failed  # each has one
+        return outcome
 
     def check(self) -> None:
         """Verify the laws of memory and of the queues. Raises AssertionError. O(blocks + requests)."""
@@ -306,7 +314,9 @@ class Scheduler:
         tables = self.kv.tables()
         for request_id, request in self._running.items():
             assert request.status is RequestStatus.RUNNING, f"{request_id!r} runs and is {request.status.name}"
-            assert 0 <= request.num_computed_tokens < request.num_tokens, f"{request_id!r} has nothing left to compute"
+            num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
+            assert request.num_tokens == num_tokens, f"{request_id!r} has {num_tokens} tokens and counts {request.num_tokens}"
+            assert 0 <= request.num_computed_tokens < num_tokens, f"{request_id!r} has nothing left to compute"
             num_held = len(tables[request_id].block_ids) * self.kv.block_size
             assert request.num_computed_tokens + request.num_inflight_tokens <= num_held, f"{request_id!r} lacks blocks"
         final = sum(map(self._final_blocks, self._running.values()))

@@ -48,6 +48,10 @@ class Request:
     # Progress: written by the scheduler alone.
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
+    num_tokens: int = field(init=False)
+    """Prompt + generated so far. A field, since it is read for every row of every step."""
+    max_total_tokens: int = 0
+    """`num_tokens` at which it has reached its limit; 0 before it was queued."""
     num_computed_tokens: int = 0
     """Tokens whose KV is present and committed; moves only in commit."""
     num_inflight_tokens: int = 0
@@ -63,11 +67,9 @@ class Request:
     stop_reason: int | str | None = None
     """The stop token id or stop string that ended it, if one did."""
 
+    def __post_init__(self) -> None:
+        self.num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
+
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
-
-    @property
-    def num_tokens(self) -> int:
-        """Prompt + generated so far."""
-        return len(self.prompt_token_ids) + len(self.output_token_ids)

@@ -39,9 +39,9 @@ class StepStats:
     """Named shares of the step: schedule, execute, commit, and the executor's own parts."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestStats:
-    """The life of one request, told at its end."""
+    """The life of one request, told at its end. Nobody writes to one after it was made, as with `StepStats`."""
 
     request_id: str
     tenant: str
