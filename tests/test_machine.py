@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.machine import available_memory_bytes, cpu_name, usable_cpus
+from penstock.machine import available_memory_bytes, cpu_name, give_back_free_memory, usable_cpus
 
 GIB = 1 << 30
 
@@ -94,6 +94,18 @@ def test_the_processor_is_named_where_the_kernel_does(machine: FakeMachine) -> N
     assert cpu_name(proc=machine.proc) == ""
     machine.write("proc/cpuinfo", "processor : 0\nmodel name\t: Some CPU @ 2 GHz\n")
     assert cpu_name(proc=machine.proc) == "Some CPU @ 2 GHz"
+
+
+def test_freed_memory_is_given_back() -> None:
+    kept = [bytes([i % 200]) * 4096 for i in range(10_000)][::100]  # holes between what is in use
+    before = resident_bytes()
+    give_back_free_memory()
+    assert resident_bytes() < before - (16 << 20)
+    assert kept == [bytes([i % 200]) * 4096 for i in range(0, 10_000, 100)]
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 def test_this_machine_has_memory_and_a_cpu() -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.config import BackendConfig, Config, ServerConfig
 from penstock.config.units import format_size
-from penstock.machine import available_memory_bytes, usable_cpus
+from penstock.machine import available_memory_bytes, give_back_free_memory, usable_cpus
 from penstock.sizing import RESERVE_BYTES, KvPlan, plan_kv
 from penstock.types.errors import ConfigError
 from penstock.types.plan import Capacity
@@ -43,6 +43,12 @@ def build_runtime(config: Config, source: ModelSource) -> Runtime:
 
     Raises ModelError or ConfigError, with a remedy, if the model can't be loaded or does not fit the machine.
     """
+    runtime = _load(config, source)
+    give_back_free_memory()  # of the vocabulary as the file has it, which goes only now
+    return runtime
+
+
+def _load(config: Config, source: ModelSource) -> Runtime:
     from penstock.models.load import load_model
 
     _check_block_size(config)

@@ -1,4 +1,5 @@
-"""What the machine lets this process use: memory and CPUs, read from Linux for `build` and `penstock env`. Decides nothing.
+"""What the machine lets this process use: memory and CPUs, read from Linux for `build` and `penstock env`. Decides nothing, and
+frees nothing that is in use.
 
 Formats: proc(5); https://docs.kernel.org/admin-guide/cgroup-v2.html (`memory.max`, `memory.current`, `memory.stat`, `cpu.max`)
 and its version 1 counterparts.
@@ -6,6 +7,7 @@ and its version 1 counterparts.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import resource
@@ -39,6 +41,13 @@ def cpu_name(*, proc: Path = _PROC) -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return ""
+
+
+def give_back_free_memory() -> None:
+    """What the C library keeps of freed memory goes back to the system; only glibc keeps much, and has a call for it."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _meminfo_available_bytes(proc: Path) -> int:

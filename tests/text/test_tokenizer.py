@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders
 
+from penstock.text.gguf_vocab import build_backend
 from penstock.text.pretokenizers import RECIPES, make_pre_tokenizer, recipe_for
 from penstock.text.tokenizer import load_tokenizer
 from penstock.types.errors import ModelError, Rejected, RejectReason
@@ -78,6 +79,16 @@ def test_unused_and_unknown_ids_are_silent(tokenizer):
     assert tokenizer.token_bytes(3) == b""
     assert tokenizer.token_bytes(10**6) == b""
     assert tokenizer.token_bytes(-1) == b""
+
+
+def test_every_id_has_its_piece_even_if_two_have_the_same(byte_level_vocab):
+    vocab = byte_level_vocab()
+    pieces = [*vocab.tokens, vocab.tokens[5]]
+    twice = byte_level_vocab(tokens=pieces, token_types=[*vocab.token_types, 1])
+    for made in (vocab, twice):
+        backend = build_backend(made)
+        assert [backend.piece(token_id) for token_id in range(len(made.tokens))] == list(made.tokens)
+        assert [backend.piece(token_id) for token_id in (-1, len(made.tokens), 1 << 40)] == [None] * 3
 
 
 def test_bos_and_eos_are_special_even_if_the_file_calls_them_normal(byte_level_vocab):

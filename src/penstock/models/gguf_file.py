@@ -137,9 +137,11 @@ def open_gguf(path: Path) -> GgufFile:
     except (OSError, ValueError) as error:
         raise ModelError(f"{path}: can't be opened: {error}.", remedy="Check the file and its permissions.") from error
     try:
-        return _parse(path, data)
+        parsed = _parse(path, data)
     except MalformedError as error:
         raise _error(path, str(error)) from error
+    data.madvise(mmap.MADV_DONTNEED)  # the header's pages, which nobody reads again
+    return parsed
 
 
 def _error(path: Path, cause: str) -> ModelError:

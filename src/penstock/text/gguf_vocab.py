@@ -34,7 +34,7 @@ def build_backend(vocab: GgufVocab) -> Backend:
     return Backend(
         encoder=encoder,
         vocab_size=len(vocab.tokens),
-        piece=_piece_lookup(vocab.tokens),
+        piece=_piece_lookup(encoder, vocab.tokens),
         spelling=Spelling.BYTE_LEVEL if is_byte_level else Spelling.SENTENCEPIECE,
         literal_ids=frozenset([*special, *user_defined]),
         special_ids=frozenset(special),
@@ -141,10 +141,13 @@ def _add_ends(encoder: tokenizers.Tokenizer, vocab: GgufVocab) -> None:
         encoder.post_processor = processors.TemplateProcessing(single=template, special_tokens=tokens)
 
 
-def _piece_lookup(tokens: Sequence[str]) -> Callable[[int], str | None]:
+def _piece_lookup(encoder: tokenizers.Tokenizer, tokens: Sequence[str]) -> Callable[[int], str | None]:
+    """From the encoder, which has the pieces already (150,000 strings of ours take 25 MB), unless some are twice there: it has
+    one id of each then."""
     num_tokens = len(tokens)
+    find: Callable[[int], str | None] = encoder.id_to_token if encoder.get_vocab_size() == num_tokens else tokens.__getitem__
 
     def piece(token_id: int) -> str | None:
-        return tokens[token_id] if 0 <= token_id < num_tokens else None
+        return find(token_id) if 0 <= token_id < num_tokens else None
 
     return piece
