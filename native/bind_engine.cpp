@@ -270,6 +270,9 @@ void bind_engine(nb::module_& m) {
         .def("add_linear", &add_linear, "ops"_a, "samples"_a, "(weight, activation, out, bias, residual) each; -1 is none.")
         .def("add_gated", &add_gated, "gate"_a, "up"_a, "activation"_a, "out"_a, "kind"_a)
         .def("add_attention", &add_attention, "q"_a, "out"_a, "layer"_a, "num_heads"_a, "scale"_a, "window"_a, "softcap"_a)
+        .def("settle", &Engine::settle, "After the last weight: small pages that hold weights become huge ones, in the background.")
+        .def("use_small_pages", &Engine::use_small_pages, "From now on, as if huge pages were dear: for tests.")
+        .def_prop_ro("small_page_bytes", &Engine::small_page_bytes, "Memory for weights that `settle` has not seen to.")
         .def("set_logits", &Engine::set_logits, "buffer"_a)
         .def("set_sampling", &Engine::set_sampling, "slot"_a, "sampling"_a)
         .def("step", &step, "row_slots"_a, "query_start_loc"_a, "context_lens"_a, "token_ids"_a, "positions"_a, "slot_mapping"_a,

@@ -1,5 +1,7 @@
 #include "engine.h"
 
+#include <sys/resource.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -12,6 +14,7 @@ namespace penstock {
 
 namespace {
 
+constexpr int kSettlerNice = 10;          // a tenth of a core that others want
 constexpr int kPackingTasksPerMember = 8;  // a member that loses its core delays the others by one of them
 
 void check_shape(const EngineShape& s) {
@@ -115,6 +118,17 @@ int Engine::add_activation(int cols, bool quantised, bool per_sample) {
 
 void Engine::add_instruction(Instruction instruction) {
     program_.push_back(std::move(instruction));
+}
+
+void Engine::settle() {
+    if (arena_.small_bytes() == 0 || settler_.joinable()) return;
+    settler_ = std::jthread([this](const std::stop_token& stop) {
+        setpriority(PRIO_PROCESS, 0, kSettlerNice);  // on Linux of this thread alone; a wish
+        try {
+            arena_.settle(stop);
+        } catch (const std::bad_alloc&) {  // then the rest stays in small pages
+        }
+    });
 }
 
 void Engine::set_sampling(int slot, RowSampling sampling) { sampling_.at(slot) = std::move(sampling); }

@@ -11,6 +11,7 @@
 #include <deque>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "kernels/kernels.h"
@@ -112,6 +113,10 @@ class Engine final : private Work {
     int add_buffer(int width, bool per_sample);
     int add_activation(int cols, bool quantised, bool per_sample);
     void add_instruction(Instruction instruction);
+    // The weights are complete: a thread of low priority sees to their pages (Arena).
+    void settle();
+    void use_small_pages() { arena_.use_small_pages(); }  // for tests
+    int64_t small_page_bytes() const { return arena_.small_bytes(); }
     void set_logits(int buffer) { logits_ = buffer; }
 
     void set_sampling(int slot, RowSampling sampling);
@@ -217,6 +222,7 @@ class Engine final : private Work {
     std::vector<RowSampling> sampling_;                  // per slot
     std::vector<SampleResult> samples_;
     std::atomic<bool> sampler_lacks_memory_{false};
+    std::jthread settler_;  // ends before anything else
 };
 
 }  // namespace penstock

@@ -1,6 +1,7 @@
 #include "packing.h"
 
 #include <sys/mman.h>
+#include <time.h>
 
 #include <algorithm>
 #include <cmath>
@@ -15,7 +16,14 @@ namespace {
 constexpr size_t kMapFromBytes = size_t{1} << 18;  // malloc keeps freed pieces of this size, once it has seen a few
 constexpr size_t kHugePage = size_t{1} << 21;
 constexpr size_t kChunkBytes = size_t{1} << 25;  // of an arena; what of it is not used is never touched
+constexpr int64_t kDearPageNs = 1'000'000;       // a huge page takes 0.1 ms, 512 small ones 0.5 ms
 constexpr uint16_t kOneF16 = 0x3C00;
+
+int64_t thread_cpu_ns() {
+    timespec t{};
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+    return int64_t{t.tv_sec} * 1'000'000'000 + t.tv_nsec;
+}
 
 bool is_nibbles(WeightKind kind) {
     return kind == WeightKind::kU4Affine || kind == WeightKind::kU4Symmetric || kind == WeightKind::kU4Table;
@@ -167,15 +175,58 @@ Memory allocate_huge(int64_t bytes) {
 
 uint8_t* Arena::take(int64_t bytes) {
     const int64_t size = (bytes + 63) / 64 * 64;
-    if (size > left_) {
+    if (size > end_ - next_) {
+        end_chunk();
         chunks_.push_back(allocate_huge(std::max(kChunkBytes, static_cast<size_t>(size))));
-        next_ = chunks_.back().get();
-        left_ = static_cast<int64_t>(chunks_.back().get_deleter().mapped_bytes);
+        next_ = touched_ = chunks_.back().get();
+        end_ = next_ + chunks_.back().get_deleter().mapped_bytes;
+        if (is_dear_) use_small_pages();
     }
     uint8_t* const taken = next_;
     next_ += size;
-    left_ -= size;
+    touch(next_);
     return taken;
+}
+
+void Arena::touch(const uint8_t* end) {
+    while (!is_dear_ && touched_ < end) {
+        const int64_t began_ns = thread_cpu_ns();
+        *const_cast<volatile uint8_t*>(touched_) = 0;
+        touched_ += kHugePage;
+        if (thread_cpu_ns() - began_ns > kDearPageNs) use_small_pages();
+    }
+}
+
+void Arena::use_small_pages() {
+    is_dear_ = true;
+    if (touched_ == end_) return;
+    madvise(touched_, static_cast<size_t>(end_ - touched_), MADV_NOHUGEPAGE);
+    small_.push_back({touched_, end_});
+    small_bytes_ += end_ - touched_;
+    touched_ = end_;
+}
+
+// Pages of which nothing was taken stay out of it.
+void Arena::end_chunk() {
+    if (small_.empty() || small_.back().end != end_) return;
+    const int64_t unused = (end_ - next_) / static_cast<int64_t>(kHugePage) * static_cast<int64_t>(kHugePage);
+    small_.back().end = end_ -= unused;
+    small_bytes_ -= unused;
+}
+
+// A copy is made beside the page and takes its place at once: who reads meanwhile reads one or the other.
+void Arena::settle(const std::stop_token& stop) {
+    end_chunk();
+    for (; !small_.empty(); small_.pop_back()) {
+        for (Range& range = small_.back(); range.begin < range.end; range.begin += kHugePage) {
+            if (stop.stop_requested()) return;
+            Memory copy = allocate_huge(kHugePage);
+            std::memcpy(copy.get(), range.begin, kHugePage);
+            if (mremap(copy.get(), kHugePage, kHugePage, MREMAP_MAYMOVE | MREMAP_FIXED, range.begin) == MAP_FAILED) return;
+            static_cast<void>(copy.release());
+            small_bytes_ -= kHugePage;
+        }
+    }
 }
 
 PackedStorage allocate_packed(Arena& arena, SourceFormat format, int rows, int cols) {

@@ -2,9 +2,11 @@
 
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <stop_token>
 #include <vector>
 
 #include "blocks.h"
@@ -28,15 +30,37 @@ Memory allocate_huge(int64_t bytes);
 
 // Memory for weights, side by side in huge pages where the system has them: a step reads all of it, once, and small
 // pages would end the processor's prefetching every 4 KiB.
+//
+// A virtual machine may have given its free memory back to the host; then a huge page takes milliseconds, as the host brings
+// it 4 KiB at a time. Small pages are rather those that somebody used lately. So from the first dear page on
+// they are small, and become huge when there is time: `settle`.
 class Arena {
   public:
     // 64-byte aligned, zeroed, valid as long as the arena; or std::bad_alloc.
     uint8_t* take(int64_t bytes);
 
+    // From now on only read: by any thread, also while this replaces small pages by huge ones, until all are or a stop is wanted.
+    void settle(const std::stop_token& stop);
+
+    // What is in pages that are to become huge.
+    int64_t small_bytes() const { return small_bytes_.load(std::memory_order_relaxed); }
+    // As if the next huge page were dear: for tests.
+    void use_small_pages();
+
   private:
+    struct Range {
+        uint8_t *begin, *end;
+    };
+    void touch(const uint8_t* end);
+    void end_chunk();
+
     std::vector<Memory> chunks_;
+    std::vector<Range> small_;  // whole huge pages each
     uint8_t* next_ = nullptr;
-    int64_t left_ = 0;
+    uint8_t* touched_ = nullptr;  // where the present chunk's first page begins that was not used yet
+    uint8_t* end_ = nullptr;      // of the present chunk
+    bool is_dear_ = false;
+    std::atomic<int64_t> small_bytes_{0};
 };
 
 // A packed matrix whose memory is that of an arena.

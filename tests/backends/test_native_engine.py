@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from typing import Any
 
 import numpy as np
 import pytest
 
+from backends.native_probe import Probe
 from penstock.backends.native._native import Engine, RowOp, RowOpKind, SourceFormat
 
 SIZES = {
@@ -169,3 +171,32 @@ def test_a_closed_engine_gives_its_memory_back_every_time() -> None:
         "    print(used > 90, resident_mib() - before < 10)\n"
     )
     assert out.splitlines() == ["True True"] * 3
+
+
+def test_weights_keep_their_values_while_their_pages_become_huge() -> None:
+    values = np.random.default_rng(2).integers(0, 256, (4096, 1024), dtype=np.uint8)  # 4 MiB, and as much again
+    values[:, 1::2] &= 0x3F  # bf16 without infinities
+    probe = Probe(len(values), 512, variant="")
+    probe.engine.use_small_pages()
+    for _ in range(2):
+        out = probe.buffer(512)
+        probe.row(RowOpKind.EMBED, out=out, weight=probe.engine.add_matrix(SourceFormat.BF16, 4096, 512, values), value=1.0)
+    probe.finish(out)
+    wanted = probe.run(range(4096))
+    small = probe.engine.small_page_bytes
+    assert small > 2 * values.nbytes
+    probe.engine.settle()
+    give_up = time.monotonic() + 30
+    while probe.engine.small_page_bytes > 0 and time.monotonic() < give_up:
+        assert np.array_equal(probe.run(range(4096)), wanted)
+    assert probe.engine.small_page_bytes == 0
+    assert np.array_equal(probe.run(range(4096)), wanted)
+
+
+def test_an_engine_that_is_dropped_while_its_pages_become_huge_ends_cleanly() -> None:
+    for _ in range(20):
+        engine = open_engine()
+        engine.use_small_pages()
+        engine.add_matrix(SourceFormat.BF16, 4096, 2048, np.zeros((4096, 4096), np.uint8))
+        engine.settle()
+        del engine

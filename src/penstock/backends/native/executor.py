@@ -58,6 +58,7 @@ class NativeExecutor:
             variant=variant,
         )
         lower(program, model.weights, self._engine)
+        self._engine.settle()
         self._opened_rows: RowTable | None = RowTable(
             num_blocks=num_blocks,
             block_size=block_size,
