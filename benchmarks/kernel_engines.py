@@ -14,12 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.backends.native._native import Engine, RowOp, RowOpKind, SourceFormat
+from penstock.backends.native.executor import NativeExecutor
 
 BLOCK_SIZE = 16
 OUTLIER_SHARE = 0.05
 """Of the groups of 32 columns that hold one: docs/decisions/int8-activations.md."""
 NONE = -1
 SILU = 0
+SETTLING_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,13 @@ def _bf16_rows(rng: np.random.Generator, rows: int, cols: int, outlier_share: fl
     return (x.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8).reshape(rows, -1)
 
 
+def wait_for_huge_pages(owner: Engine | NativeExecutor) -> None:
+    """Until all weights are where they will stay: see `Arena` in native/packing.h."""
+    give_up = time.monotonic() + SETTLING_S
+    while owner.small_page_bytes > 0 and time.monotonic() < give_up:
+        time.sleep(0.01)
+
+
 class _Runner:
     """An engine whose input rows are a table that tokens index, and a way to time a step on it."""
 
@@ -193,6 +202,8 @@ class ProductEngine(_Runner):
                     (i, activation, out, NONE, out if product.has_residual else NONE) for i, out in zip(ids, outs, strict=True)
                 ]
                 engine.add_linear(ops, samples=False)
+        engine.settle()
+        wait_for_huge_pages(engine)
 
     def run(self, rows: int) -> float:
         """Seconds of one product of `rows` rows, and its share of rounding the input once for all copies."""

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
+from kernel_engines import wait_for_huge_pages
 from peaks import PeakMeter, context
 
 from penstock.backends.native.executor import NativeExecutor
@@ -79,8 +80,8 @@ class StepCost:
             self._per_token[tensor.format in bf16] += tensor.num_rows * tensor.num_cols
         self._per_sample = {False: 0, True: 0}
         self._per_sample[output.format in bf16] = output.num_rows * output.num_cols
-        # Of the embedding a step reads a row per token, unless it is the output matrix, too.
-        self.weight_bytes = weight_bytes - (matrices["embed"].num_bytes if "output" in matrices else 0)
+        self.weight_bytes = weight_bytes
+        """Packed; an embedding that is not the output matrix, too, is none of them."""
 
     def operations(self, shape: StepShape, *, are_bf16: bool) -> int:
         """A multiply-add is two; of the products with weights alone."""
@@ -201,6 +202,7 @@ def main() -> None:
         args.threads = 1
     model = load_model(resolve(args.model, default_cache_dir()))
     executor = open_executor(model, args.steps, args.threads, args.variant)
+    wait_for_huge_pages(executor)
     runner = StepRunner(executor, model.spec.vocab_size, cpu_time=args.cpu_time)
     runner.fill()
     cost = StepCost(model, executor.weight_bytes)

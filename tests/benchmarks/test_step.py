@@ -42,11 +42,6 @@ def test_every_token_meets_the_layers_and_every_row_the_output_matrix():
     assert cost.num_bytes(shape) == 1000 + 2 * (5 + 3) * 8
 
 
-def test_an_embedding_that_is_not_the_output_matrix_is_not_read():
-    untied = step.StepCost(model(output=tensor(100, 10)), 1000)
-    assert untied.weight_bytes == 1000 - 600
-
-
 def test_the_share_is_of_the_bound_that_takes_longer():
     cost, shape = step.StepCost(model(), 1_000_000), step.StepShape(rows=1, query_len=1, context_len=0)
     shares = cost.shares(shape, 1e-4, PEAKS)

@@ -105,6 +105,11 @@ class NativeExecutor:
         """Bytes of packed weights."""
         return int(self._engine.weight_bytes)
 
+    @property
+    def small_page_bytes(self) -> int:
+        """Bytes of memory for weights that are to become huge pages, in the background; 0 once all are."""
+        return int(self._engine.small_page_bytes)
+
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         for source, destination in pairs:
             self._engine.copy_block(source, destination)
