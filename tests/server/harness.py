@@ -19,8 +19,9 @@ from penstock.obs.observers import ObserverGroup
 from penstock.sched.admission import Admission
 from penstock.serve.app import create_app
 from penstock.serve.bridge import Bridge
+from penstock.serve.listener import bind_socket
 from penstock.serve.runtime import ModelInfo, Runtime, Sources
-from penstock.serve.server import Server, bind_socket
+from penstock.serve.server import Server
 from penstock.testing import HashExecutor, HashModel, make_core
 from penstock.text.chat import ChatTemplate
 from penstock.text.detokenizer import detokenizer_factory

@@ -8,7 +8,8 @@ from harness import make_client, running
 from test_errors import check
 
 from penstock.config import ServerConfig
-from penstock.serve.auth import KeyRing, read_key_file
+from penstock.serve.auth import KeyRing
+from penstock.serve.keys import read_key_file
 from penstock.types.errors import ConfigError
 
 COMPLETIONS = "/v1/completions"

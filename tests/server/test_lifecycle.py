@@ -13,7 +13,8 @@ import pytest
 from harness import GatedExecutor, LiveServer, make_runtime, running, until
 
 from penstock.config import ServerConfig
-from penstock.serve.server import bind_socket, ready_text, run_server, warn_if_open
+from penstock.serve.listener import bind_socket
+from penstock.serve.server import ready_text, run_server, warn_if_open
 from penstock.types.errors import ConfigError
 
 LONG = {"prompt": "hello", "max_tokens": 20, "temperature": 0, "stream": True}

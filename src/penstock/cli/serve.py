@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +24,16 @@ def serve(**values: Any) -> None:
     config = config_from(values)
     from penstock.cli.log import set_up_logging
     from penstock.cli.start import start_runtime
-    from penstock.serve.server import bind_socket, run_server
+    from penstock.serve.listener import bind_socket
 
     set_up_logging(config.log)
     check_access(config.server, os.environ)
     with bind_socket(config.server.host, config.server.port) as listener:
-        runtime = start_runtime(config)
+        with ThreadPoolExecutor(max_workers=1) as side:
+            server = side.submit(import_module, "penstock.serve.server")  # takes as long as a small model
+            runtime = start_runtime(config)
         try:
-            code = run_server(runtime, config.server, listener=listener)
+            code = server.result().run_server(runtime, config.server, listener=listener)
         finally:
             runtime.close()
     click.get_current_context().exit(code)
@@ -37,7 +41,7 @@ def serve(**values: Any) -> None:
 
 def check_access(config: ServerConfig, environ: Mapping[str, str]) -> None:
     """Keys and certificates are usable: told before a model is fetched and loaded. Raises ConfigError."""
-    from penstock.serve.app import api_keys
+    from penstock.serve.keys import api_keys
 
     has_keys = bool(api_keys(config))
     if not has_keys and "PENSTOCK_API_KEY" in environ:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
@@ -17,8 +16,9 @@ from starlette.responses import Response
 
 import penstock
 from penstock.config import ServerConfig
-from penstock.serve.auth import AuthLayer, KeyRing, read_key_file
+from penstock.serve.auth import AuthLayer, KeyRing
 from penstock.serve.cross_site import CrossSiteLayer
+from penstock.serve.keys import api_keys
 from penstock.serve.limits import BodyLimitLayer
 from penstock.serve.off_loop import OffLoop
 from penstock.serve.openai.bodies import read_body, refuse_encoding
@@ -54,11 +54,6 @@ def create_app(runtime: Runtime, config: ServerConfig) -> FastAPI:
     app.include_router(_router(runtime, Service(runtime, config)))
     app.openapi = _openapi_writer(app)  # type: ignore[method-assign]
     return app
-
-
-def api_keys(config: ServerConfig) -> tuple[str, ...]:
-    """All keys that open the server; none: it is open to everyone who can reach it."""
-    return config.api_keys + (read_key_file(Path(config.api_key_file)) if config.api_key_file else ())
 
 
 def _layers(runtime: Runtime, config: ServerConfig) -> list[Middleware]:

@@ -6,7 +6,6 @@ import hashlib
 import hmac
 import secrets
 from collections.abc import Sequence
-from pathlib import Path
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -23,19 +22,6 @@ def key_name(scope: Scope) -> str:
     name = scope.get(_SCOPE_KEY, "")
     assert isinstance(name, str)
     return name
-
-
-def read_key_file(path: Path) -> tuple[str, ...]:
-    """One key per line; empty lines and those that begin with # don't count. Raises `ConfigError`."""
-    try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        cause = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"The key file {path} cannot be read: {cause}.", remedy="Check --api-key-file.") from error
-    keys = tuple(line for line in lines if line and not line.startswith("#"))
-    if not keys:
-        raise ConfigError(f"The key file {path} contains no key.", remedy="Write one key per line.")
-    return keys
 
 
 class KeyRing:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import gc
 import ipaddress
 import logging
@@ -24,8 +23,10 @@ import uvicorn
 
 import penstock
 from penstock.config import ServerConfig
-from penstock.serve.app import api_keys, create_app
+from penstock.serve.app import create_app
 from penstock.serve.connection import HttpConnection
+from penstock.serve.keys import api_keys
+from penstock.serve.listener import BACKLOG, bind_socket
 from penstock.serve.runtime import Runtime
 from penstock.types.errors import ConfigError
 
@@ -36,28 +37,6 @@ _FLUSH_TIMEOUT_S = 5
 """After the engine has ended, how long the last bytes may take to reach their clients."""
 _KEEP_ALIVE_S = 75
 """How long an idle connection stays open: longer than proxies and client libraries keep theirs, so that they close first."""
-_BACKLOG = 2048
-
-
-def bind_socket(host: str, port: int) -> socket.socket:
-    """A listening socket. Before the model is loaded, so that a taken port is told at once; whoever connects early, waits.
-
-    Raises `ConfigError`.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    except socket.gaierror as error:
-        raise ConfigError(f"The address {host!r} is unknown: {error.strerror}.", remedy="Check --host.") from error
-    listener = socket.socket(family, kind, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(address)
-        # Only this claims the port: Linux lets several sockets with SO_REUSEADDR bind it until one listens.
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise _bind_error(host, port, error) from error
-    return listener
 
 
 def print_line(text: str) -> None:
@@ -207,7 +186,7 @@ def _uvicorn_config(runtime: Runtime, config: ServerConfig) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        backlog=_BACKLOG,
+        backlog=BACKLOG,
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=_FLUSH_TIMEOUT_S,
         ssl_certfile=config.ssl_certfile,
@@ -220,12 +199,3 @@ def _uvicorn_config(runtime: Runtime, config: ServerConfig) -> uvicorn.Config:
             f"The TLS files cannot be used: {error}.", remedy="Check --ssl-certfile and --ssl-keyfile."
         ) from error
     return settings
-
-
-def _bind_error(host: str, port: int, error: OSError) -> ConfigError:
-    if error.errno == errno.EADDRINUSE:
-        remedy = "Stop that program, or choose another with --port (0 takes a free one)."
-        return ConfigError(f"Port {port} on {host} is in use by another program.", remedy=remedy)
-    if error.errno == errno.EACCES:
-        return ConfigError(f"Port {port} may not be opened by this user.", remedy="Choose one above 1023 with --port.")
-    return ConfigError(f"The address {host}:{port} cannot be opened: {error.strerror}.", remedy="Check --host and --port.")

@@ -1,0 +1,26 @@
+"""Which API keys open the server. Read by `cli serve` before anything is loaded, and by the app; checks no request."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from penstock.config import ServerConfig
+from penstock.types.errors import ConfigError
+
+
+def api_keys(config: ServerConfig) -> tuple[str, ...]:
+    """All keys that open the server; none: it is open to everyone who can reach it."""
+    return config.api_keys + (read_key_file(Path(config.api_key_file)) if config.api_key_file else ())
+
+
+def read_key_file(path: Path) -> tuple[str, ...]:
+    """One key per line; empty lines and those that begin with # don't count. Raises `ConfigError`."""
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        cause = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"The key file {path} cannot be read: {cause}.", remedy="Check --api-key-file.") from error
+    keys = tuple(line for line in lines if line and not line.startswith("#"))
+    if not keys:
+        raise ConfigError(f"The key file {path} contains no key.", remedy="Write one key per line.")
+    return keys
