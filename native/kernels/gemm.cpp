@@ -5,6 +5,7 @@
 // never depend on the batch.
 
 #include "activation.h"
+#include "outliers.h"
 #include "parts.h"
 #include "simd.h"
 
@@ -83,43 +84,48 @@ PENSTOCK_INLINE void dot_group(const uint8_t* const (&quants)[kPanels], const in
     }
 }
 
-// Sixteen weights of one column, as numbers.
+// Sixteen weights of one column, as numbers. Shifts by a variable instead of branches, which could not be foreseen.
 template <WeightKind kKind>
 PENSTOCK_INLINE vf weights_of_column(const Panel& panel, int column) {
     using L = Layout<kKind>;
     const int group = column / kGroup, at = column % kGroup;
-    const bool high = L::kNibbles && at >= kGroup / 2;
-    const vb chunk = load64(panel.quants + group * L::kGroupBytes + (high ? at - kGroup / 2 : at) / 4 * 64);
-    const vf centred = sub(byte_of_lanes(unpack<kKind>(chunk, high), at % 4), set1(L::kZero));
+    const int high = L::kNibbles ? at / (kGroup / 2) : 0;
+    const vb chunk = load64(panel.quants + group * L::kGroupBytes + (at - high * (kGroup / 2)) / 4 * 64);
+    vf q;
+    if constexpr (L::kTable) {
+        q = bits_of_lanes(unpack<kKind>(chunk, high), 8 * (at % 4), 0xFF);
+    } else {
+        q = bits_of_lanes(chunk, 8 * (at % 4) + 4 * high, L::kNibbles ? 0x0F : 0xFF);
+    }
+    const vf centred = sub(q, set1(L::kZero));
     const vf d = load_f16(panel.scales + group * kPanel);
     if constexpr (!L::kAffine) return mul(centred, d);
     const uint16_t* offsets = panel.offsets + group / 2 * 2 * kPanel;
     return fma(centred, d, bf16_of_lanes(load64(reinterpret_cast<const uint8_t*>(offsets)), group % 2));
 }
 
-// acc += rest * weights of its column, for every outlier of the rows. Rows of one text mostly share their outliers'
-// columns, so those of the tile are merged, in ascending order; a row without the column adds zero.
 template <WeightKind kKind, int kPanels, int kRows>
-PENSTOCK_INLINE void add_outliers(const Panel (&panels)[kPanels], const Activation& a, int64_t row0, vf (&acc)[kPanels][kRows]) {
-    const int32_t* column[kRows];
-    const float* rest[kRows];
-    for (int r = 0; r < kRows; ++r) {
-        column[r] = a.outlier + (row0 + r) * a.outliers_per_row;
-        rest[r] = a.outlier_rest + (row0 + r) * a.outliers_per_row;
-    }
-    while (true) {
-        int32_t next = kNoColumn;
-        for (int r = 0; r < kRows; ++r) next = *column[r] < next ? *column[r] : next;
-        if (next == kNoColumn) return;
+PENSTOCK_INLINE void add_listed(const Panel (&panels)[kPanels], const OutlierList& list, vf (&acc)[kPanels][kRows]) {
+    for (int i = 0; i < list.count; ++i) {
+        const OutlierColumn& outlier = list.columns[i];
         vf w[kPanels];
-        for (int p = 0; p < kPanels; ++p) w[p] = weights_of_column<kKind>(panels[p], next);
+        for (int p = 0; p < kPanels; ++p) w[p] = weights_of_column<kKind>(panels[p], outlier.column);
         for (int r = 0; r < kRows; ++r) {
-            const bool has = *column[r] == next;
-            const vf x = set1(has ? *rest[r] : 0.0f);
+            const vf x = set1(outlier.rest[r]);
             for (int p = 0; p < kPanels; ++p) acc[p][r] = fma(x, w[p], acc[p][r]);
-            column[r] += has;
-            rest[r] += has;
         }
+    }
+}
+
+// acc += rest * weights of its column, for every outlier of the rows. A row without the column adds zero.
+template <WeightKind kKind, int kPanels, int kRows>
+PENSTOCK_INLINE void add_outliers(const Panel (&panels)[kPanels], const OutlierList& first, vf (&acc)[kPanels][kRows]) {
+    add_listed<kKind, kPanels, kRows>(panels, first, acc);
+    if (__builtin_expect(first.next == kNoColumn, 1)) return;
+    OutlierList list = first;
+    while (list.next != kNoColumn) {
+        advance(list);
+        add_listed<kKind, kPanels, kRows>(panels, list, acc);
     }
 }
 
@@ -132,32 +138,37 @@ struct Ahead {
     int phase;
 };
 
-// y = sum over groups of d * 2^e * sum((q_w - zero) q), then the sum of m * sum(x), then the rests of the outliers.
+// y = the rests of the outliers, then the sum over groups of d * 2^e * sum((q_w - zero) q), then that of m * sum(x).
 template <WeightKind kKind, int kPanels, int kRows>
-PENSTOCK_INLINE void quant_tile(const Panel (&panels)[kPanels], const Activation& a, int64_t row0, const Ahead& ahead,
-                                vf (&acc)[kPanels][kRows]) {
+PENSTOCK_INLINE void quant_tile(const Panel (&panels)[kPanels], const Activation& a, int64_t row0, const OutlierList& outliers,
+                                const Ahead& ahead, vf (&acc)[kPanels][kRows]) {
     using L = Layout<kKind>;
     const int groups = a.cols / kGroup, pairs = pairs_of(groups);
+    if (groups < 1) __builtin_unreachable();  // else the compiler keeps all sums in memory, for that case
     const int8_t* q = a.q + row0 * a.cols;
     const int32_t *exponent = a.exponent + row0 * groups, *zero_sum = a.zero_sum + row0 * groups;
-    const uint8_t* quants[kPanels];
     int fetched = ahead.phase;
     for (int p = 0; p < kPanels; ++p) {
         for (int r = 0; r < kRows; ++r) acc[p][r] = set1(0.0f);
     }
+    add_outliers<kKind, kPanels, kRows>(panels, outliers, acc);
     for (int g = 0; g < groups; ++g) {
         vi dots[kPanels][kRows];
         for (int r = 0; r < kRows; ++r) {
             const vi start = set1_i(zero_sum[r * groups + g]);
             for (int p = 0; p < kPanels; ++p) dots[p][r] = L::kSmall ? start : times16(start);
         }
+        const uint8_t* quants[kPanels];
         for (int p = 0; p < kPanels; ++p) quants[p] = panels[p].quants + g * L::kGroupBytes;
         if (g == fetched) {
             fetched += ahead.period;
+            int64_t at = g;
+            asm("" : "+r"(at));  // else the compiler keeps pointers to what is ahead in registers
+            const int64_t group = ahead.distance * groups + at;
             for (int p = 0; p < kPanels; ++p) {
-                for (int i = 0; i < L::kGroupBytes; i += 64) prefetch(quants[p] + ahead.distance * groups * L::kGroupBytes + i);
-                prefetch(panels[p].scales + (ahead.distance * groups + g) * kPanel);
-                if constexpr (L::kAffine) prefetch(panels[p].offsets + (ahead.distance * pairs + g / 2) * 2 * kPanel);
+                for (int i = 0; i < L::kGroupBytes; i += 64) prefetch(panels[p].quants + group * L::kGroupBytes + i);
+                prefetch(panels[p].scales + group * kPanel);
+                if constexpr (L::kAffine) prefetch(panels[p].offsets + (ahead.distance * pairs + at / 2) * 2 * kPanel);
             }
         }
         dot_group<kKind, kPanels, kRows>(quants, q + g * kGroup, a.cols, dots);
@@ -177,7 +188,6 @@ PENSTOCK_INLINE void quant_tile(const Panel (&panels)[kPanels], const Activation
             }
         }
     }
-    add_outliers<kKind, kPanels, kRows>(panels, a, row0, acc);
 }
 
 // Four partial sums per row, by column pair modulo 4: short chains, in an order that no tile changes.
@@ -205,24 +215,23 @@ PENSTOCK_INLINE void bf16_tile(const Panel& panel, const Activation& a, int64_t 
 }
 
 template <WeightKind kKind, int kPanels, int kRows>
-PENSTOCK_INLINE void compute_tile(const Panel (&panels)[kPanels], const Activation& a, int row0, const Ahead& ahead,
-                                  vf (&acc)[kPanels][kRows]) {
+PENSTOCK_INLINE void compute_tile(const Panel (&panels)[kPanels], const Activation& a, int row0, const OutlierList& outliers,
+                                  const Ahead& ahead, vf (&acc)[kPanels][kRows]) {
     if constexpr (kKind == WeightKind::kBf16) {
         for (int p = 0; p < kPanels; ++p) bf16_tile<kRows>(panels[p], a, row0, acc[p]);
     } else {
-        quant_tile<kKind, kPanels, kRows>(panels, a, row0, ahead, acc);
+        quant_tile<kKind, kPanels, kRows>(panels, a, row0, outliers, ahead, acc);
     }
 }
 
-// `gates`: what is in e.out is the gate of these sums, and is replaced by activation(gate) * sum; null in a plain product.
-template <WeightKind kKind, int kPanels, int kRows>
-PENSTOCK_INLINE void product_tile(const PackedMatrix& w, const Panel (&panels)[kPanels], const Activation& a, int row0, int panel,
-                                  const Ahead& ahead, const Epilogue& e, const ActivationKind* gates) {
-    vf acc[kPanels][kRows];
-    compute_tile<kKind, kPanels, kRows>(panels, a, row0, ahead, acc);
+// A tile's sums on their way to e.out. `gates`: what is there is the gate of these sums, and is replaced by activation(gate) * sum;
+// null in a plain product.
+template <int kPanels, int kRows>
+PENSTOCK_INLINE void store_any(const vf (&acc)[kPanels][kRows], int row0, int panel, int channels, const Epilogue& e,
+                               const ActivationKind* gates) {
     for (int p = 0; p < kPanels; ++p) {
         const int column = (panel + p) * kPanel;
-        const int count = w.rows - column < kPanel ? w.rows - column : kPanel;
+        const int count = channels - column < kPanel ? channels - column : kPanel;
         for (int r = 0; r < kRows; ++r) {
             vf value = acc[p][r];
             const int64_t at = (row0 + r) * e.ld + column;
@@ -234,44 +243,113 @@ PENSTOCK_INLINE void product_tile(const PackedMatrix& w, const Panel (&panels)[k
     }
 }
 
-// Some panels for a block of rows, in as few tiles of at most kMostRows rows as there can be, all of about the same size: a last tile
-// of one row would cost almost as much as a whole one. The panels' weights stay in the first-level cache for all rows.
-template <WeightKind kKind, int kPanels, int kMostRows>
-void panels_product(const PackedMatrix& w, const Activation& a, int row0, int row1, int panel, int next, const Epilogue& e,
-                    const ActivationKind* gates) {
-    static_assert(kMostRows <= 4);
-    Panel panels[kPanels];
-    for (int p = 0; p < kPanels; ++p) panels[p] = panel_of<kKind>(w, panel + p);
-    int tiles = (row1 - row0 + kMostRows - 1) / kMostRows;
-    Ahead ahead{next - panel, tiles, 0};
-    for (int row = row0; row < row1; --tiles, ++ahead.phase) {
-        const int rows = (row1 - row + tiles - 1) / tiles;
-        switch (rows) {
-            case 1: product_tile<kKind, kPanels, 1>(w, panels, a, row, panel, ahead, e, gates); break;
-            case 2: if constexpr (kMostRows >= 2) product_tile<kKind, kPanels, 2>(w, panels, a, row, panel, ahead, e, gates); break;
-            case 3: if constexpr (kMostRows >= 3) product_tile<kKind, kPanels, 3>(w, panels, a, row, panel, ahead, e, gates); break;
-            default: if constexpr (kMostRows >= 4) product_tile<kKind, kPanels, 4>(w, panels, a, row, panel, ahead, e, gates); break;
+// The common forms have no branches within: the processor has the next tile to look at.
+template <int kPanels, int kRows>
+PENSTOCK_INLINE void store_tile(const vf (&acc)[kPanels][kRows], int row0, int panel, int channels, const Epilogue& e,
+                                const ActivationKind* gates) {
+    if (e.bias || (panel + kPanels) * kPanel > channels) return store_any(acc, row0, panel, channels, e, gates);
+    const int64_t first = row0 * e.ld + panel * kPanel;
+    const auto for_all = [&](auto f) {
+        for (int r = 0; r < kRows; ++r) {
+            for (int p = 0; p < kPanels; ++p) f(first + r * e.ld + p * kPanel, acc[p][r]);
         }
-        row += rows;
+    };
+    if (gates) {
+        for_all([&](int64_t at, vf value) { store(e.out + at, gated(load(e.out + at), value, *gates)); });
+    } else if (e.residual) {
+        for_all([&](int64_t at, vf value) { store(e.out + at, add(value, load(e.residual + at))); });
+    } else {
+        for_all([&](int64_t at, vf value) { store(e.out + at, value); });
     }
 }
 
-// Calls f.template operator()<panels, most rows>(panel, next panel) over the panels of a block.
-template <int kPanels, int kMostRows, typename F>
+// Rows of a product that are computed together: in as few tiles of at most kMostRows rows as there can be, all of about the same
+// size. A last tile of one row would cost almost as much as a whole one. The weights of some panels stay in the first-level cache
+// for all of them.
+template <int kMostRows>
+struct RowBlock {
+    static constexpr int kTiles = 24;
+    static constexpr int kMost = kTiles * kMostRows;
+    static_assert(kMostRows <= kListRows);
+
+    int row0, row1;
+    OutlierList outliers[kTiles];
+
+    // Calls f(index, row, rows, number of tiles).
+    template <typename F>
+    PENSTOCK_MEMBER void for_tiles(F f) const {
+        const int tiles = (row1 - row0 + kMostRows - 1) / kMostRows;
+        for (int i = 0, row = row0; i < tiles; ++i) {
+            const int rows = (row1 - row + tiles - i - 1) / (tiles - i);
+            f(i, row, rows, tiles);
+            row += rows;
+        }
+    }
+};
+
+template <WeightKind kKind, int kPanels, int kRows>
+PENSTOCK_INLINE void product_tile(const PackedMatrix& w, const Panel (&panels)[kPanels], const Activation& a, int row0, int panel,
+                                  const OutlierList& outliers, const Ahead& ahead, const Epilogue& e, const ActivationKind* gates) {
+    vf acc[kPanels][kRows];
+    compute_tile<kKind, kPanels, kRows>(panels, a, row0, outliers, ahead, acc);
+    store_tile(acc, row0, panel, w.rows, e, gates);
+}
+
+// Some panels for a block of rows.
+template <WeightKind kKind, int kPanels, int kMostRows>
+void panels_product(const PackedMatrix& w, const Activation& a, const RowBlock<kMostRows>& block, int panel, int next,
+                    const Epilogue& e, const ActivationKind* gates) {
+    Panel panels[kPanels];
+    for (int p = 0; p < kPanels; ++p) panels[p] = panel_of<kKind>(w, panel + p);
+    block.for_tiles([&](int index, int row, int rows, int tiles) __attribute__((always_inline)) {
+        const Ahead ahead{next - panel, tiles - index, index};
+        const OutlierList& outliers = block.outliers[index];
+        const auto tile = [&]<int kRows>() __attribute__((always_inline)) {
+            if constexpr (kRows <= kMostRows) {
+                product_tile<kKind, kPanels, kRows>(w, panels, a, row, panel, outliers, ahead, e, gates);
+            }
+        };
+        switch (rows) {
+            case 1: tile.template operator()<1>(); break;
+            case 2: tile.template operator()<2>(); break;
+            case 3: tile.template operator()<3>(); break;
+            default: tile.template operator()<4>(); break;
+        }
+    });
+}
+
+// Calls f.template operator()<panels>(panel, next panel) over the panels of a range.
+template <int kPanels, typename F>
 PENSTOCK_INLINE void for_panels(PanelRange range, F f) {
     int panel = range.begin;
     for (; panel + kPanels <= range.end; panel += kPanels) {
-        f.template operator()<kPanels, kMostRows>(panel, panel + kPanels < range.end ? panel + kPanels : range.next);
+        f.template operator()<kPanels>(panel, panel + kPanels < range.end ? panel + kPanels : range.next);
     }
-    if constexpr (kPanels > 1) for_panels<1, kMostRows>({panel, range.end, range.next}, f);
+    if constexpr (kPanels > 1) for_panels<1>({panel, range.end, range.next}, f);
 }
 
-template <typename F>
-PENSTOCK_INLINE void for_block(int rows, PanelRange range, F f) {
-    if (rows <= kFewRows) {
-        for_panels<kFewRowPanels, kFewRows>(range, f);
+// Calls f.template operator()<panels>(block, panel, next panel).
+template <WeightKind kKind, int kPanels, int kMostRows, typename F>
+PENSTOCK_INLINE void for_blocks(const Activation& a, int row0, int row1, PanelRange range, F f) {
+    RowBlock<kMostRows> block;
+    for (int row = row0; row < row1; row += block.kMost) {
+        block.row0 = row;
+        block.row1 = row + block.kMost < row1 ? row + block.kMost : row1;
+        if constexpr (kKind != WeightKind::kBf16) {
+            block.for_tiles([&](int index, int first, int rows, int) { begin(block.outliers[index], a, first, rows); });
+        }
+        for_panels<kPanels>(range, [&]<int kPanelsOfTile>(int panel, int next) {
+            f.template operator()<kPanelsOfTile>(block, panel, next);
+        });
+    }
+}
+
+template <WeightKind kKind, typename F>
+PENSTOCK_INLINE void for_rows(const Activation& a, int row0, int row1, PanelRange range, F f) {
+    if (row1 - row0 <= kFewRows) {
+        for_blocks<kKind, kFewRowPanels, kFewRows>(a, row0, row1, range, f);
     } else {
-        for_panels<kTilePanels, kTileRows>(range, f);
+        for_blocks<kKind, kTilePanels, kTileRows>(a, row0, row1, range, f);
     }
 }
 
@@ -294,8 +372,8 @@ int tile_panels(int rows) { return rows <= kFewRows ? kFewRowPanels : kTilePanel
 
 void gemm(const PackedMatrix& w, const Activation& a, int row0, int row1, PanelRange range, const Epilogue& e) {
     for_kind(w.kind, [&]<WeightKind kKind>() {
-        for_block(row1 - row0, range, [&]<int kPanels, int kMostRows>(int panel, int next) {
-            panels_product<kKind, kPanels, kMostRows>(w, a, row0, row1, panel, next, e, nullptr);
+        for_rows<kKind>(a, row0, row1, range, [&]<int kPanels>(const auto& block, int panel, int next) {
+            panels_product<kKind, kPanels>(w, a, block, panel, next, e, nullptr);
         });
     });
 }
@@ -304,9 +382,9 @@ void gemm(const PackedMatrix& w, const Activation& a, int row0, int row1, PanelR
 void gemm_gated(const PackedMatrix& gate, const PackedMatrix& up, const Activation& a, int row0, int row1, PanelRange range,
                 ActivationKind kind, const Epilogue& e) {
     for_kind(gate.kind, [&]<WeightKind kKind>() {
-        for_block(row1 - row0, range, [&]<int kPanels, int kMostRows>(int panel, int next) {
-            panels_product<kKind, kPanels, kMostRows>(gate, a, row0, row1, panel, next, e, nullptr);
-            panels_product<kKind, kPanels, kMostRows>(up, a, row0, row1, panel, next, e, &kind);
+        for_rows<kKind>(a, row0, row1, range, [&]<int kPanels>(const auto& block, int panel, int next) {
+            panels_product<kKind, kPanels>(gate, a, block, panel, next, e, nullptr);
+            panels_product<kKind, kPanels>(up, a, block, panel, next, e, &kind);
         });
     });
 }

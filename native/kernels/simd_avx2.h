@@ -117,16 +117,17 @@ PENSTOCK_INLINE vb look_up(vb a, const uint8_t* table) {
     const __m256i t = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table));
     return {_mm256_shuffle_epi8(t, a.l), _mm256_shuffle_epi8(t, a.h)};
 }
-PENSTOCK_INLINE vf byte_of_lanes(vb a, int j) {
-    const __m128i count = _mm_cvtsi32_si128(8 * j);
-    const __m256i m = _mm256_set1_epi32(0xFF);
+PENSTOCK_INLINE vf bits_of_lanes(vb a, int shift, int32_t mask) {
+    const __m128i count = _mm_cvtsi32_si128(shift);
+    const __m256i m = _mm256_set1_epi32(mask);
     return {_mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srl_epi32(a.l, count), m)),
             _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srl_epi32(a.h, count), m))};
 }
 PENSTOCK_INLINE vf bf16_of_lanes(vb a, int j) {
+    const __m128i count = _mm_cvtsi32_si128(16 - 16 * j);
     const __m256i m = _mm256_set1_epi32(-0x10000);
-    return {_mm256_castsi256_ps(j == 0 ? _mm256_slli_epi32(a.l, 16) : _mm256_and_si256(a.l, m)),
-            _mm256_castsi256_ps(j == 0 ? _mm256_slli_epi32(a.h, 16) : _mm256_and_si256(a.h, m))};
+    return {_mm256_castsi256_ps(_mm256_and_si256(_mm256_sll_epi32(a.l, count), m)),
+            _mm256_castsi256_ps(_mm256_and_si256(_mm256_sll_epi32(a.h, count), m))};
 }
 PENSTOCK_INLINE vf add_exponent(vf a, int32_t exponent_bits) {
     const __m256i e = _mm256_set1_epi32(exponent_bits);

@@ -86,13 +86,14 @@ PENSTOCK_INLINE vb high_nibbles(vb a) { return {_mm512_and_si512(_mm512_srli_epi
 PENSTOCK_INLINE vb look_up(vb a, const uint8_t* table) {
     return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table)), a.v)};
 }
-// Byte j of each lane, as a number.
-PENSTOCK_INLINE vf byte_of_lanes(vb a, int j) {
-    return {_mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srl_epi32(a.v, _mm_cvtsi32_si128(8 * j)), _mm512_set1_epi32(0xFF)))};
+// The bits `mask` of each lane >> shift, as a number.
+PENSTOCK_INLINE vf bits_of_lanes(vb a, int shift, int32_t mask) {
+    return {_mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srl_epi32(a.v, _mm_cvtsi32_si128(shift)), _mm512_set1_epi32(mask)))};
 }
 // bf16 number j, 0 or 1, of each lane.
 PENSTOCK_INLINE vf bf16_of_lanes(vb a, int j) {
-    return {_mm512_castsi512_ps(j == 0 ? _mm512_slli_epi32(a.v, 16) : _mm512_and_si512(a.v, _mm512_set1_epi32(-0x10000)))};
+    const __m512i high = _mm512_sll_epi32(a.v, _mm_cvtsi32_si128(16 - 16 * j));
+    return {_mm512_castsi512_ps(_mm512_and_si512(high, _mm512_set1_epi32(-0x10000)))};
 }
 // a * 2^n for exponent_bits = n << 23; a and the result must be normal numbers.
 PENSTOCK_INLINE vf add_exponent(vf a, int32_t exponent_bits) {

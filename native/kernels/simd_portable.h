@@ -102,7 +102,15 @@ PENSTOCK_INLINE void store64(uint8_t* p, vb a) { memcpy(p, a.v, 64); }
 PENSTOCK_INLINE vb low_nibbles(vb a) { for (int i = 0; i < 64; ++i) a.v[i] &= 0x0F; return a; }
 PENSTOCK_INLINE vb high_nibbles(vb a) { for (int i = 0; i < 64; ++i) a.v[i] >>= 4; return a; }
 PENSTOCK_INLINE vb look_up(vb a, const uint8_t* table) { for (int i = 0; i < 64; ++i) a.v[i] = table[a.v[i]]; return a; }
-PENSTOCK_INLINE vf byte_of_lanes(vb a, int j) { vf r; PENSTOCK_LANES r.v[i] = static_cast<float>(a.v[4 * i + j]); return r; }
+PENSTOCK_INLINE vf bits_of_lanes(vb a, int shift, int32_t mask) {
+    vf r;
+    PENSTOCK_LANES {
+        uint32_t bits;
+        memcpy(&bits, a.v + 4 * i, 4);
+        r.v[i] = static_cast<float>(bits >> shift & static_cast<uint32_t>(mask));
+    }
+    return r;
+}
 PENSTOCK_INLINE vf bf16_of_lanes(vb a, int j) {
     vf r;
     PENSTOCK_LANES {

@@ -1,0 +1,71 @@
+// The outliers of a tile of rows, merged by column: products unpack a column of weights once for all rows of the tile. Made by
+// the GEMM for a block of rows at a time, before its panels: a list is read once for every few panels.
+
+#pragma once
+
+#include "kernels.h"
+#include "simd.h"
+
+namespace penstock::PENSTOCK_ISA {
+
+constexpr int kListRows = 4;      // of the largest tile
+constexpr int kListColumns = 24;  // rarely more, and then the others are merged in the tile
+
+static constexpr float kNoRest = 0.0f;
+
+// What the rows of a tile have in one column; zero where a row has no outlier.
+struct OutlierColumn {
+    int32_t column;
+    float rest[kListRows];
+};
+
+// Some columns in ascending order, and where the rows' own lists go on after them.
+struct OutlierList {
+    int32_t count;
+    int32_t next;  // kNoColumn after the last
+    const int32_t* column[kListRows];
+    const float* rest[kListRows];
+    OutlierColumn columns[kListColumns];
+};
+
+// The next columns, as many as a list has room for. Without branches that depend on the rows: they could not be foreseen.
+PENSTOCK_INLINE void advance(OutlierList& list) {
+    const int32_t* column[kListRows];
+    const float* rest[kListRows];
+    for (int r = 0; r < kListRows; ++r) {
+        column[r] = list.column[r];
+        rest[r] = list.rest[r];
+    }
+    int count = 0;
+    int32_t next;
+    while (true) {
+        next = *column[0];
+        for (int r = 1; r < kListRows; ++r) next = *column[r] < next ? *column[r] : next;
+        if (next == kNoColumn || count == kListColumns) break;
+        OutlierColumn& to = list.columns[count++];
+        to.column = next;
+        for (int r = 0; r < kListRows; ++r) {
+            const bool has = *column[r] == next;
+            to.rest[r] = has ? *rest[r] : 0.0f;
+            column[r] += has;
+            rest[r] += has;
+        }
+    }
+    list.count = count;
+    list.next = next;
+    for (int r = 0; r < kListRows; ++r) {
+        list.column[r] = column[r];
+        list.rest[r] = rest[r];
+    }
+}
+
+// The first columns of rows [row, row + rows).
+PENSTOCK_INLINE void begin(OutlierList& list, const Activation& a, int64_t row, int rows) {
+    for (int r = 0; r < kListRows; ++r) {
+        list.column[r] = r < rows ? a.outlier + (row + r) * a.outliers_per_row : &kNoColumn;
+        list.rest[r] = r < rows ? a.outlier_rest + (row + r) * a.outliers_per_row : &kNoRest;
+    }
+    advance(list);
+}
+
+}  // namespace penstock::PENSTOCK_ISA
