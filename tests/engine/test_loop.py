@@ -14,7 +14,7 @@ from penstock.engine import loop
 from penstock.engine.core import EngineCore
 from penstock.engine.loop import ENGINE_FAILED, SHUTTING_DOWN, Engine, EngineState
 from penstock.engine.output import OutputStage
-from penstock.engine.ports import OutputChunk
+from penstock.engine.ports import NullObserver, OutputChunk
 from penstock.testing import Driver, FailingExecutor, HashExecutor, expected_tokens, make_core, make_request
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.events import Add
@@ -587,6 +587,34 @@ def test_a_bug_in_the_core_is_never_a_silent_death(caplog, methods, after):
     rig.sink.wait_for_ends(*ids)
     assert "a bug in the core" in caplog.text
     assert_failed(rig, *ids)
+
+
+@pytest.mark.parametrize("ends_by", ["length", "stop string", "abort"])
+def test_who_is_told_an_end_finds_it_in_the_books(ends_by):
+    class Auditor(Sink):
+        def __call__(self, chunks) -> None:
+            super().__call__(chunks)
+            if any(chunk.finish_reason is not None for chunk in chunks):
+                audits.append((observer.ended, rig.core.has_work, rig.engine.load().num_blocks_free))
+
+    class Ends(NullObserver):
+        ended = 0
+
+        def on_finish(self, stats) -> None:
+            self.ended += 1
+
+    audits: list[tuple[int, bool, int]] = []
+    observer = Ends()
+    rig = Rig(core=make_core(TINY, observer=observer, enable_prefix_caching=False), sink=Auditor())
+    request = make_request("a", max_tokens=6)
+    stop = (f"{rig.expected(request).token_ids[2]} ",) if ends_by == "stop string" else ()
+    rig.engine.submit(make_request("a", max_tokens=6, stop=stop))
+    rig.engine.turn()
+    if ends_by == "abort":
+        rig.engine.abort("a")
+    while rig.engine.turn():
+        pass
+    assert audits == [(1, False, TINY.num_blocks - 1)]
 
 
 def test_a_broken_invariant_is_found_when_the_engine_is_idle(started, caplog):

@@ -1,10 +1,27 @@
 """The routes that operators and their machines use, and the small ones about the model."""
 
+from collections import Counter
+
+import httpx
 import pytest
 from harness import make_runtime
 from prometheus_client.parser import text_string_to_metric_families
 
 import penstock
+
+COUNTED = (
+    "penstock_request_success_total",
+    "penstock_e2e_request_latency_seconds_count",
+    "penstock_time_to_first_token_seconds_count",
+    "penstock_generation_tokens_total",
+)
+
+
+async def read_metrics(client) -> Counter[str]:
+    """The sum over its labels of every series."""
+    text = (await client.get("/metrics")).text
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    return Counter({name: sum(sample.value for sample in samples if sample.name == name) for name in {s.name for s in samples}})
 
 
 async def test_health_ready_version(client):
@@ -30,6 +47,27 @@ async def test_metrics_count_what_was_served(client):
     families = {family.name: family for family in text_string_to_metric_families(response.text)}
     [generated] = families["penstock_generation_tokens"].samples
     assert generated.value == 5
+
+
+@pytest.mark.parametrize("limits", [{"max_tokens": 5}, {"max_tokens": 500, "stop": list("aeio")}], ids=["length", "stop"])
+async def test_who_has_an_answer_finds_it_counted(live, limits):
+    """What the engine tells is counted when it is asked for, also far below the number at which it counts by itself."""
+    async with httpx.AsyncClient(base_url=live.url, timeout=20) as client:
+        before = await read_metrics(client)
+        num_tokens = 0
+        for num_answers in range(1, 6):
+            body = {"prompt": f"count {num_answers}", "temperature": 0, **limits}
+            answer = (await client.post("/v1/completions", json=body)).json()
+            num_tokens += answer["usage"]["completion_tokens"]
+            now = await read_metrics(client)
+            grown = {name: now[name] - before[name] for name in COUNTED}
+            assert grown == {
+                "penstock_request_success_total": num_answers,
+                "penstock_e2e_request_latency_seconds_count": num_answers,
+                "penstock_time_to_first_token_seconds_count": num_answers,
+                "penstock_generation_tokens_total": num_tokens,
+            }
+            assert now["penstock_requests_running"] == 0
 
 
 async def test_model_cards(client):

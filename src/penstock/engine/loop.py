@@ -251,10 +251,16 @@ class Engine:
         if not events:
             return
         output = self._output.push(events)
-        self._deliver(output.chunks)
-        if output.commands:
-            # Their text has ended: the output stage drops the finish events that come back for them.
-            self._publish(self._core.apply(output.commands, now_ns), now_ns)
+        if not output.commands:
+            self._deliver(output.chunks)
+            return
+        try:
+            # The books first: who has a whole answer finds it counted, and its place free.
+            ended = self._core.apply(output.commands, now_ns)
+        finally:
+            self._deliver(output.chunks)
+        # The output stage drops the finish events of those whose text has ended.
+        self._publish(ended, now_ns)
 
     def _deliver(self, chunks: list[OutputChunk]) -> None:
         ended = [chunk.request_id for chunk in chunks if chunk.finish_reason is not None]

@@ -1,0 +1,118 @@
+"""Streams over HTTP: their events are written past ASGI, and a client that does not read costs a bounded amount of memory."""
+
+import asyncio
+import socket
+from collections.abc import Iterator
+
+import httpx
+import orjson
+import pytest
+from harness import GatedExecutor, running, until
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+
+from penstock.serve.bridge import _MERGE_ABOVE_CHUNKS, Stream
+from penstock.serve.direct_body import DirectBody
+
+COMPLETION = ("/v1/completions", {"prompt": "hello"})
+CHAT = ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}]})
+NUM_TOKENS = 12
+END = b"data: [DONE]\n\n\r\n0\r\n\r\n"
+SMALL_BUFFER_BYTES = 4096
+"""Asked for at both ends of the connection, so that what a client leaves unread stays in the server; the system doubles it."""
+
+
+class Watched:
+    """Every piece that went past ASGI, and what was held for slow clients in that moment."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.pieces: list[bytes] = []
+        self.num_buffered_bytes: list[int] = []
+        self.num_chunks: list[int] = []
+        write, put = DirectBody.write, Stream.put
+
+        def watched_write(body: DirectBody, data: bytes) -> None:
+            write(body, data)
+            self.pieces.append(data)
+            self.num_buffered_bytes.append(body._cycle.transport.get_write_buffer_size())
+
+        def watched_put(stream: Stream, chunk: object) -> None:
+            put(stream, chunk)
+            self.num_chunks.append(len(stream._chunks))
+
+        monkeypatch.setattr(DirectBody, "write", watched_write)
+        monkeypatch.setattr(Stream, "put", watched_put)
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
+    return Watched(monkeypatch)
+
+
+def events(data: str) -> Iterator[dict]:
+    return (orjson.loads(line[6:]) for line in data.splitlines() if line.startswith("data: {"))
+
+
+@pytest.mark.parametrize(("path", "question"), [COMPLETION, CHAT], ids=["completion", "chat"])
+async def test_all_events_but_the_first_and_the_last_go_past_asgi(gated, gate, watched, path, question):
+    body = question | {"max_tokens": NUM_TOKENS, "temperature": 0, "stream": True}
+    gate.allow()
+    async with (
+        httpx.AsyncClient(base_url=gated.url, timeout=20) as client,
+        client.stream("POST", path, json=body) as response,  # goes on when the first event is there
+    ):
+        for num_direct in range(1, NUM_TOKENS - 1):
+            gate.allow()
+            await until(lambda expected=num_direct: len(watched.pieces) == expected)
+        gate.allow(2)
+        answer = (await response.aread()).decode()
+    assert len(watched.pieces) == NUM_TOKENS - 2
+    assert all(piece.decode() in answer for piece in watched.pieces)
+    [*_, last] = events(answer)
+    assert last["choices"][0]["finish_reason"] == "length"
+
+
+async def open_unread(server, num_tokens: int) -> socket.socket:
+    """Ask for a stream on a connection with small buffers, and read nothing."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_BUFFER_BYTES)
+    client.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(client, ("127.0.0.1", server.port))
+    data = orjson.dumps(
+        {"prompt": "unread", "max_tokens": num_tokens, "temperature": 0, "stream": True, "logprobs": 5, "ignore_eos": True}
+    )
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    await asyncio.get_running_loop().sock_sendall(client, head.encode() + data)
+    return client
+
+
+async def read_answer(client: socket.socket) -> bytes:
+    data = bytearray()
+    while not data.endswith(END):
+        piece = await asyncio.get_running_loop().sock_recv(client, 1 << 16)
+        assert piece, "the connection was closed before the answer's end"
+        data += piece
+    return bytes(data)
+
+
+async def test_a_client_that_does_not_read_is_bounded_and_nobody_notices(watched):
+    """Ten times as much is generated as is written: the rest is kept as tokens, merged, and is sent when the client reads."""
+    num_tokens = 2000
+    executor = GatedExecutor()
+    with running(executor) as server:
+        server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL_BUFFER_BYTES)  # accepted ones inherit it
+        with await open_unread(server, num_tokens) as unread:
+            await until(lambda: server.runtime.engine.load().num_running == 1)
+            executor.open()
+            async with httpx.AsyncClient(base_url=server.url, timeout=20) as client:
+                other = await client.post("/v1/completions", json={"prompt": "other", "max_tokens": 100, "stream": True})
+            assert other.text.endswith("data: [DONE]\n\n")
+            await until(lambda: server.runtime.engine.load().num_running == 0)
+            largest_event = max(map(len, watched.pieces))
+            assert max(watched.num_buffered_bytes) > HIGH_WATER_LIMIT, "the client was not slow enough to be held back"
+            assert max(watched.num_buffered_bytes) <= HIGH_WATER_LIMIT + largest_event + len(b"fffff\r\n\r\n")
+            assert max(watched.num_chunks) <= _MERGE_ABOVE_CHUNKS
+            answer = await asyncio.wait_for(read_answer(unread), 20)
+    said = [token for event in events(answer.decode()) for token in event["choices"][0]["logprobs"]["tokens"]]
+    assert len(said) == num_tokens
+    num_written_while_unread = sum(map(len, watched.pieces))
+    assert num_written_while_unread < len(answer) / 2, "most of the answer has to be held back for this test to say anything"
