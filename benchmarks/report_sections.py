@@ -202,6 +202,17 @@ def by_concurrency(results: Sequence[Result]) -> tuple[str, Plots]:
     return "\n\n".join(parts), {}
 
 
+def streaming(results: Sequence[Result]) -> tuple[str, Plots]:
+    parts = []
+    for result in results:
+        by_streams = result["by_streams"]
+        names = next(iter(by_streams.values()))
+        rows = [[name, *(figures[name] for figures in by_streams.values())] for name in names]
+        head = ["streams", *by_streams]
+        parts.append(f"{where(result)}; a step takes {result['step_ms']:g} ms.\n\n{table(head, rows)}")
+    return "\n\n".join(parts), {}
+
+
 def flat(results: Sequence[Result]) -> tuple[str, Plots]:
     """Of a benchmark with a handful of figures: all of them, by name."""
     parts = []
@@ -223,6 +234,7 @@ SECTIONS = {
     "peers": peers,
     "inprocess": by_concurrency,
     "serve": by_concurrency,
+    "streaming": streaming,
     "step": step,
     "kernels": kernels,
     "peaks": peaks,

@@ -24,7 +24,7 @@ from pathlib import Path
 from load import Job
 from sessions import SERVED_NAME, Contender, ServerSession, running
 
-from penstock import build
+from penstock import build, machine
 from penstock.backends.native._native import RowTable
 from penstock.config import Config, KvConfig, ModelConfig, SchedulerConfig, ServerConfig
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
@@ -119,7 +119,6 @@ def measure(session: ServerSession, engine: int, streams: int, tokens: int, roun
     http_s, engine_s = thread_cpu_s(pid, pid) - http_s, thread_cpu_s(pid, engine) - engine_s
     num_tokens, num_steps = tokens * streams * rounds, tokens * rounds
     return {
-        "streams": streams,
         "http_us_per_token": round(http_s / num_tokens * 1e6, 2),
         "engine_us_per_step": round(engine_s / num_steps * 1e6, 1),
         "client_us_per_token": round(run.client_cpu_s / num_tokens * 1e6, 2),
@@ -146,9 +145,10 @@ def main() -> None:
         assert isinstance(session, ServerSession)
         engine = int(log.readline())
         results = [measure(session, engine, streams, args.tokens, args.rounds) for streams in args.streams]
-    for result in results:
-        print(result)
-    print(json.dumps({"benchmark": "streaming", "step_ms": args.step_ms, "results": results}))
+    for streams, result in zip(args.streams, results, strict=True):
+        print(f"{streams} streams: {result}")
+    report = {"benchmark": "streaming", "date": time.strftime("%Y-%m-%d"), "cpu": machine.cpu_name(), "step_ms": args.step_ms}
+    print(json.dumps(report | {"by_streams": dict(zip(map(str, args.streams), results, strict=True))}))
 
 
 if __name__ == "__main__":

@@ -70,6 +70,7 @@ RESULTS = {
         "repeat": 3,
         "median_by_concurrency": {"32": {"ttft_p50_ms": 40.5}},
     },
+    "streaming": WHERE | {"step_ms": 10.0, "by_streams": {"1": {"http_us_per_token": 54}, "256": {"http_us_per_token": 18.4}}},
     "startup": WHERE | {"ready_s": {"median": 0.65, "max": 0.7}},
     "scheduler": WHERE | {"decode": {"total_us": 112.3}},
 }
@@ -80,6 +81,7 @@ SEEN = {
     "peers": "| penstock | 2000 (1900 to 2050) | 0.7 | 200.0 | 120.0 |",
     "inprocess": "| ratio | 0.93 |\n| ratio_range | 0.9 to 0.95 |",
     "serve": "| ttft_p50_ms | 40.5 |",
+    "streaming": "| streams | 1 | 256 |\n| --- | --- | --- |\n| http_us_per_token | 54 | 18.4 |",
     "startup": "| ready_s median | 0.65 |",
     "scheduler": "| decode total_us | 112.3 |",
 }
