@@ -3,7 +3,7 @@
 Starts `penstock serve` with a model that is in the cache, on a free port, and waits for `/ready` to say 200; then asks one
 question, so that what is allocated on first use is counted, and reads the resident memory. `beside_mb` is what remains of it
 without the weights, as many bytes as in the file, and the KV cache: the bar is 150 MB. It is read again after a load of 32
-streams, as `loaded_beside_mb`.
+streams, as `loaded_beside_mb`. `idle_cpu_percent` is the CPU time of all threads in two seconds without a request, of one core.
 
 `installed_mb` is what `pip install penstock` leaves in `site-packages`: every distribution that it needs at run time, found by
 their metadata in the environment that runs this, as the sum of their files' sizes (byte code included).
@@ -41,6 +41,8 @@ DEADLINE_S = 60.0
 KV_BYTES = 1 << 30
 ROOT = Path(__file__).parents[1]
 STREAMS = 32
+IDLE_S = 2.0
+IDLE_CHECK_S = 1.0
 
 
 def free_port() -> int:
@@ -117,6 +119,19 @@ def beside_mb(pid: int, num_weight_bytes: int) -> dict[str, float]:
     return figures | {"beside_mb": figures["resident_mb"] - figures["kv_touched_mb"] - num_weight_bytes / 1e6}
 
 
+def cpu_s(pid: int) -> float:
+    """CPU time of all threads that live, so far."""
+    return sum(int(file.read_text().split()[0]) for file in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
+
+
+def idle_cpu_percent(pid: int) -> float:
+    """Of one core, after the engine has verified its books, which it does once when it becomes idle."""
+    time.sleep(IDLE_CHECK_S + 0.5)
+    before_s = cpu_s(pid)
+    time.sleep(IDLE_S)
+    return (cpu_s(pid) - before_s) / IDLE_S * 100
+
+
 def measure(model: str, arguments: list[str], num_weight_bytes: int, streams: int) -> dict[str, float]:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
@@ -134,6 +149,7 @@ def measure(model: str, arguments: list[str], num_weight_bytes: int, streams: in
         if streams == 0:
             return figures
         replay(url, model, [Job("Once upon a time " * 100, 0, 32)] * streams, streams)
+        figures["idle_cpu_percent"] = idle_cpu_percent(server.pid)
         loaded = beside_mb(server.pid, num_weight_bytes)
         return figures | {f"loaded_{name}": size for name, size in loaded.items()}
     finally:
