@@ -28,7 +28,7 @@ template <typename T>
 using Matrix = nb::ndarray<const T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 void check_source(SourceFormat format, int rows, int cols, const Matrix<uint8_t>& data) {
-    const int block = format == SourceFormat::kBf16 ? 1 : block_format(format).groups * kGroup;
+    const int block = float_bytes(format) > 0 ? 1 : block_format(format).groups * kGroup;
     if (rows <= 0 || cols <= 0 || cols % block != 0) throw std::invalid_argument("the columns are no whole number of blocks");
     if (static_cast<int64_t>(data.size()) != source_bytes(format, rows, cols)) {
         throw std::invalid_argument("the data has not the size of such a matrix");
@@ -219,7 +219,11 @@ void bind_engine(nb::module_& m) {
         .value("Q5_K", SourceFormat::kQ5_K)
         .value("Q6_K", SourceFormat::kQ6_K)
         .value("IQ4_NL", SourceFormat::kIq4Nl)
-        .value("IQ4_XS", SourceFormat::kIq4Xs);
+        .value("IQ4_XS", SourceFormat::kIq4Xs)
+        .value("F16", SourceFormat::kF16)
+        .value("F32", SourceFormat::kF32)
+        .value("Q2_K", SourceFormat::kQ2_K)
+        .value("Q3_K", SourceFormat::kQ3_K);
 
     nb::enum_<RowOpKind>(m, "RowOpKind")
         .value("EMBED", RowOpKind::kEmbed)

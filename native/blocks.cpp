@@ -1,5 +1,6 @@
 #include "blocks.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <stdexcept>
@@ -159,6 +160,52 @@ void values_of(const Group& g, WeightKind kind, float scale, float* out) {
     }
 }
 
+// 32 values as 8 bits of one scale, as Q8_0 has them.
+void round_to_8_bits(const float* values, Group& g) {
+    float largest = 0.0f;
+    for (int k = 0; k < kGroup; ++k) largest = std::max(largest, std::fabs(values[k]));
+    g.d = largest / 127.0f;
+    g.m = 0.0f;
+    const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
+    for (int k = 0; k < kGroup; ++k) g.q[k] = static_cast<uint8_t>(static_cast<int>(values[k] * inverse + (kZero8 + 0.5f)));
+}
+
+// Scales and offsets are of 16 columns: there is no group of 32 that has them exactly, so they are rounded, far below the error of 2 bits.
+void decode_q2_k(const uint8_t* block, Group* groups) {
+    const float d = read_f16(block + 80), e = read_f16(block + 82);
+    for (int i = 0; i < 8; ++i) {
+        const uint8_t* q = block + 16 + i / 4 * kGroup;
+        float values[kGroup];
+        for (int half = 0; half < 2; ++half) {
+            const uint8_t s = block[2 * i + half];
+            const float scale = d * static_cast<float>(s & 15), offset = e * static_cast<float>(s >> 4);
+            for (int k = half * kHalf; k < (half + 1) * kHalf; ++k) {
+                values[k] = scale * static_cast<float>(q[k] >> (i % 4 * 2) & 3) - offset;
+            }
+        }
+        round_to_8_bits(values, groups[i]);
+        if (std::isnan(d + e)) groups[i].d = NAN;
+    }
+}
+
+void decode_q3_k(const uint8_t* block, Group* groups) {
+    const float d = read_f16(block + 108);
+    const uint8_t* const s = block + 96;
+    for (int i = 0; i < 8; ++i) {
+        const uint8_t* q = block + 32 + i / 4 * kGroup;
+        float values[kGroup];
+        for (int half = 0; half < 2; ++half) {
+            const int j = 2 * i + half, lower = j < 8 ? s[j] & 15 : s[j - 8] >> 4, upper = s[8 + j % 4] >> (j / 4 * 2) & 3;
+            const float scale = d * static_cast<float>((lower | upper << 4) - 32);
+            for (int k = half * kHalf; k < (half + 1) * kHalf; ++k) {
+                values[k] = scale * static_cast<float>((q[k] >> (i % 4 * 2) & 3) - ((block[k] >> i & 1) != 0 ? 0 : 4));
+            }
+        }
+        round_to_8_bits(values, groups[i]);
+        if (std::isnan(d)) groups[i].d = NAN;
+    }
+}
+
 void decode_iq4_nl(const uint8_t* block, Group* g) { decode_q4_0(block, g); }
 
 void decode_iq4_xs(const uint8_t* block, Group* g) {
@@ -185,6 +232,8 @@ const BlockFormat& block_format(SourceFormat format) {
     static constexpr BlockFormat kQ6_K{WeightKind::kU8Symmetric, 8, 210, decode_q6_k};
     static constexpr BlockFormat kIq4Nl{WeightKind::kU4Table, 1, 18, decode_iq4_nl};
     static constexpr BlockFormat kIq4Xs{WeightKind::kU4Table, 8, 136, decode_iq4_xs};
+    static constexpr BlockFormat kQ2_K{WeightKind::kU8Symmetric, 8, 84, decode_q2_k};
+    static constexpr BlockFormat kQ3_K{WeightKind::kU8Symmetric, 8, 110, decode_q3_k};
     switch (format) {
         case SourceFormat::kQ4_0: return kQ4_0;
         case SourceFormat::kQ4_1: return kQ4_1;
@@ -196,24 +245,28 @@ const BlockFormat& block_format(SourceFormat format) {
         case SourceFormat::kQ6_K: return kQ6_K;
         case SourceFormat::kIq4Nl: return kIq4Nl;
         case SourceFormat::kIq4Xs: return kIq4Xs;
-        case SourceFormat::kBf16: break;
+        case SourceFormat::kQ2_K: return kQ2_K;
+        case SourceFormat::kQ3_K: return kQ3_K;
+        case SourceFormat::kBf16:
+        case SourceFormat::kF16:
+        case SourceFormat::kF32: break;
     }
     throw std::invalid_argument("not a quantised format");
 }
 
 int64_t source_bytes(SourceFormat format, int rows, int cols) {
-    if (format == SourceFormat::kBf16) return int64_t{2} * rows * cols;
+    if (float_bytes(format) > 0) return int64_t{float_bytes(format)} * rows * cols;
     const BlockFormat& blocks = block_format(format);
     return int64_t{rows} * (cols / (blocks.groups * kGroup)) * blocks.bytes;
 }
 
 void decode_row(SourceFormat format, const uint8_t* row, int cols, float scale, float* out) {
-    if (format == SourceFormat::kBf16) {
-        for (int i = 0; i < cols; ++i) {
-            const uint32_t bits = static_cast<uint32_t>(row[2 * i] | row[2 * i + 1] << 8) << 16;
+    if (const int bytes = float_bytes(format); bytes > 0) {
+        for (int i = 0; i < cols; ++i, row += bytes) {
+            const uint32_t bits = format == SourceFormat::kF32 ? read_u32(row) : static_cast<uint32_t>(row[0] | row[1] << 8) << 16;
             float value;
             std::memcpy(&value, &bits, 4);
-            out[i] = scale * value;
+            out[i] = scale * (format == SourceFormat::kF16 ? read_f16(row) : value);
         }
         return;
     }

@@ -23,6 +23,10 @@ enum class SourceFormat : int32_t {
     kQ6_K = 8,
     kIq4Nl = 9,
     kIq4Xs = 10,
+    kF16 = 11,
+    kF32 = 12,
+    kQ2_K = 13,
+    kQ3_K = 14,
 };
 
 constexpr int kMaxBlockGroups = 8;
@@ -40,6 +44,11 @@ struct BlockFormat {
     int32_t bytes;     // of a block
     void (*decode)(const uint8_t* block, Group* groups);
 };
+
+// Bytes of a number of a format that is not quantised; 0 for the others.
+constexpr int float_bytes(SourceFormat format) {
+    return format == SourceFormat::kF32 ? 4 : format == SourceFormat::kF16 || format == SourceFormat::kBf16 ? 2 : 0;
+}
 
 // Of a quantised format.
 const BlockFormat& block_format(SourceFormat format);

@@ -55,9 +55,16 @@ uint16_t to_f16(float x) {
     return static_cast<uint16_t>(sign | (size >= 0x47800000u ? 0x7C00u : finite));
 }
 
+// To the nearest, ties to even; NaN stays NaN.
 uint16_t to_bf16(float x) {
-    const uint32_t bits = bits_of(x);
-    return static_cast<uint16_t>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
+    const uint32_t bits = bits_of(x), rounded = bits + 0x7FFFu + ((bits >> 16) & 1u);
+    return static_cast<uint16_t>(((bits & 0x7FFFFFFFu) > 0x7F800000u ? bits | 0x400000u : rounded) >> 16);
+}
+
+float from_f16(uint16_t h) {
+    const uint32_t size = static_cast<uint32_t>(h & 0x7FFFu) << 13;
+    const uint32_t finite = bits_of(float_of(size) * 0x1p112f);  // mends the exponent, of subnormals too
+    return float_of((size >= 0x0F800000u ? size | 0x7F800000u : finite) | static_cast<uint32_t>(h & 0x8000u) << 16);
 }
 
 // Where a group of a panel goes.
@@ -127,14 +134,42 @@ bool pack_quantised(PackedStorage& packed, const uint8_t* source, const BlockFor
     return finite;
 }
 
-void pack_bf16(PackedStorage& packed, const uint8_t* source, int panel) {
+constexpr int kRounded = 256;  // numbers rounded at a time, an even number
+
+// `count` numbers of a format that is not quantised, as bf16. No branches, so that several are converted at once.
+void round_to_bf16(SourceFormat format, const uint8_t* source, int count, uint16_t* out) {
+    switch (format) {
+        case SourceFormat::kF32:
+            for (int i = 0; i < count; ++i) {
+                float x;
+                std::memcpy(&x, source + 4 * i, 4);
+                out[i] = to_bf16(x);
+            }
+            return;
+        case SourceFormat::kF16:
+            for (int i = 0; i < count; ++i) {
+                uint16_t h;
+                std::memcpy(&h, source + 2 * i, 2);
+                out[i] = to_bf16(from_f16(h));
+            }
+            return;
+        default: std::memcpy(out, source, static_cast<size_t>(count) * 2);
+    }
+}
+
+void pack_bf16(PackedStorage& packed, const uint8_t* source, SourceFormat format, int panel) {
     const PackedMatrix& w = packed.matrix;
-    const int64_t pairs = (w.cols + 1) / 2;
+    const int64_t pairs = (w.cols + 1) / 2, row_bytes = int64_t{w.cols} * float_bytes(format);
     uint8_t* const to = packed.quants + panel * pairs * 64;
+    uint16_t rounded[kRounded];
     for (int lane = 0; lane < kPanel && panel * kPanel + lane < w.rows; ++lane) {
-        const uint8_t* row = source + static_cast<int64_t>(panel * kPanel + lane) * w.cols * 2;
-        for (int k = 0; k < w.cols / 2; ++k) std::memcpy(to + k * 64 + lane * 4, row + k * 4, 4);
-        if (w.cols % 2) std::memcpy(to + (pairs - 1) * 64 + lane * 4, row + (pairs - 1) * 4, 2);
+        const uint8_t* row = source + (panel * kPanel + lane) * row_bytes;
+        for (int col = 0; col < w.cols; col += kRounded) {
+            const int count = std::min(kRounded, w.cols - col);
+            round_to_bf16(format, row + int64_t{col} * float_bytes(format), count, rounded);
+            if (count % 2) rounded[count] = 0;
+            for (int k = 0; k < count; k += 2) std::memcpy(to + (col + k) * 32 + lane * 4, rounded + k, 4);
+        }
     }
 }
 
@@ -237,7 +272,7 @@ PackedStorage allocate_packed(Arena& arena, SourceFormat format, int rows, int c
         return arena.take(bytes);
     };
     WeightKind kind = WeightKind::kBf16;
-    if (format == SourceFormat::kBf16) {
+    if (float_bytes(format) > 0) {
         packed.quants = take(panels * ((cols + 1) / 2) * 64);
     } else {
         kind = block_format(format).kind;
@@ -253,8 +288,8 @@ PackedStorage allocate_packed(Arena& arena, SourceFormat format, int rows, int c
 bool pack_panels(PackedStorage& packed, const uint8_t* source, SourceFormat format, int panel0, int panel1) {
     bool finite = true;
     for (int panel = panel0; panel < panel1; ++panel) {
-        if (format == SourceFormat::kBf16) {
-            pack_bf16(packed, source, panel);
+        if (float_bytes(format) > 0) {
+            pack_bf16(packed, source, format, panel);
         } else {
             finite = pack_quantised(packed, source, block_format(format), panel) && finite;
         }

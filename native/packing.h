@@ -72,7 +72,7 @@ struct PackedStorage {
     int64_t bytes = 0;
 };
 
-// `source` is row-major as in the file: blocks of the format, or bf16. Quantised rows have whole blocks.
+// `source` is row-major as in the file: blocks of the format, or numbers, which become bf16. Quantised rows have whole blocks.
 // Panels [panel0, panel1) are written; disjoint ranges may run on different threads. False: a scale is no finite number.
 PackedStorage allocate_packed(Arena& arena, SourceFormat format, int rows, int cols);
 bool pack_panels(PackedStorage& packed, const uint8_t* source, SourceFormat format, int panel0, int panel1);

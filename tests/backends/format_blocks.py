@@ -13,6 +13,8 @@ F16_AT = {
     WeightFormat.Q5_0: (0,),
     WeightFormat.Q5_1: (0, 2),
     WeightFormat.Q8_0: (0,),
+    WeightFormat.Q2_K: (80, 82),
+    WeightFormat.Q3_K: (108,),
     WeightFormat.Q4_K: (0, 2),
     WeightFormat.Q5_K: (0, 2),
     WeightFormat.Q6_K: (208,),

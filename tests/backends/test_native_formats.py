@@ -15,6 +15,8 @@ from penstock.models.formats import BLOCKS, WeightFormat, dequantize
 
 VARIANTS = info()["variants"]
 EXACT = {WeightFormat.Q4_0, WeightFormat.Q5_0, WeightFormat.Q8_0, WeightFormat.IQ4_NL}
+REQUANTISED = {WeightFormat.Q2_K, WeightFormat.Q3_K}
+"""To 8 bits: their scales are of 16 columns."""
 NUM_BLOCKS = (1, 2, 3)
 
 
@@ -37,6 +39,8 @@ def tolerance(raw: NDArray[np.uint8], values: F32, fmt: WeightFormat) -> F32:
         d = np.abs(blocks[:, 208:].copy().view(np.float16).astype(np.float32))
         steps = d * np.abs(blocks[:, 192:208].view(np.int8).astype(np.float32))
         return steps.reshape(-1, 2).max(-1, keepdims=True) / 8 * 1.05 + largest * np.float32(2**-11) + np.float32(1e-7)
+    if fmt in REQUANTISED:  # half a step of 127, and its rounding to f16
+        return largest * np.float32(1.05 / 254 + 2**-11) + np.float32(127 * 2**-25)  # the latter if it is subnormal
     return largest * np.float32(2**-8) + np.float32(1e-7)
 
 
@@ -46,13 +50,46 @@ def test_rows_that_are_looked_up_in_the_file_are_those_of_the_file(fmt: WeightFo
     raw = random_blocks(np.random.default_rng(5), fmt, rows, cols)
     wanted = 3 * dequantize(raw, fmt, cols)
     found = looked_up(SOURCE_FORMATS[fmt], raw, cols, scale=3.0)
-    allowed = 3 * tolerance(raw, wanted / 3, fmt) if fmt is WeightFormat.Q6_K else np.float32(1e-6)
+    is_rounded = fmt is WeightFormat.Q6_K or fmt in REQUANTISED
+    allowed = 3 * tolerance(raw, wanted / 3, fmt) if is_rounded else np.float32(1e-6)
     assert (np.abs(found - wanted).reshape(-1, 32) <= allowed).all()
 
 
-def test_rows_of_bf16_that_are_looked_up_are_exact() -> None:
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("cols", [64, 300, 777])
+def test_floats_are_packed_as_bf16_to_nearest_even(dtype: type[np.floating], cols: int) -> None:
+    numbers = np.random.default_rng(cols).normal(size=(37, cols)).astype(dtype)
+    if dtype is np.float16:
+        numbers.reshape(-1)[:3] = [6e-8, -65504, 0]  # the smallest subnormal, the largest
+    else:
+        numbers.reshape(-1).view(np.uint32)[:4] = [0x3F808000, 0x3F818000, 0x3F808001, 0x3F80FFFF]  # two of them ties
+    found = looked_at(SourceFormat[np.dtype(dtype).name.replace("loat", "").upper()], numbers.view(np.uint8), cols)
+    assert np.array_equal(found, bf16(numbers.astype(np.float32)))
+
+
+def test_every_half_is_packed_as_its_bf16() -> None:
+    halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16).reshape(256, 256)
+    found, wanted = looked_at(SourceFormat.F16, halves.view(np.uint8), 256), halves.astype(np.float32)
+    finite = np.isfinite(wanted)
+    assert np.array_equal(found[finite], bf16(wanted)[finite])
+    assert np.array_equal(found[~finite], wanted[~finite], equal_nan=True)
+
+
+def looked_at(source: SourceFormat, raw: NDArray[np.uint8], cols: int) -> F32:
+    """All rows of a packed matrix."""
+    probe = Probe(len(raw), cols, variant=VARIANTS[0])
+    out = probe.buffer(cols)
+    probe.row(RowOpKind.EMBED, out=out, weight=probe.engine.add_matrix(source, len(raw), cols, raw), value=1.0)
+    probe.finish(out)
+    return probe.run(range(len(raw)))
+
+
+def test_floats_that_are_looked_up_are_exact() -> None:
     values = bf16(np.random.default_rng(6).normal(size=(5, 33)).astype(np.float32))
+    halves, singles = values.astype(np.float16), values * np.float32(1.0001)
     assert np.array_equal(looked_up(SourceFormat.BF16, bf16_bytes(values), 33, scale=1.0), values)
+    assert np.array_equal(looked_up(SourceFormat.F16, halves.view(np.uint8), 33, scale=1.0), halves.astype(np.float32))
+    assert np.array_equal(looked_up(SourceFormat.F32, singles.view(np.uint8), 33, scale=2.0), 2 * singles)
 
 
 def looked_up(source: SourceFormat, raw: NDArray[np.uint8], cols: int, *, scale: float) -> F32:
@@ -113,7 +150,7 @@ def test_rows_of_half_a_block_are_refused(fmt: WeightFormat) -> None:
 
 
 def test_every_format_has_a_source_format() -> None:
-    assert {fmt.name for fmt in WeightFormat} - {"F32"} == {kind.name for kind in SourceFormat}
+    assert {fmt.name for fmt in WeightFormat} == {kind.name for kind in SourceFormat}
 
 
 @pytest.mark.parametrize("fmt", BLOCKS)

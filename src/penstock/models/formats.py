@@ -1,7 +1,7 @@
 """The formats in which weights lie in a file and what they mean. Used by loaders and backends; reads no files.
 
 The quantised ones are those of GGML (https://github.com/ggml-org/ggml, `ggml-common.h` and `ggml-quants.c`). A row is cut into
-blocks of 32 or 256 consecutive columns; within them, 32 columns (16 in Q6_K) share a scale.
+blocks of 32 or 256 consecutive columns; within them, 32 columns (16 in Q2_K, Q3_K and Q6_K) share a scale.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ class WeightFormat(StrEnum):
     """Formats that every backend must compute with; loaders convert all others to one of these."""
 
     F32 = "f32"
-    """float32; norms and biases."""
+    """float32; norms and biases, and matrices if the file has them so."""
+    F16 = "f16"
+    """IEEE half precision. A backend may round it, and a matrix in F32, to bf16."""
     BF16 = "bf16"
     """bfloat16, as uint16 bit patterns."""
     Q4_0 = "q4_0"
@@ -34,6 +36,12 @@ class WeightFormat(StrEnum):
     """w = d * q + m; a block is f16 d, f16 m, then as Q5_0 from the fifth bits on."""
     Q8_0 = "q8_0"
     """w = d * q; a block is f16 d, then 32 int8."""
+    Q2_K = "q2_k"
+    """w = d * s * q - e * t; a block of 256 is 16 bytes of four-bit s and, above them, t for 16 columns each, 64 bytes, f16 d,
+    f16 e. Each 32 of the 64 hold four groups of 32 columns, the first in the lowest two bits."""
+    Q3_K = "q3_k"
+    """w = d * (s - 32) * (q - 4); a block of 256 is 32 bytes of third bits, as the fifth ones of Q5_K, 64 bytes as in Q2_K, 12
+    bytes of 16 six-bit s for 16 columns each, f16 d."""
     Q4_K = "q4_k"
     """w = d * s * q - e * t; a block of 256 is f16 d, f16 e, 12 bytes of 8 six-bit s and t, then nibbles: each 32 bytes have a
     group of 32 in the low ones and the next group in the high ones."""
@@ -55,6 +63,8 @@ BLOCKS: Mapping[WeightFormat, tuple[int, int]] = MappingProxyType(
         WeightFormat.Q5_0: (32, 22),
         WeightFormat.Q5_1: (32, 24),
         WeightFormat.Q8_0: (32, 34),
+        WeightFormat.Q2_K: (256, 84),
+        WeightFormat.Q3_K: (256, 110),
         WeightFormat.Q4_K: (256, 144),
         WeightFormat.Q5_K: (256, 176),
         WeightFormat.Q6_K: (256, 210),
@@ -75,9 +85,16 @@ def stored_bytes(fmt: WeightFormat, num_rows: int, num_cols: int) -> int:
     return num_rows * num_cols * (4 if fmt is WeightFormat.F32 else 2)
 
 
+def held_bytes(fmt: WeightFormat, num_rows: int, num_cols: int) -> int:
+    """Bytes of it in a backend's memory, about: a matrix of float32 is rounded to bf16, 2 and 3 bits take 8."""
+    if fmt is WeightFormat.F32 and num_rows > 1:
+        return stored_bytes(WeightFormat.BF16, num_rows, num_cols)
+    return stored_bytes(WeightFormat.Q8_0 if fmt in (WeightFormat.Q2_K, WeightFormat.Q3_K) else fmt, num_rows, num_cols)
+
+
 def dequantize(data: NDArray[np.generic], fmt: WeightFormat, num_cols: int) -> F32:
     """Values of raw rows, float32 [num_rows, num_cols]. `data` is as in `WeightTensor.data`."""
-    if fmt is WeightFormat.F32:
+    if fmt in (WeightFormat.F32, WeightFormat.F16):
         return np.ascontiguousarray(data, dtype=np.float32)
     if fmt is WeightFormat.BF16:
         return (data.astype(np.uint32) << 16).view(np.float32)
@@ -138,6 +155,29 @@ def _nibbles_k(packed: U8) -> U8:
     return _halves(packed.reshape(-1, 4, 32)).reshape(-1, 8, 32)
 
 
+def _pairs_k(packed: U8) -> U8:
+    """[num_blocks, 64] -> two bits each, [num_blocks, 16, 16]."""
+    shifts = np.array([0, 2, 4, 6], np.uint8)[:, None]
+    pairs: U8 = packed.reshape(-1, 2, 1, 32) >> shifts & np.uint8(3)
+    return pairs.reshape(-1, 16, 16)
+
+
+def _q2_k(blocks: U8) -> F32:
+    scale = _f16(blocks, 80) * (blocks[:, :16] & 15).astype(np.float32)
+    offset = _f16(blocks, 82) * (blocks[:, :16] >> 4).astype(np.float32)
+    values: F32 = scale[..., None] * _pairs_k(blocks[:, 16:80]).astype(np.float32) - offset[..., None]
+    return values
+
+
+def _q3_k(blocks: U8) -> F32:
+    third = np.unpackbits(blocks[:, None, :32], axis=1, bitorder="little").reshape(-1, 16, 16)
+    upper = blocks[:, 104:108].reshape(-1, 1, 4) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
+    s = (_halves(blocks[:, 96:104]) | upper.reshape(-1, 16) << 4).astype(np.float32) - 32
+    q = (_pairs_k(blocks[:, 32:96]) | third << 2).astype(np.float32) - 4
+    values: F32 = (_f16(blocks, 108) * s)[..., None] * q
+    return values
+
+
 def _q4_k(blocks: U8) -> F32:
     return _affine_k(blocks, _nibbles_k(blocks[:, 16:]))
 
@@ -177,6 +217,8 @@ _DECODERS: Mapping[WeightFormat, Callable[[U8], F32]] = MappingProxyType(
         WeightFormat.Q5_0: _q5_0,
         WeightFormat.Q5_1: _q5_1,
         WeightFormat.Q8_0: _q8_0,
+        WeightFormat.Q2_K: _q2_k,
+        WeightFormat.Q3_K: _q3_k,
         WeightFormat.Q4_K: _q4_k,
         WeightFormat.Q5_K: _q5_k,
         WeightFormat.Q6_K: _q6_k,

@@ -28,6 +28,8 @@ GGML_Q4_1: Final = 3
 GGML_Q5_0: Final = 6
 GGML_Q5_1: Final = 7
 GGML_Q8_0: Final = 8
+GGML_Q2_K: Final = 10
+GGML_Q3_K: Final = 11
 GGML_Q4_K: Final = 12
 GGML_Q5_K: Final = 13
 GGML_Q6_K: Final = 14
@@ -43,6 +45,8 @@ _BLOCKS: Mapping[int, tuple[int, int]] = {
     GGML_Q5_0: (32, 22),
     GGML_Q5_1: (32, 24),
     GGML_Q8_0: (32, 34),
+    GGML_Q2_K: (256, 84),
+    GGML_Q3_K: (256, 110),
     GGML_Q4_K: (256, 144),
     GGML_Q5_K: (256, 176),
     GGML_Q6_K: (256, 210),

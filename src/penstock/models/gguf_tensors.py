@@ -1,7 +1,7 @@
 """GGML tensors made into weights of a run-time format. Called by `models.gguf`; reads no metadata.
 
-F32 vectors, BF16 and the quantised types of `WeightFormat` stay as they are, memory-mapped. F16 and F32 matrices become bf16.
-Every other quantised type that the `gguf` package can decode becomes Q8_0, whose error is far below that of 1 to 3 bits.
+What has a `WeightFormat` stays as it is, memory-mapped; vectors become F32. Every other quantised type that the `gguf` package
+can decode becomes Q8_0, whose error is far below that of 1 to 3 bits.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.models.convert import row_slices, to_bf16
-from penstock.models.formats import BLOCKS, WeightFormat, stored_bytes
+from penstock.models.convert import convert_rows
+from penstock.models.formats import BLOCKS, WeightFormat, held_bytes
 from penstock.models.gguf_file import (
     GGML_BF16,
     GGML_F16,
     GGML_F32,
     GGML_IQ4_NL,
     GGML_IQ4_XS,
+    GGML_Q2_K,
+    GGML_Q3_K,
     GGML_Q4_0,
     GGML_Q4_1,
     GGML_Q4_K,
@@ -35,14 +37,16 @@ from penstock.models.weights import WeightTensor
 from penstock.types.errors import ModelError
 
 _MATRIX_FORMATS: Mapping[int, WeightFormat] = {
-    GGML_F32: WeightFormat.BF16,
-    GGML_F16: WeightFormat.BF16,
+    GGML_F32: WeightFormat.F32,
+    GGML_F16: WeightFormat.F16,
     GGML_BF16: WeightFormat.BF16,
     GGML_Q4_0: WeightFormat.Q4_0,
     GGML_Q4_1: WeightFormat.Q4_1,
     GGML_Q5_0: WeightFormat.Q5_0,
     GGML_Q5_1: WeightFormat.Q5_1,
     GGML_Q8_0: WeightFormat.Q8_0,
+    GGML_Q2_K: WeightFormat.Q2_K,
+    GGML_Q3_K: WeightFormat.Q3_K,
     GGML_Q4_K: WeightFormat.Q4_K,
     GGML_Q5_K: WeightFormat.Q5_K,
     GGML_Q6_K: WeightFormat.Q6_K,
@@ -61,8 +65,8 @@ def matrix_shape(entry: TensorEntry) -> tuple[int, int]:
 
 
 def loaded_bytes(entry: TensorEntry) -> int:
-    """Bytes of the weight that `load_tensor` makes of it."""
-    return stored_bytes(_format(entry), *matrix_shape(entry))
+    """Bytes of the weight that `load_tensor` makes of it, as a backend holds it."""
+    return held_bytes(_format(entry), *matrix_shape(entry))
 
 
 def load_tensor(file: GgufFile, entry: TensorEntry, name: str, rope_heads: int = 0) -> WeightTensor:
@@ -89,13 +93,11 @@ def conversion_notes(entries: Iterable[TensorEntry]) -> tuple[str, ...]:
 
 
 def _note(type_id: int, num: int) -> str:
-    if type_id in _FLOATS:
-        return f"{num} {_type_name(type_id)} matrices are rounded to bf16 (relative error at most 2^-9)"
     return f"{num} {_type_name(type_id)} matrices are converted to Q8_0 (8.5 bits per weight)"
 
 
 def _is_converted(entry: TensorEntry) -> bool:
-    return entry.type_id not in _MATRIX_FORMATS or entry.type_id in (GGML_F32, GGML_F16)
+    return entry.type_id not in _MATRIX_FORMATS
 
 
 def _format(entry: TensorEntry) -> WeightFormat:
@@ -114,8 +116,6 @@ def _unpermute(data: NDArray[np.generic], num_heads: int) -> NDArray[np.generic]
 def _convert(data: NDArray[np.generic], entry: TensorEntry, fmt: WeightFormat, file: GgufFile) -> NDArray[np.generic]:
     if fmt is WeightFormat.F32:
         return _to_f32(data, entry, file)
-    if entry.type_id in (GGML_F32, GGML_F16):
-        return to_bf16(data)
     if entry.type_id in _MATRIX_FORMATS:
         return data
     return _to_q8_0(data, entry, file)
@@ -135,11 +135,13 @@ def _to_q8_0(data: NDArray[np.generic], entry: TensorEntry, file: GgufFile) -> N
 
     num_rows, num_cols = matrix_shape(entry)
     cols, num_bytes = BLOCKS[WeightFormat.Q8_0]
-    out = np.empty((num_rows, num_cols // cols * num_bytes), dtype=np.uint8)
-    with np.errstate(all="ignore"):  # as in _decode
-        for rows in row_slices(num_rows, num_cols):
-            out[rows] = quantize(_decode(data[rows], entry, file), GGMLQuantizationType.Q8_0)
-    return out
+
+    def convert(rows: slice) -> NDArray[np.uint8]:
+        with np.errstate(all="ignore"):  # as in _decode
+            converted: NDArray[np.uint8] = quantize(_decode(data[rows], entry, file), GGMLQuantizationType.Q8_0)
+        return converted
+
+    return convert_rows(convert, num_rows, num_cols, num_cols // cols * num_bytes)
 
 
 def _decode(raw: NDArray[np.generic], entry: TensorEntry, file: GgufFile) -> NDArray[np.float32]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +9,6 @@ from pathlib import Path
 import numpy as np
 
 from penstock.models import checks, registry
-from penstock.models.convert import to_bf16
 from penstock.models.formats import WeightFormat
 from penstock.models.hf_config import JsonFile, read_eos_ids, read_json, read_spec
 from penstock.models.program import Program
@@ -34,7 +32,6 @@ _LAYER: Mapping[str, str] = {
     "mlp.down_proj.weight": "down",
 }
 _BLOCK = re.compile(r"model\.layers\.(\d{1,6})\.(.+)")
-_log = logging.getLogger(__name__)
 _DERIVED = "rotary_emb.inv_freq"
 """Old checkpoints carry what config.json already says."""
 
@@ -57,9 +54,6 @@ def load_hf_directory(path: Path, *, name: str = "", max_weight_bytes: int | Non
         raise ModelError(
             f"{path}: there is no tokenizer.json.", remedy="Save the tokenizer in its fast form beside the weights."
         )
-    notes = _notes(stored)
-    for note in notes:  # before the work, which may take a while
-        _log.info("%s: %s", path.name, note)
     bos_token_id = config.get("bos_token_id", int)
     checks.check_token_ids({"bos_token_id": bos_token_id}, spec.vocab_size, config.path)
     return LoadedModel(
@@ -71,7 +65,6 @@ def load_hf_directory(path: Path, *, name: str = "", max_weight_bytes: int | Non
         bos_token_id=bos_token_id,
         eos_token_ids=read_eos_ids(config, read_json(path / "generation_config.json", is_optional=True), spec.vocab_size),
         path=path,
-        notes=notes,
     )
 
 
@@ -140,15 +133,7 @@ def _weight(name: str, tensor: StoredTensor) -> WeightTensor:
     if _is_vector(tensor):
         wide = (values.astype(np.uint32) << 16).view(np.float32) if is_bf16 else np.ascontiguousarray(values, dtype=np.float32)
         return WeightTensor(name, num_rows, num_cols, WeightFormat.F32, wide)
-    return WeightTensor(name, num_rows, num_cols, WeightFormat.BF16, values if is_bf16 else to_bf16(values))
-
-
-def _notes(stored: Mapping[str, StoredTensor]) -> tuple[str, ...]:
-    changed = [tensor.dtype for tensor in stored.values() if not _is_vector(tensor) and tensor.dtype != "BF16"]
-    return tuple(
-        f"{changed.count(dtype)} {dtype} matrices are rounded to bf16 (relative error at most 2^-9)"
-        for dtype in sorted(set(changed))
-    )
+    return WeightTensor(name, num_rows, num_cols, WeightFormat[tensor.dtype], values)
 
 
 def _chat_template(path: Path) -> str | None:

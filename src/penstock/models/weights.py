@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.models.formats import WeightFormat, dequantize
+from penstock.models.formats import WeightFormat, dequantize, held_bytes
 from penstock.types.model_spec import ModelSpec
 from penstock.types.vocab import GgufVocab
 
@@ -27,7 +27,7 @@ class WeightTensor:
     num_cols: int
     format: WeightFormat
     data: NDArray[np.generic]
-    """F32: float32 [num_rows, num_cols]; BF16: uint16 likewise; quantised: uint8 [num_rows, bytes of its blocks]."""
+    """F32: float32 [num_rows, num_cols]; F16: float16, BF16: uint16; quantised: uint8 [num_rows, bytes of its blocks]."""
 
     @property
     def num_bytes(self) -> int:
@@ -70,4 +70,5 @@ class LoadedModel:
 
     @property
     def num_weight_bytes(self) -> int:
-        return sum(tensor.num_bytes for tensor in self.weights.values())
+        """As backends hold them, about."""
+        return sum(held_bytes(tensor.format, tensor.num_rows, tensor.num_cols) for tensor in self.weights.values())

@@ -78,6 +78,10 @@ class SourceFormat(Enum):
     Q6_K = 8
     IQ4_NL = 9
     IQ4_XS = 10
+    F16 = 11
+    F32 = 12
+    Q2_K = 13
+    Q3_K = 14
 
 class RowOpKind(Enum):
     EMBED = 0

@@ -33,9 +33,9 @@ from penstock.models.program import (
 from penstock.models.weights import WeightTensor
 from penstock.types.errors import ModelError
 
-SOURCE_FORMATS: Mapping[WeightFormat, SourceFormat] = {
-    fmt: SourceFormat[fmt.name] for fmt in WeightFormat if fmt is not WeightFormat.F32
-}
+SOURCE_FORMATS: Mapping[WeightFormat, SourceFormat] = {fmt: SourceFormat[fmt.name] for fmt in WeightFormat}
+FLOATS = (WeightFormat.F32, WeightFormat.F16, WeightFormat.BF16)
+"""Packed as bf16."""
 ACTIVATION_KINDS = {"silu": 0, "gelu_tanh": 1}
 NONE = -1
 
@@ -227,7 +227,7 @@ class _Lowering:
         return self._weights[name]
 
     def _is_quantised(self, weight: str) -> bool:
-        return self._tensor(weight).format is not WeightFormat.BF16
+        return self._tensor(weight).format not in FLOATS
 
     def _matrix(self, name: str) -> int:
         if name not in self._matrices:
@@ -240,8 +240,6 @@ class _Lowering:
 
     def _add(self, name: str, add: Callable[[SourceFormat, int, int, NDArray[np.uint8]], int]) -> int:
         tensor = self._tensor(name)
-        if tensor.format not in SOURCE_FORMATS:
-            raise ModelError(f"the matrix {name!r} is {tensor.format}, which the native backend has no kernel for.")
         data = np.ascontiguousarray(tensor.data).view(np.uint8).reshape(tensor.num_rows, -1)
         try:
             return add(SOURCE_FORMATS[tensor.format], tensor.num_rows, tensor.num_cols, data)
