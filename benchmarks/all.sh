@@ -5,28 +5,32 @@
 #   make install && benchmarks/all.sh [FOLDER]        results go to build/results, or FOLDER
 #
 # From the environment: PYTHON (.venv/bin/python); QWEN, the GGUF file of Qwen2.5-Coder-1.5B-Instruct Q4_K_M, without which its part
-# is left out; PEERS_ARGS, for peers.py, such as "--setup"; ONLY, a pattern of the results' names, such as "step-*".
-# A benchmark that fails is named at the end, and its section of the page stays as it was.
+# is left out; PEERS_ARGS, for peers.py, such as "--setup"; ONLY, a pattern of the results' names, such as "step-*"; ADD=1, which adds
+# the rounds of peers.py to those of the result that is there.
+# What ONLY leaves out keeps its last result in the folder and its place on the page. A benchmark that fails is named at the end.
 set -u
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
 folder=${1:-build/results}
 mkdir -p "$folder"
-done=() failed=()
+results=() failed=()
 
 # run NAME SCRIPT ARGUMENT...
 run() {
   local name=$1 script=$2
   shift 2
   # shellcheck disable=SC2254  # ONLY is a pattern
-  case $name in ${ONLY:-*}) ;; *) return ;; esac
-  echo "== $name: $script $*"
-  if "$python" "benchmarks/$script" "$@" >"$folder/$name.part"; then
-    mv "$folder/$name.part" "$folder/$name.txt"
-    done+=("$folder/$name.txt")
-  else
-    failed+=("$name")
-  fi
+  case $name in ${ONLY:-*})
+    if [ -n "${ADD:-}" ] && [ "$script" = peers.py ] && [ -f "$folder/$name.txt" ]; then set -- "$@" --add "$folder/$name.txt"; fi
+    echo "== $name: $script $*"
+    if "$python" "benchmarks/$script" "$@" >"$folder/$name.part"; then
+      mv "$folder/$name.part" "$folder/$name.txt"
+    else
+      failed+=("$name")
+    fi
+    ;;
+  esac
+  if [ -f "$folder/$name.txt" ]; then results+=("$folder/$name.txt"); fi
 }
 
 run peaks peaks.py
@@ -39,12 +43,15 @@ first=${variants%% *}
 for variant in $variants; do
   if [ "$variant" = "$first" ]; then
     run "kernels-$variant" kernels.py --variant "$variant"
+    run "step-$variant" step.py --variant "$variant"
+  elif [ "$variant" = portable ]; then # thirty times slower
+    run "kernels-$variant" kernels.py --variant "$variant" --models smollm2 --kinds q4_1 q8_0 --rows 1,8,32 --seconds 0 --no-attention
+    run "step-$variant" step.py --variant "$variant" --steps 1x1@128 8x1@200 32x1@256 1x512@0 --repeat 3
   else
     run "kernels-$variant" kernels.py --variant "$variant" --kinds q4_1 q8_0 bf16 --rows 1,2,4,8,16,32,64,128 --seconds 0
+    run "step-$variant" step.py --variant "$variant"
   fi
-  run "step-$variant" step.py --variant "$variant"
 done
-if [ -n "${QWEN:-}" ]; then run startup-qwen startup.py --model "$QWEN" --repeat 3; fi
 if [ -n "${QWEN:-}" ]; then run step-qwen step.py --model "$QWEN" --steps 1x1@128 16x1@256 1x512@0; fi
 # shellcheck disable=SC2086  # several arguments
 {
@@ -54,7 +61,7 @@ if [ -n "${QWEN:-}" ]; then run step-qwen step.py --model "$QWEN" --steps 1x1@12
   if [ -n "${QWEN:-}" ]; then run peers-qwen peers.py --model qwen --model-file "$QWEN" ${PEERS_ARGS:-}; fi
 }
 
-if [ ${#done[@]} -gt 0 ]; then "$python" benchmarks/report.py "${done[@]}"; fi
+if [ ${#results[@]} -gt 0 ]; then "$python" benchmarks/report.py "${results[@]}"; fi
 if [ ${#failed[@]} -gt 0 ]; then
   echo "failed: ${failed[*]}" >&2
   exit 1

@@ -8,9 +8,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from importlib import metadata
+from functools import partial
+from itertools import chain
 from pathlib import Path
 
+from installed import distribution_files, without_byte_code
 from peer_setup import Environments, make_bf16_directory, make_requantized
 from sessions import SERVED_NAME, Contender
 
@@ -36,10 +38,23 @@ def penstock(setting: Setting) -> Contender:
     return Contender(OURS, [sys.executable, *words], health="/ready", installed=own_files())
 
 
-def openvino(setting: Setting) -> Contender:
+OPENVINO_PROPERTIES: Mapping[str, tuple[str, ...]] = {
+    "openvino": (),
+    "openvino-1-thread": ("INFERENCE_NUM_THREADS=1",),
+    "openvino-unpinned": ("ENABLE_CPU_PINNING=false",),
+    "openvino-static": ("TBB_PARTITIONER=STATIC",),
+    "openvino-throughput": ("PERFORMANCE_HINT=THROUGHPUT",),
+    "openvino-f32": ("INFERENCE_PRECISION_HINT=f32",),
+    "openvino-kv-bf16": ("KV_CACHE_PRECISION=bf16",),
+}
+"""OpenVINO's own defaults, and what else might suit it better: `peers.py --peers openvino openvino-f32` compares them."""
+
+
+def openvino(setting: Setting, name: str = "openvino") -> Contender:
     script = Path(__file__).parent / "peers" / "drive_openvino.py"
     command = [setting.environments.python("openvino"), script, setting.gguf, str(setting.max_seqs)]
-    return Contender("openvino", command, installed=packages(setting.environments.site_packages("openvino")))
+    command += OPENVINO_PROPERTIES[name]
+    return Contender(name, command, installed=packages(setting.environments.site_packages("openvino")))
 
 
 def vllm(setting: Setting) -> Contender:
@@ -91,7 +106,7 @@ def llamacpp(setting: Setting) -> Contender:
 
 CONTENDERS: Mapping[str, tuple[str | None, Callable[[Setting], Contender]]] = {
     OURS: (None, penstock),
-    "openvino": ("openvino", openvino),
+    **{name: ("openvino", partial(openvino, name=name)) for name in OPENVINO_PROPERTIES},
     "vllm": ("vllm", vllm),
     "vllm-all-cores": ("vllm", vllm_all_cores),
     "llamacpp": ("llamacpp", llamacpp),
@@ -109,21 +124,4 @@ def packages(site_packages: Path) -> tuple[Path, ...]:
 
 def own_files() -> tuple[Path, ...]:
     """The package itself and the files of all distributions that it needs at run time."""
-    import penstock
-    from penstock.backends.native import _native
-
-    package, module = Path(str(penstock.__file__)).parent, Path(str(_native.__file__))
-    names, files = ["penstock"], [package]
-    if not module.is_relative_to(package):  # an editable installation
-        files.append(module)
-    for name in names:
-        try:
-            distribution = metadata.distribution(name)
-        except metadata.PackageNotFoundError:
-            continue  # needed elsewhere only
-        lines = [line for line in distribution.requires or () if "extra ==" not in line]
-        needed = ("".join(c if c.isalnum() or c in "-_." else " " for c in line).split()[0].lower() for line in lines)
-        names += [need for need in needed if need not in names]
-        if name != "penstock":
-            files += [Path(str(distribution.locate_file(file))) for file in distribution.files or () if file.suffix != ".pyc"]
-    return tuple(files)
+    return without_byte_code(chain.from_iterable(distribution_files().values()))

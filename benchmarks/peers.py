@@ -8,6 +8,7 @@ machine can do at most is probed before each contender.
     python benchmarks/peers.py --setup   # makes what is missing in build/peers (gigabytes; many minutes), then measures
     python benchmarks/peers.py --model qwen --model-file Qwen2.5-Coder-1.5B-Instruct-Q4_K_M.gguf
     python benchmarks/peers.py --peers penstock openvino --workload short --repeat 5
+    python benchmarks/peers.py --add build/results/peers-sharegpt.txt --repeat 1   # one round more for an earlier result
 
 Needs the traces (`workloads.py`); for llama.cpp CMake and a C++ compiler. A peer that is missing or fails is left out with
 the reason. The last line printed is one JSON object.
@@ -23,7 +24,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
@@ -74,15 +75,26 @@ def probe(num_cpus: int) -> dict[str, float]:
 
 @dataclass
 class Record:
-    """One contender's rounds."""
+    """One contender's rounds; the n-th element of every list is of round `rounds[n]`."""
 
     installed_mb: float
+    rounds: list[int] = field(default_factory=list)
     ready_s: list[float] = field(default_factory=list)
     resident_mb: list[float] = field(default_factory=list)
     probes: list[dict[str, float]] = field(default_factory=list)
     runs: dict[int, list[dict[str, float]]] = field(default_factory=dict)
     starts: dict[int, list[str]] = field(default_factory=dict)
     """The first characters of each reply, of the last round."""
+
+    @classmethod
+    def read(cls, saved: Mapping[str, Any]) -> Record:
+        """What `saved` wrote, read from JSON."""
+        runs = {int(concurrency): list(rounds) for concurrency, rounds in saved["runs"].items()}
+        return cls(**{**saved, "runs": runs})
+
+    def saved(self) -> dict[str, Any]:
+        """All rounds, for `--add`; without the replies."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "starts"}
 
     def medians(self) -> dict[str, Any]:
         by_concurrency = {str(concurrency): median_figures(runs) for concurrency, runs in self.runs.items()}
@@ -104,7 +116,13 @@ def median_figures(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def measure(
-    contender: Contender, jobs: Sequence[Job], loads: Mapping[int, int], log: Path, num_cpus: int, record: Record
+    contender: Contender,
+    jobs: Sequence[Job],
+    loads: Mapping[int, int],
+    log: Path,
+    num_cpus: int,
+    round_idx: int,
+    record: Record,
 ) -> None:
     """One round of one contender, added to its record as a whole. Raises ContenderError or LoadError."""
     probed = probe(num_cpus)
@@ -118,6 +136,7 @@ def measure(
             print(show(contender.name, concurrency, runs[concurrency]), flush=True)
         record.ready_s.append(session.ready_s)
         record.resident_mb.append(session.resident_mb())
+    record.rounds.append(round_idx)
     record.probes.append(probed)
     for concurrency, figures in runs.items():
         record.runs.setdefault(concurrency, []).append(figures)
@@ -157,10 +176,14 @@ def compete(
     repeat: int,
     measure_one: Callable[[Contender, int, Record], None],
     skipped: dict[str, str],
+    earlier: Mapping[str, Record] | None = None,
 ) -> dict[str, Record]:
-    """All rounds. A contender that fails is left out from then on, and its reason goes to `skipped`."""
-    records = {contender.name: Record(contender.installed_mb()) for contender in ready}
-    for round_idx in range(repeat):
+    """All rounds, after those of an earlier run. A contender that fails is left out from then on; `skipped` says why."""
+    records = dict(earlier or {})
+    first = num_rounds(records)
+    for contender in ready:
+        records.setdefault(contender.name, Record(contender.installed_mb())).installed_mb = contender.installed_mb()
+    for round_idx in range(first, first + repeat):
         for contender in ready if round_idx % 2 == 0 else reversed(ready):
             if contender.name in skipped:
                 continue
@@ -172,6 +195,10 @@ def compete(
     return {name: record for name, record in records.items() if record.runs}
 
 
+def num_rounds(records: Mapping[str, Record]) -> int:
+    return max((1 + round_idx for record in records.values() for round_idx in record.rounds), default=0)
+
+
 def ratios(records: Mapping[str, Record]) -> dict[str, dict[str, float]]:
     """Our throughput over each peer's: the median over the rounds that both have."""
     found: dict[str, dict[str, float]] = {}
@@ -179,9 +206,11 @@ def ratios(records: Mapping[str, Record]) -> dict[str, dict[str, float]]:
         return found
     for name, record in records.items():
         for concurrency, runs in record.runs.items() if name != OURS else ():
-            pairs = zip(records[OURS].runs[concurrency], runs, strict=False)
-            quotients = [ours["output_tokens_per_s"] / theirs["output_tokens_per_s"] for ours, theirs in pairs]
-            found.setdefault(name, {})[str(concurrency)] = round(statistics.median(quotients), 3)
+            ours = dict(zip(records[OURS].rounds, records[OURS].runs[concurrency], strict=True))
+            pairs = [(ours[k], run) for k, run in zip(record.rounds, runs, strict=True) if k in ours]
+            quotients = [our["output_tokens_per_s"] / their["output_tokens_per_s"] for our, their in pairs]
+            if quotients:
+                found.setdefault(name, {})[str(concurrency)] = round(statistics.median(quotients), 3)
     return found
 
 
@@ -195,6 +224,8 @@ def common_starts(records: Mapping[str, Record]) -> dict[str, float]:
     ours = list(chain.from_iterable(records[OURS].starts.values()))
     means = {}
     for name, record in records.items():
+        if not ours or not record.starts:
+            continue  # no round of this run
         pairs = zip(ours, chain.from_iterable(record.starts.values()), strict=True)
         means[name] = round(statistics.mean(num_common(*pair) for pair in pairs), 1)
     return means
@@ -233,11 +264,23 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--traces", type=Path, default=DEFAULT_TRACES, help="folder of the traces (default: ../shared/traces)")
     parser.add_argument("--concurrency", type=int, nargs="+", help="default: 32 8 1; for qwen 16 1")
     parser.add_argument("--requests", type=int, nargs="+", help="for each concurrency; default: 96 32 8; for qwen 24 8")
+    parser.add_argument("--add", type=Path, metavar="FILE", help="add the rounds to this earlier result of the same workload")
     parser.add_argument("--repeat", type=int, default=3, help="rounds; 0 only makes what is missing (default: %(default)s)")
     args = parser.parse_args()
     if (args.concurrency is None) != (args.requests is None) or len(args.concurrency or ()) != len(args.requests or ()):
         parser.error("--concurrency and --requests take as many numbers as each other")
     return args
+
+
+def read_earlier(path: Path, expected: Mapping[str, Any]) -> dict[str, Record]:
+    """The rounds of an earlier result. Raises SystemExit if it was measured in another way."""
+    report = json.loads(path.read_text(encoding="utf-8").strip().splitlines()[-1])
+    for name, value in json.loads(json.dumps(expected)).items():
+        if report.get(name) != value:
+            raise SystemExit(f"{path} can't be added to: its {name} is {report.get(name)}, here it is {value}")
+    if "records" not in report:
+        raise SystemExit(f"{path} can't be added to: it was written without its rounds")
+    return {name: Record.read(saved) for name, saved in report["records"].items()}
 
 
 def find_model(name: str) -> Path:
@@ -265,28 +308,33 @@ def main() -> None:
     num_cpus = len(os.sched_getaffinity(0))
     max_tokens = -(-(longest + 1) // CONTEXT_STEP) * CONTEXT_STEP
     setting = Setting(Environments(args.envs), gguf, model.llama_quantization, max(loads), max_tokens, num_cpus)
+    origin = {
+        "cpu": machine.cpu_name(),
+        "model": gguf.name,
+        "workload": {"name": args.workload, **describe(jobs)},
+        "loads": loads,
+        "cpus": num_cpus,
+    }
+    earlier = read_earlier(args.add, origin) if args.add else {}
     skipped: dict[str, str] = {}
     ready = prepare(args.peers, setting, setup=args.setup, skipped=skipped)
 
     def measure_one(contender: Contender, round_idx: int, record: Record) -> None:
         log = setting.environments.log(f"{contender.name}-{round_idx + 1}")
-        measure(contender, jobs, loads, log, num_cpus, record)
+        measure(contender, jobs, loads, log, num_cpus, round_idx, record)
 
-    records = compete(ready, args.repeat, measure_one, skipped)
+    records = compete(ready, args.repeat, measure_one, skipped, earlier)
     print(table(records, loads))
     report = {
         "benchmark": "peers",
-        "cpu": machine.cpu_name(),
         "date": time.strftime("%Y-%m-%d"),
-        "model": gguf.name,
-        "workload": {"name": args.workload, **describe(jobs)},
-        "loads": loads,
-        "repeat": args.repeat,
-        "cpus": num_cpus,
+        **origin,
+        "repeat": num_rounds(records),
         "contenders": {name: record.medians() for name, record in records.items()},
         "times_peer": ratios(records),
         "common_start_chars": common_starts(records),
         "left_out": skipped,
+        "records": {name: record.saved() for name, record in records.items()},
     }
     print(json.dumps(report))
 

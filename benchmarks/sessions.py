@@ -8,6 +8,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -16,14 +17,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 from load import Job, LoadError, Reply, Run, replay
 
 READY_TIMEOUT_S = 900.0
+ANSWER_TIMEOUT_S = 900.0
+"""For all jobs of one run of a worker, which answers only at its end."""
 STOP_TIMEOUT_S = 30.0
 GONE_TIMEOUT_S = 5.0
 SERVED_NAME = "model"
 _POLL_S = 0.01
+_PIPE_BYTES = 1 << 16
 _MB = 1e6
 
 
@@ -50,15 +55,12 @@ class Contender:
         return sum(map(size_bytes, self.installed)) / _MB
 
 
-class Session:
-    """A contender that runs, as a group of processes."""
+class ProcessGroup:
+    """A contender that runs, and what its processes use."""
 
     def __init__(self, process: subprocess.Popen[bytes], start_s: float) -> None:
         self.process = process
         self.ready_s = time.perf_counter() - start_s
-
-    def replay(self, jobs: Sequence[Job], concurrency: int) -> Run:
-        raise NotImplementedError
 
     def resident_mb(self) -> float:
         """Resident memory of all its processes now; a page that n of them share counts 1/n for each."""
@@ -69,7 +71,7 @@ class Session:
         return sum(_cpu_s(pid) for pid in family(self.process.pid))
 
 
-class ServerSession(Session):
+class ServerSession(ProcessGroup):
     """Loaded over HTTP."""
 
     def __init__(self, process: subprocess.Popen[bytes], start_s: float, url: str, model: str) -> None:
@@ -80,7 +82,7 @@ class ServerSession(Session):
         return replay(self.url, self.model, jobs, concurrency)
 
 
-class WorkerSession(Session):
+class WorkerSession(ProcessGroup):
     """Loaded in process: one line of JSON with the jobs in, one line with the times out, as `drive_openvino.py` describes."""
 
     def replay(self, jobs: Sequence[Job], concurrency: int) -> Run:
@@ -89,7 +91,7 @@ class WorkerSession(Session):
         order = {"jobs": [[job.prompt, job.max_tokens] for job in jobs], "concurrency": concurrency}
         self.process.stdin.write(json.dumps(order).encode() + b"\n")
         self.process.stdin.flush()
-        line = self.process.stdout.readline()
+        line = _read_line(self.process.stdout, ANSWER_TIMEOUT_S)
         if not line:
             raise ContenderError("the worker ended")
         answer = json.loads(line)
@@ -98,6 +100,26 @@ class WorkerSession(Session):
             if reply.num_tokens != job.max_tokens:
                 raise LoadError(f"{reply.num_tokens} tokens instead of {job.max_tokens}")
         return Run(replies, answer["seconds"], 0.0)
+
+
+Session = ServerSession | WorkerSession
+"""Either can `replay` jobs; that is all a measurement needs to know."""
+
+
+def _read_line(stream: IO[bytes], timeout_s: float) -> bytes:
+    """The next line, or what there is before the end of the stream. Raises ContenderError after the timeout.
+
+    The worker writes a line only when asked to, so nothing of a next line is ever read.
+    """
+    give_up_s = time.perf_counter() + timeout_s
+    line = b""
+    while not line.endswith(b"\n"):
+        if not select.select([stream], [], [], max(0.0, give_up_s - time.perf_counter()))[0]:
+            raise ContenderError(f"no answer from the worker in {timeout_s:.0f} s")
+        if not (piece := os.read(stream.fileno(), _PIPE_BYTES)):
+            break
+        line += piece
+    return line
 
 
 @contextmanager
@@ -128,7 +150,7 @@ def running(contender: Contender, log: Path) -> Iterator[Session]:
 def _wait_until_ready(contender: Contender, process: subprocess.Popen[bytes], start_s: float, port: int) -> Session:
     if not contender.is_server:
         assert process.stdout is not None
-        if process.stdout.readline().strip() != b"ready":
+        if _read_line(process.stdout, READY_TIMEOUT_S).strip() != b"ready":
             raise ContenderError("the worker did not start")
         return WorkerSession(process, start_s)
     while time.perf_counter() < start_s + READY_TIMEOUT_S:

@@ -19,27 +19,22 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import re
 import socket
 import statistics
 import subprocess
 import sys
 import time
-import tomllib
 import urllib.request
-from collections.abc import Iterable
-from importlib import metadata
 from pathlib import Path
 
+from installed import distribution_files
 from load import Job, replay
-from packaging.requirements import Requirement
 
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
 from penstock.models.load import load_model
 
 DEADLINE_S = 60.0
 KV_BYTES = 1 << 30
-ROOT = Path(__file__).parents[1]
 STREAMS = 32
 IDLE_S = 2.0
 IDLE_CHECK_S = 1.0
@@ -84,34 +79,10 @@ def resident_mb(pid: int) -> dict[str, float]:
     return {"resident_mb": resident / 1e6, "kv_touched_mb": in_kv / 1e6}
 
 
-def required(names: Iterable[str]) -> dict[str, metadata.Distribution]:
-    """The distributions that these requirements bring, by name; those that no platform marker leaves out."""
-    found: dict[str, metadata.Distribution] = {}
-    waiting = list(names)
-    while waiting:
-        requirement = Requirement(waiting.pop())
-        name = re.sub(r"[-_.]+", "-", requirement.name).lower()
-        if name in found or (requirement.marker is not None and not requirement.marker.evaluate({"extra": ""})):
-            continue
-        found[name] = metadata.distribution(name)
-        waiting += found[name].requires or ()
-    return found
-
-
 def installed_mb() -> dict[str, float]:
-    """Size in `site-packages` of Penstock and of everything that it needs, the largest first."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    sizes = {
-        name: sum(map(_size, distribution.files or ())) for name, distribution in required(project["dependencies"]).items()
-    }
-    own = ROOT / "src" / "penstock"
-    sizes["penstock"] = sum(file.stat().st_size for file in own.rglob("*") if file.is_file())
+    """Size in `site-packages` of Penstock and of everything that it needs, byte code included, the largest first."""
+    sizes = {name: sum(path.stat().st_size for path in files) for name, files in distribution_files().items()}
     return {name: round(size / 1e6, 1) for name, size in sorted(sizes.items(), key=lambda item: -item[1])}
-
-
-def _size(file: metadata.PackagePath) -> int:
-    path = Path(str(file.locate()))
-    return path.stat().st_size if ".." not in file.parts and path.is_file() else 0
 
 
 def beside_mb(pid: int, num_weight_bytes: int) -> dict[str, float]:

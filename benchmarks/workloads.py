@@ -20,6 +20,11 @@ from typing import Protocol
 
 from load import Job
 
+TRACES_HELP = (
+    "The first is the first 1,000 conversations of ShareGPT_V3 (id, conversations[{from, value}], one object a line), "
+    "the second AzureLLMInferenceTrace_conv.csv of github.com/Azure/AzurePublicDataset (TIMESTAMP, ContextTokens, "
+    "GeneratedTokens); docs/performance.md has their checksums."
+)
 DEFAULT_TRACES = Path(__file__).parents[2] / "shared" / "traces"
 SHAREGPT_FILE = "sharegpt_1000.jsonl"
 AZURE_FILE = "azure_conv_2023.csv"
@@ -46,9 +51,19 @@ class Source:
     max_prompt_tokens: int = MAX_PROMPT_TOKENS
     max_reply_tokens: int = MAX_REPLY_TOKENS
 
+    def trace(self, name: str) -> Path:
+        """Raises SystemExit if it is not there, with how to get it."""
+        path = self.traces / name
+        if not path.is_file():
+            raise SystemExit(
+                f"{path} is missing. Every workload needs {SHAREGPT_FILE}, and azure {AZURE_FILE} as well; name their folder "
+                f"with --traces. {TRACES_HELP}"
+            )
+        return path
+
     def conversations(self) -> Iterator[tuple[str, str]]:
         """First prompt and first reply of each conversation."""
-        with (self.traces / SHAREGPT_FILE).open(encoding="utf-8") as file:
+        with self.trace(SHAREGPT_FILE).open(encoding="utf-8") as file:
             for line in file:
                 turns = json.loads(line)["conversations"]
                 if len(turns) >= 2:
@@ -96,7 +111,7 @@ def sharegpt(source: Source, count: int) -> list[Job]:
 
 
 def azure(source: Source, count: int) -> list[Job]:
-    with (source.traces / AZURE_FILE).open(encoding="utf-8", newline="") as file:
+    with source.trace(AZURE_FILE).open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     drawn = [rows[k * len(rows) // count] for k in range(count)]
     prompts = [max(1, int(row["ContextTokens"]) // AZURE_DIVISOR) for row in drawn]

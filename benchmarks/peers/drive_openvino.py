@@ -1,9 +1,10 @@
 """OpenVINO GenAI's continuous batching in process, driven by lines of JSON. Run by `peers.py` in that peer's environment.
 
-    python drive_openvino.py MODEL.gguf MAX_SEQS
+    python drive_openvino.py MODEL.gguf MAX_SEQS [PROPERTY=VALUE ...]
 
-Prints `ready` once the model is loaded. Then each line of input is {"jobs": [[prompt, max_tokens], ...], "concurrency": n}, and
-each line of output {"seconds", "replies": [{"start_s", "token_times_s", "num_tokens", "num_prompt_tokens", "text"}, ...]}.
+The properties are the CPU device's, such as INFERENCE_NUM_THREADS=1. Prints `ready` once the model is loaded. Then each line of
+input is {"jobs": [[prompt, max_tokens], ...], "concurrency": n}, and each line of output {"seconds", "replies": [{"start_s",
+"token_times_s", "num_tokens", "num_prompt_tokens", "text"}, ...]}.
 Imports nothing of Penstock.
 """
 
@@ -30,14 +31,22 @@ class Request:
     times_s: list[float] = field(default_factory=list)
 
 
-def make_pipeline(model: str, max_seqs: int) -> ov.ContinuousBatchingPipeline:
+def read_value(text: str) -> Any:
+    """A property's value: a number, `true` or `false`, or else a name."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def make_pipeline(model: str, max_seqs: int, properties: dict[str, Any]) -> ov.ContinuousBatchingPipeline:
     config = ov.SchedulerConfig()
     config.cache_size = CACHE_GB
     config.max_num_batched_tokens = MAX_BATCHED_TOKENS
     config.max_num_seqs = max_seqs
     config.enable_prefix_caching = False
     config.dynamic_split_fuse = True
-    return ov.ContinuousBatchingPipeline(model, config, "CPU")
+    return ov.ContinuousBatchingPipeline(model, config, "CPU", properties)
 
 
 def generation_config(max_tokens: int) -> ov.GenerationConfig:
@@ -90,7 +99,8 @@ def report(requests: list[Request], tokenizer: ov.Tokenizer) -> list[dict[str, A
 
 
 def main() -> None:
-    pipeline = make_pipeline(sys.argv[1], int(sys.argv[2]))
+    properties = {name: read_value(value) for name, _, value in (word.partition("=") for word in sys.argv[3:])}
+    pipeline = make_pipeline(sys.argv[1], int(sys.argv[2]), properties)
     print("ready", flush=True)
     for line in sys.stdin:
         order = json.loads(line)

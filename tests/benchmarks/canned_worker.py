@@ -5,6 +5,11 @@ import sys
 
 print("ready", flush=True)
 for line in sys.stdin:
+    jobs = json.loads(line)["jobs"]
+    if jobs[0][0] == "end":
+        break
+    if jobs[0][0] == "silent":
+        continue
     replies = [
         {
             "start_s": 0.0,
@@ -13,6 +18,6 @@ for line in sys.stdin:
             "num_prompt_tokens": 1,
             "text": prompt,
         }
-        for prompt, tokens in json.loads(line)["jobs"]
+        for prompt, tokens in jobs
     ]
     print(json.dumps({"seconds": 2.0, "replies": replies}), flush=True)

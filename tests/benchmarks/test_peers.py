@@ -1,15 +1,18 @@
 """The comparison itself: rounds, failures, ratios; with records instead of servers."""
 
+import json
+
 import contenders
 import peers
 import pytest
 from load import LoadError
 from peer_setup import Environments
-from peers import Record, common_starts, compete, median_figures, prepare, ratios, table
+from peers import Record, common_starts, compete, median_figures, num_rounds, prepare, ratios, read_earlier, table
 from sessions import Contender
 
 
 def add_round(record, rate, text="same"):
+    record.rounds.append(len(record.rounds))
     record.ready_s.append(1.0)
     record.resident_mb.append(2.0)
     record.probes.append({"int8_gops": 10.0})
@@ -58,6 +61,41 @@ def test_contender_that_never_ran_has_no_figures():
 def test_ratio_is_the_median_of_the_rounds_ratios():
     assert ratios(records_of(penstock=[10, 40, 90], slow=[10, 10, 45])) == {"slow": {"8": 2.0}}
     assert ratios(records_of(slow=[1.0])) == {}
+
+
+def test_ratio_is_of_the_same_rounds():
+    records = records_of(penstock=[10, 40], late=[20])
+    records["late"].rounds = [1]
+    assert ratios(records) == {"late": {"8": 2.0}}
+    records["late"].rounds = [2]
+    assert ratios(records) == {}
+
+
+def test_rounds_are_added_to_an_earlier_result(tmp_path):
+    earlier, rounds = records_of(penstock=[10, 20], slow=[5, 5]), []
+    path = tmp_path / "peers-a.txt"
+    saved = {name: record.saved() for name, record in earlier.items()}
+    path.write_text("lines\n" + json.dumps({"model": "a", "loads": {8: 2}, "records": saved}))
+
+    def measure_one(contender, round_idx, record):
+        rounds.append((contender.name, round_idx))
+        add_round(record, 40.0)
+
+    read = read_earlier(path, {"model": "a", "loads": {8: 2}})
+    records = compete([Contender("penstock", [])], 1, measure_one, {}, read)
+    assert rounds == [("penstock", 2)]
+    assert [run["output_tokens_per_s"] for run in records["penstock"].runs[8]] == [10, 20, 40]
+    assert num_rounds(records) == 3
+    assert ratios(records) == {"slow": {"8": 3.0}}
+    with pytest.raises(SystemExit, match="its model is a, here it is b"):
+        read_earlier(path, {"model": "b"})
+
+
+def test_openvino_variants_differ_from_its_defaults():
+    variants = contenders.OPENVINO_PROPERTIES
+    assert variants["openvino"] == ()
+    assert len(set(variants.values())) == len(variants)
+    assert variants.keys() <= contenders.CONTENDERS.keys()
 
 
 def test_figures_are_medians_with_all_rounds_beside():

@@ -7,8 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import sessions
 from load import Job, LoadError
-from sessions import Contender, ContenderError, Session, family, running, size_bytes
+from sessions import Contender, ContenderError, ProcessGroup, family, running, size_bytes
 
 HERE = Path(__file__).parent
 JOBS = [Job("a", 1, 3), Job("b", 1, 2)]
@@ -44,7 +45,7 @@ def test_contender_serves_while_the_block_runs_and_is_gone_after_it(contender, t
 
 def test_cpu_time_is_what_the_processes_have_used():
     used_s = time.process_time()
-    assert Session(SimpleNamespace(pid=os.getpid()), 0.0).cpu_s() >= used_s - 0.1
+    assert ProcessGroup(SimpleNamespace(pid=os.getpid()), 0.0).cpu_s() >= used_s - 0.1
 
 
 def test_contender_is_stopped_when_the_block_fails(tmp_path):
@@ -81,6 +82,25 @@ def test_program_that_is_missing_is_an_error(tmp_path):
 def test_worker_that_answers_with_fewer_tokens_is_an_error(tmp_path):
     with running(worker(), tmp_path / "log") as session, pytest.raises(LoadError, match="2 tokens instead of 3"):
         session.replay([Job("short", 1, 3)], 1)
+
+
+def test_worker_that_does_not_answer_in_time_is_an_error_and_is_gone(tmp_path, monkeypatch):
+    monkeypatch.setattr(sessions, "ANSWER_TIMEOUT_S", 0.2)
+    with pytest.raises(ContenderError, match="no answer from the worker"), running(worker(), tmp_path / "log") as session:
+        session.replay([Job("silent", 1, 3)], 1)
+    assert not is_alive(session.process.pid)
+
+
+def test_worker_that_ends_is_an_error(tmp_path):
+    with pytest.raises(ContenderError, match="the worker ended"), running(worker(), tmp_path / "log") as session:
+        session.replay([Job("end", 1, 3)], 1)
+
+
+def test_worker_that_is_never_ready_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(sessions, "READY_TIMEOUT_S", 0.2)
+    waiting = Contender("waiting", [sys.executable, "-c", "import sys; sys.stdin.read()"])
+    with pytest.raises(ContenderError, match="no answer from the worker"), running(waiting, tmp_path / "log"):
+        pass
 
 
 def test_size_is_that_of_the_files_without_links_and_byte_code(tmp_path):

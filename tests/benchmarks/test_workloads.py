@@ -80,3 +80,9 @@ def test_too_short_trace_and_unknown_name_are_errors(source):
         read_jobs("sharegpt", source, 99)
     with pytest.raises(ValueError, match="there are sharegpt, azure, short"):
         read_jobs("long", source, 1)
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_missing_trace_is_an_error_that_says_how_to_get_it(tmp_path, name):
+    with pytest.raises(SystemExit, match=r"is missing.*--traces.*ShareGPT_V3.*AzurePublicDataset"):
+        read_jobs(name, Source(tmp_path, Words()), 1)
