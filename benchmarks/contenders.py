@@ -45,6 +45,7 @@ OPENVINO_PROPERTIES: Mapping[str, tuple[str, ...]] = {
     "openvino-static": ("TBB_PARTITIONER=STATIC",),
     "openvino-throughput": ("PERFORMANCE_HINT=THROUGHPUT",),
     "openvino-f32": ("INFERENCE_PRECISION_HINT=f32",),
+    "openvino-2048": ("max_num_batched_tokens=2048",),
     "openvino-kv-bf16": ("KV_CACHE_PRECISION=bf16",),
 }
 """OpenVINO's own defaults, and what else might suit it better: `peers.py --peers openvino openvino-f32` compares them."""

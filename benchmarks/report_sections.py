@@ -15,6 +15,7 @@ Plots = dict[str, str]
 """File name -> SVG."""
 
 KERNEL_ROWS = ("1", "2", "4", "8", "16", "32", "64", "128", "512")
+OURS = "penstock"
 PLOTTED_KIND = "q4_1"
 NOT_FIGURES = ("benchmark", "date", "cpu", "threads", "clock")
 STEP_PARTS = ("rows", "linear", "attention", "sampling")
@@ -153,7 +154,7 @@ def peers(results: Sequence[Result]) -> tuple[str, Plots]:
     for result in results:
         loads, contenders = list(result["loads"]), result["contenders"]
         workload = result["workload"]["name"]
-        title = f"{result['model']}, {workload}"
+        title = f"{result['model']}, {workload}" + ("" if OURS in contenders else ", other settings of the peers")
         spread = f"medians of {result['repeat']} rounds and their range"
         rows = [[name, *_rates(c, loads), c["ready_s"], c["resident_mb"], c["installed_mb"]] for name, c in contenders.items()]
         head = ["output tokens/s", *(f"c={c}" for c in loads), "ready s", "resident MB", "installed MB"]

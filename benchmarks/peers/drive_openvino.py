@@ -2,9 +2,10 @@
 
     python drive_openvino.py MODEL.gguf MAX_SEQS [PROPERTY=VALUE ...]
 
-The properties are the CPU device's, such as INFERENCE_NUM_THREADS=1. Prints `ready` once the model is loaded. Then each line of
-input is {"jobs": [[prompt, max_tokens], ...], "concurrency": n}, and each line of output {"seconds", "replies": [{"start_s",
-"token_times_s", "num_tokens", "num_prompt_tokens", "text"}, ...]}.
+The properties are the CPU device's, such as INFERENCE_NUM_THREADS=1, or those of `SchedulerConfig`, such as
+max_num_batched_tokens=2048. Prints `ready` once the model is loaded. Then each line of input is {"jobs": [[prompt, max_tokens],
+...], "concurrency": n}, and each line of output {"seconds", "replies": [{"start_s", "token_times_s", "num_tokens",
+"num_prompt_tokens", "text"}, ...]}.
 Imports nothing of Penstock.
 """
 
@@ -46,7 +47,10 @@ def make_pipeline(model: str, max_seqs: int, properties: dict[str, Any]) -> ov.C
     config.max_num_seqs = max_seqs
     config.enable_prefix_caching = False
     config.dynamic_split_fuse = True
-    return ov.ContinuousBatchingPipeline(model, config, "CPU", properties)
+    of_device = {name: value for name, value in properties.items() if not hasattr(config, name)}
+    for name in properties.keys() - of_device.keys():
+        setattr(config, name, properties[name])
+    return ov.ContinuousBatchingPipeline(model, config, "CPU", of_device)
 
 
 def generation_config(max_tokens: int) -> ov.GenerationConfig:

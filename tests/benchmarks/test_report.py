@@ -117,6 +117,15 @@ def test_results_become_tables_and_plots(name, tmp_path, monkeypatch):
     assert any((tmp_path / "performance").iterdir()) == (name in ("kernels", "peers"))
 
 
+def test_peers_without_us_have_a_title_and_a_plot_of_their_own():
+    whole = RESULTS["peers"]
+    settings = whole | {"contenders": {"other": CONTENDER}, "times_peer": {}}
+    text, plots = report_sections.peers([whole, settings])
+    assert "### small.gguf, sharegpt\n" in text
+    assert "### small.gguf, sharegpt, other settings of the peers\n" in text
+    assert len(plots) == 2
+
+
 def test_a_run_that_failed_is_named(tmp_path):
     broken = tmp_path / "step-1.txt"
     broken.write_text("Traceback\n")
