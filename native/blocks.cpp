@@ -137,11 +137,14 @@ void decode_q6_k(const uint8_t* block, Group* groups) {
         for (int half = 0; half < 2; ++half) {
             ratio[half] = largest == 0 ? 0 : static_cast<int16_t>(std::lrint(16384.0f * static_cast<float>(s[half]) / static_cast<float>(largest)));
         }
+        int16_t q[kGroup];  // of 16 bits throughout, so that eight or more are computed at once
+        for (int k = 0; k < kGroup; ++k) {
+            q[k] = static_cast<int16_t>(((lower[k] >> lower_shift & 15) | (upper[k] >> upper_shift & 3) << 4) * 512 - 32 * 512);
+        }
         for (int half = 0; half < 2; ++half) {
             for (int k = half * kHalf; k < (half + 1) * kHalf; ++k) {
-                const int q = (lower[k] >> lower_shift & 15) | (upper[k] >> upper_shift & 3) << 4;
-                const auto scaled = static_cast<int16_t>(static_cast<int32_t>((q - 32) * 512) * ratio[half] >> 16);  // 5 bits are a fraction
-                const int rounded = ((scaled + 16) >> 5) + kZero8;
+                const auto scaled = static_cast<int16_t>(static_cast<int32_t>(q[k]) * ratio[half] >> 16);  // 5 bits are a fraction
+                const auto rounded = static_cast<int16_t>(((scaled + 16) >> 5) + kZero8);
                 g.q[k] = static_cast<uint8_t>(rounded > 255 ? 255 : rounded);
             }
         }
