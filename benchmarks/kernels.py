@@ -110,9 +110,9 @@ def product_work(product: Product, kind: WeightKind, rows: int) -> Work:
 
 
 def attention_work(shape: AttentionShape, case: AttentionCase) -> Work:
-    """Scores and weighted sums of the positions that each query sees; every row's keys and values once, as bf16."""
+    """Scores and weighted sums of the positions that each query sees; every row's keys and values once, in 8 bits."""
     visible = case.query_len * case.context_len + case.query_len * (case.query_len + 1) // 2
-    kv_bytes = case.rows * (case.context_len + case.query_len) * shape.num_kv_heads * shape.head_dim * 2 * 2
+    kv_bytes = case.rows * (case.context_len + case.query_len) * shape.num_kv_heads * shape.head_dim * 2
     return Work(4.0 * case.rows * visible * shape.num_heads * shape.head_dim, kv_bytes)
 
 

@@ -32,6 +32,7 @@ from penstock.models import registry
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
 from penstock.models.load import load_model
 from penstock.models.weights import LoadedModel, WeightFormat
+from penstock.types.kv_dtype import KvDtype
 from penstock.types.plan import AdmitRow, RowPlan, StepPlan
 from penstock.types.sampling import SamplingParams
 
@@ -68,8 +69,8 @@ def parse_step(text: str) -> StepShape:
 class StepCost:
     """What a step of a model must at least do."""
 
-    def __init__(self, model: LoadedModel, weight_bytes: int) -> None:
-        self._kv_bytes_per_token = model.spec.kv_bytes_per_token
+    def __init__(self, model: LoadedModel, weight_bytes: int, kv_dtype: KvDtype) -> None:
+        self._kv_bytes_per_token = model.spec.kv_bytes_per_token(kv_dtype)
         matrices = {name: t for name, t in model.weights.items() if t.num_rows > 1}
         output = matrices.get("output", matrices["embed"])
         layers = [t for name, t in matrices.items() if name.startswith("layers.")]
@@ -173,7 +174,7 @@ def measure(runner: StepRunner, cost: StepCost, shape: StepShape, meter: PeakMet
     }
 
 
-def open_executor(model: LoadedModel, shapes: list[StepShape], threads: int, variant: str) -> NativeExecutor:
+def open_executor(model: LoadedModel, shapes: list[StepShape], threads: int, variant: str, kv_dtype: KvDtype) -> NativeExecutor:
     return NativeExecutor(
         model,
         registry.describe(model.spec),
@@ -182,6 +183,7 @@ def open_executor(model: LoadedModel, shapes: list[StepShape], threads: int, var
         max_rows=max(shape.rows for shape in shapes),
         max_step_tokens=max(shape.num_tokens for shape in shapes),
         max_model_len=(1 + max(shape.blocks_per_row for shape in shapes)) * BLOCK_SIZE,
+        kv_dtype=kv_dtype,
         num_threads=threads,
         variant=variant,
     )
@@ -194,6 +196,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=15)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--variant", default="")
+    parser.add_argument("--kv-cache-dtype", type=KvDtype, choices=list(KvDtype), default=KvDtype.INT8)
     parser.add_argument(
         "--cpu-time", action="store_true", help="one thread's time on a processor: if the machine has other work"
     )
@@ -201,11 +204,11 @@ def main() -> None:
     if args.cpu_time:
         args.threads = 1
     model = load_model(resolve(args.model, default_cache_dir()))
-    executor = open_executor(model, args.steps, args.threads, args.variant)
+    executor = open_executor(model, args.steps, args.threads, args.variant, args.kv_cache_dtype)
     wait_for_huge_pages(executor)
     runner = StepRunner(executor, model.spec.vocab_size, cpu_time=args.cpu_time)
     runner.fill()
-    cost = StepCost(model, executor.weight_bytes)
+    cost = StepCost(model, executor.weight_bytes, args.kv_cache_dtype)
     meter = PeakMeter(executor.num_threads, executor.variant, cpu_time=args.cpu_time)
     results = []
     for shape in args.steps:
@@ -215,6 +218,7 @@ def main() -> None:
         "benchmark": "step",
         **context(executor.num_threads, executor.variant, cpu_time=args.cpu_time),
         "model": model.name,
+        "kv_cache_dtype": args.kv_cache_dtype,
         "steps": results,
         "peaks": meter.summary(),
     }

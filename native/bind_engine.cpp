@@ -225,6 +225,10 @@ void bind_engine(nb::module_& m) {
         .value("Q2_K", SourceFormat::kQ2_K)
         .value("Q3_K", SourceFormat::kQ3_K);
 
+    nb::enum_<KvFormat>(m, "KvFormat", "How keys and values are stored; see kernels.h.")
+        .value("INT8", KvFormat::kInt8)
+        .value("INT16", KvFormat::kInt16);
+
     nb::enum_<RowOpKind>(m, "RowOpKind")
         .value("EMBED", RowOpKind::kEmbed)
         .value("ANGLES", RowOpKind::kAngles)
@@ -249,13 +253,13 @@ void bind_engine(nb::module_& m) {
     nb::class_<Engine>(m, "Engine", "Packed weights, KV cache and instructions of one model; runs a step in one call.")
         .def("__init__",
              [](Engine* self, int num_layers, int num_kv_heads, int head_dim, int vocab_size, int num_blocks, int block_size,
-                int max_rows, int max_step_tokens, int num_threads, const std::string& variant) {
-                 const EngineShape shape{num_layers, num_kv_heads, head_dim, vocab_size,
-                                         num_blocks, block_size,   max_rows, max_step_tokens};
+                int max_rows, int max_step_tokens, int num_threads, const std::string& variant, KvFormat kv_format) {
+                 const EngineShape shape{num_layers, num_kv_heads, head_dim,        vocab_size, num_blocks,
+                                         block_size, max_rows,     max_step_tokens, kv_format};
                  new (self) Engine(shape, num_threads, variant);
              },
              nb::kw_only(), "num_layers"_a, "num_kv_heads"_a, "head_dim"_a, "vocab_size"_a, "num_blocks"_a, "block_size"_a,
-             "max_rows"_a, "max_step_tokens"_a, "num_threads"_a, "variant"_a = "")
+             "max_rows"_a, "max_step_tokens"_a, "num_threads"_a, "variant"_a = "", "kv_format"_a = KvFormat::kInt8)
         .def("add_matrix", &add_matrix, "format"_a, "rows"_a, "cols"_a, "data"_a,
              "Packs a matrix from its file's bytes (uint8 [rows, bytes per row]); returns its id.")
         .def("add_table", &add_table, "format"_a, "rows"_a, "cols"_a, nb::arg("data").noconvert(), nb::keep_alive<1, 5>(),

@@ -21,7 +21,7 @@ void check_shape(const EngineShape& s) {
     const int32_t smallest =
         std::min({s.num_layers, s.num_kv_heads, s.head_dim, s.vocab_size, s.block_size, s.max_rows, s.max_step_tokens});
     if (smallest < 1) throw std::invalid_argument("every size of an engine must be at least 1");
-    if (s.head_dim % kPanel != 0 || s.head_dim > 512) throw std::invalid_argument("head_dim must be a multiple of 16 and at most 512");
+    if (s.head_dim % kPanel != 0 || s.head_dim > kLargestHeadDim) throw std::invalid_argument("head_dim must be a multiple of 16 and at most 512");
     if (s.block_size % kKvTile != 0) throw std::invalid_argument("block_size must be a multiple of 16");
     if (s.num_blocks < 2) throw std::invalid_argument("num_blocks must be at least 2");
 }
@@ -31,8 +31,8 @@ void check_shape(const EngineShape& s) {
 Engine::Engine(const EngineShape& shape, int num_threads, const std::string& variant)
     : shape_(shape), kernels_(choose_variant(variant)), team_(std::max(1, num_threads)) {
     check_shape(shape);
-    const KvLayer kv{nullptr, shape.block_size, shape.num_kv_heads, shape.head_dim};
-    kv_bytes_ = int64_t{sizeof(uint16_t)} * shape.num_layers * shape.num_blocks * kv.block_stride();
+    const KvLayer kv{nullptr, shape.kv_format, shape.block_size, shape.num_kv_heads, shape.head_dim};
+    kv_bytes_ = int64_t{shape.num_layers} * shape.num_blocks * kv.block_stride();
     kv_ = allocate_huge(kv_bytes_);
     attention_scratch_.resize(team_.size());
     for (auto& scratch : attention_scratch_) scratch.resize(kernels_.attention_scratch_floats(shape.head_dim));
@@ -42,8 +42,8 @@ Engine::Engine(const EngineShape& shape, int num_threads, const std::string& var
 }
 
 KvLayer Engine::layer(int index) const {
-    KvLayer kv{nullptr, shape_.block_size, shape_.num_kv_heads, shape_.head_dim};
-    kv.data = reinterpret_cast<uint16_t*>(kv_.get()) + index * kv.block_stride() * shape_.num_blocks;
+    KvLayer kv{nullptr, shape_.kv_format, shape_.block_size, shape_.num_kv_heads, shape_.head_dim};
+    kv.data = kv_.get() + index * kv.block_stride() * shape_.num_blocks;
     return kv;
 }
 
@@ -137,7 +137,7 @@ void Engine::copy_block(int from, int to) {
     for (int i = 0; i < shape_.num_layers; ++i) {
         const KvLayer kv = layer(i);
         std::memcpy(kv.data + to * kv.block_stride(), kv.data + from * kv.block_stride(),
-                    static_cast<size_t>(kv.block_stride()) * sizeof(uint16_t));
+                    static_cast<size_t>(kv.block_stride()));
     }
 }
 
@@ -146,7 +146,7 @@ void Engine::poison_block(int block, int first) {
         const KvLayer kv = layer(i);
         const std::vector<float> nan(static_cast<size_t>(kv.num_kv_heads) * kv.head_dim, std::nanf(""));
         for (int64_t slot = int64_t{block} * kv.block_size + first; slot < int64_t{block + 1} * kv.block_size; ++slot) {
-            kernels_.kv_write_row(kv, slot, nan.data(), nan.data());
+            kernels_.kv_write_row(kv, slot, nan.data(), nan.data(), nullptr);
         }
     }
 }

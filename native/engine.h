@@ -29,7 +29,8 @@ struct RowOp {
     int32_t out = -1;      // buffer, or activation for kQuantize and kToBf16
     int32_t x = -1;        // buffer
     int32_t y = -1;        // second buffer
-    int32_t weight = -1;   // matrix (kEmbed), table (kLookup), vector (kRmsNorm), rope (kAngles, kRope)
+    // matrix (kEmbed), table (kLookup), vector (kRmsNorm; kKvWrite: what keys share), rope (kAngles, kRope)
+    int32_t weight = -1;
     int32_t n = 0;         // group (kRmsNorm), heads (kRope), layer (kKvWrite), activation kind (kGated)
     int32_t head_dim = 0;  // kRope
     float value = 0.0f;    // eps or scale
@@ -98,6 +99,7 @@ struct StepTimes {
 struct EngineShape {
     int32_t num_layers, num_kv_heads, head_dim, vocab_size;
     int32_t num_blocks, block_size, max_rows, max_step_tokens;
+    KvFormat kv_format;
 };
 
 class Engine final : private Work {

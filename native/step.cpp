@@ -202,7 +202,8 @@ void Engine::run_row_op(const RowOp& op, int64_t row) {
             return k.rope_row(buffers_[op.x].row(row), &rope.cos[row * half], &rope.sin[row * half], op.n, op.head_dim, half);
         }
         case RowOpKind::kKvWrite:
-            return k.kv_write_row(layer(op.n), input_.slot_mapping[row], buffers_[op.x].row(row), buffers_[op.y].row(row));
+            return k.kv_write_row(layer(op.n), input_.slot_mapping[row], buffers_[op.x].row(row), buffers_[op.y].row(row),
+                                  op.weight < 0 ? nullptr : vectors_[op.weight].data());
         case RowOpKind::kGated:
             return k.gated_row(buffers_[op.out].row(row), buffers_[op.x].row(row), buffers_[op.y].row(row),
                                static_cast<int>(buffers_[op.out].width), static_cast<ActivationKind>(op.n));

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from penstock.config import KvConfig
 from penstock.sizing import DEFAULT_CAP_BYTES, RESERVE_BYTES, KvPlan, plan_kv
 from penstock.types.errors import ConfigError
+from penstock.types.kv_dtype import KvDtype
 from penstock.types.model_spec import ModelSpec
 
 GIB = 1 << 30
@@ -33,7 +34,7 @@ def make_spec(max_model_len: int = 2048) -> ModelSpec:
     )
 
 
-BLOCK_BYTES = 16 * make_spec().kv_bytes_per_token
+BLOCK_BYTES = 16 * make_spec().kv_bytes_per_token(KvDtype.INT8)
 
 
 def plan(kv: KvConfig | None = None, spec: ModelSpec | None = None, **changes: Any) -> KvPlan:
@@ -112,7 +113,7 @@ def test_what_is_planned_fits_the_machine_and_one_longest_request(
             available_bytes=available,
         )
     except ConfigError:
-        assert available - weights - RESERVE_BYTES < 4 * block_size * make_spec().kv_bytes_per_token
+        assert available - weights - RESERVE_BYTES < 4 * block_size * make_spec().kv_bytes_per_token(KvDtype.INT8)
         return
     assert result.num_bytes + weights + RESERVE_BYTES <= available
     assert 1 <= result.max_model_len <= min(length, result.num_tokens)

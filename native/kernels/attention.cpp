@@ -1,13 +1,13 @@
 // Paged attention of one query tile over one KV head, in segments of 256 absolute positions.
 //
 // For every (query, head) pair the segments are computed alone and merged in ascending order:
-//   segment: scores -> maximum m, weights p = 2^(s - m) in bf16, l = sum p, o = sum p v
+//   segment: scores -> maximum m, weights p = 2^(s - m), l = sum p, o = sum p v
 //   merge:   (m, l, o) of the segments so far with the next one, rescaled to the larger maximum
 // A query's own position is the only bound it sees, so chunked and whole prefill, decode and a
 // later split of segments over threads all give the same bits. Online softmax: arXiv 2112.05682.
 //
 // Scores are dot products of integers (integers.h), exact in any order, and count in units of log2: the softmax's
-// factor log2(e) is part of their scale. l sums the weights as they were rounded, so that their mean error cancels.
+// factor log2(e) is part of their scale. What is particular to a format of the KV cache is in Int8Kv and Int16Kv.
 
 #include "integers.h"
 #include "parts.h"
@@ -43,12 +43,15 @@ struct State {
 
 // Where a task keeps its intermediate results; all of it stays in the first- and second-level cache.
 struct Scratch {
-    float* scores;      // [kPairs][kSegment]
-    uint16_t* weights;  // [kPairs][kSegment] bf16
-    int16_t* q;         // [kTaskPairs / kPairs][head_dim / 2][kPairs][2]
-    uint8_t* odd;       // [head_dim] pairs: the values of a last position that has no neighbour yet
-    State merged;       // of kTaskPairs
-    State next;         // of kTaskPairs
+    float* scores;        // [kPairs][kSegment]
+    uint16_t* weights;    // [kPairs][kSegment] int16 or bf16
+    float* value_scales;  // [kSegment], of 8-bit values
+    float* units;         // [kSegment], the same as shares of the largest, times kLargestInteger
+    float* factor;        // [kPairs] by which the sums of 8-bit values are to be multiplied
+    int16_t* q;           // [kTaskPairs / kPairs][head_dim / 2][kPairs][2]
+    uint8_t* odd;         // [head_dim] pairs: the 16-bit values of a last position that has no neighbour yet
+    State merged;         // of kTaskPairs
+    State next;           // of kTaskPairs
 };
 
 // Where the tiles of 16 positions of one segment are. `ahead` are the keys of the segment that comes next, which are fetched
@@ -59,14 +62,45 @@ struct Tiles {
     const uint8_t* ahead[kSegmentTiles];
 };
 
+// Keys and values of 8 bits, KvFormat::kInt8. The weights of a segment, each times its value's scale, are rounded to 16 bits
+// with one scale for all, the largest that can be needed: 32767 * 127 * kSegment is below 2^31.
+struct Int8Kv {
+    static constexpr int kBytes = 32;  // of two columns, or of two positions, of sixteen
+    using Sum = vi;
+
+    static PENSTOCK_MEMBER int halves_of_group(int) { return kGroup / 2; }
+    static PENSTOCK_MEMBER vb load_pairs(const uint8_t* p) { return widen_i8(p); }
+    static PENSTOCK_MEMBER vf key_scale(const uint8_t* scales, int group) { return load_bf16((const uint16_t*)scales + group * kKvTile); }
+    static PENSTOCK_MEMBER Sum zero() { return set1_i(0); }
+    static PENSTOCK_MEMBER Sum dot2(Sum acc, vb values, vb weights) { return dot2_i16(acc, values, weights); }
+    static PENSTOCK_MEMBER vf sum_of(Sum acc, float factor) { return mul(to_float(acc), set1(factor)); }
+};
+
+// Keys of 16 bits and values in bf16, KvFormat::kInt16. l sums the weights as they were rounded to bf16, so that their mean
+// error cancels.
+struct Int16Kv {
+    static constexpr int kBytes = 64;
+    using Sum = vf;
+
+    static PENSTOCK_MEMBER int halves_of_group(int halves) { return halves; }
+    static PENSTOCK_MEMBER vb load_pairs(const uint8_t* p) { return load64(p); }
+    static PENSTOCK_MEMBER vf key_scale(const uint8_t* scales, int) { return load((const float*)scales); }
+    static PENSTOCK_MEMBER Sum zero() { return set1(0.0f); }
+    static PENSTOCK_MEMBER Sum dot2(Sum acc, vb values, vb weights) { return dot2_bf16(acc, values, weights); }
+    static PENSTOCK_MEMBER vf sum_of(Sum acc, float) { return acc; }
+};
+
+template <typename Kv>
+constexpr bool kIsInt8 = Kv::kBytes == 32;
+
 // The keys, and unless null the values, of the tiles from `begin` on, up to the last one with a position below `end`.
 int find_tiles(const KvLayer& kv, const AttentionTask& t, int begin, int end, const uint8_t** keys, const uint8_t** values) {
     int block = begin / kv.block_size, offset = begin % kv.block_size, count = 0;
     for (int at = begin; at < end && count < kSegmentTiles; ++block, offset = 0) {
-        const uint16_t* head = kv.data + t.block_table[block] * kv.block_stride() + t.kv_head * kv.head_stride();
+        const uint8_t* head = kv.data + t.block_table[block] * kv.block_stride() + t.kv_head * kv.head_stride();
         for (; offset < kv.block_size && at < end && count < kSegmentTiles; offset += kKvTile, at += kKvTile, ++count) {
-            keys[count] = reinterpret_cast<const uint8_t*>(head + offset / kKvTile * kv.tile_stride());
-            if (values) values[count] = reinterpret_cast<const uint8_t*>(head + kv.values_offset() + offset * kv.head_dim);
+            keys[count] = head + offset / kKvTile * kv.tile_stride();
+            if (values) values[count] = head + kv.values_offset() + offset * kv.head_dim * kv.width();
         }
     }
     return count;
@@ -127,45 +161,52 @@ void quantize_queries(const KvLayer& kv, const AttentionTask& t, Pairs& pairs, i
 }
 
 // Dot products, times the keys' scales, of kTiles * 16 positions from `tile` on.
-template <int kCount, int kTiles>
+template <typename Kv, int kCount, int kTiles>
 PENSTOCK_INLINE void score_tiles(const Tiles& tiles, int tile, const int16_t* q, int halves, float* scores) {
     const uint8_t* const* keys = tiles.keys + tile;
     const uint8_t* const* values = tiles.values + tile;
-    vi acc[kTiles][kCount];
-    for (int u = 0; u < kTiles; ++u) {
-        for (int p = 0; p < kCount; ++p) acc[u][p] = set1_i(0);
-    }
-    for (int d = 0; d < halves; ++d) {
-        vb k[kTiles];
+    const int group_halves = Kv::halves_of_group(halves);
+    for (int begin = 0, group = 0; begin < halves; begin += group_halves, ++group) {
+        const int end = begin + group_halves < halves ? begin + group_halves : halves;
+        vi acc[kTiles][kCount];
         for (int u = 0; u < kTiles; ++u) {
-            prefetch(values[u] + d * 64);
-            k[u] = load64(keys[u] + d * 64);
+            for (int p = 0; p < kCount; ++p) acc[u][p] = set1_i(0);
         }
-        for (int p = 0; p < kCount; ++p) {
-            const vb two = set1_pair(q + (d * kPairs + p) * 2);
-            for (int u = 0; u < kTiles; ++u) acc[u][p] = dot2_i16(acc[u][p], k[u], two);
+        for (int d = begin; d < end; ++d) {
+            vb k[kTiles];
+            for (int u = 0; u < kTiles; ++u) {
+                prefetch(values[u] + d * Kv::kBytes);
+                k[u] = Kv::load_pairs(keys[u] + d * Kv::kBytes);
+            }
+            for (int p = 0; p < kCount; ++p) {
+                const vb two = set1_pair(q + (d * kPairs + p) * 2);
+                for (int u = 0; u < kTiles; ++u) acc[u][p] = dot2_i16(acc[u][p], k[u], two);
+            }
         }
-    }
-    for (int u = 0; u < kTiles; ++u) {
-        const vf scale = load(reinterpret_cast<const float*>(keys[u] + halves * 64));
-        for (int p = 0; p < kCount; ++p) store(scores + p * kSegment + u * kKvTile, mul(to_float(acc[u][p]), scale));
+        for (int u = 0; u < kTiles; ++u) {
+            const vf scale = Kv::key_scale(keys[u] + halves * Kv::kBytes, group);
+            for (int p = 0; p < kCount; ++p) {
+                float* out = scores + p * kSegment + u * kKvTile;
+                store(out, group == 0 ? mul(to_float(acc[u][p]), scale) : fma(to_float(acc[u][p]), scale, load(out)));
+            }
+        }
     }
 }
 
 // scores[pair][16 * tile ...] of the tiles [from, end) of a segment
-template <int kCount>
+template <typename Kv, int kCount>
 __attribute__((noinline)) void score_pairs(const Tiles& tiles, int from, int end, const int16_t* q, int head_dim, float* scores) {
     constexpr int kTiles = side_by_side<kCount>();
     const int halves = head_dim / 2;
     int i = from;
-    for (; i + kTiles <= end; i += kTiles) score_tiles<kCount, kTiles>(tiles, i, q, halves, scores + i * kKvTile);
+    for (; i + kTiles <= end; i += kTiles) score_tiles<Kv, kCount, kTiles>(tiles, i, q, halves, scores + i * kKvTile);
     if constexpr (kTiles > 2) {
         if (i + 2 <= end) {
-            score_tiles<kCount, 2>(tiles, i, q, halves, scores + i * kKvTile);
+            score_tiles<Kv, kCount, 2>(tiles, i, q, halves, scores + i * kKvTile);
             i += 2;
         }
     }
-    for (; i < end; ++i) score_tiles<kCount, 1>(tiles, i, q, halves, scores + i * kKvTile);
+    for (; i < end; ++i) score_tiles<Kv, kCount, 1>(tiles, i, q, halves, scores + i * kKvTile);
 }
 
 // Scores [lo, hi) to capped ones in units of log2.
@@ -201,7 +242,7 @@ PENSTOCK_INLINE float largest_of(const float* scores, int lo, int hi) {
     return reduce_max(max(even, odd));
 }
 
-// Weights 2^(score * factor - top) of scores [lo, hi), and their sum; those around up to a multiple of 32 become 0.
+// Weights 2^(score * factor - top) of scores [lo, hi) in bf16, and their sum; those around up to a multiple of 32 become 0.
 PENSTOCK_INLINE float soften(const float* scores, uint16_t* weights, int lo, int hi, float factor, float top) {
     const vf scale = set1(factor), shift = set1(-top), zero = set1(0.0f);
     vf sum = zero;
@@ -220,47 +261,84 @@ PENSTOCK_INLINE float soften(const float* scores, uint16_t* weights, int lo, int
     return reduce_add(sum);
 }
 
+// The same weights times `units`, as 16-bit integers; the sum is of the weights alone.
+PENSTOCK_INLINE float soften_scaled(const float* scores, const float* units, uint16_t* weights, int lo, int hi, float factor,
+                                    float top) {
+    const vf scale = set1(factor), shift = set1(-top), zero = set1(0.0f), rounder = set1(kRoundingMagic);
+    vf even = zero, odd = zero;
+    const auto weight = [&](int i) __attribute__((always_inline)) { return exp2(fma(load(scores + i), scale, shift)); };
+    const auto rounded = [&](int i, vf w) __attribute__((always_inline)) { return fma(w, load(units + i), rounder); };
+    const auto at_edge = [&](int i) __attribute__((always_inline)) {
+        const vf a = weight(i), b = weight(i + kLanes);
+        even = add(even, within(i, lo, hi, a, zero));
+        odd = add(odd, within(i + kLanes, lo, hi, b, zero));
+        store_low_halves(weights + i, within(i, lo, hi, rounded(i, a), zero), within(i + kLanes, lo, hi, rounded(i + kLanes, b), zero));
+    };
+    int i = lo / kStep * kStep;
+    if (i < lo) {
+        at_edge(i);
+        i += kStep;
+    }
+    for (; i + kStep <= hi; i += kStep) {
+        const vf a = weight(i), b = weight(i + kLanes);
+        even = add(even, a);
+        odd = add(odd, b);
+        store_low_halves(weights + i, rounded(i, a), rounded(i + kLanes, b));
+    }
+    if (i < hi) at_edge(i);
+    return reduce_add(add(even, odd));
+}
+
+// Fills `units` for the positions [lo, hi), of which alone the largest scale is; returns what sums of integers are to be times.
+PENSTOCK_INLINE float scale_weights(const Scratch& scratch, int lo, int hi) {
+    const float largest = largest_of(scratch.value_scales, lo, hi);
+    const vf factor = set1(kLargestInteger / largest);
+    for (int i = lo / kStep * kStep; i < hi; i += kLanes) store(scratch.units + i, mul(load(scratch.value_scales + i), factor));
+    return largest * (1.0f / kLargestInteger);
+}
+
 // kColumns * 16 columns of o from column d on.
-template <int kCount, int kColumns>
-PENSTOCK_INLINE void weigh_columns(const Tiles& tiles, int from, int end, const uint16_t* weights, const uint8_t* odd, int head_dim,
-                                   int d, float* out) {
-    vf acc[kColumns][kCount];
+template <typename Kv, int kCount, int kColumns>
+PENSTOCK_INLINE void weigh_columns(const Tiles& tiles, int from, int end, const Scratch& scratch, int head_dim, int d, float* out) {
+    typename Kv::Sum acc[kColumns][kCount];
     for (int c = 0; c < kColumns; ++c) {
-        for (int p = 0; p < kCount; ++p) acc[c][p] = set1(0.0f);
+        for (int p = 0; p < kCount; ++p) acc[c][p] = Kv::zero();
     }
     const auto add_two = [&](const uint8_t* values, const uint16_t* weight) __attribute__((always_inline)) {
         vb v[kColumns];
-        for (int c = 0; c < kColumns; ++c) v[c] = load64(values + c * 64);
+        for (int c = 0; c < kColumns; ++c) v[c] = Kv::load_pairs(values + c * Kv::kBytes);
         for (int p = 0; p < kCount; ++p) {
             const vb two = set1_pair(weight + p * kSegment);
-            for (int c = 0; c < kColumns; ++c) acc[c][p] = dot2_bf16(acc[c][p], v[c], two);
+            for (int c = 0; c < kColumns; ++c) acc[c][p] = Kv::dot2(acc[c][p], v[c], two);
         }
     };
-    const int64_t stride = 4 * head_dim;  // bytes of two positions
-    for (int at = from; at + 1 < end;) {
-        const uint8_t* values = tiles.values[at / kKvTile] + 4 * d;
-        const uint8_t* ahead = tiles.ahead[at / kKvTile] + 4 * d;
-        for (const int stop = end - at > kKvTile ? at + kKvTile : end - 1; at < stop; at += 2, values += stride, ahead += stride) {
-            for (int c = 0; c < kColumns; ++c) prefetch(ahead + c * 64);
-            add_two(values, weights + at);
+    const int64_t stride = int64_t{Kv::kBytes} / kLanes * head_dim;  // bytes of two positions
+    const int64_t column = int64_t{Kv::kBytes} / kLanes * d;
+    // Integers beyond the end are harmless, as their weights are zero; a bf16 there might be NaN.
+    const int paired = kIsInt8<Kv> ? (end + 1) & ~1 : end & ~1;
+    for (int at = from; at < paired;) {
+        const uint8_t* values = tiles.values[at / kKvTile] + column;
+        const uint8_t* ahead = tiles.ahead[at / kKvTile] + column;
+        for (const int stop = paired - at > kKvTile ? at + kKvTile : paired; at < stop; at += 2, values += stride, ahead += stride) {
+            for (int c = 0; c < kColumns; ++c) prefetch(ahead + c * Kv::kBytes);
+            add_two(values, scratch.weights + at);
         }
     }
-    if (end % 2) add_two(odd + 4 * d, weights + end - 1);
-    for (int c = 0; c < kColumns; ++c) {
-        for (int p = 0; p < kCount; ++p) store(out + p * head_dim + c * kLanes, acc[c][p]);
+    if (!kIsInt8<Kv> && end % 2) add_two(scratch.odd + column, scratch.weights + end - 1);
+    for (int p = 0; p < kCount; ++p) {
+        for (int c = 0; c < kColumns; ++c) store(out + p * head_dim + c * kLanes, Kv::sum_of(acc[c][p], scratch.factor[p]));
     }
 }
 
 // o[pair][d] = sum over positions [from, end) of the segment of p[pair] * v[d]
-template <int kCount>
-__attribute__((noinline)) void weigh_pairs(const Tiles& tiles, int from, int end, const uint16_t* weights, const uint8_t* odd,
-                                           int head_dim, float* out) {
+template <typename Kv, int kCount>
+__attribute__((noinline)) void weigh_pairs(const Tiles& tiles, int from, int end, const Scratch& scratch, int head_dim, float* out) {
     constexpr int kColumns = side_by_side<kCount>();
     int d = 0;
     for (; d + kColumns * kLanes <= head_dim; d += kColumns * kLanes) {
-        weigh_columns<kCount, kColumns>(tiles, from, end, weights, odd, head_dim, d, out + d);
+        weigh_columns<Kv, kCount, kColumns>(tiles, from, end, scratch, head_dim, d, out + d);
     }
-    for (; d < head_dim; d += kLanes) weigh_columns<kCount, 1>(tiles, from, end, weights, odd, head_dim, d, out + d);
+    for (; d < head_dim; d += kLanes) weigh_columns<Kv, kCount, 1>(tiles, from, end, scratch, head_dim, d, out + d);
 }
 
 // The values of the segment's last position, `end` - 1, with zeros beside them: nothing is written there yet.
@@ -269,11 +347,18 @@ PENSTOCK_INLINE void copy_odd_values(const Tiles& tiles, int end, int head_dim, 
     for (int i = 0; i < 4 * head_dim; i += 64) store64(odd + i, even_halves(load64(values + i)));
 }
 
+// Of the values of a segment's tiles.
+PENSTOCK_INLINE void load_value_scales(const KvLayer& kv, const Tiles& tiles, int num_tiles, float* out) {
+    const int64_t offset = kv.scales_offset() + int64_t{2} * kv.key_groups() * kKvTile;
+    for (int i = 0; i < num_tiles; ++i) store(out + i * kKvTile, load_bf16((const uint16_t*)(tiles.keys[i] + offset)));
+}
+
 PENSTOCK_INLINE bool sees(const Pairs& pairs, int p, int begin) {
     return pairs.last[p] >= begin && pairs.first[p] < begin + kSegment;
 }
 
 // The segment that begins at `begin`, for the pairs [at, at + count); nothing of it has a meaning for a pair that does not see it.
+template <typename Kv>
 void attend_segment(const AttentionTask& t, const Pairs& pairs, int at, int count, int begin, const Tiles& tiles, int head_dim,
                     const Scratch& scratch, const State& out) {
     // Positions are relative to the segment from here on. Values are read in pairs of positions.
@@ -281,7 +366,7 @@ void attend_segment(const AttentionTask& t, const Pairs& pairs, int at, int coun
     const int from = pairs.first[at] > begin ? (pairs.first[at] - begin) / kStep * kStep : 0;
     const int16_t* q = scratch.q + at * head_dim;
     dispatch_count(count, [&]<int kCount>() {
-        score_pairs<kCount>(tiles, from / kKvTile, (end + kKvTile - 1) / kKvTile, q, head_dim, scratch.scores);
+        score_pairs<Kv, kCount>(tiles, from / kKvTile, (end + kKvTile - 1) / kKvTile, q, head_dim, scratch.scores);
     });
     int lo[kPairs], hi[kPairs];
     float factor[kPairs];
@@ -302,13 +387,20 @@ void attend_segment(const AttentionTask& t, const Pairs& pairs, int at, int coun
             memset(weights + from, 0, sizeof(uint16_t) * (padded - from));
             continue;
         }
-        out.sum[at + p] = soften(scratch.scores + p * kSegment, weights, lo[p], hi[p], factor[p], out.max[at + p]);
+        const float* scores = scratch.scores + p * kSegment;
+        if constexpr (kIsInt8<Kv>) {
+            const bool is_seen_alike = p > 0 && lo[p] == lo[p - 1] && hi[p] == hi[p - 1];
+            scratch.factor[p] = is_seen_alike ? scratch.factor[p - 1] : scale_weights(scratch, lo[p], hi[p]);
+            out.sum[at + p] = soften_scaled(scores, scratch.units, weights, lo[p], hi[p], factor[p], out.max[at + p]);
+        } else {
+            out.sum[at + p] = soften(scores, weights, lo[p], hi[p], factor[p], out.max[at + p]);
+        }
         for (int i = from; i < lo[p] / kStep * kStep; ++i) weights[i] = 0;
         for (int i = (hi[p] + kStep - 1) / kStep * kStep; i < padded; ++i) weights[i] = 0;
     }
-    if (end % 2) copy_odd_values(tiles, end, head_dim, scratch.odd);
+    if (!kIsInt8<Kv> && end % 2) copy_odd_values(tiles, end, head_dim, scratch.odd);
     dispatch_count(count, [&]<int kCount>() {
-        weigh_pairs<kCount>(tiles, from, end, scratch.weights, scratch.odd, head_dim, out.o + at * head_dim);
+        weigh_pairs<Kv, kCount>(tiles, from, end, scratch, head_dim, out.o + at * head_dim);
     });
 }
 
@@ -376,6 +468,7 @@ PENSTOCK_INLINE void for_pairs(const Pairs& pairs, int begin, F f) {
 }
 
 // Up to kTaskPairs pairs, kPairs at a time within every segment.
+template <typename Kv>
 void attend(const KvLayer& kv, const AttentionTask& t, int first_pair, int num_pairs, const Scratch& scratch) {
     Pairs pairs = make_pairs(kv, t, first_pair, num_pairs);
     quantize_queries(kv, t, pairs, scratch.q);
@@ -387,9 +480,10 @@ void attend(const KvLayer& kv, const AttentionTask& t, int first_pair, int num_p
     for (; begin < end; begin += kSegment) {
         const int num_tiles = find_tiles(kv, t, begin, end, tiles.keys, tiles.values);
         find_ahead(kv, t, begin, end, tiles, num_tiles);
+        if constexpr (kIsInt8<Kv>) load_value_scales(kv, tiles, num_tiles, scratch.value_scales);
         const State state = t.partials ? partial(t, num_pairs, kv.head_dim, begin) : scratch.next;
         for_pairs(pairs, begin, [&](int at, int count) {
-            attend_segment(t, pairs, at, count, begin, tiles, kv.head_dim, scratch, state);
+            attend_segment<Kv>(t, pairs, at, count, begin, tiles, kv.head_dim, scratch, state);
             if (!t.partials) merge(pairs, at, count, begin, kv.head_dim, scratch.merged, state);
         });
     }
@@ -411,6 +505,12 @@ PENSTOCK_INLINE Scratch make_scratch(float* memory, int head_dim) {
     memory += kScoreFloats;
     scratch.weights = reinterpret_cast<uint16_t*>(memory);
     memory += kWeightFloats;
+    scratch.value_scales = memory;
+    memory += kSegment;
+    scratch.units = memory;
+    memory += kSegment;
+    scratch.factor = memory;
+    memory += kLanes;
     scratch.q = reinterpret_cast<int16_t*>(memory);
     memory += kTaskPairs * head_dim / 2;
     scratch.odd = reinterpret_cast<uint8_t*>(memory);
@@ -426,7 +526,9 @@ void attention(const KvLayer& kv, const AttentionTask& t, float* memory) {
     const Scratch scratch = make_scratch(memory, kv.head_dim);
     const int pairs = t.num_queries * t.heads_per_kv;
     for (int first_pair = 0; first_pair < pairs; first_pair += kTaskPairs) {
-        attend(kv, t, first_pair, pairs - first_pair < kTaskPairs ? pairs - first_pair : kTaskPairs, scratch);
+        const int count = pairs - first_pair < kTaskPairs ? pairs - first_pair : kTaskPairs;
+        kv.format == KvFormat::kInt8 ? attend<Int8Kv>(kv, t, first_pair, count, scratch)
+                                     : attend<Int16Kv>(kv, t, first_pair, count, scratch);
     }
 }
 
@@ -444,7 +546,7 @@ void attention_merge(const KvLayer& kv, const AttentionTask& t, float* memory) {
 int64_t attention_partial_floats(int num_pairs, int head_dim) { return 2 * kStateFloats + num_pairs * head_dim; }
 
 int64_t attention_scratch_floats(int head_dim) {
-    return kLanes + kScoreFloats + kWeightFloats + 4 * kStateFloats + (kTaskPairs / 2 + 1 + 2 * kTaskPairs) * head_dim;
+    return kLanes + kScoreFloats + kWeightFloats + 2 * kSegment + kLanes + 4 * kStateFloats + (kTaskPairs / 2 + 1 + 2 * kTaskPairs) * head_dim;
 }
 
 }  // namespace penstock::PENSTOCK_ISA

@@ -13,6 +13,7 @@ namespace penstock {
 constexpr int kPanel = 16;     // output channels that are packed together
 constexpr int kGroup = 32;     // columns that share one scale
 constexpr int kSegment = 256;  // KV positions of one attention partial; aligned to absolute positions
+constexpr int kLargestHeadDim = 512;
 constexpr int kKvTile = 16;    // positions whose keys are stored transposed together
 
 // An activation that exceeds this many times the root mean square of its row is an outlier: the group's scale is that of
@@ -80,23 +81,34 @@ enum class ActivationKind : int32_t { kSilu = 0, kGeluTanh = 1 };
 
 enum class ProbeKind : int32_t { kInt8 = 0, kBf16 = 1, kFloat32 = 2 };
 
-// Keys and values of one layer, per block and KV head. First, for every 16 positions, a tile of keys: integers as
-// [head_dim / 2][16][2] int16 and then their scales as [16] float32, key = integer * scale. Then the values as
-// [block_size / 2][head_dim][2] bf16. Both are laid out for instructions that multiply and add pairs.
+// kInt8: 8-bit integers, keys with a scale per 32 columns and values with one per head. kInt16: keys as 16-bit integers with a scale
+// per head, values as bf16.
+enum class KvFormat : int32_t { kInt8 = 0, kInt16 = 1 };
+
+// Keys and values of one layer, per block and KV head; key = integer * scale, and so is a value of kInt8. First, for every 16
+// positions, a tile of keys and scales:
+//   kInt8    keys [head_dim / 2][16][2] int8, their scales [key_groups][16] bf16, the scales of the values [16] bf16
+//   kInt16   keys [head_dim / 2][16][2] int16, their scales [16] float32
+// Then the values as [block_size / 2][head_dim][2] int8 or bf16. All are laid out for instructions that multiply and add pairs.
+// Strides are in bytes. Always inlined: a copy of the linker's choice might be one compiled for AVX-512.
 struct KvLayer {
-    uint16_t* data;
+    uint8_t* data;
+    KvFormat format;
     int32_t block_size;
     int32_t num_kv_heads;
     int32_t head_dim;
 
-    // Always inlined: a copy of the linker's choice might be one compiled for AVX-512. In units of 16 bits.
-    __attribute__((always_inline)) int64_t tile_stride() const { return kKvTile * (int64_t{head_dim} + 2); }
+    __attribute__((always_inline)) int width() const { return format == KvFormat::kInt8 ? 1 : 2; }
+    __attribute__((always_inline)) int key_groups() const { return (head_dim + kGroup - 1) / kGroup; }
+    __attribute__((always_inline)) int scale_bytes() const { return format == KvFormat::kInt8 ? 2 * (key_groups() + 1) : 4; }
+    __attribute__((always_inline)) int64_t scales_offset() const { return int64_t{kKvTile} * head_dim * width(); }
+    __attribute__((always_inline)) int64_t tile_stride() const { return scales_offset() + kKvTile * scale_bytes(); }
     __attribute__((always_inline)) int64_t values_offset() const { return block_size / kKvTile * tile_stride(); }
-    __attribute__((always_inline)) int64_t head_stride() const { return values_offset() + int64_t{block_size} * head_dim; }
+    __attribute__((always_inline)) int64_t head_stride() const { return values_offset() + int64_t{block_size} * head_dim * width(); }
     __attribute__((always_inline)) int64_t block_stride() const { return num_kv_heads * head_stride(); }
 };
 
-// Integers of a query or key: the largest scale for which neither one is beyond 16 bits, nor a dot product beyond 32.
+// Integers of a query or key: the largest scale for which neither one is beyond 16 bits, nor a dot product of the two beyond 32.
 constexpr float kLargestInteger = 32767.0f;
 constexpr float kLargestNorm = 46000.0f;  // its square is below 2^31, with room for the rounding of 512 integers
 
@@ -134,7 +146,8 @@ struct KernelTable {
     void (*embed_row)(float* out, const PackedMatrix& w, int index, float scale);
     // cos and sin are [half]; pairs (i, i + half) of each head
     void (*rope_row)(float* x, const float* cos, const float* sin, int num_heads, int head_dim, int half);
-    void (*kv_write_row)(const KvLayer& kv, int64_t slot, const float* k, const float* v);
+    // key less `centre`, unless that is null: [num_kv_heads * head_dim]
+    void (*kv_write_row)(const KvLayer& kv, int64_t slot, const float* k, const float* v, const float* centre);
     void (*gated_row)(float* out, const float* gate, const float* up, int cols, ActivationKind kind);
     void (*add_row)(float* out, const float* a, const float* b, int cols);
 

@@ -184,23 +184,92 @@ void rope_row(float* x, const float* cos, const float* sin, int num_heads, int h
     }
 }
 
-void kv_write_row(const KvLayer& kv, int64_t slot, const float* k, const float* v) {
-    const int64_t block = slot / kv.block_size, offset = slot % kv.block_size;
-    uint16_t* head = kv.data + block * kv.block_stride();
-    for (int h = 0; h < kv.num_kv_heads; ++h, head += kv.head_stride()) {
-        uint16_t* tile = head + offset / kKvTile * kv.tile_stride();
-        uint16_t* keys = tile + offset % kKvTile * 2;
-        uint16_t* values = head + kv.values_offset() + offset / 2 * 2 * kv.head_dim + offset % 2;
-        const IntegerScale scale = integer_scale(k, kv.head_dim);
-        memcpy(tile + kKvTile * kv.head_dim + offset % kKvTile * 2, &scale.scale, sizeof(float));
-        for (int d = 0; d < kv.head_dim; d += kLanes, k += kLanes, v += kLanes) {
-            alignas(64) int16_t integers[kLanes];
-            store_integers(integers, load(k), scale);
-            for (int i = 0; i < kLanes; i += 2) memcpy(keys + (d + i) * kKvTile, integers + i, 2 * sizeof(int16_t));
-            alignas(64) uint16_t t[kLanes];
-            store_bf16(t, load(v));
-            for (int i = 0; i < kLanes; ++i) values[(d + i) * 2] = t[i];
+namespace {
+
+// Two columns of a key next to each other, those of the sixteen positions of its tile side by side.
+template <typename T>
+PENSTOCK_INLINE void scatter_pairs(T* keys, const T* integers, int column) {
+    for (int i = 0; i < kLanes; i += 2) memcpy(keys + (column + i) * kKvTile, integers + i, 2 * sizeof(T));
+}
+
+template <typename T>
+PENSTOCK_INLINE void scatter(T* values, const T* numbers, int column) {
+    for (int i = 0; i < kLanes; ++i) values[(column + i) * 2] = numbers[i];
+}
+
+// The next bf16 above largest / 127; NaN if it is no finite number. Never so small that its inverse is infinite.
+PENSTOCK_INLINE uint32_t int8_scale_bits(float largest) {
+    const float wanted = largest * (1.0f / 127.0f);
+    if (!(wanted < INFINITY)) return 0x7FC00000u;
+    return (bits_of(wanted > kSmallest ? wanted : kSmallest) + 0xFFFFu) & 0xFFFF0000u;
+}
+
+// NaN if one of them is NaN or infinite.
+PENSTOCK_INLINE float largest_or_nan(const float* x, int count) {
+    vf largest = set1(0.0f), broken = set1(0.0f);
+    for (int i = 0; i < count; i += kLanes) {
+        const vf a = load(x + i);
+        largest = max(largest, abs(a));
+        broken = fma(a, set1(0.0f), broken);
+    }
+    return reduce_max(largest) + reduce_add(broken);
+}
+
+// A value that is no finite number breaks its key, and so whatever sees it: integers can't show it, and a NaN in bf16 would
+// reach those, too, that give it no weight.
+void write_head_int8(const KvLayer& kv, uint8_t* tile, uint8_t* values, int lane, const float* k, const float* v) {
+    alignas(64) int8_t integers[kLanes];
+    auto* scales = reinterpret_cast<uint16_t*>(tile + kv.scales_offset()) + lane;
+    const float largest_value = largest_or_nan(v, kv.head_dim);
+    const uint32_t value_scale = int8_scale_bits(largest_value);
+    const vf inverse = set1(1.0f / float_of(value_scale));
+    for (int d = 0; d < kv.head_dim; d += kLanes) {
+        store_rounded_i8(integers, mul(load(v + d), inverse));
+        scatter(reinterpret_cast<int8_t*>(values), integers, d);
+    }
+    for (int group = 0; group < kv.key_groups(); ++group, scales += kKvTile) {
+        const int begin = group * kGroup, count = kv.head_dim - begin < kGroup ? kv.head_dim - begin : kGroup;
+        const uint32_t scale = int8_scale_bits(largest_or_nan(k + begin, count) + 0.0f * largest_value);
+        const vf key_inverse = set1(1.0f / float_of(scale));
+        for (int d = begin; d < begin + count; d += kLanes) {
+            store_rounded_i8(integers, mul(load(k + d), key_inverse));
+            scatter_pairs(reinterpret_cast<int8_t*>(tile + 2 * lane), integers, d);
         }
+        *scales = static_cast<uint16_t>(scale >> 16);
+    }
+    *scales = static_cast<uint16_t>(value_scale >> 16);
+}
+
+void write_head_int16(const KvLayer& kv, uint8_t* tile, uint8_t* values, int lane, const float* k, const float* v) {
+    IntegerScale scale = integer_scale(k, kv.head_dim);
+    const bool is_sound = isfinite(largest_or_nan(v, kv.head_dim));
+    if (!is_sound) scale.scale = NAN;
+    memcpy(tile + kv.scales_offset() + lane * sizeof(float), &scale.scale, sizeof(float));
+    for (int d = 0; d < kv.head_dim; d += kLanes) {
+        alignas(64) int16_t integers[kLanes];
+        store_integers(integers, load(k + d), scale);
+        scatter_pairs(reinterpret_cast<int16_t*>(tile + 4 * lane), integers, d);
+        alignas(64) uint16_t numbers[kLanes];
+        store_bf16(numbers, is_sound ? load(v + d) : set1(0.0f));
+        scatter(reinterpret_cast<uint16_t*>(values), numbers, d);
+    }
+}
+
+}  // namespace
+
+void kv_write_row(const KvLayer& kv, int64_t slot, const float* k, const float* v, const float* centre) {
+    const int64_t block = slot / kv.block_size, offset = slot % kv.block_size;
+    uint8_t* head = kv.data + block * kv.block_stride();
+    const auto write_head = kv.format == KvFormat::kInt8 ? write_head_int8 : write_head_int16;
+    for (int h = 0; h < kv.num_kv_heads; ++h, head += kv.head_stride(), k += kv.head_dim, v += kv.head_dim) {
+        alignas(64) float centred[kLargestHeadDim];
+        const float* key = k;
+        if (centre) {
+            for (int d = 0; d < kv.head_dim; d += kLanes) store(centred + d, sub(load(k + d), load(centre + h * kv.head_dim + d)));
+            key = centred;
+        }
+        uint8_t* values = head + kv.values_offset() + (offset / 2 * 2 * kv.head_dim + offset % 2) * kv.width();
+        write_head(kv, head + offset / kKvTile * kv.tile_stride(), values, static_cast<int>(offset % kKvTile), key, v);
     }
 }
 

@@ -65,12 +65,14 @@ PENSTOCK_INLINE vf exp(vf a) {
     return scale2(p, n);
 }
 
+// A sum with it is rounded to an integer, which is in its low bits: 1.5 * 2^23.
+constexpr float kRoundingMagic = 12582912.0f;
+
 // 2^a for a <= 126, 1 for 0, 0 or below 1e-37 from -126 down; relative error below 3e-6 (a minimax polynomial on
 // [-1/2, 1/2]). NaN stays NaN but for payloads that no operation produces.
 PENSTOCK_INLINE vf exp2(vf a) {
-    constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: a sum with it is rounded to an integer, which is in its low bits
     const vf clamped = max(set1(-127.0f), a);
-    const vf n = add(clamped, set1(kMagic)), r = sub(clamped, sub(n, set1(kMagic)));
+    const vf n = add(clamped, set1(kRoundingMagic)), r = sub(clamped, sub(n, set1(kRoundingMagic)));
     vf p = fma(set1(0.00958285294f), r, set1(0.0559064262f));
     p = fma(p, r, set1(0.240240991f));
     p = fma(p, r, set1(0.693124175f));

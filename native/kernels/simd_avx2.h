@@ -166,6 +166,21 @@ PENSTOCK_INLINE vf dot2_bf16(vf acc, vb w, const uint16_t* a2) {
     memcpy(&a1, &b1, 4);
     return {dot2_part(acc.l, w.l, a0, a1), dot2_part(acc.h, w.h, a0, a1)};
 }
+PENSTOCK_INLINE void store_low_halves(uint16_t* p, __m256 a, __m256 b) {
+    const __m256i mask = _mm256_set1_epi32(0xFFFF);
+    const __m256i packed =
+        _mm256_packus_epi32(_mm256_and_si256(_mm256_castps_si256(a), mask), _mm256_and_si256(_mm256_castps_si256(b), mask));
+    _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(packed, 0xD8));
+}
+// The low 16 bits of each lane of a, then of b.
+PENSTOCK_INLINE void store_low_halves(uint16_t* p, vf a, vf b) {
+    store_low_halves(p, a.l, a.h);
+    store_low_halves(p + kLanes, b.l, b.h);
+}
+// 32 int8, widened to 16 bits.
+PENSTOCK_INLINE vb widen_i8(const uint8_t* p) {
+    return {_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(p + 16)))};
+}
 PENSTOCK_INLINE vb set1_pair(const void* p) {
     int32_t bits;
     memcpy(&bits, p, 4);

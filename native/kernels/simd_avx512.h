@@ -112,6 +112,14 @@ PENSTOCK_INLINE vf dot2_bf16(vf acc, vb w, const uint16_t* a2) {
     memcpy(&bits, a2, 4);
     return {_mm512_dpbf16_ps(acc.v, (__m512bh)_mm512_set1_epi32(bits), (__m512bh)w.v)};
 }
+// The low 16 bits of each lane of a, then of b.
+PENSTOCK_INLINE void store_low_halves(uint16_t* p, vf a, vf b) {
+    alignas(64) static constexpr uint16_t kEven[32] = {0,  2,  4,  6,  8,  10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30,
+                                                       32, 34, 36, 38, 40, 42, 44, 46, 48, 50, 52, 54, 56, 58, 60, 62};
+    _mm512_storeu_si512(p, _mm512_permutex2var_epi16(_mm512_castps_si512(a.v), _mm512_load_si512(kEven), _mm512_castps_si512(b.v)));
+}
+// 32 int8, widened to 16 bits.
+PENSTOCK_INLINE vb widen_i8(const uint8_t* p) { return {_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p))}; }
 // Two 16-bit values for every lane.
 PENSTOCK_INLINE vb set1_pair(const void* p) {
     int32_t bits;

@@ -18,6 +18,7 @@ from penstock.config.units import format_size
 from penstock.machine import available_memory_bytes, give_back_free_memory, usable_cpus
 from penstock.sizing import RESERVE_BYTES, KvPlan, plan_kv
 from penstock.types.errors import ConfigError
+from penstock.types.kv_dtype import KvDtype
 from penstock.types.plan import Capacity
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ def build_executor(config: Config, model: LoadedModel, kv: KvPlan) -> Executor:
         max_rows=config.scheduler.max_num_seqs,
         max_step_tokens=config.scheduler.max_num_batched_tokens,
         max_model_len=kv.max_model_len,
+        kv_dtype=KvDtype(config.kv.kv_cache_dtype),
         **extras,
     )
     return executor

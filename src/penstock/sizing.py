@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from penstock.config import KvConfig
 from penstock.config.units import format_size
 from penstock.types.errors import ConfigError
+from penstock.types.kv_dtype import KvDtype
 from penstock.types.model_spec import ModelSpec
 
 DEFAULT_CAP_BYTES = 4 << 30
@@ -51,7 +52,7 @@ def plan_kv(
             remedy=f"Set --max-model-len to {spec.max_model_len} or less.",
         )
     wanted_len = max_model_len or spec.max_model_len
-    block_bytes = kv.block_size * spec.kv_bytes_per_token
+    block_bytes = kv.block_size * spec.kv_bytes_per_token(KvDtype(kv.kv_cache_dtype))
     free_bytes = available_bytes - num_weight_bytes - RESERVE_BYTES
     budget_bytes = _budget_bytes(kv, free_bytes, (max_num_seqs * -(-wanted_len // kv.block_size) + 1) * block_bytes)
     num_blocks = budget_bytes // block_bytes

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.backends.native._native import Engine, RowOp, RowOpKind, SourceFormat
+from penstock.backends.native._native import Engine, KvFormat, RowOp, RowOpKind, SourceFormat
 
 F32 = NDArray[np.float32]
 
@@ -26,7 +26,16 @@ def bf16_bytes(x: F32) -> NDArray[np.uint8]:
 class Probe:
     """An engine whose step takes token t to row t of the inputs, which must be exact in bfloat16."""
 
-    def __init__(self, num_tokens: int, out_width: int, *, variant: str, num_threads: int = 2, **shape: int) -> None:
+    def __init__(
+        self,
+        num_tokens: int,
+        out_width: int,
+        *,
+        variant: str,
+        num_threads: int = 2,
+        kv_format: KvFormat = KvFormat.INT8,
+        **shape: int,
+    ) -> None:
         sizes = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 16, "num_blocks": 4, "block_size": 16}
         self.num_tokens = num_tokens
         self.out_width = out_width
@@ -38,6 +47,7 @@ class Probe:
             max_step_tokens=num_tokens,
             num_threads=num_threads,
             variant=variant,
+            kv_format=kv_format,
         )
         self._rows: list[RowOp] = []
         self._inputs = 0

@@ -9,8 +9,10 @@ from gguf.quants import quantize
 
 from backends.native_probe import F32, Probe, bf16, bf16_bytes
 from penstock.backends.native import info
-from penstock.backends.native._native import RowOpKind, SourceFormat
+from penstock.backends.native._native import KvFormat, RowOpKind, SourceFormat
+from penstock.backends.reference.kv_cache import round_to_int8
 from penstock.models.weights import WeightFormat, dequantize
+from penstock.types.kv_dtype import KEY_GROUP
 
 VARIANTS = info()["variants"]
 FORMATS = {
@@ -281,13 +283,24 @@ def test_gated_product_is_gate_and_up_in_one(variant: str, fmt: WeightFormat) ->
 
 
 def attention_probe(
-    q: F32, k: F32, v: F32, variant: str, *, heads: int, kv_heads: int, head_dim: int, num_threads: int = 2, **options: float
+    q: F32,
+    k: F32,
+    v: F32,
+    variant: str,
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    num_threads: int = 2,
+    kv_format: KvFormat = KvFormat.INT8,
+    **options: float,
 ) -> Probe:
     probe = Probe(
         len(q),
         heads * head_dim,
         variant=variant,
         num_threads=num_threads,
+        kv_format=kv_format,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         num_blocks=int(options.get("num_blocks", 60)),
@@ -324,6 +337,18 @@ def attention_of(
     return np.einsum("hqk,khd->qhd", p / p.sum(-1, keepdims=True), vh).reshape(length, -1)
 
 
+def stored(k: F32, v: F32, *, kv_heads: int, head_dim: int, kv_format: KvFormat) -> tuple[F32, F32]:
+    """What an attention oracle is to see of keys and values: of 8 bits what was stored, of 16 the numbers themselves."""
+    if kv_format is KvFormat.INT16:
+        return k, v
+    by_head = (len(k), kv_heads, head_dim)
+    return (
+        round_to_int8(k.reshape(by_head), KEY_GROUP).reshape(k.shape),
+        round_to_int8(v.reshape(by_head), head_dim).reshape(v.shape),
+    )
+
+
+KV_FORMATS = pytest.mark.parametrize("kv_format", list(KvFormat), ids=lambda kv_format: kv_format.name.lower())
 SHAPES = [(1, 1, 16), (3, 1, 64), (4, 2, 48), (8, 1, 32), (14, 1, 16), (4, 2, 128), (2, 1, 256)]
 
 
@@ -333,8 +358,9 @@ SHAPES = [(1, 1, 16), (3, 1, 64), (4, 2, 48), (8, 1, 32), (14, 1, 16), (4, 2, 12
     [{}, {"window": 19}, {"softcap": 5.0}, {"block_size": 32}, {"block_size": 48}],
     ids=["plain", "window", "softcap", "block32", "block48"],
 )
+@KV_FORMATS
 def test_attention_in_shuffled_blocks_whole_and_in_chunks(
-    variant: str, heads: int, kv_heads: int, head_dim: int, options: dict[str, float]
+    variant: str, heads: int, kv_heads: int, head_dim: int, options: dict[str, float], kv_format: KvFormat
 ) -> None:
     """Longer than one segment of 256; unwritten memory is NaN; chunks of any size give the bits of the whole."""
     length = 300
@@ -342,40 +368,47 @@ def test_attention_in_shuffled_blocks_whole_and_in_chunks(
     q, k, v = (random_rows(rng, length, n * head_dim) for n in (heads, kv_heads, kv_heads))
     table = (1 + rng.permutation(55)).astype(np.int32)[None, :20]
     shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
-    whole = attention_probe(q, k, v, variant, **shape, **options).run(range(length), query_lens=[length], block_tables=table)
+    made = {"kv_format": kv_format, **shape, **options}
+    whole = attention_probe(q, k, v, variant, **made).run(range(length), query_lens=[length], block_tables=table)
     oracle_options = {name: value for name, value in options.items() if name != "block_size"}
-    error = np.abs(whole - attention_of(q, k, v, **shape, **oracle_options))
-    assert error.max() < 2**-8 * np.abs(v).max()  # bf16 weights: each is off by 2^-9 at most, times the spread of the values
-    assert error.mean() < 5e-4
+    seen = stored(k, v, kv_heads=kv_heads, head_dim=head_dim, kv_format=kv_format)
+    error = np.abs(whole - attention_of(q, *seen, **shape, **oracle_options))
+    # Weights in bf16 are off by 2^-9 at most, times the spread of the values; those in 16 bits by much less.
+    assert error.max() < (2**-8 if kv_format is KvFormat.INT16 else 2**-12) * np.abs(v).max()
+    assert error.mean() < (5e-4 if kv_format is KvFormat.INT16 else 5e-5)
     for chunk in (7, 64):
-        probe = attention_probe(q, k, v, variant, **shape, **options)
+        probe = attention_probe(q, k, v, variant, **made)
         for begin in range(0, length, chunk):
             tokens = range(begin, min(begin + chunk, length))
             part = probe.run(tokens, query_lens=[len(tokens)], context_lens=[begin], block_tables=table)
             assert (part == whole[begin : begin + chunk]).all(), (chunk, begin)
 
 
+@pytest.mark.parametrize("which", ["key", "value"])
 @pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
-def test_a_broken_key_spoils_what_sees_it_and_nothing_before(variant: str, broken: float) -> None:
+@KV_FORMATS
+def test_what_is_broken_spoils_what_sees_it_and_nothing_before(
+    variant: str, which: str, broken: float, kv_format: KvFormat
+) -> None:
     rng = np.random.default_rng(3)
     q, k, v = (random_rows(rng, 60, width) for width in (128, 64, 64))
     table = np.arange(1, 6, dtype=np.int32)[None]
-    shape = {"heads": 2, "kv_heads": 1, "head_dim": 64}
+    shape = {"heads": 2, "kv_heads": 1, "head_dim": 64, "kv_format": kv_format}
     run = {"query_lens": [60], "block_tables": table}
     sound = attention_probe(q, k, v, variant, **shape).run(range(60), **run)
-    k[20, 7] = broken
+    (k if which == "key" else v)[20, 7] = broken
     spoilt = attention_probe(q, k, v, variant, **shape).run(range(60), **run)
     assert (spoilt[:20] == sound[:20]).all()
     assert not np.isfinite(spoilt[20:]).any()
 
 
-def test_attention_scores_are_finer_than_bf16(variant: str) -> None:
+def test_attention_scores_of_16_bits_are_finer_than_bf16(variant: str) -> None:
     """Scores of tens, where keys in bf16 alone would cost more than all that is rounded here."""
     length, head_dim, factor = 100, 64, 0.7001
     rng = np.random.default_rng(3)
     q, k, v = (random_rows(rng, length, head_dim) for _ in range(3))
     k[:, 5] *= 8  # a channel that is larger than the others
-    probe = Probe(length, head_dim, variant=variant, head_dim=head_dim, num_blocks=8)
+    probe = Probe(length, head_dim, variant=variant, head_dim=head_dim, num_blocks=8, kv_format=KvFormat.INT16)
     buffers = [probe.input(q * 8, scale=factor), probe.input(k, scale=factor), probe.input(v)]
     probe.row(RowOpKind.KV_WRITE, x=buffers[1], y=buffers[2], n=0)
     probe.flush()
@@ -389,6 +422,35 @@ def test_attention_scores_are_finer_than_bf16(variant: str) -> None:
     coarse = attention_of(q * 8 * f, bf16(k * f), v, heads=1, kv_heads=1, head_dim=head_dim)
     assert np.abs(found - expected).max() < 2**-8 * np.abs(v).max()
     assert np.square(found - expected).mean() < np.square(coarse - expected).mean() / 8
+
+
+@KV_FORMATS
+def test_what_all_keys_share_is_not_stored(variant: str, kv_format: KvFormat) -> None:
+    """Columns of hundreds beside others of one: with them taken off, 8 bits are enough for the others."""
+    length, head_dim = 100, 64
+    rng = np.random.default_rng(3)
+    q, k, v = (random_rows(rng, length, head_dim) for _ in range(3))
+    shared = np.zeros(head_dim, np.float32)
+    shared[[3, 40]] = 256.0
+    k = bf16(k) + shared  # no bf16: the input is given without it, and gets it as a product's bias
+    expected = attention_of(q, k, v, heads=1, kv_heads=1, head_dim=head_dim)
+    error = {}
+    for is_centred in (True, False):
+        probe = Probe(length, head_dim, variant=variant, head_dim=head_dim, num_blocks=8, kv_format=kv_format)
+        inputs = [probe.input(q), probe.input(bf16(k - shared)), probe.input(v), probe.input(np.tile(shared, (length, 1)))]
+        key = probe.buffer(head_dim)
+        probe.row(RowOpKind.ADD, out=key, x=inputs[1], y=inputs[3])
+        centre = probe.engine.add_vector(shared) if is_centred else -1
+        probe.row(RowOpKind.KV_WRITE, x=key, y=inputs[2], n=0, weight=centre)
+        probe.flush()
+        out = probe.buffer(head_dim)
+        probe.engine.add_attention(inputs[0], out, 0, 1, head_dim**-0.5, 0, 0.0)
+        probe.finish(out)
+        table = np.arange(1, 8, dtype=np.int32)[None]
+        found = probe.run(range(length), query_lens=[length], block_tables=table)
+        error[is_centred] = np.abs(found - expected).mean()
+    assert error[True] < (0.01 if kv_format is KvFormat.INT8 else 1e-3)
+    assert error[True] < error[False] / (10 if kv_format is KvFormat.INT8 else 1)
 
 
 def test_attention_rows_of_a_mixed_step_do_not_see_each_other(variant: str) -> None:
@@ -414,7 +476,8 @@ def test_attention_rows_of_a_mixed_step_do_not_see_each_other(variant: str) -> N
 
 
 @pytest.mark.parametrize("window", [0, 700])
-def test_long_attention_split_over_threads_gives_the_same_bits(variant: str, window: int) -> None:
+@KV_FORMATS
+def test_long_attention_split_over_threads_gives_the_same_bits(variant: str, window: int, kv_format: KvFormat) -> None:
     """One decode, or a few queries, that see six segments: one thread computes them in turn, several divide them."""
     length, num_blocks = 1500, 100
     rng = np.random.default_rng(13)
@@ -423,12 +486,13 @@ def test_long_attention_split_over_threads_gives_the_same_bits(variant: str, win
     results = []
     for num_threads in (1, 2, 3):
         shape = {"heads": 6, "kv_heads": 2, "head_dim": 16, "num_blocks": num_blocks, "window": window}
-        probe = attention_probe(q, k, v, variant, num_threads=num_threads, **shape)
+        probe = attention_probe(q, k, v, variant, num_threads=num_threads, kv_format=kv_format, **shape)
         probe.run(range(length - 6), query_lens=[length - 6], block_tables=table)
         chunk = probe.run(range(length - 6, length - 1), query_lens=[5], context_lens=[length - 6], block_tables=table)
         decode = probe.run([length - 1], query_lens=[1], context_lens=[length - 1], block_tables=table)
         results.append(np.concatenate([chunk, decode]))
-    expected = attention_of(q, k, v, heads=6, kv_heads=2, head_dim=16, window=window)[length - 6 :]
+    seen = stored(k, v, kv_heads=2, head_dim=16, kv_format=kv_format)
+    expected = attention_of(q, *seen, heads=6, kv_heads=2, head_dim=16, window=window)[length - 6 :]
     assert np.abs(results[0] - expected).max() < 2**-8 * np.abs(v).max()
     assert (results[0] == results[1]).all()
     assert (results[0] == results[2]).all()

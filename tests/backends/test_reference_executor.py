@@ -19,6 +19,7 @@ from penstock.testing.driver import run_to_completion
 from penstock.testing.tiny_models import TinyLlama, write_gguf
 from penstock.types.errors import ExecutorFailure
 from penstock.types.events import Add
+from penstock.types.kv_dtype import KvDtype
 from penstock.types.plan import AdmitRow, RowPlan, StepPlan, Ticket
 from penstock.types.result import StepResult, TokenLogprobs
 from penstock.types.sampling import SamplingParams
@@ -38,6 +39,7 @@ class Session:
 
     def __init__(self, model: LoadedModel, **changes: Any) -> None:
         sizes = {"num_blocks": 40, "block_size": 4, "max_rows": 4, "max_step_tokens": 64, "max_model_len": 64, "poison": True}
+        sizes["kv_dtype"] = KvDtype.BF16
         self.executor = ReferenceExecutor(model, registry.describe(model.spec), **sizes | changes)
         self._step_ids: Iterator[int] = count()
         self._computed: dict[str, int] = {}

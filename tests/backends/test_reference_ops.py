@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from penstock.backends.reference.interpreter import PRODUCT_TILE, Interpreter, RowRun, product
-from penstock.backends.reference.kv_cache import KvCache, round_to_bf16
+from penstock.backends.reference.kv_cache import KvCache, round_to_bf16, round_to_int8
 from penstock.models.program import (
     Act,
     Add,
@@ -28,6 +28,7 @@ from penstock.models.program import (
     Softcap,
 )
 from penstock.models.weights import WeightFormat, WeightTensor
+from penstock.types.kv_dtype import KvDtype
 
 NUM_TOKENS = 5
 HEAD_DIM = 8
@@ -46,6 +47,7 @@ def tensor(array: np.ndarray) -> WeightTensor:
 
 def make_cache(**changes: Any) -> KvCache:
     sizes = {"num_layers": 2, "num_blocks": 6, "block_size": 4, "num_kv_heads": NUM_KV_HEADS, "head_dim": HEAD_DIM}
+    sizes["dtype"] = KvDtype.BF16
     return KvCache(**sizes | changes)
 
 
@@ -151,6 +153,30 @@ def test_rope_keeps_precision_far_out():
     row = run(make_row(11, x=np.ones((NUM_TOKENS, HEAD_DIM), np.float32)), Rope("x", 1, HEAD_DIM, (10000.0,)))
     angle = 11 * 10000.0
     assert row.buffers["x"][0, 0] == pytest.approx(math.cos(angle) - math.sin(angle), abs=1e-6)
+
+
+def test_kv_write_stores_int8_keys_by_group_and_values_by_head():
+    cache = make_cache(dtype=KvDtype.INT8, head_dim=48)
+    k, v = values(NUM_TOKENS, NUM_KV_HEADS, 48), values(NUM_TOKENS, NUM_KV_HEADS, 48)
+    k[:, :, 40] *= 100
+    cache.write(1, np.arange(4, 4 + NUM_TOKENS), k, v)
+    keys, stored_values = cache.read(1, np.array([1, 2], np.int32), NUM_TOKENS)
+    for stored, exact, group in ((keys[..., :32], k[..., :32], 32), (keys[..., 32:], k[..., 32:], 16), (stored_values, v, 48)):
+        largest = np.abs(exact).max(-1, keepdims=True)
+        # Half of a scale; bf16 rounds that up by 2^-7 at most.
+        assert (np.abs(stored - exact) <= largest / 127 * (1 + 2**-7) / 2).all(), group
+        levels = np.abs(stored)[..., None].reshape(-1, group)
+        assert all(len(np.unique(row)) <= 128 for row in levels)
+
+
+def test_int8_of_zeros_is_zero_and_of_what_is_broken_is_nan():
+    x = np.zeros((3, 64), np.float32)
+    x[1, 3], x[2, 40] = np.nan, np.inf
+    rounded = round_to_int8(x, 32)
+    assert not rounded[0].any()
+    assert np.isnan(rounded[1, :32]).all()
+    assert not rounded[1, 32:].any()
+    assert np.isnan(rounded[2, 32:]).all()
 
 
 def test_kv_write_stores_bf16_at_the_slots_of_its_layer_only():

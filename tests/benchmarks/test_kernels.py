@@ -28,7 +28,7 @@ def test_attention_counts_what_a_query_sees():
     shape = AttentionShape(num_heads=2, num_kv_heads=1, head_dim=16)
     work = kernels.attention_work(shape, AttentionCase(rows=3, query_len=2, context_len=10))
     assert work.operations == 3 * (11 + 12) * 2 * 16 * 4
-    assert work.num_bytes == 3 * 12 * 16 * 2 * 2
+    assert work.num_bytes == 3 * 12 * 16 * 2
 
 
 def test_a_cliff_is_where_more_rows_take_longer_each():

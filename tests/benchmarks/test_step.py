@@ -9,6 +9,7 @@ import pytest
 import step
 
 from penstock.models.weights import WeightFormat
+from penstock.types.kv_dtype import KvDtype
 
 PEAKS = {"int8": 2000.0, "bf16": 1000.0, "read": 50.0}
 
@@ -25,7 +26,10 @@ def model(**weights):
         "layers.0.attn_norm": tensor(1, 10, WeightFormat.F32),
         "layers.0.down": tensor(30, 10, WeightFormat.BF16),
     }
-    return SimpleNamespace(spec=SimpleNamespace(kv_bytes_per_token=8), weights=tensors | weights)
+    return SimpleNamespace(
+        spec=SimpleNamespace(kv_bytes_per_token=lambda dtype: {KvDtype.INT8: 8, KvDtype.BF16: 16}[dtype]),
+        weights=tensors | weights,
+    )
 
 
 def test_steps_are_named_by_rows_queries_and_context():
@@ -36,14 +40,14 @@ def test_steps_are_named_by_rows_queries_and_context():
 
 
 def test_every_token_meets_the_layers_and_every_row_the_output_matrix():
-    cost, shape = step.StepCost(model(), 1000), step.StepShape(rows=2, query_len=3, context_len=5)
+    cost, shape = step.StepCost(model(), 1000, KvDtype.INT8), step.StepShape(rows=2, query_len=3, context_len=5)
     assert cost.operations(shape, are_bf16=False) == 2 * (6 * 200 + 2 * 1000)
     assert cost.operations(shape, are_bf16=True) == 2 * 6 * 300
     assert cost.num_bytes(shape) == 1000 + 2 * (5 + 3) * 8
 
 
 def test_the_share_is_of_the_bound_that_takes_longer():
-    cost, shape = step.StepCost(model(), 1_000_000), step.StepShape(rows=1, query_len=1, context_len=0)
+    cost, shape = step.StepCost(model(), 1_000_000, KvDtype.INT8), step.StepShape(rows=1, query_len=1, context_len=0)
     shares = cost.shares(shape, 1e-4, PEAKS)
     assert shares["share"] == shares["read_share"] == pytest.approx(0.2, abs=1e-3)
     assert shares["compute_share"] < 0.001

@@ -12,6 +12,7 @@ from penstock.models import catalog, registry
 from penstock.models.load import load_model
 from penstock.models.program import Program
 from penstock.models.weights import LoadedModel
+from penstock.types.kv_dtype import KvDtype
 
 from .compare import HasLogits
 
@@ -52,6 +53,7 @@ def _make_reference(model: LoadedModel, program: Program, num_blocks: int, varia
         max_rows=MAX_ROWS,
         max_step_tokens=MAX_STEP_TOKENS,
         max_model_len=model.spec.max_model_len,
+        kv_dtype=KvDtype.BF16,  # as the checkpoints' own implementation
     )
 
 

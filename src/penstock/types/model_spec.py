@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from penstock.types.kv_dtype import KEY_GROUP, KvDtype
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
@@ -26,7 +28,9 @@ class ModelSpec:
     rope_attention_factor: float = 1.0
     """Multiplies cos and sin (YaRN and its kin); 1 otherwise."""
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of 16-bit keys and values per position, and of the float32 scale of every key, over all layers."""
+    def kv_bytes_per_token(self, dtype: KvDtype) -> int:
+        """Bytes of the keys and values of a position over all layers, with their scales, as the native backend stores them."""
+        if dtype is KvDtype.INT8:
+            num_scales = -(-self.head_dim // KEY_GROUP) + 1
+            return self.num_layers * self.num_kv_heads * (2 * self.head_dim + 2 * num_scales)
         return self.num_layers * self.num_kv_heads * (2 * 2 * self.head_dim + 4)

@@ -42,6 +42,10 @@ def sample(
 def uniform(seed: int, position: int) -> float: ...
 def usable_variants() -> list[str]: ...
 
+class KvFormat(Enum):
+    INT8 = 0
+    INT16 = 1
+
 class ProbeKind(Enum):
     INT8 = 0
     BF16 = 1
@@ -124,6 +128,7 @@ class Engine:
         max_step_tokens: int,
         num_threads: int,
         variant: str = "",
+        kv_format: KvFormat = ...,
     ) -> None: ...
     def add_matrix(self, format: SourceFormat, rows: int, cols: int, data: NDArray[np.uint8]) -> int: ...
     def add_table(self, format: SourceFormat, rows: int, cols: int, data: NDArray[np.uint8]) -> int: ...

@@ -10,14 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.backends.batch import NO_USABLE_LOGIT
-from penstock.backends.native._native import Engine, RowTable
+from penstock.backends.native._native import Engine, KvFormat, RowTable
 from penstock.backends.native.lowering import lower
 from penstock.backends.native.sampling import make_row_sampling
 from penstock.models.program import Program
 from penstock.models.weights import LoadedModel
+from penstock.types.kv_dtype import KvDtype
 from penstock.types.plan import Capacity, StepPlan, Ticket
 from penstock.types.result import StepResult, StepTiming, TokenLogprobs
 
+KV_FORMATS = {KvDtype.INT8: KvFormat.INT8, KvDtype.BF16: KvFormat.INT16}
 TIME_PARTS = ("rows", "linear", "attention", "sampling")
 
 
@@ -39,6 +41,7 @@ class NativeExecutor:
         max_rows: int,
         max_step_tokens: int,
         max_model_len: int,
+        kv_dtype: KvDtype = KvDtype.INT8,
         num_threads: int = 0,
         variant: str = "",
         poison: bool = False,
@@ -56,6 +59,7 @@ class NativeExecutor:
             max_step_tokens=max_step_tokens,
             num_threads=num_threads or len(os.sched_getaffinity(0)),
             variant=variant,
+            kv_format=KV_FORMATS[kv_dtype],
         )
         lower(program, model.weights, self._engine)
         self._engine.settle()
@@ -109,6 +113,11 @@ class NativeExecutor:
     def small_page_bytes(self) -> int:
         """Bytes of memory for weights that are to become huge pages, in the background; 0 once all are."""
         return int(self._engine.small_page_bytes)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the KV cache."""
+        return int(self._engine.kv_bytes)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         for source, destination in pairs:

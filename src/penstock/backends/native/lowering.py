@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from penstock.backends.native._native import Engine, RowOp, RowOpKind, SourceFormat
 from penstock.models.formats import WeightFormat
+from penstock.models.key_centre import key_centre
 from penstock.models.program import (
     Add,
     Attention,
@@ -54,6 +55,7 @@ class _Lowering:
     def __init__(self, program: Program, weights: Mapping[str, WeightTensor], engine: Engine) -> None:
         self._ops = program.ops
         self._widths = dict(program.buffers)
+        self._head_dim = program.head_dim
         self._weights = weights
         self._engine = engine
         self._multiplied = {op.weight for op in program.ops if isinstance(op, Linear | Logits)}
@@ -102,7 +104,8 @@ class _Lowering:
                 rope = self._rope(op)
                 self._row(RowOpKind.ROPE, x=self._written(op.x), weight=rope, n=op.num_heads, head_dim=op.head_dim)
             case KvWrite():
-                self._row(RowOpKind.KV_WRITE, x=self._buffer(op.k), y=self._buffer(op.v), n=op.layer)
+                k, v = self._buffer(op.k), self._buffer(op.v)
+                self._row(RowOpKind.KV_WRITE, x=k, y=v, n=op.layer, weight=self._key_centre(op))
             case GatedActivation():
                 gate, up = self._buffer(op.gate), self._buffer(op.up)
                 self._row(RowOpKind.GATED, out=self._written(op.out), x=gate, y=up, n=ACTIVATION_KINDS[op.activation])
@@ -250,6 +253,12 @@ class _Lowering:
         if name not in self._vectors:
             self._vectors[name] = self._engine.add_vector(self._tensor(name).dequantize().reshape(-1))
         return self._vectors[name]
+
+    def _key_centre(self, op: KvWrite) -> int:
+        if op.bias is None:
+            return NONE
+        bias = self._tensor(op.bias).dequantize().reshape(-1)
+        return self._engine.add_vector(key_centre(op, bias, self._head_dim))
 
     def _rope(self, op: Rope) -> int:
         key = (op.inv_freq, op.attention_factor)

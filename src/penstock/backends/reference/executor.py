@@ -16,6 +16,7 @@ from penstock.backends.reference.sampling import NoCandidateError, Sample, sampl
 from penstock.models.program import Program
 from penstock.models.weights import LoadedModel
 from penstock.types.errors import ExecutorFailure
+from penstock.types.kv_dtype import KvDtype
 from penstock.types.plan import Capacity, StepPlan, Ticket
 from penstock.types.result import StepResult, StepTiming
 from penstock.types.sampling import SamplingParams
@@ -38,11 +39,13 @@ class ReferenceExecutor:
         max_rows: int,
         max_step_tokens: int,
         max_model_len: int,
+        kv_dtype: KvDtype = KvDtype.INT8,
         poison: bool = False,
     ) -> None:
         self._capacity = Capacity(num_blocks, block_size, max_rows, max_step_tokens, max_model_len)
         self._program = program
         self._interpreter = Interpreter(program, model.weights)
+        self._kv_dtype = kv_dtype
         self._cache = self._make_cache(num_blocks, block_size, poison=poison)
         self._batches = BatchBuilder(self._capacity, vocab_size=program.vocab_size)
         self._sampling: dict[int, SamplingParams] = {}
@@ -112,6 +115,7 @@ class ReferenceExecutor:
             block_size=block_size,
             num_kv_heads=self._program.num_kv_heads,
             head_dim=self._program.head_dim,
+            dtype=self._kv_dtype,
             poison=poison,
         )
 

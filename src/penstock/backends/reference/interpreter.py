@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.backends.reference.kv_cache import KvCache
+from penstock.models.key_centre import key_centre
 from penstock.models.program import (
     Act,
     Activation,
@@ -33,6 +34,7 @@ from penstock.models.program import (
     Softcap,
 )
 from penstock.models.weights import WeightTensor
+from penstock.types.kv_dtype import KvDtype
 
 F32 = NDArray[np.float32]
 
@@ -138,7 +140,12 @@ class Interpreter:
 
     def _kv_write(self, op: KvWrite, row: RowRun) -> None:
         shape = (-1, self._program.num_kv_heads, self._program.head_dim)
-        row.cache.write(op.layer, row.slots, row.buffers[op.k].reshape(shape), row.buffers[op.v].reshape(shape))
+        k = row.buffers[op.k]
+        if (
+            op.bias is not None and row.cache.dtype is KvDtype.INT8
+        ):  # bf16 is rounded as the checkpoints' own implementation does
+            k = k - key_centre(op, self._weights[op.bias].dequantize().reshape(-1), self._program.head_dim)
+        row.cache.write(op.layer, row.slots, k.reshape(shape), row.buffers[op.v].reshape(shape))
 
     def _attention(self, op: Attention, row: RowRun) -> None:
         keys, values = row.cache.read(op.layer, row.block_table, row.context_len + len(row.token_ids))

@@ -7,28 +7,46 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.types.kv_dtype import KEY_GROUP, KvDtype
+
 F32 = NDArray[np.float32]
+
+SMALLEST_SCALE = np.float32(1e-24)
+"""Of an int8: its inverse is finite."""
 
 
 class KvCache:
-    """Keys and values of every layer as float32 that hold bf16 values. [num_blocks, block_size, num_kv_heads, head_dim]
+    """Keys and values of every layer as float32 that hold what `dtype` can. [num_blocks, block_size, num_kv_heads, head_dim]
 
     With `poison`, slots that hold no KV are NaN: whoever reads one gets NaN for an answer.
     """
 
     def __init__(
-        self, *, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, poison: bool = False
+        self,
+        *,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: KvDtype,
+        poison: bool = False,
     ) -> None:
         shape = (num_layers, num_blocks, block_size, num_kv_heads, head_dim)
         self._block_size = block_size
+        self.dtype = dtype
         self._poison = poison
         self._keys: F32 = np.full(shape, np.nan, np.float32) if poison else np.zeros(shape, np.float32)
         self._values = self._keys.copy()
 
     def write(self, layer: int, slots: NDArray[np.int64], k: F32, v: F32) -> None:
-        """Store k and v [num_tokens, num_kv_heads, head_dim], rounded to bf16, at `slots` [num_tokens]."""
+        """Store k and v [num_tokens, num_kv_heads, head_dim], rounded to the cache's type, at `slots` [num_tokens]."""
+        if self.dtype is KvDtype.INT8:
+            k, v = round_to_int8(k, KEY_GROUP), round_to_int8(v, v.shape[-1])
+        else:
+            k, v = round_to_bf16(k), round_to_bf16(v)
         for cache, new in ((self._keys, k), (self._values, v)):
-            cache[layer, slots // self._block_size, slots % self._block_size] = round_to_bf16(new)
+            cache[layer, slots // self._block_size, slots % self._block_size] = new
 
     def read(self, layer: int, block_table: NDArray[np.int32], seq_len: int) -> tuple[F32, F32]:
         """Keys and values of the first `seq_len` positions of a row. ([seq_len, num_kv_heads, head_dim], the same)"""
@@ -48,6 +66,20 @@ class KvCache:
             start = max(0, num_kept - i * self._block_size)
             for cache in (self._keys, self._values):
                 cache[:, block_id, start:] = np.nan
+
+
+def round_to_int8(x: F32, group: int) -> F32:
+    """x [..., columns] as integers of at most 127 times a scale per `group` columns: the next bf16 above the largest / 127."""
+    rounded = np.empty_like(x)
+    for begin in range(0, x.shape[-1], group):
+        part = x[..., begin : begin + group]
+        wanted = np.maximum(np.abs(part).max(-1, keepdims=True) / np.float32(127), SMALLEST_SCALE)
+        is_sound = np.isfinite(wanted)
+        bits = np.where(is_sound, wanted, 1).astype(np.float32).view(np.uint32)
+        scale = ((bits + 0xFFFF) & np.uint32(0xFFFF0000)).view(np.float32)
+        integers = np.rint(np.where(is_sound, part, 0) * (1 / scale))
+        rounded[..., begin : begin + group] = np.where(is_sound, integers * scale, np.nan)
+    return rounded
 
 
 def round_to_bf16(x: F32) -> F32:

@@ -1,0 +1,95 @@
+"""What do keys and values in 8 bits cost? Perplexity and greedy choices of the native backend with each type of KV cache.
+
+The text is cut into windows, each of which begins with an empty context.
+
+    python benchmarks/kv_rounding.py --text ../shared/traces/sonnet.txt
+    python benchmarks/kv_rounding.py --text ../shared/traces/sonnet.txt --model qwen2.5-coder:1.5b --windows 2
+
+The last line printed is one JSON object: the perplexity with each type, how often the greedy choice is not that of bf16, and
+the root mean square by which the logits differ from those of bf16, mean taken off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.backends.native.executor import NativeExecutor
+from penstock.models import registry
+from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
+from penstock.models.load import load_model
+from penstock.models.weights import LoadedModel
+from penstock.text.tokenizer import load_tokenizer
+from penstock.types.kv_dtype import KvDtype
+
+F32 = NDArray[np.float32]
+CHUNK_TOKENS = 64
+"""Of logits that are looked at together: with a large vocabulary a window's would fill the memory once more."""
+
+
+def open_executor(model: LoadedModel, window: int, dtype: KvDtype) -> NativeExecutor:
+    sizes = {"num_blocks": window // 16 + 2, "block_size": 16, "max_rows": 256, "max_step_tokens": 256}
+    return NativeExecutor(model, registry.describe(model.spec), **sizes, max_model_len=window + 16, kv_dtype=dtype)
+
+
+def log_likelihoods(logits: F32, token_ids: NDArray[np.int64]) -> Iterator[float]:
+    """Of each token after the first, given those before it."""
+    for begin in range(0, len(token_ids) - 1, CHUNK_TOKENS):
+        end = min(begin + CHUNK_TOKENS, len(token_ids) - 1)
+        rows = logits[begin:end].astype(np.float64)
+        rows -= rows.max(-1, keepdims=True)
+        found = rows[np.arange(end - begin), token_ids[begin + 1 : end + 1]] - np.log(np.exp(rows).sum(-1))
+        yield from found.tolist()
+
+
+def mean_square_difference(a: F32, b: F32) -> float:
+    """Over all logits; softmax does not see what all of a row have in common."""
+    total = 0.0
+    for begin in range(0, len(a), CHUNK_TOKENS):
+        error = a[begin : begin + CHUNK_TOKENS] - b[begin : begin + CHUNK_TOKENS]
+        total += float(np.square(error - error.mean(-1, keepdims=True)).mean(-1).sum())
+    return total / len(a)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--window", type=int, default=1024, help="tokens")
+    parser.add_argument("--windows", type=int, default=4, help="most windows of the text")
+    args = parser.parse_args()
+    model = load_model(resolve(args.model, default_cache_dir()))
+    ids = np.array(load_tokenizer(model.tokenizer_source).encode(args.text.read_text(), add_special_tokens=False))
+    windows = [ids[i : i + args.window] for i in range(0, len(ids) - args.window + 1, args.window)][: args.windows]
+    if not windows:
+        parser.error(f"{args.text} has {len(ids)} tokens, fewer than a window of {args.window}")
+    likelihoods: dict[KvDtype, list[float]] = {dtype: [] for dtype in KvDtype}
+    num_changed, square = 0, 0.0
+    executors = {dtype: open_executor(model, args.window, dtype) for dtype in KvDtype}
+    for window in windows:
+        logits = {dtype: executor.forward_logits(window.tolist()) for dtype, executor in executors.items()}
+        for dtype, found in logits.items():
+            likelihoods[dtype] += log_likelihoods(found, window)
+        num_changed += int((logits[KvDtype.INT8].argmax(-1) != logits[KvDtype.BF16].argmax(-1)).sum())
+        square += mean_square_difference(logits[KvDtype.INT8], logits[KvDtype.BF16]) / len(windows)
+    perplexity = {dtype: float(np.exp(-np.mean(found))) for dtype, found in likelihoods.items()}
+    result = {
+        "benchmark": "kv_rounding",
+        "model": model.name,
+        "variant": executors[KvDtype.INT8].variant,
+        "tokens": len(windows) * args.window,
+        "perplexity": {dtype: round(value, 4) for dtype, value in perplexity.items()},
+        "int8_to_bf16": round(perplexity[KvDtype.INT8] / perplexity[KvDtype.BF16], 5),
+        "choices_changed": num_changed,
+        "logits_rms": round(square**0.5, 4),
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

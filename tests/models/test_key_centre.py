@@ -1,0 +1,75 @@
+"""What all keys share: taking it off changes no softmax, and never makes a key larger."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from penstock.models import registry
+from penstock.models.key_centre import key_centre, still_columns
+from penstock.models.program import KvWrite
+from penstock.types.model_spec import ModelSpec
+
+INV_FREQ = tuple(10_000.0 ** -(i / 8) for i in range(8))
+SPEC = ModelSpec(
+    architecture="qwen2",
+    vocab_size=100,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=18,
+    intermediate_size=40,
+    norm_eps=1e-6,
+    rope_inv_freq=INV_FREQ,
+    rope_attention_factor=1.2,
+    max_model_len=50,
+    tie_word_embeddings=True,
+    has_qkv_bias=True,
+)
+
+
+def rotate(x: np.ndarray, position: int) -> np.ndarray:
+    """Pairs (i, i + 8) of a head of 18 columns; the last two never turn."""
+    angles = position * np.array(INV_FREQ)
+    a, b = x[:8], x[8:16]
+    return np.concatenate(
+        [a * np.cos(angles) - b * np.sin(angles), b * np.cos(angles) + a * np.sin(angles), x[16:]]
+    ) * np.array([SPEC.rope_attention_factor] * 16 + [1.0] * 2)
+
+
+def test_columns_that_turn_by_less_than_a_radian_and_those_that_never_do():
+    assert still_columns(INV_FREQ, 18, 50) == (4, 5, 6, 7, 12, 13, 14, 15, 16, 17)
+    assert still_columns(INV_FREQ, 16, 1) == tuple(i for i in range(16) if i % 8)
+
+
+def test_only_keys_with_a_bias_are_centred():
+    writes = [op for op in registry.describe(SPEC).ops if isinstance(op, KvWrite)]
+    assert [op.bias for op in writes] == ["layers.0.k_bias", "layers.1.k_bias"]
+    assert writes[0].still_columns == still_columns(INV_FREQ, 18, 50)
+    assert writes[0].bias_factor == SPEC.rope_attention_factor
+
+
+def test_softmax_does_not_see_it_and_keys_become_smaller():
+    rng = np.random.default_rng(2)
+    bias = rng.standard_normal(18) * 100
+    write = KvWrite(0, "k", "v", "bias", still_columns(INV_FREQ, 16, 50), SPEC.rope_attention_factor)
+    centre = key_centre(write, bias.astype(np.float32), 18)
+    raw = rng.standard_normal((50, 18))
+    keys = np.array([rotate(raw[i] + bias, i) for i in range(50)])
+    query = rng.standard_normal(18) / 50
+
+    def weights(k: np.ndarray) -> np.ndarray:
+        scores = k @ query
+        p = np.exp(scores - scores.max())
+        return p / p.sum()
+
+    np.testing.assert_allclose(weights(keys - centre), weights(keys), rtol=1e-4)
+    columns = list(write.still_columns)
+    turned = np.array([rotate(bias, i) for i in range(50)])
+    assert (np.linalg.norm((turned - centre)[:, columns], axis=1) <= np.linalg.norm(turned[:, columns], axis=1)).all()
+    assert not np.delete(centre, columns).any()
+
+
+def test_every_head_has_its_own():
+    write = KvWrite(0, "k", "v", "bias", (1,), 2.0)
+    assert key_centre(write, np.arange(6, dtype=np.float32), 3).tolist() == [0, 2, 0, 0, 8, 0]
