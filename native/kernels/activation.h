@@ -7,12 +7,16 @@
 
 namespace penstock::PENSTOCK_ISA {
 
-PENSTOCK_INLINE vf silu(vf x) { return div(x, add(set1(1.0f), exp(min(sub(set1(0.0f), x), set1(88.0f))))); }
+// x / (1 + e^-u)
+PENSTOCK_INLINE vf times_sigmoid(vf x, vf u) {
+    return div(x, add(set1(1.0f), exp2_saturating(mul(u, set1(-1.44269504088896341f)))));
+}
+
+PENSTOCK_INLINE vf silu(vf x) { return times_sigmoid(x, x); }
 
 PENSTOCK_INLINE vf gelu_tanh(vf x) {
     // 0.5 x (1 + tanh(u)) = x * sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3)
-    const vf u2 = mul(set1(1.5957691216057308f), fma(mul(set1(0.044715f), mul(x, x)), x, x));
-    return div(x, add(set1(1.0f), exp(min(sub(set1(0.0f), u2), set1(88.0f)))));
+    return times_sigmoid(x, mul(set1(1.5957691216057308f), fma(mul(set1(0.044715f), mul(x, x)), x, x)));
 }
 
 PENSTOCK_INLINE vf gated(vf gate, vf up, ActivationKind kind) {

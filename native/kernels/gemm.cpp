@@ -84,48 +84,36 @@ PENSTOCK_INLINE void dot_group(const uint8_t* const (&quants)[kPanels], const in
     }
 }
 
-// Sixteen weights of one column, as numbers. Shifts by a variable instead of branches, which could not be foreseen.
+// Sixteen weights of one column, as numbers.
 template <WeightKind kKind>
-PENSTOCK_INLINE vf weights_of_column(const Panel& panel, int column) {
+PENSTOCK_INLINE vf weights_of_column(const Panel& panel, const OutlierColumn& column) {
     using L = Layout<kKind>;
-    const int group = column / kGroup, at = column % kGroup;
-    const int high = L::kNibbles ? at / (kGroup / 2) : 0;
-    const vb chunk = load64(panel.quants + group * L::kGroupBytes + (at - high * (kGroup / 2)) / 4 * 64);
-    vf q;
-    if constexpr (L::kTable) {
-        q = bits_of_lanes(unpack<kKind>(chunk, high), 8 * (at % 4), 0xFF);
-    } else {
-        q = bits_of_lanes(chunk, 8 * (at % 4) + 4 * high, L::kNibbles ? 0x0F : 0xFF);
-    }
-    const vf centred = sub(q, set1(L::kZero));
-    const vf d = load_f16(panel.scales + group * kPanel);
+    vb lanes = shift_right(load64(panel.quants + column.group * L::kGroupBytes + column.chunk), column.shift);
+    if constexpr (L::kTable) lanes = look_up(low_nibbles(lanes), kTableOfNibbles);
+    const vf centred = sub(bits_of_lanes(lanes, L::kSmall ? 0x0F : 0xFF), set1(L::kZero));
+    const vf d = load_f16(panel.scales + column.group * kPanel);
     if constexpr (!L::kAffine) return mul(centred, d);
-    const uint16_t* offsets = panel.offsets + group / 2 * 2 * kPanel;
-    return fma(centred, d, bf16_of_lanes(load64(reinterpret_cast<const uint8_t*>(offsets)), group % 2));
-}
-
-template <WeightKind kKind, int kPanels, int kRows>
-PENSTOCK_INLINE void add_listed(const Panel (&panels)[kPanels], const OutlierList& list, vf (&acc)[kPanels][kRows]) {
-    for (int i = 0; i < list.count; ++i) {
-        const OutlierColumn& outlier = list.columns[i];
-        vf w[kPanels];
-        for (int p = 0; p < kPanels; ++p) w[p] = weights_of_column<kKind>(panels[p], outlier.column);
-        for (int r = 0; r < kRows; ++r) {
-            const vf x = set1(outlier.rest[r]);
-            for (int p = 0; p < kPanels; ++p) acc[p][r] = fma(x, w[p], acc[p][r]);
-        }
-    }
+    const uint16_t* offsets = panel.offsets + column.group / 2 * 2 * kPanel;
+    return fma(centred, d, bf16_of_lanes(load64(reinterpret_cast<const uint8_t*>(offsets)), column.group % 2));
 }
 
 // acc += rest * weights of its column, for every outlier of the rows. A row without the column adds zero.
 template <WeightKind kKind, int kPanels, int kRows>
 PENSTOCK_INLINE void add_outliers(const Panel (&panels)[kPanels], const OutlierList& first, vf (&acc)[kPanels][kRows]) {
-    add_listed<kKind, kPanels, kRows>(panels, first, acc);
-    if (__builtin_expect(first.next == kNoColumn, 1)) return;
-    OutlierList list = first;
-    while (list.next != kNoColumn) {
-        advance(list);
-        add_listed<kKind, kPanels, kRows>(panels, list, acc);
+    OutlierList later;
+    for (const OutlierList* list = &first;; list = &later) {
+        for (int i = 0; i < list->count; ++i) {
+            const OutlierColumn& outlier = list->columns[i];
+            vf w[kPanels];
+            for (int p = 0; p < kPanels; ++p) w[p] = weights_of_column<kKind>(panels[p], outlier);
+            for (int r = 0; r < kRows; ++r) {
+                const vf x = set1(outlier.rest[r]);
+                for (int p = 0; p < kPanels; ++p) acc[p][r] = fma(x, w[p], acc[p][r]);
+            }
+        }
+        if (__builtin_expect(list->next == kNoColumn, 1)) return;
+        if (list == &first) later = first;
+        advance<Layout<kKind>::kNibbles>(later);
     }
 }
 
@@ -336,7 +324,9 @@ PENSTOCK_INLINE void for_blocks(const Activation& a, int row0, int row1, PanelRa
         block.row0 = row;
         block.row1 = row + block.kMost < row1 ? row + block.kMost : row1;
         if constexpr (kKind != WeightKind::kBf16) {
-            block.for_tiles([&](int index, int first, int rows, int) { begin(block.outliers[index], a, first, rows); });
+            block.for_tiles([&](int index, int first, int rows, int) {
+                begin<Layout<kKind>::kNibbles>(block.outliers[index], a, first, rows);
+            });
         }
         for_panels<kPanels>(range, [&]<int kPanelsOfTile>(int panel, int next) {
             f.template operator()<kPanelsOfTile>(block, panel, next);

@@ -13,9 +13,11 @@ constexpr int kListColumns = 24;  // rarely more, and then the others are merged
 
 static constexpr float kNoRest = 0.0f;
 
-// What the rows of a tile have in one column; zero where a row has no outlier.
+// What the rows of a tile have in one column, zero where a row has no outlier, and where its weights are.
 struct OutlierColumn {
-    int32_t column;
+    uint32_t group;
+    uint32_t chunk;  // bytes from the group's quants to the 64 with this column
+    int32_t shift;   // of its bits in each lane
     float rest[kListRows];
 };
 
@@ -28,7 +30,17 @@ struct OutlierList {
     OutlierColumn columns[kListColumns];
 };
 
+template <bool kNibbles>
+PENSTOCK_INLINE void locate(OutlierColumn& outlier, uint32_t column) {
+    constexpr uint32_t kHalf = kGroup / 2;
+    const uint32_t at = column % kGroup, high = kNibbles ? at / kHalf : 0;
+    outlier.group = column / kGroup;
+    outlier.chunk = (at - high * kHalf) / 4 * 64;
+    outlier.shift = static_cast<int32_t>(8 * (at % 4) + 4 * high);
+}
+
 // The next columns, as many as a list has room for. Without branches that depend on the rows: they could not be foreseen.
+template <bool kNibbles>
 PENSTOCK_INLINE void advance(OutlierList& list) {
     const int32_t* column[kListRows];
     const float* rest[kListRows];
@@ -43,7 +55,7 @@ PENSTOCK_INLINE void advance(OutlierList& list) {
         for (int r = 1; r < kListRows; ++r) next = *column[r] < next ? *column[r] : next;
         if (next == kNoColumn || count == kListColumns) break;
         OutlierColumn& to = list.columns[count++];
-        to.column = next;
+        locate<kNibbles>(to, static_cast<uint32_t>(next));
         for (int r = 0; r < kListRows; ++r) {
             const bool has = *column[r] == next;
             to.rest[r] = has ? *rest[r] : 0.0f;
@@ -60,12 +72,13 @@ PENSTOCK_INLINE void advance(OutlierList& list) {
 }
 
 // The first columns of rows [row, row + rows).
+template <bool kNibbles>
 PENSTOCK_INLINE void begin(OutlierList& list, const Activation& a, int64_t row, int rows) {
     for (int r = 0; r < kListRows; ++r) {
         list.column[r] = r < rows ? a.outlier + (row + r) * a.outliers_per_row : &kNoColumn;
         list.rest[r] = r < rows ? a.outlier_rest + (row + r) * a.outliers_per_row : &kNoRest;
     }
-    advance(list);
+    advance<kNibbles>(list);
 }
 
 }  // namespace penstock::PENSTOCK_ISA

@@ -27,7 +27,7 @@ PENSTOCK_INLINE float sum_of_squares(const float* x, int n) {
             part[p] = fma(v, v, part[p]);
         }
     }
-    for_lanes(n - i, [&](int at, int count) {
+    for_lanes(n - i, [&](int at, int count) PENSTOCK_LAMBDA {
         const vf v = load_some(x + i + at, count);
         part[0] = fma(v, v, part[0]);
     });
@@ -40,7 +40,7 @@ void rms_norm(float* out, const float* x, const float* weight, int cols, int gro
     for (int base = 0; base < cols; base += group) {
         const float* xg = x + base;
         const vf inverse = set1(1.0f / sqrtf(sum_of_squares(xg, group) / static_cast<float>(group) + eps));
-        for_lanes(group, [&](int i, int count) {
+        for_lanes(group, [&](int i, int count) PENSTOCK_LAMBDA {
             store_some(out + base + i, mul(mul(load_some(xg + i, count), inverse), load_some(weight + i, count)), count);
         });
     }
@@ -68,7 +68,7 @@ PENSTOCK_INLINE uint16_t bf16_of(float x) {
 // Below it the squares underflow, and without their sum every value would be an outlier.
 constexpr float kSmallestLimit = 1e-15f;
 
-constexpr uint32_t kOneBits = 0x3F800000u;  // of 1.0f
+constexpr int32_t kOneBits = 0x3F800000;  // of 1.0f
 
 // The largest of a group's values that are no outliers; the outliers' columns are appended to the row's list.
 float largest_without_outliers(const float* x, float limit, int32_t column, int32_t*& outlier) {
@@ -97,37 +97,65 @@ void quantize_broken(const Activation& a, int64_t row) {
 
 }  // namespace
 
-// exponent[g] = the bits of the next power of two above the largest value / 127 of each of up to sixteen groups from column
-// `column` of row x on. Outliers are not looked at; their columns are appended at `outlier`, and where they end is returned.
-PENSTOCK_INLINE int32_t* choose_scales(int32_t* exponent, const float* x, int column, int groups, float limit, int32_t* outlier) {
-    alignas(64) float largest[kLanes];
-    if (groups == kLanes) {
-        store(largest, largest_of_groups(x + column));
-    } else {
-        for (int g = 0; g < groups; ++g) {
-            const float* group = x + column + g * kGroup;
-            largest[g] = reduce_max(max(abs(load(group)), abs(load(group + kLanes))));
+// The bits of the next power of two above the largest value / 127 of each of sixteen groups. Outliers are not looked at; their
+// columns are appended at `outlier`, but those of the first `done` groups, which are there already.
+PENSTOCK_INLINE vi choose_scales(const float* x, int group, int done, float limit, int32_t*& outlier) {
+    vf largest = largest_of_groups(x + group * kGroup);
+    uint32_t above = lanes_above(largest, set1(limit));
+    if (above != 0) {
+        alignas(64) float sizes[kLanes];
+        store(sizes, largest);
+        for (; above != 0; above &= above - 1) {
+            const int g = __builtin_ctz(above);
+            int32_t again[kGroup];
+            int32_t* end = g < done ? again : outlier;
+            sizes[g] = largest_without_outliers(x, limit, (group + g) * kGroup, end);
+            if (g >= done) outlier = end;
         }
+        largest = load(sizes);
     }
-    for (int g = 0; g < groups; ++g) {
-        if (largest[g] > limit) largest[g] = largest_without_outliers(x, limit, column + g * kGroup, outlier);
+    const vf wanted = max(mul(largest, set1(1.0f / 127.0f)), set1(kSmallestScale));
+    const vi scale = bit_and(add(bits_of(wanted), set1_i(0x7FFFFF)), set1_i(0x7F800000));
+    return sub(scale, set1_i(kOneBits));
+}
+
+// Sixteen groups of a row side by side, of which the first `done` ones are computed once more.
+PENSTOCK_INLINE int32_t* quantize_sixteen(const Activation& a, int64_t row, const float* x, int group, int done, float limit,
+                                          int32_t* outlier) {
+    const int groups = a.cols / kGroup;
+    const vi exponent = choose_scales(x, group, done, limit, outlier), one = set1_i(kOneBits);
+    store(a.exponent + row * groups + group, exponent);
+    alignas(64) float inverse[kLanes];
+    store(inverse, float_of(sub(one, exponent)));
+    vb q[kLanes / 2];
+    for (int g = 0; g < kLanes; g += 2) {
+        const float* from = x + (group + g) * kGroup;
+        const vf first = set1(inverse[g]), second = set1(inverse[g + 1]);
+        q[g / 2] = rounded_i8(mul(load(from), first), mul(load(from + kLanes), first), mul(load(from + 2 * kLanes), second),
+                              mul(load(from + 3 * kLanes), second));
+        store64(reinterpret_cast<uint8_t*>(a.q + row * a.cols + (group + g) * kGroup), q[g / 2]);
     }
-    for (int g = 0; g < groups; ++g) {
-        const float wanted = largest[g] * (1.0f / 127.0f);
-        const uint32_t scale = (bits_of(wanted > kSmallestScale ? wanted : kSmallestScale) + 0x7FFFFFu) & 0x7F800000u;
-        exponent[g] = static_cast<int32_t>(scale - kOneBits);
-    }
+    const vi sum = sum_of_groups(q), twice = add(sum, sum), four = add(twice, twice);
+    store(a.zero_sum + row * groups + group, sub(set1_i(0), add(four, four)));
+    store_bf16(a.sum + row * ((groups + 1) & ~1) + group, mul(float_of(add(one, exponent)), to_float(sum)));
     return outlier;
 }
 
-// Sums of the groups' int8, exact.
-PENSTOCK_INLINE void sum_groups(int32_t* sums, const int8_t* q, int groups) {
-    int g = 0;
-    for (; g + kLanes <= groups; g += kLanes) store(sums + g, sum_of_groups(q + g * kGroup));
-    for (; g < groups; ++g) {
-        sums[g] = 0;
-        for (int i = 0; i < kGroup; ++i) sums[g] += q[g * kGroup + i];
-    }
+// A row of less than sixteen groups, among zeros.
+PENSTOCK_INLINE int32_t* quantize_short(const Activation& a, int64_t row, const float* x, float limit, int32_t* outlier) {
+    const int groups = a.cols / kGroup;
+    alignas(64) float padded[kLanes * kGroup] = {};
+    alignas(64) int8_t q[kLanes * kGroup];
+    int32_t exponent[kLanes], zero_sum[kLanes];
+    uint16_t sum[kLanes];
+    memcpy(padded, x, static_cast<size_t>(a.cols) * sizeof(float));
+    const Activation one{.q = q, .exponent = exponent, .zero_sum = zero_sum, .sum = sum, .cols = kLanes * kGroup};
+    outlier = quantize_sixteen(one, 0, padded, 0, 0, limit, outlier);
+    memcpy(a.q + row * a.cols, q, static_cast<size_t>(a.cols));
+    memcpy(a.exponent + row * groups, exponent, static_cast<size_t>(groups) * sizeof(int32_t));
+    memcpy(a.zero_sum + row * groups, zero_sum, static_cast<size_t>(groups) * sizeof(int32_t));
+    memcpy(a.sum + row * ((groups + 1) & ~1), sum, static_cast<size_t>(groups) * sizeof(uint16_t));
+    return outlier;
 }
 
 void quantize_row(const Activation& a, int64_t row, const float* x) {
@@ -135,29 +163,23 @@ void quantize_row(const Activation& a, int64_t row, const float* x) {
     float limit = kOutlierRatio * sqrtf(sum_of_squares(x, a.cols) / static_cast<float>(a.cols));
     if (!(limit < INFINITY)) return quantize_broken(a, row);
     limit = limit > kSmallestLimit ? limit : kSmallestLimit;
-    int8_t* q = a.q + row * a.cols;
-    int32_t *exponent = a.exponent + row * groups, *zero_sum = a.zero_sum + row * groups;
     int32_t* const outliers = a.outlier + row * a.outliers_per_row;
     int32_t* end = outliers;
-    float* const rest = a.outlier_rest + row * a.outliers_per_row;
-    for (int g = 0; g < groups; g += kLanes) {
-        end = choose_scales(exponent + g, x, g * kGroup, groups - g < kLanes ? groups - g : kLanes, limit, end);
+    if (groups < kLanes) {
+        end = quantize_short(a, row, x, limit, end);
+    } else {
+        for (int g = 0; g < groups; g += kLanes) {
+            const int done = g + kLanes <= groups ? 0 : g + kLanes - groups;
+            end = quantize_sixteen(a, row, x, g - done, done, limit, end);
+        }
     }
     *end = kNoColumn;
-    for (int g = 0; g < groups; ++g) {
-        const vf inverse = set1(float_of(kOneBits - static_cast<uint32_t>(exponent[g])));
-        for (int i = g * kGroup; i < (g + 1) * kGroup; i += kLanes) store_rounded_i8(q + i, mul(load(x + i), inverse));
-    }
-    sum_groups(zero_sum, q, groups);
-    uint16_t* sum = a.sum + row * ((groups + 1) & ~1);
-    for (int g = 0; g < groups; ++g) {
-        sum[g] = bf16_of(float_of(kOneBits + static_cast<uint32_t>(exponent[g])) * static_cast<float>(zero_sum[g]));
-        zero_sum[g] *= -8;
-    }
-    if (groups % 2) sum[groups] = 0;
+    if (groups % 2) a.sum[row * (groups + 1) + groups] = 0;
+    const int8_t* q = a.q + row * a.cols;
+    float* const rest = a.outlier_rest + row * a.outliers_per_row;
     for (int i = 0; outliers + i < end; ++i) {
         const int column = outliers[i];
-        const float scale = float_of(kOneBits + static_cast<uint32_t>(exponent[column / kGroup]));
+        const float scale = float_of(static_cast<uint32_t>(kOneBits + a.exponent[row * groups + column / kGroup]));
         rest[i] = x[column] - scale * static_cast<float>(q[column]);
     }
 }
@@ -165,7 +187,7 @@ void quantize_row(const Activation& a, int64_t row, const float* x) {
 void to_bf16_row(const Activation& a, int64_t row, const float* x) {
     const int padded = (a.cols + 1) & ~1;
     uint16_t* out = a.bf16 + row * padded;
-    for_lanes(a.cols, [&](int i, int count) {
+    for_lanes(a.cols, [&](int i, int count) PENSTOCK_LAMBDA {
         alignas(64) uint16_t t[kLanes];
         store_bf16(t, load_some(x + i, count));
         memcpy(out + i, t, static_cast<size_t>(count) * sizeof(uint16_t));
@@ -175,7 +197,7 @@ void to_bf16_row(const Activation& a, int64_t row, const float* x) {
 
 void rope_row(float* x, const float* cos, const float* sin, int num_heads, int head_dim, int half) {
     for (int h = 0; h < num_heads; ++h, x += head_dim) {
-        for_lanes(half, [&](int i, int count) {
+        for_lanes(half, [&](int i, int count) PENSTOCK_LAMBDA {
             const vf a = load_some(x + i, count), b = load_some(x + half + i, count);
             const vf c = load_some(cos + i, count), s = load_some(sin + i, count);
             store_some(x + i, sub(mul(a, c), mul(b, s)), count);
@@ -274,13 +296,13 @@ void kv_write_row(const KvLayer& kv, int64_t slot, const float* k, const float* 
 }
 
 void gated_row(float* out, const float* gate, const float* up, int cols, ActivationKind kind) {
-    for_lanes(cols, [&](int i, int count) {
+    for_lanes(cols, [&](int i, int count) PENSTOCK_LAMBDA {
         store_some(out + i, gated(load_some(gate + i, count), load_some(up + i, count), kind), count);
     });
 }
 
 void add_row(float* out, const float* a, const float* b, int cols) {
-    for_lanes(cols, [&](int i, int count) {
+    for_lanes(cols, [&](int i, int count) PENSTOCK_LAMBDA {
         store_some(out + i, add(load_some(a + i, count), load_some(b + i, count)), count);
     });
 }

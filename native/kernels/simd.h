@@ -20,6 +20,7 @@
 
 #define PENSTOCK_INLINE static inline __attribute__((always_inline))
 #define PENSTOCK_MEMBER inline __attribute__((always_inline))
+#define PENSTOCK_LAMBDA __attribute__((always_inline))
 
 namespace penstock::PENSTOCK_ISA {
 
@@ -78,6 +79,16 @@ PENSTOCK_INLINE vf exp2(vf a) {
     p = fma(p, r, set1(0.693124175f));
     p = fma(p, r, set1(1.0f));
     return add_exponent(p, n);
+}
+
+// The same for any a: huge instead of too large.
+PENSTOCK_INLINE vf exp2_saturating(vf a) {
+    if constexpr (!kScaleSaturates) return exp2(min(a, set1(126.0f)));
+    const vf n = round(a), r = sub(a, n);
+    vf p = fma(set1(0.00958285294f), r, set1(0.0559064262f));
+    p = fma(p, r, set1(0.240240991f));
+    p = fma(p, r, set1(0.693124175f));
+    return scale2(fma(p, r, set1(1.0f)), n);
 }
 
 }  // namespace penstock::PENSTOCK_ISA

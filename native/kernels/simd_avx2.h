@@ -28,6 +28,7 @@ PENSTOCK_INLINE vf round(vf a) {
 PENSTOCK_INLINE __m256 pow2_part(__m256 n) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
 }
+constexpr bool kScaleSaturates = false;
 PENSTOCK_INLINE vf scale2(vf a, vf n) { return {_mm256_mul_ps(a.l, pow2_part(n.l)), _mm256_mul_ps(a.h, pow2_part(n.h))}; }
 PENSTOCK_INLINE vf first(int count, vf a, vf b) {
     const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
@@ -66,6 +67,11 @@ PENSTOCK_INLINE float reduce_max(vf a) {
 }
 
 PENSTOCK_INLINE vi set1_i(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+PENSTOCK_INLINE vi add(vi a, vi b) { return {_mm256_add_epi32(a.l, b.l), _mm256_add_epi32(a.h, b.h)}; }
+PENSTOCK_INLINE vi sub(vi a, vi b) { return {_mm256_sub_epi32(a.l, b.l), _mm256_sub_epi32(a.h, b.h)}; }
+PENSTOCK_INLINE vi bit_and(vi a, vi b) { return {_mm256_and_si256(a.l, b.l), _mm256_and_si256(a.h, b.h)}; }
+PENSTOCK_INLINE vi bits_of(vf a) { return {_mm256_castps_si256(a.l), _mm256_castps_si256(a.h)}; }
+PENSTOCK_INLINE vf float_of(vi bits) { return {_mm256_castsi256_ps(bits.l), _mm256_castsi256_ps(bits.h)}; }
 PENSTOCK_INLINE vi times16(vi a) { return {_mm256_slli_epi32(a.l, 4), _mm256_slli_epi32(a.h, 4)}; }
 PENSTOCK_INLINE vf to_float(vi a) { return {_mm256_cvtepi32_ps(a.l), _mm256_cvtepi32_ps(a.h)}; }
 PENSTOCK_INLINE void store(int32_t* p, vi a) {
@@ -78,16 +84,26 @@ PENSTOCK_INLINE void store_rounded_i8(int8_t* p, vf a) {
     const __m256i order = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 0, 0, 0, 0));
     _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(order));
 }
+PENSTOCK_INLINE uint32_t lanes_above(vf a, vf b) {
+    const int low = _mm256_movemask_ps(_mm256_cmp_ps(a.l, b.l, _CMP_GT_OQ));
+    return static_cast<uint32_t>(low | _mm256_movemask_ps(_mm256_cmp_ps(a.h, b.h, _CMP_GT_OQ)) << 8);
+}
 PENSTOCK_INLINE vf largest_of_groups(const float* x) {
     alignas(32) float t[16];
     for (int g = 0; g < 16; ++g) t[g] = reduce_max(max(abs(load(x + 32 * g)), abs(load(x + 32 * g + 16))));
     return load(t);
 }
-PENSTOCK_INLINE vi sum_of_groups(const int8_t* q) {
+PENSTOCK_INLINE __m256i rounded_i8_part(vf a, vf b) {
+    const __m256i low = _mm256_packs_epi32(_mm256_cvtps_epi32(a.l), _mm256_cvtps_epi32(a.h));
+    const __m256i high = _mm256_packs_epi32(_mm256_cvtps_epi32(b.l), _mm256_cvtps_epi32(b.h));
+    return _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+}
+PENSTOCK_INLINE vb rounded_i8(vf a, vf b, vf c, vf d) { return {rounded_i8_part(a, b), rounded_i8_part(c, d)}; }
+PENSTOCK_INLINE vi sum_of_groups(const vb (&q)[8]) {
     const __m256i one = _mm256_set1_epi8(1);
     __m256i v[16];
     for (int g = 0; g < 16; ++g) {
-        const __m256i pairs = _mm256_maddubs_epi16(one, _mm256_loadu_si256((const __m256i*)(q + 32 * g)));
+        const __m256i pairs = _mm256_maddubs_epi16(one, g % 2 == 0 ? q[g / 2].l : q[g / 2].h);
         v[g] = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
     }
     for (int count = 16; count > 4; count /= 2) {
@@ -117,17 +133,18 @@ PENSTOCK_INLINE vb look_up(vb a, const uint8_t* table) {
     const __m256i t = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table));
     return {_mm256_shuffle_epi8(t, a.l), _mm256_shuffle_epi8(t, a.h)};
 }
-PENSTOCK_INLINE vf bits_of_lanes(vb a, int shift, int32_t mask) {
-    const __m128i count = _mm_cvtsi32_si128(shift);
-    const __m256i m = _mm256_set1_epi32(mask);
-    return {_mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srl_epi32(a.l, count), m)),
-            _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srl_epi32(a.h, count), m))};
+PENSTOCK_INLINE vb shift_right(vb a, int32_t shift) {
+    const __m256i count = _mm256_set1_epi32(shift);
+    return {_mm256_srlv_epi32(a.l, count), _mm256_srlv_epi32(a.h, count)};
 }
-PENSTOCK_INLINE vf bf16_of_lanes(vb a, int j) {
-    const __m128i count = _mm_cvtsi32_si128(16 - 16 * j);
-    const __m256i m = _mm256_set1_epi32(-0x10000);
-    return {_mm256_castsi256_ps(_mm256_and_si256(_mm256_sll_epi32(a.l, count), m)),
-            _mm256_castsi256_ps(_mm256_and_si256(_mm256_sll_epi32(a.h, count), m))};
+PENSTOCK_INLINE vf bits_of_lanes(vb a, int32_t mask) {
+    const __m256i m = _mm256_set1_epi32(mask);
+    return {_mm256_cvtepi32_ps(_mm256_and_si256(a.l, m)), _mm256_cvtepi32_ps(_mm256_and_si256(a.h, m))};
+}
+PENSTOCK_INLINE vf bf16_of_lanes(vb a, uint32_t j) {
+    const __m256i count = _mm256_set1_epi32(static_cast<int32_t>(16 - 16 * j)), m = _mm256_set1_epi32(-0x10000);
+    return {_mm256_castsi256_ps(_mm256_and_si256(_mm256_sllv_epi32(a.l, count), m)),
+            _mm256_castsi256_ps(_mm256_and_si256(_mm256_sllv_epi32(a.h, count), m))};
 }
 PENSTOCK_INLINE vf add_exponent(vf a, int32_t exponent_bits) {
     const __m256i e = _mm256_set1_epi32(exponent_bits);

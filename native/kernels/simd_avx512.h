@@ -21,7 +21,8 @@ PENSTOCK_INLINE vf min(vf a, vf b) { return {_mm512_min_ps(a.v, b.v)}; }
 PENSTOCK_INLINE vf fma(vf a, vf b, vf c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 PENSTOCK_INLINE vf abs(vf a) { return {_mm512_abs_ps(a.v)}; }
 PENSTOCK_INLINE vf round(vf a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
-// a * 2^n for integral n
+// a * 2^n for integral n; infinite or zero where that is no number.
+constexpr bool kScaleSaturates = true;
 PENSTOCK_INLINE vf scale2(vf a, vf n) { return {_mm512_scalef_ps(a.v, n.v)}; }
 // Lanes below `count` from a, the others from b.
 PENSTOCK_INLINE vf first(int count, vf a, vf b) {
@@ -44,6 +45,11 @@ PENSTOCK_INLINE float reduce_add(vf a) { return _mm512_reduce_add_ps(a.v); }
 PENSTOCK_INLINE float reduce_max(vf a) { return _mm512_reduce_max_ps(a.v); }
 
 PENSTOCK_INLINE vi set1_i(int32_t x) { return {_mm512_set1_epi32(x)}; }
+PENSTOCK_INLINE vi add(vi a, vi b) { return {_mm512_add_epi32(a.v, b.v)}; }
+PENSTOCK_INLINE vi sub(vi a, vi b) { return {_mm512_sub_epi32(a.v, b.v)}; }
+PENSTOCK_INLINE vi bit_and(vi a, vi b) { return {_mm512_and_si512(a.v, b.v)}; }
+PENSTOCK_INLINE vi bits_of(vf a) { return {_mm512_castps_si512(a.v)}; }
+PENSTOCK_INLINE vf float_of(vi bits) { return {_mm512_castsi512_ps(bits.v)}; }
 PENSTOCK_INLINE vi times16(vi a) { return {_mm512_slli_epi32(a.v, 4)}; }
 PENSTOCK_INLINE vf to_float(vi a) { return {_mm512_cvtepi32_ps(a.v)}; }
 PENSTOCK_INLINE void store(int32_t* p, vi a) { _mm512_storeu_si512(p, a.v); }
@@ -51,6 +57,15 @@ PENSTOCK_INLINE void store(int32_t* p, vi a) { _mm512_storeu_si512(p, a.v); }
 PENSTOCK_INLINE void store_rounded_i8(int8_t* p, vf a) {
     _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(a.v)));
 }
+// 64 of them, in order.
+PENSTOCK_INLINE vb rounded_i8(vf a, vf b, vf c, vf d) {
+    const __m512i low = _mm512_packs_epi32(_mm512_cvtps_epi32(a.v), _mm512_cvtps_epi32(b.v));
+    const __m512i high = _mm512_packs_epi32(_mm512_cvtps_epi32(c.v), _mm512_cvtps_epi32(d.v));
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    return {_mm512_permutexvar_epi32(order, _mm512_packs_epi16(low, high))};
+}
+// Bit i: whether lane i of a exceeds that of b.
+PENSTOCK_INLINE uint32_t lanes_above(vf a, vf b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ); }
 // Lane g: the largest size of the 32 values x[32 g ..], of sixteen such groups side by side.
 PENSTOCK_INLINE vf largest_of_groups(const float* x) {
     __m512 v[16];
@@ -69,10 +84,10 @@ PENSTOCK_INLINE vf largest_of_groups(const float* x) {
     }
     return {v[0]};
 }
-// Lane g: the sum of the 32 values q[32 g ..], of sixteen such groups side by side.
-PENSTOCK_INLINE vi sum_of_groups(const int8_t* q) {
+// Lane g: the sum of 32 int8 each, of sixteen such groups side by side.
+PENSTOCK_INLINE vi sum_of_groups(const vb (&q)[8]) {
     __m512i v[8];
-    for (int i = 0; i < 8; ++i) v[i] = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), _mm512_loadu_si512(q + 64 * i));
+    for (int i = 0; i < 8; ++i) v[i] = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), q[i].v);
     for (int i = 0; i < 8; i += 2) v[i / 2] = _mm512_add_epi32(_mm512_unpacklo_epi32(v[i], v[i + 1]), _mm512_unpackhi_epi32(v[i], v[i + 1]));
     for (int i = 0; i < 4; i += 2) v[i / 2] = _mm512_add_epi32(_mm512_unpacklo_epi64(v[i], v[i + 1]), _mm512_unpackhi_epi64(v[i], v[i + 1]));
     const __m512i sums = _mm512_add_epi32(_mm512_shuffle_i32x4(v[0], v[1], 0x88), _mm512_shuffle_i32x4(v[0], v[1], 0xDD));
@@ -86,13 +101,15 @@ PENSTOCK_INLINE vb high_nibbles(vb a) { return {_mm512_and_si512(_mm512_srli_epi
 PENSTOCK_INLINE vb look_up(vb a, const uint8_t* table) {
     return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table)), a.v)};
 }
-// The bits `mask` of each lane >> shift, as a number.
-PENSTOCK_INLINE vf bits_of_lanes(vb a, int shift, int32_t mask) {
-    return {_mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srl_epi32(a.v, _mm_cvtsi32_si128(shift)), _mm512_set1_epi32(mask)))};
+// Each lane >> shift.
+PENSTOCK_INLINE vb shift_right(vb a, int32_t shift) { return {_mm512_srlv_epi32(a.v, _mm512_set1_epi32(shift))}; }
+// The bits `mask` of each lane, as a number.
+PENSTOCK_INLINE vf bits_of_lanes(vb a, int32_t mask) {
+    return {_mm512_cvtepi32_ps(_mm512_and_si512(a.v, _mm512_set1_epi32(mask)))};
 }
 // bf16 number j, 0 or 1, of each lane.
-PENSTOCK_INLINE vf bf16_of_lanes(vb a, int j) {
-    const __m512i high = _mm512_sll_epi32(a.v, _mm_cvtsi32_si128(16 - 16 * j));
+PENSTOCK_INLINE vf bf16_of_lanes(vb a, uint32_t j) {
+    const __m512i high = _mm512_sllv_epi32(a.v, _mm512_set1_epi32(static_cast<int32_t>(16 - 16 * j)));
     return {_mm512_castsi512_ps(_mm512_and_si512(high, _mm512_set1_epi32(-0x10000)))};
 }
 // a * 2^n for exponent_bits = n << 23; a and the result must be normal numbers.

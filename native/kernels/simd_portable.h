@@ -21,6 +21,7 @@ PENSTOCK_INLINE vf fma(vf a, vf b, vf c) { PENSTOCK_LANES c.v[i] += a.v[i] * b.v
 PENSTOCK_INLINE vf abs(vf a) { PENSTOCK_LANES a.v[i] = fabsf(a.v[i]); return a; }
 // Round to nearest even by the magic-number method; exact for |a| < 2^22, and larger values never come here.
 PENSTOCK_INLINE vf round(vf a) { PENSTOCK_LANES a.v[i] = (a.v[i] + 12582912.0f) - 12582912.0f; return a; }
+constexpr bool kScaleSaturates = false;
 PENSTOCK_INLINE vf scale2(vf a, vf n) {
     PENSTOCK_LANES {
         const int32_t bits = (static_cast<int32_t>(n.v[i]) + 127) << 23;
@@ -75,6 +76,11 @@ PENSTOCK_INLINE float reduce_max(vf a) {
 }
 
 PENSTOCK_INLINE vi set1_i(int32_t x) { vi r; PENSTOCK_LANES r.v[i] = x; return r; }
+PENSTOCK_INLINE vi add(vi a, vi b) { PENSTOCK_LANES a.v[i] += b.v[i]; return a; }
+PENSTOCK_INLINE vi sub(vi a, vi b) { PENSTOCK_LANES a.v[i] -= b.v[i]; return a; }
+PENSTOCK_INLINE vi bit_and(vi a, vi b) { PENSTOCK_LANES a.v[i] &= b.v[i]; return a; }
+PENSTOCK_INLINE vi bits_of(vf a) { vi r; memcpy(r.v, a.v, sizeof(r.v)); return r; }
+PENSTOCK_INLINE vf float_of(vi bits) { vf r; memcpy(r.v, bits.v, sizeof(r.v)); return r; }
 PENSTOCK_INLINE vi times16(vi a) { PENSTOCK_LANES a.v[i] *= 16; return a; }
 PENSTOCK_INLINE vf to_float(vi a) { vf r; PENSTOCK_LANES r.v[i] = static_cast<float>(a.v[i]); return r; }
 PENSTOCK_INLINE void store(int32_t* p, vi a) { PENSTOCK_LANES p[i] = a.v[i]; }
@@ -84,16 +90,31 @@ PENSTOCK_INLINE void store_rounded_i8(int8_t* p, vf a) {
         p[i] = static_cast<int8_t>(r > 127.0f ? 127.0f : r < -128.0f ? -128.0f : r);
     }
 }
+PENSTOCK_INLINE vb rounded_i8(vf a, vf b, vf c, vf d) {
+    int8_t bytes[64];
+    store_rounded_i8(bytes, a);
+    store_rounded_i8(bytes + 16, b);
+    store_rounded_i8(bytes + 32, c);
+    store_rounded_i8(bytes + 48, d);
+    vb r;
+    memcpy(r.v, bytes, sizeof(bytes));
+    return r;
+}
+PENSTOCK_INLINE uint32_t lanes_above(vf a, vf b) {
+    uint32_t above = 0;
+    PENSTOCK_LANES above |= static_cast<uint32_t>(a.v[i] > b.v[i]) << i;
+    return above;
+}
 PENSTOCK_INLINE vf largest_of_groups(const float* x) {
     vf r;
     for (int g = 0; g < 16; ++g) r.v[g] = reduce_max(max(abs(load(x + 32 * g)), abs(load(x + 32 * g + 16))));
     return r;
 }
-PENSTOCK_INLINE vi sum_of_groups(const int8_t* q) {
+PENSTOCK_INLINE vi sum_of_groups(const vb (&q)[8]) {
     vi r;
     for (int g = 0; g < 16; ++g) {
         r.v[g] = 0;
-        for (int i = 0; i < 32; ++i) r.v[g] += q[32 * g + i];
+        for (int i = 0; i < 32; ++i) r.v[g] += static_cast<int8_t>(q[g / 2].v[32 * (g % 2) + i]);
     }
     return r;
 }
@@ -102,16 +123,25 @@ PENSTOCK_INLINE void store64(uint8_t* p, vb a) { memcpy(p, a.v, 64); }
 PENSTOCK_INLINE vb low_nibbles(vb a) { for (int i = 0; i < 64; ++i) a.v[i] &= 0x0F; return a; }
 PENSTOCK_INLINE vb high_nibbles(vb a) { for (int i = 0; i < 64; ++i) a.v[i] >>= 4; return a; }
 PENSTOCK_INLINE vb look_up(vb a, const uint8_t* table) { for (int i = 0; i < 64; ++i) a.v[i] = table[a.v[i]]; return a; }
-PENSTOCK_INLINE vf bits_of_lanes(vb a, int shift, int32_t mask) {
-    vf r;
+PENSTOCK_INLINE vb shift_right(vb a, int32_t shift) {
     PENSTOCK_LANES {
         uint32_t bits;
         memcpy(&bits, a.v + 4 * i, 4);
-        r.v[i] = static_cast<float>(bits >> shift & static_cast<uint32_t>(mask));
+        bits >>= shift;
+        memcpy(a.v + 4 * i, &bits, 4);
+    }
+    return a;
+}
+PENSTOCK_INLINE vf bits_of_lanes(vb a, int32_t mask) {
+    vf r;
+    PENSTOCK_LANES {
+        int32_t bits;
+        memcpy(&bits, a.v + 4 * i, 4);
+        r.v[i] = static_cast<float>(bits & mask);
     }
     return r;
 }
-PENSTOCK_INLINE vf bf16_of_lanes(vb a, int j) {
+PENSTOCK_INLINE vf bf16_of_lanes(vb a, uint32_t j) {
     vf r;
     PENSTOCK_LANES {
         uint16_t bits;

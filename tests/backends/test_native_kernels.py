@@ -99,6 +99,28 @@ def test_quantised_product_is_that_of_its_parts(
     assert np.abs(out - plain).max() <= 0.02 * scale.max()
 
 
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("with_residual", [False, True], ids=["plain", "residual"])
+def test_rows_of_one_tile_have_outliers_in_columns_of_their_own(variant: str, fmt: WeightFormat, with_residual: bool) -> None:
+    """More of them in a tile than its list has room for; all panels whole, without a bias."""
+    rows, cols, batch, num_outliers = 64, 1536, 7, 14
+    rng = np.random.default_rng(3)
+    x = random_rows(rng, batch, cols)
+    for row in x:
+        row[rng.choice(cols, num_outliers, replace=False)] = bf16(40 * rng.standard_normal(num_outliers).astype(np.float32))
+    source, kind = FORMATS[fmt]
+    raw = quantize(rng.standard_normal((rows, cols)).astype(np.float32), kind)
+    residual = random_rows(rng, batch, rows)
+    epilogue = {"residual": residual} if with_residual else {}
+    probe = linear_probe(x, raw, source, (rows, cols), variant, **epilogue)
+    together = probe.run(range(batch))
+    expected = quantised_product(x, raw, fmt) + (residual if with_residual else 0)
+    scale = np.abs(x).astype(np.float64) @ np.abs(dequantize(raw, fmt, cols).T)
+    assert (np.abs(together - expected) <= 2e-6 * scale + 1e-6).all()
+    alone = linear_probe(x[2:3], raw, source, (rows, cols), variant, **{k: v[2:3] for k, v in epilogue.items()}).run([0])
+    assert (alone[0] == together[2]).all()
+
+
 @pytest.mark.parametrize("size", [1e-20, 1e-27, 1e-35, 1e-36, 1e-37, 1e-38, 1e-39, 0.0])
 def test_a_group_of_vanishing_values_does_not_spoil_its_row(variant: str, size: float) -> None:
     """127 / size is beyond float32 from 3.7e-37 down, and an exponent below -126 would spoil the scale of the weights."""
