@@ -60,7 +60,7 @@ if [ -n "${QWEN:-}" ]; then run step-qwen step.py --model "$QWEN" --steps 1x1@12
   run peers-short peers.py --workload short ${PEERS_ARGS:-}
   # Are the peers at their best with the settings that the other runs give them?
   run peers-settings peers.py ${PEERS_ARGS:-} --repeat 1 --concurrency 32 8 1 --requests 64 16 4 --peers openvino \
-    openvino-1-thread openvino-unpinned openvino-static openvino-throughput openvino-f32 openvino-2048 openvino-kv-bf16 vllm vllm-all-cores
+    openvino-1-thread openvino-unpinned openvino-static openvino-throughput openvino-f32 openvino-2048 openvino-kv-bf16 vllm vllm-all-cores llamacpp llamacpp-kv-q8
   if [ -n "${QWEN:-}" ]; then run peers-qwen peers.py --model qwen --model-file "$QWEN" ${PEERS_ARGS:-}; fi
 }
 

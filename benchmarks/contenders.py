@@ -32,10 +32,15 @@ class Setting:
     num_cpus: int
 
 
-def penstock(setting: Setting) -> Contender:
+def penstock(setting: Setting, *options: str, name: str = OURS) -> Contender:
     words = ["-m", "penstock", "serve", setting.gguf, "--host", "127.0.0.1", "--port", "{port}", "--no-prefix-caching"]
-    words += ["--served-model-name", SERVED_NAME]
-    return Contender(OURS, [sys.executable, *words], health="/ready", installed=own_files())
+    words += ["--served-model-name", SERVED_NAME, *options]
+    return Contender(name, [sys.executable, *words], health="/ready", installed=own_files())
+
+
+def penstock_kv_bf16(setting: Setting) -> Contender:
+    """With keys and values of 16 bits, as vLLM and llama.cpp have them by default."""
+    return penstock(setting, "--kv-cache-dtype", "bf16", name="penstock-kv-bf16")
 
 
 OPENVINO_PROPERTIES: Mapping[str, tuple[str, ...]] = {
@@ -105,12 +110,20 @@ def llamacpp(setting: Setting) -> Contender:
     return Contender("llamacpp", command, installed=(programs / "llama-server", *libraries))
 
 
+def llamacpp_kv_q8(setting: Setting) -> Contender:
+    """With keys and values of 8 bits, as Penstock and OpenVINO have them by default."""
+    default = llamacpp(setting)
+    return replace(default, name="llamacpp-kv-q8", command=[*default.command, "-ctk", "q8_0", "-ctv", "q8_0"])
+
+
 CONTENDERS: Mapping[str, tuple[str | None, Callable[[Setting], Contender]]] = {
     OURS: (None, penstock),
+    "penstock-kv-bf16": (None, penstock_kv_bf16),
     **{name: ("openvino", partial(openvino, name=name)) for name in OPENVINO_PROPERTIES},
     "vllm": ("vllm", vllm),
     "vllm-all-cores": ("vllm", vllm_all_cores),
     "llamacpp": ("llamacpp", llamacpp),
+    "llamacpp-kv-q8": ("llamacpp", llamacpp_kv_q8),
 }
 """Name: the environment that it needs, and how it is run."""
 DEFAULT_CONTENDERS = (OURS, "openvino", "vllm", "llamacpp")

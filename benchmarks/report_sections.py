@@ -75,7 +75,8 @@ def step(results: Sequence[Result]) -> tuple[str, Plots]:
             "bound by",
             "share of the bound (best)",
         ]
-        told = f"{where(result)}. {peaks_line(result['peaks'])}"
+        kv = f", keys and values in {result['kv_cache_dtype']}" if "kv_cache_dtype" in result else ""
+        told = f"{where(result)}{kv}. {peaks_line(result['peaks'])}"
         parts.append(f"### {result['model']}, {result['variant']}\n\n{told}\n\n{table(head, rows)}")
     return "\n\n".join(parts), {}
 

@@ -25,6 +25,7 @@ RESULTS = {
     | {
         "model": "small",
         "variant": "avx512",
+        "kv_cache_dtype": "int8",
         "peaks": {"int8": PEAK, "read": PEAK},
         "steps": [
             {"batch": 32, "query_len": 1, "context_len": 256, "ms": 4.0, "min_ms": 3.5}
@@ -124,6 +125,11 @@ def test_peers_without_us_have_a_title_and_a_plot_of_their_own():
     assert "### small.gguf, sharegpt\n" in text
     assert "### small.gguf, sharegpt, other settings of the peers\n" in text
     assert len(plots) == 2
+
+
+def test_a_step_says_how_wide_its_keys_and_values_are():
+    text, _ = report_sections.step([RESULTS["step"]])
+    assert "2026-01-02, A CPU, 2 threads, keys and values in int8. Peaks" in text
 
 
 def test_a_run_that_failed_is_named(tmp_path):
