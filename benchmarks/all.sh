@@ -6,14 +6,19 @@
 #
 # From the environment: PYTHON (.venv/bin/python); QWEN, the GGUF file of Qwen2.5-Coder-1.5B-Instruct Q4_K_M, without which its part
 # is left out; PEERS_ARGS, for peers.py, such as "--setup"; ONLY, a pattern of the results' names, such as "step-*"; ADD=1, which adds
-# the rounds of peers.py to those of the result that is there.
-# What ONLY leaves out keeps its last result in the folder and its place on the page. A benchmark that fails is named at the end.
+# the rounds of peers.py to those of the result that is there, if the build, the contenders and their settings are the same.
+# What is left out keeps its last result in the folder, and what stands on the page. A benchmark that fails is named at the end.
 set -u
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
 folder=${1:-build/results}
 mkdir -p "$folder"
 results=() failed=()
+
+# collect NAME: the result that is there, of this run or an earlier one
+collect() {
+  if [ -f "$folder/$1.txt" ]; then results+=("$folder/$1.txt"); fi
+}
 
 # run NAME SCRIPT ARGUMENT...
 run() {
@@ -30,7 +35,7 @@ run() {
     fi
     ;;
   esac
-  if [ -f "$folder/$name.txt" ]; then results+=("$folder/$name.txt"); fi
+  collect "$name"
 }
 
 run peaks peaks.py
@@ -52,16 +57,17 @@ for variant in $variants; do
     run "step-$variant" step.py --variant "$variant"
   fi
 done
-if [ -n "${QWEN:-}" ]; then run step-qwen step.py --model "$QWEN" --steps 1x1@128 16x1@256 1x512@0; fi
+if [ -n "${QWEN:-}" ]; then run step-qwen step.py --model "$QWEN" --steps 1x1@128 16x1@256 1x512@0; else collect step-qwen; fi
 # shellcheck disable=SC2086  # several arguments
 {
   run peers-sharegpt peers.py ${PEERS_ARGS:-}
   run peers-azure peers.py --workload azure ${PEERS_ARGS:-}
   run peers-short peers.py --workload short ${PEERS_ARGS:-}
   # Are the peers at their best with the settings that the other runs give them?
-  run peers-settings peers.py ${PEERS_ARGS:-} --repeat 1 --concurrency 32 8 1 --requests 64 16 4 --peers openvino \
-    openvino-1-thread openvino-unpinned openvino-static openvino-throughput openvino-f32 openvino-2048 openvino-kv-bf16 vllm vllm-all-cores llamacpp llamacpp-kv-q8
-  if [ -n "${QWEN:-}" ]; then run peers-qwen peers.py --model qwen --model-file "$QWEN" ${PEERS_ARGS:-}; fi
+  run peers-settings peers.py ${PEERS_ARGS:-} --repeat 1 --title "other settings of the peers" --peers openvino openvino-1-thread \
+    openvino-unpinned openvino-static openvino-throughput openvino-f32 openvino-256 openvino-2048 openvino-kv-bf16 vllm vllm-all-cores \
+    llamacpp llamacpp-kv-q8
+  if [ -n "${QWEN:-}" ]; then run peers-qwen peers.py --model qwen --model-file "$QWEN" ${PEERS_ARGS:-}; else collect peers-qwen; fi
 }
 
 if [ ${#results[@]} -gt 0 ]; then "$python" benchmarks/report.py "${results[@]}"; fi

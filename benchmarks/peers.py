@@ -1,4 +1,4 @@
-"""How does Penstock compare with other CPU servers? The same workload, the same weights, the same machine, the same run.
+"""How does Penstock compare with other CPU servers? The same workload, weights from the same file, the same machine and run.
 
 Each round starts every contender in turn, alone on the machine, and loads it with the same prompts at each
 concurrency: a closed loop, greedy, `ignore_eos`, streamed over HTTP (OpenVINO GenAI: in its own process, without HTTP). Every
@@ -9,6 +9,9 @@ machine can do at most is probed before each contender.
     python benchmarks/peers.py --model qwen --model-file Qwen2.5-Coder-1.5B-Instruct-Q4_K_M.gguf
     python benchmarks/peers.py --peers penstock openvino --workload short --repeat 5
     python benchmarks/peers.py --add build/results/peers-sharegpt.txt --repeat 1   # one round more for an earlier result
+
+Rounds are only added to those of the same contenders, with the same settings, versions, build of Penstock, model file and
+prompts.
 
 Needs the traces (`workloads.py`); for llama.cpp CMake and a C++ compiler. A peer that is missing or fails is left out with
 the reason. The last line printed is one JSON object.
@@ -24,13 +27,14 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
 from contenders import CONTENDERS, DEFAULT_CONTENDERS, OURS, Setting
 from load import Job, LoadError, Run, summarise
+from origin import build_told, contenders_told, file_sha256, read_same, sha256
 from peer_setup import RECIPES, Environments, SetupError
 from sessions import Contender, ContenderError, Session, running
 from workloads import DEFAULT_TRACES, WORKLOADS, Source, describe, read_jobs, read_tokenizer
@@ -79,6 +83,7 @@ class Record:
 
     installed_mb: float
     rounds: list[int] = field(default_factory=list)
+    dates: list[str] = field(default_factory=list)
     ready_s: list[float] = field(default_factory=list)
     resident_mb: list[float] = field(default_factory=list)
     probes: list[dict[str, float]] = field(default_factory=list)
@@ -89,16 +94,17 @@ class Record:
     @classmethod
     def read(cls, saved: Mapping[str, Any]) -> Record:
         """What `saved` wrote, read from JSON."""
-        runs = {int(concurrency): list(rounds) for concurrency, rounds in saved["runs"].items()}
-        return cls(**{**saved, "runs": runs})
+        by_load = {name: {int(c): list(found) for c, found in saved[name].items()} for name in ("runs", "starts")}
+        return cls(**{**saved, **by_load})
 
     def saved(self) -> dict[str, Any]:
-        """All rounds, for `--add`; without the replies."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "starts"}
+        """All rounds, for `--add`."""
+        return asdict(self)
 
     def medians(self) -> dict[str, Any]:
         by_concurrency = {str(concurrency): median_figures(runs) for concurrency, runs in self.runs.items()}
         return {
+            "num_rounds": len(self.rounds),
             "ready_s": round(statistics.median(self.ready_s), 2),
             "resident_mb": round(statistics.median(self.resident_mb), 1),
             "installed_mb": round(self.installed_mb, 1),
@@ -137,6 +143,7 @@ def measure(
         record.ready_s.append(session.ready_s)
         record.resident_mb.append(session.resident_mb())
     record.rounds.append(round_idx)
+    record.dates.append(time.strftime("%Y-%m-%d"))
     record.probes.append(probed)
     for concurrency, figures in runs.items():
         record.runs.setdefault(concurrency, []).append(figures)
@@ -236,11 +243,23 @@ def num_common(a: str, b: str) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
+def with_rounds_told(records: Mapping[str, Record]) -> dict[str, Record]:
+    """The records by name, with the number of rounds in the name where not all have as many."""
+    numbers = {len(record.rounds) for record in records.values()}
+    return {name if len(numbers) == 1 else f"{name} (n={len(record.rounds)})": record for name, record in records.items()}
+
+
+def dates(records: Mapping[str, Record]) -> str:
+    """The day of all rounds, or the first and the last."""
+    found = sorted({day for record in records.values() for day in record.dates})
+    return " to ".join(dict.fromkeys([found[0], found[-1]])) if found else time.strftime("%Y-%m-%d")
+
+
 def table(records: Mapping[str, Record], loads: Mapping[int, int]) -> str:
     """Output tokens per second of every contender, as a table in Markdown."""
     columns = [*(f"c={concurrency}" for concurrency in loads), "ready s", "resident MB", "installed MB"]
     lines = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
-    for name, record in records.items():
+    for name, record in with_rounds_told(records).items():
         medians = record.medians()
         rates = [f"{medians['by_concurrency'][str(c)]['output_tokens_per_s']:.0f}" for c in loads]
         lines.append(
@@ -264,7 +283,12 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--traces", type=Path, default=DEFAULT_TRACES, help="folder of the traces (default: ../shared/traces)")
     parser.add_argument("--concurrency", type=int, nargs="+", help="default: 32 8 1; for qwen 16 1")
     parser.add_argument("--requests", type=int, nargs="+", help="for each concurrency; default: 96 32 8; for qwen 24 8")
-    parser.add_argument("--add", type=Path, metavar="FILE", help="add the rounds to this earlier result of the same workload")
+    parser.add_argument(
+        "--add", type=Path, metavar="FILE", help="add the rounds to this earlier result, measured in the same way"
+    )
+    parser.add_argument(
+        "--title", default="", help="what is compared, if it is not the servers with the settings they have by default"
+    )
     parser.add_argument("--repeat", type=int, default=3, help="rounds; 0 only makes what is missing (default: %(default)s)")
     args = parser.parse_args()
     if (args.concurrency is None) != (args.requests is None) or len(args.concurrency or ()) != len(args.requests or ()):
@@ -274,13 +298,7 @@ def read_arguments() -> argparse.Namespace:
 
 def read_earlier(path: Path, expected: Mapping[str, Any]) -> dict[str, Record]:
     """The rounds of an earlier result. Raises SystemExit if it was measured in another way."""
-    report = json.loads(path.read_text(encoding="utf-8").strip().splitlines()[-1])
-    for name, value in json.loads(json.dumps(expected)).items():
-        if report.get(name) != value:
-            raise SystemExit(f"{path} can't be added to: its {name} is {report.get(name)}, here it is {value}")
-    if "records" not in report:
-        raise SystemExit(f"{path} can't be added to: it was written without its rounds")
-    return {name: Record.read(saved) for name, saved in report["records"].items()}
+    return {name: Record.read(saved) for name, saved in read_same(path, expected)["records"].items()}
 
 
 def find_model(name: str) -> Path:
@@ -308,16 +326,21 @@ def main() -> None:
     num_cpus = len(os.sched_getaffinity(0))
     max_tokens = -(-(longest + 1) // CONTEXT_STEP) * CONTEXT_STEP
     setting = Setting(Environments(args.envs), gguf, model.llama_quantization, max(loads), max_tokens, num_cpus)
+    skipped: dict[str, str] = {}
+    ready = prepare(args.peers, setting, setup=args.setup, skipped=skipped)
     origin = {
+        "title": args.title,
         "cpu": machine.cpu_name(),
         "model": gguf.name,
+        "model_sha256": file_sha256(gguf),
+        "jobs_sha256": sha256(repr(job).encode() for job in jobs),
+        "build": build_told(),
+        "settings": contenders_told(ready),
         "workload": {"name": args.workload, **describe(jobs)},
         "loads": loads,
         "cpus": num_cpus,
     }
     earlier = read_earlier(args.add, origin) if args.add else {}
-    skipped: dict[str, str] = {}
-    ready = prepare(args.peers, setting, setup=args.setup, skipped=skipped)
 
     def measure_one(contender: Contender, round_idx: int, record: Record) -> None:
         log = setting.environments.log(f"{contender.name}-{round_idx + 1}")
@@ -327,7 +350,7 @@ def main() -> None:
     print(table(records, loads))
     report = {
         "benchmark": "peers",
-        "date": time.strftime("%Y-%m-%d"),
+        "date": dates(records),
         **origin,
         "repeat": num_rounds(records),
         "contenders": {name: record.medians() for name, record in records.items()},

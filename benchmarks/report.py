@@ -1,7 +1,8 @@
 """Writes the benchmarks' results into docs/performance.md, and draws its plots.
 
 Takes files whose last line is the JSON object that a benchmark printed; several of one benchmark (other models, other
-instruction sets) become one section, in the order given. A section without a result stays as it is.
+instruction sets) become one section. What a section has under a `###` title stays as it is until a result with that title
+comes; a section without such titles is replaced as a whole, and one without a result stays.
 
     python benchmarks/report.py build/results/*.txt
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +43,28 @@ def read_results(paths: list[Path]) -> dict[str, list[dict[str, Any]]]:
 
 
 def replace_section(page: str, name: str, text: str) -> str:
-    """The page with what stands between the section's two marks replaced."""
+    """The page with what stands between the section's two marks brought up to date: see `merge`."""
     begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
     head, found_begin, rest = page.partition(begin)
-    _, found_end, tail = rest.partition(end)
+    old, found_end, tail = rest.partition(end)
     if not found_begin or not found_end:
         raise SystemExit(f"the page has no section between '{begin}' and '{end}'")
-    return f"{head}{begin}\n{text}\n{end}{tail}"
+    return f"{head}{begin}\n{merge(old, text)}\n{end}{tail}"
+
+
+def merge(old: str, new: str) -> str:
+    """The new parts in the places of the old ones with the same title, and after them those that are new.
+
+    Without titles in both there is nothing to keep.
+    """
+    parts, replacing = by_title(old), by_title(new)
+    return "\n\n".join((parts | replacing).values()) if parts and replacing else new
+
+
+def by_title(section: str) -> dict[str, str]:
+    """The parts that begin with a `###` title, by that line; what stands before the first belongs to none."""
+    parts = re.split(r"^(?=### )", section, flags=re.MULTILINE)[1:]
+    return {part.partition("\n")[0]: part.strip() for part in parts}
 
 
 def main() -> None:

@@ -15,9 +15,9 @@ Plots = dict[str, str]
 """File name -> SVG."""
 
 KERNEL_ROWS = ("1", "2", "4", "8", "16", "32", "64", "128", "512")
-OURS = "penstock"
 PLOTTED_KIND = "q4_1"
 NOT_FIGURES = ("benchmark", "date", "cpu", "threads", "clock")
+COMMON = "first characters of a reply like ours"
 STEP_PARTS = ("rows", "linear", "attention", "sampling")
 
 
@@ -86,18 +86,21 @@ def kernels(results: Sequence[Result]) -> tuple[str, Plots]:
     plots: Plots = {}
     for variant, runs in _by_variant(results).items():
         products = [(where(run), product) for run in runs for product in run["variants"][variant]["products"]]
-        models = list(dict.fromkeys(product["model"] for _, product in products))
+        attention = [(where(run), found) for run in runs for found in run["variants"][variant]["attention"]]
+        models = list(dict.fromkeys(found["model"] for _, found in products + attention))
         for model in models:
             found = [(origin, product) for origin, product in products if product["model"] == model]
-            origins = "; ".join(dict.fromkeys(origin for origin, _ in found))
-            parts.append(f"### {model}, {variant}\n\n{origins}.\n\n{_product_table([product for _, product in found])}")
-        parts += [_attention_table(found, variant) for run in runs for found in run["variants"][variant]["attention"]]
+            of_model = [(origin, a) for origin, a in attention if a["model"] == model]
+            origins = "; ".join(dict.fromkeys(origin for origin, _ in found + of_model))
+            tables = [_product_table([product for _, product in found])] if found else []
+            tables += [_attention_table(a, variant) for _, a in of_model]
+            parts.append("\n\n".join([f"### {model}, {variant}", f"{origins}.", *tables]))
         panels = list(_kernel_panels([product for _, product in products], models))
         if panels:
             name = f"kernels-{variant}.svg"
             title = f"Products with {PLOTTED_KIND} weights, {variant}"
             plots[name] = share_lines(title, "share of the bound, by rows computed together", panels)
-            parts.append(f"![Share of the bound by number of rows, {variant}](performance/{name})")
+            parts.append(f"### All rows, {variant}\n\n![Share of the bound by number of rows, {variant}](performance/{name})")
     return "\n\n".join(parts), plots
 
 
@@ -155,14 +158,25 @@ def peers(results: Sequence[Result]) -> tuple[str, Plots]:
     for result in results:
         loads, contenders = list(result["loads"]), result["contenders"]
         workload = result["workload"]["name"]
-        title = f"{result['model']}, {workload}" + ("" if OURS in contenders else ", other settings of the peers")
-        spread = f"medians of {result['repeat']} rounds and their range"
-        rows = [[name, *_rates(c, loads), c["ready_s"], c["resident_mb"], c["installed_mb"]] for name, c in contenders.items()]
+        title = ", ".join(filter(None, [result["model"], workload, result.get("title")]))
+        numbers = {c.get("num_rounds", result["repeat"]) for c in contenders.values()}
+        spread = "medians of {} and their range".format(
+            f"{result['repeat']} round{'s' * (result['repeat'] > 1)}" if len(numbers) <= 1 else "n rounds"
+        )
+        rows = [
+            [shown, *_rates(c, loads), c["ready_s"], c["resident_mb"], c["installed_mb"]]
+            for name, c in contenders.items()
+            for shown in [name if len(numbers) == 1 else f"{name} (n={c['num_rounds']})"]
+        ]
         head = ["output tokens/s", *(f"c={c}" for c in loads), "ready s", "resident MB", "installed MB"]
         text = [f"### {title}", f"{where(result)}; {spread}.", table(head, rows)]
         if result["times_peer"]:
-            ratios = [[name, *(f"{quotients[c]:.2f}" for c in loads)] for name, quotients in result["times_peer"].items()]
-            text.append(table(["Penstock's throughput over that of", *(f"c={c}" for c in loads)], ratios))
+            common = result.get("common_start_chars", {})
+            ratios = [
+                [name, *(f"{quotients[c]:.2f}" for c in loads), common.get(name, "")]
+                for name, quotients in result["times_peer"].items()
+            ]
+            text.append(table(["Penstock's throughput over that of", *(f"c={c}" for c in loads), COMMON], ratios))
         text += [f"Left out: {name}, {reason}." for name, reason in result["left_out"].items()]
         if contenders:
             plot = (

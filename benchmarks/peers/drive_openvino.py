@@ -21,6 +21,7 @@ import openvino_genai as ov
 
 CACHE_GB = 4
 MAX_BATCHED_TOKENS = 512
+"""Of a step; its own default is 256. A prompt takes fewer steps."""
 
 
 @dataclass
@@ -40,6 +41,19 @@ def read_value(text: str) -> Any:
         return text
 
 
+def read_properties(words: list[str]) -> dict[str, Any]:
+    """The values by name, of words NAME=VALUE."""
+    return {name: read_value(value) for name, _, value in (word.partition("=") for word in words)}
+
+
+def set_known(config: Any, properties: dict[str, Any]) -> dict[str, Any]:
+    """Set what the configuration has a field for; the others, which are the device's."""
+    of_device = {name: value for name, value in properties.items() if not hasattr(config, name)}
+    for name in properties.keys() - of_device.keys():
+        setattr(config, name, properties[name])
+    return of_device
+
+
 def make_pipeline(model: str, max_seqs: int, properties: dict[str, Any]) -> ov.ContinuousBatchingPipeline:
     config = ov.SchedulerConfig()
     config.cache_size = CACHE_GB
@@ -47,9 +61,7 @@ def make_pipeline(model: str, max_seqs: int, properties: dict[str, Any]) -> ov.C
     config.max_num_seqs = max_seqs
     config.enable_prefix_caching = False
     config.dynamic_split_fuse = True
-    of_device = {name: value for name, value in properties.items() if not hasattr(config, name)}
-    for name in properties.keys() - of_device.keys():
-        setattr(config, name, properties[name])
+    of_device = set_known(config, properties)
     return ov.ContinuousBatchingPipeline(model, config, "CPU", of_device)
 
 
@@ -103,8 +115,7 @@ def report(requests: list[Request], tokenizer: ov.Tokenizer) -> list[dict[str, A
 
 
 def main() -> None:
-    properties = {name: read_value(value) for name, _, value in (word.partition("=") for word in sys.argv[3:])}
-    pipeline = make_pipeline(sys.argv[1], int(sys.argv[2]), properties)
+    pipeline = make_pipeline(sys.argv[1], int(sys.argv[2]), read_properties(sys.argv[3:]))
     print("ready", flush=True)
     for line in sys.stdin:
         order = json.loads(line)

@@ -1,17 +1,25 @@
 """The comparison itself: rounds, failures, ratios; with records instead of servers."""
 
 import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import contenders
+import origin
 import peers
 import pytest
 from load import LoadError
 from peer_setup import Environments
-from peers import Record, common_starts, compete, median_figures, num_rounds, prepare, ratios, read_earlier, table
+from peers import Record, common_starts, compete, dates, median_figures, num_rounds, prepare, ratios, read_earlier, table
 from sessions import Contender
 
 
 def add_round(record, rate, text="same"):
+    record.dates.append(f"2026-01-0{1 + len(record.rounds)}")
     record.rounds.append(len(record.rounds))
     record.ready_s.append(1.0)
     record.resident_mb.append(2.0)
@@ -82,20 +90,77 @@ def test_rounds_are_added_to_an_earlier_result(tmp_path):
         add_round(record, 40.0)
 
     read = read_earlier(path, {"model": "a", "loads": {8: 2}})
-    records = compete([Contender("penstock", [])], 1, measure_one, {}, read)
+    skipped = {"slow": "failed in round 3"}
+    records = compete([Contender(name, []) for name in ("penstock", "slow")], 1, measure_one, skipped, read)
     assert rounds == [("penstock", 2)]
     assert [run["output_tokens_per_s"] for run in records["penstock"].runs[8]] == [10, 20, 40]
     assert num_rounds(records) == 3
     assert ratios(records) == {"slow": {"8": 3.0}}
+    assert common_starts(records) == {"penstock": 4.5, "slow": 4.5}
+    assert dates(records) == "2026-01-01 to 2026-01-03"
+    assert [line.split("|")[1].strip() for line in table(records, {8: 2}).splitlines()[2:]] == ["penstock (n=3)", "slow (n=2)"]
     with pytest.raises(SystemExit, match="its model is a, here it is b"):
         read_earlier(path, {"model": "b"})
 
 
-def test_openvino_variants_differ_from_its_defaults():
-    variants = contenders.OPENVINO_PROPERTIES
-    assert variants["openvino"] == ()
-    assert len(set(variants.values())) == len(variants)
-    assert variants.keys() <= contenders.CONTENDERS.keys()
+def test_rounds_of_other_contenders_settings_or_builds_are_refused(tmp_path):
+    ready = [Contender("penstock", ["serve", "{port}"]), Contender("openvino", ["drive"])]
+    told = {"build": {"sha256": "0123"}, "settings": origin.contenders_told(ready)}
+    path = tmp_path / "peers-a.txt"
+    path.write_text(json.dumps({**told, "records": {}}))
+    assert read_earlier(path, told) == {}
+    with pytest.raises(SystemExit, match="its build sha256 is 0123, here it is 4567"):
+        read_earlier(path, told | {"build": {"sha256": "4567"}})
+    with pytest.raises(SystemExit, match=r"its settings openvino is .*, here it is None"):
+        read_earlier(path, told | {"settings": origin.contenders_told(ready[:1])})
+    with pytest.raises(SystemExit, match=r"its settings openvino command is \['drive'\], here it is \['drive', '2'\]"):
+        read_earlier(path, told | {"settings": origin.contenders_told([ready[0], replace(ready[1], command=["drive", "2"])])})
+
+
+@pytest.mark.parametrize("text", ["", "Traceback", "[1]"])
+def test_rounds_are_not_added_to_what_is_no_result(tmp_path, text):
+    path = tmp_path / "peers-a.txt"
+    path.write_text(text)
+    with pytest.raises(SystemExit, match=r"peers-a\.txt can't be added to: its last line is no result"):
+        read_earlier(path, {})
+
+
+def test_a_build_is_told_by_its_files():
+    told = origin.build_told()
+    assert told == origin.build_told()
+    assert len(told["sha256"]) == origin.DIGITS
+
+
+@pytest.fixture
+def driver(monkeypatch) -> Iterator[ModuleType]:
+    """What drives OpenVINO, without OpenVINO."""
+    names = ("ContinuousBatchingPipeline", "GenerationConfig", "Tokenizer")
+    monkeypatch.setitem(sys.modules, "openvino_genai", SimpleNamespace(**dict.fromkeys(names)))
+    monkeypatch.syspath_prepend(Path(contenders.__file__).parent / "peers")
+    yield import_module("drive_openvino")
+    del sys.modules["drive_openvino"]
+
+
+def test_properties_are_the_schedulers_where_it_knows_them_and_else_the_devices(driver):
+    words = [
+        "max_num_batched_tokens=256",
+        "INFERENCE_NUM_THREADS=1",
+        "ENABLE_CPU_PINNING=false",
+        "INFERENCE_PRECISION_HINT=f32",
+    ]
+    scheduler = SimpleNamespace(max_num_batched_tokens=driver.MAX_BATCHED_TOKENS)
+    of_device = driver.set_known(scheduler, driver.read_properties(words))
+    assert scheduler == SimpleNamespace(max_num_batched_tokens=256)
+    assert of_device == {"INFERENCE_NUM_THREADS": 1, "ENABLE_CPU_PINNING": False, "INFERENCE_PRECISION_HINT": "f32"}
+
+
+def test_properties_of_openvino_reach_its_command_line(tmp_path):
+    environments = Environments(tmp_path)
+    (tmp_path / "openvino" / "lib" / "python3" / "site-packages").mkdir(parents=True)
+    setting = contenders.Setting(environments, tmp_path / "m.gguf", None, 32, 1024, 2)
+    for name, properties in contenders.OPENVINO_PROPERTIES.items():
+        command = contenders.CONTENDERS[name][1](setting).command
+        assert tuple(command[4:]) == properties
 
 
 def test_figures_are_medians_with_all_rounds_beside():

@@ -54,6 +54,7 @@ RESULTS = {
         "repeat": 3,
         "contenders": {"penstock": CONTENDER, "other": CONTENDER},
         "times_peer": {"other": {"32": 1.0}},
+        "common_start_chars": {"penstock": 200.0, "other": 12.5},
         "left_out": {"third": "no compiler"},
     },
     "inprocess": {
@@ -101,6 +102,15 @@ def test_only_the_section_of_a_result_changes():
         report.replace_section(page, "c", "new")
 
 
+def test_only_what_has_the_title_of_a_result_changes():
+    page = "<!-- begin a -->\n### one\n\nold\n\n### two\n\nold\n<!-- end a -->\n"
+    changed = report.replace_section(page, "a", "### two\n\nnew\n\n### three\n\nnew")
+    assert changed == "<!-- begin a -->\n### one\n\nold\n\n### two\n\nnew\n\n### three\n\nnew\n<!-- end a -->\n"
+    assert report.replace_section("<!-- begin a -->\nNone yet.\n<!-- end a -->\n", "a", "### one") == (
+        "<!-- begin a -->\n### one\n<!-- end a -->\n"
+    )
+
+
 @pytest.mark.parametrize("name", report_sections.SECTIONS)
 def test_results_become_tables_and_plots(name, tmp_path, monkeypatch):
     page = tmp_path / "performance.md"
@@ -118,13 +128,22 @@ def test_results_become_tables_and_plots(name, tmp_path, monkeypatch):
     assert any((tmp_path / "performance").iterdir()) == (name in ("kernels", "peers"))
 
 
-def test_peers_without_us_have_a_title_and_a_plot_of_their_own():
+def test_peers_with_a_title_have_a_table_and_a_plot_of_their_own():
     whole = RESULTS["peers"]
-    settings = whole | {"contenders": {"other": CONTENDER}, "times_peer": {}}
+    settings = whole | {"title": "other settings of the peers"}
     text, plots = report_sections.peers([whole, settings])
     assert "### small.gguf, sharegpt\n" in text
     assert "### small.gguf, sharegpt, other settings of the peers\n" in text
     assert len(plots) == 2
+
+
+def test_the_number_of_rounds_is_told_of_each_contender_where_it_differs():
+    contenders = {name: CONTENDER | {"num_rounds": n} for name, n in (("penstock", 3), ("other", 2))}
+    text, _ = report_sections.peers([RESULTS["peers"] | {"contenders": contenders}])
+    assert "| penstock (n=3) | 2000" in text
+    assert "| other | 1.00 | 12.5 |" in text
+    assert "| other (n=2) | 2000" in text
+    assert "medians of n rounds" in text
 
 
 def test_a_step_says_how_wide_its_keys_and_values_are():
