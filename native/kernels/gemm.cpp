@@ -86,7 +86,7 @@ PENSTOCK_INLINE void dot_group(const uint8_t* const (&quants)[kPanels], const in
 
 // Sixteen weights of one column, as numbers.
 template <WeightKind kKind>
-PENSTOCK_INLINE vf weights_of_column(const Panel& panel, const OutlierColumn& column) {
+PENSTOCK_INLINE vf weights_of_column(const Panel& panel, const ColumnPlace& column) {
     using L = Layout<kKind>;
     vb lanes = shift_right(load64(panel.quants + column.group * L::kGroupBytes + column.chunk), column.shift);
     if constexpr (L::kTable) lanes = look_up(low_nibbles(lanes), kTableOfNibbles);
@@ -99,13 +99,13 @@ PENSTOCK_INLINE vf weights_of_column(const Panel& panel, const OutlierColumn& co
 
 // acc += rest * weights of its column, for every outlier of the rows. A row without the column adds zero.
 template <WeightKind kKind, int kPanels, int kRows>
-PENSTOCK_INLINE void add_outliers(const Panel (&panels)[kPanels], const OutlierList& first, vf (&acc)[kPanels][kRows]) {
+PENSTOCK_INLINE void add_by_column(const Panel (&panels)[kPanels], const OutlierList& first, vf (&acc)[kPanels][kRows]) {
     OutlierList later;
     for (const OutlierList* list = &first;; list = &later) {
         for (int i = 0; i < list->count; ++i) {
             const OutlierColumn& outlier = list->columns[i];
             vf w[kPanels];
-            for (int p = 0; p < kPanels; ++p) w[p] = weights_of_column<kKind>(panels[p], outlier);
+            for (int p = 0; p < kPanels; ++p) w[p] = weights_of_column<kKind>(panels[p], outlier.place);
             for (int r = 0; r < kRows; ++r) {
                 const vf x = set1(outlier.rest[r]);
                 for (int p = 0; p < kPanels; ++p) acc[p][r] = fma(x, w[p], acc[p][r]);
@@ -114,6 +114,20 @@ PENSTOCK_INLINE void add_outliers(const Panel (&panels)[kPanels], const OutlierL
         if (__builtin_expect(list->next == kNoColumn, 1)) return;
         if (list == &first) later = first;
         advance<Layout<kKind>::kNibbles>(later);
+    }
+}
+
+// The same bits, row by row.
+template <WeightKind kKind, int kPanels, int kRows>
+PENSTOCK_INLINE void add_by_row(const Panel (&panels)[kPanels], const Activation& a, int64_t row0, vf (&acc)[kPanels][kRows]) {
+    for (int r = 0; r < kRows; ++r) {
+        const int32_t* column = a.outlier + (row0 + r) * a.outliers_per_row;
+        const float* rest = a.outlier_rest + (row0 + r) * a.outliers_per_row;
+        for (; *column != kNoColumn; ++column, ++rest) {
+            const ColumnPlace place = place_of<Layout<kKind>::kNibbles>(static_cast<uint32_t>(*column));
+            const vf x = set1(*rest);
+            for (int p = 0; p < kPanels; ++p) acc[p][r] = fma(x, weights_of_column<kKind>(panels[p], place), acc[p][r]);
+        }
     }
 }
 
@@ -127,8 +141,8 @@ struct Ahead {
 };
 
 // y = the rests of the outliers, then the sum over groups of d * 2^e * sum((q_w - zero) q), then that of m * sum(x).
-template <WeightKind kKind, int kPanels, int kRows>
-PENSTOCK_INLINE void quant_tile(const Panel (&panels)[kPanels], const Activation& a, int64_t row0, const OutlierList& outliers,
+template <WeightKind kKind, int kPanels, int kRows, bool kMerged>
+PENSTOCK_INLINE void quant_tile(const Panel (&panels)[kPanels], const Activation& a, int64_t row0, const OutlierList* outliers,
                                 const Ahead& ahead, vf (&acc)[kPanels][kRows]) {
     using L = Layout<kKind>;
     const int groups = a.cols / kGroup, pairs = pairs_of(groups);
@@ -139,7 +153,11 @@ PENSTOCK_INLINE void quant_tile(const Panel (&panels)[kPanels], const Activation
     for (int p = 0; p < kPanels; ++p) {
         for (int r = 0; r < kRows; ++r) acc[p][r] = set1(0.0f);
     }
-    add_outliers<kKind, kPanels, kRows>(panels, outliers, acc);
+    if constexpr (kMerged) {
+        add_by_column<kKind, kPanels, kRows>(panels, *outliers, acc);
+    } else {
+        add_by_row<kKind, kPanels, kRows>(panels, a, row0, acc);
+    }
     for (int g = 0; g < groups; ++g) {
         vi dots[kPanels][kRows];
         for (int r = 0; r < kRows; ++r) {
@@ -202,13 +220,13 @@ PENSTOCK_INLINE void bf16_tile(const Panel& panel, const Activation& a, int64_t 
     for (int r = 0; r < kRows; ++r) acc[r] = add(add(part[r][0], part[r][1]), add(part[r][2], part[r][3]));
 }
 
-template <WeightKind kKind, int kPanels, int kRows>
-PENSTOCK_INLINE void compute_tile(const Panel (&panels)[kPanels], const Activation& a, int row0, const OutlierList& outliers,
+template <WeightKind kKind, int kPanels, int kRows, bool kMerged>
+PENSTOCK_INLINE void compute_tile(const Panel (&panels)[kPanels], const Activation& a, int row0, const OutlierList* outliers,
                                   const Ahead& ahead, vf (&acc)[kPanels][kRows]) {
     if constexpr (kKind == WeightKind::kBf16) {
         for (int p = 0; p < kPanels; ++p) bf16_tile<kRows>(panels[p], a, row0, acc[p]);
     } else {
-        quant_tile<kKind, kPanels, kRows>(panels, a, row0, outliers, ahead, acc);
+        quant_tile<kKind, kPanels, kRows, kMerged>(panels, a, row0, outliers, ahead, acc);
     }
 }
 
@@ -254,14 +272,14 @@ PENSTOCK_INLINE void store_tile(const vf (&acc)[kPanels][kRows], int row0, int p
 // Rows of a product that are computed together: in as few tiles of at most kMostRows rows as there can be, all of about the same
 // size. A last tile of one row would cost almost as much as a whole one. The weights of some panels stay in the first-level cache
 // for all of them.
-template <int kMostRows>
+template <int kMostRows, bool kMerged>
 struct RowBlock {
     static constexpr int kTiles = 24;
     static constexpr int kMost = kTiles * kMostRows;
     static_assert(kMostRows <= kListRows);
 
     int row0, row1;
-    OutlierList outliers[kTiles];
+    OutlierList outliers[kMerged ? kTiles : 1];
 
     // Calls f(index, row, rows, number of tiles).
     template <typename F>
@@ -275,26 +293,26 @@ struct RowBlock {
     }
 };
 
-template <WeightKind kKind, int kPanels, int kRows>
+template <WeightKind kKind, int kPanels, int kRows, bool kMerged>
 PENSTOCK_INLINE void product_tile(const PackedMatrix& w, const Panel (&panels)[kPanels], const Activation& a, int row0, int panel,
-                                  const OutlierList& outliers, const Ahead& ahead, const Epilogue& e, const ActivationKind* gates) {
+                                  const OutlierList* outliers, const Ahead& ahead, const Epilogue& e, const ActivationKind* gates) {
     vf acc[kPanels][kRows];
-    compute_tile<kKind, kPanels, kRows>(panels, a, row0, outliers, ahead, acc);
+    compute_tile<kKind, kPanels, kRows, kMerged>(panels, a, row0, outliers, ahead, acc);
     store_tile(acc, row0, panel, w.rows, e, gates);
 }
 
 // Some panels for a block of rows.
-template <WeightKind kKind, int kPanels, int kMostRows>
-void panels_product(const PackedMatrix& w, const Activation& a, const RowBlock<kMostRows>& block, int panel, int next,
+template <WeightKind kKind, int kPanels, int kMostRows, bool kMerged>
+void panels_product(const PackedMatrix& w, const Activation& a, const RowBlock<kMostRows, kMerged>& block, int panel, int next,
                     const Epilogue& e, const ActivationKind* gates) {
     Panel panels[kPanels];
     for (int p = 0; p < kPanels; ++p) panels[p] = panel_of<kKind>(w, panel + p);
     block.for_tiles([&](int index, int row, int rows, int tiles) __attribute__((always_inline)) {
         const Ahead ahead{next - panel, tiles - index, index};
-        const OutlierList& outliers = block.outliers[index];
+        const OutlierList* outliers = kMerged ? &block.outliers[index] : nullptr;
         const auto tile = [&]<int kRows>() __attribute__((always_inline)) {
             if constexpr (kRows <= kMostRows) {
-                product_tile<kKind, kPanels, kRows>(w, panels, a, row, panel, outliers, ahead, e, gates);
+                product_tile<kKind, kPanels, kRows, kMerged>(w, panels, a, row, panel, outliers, ahead, e, gates);
             }
         };
         switch (rows) {
@@ -317,13 +335,13 @@ PENSTOCK_INLINE void for_panels(PanelRange range, F f) {
 }
 
 // Calls f.template operator()<panels>(block, panel, next panel).
-template <WeightKind kKind, int kPanels, int kMostRows, typename F>
+template <WeightKind kKind, int kPanels, int kMostRows, bool kMerged, typename F>
 PENSTOCK_INLINE void for_blocks(const Activation& a, int row0, int row1, PanelRange range, F f) {
-    RowBlock<kMostRows> block;
+    RowBlock<kMostRows, kMerged> block;
     for (int row = row0; row < row1; row += block.kMost) {
         block.row0 = row;
         block.row1 = row + block.kMost < row1 ? row + block.kMost : row1;
-        if constexpr (kKind != WeightKind::kBf16) {
+        if constexpr (kMerged) {
             block.for_tiles([&](int index, int first, int rows, int) {
                 begin<Layout<kKind>::kNibbles>(block.outliers[index], a, first, rows);
             });
@@ -334,13 +352,21 @@ PENSTOCK_INLINE void for_blocks(const Activation& a, int row0, int row1, PanelRa
     }
 }
 
-template <WeightKind kKind, typename F>
+template <WeightKind kKind, bool kMerged, typename F>
 PENSTOCK_INLINE void for_rows(const Activation& a, int row0, int row1, PanelRange range, F f) {
     if (row1 - row0 <= kFewRows) {
-        for_blocks<kKind, kFewRowPanels, kFewRows>(a, row0, row1, range, f);
+        for_blocks<kKind, kFewRowPanels, kFewRows, kMerged>(a, row0, row1, range, f);
     } else {
-        for_blocks<kKind, kTilePanels, kTileRows>(a, row0, row1, range, f);
+        for_blocks<kKind, kTilePanels, kTileRows, kMerged>(a, row0, row1, range, f);
     }
+}
+
+template <WeightKind kKind, typename F>
+PENSTOCK_INLINE void for_tasks(const Activation& a, int row0, int row1, PanelRange range, F f) {
+    if constexpr (kKind != WeightKind::kBf16) {
+        if (a.cols <= kMergedCols) return for_rows<kKind, true>(a, row0, row1, range, f);
+    }
+    for_rows<kKind, false>(a, row0, row1, range, f);
 }
 
 // Calls f.template operator()<kind>().
@@ -362,7 +388,7 @@ int tile_panels(int rows) { return rows <= kFewRows ? kFewRowPanels : kTilePanel
 
 void gemm(const PackedMatrix& w, const Activation& a, int row0, int row1, PanelRange range, const Epilogue& e) {
     for_kind(w.kind, [&]<WeightKind kKind>() {
-        for_rows<kKind>(a, row0, row1, range, [&]<int kPanels>(const auto& block, int panel, int next) {
+        for_tasks<kKind>(a, row0, row1, range, [&]<int kPanels>(const auto& block, int panel, int next) {
             panels_product<kKind, kPanels>(w, a, block, panel, next, e, nullptr);
         });
     });
@@ -372,7 +398,7 @@ void gemm(const PackedMatrix& w, const Activation& a, int row0, int row1, PanelR
 void gemm_gated(const PackedMatrix& gate, const PackedMatrix& up, const Activation& a, int row0, int row1, PanelRange range,
                 ActivationKind kind, const Epilogue& e) {
     for_kind(gate.kind, [&]<WeightKind kKind>() {
-        for_rows<kKind>(a, row0, row1, range, [&]<int kPanels>(const auto& block, int panel, int next) {
+        for_tasks<kKind>(a, row0, row1, range, [&]<int kPanels>(const auto& block, int panel, int next) {
             panels_product<kKind, kPanels>(gate, a, block, panel, next, e, nullptr);
             panels_product<kKind, kPanels>(up, a, block, panel, next, e, &kind);
         });

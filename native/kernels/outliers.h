@@ -8,16 +8,30 @@
 
 namespace penstock::PENSTOCK_ISA {
 
+// Rows of more columns than these have many outliers, few in the same column: merging would cost more than it saves.
+constexpr int kMergedCols = 1024;
 constexpr int kListRows = 4;      // of the largest tile
 constexpr int kListColumns = 24;  // rarely more, and then the others are merged in the tile
 
 static constexpr float kNoRest = 0.0f;
 
-// What the rows of a tile have in one column, zero where a row has no outlier, and where its weights are.
-struct OutlierColumn {
+// Where a column's weights are.
+struct ColumnPlace {
     uint32_t group;
     uint32_t chunk;  // bytes from the group's quants to the 64 with this column
     int32_t shift;   // of its bits in each lane
+};
+
+template <bool kNibbles>
+PENSTOCK_INLINE ColumnPlace place_of(uint32_t column) {
+    constexpr uint32_t kHalf = kGroup / 2;
+    const uint32_t at = column % kGroup, high = kNibbles ? at / kHalf : 0;
+    return {column / kGroup, (at - high * kHalf) / 4 * 64, static_cast<int32_t>(8 * (at % 4) + 4 * high)};
+}
+
+// What the rows of a tile have in one column; zero where a row has no outlier.
+struct OutlierColumn {
+    ColumnPlace place;
     float rest[kListRows];
 };
 
@@ -29,15 +43,6 @@ struct OutlierList {
     const float* rest[kListRows];
     OutlierColumn columns[kListColumns];
 };
-
-template <bool kNibbles>
-PENSTOCK_INLINE void locate(OutlierColumn& outlier, uint32_t column) {
-    constexpr uint32_t kHalf = kGroup / 2;
-    const uint32_t at = column % kGroup, high = kNibbles ? at / kHalf : 0;
-    outlier.group = column / kGroup;
-    outlier.chunk = (at - high * kHalf) / 4 * 64;
-    outlier.shift = static_cast<int32_t>(8 * (at % 4) + 4 * high);
-}
 
 // The next columns, as many as a list has room for. Without branches that depend on the rows: they could not be foreseen.
 template <bool kNibbles>
@@ -55,7 +60,7 @@ PENSTOCK_INLINE void advance(OutlierList& list) {
         for (int r = 1; r < kListRows; ++r) next = *column[r] < next ? *column[r] : next;
         if (next == kNoColumn || count == kListColumns) break;
         OutlierColumn& to = list.columns[count++];
-        locate<kNibbles>(to, static_cast<uint32_t>(next));
+        to.place = place_of<kNibbles>(static_cast<uint32_t>(next));
         for (int r = 0; r < kListRows; ++r) {
             const bool has = *column[r] == next;
             to.rest[r] = has ? *rest[r] : 0.0f;

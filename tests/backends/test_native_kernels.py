@@ -100,10 +100,12 @@ def test_quantised_product_is_that_of_its_parts(
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("with_residual", [False, True], ids=["plain", "residual"])
-def test_rows_of_one_tile_have_outliers_in_columns_of_their_own(variant: str, fmt: WeightFormat, with_residual: bool) -> None:
+@pytest.mark.parametrize(("cols", "with_residual"), [(992, False), (992, True), (1536, True)])
+def test_rows_of_one_tile_have_outliers_in_columns_of_their_own(
+    variant: str, fmt: WeightFormat, cols: int, with_residual: bool
+) -> None:
     """More of them in a tile than its list has room for; all panels whole, without a bias."""
-    rows, cols, batch, num_outliers = 64, 1536, 7, 14
+    rows, batch, num_outliers = 64, 7, 14
     rng = np.random.default_rng(3)
     x = random_rows(rng, batch, cols)
     for row in x:
