@@ -111,9 +111,11 @@ def _bf16_rows(rng: np.random.Generator, rows: int, cols: int, outlier_share: fl
 
 
 def wait_for_huge_pages(owner: Engine | NativeExecutor) -> None:
-    """Until all weights are where they will stay: see `Arena` in native/packing.h."""
+    """Until all weights are where they will stay: see `Arena` in native/packing.h. Raises TimeoutError."""
     give_up = time.monotonic() + SETTLING_S
-    while owner.small_page_bytes > 0 and time.monotonic() < give_up:
+    while owner.small_page_bytes > 0:
+        if time.monotonic() > give_up:
+            raise TimeoutError(f"{owner.small_page_bytes} bytes of weights are not in huge pages after {SETTLING_S:.0f} s")
         time.sleep(0.01)
 
 

@@ -41,6 +41,7 @@ from kernel_engines import (
 from peaks import PeakMeter, context, usable_threads
 
 from penstock.backends.native._native import usable_variants
+from penstock.types.kv_dtype import KvDtype
 
 ROWS = "1,2,3,4,6,8,12,16,24,32,48,64,96,128,256,512"
 COPIES_BYTES = 128 << 20
@@ -110,9 +111,9 @@ def product_work(product: Product, kind: WeightKind, rows: int) -> Work:
 
 
 def attention_work(shape: AttentionShape, case: AttentionCase) -> Work:
-    """Scores and weighted sums of the positions that each query sees; every row's keys and values once, in 8 bits."""
+    """Scores and weighted sums of the positions that each query sees; every row's keys and values once: 8 bits and scales."""
     visible = case.query_len * case.context_len + case.query_len * (case.query_len + 1) // 2
-    kv_bytes = case.rows * (case.context_len + case.query_len) * shape.num_kv_heads * shape.head_dim * 2
+    kv_bytes = case.rows * (case.context_len + case.query_len) * shape.num_kv_heads * KvDtype.INT8.head_bytes(shape.head_dim)
     return Work(4.0 * case.rows * visible * shape.num_heads * shape.head_dim, kv_bytes)
 
 

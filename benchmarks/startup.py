@@ -2,8 +2,10 @@
 
 Starts `penstock serve` with a model that is in the cache, on a free port, and waits for `/ready` to say 200; then asks one
 question, so that what is allocated on first use is counted, and reads the resident memory. `beside_mb` is what remains of it
-without the weights, as many bytes as in the file, and the KV cache: the bar is 150 MB. It is read again after a load of 32
-streams, as `loaded_beside_mb`. `idle_cpu_percent` is the CPU time of all threads in two seconds without a request, of one core.
+without the weights and the KV cache: the bar is 150 MB. The weights are those that the backend has packed (`weights_mb`, its
+`penstock_weight_bytes`) and what is resident of the model's file, such as rows of a table (`mapped_mb`). It is read again after
+a load of 32 streams, as `loaded_beside_mb`. `idle_cpu_percent` is the CPU time of all threads in two seconds without a
+request, of one core.
 
 `installed_mb` is what `pip install penstock` leaves in `site-packages`: every distribution that it needs at run time, found by
 their metadata in the environment that runs this, as the sum of their files' sizes (byte code included).
@@ -31,7 +33,6 @@ from installed import distribution_files
 from load import Job, replay
 
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
-from penstock.models.load import load_model
 
 DEADLINE_S = 60.0
 KV_BYTES = 1 << 30
@@ -65,18 +66,22 @@ def ask(url: str) -> str:
         return str(json.load(response)["choices"][0]["message"]["content"])
 
 
-def resident_mb(pid: int) -> dict[str, float]:
-    """Resident memory: all of it, and the pages of the KV cache, which has a mapping of its own."""
-    resident, in_kv, size = 0, 0, 0
-    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+def resident_mb(smaps: str, model: Path) -> dict[str, float]:
+    """Resident memory: all of it, the pages of the KV cache, which has a mapping of its own, and those of the model's files."""
+    resident, in_kv, mapped, size, is_model = 0, 0, 0, 0, False
+    for line in smaps.splitlines():
         name, _, value = line.partition(":")
-        if name == "Size":
+        if "-" in name:  # a mapping begins: address, permissions, offset, device, inode, path
+            path = line.split(maxsplit=5)[5:]
+            is_model = bool(path) and Path(path[0]).is_relative_to(model)
+        elif name == "Size":
             size = int(value.split()[0]) * 1024
         elif name == "Rss":
             rss = int(value.split()[0]) * 1024
             resident += rss
-            in_kv += rss if 0.9 * KV_BYTES < size < 1.1 * KV_BYTES else 0
-    return {"resident_mb": resident / 1e6, "kv_touched_mb": in_kv / 1e6}
+            in_kv += rss if 0.9 * KV_BYTES < size < 1.1 * KV_BYTES and not is_model else 0
+            mapped += rss if is_model else 0
+    return {"resident_mb": resident / 1e6, "kv_touched_mb": in_kv / 1e6, "mapped_mb": mapped / 1e6}
 
 
 def installed_mb() -> dict[str, float]:
@@ -85,14 +90,24 @@ def installed_mb() -> dict[str, float]:
     return {name: round(size / 1e6, 1) for name, size in sorted(sizes.items(), key=lambda item: -item[1])}
 
 
-def beside_mb(pid: int, num_weight_bytes: int) -> dict[str, float]:
-    figures = resident_mb(pid)
-    return figures | {"beside_mb": figures["resident_mb"] - figures["kv_touched_mb"] - num_weight_bytes / 1e6}
+def beside_mb(figures: dict[str, float], weights_mb: float) -> float:
+    return figures["resident_mb"] - figures["kv_touched_mb"] - figures["mapped_mb"] - weights_mb
+
+
+def weights_mb(url: str) -> float:
+    """Of packed weights. Asked last: the client library of `/metrics` is only loaded, and takes memory, when it is asked."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as response:
+        lines = response.read().decode().splitlines()
+    return float(next(line for line in lines if line.startswith("penstock_weight_bytes{")).split()[-1]) / 1e6
 
 
 def cpu_s(pid: int) -> float:
     """CPU time of all threads that live, so far."""
-    return sum(int(file.read_text().split()[0]) for file in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
+    total_ns = 0
+    for file in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended meanwhile
+            total_ns += int(file.read_text().split()[0])
+    return total_ns / 1e9
 
 
 def idle_cpu_percent(pid: int) -> float:
@@ -103,7 +118,7 @@ def idle_cpu_percent(pid: int) -> float:
     return (cpu_s(pid) - before_s) / IDLE_S * 100
 
 
-def measure(model: str, arguments: list[str], num_weight_bytes: int, streams: int) -> dict[str, float]:
+def measure(model: str, path: Path, arguments: list[str], streams: int) -> dict[str, float]:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     start = time.perf_counter()
@@ -116,13 +131,17 @@ def measure(model: str, arguments: list[str], num_weight_bytes: int, streams: in
         ready_s = time.perf_counter() - start
         print(ask(url))
         figures = {"ready_s": ready_s, "first_answer_s": time.perf_counter() - start}
-        figures |= beside_mb(server.pid, num_weight_bytes)
-        if streams == 0:
-            return figures
-        replay(url, model, [Job("Once upon a time " * 100, 0, 32)] * streams, streams)
-        figures["idle_cpu_percent"] = idle_cpu_percent(server.pid)
-        loaded = beside_mb(server.pid, num_weight_bytes)
-        return figures | {f"loaded_{name}": size for name, size in loaded.items()}
+        smaps = Path(f"/proc/{server.pid}/smaps")
+        read = {"": resident_mb(smaps.read_text(), path)}
+        if streams:
+            replay(url, model, [Job("Once upon a time " * 100, 0, 32)] * streams, streams)
+            figures["idle_cpu_percent"] = idle_cpu_percent(server.pid)
+            read["loaded_"] = resident_mb(smaps.read_text(), path)
+        figures["weights_mb"] = weights_mb(url)
+        for prefix, found in read.items():
+            found["beside_mb"] = beside_mb(found, figures["weights_mb"])
+            figures |= {prefix + name: size for name, size in found.items()}
+        return figures
     finally:
         server.terminate()
         server.wait()
@@ -136,15 +155,14 @@ def main() -> None:
     parser.add_argument("arguments", nargs="*", help="for `penstock serve`, after --")
     args = parser.parse_args()
     source = resolve(args.model, default_cache_dir())
-    num_weight_bytes = load_model(source).num_weight_bytes
-    runs = [measure(args.model, args.arguments, num_weight_bytes, args.streams) for _ in range(args.repeat)]
+    runs = [measure(args.model, source.path.resolve(), args.arguments, args.streams) for _ in range(args.repeat)]
     summary = {
         key: {"median": round(statistics.median(r[key] for r in runs), 3), "max": round(max(r[key] for r in runs), 3)}
         for key in runs[0]
     }
     packages = installed_mb()
     print(packages)
-    size = {"installed_mb": round(sum(packages.values()), 1), "weights_mb": round(num_weight_bytes / 1e6, 1)}
+    size = {"installed_mb": round(sum(packages.values()), 1)}
     told = {"benchmark": "startup", "model": source.name, "repeat": args.repeat}
     print(json.dumps({**told, **size, **summary}))
 

@@ -51,7 +51,8 @@ def test_a_runtime_is_whole(gguf: Path, backend: Backend) -> None:
         assert runtime.tokenizer.decode(runtime.tokenizer.encode("in the", add_special_tokens=False)) == "in the"
         assert runtime.chat_template is not None
         assert runtime.engine.load().num_running == 0
-        assert b"penstock_" in expose(runtime.metrics)
+        assert b"penstock_weight_bytes" in expose(runtime.metrics)
+        assert (runtime.metrics.num_weight_bytes > 0) == (backend == "native")
     finally:
         assert runtime.close(30.0)
 
@@ -67,7 +68,7 @@ def test_no_memory_is_told_with_the_numbers(gguf: Path, monkeypatch: pytest.Monk
         raise MemoryError
 
     monkeypatch.setattr("penstock.build.build_executor", no_memory)
-    with pytest.raises(ConfigError, match=r"the KV cache 1020 KiB.*--kv-cache-memory"):
+    with pytest.raises(ConfigError, match=r"the KV cache 1023\.75 KiB.*--kv-cache-memory"):
         _build(gguf)
 
 

@@ -169,6 +169,7 @@ def _assemble(
     clock = WallClock()
     info = _model_info(config, source, model, executor.capacity, tokenizer)
     metrics, admission = Metrics(info.name), Admission(config.scheduler.max_queue)
+    metrics.num_weight_bytes = getattr(executor, "weight_bytes", 0)  # the native backend's, which packs them anew
     observer = ObserverGroup([metrics, admission])
     bridge = Bridge()
     engine = Engine(

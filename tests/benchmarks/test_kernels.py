@@ -3,10 +3,15 @@
 import argparse
 import json
 import sys
+from types import SimpleNamespace
 
+import kernel_engines
 import kernels
+import numpy as np
 import pytest
 from kernel_engines import WEIGHT_KINDS, AttentionCase, AttentionEngine, AttentionShape, Product, ProductEngine
+
+from penstock.backends.native._native import Engine, SourceFormat
 
 
 def test_row_counts_may_be_ranges():
@@ -28,7 +33,7 @@ def test_attention_counts_what_a_query_sees():
     shape = AttentionShape(num_heads=2, num_kv_heads=1, head_dim=16)
     work = kernels.attention_work(shape, AttentionCase(rows=3, query_len=2, context_len=10))
     assert work.operations == 3 * (11 + 12) * 2 * 16 * 4
-    assert work.num_bytes == 3 * 12 * 16 * 2
+    assert work.num_bytes == 3 * 12 * (16 * 2 + 2 + 2)  # a scale of the key and one of the value
 
 
 def test_a_cliff_is_where_more_rows_take_longer_each():
@@ -49,6 +54,23 @@ def test_every_product_runs_on_every_kind_of_weights(product, kind):
     engine = ProductEngine(product, kind, num_copies=3, max_rows=40, num_threads=2, variant="")
     assert all(engine.run(rows) > 0.0 for rows in (1, 7, 40))
     assert engine.engine.weight_bytes == 3 * product.num_bytes(kind) + 40 * 64 * 2 + 8 * 64 * 2  # and the padded inputs
+
+
+def test_tables_are_no_packed_weights():
+    sizes = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 16, "vocab_size": 4, "num_blocks": 2, "block_size": 16}
+    engine = Engine(**sizes, max_rows=1, max_step_tokens=1, num_threads=1)
+    engine.add_matrix(SourceFormat.Q4_0, 16, 32, np.zeros((16, 18), np.uint8))
+    packed = engine.weight_bytes
+    assert packed > 0
+    engine.add_table(SourceFormat.Q4_0, 16, 32, np.zeros((16, 18), np.uint8))
+    assert engine.weight_bytes == packed
+
+
+def test_weights_that_never_settle_are_an_error(monkeypatch):
+    monkeypatch.setattr(kernel_engines, "SETTLING_S", 0.0)
+    kernel_engines.wait_for_huge_pages(SimpleNamespace(small_page_bytes=0))
+    with pytest.raises(TimeoutError, match="4096 bytes"):
+        kernel_engines.wait_for_huge_pages(SimpleNamespace(small_page_bytes=4096))
 
 
 def test_attention_runs_with_rows_of_several_lengths():

@@ -3,15 +3,42 @@
 from pathlib import Path
 
 import installed
+import pytest
 import startup
 
 MAX_INSTALLED_MB = 150
+SMAPS = """\
+7f0000000000-7f0040000000 rw-p 00000000 00:00 0
+Size:            1048576 kB
+Rss:                3000 kB
+7f1000000000-7f1040000000 r--p 00000000 08:01 12                         /models/a b.gguf
+Size:            1048576 kB
+Rss:                 500 kB
+7f2000000000-7f2000002000 rw-p 00000000 00:00 0                          [heap]
+Size:                  8 kB
+Rss:                   8 kB
+"""
 
 
 def test_requirements_are_followed_to_their_end():
     found = installed.required(["fastapi>=0.1", 'nothing-such ; python_version < "3"', 'nor-this ; extra == "x"'])
     assert {"fastapi", "starlette", "pydantic", "pydantic-core", "anyio"} <= found.keys()
     assert not found.keys() & {"nothing-such", "nor-this"}
+
+
+def test_memory_is_told_apart_by_its_mapping():
+    figures = startup.resident_mb(SMAPS, Path("/models/a b.gguf"))
+    assert figures == {"resident_mb": 3508 * 1024 / 1e6, "kv_touched_mb": 3000 * 1024 / 1e6, "mapped_mb": 500 * 1024 / 1e6}
+    assert startup.beside_mb(figures, 0.001) * 1e6 == pytest.approx(8 * 1024 - 1000)
+
+
+def test_a_thread_that_ends_meanwhile_has_no_time(monkeypatch):
+    class Ended:
+        def read_text(self) -> str:
+            raise ProcessLookupError
+
+    monkeypatch.setattr(Path, "glob", lambda *_: [Ended(), Path("/proc/self/schedstat")])
+    assert startup.cpu_s(0) > 0
 
 
 def test_the_installation_is_small():

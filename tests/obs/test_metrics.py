@@ -93,6 +93,7 @@ def test_a_fresh_server_already_shows_its_series(metrics):
         "request_success_total",
         "kv_blocks",
         "kv_usage_ratio",
+        "weight_bytes",
         "prefix_cache_queries_total",
         "prefix_cache_hits_total",
         "preemptions_total",
@@ -131,6 +132,8 @@ def test_gauges_are_read_when_asked(metrics):
     assert value(metrics, "requests_waiting", reason="capacity") == 2
     assert [value(metrics, "kv_blocks", state=state) for state in ("free", "cached", "held")] == [4, 1, 5]
     assert value(metrics, "kv_usage_ratio") == 0.5
+    metrics.num_weight_bytes = 1000
+    assert value(metrics, "weight_bytes") == 1000
     assert value(metrics, "drain_rate_requests_per_second") == 2.5
 
 

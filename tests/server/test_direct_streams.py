@@ -111,8 +111,8 @@ async def test_a_client_that_does_not_read_is_bounded_and_nobody_notices(watched
             assert max(watched.num_buffered_bytes) > HIGH_WATER_LIMIT, "the client was not slow enough to be held back"
             assert max(watched.num_buffered_bytes) <= HIGH_WATER_LIMIT + largest_event + len(b"fffff\r\n\r\n")
             assert max(watched.num_chunks) <= _MERGE_ABOVE_CHUNKS
+            num_written_while_unread = sum(map(len, watched.pieces))
             answer = await asyncio.wait_for(read_answer(unread), 20)
     said = [token for event in events(answer.decode()) for token in event["choices"][0]["logprobs"]["tokens"]]
     assert len(said) == num_tokens
-    num_written_while_unread = sum(map(len, watched.pieces))
     assert num_written_while_unread < len(answer) / 2, "most of the answer has to be held back for this test to say anything"

@@ -92,6 +92,8 @@ class Metrics:
         self.queue_ns = Histogram(LATENCY_BOUNDS_NS)
         self._noted: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         """What was told and is not counted yet: who counts it, and with what. Taken by whoever holds the lock."""
+        self.num_weight_bytes = 0
+        """Of the weights as the backend keeps them; 0: it does not tell."""
         self.read_load: Callable[[], LoadView] = IdleLoad
         self.read_drain_rate: Callable[[], float] = float
 

@@ -41,6 +41,7 @@ class _Snapshot(Collector):
             metrics.settle()
             self._families = [
                 *self._gauges(load, drain_rate),
+                self._gauge("weight_bytes", "Weights as the backend keeps them; 0 if unknown.", metrics.num_weight_bytes),
                 *self._counters(metrics),
                 *self._sizes(metrics),
                 *self._latencies(metrics),

@@ -1,4 +1,4 @@
-"""The socket that the server listens on. Made by `cli serve` before anything else is imported or loaded; speaks no HTTP."""
+"""The socket that the server listens on. Made by `cli serve` before the model is loaded; speaks no HTTP."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.types.kv_dtype import KEY_GROUP, KvDtype
+from penstock.types.kv_dtype import KvDtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,4 @@ class ModelSpec:
 
     def kv_bytes_per_token(self, dtype: KvDtype) -> int:
         """Bytes of the keys and values of a position over all layers, with their scales, as the native backend stores them."""
-        if dtype is KvDtype.INT8:
-            num_scales = -(-self.head_dim // KEY_GROUP) + 1
-            return self.num_layers * self.num_kv_heads * (2 * self.head_dim + 2 * num_scales)
-        return self.num_layers * self.num_kv_heads * (2 * 2 * self.head_dim + 4)
+        return self.num_layers * self.num_kv_heads * dtype.head_bytes(self.head_dim)
