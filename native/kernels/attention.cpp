@@ -6,8 +6,8 @@
 // A query's own position is the only bound it sees, so chunked and whole prefill, decode and a
 // later split of segments over threads all give the same bits. Online softmax: arXiv 2112.05682.
 //
-// Scores are dot products of integers (integers.h), exact in any order, and count in units of log2: the softmax's
-// factor log2(e) is part of their scale. What is particular to a format of the KV cache is in Int8Kv and Int16Kv.
+// Scores are dot products of integers (integers.h), of as many columns as share a scale exact in any order, and count in
+// units of log2: the softmax's factor log2(e) is part of their scale. What is particular to a format of the KV cache is in Int8Kv and Int16Kv.
 
 #include "integers.h"
 #include "parts.h"
@@ -261,12 +261,13 @@ PENSTOCK_INLINE float soften(const float* scores, uint16_t* weights, int lo, int
     return reduce_add(sum);
 }
 
-// The same weights times `units`, as 16-bit integers; the sum is of the weights alone.
+// Weights 2^((score - top) * factor), at most one, times `units` as 16-bit integers; their sum is of the weights alone.
 PENSTOCK_INLINE float soften_scaled(const float* scores, const float* units, uint16_t* weights, int lo, int hi, float factor,
                                     float top) {
-    const vf scale = set1(factor), shift = set1(-top), zero = set1(0.0f), rounder = set1(kRoundingMagic);
+    const vf scale = set1(factor), largest = set1(top), zero = set1(0.0f), rounder = set1(kRoundingMagic);
     vf even = zero, odd = zero;
-    const auto weight = [&](int i) __attribute__((always_inline)) { return exp2(fma(load(scores + i), scale, shift)); };
+    // No fused multiply-add: with the rounding of top * factor left in, a large score's own weight could be above one.
+    const auto weight = [&](int i) __attribute__((always_inline)) { return exp2(mul(sub(load(scores + i), largest), scale)); };
     const auto rounded = [&](int i, vf w) __attribute__((always_inline)) { return fma(w, load(units + i), rounder); };
     const auto at_edge = [&](int i) __attribute__((always_inline)) {
         const vf a = weight(i), b = weight(i + kLanes);
@@ -369,7 +370,7 @@ void attend_segment(const AttentionTask& t, const Pairs& pairs, int at, int coun
         score_pairs<Kv, kCount>(tiles, from / kKvTile, (end + kKvTile - 1) / kKvTile, q, head_dim, scratch.scores);
     });
     int lo[kPairs], hi[kPairs];
-    float factor[kPairs];
+    float factor[kPairs], top[kPairs];
     for (int p = 0; p < count; ++p) {
         lo[p] = pairs.first[at + p] > begin ? pairs.first[at + p] - begin : 0;
         hi[p] = pairs.last[at + p] - begin < end ? pairs.last[at + p] - begin + 1 : end;
@@ -379,7 +380,10 @@ void attend_segment(const AttentionTask& t, const Pairs& pairs, int at, int coun
             cap(scores, lo[p], hi[p], factor[p], t.softcap);
             factor[p] = 1.0f;
         }
-        if (lo[p] < hi[p]) out.max[at + p] = largest_of(scores, lo[p], hi[p]) * factor[p];
+        if (lo[p] < hi[p]) {
+            top[p] = largest_of(scores, lo[p], hi[p]);
+            out.max[at + p] = top[p] * factor[p];
+        }
     }
     for (int p = 0; p < count; ++p) {
         uint16_t* weights = scratch.weights + p * kSegment;
@@ -391,7 +395,7 @@ void attend_segment(const AttentionTask& t, const Pairs& pairs, int at, int coun
         if constexpr (kIsInt8<Kv>) {
             const bool is_seen_alike = p > 0 && lo[p] == lo[p - 1] && hi[p] == hi[p - 1];
             scratch.factor[p] = is_seen_alike ? scratch.factor[p - 1] : scale_weights(scratch, lo[p], hi[p]);
-            out.sum[at + p] = soften_scaled(scores, scratch.units, weights, lo[p], hi[p], factor[p], out.max[at + p]);
+            out.sum[at + p] = soften_scaled(scores, scratch.units, weights, lo[p], hi[p], factor[p], top[p]);
         } else {
             out.sum[at + p] = soften(scores, weights, lo[p], hi[p], factor[p], out.max[at + p]);
         }

@@ -1,11 +1,11 @@
-"""What all keys share: taking it off changes no softmax, and never makes a key larger."""
+"""What all keys share: taking it off changes no softmax, and leaves less of the bias in a key."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from penstock.models import registry
-from penstock.models.key_centre import key_centre, still_columns
+from penstock.models.key_centre import key_centre, largest_left, still_pairs
 from penstock.models.program import KvWrite
 from penstock.types.model_spec import ModelSpec
 
@@ -37,23 +37,23 @@ def rotate(x: np.ndarray, position: int) -> np.ndarray:
     ) * np.array([SPEC.rope_attention_factor] * 16 + [1.0] * 2)
 
 
-def test_columns_that_turn_by_less_than_a_radian_and_those_that_never_do():
-    assert still_columns(INV_FREQ, 18, 50) == (4, 5, 6, 7, 12, 13, 14, 15, 16, 17)
-    assert still_columns(INV_FREQ, 16, 1) == tuple(i for i in range(16) if i % 8)
+def test_pairs_that_turn_by_less_than_a_radian():
+    assert still_pairs(INV_FREQ, 50) == [4, 5, 6, 7]
+    assert still_pairs(INV_FREQ, 1) == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_only_keys_with_a_bias_are_centred():
     writes = [op for op in registry.describe(SPEC).ops if isinstance(op, KvWrite)]
     assert [op.bias for op in writes] == ["layers.0.k_bias", "layers.1.k_bias"]
-    assert writes[0].still_columns == still_columns(INV_FREQ, 18, 50)
-    assert writes[0].bias_factor == SPEC.rope_attention_factor
+    assert writes[0].inv_freq == INV_FREQ
+    assert writes[0].attention_factor == SPEC.rope_attention_factor
 
 
-def test_softmax_does_not_see_it_and_keys_become_smaller():
+def test_softmax_does_not_see_it_and_less_of_the_bias_is_left():
     rng = np.random.default_rng(2)
     bias = rng.standard_normal(18) * 100
-    write = KvWrite(0, "k", "v", "bias", still_columns(INV_FREQ, 16, 50), SPEC.rope_attention_factor)
-    centre = key_centre(write, bias.astype(np.float32), 18)
+    write = KvWrite(0, "k", "v", "bias", INV_FREQ, SPEC.rope_attention_factor)
+    centre = key_centre(write, bias.astype(np.float32), 18, 50)
     raw = rng.standard_normal((50, 18))
     keys = np.array([rotate(raw[i] + bias, i) for i in range(50)])
     query = rng.standard_normal(18) / 50
@@ -64,12 +64,15 @@ def test_softmax_does_not_see_it_and_keys_become_smaller():
         return p / p.sum()
 
     np.testing.assert_allclose(weights(keys - centre), weights(keys), rtol=1e-4)
-    columns = list(write.still_columns)
+    columns = [4, 5, 6, 7, 12, 13, 14, 15, 16, 17]
     turned = np.array([rotate(bias, i) for i in range(50)])
     assert (np.linalg.norm((turned - centre)[:, columns], axis=1) <= np.linalg.norm(turned[:, columns], axis=1)).all()
     assert not np.delete(centre, columns).any()
 
 
 def test_every_head_has_its_own():
-    write = KvWrite(0, "k", "v", "bias", (1,), 2.0)
-    assert key_centre(write, np.arange(6, dtype=np.float32), 3).tolist() == [0, 2, 0, 0, 8, 0]
+    write = KvWrite(0, "k", "v", "bias", (1.0, 0.01), 2.0)
+    bias = np.arange(1, 11, dtype=np.float32)
+    assert key_centre(write, bias, 5, 10).tolist() == [0, 4, 0, 8, 5, 0, 14, 0, 18, 10]
+    assert largest_left(write, bias, 5, 10) == 2 * 8
+    assert largest_left(write, bias, 5, 1000) == 2 * 9

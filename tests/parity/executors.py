@@ -25,7 +25,7 @@ class ParityExecutor(Executor, HasLogits, Protocol):
     """An executor that also gives logits at every position."""
 
 
-def _make_native(model: LoadedModel, program: Program, num_blocks: int, variant: str) -> ParityExecutor:
+def _make_native(model: LoadedModel, program: Program, num_blocks: int, variant: str, kv_dtype: KvDtype) -> ParityExecutor:
     from penstock.backends.native.executor import NativeExecutor
 
     return NativeExecutor(
@@ -37,10 +37,11 @@ def _make_native(model: LoadedModel, program: Program, num_blocks: int, variant:
         max_step_tokens=MAX_STEP_TOKENS,
         max_model_len=model.spec.max_model_len,
         variant=variant,
+        kv_dtype=kv_dtype,
     )
 
 
-def _make_reference(model: LoadedModel, program: Program, num_blocks: int, variant: str) -> ParityExecutor:
+def _make_reference(model: LoadedModel, program: Program, num_blocks: int, variant: str, kv_dtype: KvDtype) -> ParityExecutor:
     from penstock.backends.reference.executor import ReferenceExecutor
 
     if variant:
@@ -53,21 +54,29 @@ def _make_reference(model: LoadedModel, program: Program, num_blocks: int, varia
         max_rows=MAX_ROWS,
         max_step_tokens=MAX_STEP_TOKENS,
         max_model_len=model.spec.max_model_len,
-        kv_dtype=KvDtype.BF16,  # as the checkpoints' own implementation
+        kv_dtype=kv_dtype,
     )
 
 
-FACTORIES: Mapping[str, Callable[[LoadedModel, Program, int, str], ParityExecutor]] = MappingProxyType(
+DEFAULT_KV_DTYPES = {"native": KvDtype.INT8, "reference": KvDtype.BF16}
+FACTORIES: Mapping[str, Callable[[LoadedModel, Program, int, str, KvDtype], ParityExecutor]] = MappingProxyType(
     {"native": _make_native, "reference": _make_reference}
 )
 
 
 @contextmanager
-def open_executor(backend: str, source: catalog.ModelSource, *, num_tokens: int, variant: str = "") -> Iterator[ParityExecutor]:
-    """An executor with KV for `num_tokens` and one block more per row. `variant` forces an instruction set of `native`."""
+def open_executor(
+    backend: str, source: catalog.ModelSource, *, num_tokens: int, variant: str = "", kv_dtype: KvDtype | None = None
+) -> Iterator[ParityExecutor]:
+    """An executor with KV for `num_tokens` and one block more per row. `variant` forces an instruction set of `native`.
+
+    KV is of 8 bits by default, as users get it, and of 16 with the reference backend, as the checkpoints' own code has it.
+    """
     model = load_model(source)
     num_blocks = 1 + MAX_ROWS + -(-num_tokens // BLOCK_SIZE)
-    executor = FACTORIES[backend](model, registry.describe(model.spec), num_blocks, variant)
+    executor = FACTORIES[backend](
+        model, registry.describe(model.spec), num_blocks, variant, kv_dtype or DEFAULT_KV_DTYPES[backend]
+    )
     try:
         yield executor
     finally:

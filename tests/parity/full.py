@@ -1,6 +1,6 @@
 """Compares a backend with a directory of golden files in full, and prints what it found. Run by `run.sh`; needs no torch.
 
-    python -m tests.parity.full build/parity [--backend native] [--variant avx2] [--model smollm2:135m]
+    python -m tests.parity.full build/parity [--backend native] [--variant avx2] [--kv-cache-dtype bf16] [--model smollm2:135m]
 
 Prints a table, then one JSON object. Exit code 1 if any criterion fails. Without a directory it takes the committed golden
 files, which have no windows, and says so.
@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from penstock.types.kv_dtype import KvDtype
 
 from .compare import (
     CLEAR_MARGIN,
@@ -195,12 +197,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path, nargs="?", default=GOLDEN_DIR, help="default: the committed golden files")
     parser.add_argument("--backend", choices=sorted(FACTORIES), default="native")
+    parser.add_argument("--kv-cache-dtype", type=KvDtype, choices=list(KvDtype), help="default: the backend's own")
     parser.add_argument("--variant", default="", help="instruction set of the native backend (default: the best one)")
     parser.add_argument("--model", default=None, help="catalogue name or path (default: the default model)")
     args = parser.parse_args()
     source = find_model(args.model) if args.model else find_model()
     start = time.monotonic()
-    with open_executor(args.backend, source, num_tokens=num_kv_tokens(args.directory), variant=args.variant) as executor:
+    with open_executor(
+        args.backend, source, num_tokens=num_kv_tokens(args.directory), variant=args.variant, kv_dtype=args.kv_cache_dtype
+    ) as executor:
         criteria = run(executor, args.directory, is_default=source.path == find_model().path)
     tools = load_manifest(args.directory)["tools"]
     print(f"{args.backend} on {source.path.name} against transformers {tools['transformers']} with torch {tools['torch']}")

@@ -28,10 +28,9 @@ def serve(**values: Any) -> None:
 
     set_up_logging(config.log)
     check_access(config.server, os.environ)
-    with bind_socket(config.server.host, config.server.port) as listener:
-        with ThreadPoolExecutor(max_workers=1) as side:
-            server = side.submit(import_module, "penstock.serve.server")  # takes as long as a small model
-            runtime = start_runtime(config)
+    with bind_socket(config.server.host, config.server.port) as listener, ThreadPoolExecutor(max_workers=1) as side:
+        server = side.submit(import_module, "penstock.serve.server")  # takes as long as a small model
+        runtime = start_runtime(config)
         try:
             code = server.result().run_server(runtime, config.server, listener=listener)
         finally:

@@ -15,19 +15,36 @@ from penstock.models.program import KvWrite
 F32 = NDArray[np.float32]
 
 
-def still_columns(inv_freq: tuple[float, ...], head_dim: int, num_positions: int) -> tuple[int, ...]:
-    """Columns of a head that rotate by less than one radian over so many positions, and those that never do.
+LARGE_BIAS = 100.0
+"""Left in a key, it costs the other columns of its group in 8 bits more than they can spare (`docs/decisions/int8-kv.md`)."""
 
-    Below a radian a turned vector less itself is shorter than the vector: what is taken off never makes a key larger.
+
+def still_pairs(inv_freq: tuple[float, ...], num_positions: int) -> list[int]:
+    """Pairs of columns (i, i + half) that rotate by less than one radian over so many positions.
+
+    Below a radian a turned vector less itself is shorter than the vector.
     """
-    half = len(inv_freq)
-    slow = [i for i, frequency in enumerate(inv_freq) if frequency * num_positions < 1]
-    return (*slow, *(half + i for i in slow), *range(2 * half, head_dim))
+    return [i for i, frequency in enumerate(inv_freq) if frequency * num_positions < 1]
 
 
-def key_centre(op: KvWrite, bias: F32, head_dim: int) -> F32:
-    """What is to be subtracted from every key before it is stored. [num_kv_heads * head_dim], as `bias` is"""
-    centre = np.zeros((bias.size // head_dim, head_dim), np.float32)
-    columns = list(op.still_columns)
-    centre[:, columns] = bias.reshape(-1, head_dim)[:, columns] * np.float32(op.bias_factor)
+def key_centre(op: KvWrite, bias: F32, head_dim: int, num_positions: int) -> F32:
+    """What is to be subtracted from every key before it is stored. [num_kv_heads * head_dim], as `bias` is
+
+    What the bias adds where keys hardly turn over `num_positions`, the longest context served, and in columns that never turn.
+    """
+    heads = bias.reshape(-1, head_dim)
+    half = len(op.inv_freq)
+    pairs = still_pairs(op.inv_freq, num_positions)
+    turning = pairs + [half + i for i in pairs]
+    centre = np.zeros_like(heads)
+    centre[:, turning] = heads[:, turning] * np.float32(op.attention_factor)
+    centre[:, 2 * half :] = heads[:, 2 * half :]
     return centre.reshape(-1)
+
+
+def largest_left(op: KvWrite, bias: F32, head_dim: int, num_positions: int) -> float:
+    """The largest size of a bias that turns too fast to be taken off. [bias: num_kv_heads * head_dim]"""
+    half = len(op.inv_freq)
+    fast = sorted(set(range(half)) - set(still_pairs(op.inv_freq, num_positions)))
+    left = bias.reshape(-1, head_dim)[:, fast + [half + i for i in fast]]
+    return float(np.abs(left).max(initial=0.0) * op.attention_factor)

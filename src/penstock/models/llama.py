@@ -6,9 +6,6 @@ Source: Llama 2, arXiv 2307.09288; grouped queries, arXiv 2305.13245.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from penstock.models.key_centre import still_columns
 from penstock.models.program import (
     Attention,
     Embed,
@@ -78,8 +75,7 @@ def _attention(spec: ModelSpec, layer: int) -> list[Op]:
 
     write = KvWrite(layer=layer, k="k", v="v")
     if spec.has_qkv_bias:
-        columns = still_columns(spec.rope_inv_freq, spec.head_dim, spec.max_model_len)
-        write = replace(write, bias=f"{at}.k_bias", still_columns=columns, bias_factor=spec.rope_attention_factor)
+        write = KvWrite(layer, "k", "v", f"{at}.k_bias", spec.rope_inv_freq, spec.rope_attention_factor)
     attention = Attention(
         out="attn",
         q="q",

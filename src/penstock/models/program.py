@@ -75,7 +75,7 @@ class Rope:
 class KvWrite:
     """Store k and v [num_tokens, num_kv_heads * head_dim] of a layer at each token's slot, rounded to the cache's type.
 
-    What the key's bias adds to `still_columns` of each head is taken off before (`models.key_centre` has the reason).
+    What the key's bias adds to every key may be taken off before (`models.key_centre` has the reason).
     """
 
     layer: int
@@ -83,9 +83,9 @@ class KvWrite:
     v: str
     bias: str | None = None
     """Weight that was added to k before its rotation. [num_kv_heads * head_dim]"""
-    still_columns: tuple[int, ...] = ()
-    bias_factor: float = 1.0
-    """By which the rotation multiplies."""
+    inv_freq: tuple[float, ...] = ()
+    """Of that rotation, as in `Rope`."""
+    attention_factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

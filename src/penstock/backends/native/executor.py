@@ -61,7 +61,7 @@ class NativeExecutor:
             variant=variant,
             kv_format=KV_FORMATS[kv_dtype],
         )
-        lower(program, model.weights, self._engine)
+        lower(program, model.weights, self._engine, num_positions=max_model_len)
         self._engine.settle()
         self._opened_rows: RowTable | None = RowTable(
             num_blocks=num_blocks,

@@ -41,21 +41,22 @@ ACTIVATION_KINDS = {"silu": 0, "gelu_tanh": 1}
 NONE = -1
 
 
-def lower(program: Program, weights: Mapping[str, WeightTensor], engine: Engine) -> None:
-    """Fill an empty engine with the program's weights and instructions.
+def lower(program: Program, weights: Mapping[str, WeightTensor], engine: Engine, *, num_positions: int) -> None:
+    """Fill an empty engine with the program's weights and instructions. No request will be longer than `num_positions`.
 
     Raises `ModelError` for an operation or a weight format that this backend can't compute.
     """
-    _Lowering(program, weights, engine).run()
+    _Lowering(program, weights, engine, num_positions).run()
 
 
 class _Lowering:
     """One translation; holds what was already given an id."""
 
-    def __init__(self, program: Program, weights: Mapping[str, WeightTensor], engine: Engine) -> None:
+    def __init__(self, program: Program, weights: Mapping[str, WeightTensor], engine: Engine, num_positions: int) -> None:
         self._ops = program.ops
         self._widths = dict(program.buffers)
         self._head_dim = program.head_dim
+        self._num_positions = num_positions
         self._weights = weights
         self._engine = engine
         self._multiplied = {op.weight for op in program.ops if isinstance(op, Linear | Logits)}
@@ -258,7 +259,7 @@ class _Lowering:
         if op.bias is None:
             return NONE
         bias = self._tensor(op.bias).dequantize().reshape(-1)
-        return self._engine.add_vector(key_centre(op, bias, self._head_dim))
+        return self._engine.add_vector(key_centre(op, bias, self._head_dim, self._num_positions))
 
     def _rope(self, op: Rope) -> int:
         key = (op.inv_freq, op.attention_factor)

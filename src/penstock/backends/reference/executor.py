@@ -44,7 +44,7 @@ class ReferenceExecutor:
     ) -> None:
         self._capacity = Capacity(num_blocks, block_size, max_rows, max_step_tokens, max_model_len)
         self._program = program
-        self._interpreter = Interpreter(program, model.weights)
+        self._interpreter = Interpreter(program, model.weights, num_positions=max_model_len)
         self._kv_dtype = kv_dtype
         self._cache = self._make_cache(num_blocks, block_size, poison=poison)
         self._batches = BatchBuilder(self._capacity, vocab_size=program.vocab_size)

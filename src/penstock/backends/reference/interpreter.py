@@ -67,8 +67,9 @@ class RowRun:
 class Interpreter:
     """A program and its weights, which become float32 when they are first used."""
 
-    def __init__(self, program: Program, weights: Mapping[str, WeightTensor]) -> None:
+    def __init__(self, program: Program, weights: Mapping[str, WeightTensor], *, num_positions: int = 1) -> None:
         self._program = program
+        self._num_positions = num_positions
         self._result = next(op.out for op in program.ops if isinstance(op, Logits))
         self._weights = weights
         self._matrices: dict[str, F32] = {}
@@ -141,10 +142,10 @@ class Interpreter:
     def _kv_write(self, op: KvWrite, row: RowRun) -> None:
         shape = (-1, self._program.num_kv_heads, self._program.head_dim)
         k = row.buffers[op.k]
-        if (
-            op.bias is not None and row.cache.dtype is KvDtype.INT8
-        ):  # bf16 is rounded as the checkpoints' own implementation does
-            k = k - key_centre(op, self._weights[op.bias].dequantize().reshape(-1), self._program.head_dim)
+        # bf16 is rounded as by the checkpoints' own implementation, which stores whole keys.
+        if op.bias is not None and row.cache.dtype is KvDtype.INT8:
+            bias = self._weights[op.bias].dequantize().reshape(-1)
+            k = k - key_centre(op, bias, self._program.head_dim, self._num_positions)
         row.cache.write(op.layer, row.slots, k.reshape(shape), row.buffers[op.v].reshape(shape))
 
     def _attention(self, op: Attention, row: RowRun) -> None:
