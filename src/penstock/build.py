@@ -131,8 +131,8 @@ def _warn_of_large_biases(model: LoadedModel, program: Program, max_model_len: i
     largest = max((largest_left(op, bias, program.head_dim, max_model_len) for op, bias in biases.items()), default=0.0)
     if largest > LARGE_BIAS:
         _log.warning(
-            "keys of this model have a bias of %.0f, beside which 8 bits are coarse over %d positions; use --kv-cache-dtype bf16, "
-            "or a smaller --max-model-len",
+            "keys of this model have a bias of %.0f, beside which 8 bits are coarse over %d positions; use "
+            "--kv-cache-dtype bf16, or a smaller --max-model-len",
             largest,
             max_model_len,
         )

@@ -451,7 +451,7 @@ def test_attention_scores_of_16_bits_are_finer_than_bf16(variant: str) -> None:
 @KV_FORMATS
 @pytest.mark.parametrize("size", [1, 32, 256])
 def test_scores_of_hundreds_and_thousands_keep_their_leaders(variant: str, kv_format: KvFormat, size: float) -> None:
-    """A leader's weight is one and no more, however large its score: one unit more than 16 bits can hold would change its sign."""
+    """A leader's weight is at most one, however large its score: one unit more than 16 bits hold would change its sign."""
     length, head_dim = 100, 16
     rng = np.random.default_rng(7)
     q, k, v = (random_rows(rng, length, head_dim) for _ in range(3))

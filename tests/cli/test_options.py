@@ -104,7 +104,7 @@ def test_what_may_be_repeated_is_a_tuple() -> None:
     [
         (["--policy", "sjf"], "Invalid value for '--policy': 'sjf' is not available; available: fcfs."),
         (["--device", "cuda"], "'cuda' is not available; available: auto, cpu."),
-        (["--kv-cache-dtype", "fp8"], "available: bf16."),
+        (["--kv-cache-dtype", "fp8"], "available: int8, bf16."),
         (["--port", "70000"], "Invalid value for '--port': 70000 is more than 65535."),
         (["--kv-cache-memory", "4 potatoes"], "the unit 'potatoes' is unknown."),
         (["--config", "/absent.toml"], "/absent.toml: cannot be read"),
