@@ -11,7 +11,7 @@ from backends.native_probe import F32, Probe, bf16, bf16_bytes
 from penstock.backends.native import info
 from penstock.backends.native._native import RowOpKind, SourceFormat
 from penstock.backends.native.lowering import SOURCE_FORMATS
-from penstock.models.formats import BLOCKS, WeightFormat, dequantize
+from penstock.models.formats import BLOCKS, WeightFormat, dequantize, held_bytes, stored_bytes
 
 VARIANTS = info()["variants"]
 EXACT = {WeightFormat.Q4_0, WeightFormat.Q5_0, WeightFormat.Q8_0, WeightFormat.IQ4_NL}
@@ -137,6 +137,50 @@ def test_a_scale_that_is_no_number_is_refused(fmt: WeightFormat, broken: float) 
         raw[19, at : at + 2] = np.array([broken], np.float16).view(np.uint8)
         with pytest.raises(ValueError, match="no finite number"):
             embedded(raw, fmt, 2 * BLOCKS[fmt][0], VARIANTS[0])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("broken", [np.inf, np.nan])
+@pytest.mark.parametrize("fmt", BLOCKS)
+def test_a_damaged_row_of_a_table_spoils_only_what_is_computed_from_it(fmt: WeightFormat, broken: float, variant: str) -> None:
+    rng, cols, rows = np.random.default_rng(4), 2 * BLOCKS[fmt][0], 20
+    sound, matrix = random_blocks(rng, fmt, rows, cols), random_blocks(rng, fmt, 16, cols, zeros=False)
+    wanted = multiplied(sound, matrix, fmt, cols, variant)
+    assert np.isfinite(wanted).all()
+    for at in F16_AT[fmt]:
+        damaged = sound.copy()
+        damaged[7, at : at + 2] = np.array([broken], np.float16).view(np.uint8)
+        found = multiplied(damaged, matrix, fmt, cols, variant)
+        assert np.isnan(found[7]).all()
+        assert np.array_equal(np.delete(found, 7, 0), np.delete(wanted, 7, 0))
+
+
+def multiplied(table: NDArray[np.uint8], matrix: NDArray[np.uint8], fmt: WeightFormat, cols: int, variant: str) -> F32:
+    """The product of every row that is looked up, after a norm, with the matrix. [rows, matrix rows]"""
+    probe = Probe(len(table), len(matrix), variant=variant)
+    engine, x, out = probe.engine, probe.buffer(cols), probe.buffer(len(matrix))
+    probe.row(RowOpKind.LOOKUP, out=x, weight=engine.add_table(SOURCE_FORMATS[fmt], len(table), cols, table), value=1.0)
+    probe.row(RowOpKind.RMS_NORM, out=x, x=x, weight=engine.add_vector(np.ones(cols, np.float32)), n=cols, value=1e-5)
+    activation = engine.add_activation(cols, True, per_sample=False)
+    probe.row(RowOpKind.QUANTIZE, out=activation, x=x)
+    probe.flush()
+    engine.add_linear(
+        [(engine.add_matrix(SOURCE_FORMATS[fmt], len(matrix), cols, matrix), activation, out, -1, -1)], samples=False
+    )
+    probe.finish(out)
+    return probe.run(range(len(table)))
+
+
+@pytest.mark.parametrize("fmt", WeightFormat)
+def test_a_matrix_takes_as_much_memory_as_was_planned(fmt: WeightFormat) -> None:
+    engine = Probe(1, 16, variant="").engine
+    for rows in (2, 16, 37):
+        for num_blocks in NUM_BLOCKS:
+            cols = num_blocks * BLOCKS[fmt][0] if fmt in BLOCKS else 31 + num_blocks
+            before = engine.weight_bytes
+            raw = np.zeros((rows, stored_bytes(fmt, 1, cols)), np.uint8)
+            engine.add_matrix(SOURCE_FORMATS[fmt], rows, cols, raw)
+            assert held_bytes(fmt, rows, cols) == engine.weight_bytes - before
 
 
 @pytest.mark.parametrize("fmt", BLOCKS)

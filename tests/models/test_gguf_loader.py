@@ -13,10 +13,10 @@ import pytest
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from gguf.quants import dequantize
 
-from penstock.models import registry
+from penstock.models import gguf_tensors, registry
 from penstock.models.checks import weight_shapes
 from penstock.models.gguf import load_gguf
-from penstock.models.gguf_file import open_gguf
+from penstock.models.gguf_file import GGML_Q8_0, open_gguf
 from penstock.models.gguf_tensors import load_tensor
 from penstock.models.hf import load_hf_directory
 from penstock.models.weights import WeightFormat
@@ -64,7 +64,23 @@ def test_weights_are_those_that_the_program_reads(tiny):
     model = load_gguf(tiny)
     shapes = weight_shapes(registry.describe(model.spec))
     assert {name: (weight.num_rows, weight.num_cols) for name, weight in model.weights.items()} == shapes
-    assert model.num_weight_bytes == sum(weight.data.nbytes for weight in model.weights.values())
+    padded = model.weights["embed"].num_bytes // 264 * 8  # to whole panels of 16 rows
+    assert model.num_weight_bytes == sum(weight.data.nbytes for weight in model.weights.values()) + padded
+
+
+@pytest.mark.parametrize("is_converted", [False, True])
+def test_an_embedding_whose_rows_are_read_in_the_file_takes_no_memory(tiny, tmp_path, monkeypatch, is_converted):
+    path = write_gguf(tmp_path / "untied.gguf", dataclasses.replace(TINY, is_tied=False))
+    if is_converted:
+        monkeypatch.delitem(gguf_tensors._MATRIX_FORMATS, GGML_Q8_0)
+    model, tied = load_gguf(path), load_gguf(tiny)
+    embed = model.weights["embed"]
+    assert embed.is_mapped is not is_converted
+    num_bytes = tied.num_weight_bytes + (embed.num_bytes if is_converted else 0)
+    assert model.num_weight_bytes == num_bytes
+    load_gguf(path, max_weight_bytes=num_bytes)
+    with pytest.raises(ModelError, match="MiB are available"):
+        load_gguf(path, max_weight_bytes=num_bytes - 1)
 
 
 @pytest.mark.parametrize(

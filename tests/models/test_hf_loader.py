@@ -62,8 +62,16 @@ def test_other_floats_stay_mapped_and_count_as_the_bf16_that_backends_make_of_th
     assert down.dequantize() == pytest.approx(wanted, rel=2**-10, abs=1e-6)
     vectors = sum(weight.num_bytes for weight in model.weights.values() if weight.num_rows == 1)
     assert model.num_weight_bytes == vectors + 2 * sum(
-        w.num_rows * w.num_cols for w in model.weights.values() if w.num_rows > 1
+        -(-w.num_rows // 16) * 16 * w.num_cols for w in model.weights.values() if w.num_rows > 1
     )
+
+
+def test_an_embedding_whose_rows_are_read_in_the_file_takes_no_memory(tmp_path, tiny):
+    path = write_hf(tmp_path, TinyLlama(is_tied=False))
+    num_bytes = load_hf_directory(tiny).num_weight_bytes
+    assert load_hf_directory(path, max_weight_bytes=num_bytes).num_weight_bytes == num_bytes
+    with pytest.raises(ModelError, match="MiB are available"):
+        load_hf_directory(path, max_weight_bytes=num_bytes - 1)
 
 
 def test_shards_give_the_same_model(tmp_path, tiny):

@@ -85,11 +85,43 @@ def stored_bytes(fmt: WeightFormat, num_rows: int, num_cols: int) -> int:
     return num_rows * num_cols * (4 if fmt is WeightFormat.F32 else 2)
 
 
+_HELD: Mapping[WeightFormat, tuple[int, bool]] = MappingProxyType(
+    {
+        WeightFormat.Q4_0: (4, False),
+        WeightFormat.Q4_1: (4, True),
+        WeightFormat.Q5_0: (8, False),
+        WeightFormat.Q5_1: (8, True),
+        WeightFormat.Q8_0: (8, False),
+        WeightFormat.Q2_K: (8, False),
+        WeightFormat.Q3_K: (8, False),
+        WeightFormat.Q4_K: (4, True),
+        WeightFormat.Q5_K: (8, True),
+        WeightFormat.Q6_K: (8, False),
+        WeightFormat.IQ4_NL: (4, False),
+        WeightFormat.IQ4_XS: (4, False),
+    }
+)
+"""(bits of a weight, whether groups of 32 have an offset as well as a scale) in the memory of the native backend."""
+
+
 def held_bytes(fmt: WeightFormat, num_rows: int, num_cols: int) -> int:
-    """Bytes of it in a backend's memory, about: a matrix of float32 is rounded to bf16, 2 and 3 bits take 8."""
-    if fmt is WeightFormat.F32 and num_rows > 1:
-        return stored_bytes(WeightFormat.BF16, num_rows, num_cols)
-    return stored_bytes(WeightFormat.Q8_0 if fmt in (WeightFormat.Q2_K, WeightFormat.Q3_K) else fmt, num_rows, num_cols)
+    """Bytes of it in the memory of the native backend, which packs 16 rows side by side; docs/kernels.md has the layout.
+
+    One row of F32 is a vector, which stays as it is.
+    """
+    if fmt is WeightFormat.F32 and num_rows == 1:
+        return stored_bytes(fmt, num_rows, num_cols)
+    rows = _padded(num_rows, 16)
+    if fmt not in _HELD:
+        return rows * _padded(num_cols, 2) * 2
+    bits, has_offset = _HELD[fmt]
+    groups = num_cols // 32
+    offsets = rows * _padded(groups, 2) * 2 if has_offset else 0
+    return rows * num_cols * bits // 8 + rows * groups * 2 + offsets
+
+
+def _padded(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
 
 
 def dequantize(data: NDArray[np.generic], fmt: WeightFormat, num_cols: int) -> F32:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from penstock.models import checks, registry, rope
 from penstock.models.gguf_file import GgufFile, TensorEntry, open_gguf
-from penstock.models.gguf_tensors import conversion_notes, load_tensor, loaded_bytes, matrix_shape
+from penstock.models.gguf_tensors import conversion_notes, load_tensor, loaded_bytes, looked_up_bytes, matrix_shape
 from penstock.models.gguf_vocab import read_eos_ids, read_vocab
 from penstock.models.program import Program
 from penstock.models.weights import LoadedModel
@@ -60,7 +60,7 @@ def load_gguf(path: Path, *, name: str = "", max_weight_bytes: int | None = None
     spec = _read_spec(file, entries)
     program = registry.describe(spec)
     _check_entries(program, entries, path)
-    checks.check_memory(sum(map(loaded_bytes, entries.values())), max_weight_bytes, path)
+    checks.check_memory(_held_bytes(entries), max_weight_bytes, path)
     vocab = read_vocab(file, spec.vocab_size)
     notes = conversion_notes(entries.values())
     _announce(path, entries.values(), notes)
@@ -75,6 +75,14 @@ def load_gguf(path: Path, *, name: str = "", max_weight_bytes: int | None = None
         path=path,
         notes=notes,
     )
+
+
+def _held_bytes(entries: Mapping[str, TensorEntry]) -> int:
+    """As `LoadedModel.num_weight_bytes`."""
+    held = {name: loaded_bytes(entry) for name, entry in entries.items()}
+    if "output" in entries:
+        held["embed"] = looked_up_bytes(entries["embed"])
+    return sum(held.values())
 
 
 def _announce(path: Path, entries: Iterable[TensorEntry], notes: Iterable[str]) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.models.convert import convert_rows
-from penstock.models.formats import BLOCKS, WeightFormat, held_bytes
+from penstock.models.formats import BLOCKS, WeightFormat, held_bytes, stored_bytes
 from penstock.models.gguf_file import (
     GGML_BF16,
     GGML_F16,
@@ -65,8 +65,13 @@ def matrix_shape(entry: TensorEntry) -> tuple[int, int]:
 
 
 def loaded_bytes(entry: TensorEntry) -> int:
-    """Bytes of the weight that `load_tensor` makes of it, as a backend holds it."""
+    """Bytes of the weight that `load_tensor` makes of it, as the native backend holds it."""
     return held_bytes(_format(entry), *matrix_shape(entry))
+
+
+def looked_up_bytes(entry: TensorEntry) -> int:
+    """The same of a matrix of which only rows are read: 0 if they are read in the file."""
+    return stored_bytes(_format(entry), *matrix_shape(entry)) if _is_converted(entry) else 0
 
 
 def load_tensor(file: GgufFile, entry: TensorEntry, name: str, rope_heads: int = 0) -> WeightTensor:

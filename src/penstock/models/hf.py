@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from penstock.models import checks, registry
-from penstock.models.formats import WeightFormat
+from penstock.models.formats import WeightFormat, held_bytes
 from penstock.models.hf_config import JsonFile, read_eos_ids, read_json, read_spec
 from penstock.models.program import Program
 from penstock.models.safetensors_file import StoredTensor, open_safetensors
@@ -48,7 +48,8 @@ def load_hf_directory(path: Path, *, name: str = "", max_weight_bytes: int | Non
     if spec.tie_word_embeddings:
         stored.pop("output", None)
     _check_stored(registry.describe(spec), stored, path)
-    checks.check_memory(sum(map(_loaded_bytes, stored.values())), max_weight_bytes, path)
+    held = sum(_held_bytes(tensor) for key, tensor in stored.items() if key != "embed" or spec.tie_word_embeddings)
+    checks.check_memory(held, max_weight_bytes, path)  # rows of an untied embedding are read in the file
     tokenizer = path / "tokenizer.json"
     if not tokenizer.is_file():
         raise ModelError(
@@ -121,9 +122,8 @@ def _is_vector(tensor: StoredTensor) -> bool:
     return len(tensor.shape) == 1
 
 
-def _loaded_bytes(tensor: StoredTensor) -> int:
-    rows, cols = _matrix_shape(tensor)
-    return rows * cols * (4 if _is_vector(tensor) else 2)
+def _held_bytes(tensor: StoredTensor) -> int:
+    return held_bytes(WeightFormat.F32 if _is_vector(tensor) else WeightFormat.BF16, *_matrix_shape(tensor))
 
 
 def _weight(name: str, tensor: StoredTensor) -> WeightTensor:

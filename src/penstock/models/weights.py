@@ -35,15 +35,23 @@ class WeightTensor:
 
     def forget(self) -> None:
         """If the data are of a mapped file, the system may have its memory back; what is read again comes from the file."""
+        if (owner := self._file()) is not None:
+            first = self.data.ctypes.data - np.frombuffer(owner, np.uint8).ctypes.data
+            begin = first // mmap.PAGESIZE * mmap.PAGESIZE
+            owner.madvise(mmap.MADV_DONTNEED, begin, first + self.num_bytes - begin)
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether the data are of a mapped file: then they take no memory but the system's, which it can have back."""
+        return self._file() is not None
+
+    def _file(self) -> mmap.mmap | None:
         owner: object = self.data
         while isinstance(owner, np.ndarray):
             owner = owner.base
         if isinstance(owner, memoryview):
             owner = owner.obj
-        if isinstance(owner, mmap.mmap):
-            first = self.data.ctypes.data - np.frombuffer(owner, np.uint8).ctypes.data
-            begin = first // mmap.PAGESIZE * mmap.PAGESIZE
-            owner.madvise(mmap.MADV_DONTNEED, begin, first + self.num_bytes - begin)
+        return owner if isinstance(owner, mmap.mmap) else None
 
     def dequantize(self) -> NDArray[np.float32]:
         """The values, float32 [num_rows, num_cols]; exact for every format here."""
@@ -70,5 +78,11 @@ class LoadedModel:
 
     @property
     def num_weight_bytes(self) -> int:
-        """As backends hold them, about."""
-        return sum(held_bytes(tensor.format, tensor.num_rows, tensor.num_cols) for tensor in self.weights.values())
+        """As the native backend holds them. An embedding of which only rows are read counts if it is not the file's."""
+        return sum(self._held_bytes(name) for name in self.weights)
+
+    def _held_bytes(self, name: str) -> int:
+        tensor = self.weights[name]
+        if name == "embed" and "output" in self.weights:
+            return 0 if tensor.is_mapped else tensor.num_bytes
+        return held_bytes(tensor.format, tensor.num_rows, tensor.num_cols)
