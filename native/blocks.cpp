@@ -163,7 +163,7 @@ void values_of(const Group& g, WeightKind kind, float scale, float* out) {
     }
 }
 
-// 32 values as 8 bits of one scale, as Q8_0 has them.
+// 32 values as 8 bits of one scale, as Q8_0 has them; none is NaN.
 void round_to_8_bits(const float* values, Group& g) {
     float largest = 0.0f;
     for (int k = 0; k < kGroup; ++k) largest = std::max(largest, std::fabs(values[k]));
@@ -173,9 +173,15 @@ void round_to_8_bits(const float* values, Group& g) {
     for (int k = 0; k < kGroup; ++k) g.q[k] = static_cast<uint8_t>(static_cast<int>(values[k] * inverse + (kZero8 + 0.5f)));
 }
 
+// A block whose scale is no finite number: of every group, neither.
+void refuse_block(Group* groups) {
+    for (int i = 0; i < kMaxBlockGroups; ++i) groups[i] = {NAN, 0.0f, {}};
+}
+
 // Scales and offsets are of 16 columns: there is no group of 32 that has them exactly, so they are rounded, far below the error of 2 bits.
 void decode_q2_k(const uint8_t* block, Group* groups) {
     const float d = read_f16(block + 80), e = read_f16(block + 82);
+    if (std::isnan(d + e)) return refuse_block(groups);
     for (int i = 0; i < 8; ++i) {
         const uint8_t* q = block + 16 + i / 4 * kGroup;
         float values[kGroup];
@@ -187,12 +193,12 @@ void decode_q2_k(const uint8_t* block, Group* groups) {
             }
         }
         round_to_8_bits(values, groups[i]);
-        if (std::isnan(d + e)) groups[i].d = NAN;
     }
 }
 
 void decode_q3_k(const uint8_t* block, Group* groups) {
     const float d = read_f16(block + 108);
+    if (std::isnan(d)) return refuse_block(groups);
     const uint8_t* const s = block + 96;
     for (int i = 0; i < 8; ++i) {
         const uint8_t* q = block + 32 + i / 4 * kGroup;
@@ -205,7 +211,6 @@ void decode_q3_k(const uint8_t* block, Group* groups) {
             }
         }
         round_to_8_bits(values, groups[i]);
-        if (std::isnan(d)) groups[i].d = NAN;
     }
 }
 

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <new>
 #include <stdexcept>
+#include <system_error>
 
 #include "cpu.h"
 
@@ -121,14 +122,19 @@ void Engine::add_instruction(Instruction instruction) {
 }
 
 void Engine::settle() {
-    if (arena_.small_bytes() == 0 || settler_.joinable()) return;
-    settler_ = std::jthread([this](const std::stop_token& stop) {
-        setpriority(PRIO_PROCESS, 0, kSettlerNice);  // on Linux of this thread alone; a wish
-        try {
-            arena_.settle(stop);
-        } catch (const std::bad_alloc&) {  // then the rest stays in small pages
-        }
-    });
+    if (settler_.joinable()) return;
+    arena_.complete();
+    if (arena_.small_bytes() == 0) return;
+    try {
+        settler_ = std::jthread([this](const std::stop_token& stop) {
+            setpriority(PRIO_PROCESS, 0, kSettlerNice);  // on Linux of this thread alone; a wish
+            try {
+                arena_.settle(stop);
+            } catch (const std::bad_alloc&) {  // then the rest stays in small pages
+            }
+        });
+    } catch (const std::system_error&) {  // no thread: then all stays in small pages, which serve as well, but slower
+    }
 }
 
 void Engine::set_sampling(int slot, RowSampling sampling) { sampling_.at(slot) = std::move(sampling); }

@@ -108,14 +108,15 @@ class Engine final : private Work {
     Engine(const EngineShape& shape, int num_threads, const std::string& variant);
 
     int add_matrix(SourceFormat format, int rows, int cols, const uint8_t* source);
-    // A matrix of which a step reads single rows: it stays where and as it is, and must outlive the engine.
+    // A matrix of which a step reads single rows: it stays where and as it is, and must outlive the engine. It is not read now,
+    // so damage shows when a row is looked up: a group whose scale is no finite number is NaN, and so are that request's logits.
     int add_table(SourceFormat format, int rows, int cols, const uint8_t* source);
     int add_vector(const float* values, int64_t count);
     int add_rope(const float* inv_freq, int half, float attention_factor);
     int add_buffer(int width, bool per_sample);
     int add_activation(int cols, bool quantised, bool per_sample);
     void add_instruction(Instruction instruction);
-    // The weights are complete: a thread of low priority sees to their pages (Arena).
+    // The weights are complete: a thread of low priority sees to their pages (Arena). A matrix that comes later: std::logic_error.
     void settle();
     void use_small_pages() { arena_.use_small_pages(); }  // for tests
     int64_t small_page_bytes() const { return arena_.small_bytes(); }

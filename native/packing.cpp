@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <new>
+#include <stdexcept>
 
 namespace penstock {
 
@@ -17,6 +18,7 @@ constexpr size_t kMapFromBytes = size_t{1} << 18;  // malloc keeps freed pieces 
 constexpr size_t kHugePage = size_t{1} << 21;
 constexpr size_t kChunkBytes = size_t{1} << 27;  // of an arena; of what is not used less than a page is touched
 constexpr int64_t kDearPageNs = 1'000'000;       // a huge page takes 0.1 ms, 512 small ones 0.5 ms
+constexpr int64_t kMostMovedPages = 16384;       // each is a mapping of its own, of which Linux grants a process 65,530; 32 GiB
 constexpr uint16_t kOneF16 = 0x3C00;
 
 int64_t thread_cpu_ns() {
@@ -208,7 +210,12 @@ Memory allocate_huge(int64_t bytes) {
     return Memory(begin + before, FreeMemory{size});
 }
 
+void Arena::check_open() const {
+    if (is_complete_) throw std::logic_error("the weights are complete: their pages may be moving already");
+}
+
 uint8_t* Arena::take(int64_t bytes) {
+    check_open();
     const int64_t size = (bytes + 63) / 64 * 64;
     if (size > end_ - next_) {
         end_chunk();
@@ -233,6 +240,7 @@ void Arena::touch(const uint8_t* end) {
 }
 
 void Arena::use_small_pages() {
+    check_open();
     is_dear_ = true;
     if (touched_ == end_) return;
     madvise(touched_, static_cast<size_t>(end_ - touched_), MADV_NOHUGEPAGE);
@@ -249,12 +257,18 @@ void Arena::end_chunk() {
     small_bytes_ -= unused;
 }
 
+void Arena::complete() {
+    if (is_complete_) return;
+    end_chunk();
+    is_complete_ = true;
+}
+
 // A copy is made beside the page and takes its place at once: who reads meanwhile reads one or the other.
 void Arena::settle(const std::stop_token& stop) {
-    end_chunk();
+    int64_t num_moved = 0;
     for (; !small_.empty(); small_.pop_back()) {
         for (Range& range = small_.back(); range.begin < range.end; range.begin += kHugePage) {
-            if (stop.stop_requested()) return;
+            if (stop.stop_requested() || num_moved++ == kMostMovedPages) return;
             Memory copy = allocate_huge(kHugePage);
             std::memcpy(copy.get(), range.begin, kHugePage);
             if (mremap(copy.get(), kHugePage, kHugePage, MREMAP_MAYMOVE | MREMAP_FIXED, range.begin) == MAP_FAILED) return;

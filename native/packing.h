@@ -36,18 +36,22 @@ Memory allocate_huge(int64_t bytes);
 // they are small, and become huge when there is time: `settle`.
 class Arena {
   public:
-    // 64-byte aligned, zeroed, valid as long as the arena; or std::bad_alloc.
+    // 64-byte aligned, zeroed, valid as long as the arena; or std::bad_alloc. std::logic_error once it is complete.
     uint8_t* take(int64_t bytes);
 
-    // From now on only read: by any thread, also while this replaces small pages by huge ones, until all are or a stop is wanted.
+    // Nothing more is taken, and what was taken is only read.
+    void complete();
+    // After that, on any one thread, while others read: replaces small pages by huge ones until all are, or a stop is wanted,
+    // or many were (see `kMostMovedPages`).
     void settle(const std::stop_token& stop);
 
     // What is in pages that are to become huge.
     int64_t small_bytes() const { return small_bytes_.load(std::memory_order_relaxed); }
-    // As if the next huge page were dear: for tests.
+    // As if the next huge page were dear: for tests. std::logic_error once the arena is complete.
     void use_small_pages();
 
   private:
+    void check_open() const;
     struct Range {
         uint8_t *begin, *end;
     };
@@ -60,6 +64,7 @@ class Arena {
     uint8_t* touched_ = nullptr;  // where the present chunk's first page begins that was not used yet
     uint8_t* end_ = nullptr;      // of the present chunk
     bool is_dear_ = false;
+    bool is_complete_ = false;  // from then on the ranges are the settling thread's alone
     std::atomic<int64_t> small_bytes_{0};
 };
 

@@ -87,7 +87,7 @@ PENSTOCK_INLINE void store(int32_t* p, vi a) { PENSTOCK_LANES p[i] = a.v[i]; }
 PENSTOCK_INLINE void store_rounded_i8(int8_t* p, vf a) {
     PENSTOCK_LANES {
         const float r = (a.v[i] + 12582912.0f) - 12582912.0f;
-        p[i] = static_cast<int8_t>(r > 127.0f ? 127.0f : r < -128.0f ? -128.0f : r);
+        p[i] = r == r ? static_cast<int8_t>(r > 127.0f ? 127.0f : r < -128.0f ? -128.0f : r) : 0;
     }
 }
 PENSTOCK_INLINE vb rounded_i8(vf a, vf b, vf c, vf d) {
