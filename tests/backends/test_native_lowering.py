@@ -44,7 +44,7 @@ def lowered(*ops: Op) -> Recorder:
         buffers=tuple((name, 32) for name in NAMES),
         ops=(*(Embed(name, "w") for name in NAMES), *ops),
     )
-    lower(program, {"w": MATRIX}, cast(Engine, recorder))
+    lower(program, {"w": MATRIX}, cast(Engine, recorder), num_positions=64)
     return recorder
 
 
@@ -100,5 +100,5 @@ def test_an_embedding_is_packed_only_if_a_product_reads_it(output: str, added: l
     program = Program(
         num_layers=1, num_kv_heads=1, head_dim=16, vocab_size=32, buffers=tuple((name, 32) for name in NAMES), ops=ops
     )
-    lower(program, {"w": MATRIX, "v": MATRIX}, cast(Engine, recorder))
+    lower(program, {"w": MATRIX, "v": MATRIX}, cast(Engine, recorder), num_positions=64)
     assert recorder.added == added
