@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from penstock.engine.core import EngineCore
     from penstock.engine.ports import Executor, Observer
     from penstock.models.catalog import ModelSource
-    from penstock.models.program import Program
     from penstock.models.weights import LoadedModel
     from penstock.serve.runtime import ModelInfo, Runtime, Sources
     from penstock.text.chat import ChatTemplate
@@ -103,14 +102,11 @@ def build_executor(config: Config, model: LoadedModel, kv: KvPlan) -> Executor:
     """The backend that the config names, with the model's weights in it."""
     from penstock.models.registry import describe
 
-    program = describe(model.spec)
-    if config.kv.kv_cache_dtype == KvDtype.INT8:
-        _warn_of_large_biases(model, program, kv.max_model_len)
     module, _, attribute = EXECUTORS[config.backend.backend].partition(":")
     extras = {"num_threads": num_threads(config.backend)} if config.backend.backend == "native" else {}
     executor: Executor = getattr(import_module(module), attribute)(
         model,
-        program,
+        describe(model.spec),
         num_blocks=kv.num_blocks,
         block_size=kv.block_size,
         max_rows=config.scheduler.max_num_seqs,
@@ -120,22 +116,6 @@ def build_executor(config: Config, model: LoadedModel, kv: KvPlan) -> Executor:
         **extras,
     )
     return executor
-
-
-def _warn_of_large_biases(model: LoadedModel, program: Program, max_model_len: int) -> None:
-    """Keys of 8 bits have no room beside a large bias, and what turns fast can't be taken off."""
-    from penstock.models.key_centre import LARGE_BIAS, largest_left
-    from penstock.models.program import KvWrite
-
-    biases = {op: model.weights[op.bias].dequantize() for op in program.ops if isinstance(op, KvWrite) and op.bias is not None}
-    largest = max((largest_left(op, bias, program.head_dim, max_model_len) for op, bias in biases.items()), default=0.0)
-    if largest > LARGE_BIAS:
-        _log.warning(
-            "keys of this model have a bias of %.0f, beside which 8 bits are coarse over %d positions; use "
-            "--kv-cache-dtype bf16, or a smaller --max-model-len",
-            largest,
-            max_model_len,
-        )
 
 
 def build_core(config: Config, capacity: Capacity, observer: Observer) -> EngineCore:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from penstock.models import registry
-from penstock.models.key_centre import key_centre, largest_left, still_pairs
+from penstock.models.key_centre import key_centre, still_pairs
 from penstock.models.program import KvWrite
 from penstock.types.model_spec import ModelSpec
 
@@ -74,5 +74,3 @@ def test_every_head_has_its_own():
     write = KvWrite(0, "k", "v", "bias", (1.0, 0.01), 2.0)
     bias = np.arange(1, 11, dtype=np.float32)
     assert key_centre(write, bias, 5, 10).tolist() == [0, 4, 0, 8, 5, 0, 14, 0, 18, 10]
-    assert largest_left(write, bias, 5, 10) == 2 * 8
-    assert largest_left(write, bias, 5, 1000) == 2 * 9

@@ -91,7 +91,7 @@ def _announce(path: Path, entries: Iterable[TensorEntry], notes: Iterable[str]) 
         _log.info("%s: %s", path.name, note)
     num_stored, num_loaded = (sum(sizes) for sizes in zip(*((e.num_bytes, loaded_bytes(e)) for e in entries), strict=True))
     if num_loaded > _NOTABLE_GROWTH * num_stored:
-        words = "%s: %d MiB of weights become %d MiB in memory by conversion, which takes a while; no Q4, Q5, Q6 and Q8 type is"
+        words = "%s: %d MiB of weights become %d MiB in memory, where they have 4 bits or 8; Q4 and Q8 types hardly grow"
         _log.warning(words, path.name, num_stored >> 20, num_loaded >> 20)
 
 

@@ -2,7 +2,7 @@
 
 A constant vector c in every key adds q c to every score of a query, which softmax does not see. Keys of some
 architectures have such a part: a bias that is large where the rotation is slowest (Qwen2.5: hundreds, where other
-columns are of size one). Eight bits with one scale can't hold both.
+columns are of size one), and beside which a scale of 32 columns is coarse.
 """
 
 from __future__ import annotations
@@ -13,10 +13,6 @@ from numpy.typing import NDArray
 from penstock.models.program import KvWrite
 
 F32 = NDArray[np.float32]
-
-
-LARGE_BIAS = 100.0
-"""Left in a key, it costs the other columns of its group in 8 bits more than they can spare (`docs/decisions/int8-kv.md`)."""
 
 
 def still_pairs(inv_freq: tuple[float, ...], num_positions: int) -> list[int]:
@@ -40,11 +36,3 @@ def key_centre(op: KvWrite, bias: F32, head_dim: int, num_positions: int) -> F32
     centre[:, turning] = heads[:, turning] * np.float32(op.attention_factor)
     centre[:, 2 * half :] = heads[:, 2 * half :]
     return centre.reshape(-1)
-
-
-def largest_left(op: KvWrite, bias: F32, head_dim: int, num_positions: int) -> float:
-    """The largest size of a bias that turns too fast to be taken off. [bias: num_kv_heads * head_dim]"""
-    half = len(op.inv_freq)
-    fast = sorted(set(range(half)) - set(still_pairs(op.inv_freq, num_positions)))
-    left = bias.reshape(-1, head_dim)[:, fast + [half + i for i in fast]]
-    return float(np.abs(left).max(initial=0.0) * op.attention_factor)
