@@ -7,11 +7,12 @@
 // later split of segments over threads all give the same bits. Online softmax: arXiv 2112.05682.
 //
 // Scores are dot products of integers (integers.h), of as many columns as share a scale exact in any order, and count in
-// units of log2: the softmax's factor log2(e) is part of their scale. What is particular to a format of the KV cache is in Int8Kv and Int16Kv.
+// units of log2: the softmax's factor log2(e) is part of their scale. What is particular to a format of the KV cache is in Int8Kv and Int16Kv, the softmax in softmax.h.
 
 #include "integers.h"
 #include "parts.h"
 #include "simd.h"
+#include "softmax.h"
 
 namespace penstock::PENSTOCK_ISA {
 
@@ -19,11 +20,8 @@ namespace {
 
 constexpr int kPairs = kAttentionPairs;          // whose sums fit the registers
 constexpr int kTaskPairs = kAttentionTaskPairs;  // that share the keys and values of a segment while these are in the cache
-constexpr int kStep = 2 * kLanes;                // positions whose weights are stored together
 constexpr int kSegmentTiles = kSegment / kKvTile;
 constexpr int kStateFloats = kTaskPairs + kLanes;  // of the numbers of each pair, which are read sixteen at a time
-constexpr float kLog2E = 1.44269504088896341f;
-constexpr float kLowest = -3.0e38f;
 
 // (query, head) pairs of a task, ordered query-major.
 struct Pairs {
@@ -207,87 +205,6 @@ __attribute__((noinline)) void score_pairs(const Tiles& tiles, int from, int end
         }
     }
     for (; i < end; ++i) score_tiles<Kv, kCount, 1>(tiles, i, q, halves, scores + i * kKvTile);
-}
-
-// Scores [lo, hi) to capped ones in units of log2.
-PENSTOCK_INLINE void cap(float* scores, int lo, int hi, float factor, float softcap) {
-    for (int i = lo; i < hi; ++i) scores[i] = softcap * kLog2E * tanhf(scores[i] * (factor / kLog2E) / softcap);
-}
-
-// Lanes of [i, i + 16) that are in [lo, hi) from x, the others from `other`.
-PENSTOCK_INLINE vf within(int i, int lo, int hi, vf x, vf other) {
-    if (i + kLanes > hi) x = first(hi > i ? hi - i : 0, x, other);
-    if (i < lo) x = first(lo - i < kLanes ? lo - i : kLanes, other, x);
-    return x;
-}
-
-// Of scores [lo, hi).
-PENSTOCK_INLINE float largest_of(const float* scores, int lo, int hi) {
-    const vf lowest = set1(kLowest);
-    vf even = lowest, odd = lowest;
-    int i = lo / kStep * kStep;
-    if (i < lo) {
-        even = within(i, lo, hi, load(scores + i), lowest);
-        odd = within(i + kLanes, lo, hi, load(scores + i + kLanes), lowest);
-        i += kStep;
-    }
-    for (; i + kStep <= hi; i += kStep) {
-        even = max(even, load(scores + i));
-        odd = max(odd, load(scores + i + kLanes));
-    }
-    if (i < hi) {
-        even = max(even, within(i, lo, hi, load(scores + i), lowest));
-        odd = max(odd, within(i + kLanes, lo, hi, load(scores + i + kLanes), lowest));
-    }
-    return reduce_max(max(even, odd));
-}
-
-// Weights 2^(score * factor - top) of scores [lo, hi) in bf16, and their sum; those around up to a multiple of 32 become 0.
-PENSTOCK_INLINE float soften(const float* scores, uint16_t* weights, int lo, int hi, float factor, float top) {
-    const vf scale = set1(factor), shift = set1(-top), zero = set1(0.0f);
-    vf sum = zero;
-    const auto weight = [&](int i) __attribute__((always_inline)) { return exp2(fma(load(scores + i), scale, shift)); };
-    const auto at_edge = [&](int i) __attribute__((always_inline)) {
-        const vf a = within(i, lo, hi, weight(i), zero), b = within(i + kLanes, lo, hi, weight(i + kLanes), zero);
-        sum = store_bf16_sum(weights + i, a, b, sum);
-    };
-    int i = lo / kStep * kStep;
-    if (i < lo) {
-        at_edge(i);
-        i += kStep;
-    }
-    for (; i + kStep <= hi; i += kStep) sum = store_bf16_sum(weights + i, weight(i), weight(i + kLanes), sum);
-    if (i < hi) at_edge(i);
-    return reduce_add(sum);
-}
-
-// Weights 2^((score - top) * factor), at most one, times `units` as 16-bit integers; their sum is of the weights alone.
-PENSTOCK_INLINE float soften_scaled(const float* scores, const float* units, uint16_t* weights, int lo, int hi, float factor,
-                                    float top) {
-    const vf scale = set1(factor), largest = set1(top), zero = set1(0.0f), rounder = set1(kRoundingMagic);
-    vf even = zero, odd = zero;
-    // No fused multiply-add: with the rounding of top * factor left in, a large score's own weight could be above one.
-    const auto weight = [&](int i) __attribute__((always_inline)) { return exp2(mul(sub(load(scores + i), largest), scale)); };
-    const auto rounded = [&](int i, vf w) __attribute__((always_inline)) { return fma(w, load(units + i), rounder); };
-    const auto at_edge = [&](int i) __attribute__((always_inline)) {
-        const vf a = weight(i), b = weight(i + kLanes);
-        even = add(even, within(i, lo, hi, a, zero));
-        odd = add(odd, within(i + kLanes, lo, hi, b, zero));
-        store_low_halves(weights + i, within(i, lo, hi, rounded(i, a), zero), within(i + kLanes, lo, hi, rounded(i + kLanes, b), zero));
-    };
-    int i = lo / kStep * kStep;
-    if (i < lo) {
-        at_edge(i);
-        i += kStep;
-    }
-    for (; i + kStep <= hi; i += kStep) {
-        const vf a = weight(i), b = weight(i + kLanes);
-        even = add(even, a);
-        odd = add(odd, b);
-        store_low_halves(weights + i, rounded(i, a), rounded(i + kLanes, b));
-    }
-    if (i < hi) at_edge(i);
-    return reduce_add(add(even, odd));
 }
 
 // Fills `units` for the positions [lo, hi), of which alone the largest scale is; returns what sums of integers are to be times.
