@@ -7,7 +7,8 @@
 // later split of segments over threads all give the same bits. Online softmax: arXiv 2112.05682.
 //
 // Scores are dot products of integers (integers.h), of as many columns as share a scale exact in any order, and count in
-// units of log2: the softmax's factor log2(e) is part of their scale. What is particular to a format of the KV cache is in Int8Kv and Int16Kv, the softmax in softmax.h.
+// units of log2: the softmax's factor log2(e) is part of their scale. What is particular to a format of the KV cache is in
+// Int8Kv and Int16Kv, the softmax in softmax.h.
 
 #include "integers.h"
 #include "parts.h"
@@ -467,7 +468,8 @@ void attention_merge(const KvLayer& kv, const AttentionTask& t, float* memory) {
 int64_t attention_partial_floats(int num_pairs, int head_dim) { return 2 * kStateFloats + num_pairs * head_dim; }
 
 int64_t attention_scratch_floats(int head_dim) {
-    return kLanes + kScoreFloats + kWeightFloats + 2 * kSegment + kLanes + 4 * kStateFloats + (kTaskPairs / 2 + 1 + 2 * kTaskPairs) * head_dim;
+    return kLanes + kScoreFloats + kWeightFloats + 2 * kSegment + kLanes + 4 * kStateFloats +
+           (kTaskPairs / 2 + 1 + 2 * kTaskPairs) * head_dim;
 }
 
 }  // namespace penstock::PENSTOCK_ISA
