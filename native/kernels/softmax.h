@@ -24,24 +24,33 @@ PENSTOCK_INLINE vf within(int i, int lo, int hi, vf x, vf other) {
     return x;
 }
 
+// Calls inner(i) for every kStep positions from i on that are all in [lo, hi), and edge(i) where only some are, which is at
+// either end. In ascending order; i is a multiple of kStep.
+template <typename Inner, typename Edge>
+PENSTOCK_INLINE void for_steps(int lo, int hi, Inner inner, Edge edge) {
+    int i = lo / kStep * kStep;
+    if (i < lo) {
+        edge(i);
+        i += kStep;
+    }
+    for (; i + kStep <= hi; i += kStep) inner(i);
+    if (i < hi) edge(i);
+}
+
 // Of scores [lo, hi).
 PENSTOCK_INLINE float largest_of(const float* scores, int lo, int hi) {
     const vf lowest = set1(kLowest);
     vf even = lowest, odd = lowest;
-    int i = lo / kStep * kStep;
-    if (i < lo) {
-        even = within(i, lo, hi, load(scores + i), lowest);
-        odd = within(i + kLanes, lo, hi, load(scores + i + kLanes), lowest);
-        i += kStep;
-    }
-    for (; i + kStep <= hi; i += kStep) {
-        even = max(even, load(scores + i));
-        odd = max(odd, load(scores + i + kLanes));
-    }
-    if (i < hi) {
-        even = max(even, within(i, lo, hi, load(scores + i), lowest));
-        odd = max(odd, within(i + kLanes, lo, hi, load(scores + i + kLanes), lowest));
-    }
+    for_steps(
+        lo, hi,
+        [&](int i) __attribute__((always_inline)) {
+            even = max(even, load(scores + i));
+            odd = max(odd, load(scores + i + kLanes));
+        },
+        [&](int i) __attribute__((always_inline)) {
+            even = max(even, within(i, lo, hi, load(scores + i), lowest));
+            odd = max(odd, within(i + kLanes, lo, hi, load(scores + i + kLanes), lowest));
+        });
     return reduce_max(max(even, odd));
 }
 
@@ -50,17 +59,13 @@ PENSTOCK_INLINE float soften(const float* scores, uint16_t* weights, int lo, int
     const vf scale = set1(factor), shift = set1(-top), zero = set1(0.0f);
     vf sum = zero;
     const auto weight = [&](int i) __attribute__((always_inline)) { return exp2(fma(load(scores + i), scale, shift)); };
-    const auto at_edge = [&](int i) __attribute__((always_inline)) {
-        const vf a = within(i, lo, hi, weight(i), zero), b = within(i + kLanes, lo, hi, weight(i + kLanes), zero);
-        sum = store_bf16_sum(weights + i, a, b, sum);
-    };
-    int i = lo / kStep * kStep;
-    if (i < lo) {
-        at_edge(i);
-        i += kStep;
-    }
-    for (; i + kStep <= hi; i += kStep) sum = store_bf16_sum(weights + i, weight(i), weight(i + kLanes), sum);
-    if (i < hi) at_edge(i);
+    for_steps(
+        lo, hi,
+        [&](int i) __attribute__((always_inline)) { sum = store_bf16_sum(weights + i, weight(i), weight(i + kLanes), sum); },
+        [&](int i) __attribute__((always_inline)) {
+            const vf a = within(i, lo, hi, weight(i), zero), b = within(i + kLanes, lo, hi, weight(i + kLanes), zero);
+            sum = store_bf16_sum(weights + i, a, b, sum);
+        });
     return reduce_add(sum);
 }
 
@@ -72,24 +77,21 @@ PENSTOCK_INLINE float soften_scaled(const float* scores, const float* units, uin
     // No fused multiply-add: with the rounding of top * factor left in, a large score's own weight could be above one.
     const auto weight = [&](int i) __attribute__((always_inline)) { return exp2(mul(sub(load(scores + i), largest), scale)); };
     const auto rounded = [&](int i, vf w) __attribute__((always_inline)) { return fma(w, load(units + i), rounder); };
-    const auto at_edge = [&](int i) __attribute__((always_inline)) {
-        const vf a = weight(i), b = weight(i + kLanes);
-        even = add(even, within(i, lo, hi, a, zero));
-        odd = add(odd, within(i + kLanes, lo, hi, b, zero));
-        store_low_halves(weights + i, within(i, lo, hi, rounded(i, a), zero), within(i + kLanes, lo, hi, rounded(i + kLanes, b), zero));
-    };
-    int i = lo / kStep * kStep;
-    if (i < lo) {
-        at_edge(i);
-        i += kStep;
-    }
-    for (; i + kStep <= hi; i += kStep) {
-        const vf a = weight(i), b = weight(i + kLanes);
-        even = add(even, a);
-        odd = add(odd, b);
-        store_low_halves(weights + i, rounded(i, a), rounded(i + kLanes, b));
-    }
-    if (i < hi) at_edge(i);
+    for_steps(
+        lo, hi,
+        [&](int i) __attribute__((always_inline)) {
+            const vf a = weight(i), b = weight(i + kLanes);
+            even = add(even, a);
+            odd = add(odd, b);
+            store_low_halves(weights + i, rounded(i, a), rounded(i + kLanes, b));
+        },
+        [&](int i) __attribute__((always_inline)) {
+            const vf a = weight(i), b = weight(i + kLanes);
+            even = add(even, within(i, lo, hi, a, zero));
+            odd = add(odd, within(i + kLanes, lo, hi, b, zero));
+            store_low_halves(weights + i, within(i, lo, hi, rounded(i, a), zero),
+                             within(i + kLanes, lo, hi, rounded(i + kLanes, b), zero));
+        });
     return reduce_add(add(even, odd));
 }
 

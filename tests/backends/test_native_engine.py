@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from backends.native_probe import Probe
 from penstock.backends.native._native import Engine, RowOp, RowOpKind, SourceFormat
+from penstock.backends.native.executor import KV_FORMATS
+from penstock.types.kv_dtype import KvDtype
 
 SIZES = {
     "num_layers": 1,
@@ -38,6 +40,14 @@ def open_engine(**sizes: int) -> Engine:
     engine.add_rows([RowOp(RowOpKind.GATHER, x=buffer, out=logits)], samples=True)
     engine.set_logits(logits)
     return engine
+
+
+@pytest.mark.parametrize("dtype", KvDtype)
+@pytest.mark.parametrize("head_dim", [16, 48, 64, 256])
+def test_the_kv_cache_takes_what_was_planned_for_it(dtype: KvDtype, head_dim: int) -> None:
+    sizes = SIZES | {"num_layers": 3, "num_kv_heads": 2, "head_dim": head_dim, "block_size": 32}
+    engine = Engine(**sizes, kv_format=KV_FORMATS[dtype])
+    assert engine.kv_bytes == 3 * 2 * 4 * 32 * dtype.head_bytes(head_dim)
 
 
 def step_arrays(**changes: Any) -> list[Any]:

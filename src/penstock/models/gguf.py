@@ -63,7 +63,7 @@ def load_gguf(path: Path, *, name: str = "", max_weight_bytes: int | None = None
     checks.check_memory(_held_bytes(entries), max_weight_bytes, path)
     vocab = read_vocab(file, spec.vocab_size)
     notes = conversion_notes(entries.values())
-    _announce(path, entries.values(), notes)
+    _announce(path, entries, notes)
     return LoadedModel(
         name=name or path.stem,
         spec=spec,
@@ -85,14 +85,14 @@ def _held_bytes(entries: Mapping[str, TensorEntry]) -> int:
     return sum(held.values())
 
 
-def _announce(path: Path, entries: Iterable[TensorEntry], notes: Iterable[str]) -> None:
-    """Log what will be converted: before, as it may take a while."""
+def _announce(path: Path, entries: Mapping[str, TensorEntry], notes: Iterable[str]) -> None:
+    """Log what will be converted, before, as it may take a while, and what grows."""
     for note in notes:
         _log.info("%s: %s", path.name, note)
-    num_stored, num_loaded = (sum(sizes) for sizes in zip(*((e.num_bytes, loaded_bytes(e)) for e in entries), strict=True))
-    if num_loaded > _NOTABLE_GROWTH * num_stored:
-        words = "%s: %d MiB of weights become %d MiB in memory, where they have 4 bits or 8; Q4 and Q8 types hardly grow"
-        _log.warning(words, path.name, num_stored >> 20, num_loaded >> 20)
+    num_stored, num_held = sum(entry.num_bytes for entry in entries.values()), _held_bytes(entries)
+    if num_held > _NOTABLE_GROWTH * num_stored:
+        words = "%s: %d MiB of weights become %d MiB in memory, where they have 8 bits or 16; Q4 and Q8 types stay as small"
+        _log.warning(words, path.name, num_stored >> 20, num_held >> 20)
 
 
 def _canonical(name: str) -> str:

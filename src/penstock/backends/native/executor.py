@@ -114,11 +114,6 @@ class NativeExecutor:
         """Bytes of memory for weights that are to become huge pages, in the background; 0 once all are."""
         return int(self._engine.small_page_bytes)
 
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of the KV cache."""
-        return int(self._engine.kv_bytes)
-
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         for source, destination in pairs:
             self._engine.copy_block(source, destination)
