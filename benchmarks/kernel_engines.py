@@ -198,7 +198,7 @@ class ProductEngine(_Runner):
         for _ in range(num_copies):
             ids = [engine.add_matrix(kind.source, rows, product.cols, d) for rows, d in zip(product.outputs, data, strict=True)]
             if product.is_gated:
-                engine.add_gated(ids[0], ids[1], activation, outs[0], SILU)
+                engine.add_gated(ids[0], ids[1], activation, outs[0], SILU, False)
             else:
                 ops = [
                     (i, activation, out, NONE, out if product.has_residual else NONE) for i, out in zip(ids, outs, strict=True)

@@ -73,14 +73,18 @@ class StepCost:
         self._kv_bytes_per_token = model.spec.kv_bytes_per_token(kv_dtype)
         matrices = {name: t for name, t in model.weights.items() if t.num_rows > 1}
         output = matrices.get("output", matrices["embed"])
-        layers = [t for name, t in matrices.items() if name.startswith("layers.")]
         bf16 = (WeightFormat.BF16, WeightFormat.F32)
         self._per_token = {False: 0, True: 0}
         """Weights that multiply each token, by whether they are bf16 and not quantised."""
-        for tensor in layers:
-            self._per_token[tensor.format in bf16] += tensor.num_rows * tensor.num_cols
         self._per_sample = {False: 0, True: 0}
         self._per_sample[output.format in bf16] = output.num_rows * output.num_cols
+        last = f"layers.{model.spec.num_layers - 1}."
+        for name, tensor in matrices.items():
+            if name.startswith("layers."):
+                # What follows the last attention is wanted of samples alone.
+                is_sampled = name.startswith(last) and name.removeprefix(last) not in {"q", "k", "v"}
+                count = self._per_sample if is_sampled else self._per_token
+                count[tensor.format in bf16] += tensor.num_rows * tensor.num_cols
         self.weight_bytes = weight_bytes
         """Packed; an embedding that is not the output matrix, too, is none of them."""
 

@@ -59,8 +59,8 @@ void add_linear(Engine& self, const std::vector<std::tuple<int, int, int, int, i
     self.add_instruction(std::move(instruction));
 }
 
-void add_gated(Engine& self, int gate, int up, int activation, int out, int kind) {
-    Instruction instruction{InstructionKind::kGated, Domain::kTokens, {}, {}, {}, {}};
+void add_gated(Engine& self, int gate, int up, int activation, int out, int kind, bool samples) {
+    Instruction instruction{InstructionKind::kGated, samples ? Domain::kSamples : Domain::kTokens, {}, {}, {}, {}};
     instruction.gated = {gate, up, activation, out, static_cast<ActivationKind>(kind)};
     self.add_instruction(std::move(instruction));
 }
@@ -276,7 +276,7 @@ void bind_engine(nb::module_& m) {
              [](Engine& self, const std::vector<RowOp>& ops, bool samples) { self.add_instruction(rows_instruction(ops, samples)); },
              "ops"_a, "samples"_a)
         .def("add_linear", &add_linear, "ops"_a, "samples"_a, "(weight, activation, out, bias, residual) each; -1 is none.")
-        .def("add_gated", &add_gated, "gate"_a, "up"_a, "activation"_a, "out"_a, "kind"_a)
+        .def("add_gated", &add_gated, "gate"_a, "up"_a, "activation"_a, "out"_a, "kind"_a, "samples"_a)
         .def("add_attention", &add_attention, "q"_a, "out"_a, "layer"_a, "num_heads"_a, "scale"_a, "window"_a, "softcap"_a)
         .def("settle", &Engine::settle, "After the last weight: small pages that hold weights become huge ones, in the background.")
         .def("use_small_pages", &Engine::use_small_pages, "From now on, as if huge pages were dear: for tests.")

@@ -295,7 +295,7 @@ def test_gated_product_is_gate_and_up_in_one(variant: str, fmt: WeightFormat) ->
     probe.flush()
     out = probe.buffer(40)
     gate, up = (probe.engine.add_matrix(source, 40, 64, raw) for raw in raws)
-    probe.engine.add_gated(gate, up, activation, out, 0)
+    probe.engine.add_gated(gate, up, activation, out, 0, False)
     probe.finish(out)
     products = (
         [quantised_product(x, raw, fmt) for raw in raws]

@@ -25,9 +25,11 @@ def model(**weights):
         "layers.0.q": tensor(20, 10),
         "layers.0.attn_norm": tensor(1, 10, WeightFormat.F32),
         "layers.0.down": tensor(30, 10, WeightFormat.BF16),
+        "layers.1.k": tensor(4, 10),
+        "layers.1.o": tensor(5, 10),
     }
     return SimpleNamespace(
-        spec=SimpleNamespace(kv_bytes_per_token=lambda dtype: {KvDtype.INT8: 8, KvDtype.BF16: 16}[dtype]),
+        spec=SimpleNamespace(num_layers=2, kv_bytes_per_token=lambda dtype: {KvDtype.INT8: 8, KvDtype.BF16: 16}[dtype]),
         weights=tensors | weights,
     )
 
@@ -39,9 +41,9 @@ def test_steps_are_named_by_rows_queries_and_context():
             step.parse_step(text)
 
 
-def test_every_token_meets_the_layers_and_every_row_the_output_matrix():
+def test_tokens_meet_the_layers_and_samples_what_follows_the_last_attention():
     cost, shape = step.StepCost(model(), 1000, KvDtype.INT8), step.StepShape(rows=2, query_len=3, context_len=5)
-    assert cost.operations(shape, are_bf16=False) == 2 * (6 * 200 + 2 * 1000)
+    assert cost.operations(shape, are_bf16=False) == 2 * (6 * (200 + 40) + 2 * (50 + 1000))
     assert cost.operations(shape, are_bf16=True) == 2 * 6 * 300
     assert cost.num_bytes(shape) == 1000 + 2 * (5 + 3) * 8
 

@@ -21,13 +21,20 @@ from penstock.models.program import (
 )
 from penstock.types.model_spec import ModelSpec
 
+SAMPLED = "sampled_"
+"""Begins the names of buffers that have one row per sample."""
+
 
 def describe(spec: ModelSpec) -> Program:
     """The program of one step. With `has_qkv_bias` the projections of q, k and v add a bias, as those of Qwen 2 do."""
     ops: list[Op] = [Embed(out="x", weight="embed")]
-    for layer in range(spec.num_layers):
+    for layer in range(spec.num_layers - 1):
         ops += _attention(spec, layer)
-        ops += _mlp(spec, layer)
+        ops += _rest(spec, layer)
+    ops += _attention(spec, spec.num_layers - 1)
+    # After the last attention nobody reads other tokens than those that sample: a prompt skips most of a layer.
+    ops += [GatherRows(out=SAMPLED + name, x=name) for name in ("x", "attn")]
+    ops += _rest(spec, spec.num_layers - 1, SAMPLED)
     ops += _head(spec)
     return Program(
         ops=tuple(ops),
@@ -40,22 +47,18 @@ def describe(spec: ModelSpec) -> Program:
 
 
 def _buffers(spec: ModelSpec) -> tuple[tuple[str, int], ...]:
-    """`x` is the residual stream, `normed` its normalised copy; `last` and `last_normed` have one row per sample."""
+    """`x` is the residual stream, `normed` its normalised copy."""
     heads, kv_heads = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    return (
+    rest = (
         ("x", spec.hidden_size),
         ("normed", spec.hidden_size),
-        ("q", heads),
-        ("k", kv_heads),
-        ("v", kv_heads),
         ("attn", heads),
         ("gate", spec.intermediate_size),
         ("up", spec.intermediate_size),
         ("act", spec.intermediate_size),
-        ("last", spec.hidden_size),
-        ("last_normed", spec.hidden_size),
-        ("logits", spec.vocab_size),
     )
+    sampled = tuple((SAMPLED + name, width) for name, width in rest)
+    return (*rest, ("q", heads), ("k", kv_heads), ("v", kv_heads), *sampled, ("logits", spec.vocab_size))
 
 
 def _attention(spec: ModelSpec, layer: int) -> list[Op]:
@@ -94,24 +97,26 @@ def _attention(spec: ModelSpec, layer: int) -> list[Op]:
         rotate("k", spec.num_kv_heads),
         write,
         attention,
-        Linear(out="x", x="attn", weight=f"{at}.o", residual="x"),
     ]
 
 
-def _mlp(spec: ModelSpec, layer: int) -> list[Op]:
+def _rest(spec: ModelSpec, layer: int, of: str = "") -> list[Op]:
+    """What follows a layer's attention, on buffers whose names begin with `of`."""
     at = f"layers.{layer}"
+    x, normed, attn, gate, up, act = (of + name for name in ("x", "normed", "attn", "gate", "up", "act"))
     return [
-        RMSNorm(out="normed", x="x", weight=f"{at}.mlp_norm", eps=spec.norm_eps),
-        Linear(out="gate", x="normed", weight=f"{at}.gate"),
-        Linear(out="up", x="normed", weight=f"{at}.up"),
-        GatedActivation(out="act", gate="gate", up="up", activation="silu"),
-        Linear(out="x", x="act", weight=f"{at}.down", residual="x"),
+        Linear(out=x, x=attn, weight=f"{at}.o", residual=x),
+        RMSNorm(out=normed, x=x, weight=f"{at}.mlp_norm", eps=spec.norm_eps),
+        Linear(out=gate, x=normed, weight=f"{at}.gate"),
+        Linear(out=up, x=normed, weight=f"{at}.up"),
+        GatedActivation(out=act, gate=gate, up=up, activation="silu"),
+        Linear(out=x, x=act, weight=f"{at}.down", residual=x),
     ]
 
 
 def _head(spec: ModelSpec) -> list[Op]:
+    x, normed = SAMPLED + "x", SAMPLED + "normed"
     return [
-        GatherRows(out="last", x="x"),
-        RMSNorm(out="last_normed", x="last", weight="norm", eps=spec.norm_eps),
-        Logits(out="logits", x="last_normed", weight="embed" if spec.tie_word_embeddings else "output"),
+        RMSNorm(out=normed, x=x, weight="norm", eps=spec.norm_eps),
+        Logits(out="logits", x=normed, weight="embed" if spec.tie_word_embeddings else "output"),
     ]

@@ -1,8 +1,9 @@
 """The language in which architectures are described: a flat list of operations on named buffers.
 
 A model's description emits a `Program`; backends run it. Nothing here computes. All buffers hold
-float32 [num_tokens, width] unless said otherwise, num_tokens being those of the step; after
-`GatherRows` a buffer has one row for each row of the step that samples. Operations run in order.
+float32 [num_tokens, width] unless said otherwise, num_tokens being those of the step; what `GatherRows` writes
+has one row for each row of the step that samples, and so has what is computed from it. Operations run in order; those
+before the first `GatherRows` are on tokens, and those after it on samples.
 """
 
 from __future__ import annotations

@@ -114,7 +114,8 @@ class _Lowering:
                 a, b = self._buffer(op.a), self._buffer(op.b)
                 self._row(RowOpKind.ADD, out=self._written(op.out), x=a, y=b)
             case GatherRows():
-                self._flush()
+                if not self._on_samples:
+                    self._flush()
                 self._on_samples = True
                 self._row(RowOpKind.GATHER, x=self._buffer(op.x), out=self._written(op.out))
             case _:
@@ -203,7 +204,12 @@ class _Lowering:
         self._flush()
         out = self._written(act.out)
         self._engine.add_gated(
-            self._matrix(gate.weight), self._matrix(up.weight), activation, out, ACTIVATION_KINDS[act.activation]
+            self._matrix(gate.weight),
+            self._matrix(up.weight),
+            activation,
+            out,
+            ACTIVATION_KINDS[act.activation],
+            self._on_samples,
         )
         return 3
 

@@ -57,7 +57,12 @@ class RowRun:
     gathered: NDArray[np.int64]
     """Which of the T tokens want logits, ascending and without gaps; may be empty. [S]"""
     buffers: dict[str, F32] = field(default_factory=dict)
-    """[T, width]; after `GatherRows` [S, width]"""
+    """[T, width]; what `GatherRows` wrote, and what comes of it, [S, width]"""
+    first: int = field(init=False)
+    """Position of the first token that products see now."""
+
+    def __post_init__(self) -> None:
+        self.first = self.context_len
 
     @property
     def positions(self) -> NDArray[np.int64]:
@@ -122,7 +127,7 @@ class Interpreter:
         row.buffers[op.out] = centred / np.sqrt(variance + np.float32(op.eps)) * self._vector(op.weight) + self._vector(op.bias)
 
     def _linear(self, op: Linear, row: RowRun) -> None:
-        out = product(row.buffers[op.x], self._matrix(op.weight), row.context_len)
+        out = product(row.buffers[op.x], self._matrix(op.weight), row.first)
         if op.bias is not None:
             out = out + self._vector(op.bias)
         if op.residual is not None:
@@ -168,16 +173,15 @@ class Interpreter:
 
     def _gather_rows(self, op: GatherRows, row: RowRun) -> None:
         row.buffers[op.out] = row.buffers[op.x][row.gathered]
-        # From here on the row is the gathered tokens alone.
-        row.context_len += int(row.gathered[0]) if len(row.gathered) else 0
-        row.token_ids = row.token_ids[row.gathered]
+        # From here on products are of the gathered tokens alone.
+        row.first = row.context_len + (int(row.gathered[0]) if len(row.gathered) else 0)
 
     def _softcap(self, op: Softcap, row: RowRun) -> None:
         cap = np.float32(op.cap)
         row.buffers[op.x] = cap * np.tanh(row.buffers[op.x] / cap)
 
     def _logits(self, op: Logits, row: RowRun) -> None:
-        row.buffers[op.out] = product(row.buffers[op.x], self._matrix(op.weight), row.context_len)
+        row.buffers[op.out] = product(row.buffers[op.x], self._matrix(op.weight), row.first)
 
 
 def product(x: F32, weight: F32, first_position: int) -> F32:
