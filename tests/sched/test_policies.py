@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.sched.policies.base import AdmissionView, BudgetView, GateView
+from penstock.sched.policies.base import AdmissionView, BucketView, BudgetView, GateView
 from penstock.sched.policies.budgets import DecodeFirst
 from penstock.sched.policies.gates import Continuous
 from penstock.sched.policies.presets import PRESETS, TABLES, make_policies
@@ -29,7 +29,7 @@ def admission(**fields: int) -> AdmissionView:
 
 
 def test_the_continuous_gate_is_open_for_every_free_row() -> None:
-    view = GateView(now_ns=0, num_running=3, num_waiting=9, max_rows=8, next_arrival_ns=0)
+    view = GateView(now_ns=0, num_running=3, num_joining=0, max_rows=8, buckets=(BucketView(0, num_waiting=9, oldest_ns=0),))
     decision = Continuous().decide(view)
     assert (decision.max_admissions, decision.wakeup_ns) == (5, None)
 

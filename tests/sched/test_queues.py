@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.sched.policies.base import OrderKey
+from penstock.sched.policies.base import BucketView, Order, OrderKey
 from penstock.sched.policies.orders import FirstComeFirstServed
 from penstock.sched.queues import KeyedHeap, WaitingQueue
 from penstock.testing import make_request
@@ -15,9 +15,14 @@ from penstock.types.plan import RowPlan
 from penstock.types.request import Request
 
 
+def make_queue(order: Order | None = None, *, bucket_len: int = 1000) -> WaitingQueue:
+    """Bucket k takes prompts of k * bucket_len tokens and more."""
+    return WaitingQueue(order or FirstComeFirstServed(), lambda request: request.num_prompt_tokens // bucket_len)
+
+
 def drain(queue: WaitingQueue) -> list[str]:
     names = []
-    while (request := queue.peek(0)) is not None:
+    while (request := queue.peek_joining() or queue.peek(0)) is not None:
         queue.remove(request)
         names.append(request.request_id)
     return names
@@ -51,13 +56,13 @@ class TestKeyedHeap:
 
 class TestWaitingQueue:
     def test_first_come_first_served(self) -> None:
-        queue = WaitingQueue(FirstComeFirstServed())
+        queue = make_queue()
         for name, arrival_ns in (("c", 3), ("a", 1), ("b1", 2), ("b2", 2)):
             queue.push(make_request(name, arrival_ns=arrival_ns), 10)
         assert drain(queue) == ["a", "b1", "b2", "c"]
 
     def test_the_preempted_come_first_in_order_of_arrival(self) -> None:
-        queue = WaitingQueue(FirstComeFirstServed())
+        queue = make_queue()
         queue.push(make_request("new", arrival_ns=0), 0)
         for name, arrival_ns in (("late", 9), ("early", 5)):
             queue.push_preempted(make_request(name, arrival_ns=arrival_ns))
@@ -65,13 +70,13 @@ class TestWaitingQueue:
         assert drain(queue) == ["early", "late", "new"]
 
     def test_of_equal_arrivals_the_one_preempted_last_returns_first(self) -> None:
-        queue = WaitingQueue(FirstComeFirstServed())
+        queue = make_queue()
         for name in ("admitted last", "admitted first"):
             queue.push_preempted(make_request(name))
         assert drain(queue) == ["admitted first", "admitted last"]
 
     def test_a_request_can_leave_from_anywhere(self) -> None:
-        queue = WaitingQueue(FirstComeFirstServed())
+        queue = make_queue()
         requests = [make_request(f"r{idx}", arrival_ns=idx) for idx in range(4)]
         for request in requests[:3]:
             queue.push(request, 0)
@@ -94,8 +99,42 @@ class TestWaitingQueue:
                 raise NotImplementedError
 
         order = ByAccount()
-        queue = WaitingQueue(order)
+        queue = make_queue(order)
         for idx, name in enumerate(("a1", "a2", "b1", "b2")):
             queue.push(make_request(name, arrival_ns=idx), 0)
         order.served_tokens["a"] = 100
         assert drain(queue) == ["b1", "b2", "a1", "a2"]
+
+    def test_a_bucket_tells_how_many_wait_and_since_when(self) -> None:
+        queue = make_queue(bucket_len=10)
+        for name, num_tokens, arrival_ns in (("long", 25, 1), ("a", 3, 4), ("b", 9, 2)):
+            queue.push(make_request(name, num_tokens, arrival_ns=arrival_ns), 5)
+        assert queue.views() == (BucketView(0, 2, oldest_ns=4), BucketView(2, 1, oldest_ns=1))
+        first = queue.peek(0)
+        assert first is not None
+        assert first.request_id == "b", "who is next is the order's business, who is oldest is not"
+        queue.remove(first)
+        assert queue.views() == (BucketView(0, 1, oldest_ns=4), BucketView(2, 1, oldest_ns=1))
+        assert len(queue) == 2
+
+    def test_the_called_join_in_order_after_the_preempted(self) -> None:
+        queue = make_queue(bucket_len=10)
+        for idx, num_tokens in enumerate((3, 12, 4, 5)):
+            queue.push(make_request(f"r{idx}", num_tokens, arrival_ns=idx), 5)
+        assert [request.request_id for request in queue.call(0, 2, 5)] == ["r0", "r2"]
+        preempted = make_request("preempted", 15, arrival_ns=9)
+        queue.push_preempted(preempted)
+        assert (len(queue), queue.num_joining) == (5, 3)
+        assert queue.views() == (BucketView(0, 1, oldest_ns=3), BucketView(1, 1, oldest_ns=1))
+        assert queue.peek_joining() is preempted
+        assert drain(queue) == ["preempted", "r0", "r2", "r3"]
+
+    def test_a_called_request_can_leave(self) -> None:
+        queue = make_queue()
+        requests = [make_request(f"r{idx}", arrival_ns=idx) for idx in range(3)]
+        for request in requests:
+            queue.push(request, 5)
+        queue.call(0, 9, 5)
+        queue.remove(requests[1])
+        assert queue.views() == ()
+        assert drain(queue) == ["r0", "r2"]

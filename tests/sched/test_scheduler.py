@@ -6,6 +6,7 @@ import pytest
 
 from penstock.sched.policies.base import GateDecision, GateView
 from penstock.sched.policies.budgets import DecodeFirst
+from penstock.sched.policies.gates import Continuous
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import Watermark
 from penstock.testing import Driver, HashExecutor, expected_tokens, make_core, make_request
@@ -93,11 +94,11 @@ class TestOrder:
 
 class TestGate:
     def test_a_closed_gate_admits_nobody_and_says_when_to_ask_again(self) -> None:
-        class Window:
+        class Window(Continuous):
             def decide(self, view: GateView) -> GateDecision:
-                if view.next_arrival_ns is None or view.now_ns < view.next_arrival_ns + 5_000_000:
-                    return GateDecision(0, None if view.next_arrival_ns is None else view.next_arrival_ns + 5_000_000)
-                return GateDecision(1)
+                (bucket,) = view.buckets
+                wakeup_ns = bucket.oldest_ns + 5_000_000
+                return GateDecision(0, wakeup_ns) if view.now_ns < wakeup_ns else GateDecision(1)
 
         driver = make_driver(make_request("a", 2), make_request("b", 2), policies=make_policies(gate=Window()))
         assert driver.turn() is None

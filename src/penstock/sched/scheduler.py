@@ -30,7 +30,7 @@ from penstock.kv.invariants import check as check_kv
 from penstock.kv.manager import KVManager, PrefixHit
 from penstock.sched.draft import StepCounts, StepDraft, StepOutcome
 from penstock.sched.fit import max_total_tokens, refusal
-from penstock.sched.policies.base import AdmissionView, BudgetView, GateView, Policies
+from penstock.sched.policies.base import AdmissionView, BudgetView, GateDecision, GateView, Policies
 from penstock.sched.queues import WaitingQueue
 from penstock.types.errors import Rejected
 from penstock.types.events import TokenEvent
@@ -38,9 +38,11 @@ from penstock.types.plan import AdmitRow, Capacity, RowPlan, StepPlan
 from penstock.types.request import FinishReason, Request, RequestStatus
 from penstock.types.result import StepResult
 
+CLOSED = GateDecision(max_admissions=0)
+
 
 class Scheduler:
-    """Continuous batching over paged KV, one step at a time."""
+    """Batches over paged KV, one step at a time."""
 
     def __init__(self, capacity: Capacity, policies: Policies, *, enable_prefix_caching: bool = True) -> None:
         self.capacity = capacity
@@ -50,8 +52,8 @@ class Scheduler:
         self.wakeup_ns: int | None = None
         """When the gate wants to be asked again."""
         self._policies = policies
-        self._max_rows = min(capacity.max_rows, capacity.max_step_tokens)  # so that every decode gets its token
-        self._waiting = WaitingQueue(policies.order)
+        self._max_rows = policies.gate.max_running(capacity)
+        self._waiting = WaitingQueue(policies.order, policies.gate.bucket_of)
         self._running: dict[str, Request] = {}
         """In the order of admission."""
         self._num_final_blocks = 0
@@ -108,22 +110,22 @@ class Scheduler:
 
     def schedule(self, now_ns: int) -> StepPlan | None:
         """The next step; None if there is nothing to compute."""
-        max_admissions = self._ask_gate(now_ns)
+        decision = self._ask_gate(now_ns)
         draft = self._new_draft()
         self._extend_running(draft)
         if draft.num_preemptions == 0:
-            self._admit_waiting(draft, max_admissions, now_ns)
+            self._admit_waiting(draft, decision, now_ns)
         return self._build(draft, now_ns) if draft.rows else None
 
-    def _ask_gate(self, now_ns: int) -> int:
-        first = self._waiting.peek(now_ns)
-        if first is None:  # nobody could join
+    def _ask_gate(self, now_ns: int) -> GateDecision:
+        buckets = self._waiting.views()
+        if not buckets:
             self.wakeup_ns = None
-            return 0
-        view = GateView(now_ns, len(self._running), len(self._waiting), self._max_rows, first.arrival_ns)
+            return CLOSED
+        view = GateView(now_ns, len(self._running), self._waiting.num_joining, self._max_rows, buckets)
         decision = self._policies.gate.decide(view)
         self.wakeup_ns = decision.wakeup_ns
-        return decision.max_admissions
+        return decision
 
     def _new_draft(self) -> StepDraft:
         view = BudgetView(self.capacity.max_step_tokens, len(self._running), len(self._waiting), self._last_step_ns)
@@ -195,10 +197,14 @@ class Scheduler:
         table = self.kv.block_table(request.request_id)
         draft.admits[request.request_id] = _admit_row(request, table, request.num_computed_tokens)
 
-    def _admit_waiting(self, draft: StepDraft, max_admissions: int, now_ns: int) -> None:
-        max_admissions = min(max_admissions, self._max_rows - len(self._running))
-        while max_admissions > 0 and draft.tokens_left > 0:
-            request = self._waiting.peek(now_ns)
+    def _admit_waiting(self, draft: StepDraft, decision: GateDecision, now_ns: int) -> None:
+        """Those who join anyway, then as many as the gate lets in."""
+        max_admissions = decision.max_admissions
+        while len(self._running) < self._max_rows and draft.tokens_left > 0:
+            request = self._waiting.peek_joining()
+            if request is None and max_admissions > 0:
+                request = self._waiting.peek(now_ns, decision.bucket)
+                max_admissions -= 1
             if request is None:
                 return
             hit = self.kv.lookup_prefix(request)
@@ -207,7 +213,6 @@ class Scheduler:
             if not self._has_memory_for(request, hit, query_len, draft):
                 return  # whoever comes next must not overtake
             self._admit(draft, request, hit, query_len, now_ns)
-            max_admissions -= 1
 
     def _has_memory_for(self, request: Request, hit: PrefixHit, query_len: int, draft: StepDraft) -> bool:
         view = self._admission_view(draft, request, hit, query_len)

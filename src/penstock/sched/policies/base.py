@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from penstock.types.plan import RowPlan
+from penstock.types.plan import Capacity, RowPlan
 from penstock.types.request import Request
 
 OrderKey = tuple[int, ...]
@@ -20,13 +20,25 @@ OrderKey = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
+class BucketView:
+    """Those of one bucket who wait for the gate; somebody does."""
+
+    bucket: int
+    num_waiting: int
+    oldest_ns: int
+    """Arrival of the one that was queued first."""
+
+
+@dataclass(frozen=True, slots=True)
 class GateView:
     now_ns: int
     num_running: int
-    num_waiting: int
+    num_joining: int
+    """Called to a batch, or preempted, and not running. They join when there is room, without asking the gate."""
     max_rows: int
-    next_arrival_ns: int | None
-    """Arrival of the request that is first in the waiting order; None if none waits."""
+    """How many may run at once: the gate's own answer."""
+    buckets: tuple[BucketView, ...]
+    """Not empty; ascending."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +47,24 @@ class GateDecision:
     """Requests that may join in this step; 0 keeps the gate closed."""
     wakeup_ns: int | None = None
     """When to ask again although nothing happened (a window ends); None: only when something happens."""
+    bucket: int = 0
+    """From which of those in the view."""
 
 
 class Gate(Protocol):
-    """May a batch start, or grow, now? Asked in each step while somebody waits."""
+    """May a batch start, or grow, now? Asked in each step while somebody waits who was not called."""
+
+    def max_running(self, capacity: Capacity) -> int:
+        """How many requests may run at once, so that no plan exceeds the capacity: a row that decodes needs one of its rows
+        and one of its tokens per step, a batch as many rows again for the padding of its prompts.
+
+        Asked once. Raises ConfigError, with a remedy, if the gate's settings ask for more.
+        """
+        ...
+
+    def bucket_of(self, request: Request) -> int:
+        """Where it waits: only requests of one bucket join together. Must not change while it waits."""
+        ...
 
     def decide(self, view: GateView) -> GateDecision: ...
 
