@@ -13,6 +13,7 @@ from penstock.testing import Driver, HashExecutor, expected_tokens, make_core, m
 from penstock.types.events import Add
 from penstock.types.plan import StepPlan
 from penstock.types.request import Request, RequestStatus
+from penstock.types.stats import WaitReason
 
 NO_WATERMARK = make_policies(reserve=Watermark(share=0.0, growth_tokens=0))
 
@@ -90,6 +91,22 @@ class TestOrder:
     def test_a_waiting_request_starts_when_a_row_is_free(self) -> None:
         driver = make_driver(make_request("a", 2, max_tokens=2), make_request("b", 2), max_rows=1)
         assert [shape(driver.turn())[0][0] for _ in range(3)] == ["a", "a", "b"]
+
+    @pytest.mark.parametrize(
+        ("limits", "reason"),
+        [
+            ({"max_rows": 4}, WaitReason.NOTHING),
+            ({"max_rows": 1}, WaitReason.ROWS),
+            ({"max_step_tokens": 16}, WaitReason.TOKENS),
+            ({"num_blocks": 11, "max_step_tokens": 64}, WaitReason.MEMORY),
+        ],
+    )
+    def test_a_step_says_what_those_who_wait_lack(self, limits: dict[str, int], reason: WaitReason) -> None:
+        driver = make_driver(make_request("a", [3] * 16, max_tokens=8), make_request("b", [9] * 24, max_tokens=8), **limits)
+        driver.turn()
+        assert driver.core.scheduler.counts.waits_for is reason
+        finish(driver)
+        assert driver.core.scheduler.counts.waits_for is WaitReason.NOTHING
 
 
 class TestGate:

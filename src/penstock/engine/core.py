@@ -207,6 +207,7 @@ class EngineCore:
             num_preemptions=counts.num_preemptions,
             num_prefix_query_tokens=counts.num_prefix_query_tokens,
             num_prefix_hit_tokens=counts.num_prefix_hit_tokens,
+            waits_for=counts.waits_for,
             parts_ns={"execute": execute_ns, **result.timing.parts},
         )
 

@@ -10,6 +10,7 @@ from penstock.sched.policies.base import StepLimits
 from penstock.types.events import TokenEvent
 from penstock.types.plan import AdmitRow, RowPlan
 from penstock.types.request import Request
+from penstock.types.stats import WaitReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,8 @@ class StepCounts:
     num_prefix_query_tokens: int = 0
     """Tokens looked up in the prefix cache by this step's admissions."""
     num_prefix_hit_tokens: int = 0
+    waits_for: WaitReason = WaitReason.NOTHING
+    """What the first of those who wait lacks."""
 
 
 @dataclass(slots=True)
@@ -46,6 +49,7 @@ class StepDraft:
     num_preemptions: int = 0
     num_prefix_query_tokens: int = 0
     num_prefix_hit_tokens: int = 0
+    waits_for: WaitReason = WaitReason.NOTHING
 
     @property
     def tokens_left(self) -> int:
@@ -66,4 +70,6 @@ class StepDraft:
                 return
 
     def counts(self) -> StepCounts:
-        return StepCounts(self.num_tokens, self.num_preemptions, self.num_prefix_query_tokens, self.num_prefix_hit_tokens)
+        return StepCounts(
+            self.num_tokens, self.num_preemptions, self.num_prefix_query_tokens, self.num_prefix_hit_tokens, self.waits_for
+        )

@@ -37,6 +37,7 @@ from penstock.types.events import TokenEvent
 from penstock.types.plan import AdmitRow, Capacity, RowPlan, StepPlan
 from penstock.types.request import FinishReason, Request, RequestStatus
 from penstock.types.result import StepResult
+from penstock.types.stats import WaitReason
 
 CLOSED = GateDecision(max_admissions=0)
 
@@ -115,6 +116,7 @@ class Scheduler:
         self._extend_running(draft)
         if draft.num_preemptions == 0:
             self._admit_waiting(draft, decision, now_ns)
+        draft.waits_for = self._waits_for(draft)
         return self._build(draft, now_ns) if draft.rows else None
 
     def _ask_gate(self, now_ns: int) -> GateDecision:
@@ -211,8 +213,19 @@ class Scheduler:
             num_behind = request.num_tokens - hit.num_tokens
             query_len = min(num_behind, draft.tokens_left, draft.limits.max_chunk_tokens)
             if not self._has_memory_for(request, hit, query_len, draft):
+                draft.waits_for = WaitReason.MEMORY
                 return  # whoever comes next must not overtake
             self._admit(draft, request, hit, query_len, now_ns)
+
+    def _waits_for(self, draft: StepDraft) -> WaitReason:
+        """What whoever waits after the admissions lacks."""
+        if not len(self._waiting):
+            return WaitReason.NOTHING
+        if draft.num_preemptions or draft.waits_for is WaitReason.MEMORY:
+            return WaitReason.MEMORY
+        if len(self._running) >= self._max_rows:
+            return WaitReason.ROWS
+        return WaitReason.GATE if draft.tokens_left > 0 else WaitReason.TOKENS
 
     def _has_memory_for(self, request: Request, hit: PrefixHit, query_len: int, draft: StepDraft) -> bool:
         view = self._admission_view(draft, request, hit, query_len)

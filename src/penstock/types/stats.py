@@ -4,8 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from penstock.types.request import FinishReason
+
+
+class WaitReason(StrEnum):
+    """What the first of those who still wait after a step was planned lacks; the value is what metrics show."""
+
+    NOTHING = ""
+    """Nobody waits."""
+    ROWS = "rows"
+    """As many run as may."""
+    TOKENS = "tokens"
+    """The step's tokens are taken, by prefills before all."""
+    MEMORY = "memory"
+    """KV blocks."""
+    GATE = "gate"
+    """The batch is closed, or waits for more."""
 
 
 @dataclass(slots=True)
@@ -35,6 +51,8 @@ class StepStats:
     num_prefix_query_tokens: int
     """Tokens looked up in the prefix cache by this step's admissions."""
     num_prefix_hit_tokens: int
+    waits_for: WaitReason = WaitReason.NOTHING
+    """When the step was planned."""
     parts_ns: Mapping[str, int] = field(default_factory=dict)
     """Named shares of the step: schedule, execute, commit, and the executor's own parts."""
 
