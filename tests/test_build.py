@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import time
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -12,12 +14,15 @@ import pytest
 
 from penstock.build import EXECUTORS, build_core, build_runtime, num_threads
 from penstock.config import Backend, BackendConfig, Config, KvConfig, ModelConfig, SchedulerConfig, ServerConfig
+from penstock.engine.loop import EngineState
 from penstock.engine.ports import NullObserver
 from penstock.models.catalog import resolve
 from penstock.obs.prometheus import expose
 from penstock.testing import DEFAULT_CAPACITY
+from penstock.testing.builders import make_request
 from penstock.testing.tiny_models import TinyLlama, write_gguf, write_hf
-from penstock.types.errors import ConfigError, ModelError
+from penstock.types.errors import ConfigError, ExecutorFailure, ModelError
+from penstock.types.request import FinishReason
 
 REFERENCE = Config(
     backend=BackendConfig(backend=Backend.REFERENCE),
@@ -135,3 +140,33 @@ def test_threads_are_counted_unless_named(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("penstock.build.usable_cpus", lambda: 6)
     assert num_threads(BackendConfig()) == 6
     assert num_threads(BackendConfig(threads=2)) == 2
+
+
+@pytest.mark.parametrize("backend", list(Backend))
+def test_a_failed_executor_is_built_again_from_the_files(gguf: Path, backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = _build(gguf, replace(REFERENCE, backend=BackendConfig(backend=backend)))
+
+    async def answer(request_id: str) -> Any:
+        request = make_request(request_id, runtime.tokenizer.encode("in the", add_special_tokens=False), max_tokens=4)
+        chunks = [chunk async for chunk in runtime.bridge.stream(request)]
+        return chunks[-1].finish_reason, "".join(chunk.text for chunk in chunks)
+
+    try:
+        good = asyncio.run(answer("before"))
+        executor_class = type(runtime.engine._engine._executor)
+        with monkeypatch.context() as broken:
+            broken.setattr(executor_class, "collect", _fail)
+            assert asyncio.run(answer("broken"))[0] is FinishReason.ERROR
+        end = time.monotonic() + 30.0
+        while runtime.engine.state is not EngineState.READY:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert asyncio.run(answer("after")) == good
+        assert b"penstock_engine_restarts_total{" in expose(runtime.metrics)
+        assert runtime.metrics.num_restarts == 1
+    finally:
+        runtime.close(30.0)
+
+
+def _fail(*_: Any) -> None:
+    raise ExecutorFailure("the device failed, as it was told to")

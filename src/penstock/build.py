@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.config import BackendConfig, Config, ServerConfig
+from penstock.config import Backend, BackendConfig, Config, ServerConfig
 from penstock.config.units import format_size
 from penstock.machine import available_memory_bytes, give_back_free_memory, usable_cpus
 from penstock.sizing import RESERVE_BYTES, KvPlan, plan_kv
@@ -37,6 +37,10 @@ EXECUTORS: Mapping[str, str] = {
     "reference": "penstock.backends.reference.executor:ReferenceExecutor",
 }
 """Backend -> class; made with the model, its program and the five numbers of `Capacity`."""
+
+
+DEFAULT_STEP_TIMEOUT_S = 120.0
+"""Of the native backend: a hundred times the longest step that was seen."""
 
 
 def build_runtime(config: Config, source: ModelSource) -> Runtime:
@@ -80,7 +84,7 @@ def _start(config: Config, source: ModelSource, model: LoadedModel, kv: KvPlan) 
         tokenizer = side.submit(_load_text, config.model.chat_template, model)
         executor = build_executor(config, model, kv)
         try:
-            return _assemble(config, source, model, executor, *tokenizer.result())
+            return _assemble(config, source, model, kv, executor, *tokenizer.result())
         except BaseException:
             executor.close()
             raise
@@ -118,6 +122,16 @@ def build_executor(config: Config, model: LoadedModel, kv: KvPlan) -> Executor:
     return executor
 
 
+def _rebuild_executor(config: Config, source: ModelSource, kv: KvPlan) -> Executor:
+    """Another executor, from the files: the one before it has failed, and may still hold its memory."""
+    from penstock.models.load import load_model
+
+    max_weight_bytes = max(0, available_memory_bytes() - RESERVE_BYTES - kv.num_bytes)
+    executor = build_executor(config, load_model(source, max_weight_bytes=max_weight_bytes), kv)
+    give_back_free_memory()
+    return executor
+
+
 def build_core(config: Config, capacity: Capacity, observer: Observer) -> EngineCore:
     """The scheduler with the policies that the config names, and the core around it."""
     from penstock.engine.core import EngineCore
@@ -136,6 +150,13 @@ def build_core(config: Config, capacity: Capacity, observer: Observer) -> Engine
     return EngineCore(scheduler, observer=observer)
 
 
+def step_timeout_s(backend: BackendConfig) -> float | None:
+    """After how long a step is taken for stuck; None: never, as by default with the slow backend."""
+    if backend.step_timeout_s is None:
+        return DEFAULT_STEP_TIMEOUT_S if backend.backend == Backend.NATIVE.value else None
+    return backend.step_timeout_s
+
+
 def num_threads(backend: BackendConfig) -> int:
     """Threads that compute: as many as were asked for, or as there are CPUs."""
     return backend.threads or usable_cpus()
@@ -145,6 +166,7 @@ def _assemble(
     config: Config,
     source: ModelSource,
     model: LoadedModel,
+    kv: KvPlan,
     executor: Executor,
     tokenizer: Tokenizer,
     chat_template: ChatTemplate | None,
@@ -153,6 +175,7 @@ def _assemble(
     from penstock.clock import WallClock
     from penstock.engine.loop import Engine
     from penstock.engine.output import OutputStage
+    from penstock.engine.supervisor import Supervisor
     from penstock.obs.metrics import Metrics
     from penstock.obs.observers import ObserverGroup
     from penstock.sched.admission import Admission
@@ -172,14 +195,23 @@ def _assemble(
     metrics.num_weight_bytes = getattr(executor, "weight_bytes", 0)  # the native backend's, which packs them anew
     observer = ObserverGroup([metrics, admission])
     bridge = Bridge()
-    engine = Engine(
-        build_core(config, executor.capacity, observer),
-        executor,
-        OutputStage(detokenizer_factory(tokenizer), observer=metrics),
-        clock=clock,
-        sink=bridge.deliver,
-        observer=observer,
-        turn_observer=metrics,
+    first = [executor]
+
+    def make_engine(on_failed: Callable[[], None]) -> Engine:
+        executor = first.pop() if first else _rebuild_executor(config, source, kv)
+        return Engine(
+            build_core(config, executor.capacity, observer),
+            executor,
+            OutputStage(detokenizer_factory(tokenizer), observer=metrics),
+            clock=clock,
+            sink=bridge.deliver,
+            observer=observer,
+            turn_observer=metrics,
+            on_failed=on_failed,
+        )
+
+    engine = Supervisor(
+        make_engine, clock=clock, step_timeout_s=step_timeout_s(config.backend), on_restart=metrics.count_restart
     )
     bridge.attach(engine)
     metrics.connect(load=engine.load, drain_rate=lambda: admission.drain_rate(clock.now_ns()))

@@ -141,6 +141,14 @@ class BackendConfig(Component):
     threads: int | None = setting(
         None, "Threads that compute.", kind=Kind.COUNT, minimum=1, maximum=1024, default_doc="the CPUs this process may use"
     )
+    step_timeout_s: float | None = setting(
+        None,
+        "A step that takes longer is taken for stuck: its requests end with an error, and the engine is made anew.",
+        kind=Kind.DURATION,
+        key="step_timeout",
+        minimum=1.0,
+        default_doc="120s with the native backend, none with the reference backend",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,13 +10,14 @@ Never schedules, never makes text, never knows HTTP. Other threads call `submit`
     finish      commit, make text, apply the stops that the text brought (so no step is wasted on them), one call of the sink
 
 Every request that `submit` took ends in exactly one chunk with a `finish_reason`, also if the executor or the core breaks.
+An engine that has failed stays so; `supervisor` puts another one in its place.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -34,6 +35,7 @@ from penstock.types.stats import RequestStats
 _logger = logging.getLogger(__name__)
 
 ENGINE_FAILED = "the engine failed while this request was running; the server's log says why"
+ENGINE_STUCK = "a step of the engine did not end in time while this request was running"
 SHUTTING_DOWN = "the server is shutting down"
 MAX_PLAN_CHARS = 4000
 """How much of a failed plan is logged."""
@@ -44,6 +46,8 @@ ABORT_GRACE_S = 10.0
 class EngineState(StrEnum):
     STARTING = "starting"
     READY = "ready"
+    RESTARTING = "restarting"
+    """Told by the supervisor, between two engines."""
     DRAINING = "draining"
     FAILED = "failed"
     STOPPED = "stopped"
@@ -73,6 +77,10 @@ class EngineLoad:
     """How many more may run at the same time, if there are blocks for them."""
 
 
+class _Abandoned(Exception):
+    """The step came back after its requests had been ended."""
+
+
 class Engine:
     """Requests in from any thread, chunks out through the sink.
 
@@ -92,10 +100,12 @@ class Engine:
         turn_observer: TurnObserver | None = None,
         name: str = "penstock-engine",
         idle_check_s: float | None = 1.0,
+        on_failed: Callable[[], None] | None = None,
     ) -> None:
         """`observer` hears of the requests that the core never saw; pass the core's. `name` is the thread's.
 
         After `idle_check_s` without work the core verifies its invariants once (0.5 us per block); None: never.
+        `on_failed` is called by the engine thread when all is over, its requests have been told, and nothing more will come.
         """
         self._core = core
         self._executor = executor
@@ -104,6 +114,7 @@ class Engine:
         self._sink = sink
         self._observer: Observer = observer or NullObserver()
         self._turn_observer: TurnObserver = turn_observer or NullObserver()
+        self._on_failed = on_failed
         self._idle_check_ns = None if idle_check_s is None else int(idle_check_s * 1e9)
         self._inbox = Inbox(clock)
         self._lock = threading.Lock()
@@ -113,6 +124,9 @@ class Engine:
         self._num_prompt_tokens = 0
         self._plan: StepPlan | None = None
         """The step in flight."""
+        self._step_began_ns: int | None = None
+        """When the executor was given a step that has not come back. Set by the engine thread; cleared with the lock held."""
+        self._is_abandoned = False
         self._was_cut_short = False
         self._cut_short_ids: frozenset[str] = frozenset()
         """What `close` aborts; written before it does."""
@@ -171,6 +185,27 @@ class Engine:
         self._executor.close()
         return self._state is EngineState.STOPPED and not self._was_cut_short
 
+    def step_age_ns(self) -> int:
+        """For how long the executor has been at its present step; 0 if it is at none."""
+        began_ns = self._step_began_ns
+        return 0 if began_ns is None else self._clock.now_ns() - began_ns
+
+    def abandon(self) -> bool:
+        """End every request with ERROR although the executor does not come back from its step. False if it just did.
+
+        Called by the supervisor's thread. The engine thread ends when the step comes back, and frees the executor then.
+        """
+        with self._lock:
+            if self._step_began_ns is None:
+                return False
+            self._is_abandoned = True
+        # From here on the engine thread touches nothing, so this one may.
+        _logger.critical(
+            "step %s does not come back; plan: %s", self._plan and self._plan.step_id, repr(self._plan)[:MAX_PLAN_CHARS]
+        )
+        self._end_all(ENGINE_STUCK)
+        return True
+
     def load(self) -> EngineLoad:
         """A cheap reading; its parts may be one turn apart."""
         num_running, kv = self._core.num_running, self._core.scheduler.kv
@@ -203,6 +238,9 @@ class Engine:
                 if not self.turn():
                     self._idle()
             self._stop()
+        except _Abandoned:
+            _logger.warning("the step that did not come back has come back; its executor is freed")
+            self._executor.close()
         except BaseException:  # A dead thread must not leave anyone waiting, whatever killed it.
             self._fail()
 
@@ -233,10 +271,13 @@ class Engine:
         self._plan = plan
         self._is_verified = False
         copies = self._core.take_block_copies()
-        if copies:
-            self._executor.copy_blocks(copies)
-        planned_ns = self._clock.now_ns()
-        result = self._executor.collect(self._executor.submit(plan))
+        planned_ns = self._step_began_ns = self._clock.now_ns()
+        try:
+            if copies:
+                self._executor.copy_blocks(copies)
+            result = self._executor.collect(self._executor.submit(plan))
+        finally:
+            self._come_back()
         now_ns = self._clock.now_ns()
         events = self._core.apply(self._inbox.poll_aborts(), now_ns)
         events += self._core.finish(plan, result, now_ns)
@@ -246,6 +287,12 @@ class Engine:
         parts_ns = {"schedule": planned_ns - begun_ns, "commit": committed_ns - now_ns, "output": told_ns - committed_ns}
         self._turn_observer.on_turn(parts_ns)
         self._plan = None
+
+    def _come_back(self) -> None:
+        with self._lock:
+            self._step_began_ns = None
+            if self._is_abandoned:
+                raise _Abandoned
 
     def _publish(self, events: Sequence[TokenEvent], now_ns: int) -> None:
         if not events:
@@ -286,9 +333,14 @@ class Engine:
     def _fail(self) -> None:
         """End every request with ERROR; the exception being handled goes to the log with the plan."""
         _logger.critical("the engine failed; plan in flight: %s", repr(self._plan)[:MAX_PLAN_CHARS], exc_info=True)
+        self._end_all(ENGINE_FAILED)
+        if self._on_failed is not None:
+            self._on_failed()
+
+    def _end_all(self, detail: str) -> None:
         self._move_to(EngineState.FAILED)
         late = _added(self._inbox.close())
-        chunks = [*self._fail_core(), *self._output.fail_all(ENGINE_FAILED, self._clock.now_ns())]
+        chunks = [*self._fail_core(detail), *self._output.fail_all(detail, self._clock.now_ns())]
         for chunk in chunks:
             chunk.reject_reason = RejectReason.UNAVAILABLE.value  # Not this request's own fault.
         try:
@@ -297,9 +349,9 @@ class Engine:
         except Exception:
             _logger.exception("the sink failed too; %d requests were not told their end", len(chunks) + len(late))
 
-    def _fail_core(self) -> list[OutputChunk]:
+    def _fail_core(self, detail: str) -> list[OutputChunk]:
         try:
-            return self._output.push(self._core.fail_all(ENGINE_FAILED, self._clock.now_ns())).chunks
+            return self._output.push(self._core.fail_all(detail, self._clock.now_ns())).chunks
         except Exception:
             _logger.exception("the core could not end its requests in order")
             return []

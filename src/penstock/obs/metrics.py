@@ -78,6 +78,7 @@ class Metrics:
         self.num_prefix_query_tokens = 0
         self.num_prefix_hit_tokens = 0
         self.num_preemptions = 0
+        self.num_restarts = 0
         self.num_computed_prompt_tokens = 0
         self.num_cached_prompt_tokens = 0
         self.num_generated_tokens = 0
@@ -106,6 +107,11 @@ class Metrics:
         """A request that was refused before the engine saw it; `reason` is a `RejectReason` value. For any thread."""
         with self.lock:
             self.rejected[reason] += 1
+
+    def count_restart(self) -> None:
+        """The engine was made anew. For any thread."""
+        with self.lock:
+            self.num_restarts += 1
 
     def on_step(self, stats: StepStats) -> None:
         self._note(self._count_step, stats)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from penstock.clock import Clock, WallClock
 from penstock.engine.loop import Engine
+from penstock.engine.supervisor import Supervisor
 from penstock.obs.metrics import Metrics
 from penstock.sched.admission import Admission
 from penstock.serve.bridge import Bridge
@@ -80,7 +81,7 @@ class Sources:
 
 @dataclass(slots=True, kw_only=True)
 class Runtime:
-    engine: Engine
+    engine: Engine | Supervisor
     """Started; its sink is `bridge.deliver`."""
     bridge: Bridge
     """Attached to `engine`."""

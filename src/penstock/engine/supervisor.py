@@ -1,0 +1,161 @@
+"""Keeps an engine running: watches it, and puts a new one in the place of one that died or hangs. Made by the composition root.
+
+Owns the present engine, and passes on what others want of it. Never repairs an engine: KV that was being written when a step
+failed can't be trusted, so everything behind the port of the executor is made anew.
+
+    READY --- executor raises --------------> requests end with ERROR --+
+      |  \\--- step longer than step_timeout -> requests end with ERROR --+--> RESTARTING --> READY
+      |                                                                  |
+      |                           more than MAX_RESTARTS within WINDOW_S +--> FAILED: the process has to be restarted
+      drain --> DRAINING --> STOPPED
+
+While it restarts, requests are refused (503 with `Retry-After` over HTTP). Before each further attempt it waits twice as long.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from penstock.clock import Clock
+from penstock.engine.loop import Engine, EngineLoad, EngineState
+from penstock.types.request import Request
+
+_logger = logging.getLogger(__name__)
+
+MAX_RESTARTS = 5
+WINDOW_S = 600.0
+FIRST_DELAY_S = 1.0
+"""Before the second attempt within the window; the first is made at once."""
+
+
+class Supervisor:
+    """Looks like the one engine that it always has. Everything but the constructor may be called by any thread."""
+
+    def __init__(
+        self,
+        make_engine: Callable[[Callable[[], None]], Engine],
+        *,
+        clock: Clock,
+        step_timeout_s: float | None,
+        on_restart: Callable[[], None] | None = None,
+        first_delay_s: float = FIRST_DELAY_S,
+    ) -> None:
+        """`make_engine` makes an engine that is not started, with the `on_failed` that it is given: the first one now.
+
+        `step_timeout_s`: a step that takes longer will never end; None: steps may take any time.
+        """
+        self._make_engine = make_engine
+        self._clock = clock
+        self._step_timeout_ns = None if step_timeout_s is None else int(step_timeout_s * 1e9)
+        self._on_restart = on_restart or (lambda: None)
+        self._first_delay_s = first_delay_s
+        self._lock = threading.Lock()
+        """Held to put another engine in place, and to close: one that is closing gets no successor."""
+        self._is_closing = False
+        self._is_restarting = False
+        self._restarts_ns: deque[int] = deque()
+        """Of those within the window."""
+        self._news = threading.Event()
+        self._engine = make_engine(self._wake)
+        self._thread = threading.Thread(target=self._watch, name="penstock-watchdog", daemon=True)
+
+    @property
+    def state(self) -> EngineState:
+        state = self._engine.state
+        return EngineState.RESTARTING if state is EngineState.FAILED and self._is_restarting else state
+
+    def start(self) -> None:
+        """Start the engine and the watch."""
+        self._engine.start()
+        self._thread.start()
+
+    def submit(self, request: Request) -> None:
+        """As `Engine.submit`: a request that comes while there is no engine ends in one REJECTED chunk."""
+        self._engine.submit(request)
+
+    def abort(self, request_id: str, detail: str = "cancelled") -> None:
+        self._engine.abort(request_id, detail)
+
+    def load(self) -> EngineLoad:
+        return self._engine.load()
+
+    def drain(self) -> None:
+        """As `Engine.drain`; an engine that fails from now on is not replaced."""
+        with self._lock:
+            self._is_closing = True
+            self._is_restarting = False
+            self._engine.drain()
+        self._news.set()
+
+    def close(self, timeout_s: float) -> bool:
+        """As `Engine.close`. Idempotent."""
+        self.drain()
+        return self._engine.close(timeout_s)
+
+    def _wake(self) -> None:
+        """Called by the thread of an engine that has failed."""
+        self._is_restarting = not self._is_closing
+        self._news.set()
+
+    # The watchdog's thread.
+
+    def _watch(self) -> None:
+        poll_s = None if self._step_timeout_ns is None else max(self._step_timeout_ns / 4e9, 0.01)
+        while not self._is_closing:
+            self._news.wait(poll_s)
+            self._news.clear()
+            if self._engine.state is EngineState.FAILED:
+                self._engine.close(0.0)  # its memory is needed
+                self._restart("it failed")
+            elif self._is_stuck():
+                self._is_restarting = True
+                if self._engine.abandon():
+                    self._restart("its step did not end in time")
+                else:
+                    self._is_restarting = False
+
+    def _is_stuck(self) -> bool:
+        return self._step_timeout_ns is not None and self._engine.step_age_ns() > self._step_timeout_ns
+
+    def _restart(self, reason: str) -> None:
+        while not self._is_closing and self._may_restart():
+            if self._news.wait(self._delay_s()):  # closing
+                self._news.clear()
+                continue
+            _logger.warning("the engine is made anew, since %s", reason)
+            self._restarts_ns.append(self._clock.now_ns())
+            try:
+                engine = self._make_engine(self._wake)
+            except Exception:
+                _logger.exception("the engine could not be made anew")
+                continue
+            self._put_in_place(engine)
+            return
+        self._is_restarting = False
+
+    def _may_restart(self) -> bool:
+        oldest_ns = self._clock.now_ns() - int(WINDOW_S * 1e9)
+        while self._restarts_ns and self._restarts_ns[0] < oldest_ns:
+            self._restarts_ns.popleft()
+        if len(self._restarts_ns) < MAX_RESTARTS:
+            return True
+        _logger.critical("%d restarts within %g s did not help: the server needs one itself", MAX_RESTARTS, WINDOW_S)
+        return False
+
+    def _delay_s(self) -> float:
+        num_before = len(self._restarts_ns)
+        return self._first_delay_s * 2.0 ** (num_before - 1) if num_before else 0.0
+
+    def _put_in_place(self, engine: Engine) -> None:
+        with self._lock:
+            if not self._is_closing:
+                self._is_restarting = False
+                self._engine = engine
+                engine.start()
+                self._on_restart()
+                _logger.warning("the engine is ready again")
+                return
+        engine.close(0.0)

@@ -1,0 +1,192 @@
+"""An engine that dies or hangs is replaced, nobody waits for ever, and a server that can't be helped says so."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from engine.test_loop import TIMEOUT_S, TINY, GatedExecutor, Numbers, Sink
+from penstock.clock import WallClock
+from penstock.engine import supervisor as supervisor_module
+from penstock.engine.loop import ENGINE_FAILED, ENGINE_STUCK, Engine, EngineState
+from penstock.engine.output import OutputStage
+from penstock.engine.supervisor import MAX_RESTARTS, Supervisor
+from penstock.testing.builders import make_core, make_request
+from penstock.testing.failing_executor import FailingExecutor
+from penstock.testing.hash_executor import HashExecutor
+from penstock.types.errors import RejectReason
+from penstock.types.request import FinishReason
+
+
+def until(condition) -> None:
+    end = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+class Rig:
+    """A supervisor whose engines run over the executors of a list, one after another; the last for all that follow."""
+
+    def __init__(self, *executors, step_timeout_s=None, **fields) -> None:
+        self.sink = Sink()
+        self.executors = list(executors)
+        self.used: list[object] = []
+        self.num_restarts = 0
+        self.supervisor = Supervisor(
+            self._make, clock=WallClock(), step_timeout_s=step_timeout_s, on_restart=self._count, first_delay_s=0.001, **fields
+        )
+
+    def _count(self) -> None:
+        self.num_restarts += 1
+
+    def _make(self, on_failed):
+        executor = self.executors.pop(0)
+        if isinstance(executor, Exception):
+            raise executor
+        self.used.append(executor)
+        output = OutputStage(lambda skip_special_tokens: Numbers())
+        return Engine(make_core(TINY), executor, output, clock=WallClock(), sink=self.sink, on_failed=on_failed)
+
+    def run(self, request_id: str):
+        self.supervisor.submit(make_request(request_id, max_tokens=3))
+        self.sink.wait_for_ends(request_id)
+        return self.sink.end_of(request_id)
+
+
+@pytest.fixture
+def started():
+    rigs: list[Rig] = []
+
+    def start(*executors, **fields) -> Rig:
+        rigs.append(Rig(*executors, **fields))
+        rigs[-1].supervisor.start()
+        return rigs[-1]
+
+    yield start
+    for rig in rigs:
+        for executor in rig.used:
+            if isinstance(executor, GatedExecutor):
+                executor.open_for_good()
+        rig.supervisor.close(TIMEOUT_S)
+
+
+def breaking() -> FailingExecutor:
+    return FailingExecutor(HashExecutor(TINY), fail_at_step=1)
+
+
+def test_an_executor_that_dies_is_replaced_and_its_requests_end_with_an_error(started):
+    rig = started(breaking(), HashExecutor(TINY))
+    for request_id in "abc":
+        rig.supervisor.submit(make_request(request_id, max_tokens=9))
+    rig.sink.wait_for_ends(*"abc")
+    for request_id in "abc":
+        assert rig.sink.end_of(request_id).finish_reason in (FinishReason.ERROR, FinishReason.REJECTED)
+    assert rig.sink.end_of("a").detail == ENGINE_FAILED
+    until(lambda: rig.supervisor.state is EngineState.READY)
+    assert rig.run("later").finish_reason is FinishReason.LENGTH
+    assert rig.num_restarts == 1
+
+
+def test_a_step_that_hangs_ends_its_requests_and_the_next_engine_serves(started):
+    hung = GatedExecutor(TINY)
+    rig = started(hung, HashExecutor(TINY), step_timeout_s=0.05)
+    rig.supervisor.submit(make_request("a"))
+    rig.supervisor.submit(make_request("b"))
+    rig.sink.wait_for_ends("a", "b")
+    assert {rig.sink.end_of(name).detail for name in "ab"} <= {ENGINE_STUCK, "the engine is not running"}
+    assert rig.sink.end_of("a").reject_reason == RejectReason.UNAVAILABLE
+    until(lambda: rig.supervisor.state is EngineState.READY)
+    assert rig.run("later").finish_reason is FinishReason.LENGTH
+    # It comes back at last: nobody hears of it, and its memory is freed.
+    assert hung.closes == 0
+    hung.open_for_good()
+    until(lambda: hung.closes == 1)
+    assert len(rig.sink.ends_of("a")) == 1
+
+
+def test_slow_steps_within_the_limit_are_left_alone(started):
+    slow = GatedExecutor(TINY)
+    rig = started(slow, step_timeout_s=60.0)
+    rig.supervisor.submit(make_request("a", max_tokens=1))
+    slow.wait_until_in_step()
+    slow.open_for_good()
+    rig.sink.wait_for_ends("a")
+    assert rig.num_restarts == 0
+
+
+def test_while_it_restarts_requests_are_refused_and_the_process_is_called_alive(started):
+    may_make = threading.Event()
+
+    class SlowRig(Rig):
+        def _make(self, on_failed):
+            if self.used:
+                assert may_make.wait(TIMEOUT_S)
+            return super()._make(on_failed)
+
+    rig = SlowRig(breaking(), HashExecutor(TINY))
+    rig.supervisor.start()
+    rig.run("a")
+    until(lambda: rig.supervisor.state is EngineState.RESTARTING)
+    assert EngineState.RESTARTING.refuses_with is RejectReason.UNAVAILABLE
+    end = rig.run("meanwhile")
+    assert (end.finish_reason, end.reject_reason) == (FinishReason.REJECTED, RejectReason.UNAVAILABLE)
+    may_make.set()
+    until(lambda: rig.supervisor.state is EngineState.READY)
+    assert rig.run("later").finish_reason is FinishReason.LENGTH
+    assert rig.supervisor.close(TIMEOUT_S)
+
+
+def test_an_engine_that_can_not_be_made_is_tried_again(started):
+    rig = started(breaking(), MemoryError("no memory yet"), HashExecutor(TINY))
+    rig.run("a")
+    until(lambda: rig.supervisor.state is EngineState.READY)
+    assert rig.run("later").finish_reason is FinishReason.LENGTH
+
+
+def test_what_never_works_is_given_up_and_said(started, caplog):
+    broken = [FailingExecutor(HashExecutor(TINY), fail_at_step=0) for _ in range(MAX_RESTARTS + 1)]
+    rig = started(*broken)
+    for attempt in range(MAX_RESTARTS + 1):
+        until(lambda: rig.supervisor.state is EngineState.READY)
+        assert rig.run(f"r{attempt}").finish_reason is FinishReason.ERROR
+    until(lambda: rig.supervisor.state is EngineState.FAILED)
+    assert "the server needs one itself" in caplog.text
+    assert rig.num_restarts == MAX_RESTARTS
+
+
+def test_restarts_long_ago_do_not_count(started, monkeypatch):
+    monkeypatch.setattr(supervisor_module, "WINDOW_S", 0.0)
+    broken = [FailingExecutor(HashExecutor(TINY), fail_at_step=0) for _ in range(MAX_RESTARTS + 2)]
+    rig = started(*broken, HashExecutor(TINY))
+    for attempt in range(MAX_RESTARTS + 2):
+        until(lambda: rig.supervisor.state is EngineState.READY)
+        rig.run(f"r{attempt}")
+    until(lambda: rig.supervisor.state is EngineState.READY)
+    assert rig.run("later").finish_reason is FinishReason.LENGTH
+
+
+def test_an_engine_that_fails_while_draining_gets_no_successor(started):
+    executor = GatedExecutor(TINY)
+    failing = FailingExecutor(executor, fail_at_step=1)
+    rig = started(failing)
+    rig.supervisor.submit(make_request("a", max_tokens=9))
+    executor.wait_until_in_step()
+    rig.supervisor.drain()
+    executor.open_for_good()
+    rig.sink.wait_for_ends("a")
+    assert not rig.supervisor.close(TIMEOUT_S)
+    assert rig.supervisor.state is EngineState.FAILED
+    assert rig.num_restarts == 0
+
+
+def test_closing_during_a_restart_leaves_no_engine_behind(started, monkeypatch):
+    rig = started(breaking(), HashExecutor(TINY))
+    monkeypatch.setattr(rig.supervisor, "_delay_s", lambda: 60.0)
+    rig.run("a")
+    rig.supervisor.close(TIMEOUT_S)
+    rig.supervisor._thread.join(TIMEOUT_S)
+    assert not rig.supervisor._thread.is_alive()
+    assert rig.num_restarts == 0
