@@ -9,6 +9,7 @@ import pytest
 
 from engine.test_loop import TIMEOUT_S, TINY, GatedExecutor, Numbers, Sink
 from penstock.clock import WallClock
+from penstock.engine import loop as loop_module
 from penstock.engine import supervisor as supervisor_module
 from penstock.engine.loop import ENGINE_FAILED, ENGINE_STUCK, Engine, EngineState
 from penstock.engine.output import OutputStage
@@ -190,3 +191,15 @@ def test_closing_during_a_restart_leaves_no_engine_behind(started, monkeypatch):
     rig.supervisor._thread.join(TIMEOUT_S)
     assert not rig.supervisor._thread.is_alive()
     assert rig.num_restarts == 0
+
+
+def test_closing_tells_those_who_wait_for_a_step_that_never_ends(started, monkeypatch):
+    monkeypatch.setattr(loop_module, "ABORT_GRACE_S", 0.0)
+    hung = GatedExecutor(TINY)
+    rig = started(hung)
+    rig.supervisor.submit(make_request("a"))
+    hung.wait_until_in_step()
+    assert not rig.supervisor.close(0.0)
+    assert rig.sink.end_of("a").finish_reason is FinishReason.ERROR
+    hung.open_for_good()
+    until(lambda: hung.closes == 1)

@@ -91,9 +91,12 @@ class Supervisor:
         self._news.set()
 
     def close(self, timeout_s: float) -> bool:
-        """As `Engine.close`. Idempotent."""
+        """As `Engine.close`; who waits for a step that never ends is told so. Idempotent."""
         self.drain()
-        return self._engine.close(timeout_s)
+        ended_cleanly = self._engine.close(timeout_s)
+        if not ended_cleanly:
+            self._engine.abandon()
+        return ended_cleanly
 
     def _wake(self) -> None:
         """Called by the thread of an engine that has failed."""
