@@ -99,7 +99,7 @@ class CoreMachine(RuleBasedStateMachine):
         if plan is None:
             assert not self.core.has_work, "there is work, and no step"
             return
-        if plan.num_tokens == capacity.max_step_tokens:
+        if plan.num_tokens == capacity.max_step_tokens or not self.engine.fills_steps:
             return
         has_row = {row.request_id for row in plan.rows}
         assert scheduler.running.keys() <= has_row, "a running request has no row, and tokens are left"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from penstock.sched.draft import StepDraft
 from penstock.sched.policies.base import AdmissionView, BucketView, BudgetView, GateView
-from penstock.sched.policies.budgets import DecodeFirst
+from penstock.sched.policies.budgets import DecodeFirst, WholePrompts
 from penstock.sched.policies.gates import Continuous
 from penstock.sched.policies.presets import PRESETS, TABLES, make_policies
 from penstock.sched.policies.reserves import Watermark
@@ -34,11 +35,37 @@ def test_the_continuous_gate_is_open_for_every_free_row() -> None:
     assert (decision.max_admissions, decision.wakeup_ns) == (5, None)
 
 
-@pytest.mark.parametrize(("threshold", "chunk"), [(0, 512), (100, 100), (1000, 512)])
-def test_chunks_are_limited_by_the_threshold_and_the_step(threshold: int, chunk: int) -> None:
-    view = BudgetView(max_step_tokens=512, num_running=0, num_waiting=0, last_step_ns=0)
-    limits = DecodeFirst(long_prefill_token_threshold=threshold).limits(view)
-    assert (limits.max_tokens, limits.max_chunk_tokens) == (512, chunk)
+def budget_view(**fields: int) -> BudgetView:
+    values = {"max_step_tokens": 512, "num_decodes": 0, "num_prefills": 0, "num_joining": 0}
+    return BudgetView(**(values | fields), last_step=None)
+
+
+def test_prefills_may_fill_the_step() -> None:
+    limits = DecodeFirst().limits(budget_view())
+    assert limits.max_tokens == 512
+    assert StepDraft(limits).chunk(1000) == 512
+
+
+@pytest.mark.parametrize(("num_behind", "chunk"), [(99, 99), (100, 100), (101, 100), (1000, 100)])
+def test_chunks_of_long_prefills_are_limited_by_the_threshold(num_behind: int, chunk: int) -> None:
+    limits = DecodeFirst(long_prefill_token_threshold=100).limits(budget_view())
+    assert StepDraft(limits).chunk(num_behind) == chunk
+
+
+def test_a_chunk_takes_what_decodes_and_others_have_left() -> None:
+    draft = StepDraft(DecodeFirst(long_prefill_token_threshold=100).limits(budget_view()), num_tokens=450)
+    assert draft.chunk(1000) == 62
+
+
+def test_a_prompt_that_must_not_be_split_waits_for_a_step_with_room() -> None:
+    limits = WholePrompts().limits(budget_view())
+    assert StepDraft(limits, num_tokens=100, num_decodes=8).chunk(412) == 412
+    assert StepDraft(limits, num_tokens=100, num_decodes=8).chunk(413) == 0
+
+
+def test_a_prompt_that_no_step_has_room_for_is_split_after_all() -> None:
+    limits = WholePrompts().limits(budget_view())
+    assert StepDraft(limits, num_tokens=8, num_decodes=8).chunk(1000) == 504
 
 
 def test_the_watermark_keeps_a_share_of_the_pool_free() -> None:

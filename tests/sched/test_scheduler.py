@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from penstock.sched.policies.base import GateDecision, GateView
-from penstock.sched.policies.budgets import DecodeFirst
+from penstock.sched.policies.budgets import DecodeFirst, WholePrompts
 from penstock.sched.policies.gates import Continuous
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import Watermark
 from penstock.testing import Driver, HashExecutor, expected_tokens, make_core, make_request
-from penstock.types.events import Add
+from penstock.types.events import Abort, Add
 from penstock.types.plan import StepPlan
 from penstock.types.request import Request, RequestStatus
 from penstock.types.stats import WaitReason
@@ -58,6 +58,35 @@ class TestBudget:
         driver = make_driver(*requests, max_step_tokens=16, policies=policies)
         assert shape(driver.turn()) == [("a", 0, 4), ("b", 0, 3)]
         assert shape(driver.turn()) == [("b", 3, 1), ("a", 4, 4)]
+
+    def test_short_prompts_pass_a_long_one_that_waits_for_another(self) -> None:
+        policies = make_policies(budget=DecodeFirst(long_prefill_token_threshold=8, max_long_partial_prefills=1))
+        sizes = {"long": 24, "longer": 30, "short": 4}
+        requests = [make_request(*each) for each in sizes.items()]
+        driver = make_driver(*requests, max_step_tokens=16, policies=policies, enable_prefix_caching=False)
+        plans = [shape(driver.turn()) for _ in range(5)]
+        assert plans[0] == [("long", 0, 8), ("short", 0, 4)]
+        assert [row for row in plans[1] if row[2] > 1] == [("long", 8, 8)]
+        assert [row for row in plans[2] if row[2] > 1] == [("long", 16, 8), ("longer", 0, 7)]
+        finish(driver)
+
+    def test_a_request_that_was_held_back_can_be_aborted(self) -> None:
+        policies = make_policies(budget=DecodeFirst(long_prefill_token_threshold=8, max_long_partial_prefills=1))
+        driver = make_driver(make_request("a", 40), make_request("b", 40), max_step_tokens=16, policies=policies)
+        driver.turn()
+        driver.core.apply([Abort("b")], 0)
+        finish(driver)
+        assert driver.core.num_waiting == 0
+
+    def test_whole_prompts_wait_for_a_step_with_room(self) -> None:
+        sizes = {"a": 10, "b": 10, "c": 40}
+        requests = [make_request(*each) for each in sizes.items()]
+        policies = make_policies(budget=WholePrompts())
+        driver = make_driver(*requests, max_step_tokens=16, policies=policies, enable_prefix_caching=False)
+        assert shape(driver.turn()) == [("a", 0, 10)]
+        assert shape(driver.turn()) == [("a", 10, 1), ("b", 0, 10)]
+        assert shape(driver.turn()) == [("a", 11, 1), ("b", 10, 1), ("c", 0, 14)]
+        finish(driver)
 
     def test_no_more_run_than_a_step_has_tokens(self) -> None:
         """Else a decode could be left out of a step, for ever."""

@@ -19,6 +19,8 @@ class StepCounts:
 
     num_tokens: int = 0
     """Positions that it computes."""
+    num_decodes: int = 0
+    """Rows of requests that were one token behind."""
     num_preemptions: int = 0
     num_prefix_query_tokens: int = 0
     """Tokens looked up in the prefix cache by this step's admissions."""
@@ -40,8 +42,12 @@ class StepOutcome:
 @dataclass(slots=True)
 class StepDraft:
     limits: StepLimits
+    """Of the prefills; decodes are planned before they are known."""
     num_tokens: int = 0
     """Positions that the rows compute."""
+    num_decodes: int = 0
+    num_long_prefills: int = 0
+    """That run, those that this step admits included."""
     rows: list[RowPlan] = field(default_factory=list)
     admits: dict[str, AdmitRow] = field(default_factory=dict)
     num_promised_blocks: int = 0
@@ -55,6 +61,24 @@ class StepDraft:
     def tokens_left(self) -> int:
         """What prefills may still take."""
         return max(0, self.limits.max_tokens - self.num_tokens)
+
+    @property
+    def takes_long(self) -> bool:
+        """May one more long prefill start?"""
+        return self.num_long_prefills < self.limits.max_long_prefills
+
+    def is_long(self, num_behind: int) -> bool:
+        return num_behind > self.limits.long_prefill_tokens
+
+    def chunk(self, num_behind: int) -> int:
+        """Tokens that a prefill may compute in this step, of those that it is behind; 0: it has to wait."""
+        limits = self.limits
+        room = self.tokens_left
+        if self.is_long(num_behind):
+            room = min(room, limits.max_chunk_tokens)
+        if num_behind > room and not limits.splits_prompts and self.num_tokens > self.num_decodes:
+            return 0
+        return min(num_behind, room)
 
     def add_row(self, row: RowPlan) -> None:
         self.rows.append(row)
@@ -71,5 +95,10 @@ class StepDraft:
 
     def counts(self) -> StepCounts:
         return StepCounts(
-            self.num_tokens, self.num_preemptions, self.num_prefix_query_tokens, self.num_prefix_hit_tokens, self.waits_for
+            num_tokens=self.num_tokens,
+            num_decodes=self.num_decodes,
+            num_preemptions=self.num_preemptions,
+            num_prefix_query_tokens=self.num_prefix_query_tokens,
+            num_prefix_hit_tokens=self.num_prefix_hit_tokens,
+            waits_for=self.waits_for,
         )

@@ -115,6 +115,7 @@ class WaitingQueue:
         self._num_fresh = 0
         """In the buckets."""
         self._called: OrderedDict[str, Request] = OrderedDict()
+        self._held: OrderedDict[str, Request] = OrderedDict()
         self._preempted: list[Request] = []
 
     def __len__(self) -> int:
@@ -122,8 +123,12 @@ class WaitingQueue:
 
     @property
     def num_joining(self) -> int:
-        """Who joins without asking the gate: the preempted and those who were called."""
-        return len(self._preempted) + len(self._called)
+        """Who joins without asking the gate: the preempted, those who were called and those who were held back."""
+        return len(self._preempted) + len(self._called) + len(self._held)
+
+    @property
+    def num_held_back(self) -> int:
+        return len(self._held)
 
     def views(self) -> tuple[BucketView, ...]:
         """The buckets in which somebody waits, ascending."""
@@ -154,9 +159,17 @@ class WaitingQueue:
         self._called.update((request.request_id, request) for request in called)
         return called
 
-    def peek_joining(self) -> Request | None:
+    def hold_back(self, request: Request) -> None:
+        """Its turn had come, but it is a long prefill and there are enough: it lets others pass until it is asked for again."""
+        self.remove(request)
+        self._held[request.request_id] = request
+
+    def peek_joining(self, *, with_held: bool = True) -> Request | None:
         """Who is next of those who don't ask the gate; None if there is none."""
-        return self._preempted[0] if self._preempted else next(iter(self._called.values()), None)
+        if self._preempted:
+            return self._preempted[0]
+        held = next(iter(self._held.values()), None) if with_held else None
+        return held or next(iter(self._called.values()), None)
 
     def peek(self, now_ns: int, index: int = 0) -> Request | None:
         """Who is next in a bucket; None if nobody waits there."""
@@ -168,7 +181,7 @@ class WaitingQueue:
         bucket = self._buckets.get(self._bucket_of(request))
         if bucket is not None and bucket.discard(request.request_id):
             self._num_fresh -= 1
-        elif self._called.pop(request.request_id, None) is None:
+        elif not (self._called.pop(request.request_id, None) or self._held.pop(request.request_id, None)):
             self._preempted.remove(request)
 
 

@@ -30,7 +30,7 @@ from penstock.kv.invariants import check as check_kv
 from penstock.kv.manager import KVManager, PrefixHit
 from penstock.sched.draft import StepCounts, StepDraft, StepOutcome
 from penstock.sched.fit import max_total_tokens, refusal
-from penstock.sched.policies.base import AdmissionView, BudgetView, GateDecision, GateView, Policies
+from penstock.sched.policies.base import AdmissionView, BudgetView, GateDecision, GateView, Policies, StepLimits, StepRecord
 from penstock.sched.queues import WaitingQueue
 from penstock.types.errors import Rejected
 from penstock.types.events import TokenEvent
@@ -63,6 +63,8 @@ class Scheduler:
         """Requests that the executor has yet to forget."""
         self._num_steps = 0
         self._last_step_ns = 0
+        self._last_step: StepRecord | None = None
+        self._last_commit_ns = 0
 
     @property
     def num_running(self) -> int:
@@ -112,8 +114,8 @@ class Scheduler:
     def schedule(self, now_ns: int) -> StepPlan | None:
         """The next step; None if there is nothing to compute."""
         decision = self._ask_gate(now_ns)
-        draft = self._new_draft()
-        self._extend_running(draft)
+        draft = StepDraft(StepLimits(self.capacity.max_step_tokens))
+        self._extend_running(draft, decision)
         if draft.num_preemptions == 0:
             self._admit_waiting(draft, decision, now_ns)
         draft.waits_for = self._waits_for(draft)
@@ -129,12 +131,7 @@ class Scheduler:
         self.wakeup_ns = decision.wakeup_ns
         return decision
 
-    def _new_draft(self) -> StepDraft:
-        view = BudgetView(self.capacity.max_step_tokens, len(self._running), len(self._waiting), self._last_step_ns)
-        limits = self._policies.budget.limits(view)
-        return StepDraft(limits)
-
-    def _extend_running(self, draft: StepDraft) -> None:
+    def _extend_running(self, draft: StepDraft, decision: GateDecision) -> None:
         """Rows for the running requests: every decode, then prefills while tokens last, each in order of admission."""
         prefills: list[Request] = []
         add_row, num_slots, num_short_cuts = draft.rows.append, self.kv.num_slots, 0
@@ -149,12 +146,23 @@ class Scheduler:
             else:
                 self._extend(draft, request, 1)
         draft.num_tokens += num_short_cuts
+        draft.num_decodes = draft.num_tokens
+        draft.limits = self._ask_budget(draft, len(prefills), decision)
         for request in prefills:
-            query_len = min(request.num_tokens - request.num_computed_tokens, draft.tokens_left, draft.limits.max_chunk_tokens)
+            num_behind = request.num_tokens - request.num_computed_tokens
+            query_len = draft.chunk(num_behind)
             if query_len > 0:
                 self._extend(draft, request, query_len)
             if request.status is RequestStatus.RUNNING:
                 draft.num_promised_blocks += self._num_missing_blocks(request)
+                draft.num_long_prefills += draft.is_long(num_behind)
+
+    def _ask_budget(self, draft: StepDraft, num_prefills: int, decision: GateDecision) -> StepLimits:
+        waiting = self._waiting
+        num_let_in = min(len(waiting), waiting.num_joining + decision.max_admissions)
+        num_joining = min(num_let_in, self._max_rows - len(self._running))
+        view = BudgetView(self.capacity.max_step_tokens, draft.num_decodes, num_prefills, num_joining, self._last_step)
+        return self._policies.budget.limits(view)
 
     def _num_missing_blocks(self, request: Request) -> int:
         """Blocks that a running request does not hold yet for the tokens that it has."""
@@ -203,7 +211,7 @@ class Scheduler:
         """Those who join anyway, then as many as the gate lets in."""
         max_admissions = decision.max_admissions
         while len(self._running) < self._max_rows and draft.tokens_left > 0:
-            request = self._waiting.peek_joining()
+            request = self._waiting.peek_joining(with_held=draft.takes_long)
             if request is None and max_admissions > 0:
                 request = self._waiting.peek(now_ns, decision.bucket)
                 max_admissions -= 1
@@ -211,11 +219,18 @@ class Scheduler:
                 return
             hit = self.kv.lookup_prefix(request)
             num_behind = request.num_tokens - hit.num_tokens
-            query_len = min(num_behind, draft.tokens_left, draft.limits.max_chunk_tokens)
+            if draft.is_long(num_behind) and not draft.takes_long and request.status is RequestStatus.WAITING:
+                self._waiting.hold_back(request)
+                continue
+            query_len = draft.chunk(num_behind)
+            if query_len == 0:
+                draft.waits_for = WaitReason.TOKENS
+                return
             if not self._has_memory_for(request, hit, query_len, draft):
                 draft.waits_for = WaitReason.MEMORY
                 return  # whoever comes next must not overtake
             self._admit(draft, request, hit, query_len, now_ns)
+            draft.num_long_prefills += draft.is_long(num_behind)
 
     def _waits_for(self, draft: StepDraft) -> WaitReason:
         """What whoever waits after the admissions lacks."""
@@ -225,7 +240,8 @@ class Scheduler:
             return WaitReason.MEMORY
         if len(self._running) >= self._max_rows:
             return WaitReason.ROWS
-        return WaitReason.GATE if draft.tokens_left > 0 else WaitReason.TOKENS
+        is_short_of_tokens = draft.tokens_left == 0 or draft.waits_for is WaitReason.TOKENS or self._waiting.num_held_back
+        return WaitReason.TOKENS if is_short_of_tokens else WaitReason.GATE
 
     def _has_memory_for(self, request: Request, hit: PrefixHit, query_len: int, draft: StepDraft) -> bool:
         view = self._admission_view(draft, request, hit, query_len)
@@ -283,7 +299,7 @@ class Scheduler:
         One loop without calls, as it runs for every row of every step. Raises KeyError or ValueError if a row that
         samples has not got its one token.
         """
-        self._last_step_ns = now_ns - plan.now_ns
+        self._record(plan, now_ns)
         block_size, running = self.capacity.block_size, self._running
         tokens, logprobs, failures = result.token_ids, result.logprobs, result.failures
         outcome = StepOutcome()
@@ -324,6 +340,14 @@ class Scheduler:
                 outcome.ended.append(request)
         outcome.num_sampled_tokens = len(outcome.events) - num_failed  # each has one
         return outcome
+
+    def _record(self, plan: StepPlan, now_ns: int) -> None:
+        """Note what the step was and how long it took. With one step in flight, `counts` are this one's."""
+        self._last_step_ns = now_ns - plan.now_ns
+        counts = self.counts
+        duration_ns = now_ns - self._last_commit_ns if counts.num_decodes else self._last_step_ns
+        self._last_step = StepRecord(counts.num_decodes, counts.num_tokens - counts.num_decodes, duration_ns)
+        self._last_commit_ns = now_ns
 
     def check(self) -> None:
         """Verify the laws of memory and of the queues. Raises AssertionError. O(blocks + requests)."""

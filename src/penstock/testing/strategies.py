@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 
 from penstock.engine.core import EngineCore
-from penstock.sched.policies.base import Policies
-from penstock.sched.policies.budgets import DecodeFirst
+from penstock.sched.policies.base import Budget, Policies
+from penstock.sched.policies.budgets import DecodeFirst, WholePrompts
 from penstock.sched.policies.orders import ORDERS
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import Watermark
@@ -38,6 +38,12 @@ class Engine:
     capacity: Capacity
     policies: Policies
     enable_prefix_caching: bool
+
+    @property
+    def fills_steps(self) -> bool:
+        """True if tokens of a step are left over only where nobody could use them."""
+        budget = self.policies.budget
+        return isinstance(budget, DecodeFirst) and not budget.max_long_partial_prefills
 
     def make(self) -> tuple[EngineCore, HashExecutor]:
         core = make_core(self.capacity, self.policies, enable_prefix_caching=self.enable_prefix_caching)
@@ -87,7 +93,7 @@ def engines(draw: st.DrawFn, max_model_len: int = 40) -> Engine:
     )
     policies = make_policies(
         order=draw(st.sampled_from(sorted(ORDERS))),
-        budget=DecodeFirst(long_prefill_token_threshold=draw(st.sampled_from([0, 1, 5]))),
+        budget=draw(budgets()),
         reserve=Watermark(
             share=draw(st.sampled_from([0.0, 0.01, 0.3])),
             growth_tokens=draw(st.sampled_from([0, 0, MAX_GROWTH_TOKENS])),
@@ -95,6 +101,15 @@ def engines(draw: st.DrawFn, max_model_len: int = 40) -> Engine:
         ),
     )
     return Engine(capacity, policies, enable_prefix_caching=draw(st.sampled_from([True, True, False])))
+
+
+def budgets() -> st.SearchStrategy[Budget]:
+    capped = st.builds(
+        DecodeFirst,
+        long_prefill_token_threshold=st.sampled_from([0, 1, 5]),
+        max_long_partial_prefills=st.sampled_from([0, 0, 1, 2]),
+    )
+    return st.one_of(capped, capped, st.builds(WholePrompts))
 
 
 def prompts(max_tokens: int) -> st.SearchStrategy[tuple[int, ...]]:

@@ -85,26 +85,58 @@ class Order(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class StepRecord:
+    """A step that was computed."""
+
+    num_decodes: int
+    """Rows of requests that were one token behind when the step was planned."""
+    num_prefill_tokens: int
+    """All its other tokens."""
+    duration_ns: int
+    """From the commit before to its own, which is the latency between two tokens of those that decode. If nobody did, from its
+    plan: there may have been a pause."""
+
+
+@dataclass(frozen=True, slots=True)
 class BudgetView:
+    """A step in which every decode has its token already."""
+
     max_step_tokens: int
-    num_running: int
-    num_waiting: int
-    last_step_ns: int
-    """From plan to commit of the last step; 0 before the first."""
+    num_decodes: int
+    """Tokens that are given away."""
+    num_prefills: int
+    """Running requests that are more than one token behind."""
+    num_joining: int
+    """Waiting requests for which there are rows and an open gate; memory may still be short."""
+    last_step: StepRecord | None
+    """The last that was committed; the same object until there is another. None before the first."""
+
+
+UNLIMITED = 1 << 30
+"""Tokens or requests: more than any step has."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
     max_tokens: int
-    """Tokens up to which prefills may fill the step, at most `max_step_tokens`. Decodes get theirs in any case."""
-    max_chunk_tokens: int
-    """Tokens of one row in one step, >= 1."""
+    """Tokens up to which prefills may fill the step, decodes included, at most `max_step_tokens`. Decodes get theirs in any
+    case."""
+    max_chunk_tokens: int = UNLIMITED
+    """Tokens of one long prefill in this step, >= 1."""
+    long_prefill_tokens: int = 0
+    """A prefill that is further behind than this is long."""
+    max_long_prefills: int = UNLIMITED
+    """Long prefills at the same time; shorter ones may pass those that wait for it. Never keeps a preempted request waiting."""
+    splits_prompts: bool = True
+    """False: a prefill that does not fit the rest of the step waits for the next, unless it would be the step's only one."""
 
 
 class Budget(Protocol):
     """How are the step's tokens split? Each decode gets its token first: no more rows run than a step has tokens."""
 
-    def limits(self, view: BudgetView) -> StepLimits: ...
+    def limits(self, view: BudgetView) -> StepLimits:
+        """Asked once per step, after the decodes were planned."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
