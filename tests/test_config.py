@@ -105,8 +105,8 @@ def test_ranges_hold_however_a_config_is_made() -> None:
 
 
 def test_an_unavailable_choice_lists_what_is_available() -> None:
-    with pytest.raises(ConfigError, match="policy: 'sjf' is not available; available: fcfs"):
-        SchedulerConfig(policy="sjf")
+    with pytest.raises(ConfigError, match="policy: 'lifo' is not available; available: fcfs, sjf"):
+        SchedulerConfig(policy="lifo")
 
 
 def _write(tmp_path: Path, text: str) -> Path:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from penstock.engine.ports import Executor, Observer
     from penstock.models.catalog import ModelSource
     from penstock.models.weights import LoadedModel
+    from penstock.sched.policies.base import Policies
     from penstock.serve.runtime import ModelInfo, Runtime, Sources
     from penstock.text.chat import ChatTemplate
     from penstock.text.tokenizer import Tokenizer
@@ -135,19 +136,24 @@ def _rebuild_executor(config: Config, source: ModelSource, kv: KvPlan) -> Execut
 def build_core(config: Config, capacity: Capacity, observer: Observer) -> EngineCore:
     """The scheduler with the policies that the config names, and the core around it."""
     from penstock.engine.core import EngineCore
-    from penstock.sched.policies.presets import make_policies
-    from penstock.sched.policies.reserves import Watermark
     from penstock.sched.scheduler import Scheduler
 
+    scheduler = Scheduler(capacity, build_policies(config), enable_prefix_caching=config.kv.prefix_caching)
+    return EngineCore(scheduler, observer=observer)
+
+
+def build_policies(config: Config) -> Policies:
+    """The preset's, with those in their place that the config names."""
+    from penstock.sched.policies.presets import make_policies
+    from penstock.sched.policies.reserves import Watermark
+
     headroom = config.kv.kv_headroom
-    policies = make_policies(
+    return make_policies(
         config.scheduler.preset,
         gate=config.scheduler.batching,
         order=config.scheduler.policy,
         reserve=None if headroom is None else Watermark(headroom),
     )
-    scheduler = Scheduler(capacity, policies, enable_prefix_caching=config.kv.prefix_caching)
-    return EngineCore(scheduler, observer=observer)
 
 
 def step_timeout_s(backend: BackendConfig) -> float | None:
@@ -250,6 +256,7 @@ def _model_info(config: Config, source: ModelSource, model: LoadedModel, capacit
         max_model_len=capacity.max_model_len,
         vocab_size=model.spec.vocab_size,
         eos_token_ids=tokenizer.eos_token_ids,
+        is_priority_scheduled=build_policies(config).order.reads_priority,
     )
 
 

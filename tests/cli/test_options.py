@@ -102,7 +102,7 @@ def test_what_may_be_repeated_is_a_tuple() -> None:
 @pytest.mark.parametrize(
     ("arguments", "cause"),
     [
-        (["--policy", "sjf"], "Invalid value for '--policy': 'sjf' is not available; available: fcfs."),
+        (["--policy", "lifo"], "Invalid value for '--policy': 'lifo' is not available; available: fcfs, sjf, srpf, edf,"),
         (["--device", "cuda"], "'cuda' is not available; available: auto, cpu."),
         (["--kv-cache-dtype", "fp8"], "available: int8, bf16."),
         (["--port", "70000"], "Invalid value for '--port': 70000 is more than 65535."),

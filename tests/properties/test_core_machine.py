@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from penstock.testing import expected_tokens, make_request
-from penstock.testing.strategies import MAX_GROWTH_TOKENS, MODEL, Engine, engines, prompts, samplings
+from penstock.testing.strategies import MAX_GROWTH_TOKENS, MODEL, Engine, engines, prompts, ranks, samplings
 from penstock.types.events import Abort, Add, Stop, TokenEvent
 from penstock.types.plan import StepPlan
 from penstock.types.request import Request, RequestStatus
@@ -35,21 +35,41 @@ class CoreMachine(RuleBasedStateMachine):
         prompt=prompts(MAX_MODEL_LEN - 1),
         sampling=samplings(MAX_MODEL_LEN),
         salt=st.sampled_from([b"", b"salt"]),
+        rank=ranks(),
         patience=st.one_of(st.none(), st.integers(1, 60)),
     )
-    def add(self, count: int, prompt: tuple[int, ...], sampling: SamplingParams, salt: bytes, patience: int | None) -> None:
+    def add(
+        self,
+        count: int,
+        prompt: tuple[int, ...],
+        sampling: SamplingParams,
+        salt: bytes,
+        rank: tuple[int, str, int | None],
+        patience: int | None,
+    ) -> None:
         """Several equal requests, so that memory runs short soon."""
         self.now_ns += 1
         for _ in range(count):
-            self.add_one(prompt, sampling, salt, patience)
+            self.add_one(prompt, sampling, salt, rank, patience)
 
-    def add_one(self, prompt: tuple[int, ...], sampling: SamplingParams, salt: bytes, patience: int | None) -> None:
+    def add_one(
+        self,
+        prompt: tuple[int, ...],
+        sampling: SamplingParams,
+        salt: bytes,
+        rank: tuple[int, str, int | None],
+        patience: int | None,
+    ) -> None:
+        priority, tenant, predicted = rank
         request = make_request(
             f"r{len(self.requests)}",
             prompt,
             sampling=sampling,
             cache_salt=salt,
             arrival_ns=self.now_ns,
+            priority=priority,
+            tenant=tenant,
+            predicted_new_tokens=predicted,
             deadline_ns=None if patience is None else self.now_ns + patience,
         )
         self.requests[request.request_id] = request
@@ -122,9 +142,15 @@ class CoreMachine(RuleBasedStateMachine):
 
     def check_preempted_go_first(self, preempted_before: set[str], plan: StepPlan) -> None:
         admitted = [admit.request_id for admit in plan.admits]
-        fresh = [request_id for request_id in admitted if request_id not in preempted_before]
-        if fresh:
-            assert preempted_before <= set(admitted), "a newer request overtook a preempted one"
+        left = preempted_before - set(admitted)
+        for request_id in admitted:
+            if request_id not in preempted_before:
+                request = self.requests[request_id]
+                overtaken = [other for other in left if not self.may_overtake(request, self.requests[other])]
+                assert not overtaken, "a newer request overtook a preempted one"
+
+    def may_overtake(self, fresh: Request, preempted: Request) -> bool:
+        return self.engine.policies.order.reads_priority and fresh.priority < preempted.priority
 
     @invariant()
     def laws_hold(self) -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.sched.keyed_heap import KeyedHeap
 from penstock.sched.policies.base import BucketView, Order, OrderKey
-from penstock.sched.policies.orders import FirstComeFirstServed
-from penstock.sched.queues import KeyedHeap, WaitingQueue
+from penstock.sched.policies.orders.fcfs import FirstComeFirstServed
+from penstock.sched.queues import WaitingQueue
 from penstock.testing import make_request
-from penstock.types.plan import RowPlan
 from penstock.types.request import Request
 
 
@@ -88,15 +86,12 @@ class TestWaitingQueue:
     def test_a_key_that_grew_is_asked_again_before_it_counts(self) -> None:
         """An order that keeps accounts: a tenant that was served meanwhile steps back."""
 
-        class ByAccount:
+        class ByAccount(Order):
             def __init__(self) -> None:
                 self.served_tokens = {"": 0}
 
             def key(self, request: Request, now_ns: int) -> OrderKey:
                 return (self.served_tokens.get(request.request_id[0], 0), request.arrival_ns)
-
-            def served(self, rows: Sequence[RowPlan], requests: Mapping[str, Request]) -> None:
-                raise NotImplementedError
 
         order = ByAccount()
         queue = make_queue(order)
@@ -138,3 +133,29 @@ class TestWaitingQueue:
         queue.remove(requests[1])
         assert queue.views() == ()
         assert drain(queue) == ["r0", "r2"]
+
+    def test_a_lane_whose_account_grew_steps_back_with_all_who_wait_in_it(self) -> None:
+        class ByLane(Order):
+            def __init__(self) -> None:
+                self.served_tokens = {"a": 0, "b": 50}
+
+            def key(self, request: Request, now_ns: int) -> OrderKey:
+                return (request.arrival_ns,)
+
+            def lane(self, request: Request) -> str:
+                return request.tenant
+
+            def lane_key(self, lane: str) -> OrderKey:
+                return (self.served_tokens[lane],)
+
+        order = ByLane()
+        queue = make_queue(order)
+        for idx, name in enumerate(("b1", "a1", "a2", "b2", "a3")):
+            queue.push(make_request(name, arrival_ns=idx, tenant=name[0]), 0)
+        first = queue.peek(0)
+        assert first is not None
+        assert first.request_id == "a1"
+        queue.remove(first)
+        order.served_tokens["a"] = 100
+        assert drain(queue) == ["b1", "b2", "a2", "a3"]
+        assert len(queue) == 0

@@ -109,7 +109,11 @@ class SchedulerConfig(Component):
         None, "When a batch may start.", kind=Kind.CHOICE, choices=("continuous",), default_doc="the preset's: continuous"
     )
     policy: str | None = setting(
-        None, "Who is next among the waiting.", kind=Kind.CHOICE, choices=("fcfs",), default_doc="the preset's: fcfs"
+        None,
+        "Who is next among the waiting.",
+        kind=Kind.CHOICE,
+        choices=("fcfs", "sjf", "srpf", "edf", "priority", "fair"),
+        default_doc="the preset's: fcfs",
     )
     preemption: str | None = setting(
         None,

@@ -23,7 +23,7 @@ from collections.abc import Iterable
 
 from penstock.engine.ports import NullObserver, Observer
 from penstock.sched.draft import StepCounts
-from penstock.sched.queues import KeyedHeap
+from penstock.sched.keyed_heap import KeyedHeap
 from penstock.sched.scheduler import Scheduler
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.events import Abort, Add, Command, Drain, Stop, TokenEvent

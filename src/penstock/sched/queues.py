@@ -1,7 +1,7 @@
 """The waiting queue: owns the requests that are not running, in the order of service. Called by the scheduler; never looks at
 memory.
 
-Preempted requests come before all others, by arrival, whatever the order policy: they were served before. Then those
+Preempted requests come before all others, among themselves in the order policy's order: they were served before. Then those
 who were called to a batch, as they were called. All others wait for the gate, each in its bucket.
 Every operation is O(log n) or better, amortised; there is no work per waiting request and step.
 """
@@ -11,55 +11,10 @@ from __future__ import annotations
 from bisect import insort_left
 from collections import OrderedDict
 from collections.abc import Callable
-from heapq import heapify, heappop, heappush, heapreplace
-from itertools import count
-from typing import Generic, TypeVar
 
+from penstock.sched.lanes import Lanes
 from penstock.sched.policies.base import BucketView, Order, OrderKey
 from penstock.types.request import Request
-
-T = TypeVar("T")
-
-MIN_DEAD_TO_SWEEP = 64
-"""Below this many discarded entries a sweep isn't worth its loop."""
-
-
-class KeyedHeap(Generic[T]):
-    """A heap of items by key, equals in the order of arrival; items (compared by identity) may be discarded in O(1)."""
-
-    def __init__(self) -> None:
-        self._entries: list[tuple[OrderKey, int, T]] = []
-        self._numbers = count()
-        self._dead: set[int] = set()
-        """Numbers of entries that were discarded and not yet removed."""
-
-    def __len__(self) -> int:
-        return len(self._entries) - len(self._dead)
-
-    def push(self, key: OrderKey, item: T) -> int:
-        """Returns a number by which the item can be discarded."""
-        number = next(self._numbers)
-        heappush(self._entries, (key, number, item))
-        return number
-
-    def peek(self) -> tuple[OrderKey, int, T] | None:
-        """(key, number, item) of the smallest; None if empty."""
-        while self._entries and self._entries[0][1] in self._dead:
-            self._dead.remove(heappop(self._entries)[1])
-        return self._entries[0] if self._entries else None
-
-    def rekey_first(self, key: OrderKey) -> None:
-        """Give the item that `peek` returned another key."""
-        _, number, item = self._entries[0]
-        heapreplace(self._entries, (key, number, item))
-
-    def discard(self, number: int) -> None:
-        """Drop an item that is still in the heap."""
-        self._dead.add(number)
-        if len(self._dead) > max(MIN_DEAD_TO_SWEEP, len(self._entries) // 2):
-            self._entries = [entry for entry in self._entries if entry[1] not in self._dead]
-            heapify(self._entries)
-            self._dead.clear()
 
 
 class Bucket:
@@ -67,40 +22,31 @@ class Bucket:
 
     def __init__(self, index: int, order: Order) -> None:
         self.index = index
-        self._order = order
-        self._heap: KeyedHeap[Request] = KeyedHeap()
-        self._entries: OrderedDict[str, tuple[int, int]] = OrderedDict()
-        """request_id -> (number in the heap, arrival), as they were queued. A plain dict would look for its first entry among
-        all that left before it."""
+        self._lanes = Lanes(order)
+        self._arrivals: OrderedDict[str, int] = OrderedDict()
+        """request_id -> arrival, as they were queued. A plain dict would look for its first entry among all that left before
+        it."""
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._arrivals)
 
     def view(self) -> BucketView:
         """Raises StopIteration if nobody waits."""
-        _, oldest_ns = next(iter(self._entries.values()))
-        return BucketView(self.index, len(self._entries), oldest_ns)
+        return BucketView(self.index, len(self._arrivals), next(iter(self._arrivals.values())))
 
     def push(self, request: Request, now_ns: int) -> None:
-        number = self._heap.push(self._order.key(request, now_ns), request)
-        self._entries[request.request_id] = (number, request.arrival_ns)
+        self._lanes.push(request, now_ns)
+        self._arrivals[request.request_id] = request.arrival_ns
 
     def peek(self, now_ns: int) -> Request | None:
         """Who is next; None if nobody waits."""
-        while (first := self._heap.peek()) is not None:
-            known_key, _, request = first
-            key = self._order.key(request, now_ns)
-            if key <= known_key:
-                return request
-            self._heap.rekey_first(key)
-        return None
+        return self._lanes.peek(now_ns)
 
-    def discard(self, request_id: str) -> bool:
+    def discard(self, request: Request) -> bool:
         """Take a request out; False if it is not here."""
-        entry = self._entries.pop(request_id, None)
-        if entry is None:
+        if not self._lanes.discard(request):
             return False
-        self._heap.discard(entry[0])
+        del self._arrivals[request.request_id]
         return True
 
 
@@ -116,7 +62,7 @@ class WaitingQueue:
         """In the buckets."""
         self._called: OrderedDict[str, Request] = OrderedDict()
         self._held: OrderedDict[str, Request] = OrderedDict()
-        self._preempted: list[Request] = []
+        self._preempted: list[tuple[OrderKey, Request]] = []
 
     def __len__(self) -> int:
         return self._num_fresh + self.num_joining
@@ -147,8 +93,10 @@ class WaitingQueue:
         self._num_fresh += 1
 
     def push_preempted(self, request: Request) -> None:
-        """A request that ran. Of equal arrivals the last pushed goes first, since the last admitted is preempted first."""
-        insort_left(self._preempted, request, key=_arrival)
+        """A request that ran, by the key that it had when it came. Of equal keys the last pushed goes first, since the last
+        admitted is preempted first.
+        """
+        insort_left(self._preempted, (self._order.key(request, request.arrival_ns), request), key=_key)
 
     def call(self, index: int, count: int, now_ns: int) -> list[Request]:
         """The next `count` of a bucket, or as many as there are, shall join; in the order of service."""
@@ -167,7 +115,7 @@ class WaitingQueue:
     def peek_joining(self, *, with_held: bool = True) -> Request | None:
         """Who is next of those who don't ask the gate; None if there is none."""
         if self._preempted:
-            return self._preempted[0]
+            return self._preempted[0][1]
         held = next(iter(self._held.values()), None) if with_held else None
         return held or next(iter(self._called.values()), None)
 
@@ -179,11 +127,11 @@ class WaitingQueue:
     def remove(self, request: Request) -> None:
         """Take a request out, wherever it stands."""
         bucket = self._buckets.get(self._bucket_of(request))
-        if bucket is not None and bucket.discard(request.request_id):
+        if bucket is not None and bucket.discard(request):
             self._num_fresh -= 1
         elif not (self._called.pop(request.request_id, None) or self._held.pop(request.request_id, None)):
-            self._preempted.remove(request)
+            del self._preempted[next(idx for idx, entry in enumerate(self._preempted) if entry[1] is request)]
 
 
-def _arrival(request: Request) -> int:
-    return request.arrival_ns
+def _key(entry: tuple[OrderKey, Request]) -> OrderKey:
+    return entry[0]

@@ -208,13 +208,15 @@ class Scheduler:
         draft.admits[request.request_id] = _admit_row(request, table, request.num_computed_tokens)
 
     def _admit_waiting(self, draft: StepDraft, decision: GateDecision, now_ns: int) -> None:
-        """Those who join anyway, then as many as the gate lets in."""
+        """Those who join anyway, then as many as the gate lets in; these first if the order says so."""
         max_admissions = decision.max_admissions
         while len(self._running) < self._max_rows and draft.tokens_left > 0:
             request = self._waiting.peek_joining(with_held=draft.takes_long)
-            if request is None and max_admissions > 0:
-                request = self._waiting.peek(now_ns, decision.bucket)
-                max_admissions -= 1
+            if max_admissions > 0:
+                fresh = self._waiting.peek(now_ns, decision.bucket)
+                if fresh is not None and (request is None or self._policies.order.outranks(fresh, request, now_ns)):
+                    request = fresh
+                    max_admissions -= 1
             if request is None:
                 return
             hit = self.kv.lookup_prefix(request)
@@ -272,6 +274,7 @@ class Scheduler:
         self._num_final_blocks += self._final_blocks(request)
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = hit.num_tokens
+        self._policies.order.admitted(request)
         if request.first_scheduled_ns is None:
             request.first_scheduled_ns = now_ns
             request.num_cached_tokens = hit.num_tokens
@@ -284,7 +287,7 @@ class Scheduler:
 
     def _build(self, draft: StepDraft, now_ns: int) -> StepPlan:
         rows = tuple(draft.rows)
-        self._policies.order.served(rows, self._running)
+        self._policies.order.served(rows, self._running, self._last_step)
         plan = StepPlan(self._num_steps, now_ns, tuple(draft.admits.values()), rows, tuple(self._releases))
         self._num_steps += 1
         self._releases.clear()

@@ -25,8 +25,11 @@ def make_request(
     *,
     arrival_ns: int = 0,
     sampling: SamplingParams | None = None,
+    priority: int = 0,
     deadline_ns: int | None = None,
+    tenant: str = "",
     cache_salt: bytes = b"",
+    predicted_new_tokens: int | None = None,
     **sampling_fields: Any,
 ) -> Request:
     """A request; `prompt` is its tokens, or how many (then they are 1, 2, 3, ...). Other fields go to `SamplingParams`."""
@@ -37,8 +40,11 @@ def make_request(
         prompt_token_ids=tuple(token_ids),
         sampling=replace(base, **sampling_fields),
         arrival_ns=arrival_ns,
+        priority=priority,
         deadline_ns=deadline_ns,
+        tenant=tenant,
         cache_salt=cache_salt,
+        predicted_new_tokens=predicted_new_tokens,
     )
 
 

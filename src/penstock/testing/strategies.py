@@ -6,6 +6,7 @@ request but seldom all, so that memory runs out; budgets from one token up.
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass
 
 from hypothesis import strategies as st
@@ -46,7 +47,8 @@ class Engine:
         return isinstance(budget, DecodeFirst) and not budget.max_long_partial_prefills
 
     def make(self) -> tuple[EngineCore, HashExecutor]:
-        core = make_core(self.capacity, self.policies, enable_prefix_caching=self.enable_prefix_caching)
+        policies = deepcopy(self.policies)  # some keep accounts
+        core = make_core(self.capacity, policies, enable_prefix_caching=self.enable_prefix_caching)
         return core, HashExecutor(self.capacity, model=MODEL)
 
 
@@ -57,15 +59,26 @@ class Workload:
     prompts: tuple[tuple[int, ...], ...]
     samplings: tuple[SamplingParams, ...]
     salts: tuple[bytes, ...]
+    ranks: tuple[tuple[int, str, int | None], ...]
+    """(priority, tenant, predicted new tokens), which change who is served first and nothing else."""
     arrival_turns: tuple[int, ...]
     early_ends: tuple[tuple[int, int, bool], ...]
     """(turn, request index, is a Stop rather than an Abort); may come before the request, or after its end."""
 
     def requests(self) -> list[Request]:
-        parts = zip(self.prompts, self.samplings, self.salts, self.arrival_turns, strict=True)
+        parts = zip(self.prompts, self.samplings, self.salts, self.ranks, self.arrival_turns, strict=True)
         return [
-            make_request(f"r{idx}", prompt, arrival_ns=turn, sampling=sampling, cache_salt=salt)
-            for idx, (prompt, sampling, salt, turn) in enumerate(parts)
+            make_request(
+                f"r{idx}",
+                prompt,
+                arrival_ns=turn,
+                sampling=sampling,
+                priority=priority,
+                tenant=tenant,
+                cache_salt=salt,
+                predicted_new_tokens=predicted,
+            )
+            for idx, (prompt, sampling, salt, (priority, tenant, predicted), turn) in enumerate(parts)
         ]
 
     def script(self, requests: list[Request]) -> dict[int, list[Command]]:
@@ -131,6 +144,11 @@ def samplings(max_tokens: int) -> st.SearchStrategy[SamplingParams]:
     )
 
 
+def ranks() -> st.SearchStrategy[tuple[int, str, int | None]]:
+    """Priority, tenant, predicted new tokens."""
+    return st.tuples(st.integers(-1, 1), st.sampled_from(["", "a", "b"]), st.one_of(st.none(), st.integers(1, 40)))
+
+
 @st.composite
 def workloads(draw: st.DrawFn, max_model_len: int = 40, max_requests: int = 8, *, has_early_ends: bool = True) -> Workload:
     """Some requests reach `max_model_len` before their own limit."""
@@ -144,6 +162,7 @@ def workloads(draw: st.DrawFn, max_model_len: int = 40, max_requests: int = 8, *
         prompts=each(prompts(max_model_len - 1)),  # type: ignore[arg-type]
         samplings=each(samplings(max_model_len)),  # type: ignore[arg-type]
         salts=each(st.sampled_from([b"", b"", b"salt"])),  # type: ignore[arg-type]
+        ranks=each(ranks()),  # type: ignore[arg-type]
         arrival_turns=each(st.one_of(st.just(0), st.integers(0, MAX_TURN))),  # type: ignore[arg-type]
         early_ends=tuple(draw(st.lists(early_end, max_size=4))) if has_early_ends else (),
     )

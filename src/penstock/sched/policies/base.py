@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from penstock.types.plan import Capacity, RowPlan
 from penstock.types.request import Request
@@ -70,18 +70,54 @@ class Gate(Protocol):
 
 
 class Order(Protocol):
-    """Who is next among the waiting?"""
+    """Who is next among the waiting? A class that inherits from this one needs no more than a `key`.
+
+    Requests wait in lanes. The lane with the smallest key is next, and in it the request with the smallest key; of equals
+    the first that came. Most orders have one lane; an order that keeps accounts has a lane for each account.
+    """
+
+    reads_priority: ClassVar[bool] = False
+    """True if it looks at `Request.priority`. Where it is false, clients that send one are refused rather than ignored."""
 
     def key(self, request: Request, now_ns: int) -> OrderKey:
-        """May only grow while the request waits: it is asked again before the request is served, and no sooner.
+        """Place within the lane. May only grow while the request waits: it is asked again before the request is served, and
+        no sooner.
 
         Ageing at the same rate for all needs no growth: the arrival time in the key is enough.
         """
         ...
 
-    def served(self, rows: Sequence[RowPlan], requests: Mapping[str, Request]) -> None:
-        """Once per planned step: what was given to whom, for orders that keep accounts."""
-        ...
+    def lane(self, request: Request) -> str:
+        """Where it waits. Must not change."""
+        del request
+        return ""
+
+    def lane_key(self, lane: str) -> OrderKey:
+        """Place among the lanes in which somebody waits. May only grow while the lane is open; asked again before it counts."""
+        del lane
+        return ()
+
+    def queued(self, request: Request) -> None:
+        """It begins to wait and never ran. Called before it is asked for its lane and keys."""
+
+    def unqueued(self, request: Request) -> None:
+        """It waits no more: it is admitted next, or has ended."""
+
+    def outranks(self, fresh: Request, joining: Request, now_ns: int) -> bool:
+        """May the first of those who wait for the gate go before the first who joins without asking it, that is, who was
+        preempted, held back or called to a batch?
+        """
+        del fresh, joining, now_ns
+        return False
+
+    def admitted(self, request: Request) -> None:
+        """It leaves the queue to run; `num_computed_tokens` is what it found in the prefix cache."""
+
+    def served(self, rows: Sequence[RowPlan], requests: Mapping[str, Request], last_step: StepRecord | None) -> None:
+        """Once per planned step: what was given to whom, for orders that keep accounts.
+
+        `last_step`: the last that was committed; None before the first.
+        """
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,32 @@
+"""Priority classes. Called by the waiting queue; whether a running request gives way is the victim policy's business."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from penstock.sched.policies.base import Order, OrderKey
+from penstock.types.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class PriorityClasses(Order):
+    """The lowest number first (as in vLLM), by arrival within a class.
+
+    Each step down counts as having come `class_delay_ns` later, so a request of class p is overtaken by one of class
+    q < p only if that comes less than (p - q) * `class_delay_ns` after it. Numbers beyond +-`max_class` count as
+    that, which bounds the wait for all.
+    """
+
+    reads_priority: ClassVar[bool] = True
+    class_delay_ns: int = 60_000_000_000
+    max_class: int = 20
+
+    def key(self, request: Request, now_ns: int) -> OrderKey:
+        del now_ns
+        rank = max(-self.max_class, min(request.priority, self.max_class))
+        return (request.arrival_ns + rank * self.class_delay_ns,)
+
+    def outranks(self, fresh: Request, joining: Request, now_ns: int) -> bool:
+        """A higher class does not wait for a lower one to be resumed, unless that has aged past it."""
+        return fresh.priority < joining.priority and self.key(fresh, now_ns) < self.key(joining, now_ns)

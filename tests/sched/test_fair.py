@@ -1,0 +1,201 @@
+"""Virtual token counters: the bound of the paper, lifting, shares, and accounts that do not pile up."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.sched.policies.orders.fair import FairShares
+from penstock.sched.policies.presets import make_policies
+from penstock.sched.policies.reserves import Watermark
+from penstock.sched.queues import WaitingQueue
+from penstock.testing import Driver, HashExecutor, make_core, make_request
+from penstock.types.events import Abort, Add
+from penstock.types.plan import Capacity, RowPlan
+from penstock.types.request import Request
+
+INPUT_WEIGHT, OUTPUT_WEIGHT = 1, 2
+MAX_PROMPT = 30
+
+
+@dataclass
+class Meter:
+    """Service as the paper measures it: prompts when they are admitted, tokens when they come. Does not ask the order."""
+
+    requests: dict[str, Request]
+    given: Counter[str] = field(default_factory=Counter)
+    seen: set[str] = field(default_factory=set)
+
+    def after_turn(self, driver: Driver) -> None:
+        plan = driver.plans[-1]
+        for admit in plan.admits:
+            if admit.request_id not in self.seen:
+                self.seen.add(admit.request_id)
+                num_tokens = admit.num_prompt_tokens - admit.num_computed_tokens
+                self.given[self.requests[admit.request_id].tenant] += INPUT_WEIGHT * num_tokens
+        for row in plan.rows:
+            if row.samples:
+                self.given[self.requests[row.request_id].tenant] += OUTPUT_WEIGHT
+
+    def waiting_tenants(self) -> set[str]:
+        return {request.tenant for request_id, request in self.requests.items() if request_id not in self.seen}
+
+
+@st.composite
+def capacities(draw: st.DrawFn) -> Capacity:
+    block_size = draw(st.sampled_from([1, 4, 16]))
+    num_needed = -(-60 // block_size)
+    return Capacity(
+        num_blocks=1 + num_needed + draw(st.integers(0, 3 * num_needed)),
+        block_size=block_size,
+        max_rows=draw(st.integers(1, 12)),
+        max_step_tokens=draw(st.integers(4, 80)),
+        max_model_len=60,
+    )
+
+
+jobs = st.lists(st.tuples(st.integers(1, MAX_PROMPT), st.integers(1, 30)), min_size=10, max_size=40)
+
+
+@given(capacity=capacities(), a=jobs, b=jobs, c=jobs, growth_tokens=st.sampled_from([0, 32]))
+def test_two_tenants_who_wait_are_given_the_same_up_to_twice_the_bound(
+    capacity: Capacity, a: list[tuple[int, int]], b: list[tuple[int, int]], c: list[tuple[int, int]], growth_tokens: int
+) -> None:
+    """Theorem 4.4 of arXiv 2401.00588: |W_f - W_g| <= 2 max(w_p L_input, w_q M) over any time in which f and g both wait.
+
+    That is: the range of W_f - W_g over such a time is at most so large.
+    """
+    requests = {}
+    for tenant, lengths in zip("abc", (a, b, c), strict=True):
+        for idx, (prompt, max_tokens) in enumerate(lengths):
+            name = f"{tenant}{idx}"
+            requests[name] = make_request(name, prompt, max_tokens=max_tokens, tenant=tenant, arrival_ns=idx)
+    policies = make_policies(order="fair", reserve=Watermark(growth_tokens=growth_tokens))
+    driver = Driver(make_core(capacity, policies, enable_prefix_caching=False), HashExecutor(capacity))
+    meter = Meter(requests)
+    bound = 2 * max(INPUT_WEIGHT * MAX_PROMPT, OUTPUT_WEIGHT * (capacity.num_blocks - 1) * capacity.block_size)
+    ranges = dict.fromkeys(("ab", "ac", "bc"), (0, 0))
+    driver.turn(*(Add(request) for request in requests.values()))
+    while driver.core.has_work:
+        meter.after_turn(driver)
+        waiting = meter.waiting_tenants()
+        for (f, g), (low, high) in list(ranges.items()):
+            if {f, g} <= waiting:
+                gap = meter.given[f] - meter.given[g]
+                low, high = min(low, gap), max(high, gap)
+                assert high - low <= bound, f"{f} and {g} differ by {high - low}, more than {bound}"
+                ranges[f + g] = (low, high)
+        driver.turn()
+
+
+class Stand:
+    """A queue under `fair`, one request at a time."""
+
+    def __init__(self, order: FairShares) -> None:
+        self.order = order
+        self.queue = WaitingQueue(order, lambda request: 0)
+        self.count = 0
+
+    def push(self, tenant: str, prompt: int = 10) -> Request:
+        request = make_request(f"r{self.count}", prompt, tenant=tenant, arrival_ns=self.count)
+        self.count += 1
+        self.queue.push(request, 0)
+        return request
+
+    def admit(self) -> str:
+        request = self.queue.peek(0)
+        assert request is not None
+        self.queue.remove(request)
+        self.order.admitted(request)
+        return request.tenant
+
+    def sample(self, *tenants: str) -> None:
+        requests = {f"s{idx}": make_request(f"s{idx}", tenant=tenant) for idx, tenant in enumerate(tenants)}
+        self.order.served([RowPlan(name, 9, 1, (), True) for name in requests], requests, None)
+
+
+def test_the_least_counter_is_next_and_prompts_are_charged_at_once() -> None:
+    stand = Stand(FairShares())
+    for tenant in "aaabbb":
+        stand.push(tenant)
+    assert [stand.admit() for _ in range(6)] == ["a", "b", "a", "b", "a", "b"]
+
+
+def test_output_costs_twice_as_much_as_input() -> None:
+    stand = Stand(FairShares())
+    for tenant in "aaabb":
+        stand.push(tenant)
+    assert stand.admit() == "a"
+    stand.sample("a", "a")
+    assert stand.order.counter("a") == 10 + 2 * 2
+    assert [stand.admit(), stand.admit()] == ["b", "b"]
+
+
+def test_a_share_of_two_is_served_twice() -> None:
+    stand = Stand(FairShares(shares={"b": 2}))
+    for tenant in "aaaabbbbbbbb":
+        stand.push(tenant)
+    assert Counter(stand.admit() for _ in range(9)) == {"a": 3, "b": 6}
+
+
+def test_who_comes_back_is_lifted_to_the_least_of_those_who_wait() -> None:
+    stand = Stand(FairShares())
+    for tenant in "aaaaaabbb":
+        stand.push(tenant, 100)
+    for _ in range(4):
+        stand.admit()
+    stand.push("late")
+    assert stand.order.counter("late") == stand.order.counter("a") == stand.order.counter("b") == 200
+
+
+def test_who_comes_when_nobody_waits_is_lifted_to_who_waited_last() -> None:
+    stand = Stand(FairShares())
+    stand.push("a")
+    stand.admit()
+    stand.sample(*"aaaaa")
+    stand.push("b")
+    assert stand.order.counter("b") == stand.order.counter("a") == 20
+
+
+def test_who_has_been_given_more_is_not_lowered() -> None:
+    stand = Stand(FairShares())
+    for tenant in "ab":
+        stand.push(tenant)
+        stand.admit()
+    stand.sample(*"aaaaa")
+    stand.push("b")
+    stand.push("a")
+    assert (stand.order.counter("a"), stand.order.counter("b")) == (20, 20)
+
+
+def test_what_is_computed_again_is_not_charged() -> None:
+    stand = Stand(FairShares())
+    request = stand.push("a")
+    stand.admit()
+    request.num_preemptions = 1
+    stand.order.admitted(request)
+    assert stand.order.counter("a") == 10
+
+
+@pytest.mark.parametrize("max_tenants", [4, 5])
+def test_accounts_do_not_pile_up(max_tenants: int) -> None:
+    stand = Stand(FairShares(max_tenants=max_tenants))
+    waiting = stand.push("waits")
+    for idx in range(100):
+        stand.queue.remove(stand.push(f"t{idx}"))
+    assert len(stand.order._accounts) <= max_tenants + 1
+    stand.queue.remove(waiting)
+    assert not stand.order._waiting
+
+
+def test_those_who_leave_without_being_served_are_forgotten_too() -> None:
+    core = make_core(policies=make_policies(order="fair"), max_rows=1)
+    core.apply([Add(make_request(name, tenant=name)) for name in "abc"], 0)
+    assert core.begin(0) is not None
+    core.apply([Abort("b")], 1)
+    core.apply([Abort("c")], 1)
+    assert core.num_waiting == 0
