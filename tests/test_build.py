@@ -91,6 +91,13 @@ def test_names_and_lengths_are_those_of_the_config(gguf: Path) -> None:
     runtime.close()
 
 
+@pytest.mark.parametrize(("policy", "is_looked_at"), [("priority", True), ("fair", False), (None, False)])
+def test_priorities_are_taken_where_the_order_looks_at_them(gguf: Path, policy: str | None, is_looked_at: bool) -> None:
+    runtime = _build(gguf, replace(REFERENCE, scheduler=SchedulerConfig(policy=policy)))
+    assert runtime.model.is_priority_scheduled is is_looked_at
+    runtime.close()
+
+
 def test_a_model_is_also_known_as_it_was_given(gguf: Path) -> None:
     runtime = _build(gguf, replace(REFERENCE, model=ModelConfig(model=str(gguf))))
     assert (runtime.model.served_names, runtime.model.aliases) == (("tiny",), (str(gguf),))
