@@ -1,4 +1,5 @@
-"""How much work is done twice when the KV cache is too small? Preemptions and recomputed tokens, by room left to grow.
+"""How much work is done twice when the KV cache is too small? Preemptions and recomputed tokens, by room left to grow, and
+by reserve and victim.
 
     python benchmarks/memory_pressure.py [--requests 400] [--rows 32]
 
@@ -13,9 +14,12 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from itertools import product
 
+from penstock.sched.policies.base import Policies
 from penstock.sched.policies.presets import make_policies
-from penstock.sched.policies.reserves import Watermark
+from penstock.sched.policies.reserves import RESERVES, Watermark
+from penstock.sched.policies.victims import VICTIMS
 from penstock.testing import make_core, make_request
 from penstock.types.events import Add
 from penstock.types.plan import Capacity
@@ -32,13 +36,19 @@ def main() -> None:
     arguments = parser.parse_args()
     lengths = _lengths(arguments.requests)
     needed = arguments.rows * sum(prompt + reply for prompt, reply in lengths) // len(lengths) // BLOCK_SIZE
-    report: list[dict[str, float]] = []
+    report: list[dict[str, float | str]] = []
     for share in (1.0, 0.5, 0.33):
         for growth_tokens in (0, 16, 32, 48, 64):
-            row = {"memory": share, "growth_tokens": growth_tokens}
-            row |= _run(lengths, int(needed * share), growth_tokens, arguments.rows)
+            row: dict[str, float | str] = {"memory": share, "growth_tokens": growth_tokens}
+            policies = make_policies(reserve=Watermark(growth_tokens=growth_tokens))
+            row |= _run(lengths, int(needed * share), policies, arguments.rows)
             print(row)
             report.append(row)
+    for share, reserve, victim in product((0.5, 0.25), RESERVES, VICTIMS):
+        named: dict[str, float | str] = {"memory": share, "reserve": reserve, "victim": victim}
+        named |= _run(lengths, int(needed * share), make_policies(reserve=reserve, victim=victim), arguments.rows)
+        print(named)
+        report.append(named)
     print(json.dumps({"requests": arguments.requests, "rows": arguments.rows, "runs": report}))
 
 
@@ -51,9 +61,8 @@ def _lengths(num_requests: int) -> list[tuple[int, int]]:
     ]
 
 
-def _run(lengths: list[tuple[int, int]], num_blocks: int, growth_tokens: int, rows: int) -> dict[str, float]:
+def _run(lengths: list[tuple[int, int]], num_blocks: int, policies: Policies, rows: int) -> dict[str, float]:
     capacity = Capacity(1 + num_blocks, BLOCK_SIZE, max_rows=rows, max_step_tokens=512, max_model_len=1024)
-    policies = make_policies(reserve=Watermark(growth_tokens=growth_tokens))
     core = make_core(capacity, policies, enable_prefix_caching=False)
     requests = [
         make_request(f"r{idx}", prompt, max_tokens=reply, arrival_ns=idx) for idx, (prompt, reply) in enumerate(lengths)

@@ -338,6 +338,19 @@ class TestObserver:
         total = sum(stats.num_preemptions for stats in recorder.steps)
         assert total == sum(request.num_preemptions for request in requests) > 0
 
+    @pytest.mark.parametrize("max_step_tokens", [512, 7])
+    def test_what_preemptions_cost_is_told(self, max_step_tokens: int) -> None:
+        """All positions computed, but those that each request needs once."""
+        recorder = Recorder()
+        policies = make_policies(reserve=Watermark(share=0.0, growth_tokens=0))
+        options = {"block_size": 4, "num_blocks": 15, "max_step_tokens": max_step_tokens, "enable_prefix_caching": False}
+        driver = make_driver(policies=policies, observer=recorder, **options)
+        requests = [make_request(f"r{idx}", [idx + 1] * 4, arrival_ns=idx, max_tokens=37) for idx in range(3)]
+        run_to_completion(driver.core, driver.executor, *map(Add, requests))
+        num_needed = sum(request.num_tokens - 1 for request in requests)
+        num_recomputed = sum(stats.num_recomputed_tokens for stats in recorder.steps)
+        assert num_recomputed == driver.executor.num_computed_tokens - num_needed > 0
+
     def test_every_request_is_told_once_however_it_ended(self) -> None:
         recorder = Recorder()
         driver = make_driver(observer=recorder, max_model_len=100)

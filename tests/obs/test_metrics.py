@@ -34,6 +34,7 @@ def make_step(**changes) -> StepStats:
         "num_blocks_free": 4,
         "num_blocks_cached": 1,
         "num_preemptions": 1,
+        "num_recomputed_tokens": 7,
         "num_prefix_query_tokens": 32,
         "num_prefix_hit_tokens": 16,
         "parts_ns": {"execute": 25 * MS},
@@ -97,6 +98,7 @@ def test_a_fresh_server_already_shows_its_series(metrics):
         "prefix_cache_queries_total",
         "prefix_cache_hits_total",
         "preemptions_total",
+        "recomputed_tokens_total",
         "prompt_tokens_total",
         "generation_tokens_total",
         "batch_size_bucket",
@@ -118,6 +120,7 @@ def test_a_step_counts_its_tokens_rows_and_parts(metrics):
     assert value(metrics, "prefix_cache_queries_total") == 64
     assert value(metrics, "prefix_cache_hits_total") == 32
     assert value(metrics, "preemptions_total", method="recompute") == 2
+    assert value(metrics, "recomputed_tokens_total") == 14
     assert value(metrics, "batch_size_sum") == 8
     assert value(metrics, "batch_size_bucket", le="4.0") == 1
     assert value(metrics, "batch_tokens_sum") == 80

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from penstock.testing import expected_tokens, make_request
-from penstock.testing.strategies import MAX_GROWTH_TOKENS, MODEL, Engine, engines, prompts, ranks, samplings
+from penstock.testing.strategies import MODEL, Engine, engines, prompts, ranks, samplings
 from penstock.types.events import Abort, Add, Stop, TokenEvent
 from penstock.types.plan import StepPlan
 from penstock.types.request import Request, RequestStatus
@@ -134,11 +134,17 @@ class CoreMachine(RuleBasedStateMachine):
             scheduler.kv.num_blocks_for(r.num_tokens) - len(scheduler.kv.block_table(r.request_id))
             for r in scheduler.running.values()
         )
-        growth = len(has_row) * scheduler.kv.num_blocks_for(MAX_GROWTH_TOKENS)
+        growth = self.max_growth_blocks()
         kept_back = promised + growth + int(0.3 * scheduler.kv.num_total_blocks) + 1
         assert scheduler.kv.num_available_blocks < scheduler.kv.num_blocks_for(largest) + kept_back, (
             "a request waits for nothing"
         )
+
+    def max_growth_blocks(self) -> int:
+        """What a reserve may want for all who run and the next, until they reach their limits."""
+        num_blocks_for = self.core.scheduler.kv.num_blocks_for
+        live = [r for r in self.requests.values() if r.request_id not in self.ended]
+        return sum(num_blocks_for(r.max_total_tokens) - num_blocks_for(r.num_computed_tokens) for r in live)
 
     def check_preempted_go_first(self, preempted_before: set[str], plan: StepPlan) -> None:
         admitted = [admit.request_id for admit in plan.admits]

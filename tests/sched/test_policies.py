@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from penstock.sched.draft import StepDraft
-from penstock.sched.policies.base import AdmissionView, BucketView, BudgetView, GateView
+from penstock.sched.policies.base import AdmissionView, BucketView, BudgetView, GateView, VictimView
 from penstock.sched.policies.budgets import DecodeFirst, WholePrompts
 from penstock.sched.policies.gates import Continuous
 from penstock.sched.policies.presets import PRESETS, TABLES, make_policies
-from penstock.sched.policies.reserves import Watermark
-from penstock.sched.policies.victims import LatestArrived
+from penstock.sched.policies.reserves import FirstChunk, NoEvict, PredictedOutput, Watermark, WholePrompt
+from penstock.sched.policies.victims import VICTIMS, Cheapest, LatestArrived, LeastComputed, LowestPriority
 from penstock.testing import make_request
 from penstock.types.errors import ConfigError
+from penstock.types.request import Request
 
 
-def admission(**fields: int) -> AdmissionView:
+def admission(**fields: Any) -> AdmissionView:
     values = {
+        "request": make_request(),
+        "running": (),
         "num_chunk_blocks": 2,
         "num_prompt_blocks": 5,
         "num_final_blocks": 9,
         "num_running": 3,
         "num_growth_blocks": 100,
-        "num_preemptions": 0,
         "num_total_blocks": 1000,
         "block_size": 16,
     }
@@ -87,14 +91,90 @@ def test_no_more_room_is_kept_than_the_running_can_fill() -> None:
     assert Watermark(share=0.0, growth_tokens=48).required_blocks(admission(num_growth_blocks=4)) == 5 + 4
 
 
+def test_reserves_ask_for_the_first_chunk_the_prompt_or_everything() -> None:
+    assert FirstChunk().required_blocks(admission()) == 2
+    assert WholePrompt().required_blocks(admission()) == 5
+    assert NoEvict().required_blocks(admission(num_growth_blocks=7)) == 9 + 7
+
+
+def running(prompt: int, generated: int, predicted: int | None, max_tokens: int = 1000) -> Request:
+    request = make_request(prompt=prompt, max_tokens=max_tokens)
+    request.output_token_ids = [7] * generated
+    request.num_tokens = prompt + generated
+    request.max_total_tokens = prompt + max_tokens
+    request.predicted_new_tokens = predicted
+    return request
+
+
+@pytest.mark.parametrize(
+    ("request_", "num_growth_blocks"),
+    [
+        (running(16, 0, predicted=161), 10),
+        (running(16, 16, predicted=161), 9),
+        (running(16, 160, predicted=161), 2),
+        (running(16, 0, predicted=None, max_tokens=161), 5),
+        (running(16, 0, predicted=500, max_tokens=17), 1),
+    ],
+)
+def test_the_predicted_output_is_kept_free(request_: Request, num_growth_blocks: int) -> None:
+    """16 tokens are a block; beyond its prediction a reply is expected to have `growth_tokens` more."""
+    reserve = PredictedOutput(unknown_share=0.5, growth_tokens=32)
+    assert reserve.required_blocks(admission(request=request_, num_prompt_blocks=1)) == 1 + num_growth_blocks
+    own = reserve.required_blocks(admission(request=running(16, 0, predicted=1, max_tokens=1), num_prompt_blocks=1))
+    view = admission(request=running(16, 0, predicted=1, max_tokens=1), num_prompt_blocks=1, running=[request_])
+    assert own == 1
+    assert reserve.required_blocks(view) == own + num_growth_blocks
+
+
+def victims(*candidates: Request, freed: dict[str, int] | None = None, num_needed: int = 1) -> VictimView:
+    return VictimView(
+        candidates=candidates,
+        num_needed_blocks=num_needed,
+        num_freed_blocks=lambda request: (freed or {})[request.request_id],
+        num_lost_tokens=lambda request: request.num_computed_tokens,
+        prefill_ns_per_token=1000.0,
+    )
+
+
+def computed(name: str, num_tokens: int, **fields: int) -> Request:
+    request = make_request(name, **fields)
+    request.num_computed_tokens = num_tokens
+    return request
+
+
 def test_the_victim_is_the_latest_arrived() -> None:
-    running = [make_request(f"r{arrival}", arrival_ns=arrival) for arrival in (4, 9, 2)]
-    assert LatestArrived().choose(running).request is running[1]
+    candidates = [make_request(f"r{arrival}", arrival_ns=arrival) for arrival in (4, 9, 2)]
+    assert LatestArrived().choose(victims(*candidates)).request is candidates[1]
 
 
-def test_of_equal_arrivals_the_victim_is_the_last_admitted() -> None:
-    running = [make_request(name) for name in "abc"]
-    assert LatestArrived().choose(running).request is running[2]
+@pytest.mark.parametrize("name", VICTIMS)
+def test_of_equals_the_victim_is_the_last_admitted(name: str) -> None:
+    candidates = [make_request(name) for name in "abc"]
+    view = victims(*candidates, freed=dict.fromkeys("abc", 1))
+    assert make_policies(victim=name).victim.choose(view).request is candidates[2]
+
+
+def test_the_victim_is_of_the_lowest_class() -> None:
+    candidates = [make_request("a"), make_request("b", arrival_ns=1), make_request("c", arrival_ns=2)]
+    candidates[0].priority = candidates[1].priority = 5
+    assert LowestPriority().choose(victims(*candidates)).request is candidates[1]
+
+
+def test_the_victim_is_the_least_computed() -> None:
+    candidates = [computed("a", 50), computed("b", 20), computed("c", 30, arrival_ns=1)]
+    assert LeastComputed().choose(victims(*candidates)).request is candidates[1]
+
+
+def test_the_cheapest_victim_frees_enough_and_loses_least() -> None:
+    candidates = [computed("large", 160), computed("enough", 64), computed("small", 16)]
+    freed = {"large": 10, "enough": 4, "small": 1}
+    assert Cheapest().choose(victims(*candidates, freed=freed, num_needed=2)).request is candidates[1]
+    assert Cheapest().choose(victims(*candidates, freed=freed, num_needed=11)).request is candidates[2]
+
+
+def test_who_shares_all_its_blocks_is_no_cheap_victim() -> None:
+    candidates = [computed("a", 64), computed("shares", 0)]
+    assert Cheapest().choose(victims(*candidates, freed={"a": 4, "shares": 0})).request is candidates[0]
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -88,6 +88,11 @@ class KVManager:
         table = self._tables.get(request_id)
         return tuple(table.block_ids) if table else ()
 
+    def num_own_blocks(self, request_id: str) -> int:
+        """Blocks that the request holds and no other: as many become available when it is suspended. O(its blocks)."""
+        table = self._tables.get(request_id)
+        return sum(self.pool.ref_count(block_id) == 1 for block_id in table.block_ids) if table else 0
+
     def lookup_prefix(self, request: Request) -> PrefixHit:
         """The longest cached prefix, at least one token short of the whole, so that there are logits to sample from."""
         if not self.is_caching:

@@ -78,6 +78,7 @@ class Metrics:
         self.num_prefix_query_tokens = 0
         self.num_prefix_hit_tokens = 0
         self.num_preemptions = 0
+        self.num_recomputed_tokens = 0
         self.num_restarts = 0
         self.num_computed_prompt_tokens = 0
         self.num_cached_prompt_tokens = 0
@@ -143,6 +144,7 @@ class Metrics:
         self.num_prefix_query_tokens += stats.num_prefix_query_tokens
         self.num_prefix_hit_tokens += stats.num_prefix_hit_tokens
         self.num_preemptions += stats.num_preemptions
+        self.num_recomputed_tokens += stats.num_recomputed_tokens
         self.num_generated_tokens += stats.num_sampled_tokens
         self.batch_size.observe(stats.num_rows)
         self.batch_tokens.observe(stats.num_tokens)

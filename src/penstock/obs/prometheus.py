@@ -74,6 +74,7 @@ class _Snapshot(Collector):
         yield self._counter("prefix_cache_hits", "Tokens found in the prefix cache.", metrics.num_prefix_hit_tokens)
         preemptions = {"recompute": metrics.num_preemptions}
         yield self._counters_by("preemptions", "Running requests that lost their KV blocks.", "method", preemptions)
+        yield self._counter("recomputed_tokens", "Positions computed again after a preemption.", metrics.num_recomputed_tokens)
         yield self._counter("engine_restarts", "How often the engine failed or hung, and was made anew.", metrics.num_restarts)
         yield self._counters_by("prompt_tokens", "Prompt tokens of requests that got a first token.", "source", prompt)
         yield self._counter("generation_tokens", "Tokens generated.", metrics.num_generated_tokens)

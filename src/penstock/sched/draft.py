@@ -22,6 +22,8 @@ class StepCounts:
     num_decodes: int = 0
     """Rows of requests that were one token behind."""
     num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
+    """Positions that had been computed before a preemption and are computed again."""
     num_prefix_query_tokens: int = 0
     """Tokens looked up in the prefix cache by this step's admissions."""
     num_prefix_hit_tokens: int = 0
@@ -53,6 +55,7 @@ class StepDraft:
     num_promised_blocks: int = 0
     """Free blocks that running prefills will need for the tokens they have."""
     num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
     num_prefix_query_tokens: int = 0
     num_prefix_hit_tokens: int = 0
     waits_for: WaitReason = WaitReason.NOTHING
@@ -84,12 +87,13 @@ class StepDraft:
         self.rows.append(row)
         self.num_tokens += row.query_len
 
-    def take_back(self, request_id: str) -> None:
+    def take_back(self, request: Request) -> None:
         """Remove what the step planned for a request, if anything. O(rows): only victims are taken back."""
-        self.admits.pop(request_id, None)
+        self.admits.pop(request.request_id, None)
         for idx, row in enumerate(self.rows):
-            if row.request_id == request_id:
+            if row.request_id == request.request_id:
                 self.num_tokens -= row.query_len
+                self.num_recomputed_tokens -= num_recomputed(request, row)
                 del self.rows[idx]
                 return
 
@@ -98,7 +102,13 @@ class StepDraft:
             num_tokens=self.num_tokens,
             num_decodes=self.num_decodes,
             num_preemptions=self.num_preemptions,
+            num_recomputed_tokens=self.num_recomputed_tokens,
             num_prefix_query_tokens=self.num_prefix_query_tokens,
             num_prefix_hit_tokens=self.num_prefix_hit_tokens,
             waits_for=self.waits_for,
         )
+
+
+def num_recomputed(request: Request, row: RowPlan) -> int:
+    """Positions of a row that were computed before the request was preempted."""
+    return max(0, min(request.max_computed_tokens, row.context_len + row.query_len) - row.context_len)

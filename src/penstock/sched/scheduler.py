@@ -18,8 +18,9 @@ Side effects have an order:
                5. release the blocks of what finished
                6. emit
 
-No step both preempts and admits. A request that the pool could not hold alone is refused beforehand (`fit.py`),
-and the victim is never older than the one in need, so the oldest running request always finishes.
+No step both preempts and admits. A request that the pool could not hold alone is refused beforehand (`fit.py`), and the oldest
+of those who run is never a victim while others run, so it always finishes. Whoever was preempted is not admitted again before
+there is room for all its tokens and for everybody to grow, so work is not lost over and over.
 """
 
 from __future__ import annotations
@@ -28,9 +29,18 @@ from collections.abc import Mapping
 
 from penstock.kv.invariants import check as check_kv
 from penstock.kv.manager import KVManager, PrefixHit
-from penstock.sched.draft import StepCounts, StepDraft, StepOutcome
+from penstock.sched.draft import StepCounts, StepDraft, StepOutcome, num_recomputed
 from penstock.sched.fit import max_total_tokens, refusal
-from penstock.sched.policies.base import AdmissionView, BudgetView, GateDecision, GateView, Policies, StepLimits, StepRecord
+from penstock.sched.policies.base import (
+    AdmissionView,
+    BudgetView,
+    GateDecision,
+    GateView,
+    Policies,
+    StepLimits,
+    StepRecord,
+)
+from penstock.sched.preemption import blocks_to_resume, victim_view
 from penstock.sched.queues import WaitingQueue
 from penstock.types.errors import Rejected
 from penstock.types.events import TokenEvent
@@ -65,6 +75,7 @@ class Scheduler:
         self._last_step_ns = 0
         self._last_step: StepRecord | None = None
         self._last_commit_ns = 0
+        self._prefill_ns_per_token = 0.0
 
     @property
     def num_running(self) -> int:
@@ -164,6 +175,12 @@ class Scheduler:
         view = BudgetView(self.capacity.max_step_tokens, draft.num_decodes, num_prefills, num_joining, self._last_step)
         return self._policies.budget.limits(view)
 
+    def _num_lacking_blocks(self, request: Request, query_len: int) -> int:
+        """Blocks that a row needs beyond those that are held and free."""
+        num_held = len(self.kv.block_table(request.request_id))
+        num_fresh = self.kv.num_blocks_for(request.num_computed_tokens + query_len) - num_held
+        return max(1, num_fresh - self.kv.num_available_blocks)
+
     def _num_missing_blocks(self, request: Request) -> int:
         """Blocks that a running request does not hold yet for the tokens that it has."""
         num_planned = request.num_computed_tokens + request.num_inflight_tokens
@@ -176,7 +193,7 @@ class Scheduler:
         context_len = request.num_computed_tokens
         num_copies = self.kv.num_pending_copies
         while (blocks := self.kv.extend(request.request_id, context_len, context_len + query_len)) is None:
-            if self._preempt(draft) is request:
+            if self._preempt(draft, self._num_lacking_blocks(request, query_len)) is request:
                 return
         if self.kv.num_pending_copies != num_copies:
             self._send_again(draft, request)
@@ -186,16 +203,21 @@ class Scheduler:
     def _add_row(self, draft: StepDraft, request: Request, query_len: int, new_block_ids: tuple[int, ...]) -> None:
         context_len = request.num_computed_tokens
         samples = context_len + query_len == request.num_tokens
-        draft.add_row(RowPlan(request.request_id, context_len, query_len, new_block_ids, samples))
+        row = RowPlan(request.request_id, context_len, query_len, new_block_ids, samples)
+        draft.add_row(row)
+        if request.max_computed_tokens:
+            draft.num_recomputed_tokens += num_recomputed(request, row)
         request.num_inflight_tokens = query_len
 
-    def _preempt(self, draft: StepDraft) -> Request:
-        victim = self._policies.victim.choose(tuple(self._running.values())).request
-        draft.take_back(victim.request_id)
+    def _preempt(self, draft: StepDraft, num_needed_blocks: int) -> Request:
+        view = victim_view(self._running.values(), self.kv, num_needed_blocks, self._prefill_ns_per_token)
+        victim = self._policies.victim.choose(view).request
+        draft.take_back(victim)
         draft.num_preemptions += 1
         self._leave(victim)
         self.kv.suspend(victim.request_id)
         victim.status = RequestStatus.PREEMPTED
+        victim.max_computed_tokens = max(victim.max_computed_tokens, victim.num_computed_tokens)
         victim.num_computed_tokens = victim.num_inflight_tokens = 0
         victim.num_preemptions += 1
         self._waiting.push_preempted(victim)
@@ -250,6 +272,8 @@ class Scheduler:
         if not self._running:
             return view.num_chunk_blocks <= self.kv.num_available_blocks
         required = max(view.num_chunk_blocks, self._policies.reserve.required_blocks(view))
+        if request.num_preemptions:
+            required = max(required, blocks_to_resume(view))
         return required <= self.kv.num_available_blocks - draft.num_promised_blocks
 
     def _admission_view(self, draft: StepDraft, request: Request, hit: PrefixHit, query_len: int) -> AdmissionView:
@@ -258,12 +282,13 @@ class Scheduler:
         num_total = kv.num_total_blocks
         num_held = num_total - kv.num_available_blocks
         return AdmissionView(
+            request=request,
+            running=self._running.values(),
             num_chunk_blocks=kv.num_blocks_for(hit.num_tokens + query_len) - num_free_of_charge,
             num_prompt_blocks=kv.num_blocks_for(request.num_tokens) - num_free_of_charge,
             num_final_blocks=self._final_blocks(request) - num_free_of_charge,
             num_running=len(self._running),
             num_growth_blocks=max(0, self._num_final_blocks - num_held - draft.num_promised_blocks),
-            num_preemptions=request.num_preemptions,
             num_total_blocks=num_total,
             block_size=kv.block_size,
         )
@@ -351,6 +376,9 @@ class Scheduler:
         duration_ns = now_ns - self._last_commit_ns if counts.num_decodes else self._last_step_ns
         self._last_step = StepRecord(counts.num_decodes, counts.num_tokens - counts.num_decodes, duration_ns)
         self._last_commit_ns = now_ns
+        num_prefill_tokens = self._last_step.num_prefill_tokens
+        if not counts.num_decodes and num_prefill_tokens:
+            self._prefill_ns_per_token = duration_ns / num_prefill_tokens
 
     def check(self) -> None:
         """Verify the laws of memory and of the queues. Raises AssertionError. O(blocks + requests)."""

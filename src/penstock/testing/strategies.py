@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 
 from penstock.engine.core import EngineCore
-from penstock.sched.policies.base import Budget, Policies
+from penstock.sched.policies.base import Budget, Policies, Reserve
 from penstock.sched.policies.budgets import DecodeFirst, WholePrompts
 from penstock.sched.policies.orders import ORDERS
 from penstock.sched.policies.presets import make_policies
-from penstock.sched.policies.reserves import Watermark
+from penstock.sched.policies.reserves import RESERVES, Watermark
+from penstock.sched.policies.victims import VICTIMS
 from penstock.testing.builders import make_core, make_request
 from penstock.testing.hash_executor import HashExecutor
 from penstock.testing.hashing import HashModel
@@ -107,11 +108,8 @@ def engines(draw: st.DrawFn, max_model_len: int = 40) -> Engine:
     policies = make_policies(
         order=draw(st.sampled_from(sorted(ORDERS))),
         budget=draw(budgets()),
-        reserve=Watermark(
-            share=draw(st.sampled_from([0.0, 0.01, 0.3])),
-            growth_tokens=draw(st.sampled_from([0, 0, MAX_GROWTH_TOKENS])),
-            is_whole_prompt=draw(st.booleans()),
-        ),
+        reserve=draw(reserves()),
+        victim=draw(st.sampled_from(sorted(VICTIMS))),
     )
     return Engine(capacity, policies, enable_prefix_caching=draw(st.sampled_from([True, True, False])))
 
@@ -123,6 +121,16 @@ def budgets() -> st.SearchStrategy[Budget]:
         max_long_partial_prefills=st.sampled_from([0, 0, 1, 2]),
     )
     return st.one_of(capped, capped, st.builds(WholePrompts))
+
+
+def reserves() -> st.SearchStrategy[Reserve | str]:
+    watermark = st.builds(
+        Watermark,
+        share=st.sampled_from([0.0, 0.01, 0.3]),
+        growth_tokens=st.sampled_from([0, 0, MAX_GROWTH_TOKENS]),
+        is_whole_prompt=st.booleans(),
+    )
+    return st.one_of(watermark, watermark, st.sampled_from(sorted(RESERVES)))
 
 
 def prompts(max_tokens: int) -> st.SearchStrategy[tuple[int, ...]]:

@@ -61,6 +61,8 @@ class Request:
     num_cached_tokens: int = 0
     """Tokens that the first admission found in the prefix cache (for `usage`)."""
     num_preemptions: int = 0
+    max_computed_tokens: int = 0
+    """Most that `num_computed_tokens` was when it was preempted: up to there, tokens are computed again."""
     first_scheduled_ns: int | None = None
     first_token_ns: int | None = None
     finish_reason: FinishReason | None = None

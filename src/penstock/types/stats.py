@@ -51,6 +51,8 @@ class StepStats:
     num_prefix_query_tokens: int
     """Tokens looked up in the prefix cache by this step's admissions."""
     num_prefix_hit_tokens: int
+    num_recomputed_tokens: int = 0
+    """Positions of this step that had been computed before a preemption: what it costs."""
     waits_for: WaitReason = WaitReason.NOTHING
     """When the step was planned."""
     parts_ns: Mapping[str, int] = field(default_factory=dict)

@@ -7,7 +7,7 @@ new one is a class of a few lines and a name in the table of its seam.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar, Protocol
@@ -179,6 +179,9 @@ class Budget(Protocol):
 class AdmissionView:
     """One request at the door. Blocks are those to be taken from the free list: a prefix hit that is in use costs none."""
 
+    request: Request
+    running: Collection[Request]
+    """Not empty: a request that would run alone is admitted without asking."""
     num_chunk_blocks: int
     """To compute its first chunk."""
     num_prompt_blocks: int
@@ -186,17 +189,17 @@ class AdmissionView:
     num_final_blocks: int
     """To reach its limit of tokens."""
     num_running: int
-    """At least 1: a request that would run alone is admitted without asking."""
     num_growth_blocks: int
     """The running can ask for so many at most before all reach their limits, what is promised to prefills aside."""
-    num_preemptions: int
-    """How often it was preempted before."""
     num_total_blocks: int
     block_size: int
 
 
 class Reserve(Protocol):
-    """How many free blocks, not promised to running prefills, must an admission find?"""
+    """How many free blocks, not promised to running prefills, must an admission find?
+
+    A request that was preempted must in any case find those of its tokens and room to grow (`scheduler.py`).
+    """
 
     def required_blocks(self, view: AdmissionView) -> int: ...
 
@@ -213,11 +216,27 @@ class Eviction:
     method: PreemptMethod
 
 
-class Victim(Protocol):
-    """Whom to preempt, and how?"""
+@dataclass(frozen=True, slots=True)
+class VictimView:
+    """Who may be preempted. The most senior of those who run never is while others do, so it always finishes."""
 
-    def choose(self, running: Sequence[Request]) -> Eviction:
-        """One of `running`, which is not empty and in the order of admission."""
+    candidates: Sequence[Request]
+    """Not empty; in the order of admission."""
+    num_needed_blocks: int
+    """To be found now."""
+    num_freed_blocks: Callable[[Request], int]
+    """Blocks that a candidate holds and nobody else does. O(its blocks)."""
+    num_lost_tokens: Callable[[Request], int]
+    """Tokens that a candidate would have to compute again: those whose blocks nobody else holds. O(its blocks)."""
+    prefill_ns_per_token: float
+    """As observed lately; 0.0 before the first prefill."""
+
+
+class Victim(Protocol):
+    """Whom to preempt, and how? Asked again until there is enough."""
+
+    def choose(self, view: VictimView) -> Eviction:
+        """One of the candidates."""
         ...
 
 

@@ -1,19 +1,66 @@
-"""Victims: whom to preempt when a running request needs a block and none is free? Called by the scheduler."""
+"""Victims: whom to preempt when blocks are needed and none are free? Called by the scheduler. All of them recompute.
+
+Of equals the one that came last is taken, of those the one admitted last: the oldest get ahead.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from penstock.sched.policies.base import Eviction, PreemptMethod
+from penstock.sched.policies.base import Eviction, PreemptMethod, VictimView
 from penstock.types.request import Request
 
 
 class LatestArrived:
-    """The one that came last; among equals the one admitted last. So the oldest request always gets ahead."""
+    """The one that came last."""
 
-    def choose(self, running: Sequence[Request]) -> Eviction:
-        latest = max(enumerate(running), key=lambda entry: (entry[1].arrival_ns, entry[0]))[1]
-        return Eviction(latest, PreemptMethod.RECOMPUTE)
+    def choose(self, view: VictimView) -> Eviction:
+        return _recompute(view.candidates, _equal)
 
 
-VICTIMS = {"latest": "penstock.sched.policies.victims:LatestArrived"}
+class LowestPriority:
+    """The one of the lowest class."""
+
+    def choose(self, view: VictimView) -> Eviction:
+        return _recompute(view.candidates, lambda request: request.priority)
+
+
+class LeastComputed:
+    """The one that has come least far, so that the least work is lost."""
+
+    def choose(self, view: VictimView) -> Eviction:
+        return _recompute(view.candidates, lambda request: -request.num_computed_tokens)
+
+
+class Cheapest:
+    """The one whose loss takes the least time to make up for, among those that free what is needed now; if nobody does, among
+    all. Unlike `least-computed` it knows that blocks which others hold too are neither lost nor freed.
+    """
+
+    def choose(self, view: VictimView) -> Eviction:
+        def saved(request: Request) -> tuple[bool, float]:
+            num_freed = view.num_freed_blocks(request)
+            cost_ns = view.num_lost_tokens(request) * (view.prefill_ns_per_token or 1.0)
+            return num_freed >= view.num_needed_blocks, -cost_ns
+
+        return _recompute(view.candidates, saved)
+
+
+def _equal(request: Request) -> int:
+    del request
+    return 0
+
+
+def _recompute(candidates: Sequence[Request], key: Callable[[Request], Any]) -> Eviction:
+    """The candidate with the largest key."""
+    _, victim = max(enumerate(candidates), key=lambda entry: (key(entry[1]), entry[1].arrival_ns, entry[0]))
+    return Eviction(victim, PreemptMethod.RECOMPUTE)
+
+
+VICTIMS = {
+    "latest": "penstock.sched.policies.victims:LatestArrived",
+    "lowest-priority": "penstock.sched.policies.victims:LowestPriority",
+    "least-computed": "penstock.sched.policies.victims:LeastComputed",
+    "cheapest": "penstock.sched.policies.victims:Cheapest",
+}

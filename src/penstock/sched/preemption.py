@@ -1,0 +1,47 @@
+"""What a preemption frees and costs, and what must be free to undo it, in numbers. Called by the scheduler; preempts nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from penstock.kv.manager import KVManager
+from penstock.sched.policies.base import AdmissionView, VictimView
+from penstock.types.request import Request
+
+RESUME_GROWTH_TOKENS = 32
+"""Of each running request, when one that was preempted for the first time is admitted again."""
+MAX_DOUBLINGS = 20
+
+
+def victim_view(running: Collection[Request], kv: KVManager, num_needed_blocks: int, prefill_ns_per_token: float) -> VictimView:
+    """All who run, in the order of admission, but the most senior: the oldest, of equals the first admitted."""
+    candidates = list(running)
+    if len(candidates) > 1:
+        candidates.remove(min(candidates, key=lambda request: request.arrival_ns))
+    return VictimView(
+        candidates=candidates,
+        num_needed_blocks=num_needed_blocks,
+        num_freed_blocks=lambda request: kv.num_own_blocks(request.request_id),
+        num_lost_tokens=lambda request: _num_lost_tokens(request, kv),
+        prefill_ns_per_token=prefill_ns_per_token,
+    )
+
+
+def _num_lost_tokens(request: Request, kv: KVManager) -> int:
+    """Tokens to compute again if the request were preempted now: others keep the blocks that it shares with them."""
+    num_shared = len(kv.block_table(request.request_id)) - kv.num_own_blocks(request.request_id)
+    return max(0, request.num_computed_tokens - num_shared * kv.block_size)
+
+
+def blocks_to_resume(view: AdmissionView) -> int:
+    """What a preempted request must find, whatever the reserve says: blocks for all its tokens, and room for everybody to grow.
+
+    The room doubles with each preemption, up to all that they can ever need: who was preempted often waits until it can end.
+    `tests/sched/test_preemption.py` counts what that saves: with a quarter of the memory, and admissions that look for the
+    first chunk only, 0.5 positions are computed again for each one needed instead of 3.4, and nobody is preempted more than
+    4 times instead of 42.
+    """
+    growth_tokens = RESUME_GROWTH_TOKENS << min(view.request.num_preemptions - 1, MAX_DOUBLINGS)
+    num_growth = (view.num_running + 1) * -(-growth_tokens // view.block_size)
+    own_growth = view.num_final_blocks - view.num_prompt_blocks
+    return view.num_prompt_blocks + min(num_growth, view.num_growth_blocks + own_growth)
