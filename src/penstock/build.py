@@ -152,6 +152,7 @@ def build_policies(config: Config) -> Policies:
         config.scheduler.preset,
         gate=config.scheduler.batching,
         order=config.scheduler.policy,
+        predictor=config.scheduler.length_predictor,
         reserve=None if headroom is None else Watermark(headroom),
     )
 

@@ -17,6 +17,7 @@ from penstock.config.file import all_settings
 from penstock.models import catalog
 from penstock.sched.policies.gates import GATES
 from penstock.sched.policies.orders import ORDERS
+from penstock.sched.policies.predictors import PREDICTORS
 from penstock.sched.policies.presets import PRESETS
 
 ALL = ("model", "kv", "scheduler", "backend", "server", "log")
@@ -157,5 +158,6 @@ def test_choices_and_default_model_are_those_of_their_rooms() -> None:
     choices = {item.key: item.choices for item in all_settings()}
     assert set(choices["batching"]) == set(GATES)
     assert set(choices["policy"]) == set(ORDERS)
+    assert set(choices["length_predictor"]) == set(PREDICTORS)
     assert set(choices["preset"]) == set(PRESETS)
     assert catalog.DEFAULT_MODEL == DEFAULT_MODEL

@@ -115,6 +115,13 @@ class SchedulerConfig(Component):
         choices=("fcfs", "sjf", "srpf", "edf", "priority", "fair"),
         default_doc="the preset's: fcfs",
     )
+    length_predictor: str | None = setting(
+        None,
+        "Who predicts how long an answer will be; some policies ask.",
+        kind=Kind.CHOICE,
+        choices=("none", "online"),
+        default_doc="the preset's: online",
+    )
     preemption: str | None = setting(
         None,
         "What happens to a request whose blocks are taken back.",

@@ -95,6 +95,7 @@ class Scheduler:
         rejected = refusal(request, self.capacity)
         if rejected is None:
             request.max_total_tokens = max_total_tokens(request, self.capacity)
+            self._predict(request)
             self._waiting.push(request, now_ns)
         return rejected
 
@@ -109,6 +110,13 @@ class Scheduler:
         request.num_inflight_tokens = 0
         request.finish_reason = reason
         request.stop_reason = stop_reason
+        self._policies.predictor.ended(request)
+
+    def _predict(self, request: Request) -> None:
+        """Unless whoever made the request knows better."""
+        if request.predicted_new_tokens is None:
+            prediction = self._policies.predictor.predict(request)
+            request.predicted_new_tokens = None if prediction is None else prediction.num_tokens
 
     def _leave(self, request: Request) -> None:
         """A running request stops running; the executor will be told to forget it."""

@@ -241,6 +241,34 @@ class Victim(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Prediction:
+    """How many tokens a request will generate, its limit considered, and how sure that is."""
+
+    num_tokens: int
+    """Expected, >= 1."""
+    low_tokens: int
+    """One in ten generates no more."""
+    high_tokens: int
+    """Nine in ten generate no more."""
+    num_observations: int
+    """Outputs from which this was learned."""
+
+
+class Predictor(Protocol):
+    """How long will an output be?"""
+
+    def predict(self, request: Request) -> Prediction | None:
+        """Asked when a request is queued; its `max_total_tokens` is known. None: no idea."""
+        ...
+
+    def ended(self, request: Request) -> None:
+        """Told of every request that was queued, at its end. Only an output that ended with STOP is whole; any other would have
+        been at least so long.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
 class Policies:
     """One answer to every seam."""
 
@@ -249,3 +277,4 @@ class Policies:
     budget: Budget
     reserve: Reserve
     victim: Victim
+    predictor: Predictor

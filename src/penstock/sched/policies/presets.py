@@ -9,10 +9,11 @@ from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import Any
 
-from penstock.sched.policies.base import Budget, Gate, Order, Policies, Reserve, Victim
+from penstock.sched.policies.base import Budget, Gate, Order, Policies, Predictor, Reserve, Victim
 from penstock.sched.policies.budgets import BUDGETS
 from penstock.sched.policies.gates import GATES
 from penstock.sched.policies.orders import ORDERS
+from penstock.sched.policies.predictors import PREDICTORS
 from penstock.sched.policies.reserves import RESERVES
 from penstock.sched.policies.victims import VICTIMS
 from penstock.types.errors import ConfigError
@@ -27,6 +28,7 @@ class Preset:
     budget: str
     reserve: str
     victim: str
+    predictor: str = "online"
 
 
 PRESETS: Mapping[str, Preset] = {
@@ -39,6 +41,7 @@ TABLES: Mapping[str, Mapping[str, str]] = {
     "budget": BUDGETS,
     "reserve": RESERVES,
     "victim": VICTIMS,
+    "predictor": PREDICTORS,
 }
 
 
@@ -50,6 +53,7 @@ def make_policies(
     budget: str | Budget | None = None,
     reserve: str | Reserve | None = None,
     victim: str | Victim | None = None,
+    predictor: str | Predictor | None = None,
 ) -> Policies:
     """A preset's policies; each may be replaced by another name of its seam's table, or by a value.
 
@@ -57,7 +61,7 @@ def make_policies(
     """
     if preset not in PRESETS:
         raise _unknown("preset", preset, PRESETS)
-    overrides = {"gate": gate, "order": order, "budget": budget, "reserve": reserve, "victim": victim}
+    overrides = {"gate": gate, "order": order, "budget": budget, "reserve": reserve, "victim": victim, "predictor": predictor}
     chosen: dict[str, Any] = {}
     for seam in fields(Preset):
         choice = overrides[seam.name]
