@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from penstock.sched.keyed_heap import KeyedHeap
 from penstock.sched.policies.base import BucketView, Order, OrderKey
-from penstock.sched.policies.orders.fcfs import FirstComeFirstServed
+from penstock.sched.policies.ordering.fcfs import FirstComeFirstServed
 from penstock.sched.queues import WaitingQueue
 from penstock.testing import make_request
 from penstock.types.request import Request

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.sched.policies.base import Order, OrderKey
-from penstock.sched.policies.orders.ageing import delay_ns
+from penstock.sched.policies.ordering.ageing import delay_ns
 from penstock.types.request import Request
 
 

@@ -1,0 +1,1 @@
+"""The orders that ship, a file each; `orders.py` has their names."""
