@@ -139,7 +139,7 @@ def test_seeds_repeat_if_one_is_given(gguf: Path) -> None:
 
 def test_the_scheduler_has_the_policies_of_the_config() -> None:
     named = SchedulerConfig(batching="continuous", policy="fcfs", preemption="recompute")
-    core = build_core(Config(scheduler=named, kv=KvConfig(kv_headroom=0.5)), DEFAULT_CAPACITY, NullObserver())
+    core = build_core(Config(scheduler=named, kv=KvConfig(kv_watermark=0.5)), DEFAULT_CAPACITY, NullObserver())
     assert not core.has_work
 
 

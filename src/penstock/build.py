@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.config import Backend, BackendConfig, Config, ServerConfig
+from penstock.config import AdmissionConfig, Backend, BackendConfig, Config, ServerConfig
 from penstock.config.units import format_size
 from penstock.machine import available_memory_bytes, give_back_free_memory, usable_cpus
 from penstock.sizing import RESERVE_BYTES, KvPlan, plan_kv
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from penstock.engine.ports import Executor, Observer
     from penstock.models.catalog import ModelSource
     from penstock.models.weights import LoadedModel
+    from penstock.sched.admission import AdmissionLimits
     from penstock.sched.policies.base import Policies
     from penstock.serve.runtime import ModelInfo, Runtime, Sources
     from penstock.text.chat import ChatTemplate
@@ -147,13 +148,13 @@ def build_policies(config: Config) -> Policies:
     from penstock.sched.policies.presets import make_policies
     from penstock.sched.policies.reserves import Watermark
 
-    headroom = config.kv.kv_headroom
+    watermark = config.kv.kv_watermark
     return make_policies(
         config.scheduler.preset,
         gate=config.scheduler.batching,
         order=config.scheduler.policy,
         predictor=config.scheduler.length_predictor,
-        reserve=None if headroom is None else Watermark(headroom),
+        reserve=None if watermark is None else Watermark(watermark),
     )
 
 
@@ -162,6 +163,19 @@ def step_timeout_s(backend: BackendConfig) -> float | None:
     if backend.step_timeout_s is None:
         return DEFAULT_STEP_TIMEOUT_S if backend.backend == Backend.NATIVE.value else None
     return backend.step_timeout_s
+
+
+def admission_limits(config: AdmissionConfig) -> AdmissionLimits:
+    """The settings as the door reads them."""
+    from penstock.sched.admission import AdmissionLimits
+
+    return AdmissionLimits(
+        max_queue=config.max_queue,
+        slo_ttft_ns=None if config.slo_ttft_s is None else int(config.slo_ttft_s * 1e9),
+        kv_headroom=config.kv_headroom,
+        tenant_max_concurrent=config.tenant_max_concurrent,
+        tenant_tokens_per_minute=config.tenant_tokens_per_minute,
+    )
 
 
 def num_threads(backend: BackendConfig) -> int:
@@ -184,7 +198,7 @@ def _assemble(
     from penstock.engine.output import OutputStage
     from penstock.engine.supervisor import Supervisor
     from penstock.obs.metrics import Metrics
-    from penstock.obs.observers import ObserverGroup
+    from penstock.obs.observers import ObserverGroup, TokenObserverGroup
     from penstock.sched.admission import Admission
     from penstock.serve.bridge import Bridge
     from penstock.serve.runtime import Runtime
@@ -198,7 +212,7 @@ def _assemble(
         )
     clock = WallClock()
     info = _model_info(config, source, model, executor.capacity, tokenizer)
-    metrics, admission = Metrics(info.name), Admission(config.scheduler.max_queue)
+    metrics, admission = Metrics(info.name), Admission(admission_limits(config.admission), executor.capacity)
     metrics.num_weight_bytes = getattr(executor, "weight_bytes", 0)  # the native backend's, which packs them anew
     observer = ObserverGroup([metrics, admission])
     bridge = Bridge()
@@ -209,7 +223,7 @@ def _assemble(
         return Engine(
             build_core(config, executor.capacity, observer),
             executor,
-            OutputStage(detokenizer_factory(tokenizer), observer=metrics),
+            OutputStage(detokenizer_factory(tokenizer), observer=TokenObserverGroup([metrics, admission])),
             clock=clock,
             sink=bridge.deliver,
             observer=observer,
@@ -221,7 +235,7 @@ def _assemble(
         make_engine, clock=clock, step_timeout_s=step_timeout_s(config.backend), on_restart=metrics.count_restart
     )
     bridge.attach(engine)
-    metrics.connect(load=engine.load, drain_rate=lambda: admission.drain_rate(clock.now_ns()))
+    metrics.connect(load=engine.load, drain_rate=lambda: admission.drain.rate(clock.now_ns()))
     engine.start()
     return Runtime(
         engine=engine,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -10,14 +11,16 @@ from penstock.clock import VirtualClock
 from penstock.engine.loop import Engine
 from penstock.engine.output import OutputStage
 from penstock.obs.metrics import Metrics
-from penstock.obs.observers import ObserverGroup
+from penstock.obs.observers import ObserverGroup, TokenObserverGroup
 from penstock.obs.prometheus import expose
-from penstock.sched.admission import Admission
+from penstock.sched.admission import Admission, AdmissionLimits, Ask
 from penstock.testing import HashExecutor, make_core, make_request
+from penstock.types.errors import Rejected, RejectReason
 from penstock.types.plan import Capacity
 
 CAPACITY = Capacity(num_blocks=33, block_size=4, max_rows=4, max_step_tokens=32, max_model_len=64)
 STEP_NS = 100_000_000
+PATIENT = Ask(num_token_ids=1, claim=b"the same", is_retry=True)
 
 
 class NoText:
@@ -43,18 +46,18 @@ class SlowExecutor(HashExecutor):
 class Server:
     def __init__(self, max_queue: int = 4) -> None:
         self.clock = VirtualClock()
-        self.metrics, self.admission = Metrics("m"), Admission(max_queue)
+        self.metrics, self.admission = Metrics("m"), Admission(AdmissionLimits(max_queue=max_queue), CAPACITY)
         group = ObserverGroup([self.metrics, self.admission])
         self.engine = Engine(
             make_core(CAPACITY, observer=group),
             SlowExecutor(self.clock),
-            OutputStage(lambda skip_special_tokens: NoText(), observer=self.metrics),
+            OutputStage(lambda skip_special_tokens: NoText(), observer=TokenObserverGroup([self.metrics, self.admission])),
             clock=self.clock,
             sink=lambda chunks: None,
             observer=group,
             turn_observer=self.metrics,
         )
-        self.metrics.connect(load=self.engine.load, drain_rate=lambda: self.admission.drain_rate(self.clock.now_ns()))
+        self.metrics.connect(load=self.engine.load, drain_rate=lambda: self.admission.drain.rate(self.clock.now_ns()))
 
     def submit(self, request_id: str, num_prompt_tokens: int, max_tokens: int) -> None:
         arrival_ns = self.clock.now_ns()
@@ -128,21 +131,25 @@ def test_an_announced_retry_finds_a_place():
     server = Server(max_queue=4)
     num_submitted = 0
 
-    def fill() -> None:
+    def fill() -> Rejected:
         nonlocal num_submitted
-        while server.admission.decide(server.engine.load().num_waiting, server.clock.now_ns()) is None:
+        while True:
+            try:
+                place = server.admission.decide(PATIENT, server.engine.load(), server.clock.now_ns())
+            except Rejected as refusal:
+                return refusal
             server.submit(f"r{num_submitted}", 1, max_tokens=10)
+            server.admission.leave(place)
             num_submitted += 1
 
-    for _ in range(100):  # ten seconds at the limit
+    for _ in range(200):  # twenty seconds at the limit
         fill()
         server.engine.turn()
-    fill()
-    refusal = server.admission.decide(server.engine.load().num_waiting, server.clock.now_ns())
-    assert refusal is not None
+    refusal = fill()
+    assert refusal.reason is RejectReason.QUEUE_FULL
     assert refusal.retry_after_s is not None
-    assert refusal.retry_after_s == 1.0  # (0 + 1) / 4 s, clamped to a second
-    for _ in range(int(refusal.retry_after_s * 1e9 / STEP_NS)):
+    assert refusal.retry_after_s <= 2.0
+    for _ in range(math.ceil(refusal.retry_after_s * 1e9 / STEP_NS)):
         server.engine.turn()
-    assert server.admission.decide(server.engine.load().num_waiting, server.clock.now_ns()) is None
+    assert server.admission.decide(PATIENT, server.engine.load(), server.clock.now_ns())
     assert abs(server.read()["drain_rate_requests_per_second"] - 4) < 0.5

@@ -15,8 +15,8 @@ from penstock.config import ServerConfig
 from penstock.engine.loop import Engine
 from penstock.engine.output import OutputStage
 from penstock.obs.metrics import Metrics
-from penstock.obs.observers import ObserverGroup
-from penstock.sched.admission import Admission
+from penstock.obs.observers import ObserverGroup, TokenObserverGroup
+from penstock.sched.admission import Admission, AdmissionLimits
 from penstock.serve.app import create_app
 from penstock.serve.bridge import Bridge
 from penstock.serve.listener import bind_socket
@@ -102,24 +102,25 @@ def fixed_sources() -> Sources:
 
 
 def make_runtime(
-    executor=None, *, max_queue=64, chat_template=CHAT_TEMPLATE, clock=None, sources=None, **model_fields
+    executor=None, *, max_queue=64, limits=None, chat_template=CHAT_TEMPLATE, clock=None, sources=None, **model_fields
 ) -> Runtime:
-    """A started runtime; close it."""
+    """A started runtime; close it. `limits`: the door's, instead of `max_queue` alone."""
     clock = clock or WallClock()
     executor = executor or HashExecutor(CAPACITY, model=PRINTABLE_MODEL)
     tokenizer = make_tokenizer()
-    metrics, admission, bridge = Metrics(MODEL_NAME), Admission(max_queue), Bridge()
+    metrics, bridge = Metrics(MODEL_NAME), Bridge()
+    admission = Admission(limits or AdmissionLimits(max_queue=max_queue), executor.capacity)
     observer = ObserverGroup([metrics, admission])
     engine = Engine(
         make_core(executor.capacity, observer=observer),
         executor,
-        OutputStage(detokenizer_factory(tokenizer), observer=metrics),
+        OutputStage(detokenizer_factory(tokenizer), observer=TokenObserverGroup([metrics, admission])),
         clock=clock,
         sink=bridge.deliver,
         observer=observer,
     )
     bridge.attach(engine)
-    metrics.connect(load=engine.load, drain_rate=lambda: admission.drain_rate(clock.now_ns()))
+    metrics.connect(load=engine.load, drain_rate=lambda: admission.drain.rate(clock.now_ns()))
     engine.start()
     info = ModelInfo(
         served_names=(MODEL_NAME, "org/alias"),

@@ -1,6 +1,7 @@
 """What can be set, and nothing else: read by `build` and `cli`, and by whoever starts Penstock from Python. Builds nothing."""
 
 from penstock.config.components import (
+    AdmissionConfig,
     Backend,
     BackendConfig,
     Config,
@@ -14,6 +15,7 @@ from penstock.config.components import (
 )
 
 __all__ = [
+    "AdmissionConfig",
     "Backend",
     "BackendConfig",
     "Config",

@@ -88,9 +88,9 @@ class KvConfig(Component):
         "int8", "Type of the stored keys and values; bf16 takes twice the memory.", kind=Kind.CHOICE, choices=("int8", "bf16")
     )
     prefix_caching: bool = setting(True, "Reuse the KV of prompts that begin alike.", kind=Kind.FLAG)
-    kv_headroom: float | None = setting(
+    kv_watermark: float | None = setting(
         None,
-        "Share of the blocks kept free when a request is admitted.",
+        "Share of the blocks kept free when a waiting request begins to run.",
         kind=Kind.SHARE,
         minimum=0.0,
         maximum=0.9,
@@ -133,7 +133,44 @@ class SchedulerConfig(Component):
     max_num_batched_tokens: int = setting(
         512, "Tokens computed in one step at most.", kind=Kind.COUNT, minimum=1, maximum=65536
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionConfig(Component):
+    """Who is let in. What each check does: docs/admission.md."""
+
+    title: ClassVar[str] = "Admission"
+
     max_queue: int = setting(1024, "Requests that may wait; more are answered 429.", kind=Kind.COUNT, minimum=1)
+    slo_ttft_s: float | None = setting(
+        None,
+        "Target of the time to first token; who is expected to wait longer is answered 429.",
+        kind=Kind.DURATION,
+        key="slo_ttft",
+        minimum=0.001,
+        default_doc="none: who waits is not turned away for it",
+    )
+    kv_headroom: float = setting(
+        0.2,
+        "Share of the KV blocks kept free for growth at the predicted lengths, else 429; 0: wait instead.",
+        kind=Kind.SHARE,
+        minimum=0.0,
+        maximum=0.9,
+    )
+    tenant_max_concurrent: int | None = setting(
+        None,
+        "Requests of one tenant that may run or wait; more are answered 429.",
+        kind=Kind.COUNT,
+        minimum=1,
+        default_doc="none",
+    )
+    tenant_tokens_per_minute: int | None = setting(
+        None,
+        "Tokens, prompt and output, that one tenant may use; more are answered 429.",
+        kind=Kind.COUNT,
+        minimum=1,
+        default_doc="none",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,6 +233,22 @@ class ServerConfig(Component):
         minimum=0.001,
         default_doc="none",
     )
+    queue_timeout_s: float | None = setting(
+        None,
+        "Longest time that a request may wait for its turn; a client may ask for less.",
+        kind=Kind.DURATION,
+        key="queue_timeout",
+        minimum=0.001,
+        default_doc="none",
+    )
+    first_token_timeout_s: float | None = setting(
+        None,
+        "Longest time to the first token; a client may ask for less.",
+        kind=Kind.DURATION,
+        key="first_token_timeout",
+        minimum=0.001,
+        default_doc="none",
+    )
     shutdown_timeout_s: float = setting(
         30.0,
         "After SIGTERM, how long running requests may take to finish.",
@@ -224,6 +277,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     kv: KvConfig = field(default_factory=KvConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     backend: BackendConfig = field(default_factory=BackendConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -233,6 +287,7 @@ COMPONENTS: tuple[tuple[str, type[Component]], ...] = (
     ("model", ModelConfig),
     ("kv", KvConfig),
     ("scheduler", SchedulerConfig),
+    ("admission", AdmissionConfig),
     ("backend", BackendConfig),
     ("server", ServerConfig),
     ("log", LogConfig),

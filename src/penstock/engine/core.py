@@ -33,6 +33,11 @@ from penstock.types.result import StepResult
 from penstock.types.stats import RequestStats, StepStats
 
 DEADLINE_EXCEEDED = "deadline exceeded"
+_DETAILS = {
+    RejectReason.DEADLINE: DEADLINE_EXCEEDED,
+    RejectReason.QUEUE_TIMEOUT: "it waited too long for its turn",
+    RejectReason.FIRST_TOKEN_TIMEOUT: "its first token took too long",
+}
 
 
 class EngineCore:
@@ -44,6 +49,7 @@ class EngineCore:
         self._requests: dict[str, Request] = {}
         """All that were added and have not ended."""
         self._deadlines: KeyedHeap[Request] = KeyedHeap()
+        """By the next instant at which each may be overdue."""
         self._deadline_numbers: dict[str, int] = {}
         self._closed: Rejected | None = None
         """Why nothing is accepted any more; None while it is."""
@@ -133,8 +139,9 @@ class EngineCore:
         if rejected is not None:
             return [self._reject(request, rejected, now_ns)]
         self._requests[request.request_id] = request
-        if request.deadline_ns is not None:
-            self._deadline_numbers[request.request_id] = self._deadlines.push((request.deadline_ns,), request)
+        limit = _next_limit(request)
+        if limit is not None:
+            self._deadline_numbers[request.request_id] = self._deadlines.push((limit[0],), request)
         return []
 
     def _reject(self, request: Request, rejected: Rejected, now_ns: int) -> TokenEvent:
@@ -172,10 +179,17 @@ class EngineCore:
     def _end_overdue(self, now_ns: int) -> list[TokenEvent]:
         events: list[TokenEvent] = []
         while (first := self._deadlines.peek()) is not None and first[0][0] <= now_ns:
-            request_id = first[2].request_id
-            events += self._end(
-                request_id, FinishReason.ABORT, now_ns, detail=DEADLINE_EXCEEDED, reject_reason=str(RejectReason.DEADLINE)
-            )
+            request = first[2]
+            limit = _next_limit(request)
+            if limit is None:  # what was limited has happened in time
+                self._deadlines.discard(self._deadline_numbers.pop(request.request_id))
+            elif limit[0] > now_ns:
+                self._deadlines.rekey_first((limit[0],))
+            else:
+                reason = limit[1]
+                events += self._end(
+                    request.request_id, FinishReason.ABORT, now_ns, detail=_DETAILS[reason], reject_reason=str(reason)
+                )
         return events
 
     def _forget(self, request: Request, now_ns: int, reject_reason: str = "") -> None:
@@ -213,6 +227,16 @@ class EngineCore:
         )
 
 
+def _next_limit(request: Request) -> tuple[int, RejectReason] | None:
+    """The next instant at which the request is overdue as far as it has come, and why; it only moves later."""
+    limits = [
+        (request.deadline_ns, RejectReason.DEADLINE),
+        (request.queue_deadline_ns if request.first_scheduled_ns is None else None, RejectReason.QUEUE_TIMEOUT),
+        (request.first_token_deadline_ns if request.first_token_ns is None else None, RejectReason.FIRST_TOKEN_TIMEOUT),
+    ]
+    return min(((at_ns, reason) for at_ns, reason in limits if at_ns is not None), default=None)
+
+
 def _request_stats(request: Request, now_ns: int, reject_reason: str) -> RequestStats:
     assert request.finish_reason is not None, "told at its end"
     return RequestStats(
@@ -228,4 +252,5 @@ def _request_stats(request: Request, now_ns: int, reject_reason: str) -> Request
         num_preemptions=request.num_preemptions,
         finish_reason=request.finish_reason,
         reject_reason=reject_reason,
+        slo_ttft_ns=request.slo_ttft_ns,
     )

@@ -81,6 +81,7 @@ class OutputStage:
         if chunk.finish_reason is None:
             return
         del self._streams[event.request_id]
+        stream.tell_itl(self._observer)
         if event.finish_reason is None:
             output.commands.append(_command_to_end(chunk))
 
@@ -94,7 +95,18 @@ def _command_to_end(chunk: OutputChunk) -> Command:
 class _Stream:
     """One request's output."""
 
-    __slots__ = ("_detokenizer", "_last_token_ns", "_make_detokenizer", "_num_generated", "_request", "_stops", "_trees")
+    __slots__ = (
+        "_detokenizer",
+        "_last_token_ns",
+        "_make_detokenizer",
+        "_num_gaps",
+        "_num_generated",
+        "_num_late",
+        "_request",
+        "_slo_itl_ns",
+        "_stops",
+        "_trees",
+    )
 
     def __init__(
         self,
@@ -109,13 +121,23 @@ class _Stream:
         self._stops: StopStrings | None = None
         self._num_generated = 0
         self._last_token_ns: int | None = None
+        self._slo_itl_ns = request.slo_itl_ns
+        self._num_gaps = self._num_late = 0  # counted only if there is a target
 
     def note_time(self, at_ns: int, first: list[Request], gaps_ns: list[int]) -> None:
         if self._last_token_ns is None:
             first.append(self._request)
         else:
             gaps_ns.append(at_ns - self._last_token_ns)
+            if self._slo_itl_ns is not None:
+                self._num_gaps += 1
+                self._num_late += at_ns - self._last_token_ns > self._slo_itl_ns
         self._last_token_ns = at_ns
+
+    def tell_itl(self, observer: TokenObserver) -> None:
+        """Once, when the request has ended."""
+        if self._num_gaps:
+            observer.on_itl(self._request, self._num_gaps, self._num_late)
 
     def go_on(self, event: TokenEvent) -> OutputChunk | None:
         """The chunk of an event like nearly all: in the middle of an answer, without stop strings. None for any other."""

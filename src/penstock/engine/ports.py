@@ -105,6 +105,10 @@ class TokenObserver(Protocol):
         """
         ...
 
+    def on_itl(self, request: Request, num_gaps: int, num_late: int) -> None:
+        """A request with a target of its inter-token latency has ended: of its gaps, so many were longer."""
+        ...
+
 
 class TurnObserver(Protocol):
     """Told by the engine thread what a step cost it outside of the executor; must not block or raise."""
@@ -125,6 +129,9 @@ class NullObserver:
 
     def on_tokens(self, first: Sequence[Request], gaps_ns: Sequence[int]) -> None:
         del first, gaps_ns
+
+    def on_itl(self, request: Request, num_gaps: int, num_late: int) -> None:
+        del request, num_gaps, num_late
 
     def on_turn(self, parts_ns: Mapping[str, int]) -> None:
         del parts_ns

@@ -75,6 +75,8 @@ class Metrics:
         self.lock = threading.Lock()
         self.success: Counter[FinishReason] = Counter(dict.fromkeys(SUCCESS_REASONS, 0))
         self.rejected: Counter[str] = Counter()
+        self.slo: Counter[tuple[str, bool]] = Counter()
+        """Requests by target (ttft, itl) and whether it was met; only those that had the target."""
         self.num_prefix_query_tokens = 0
         self.num_prefix_hit_tokens = 0
         self.num_preemptions = 0
@@ -123,6 +125,10 @@ class Metrics:
     def on_tokens(self, first: Sequence[Request], gaps_ns: Sequence[int]) -> None:
         self._note(self._count_tokens, first, gaps_ns)
 
+    def on_itl(self, request: Request, num_gaps: int, num_late: int) -> None:
+        del request
+        self._note(self._count_itl, num_late <= num_gaps // 100)
+
     def on_finish(self, stats: RequestStats) -> None:
         """Counted once: as refused if a reason for that is given (a missed deadline, too), else by its finish reason."""
         self._note(self._count_finish, stats)
@@ -156,7 +162,12 @@ class Metrics:
         for request in first:
             self._observe_first_token(request)
 
+    def _count_itl(self, is_met: bool) -> None:
+        self.slo["itl", is_met] += 1
+
     def _count_finish(self, stats: RequestStats) -> None:
+        if stats.slo_ttft_ns is not None and stats.first_token_ns is None and _is_our_doing(stats):
+            self.slo["ttft", False] += 1
         if stats.reject_reason or stats.finish_reason is FinishReason.REJECTED:
             self.rejected[stats.reject_reason] += 1
             return
@@ -179,6 +190,15 @@ class Metrics:
         self.num_cached_prompt_tokens += request.num_cached_tokens
         self.num_computed_prompt_tokens += request.num_prompt_tokens - request.num_cached_tokens
         if request.first_token_ns is not None:
-            self.ttft_ns.observe(request.first_token_ns - request.arrival_ns)
+            ttft_ns = request.first_token_ns - request.arrival_ns
+            self.ttft_ns.observe(ttft_ns)
+            if request.slo_ttft_ns is not None:
+                self.slo["ttft", ttft_ns <= request.slo_ttft_ns] += 1
         if request.first_scheduled_ns is not None:
             self.queue_ns.observe(request.first_scheduled_ns - request.arrival_ns)
+
+
+def _is_our_doing(stats: RequestStats) -> bool:
+    """It came in and got no token, and that is not its client's doing: it failed, or its time ran out."""
+    has_timed_out = bool(stats.reject_reason) and stats.finish_reason is FinishReason.ABORT
+    return has_timed_out or stats.finish_reason is FinishReason.ERROR

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from penstock.types.request import Request
 from penstock.types.stats import RequestStats, StepStats
 
 
@@ -29,3 +30,26 @@ class ObserverGroup:
     def on_finish(self, stats: RequestStats) -> None:
         for observer in self._observers:
             observer.on_finish(stats)
+
+
+class Tokens(Protocol):
+    """The engine's `TokenObserver`."""
+
+    def on_tokens(self, first: Sequence[Request], gaps_ns: Sequence[int]) -> None: ...
+
+    def on_itl(self, request: Request, num_gaps: int, num_late: int) -> None: ...
+
+
+class TokenObserverGroup:
+    """Tells each of its token observers, in order."""
+
+    def __init__(self, observers: Sequence[Tokens]) -> None:
+        self._observers = tuple(observers)
+
+    def on_tokens(self, first: Sequence[Request], gaps_ns: Sequence[int]) -> None:
+        for observer in self._observers:
+            observer.on_tokens(first, gaps_ns)
+
+    def on_itl(self, request: Request, num_gaps: int, num_late: int) -> None:
+        for observer in self._observers:
+            observer.on_itl(request, num_gaps, num_late)

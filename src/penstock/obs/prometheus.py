@@ -6,6 +6,7 @@ Format: https://prometheus.io/docs/instrumenting/exposition_formats/ (text, 0.0.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -70,6 +71,12 @@ class _Snapshot(Collector):
         prompt = {"computed": metrics.num_computed_prompt_tokens, "cached": metrics.num_cached_prompt_tokens}
         yield self._counters_by("request_success", "Requests that ended, by finish reason.", "finish_reason", success)
         yield self._counters_by("requests_rejected", "Requests that were refused.", "reason", metrics.rejected)
+        slo = CounterMetricFamily(
+            _PREFIX + "slo_attainment", "Requests that had a target, by whether they met it.", labels=["model", "slo", "met"]
+        )
+        for target, is_met in itertools.product(("ttft", "itl"), (True, False)):
+            slo.add_metric([self._model, target, str(is_met).lower()], metrics.slo[target, is_met])
+        yield slo
         yield self._counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", metrics.num_prefix_query_tokens)
         yield self._counter("prefix_cache_hits", "Tokens found in the prefix cache.", metrics.num_prefix_hit_tokens)
         preemptions = {"recompute": metrics.num_preemptions}

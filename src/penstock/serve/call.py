@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
+from penstock.config import ServerConfig
 from penstock.engine.ports import OutputChunk
 from penstock.obs.timings import RequestTimings
 from penstock.serve.auth import key_name
@@ -20,7 +21,8 @@ from penstock.types.errors import RejectReason
 MAX_DEADLINE_MS = 24 * 3600 * 1000
 _INTEGER = re.compile(r"[+-]?[0-9]{1,10}")
 _TENANT = re.compile(r"[A-Za-z0-9._:@/-]{1,64}")
-_NOT_YET = ("X-SLO-TTFT-Ms", "X-SLO-ITL-Ms")
+_RETRY_COUNT = "X-Stainless-Retry-Count"
+"""OpenAI's and Anthropic's clients number their attempts in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,12 +42,21 @@ class CallTerms:
     owner: Owner
     arrival_ns: int
     deadline_ns: int | None
+    queue_deadline_ns: int | None
+    first_token_deadline_ns: int | None
+    slo_ttft_ns: int | None
+    """As the client says; None: the server's."""
+    slo_itl_ns: int | None
+    is_retry: bool
+    """The client says that it sends this again."""
     priority: int
     cache_salt: bytes
 
     def error_of(self, chunk: OutputChunk) -> ApiError | None:
         """The error that a finish chunk of this call tells about; None if the request ended by itself, or has not ended."""
-        if self.deadline_ns is None or chunk.reject_reason != RejectReason.DEADLINE.value:
+        reason = RejectReason(chunk.reject_reason) if chunk.reject_reason else None
+        limit_ns = None if reason is None else self._limit_ns(reason)
+        if reason is None or limit_ns is None:
             return from_finish(chunk, self.request_id)
         timings = RequestTimings(
             arrival_ns=self.arrival_ns,
@@ -53,19 +64,27 @@ class CallTerms:
             first_token_ns=chunk.first_token_ns,
             ended_ns=chunk.at_ns,
         )
-        allowed_ms = (self.deadline_ns - self.arrival_ns) / 1e6
-        return deadline_exceeded(
-            allowed_ms, timings.queue_ms, timings.prefill_ms + timings.decode_ms, chunk.num_generated_tokens
-        )
+        allowed_ms = (limit_ns - self.arrival_ns) / 1e6
+        run_ms = timings.prefill_ms + timings.decode_ms
+        return deadline_exceeded(reason, allowed_ms, timings.queue_ms, run_ms, chunk.num_generated_tokens)
+
+    def _limit_ns(self, reason: RejectReason) -> int | None:
+        match reason:
+            case RejectReason.DEADLINE:
+                return self.deadline_ns
+            case RejectReason.QUEUE_TIMEOUT:
+                return self.queue_deadline_ns
+            case RejectReason.FIRST_TOKEN_TIMEOUT:
+                return self.first_token_deadline_ns
+        return None
 
 
-def read_terms(scope: Scope, body: GenerationBody, runtime: Runtime, request_timeout_s: float | None) -> CallTerms:
+def read_terms(scope: Scope, body: GenerationBody, runtime: Runtime, config: ServerConfig) -> CallTerms:
     """From the headers, and from those fields of the body that say the same.
 
     Raises 400 for what is malformed, contradicts the other or asks for what is not there.
     """
     headers = Headers(scope=scope)
-    _refuse_unsupported(headers)
     arrival_ns = runtime.clock.now_ns()
     identity = identity_of(scope)
     if body.request_id is not None:
@@ -74,7 +93,12 @@ def read_terms(scope: Scope, body: GenerationBody, runtime: Runtime, request_tim
         request_id=identity.request_id,
         owner=read_owner(scope),
         arrival_ns=arrival_ns,
-        deadline_ns=_deadline_ns(headers, arrival_ns, request_timeout_s),
+        deadline_ns=_limit_ns(headers, "X-Deadline-Ms", arrival_ns, config.request_timeout_s),
+        queue_deadline_ns=_limit_ns(headers, "X-Queue-Timeout-Ms", arrival_ns, config.queue_timeout_s),
+        first_token_deadline_ns=_limit_ns(headers, "X-First-Token-Timeout-Ms", arrival_ns, config.first_token_timeout_s),
+        slo_ttft_ns=_milliseconds(headers, "X-SLO-TTFT-Ms"),
+        slo_itl_ns=_milliseconds(headers, "X-SLO-ITL-Ms"),
+        is_retry=headers.get(_RETRY_COUNT, "0") != "0",
         priority=_priority(headers, body.priority, can_prioritise=runtime.model.is_priority_scheduled),
         cache_salt=(body.cache_salt or "").encode(),
     )
@@ -99,12 +123,19 @@ def _priority(headers: Headers, from_body: int | None, *, can_prioritise: bool) 
     return priority
 
 
-def _deadline_ns(headers: Headers, arrival_ns: int, request_timeout_s: float | None) -> int | None:
-    asked_ms = _integer(headers, "X-Deadline-Ms", 1, MAX_DEADLINE_MS)
-    limits_ns = [] if asked_ms is None else [asked_ms * 1_000_000]
-    if request_timeout_s is not None:
-        limits_ns.append(int(request_timeout_s * 1e9))
+def _limit_ns(headers: Headers, name: str, arrival_ns: int, server_s: float | None) -> int | None:
+    """The instant that the client's limit and the server's name, whichever comes first."""
+    asked_ns = _milliseconds(headers, name)
+    limits_ns = [] if asked_ns is None else [asked_ns]
+    if server_s is not None:
+        limits_ns.append(int(server_s * 1e9))
     return arrival_ns + min(limits_ns) if limits_ns else None
+
+
+def _milliseconds(headers: Headers, name: str) -> int | None:
+    """In nanoseconds."""
+    value_ms = _integer(headers, name, 1, MAX_DEADLINE_MS)
+    return None if value_ms is None else value_ms * 1_000_000
 
 
 def _integer(headers: Headers, name: str, low: int, high: int) -> int | None:
@@ -114,12 +145,6 @@ def _integer(headers: Headers, name: str, low: int, high: int) -> int | None:
     if not _INTEGER.fullmatch(text) or not low <= int(text) <= high:
         raise _bad_header(name, f"must be an integer from {low} to {high}")
     return int(text)
-
-
-def _refuse_unsupported(headers: Headers) -> None:
-    for name in _NOT_YET:
-        if name in headers:
-            raise invalid(f"The header {name} is not supported yet.", name)
 
 
 def _bad_header(name: str, rule: str) -> ApiError:

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from typing import Self
 
 from penstock.config import ServerConfig
+from penstock.sched.admission import Ask, Place
 from penstock.serve.bridge import Stream
 from penstock.serve.call import CallTerms, Owner
 from penstock.serve.runtime import Runtime
+from penstock.types.errors import Rejected
 from penstock.types.request import Request
 from penstock.types.sampling import SamplingParams
 
@@ -40,37 +42,30 @@ class _Flight:
 
 
 class Service:
-    """Owns which HTTP requests are in flight, and how many were admitted and not yet handed to the engine."""
+    """Owns which HTTP requests are in flight."""
 
     def __init__(self, runtime: Runtime, config: ServerConfig) -> None:
         self.runtime = runtime
         self.config = config
-        self._num_admitted = 0
         self._num_opened = 0
         self._flights: dict[str, list[_Flight]] = {}
 
     @contextmanager
-    def admit(self, num_requests: int) -> Iterator[None]:
-        """Hold places in the queue until the block ends, which must submit them or give up. Raises `Rejected`.
-
-        A call joins if its first request may; the others come with it, so one call exceeds the bound by n - 1 at most.
-        What the next step can take does not count as waiting: a burst on an idle server fills its rows first.
-        """
+    def admit(self, ask: Ask) -> Iterator[Place]:
+        """Hold places in the queue until the block ends, which must submit the call or give up. Raises `Rejected`."""
         runtime = self.runtime
-        load = runtime.engine.load()
-        num_waiting = max(0, load.num_waiting + self._num_admitted - load.num_rows_free)
-        refuses_with = runtime.engine.state.refuses_with
-        rejected = runtime.admission.decide(num_waiting, runtime.clock.now_ns(), refuses_with=refuses_with)
-        if rejected is not None:
-            runtime.metrics.count_rejected(rejected.reason)
-            raise rejected
-        self._num_admitted += num_requests
+        engine, admission = runtime.engine, runtime.admission
         try:
-            yield
+            place = admission.decide(ask, engine.load(), runtime.clock.now_ns(), refuses_with=engine.state.refuses_with)
+        except Rejected as rejected:
+            runtime.metrics.count_rejected(rejected.reason)
+            raise
+        try:
+            yield place
         finally:
-            self._num_admitted -= num_requests
+            admission.leave(place)
 
-    def open(self, terms: CallTerms, choices: Sequence[Choice]) -> CallStream:
+    def open(self, terms: CallTerms, choices: Sequence[Choice], place: Place) -> CallStream:
         """Submit the choices. Close the result, whatever happens."""
         # Clients may use one id for several calls; the engine's ids are ours, and unique.
         self._num_opened += 1
@@ -82,13 +77,23 @@ class Service:
                 arrival_ns=terms.arrival_ns,
                 priority=terms.priority,
                 deadline_ns=terms.deadline_ns,
+                queue_deadline_ns=terms.queue_deadline_ns,
+                first_token_deadline_ns=terms.first_token_deadline_ns,
+                slo_ttft_ns=terms.slo_ttft_ns or self.runtime.admission.limits.slo_ttft_ns,
+                slo_itl_ns=terms.slo_itl_ns,
                 tenant=terms.owner.tenant,
                 cache_salt=terms.cache_salt,
             )
             for choice in choices
         ]
         flight = _Flight(terms.request_id, terms.owner, tuple(request.request_id for request in requests))
-        stream = self.runtime.bridge.open(requests)
+        runtime = self.runtime
+        runtime.admission.enter(place, requests, runtime.clock.now_ns())
+        try:
+            stream = runtime.bridge.open(requests)
+        except BaseException:
+            runtime.admission.forget(flight.engine_ids)
+            raise
         self._flights.setdefault(terms.request_id, []).append(flight)
         return CallStream(self, terms, flight, stream)
 

@@ -42,9 +42,20 @@ class RejectReason(StrEnum):
     CONTEXT_LENGTH = "context_length"
     NEVER_FITS = "never_fits"
     QUEUE_FULL = "queue_full"
+    QUEUE_DELAY = "queue_delay"
+    KV_HEADROOM = "kv_headroom"
+    TENANT_CONCURRENCY = "tenant_concurrency"
+    TENANT_TOKENS = "tenant_tokens"
     DEADLINE = "deadline"
+    QUEUE_TIMEOUT = "queue_timeout"
+    FIRST_TOKEN_TIMEOUT = "first_token_timeout"  # noqa: S105  # no secret
     DRAINING = "draining"
     UNAVAILABLE = "unavailable"
+
+    @property
+    def is_deadline(self) -> bool:
+        """A time that the client or the server set has passed, or can't be met: coming back does not help."""
+        return self in (RejectReason.DEADLINE, RejectReason.QUEUE_TIMEOUT, RejectReason.FIRST_TOKEN_TIMEOUT)
 
 
 class Rejected(PenstockError):

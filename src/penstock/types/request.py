@@ -39,6 +39,14 @@ class Request:
     priority: int = 0
     """Lower is served first (as in vLLM)."""
     deadline_ns: int | None = None
+    """When it must have ended; this and the two below: if not, it is aborted."""
+    queue_deadline_ns: int | None = None
+    """When its first step must have begun."""
+    first_token_deadline_ns: int | None = None
+    slo_ttft_ns: int | None = None
+    """Target of its time to first token; missing a target is counted and has no consequence."""
+    slo_itl_ns: int | None = None
+    """Target of its inter-token latency, kept if 99 % of its gaps are no longer."""
     tenant: str = ""
     cache_salt: bytes = b""
     """Requests share cached prefixes only with requests of the same salt."""

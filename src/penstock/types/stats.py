@@ -75,3 +75,4 @@ class RequestStats:
     num_preemptions: int
     finish_reason: FinishReason
     reject_reason: str = ""
+    slo_ttft_ns: int | None = None

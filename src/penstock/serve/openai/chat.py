@@ -11,6 +11,7 @@ from fastapi.responses import Response
 
 from penstock.engine.ports import OutputChunk
 from penstock.serve.call import read_terms
+from penstock.serve.openai.asks import make_ask
 from penstock.serve.openai.generation import (
     AnswerOptions,
     ChoiceRecord,
@@ -47,16 +48,18 @@ class ChatEndpoint:
     async def create(self, body: ChatCompletionBody, http: HttpRequest) -> Response:
         """Answer a conversation. The model's own chat template turns the messages into its prompt."""
         service, runtime = self._service, self._service.runtime
-        terms = read_terms(http.scope, body, runtime, service.config.request_timeout_s)
+        terms = read_terms(http.scope, body, runtime, service.config)
         model_name = check_model(body.model, runtime.model)
         options = answer_options(body, terms, runtime, prefix="chatcmpl", model_name=model_name)
         seed = first_seed(body, runtime)
-        num_bytes = len(await http.body())
+        data = await http.body()
+        num_bytes = len(data)
         base, messages = await runtime.off_loop.run(num_bytes, lambda: _read(body, runtime))
-        with service.admit(body.num_choices):
+        num_chars = sum(len(message["content"]) for message in messages)
+        with service.admit(make_ask(body, terms, num_requests=body.num_choices, num_chars=num_chars, data=data)) as place:
             prompt = await runtime.off_loop.run(num_bytes, lambda: _tokenise(body, runtime, messages))
             choices = make_choices(body, runtime.model, [prompt], base, seed)
-            call = service.open(terms, choices)
+            call = service.open(terms, choices, place)
         with call:
             usage = Usage(choices)
             if body.stream:

@@ -10,7 +10,9 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 
 from penstock.engine.ports import OutputChunk
-from penstock.serve.call import read_terms
+from penstock.sched.admission import Ask
+from penstock.serve.call import CallTerms, read_terms
+from penstock.serve.openai.asks import make_ask
 from penstock.serve.openai.errors import invalid
 from penstock.serve.openai.generation import (
     AnswerOptions,
@@ -48,18 +50,19 @@ class CompletionsEndpoint:
     async def create(self, body: CompletionBody, http: HttpRequest) -> Response:
         """Continue one or more prompts, given as text or token ids."""
         service, runtime = self._service, self._service.runtime
-        terms = read_terms(http.scope, body, runtime, service.config.request_timeout_s)
+        terms = read_terms(http.scope, body, runtime, service.config)
         model_name = check_model(body.model, runtime.model)
         options = answer_options(body, terms, runtime, prefix="cmpl", model_name=model_name)
         _check_combinations(body)
         seed = first_seed(body, runtime)
-        num_bytes = len(await http.body())
+        data = await http.body()
+        num_bytes = len(data)
         base, inputs = await runtime.off_loop.run(num_bytes, lambda: _read(body, runtime))
-        with service.admit(_num_choices(body, inputs)):
+        with service.admit(_ask(body, terms, inputs, data)) as place:
             prompts = await runtime.off_loop.run(num_bytes, lambda: [_tokenise(body, runtime, prompt) for prompt in inputs])
             choices = make_choices(body, runtime.model, prompts, base, seed)
             echoes = _echoes(body, inputs, prompts, runtime.tokenizer)
-            call = service.open(terms, choices)
+            call = service.open(terms, choices, place)
         tokenizer = runtime.tokenizer
         with call:
             usage = Usage(choices)
@@ -135,6 +138,17 @@ def _check_combinations(body: CompletionBody) -> None:
         raise invalid("'echo' with 'logprobs' needs the prompt's log-probabilities, which are not supported yet.", "echo")
     if body.best_of is not None and body.best_of != body.num_choices:
         raise invalid(f"'best_of' other than n ({body.num_choices}) is not supported yet.", "best_of")
+
+
+def _ask(body: CompletionBody, terms: CallTerms, inputs: Sequence[PromptInput], data: bytes) -> Ask:
+    return make_ask(
+        body,
+        terms,
+        num_requests=_num_choices(body, inputs),
+        num_chars=sum(len(prompt.text) for prompt in inputs if isinstance(prompt, TextPrompt)),
+        num_token_ids=sum(len(prompt.token_ids) for prompt in inputs if not isinstance(prompt, TextPrompt)),
+        data=data,
+    )
 
 
 def _num_choices(body: CompletionBody, inputs: Sequence[PromptInput]) -> int:

@@ -121,11 +121,22 @@ def request_timeout(read_timeout_s: float) -> ApiError:
     return ApiError(408, message, code="request_timeout", error_type="timeout_error")
 
 
-def deadline_exceeded(allowed_ms: float, queue_ms: float, run_ms: float, num_tokens: int) -> ApiError:
+_LIMITS = {
+    RejectReason.DEADLINE: "The deadline has passed, {} ms after the request came (X-Deadline-Ms or --request-timeout). ",
+    RejectReason.QUEUE_TIMEOUT: (
+        "No turn came within the {} ms that the request may wait (X-Queue-Timeout-Ms or --queue-timeout). "
+    ),
+    RejectReason.FIRST_TOKEN_TIMEOUT: (
+        "No token came within {} ms after the request (X-First-Token-Timeout-Ms or --first-token-timeout). "
+    ),
+}
+
+
+def deadline_exceeded(reason: RejectReason, allowed_ms: float, queue_ms: float, run_ms: float, num_tokens: int) -> ApiError:
     """With the time that was allowed, and where it went."""
     return past_deadline(
-        f"The deadline has passed, {allowed_ms:g} ms after the request came (X-Deadline-Ms or --request-timeout). "
-        f"It waited {queue_ms:.0f} ms for its turn and ran for {run_ms:.0f} ms; tokens generated: {num_tokens}. "
+        _LIMITS[reason].format(f"{allowed_ms:g}")
+        + f"It waited {queue_ms:.0f} ms for its turn and ran for {run_ms:.0f} ms; tokens generated: {num_tokens}. "
         "Allow more time, ask for fewer tokens, or send it when the server is less busy."
     )
 
@@ -162,9 +173,15 @@ def from_rejected(rejected: Rejected) -> ApiError:
             return invalid(message, param)
         case RejectReason.CONTEXT_LENGTH | RejectReason.NEVER_FITS:
             return too_long(message, param)
-        case RejectReason.QUEUE_FULL:
+        case (
+            RejectReason.QUEUE_FULL
+            | RejectReason.QUEUE_DELAY
+            | RejectReason.KV_HEADROOM
+            | RejectReason.TENANT_CONCURRENCY
+            | RejectReason.TENANT_TOKENS
+        ):
             return overloaded(f"Overloaded ({rejected.reason}): {message}", rejected.retry_after_s)
-        case RejectReason.DEADLINE:
+        case RejectReason.DEADLINE | RejectReason.QUEUE_TIMEOUT | RejectReason.FIRST_TOKEN_TIMEOUT:
             return past_deadline(message)
         case RejectReason.DRAINING | RejectReason.UNAVAILABLE:
             return unavailable(message, rejected.retry_after_s)
@@ -257,4 +274,5 @@ def shorten(text: str) -> str:
 
 
 def _retry_after(seconds: float) -> dict[str, str]:
-    return {"Retry-After": str(max(1, math.ceil(seconds)))}
+    """Whole seconds for all clients (RFC 9110, 10.2.3), and the milliseconds that OpenAI's and Anthropic's look for first."""
+    return {"Retry-After": str(max(1, math.ceil(seconds))), "Retry-After-Ms": str(max(1, math.ceil(1000 * seconds)))}

@@ -1,0 +1,26 @@
+"""Who may come in: the door and its checks. Decides over integers: no clock, no randomness, no I/O."""
+
+from penstock.sched.admission.ask import Ask
+from penstock.sched.admission.door import (
+    DEFAULT_RETRY_AFTER_S,
+    MAX_RETRY_AFTER_S,
+    MIN_RETRY_AFTER_S,
+    RESTART_RETRY_AFTER_S,
+    Admission,
+    Load,
+    Place,
+)
+from penstock.sched.admission.limits import DEFAULT_KV_HEADROOM, AdmissionLimits
+
+__all__ = [
+    "DEFAULT_KV_HEADROOM",
+    "DEFAULT_RETRY_AFTER_S",
+    "MAX_RETRY_AFTER_S",
+    "MIN_RETRY_AFTER_S",
+    "RESTART_RETRY_AFTER_S",
+    "Admission",
+    "AdmissionLimits",
+    "Ask",
+    "Load",
+    "Place",
+]

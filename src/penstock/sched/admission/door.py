@@ -1,0 +1,292 @@
+"""The door: decides whether a call may join, before any costly work. Asked by the server; never queues or runs anything.
+
+What is expected of a call is worked out once, from what the engine was seen to do; then each check says yes or no, with its
+own reason, its numbers and the time after which it would say yes. A check is a file of this package:
+
+    deadlines       it can't be met: refused for good (408)
+    tenants         what its tenant may use is used
+    queue_length    so many wait already
+    queue_delay     its first token would come later than the target
+    kv_headroom     what runs needs the memory that is left
+
+The expected time to first token is
+
+    max(turn, prompts) + own
+
+    turn       those ahead for whom no row is free, at the measured drain rate (`drain`)
+    prompts    the prompt tokens ahead, at the rate of steps that were full of them (`pace`)
+    own        the call's own prompt, at that rate, and the step that runs now
+
+While rows, memory or a closed batch limit, those ahead start only as others end, and their prompts are computed in the
+meantime; while long prompts limit, the rows are free and the turn is short. So the larger of the two counts, not the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from penstock.sched.admission.ask import Ask
+from penstock.sched.admission.backlog import Backlog, Entry
+from penstock.sched.admission.check import Check, DoorView, Refusal
+from penstock.sched.admission.deadlines import Deadlines
+from penstock.sched.admission.drain import DrainMeter
+from penstock.sched.admission.kv_headroom import KvHeadroom
+from penstock.sched.admission.lengths import Lengths
+from penstock.sched.admission.limits import AdmissionLimits
+from penstock.sched.admission.margin import Margin
+from penstock.sched.admission.pace import Pace
+from penstock.sched.admission.promises import Promise, Promises
+from penstock.sched.admission.queue_delay import QueueDelay
+from penstock.sched.admission.queue_length import QueueLength
+from penstock.sched.admission.tenants import Tenants
+from penstock.types.errors import Rejected, RejectReason
+from penstock.types.plan import Capacity
+from penstock.types.request import FinishReason, Request
+from penstock.types.stats import RequestStats, StepStats, WaitReason
+
+MIN_RETRY_AFTER_S = 1.0
+MAX_RETRY_AFTER_S = 600.0
+DEFAULT_RETRY_AFTER_S = 10.0
+"""Announced while nothing was measured yet."""
+RESTART_RETRY_AFTER_S = 5.0
+"""Announced while starting, draining or failed: about the time that a restart takes."""
+
+_UNAVAILABLE_DETAILS = {
+    RejectReason.DRAINING: "the server is shutting down",
+    RejectReason.UNAVAILABLE: "the engine is not running",
+}
+_KEEPS_PLACES = (RejectReason.QUEUE_FULL, RejectReason.QUEUE_DELAY, RejectReason.KV_HEADROOM)
+"""Reasons that pass by themselves for everyone alike."""
+_NEEDS_END = (WaitReason.ROWS, WaitReason.MEMORY, WaitReason.GATE)
+"""What only the end of a running request gives to those who wait; the rows that are free are of no use to them."""
+
+
+class Load(Protocol):
+    """How busy the engine is. Counts of requests and blocks."""
+
+    @property
+    def num_running(self) -> int: ...
+    @property
+    def num_waiting(self) -> int: ...
+    @property
+    def num_rows_free(self) -> int: ...
+    @property
+    def num_blocks_total(self) -> int: ...
+    @property
+    def num_blocks_free(self) -> int: ...
+    @property
+    def num_blocks_cached(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a call was given at the door, until its requests are submitted."""
+
+    num_requests: int
+    num_prompt_tokens: int
+    num_new_tokens: int
+    expected_ttft_ns: int
+    num_chars: int
+    """Of its prompts if all of them are text; else 0."""
+
+
+class Admission:
+    """The door of one engine.
+
+    It is an `Observer` and a `TokenObserver` of the engine, on the engine's thread. All else belongs to the event loop.
+    """
+
+    def __init__(self, limits: AdmissionLimits, capacity: Capacity, *, window_s: int = 30) -> None:
+        self.limits = limits
+        self.drain = DrainMeter(window_s)
+        self.pace = Pace(capacity.max_step_tokens)
+        self.lengths = Lengths()
+        self.margin = Margin()
+        self._block_size = capacity.block_size
+        self._backlog = Backlog()
+        self._promises = Promises()
+        self._tenants = Tenants(limits.tenant_max_concurrent, limits.tenant_tokens_per_minute)
+        self._has_tenant_limits = limits.tenant_max_concurrent is not None or limits.tenant_tokens_per_minute is not None
+        self._checks = self._make_checks()
+        self._waits_for = WaitReason.NOTHING
+        self._num_entering = 0
+        """Requests of calls that were let in and are not submitted yet."""
+        self._num_entering_tokens = 0
+
+    def _make_checks(self) -> tuple[Check, ...]:
+        limits = self.limits
+        checks: list[Check] = [Deadlines()]
+        if self._has_tenant_limits:
+            checks.append(self._tenants)
+        checks += [QueueLength(limits.max_queue), QueueDelay(limits.slo_ttft_ns, self.margin)]
+        if limits.kv_headroom:
+            checks.append(KvHeadroom(limits.kv_headroom))
+        return tuple(checks)
+
+    # For the event loop.
+
+    def decide(self, ask: Ask, load: Load, now_ns: int, *, refuses_with: RejectReason | None = None) -> Place:
+        """Let a call in: it holds places until `leave`. Raises `Rejected`.
+
+        A call joins if its first request may; the others come with it, so one call exceeds a bound by n - 1 at most.
+        `refuses_with`: the reason, DRAINING or UNAVAILABLE, for which the engine takes no requests at all.
+        """
+        if refuses_with is not None:
+            raise Rejected(refuses_with, _UNAVAILABLE_DETAILS[refuses_with], retry_after_s=RESTART_RETRY_AFTER_S)
+        promise = self._promises.find(ask.claim, is_retry=ask.is_retry, now_ns=now_ns)
+        view = self._view(ask, load, now_ns, is_expected=promise is not None and promise.due_ns <= now_ns)
+        for check in self._checks:
+            refusal = check.refusal(view)
+            if refusal is not None:
+                raise self._rejected(refusal, view, promise)
+        if promise is not None:
+            self._promises.keep(promise)
+        num_chars = 0 if ask.num_token_ids else ask.num_chars
+        place = Place(ask.num_requests, view.num_prompt_tokens, view.num_new_tokens, view.ttft_ns, num_chars)
+        self._num_entering += place.num_requests
+        self._num_entering_tokens += place.num_prompt_tokens
+        return place
+
+    def enter(self, place: Place, requests: Sequence[Request], now_ns: int) -> None:
+        """The call's requests are about to be submitted."""
+        prompts = {id(request.prompt_token_ids): request.num_prompt_tokens for request in requests}  # choices share theirs
+        self.lengths.on_prompt(place.num_chars, sum(prompts.values()))
+        for request in requests:
+            num_new_tokens = min(place.num_new_tokens, request.sampling.max_tokens)
+            num_prefill_tokens = round(self.lengths.computed_share * request.num_prompt_tokens)
+            expected_ttft_ns = place.expected_ttft_ns + now_ns - request.arrival_ns
+            num_blocks = self._num_blocks(num_prefill_tokens + num_new_tokens)
+            self._backlog.enter(request.request_id, Entry(num_prefill_tokens, num_blocks, expected_ttft_ns))
+            if self._has_tenant_limits:
+                num_tokens = request.num_prompt_tokens + num_new_tokens
+                self._tenants.enter(request.tenant, request.request_id, num_tokens, now_ns)
+
+    def leave(self, place: Place) -> None:
+        """The call's requests were submitted, or will never be."""
+        self._num_entering -= place.num_requests
+        self._num_entering_tokens -= place.num_prompt_tokens
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        """Requests that entered and could not be submitted."""
+        for request_id in request_ids:
+            self._backlog.on_finish(request_id)
+            self._tenants.on_finish(request_id, 0, 0)
+
+    def queue_delay_ns(self, load: Load, now_ns: int) -> int:
+        """Expected time to first token of a call without prompt that comes now. For any thread."""
+        return self._expect_ns(load, now_ns, 0)
+
+    # For the engine thread.
+
+    def on_step(self, stats: StepStats) -> None:
+        self.drain.on_step(stats)
+        self.pace.on_step(stats)
+        self._waits_for = stats.waits_for
+
+    def on_tokens(self, first: Sequence[Request], gaps_ns: Sequence[int]) -> None:
+        del gaps_ns
+        for request in first:
+            entry = self._backlog.on_first_token(request.request_id)
+            if entry is not None and request.first_token_ns is not None and self._is_telling(entry):
+                self.margin.observe(entry.expected_ttft_ns, request.first_token_ns - request.arrival_ns)
+
+    def on_itl(self, request: Request, num_gaps: int, num_late: int) -> None:
+        del request, num_gaps, num_late
+
+    def on_finish(self, stats: RequestStats) -> None:
+        self.drain.on_finish(stats)
+        self._backlog.on_finish(stats.request_id)
+        if self._has_tenant_limits:
+            # What was cut off before it began has cost nothing.
+            num_prompt_tokens = 0 if stats.first_scheduled_ns is None else stats.num_prompt_tokens
+            num_tokens = num_prompt_tokens + stats.num_generated_tokens
+            self._tenants.on_finish(stats.request_id, num_tokens, stats.ended_ns - stats.arrival_ns)
+        if stats.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self.lengths.on_end(stats.num_prompt_tokens, stats.num_cached_tokens, stats.num_generated_tokens)
+
+    def _is_telling(self, entry: Entry) -> bool:
+        """It was expected to take a good part of the target; short times are off by a step or two, which tells nothing."""
+        target_ns = self.limits.slo_ttft_ns
+        return target_ns is not None and entry.expected_ttft_ns * self.margin.factor >= target_ns / 2
+
+    # What is expected.
+
+    def _view(self, ask: Ask, load: Load, now_ns: int, *, is_expected: bool) -> DoorView:
+        num_prompt_tokens = ask.num_token_ids + self.lengths.prompt_tokens(ask.num_chars)
+        num_new_tokens = self.lengths.new_tokens(ask.min_new_tokens, ask.max_new_tokens)
+        num_ahead = load.num_waiting + self._num_entering
+        num_kept = 0 if is_expected else self._promises.num_due(now_ns)
+        own_prefill_ns = self.pace.prefill_ns(self.lengths.computed_share * num_prompt_tokens)
+        num_own_tokens = round(self.lengths.computed_share * num_prompt_tokens) + ask.num_requests * num_new_tokens
+        num_blocks_own = self._num_blocks(num_own_tokens)
+        return DoorView(
+            ask=ask,
+            now_ns=now_ns,
+            is_expected=is_expected,
+            is_idle=load.num_running + num_ahead == 0,
+            starts_at_once=num_ahead + self._num_prefill_tokens == 0 and load.num_rows_free > 0,
+            num_waiting=max(0, num_ahead + num_kept - load.num_rows_free),
+            num_prompt_tokens=num_prompt_tokens,
+            num_new_tokens=num_new_tokens,
+            ttft_ns=self._expect_ns(load, now_ns, num_kept) + own_prefill_ns,
+            own_prefill_ns=own_prefill_ns,
+            step_ns=self.pace.step_ns,
+            ns_per_request=self.drain.ns_per_request(now_ns),
+            num_blocks_demanded=self._num_blocks_demanded(load) + num_blocks_own,
+            num_blocks_own=num_blocks_own,
+            num_blocks_total=load.num_blocks_total,
+        )
+
+    def _expect_ns(self, load: Load, now_ns: int, num_kept: int) -> int:
+        """Expected time until a call that comes now, after `num_kept` others, begins to be computed, and one step."""
+        num_ahead = load.num_waiting + self._num_entering + num_kept
+        num_rows_free = load.num_rows_free
+        if load.num_waiting and self._waits_for in _NEEDS_END:
+            num_rows_free = 0
+            if self._waits_for is WaitReason.GATE:  # the batch must end first
+                num_ahead += load.num_running
+        num_ends = num_ahead + 1 - num_rows_free
+        turn_ns = num_ends * (self.drain.ns_per_request(now_ns) or 0) if num_ends > 0 else 0
+        prompts_ns = self.pace.prefill_ns(self._num_prefill_tokens)
+        return max(turn_ns, prompts_ns) + (self.pace.step_ns if load.num_running else 0)
+
+    @property
+    def _num_prefill_tokens(self) -> int:
+        """Of all that were let in and have no first token."""
+        return self._backlog.num_prefill_tokens + self._num_entering_tokens
+
+    def _num_blocks_demanded(self, load: Load) -> int:
+        """At the predicted lengths, by those who run and those who wait and have a row; or held already, if that is more."""
+        num_rows = load.num_running + load.num_rows_free
+        num_requests = len(self._backlog)
+        share = min(1.0, num_rows / num_requests) if num_requests else 1.0
+        num_held = load.num_blocks_total - load.num_blocks_free - load.num_blocks_cached
+        return max(int(share * self._backlog.num_blocks), num_held)
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)
+
+    # What is answered.
+
+    def _rejected(self, refusal: Refusal, view: DoorView, promise: Promise | None) -> Rejected:
+        reason, wait_ns = refusal.reason, refusal.wait_ns
+        if reason in _KEEPS_PLACES:
+            self.drain.note_refusal(view.now_ns)
+            wait_ns = self._promised_wait_ns(refusal, view, promise)
+        if reason.is_deadline:
+            return Rejected(reason, refusal.detail)
+        seconds = DEFAULT_RETRY_AFTER_S if wait_ns is None else wait_ns / 1e9
+        return Rejected(reason, refusal.detail, retry_after_s=min(max(seconds, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S))
+
+    def _promised_wait_ns(self, refusal: Refusal, view: DoorView, promise: Promise | None) -> int:
+        """The time that the call has been told already, or one of its own."""
+        if promise is not None and promise.due_ns > view.now_ns:
+            return promise.due_ns - view.now_ns
+        if promise is not None:
+            self._promises.give_up(promise)
+        seconds = DEFAULT_RETRY_AFTER_S if refusal.wait_ns is None else refusal.wait_ns / 1e9
+        wait_ns = int(max(seconds, MIN_RETRY_AFTER_S) * 1e9)
+        max_wait_ns = int(MAX_RETRY_AFTER_S * 1e9)
+        return self._promises.make(view.ask.claim, view.now_ns, wait_ns, view.ns_per_request, max_wait_ns)

@@ -1,0 +1,31 @@
+"""The check that keeps KV blocks free for growth: what runs must fit at the length that it is expected to reach.
+
+Called by `door`. Predicted outputs count, not `max_tokens`: nearly all answers end long before it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.sched.admission.check import DoorView, Refusal
+from penstock.types.errors import RejectReason
+
+
+@dataclass(frozen=True, slots=True)
+class KvHeadroom:
+    headroom: float
+    """Share of the blocks that stays free at the predicted lengths; (0, 1)."""
+
+    def refusal(self, view: DoorView) -> Refusal | None:
+        headroom = self.headroom / 2 if view.is_expected else self.headroom
+        num_excess = view.num_blocks_demanded - (1 - headroom) * view.num_blocks_total
+        if view.is_idle or num_excess <= 0:
+            return None
+        # One end frees about what this call needs.
+        num_ends = -(-num_excess // max(1, view.num_blocks_own))
+        wait_ns = None if view.ns_per_request is None else int(num_ends * view.ns_per_request)
+        detail = (
+            f"the KV cache's headroom is gone: what runs is expected to need {view.num_blocks_demanded} of "
+            f"{view.num_blocks_total} blocks with this request, and {self.headroom:.0%} are kept free"
+        )
+        return Refusal(RejectReason.KV_HEADROOM, detail, wait_ns)

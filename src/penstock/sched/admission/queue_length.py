@@ -1,0 +1,22 @@
+"""The check that bounds the queue: so many may wait, and no more. Called by `door`; counts nothing itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.sched.admission.check import DoorView, Refusal
+from penstock.types.errors import RejectReason
+
+
+@dataclass(frozen=True, slots=True)
+class QueueLength:
+    max_queue: int
+    """Requests that may wait at the same time, >= 1."""
+
+    def refusal(self, view: DoorView) -> Refusal | None:
+        num_excess = view.num_waiting + 1 - self.max_queue
+        if num_excess <= 0:
+            return None
+        wait_ns = None if view.ns_per_request is None else num_excess * view.ns_per_request
+        detail = f"the queue is full: {view.num_waiting} requests are waiting, at most {self.max_queue} may"
+        return Refusal(RejectReason.QUEUE_FULL, detail, wait_ns)

@@ -1,0 +1,133 @@
+"""What each tenant may use: requests at the same time, tokens per minute, and how many tenants are known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.sched.admission import Ask
+from penstock.sched.admission.check import DoorView
+from penstock.sched.admission.tenants import MAX_TENANTS, Tenants
+from penstock.types.errors import RejectReason
+
+SECOND = 1_000_000_000
+
+
+def view(tenant: str = "a", now_s: float = 0.0, num_prompt: int = 100, num_new: int = 0, **ask: Any) -> DoorView:
+    return DoorView(
+        ask=Ask(tenant=tenant, **ask),
+        now_ns=int(now_s * SECOND),
+        is_expected=False,
+        is_idle=False,
+        starts_at_once=False,
+        num_waiting=0,
+        num_prompt_tokens=num_prompt,
+        num_new_tokens=num_new,
+        ttft_ns=0,
+        own_prefill_ns=0,
+        step_ns=0,
+        ns_per_request=None,
+        num_blocks_demanded=0,
+        num_blocks_own=0,
+        num_blocks_total=100,
+    )
+
+
+def test_one_tenant_may_run_so_many_and_others_are_not_concerned():
+    tenants = Tenants(2, None)
+    for name in ("r0", "r1"):
+        assert tenants.refusal(view()) is None
+        tenants.enter("a", name, 100, 0)
+    refused = tenants.refusal(view())
+    assert refused is not None
+    assert refused.reason is RejectReason.TENANT_CONCURRENCY
+    assert "2 requests" in refused.detail
+    assert tenants.refusal(view("b")) is None
+    tenants.on_finish("r0", 100, SECOND)
+    assert tenants.refusal(view()) is None
+
+
+def test_a_call_of_more_choices_than_the_limit_comes_in_alone():
+    tenants = Tenants(2, None)
+    assert tenants.refusal(view(num_requests=5)) is None
+    tenants.enter("a", "r", 100, 0)
+    assert tenants.refusal(view(num_requests=5)) is not None
+
+
+def test_a_bucket_holds_a_minute_and_refills_steadily():
+    tenants = Tenants(None, 600)
+    tenants.enter("a", "r0", 500, 0)
+    assert tenants.refusal(view(num_prompt=100)) is None
+    refused = tenants.refusal(view(num_prompt=60, num_new=90))
+    assert refused is not None
+    assert refused.reason is RejectReason.TENANT_TOKENS
+    assert refused.wait_ns == pytest.approx(5 * SECOND)  # 50 tokens at ten per second
+    assert tenants.refusal(view(now_s=5.1, num_prompt=60, num_new=90)) is None
+
+
+def test_who_is_refused_later_is_told_to_come_later():
+    tenants = Tenants(None, 600)
+    tenants.enter("a", "r0", 600, 0)
+    waits = [tenants.refusal(view(num_prompt=100)).wait_ns / SECOND for _ in range(3)]
+    assert waits == pytest.approx([10, 20, 30])
+
+
+def test_what_was_really_used_is_settled_at_the_end():
+    tenants = Tenants(None, 600)
+    tenants.enter("a", "long", 100, 0)
+    tenants.on_finish("long", 700, SECOND)
+    refused = tenants.refusal(view(num_prompt=100))
+    assert refused is not None
+    assert refused.wait_ns == pytest.approx(20 * SECOND)  # 100 in debt, and 100
+    tenants = Tenants(None, 600)
+    tenants.enter("a", "short", 600, 0)
+    tenants.on_finish("short", 10, SECOND)
+    assert tenants.refusal(view(num_prompt=500)) is None
+
+
+def test_a_request_larger_than_the_bucket_comes_in_when_it_is_full():
+    tenants = Tenants(None, 600)
+    assert tenants.refusal(view(num_prompt=5000)) is None
+    tenants.enter("a", "r", 5000, 0)
+    assert tenants.refusal(view(now_s=60, num_prompt=1)) is not None
+
+
+def test_tenants_are_bounded_and_the_busy_are_not_forgotten():
+    tenants = Tenants(1, None)
+    tenants.enter("busy", "r", 1, 0)
+    for idx in range(3 * MAX_TENANTS):
+        assert tenants.refusal(view(f"t{idx}")) is None
+    assert len(tenants._accounts) <= MAX_TENANTS
+    assert tenants.refusal(view("busy")) is not None
+
+
+def test_newcomers_share_an_account_when_all_are_busy():
+    tenants = Tenants(1, None)
+    for idx in range(MAX_TENANTS):
+        tenants.enter(f"t{idx}", f"r{idx}", 1, 0)
+    tenants.enter("new", "shared", 1, 0)
+    assert tenants.refusal(view("newer")) is not None
+    tenants.on_finish("shared", 1, SECOND)
+    assert tenants.refusal(view("newer")) is None
+    assert len(tenants._accounts) <= MAX_TENANTS + 1
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.floats(0, 30), st.integers(1, 400), st.integers(0, 400)), max_size=40))
+def test_over_any_time_no_tenant_uses_more_than_its_rate_and_one_bucket(calls):
+    """The wait that is announced is enough, and what is let in beyond prediction is paid back."""
+    tenants, now_s = Tenants(None, 600), 0.0
+    used = {"a": 0, "b": 0}
+    for idx, (tenant, gap_s, num_predicted, num_extra) in enumerate(calls):
+        now_s += gap_s
+        refused = tenants.refusal(view(tenant, now_s, num_predicted))
+        if refused is not None:
+            now_s += refused.wait_ns / SECOND + 1e-6
+            assert tenants.refusal(view(tenant, now_s, num_predicted)) is None
+        # Before this one, no more than a bucket and the refill was used.
+        assert used[tenant] + min(num_predicted, 600) <= 600 + 10 * now_s + 1e-3
+        tenants.enter(tenant, str(idx), num_predicted, int(now_s * SECOND))
+        tenants.on_finish(str(idx), num_predicted + num_extra, SECOND)
+        used[tenant] += num_predicted + num_extra
