@@ -199,6 +199,7 @@ def _assemble(
     from penstock.engine.supervisor import Supervisor
     from penstock.obs.metrics import Metrics
     from penstock.obs.observers import ObserverGroup, TokenObserverGroup
+    from penstock.obs.signals import Signals
     from penstock.sched.admission import Admission
     from penstock.serve.bridge import Bridge
     from penstock.serve.runtime import Runtime
@@ -212,9 +213,13 @@ def _assemble(
         )
     clock = WallClock()
     info = _model_info(config, source, model, executor.capacity, tokenizer)
-    metrics, admission = Metrics(info.name), Admission(admission_limits(config.admission), executor.capacity)
+    metrics = Metrics(info.name)
+    max_rows = build_policies(config).gate.max_running(executor.capacity)
+    admission = Admission(admission_limits(config.admission), executor.capacity)
+    signals = Signals(max_rows, admission.drain.rate)
+    admission.on_call = signals.on_call
     metrics.num_weight_bytes = getattr(executor, "weight_bytes", 0)  # the native backend's, which packs them anew
-    observer = ObserverGroup([metrics, admission])
+    observer = ObserverGroup([metrics, admission, signals])
     bridge = Bridge()
     first = [executor]
 
@@ -235,7 +240,7 @@ def _assemble(
         make_engine, clock=clock, step_timeout_s=step_timeout_s(config.backend), on_restart=metrics.count_restart
     )
     bridge.attach(engine)
-    metrics.connect(load=engine.load, drain_rate=lambda: admission.drain.rate(clock.now_ns()))
+    metrics.connect(load=engine.load, signals=lambda: signals.read(engine.load(), clock.now_ns()))
     engine.start()
     return Runtime(
         engine=engine,

@@ -13,6 +13,7 @@ from penstock.engine.output import OutputStage
 from penstock.obs.metrics import Metrics
 from penstock.obs.observers import ObserverGroup, TokenObserverGroup
 from penstock.obs.prometheus import expose
+from penstock.obs.signals import Signals
 from penstock.sched.admission import Admission, AdmissionLimits, Ask
 from penstock.testing import HashExecutor, make_core, make_request
 from penstock.types.errors import Rejected, RejectReason
@@ -47,7 +48,8 @@ class Server:
     def __init__(self, max_queue: int = 4) -> None:
         self.clock = VirtualClock()
         self.metrics, self.admission = Metrics("m"), Admission(AdmissionLimits(max_queue=max_queue), CAPACITY)
-        group = ObserverGroup([self.metrics, self.admission])
+        self.signals = Signals(CAPACITY.max_rows, self.admission.drain.rate)
+        group = ObserverGroup([self.metrics, self.admission, self.signals])
         self.engine = Engine(
             make_core(CAPACITY, observer=group),
             SlowExecutor(self.clock),
@@ -57,7 +59,7 @@ class Server:
             observer=group,
             turn_observer=self.metrics,
         )
-        self.metrics.connect(load=self.engine.load, drain_rate=lambda: self.admission.drain.rate(self.clock.now_ns()))
+        self.metrics.connect(load=self.engine.load, signals=lambda: self.signals.read(self.engine.load(), self.clock.now_ns()))
 
     def submit(self, request_id: str, num_prompt_tokens: int, max_tokens: int) -> None:
         arrival_ns = self.clock.now_ns()

@@ -13,6 +13,7 @@ from penstock.obs.histogram import Histogram
 from penstock.obs.metrics import MAX_NOTED, IdleLoad, Metrics
 from penstock.obs.observers import ObserverGroup
 from penstock.obs.prometheus import expose
+from penstock.obs.signals import SustainedLoad
 from penstock.types.request import FinishReason, Request
 from penstock.types.sampling import SamplingParams
 from penstock.types.stats import RequestStats, StepStats
@@ -130,7 +131,7 @@ def test_a_step_counts_its_tokens_rows_and_parts(metrics):
 
 def test_gauges_are_read_when_asked(metrics):
     load = IdleLoad(num_running=3, num_waiting=2, num_blocks_total=10, num_blocks_free=4, num_blocks_cached=1)
-    metrics.connect(load=lambda: load, drain_rate=lambda: 2.5)
+    metrics.connect(load=lambda: load, signals=lambda: SustainedLoad(drain_rate=2.5, desired_replicas=3))
     assert value(metrics, "requests_running") == 3
     assert value(metrics, "requests_waiting", reason="capacity") == 2
     assert [value(metrics, "kv_blocks", state=state) for state in ("free", "cached", "held")] == [4, 1, 5]
@@ -138,6 +139,7 @@ def test_gauges_are_read_when_asked(metrics):
     metrics.num_weight_bytes = 1000
     assert value(metrics, "weight_bytes") == 1000
     assert value(metrics, "drain_rate_requests_per_second") == 2.5
+    assert value(metrics, "desired_replicas") == 3
 
 
 def test_latencies_are_counted_in_seconds_when_they_happen(metrics):

@@ -16,6 +16,7 @@ from penstock.engine.loop import Engine
 from penstock.engine.output import OutputStage
 from penstock.obs.metrics import Metrics
 from penstock.obs.observers import ObserverGroup, TokenObserverGroup
+from penstock.obs.signals import Signals
 from penstock.sched.admission import Admission, AdmissionLimits
 from penstock.serve.app import create_app
 from penstock.serve.bridge import Bridge
@@ -110,7 +111,9 @@ def make_runtime(
     tokenizer = make_tokenizer()
     metrics, bridge = Metrics(MODEL_NAME), Bridge()
     admission = Admission(limits or AdmissionLimits(max_queue=max_queue), executor.capacity)
-    observer = ObserverGroup([metrics, admission])
+    signals = Signals(executor.capacity.max_rows, admission.drain.rate)
+    admission.on_call = signals.on_call
+    observer = ObserverGroup([metrics, admission, signals])
     engine = Engine(
         make_core(executor.capacity, observer=observer),
         executor,
@@ -120,7 +123,7 @@ def make_runtime(
         observer=observer,
     )
     bridge.attach(engine)
-    metrics.connect(load=engine.load, drain_rate=lambda: admission.drain.rate(clock.now_ns()))
+    metrics.connect(load=engine.load, signals=lambda: signals.read(engine.load(), clock.now_ns()))
     engine.start()
     info = ModelInfo(
         served_names=(MODEL_NAME, "org/alias"),

@@ -70,6 +70,17 @@ async def test_who_has_an_answer_finds_it_counted(live, limits):
             assert now["penstock_requests_running"] == 0
 
 
+async def test_load_says_how_busy_it_is_now_and_of_late(client):
+    await client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 5})
+    load = (await client.get("/load")).json()
+    assert (load["server_load"], load["requests_running"], load["requests_waiting"]) == (0, 0, 0)
+    assert load["kv_blocks_free"] == load["kv_blocks"] == 512
+    assert load["desired_replicas"] == 1
+    assert load["sustained"]["window_s"] == 30
+    assert 0 <= load["sustained"]["utilisation"] <= 1
+    assert load["sustained"]["arrivals_per_s"] > 0
+
+
 async def test_model_cards(client):
     cards = (await client.get("/v1/models")).json()
     assert [card["id"] for card in cards["data"]] == ["toy", "org/alias"]

@@ -209,7 +209,7 @@ class Engine:
     def load(self) -> EngineLoad:
         """A cheap reading; its parts may be one turn apart."""
         num_running, kv = self._core.num_running, self._core.scheduler.kv
-        num_cached, capacity = kv.num_cached_blocks, self._executor.capacity
+        num_cached = kv.num_cached_blocks
         return EngineLoad(
             num_running=num_running,
             num_waiting=max(0, len(self._prompt_lens) - num_running),
@@ -217,7 +217,7 @@ class Engine:
             num_blocks_total=kv.num_total_blocks,
             num_blocks_free=kv.num_available_blocks - num_cached,
             num_blocks_cached=num_cached,
-            num_rows_free=max(0, min(capacity.max_rows, capacity.max_step_tokens) - num_running),
+            num_rows_free=max(0, self._core.scheduler.max_rows - num_running),
         )
 
     # For the engine thread, or for a driver that has no thread.

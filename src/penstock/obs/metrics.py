@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from penstock.obs.histogram import Histogram
+from penstock.obs.signals import SustainedLoad
 from penstock.types.request import FinishReason, Request
 from penstock.types.stats import RequestStats, StepStats
 
@@ -99,12 +100,12 @@ class Metrics:
         self.num_weight_bytes = 0
         """Of the weights as the backend keeps them; 0: it does not tell."""
         self.read_load: Callable[[], LoadView] = IdleLoad
-        self.read_drain_rate: Callable[[], float] = float
+        self.read_signals: Callable[[], SustainedLoad] = SustainedLoad
 
-    def connect(self, *, load: Callable[[], LoadView], drain_rate: Callable[[], float]) -> None:
+    def connect(self, *, load: Callable[[], LoadView], signals: Callable[[], SustainedLoad]) -> None:
         """Where the gauges are read when someone asks: the engine's load, and requests per second leaving the queue."""
         self.read_load = load
-        self.read_drain_rate = drain_rate
+        self.read_signals = signals
 
     def count_rejected(self, reason: str) -> None:
         """A request that was refused before the engine saw it; `reason` is a `RejectReason` value. For any thread."""

@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 
 from penstock.obs.histogram import Histogram
 from penstock.obs.metrics import LoadView, Metrics
+from penstock.obs.signals import SustainedLoad
 
 __all__ = ["CONTENT_TYPE", "expose"]
 
@@ -37,11 +38,12 @@ class _Snapshot(Collector):
     def __init__(self, metrics: Metrics) -> None:
         self._model = metrics.model
         # Outside the lock: these have locks of their own.
-        load, drain_rate = metrics.read_load(), metrics.read_drain_rate()
+        load, signals = metrics.read_load(), metrics.read_signals()
         with metrics.lock:
             metrics.settle()
             self._families = [
-                *self._gauges(load, drain_rate),
+                *self._gauges(load),
+                *self._signals(signals),
                 self._gauge("weight_bytes", "Weights as the backend keeps them; 0 if unknown.", metrics.num_weight_bytes),
                 *self._counters(metrics),
                 *self._sizes(metrics),
@@ -54,7 +56,7 @@ class _Snapshot(Collector):
     def collect(self) -> list[Metric]:
         return self._families
 
-    def _gauges(self, load: LoadView, drain_rate: float) -> Iterator[Metric]:
+    def _gauges(self, load: LoadView) -> Iterator[Metric]:
         num_held = load.num_blocks_total - load.num_blocks_free - load.num_blocks_cached
         blocks = {"free": load.num_blocks_free, "cached": load.num_blocks_cached, "held": num_held}
         usage = num_held / load.num_blocks_total if load.num_blocks_total else 0.0
@@ -62,9 +64,22 @@ class _Snapshot(Collector):
         yield self._gauges_by("requests_waiting", "Requests queued or preempted.", "reason", {"capacity": load.num_waiting})
         yield self._gauges_by("kv_blocks", "KV cache blocks: free, free with reusable content, held.", "state", blocks)
         yield self._gauge("kv_usage_ratio", "Share of the KV cache blocks that requests hold.", usage)
-        yield self._gauge(
-            "drain_rate_requests_per_second", "Rate at which places became free while requests waited.", drain_rate
-        )
+
+    def _signals(self, load: SustainedLoad) -> Iterator[Metric]:
+        for name, text, value in (
+            ("drain_rate_requests_per_second", "Rate at which places became free while requests waited.", load.drain_rate),
+            (
+                "arrival_rate_requests_per_second",
+                "Calls, mean of the last 30 s; returns as told left out.",
+                load.arrivals_per_s,
+            ),
+            ("queue_depth_sustained", "Requests that waited, mean of the last 30 s.", load.queue_depth),
+            ("queue_delay_seconds", "What the queue of the last 30 s takes to drain.", load.queue_delay_s),
+            ("utilisation_ratio", "Share of rows or KV blocks used, mean of the last 30 s; 1 with a queue.", load.utilisation),
+            ("kv_headroom_ratio", "Share of the KV blocks that nobody held, mean of the last 30 s.", load.kv_headroom),
+            ("desired_replicas", "Servers like this one that would carry the load.", load.desired_replicas),
+        ):
+            yield self._gauge(name, text, value)
 
     def _counters(self, metrics: Metrics) -> Iterator[Metric]:
         success = {reason.name.lower(): count for reason, count in metrics.success.items()}

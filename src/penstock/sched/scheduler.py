@@ -78,6 +78,11 @@ class Scheduler:
         self._prefill_ns_per_token = 0.0
 
     @property
+    def max_rows(self) -> int:
+        """How many may run at once."""
+        return self._max_rows
+
+    @property
     def num_running(self) -> int:
         return len(self._running)
 

@@ -80,6 +80,7 @@ def _router(runtime: Runtime, service: Service) -> APIRouter:
         ("POST", "/detokenize", "Detokenize", tokens.detokenize),
         ("GET", "/health", "Is it alive?", status.health),
         ("GET", "/ready", "Can it take work?", status.ready),
+        ("GET", "/load", "How busy is it?", status.load),
         ("GET", "/version", "Version", status.version),
         ("GET", "/metrics", "Metrics", status.metrics),
     ]

@@ -23,7 +23,7 @@ meantime; while long prompts limit, the rows are free and the turn is short. So 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -100,6 +100,8 @@ class Admission:
 
     def __init__(self, limits: AdmissionLimits, capacity: Capacity, *, window_s: int = 30) -> None:
         self.limits = limits
+        self.on_call: Callable[[int], None] = _ignore
+        """Hears when a call came that was not told to come back then; set before the first."""
         self.drain = DrainMeter(window_s)
         self.pace = Pace(capacity.max_step_tokens)
         self.lengths = Lengths()
@@ -136,6 +138,8 @@ class Admission:
         if refuses_with is not None:
             raise Rejected(refuses_with, _UNAVAILABLE_DETAILS[refuses_with], retry_after_s=RESTART_RETRY_AFTER_S)
         promise = self._promises.find(ask.claim, is_retry=ask.is_retry, now_ns=now_ns)
+        if promise is None:
+            self.on_call(now_ns)
         view = self._view(ask, load, now_ns, is_expected=promise is not None and promise.due_ns <= now_ns)
         for check in self._checks:
             refusal = check.refusal(view)
@@ -290,3 +294,7 @@ class Admission:
         wait_ns = int(max(seconds, MIN_RETRY_AFTER_S) * 1e9)
         max_wait_ns = int(MAX_RETRY_AFTER_S * 1e9)
         return self._promises.make(view.ask.claim, view.now_ns, wait_ns, view.ns_per_request, max_wait_ns)
+
+
+def _ignore(now_ns: int) -> None:
+    del now_ns

@@ -1,4 +1,4 @@
-"""`/health`, `/ready`, `/version` and `/metrics`: what machines that run the server ask. Reads, never changes anything."""
+"""`/health`, `/ready`, `/load`, `/version` and `/metrics`: what machines that run the server ask. Never changes anything."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from starlette.responses import Response
 import penstock
 from penstock.engine.loop import EngineState
 from penstock.obs.metrics import Metrics
+from penstock.obs.signals import WINDOW_S
 from penstock.serve.openai.errors import unavailable
 from penstock.serve.runtime import Runtime
 
@@ -31,6 +32,28 @@ class StatusEndpoint:
         if state is not EngineState.READY:
             raise unavailable(f"Not ready: the engine is {state}.")
         return {"status": "ready"}
+
+    async def load(self) -> dict[str, Any]:
+        """How busy it is: now, and sustained over half a minute. `server_load` is vLLM's name."""
+        metrics = self._runtime.metrics
+        now, sustained = metrics.read_load(), metrics.read_signals()
+        return {
+            "server_load": now.num_running + now.num_waiting,
+            "requests_running": now.num_running,
+            "requests_waiting": now.num_waiting,
+            "kv_blocks_free": now.num_blocks_free + now.num_blocks_cached,
+            "kv_blocks": now.num_blocks_total,
+            "sustained": {
+                "window_s": WINDOW_S,
+                "queue_depth": round(sustained.queue_depth, 3),
+                "queue_delay_s": round(sustained.queue_delay_s, 3),
+                "utilisation": round(sustained.utilisation, 4),
+                "kv_headroom": round(sustained.kv_headroom, 4),
+                "arrivals_per_s": round(sustained.arrivals_per_s, 3),
+                "drain_rate": round(sustained.drain_rate, 3),
+            },
+            "desired_replicas": sustained.desired_replicas,
+        }
 
     async def version(self) -> dict[str, Any]:
         return {"version": penstock.__version__}

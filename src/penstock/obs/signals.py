@@ -1,0 +1,176 @@
+"""The load as those see it who decide about servers: sustained, not of this moment. Told by the engine thread and the door,
+read by `/load` and `/metrics`; decides nothing about requests.
+
+Each state lasts from one step to the next, and is spread over seconds; what is told are means over the last `WINDOW_S`. The
+load in servers is
+
+    max(utilisation, arrivals / drain rate) / TARGET + queue / (drain rate x CLEAR_S)
+
+where a call that comes back as told is no new arrival. It goes through `replicas`, which keeps it from swinging.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from penstock.obs.replicas import DOWN_S, Replicas
+from penstock.types.stats import RequestStats, StepStats, WaitReason
+
+WINDOW_S = 30
+REPLICA_WINDOW_S = 5
+"""What `desired_replicas` looks at: it has windows of its own behind."""
+TARGET_UTILISATION = 0.8
+CLEAR_S = 30.0
+"""A queue that takes so long to drain is worth one more server."""
+_SECOND_NS = 1_000_000_000
+
+
+class Load(Protocol):
+    @property
+    def num_running(self) -> int: ...
+    @property
+    def num_waiting(self) -> int: ...
+    @property
+    def num_rows_free(self) -> int: ...
+    @property
+    def num_blocks_total(self) -> int: ...
+    @property
+    def num_blocks_free(self) -> int: ...
+    @property
+    def num_blocks_cached(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SustainedLoad:
+    """Means over the last `WINDOW_S` seconds."""
+
+    queue_depth: float = 0.0
+    """Requests that waited."""
+    utilisation: float = 0.0
+    """Share of the rows or of the KV blocks that was used, whichever is larger; 1 while somebody waited."""
+    kv_headroom: float = 1.0
+    """Share of the KV blocks that nobody held."""
+    arrivals_per_s: float = 0.0
+    """Calls, refused ones among them; one that comes back as told counts once."""
+    drain_rate: float = 0.0
+    """Requests per second that ended while others waited; 0: nobody waited."""
+    queue_delay_s: float = 0.0
+    """What the queue takes to drain; 0 if nobody waited."""
+    desired_replicas: int = 1
+
+
+@dataclass(slots=True)
+class _Second:
+    epoch: int = -1
+    num_ns: int = 0
+    """Observed."""
+    waiting_ns: int = 0
+    """Integrals of the state over time."""
+    used_ns: float = 0.0
+    free_ns: float = 0.0
+    num_calls: int = 0
+
+
+class Signals:
+    """An `Observer` of the engine. For any thread."""
+
+    def __init__(self, num_rows: int, drain_rate: Callable[[int], float]) -> None:
+        """`num_rows`: as many requests as may run at once. `drain_rate`: requests per second, at an instant."""
+        self._num_rows = num_rows
+        self._drain_rate = drain_rate
+        self._lock = threading.Lock()
+        self._replicas = Replicas()
+        self._seconds = [_Second() for _ in range(WINDOW_S + 1)]
+        self._at_ns: int | None = None
+        self._num_waiting = 0
+        self._used = 0.0
+        self._free = 1.0
+
+    def on_step(self, stats: StepStats) -> None:
+        with self._lock:
+            self._advance(stats.ended_ns)
+            num_held = stats.num_blocks_total - stats.num_blocks_free - stats.num_blocks_cached
+            self._set(stats.num_waiting, stats.num_running, num_held, stats.num_blocks_total)
+            if stats.waits_for is not WaitReason.NOTHING:
+                self._used = 1.0
+
+    def on_finish(self, stats: RequestStats) -> None:
+        del stats
+
+    def on_call(self, now_ns: int) -> None:
+        """A call came to the door that was not told to come back now."""
+        with self._lock:
+            self._advance(now_ns)
+            self._second(now_ns // _SECOND_NS).num_calls += 1
+
+    def read(self, load: Load, now_ns: int) -> SustainedLoad:
+        with self._lock:
+            self._advance(now_ns)
+            num_held = load.num_blocks_total - load.num_blocks_free - load.num_blocks_cached
+            self._set(load.num_waiting, load.num_running, num_held, load.num_blocks_total)
+            depth, used, free, calls = self._means(now_ns // _SECOND_NS, WINDOW_S)
+            drain_rate = self._drain_rate(now_ns)
+            return SustainedLoad(
+                queue_depth=depth,
+                utilisation=used,
+                kv_headroom=free,
+                arrivals_per_s=calls,
+                drain_rate=drain_rate,
+                queue_delay_s=depth / drain_rate if drain_rate else 0.0,
+                desired_replicas=self._replicas.desired,
+            )
+
+    def _set(self, num_waiting: int, num_running: int, num_held: int, num_blocks: int) -> None:
+        held = num_held / num_blocks if num_blocks else 0.0
+        self._num_waiting = num_waiting
+        self._used = max(held, num_running / self._num_rows)
+        self._free = 1.0 - held
+
+    def _advance(self, now_ns: int) -> None:
+        """The state has lasted until now. What lies further back than every window is left out."""
+        if self._at_ns is None:
+            self._at_ns = now_ns
+        at_ns = max(self._at_ns, now_ns - (DOWN_S + WINDOW_S) * _SECOND_NS)
+        while at_ns < now_ns:
+            epoch = at_ns // _SECOND_NS
+            until_ns = min(now_ns, (epoch + 1) * _SECOND_NS)
+            self._add(self._second(epoch), until_ns - at_ns)
+            at_ns = until_ns
+            if at_ns % _SECOND_NS == 0:
+                self._replicas.add(epoch, self._load_in_servers(epoch, at_ns))
+        self._at_ns = max(self._at_ns, now_ns)
+
+    def _add(self, second: _Second, num_ns: int) -> None:
+        second.num_ns += num_ns
+        second.waiting_ns += self._num_waiting * num_ns
+        second.used_ns += self._used * num_ns
+        second.free_ns += self._free * num_ns
+
+    def _second(self, epoch: int) -> _Second:
+        idx = epoch % len(self._seconds)
+        if self._seconds[idx].epoch != epoch:
+            self._seconds[idx] = _Second(epoch)
+        return self._seconds[idx]
+
+    def _means(self, epoch: int, num_seconds: int) -> tuple[float, float, float, float]:
+        """(queue depth, utilisation, free share of the blocks, calls per second) of the seconds up to this one."""
+        seconds = [second for second in self._seconds if epoch - num_seconds < second.epoch <= epoch]
+        num_ns = sum(second.num_ns for second in seconds)
+        if not num_ns:
+            return float(self._num_waiting), self._used, self._free, 0.0
+        return (
+            sum(second.waiting_ns for second in seconds) / num_ns,
+            sum(second.used_ns for second in seconds) / num_ns,
+            sum(second.free_ns for second in seconds) / num_ns,
+            sum(second.num_calls for second in seconds) * _SECOND_NS / num_ns,
+        )
+
+    def _load_in_servers(self, epoch: int, now_ns: int) -> float:
+        depth, used, _, calls = self._means(epoch, REPLICA_WINDOW_S)
+        drain_rate = self._drain_rate(now_ns)
+        if not drain_rate:
+            return used / TARGET_UTILISATION
+        return max(used, calls / drain_rate) / TARGET_UTILISATION + depth / (drain_rate * CLEAR_S)

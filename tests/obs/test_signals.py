@@ -1,0 +1,138 @@
+"""Signals: sustained and not of the moment; replicas that neither flap nor sleep. In virtual time."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.obs.replicas import DOWN_S, UP_S, Replicas
+from penstock.obs.signals import WINDOW_S, Signals
+from penstock.types.stats import StepStats, WaitReason
+
+SECOND = 1_000_000_000
+ROWS = 10
+
+
+@dataclass
+class Load:
+    num_running: int = 0
+    num_waiting: int = 0
+    num_rows_free: int = ROWS
+    num_blocks_total: int = 100
+    num_blocks_free: int = 100
+    num_blocks_cached: int = 0
+
+
+def make_step(at_s: float, num_running: int, num_waiting: int = 0, num_held: int = 0) -> StepStats:
+    at_ns = int(at_s * SECOND)
+    reason = WaitReason.ROWS if num_waiting else WaitReason.NOTHING
+    return StepStats(0, at_ns, at_ns, num_running, num_waiting, 1, 1, 1, 100, 100 - num_held, 0, 0, 0, 0, waits_for=reason)
+
+
+class Server:
+    """Signals fed ten times a second, and what they said."""
+
+    def __init__(self, drain_rate: float = 0.0) -> None:
+        self.drain_rate = drain_rate
+        self.signals = Signals(ROWS, lambda now_ns: self.drain_rate)
+        self.now_s = 0.0
+        self.desired: list[int] = []
+
+    def run(self, seconds: float, num_running: int, num_waiting: int = 0, calls_per_s: float = 0.0, num_held: int = 0) -> None:
+        num_calls = 0.0
+        for _ in range(round(seconds * 10)):
+            self.now_s = round(self.now_s + 0.1, 3)
+            self.signals.on_step(make_step(self.now_s, num_running, num_waiting, num_held))
+            num_calls += calls_per_s / 10
+            while num_calls >= 1:
+                self.signals.on_call(int(self.now_s * SECOND))
+                num_calls -= 1
+            held = Load(num_running, num_waiting, ROWS - num_running, num_blocks_free=100 - num_held)
+            self.last = self.signals.read(held, int(self.now_s * SECOND))
+            self.desired.append(self.last.desired_replicas)
+
+
+def test_means_are_over_the_window_and_not_of_the_moment():
+    server = Server(drain_rate=2.0)
+    server.run(WINDOW_S, num_running=10, num_waiting=8, calls_per_s=3, num_held=60)
+    assert server.last.queue_depth == pytest.approx(8, rel=0.05)
+    assert server.last.queue_delay_s == pytest.approx(4, rel=0.05)
+    assert server.last.utilisation == pytest.approx(1.0, rel=0.02)
+    assert server.last.kv_headroom == pytest.approx(0.4, rel=0.05)
+    assert server.last.arrivals_per_s == pytest.approx(3, rel=0.1)
+    server.run(WINDOW_S / 2, num_running=5, num_held=20)
+    assert server.last.queue_depth == pytest.approx(4, rel=0.1)
+    assert server.last.utilisation == pytest.approx(0.75, rel=0.05)
+    assert server.last.kv_headroom == pytest.approx(0.6, rel=0.05)
+
+
+def test_a_pause_without_steps_lasts_as_the_last_state():
+    server = Server()
+    server.run(10, num_running=0)
+    later = server.signals.read(Load(), int((server.now_s + 3600) * SECOND))
+    assert (later.queue_depth, later.utilisation, later.kv_headroom) == (0, 0, 1)
+    assert later.desired_replicas == 1
+
+
+def test_twice_the_capacity_asks_for_three_servers_within_half_a_minute():
+    server = Server(drain_rate=4.0)
+    server.run(60, num_running=6)
+    begun = len(server.desired)
+    server.run(40, num_running=10, num_waiting=8, calls_per_s=8)
+    assert server.desired[begun - 1] == 1
+    assert server.desired[-1] == 3  # 2 / 0.8, and the queue
+    assert server.desired[begun:].index(2) / 10 <= 30
+    assert server.desired[begun:].index(2) / 10 >= UP_S
+
+
+def test_a_short_peak_starts_nothing():
+    server = Server(drain_rate=4.0)
+    server.run(60, num_running=6)
+    server.run(UP_S - 8, num_running=10, num_waiting=40, calls_per_s=40)
+    server.run(60, num_running=6)
+    assert set(server.desired) == {1}
+
+
+def test_down_only_after_the_long_window():
+    server = Server(drain_rate=4.0)
+    server.run(60, num_running=10, num_waiting=8, calls_per_s=8)
+    up = server.last.desired_replicas
+    server.run(DOWN_S - 20, num_running=2)
+    assert server.last.desired_replicas == up
+    server.run(60, num_running=2)
+    assert server.last.desired_replicas == 1
+
+
+def test_a_noisy_load_does_not_flap():
+    """Utilisation between 0.5 and 1.3 of the target from one second to the next, for an hour."""
+    rng = random.Random(1)
+    server = Server()
+    for _ in range(3600):
+        server.run(1, num_running=rng.randint(4, 10))
+    changes = sum(before != after for before, after in zip(server.desired, server.desired[1:], strict=False))
+    assert changes <= 2
+
+
+def test_a_load_that_swings_faster_than_the_window_keeps_what_its_peaks_need():
+    server = Server(drain_rate=4.0)
+    for _ in range(10):
+        server.run(60, num_running=10, num_waiting=8, calls_per_s=8)
+        server.run(60, num_running=1)
+    settled = server.desired[1200:]
+    assert set(settled) == {3}
+
+
+@given(st.lists(st.floats(0, 8), min_size=1, max_size=600))
+def test_never_more_than_was_asked_and_never_less_than_was_asked_all_along(loads):
+    replicas = Replicas()
+    for second, load in enumerate(loads):
+        replicas.add(second, load)
+        window = loads[max(0, second + 1 - DOWN_S) : second + 1]
+        assert 1 <= replicas.desired <= max(1, max(window) + 1)
+        late = loads[max(0, second + 1 - UP_S) : second + 1]
+        if len(late) == UP_S:
+            assert replicas.desired >= min(late) - 0.1
