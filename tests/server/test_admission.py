@@ -1,0 +1,169 @@
+"""The door over HTTP: which check refused and when to come back, limits of time and of tenants, targets that are counted."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import httpx
+import pytest
+from harness import CAPACITY, GatedExecutor, make_client, make_runtime, running, until
+
+from penstock.config import ServerConfig
+from penstock.sched.admission import AdmissionLimits
+
+ONE_ROW = replace(CAPACITY, max_rows=1)
+BODY = {"prompt": "abc", "max_tokens": 4, "temperature": 0}
+
+
+def check(response: httpx.Response, status: int, code: str, *words: str) -> None:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert error["code"] == code
+    for word in words:
+        assert word in error["message"]
+
+
+async def metric(client: httpx.AsyncClient, line: str) -> float:
+    text = (await client.get("/metrics")).text
+    return next((float(found.split()[-1]) for found in text.splitlines() if found.startswith(f"penstock_{line}")), 0.0)
+
+
+class Held:
+    """A live server whose one row is taken by a request that does not go on."""
+
+    def __init__(self, config: ServerConfig | None = None, **limits) -> None:
+        self.executor = GatedExecutor(ONE_ROW)
+        self._running = running(self.executor, limits=AdmissionLimits(**limits), config=config)
+
+    async def __aenter__(self):
+        self.server = self._running.__enter__()
+        self.client = httpx.AsyncClient(base_url=self.server.url, timeout=20)
+        self.first = asyncio.create_task(self.client.post("/v1/completions", json={"prompt": "first", "max_tokens": 400}))
+        await until(lambda: self.server.runtime.engine.load().num_running == 1)
+        return self
+
+    async def __aexit__(self, *exc_info) -> None:
+        self.executor.open()
+        assert (await self.first).status_code == 200
+        await self.client.aclose()
+        self._running.__exit__(*exc_info)
+
+
+async def test_a_tenant_may_run_so_many_and_others_go_on():
+    async with Held(tenant_max_concurrent=1) as held:
+        again = asyncio.create_task(held.client.post("/v1/completions", json=BODY, headers={"X-Tenant": "acme"}))
+        await until(lambda: held.server.runtime.engine.load().num_waiting == 1)
+        refused = await held.client.post("/v1/completions", json=BODY, headers={"X-Tenant": "acme"})
+        check(refused, 429, "overloaded", "tenant_concurrency", "at most 1")
+        assert int(refused.headers["retry-after"]) >= 1
+        assert int(refused.headers["retry-after-ms"]) >= 1
+        other = asyncio.create_task(held.client.post("/v1/completions", json=BODY, headers={"X-Tenant": "other"}))
+        await until(lambda: held.server.runtime.engine.load().num_waiting == 2)
+        held.executor.open()
+        assert (await again).status_code == (await other).status_code == 200
+        assert (await held.client.post("/v1/completions", json=BODY, headers={"X-Tenant": "acme"})).status_code == 200
+        assert await metric(held.client, 'requests_rejected_total{model="toy",reason="tenant_concurrency"}') == 1
+
+
+async def test_the_key_names_the_tenant_where_no_header_does():
+    runtime = make_runtime(limits=AdmissionLimits(tenant_tokens_per_minute=40))
+    try:
+        async with make_client(runtime, api_keys=("one", "two")) as client:
+
+            async def ask(key: str) -> httpx.Response:
+                body = {"prompt": "a" * 20, "max_tokens": 16, "ignore_eos": True}
+                return await client.post("/v1/completions", json=body, headers={"Authorization": f"Bearer {key}"})
+
+            assert (await ask("one")).status_code == 200
+            refused = await ask("one")
+            check(refused, 429, "overloaded", "tenant_tokens", "40 tokens per minute")
+            assert 20 <= int(refused.headers["retry-after"]) <= 60
+            assert "one" not in refused.json()["error"]["message"].split()
+            assert (await ask("two")).status_code == 200
+    finally:
+        runtime.close()
+
+
+async def test_kv_headroom_is_named():
+    async with Held(kv_headroom=0.5) as held:
+        body = {"prompt": "a" * 2000, "max_tokens": 40, "ignore_eos": True}
+        waiting = asyncio.create_task(held.client.post("/v1/completions", json=body))
+        await until(lambda: held.server.runtime.engine.load().num_waiting == 1)
+        huge = {"prompt": ["b" * 2000] * 8, "max_tokens": 40}
+        check(await held.client.post("/v1/completions", json=huge), 429, "overloaded", "kv_headroom", "blocks")
+        held.executor.open()
+        assert (await waiting).status_code == 200
+
+
+async def test_a_deadline_that_cannot_be_met_is_refused_at_once():
+    runtime = make_runtime()
+    try:
+        async with make_client(runtime) as client:
+            for _ in range(3):
+                await client.post("/v1/completions", json=BODY | {"max_tokens": 200, "ignore_eos": True})
+            runtime.admission.pace._step_ns = 5e6  # as on a slower machine
+            body = BODY | {"max_tokens": 1000, "ignore_eos": True}
+            refused = await client.post("/v1/completions", json=body, headers={"X-Deadline-Ms": "400"})
+            check(refused, 408, "deadline_exceeded", "can't be met", "ms are left")
+            assert refused.headers["x-should-retry"] == "false"
+            assert await metric(client, 'requests_rejected_total{model="toy",reason="deadline"}') == 1
+    finally:
+        runtime.close()
+
+
+@pytest.mark.parametrize("source", ["header", "setting"])
+@pytest.mark.parametrize(
+    ("header", "setting", "words"),
+    [
+        ("X-Queue-Timeout-Ms", "queue_timeout_s", "No turn came within the 50 ms"),
+        ("X-First-Token-Timeout-Ms", "first_token_timeout_s", "No token came within 50 ms"),
+        ("X-Deadline-Ms", "request_timeout_s", "deadline has passed, 50 ms"),
+    ],
+)
+async def test_who_waits_too_long_is_told_which_limit_that_was(source, header, setting, words):
+    headers = {header: "50"} if source == "header" else {}
+    executor = GatedExecutor(ONE_ROW)
+    config = ServerConfig(port=0, shutdown_timeout_s=0.0, **({setting: 0.05} if source == "setting" else {}))
+    with running(executor, config=config) as server:
+        async with httpx.AsyncClient(base_url=server.url, timeout=20) as client:
+            slow = {"X-Queue-Timeout-Ms": "60000", "X-First-Token-Timeout-Ms": "60000", "X-Deadline-Ms": "60000"}
+            first = asyncio.create_task(client.post("/v1/completions", json=BODY | {"max_tokens": 1000}, headers=slow))
+            await until(lambda: server.runtime.engine.load().num_running == 1)
+            ask = asyncio.create_task(client.post("/v1/completions", json=BODY, headers=headers))
+            while not ask.done():  # a step now and then, as time passes only on the wall
+                executor.allow()
+                await asyncio.sleep(0.005)
+            check(await ask, 408, "deadline_exceeded", words)
+            first.cancel()
+            executor.open()
+
+
+async def test_targets_are_counted_by_whether_they_were_met():
+    runtime = make_runtime(limits=AdmissionLimits(slo_ttft_ns=60_000_000_000))
+    try:
+        async with make_client(runtime) as client:
+            headers = {"X-SLO-TTFT-Ms": "60000", "X-SLO-ITL-Ms": "60000"}
+            assert (await client.post("/v1/completions", json=BODY, headers=headers)).status_code == 200
+            assert (await client.post("/v1/completions", json=BODY)).status_code == 200
+            assert await metric(client, 'slo_attainment_total{met="true",model="toy",slo="ttft"}') == 2
+            assert await metric(client, 'slo_attainment_total{met="true",model="toy",slo="itl"}') == 1
+            assert await metric(client, 'slo_attainment_total{met="false",model="toy",slo="itl"}') == 0
+    finally:
+        runtime.close()
+
+
+async def test_a_target_that_was_missed_is_counted_so():
+    executor = GatedExecutor(ONE_ROW)
+    with running(executor) as server:
+        async with httpx.AsyncClient(base_url=server.url, timeout=20) as client:
+            ask = asyncio.create_task(
+                client.post("/v1/completions", json=BODY, headers={"X-SLO-TTFT-Ms": "1", "X-SLO-ITL-Ms": "1"})
+            )
+            await until(lambda: server.runtime.engine.load().num_running == 1)
+            while not ask.done():
+                await asyncio.sleep(0.005)
+                executor.allow()
+            assert (await ask).status_code == 200
+            assert await metric(client, 'slo_attainment_total{met="false",model="toy",slo="ttft"}') == 1
+            assert await metric(client, 'slo_attainment_total{met="false",model="toy",slo="itl"}') == 1
