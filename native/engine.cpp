@@ -152,7 +152,7 @@ void Engine::poison_block(int block, int first) {
         const KvLayer kv = layer(i);
         const std::vector<float> nan(static_cast<size_t>(kv.num_kv_heads) * kv.head_dim, std::nanf(""));
         for (int64_t slot = int64_t{block} * kv.block_size + first; slot < int64_t{block + 1} * kv.block_size; ++slot) {
-            kernels_.kv_write_row(kv, slot, nan.data(), nan.data(), nullptr);
+            kernels_.kv_write_rows(kv, &slot, 1, nan.data(), nan.data(), nullptr);
         }
     }
 }

@@ -29,7 +29,8 @@ struct RowOp {
     int32_t out = -1;      // buffer, or activation for kQuantize and kToBf16
     int32_t x = -1;        // buffer
     int32_t y = -1;        // second buffer
-    // matrix (kEmbed), table (kLookup), vector (kRmsNorm; kKvWrite: what keys share), rope (kAngles, kRope)
+    // matrix (kEmbed), table (kLookup), vector (kRmsNorm; kQuantize: of the norm before, or -1; kKvWrite: what keys share, or -1), rope
+    // (kAngles, kRope)
     int32_t weight = -1;
     int32_t n = 0;         // group (kRmsNorm), heads (kRope), layer (kKvWrite), activation kind (kGated)
     int32_t head_dim = 0;  // kRope
@@ -188,6 +189,7 @@ class Engine final : private Work {
     void run_task(int stage, int task, int member) override;
     void stage_done(int stage) override;
     void run_rows(const Instruction& instruction, const StagePlan& plan, int task);
+    void run_row_op(const RowOp& op, int64_t row, int64_t end);
     void run_row_op(const RowOp& op, int64_t row);
     void compute_angles(Rope& rope, int64_t row);
     PanelRange panels_of(const StagePlan& plan, int task, int panels) const;

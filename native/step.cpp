@@ -14,6 +14,7 @@ namespace {
 
 constexpr int kRowBlock = 96;         // rows of a GEMM task: their activations stay in the second-level cache
 constexpr int kRowsOfTile = 4;        // of the widest kernels; only the speed depends on it
+constexpr int kRowsTogether = 16;     // that go through one row operation after another: they stay in the first-level cache
 constexpr int kTasksPerMember = 6;    // of a stage: the last ones to end leave the others idle for that much less
 constexpr int kAttentionTasksPerMember = 8;  // tiles differ more in cost than rows or panels
 
@@ -97,7 +98,7 @@ Engine::StagePlan Engine::plan_stage(const Instruction& instruction) const {
     const int rows = domain_size(instruction.domain);
     if (rows == 0) return {0, 1, 1};
     if (instruction.kind == InstructionKind::kRows) {
-        const int grain = grain_of(rows, wanted);
+        const int even = grain_of(rows, wanted), grain = even < kRowsTogether ? even : even / kRowsTogether * kRowsTogether;
         return {ceil_div(rows, grain), grain, 1};
     }
     // Whole tiles (a task's last panels would be computed one by one), and rather more tasks than wanted: one task too
@@ -163,8 +164,8 @@ void Engine::stage_done(int stage) {
 
 void Engine::run_rows(const Instruction& instruction, const StagePlan& plan, int task) {
     const int end = std::min((task + 1) * plan.grain, domain_size(instruction.domain));
-    for (int row = task * plan.grain; row < end; ++row) {
-        for (const RowOp& op : instruction.rows) run_row_op(op, row);
+    for (int row = task * plan.grain; row < end; row += kRowsTogether) {
+        for (const RowOp& op : instruction.rows) run_row_op(op, row, std::min(row + kRowsTogether, end));
     }
 }
 
@@ -175,6 +176,20 @@ void Engine::compute_angles(Rope& rope, int64_t row) {
         const float angle = position * rope.inv_freq[i];  // in float32, as the checkpoints' own implementation has it
         rope.cos[row * half + i] = std::cos(angle) * rope.factor;
         rope.sin[row * half + i] = std::sin(angle) * rope.factor;
+    }
+}
+
+// Rows [row, end). Some operations are faster on several at once; the others take one after another.
+void Engine::run_row_op(const RowOp& op, int64_t row, int64_t end) {
+    const auto vector = [&] { return op.weight < 0 ? nullptr : vectors_[op.weight].data(); };
+    switch (op.kind) {
+        case RowOpKind::kQuantize:
+            return kernels_.quantize_rows(activations_[op.out].view, row, end, buffers_[op.x].data(), vector(), op.value);
+        case RowOpKind::kKvWrite:
+            return kernels_.kv_write_rows(layer(op.n), input_.slot_mapping + row, end - row, buffers_[op.x].row(row),
+                                          buffers_[op.y].row(row), vector());
+        default:
+            for (; row < end; ++row) run_row_op(op, row);
     }
 }
 
@@ -194,16 +209,12 @@ void Engine::run_row_op(const RowOp& op, int64_t row) {
             return k.rms_norm(out.row(row), buffers_[op.x].row(row), vectors_[op.weight].data(), static_cast<int>(out.width), op.n,
                               op.value);
         }
-        case RowOpKind::kQuantize: return k.quantize_row(activations_[op.out].view, row, buffers_[op.x].row(row));
         case RowOpKind::kToBf16: return k.to_bf16_row(activations_[op.out].view, row, buffers_[op.x].row(row));
         case RowOpKind::kRope: {
             const Rope& rope = ropes_[op.weight];
             const int half = static_cast<int>(rope.inv_freq.size());
             return k.rope_row(buffers_[op.x].row(row), &rope.cos[row * half], &rope.sin[row * half], op.n, op.head_dim, half);
         }
-        case RowOpKind::kKvWrite:
-            return k.kv_write_row(layer(op.n), input_.slot_mapping[row], buffers_[op.x].row(row), buffers_[op.y].row(row),
-                                  op.weight < 0 ? nullptr : vectors_[op.weight].data());
         case RowOpKind::kGated:
             return k.gated_row(buffers_[op.out].row(row), buffers_[op.x].row(row), buffers_[op.y].row(row),
                                static_cast<int>(buffers_[op.out].width), static_cast<ActivationKind>(op.n));
@@ -215,6 +226,8 @@ void Engine::run_row_op(const RowOp& op, int64_t row) {
             std::memcpy(out.row(row), buffers_[op.x].row(input_.logit_tokens[row]), static_cast<size_t>(out.width) * sizeof(float));
             return;
         }
+        case RowOpKind::kQuantize:
+        case RowOpKind::kKvWrite: return run_row_op(op, row, row + 1);
     }
 }
 

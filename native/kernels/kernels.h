@@ -139,15 +139,18 @@ struct KernelTable {
 
     // out = x / sqrt(mean(x^2) + eps) * weight over each group of `group` columns; weight is [group]
     void (*rms_norm)(float* out, const float* x, const float* weight, int cols, int group, float eps);
-    // a's row `row` from x, in the form that is present in `a`
-    void (*quantize_row)(const Activation& a, int64_t row, const float* x);
+    // a's rows [row0, row1) as integers, from x's [rows, cols]; with `norm`, [cols], from x / sqrt(mean(x^2) + eps) * norm
+    void (*quantize_rows)(const Activation& a, int64_t row0, int64_t row1, const float* x, const float* norm, float eps);
+    // a's row `row` in bf16
     void (*to_bf16_row)(const Activation& a, int64_t row, const float* x);
     // out = row `index` of w, times scale
     void (*embed_row)(float* out, const PackedMatrix& w, int index, float scale);
     // cos and sin are [half]; pairs (i, i + half) of each head
     void (*rope_row)(float* x, const float* cos, const float* sin, int num_heads, int head_dim, int half);
-    // key less `centre`, unless that is null: [num_kv_heads * head_dim]
-    void (*kv_write_row)(const KvLayer& kv, int64_t slot, const float* k, const float* v, const float* centre);
+    // Token i of k and v, [count, num_kv_heads * head_dim], to slots[i]; keys less `centre`, unless that is null: [num_kv_heads *
+    // head_dim]
+    void (*kv_write_rows)(const KvLayer& kv, const int64_t* slots, int64_t count, const float* k, const float* v,
+                          const float* centre);
     void (*gated_row)(float* out, const float* gate, const float* up, int cols, ActivationKind kind);
     void (*add_row)(float* out, const float* a, const float* b, int cols);
 

@@ -7,11 +7,11 @@
 namespace penstock::PENSTOCK_ISA {
 
 void rms_norm(float* out, const float* x, const float* weight, int cols, int group, float eps);
-void quantize_row(const Activation& a, int64_t row, const float* x);
+void quantize_rows(const Activation& a, int64_t row0, int64_t row1, const float* x, const float* norm, float eps);
 void to_bf16_row(const Activation& a, int64_t row, const float* x);
 void embed_row(float* out, const PackedMatrix& w, int index, float scale);
 void rope_row(float* x, const float* cos, const float* sin, int num_heads, int head_dim, int half);
-void kv_write_row(const KvLayer& kv, int64_t slot, const float* k, const float* v, const float* centre);
+void kv_write_rows(const KvLayer& kv, const int64_t* slots, int64_t count, const float* k, const float* v, const float* centre);
 void gated_row(float* out, const float* gate, const float* up, int cols, ActivationKind kind);
 void add_row(float* out, const float* a, const float* b, int cols);
 int tile_panels(int rows);

@@ -35,19 +35,57 @@ constexpr int kLanes = 16;
 #endif
 
 // The first `count` of sixteen numbers at p; the others are zero.
-PENSTOCK_INLINE vf load_some(const float* p, int count) {
-    if (count == kLanes) return load(p);
-    alignas(64) float t[kLanes] = {};
-    for (int i = 0; i < count; ++i) t[i] = p[i];
-    return load(t);
+template <typename T>
+PENSTOCK_INLINE auto load_some(const T* p, int count) {
+    return count == kLanes ? load(p) : load_part(p, count);
 }
 
 // The first `count` lanes to p.
-PENSTOCK_INLINE void store_some(float* p, vf a, int count) {
+template <typename T, typename V>
+PENSTOCK_INLINE void store_some(T* p, V a, int count) {
     if (count == kLanes) return store(p, a);
-    alignas(64) float t[kLanes];
-    store(t, a);
-    for (int i = 0; i < count; ++i) p[i] = t[i];
+    store_part(p, a, count);
+}
+
+// a[0], b[0], a[1], b[1] and so on.
+PENSTOCK_INLINE void interleave_i8(uint8_t* __restrict out, const int8_t* __restrict a, const int8_t* __restrict b, int count) {
+    for (int i = 0; i < count; ++i) {
+        out[2 * i] = static_cast<uint8_t>(a[i]);
+        out[2 * i + 1] = static_cast<uint8_t>(b[i]);
+    }
+}
+
+// Sixteen bytes, each to every second one from p on; those between are left alone, even by other threads.
+PENSTOCK_INLINE void store_even_bytes(uint8_t* p, const int8_t* bytes) {
+#if defined(__AVX512BW__)
+    _mm256_mask_storeu_epi8(p, 0x55555555u, _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)bytes)));
+#else
+    for (int i = 0; i < kLanes; ++i) p[2 * i] = static_cast<uint8_t>(bytes[i]);
+#endif
+}
+
+// Eight rows of eight pairs of bytes become columns; strides in bytes.
+PENSTOCK_INLINE void transpose_pairs(uint8_t* out, int64_t out_stride, const int8_t* in, int64_t in_stride) {
+#if defined(__AVX2__)
+    __m128i a[8], b[8];
+    for (int i = 0; i < 8; ++i) a[i] = _mm_loadu_si128((const __m128i*)(in + i * in_stride));
+    for (int i = 0; i < 4; ++i) {
+        b[2 * i] = _mm_unpacklo_epi16(a[i], a[i + 4]);
+        b[2 * i + 1] = _mm_unpackhi_epi16(a[i], a[i + 4]);
+    }
+    for (int i = 0; i < 4; ++i) {
+        a[2 * i] = _mm_unpacklo_epi16(b[i], b[i + 4]);
+        a[2 * i + 1] = _mm_unpackhi_epi16(b[i], b[i + 4]);
+    }
+    for (int i = 0; i < 4; ++i) {
+        _mm_storeu_si128((__m128i*)(out + 2 * i * out_stride), _mm_unpacklo_epi16(a[i], a[i + 4]));
+        _mm_storeu_si128((__m128i*)(out + (2 * i + 1) * out_stride), _mm_unpackhi_epi16(a[i], a[i + 4]));
+    }
+#else
+    for (int i = 0; i < 8; ++i) {
+        for (int k = 0; k < 8; ++k) memcpy(out + k * out_stride + 2 * i, in + i * in_stride + 2 * k, 2);
+    }
+#endif
 }
 
 // e^a for a <= 88; relative error below 3e-7; 1e-38 below -87. Cody and Waite's reduction, then Cephes' polynomial for expf.

@@ -88,10 +88,40 @@ PENSTOCK_INLINE uint32_t lanes_above(vf a, vf b) {
     const int low = _mm256_movemask_ps(_mm256_cmp_ps(a.l, b.l, _CMP_GT_OQ));
     return static_cast<uint32_t>(low | _mm256_movemask_ps(_mm256_cmp_ps(a.h, b.h, _CMP_GT_OQ)) << 8);
 }
-PENSTOCK_INLINE vf largest_of_groups(const float* x) {
-    alignas(32) float t[16];
-    for (int g = 0; g < 16; ++g) t[g] = reduce_max(max(abs(load(x + 32 * g)), abs(load(x + 32 * g + 16))));
+PENSTOCK_INLINE vi max(vi a, vi b) { return {_mm256_max_epi32(a.l, b.l), _mm256_max_epi32(a.h, b.h)}; }
+PENSTOCK_INLINE vi load(const int32_t* p) {
+    return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 8))};
+}
+PENSTOCK_INLINE vf load_part(const float* p, int count) {
+    alignas(32) float t[16] = {};
+    for (int i = 0; i < count; ++i) t[i] = p[i];
     return load(t);
+}
+PENSTOCK_INLINE vi load_part(const int32_t* p, int count) {
+    alignas(32) int32_t t[16] = {};
+    for (int i = 0; i < count; ++i) t[i] = p[i];
+    return load(t);
+}
+PENSTOCK_INLINE void store_part(float* p, vf a, int count) {
+    alignas(32) float t[16];
+    store(t, a);
+    for (int i = 0; i < count; ++i) p[i] = t[i];
+}
+PENSTOCK_INLINE void store_part(int32_t* p, vi a, int count) {
+    alignas(32) int32_t t[16];
+    store(t, a);
+    for (int i = 0; i < count; ++i) p[i] = t[i];
+}
+PENSTOCK_INLINE vf up_to(vf a, vf bound) {
+    return {_mm256_and_ps(a.l, _mm256_cmp_ps(a.l, bound.l, _CMP_LE_OQ)), _mm256_and_ps(a.h, _mm256_cmp_ps(a.h, bound.h, _CMP_LE_OQ))};
+}
+PENSTOCK_INLINE void store_largest_of_four(int32_t* p, const vi (&a)[4]) {
+    __m256i v[4];
+    for (int i = 0; i < 4; ++i) v[i] = _mm256_max_epi32(a[i].l, a[i].h);
+    const __m256i first = _mm256_max_epi32(_mm256_unpacklo_epi32(v[0], v[1]), _mm256_unpackhi_epi32(v[0], v[1]));
+    const __m256i second = _mm256_max_epi32(_mm256_unpacklo_epi32(v[2], v[3]), _mm256_unpackhi_epi32(v[2], v[3]));
+    const __m256i all = _mm256_max_epi32(_mm256_unpacklo_epi64(first, second), _mm256_unpackhi_epi64(first, second));
+    _mm_storeu_si128((__m128i*)p, _mm_max_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1)));
 }
 PENSTOCK_INLINE __m256i rounded_i8_part(vf a, vf b) {
     const __m256i low = _mm256_packs_epi32(_mm256_cvtps_epi32(a.l), _mm256_cvtps_epi32(a.h));
@@ -99,20 +129,13 @@ PENSTOCK_INLINE __m256i rounded_i8_part(vf a, vf b) {
     return _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
 }
 PENSTOCK_INLINE vb rounded_i8(vf a, vf b, vf c, vf d) { return {rounded_i8_part(a, b), rounded_i8_part(c, d)}; }
-PENSTOCK_INLINE vi sum_of_groups(const vb (&q)[8]) {
-    const __m256i one = _mm256_set1_epi8(1);
-    __m256i v[16];
-    for (int g = 0; g < 16; ++g) {
-        const __m256i pairs = _mm256_maddubs_epi16(one, g % 2 == 0 ? q[g / 2].l : q[g / 2].h);
-        v[g] = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-    }
-    for (int count = 16; count > 4; count /= 2) {
-        for (int g = 0; g < count; g += 2) v[g / 2] = _mm256_hadd_epi32(v[g], v[g + 1]);
-    }
-    // Now v[k] has the groups 4k.. twice, in its two halves.
-    __m128i s[4];
-    for (int k = 0; k < 4; ++k) s[k] = _mm_add_epi32(_mm256_castsi256_si128(v[k]), _mm256_extracti128_si256(v[k], 1));
-    return {_mm256_set_m128i(s[1], s[0]), _mm256_set_m128i(s[3], s[2])};
+PENSTOCK_INLINE __m256i sums_of_bytes(__m256i a) {
+    return _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_set1_epi8(1), a), _mm256_set1_epi16(1));
+}
+PENSTOCK_INLINE void store_sums_of_four(int32_t* p, vb a, vb b) {
+    const __m256i first = _mm256_hadd_epi32(sums_of_bytes(a.l), sums_of_bytes(a.h));
+    const __m256i all = _mm256_hadd_epi32(first, _mm256_hadd_epi32(sums_of_bytes(b.l), sums_of_bytes(b.h)));
+    _mm_storeu_si128((__m128i*)p, _mm_add_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1)));
 }
 PENSTOCK_INLINE vb load64(const uint8_t* p) {
     return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 32))};

@@ -66,32 +66,34 @@ PENSTOCK_INLINE vb rounded_i8(vf a, vf b, vf c, vf d) {
 }
 // Bit i: whether lane i of a exceeds that of b.
 PENSTOCK_INLINE uint32_t lanes_above(vf a, vf b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ); }
-// Lane g: the largest size of the 32 values x[32 g ..], of sixteen such groups side by side.
-PENSTOCK_INLINE vf largest_of_groups(const float* x) {
-    __m512 v[16];
-    for (int g = 0; g < 16; ++g) {
-        v[g] = _mm512_max_ps(_mm512_abs_ps(_mm512_loadu_ps(x + 32 * g)), _mm512_abs_ps(_mm512_loadu_ps(x + 32 * g + 16)));
-    }
-    for (int g = 0; g < 16; g += 2) v[g / 2] = _mm512_max_ps(_mm512_unpacklo_ps(v[g], v[g + 1]), _mm512_unpackhi_ps(v[g], v[g + 1]));
-    for (int g = 0; g < 8; g += 2) {
-        const __m512d a = _mm512_castps_pd(v[g]), b = _mm512_castps_pd(v[g + 1]);
-        v[g / 2] = _mm512_max_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
-    }
-    for (int count = 4; count > 1; count /= 2) {
-        for (int g = 0; g < count; g += 2) {
-            v[g / 2] = _mm512_max_ps(_mm512_shuffle_f32x4(v[g], v[g + 1], 0x88), _mm512_shuffle_f32x4(v[g], v[g + 1], 0xDD));
-        }
-    }
-    return {v[0]};
+// Lane by lane the larger one. Of sizes of floats, by their bits: NaN is the largest.
+PENSTOCK_INLINE vi max(vi a, vi b) { return {_mm512_max_epi32(a.v, b.v)}; }
+PENSTOCK_INLINE vi load(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
+// The first `count` of sixteen numbers, fewer than 16; the others are zero, or left as they are.
+PENSTOCK_INLINE __mmask16 lanes_below(int count) { return static_cast<__mmask16>((1u << count) - 1u); }
+PENSTOCK_INLINE vf load_part(const float* p, int count) { return {_mm512_maskz_loadu_ps(lanes_below(count), p)}; }
+PENSTOCK_INLINE vi load_part(const int32_t* p, int count) { return {_mm512_maskz_loadu_epi32(lanes_below(count), p)}; }
+PENSTOCK_INLINE void store_part(float* p, vf a, int count) { _mm512_mask_storeu_ps(p, lanes_below(count), a.v); }
+PENSTOCK_INLINE void store_part(int32_t* p, vi a, int count) { _mm512_mask_storeu_epi32(p, lanes_below(count), a.v); }
+// a where it is not above the bound, else zero.
+PENSTOCK_INLINE vf up_to(vf a, vf bound) { return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a.v, bound.v, _CMP_LE_OQ), a.v)}; }
+// The largest lane of each of four.
+PENSTOCK_INLINE void store_largest_of_four(int32_t* p, const vi (&a)[4]) {
+    const __m512i first = _mm512_max_epi32(_mm512_unpacklo_epi32(a[0].v, a[1].v), _mm512_unpackhi_epi32(a[0].v, a[1].v));
+    const __m512i second = _mm512_max_epi32(_mm512_unpacklo_epi32(a[2].v, a[3].v), _mm512_unpackhi_epi32(a[2].v, a[3].v));
+    const __m512i all = _mm512_max_epi32(_mm512_unpacklo_epi64(first, second), _mm512_unpackhi_epi64(first, second));
+    const __m256i half = _mm256_max_epi32(_mm512_castsi512_si256(all), _mm512_extracti64x4_epi64(all, 1));
+    _mm_storeu_si128((__m128i*)p, _mm_max_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1)));
 }
-// Lane g: the sum of 32 int8 each, of sixteen such groups side by side.
-PENSTOCK_INLINE vi sum_of_groups(const vb (&q)[8]) {
-    __m512i v[8];
-    for (int i = 0; i < 8; ++i) v[i] = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), q[i].v);
-    for (int i = 0; i < 8; i += 2) v[i / 2] = _mm512_add_epi32(_mm512_unpacklo_epi32(v[i], v[i + 1]), _mm512_unpackhi_epi32(v[i], v[i + 1]));
-    for (int i = 0; i < 4; i += 2) v[i / 2] = _mm512_add_epi32(_mm512_unpacklo_epi64(v[i], v[i + 1]), _mm512_unpackhi_epi64(v[i], v[i + 1]));
-    const __m512i sums = _mm512_add_epi32(_mm512_shuffle_i32x4(v[0], v[1], 0x88), _mm512_shuffle_i32x4(v[0], v[1], 0xDD));
-    return {_mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15), sums)};
+// The sums of 32 int8 each: the halves of a, then those of b.
+PENSTOCK_INLINE void store_sums_of_four(int32_t* p, vb a, vb b) {
+    const __m512i one = _mm512_set1_epi8(1), zero = _mm512_setzero_si512();
+    const __m512i first = _mm512_dpbusd_epi32(zero, one, a.v), second = _mm512_dpbusd_epi32(zero, one, b.v);
+    __m512i all = _mm512_add_epi32(_mm512_unpacklo_epi64(first, second), _mm512_unpackhi_epi64(first, second));
+    all = _mm512_add_epi32(all, _mm512_shuffle_epi32(all, _MM_PERM_CDAB));
+    all = _mm512_add_epi32(all, _mm512_shuffle_i64x2(all, all, 0xB1));
+    // Now the quarters are (0, 0, 2, 2) twice, then (1, 1, 3, 3) twice.
+    _mm_storeu_si128((__m128i*)p, _mm_blend_epi32(_mm512_castsi512_si128(all), _mm512_extracti32x4_epi32(all, 2), 0xA));
 }
 PENSTOCK_INLINE vb load64(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
 PENSTOCK_INLINE void store64(uint8_t* p, vb a) { _mm512_storeu_si512(p, a.v); }

@@ -105,18 +105,26 @@ PENSTOCK_INLINE uint32_t lanes_above(vf a, vf b) {
     PENSTOCK_LANES above |= static_cast<uint32_t>(a.v[i] > b.v[i]) << i;
     return above;
 }
-PENSTOCK_INLINE vf largest_of_groups(const float* x) {
-    vf r;
-    for (int g = 0; g < 16; ++g) r.v[g] = reduce_max(max(abs(load(x + 32 * g)), abs(load(x + 32 * g + 16))));
-    return r;
-}
-PENSTOCK_INLINE vi sum_of_groups(const vb (&q)[8]) {
-    vi r;
-    for (int g = 0; g < 16; ++g) {
-        r.v[g] = 0;
-        for (int i = 0; i < 32; ++i) r.v[g] += static_cast<int8_t>(q[g / 2].v[32 * (g % 2) + i]);
+PENSTOCK_INLINE vi max(vi a, vi b) { PENSTOCK_LANES a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }
+PENSTOCK_INLINE vi load(const int32_t* p) { vi r; PENSTOCK_LANES r.v[i] = p[i]; return r; }
+PENSTOCK_INLINE vf load_part(const float* p, int count) { vf r; PENSTOCK_LANES r.v[i] = i < count ? p[i] : 0.0f; return r; }
+PENSTOCK_INLINE vi load_part(const int32_t* p, int count) { vi r; PENSTOCK_LANES r.v[i] = i < count ? p[i] : 0; return r; }
+PENSTOCK_INLINE void store_part(float* p, vf a, int count) { for (int i = 0; i < count; ++i) p[i] = a.v[i]; }
+PENSTOCK_INLINE void store_part(int32_t* p, vi a, int count) { for (int i = 0; i < count; ++i) p[i] = a.v[i]; }
+PENSTOCK_INLINE vf up_to(vf a, vf bound) { PENSTOCK_LANES a.v[i] = a.v[i] <= bound.v[i] ? a.v[i] : 0.0f; return a; }
+PENSTOCK_INLINE void store_largest_of_four(int32_t* p, const vi (&a)[4]) {
+    for (int k = 0; k < 4; ++k) {
+        int32_t largest = a[k].v[0];
+        PENSTOCK_LANES largest = largest > a[k].v[i] ? largest : a[k].v[i];
+        p[k] = largest;
     }
-    return r;
+}
+PENSTOCK_INLINE void store_sums_of_four(int32_t* p, vb a, vb b) {
+    for (int k = 0; k < 4; ++k) {
+        int32_t sum = 0;
+        for (int i = 0; i < 32; ++i) sum += static_cast<int8_t>((k < 2 ? a : b).v[32 * (k % 2) + i]);
+        p[k] = sum;
+    }
 }
 PENSTOCK_INLINE vb load64(const uint8_t* p) { vb r; memcpy(r.v, p, 64); return r; }
 PENSTOCK_INLINE void store64(uint8_t* p, vb a) { memcpy(p, a.v, 64); }

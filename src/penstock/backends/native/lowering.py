@@ -87,7 +87,7 @@ class _Lowering:
             self._emit_logits(op)
         elif isinstance(op, Attention):
             self._emit_attention(op)
-        else:
+        elif not (isinstance(op, RMSNorm) and self._emit_quantised_norm(op, at)):
             self._emit_row(op)
         return 1
 
@@ -123,6 +123,28 @@ class _Lowering:
                     f"the native backend can't compute {type(op).__name__} yet.",
                     remedy="Use --backend reference for this architecture.",
                 )
+
+    def _emit_quantised_norm(self, op: RMSNorm, at: int) -> bool:
+        """A norm of whole rows that only quantised products read is quantised at once and not kept otherwise."""
+        if op.group or not self._is_only_multiplied(op.out, at + 1):
+            return False
+        x, vector = self._buffer(op.x), self._vector(op.weight)
+        self._forget(op.out)
+        activation = self._new_activation(op.out, quantised=True)
+        self._row(RowOpKind.QUANTIZE, out=activation, x=x, weight=vector, value=op.eps)
+        self._converted[op.out, True] = activation
+        return True
+
+    def _is_only_multiplied(self, name: str, at: int) -> bool:
+        """Whether all that reads a value from `at` on, before it is written again, are products with quantised weights."""
+        for op in self._ops[at:]:
+            multiplied = isinstance(op, Linear | Logits) and op.x == name and self._is_quantised(op.weight)
+            residual = op.residual if isinstance(op, Linear) else None
+            if (name in _read_by(op) and not multiplied) or name == residual:
+                return False
+            if _written_by(op) == name:
+                break
+        return True
 
     def _emit_embed(self, op: Embed) -> None:
         """From the packed matrix if products need it, too; else from the file, of which few rows are ever read."""

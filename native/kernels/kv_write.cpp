@@ -1,0 +1,222 @@
+// Keys and values of a step's tokens on their way into the KV cache (`KvLayer` in kernels.h).
+
+#include "integers.h"
+#include "parts.h"
+#include "simd.h"
+
+namespace penstock::PENSTOCK_ISA {
+
+namespace {
+
+constexpr int kTogether = 8;  // heads of tokens that are made integers side by side
+constexpr int kMostItems = kLargestHeadDim / kGroup + 1;  // of a head: its value, then the groups of its key
+
+// Two columns of a key next to each other, those of the sixteen positions of its tile side by side.
+template <typename T>
+PENSTOCK_INLINE void scatter_pairs(T* keys, const T* integers, int columns) {
+    for (int i = 0; i < columns; i += 2) memcpy(keys + i * kKvTile, integers + i, 2 * sizeof(T));
+}
+
+template <typename T>
+PENSTOCK_INLINE void scatter(T* values, const T* numbers, int columns) {
+    for (int i = 0; i < columns; ++i) values[2 * i] = numbers[i];
+}
+
+// One head of one token, and where it goes.
+template <bool kCentred>
+struct Head {
+    const float *k, *v;
+    const float* centre;  // of the keys, if they are to be stored less that
+    uint8_t *keys, *values, *scales;
+
+    PENSTOCK_MEMBER vf key(int column) const {
+        if constexpr (kCentred) return sub(load(k + column), load(centre + column));
+        return load(k + column);
+    }
+    PENSTOCK_MEMBER vf value(int column) const { return load(v + column); }
+
+    // The sizes among which is the largest of an item.
+    PENSTOCK_MEMBER vi sizes(int item, int head_dim) const {
+        vi largest = set1_i(0);
+        if (item == 0) {
+            for (int d = 0; d < head_dim; d += kLanes) largest = max(largest, bits_of(abs(value(d))));
+        } else {
+            const int begin = (item - 1) * kGroup, end = begin + kGroup < head_dim ? begin + kGroup : head_dim;
+            for (int d = begin; d < end; d += kLanes) largest = max(largest, bits_of(abs(key(d))));
+        }
+        return largest;
+    }
+};
+
+// The next bf16 above largest / 127, NaN if that is broken; never so small that its inverse is infinite.
+PENSTOCK_INLINE vf int8_scale(vf largest, vf broken) {
+    const vf wanted = max(set1(kSmallest), mul(largest, set1(1.0f / 127.0f)));
+    const vf rounded = float_of(bit_and(add(bits_of(wanted), set1_i(0xFFFF)), set1_i(-0x10000)));
+    return add(rounded, add(mul(largest, set1(0.0f)), broken));
+}
+
+// Heads as integers, side by side.
+struct Integers {
+    alignas(64) int32_t largest[kMostItems][kLanes];  // bits of floats
+    alignas(64) float inverse[kMostItems][kLanes];
+    alignas(64) uint16_t scale[kMostItems][kLanes];
+    alignas(64) int8_t keys[kTogether][kLargestHeadDim], values[kTogether][kLargestHeadDim];
+
+    // A value that is no finite number breaks its key, and so whatever sees it: integers can't show it, and a NaN in bf16 would reach
+    // those, too, that give it no weight.
+    template <bool kCentred>
+    PENSTOCK_MEMBER void round(const Head<kCentred>* heads, int count, int head_dim, int items) {
+        for (int item = 0; item < items; ++item) {
+            store(largest[item], set1_i(0));
+            for (int h = 0; h < count; h += 4) {
+                vi sizes[4];
+                for (int i = 0; i < 4; ++i) sizes[i] = heads[h + i < count ? h + i : h].sizes(item, head_dim);
+                store_largest_of_four(largest[item] + h, sizes);
+            }
+        }
+        const vf broken = mul(float_of(load(largest[0])), set1(0.0f));
+        for (int item = 0; item < items; ++item) {
+            const vf scales = int8_scale(float_of(load(largest[item])), broken);
+            store_bf16(scale[item], scales);
+            store(inverse[item], div(set1(1.0f), scales));
+        }
+        for (int h = 0; h < count; ++h) {
+            const vf of_value = set1(inverse[0][h]);
+            for (int d = 0; d < head_dim; d += kLanes) {
+                store_rounded_i8(values[h] + d, mul(heads[h].value(d), of_value));
+                store_rounded_i8(keys[h] + d, mul(heads[h].key(d), set1(inverse[1 + d / kGroup][h])));
+            }
+        }
+    }
+};
+
+// Scales lie behind those of the keys' groups where they are of values.
+template <bool kCentred>
+PENSTOCK_INLINE uint8_t* scales_of(const Head<kCentred>& head, int item, int items) {
+    return head.scales + (item == 0 ? items - 1 : item - 1) * kKvTile * static_cast<int>(sizeof(uint16_t));
+}
+
+// Any heads.
+template <bool kCentred>
+void write_int8(const KvLayer& kv, const Head<kCentred>* heads, int count) {
+    const int items = kv.key_groups() + 1;
+    Integers integers;
+    integers.round(heads, count, kv.head_dim, items);
+    for (int h = 0; h < count; ++h) {
+        for (int item = 0; item < items; ++item) memcpy(scales_of(heads[h], item, items), &integers.scale[item][h], sizeof(uint16_t));
+        scatter_pairs(reinterpret_cast<int8_t*>(heads[h].keys), integers.keys[h], kv.head_dim);
+        for (int d = 0; d < kv.head_dim; d += kLanes) store_even_bytes(heads[h].values + 2 * d, integers.values[h] + d);
+    }
+}
+
+// One head of kTogether tokens in a row from a position on that is a multiple of that; `width` is from one token to the next.
+template <bool kCentred>
+void write_run_int8(const KvLayer& kv, const Head<kCentred>& first, int64_t width) {
+    const int items = kv.key_groups() + 1;
+    Head<kCentred> heads[kTogether];
+    for (int i = 0; i < kTogether; ++i) {
+        heads[i] = first;
+        heads[i].k += i * width;
+        heads[i].v += i * width;
+    }
+    Integers integers;
+    integers.round(heads, kTogether, kv.head_dim, items);
+    for (int item = 0; item < items; ++item) {
+        memcpy(scales_of(first, item, items), integers.scale[item], kTogether * sizeof(uint16_t));
+    }
+    for (int i = 0; i < kTogether; i += 2) {
+        interleave_i8(first.values + i * kv.head_dim, integers.values[i], integers.values[i + 1], kv.head_dim);
+    }
+    for (int d = 0; d < kv.head_dim; d += kLanes) {
+        transpose_pairs(first.keys + d * kKvTile, 2 * kKvTile, integers.keys[0] + d, kLargestHeadDim);
+    }
+}
+
+template <bool kCentred>
+void write_int16(const KvLayer& kv, const Head<kCentred>& head) {
+    alignas(64) float centred[kLargestHeadDim];
+    const float* key = head.k;
+    if constexpr (kCentred) {
+        for (int d = 0; d < kv.head_dim; d += kLanes) store(centred + d, head.key(d));
+        key = centred;
+    }
+    IntegerScale scale = integer_scale(key, kv.head_dim);
+    vf broken = set1(0.0f);
+    for (int d = 0; d < kv.head_dim; d += kLanes) broken = fma(head.value(d), set1(0.0f), broken);
+    const bool is_sound = isfinite(reduce_add(broken));
+    if (!is_sound) scale.scale = NAN;
+    memcpy(head.scales, &scale.scale, sizeof(float));
+    for (int d = 0; d < kv.head_dim; d += kLanes) {
+        alignas(64) int16_t integers[kLanes];
+        store_integers(integers, load(key + d), scale);
+        scatter_pairs(reinterpret_cast<int16_t*>(head.keys) + d * kKvTile, integers, kLanes);
+        alignas(64) uint16_t numbers[kLanes];
+        store_bf16(numbers, is_sound ? head.value(d) : set1(0.0f));
+        scatter(reinterpret_cast<uint16_t*>(head.values) + 2 * d, numbers, kLanes);
+    }
+}
+
+// The first head of the token at a slot.
+template <bool kCentred>
+PENSTOCK_INLINE Head<kCentred> first_head(const KvLayer& kv, int64_t slot, const float* k, const float* v, const float* centre) {
+    const int64_t block = slot / kv.block_size, offset = slot % kv.block_size, lane = offset % kKvTile;
+    uint8_t* const head = kv.data + block * kv.block_stride();
+    uint8_t* const tile = head + offset / kKvTile * kv.tile_stride();
+    return {k,
+            v,
+            centre,
+            tile + 2 * lane * kv.width(),
+            head + kv.values_offset() + (offset / 2 * 2 * kv.head_dim + offset % 2) * kv.width(),
+            tile + kv.scales_offset() + lane * (kv.format == KvFormat::kInt8 ? 2 : 4)};
+}
+
+template <bool kCentred>
+PENSTOCK_INLINE void go_to_next_head(const KvLayer& kv, Head<kCentred>& h) {
+    h.k += kv.head_dim;
+    h.v += kv.head_dim;
+    if constexpr (kCentred) h.centre += kv.head_dim;
+    h.keys += kv.head_stride();
+    h.values += kv.head_stride();
+    h.scales += kv.head_stride();
+}
+
+PENSTOCK_INLINE bool is_run(const int64_t* slots) {
+    bool is = slots[0] % kTogether == 0;
+    for (int i = 1; i < kTogether; ++i) is &= slots[i] == slots[0] + i;
+    return is;
+}
+
+template <bool kCentred>
+void write_rows(const KvLayer& kv, const int64_t* slots, int64_t count, const float* k, const float* v, const float* centre) {
+    const int64_t width = int64_t{kv.num_kv_heads} * kv.head_dim;
+    Head<kCentred> heads[kTogether];  // the first `waiting` of them are yet to be written
+    int waiting = 0;
+    for (int64_t i = 0; i < count;) {
+        Head<kCentred> head = first_head<kCentred>(kv, slots[i], k + i * width, v + i * width, centre);
+        const bool is_int8 = kv.format == KvFormat::kInt8, run = is_int8 && i + kTogether <= count && is_run(slots + i);
+        for (int h = 0; h < kv.num_kv_heads; ++h, go_to_next_head(kv, head)) {
+            if (run) {
+                write_run_int8(kv, head, width);
+            } else if (is_int8) {
+                heads[waiting++] = head;
+                if (waiting == kTogether) {
+                    write_int8(kv, heads, waiting);
+                    waiting = 0;
+                }
+            } else {
+                write_int16(kv, head);
+            }
+        }
+        i += run ? kTogether : 1;
+    }
+    if (waiting > 0) write_int8(kv, heads, waiting);
+}
+
+}  // namespace
+
+void kv_write_rows(const KvLayer& kv, const int64_t* slots, int64_t count, const float* k, const float* v, const float* centre) {
+    if (centre) return write_rows<true>(kv, slots, count, k, v, centre);
+    write_rows<false>(kv, slots, count, k, v, nullptr);
+}
+
+}  // namespace penstock::PENSTOCK_ISA

@@ -1,0 +1,253 @@
+// Rows of a step as int8 activations (`Activation` in kernels.h), of values as they are or of their norm.
+//
+// Some rows go through each pass together: what a pass must wait for, sums over lanes, roots and what it has just stored in
+// smaller pieces, is ready when the next pass comes to a row. Each row's numbers are its own.
+
+#include "parts.h"
+#include "simd.h"
+
+namespace penstock::PENSTOCK_ISA {
+
+namespace {
+
+constexpr int kRowsTogether = 4;
+constexpr int kColsTogether = 2048;  // rows of more columns would leave the first-level cache between two passes
+
+// Below it the squares underflow, and without their sum every value would be an outlier.
+constexpr float kSmallestLimit = 1e-15f;
+
+constexpr int32_t kOneBits = 0x3F800000;  // of 1.0f
+
+PENSTOCK_INLINE float float_of_bits(int32_t bits) {
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+// Calls f.template operator()<count>(first) for every four of a row's groups; count is below 4 in the last call only.
+template <typename F>
+PENSTOCK_INLINE void for_fours(int groups, F f) {
+    int g = 0;
+    for (; g + 4 <= groups; g += 4) f.template operator()<4>(g);
+    switch (groups - g) {
+        case 1: return f.template operator()<1>(g);
+        case 2: return f.template operator()<2>(g);
+        case 3: return f.template operator()<3>(g);
+        default: return;
+    }
+}
+
+// Calls f(first, count) for every sixteen of a row's groups; count is below 16 in the last call only.
+template <typename F>
+PENSTOCK_INLINE void for_sixteens(int groups, F f) {
+    int g = 0;
+    for (; g + kLanes <= groups; g += kLanes) f(g, kLanes);
+    if (g < groups) f(g, groups - g);
+}
+
+// One row on its way through the passes. Normed: what becomes integers is x * inverse * norm; else x, and the inverse is 1.
+template <bool kNormed>
+struct Row {
+    const float* x;
+    const float* norm;
+    int groups;
+    // Of the activation. Before they are what they will be, the exponents are the largest size of each group, without `inverse`, and
+    // the sums of zeros those of the integers.
+    int8_t* q;
+    int32_t *exponent, *zero_sum;
+    uint16_t* sum;
+    int32_t *outlier, *end;
+    float* rest;
+    float limit, inverse;
+
+    PENSTOCK_MEMBER void begin(const Activation& a, int64_t row, const float* rows, const float* weights) {
+        x = rows + row * a.cols;
+        norm = weights;
+        groups = a.cols / kGroup;
+        q = a.q + row * a.cols;
+        exponent = a.exponent + row * groups;
+        zero_sum = a.zero_sum + row * groups;
+        sum = a.sum + row * ((groups + 1) & ~1);
+        outlier = end = a.outlier + row * a.outliers_per_row;
+        rest = a.outlier_rest + row * a.outliers_per_row;
+    }
+
+    // Sixteen values without `inverse`.
+    PENSTOCK_MEMBER vf at(int column) const {
+        if constexpr (kNormed) return mul(load(x + column), load(norm + column));
+        return load(x + column);
+    }
+
+    PENSTOCK_MEMBER float value(int column) const {
+        if constexpr (kNormed) return x[column] * inverse * norm[column];
+        return x[column];
+    }
+
+    // The largest size of each group, the limit of what is no outlier, and the norm. False for a row with a number that is none, or
+    // too large a one.
+    PENSTOCK_MEMBER void measure(float eps) {
+        vf squares[4], of_x[4];
+        for (int p = 0; p < 4; ++p) squares[p] = of_x[p] = set1(0.0f);
+        for_fours(groups, [&]<int kCount>(int g) PENSTOCK_LAMBDA {
+            vi largest[4];
+            for (int i = 0; i < 4; ++i) {
+                largest[i] = set1_i(0);
+                if (i >= kCount) continue;
+                const int column = (g + i) * kGroup;
+                const vf a = at(column), b = at(column + kLanes);
+                vf& first = squares[2 * (i % 2)], &second = squares[2 * (i % 2) + 1];
+                first = fma(a, a, first);
+                second = fma(b, b, second);
+                if constexpr (kNormed) {
+                    const vf xa = load(x + column), xb = load(x + column + kLanes);
+                    vf& x_first = of_x[2 * (i % 2)], &x_second = of_x[2 * (i % 2) + 1];
+                    x_first = fma(xa, xa, x_first);
+                    x_second = fma(xb, xb, x_second);
+                }
+                largest[i] = max(bits_of(abs(a)), bits_of(abs(b)));
+            }
+            alignas(16) int32_t some[4];
+            store_largest_of_four(kCount == 4 ? exponent + g : some, largest);
+            if (kCount < 4) memcpy(exponent + g, some, kCount * sizeof(int32_t));
+        });
+        const float cols = static_cast<float>(groups * kGroup);
+        const auto sum_of = [](const vf (&part)[4]) PENSTOCK_LAMBDA {
+            return reduce_add(add(add(part[0], part[1]), add(part[2], part[3])));
+        };
+        limit = kOutlierRatio * sqrtf(sum_of(squares) / cols);
+        if (limit < kSmallestLimit) limit = kSmallestLimit;  // what is broken stays NaN, above which is nothing
+        inverse = kNormed ? 1.0f / sqrtf(sum_of(of_x) / cols + eps) : 1.0f;
+    }
+
+    PENSTOCK_MEMBER bool is_broken() const { return !(limit < INFINITY && inverse < INFINITY); }
+
+    // Outliers are listed, and no longer count for the largest of their group.
+    PENSTOCK_MEMBER void list_outliers() {
+        const vf bound = set1(limit);
+        for (int begin = 0; begin < groups; begin += 4 * kLanes) {
+            const int count = groups - begin < 4 * kLanes ? groups - begin : 4 * kLanes;
+            uint64_t above = 0;
+            for_sixteens(count, [&](int g, int some) PENSTOCK_LAMBDA {
+                const vf largest = float_of(load_some(exponent + begin + g, some));
+                above |= static_cast<uint64_t>(lanes_above(largest, bound)) << g;
+            });
+            for (; above != 0; above &= above - 1) list_outliers_of(begin + __builtin_ctzll(above), bound);
+        }
+        *end = kNoColumn;
+    }
+
+    PENSTOCK_MEMBER void list_outliers_of(int group, vf bound) {
+        const int column = group * kGroup;
+        const vf a = abs(at(column)), b = abs(at(column + kLanes));
+        const float largest = reduce_max(max(up_to(a, bound), up_to(b, bound)));
+        memcpy(exponent + group, &largest, sizeof(float));
+        uint32_t above = lanes_above(a, bound) | lanes_above(b, bound) << kLanes;
+        do {
+            *end++ = column + __builtin_ctz(above);
+            above &= above - 1;
+        } while (above != 0);
+    }
+
+    // The next power of two above the largest value / 127 of each group.
+    PENSTOCK_MEMBER void choose_scales() {
+        for_sixteens(groups, [&](int g, int count) PENSTOCK_LAMBDA {
+            const vf largest = mul(float_of(load_some(exponent + g, count)), set1(inverse));
+            const vf wanted = max(mul(largest, set1(1.0f / 127.0f)), set1(kSmallestScale));
+            const vi scale = bit_and(add(bits_of(wanted), set1_i(0x7FFFFF)), set1_i(0x7F800000));
+            store_some(exponent + g, sub(scale, set1_i(kOneBits)), count);
+        });
+    }
+
+    // The integers and their sums. The norm's inverse and that of a group's scale are multiplied first, which rounds nothing:
+    // a scale is a power of two.
+    PENSTOCK_MEMBER void round_all() {
+        for_fours(groups, [&]<int kCount>(int g) PENSTOCK_LAMBDA {
+            vf values[8];
+            for (int i = 0; i < 4; ++i) {
+                values[2 * i] = values[2 * i + 1] = set1(0.0f);
+                if (i >= kCount) continue;
+                vf factor = float_of(sub(set1_i(kOneBits), set1_i(exponent[g + i])));
+                if constexpr (kNormed) factor = mul(factor, set1(inverse));
+                for (int half = 0; half < 2; ++half) {
+                    const int column = (g + i) * kGroup + half * kLanes;
+                    values[2 * i + half] = mul(load(x + column), factor);
+                    if constexpr (kNormed) values[2 * i + half] = mul(values[2 * i + half], load(norm + column));
+                }
+            }
+            const vb first = rounded_i8(values[0], values[1], values[2], values[3]);
+            const vb second = rounded_i8(values[4], values[5], values[6], values[7]);
+            alignas(64) uint8_t some_q[4 * kGroup];
+            uint8_t* const to = kCount == 4 ? reinterpret_cast<uint8_t*>(q + g * kGroup) : some_q;
+            store64(to, first);
+            store64(to + 2 * kGroup, second);
+            alignas(16) int32_t some[4];
+            store_sums_of_four(kCount == 4 ? zero_sum + g : some, first, second);
+            if (kCount < 4) {
+                memcpy(q + g * kGroup, some_q, kCount * kGroup);
+                memcpy(zero_sum + g, some, kCount * sizeof(int32_t));
+            }
+        });
+    }
+
+    PENSTOCK_MEMBER void scale_sums() {
+        for_sixteens(groups, [&](int g, int count) PENSTOCK_LAMBDA {
+            const vi of_q = load_some(zero_sum + g, count), twice = add(of_q, of_q), four = add(twice, twice);
+            const vi scale = add(set1_i(kOneBits), load_some(exponent + g, count));
+            alignas(32) uint16_t some[kLanes];
+            store_bf16(count == kLanes ? sum + g : some, mul(float_of(scale), to_float(of_q)));
+            if (count < kLanes) memcpy(sum + g, some, static_cast<size_t>(count) * sizeof(uint16_t));
+            store_some(zero_sum + g, sub(set1_i(0), add(four, four)), count);
+        });
+        if (groups % 2) sum[groups] = 0;
+    }
+
+    // What the integers can't hold of outliers.
+    PENSTOCK_MEMBER void keep_rests() {
+        for (int i = 0; outlier + i < end; ++i) {
+            const int column = outlier[i];
+            rest[i] = value(column) - float_of_bits(kOneBits + exponent[column / kGroup]) * static_cast<float>(q[column]);
+        }
+    }
+
+    // An int8 can't be NaN, but the rest of an outlier can: what is broken must not become a plausible number.
+    PENSTOCK_MEMBER void spoil() {
+        memset(q, 0, static_cast<size_t>(groups) * kGroup);
+        for (int g = 0; g < groups; ++g) exponent[g] = zero_sum[g] = 0;
+        memset(sum, 0, static_cast<size_t>((groups + 1) & ~1) * sizeof(uint16_t));
+        outlier[0] = 0;
+        rest[0] = NAN;
+        outlier[1] = kNoColumn;
+    }
+};
+
+template <bool kNormed, int kCount>
+void quantize_together(const Activation& a, int64_t row, const float* x, const float* norm, float eps) {
+    Row<kNormed> rows[kCount];
+    for (int i = 0; i < kCount; ++i) rows[i].begin(a, row + i, x, norm);
+    for (int i = 0; i < kCount; ++i) rows[i].measure(eps);
+    for (int i = 0; i < kCount; ++i) rows[i].list_outliers();
+    for (int i = 0; i < kCount; ++i) rows[i].choose_scales();
+    for (int i = 0; i < kCount; ++i) rows[i].round_all();
+    for (int i = 0; i < kCount; ++i) {
+        rows[i].scale_sums();
+        rows[i].keep_rests();
+        if (rows[i].is_broken()) rows[i].spoil();
+    }
+}
+
+template <bool kNormed>
+void quantize_all(const Activation& a, int64_t row, int64_t end, const float* x, const float* norm, float eps) {
+    if (a.cols <= kColsTogether) {
+        for (; row + kRowsTogether <= end; row += kRowsTogether) quantize_together<kNormed, kRowsTogether>(a, row, x, norm, eps);
+    }
+    for (; row < end; ++row) quantize_together<kNormed, 1>(a, row, x, norm, eps);
+}
+
+}  // namespace
+
+void quantize_rows(const Activation& a, int64_t row0, int64_t row1, const float* x, const float* norm, float eps) {
+    if (norm) return quantize_all<true>(a, row0, row1, x, norm, eps);
+    quantize_all<false>(a, row0, row1, x, norm, eps);
+}
+
+}  // namespace penstock::PENSTOCK_ISA
