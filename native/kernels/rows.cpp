@@ -16,7 +16,7 @@ PENSTOCK_INLINE void for_lanes(int n, F f) {
     if (i < n) f(i, n - i);
 }
 
-// Four sums side by side: one alone would wait for each multiply-add before the next.
+// Four sums side by side: one alone would wait for each multiply-add before the next. In the order of quantize.cpp.
 PENSTOCK_INLINE float sum_of_squares(const float* x, int n) {
     vf part[4] = {set1(0.0f), set1(0.0f), set1(0.0f), set1(0.0f)};
     int i = 0;
@@ -26,10 +26,11 @@ PENSTOCK_INLINE float sum_of_squares(const float* x, int n) {
             part[p] = fma(v, v, part[p]);
         }
     }
-    for_lanes(n - i, [&](int at, int count) PENSTOCK_LAMBDA {
-        const vf v = load_some(x + i + at, count);
-        part[0] = fma(v, v, part[0]);
-    });
+    for (int p = 0; p < 4; ++p, i += kLanes) {
+        if (i >= n) break;
+        const vf v = load_some(x + i, n - i < kLanes ? n - i : kLanes);
+        part[p] = fma(v, v, part[p]);
+    }
     return reduce_add(add(add(part[0], part[1]), add(part[2], part[3])));
 }
 

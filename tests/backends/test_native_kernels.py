@@ -172,6 +172,43 @@ def test_an_outlier_neither_loses_precision_nor_takes_it_from_its_neighbours(var
     assert np.abs(out[:, :3] - seen).max() < 4 / 127
 
 
+@pytest.mark.parametrize("cols", [32, 96, 576, 1120, 2080])
+def test_a_norm_quantised_at_once_is_the_norm_quantised(variant: str, cols: int) -> None:
+    """To the bit, for each row whatever is computed with it: all at once, in small pieces, and from its own norm."""
+    rng = np.random.default_rng(cols)
+    x, weight = random_rows(rng, 23, cols), 1 + rng.standard_normal(cols).astype(np.float32) / 4
+    x[:, 5] *= 32
+    x[::3, cols // 2] *= 16
+    raw = quantize(rng.standard_normal((16, cols)).astype(np.float32), gguf.GGMLQuantizationType.Q8_0)
+
+    def probe_of(*, at_once: bool) -> Probe:
+        probe = Probe(23, 16, variant=variant)
+        buffer, norm = probe.input(x), probe.engine.add_vector(weight)
+        activation = probe.engine.add_activation(cols, True, per_sample=False)
+        if at_once:
+            probe.row(RowOpKind.QUANTIZE, out=activation, x=buffer, weight=norm, value=1e-5)
+        else:
+            normed = probe.buffer(cols)
+            probe.row(RowOpKind.RMS_NORM, out=normed, x=buffer, weight=norm, n=cols, value=1e-5)
+            probe.row(RowOpKind.QUANTIZE, out=activation, x=normed)
+        probe.flush()
+        out, matrix = probe.buffer(16), probe.engine.add_matrix(SourceFormat.Q8_0, 16, cols, raw)
+        probe.engine.add_linear([(matrix, activation, out, -1, -1)], samples=False)
+        probe.finish(out)
+        return probe
+
+    whole = probe_of(at_once=True).run(range(23))
+    normed = (x / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-5) * weight).astype(np.float32)
+    expected = quantised_product(normed, raw, WeightFormat.Q8_0)
+    assert np.abs(whole - expected).max() < 1e-3 * np.abs(expected).max()
+    assert (probe_of(at_once=False).run(range(23)) == whole).all()
+    for rows in (1, 3):
+        some = probe_of(at_once=True)
+        for begin in range(0, 23, rows):
+            tokens = range(begin, min(begin + rows, 23))
+            assert (some.run(tokens) == whole[begin : begin + rows]).all(), (rows, begin)
+
+
 def test_a_group_of_weights_without_a_scale_is_its_offset(variant: str) -> None:
     """d = 0 must not meet the kernels' arithmetic on exponents."""
     x = random_rows(np.random.default_rng(3), 3, 64)

@@ -8,9 +8,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from penstock.backends.native._native import Engine
+from penstock.backends.native._native import Engine, RowOpKind
 from penstock.backends.native.lowering import lower
-from penstock.models.program import Embed, GatedActivation, Linear, Logits, Op, Program
+from penstock.models.program import Add, Embed, GatedActivation, Linear, Logits, Op, Program, RMSNorm
 from penstock.models.weights import WeightFormat, WeightTensor
 
 NAMES = ("x", "y", "z", "h")
@@ -102,3 +102,49 @@ def test_an_embedding_is_packed_only_if_a_product_reads_it(output: str, added: l
     )
     lower(program, {"w": MATRIX, "v": MATRIX}, cast(Engine, recorder), num_positions=64)
     assert recorder.added == added
+
+
+class WhichRowOps(Recorder):
+    """The operations on rows, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds: list[RowOpKind] = []
+
+    def add_rows(self, ops: Sequence[RowOpKind], on_samples: bool) -> None:
+        self.kinds += ops
+
+
+@pytest.mark.parametrize(
+    ("group", "readers", "kinds"),
+    [
+        (0, (Linear("z", "y", "q"), Linear("h", "y", "q")), [RowOpKind.QUANTIZE]),
+        (0, (Linear("y", "y", "q"), Add("y", "y", "x")), [RowOpKind.QUANTIZE, RowOpKind.ADD]),
+        (16, (Linear("z", "y", "q"),), [RowOpKind.RMS_NORM, RowOpKind.QUANTIZE]),
+        (0, (Linear("z", "y", "w"),), [RowOpKind.RMS_NORM, RowOpKind.TO_BF16]),
+        (0, (Linear("z", "y", "q"), Add("h", "y", "x")), [RowOpKind.RMS_NORM, RowOpKind.QUANTIZE, RowOpKind.ADD]),
+        (0, (Linear("z", "y", "q", residual="y"),), [RowOpKind.RMS_NORM, RowOpKind.QUANTIZE]),
+    ],
+    ids=["quantised products", "read after it changed", "norm of groups", "bf16 product", "read as it is", "residual"],
+)
+def test_a_norm_is_quantised_at_once_if_only_quantised_products_read_it(
+    group: int, readers: Sequence[Op], kinds: list[RowOpKind], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.backends.native.lowering.RowOp", lambda kind, **fields: kind)
+    recorder = WhichRowOps()
+    norm = RMSNorm("y", "x", "n", eps=1e-5, group=group)
+    program = Program(
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=16,
+        vocab_size=32,
+        buffers=tuple((name, 32) for name in NAMES),
+        ops=(Embed("x", "w"), norm, *readers),
+    )
+    weights = {
+        "w": MATRIX,
+        "q": WeightTensor("q", 32, 32, WeightFormat.Q8_0, np.zeros((32, 34), np.uint8)),
+        "n": WeightTensor("n", 1, 32, WeightFormat.F32, np.zeros((1, 32), np.float32)),
+    }
+    lower(program, weights, cast(Engine, recorder), num_positions=64)
+    assert [kind for kind in recorder.kinds if kind not in (RowOpKind.EMBED, RowOpKind.LOOKUP)] == kinds
