@@ -278,3 +278,53 @@ class AttentionEngine(_Runner):
     def run(self, case: AttentionCase) -> float:
         """Seconds of one layer's attention."""
         return self._step(case.rows, case.query_len, case.context_len) / self.num_layers
+
+
+class RowsEngine(_Runner):
+    """Operations on rows of random inputs, timed by what one thread had of a processor."""
+
+    def __init__(self, max_rows: int, num_kv_heads: int, head_dim: int, variant: str) -> None:
+        num_blocks = 2 + max_rows // BLOCK_SIZE + 1
+        engine = Engine(
+            num_layers=1,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            vocab_size=max_rows,
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            max_rows=1,
+            max_step_tokens=max_rows,
+            num_threads=1,
+            variant=variant,
+        )
+        super().__init__(engine, num_blocks, max_rows, cpu_time=True)
+        self._max_rows = max_rows
+        self._rng = np.random.default_rng(0)
+        self._inputs: list[RowOp] = []
+
+    def input(self, width: int, outlier_share: float = 0.0) -> int:
+        """A buffer that holds random numbers in every step."""
+        rows = _bf16_rows(self._rng, self._max_rows, width, outlier_share)
+        table = self.engine.add_matrix(SourceFormat.BF16, self._max_rows, width, rows)
+        buffer = self.engine.add_buffer(width, per_sample=False)
+        self._inputs.append(RowOp(RowOpKind.EMBED, out=buffer, weight=table, value=1.0))
+        return buffer
+
+    def vector(self, values: NDArray[np.float32]) -> int:
+        return self.engine.add_vector(values)
+
+    def rope(self, head_dim: int) -> int:
+        """Its angles are computed once in every step."""
+        rope = self.engine.add_rope((10000.0 ** (-np.arange(0, head_dim, 2) / head_dim)).astype(np.float32), 1.0)
+        self._inputs.append(RowOp(RowOpKind.ANGLES, weight=rope))
+        return rope
+
+    def add(self, operations: list[RowOp], times: int) -> None:
+        """What a step does, after its inputs: these operations so many times, one instruction each time."""
+        self.engine.add_rows(self._inputs, samples=False)
+        for _ in range(times):
+            self.engine.add_rows(operations, samples=False)
+
+    def run(self, rows: int) -> float:
+        """Seconds of a step of one request's next `rows` tokens."""
+        return self._step(1, rows, 0)

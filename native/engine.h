@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <new>
 #include <string>
 #include <thread>
 #include <vector>
@@ -20,6 +21,20 @@
 #include "team.h"
 
 namespace penstock {
+
+// For numbers that kernels load sixteen at a time: one load that straddles two cache lines costs as much as two.
+template <typename T>
+struct CacheLineAllocator {
+    using value_type = T;
+    static constexpr std::align_val_t kLine{64};
+    CacheLineAllocator() = default;
+    template <typename U>
+    CacheLineAllocator(const CacheLineAllocator<U>&) {}
+    T* allocate(size_t n) { return static_cast<T*>(::operator new(n * sizeof(T), kLine)); }
+    void deallocate(T* p, size_t) { ::operator delete(p, kLine); }
+    bool operator==(const CacheLineAllocator&) const { return true; }
+};
+using Floats = std::vector<float, CacheLineAllocator<float>>;
 
 enum class RowOpKind : int32_t { kEmbed, kAngles, kRmsNorm, kQuantize, kToBf16, kRope, kKvWrite, kGated, kAdd, kGather, kLookup };
 
@@ -161,7 +176,7 @@ class Engine final : private Work {
     struct Rope {
         std::vector<float> inv_freq;
         float factor;
-        std::vector<float> cos, sin;  // [max_step_tokens, half], of this step's tokens
+        Floats cos, sin;  // [max_step_tokens, half], of this step's tokens
     };
     struct StagePlan {
         int32_t num_tasks;
@@ -207,7 +222,7 @@ class Engine final : private Work {
     Arena arena_;
     std::vector<PackedStorage> matrices_;
     std::vector<Table> tables_;
-    std::vector<std::vector<float>> vectors_;
+    std::vector<Floats> vectors_;
     std::deque<Rope> ropes_;
     std::vector<Buffer> buffers_;
     std::vector<OwnedActivation> activations_;

@@ -27,6 +27,14 @@ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 // Pieces of `count` things, about `wanted` of them.
 int grain_of(int count, int wanted) { return std::max(1, ceil_div(count, wanted)); }
 
+// Rows of a task of row operations: they are faster on four rows than on one, and on runs of eight or sixteen tokens.
+int grain_of_rows(int rows, int members) {
+    const int even = grain_of(rows, kTasksPerMember * members);
+    if (even >= kRowsTogether) return even / kRowsTogether * kRowsTogether;
+    if (even >= kRowsTogether / 2) return kRowsTogether / 2;
+    return rows >= 4 * members ? 4 : even;
+}
+
 // Blocks of equal size, in whole tiles of rows.
 int rows_of_block(int rows, int row_blocks) { return ceil_div(ceil_div(rows, row_blocks), kRowsOfTile) * kRowsOfTile; }
 
@@ -98,7 +106,7 @@ Engine::StagePlan Engine::plan_stage(const Instruction& instruction) const {
     const int rows = domain_size(instruction.domain);
     if (rows == 0) return {0, 1, 1};
     if (instruction.kind == InstructionKind::kRows) {
-        const int even = grain_of(rows, wanted), grain = even < kRowsTogether ? even : even / kRowsTogether * kRowsTogether;
+        const int grain = grain_of_rows(rows, team_.size());
         return {ceil_div(rows, grain), grain, 1};
     }
     // Whole tiles (a task's last panels would be computed one by one), and rather more tasks than wanted: one task too

@@ -57,15 +57,17 @@ void to_bf16_row(const Activation& a, int64_t row, const float* x) {
     if (padded > a.cols) out[a.cols] = 0;
 }
 
+// All heads of some columns before the next: their angles stay in registers.
 void rope_row(float* x, const float* cos, const float* sin, int num_heads, int head_dim, int half) {
-    for (int h = 0; h < num_heads; ++h, x += head_dim) {
-        for_lanes(half, [&](int i, int count) PENSTOCK_LAMBDA {
-            const vf a = load_some(x + i, count), b = load_some(x + half + i, count);
-            const vf c = load_some(cos + i, count), s = load_some(sin + i, count);
-            store_some(x + i, sub(mul(a, c), mul(b, s)), count);
-            store_some(x + half + i, add(mul(b, c), mul(a, s)), count);
-        });
-    }
+    for_lanes(half, [&](int i, int count) PENSTOCK_LAMBDA {
+        const vf c = load_some(cos + i, count), s = load_some(sin + i, count);
+        float *first = x + i, *second = first + half;
+        for (int h = 0; h < num_heads; ++h, first += head_dim, second += head_dim) {
+            const vf a = load_some(first, count), b = load_some(second, count);
+            store_some(first, sub(mul(a, c), mul(b, s)), count);
+            store_some(second, add(mul(b, c), mul(a, s)), count);
+        }
+    });
 }
 
 void gated_row(float* out, const float* gate, const float* up, int cols, ActivationKind kind) {
