@@ -146,15 +146,26 @@ def build_core(config: Config, capacity: Capacity, observer: Observer) -> Engine
 def build_policies(config: Config) -> Policies:
     """The preset's, with those in their place that the config names."""
     from penstock.sched.policies.presets import make_policies
-    from penstock.sched.policies.reserves import Watermark
 
-    watermark = config.kv.kv_watermark
+    chosen = config.scheduler
+    slo_itl_ns = None if chosen.slo_itl_s is None else int(chosen.slo_itl_s * 1e9)
+    budget = chosen.budget or ("itl" if slo_itl_ns else None)
     return make_policies(
-        config.scheduler.preset,
-        gate=config.scheduler.batching,
-        order=config.scheduler.policy,
-        predictor=config.scheduler.length_predictor,
-        reserve=None if watermark is None else Watermark(watermark),
+        chosen.preset,
+        gate=chosen.batching,
+        order=chosen.policy,
+        predictor=chosen.length_predictor,
+        budget=budget,
+        reserve=chosen.reserve or (None if config.kv.kv_watermark is None else "watermark"),
+        victim=chosen.victim,
+        settings={
+            "budget": {
+                "slo_itl_ns": slo_itl_ns,
+                "long_prefill_token_threshold": chosen.long_prefill_token_threshold,
+                "max_long_partial_prefills": chosen.max_long_partial_prefills,
+            },
+            "reserve": {"share": config.kv.kv_watermark},
+        },
     )
 
 

@@ -10,6 +10,7 @@ from penstock.sched.draft import StepDraft
 from penstock.sched.policies.base import AdmissionView, BucketView, BudgetView, GateView, VictimView
 from penstock.sched.policies.budgets import DecodeFirst, WholePrompts
 from penstock.sched.policies.gates import Continuous
+from penstock.sched.policies.hold_latency import HoldLatency
 from penstock.sched.policies.presets import PRESETS, TABLES, make_policies
 from penstock.sched.policies.reserves import FirstChunk, NoEvict, PredictedOutput, Watermark, WholePrompt
 from penstock.sched.policies.victims import VICTIMS, Cheapest, LatestArrived, LeastComputed, LowestPriority
@@ -40,7 +41,7 @@ def test_the_continuous_gate_is_open_for_every_free_row() -> None:
 
 
 def budget_view(**fields: int) -> BudgetView:
-    values = {"max_step_tokens": 512, "num_decodes": 0, "num_prefills": 0, "num_joining": 0}
+    values = {"max_step_tokens": 512, "num_decodes": 0, "prefill_context_len": 0}
     return BudgetView(**(values | fields), last_step=None)
 
 
@@ -199,5 +200,22 @@ def test_an_unknown_name_is_answered_with_the_valid_ones(seam: str) -> None:
 
 
 def test_an_unknown_preset_is_answered_with_the_valid_ones() -> None:
-    with pytest.raises(ConfigError, match=r"no preset called 'nope'.* Valid: penstock"):
+    with pytest.raises(ConfigError, match=rf"no preset called 'nope'.* Valid: {', '.join(sorted(PRESETS))}"):
         make_policies("nope")
+
+
+def test_a_setting_goes_to_the_policy_that_is_chosen_by_name() -> None:
+    policies = make_policies(budget="itl", settings={"budget": {"slo_itl_ns": 7, "max_long_partial_prefills": None}})
+    assert isinstance(policies.budget, HoldLatency)
+    assert (policies.budget.slo_itl_ns, policies.budget.max_long_partial_prefills) == (7, 1)
+
+
+def test_a_setting_that_the_policy_has_not_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="The budget 'whole-prompts' has no slo_itl_ns"):
+        make_policies(budget="whole-prompts", settings={"budget": {"slo_itl_ns": 7}})
+
+
+def test_a_preset_s_settings_go_with_its_policy_alone() -> None:
+    assert make_policies("sarathi").reserve == Watermark(growth_tokens=0)
+    assert make_policies("sarathi", reserve="watermark").reserve == Watermark(growth_tokens=0)
+    assert make_policies("penstock", reserve="watermark").reserve == Watermark()

@@ -104,7 +104,9 @@ class SchedulerConfig(Component):
 
     title: ClassVar[str] = "Scheduling"
 
-    preset: str = setting("penstock", "Named bundle of policies.", kind=Kind.CHOICE, choices=("penstock",))
+    preset: str = setting(
+        "penstock", "Named bundle of policies.", kind=Kind.CHOICE, choices=("orca", "vllm", "sarathi", "sglang", "penstock")
+    )
     batching: str | None = setting(
         None, "When a batch may start.", kind=Kind.CHOICE, choices=("continuous",), default_doc="the preset's: continuous"
     )
@@ -121,6 +123,49 @@ class SchedulerConfig(Component):
         kind=Kind.CHOICE,
         choices=("none", "online"),
         default_doc="the preset's: online",
+    )
+    budget: str | None = setting(
+        None,
+        "How the tokens of a step are split.",
+        kind=Kind.CHOICE,
+        choices=("decode-first", "itl", "whole-prompts"),
+        default_doc="itl with --slo-itl, else the preset's: itl",
+    )
+    slo_itl_s: float | None = setting(
+        None,
+        "Latency between two tokens that 99 of 100 are to keep; prefill chunks are made as small as that needs.",
+        kind=Kind.DURATION,
+        key="slo_itl",
+        minimum=0.001,
+        default_doc="50ms, or twice a step without prefills if that is more",
+    )
+    long_prefill_token_threshold: int | None = setting(
+        None,
+        "A prompt with more tokens to compute is long: it gets no more of a step, and with itl others pass it.",
+        kind=Kind.COUNT,
+        minimum=1,
+        default_doc="the preset's: 512",
+    )
+    max_long_partial_prefills: int | None = setting(
+        None,
+        "Long prompts computed at the same time; shorter ones pass those that wait.",
+        kind=Kind.COUNT,
+        minimum=1,
+        default_doc="the budget's: 1 with itl, else no limit",
+    )
+    reserve: str | None = setting(
+        None,
+        "How much memory an admission must find.",
+        kind=Kind.CHOICE,
+        choices=("chunk", "prompt", "predicted", "no-evict", "watermark"),
+        default_doc="the preset's: watermark",
+    )
+    victim: str | None = setting(
+        None,
+        "Who is preempted when memory is short.",
+        kind=Kind.CHOICE,
+        choices=("latest", "lowest-priority", "least-computed", "cheapest"),
+        default_doc="the preset's: cheapest",
     )
     preemption: str | None = setting(
         None,

@@ -21,6 +21,8 @@ class StepCounts:
     """Positions that it computes."""
     num_decodes: int = 0
     """Rows of requests that were one token behind."""
+    num_prefill_pairs: int = 0
+    """Of a token of another row and one before it in its request."""
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
     """Positions that had been computed before a preemption and are computed again."""
@@ -48,13 +50,17 @@ class StepDraft:
     num_tokens: int = 0
     """Positions that the rows compute."""
     num_decodes: int = 0
+    num_prefill_pairs: int = 0
     num_long_prefills: int = 0
     """That run, those that this step admits included."""
+    num_kept_tokens: int = 0
+    """For long prefills that come after the others."""
     rows: list[RowPlan] = field(default_factory=list)
     admits: dict[str, AdmitRow] = field(default_factory=dict)
     num_promised_blocks: int = 0
     """Free blocks that running prefills will need for the tokens they have."""
     num_preemptions: int = 0
+    num_admitted: int = 0
     num_recomputed_tokens: int = 0
     num_prefix_query_tokens: int = 0
     num_prefix_hit_tokens: int = 0
@@ -63,7 +69,7 @@ class StepDraft:
     @property
     def tokens_left(self) -> int:
         """What prefills may still take."""
-        return max(0, self.limits.max_tokens - self.num_tokens)
+        return max(0, self.limits.max_tokens - self.num_tokens - self.num_kept_tokens)
 
     @property
     def takes_long(self) -> bool:
@@ -86,6 +92,8 @@ class StepDraft:
     def add_row(self, row: RowPlan) -> None:
         self.rows.append(row)
         self.num_tokens += row.query_len
+        if row.query_len > 1:
+            self.num_prefill_pairs += num_pairs(row)
 
     def take_back(self, request: Request) -> None:
         """Remove what the step planned for a request, if anything. O(rows): only victims are taken back."""
@@ -93,6 +101,7 @@ class StepDraft:
         for idx, row in enumerate(self.rows):
             if row.request_id == request.request_id:
                 self.num_tokens -= row.query_len
+                self.num_prefill_pairs -= num_pairs(row) if row.query_len > 1 else 0
                 self.num_recomputed_tokens -= num_recomputed(request, row)
                 del self.rows[idx]
                 return
@@ -101,12 +110,18 @@ class StepDraft:
         return StepCounts(
             num_tokens=self.num_tokens,
             num_decodes=self.num_decodes,
+            num_prefill_pairs=self.num_prefill_pairs,
             num_preemptions=self.num_preemptions,
             num_recomputed_tokens=self.num_recomputed_tokens,
             num_prefix_query_tokens=self.num_prefix_query_tokens,
             num_prefix_hit_tokens=self.num_prefix_hit_tokens,
             waits_for=self.waits_for,
         )
+
+
+def num_pairs(row: RowPlan) -> int:
+    """Of a token of the row and one before it."""
+    return row.query_len * row.context_len + row.query_len * (row.query_len - 1) // 2
 
 
 def num_recomputed(request: Request, row: RowPlan) -> int:

@@ -10,7 +10,8 @@ Side effects have an order:
     schedule   1. gate: how many may join
                2. extend the running: decodes, then prefills; preempt where memory is short
                3. per waiting request, while row, tokens and memory last: look up its prefix, admit
-               4. build the plan
+               4. extend the prefills that were put off, where the budget lets others pass long ones
+               5. build the plan
     commit     1. advance num_computed_tokens
                2. append the sampled token
                3. finish checks: stop token, max_tokens, max_model_len
@@ -25,7 +26,7 @@ there is room for all its tokens and for everybody to grow, so work is not lost 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from penstock.kv.invariants import check as check_kv
 from penstock.kv.manager import KVManager, PrefixHit
@@ -139,9 +140,10 @@ class Scheduler:
         """The next step; None if there is nothing to compute."""
         decision = self._ask_gate(now_ns)
         draft = StepDraft(StepLimits(self.capacity.max_step_tokens))
-        self._extend_running(draft, decision)
+        late = self._extend_running(draft)
         if draft.num_preemptions == 0:
             self._admit_waiting(draft, decision, now_ns)
+        self._extend_late(draft, late)
         draft.waits_for = self._waits_for(draft)
         return self._build(draft, now_ns) if draft.rows else None
 
@@ -155,8 +157,11 @@ class Scheduler:
         self.wakeup_ns = decision.wakeup_ns
         return decision
 
-    def _extend_running(self, draft: StepDraft, decision: GateDecision) -> None:
-        """Rows for the running requests: every decode, then prefills while tokens last, each in order of admission."""
+    def _extend_running(self, draft: StepDraft) -> list[Request]:
+        """Rows for the running requests: every decode, then prefills while tokens last, each in order of admission.
+
+        Returns the prefills whose turn comes after the admissions.
+        """
         prefills: list[Request] = []
         add_row, num_slots, num_short_cuts = draft.rows.append, self.kv.num_slots, 0
         for request in tuple(self._running.values()):
@@ -171,22 +176,48 @@ class Scheduler:
                 self._extend(draft, request, 1)
         draft.num_tokens += num_short_cuts
         draft.num_decodes = draft.num_tokens
-        draft.limits = self._ask_budget(draft, len(prefills), decision)
+        draft.limits = self._ask_budget(draft, prefills)
+        late = self._put_off_long(draft, prefills)
         for request in prefills:
-            num_behind = request.num_tokens - request.num_computed_tokens
-            query_len = draft.chunk(num_behind)
-            if query_len > 0:
-                self._extend(draft, request, query_len)
-            if request.status is RequestStatus.RUNNING:
-                draft.num_promised_blocks += self._num_missing_blocks(request)
-                draft.num_long_prefills += draft.is_long(num_behind)
+            if request not in late:
+                self._extend_prefill(draft, request)
+        return late
 
-    def _ask_budget(self, draft: StepDraft, num_prefills: int, decision: GateDecision) -> StepLimits:
-        waiting = self._waiting
-        num_let_in = min(len(waiting), waiting.num_joining + decision.max_admissions)
-        num_joining = min(num_let_in, self._max_rows - len(self._running))
-        view = BudgetView(self.capacity.max_step_tokens, draft.num_decodes, num_prefills, num_joining, self._last_step)
+    def _ask_budget(self, draft: StepDraft, prefills: Sequence[Request]) -> StepLimits:
+        view = BudgetView(
+            max_step_tokens=self.capacity.max_step_tokens,
+            num_decodes=draft.num_decodes,
+            prefill_context_len=prefills[0].num_computed_tokens if prefills else 0,
+            last_step=self._last_step,
+        )
         return self._policies.budget.limits(view)
+
+    def _put_off_long(self, draft: StepDraft, prefills: Sequence[Request]) -> list[Request]:
+        """Keep tokens and blocks for the long ones, if it is their lot to take what others leave. Returns these."""
+        if draft.limits.long_prefill_share is None:
+            return []
+        late = [request for request in prefills if draft.is_long(request.num_behind)]
+        if late:
+            draft.num_long_prefills = len(late)
+            draft.num_promised_blocks = sum(map(self._num_missing_blocks, late))
+            draft.num_kept_tokens = min(draft.limits.long_prefill_share, draft.tokens_left)
+        return late
+
+    def _extend_late(self, draft: StepDraft, late: Sequence[Request]) -> None:
+        """Those that were put off take what is left. What was admitted before has left them their blocks."""
+        draft.num_kept_tokens = 0
+        for request in late:
+            if request.status is RequestStatus.RUNNING and (query_len := draft.chunk(request.num_behind)):
+                self._extend(draft, request, query_len)
+
+    def _extend_prefill(self, draft: StepDraft, request: Request) -> None:
+        num_behind = request.num_behind
+        query_len = draft.chunk(num_behind)
+        if query_len > 0:
+            self._extend(draft, request, query_len)
+        if request.status is RequestStatus.RUNNING:
+            draft.num_promised_blocks += self._num_missing_blocks(request)
+            draft.num_long_prefills += draft.is_long(num_behind)
 
     def _num_lacking_blocks(self, request: Request, query_len: int) -> int:
         """Blocks that a row needs beyond those that are held and free."""
@@ -206,6 +237,7 @@ class Scheduler:
         context_len = request.num_computed_tokens
         num_copies = self.kv.num_pending_copies
         while (blocks := self.kv.extend(request.request_id, context_len, context_len + query_len)) is None:
+            assert not draft.num_admitted, "a step must not both admit and preempt"
             if self._preempt(draft, self._num_lacking_blocks(request, query_len)) is request:
                 return
         if self.kv.num_pending_copies != num_copies:
@@ -320,6 +352,7 @@ class Scheduler:
         draft.admits[request.request_id] = _admit_row(request, table, hit.num_tokens)
         self._add_row(draft, request, query_len, ())
         draft.num_promised_blocks += self._num_missing_blocks(request)
+        draft.num_admitted += 1
         draft.num_prefix_query_tokens += request.num_tokens
         draft.num_prefix_hit_tokens += hit.num_tokens
 
@@ -387,9 +420,9 @@ class Scheduler:
         self._last_step_ns = now_ns - plan.now_ns
         counts = self.counts
         duration_ns = now_ns - self._last_commit_ns if counts.num_decodes else self._last_step_ns
-        self._last_step = StepRecord(counts.num_decodes, counts.num_tokens - counts.num_decodes, duration_ns)
+        num_prefill_tokens = counts.num_tokens - counts.num_decodes
+        self._last_step = StepRecord(counts.num_decodes, num_prefill_tokens, duration_ns, counts.num_prefill_pairs)
         self._last_commit_ns = now_ns
-        num_prefill_tokens = self._last_step.num_prefill_tokens
         if not counts.num_decodes and num_prefill_tokens:
             self._prefill_ns_per_token = duration_ns / num_prefill_tokens
 

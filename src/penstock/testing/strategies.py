@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from penstock.engine.core import EngineCore
 from penstock.sched.policies.base import Budget, Policies, Reserve
 from penstock.sched.policies.budgets import DecodeFirst, WholePrompts
+from penstock.sched.policies.hold_latency import HoldLatency
 from penstock.sched.policies.orders import ORDERS
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import RESERVES, Watermark
@@ -120,7 +121,14 @@ def budgets() -> st.SearchStrategy[Budget]:
         long_prefill_token_threshold=st.sampled_from([0, 1, 5]),
         max_long_partial_prefills=st.sampled_from([0, 0, 1, 2]),
     )
-    return st.one_of(capped, capped, st.builds(WholePrompts))
+    held = st.builds(
+        HoldLatency,
+        slo_itl_ns=st.sampled_from([0, 1_500_000]),
+        min_chunk_tokens=st.sampled_from([1, 4]),
+        long_prefill_token_threshold=st.sampled_from([0, 1, 5]),
+        max_long_partial_prefills=st.sampled_from([0, 1, 2]),
+    )
+    return st.one_of(capped, capped, held, st.builds(WholePrompts))
 
 
 def reserves() -> st.SearchStrategy[Reserve | str]:

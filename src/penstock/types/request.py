@@ -81,5 +81,10 @@ class Request:
         self.num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @property
+    def num_behind(self) -> int:
+        """Tokens that it has and that are not computed: 1 for a decode."""
+        return self.num_tokens - self.num_computed_tokens
+
+    @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)

@@ -131,6 +131,8 @@ class StepRecord:
     duration_ns: int
     """From the commit before to its own, which is the latency between two tokens of those that decode. If nobody did, from its
     plan: there may have been a pause."""
+    num_prefill_pairs: int = 0
+    """Of a prefill token and one before it in its request: what attention works on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +142,8 @@ class BudgetView:
     max_step_tokens: int
     num_decodes: int
     """Tokens that are given away."""
-    num_prefills: int
-    """Running requests that are more than one token behind."""
-    num_joining: int
-    """Waiting requests for which there are rows and an open gate; memory may still be short."""
+    prefill_context_len: int
+    """Tokens computed of the first running request that is more than one token behind; 0 without."""
     last_step: StepRecord | None
     """The last that was committed; the same object until there is another. None before the first."""
 
@@ -163,6 +163,8 @@ class StepLimits:
     """A prefill that is further behind than this is long."""
     max_long_prefills: int = UNLIMITED
     """Long prefills at the same time; shorter ones may pass those that wait for it. Never keeps a preempted request waiting."""
+    long_prefill_share: int | None = None
+    """Long prefills take what all others leave, new ones too, and so many tokens at least; None: they take their turn."""
     splits_prompts: bool = True
     """False: a prefill that does not fit the rest of the step waits for the next, unless it would be the step's only one."""
 

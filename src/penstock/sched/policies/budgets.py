@@ -39,5 +39,6 @@ class WholePrompts:
 
 BUDGETS = {
     "decode-first": "penstock.sched.policies.budgets:DecodeFirst",
+    "itl": "penstock.sched.policies.hold_latency:HoldLatency",
     "whole-prompts": "penstock.sched.policies.budgets:WholePrompts",
 }

@@ -5,8 +5,9 @@ table.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 from penstock.sched.policies.base import Budget, Gate, Order, Policies, Predictor, Reserve, Victim
@@ -21,7 +22,7 @@ from penstock.types.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
-    """One name per seam."""
+    """One name per seam, and what else the system after which it is called does. All preempt by recomputing."""
 
     gate: str
     order: str
@@ -29,10 +30,45 @@ class Preset:
     reserve: str
     victim: str
     predictor: str = "online"
+    settings: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    """By seam: fields of its policy that differ from their defaults."""
 
 
 PRESETS: Mapping[str, Preset] = {
-    "penstock": Preset(gate="continuous", order="fcfs", budget="decode-first", reserve="watermark", victim="latest"),
+    # Iteration-level scheduling; prompts whole; `max_tokens` reserved for each request (Yu et al., OSDI 2022).
+    "orca": Preset(gate="continuous", order="fcfs", budget="whole-prompts", reserve="no-evict", victim="latest"),
+    # vLLM 1 (v1/core/sched/scheduler.py): chunked prefill within max_num_batched_tokens; `scheduler_reserve_full_isl` and no
+    # watermark; the last of the running is preempted and goes back to the head of the queue.
+    "vllm": Preset(gate="continuous", order="fcfs", budget="decode-first", reserve="prompt", victim="latest"),
+    # Sarathi-Serve (OSDI 2024; core/scheduler/sarathi_scheduler.py): decodes, then running prefills, then new ones, up to a
+    # fixed chunk size; a watermark of 1 %, as vLLM had it then.
+    "sarathi": Preset(
+        gate="continuous",
+        order="fcfs",
+        budget="decode-first",
+        reserve="watermark",
+        victim="latest",
+        settings={"reserve": {"growth_tokens": 0}},
+    ),
+    # SGLang (managers/schedule_policy.py, schedule_batch.py): room for a share of the tokens that are left (`new_token_ratio`),
+    # who has least to lose is retracted. It computes prompts in steps of their own, before decodes; that is not reproduced.
+    "sglang": Preset(
+        gate="continuous",
+        order="fcfs",
+        budget="decode-first",
+        reserve="predicted",
+        victim="least-computed",
+        settings={"reserve": {"unknown_share": 0.7, "growth_tokens": 0}},
+    ),
+    # What measures best: docs/budgets.md has the comparison.
+    "penstock": Preset(
+        gate="continuous",
+        order="fcfs",
+        budget="itl",
+        reserve="watermark",
+        victim="cheapest",
+        settings={"budget": {"long_prefill_token_threshold": 512}},
+    ),
 }
 
 TABLES: Mapping[str, Mapping[str, str]] = {
@@ -54,28 +90,40 @@ def make_policies(
     reserve: str | Reserve | None = None,
     victim: str | Victim | None = None,
     predictor: str | Predictor | None = None,
+    settings: Mapping[str, Mapping[str, object]] | None = None,
 ) -> Policies:
     """A preset's policies; each may be replaced by another name of its seam's table, or by a value.
 
-    Raises ConfigError, listing the valid names, for a name that is in no table.
+    `settings`, by seam: fields of the policy that is chosen by name; None leaves one as it is.
+    Raises ConfigError, listing the valid names, for a name that is in no table, and for a setting that the policy hasn't.
     """
     if preset not in PRESETS:
         raise _unknown("preset", preset, PRESETS)
     overrides = {"gate": gate, "order": order, "budget": budget, "reserve": reserve, "victim": victim, "predictor": predictor}
     chosen: dict[str, Any] = {}
-    for seam in fields(Preset):
-        choice = overrides[seam.name]
-        chosen[seam.name] = _resolve(seam.name, getattr(PRESETS[preset], seam.name) if choice is None else choice)
+    for seam, override in overrides.items():
+        if override is not None and not isinstance(override, str):
+            chosen[seam] = override
+            continue
+        usual = getattr(PRESETS[preset], seam)
+        name = usual if override is None else override
+        given = {key: value for key, value in (settings or {}).get(seam, {}).items() if value is not None}
+        known = PRESETS[preset].settings.get(seam, {}) if name == usual else {}
+        chosen[seam] = _make(seam, name, {**known, **given})
     return Policies(**chosen)
 
 
-def _resolve(seam: str, choice: object) -> object:
-    if not isinstance(choice, str):
-        return choice
-    if choice not in TABLES[seam]:
-        raise _unknown(seam, choice, TABLES[seam])
-    module, _, attribute = TABLES[seam][choice].partition(":")
-    return getattr(import_module(module), attribute)()
+def _make(seam: str, name: str, settings: Mapping[str, object]) -> object:
+    if name not in TABLES[seam]:
+        raise _unknown(seam, name, TABLES[seam])
+    module, _, attribute = TABLES[seam][name].partition(":")
+    policy = getattr(import_module(module), attribute)
+    for setting in settings:
+        if setting not in signature(policy).parameters:
+            raise ConfigError(
+                f"The {seam} {name!r} has no {setting}.", remedy=f"Choose another {seam}, or leave that setting out."
+            )
+    return policy(**settings)
 
 
 def _unknown(kind: str, name: str, table: Mapping[str, object]) -> ConfigError:
