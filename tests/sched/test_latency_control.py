@@ -1,4 +1,4 @@
-"""The budget that holds a latency, on the real scheduler and a virtual clock: soon settled after a change of load, and still."""
+"""The budget that holds a latency, on the real scheduler and a virtual clock: soon settled when the load changes, and still."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The budget that holds a latency between tokens: owns what it has learnt about steps. Called by the scheduler once per step."""
+"""The budget that holds a latency between tokens: owns what it learnt about steps. Called by the scheduler once per step."""
 
 from __future__ import annotations
 
