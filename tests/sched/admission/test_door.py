@@ -133,7 +133,7 @@ class TestQueueDelay:
         refused = refusal(door, Load(8, 20, 0), now_ns)
         assert refused is not None
         assert refused.reason is RejectReason.QUEUE_DELAY
-        assert "5.27 s" in refused.detail  # 21 ends at four per second, and a step
+        assert "4.88 s" in refused.detail  # 21 ends at a little more than four per second, and a step
         assert "target is 2 s" in refused.detail
         assert 3.3 <= (refused.retry_after_s or 0) <= 5.3
 
@@ -172,7 +172,7 @@ class TestQueueDelay:
         assert refusal(door, Load(num_running=1, num_rows_free=7), SECOND // 5) is None
 
     def test_a_prompt_that_takes_longer_than_the_target_by_itself_is_judged_by_its_wait(self):
-        door = make_door(slo_ttft_ns=SECOND // 5, kv_headroom=0)
+        door = make_door(slo_ttft_ns=SECOND // 4, kv_headroom=0)
         step(door, 0, waits_for=WaitReason.TOKENS, num_waiting=1, num_tokens=128)
         load = Load(num_running=1, num_waiting=1, num_rows_free=7)
         assert refusal(door, load, num_token_ids=1000) is None  # 0.42 s
@@ -189,7 +189,7 @@ class TestQueueDelay:
             step(door, 10 + idx / 20, num_waiting=4, waits_for=WaitReason.ROWS)
             if idx % 5 == 0:
                 end(door, 10 + idx / 20)
-        nearly_full = Load(8, 3, 0)  # 1.05 s expected: 1.3 times that, and 1.5, is within 2 s only once
+        nearly_full = Load(8, 3, 0)  # 1.05 s expected: with the margin of 1.5 within 2 s, with the room for others as well not
         assert refusal(door, nearly_full, later_ns, claim=b"b") is not None
         assert refusal(door, nearly_full, later_ns, claim=b"a") is None
 

@@ -38,13 +38,21 @@ def test_the_rate_is_ends_over_the_time_in_which_others_waited():
     meter = DrainMeter()
     now_s = serve(meter, start_s=0, seconds=20, rate=2.0, num_waiting=12)
     assert meter.rate(int(now_s * SECOND)) == pytest.approx(2.0, rel=0.05)
-    assert meter.ns_per_request(int(now_s * SECOND)) == pytest.approx(SECOND / 2.0, rel=0.05)
+    assert meter.ns_per_request(int(now_s * SECOND), 0, 8) == pytest.approx(SECOND / 2.0, rel=0.05)
+
+
+def test_a_forecast_counts_like_as_many_ends_as_its_weight_says():
+    meter = DrainMeter()
+    assert meter.ns_per_request(0, 0, 8) is None
+    assert meter.ns_per_request(0, 3e9, 8) == 3 * SECOND
+    now_s = serve(meter, start_s=0, seconds=20, rate=2.0, num_waiting=12)  # 40 ends
+    assert meter.ns_per_request(int(now_s * SECOND), SECOND, 40) == pytest.approx(0.75 * SECOND, rel=0.05)
 
 
 def test_idle_time_says_nothing_about_the_rate():
     meter = DrainMeter()
     serve(meter, start_s=0, seconds=10, rate=0.2, num_waiting=0)
-    assert meter.ns_per_request(10 * SECOND) is None
+    assert meter.ns_per_request(10 * SECOND, 0, 8) is None
     now_s = serve(meter, start_s=10, seconds=10, rate=4.0, num_waiting=12)
     assert meter.rate(int(now_s * SECOND)) == pytest.approx(4.0, rel=0.05)
 
@@ -68,14 +76,14 @@ def test_an_old_measurement_is_forgotten():
     meter = DrainMeter()
     now_s = serve(meter, start_s=0, seconds=10, rate=5.0, num_waiting=12)
     assert meter.rate(int((now_s + 100) * SECOND)) == 0.0
-    assert meter.ns_per_request(int((now_s + 100) * SECOND)) is None
+    assert meter.ns_per_request(int((now_s + 100) * SECOND), 0, 8) is None
 
 
 def test_while_nothing_ends_the_time_without_an_end_is_the_least_to_expect():
     meter = DrainMeter()
     for at_s in (0, 10, 20):
         step(meter, at_s, num_waiting=12)
-    assert meter.ns_per_request(20 * SECOND) == 20 * SECOND
+    assert meter.ns_per_request(20 * SECOND, 0, 8) == 20 * SECOND
 
 
 def test_refused_requests_free_no_place():

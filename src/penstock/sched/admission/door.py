@@ -178,10 +178,6 @@ class Admission:
             self._backlog.on_finish(request_id)
             self._tenants.on_finish(request_id, 0, 0)
 
-    def queue_delay_ns(self, load: Load, now_ns: int) -> int:
-        """Expected time to first token of a call without prompt that comes now. For any thread."""
-        return self._expect_ns(load, now_ns, 0)
-
     # For the engine thread.
 
     def on_step(self, stats: StepStats) -> None:
@@ -237,7 +233,7 @@ class Admission:
             ttft_ns=self._expect_ns(load, now_ns, num_kept) + own_prefill_ns,
             own_prefill_ns=own_prefill_ns,
             step_ns=self.pace.step_ns,
-            ns_per_request=self.drain.ns_per_request(now_ns),
+            ns_per_request=self._ns_per_request(load, now_ns),
             num_blocks_demanded=self._num_blocks_demanded(load) + num_blocks_own,
             num_blocks_own=num_blocks_own,
             num_blocks_total=load.num_blocks_total,
@@ -252,9 +248,15 @@ class Admission:
             if self._waits_for is WaitReason.GATE:  # the batch must end first
                 num_ahead += load.num_running
         num_ends = num_ahead + 1 - num_rows_free
-        turn_ns = num_ends * (self.drain.ns_per_request(now_ns) or 0) if num_ends > 0 else 0
+        turn_ns = num_ends * (self._ns_per_request(load, now_ns) or 0) if num_ends > 0 else 0
         prompts_ns = self.pace.prefill_ns(self._num_prefill_tokens)
         return max(turn_ns, prompts_ns) + (self.pace.step_ns if load.num_running else 0)
+
+    def _ns_per_request(self, load: Load, now_ns: int) -> int | None:
+        """Time from one end to the next: as measured, and as those that run would end by the usual length and pace."""
+        num_running = max(1, load.num_running)
+        forecast_ns = self.lengths.new_tokens(1, None) * self.pace.step_ns / num_running
+        return self.drain.ns_per_request(now_ns, forecast_ns, num_running)
 
     @property
     def _num_prefill_tokens(self) -> int:

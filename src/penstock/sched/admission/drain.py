@@ -40,13 +40,16 @@ class DrainMeter:
         num_ended, busy_s = self._window.totals(now_ns)
         return num_ended / busy_s if busy_s >= _MIN_BUSY_S else 0.0
 
-    def ns_per_request(self, now_ns: int) -> int | None:
-        """Time from one end to the next, on average; None if nothing was measured.
+    def ns_per_request(self, now_ns: int, forecast_ns: float, weight: int) -> int | None:
+        """Time from one end to the next while others wait, on average; None if nothing is known.
 
-        While nothing ends it is the time for which nothing has: one more such spell is the least to expect.
+        `forecast_ns`: what is to be expected by other signs, 0 if there are none. It counts like `weight` ends that were
+        seen: rows that were filled together end together, and until then nothing ends.
         """
         num_ended, busy_s = self._window.totals(now_ns)
-        return int(busy_s * 1e9 / max(1, num_ended)) if busy_s >= _MIN_BUSY_S else None
+        if not forecast_ns:
+            return int(busy_s * 1e9 / max(1, num_ended)) if busy_s >= _MIN_BUSY_S else None
+        return int((busy_s * 1e9 + weight * forecast_ns) / (num_ended + weight))
 
     def note_refusal(self, now_ns: int) -> None:
         self._refused_until_ns = now_ns + _REFUSAL_NS

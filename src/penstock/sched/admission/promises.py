@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 GRACE_NS = 2_500_000_000
 """`Retry-After` is in whole seconds, rounded up, and the way takes time, too."""
-SPREAD = 1.1
+SPREAD = 1.2
 """Places are announced so much slower than they become free."""
 MAX_PROMISES = 8192
 """Beyond it, and beyond the longest time that is announced, times are told and no places kept."""

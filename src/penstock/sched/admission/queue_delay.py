@@ -12,7 +12,7 @@ from penstock.sched.admission.check import DoorView, Refusal
 from penstock.sched.admission.margin import Margin
 from penstock.types.errors import RejectReason
 
-ROOM_FOR_EXPECTED = 1.25
+ROOM_FOR_EXPECTED = 1.5
 """Others must find so many times the room that one needs who comes back as told: such calls come in bunches."""
 
 
