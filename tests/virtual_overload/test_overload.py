@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from overload.town import SECOND, Town, judge, make_clients, measure_capacity
 from penstock.sched.admission import AdmissionLimits
+from virtual_overload.town import SECOND, Town, judge, make_clients, measure_capacity
 
 SLO_S = 2.0
 SECONDS = 40.0
