@@ -131,6 +131,8 @@ async def test_who_waits_too_long_is_told_which_limit_that_was(source, header, s
             first = asyncio.create_task(client.post("/v1/completions", json=BODY | {"max_tokens": 1000}, headers=slow))
             await until(lambda: server.runtime.engine.load().num_running == 1)
             ask = asyncio.create_task(client.post("/v1/completions", json=BODY, headers=headers))
+            # Before the first step has ended nothing is known by which the door could refuse it at once.
+            await until(lambda: server.runtime.engine.load().num_waiting == 1)
             while not ask.done():  # a step now and then, as time passes only on the wall
                 executor.allow()
                 await asyncio.sleep(0.005)
