@@ -46,20 +46,27 @@ struct Scratch {
     uint16_t* weights;    // [kPairs][kSegment] int16 or bf16
     float* value_scales;  // [kSegment], of 8-bit values
     float* units;         // [kSegment], the same as shares of the largest, times kLargestInteger
-    float* factor;        // [kPairs] by which the sums of 8-bit values are to be multiplied
+    float* unit;          // by which the sums of 8-bit values are to be multiplied
+    float* factor;        // [kPairs], the same of every pair
     int16_t* q;           // [kTaskPairs / kPairs][head_dim / 2][kPairs][2]
     uint8_t* odd;         // [head_dim] pairs: the 16-bit values of a last position that has no neighbour yet
     State merged;         // of kTaskPairs
     State next;           // of kTaskPairs
 };
 
-// Where the tiles of 16 positions of one segment are. `ahead` are the keys of the segment that comes next, which are fetched
-// while this one's values are read, as its values are while its keys are.
+// Where the keys and values of tiles of 16 positions are.
 struct Tiles {
     const uint8_t* keys[kSegmentTiles];
     const uint8_t* values[kSegmentTiles];
-    const uint8_t* ahead[kSegmentTiles];
 };
+
+// Those of one segment, and for each one that is fetched into the cache meanwhile: keys while keys are read, values while values are.
+struct Segment {
+    Tiles tiles, ahead;
+};
+
+// How many tiles ahead at most; a task of fewer fetches as many of the next one.
+constexpr int kAhead = 32;
 
 // Keys and values of 8 bits, KvFormat::kInt8. The weights of a segment, each times its value's scale, are rounded to 16 bits
 // with one scale for all, the largest that can be needed: 32767 * 127 * kSegment is below 2^31.
@@ -69,7 +76,8 @@ struct Int8Kv {
 
     static PENSTOCK_MEMBER int halves_of_group(int) { return kGroup / 2; }
     static PENSTOCK_MEMBER vb load_pairs(const uint8_t* p) { return widen_i8(p); }
-    static PENSTOCK_MEMBER vf key_scale(const uint8_t* scales, int group) { return load_bf16((const uint16_t*)scales + group * kKvTile); }
+    static constexpr int kScaleBytes = kKvTile * 2;
+    static PENSTOCK_MEMBER vf load_scales(const uint8_t* p) { return load_bf16((const uint16_t*)p); }
     static PENSTOCK_MEMBER Sum zero() { return set1_i(0); }
     static PENSTOCK_MEMBER Sum dot2(Sum acc, vb values, vb weights) { return dot2_i16(acc, values, weights); }
     static PENSTOCK_MEMBER vf sum_of(Sum acc, float factor) { return mul(to_float(acc), set1(factor)); }
@@ -83,7 +91,8 @@ struct Int16Kv {
 
     static PENSTOCK_MEMBER int halves_of_group(int halves) { return halves; }
     static PENSTOCK_MEMBER vb load_pairs(const uint8_t* p) { return load64(p); }
-    static PENSTOCK_MEMBER vf key_scale(const uint8_t* scales, int) { return load((const float*)scales); }
+    static constexpr int kScaleBytes = kKvTile * 4;
+    static PENSTOCK_MEMBER vf load_scales(const uint8_t* p) { return load((const float*)p); }
     static PENSTOCK_MEMBER Sum zero() { return set1(0.0f); }
     static PENSTOCK_MEMBER Sum dot2(Sum acc, vb values, vb weights) { return dot2_bf16(acc, values, weights); }
     static PENSTOCK_MEMBER vf sum_of(Sum acc, float) { return acc; }
@@ -92,14 +101,20 @@ struct Int16Kv {
 template <typename Kv>
 constexpr bool kIsInt8 = Kv::kBytes == 32;
 
-// The keys, and unless null the values, of the tiles from `begin` on, up to the last one with a position below `end`.
-int find_tiles(const KvLayer& kv, const AttentionTask& t, int begin, int end, const uint8_t** keys, const uint8_t** values) {
-    int block = begin / kv.block_size, offset = begin % kv.block_size, count = 0;
-    for (int at = begin; at < end && count < kSegmentTiles; ++block, offset = 0) {
-        const uint8_t* head = kv.data + t.block_table[block] * kv.block_stride() + t.kv_head * kv.head_stride();
-        for (; offset < kv.block_size && at < end && count < kSegmentTiles; offset += kKvTile, at += kKvTile, ++count) {
-            keys[count] = head + offset / kKvTile * kv.tile_stride();
-            if (values) values[count] = head + kv.values_offset() + offset * kv.head_dim * kv.width();
+// Appends the tiles from `begin` on, up to the last one with a position below `end`, to the `count` that there are, and returns how
+// many there are then; `most` at most.
+int find_tiles(const KvLayer& kv, const AttentionTask& t, int begin, int end, Tiles& tiles, int count, int most) {
+    const int64_t block_stride = kv.block_stride(), key_stride = kv.tile_stride();
+    const int64_t value_stride = int64_t{kKvTile} * kv.head_dim * kv.width();
+    const uint8_t* keys = kv.data + t.kv_head * kv.head_stride();
+    const uint8_t* values = keys + kv.values_offset();
+    const int tiles_of_block = kv.block_size / kKvTile, wanted = count + (end - begin + kKvTile - 1) / kKvTile;
+    const int32_t* block = t.block_table + begin / kv.block_size;
+    int tile = begin % kv.block_size / kKvTile;
+    for (const int stop = wanted < most ? wanted : most; count < stop; ++block, tile = 0) {
+        for (; tile < tiles_of_block && count < stop; ++tile, ++count) {
+            tiles.keys[count] = keys + *block * block_stride + tile * key_stride;
+            tiles.values[count] = values + *block * block_stride + tile * value_stride;
         }
     }
     return count;
@@ -130,6 +145,11 @@ PENSTOCK_INLINE void dispatch_count(int count, F f) {
     }
 }
 
+// The first position that a query at `position` sees.
+PENSTOCK_INLINE int first_seen(const AttentionTask& t, int position) {
+    return t.window > 0 && position >= t.window ? position - t.window + 1 : 0;
+}
+
 Pairs make_pairs(const KvLayer& kv, const AttentionTask& t, int first_pair, int count) {
     Pairs pairs;
     pairs.count = count;
@@ -138,7 +158,7 @@ Pairs make_pairs(const KvLayer& kv, const AttentionTask& t, int first_pair, int 
         const int last = t.first_position + query;
         pairs.offset[p] = query * t.ld + static_cast<int64_t>(head) * kv.head_dim;
         pairs.last[p] = last;
-        pairs.first[p] = t.window > 0 && last - t.window + 1 > 0 ? last - t.window + 1 : 0;
+        pairs.first[p] = first_seen(t, last);
         if (++head == t.heads_per_kv) head = 0, ++query;
     }
     return pairs;
@@ -146,79 +166,116 @@ Pairs make_pairs(const KvLayer& kv, const AttentionTask& t, int first_pair, int 
 
 // The queries as integers, laid out as the keys are: two columns of each of kPairs pairs in turn.
 void quantize_queries(const KvLayer& kv, const AttentionTask& t, Pairs& pairs, int16_t* q) {
-    for (int p = 0; p < pairs.count; ++p) {
-        const float* x = t.q + pairs.offset[p];
-        const IntegerScale scale = integer_scale(x, kv.head_dim);
-        pairs.factor[p] = scale.scale * t.scale * kLog2E;
-        int16_t* out = q + p / kPairs * kPairs * kv.head_dim + p % kPairs * 2;
-        for (int d = 0; d < kv.head_dim; d += kLanes) {
-            alignas(64) int16_t integers[kLanes];
-            store_integers(integers, load(x + d), scale);
-            for (int i = 0; i < kLanes; i += 2) memcpy(out + (d + i) * kPairs, integers + i, 2 * sizeof(int16_t));
+    for (int at = 0; at < pairs.count; at += kLanes) {
+        const int count = pairs.count - at < kLanes ? pairs.count - at : kLanes;
+        alignas(64) float squares[kLanes] = {}, largest[kLanes] = {};
+        for (int p = 0; p < count; ++p) {
+            const Extent extent = extent_of(t.q + pairs.offset[at + p], kv.head_dim);
+            squares[p] = extent.squares;
+            largest[p] = extent.largest;
+        }
+        IntegerScale scales[kLanes];
+        integer_scales(squares, largest, scales);
+        for (int p = 0; p < count; ++p) {
+            const float* x = t.q + pairs.offset[at + p];
+            pairs.factor[at + p] = scales[p].scale * t.scale * kLog2E;
+            int16_t* out = q + (at + p) / kPairs * kPairs * kv.head_dim + (at + p) % kPairs * 2;
+            for (int d = 0; d < kv.head_dim; d += kLanes) {
+                alignas(64) int16_t integers[kLanes];
+                store_integers(integers, load(x + d), scales[p]);
+                for (int i = 0; i < kLanes; i += 2) memcpy(out + (d + i) * kPairs, integers + i, 2 * sizeof(int16_t));
+            }
+        }
+    }
+}
+
+// The dot products of one group of columns, [begin, end) halves, times the keys' scales; kIsFirst: nothing to add them to yet.
+template <typename Kv, int kCount, int kTiles, bool kIsFirst>
+PENSTOCK_INLINE void score_group(const uint8_t* const* keys, const uint8_t* const* ahead, const int16_t* q, int begin, int end,
+                                 int64_t scales, float* scores) {
+    vi acc[kTiles][kCount];
+#pragma GCC unroll 4
+    for (int u = 0; u < kTiles; ++u) {
+#pragma GCC unroll 16
+        for (int p = 0; p < kCount; ++p) acc[u][p] = set1_i(0);
+    }
+    int d = begin;
+    do {  // at least once, or the compiler keeps the zeros in memory
+        vb k[kTiles];
+#pragma GCC unroll 4
+        for (int u = 0; u < kTiles; ++u) {
+            prefetch(ahead[u] + d * Kv::kBytes);
+            k[u] = Kv::load_pairs(keys[u] + d * Kv::kBytes);
+        }
+#pragma GCC unroll 16
+        for (int p = 0; p < kCount; ++p) {
+            const vb two = set1_pair(q + (d * kPairs + p) * 2);
+#pragma GCC unroll 4
+            for (int u = 0; u < kTiles; ++u) acc[u][p] = dot2_i16(acc[u][p], k[u], two);
+        }
+    } while (++d < end);
+#pragma GCC unroll 4
+    for (int u = 0; u < kTiles; ++u) {
+        const vf scale = Kv::load_scales(keys[u] + scales);
+        prefetch(ahead[u] + scales);
+#pragma GCC unroll 16
+        for (int p = 0; p < kCount; ++p) {
+            float* out = scores + p * kSegment + u * kKvTile;
+            store(out, kIsFirst ? mul(to_float(acc[u][p]), scale) : fma(to_float(acc[u][p]), scale, load(out)));
         }
     }
 }
 
 // Dot products, times the keys' scales, of kTiles * 16 positions from `tile` on.
 template <typename Kv, int kCount, int kTiles>
-PENSTOCK_INLINE void score_tiles(const Tiles& tiles, int tile, const int16_t* q, int halves, float* scores) {
-    const uint8_t* const* keys = tiles.keys + tile;
-    const uint8_t* const* values = tiles.values + tile;
+PENSTOCK_INLINE void score_tiles(const Segment& segment, int tile, const int16_t* q, int halves, float* scores) {
+    const uint8_t* const* keys = segment.tiles.keys + tile;
+    const uint8_t* const* ahead = segment.ahead.keys + tile;
     const int group_halves = Kv::halves_of_group(halves);
-    for (int begin = 0, group = 0; begin < halves; begin += group_halves, ++group) {
+    int64_t scales = int64_t{halves} * Kv::kBytes;
+    score_group<Kv, kCount, kTiles, true>(keys, ahead, q, 0, group_halves < halves ? group_halves : halves, scales, scores);
+    for (int begin = group_halves; begin < halves; begin += group_halves) {
         const int end = begin + group_halves < halves ? begin + group_halves : halves;
-        vi acc[kTiles][kCount];
-        for (int u = 0; u < kTiles; ++u) {
-            for (int p = 0; p < kCount; ++p) acc[u][p] = set1_i(0);
-        }
-        for (int d = begin; d < end; ++d) {
-            vb k[kTiles];
-            for (int u = 0; u < kTiles; ++u) {
-                prefetch(values[u] + d * Kv::kBytes);
-                k[u] = Kv::load_pairs(keys[u] + d * Kv::kBytes);
-            }
-            for (int p = 0; p < kCount; ++p) {
-                const vb two = set1_pair(q + (d * kPairs + p) * 2);
-                for (int u = 0; u < kTiles; ++u) acc[u][p] = dot2_i16(acc[u][p], k[u], two);
-            }
-        }
-        for (int u = 0; u < kTiles; ++u) {
-            const vf scale = Kv::key_scale(keys[u] + halves * Kv::kBytes, group);
-            for (int p = 0; p < kCount; ++p) {
-                float* out = scores + p * kSegment + u * kKvTile;
-                store(out, group == 0 ? mul(to_float(acc[u][p]), scale) : fma(to_float(acc[u][p]), scale, load(out)));
-            }
-        }
+        scales += Kv::kScaleBytes;
+        asm volatile("" ::: "memory");  // the scores so far stay there: in registers they would push the sums out
+        score_group<Kv, kCount, kTiles, false>(keys, ahead, q, begin, end, scales, scores);
     }
 }
 
 // scores[pair][16 * tile ...] of the tiles [from, end) of a segment
 template <typename Kv, int kCount>
-__attribute__((noinline)) void score_pairs(const Tiles& tiles, int from, int end, const int16_t* q, int head_dim, float* scores) {
+__attribute__((noinline)) void score_pairs(const Segment& segment, int from, int end, const int16_t* q, int head_dim, float* scores) {
     constexpr int kTiles = side_by_side<kCount>();
     const int halves = head_dim / 2;
     int i = from;
-    for (; i + kTiles <= end; i += kTiles) score_tiles<Kv, kCount, kTiles>(tiles, i, q, halves, scores + i * kKvTile);
+    for (; i + kTiles <= end; i += kTiles) score_tiles<Kv, kCount, kTiles>(segment, i, q, halves, scores + i * kKvTile);
     if constexpr (kTiles > 2) {
         if (i + 2 <= end) {
-            score_tiles<Kv, kCount, 2>(tiles, i, q, halves, scores + i * kKvTile);
+            score_tiles<Kv, kCount, 2>(segment, i, q, halves, scores + i * kKvTile);
             i += 2;
         }
     }
-    for (; i < end; ++i) score_tiles<Kv, kCount, 1>(tiles, i, q, halves, scores + i * kKvTile);
+    for (; i < end; ++i) score_tiles<Kv, kCount, 1>(segment, i, q, halves, scores + i * kKvTile);
 }
 
-// Fills `units` for the positions [lo, hi), of which alone the largest scale is; returns what sums of integers are to be times.
+// Fills `units` for the steps that [lo, hi) touches, of which alone the largest scale is; returns what sums of integers are to be
+// times.
 PENSTOCK_INLINE float scale_weights(const Scratch& scratch, int lo, int hi) {
-    const float largest = largest_of(scratch.value_scales, lo, hi);
-    const vf factor = set1(kLargestInteger / largest);
-    for (int i = lo / kStep * kStep; i < hi; i += kLanes) store(scratch.units + i, mul(load(scratch.value_scales + i), factor));
-    return largest * (1.0f / kLargestInteger);
+    vf largest = set1(0.0f);
+    for (int i = step_below(lo); i < step_above(hi); i += kLanes) {
+        const vf scales = within(i, lo, hi, load(scratch.value_scales + i), set1(0.0f));
+        largest = max(largest, scales);
+        store(scratch.units + i, scales);
+    }
+    const float top = reduce_max(largest);
+    const vf factor = set1(kLargestInteger / top);
+    for (int i = step_below(lo); i < step_above(hi); i += kLanes) store(scratch.units + i, mul(load(scratch.units + i), factor));
+    return top * (1.0f / kLargestInteger);
 }
 
 // kColumns * 16 columns of o from column d on.
 template <typename Kv, int kCount, int kColumns>
-PENSTOCK_INLINE void weigh_columns(const Tiles& tiles, int from, int end, const Scratch& scratch, int head_dim, int d, float* out) {
+PENSTOCK_INLINE void weigh_columns(const Segment& segment, int from, int end, const Scratch& scratch, int head_dim, int d, float* out) {
     typename Kv::Sum acc[kColumns][kCount];
     for (int c = 0; c < kColumns; ++c) {
         for (int p = 0; p < kCount; ++p) acc[c][p] = Kv::zero();
@@ -236,8 +293,8 @@ PENSTOCK_INLINE void weigh_columns(const Tiles& tiles, int from, int end, const 
     // Integers beyond the end are harmless, as their weights are zero; a bf16 there might be NaN.
     const int paired = kIsInt8<Kv> ? (end + 1) & ~1 : end & ~1;
     for (int at = from; at < paired;) {
-        const uint8_t* values = tiles.values[at / kKvTile] + column;
-        const uint8_t* ahead = tiles.ahead[at / kKvTile] + column;
+        const uint8_t* values = segment.tiles.values[at / kKvTile] + column;
+        const uint8_t* ahead = segment.ahead.values[at / kKvTile] + column;
         for (const int stop = paired - at > kKvTile ? at + kKvTile : paired; at < stop; at += 2, values += stride, ahead += stride) {
             for (int c = 0; c < kColumns; ++c) prefetch(ahead + c * Kv::kBytes);
             add_two(values, scratch.weights + at);
@@ -251,13 +308,13 @@ PENSTOCK_INLINE void weigh_columns(const Tiles& tiles, int from, int end, const 
 
 // o[pair][d] = sum over positions [from, end) of the segment of p[pair] * v[d]
 template <typename Kv, int kCount>
-__attribute__((noinline)) void weigh_pairs(const Tiles& tiles, int from, int end, const Scratch& scratch, int head_dim, float* out) {
+__attribute__((noinline)) void weigh_pairs(const Segment& segment, int from, int end, const Scratch& scratch, int head_dim, float* out) {
     constexpr int kColumns = side_by_side<kCount>();
     int d = 0;
     for (; d + kColumns * kLanes <= head_dim; d += kColumns * kLanes) {
-        weigh_columns<Kv, kCount, kColumns>(tiles, from, end, scratch, head_dim, d, out + d);
+        weigh_columns<Kv, kCount, kColumns>(segment, from, end, scratch, head_dim, d, out + d);
     }
-    for (; d < head_dim; d += kLanes) weigh_columns<Kv, kCount, 1>(tiles, from, end, scratch, head_dim, d, out + d);
+    for (; d < head_dim; d += kLanes) weigh_columns<Kv, kCount, 1>(segment, from, end, scratch, head_dim, d, out + d);
 }
 
 // The values of the segment's last position, `end` - 1, with zeros beside them: nothing is written there yet.
@@ -276,53 +333,81 @@ PENSTOCK_INLINE bool sees(const Pairs& pairs, int p, int begin) {
     return pairs.last[p] >= begin && pairs.first[p] < begin + kSegment;
 }
 
+// What one query sees of a segment, in positions of it.
+struct Seen {
+    int lo, hi;
+};
+
+// Weights of the pairs [at, at + count), all of one query and the first of them in row `row` of the scratch, from their scores; and
+// their largest scores and sums of weights. `units_of` is what the units are of; weights are needed for the positions [from, end).
+template <typename Kv>
+PENSTOCK_INLINE void weigh_query(const AttentionTask& t, const Pairs& pairs, int at, int count, int row, Seen seen, Seen& units_of,
+                                 int from, int end, const Scratch& scratch, const State& out) {
+    float* scores = scratch.scores + row * kSegment;
+    uint16_t* weights = scratch.weights + row * kSegment;
+    const int first = step_below(seen.lo), stop = step_above(seen.hi);
+    const bool is_capped = t.softcap > 0.0f;
+    for (int p = 0; p < count; ++p) {
+        float* own = scores + p * kSegment;
+        if (is_capped) cap(own, seen.lo, seen.hi, pairs.factor[at + p], t.softcap);
+        mask(own, seen.lo, seen.hi);
+        out.max[at + p] = bound_of(largest_of(own, first, stop), is_capped ? 1.0f : pairs.factor[at + p]);
+    }
+    if (kIsInt8<Kv> && (seen.lo != units_of.lo || seen.hi != units_of.hi)) {
+        *scratch.unit = scale_weights(scratch, seen.lo, seen.hi);
+        units_of = seen;
+    }
+    for (int p = 0; p < count; ++p) {
+        const float *own = scores + p * kSegment, factor = is_capped ? 1.0f : pairs.factor[at + p];
+        uint16_t* own_weights = weights + p * kSegment;
+        if constexpr (kIsInt8<Kv>) {
+            scratch.factor[row + p] = *scratch.unit;
+            out.sum[at + p] = soften_scaled(own, scratch.units, own_weights, first, stop, factor, out.max[at + p]);
+        } else {
+            out.sum[at + p] = soften(own, own_weights, first, stop, factor, out.max[at + p]);
+        }
+        for (int i = from; i < first; ++i) own_weights[i] = 0;
+        for (int i = stop; i < end; ++i) own_weights[i] = 0;
+    }
+}
+
+// Queries of the task that comes next, and where its results go: what stands where the pairs [at, at + count) of this one do.
+PENSTOCK_INLINE void fetch_pairs(const AttentionTask& next, const Pairs& pairs, int at, int count, int head_dim) {
+    for (int p = at; p < at + count; ++p) {
+        for (int d = 0; d < head_dim; d += kLanes) {
+            prefetch(next.q + pairs.offset[p] + d);
+            prefetch(next.out + pairs.offset[p] + d);
+        }
+    }
+}
+
 // The segment that begins at `begin`, for the pairs [at, at + count); nothing of it has a meaning for a pair that does not see it.
 template <typename Kv>
-void attend_segment(const AttentionTask& t, const Pairs& pairs, int at, int count, int begin, const Tiles& tiles, int head_dim,
-                    const Scratch& scratch, const State& out) {
+void attend_segment(const AttentionTask& t, const Pairs& pairs, int at, int count, int begin, const Segment& segment,
+                    int head_dim, const Scratch& scratch, const State& out) {
     // Positions are relative to the segment from here on. Values are read in pairs of positions.
     const int last = pairs.last[at + count - 1] - begin, end = last < kSegment ? last + 1 : kSegment, padded = (end + 1) & ~1;
-    const int from = pairs.first[at] > begin ? (pairs.first[at] - begin) / kStep * kStep : 0;
+    const int from = pairs.first[at] > begin ? step_below(pairs.first[at] - begin) : 0;
     const int16_t* q = scratch.q + at * head_dim;
     dispatch_count(count, [&]<int kCount>() {
-        score_pairs<Kv, kCount>(tiles, from / kKvTile, (end + kKvTile - 1) / kKvTile, q, head_dim, scratch.scores);
+        score_pairs<Kv, kCount>(segment, from / kKvTile, (end + kKvTile - 1) / kKvTile, q, head_dim, scratch.scores);
     });
-    int lo[kPairs], hi[kPairs];
-    float factor[kPairs], top[kPairs];
-    for (int p = 0; p < count; ++p) {
-        lo[p] = pairs.first[at + p] > begin ? pairs.first[at + p] - begin : 0;
-        hi[p] = pairs.last[at + p] - begin < end ? pairs.last[at + p] - begin + 1 : end;
-        factor[p] = pairs.factor[at + p];
-        float* scores = scratch.scores + p * kSegment;
-        if (t.softcap > 0.0f) {
-            cap(scores, lo[p], hi[p], factor[p], t.softcap);
-            factor[p] = 1.0f;
+    Seen units_of{0, 0};
+    for (int p = 0, stop = 0; p < count; p = stop) {
+        const int first = pairs.first[at + p] - begin, position = pairs.last[at + p] - begin;
+        while (++stop < count && pairs.last[at + stop] - begin == position) {
         }
-        if (lo[p] < hi[p]) {
-            top[p] = largest_of(scores, lo[p], hi[p]);
-            out.max[at + p] = top[p] * factor[p];
-        }
-    }
-    for (int p = 0; p < count; ++p) {
-        uint16_t* weights = scratch.weights + p * kSegment;
-        if (lo[p] >= hi[p]) {
-            memset(weights + from, 0, sizeof(uint16_t) * (padded - from));
-            continue;
-        }
-        const float* scores = scratch.scores + p * kSegment;
-        if constexpr (kIsInt8<Kv>) {
-            const bool is_seen_alike = p > 0 && lo[p] == lo[p - 1] && hi[p] == hi[p - 1];
-            scratch.factor[p] = is_seen_alike ? scratch.factor[p - 1] : scale_weights(scratch, lo[p], hi[p]);
-            out.sum[at + p] = soften_scaled(scores, scratch.units, weights, lo[p], hi[p], factor[p], top[p]);
+        const Seen seen{first > 0 ? first : 0, position < end ? position + 1 : end};
+        if (seen.lo < seen.hi) {
+            weigh_query<Kv>(t, pairs, at + p, stop - p, p, seen, units_of, from, padded, scratch, out);
+            if (t.next && position < kSegment) fetch_pairs(*t.next, pairs, at + p, stop - p, head_dim);
         } else {
-            out.sum[at + p] = soften(scores, weights, lo[p], hi[p], factor[p], out.max[at + p]);
+            for (int i = p; i < stop; ++i) memset(scratch.weights + i * kSegment + from, 0, sizeof(uint16_t) * (padded - from));
         }
-        for (int i = from; i < lo[p] / kStep * kStep; ++i) weights[i] = 0;
-        for (int i = (hi[p] + kStep - 1) / kStep * kStep; i < padded; ++i) weights[i] = 0;
     }
-    if (!kIsInt8<Kv> && end % 2) copy_odd_values(tiles, end, head_dim, scratch.odd);
+    if (!kIsInt8<Kv> && end % 2) copy_odd_values(segment.tiles, end, head_dim, scratch.odd);
     dispatch_count(count, [&]<int kCount>() {
-        weigh_pairs<Kv, kCount>(tiles, from, end, scratch, head_dim, out.o + at * head_dim);
+        weigh_pairs<Kv, kCount>(segment, from, end, scratch, head_dim, out.o + at * head_dim);
     });
 }
 
@@ -363,16 +448,32 @@ void write_out(const AttentionTask& t, const Pairs& pairs, int head_dim, const S
     }
 }
 
-// The keys of what comes after the segment that begins at `begin`: the next one's, or else the next task's first.
-void find_ahead(const KvLayer& kv, const AttentionTask& t, int begin, int end, Tiles& tiles, int count) {
-    int found = 0;
-    if (begin + kSegment < end) {
-        found = find_tiles(kv, t, begin + kSegment, end, tiles.ahead, nullptr);
-    } else if (t.next) {
-        const int first = t.next->partials ? t.next->first_segment * kSegment : 0;
-        found = find_tiles(kv, *t.next, first, t.next->first_position + t.next->num_queries, tiles.ahead, nullptr);
+// The positions [begin, end) of which a task reads the keys and values; `begin` is that of a segment.
+struct Range {
+    int begin, end;
+};
+
+PENSTOCK_INLINE Range range_of(const AttentionTask& t, int first, int end) {
+    int begin = first / kSegment * kSegment;
+    if (t.partials && t.first_segment * kSegment > begin) begin = t.first_segment * kSegment;
+    if (t.partials && t.end_segment * kSegment < end) end = t.end_segment * kSegment;
+    return {begin, end};
+}
+
+// What to fetch while the `count` tiles from `begin` on are read: tiles of the same task, then of the next one.
+void find_ahead(const KvLayer& kv, const AttentionTask& t, const Range& range, int begin, int count, Segment& segment) {
+    const int tiles = (range.end - range.begin + kKvTile - 1) / kKvTile, lead = (tiles < kAhead ? tiles : kAhead) * kKvTile;
+    int found = find_tiles(kv, t, begin + lead, range.end, segment.ahead, 0, count);
+    if (found < count && t.next) {
+        const AttentionTask& next = *t.next;
+        const Range after = range_of(next, first_seen(next, next.first_position), next.first_position + next.num_queries);
+        const int past = begin + lead + found * kKvTile - (range.begin + tiles * kKvTile);
+        found = find_tiles(kv, next, after.begin + past, after.end, segment.ahead, found, count);
     }
-    for (; found < count; ++found) tiles.ahead[found] = tiles.keys[found];
+    for (; found < count; ++found) {
+        segment.ahead.keys[found] = segment.tiles.keys[found];
+        segment.ahead.values[found] = segment.tiles.values[found];
+    }
 }
 
 PENSTOCK_INLINE State partial(const AttentionTask& t, int num_pairs, int head_dim, int begin) {
@@ -395,17 +496,15 @@ void attend(const KvLayer& kv, const AttentionTask& t, int first_pair, int num_p
     Pairs pairs = make_pairs(kv, t, first_pair, num_pairs);
     quantize_queries(kv, t, pairs, scratch.q);
     if (!t.partials) clear(pairs, kv.head_dim, scratch.merged);
-    Tiles tiles;
-    int begin = pairs.first[0] / kSegment * kSegment, end = pairs.last[num_pairs - 1] + 1;
-    if (t.partials && t.first_segment * kSegment > begin) begin = t.first_segment * kSegment;
-    if (t.partials && t.end_segment * kSegment < end) end = t.end_segment * kSegment;
-    for (; begin < end; begin += kSegment) {
-        const int num_tiles = find_tiles(kv, t, begin, end, tiles.keys, tiles.values);
-        find_ahead(kv, t, begin, end, tiles, num_tiles);
-        if constexpr (kIsInt8<Kv>) load_value_scales(kv, tiles, num_tiles, scratch.value_scales);
+    Segment segment;
+    const Range range = range_of(t, pairs.first[0], pairs.last[num_pairs - 1] + 1);
+    for (int begin = range.begin; begin < range.end; begin += kSegment) {
+        const int num_tiles = find_tiles(kv, t, begin, range.end, segment.tiles, 0, kSegmentTiles);
+        find_ahead(kv, t, range, begin, num_tiles, segment);
+        if constexpr (kIsInt8<Kv>) load_value_scales(kv, segment.tiles, num_tiles, scratch.value_scales);
         const State state = t.partials ? partial(t, num_pairs, kv.head_dim, begin) : scratch.next;
         for_pairs(pairs, begin, [&](int at, int count) {
-            attend_segment<Kv>(t, pairs, at, count, begin, tiles, kv.head_dim, scratch, state);
+            attend_segment<Kv>(t, pairs, at, count, begin, segment, kv.head_dim, scratch, state);
             if (!t.partials) merge(pairs, at, count, begin, kv.head_dim, scratch.merged, state);
         });
     }
@@ -431,6 +530,8 @@ PENSTOCK_INLINE Scratch make_scratch(float* memory, int head_dim) {
     memory += kSegment;
     scratch.units = memory;
     memory += kSegment;
+    scratch.unit = memory;
+    memory += kLanes;
     scratch.factor = memory;
     memory += kLanes;
     scratch.q = reinterpret_cast<int16_t*>(memory);
@@ -468,7 +569,7 @@ void attention_merge(const KvLayer& kv, const AttentionTask& t, float* memory) {
 int64_t attention_partial_floats(int num_pairs, int head_dim) { return 2 * kStateFloats + num_pairs * head_dim; }
 
 int64_t attention_scratch_floats(int head_dim) {
-    return kLanes + kScoreFloats + kWeightFloats + 2 * kSegment + kLanes + 4 * kStateFloats +
+    return kLanes + kScoreFloats + kWeightFloats + 2 * kSegment + 2 * kLanes + 4 * kStateFloats +
            (kTaskPairs / 2 + 1 + 2 * kTaskPairs) * head_dim;
 }
 

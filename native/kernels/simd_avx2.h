@@ -1,7 +1,7 @@
 // The sixteen lanes of simd.h as two AVX2 registers. Included by simd.h alone, inside its namespace.
 
 constexpr int kTileRows = 4, kTilePanels = 1, kFewRows = 1, kFewRowPanels = 1;
-constexpr int kAttentionPairs = 4, kAttentionTaskPairs = 16;
+constexpr int kAttentionPairs = 4, kAttentionTaskPairs = 16, kSoftmaxVectors = 2;
 
 struct vf { __m256 l, h; };
 struct vi { __m256i l, h; };
@@ -17,6 +17,7 @@ PENSTOCK_INLINE vf div(vf a, vf b) { return {_mm256_div_ps(a.l, b.l), _mm256_div
 PENSTOCK_INLINE vf max(vf a, vf b) { return {_mm256_max_ps(a.l, b.l), _mm256_max_ps(a.h, b.h)}; }
 PENSTOCK_INLINE vf min(vf a, vf b) { return {_mm256_min_ps(a.l, b.l), _mm256_min_ps(a.h, b.h)}; }
 PENSTOCK_INLINE vf fma(vf a, vf b, vf c) { return {_mm256_fmadd_ps(a.l, b.l, c.l), _mm256_fmadd_ps(a.h, b.h, c.h)}; }
+PENSTOCK_INLINE vf sqrt(vf a) { return {_mm256_sqrt_ps(a.l), _mm256_sqrt_ps(a.h)}; }
 PENSTOCK_INLINE vf abs(vf a) {
     const __m256 sign = _mm256_set1_ps(-0.0f);
     return {_mm256_andnot_ps(sign, a.l), _mm256_andnot_ps(sign, a.h)};

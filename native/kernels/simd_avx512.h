@@ -3,7 +3,7 @@
 // What keeps its accumulators in registers: a GEMM tile of rows by panels (up to kFewRows rows wait for memory: one panel at a time
 // is the one stream that is read fastest), and the (query, head) pairs of an attention tile.
 constexpr int kTileRows = 4, kTilePanels = 3, kFewRows = 3, kFewRowPanels = 1;
-constexpr int kAttentionPairs = 12, kAttentionTaskPairs = 48;
+constexpr int kAttentionPairs = 12, kAttentionTaskPairs = 48, kSoftmaxVectors = 4;
 
 struct vf { __m512 v; };    // 16 float32
 struct vi { __m512i v; };   // 16 int32
@@ -19,6 +19,7 @@ PENSTOCK_INLINE vf div(vf a, vf b) { return {_mm512_div_ps(a.v, b.v)}; }
 PENSTOCK_INLINE vf max(vf a, vf b) { return {_mm512_max_ps(a.v, b.v)}; }
 PENSTOCK_INLINE vf min(vf a, vf b) { return {_mm512_min_ps(a.v, b.v)}; }
 PENSTOCK_INLINE vf fma(vf a, vf b, vf c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+PENSTOCK_INLINE vf sqrt(vf a) { return {_mm512_sqrt_ps(a.v)}; }
 PENSTOCK_INLINE vf abs(vf a) { return {_mm512_abs_ps(a.v)}; }
 PENSTOCK_INLINE vf round(vf a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 // a * 2^n for integral n; infinite or zero where that is no number.

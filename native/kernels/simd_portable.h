@@ -1,7 +1,7 @@
 // The sixteen lanes of simd.h as plain loops, for the compiler to vectorise as it can. Included by simd.h alone, inside its namespace.
 
 constexpr int kTileRows = 2, kTilePanels = 1, kFewRows = 1, kFewRowPanels = 1;
-constexpr int kAttentionPairs = 2, kAttentionTaskPairs = 16;
+constexpr int kAttentionPairs = 2, kAttentionTaskPairs = 16, kSoftmaxVectors = 2;
 
 struct vf { float v[16]; };
 struct vi { int32_t v[16]; };
@@ -18,6 +18,7 @@ PENSTOCK_INLINE vf div(vf a, vf b) { PENSTOCK_LANES a.v[i] /= b.v[i]; return a; 
 PENSTOCK_INLINE vf max(vf a, vf b) { PENSTOCK_LANES a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }
 PENSTOCK_INLINE vf min(vf a, vf b) { PENSTOCK_LANES a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i]; return a; }
 PENSTOCK_INLINE vf fma(vf a, vf b, vf c) { PENSTOCK_LANES c.v[i] += a.v[i] * b.v[i]; return c; }
+PENSTOCK_INLINE vf sqrt(vf a) { PENSTOCK_LANES a.v[i] = sqrtf(a.v[i]); return a; }
 PENSTOCK_INLINE vf abs(vf a) { PENSTOCK_LANES a.v[i] = fabsf(a.v[i]); return a; }
 // Round to nearest even by the magic-number method; exact for |a| < 2^22, and larger values never come here.
 PENSTOCK_INLINE vf round(vf a) { PENSTOCK_LANES a.v[i] = (a.v[i] + 12582912.0f) - 12582912.0f; return a; }

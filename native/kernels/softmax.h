@@ -1,6 +1,7 @@
 // The weights of a segment's positions from their scores, for the attention of one variant.
 //
-// Positions [lo, hi) are those that a query sees; scores and weights of a whole segment are in memory, whatever the others hold.
+// Positions [lo, hi) are those that a query sees. Scores and weights are computed in whole steps of kStep positions: those of a step
+// that the query does not see are masked first, and then weigh nothing.
 
 #pragma once
 
@@ -8,9 +9,13 @@
 
 namespace penstock::PENSTOCK_ISA {
 
-constexpr int kStep = 2 * kLanes;  // positions whose weights are stored together
+constexpr int kSide = kSoftmaxVectors, kStep = kSide * kLanes;  // a step's vectors go side by side
 constexpr float kLog2E = 1.44269504088896341f;
 constexpr float kLowest = -3.0e38f;
+constexpr float kMasked = -1.0e30f;  // a score that weighs nothing; no factor of sound queries makes it infinite
+
+PENSTOCK_INLINE int step_below(int i) { return i / kStep * kStep; }
+PENSTOCK_INLINE int step_above(int i) { return (i + kStep - 1) / kStep * kStep; }
 
 // Scores [lo, hi) to capped ones in units of log2.
 PENSTOCK_INLINE void cap(float* scores, int lo, int hi, float factor, float softcap) {
@@ -24,75 +29,84 @@ PENSTOCK_INLINE vf within(int i, int lo, int hi, vf x, vf other) {
     return x;
 }
 
-// Calls inner(i) for every kStep positions from i on that are all in [lo, hi), and edge(i) where only some are, which is at
-// either end. In ascending order; i is a multiple of kStep.
-template <typename Inner, typename Edge>
-PENSTOCK_INLINE void for_steps(int lo, int hi, Inner inner, Edge edge) {
-    int i = lo / kStep * kStep;
-    if (i < lo) {
-        edge(i);
-        i += kStep;
+// Of the steps that [lo, hi) touches.
+PENSTOCK_INLINE void mask(float* scores, int lo, int hi) {
+    const vf masked = set1(kMasked);
+    for (int i = step_below(lo); i < lo; i += kLanes) store(scores + i, within(i, lo, hi, load(scores + i), masked));
+    for (int i = hi / kLanes * kLanes; i < step_above(hi); i += kLanes) store(scores + i, within(i, lo, hi, load(scores + i), masked));
+}
+
+// Of the steps of masked scores [from, end).
+PENSTOCK_INLINE float largest_of(const float* scores, int from, int end) {
+    vf largest[kSide];
+    for (int j = 0; j < kSide; ++j) largest[j] = set1(kLowest);
+    for (int i = from; i < end; i += kStep) {
+        for (int j = 0; j < kSide; ++j) largest[j] = max(largest[j], load(scores + i + j * kLanes));
     }
-    for (; i + kStep <= hi; i += kStep) inner(i);
-    if (i < hi) edge(i);
+    for (int j = 1; j < kSide; ++j) largest[0] = max(largest[0], largest[j]);
+    return reduce_max(largest[0]);
 }
 
-// Of scores [lo, hi).
-PENSTOCK_INLINE float largest_of(const float* scores, int lo, int hi) {
-    const vf lowest = set1(kLowest);
-    vf even = lowest, odd = lowest;
-    for_steps(
-        lo, hi,
-        [&](int i) __attribute__((always_inline)) {
-            even = max(even, load(scores + i));
-            odd = max(odd, load(scores + i + kLanes));
-        },
-        [&](int i) __attribute__((always_inline)) {
-            even = max(even, within(i, lo, hi, load(scores + i), lowest));
-            odd = max(odd, within(i + kLanes, lo, hi, load(scores + i + kLanes), lowest));
-        });
-    return reduce_max(max(even, odd));
+// A number that no score times `factor` exceeds, if `top` is the largest score, however the product is rounded: a weight is at most
+// one. Weights relative to it, and not to the largest itself, are as good: their sum is taken relative to it, too.
+PENSTOCK_INLINE float bound_of(float top, float factor) {
+    const float product = top * factor;
+    return product + fabsf(product) * 0x1p-22f;
 }
 
-// Weights 2^(score * factor - top) of scores [lo, hi) in bf16, and their sum; those around up to a multiple of 32 become 0.
-PENSTOCK_INLINE float soften(const float* scores, uint16_t* weights, int lo, int hi, float factor, float top) {
-    const vf scale = set1(factor), shift = set1(-top), zero = set1(0.0f);
-    vf sum = zero;
-    const auto weight = [&](int i) __attribute__((always_inline)) { return exp2(fma(load(scores + i), scale, shift)); };
-    for_steps(
-        lo, hi,
-        [&](int i) __attribute__((always_inline)) { sum = store_bf16_sum(weights + i, weight(i), weight(i + kLanes), sum); },
-        [&](int i) __attribute__((always_inline)) {
-            const vf a = within(i, lo, hi, weight(i), zero), b = within(i + kLanes, lo, hi, weight(i + kLanes), zero);
-            sum = store_bf16_sum(weights + i, a, b, sum);
-        });
+// Two to the power of each, for numbers of at most 126; with -126 or less 0 or below 1e-37. As exp2, with the kSide vectors side by
+// side: the operations of one wait for each other.
+PENSTOCK_INLINE void exp2_each(vf (&a)[kSide]) {
+    vf n[kSide], p[kSide];
+    for (int j = 0; j < kSide; ++j) {
+        if constexpr (kScaleSaturates) {
+            n[j] = round(a[j]);
+            a[j] = sub(a[j], n[j]);
+        } else {
+            a[j] = max(set1(-127.0f), a[j]);
+            n[j] = add(a[j], set1(kRoundingMagic));
+            a[j] = sub(a[j], sub(n[j], set1(kRoundingMagic)));
+        }
+    }
+    for (int j = 0; j < kSide; ++j) p[j] = fma(set1(0.00958285294f), a[j], set1(0.0559064262f));
+    for (int j = 0; j < kSide; ++j) p[j] = fma(p[j], a[j], set1(0.240240991f));
+    for (int j = 0; j < kSide; ++j) p[j] = fma(p[j], a[j], set1(0.693124175f));
+    for (int j = 0; j < kSide; ++j) p[j] = fma(p[j], a[j], set1(1.0f));
+    for (int j = 0; j < kSide; ++j) a[j] = kScaleSaturates ? scale2(p[j], n[j]) : add_exponent(p[j], n[j]);
+}
+
+// Calls f(i, weights) for every step of masked scores [from, end), with their weights 2^(score * factor - top), kSide vectors.
+template <typename F>
+PENSTOCK_INLINE void for_weights(const float* scores, int from, int end, float factor, float top, F f) {
+    const vf scale = set1(factor), shift = set1(-top);
+    for (int i = from; i < end; i += kStep) {
+        vf a[kSide];
+        for (int j = 0; j < kSide; ++j) a[j] = fma(load(scores + i + j * kLanes), scale, shift);
+        exp2_each(a);
+        f(i, a);
+    }
+}
+
+// Weights of masked scores in bf16, and their sum as they were rounded.
+PENSTOCK_INLINE float soften(const float* scores, uint16_t* weights, int from, int end, float factor, float top) {
+    vf sum = set1(0.0f);
+    for_weights(scores, from, end, factor, top, [&](int i, const vf(&a)[kSide]) PENSTOCK_LAMBDA {
+        for (int j = 0; j < kSide; j += 2) sum = store_bf16_sum(weights + i + j * kLanes, a[j], a[j + 1], sum);
+    });
     return reduce_add(sum);
 }
 
-// Weights 2^((score - top) * factor), at most one, times `units` as 16-bit integers; their sum is of the weights alone.
-PENSTOCK_INLINE float soften_scaled(const float* scores, const float* units, uint16_t* weights, int lo, int hi, float factor,
+// Weights of masked scores times `units` as 16-bit integers; their sum is of the weights alone.
+PENSTOCK_INLINE float soften_scaled(const float* scores, const float* units, uint16_t* weights, int from, int end, float factor,
                                     float top) {
-    const vf scale = set1(factor), largest = set1(top), zero = set1(0.0f), rounder = set1(kRoundingMagic);
-    vf even = zero, odd = zero;
-    // No fused multiply-add: with the rounding of top * factor left in, a large score's own weight could be above one.
-    const auto weight = [&](int i) __attribute__((always_inline)) { return exp2(mul(sub(load(scores + i), largest), scale)); };
-    const auto rounded = [&](int i, vf w) __attribute__((always_inline)) { return fma(w, load(units + i), rounder); };
-    for_steps(
-        lo, hi,
-        [&](int i) __attribute__((always_inline)) {
-            const vf a = weight(i), b = weight(i + kLanes);
-            even = add(even, a);
-            odd = add(odd, b);
-            store_low_halves(weights + i, rounded(i, a), rounded(i + kLanes, b));
-        },
-        [&](int i) __attribute__((always_inline)) {
-            const vf a = weight(i), b = weight(i + kLanes);
-            even = add(even, within(i, lo, hi, a, zero));
-            odd = add(odd, within(i + kLanes, lo, hi, b, zero));
-            store_low_halves(weights + i, within(i, lo, hi, rounded(i, a), zero),
-                             within(i + kLanes, lo, hi, rounded(i + kLanes, b), zero));
-        });
-    return reduce_add(add(even, odd));
+    const vf rounder = set1(kRoundingMagic);
+    vf sum[2] = {set1(0.0f), set1(0.0f)};
+    for_weights(scores, from, end, factor, top, [&](int i, vf(&a)[kSide]) PENSTOCK_LAMBDA {
+        for (int j = 0; j < kSide; ++j) sum[j % 2] = add(sum[j % 2], a[j]);
+        for (int j = 0; j < kSide; ++j) a[j] = fma(a[j], load(units + i + j * kLanes), rounder);
+        for (int j = 0; j < kSide; j += 2) store_low_halves(weights + i + j * kLanes, a[j], a[j + 1]);
+    });
+    return reduce_add(add(sum[0], sum[1]));
 }
 
 }  // namespace penstock::PENSTOCK_ISA
