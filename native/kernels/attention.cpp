@@ -20,6 +20,8 @@ namespace penstock::PENSTOCK_ISA {
 namespace {
 
 constexpr int kPairs = kAttentionPairs;          // whose sums fit the registers
+constexpr int kScorePairs = kAttentionScorePairs;  // whose scores are computed together, in so many sums side by side
+constexpr int kScoreSums = kAttentionScoreSums;
 constexpr int kTaskPairs = kAttentionTaskPairs;  // that share the keys and values of a segment while these are in the cache
 constexpr int kSegmentTiles = kSegment / kKvTile;
 constexpr int kStateFloats = kTaskPairs + kLanes;  // of the numbers of each pair, which are read sixteen at a time
@@ -46,8 +48,7 @@ struct Scratch {
     uint16_t* weights;    // [kPairs][kSegment] int16 or bf16
     float* value_scales;  // [kSegment], of 8-bit values
     float* units;         // [kSegment], the same as shares of the largest, times kLargestInteger
-    float* unit;          // by which the sums of 8-bit values are to be multiplied
-    float* factor;        // [kPairs], the same of every pair
+    float* factor;        // [kPairs] by which the sums of 8-bit values are to be multiplied
     int16_t* q;           // [kTaskPairs / kPairs][head_dim / 2][kPairs][2]
     uint8_t* odd;         // [head_dim] pairs: the 16-bit values of a last position that has no neighbour yet
     State merged;         // of kTaskPairs
@@ -60,7 +61,8 @@ struct Tiles {
     const uint8_t* values[kSegmentTiles];
 };
 
-// Those of one segment, and for each one that is fetched into the cache meanwhile: keys while keys are read, values while values are.
+// Those of one segment, and for each one that is fetched into the cache meanwhile: keys while keys are read, values while values
+// are.
 struct Segment {
     Tiles tiles, ahead;
 };
@@ -101,8 +103,8 @@ struct Int16Kv {
 template <typename Kv>
 constexpr bool kIsInt8 = Kv::kBytes == 32;
 
-// Appends the tiles from `begin` on, up to the last one with a position below `end`, to the `count` that there are, and returns how
-// many there are then; `most` at most.
+// Appends the tiles from `begin` on, up to the last one with a position below `end`, to the `count` that there are, and returns
+// how many there are then; `most` at most.
 int find_tiles(const KvLayer& kv, const AttentionTask& t, int begin, int end, Tiles& tiles, int count, int most) {
     const int64_t block_stride = kv.block_stride(), key_stride = kv.tile_stride();
     const int64_t value_stride = int64_t{kKvTile} * kv.head_dim * kv.width();
@@ -126,21 +128,21 @@ constexpr int side_by_side() {
     return kCount * 2 > kPairs ? (kPairs >= 12 ? 2 : 1) : kCount * 4 > kPairs ? (kPairs >= 12 ? 4 : 2) : 4;
 }
 
-template <typename F>
+template <int kMost, typename F>
 PENSTOCK_INLINE void dispatch_count(int count, F f) {
     switch (count) {
         case 1: f.template operator()<1>(); break;
-        case 2: f.template operator()<2>(); break;
-        case 3: if constexpr (kPairs >= 3) f.template operator()<3>(); break;
-        case 4: if constexpr (kPairs >= 4) f.template operator()<4>(); break;
-        case 5: if constexpr (kPairs >= 5) f.template operator()<5>(); break;
-        case 6: if constexpr (kPairs >= 6) f.template operator()<6>(); break;
-        case 7: if constexpr (kPairs >= 7) f.template operator()<7>(); break;
-        case 8: if constexpr (kPairs >= 8) f.template operator()<8>(); break;
-        case 9: if constexpr (kPairs >= 9) f.template operator()<9>(); break;
-        case 10: if constexpr (kPairs >= 10) f.template operator()<10>(); break;
-        case 11: if constexpr (kPairs >= 11) f.template operator()<11>(); break;
-        case 12: if constexpr (kPairs >= 12) f.template operator()<12>(); break;
+        case 2: if constexpr (kMost >= 2) f.template operator()<2>(); break;
+        case 3: if constexpr (kMost >= 3) f.template operator()<3>(); break;
+        case 4: if constexpr (kMost >= 4) f.template operator()<4>(); break;
+        case 5: if constexpr (kMost >= 5) f.template operator()<5>(); break;
+        case 6: if constexpr (kMost >= 6) f.template operator()<6>(); break;
+        case 7: if constexpr (kMost >= 7) f.template operator()<7>(); break;
+        case 8: if constexpr (kMost >= 8) f.template operator()<8>(); break;
+        case 9: if constexpr (kMost >= 9) f.template operator()<9>(); break;
+        case 10: if constexpr (kMost >= 10) f.template operator()<10>(); break;
+        case 11: if constexpr (kMost >= 11) f.template operator()<11>(); break;
+        case 12: if constexpr (kMost >= 12) f.template operator()<12>(); break;
         default: break;
     }
 }
@@ -189,93 +191,96 @@ void quantize_queries(const KvLayer& kv, const AttentionTask& t, Pairs& pairs, i
     }
 }
 
-// The dot products of one group of columns, [begin, end) halves, times the keys' scales; kIsFirst: nothing to add them to yet.
-template <typename Kv, int kCount, int kTiles, bool kIsFirst>
-PENSTOCK_INLINE void score_group(const uint8_t* const* keys, const uint8_t* const* ahead, const int16_t* q, int begin, int end,
-                                 int64_t scales, float* scores) {
-    vi acc[kTiles][kCount];
-#pragma GCC unroll 4
-    for (int u = 0; u < kTiles; ++u) {
-#pragma GCC unroll 16
-        for (int p = 0; p < kCount; ++p) acc[u][p] = set1_i(0);
-    }
-    int d = begin;
-    do {  // at least once, or the compiler keeps the zeros in memory
-        vb k[kTiles];
-#pragma GCC unroll 4
-        for (int u = 0; u < kTiles; ++u) {
-            prefetch(ahead[u] + d * Kv::kBytes);
-            k[u] = Kv::load_pairs(keys[u] + d * Kv::kBytes);
-        }
-#pragma GCC unroll 16
-        for (int p = 0; p < kCount; ++p) {
-            const vb two = set1_pair(q + (d * kPairs + p) * 2);
-#pragma GCC unroll 4
-            for (int u = 0; u < kTiles; ++u) acc[u][p] = dot2_i16(acc[u][p], k[u], two);
-        }
-    } while (++d < end);
-#pragma GCC unroll 4
-    for (int u = 0; u < kTiles; ++u) {
-        const vf scale = Kv::load_scales(keys[u] + scales);
-        prefetch(ahead[u] + scales);
-#pragma GCC unroll 16
-        for (int p = 0; p < kCount; ++p) {
-            float* out = scores + p * kSegment + u * kKvTile;
-            store(out, kIsFirst ? mul(to_float(acc[u][p]), scale) : fma(to_float(acc[u][p]), scale, load(out)));
-        }
-    }
-}
-
-// Dot products, times the keys' scales, of kTiles * 16 positions from `tile` on.
-template <typename Kv, int kCount, int kTiles>
+// Dot products, times the keys' scales, of kCount pairs and the kTiles * 16 positions from `tile` on. The integer sums of a group
+// of columns stay in registers, and with AVX-512 the sums over groups, too.
+template <typename Kv, int kCount, int kTiles, bool kFetch>
 PENSTOCK_INLINE void score_tiles(const Segment& segment, int tile, const int16_t* q, int halves, float* scores) {
     const uint8_t* const* keys = segment.tiles.keys + tile;
     const uint8_t* const* ahead = segment.ahead.keys + tile;
     const int group_halves = Kv::halves_of_group(halves);
     int64_t scales = int64_t{halves} * Kv::kBytes;
-    score_group<Kv, kCount, kTiles, true>(keys, ahead, q, 0, group_halves < halves ? group_halves : halves, scales, scores);
-    for (int begin = group_halves; begin < halves; begin += group_halves) {
-        const int end = begin + group_halves < halves ? begin + group_halves : halves;
+    vf sum[kTiles][kCount];
+    PENSTOCK_UNROLL for (int u = 0; u < kTiles; ++u) {
+        PENSTOCK_UNROLL for (int p = 0; p < kCount; ++p) sum[u][p] = set1(0.0f);
+    }
+    int d = 0;
+    do {  // at least once, or the compiler keeps zeros in memory; so below
+        const int end = d + group_halves < halves ? d + group_halves : halves;
+        vi acc[kTiles][kCount];
+        PENSTOCK_UNROLL for (int u = 0; u < kTiles; ++u) {
+            PENSTOCK_UNROLL for (int p = 0; p < kCount; ++p) acc[u][p] = set1_i(0);
+        }
+        do {
+            vb k[kTiles];
+            PENSTOCK_UNROLL for (int u = 0; u < kTiles; ++u) {
+                if constexpr (kFetch) prefetch(ahead[u] + d * Kv::kBytes);
+                k[u] = Kv::load_pairs(keys[u] + d * Kv::kBytes);
+            }
+            PENSTOCK_UNROLL for (int p = 0; p < kCount; ++p) {
+                const vb two = set1_pair(q + (d * kPairs + p) * 2);
+                PENSTOCK_UNROLL for (int u = 0; u < kTiles; ++u) acc[u][p] = dot2_i16(acc[u][p], k[u], two);
+            }
+        } while (++d < end);
+        PENSTOCK_UNROLL for (int u = 0; u < kTiles; ++u) {
+            const vf scale = Kv::load_scales(keys[u] + scales);
+            if constexpr (kFetch) prefetch(ahead[u] + scales);
+            PENSTOCK_UNROLL for (int p = 0; p < kCount; ++p) sum[u][p] = fma(to_float(acc[u][p]), scale, sum[u][p]);
+        }
         scales += Kv::kScaleBytes;
-        asm volatile("" ::: "memory");  // the scores so far stay there: in registers they would push the sums out
-        score_group<Kv, kCount, kTiles, false>(keys, ahead, q, begin, end, scales, scores);
+    } while (d < halves);
+    PENSTOCK_UNROLL for (int u = 0; u < kTiles; ++u) {
+        PENSTOCK_UNROLL for (int p = 0; p < kCount; ++p) store(scores + p * kSegment + u * kKvTile, sum[u][p]);
     }
 }
 
 // scores[pair][16 * tile ...] of the tiles [from, end) of a segment
-template <typename Kv, int kCount>
-__attribute__((noinline)) void score_pairs(const Segment& segment, int from, int end, const int16_t* q, int head_dim, float* scores) {
-    constexpr int kTiles = side_by_side<kCount>();
+template <typename Kv, int kCount, bool kFetch>
+__attribute__((noinline)) void score_pairs(const Segment& segment, int from, int end, const int16_t* q, int head_dim,
+                                           float* scores) {
+    constexpr int kTiles = kScoreSums < 4 * kCount ? kScoreSums / kCount : 4;
     const int halves = head_dim / 2;
     int i = from;
-    for (; i + kTiles <= end; i += kTiles) score_tiles<Kv, kCount, kTiles>(segment, i, q, halves, scores + i * kKvTile);
+    for (; i + kTiles <= end; i += kTiles) score_tiles<Kv, kCount, kTiles, kFetch>(segment, i, q, halves, scores + i * kKvTile);
     if constexpr (kTiles > 2) {
         if (i + 2 <= end) {
-            score_tiles<Kv, kCount, 2>(segment, i, q, halves, scores + i * kKvTile);
+            score_tiles<Kv, kCount, 2, kFetch>(segment, i, q, halves, scores + i * kKvTile);
             i += 2;
         }
     }
-    for (; i < end; ++i) score_tiles<Kv, kCount, 1>(segment, i, q, halves, scores + i * kKvTile);
+    for (; i < end; ++i) score_tiles<Kv, kCount, 1, kFetch>(segment, i, q, halves, scores + i * kKvTile);
 }
 
-// Fills `units` for the steps that [lo, hi) touches, of which alone the largest scale is; returns what sums of integers are to be
-// times.
-PENSTOCK_INLINE float scale_weights(const Scratch& scratch, int lo, int hi) {
+// What a query sees of a segment, in positions of it.
+struct Seen {
+    int lo, hi;
+};
+
+// The units of what queries see of a segment up to position `end`, whose largest value scale is `largest`.
+struct Units {
+    int end;
+    Seen seen;
+    float largest;
+};
+
+// Makes the units those of `seen`, of which alone the largest scale is. What is not seen has no weight, whatever its unit.
+PENSTOCK_INLINE void scale_weights(const Scratch& scratch, Seen seen, Units& units) {
+    if (seen.lo == units.seen.lo && seen.hi == units.seen.hi) return;
+    units.seen = seen;
     vf largest = set1(0.0f);
-    for (int i = step_below(lo); i < step_above(hi); i += kLanes) {
-        const vf scales = within(i, lo, hi, load(scratch.value_scales + i), set1(0.0f));
-        largest = max(largest, scales);
-        store(scratch.units + i, scales);
+    for (int i = seen.lo / kLanes * kLanes; i < seen.hi; i += kLanes) {
+        largest = max(largest, within(i, seen.lo, seen.hi, load(scratch.value_scales + i), set1(0.0f)));
     }
     const float top = reduce_max(largest);
+    if (top == units.largest) return;
+    units.largest = top;
     const vf factor = set1(kLargestInteger / top);
-    for (int i = step_below(lo); i < step_above(hi); i += kLanes) store(scratch.units + i, mul(load(scratch.units + i), factor));
-    return top * (1.0f / kLargestInteger);
+    for (int i = 0; i < step_above(units.end); i += kLanes) store(scratch.units + i, mul(load(scratch.value_scales + i), factor));
 }
 
 // kColumns * 16 columns of o from column d on.
 template <typename Kv, int kCount, int kColumns>
-PENSTOCK_INLINE void weigh_columns(const Segment& segment, int from, int end, const Scratch& scratch, int head_dim, int d, float* out) {
+PENSTOCK_INLINE void weigh_columns(const Segment& segment, int from, int end, const Scratch& scratch, int head_dim, int d,
+                                   float* out) {
     typename Kv::Sum acc[kColumns][kCount];
     for (int c = 0; c < kColumns; ++c) {
         for (int p = 0; p < kCount; ++p) acc[c][p] = Kv::zero();
@@ -308,7 +313,8 @@ PENSTOCK_INLINE void weigh_columns(const Segment& segment, int from, int end, co
 
 // o[pair][d] = sum over positions [from, end) of the segment of p[pair] * v[d]
 template <typename Kv, int kCount>
-__attribute__((noinline)) void weigh_pairs(const Segment& segment, int from, int end, const Scratch& scratch, int head_dim, float* out) {
+__attribute__((noinline)) void weigh_pairs(const Segment& segment, int from, int end, const Scratch& scratch, int head_dim,
+                                           float* out) {
     constexpr int kColumns = side_by_side<kCount>();
     int d = 0;
     for (; d + kColumns * kLanes <= head_dim; d += kColumns * kLanes) {
@@ -323,25 +329,24 @@ PENSTOCK_INLINE void copy_odd_values(const Tiles& tiles, int end, int head_dim, 
     for (int i = 0; i < 4 * head_dim; i += 64) store64(odd + i, even_halves(load64(values + i)));
 }
 
-// Of the values of a segment's tiles.
-PENSTOCK_INLINE void load_value_scales(const KvLayer& kv, const Tiles& tiles, int num_tiles, float* out) {
+// Of the values of a segment's first `end` positions. No number becomes zero: its key is none either, and breaks what sees it.
+PENSTOCK_INLINE void load_value_scales(const KvLayer& kv, const Tiles& tiles, int end, float* out) {
     const int64_t offset = kv.scales_offset() + int64_t{2} * kv.key_groups() * kKvTile;
-    for (int i = 0; i < num_tiles; ++i) store(out + i * kKvTile, load_bf16((const uint16_t*)(tiles.keys[i] + offset)));
+    const vf zero = set1(0.0f);
+    for (int i = 0; i < step_above(end); i += kLanes) {
+        const vf scales = i < end ? load_bf16((const uint16_t*)(tiles.keys[i / kKvTile] + offset)) : zero;
+        store(out + i, max(within(i, 0, end, scales, zero), zero));
+    }
 }
 
 PENSTOCK_INLINE bool sees(const Pairs& pairs, int p, int begin) {
     return pairs.last[p] >= begin && pairs.first[p] < begin + kSegment;
 }
 
-// What one query sees of a segment, in positions of it.
-struct Seen {
-    int lo, hi;
-};
-
-// Weights of the pairs [at, at + count), all of one query and the first of them in row `row` of the scratch, from their scores; and
-// their largest scores and sums of weights. `units_of` is what the units are of; weights are needed for the positions [from, end).
+// Weights of the pairs [at, at + count), all of one query and the first of them in row `row` of the scratch, from their scores;
+// and their largest scores and sums of weights. Weights are needed for the positions [from, end).
 template <typename Kv>
-PENSTOCK_INLINE void weigh_query(const AttentionTask& t, const Pairs& pairs, int at, int count, int row, Seen seen, Seen& units_of,
+PENSTOCK_INLINE void weigh_query(const AttentionTask& t, const Pairs& pairs, int at, int count, int row, Seen seen, Units& units,
                                  int from, int end, const Scratch& scratch, const State& out) {
     float* scores = scratch.scores + row * kSegment;
     uint16_t* weights = scratch.weights + row * kSegment;
@@ -353,15 +358,12 @@ PENSTOCK_INLINE void weigh_query(const AttentionTask& t, const Pairs& pairs, int
         mask(own, seen.lo, seen.hi);
         out.max[at + p] = bound_of(largest_of(own, first, stop), is_capped ? 1.0f : pairs.factor[at + p]);
     }
-    if (kIsInt8<Kv> && (seen.lo != units_of.lo || seen.hi != units_of.hi)) {
-        *scratch.unit = scale_weights(scratch, seen.lo, seen.hi);
-        units_of = seen;
-    }
+    if constexpr (kIsInt8<Kv>) scale_weights(scratch, seen, units);
     for (int p = 0; p < count; ++p) {
         const float *own = scores + p * kSegment, factor = is_capped ? 1.0f : pairs.factor[at + p];
         uint16_t* own_weights = weights + p * kSegment;
         if constexpr (kIsInt8<Kv>) {
-            scratch.factor[row + p] = *scratch.unit;
+            scratch.factor[row + p] = units.largest * (1.0f / kLargestInteger);
             out.sum[at + p] = soften_scaled(own, scratch.units, own_weights, first, stop, factor, out.max[at + p]);
         } else {
             out.sum[at + p] = soften(own, own_weights, first, stop, factor, out.max[at + p]);
@@ -384,29 +386,31 @@ PENSTOCK_INLINE void fetch_pairs(const AttentionTask& next, const Pairs& pairs, 
 // The segment that begins at `begin`, for the pairs [at, at + count); nothing of it has a meaning for a pair that does not see it.
 template <typename Kv>
 void attend_segment(const AttentionTask& t, const Pairs& pairs, int at, int count, int begin, const Segment& segment,
-                    int head_dim, const Scratch& scratch, const State& out) {
+                    Units& units, int head_dim, const Scratch& scratch, const State& out) {
     // Positions are relative to the segment from here on. Values are read in pairs of positions.
     const int last = pairs.last[at + count - 1] - begin, end = last < kSegment ? last + 1 : kSegment, padded = (end + 1) & ~1;
     const int from = pairs.first[at] > begin ? step_below(pairs.first[at] - begin) : 0;
     const int16_t* q = scratch.q + at * head_dim;
-    dispatch_count(count, [&]<int kCount>() {
-        score_pairs<Kv, kCount>(segment, from / kKvTile, (end + kKvTile - 1) / kKvTile, q, head_dim, scratch.scores);
-    });
-    Seen units_of{0, 0};
+    for (int p = 0; p < count; p += kScorePairs) {
+        dispatch_count<kScorePairs>(count - p < kScorePairs ? count - p : kScorePairs, [&]<int kCount>() {
+            const auto score = at + p == 0 ? score_pairs<Kv, kCount, true> : score_pairs<Kv, kCount, false>;
+            score(segment, from / kKvTile, (end + kKvTile - 1) / kKvTile, q + 2 * p, head_dim, scratch.scores + p * kSegment);
+        });
+    }
     for (int p = 0, stop = 0; p < count; p = stop) {
         const int first = pairs.first[at + p] - begin, position = pairs.last[at + p] - begin;
         while (++stop < count && pairs.last[at + stop] - begin == position) {
         }
         const Seen seen{first > 0 ? first : 0, position < end ? position + 1 : end};
         if (seen.lo < seen.hi) {
-            weigh_query<Kv>(t, pairs, at + p, stop - p, p, seen, units_of, from, padded, scratch, out);
+            weigh_query<Kv>(t, pairs, at + p, stop - p, p, seen, units, from, padded, scratch, out);
             if (t.next && position < kSegment) fetch_pairs(*t.next, pairs, at + p, stop - p, head_dim);
         } else {
             for (int i = p; i < stop; ++i) memset(scratch.weights + i * kSegment + from, 0, sizeof(uint16_t) * (padded - from));
         }
     }
     if (!kIsInt8<Kv> && end % 2) copy_odd_values(segment.tiles, end, head_dim, scratch.odd);
-    dispatch_count(count, [&]<int kCount>() {
+    dispatch_count<kPairs>(count, [&]<int kCount>() {
         weigh_pairs<Kv, kCount>(segment, from, end, scratch, head_dim, out.o + at * head_dim);
     });
 }
@@ -501,10 +505,12 @@ void attend(const KvLayer& kv, const AttentionTask& t, int first_pair, int num_p
     for (int begin = range.begin; begin < range.end; begin += kSegment) {
         const int num_tiles = find_tiles(kv, t, begin, range.end, segment.tiles, 0, kSegmentTiles);
         find_ahead(kv, t, range, begin, num_tiles, segment);
-        if constexpr (kIsInt8<Kv>) load_value_scales(kv, segment.tiles, num_tiles, scratch.value_scales);
+        const int seen = range.end - begin < kSegment ? range.end - begin : kSegment;
+        Units units{seen, {0, 0}, 0.0f};
+        if constexpr (kIsInt8<Kv>) load_value_scales(kv, segment.tiles, seen, scratch.value_scales);
         const State state = t.partials ? partial(t, num_pairs, kv.head_dim, begin) : scratch.next;
         for_pairs(pairs, begin, [&](int at, int count) {
-            attend_segment<Kv>(t, pairs, at, count, begin, segment, kv.head_dim, scratch, state);
+            attend_segment<Kv>(t, pairs, at, count, begin, segment, units, kv.head_dim, scratch, state);
             if (!t.partials) merge(pairs, at, count, begin, kv.head_dim, scratch.merged, state);
         });
     }
@@ -530,8 +536,6 @@ PENSTOCK_INLINE Scratch make_scratch(float* memory, int head_dim) {
     memory += kSegment;
     scratch.units = memory;
     memory += kSegment;
-    scratch.unit = memory;
-    memory += kLanes;
     scratch.factor = memory;
     memory += kLanes;
     scratch.q = reinterpret_cast<int16_t*>(memory);
@@ -569,7 +573,7 @@ void attention_merge(const KvLayer& kv, const AttentionTask& t, float* memory) {
 int64_t attention_partial_floats(int num_pairs, int head_dim) { return 2 * kStateFloats + num_pairs * head_dim; }
 
 int64_t attention_scratch_floats(int head_dim) {
-    return kLanes + kScoreFloats + kWeightFloats + 2 * kSegment + 2 * kLanes + 4 * kStateFloats +
+    return kLanes + kScoreFloats + kWeightFloats + 2 * kSegment + kLanes + 4 * kStateFloats +
            (kTaskPairs / 2 + 1 + 2 * kTaskPairs) * head_dim;
 }
 

@@ -21,6 +21,7 @@
 #define PENSTOCK_INLINE static inline __attribute__((always_inline))
 #define PENSTOCK_MEMBER inline __attribute__((always_inline))
 #define PENSTOCK_LAMBDA __attribute__((always_inline))
+#define PENSTOCK_UNROLL _Pragma("GCC unroll 16")
 
 namespace penstock::PENSTOCK_ISA {
 

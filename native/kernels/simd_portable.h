@@ -1,7 +1,7 @@
 // The sixteen lanes of simd.h as plain loops, for the compiler to vectorise as it can. Included by simd.h alone, inside its namespace.
 
 constexpr int kTileRows = 2, kTilePanels = 1, kFewRows = 1, kFewRowPanels = 1;
-constexpr int kAttentionPairs = 2, kAttentionTaskPairs = 16, kSoftmaxVectors = 2;
+constexpr int kAttentionPairs = 2, kAttentionScorePairs = 2, kAttentionScoreSums = 2, kAttentionTaskPairs = 16, kSoftmaxVectors = 2;
 
 struct vf { float v[16]; };
 struct vi { int32_t v[16]; };

@@ -1,7 +1,7 @@
 // The weights of a segment's positions from their scores, for the attention of one variant.
 //
-// Positions [lo, hi) are those that a query sees. Scores and weights are computed in whole steps of kStep positions: those of a step
-// that the query does not see are masked first, and then weigh nothing.
+// Positions [lo, hi) are those that a query sees. Scores and weights are computed in whole steps of kStep positions: those of a
+// step that the query does not see are masked first, and then weigh nothing.
 
 #pragma once
 
@@ -33,7 +33,9 @@ PENSTOCK_INLINE vf within(int i, int lo, int hi, vf x, vf other) {
 PENSTOCK_INLINE void mask(float* scores, int lo, int hi) {
     const vf masked = set1(kMasked);
     for (int i = step_below(lo); i < lo; i += kLanes) store(scores + i, within(i, lo, hi, load(scores + i), masked));
-    for (int i = hi / kLanes * kLanes; i < step_above(hi); i += kLanes) store(scores + i, within(i, lo, hi, load(scores + i), masked));
+    for (int i = hi / kLanes * kLanes; i < step_above(hi); i += kLanes) {
+        store(scores + i, within(i, lo, hi, load(scores + i), masked));
+    }
 }
 
 // Of the steps of masked scores [from, end).
@@ -47,15 +49,15 @@ PENSTOCK_INLINE float largest_of(const float* scores, int from, int end) {
     return reduce_max(largest[0]);
 }
 
-// A number that no score times `factor` exceeds, if `top` is the largest score, however the product is rounded: a weight is at most
-// one. Weights relative to it, and not to the largest itself, are as good: their sum is taken relative to it, too.
+// A number that no score times `factor` exceeds, if `top` is the largest score, however the product is rounded, so that a weight
+// is at most one. Weights relative to it, and not to the largest itself, are as good: their sum is relative to it, too.
 PENSTOCK_INLINE float bound_of(float top, float factor) {
     const float product = top * factor;
     return product + fabsf(product) * 0x1p-22f;
 }
 
-// Two to the power of each, for numbers of at most 126; with -126 or less 0 or below 1e-37. As exp2, with the kSide vectors side by
-// side: the operations of one wait for each other.
+// Two to the power of each, for numbers of at most 126; 0 or below 1e-37 from -126 down. As exp2, but kSide vectors side by side:
+// the operations of one wait for each other.
 PENSTOCK_INLINE void exp2_each(vf (&a)[kSide]) {
     vf n[kSide], p[kSide];
     for (int j = 0; j < kSide; ++j) {
