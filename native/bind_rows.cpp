@@ -35,6 +35,11 @@ void to_ints(nb::handle sequence, std::vector<int32_t>& out) {
     }
 }
 
+// Whether the id begins with PADDING_PREFIX of types/plan.py.
+bool is_padding(nb::handle name) {
+    return PyUnicode_Check(name.ptr()) && PyUnicode_GetLength(name.ptr()) > 0 && PyUnicode_ReadChar(name.ptr(), 0) == 0;
+}
+
 class NamedRows {
   public:
     explicit NamedRows(const RowTableShape& shape) : table_(shape) {}
@@ -46,7 +51,8 @@ class NamedRows {
             std::vector<int32_t> tokens;
             to_ints(row.attr("token_ids"), tokens);
             to_ints(row.attr("block_ids"), scratch_);
-            const int slot = table_.admit(tokens, to_int(row.attr("num_prompt_tokens")), scratch_, to_int(row.attr("num_computed_tokens")));
+            const int slot = table_.admit(tokens, to_int(row.attr("num_prompt_tokens")), scratch_,
+                                          to_int(row.attr("num_computed_tokens")), is_padding(name));
             slots_[name] = slot;
             return slot;
         });

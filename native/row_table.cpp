@@ -47,7 +47,7 @@ RowTable::Row& RowTable::known(int slot) {
 }
 
 int RowTable::admit(const std::vector<int32_t>& tokens, int64_t num_prompt, const std::vector<int32_t>& blocks,
-                    int64_t num_computed) {
+                    int64_t num_computed, bool is_padding) {
     const auto num_tokens = static_cast<int64_t>(tokens.size());
     require(!free_slots_.empty(), "is one more than max_rows");
     require(num_prompt >= 1 && num_prompt <= num_tokens, "has no prompt, or more prompt than tokens");
@@ -58,7 +58,7 @@ int RowTable::admit(const std::vector<int32_t>& tokens, int64_t num_prompt, cons
     const int slot = free_slots_.back();
     free_slots_.pop_back();
     Row& row = rows_[static_cast<size_t>(slot)];
-    row = {static_cast<int32_t>(num_tokens), static_cast<int32_t>(num_prompt), 0, static_cast<int32_t>(num_computed), -1, false};
+    row = {static_cast<int32_t>(num_tokens), static_cast<int32_t>(num_prompt), 0, static_cast<int32_t>(num_computed), -1, false, is_padding};
     std::copy(tokens.begin(), tokens.end(), tokens_of(slot));
     num_tokens_[static_cast<size_t>(slot)] = row.num_tokens;
     num_prompt_[static_cast<size_t>(slot)] = row.num_prompt;
@@ -79,7 +79,9 @@ void RowTable::append_blocks(int slot, const std::vector<int32_t>& blocks) {
     Row& row = rows_[static_cast<size_t>(slot)];
     require(row.num_blocks + static_cast<int64_t>(blocks.size()) <= block_stride_, "has more blocks than max_model_len needs");
     for (const int32_t block : blocks) {
-        require(block > 0 && block < shape_.num_blocks, "has a block that does not exist, or the null block");
+        require(row.is_padding ? block == 0 : block > 0 && block < shape_.num_blocks,
+                row.is_padding ? "is padding and has another block than the null block"
+                               : "has a block that does not exist, or the null block");
         blocks_of(slot)[row.num_blocks++] = block;
     }
 }

@@ -24,7 +24,10 @@ class RowTable {
     explicit RowTable(const RowTableShape& shape);
 
     // A slot for a new row. `tokens` are prompt and output so far, the first `num_computed` of them have KV in `blocks`.
-    int admit(const std::vector<int32_t>& tokens, int64_t num_prompt, const std::vector<int32_t>& blocks, int64_t num_computed);
+    // Padding has null blocks and no others. Several such rows write to them in one step, and their threads at the same time:
+    // what is read there is any of it, and answers nobody.
+    int admit(const std::vector<int32_t>& tokens, int64_t num_prompt, const std::vector<int32_t>& blocks, int64_t num_computed,
+              bool is_padding);
     void release(int slot);
 
     // A step is described row by row, and then read. Each call of `add_row` takes the row's next `query_len` tokens.
@@ -44,7 +47,7 @@ class RowTable {
     struct Row {
         int32_t num_tokens = 0, num_prompt = 0, num_blocks = 0, num_computed = 0;
         int64_t last_step = -1;
-        bool is_free = true;
+        bool is_free = true, is_padding = false;
     };
     struct Release {
         void operator()(int32_t* memory) const;

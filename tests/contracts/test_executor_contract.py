@@ -205,6 +205,31 @@ class TestSteps:
         result = feed.step([RowPlan("b", size, 1, (), True)], [row])
         assert list(result.token_ids["b"]) == harness.answer(prompt)[:1]
 
+    def test_padding_changes_no_answer(self, harness: Harness) -> None:
+        """Rows of padding fill the null block, several in a step, of any length, while a request runs; one of them samples."""
+        size = harness.block_size
+        prompt = harness.prompt(size + 1)
+        feed = Feed(harness.make())
+        long = admit("\0long", (0,) * (2 * size + 2), [0] * 3)
+        late = admit("\0late", (0,) * (size + 1), [0] * MAX_BLOCKS_PER_ROW, num_computed_tokens=size)
+        rows = [
+            RowPlan("\0long", 0, size + 2, (), False),
+            RowPlan("a", 0, size + 1, (), True),
+            RowPlan("\0late", size, 1, (), True),
+        ]
+        result = feed.step(rows, [long, admit("a", prompt, [1, 2]), late])
+        assert result.token_ids.keys() == {"a", "\0late"}
+        tokens = list(result.token_ids["a"])
+        rows = [
+            RowPlan("a", size + 1, 1, (), True),
+            RowPlan("\0long", size + 2, size - 1, (), False),
+            RowPlan("\0late", size + 1, 1, (), True),
+        ]
+        tokens += feed.step(rows).token_ids["a"]
+        rows = [RowPlan("\0late", size + 2, 1, (), True), RowPlan("a", size + 2, 1, (), True)]
+        tokens += feed.step(rows, releases=["\0long"]).token_ids["a"]
+        assert tokens == harness.answer(prompt)[:3]
+
     def test_close_can_be_called_again(self, harness: Harness) -> None:
         executor = harness.make()
         executor.close()
@@ -228,6 +253,15 @@ BREACHES: dict[str, Callable[[Feed, Harness], object]] = {
         [RowPlan("b", 0, h.block_size + 1, (), True)], [admit("b", h.prompt(h.block_size + 1), [2])]
     ),
     "the null block in a table": lambda feed, h: feed.step([RowPlan("b", 0, 3, (), True)], [admit("b", h.prompt(3), [0])]),
+    "a block of its own in the table of padding": lambda feed, h: feed.step(
+        [RowPlan("\0p", 0, 3, (), False)], [admit("\0p", h.prompt(4), [2])]
+    ),
+    "a block of its own appended to padding": lambda feed, h: feed.step(
+        [RowPlan("\0p", 0, h.block_size + 1, (2,), False)], [admit("\0p", h.prompt(h.block_size + 2), [0])]
+    ),
+    "the null block after others": lambda feed, h: feed.step(
+        [RowPlan("b", 0, h.block_size + 1, (0,), True)], [admit("b", h.prompt(h.block_size + 1), [2])]
+    ),
     "a block that does not exist": lambda feed, h: feed.step(
         [RowPlan("b", 0, 3, (), True)], [admit("b", h.prompt(3), [h.capacity.num_blocks])]
     ),

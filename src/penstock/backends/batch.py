@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.types.plan import AdmitRow, Capacity, RowPlan, StepPlan
+from penstock.types.plan import PADDING_PREFIX, AdmitRow, Capacity, RowPlan, StepPlan
 
 NULL_BLOCK = 0
-"""Never holds a request's KV."""
+"""Never holds a request's KV: every block of padding, and of nothing else."""
 
 NO_TOKEN = -1
 """Stands for the token of a row that failed; such a row is released before it could be read."""
@@ -96,7 +96,7 @@ class BatchBuilder:
         row_slots = self._row_slots(rows)
         for row, slot in zip(rows, row_slots.tolist(), strict=True):
             if row.new_block_ids:
-                self._append_blocks(slot, row.new_block_ids)
+                self._append_blocks(slot, row.request_id, row.new_block_ids)
         context_lens = np.array([row.context_len for row in rows], np.int32)
         query_lens = np.array([row.query_len for row in rows], np.int32)
         samples = np.array([row.samples for row in rows], np.bool_)
@@ -159,7 +159,7 @@ class BatchBuilder:
         self.num_prompt_tokens[slot] = row.num_prompt_tokens
         self._num_computed[slot] = row.num_computed_tokens
         self.num_blocks[slot] = 0
-        self._append_blocks(slot, row.block_ids)
+        self._append_blocks(slot, row.request_id, row.block_ids)
         return slot
 
     def _checked_tokens(self, row: AdmitRow) -> NDArray[np.int64]:
@@ -168,12 +168,15 @@ class BatchBuilder:
             raise ValueError(f"request {row.request_id!r} has a token outside the vocabulary of {self._vocab_end}")
         return token_ids
 
-    def _append_blocks(self, slot: int, block_ids: Sequence[int]) -> None:
+    def _append_blocks(self, slot: int, request_id: str, block_ids: Sequence[int]) -> None:
         start, end = int(self.num_blocks[slot]), int(self.num_blocks[slot]) + len(block_ids)
         if end > self.block_tables.shape[1]:
             raise ValueError(f"{end} blocks are more than max_model_len = {self.capacity.max_model_len} tokens need")
+        is_padding = request_id.startswith(PADDING_PREFIX)
         for block_id in block_ids:
-            if not NULL_BLOCK < block_id < self.capacity.num_blocks:
+            if is_padding and block_id != NULL_BLOCK:
+                raise ValueError(f"block {block_id} is given to padding, which must not write to it")
+            if not is_padding and not NULL_BLOCK < block_id < self.capacity.num_blocks:
                 raise ValueError(f"block {block_id} is not one of 1 to {self.capacity.num_blocks - 1}")
         self.block_tables[slot, start:end] = block_ids
         self.num_blocks[slot] = end

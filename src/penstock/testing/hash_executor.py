@@ -12,12 +12,15 @@ from dataclasses import dataclass, field
 
 from penstock.testing.hashing import ROOT, HashModel, mix
 from penstock.types.errors import ExecutorFailure
-from penstock.types.plan import AdmitRow, Capacity, RowPlan, StepPlan, Ticket
+from penstock.types.plan import PADDING_PREFIX, AdmitRow, Capacity, RowPlan, StepPlan, Ticket
 from penstock.types.result import StepResult, StepTiming, TokenLogprobs
 from penstock.types.sampling import SamplingParams
 
 POISON = -1
 """What a slot holds before it is written; reading it is an error."""
+
+NULL_BLOCK = 0
+"""Holds nothing but what padding writes, which is noise to all others."""
 
 DEFAULT_CAPACITY = Capacity(num_blocks=257, block_size=16, max_rows=64, max_step_tokens=512, max_model_len=4096)
 
@@ -42,7 +45,8 @@ class HashExecutor:
         self.model = model or HashModel()
         self.num_steps = 0
         self.num_computed_tokens = 0
-        """Positions computed so far, recomputed ones included."""
+        """Positions computed so far, recomputed ones and padding included."""
+        self.num_padding_tokens = 0
         self._capacity = capacity
         self._step_ns = step_ns
         self._slots = [POISON] * (capacity.num_blocks * capacity.block_size)
@@ -106,7 +110,7 @@ class HashExecutor:
         )
 
     def _check_block_id(self, block_id: int) -> None:
-        assert 0 < block_id < self._capacity.num_blocks, f"block {block_id} is the null block or does not exist"
+        assert NULL_BLOCK < block_id < self._capacity.num_blocks, f"block {block_id} is the null block or does not exist"
 
     def _release(self, request_id: str) -> None:
         assert request_id in self._rows, f"release of {request_id!r}, which is unknown"
@@ -121,13 +125,23 @@ class HashExecutor:
                 raise ValueError(f"token {token_id} is outside the vocabulary of {self.model.vocab_size}")
         row = HashRow(list(admit.token_ids), admit.num_prompt_tokens, admit.sampling, admit.num_computed_tokens)
         self._rows[admit.request_id] = row
+        if admit.request_id.startswith(PADDING_PREFIX):
+            self._append_null_blocks(row, admit.block_ids)
+            return
         num_filled = -(-admit.num_computed_tokens // self._capacity.block_size)
         self._hold(row, admit.block_ids[:num_filled])
         self._hold_fresh(row, admit.block_ids[num_filled:])
 
     def _append_blocks(self, row: RowPlan) -> None:
         assert row.request_id in self._rows, f"a row of {row.request_id!r}, which is unknown"
+        if row.request_id.startswith(PADDING_PREFIX):
+            self._append_null_blocks(self._rows[row.request_id], row.new_block_ids)
+            return
         self._hold_fresh(self._rows[row.request_id], row.new_block_ids)
+
+    def _append_null_blocks(self, row: HashRow, block_ids: Sequence[int]) -> None:
+        assert set(block_ids) <= {NULL_BLOCK}, f"padding has {block_ids}, and would spoil what is not its own"
+        row.block_ids += block_ids
 
     def _hold(self, row: HashRow, block_ids: Sequence[int]) -> None:
         for block_id in block_ids:
@@ -150,12 +164,14 @@ class HashExecutor:
         row = self._rows[plan.request_id]
         end = plan.context_len + plan.query_len
         self._check_row(plan, row, end)
-        value = self._read(row, plan.context_len - 1) if plan.context_len else ROOT
+        is_padding = plan.request_id.startswith(PADDING_PREFIX)
+        value = ROOT if is_padding or not plan.context_len else self._read(row, plan.context_len - 1)
         for position in range(plan.context_len, end):
             value = mix(value, row.token_ids[position])
             self._write(row, position, value)
         row.num_computed_tokens = end
         self.num_computed_tokens += plan.query_len
+        self.num_padding_tokens += plan.query_len * is_padding
         if plan.samples:
             # The value is read back through the table, so that a row that was written to later shows.
             token_id = self.model.sample(self._read(row, end - 1), row.sampling, end - row.num_prompt_tokens)
@@ -186,5 +202,6 @@ class HashExecutor:
 
     def _write(self, row: HashRow, position: int, value: int) -> None:
         slot = self._slot(row, position)
-        assert self._holders[slot // self._capacity.block_size] == 1, "a row writes to a block that others hold"
+        block_id = slot // self._capacity.block_size
+        assert block_id == NULL_BLOCK or self._holders[block_id] == 1, "a row writes to a block that others hold"
         self._slots[slot] = value

@@ -10,6 +10,10 @@ from dataclasses import dataclass
 
 from penstock.types.sampling import SamplingParams
 
+PADDING_PREFIX = "\0"
+"""Request ids that begin with it are padding: computed like all others, answered to nobody. Every block of such a row is the null
+block, which nobody else reads; what it computes has no meaning. A user's id never begins so."""
+
 
 @dataclass(frozen=True, slots=True)
 class AdmitRow:
@@ -20,7 +24,7 @@ class AdmitRow:
     """Prompt, and what was generated before a preemption. [num_tokens]"""
     num_prompt_tokens: int
     block_ids: tuple[int, ...]
-    """Blocks held now, in order; those of a prefix hit already contain KV."""
+    """Blocks held now, in order; those of a prefix hit already contain KV. Of padding: null blocks, else never one."""
     num_computed_tokens: int
     """KV present in those blocks: the first row of this request has this `context_len`."""
     sampling: SamplingParams

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.backends.batch import NO_USABLE_LOGIT
+from penstock.backends.batch import NO_USABLE_LOGIT, NULL_BLOCK
 from penstock.backends.native._native import Engine, KvFormat, RowTable
 from penstock.backends.native.lowering import lower
 from penstock.backends.native.sampling import make_row_sampling
@@ -154,10 +154,13 @@ class NativeExecutor:
         size = self._capacity.block_size
         for admit in plan.admits:
             for i, block_id in enumerate(admit.block_ids):
+                if block_id == NULL_BLOCK:
+                    continue
                 self._engine.poison_block(block_id, min(size, max(0, admit.num_computed_tokens - i * size)))
         for row in plan.rows:
             for block_id in row.new_block_ids:
-                self._engine.poison_block(block_id)
+                if block_id != NULL_BLOCK:
+                    self._engine.poison_block(block_id)
 
     def _logprobs(self) -> dict[str, tuple[TokenLogprobs, ...]]:
         found: dict[str, tuple[TokenLogprobs, ...]] = {}

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.backends.batch import NULL_BLOCK
 from penstock.types.kv_dtype import KEY_GROUP, KvDtype
 
 F32 = NDArray[np.float32]
@@ -18,7 +19,8 @@ SMALLEST_SCALE = np.float32(1e-24)
 class KvCache:
     """Keys and values of every layer as float32 that hold what `dtype` can. [num_blocks, block_size, num_kv_heads, head_dim]
 
-    With `poison`, slots that hold no KV are NaN: whoever reads one gets NaN for an answer.
+    With `poison`, slots that hold no KV are NaN: whoever reads one gets NaN for an answer. Not those of the null block, which
+    padding reads.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class KvCache:
         self.dtype = dtype
         self._poison = poison
         self._keys: F32 = np.full(shape, np.nan, np.float32) if poison else np.zeros(shape, np.float32)
+        self._keys[:, NULL_BLOCK] = 0
         self._values = self._keys.copy()
 
     def write(self, layer: int, slots: NDArray[np.int64], k: F32, v: F32) -> None:
@@ -63,6 +66,8 @@ class KvCache:
         if not self._poison:
             return
         for i, block_id in enumerate(block_ids):
+            if block_id == NULL_BLOCK:
+                continue
             start = max(0, num_kept - i * self._block_size)
             for cache in (self._keys, self._values):
                 cache[:, block_id, start:] = np.nan
