@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-from penstock.build import EXECUTORS, build_core, build_runtime, num_threads
+from penstock.build import EXECUTORS, build_core, build_policies, build_runtime, num_threads
 from penstock.config import Backend, BackendConfig, Config, KvConfig, ModelConfig, SchedulerConfig, ServerConfig
 from penstock.engine.loop import EngineState
 from penstock.engine.ports import NullObserver
 from penstock.models.catalog import resolve
 from penstock.obs.prometheus import expose
+from penstock.sched.policies.gates import Dynamic, Static
 from penstock.testing import DEFAULT_CAPACITY
 from penstock.testing.builders import make_request
 from penstock.testing.tiny_models import TinyLlama, write_gguf, write_hf
@@ -141,6 +142,27 @@ def test_the_scheduler_has_the_policies_of_the_config() -> None:
     named = SchedulerConfig(batching="continuous", policy="fcfs", preemption="recompute")
     core = build_core(Config(scheduler=named, kv=KvConfig(kv_watermark=0.5)), DEFAULT_CAPACITY, NullObserver())
     assert not core.has_work
+
+
+def test_a_batch_has_the_settings_of_the_config() -> None:
+    config = SchedulerConfig(
+        batching="dynamic", max_batch_size=8, preferred_batch_sizes=(2, 4), batch_window_s=0.005, length_buckets=(64, 256)
+    )
+    assert build_policies(Config(scheduler=config)).gate == Dynamic(8, (2, 4), 5_000_000, (64, 256))
+    assert build_policies(Config(scheduler=SchedulerConfig(batching="static", max_batch_size=4))).gate == Static(4)
+
+
+def test_a_setting_that_the_gate_does_not_have_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"gate 'static' has no length_buckets\. Choose another gate"):
+        build_policies(Config(scheduler=SchedulerConfig(batching="static", length_buckets=(64,))))
+    with pytest.raises(ConfigError, match=r"gate 'continuous' has no max_batch_size"):
+        build_policies(Config(scheduler=SchedulerConfig(max_batch_size=4)))
+
+
+def test_a_batch_that_has_not_enough_rows_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    scheduler = SchedulerConfig(batching="static", max_batch_size=33)
+    with pytest.raises(ConfigError, match=r"batch of 33 needs 66 rows.*--max-num-seqs to 66 .*--max-batch-size to 32 "):
+        _build(write_gguf(tmp_path / "tiny.gguf", TinyLlama()), replace(REFERENCE, scheduler=scheduler, kv=KvConfig()))
 
 
 def test_threads_are_counted_unless_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from penstock.config.docs import render
 from penstock.config.environment import unknown_variables
 from penstock.config.file import all_settings, read_config_file
 from penstock.config.setting import Kind, settings_of
-from penstock.config.units import format_size, parse_count, parse_duration, parse_share, parse_size
+from penstock.config.units import format_size, parse_count, parse_counts, parse_duration, parse_share, parse_size
 from penstock.types.errors import ConfigError
 
 
@@ -38,6 +38,18 @@ def test_sizes(text: str, value: int) -> None:
 @pytest.mark.parametrize(("text", "value"), [("250ms", 0.25), ("30s", 30.0), ("2m", 120.0), ("1h", 3600.0), ("1.5", 1.5)])
 def test_durations_are_seconds(text: str, value: float) -> None:
     assert parse_duration(text) == value
+
+
+def test_counts_may_be_a_list() -> None:
+    assert parse_counts("128,1k, 2Ki") == (128, 1000, 2048)
+    with pytest.raises(ValueError, match="'' is not a count"):
+        parse_counts("128,")
+
+
+def test_every_entry_of_a_list_is_in_range() -> None:
+    assert SchedulerConfig(length_buckets=(1, 2)).length_buckets == (1, 2)
+    with pytest.raises(ConfigError, match="length_buckets: 0 is less than 1"):
+        SchedulerConfig(length_buckets=(1, 0))
 
 
 @pytest.mark.parametrize(("text", "value"), [("1%", 0.01), ("0.25", 0.25), ("50 %", 0.5)])
@@ -143,6 +155,8 @@ def test_an_unknown_key_names_the_nearest_and_all_valid_ones(tmp_path: Path) -> 
     [
         ("port = true", "port: True is a boolean, not a count"),
         ("port = 80.5", "port: 80.5 is a decimal number, not a count"),
+        ("length_buckets = [128, 'x']", r"length_buckets: \[128, 'x'\] is not a list of counts"),
+        ("length_buckets = '128;256'", "length_buckets: '128;256' is not a count"),
         ("host = 7", "host: 7 is a integer, not text"),
         ("prefix_caching = 'perhaps'", "prefix_caching: 'perhaps' is not true or false"),
         ("block_size = []", r"block_size: \[\] is a list, not a count"),

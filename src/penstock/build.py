@@ -59,6 +59,7 @@ def _load(config: Config, source: ModelSource) -> Runtime:
     from penstock.models.load import load_model
 
     _check_block_size(config)
+    _check_batch_size(config)
     available_bytes = available_memory_bytes()
     model = load_model(source, max_weight_bytes=max(0, available_bytes - RESERVE_BYTES))
     kv = plan_kv(
@@ -102,6 +103,12 @@ def _check_block_size(config: Config) -> None:
             f"block_size {size} is no multiple of {KV_TILE}: the native backend keeps keys in tiles of {KV_TILE} positions.",
             remedy=f"Set --block-size to {max(1, round(size / KV_TILE)) * KV_TILE}.",
         )
+
+
+def _check_batch_size(config: Config) -> None:
+    """Before anything is loaded: whether the gate's batches fit the rows and tokens of a step."""
+    rows, tokens = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
+    build_policies(config).gate.max_running(Capacity(2, 1, rows, tokens, 1))
 
 
 def build_executor(config: Config, model: LoadedModel, kv: KvPlan) -> Executor:
@@ -159,6 +166,12 @@ def build_policies(config: Config) -> Policies:
         reserve=chosen.reserve or (None if config.kv.kv_watermark is None else "watermark"),
         victim=chosen.victim,
         settings={
+            "gate": {
+                "max_batch_size": chosen.max_batch_size,
+                "preferred_batch_sizes": chosen.preferred_batch_sizes,
+                "max_queue_delay_ns": None if chosen.batch_window_s is None else round(chosen.batch_window_s * 1e9),
+                "length_buckets": chosen.length_buckets,
+            },
             "budget": {
                 "slo_itl_ns": slo_itl_ns,
                 "long_prefill_token_threshold": chosen.long_prefill_token_threshold,

@@ -72,7 +72,7 @@ def test_the_file_may_come_from_the_environment_and_the_model_be_an_argument(tmp
 
 
 def test_every_setting_has_a_flag_and_an_environment_variable() -> None:
-    samples = {"count": "2", "size": "1MiB", "duration": "1s", "share": "5%", "text": "x", "path": "x"}
+    samples = {"count": "2", "counts": "2,3", "size": "1MiB", "duration": "1s", "share": "5%", "text": "x", "path": "x"}
     for item in all_settings():
         if item.key == "model":
             continue
@@ -93,6 +93,15 @@ def test_the_model_may_be_an_option_but_not_twice(tmp_path: Path) -> None:
     result, _ = _invoke("argument", "-m", "flag")
     assert result.exit_code == 2
     assert "given twice" in result.output
+
+
+def test_several_counts_are_a_tuple_wherever_they_come_from(tmp_path: Path) -> None:
+    path = tmp_path / "p.toml"
+    for text in ("[64, 256]", '"64,256"'):
+        path.write_text(f"length_buckets = {text}\n")
+        assert _config("--config", str(path)).scheduler.length_buckets == (64, 256)
+    assert _config("--length-buckets", "64,256").scheduler.length_buckets == (64, 256)
+    assert _config(env={"PENSTOCK_LENGTH_BUCKETS": "64,256"}).scheduler.length_buckets == (64, 256)
 
 
 def test_what_may_be_repeated_is_a_tuple() -> None:

@@ -100,6 +100,7 @@ def test_a_fresh_server_already_shows_its_series(metrics):
         "prefix_cache_hits_total",
         "preemptions_total",
         "recomputed_tokens_total",
+        "padding_tokens_total",
         "prompt_tokens_total",
         "generation_tokens_total",
         "batch_size_bucket",

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from penstock.testing import expected_tokens, make_request
-from penstock.testing.strategies import MODEL, Engine, engines, prompts, ranks, samplings
+from penstock.testing.strategies import MAX_SHARE, MODEL, Engine, engines, prompts, ranks, samplings
 from penstock.types.events import Abort, Add, Stop, TokenEvent
-from penstock.types.plan import StepPlan
+from penstock.types.plan import PADDING_PREFIX, StepPlan
 from penstock.types.request import Request, RequestStatus
 from penstock.types.sampling import SamplingParams
 
@@ -116,14 +116,19 @@ class CoreMachine(RuleBasedStateMachine):
 
     def check_work_conserving(self, plan: StepPlan | None) -> None:
         capacity, scheduler = self.engine.capacity, self.core.scheduler
+        wakeup_ns = self.core.next_wakeup_ns(self.now_ns)
         if plan is None:
-            assert not self.core.has_work, "there is work, and no step"
+            is_gated = scheduler.num_running == 0 and scheduler.wakeup_ns is not None and scheduler.wakeup_ns > self.now_ns
+            assert not self.core.has_work or is_gated, "there is work, no step, and no gate that waits"
+            assert not is_gated or (wakeup_ns is not None and wakeup_ns <= scheduler.wakeup_ns), "nobody will wake the gate"
             return
         if plan.num_tokens == capacity.max_step_tokens or not self.engine.fills_steps:
             return
         has_row = {row.request_id for row in plan.rows}
         assert scheduler.running.keys() <= has_row, "a running request has no row, and tokens are left"
         preempted_now = any(self.requests[request_id].status is RequestStatus.PREEMPTED for request_id in plan.releases)
+        if not self.engine.is_continuous:
+            return  # who waits for a batch waits beside free memory
         if self.core.num_waiting == 0 or len(has_row) == min(capacity.max_rows, capacity.max_step_tokens) or preempted_now:
             return
         # Memory must be short: for the largest of those who wait, beside all that the reserve may keep back.
@@ -135,7 +140,7 @@ class CoreMachine(RuleBasedStateMachine):
             for r in scheduler.running.values()
         )
         growth = self.max_growth_blocks()
-        kept_back = promised + growth + int(0.3 * scheduler.kv.num_total_blocks) + 1
+        kept_back = promised + growth + int(MAX_SHARE * scheduler.kv.num_total_blocks) + 1
         assert scheduler.kv.num_available_blocks < scheduler.kv.num_blocks_for(largest) + kept_back, (
             "a request waits for nothing"
         )
@@ -147,7 +152,7 @@ class CoreMachine(RuleBasedStateMachine):
         return sum(num_blocks_for(r.max_total_tokens) - num_blocks_for(r.num_computed_tokens) for r in live)
 
     def check_preempted_go_first(self, preempted_before: set[str], plan: StepPlan) -> None:
-        admitted = [admit.request_id for admit in plan.admits]
+        admitted = [admit.request_id for admit in plan.admits if not admit.request_id.startswith(PADDING_PREFIX)]
         left = preempted_before - set(admitted)
         for request_id in admitted:
             if request_id not in preempted_before:
@@ -174,6 +179,8 @@ class CoreMachine(RuleBasedStateMachine):
             plan = self.core.begin(self.now_ns)
             if plan is not None:
                 self.record(self.core.finish(plan, self.executor.collect(self.executor.submit(plan)), self.now_ns))
+            elif self.core.has_work:
+                self.now_ns = self.core.next_wakeup_ns(self.now_ns) or self.now_ns
             self.core.check()
         assert self.ended == self.requests.keys(), "a request never ended"
         for request_id, request in self.requests.items():

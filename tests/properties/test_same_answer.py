@@ -57,12 +57,7 @@ def test_all_blocks_are_free_when_all_requests_have_ended(engine: Engine, worklo
 def test_the_same_input_gives_the_same_plans(engine: Engine, workload: Workload) -> None:
     histories = []
     for _ in range(2):
-        core, executor = engine.make()
-        driver = Driver(core, executor)
-        script = workload.script(workload.requests())
-        for turn in range(max(script) + 1):
-            driver.turn(*script.get(turn, ()))
-        while core.has_work:
-            driver.turn()
-        histories.append(driver.plans)
+        drivers: list[Driver] = []
+        run_to_completion(*engine.make(), later=workload.script(workload.requests()), after_turn=drivers.append)
+        histories.append(drivers[0].plans)
     assert histories[0] == histories[1]

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from penstock.sched.draft import StepDraft
-from penstock.sched.policies.base import AdmissionView, BucketView, BudgetView, GateView, VictimView
+from penstock.sched.policies.base import AdmissionView, BudgetView, VictimView
 from penstock.sched.policies.budgets import DecodeFirst, WholePrompts
-from penstock.sched.policies.gates import Continuous
 from penstock.sched.policies.hold_latency import HoldLatency
 from penstock.sched.policies.presets import PRESETS, TABLES, make_policies
 from penstock.sched.policies.reserves import FirstChunk, NoEvict, PredictedOutput, Watermark, WholePrompt
@@ -32,12 +31,6 @@ def admission(**fields: Any) -> AdmissionView:
         "block_size": 16,
     }
     return AdmissionView(**(values | fields))
-
-
-def test_the_continuous_gate_is_open_for_every_free_row() -> None:
-    view = GateView(now_ns=0, num_running=3, num_joining=0, max_rows=8, buckets=(BucketView(0, num_waiting=9, oldest_ns=0),))
-    decision = Continuous().decide(view)
-    assert (decision.max_admissions, decision.wakeup_ns) == (5, None)
 
 
 def budget_view(**fields: int) -> BudgetView:

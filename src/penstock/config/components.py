@@ -108,7 +108,43 @@ class SchedulerConfig(Component):
         "penstock", "Named bundle of policies.", kind=Kind.CHOICE, choices=("orca", "vllm", "sarathi", "sglang", "penstock")
     )
     batching: str | None = setting(
-        None, "When a batch may start.", kind=Kind.CHOICE, choices=("continuous",), default_doc="the preset's: continuous"
+        None,
+        "When a batch may start.",
+        kind=Kind.CHOICE,
+        choices=("continuous", "dynamic", "static"),
+        default_doc="the preset's: continuous",
+    )
+    max_batch_size: int | None = setting(
+        None,
+        "Requests in a static or dynamic batch.",
+        kind=Kind.COUNT,
+        minimum=1,
+        maximum=2048,
+        default_doc="half of max_num_seqs; the other half is for padding",
+    )
+    preferred_batch_sizes: tuple[int, ...] | None = setting(
+        None,
+        "Sizes at which a dynamic batch starts at once.",
+        kind=Kind.COUNTS,
+        key="preferred_batch_size",
+        minimum=1,
+        default_doc="none",
+    )
+    batch_window_s: float | None = setting(
+        None,
+        "How long the oldest request of an incomplete static or dynamic batch waits for others.",
+        kind=Kind.DURATION,
+        key="batch_window",
+        minimum=0.0,
+        maximum=3600.0,
+        default_doc="static 2s, dynamic 20ms",
+    )
+    length_buckets: tuple[int, ...] | None = setting(
+        None,
+        "Prompt lengths up to which requests share a dynamic batch and are padded.",
+        kind=Kind.COUNTS,
+        minimum=1,
+        default_doc="128,512,1024,2048",
     )
     policy: str | None = setting(
         None,

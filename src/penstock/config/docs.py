@@ -15,8 +15,8 @@ An unknown key, a wrong type and a value that is not available are errors, never
 with `PENSTOCK_` and is none of these is warned of. All keys stand at the top level of the file: it has no tables.
 
 Counts may be written `4k` (4,000) or `2Mi` (2,097,152), sizes `512MB` or `4GiB`, durations `250ms`, `30s` or `2m`
-(a bare number is seconds), shares `1%` or `0.01`. What may be repeated is a list in the file, and separated by spaces in the
-environment.
+(a bare number is seconds), shares `1%` or `0.01`; several counts `128,512`, or as a list in the file. What may be repeated
+is a list in the file, and separated by spaces in the environment.
 
 `penstock serve` takes all of them; `penstock run` and `penstock chat` take those of Model, KV cache and Compute, and pass over
 the others in a file.

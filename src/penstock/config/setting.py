@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, ClassVar
 
-from penstock.config.units import format_size, parse_count, parse_duration, parse_share, parse_size
+from penstock.config.units import format_size, parse_count, parse_counts, parse_duration, parse_share, parse_size
 from penstock.types.errors import ConfigError
 
 
@@ -23,6 +23,7 @@ class Kind(StrEnum):
     CHOICE = "choice"
     FLAG = "flag"
     COUNT = "count"
+    COUNTS = "counts"
     SIZE = "size"
     DURATION = "duration"
     SHARE = "share"
@@ -85,6 +86,9 @@ class Setting:
             raise ValueError(f"{value!r} is empty")
         if self.choices and value not in self.choices:
             raise ValueError(f"{value!r} is not available; available: {', '.join(self.choices)}")
+        if isinstance(value, tuple):
+            for entry in value:
+                self.check(entry)
         if not isinstance(value, int | float) or isinstance(value, bool):
             return
         if self.minimum is not None and value < self.minimum:
@@ -95,6 +99,8 @@ class Setting:
     def _convert(self, raw: object) -> object:
         if self.kind is Kind.FLAG:
             return _as_bool(raw)
+        if self.kind is Kind.COUNTS:
+            return _as_counts(raw)
         if self.kind in _PARSERS:
             return self._as_number(raw)
         if not isinstance(raw, str):
@@ -168,6 +174,14 @@ def _as_bool(raw: object) -> bool:
     if isinstance(raw, str) and raw.lower() in _TRUE + _FALSE:
         return raw.lower() in _TRUE
     raise ValueError(f"{raw!r} is not true or false")
+
+
+def _as_counts(raw: object) -> tuple[int, ...]:
+    if isinstance(raw, str):
+        return parse_counts(raw)
+    if not isinstance(raw, list | tuple) or not raw or not all(type(entry) is int for entry in raw):
+        raise ValueError(f"{raw!r} is not a list of counts")
+    return tuple(raw)
 
 
 def _toml_type(value: object) -> str:

@@ -1,7 +1,7 @@
 """Human notations of numbers (counts, sizes, durations, shares), parsed for `setting`. Knows no setting.
 
 A count is `512`, `4k` (4,000) or `2Mi` (2,097,152). A size is in bytes: `4GiB`, `512MB`. A duration is in seconds:
-`250ms`, `30s`, `2m`, `1h`, or a bare number of seconds. A share is `1%` or `0.01`.
+`250ms`, `30s`, `2m`, `1h`, or a bare number of seconds. A share is `1%` or `0.01`. Counts are a list such as `128,512,1k`.
 """
 
 from __future__ import annotations
@@ -40,6 +40,11 @@ _SHARE_FACTORS = {"": 1.0, "%": 0.01}
 def parse_count(text: str) -> int:
     """`4k` -> 4000, `2Mi` -> 2097152. Raises ValueError."""
     return _whole(text, _COUNT_FACTORS, "a count such as 512, 4k or 2Mi")
+
+
+def parse_counts(text: str) -> tuple[int, ...]:
+    """`128,1k` -> (128, 1000). Raises ValueError."""
+    return tuple(parse_count(entry) for entry in text.split(","))
 
 
 def parse_size(text: str) -> int:

@@ -212,7 +212,7 @@ class EngineCore:
             ended_ns=now_ns,
             num_running=self.num_running,
             num_waiting=self.num_waiting,
-            num_rows=len(plan.rows),
+            num_rows=len(plan.rows) - counts.num_padding_rows,
             num_tokens=counts.num_tokens,
             num_sampled_tokens=num_sampled,
             num_blocks_total=kv.num_total_blocks,
@@ -223,6 +223,7 @@ class EngineCore:
             num_prefix_query_tokens=counts.num_prefix_query_tokens,
             num_prefix_hit_tokens=counts.num_prefix_hit_tokens,
             waits_for=counts.waits_for,
+            num_padding_tokens=counts.num_padding_tokens,
             parts_ns={"execute": execute_ns, **result.timing.parts},
         )
 

@@ -98,11 +98,12 @@ class _Snapshot(Collector):
         yield self._counters_by("preemptions", "Running requests that lost their KV blocks.", "method", preemptions)
         yield self._counter("recomputed_tokens", "Positions computed again after a preemption.", metrics.num_recomputed_tokens)
         yield self._counter("engine_restarts", "How often the engine failed or hung, and was made anew.", metrics.num_restarts)
+        yield self._counter("padding_tokens", "Positions computed for nobody, as padding.", metrics.num_padding_tokens)
         yield self._counters_by("prompt_tokens", "Prompt tokens of requests that got a first token.", "source", prompt)
         yield self._counter("generation_tokens", "Tokens generated.", metrics.num_generated_tokens)
 
     def _sizes(self, metrics: Metrics) -> Iterator[Metric]:
-        yield self._histogram("batch_size", "Rows per step.", metrics.batch_size, 1.0)
+        yield self._histogram("batch_size", "Requests with a row, per step.", metrics.batch_size, 1.0)
         yield self._histogram("batch_tokens", "Positions computed per step.", metrics.batch_tokens, 1.0)
 
     def _latencies(self, metrics: Metrics) -> Iterator[Metric]:

@@ -18,11 +18,13 @@ class StepCounts:
     """What a step did that its plan does not tell."""
 
     num_tokens: int = 0
-    """Positions that it computes."""
+    """Positions that it computes, padding included."""
     num_decodes: int = 0
-    """Rows of requests that were one token behind."""
+    """Rows of requests that were one token behind, and of padding after the end of one."""
     num_prefill_pairs: int = 0
     """Of a token of another row and one before it in its request."""
+    num_padding_tokens: int = 0
+    num_padding_rows: int = 0
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
     """Positions that had been computed before a preemption and are computed again."""
@@ -48,13 +50,16 @@ class StepDraft:
     limits: StepLimits
     """Of the prefills; decodes are planned before they are known."""
     num_tokens: int = 0
-    """Positions that the rows compute."""
+    """Positions that the rows compute, padding included."""
     num_decodes: int = 0
     num_prefill_pairs: int = 0
     num_long_prefills: int = 0
     """That run, those that this step admits included."""
     num_kept_tokens: int = 0
     """For long prefills that come after the others."""
+    num_padding_tokens: int = 0
+    padding_rows: list[RowPlan] = field(default_factory=list)
+    """Behind the others in the plan."""
     rows: list[RowPlan] = field(default_factory=list)
     admits: dict[str, AdmitRow] = field(default_factory=dict)
     num_promised_blocks: int = 0
@@ -95,6 +100,10 @@ class StepDraft:
         if row.query_len > 1:
             self.num_prefill_pairs += num_pairs(row)
 
+    def add_padding(self, num_tokens: int) -> None:
+        self.num_tokens += num_tokens
+        self.num_padding_tokens += num_tokens
+
     def take_back(self, request: Request) -> None:
         """Remove what the step planned for a request, if anything. O(rows): only victims are taken back."""
         self.admits.pop(request.request_id, None)
@@ -111,6 +120,8 @@ class StepDraft:
             num_tokens=self.num_tokens,
             num_decodes=self.num_decodes,
             num_prefill_pairs=self.num_prefill_pairs,
+            num_padding_tokens=self.num_padding_tokens,
+            num_padding_rows=len(self.padding_rows),
             num_preemptions=self.num_preemptions,
             num_recomputed_tokens=self.num_recomputed_tokens,
             num_prefix_query_tokens=self.num_prefix_query_tokens,

@@ -7,7 +7,7 @@ resuming after a preemption are the same rule; a decode is a request that is one
 
 Side effects have an order:
 
-    schedule   1. gate: how many may join
+    schedule   1. gate: how many may join, or who is called to a batch
                2. extend the running: decodes, then prefills; preempt where memory is short
                3. per waiting request, while row, tokens and memory last: look up its prefix, admit
                4. extend the prefills that were put off, where the budget lets others pass long ones
@@ -22,16 +22,21 @@ Side effects have an order:
 No step both preempts and admits. A request that the pool could not hold alone is refused beforehand (`fit.py`), and the oldest
 of those who run is never a victim while others run, so it always finishes. Whoever was preempted is not admitted again before
 there is room for all its tokens and for everybody to grow, so work is not lost over and over.
+
+A batch that a gate calls is padded as if it were a rectangle (`padding.py`): before each prompt that is admitted, and behind
+all other rows of the plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from penstock.kv.invariants import check as check_kv
 from penstock.kv.manager import KVManager, PrefixHit
 from penstock.sched.draft import StepCounts, StepDraft, StepOutcome, num_recomputed
 from penstock.sched.fit import max_total_tokens, refusal
+from penstock.sched.padding import Padding
 from penstock.sched.policies.base import (
     AdmissionView,
     BudgetView,
@@ -72,6 +77,7 @@ class Scheduler:
         """What the running would hold if all reached their limits and shared nothing."""
         self._releases: list[str] = []
         """Requests that the executor has yet to forget."""
+        self._padding = Padding(capacity, self._releases.append)
         self._num_steps = 0
         self._last_step_ns = 0
         self._last_step: StepRecord | None = None
@@ -111,6 +117,8 @@ class Scheduler:
             self._leave(request)
         else:
             self._waiting.remove(request)
+        if self._padding.is_active:
+            self._padding.end(request)
         self.kv.free(request.request_id)
         request.status = RequestStatus.FINISHED
         request.num_inflight_tokens = 0
@@ -138,14 +146,18 @@ class Scheduler:
 
     def schedule(self, now_ns: int) -> StepPlan | None:
         """The next step; None if there is nothing to compute."""
+        if self._padding.is_active and not self._running and not self._waiting.num_joining:
+            self._padding.stop()
         decision = self._ask_gate(now_ns)
         draft = StepDraft(StepLimits(self.capacity.max_step_tokens))
+        if self._padding.is_active:
+            draft.add_padding(self._padding.begin())
         late = self._extend_running(draft)
         if draft.num_preemptions == 0:
             self._admit_waiting(draft, decision, now_ns)
         self._extend_late(draft, late)
         draft.waits_for = self._waits_for(draft)
-        return self._build(draft, now_ns) if draft.rows else None
+        return self._build(draft, now_ns) if draft.rows or draft.padding_rows else None
 
     def _ask_gate(self, now_ns: int) -> GateDecision:
         buckets = self._waiting.views()
@@ -155,7 +167,12 @@ class Scheduler:
         view = GateView(now_ns, len(self._running), self._waiting.num_joining, self._max_rows, buckets)
         decision = self._policies.gate.decide(view)
         self.wakeup_ns = decision.wakeup_ns
-        return decision
+        if not decision.is_batch or decision.max_admissions < 1:
+            return decision
+        assert view.num_running + view.num_joining == 0, "a batch begins while another runs"
+        batch = self._waiting.call(decision.bucket, decision.max_admissions, now_ns)
+        self._padding.start(batch, decision.pad_to_tokens)
+        return CLOSED
 
     def _extend_running(self, draft: StepDraft) -> list[Request]:
         """Rows for the running requests: every decode, then prefills while tokens last, each in order of admission.
@@ -190,7 +207,10 @@ class Scheduler:
             prefill_context_len=prefills[0].num_computed_tokens if prefills else 0,
             last_step=self._last_step,
         )
-        return self._policies.budget.limits(view)
+        limits = self._policies.budget.limits(view)
+        if not self._running and draft.num_tokens >= limits.max_tokens:  # padding is in the way, and lasts as long as the batch
+            limits = replace(limits, max_tokens=self.capacity.max_step_tokens)
+        return limits
 
     def _put_off_long(self, draft: StepDraft, prefills: Sequence[Request]) -> list[Request]:
         """Keep tokens and blocks for the long ones, if it is their lot to take what others leave. Returns these."""
@@ -291,6 +311,9 @@ class Scheduler:
             if draft.is_long(num_behind) and not draft.takes_long and request.status is RequestStatus.WAITING:
                 self._waiting.hold_back(request)
                 continue
+            if self._padding.is_active and not self._padding.pad_prompt(request, draft):
+                draft.waits_for = WaitReason.TOKENS
+                return
             query_len = draft.chunk(num_behind)
             if query_len == 0:
                 draft.waits_for = WaitReason.TOKENS
@@ -359,6 +382,9 @@ class Scheduler:
     def _build(self, draft: StepDraft, now_ns: int) -> StepPlan:
         rows = tuple(draft.rows)
         self._policies.order.served(rows, self._running, self._last_step)
+        if self._padding.is_active:
+            self._padding.add_tails(draft)
+            rows += tuple(draft.padding_rows)
         plan = StepPlan(self._num_steps, now_ns, tuple(draft.admits.values()), rows, tuple(self._releases))
         self._num_steps += 1
         self._releases.clear()
@@ -412,6 +438,8 @@ class Scheduler:
             if reason is not None:
                 self.end(request, reason, stop_reason)
                 outcome.ended.append(request)
+        if failures and self._padding.is_active:
+            self._padding.fail(failures)
         outcome.num_sampled_tokens = len(outcome.events) - num_failed  # each has one
         return outcome
 
@@ -430,6 +458,7 @@ class Scheduler:
         """Verify the laws of memory and of the queues. Raises AssertionError. O(blocks + requests)."""
         check_kv(self.kv)
         assert len(self._running) <= self._max_rows, "more requests run than rows exist"
+        self._padding.check(len(self._running) + self._waiting.num_joining, self._max_rows)
         tables = self.kv.tables()
         for request_id, request in self._running.items():
             assert request.status is RequestStatus.RUNNING, f"{request_id!r} runs and is {request.status.name}"

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 
 from penstock.engine.core import EngineCore
-from penstock.sched.policies.base import Budget, Policies, Reserve
-from penstock.sched.policies.budgets import DecodeFirst, WholePrompts
+from penstock.sched.policies.base import Budget, Gate, Policies, Reserve
+from penstock.sched.policies.budgets import DecodeFirst
+from penstock.sched.policies.gates import Continuous, Dynamic, Static
 from penstock.sched.policies.hold_latency import HoldLatency
-from penstock.sched.policies.orders import ORDERS
-from penstock.sched.policies.presets import make_policies
-from penstock.sched.policies.reserves import RESERVES, Watermark
-from penstock.sched.policies.victims import VICTIMS
+from penstock.sched.policies.presets import TABLES, make_policies
+from penstock.sched.policies.reserves import Watermark
 from penstock.testing.builders import make_core, make_request
+from penstock.testing.driver import STEP_NS
 from penstock.testing.hash_executor import HashExecutor
 from penstock.testing.hashing import HashModel
 from penstock.types.events import Abort, Add, Command, Stop
@@ -30,6 +30,8 @@ from penstock.types.sampling import SamplingParams
 EOS_TOKEN_ID = 3
 MODEL = HashModel(vocab_size=40, eos_token_id=EOS_TOKEN_ID, eos_period=12)
 MAX_GROWTH_TOKENS = 6
+MAX_SHARE = 0.3
+"""What the drawn watermarks keep back at most: a share of the pool, and tokens for each running request."""
 MAX_TURN = 25
 """Requests and aborts arrive in turns [0, MAX_TURN]."""
 
@@ -47,6 +49,10 @@ class Engine:
         """True if tokens of a step are left over only where nobody could use them."""
         budget = self.policies.budget
         return isinstance(budget, DecodeFirst) and not budget.max_long_partial_prefills
+
+    @property
+    def is_continuous(self) -> bool:
+        return isinstance(self.policies.gate, Continuous)
 
     def make(self) -> tuple[EngineCore, HashExecutor]:
         policies = deepcopy(self.policies)  # some keep accounts
@@ -94,28 +100,41 @@ class Workload:
         return script
 
 
+def gates(max_batch_size: int) -> st.SearchStrategy[Gate | str]:
+    """Every gate that has a name, and those that batch with batches, windows and buckets so small that all of them matter."""
+    delays_ns = st.sampled_from([0, 5, 3 * STEP_NS])
+    sizes = st.integers(0, max_batch_size)
+    buckets = st.sampled_from([(), (4,), (3, 9, 20)])
+    static = st.builds(Static, sizes, delays_ns)
+    dynamic = st.builds(Dynamic, st.just(0), st.sampled_from([(), (2,)]), delays_ns, buckets)
+    return st.one_of(st.just("continuous"), st.sampled_from(sorted(TABLES["gate"])), static, dynamic)
+
+
 @st.composite
 def engines(draw: st.DrawFn, max_model_len: int = 40) -> Engine:
-    """Any request of up to `max_model_len` tokens fits alone. Every order that has a name is drawn."""
+    """Any request of up to `max_model_len` tokens fits alone. Every policy that has a name is drawn."""
     block_size = draw(st.sampled_from([1, 2, 3, 4, 8, 16]))
     num_needed = -(-(max_model_len - 1) // block_size)
+    max_rows = draw(st.integers(1, 6))
+    max_batch_size = max_rows // 2
     capacity = Capacity(
         num_blocks=1 + num_needed + draw(st.integers(0, num_needed)),
         block_size=block_size,
-        max_rows=draw(st.integers(1, 6)),
-        max_step_tokens=draw(st.integers(1, max_model_len)),
+        max_rows=max_rows,
+        max_step_tokens=draw(st.integers(max(1, max_batch_size), max_model_len)),
         max_model_len=max_model_len,
     )
     policies = make_policies(
-        order=draw(st.sampled_from(sorted(ORDERS))),
+        gate=draw(gates(max_batch_size)) if max_batch_size else "continuous",
+        order=draw(st.sampled_from(sorted(TABLES["order"]))),
         budget=draw(budgets()),
         reserve=draw(reserves()),
-        victim=draw(st.sampled_from(sorted(VICTIMS))),
+        victim=draw(st.sampled_from(sorted(TABLES["victim"]))),
     )
     return Engine(capacity, policies, enable_prefix_caching=draw(st.sampled_from([True, True, False])))
 
 
-def budgets() -> st.SearchStrategy[Budget]:
+def budgets() -> st.SearchStrategy[Budget | str]:
     capped = st.builds(
         DecodeFirst,
         long_prefill_token_threshold=st.sampled_from([0, 1, 5]),
@@ -128,17 +147,17 @@ def budgets() -> st.SearchStrategy[Budget]:
         long_prefill_token_threshold=st.sampled_from([0, 1, 5]),
         max_long_partial_prefills=st.sampled_from([0, 1, 2]),
     )
-    return st.one_of(capped, capped, held, st.builds(WholePrompts))
+    return st.one_of(capped, capped, held, st.sampled_from(sorted(TABLES["budget"])))
 
 
 def reserves() -> st.SearchStrategy[Reserve | str]:
     watermark = st.builds(
         Watermark,
-        share=st.sampled_from([0.0, 0.01, 0.3]),
+        share=st.sampled_from([0.0, 0.01, MAX_SHARE]),
         growth_tokens=st.sampled_from([0, 0, MAX_GROWTH_TOKENS]),
         is_whole_prompt=st.booleans(),
     )
-    return st.one_of(watermark, watermark, st.sampled_from(sorted(RESERVES)))
+    return st.one_of(watermark, watermark, st.sampled_from(sorted(TABLES["reserve"])))
 
 
 def prompts(max_tokens: int) -> st.SearchStrategy[tuple[int, ...]]:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from penstock.types.sampling import SamplingParams
 
 PADDING_PREFIX = "\0"
-"""Request ids that begin with it are padding: computed like all others, answered to nobody. Every block of such a row is the null
-block, which nobody else reads; what it computes has no meaning. A user's id never begins so."""
+"""Request ids that begin with it are padding: computed like all others, answered to nobody. Every block of such a row is the
+null block, which nobody else reads; what it computes has no meaning. A user's id never begins so."""
 
 
 @dataclass(frozen=True, slots=True)

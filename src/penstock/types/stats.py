@@ -37,8 +37,9 @@ class StepStats:
     num_running: int
     num_waiting: int
     num_rows: int
+    """Of requests; without those of padding."""
     num_tokens: int
-    """Positions computed in the step."""
+    """Positions computed in the step, padding included."""
     num_sampled_tokens: int
     num_blocks_total: int
     """Without the null block: free + cached + held."""
@@ -55,6 +56,8 @@ class StepStats:
     """Positions of this step that had been computed before a preemption: what it costs."""
     waits_for: WaitReason = WaitReason.NOTHING
     """When the step was planned."""
+    num_padding_tokens: int = 0
+    """Positions computed for nobody, as a batch's padding."""
     parts_ns: Mapping[str, int] = field(default_factory=dict)
     """Named shares of the step: schedule, execute, commit, and the executor's own parts."""
 

@@ -49,6 +49,11 @@ class GateDecision:
     """When to ask again although nothing happened (a window ends); None: only when something happens."""
     bucket: int = 0
     """From which of those in the view."""
+    is_batch: bool = False
+    """They are called now, all at once, as a batch: their prompts are padded, and their rows run until the last of them has
+    finished. Only while nobody runs or joins."""
+    pad_to_tokens: int = 0
+    """Of a batch: the least length of its prompts; they are padded to the longest in any case."""
 
 
 class Gate(Protocol):

@@ -1,0 +1,162 @@
+"""The padding of a batch: owns the rows that compute nothing for anybody, as systems do that compute a batch as a rectangle.
+Called by the scheduler; never decides who runs, and holds no blocks.
+
+A batch of three, prompts padded to 6 tokens; p is padding, P prompt, o output, each column a position:
+
+    a   p p P P P P o o                 ends after two tokens ...
+    b   P P P P P P o o o o o
+    c   p p p p P P o o o
+    a                   p p p           ... and its row goes on until the last has finished
+    c                     p p
+
+To the executor each run of p is a request of its own, whose blocks are all the null block. The runs before a prompt are
+computed in the step of the prompt, before it, and are never answered; those after the end are decodes like any other and
+choose tokens that nobody gets. Rows of padding do not attend to the prompt beside them and read one block again and
+again, so they cost a little less than those of a rectangle would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import count
+
+from penstock.sched.draft import StepDraft, num_pairs
+from penstock.types.plan import PADDING_PREFIX, AdmitRow, Capacity, RowPlan
+from penstock.types.request import Request
+from penstock.types.sampling import SamplingParams
+
+NULL_BLOCK = 0
+NULL_TOKEN = 0
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass(slots=True)
+class PaddingRow:
+    """One run of padding."""
+
+    request_id: str
+    context_len: int
+    num_tokens: int
+    """That the executor gets with its admission."""
+    is_known: bool = False
+    """To the executor."""
+
+
+class Padding:
+    """Rows of padding, while a batch runs; without one, `is_active` is False and nothing needs to be called."""
+
+    def __init__(self, capacity: Capacity, release: Callable[[str], None]) -> None:
+        """`release` is told which rows the executor must forget."""
+        self.is_active = False
+        self._capacity = capacity
+        self._release = release
+        self._numbers = count()
+        self._heads: dict[str, PaddingRow] = {}
+        """Before the prompts of requests, by request id, until they are computed."""
+        self._done: list[PaddingRow] = []
+        """Heads that the last step completed; the executor may forget them with the next."""
+        self._tails: dict[str, PaddingRow] = {}
+        """After the ends of requests, by their own ids."""
+
+    def start(self, batch: Iterable[Request], pad_to_tokens: int) -> None:
+        """A batch was called: its prompts are padded to the longest, and to `pad_to_tokens` at least, where the executor can
+        hold as many."""
+        prompts = {request.request_id: request.num_tokens for request in batch}
+        longest = min(max(pad_to_tokens, *prompts.values()), self._capacity.max_model_len - 1)
+        for request_id, num_tokens in prompts.items():
+            if num_tokens < longest:
+                # One token more than is computed, so that the row has not caught up and does not sample.
+                self._heads[request_id] = self._new_row(0, longest - num_tokens + 1)
+        self.is_active = True
+
+    def stop(self) -> None:
+        """The batch has ended, and so does its padding."""
+        for row in (*self._heads.values(), *self._done, *self._tails.values()):
+            self._forget(row)
+        self._heads.clear()
+        self._done.clear()
+        self._tails.clear()
+        self.is_active = False
+
+    def begin(self) -> int:
+        """A step begins: how many of its tokens go to rows whose request has ended."""
+        for row in self._done:
+            self._forget(row)
+        self._done.clear()
+        return len(self._tails)
+
+    def pad_prompt(self, request: Request, draft: StepDraft) -> bool:
+        """Plan what is missing of the padding before a prompt. False if the step has no token left for the prompt itself."""
+        row = self._heads.get(request.request_id)
+        if row is not None:
+            num_missing = row.num_tokens - 1 - row.context_len
+            query_len = draft.chunk(num_missing)
+            if query_len > 0:
+                self._plan(row, query_len, draft, samples=False)
+            if query_len < num_missing:
+                return False
+            self._done.append(self._heads.pop(request.request_id))
+        return draft.tokens_left > 0
+
+    def end(self, request: Request) -> None:
+        """A request of the batch ended. If it ran, its row goes on; if it had not begun, it never will."""
+        head = self._heads.pop(request.request_id, None)
+        if head is not None:
+            self._forget(head)
+        elif request.num_computed_tokens:
+            row = self._new_row(request.num_computed_tokens, request.num_computed_tokens + 1)
+            self._tails[row.request_id] = row
+
+    def add_tails(self, draft: StepDraft) -> None:
+        """A token for each row whose request has ended; the draft has counted them from its beginning."""
+        for row in list(self._tails.values()):
+            if row.context_len + 1 >= self._capacity.max_model_len:
+                row = self._shorten(row)
+            self._plan(row, 1, draft, samples=True)
+
+    def fail(self, request_ids: Iterable[str]) -> None:
+        """Rows that got no token can't go on; those of requests are ignored."""
+        for request_id in request_ids:
+            row = self._tails.pop(request_id, None)
+            if row is not None:
+                self._forget(row)
+
+    def check(self, num_members: int, max_rows: int) -> None:
+        """Verify the laws, given who runs or joins. Raises AssertionError."""
+        assert self.is_active or not (self._heads or self._done or self._tails), "padding without a batch"
+        assert num_members + len(self._tails) <= max_rows or not self.is_active, (
+            "a batch and its padding are more than its rows"
+        )
+
+    def _new_row(self, context_len: int, num_tokens: int) -> PaddingRow:
+        return PaddingRow(f"{PADDING_PREFIX}padding-{next(self._numbers)}", context_len, num_tokens)
+
+    def _shorten(self, row: PaddingRow) -> PaddingRow:
+        """A tail at the longest length that the executor knows begins again at half of it."""
+        self._forget(self._tails.pop(row.request_id))
+        context_len = (self._capacity.max_model_len - 1) // 2
+        shorter = self._new_row(context_len, context_len + 1)
+        self._tails[shorter.request_id] = shorter
+        return shorter
+
+    def _plan(self, row: PaddingRow, query_len: int, draft: StepDraft, *, samples: bool) -> None:
+        if not row.is_known:
+            draft.admits[row.request_id] = self._admit_row(row)
+            row.is_known = True
+        plan = RowPlan(row.request_id, row.context_len, query_len, (), samples)
+        draft.padding_rows.append(plan)
+        row.context_len += query_len
+        if not samples:
+            draft.add_padding(query_len)
+            draft.num_prefill_pairs += num_pairs(plan)
+
+    def _admit_row(self, row: PaddingRow) -> AdmitRow:
+        """With null blocks for as long as it may get, so that none need be added."""
+        capacity = self._capacity
+        blocks = (NULL_BLOCK,) * -(-capacity.max_model_len // capacity.block_size)
+        return AdmitRow(row.request_id, (NULL_TOKEN,) * row.num_tokens, row.num_tokens, blocks, row.context_len, GREEDY)
+
+    def _forget(self, row: PaddingRow) -> None:
+        if row.is_known:
+            self._release(row.request_id)

@@ -1,0 +1,115 @@
+"""Every combination of the policies that have a name: the same answers, one end for each request, all memory back, and every
+position accounted for.
+
+One workload in which everything happens: prompts that share prefixes, more memory asked for than there is, requests that are
+cancelled and others that come late. Which policies there are is read from the tables of the seams.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from penstock.sched.policies.presets import TABLES, make_policies
+from penstock.sched.policies.reserves import Watermark
+from penstock.testing import Driver, HashExecutor, expected_tokens, make_core, make_request, run_to_completion
+from penstock.testing.strategies import EOS_TOKEN_ID, MODEL
+from penstock.types.events import Abort, Add, Command
+from penstock.types.plan import Capacity
+from penstock.types.request import FinishReason, Request
+from penstock.types.stats import RequestStats, StepStats
+
+CAPACITY = Capacity(num_blocks=27, block_size=4, max_rows=12, max_step_tokens=24, max_model_len=100)
+EAGER = Watermark(share=0.0, growth_tokens=0)
+"""Keeps no memory back, so that requests are preempted."""
+CANCELLED = {7: 3, 9: 20}
+"""Index of the request -> turn."""
+
+
+class Account:
+    """Adds up what an observer is told."""
+
+    def __init__(self) -> None:
+        self.num_tokens = self.num_padding_tokens = self.num_sampled_tokens = self.num_preemptions = self.num_ended = 0
+
+    def on_step(self, stats: StepStats) -> None:
+        self.num_tokens += stats.num_tokens
+        self.num_padding_tokens += stats.num_padding_tokens
+        self.num_sampled_tokens += stats.num_sampled_tokens
+        self.num_preemptions += stats.num_preemptions
+
+    def on_finish(self, stats: RequestStats) -> None:
+        self.num_ended += 1
+
+
+def make_requests() -> list[Request]:
+    """Prompts of 1 to 40 tokens, answers of up to 60, of three tenants, priorities and deadlines that nobody misses."""
+    requests = []
+    for idx in range(12):
+        prompt = [*[1, 2][: idx % 3] * 6, *range(4, 5 + 7 * idx % 29)]
+        request = make_request(
+            f"r{idx}",
+            prompt,
+            arrival_ns=(idx // 4) * 1_000_000,
+            deadline_ns=10**15 + idx % 5,
+            max_tokens=1 + idx * 23 % 60,
+            temperature=idx % 2,
+            seed=idx,
+            stop_token_ids=(EOS_TOKEN_ID,) if idx % 4 == 1 else (),
+        )
+        request.priority, request.tenant, request.predicted_new_tokens = idx % 3, "abc"[idx % 3], 1 + idx * 7 % 40
+        requests.append(request)
+    return requests
+
+
+def script(requests: list[Request]) -> dict[int, list[Command]]:
+    """Commands by turn."""
+    commands: dict[int, list[Command]] = {}
+    for request in requests:
+        commands.setdefault(request.arrival_ns // 1_000_000, []).append(Add(request))
+    for idx, turn in CANCELLED.items():
+        commands.setdefault(turn, []).append(Abort(f"r{idx}"))
+    return commands
+
+
+def check(driver: Driver) -> None:
+    driver.core.check()
+
+
+@pytest.mark.parametrize("order", TABLES["order"])
+@pytest.mark.parametrize("gate", TABLES["gate"])
+def test_the_answers_are_the_same_under_every_policy(gate: str, order: str) -> None:
+    for budget, reserve, victim in product(TABLES["budget"], [*TABLES["reserve"], EAGER], TABLES["victim"]):
+        account = Account()
+        policies = make_policies(gate=gate, order=order, budget=budget, reserve=reserve, victim=victim)
+        core = make_core(CAPACITY, policies, observer=account)
+        executor = HashExecutor(CAPACITY, model=MODEL)
+        requests = make_requests()
+        outcomes = run_to_completion(core, executor, later=script(requests), after_turn=check)
+        names = f"{gate}, {order}, {budget}, {reserve}, {victim}"
+        for idx, request in enumerate(requests):
+            outcome = outcomes[request.request_id]
+            expected = expected_tokens(request.prompt_token_ids, request.sampling, model=MODEL, max_model_len=100)
+            if outcome.finish_reason is FinishReason.ABORT:
+                assert idx in CANCELLED, names
+            else:
+                assert (tuple(outcome.token_ids), outcome.finish_reason) == (expected.token_ids, expected.finish_reason), names
+            assert tuple(outcome.token_ids) == expected.token_ids[: len(outcome.token_ids)], names
+            assert [event.finish_reason for event in outcome.events if event.finish_reason is not None] == [
+                outcome.finish_reason
+            ], names
+        assert account.num_ended == len(requests), names
+        assert core.scheduler.kv.num_available_blocks == core.scheduler.kv.num_total_blocks, names
+        assert executor.num_computed_tokens == account.num_tokens, names
+        assert executor.num_padding_tokens == account.num_padding_tokens, names
+        assert account.num_sampled_tokens == sum(len(outcome.token_ids) for outcome in outcomes.values()), names
+        assert (account.num_padding_tokens > 0) == (gate != "continuous"), names
+
+
+@pytest.mark.parametrize("gate", TABLES["gate"])
+def test_the_workload_runs_out_of_memory(gate: str) -> None:
+    account = Account()
+    core = make_core(CAPACITY, make_policies(gate=gate, reserve=EAGER), observer=account)
+    run_to_completion(core, HashExecutor(CAPACITY, model=MODEL), later=script(make_requests()))
+    assert account.num_preemptions > 0
