@@ -23,7 +23,7 @@ def capacity(max_rows: int, max_step_tokens: int = 512) -> Capacity:
 
 
 class TestContinuous:
-    def test_it_is_open_for_every_free_row(self) -> None:
+    def test_it_is_always_open(self) -> None:
         decision = Continuous().decide(view(BucketView(0, 9, 0), running=3))
         assert (decision.max_admissions, decision.wakeup_ns, decision.is_batch) == (5, None, False)
 

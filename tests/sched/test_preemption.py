@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from penstock.sched import scheduler
+from penstock.sched import room
 from penstock.sched.policies.base import Policies
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import RESERVES
@@ -85,7 +85,7 @@ def test_work_is_not_lost_over_and_over(reserve: str, victim: str, memory: float
 
 def test_without_room_to_resume_work_is_lost_over_and_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the law is for; so the test above can fail."""
-    monkeypatch.setattr(scheduler, "blocks_to_resume", lambda view: 0)
+    monkeypatch.setattr(room, "blocks_to_resume", lambda view: 0)
     assert run(make_policies(reserve="chunk"), 0.25).tax > 2
 
 

@@ -110,6 +110,7 @@ class StepDraft:
         for idx, row in enumerate(self.rows):
             if row.request_id == request.request_id:
                 self.num_tokens -= row.query_len
+                self.num_decodes -= idx < self.num_decodes
                 self.num_prefill_pairs -= num_pairs(row) if row.query_len > 1 else 0
                 self.num_recomputed_tokens -= num_recomputed(request, row)
                 del self.rows[idx]

@@ -13,13 +13,11 @@ RESUME_GROWTH_TOKENS = 32
 MAX_DOUBLINGS = 20
 
 
-def victim_view(running: Collection[Request], kv: KVManager, num_needed_blocks: int, prefill_ns_per_token: float) -> VictimView:
-    """All who run, in the order of admission, but the most senior: the oldest, of equals the first admitted."""
-    candidates = list(running)
-    if len(candidates) > 1:
-        candidates.remove(min(candidates, key=lambda request: request.arrival_ns))
+def victim_view(
+    candidates: Collection[Request], kv: KVManager, num_needed_blocks: int, prefill_ns_per_token: float
+) -> VictimView:
     return VictimView(
-        candidates=candidates,
+        candidates=tuple(candidates),
         num_needed_blocks=num_needed_blocks,
         num_freed_blocks=lambda request: kv.num_own_blocks(request.request_id),
         num_lost_tokens=lambda request: _num_lost_tokens(request, kv),

@@ -19,9 +19,11 @@ Side effects have an order:
                5. release the blocks of what finished
                6. emit
 
-No step both preempts and admits. A request that the pool could not hold alone is refused beforehand (`fit.py`), and the oldest
-of those who run is never a victim while others run, so it always finishes. Whoever was preempted is not admitted again before
-there is room for all its tokens and for everybody to grow, so work is not lost over and over.
+A step in which those who run lack memory preempts and admits nobody. Another may pause some of those who run for one of a
+higher class, if the order says so, and admit that one. A request that the pool could not hold alone is refused beforehand
+(`fit.py`), and the most senior of those who run (the oldest of the highest class) is never preempted for another that runs, so
+it always finishes. Whoever was preempted is not admitted again before there is room for all its tokens and for everybody to
+grow, so work is not lost over and over.
 
 A batch that a gate calls is padded as if it were a rectangle (`padding.py`): before each prompt that is admitted, and behind
 all other rows of the plan.
@@ -29,7 +31,7 @@ all other rows of the plan.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from penstock.kv.invariants import check as check_kv
@@ -38,7 +40,6 @@ from penstock.sched.draft import StepCounts, StepDraft, StepOutcome, num_recompu
 from penstock.sched.fit import max_total_tokens, refusal
 from penstock.sched.padding import Padding
 from penstock.sched.policies.base import (
-    AdmissionView,
     BudgetView,
     GateDecision,
     GateView,
@@ -46,8 +47,9 @@ from penstock.sched.policies.base import (
     StepLimits,
     StepRecord,
 )
-from penstock.sched.preemption import blocks_to_resume, victim_view
+from penstock.sched.preemption import victim_view
 from penstock.sched.queues import WaitingQueue
+from penstock.sched.room import Room
 from penstock.types.errors import Rejected
 from penstock.types.events import TokenEvent
 from penstock.types.plan import AdmitRow, Capacity, RowPlan, StepPlan
@@ -73,8 +75,7 @@ class Scheduler:
         self._waiting = WaitingQueue(policies.order, policies.gate.bucket_of)
         self._running: dict[str, Request] = {}
         """In the order of admission."""
-        self._num_final_blocks = 0
-        """What the running would hold if all reached their limits and shared nothing."""
+        self._room = Room(self.kv, policies.reserve)
         self._releases: list[str] = []
         """Requests that the executor has yet to forget."""
         self._padding = Padding(capacity, self._releases.append)
@@ -135,12 +136,8 @@ class Scheduler:
     def _leave(self, request: Request) -> None:
         """A running request stops running; the executor will be told to forget it."""
         del self._running[request.request_id]
-        self._num_final_blocks -= self._final_blocks(request)
+        self._room.leave(request)
         self._releases.append(request.request_id)
-
-    def _final_blocks(self, request: Request) -> int:
-        """Blocks of a request at its limit; its last token is never computed and takes no place."""
-        return self.kv.num_blocks_for(request.max_total_tokens - 1)
 
     # schedule
 
@@ -219,7 +216,7 @@ class Scheduler:
         late = [request for request in prefills if draft.is_long(request.num_behind)]
         if late:
             draft.num_long_prefills = len(late)
-            draft.num_promised_blocks = sum(map(self._num_missing_blocks, late))
+            draft.num_promised_blocks = sum(map(self._room.missing_blocks, late))
             draft.num_kept_tokens = min(draft.limits.long_prefill_share, draft.tokens_left)
         return late
 
@@ -236,19 +233,8 @@ class Scheduler:
         if query_len > 0:
             self._extend(draft, request, query_len)
         if request.status is RequestStatus.RUNNING:
-            draft.num_promised_blocks += self._num_missing_blocks(request)
+            draft.num_promised_blocks += self._room.missing_blocks(request)
             draft.num_long_prefills += draft.is_long(num_behind)
-
-    def _num_lacking_blocks(self, request: Request, query_len: int) -> int:
-        """Blocks that a row needs beyond those that are held and free."""
-        num_held = len(self.kv.block_table(request.request_id))
-        num_fresh = self.kv.num_blocks_for(request.num_computed_tokens + query_len) - num_held
-        return max(1, num_fresh - self.kv.num_available_blocks)
-
-    def _num_missing_blocks(self, request: Request) -> int:
-        """Blocks that a running request does not hold yet for the tokens that it has."""
-        num_planned = request.num_computed_tokens + request.num_inflight_tokens
-        return self.kv.num_blocks_for(request.num_tokens) - self.kv.num_blocks_for(num_planned)
 
     def _extend(self, draft: StepDraft, request: Request, query_len: int) -> None:
         """Plan a row for a running request; preempts others, or the request itself, until its blocks are found."""
@@ -258,7 +244,9 @@ class Scheduler:
         num_copies = self.kv.num_pending_copies
         while (blocks := self.kv.extend(request.request_id, context_len, context_len + query_len)) is None:
             assert not draft.num_admitted, "a step must not both admit and preempt"
-            if self._preempt(draft, self._num_lacking_blocks(request, query_len)) is request:
+            victim = self._choose_victim(self._may_lose(), self._room.lacking_blocks(request, query_len))
+            self._preempt(draft, victim)
+            if victim is request:
                 return
         if self.kv.num_pending_copies != num_copies:
             self._send_again(draft, request)
@@ -274,9 +262,19 @@ class Scheduler:
             draft.num_recomputed_tokens += num_recomputed(request, row)
         request.num_inflight_tokens = query_len
 
-    def _preempt(self, draft: StepDraft, num_needed_blocks: int) -> Request:
-        view = victim_view(self._running.values(), self.kv, num_needed_blocks, self._prefill_ns_per_token)
-        victim = self._policies.victim.choose(view).request
+    def _may_lose(self) -> Sequence[Request]:
+        """Who may be preempted for another that runs: all but the most senior, unless it is alone."""
+        running = list(self._running.values())
+        if len(running) > 1:
+            reads_priority = self._policies.order.reads_priority
+            running.remove(min(running, key=lambda request: (reads_priority and request.priority, request.arrival_ns)))
+        return running
+
+    def _choose_victim(self, running: Collection[Request], num_needed_blocks: int) -> Request:
+        view = victim_view(running, self.kv, num_needed_blocks, self._prefill_ns_per_token)
+        return self._policies.victim.choose(view).request
+
+    def _preempt(self, draft: StepDraft, victim: Request) -> None:
         draft.take_back(victim)
         draft.num_preemptions += 1
         self._leave(victim)
@@ -286,7 +284,6 @@ class Scheduler:
         victim.num_computed_tokens = victim.num_inflight_tokens = 0
         victim.num_preemptions += 1
         self._waiting.push_preempted(victim)
-        return victim
 
     def _send_again(self, draft: StepDraft, request: Request) -> None:
         """The executor's copy of the block table is out of date: it forgets the row and gets it in full."""
@@ -296,20 +293,20 @@ class Scheduler:
 
     def _admit_waiting(self, draft: StepDraft, decision: GateDecision, now_ns: int) -> None:
         """Those who join anyway, then as many as the gate lets in; these first if the order says so."""
-        max_admissions = decision.max_admissions
-        while len(self._running) < self._max_rows and draft.tokens_left > 0:
+        max_admissions, order = decision.max_admissions, self._policies.order
+        may_pause = order.is_preemptive and not self._padding.is_active
+        while draft.tokens_left > 0 and (may_pause or len(self._running) < self._max_rows):
             request = self._waiting.peek_joining(with_held=draft.takes_long)
-            if max_admissions > 0:
-                fresh = self._waiting.peek(now_ns, decision.bucket)
-                if fresh is not None and (request is None or self._policies.order.outranks(fresh, request, now_ns)):
-                    request = fresh
-                    max_admissions -= 1
+            fresh = self._waiting.peek(now_ns, decision.bucket) if max_admissions > 0 else None
+            if fresh is not None and (request is None or order.outranks(fresh, request, now_ns)):
+                request = fresh
             if request is None:
                 return
             hit = self.kv.lookup_prefix(request)
             num_behind = request.num_tokens - hit.num_tokens
             if draft.is_long(num_behind) and not draft.takes_long and request.status is RequestStatus.WAITING:
                 self._waiting.hold_back(request)
+                max_admissions -= request is fresh
                 continue
             if self._padding.is_active and not self._padding.pad_prompt(request, draft):
                 draft.waits_for = WaitReason.TOKENS
@@ -318,53 +315,53 @@ class Scheduler:
             if query_len == 0:
                 draft.waits_for = WaitReason.TOKENS
                 return
-            if not self._has_memory_for(request, hit, query_len, draft):
-                draft.waits_for = WaitReason.MEMORY
+            if not self._has_room_for(request, hit, query_len, draft):
+                if may_pause and self._pause_for(request, hit, query_len, draft, now_ns):
+                    continue  # what it finds in the prefix cache may have changed
                 return  # whoever comes next must not overtake
             self._admit(draft, request, hit, query_len, now_ns)
             draft.num_long_prefills += draft.is_long(num_behind)
+            max_admissions -= request is fresh
+
+    def _has_room_for(self, request: Request, hit: PrefixHit, query_len: int, draft: StepDraft) -> bool:
+        if len(self._running) >= self._max_rows:
+            return False
+        if self._room.is_enough(request, hit, query_len, self._running, draft.num_promised_blocks):
+            return True
+        draft.waits_for = WaitReason.MEMORY
+        return False
+
+    def _pause_for(self, request: Request, hit: PrefixHit, query_len: int, draft: StepDraft, now_ns: int) -> bool:
+        """Preempt one of those whom the first who waits may pause. False if it could not be admitted without all of them."""
+        pauses = self._policies.order.pauses
+        lower = [
+            other
+            for other in self._running.values()
+            if pauses(request, other, now_ns) and other.request_id not in draft.admits  # the executor has not heard of these
+        ]
+        num_promised = draft.num_promised_blocks
+        if not lower or not self._room.is_enough(request, hit, query_len, self._running, num_promised, without=lower):
+            return False
+        victim = self._choose_victim(lower, self._room.lacking_blocks(request, query_len))
+        draft.num_promised_blocks -= self._room.missing_blocks(victim)
+        self._preempt(draft, victim)
+        return True
 
     def _waits_for(self, draft: StepDraft) -> WaitReason:
         """What whoever waits after the admissions lacks."""
         if not len(self._waiting):
             return WaitReason.NOTHING
-        if draft.num_preemptions or draft.waits_for is WaitReason.MEMORY:
+        if draft.waits_for is WaitReason.MEMORY or (draft.num_preemptions and not draft.num_admitted):
             return WaitReason.MEMORY
         if len(self._running) >= self._max_rows:
             return WaitReason.ROWS
         is_short_of_tokens = draft.tokens_left == 0 or draft.waits_for is WaitReason.TOKENS or self._waiting.num_held_back
         return WaitReason.TOKENS if is_short_of_tokens else WaitReason.GATE
 
-    def _has_memory_for(self, request: Request, hit: PrefixHit, query_len: int, draft: StepDraft) -> bool:
-        view = self._admission_view(draft, request, hit, query_len)
-        if not self._running:
-            return view.num_chunk_blocks <= self.kv.num_available_blocks
-        required = max(view.num_chunk_blocks, self._policies.reserve.required_blocks(view))
-        if request.num_preemptions:
-            required = max(required, blocks_to_resume(view))
-        return required <= self.kv.num_available_blocks - draft.num_promised_blocks
-
-    def _admission_view(self, draft: StepDraft, request: Request, hit: PrefixHit, query_len: int) -> AdmissionView:
-        kv = self.kv
-        num_free_of_charge = len(hit.block_ids) - hit.num_free_blocks
-        num_total = kv.num_total_blocks
-        num_held = num_total - kv.num_available_blocks
-        return AdmissionView(
-            request=request,
-            running=self._running.values(),
-            num_chunk_blocks=kv.num_blocks_for(hit.num_tokens + query_len) - num_free_of_charge,
-            num_prompt_blocks=kv.num_blocks_for(request.num_tokens) - num_free_of_charge,
-            num_final_blocks=self._final_blocks(request) - num_free_of_charge,
-            num_running=len(self._running),
-            num_growth_blocks=max(0, self._num_final_blocks - num_held - draft.num_promised_blocks),
-            num_total_blocks=num_total,
-            block_size=kv.block_size,
-        )
-
     def _admit(self, draft: StepDraft, request: Request, hit: PrefixHit, query_len: int, now_ns: int) -> None:
         self._waiting.remove(request)
         self._running[request.request_id] = request
-        self._num_final_blocks += self._final_blocks(request)
+        self._room.join(request)
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = hit.num_tokens
         self._policies.order.admitted(request)
@@ -374,7 +371,7 @@ class Scheduler:
         table = self.kv.allocate(request, hit, hit.num_tokens + query_len)
         draft.admits[request.request_id] = _admit_row(request, table, hit.num_tokens)
         self._add_row(draft, request, query_len, ())
-        draft.num_promised_blocks += self._num_missing_blocks(request)
+        draft.num_promised_blocks += self._room.missing_blocks(request)
         draft.num_admitted += 1
         draft.num_prefix_query_tokens += request.num_tokens
         draft.num_prefix_hit_tokens += hit.num_tokens
@@ -467,8 +464,8 @@ class Scheduler:
             assert 0 <= request.num_computed_tokens < num_tokens, f"{request_id!r} has nothing left to compute"
             num_held = len(tables[request_id].block_ids) * self.kv.block_size
             assert request.num_computed_tokens + request.num_inflight_tokens <= num_held, f"{request_id!r} lacks blocks"
-        final = sum(map(self._final_blocks, self._running.values()))
-        assert final == self._num_final_blocks, f"the running can grow to {final} blocks, {self._num_final_blocks} are noted"
+        final, noted = sum(map(self._room.final_blocks, self._running.values())), self._room.num_final_blocks
+        assert final == noted, f"the running can grow to {final} blocks, {noted} are noted"
         holders = {request_id for request_id, table in tables.items() if table.block_ids}
         assert holders <= self._running.keys(), f"{holders - self._running.keys()} hold blocks and do not run"
 

@@ -84,6 +84,9 @@ class Order(Protocol):
     reads_priority: ClassVar[bool] = False
     """True if it looks at `Request.priority`. Where it is false, clients that send one are refused rather than ignored."""
 
+    is_preemptive: bool = False
+    """True if a waiting request may pause a running one."""
+
     def key(self, request: Request, now_ns: int) -> OrderKey:
         """Place within the lane. May only grow while the request waits: it is asked again before the request is served, and
         no sooner.
@@ -113,6 +116,14 @@ class Order(Protocol):
         preempted, held back or called to a batch?
         """
         del fresh, joining, now_ns
+        return False
+
+    def pauses(self, waiting: Request, running: Request, now_ns: int) -> bool:
+        """Is `running` to be preempted if `waiting`, who is next, lacks a row or memory? Asked only if `is_preemptive`.
+
+        Implies that `waiting` outranks `running` when that waits, and must not be true both ways.
+        """
+        del waiting, running, now_ns
         return False
 
     def admitted(self, request: Request) -> None:
@@ -225,7 +236,7 @@ class Eviction:
 
 @dataclass(frozen=True, slots=True)
 class VictimView:
-    """Who may be preempted. The most senior of those who run never is while others do, so it always finishes."""
+    """Who may be preempted: for another that runs all but the most senior, for one that waits those whom it may pause."""
 
     candidates: Sequence[Request]
     """Not empty; in the order of admission."""

@@ -22,7 +22,7 @@ class Continuous:
         return 0
 
     def decide(self, view: GateView) -> GateDecision:
-        return GateDecision(max_admissions=view.max_rows - view.num_running)
+        return GateDecision(max_admissions=view.max_rows)
 
 
 @dataclass(frozen=True, slots=True)

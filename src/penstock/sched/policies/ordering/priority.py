@@ -1,4 +1,4 @@
-"""Priority classes. Called by the waiting queue; whether a running request gives way is the victim policy's business."""
+"""Priority classes. Called by the waiting queue, and by the scheduler when somebody who waits may pause others."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ class PriorityClasses(Order):
     reads_priority: ClassVar[bool] = True
     class_delay_ns: int = 60_000_000_000
     max_class: int = 20
+    is_preemptive: bool = True
+    """Whoever waits pauses requests of lower classes that it may overtake, if it lacks a row or memory."""
 
     def key(self, request: Request, now_ns: int) -> OrderKey:
         del now_ns
@@ -30,3 +32,6 @@ class PriorityClasses(Order):
     def outranks(self, fresh: Request, joining: Request, now_ns: int) -> bool:
         """A higher class does not wait for a lower one to be resumed, unless that has aged past it."""
         return fresh.priority < joining.priority and self.key(fresh, now_ns) < self.key(joining, now_ns)
+
+    def pauses(self, waiting: Request, running: Request, now_ns: int) -> bool:
+        return self.is_preemptive and self.outranks(waiting, running, now_ns)

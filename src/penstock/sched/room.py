@@ -1,0 +1,84 @@
+"""How much memory an admission finds, and must find: owns the count of what the running can grow to. Called by the scheduler;
+takes no block itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from penstock.kv.manager import KVManager, PrefixHit
+from penstock.sched.policies.base import AdmissionView, Reserve
+from penstock.sched.preemption import blocks_to_resume
+from penstock.types.request import Request
+
+
+class Room:
+    """Numbers of blocks."""
+
+    def __init__(self, kv: KVManager, reserve: Reserve) -> None:
+        self._kv = kv
+        self._reserve = reserve
+        self.num_final_blocks = 0
+        """What the running would hold if all reached their limits and shared nothing."""
+
+    def final_blocks(self, request: Request) -> int:
+        """Of a request at its limit; its last token is never computed and takes no place."""
+        return self._kv.num_blocks_for(request.max_total_tokens - 1)
+
+    def missing_blocks(self, request: Request) -> int:
+        """Those that a running request does not hold yet for the tokens that it has."""
+        num_planned = request.num_computed_tokens + request.num_inflight_tokens
+        return self._kv.num_blocks_for(request.num_tokens) - self._kv.num_blocks_for(num_planned)
+
+    def lacking_blocks(self, request: Request, query_len: int) -> int:
+        """Those that a row of a running request needs beyond what it holds and what is free; at least 1."""
+        num_held = len(self._kv.block_table(request.request_id))
+        num_fresh = self._kv.num_blocks_for(request.num_computed_tokens + query_len) - num_held
+        return max(1, num_fresh - self._kv.num_available_blocks)
+
+    def join(self, request: Request) -> None:
+        self.num_final_blocks += self.final_blocks(request)
+
+    def leave(self, request: Request) -> None:
+        self.num_final_blocks -= self.final_blocks(request)
+
+    def is_enough(
+        self,
+        request: Request,
+        hit: PrefixHit,
+        query_len: int,
+        running: Mapping[str, Request],
+        num_promised_blocks: int,
+        without: Collection[Request] = (),
+    ) -> bool:
+        """May the request join those who run, with a first chunk of `query_len`, once those of `without` had left?
+
+        `num_promised_blocks`: free ones that running prefills will need for the tokens they have.
+        """
+        num_available, staying = self._kv.num_available_blocks, running.values()
+        num_promised, num_final = num_promised_blocks, self.num_final_blocks
+        if without:
+            num_available += sum(self._kv.num_own_blocks(other.request_id) for other in without)
+            num_promised -= sum(map(self.missing_blocks, without))
+            num_final -= sum(map(self.final_blocks, without))
+            staying = {other.request_id: other for other in running.values() if other not in without}.values()
+        num_shared = len(hit.block_ids) - hit.num_free_blocks
+        num_chunk = self._kv.num_blocks_for(hit.num_tokens + query_len) - num_shared
+        if not staying:
+            return num_chunk <= num_available
+        num_total = self._kv.num_total_blocks
+        view = AdmissionView(
+            request=request,
+            running=staying,
+            num_chunk_blocks=num_chunk,
+            num_prompt_blocks=self._kv.num_blocks_for(request.num_tokens) - num_shared,
+            num_final_blocks=self.final_blocks(request) - num_shared,
+            num_running=len(staying),
+            num_growth_blocks=max(0, num_final - (num_total - num_available) - num_promised),
+            num_total_blocks=num_total,
+            block_size=self._kv.block_size,
+        )
+        required = max(num_chunk, self._reserve.required_blocks(view))
+        if request.num_preemptions:
+            required = max(required, blocks_to_resume(view))
+        return required <= num_available - num_promised

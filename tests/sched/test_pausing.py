@@ -1,0 +1,130 @@
+"""Requests of a higher class pause those of a lower one. They run on the hash executor, which checks every plan and answer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from penstock.sched.policies.ordering.priority import PriorityClasses
+from penstock.sched.policies.presets import make_policies
+from penstock.sched.policies.reserves import WholePrompt
+from penstock.testing import Driver, HashExecutor, expected_tokens, make_core, make_request
+from penstock.testing.hash_executor import DEFAULT_CAPACITY
+from penstock.types.events import Add
+from penstock.types.request import Request, RequestStatus
+
+HIGH, MIDDLE, LOW = 0, 1, 2
+SECOND = 1_000_000_000
+
+
+def classed(name: str, priority: int, prompt: int = 8, arrival_ns: int = 0, max_tokens: int = 30) -> Request:
+    request = make_request(name, [priority + 10] * prompt, arrival_ns=arrival_ns, max_tokens=max_tokens)
+    request.priority = priority
+    return request
+
+
+def make_driver(*requests: Request, order: PriorityClasses | None = None, **capacity: int) -> Driver:
+    policies = make_policies(order=order or PriorityClasses(), victim="lowest-priority", reserve=WholePrompt())
+    shape = replace(DEFAULT_CAPACITY, **({"block_size": 4, "num_blocks": 101, "max_model_len": 200} | capacity))
+    core = make_core(shape, policies, enable_prefix_caching=False)
+    driver = Driver(core, HashExecutor(shape))
+    core.apply([Add(request) for request in requests], 0)
+    return driver
+
+
+def finish(driver: Driver, *requests: Request) -> None:
+    while driver.core.has_work:
+        driver.turn()
+        driver.core.check()
+    for request in requests:
+        expected = expected_tokens(request.prompt_token_ids, request.sampling, model=driver.executor.model, max_model_len=200)
+        assert tuple(driver.outcomes[request.request_id].token_ids) == expected.token_ids
+
+
+def test_a_row_is_taken_from_the_lowest_class() -> None:
+    middle, low, high = classed("middle", MIDDLE), classed("low", LOW), classed("high", HIGH)
+    driver = make_driver(middle, low, max_rows=2)
+    driver.turn()
+    plan = driver.turn(Add(high))
+    assert plan is not None
+    assert plan.releases == ("low",)
+    assert {row.request_id for row in plan.rows} == {"middle", "high"}
+    assert low.status is RequestStatus.PREEMPTED
+    finish(driver, middle, low, high)
+    assert [request.num_preemptions for request in (middle, low, high)] == [0, 1, 0]
+
+
+def test_memory_is_taken_from_the_lowest_class() -> None:
+    """24 blocks: the two low ones hold 20 and grow; the high one wants 12."""
+    lows = [classed(f"low-{idx}", LOW, prompt=40, arrival_ns=idx) for idx in range(2)]
+    high = classed("high", HIGH, prompt=45)
+    driver = make_driver(*lows, num_blocks=25)
+    driver.turn()
+    plan = driver.turn(Add(high))
+    assert plan is not None
+    assert plan.releases == ("low-1",), "the later of the two, and not both"
+    assert high.status is RequestStatus.RUNNING
+    finish(driver, *lows, high)
+
+
+def test_nobody_is_paused_in_vain() -> None:
+    """Even without the low one there would not be enough memory beside the other high one."""
+    first, low = classed("first", HIGH, prompt=60), classed("low", LOW, prompt=12)
+    second = classed("second", HIGH, prompt=60)
+    driver = make_driver(first, low, num_blocks=25)
+    driver.turn()
+    driver.turn(Add(second))
+    assert low.num_preemptions == 0
+    finish(driver, first, low, second)
+
+
+@pytest.mark.parametrize("order", [PriorityClasses(is_preemptive=False), PriorityClasses(class_delay_ns=0)])
+def test_who_may_not_overtake_pauses_nobody(order: PriorityClasses) -> None:
+    low, high = classed("low", LOW), classed("high", HIGH, arrival_ns=1)
+    driver = make_driver(low, max_rows=1, order=order)
+    driver.turn()
+    driver.turn(Add(high))
+    assert low.status is RequestStatus.RUNNING
+    finish(driver, low, high)
+
+
+def test_equals_do_not_pause_each_other() -> None:
+    first, second = classed("first", LOW), classed("second", LOW)
+    driver = make_driver(first, second, max_rows=1)
+    driver.turn()
+    assert second.status is RequestStatus.WAITING
+    finish(driver, first, second)
+    assert first.num_preemptions == second.num_preemptions == 0
+
+
+def test_the_paused_wait_until_the_higher_classes_have_a_row_each() -> None:
+    lows = [classed(f"low-{idx}", LOW, max_tokens=6) for idx in range(2)]
+    highs = [classed(f"high-{idx}", HIGH, max_tokens=6) for idx in range(4)]
+    driver = make_driver(*lows, max_rows=2)
+    driver.turn()
+    driver.turn(*(Add(request) for request in highs))
+    finish(driver, *lows, *highs)
+    ends = sorted((*lows, *highs), key=lambda request: driver.outcomes[request.request_id].last.at_ns)
+    assert {request.request_id for request in ends[:4]} == {"high-0", "high-1", "high-2", "high-3"}
+
+
+def test_the_lowest_class_ends_though_higher_ones_never_stop_coming() -> None:
+    """Each step down is a delay of 20 ms, that is 20 steps; a high one comes in each, and takes two steps."""
+    driver = make_driver(order=PriorityClasses(class_delay_ns=20_000_000), max_rows=2)
+    low = classed("low", LOW, max_tokens=10)
+    driver.turn(Add(low))
+    turns = 0
+    while low.status is not RequestStatus.FINISHED:
+        turns += 1
+        driver.turn(Add(classed(f"high-{turns}", HIGH, arrival_ns=driver.clock.now_ns(), max_tokens=2)))
+        driver.core.check()
+    assert low.num_preemptions > 0
+    assert turns < 100
+
+
+def test_the_highest_class_is_not_preempted_for_a_lower_one_that_grows() -> None:
+    low, high = classed("low", LOW, max_tokens=60), classed("high", HIGH, arrival_ns=1, max_tokens=60)
+    driver = make_driver(low, high, num_blocks=26)
+    finish(driver, low, high)
+    assert (low.num_preemptions > 0, high.num_preemptions) == (True, 0)
