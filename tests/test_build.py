@@ -19,6 +19,9 @@ from penstock.engine.ports import NullObserver
 from penstock.models.catalog import resolve
 from penstock.obs.prometheus import expose
 from penstock.sched.policies.gates import Dynamic, Static
+from penstock.sched.policies.hold_latency import HoldLatency
+from penstock.sched.policies.reserves import Watermark
+from penstock.sched.policies.victims import LowestPriority
 from penstock.testing import DEFAULT_CAPACITY
 from penstock.testing.builders import make_request
 from penstock.testing.tiny_models import TinyLlama, write_gguf, write_hf
@@ -163,6 +166,36 @@ def test_a_batch_that_has_not_enough_rows_is_refused_before_anything_is_loaded(t
     scheduler = SchedulerConfig(batching="static", max_batch_size=33)
     with pytest.raises(ConfigError, match=r"batch of 33 needs 66 rows.*--max-num-seqs to 66 .*--max-batch-size to 32 "):
         _build(write_gguf(tmp_path / "tiny.gguf", TinyLlama()), replace(REFERENCE, scheduler=scheduler, kv=KvConfig()))
+
+
+def test_policies_get_the_settings_of_the_config() -> None:
+    scheduler = SchedulerConfig(preset="vllm", slo_itl_s=0.03, long_prefill_token_threshold=700)
+    policies = build_policies(Config(scheduler=scheduler, kv=KvConfig(kv_watermark=0.25)))
+    assert isinstance(policies.budget, HoldLatency), "the one that holds a latency"
+    assert (policies.budget.slo_itl_ns, policies.budget.long_prefill_token_threshold) == (30_000_000, 700)
+    assert policies.reserve == Watermark(0.25)
+
+
+@pytest.mark.parametrize("is_preemptive", [True, False])
+def test_with_priorities_the_lowest_is_preempted(is_preemptive: bool) -> None:
+    scheduler = SchedulerConfig(policy="priority", priority_preemption=is_preemptive)
+    policies = build_policies(Config(scheduler=scheduler))
+    assert isinstance(policies.victim, LowestPriority)
+    assert policies.order.is_preemptive is is_preemptive
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [SchedulerConfig(budget="decode-first", slo_itl_s=0.03), SchedulerConfig(preset="orca", max_long_partial_prefills=1)],
+)
+def test_a_setting_that_the_budget_does_not_read_is_an_error(scheduler: SchedulerConfig) -> None:
+    with pytest.raises(ConfigError, match=r"The budget .* has no"):
+        build_policies(Config(scheduler=scheduler))
+
+
+def test_a_watermark_is_an_error_where_the_reserve_has_none() -> None:
+    with pytest.raises(ConfigError, match="The reserve 'no-evict' has no share"):
+        build_policies(Config(scheduler=SchedulerConfig(reserve="no-evict"), kv=KvConfig(kv_watermark=0.25)))
 
 
 def test_threads_are_counted_unless_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,7 +164,7 @@ def build_policies(config: Config) -> Policies:
         predictor=chosen.length_predictor,
         budget=budget,
         reserve=chosen.reserve or (None if config.kv.kv_watermark is None else "watermark"),
-        victim=chosen.victim,
+        victim=chosen.victim or ("lowest-priority" if chosen.policy == "priority" else None),
         settings={
             "gate": {
                 "max_batch_size": chosen.max_batch_size,
@@ -172,6 +172,7 @@ def build_policies(config: Config) -> Policies:
                 "max_queue_delay_ns": None if chosen.batch_window_s is None else round(chosen.batch_window_s * 1e9),
                 "length_buckets": chosen.length_buckets,
             },
+            "order": {"is_preemptive": chosen.priority_preemption if chosen.policy == "priority" else None},
             "budget": {
                 "slo_itl_ns": slo_itl_ns,
                 "long_prefill_token_threshold": chosen.long_prefill_token_threshold,

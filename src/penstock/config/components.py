@@ -201,7 +201,12 @@ class SchedulerConfig(Component):
         "Who is preempted when memory is short.",
         kind=Kind.CHOICE,
         choices=("latest", "lowest-priority", "least-computed", "cheapest"),
-        default_doc="the preset's: cheapest",
+        default_doc="lowest-priority with --policy priority, else the preset's: cheapest",
+    )
+    priority_preemption: bool = setting(
+        True,
+        "With --policy priority, a waiting request pauses a running one of a lower class if it lacks a row or memory.",
+        kind=Kind.FLAG,
     )
     preemption: str | None = setting(
         None,
