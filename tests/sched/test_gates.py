@@ -25,7 +25,7 @@ def capacity(max_rows: int, max_step_tokens: int = 512) -> Capacity:
 class TestContinuous:
     def test_it_is_always_open(self) -> None:
         decision = Continuous().decide(view(BucketView(0, 9, 0), running=3))
-        assert (decision.max_admissions, decision.wakeup_ns, decision.is_batch) == (5, None, False)
+        assert (decision.max_admissions, decision.wakeup_ns, decision.is_batch) == (8, None, False)
 
     def test_every_row_and_every_token_of_a_step_can_be_a_decode(self) -> None:
         assert Continuous().max_running(capacity(8)) == 8

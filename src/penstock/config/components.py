@@ -105,7 +105,10 @@ class SchedulerConfig(Component):
     title: ClassVar[str] = "Scheduling"
 
     preset: str = setting(
-        "penstock", "Named bundle of policies.", kind=Kind.CHOICE, choices=("orca", "vllm", "sarathi", "sglang", "penstock")
+        "penstock",
+        "Named bundle of policies.",
+        kind=Kind.CHOICE,
+        choices=("static", "dynamic", "orca", "vllm", "sarathi", "sglang", "penstock"),
     )
     batching: str | None = setting(
         None,

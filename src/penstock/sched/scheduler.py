@@ -344,6 +344,7 @@ class Scheduler:
             return False
         victim = self._choose_victim(lower, self._room.lacking_blocks(request, query_len))
         draft.num_promised_blocks -= self._room.missing_blocks(victim)
+        draft.waits_for = WaitReason.NOTHING
         self._preempt(draft, victim)
         return True
 

@@ -247,7 +247,7 @@ class VictimView:
     num_lost_tokens: Callable[[Request], int]
     """Tokens that a candidate would have to compute again: those whose blocks nobody else holds. O(its blocks)."""
     prefill_ns_per_token: float
-    """As observed lately; 0.0 before the first prefill."""
+    """Of the last step without decodes; 0.0 before the first."""
 
 
 class Victim(Protocol):

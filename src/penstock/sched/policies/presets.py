@@ -35,6 +35,11 @@ class Preset:
 
 
 PRESETS: Mapping[str, Preset] = {
+    # A batch is a rectangle that is allocated as a whole and lasts until its longest answer has ended: FasterTransformer, and
+    # `generate` of transformers. Prompts are computed in steps of the usual size, not in one.
+    "static": Preset(gate="static", order="fcfs", budget="decode-first", reserve="no-evict", victim="latest"),
+    # Triton Inference Server's dynamic batcher (`preferred_batch_size`, `max_queue_delay_microseconds`) before such an engine.
+    "dynamic": Preset(gate="dynamic", order="fcfs", budget="decode-first", reserve="no-evict", victim="latest"),
     # Iteration-level scheduling; prompts whole; `max_tokens` reserved for each request (Yu et al., OSDI 2022).
     "orca": Preset(gate="continuous", order="fcfs", budget="whole-prompts", reserve="no-evict", victim="latest"),
     # vLLM 1 (v1/core/sched/scheduler.py): chunked prefill within max_num_batched_tokens; `scheduler_reserve_full_isl` and no
