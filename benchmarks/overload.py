@@ -1,6 +1,6 @@
 """What does a server do with twice the load that it can take? The door with a target, and a queue without bound, over HTTP.
 
-1. Capacity: requests per second in a closed loop with as many clients as rows, while all of them are busy.
+1. Capacity: requests per second in a closed loop with as many clients as rows, while all of them are busy, without a door.
 2. Arrivals at twice that, Poisson and gamma with a coefficient of variation of 4, first at a server that was given a target
    (`--slo-ttft`), then at one that lets everyone wait. Who is sent away comes back when `Retry-After` says, once the
    arrivals are over, too.
@@ -40,6 +40,7 @@ NUM_JOBS = 400
 ROUNDS = 6
 """Requests per row of the closed loop."""
 CAPACITY_TIMEOUT_S = 120.0
+UNBOUNDED = ("--max-queue", "1000000", "--kv-headroom", "0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,9 @@ def measure_capacity(session: ServerSession, jobs: Sequence[Job], num_rows: int)
     clients = [Client(job, 0.0) for job in own_jobs(jobs, ROUNDS * num_rows, first=10**6)]
     crowd = Crowd(session.url, _address(session), SERVED_NAME, returns=False, closed=num_rows)
     crowd.run(clients, CAPACITY_TIMEOUT_S)
-    ends = sorted(client.ended_s for client in clients if client.ended_s is not None and client.status == 200)
+    if any(client.status != 200 for client in clients):
+        raise SystemExit("the server did not answer all requests of the closed loop")
+    ends = sorted(client.ended_s for client in clients if client.ended_s is not None)
     # The rows are all taken from the first ends until the last clients have come.
     first, last = num_rows // 2, (ROUNDS - 1) * num_rows
     return (last - first) / (ends[last] - ends[first])
@@ -169,20 +172,21 @@ def main() -> None:
     source = Source(args.traces, read_tokenizer(model), args.max_prompt_tokens, args.max_reply_tokens)
     jobs = read_jobs("sharegpt", source, NUM_JOBS)
     verdicts: list[Verdict] = []
-    with server(model, args, "--slo-ttft", f"{args.slo_ttft}s") as session:
+    with server(model, args, *UNBOUNDED) as session:
         capacity = measure_capacity(session, jobs, args.max_num_seqs)
-        print(f"capacity {capacity:.2f} requests/s with {args.max_num_seqs} at a time", flush=True)
-        times = {
-            kind: list(arrivals(args.seed + idx, OVERLOAD * capacity, args.seconds, KINDS[kind]))
-            for idx, kind in enumerate(args.kinds)
-        }
+    print(f"capacity {capacity:.2f} requests/s with {args.max_num_seqs} at a time", flush=True)
+    times = {
+        kind: list(arrivals(args.seed + idx, OVERLOAD * capacity, args.seconds, KINDS[kind]))
+        for idx, kind in enumerate(args.kinds)
+    }
+    with server(model, args, "--slo-ttft", f"{args.slo_ttft}s") as session:
         for kind in args.kinds:
             run = overload(session, jobs, times[kind], args, has_door=True)
             verdicts.append(judge(kind, "--slo-ttft", run, capacity, args))
             show(verdicts[-1])
     for kind in [] if args.no_contrast else args.kinds:
         # A server of its own for each: the queue of the one before is still there.
-        with server(model, args, "--max-queue", "1000000", "--kv-headroom", "0") as session:
+        with server(model, args, *UNBOUNDED) as session:
             run = overload(session, jobs, times[kind], args, has_door=False)
             verdicts.append(judge(kind, "unbounded", run, capacity, args))
             show(verdicts[-1])

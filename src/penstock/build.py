@@ -239,9 +239,9 @@ def _assemble(
     clock = WallClock()
     info = _model_info(config, source, model, executor.capacity, tokenizer)
     metrics = Metrics(info.name)
-    max_rows = build_policies(config).gate.max_running(executor.capacity)
-    admission = Admission(admission_limits(config.admission), executor.capacity)
-    signals = Signals(max_rows, admission.drain.rate)
+    policies = build_policies(config)
+    admission = Admission(admission_limits(config.admission), executor.capacity, reads_priority=policies.order.reads_priority)
+    signals = Signals(policies.gate.max_running(executor.capacity), admission.drain.rate)
     admission.on_call = signals.on_call
     metrics.num_weight_bytes = getattr(executor, "weight_bytes", 0)  # the native backend's, which packs them anew
     observer = ObserverGroup([metrics, admission, signals])
@@ -276,6 +276,7 @@ def _assemble(
         metrics=metrics,
         model=info,
         clock=clock,
+        slo_itl_ns=None if config.scheduler.slo_itl_s is None else int(config.scheduler.slo_itl_s * 1e9),
         sources=_sources(config.server),
     )
 

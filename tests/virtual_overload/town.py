@@ -1,6 +1,9 @@
 """A crowd before the door, in virtual time: arrivals, refusals and returns against the real door and the real core.
 
-The executor is a cost model: a step takes a fixed time, and some more per row and per token. Used by `test_overload`.
+The executor is a cost model: a step takes a fixed time, and some more per row and per token. Used by `test_overload`; as a
+program it prints the table of docs/admission.md, the same on every machine:
+
+    .venv/bin/python tests/virtual_overload/town.py
 """
 
 from __future__ import annotations
@@ -224,3 +227,33 @@ def judge(clients: Sequence[Client], slo_s: float, seconds: float, skip_s: float
         num_refused=sum(bool(client.refused_ns) for client in clients),
         num_clients=len(clients),
     )
+
+
+def main() -> None:
+    """Means of five seeds, at twice the capacity, all clients coming back as told."""
+    capacity, slo_s, seconds, seeds = measure_capacity(), 2.0, 40.0, range(1, 6)
+    doors = {
+        "`--slo-ttft 2s`": AdmissionLimits(slo_ttft_ns=int(slo_s * SECOND)),
+        "`--max-queue 20`": AdmissionLimits(max_queue=20),
+        "no bound": AdmissionLimits(max_queue=10**6, kv_headroom=0),
+    }
+    print(f"capacity {capacity:.1f} requests/s")
+    print("| arrivals | door | goodput / capacity | p99 TTFT of those let in, worst | let in on return | sent away |")
+    print("|---|---|---|---|---|---|")
+    for name, cv in (("Poisson", 1.0), ("gamma, CV 4", 4.0)):
+        for door, limits in doors.items():
+            verdicts = []
+            for seed in seeds:
+                clients = make_clients(seed, 2 * capacity, seconds, cv)
+                Town(limits).run(clients)
+                verdicts.append(judge(clients, slo_s, seconds))
+            goodput = sum(verdict.goodput for verdict in verdicts) / len(verdicts) / capacity
+            worst_s = max(verdict.ttft_p99_s for verdict in verdicts)
+            returned = sum(verdict.return_share for verdict in verdicts) / len(verdicts)
+            refused = sum(v.num_refused for v in verdicts) / sum(v.num_clients for v in verdicts)
+            shown = f"{returned:.1%}" if refused else "-"
+            print(f"| {name} | {door} | {goodput:.2f} | {worst_s:.2f} s | {shown} | {refused:.0%} |")
+
+
+if __name__ == "__main__":
+    main()

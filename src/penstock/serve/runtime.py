@@ -93,6 +93,8 @@ class Runtime:
     model: ModelInfo
     clock: Clock = field(default_factory=WallClock)
     """The engine's clock: `arrival_ns` and deadlines are read from it."""
+    slo_itl_ns: int | None = None
+    """The server's own target of the inter-token latency."""
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     sources: Sources = field(default_factory=Sources)
     off_loop: OffLoop = field(init=False)

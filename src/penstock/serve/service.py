@@ -80,7 +80,7 @@ class Service:
                 queue_deadline_ns=terms.queue_deadline_ns,
                 first_token_deadline_ns=terms.first_token_deadline_ns,
                 slo_ttft_ns=terms.slo_ttft_ns or self.runtime.admission.limits.slo_ttft_ns,
-                slo_itl_ns=terms.slo_itl_ns,
+                slo_itl_ns=terms.slo_itl_ns or self.runtime.slo_itl_ns,
                 tenant=terms.owner.tenant,
                 cache_salt=terms.cache_salt,
             )

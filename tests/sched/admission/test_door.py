@@ -72,7 +72,8 @@ def refusal(door: Admission, load: Load, now_ns: int = 0, **ask: Any) -> Rejecte
 def enter(door: Admission, name: str, now_ns: int = 0, num_prompt: int = 10, tenant: str = "", **ask: Any) -> Request:
     """Let one in and submit it."""
     place = door.decide(Ask(num_token_ids=num_prompt, tenant=tenant, **ask), Load(), now_ns)
-    request = make_request(name, num_prompt, arrival_ns=now_ns, max_tokens=ask.get("max_new_tokens", 16))
+    max_tokens, priority = ask.get("max_new_tokens", 16), ask.get("priority", 0)
+    request = make_request(name, num_prompt, arrival_ns=now_ns, max_tokens=max_tokens, priority=priority)
     request.tenant = tenant
     door.enter(place, [request], now_ns)
     door.leave(place)
@@ -142,6 +143,17 @@ class TestQueueDelay:
         now_ns = busy(door, rate=4.0)
         assert refusal(door, Load(8, 20, 0), now_ns) is None
         assert refusal(door, Load(8, 20, 0), now_ns, slo_ttft_ns=SECOND) is not None
+
+    @pytest.mark.parametrize("reads_priority", [True, False])
+    def test_who_is_served_before_others_does_not_wait_for_them(self, reads_priority):
+        limits = AdmissionLimits(slo_ttft_ns=2 * SECOND, kv_headroom=0)
+        door = Admission(limits, CAPACITY, reads_priority=reads_priority)
+        now_ns = busy(door, rate=4.0)
+        for idx in range(20):
+            enter(door, f"r{idx}", now_ns, priority=5)
+        waiting = Load(8, 20, 0)
+        assert refusal(door, waiting, now_ns, priority=5) is not None
+        assert (refusal(door, waiting, now_ns, priority=4) is None) is reads_priority
 
     def test_rows_that_are_free_are_no_help_while_memory_is_what_lacks(self):
         door = make_door(slo_ttft_ns=2 * SECOND, kv_headroom=0)

@@ -18,6 +18,8 @@ class Ask:
     min_new_tokens: int = 1
     """One choice has at least so many, as far as that is known beforehand."""
     tenant: str = ""
+    priority: int = 0
+    """Lower is served first, if the waiting order looks at it."""
     deadline_ns: int | None = None
     """When its answer must be complete."""
     queue_deadline_ns: int | None = None

@@ -19,6 +19,7 @@ class Entry:
     """KV blocks at the predicted length."""
     expected_ttft_ns: int
     """From arrival."""
+    priority: int = 0
     has_started: bool = False
     """It has its first token."""
 
@@ -41,6 +42,11 @@ class Backlog:
     def num_blocks(self) -> int:
         """At the predicted lengths of all that have not ended."""
         return max(0, self._blocks_added - self._blocks_taken)
+
+    def ahead_of(self, priority: int) -> tuple[int, int]:
+        """(requests, prompt tokens) that have no first token yet and are served before one of this priority. O(requests)."""
+        ahead = [entry for entry in list(self._entries.values()) if not entry.has_started and entry.priority <= priority]
+        return len(ahead), sum(entry.num_prefill_tokens for entry in ahead)
 
     def enter(self, request_id: str, entry: Entry) -> None:
         """Before the request is submitted: it may end at once."""

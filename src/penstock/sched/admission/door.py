@@ -98,8 +98,12 @@ class Admission:
     It is an `Observer` and a `TokenObserver` of the engine, on the engine's thread. All else belongs to the event loop.
     """
 
-    def __init__(self, limits: AdmissionLimits, capacity: Capacity, *, window_s: int = 30) -> None:
+    def __init__(
+        self, limits: AdmissionLimits, capacity: Capacity, *, reads_priority: bool = False, window_s: int = 30
+    ) -> None:
+        """`reads_priority`: those who wait are served by their priority."""
         self.limits = limits
+        self._reads_priority = reads_priority
         self.on_call: Callable[[int], None] = _ignore
         """Hears when a call came that was not told to come back then; set before the first."""
         self.drain = DrainMeter(window_s)
@@ -162,7 +166,8 @@ class Admission:
             num_prefill_tokens = round(self.lengths.computed_share * request.num_prompt_tokens)
             expected_ttft_ns = place.expected_ttft_ns + now_ns - request.arrival_ns
             num_blocks = self._num_blocks(num_prefill_tokens + num_new_tokens)
-            self._backlog.enter(request.request_id, Entry(num_prefill_tokens, num_blocks, expected_ttft_ns))
+            entry = Entry(num_prefill_tokens, num_blocks, expected_ttft_ns, request.priority)
+            self._backlog.enter(request.request_id, entry)
             if self._has_tenant_limits:
                 num_tokens = request.num_prompt_tokens + num_new_tokens
                 self._tenants.enter(request.tenant, request.request_id, num_tokens, now_ns)
@@ -230,7 +235,7 @@ class Admission:
             num_waiting=max(0, num_ahead + num_kept - load.num_rows_free),
             num_prompt_tokens=num_prompt_tokens,
             num_new_tokens=num_new_tokens,
-            ttft_ns=self._expect_ns(load, now_ns, num_kept) + own_prefill_ns,
+            ttft_ns=self._expect_ns(ask, load, now_ns, num_kept) + own_prefill_ns,
             own_prefill_ns=own_prefill_ns,
             step_ns=self.pace.step_ns,
             ns_per_request=self._ns_per_request(load, now_ns),
@@ -239,9 +244,14 @@ class Admission:
             num_blocks_total=load.num_blocks_total,
         )
 
-    def _expect_ns(self, load: Load, now_ns: int, num_kept: int) -> int:
+    def _expect_ns(self, ask: Ask, load: Load, now_ns: int, num_kept: int) -> int:
         """Expected time until a call that comes now, after `num_kept` others, begins to be computed, and one step."""
-        num_ahead = load.num_waiting + self._num_entering + num_kept
+        num_waiting, num_prefill_tokens = load.num_waiting, self._num_prefill_tokens
+        if self._reads_priority:
+            num_before, num_tokens_before = self._backlog.ahead_of(ask.priority)
+            num_waiting = min(num_waiting, num_before)
+            num_prefill_tokens = num_tokens_before + self._num_entering_tokens
+        num_ahead = num_waiting + self._num_entering + num_kept
         num_rows_free = load.num_rows_free
         if load.num_waiting and self._waits_for in _NEEDS_END:
             num_rows_free = 0
@@ -249,7 +259,7 @@ class Admission:
                 num_ahead += load.num_running
         num_ends = num_ahead + 1 - num_rows_free
         turn_ns = num_ends * (self._ns_per_request(load, now_ns) or 0) if num_ends > 0 else 0
-        prompts_ns = self.pace.prefill_ns(self._num_prefill_tokens)
+        prompts_ns = self.pace.prefill_ns(num_prefill_tokens)
         return max(turn_ns, prompts_ns) + (self.pace.step_ns if load.num_running else 0)
 
     def _ns_per_request(self, load: Load, now_ns: int) -> int | None:

@@ -28,6 +28,7 @@ def make_ask(
         max_new_tokens=max_tokens,
         min_new_tokens=_min_tokens(body, max_tokens),
         tenant=terms.owner.tenant,
+        priority=terms.priority,
         deadline_ns=terms.deadline_ns,
         queue_deadline_ns=terms.queue_deadline_ns,
         first_token_deadline_ns=terms.first_token_deadline_ns,
