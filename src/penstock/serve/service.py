@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from penstock.config import ServerConfig
+from penstock.engine.loop import EngineState
 from penstock.sched.admission import Ask, Place
 from penstock.serve.bridge import Stream
 from penstock.serve.call import CallTerms, Owner
@@ -107,6 +108,9 @@ class Service:
 
     def land(self, flight: _Flight) -> None:
         """Called by `CallStream` when its call has ended."""
+        if self.runtime.engine.state is not EngineState.READY:
+            # A core that broke may not have told their ends. While it is well it does, on its own thread.
+            self.runtime.admission.forget(flight.engine_ids)
         flights = self._flights[flight.request_id]
         flights.remove(flight)
         if not flights:

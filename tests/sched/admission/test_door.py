@@ -280,15 +280,25 @@ class TestDeadlines:
         assert refused.reason is reason
 
 
+def test_a_tenants_calls_on_their_way_in_count_too():
+    door = make_door(tenant_max_concurrent=2, tenant_tokens_per_minute=1000)
+    place = door.decide(Ask(num_token_ids=10, num_requests=2), Load(), 0)
+    refused = refusal(door, Load(num_running=1, num_rows_free=7))
+    assert refused is not None
+    assert refused.reason is RejectReason.TENANT_CONCURRENCY
+    door.leave(place)
+    assert refusal(door, Load(num_running=1, num_rows_free=7)) is None
+
+
 class TestExpectations:
     def test_the_predicted_length_is_that_of_answers_that_ended(self):
         door = make_door()
         for _ in range(300):
             end(door, 1, num_generated=40)
             end(door, 1, num_generated=1, finish_reason=FinishReason.ABORT)
-        assert door.decide(Ask(max_new_tokens=500), Load(), 0).num_new_tokens == 40
-        assert door.decide(Ask(max_new_tokens=7), Load(), 0).num_new_tokens == 7
-        assert door.decide(Ask(max_new_tokens=500, min_new_tokens=90), Load(), 0).num_new_tokens == 90
+        assert door.decide(Ask(max_new_tokens=500), Load(), 0).view.num_new_tokens == 40
+        assert door.decide(Ask(max_new_tokens=7), Load(), 0).view.num_new_tokens == 7
+        assert door.decide(Ask(max_new_tokens=500, min_new_tokens=90), Load(), 0).view.num_new_tokens == 90
 
     def test_the_tokens_of_a_text_are_learned(self):
         door = make_door()
@@ -297,7 +307,7 @@ class TestExpectations:
             door.enter(place, [make_request("a", 50)], 0)
             door.leave(place)
             end(door, 0, "a")
-        assert door.decide(Ask(num_chars=1000), Load(), 0).num_prompt_tokens == pytest.approx(500, rel=0.05)
+        assert door.decide(Ask(num_chars=1000), Load(), 0).view.num_prompt_tokens == pytest.approx(500, rel=0.05)
 
     def test_the_margin_grows_with_those_who_come_later_than_expected(self):
         door = make_door(slo_ttft_ns=2 * SECOND)

@@ -40,7 +40,7 @@ from penstock.sched.admission.pace import Pace
 from penstock.sched.admission.promises import Promise, Promises
 from penstock.sched.admission.queue_delay import QueueDelay
 from penstock.sched.admission.queue_length import QueueLength
-from penstock.sched.admission.tenants import Tenants
+from penstock.sched.admission.tenants import Account, Tenants
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.plan import Capacity
 from penstock.types.request import FinishReason, Request
@@ -84,12 +84,9 @@ class Load(Protocol):
 class Place:
     """What a call was given at the door, until its requests are submitted."""
 
-    num_requests: int
-    num_prompt_tokens: int
-    num_new_tokens: int
-    expected_ttft_ns: int
-    num_chars: int
-    """Of its prompts if all of them are text; else 0."""
+    view: DoorView
+    account: Account | None
+    """Of its tenant, where tenants have limits."""
 
 
 class Admission:
@@ -151,20 +148,20 @@ class Admission:
                 raise self._rejected(refusal, view, promise)
         if promise is not None:
             self._promises.keep(promise)
-        num_chars = 0 if ask.num_token_ids else ask.num_chars
-        place = Place(ask.num_requests, view.num_prompt_tokens, view.num_new_tokens, view.ttft_ns, num_chars)
-        self._num_entering += place.num_requests
-        self._num_entering_tokens += place.num_prompt_tokens
-        return place
+        self._num_entering += ask.num_requests
+        self._num_entering_tokens += view.num_prompt_tokens
+        return Place(view, self._tenants.hold(view) if self._has_tenant_limits else None)
 
     def enter(self, place: Place, requests: Sequence[Request], now_ns: int) -> None:
         """The call's requests are about to be submitted."""
-        prompts = {id(request.prompt_token_ids): request.num_prompt_tokens for request in requests}  # choices share theirs
-        self.lengths.on_prompt(place.num_chars, sum(prompts.values()))
+        view = place.view
+        if not view.ask.num_token_ids:
+            prompts = {id(request.prompt_token_ids): request.num_prompt_tokens for request in requests}  # choices share theirs
+            self.lengths.on_prompt(view.ask.num_chars, sum(prompts.values()))
         for request in requests:
-            num_new_tokens = min(place.num_new_tokens, request.sampling.max_tokens)
+            num_new_tokens = min(view.num_new_tokens, request.sampling.max_tokens)
             num_prefill_tokens = round(self.lengths.computed_share * request.num_prompt_tokens)
-            expected_ttft_ns = place.expected_ttft_ns + now_ns - request.arrival_ns
+            expected_ttft_ns = view.ttft_ns + now_ns - request.arrival_ns
             num_blocks = self._num_blocks(num_prefill_tokens + num_new_tokens)
             entry = Entry(num_prefill_tokens, num_blocks, expected_ttft_ns, request.priority)
             self._backlog.enter(request.request_id, entry)
@@ -174,14 +171,16 @@ class Admission:
 
     def leave(self, place: Place) -> None:
         """The call's requests were submitted, or will never be."""
-        self._num_entering -= place.num_requests
-        self._num_entering_tokens -= place.num_prompt_tokens
+        self._num_entering -= place.view.ask.num_requests
+        self._num_entering_tokens -= place.view.num_prompt_tokens
+        if place.account is not None:
+            self._tenants.release(place.account, place.view)
 
     def forget(self, request_ids: Sequence[str]) -> None:
-        """Requests that entered and could not be submitted."""
+        """They ended without the engine telling it: it never got them, or broke. Idempotent."""
         for request_id in request_ids:
             self._backlog.on_finish(request_id)
-            self._tenants.on_finish(request_id, 0, 0)
+            self._tenants.forget(request_id)
 
     # For the engine thread.
 

@@ -18,5 +18,5 @@ class QueueLength:
         if num_excess <= 0:
             return None
         wait_ns = None if view.ns_per_request is None else num_excess * view.ns_per_request
-        detail = f"the queue is full: {view.num_waiting} requests are waiting, at most {self.max_queue} may"
+        detail = f"the queue is full: {view.num_waiting} requests are waiting or expected back, at most {self.max_queue} may"
         return Refusal(RejectReason.QUEUE_FULL, detail, wait_ns)

@@ -28,6 +28,9 @@ _DURATION_WEIGHT = 0.1
 
 @dataclass(slots=True)
 class Account:
+    num_entering: int = 0
+    """Requests of calls that were let in and are not submitted yet, and the tokens that they are expected to use."""
+    num_entering_tokens: int = 0
     num_entered: int = 0
     num_left: int = 0
     num_correction_tokens: int = 0
@@ -42,7 +45,7 @@ class Account:
 
     @property
     def num_running(self) -> int:
-        return self.num_entered - self.num_left
+        return self.num_entering + self.num_entered - self.num_left
 
 
 class Tenants:
@@ -60,6 +63,20 @@ class Tenants:
         account = self._account(view.ask.tenant, view.now_ns)
         return self._too_many(account, view) or self._too_fast(account, view)
 
+    def hold(self, view: DoorView) -> Account:
+        """A call comes in, and is on its way until `release`."""
+        account = self._account(view.ask.tenant, view.now_ns)
+        self._move(account, view, 1)
+        return account
+
+    def release(self, account: Account, view: DoorView) -> None:
+        """It was submitted, or will never be."""
+        self._move(account, view, -1)
+
+    def _move(self, account: Account, view: DoorView, sign: int) -> None:
+        account.num_entering += sign * view.ask.num_requests
+        account.num_entering_tokens += sign * _num_tokens(view)
+
     def enter(self, tenant: str, request_id: str, num_tokens: int, now_ns: int) -> None:
         """A request with so many predicted tokens comes in."""
         account = self._account(tenant, now_ns)
@@ -76,6 +93,12 @@ class Tenants:
             account.num_correction_tokens += num_tokens - num_predicted
             self._duration_ns += (duration_ns - self._duration_ns) * (_DURATION_WEIGHT if self._duration_ns else 1.0)
 
+    def forget(self, request_id: str) -> None:
+        """It ended and nobody told how; it has used what was predicted. Unknown ones are ignored."""
+        entered = self._entered.pop(request_id, None)
+        if entered is not None:
+            entered[0].num_left += 1
+
     def _too_many(self, account: Account, view: DoorView) -> Refusal | None:
         num_running = account.num_running
         num_after = num_running + view.ask.num_requests
@@ -90,16 +113,17 @@ class Tenants:
         if self._tokens_per_minute is None:
             return None
         num_needed = min(_num_tokens(view), self._tokens_per_minute)
-        if account.level_tokens >= num_needed:
+        num_left = account.level_tokens - account.num_entering_tokens
+        if num_left >= num_needed:
             return None
         refill_ns = _MINUTE_NS / self._tokens_per_minute
-        wait_ns = int((num_needed - account.level_tokens) * refill_ns)
+        wait_ns = int((num_needed - num_left) * refill_ns)
         if account.announced_ns > view.now_ns:  # others were told to come before
             wait_ns = max(wait_ns, account.announced_ns - view.now_ns + int(num_needed * refill_ns))
         account.announced_ns = view.now_ns + wait_ns
         detail = (
             f"the tenant's {self._tokens_per_minute} tokens per minute are used: the request needs about {num_needed}, "
-            f"{max(0, int(account.level_tokens))} are left"
+            f"{max(0, int(num_left))} are left"
         )
         return Refusal(RejectReason.TENANT_TOKENS, detail, wait_ns)
 
