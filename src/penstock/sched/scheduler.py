@@ -213,7 +213,8 @@ class Scheduler:
         """Keep tokens and blocks for the long ones, if it is their lot to take what others leave. Returns these."""
         if draft.limits.long_prefill_share is None:
             return []
-        late = [request for request in prefills if draft.is_long(request.num_behind)]
+        # Also the last piece of a long one, else that would keep others waiting where chunks are small.
+        late = [request for request in prefills if draft.is_long(request.num_tokens - request.num_cached_tokens)]
         if late:
             draft.num_long_prefills = len(late)
             draft.num_promised_blocks = sum(map(self._room.missing_blocks, late))
