@@ -94,7 +94,7 @@ def test_the_latency_is_held_soon_after_the_load_changes_and_without_oscillation
     for part in settled(run(HoldLatency(slo_itl_ns=slo_ms * MS))):
         durations = [step.duration_ms for step in part]
         assert max(durations) < 1.05 * slo_ms
-        assert durations_ms(part)[len(part) // 10] > 0.9 * slo_ms, "time that prefills may have is not left unused"
+        assert durations_ms(part)[len(part) // 10] > 0.85 * slo_ms, "time that prefills may have is not left unused"
         swings = [abs(after / before - 1) for before, after in pairwise(durations)]
         assert sorted(swings)[-len(swings) // 10] < 0.05, "nine in ten follow the one before, but for where a prompt ends"
 
@@ -104,7 +104,7 @@ def test_with_noise_the_target_is_lower_so_that_few_steps_exceed_the_latency(slo
     for part in settled(run(HoldLatency(slo_itl_ns=slo_ms * MS), noise=0.05)):
         durations = durations_ms(part)
         assert durations[int(0.97 * len(durations))] < 1.03 * slo_ms
-        assert durations[len(durations) // 2] > 0.8 * slo_ms
+        assert durations[len(durations) // 2] > 0.75 * slo_ms
 
 
 def test_stalls_do_not_stop_prefills() -> None:

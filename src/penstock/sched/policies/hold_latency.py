@@ -11,6 +11,7 @@ DECODES_TO_LEARN = 8
 """Of so many steps without prefills one is learnt from: they are alike, and learning costs more than it tells."""
 QUANTILE_STEP = 0.02
 """By which the excess is moved."""
+FIRST_EXCESS = 1.1
 MAX_EXCESS = 1.5
 """Beyond that it is not the chunks that make steps slow."""
 
@@ -38,7 +39,7 @@ class HoldLatency:
     max_long_partial_prefills: int = 1
     """Long prefills at the same time; 0: no limit."""
     cost: StepCost = field(default_factory=StepCost)
-    excess: float = 1.0
+    excess: float = FIRST_EXCESS
     """Duration over estimate that one in a hundred steps with decodes and prefills exceeds."""
     _seen: StepRecord | None = None
     _num_seen: int = 0
