@@ -7,6 +7,7 @@ import random
 import pytest
 
 from penstock.sched.admission import AdmissionLimits
+from penstock.sched.policies.presets import make_policies
 from virtual_overload.town import SECOND, Town, judge, make_clients, measure_capacity
 
 SLO_S = 2.0
@@ -33,6 +34,19 @@ def test_at_twice_the_capacity_the_door_keeps_the_target_and_its_word(capacity: 
     assert verdict.return_share >= 0.9
     assert all(client.ended_ns for client in clients if client.admitted_ns is not None)
     town.core.check()
+
+
+@pytest.mark.parametrize("gate", ["static", "dynamic"])
+def test_the_target_is_kept_where_whole_batches_have_to_end_first(gate: str) -> None:
+    """A target of several batches' time; those who come back compete for places that become free a batch at a time."""
+    slo_s, seconds = 60.0, 120.0
+    capacity = measure_capacity(make_policies(gate=gate))
+    clients = make_clients(1, 2 * capacity, seconds, 1.0)
+    Town(AdmissionLimits(slo_ttft_ns=int(slo_s * SECOND)), policies=make_policies(gate=gate)).run(clients)
+    verdict = judge(clients, slo_s, seconds)
+    assert verdict.goodput >= 0.9 * capacity
+    assert verdict.ttft_p99_s <= slo_s
+    assert verdict.return_share >= 0.9
 
 
 def test_without_a_target_nearly_everyone_waits_too_long(capacity: float) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from penstock.engine.core import EngineCore
 from penstock.sched.admission import Admission, AdmissionLimits, Ask
+from penstock.sched.policies.base import Policies
 from penstock.testing import make_core
 from penstock.types.errors import Rejected
 from penstock.types.events import Add
@@ -70,11 +71,11 @@ class LoadNow:
 class Town:
     """The door, the core and the clients, on one virtual clock."""
 
-    def __init__(self, limits: AdmissionLimits, capacity: Capacity = CAPACITY) -> None:
+    def __init__(self, limits: AdmissionLimits, capacity: Capacity = CAPACITY, policies: Policies | None = None) -> None:
         self.now_ns = 0
         self.capacity = capacity
         self.admission = Admission(limits, capacity)
-        self.core: EngineCore = make_core(capacity, observer=self)
+        self.core: EngineCore = make_core(capacity, policies, observer=self)
         self.clients: dict[str, Client] = {}
         self.inbox: list[Add] = []
         self.num_ended = 0
@@ -145,9 +146,9 @@ class Town:
         return STEP_NS + ROW_NS * len(plan.rows) + TOKEN_NS * plan.num_tokens
 
     def _finish(self, plan: StepPlan) -> None:
-        tokens = {row.request_id: (1,) for row in plan.rows if row.samples}
-        result = StepResult(plan.step_id, tokens, StepTiming(plan.now_ns, self.now_ns))
         running = self.core.scheduler.running
+        tokens = {row.request_id: (1,) for row in plan.rows if row.samples and row.request_id in running}  # others are padding
+        result = StepResult(plan.step_id, tokens, StepTiming(plan.now_ns, self.now_ns))
         firsts = [running[name] for name in tokens if running[name].first_token_ns is None]
         self.core.finish(plan, result, self.now_ns)
         for request in firsts:
@@ -187,11 +188,11 @@ def make_clients(seed: int, rate: float, seconds: float, cv: float, *, start_s: 
     return [Client(idx, next(source), int((start_s + at_s) * SECOND)) for idx, at_s in enumerate(times)]
 
 
-def measure_capacity(seed: int = 0, num_requests: int = 300) -> float:
+def measure_capacity(policies: Policies | None = None, *, seed: int = 0, num_requests: int = 300) -> float:
     """Requests per second with every row busy and as many waiting: all at once, the first and last tenth left out."""
     rng = random.Random(seed)
     source = jobs(rng)
-    town = Town(AdmissionLimits(max_queue=10 * num_requests, kv_headroom=0))
+    town = Town(AdmissionLimits(max_queue=10 * num_requests, kv_headroom=0), policies=policies)
     clients = [Client(idx, next(source), 0) for idx in range(num_requests)]
     town.run(clients)
     ends = sorted(client.ended_ns for client in clients if client.ended_ns is not None)
