@@ -1,0 +1,44 @@
+"""Fits a cost model to steps that were measured. Called by benchmarks; measures nothing itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.lab.cost_model import CostModel
+from penstock.types.plan import StepShape
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    cost: CostModel
+    errors: tuple[float, ...]
+    """(model - measured) / measured, of each step."""
+
+    @property
+    def mean_error(self) -> float:
+        """Of the absolute values."""
+        return sum(map(abs, self.errors)) / len(self.errors)
+
+
+def fit(steps: Sequence[tuple[StepShape, int]]) -> Fit:
+    """Least squares of relative errors over (shape, nanoseconds); no part costs less than nothing.
+
+    Raises ValueError for fewer steps than a cost model has parts.
+    """
+    model = CostModel()
+    measured = np.array([duration_ns for _, duration_ns in steps], dtype=float)  # [num_steps]
+    matrix = np.array([model.counts(shape) for shape, _ in steps], dtype=float) / measured[:, None]  # [num_steps, num_parts]
+    if len(steps) < matrix.shape[1]:
+        raise ValueError(f"{len(steps)} steps can't tell {matrix.shape[1]} parts apart")
+    costs = np.zeros(matrix.shape[1])
+    kept = list(range(matrix.shape[1]))
+    while kept:
+        solution = np.linalg.lstsq(matrix[:, kept], np.ones(len(steps)), rcond=None)[0]
+        if solution.min() >= 0:
+            costs[kept] = solution
+            break
+        del kept[int(solution.argmin())]
+    return Fit(CostModel(*map(float, costs)), tuple(map(float, matrix @ costs - 1)))

@@ -1,0 +1,60 @@
+"""An executor that computes nothing: its steps take as long as a cost model says, its outputs end where an oracle says. Called
+through the `Executor` port, by the simulation's driver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from penstock.lab.cost_model import CostModel, shape_of
+from penstock.types.plan import Capacity, StepPlan, Ticket
+from penstock.types.result import StepResult, StepTiming
+
+EOS_TOKEN_ID = 0
+"""Ends an output; requests must have it among their `stop_token_ids`."""
+TOKEN_ID = 1
+"""Any other token."""
+
+_TOKEN, _EOS = (TOKEN_ID,), (EOS_TOKEN_ID,)
+
+
+class SimulatedExecutor:
+    """Virtual: `submit` returns at once, and its ticket says when the step is done."""
+
+    def __init__(self, capacity: Capacity, cost: CostModel, output_lens: Mapping[str, int]) -> None:
+        """`output_lens`: request_id -> tokens after which its output ends by itself, >= 1."""
+        self._capacity = capacity
+        self._cost = cost
+        self._output_lens = output_lens
+        self._num_left: dict[str, int] = {}
+        """Tokens that each known request will still generate."""
+        self._results: dict[int, StepResult] = {}
+
+    @property
+    def capacity(self) -> Capacity:
+        return self._capacity
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Costs nothing."""
+
+    def submit(self, plan: StepPlan) -> Ticket:
+        num_left = self._num_left
+        for request_id in plan.releases:
+            del num_left[request_id]
+        for admit in plan.admits:
+            num_generated = len(admit.token_ids) - admit.num_prompt_tokens
+            num_left[admit.request_id] = self._output_lens[admit.request_id] - num_generated
+        token_ids: dict[str, tuple[int, ...]] = {}
+        for row in plan.rows:
+            if row.samples:
+                num_left[row.request_id] -= 1
+                token_ids[row.request_id] = _TOKEN if num_left[row.request_id] > 0 else _EOS
+        ready_ns = plan.now_ns + self._cost.duration_ns(shape_of(plan))
+        self._results[plan.step_id] = StepResult(plan.step_id, token_ids, StepTiming(plan.now_ns, ready_ns))
+        return Ticket(plan.step_id, ready_ns)
+
+    def collect(self, ticket: Ticket) -> StepResult:
+        return self._results.pop(ticket.step_id)
+
+    def close(self) -> None:
+        self._num_left.clear()

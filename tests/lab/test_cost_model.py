@@ -1,0 +1,61 @@
+"""A step's parts, and how their costs are found again from measured steps."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from penstock.lab.cost_model import CostModel, shape_of
+from penstock.lab.fitting import fit
+from penstock.types.plan import RowPlan, StepPlan, StepShape
+
+COST = CostModel(step_ns=1e6, decode_row_ns=2e5, prefill_token_ns=1e5, decode_read_ns=100.0, prefill_read_ns=10.0)
+
+
+def test_a_step_costs_the_sum_of_its_parts() -> None:
+    shape = StepShape(((1, 99), (1, 0), (10, 50)), num_samples=2)
+    assert COST.parts_ns(shape) == {
+        "step": 1_000_000,
+        "decode_row": 400_000,
+        "prefill_token": 1_000_000,
+        "decode_read": 100 * (100 + 1),
+        "prefill_read": 10 * (10 * 50 + 55),
+    }
+    assert COST.duration_ns(shape) == sum(COST.parts_ns(shape).values())
+
+
+def test_chunks_read_as_much_as_the_whole_prompt() -> None:
+    counts = [COST.counts(StepShape(rows, 1)) for rows in (((64, 0),), ((40, 0), (24, 40)))]
+    assert counts[0] == counts[1]
+
+
+def test_a_plan_has_the_shape_of_its_rows() -> None:
+    rows = (RowPlan("a", 7, 1, (), True), RowPlan("b", 0, 5, (1,), False))
+    assert shape_of(StepPlan(0, 0, (), rows, ())) == StepShape(((1, 7), (5, 0)), num_samples=1)
+
+
+def shapes(count: int) -> list[StepShape]:
+    rng = random.Random(0)
+    return [
+        StepShape(tuple((rng.choice([1, 1, 1, 64, 200]), rng.randrange(2000)) for _ in range(rng.randrange(1, 20))), 1)
+        for _ in range(count)
+    ]
+
+
+def test_costs_are_found_again() -> None:
+    rng = random.Random(1)
+    fitted = fit([(shape, round(COST.duration_ns(shape) * rng.uniform(0.98, 1.02))) for shape in shapes(200)])
+    for part in ("step_ns", "decode_row_ns", "prefill_token_ns", "decode_read_ns", "prefill_read_ns"):
+        assert getattr(fitted.cost, part) == pytest.approx(getattr(COST, part), rel=0.15)
+    assert 0.005 < fitted.mean_error < 0.02
+
+
+def test_no_part_costs_less_than_nothing() -> None:
+    fitted = fit([(shape, 1_000_000 - 10 * len(shape.rows)) for shape in shapes(50)])
+    assert min(fitted.cost.step_ns, fitted.cost.decode_row_ns, fitted.cost.prefill_token_ns) >= 0
+
+
+def test_too_few_steps_are_refused() -> None:
+    with pytest.raises(ValueError, match="4 steps can't tell 5 parts apart"):
+        fit([(shape, 1) for shape in shapes(4)])
