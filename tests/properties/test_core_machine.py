@@ -8,6 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from penstock.sched.policies.ordering.fair import FairShares
+from penstock.sched.policies.ordering.priority import PriorityClasses
 from penstock.testing import expected_tokens, make_request
 from penstock.testing.strategies import MAX_SHARE, MODEL, Engine, engines, prompts, ranks, samplings
 from penstock.types.events import Abort, Add, Stop, TokenEvent
@@ -161,7 +163,13 @@ class CoreMachine(RuleBasedStateMachine):
                 assert not overtaken, "a newer request overtook a preempted one"
 
     def may_overtake(self, fresh: Request, preempted: Request) -> bool:
-        return self.engine.policies.order.reads_priority and fresh.priority < preempted.priority
+        """Of a higher class, or of another tenant whose turn it is."""
+        match self.engine.policies.order:
+            case PriorityClasses():
+                return fresh.priority < preempted.priority
+            case FairShares():
+                return fresh.tenant != preempted.tenant
+        return False
 
     @invariant()
     def laws_hold(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -159,6 +160,30 @@ def test_who_comes_when_nobody_waits_is_lifted_to_who_waited_last() -> None:
     stand.sample(*"aaaaa")
     stand.push("b")
     assert stand.order.counter("b") == stand.order.counter("a") == 20
+
+
+def test_who_is_lifted_goes_before_its_equal_but_only_once() -> None:
+    stand = Stand(FairShares())
+    for tenant in "aaa":
+        stand.push(tenant)
+    assert stand.admit() == "a"
+    stand.push("b")
+    stand.push("c")
+    assert [stand.admit() for _ in range(4)] == ["b", "c", "a", "a"], "none of them was admitted between"
+
+
+def test_a_stream_of_new_tenants_does_not_starve_one_that_waits() -> None:
+    """One comes for each that is admitted, and none of them was given anything yet."""
+    stand = Stand(FairShares(max_wait_ns=6))
+    for _ in range(3):
+        stand.push("a")
+    served = []
+    for idx in range(40):
+        stand.push(f"new{idx}")
+        served.append(stand.admit())
+    turns = [turn for turn, tenant in enumerate(served) if tenant == "a"]
+    assert len(turns) == 3
+    assert max(later - earlier for earlier, later in pairwise(turns)) <= 2 * 6
 
 
 def test_who_has_been_given_more_is_not_lowered() -> None:

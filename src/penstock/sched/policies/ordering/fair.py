@@ -35,6 +35,10 @@ class Account:
     output_charge: int
     num_waiting: int = 0
     """Requests that never ran."""
+    waiting_since_ns: int = 0
+    """When the first of them came, or the one before it was admitted."""
+    turn: int = 0
+    """Of equal counters the least is next: 2 n after the n-th admission of all, if it was this tenant's."""
 
 
 class FairShares(Order):
@@ -42,8 +46,10 @@ class FairShares(Order):
 
     Given is counted in weighted tokens per share; U = max(input_weight * L, output_weight * M), with L the longest
     prompt and M the tokens that the KV cache holds (the paper's theorem 4.4, for input_weight <= output_weight; no
-    work-conserving order without preemption is better than half of it). So nobody starves: from one admission of a
-    tenant that waits to its next, each other tenant is given at most U more than it. Within a tenant nobody is overtaken.
+    work-conserving order without preemption is better than half of it). So from one admission of a tenant that waits to
+    its next, each other tenant is given at most U more than it. An endless stream of new tenants could still starve it;
+    therefore those that come later than `max_wait_ns` after its last admission are lifted to it and go after it. Within a
+    tenant nobody is overtaken.
 
     What is computed again after a preemption is not charged, nor what the prefix cache holds.
     """
@@ -55,14 +61,22 @@ class FairShares(Order):
         output_weight: int = 2,
         shares: Mapping[str, int] | None = None,
         max_tenants: int = 4096,
+        max_wait_ns: int = 60_000_000_000,
     ) -> None:
-        """`shares`: tenant -> its share >= 1; others have 1. `max_tenants`: accounts kept of tenants that do not wait."""
+        """`shares`: tenant -> its share >= 1; others have 1. `max_tenants`: accounts kept of tenants that do not wait.
+
+        `max_wait_ns`: after which a tenant that waits is not overtaken by any that comes, or comes back, later.
+        """
         self._weights = (input_weight, output_weight)
         self._shares = dict(shares or {})
         self._max_tenants = max_tenants
         self._accounts: dict[str, Account] = {}
         self._waiting: dict[str, Account] = {}
         """Those of tenants that wait."""
+        self._max_wait_ns = max_wait_ns
+        self._now_ns = 0
+        """The latest arrival: there is no other clock here."""
+        self._num_admissions = 0
         self._last = Account(0, 0, 0)
         """Of the tenant that waited last."""
 
@@ -74,16 +88,29 @@ class FairShares(Order):
         return request.tenant
 
     def lane_key(self, lane: str) -> OrderKey:
-        return (self._waiting[lane].counter,)
+        account = self._waiting[lane]
+        return (account.counter, account.turn)
 
     def queued(self, request: Request) -> None:
         """Lift the tenant if nobody of it was waiting."""
         account = self._account(request.tenant)
+        self._now_ns = max(self._now_ns, request.arrival_ns)
         if not account.num_waiting:
-            floor = min((other.counter for other in self._waiting.values()), default=self._last.counter)
-            account.counter = max(account.counter, floor)
+            account.counter = max(account.counter, self._floor())
+            account.waiting_since_ns = self._now_ns
+            # Where it was lifted to, it stands equal with a tenant that is being served: it goes first, but only once.
+            account.turn = max(account.turn, 2 * self._num_admissions - 1)
             self._waiting[request.tenant] = account
         account.num_waiting += 1
+
+    def _floor(self) -> int:
+        """To which a tenant is lifted."""
+        if not self._waiting:
+            return self._last.counter
+        aged_ns = self._now_ns - self._max_wait_ns
+        least = min(account.counter for account in self._waiting.values())
+        aged = (account.counter for account in self._waiting.values() if account.waiting_since_ns <= aged_ns)
+        return max(aged, default=least)
 
     def unqueued(self, request: Request) -> None:
         account = self._waiting[request.tenant]
@@ -91,10 +118,19 @@ class FairShares(Order):
         if not account.num_waiting:
             self._last = self._waiting.pop(request.tenant)
 
+    def outranks(self, fresh: Request, joining: Request, now_ns: int) -> bool:
+        """Tenants take turns at what was preempted, too."""
+        del now_ns
+        own, other = self._account(fresh.tenant), self._account(joining.tenant)
+        return own is not other and own.counter < other.counter
+
     def admitted(self, request: Request) -> None:
         """Charge the prompt at once, so that the next admission of the same step sees it."""
+        account = self._account(request.tenant)
+        self._num_admissions += 1
+        account.turn = 2 * self._num_admissions
+        account.waiting_since_ns = self._now_ns
         if not request.num_preemptions:
-            account = self._account(request.tenant)
             account.counter += account.input_charge * (request.num_prompt_tokens - request.num_computed_tokens)
 
     def served(self, rows: Sequence[RowPlan], requests: Mapping[str, Request], last_step: StepRecord | None) -> None:

@@ -16,7 +16,7 @@ class ShortestJobFirst(Order):
     A request is overtaken by nobody who comes `max_delay_ns` after it or later.
     """
 
-    max_delay_ns: int = 60_000_000_000
+    max_delay_ns: int = 300_000_000_000
     half_size_tokens: int = 256
     assumed_tokens: int = 256
 
