@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from penstock.sched.keyed_heap import KeyedHeap
 from penstock.sched.policies.base import BucketView, Order, OrderKey
 from penstock.sched.policies.ordering.fcfs import FirstComeFirstServed
+from penstock.sched.policies.ordering.priority import PriorityClasses
 from penstock.sched.queues import WaitingQueue
 from penstock.testing import make_request
 from penstock.types.request import Request
@@ -20,7 +21,7 @@ def make_queue(order: Order | None = None, *, bucket_len: int = 1000) -> Waiting
 
 def drain(queue: WaitingQueue) -> list[str]:
     names = []
-    while (request := queue.peek_joining() or queue.peek(0)) is not None:
+    while (request := queue.peek_joining(0) or queue.peek(0)) is not None:
         queue.remove(request)
         names.append(request.request_id)
     return names
@@ -121,8 +122,17 @@ class TestWaitingQueue:
         queue.push_preempted(preempted)
         assert (len(queue), queue.num_joining) == (5, 3)
         assert queue.views() == (BucketView(0, 1, oldest_ns=3), BucketView(1, 1, oldest_ns=1))
-        assert queue.peek_joining() is preempted
+        assert queue.peek_joining(0) is preempted
         assert drain(queue) == ["preempted", "r0", "r2", "r3"]
+
+    def test_the_held_back_join_in_the_order_of_service(self) -> None:
+        queue = make_queue(PriorityClasses())
+        for name, priority in (("low", 2), ("high", 0), ("middle", 1)):
+            request = make_request(name, priority=priority)
+            queue.push(request, 0)
+            queue.hold_back(request, 0)
+        assert (queue.num_held_back, queue.peek_joining(0, with_held=False)) == (3, None)
+        assert drain(queue) == ["high", "middle", "low"]
 
     def test_a_called_request_can_leave(self) -> None:
         queue = make_queue()

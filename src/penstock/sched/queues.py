@@ -61,7 +61,7 @@ class WaitingQueue:
         self._num_fresh = 0
         """In the buckets."""
         self._called: OrderedDict[str, Request] = OrderedDict()
-        self._held: OrderedDict[str, Request] = OrderedDict()
+        self._held = Lanes(order)
         self._preempted: list[tuple[OrderKey, Request]] = []
 
     def __len__(self) -> int:
@@ -107,16 +107,16 @@ class WaitingQueue:
         self._called.update((request.request_id, request) for request in called)
         return called
 
-    def hold_back(self, request: Request) -> None:
+    def hold_back(self, request: Request, now_ns: int) -> None:
         """Its turn had come, but it is a long prefill and there are enough: it lets others pass until it is asked for again."""
         self.remove(request)
-        self._held[request.request_id] = request
+        self._held.push(request, now_ns)
 
-    def peek_joining(self, *, with_held: bool = True) -> Request | None:
+    def peek_joining(self, now_ns: int, *, with_held: bool = True) -> Request | None:
         """Who is next of those who don't ask the gate; None if there is none."""
         if self._preempted:
             return self._preempted[0][1]
-        held = next(iter(self._held.values()), None) if with_held else None
+        held = self._held.peek(now_ns) if with_held else None
         return held or next(iter(self._called.values()), None)
 
     def peek(self, now_ns: int, index: int = 0) -> Request | None:
@@ -129,7 +129,7 @@ class WaitingQueue:
         bucket = self._buckets.get(self._bucket_of(request))
         if bucket is not None and bucket.discard(request):
             self._num_fresh -= 1
-        elif not (self._called.pop(request.request_id, None) or self._held.pop(request.request_id, None)):
+        elif not (self._called.pop(request.request_id, None) or self._held.discard(request)):
             del self._preempted[next(idx for idx, entry in enumerate(self._preempted) if entry[1] is request)]
 
 

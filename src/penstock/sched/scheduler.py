@@ -297,7 +297,7 @@ class Scheduler:
         max_admissions, order = decision.max_admissions, self._policies.order
         may_pause = order.is_preemptive and not self._padding.is_active
         while draft.tokens_left > 0 and (may_pause or len(self._running) < self._max_rows):
-            request = self._waiting.peek_joining(with_held=draft.takes_long)
+            request = self._waiting.peek_joining(now_ns, with_held=draft.takes_long)
             fresh = self._waiting.peek(now_ns, decision.bucket) if max_admissions > 0 else None
             if fresh is not None and (request is None or order.outranks(fresh, request, now_ns)):
                 request = fresh
@@ -306,7 +306,7 @@ class Scheduler:
             hit = self.kv.lookup_prefix(request)
             num_behind = request.num_tokens - hit.num_tokens
             if draft.is_long(num_behind) and not draft.takes_long and request.status is RequestStatus.WAITING:
-                self._waiting.hold_back(request)
+                self._waiting.hold_back(request, now_ns)
                 max_admissions -= request is fresh
                 continue
             if self._padding.is_active and not self._padding.pad_prompt(request, draft):
