@@ -128,7 +128,8 @@ class CoreMachine(RuleBasedStateMachine):
             return
         has_row = {row.request_id for row in plan.rows}
         assert scheduler.running.keys() <= has_row, "a running request has no row, and tokens are left"
-        preempted_now = any(self.requests[request_id].status is RequestStatus.PREEMPTED for request_id in plan.releases)
+        released = [self.requests[request_id] for request_id in plan.releases if request_id in self.requests]  # others pad
+        preempted_now = any(request.status is RequestStatus.PREEMPTED for request in released)
         if not self.engine.is_continuous:
             return  # who waits for a batch waits beside free memory
         if self.core.num_waiting == 0 or len(has_row) == min(capacity.max_rows, capacity.max_step_tokens) or preempted_now:

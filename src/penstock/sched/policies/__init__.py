@@ -1,3 +1,3 @@
-"""The five seams of the scheduler and what ships for them. A policy is a small value, chosen by name, never a subclass of the
+"""The six seams of the scheduler and what ships for them. A policy is a small value, chosen by name, never a subclass of the
 scheduler.
 """

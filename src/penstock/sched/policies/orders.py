@@ -1,7 +1,7 @@
 """Orders: who is next among the waiting? Each has a file in `ordering`, imported when chosen. Called by the waiting queue.
 
 Requests of equal keys are served as they came. Every order ages, so that nobody starves: each says by how much a request
-that came later may overtake. docs/scheduling.md explains them.
+that came later may overtake. docs/orders.md explains them.
 """
 
 ORDERS = {

@@ -1,0 +1,41 @@
+"""The comparison of orders, small and over made-up lengths: what docs/orders.md claims of the real ones holds here too."""
+
+import random
+
+import policies
+import pytest
+from policies import Lengths
+
+
+@pytest.fixture(autouse=True)
+def made_up(monkeypatch):
+    rng = random.Random(0)
+    lengths = [Lengths(rng.randint(20, 600), 1 + min(400, int(rng.expovariate(1 / 60)))) for _ in range(500)]
+    outputs = [(1 + min(900, int(rng.expovariate(1 / mean))), label) for label, mean in ((0, 60), (1, 260), (2, 500)) * 400]
+    rng.shuffle(outputs)
+    monkeypatch.setattr(policies, "read_azure", lambda traces: lengths)
+    monkeypatch.setattr(policies, "read_predictions", lambda traces, skip, count: outputs[skip : skip + count])
+    monkeypatch.setattr(policies, "NUM_JOBS", 400)
+    monkeypatch.setattr(policies, "FAIR_SPAN_S", 150.0)
+    monkeypatch.setattr(policies, "EDF_LOADS", (0.7, 1.3))
+    monkeypatch.setattr(policies, "SJF_LOADS", (1.3,))
+
+
+def test_under_fair_a_heavy_tenant_hardly_delays_the_light_ones():
+    report = policies.run_fair(None)
+    rows = report["decode-first"]
+    alone, fcfs, fair = (rows[name]["light_ttft_p99_s"] for name in ("alone", "fcfs", "fair"))
+    assert fair < 2.5 * alone < fcfs / 10
+    assert rows["fair"]["largest_gap"] < report["gap_bound"] < 10 * rows["fcfs"]["largest_gap"]
+
+
+def test_edf_meets_as_many_deadlines_at_any_load_and_more_under_load():
+    low, high = policies.run_edf(None)["attainment"]
+    assert low["edf"] >= low["fcfs"]
+    assert high["edf"] > high["fcfs"] + 0.05
+
+
+def test_imperfect_predictions_are_worth_half_of_perfect_ones():
+    (row,) = policies.run_sjf(None)["mean_latency_s"]
+    assert row["oracle"] < 0.9 * row["fcfs"]
+    assert row["file_share_of_gain"] >= 0.5
