@@ -191,7 +191,7 @@ def test_headers_that_make_no_sense_are_named(server: RealServer, good: Answer) 
         ("X-Deadline-Ms", "0"),
         ("X-Deadline-Ms", b"\xd9\xa1"),
         ("X-Deadline-Ms", "9" * 5_000),
-        ("X-SLO-TTFT-Ms", "100"),
+        ("X-SLO-TTFT-Ms", "fast"),
     ]
     with undisturbed(server, good), httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as client:
         for name, value in headers:
@@ -216,7 +216,7 @@ def test_a_missed_deadline_is_408(server: RealServer, good: Answer) -> None:
     assert response.status_code == 408
     error = response.json()["error"]
     assert error["code"] == "deadline_exceeded"
-    assert "30 ms" in error["message"]
+    assert "can't be met" in error["message"]  # the server has measured by now how long its steps take
     assert server.metric("requests_rejected_total", reason="deadline") >= 1
 
 

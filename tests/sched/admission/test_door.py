@@ -240,6 +240,13 @@ class TestKvHeadroom:
             end(door, 1, f"r{idx}", num_prompt_tokens=100)
         assert refusal(door, load) is None
 
+    def test_a_text_beyond_the_context_counts_as_one_that_fills_it(self):
+        """That it is too long is said once its tokens are counted, and is not the load's fault."""
+        capacity = Capacity(num_blocks=1001, block_size=16, max_rows=8, max_step_tokens=128, max_model_len=1024)
+        door = Admission(AdmissionLimits(kv_headroom=0.2), capacity)
+        load = Load(num_running=2, num_rows_free=6, num_blocks_total=1000, num_blocks_free=900)
+        assert refusal(door, load, num_token_ids=0, num_chars=10**6) is None
+
     def test_it_can_be_turned_off(self):
         assert refusal(make_door(kv_headroom=0), Load(num_running=2, num_rows_free=6, num_blocks_free=0)) is None
 

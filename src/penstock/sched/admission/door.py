@@ -108,6 +108,7 @@ class Admission:
         self.lengths = Lengths()
         self.margin = Margin()
         self._block_size = capacity.block_size
+        self._max_model_len = capacity.max_model_len
         self._backlog = Backlog()
         self._promises = Promises()
         self._tenants = Tenants(limits.tenant_max_concurrent, limits.tenant_tokens_per_minute)
@@ -218,7 +219,9 @@ class Admission:
     # What is expected.
 
     def _view(self, ask: Ask, load: Load, now_ns: int, *, is_expected: bool) -> DoorView:
-        num_prompt_tokens = ask.num_token_ids + self.lengths.prompt_tokens(ask.num_chars)
+        # What is longer is no matter of load: it is refused, or cut, once its tokens are counted.
+        most = ask.num_requests * self._max_model_len
+        num_prompt_tokens = min(ask.num_token_ids + self.lengths.prompt_tokens(ask.num_chars), most)
         num_new_tokens = self.lengths.new_tokens(ask.min_new_tokens, ask.max_new_tokens)
         num_ahead = load.num_waiting + self._num_entering
         num_kept = 0 if is_expected else self._promises.num_due(now_ns)
