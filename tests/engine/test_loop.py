@@ -15,6 +15,8 @@ from penstock.engine.core import EngineCore
 from penstock.engine.loop import ENGINE_FAILED, SHUTTING_DOWN, Engine, EngineState
 from penstock.engine.output import OutputStage
 from penstock.engine.ports import NullObserver, OutputChunk
+from penstock.sched.policies.gates import Static
+from penstock.sched.policies.presets import make_policies
 from penstock.testing import Driver, FailingExecutor, HashExecutor, expected_tokens, make_core, make_request
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.events import Add
@@ -320,6 +322,17 @@ def test_a_deadline_ends_a_request():
     rig.engine.turn()
     end = rig.sink.end_of("a")
     assert (end.finish_reason, end.reject_reason) == (FinishReason.ABORT, RejectReason.DEADLINE)
+
+
+def test_an_idle_engine_wakes_when_the_window_of_an_incomplete_batch_ends(started):
+    window_ns = 20_000_000
+    rig = started(core=make_core(TINY, make_policies(gate=Static(2, window_ns))))
+    request = make_request("a", max_tokens=3, arrival_ns=rig.clock.now_ns())
+    rig.engine.submit(request)
+    rig.sink.wait_for_ends("a")
+    rig.check_against_oracle(request)
+    assert request.first_scheduled_ns is not None
+    assert request.first_scheduled_ns >= request.arrival_ns + window_ns
 
 
 def test_an_id_in_flight_is_refused_and_the_first_goes_on():

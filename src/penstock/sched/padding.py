@@ -36,6 +36,7 @@ class PaddingRow:
     """One run of padding."""
 
     request_id: str
+    owner: str
     context_len: int
     num_tokens: int
     """That the executor gets with its admission."""
@@ -67,7 +68,7 @@ class Padding:
         for request_id, num_tokens in prompts.items():
             if num_tokens < longest:
                 # One token more than is computed, so that the row has not caught up and does not sample.
-                self._heads[request_id] = self._new_row(0, longest - num_tokens + 1)
+                self._heads[request_id] = self._new_row(request_id, 0, longest - num_tokens + 1)
         self.is_active = True
 
     def stop(self) -> None:
@@ -105,7 +106,7 @@ class Padding:
         if head is not None:
             self._forget(head)
         elif request.num_computed_tokens:
-            row = self._new_row(request.num_computed_tokens, request.num_computed_tokens + 1)
+            row = self._new_row(request.request_id, request.num_computed_tokens, request.num_computed_tokens + 1)
             self._tails[row.request_id] = row
 
     def add_tails(self, draft: StepDraft) -> None:
@@ -129,14 +130,15 @@ class Padding:
             "a batch and its padding are more than its rows"
         )
 
-    def _new_row(self, context_len: int, num_tokens: int) -> PaddingRow:
-        return PaddingRow(f"{PADDING_PREFIX}padding-{next(self._numbers)}", context_len, num_tokens)
+    def _new_row(self, owner: str, context_len: int, num_tokens: int) -> PaddingRow:
+        """`owner`: the request in whose row it lies; for whoever reads a plan. Requests may come again under their name."""
+        return PaddingRow(f"{PADDING_PREFIX}{next(self._numbers)} of {owner}", owner, context_len, num_tokens)
 
     def _shorten(self, row: PaddingRow) -> PaddingRow:
         """A tail at the longest length that the executor knows begins again at half of it."""
         self._forget(self._tails.pop(row.request_id))
         context_len = (self._capacity.max_model_len - 1) // 2
-        shorter = self._new_row(context_len, context_len + 1)
+        shorter = self._new_row(row.owner, context_len, context_len + 1)
         self._tails[shorter.request_id] = shorter
         return shorter
 
