@@ -1,6 +1,6 @@
 """What does one step of scheduling cost on the host? Plan and commit, with 256 running and 1,000 waiting requests.
 
-    python benchmarks/scheduler.py [--steps 400] [--running 256] [--waiting 1000]
+    python benchmarks/scheduler.py [--steps 400] [--running 256] [--waiting 1000] [--order fcfs]
 
 Three situations: `decode` (all rows full, nobody can join), `no_memory` (a row is free, but not the memory for the
 next request, which is therefore looked up in every step) and `churn` (replies of 32 tokens: eight requests end and
@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from penstock.sched.policies.base import AdmissionView
+from penstock.sched.policies.orders import ORDERS
 from penstock.sched.policies.presets import make_policies
 from penstock.testing import make_core, make_request
 from penstock.types.events import Add
@@ -30,6 +31,7 @@ MAX_TOKENS = 3000
 CHURN_TOKENS = 32
 BLOCK_SIZE = 16
 MAX_STEP_TOKENS = 8192
+NUM_TENANTS = 9
 
 
 def main() -> None:
@@ -38,6 +40,7 @@ def main() -> None:
         "benchmark": "scheduler",
         "running": arguments.running,
         "waiting": arguments.waiting,
+        "order": arguments.order,
         "steps": arguments.steps,
     }
     for name in ("decode", "no_memory", "churn"):
@@ -50,6 +53,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--running", type=int, default=256)
     parser.add_argument("--waiting", type=int, default=1000)
+    parser.add_argument("--order", choices=tuple(ORDERS), default="fcfs")
     return parser.parse_args()
 
 
@@ -59,12 +63,14 @@ def _measure(situation: str, arguments: argparse.Namespace) -> Iterator[tuple[fl
     num_warm_up = PROMPT_TOKENS * running // MAX_STEP_TOKENS + 2 * CHURN_TOKENS
     num_steps = num_warm_up + arguments.steps
     capacity = _capacity(running + (situation == "no_memory"), running)
-    core = make_core(capacity, make_policies(reserve=NotForMore(running)))
+    core = make_core(capacity, make_policies(order=arguments.order, reserve=NotForMore(running)))
     requests = [
         make_request(
             f"request-{idx}",
             [idx, *range(1, PROMPT_TOKENS)],
             arrival_ns=idx,
+            tenant=str(idx % NUM_TENANTS),
+            priority=idx % 3,
             # The first replies end one after another, so that later steps lose and gain equally many requests.
             max_tokens=min(CHURN_TOKENS, 1 + idx * CHURN_TOKENS // running) if is_churn else MAX_TOKENS,
         )

@@ -66,7 +66,7 @@ jobs = st.lists(st.tuples(st.integers(1, MAX_PROMPT), st.integers(1, 30)), min_s
 def test_two_tenants_who_wait_are_given_the_same_up_to_twice_the_bound(
     capacity: Capacity, a: list[tuple[int, int]], b: list[tuple[int, int]], c: list[tuple[int, int]], growth_tokens: int
 ) -> None:
-    """Theorem 4.4 of arXiv 2401.00588: |W_f - W_g| <= 2 max(w_p L_input, w_q M) over any time in which f and g both wait.
+    """arXiv 2401.00588, section 4: |W_f - W_g| <= 2 max(w_p L_input, w_q M) over any time in which f and g both wait.
 
     That is: the range of W_f - W_g over such a time is at most so large.
     """

@@ -45,7 +45,7 @@ class FairShares(Order):
     """While two tenants both wait, what they are given differs by at most 2 U, whatever they ask for.
 
     Given is counted in weighted tokens per share; U = max(input_weight * L, output_weight * M), with L the longest
-    prompt and M the tokens that the KV cache holds (the paper's theorem 4.4, for input_weight <= output_weight; no
+    prompt and M the tokens that the KV cache holds (the paper's section 4, for input_weight <= output_weight; no
     work-conserving order without preemption is better than half of it). So from one admission of a tenant that waits to
     its next, each other tenant is given at most U more than it. An endless stream of new tenants could still starve it;
     therefore those that come later than `max_wait_ns` after its last admission are lifted to it and go after it. Within a
