@@ -8,7 +8,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from crowd import Client, Crowd, arrivals, own_jobs
 from load import Job
-
 from overload import judge
 
 EVENT = b'data: {"choices":[{"text":"x"}]}\n\n'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -669,3 +670,27 @@ def test_a_sink_that_breaks_fails_the_engine(caplog):
     assert rig.engine.state is EngineState.FAILED
     assert "nobody listens" in caplog.text
     assert not rig.engine.close(TIMEOUT_S)
+
+
+def test_a_commit_that_breaks_halfway_tells_everybody_and_the_observer(started):
+    class Loses(HashExecutor):
+        def collect(self, ticket):
+            result = super().collect(ticket)
+            kept = {request_id: tokens for request_id, tokens in result.token_ids.items() if request_id != "b"}
+            return replace(result, token_ids=kept)
+
+    class Listener(NullObserver):
+        def __init__(self):
+            self.ended = []
+
+        def on_finish(self, stats):
+            self.ended.append(stats.request_id)
+
+    listener = Listener()
+    rig = Rig(core=make_core(TINY, observer=listener), executor=Loses(TINY), observer=listener)
+    for request_id in "abc":
+        rig.engine.submit(make_request(request_id, max_tokens=1 if request_id == "a" else 5))
+    rig.engine.start()
+    rig.sink.wait_for_ends(*"abc")
+    assert {rig.sink.end_of(request_id).finish_reason for request_id in "abc"} == {FinishReason.ERROR}
+    assert sorted(listener.ended) == ["a", "b", "c"]

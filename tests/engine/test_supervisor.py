@@ -110,12 +110,30 @@ def test_a_step_that_hangs_ends_its_requests_and_the_next_engine_serves(started)
 
 def test_slow_steps_within_the_limit_are_left_alone(started):
     slow = GatedExecutor(TINY)
-    rig = started(slow, step_timeout_s=60.0)
+    rig = started(slow, HashExecutor(TINY), step_timeout_s=4.0)
+    rig.supervisor._is_closing = True  # the watch ends; its question is asked here
+    rig.supervisor._news.set()
+    rig.supervisor._thread.join(TIMEOUT_S)
     rig.supervisor.submit(make_request("a", max_tokens=1))
     slow.wait_until_in_step()
+    assert rig.supervisor._engine.step_age_ns() > 0
+    assert not rig.supervisor._is_stuck()
     slow.open_for_good()
     rig.sink.wait_for_ends("a")
-    assert rig.num_restarts == 0
+    until(lambda: rig.supervisor._engine.step_age_ns() == 0)
+
+
+def test_an_executor_that_can_not_even_be_closed_is_replaced(started, caplog):
+    class Gone(FailingExecutor):
+        def close(self):
+            raise OSError("the device is gone")
+
+    rig = started(Gone(HashExecutor(TINY), fail_at_step=1), HashExecutor(TINY))
+    rig.run("a")
+    until(lambda: rig.supervisor.state is EngineState.READY)
+    assert rig.run("later").finish_reason is FinishReason.LENGTH
+    assert "could not be closed" in caplog.text
+    rig.used.clear()
 
 
 def test_while_it_restarts_requests_are_refused_and_the_process_is_called_alive(started):
@@ -154,7 +172,9 @@ def test_what_never_works_is_given_up_and_said(started, caplog):
         until(lambda: rig.supervisor.state is EngineState.READY)
         assert rig.run(f"r{attempt}").finish_reason is FinishReason.ERROR
     until(lambda: rig.supervisor.state is EngineState.FAILED)
-    assert "the server needs one itself" in caplog.text
+    rig.supervisor._thread.join(TIMEOUT_S)
+    assert not rig.supervisor._thread.is_alive()
+    assert caplog.text.count("the server needs one itself") == 1
     assert rig.num_restarts == MAX_RESTARTS
 
 

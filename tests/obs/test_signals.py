@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from penstock.obs.replicas import DOWN_S, UP_S, Replicas
 from penstock.obs.signals import WINDOW_S, Signals
-from penstock.types.stats import StepStats, WaitReason
+from penstock.types.request import FinishReason
+from penstock.types.stats import RequestStats, StepStats, WaitReason
 
 SECOND = 1_000_000_000
 ROWS = 10
@@ -76,6 +77,18 @@ def test_a_pause_without_steps_lasts_as_the_last_state():
     later = server.signals.read(Load(), int((server.now_s + 3600) * SECOND))
     assert (later.queue_depth, later.utilisation, later.kv_headroom) == (0, 0, 1)
     assert later.desired_replicas == 1
+
+
+def test_who_leaves_between_two_steps_is_gone():
+    signals = Signals(ROWS, lambda now_ns: 1.0)
+    signals.on_step(make_step(1.0, num_running=8, num_waiting=20, num_held=50))
+    for index in range(28):
+        scheduled_ns = None if index < 20 else 1
+        signals.on_finish(
+            RequestStats("r", "", 0, scheduled_ns, None, int(1.5 * SECOND), 1, 0, 0, 0, finish_reason=FinishReason.ABORT)
+        )
+    later = signals.read(Load(), 300 * SECOND)
+    assert (later.queue_depth, later.utilisation, later.kv_headroom) == (0.0, 0.0, 1.0)
 
 
 def test_twice_the_capacity_asks_for_three_servers_within_half_a_minute():

@@ -20,6 +20,7 @@ step id when commit k ends their request, in case the id comes again. Requests k
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 
 from penstock.engine.ports import NullObserver, Observer
 from penstock.sched.draft import StepCounts
@@ -122,8 +123,16 @@ class EngineCore:
         """End every request with ERROR and accept no more: the executor failed, and its KV can't be trusted."""
         self._counts.clear()
         self._close(RejectReason.UNAVAILABLE, "The engine has failed.")
-        ended = [self._end(request_id, FinishReason.ERROR, now_ns, detail=detail) for request_id in list(self._requests)]
-        return [event for events in ended for event in events]
+        events: list[TokenEvent] = []
+        for request in list(self._requests.values()):
+            with suppress(Exception):  # the books may be what broke, and everybody has to be told all the same
+                if request.status is not RequestStatus.FINISHED:  # in a commit that was not completed
+                    self.scheduler.end(request, FinishReason.ERROR)
+            request.status, request.finish_reason = RequestStatus.FINISHED, FinishReason.ERROR
+            self._forget(request, now_ns)
+            cached = request.num_cached_tokens
+            events.append(TokenEvent(request.request_id, (), now_ns, (), FinishReason.ERROR, None, cached, detail))
+        return events
 
     def check(self) -> None:
         """Verify every invariant. Raises AssertionError. O(blocks + requests)."""

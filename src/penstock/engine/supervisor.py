@@ -111,19 +111,28 @@ class Supervisor:
             self._news.wait(poll_s)
             self._news.clear()
             if self._engine.state is EngineState.FAILED:
-                self._engine.close(0.0)  # its memory is needed
-                self._restart("it failed")
+                self._free(self._engine)
+                if not self._restart("it failed"):
+                    return
             elif self._is_stuck():
                 self._is_restarting = True
-                if self._engine.abandon():
-                    self._restart("its step did not end in time")
-                else:
+                if not self._engine.abandon():
                     self._is_restarting = False
+                elif not self._restart("its step did not end in time"):
+                    return
 
     def _is_stuck(self) -> bool:
         return self._step_timeout_ns is not None and self._engine.step_age_ns() > self._step_timeout_ns
 
-    def _restart(self, reason: str) -> None:
+    def _free(self, engine: Engine) -> None:
+        """Its memory is needed. What broke a step may break this, too."""
+        try:
+            engine.close(0.0)
+        except Exception:
+            _logger.exception("the executor of the engine that failed could not be closed; its memory may be lost")
+
+    def _restart(self, reason: str) -> bool:
+        """False if there will be no other engine."""
         while not self._is_closing and self._may_restart():
             if self._news.wait(self._delay_s()):  # closing
                 self._news.clear()
@@ -131,13 +140,13 @@ class Supervisor:
             _logger.warning("the engine is made anew, since %s", reason)
             self._restarts_ns.append(self._clock.now_ns())
             try:
-                engine = self._make_engine(self._wake)
+                self._put_in_place(self._make_engine(self._wake))
             except Exception:
                 _logger.exception("the engine could not be made anew")
                 continue
-            self._put_in_place(engine)
-            return
+            return True
         self._is_restarting = False
+        return False
 
     def _may_restart(self) -> bool:
         oldest_ns = self._clock.now_ns() - int(WINDOW_S * 1e9)
@@ -155,10 +164,10 @@ class Supervisor:
     def _put_in_place(self, engine: Engine) -> None:
         with self._lock:
             if not self._is_closing:
-                self._is_restarting = False
-                self._engine = engine
                 engine.start()
+                self._engine = engine
+                self._is_restarting = engine.state is EngineState.FAILED  # already, again
                 self._on_restart()
                 _logger.warning("the engine is ready again")
                 return
-        engine.close(0.0)
+        self._free(engine)

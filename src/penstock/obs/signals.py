@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.obs.replicas import DOWN_S, Replicas
+from penstock.types.request import FinishReason
 from penstock.types.stats import RequestStats, StepStats, WaitReason
 
 WINDOW_S = 30
@@ -86,6 +87,8 @@ class Signals:
         self._seconds = [_Second() for _ in range(WINDOW_S + 1)]
         self._at_ns: int | None = None
         self._num_waiting = 0
+        self._num_there = 0
+        """Who waits or runs."""
         self._used = 0.0
         self._free = 1.0
 
@@ -98,7 +101,13 @@ class Signals:
                 self._used = 1.0
 
     def on_finish(self, stats: RequestStats) -> None:
-        del stats
+        """Only matters for the last to leave between two steps, cancelled perhaps: no step follows that would tell."""
+        with self._lock:
+            if stats.finish_reason is not FinishReason.REJECTED:
+                self._num_there = max(0, self._num_there - 1)
+            if not self._num_there:
+                self._advance(stats.ended_ns)
+                self._set(0, 0, 0, 1)
 
     def on_call(self, now_ns: int) -> None:
         """A call came to the door that was not told to come back now."""
@@ -126,6 +135,7 @@ class Signals:
     def _set(self, num_waiting: int, num_running: int, num_held: int, num_blocks: int) -> None:
         held = num_held / num_blocks if num_blocks else 0.0
         self._num_waiting = num_waiting
+        self._num_there = num_waiting + num_running
         self._used = max(held, num_running / self._num_rows)
         self._free = 1.0 - held
 
