@@ -7,6 +7,8 @@ from dataclasses import replace
 
 from contracts.factories import Factory
 from penstock.engine.ports import Executor
+from penstock.sched.policies.base import Policies
+from penstock.sched.policies.gates import Dynamic
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import Watermark
 from penstock.testing import Outcome, make_core, make_request, run_to_completion
@@ -19,6 +21,10 @@ from penstock.types.sampling import SamplingParams
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 EAGER = make_policies(reserve=Watermark(share=0.0, growth_tokens=0))
 """Keeps no memory back, so that small pools lead to preemptions."""
+PADDED = make_policies(
+    gate=Dynamic(3, max_queue_delay_ns=0, length_buckets=(9,)), reserve=Watermark(share=0.0, growth_tokens=0)
+)
+"""Batches of three, padded to nine tokens or the longest, whose rows run until the last has ended."""
 MAX_ROWS = 6
 MAX_BLOCKS_PER_ROW = 8
 
@@ -55,9 +61,16 @@ class Harness:
             10 + (seed * 7919 + idx * idx * 31 + idx * seed * 17) % (self.vocab_size - 10) for idx in range(num_tokens)
         )
 
-    def run(self, *requests: Request, executor: Executor | None = None, caching: bool = False, **limits: int) -> list[Outcome]:
+    def run(
+        self,
+        *requests: Request,
+        executor: Executor | None = None,
+        caching: bool = False,
+        policies: Policies = EAGER,
+        **limits: int,
+    ) -> list[Outcome]:
         """Run requests together; `limits` narrow the capacity that the scheduler sees. Outcomes as the requests came."""
-        core = make_core(replace(self.capacity, **limits), EAGER, enable_prefix_caching=caching)
+        core = make_core(replace(self.capacity, **limits), policies, enable_prefix_caching=caching)
         outcomes = run_to_completion(core, executor or self.make(), *map(Add, requests))
         return [outcomes[request.request_id] for request in requests]
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from contracts.harness import GREEDY, MAX_BLOCKS_PER_ROW, MAX_ROWS, Feed, Harness, admit, request
+from contracts.harness import GREEDY, MAX_BLOCKS_PER_ROW, MAX_ROWS, PADDED, Feed, Harness, admit, request
 from penstock.types.plan import RowPlan
 
 BROKEN = (ValueError, AssertionError)
@@ -57,6 +57,17 @@ class TestAnswers:
         outcomes = harness.run(*requests, caching=caching, num_blocks=1 + MAX_BLOCKS_PER_ROW)
         assert sum(r.num_preemptions for r in requests) > 0
         for prompt, outcome in zip(prompts, outcomes, strict=True):
+            assert outcome.token_ids == harness.answer(prompt, max_tokens=num_tokens)
+
+    def test_padded_is_not_padded(self, harness: Harness) -> None:
+        size = harness.block_size
+        lengths = [(3, 9), (2 * size + 1, 2), (size, 5), (5, 1), (7, 3 * size)]
+        prompts = [harness.prompt(num_tokens, seed=seed) for seed, (num_tokens, _) in enumerate(lengths)]
+        requests = [
+            request(f"r{idx}", prompt, max_tokens=num_tokens, arrival_ns=idx)
+            for idx, (prompt, (_, num_tokens)) in enumerate(zip(prompts, lengths, strict=True))
+        ]
+        for outcome, prompt, (_, num_tokens) in zip(harness.run(*requests, policies=PADDED), prompts, lengths, strict=True):
             assert outcome.token_ids == harness.answer(prompt, max_tokens=num_tokens)
 
     def test_stop_tokens_wait_for_min_tokens(self, harness: Harness) -> None:
