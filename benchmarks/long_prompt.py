@@ -7,6 +7,10 @@ collected before it arrives (`alone`) and from then to its first token (`beside`
 
     python benchmarks/long_prompt.py
     python benchmarks/long_prompt.py --rounds 1 --slo-itl 40
+    python benchmarks/long_prompt.py --rounds 1 --cpu-time
+
+With `--cpu-time` the scheduler drives the backend directly, on one thread, and all times are CPU times of the process: for
+machines on which others work, too.
 
 Needs the default model in the cache (`penstock pull`). `ratio` is the p99 beside the prompt over that alone; the last line
 printed is one JSON object, times in milliseconds.
@@ -21,19 +25,28 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
 
 from penstock import machine
-from penstock.build import build_runtime
+from penstock.backends.native.executor import NativeExecutor
+from penstock.build import build_policies, build_runtime
 from penstock.config import BackendConfig, Config, KvConfig, ModelConfig, SchedulerConfig
+from penstock.engine.core import EngineCore
+from penstock.models import registry
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
+from penstock.models.load import load_model
+from penstock.sched.scheduler import Scheduler
+from penstock.types.events import Abort, Add
+from penstock.types.kv_dtype import KvDtype
 from penstock.types.request import Request
 from penstock.types.sampling import SamplingParams
 
 if TYPE_CHECKING:
+    from penstock.models.weights import LoadedModel
     from penstock.serve.runtime import Runtime
 
 KV_BYTES = 1 << 30
@@ -72,6 +85,59 @@ class Client:
                     return
 
 
+class CpuTimed:
+    """The scheduler and the backend without engine, threads or clock: time is what the process has computed."""
+
+    def __init__(self, args: argparse.Namespace, model: LoadedModel, scheduler: SchedulerConfig) -> None:
+        self._args = args
+        self._executor = NativeExecutor(
+            model,
+            registry.describe(model.spec),
+            num_blocks=KV_BYTES // 16 // model.spec.kv_bytes_per_token(KvDtype.INT8),
+            block_size=16,
+            max_rows=64,
+            max_step_tokens=512,
+            max_model_len=8192,
+            kv_dtype=KvDtype.INT8,
+            num_threads=1,
+        )
+        policies = build_policies(Config(scheduler=scheduler))
+        self._core = EngineCore(Scheduler(self._executor.capacity, policies, enable_prefix_caching=False))
+        self._streams: dict[str, Stream] = {}
+
+    def measure(self, seed: int) -> dict[str, float]:
+        args, rng = self._args, random.Random(seed)
+        for idx in range(args.streams):
+            self._add(f"stream-{seed}-{idx}", rng, args.stream_prompt_tokens, args.max_tokens)
+        streams = list(self._streams.values())
+        self._run(lambda: min(len(stream.times_ns) for stream in streams) >= args.steps // 4)
+        start_ns = time.process_time_ns()
+        self._run(lambda: min(len(stream.times_ns) for stream in streams) >= args.steps + args.steps // 4)
+        arrival_ns = time.process_time_ns()
+        self._add(f"long-{seed}", rng, args.prompt_tokens, 1)
+        long = self._streams[f"long-{seed}"]
+        self._run(lambda: bool(long.times_ns))
+        self._core.apply([Abort(request_id) for request_id in self._streams], time.process_time_ns())
+        self._streams.clear()
+        return summary(streams, start_ns, arrival_ns, long.times_ns[0])
+
+    def _add(self, request_id: str, rng: random.Random, num_prompt_tokens: int, max_tokens: int) -> None:
+        prompt = tuple(rng.randrange(FIRST_TOKEN_ID, LAST_TOKEN_ID) for _ in range(num_prompt_tokens))
+        now_ns = time.process_time_ns()
+        request = Request(request_id, prompt, SamplingParams(temperature=0.0, max_tokens=max_tokens), now_ns)
+        self._streams[request_id] = Stream()
+        self._core.apply([Add(request)], now_ns)
+
+    def _run(self, is_done: Callable[[], bool]) -> None:
+        while not is_done():
+            plan = self._core.begin(time.process_time_ns())
+            assert plan is not None
+            result = self._executor.collect(self._executor.submit(plan))
+            now_ns = time.process_time_ns()
+            for event in self._core.finish(plan, result, now_ns):
+                self._streams[event.request_id].times_ns.append(now_ns)
+
+
 async def measure(runtime: Runtime, args: argparse.Namespace, seed: int) -> dict[str, float]:
     client = Client(runtime, seed)
     streams = [Stream() for _ in range(args.streams)]
@@ -89,6 +155,10 @@ async def measure(runtime: Runtime, args: argparse.Namespace, seed: int) -> dict
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     await _until(lambda: not runtime.engine.load().num_running)
+    return summary(streams, start_ns, arrival_ns, end_ns)
+
+
+def summary(streams: Sequence[Stream], start_ns: int, arrival_ns: int, end_ns: int) -> dict[str, float]:
     alone = [gap for stream in streams for gap in stream.gaps_ms(start_ns, arrival_ns)]
     beside = [gap for stream in streams for gap in stream.gaps_ms(arrival_ns, end_ns + 1)]
     p99_alone, p99_beside = _p99(alone), _p99(beside)
@@ -123,6 +193,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--slo-itl", type=float, help="milliseconds; otherwise twice the p99 without the prompt")
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--cpu-time", action="store_true", help="of one thread, without the engine")
     return parser.parse_args()
 
 
@@ -136,32 +207,52 @@ def make_runtime(args: argparse.Namespace, scheduler: SchedulerConfig) -> Runtim
     return build_runtime(config, resolve(args.model, default_cache_dir()))
 
 
+def rounds(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, float]]]:
+    """(budget, figures), each budget once per round; before that the latency to hold, as ("slo_itl", {"ms": ...})."""
+    with ExitStack() as stack:
+        measures = {name: _measure_with(args, budget, stack) for name, budget in BUDGETS.items()}
+        slo_ms = args.slo_itl or 2 * measures["decode-first"](-1)["p99_alone"]
+        yield "slo_itl", {"ms": slo_ms}
+        held = SchedulerConfig(budget="itl", slo_itl_s=slo_ms / 1e3)
+        measures["itl with slo_itl"] = _measure_with(args, held, stack)
+        gc.collect()
+        gc.freeze()  # as the server does
+        for turn in range(args.rounds):
+            for name, measure_once in measures.items():
+                yield name, measure_once(turn)
+
+
+BUDGETS = {"decode-first": SchedulerConfig(budget="decode-first"), "itl": SchedulerConfig(budget="itl")}
+
+
+def _measure_with(args: argparse.Namespace, scheduler: SchedulerConfig, stack: ExitStack) -> Callable[[int], dict[str, float]]:
+    """Measures once, with the prompts of a seed."""
+    if args.cpu_time:
+        model = load_model(resolve(args.model, default_cache_dir()))
+        return CpuTimed(args, model, scheduler).measure
+    runtime = make_runtime(args, scheduler)
+    stack.callback(runtime.close)
+    return lambda seed: asyncio.run(measure(runtime, args, seed))
+
+
 def main() -> None:
     args = read_arguments()
-    runtimes = {
-        "decode-first": make_runtime(args, SchedulerConfig(budget="decode-first")),
-        "itl": make_runtime(args, SchedulerConfig(budget="itl")),
-    }
-    slo_ms = args.slo_itl or 2 * asyncio.run(measure(runtimes["decode-first"], args, -1))["p99_alone"]
-    runtimes["itl with slo_itl"] = make_runtime(args, SchedulerConfig(budget="itl", slo_itl_s=slo_ms / 1e3))
-    gc.collect()
-    gc.freeze()  # as the server does
-    print(f"slo_itl {slo_ms:.1f} ms")
-    results: dict[str, list[dict[str, float]]] = {name: [] for name in runtimes}
-    try:
-        for turn in range(args.rounds):
-            for name, runtime in runtimes.items():
-                figures = asyncio.run(measure(runtime, args, turn))
-                results[name].append(figures)
-                print(f"{name:22}", ", ".join(f"{key} {value:.1f}" for key, value in figures.items()), flush=True)
-    finally:
-        for runtime in runtimes.values():
-            runtime.close()
+    results: dict[str, list[dict[str, float]]] = {}
+    for name, figures in rounds(args):
+        results.setdefault(name, []).append(figures)
+        print(f"{name:22}", ", ".join(f"{key} {value:.1f}" for key, value in figures.items()), flush=True)
+    slo_ms = results.pop("slo_itl")[0]["ms"]
     medians = {
         name: {key: round(statistics.median(run[key] for run in runs), 2) for key in runs[0]} for name, runs in results.items()
     }
     report = {"benchmark": "long_prompt", "date": time.strftime("%Y-%m-%d"), "cpu": machine.cpu_name(), "model": args.model}
-    report |= {"streams": args.streams, "prompt_tokens": args.prompt_tokens, "rounds": args.rounds, "slo_itl": round(slo_ms, 1)}
+    report |= {
+        "streams": args.streams,
+        "prompt_tokens": args.prompt_tokens,
+        "rounds": args.rounds,
+        "cpu_time": args.cpu_time,
+        "slo_itl": round(slo_ms, 1),
+    }
     print(json.dumps(report | {"median_by_budget": medians}))
 
 

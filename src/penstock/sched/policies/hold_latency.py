@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from penstock.sched.policies.base import UNLIMITED, BudgetView, StepLimits, StepRecord
-from penstock.sched.policies.step_cost import StepCost
+from penstock.sched.policies.step_cost import NOISE, StepCost
 
 DECODES_TO_LEARN = 8
-"""Of so many steps without prefills one is learnt from: they are alike, and learning costs more than it tells."""
+"""Of so many steps without prefills that took as long as expected one is learnt from: the others would tell nothing."""
 QUANTILE_STEP = 0.02
 """By which the excess is moved."""
 FIRST_EXCESS = 1.1
@@ -69,10 +69,11 @@ class HoldLatency:
     def _observe(self, step: StepRecord) -> None:
         self._seen = step
         self._num_seen += 1
-        if not step.num_prefill_tokens and self._num_seen % DECODES_TO_LEARN:
+        expected_ns = self.cost.estimate_ns(step.num_decodes, step.num_prefill_tokens, step.num_prefill_pairs)
+        is_as_expected = abs(step.duration_ns - expected_ns) < NOISE * step.duration_ns
+        if not step.num_prefill_tokens and is_as_expected and self._num_seen % DECODES_TO_LEARN:
             return
         if self.cost.is_known and step.num_decodes and step.num_prefill_tokens:
-            expected_ns = self.cost.estimate_ns(step.num_decodes, step.num_prefill_tokens, step.num_prefill_pairs)
             # Stochastic approximation of a quantile (Robbins and Monro, 1951): in balance, one in a hundred is above.
             change = QUANTILE_STEP * (0.99 if step.duration_ns > self.excess * expected_ns else -0.01)
             self.excess = min(max(self.excess + change, 1.0), MAX_EXCESS)
