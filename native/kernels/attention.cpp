@@ -1,8 +1,8 @@
 // Paged attention of one query tile over one KV head, in segments of 256 absolute positions.
 //
 // For every (query, head) pair the segments are computed alone and merged in ascending order:
-//   segment: scores -> maximum m, weights p = 2^(s - m), l = sum p, o = sum p v
-//   merge:   (m, l, o) of the segments so far with the next one, rescaled to the larger maximum
+//   segment: scores -> a bound m of them, weights p = 2^(s - m), l = sum p, o = sum p v
+//   merge:   (m, l, o) of the segments so far with the next one, rescaled to the larger bound
 // A query's own position is the only bound it sees, so chunked and whole prefill, decode and a
 // later split of segments over threads all give the same bits. Online softmax: arXiv 2112.05682.
 //
@@ -180,7 +180,8 @@ void quantize_queries(const KvLayer& kv, const AttentionTask& t, Pairs& pairs, i
         integer_scales(squares, largest, scales);
         for (int p = 0; p < count; ++p) {
             const float* x = t.q + pairs.offset[at + p];
-            pairs.factor[at + p] = scales[p].scale * t.scale * kLog2E;
+            // Integers of zero: any factor serves, but what is masked must stay so.
+            pairs.factor[at + p] = scales[p].scale < kSmallest ? 1.0f : scales[p].scale * t.scale * kLog2E;
             int16_t* out = q + (at + p) / kPairs * kPairs * kv.head_dim + (at + p) % kPairs * 2;
             for (int d = 0; d < kv.head_dim; d += kLanes) {
                 alignas(64) int16_t integers[kLanes];
@@ -344,7 +345,7 @@ PENSTOCK_INLINE bool sees(const Pairs& pairs, int p, int begin) {
 }
 
 // Weights of the pairs [at, at + count), all of one query and the first of them in row `row` of the scratch, from their scores;
-// and their largest scores and sums of weights. Weights are needed for the positions [from, end).
+// and the bounds of their scores and their sums of weights. Weights are needed for the positions [from, end).
 template <typename Kv>
 PENSTOCK_INLINE void weigh_query(const AttentionTask& t, const Pairs& pairs, int at, int count, int row, Seen seen, Units& units,
                                  int from, int end, const Scratch& scratch, const State& out) {
@@ -352,11 +353,18 @@ PENSTOCK_INLINE void weigh_query(const AttentionTask& t, const Pairs& pairs, int
     uint16_t* weights = scratch.weights + row * kSegment;
     const int first = step_below(seen.lo), stop = step_above(seen.hi);
     const bool is_capped = t.softcap > 0.0f;
+    float shift[kPairs];
     for (int p = 0; p < count; ++p) {
         float* own = scores + p * kSegment;
         if (is_capped) cap(own, seen.lo, seen.hi, pairs.factor[at + p], t.softcap);
         mask(own, seen.lo, seen.hi);
-        out.max[at + p] = bound_of(largest_of(own, first, stop), is_capped ? 1.0f : pairs.factor[at + p]);
+        const float top = largest_of(own, first, stop), factor = is_capped ? 1.0f : pairs.factor[at + p];
+        out.max[at + p] = shift[p] = bound_of(top, factor);
+        if (fabsf(top * factor) > 0x1p16f) {  // where the bound is too far from it
+            for (int i = first; i < stop; i += kLanes) store(own + i, sub(load(own + i), set1(top)));
+            out.max[at + p] = top * factor;
+            shift[p] = 0.0f;
+        }
     }
     if constexpr (kIsInt8<Kv>) scale_weights(scratch, seen, units);
     for (int p = 0; p < count; ++p) {
@@ -364,9 +372,9 @@ PENSTOCK_INLINE void weigh_query(const AttentionTask& t, const Pairs& pairs, int
         uint16_t* own_weights = weights + p * kSegment;
         if constexpr (kIsInt8<Kv>) {
             scratch.factor[row + p] = units.largest * (1.0f / kLargestInteger);
-            out.sum[at + p] = soften_scaled(own, scratch.units, own_weights, first, stop, factor, out.max[at + p]);
+            out.sum[at + p] = soften_scaled(own, scratch.units, own_weights, first, stop, factor, shift[p]);
         } else {
-            out.sum[at + p] = soften(own, own_weights, first, stop, factor, out.max[at + p]);
+            out.sum[at + p] = soften(own, own_weights, first, stop, factor, shift[p]);
         }
         for (int i = from; i < first; ++i) own_weights[i] = 0;
         for (int i = stop; i < end; ++i) own_weights[i] = 0;

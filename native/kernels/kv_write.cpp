@@ -74,9 +74,9 @@ struct Integers {
                 store_largest_of_four(largest[item] + h, sizes);
             }
         }
-        const vf broken = mul(float_of(load(largest[0])), set1(0.0f));
+        const vf broken = mul(min(float_of(load(largest[0])), set1(INFINITY)), set1(0.0f));
         for (int item = 0; item < items; ++item) {
-            const vf scales = int8_scale(float_of(load(largest[item])), broken);
+            const vf scales = int8_scale(min(float_of(load(largest[item])), set1(INFINITY)), broken);
             store_bf16(scale[item], scales);
             store(inverse[item], div(set1(1.0f), scales));
         }

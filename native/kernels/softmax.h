@@ -12,7 +12,7 @@ namespace penstock::PENSTOCK_ISA {
 constexpr int kSide = kSoftmaxVectors, kStep = kSide * kLanes;  // a step's vectors go side by side
 constexpr float kLog2E = 1.44269504088896341f;
 constexpr float kLowest = -3.0e38f;
-constexpr float kMasked = -1.0e30f;  // a score that weighs nothing; no factor of sound queries makes it infinite
+constexpr float kMasked = -1.0e30f;  // a score that weighs nothing, with any factor that a query may have
 
 PENSTOCK_INLINE int step_below(int i) { return i / kStep * kStep; }
 PENSTOCK_INLINE int step_above(int i) { return (i + kStep - 1) / kStep * kStep; }
@@ -50,7 +50,8 @@ PENSTOCK_INLINE float largest_of(const float* scores, int from, int end) {
 }
 
 // A number that no score times `factor` exceeds, if `top` is the largest score, however the product is rounded, so that a weight
-// is at most one. Weights relative to it, and not to the largest itself, are as good: their sum is relative to it, too.
+// is at most one. Weights relative to it, and not to the largest itself, are as good, unless scores are so large that it is far
+// from the largest: their sum is relative to it, too.
 PENSTOCK_INLINE float bound_of(float top, float factor) {
     const float product = top * factor;
     return product + fabsf(product) * 0x1p-22f;

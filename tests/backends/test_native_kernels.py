@@ -503,6 +503,67 @@ def test_scores_of_hundreds_and_thousands_keep_their_leaders(variant: str, kv_fo
     assert np.abs(found - expected).max() < 2**-8 + size * 2e-3
 
 
+@KV_FORMATS
+@pytest.mark.parametrize("size", [1e3, 1e4, 3e4, 1e6, 1e8])
+def test_absurd_but_finite_scores_give_the_leaders_value(variant: str, kv_format: KvFormat, size: float) -> None:
+    """The leader has the whole weight, however far it is ahead: never nothing, never NaN."""
+    length, head_dim = 20, 16
+    rng = np.random.default_rng(1)
+    q, k, v = (random_rows(rng, length, head_dim) for _ in range(3))
+    q, k = bf16(q * np.float32(size)), bf16(k * np.float32(size))
+    shape = {"heads": 1, "kv_heads": 1, "head_dim": head_dim}
+    probe = attention_probe(q, k, v, variant, kv_format=kv_format, **shape)
+    found = probe.run(range(length), query_lens=[length], block_tables=np.arange(1, 4, dtype=np.int32)[None])
+    expected = attention_of(q, *stored(k, v, kv_heads=1, head_dim=head_dim, kv_format=kv_format), **shape)
+    assert np.abs(found - expected).max() < 0.05
+
+
+@KV_FORMATS
+@pytest.mark.parametrize("size", [0.0, 1e-30, 1e-25])
+@pytest.mark.parametrize("window", [0, 7])
+def test_a_query_of_next_to_nothing_sees_no_future(variant: str, kv_format: KvFormat, size: float, window: int) -> None:
+    """All that it sees weighs the same; what it does not see weighs nothing, and chunks give the bits of the whole."""
+    length, head_dim, cut = 20, 16, 6
+    rng = np.random.default_rng(1)
+    q, k, v = (random_rows(rng, length, head_dim) for _ in range(3))
+    q[cut - 1] = bf16(q[cut - 1 : cut] * np.float32(size))[0]
+    shape = {"heads": 1, "kv_heads": 1, "head_dim": head_dim, "window": window}
+    table = np.arange(1, 4, dtype=np.int32)[None]
+    found = attention_probe(q, k, v, variant, kv_format=kv_format, **shape).run(
+        range(length), query_lens=[length], block_tables=table
+    )
+    probe = attention_probe(q, k, v, variant, kv_format=kv_format, **shape)
+    first = probe.run(range(cut), query_lens=[cut], block_tables=table)
+    rest = probe.run(range(cut, length), query_lens=[length - cut], context_lens=[cut], block_tables=table)
+    assert (np.concatenate([first, rest]) == found).all()
+    expected = attention_of(q, *stored(k, v, kv_heads=1, head_dim=head_dim, kv_format=kv_format), **shape)
+    assert np.abs(found - expected).max() < 0.02
+
+
+@KV_FORMATS
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFE000, 0xFFFFE000, 0xFFFFFFFF, 0x7FFF0001])
+@pytest.mark.parametrize("is_key", [True, False])
+def test_every_nan_breaks_its_position(variant: str, kv_format: KvFormat, bits: int, is_key: bool) -> None:
+    """Rounding to bf16 turns those with large payloads into zeros; no sum does it, but damaged weights may."""
+    length, head_dim, at = 20, 64, 5
+    rng = np.random.default_rng(1)
+    rows = [random_rows(rng, length, head_dim) for _ in range(3)]
+    rows[1 if is_key else 2].view(np.uint32)[at, 7] = bits
+    probe = Probe(length, head_dim, variant=variant, head_dim=head_dim, num_blocks=8, kv_format=kv_format)
+    buffers = [probe.engine.add_buffer(head_dim, per_sample=False) for _ in rows]
+    for buffer, values in zip(buffers, rows, strict=True):
+        table = probe.engine.add_table(SourceFormat.F32, length, head_dim, values.view(np.uint8))
+        probe.row(RowOpKind.LOOKUP, out=buffer, weight=table, value=1.0)
+    probe.row(RowOpKind.KV_WRITE, x=buffers[1], y=buffers[2], n=0)
+    probe.flush()
+    out = probe.buffer(head_dim)
+    probe.engine.add_attention(buffers[0], out, 0, 1, head_dim**-0.5, 0, 0.0)
+    probe.finish(out)
+    found = probe.run(range(length), query_lens=[length], block_tables=np.arange(1, 4, dtype=np.int32)[None])
+    assert np.isfinite(found[:at]).all()
+    assert np.isnan(found[at:]).any(axis=1).all()
+
+
 @pytest.mark.parametrize("outlier", [1, 30])
 def test_a_value_that_is_larger_than_the_others_costs_them_little(variant: str, outlier: float) -> None:
     """The weights of a segment share one scale, which the largest value's scale decides even where its own weight is small."""
