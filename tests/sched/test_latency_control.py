@@ -183,13 +183,13 @@ def linear(num_decodes: int, num_prefill_tokens: int, num_pairs: int) -> StepRec
 
 
 def test_a_first_step_that_took_too_long_is_soon_forgotten() -> None:
-    """As after a cold start: ten times as long as it should. Fifty steps of decodes later, the budget knows what they take."""
+    """As after a cold start: ten times as long as it should. Ten steps of decodes later, the budget knows what they take."""
     budget = HoldLatency()
-    shapes = [(0, 512, 130_000), (8, 60, 1800), (16, 60, 1800), (24, 60, 1800), *[(32, 0, 0)] * 50]
+    shapes = [(0, 512, 130_000), (8, 60, 1800), (16, 60, 1800), (24, 60, 1800), *[(32, 0, 0)] * 10]
     for number, shape in enumerate(shapes):
         step = linear(*shape)
         budget.limits(view(last_step=replace(step, duration_ns=step.duration_ns * 10) if number == 0 else step))
-    assert budget.cost.estimate_ns(32) == pytest.approx(linear(32, 0, 0).duration_ns, rel=0.15)
+    assert budget.cost.estimate_ns(32) == pytest.approx(linear(32, 0, 0).duration_ns, rel=0.1)
 
 
 class TestStepCost:
