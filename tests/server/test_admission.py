@@ -97,19 +97,13 @@ async def test_kv_headroom_is_named():
 
 
 async def test_a_deadline_that_cannot_be_met_is_refused_at_once():
-    runtime = make_runtime()
-    try:
-        async with make_client(runtime) as client:
-            for _ in range(3):
-                await client.post("/v1/completions", json=BODY | {"max_tokens": 200, "ignore_eos": True})
-            runtime.admission.pace._step_ns = 5e6  # as on a slower machine
-            body = BODY | {"max_tokens": 1000, "ignore_eos": True}
-            refused = await client.post("/v1/completions", json=body, headers={"X-Deadline-Ms": "400"})
-            check(refused, 408, "deadline_exceeded", "can't be met", "ms are left")
-            assert refused.headers["x-should-retry"] == "false"
-            assert await metric(client, 'requests_rejected_total{model="toy",reason="deadline"}') == 1
-    finally:
-        runtime.close()
+    async with Held() as held:
+        held.server.runtime.admission.pace._step_ns = 5e6  # as was measured on a slower machine
+        body = BODY | {"max_tokens": 1000, "ignore_eos": True}
+        refused = await held.client.post("/v1/completions", json=body, headers={"X-Deadline-Ms": "400"})
+        check(refused, 408, "deadline_exceeded", "can't be met", "ms are left")
+        assert refused.headers["x-should-retry"] == "false"
+        assert await metric(held.client, 'requests_rejected_total{model="toy",reason="deadline"}') == 1
 
 
 @pytest.mark.parametrize("source", ["header", "setting"])

@@ -94,6 +94,25 @@ def test_an_idle_server_takes_every_call():
     assert refusal(door, Load(), 10 * SECOND, **huge) is None
 
 
+@pytest.mark.parametrize("field", ["deadline_ns", "first_token_deadline_ns"])
+def test_one_slow_step_does_not_shut_an_idle_server_for_good(field):
+    """Only what runs is measured, and who is refused runs nothing."""
+    door = make_door()
+    door.on_step(StepStats(0, 0, 30 * SECOND, 1, 0, 1, 128, 1, 100, 50, 0, 0, 0, 0))
+    ask = {"num_token_ids": 1000, "min_new_tokens": 100, field: 3610 * SECOND}
+    assert refusal(door, Load(), 3600 * SECOND, **ask) is None
+    assert refusal(door, Load(1, 0, 7), 3600 * SECOND, **ask) is not None
+
+
+def test_an_idle_server_keeps_no_place_from_who_is_there():
+    door = make_door(max_queue=4)
+    now_ns = busy(door, rate=4.0)
+    told_s = [refusal(door, Load(8, 4, 0), now_ns, claim=b"%d" % idx).retry_after_s for idx in range(60)]
+    later_ns = now_ns + int(told_s[15] * SECOND)
+    assert refusal(door, Load(8, 0, 0), later_ns, claim=b"new") is not None
+    assert refusal(door, Load(num_rows_free=0), later_ns, claim=b"new") is None
+
+
 def test_nothing_is_refused_for_times_that_were_not_measured():
     door = make_door(slo_ttft_ns=1)
     assert refusal(door, Load(num_running=8, num_waiting=500, num_rows_free=0)) is None
@@ -143,6 +162,11 @@ class TestQueueDelay:
         now_ns = busy(door, rate=4.0)
         assert refusal(door, Load(8, 20, 0), now_ns) is None
         assert refusal(door, Load(8, 20, 0), now_ns, slo_ttft_ns=SECOND) is not None
+
+    def test_a_calls_own_target_does_not_undo_the_servers(self):
+        door = make_door(slo_ttft_ns=2 * SECOND)
+        now_ns = busy(door, rate=4.0)
+        assert refusal(door, Load(8, 20, 0), now_ns, slo_ttft_ns=86_400 * SECOND) is not None
 
     @pytest.mark.parametrize("reads_priority", [True, False])
     def test_who_is_served_before_others_does_not_wait_for_them(self, reads_priority):

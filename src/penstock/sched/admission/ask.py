@@ -26,7 +26,7 @@ class Ask:
     """When it must have begun to run."""
     first_token_deadline_ns: int | None = None
     slo_ttft_ns: int | None = None
-    """Its own target of the time to first token; None: the server's."""
+    """Its own target of the time to first token; None: the server's alone."""
     claim: bytes | None = None
     """Says that two calls are the same one, sent again; None if that is not known."""
     is_retry: bool = False

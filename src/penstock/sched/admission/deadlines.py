@@ -1,7 +1,8 @@
 """The check that refuses what would come too late: work on it would be lost, for its client and for all others.
 
 Called by `door`. The expected times are means, and an answer may be shorter than predicted, so only what has no chance is
-refused: three quarters of the expected time to first token, and the tokens that the answer has at least.
+refused: three quarters of the expected time to first token, and the tokens that the answer has at least. On an idle server
+nothing is, before its deadline: the times are those of steps that ran, and would stay what they are if nobody came in any more.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ class Deadlines:
             (RejectReason.FIRST_TOKEN_TIMEOUT, "its first token would take", ask.first_token_deadline_ns, ttft_ns),
             (RejectReason.DEADLINE, "its answer would take", ask.deadline_ns, total_ns),
         ):
-            if deadline_ns is not None and (view.now_ns >= deadline_ns or view.now_ns + least_ns > deadline_ns):
+            if deadline_ns is None:
+                continue
+            if view.now_ns >= deadline_ns or (not view.is_idle and view.now_ns + least_ns > deadline_ns):
                 left_ms = max(0.0, (deadline_ns - view.now_ns) / 1e6)
                 detail = f"The deadline can't be met: {what} {least_ns / 1e6:.0f} ms at least, and {left_ms:.0f} ms are left."
                 return Refusal(reason, detail)

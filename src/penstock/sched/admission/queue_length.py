@@ -15,7 +15,7 @@ class QueueLength:
 
     def refusal(self, view: DoorView) -> Refusal | None:
         num_excess = view.num_waiting + 1 - self.max_queue
-        if num_excess <= 0:
+        if num_excess <= 0 or view.is_idle:  # places may be kept, but nobody is there
             return None
         wait_ns = None if view.ns_per_request is None else num_excess * view.ns_per_request
         detail = f"the queue is full: {view.num_waiting} requests are waiting or expected back, at most {self.max_queue} may"
