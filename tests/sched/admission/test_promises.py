@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.sched.admission.promises import GRACE_NS, MIN_SHARE, SPREAD, Promises
+from penstock.sched.admission.promises import GRACE_NS, MAX_PER_CLAIM, MIN_SHARE, SPREAD, Promises
 
 SECOND = 1_000_000_000
 LONGEST_NS = 600 * SECOND
@@ -81,6 +81,23 @@ def test_beyond_the_longest_time_no_place_is_kept():
     promises = Promises()
     assert make(promises, b"a", wait_s=10_000) == 600
     assert find(promises, b"a", 600, is_retry=True) is None
+
+
+def test_a_place_kept_for_long_does_not_hold_up_the_end_of_others():
+    """Who was told a long time has a longer grace than who was told a short one and is due after it."""
+    promises = Promises()
+    make(promises, b"long", wait_s=500, places_per_s=1000.0)
+    for idx in range(9):
+        make(promises, bytes([idx]), now_s=499, wait_s=1.1, places_per_s=1000.0)
+    assert promises.num_due(501 * SECOND) == 10
+    assert promises.num_due(505 * SECOND) == 1
+
+
+def test_who_asks_again_and_again_does_not_push_everyone_elses_time_out():
+    promises = Promises()
+    waits = [make(promises, b"impatient") for _ in range(500)]
+    assert waits[-1] == waits[0] == 2.0
+    assert make(promises, b"other") <= 2.0 + MAX_PER_CLAIM * SPREAD / 4
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.floats(0, 5), st.floats(0, 3), st.booleans()), max_size=60))

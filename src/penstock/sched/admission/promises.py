@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 GRACE_NS = 2_500_000_000
 """`Retry-After` is in whole seconds, rounded up, and the way takes time, too."""
@@ -24,6 +25,8 @@ MAX_PROMISES = 8192
 """Beyond it, and beyond the longest time that is announced, times are told and no places kept."""
 UNKNOWN_SPACING_NS = 250_000_000
 """Between two times while it is not known how fast places become free."""
+MAX_PER_CLAIM = 8
+"""Places ahead for calls that look the same: one impatient client must not put off everyone else."""
 SHARE_WEIGHT = 0.05
 MIN_SHARE = 0.1
 """At least so many are counted on to come back."""
@@ -37,18 +40,26 @@ class Promise:
     is_over: bool = False
     """Kept or given up."""
 
+    def __lt__(self, other: Promise) -> bool:
+        """Expires first. Who was told a longer time has a longer grace, so this is not the order of the times."""
+        return self.expires_ns < other.expires_ns
+
 
 class Promises:
     def __init__(self) -> None:
         self._later: deque[Promise] = deque()
         """Not due yet, in the order of their times."""
-        self._due: deque[Promise] = deque()
+        self._due: list[Promise] = []
+        """A heap: who expires first."""
         self._by_claim: dict[bytes, deque[Promise]] = {}
         self._last_due_ns = 0
         self._return_share = 1.0
 
     def make(self, claim: bytes | None, now_ns: int, wait_ns: int, ns_per_request: int | None, max_wait_ns: int) -> int:
         """Nanoseconds from now after which to come back; a place is kept for then."""
+        ahead = [promise for promise in self._by_claim.get(claim, ()) if promise.due_ns > now_ns] if claim is not None else []
+        if len(ahead) >= MAX_PER_CLAIM:
+            return ahead[0].due_ns - now_ns
         spacing_ns = UNKNOWN_SPACING_NS if ns_per_request is None else SPREAD * self._return_share * ns_per_request
         due_ns = max(now_ns + wait_ns, self._last_due_ns + int(spacing_ns))
         if due_ns - now_ns > max_wait_ns or len(self._later) >= MAX_PROMISES:
@@ -85,9 +96,9 @@ class Promises:
         while self._later and self._later[0].due_ns <= now_ns:
             promise = self._later.popleft()
             if not promise.is_over:
-                self._due.append(promise)
+                heappush(self._due, promise)
         while self._due and (self._due[0].is_over or self._due[0].expires_ns <= now_ns):
-            promise = self._due.popleft()
+            promise = heappop(self._due)
             if not promise.is_over:
                 self._end(promise, came_back=False)
 
