@@ -68,11 +68,21 @@ def test_a_bucket_holds_a_minute_and_refills_steadily():
     assert tenants.refusal(view(now_s=5.1, num_prompt=60, num_new=90)) is None
 
 
-def test_who_is_refused_later_is_told_to_come_later():
+def test_asking_again_does_not_put_the_tokens_off():
     tenants = Tenants(None, 600)
     tenants.enter("a", "r0", 600, 0)
-    waits = [tenants.refusal(view(num_prompt=100)).wait_ns / SECOND for _ in range(3)]
-    assert waits == pytest.approx([10, 20, 30])
+    waits = [tenants.refusal(view(num_prompt=100)).wait_ns / SECOND for _ in range(30)]
+    assert waits == pytest.approx([10] * 30)
+
+
+def test_who_is_refused_for_those_that_run_is_told_at_most_how_long_one_takes():
+    tenants = Tenants(2, None)
+    tenants.enter("a", "before", 10, 0)
+    tenants.on_finish("before", 10, 4 * SECOND)
+    for name in ("r0", "r1"):
+        tenants.enter("a", name, 10, 0)
+    waits = [tenants.refusal(view()).wait_ns / SECOND for _ in range(30)]
+    assert waits == pytest.approx([2] + [4] * 29)  # an end each two seconds
 
 
 def test_what_was_really_used_is_settled_at_the_end():

@@ -41,7 +41,7 @@ class Account:
     num_settled_tokens: int = 0
     """What of the correction `level_tokens` contains."""
     announced_ns: int = 0
-    """The last time that was told to a refused call of this tenant."""
+    """The last time that was told to a call that found too many running."""
 
     @property
     def num_running(self) -> int:
@@ -104,8 +104,10 @@ class Tenants:
         num_after = num_running + view.ask.num_requests
         if self._max_concurrent is None or num_after <= self._max_concurrent or num_running == 0:
             return None  # a call of more choices than the limit comes in alone
-        account.announced_ns = max(view.now_ns, account.announced_ns) + int(self._duration_ns / self._max_concurrent)
-        wait_ns = account.announced_ns - view.now_ns
+        # One end apart. By the longest of these times all that run now have ended, however many ask.
+        next_ns = max(view.now_ns, account.announced_ns) + int(self._duration_ns / self._max_concurrent)
+        wait_ns = min(next_ns - view.now_ns, int(self._duration_ns))
+        account.announced_ns = view.now_ns + wait_ns
         detail = f"the tenant has {num_running} requests already, at most {self._max_concurrent} may run or wait"
         return Refusal(RejectReason.TENANT_CONCURRENCY, detail, wait_ns)
 
@@ -116,11 +118,7 @@ class Tenants:
         num_left = account.level_tokens - account.num_entering_tokens
         if num_left >= num_needed:
             return None
-        refill_ns = _MINUTE_NS / self._tokens_per_minute
-        wait_ns = int((num_needed - num_left) * refill_ns)
-        if account.announced_ns > view.now_ns:  # others were told to come before
-            wait_ns = max(wait_ns, account.announced_ns - view.now_ns + int(num_needed * refill_ns))
-        account.announced_ns = view.now_ns + wait_ns
+        wait_ns = int((num_needed - num_left) * _MINUTE_NS / self._tokens_per_minute)
         detail = (
             f"the tenant's {self._tokens_per_minute} tokens per minute are used: the request needs about {num_needed}, "
             f"{max(0, int(num_left))} are left"
