@@ -77,8 +77,12 @@ def test_every_setting_has_a_flag_and_an_environment_variable() -> None:
         if item.key == "model":
             continue
         value = item.choices[-1] if item.choices else samples.get(item.kind, "x")
-        by_flag = _config(f"--no-{item.flag[2:]}") if item.kind == "flag" else _config(item.flag, value)
-        by_env = _config(env={item.env: "false" if item.kind == "flag" else value})
+        if item.kind == "flag":  # what the default is not
+            value = "false" if item.default else "true"
+            by_flag = _config(f"--no-{item.flag[2:]}" if item.default else item.flag)
+        else:
+            by_flag = _config(item.flag, value)
+        by_env = _config(env={item.env: value})
         assert by_flag == by_env, item.key
         assert by_flag != Config() or item.default == value, item.key
 

@@ -66,7 +66,7 @@ async def test_a_tenant_may_run_so_many_and_others_go_on():
         assert await metric(held.client, 'requests_rejected_total{model="toy",reason="tenant_concurrency"}') == 1
 
 
-async def test_the_key_names_the_tenant_where_no_header_does():
+async def test_the_key_names_the_tenant():
     runtime = make_runtime(limits=AdmissionLimits(tenant_tokens_per_minute=40))
     try:
         async with make_client(runtime, api_keys=("one", "two")) as client:
@@ -81,6 +81,21 @@ async def test_the_key_names_the_tenant_where_no_header_does():
             assert 20 <= int(refused.headers["retry-after"]) <= 60
             assert "one" not in refused.json()["error"]["message"].split()
             assert (await ask("two")).status_code == 200
+    finally:
+        runtime.close()
+
+
+@pytest.mark.parametrize("trusts", [False, True])
+async def test_with_keys_the_tenant_header_counts_only_if_it_is_trusted(trusts):
+    runtime = make_runtime(limits=AdmissionLimits(tenant_tokens_per_minute=40))
+    try:
+        async with make_client(runtime, api_keys=("one",), trust_tenant_header=trusts) as client:
+            statuses = []
+            for idx in range(3):
+                headers = {"Authorization": "Bearer one", "X-Tenant": f"t{idx}"}
+                body = {"prompt": "a" * 20, "max_tokens": 16, "ignore_eos": True}
+                statuses.append((await client.post("/v1/completions", json=body, headers=headers)).status_code)
+        assert statuses == ([200, 200, 200] if trusts else [200, 429, 429])
     finally:
         runtime.close()
 

@@ -302,6 +302,11 @@ class ServerConfig(Component):
     api_key_file: str | None = setting(
         None, "File with one key per line; # begins a comment.", kind=Kind.PATH, default_doc="none"
     )
+    trust_tenant_header: bool = setting(
+        False,
+        "With API keys, a call's tenant is what X-Tenant says; else it is the key. For a gateway that sets the header.",
+        kind=Kind.FLAG,
+    )
     ssl_certfile: str | None = setting(None, "TLS certificate (PEM).", kind=Kind.PATH, default_doc="none: plain HTTP")
     ssl_keyfile: str | None = setting(None, "TLS private key (PEM).", kind=Kind.PATH, default_doc="none")
     max_body_bytes: int = setting(

@@ -91,7 +91,7 @@ def read_terms(scope: Scope, body: GenerationBody, runtime: Runtime, config: Ser
         identity.adopt(body.request_id)
     return CallTerms(
         request_id=identity.request_id,
-        owner=read_owner(scope),
+        owner=read_owner(scope, config),
         arrival_ns=arrival_ns,
         deadline_ns=_limit_ns(headers, "X-Deadline-Ms", arrival_ns, config.request_timeout_s),
         queue_deadline_ns=_limit_ns(headers, "X-Queue-Timeout-Ms", arrival_ns, config.queue_timeout_s),
@@ -104,13 +104,15 @@ def read_terms(scope: Scope, body: GenerationBody, runtime: Runtime, config: Ser
     )
 
 
-def read_owner(scope: Scope) -> Owner:
-    """The key names the tenant, unless the header does."""
+def read_owner(scope: Scope, config: ServerConfig) -> Owner:
+    """The header names the tenant if there are no keys or it is trusted, else the key does. Raises 400 if it is malformed."""
     tenant = Headers(scope=scope).get("X-Tenant")
     if tenant is not None and not _TENANT.fullmatch(tenant):
         raise _bad_header("X-Tenant", "must be 1 to 64 letters, digits or any of . _ : @ / -")
     key = key_name(scope)
-    return Owner(key=key, tenant=key if tenant is None else tenant)
+    if tenant is None or (key and not config.trust_tenant_header):
+        tenant = key  # else a client would escape its key's limits by naming a new tenant with each call
+    return Owner(key=key, tenant=tenant)
 
 
 def _priority(headers: Headers, from_body: int | None, *, can_prioritise: bool) -> int:

@@ -19,7 +19,7 @@ class RequestsEndpoint:
 
     async def cancel(self, request_id: str, http: HttpRequest) -> dict[str, Any]:
         """Cancel a running request, by its `X-Request-Id` or by the `id` of its answer."""
-        owner = read_owner(http.scope)
+        owner = read_owner(http.scope, self._service.config)
         # In this order, and only one of them: what a client named cmpl-x must not take another call's x with it.
         if not any(self._service.cancel(candidate, owner) for candidate in _candidates(request_id)):
             raise request_not_found(request_id)
