@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from penstock.sched.policies.hold_latency import HoldLatency
 from penstock.sched.policies.ordering.priority import PriorityClasses
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import WholePrompt
@@ -24,8 +25,10 @@ def classed(name: str, priority: int, prompt: int = 8, arrival_ns: int = 0, max_
     return request
 
 
-def make_driver(*requests: Request, order: PriorityClasses | None = None, **capacity: int) -> Driver:
-    policies = make_policies(order=order or PriorityClasses(), victim="lowest-priority", reserve=WholePrompt())
+def make_driver(*requests: Request, order: PriorityClasses | None = None, num_long: int = 0, **capacity: int) -> Driver:
+    """`num_long`: prompts of more than 16 tokens that are computed at the same time; 0: none is taken for long."""
+    budget = HoldLatency(long_prefill_token_threshold=16 if num_long else 0, max_long_partial_prefills=num_long)
+    policies = make_policies(order=order or PriorityClasses(), budget=budget, victim="lowest-priority", reserve=WholePrompt())
     shape = replace(DEFAULT_CAPACITY, **({"block_size": 4, "num_blocks": 101, "max_model_len": 200} | capacity))
     core = make_core(shape, policies, enable_prefix_caching=False)
     driver = Driver(core, HashExecutor(shape))
@@ -128,3 +131,17 @@ def test_the_highest_class_is_not_preempted_for_a_lower_one_that_grows() -> None
     driver = make_driver(low, high, num_blocks=26)
     finish(driver, low, high)
     assert (low.num_preemptions > 0, high.num_preemptions) == (True, 0)
+
+
+def test_who_was_held_back_goes_before_whom_it_paused() -> None:
+    """Else the victim, which had run, would be resumed in the same step, be paused in the next, and so on."""
+    lows = [classed("low", LOW), classed("low-long", LOW, prompt=60, arrival_ns=1)]
+    high = classed("high", HIGH, prompt=40)
+    driver = make_driver(*lows, num_long=1, max_rows=2, max_step_tokens=24)
+    driver.turn()
+    driver.turn(Add(high))
+    assert driver.core.scheduler._waiting.num_held_back == 1
+    while high.status is not RequestStatus.RUNNING:
+        driver.turn()
+    assert sum(low.num_preemptions for low in lows) == 1
+    finish(driver, *lows, high)

@@ -294,13 +294,13 @@ class Scheduler:
 
     def _admit_waiting(self, draft: StepDraft, decision: GateDecision, now_ns: int) -> None:
         """Those who join anyway, then as many as the gate lets in; these first if the order says so."""
-        max_admissions, order = decision.max_admissions, self._policies.order
-        may_pause = order.is_preemptive and not self._padding.is_active
+        max_admissions = decision.max_admissions
+        may_pause = self._policies.order.is_preemptive and not self._padding.is_active
+        pauser: Request | None = None
         while draft.tokens_left > 0 and (may_pause or len(self._running) < self._max_rows):
-            request = self._waiting.peek_joining(now_ns, with_held=draft.takes_long)
             fresh = self._waiting.peek(now_ns, decision.bucket) if max_admissions > 0 else None
-            if fresh is not None and (request is None or order.outranks(fresh, request, now_ns)):
-                request = fresh
+            request = self._next_waiting(fresh, draft, now_ns) if pauser is None else pauser
+            pauser = None
             if request is None:
                 return
             hit = self.kv.lookup_prefix(request)
@@ -318,11 +318,19 @@ class Scheduler:
                 return
             if not self._has_room_for(request, hit, query_len, draft):
                 if may_pause and self._pause_for(request, hit, query_len, draft, now_ns):
-                    continue  # what it finds in the prefix cache may have changed
+                    pauser = request  # goes on before its victim; what it finds in the prefix cache may have changed
+                    continue
                 return  # whoever comes next must not overtake
             self._admit(draft, request, hit, query_len, now_ns)
             draft.num_long_prefills += draft.is_long(num_behind)
             max_admissions -= request is fresh
+
+    def _next_waiting(self, fresh: Request | None, draft: StepDraft, now_ns: int) -> Request | None:
+        """Who is next: of those who join anyway, or `fresh`, whom the gate lets in."""
+        joining = self._waiting.peek_joining(now_ns, with_held=draft.takes_long)
+        if joining is None or (fresh is not None and self._policies.order.outranks(fresh, joining, now_ns)):
+            return fresh
+        return joining
 
     def _has_room_for(self, request: Request, hit: PrefixHit, query_len: int, draft: StepDraft) -> bool:
         if len(self._running) >= self._max_rows:
