@@ -145,3 +145,21 @@ def test_who_was_held_back_goes_before_whom_it_paused() -> None:
         driver.turn()
     assert sum(low.num_preemptions for low in lows) == 1
     finish(driver, *lows, high)
+
+
+def test_a_long_prefill_that_is_paused_and_resumed_in_one_step_has_one_row() -> None:
+    """All of whom there is memory for: the long one and either of the others. It is paused first, which is not enough."""
+    low = classed("low", LOW, max_tokens=120)
+    long = classed("long", MIDDLE, prompt=80, arrival_ns=1, max_tokens=4)
+    high = classed("high", HIGH, arrival_ns=2, max_tokens=120)
+    budget = HoldLatency(long_prefill_token_threshold=16)
+    policies = make_policies(order="priority", budget=budget, victim="latest", reserve="no-evict")
+    shape = replace(DEFAULT_CAPACITY, block_size=4, num_blocks=61, max_model_len=200, max_step_tokens=24)
+    driver = Driver(make_core(shape, policies, enable_prefix_caching=False), HashExecutor(shape))
+    driver.turn(Add(low))
+    driver.turn(Add(long))
+    plan = driver.turn(Add(high))
+    assert plan is not None
+    assert [request.num_preemptions for request in (low, long, high)] == [1, 1, 0]
+    assert sorted(row.request_id for row in plan.rows) == ["high", "long"]
+    finish(driver, low, long, high)

@@ -222,10 +222,15 @@ class Scheduler:
         return late
 
     def _extend_late(self, draft: StepDraft, late: Sequence[Request]) -> None:
-        """Those that were put off take what is left. What was admitted before has left them their blocks."""
+        """Those that were put off take what is left. What was admitted before has left them their blocks.
+
+        Whoever was paused meanwhile, and had room to come back, has its row.
+        """
         draft.num_kept_tokens = 0
         for request in late:
-            if request.status is RequestStatus.RUNNING and (query_len := draft.chunk(request.num_behind)):
+            if request.status is not RequestStatus.RUNNING or request.request_id in draft.admits:
+                continue
+            if query_len := draft.chunk(request.num_behind):
                 self._extend(draft, request, query_len)
 
     def _extend_prefill(self, draft: StepDraft, request: Request) -> None:
