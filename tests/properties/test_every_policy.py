@@ -7,6 +7,7 @@ cancelled and others that come late. Which policies there are is read from the t
 
 from __future__ import annotations
 
+import random
 from itertools import product
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from penstock.sched.policies.presets import TABLES, make_policies
 from penstock.sched.policies.reserves import Watermark
 from penstock.testing import Driver, HashExecutor, expected_tokens, make_core, make_request, run_to_completion
+from penstock.testing.driver import STEP_NS
 from penstock.testing.strategies import EOS_TOKEN_ID, MODEL
 from penstock.types.events import Abort, Add, Command
 from penstock.types.plan import Capacity
@@ -23,6 +25,8 @@ from penstock.types.stats import RequestStats, StepStats
 CAPACITY = Capacity(num_blocks=27, block_size=4, max_rows=12, max_step_tokens=24, max_model_len=100)
 EAGER = Watermark(share=0.0, growth_tokens=0)
 """Keeps no memory back, so that requests are preempted."""
+LONG = {"long_prefill_token_threshold": 8, "max_long_partial_prefills": 1}
+"""Settings with which most prompts are long, and wait for each other."""
 CANCELLED = {7: 3, 9: 20}
 """Index of the request -> turn."""
 
@@ -80,14 +84,17 @@ def check(driver: Driver) -> None:
 @pytest.mark.parametrize("order", TABLES["order"])
 @pytest.mark.parametrize("gate", TABLES["gate"])
 def test_the_answers_are_the_same_under_every_policy(gate: str, order: str) -> None:
-    for budget, reserve, victim in product(TABLES["budget"], [*TABLES["reserve"], EAGER], TABLES["victim"]):
+    budgets: list[tuple[str, dict[str, int]]] = [*((name, {}) for name in TABLES["budget"]), ("itl", LONG)]
+    for (budget, settings), reserve, victim in product(budgets, [*TABLES["reserve"], EAGER], TABLES["victim"]):
         account = Account()
-        policies = make_policies(gate=gate, order=order, budget=budget, reserve=reserve, victim=victim)
+        policies = make_policies(
+            gate=gate, order=order, budget=budget, reserve=reserve, victim=victim, settings={"budget": settings}
+        )
         core = make_core(CAPACITY, policies, observer=account)
         executor = HashExecutor(CAPACITY, model=MODEL)
         requests = make_requests()
         outcomes = run_to_completion(core, executor, later=script(requests), after_turn=check)
-        names = f"{gate}, {order}, {budget}, {reserve}, {victim}"
+        names = f"{gate}, {order}, {budget} {settings}, {reserve}, {victim}"
         for idx, request in enumerate(requests):
             outcome = outcomes[request.request_id]
             expected = expected_tokens(request.prompt_token_ids, request.sampling, model=MODEL, max_model_len=100)
@@ -113,3 +120,33 @@ def test_the_workload_runs_out_of_memory(gate: str) -> None:
     core = make_core(CAPACITY, make_policies(gate=gate, reserve=EAGER), observer=account)
     run_to_completion(core, HashExecutor(CAPACITY, model=MODEL), later=script(make_requests()))
     assert account.num_preemptions > 0
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_classes_and_long_prompts_go_on_with_little_memory(seed: int) -> None:
+    """Requests pause each other in every way that there is: nobody is paused for nothing, and no row is planned twice."""
+    draw = random.Random(seed)
+    capacity = Capacity(draw.randint(17, 40), 4, draw.randint(2, 6), draw.choice([8, 20, 60]), 60)
+    policies = make_policies(
+        order="priority",
+        budget=draw.choice(["decode-first", "itl"]),
+        reserve=draw.choice(list(TABLES["reserve"])),
+        victim=draw.choice(list(TABLES["victim"])),
+        settings={"budget": {"long_prefill_token_threshold": 8, "max_long_partial_prefills": draw.choice([1, 2])}},
+    )
+    later: dict[int, list[Command]] = {}
+    for idx in range(25):
+        turn, prompt = draw.randrange(60), [draw.randint(1, 30) for _ in range(draw.randint(1, 40))]
+        request = make_request(f"r{idx}", prompt, arrival_ns=turn * STEP_NS, max_tokens=draw.randint(1, 40))
+        request.priority = draw.randint(-2, 2)
+        later.setdefault(turn, []).append(Add(request))
+
+    def check_pauses(driver: Driver) -> None:
+        check(driver)
+        if driver.plans:
+            admitted = {admit.request_id for admit in driver.plans[-1].admits}
+            assert not admitted or not admitted <= set(driver.plans[-1].releases), "paused, and resumed by itself"
+
+    core = make_core(capacity, policies, enable_prefix_caching=False)
+    outcomes = run_to_completion(core, HashExecutor(capacity), later=later, after_turn=check_pauses, max_turns=3000)
+    assert len(outcomes) == 25
