@@ -11,7 +11,7 @@ from penstock.lab.job import Job
 from penstock.lab.simulation import Simulation
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import Watermark
-from penstock.types.plan import Capacity, StepPlan, StepShape
+from penstock.types.plan import PADDING_PREFIX, Capacity, StepPlan, StepShape
 from penstock.types.request import FinishReason
 
 CAPACITY = Capacity(num_blocks=65, block_size=16, max_rows=4, max_step_tokens=64, max_model_len=512)
@@ -75,3 +75,15 @@ def test_predictions_of_the_caller_are_used() -> None:
     )
     ended = simulation.run(jobs, predictions={0: 400, 1: 40, 2: 4}).ended
     assert sorted(range(3), key=lambda idx: ended[idx].ended_ns) == [2, 1, 0]
+
+
+@pytest.mark.parametrize("preset", ["static", "dynamic"])
+def test_batches_are_padded(preset: str) -> None:
+    jobs = [Job(arrival_ns=idx * MS, num_prompt_tokens=50 + idx, num_output_tokens=5 + idx) for idx in range(20)]
+    plans: list[StepPlan] = []
+    simulation = Simulation(capacity=replace(CAPACITY, max_rows=16), make_policies=lambda: make_policies(preset))
+    ended = simulation.run(jobs, on_plan=plans.append).ended
+    assert [(stats.finish_reason, stats.num_generated_tokens) for stats in ended] == [
+        (FinishReason.STOP, job.num_output_tokens) for job in jobs
+    ]
+    assert any(row.request_id.startswith(PADDING_PREFIX) and row.samples for plan in plans for row in plan.rows)

@@ -4,10 +4,11 @@ through the `Executor` port, by the simulation's driver.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from penstock.lab.cost_model import CostModel, shape_of
-from penstock.types.plan import Capacity, StepPlan, Ticket
+from penstock.types.plan import PADDING_PREFIX, AdmitRow, Capacity, StepPlan, Ticket
 from penstock.types.result import StepResult, StepTiming
 
 EOS_TOKEN_ID = 0
@@ -26,8 +27,8 @@ class SimulatedExecutor:
         self._capacity = capacity
         self._cost = cost
         self._output_lens = output_lens
-        self._num_left: dict[str, int] = {}
-        """Tokens that each known request will still generate."""
+        self._num_left: dict[str, float] = {}
+        """Tokens that each known row will still generate."""
         self._results: dict[int, StepResult] = {}
 
     @property
@@ -42,8 +43,7 @@ class SimulatedExecutor:
         for request_id in plan.releases:
             del num_left[request_id]
         for admit in plan.admits:
-            num_generated = len(admit.token_ids) - admit.num_prompt_tokens
-            num_left[admit.request_id] = self._output_lens[admit.request_id] - num_generated
+            num_left[admit.request_id] = self._num_left_of(admit)
         token_ids: dict[str, tuple[int, ...]] = {}
         for row in plan.rows:
             if row.samples:
@@ -52,6 +52,12 @@ class SimulatedExecutor:
         ready_ns = plan.now_ns + self._cost.duration_ns(shape_of(plan))
         self._results[plan.step_id] = StepResult(plan.step_id, token_ids, StepTiming(plan.now_ns, ready_ns))
         return Ticket(plan.step_id, ready_ns)
+
+    def _num_left_of(self, admit: AdmitRow) -> float:
+        if admit.request_id.startswith(PADDING_PREFIX):
+            return math.inf  # ends with its batch, and not by itself
+        num_generated = len(admit.token_ids) - admit.num_prompt_tokens
+        return self._output_lens[admit.request_id] - num_generated
 
     def collect(self, ticket: Ticket) -> StepResult:
         return self._results.pop(ticket.step_id)
