@@ -184,6 +184,29 @@ def test_with_priorities_the_lowest_is_preempted(is_preemptive: bool) -> None:
     assert policies.order.is_preemptive is is_preemptive
 
 
+def test_priorities_pause_others_unless_that_is_switched_off() -> None:
+    assert build_policies(Config(scheduler=SchedulerConfig(policy="priority"))).order.is_preemptive
+
+
+@pytest.mark.parametrize("is_preemptive", [True, False])
+@pytest.mark.parametrize("policy", [None, "fcfs", "edf"])
+def test_whether_priorities_pause_others_is_an_error_where_there_are_none(policy: str | None, is_preemptive: bool) -> None:
+    scheduler = SchedulerConfig(policy=policy, priority_preemption=is_preemptive)
+    with pytest.raises(ConfigError, match=r"The order .* has no is_preemptive"):
+        build_policies(Config(scheduler=scheduler))
+
+
+@pytest.mark.parametrize(
+    "batches", [{"batching": "static"}, {"batching": "dynamic"}, {"preset": "static"}, {"preset": "dynamic"}]
+)
+def test_in_a_batch_nobody_is_paused_and_asking_for_it_is_an_error(batches: dict[str, str]) -> None:
+    for is_preemptive in (None, False):
+        scheduler = SchedulerConfig(policy="priority", priority_preemption=is_preemptive, **batches)
+        assert build_policies(Config(scheduler=scheduler)).order.reads_priority
+    with pytest.raises(ConfigError, match="runs until it has ended"):
+        build_policies(Config(scheduler=SchedulerConfig(policy="priority", priority_preemption=True, **batches)))
+
+
 @pytest.mark.parametrize(
     "scheduler",
     [SchedulerConfig(budget="decode-first", slo_itl_s=0.03), SchedulerConfig(preset="orca", max_long_partial_prefills=1)],

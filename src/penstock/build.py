@@ -152,12 +152,13 @@ def build_core(config: Config, capacity: Capacity, observer: Observer) -> Engine
 
 def build_policies(config: Config) -> Policies:
     """The preset's, with those in their place that the config names."""
+    from penstock.sched.policies.gates import Continuous
     from penstock.sched.policies.presets import make_policies
 
     chosen = config.scheduler
     slo_itl_ns = None if chosen.slo_itl_s is None else int(chosen.slo_itl_s * 1e9)
     budget = chosen.budget or ("itl" if slo_itl_ns else None)
-    return make_policies(
+    policies = make_policies(
         chosen.preset,
         gate=chosen.batching,
         order=chosen.policy,
@@ -172,7 +173,7 @@ def build_policies(config: Config) -> Policies:
                 "max_queue_delay_ns": None if chosen.batch_window_s is None else round(chosen.batch_window_s * 1e9),
                 "length_buckets": chosen.length_buckets,
             },
-            "order": {"is_preemptive": chosen.priority_preemption if chosen.policy == "priority" else None},
+            "order": {"is_preemptive": chosen.priority_preemption},
             "budget": {
                 "slo_itl_ns": slo_itl_ns,
                 "long_prefill_token_threshold": chosen.long_prefill_token_threshold,
@@ -181,6 +182,12 @@ def build_policies(config: Config) -> Policies:
             "reserve": {"share": config.kv.kv_watermark},
         },
     )
+    if chosen.priority_preemption and not isinstance(policies.gate, Continuous):
+        raise ConfigError(
+            "A static or dynamic batch runs until it has ended, so nobody in it is paused for a higher class.",
+            remedy="Set --batching continuous, or leave --priority-preemption out.",
+        )
+    return policies
 
 
 def step_timeout_s(backend: BackendConfig) -> float | None:

@@ -87,7 +87,14 @@ def config_from(values: Mapping[str, Any]) -> Config:
 def _option(item: Setting, *short: str) -> Callable[[_Command], _Command]:
     if item.kind is Kind.FLAG:
         names = [f"{item.flag}/--no-{item.flag[2:]}", item.key]
-        return click.option(*names, type=_Truth(item), default=item.default, envvar=item.env, show_default=True, help=item.doc)
+        return click.option(
+            *names,
+            type=_Truth(item),
+            default=item.default,
+            envvar=item.env,
+            show_default=item.default_doc or True,
+            help=item.doc,
+        )
     return click.option(
         *short,
         item.flag,

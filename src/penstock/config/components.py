@@ -206,10 +206,11 @@ class SchedulerConfig(Component):
         choices=("latest", "lowest-priority", "least-computed", "cheapest"),
         default_doc="lowest-priority with --policy priority, else the preset's: cheapest",
     )
-    priority_preemption: bool = setting(
-        True,
+    priority_preemption: bool | None = setting(
+        None,
         "With --policy priority, a waiting request pauses a running one of a lower class if it lacks a row or memory.",
         kind=Kind.FLAG,
+        default_doc="true with --policy priority, except in a static or dynamic batch",
     )
     preemption: str | None = setting(
         None,
