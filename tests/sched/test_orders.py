@@ -100,6 +100,30 @@ class TestEarliestDeadlineFirst:
         assert drain(order, urgent, easy, now_ns=S) == ["urgent", "easy"]
         assert drain(order, urgent, easy, now_ns=S + 1) == ["easy", "urgent"]
 
+    def test_a_slow_step_before_it_came_condemns_nobody(self) -> None:
+        order = EarliestDeadlineFirst()
+        order.served((), {}, StepRecord(num_decodes=0, num_prefill_tokens=2048, duration_ns=3 * S))
+        queue = WaitingQueue(order, lambda request: 0)
+        queue.push(make_request("urgent", deadline_ns=20 * S, predicted_new_tokens=100), 0)
+        queue.push(make_request("easy", deadline_ns=60 * S), 0)
+        for _ in range(60):
+            order.served((), {}, StepRecord(num_decodes=8, num_prefill_tokens=0, duration_ns=S // 50))
+        assert queue.peek(S).request_id == "urgent"  # type: ignore[union-attr]
+
+    def test_a_key_only_grows_while_its_request_waits(self) -> None:
+        order = EarliestDeadlineFirst()
+        request = make_request("r", deadline_ns=20 * S, predicted_new_tokens=100)
+        queue = WaitingQueue(order, lambda request: 0)
+        queue.push(request, 0)
+        keys = []
+        for duration_ns in (S // 50, 3 * S, *[S // 50] * 60):
+            order.served((), {}, StepRecord(num_decodes=1, num_prefill_tokens=0, duration_ns=duration_ns))
+            keys.append(order.key(request, S))
+        assert keys == sorted(keys)
+        assert keys[0] < keys[-1], "lost after the slow step"
+        queue.remove(request)
+        assert not order._verdicts, "nothing is kept of those who wait no more"
+
 
 class TestPriorityClasses:
     def test_lower_numbers_first_and_by_arrival_within_a_class(self) -> None:

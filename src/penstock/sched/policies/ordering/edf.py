@@ -18,20 +18,41 @@ class EarliestDeadlineFirst(Order):
     A request is overtaken by nobody who comes `max_slack_ns` after it or later. The exception: one that will miss its
     deadline even if it runs at once, by its predicted output and the duration of recent steps, goes after all who
     can still make theirs. Without that, an overloaded server works on what is lost anyway, and misses the next
-    deadline by it. It ends at its deadline at the latest, so it does not starve either.
+    deadline by it. It ends at its deadline at the latest, so it does not starve either. Whether it will miss it is
+    judged when it is its turn, and not again while it waits.
     """
 
     def __init__(self, *, max_slack_ns: int = 60_000_000_000) -> None:
         self._max_slack_ns = max_slack_ns
         self._step_ns = 0
         """What a step takes, smoothed."""
+        self._verdicts: dict[str, bool | None] = {}
+        """Is the deadline lost? Of those who wait; None: the queue has not asked for a place yet."""
 
     def key(self, request: Request, now_ns: int) -> OrderKey:
         due_ns, deadline_ns = request.arrival_ns + self._max_slack_ns, request.deadline_ns
         if deadline_ns is None:
             return (0, due_ns)
-        is_lost = now_ns + self._step_ns * (request.predicted_new_tokens or 1) > deadline_ns
+        end_ns = now_ns + self._step_ns * (request.predicted_new_tokens or 1)
+        is_lost = self._judge(request.request_id, looks_lost=end_ns > deadline_ns)
         return (int(is_lost), min(due_ns, deadline_ns))
+
+    def _judge(self, request_id: str, *, looks_lost: bool) -> bool:
+        """Steps get faster again, but keys may not shrink: what was judged lost stays so. So nobody is when it comes, as it
+        is asked again before it is served, and one slow step may be long past by then.
+        """
+        if request_id not in self._verdicts:
+            return looks_lost  # preempted: its key is taken once
+        verdict = self._verdicts[request_id]
+        self._verdicts[request_id] = verdict is not None and (verdict or looks_lost)
+        return bool(self._verdicts[request_id])
+
+    def queued(self, request: Request) -> None:
+        if request.deadline_ns is not None:
+            self._verdicts[request.request_id] = None
+
+    def unqueued(self, request: Request) -> None:
+        self._verdicts.pop(request.request_id, None)
 
     def served(self, rows: Sequence[RowPlan], requests: Mapping[str, Request], last_step: StepRecord | None) -> None:
         del rows, requests
