@@ -31,7 +31,8 @@ class Pace:
     def on_step(self, stats: StepStats) -> None:
         duration_ns = stats.ended_ns - stats.started_ns
         self._step_ns += (duration_ns - self._step_ns) * (STEP_WEIGHT if self._step_ns else 1.0)
-        num_prefill_tokens = stats.num_tokens - stats.num_rows  # a row's last token samples, as a decode does
+        # A row's last token samples, as a decode does; padding is nobody's prompt.
+        num_prefill_tokens = stats.num_tokens - stats.num_padding_tokens - stats.num_rows
         # Other steps say how many prompts came, not how fast they could be computed.
         is_full = stats.waits_for is WaitReason.TOKENS or stats.num_tokens >= self._half_step_tokens
         if is_full and num_prefill_tokens > 0:

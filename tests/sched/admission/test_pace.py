@@ -1,0 +1,29 @@
+"""What is learned from the steps: how fast prompts are computed."""
+
+from __future__ import annotations
+
+from penstock.sched.admission.pace import Pace
+from penstock.types.stats import StepStats, WaitReason
+
+MILLISECOND = 1_000_000
+
+
+def step(pace: Pace, num_rows: int, num_tokens: int, num_padding_tokens: int = 0) -> None:
+    """One of 50 ms, while prompts wait for tokens."""
+    stats = StepStats(0, 0, 50 * MILLISECOND, 8, 1, num_rows, num_tokens, num_rows, 100, 50, 0, 0, 0, 0)
+    stats.waits_for, stats.num_padding_tokens = WaitReason.TOKENS, num_padding_tokens
+    pace.on_step(stats)
+
+
+def test_prompts_take_the_time_of_the_steps_that_were_full_of_them():
+    pace = Pace(128)
+    step(pace, num_rows=8, num_tokens=108)
+    assert pace.prefill_ns(200) == 100 * MILLISECOND
+
+
+def test_padding_is_no_prompt():
+    pace = Pace(128)
+    step(pace, num_rows=2, num_tokens=8, num_padding_tokens=6)  # decodes, and rows that have ended
+    assert pace.prefill_ns(200) == 0
+    step(pace, num_rows=8, num_tokens=128, num_padding_tokens=20)  # the padding before a prompt costs its time, too
+    assert pace.prefill_ns(200) == 100 * MILLISECOND
