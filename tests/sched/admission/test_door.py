@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -231,6 +231,9 @@ class TestQueueDelay:
 
 
 class TestKvHeadroom:
+    SMALL_RUN = Load(num_running=5, num_rows_free=3, num_blocks_free=70)
+    LARGE: ClassVar = {"num_token_ids": 1000, "max_new_tokens": 16}
+
     def test_predicted_lengths_count_and_not_max_tokens(self):
         door = make_door(kv_headroom=0.2)
         for _ in range(300):
@@ -270,6 +273,42 @@ class TestKvHeadroom:
         door = Admission(AdmissionLimits(kv_headroom=0.2), capacity)
         load = Load(num_running=2, num_rows_free=6, num_blocks_total=1000, num_blocks_free=900)
         assert refusal(door, load, num_token_ids=0, num_chars=10**6) is None
+
+    def test_the_announced_time_is_that_of_as_many_ends_as_free_what_lacks(self):
+        told_s = []
+        for num_prompt in (1000, 800):  # 14 blocks too many, and 1; those that run have 6 each
+            door = make_door()
+            now_ns = busy(door, rate=0.5)
+            refused = refusal(door, self.SMALL_RUN, now_ns, num_token_ids=num_prompt, max_new_tokens=16)
+            assert refused is not None
+            told_s.append(refused.retry_after_s)
+        assert told_s[0] == pytest.approx(3 * told_s[1])
+
+    def test_what_becomes_free_is_kept_for_who_was_told_to_come_back(self):
+        door = make_door()
+        now_ns = busy(door, rate=1.0)
+        told = refusal(door, self.SMALL_RUN, now_ns, claim=b"large", **self.LARGE)
+        assert refusal(door, self.SMALL_RUN, now_ns, claim=b"small") is None
+        due_ns = now_ns + int(told.retry_after_s * SECOND) + 1
+        early = refusal(door, self.SMALL_RUN, due_ns, claim=b"small")
+        assert early is not None
+        assert early.reason is RejectReason.KV_HEADROOM
+        told = refusal(door, self.SMALL_RUN, due_ns, claim=b"large", **self.LARGE)
+        assert told is not None
+        due_ns += int(told.retry_after_s * SECOND) + 1
+        assert refusal(door, self.SMALL_RUN, due_ns - SECOND, claim=b"small") is not None  # from the second time on, at once
+        drained = Load(num_running=3, num_rows_free=5, num_blocks_free=82)
+        assert refusal(door, drained, due_ns, claim=b"large", **self.LARGE) is None
+        assert refusal(door, self.SMALL_RUN, due_ns, claim=b"small") is None
+
+    def test_what_is_kept_for_who_does_not_come_is_freed(self):
+        door = make_door()
+        now_ns = busy(door, rate=1.0)
+        for _ in range(2):
+            told = refusal(door, self.SMALL_RUN, now_ns, claim=b"large", **self.LARGE)
+            now_ns += int(told.retry_after_s * SECOND) + 1
+        assert refusal(door, self.SMALL_RUN, now_ns + 2 * SECOND, claim=b"small") is not None
+        assert refusal(door, self.SMALL_RUN, now_ns + 4 * SECOND, claim=b"small") is None
 
     def test_it_can_be_turned_off(self):
         assert refusal(make_door(kv_headroom=0), Load(num_running=2, num_rows_free=6, num_blocks_free=0)) is None

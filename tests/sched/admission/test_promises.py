@@ -77,6 +77,23 @@ def test_times_are_set_closer_where_few_come_back():
     assert 0.9 * MIN_SHARE * SPREAD / 4 <= second - first <= 1.5 * MIN_SHARE * SPREAD / 4
 
 
+def test_who_came_once_as_told_is_counted_on_in_full():
+    """Whatever others do: its blocks are kept from now, whether or not many others never came."""
+    promises, now_s = Promises(), 0.0
+    for idx in range(100):
+        now_s += make(promises, b"%d" % idx, now_s=now_s) + 60
+        promises.num_due(int(now_s * SECOND))
+    now_ns = int(now_s * SECOND)
+    due_ns = now_ns + promises.make(b"x", now_ns, 2 * SECOND, SECOND, LONGEST_NS, num_blocks=50)
+    assert promises.num_blocks_due(now_ns) == 0
+    assert 1 <= promises.num_blocks_due(due_ns) <= 10
+    promises.renew(promises.find(b"x", is_retry=False, now_ns=due_ns), due_ns, 2 * SECOND, 50)
+    assert promises.num_blocks_due(due_ns) == 50
+    again = promises.find(b"x", is_retry=False, now_ns=due_ns + 2 * SECOND)
+    promises.keep(again)
+    assert promises.num_blocks_due(due_ns + 2 * SECOND) == 0
+
+
 def test_beyond_the_longest_time_no_place_is_kept():
     promises = Promises()
     assert make(promises, b"a", wait_s=10_000) == 600

@@ -32,6 +32,7 @@ def view(tenant: str = "a", now_s: float = 0.0, num_prompt: int = 100, num_new: 
         ns_per_request=None,
         num_blocks_demanded=0,
         num_blocks_own=0,
+        num_blocks_freed=1,
         num_blocks_total=100,
     )
 

@@ -38,8 +38,11 @@ class DoorView:
     ns_per_request: int | None
     """Expected time from one end to the next while others wait; None if nothing was measured yet."""
     num_blocks_demanded: int
-    """KV blocks of all that runs and of this call at their predicted lengths, or what is held already if that is more."""
+    """KV blocks of all that runs and of this call at their predicted lengths, or what is held already if that is more; and what
+    is kept for others who were told to come back."""
     num_blocks_own: int
+    num_blocks_freed: int
+    """By the end of one that runs, mean; >= 1."""
     num_blocks_total: int
 
 

@@ -228,6 +228,8 @@ class Admission:
         own_prefill_ns = self.pace.prefill_ns(self.lengths.computed_share * num_prompt_tokens)
         num_own_tokens = round(self.lengths.computed_share * num_prompt_tokens) + ask.num_requests * num_new_tokens
         num_blocks_own = self._num_blocks(num_own_tokens)
+        num_blocks_kept = 0 if is_expected else self._promises.num_blocks_due(now_ns)
+        num_blocks_demanded = self._num_blocks_demanded(load)
         return DoorView(
             ask=ask,
             now_ns=now_ns,
@@ -241,8 +243,9 @@ class Admission:
             own_prefill_ns=own_prefill_ns,
             step_ns=self.pace.step_ns,
             ns_per_request=self._ns_per_request(load, now_ns),
-            num_blocks_demanded=self._num_blocks_demanded(load) + num_blocks_own,
+            num_blocks_demanded=num_blocks_demanded + num_blocks_kept + num_blocks_own,
             num_blocks_own=num_blocks_own,
+            num_blocks_freed=max(1, num_blocks_demanded // max(1, load.num_running)),
             num_blocks_total=load.num_blocks_total,
         )
 
@@ -302,12 +305,18 @@ class Admission:
         """The time that the call has been told already, or one of its own."""
         if promise is not None and promise.due_ns > view.now_ns:
             return promise.due_ns - view.now_ns
-        if promise is not None:
-            self._promises.give_up(promise)
         seconds = DEFAULT_RETRY_AFTER_S if refusal.wait_ns is None else refusal.wait_ns / 1e9
         wait_ns = int(max(seconds, MIN_RETRY_AFTER_S) * 1e9)
         max_wait_ns = int(MAX_RETRY_AFTER_S * 1e9)
-        return self._promises.make(view.ask.claim, view.now_ns, wait_ns, view.ns_per_request, max_wait_ns)
+        num_blocks = view.num_blocks_own if refusal.reason is RejectReason.KV_HEADROOM else 0
+        if promise is not None and num_blocks:
+            wait_ns = min(wait_ns, max_wait_ns)
+            self._promises.renew(promise, view.now_ns, wait_ns, num_blocks)
+            return wait_ns
+        if promise is not None:
+            self._promises.give_up(promise)
+        spacing_ns = view.ns_per_request
+        return self._promises.make(view.ask.claim, view.now_ns, wait_ns, spacing_ns, max_wait_ns, num_blocks=num_blocks)
 
 
 def _ignore(now_ns: int) -> None:

@@ -1,6 +1,7 @@
 """The check that keeps KV blocks free for growth: what runs must fit at the length that it is expected to reach.
 
-Called by `door`. Predicted outputs count, not `max_tokens`: nearly all answers end long before it.
+Called by `door`. Predicted outputs count, not `max_tokens`: nearly all answers end long before it. What becomes free is kept
+for who was told to come back for it: a large call would never find its blocks while small ones take each that becomes free.
 """
 
 from __future__ import annotations
@@ -21,11 +22,10 @@ class KvHeadroom:
         num_excess = view.num_blocks_demanded - (1 - headroom) * view.num_blocks_total
         if view.is_idle or num_excess <= 0:
             return None
-        # One end frees about what this call needs.
-        num_ends = -(-num_excess // max(1, view.num_blocks_own))
+        num_ends = -(-num_excess // view.num_blocks_freed)
         wait_ns = None if view.ns_per_request is None else int(num_ends * view.ns_per_request)
         detail = (
-            f"the KV cache's headroom is gone: what runs is expected to need {view.num_blocks_demanded} of "
+            f"the KV cache's headroom is gone: what runs or is expected back needs {view.num_blocks_demanded} of "
             f"{view.num_blocks_total} blocks with this request, and {self.headroom:.0%} are kept free"
         )
         return Refusal(RejectReason.KV_HEADROOM, detail, wait_ns)

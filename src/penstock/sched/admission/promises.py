@@ -37,6 +37,10 @@ class Promise:
     claim: bytes | None
     due_ns: int
     expires_ns: int
+    num_blocks: int = 0
+    """KV blocks that are kept with the place: who was sent away for lack of them needs more than a place."""
+    has_come: bool = False
+    """As it was told, once already: it is counted on in full."""
     is_over: bool = False
     """Kept or given up."""
 
@@ -55,7 +59,16 @@ class Promises:
         self._last_due_ns = 0
         self._return_share = 1.0
 
-    def make(self, claim: bytes | None, now_ns: int, wait_ns: int, ns_per_request: int | None, max_wait_ns: int) -> int:
+    def make(
+        self,
+        claim: bytes | None,
+        now_ns: int,
+        wait_ns: int,
+        ns_per_request: int | None,
+        max_wait_ns: int,
+        *,
+        num_blocks: int = 0,
+    ) -> int:
         """Nanoseconds from now after which to come back; a place is kept for then."""
         ahead = [promise for promise in self._by_claim.get(claim, ()) if promise.due_ns > now_ns] if claim is not None else []
         if len(ahead) >= MAX_PER_CLAIM:
@@ -65,7 +78,7 @@ class Promises:
         if due_ns - now_ns > max_wait_ns or len(self._later) >= MAX_PROMISES:
             return min(due_ns - now_ns, max_wait_ns)
         self._last_due_ns = due_ns
-        promise = Promise(claim, due_ns, due_ns + GRACE_NS + (due_ns - now_ns) // 10)
+        promise = Promise(claim, due_ns, _expires_ns(now_ns, due_ns), num_blocks)
         self._later.append(promise)
         if claim is not None:
             self._by_claim.setdefault(claim, deque()).append(promise)
@@ -86,6 +99,20 @@ class Promises:
     def give_up(self, promise: Promise) -> None:
         """Its client came at its time and found no place; it gets another promise."""
         self._end(promise, came_back=True)
+
+    def renew(self, promise: Promise, now_ns: int, wait_ns: int, num_blocks: int) -> None:
+        """Its client came at its time, and the blocks are not free yet: they are kept from now until it has come once more."""
+        self._end(promise, came_back=True)
+        renewed = Promise(promise.claim, now_ns, _expires_ns(now_ns, now_ns + wait_ns), num_blocks, has_come=True)
+        heappush(self._due, renewed)
+        if promise.claim is not None:
+            self._by_claim.setdefault(promise.claim, deque()).appendleft(renewed)
+
+    def num_blocks_due(self, now_ns: int) -> int:
+        """KV blocks kept now for those who were sent away for lack of them, as far as they are counted on to come."""
+        self._advance(now_ns)
+        kept = [promise for promise in self._due if promise.num_blocks and not promise.is_over]
+        return round(sum(promise.num_blocks * (1.0 if promise.has_come else self._return_share) for promise in kept))
 
     def num_due(self, now_ns: int) -> int:
         """Places kept now for those whose time has come, as many as are counted on to come."""
@@ -111,3 +138,7 @@ class Promises:
             promises.remove(promise)
             if not promises:
                 del self._by_claim[promise.claim]
+
+
+def _expires_ns(now_ns: int, due_ns: int) -> int:
+    return due_ns + GRACE_NS + (due_ns - now_ns) // 10
