@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import time
 from collections import Counter
 
 import httpx
@@ -13,6 +14,14 @@ from penstock.testing import HashExecutor
 
 NUM_REQUESTS = 500
 CONCURRENCY = 40
+
+
+class SlowExecutor(HashExecutor):
+    """A step takes some time, as on any device: else answers end before their clients have read how they begin."""
+
+    def collect(self, ticket):
+        time.sleep(0.002)
+        return super().collect(ticket)
 
 
 async def one(client: httpx.AsyncClient, idx: int, kind: str, rng: random.Random) -> str:
@@ -47,7 +56,7 @@ async def one(client: httpx.AsyncClient, idx: int, kind: str, rng: random.Random
 async def test_nothing_is_left_behind_by_hundreds_of_requests():
     rng = random.Random(5)
     kinds = rng.choices(["served", "cancelled", "hopeless", "leaves"], [0.90, 0.06, 0.02, 0.02], k=NUM_REQUESTS)
-    executor = HashExecutor(CAPACITY, model=PRINTABLE_MODEL)
+    executor = SlowExecutor(CAPACITY, model=PRINTABLE_MODEL)
     with running(executor, limits=AdmissionLimits(max_queue=NUM_REQUESTS, kv_headroom=0)) as server:
         slots = asyncio.Semaphore(CONCURRENCY)
         limits = httpx.Limits(max_connections=CONCURRENCY + 8)
