@@ -7,7 +7,9 @@
    arrivals are over, too.
 
 Goodput counts the answers, after the first five seconds, whose first token came within the target, at both servers. Prompts
-and replies are ShareGPT's, cut short so that a run has many; none begins like another.
+and replies are ShareGPT's, cut short so that a run has many; none begins like another. A run must be several times as long as
+its longest answers. One of 15 s gave 178 % of the capacity, probably since mostly short answers end within it: that says
+nothing.
 
     benchmarks/overload.py                         three minutes on a quiet machine
     benchmarks/overload.py --seconds 40 --slo-ttft 3

@@ -40,9 +40,8 @@ EXECUTORS: Mapping[str, str] = {
 }
 """Backend -> class; made with the model, its program and the five numbers of `Capacity`."""
 
-
 DEFAULT_STEP_TIMEOUT_S = 120.0
-"""Of the native backend: a hundred times the longest step that was seen."""
+"""Of the native backend: a hundred times a full step of Qwen2.5-1.5B on two cores (docs/performance.md)."""
 
 
 def build_runtime(config: Config, source: ModelSource) -> Runtime:

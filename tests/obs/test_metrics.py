@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.obs.histogram import Histogram
-from penstock.obs.metrics import MAX_NOTED, IdleLoad, Metrics
+from penstock.obs.metrics import MAX_NOTED, Metrics
 from penstock.obs.observers import ObserverGroup
 from penstock.obs.prometheus import expose
 from penstock.obs.signals import SustainedLoad
 from penstock.types.request import FinishReason, Request
 from penstock.types.sampling import SamplingParams
-from penstock.types.stats import RequestStats, StepStats
+from penstock.types.stats import EngineLoad, RequestStats, StepStats
 
 MS = 1_000_000
 
@@ -131,7 +131,7 @@ def test_a_step_counts_its_tokens_rows_and_parts(metrics):
 
 
 def test_gauges_are_read_when_asked(metrics):
-    load = IdleLoad(num_running=3, num_waiting=2, num_blocks_total=10, num_blocks_free=4, num_blocks_cached=1)
+    load = EngineLoad(num_running=3, num_waiting=2, num_blocks_total=10, num_blocks_free=4, num_blocks_cached=1)
     metrics.connect(load=lambda: load, signals=lambda: SustainedLoad(drain_rate=2.5, desired_replicas=3))
     assert value(metrics, "requests_running") == 3
     assert value(metrics, "requests_waiting", reason="capacity") == 2

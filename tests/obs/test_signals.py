@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
@@ -12,20 +11,27 @@ from hypothesis import strategies as st
 from penstock.obs.replicas import DOWN_S, UP_S, Replicas
 from penstock.obs.signals import WINDOW_S, Signals
 from penstock.types.request import FinishReason
-from penstock.types.stats import RequestStats, StepStats, WaitReason
+from penstock.types.stats import EngineLoad, RequestStats, StepStats, WaitReason
 
 SECOND = 1_000_000_000
 ROWS = 10
 
 
-@dataclass
-class Load:
-    num_running: int = 0
-    num_waiting: int = 0
-    num_rows_free: int = ROWS
-    num_blocks_total: int = 100
-    num_blocks_free: int = 100
-    num_blocks_cached: int = 0
+def make_load(
+    num_running: int = 0,
+    num_waiting: int = 0,
+    num_rows_free: int = ROWS,
+    *,
+    num_blocks_total: int = 100,
+    num_blocks_free: int = 100,
+) -> EngineLoad:
+    return EngineLoad(
+        num_running=num_running,
+        num_waiting=num_waiting,
+        num_rows_free=num_rows_free,
+        num_blocks_total=num_blocks_total,
+        num_blocks_free=num_blocks_free,
+    )
 
 
 def make_step(at_s: float, num_running: int, num_waiting: int = 0, num_held: int = 0) -> StepStats:
@@ -52,7 +58,7 @@ class Server:
             while num_calls >= 1:
                 self.signals.on_call(int(self.now_s * SECOND))
                 num_calls -= 1
-            held = Load(num_running, num_waiting, ROWS - num_running, num_blocks_free=100 - num_held)
+            held = make_load(num_running, num_waiting, ROWS - num_running, num_blocks_free=100 - num_held)
             self.last = self.signals.read(held, int(self.now_s * SECOND))
             self.desired.append(self.last.desired_replicas)
 
@@ -74,7 +80,7 @@ def test_means_are_over_the_window_and_not_of_the_moment():
 def test_a_pause_without_steps_lasts_as_the_last_state():
     server = Server()
     server.run(10, num_running=0)
-    later = server.signals.read(Load(), int((server.now_s + 3600) * SECOND))
+    later = server.signals.read(make_load(), int((server.now_s + 3600) * SECOND))
     assert (later.queue_depth, later.utilisation, later.kv_headroom) == (0, 0, 1)
     assert later.desired_replicas == 1
 
@@ -87,7 +93,7 @@ def test_who_leaves_between_two_steps_is_gone():
         signals.on_finish(
             RequestStats("r", "", 0, scheduled_ns, None, int(1.5 * SECOND), 1, 0, 0, 0, finish_reason=FinishReason.ABORT)
         )
-    later = signals.read(Load(), 300 * SECOND)
+    later = signals.read(make_load(), 300 * SECOND)
     assert (later.queue_depth, later.utilisation, later.kv_headroom) == (0.0, 0.0, 1.0)
 
 

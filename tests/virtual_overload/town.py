@@ -24,7 +24,7 @@ from penstock.types.plan import Capacity, StepPlan
 from penstock.types.request import FinishReason, Request
 from penstock.types.result import StepResult, StepTiming
 from penstock.types.sampling import SamplingParams
-from penstock.types.stats import RequestStats, StepStats
+from penstock.types.stats import EngineLoad, RequestStats, StepStats
 
 SECOND = 1_000_000_000
 STEP_NS, ROW_NS, TOKEN_NS = 3_000_000, 200_000, 200_000
@@ -56,16 +56,6 @@ class Client:
         assert self.first_token_ns is not None
         assert self.admitted_ns is not None
         return (self.first_token_ns - self.admitted_ns) / SECOND
-
-
-@dataclass(slots=True)
-class LoadNow:
-    num_running: int
-    num_waiting: int
-    num_rows_free: int
-    num_blocks_total: int
-    num_blocks_free: int
-    num_blocks_cached: int
 
 
 class Town:
@@ -125,16 +115,16 @@ class Town:
         self.admission.leave(place)
         return None
 
-    def _load(self) -> LoadNow:
+    def _load(self) -> EngineLoad:
         kv = self.core.scheduler.kv
         num_running, num_cached = self.core.num_running, kv.num_cached_blocks
-        return LoadNow(
-            num_running,
-            self.core.num_waiting + len(self.inbox),
-            self.capacity.max_rows - num_running,
-            kv.num_total_blocks,
-            kv.num_available_blocks - num_cached,
-            num_cached,
+        return EngineLoad(
+            num_running=num_running,
+            num_waiting=self.core.num_waiting + len(self.inbox),
+            num_rows_free=self.capacity.max_rows - num_running,
+            num_blocks_total=kv.num_total_blocks,
+            num_blocks_free=kv.num_available_blocks - num_cached,
+            num_blocks_cached=num_cached,
         )
 
     def _apply(self) -> None:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 
 from penstock.clock import Clock
@@ -30,7 +29,7 @@ from penstock.types.errors import Rejected, RejectReason
 from penstock.types.events import Abort, Add, Command, Drain, TokenEvent
 from penstock.types.plan import StepPlan
 from penstock.types.request import FinishReason, Request
-from penstock.types.stats import RequestStats
+from penstock.types.stats import EngineLoad, RequestStats
 
 _logger = logging.getLogger(__name__)
 
@@ -58,23 +57,6 @@ class EngineState(StrEnum):
         if self is EngineState.READY:
             return None
         return RejectReason.DRAINING if self is EngineState.DRAINING else RejectReason.UNAVAILABLE
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLoad:
-    """How busy the engine is. Counts of requests, tokens and blocks."""
-
-    num_running: int
-    num_waiting: int
-    """Submitted and not running: in the inbox, queued or preempted."""
-    num_prompt_tokens: int
-    """Prompt tokens of all requests in flight, waiting ones included."""
-    num_blocks_total: int
-    """Without the null block: free + cached + held."""
-    num_blocks_free: int
-    num_blocks_cached: int
-    num_rows_free: int
-    """How many more may run at the same time, if there are blocks for them."""
 
 
 class _Abandoned(Exception):

@@ -20,8 +20,9 @@ from collections import deque
 from collections.abc import Callable
 
 from penstock.clock import Clock
-from penstock.engine.loop import Engine, EngineLoad, EngineState
+from penstock.engine.loop import Engine, EngineState
 from penstock.types.request import Request
+from penstock.types.stats import EngineLoad
 
 _logger = logging.getLogger(__name__)
 

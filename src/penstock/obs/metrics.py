@@ -11,13 +11,12 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from penstock.obs.histogram import Histogram
 from penstock.obs.signals import SustainedLoad
 from penstock.types.request import FinishReason, Request
-from penstock.types.stats import RequestStats, StepStats
+from penstock.types.stats import EngineLoad, RequestStats, StepStats
 
 _MS = 1_000_000
 
@@ -36,32 +35,6 @@ MAX_NOTED = 128
 
 SUCCESS_REASONS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR)
 """What `request_success_total` counts; a refused request is in `requests_rejected_total`."""
-
-
-class LoadView(Protocol):
-    """How busy the engine is now."""
-
-    @property
-    def num_running(self) -> int: ...
-    @property
-    def num_waiting(self) -> int: ...
-    @property
-    def num_blocks_total(self) -> int: ...
-    @property
-    def num_blocks_free(self) -> int: ...
-    @property
-    def num_blocks_cached(self) -> int: ...
-
-
-@dataclass(frozen=True, slots=True)
-class IdleLoad:
-    """The load before anything is known."""
-
-    num_running: int = 0
-    num_waiting: int = 0
-    num_blocks_total: int = 0
-    num_blocks_free: int = 0
-    num_blocks_cached: int = 0
 
 
 class Metrics:
@@ -100,10 +73,10 @@ class Metrics:
         """What was told and is not counted yet: who counts it, and with what. Taken by whoever holds the lock."""
         self.num_weight_bytes = 0
         """Of the weights as the backend keeps them; 0: it does not tell."""
-        self.read_load: Callable[[], LoadView] = IdleLoad
+        self.read_load: Callable[[], EngineLoad] = EngineLoad
         self.read_signals: Callable[[], SustainedLoad] = SustainedLoad
 
-    def connect(self, *, load: Callable[[], LoadView], signals: Callable[[], SustainedLoad]) -> None:
+    def connect(self, *, load: Callable[[], EngineLoad], signals: Callable[[], SustainedLoad]) -> None:
         """Where the gauges are read when someone asks: the engine's load, and requests per second leaving the queue."""
         self.read_load = load
         self.read_signals = signals

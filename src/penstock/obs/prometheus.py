@@ -16,8 +16,9 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from penstock.obs.histogram import Histogram
-from penstock.obs.metrics import LoadView, Metrics
+from penstock.obs.metrics import Metrics
 from penstock.obs.signals import SustainedLoad
+from penstock.types.stats import EngineLoad
 
 __all__ = ["CONTENT_TYPE", "expose"]
 
@@ -56,10 +57,9 @@ class _Snapshot(Collector):
     def collect(self) -> list[Metric]:
         return self._families
 
-    def _gauges(self, load: LoadView) -> Iterator[Metric]:
-        num_held = load.num_blocks_total - load.num_blocks_free - load.num_blocks_cached
-        blocks = {"free": load.num_blocks_free, "cached": load.num_blocks_cached, "held": num_held}
-        usage = num_held / load.num_blocks_total if load.num_blocks_total else 0.0
+    def _gauges(self, load: EngineLoad) -> Iterator[Metric]:
+        blocks = {"free": load.num_blocks_free, "cached": load.num_blocks_cached, "held": load.num_blocks_held}
+        usage = load.num_blocks_held / load.num_blocks_total if load.num_blocks_total else 0.0
         yield self._gauge("requests_running", "Requests in the batch.", load.num_running)
         yield self._gauges_by("requests_waiting", "Requests queued or preempted.", "reason", {"capacity": load.num_waiting})
         yield self._gauges_by("kv_blocks", "KV cache blocks: free, free with reusable content, held.", "state", blocks)

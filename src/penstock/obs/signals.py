@@ -14,11 +14,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from penstock.obs.replicas import DOWN_S, Replicas
 from penstock.types.request import FinishReason
-from penstock.types.stats import RequestStats, StepStats, WaitReason
+from penstock.types.stats import EngineLoad, RequestStats, StepStats, WaitReason
 
 WINDOW_S = 30
 REPLICA_WINDOW_S = 5
@@ -27,21 +26,6 @@ TARGET_UTILISATION = 0.8
 CLEAR_S = 30.0
 """A queue that takes so long to drain is worth one more server."""
 _SECOND_NS = 1_000_000_000
-
-
-class Load(Protocol):
-    @property
-    def num_running(self) -> int: ...
-    @property
-    def num_waiting(self) -> int: ...
-    @property
-    def num_rows_free(self) -> int: ...
-    @property
-    def num_blocks_total(self) -> int: ...
-    @property
-    def num_blocks_free(self) -> int: ...
-    @property
-    def num_blocks_cached(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,11 +99,10 @@ class Signals:
             self._advance(now_ns)
             self._second(now_ns // _SECOND_NS).num_calls += 1
 
-    def read(self, load: Load, now_ns: int) -> SustainedLoad:
+    def read(self, load: EngineLoad, now_ns: int) -> SustainedLoad:
         with self._lock:
             self._advance(now_ns)
-            num_held = load.num_blocks_total - load.num_blocks_free - load.num_blocks_cached
-            self._set(load.num_waiting, load.num_running, num_held, load.num_blocks_total)
+            self._set(load.num_waiting, load.num_running, load.num_blocks_held, load.num_blocks_total)
             depth, used, free, calls = self._means(now_ns // _SECOND_NS, WINDOW_S)
             drain_rate = self._drain_rate(now_ns)
             return SustainedLoad(

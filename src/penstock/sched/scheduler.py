@@ -80,7 +80,6 @@ class Scheduler:
         """Requests that the executor has yet to forget."""
         self._padding = Padding(capacity, self._releases.append)
         self._num_steps = 0
-        self._last_step_ns = 0
         self._last_step: StepRecord | None = None
         self._last_commit_ns = 0
         self._prefill_ns_per_token = 0.0
@@ -457,9 +456,8 @@ class Scheduler:
 
     def _record(self, plan: StepPlan, now_ns: int) -> None:
         """Note what the step was and how long it took. With one step in flight, `counts` are this one's."""
-        self._last_step_ns = now_ns - plan.now_ns
         counts = self.counts
-        duration_ns = now_ns - self._last_commit_ns if counts.num_decodes else self._last_step_ns
+        duration_ns = now_ns - (self._last_commit_ns if counts.num_decodes else plan.now_ns)
         num_prefill_tokens = counts.num_tokens - counts.num_decodes
         self._last_step = StepRecord(counts.num_decodes, num_prefill_tokens, duration_ns, counts.num_prefill_pairs)
         self._last_commit_ns = now_ns

@@ -1,4 +1,4 @@
-"""What the engine tells its observers: one record per step, one per finished request."""
+"""What the engine tells: one record per step and one per finished request to its observers, and its load to whoever asks."""
 
 from __future__ import annotations
 
@@ -79,3 +79,24 @@ class RequestStats:
     finish_reason: FinishReason
     reject_reason: str = ""
     slo_ttft_ns: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    """How busy the engine is at a moment. Counts of requests, tokens and blocks; all 0 before anything is known."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    """Submitted and not running: in the inbox, queued or preempted."""
+    num_prompt_tokens: int = 0
+    """Prompt tokens of all requests in flight, waiting ones included."""
+    num_blocks_total: int = 0
+    """Without the null block: free + cached + held."""
+    num_blocks_free: int = 0
+    num_blocks_cached: int = 0
+    num_rows_free: int = 0
+    """How many more may run at the same time, if there are blocks for them."""
+
+    @property
+    def num_blocks_held(self) -> int:
+        return self.num_blocks_total - self.num_blocks_free - self.num_blocks_cached

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
@@ -12,23 +11,30 @@ from penstock.testing import make_request
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.plan import Capacity
 from penstock.types.request import FinishReason, Request
-from penstock.types.stats import RequestStats, StepStats, WaitReason
+from penstock.types.stats import EngineLoad, RequestStats, StepStats, WaitReason
 
 SECOND = 1_000_000_000
 CAPACITY = Capacity(num_blocks=101, block_size=16, max_rows=8, max_step_tokens=128, max_model_len=1024)
 
 
-@dataclass
-class Load:
-    num_running: int = 0
-    num_waiting: int = 0
-    num_rows_free: int = 8
-    num_blocks_total: int = 100
-    num_blocks_free: int = 100
-    num_blocks_cached: int = 0
+def make_load(
+    num_running: int = 0,
+    num_waiting: int = 0,
+    num_rows_free: int = 8,
+    *,
+    num_blocks_total: int = 100,
+    num_blocks_free: int = 100,
+) -> EngineLoad:
+    return EngineLoad(
+        num_running=num_running,
+        num_waiting=num_waiting,
+        num_rows_free=num_rows_free,
+        num_blocks_total=num_blocks_total,
+        num_blocks_free=num_blocks_free,
+    )
 
 
-FULL = Load(num_running=8, num_rows_free=0)
+FULL = make_load(num_running=8, num_rows_free=0)
 LIMITS = AdmissionLimits(slo_ttft_ns=2 * SECOND, tenant_max_concurrent=2, tenant_tokens_per_minute=6000)
 
 
@@ -61,7 +67,7 @@ def busy(door: Admission, *, rate: float = 4.0, seconds: float = 10.0) -> int:
     return int(seconds * SECOND)
 
 
-def refusal(door: Admission, load: Load, now_ns: int = 0, **ask: Any) -> Rejected | None:
+def refusal(door: Admission, load: EngineLoad, now_ns: int = 0, **ask: Any) -> Rejected | None:
     try:
         door.leave(door.decide(Ask(**{"num_token_ids": 10} | ask), load, now_ns))
     except Rejected as rejected:
@@ -71,7 +77,7 @@ def refusal(door: Admission, load: Load, now_ns: int = 0, **ask: Any) -> Rejecte
 
 def enter(door: Admission, name: str, now_ns: int = 0, num_prompt: int = 10, tenant: str = "", **ask: Any) -> Request:
     """Let one in and submit it."""
-    place = door.decide(Ask(num_token_ids=num_prompt, tenant=tenant, **ask), Load(), now_ns)
+    place = door.decide(Ask(num_token_ids=num_prompt, tenant=tenant, **ask), make_load(), now_ns)
     max_tokens, priority = ask.get("max_new_tokens", 16), ask.get("priority", 0)
     request = make_request(name, num_prompt, arrival_ns=now_ns, max_tokens=max_tokens, priority=priority)
     request.tenant = tenant
@@ -91,7 +97,7 @@ def test_an_idle_server_takes_every_call():
     door = make_door(max_queue=1, slo_ttft_ns=1000, kv_headroom=0.9, tenant_max_concurrent=1, tenant_tokens_per_minute=1)
     busy(door)
     huge = {"num_token_ids": 1000, "min_new_tokens": 1000, "num_requests": 4}
-    assert refusal(door, Load(), 10 * SECOND, **huge) is None
+    assert refusal(door, make_load(), 10 * SECOND, **huge) is None
 
 
 @pytest.mark.parametrize("field", ["deadline_ns", "first_token_deadline_ns"])
@@ -100,36 +106,36 @@ def test_one_slow_step_does_not_shut_an_idle_server_for_good(field):
     door = make_door()
     door.on_step(StepStats(0, 0, 30 * SECOND, 1, 0, 1, 128, 1, 100, 50, 0, 0, 0, 0))
     ask = {"num_token_ids": 1000, "min_new_tokens": 100, field: 3610 * SECOND}
-    assert refusal(door, Load(), 3600 * SECOND, **ask) is None
-    assert refusal(door, Load(1, 0, 7), 3600 * SECOND, **ask) is not None
+    assert refusal(door, make_load(), 3600 * SECOND, **ask) is None
+    assert refusal(door, make_load(1, 0, 7), 3600 * SECOND, **ask) is not None
 
 
 def test_an_idle_server_keeps_no_place_from_who_is_there():
     door = make_door(max_queue=4)
     now_ns = busy(door, rate=4.0)
-    told_s = [refusal(door, Load(8, 4, 0), now_ns, claim=b"%d" % idx).retry_after_s for idx in range(60)]
+    told_s = [refusal(door, make_load(8, 4, 0), now_ns, claim=b"%d" % idx).retry_after_s for idx in range(60)]
     later_ns = now_ns + int(told_s[15] * SECOND)
-    assert refusal(door, Load(8, 0, 0), later_ns, claim=b"new") is not None
-    assert refusal(door, Load(num_rows_free=0), later_ns, claim=b"new") is None
+    assert refusal(door, make_load(8, 0, 0), later_ns, claim=b"new") is not None
+    assert refusal(door, make_load(num_rows_free=0), later_ns, claim=b"new") is None
 
 
 def test_nothing_is_refused_for_times_that_were_not_measured():
     door = make_door(slo_ttft_ns=1)
-    assert refusal(door, Load(num_running=8, num_waiting=500, num_rows_free=0)) is None
+    assert refusal(door, make_load(num_running=8, num_waiting=500, num_rows_free=0)) is None
 
 
 class TestQueueLength:
     def test_so_many_may_wait_and_no_more(self):
         door = make_door(max_queue=2)
-        assert refusal(door, Load(8, 1, 0)) is None
-        refused = refusal(door, Load(8, 2, 0))
+        assert refusal(door, make_load(8, 1, 0)) is None
+        refused = refusal(door, make_load(8, 2, 0))
         assert refused is not None
         assert refused.reason is RejectReason.QUEUE_FULL
         assert "2 requests are waiting" in refused.detail
         assert refused.retry_after_s == DEFAULT_RETRY_AFTER_S
 
     def test_what_the_next_step_can_take_does_not_wait(self):
-        assert refusal(make_door(max_queue=2), Load(num_running=0, num_waiting=9, num_rows_free=8)) is None
+        assert refusal(make_door(max_queue=2), make_load(num_running=0, num_waiting=9, num_rows_free=8)) is None
 
     def test_calls_on_their_way_in_count(self):
         door = make_door(max_queue=2)
@@ -140,7 +146,7 @@ class TestQueueLength:
 
     def test_the_announced_time_is_the_excess_over_the_measured_rate(self):
         door = make_door(max_queue=10)
-        refused = refusal(door, Load(8, 25, 0), busy(door, rate=4.0))
+        refused = refusal(door, make_load(8, 25, 0), busy(door, rate=4.0))
         assert refused is not None
         assert refused.retry_after_s == pytest.approx(16 / 4.0, rel=0.1)
 
@@ -149,8 +155,8 @@ class TestQueueDelay:
     def test_who_would_wait_longer_than_the_target_is_sent_away_with_the_numbers(self):
         door = make_door(slo_ttft_ns=2 * SECOND)
         now_ns = busy(door, rate=4.0)
-        assert refusal(door, Load(8, 1, 0), now_ns) is None
-        refused = refusal(door, Load(8, 20, 0), now_ns)
+        assert refusal(door, make_load(8, 1, 0), now_ns) is None
+        refused = refusal(door, make_load(8, 20, 0), now_ns)
         assert refused is not None
         assert refused.reason is RejectReason.QUEUE_DELAY
         assert "4.88 s" in refused.detail  # 21 ends at a little more than four per second, and a step
@@ -160,13 +166,13 @@ class TestQueueDelay:
     def test_a_call_may_bring_its_own_target(self):
         door = make_door()
         now_ns = busy(door, rate=4.0)
-        assert refusal(door, Load(8, 20, 0), now_ns) is None
-        assert refusal(door, Load(8, 20, 0), now_ns, slo_ttft_ns=SECOND) is not None
+        assert refusal(door, make_load(8, 20, 0), now_ns) is None
+        assert refusal(door, make_load(8, 20, 0), now_ns, slo_ttft_ns=SECOND) is not None
 
     def test_a_calls_own_target_does_not_undo_the_servers(self):
         door = make_door(slo_ttft_ns=2 * SECOND)
         now_ns = busy(door, rate=4.0)
-        assert refusal(door, Load(8, 20, 0), now_ns, slo_ttft_ns=86_400 * SECOND) is not None
+        assert refusal(door, make_load(8, 20, 0), now_ns, slo_ttft_ns=86_400 * SECOND) is not None
 
     @pytest.mark.parametrize("reads_priority", [True, False])
     def test_who_is_served_before_others_does_not_wait_for_them(self, reads_priority):
@@ -175,14 +181,14 @@ class TestQueueDelay:
         now_ns = busy(door, rate=4.0)
         for idx in range(20):
             enter(door, f"r{idx}", now_ns, priority=5)
-        waiting = Load(8, 20, 0)
+        waiting = make_load(8, 20, 0)
         assert refusal(door, waiting, now_ns, priority=5) is not None
         assert (refusal(door, waiting, now_ns, priority=4) is None) is reads_priority
 
     def test_rows_that_are_free_are_no_help_while_memory_is_what_lacks(self):
         door = make_door(slo_ttft_ns=2 * SECOND, kv_headroom=0)
         now_ns = busy(door, rate=4.0)
-        load = Load(num_running=3, num_waiting=20, num_rows_free=30)
+        load = make_load(num_running=3, num_waiting=20, num_rows_free=30)
         step(door, 10, num_waiting=20, waits_for=WaitReason.MEMORY)
         assert refusal(door, load, now_ns) is not None
         step(door, 10, num_waiting=20, waits_for=WaitReason.TOKENS)
@@ -191,7 +197,7 @@ class TestQueueDelay:
     def test_a_closed_batch_has_to_end_first(self):
         door = make_door(slo_ttft_ns=2 * SECOND)
         now_ns = busy(door, rate=4.0)
-        load = Load(num_running=7, num_waiting=1, num_rows_free=1)
+        load = make_load(num_running=7, num_waiting=1, num_rows_free=1)
         step(door, 10, num_waiting=1, waits_for=WaitReason.GATE)
         assert refusal(door, load, now_ns) is not None
 
@@ -200,17 +206,17 @@ class TestQueueDelay:
         for idx in range(4):
             enter(door, f"r{idx}", num_prompt=800)
             step(door, 0.05 * idx, num_waiting=1, waits_for=WaitReason.TOKENS, num_tokens=128)
-        refused = refusal(door, Load(num_running=4, num_rows_free=4), SECOND // 5)
+        refused = refusal(door, make_load(num_running=4, num_rows_free=4), SECOND // 5)
         assert refused is not None
         assert "1.39 s" in refused.detail  # 3,210 tokens, 120 in 50 ms, and a step
         for idx in range(3):
             end(door, 0.2, f"r{idx}")
-        assert refusal(door, Load(num_running=1, num_rows_free=7), SECOND // 5) is None
+        assert refusal(door, make_load(num_running=1, num_rows_free=7), SECOND // 5) is None
 
     def test_a_prompt_that_takes_longer_than_the_target_by_itself_is_judged_by_its_wait(self):
         door = make_door(slo_ttft_ns=SECOND // 4, kv_headroom=0)
         step(door, 0, waits_for=WaitReason.TOKENS, num_waiting=1, num_tokens=128)
-        load = Load(num_running=1, num_waiting=1, num_rows_free=7)
+        load = make_load(num_running=1, num_waiting=1, num_rows_free=7)
         assert refusal(door, load, num_token_ids=1000) is None  # 0.42 s
         enter(door, "ahead", num_prompt=300)
         assert refusal(door, load, num_token_ids=1000) is not None
@@ -218,20 +224,22 @@ class TestQueueDelay:
     def test_who_comes_back_as_told_may_use_the_room_that_others_must_leave(self):
         door = make_door(slo_ttft_ns=2 * SECOND)
         now_ns = busy(door, rate=4.0)
-        refused = refusal(door, Load(8, 20, 0), now_ns, claim=b"a")
+        refused = refusal(door, make_load(8, 20, 0), now_ns, claim=b"a")
         assert refused is not None
         later_ns = now_ns + int((refused.retry_after_s or 0) * SECOND)
         for idx in range(1, 100):
             step(door, 10 + idx / 20, num_waiting=4, waits_for=WaitReason.ROWS)
             if idx % 5 == 0:
                 end(door, 10 + idx / 20)
-        nearly_full = Load(8, 3, 0)  # 1.05 s expected: with the margin of 1.5 within 2 s, with the room for others as well not
+        nearly_full = make_load(
+            8, 3, 0
+        )  # 1.05 s expected: with the margin of 1.5 within 2 s, with the room for others as well not
         assert refusal(door, nearly_full, later_ns, claim=b"b") is not None
         assert refusal(door, nearly_full, later_ns, claim=b"a") is None
 
 
 class TestKvHeadroom:
-    SMALL_RUN = Load(num_running=5, num_rows_free=3, num_blocks_free=70)
+    SMALL_RUN = make_load(num_running=5, num_rows_free=3, num_blocks_free=70)
     LARGE: ClassVar = {"num_token_ids": 1000, "max_new_tokens": 16}
 
     def test_predicted_lengths_count_and_not_max_tokens(self):
@@ -240,11 +248,11 @@ class TestKvHeadroom:
             end(door, 1, num_generated=6)
         for idx in range(60):  # a block each
             enter(door, f"r{idx}", max_new_tokens=1000)
-        load = Load(num_running=60, num_rows_free=40, num_blocks_free=40)
+        load = make_load(num_running=60, num_rows_free=40, num_blocks_free=40)
         assert refusal(door, load, max_new_tokens=1000) is None
         for idx in range(60, 90):
             enter(door, f"r{idx}", max_new_tokens=1000)
-        load = Load(num_running=90, num_rows_free=10, num_blocks_free=40)
+        load = make_load(num_running=90, num_rows_free=10, num_blocks_free=40)
         refused = refusal(door, load, max_new_tokens=1000)
         assert refused is not None
         assert refused.reason is RejectReason.KV_HEADROOM
@@ -254,14 +262,14 @@ class TestKvHeadroom:
         door = make_door(kv_headroom=0.2)
         for idx in range(200):
             enter(door, f"r{idx}", max_new_tokens=6)
-        assert refusal(door, Load(num_running=8, num_waiting=192, num_rows_free=0, num_blocks_free=90)) is None
+        assert refusal(door, make_load(num_running=8, num_waiting=192, num_rows_free=0, num_blocks_free=90)) is None
 
     def test_what_is_held_counts_where_answers_are_longer_than_predicted(self):
-        assert refusal(make_door(kv_headroom=0.2), Load(num_running=2, num_rows_free=6, num_blocks_free=5)) is not None
+        assert refusal(make_door(kv_headroom=0.2), make_load(num_running=2, num_rows_free=6, num_blocks_free=5)) is not None
 
     def test_ended_requests_are_forgotten(self):
         door = make_door(kv_headroom=0.2)
-        load = Load(num_running=1, num_rows_free=7)
+        load = make_load(num_running=1, num_rows_free=7)
         for idx in range(90):
             enter(door, f"r{idx}", num_prompt=100)
             end(door, 1, f"r{idx}", num_prompt_tokens=100)
@@ -271,7 +279,7 @@ class TestKvHeadroom:
         """That it is too long is said once its tokens are counted, and is not the load's fault."""
         capacity = Capacity(num_blocks=1001, block_size=16, max_rows=8, max_step_tokens=128, max_model_len=1024)
         door = Admission(AdmissionLimits(kv_headroom=0.2), capacity)
-        load = Load(num_running=2, num_rows_free=6, num_blocks_total=1000, num_blocks_free=900)
+        load = make_load(num_running=2, num_rows_free=6, num_blocks_total=1000, num_blocks_free=900)
         assert refusal(door, load, num_token_ids=0, num_chars=10**6) is None
 
     def test_the_announced_time_is_that_of_as_many_ends_as_free_what_lacks(self):
@@ -297,7 +305,7 @@ class TestKvHeadroom:
         assert told is not None
         due_ns += int(told.retry_after_s * SECOND) + 1
         assert refusal(door, self.SMALL_RUN, due_ns - SECOND, claim=b"small") is not None  # from the second time on, at once
-        drained = Load(num_running=3, num_rows_free=5, num_blocks_free=82)
+        drained = make_load(num_running=3, num_rows_free=5, num_blocks_free=82)
         assert refusal(door, drained, due_ns, claim=b"large", **self.LARGE) is None
         assert refusal(door, self.SMALL_RUN, due_ns, claim=b"small") is None
 
@@ -311,29 +319,29 @@ class TestKvHeadroom:
         assert refusal(door, self.SMALL_RUN, now_ns + 4 * SECOND, claim=b"small") is None
 
     def test_it_can_be_turned_off(self):
-        assert refusal(make_door(kv_headroom=0), Load(num_running=2, num_rows_free=6, num_blocks_free=0)) is None
+        assert refusal(make_door(kv_headroom=0), make_load(num_running=2, num_rows_free=6, num_blocks_free=0)) is None
 
 
 class TestDeadlines:
     def test_what_has_no_chance_is_refused_at_once_and_for_good(self):
         door = make_door()
         now_ns = busy(door, rate=4.0)
-        refused = refusal(door, Load(8, 20, 0), now_ns, deadline_ns=now_ns + SECOND)
+        refused = refusal(door, make_load(8, 20, 0), now_ns, deadline_ns=now_ns + SECOND)
         assert refused is not None
         assert refused.reason is RejectReason.DEADLINE
         assert refused.retry_after_s is None
         assert "1000 ms are left" in refused.detail
-        assert refusal(door, Load(8, 20, 0), now_ns, deadline_ns=now_ns + 10 * SECOND) is None
+        assert refusal(door, make_load(8, 20, 0), now_ns, deadline_ns=now_ns + 10 * SECOND) is None
 
     def test_an_answer_of_known_length_needs_its_steps(self):
         door = make_door()
         for idx in range(20):
             step(door, idx / 20)
-        assert refusal(door, Load(1, 0, 7), SECOND, deadline_ns=2 * SECOND, min_new_tokens=100) is not None
-        assert refusal(door, Load(1, 0, 7), SECOND, deadline_ns=2 * SECOND, max_new_tokens=100) is None
+        assert refusal(door, make_load(1, 0, 7), SECOND, deadline_ns=2 * SECOND, min_new_tokens=100) is not None
+        assert refusal(door, make_load(1, 0, 7), SECOND, deadline_ns=2 * SECOND, max_new_tokens=100) is None
 
     def test_a_deadline_that_has_passed_is_refused_on_an_idle_server_too(self):
-        assert refusal(make_door(), Load(), 5, deadline_ns=5) is not None
+        assert refusal(make_door(), make_load(), 5, deadline_ns=5) is not None
 
     @pytest.mark.parametrize(
         ("field", "reason"),
@@ -345,19 +353,19 @@ class TestDeadlines:
     def test_the_limits_of_the_wait_and_of_the_first_token_are_checked_too(self, field, reason):
         door = make_door()
         now_ns = busy(door, rate=4.0)
-        refused = refusal(door, Load(8, 20, 0), now_ns, **{field: now_ns + SECOND})
+        refused = refusal(door, make_load(8, 20, 0), now_ns, **{field: now_ns + SECOND})
         assert refused is not None
         assert refused.reason is reason
 
 
 def test_a_tenants_calls_on_their_way_in_count_too():
     door = make_door(tenant_max_concurrent=2, tenant_tokens_per_minute=1000)
-    place = door.decide(Ask(num_token_ids=10, num_requests=2), Load(), 0)
-    refused = refusal(door, Load(num_running=1, num_rows_free=7))
+    place = door.decide(Ask(num_token_ids=10, num_requests=2), make_load(), 0)
+    refused = refusal(door, make_load(num_running=1, num_rows_free=7))
     assert refused is not None
     assert refused.reason is RejectReason.TENANT_CONCURRENCY
     door.leave(place)
-    assert refusal(door, Load(num_running=1, num_rows_free=7)) is None
+    assert refusal(door, make_load(num_running=1, num_rows_free=7)) is None
 
 
 class TestExpectations:
@@ -366,25 +374,25 @@ class TestExpectations:
         for _ in range(300):
             end(door, 1, num_generated=40)
             end(door, 1, num_generated=1, finish_reason=FinishReason.ABORT)
-        assert door.decide(Ask(max_new_tokens=500), Load(), 0).view.num_new_tokens == 40
-        assert door.decide(Ask(max_new_tokens=7), Load(), 0).view.num_new_tokens == 7
-        assert door.decide(Ask(max_new_tokens=500, min_new_tokens=90), Load(), 0).view.num_new_tokens == 90
+        assert door.decide(Ask(max_new_tokens=500), make_load(), 0).view.num_new_tokens == 40
+        assert door.decide(Ask(max_new_tokens=7), make_load(), 0).view.num_new_tokens == 7
+        assert door.decide(Ask(max_new_tokens=500, min_new_tokens=90), make_load(), 0).view.num_new_tokens == 90
 
     def test_the_tokens_of_a_text_are_learned(self):
         door = make_door()
         for _ in range(200):
-            place = door.decide(Ask(num_chars=100), Load(), 0)
+            place = door.decide(Ask(num_chars=100), make_load(), 0)
             door.enter(place, [make_request("a", 50)], 0)
             door.leave(place)
             end(door, 0, "a")
-        assert door.decide(Ask(num_chars=1000), Load(), 0).view.num_prompt_tokens == pytest.approx(500, rel=0.05)
+        assert door.decide(Ask(num_chars=1000), make_load(), 0).view.num_prompt_tokens == pytest.approx(500, rel=0.05)
 
     def test_the_margin_grows_with_those_who_come_later_than_expected(self):
         door = make_door(slo_ttft_ns=2 * SECOND)
         now_ns = busy(door, rate=4.0)
         before = door.margin.factor
         for idx in range(3):
-            place = door.decide(Ask(num_token_ids=10), Load(8, 2, 0), now_ns)
+            place = door.decide(Ask(num_token_ids=10), make_load(8, 2, 0), now_ns)
             request = make_request(f"r{idx}", 10, arrival_ns=now_ns)
             door.enter(place, [request], now_ns)
             door.leave(place)

@@ -7,7 +7,6 @@ from penstock.sched.admission.door import (
     MIN_RETRY_AFTER_S,
     RESTART_RETRY_AFTER_S,
     Admission,
-    Load,
     Place,
 )
 from penstock.sched.admission.limits import DEFAULT_KV_HEADROOM, AdmissionLimits
@@ -21,6 +20,5 @@ __all__ = [
     "Admission",
     "AdmissionLimits",
     "Ask",
-    "Load",
     "Place",
 ]

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from penstock.sched.admission.ask import Ask
 from penstock.sched.admission.backlog import Backlog, Entry
@@ -44,7 +43,7 @@ from penstock.sched.admission.tenants import Account, Tenants
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.plan import Capacity
 from penstock.types.request import FinishReason, Request
-from penstock.types.stats import RequestStats, StepStats, WaitReason
+from penstock.types.stats import EngineLoad, RequestStats, StepStats, WaitReason
 
 MIN_RETRY_AFTER_S = 1.0
 MAX_RETRY_AFTER_S = 600.0
@@ -61,23 +60,6 @@ _KEEPS_PLACES = (RejectReason.QUEUE_FULL, RejectReason.QUEUE_DELAY, RejectReason
 """Reasons that pass by themselves for everyone alike."""
 _NEEDS_END = (WaitReason.ROWS, WaitReason.MEMORY, WaitReason.GATE)
 """What only the end of a running request gives to those who wait; the rows that are free are of no use to them."""
-
-
-class Load(Protocol):
-    """How busy the engine is. Counts of requests and blocks."""
-
-    @property
-    def num_running(self) -> int: ...
-    @property
-    def num_waiting(self) -> int: ...
-    @property
-    def num_rows_free(self) -> int: ...
-    @property
-    def num_blocks_total(self) -> int: ...
-    @property
-    def num_blocks_free(self) -> int: ...
-    @property
-    def num_blocks_cached(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +113,7 @@ class Admission:
 
     # For the event loop.
 
-    def decide(self, ask: Ask, load: Load, now_ns: int, *, refuses_with: RejectReason | None = None) -> Place:
+    def decide(self, ask: Ask, load: EngineLoad, now_ns: int, *, refuses_with: RejectReason | None = None) -> Place:
         """Let a call in: it holds places until `leave`. Raises `Rejected`.
 
         A call joins if its first request may; the others come with it, so one call exceeds a bound by n - 1 at most.
@@ -218,7 +200,7 @@ class Admission:
 
     # What is expected.
 
-    def _view(self, ask: Ask, load: Load, now_ns: int, *, is_expected: bool) -> DoorView:
+    def _view(self, ask: Ask, load: EngineLoad, now_ns: int, *, is_expected: bool) -> DoorView:
         # What is longer is no matter of load: it is refused, or cut, once its tokens are counted.
         most = ask.num_requests * self._max_model_len
         num_prompt_tokens = min(ask.num_token_ids + self.lengths.prompt_tokens(ask.num_chars), most)
@@ -249,7 +231,7 @@ class Admission:
             num_blocks_total=load.num_blocks_total,
         )
 
-    def _expect_ns(self, ask: Ask, load: Load, now_ns: int, num_kept: int) -> int:
+    def _expect_ns(self, ask: Ask, load: EngineLoad, now_ns: int, num_kept: int) -> int:
         """Expected time until a call that comes now, after `num_kept` others, begins to be computed, and one step."""
         num_waiting, num_prefill_tokens = load.num_waiting, self._num_prefill_tokens
         if self._reads_priority:
@@ -267,7 +249,7 @@ class Admission:
         prompts_ns = self.pace.prefill_ns(num_prefill_tokens)
         return max(turn_ns, prompts_ns) + (self.pace.step_ns if load.num_running else 0)
 
-    def _ns_per_request(self, load: Load, now_ns: int) -> int | None:
+    def _ns_per_request(self, load: EngineLoad, now_ns: int) -> int | None:
         """Time from one end to the next: as measured, and as those that run would end by the usual length and pace."""
         num_running = max(1, load.num_running)
         forecast_ns = self.lengths.new_tokens(1, None) * self.pace.step_ns / num_running
@@ -278,13 +260,12 @@ class Admission:
         """Of all that were let in and have no first token."""
         return self._backlog.num_prefill_tokens + self._num_entering_tokens
 
-    def _num_blocks_demanded(self, load: Load) -> int:
+    def _num_blocks_demanded(self, load: EngineLoad) -> int:
         """At the predicted lengths, by those who run and those who wait and have a row; or held already, if that is more."""
         num_rows = load.num_running + load.num_rows_free
         num_requests = len(self._backlog)
         share = min(1.0, num_rows / num_requests) if num_requests else 1.0
-        num_held = load.num_blocks_total - load.num_blocks_free - load.num_blocks_cached
-        return max(int(share * self._backlog.num_blocks), num_held)
+        return max(int(share * self._backlog.num_blocks), load.num_blocks_held)
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
