@@ -90,11 +90,19 @@ class Crowd:
     def _now_s(self) -> float:
         return time.perf_counter() - self._begun_s
 
+    @property
+    def _is_full(self) -> bool:
+        return 0 < self._closed <= self._num_open
+
     def _wait_s(self) -> float:
-        return max(0.0, min(_MAX_WAIT_S, self._waiting[0][0] - self._now_s())) if self._waiting else _MAX_WAIT_S
+        """Until the next one calls. Those who are due and may not call yet are no reason to look again at once: that would
+        take a core from the server."""
+        if not self._waiting or self._is_full:
+            return _MAX_WAIT_S
+        return max(0.0, min(_MAX_WAIT_S, self._waiting[0][0] - self._now_s()))
 
     def _call_those_due(self) -> None:
-        while self._waiting and self._waiting[0][0] <= self._now_s() and not 0 < self._closed <= self._num_open:
+        while self._waiting and self._waiting[0][0] <= self._now_s() and not self._is_full:
             client = heapq.heappop(self._waiting)[2]
             exchange = Exchange(self._address, request_bytes(self._url, self._model, client.job))
             client.called_s = self._now_s()

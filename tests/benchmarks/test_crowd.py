@@ -3,6 +3,7 @@
 import argparse
 import json
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -35,19 +36,25 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
+        time.sleep(self.server.thinks_s)
         self.wfile.write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(EVENT), EVENT))
 
 
 @pytest.fixture
-def address():
+def server():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.known = set()
+    server.known, server.thinks_s = set(), 0.0
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
-    yield server.server_address
+    yield server
     server.shutdown()
     thread.join()
     server.server_close()
+
+
+@pytest.fixture
+def address(server):
+    return server.server_address
 
 
 def run(address, *, returns: bool) -> tuple[list[Client], float]:
@@ -71,6 +78,18 @@ def test_who_does_not_return_is_not_served(address):
     assert [client.status for client in clients] == [429] * 6
     assert all(client.first_token_s is None for client in clients)
     assert seconds < 10
+
+
+def test_a_closed_loop_leaves_the_cores_to_the_server_while_it_waits(server):
+    server.thinks_s = 0.2
+    clients = [Client(job, 0.0) for job in own_jobs([Job("hello", 1, 1)], 4)]
+    server.known.update(client.job.prompt for client in clients)
+    crowd = Crowd("http://127.0.0.1", server.server_address, "m", returns=False, closed=1)
+    cpu_s = time.thread_time()
+    seconds = crowd.run(clients, until_s=20.0)
+    assert [client.status for client in clients] == [200] * 4
+    assert seconds > 0.8
+    assert time.thread_time() - cpu_s < 0.05
 
 
 def test_the_prompts_are_all_different():
