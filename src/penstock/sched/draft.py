@@ -1,5 +1,5 @@
 """A step in the making: owns the rows, admissions and counters of one step until the plan is built, and what its commit did.
-Written by the scheduler alone; decides nothing.
+Written by the scheduler and by who admits for it; decides nothing.
 """
 
 from __future__ import annotations
@@ -94,11 +94,25 @@ class StepDraft:
             return 0
         return min(num_behind, room)
 
-    def add_row(self, row: RowPlan) -> None:
+    def admit(self, request: Request, block_ids: tuple[int, ...]) -> None:
+        """Tell the executor of the request in full; what has KV in its blocks is `num_computed_tokens`."""
+        token_ids = (*request.prompt_token_ids, *request.output_token_ids)
+        num_prompt, num_computed = request.num_prompt_tokens, request.num_computed_tokens
+        row = AdmitRow(request.request_id, token_ids, num_prompt, block_ids, num_computed, request.sampling)
+        self.admits[request.request_id] = row
+
+    def add_row(self, request: Request, query_len: int, new_block_ids: tuple[int, ...] = ()) -> None:
+        """Plan the request's next `query_len` tokens."""
+        context_len = request.num_computed_tokens
+        samples = context_len + query_len == request.num_tokens
+        row = RowPlan(request.request_id, context_len, query_len, new_block_ids, samples)
         self.rows.append(row)
-        self.num_tokens += row.query_len
-        if row.query_len > 1:
+        self.num_tokens += query_len
+        if query_len > 1:
             self.num_prefill_pairs += num_pairs(row)
+        if request.max_computed_tokens:
+            self.num_recomputed_tokens += num_recomputed(request, row)
+        request.num_inflight_tokens = query_len
 
     def add_padding(self, num_tokens: int) -> None:
         self.num_tokens += num_tokens

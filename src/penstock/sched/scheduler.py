@@ -9,7 +9,7 @@ Side effects have an order:
 
     schedule   1. gate: how many may join, or who is called to a batch
                2. extend the running: decodes, then prefills; preempt where memory is short
-               3. per waiting request, while row, tokens and memory last: look up its prefix, admit
+               3. per waiting request, while row, tokens and memory last: look up its prefix, admit (`joining.py`)
                4. extend the prefills that were put off, where the budget lets others pass long ones
                5. build the plan
     commit     1. advance num_computed_tokens
@@ -31,33 +31,23 @@ all other rows of the plan.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from penstock.kv.invariants import check as check_kv
-from penstock.kv.manager import KVManager, PrefixHit
-from penstock.sched.draft import StepCounts, StepDraft, StepOutcome, num_recomputed
+from penstock.kv.manager import KVManager
+from penstock.sched.draft import StepCounts, StepDraft, StepOutcome
 from penstock.sched.fit import max_total_tokens, refusal
+from penstock.sched.joining import Joining
 from penstock.sched.padding import Padding
-from penstock.sched.policies.base import (
-    BudgetView,
-    GateDecision,
-    GateView,
-    Policies,
-    StepLimits,
-    StepRecord,
-)
-from penstock.sched.preemption import victim_view
+from penstock.sched.policies.base import BudgetView, Policies, StepLimits, StepRecord
 from penstock.sched.queues import WaitingQueue
-from penstock.sched.room import Room
+from penstock.sched.running import Running
 from penstock.types.errors import Rejected
 from penstock.types.events import TokenEvent
-from penstock.types.plan import AdmitRow, Capacity, RowPlan, StepPlan
+from penstock.types.plan import Capacity, RowPlan, StepPlan
 from penstock.types.request import FinishReason, Request, RequestStatus
 from penstock.types.result import StepResult
-from penstock.types.stats import WaitReason
-
-CLOSED = GateDecision(max_admissions=0)
 
 
 class Scheduler:
@@ -68,26 +58,24 @@ class Scheduler:
         self.kv = KVManager(capacity.num_blocks, capacity.block_size, enable_prefix_caching=enable_prefix_caching)
         self.counts = StepCounts()
         """Of the last step that was scheduled."""
-        self.wakeup_ns: int | None = None
-        """When the gate wants to be asked again."""
         self._policies = policies
-        self._max_rows = policies.gate.max_running(capacity)
         self._waiting = WaitingQueue(policies.order, policies.gate.bucket_of)
-        self._running: dict[str, Request] = {}
-        """In the order of admission."""
-        self._room = Room(self.kv, policies.reserve)
-        self._releases: list[str] = []
-        """Requests that the executor has yet to forget."""
-        self._padding = Padding(capacity, self._releases.append)
+        self._running = Running(self.kv, policies, self._waiting, policies.gate.max_running(capacity))
+        self._padding = Padding(capacity, self._running.releases.append)
+        self._joining = Joining(self.kv, policies, self._waiting, self._running, self._padding)
         self._num_steps = 0
         self._last_step: StepRecord | None = None
         self._last_commit_ns = 0
-        self._prefill_ns_per_token = 0.0
 
     @property
     def max_rows(self) -> int:
         """How many may run at once."""
-        return self._max_rows
+        return self._running.max_rows
+
+    @property
+    def wakeup_ns(self) -> int | None:
+        """When the gate wants to be asked again."""
+        return self._joining.wakeup_ns
 
     @property
     def num_running(self) -> int:
@@ -100,7 +88,7 @@ class Scheduler:
     @property
     def running(self) -> Mapping[str, Request]:
         """In the order of admission."""
-        return self._running
+        return self._running.requests
 
     def add(self, request: Request, now_ns: int) -> Rejected | None:
         """Queue a request, or say why it can never be served."""
@@ -114,7 +102,7 @@ class Scheduler:
     def end(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Take a waiting or running request out and its blocks back, whatever it was doing."""
         if request.status is RequestStatus.RUNNING:
-            self._leave(request)
+            self._running.leave(request)
         else:
             self._waiting.remove(request)
         if self._padding.is_active:
@@ -132,43 +120,22 @@ class Scheduler:
             prediction = self._policies.predictor.predict(request)
             request.predicted_new_tokens = None if prediction is None else prediction.num_tokens
 
-    def _leave(self, request: Request) -> None:
-        """A running request stops running; the executor will be told to forget it."""
-        del self._running[request.request_id]
-        self._room.leave(request)
-        self._releases.append(request.request_id)
-
     # schedule
 
     def schedule(self, now_ns: int) -> StepPlan | None:
         """The next step; None if there is nothing to compute."""
         if self._padding.is_active and not self._running and not self._waiting.num_joining:
             self._padding.stop()
-        decision = self._ask_gate(now_ns)
+        decision = self._joining.ask_gate(now_ns)
         draft = StepDraft(StepLimits(self.capacity.max_step_tokens))
         if self._padding.is_active:
             draft.add_padding(self._padding.begin())
         late = self._extend_running(draft)
         if draft.num_preemptions == 0:
-            self._admit_waiting(draft, decision, now_ns)
+            self._joining.admit(draft, decision, now_ns)
         self._extend_late(draft, late)
-        draft.waits_for = self._waits_for(draft)
+        draft.waits_for = self._joining.waits_for(draft)
         return self._build(draft, now_ns) if draft.rows or draft.padding_rows else None
-
-    def _ask_gate(self, now_ns: int) -> GateDecision:
-        buckets = self._waiting.views()
-        if not buckets:
-            self.wakeup_ns = None
-            return CLOSED
-        view = GateView(now_ns, len(self._running), self._waiting.num_joining, self._max_rows, buckets)
-        decision = self._policies.gate.decide(view)
-        self.wakeup_ns = decision.wakeup_ns
-        if not decision.is_batch or decision.max_admissions < 1:
-            return decision
-        assert view.num_running + view.num_joining == 0, "a batch begins while another runs"
-        batch = self._waiting.call(decision.bucket, decision.max_admissions, now_ns)
-        self._padding.start(batch, decision.pad_to_tokens)
-        return CLOSED
 
     def _extend_running(self, draft: StepDraft) -> list[Request]:
         """Rows for the running requests: every decode, then prefills while tokens last, each in order of admission.
@@ -177,7 +144,7 @@ class Scheduler:
         """
         prefills: list[Request] = []
         add_row, num_slots, num_short_cuts = draft.rows.append, self.kv.num_slots, 0
-        for request in tuple(self._running.values()):
+        for request in tuple(self._running.requests.values()):
             request_id, context_len = request.request_id, request.num_computed_tokens
             if request.num_tokens - context_len > 1:
                 prefills.append(request)
@@ -216,7 +183,7 @@ class Scheduler:
         late = [request for request in prefills if draft.is_long(request.num_tokens - request.num_cached_tokens)]
         if late:
             draft.num_long_prefills = len(late)
-            draft.num_promised_blocks = sum(map(self._room.missing_blocks, late))
+            draft.num_promised_blocks = sum(map(self._running.room.missing_blocks, late))
             draft.num_kept_tokens = min(draft.limits.long_prefill_share, draft.tokens_left)
         return late
 
@@ -238,167 +205,40 @@ class Scheduler:
         if query_len > 0:
             self._extend(draft, request, query_len)
         if request.status is RequestStatus.RUNNING:
-            draft.num_promised_blocks += self._room.missing_blocks(request)
+            draft.num_promised_blocks += self._running.room.missing_blocks(request)
             draft.num_long_prefills += draft.is_long(num_behind)
 
     def _extend(self, draft: StepDraft, request: Request, query_len: int) -> None:
         """Plan a row for a running request; preempts others, or the request itself, until its blocks are found."""
         if request.status is not RequestStatus.RUNNING:
             return  # a victim of this step
-        context_len = request.num_computed_tokens
+        running, context_len = self._running, request.num_computed_tokens
         num_copies = self.kv.num_pending_copies
         while (blocks := self.kv.extend(request.request_id, context_len, context_len + query_len)) is None:
             assert not draft.num_admitted, "a step must not both admit and preempt"
-            victim = self._choose_victim(self._may_lose(), self._room.lacking_blocks(request, query_len))
-            self._preempt(draft, victim)
+            victim = running.choose_victim(running.may_lose(), running.room.lacking_blocks(request, query_len))
+            running.preempt(draft, victim)
             if victim is request:
                 return
         if self.kv.num_pending_copies != num_copies:
             self._send_again(draft, request)
             blocks = ()
-        self._add_row(draft, request, query_len, blocks)
-
-    def _add_row(self, draft: StepDraft, request: Request, query_len: int, new_block_ids: tuple[int, ...]) -> None:
-        context_len = request.num_computed_tokens
-        samples = context_len + query_len == request.num_tokens
-        row = RowPlan(request.request_id, context_len, query_len, new_block_ids, samples)
-        draft.add_row(row)
-        if request.max_computed_tokens:
-            draft.num_recomputed_tokens += num_recomputed(request, row)
-        request.num_inflight_tokens = query_len
-
-    def _may_lose(self) -> Sequence[Request]:
-        """Who may be preempted for another that runs: all but the most senior, unless it is alone."""
-        running = list(self._running.values())
-        if len(running) > 1:
-            reads_priority = self._policies.order.reads_priority
-            running.remove(min(running, key=lambda request: (reads_priority and request.priority, request.arrival_ns)))
-        return running
-
-    def _choose_victim(self, running: Collection[Request], num_needed_blocks: int) -> Request:
-        view = victim_view(running, self.kv, num_needed_blocks, self._prefill_ns_per_token)
-        return self._policies.victim.choose(view).request
-
-    def _preempt(self, draft: StepDraft, victim: Request) -> None:
-        draft.take_back(victim)
-        draft.num_preemptions += 1
-        self._leave(victim)
-        self.kv.suspend(victim.request_id)
-        victim.status = RequestStatus.PREEMPTED
-        victim.max_computed_tokens = max(victim.max_computed_tokens, victim.num_computed_tokens)
-        victim.num_computed_tokens = victim.num_inflight_tokens = 0
-        victim.num_preemptions += 1
-        self._waiting.push_preempted(victim)
+        draft.add_row(request, query_len, blocks)
 
     def _send_again(self, draft: StepDraft, request: Request) -> None:
         """The executor's copy of the block table is out of date: it forgets the row and gets it in full."""
-        self._releases.append(request.request_id)
-        table = self.kv.block_table(request.request_id)
-        draft.admits[request.request_id] = _admit_row(request, table, request.num_computed_tokens)
-
-    def _admit_waiting(self, draft: StepDraft, decision: GateDecision, now_ns: int) -> None:
-        """Those who join anyway, then as many as the gate lets in; these first if the order says so."""
-        max_admissions = decision.max_admissions
-        may_pause = self._policies.order.is_preemptive and not self._padding.is_active
-        pauser: Request | None = None
-        while draft.tokens_left > 0 and (may_pause or len(self._running) < self._max_rows):
-            fresh = self._waiting.peek(now_ns, decision.bucket) if max_admissions > 0 else None
-            request = self._next_waiting(fresh, draft, now_ns) if pauser is None else pauser
-            pauser = None
-            if request is None:
-                return
-            hit = self.kv.lookup_prefix(request)
-            num_behind = request.num_tokens - hit.num_tokens
-            if draft.is_long(num_behind) and not draft.takes_long and request.status is RequestStatus.WAITING:
-                self._waiting.hold_back(request, now_ns)
-                max_admissions -= request is fresh
-                continue
-            if self._padding.is_active and not self._padding.pad_prompt(request, draft):
-                draft.waits_for = WaitReason.TOKENS
-                return
-            query_len = draft.chunk(num_behind)
-            if query_len == 0:
-                draft.waits_for = WaitReason.TOKENS
-                return
-            if not self._has_room_for(request, hit, query_len, draft):
-                if may_pause and self._pause_for(request, hit, query_len, draft, now_ns):
-                    pauser = request  # goes on before its victim; what it finds in the prefix cache may have changed
-                    continue
-                return  # whoever comes next must not overtake
-            self._admit(draft, request, hit, query_len, now_ns)
-            draft.num_long_prefills += draft.is_long(num_behind)
-            max_admissions -= request is fresh
-
-    def _next_waiting(self, fresh: Request | None, draft: StepDraft, now_ns: int) -> Request | None:
-        """Who is next: of those who join anyway, or `fresh`, whom the gate lets in."""
-        joining = self._waiting.peek_joining(now_ns, with_held=draft.takes_long)
-        if joining is None or (fresh is not None and self._policies.order.outranks(fresh, joining, now_ns)):
-            return fresh
-        return joining
-
-    def _has_room_for(self, request: Request, hit: PrefixHit, query_len: int, draft: StepDraft) -> bool:
-        if len(self._running) >= self._max_rows:
-            return False
-        if self._room.is_enough(request, hit, query_len, self._running, draft.num_promised_blocks):
-            return True
-        draft.waits_for = WaitReason.MEMORY
-        return False
-
-    def _pause_for(self, request: Request, hit: PrefixHit, query_len: int, draft: StepDraft, now_ns: int) -> bool:
-        """Preempt one of those whom the first who waits may pause. False if it could not be admitted without all of them."""
-        pauses = self._policies.order.pauses
-        lower = [
-            other
-            for other in self._running.values()
-            if pauses(request, other, now_ns) and other.request_id not in draft.admits  # the executor has not heard of these
-        ]
-        num_promised = draft.num_promised_blocks
-        if not lower or not self._room.is_enough(request, hit, query_len, self._running, num_promised, without=lower):
-            return False
-        victim = self._choose_victim(lower, self._room.lacking_blocks(request, query_len))
-        draft.num_promised_blocks -= self._room.missing_blocks(victim)
-        draft.waits_for = WaitReason.NOTHING
-        self._preempt(draft, victim)
-        return True
-
-    def _waits_for(self, draft: StepDraft) -> WaitReason:
-        """What whoever waits after the admissions lacks."""
-        if not len(self._waiting):
-            return WaitReason.NOTHING
-        if draft.waits_for is WaitReason.MEMORY or (draft.num_preemptions and not draft.num_admitted):
-            return WaitReason.MEMORY
-        if len(self._running) >= self._max_rows:
-            return WaitReason.ROWS
-        is_short_of_tokens = draft.tokens_left == 0 or draft.waits_for is WaitReason.TOKENS or self._waiting.num_held_back
-        return WaitReason.TOKENS if is_short_of_tokens else WaitReason.GATE
-
-    def _admit(self, draft: StepDraft, request: Request, hit: PrefixHit, query_len: int, now_ns: int) -> None:
-        self._waiting.remove(request)
-        self._running[request.request_id] = request
-        self._room.join(request)
-        request.status = RequestStatus.RUNNING
-        request.num_computed_tokens = hit.num_tokens
-        self._policies.order.admitted(request)
-        if request.first_scheduled_ns is None:
-            request.first_scheduled_ns = now_ns
-            request.num_cached_tokens = hit.num_tokens
-        table = self.kv.allocate(request, hit, hit.num_tokens + query_len)
-        draft.admits[request.request_id] = _admit_row(request, table, hit.num_tokens)
-        self._add_row(draft, request, query_len, ())
-        draft.num_promised_blocks += self._room.missing_blocks(request)
-        draft.num_admitted += 1
-        draft.num_prefix_query_tokens += request.num_tokens
-        draft.num_prefix_hit_tokens += hit.num_tokens
+        self._running.releases.append(request.request_id)
+        draft.admit(request, self.kv.block_table(request.request_id))
 
     def _build(self, draft: StepDraft, now_ns: int) -> StepPlan:
         rows = tuple(draft.rows)
-        self._policies.order.served(rows, self._running, self._last_step)
+        self._policies.order.served(rows, self._running.requests, self._last_step)
         if self._padding.is_active:
             self._padding.add_tails(draft)
             rows += tuple(draft.padding_rows)
-        plan = StepPlan(self._num_steps, now_ns, tuple(draft.admits.values()), rows, tuple(self._releases))
+        plan = StepPlan(self._num_steps, now_ns, tuple(draft.admits.values()), rows, tuple(self._running.releases))
         self._num_steps += 1
-        self._releases.clear()
+        self._running.releases.clear()
         self.counts = draft.counts()
         return plan
 
@@ -411,7 +251,7 @@ class Scheduler:
         samples has not got its one token.
         """
         self._record(plan, now_ns)
-        block_size, running = self.capacity.block_size, self._running
+        block_size, running = self.capacity.block_size, self._running.requests
         tokens, logprobs, failures = result.token_ids, result.logprobs, result.failures
         outcome = StepOutcome()
         add_event = outcome.events.append
@@ -462,27 +302,10 @@ class Scheduler:
         self._last_step = StepRecord(counts.num_decodes, num_prefill_tokens, duration_ns, counts.num_prefill_pairs)
         self._last_commit_ns = now_ns
         if not counts.num_decodes and num_prefill_tokens:
-            self._prefill_ns_per_token = duration_ns / num_prefill_tokens
+            self._running.prefill_ns_per_token = duration_ns / num_prefill_tokens
 
     def check(self) -> None:
         """Verify the laws of memory and of the queues. Raises AssertionError. O(blocks + requests)."""
         check_kv(self.kv)
-        assert len(self._running) <= self._max_rows, "more requests run than rows exist"
-        self._padding.check(len(self._running) + self._waiting.num_joining, self._max_rows)
-        tables = self.kv.tables()
-        for request_id, request in self._running.items():
-            assert request.status is RequestStatus.RUNNING, f"{request_id!r} runs and is {request.status.name}"
-            num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
-            assert request.num_tokens == num_tokens, f"{request_id!r} has {num_tokens} tokens and counts {request.num_tokens}"
-            assert 0 <= request.num_computed_tokens < num_tokens, f"{request_id!r} has nothing left to compute"
-            num_held = len(tables[request_id].block_ids) * self.kv.block_size
-            assert request.num_computed_tokens + request.num_inflight_tokens <= num_held, f"{request_id!r} lacks blocks"
-        final, noted = sum(map(self._room.final_blocks, self._running.values())), self._room.num_final_blocks
-        assert final == noted, f"the running can grow to {final} blocks, {noted} are noted"
-        holders = {request_id for request_id, table in tables.items() if table.block_ids}
-        assert holders <= self._running.keys(), f"{holders - self._running.keys()} hold blocks and do not run"
-
-
-def _admit_row(request: Request, block_ids: tuple[int, ...], num_computed_tokens: int) -> AdmitRow:
-    token_ids = (*request.prompt_token_ids, *request.output_token_ids)
-    return AdmitRow(request.request_id, token_ids, request.num_prompt_tokens, block_ids, num_computed_tokens, request.sampling)
+        self._running.check()
+        self._padding.check(len(self._running) + self._waiting.num_joining, self.max_rows)

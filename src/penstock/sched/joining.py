@@ -1,0 +1,139 @@
+"""Who joins: decides which of those who wait run from this step on. Called by the scheduler once per step; takes nothing from
+those who run, unless the order lets a higher class pause a lower one.
+"""
+
+from __future__ import annotations
+
+from penstock.kv.manager import KVManager, PrefixHit
+from penstock.sched.draft import StepDraft
+from penstock.sched.padding import Padding
+from penstock.sched.policies.base import GateDecision, GateView, Policies
+from penstock.sched.queues import WaitingQueue
+from penstock.sched.running import Running
+from penstock.types.request import Request, RequestStatus
+from penstock.types.stats import WaitReason
+
+CLOSED = GateDecision(max_admissions=0)
+
+
+class Joining:
+    """The way from the waiting queue to those who run."""
+
+    def __init__(self, kv: KVManager, policies: Policies, waiting: WaitingQueue, running: Running, padding: Padding) -> None:
+        self.wakeup_ns: int | None = None
+        """When the gate wants to be asked again."""
+        self._kv = kv
+        self._gate = policies.gate
+        self._order = policies.order
+        self._waiting = waiting
+        self._running = running
+        self._padding = padding
+
+    def ask_gate(self, now_ns: int) -> GateDecision:
+        """How many may join; if the gate calls a batch, nobody who was not called."""
+        buckets = self._waiting.views()
+        if not buckets:
+            self.wakeup_ns = None
+            return CLOSED
+        view = GateView(now_ns, len(self._running), self._waiting.num_joining, self._running.max_rows, buckets)
+        decision = self._gate.decide(view)
+        self.wakeup_ns = decision.wakeup_ns
+        if not decision.is_batch or decision.max_admissions < 1:
+            return decision
+        assert view.num_running + view.num_joining == 0, "a batch begins while another runs"
+        batch = self._waiting.call(decision.bucket, decision.max_admissions, now_ns)
+        self._padding.start(batch, decision.pad_to_tokens)
+        return CLOSED
+
+    def admit(self, draft: StepDraft, decision: GateDecision, now_ns: int) -> None:
+        """Those who join anyway, then as many as the gate lets in; these first if the order says so."""
+        max_admissions = decision.max_admissions
+        may_pause = self._order.is_preemptive and not self._padding.is_active
+        pauser: Request | None = None
+        while draft.tokens_left > 0 and (may_pause or not self._running.is_full):
+            fresh = self._waiting.peek(now_ns, decision.bucket) if max_admissions > 0 else None
+            request = self._next_waiting(fresh, draft, now_ns) if pauser is None else pauser
+            pauser = None
+            if request is None:
+                return
+            hit = self._kv.lookup_prefix(request)
+            num_behind = request.num_tokens - hit.num_tokens
+            if draft.is_long(num_behind) and not draft.takes_long and request.status is RequestStatus.WAITING:
+                self._waiting.hold_back(request, now_ns)
+                max_admissions -= request is fresh
+                continue
+            if self._padding.is_active and not self._padding.pad_prompt(request, draft):
+                draft.waits_for = WaitReason.TOKENS
+                return
+            query_len = draft.chunk(num_behind)
+            if query_len == 0:
+                draft.waits_for = WaitReason.TOKENS
+                return
+            if not self._has_room_for(request, hit, query_len, draft):
+                if may_pause and self._pause_for(request, hit, query_len, draft, now_ns):
+                    pauser = request  # goes on before its victim; what it finds in the prefix cache may have changed
+                    continue
+                return  # whoever comes next must not overtake
+            self._admit(draft, request, hit, query_len, now_ns)
+            draft.num_long_prefills += draft.is_long(num_behind)
+            max_admissions -= request is fresh
+
+    def waits_for(self, draft: StepDraft) -> WaitReason:
+        """What whoever waits after the admissions lacks."""
+        if not len(self._waiting):
+            return WaitReason.NOTHING
+        if draft.waits_for is WaitReason.MEMORY or (draft.num_preemptions and not draft.num_admitted):
+            return WaitReason.MEMORY
+        if self._running.is_full:
+            return WaitReason.ROWS
+        is_short_of_tokens = draft.tokens_left == 0 or draft.waits_for is WaitReason.TOKENS or self._waiting.num_held_back
+        return WaitReason.TOKENS if is_short_of_tokens else WaitReason.GATE
+
+    def _next_waiting(self, fresh: Request | None, draft: StepDraft, now_ns: int) -> Request | None:
+        """Who is next: of those who join anyway, or `fresh`, whom the gate lets in."""
+        joining = self._waiting.peek_joining(now_ns, with_held=draft.takes_long)
+        if joining is None or (fresh is not None and self._order.outranks(fresh, joining, now_ns)):
+            return fresh
+        return joining
+
+    def _has_room_for(self, request: Request, hit: PrefixHit, query_len: int, draft: StepDraft) -> bool:
+        running = self._running
+        if running.is_full:
+            return False
+        if running.room.is_enough(request, hit, query_len, running.requests, draft.num_promised_blocks):
+            return True
+        draft.waits_for = WaitReason.MEMORY
+        return False
+
+    def _pause_for(self, request: Request, hit: PrefixHit, query_len: int, draft: StepDraft, now_ns: int) -> bool:
+        """Preempt one of those whom the first who waits may pause. False if it could not be admitted without all of them."""
+        running, room, pauses = self._running, self._running.room, self._order.pauses
+        lower = [
+            other
+            for other in running.requests.values()
+            if pauses(request, other, now_ns) and other.request_id not in draft.admits  # the executor has not heard of these
+        ]
+        num_promised = draft.num_promised_blocks
+        if not lower or not room.is_enough(request, hit, query_len, running.requests, num_promised, without=lower):
+            return False
+        victim = running.choose_victim(lower, room.lacking_blocks(request, query_len))
+        draft.num_promised_blocks -= room.missing_blocks(victim)
+        draft.waits_for = WaitReason.NOTHING
+        running.preempt(draft, victim)
+        return True
+
+    def _admit(self, draft: StepDraft, request: Request, hit: PrefixHit, query_len: int, now_ns: int) -> None:
+        self._waiting.remove(request)
+        self._running.join(request)
+        request.status = RequestStatus.RUNNING
+        request.num_computed_tokens = hit.num_tokens
+        self._order.admitted(request)
+        if request.first_scheduled_ns is None:
+            request.first_scheduled_ns = now_ns
+            request.num_cached_tokens = hit.num_tokens
+        draft.admit(request, self._kv.allocate(request, hit, hit.num_tokens + query_len))
+        draft.add_row(request, query_len)
+        draft.num_promised_blocks += self._running.room.missing_blocks(request)
+        draft.num_admitted += 1
+        draft.num_prefix_query_tokens += request.num_tokens
+        draft.num_prefix_hit_tokens += hit.num_tokens

@@ -1,0 +1,91 @@
+"""Those who run: owns who they are, from admission to end or preemption, and what the executor has yet to forget. Called by the
+scheduler and by whoever admits for it (`joining.py`); never decides when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from penstock.kv.manager import KVManager
+from penstock.sched.draft import StepDraft
+from penstock.sched.policies.base import Policies
+from penstock.sched.preemption import victim_view
+from penstock.sched.queues import WaitingQueue
+from penstock.sched.room import Room
+from penstock.types.request import Request, RequestStatus
+
+
+class Running:
+    """Requests that hold a row and blocks."""
+
+    def __init__(self, kv: KVManager, policies: Policies, waiting: WaitingQueue, max_rows: int) -> None:
+        self.max_rows = max_rows
+        """How many may run at once."""
+        self.requests: dict[str, Request] = {}
+        """In the order of admission. Changed here alone."""
+        self.room = Room(kv, policies.reserve)
+        self.releases: list[str] = []
+        """Requests that the executor has yet to forget; emptied with each plan."""
+        self.prefill_ns_per_token = 0.0
+        """Of the last step without decodes; written by the scheduler."""
+        self._kv = kv
+        self._order = policies.order
+        self._victim = policies.victim
+        self._waiting = waiting
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.requests) >= self.max_rows
+
+    def join(self, request: Request) -> None:
+        self.requests[request.request_id] = request
+        self.room.join(request)
+
+    def leave(self, request: Request) -> None:
+        """A running request stops running; the executor will be told to forget it."""
+        del self.requests[request.request_id]
+        self.room.leave(request)
+        self.releases.append(request.request_id)
+
+    def may_lose(self) -> Sequence[Request]:
+        """Who may be preempted for another that runs: all but the most senior, unless it is alone."""
+        running = list(self.requests.values())
+        if len(running) > 1:
+            reads_priority = self._order.reads_priority
+            running.remove(min(running, key=lambda request: (reads_priority and request.priority, request.arrival_ns)))
+        return running
+
+    def choose_victim(self, candidates: Collection[Request], num_needed_blocks: int) -> Request:
+        view = victim_view(candidates, self._kv, num_needed_blocks, self.prefill_ns_per_token)
+        return self._victim.choose(view).request
+
+    def preempt(self, draft: StepDraft, victim: Request) -> None:
+        """Take a running request's row and blocks, also what this step planned for it. It waits again."""
+        draft.take_back(victim)
+        draft.num_preemptions += 1
+        self.leave(victim)
+        self._kv.suspend(victim.request_id)
+        victim.status = RequestStatus.PREEMPTED
+        victim.max_computed_tokens = max(victim.max_computed_tokens, victim.num_computed_tokens)
+        victim.num_computed_tokens = victim.num_inflight_tokens = 0
+        victim.num_preemptions += 1
+        self._waiting.push_preempted(victim)
+
+    def check(self) -> None:
+        """Verify the laws of those who run. Raises AssertionError. O(blocks + requests)."""
+        assert len(self.requests) <= self.max_rows, "more requests run than rows exist"
+        tables = self._kv.tables()
+        for request_id, request in self.requests.items():
+            assert request.status is RequestStatus.RUNNING, f"{request_id!r} runs and is {request.status.name}"
+            num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
+            assert request.num_tokens == num_tokens, f"{request_id!r} has {num_tokens} tokens and counts {request.num_tokens}"
+            assert 0 <= request.num_computed_tokens < num_tokens, f"{request_id!r} has nothing left to compute"
+            num_held = len(tables[request_id].block_ids) * self._kv.block_size
+            assert request.num_computed_tokens + request.num_inflight_tokens <= num_held, f"{request_id!r} lacks blocks"
+        final, noted = sum(map(self.room.final_blocks, self.requests.values())), self.room.num_final_blocks
+        assert final == noted, f"the running can grow to {final} blocks, {noted} are noted"
+        holders = {request_id for request_id, table in tables.items() if table.block_ids}
+        assert holders <= self.requests.keys(), f"{holders - self.requests.keys()} hold blocks and do not run"
