@@ -16,6 +16,7 @@ from penstock.build import EXECUTORS, build_core, build_policies, build_runtime,
 from penstock.config import Backend, BackendConfig, Config, KvConfig, ModelConfig, SchedulerConfig, ServerConfig
 from penstock.engine.loop import EngineState
 from penstock.engine.ports import NullObserver
+from penstock.kv.eviction import LeastRecentlyUsed, LowestPriorityFirst, TenantFair
 from penstock.models.catalog import resolve
 from penstock.obs.prometheus import expose
 from penstock.sched.policies.gates import Dynamic, Static
@@ -219,6 +220,30 @@ def test_a_setting_that_the_budget_does_not_read_is_an_error(scheduler: Schedule
 def test_a_watermark_is_an_error_where_the_reserve_has_none() -> None:
     with pytest.raises(ConfigError, match="The reserve 'no-evict' has no share"):
         build_policies(Config(scheduler=SchedulerConfig(reserve="no-evict"), kv=KvConfig(kv_watermark=0.25)))
+
+
+@pytest.mark.parametrize(
+    ("policy", "named", "expected"),
+    [
+        (None, None, LeastRecentlyUsed),
+        ("edf", None, LeastRecentlyUsed),
+        ("fair", None, TenantFair),
+        ("fair", "lru", LeastRecentlyUsed),
+        ("fcfs", "tenant-fair", TenantFair),
+        ("priority", None, LowestPriorityFirst),
+        ("priority", "tenant-fair", TenantFair),
+    ],
+)
+def test_who_is_favoured_in_the_queue_is_favoured_in_the_cache(policy: str | None, named: str | None, expected: type) -> None:
+    config = Config(scheduler=SchedulerConfig(policy=policy), kv=KvConfig(kv_eviction=named))
+    assert isinstance(build_core(config, DEFAULT_CAPACITY, NullObserver()).scheduler.kv.eviction, expected)
+
+
+def test_an_eviction_that_would_change_nothing_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"no priorities.* Set --policy priority"):
+        build_policies(Config(kv=KvConfig(kv_eviction="priority")))
+    with pytest.raises(ConfigError, match=r"nothing is cached.* Leave --kv-eviction out"):
+        build_policies(Config(kv=KvConfig(kv_eviction="lru", prefix_caching=False)))
 
 
 def test_threads_are_counted_unless_named(monkeypatch: pytest.MonkeyPatch) -> None:

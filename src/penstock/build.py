@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.config import AdmissionConfig, Backend, BackendConfig, Config, ServerConfig
+from penstock.config import AdmissionConfig, Backend, BackendConfig, Config, KvConfig, ServerConfig
 from penstock.config.units import format_size
 from penstock.machine import available_memory_bytes, give_back_free_memory, usable_cpus
 from penstock.sizing import RESERVE_BYTES, KvPlan, plan_kv
@@ -39,6 +39,9 @@ EXECUTORS: Mapping[str, str] = {
     "reference": "penstock.backends.reference.executor:ReferenceExecutor",
 }
 """Backend -> class; made with the model, its program and the five numbers of `Capacity`."""
+
+EVICTION_OF_ORDER: Mapping[str, str] = {"priority": "priority", "fair": "tenant-fair"}
+"""Who is favoured in the queue is favoured in the cache, unless another eviction is asked for."""
 
 DEFAULT_STEP_TIMEOUT_S = 120.0
 """Of the native backend: a hundred times a full step of Qwen2.5-1.5B on two cores (docs/performance.md)."""
@@ -165,6 +168,7 @@ def build_policies(config: Config) -> Policies:
         budget=budget,
         reserve=chosen.reserve or (None if config.kv.kv_watermark is None else "watermark"),
         victim=chosen.victim or ("lowest-priority" if chosen.policy == "priority" else None),
+        eviction=config.kv.kv_eviction or EVICTION_OF_ORDER.get(chosen.policy or ""),
         settings={
             "gate": {
                 "max_batch_size": chosen.max_batch_size,
@@ -186,7 +190,19 @@ def build_policies(config: Config) -> Policies:
             "A static or dynamic batch runs until it has ended, so nobody in it is paused for a higher class.",
             remedy="Set --batching continuous, or leave --priority-preemption out.",
         )
+    _check_eviction(config.kv, policies)
     return policies
+
+
+def _check_eviction(kv: KvConfig, policies: Policies) -> None:
+    """Whether the eviction that is asked for would change anything."""
+    if kv.kv_eviction is not None and not kv.prefix_caching:
+        raise ConfigError("Without prefix caching nothing is cached that could be evicted.", remedy="Leave --kv-eviction out.")
+    if kv.kv_eviction == "priority" and not policies.order.reads_priority:
+        raise ConfigError(
+            "There are no priorities by which to evict: a request may only have one under --policy priority.",
+            remedy="Set --policy priority, or choose another --kv-eviction.",
+        )
 
 
 def step_timeout_s(backend: BackendConfig) -> float | None:

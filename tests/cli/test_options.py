@@ -14,6 +14,7 @@ from penstock.cli.options import GroupedCommand, config_from, config_options, mo
 from penstock.config import Config
 from penstock.config.components import DEFAULT_MODEL
 from penstock.config.file import all_settings
+from penstock.kv.eviction import EVICTIONS
 from penstock.models import catalog
 from penstock.sched.policies.gates import GATES
 from penstock.sched.policies.orders import ORDERS
@@ -172,5 +173,6 @@ def test_choices_and_default_model_are_those_of_their_rooms() -> None:
     assert set(choices["batching"]) == set(GATES)
     assert set(choices["policy"]) == set(ORDERS)
     assert set(choices["length_predictor"]) == set(PREDICTORS)
+    assert set(choices["kv_eviction"]) == set(EVICTIONS)
     assert set(choices["preset"]) == set(PRESETS)
     assert catalog.DEFAULT_MODEL == DEFAULT_MODEL

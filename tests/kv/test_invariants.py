@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from penstock.kv.eviction import TenantFair
 from penstock.kv.invariants import check
 from penstock.kv.manager import KVManager
 from penstock.testing import make_request
@@ -51,6 +52,21 @@ def forget_content(manager: KVManager) -> None:
     manager.index.forget([block_id])
 
 
+def lose_a_group_s_block(manager: KVManager) -> None:
+    manager.free("a")
+    manager.pool._group_of.popitem()
+
+
+def miscount_a_group(manager: KVManager) -> None:
+    manager.free("a")
+    next(iter(manager.pool._groups.values())).num_blocks += 1
+
+
+def name_a_group_without_blocks(manager: KVManager) -> None:
+    manager.free("a")
+    manager.eviction.resized("nobody", 1000)
+
+
 @pytest.mark.parametrize(
     "sabotage",
     [
@@ -62,10 +78,13 @@ def forget_content(manager: KVManager) -> None:
         hold_a_block_twice,
         hold_the_null_block,
         forget_content,
+        lose_a_group_s_block,
+        miscount_a_group,
+        name_a_group_without_blocks,
     ],
 )
 def test_a_broken_law_is_noticed(sabotage: Callable[[KVManager], None]) -> None:
-    manager = KVManager(12, 4)
+    manager = KVManager(12, 4, eviction=TenantFair())
     for name, first in (("a", 1), ("b", 2)):
         request = make_request(name, [first] * 6)
         manager.allocate(request, manager.lookup_prefix(request), 6)

@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from penstock.kv.eviction import EvictionPolicy, LeastRecentlyUsed, LowestPriorityFirst, TenantFair
 from penstock.kv.invariants import check
 from penstock.kv.manager import KVManager
 from penstock.kv.prefix_index import extend_chain
@@ -231,17 +232,27 @@ class TestCopyOnWrite:
 class ManagerMachine(RuleBasedStateMachine):
     """Rows are run as a scheduler would; `content` is what a device would have in each block: (salt, tokens of the prefix)."""
 
-    @initialize(num_blocks=st.integers(3, 14), block_size=st.integers(1, 4), caching=st.booleans())
-    def start(self, num_blocks: int, block_size: int, caching: bool) -> None:
-        self.manager = KVManager(num_blocks, block_size, enable_prefix_caching=caching)
+    @initialize(
+        num_blocks=st.integers(3, 14),
+        block_size=st.integers(1, 4),
+        caching=st.booleans(),
+        eviction=st.sampled_from([LeastRecentlyUsed, LowestPriorityFirst, TenantFair]),
+    )
+    def start(self, num_blocks: int, block_size: int, caching: bool, eviction: type[EvictionPolicy]) -> None:
+        self.manager = KVManager(num_blocks, block_size, enable_prefix_caching=caching, eviction=eviction())
         self.requests: dict[str, Request] = {}
         self.content: dict[int, tuple[bytes, list[int]]] = {}
         self.num_made = 0
 
-    @rule(prompt=st.lists(st.sampled_from([1, 1, 1, 2]), min_size=1, max_size=12), salt=st.sampled_from([b"", b"s"]))
-    def admit(self, prompt: list[int], salt: bytes) -> None:
+    @rule(
+        prompt=st.lists(st.sampled_from([1, 1, 1, 2]), min_size=1, max_size=12),
+        salt=st.sampled_from([b"", b"s"]),
+        tenant=st.sampled_from(["", "a", "b"]),
+        priority=st.integers(-1, 1),
+    )
+    def admit(self, prompt: list[int], salt: bytes, tenant: str, priority: int) -> None:
         self.num_made += 1
-        request = make_request(f"r{self.num_made}", prompt, cache_salt=salt)
+        request = make_request(f"r{self.num_made}", prompt, cache_salt=salt, tenant=tenant, priority=priority)
         self.readmit(request)
 
     def readmit(self, request: Request) -> None:

@@ -8,7 +8,7 @@ cancelled and others that come late. Which policies there are is read from the t
 from __future__ import annotations
 
 import random
-from itertools import product
+from itertools import cycle, product
 
 import pytest
 
@@ -85,16 +85,24 @@ def check(driver: Driver) -> None:
 @pytest.mark.parametrize("gate", TABLES["gate"])
 def test_the_answers_are_the_same_under_every_policy(gate: str, order: str) -> None:
     budgets: list[tuple[str, dict[str, int]]] = [*((name, {}) for name in TABLES["budget"]), ("itl", LONG)]
+    evictions = cycle(TABLES["eviction"])  # each with some of the others: who runs does not depend on what it names
     for (budget, settings), reserve, victim in product(budgets, [*TABLES["reserve"], EAGER], TABLES["victim"]):
+        eviction = next(evictions)
         account = Account()
         policies = make_policies(
-            gate=gate, order=order, budget=budget, reserve=reserve, victim=victim, settings={"budget": settings}
+            gate=gate,
+            order=order,
+            budget=budget,
+            reserve=reserve,
+            victim=victim,
+            eviction=eviction,
+            settings={"budget": settings},
         )
         core = make_core(CAPACITY, policies, observer=account)
         executor = HashExecutor(CAPACITY, model=MODEL)
         requests = make_requests()
         outcomes = run_to_completion(core, executor, later=script(requests), after_turn=check)
-        names = f"{gate}, {order}, {budget} {settings}, {reserve}, {victim}"
+        names = f"{gate}, {order}, {budget} {settings}, {reserve}, {victim}, {eviction}"
         for idx, request in enumerate(requests):
             outcome = outcomes[request.request_id]
             expected = expected_tokens(request.prompt_token_ids, request.sampling, model=MODEL, max_model_len=100)

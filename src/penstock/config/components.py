@@ -88,6 +88,13 @@ class KvConfig(Component):
         "int8", "Type of the stored keys and values; bf16 takes twice the memory.", kind=Kind.CHOICE, choices=("int8", "bf16")
     )
     prefix_caching: bool = setting(True, "Reuse the KV of prompts that begin alike.", kind=Kind.FLAG)
+    kv_eviction: str | None = setting(
+        None,
+        "Whose cached prefixes are lost first when blocks are needed.",
+        kind=Kind.CHOICE,
+        choices=("lru", "priority", "tenant-fair"),
+        default_doc="priority with --policy priority, tenant-fair with --policy fair, else the preset's: lru",
+    )
     kv_watermark: float | None = setting(
         None,
         "Share of the blocks kept free when a waiting request begins to run.",

@@ -9,20 +9,35 @@ re-used first. So the order of the list is the eviction policy: least recently f
 
 The list is intrusive: two arrays of neighbours, indexed by block id. Taking a block out of the
 middle (a prefix hit revives it) is therefore O(1), and nothing is allocated per operation.
+
+A block may be given back on account of a group. It then lies in a list of that group, of the same kind, and
+when the list above is empty the eviction policy names the group that loses its head (`eviction.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+
+from penstock.kv.eviction import EvictionPolicy, LeastRecentlyUsed
 
 NULL_BLOCK_ID = 0
 """Belongs to nobody and is never given out; padding may be written to it."""
 
 
+@dataclass(slots=True)
+class _Group:
+    """The cached blocks of one group."""
+
+    end_idx: int
+    """Its entry in the arrays of neighbours: next is the head of its list, prev the tail."""
+    num_blocks: int = 0
+
+
 class BlockPool:
     """`num_blocks` blocks with ids [0, num_blocks), of which block 0 is the null block."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, eviction: EvictionPolicy | None = None) -> None:
         if num_blocks < 2:
             raise ValueError(f"a pool needs the null block and at least one more, not {num_blocks}")
         self.num_blocks = num_blocks
@@ -33,8 +48,15 @@ class BlockPool:
         self._ref_counts = [0] * num_blocks
         self._is_kept = bytearray(num_blocks)
         # The null block's entries are the list's two ends: next[0] is the head, prev[0] the tail.
-        self._next = [*range(1, num_blocks), NULL_BLOCK_ID]
-        self._prev = [num_blocks - 1, *range(num_blocks - 1)]
+        self._next: list[int] = [*range(1, num_blocks), NULL_BLOCK_ID]
+        self._prev: list[int] = [num_blocks - 1, *range(num_blocks - 1)]
+        self._eviction = eviction or LeastRecentlyUsed()
+        self._groups: dict[Hashable, _Group] = {}
+        """Those that have blocks."""
+        self._group_of: dict[int, Hashable] = {}
+        """Block id -> group, of the blocks that lie in a group's list."""
+        self._spare_ends: list[int] = []
+        """Entries behind those of the blocks, of groups that have none any more."""
 
     def ref_count(self, block_id: int) -> int:
         """How many tables hold the block; 0 if it is in the free list."""
@@ -45,22 +67,35 @@ class BlockPool:
         return bool(self._is_kept[block_id])
 
     def free_block_ids(self) -> Iterator[int]:
-        """The free list, the next to be re-used first. O(length); for checks."""
-        block_id = self._next[NULL_BLOCK_ID]
-        while block_id != NULL_BLOCK_ID:
-            yield block_id
-            block_id = self._next[block_id]
+        """The free list, the next to be re-used first, then those of the groups. O(length); for checks."""
+        yield from self._list(NULL_BLOCK_ID)
+        for group in self._groups.values():
+            yield from self._list(group.end_idx)
+
+    def groups(self) -> dict[Hashable, list[int]]:
+        """The cached blocks of each group, the next to be evicted first. O(blocks); for checks and pictures."""
+        return {name: list(self._list(group.end_idx)) for name, group in self._groups.items()}
+
+    def group_size(self, name: Hashable) -> int:
+        """Cached blocks on account of a group."""
+        group = self._groups.get(name)
+        return group.num_blocks if group else 0
+
+    def group_of(self, block_id: int) -> Hashable:
+        """On whose account a free block is cached; None if nobody's."""
+        return self._group_of.get(block_id)
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks from the head, each with one reference. Their old content is lost.
+        """Take `count` blocks from the head, then from the groups, each with one reference. Their old content is lost.
 
         Raises ValueError, and takes nothing, if fewer are available.
         """
         if count > self.num_available:
             raise ValueError(f"{count} blocks asked for, {self.num_available} available")
+        num_ungrouped = min(count, self.num_available - len(self._group_of))
         taken: list[int] = []
         block_id = self._next[NULL_BLOCK_ID]
-        for _ in range(count):
+        for _ in range(num_ungrouped):
             taken.append(block_id)
             self._ref_counts[block_id] = 1
             self.num_cached -= self._is_kept[block_id]
@@ -68,7 +103,9 @@ class BlockPool:
             block_id = self._next[block_id]
         self._next[NULL_BLOCK_ID] = block_id
         self._prev[block_id] = NULL_BLOCK_ID
-        self.num_available -= count
+        self.num_available -= num_ungrouped
+        if num_ungrouped < count:
+            taken += [self._evict() for _ in range(count - num_ungrouped)]
         return taken
 
     def hold(self, block_id: int) -> None:
@@ -79,8 +116,10 @@ class BlockPool:
             self._unlink(block_id)
         self._ref_counts[block_id] += 1
 
-    def release(self, block_id: int, *, keep: bool) -> None:
+    def release(self, block_id: int, *, keep: bool, group: Hashable = None) -> None:
         """Drop a reference; with the last one the block joins the free list, its content kept or not.
+
+        What is kept is on account of `group`; None: of nobody.
 
         Raises ValueError if nobody holds it.
         """
@@ -89,7 +128,9 @@ class BlockPool:
         self._ref_counts[block_id] -= 1
         if self._ref_counts[block_id] > 0:
             return
-        before = self._prev[NULL_BLOCK_ID] if keep else NULL_BLOCK_ID
+        before = NULL_BLOCK_ID
+        if keep:
+            before = self._prev[NULL_BLOCK_ID if group is None else self._join(group, block_id)]
         after = self._next[before]
         self._next[before] = self._prev[after] = block_id
         self._prev[block_id], self._next[block_id] = before, after
@@ -104,3 +145,48 @@ class BlockPool:
         self.num_available -= 1
         self.num_cached -= self._is_kept[block_id]
         self._is_kept[block_id] = False
+        if self._group_of:
+            self._leave(block_id)
+
+    def _list(self, end_idx: int) -> Iterator[int]:
+        """The blocks between a list's ends."""
+        block_id = self._next[end_idx]
+        while block_id != end_idx:
+            yield block_id
+            block_id = self._next[block_id]
+
+    def _evict(self) -> int:
+        """Take the block that the policy gives up."""
+        block_id = self._next[self._groups[self._eviction.choose()].end_idx]
+        self._unlink(block_id)
+        self._ref_counts[block_id] = 1
+        return block_id
+
+    def _join(self, name: Hashable, block_id: int) -> int:
+        """A block is about to be cached on account of a group. Returns the entry of its list's ends."""
+        group = self._groups.get(name)
+        if group is None:
+            group = self._groups[name] = _Group(self._spare_ends.pop() if self._spare_ends else self._new_end())
+        self._group_of[block_id] = name
+        group.num_blocks += 1
+        self._eviction.resized(name, group.num_blocks)
+        return group.end_idx
+
+    def _new_end(self) -> int:
+        """The entry of an empty list."""
+        end_idx = len(self._next)
+        self._next.append(end_idx)
+        self._prev.append(end_idx)
+        return end_idx
+
+    def _leave(self, block_id: int) -> None:
+        """A block was taken out of a list, which may be a group's."""
+        name = self._group_of.pop(block_id, None)
+        if name is None:
+            return
+        group = self._groups[name]
+        group.num_blocks -= 1
+        self._eviction.resized(name, group.num_blocks)
+        if not group.num_blocks:
+            del self._groups[name]
+            self._spare_ends.append(group.end_idx)

@@ -18,8 +18,11 @@ def check(manager: KVManager) -> None:
     3. A block is in the free list exactly if its count is 0, and is marked kept exactly if it is published.
     4. Hash and block are one to one. Tables share only blocks that are full, or have given up the right to write
        without asking (after a fork).
+    5. A group's cached blocks are as many as are counted, each kept and of that group alone; what would be evicted is of
+       a group that has some.
     """
     _check_free_list(manager)
+    _check_groups(manager)
     _check_references(manager)
     _check_index(manager)
     _check_aliasing(manager)
@@ -34,6 +37,18 @@ def _check_free_list(manager: KVManager) -> None:
     assert len(free) + num_held == manager.num_total_blocks, "free + held is not the total"
     assert all(pool.ref_count(block_id) == 0 for block_id in free), "a held block is in the free list"
     assert sum(map(pool.is_kept, range(pool.num_blocks))) == pool.num_cached, "num_cached is not what is kept"
+
+
+def _check_groups(manager: KVManager) -> None:
+    pool = manager.pool
+    groups = pool.groups()
+    for name, block_ids in groups.items():
+        assert 0 < len(block_ids) == pool.group_size(name), (
+            f"group {name!r} has {len(block_ids)} blocks, which is not its count"
+        )
+        assert all(map(pool.is_kept, block_ids)), f"a block of group {name!r} has no content"
+        assert all(pool.group_of(block_id) == name for block_id in block_ids), f"a block of group {name!r} is of another"
+    assert not groups or manager.eviction.choose() in groups, "a group without blocks would lose one"
 
 
 def _check_references(manager: KVManager) -> None:

@@ -14,10 +14,11 @@ written is a request's own; if it is not (after a fork), the request gets a copy
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from penstock.kv.block_pool import BlockPool
+from penstock.kv.eviction import EvictionPolicy, LeastRecentlyUsed
 from penstock.kv.prefix_index import PrefixIndex, extend_chain, root_hash
 from penstock.types.request import Request
 
@@ -46,17 +47,27 @@ class BlockTable:
     """Chain of the full blocks hashed so far, each of them once, also across preemptions."""
     num_full: int = 0
     """Leading blocks that are full and committed: never written again, and published if there is a cache."""
+    group: Hashable = None
+    """On whose account its blocks are cached once it lets go of them (`eviction.py`)."""
 
 
 class KVManager:
     """Blocks for requests, keyed by request id."""
 
-    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True) -> None:
-        """`num_blocks` includes the null block."""
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        enable_prefix_caching: bool = True,
+        eviction: EvictionPolicy | None = None,
+    ) -> None:
+        """`num_blocks` includes the null block; the policy is this manager's own."""
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, not {block_size}")
         self.block_size = block_size
-        self.pool = BlockPool(num_blocks)
+        self.eviction = eviction or LeastRecentlyUsed()
+        self.pool = BlockPool(num_blocks, self.eviction)
         self.index = PrefixIndex()
         self.is_caching = enable_prefix_caching
         self.num_slots: dict[str, int] = {}
@@ -122,6 +133,7 @@ class KVManager:
             self.pool.hold(block_id)
         table.block_ids = [*hit.block_ids, *self._take(num_fresh)]
         table.num_full = len(hit.block_ids)
+        table.group = self.eviction.group_of(request)
         self.num_slots[request.request_id] = len(table.block_ids) * self.block_size
         return tuple(table.block_ids)
 
@@ -169,7 +181,7 @@ class KVManager:
         for block_id in shared:
             self.pool.hold(block_id)
         num_full = num_tokens // self.block_size
-        self._tables[child_id] = BlockTable(shared, parent.hashes[:num_full], min(parent.num_full, num_full))
+        self._tables[child_id] = BlockTable(shared, parent.hashes[:num_full], min(parent.num_full, num_full), parent.group)
         self.num_slots[parent_id] = self.num_slots[child_id] = 0  # the next write of either has to look
 
     def suspend(self, request_id: str) -> None:
@@ -178,9 +190,9 @@ class KVManager:
         if table is None:
             return
         # Tails first: an early block is part of more prefixes than a late one, and is evicted after it.
-        published = self.index.block_ids
+        published, group = self.index.block_ids, table.group
         for block_id in reversed(table.block_ids):
-            self.pool.release(block_id, keep=block_id in published)
+            self.pool.release(block_id, keep=block_id in published, group=group)
         table.block_ids = []
         table.num_full = 0
         self.num_slots.pop(request_id, None)

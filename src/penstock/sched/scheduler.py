@@ -55,7 +55,12 @@ class Scheduler:
 
     def __init__(self, capacity: Capacity, policies: Policies, *, enable_prefix_caching: bool = True) -> None:
         self.capacity = capacity
-        self.kv = KVManager(capacity.num_blocks, capacity.block_size, enable_prefix_caching=enable_prefix_caching)
+        self.kv = KVManager(
+            capacity.num_blocks,
+            capacity.block_size,
+            enable_prefix_caching=enable_prefix_caching,
+            eviction=policies.eviction,
+        )
         self.counts = StepCounts()
         """Of the last step that was scheduled."""
         self._policies = policies

@@ -130,6 +130,7 @@ def engines(draw: st.DrawFn, max_model_len: int = 40) -> Engine:
         budget=draw(budgets()),
         reserve=draw(reserves()),
         victim=draw(st.sampled_from(sorted(TABLES["victim"]))),
+        eviction=draw(st.sampled_from(sorted(TABLES["eviction"]))),
     )
     return Engine(capacity, policies, enable_prefix_caching=draw(st.sampled_from([True, True, False])))
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar, Protocol
 
+from penstock.kv.eviction import EvictionPolicy
 from penstock.types.plan import Capacity, RowPlan
 from penstock.types.request import Request
 
@@ -296,3 +297,4 @@ class Policies:
     reserve: Reserve
     victim: Victim
     predictor: Predictor
+    eviction: EvictionPolicy

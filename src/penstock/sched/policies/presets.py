@@ -10,6 +10,7 @@ from importlib import import_module
 from inspect import signature
 from typing import Any
 
+from penstock.kv.eviction import EVICTIONS, EvictionPolicy
 from penstock.sched.policies.base import Budget, Gate, Order, Policies, Predictor, Reserve, Victim
 from penstock.sched.policies.budgets import BUDGETS
 from penstock.sched.policies.gates import GATES
@@ -30,6 +31,7 @@ class Preset:
     reserve: str
     victim: str
     predictor: str = "online"
+    eviction: str = "lru"
     settings: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     """By seam: fields of its policy that differ from their defaults."""
 
@@ -83,6 +85,7 @@ TABLES: Mapping[str, Mapping[str, str]] = {
     "reserve": RESERVES,
     "victim": VICTIMS,
     "predictor": PREDICTORS,
+    "eviction": EVICTIONS,
 }
 
 
@@ -95,6 +98,7 @@ def make_policies(
     reserve: str | Reserve | None = None,
     victim: str | Victim | None = None,
     predictor: str | Predictor | None = None,
+    eviction: str | EvictionPolicy | None = None,
     settings: Mapping[str, Mapping[str, object]] | None = None,
 ) -> Policies:
     """A preset's policies; each may be replaced by another name of its seam's table, or by a value.
@@ -104,7 +108,15 @@ def make_policies(
     """
     if preset not in PRESETS:
         raise _unknown("preset", preset, PRESETS)
-    overrides = {"gate": gate, "order": order, "budget": budget, "reserve": reserve, "victim": victim, "predictor": predictor}
+    overrides = {
+        "gate": gate,
+        "order": order,
+        "budget": budget,
+        "reserve": reserve,
+        "victim": victim,
+        "predictor": predictor,
+        "eviction": eviction,
+    }
     chosen: dict[str, Any] = {}
     for seam, override in overrides.items():
         if override is not None and not isinstance(override, str):
