@@ -1,10 +1,11 @@
 """What does one step of scheduling cost on the host? Plan and commit, with 256 running and 1,000 waiting requests.
 
-    python benchmarks/scheduler.py [--steps 400] [--running 256] [--waiting 1000] [--order fcfs]
+    python benchmarks/scheduler.py [--steps 400] [--running 256] [--waiting 1000] [--order fcfs] [--journal]
 
 Three situations: `decode` (all rows full, nobody can join), `no_memory` (a row is free, but not the memory for the
 next request, which is therefore looked up in every step) and `churn` (replies of 32 tokens: eight requests end and
-eight join in each step). The last line is one JSON object; times are microseconds per step, `begin` + `finish`.
+eight join in each step). `--journal`: everything is written down that `GET /v1/requests/{id}` tells.
+The last line is one JSON object; times are microseconds per step, `begin` + `finish`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from penstock.obs.explain_journal import Journal
 from penstock.sched.policies.base import AdmissionView
 from penstock.sched.policies.orders import ORDERS
 from penstock.sched.policies.presets import make_policies
@@ -41,6 +43,7 @@ def main() -> None:
         "running": arguments.running,
         "waiting": arguments.waiting,
         "order": arguments.order,
+        "journal": arguments.journal,
         "steps": arguments.steps,
     }
     for name in ("decode", "no_memory", "churn"):
@@ -54,6 +57,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--running", type=int, default=256)
     parser.add_argument("--waiting", type=int, default=1000)
     parser.add_argument("--order", choices=tuple(ORDERS), default="fcfs")
+    parser.add_argument("--journal", action="store_true")
     return parser.parse_args()
 
 
@@ -63,7 +67,8 @@ def _measure(situation: str, arguments: argparse.Namespace) -> Iterator[tuple[fl
     num_warm_up = PROMPT_TOKENS * running // MAX_STEP_TOKENS + 2 * CHURN_TOKENS
     num_steps = num_warm_up + arguments.steps
     capacity = _capacity(running + (situation == "no_memory"), running)
-    core = make_core(capacity, make_policies(order=arguments.order, reserve=NotForMore(running)))
+    journal = Journal(1000) if arguments.journal else None
+    core = make_core(capacity, make_policies(order=arguments.order, reserve=NotForMore(running)), journal=journal)
     requests = [
         make_request(
             f"request-{idx}",
@@ -123,6 +128,7 @@ def _summary(name: str, steps: list[tuple[float, float]]) -> dict[str, float]:
         "begin_us": round(statistics.median(begin for begin, _ in steps), 1),
         "finish_us": round(statistics.median(finish for _, finish in steps), 1),
         "total_us": round(statistics.median(totals), 1),
+        "mean_us": round(statistics.fmean(totals), 1),
         "p90_us": round(statistics.quantiles(totals, n=10)[-1], 1),
         "min_us": round(min(totals), 1),
     }

@@ -22,13 +22,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import suppress
 
-from penstock.engine.ports import NullObserver, Observer
+from penstock.engine.ports import NullObserver, Observer, RequestJournal
 from penstock.sched.draft import StepCounts
 from penstock.sched.keyed_heap import KeyedHeap
 from penstock.sched.scheduler import Scheduler
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.events import Abort, Add, Command, Drain, Stop, TokenEvent
-from penstock.types.plan import StepPlan
+from penstock.types.plan import RowPlan, StepPlan
 from penstock.types.request import FinishReason, Request, RequestStatus
 from penstock.types.result import StepResult
 from penstock.types.stats import RequestStats, StepStats
@@ -44,9 +44,12 @@ _DETAILS = {
 class EngineCore:
     """The step without a loop."""
 
-    def __init__(self, scheduler: Scheduler, *, observer: Observer | None = None) -> None:
+    def __init__(
+        self, scheduler: Scheduler, *, observer: Observer | None = None, journal: RequestJournal | None = None
+    ) -> None:
         self.scheduler = scheduler
         self._observer = observer or NullObserver()
+        self._journal: RequestJournal = journal or NullObserver()
         self._requests: dict[str, Request] = {}
         """All that were added and have not ended."""
         self._deadlines: KeyedHeap[Request] = KeyedHeap()
@@ -93,6 +96,8 @@ class EngineCore:
         plan = self.scheduler.schedule(now_ns)
         if plan is not None:
             self._counts[plan.step_id] = self.scheduler.counts
+        elif self.scheduler.num_waiting:
+            self._journal.on_held(self.scheduler.waits_for, now_ns)
         return plan
 
     def take_block_copies(self) -> list[tuple[int, int]]:
@@ -105,9 +110,11 @@ class EngineCore:
             raise ValueError(f"the result of step {result.step_id} is not that of step {plan.step_id}")
         counts = self._counts.pop(plan.step_id)
         outcome = self.scheduler.commit(plan, result, now_ns)
+        stats = self._step_stats(plan, result, counts, outcome.num_sampled_tokens, now_ns)
+        self._journal.on_step(stats)
         for request in outcome.ended:
             self._forget(request, now_ns)
-        self._observer.on_step(self._step_stats(plan, result, counts, outcome.num_sampled_tokens, now_ns))
+        self._observer.on_step(stats)
         return outcome.events
 
     def next_wakeup_ns(self, now_ns: int) -> int | None:
@@ -148,6 +155,7 @@ class EngineCore:
         if rejected is not None:
             return [self._reject(request, rejected, now_ns)]
         self._requests[request.request_id] = request
+        self._journal.on_queued(request, now_ns)
         limit = _next_limit(request)
         if limit is not None:
             self._deadline_numbers[request.request_id] = self._deadlines.push((limit[0],), request)
@@ -156,7 +164,7 @@ class EngineCore:
     def _reject(self, request: Request, rejected: Rejected, now_ns: int) -> TokenEvent:
         request.status = RequestStatus.FINISHED
         request.finish_reason = FinishReason.REJECTED
-        self._observer.on_finish(_request_stats(request, now_ns, str(rejected.reason)))
+        self._tell_end(request, now_ns, str(rejected.reason))
         return TokenEvent(
             request.request_id,
             (),
@@ -207,7 +215,12 @@ class EngineCore:
         number = self._deadline_numbers.pop(request.request_id, None)
         if number is not None:
             self._deadlines.discard(number)
-        self._observer.on_finish(_request_stats(request, now_ns, reject_reason))
+        self._tell_end(request, now_ns, reject_reason)
+
+    def _tell_end(self, request: Request, now_ns: int, reject_reason: str) -> None:
+        stats = _request_stats(request, now_ns, reject_reason)
+        self._journal.on_finish(stats)
+        self._observer.on_finish(stats)
 
     def _close(self, reason: RejectReason, detail: str) -> None:
         self._closed = Rejected(reason, detail)
@@ -234,7 +247,17 @@ class EngineCore:
             waits_for=counts.waits_for,
             num_padding_tokens=counts.num_padding_tokens,
             parts_ns={"execute": execute_ns, **result.timing.parts},
+            prefills=_prefills(plan, counts),
+            admissions=counts.admissions,
+            preemptions=counts.preemptions,
         )
+
+
+def _prefills(plan: StepPlan, counts: StepCounts) -> list[RowPlan]:
+    if counts.num_tokens == counts.num_decodes:
+        return []
+    rows = plan.rows[: len(plan.rows) - counts.num_padding_rows]
+    return [row for row in rows if row.query_len > 1 or not row.samples]
 
 
 def _next_limit(request: Request) -> tuple[int, RejectReason] | None:

@@ -13,7 +13,7 @@ from typing import Protocol
 from penstock.types.plan import Capacity, StepPlan, Ticket
 from penstock.types.request import FinishReason, Request
 from penstock.types.result import StepResult, TokenLogprobs
-from penstock.types.stats import RequestStats, StepStats
+from penstock.types.stats import RequestStats, StepStats, WaitReason
 
 
 class Executor(Protocol):
@@ -95,6 +95,21 @@ class Observer(Protocol):
     def on_finish(self, stats: RequestStats) -> None: ...
 
 
+class RequestJournal(Observer, Protocol):
+    """Writes down what becomes of each request; told by the engine thread, of a step before the requests that ended in it.
+
+    Must not block or raise.
+    """
+
+    def on_queued(self, request: Request, now_ns: int) -> None:
+        """It waits from now on. Ends, like any other, with `on_finish`."""
+        ...
+
+    def on_held(self, waits_for: WaitReason, now_ns: int) -> None:
+        """There is no step, though requests wait."""
+        ...
+
+
 class TokenObserver(Protocol):
     """Told by the engine thread when tokens came, once per step; must not block or raise."""
 
@@ -126,6 +141,12 @@ class NullObserver:
 
     def on_finish(self, stats: RequestStats) -> None:
         del stats
+
+    def on_queued(self, request: Request, now_ns: int) -> None:
+        del request, now_ns
+
+    def on_held(self, waits_for: WaitReason, now_ns: int) -> None:
+        del waits_for, now_ns
 
     def on_tokens(self, first: Sequence[Request], gaps_ns: Sequence[int]) -> None:
         del first, gaps_ns

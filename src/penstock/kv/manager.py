@@ -19,8 +19,10 @@ from dataclasses import dataclass, field
 
 from penstock.kv.block_pool import BlockPool
 from penstock.kv.eviction import EvictionPolicy, LeastRecentlyUsed
+from penstock.kv.prefix_history import PrefixHistory
 from penstock.kv.prefix_index import PrefixIndex, extend_chain, root_hash
 from penstock.types.request import Request
+from penstock.types.stats import PrefixEnd, PrefixStop
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,7 @@ class KVManager:
         self.eviction = eviction or LeastRecentlyUsed()
         self.pool = BlockPool(num_blocks, self.eviction)
         self.index = PrefixIndex()
+        self.history = PrefixHistory()
         self.is_caching = enable_prefix_caching
         self.num_slots: dict[str, int] = {}
         """request_id -> positions that may be written without asking: block_size * blocks, or 0 if one may be shared."""
@@ -116,6 +119,20 @@ class KVManager:
             return NO_HIT
         num_free = sum(self.pool.is_kept(block_id) for block_id in found)
         return PrefixHit(tuple(found), len(found) * self.block_size, num_free)
+
+    def why_stopped(self, request: Request, hit: PrefixHit) -> PrefixStop:
+        """Why `lookup_prefix` found no more than this. Call once per request, before its blocks are allocated."""
+        position = hit.num_tokens
+        if not self.is_caching:
+            return PrefixStop(PrefixEnd.OFF, position)
+        has_other_salt = self._begin(request)
+        idx = len(hit.block_ids)
+        if idx >= (request.num_tokens - 1) // self.block_size:
+            return PrefixStop(PrefixEnd.WHOLE, position)
+        evicted_ns = self.history.evicted_ns(self._tables[request.request_id].hashes[idx])
+        if evicted_ns is not None:
+            return PrefixStop(PrefixEnd.EVICTED, position, evicted_ns)
+        return PrefixStop(PrefixEnd.SALT if has_other_salt and idx == 0 else PrefixEnd.UNSEEN, position)
 
     def allocate(self, request: Request, hit: PrefixHit, num_tokens: int) -> tuple[int, ...]:
         """Give a request without blocks its table for positions [0, num_tokens): the hit's blocks, then fresh ones.
@@ -215,9 +232,16 @@ class KVManager:
         """All that the manager remembers, by request id; for checks."""
         return self._tables
 
+    def _begin(self, request: Request) -> bool:
+        """Note how the request begins; True if its tenant sent the same under another salt just before."""
+        if request.num_prompt_tokens < self.block_size:
+            return False
+        return self.history.begin(request.tenant, request.prompt_token_ids[: self.block_size], request.cache_salt)
+
     def _take(self, count: int) -> list[int]:
         taken = self.pool.allocate(count)
-        self.index.forget(taken)
+        if evicted := self.index.forget(taken):
+            self.history.evict(evicted)
         return taken
 
     def _shared_indices(self, table: BlockTable, context_len: int) -> list[int]:

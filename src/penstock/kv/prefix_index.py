@@ -69,9 +69,12 @@ class PrefixIndex:
             if self._block_ids.setdefault(block_hash, block_id) == block_id:
                 self._hashes[block_id] = block_hash
 
-    def forget(self, block_ids: Iterable[int]) -> None:
-        """The blocks' content is about to be lost; unpublished blocks are ignored."""
+    def forget(self, block_ids: Iterable[int]) -> list[bytes]:
+        """The blocks' content is about to be lost; unpublished blocks are ignored. Returns the hashes lost."""
+        forgotten: list[bytes] = []
         for block_id in block_ids:
             block_hash = self._hashes.pop(block_id, None)
             if block_hash is not None:
                 del self._block_ids[block_hash]
+                forgotten.append(block_hash)
+        return forgotten

@@ -4,13 +4,14 @@ Written by the scheduler and by who admits for it; decides nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from penstock.sched.policies.base import StepLimits
 from penstock.types.events import TokenEvent
 from penstock.types.plan import AdmitRow, RowPlan
 from penstock.types.request import Request
-from penstock.types.stats import WaitReason
+from penstock.types.stats import Admission, Preemption, WaitReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,8 @@ class StepCounts:
     num_prefix_hit_tokens: int = 0
     waits_for: WaitReason = WaitReason.NOTHING
     """What the first of those who wait lacks."""
+    admissions: Sequence[Admission] = ()
+    preemptions: Sequence[Preemption] = ()
 
 
 @dataclass(slots=True)
@@ -70,6 +73,8 @@ class StepDraft:
     num_prefix_query_tokens: int = 0
     num_prefix_hit_tokens: int = 0
     waits_for: WaitReason = WaitReason.NOTHING
+    admissions: list[Admission] = field(default_factory=list)
+    preemptions: list[Preemption] = field(default_factory=list)
 
     @property
     def tokens_left(self) -> int:
@@ -142,6 +147,8 @@ class StepDraft:
             num_prefix_query_tokens=self.num_prefix_query_tokens,
             num_prefix_hit_tokens=self.num_prefix_hit_tokens,
             waits_for=self.waits_for,
+            admissions=self.admissions,
+            preemptions=self.preemptions,
         )
 
 

@@ -11,7 +11,7 @@ from penstock.sched.policies.base import GateDecision, GateView, Policies
 from penstock.sched.queues import WaitingQueue
 from penstock.sched.running import Running
 from penstock.types.request import Request, RequestStatus
-from penstock.types.stats import WaitReason
+from penstock.types.stats import Admission, PreemptReason, PrefixStop, WaitReason
 
 CLOSED = GateDecision(max_admissions=0)
 
@@ -119,7 +119,7 @@ class Joining:
         victim = running.choose_victim(lower, room.lacking_blocks(request, query_len))
         draft.num_promised_blocks -= room.missing_blocks(victim)
         draft.waits_for = WaitReason.NOTHING
-        running.preempt(draft, victim)
+        running.preempt(draft, victim, PreemptReason.ORDER)
         return True
 
     def _admit(self, draft: StepDraft, request: Request, hit: PrefixHit, query_len: int, now_ns: int) -> None:
@@ -128,9 +128,12 @@ class Joining:
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = hit.num_tokens
         self._order.admitted(request)
+        stop: PrefixStop | None = None
         if request.first_scheduled_ns is None:
             request.first_scheduled_ns = now_ns
             request.num_cached_tokens = hit.num_tokens
+            stop = self._kv.why_stopped(request, hit)
+        draft.admissions.append(Admission(request.request_id, request.num_tokens, hit.num_tokens, query_len, stop))
         draft.admit(request, self._kv.allocate(request, hit, hit.num_tokens + query_len))
         draft.add_row(request, query_len)
         draft.num_promised_blocks += self._running.room.missing_blocks(request)

@@ -13,6 +13,7 @@ from penstock.sched.preemption import victim_view
 from penstock.sched.queues import WaitingQueue
 from penstock.sched.room import Room
 from penstock.types.request import Request, RequestStatus
+from penstock.types.stats import Preemption, PreemptReason
 
 
 class Running:
@@ -62,10 +63,11 @@ class Running:
         view = victim_view(candidates, self._kv, num_needed_blocks, self.prefill_ns_per_token)
         return self._victim.choose(view).request
 
-    def preempt(self, draft: StepDraft, victim: Request) -> None:
+    def preempt(self, draft: StepDraft, victim: Request, reason: PreemptReason) -> None:
         """Take a running request's row and blocks, also what this step planned for it. It waits again."""
         draft.take_back(victim)
         draft.num_preemptions += 1
+        draft.preemptions.append(Preemption(victim.request_id, reason, victim.num_computed_tokens))
         self.leave(victim)
         self._kv.suspend(victim.request_id)
         victim.status = RequestStatus.PREEMPTED

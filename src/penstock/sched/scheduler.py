@@ -48,6 +48,7 @@ from penstock.types.events import TokenEvent
 from penstock.types.plan import Capacity, RowPlan, StepPlan
 from penstock.types.request import FinishReason, Request, RequestStatus
 from penstock.types.result import StepResult
+from penstock.types.stats import PreemptReason, WaitReason
 
 
 class Scheduler:
@@ -63,6 +64,8 @@ class Scheduler:
         )
         self.counts = StepCounts()
         """Of the last step that was scheduled."""
+        self.waits_for = WaitReason.NOTHING
+        """What the first of those who wait lacked when a step was last looked for."""
         self._policies = policies
         self._waiting = WaitingQueue(policies.order, policies.gate.bucket_of)
         self._running = Running(self.kv, policies, self._waiting, policies.gate.max_running(capacity))
@@ -131,6 +134,7 @@ class Scheduler:
         """The next step; None if there is nothing to compute."""
         if self._padding.is_active and not self._running and not self._waiting.num_joining:
             self._padding.stop()
+        self.kv.history.now_ns = now_ns
         decision = self._joining.ask_gate(now_ns)
         draft = StepDraft(StepLimits(self.capacity.max_step_tokens))
         if self._padding.is_active:
@@ -139,7 +143,7 @@ class Scheduler:
         if draft.num_preemptions == 0:
             self._joining.admit(draft, decision, now_ns)
         self._extend_late(draft, late)
-        draft.waits_for = self._joining.waits_for(draft)
+        self.waits_for = draft.waits_for = self._joining.waits_for(draft)
         return self._build(draft, now_ns) if draft.rows or draft.padding_rows else None
 
     def _extend_running(self, draft: StepDraft) -> list[Request]:
@@ -222,7 +226,7 @@ class Scheduler:
         while (blocks := self.kv.extend(request.request_id, context_len, context_len + query_len)) is None:
             assert not draft.num_admitted, "a step must not both admit and preempt"
             victim = running.choose_victim(running.may_lose(), running.room.lacking_blocks(request, query_len))
-            running.preempt(draft, victim)
+            running.preempt(draft, victim, PreemptReason.MEMORY)
             if victim is request:
                 return
         if self.kv.num_pending_copies != num_copies:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.engine.core import EngineCore
-from penstock.engine.ports import Observer
+from penstock.engine.ports import Observer, RequestJournal
 from penstock.sched.policies.base import Policies
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.scheduler import Scheduler
@@ -68,9 +68,10 @@ def make_core(
     policies: Policies | None = None,
     *,
     observer: Observer | None = None,
+    journal: RequestJournal | None = None,
     enable_prefix_caching: bool = True,
     **capacity_fields: int,
 ) -> EngineCore:
     """A core over `make_scheduler`."""
     scheduler = make_scheduler(capacity, policies, enable_prefix_caching=enable_prefix_caching, **capacity_fields)
-    return EngineCore(scheduler, observer=observer)
+    return EngineCore(scheduler, observer=observer, journal=journal)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from penstock.types.plan import RowPlan
 from penstock.types.request import FinishReason
 
 
@@ -22,6 +23,63 @@ class WaitReason(StrEnum):
     """KV blocks."""
     GATE = "gate"
     """The batch is closed, or waits for more."""
+
+
+class PrefixEnd(StrEnum):
+    """Why no more of a request's tokens were found in the prefix cache."""
+
+    WHOLE = "whole"
+    """All was found that can be: at least the last token is always computed."""
+    OFF = "caching off"
+    EVICTED = "evicted"
+    """It was there, and its memory was given to others."""
+    DIFFERS = "differs"
+    """The cache goes on with other tokens."""
+    SALT = "different salt"
+    """The same tenant sent the same tokens under another salt."""
+    UNSEEN = "never seen"
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixStop:
+    """Where a lookup in the prefix cache ended, and why."""
+
+    reason: PrefixEnd
+    position: int
+    """Of the first token that was not found; `differs`: of the first that is another."""
+    evicted_ns: int | None = None
+    """When the block with that token was evicted, if it was."""
+
+
+@dataclass(slots=True)
+class Admission:
+    """A request began to run, or came back after a preemption. Nobody writes to one after it was made, as with `StepStats`."""
+
+    request_id: str
+    num_tokens: int
+    """Prompt and what was generated before."""
+    num_hit_tokens: int
+    query_len: int
+    """Of its first row."""
+    stop: PrefixStop | None = None
+    """Told when it first runs, if somebody keeps the history that knows."""
+
+
+class PreemptReason(StrEnum):
+    MEMORY = "memory"
+    """Another that ran lacked blocks."""
+    ORDER = "order"
+    """One of a higher class took its place."""
+
+
+@dataclass(slots=True)
+class Preemption:
+    """A running request lost its place. Nobody writes to one after it was made."""
+
+    request_id: str
+    reason: PreemptReason
+    num_computed_tokens: int
+    """Its tokens that had KV."""
 
 
 @dataclass(slots=True)
@@ -60,6 +118,11 @@ class StepStats:
     """Positions computed for nobody, as a batch's padding."""
     parts_ns: Mapping[str, int] = field(default_factory=dict)
     """Named shares of the step: schedule, execute, commit, and the executor's own parts."""
+    prefills: Sequence[RowPlan] = ()
+    """Rows of more than one token, or that choose none: prompts, and what is computed again."""
+    admissions: Sequence[Admission] = ()
+    preemptions: Sequence[Preemption] = ()
+    """Before the admissions, as the step was planned."""
 
 
 @dataclass(slots=True)

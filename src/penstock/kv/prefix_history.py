@@ -1,0 +1,62 @@
+"""What was in the prefix cache and is there no longer: owns the memory of evicted blocks and of salts. Called by `KVManager`
+to say why a lookup ended; never finds a block, and forgets the oldest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from typing import Generic, TypeVar
+
+_Key = TypeVar("_Key", bound=Hashable)
+_Value = TypeVar("_Value")
+
+MAX_EVICTED = 8192
+"""Blocks, at least; twice as many at most."""
+MAX_BEGINNINGS = 1024
+
+
+class Recent(Generic[_Key, _Value]):
+    """A map that keeps at least the last `num_kept` keys written, and at most twice as many. Each operation is O(1)."""
+
+    def __init__(self, num_kept: int) -> None:
+        self._num_kept = num_kept
+        self._young: dict[_Key, _Value] = {}
+        self._old: dict[_Key, _Value] = {}
+
+    def __len__(self) -> int:
+        return len(self._young) + len(self._old)
+
+    def get(self, key: _Key) -> _Value | None:
+        found = self._young.get(key)
+        return self._old.get(key) if found is None else found
+
+    def put(self, key: _Key, value: _Value) -> None:
+        self._young[key] = value
+        if len(self._young) >= self._num_kept:
+            self._old, self._young = self._young, {}
+
+
+class PrefixHistory:
+    """Of one cache."""
+
+    def __init__(self) -> None:
+        self.now_ns = 0
+        """Of the step that is being planned; set by the scheduler."""
+        self._evicted_ns: Recent[bytes, int] = Recent(MAX_EVICTED)
+        self._salts: Recent[tuple[str, tuple[int, ...]], bytes] = Recent(MAX_BEGINNINGS)
+        """By tenant and tokens of the first block. Of no other tenant: a salt is there so that others learn nothing."""
+
+    def evict(self, hashes: Iterable[bytes]) -> None:
+        """Blocks with these prefixes are about to be used for something else."""
+        for block_hash in hashes:
+            self._evicted_ns.put(block_hash, self.now_ns)
+
+    def evicted_ns(self, block_hash: bytes) -> int | None:
+        """When a prefix was evicted, if it was not long ago."""
+        return self._evicted_ns.get(block_hash)
+
+    def begin(self, tenant: str, token_ids: tuple[int, ...], salt: bytes) -> bool:
+        """Note the first block of a request. True if the tenant's last with the same tokens had another salt."""
+        known = self._salts.get((tenant, token_ids))
+        self._salts.put((tenant, token_ids), salt)
+        return known is not None and known != salt

@@ -1,0 +1,218 @@
+"""The journal: owns what is remembered of every request in flight and of the last that ended. Told by the engine thread, asked
+by the HTTP thread; decides nothing.
+
+Being told is an append; what was told is worked through when some has come together, or when somebody asks. The engine
+thread never waits for whoever reads: if the journal is being read, it goes on and leaves the work to the reader.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from penstock.obs.explain import Explanation, explain
+from penstock.obs.explain_life import Life, Pause, Phase
+from penstock.obs.explain_steps import MAX_STEPS, Gap, Prefilled, Span, StepLog, StepNote
+from penstock.obs.explain_waits import Turns, WaitClock, WaitMark
+from penstock.types.plan import RowPlan
+from penstock.types.request import Request
+from penstock.types.stats import Admission, Preemption, RequestStats, StepStats, WaitReason
+
+MAX_NOTED = 64
+"""Told and not worked through, unless somebody reads at that moment."""
+
+
+class Journal:
+    """An `Observer` and `QueueObserver` of the engine. Reading is for any thread, through `read`."""
+
+    def __init__(self, max_ended: int) -> None:
+        """`max_ended`: requests that are remembered after their end."""
+        self._lock = threading.Lock()
+        self._noted: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self._max_ended = max_ended
+        self._lives: dict[str, Life] = {}
+        self._ended: OrderedDict[str, Life] = OrderedDict()
+        self._last_pieces: list[tuple[Life, int]] = []
+        """Who has one token of its prompt left, computed like a decode by the next step; how often it had paused."""
+        self._clock = WaitClock()
+        self._turns = Turns()
+        self._log = StepLog()
+
+    # For the engine thread.
+
+    def on_queued(self, request: Request, now_ns: int) -> None:
+        self._note(self._queue, request.request_id, request.tenant, request.arrival_ns, request.num_prompt_tokens, now_ns)
+
+    def on_held(self, waits_for: WaitReason, now_ns: int) -> None:
+        self._note(self._clock.lack, waits_for, now_ns)
+
+    def on_step(self, stats: StepStats) -> None:
+        self._note(self._step, stats)
+
+    def on_finish(self, stats: RequestStats) -> None:
+        self._note(self._finish, stats)
+
+    def _note(self, write: Callable[..., None], *told: Any) -> None:
+        self._noted.append((write, told))
+        if len(self._noted) >= MAX_NOTED and self._lock.acquire(blocking=False):
+            try:
+                self._settle()
+            finally:
+                self._lock.release()
+
+    # For whoever reads: any thread.
+
+    def explain(self, request_id: str, now_ns: int) -> Explanation | None:
+        """What is known of a request; None if it is not remembered."""
+        with self._lock:
+            self._settle()
+            life = self._lives.get(request_id) or self._ended.get(request_id)
+            return None if life is None else self._explain(life, now_ns)
+
+    def explain_all(self, request_ids: Iterable[str], now_ns: int) -> list[Explanation]:
+        """Of those that are remembered, at one moment."""
+        with self._lock:
+            self._settle()
+            lives = [self._lives.get(request_id) or self._ended.get(request_id) for request_id in request_ids]
+            return [self._explain(life, now_ns) for life in lives if life is not None]
+
+    def _explain(self, life: Life, now_ns: int) -> Explanation:
+        now = self._clock.mark(now_ns)
+        turn = life.turn if life.began is not None or life.number < 0 or life.end else self._turns.turn_of(life.number)
+        decodes = Span()
+        decodes.add(life.decodes)
+        if life.phase is Phase.DECODE:
+            decodes.add(self._log.span(life.decodes_from, self._log.next))
+        return explain(life, now, turn, decodes, self._clock.reason)
+
+    # With the lock held, on either thread.
+
+    def _settle(self) -> None:
+        noted = self._noted
+        while noted:
+            write, told = noted.popleft()
+            write(*told)
+
+    def _queue(self, request_id: str, tenant: str, arrival_ns: int, num_prompt_tokens: int, now_ns: int) -> None:
+        life = self._lives[request_id] = Life(request_id, tenant, arrival_ns, num_prompt_tokens)
+        life.num_before = self._turns.num_waiting
+        life.number = self._turns.come()
+        life.queued = self._clock.mark(now_ns)
+
+    def _step(self, stats: StepStats) -> None:
+        number = self._log.next
+        for preemption in stats.preemptions:
+            self._pause(preemption, stats, number)
+        now = self._clock.mark(stats.started_ns)
+        for admission in stats.admissions:
+            self._begin(admission, now)
+        self._clock.lack(stats.waits_for, stats.started_ns)
+        self._log.append(self._step_note(stats), stats.ended_ns)
+        for admission in stats.admissions:
+            if admission.query_len == 1 and admission.num_hit_tokens + 1 == admission.num_tokens:  # no row of `prefills`
+                self._prefill(admission.request_id, admission.num_hit_tokens, 1, stats, number)
+        last_pieces, self._last_pieces = self._last_pieces, []
+        for life, num_pauses in last_pieces:
+            if life.phase is Phase.PREFILL and len(life.pauses) == num_pauses:
+                self._prefill(life.request_id, life.num_target_tokens - 1, 1, stats, number)
+        for row in stats.prefills:
+            self._prefill(row.request_id, row.context_len, row.query_len, stats, number)
+        if self._log.is_full:
+            self._forget_steps()
+
+    def _step_note(self, stats: StepStats) -> StepNote:
+        duration_ns = stats.ended_ns - stats.started_ns
+        if not stats.prefills:
+            return StepNote(duration_ns, stats.num_rows)
+        row = max(stats.prefills, key=_query_len)
+        life = self._lives.get(row.request_id)
+        largest = Prefilled(row.request_id, row.query_len, life.num_prompt_tokens if life else 0)
+        num_tokens = sum(map(_query_len, stats.prefills))
+        return StepNote(duration_ns, stats.num_rows, num_tokens, len(stats.prefills), largest)
+
+    def _begin(self, admission: Admission, now: WaitMark) -> None:
+        life = self._lives.get(admission.request_id)
+        if life is None:
+            return
+        life.phase = Phase.PREFILL
+        life.num_target_tokens = admission.num_tokens
+        if life.began is None:
+            life.began, life.turn = now, self._turns.admit(life.number, now)
+            life.num_hit_tokens, life.stop = admission.num_hit_tokens, admission.stop
+        elif life.pauses and life.pauses[-1].ended is None:
+            pause = life.pauses[-1]
+            pause.ended, pause.num_tokens, pause.num_found_tokens = now, admission.num_tokens, admission.num_hit_tokens
+
+    def _prefill(self, request_id: str, context_len: int, query_len: int, stats: StepStats, number: int) -> None:
+        life = self._lives.get(request_id)
+        if life is None:
+            return
+        life.num_prefill_tokens += query_len
+        life.prefills.add(Span(1, stats.num_rows, stats.num_rows))
+        num_behind = life.num_target_tokens - context_len - query_len
+        if num_behind > 1:
+            return
+        if num_behind:
+            self._last_pieces.append((life, len(life.pauses)))
+            return
+        life.phase, life.decodes_from = Phase.DECODE, number + 1
+        life.num_first_tokens += 1
+        if life.first_token_ns is None:
+            life.first_token_ns = stats.ended_ns
+        if life.last_token_ns is not None:
+            gap_ns = stats.ended_ns - life.last_token_ns
+            life.decodes.note_gap(Gap(gap_ns, self._step_note(stats), is_preemption=True))
+            life.last_token_ns = None
+
+    def _pause(self, preemption: Preemption, stats: StepStats, number: int) -> None:
+        life = self._lives.get(preemption.request_id)
+        if life is None:
+            return
+        self._close_decodes(life, number)
+        if life.phase is Phase.DECODE:
+            life.last_token_ns = self._log.last_ended_ns
+        life.phase = Phase.PAUSED
+        life.pauses.append(Pause(preemption.reason, self._clock.mark(stats.started_ns), preemption.num_computed_tokens))
+
+    def _close_decodes(self, life: Life, stop: int) -> None:
+        """Sum up its decodes in steps before `stop`."""
+        if life.phase is Phase.DECODE:
+            life.decodes.add(self._log.span(life.decodes_from, stop))
+            life.decodes_from = stop
+
+    def _finish(self, stats: RequestStats) -> None:
+        life = self._lives.get(stats.request_id)
+        if life is None:  # refused, and never queued
+            self._keep(Life(stats.request_id, stats.tenant, stats.arrival_ns, stats.num_prompt_tokens), stats)
+        else:
+            self._end(life, stats, self._log.next)
+
+    def _end(self, life: Life, stats: RequestStats, stop: int) -> None:
+        self._close_decodes(life, stop)
+        if life.began is None and life.number >= 0:
+            life.turn = self._turns.turn_of(life.number)
+            self._turns.leave(life.number)
+        self._lives.pop(life.request_id, None)
+        self._keep(life, stats)
+
+    def _keep(self, life: Life, stats: RequestStats) -> None:
+        life.end = stats
+        life.left = self._clock.mark(stats.ended_ns)
+        life.phase = Phase.ENDED
+        self._ended[life.request_id] = life
+        while len(self._ended) > self._max_ended:
+            self._ended.popitem(last=False)
+
+    def _forget_steps(self) -> None:
+        """The older half, once it is summed up."""
+        cut = self._log.first + MAX_STEPS // 2
+        for life in self._lives.values():
+            if life.decodes_from < cut:
+                self._close_decodes(life, cut)
+        self._log.forget_before(cut)
+
+
+def _query_len(row: RowPlan) -> int:
+    return row.query_len

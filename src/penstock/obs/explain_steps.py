@@ -1,0 +1,110 @@
+"""What the steps of late were: owns one entry per step, of which spans are summed up. Filled and read by the explanations'
+journal; never knows who ran in a step.
+
+A request that decodes is in every step from its first token to its end, so two numbers of steps say all about it: how many it
+was in, with how many others, and which of them took longest. Nothing is done per request and step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MAX_STEPS = 8192
+"""Steps that are remembered at most; the older half goes when there are more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """The largest piece of a prompt in a step."""
+
+    request_id: str
+    num_tokens: int
+    num_prompt_tokens: int
+    """Of its request; 0 if that is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepNote:
+    """What a step did, in so far as it makes others wait."""
+
+    duration_ns: int
+    num_rows: int
+    num_prefill_tokens: int = 0
+    num_prefills: int = 0
+    largest: Prefilled | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Between two tokens of one request."""
+
+    gap_ns: int
+    step: StepNote | None
+    """In which the later one was computed."""
+    is_preemption: bool = False
+    """The request had lost its place meanwhile."""
+
+
+@dataclass(slots=True)
+class Span:
+    """Several steps, summed up."""
+
+    num_steps: int = 0
+    num_rows: int = 0
+    """Sum over the steps."""
+    max_rows: int = 0
+    longest: Gap | None = None
+
+    def add(self, other: Span) -> None:
+        self.num_steps += other.num_steps
+        self.num_rows += other.num_rows
+        self.max_rows = max(self.max_rows, other.max_rows)
+        self.note_gap(other.longest)
+
+    def note_gap(self, gap: Gap | None) -> None:
+        if gap is not None and (self.longest is None or gap.gap_ns > self.longest.gap_ns):
+            self.longest = gap
+
+
+class StepLog:
+    """Steps by number, counted from 0."""
+
+    def __init__(self) -> None:
+        self.first = 0
+        """Number of the oldest step that is remembered."""
+        self._gaps_ns: list[int] = []
+        """From the end of the step before to the end of this one."""
+        self._rows: list[int] = []
+        self._notes: list[StepNote] = []
+        self.last_ended_ns = 0
+
+    @property
+    def next(self) -> int:
+        """Number of the step that comes next."""
+        return self.first + len(self._notes)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._notes) >= MAX_STEPS
+
+    def append(self, note: StepNote, ended_ns: int) -> None:
+        self._gaps_ns.append(ended_ns - self.last_ended_ns)
+        self._rows.append(note.num_rows)
+        self._notes.append(note)
+        self.last_ended_ns = ended_ns
+
+    def forget_before(self, number: int) -> None:
+        count = number - self.first
+        del self._gaps_ns[:count], self._rows[:count], self._notes[:count]
+        self.first = number
+
+    def span(self, start: int, stop: int) -> Span:
+        """Steps [start, stop), as far as they are remembered. O(steps), in the interpreter's own loops."""
+        first, last = max(start, self.first) - self.first, stop - self.first
+        rows = self._rows[first:last]
+        if not rows:
+            return Span()
+        gaps_ns = self._gaps_ns[first:last]
+        longest_ns = max(gaps_ns)
+        note = self._notes[first + gaps_ns.index(longest_ns)]
+        return Span(len(rows), sum(rows), max(rows), Gap(longest_ns, note))

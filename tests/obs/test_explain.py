@@ -1,0 +1,364 @@
+"""What is told of a request, against a witness who was there: times, batches, gaps and pauses add up, whatever happens."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.obs.explain import INTAKE, ORDER, Explanation
+from penstock.obs.explain_journal import MAX_NOTED, Journal
+from penstock.obs.explain_life import Phase
+from penstock.obs.explain_words import summary
+from penstock.sched.policies.presets import make_policies
+from penstock.testing import HashExecutor, make_core, make_request
+from penstock.testing.driver import Driver
+from penstock.types.events import Abort, Add
+from penstock.types.plan import Capacity
+from penstock.types.request import FinishReason
+from penstock.types.stats import PreemptReason, PrefixEnd
+
+CAPACITY = Capacity(num_blocks=33, block_size=4, max_rows=4, max_step_tokens=16, max_model_len=64)
+MS = 1_000_000
+
+
+class Bench:
+    """A core with a journal, driven by hand; each step takes a millisecond."""
+
+    def __init__(self, max_ended: int = 100, policies=None, *, caching: bool = True, **capacity: int) -> None:
+        self.journal = Journal(max_ended)
+        self.core = make_core(CAPACITY, policies, journal=self.journal, enable_prefix_caching=caching, **capacity)
+        self.driver = Driver(self.core, HashExecutor(self.core.scheduler.capacity))
+
+    @property
+    def now_ns(self) -> int:
+        return self.driver.clock.now_ns()
+
+    def add(self, request_id: str, prompt=8, **fields) -> None:
+        """Comes now, and is not planned yet."""
+        request = make_request(request_id, prompt, arrival_ns=self.now_ns, **fields)
+        self.driver._record(self.core.apply([Add(request)], self.now_ns))
+
+    def steps(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.driver.turn()
+
+    def run(self) -> None:
+        while self.core.has_work:
+            self.driver.turn()
+
+    def told(self, request_id: str) -> Explanation:
+        told = self.journal.explain(request_id, self.now_ns)
+        assert told is not None
+        return told
+
+
+def test_who_ran_at_once_waited_for_nothing() -> None:
+    bench = Bench()
+    bench.add("a", 8, max_tokens=5)
+    bench.run()
+    told = bench.told("a")
+    assert (told.phase, told.finish_reason) == (Phase.ENDED, FinishReason.LENGTH)
+    assert (told.queue_ns, told.prefill_ns, told.decode_ns) == (0, 1 * MS, 4 * MS)
+    assert told.waited_for_ns == {}
+    assert (told.num_prefill_steps, told.num_prefill_tokens) == (1, 8)
+    assert (told.num_decode_steps, told.num_generated_tokens) == (4, 5)
+    assert (told.mean_batch, told.max_batch) == (1.0, 1)
+
+
+def test_a_wait_for_a_row_is_told_while_it_lasts_and_after() -> None:
+    bench = Bench(max_rows=1)
+    bench.add("a", 8, max_tokens=5)
+    bench.add("b", 8, max_tokens=2)
+    bench.steps(3)
+    told = bench.told("b")
+    assert (told.phase, told.waits_for, told.num_before) == (Phase.WAITING, "rows", 1)
+    assert told.waited_for_ns == {"rows": 3 * MS}
+    assert "for a free row" in summary(told)
+    bench.run()
+    assert bench.told("b").waited_for_ns == {"rows": 5 * MS}
+    assert bench.told("b").total_ns == 7 * MS
+
+
+def test_a_wait_for_memory_is_told() -> None:
+    bench = Bench(policies=make_policies(reserve="no-evict"), num_blocks=9)
+    bench.add("a", 8, max_tokens=20)
+    bench.add("b", 8, max_tokens=20)
+    bench.steps(4)
+    assert bench.told("b").waited_for_ns == {"memory": 4 * MS}
+
+
+def test_a_wait_for_tokens_is_told() -> None:
+    bench = Bench()
+    bench.add("a", 48, max_tokens=1)
+    bench.add("b", 8, max_tokens=1)
+    bench.steps(2)
+    assert bench.told("b").waited_for_ns == {"tokens": 2 * MS}
+
+
+def test_time_before_the_queue_is_intake() -> None:
+    bench = Bench()
+    bench.driver.clock.advance(10 * MS)
+    request = make_request("a", 8, arrival_ns=3 * MS, max_tokens=1)
+    bench.core.apply([Add(request)], bench.now_ns)
+    bench.run()
+    assert bench.told("a").waited_for_ns == {INTAKE: 7 * MS}
+
+
+def test_who_is_passed_waits_for_the_order_from_its_turn_on() -> None:
+    bench = Bench(policies=make_policies(order="sjf"), max_rows=1)
+    bench.add("first", 8, max_tokens=3, predicted_new_tokens=3)
+    bench.steps()
+    bench.add("long", 8, max_tokens=9, predicted_new_tokens=9)
+    for name in ("s1", "s2"):
+        bench.add(name, 8, max_tokens=2, predicted_new_tokens=2)
+    bench.run()
+    told = bench.told("long")
+    assert told.num_passed_by == 2
+    assert told.waited_for_ns == {"rows": 2 * MS, ORDER: 4 * MS}
+    assert bench.told("s2").num_passed_by == 0
+    assert "2 that came later went first" in summary(told)
+
+
+def test_who_left_the_queue_passed_nobody_by() -> None:
+    bench = Bench(max_rows=1)
+    bench.add("a", 8, max_tokens=4)
+    for name in ("b", "c", "d"):
+        bench.add(name, 8, max_tokens=1)
+    bench.steps()
+    bench.driver.turn(Abort("b"))
+    bench.run()
+    assert [bench.told(name).num_passed_by for name in "abcd"] == [0, 0, 0, 0]
+    left = bench.told("b")
+    assert (left.phase, left.finish_reason, left.waited_for_ns) == (Phase.ENDED, FinishReason.ABORT, {"rows": 1 * MS})
+    assert bench.told("d").num_before == 3
+
+
+def test_who_left_the_queue_is_not_counted_as_waiting_before_others() -> None:
+    bench = Bench(policies=make_policies(order="sjf"), max_rows=1)
+    bench.add("first", 8, max_tokens=3, predicted_new_tokens=3)
+    bench.add("leaves", 8, max_tokens=9, predicted_new_tokens=9)
+    bench.add("long", 8, max_tokens=9, predicted_new_tokens=9)
+    bench.add("short", 8, max_tokens=2, predicted_new_tokens=2)
+    bench.driver.turn(Abort("leaves"))
+    bench.run()
+    assert bench.told("long").num_passed_by == 1
+    assert bench.told("long").waited_for_ns == {"rows": 2 * MS, ORDER: 3 * MS}
+
+
+def test_the_longest_gap_names_the_prompt_that_made_it() -> None:
+    bench = Bench()
+    bench.add("a", 8, max_tokens=12)
+    bench.steps(3)
+    bench.add("b", [60 + idx for idx in range(14)], max_tokens=1)
+    bench.driver.clock.advance(5 * MS)  # the step before it took longer
+    bench.run()
+    told = bench.told("a")
+    assert told.longest_gap is not None
+    assert told.longest_gap.gap_ns == 6 * MS
+    assert told.longest_gap.step is not None
+    assert told.longest_gap.step.largest is not None
+    assert told.longest_gap.step.largest.request_id == "b"
+    assert told.longest_gap.step.largest.num_prompt_tokens == 14
+    assert (told.max_batch, round(told.mean_batch * 12)) == (2, 13)
+
+
+class TestPauses:
+    @pytest.fixture
+    def bench(self) -> Bench:
+        """Two that outgrow the memory: one is preempted and comes back."""
+        bench = Bench(policies=make_policies(reserve="chunk"), num_blocks=9)
+        for name in ("a", "b"):
+            bench.add(name, [ord(name) + idx for idx in range(8)], max_tokens=16)
+        bench.run()
+        return bench
+
+    def test_a_pause_is_told_with_its_cause_and_cost(self, bench: Bench) -> None:
+        told = bench.told("b") if bench.told("b").pauses else bench.told("a")
+        [pause] = told.pauses
+        assert pause.reason is PreemptReason.MEMORY
+        assert pause.is_over
+        assert pause.waited_for_ns == {"memory": pause.waited_ns}
+        assert told.longest_gap is not None
+        assert told.longest_gap.is_preemption
+        assert told.longest_gap.gap_ns > pause.waited_ns
+        assert told.num_generated_tokens == 16
+        assert told.num_prefill_tokens >= 8 + pause.num_lost_tokens
+        assert "lost its place as others needed its memory" in summary(told)
+
+
+class TestPrefixes:
+    def told_stop(self, bench: Bench, request_id: str):
+        bench.run()
+        told = bench.told(request_id)
+        assert told.stop is not None
+        return told.num_hit_tokens, told.stop.reason, told.stop.position
+
+    def test_all_that_can_be_found(self) -> None:
+        bench = Bench()
+        bench.add("a", 13, max_tokens=1)
+        bench.run()
+        bench.add("b", 13, max_tokens=1)
+        assert self.told_stop(bench, "b") == (12, PrefixEnd.WHOLE, 12)
+
+    def test_never_seen(self) -> None:
+        bench = Bench()
+        bench.add("a", 13, max_tokens=1)
+        assert self.told_stop(bench, "a") == (0, PrefixEnd.UNSEEN, 0)
+
+    def test_caching_off(self) -> None:
+        bench = Bench(caching=False)
+        bench.add("a", 13, max_tokens=1)
+        assert self.told_stop(bench, "a") == (0, PrefixEnd.OFF, 0)
+
+    def test_another_salt_is_told_to_the_same_tenant_alone(self) -> None:
+        bench = Bench()
+        bench.add("a", 13, max_tokens=1, tenant="t", cache_salt=b"one")
+        bench.run()
+        bench.add("b", 13, max_tokens=1, tenant="t", cache_salt=b"two")
+        assert self.told_stop(bench, "b") == (0, PrefixEnd.SALT, 0)
+        bench.add("c", 13, max_tokens=1, tenant="u", cache_salt=b"three")
+        assert self.told_stop(bench, "c") == (0, PrefixEnd.UNSEEN, 0)
+
+    def test_evicted_and_how_long_ago(self) -> None:
+        bench = Bench(num_blocks=9, max_model_len=32)
+        bench.add("a", 17, max_tokens=1)
+        bench.run()
+        evicted_at_ns = bench.now_ns
+        bench.add("other", [40 + idx for idx in range(28)], max_tokens=1)
+        bench.run()
+        bench.add("b", 17, max_tokens=1)
+        hit, reason, position = self.told_stop(bench, "b")
+        assert reason is PrefixEnd.EVICTED
+        assert hit == position < 16
+        told = bench.told("b")
+        assert told.evicted_ago_ns is not None
+        assert 0 < told.evicted_ago_ns <= told.arrival_ns + told.queue_ns - evicted_at_ns
+        assert "was evicted" in summary(told)
+
+
+class TestMemory:
+    def test_only_the_last_that_ended_are_remembered(self) -> None:
+        bench = Bench(max_ended=3)
+        for idx in range(10):
+            bench.add(f"r{idx}", 4, max_tokens=2)
+        bench.run()
+        known = [idx for idx in range(10) if bench.journal.explain(f"r{idx}", bench.now_ns)]
+        assert known == [7, 8, 9]
+
+    def test_long_answers_outlive_the_steps_that_are_remembered(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("penstock.obs.explain_journal.MAX_STEPS", 8)
+        monkeypatch.setattr("penstock.obs.explain_steps.MAX_STEPS", 8)
+        bench = Bench()
+        bench.add("a", 8, max_tokens=40)
+        bench.add("b", 8, max_tokens=20)
+        bench.run()
+        assert (bench.told("a").num_decode_steps, bench.told("b").num_decode_steps) == (39, 19)
+        assert bench.told("a").mean_batch == (20 * 2 + 20) / 40
+        assert len(bench.journal._log._notes) <= 8
+
+    def test_a_reader_never_holds_up_the_engine(self) -> None:
+        bench = Bench()
+        bench.add("a", 8, max_tokens=50)
+        with bench.journal._lock:
+            bench.run()  # would block for ever
+        assert len(bench.journal._noted) >= 50
+        assert bench.told("a").num_generated_tokens == 50
+        assert not bench.journal._noted
+
+    def test_what_is_told_is_worked_through_now_and_then(self) -> None:
+        bench = Bench()
+        bench.add("a", 8, max_tokens=50)
+        bench.add("b", 8, max_tokens=50)
+        for _ in range(40):
+            bench.steps(2)
+            assert len(bench.journal._noted) < MAX_NOTED
+
+
+def test_a_refused_request_is_told() -> None:
+    bench = Bench()
+    bench.add("long", 70, max_tokens=1)
+    told = bench.told("long")
+    assert (told.phase, told.finish_reason, told.total_ns) == (Phase.ENDED, FinishReason.REJECTED, 0)
+    assert "refused (context_length)" in summary(told)
+
+
+@dataclass
+class Witness:
+    """Sees every step, and counts per request and step what the journal does not."""
+
+    rows: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    tokens_ns: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+
+    def see(self, driver: Driver, plan) -> None:
+        names = {row.request_id for row in plan.rows}
+        for row in plan.rows:
+            self.rows[row.request_id].append(len(names))
+            if row.samples:
+                self.tokens_ns[row.request_id].append(driver.clock.now_ns())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    data=st.data(),
+    order=st.sampled_from(["fcfs", "sjf", "srpf", "priority", "fair"]),
+    reserve=st.sampled_from(["chunk", "watermark", "no-evict"]),
+    num_blocks=st.integers(17, 60),
+    step_tokens=st.integers(4, 24),
+)
+def test_everything_adds_up(data: st.DataObject, order: str, reserve: str, num_blocks: int, step_tokens: int) -> None:
+    bench = Bench(policies=make_policies(order=order, reserve=reserve), num_blocks=num_blocks, max_step_tokens=step_tokens)
+    witness, names = Witness(), []
+    for turn in range(data.draw(st.integers(1, 25))):
+        for _ in range(data.draw(st.integers(0, 3))):
+            name = f"r{len(names)}"
+            names.append(name)
+            prompt = data.draw(st.integers(1, 30))
+            bench.add(
+                name,
+                prompt,
+                max_tokens=data.draw(st.integers(1, 30)),
+                priority=data.draw(st.integers(0, 2)) if order == "priority" else 0,
+                tenant=data.draw(st.sampled_from("xy")),
+            )
+        bench.driver.clock.advance(data.draw(st.integers(0, 3)) * MS)
+        aborts = [Abort(names[-1])] if names and turn % 5 == 4 else []
+        if plan := bench.driver.turn(*aborts):
+            witness.see(bench.driver, plan)
+        _check_all(bench, names)
+    while bench.core.has_work:
+        if plan := bench.driver.turn():
+            witness.see(bench.driver, plan)
+    _check_all(bench, names)
+    for name in names:
+        _check_with_witness(bench, witness, name)
+
+
+def _check_all(bench: Bench, names: list[str]) -> None:
+    for told in bench.journal.explain_all(names, bench.now_ns):
+        assert told.queue_ns + told.prefill_ns + told.decode_ns == told.total_ns
+        assert sum(told.waited_for_ns.values()) == told.queue_ns
+        for pause in told.pauses:
+            assert sum(pause.waited_for_ns.values()) == pause.waited_ns
+        request = bench.core._requests.get(told.request_id)
+        assert (request is None) == (told.phase is Phase.ENDED)
+        if request is not None:
+            assert len(request.output_token_ids) == told.num_generated_tokens
+            assert request.num_preemptions == len(told.pauses)
+            assert (request.first_token_ns is None) == (told.num_generated_tokens == 0)
+        assert summary(told)
+
+
+def _check_with_witness(bench: Bench, witness: Witness, name: str) -> None:
+    told = bench.told(name)
+    rows, tokens_ns = witness.rows[name], witness.tokens_ns[name]
+    assert told.num_prefill_steps + told.num_decode_steps == len(rows)
+    assert told.num_generated_tokens == len(tokens_ns)
+    assert told.max_batch == max(rows, default=0)
+    assert round(told.mean_batch * len(rows)) == sum(rows)
+    gaps = [late - early for early, late in itertools.pairwise(tokens_ns)]
+    assert (told.longest_gap.gap_ns if told.longest_gap else 0) == max(gaps, default=0)
