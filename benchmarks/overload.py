@@ -7,12 +7,11 @@
    arrivals are over, too.
 
 Goodput counts the answers, after the first five seconds, whose first token came within the target, at both servers. Prompts
-and replies are ShareGPT's, cut short so that a run has many; none begins like another. A run must be several times as long as
-its longest answers. One of 15 s gave 178 % of the capacity, probably since mostly short answers end within it: that says
-nothing.
+and replies are ShareGPT's, cut short so that a run has many; none begins like another, in any run. A run must be several times
+as long as its longest answers.
 
-    benchmarks/overload.py                         three minutes on a quiet machine
-    benchmarks/overload.py --seconds 40 --slo-ttft 3
+    benchmarks/overload.py                         four minutes on a quiet machine
+    benchmarks/overload.py --seconds 60 --slo-ttft 3
 
 The last line printed is one JSON object.
 """
@@ -40,6 +39,8 @@ OVERLOAD = 2.0
 SKIP_S = 5.0
 """At the beginning of a run: the rows fill."""
 NUM_JOBS = 400
+CLIENTS_PER_RUN = 10**5
+"""More than ever come."""
 ROUNDS = 6
 """Requests per row of the closed loop."""
 CAPACITY_TIMEOUT_S = 120.0
@@ -82,10 +83,19 @@ def measure_capacity(session: ServerSession, jobs: Sequence[Job], num_rows: int)
 
 
 def overload(
-    session: ServerSession, jobs: Sequence[Job], times_s: Sequence[float], args: argparse.Namespace, *, has_door: bool
+    session: ServerSession,
+    jobs: Sequence[Job],
+    times_s: Sequence[float],
+    args: argparse.Namespace,
+    *,
+    has_door: bool,
+    first: int = 0,
 ) -> tuple[list[Client], float]:
-    """Clients that came at these times, and the second at which the last were cut off."""
-    clients = [Client(job, at_s) for job, at_s in zip(own_jobs(jobs, len(times_s)), times_s, strict=True)]
+    """Clients that came at these times, and the second at which the last were cut off.
+
+    `first`: the number of the first prompt; another one for each run at a server, which would else know the prompts.
+    """
+    clients = [Client(job, at_s) for job, at_s in zip(own_jobs(jobs, len(times_s), first), times_s, strict=True)]
     crowd = Crowd(session.url, _address(session), SERVED_NAME, returns=has_door)
     # Behind the door nearly all is over when the last have come back; without it, waiting longer would show nothing new.
     until_s = args.seconds * (OVERLOAD + 1 if has_door else 1.0)
@@ -156,7 +166,7 @@ def show(verdict: Verdict) -> None:
 
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=15.0, help="of arrivals in each run (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of arrivals in each run (default: %(default)s)")
     parser.add_argument("--slo-ttft", type=float, default=2.0, help="seconds (default: %(default)s)")
     parser.add_argument("--max-num-seqs", type=int, default=32)
     parser.add_argument("--max-prompt-tokens", type=int, default=256)
@@ -183,8 +193,9 @@ def main() -> None:
         for idx, kind in enumerate(args.kinds)
     }
     with server(model, args, "--slo-ttft", f"{args.slo_ttft}s") as session:
-        for kind in args.kinds:
-            runs.append((kind, "--slo-ttft", overload(session, jobs, times[kind], args, has_door=True)))
+        for idx, kind in enumerate(args.kinds):
+            run = overload(session, jobs, times[kind], args, has_door=True, first=idx * CLIENTS_PER_RUN)
+            runs.append((kind, "--slo-ttft", run))
     for kind in [] if args.no_contrast else args.kinds:
         # A server of its own for each: the queue of the one before is still there.
         with server(model, args, *UNBOUNDED) as session:
