@@ -19,13 +19,15 @@ class Job:
     priority: int = 0
     deadline_ns: int | None = None
     """An instant, not a span."""
+    prompt_token_ids: tuple[int, ...] = ()
+    """Where it matters what is asked: `num_prompt_tokens` of them; else they are all the same token."""
 
     def request(self, request_id: str, *, max_tokens: int, predicted_new_tokens: int | None = None) -> Request:
         """`max_tokens`: the limit that clients send, which is the same for all and says nothing about the output."""
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, stop_token_ids=(EOS_TOKEN_ID,))
         return Request(
             request_id=request_id,
-            prompt_token_ids=(TOKEN_ID,) * self.num_prompt_tokens,
+            prompt_token_ids=self.prompt_token_ids or (TOKEN_ID,) * self.num_prompt_tokens,
             sampling=sampling,
             arrival_ns=self.arrival_ns,
             priority=self.priority,

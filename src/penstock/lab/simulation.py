@@ -54,6 +54,8 @@ class Simulation:
     cost: CostModel = field(default_factory=CostModel)
     max_tokens: int = 2048
     """The limit that clients send."""
+    enable_prefix_caching: bool = False
+    """For jobs that say what their prompts are."""
 
     def run(
         self,
@@ -72,7 +74,7 @@ class Simulation:
             for idx, job in enumerate(jobs)
         ]
         recorder = Recorder()
-        scheduler = Scheduler(self.capacity, self.make_policies(), enable_prefix_caching=False)
+        scheduler = Scheduler(self.capacity, self.make_policies(), enable_prefix_caching=self.enable_prefix_caching)
         core = EngineCore(scheduler, observer=recorder)
         lens = {str(idx): job.num_output_tokens for idx, job in enumerate(jobs)}
         driver = _Driver(core, SimulatedExecutor(self.capacity, self.cost, lens), VirtualClock(), on_plan)
