@@ -10,8 +10,8 @@ answers are 1/32 as long; arrivals are as they are. Each prompt has one token mo
 
 `sizes`: share of the prompts' blocks that were found, by the size of the pool, beside what caches could find if requests came
 one after another (`ideal_caches.py`): infinite, least recently used, and Belady's optimum. `tenants`: the same requests are
-a light tenant's, or of a high class; with each comes a prompt of a heavy tenant, of a low class, that is never seen again. Its time
-is stretched by 4, so that the queue does not grow for ever. The last line is one JSON object.
+a light tenant's, or of a high class; with each comes a prompt of a heavy tenant, of a low class, that is never seen again.
+Time is then stretched by 4, so that the queue does not grow for ever. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def read_mooncake(traces: Path) -> list[Prompt]:
     path = traces / TRACE_FILE
     if not path.is_file():
         raise SystemExit(
-            f"{path} is missing: synthetic_trace.jsonl of github.com/kvcache-ai/Mooncake under that name. Use --traces for its folder."
+            f"{path} is missing: synthetic_trace.jsonl of github.com/kvcache-ai/Mooncake. Name its folder with --traces."
         )
     with path.open(encoding="utf-8") as file:
         rows = [json.loads(line) for line in file]
