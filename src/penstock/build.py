@@ -23,7 +23,7 @@ from penstock.types.plan import Capacity
 
 if TYPE_CHECKING:
     from penstock.engine.core import EngineCore
-    from penstock.engine.ports import Executor, Observer
+    from penstock.engine.ports import Executor, Observer, RequestJournal
     from penstock.models.catalog import ModelSource
     from penstock.models.weights import LoadedModel
     from penstock.sched.admission import AdmissionLimits
@@ -143,13 +143,13 @@ def _rebuild_executor(config: Config, source: ModelSource, kv: KvPlan) -> Execut
     return executor
 
 
-def build_core(config: Config, capacity: Capacity, observer: Observer) -> EngineCore:
+def build_core(config: Config, capacity: Capacity, observer: Observer, journal: RequestJournal | None = None) -> EngineCore:
     """The scheduler with the policies that the config names, and the core around it."""
     from penstock.engine.core import EngineCore
     from penstock.sched.scheduler import Scheduler
 
     scheduler = Scheduler(capacity, build_policies(config), enable_prefix_caching=config.kv.prefix_caching)
-    return EngineCore(scheduler, observer=observer)
+    return EngineCore(scheduler, observer=observer, journal=journal)
 
 
 def build_policies(config: Config) -> Policies:
@@ -244,6 +244,7 @@ def _assemble(
     from penstock.engine.loop import Engine
     from penstock.engine.output import OutputStage
     from penstock.engine.supervisor import Supervisor
+    from penstock.obs.explain_journal import Journal
     from penstock.obs.metrics import Metrics
     from penstock.obs.observers import ObserverGroup, TokenObserverGroup
     from penstock.obs.signals import Signals
@@ -267,13 +268,14 @@ def _assemble(
     admission.on_call = signals.on_call
     metrics.num_weight_bytes = getattr(executor, "weight_bytes", 0)  # the native backend's, which packs them anew
     observer = ObserverGroup([metrics, admission, signals])
+    journal = Journal(config.server.explained_requests) if config.server.explained_requests else None
     bridge = Bridge()
     first = [executor]
 
     def make_engine(on_failed: Callable[[], None]) -> Engine:
         executor = first.pop() if first else _rebuild_executor(config, source, kv)
         return Engine(
-            build_core(config, executor.capacity, observer),
+            build_core(config, executor.capacity, observer, journal),
             executor,
             OutputStage(detokenizer_factory(tokenizer), observer=TokenObserverGroup([metrics, admission])),
             clock=clock,
@@ -300,6 +302,7 @@ def _assemble(
         clock=clock,
         slo_itl_ns=None if config.scheduler.slo_itl_s is None else int(config.scheduler.slo_itl_s * 1e9),
         sources=_sources(config.server),
+        journal=journal,
     )
 
 

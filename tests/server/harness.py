@@ -14,6 +14,7 @@ from penstock.clock import WallClock
 from penstock.config import ServerConfig
 from penstock.engine.loop import Engine
 from penstock.engine.output import OutputStage
+from penstock.obs.explain_journal import Journal
 from penstock.obs.metrics import Metrics
 from penstock.obs.observers import ObserverGroup, TokenObserverGroup
 from penstock.obs.signals import Signals
@@ -103,7 +104,15 @@ def fixed_sources() -> Sources:
 
 
 def make_runtime(
-    executor=None, *, max_queue=64, limits=None, chat_template=CHAT_TEMPLATE, clock=None, sources=None, **model_fields
+    executor=None,
+    *,
+    max_queue=64,
+    limits=None,
+    chat_template=CHAT_TEMPLATE,
+    clock=None,
+    sources=None,
+    max_explained=100,
+    **model_fields,
 ) -> Runtime:
     """A started runtime; close it. `limits`: the door's, instead of `max_queue` alone."""
     clock = clock or WallClock()
@@ -114,8 +123,9 @@ def make_runtime(
     signals = Signals(executor.capacity.max_rows, admission.drain.rate)
     admission.on_call = signals.on_call
     observer = ObserverGroup([metrics, admission, signals])
+    journal = Journal(max_explained) if max_explained else None
     engine = Engine(
-        make_core(executor.capacity, observer=observer),
+        make_core(executor.capacity, observer=observer, journal=journal),
         executor,
         OutputStage(detokenizer_factory(tokenizer), observer=TokenObserverGroup([metrics, admission])),
         clock=clock,
@@ -143,6 +153,7 @@ def make_runtime(
         model=replace(info, **model_fields),
         clock=clock,
         sources=sources or fixed_sources(),
+        journal=journal,
     )
 
 

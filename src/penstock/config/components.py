@@ -327,6 +327,13 @@ class ServerConfig(Component):
         minimum=0,
         default_doc="from the system's entropy",
     )
+    explained_requests: int = setting(
+        1000,
+        "Ended requests that GET /v1/requests/{id} still explains; 0: none is explained, not even one that runs.",
+        kind=Kind.COUNT,
+        minimum=0,
+        maximum=100_000,
+    )
     request_timeout_s: float | None = setting(
         None,
         "Longest time that a request may take, its wait included; a client may ask for less.",

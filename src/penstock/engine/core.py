@@ -31,7 +31,7 @@ from penstock.types.events import Abort, Add, Command, Drain, Stop, TokenEvent
 from penstock.types.plan import RowPlan, StepPlan
 from penstock.types.request import FinishReason, Request, RequestStatus
 from penstock.types.result import StepResult
-from penstock.types.stats import RequestStats, StepStats
+from penstock.types.stats import RequestStats, StepStats, WaitReason
 
 DEADLINE_EXCEEDED = "deadline exceeded"
 _DETAILS = {
@@ -57,6 +57,8 @@ class EngineCore:
         self._deadline_numbers: dict[str, int] = {}
         self._closed: Rejected | None = None
         """Why nothing is accepted any more; None while it is."""
+        self._told_wait = WaitReason.NOTHING
+        """To the journal."""
         self._counts: dict[int, StepCounts] = {}
         """By the id of the steps in flight."""
 
@@ -96,8 +98,10 @@ class EngineCore:
         plan = self.scheduler.schedule(now_ns)
         if plan is not None:
             self._counts[plan.step_id] = self.scheduler.counts
-        elif self.scheduler.num_waiting:
-            self._journal.on_held(self.scheduler.waits_for, now_ns)
+        news = self.scheduler.news
+        if news.admissions or news.preemptions or news.waits_for is not self._told_wait:
+            self._told_wait = news.waits_for
+            self._journal.on_news(news)
         return plan
 
     def take_block_copies(self) -> list[tuple[int, int]]:
@@ -248,8 +252,6 @@ class EngineCore:
             num_padding_tokens=counts.num_padding_tokens,
             parts_ns={"execute": execute_ns, **result.timing.parts},
             prefills=_prefills(plan, counts),
-            admissions=counts.admissions,
-            preemptions=counts.preemptions,
         )
 
 
@@ -257,7 +259,8 @@ def _prefills(plan: StepPlan, counts: StepCounts) -> list[RowPlan]:
     if counts.num_tokens == counts.num_decodes:
         return []
     rows = plan.rows[: len(plan.rows) - counts.num_padding_rows]
-    return [row for row in rows if row.query_len > 1 or not row.samples]
+    admitted = {row.request_id for row in plan.admits}
+    return [row for row in rows if row.query_len > 1 or not row.samples or row.request_id in admitted]
 
 
 def _next_limit(request: Request) -> tuple[int, RejectReason] | None:

@@ -13,7 +13,7 @@ from typing import Protocol
 from penstock.types.plan import Capacity, StepPlan, Ticket
 from penstock.types.request import FinishReason, Request
 from penstock.types.result import StepResult, TokenLogprobs
-from penstock.types.stats import RequestStats, StepStats, WaitReason
+from penstock.types.stats import PlanNews, RequestStats, StepStats
 
 
 class Executor(Protocol):
@@ -105,8 +105,8 @@ class RequestJournal(Observer, Protocol):
         """It waits from now on. Ends, like any other, with `on_finish`."""
         ...
 
-    def on_held(self, waits_for: WaitReason, now_ns: int) -> None:
-        """There is no step, though requests wait."""
+    def on_news(self, news: PlanNews) -> None:
+        """Somebody was admitted or preempted, or those who wait lack something else than before. Before the step runs."""
         ...
 
 
@@ -145,8 +145,8 @@ class NullObserver:
     def on_queued(self, request: Request, now_ns: int) -> None:
         del request, now_ns
 
-    def on_held(self, waits_for: WaitReason, now_ns: int) -> None:
-        del waits_for, now_ns
+    def on_news(self, news: PlanNews) -> None:
+        del news
 
     def on_tokens(self, first: Sequence[Request], gaps_ns: Sequence[int]) -> None:
         del first, gaps_ns

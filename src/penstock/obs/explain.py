@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from penstock.obs.explain_life import Life, Pause, Phase
 from penstock.obs.explain_steps import Gap, Span
 from penstock.obs.explain_waits import REASONS, Turn, WaitMark
-from penstock.types.request import FinishReason
+from penstock.types.request import FinishReason, Request
 from penstock.types.stats import PreemptReason, PrefixStop, WaitReason
 
 INTAKE = "intake"
@@ -123,6 +123,12 @@ def explain(life: Life, now: WaitMark, turn: Turn, decodes: Span, waits_for: Wai
         longest_gap=decodes.longest,
         pauses=[_pause(pause, life.arrival_ns, end) for pause in life.pauses],
     )
+
+
+def explain_intake(request: Request, now_ns: int) -> Explanation:
+    """Of a request that is on its way to the queue."""
+    life = Life(request.request_id, request.tenant, request.arrival_ns, request.num_prompt_tokens)
+    return explain(life, WaitMark(now_ns, (0,) * len(REASONS)), Turn(), Span(), WaitReason.NOTHING)
 
 
 def _waited_for(life: Life, until: WaitMark, turn: Turn) -> dict[str, int]:

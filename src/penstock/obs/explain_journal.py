@@ -18,7 +18,7 @@ from penstock.obs.explain_steps import MAX_STEPS, Gap, Prefilled, Span, StepLog,
 from penstock.obs.explain_waits import Turns, WaitClock, WaitMark
 from penstock.types.plan import RowPlan
 from penstock.types.request import Request
-from penstock.types.stats import Admission, Preemption, RequestStats, StepStats, WaitReason
+from penstock.types.stats import Admission, PlanNews, Preemption, RequestStats, StepStats
 
 MAX_NOTED = 64
 """Told and not worked through, unless somebody reads at that moment."""
@@ -31,7 +31,7 @@ class Journal:
         """`max_ended`: requests that are remembered after their end."""
         self._lock = threading.Lock()
         self._noted: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
-        self._max_ended = max_ended
+        self.max_ended = max_ended
         self._lives: dict[str, Life] = {}
         self._ended: OrderedDict[str, Life] = OrderedDict()
         self._last_pieces: list[tuple[Life, int]] = []
@@ -45,8 +45,8 @@ class Journal:
     def on_queued(self, request: Request, now_ns: int) -> None:
         self._note(self._queue, request.request_id, request.tenant, request.arrival_ns, request.num_prompt_tokens, now_ns)
 
-    def on_held(self, waits_for: WaitReason, now_ns: int) -> None:
-        self._note(self._clock.lack, waits_for, now_ns)
+    def on_news(self, news: PlanNews) -> None:
+        self._note(self._plan, news)
 
     def on_step(self, stats: StepStats) -> None:
         self._note(self._step, stats)
@@ -101,18 +101,17 @@ class Journal:
         life.number = self._turns.come()
         life.queued = self._clock.mark(now_ns)
 
+    def _plan(self, news: PlanNews) -> None:
+        now = self._clock.mark(news.planned_ns)
+        for preemption in news.preemptions:
+            self._pause(preemption, now)
+        for admission in news.admissions:
+            self._begin(admission, now)
+        self._clock.lack(news.waits_for, news.planned_ns)
+
     def _step(self, stats: StepStats) -> None:
         number = self._log.next
-        for preemption in stats.preemptions:
-            self._pause(preemption, stats, number)
-        now = self._clock.mark(stats.started_ns)
-        for admission in stats.admissions:
-            self._begin(admission, now)
-        self._clock.lack(stats.waits_for, stats.started_ns)
         self._log.append(self._step_note(stats), stats.ended_ns)
-        for admission in stats.admissions:
-            if admission.query_len == 1 and admission.num_hit_tokens + 1 == admission.num_tokens:  # no row of `prefills`
-                self._prefill(admission.request_id, admission.num_hit_tokens, 1, stats, number)
         last_pieces, self._last_pieces = self._last_pieces, []
         for life, num_pauses in last_pieces:
             if life.phase is Phase.PREFILL and len(life.pauses) == num_pauses:
@@ -147,7 +146,7 @@ class Journal:
 
     def _prefill(self, request_id: str, context_len: int, query_len: int, stats: StepStats, number: int) -> None:
         life = self._lives.get(request_id)
-        if life is None:
+        if life is None or life.phase is not Phase.PREFILL:  # a decode that was sent again, for its blocks were copied
             return
         life.num_prefill_tokens += query_len
         life.prefills.add(Span(1, stats.num_rows, stats.num_rows))
@@ -166,15 +165,15 @@ class Journal:
             life.decodes.note_gap(Gap(gap_ns, self._step_note(stats), is_preemption=True))
             life.last_token_ns = None
 
-    def _pause(self, preemption: Preemption, stats: StepStats, number: int) -> None:
+    def _pause(self, preemption: Preemption, now: WaitMark) -> None:
         life = self._lives.get(preemption.request_id)
         if life is None:
             return
-        self._close_decodes(life, number)
+        self._close_decodes(life, self._log.next)
         if life.phase is Phase.DECODE:
             life.last_token_ns = self._log.last_ended_ns
         life.phase = Phase.PAUSED
-        life.pauses.append(Pause(preemption.reason, self._clock.mark(stats.started_ns), preemption.num_computed_tokens))
+        life.pauses.append(Pause(preemption.reason, now, preemption.num_computed_tokens))
 
     def _close_decodes(self, life: Life, stop: int) -> None:
         """Sum up its decodes in steps before `stop`."""
@@ -202,7 +201,7 @@ class Journal:
         life.left = self._clock.mark(stats.ended_ns)
         life.phase = Phase.ENDED
         self._ended[life.request_id] = life
-        while len(self._ended) > self._max_ended:
+        while len(self._ended) > self.max_ended:
             self._ended.popitem(last=False)
 
     def _forget_steps(self) -> None:

@@ -4,7 +4,6 @@ Written by the scheduler and by who admits for it; decides nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from penstock.sched.policies.base import StepLimits
@@ -34,8 +33,6 @@ class StepCounts:
     num_prefix_hit_tokens: int = 0
     waits_for: WaitReason = WaitReason.NOTHING
     """What the first of those who wait lacks."""
-    admissions: Sequence[Admission] = ()
-    preemptions: Sequence[Preemption] = ()
 
 
 @dataclass(slots=True)
@@ -147,8 +144,6 @@ class StepDraft:
             num_prefix_query_tokens=self.num_prefix_query_tokens,
             num_prefix_hit_tokens=self.num_prefix_hit_tokens,
             waits_for=self.waits_for,
-            admissions=self.admissions,
-            preemptions=self.preemptions,
         )
 
 

@@ -48,7 +48,7 @@ from penstock.types.events import TokenEvent
 from penstock.types.plan import Capacity, RowPlan, StepPlan
 from penstock.types.request import FinishReason, Request, RequestStatus
 from penstock.types.result import StepResult
-from penstock.types.stats import PreemptReason, WaitReason
+from penstock.types.stats import PlanNews, PreemptReason, WaitReason
 
 
 class Scheduler:
@@ -64,8 +64,8 @@ class Scheduler:
         )
         self.counts = StepCounts()
         """Of the last step that was scheduled."""
-        self.waits_for = WaitReason.NOTHING
-        """What the first of those who wait lacked when a step was last looked for."""
+        self.news = PlanNews(0, WaitReason.NOTHING, (), ())
+        """Of the last time that a step was looked for."""
         self._policies = policies
         self._waiting = WaitingQueue(policies.order, policies.gate.bucket_of)
         self._running = Running(self.kv, policies, self._waiting, policies.gate.max_running(capacity))
@@ -143,7 +143,8 @@ class Scheduler:
         if draft.num_preemptions == 0:
             self._joining.admit(draft, decision, now_ns)
         self._extend_late(draft, late)
-        self.waits_for = draft.waits_for = self._joining.waits_for(draft)
+        draft.waits_for = self._joining.waits_for(draft)
+        self.news = PlanNews(now_ns, draft.waits_for, draft.admissions, draft.preemptions)
         return self._build(draft, now_ns) if draft.rows or draft.padding_rows else None
 
     def _extend_running(self, draft: StepDraft) -> list[Request]:

@@ -70,12 +70,15 @@ def _router(runtime: Runtime, service: Service) -> APIRouter:
     # A body without a content type is read as JSON; one with another type is refused.
     router = APIRouter(route_class=_json_route(runtime.off_loop), strict_content_type=False)
     models, tokens, status = ModelsEndpoint(runtime.model), TokenizeEndpoint(runtime), StatusEndpoint(runtime)
+    requests = RequestsEndpoint(service)
     table: list[tuple[str, str, str, Callable[..., Coroutine[Any, Any, Any]]]] = [
         ("POST", "/v1/completions", "Complete", CompletionsEndpoint(service).create),
         ("POST", "/v1/chat/completions", "Chat", ChatEndpoint(service).create),
         ("GET", "/v1/models", "List models", models.list),
         ("GET", "/v1/models/{model_id:path}", "Get a model", models.get),
-        ("DELETE", "/v1/requests/{request_id:path}", "Cancel a request", RequestsEndpoint(service).cancel),
+        ("GET", "/v1/requests", "List your requests", requests.list),
+        ("GET", "/v1/requests/{request_id:path}", "Why does it take so long?", requests.explain),
+        ("DELETE", "/v1/requests/{request_id:path}", "Cancel a request", requests.cancel),
         ("POST", "/tokenize", "Tokenize", tokens.tokenize),
         ("POST", "/detokenize", "Detokenize", tokens.detokenize),
         ("GET", "/health", "Is it alive?", status.health),

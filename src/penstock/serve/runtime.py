@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from penstock.clock import Clock, WallClock
 from penstock.engine.loop import Engine
 from penstock.engine.supervisor import Supervisor
+from penstock.obs.explain_journal import Journal
 from penstock.obs.metrics import Metrics
 from penstock.sched.admission import Admission
 from penstock.serve.bridge import Bridge
@@ -97,6 +98,8 @@ class Runtime:
     """The server's own target of the inter-token latency."""
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     sources: Sources = field(default_factory=Sources)
+    journal: Journal | None = None
+    """The engine's; None: no request is explained."""
     off_loop: OffLoop = field(init=False)
     """Long texts are worked on here."""
 

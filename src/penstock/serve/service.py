@@ -5,6 +5,7 @@ Called by the endpoints on the event loop. Knows no JSON and writes no response.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Self
 
 from penstock.config import ServerConfig
 from penstock.engine.loop import EngineState
+from penstock.obs.explain import Explanation, explain_intake
 from penstock.sched.admission import Ask, Place
 from penstock.serve.bridge import Stream
 from penstock.serve.call import CallTerms, Owner
@@ -39,7 +41,31 @@ class _Flight:
 
     request_id: str
     owner: Owner
+    requests: tuple[Request, ...]
+    """One for each choice; the engine's, who writes to them."""
+
+    @property
+    def engine_ids(self) -> tuple[str, ...]:
+        return tuple(request.request_id for request in self.requests)
+
+
+@dataclass(frozen=True, slots=True)
+class _Landed:
+    """What ran, with no more of it than is needed to ask for it."""
+
+    request_id: str
+    owner: Owner
     engine_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What is known of the HTTP requests that had one id."""
+
+    request_id: str
+    created_unix_s: int
+    choices: list[tuple[int, Explanation]]
+    """(index of the choice, what became of it), not empty. If the client used the id more than once, of the last."""
 
 
 class Service:
@@ -50,6 +76,10 @@ class Service:
         self.config = config
         self._num_opened = 0
         self._flights: dict[str, list[_Flight]] = {}
+        self._landed: deque[_Landed] = deque()
+        """The last that ended; as many as the journal remembers requests."""
+        self._landed_of: dict[str, list[_Landed]] = {}
+        """The same by their ids, the oldest first."""
 
     @contextmanager
     def admit(self, ask: Ask) -> Iterator[Place]:
@@ -87,7 +117,7 @@ class Service:
             )
             for choice in choices
         ]
-        flight = _Flight(terms.request_id, terms.owner, tuple(request.request_id for request in requests))
+        flight = _Flight(terms.request_id, terms.owner, tuple(requests))
         runtime = self.runtime
         runtime.admission.enter(place, requests, runtime.clock.now_ns())
         try:
@@ -106,11 +136,54 @@ class Service:
                 self.runtime.bridge.abort(engine_id, _CANCELLED)
         return bool(flights)
 
+    def explain(self, request_id: str, owner: Owner) -> Told | None:
+        """What became of the last request with this id of this owner; None if there is none, or it is not remembered."""
+        flights: list[_Flight | _Landed] = [*self._landed_of.get(request_id, ()), *self._flights.get(request_id, ())]
+        for flight in reversed(flights):
+            if flight.owner == owner and (told := self._tell(flight)):
+                return told
+        return None
+
+    def explain_running(self, owner: Owner) -> list[Told]:
+        """All requests of this owner that have not ended, in the order in which they came."""
+        flights = [flight for flights in self._flights.values() for flight in flights if flight.owner == owner]
+        return [told for flight in flights if (told := self._tell(flight))]
+
+    def _tell(self, flight: _Flight | _Landed) -> Told | None:
+        runtime = self.runtime
+        if runtime.journal is None:
+            return None
+        now_ns = runtime.clock.now_ns()
+        known = {told.request_id: told for told in runtime.journal.explain_all(flight.engine_ids, now_ns)}
+        if isinstance(flight, _Flight):  # what the engine has not taken from its inbox is no less on its way
+            known = {request.request_id: explain_intake(request, now_ns) for request in flight.requests} | known
+        choices = [(index, known[name]) for index, name in enumerate(flight.engine_ids) if name in known]
+        if not choices:
+            return None
+        age_s = (now_ns - choices[0][1].arrival_ns) // 1_000_000_000
+        return Told(flight.request_id, runtime.sources.unix_time_s() - age_s, choices)
+
+    def _remember(self, flight: _Flight) -> None:
+        """For whoever asks after its end."""
+        journal = self.runtime.journal
+        if journal is None:
+            return
+        landed = _Landed(flight.request_id, flight.owner, flight.engine_ids)
+        self._landed.append(landed)
+        self._landed_of.setdefault(landed.request_id, []).append(landed)
+        if len(self._landed) > journal.max_ended:
+            oldest = self._landed.popleft()
+            same = self._landed_of[oldest.request_id]
+            same.remove(oldest)
+            if not same:
+                del self._landed_of[oldest.request_id]
+
     def land(self, flight: _Flight) -> None:
         """Called by `CallStream` when its call has ended."""
         if self.runtime.engine.state is not EngineState.READY:
             # A core that broke may not have told their ends. While it is well it does, on its own thread.
             self.runtime.admission.forget(flight.engine_ids)
+        self._remember(flight)
         flights = self._flights[flight.request_id]
         flights.remove(flight)
         if not flights:

@@ -83,6 +83,18 @@ class Preemption:
 
 
 @dataclass(slots=True)
+class PlanNews:
+    """What a plan, or the lack of one, means for those who wait and run. Nobody writes to one after it was made."""
+
+    planned_ns: int
+    waits_for: WaitReason
+    """What the first of those who still wait lacks."""
+    admissions: Sequence[Admission]
+    preemptions: Sequence[Preemption]
+    """They came before the admissions, unless these paused them."""
+
+
+@dataclass(slots=True)
 class StepStats:
     """State right after one step was committed. Counts are of requests, tokens and blocks.
 
@@ -119,10 +131,7 @@ class StepStats:
     parts_ns: Mapping[str, int] = field(default_factory=dict)
     """Named shares of the step: schedule, execute, commit, and the executor's own parts."""
     prefills: Sequence[RowPlan] = ()
-    """Rows of more than one token, or that choose none: prompts, and what is computed again."""
-    admissions: Sequence[Admission] = ()
-    preemptions: Sequence[Preemption] = ()
-    """Before the admissions, as the step was planned."""
+    """Rows of prompts, and of what is computed again; not the last token of one if it is computed alone."""
 
 
 @dataclass(slots=True)

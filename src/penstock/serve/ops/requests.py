@@ -1,4 +1,6 @@
-"""`DELETE /v1/requests/{id}`: end what runs under an id. Only its owner (the same key and tenant) can."""
+"""`/v1/requests`: what runs under an id, why it takes as long as it does, and its end. Only its owner (the same key and tenant)
+sees it.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,11 @@ from typing import Any
 
 from fastapi import Request as HttpRequest
 
+from penstock.obs.explain_words import summary
 from penstock.serve.call import read_owner
 from penstock.serve.openai.errors import request_not_found
-from penstock.serve.service import Service
+from penstock.serve.ops.explanation import explanation
+from penstock.serve.service import Service, Told
 
 _ANSWER_PREFIXES = ("chatcmpl-", "cmpl-")
 
@@ -17,6 +21,19 @@ class RequestsEndpoint:
     def __init__(self, service: Service) -> None:
         self._service = service
 
+    async def list(self, http: HttpRequest) -> dict[str, Any]:
+        """The caller's requests that wait or run, the oldest first."""
+        owner = read_owner(http.scope, self._service.config)
+        return {"object": "list", "data": [_call(told) for told in self._service.explain_running(owner)]}
+
+    async def explain(self, request_id: str, http: HttpRequest) -> dict[str, Any]:
+        """Why a request takes, or took, as long as it does; by its `X-Request-Id` or by the `id` of its answer."""
+        owner = read_owner(http.scope, self._service.config)
+        for candidate in _candidates(request_id):
+            if told := self._service.explain(candidate, owner):
+                return _call(told)
+        raise request_not_found(request_id)
+
     async def cancel(self, request_id: str, http: HttpRequest) -> dict[str, Any]:
         """Cancel a running request, by its `X-Request-Id` or by the `id` of its answer."""
         owner = read_owner(http.scope, self._service.config)
@@ -24,6 +41,18 @@ class RequestsEndpoint:
         if not any(self._service.cancel(candidate, owner) for candidate in _candidates(request_id)):
             raise request_not_found(request_id)
         return {"id": request_id, "object": "request", "cancelled": True}
+
+
+def _call(told: Told) -> dict[str, Any]:
+    choices = [explanation(choice, index) for index, choice in told.choices]
+    slowest = max((choice for _, choice in told.choices), key=lambda choice: choice.total_ns)
+    return {
+        "id": told.request_id,
+        "object": "request",
+        "created": told.created_unix_s,
+        "summary": summary(slowest),
+        "choices": choices,
+    }
 
 
 def _candidates(request_id: str) -> list[str]:

@@ -1,0 +1,148 @@
+"""`GET /v1/requests/{id}`: while it waits, while it runs, after its end; and for nobody else."""
+
+import asyncio
+from dataclasses import replace
+
+import httpx
+import pytest
+from harness import CAPACITY, GatedExecutor, make_client, make_runtime, running, until
+from test_errors import check
+
+from penstock.config import ServerConfig
+
+COMPLETIONS = "/v1/completions"
+ONE, TWO = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
+PROMPT = "once upon a time there was a penstock"
+
+
+async def test_an_ended_request_is_explained_by_either_id(client):
+    answer = await client.post(COMPLETIONS, json={"prompt": PROMPT, "max_tokens": 9})
+    by_header = (await client.get(f"/v1/requests/{answer.headers['x-request-id']}")).json()
+    assert by_header == (await client.get(f"/v1/requests/{answer.json()['id']}")).json()
+    assert (by_header["id"], by_header["created"]) == (answer.headers["x-request-id"], 1_700_000_000)
+    [choice] = by_header["choices"]
+    assert (choice["state"], choice["finish_reason"]) == ("ended", "length")
+    assert (choice["prompt_tokens"], choice["completion_tokens"]) == (len(PROMPT), 9)
+    assert choice["prefix"] == {"hit_tokens": 0, "stopped_at": 0, "because": "never seen"}
+    assert choice["prefill"] == {"steps": 1, "tokens": len(PROMPT)}
+    assert (choice["decode"], choice["batch"]) == ({"steps": 8}, {"mean": 1.0, "max": 1})
+    parts = choice["time_ms"]
+    assert parts["queue"] + parts["prefill"] + parts["decode"] == pytest.approx(parts["total"], abs=0.01)
+    assert sum(choice["waited"]["for_ms"].values()) == pytest.approx(parts["queue"], abs=0.01)
+    assert by_header["summary"] == choice["summary"]
+    assert by_header["summary"].startswith("Took ")
+
+
+async def test_every_choice_is_explained(client):
+    body = {"prompt": [PROMPT, "another"], "n": 2, "max_tokens": 3}
+    answer = (await client.post(COMPLETIONS, json=body)).json()
+    told = (await client.get(f"/v1/requests/{answer['id']}")).json()
+    assert [choice["index"] for choice in told["choices"]] == [0, 1, 2, 3]
+    assert [choice["prompt_tokens"] for choice in told["choices"]] == [len(PROMPT)] * 2 + [len("another")] * 2
+
+
+async def test_the_cache_is_named(client):
+    for _ in range(2):
+        answer = await client.post(COMPLETIONS, json={"prompt": PROMPT, "max_tokens": 2})
+    [choice] = (await client.get(f"/v1/requests/{answer.json()['id']}")).json()["choices"]
+    assert choice["prefix"] == {"hit_tokens": 32, "stopped_at": 32, "because": "whole"}
+    assert "32 were in the cache" in choice["summary"]
+
+
+@pytest.fixture
+def narrow():
+    """A gate before a server with two keys and one row."""
+    gate = GatedExecutor(replace(CAPACITY, max_rows=1))
+    with running(gate, config=ServerConfig(port=0, api_keys=("one", "two"), shutdown_timeout_s=0.0)) as server:
+        yield gate, server
+        gate.open()
+
+
+async def test_one_that_waits_and_one_that_runs(narrow):
+    gate, server = narrow
+    async with httpx.AsyncClient(base_url=server.url, timeout=20, headers=ONE) as client:
+
+        async def states() -> list[tuple[str, str]]:
+            calls = (await client.get("/v1/requests")).json()["data"]
+            return [(call["id"], call["choices"][0]["state"]) for call in calls]
+
+        async def until_states(*expected: tuple[str, str]) -> None:
+            async with asyncio.timeout(20):
+                while await states() != list(expected):  # noqa: ASYNC110  # there is no event to wait for
+                    await asyncio.sleep(0.001)
+
+        def ask(name: str) -> asyncio.Task[httpx.Response]:
+            body = {"prompt": name, "max_tokens": 3}
+            return asyncio.create_task(client.post(COMPLETIONS, json=body, headers={"X-Request-Id": name}))
+
+        asks = [ask("a")]
+        await until_states(("a", "prefill"))
+        asks.append(ask("b"))
+        await until_states(("a", "prefill"), ("b", "waiting"))
+        assert (await client.get("/v1/requests/b")).json()["choices"][0]["waited"]["now_for"] == "step"
+        gate.allow()
+        await until_states(("a", "decode"), ("b", "waiting"))
+        told = (await client.get("/v1/requests/b")).json()
+        assert told["choices"][0]["waited"]["now_for"] == "rows"
+        assert "now for a free row" in told["summary"]
+        for request_id in ("a", "b"):
+            check(await client.get(f"/v1/requests/{request_id}", headers=TWO), 404, "request_not_found")
+        assert (await client.get("/v1/requests", headers=TWO)).json()["data"] == []
+        gate.open()
+        assert [(await task).status_code for task in asks] == [200, 200]
+        check(await client.get("/v1/requests/b", headers=TWO), 404, "request_not_found")
+        [choice] = (await client.get("/v1/requests/b")).json()["choices"]
+        assert (choice["state"], choice["batch"]["max"]) == ("ended", 1)
+        assert set(choice["waited"]["for_ms"]) <= {"intake", "rows", "step"}
+
+
+async def test_a_cancelled_request_says_so():
+    gate = GatedExecutor()
+    with running(gate) as server:
+        async with httpx.AsyncClient(base_url=server.url, timeout=20) as client:
+            ask = {"prompt": "a", "max_tokens": 50}
+            task = asyncio.create_task(client.post(COMPLETIONS, json=ask, headers={"X-Request-Id": "r"}))
+            await until(lambda: server.runtime.engine.load().num_running == 1)
+            assert (await client.delete("/v1/requests/r")).status_code == 200
+            gate.open()
+            assert (await task).status_code == 499
+            told = (await client.get("/v1/requests/r")).json()
+            assert told["choices"][0]["finish_reason"] == "cancelled"
+            assert "It was cancelled." in told["summary"]
+
+
+async def test_unknown_and_refused_requests_are_not_found(client):
+    check(await client.get("/v1/requests/nobody"), 404, "request_not_found")
+    refused = await client.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 0}, headers={"X-Request-Id": "bad"})
+    assert refused.status_code == 400
+    check(await client.get("/v1/requests/bad"), 404, "request_not_found")
+
+
+async def test_only_the_last_are_remembered():
+    runtime = make_runtime(max_explained=3)
+    try:
+        async with make_client(runtime) as client:
+            for idx in range(6):
+                await client.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 2}, headers={"X-Request-Id": f"r{idx}"})
+            codes = [(await client.get(f"/v1/requests/r{idx}")).status_code for idx in range(6)]
+            assert codes == [404, 404, 404, 200, 200, 200]
+    finally:
+        runtime.close()
+
+
+async def test_of_calls_with_one_id_the_last_is_told(client):
+    for num_tokens in (2, 3):
+        ask = {"prompt": "a", "max_tokens": num_tokens}
+        await client.post(COMPLETIONS, json=ask, headers={"X-Request-Id": "same"})
+    assert (await client.get("/v1/requests/same")).json()["choices"][0]["completion_tokens"] == 3
+
+
+async def test_without_a_journal_nothing_is_told():
+    runtime = make_runtime(max_explained=0)
+    try:
+        async with make_client(runtime) as client:
+            await client.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 2}, headers={"X-Request-Id": "r"})
+            check(await client.get("/v1/requests/r"), 404, "request_not_found")
+            assert (await client.get("/v1/requests")).json()["data"] == []
+    finally:
+        runtime.close()
