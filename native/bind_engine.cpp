@@ -203,6 +203,24 @@ void check_block(const Engine& self, int block) {
     if (block <= 0 || block >= self.shape().num_blocks) throw std::invalid_argument("no such block");
 }
 
+void check_content(const Engine& self, size_t bytes) {
+    if (bytes != static_cast<size_t>(self.block_bytes())) throw std::invalid_argument("this is not as large as a block");
+}
+
+void read_block(const Engine& self, int block, nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> out) {
+    check_block(self, block);
+    check_content(self, out.size());
+    nb::gil_scoped_release release;
+    self.read_block(block, out.data());
+}
+
+void write_block(Engine& self, int block, const Vector<uint8_t>& content) {
+    check_block(self, block);
+    check_content(self, content.size());
+    nb::gil_scoped_release release;
+    self.write_block(block, content.data());
+}
+
 }  // namespace
 
 void bind_engine(nb::module_& m) {
@@ -296,6 +314,8 @@ void bind_engine(nb::module_& m) {
                  check_block(self, to);
                  self.copy_block(from, to);
              })
+        .def("read_block", &read_block, "block"_a, nb::arg("out").noconvert(), "Copies a block of all layers.")
+        .def("write_block", &write_block, "block"_a, nb::arg("content").noconvert(), "Puts back what `read_block` gave.")
         .def("poison_block",
              [](Engine& self, int block, int first) {
                  check_block(self, block);
@@ -312,5 +332,6 @@ void bind_engine(nb::module_& m) {
         .def_prop_ro("variant", [](const Engine& self) { return std::string(self.variant()); })
         .def_prop_ro("num_threads", &Engine::num_threads)
         .def_prop_ro("weight_bytes", &Engine::weight_bytes)
-        .def_prop_ro("kv_bytes", &Engine::kv_bytes);
+        .def_prop_ro("kv_bytes", &Engine::kv_bytes)
+        .def_prop_ro("block_bytes", &Engine::block_bytes);
 }

@@ -147,6 +147,22 @@ void Engine::copy_block(int from, int to) {
     }
 }
 
+void Engine::read_block(int block, uint8_t* out) const {
+    for (int i = 0; i < shape_.num_layers; ++i) {
+        const KvLayer kv = layer(i);
+        const auto bytes = static_cast<size_t>(kv.block_stride());
+        std::memcpy(out + i * kv.block_stride(), kv.data + block * kv.block_stride(), bytes);
+    }
+}
+
+void Engine::write_block(int block, const uint8_t* content) {
+    for (int i = 0; i < shape_.num_layers; ++i) {
+        const KvLayer kv = layer(i);
+        const auto bytes = static_cast<size_t>(kv.block_stride());
+        std::memcpy(kv.data + block * kv.block_stride(), content + i * kv.block_stride(), bytes);
+    }
+}
+
 void Engine::poison_block(int block, int first) {
     for (int i = 0; i < shape_.num_layers; ++i) {
         const KvLayer kv = layer(i);

@@ -147,6 +147,9 @@ class Engine final : private Work {
     const StepTimes& times() const { return times_; }
 
     void copy_block(int from, int to);
+    // A block of all layers, one after the other, in the layout of the cache. [block_bytes]
+    void read_block(int block, uint8_t* out) const;
+    void write_block(int block, const uint8_t* content);
     // Fills a block's positions from `first` on with NaN, so that a test sees any use of them.
     void poison_block(int block, int first);
 
@@ -155,6 +158,7 @@ class Engine final : private Work {
     int num_threads() const { return team_.size(); }
     int64_t weight_bytes() const { return weight_bytes_; }
     int64_t kv_bytes() const { return kv_bytes_; }
+    int64_t block_bytes() const { return kv_bytes_ / shape_.num_blocks; }
 
   private:
     struct Buffer {

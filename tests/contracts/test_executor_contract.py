@@ -216,6 +216,34 @@ class TestSteps:
         result = feed.step([RowPlan("b", size, 1, (), True)], [row])
         assert list(result.token_ids["b"]) == harness.answer(prompt)[:1]
 
+    def test_what_was_read_can_be_written_elsewhere(self, harness: Harness) -> None:
+        """Full blocks go to other blocks of another executor, in any order, while a row runs beside them."""
+        size = harness.block_size
+        prompt, other = harness.prompt(2 * size + 1), harness.prompt(3, seed=2)
+        first, second = Feed(harness.make()), Feed(harness.make())
+        first.step([RowPlan("a", 0, len(prompt), (), True)], [admit("a", prompt, [1, 2, 3])])
+        memory = bytearray(2 * first.executor.block_bytes)
+        contents = [memoryview(memory)[: len(memory) // 2], memoryview(memory)[len(memory) // 2 :]]
+        first.executor.read_blocks([2, 1], contents)
+        second.step([RowPlan("b", 0, len(other), (), True)], [admit("b", other, [3])])
+        second.executor.write_blocks([9, 7], contents)
+        rows = [RowPlan("b", 3, 1, (), True), RowPlan("c", 2 * size, 1, (), True)]
+        result = second.step(rows, [admit("c", prompt, [7, 9, 4], num_computed_tokens=2 * size)])
+        assert list(result.token_ids["c"]) == harness.answer(prompt)[:1]
+        assert list(result.token_ids["b"]) == harness.answer(other)[1:2]
+        again = bytearray(len(memory) // 2)
+        second.executor.read_blocks([9], [memoryview(again)])
+        assert bytes(again) == bytes(contents[0])
+
+    @pytest.mark.parametrize("block_id", [0, -1, 10**6])
+    def test_only_blocks_that_exist_are_read_and_written(self, harness: Harness, block_id: int) -> None:
+        executor = harness.make()
+        content = memoryview(bytearray(executor.block_bytes))
+        with pytest.raises(BROKEN):
+            executor.read_blocks([block_id], [content])
+        with pytest.raises(BROKEN):
+            executor.write_blocks([block_id], [content])
+
     def test_padding_changes_no_answer(self, harness: Harness) -> None:
         """Rows of padding fill the null block, several in a step, of any length, while a request runs; one of them samples."""
         size = harness.block_size

@@ -122,12 +122,14 @@ class EngineCore:
         return outcome.events
 
     def next_wakeup_ns(self, now_ns: int) -> int | None:
-        """When to call `apply` and `begin` again if nothing else happens: a deadline or the gate; None: no need to."""
-        del now_ns
+        """When to call `apply` and `begin` again if nothing else happens: a deadline, the gate or a load; None: no need to."""
         deadline = self._deadlines.peek()
         times = [] if deadline is None else [deadline[0][0]]
         if self.scheduler.wakeup_ns is not None:
             times.append(self.scheduler.wakeup_ns)
+        tier = self.scheduler.kv.tier
+        if tier is not None and (timeout_ns := tier.next_timeout_ns(now_ns)) is not None:
+            times.append(timeout_ns)
         return min(times, default=None)
 
     def fail_all(self, detail: str, now_ns: int) -> list[TokenEvent]:

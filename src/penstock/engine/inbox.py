@@ -20,6 +20,7 @@ class Inbox:
         self._commands: list[Command] = []
         self._num_aborts = 0
         self._is_closed = False
+        self._is_nudged = False
 
     def put(self, command: Command) -> bool:
         """Append a command and wake the engine; never blocks. False, and nothing kept, if the inbox is closed."""
@@ -30,6 +31,12 @@ class Inbox:
             self._num_aborts += isinstance(command, Abort)
             self._changed.notify_all()
         return True
+
+    def nudge(self) -> None:
+        """Let the present sleep, or the next one, end at once: there is something to do that is no command."""
+        with self._changed:
+            self._is_nudged = True
+            self._changed.notify_all()
 
     def poll(self) -> list[Command]:
         """All commands, in order; at once."""
@@ -54,13 +61,14 @@ class Inbox:
         return aborts
 
     def wait(self, until_ns: int | None) -> None:
-        """Sleep until there is a command, the inbox is closed, or the clock has reached `until_ns` (None: no limit).
+        """Sleep until there is a command or a nudge, the inbox is closed, or the clock has reached `until_ns` (None: no limit).
 
         The clock is read once: one that is moved by hand does not wake a sleeper. A spurious return is harmless.
         """
         timeout_s = None if until_ns is None else max(0, until_ns - self._clock.now_ns()) / 1e9
         with self._changed:
-            self._changed.wait_for(lambda: bool(self._commands) or self._is_closed, timeout_s)
+            self._changed.wait_for(lambda: bool(self._commands) or self._is_closed or self._is_nudged, timeout_s)
+            self._is_nudged = False
 
     def close(self) -> list[Command]:
         """Refuse commands from now on; return those that nobody has polled. Idempotent."""

@@ -3,8 +3,10 @@
 Never schedules, never makes text, never knows HTTP. Other threads call `submit`, `abort`, `drain`, `close`, `state` and
 `load`; everything else happens on the engine thread. One turn of the loop (depth one: a single step in flight):
 
+    arrivals    take over what came from the tier below the pool, if there is one
     commands    apply what came in; what ended by it (refused, cancelled) is told at once
     begin       ask the core for a plan; without one, sleep until there is a command or a deadline
+    departures  copy what is spilled, begin loads; they go on while the step runs
     execute     submit and collect, without the GIL where the executor computes
     aborts      apply those that came during the step, before its tokens are shown
     finish      commit, make text, apply the stops that the text brought (so no step is wasted on them), one call of the sink
@@ -25,6 +27,7 @@ from penstock.engine.core import EngineCore
 from penstock.engine.inbox import Inbox
 from penstock.engine.output import OutputStage
 from penstock.engine.ports import Executor, NullObserver, Observer, OutputChunk, OutputSink, TurnObserver
+from penstock.engine.transfers import Transfers
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.events import Abort, Add, Command, Drain, TokenEvent
 from penstock.types.plan import StepPlan
@@ -38,6 +41,8 @@ ENGINE_STUCK = "a step of the engine did not end in time while this request was 
 SHUTTING_DOWN = "the server is shutting down"
 MAX_PLAN_CHARS = 4000
 """How much of a failed plan is logged."""
+KEEP_TIMEOUT_S = 5.0
+"""For how long the end of an engine is put off to spill what the pool contains, so that sessions can go on after a restart."""
 ABORT_GRACE_S = 10.0
 """How long `close` waits, after its time-out, for the step in flight to come back."""
 
@@ -83,11 +88,13 @@ class Engine:
         name: str = "penstock-engine",
         idle_check_s: float | None = 1.0,
         on_failed: Callable[[], None] | None = None,
+        make_transfers: Callable[[Callable[[], None]], Transfers] | None = None,
     ) -> None:
         """`observer` hears of the requests that the core never saw; pass the core's. `name` is the thread's.
 
         After `idle_check_s` without work the core verifies its invariants once (0.5 us per block); None: never.
         `on_failed` is called by the engine thread when all is over, its requests have been told, and nothing more will come.
+        `make_transfers` is given what wakes the engine when something has arrived; None: there is no tier below the pool.
         """
         self._core = core
         self._executor = executor
@@ -99,6 +106,7 @@ class Engine:
         self._on_failed = on_failed
         self._idle_check_ns = None if idle_check_s is None else int(idle_check_s * 1e9)
         self._inbox = Inbox(clock)
+        self._transfers = None if make_transfers is None else make_transfers(self._inbox.nudge)
         self._lock = threading.Lock()
         self._state = EngineState.STARTING
         self._prompt_lens: dict[str, int] = {}
@@ -164,7 +172,7 @@ class Engine:
         if self._thread.is_alive():
             _logger.error("step %s did not come back; the executor stays open", self._plan and self._plan.step_id)
             return False
-        self._executor.close()
+        self._close_executor()
         return self._state is EngineState.STOPPED and not self._was_cut_short
 
     def step_age_ns(self) -> int:
@@ -207,8 +215,13 @@ class Engine:
     def turn(self) -> bool:
         """One pass of the loop. False if there was no step to run."""
         now_ns = self._clock.now_ns()
+        transfers = self._transfers
+        if transfers is not None:
+            transfers.arrive()
         self._apply(self._inbox.poll(), now_ns)
         plan = self._core.begin(now_ns)
+        if transfers is not None:
+            transfers.depart()
         if plan is None:
             return False
         self._run_step(plan, now_ns)
@@ -222,7 +235,7 @@ class Engine:
             self._stop()
         except _Abandoned:
             _logger.warning("the step that did not come back has come back; its executor is freed")
-            self._executor.close()
+            self._close_executor()
         except BaseException:  # A dead thread must not leave anyone waiting, whatever killed it.
             self._fail()
 
@@ -307,8 +320,15 @@ class Engine:
 
     # The end.
 
+    def _close_executor(self) -> None:
+        if self._transfers is not None:
+            self._transfers.close()
+        self._executor.close()
+
     def _stop(self) -> None:
         """Nothing is left to do; what came in at the last moment is refused."""
+        if self._transfers is not None:
+            self._transfers.keep(KEEP_TIMEOUT_S)
         self._refuse(_added(self._inbox.close()))
         self._move_to(EngineState.STOPPED)
 

@@ -26,6 +26,23 @@ class Executor(Protocol):
         """Copy whole KV blocks (source, destination), in order, before the next submitted step."""
         ...
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of what `read_blocks` copies for one block."""
+        ...
+
+    def read_blocks(self, block_ids: Sequence[int], out: Sequence[memoryview]) -> None:
+        """Copy the content of full blocks, each to its own writable `out` of `block_bytes`. Only between two steps.
+
+        What it looks like is the executor's own affair; it means the same to another one of the same model, weights, kernels
+        and KV type.
+        """
+        ...
+
+    def write_blocks(self, block_ids: Sequence[int], contents: Sequence[memoryview]) -> None:
+        """Put contents that `read_blocks` gave into blocks that no row holds. Only between two steps."""
+        ...
+
     def submit(self, plan: StepPlan) -> Ticket:
         """Start a step: releases, then admits, then rows.
 
@@ -40,6 +57,36 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Free threads and memory. Idempotent."""
+        ...
+
+
+class BlockStore(Protocol):
+    """Memory for contents of blocks outside of the executor's, in numbered slots. Called by one thread at a time.
+
+    Raises `OSError` where the device fails or is full.
+    """
+
+    @property
+    def num_slots(self) -> int: ...
+
+    def entries(self) -> Sequence[tuple[int, bytes]]:
+        """(slot, hash) of what is there from an earlier time, the oldest first; it is verified when it is read."""
+        ...
+
+    def write(self, slot: int, block_hash: bytes, content: memoryview) -> None:
+        """Put content into a slot under its name; what was there is lost, also if this fails."""
+        ...
+
+    def read(self, slot: int, block_hash: bytes, out: memoryview) -> None:
+        """Copy a slot's content. Raises `CorruptBlock` if it is not, bit by bit, what was written under this name."""
+        ...
+
+    def clear(self) -> None:
+        """Forget everything."""
+        ...
+
+    def close(self) -> None:
+        """Idempotent."""
         ...
 
 

@@ -20,12 +20,15 @@ def check(manager: KVManager) -> None:
        without asking (after a fork).
     5. A group's cached blocks are as many as are counted, each kept and of that group alone; what would be evicted is of
        a group that has some.
+    6. Each slot of the tier below, if there is one, is free, present or busy, and has one hash at most.
     """
     _check_free_list(manager)
     _check_groups(manager)
     _check_references(manager)
     _check_index(manager)
     _check_aliasing(manager)
+    if manager.tier is not None:
+        manager.tier.check()
 
 
 def _check_free_list(manager: KVManager) -> None:

@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from penstock.kv.block_pool import BlockPool
 from penstock.kv.eviction import EvictionPolicy, LeastRecentlyUsed
 from penstock.kv.prefix_history import PrefixHistory
-from penstock.kv.prefix_index import PrefixIndex, extend_chain, root_hash
+from penstock.kv.prefix_index import PrefixIndex, extend_chain, private_root_hash, root_hash
+from penstock.kv.tiers import Tier
 from penstock.types.request import Request
 from penstock.types.stats import PrefixEnd, PrefixStop
 
@@ -63,8 +64,12 @@ class KVManager:
         *,
         enable_prefix_caching: bool = True,
         eviction: EvictionPolicy | None = None,
+        tier: Tier | None = None,
     ) -> None:
-        """`num_blocks` includes the null block; the policy is this manager's own."""
+        """`num_blocks` includes the null block; the policy and the tier are this manager's own.
+
+        With a tier, content has a name also where requests share nothing.
+        """
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, not {block_size}")
         self.block_size = block_size
@@ -73,6 +78,8 @@ class KVManager:
         self.index = PrefixIndex()
         self.history = PrefixHistory()
         self.is_caching = enable_prefix_caching
+        self.tier = tier
+        self._names_content = enable_prefix_caching or tier is not None
         self.num_slots: dict[str, int] = {}
         """request_id -> positions that may be written without asking: block_size * blocks, or 0 if one may be shared."""
         self._tables: dict[str, BlockTable] = {}
@@ -109,7 +116,7 @@ class KVManager:
 
     def lookup_prefix(self, request: Request) -> PrefixHit:
         """The longest cached prefix, at least one token short of the whole, so that there are logits to sample from."""
-        if not self.is_caching:
+        if not self._names_content:
             return NO_HIT
         num_blocks = (request.num_tokens - 1) // self.block_size
         table = self._tables.setdefault(request.request_id, BlockTable())
@@ -141,6 +148,8 @@ class KVManager:
         raises ValueError, and changes nothing, if there are fewer.
         """
         table = self._tables.setdefault(request.request_id, BlockTable())
+        if self.tier is not None:
+            self.tier.end_wait(request.request_id)
         if table.block_ids:
             raise ValueError(f"request {request.request_id!r} holds blocks already")
         num_fresh = self.num_blocks_for(num_tokens) - len(hit.block_ids)
@@ -179,7 +188,7 @@ class KVManager:
         """Make the request's full computed blocks findable. Call when a step that filled a block was committed."""
         table = self._tables[request.request_id]
         num_full = request.num_computed_tokens // self.block_size
-        if self.is_caching:
+        if self._names_content:
             self._hash_blocks(table, request, num_full)
             fresh = slice(table.num_full, num_full)
             self.index.publish(table.block_ids[fresh], table.hashes[fresh])
@@ -217,7 +226,60 @@ class KVManager:
     def free(self, request_id: str) -> None:
         """Take the request's blocks back and forget it. Requests that never had any are fine."""
         self.suspend(request_id)
-        self._tables.pop(request_id, None)
+        table = self._tables.pop(request_id, None)
+        if self.tier is not None and table is not None:
+            self.tier.end_wait(request_id)
+            if not self.is_caching:
+                self._forget_content(table.hashes)
+
+    def fetch(self, request: Request, hit: PrefixHit, *, max_blocks: int, compute_ns_per_token: float, now_ns: int) -> bool:
+        """Should a request that could be admitted with this hit rather wait, since the tier brings more of its prefix?
+
+        Begins to load at most `max_blocks`, if there is more and that takes less time than to compute it (0: not known).
+        """
+        if self.tier is None:
+            return False
+        chain = self._tables[request.request_id].hashes[len(hit.block_ids) : (request.num_tokens - 1) // self.block_size]
+        waits = self.tier.fetch(
+            request.request_id,
+            chain,
+            self.index,
+            num_hit_blocks=len(hit.block_ids),
+            group=self.eviction.group_of(request),
+            max_blocks=max_blocks,
+            compute_ns_per_block=compute_ns_per_token * self.block_size,
+            now_ns=now_ns,
+        )
+        if waits:  # what is there already must not be the first to make place for the rest
+            self._touch(hit.block_ids)
+        return waits
+
+    def place(self, block_hash: bytes, group: Hashable = None) -> int | None:
+        """A free block for content that arrived from the tier; whoever asks writes it there at once, after all spills.
+
+        It is cached on account of `group` from now on. None if there is no free block, or the content is here already.
+        """
+        if block_hash in self.index or not self.pool.num_available:
+            return None
+        (block_id,) = self._take(1)
+        self.index.publish((block_id,), (block_hash,))
+        self.pool.release(block_id, keep=True, group=group)
+        return block_id
+
+    def content_to_keep(self) -> list[int]:
+        """Free blocks whose content the tier lacks, as many as it has place for beside the others'; the last used first."""
+        if self.tier is None or not self.is_caching:
+            return []
+        cached = [block_id for block_id in self.pool.free_block_ids() if self.pool.is_kept(block_id)]
+        missing: list[int] = []
+        for block_id in reversed(cached):
+            block_hash = self.index.hash_of(block_id)
+            if block_hash is None:
+                continue
+            if self.tier.slots.state(block_hash) is None:
+                missing.append(block_id)
+            self.tier.slots.touch(block_hash)
+        return missing[: max(0, self.tier.slots.num_slots - (len(cached) - len(missing)))]
 
     def take_block_copies(self) -> list[tuple[int, int]]:
         """(source, destination) blocks to copy, in order, before the next step; each is returned once."""
@@ -240,9 +302,30 @@ class KVManager:
 
     def _take(self, count: int) -> list[int]:
         taken = self.pool.allocate(count)
+        if self.tier is not None:
+            self.tier.spill(taken, self.index)
         if evicted := self.index.forget(taken):
             self.history.evict(evicted)
         return taken
+
+    def _touch(self, block_ids: Sequence[int]) -> None:
+        """Free blocks among these are used again after all other free ones, the later sooner than the earlier."""
+        for block_id in reversed(block_ids):
+            if self.pool.ref_count(block_id) == 0:
+                group = self.pool.group_of(block_id)
+                self.pool.hold(block_id)
+                self.pool.release(block_id, keep=True, group=group)
+
+    def _forget_content(self, hashes: Sequence[bytes]) -> None:
+        """What a request computed for itself alone is of no use to anybody after its end, neither here nor below."""
+        assert self.tier is not None
+        for block_hash in hashes:
+            self.tier.slots.forget(block_hash)
+            block_id = self.index.block_of(block_hash)
+            if block_id is not None and self.pool.ref_count(block_id) == 0:
+                self.pool.hold(block_id)
+                self.index.forget((block_id,))
+                self.pool.release(block_id, keep=False)
 
     def _shared_indices(self, table: BlockTable, context_len: int) -> list[int]:
         """Indices of the blocks that hold [context_len, ...) and that others hold too."""
@@ -260,9 +343,12 @@ class KVManager:
         num_hashed = len(table.hashes)
         if num_hashed >= num_blocks:
             return
-        parent = table.hashes[-1] if table.hashes else root_hash(request.cache_salt)
+        parent = table.hashes[-1] if table.hashes else self._root_hash(request)
         token_ids = _token_slice(request, num_hashed * self.block_size, num_blocks * self.block_size)
         table.hashes.extend(extend_chain(parent, token_ids, self.block_size))
+
+    def _root_hash(self, request: Request) -> bytes:
+        return root_hash(request.cache_salt) if self.is_caching else private_root_hash(request.request_id)
 
 
 def _token_slice(request: Request, start: int, stop: int) -> Sequence[int]:

@@ -20,6 +20,11 @@ def root_hash(salt: bytes) -> bytes:
     return blake2b(salt, digest_size=HASH_BYTES, person=b"penstock-kv").digest()
 
 
+def private_root_hash(request_id: str) -> bytes:
+    """The parent of the first block of a request that shares nothing with others."""
+    return blake2b(request_id.encode(), digest_size=HASH_BYTES, person=b"penstock-own").digest()
+
+
 def extend_chain(parent: bytes, token_ids: Sequence[int], block_size: int) -> Iterator[bytes]:
     """The hash of each full block of `token_ids`, which continue the prefix named `parent`."""
     packed = array("i", token_ids)
@@ -38,6 +43,17 @@ class PrefixIndex:
 
     def __len__(self) -> int:
         return len(self._block_ids)
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        return block_hash in self._block_ids
+
+    def hash_of(self, block_id: int) -> bytes | None:
+        """The hash under which a block is published; None if it is not."""
+        return self._hashes.get(block_id)
+
+    def block_of(self, block_hash: bytes) -> int | None:
+        """The block that is published under a hash; None if there is none."""
+        return self._block_ids.get(block_hash)
 
     @property
     def block_ids(self) -> Collection[int]:

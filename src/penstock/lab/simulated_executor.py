@@ -38,6 +38,17 @@ class SimulatedExecutor:
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Costs nothing."""
 
+    @property
+    def block_bytes(self) -> int:
+        """Nothing is stored."""
+        return 1
+
+    def read_blocks(self, block_ids: Sequence[int], out: Sequence[memoryview]) -> None:
+        """Costs nothing."""
+
+    def write_blocks(self, block_ids: Sequence[int], contents: Sequence[memoryview]) -> None:
+        """Costs nothing."""
+
     def submit(self, plan: StepPlan) -> Ticket:
         num_left = self._num_left
         for request_id in plan.releases:

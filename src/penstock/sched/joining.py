@@ -74,6 +74,8 @@ class Joining:
                     pauser = request  # goes on before its victim; what it finds in the prefix cache may have changed
                     continue
                 return  # whoever comes next must not overtake
+            if self._kv.tier is not None and self._waits_for_load(request, hit, draft, now_ns):
+                return
             self._admit(draft, request, hit, query_len, now_ns)
             draft.num_long_prefills += draft.is_long(num_behind)
             max_admissions -= request is fresh
@@ -82,6 +84,8 @@ class Joining:
         """What whoever waits after the admissions lacks."""
         if not len(self._waiting):
             return WaitReason.NOTHING
+        if draft.waits_for is WaitReason.LOADING:
+            return WaitReason.LOADING
         if draft.waits_for is WaitReason.MEMORY or (draft.num_preemptions and not draft.num_admitted):
             return WaitReason.MEMORY
         if self._running.is_full:
@@ -104,6 +108,15 @@ class Joining:
             return True
         draft.waits_for = WaitReason.MEMORY
         return False
+
+    def _waits_for_load(self, request: Request, hit: PrefixHit, draft: StepDraft, now_ns: int) -> bool:
+        """Is the tier below the pool bringing more of its prefix? Only as much as others leave it room for."""
+        num_spare = self._kv.num_available_blocks - draft.num_promised_blocks - len(self._running) - hit.num_free_blocks
+        cost_ns = self._running.prefill_ns_per_token
+        waits = self._kv.fetch(request, hit, max_blocks=max(0, num_spare), compute_ns_per_token=cost_ns, now_ns=now_ns)
+        if waits:
+            draft.waits_for = WaitReason.LOADING
+        return waits
 
     def _pause_for(self, request: Request, hit: PrefixHit, query_len: int, draft: StepDraft, now_ns: int) -> bool:
         """Preempt one of those whom the first who waits may pause. False if it could not be admitted without all of them."""

@@ -36,6 +36,7 @@ from dataclasses import replace
 
 from penstock.kv.invariants import check as check_kv
 from penstock.kv.manager import KVManager
+from penstock.kv.tiers import Tier
 from penstock.sched.draft import StepCounts, StepDraft, StepOutcome
 from penstock.sched.fit import max_total_tokens, refusal
 from penstock.sched.joining import Joining
@@ -54,13 +55,16 @@ from penstock.types.stats import PlanNews, PreemptReason, WaitReason
 class Scheduler:
     """Batches over paged KV, one step at a time."""
 
-    def __init__(self, capacity: Capacity, policies: Policies, *, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self, capacity: Capacity, policies: Policies, *, enable_prefix_caching: bool = True, tier: Tier | None = None
+    ) -> None:
         self.capacity = capacity
         self.kv = KVManager(
             capacity.num_blocks,
             capacity.block_size,
             enable_prefix_caching=enable_prefix_caching,
             eviction=policies.eviction,
+            tier=tier,
         )
         self.counts = StepCounts()
         """Of the last step that was scheduled."""

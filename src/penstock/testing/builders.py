@@ -10,6 +10,7 @@ from typing import Any
 
 from penstock.engine.core import EngineCore
 from penstock.engine.ports import Observer, RequestJournal
+from penstock.kv.tiers import Tier
 from penstock.sched.policies.base import Policies
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.scheduler import Scheduler
@@ -53,6 +54,7 @@ def make_scheduler(
     policies: Policies | None = None,
     *,
     enable_prefix_caching: bool = True,
+    tier: Tier | None = None,
     **capacity_fields: int,
 ) -> Scheduler:
     """A scheduler with the default policies; other fields replace those of `capacity`."""
@@ -60,6 +62,7 @@ def make_scheduler(
         replace(capacity, **capacity_fields),
         policies or make_policies(),
         enable_prefix_caching=enable_prefix_caching,
+        tier=tier,
     )
 
 
@@ -70,8 +73,9 @@ def make_core(
     observer: Observer | None = None,
     journal: RequestJournal | None = None,
     enable_prefix_caching: bool = True,
+    tier: Tier | None = None,
     **capacity_fields: int,
 ) -> EngineCore:
     """A core over `make_scheduler`."""
-    scheduler = make_scheduler(capacity, policies, enable_prefix_caching=enable_prefix_caching, **capacity_fields)
+    scheduler = make_scheduler(capacity, policies, enable_prefix_caching=enable_prefix_caching, tier=tier, **capacity_fields)
     return EngineCore(scheduler, observer=observer, journal=journal)

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from penstock.clock import VirtualClock
 from penstock.engine.core import EngineCore
 from penstock.engine.ports import Executor
+from penstock.engine.transfers import Transfers
+from penstock.testing.memory_store import LateWorker
 from penstock.types.errors import ExecutorFailure
 from penstock.types.events import Command, TokenEvent
 from penstock.types.plan import StepPlan
@@ -44,11 +46,20 @@ class Driver:
     clock: VirtualClock = field(default_factory=VirtualClock)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     plans: list[StepPlan] = field(default_factory=list)
+    transfers: Transfers | None = None
+    """To the tier below the pool, whose jobs `worker` does while steps run."""
+    worker: LateWorker | None = None
 
     def turn(self, *commands: Command) -> StepPlan | None:
         """One turn; the clock moves on if there was a step. Raises AssertionError if a request is heard of after its end."""
+        if self.transfers is not None:
+            self.transfers.arrive()
         self._record(self.core.apply(commands, self.clock.now_ns()))
         plan = self.core.begin(self.clock.now_ns())
+        if self.transfers is not None:
+            self.transfers.depart()
+        if self.worker is not None:
+            self.worker.turn()
         copies = self.core.take_block_copies()
         if plan is None:
             return None
@@ -77,15 +88,18 @@ def run_to_completion(
     *commands: Command,
     later: Mapping[int, Iterable[Command]] | None = None,
     clock: VirtualClock | None = None,
+    transfers: Transfers | None = None,
+    worker: LateWorker | None = None,
     after_turn: Callable[[Driver], None] | None = None,
     max_turns: int = 100_000,
 ) -> dict[str, Outcome]:
     """Apply `commands`, then those of `later` at their turns (counted from 0), until every request has ended.
 
-    `after_turn` is called after each turn (for checks). If there is no step to run, the clock jumps to the core's next wake-up.
+    `after_turn` is called after each turn (for checks). If there is no step to run, the worker does its next job, or the
+    clock jumps to the core's next wake-up.
     Raises AssertionError if requests are left after `max_turns`, or nothing could ever wake the core.
     """
-    driver = Driver(core, executor, clock or VirtualClock())
+    driver = Driver(core, executor, clock or VirtualClock(), transfers=transfers, worker=worker)
     script = {turn: list(batch) for turn, batch in (later or {}).items()}
     script[0] = [*commands, *script.get(0, ())]
     for turn in range(max_turns):
@@ -100,6 +114,9 @@ def run_to_completion(
 
 
 def _sleep(driver: Driver) -> None:
+    if driver.worker is not None and driver.worker.num_jobs:
+        driver.worker.run()
+        return
     wakeup_ns = driver.core.next_wakeup_ns(driver.clock.now_ns())
     assert wakeup_ns is not None, "requests wait, nothing runs, and nothing will wake the core"
     driver.clock.advance_to(max(wakeup_ns, driver.clock.now_ns()))

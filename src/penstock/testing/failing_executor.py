@@ -28,6 +28,16 @@ class FailingExecutor:
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         self._inner.copy_blocks(pairs)
 
+    @property
+    def block_bytes(self) -> int:
+        return self._inner.block_bytes
+
+    def read_blocks(self, block_ids: Sequence[int], out: Sequence[memoryview]) -> None:
+        self._inner.read_blocks(block_ids, out)
+
+    def write_blocks(self, block_ids: Sequence[int], contents: Sequence[memoryview]) -> None:
+        self._inner.write_blocks(block_ids, contents)
+
     def submit(self, plan: StepPlan) -> Ticket:
         if self._is_in_submit and self._steps_left == 0:
             raise ExecutorFailure("the device failed, as it was told to")

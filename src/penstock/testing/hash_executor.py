@@ -6,6 +6,7 @@ scheduler: a plan that breaks a rule raises AssertionError, a token outside the 
 
 from __future__ import annotations
 
+import struct
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,9 @@ POISON = -1
 
 NULL_BLOCK = 0
 """Holds nothing but what padding writes, which is noise to all others."""
+
+SLOT_BYTES = 8
+"""Of a hash, in what `read_blocks` gives."""
 
 DEFAULT_CAPACITY = Capacity(num_blocks=257, block_size=16, max_rows=64, max_step_tokens=512, max_model_len=4096)
 
@@ -53,6 +57,8 @@ class HashExecutor:
         self._rows: dict[str, HashRow] = {}
         self._holders: Counter[int] = Counter()
         """How many rows have the block in their table."""
+        self._written: set[int] = set()
+        """Blocks that `write_blocks` filled since the last step; the rows that had them are released with the next."""
         self._results: dict[int, StepResult] = {}
         self._is_closed = False
 
@@ -74,12 +80,34 @@ class HashExecutor:
             content = self._slots[source * size : (source + 1) * size]
             self._slots[destination * size : (destination + 1) * size] = content
 
+    @property
+    def block_bytes(self) -> int:
+        return self._capacity.block_size * SLOT_BYTES
+
+    def read_blocks(self, block_ids: Sequence[int], out: Sequence[memoryview]) -> None:
+        size = self._capacity.block_size
+        for block_id, target in zip(block_ids, out, strict=True):
+            self._check_block_id(block_id)
+            content = self._slots[block_id * size : (block_id + 1) * size]
+            assert POISON not in content, f"block {block_id} is not full"
+            target[:] = struct.pack(f"<{size}Q", *content)
+
+    def write_blocks(self, block_ids: Sequence[int], contents: Sequence[memoryview]) -> None:
+        size = self._capacity.block_size
+        for block_id, content in zip(block_ids, contents, strict=True):
+            self._check_block_id(block_id)
+            self._written.add(block_id)
+            self._slots[block_id * size : (block_id + 1) * size] = struct.unpack(f"<{size}Q", content)
+
     def submit(self, plan: StepPlan) -> Ticket:
         if self._is_closed:
             raise ExecutorFailure("the executor is closed")
         self._check_limits(plan)
         for request_id in plan.releases:
             self._release(request_id)
+        for block_id in self._written:
+            assert self._holders[block_id] == 0, f"block {block_id} is held by a row and was overwritten"
+        self._written.clear()
         for admit in plan.admits:
             self._admit(admit)
         assert len(self._rows) <= self._capacity.max_rows, f"{len(self._rows)} requests of at most {self._capacity.max_rows}"

@@ -11,7 +11,11 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
+from penstock.clock import Clock
 from penstock.engine.core import EngineCore
+from penstock.engine.ports import Executor
+from penstock.engine.transfers import Transfers
+from penstock.kv.tiers import Tier
 from penstock.sched.policies.base import Budget, Gate, Policies, Reserve
 from penstock.sched.policies.budgets import DecodeFirst
 from penstock.sched.policies.gates import Continuous, Dynamic, Static
@@ -22,6 +26,7 @@ from penstock.testing.builders import make_core, make_request
 from penstock.testing.driver import STEP_NS
 from penstock.testing.hash_executor import HashExecutor
 from penstock.testing.hashing import HashModel
+from penstock.testing.memory_store import Faults, LateWorker, MemoryStore
 from penstock.types.events import Abort, Add, Command, Stop
 from penstock.types.plan import Capacity
 from penstock.types.request import Request
@@ -32,8 +37,21 @@ MODEL = HashModel(vocab_size=40, eos_token_id=EOS_TOKEN_ID, eos_period=12)
 MAX_GROWTH_TOKENS = 6
 MAX_SHARE = 0.3
 """What the drawn watermarks keep back at most: a share of the pool, and tokens for each running request."""
+NO_FAULTS = Faults()
 MAX_TURN = 25
 """Requests and aborts arrive in turns [0, MAX_TURN]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowerTier:
+    """A tier below the pool: how large, how slow and how unreliable."""
+
+    num_slots: int
+    num_staged_blocks: int
+    max_load_blocks: int = 64
+    promptness: float = 1.0
+    faults: Faults = NO_FAULTS
+    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +61,7 @@ class Engine:
     capacity: Capacity
     policies: Policies
     enable_prefix_caching: bool
+    lower: LowerTier | None = None
 
     @property
     def fills_steps(self) -> bool:
@@ -56,8 +75,21 @@ class Engine:
 
     def make(self) -> tuple[EngineCore, HashExecutor]:
         policies = deepcopy(self.policies)  # some keep accounts
-        core = make_core(self.capacity, policies, enable_prefix_caching=self.enable_prefix_caching)
+        tier = None if self.lower is None else Tier(self.lower.num_slots, max_load_blocks=self.lower.max_load_blocks)
+        core = make_core(self.capacity, policies, enable_prefix_caching=self.enable_prefix_caching, tier=tier)
         return core, HashExecutor(self.capacity, model=MODEL)
+
+    def make_transfers(
+        self, core: EngineCore, executor: Executor, clock: Clock
+    ) -> tuple[Transfers, LateWorker] | tuple[None, None]:
+        """What carries blocks between the two, if there is a tier below the pool."""
+        lower = self.lower
+        if lower is None:
+            return None, None
+        worker = LateWorker(lower.promptness, lower.seed)
+        store = MemoryStore(lower.num_slots, lower.faults, lower.seed)
+        kv = core.scheduler.kv
+        return Transfers(kv, executor, store, clock=clock, worker=worker, num_staged_blocks=lower.num_staged_blocks), worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +142,26 @@ def gates(max_batch_size: int) -> st.SearchStrategy[Gate | str]:
     return st.one_of(st.just("continuous"), st.sampled_from(sorted(TABLES["gate"])), static, dynamic)
 
 
+def lower_tiers() -> st.SearchStrategy[LowerTier]:
+    """From one that keeps everything to one in which all that can break does."""
+    rarely = st.sampled_from([0.0, 0.0, 0.1, 0.5])
+    faults = st.one_of(
+        st.just(NO_FAULTS),
+        st.builds(Faults, write_fails=rarely, read_fails=rarely, no_memory=rarely, corrupts=rarely, loses=rarely),
+    )
+    return st.builds(
+        LowerTier,
+        num_slots=st.sampled_from([1, 3, 30, 500]),
+        num_staged_blocks=st.sampled_from([4, 8, 200]),
+        max_load_blocks=st.sampled_from([1, 3, 64]),
+        promptness=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+        faults=faults,
+        seed=st.integers(0, 3),
+    )
+
+
 @st.composite
-def engines(draw: st.DrawFn, max_model_len: int = 40) -> Engine:
+def engines(draw: st.DrawFn, max_model_len: int = 40, *, has_lower_tier: bool = False) -> Engine:
     """Any request of up to `max_model_len` tokens fits alone. Every policy that has a name is drawn."""
     block_size = draw(st.sampled_from([1, 2, 3, 4, 8, 16]))
     num_needed = -(-(max_model_len - 1) // block_size)
@@ -132,7 +182,8 @@ def engines(draw: st.DrawFn, max_model_len: int = 40) -> Engine:
         victim=draw(st.sampled_from(sorted(TABLES["victim"]))),
         eviction=draw(st.sampled_from(sorted(TABLES["eviction"]))),
     )
-    return Engine(capacity, policies, enable_prefix_caching=draw(st.sampled_from([True, True, False])))
+    is_caching = draw(st.sampled_from([True, True, False]))
+    return Engine(capacity, policies, is_caching, draw(lower_tiers()) if has_lower_tier else None)
 
 
 def budgets() -> st.SearchStrategy[Budget | str]:

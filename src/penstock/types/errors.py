@@ -78,3 +78,7 @@ class Rejected(PenstockError):
 
 class ExecutorFailure(PenstockError):
     """The device, or the code that drives it, failed during a step; its KV can't be trusted any more."""
+
+
+class CorruptBlock(PenstockError):
+    """A block of the tier below the KV pool is not what was written: it must not be used."""

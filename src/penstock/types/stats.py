@@ -21,6 +21,8 @@ class WaitReason(StrEnum):
     """The step's tokens are taken, by prefills before all."""
     MEMORY = "memory"
     """KV blocks."""
+    LOADING = "loading"
+    """The rest of its prefix, which the tier below the pool is bringing."""
     GATE = "gate"
     """The batch is closed, or waits for more."""
 
@@ -151,6 +153,26 @@ class RequestStats:
     finish_reason: FinishReason
     reject_reason: str = ""
     slo_ttft_ns: int | None = None
+
+
+@dataclass(slots=True)
+class TierStats:
+    """What the tier below the KV pool has done so far. Written by one thread, read by any; its parts may be a step apart."""
+
+    num_slots: int = 0
+    num_present: int = 0
+    """Slots with content that can be loaded."""
+    is_open: bool = False
+    num_spilled_blocks: int = 0
+    """Written."""
+    num_loaded_blocks: int = 0
+    """Read, and sound."""
+    num_dropped_blocks: int = 0
+    """Not written, since too many were on their way."""
+    num_written_bytes: int = 0
+    num_read_bytes: int = 0
+    failures: dict[str, int] = field(default_factory=dict)
+    """Blocks by reason (`FailureReason`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -118,6 +118,18 @@ class NativeExecutor:
         for source, destination in pairs:
             self._engine.copy_block(source, destination)
 
+    @property
+    def block_bytes(self) -> int:
+        return int(self._engine.block_bytes)
+
+    def read_blocks(self, block_ids: Sequence[int], out: Sequence[memoryview]) -> None:
+        for block_id, target in zip(block_ids, out, strict=True):
+            self._engine.read_block(block_id, np.frombuffer(target, np.uint8))
+
+    def write_blocks(self, block_ids: Sequence[int], contents: Sequence[memoryview]) -> None:
+        for block_id, content in zip(block_ids, contents, strict=True):
+            self._engine.write_block(block_id, np.frombuffer(content, np.uint8))
+
     def submit(self, plan: StepPlan) -> Ticket:
         if self._flight is not None:
             raise ValueError(f"step {plan.step_id} was submitted before step {self._flight} was collected")

@@ -64,6 +64,24 @@ class ReferenceExecutor:
                 raise ValueError(f"can't copy block {source} to block {destination} of {self._capacity.num_blocks}")
             self._cache.copy_block(source, destination)
 
+    @property
+    def block_bytes(self) -> int:
+        return self._cache.block_bytes
+
+    def read_blocks(self, block_ids: Sequence[int], out: Sequence[memoryview]) -> None:
+        for block_id, target in zip(block_ids, out, strict=True):
+            self._check_block_id(block_id)
+            self._cache.read_block(block_id, target)
+
+    def write_blocks(self, block_ids: Sequence[int], contents: Sequence[memoryview]) -> None:
+        for block_id, content in zip(block_ids, contents, strict=True):
+            self._check_block_id(block_id)
+            self._cache.write_block(block_id, content)
+
+    def _check_block_id(self, block_id: int) -> None:
+        if not NULL_BLOCK < block_id < self._capacity.num_blocks:
+            raise ValueError(f"there is no block {block_id} in a pool of {self._capacity.num_blocks}, or it is the null block")
+
     def submit(self, plan: StepPlan) -> Ticket:
         """Compute the whole step. Raises ValueError on a broken contract."""
         if self._is_closed:

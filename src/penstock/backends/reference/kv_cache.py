@@ -61,6 +61,20 @@ class KvCache:
         for cache in (self._keys, self._values):
             cache[:, destination] = cache[:, source]
 
+    @property
+    def block_bytes(self) -> int:
+        """Of one block's keys and values, in all layers."""
+        return int(2 * self._keys[:, 0].nbytes)
+
+    def read_block(self, block_id: int, out: memoryview) -> None:
+        """Copy keys, then values, [num_layers, block_size, num_kv_heads, head_dim] each."""
+        out[:] = np.stack([self._keys[:, block_id], self._values[:, block_id]]).tobytes()
+
+    def write_block(self, block_id: int, content: memoryview) -> None:
+        """The reverse of `read_block`."""
+        shape = (2, *self._keys[:, block_id].shape)
+        self._keys[:, block_id], self._values[:, block_id] = np.frombuffer(content, np.float32).reshape(shape)
+
     def forget(self, block_ids: Sequence[int], num_kept: int) -> None:
         """What these blocks hold after their first `num_kept` positions has no meaning any more: poison it, if asked to."""
         if not self._poison:

@@ -1,0 +1,268 @@
+"""Transfers: carries contents of blocks between the executor and the store of the tier below. Called by the engine thread,
+between steps; decides neither what moves nor what it is good for.
+
+    depart    contents that are spilled are copied into staging memory (50 us for 200 KB), loads are begun
+    ...       a worker thread writes and reads the store while steps run; it touches staging memory alone
+    arrive    contents that were read are copied into free blocks and published
+
+Staging memory is bounded. When it is full, what would be spilled is dropped and counted, and a load is cut short: no step
+ever waits for the store. Every failure means that the tier forgets the block, and whoever wants it computes it
+again. After `MAX_FAILURES` in a row the tier is closed.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from queue import SimpleQueue
+
+from penstock.clock import Clock
+from penstock.engine.ports import BlockStore, Executor
+from penstock.kv.manager import KVManager
+from penstock.kv.tiers import Load, Spill
+from penstock.types.errors import CorruptBlock
+from penstock.types.stats import TierStats
+
+_logger = logging.getLogger(__name__)
+
+MAX_FAILURES = 16
+"""In a row, of blocks."""
+STAGING_BYTES = 64 << 20
+MAX_STAGED_BLOCKS = 256
+MIN_STAGED_BLOCKS = 4
+LOAD_SHARE = 4
+"""One in so many staged blocks is kept for loads: a request waits for these, and for spills nobody does."""
+CLOSE_TIMEOUT_S = 5.0
+"""How long the end of an engine waits for a store that does not answer."""
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+class FailureReason(StrEnum):
+    """Why a block did not get to the store or back; the value is what metrics show."""
+
+    FULL = "full"
+    IO = "io"
+    CORRUPT = "corrupt"
+    MEMORY = "memory"
+
+
+Worker = Callable[[Callable[[], None]], object]
+"""Runs what it is given: in order, one at a time, at any time, in any thread."""
+
+
+@dataclass(slots=True)
+class _Move:
+    """One block on its way, and what became of it."""
+
+    order: Spill | Load
+    buffer: int
+    failure: FailureReason | None = None
+    duration_ns: int = 0
+
+
+class WorkerThread:
+    """A thread that runs what it is given, in order; a daemon, since a store that does not answer must not keep the process."""
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="penstock-tier", daemon=True)
+        self._thread.start()
+
+    def __call__(self, job: Callable[[], None]) -> None:
+        self._jobs.put(job)
+
+    def close(self, timeout_s: float) -> bool:
+        """Run what was given, then end. False if that took longer. Idempotent."""
+        self._jobs.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+
+
+class Transfers:
+    """Between one executor and one store. `stats` may outlive it: another one may go on counting."""
+
+    def __init__(
+        self,
+        kv: KVManager,
+        executor: Executor,
+        store: BlockStore,
+        *,
+        clock: Clock,
+        stats: TierStats | None = None,
+        wake: Callable[[], None] = lambda: None,
+        worker: Worker | None = None,
+        num_staged_blocks: int | None = None,
+    ) -> None:
+        """`wake` is called by the worker when something has arrived; None for `worker`: a thread of its own.
+
+        Raises ValueError if the manager has no tier, MemoryError if there is no room for staging.
+        """
+        if kv.tier is None:
+            raise ValueError("transfers need a manager with a tier")
+        self._kv, self._tier, self._executor, self._store, self._clock = kv, kv.tier, executor, store, clock
+        self._wake = wake
+        self.stats = stats or TierStats()
+        self.stats.num_slots, self.stats.is_open = store.num_slots, True
+        self._buffers = _staging(executor.block_bytes, num_staged_blocks)
+        self._free = list(range(len(self._buffers)))
+        self._arrived: deque[list[_Move]] = deque()
+        """Filled by the worker, emptied by the engine thread."""
+        self._has_arrived = threading.Event()
+        self._num_failures = 0
+        self._warned: set[str] = set()
+        self._thread: WorkerThread | None = None
+        if worker is None:
+            worker = self._thread = WorkerThread()
+        self._start = worker
+
+    @property
+    def num_moving_blocks(self) -> int:
+        """On their way to the store or back."""
+        return len(self._buffers) - len(self._free)
+
+    # For the engine thread, between two steps.
+
+    def arrive(self) -> None:
+        """Take over what has ended: books, and contents that were loaded."""
+        while self._arrived:
+            moves = self._arrived.popleft()
+            for move in moves:
+                self._record(move)
+            self._place([move for move in moves if isinstance(move.order, Load) and move.failure is None])
+            self._free += [move.buffer for move in moves]
+
+    def depart(self) -> None:
+        """Begin what was ordered, before anything writes to the blocks that are spilled."""
+        self._spill(self._tier.take_spills())
+        for loads in self._tier.take_loads():
+            self._load(loads)
+
+    def keep(self, timeout_s: float) -> None:
+        """Spill what the free blocks of the pool contain, the last used first, while there is time. For the end of a server."""
+        until_ns = self._clock.now_ns() + int(timeout_s * 1e9)
+        block_ids = self._kv.content_to_keep()
+        self.arrive()
+        while block_ids and self._tier.is_open and self._clock.now_ns() < until_ns:
+            self._has_arrived.clear()
+            count = self._num_spillable
+            if not count:
+                self._has_arrived.wait(max(0, until_ns - self._clock.now_ns()) / 1e9)
+            self._tier.spill(block_ids[:count], self._kv.index)
+            del block_ids[:count]
+            self.depart()
+            self.arrive()
+
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Let what is on its way to the store get there, and the thread end. Idempotent."""
+        if self._thread is not None and not self._thread.close(timeout_s):
+            _logger.error("the store of the KV tier does not answer; what was on its way to it is lost")
+
+    @property
+    def _num_spillable(self) -> int:
+        return max(0, len(self._free) - len(self._buffers) // LOAD_SHARE)
+
+    def _spill(self, spills: Sequence[Spill]) -> None:
+        num_staged = min(len(spills), self._num_spillable) if self._tier.is_open else 0
+        for spill in spills[num_staged:]:
+            self._tier.spilled(spill.block_hash, is_sound=False)
+        self.stats.num_dropped_blocks += len(spills) - num_staged
+        if num_staged:
+            moves = [_Move(spill, self._free.pop()) for spill in spills[:num_staged]]
+            block_ids = [spill.block_id for spill in spills[:num_staged]]
+            self._executor.read_blocks(block_ids, [self._buffers[move.buffer] for move in moves])
+            self._start(lambda: self._run(moves, self._write))
+
+    def _load(self, loads: Sequence[Load]) -> None:
+        num_staged = min(len(loads), len(self._free))
+        for load in loads[num_staged:]:
+            self._tier.loaded(load.block_hash, is_sound=True)
+        if num_staged:
+            moves = [_Move(load, self._free.pop()) for load in loads[:num_staged]]
+            self._start(lambda: self._run(moves, self._read))
+
+    def _record(self, move: _Move) -> None:
+        order, is_sound = move.order, move.failure is None
+        if isinstance(order, Spill):
+            self._tier.spilled(order.block_hash, is_sound=is_sound)
+            self.stats.num_spilled_blocks += is_sound
+            self.stats.num_written_bytes += is_sound * self._executor.block_bytes
+        else:
+            self._tier.loaded(order.block_hash, is_sound=is_sound, duration_ns=move.duration_ns)
+            self.stats.num_loaded_blocks += is_sound
+            self.stats.num_read_bytes += is_sound * self._executor.block_bytes
+        self.stats.num_present = len(self._tier.slots)
+        if move.failure is None:
+            self._num_failures = 0
+        else:
+            self._count_failure(move.failure)
+
+    def _place(self, moves: Sequence[_Move]) -> None:
+        """The last first, since what is placed later is evicted later. One by one: where memory is short, a block that was
+        placed is taken for the next, and must have been written before it is spilled."""
+        for move in reversed(moves):
+            assert isinstance(move.order, Load), "only what was loaded is placed"
+            block_id = self._kv.place(move.order.block_hash, move.order.group)
+            if block_id is not None:
+                self._spill(self._tier.take_spills())
+                self._executor.write_blocks([block_id], [self._buffers[move.buffer]])
+
+    def _count_failure(self, reason: FailureReason) -> None:
+        self._num_failures += 1
+        self.stats.failures[reason] = self.stats.failures.get(reason, 0) + 1
+        if self._num_failures == MAX_FAILURES and self._tier.is_open:
+            self._tier.close()
+            self.stats.is_open = False
+            _logger.error(
+                "the KV tier below the pool is closed after %d failures in a row; all is computed again", MAX_FAILURES
+            )
+
+    # For the worker's thread.
+
+    def _run(self, moves: list[_Move], act: Callable[[_Move], None]) -> None:
+        for move in moves:
+            began_ns = self._clock.now_ns()
+            try:
+                act(move)
+            except CorruptBlock as error:
+                self._fail(move, FailureReason.CORRUPT, error)
+            except MemoryError as error:
+                self._fail(move, FailureReason.MEMORY, error)
+            except OSError as error:
+                self._fail(move, FailureReason.FULL if error.errno in FULL else FailureReason.IO, error)
+            except Exception as error:  # Whatever it is, the engine must hear of it, or it would wait.
+                self._fail(move, FailureReason.IO, error)
+            move.duration_ns = self._clock.now_ns() - began_ns
+        self._arrived.append(moves)
+        self._has_arrived.set()
+        self._wake()
+
+    def _write(self, move: _Move) -> None:
+        self._store.write(move.order.slot, move.order.block_hash, self._buffers[move.buffer])
+
+    def _read(self, move: _Move) -> None:
+        self._store.read(move.order.slot, move.order.block_hash, self._buffers[move.buffer])
+
+    def _fail(self, move: _Move, reason: FailureReason, error: Exception) -> None:
+        move.failure = reason
+        kind = f"{type(move.order).__name__} {reason}"
+        if kind not in self._warned:
+            self._warned.add(kind)
+            what = "written to" if isinstance(move.order, Spill) else "read from"
+            _logger.warning("a KV block was not %s the tier below the pool, and will be computed again: %r", what, error)
+
+
+def _staging(block_bytes: int, num_blocks: int | None) -> list[memoryview]:
+    """Buffers of a block each."""
+    if num_blocks is None:
+        num_blocks = max(MIN_STAGED_BLOCKS, min(MAX_STAGED_BLOCKS, STAGING_BYTES // block_bytes))
+    memory = memoryview(bytearray(num_blocks * block_bytes))
+    return [memory[idx * block_bytes : (idx + 1) * block_bytes] for idx in range(num_blocks)]

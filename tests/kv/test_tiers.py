@@ -1,0 +1,196 @@
+"""Slots and what is in them; when a request waits for a load, and when it does not."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.kv.invariants import check
+from penstock.kv.manager import KVManager
+from penstock.kv.slot_index import SlotIndex, SlotState
+from penstock.kv.tiers import LOAD_TIMEOUT_NS, Tier
+from penstock.testing import make_request
+from penstock.types.request import Request
+
+BLOCK = 4
+
+
+def names(count: int) -> list[bytes]:
+    return [bytes([idx]) * 16 for idx in range(count)]
+
+
+class TestSlots:
+    def test_the_least_recently_used_is_overwritten(self) -> None:
+        slots = SlotIndex(2)
+        a, b, c, _ = names(4)
+        for name in (a, b):
+            slots.begin_write(name)
+            slots.end(name, is_sound=True)
+        slots.touch(a)
+        assert slots.begin_write(c) is not None
+        assert (slots.state(a), slots.state(b), slots.state(c)) == (SlotState.PRESENT, None, SlotState.WRITING)
+        slots.check()
+
+    def test_what_is_moved_is_never_overwritten(self) -> None:
+        slots = SlotIndex(1)
+        a, b, _, _ = names(4)
+        slots.begin_write(a)
+        assert slots.begin_write(b) is None
+        slots.end(a, is_sound=True)
+        slots.begin_read(a)
+        assert slots.begin_write(b) is None
+        slots.end(a, is_sound=True)
+        assert slots.begin_write(b) == 0
+        slots.check()
+
+    def test_what_is_not_sound_is_forgotten(self) -> None:
+        slots = SlotIndex(1)
+        (a,) = names(1)
+        slots.begin_write(a)
+        slots.end(a, is_sound=False)
+        assert slots.state(a) is None
+        slots.check()
+
+    def test_what_is_forgotten_while_it_moves_is_gone_afterwards(self) -> None:
+        slots = SlotIndex(1)
+        (a,) = names(1)
+        slots.begin_write(a)
+        slots.forget(a)
+        slots.check()
+        slots.end(a, is_sound=True)
+        assert slots.state(a) is None
+        slots.check()
+
+    def test_what_was_there_before_is_found(self) -> None:
+        a, b, c, _ = names(4)
+        slots = SlotIndex(3)
+        slots.restore([(2, a), (0, b), (1, a)])
+        slots.check()
+        assert slots.state(a) is slots.state(b) is SlotState.PRESENT
+        assert slots.begin_read(a) == 1
+        assert slots.begin_write(c) == 2
+
+    def test_a_tier_has_slots(self) -> None:
+        with pytest.raises(ValueError, match="at least one slot"):
+            SlotIndex(0)
+
+
+def spilled_manager(num_tokens: int = 13) -> tuple[KVManager, Tier, Request]:
+    """A request of `num_tokens` whose blocks, all but the first, were used for others since, and are in the tier."""
+    manager = KVManager(num_blocks=8, block_size=BLOCK, tier=Tier(20))
+    assert manager.tier is not None
+    request = make_request("a", num_tokens)
+    compute(manager, request)
+    manager.suspend("a")
+    request.num_computed_tokens = 0
+    compute(manager, make_request("b", [99] * (4 * BLOCK + 2 * BLOCK)))
+    spills = manager.tier.take_spills()
+    assert [spill.block_hash for spill in spills] == manager.tables()["a"].hashes[:0:-1], "the tail goes first"
+    for spill in spills:
+        manager.tier.spilled(spill.block_hash, is_sound=True)
+    manager.free("b")
+    return manager, manager.tier, request
+
+
+def compute(manager: KVManager, request: Request) -> None:
+    manager.allocate(request, manager.lookup_prefix(request), request.num_tokens)
+    request.num_computed_tokens = request.num_tokens
+    manager.publish(request)
+
+
+def fetch(manager: KVManager, request: Request, now_ns: int = 0, *, max_blocks: int = 100, cost: float = 0.0) -> bool:
+    hit = manager.lookup_prefix(request)
+    return manager.fetch(request, hit, max_blocks=max_blocks, compute_ns_per_token=cost, now_ns=now_ns)
+
+
+class TestFetch:
+    def test_what_was_loaded_is_a_prefix_hit(self) -> None:
+        manager, tier, request = spilled_manager()
+        assert manager.lookup_prefix(request).num_tokens == BLOCK
+        assert fetch(manager, request)
+        (loads,) = tier.take_loads()
+        assert [load.block_hash for load in loads] == manager.tables()["a"].hashes[1:3]
+        assert fetch(manager, request), "still on its way"
+        assert tier.take_loads() == []
+        for load in reversed(loads):
+            tier.loaded(load.block_hash, is_sound=True)
+            assert manager.place(load.block_hash) is not None
+        check(manager)
+        assert manager.lookup_prefix(request).num_tokens == 3 * BLOCK
+        assert not fetch(manager, request), "all is there"
+
+    def test_a_load_that_failed_is_not_tried_again(self) -> None:
+        manager, tier, request = spilled_manager()
+        assert fetch(manager, request)
+        first, second = tier.take_loads()[0]
+        tier.loaded(first.block_hash, is_sound=False)
+        tier.loaded(second.block_hash, is_sound=True)
+        manager.place(second.block_hash)
+        assert not fetch(manager, request)
+        assert manager.lookup_prefix(request).num_tokens == BLOCK
+
+    def test_a_load_that_helped_is_followed_by_the_next(self) -> None:
+        manager, tier, request = spilled_manager()
+        assert fetch(manager, request, max_blocks=1)
+        ((load,),) = tier.take_loads()
+        tier.loaded(load.block_hash, is_sound=True)
+        manager.place(load.block_hash)
+        assert fetch(manager, request, max_blocks=1)
+        assert len(tier.take_loads()) == 1
+
+    def test_a_load_that_was_evicted_again_is_not_repeated(self) -> None:
+        manager, tier, request = spilled_manager()
+        assert fetch(manager, request)
+        for load in tier.take_loads()[0]:
+            tier.loaded(load.block_hash, is_sound=True)
+        assert not fetch(manager, request)
+
+    def test_nobody_waits_longer_than_the_timeout(self) -> None:
+        manager, tier, request = spilled_manager()
+        assert fetch(manager, request, 5)
+        assert tier.next_timeout_ns(5) == 5 + LOAD_TIMEOUT_NS
+        assert fetch(manager, request, LOAD_TIMEOUT_NS)
+        assert not fetch(manager, request, 5 + LOAD_TIMEOUT_NS)
+        assert tier.next_timeout_ns(5 + LOAD_TIMEOUT_NS) is None
+        assert tier.load_ns_per_block == LOAD_TIMEOUT_NS, "it is taken for slow"
+
+    def test_what_is_dearer_than_computing_is_not_loaded_until_it_is_forgiven(self) -> None:
+        manager, tier, request = spilled_manager()
+        tier.load_ns_per_block = 101.0 * BLOCK
+        assert not fetch(manager, request, cost=100.0)
+        assert fetch(manager, request, cost=100.0)
+
+    def test_what_is_being_spilled_is_waited_for(self) -> None:
+        manager = KVManager(num_blocks=8, block_size=BLOCK, tier=Tier(20))
+        assert manager.tier is not None
+        request = make_request("a", 9)
+        compute(manager, request)
+        manager.free("a")
+        compute(manager, make_request("b", [99] * 7 * BLOCK))
+        assert manager.tier.take_spills()
+        again = make_request("c", 9)
+        assert fetch(manager, again)
+        assert not manager.tier.take_loads()
+
+    def test_a_closed_tier_neither_takes_nor_gives(self) -> None:
+        manager, tier, request = spilled_manager()
+        tier.close()
+        assert not fetch(manager, request)
+        compute(manager, make_request("c", [98] * 7 * BLOCK))
+        assert tier.take_spills() == []
+
+    def test_content_that_is_here_is_not_placed_again(self) -> None:
+        manager, _, _ = spilled_manager()
+        published = next(block_hash for block_hash, _ in manager.index.items())
+        assert manager.place(published) is None
+
+    def test_without_a_tier_nobody_waits(self) -> None:
+        manager = KVManager(num_blocks=8, block_size=BLOCK)
+        assert not fetch(manager, make_request("a", 9))
+
+
+def test_what_the_pool_contains_is_kept_as_far_as_there_are_slots() -> None:
+    manager = KVManager(num_blocks=8, block_size=BLOCK, tier=Tier(3))
+    compute(manager, make_request("a", 5 * BLOCK))
+    table = manager.block_table("a")
+    manager.free("a")
+    assert manager.content_to_keep() == list(table[:3])

@@ -1,0 +1,170 @@
+"""Whatever the tier below the pool does, or fails to do: a request's answer is the same, it gets one, and nothing is lost."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import fields
+
+import pytest
+from hypothesis import given, settings
+
+from penstock.clock import VirtualClock
+from penstock.engine.transfers import Transfers
+from penstock.sched.policies.presets import make_policies
+from penstock.sched.policies.reserves import Watermark
+from penstock.testing import Driver, HashExecutor, Outcome, expected_tokens, make_core, make_request, run_to_completion
+from penstock.testing.memory_store import Faults
+from penstock.testing.strategies import MODEL, Engine, LowerTier, Workload, engines, workloads
+from penstock.types.events import Add
+from penstock.types.plan import Capacity
+from penstock.types.request import FinishReason, Request
+
+
+def run(engine: Engine, workload: Workload) -> tuple[Driver, list[Request], dict[str, Outcome]]:
+    core, executor = engine.make()
+    clock = VirtualClock()
+    transfers, worker = engine.make_transfers(core, executor, clock)
+    requests = workload.requests()
+    drivers: list[Driver] = []
+
+    def check(driver: Driver) -> None:
+        drivers[:] = [driver]
+        driver.core.check()
+
+    outcomes = run_to_completion(
+        core,
+        executor,
+        later=workload.script(requests),
+        clock=clock,
+        transfers=transfers,
+        worker=worker,
+        after_turn=check,
+        max_turns=20_000,
+    )
+    return drivers[0], requests, outcomes
+
+
+@settings(max_examples=10 * settings.default.max_examples)
+@given(engine=engines(has_lower_tier=True), workload=workloads())
+def test_every_answer_is_that_of_the_oracle(engine: Engine, workload: Workload) -> None:
+    driver, requests, outcomes = run(engine, workload)
+    assert outcomes.keys() == {request.request_id for request in requests}
+    for request in requests:
+        outcome = outcomes[request.request_id]
+        expected = expected_tokens(
+            request.prompt_token_ids, request.sampling, model=MODEL, max_model_len=engine.capacity.max_model_len
+        )
+        if outcome.finish_reason is FinishReason.ABORT or outcome.last.stop_reason == "stop string":
+            assert tuple(outcome.token_ids) == expected.token_ids[: len(outcome.token_ids)]
+        else:
+            answer = (tuple(outcome.token_ids), outcome.finish_reason, outcome.last.stop_reason)
+            assert answer == (expected.token_ids, expected.finish_reason, expected.stop_reason)
+    check_nothing_is_left(driver)
+
+
+def check_nothing_is_left(driver: Driver) -> None:
+    """All blocks are free, and when the worker is done all staging memory is, too."""
+    kv, transfers, worker = driver.core.scheduler.kv, driver.transfers, driver.worker
+    assert transfers is not None
+    assert worker is not None
+    while worker.num_jobs:
+        worker.run()
+        transfers.arrive()
+        transfers.depart()
+    transfers.arrive()
+    assert transfers.num_moving_blocks == 0
+    assert kv.num_available_blocks == kv.num_total_blocks
+    assert not kv.tables()
+    driver.core.check()
+
+
+CAPACITY = Capacity(num_blocks=21, block_size=4, max_rows=8, max_step_tokens=32, max_model_len=80)
+EAGER = Watermark(share=0.0, growth_tokens=0)
+LARGE = LowerTier(num_slots=500, num_staged_blocks=100)
+
+
+def oversubscribed(lower: LowerTier | None, *, caching: bool) -> tuple[Driver, list[Request], int]:
+    """Twelve requests of which four fit, and how many positions were computed."""
+    engine = Engine(CAPACITY, make_policies(reserve=EAGER), caching, lower)
+    requests = [make_request(f"r{idx}", range(idx, 14 + 3 * (idx % 5)), arrival_ns=idx, max_tokens=30) for idx in range(12)]
+    core, executor = engine.make()
+    clock = VirtualClock()
+    transfers, worker = engine.make_transfers(core, executor, clock)
+    drivers: list[Driver] = []
+    outcomes = run_to_completion(
+        core, executor, *map(Add, requests), clock=clock, transfers=transfers, worker=worker, after_turn=drivers.append
+    )
+    for request in requests:
+        expected = expected_tokens(request.prompt_token_ids, request.sampling, model=MODEL, max_model_len=80)
+        assert tuple(outcomes[request.request_id].token_ids) == expected.token_ids
+    return drivers[0], requests, executor.num_computed_tokens
+
+
+def num_needed(requests: list[Request]) -> int:
+    return sum(request.num_tokens - 1 for request in requests)
+
+
+def test_the_preempted_compute_less_than_a_block_again() -> None:
+    for caching in (True, False):
+        _, requests, without = oversubscribed(None, caching=caching)
+        assert without > 1.1 * num_needed(requests), "the test needs preemptions that cost something"
+        _, requests, num_computed = oversubscribed(LARGE, caching=caching)
+        num_preemptions = sum(request.num_preemptions for request in requests)
+        assert num_preemptions > 0
+        num_shared = sum(request.num_cached_tokens for request in requests)
+        assert num_computed - (num_needed(requests) - num_shared) <= num_preemptions * (CAPACITY.block_size - 1)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("seed", range(40))
+def test_no_fault_makes_a_wrong_token(seed: int, caching: bool) -> None:
+    draw = random.Random(seed)
+    faults = Faults(**{name.name: draw.choice([0.0, 0.05, 0.3]) for name in fields(Faults)})
+    lower = LowerTier(
+        num_slots=draw.choice([5, 40, 500]),
+        num_staged_blocks=draw.choice([8, 100]),
+        promptness=draw.choice([0.3, 0.9]),
+        faults=faults,
+        seed=seed,
+    )
+    driver, _, _ = oversubscribed(lower, caching=caching)
+    check_nothing_is_left(driver)
+    assert driver.transfers is not None
+    assert driver.transfers.stats.num_spilled_blocks > 0
+
+
+def test_what_a_request_computed_for_itself_is_forgotten_with_it() -> None:
+    driver, _, _ = oversubscribed(LARGE, caching=False)
+    check_nothing_is_left(driver)
+    kv = driver.core.scheduler.kv
+    assert kv.tier is not None
+    assert len(kv.tier.slots) == kv.num_cached_blocks == len(kv.index) == 0
+
+
+def test_a_tier_that_only_fails_is_closed() -> None:
+    faults = Faults(write_fails=1.0)
+    driver, _, _ = oversubscribed(LowerTier(num_slots=500, num_staged_blocks=100, faults=faults), caching=True)
+    assert driver.transfers is not None
+    assert not driver.transfers.stats.is_open
+    assert driver.transfers.stats.failures.keys() == {"full"}
+
+
+def test_a_prefix_that_was_evicted_comes_back() -> None:
+    executor = HashExecutor(CAPACITY, model=MODEL)
+    engine = Engine(CAPACITY, make_policies(), enable_prefix_caching=True, lower=LARGE)
+    core, _ = engine.make()
+    clock = VirtualClock()
+    transfers, worker = engine.make_transfers(core, executor, clock)
+    assert transfers is not None
+    assert isinstance(transfers, Transfers)
+    for name, prompt in (("first", range(1, 30)), ("others", range(200, 270)), ("again", range(1, 30))):
+        request = make_request(name, [token % 40 for token in prompt], max_tokens=2)
+        run_to_completion(core, executor, Add(request), clock=clock, transfers=transfers, worker=worker)
+    assert request.num_cached_tokens == 28
+    assert transfers.stats.num_loaded_blocks > 0
+
+
+def test_without_a_tier_nothing_is_named_that_is_not_shared() -> None:
+    core = make_core(CAPACITY, enable_prefix_caching=False)
+    run_to_completion(core, HashExecutor(CAPACITY), Add(make_request()))
+    assert core.scheduler.kv.num_cached_blocks == 0
