@@ -289,7 +289,11 @@ def _assemble(
         make_engine, clock=clock, step_timeout_s=step_timeout_s(config.backend), on_restart=metrics.count_restart
     )
     bridge.attach(engine)
-    metrics.connect(load=engine.load, signals=lambda: signals.read(engine.load(), clock.now_ns()))
+    metrics.connect(
+        load=engine.load,
+        signals=lambda: signals.read(engine.load(), clock.now_ns()),
+        waste=engine.kv_waste_ratio,
+    )
     engine.start()
     return Runtime(
         engine=engine,

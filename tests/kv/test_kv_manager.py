@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from penstock.kv.eviction import EvictionPolicy, LeastRecentlyUsed, LowestPriorityFirst, TenantFair
 from penstock.kv.invariants import check
 from penstock.kv.manager import KVManager
+from penstock.kv.pool_map import BlockState, draw
 from penstock.kv.prefix_index import extend_chain
 from penstock.testing import make_request
 from penstock.types.request import Request
@@ -331,11 +332,32 @@ class ManagerMachine(RuleBasedStateMachine):
         request.num_computed_tokens = num_tokens
         self.manager.publish(request)
 
+    def states_add_up(self) -> None:
+        pool = self.manager.pool
+        drawn = draw(self.manager, self.requests.values())
+        held = [block_id for block_id in range(pool.num_blocks) if pool.ref_count(block_id)]
+        assert drawn.states == {
+            BlockState.FREE: pool.num_available - pool.num_cached,
+            BlockState.CACHED: pool.num_cached,
+            BlockState.HELD: len(held) - pool.num_shared,
+            BlockState.SHARED: pool.num_shared,
+            BlockState.NULL: 1,
+        }
+        assert sum(drawn.states.values()) == sum(run.num_blocks for run in drawn.runs) == pool.num_blocks
+        num_filled = dict.fromkeys(held, 0)
+        for request in self.requests.values():
+            for idx, block_id in enumerate(self.manager.block_table(request.request_id)):
+                num_tokens = request.num_computed_tokens - idx * self.manager.block_size
+                num_filled[block_id] = max(num_filled[block_id], min(self.manager.block_size, num_tokens))
+        num_slots = len(held) * self.manager.block_size
+        assert drawn.waste == pytest.approx(1 - sum(num_filled.values()) / num_slots if held else 0)
+
     @invariant()
     def laws_hold(self) -> None:
         if not hasattr(self, "manager"):
             return
         check(self.manager)
+        self.states_add_up()
         assert self.manager.tables().keys() == self.requests.keys()
         for request in self.requests.values():
             table = self.manager.block_table(request.request_id)

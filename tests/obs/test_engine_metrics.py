@@ -59,7 +59,11 @@ class Server:
             observer=group,
             turn_observer=self.metrics,
         )
-        self.metrics.connect(load=self.engine.load, signals=lambda: self.signals.read(self.engine.load(), self.clock.now_ns()))
+        self.metrics.connect(
+            load=self.engine.load,
+            signals=lambda: self.signals.read(self.engine.load(), self.clock.now_ns()),
+            waste=self.engine.kv_waste_ratio,
+        )
 
     def submit(self, request_id: str, num_prompt_tokens: int, max_tokens: int) -> None:
         arrival_ns = self.clock.now_ns()
@@ -68,6 +72,10 @@ class Server:
     def run(self) -> None:
         while self.engine.turn():
             pass
+
+    def run_steps(self, count: int) -> None:
+        for _ in range(count):
+            self.engine.turn()
 
     def read(self) -> dict[str, float]:
         samples = [
@@ -105,6 +113,22 @@ def test_cached_prompt_tokens_are_told_apart():
     values = server.read()
     assert (values["prompt_tokens_totalcomputed"], values["prompt_tokens_totalcached"]) == (10, 8)
     assert values["prefix_cache_hits_total"] == 8
+
+
+def test_the_states_of_the_blocks_add_up_and_waste_is_told():
+    server = Server()
+    server.submit("a", 9, max_tokens=20)
+    server.submit("b", 9, max_tokens=20)
+    server.run_steps(3)
+    values = server.read()
+    states = {name.removeprefix("kv_blocks"): value for name, value in values.items() if name.startswith("kv_blocks")}
+    assert states == {"free": 26, "cached": 0, "held": 6, "shared": 0, "null": 1}
+    assert sum(states.values()) == CAPACITY.num_blocks
+    assert values["kv_waste_ratio"] == (2 * (12 - 11)) / 24
+    server.submit("c", 9, max_tokens=20)
+    server.run_steps(1)
+    values = server.read()
+    assert (values["kv_blocksheld"], values["kv_blocksshared"]) == (5, 2), "c found two blocks of a's"
 
 
 def test_gauges_do_not_go_stale_when_the_last_request_is_aborted():

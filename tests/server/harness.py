@@ -133,7 +133,11 @@ def make_runtime(
         observer=observer,
     )
     bridge.attach(engine)
-    metrics.connect(load=engine.load, signals=lambda: signals.read(engine.load(), clock.now_ns()))
+    metrics.connect(
+        load=engine.load,
+        signals=lambda: signals.read(engine.load(), clock.now_ns()),
+        waste=engine.kv_waste_ratio,
+    )
     engine.start()
     info = ModelInfo(
         served_names=(MODEL_NAME, "org/alias"),

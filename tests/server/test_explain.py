@@ -146,3 +146,28 @@ async def test_without_a_journal_nothing_is_told():
             assert (await client.get("/v1/requests")).json()["data"] == []
     finally:
         runtime.close()
+
+
+async def test_the_pool_is_drawn_and_names_are_kept_from_others(narrow):
+    gate, server = narrow
+    async with httpx.AsyncClient(base_url=server.url, timeout=20, headers=ONE) as client:
+        empty = (await client.get("/kv")).json()
+        assert empty["map"] == [["null", 1], ["free", 512]]
+        assert (empty["states"], empty["waste_ratio"]) == ({"free": 512, "cached": 0, "held": 0, "shared": 0, "null": 1}, 0)
+        ask = {"prompt": PROMPT, "max_tokens": 3}
+        task = asyncio.create_task(client.post(COMPLETIONS, json=ask, headers={"X-Request-Id": "mine"}))
+        await until(lambda: server.runtime.engine.load().num_running == 1)
+        drawn, theirs = (await client.get("/kv")).json(), (await client.get("/kv", headers=TWO)).json()
+        assert drawn["map"] == [["null", 1], ["held", 3, 0], ["free", 509]]
+        assert drawn["owners"] == [{"request": "mine", "blocks": 3, "tokens": len(PROMPT), "computed_tokens": 0}]
+        assert drawn["waste_ratio"] == round((48 - len(PROMPT)) / 48, 5)
+        assert theirs["owners"] == [drawn["owners"][0] | {"request": None}]
+        assert (await client.get("/load")).json()["kv_waste_ratio"] == drawn["waste_ratio"]
+        gate.open()
+        assert (await task).status_code == 200
+        await until(lambda: server.runtime.engine.load().num_running == 0)
+        after = (await client.get("/kv")).json()
+        assert sum(after["states"].values()) == after["blocks"] == sum(run[1] for run in after["map"])
+        assert after["states"]["cached"] == 2
+    async with httpx.AsyncClient(base_url=server.url, timeout=20) as stranger:
+        assert (await stranger.get("/kv")).status_code == 401

@@ -28,6 +28,7 @@ from penstock.engine.inbox import Inbox
 from penstock.engine.output import OutputStage
 from penstock.engine.ports import Executor, NullObserver, Observer, OutputChunk, OutputSink, TurnObserver
 from penstock.engine.transfers import Transfers
+from penstock.kv.pool_map import PoolMap, draw, waste_ratio
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.events import Abort, Add, Command, Drain, TokenEvent
 from penstock.types.plan import StepPlan
@@ -199,16 +200,27 @@ class Engine:
     def load(self) -> EngineLoad:
         """A cheap reading; its parts may be one turn apart."""
         num_running, kv = self._core.num_running, self._core.scheduler.kv
-        num_cached = kv.num_cached_blocks
+        num_available, num_cached, num_shared = _settled(
+            lambda: (kv.num_available_blocks, kv.num_cached_blocks, kv.num_shared_blocks)
+        )
         return EngineLoad(
             num_running=num_running,
             num_waiting=max(0, len(self._prompt_lens) - num_running),
             num_prompt_tokens=self._num_prompt_tokens,
             num_blocks_total=kv.num_total_blocks,
-            num_blocks_free=kv.num_available_blocks - num_cached,
+            num_blocks_free=num_available - num_cached,
             num_blocks_cached=num_cached,
+            num_blocks_shared=num_shared,
             num_rows_free=max(0, self._core.scheduler.max_rows - num_running),
         )
+
+    def pool_map(self) -> PoolMap:
+        """Every block with its state and owner. O(blocks): a millisecond for tens of thousands."""
+        return draw(self._core.scheduler.kv, list(self._core.scheduler.running.values()))
+
+    def kv_waste_ratio(self) -> float:
+        """Of the KV positions that requests hold, the share without a token. O(requests)."""
+        return waste_ratio(self._core.scheduler.kv, list(self._core.scheduler.running.values()))
 
     # For the engine thread, or for a driver that has no thread.
 
@@ -398,6 +410,16 @@ class Engine:
         for request in requests:
             self._observer.on_finish(_refused_stats(request, reason, now_ns))
         self._deliver([_refused_chunk(request, reason, now_ns) for request in requests])
+
+
+def _settled(read: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
+    """Numbers that another thread writes, read until they are the same twice, or three times at most."""
+    numbers = read()
+    for _ in range(2):
+        if (again := read()) == numbers:
+            break
+        numbers = again
+    return numbers
 
 
 def _added(commands: Iterable[Command]) -> list[Request]:

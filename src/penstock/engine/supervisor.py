@@ -21,6 +21,7 @@ from collections.abc import Callable
 
 from penstock.clock import Clock
 from penstock.engine.loop import Engine, EngineState
+from penstock.kv.pool_map import PoolMap
 from penstock.types.request import Request
 from penstock.types.stats import EngineLoad
 
@@ -82,6 +83,12 @@ class Supervisor:
 
     def load(self) -> EngineLoad:
         return self._engine.load()
+
+    def pool_map(self) -> PoolMap:
+        return self._engine.pool_map()
+
+    def kv_waste_ratio(self) -> float:
+        return self._engine.kv_waste_ratio()
 
     def drain(self) -> None:
         """As `Engine.drain`; an engine that fails from now on is not replaced."""

@@ -45,6 +45,8 @@ class BlockPool:
         """Blocks in the free list, with and without content."""
         self.num_cached = 0
         """Blocks in the free list whose content was kept."""
+        self.num_shared = 0
+        """Blocks with more than one reference."""
         self._ref_counts = [0] * num_blocks
         self._is_kept = bytearray(num_blocks)
         # The null block's entries are the list's two ends: next[0] is the head, prev[0] the tail.
@@ -65,6 +67,10 @@ class BlockPool:
     def is_kept(self, block_id: int) -> bool:
         """True for a block in the free list whose content was kept."""
         return bool(self._is_kept[block_id])
+
+    def snapshot(self) -> tuple[list[int], bytes]:
+        """(references, 1 if kept) of each block, as copies. For any thread."""
+        return self._ref_counts.copy(), bytes(self._is_kept)
 
     def free_block_ids(self) -> Iterator[int]:
         """The free list, the next to be re-used first, then those of the groups. O(length); for checks."""
@@ -115,6 +121,7 @@ class BlockPool:
         if self._ref_counts[block_id] == 0:
             self._unlink(block_id)
         self._ref_counts[block_id] += 1
+        self.num_shared += self._ref_counts[block_id] == 2
 
     def release(self, block_id: int, *, keep: bool, group: Hashable = None) -> None:
         """Drop a reference; with the last one the block joins the free list, its content kept or not.
@@ -127,6 +134,7 @@ class BlockPool:
             raise ValueError(f"block {block_id} was freed twice")
         self._ref_counts[block_id] -= 1
         if self._ref_counts[block_id] > 0:
+            self.num_shared -= self._ref_counts[block_id] == 1
             return
         before = NULL_BLOCK_ID
         if keep:

@@ -13,7 +13,7 @@ from penstock.kv.manager import KVManager
 def check(manager: KVManager) -> None:
     """Raises AssertionError, naming the law, if one is broken. O(blocks + table entries).
 
-    1. free + held = total, and `num_cached` of the free ones have content.
+    1. free + held = total, `num_cached` of the free ones have content, and `num_shared` of the held ones several holders.
     2. A block's reference count is the number of tables that hold it; no table holds it twice, or the null block.
     3. A block is in the free list exactly if its count is 0, and is marked kept exactly if it is published.
     4. Hash and block are one to one. Tables share only blocks that are full, or have given up the right to write
@@ -38,6 +38,8 @@ def _check_free_list(manager: KVManager) -> None:
     assert NULL_BLOCK_ID not in free, "the null block is in the free list"
     num_held = sum(pool.ref_count(block_id) > 0 for block_id in range(pool.num_blocks))
     assert len(free) + num_held == manager.num_total_blocks, "free + held is not the total"
+    num_shared = sum(pool.ref_count(block_id) > 1 for block_id in range(pool.num_blocks))
+    assert num_shared == pool.num_shared, f"{num_shared} blocks are shared, {pool.num_shared} are counted"
     assert all(pool.ref_count(block_id) == 0 for block_id in free), "a held block is in the free list"
     assert sum(map(pool.is_kept, range(pool.num_blocks))) == pool.num_cached, "num_cached is not what is kept"
 

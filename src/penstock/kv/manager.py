@@ -96,6 +96,11 @@ class KVManager:
         return self.pool.num_available
 
     @property
+    def num_shared_blocks(self) -> int:
+        """Blocks that several requests hold."""
+        return self.pool.num_shared
+
+    @property
     def num_cached_blocks(self) -> int:
         """Available blocks with content that a prefix hit may revive."""
         return self.pool.num_cached

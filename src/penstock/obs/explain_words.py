@@ -18,6 +18,7 @@ _WAITS = {
     WaitReason.TOKENS.value: "for tokens of a step",
     WaitReason.MEMORY.value: "for memory",
     WaitReason.GATE.value: "for its batch",
+    WaitReason.LOADING.value: "for its prefix to be loaded",
 }
 _ENDS = {FinishReason.ABORT: "It was cancelled", FinishReason.ERROR: "It failed", FinishReason.REJECTED: "It was refused"}
 _PAUSES = {

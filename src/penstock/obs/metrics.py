@@ -75,11 +75,19 @@ class Metrics:
         """Of the weights as the backend keeps them; 0: it does not tell."""
         self.read_load: Callable[[], EngineLoad] = EngineLoad
         self.read_signals: Callable[[], SustainedLoad] = SustainedLoad
+        self.read_waste: Callable[[], float] = float
 
-    def connect(self, *, load: Callable[[], EngineLoad], signals: Callable[[], SustainedLoad]) -> None:
-        """Where the gauges are read when someone asks: the engine's load, and requests per second leaving the queue."""
+    def connect(
+        self,
+        *,
+        load: Callable[[], EngineLoad],
+        signals: Callable[[], SustainedLoad],
+        waste: Callable[[], float] = float,
+    ) -> None:
+        """Where the gauges are read when someone asks: the load of the moment, that of late, and the share of KV wasted."""
         self.read_load = load
         self.read_signals = signals
+        self.read_waste = waste
 
     def count_rejected(self, reason: str) -> None:
         """A request that was refused before the engine saw it; `reason` is a `RejectReason` value. For any thread."""

@@ -39,11 +39,11 @@ class _Snapshot(Collector):
     def __init__(self, metrics: Metrics) -> None:
         self._model = metrics.model
         # Outside the lock: these have locks of their own.
-        load, signals = metrics.read_load(), metrics.read_signals()
+        load, signals, waste = metrics.read_load(), metrics.read_signals(), metrics.read_waste()
         with metrics.lock:
             metrics.settle()
             self._families = [
-                *self._gauges(load),
+                *self._gauges(load, waste),
                 *self._signals(signals),
                 self._gauge("weight_bytes", "Weights as the backend keeps them; 0 if unknown.", metrics.num_weight_bytes),
                 *self._counters(metrics),
@@ -57,12 +57,24 @@ class _Snapshot(Collector):
     def collect(self) -> list[Metric]:
         return self._families
 
-    def _gauges(self, load: EngineLoad) -> Iterator[Metric]:
-        blocks = {"free": load.num_blocks_free, "cached": load.num_blocks_cached, "held": load.num_blocks_held}
+    def _gauges(self, load: EngineLoad, waste: float) -> Iterator[Metric]:
+        blocks = {
+            "free": load.num_blocks_free,
+            "cached": load.num_blocks_cached,
+            "held": load.num_blocks_held - load.num_blocks_shared,
+            "shared": load.num_blocks_shared,
+            "null": int(load.num_blocks_total > 0),
+        }
         usage = load.num_blocks_held / load.num_blocks_total if load.num_blocks_total else 0.0
         yield self._gauge("requests_running", "Requests in the batch.", load.num_running)
         yield self._gauges_by("requests_waiting", "Requests queued or preempted.", "reason", {"capacity": load.num_waiting})
-        yield self._gauges_by("kv_blocks", "KV cache blocks: free, free with reusable content, held.", "state", blocks)
+        yield self._gauges_by(
+            "kv_blocks",
+            "KV cache blocks: free, free with reusable content, held by one, by several, null.",
+            "state",
+            blocks,
+        )
+        yield self._gauge("kv_waste_ratio", "Share of the KV positions that requests hold without a token in it.", waste)
         yield self._gauge("kv_usage_ratio", "Share of the KV cache blocks that requests hold.", usage)
 
     def _signals(self, load: SustainedLoad) -> Iterator[Metric]:

@@ -28,6 +28,7 @@ from penstock.serve.openai.errors import from_http_exception, from_rejected, not
 from penstock.serve.openai.models import ModelsEndpoint
 from penstock.serve.openai.schemas import Body
 from penstock.serve.openai.tokenize import TokenizeEndpoint
+from penstock.serve.ops.pool import PoolEndpoint
 from penstock.serve.ops.requests import RequestsEndpoint
 from penstock.serve.ops.status import StatusEndpoint
 from penstock.serve.request_id import RequestIdLayer
@@ -84,6 +85,7 @@ def _router(runtime: Runtime, service: Service) -> APIRouter:
         ("GET", "/health", "Is it alive?", status.health),
         ("GET", "/ready", "Can it take work?", status.ready),
         ("GET", "/load", "How busy is it?", status.load),
+        ("GET", "/kv", "What is in the KV cache?", PoolEndpoint(service).kv),
         ("GET", "/version", "Version", status.version),
         ("GET", "/metrics", "Metrics", status.metrics),
     ]

@@ -149,6 +149,11 @@ class Service:
         flights = [flight for flights in self._flights.values() for flight in flights if flight.owner == owner]
         return [told for flight in flights if (told := self._tell(flight))]
 
+    def names_of(self, owner: Owner) -> dict[str, str]:
+        """The engine's id -> the client's, of this owner's requests that have not ended."""
+        flights = [flight for flights in self._flights.values() for flight in flights if flight.owner == owner]
+        return {engine_id: flight.request_id for flight in flights for engine_id in flight.engine_ids}
+
     def _tell(self, flight: _Flight | _Landed) -> Told | None:
         runtime = self.runtime
         if runtime.journal is None:

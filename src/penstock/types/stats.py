@@ -188,9 +188,12 @@ class EngineLoad:
     """Without the null block: free + cached + held."""
     num_blocks_free: int = 0
     num_blocks_cached: int = 0
+    num_blocks_shared: int = 0
+    """Held by several requests."""
     num_rows_free: int = 0
     """How many more may run at the same time, if there are blocks for them."""
 
     @property
     def num_blocks_held(self) -> int:
+        """By one request or several."""
         return self.num_blocks_total - self.num_blocks_free - self.num_blocks_cached

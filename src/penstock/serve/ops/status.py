@@ -43,6 +43,7 @@ class StatusEndpoint:
             "requests_waiting": now.num_waiting,
             "kv_blocks_free": now.num_blocks_free + now.num_blocks_cached,
             "kv_blocks": now.num_blocks_total,
+            "kv_waste_ratio": round(metrics.read_waste(), 5),
             "sustained": {
                 "window_s": WINDOW_S,
                 "queue_depth": round(sustained.queue_depth, 3),
