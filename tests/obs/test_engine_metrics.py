@@ -140,7 +140,7 @@ def test_gauges_do_not_go_stale_when_the_last_request_is_aborted():
     server.engine.abort("a")
     server.engine.turn()
     values = server.read()
-    assert values["requests_running"] == values["requests_waitingcapacity"] == values["kv_blocksheld"] == 0
+    assert values["requests_running"] == values["requests_waitingmemory"] == values["kv_blocksheld"] == 0
     assert values["request_success_totalabort"] == 1
 
 

@@ -150,6 +150,18 @@ def test_who_left_the_queue_is_not_counted_as_waiting_before_others() -> None:
     assert bench.told("long").waited_for_ns == {"rows": 2 * MS, ORDER: 3 * MS}
 
 
+def test_who_came_earlier_and_was_queued_later_does_not_pass() -> None:
+    bench = Bench(max_rows=1)
+    bench.add("first", 8, max_tokens=3)
+    bench.driver.clock.advance(5 * MS)
+    for name, arrival_ns in (("late", 3 * MS), ("early", 1 * MS)):
+        bench.core.apply([Add(make_request(name, 8, arrival_ns=arrival_ns, max_tokens=3))], bench.now_ns)
+    bench.run()
+    assert [bench.told(name).num_passed_by for name in ("first", "late", "early")] == [0, 0, 0]
+    assert bench.told("late").queue_ns > bench.told("early").queue_ns
+    assert ORDER not in bench.told("late").waited_for_ns
+
+
 def test_the_longest_gap_names_the_prompt_that_made_it() -> None:
     bench = Bench()
     bench.add("a", 8, max_tokens=12)

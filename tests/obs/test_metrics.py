@@ -16,7 +16,7 @@ from penstock.obs.prometheus import expose
 from penstock.obs.signals import SustainedLoad
 from penstock.types.request import FinishReason, Request
 from penstock.types.sampling import SamplingParams
-from penstock.types.stats import EngineLoad, RequestStats, StepStats
+from penstock.types.stats import EngineLoad, RequestStats, StepStats, WaitReason
 
 MS = 1_000_000
 
@@ -131,11 +131,20 @@ def test_a_step_counts_its_tokens_rows_and_parts(metrics):
 
 
 def test_gauges_are_read_when_asked(metrics):
-    load = EngineLoad(num_running=3, num_waiting=2, num_blocks_total=10, num_blocks_free=4, num_blocks_cached=1)
+    load = EngineLoad(
+        num_running=3, num_waiting=2, waits_for=WaitReason.MEMORY, num_blocks_total=10, num_blocks_free=4, num_blocks_cached=1
+    )
     metrics.connect(load=lambda: load, signals=lambda: SustainedLoad(drain_rate=2.5, desired_replicas=3))
     assert value(metrics, "requests_running") == 3
-    assert value(metrics, "requests_waiting", reason="capacity") == 2
-    assert [value(metrics, "kv_blocks", state=state) for state in ("free", "cached", "held")] == [4, 1, 5]
+    assert value(metrics, "requests_waiting", reason="memory") == 2
+    assert value(metrics, "requests_waiting", reason="rows") == 0
+    assert [value(metrics, "kv_blocks", state=state) for state in ("free", "cached", "held", "shared", "null")] == [
+        4,
+        1,
+        3,
+        2,
+        1,
+    ]
     assert value(metrics, "kv_usage_ratio") == 0.5
     metrics.num_weight_bytes = 1000
     assert value(metrics, "weight_bytes") == 1000

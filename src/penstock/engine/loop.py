@@ -206,6 +206,7 @@ class Engine:
         return EngineLoad(
             num_running=num_running,
             num_waiting=max(0, len(self._prompt_lens) - num_running),
+            waits_for=self._core.scheduler.news.waits_for,
             num_prompt_tokens=self._num_prompt_tokens,
             num_blocks_total=kv.num_total_blocks,
             num_blocks_free=num_available - num_cached,

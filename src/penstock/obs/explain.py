@@ -61,9 +61,9 @@ class Explanation:
     waits_for: str
     """What the queue lacks now, while it waits."""
     num_before: int
-    """Requests that waited when it came."""
+    """Requests that had come earlier and waited when it was queued."""
     num_passed_by: int
-    """So many more ran before it than came before it."""
+    """Requests that came later and ran first."""
     num_prompt_tokens: int
     num_generated_tokens: int
     num_hit_tokens: int
@@ -108,7 +108,7 @@ def explain(life: Life, now: WaitMark, turn: Turn, decodes: Span, waits_for: Wai
         decode_ns=max(0, end.at_ns - decode_from_ns),
         waited_for_ns=_waited_for(life, life.began or end, turn),
         waits_for=(waits_for.value or STEP) if is_waiting else "",
-        num_before=life.num_before,
+        num_before=life.ticket.num_before if life.ticket else 0,
         num_passed_by=turn.num_passed_by,
         num_prompt_tokens=life.num_prompt_tokens,
         num_generated_tokens=num_generated,

@@ -80,7 +80,7 @@ class Journal:
 
     def _explain(self, life: Life, now_ns: int) -> Explanation:
         now = self._clock.mark(now_ns)
-        turn = life.turn if life.began is not None or life.number < 0 or life.end else self._turns.turn_of(life.number)
+        turn = life.turn if life.began is not None or life.ticket is None or life.end else self._turns.turn_of(life.ticket)
         decodes = Span()
         decodes.add(life.decodes)
         if life.phase is Phase.DECODE:
@@ -97,8 +97,7 @@ class Journal:
 
     def _queue(self, request_id: str, tenant: str, arrival_ns: int, num_prompt_tokens: int, now_ns: int) -> None:
         life = self._lives[request_id] = Life(request_id, tenant, arrival_ns, num_prompt_tokens)
-        life.num_before = self._turns.num_waiting
-        life.number = self._turns.come()
+        life.ticket = self._turns.come(arrival_ns)
         life.queued = self._clock.mark(now_ns)
 
     def _plan(self, news: PlanNews) -> None:
@@ -137,8 +136,8 @@ class Journal:
             return
         life.phase = Phase.PREFILL
         life.num_target_tokens = admission.num_tokens
-        if life.began is None:
-            life.began, life.turn = now, self._turns.admit(life.number, now)
+        if life.began is None and life.ticket is not None:
+            life.began, life.turn = now, self._turns.admit(life.ticket, now)
             life.num_hit_tokens, life.stop = admission.num_hit_tokens, admission.stop
         elif life.pauses and life.pauses[-1].ended is None:
             pause = life.pauses[-1]
@@ -190,9 +189,9 @@ class Journal:
 
     def _end(self, life: Life, stats: RequestStats, stop: int) -> None:
         self._close_decodes(life, stop)
-        if life.began is None and life.number >= 0:
-            life.turn = self._turns.turn_of(life.number)
-            self._turns.leave(life.number)
+        if life.began is None and life.ticket is not None:
+            life.turn = self._turns.turn_of(life.ticket)
+            self._turns.leave(life.ticket)
         self._lives.pop(life.request_id, None)
         self._keep(life, stats)
 

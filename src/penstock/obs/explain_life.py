@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from penstock.obs.explain_steps import Span
-from penstock.obs.explain_waits import Turn, WaitMark
+from penstock.obs.explain_waits import Ticket, Turn, WaitMark
 from penstock.types.stats import PreemptReason, PrefixStop, RequestStats
 
 
@@ -41,11 +41,9 @@ class Life:
     tenant: str
     arrival_ns: int
     num_prompt_tokens: int
-    number: int = -1
-    """By which it came to the queue; -1: it never did."""
+    ticket: Ticket | None = None
+    """None: it never was queued."""
     queued: WaitMark | None = None
-    num_before: int = 0
-    """Who waited when it came."""
     phase: Phase = Phase.WAITING
     began: WaitMark | None = None
     """When it first ran."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.types.stats import WaitReason
@@ -22,8 +21,6 @@ REASONS = tuple(WaitReason)
 _INDEX = {reason: idx for idx, reason in enumerate(REASONS)}
 MAX_TURNS = 8192
 """Admissions that are remembered; who is passed by more counts the rest as something else."""
-MAX_GONE = 1024
-"""Requests that left the queue without having run, of which it is remembered when they came."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,55 +67,79 @@ class Turn:
     """How a request's turn compares with the order of arrival."""
 
     num_passed_by: int = 0
-    """So many more were admitted before it than came before it."""
+    """So many were admitted while it waited that had come later."""
     due: WaitMark | None = None
     """When it would have been its turn, if it was passed."""
 
 
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """What `Turns` has to know of one who waits."""
+
+    key: tuple[int, int]
+    """Instant of arrival, and a number that breaks ties."""
+    num_admitted: int
+    """When it was queued; so are the others."""
+    num_before: int
+    """Who waited and had come earlier."""
+    num_came_before: int
+    """Who was ever queued, had come earlier and did not leave."""
+
+
 class Turns:
-    """Counts who came, who was admitted and who left the queue."""
+    """Counts who was queued, who was admitted and who left, by arrival; that is not the order in which they are queued, as long
+    prompts take longer to tokenise. O(log requests), but for the shift of a list.
+    """
 
     def __init__(self) -> None:
-        self._num_came = 0
+        self._num_tickets = 0
         self._num_admitted = 0
-        self._num_gone = 0
-        self._gone: list[int] = []
-        """Numbers of those who left, ascending; the oldest are only counted."""
+        self._waiting: list[tuple[int, int]] = []
+        """Keys, ascending."""
+        self._came: list[tuple[int, int]] = []
+        """Keys of all who were queued and did not leave without having run, ascending; the oldest are only counted."""
+        self._num_counted = 0
         self._admitted: deque[WaitMark] = deque(maxlen=MAX_TURNS)
 
-    @property
-    def num_waiting(self) -> int:
-        """Who came, and neither ran nor left."""
-        return self._num_came - self._num_admitted - self._num_gone
+    def come(self, arrival_ns: int) -> Ticket:
+        """Somebody is queued."""
+        key = (arrival_ns, self._num_tickets)
+        self._num_tickets += 1
+        ticket = Ticket(key, self._num_admitted, bisect_left(self._waiting, key), self._num_came_before(key))
+        insort(self._waiting, key)
+        insort(self._came, key)
+        if len(self._came) > MAX_TURNS:
+            self._num_counted += MAX_TURNS // 2
+            del self._came[: MAX_TURNS // 2]
+        return ticket
 
-    def come(self) -> int:
-        """The number of whoever comes now."""
-        self._num_came += 1
-        return self._num_came - 1
-
-    def leave(self, number: int) -> None:
+    def leave(self, ticket: Ticket) -> None:
         """Without having run."""
-        self._num_gone += 1
-        insort(self._gone, number)
-        if len(self._gone) > MAX_GONE:
-            del self._gone[: MAX_GONE // 2]
+        _discard(self._waiting, ticket.key)
+        _discard(self._came, ticket.key)
 
-    def admit(self, number: int, now: WaitMark) -> Turn:
+    def admit(self, ticket: Ticket, now: WaitMark) -> Turn:
         """For the first time."""
-        turn = self.turn_of(number)
+        turn = self.turn_of(ticket)
+        _discard(self._waiting, ticket.key)
         self._num_admitted += 1
         self._admitted.append(now)
         return turn
 
-    def turn_of(self, number: int) -> Turn:
-        """Of one that has not been admitted."""
-        num_counted = self._num_gone - len(self._gone)
-        place = number - num_counted - bisect_left(self._gone, number)
-        num_passed_by = self._num_admitted - place
+    def turn_of(self, ticket: Ticket) -> Turn:
+        """Of one that waits."""
+        num_earlier = ticket.num_before + self._num_came_before(ticket.key) - ticket.num_came_before
+        num_earlier_admitted = num_earlier - bisect_left(self._waiting, ticket.key)
+        num_passed_by = self._num_admitted - ticket.num_admitted - num_earlier_admitted
         if num_passed_by <= 0:
             return Turn()
         return Turn(num_passed_by, self._admitted[max(0, len(self._admitted) - num_passed_by)])
 
+    def _num_came_before(self, key: tuple[int, int]) -> int:
+        return self._num_counted + bisect_left(self._came, key)
 
-def total_ns(by_reason_ns: Sequence[int]) -> int:
-    return sum(by_reason_ns)
+
+def _discard(keys: list[tuple[int, int]], key: tuple[int, int]) -> None:
+    idx = bisect_left(keys, key)
+    if idx < len(keys) and keys[idx] == key:
+        del keys[idx]

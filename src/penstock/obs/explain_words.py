@@ -15,7 +15,7 @@ _WAITS = {
     STEP: "for the next step",
     ORDER: "because others went first",
     WaitReason.ROWS.value: "for a free row",
-    WaitReason.TOKENS.value: "for tokens of a step",
+    WaitReason.TOKENS.value: "for its share of the tokens of a step",
     WaitReason.MEMORY.value: "for memory",
     WaitReason.GATE.value: "for its batch",
     WaitReason.LOADING.value: "for its prefix to be loaded",

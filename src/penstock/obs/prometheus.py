@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 from penstock.obs.histogram import Histogram
 from penstock.obs.metrics import Metrics
 from penstock.obs.signals import SustainedLoad
-from penstock.types.stats import EngineLoad
+from penstock.types.stats import EngineLoad, WaitReason
 
 __all__ = ["CONTENT_TYPE", "expose"]
 
@@ -58,6 +58,8 @@ class _Snapshot(Collector):
         return self._families
 
     def _gauges(self, load: EngineLoad, waste: float) -> Iterator[Metric]:
+        waiting = dict.fromkeys((reason.value or "step" for reason in WaitReason), 0)
+        waiting[load.waits_for.value or "step"] = load.num_waiting
         blocks = {
             "free": load.num_blocks_free,
             "cached": load.num_blocks_cached,
@@ -67,7 +69,7 @@ class _Snapshot(Collector):
         }
         usage = load.num_blocks_held / load.num_blocks_total if load.num_blocks_total else 0.0
         yield self._gauge("requests_running", "Requests in the batch.", load.num_running)
-        yield self._gauges_by("requests_waiting", "Requests queued or preempted.", "reason", {"capacity": load.num_waiting})
+        yield self._gauges_by("requests_waiting", "Requests that wait, by what the first of them lacks.", "reason", waiting)
         yield self._gauges_by(
             "kv_blocks",
             "KV cache blocks: free, free with reusable content, held by one, by several, null.",

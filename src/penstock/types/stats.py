@@ -182,6 +182,8 @@ class EngineLoad:
     num_running: int = 0
     num_waiting: int = 0
     """Submitted and not running: in the inbox, queued or preempted."""
+    waits_for: WaitReason = WaitReason.NOTHING
+    """What the first of those who are queued lacks."""
     num_prompt_tokens: int = 0
     """Prompt tokens of all requests in flight, waiting ones included."""
     num_blocks_total: int = 0

@@ -41,6 +41,7 @@ class StatusEndpoint:
             "server_load": now.num_running + now.num_waiting,
             "requests_running": now.num_running,
             "requests_waiting": now.num_waiting,
+            "waiting_for": now.waits_for.value or None,
             "kv_blocks_free": now.num_blocks_free + now.num_blocks_cached,
             "kv_blocks": now.num_blocks_total,
             "kv_waste_ratio": round(metrics.read_waste(), 5),

@@ -1,0 +1,128 @@
+"""`penstock top`: what it shows of a live server, and of one that does not answer."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import httpx
+import pytest
+from click.testing import CliRunner
+from harness import CAPACITY, GatedExecutor, running, until
+
+from penstock.cli.main import cli
+from penstock.cli.top import counters
+from penstock.cli.top_view import Look, Snapshot, render
+from penstock.config import ServerConfig
+from penstock.types.errors import PenstockError
+
+LOAD = {
+    "requests_running": 2,
+    "requests_waiting": 3,
+    "waiting_for": "memory",
+    "sustained": {"utilisation": 0.5, "window_s": 30, "queue_delay_s": 1.25},
+}
+POOL = {
+    "block_size": 16,
+    "blocks": 41,
+    "states": {"free": 10, "cached": 10, "held": 15, "shared": 5, "null": 1},
+    "waste_ratio": 0.02,
+    "map": [["null", 1], ["held", 10, 0], ["held", 5, 1], ["shared", 5], ["cached", 10], ["free", 10]],
+    "owners": [{"request": None, "blocks": 15}, {"request": "mine", "blocks": 10}],
+}
+CHOICE = {
+    "state": "decode",
+    "time_ms": {"total": 2500, "queue": 1200},
+    "waited": {"for_ms": {"memory": 900.0, "rows": 300.0}},
+    "prompt_tokens": 100,
+    "completion_tokens": 7,
+    "prefix": {"hit_tokens": 48},
+}
+
+
+def snapshot(at_s: float = 0.0, **fields: object) -> Snapshot:
+    known = {"load": LOAD, "pool": POOL, "requests": [{"id": "mine", "choices": [CHOICE]}], "totals": {}}
+    return Snapshot(url="http://host", model="toy", at_s=at_s, **{**known, **fields})
+
+
+def test_the_map_shows_each_block_while_there_is_room() -> None:
+    lines = render(snapshot(), snapshot(1.0), Look())
+    assert "a" * 10 + "b" * 5 + "+" * 5 + ":" * 10 + "." * 10 in lines[5]
+    assert "held 38%   + shared 12%   : cached 25%   . free 25%   waste 2.0%" in lines[4]
+    assert lines[1].startswith("running 2   waiting 3 for memory   busy 50% of the last 30 s   queue delay 1.2 s")
+
+
+def test_a_cell_of_many_blocks_shows_what_is_not_free() -> None:
+    pool = {**POOL, "blocks": 5001, "map": [["null", 1], ["free", 3000], ["held", 1, 0], ["free", 1999]]}
+    lines = render(snapshot(), snapshot(1.0, pool=pool), Look(width=50))
+    drawn = "".join(lines[5:13])
+    assert len(drawn) == 400
+    assert drawn.count("a") == 1
+
+
+def test_rates_are_those_between_two_looks() -> None:
+    before = snapshot(0.0, totals={"penstock_generation_tokens_total": 100.0})
+    after = snapshot(2.0, totals={"penstock_generation_tokens_total": 300.0, "penstock_preemptions_total": 1.0})
+    line = render(before, after, Look())[2]
+    assert line == "per second: 100 tokens out   0 in (0% from the cache)   0.0 requests   0.5 preempted"
+
+
+def test_a_request_is_marked_as_its_blocks_are() -> None:
+    *_, row = render(snapshot(), snapshot(1.0), Look(width=120))
+    assert " ".join(row.split()) == "b mine decode 2.5 s 1.2 s 100 48 7 memory 0.9 s, rows 0.3 s"
+
+
+@pytest.mark.parametrize("height", [8, 12, 24])
+def test_it_fits_the_terminal(height: int) -> None:
+    requests = [{"id": f"request-{idx}", "choices": [CHOICE]} for idx in range(50)]
+    for has_colour in (False, True):
+        look = Look(width=60, height=height, has_colour=has_colour)
+        lines = render(snapshot(), snapshot(1.0, requests=requests), look)
+        assert len(lines) <= max(height, 10)
+        assert "more" in lines[-1]
+
+
+def test_colour_is_for_terminals_that_have_it() -> None:
+    assert "\x1b" not in "".join(render(snapshot(), snapshot(1.0), Look()))
+    assert "\x1b[38;5;" in "".join(render(snapshot(), snapshot(1.0), Look(has_colour=True)))
+
+
+def test_counters_are_summed_over_their_labels() -> None:
+    text = '# TYPE a_total counter\na_total{x="1"} 2.0\na_total{x="2 }"} 3.5\nb_count 7\nc_total 1.0\n'
+    assert counters(text) == {"a_total": 5.5, "c_total": 1.0}
+
+
+async def test_it_shows_a_live_server() -> None:
+    gate = GatedExecutor(replace(CAPACITY, max_rows=1))
+    with running(gate, config=ServerConfig(port=0, api_keys=("one",), shutdown_timeout_s=0.0)) as server:
+        headers = {"Authorization": "Bearer one"}
+        async with httpx.AsyncClient(base_url=server.url, timeout=20, headers=headers) as client:
+            ask = {"prompt": "x" * 40, "max_tokens": 3}
+            task = asyncio.create_task(client.post("/v1/completions", json=ask, headers={"X-Request-Id": "mine"}))
+            await until(lambda: server.runtime.engine.load().num_running == 1)
+            arguments = ["top", server.url, "--once", "--interval", "100ms"]
+            shown = await asyncio.to_thread(CliRunner().invoke, cli, [*arguments, "--api-key", "one"])
+            assert shown.exit_code == 0, shown.output
+            assert "running 1   waiting 0" in shown.output
+            assert "a mine                 prefill" in shown.output
+            refused = await asyncio.to_thread(CliRunner().invoke, cli, arguments)
+            assert isinstance(refused.exception, PenstockError)
+            assert "answered 401. Give --api-key." in str(refused.exception)
+            gate.open()
+            assert (await task).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["ftp://x"], "does not begin with http"), (["--interval", "soon"], "'soon'"), (["--interval", "1ms"], "less than 100ms")],
+)
+def test_wrong_usage_is_told(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(cli, ["top", *arguments])
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_a_server_that_is_not_there_is_told() -> None:
+    result = CliRunner().invoke(cli, ["top", "http://127.0.0.1:9", "--once"])
+    assert isinstance(result.exception, PenstockError)
+    assert "Is `penstock serve` running there?" in str(result.exception)
