@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -131,20 +132,14 @@ def test_a_step_counts_its_tokens_rows_and_parts(metrics):
 
 
 def test_gauges_are_read_when_asked(metrics):
-    load = EngineLoad(
-        num_running=3, num_waiting=2, waits_for=WaitReason.MEMORY, num_blocks_total=10, num_blocks_free=4, num_blocks_cached=1
-    )
+    load = EngineLoad(num_running=3, num_waiting=2, num_blocks_total=10, num_blocks_free=4, num_blocks_cached=1)
+    load = replace(load, waits_for=WaitReason.MEMORY, num_blocks_shared=2)
     metrics.connect(load=lambda: load, signals=lambda: SustainedLoad(drain_rate=2.5, desired_replicas=3))
     assert value(metrics, "requests_running") == 3
     assert value(metrics, "requests_waiting", reason="memory") == 2
     assert value(metrics, "requests_waiting", reason="rows") == 0
-    assert [value(metrics, "kv_blocks", state=state) for state in ("free", "cached", "held", "shared", "null")] == [
-        4,
-        1,
-        3,
-        2,
-        1,
-    ]
+    states = ("free", "cached", "held", "shared", "null")
+    assert [value(metrics, "kv_blocks", state=state) for state in states] == [4, 1, 3, 2, 1]
     assert value(metrics, "kv_usage_ratio") == 0.5
     metrics.num_weight_bytes = 1000
     assert value(metrics, "weight_bytes") == 1000
