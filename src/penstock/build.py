@@ -9,6 +9,7 @@ import logging
 import random
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from hashlib import blake2b
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,12 +24,14 @@ from penstock.types.plan import Capacity
 
 if TYPE_CHECKING:
     from penstock.engine.core import EngineCore
-    from penstock.engine.ports import Executor, Observer, RequestJournal
+    from penstock.engine.ports import BlockStore, Executor, Observer, RequestJournal
+    from penstock.kv.tiers import Tier
     from penstock.models.catalog import ModelSource
     from penstock.models.weights import LoadedModel
     from penstock.sched.admission import AdmissionLimits
     from penstock.sched.policies.base import Policies
     from penstock.serve.runtime import ModelInfo, Runtime, Sources
+    from penstock.storage.block_file import BlockFile
     from penstock.text.chat import ChatTemplate
     from penstock.text.tokenizer import Tokenizer
 
@@ -143,12 +146,78 @@ def _rebuild_executor(config: Config, source: ModelSource, kv: KvPlan) -> Execut
     return executor
 
 
-def build_core(config: Config, capacity: Capacity, observer: Observer, journal: RequestJournal | None = None) -> EngineCore:
+def open_store(config: Config, model: LoadedModel, executor: Executor) -> BlockFile | None:
+    """The file of the disk tier, with what is left in it of an earlier time; None if none was asked for.
+
+    Raises ConfigError if it can't be opened.
+    """
+    from penstock.models.catalog import default_cache_dir
+    from penstock.storage.block_file import open_block_file
+
+    if not config.kv.kv_disk_size_bytes:
+        return None
+    cache_dir = Path(config.model.cache_dir).expanduser() if config.model.cache_dir else default_cache_dir()
+    store = open_block_file(
+        Path(config.kv.kv_disk_path).expanduser() if config.kv.kv_disk_path else cache_dir / "kv",
+        max_bytes=config.kv.kv_disk_size_bytes,
+        content_bytes=executor.block_bytes,
+        fingerprint=_kv_fingerprint(config, model, executor),
+    )
+    _log.info(
+        "KV blocks spill to %s, up to %s: %d blocks", store.path, format_size(config.kv.kv_disk_size_bytes), store.num_slots
+    )
+    return store
+
+
+def _kv_fingerprint(config: Config, model: LoadedModel, executor: Executor) -> bytes:
+    """Of all that the bytes of a block depend on."""
+    from penstock import __version__
+    from penstock.backends.native import _native
+    from penstock.models.fingerprint import fingerprint
+
+    kernels = Path(_native.__file__).stat()
+    parts = [__version__, config.backend.backend, getattr(executor, "variant", ""), kernels.st_size, kernels.st_mtime_ns]
+    parts += [config.kv.kv_cache_dtype, config.kv.block_size, executor.block_bytes]
+    own = blake2b(repr(parts).encode(), digest_size=32, key=fingerprint(model.path))
+    return own.digest()
+
+
+def build_tier(store: BlockStore | None) -> Tier | None:
+    """The books of a store, with what it contains."""
+    from penstock.kv.tiers import Tier
+
+    if store is None:
+        return None
+    tier = Tier(store.num_slots, entries=store.entries())
+    if len(tier.slots):
+        _log.info("%d KV blocks of an earlier time are there", len(tier.slots))
+    return tier
+
+
+def cleared(store: BlockFile | None) -> BlockFile | None:
+    """The store of an engine that failed, for the next one: nothing that was computed before is trusted. None if it hangs."""
+    if store is None:
+        return None
+    try:
+        store.clear()
+    except OSError as error:
+        _log.error("the engine goes on without the disk tier: %s", error)
+        return None
+    return store
+
+
+def build_core(
+    config: Config,
+    capacity: Capacity,
+    observer: Observer,
+    journal: RequestJournal | None = None,
+    tier: Tier | None = None,
+) -> EngineCore:
     """The scheduler with the policies that the config names, and the core around it."""
     from penstock.engine.core import EngineCore
     from penstock.sched.scheduler import Scheduler
 
-    scheduler = Scheduler(capacity, build_policies(config), enable_prefix_caching=config.kv.prefix_caching)
+    scheduler = Scheduler(capacity, build_policies(config), enable_prefix_caching=config.kv.prefix_caching, tier=tier)
     return EngineCore(scheduler, observer=observer, journal=journal)
 
 
@@ -244,6 +313,7 @@ def _assemble(
     from penstock.engine.loop import Engine
     from penstock.engine.output import OutputStage
     from penstock.engine.supervisor import Supervisor
+    from penstock.engine.transfers import Transfers
     from penstock.obs.explain_journal import Journal
     from penstock.obs.metrics import Metrics
     from penstock.obs.observers import ObserverGroup, TokenObserverGroup
@@ -271,11 +341,20 @@ def _assemble(
     journal = Journal(config.server.explained_requests) if config.server.explained_requests else None
     bridge = Bridge()
     first = [executor]
+    store = open_store(config, model, executor)
 
     def make_engine(on_failed: Callable[[], None]) -> Engine:
+        own_store = store if first else cleared(store)
         executor = first.pop() if first else _rebuild_executor(config, source, kv)
+        core = build_core(config, executor.capacity, observer, journal, build_tier(own_store))
+
+        def make_transfers(wake: Callable[[], None]) -> Transfers | None:
+            if own_store is None:
+                return None
+            return Transfers(core.scheduler.kv, executor, own_store, clock=clock, stats=metrics.tier, wake=wake)
+
         return Engine(
-            build_core(config, executor.capacity, observer, journal),
+            core,
             executor,
             OutputStage(detokenizer_factory(tokenizer), observer=TokenObserverGroup([metrics, admission])),
             clock=clock,
@@ -283,6 +362,7 @@ def _assemble(
             observer=observer,
             turn_observer=metrics,
             on_failed=on_failed,
+            make_transfers=make_transfers,
         )
 
     engine = Supervisor(
@@ -307,6 +387,7 @@ def _assemble(
         slo_itl_ns=None if config.scheduler.slo_itl_s is None else int(config.scheduler.slo_itl_s * 1e9),
         sources=_sources(config.server),
         journal=journal,
+        close_store=(lambda: None) if store is None else store.close,
     )
 
 

@@ -95,6 +95,19 @@ class KvConfig(Component):
         choices=("lru", "priority", "tenant-fair"),
         default_doc="priority with --policy priority, tenant-fair with --policy fair, else the preset's: lru",
     )
+    kv_disk_size_bytes: int = setting(
+        0,
+        "Largest size of the file below the KV cache, for what is evicted or preempted; 0: none.",
+        kind=Kind.SIZE,
+        key="kv_disk_size",
+        minimum=0,
+    )
+    kv_disk_path: str | None = setting(
+        None,
+        "Folder of that file, which is kept for the next start; one server at a time.",
+        kind=Kind.PATH,
+        default_doc="`kv` in the folder for fetched weights",
+    )
     kv_watermark: float | None = setting(
         None,
         "Share of the blocks kept free when a waiting request begins to run.",

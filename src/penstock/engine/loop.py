@@ -89,13 +89,13 @@ class Engine:
         name: str = "penstock-engine",
         idle_check_s: float | None = 1.0,
         on_failed: Callable[[], None] | None = None,
-        make_transfers: Callable[[Callable[[], None]], Transfers] | None = None,
+        make_transfers: Callable[[Callable[[], None]], Transfers | None] = lambda _: None,
     ) -> None:
         """`observer` hears of the requests that the core never saw; pass the core's. `name` is the thread's.
 
         After `idle_check_s` without work the core verifies its invariants once (0.5 us per block); None: never.
         `on_failed` is called by the engine thread when all is over, its requests have been told, and nothing more will come.
-        `make_transfers` is given what wakes the engine when something has arrived; None: there is no tier below the pool.
+        `make_transfers` is given what wakes the engine when something has arrived; without them there is no tier below.
         """
         self._core = core
         self._executor = executor
@@ -107,7 +107,7 @@ class Engine:
         self._on_failed = on_failed
         self._idle_check_ns = None if idle_check_s is None else int(idle_check_s * 1e9)
         self._inbox = Inbox(clock)
-        self._transfers = None if make_transfers is None else make_transfers(self._inbox.nudge)
+        self._transfers = make_transfers(self._inbox.nudge)
         self._lock = threading.Lock()
         self._state = EngineState.STARTING
         self._prompt_lens: dict[str, int] = {}

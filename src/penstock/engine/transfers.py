@@ -111,7 +111,7 @@ class Transfers:
         self._kv, self._tier, self._executor, self._store, self._clock = kv, kv.tier, executor, store, clock
         self._wake = wake
         self.stats = stats or TierStats()
-        self.stats.num_slots, self.stats.is_open = store.num_slots, True
+        self.stats.num_slots, self.stats.num_present, self.stats.is_open = store.num_slots, len(kv.tier.slots), True
         self._buffers = _staging(executor.block_bytes, num_staged_blocks)
         self._free = list(range(len(self._buffers)))
         self._arrived: deque[list[_Move]] = deque()

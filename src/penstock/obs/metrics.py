@@ -16,7 +16,7 @@ from typing import Any
 from penstock.obs.histogram import Histogram
 from penstock.obs.signals import SustainedLoad
 from penstock.types.request import FinishReason, Request
-from penstock.types.stats import EngineLoad, RequestStats, StepStats
+from penstock.types.stats import EngineLoad, RequestStats, StepStats, TierStats
 
 _MS = 1_000_000
 
@@ -71,6 +71,8 @@ class Metrics:
         self.queue_ns = Histogram(LATENCY_BOUNDS_NS)
         self._noted: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         """What was told and is not counted yet: who counts it, and with what. Taken by whoever holds the lock."""
+        self.tier = TierStats()
+        """Of the disk tier, written by whoever carries blocks to it."""
         self.num_weight_bytes = 0
         """Of the weights as the backend keeps them; 0: it does not tell."""
         self.read_load: Callable[[], EngineLoad] = EngineLoad

@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 from penstock.obs.histogram import Histogram
 from penstock.obs.metrics import Metrics
 from penstock.obs.signals import SustainedLoad
-from penstock.types.stats import EngineLoad, WaitReason
+from penstock.types.stats import EngineLoad, TierStats, WaitReason
 
 __all__ = ["CONTENT_TYPE", "expose"]
 
@@ -47,6 +47,7 @@ class _Snapshot(Collector):
                 *self._signals(signals),
                 self._gauge("weight_bytes", "Weights as the backend keeps them; 0 if unknown.", metrics.num_weight_bytes),
                 *self._counters(metrics),
+                *self._tier(metrics.tier),
                 *self._sizes(metrics),
                 *self._latencies(metrics),
             ]
@@ -115,6 +116,22 @@ class _Snapshot(Collector):
         yield self._counter("padding_tokens", "Positions computed for nobody, as padding.", metrics.num_padding_tokens)
         yield self._counters_by("prompt_tokens", "Prompt tokens of requests that got a first token.", "source", prompt)
         yield self._counter("generation_tokens", "Tokens generated.", metrics.num_generated_tokens)
+
+    def _tier(self, tier: TierStats) -> Iterator[Metric]:
+        """Only if there is one."""
+        if not tier.num_slots:
+            return
+        present = min(tier.num_present, tier.num_slots)
+        slots = {"present": present, "other": tier.num_slots - present}
+        blocks = {"spilled": tier.num_spilled_blocks, "loaded": tier.num_loaded_blocks}
+        moved = {"written": tier.num_written_bytes, "read": tier.num_read_bytes}
+        failures = dict(sorted(tier.failures.items()))
+        yield self._gauge("kv_disk_up", "1 while the disk tier is in use; 0: it failed too often.", tier.is_open)
+        yield self._gauges_by("kv_disk_slots", "Places for blocks in the disk tier's file.", "state", slots)
+        yield self._counters_by("kv_disk_blocks", "KV blocks that went to the disk tier and came back.", "direction", blocks)
+        yield self._counters_by("kv_disk_bytes", "Bytes written to and read from the disk tier.", "direction", moved)
+        yield self._counter("kv_disk_dropped_blocks", "KV blocks not written: too many on their way.", tier.num_dropped_blocks)
+        yield self._counters_by("kv_disk_failures", "KV blocks that did not arrive, by reason.", "reason", failures)
 
     def _sizes(self, metrics: Metrics) -> Iterator[Metric]:
         yield self._histogram("batch_size", "Requests with a row, per step.", metrics.batch_size, 1.0)

@@ -100,6 +100,8 @@ class Runtime:
     sources: Sources = field(default_factory=Sources)
     journal: Journal | None = None
     """The engine's; None: no request is explained."""
+    close_store: Callable[[], None] = lambda: None
+    """Called when the engine is closed: gives the file of the disk tier free."""
     off_loop: OffLoop = field(init=False)
     """Long texts are worked on here."""
 
@@ -111,4 +113,5 @@ class Runtime:
         try:
             return self.engine.close(timeout_s)
         finally:
+            self.close_store()
             self.off_loop.close()

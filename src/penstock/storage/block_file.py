@@ -1,0 +1,174 @@
+"""The file of the disk tier: owns one file of equal slots, each with a block's content, its name and a checksum. Called by the
+worker of `Transfers`; knows neither what the bytes mean nor which are useful.
+
+    page 0     magic, sizes and fingerprint of whoever wrote the file; of another one everything is discarded
+    slot 0     checksum, sequence number, hash, length | content | rest of the page
+    slot 1     ...
+
+It may be lost, truncated, damaged or cut short by a crash at any moment. A record counts only if its checksum holds over
+its name and its content, and that is looked at each time it is read; so nothing need be in order, and nothing is ever synced.
+The file is read and written with system calls, not mapped into memory: there a page that can't be read ends the process, here
+it is an error. One process at a time has the file (`flock`). It contains what users wrote, as keys and values: nobody
+else may read it (mode 0600).
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import struct
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from zlib import crc32
+
+from penstock.types.errors import ConfigError, CorruptBlock
+
+PAGE_BYTES = 4096
+MAGIC = b"PENSTOCK KV\x00\x00\x00\x00\x01"
+_FILE_HEADER = struct.Struct("<16sQQ32sI")
+"""Magic, bytes of a slot, bytes of a content, fingerprint, checksum of these."""
+RECORD_MAGIC = 0x4B565042
+_RECORD = struct.Struct("<IIQ16sQ24x")
+"""Magic, checksum of all that follows and the content, sequence number, hash, length."""
+_NUM_UNCHECKED_BYTES = 8
+FINGERPRINT_BYTES = 32
+LOCK_TIMEOUT_S = 1.0
+
+
+FILE_NAME = "blocks.penstock-kv"
+
+
+class BlockFile:
+    """Implements `engine.ports.BlockStore`. Made by the composition root; its methods may be called by any thread."""
+
+    def __init__(self, path: Path, *, max_bytes: int, content_bytes: int, fingerprint: bytes) -> None:
+        """Open or make the file; it never gets larger than `max_bytes`. Contents of another fingerprint are discarded.
+
+        Raises OSError if it can't be opened (`BlockingIOError` if another process has it), ValueError if not one block fits.
+        """
+        if len(fingerprint) != FINGERPRINT_BYTES:
+            raise ValueError(f"a fingerprint has {FINGERPRINT_BYTES} bytes, not {len(fingerprint)}")
+        self.path = path
+        self._content_bytes = content_bytes
+        self._slot_bytes = -(-(_RECORD.size + content_bytes) // PAGE_BYTES) * PAGE_BYTES
+        self._num_slots = (max_bytes - PAGE_BYTES) // self._slot_bytes
+        if self._num_slots < 1:
+            raise ValueError(f"{max_bytes} bytes do not hold one block of {self._slot_bytes}")
+        self._sequence = 0
+        self._lock = threading.Lock()
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            self._begin(self._header(fingerprint))
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    @property
+    def num_slots(self) -> int:
+        return self._num_slots
+
+    @property
+    def slot_bytes(self) -> int:
+        """What a slot takes of the file."""
+        return self._slot_bytes
+
+    def entries(self) -> Sequence[tuple[int, bytes]]:
+        """Slots that look as if they had content, the first written first. Reads one page of each."""
+        found: list[tuple[int, int, bytes]] = []
+        with self._lock:
+            for slot in range(min(self._num_slots, os.fstat(self._fd).st_size // self._slot_bytes)):
+                data = os.pread(self._fd, _RECORD.size, self._offset(slot))
+                if len(data) < _RECORD.size:
+                    break
+                magic, _, sequence, block_hash, length = _RECORD.unpack(data)
+                if magic == RECORD_MAGIC and length == self._content_bytes:
+                    found.append((sequence, slot, block_hash))
+            found.sort()
+            self._sequence = found[-1][0] + 1 if found else self._sequence
+        return [(slot, block_hash) for _, slot, block_hash in found]
+
+    def write(self, slot: int, block_hash: bytes, content: memoryview) -> None:
+        if len(content) != self._content_bytes or not 0 <= slot < self._num_slots:
+            raise ValueError(f"slot {slot} of {self._num_slots} does not hold {len(content)} bytes")
+        with self._lock:
+            record = bytearray(_RECORD.pack(RECORD_MAGIC, 0, self._sequence, block_hash, self._content_bytes))
+            struct.pack_into("<I", record, 4, _checksum(record, content))
+            self._sequence += 1
+            num_written = os.pwritev(self._fd, [record, content], self._offset(slot))
+        if num_written != len(record) + len(content):
+            raise OSError(errno.ENOSPC, "the file took a part of a block only", str(self.path))
+
+    def read(self, slot: int, block_hash: bytes, out: memoryview) -> None:
+        record = bytearray(_RECORD.size)
+        with self._lock:
+            num_read = os.preadv(self._fd, [record, out], self._offset(slot))
+        magic, checksum, _, name, length = _RECORD.unpack(record)
+        is_whole = num_read == len(record) + len(out) and magic == RECORD_MAGIC and length == len(out)
+        if not is_whole or name != block_hash or checksum != _checksum(record, out):
+            raise CorruptBlock(f"Slot {slot} of {self.path} does not contain what was written there.")
+
+    def clear(self) -> None:
+        """Forget everything. Raises OSError (EBUSY) if the device has not come back from its last task."""
+        self._lock_or_fail()
+        try:
+            os.ftruncate(self._fd, PAGE_BYTES)
+        finally:
+            self._lock.release()
+
+    def close(self) -> None:
+        """Give the file free; what is in it stays. Idempotent.
+
+        If the device does not answer the file stays open: its number could mean another file by the time it does.
+        """
+        try:
+            self._lock_or_fail()
+        except OSError:
+            return
+        try:
+            if self._fd >= 0:
+                os.close(self._fd)
+            self._fd = -1
+        finally:
+            self._lock.release()
+
+    def _begin(self, header: bytes) -> None:
+        fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.fchmod(self._fd, 0o600)
+        if os.pread(self._fd, len(header), 0) != header:
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, header, 0)
+        end = self._offset(self._num_slots)
+        if os.fstat(self._fd).st_size > end:
+            os.ftruncate(self._fd, end)
+
+    def _header(self, fingerprint: bytes) -> bytes:
+        data = _FILE_HEADER.pack(MAGIC, self._slot_bytes, self._content_bytes, fingerprint, 0)
+        return data[:-4] + struct.pack("<I", crc32(data))
+
+    def _offset(self, slot: int) -> int:
+        return PAGE_BYTES + slot * self._slot_bytes
+
+    def _lock_or_fail(self) -> None:
+        if not self._lock.acquire(timeout=LOCK_TIMEOUT_S):
+            raise OSError(errno.EBUSY, "the device does not answer", str(self.path))
+
+
+def open_block_file(folder: Path, *, max_bytes: int, content_bytes: int, fingerprint: bytes) -> BlockFile:
+    """The file of a folder that is made if it is not there. Raises ConfigError if that does not work."""
+    path = folder / FILE_NAME
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return BlockFile(path, max_bytes=max_bytes, content_bytes=content_bytes, fingerprint=fingerprint)
+    except BlockingIOError as error:
+        remedy = "Give each its own --kv-disk-path, or set --kv-disk-size 0."
+        raise ConfigError(f"{path} is in use by another server.", remedy=remedy) from error
+    except OSError as error:
+        raise ConfigError(f"{path} can't be opened: {error}.", remedy="Set --kv-disk-path to a folder of your own.") from error
+    except ValueError as error:
+        raise ConfigError(f"kv_disk_size is too small: {error}.", remedy="Raise --kv-disk-size.") from error
+
+
+def _checksum(record: bytearray, content: memoryview) -> int:
+    return crc32(content, crc32(memoryview(record)[_NUM_UNCHECKED_BYTES:]))
