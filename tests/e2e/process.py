@@ -74,10 +74,10 @@ class RealServer(Served):
 
 
 @contextmanager
-def serving(folder: Path, *arguments: str) -> Iterator[RealServer]:
-    """A ready server on a free port; killed at the end, if it still runs."""
+def serving(folder: Path, *arguments: str, prefix: tuple[str, ...] = ()) -> Iterator[RealServer]:
+    """A ready server on a free port; killed at the end, if it still runs. With a `prefix`, that command runs it."""
     log = folder / "server.log"
-    command = [sys.executable, "-m", "penstock", "serve", "--port", "0", *arguments]
+    command = [*prefix, sys.executable, "-m", "penstock", "serve", "--port", "0", *arguments]
     with (
         log.open("w") as errors,
         subprocess.Popen(
