@@ -36,6 +36,8 @@ CAPACITY = Capacity(num_blocks=1 + 4096, block_size=16, max_rows=32, max_step_to
 PREDICTIONS_FILE = "length_predictions_3class.csv"
 MAX_PROMPT_TOKENS, MAX_OUTPUT_TOKENS = 1500, 500
 NUM_LIGHT_TENANTS = 8
+CREDIT_TOKENS = 2048
+"""Of a tenant that comes back: the default of `FairShares`."""
 FAIR_SPAN_S = 1200.0
 LIGHT_RATE, HEAVY_LOAD = 0.15, 1.2
 EDF_LOADS, SJF_LOADS = (0.6, 0.8, 0.9, 1.0, 1.2, 1.5), (0.9, 1.0, 1.2)
@@ -143,7 +145,7 @@ def run_fair(traces: Path) -> dict[str, object]:
         "heavy_load": HEAVY_LOAD,
         "light_requests": len(light),
         "heavy_requests": len(jobs) - len(light),
-        "gap_bound": 2 * max(MAX_PROMPT_TOKENS, 2 * (CAPACITY.num_blocks - 1) * CAPACITY.block_size),
+        "gap_bound": 2 * (max(MAX_PROMPT_TOKENS, 2 * (CAPACITY.num_blocks - 1) * CAPACITY.block_size) + CREDIT_TOKENS),
     }
     for budget in ("decode-first", "itl"):
         rows: dict[str, dict[str, float]] = {}

@@ -92,6 +92,16 @@ class TestEarliestDeadlineFirst:
         easy = make_request("9 s", deadline_ns=9 * S)
         assert drain(order, lost, urgent, easy) == ["19 tokens in 2 s", "9 s", "21 tokens in 2 s"]
 
+    def test_a_prompt_that_takes_too_long_gives_way_too(self) -> None:
+        """A step of 50 ms, or of 150 ms with 100 tokens of prompts, that is 1 ms a token."""
+        order = EarliestDeadlineFirst()
+        for num_prefill_tokens, duration_ns in ((0, S // 20), (100, 3 * S // 20)):
+            order.served((), {}, StepRecord(num_decodes=1, num_prefill_tokens=num_prefill_tokens, duration_ns=duration_ns))
+        lost = make_request("2,000 tokens", 2000, deadline_ns=2 * S)
+        urgent = make_request("1,000 tokens", 1000, deadline_ns=2 * S)
+        easy = make_request("9 s", deadline_ns=9 * S)
+        assert drain(order, lost, urgent, easy) == ["1,000 tokens", "9 s", "2,000 tokens"]
+
     def test_time_that_passes_in_the_queue_counts(self) -> None:
         order = EarliestDeadlineFirst()
         order.served((), {}, StepRecord(num_decodes=1, num_prefill_tokens=0, duration_ns=S // 10))

@@ -135,16 +135,16 @@ def test_the_highest_class_is_not_preempted_for_a_lower_one_that_grows() -> None
 
 def test_who_was_held_back_goes_before_whom_it_paused() -> None:
     """Else the victim, which had run, would be resumed in the same step, be paused in the next, and so on."""
-    lows = [classed("low", LOW), classed("low-long", LOW, prompt=60, arrival_ns=1)]
+    low, first = classed("low", LOW), classed("first", HIGH, prompt=60, arrival_ns=1)
     high = classed("high", HIGH, prompt=40)
-    driver = make_driver(*lows, num_long=1, max_rows=2, max_step_tokens=24)
+    driver = make_driver(low, first, num_long=1, max_rows=2, max_step_tokens=24)
     driver.turn()
     driver.turn(Add(high))
     assert driver.core.scheduler._waiting.num_held_back == 1
     while high.status is not RequestStatus.RUNNING:
         driver.turn()
-    assert sum(low.num_preemptions for low in lows) == 1
-    finish(driver, *lows, high)
+    assert (low.num_preemptions, first.num_preemptions) == (1, 0)
+    finish(driver, low, first, high)
 
 
 def test_a_long_prefill_that_is_paused_and_resumed_in_one_step_has_one_row() -> None:

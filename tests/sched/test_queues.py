@@ -19,9 +19,13 @@ def make_queue(order: Order | None = None, *, bucket_len: int = 1000) -> Waiting
     return WaitingQueue(order or FirstComeFirstServed(), lambda request: request.num_prompt_tokens // bucket_len)
 
 
+def first(queue: WaitingQueue) -> Request | None:
+    return queue.peek_preempted() or queue.peek_held(0) or queue.peek_called() or queue.peek(0)
+
+
 def drain(queue: WaitingQueue) -> list[str]:
     names = []
-    while (request := queue.peek_joining(0) or queue.peek(0)) is not None:
+    while (request := first(queue)) is not None:
         queue.remove(request)
         names.append(request.request_id)
     return names
@@ -122,7 +126,7 @@ class TestWaitingQueue:
         queue.push_preempted(preempted)
         assert (len(queue), queue.num_joining) == (5, 3)
         assert queue.views() == (BucketView(0, 1, oldest_ns=3), BucketView(1, 1, oldest_ns=1))
-        assert queue.peek_joining(0) is preempted
+        assert queue.peek_preempted() is preempted
         assert drain(queue) == ["preempted", "r0", "r2", "r3"]
 
     def test_the_held_back_join_in_the_order_of_service(self) -> None:
@@ -131,7 +135,7 @@ class TestWaitingQueue:
             request = make_request(name, priority=priority)
             queue.push(request, 0)
             queue.hold_back(request, 0)
-        assert (queue.num_held_back, queue.peek_joining(0, with_held=False)) == (3, None)
+        assert (queue.num_held_back, queue.peek_preempted(), queue.peek_called()) == (3, None, None)
         assert drain(queue) == ["high", "middle", "low"]
 
     def test_a_called_request_can_leave(self) -> None:

@@ -53,10 +53,18 @@ class StepDraft:
     """Positions that the rows compute, padding included."""
     num_decodes: int = 0
     num_prefill_pairs: int = 0
-    num_long_prefills: int = 0
+    num_decode_rows: int = 0
+    """Of requests; they come first."""
+    long_prefills: list[Request] = field(default_factory=list)
     """That run, those that this step admits included."""
+    late: list[Request] = field(default_factory=list)
+    """Those of them that run already and let others pass, which leave them a share of the tokens."""
     num_kept_tokens: int = 0
     """For long prefills that come after the others."""
+    num_let_in: int = 0
+    """Of those whom the gate lets in, so many were admitted or held back."""
+    lacks_memory: bool = False
+    """Somebody who runs had to be preempted for another: nobody joins."""
     num_padding_tokens: int = 0
     padding_rows: list[RowPlan] = field(default_factory=list)
     """Behind the others in the plan."""
@@ -79,9 +87,9 @@ class StepDraft:
         return max(0, self.limits.max_tokens - self.num_tokens - self.num_kept_tokens)
 
     @property
-    def takes_long(self) -> bool:
-        """May one more long prefill start?"""
-        return self.num_long_prefills < self.limits.max_long_prefills
+    def has_tokens(self) -> bool:
+        """For prefills, though they may be kept for long ones."""
+        return self.num_tokens < self.limits.max_tokens
 
     def is_long(self, num_behind: int) -> bool:
         return num_behind > self.limits.long_prefill_tokens
@@ -126,7 +134,9 @@ class StepDraft:
         for idx, row in enumerate(self.rows):
             if row.request_id == request.request_id:
                 self.num_tokens -= row.query_len
-                self.num_decodes -= idx < self.num_decodes
+                if idx < self.num_decode_rows:
+                    self.num_decode_rows -= 1
+                    self.num_decodes -= 1
                 self.num_prefill_pairs -= num_pairs(row) if row.query_len > 1 else 0
                 self.num_recomputed_tokens -= num_recomputed(request, row)
                 del self.rows[idx]

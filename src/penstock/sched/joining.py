@@ -4,10 +4,13 @@ those who run, unless the order lets a higher class pause a lower one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cmp_to_key
+
 from penstock.kv.manager import KVManager, PrefixHit
 from penstock.sched.draft import StepDraft
 from penstock.sched.padding import Padding
-from penstock.sched.policies.base import GateDecision, GateView, Policies
+from penstock.sched.policies.base import GateDecision, GateView, Order, Policies
 from penstock.sched.queues import WaitingQueue
 from penstock.sched.running import Running
 from penstock.types.request import Request, RequestStatus
@@ -25,6 +28,8 @@ class Joining:
         self._kv = kv
         self._gate = policies.gate
         self._order = policies.order
+        self._has_ranks = type(policies.order).outranks is not Order.outranks
+        """Else it never says that one outranks another, and need not be asked."""
         self._waiting = waiting
         self._running = running
         self._padding = padding
@@ -45,22 +50,51 @@ class Joining:
         self._padding.start(batch, decision.pad_to_tokens)
         return CLOSED
 
-    def admit(self, draft: StepDraft, decision: GateDecision, now_ns: int) -> None:
-        """Those who join anyway, then as many as the gate lets in; these first if the order says so."""
-        max_admissions = decision.max_admissions
+    def rank(self, prefills: list[Request], now_ns: int, late: Sequence[Request] = ()) -> list[Request]:
+        """Running prefills in the order in which they get tokens: whoever outranks another before it, `late` ones behind their
+        equals, else as they were admitted.
+        """
+        if not self._has_ranks:
+            return [request for request in prefills if request not in late] + list(late) if late else prefills
+
+        def compare(one: Request, other: Request) -> int:
+            is_behind = self._order.outranks(other, one, now_ns) - self._order.outranks(one, other, now_ns)
+            return is_behind or (one in late) - (other in late)
+
+        return sorted(prefills, key=cmp_to_key(compare))
+
+    def keep_tokens(self, draft: StepDraft, request: Request, now_ns: int) -> None:
+        """Whoever passes long prefills without outranking them leaves them their share."""
+        draft.num_kept_tokens = 0
+        if draft.late and request not in draft.late:
+            assert draft.limits.long_prefill_share is not None, "else none is late"
+            if not all(self._order.outranks(request, long, now_ns) for long in draft.late):
+                draft.num_kept_tokens = draft.limits.long_prefill_share
+
+    def admit(self, draft: StepDraft, decision: GateDecision, now_ns: int, before: Request | None = None) -> None:
+        """Those who join anyway, then as many as the gate lets in; these first if the order says so. With `before`, only those
+        who go before that running prefill."""
+        if draft.lacks_memory or draft.waits_for is not WaitReason.NOTHING:
+            return  # whoever comes next must not overtake
+        if before is not None and not self._has_ranks and before not in draft.late:
+            return
         may_pause = self._order.is_preemptive and not self._padding.is_active
         pauser: Request | None = None
-        while draft.tokens_left > 0 and (may_pause or not self._running.is_full):
-            fresh = self._waiting.peek(now_ns, decision.bucket) if max_admissions > 0 else None
+        while draft.has_tokens and (may_pause or not self._running.is_full):
+            fresh = self._waiting.peek(now_ns, decision.bucket) if decision.max_admissions > draft.num_let_in else None
             request = self._next_waiting(fresh, draft, now_ns) if pauser is None else pauser
             pauser = None
-            if request is None:
+            if request is None or (before is not None and not self._goes_before(request, before, draft, now_ns)):
+                return
+            self.keep_tokens(draft, request, now_ns)
+            if draft.tokens_left == 0:
                 return
             hit = self._kv.lookup_prefix(request)
             num_behind = request.num_tokens - hit.num_tokens
-            if draft.is_long(num_behind) and not draft.takes_long and request.status is RequestStatus.WAITING:
+            is_long = draft.is_long(num_behind)
+            if is_long and request.status is RequestStatus.WAITING and not self._takes_long(request, draft, now_ns):
                 self._waiting.hold_back(request, now_ns)
-                max_admissions -= request is fresh
+                draft.num_let_in += request is fresh
                 continue
             if self._padding.is_active and not self._padding.pad_prompt(request, draft):
                 draft.waits_for = WaitReason.TOKENS
@@ -73,12 +107,13 @@ class Joining:
                 if may_pause and self._pause_for(request, hit, query_len, draft, now_ns):
                     pauser = request  # goes on before its victim; what it finds in the prefix cache may have changed
                     continue
-                return  # whoever comes next must not overtake
+                return
             if self._kv.tier is not None and self._waits_for_load(request, hit, draft, now_ns):
                 return
             self._admit(draft, request, hit, query_len, now_ns)
-            draft.num_long_prefills += draft.is_long(num_behind)
-            max_admissions -= request is fresh
+            if is_long:
+                draft.long_prefills.append(request)
+            draft.num_let_in += request is fresh
 
     def waits_for(self, draft: StepDraft) -> WaitReason:
         """What whoever waits after the admissions lacks."""
@@ -95,10 +130,30 @@ class Joining:
 
     def _next_waiting(self, fresh: Request | None, draft: StepDraft, now_ns: int) -> Request | None:
         """Who is next: of those who join anyway, or `fresh`, whom the gate lets in."""
-        joining = self._waiting.peek_joining(now_ns, with_held=draft.takes_long)
-        if joining is None or (fresh is not None and self._order.outranks(fresh, joining, now_ns)):
+        outranks = self._order.outranks
+        held = self._waiting.peek_held(now_ns)
+        if held is not None and not self._takes_long(held, draft, now_ns):
+            held = None
+        joining = self._waiting.peek_preempted()
+        if held is not None and (joining is None or outranks(held, joining, now_ns)):
+            joining = held
+        joining = joining or self._waiting.peek_called()
+        if fresh is not None and (joining is None or outranks(fresh, joining, now_ns)):
             return fresh
         return joining
+
+    def _goes_before(self, request: Request, prefill: Request, draft: StepDraft, now_ns: int) -> bool:
+        """Does who waits get tokens before one who runs?"""
+        if self._order.outranks(request, prefill, now_ns):
+            return True
+        return prefill in draft.late and not self._order.outranks(prefill, request, now_ns)
+
+    def _takes_long(self, request: Request, draft: StepDraft, now_ns: int) -> bool:
+        """May this long prefill start? Those that it outranks wait for it, so they do not count."""
+        longs, limit = draft.long_prefills, draft.limits.max_long_prefills
+        if len(longs) < limit:
+            return True
+        return self._has_ranks and sum(not self._order.outranks(request, long, now_ns) for long in longs) < limit
 
     def _has_room_for(self, request: Request, hit: PrefixHit, query_len: int, draft: StepDraft) -> bool:
         running = self._running
@@ -140,7 +195,6 @@ class Joining:
         self._running.join(request)
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = hit.num_tokens
-        self._order.admitted(request)
         stop: PrefixStop | None = None
         if request.first_scheduled_ns is None:
             request.first_scheduled_ns = now_ns
@@ -149,6 +203,7 @@ class Joining:
         draft.admissions.append(Admission(request.request_id, request.num_tokens, hit.num_tokens, query_len, stop))
         draft.admit(request, self._kv.allocate(request, hit, hit.num_tokens + query_len))
         draft.add_row(request, query_len)
+        self._order.admitted(request)
         draft.num_promised_blocks += self._running.room.missing_blocks(request)
         draft.num_admitted += 1
         draft.num_prefix_query_tokens += request.num_tokens

@@ -112,12 +112,17 @@ class WaitingQueue:
         self.remove(request)
         self._held.push(request, now_ns)
 
-    def peek_joining(self, now_ns: int, *, with_held: bool = True) -> Request | None:
-        """Who is next of those who don't ask the gate; None if there is none."""
-        if self._preempted:
-            return self._preempted[0][1]
-        held = self._held.peek(now_ns) if with_held else None
-        return held or next(iter(self._called.values()), None)
+    def peek_preempted(self) -> Request | None:
+        """Who is next of them; None if there is none, as below."""
+        return self._preempted[0][1] if self._preempted else None
+
+    def peek_held(self, now_ns: int) -> Request | None:
+        """Who is next of those that were held back."""
+        return self._held.peek(now_ns) if len(self._held) else None
+
+    def peek_called(self) -> Request | None:
+        """Who is next of those who were called to a batch."""
+        return next(iter(self._called.values()), None)
 
     def peek(self, now_ns: int, index: int = 0) -> Request | None:
         """Who is next in a bucket; None if nobody waits there."""

@@ -48,6 +48,7 @@ class Running:
     def leave(self, request: Request) -> None:
         """A running request stops running; the executor will be told to forget it."""
         del self.requests[request.request_id]
+        self._order.left(request)
         self.room.leave(request)
         self.releases.append(request.request_id)
 

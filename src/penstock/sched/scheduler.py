@@ -9,9 +9,9 @@ Side effects have an order:
 
     schedule   1. gate: how many may join, or who is called to a batch
                2. extend the running: decodes, then prefills; preempt where memory is short
-               3. per waiting request, while row, tokens and memory last: look up its prefix, admit (`joining.py`)
-               4. extend the prefills that were put off, where the budget lets others pass long ones
-               5. build the plan
+               3. per waiting request, while row, tokens and memory last: look up its prefix, admit (`joining.py`);
+                  before a prefill of 2 if the order says so, or the budget lets others pass long ones
+               4. build the plan
     commit     1. advance num_computed_tokens
                2. append the sampled token
                3. finish checks: stop token, max_tokens, max_model_len
@@ -41,7 +41,7 @@ from penstock.sched.draft import StepCounts, StepDraft, StepOutcome
 from penstock.sched.fit import max_total_tokens, refusal
 from penstock.sched.joining import Joining
 from penstock.sched.padding import Padding
-from penstock.sched.policies.base import BudgetView, Policies, StepLimits, StepRecord
+from penstock.sched.policies.base import BudgetView, GateDecision, Policies, StepLimits, StepRecord
 from penstock.sched.queues import WaitingQueue
 from penstock.sched.running import Running
 from penstock.types.errors import Rejected
@@ -143,19 +143,15 @@ class Scheduler:
         draft = StepDraft(StepLimits(self.capacity.max_step_tokens))
         if self._padding.is_active:
             draft.add_padding(self._padding.begin())
-        late = self._extend_running(draft)
-        if draft.num_preemptions == 0:
-            self._joining.admit(draft, decision, now_ns)
-        self._extend_late(draft, late)
+        prefills = self._joining.rank(self._extend_decodes(draft), now_ns)
+        draft.limits = self._ask_budget(draft, prefills)
+        self._share_out(draft, prefills, decision, now_ns)
         draft.waits_for = self._joining.waits_for(draft)
         self.news = PlanNews(now_ns, draft.waits_for, draft.admissions, draft.preemptions)
         return self._build(draft, now_ns) if draft.rows or draft.padding_rows else None
 
-    def _extend_running(self, draft: StepDraft) -> list[Request]:
-        """Rows for the running requests: every decode, then prefills while tokens last, each in order of admission.
-
-        Returns the prefills whose turn comes after the admissions.
-        """
+    def _extend_decodes(self, draft: StepDraft) -> list[Request]:
+        """A row for every running request that is one token behind, in order of admission. Returns the other ones."""
         prefills: list[Request] = []
         add_row, num_slots, num_short_cuts = draft.rows.append, self.kv.num_slots, 0
         for request in tuple(self._running.requests.values()):
@@ -170,12 +166,8 @@ class Scheduler:
                 self._extend(draft, request, 1)
         draft.num_tokens += num_short_cuts
         draft.num_decodes = draft.num_tokens
-        draft.limits = self._ask_budget(draft, prefills)
-        late = self._put_off_long(draft, prefills)
-        for request in prefills:
-            if request not in late:
-                self._extend_prefill(draft, request)
-        return late
+        draft.num_decode_rows = len(draft.rows)
+        return prefills
 
     def _ask_budget(self, draft: StepDraft, prefills: Sequence[Request]) -> StepLimits:
         view = BudgetView(
@@ -189,38 +181,41 @@ class Scheduler:
             limits = replace(limits, max_tokens=self.capacity.max_step_tokens)
         return limits
 
-    def _put_off_long(self, draft: StepDraft, prefills: Sequence[Request]) -> list[Request]:
-        """Keep tokens and blocks for the long ones, if it is their lot to take what others leave. Returns these."""
-        if draft.limits.long_prefill_share is None:
-            return []
-        # Also the last piece of a long one, else that would keep others waiting where chunks are small.
-        late = [request for request in prefills if draft.is_long(request.num_tokens - request.num_cached_tokens)]
-        if late:
-            draft.num_long_prefills = len(late)
-            draft.num_promised_blocks = sum(map(self._running.room.missing_blocks, late))
-            draft.num_kept_tokens = min(draft.limits.long_prefill_share, draft.tokens_left)
-        return late
+    def _share_out(self, draft: StepDraft, prefills: list[Request], decision: GateDecision, now_ns: int) -> None:
+        """What the decodes left: for those whose prompts are being computed and for those who join, each in turn.
 
-    def _extend_late(self, draft: StepDraft, late: Sequence[Request]) -> None:
-        """Those that were put off take what is left. What was admitted before has left them their blocks.
-
-        Whoever was paused meanwhile, and had room to come back, has its row.
+        Who joins leaves the others the blocks for all the tokens that they have, so that a step does not admit and preempt.
         """
-        draft.num_kept_tokens = 0
-        for request in late:
-            if request.status is not RequestStatus.RUNNING or request.request_id in draft.admits:
-                continue
-            if query_len := draft.chunk(request.num_behind):
-                self._extend(draft, request, query_len)
+        if prefills:
+            self._note_long(draft, prefills)
+            draft.num_promised_blocks = sum(map(self._running.room.missing_blocks, prefills))
+            for request in self._joining.rank(prefills, now_ns, tuple(draft.late)):
+                self._joining.admit(draft, decision, now_ns, before=request)
+                self._joining.keep_tokens(draft, request, now_ns)
+                self._extend_prefill(draft, request)
+                if request in draft.late:
+                    draft.late.remove(request)
+            draft.num_kept_tokens = 0
+        self._joining.admit(draft, decision, now_ns)
+
+    def _note_long(self, draft: StepDraft, prefills: Sequence[Request]) -> None:
+        share = draft.limits.long_prefill_share
+        if share is None:
+            draft.long_prefills = [request for request in prefills if draft.is_long(request.num_behind)]
+            return
+        # Also the last piece of a long one, else that would keep others waiting where chunks are small.
+        draft.late = [request for request in prefills if draft.is_long(request.num_tokens - request.num_cached_tokens)]
+        draft.long_prefills = list(draft.late)
 
     def _extend_prefill(self, draft: StepDraft, request: Request) -> None:
-        num_behind = request.num_behind
-        query_len = draft.chunk(num_behind)
-        if query_len > 0:
+        """Whoever was paused meanwhile, and had room to come back, has its row."""
+        if request.status is not RequestStatus.RUNNING or request.request_id in draft.admits:
+            return
+        missing_blocks = self._running.room.missing_blocks
+        if query_len := draft.chunk(request.num_behind):
+            draft.num_promised_blocks -= missing_blocks(request)
             self._extend(draft, request, query_len)
-        if request.status is RequestStatus.RUNNING:
-            draft.num_promised_blocks += self._running.room.missing_blocks(request)
-            draft.num_long_prefills += draft.is_long(num_behind)
+            draft.num_promised_blocks += missing_blocks(request)
 
     def _extend(self, draft: StepDraft, request: Request, query_len: int) -> None:
         """Plan a row for a running request; preempts others, or the request itself, until its blocks are found."""
@@ -230,6 +225,7 @@ class Scheduler:
         num_copies = self.kv.num_pending_copies
         while (blocks := self.kv.extend(request.request_id, context_len, context_len + query_len)) is None:
             assert not draft.num_admitted, "a step must not both admit and preempt"
+            draft.lacks_memory = True
             victim = running.choose_victim(running.may_lose(), running.room.lacking_blocks(request, query_len))
             running.preempt(draft, victim, PreemptReason.MEMORY)
             if victim is request:
@@ -246,7 +242,7 @@ class Scheduler:
 
     def _build(self, draft: StepDraft, now_ns: int) -> StepPlan:
         rows = tuple(draft.rows)
-        self._policies.order.served(rows, self._running.requests, self._last_step)
+        self._policies.order.served(rows, self._running.requests, self._last_step, draft.num_decode_rows)
         if self._padding.is_active:
             self._padding.add_tails(draft)
             rows += tuple(draft.padding_rows)

@@ -112,11 +112,14 @@ class Order(Protocol):
     def unqueued(self, request: Request) -> None:
         """It waits no more: it is admitted next, or has ended."""
 
-    def outranks(self, fresh: Request, joining: Request, now_ns: int) -> bool:
-        """May the first of those who wait for the gate go before the first who joins without asking it, that is, who was
-        preempted, held back or called to a batch?
+    def outranks(self, request: Request, other: Request, now_ns: int) -> bool:
+        """Does `request` go before `other`, although that was let in already, that is, was preempted, held back or called to a
+        batch, or has run for a while and not computed all its tokens? Of the latter the tokens of a step are meant: who has a
+        row keeps it.
+
+        Asked only of an order that has its own answer. Must not be true both ways.
         """
-        del fresh, joining, now_ns
+        del request, other, now_ns
         return False
 
     def pauses(self, waiting: Request, running: Request, now_ns: int) -> bool:
@@ -128,12 +131,23 @@ class Order(Protocol):
         return False
 
     def admitted(self, request: Request) -> None:
-        """It leaves the queue to run; `num_computed_tokens` is what it found in the prefix cache."""
+        """It left the queue to run. `num_computed_tokens` is what it found in the prefix cache, `num_inflight_tokens` what the
+        step will compute of it first."""
 
-    def served(self, rows: Sequence[RowPlan], requests: Mapping[str, Request], last_step: StepRecord | None) -> None:
-        """Once per planned step: what was given to whom, for orders that keep accounts.
+    def left(self, request: Request) -> None:
+        """It runs no more: it was preempted, or has ended."""
 
-        `last_step`: the last that was committed; None before the first.
+    def served(
+        self,
+        rows: Sequence[RowPlan],
+        requests: Mapping[str, Request],
+        last_step: StepRecord | None,
+        num_decodes: int = 0,
+    ) -> None:
+        """Once per planned step: what is given to whom, for orders that keep accounts.
+
+        `last_step`: the last that was committed; None before the first. `num_decodes`: the first rows are of all requests that
+        were one token behind; so an order that knows who decodes need not look at them.
         """
 
 
@@ -160,7 +174,7 @@ class BudgetView:
     num_decodes: int
     """Tokens that are given away."""
     prefill_context_len: int
-    """Tokens computed of the first running request that is more than one token behind; 0 without."""
+    """Tokens computed of the running request that is next of those more than one token behind; 0 without."""
     last_step: StepRecord | None
     """The last that was committed; the same object until there is another. None before the first."""
 

@@ -16,7 +16,7 @@ class EarliestDeadlineFirst(Order):
     """By deadline. Without one, or with one further off, a request counts as due `max_slack_ns` after its arrival.
 
     A request is overtaken by nobody who comes `max_slack_ns` after it or later. The exception: one that will miss its
-    deadline even if it runs at once, by its predicted output and the duration of recent steps, goes after all who
+    deadline even if it runs at once, by its prompt, its predicted output and what recent steps took, goes after all who
     can still make theirs. Without that, an overloaded server works on what is lost anyway, and misses the next
     deadline by it. It ends at its deadline at the latest, so it does not starve either. Whether it will miss it is
     judged when it is its turn, and not again while it waits.
@@ -25,7 +25,13 @@ class EarliestDeadlineFirst(Order):
     def __init__(self, *, max_slack_ns: int = 60_000_000_000) -> None:
         self._max_slack_ns = max_slack_ns
         self._step_ns = 0
-        """What a step takes, smoothed."""
+        """What a step takes, smoothed, as all below."""
+        self._decode_step_ns = 0
+        """What one without prompts takes."""
+        self._prompt_ns = 0
+        """By how much longer those take in which prompts are computed."""
+        self._prompt_tokens = 0
+        """Of prompts, in those."""
         self._verdicts: dict[str, bool | None] = {}
         """Is the deadline lost? Of those who wait; None: the queue has not asked for a place yet."""
 
@@ -33,7 +39,8 @@ class EarliestDeadlineFirst(Order):
         due_ns, deadline_ns = request.arrival_ns + self._max_slack_ns, request.deadline_ns
         if deadline_ns is None:
             return (0, due_ns)
-        end_ns = now_ns + self._step_ns * (request.predicted_new_tokens or 1)
+        prompt_ns = self._prompt_ns * request.num_prompt_tokens // max(1, self._prompt_tokens)
+        end_ns = now_ns + prompt_ns + self._step_ns * (request.predicted_new_tokens or 1)
         is_lost = self._judge(request.request_id, looks_lost=end_ns > deadline_ns)
         return (int(is_lost), min(due_ns, deadline_ns))
 
@@ -54,8 +61,23 @@ class EarliestDeadlineFirst(Order):
     def unqueued(self, request: Request) -> None:
         self._verdicts.pop(request.request_id, None)
 
-    def served(self, rows: Sequence[RowPlan], requests: Mapping[str, Request], last_step: StepRecord | None) -> None:
-        del rows, requests
+    def served(
+        self,
+        rows: Sequence[RowPlan],
+        requests: Mapping[str, Request],
+        last_step: StepRecord | None,
+        num_decodes: int = 0,
+    ) -> None:
+        del rows, requests, num_decodes
         if last_step is not None:
             duration_ns = last_step.duration_ns
-            self._step_ns += (duration_ns - self._step_ns) // _SMOOTHING if self._step_ns else duration_ns
+            self._step_ns = _smoothed(self._step_ns, duration_ns)
+            if last_step.num_prefill_tokens:
+                self._prompt_ns = _smoothed(self._prompt_ns, max(0, duration_ns - self._decode_step_ns))
+                self._prompt_tokens = _smoothed(self._prompt_tokens, last_step.num_prefill_tokens)
+            else:
+                self._decode_step_ns = _smoothed(self._decode_step_ns, duration_ns)
+
+
+def _smoothed(mean: int, value: int) -> int:
+    return mean + (value - mean) // _SMOOTHING if mean else value

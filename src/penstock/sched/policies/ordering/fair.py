@@ -1,15 +1,16 @@
 """Fair shares between tenants by virtual token counters (VTC: Sheng et al., OSDI 2024, arXiv 2401.00588). Called by the
 waiting queue and the scheduler; knows of tokens, not of time.
 
-Each tenant has a counter: `input_weight` for each prompt token that its admissions compute, `output_weight` for each token
-that it is given. The tenant with the least counter among those who wait is next, and within it who came first. A tenant that
+Each tenant has a counter: `input_weight` for each prompt token that is computed for it, `output_weight` for each token that it
+is given. The tenant with the least counter among those who wait is next, and within it who came first; likewise with the
+prompt tokens of a step, so that a tenant with many prompts in work does not keep others waiting for theirs. A tenant that
 comes back from idle is lifted to the least counter of those who wait (if nobody does, to that of the tenant who waited
-last), so that idling earns no credit.
+last) less a credit of about one prompt, so that idling earns no more than that.
 
-    heavy  ####################|        light 3 was idle: it starts where light 1 stands,
+    heavy  ####################|        light 3 was idle: it starts a little below light 1,
     light1 #########|                   not at what it had when it went
     light2 ###########|
-    light3 ##.......^
+    light3 ##.....^
 """
 
 from __future__ import annotations
@@ -33,23 +34,31 @@ class Account:
     input_charge: int
     """Per token."""
     output_charge: int
+    base: int = 0
+    """What the counter would have been lifted to, had it no credit."""
     num_waiting: int = 0
     """Requests that never ran."""
     waiting_since_ns: int = 0
     """When the first of them came, or the one before it was admitted."""
+    num_decoding: int = 0
+    """Requests that run and have computed all their tokens but one."""
     turn: int = 0
     """Of equal counters the least is next: 2 n after the n-th admission of all, if it was this tenant's."""
 
 
 class FairShares(Order):
-    """While two tenants both wait, what they are given differs by at most 2 U, whatever they ask for.
+    """While two tenants both wait, what they are given differs by at most 2 (U + C), whatever they ask for.
 
     Given is counted in weighted tokens per share; U = max(input_weight * L, output_weight * M), with L the longest
     prompt and M the tokens that the KV cache holds (the paper's section 4, for input_weight <= output_weight; no
-    work-conserving order without preemption is better than half of it). So from one admission of a tenant that waits to
-    its next, each other tenant is given at most U more than it. An endless stream of new tenants could still starve it;
-    therefore those that come later than `max_wait_ns` after its last admission are lifted to it and go after it. Within a
-    tenant nobody is overtaken.
+    work-conserving order without preemption is better than half of it); C is `max_credit_tokens`, 0 in the paper. So from
+    one admission of a tenant that waits to its next, each other tenant is given at most U + C more than it. An endless
+    stream of new tenants could still starve it; therefore those that come later than `max_wait_ns` after its last admission
+    are lifted to it and go after it. Within a tenant nobody is overtaken.
+
+    Of the prompt tokens of a step those requests get theirs first whose tenants would stand lowest once the prompt is
+    computed (as in weighted fair queueing): short prompts do not wait behind long ones of others, and of two equals one is
+    computed after the other, not both at half the speed.
 
     What is computed again after a preemption is not charged, nor what the prefix cache holds.
     """
@@ -62,10 +71,12 @@ class FairShares(Order):
         shares: Mapping[str, int] | None = None,
         max_tenants: int = 4096,
         max_wait_ns: int = 60_000_000_000,
+        max_credit_tokens: int = 2048,
     ) -> None:
         """`shares`: tenant -> its share >= 1; others have 1. `max_tenants`: accounts kept of tenants that do not wait.
 
         `max_wait_ns`: after which a tenant that waits is not overtaken by any that comes, or comes back, later.
+        `max_credit_tokens`: weighted tokens that a tenant which was given less may get before others when it comes back.
         """
         self._weights = (input_weight, output_weight)
         self._shares = dict(shares or {})
@@ -74,8 +85,15 @@ class FairShares(Order):
         self._waiting: dict[str, Account] = {}
         """Those of tenants that wait."""
         self._max_wait_ns = max_wait_ns
+        self._max_credit = max_credit_tokens * _UNIT
         self._now_ns = 0
         """The latest arrival: there is no other clock here."""
+        self._decoding: dict[str, Account] = {}
+        """By request id; a request stays with its account until it leaves."""
+        self._serving: dict[str, Account] = {}
+        """Those of tenants that have such requests."""
+        self._joined: set[str] = set()
+        """Requests that were admitted since the last step; what that computes of them is charged."""
         self._num_admissions = 0
         self._last = Account(0, 0, 0)
         """Of the tenant that waited last."""
@@ -96,19 +114,21 @@ class FairShares(Order):
         account = self._account(request.tenant)
         self._now_ns = max(self._now_ns, request.arrival_ns)
         if not account.num_waiting:
-            account.counter = max(account.counter, self._floor())
+            account.base = max(account.counter, self._floor())
+            account.counter = max(account.counter, self._floor(self._max_credit))
             account.waiting_since_ns = self._now_ns
-            # Where it was lifted to, it stands equal with a tenant that is being served: it goes first, but only once.
+            # Where it is lifted to the aged, or without credit, it stands equal with a tenant that is being served: it goes
+            # first, but only once.
             account.turn = max(account.turn, 2 * self._num_admissions - 1)
             self._waiting[request.tenant] = account
         account.num_waiting += 1
 
-    def _floor(self) -> int:
-        """To which a tenant is lifted."""
+    def _floor(self, credit: int = 0) -> int:
+        """To which a tenant is lifted. Others' credit gives it no more."""
         if not self._waiting:
-            return self._last.counter
+            return max(self._last.counter, self._last.base) - credit
         aged_ns = self._now_ns - self._max_wait_ns
-        least = min(account.counter for account in self._waiting.values())
+        least = min(max(account.counter, account.base) for account in self._waiting.values()) - credit
         aged = (account.counter for account in self._waiting.values() if account.waiting_since_ns <= aged_ns)
         return max(aged, default=least)
 
@@ -118,30 +138,73 @@ class FairShares(Order):
         if not account.num_waiting:
             self._last = self._waiting.pop(request.tenant)
 
-    def outranks(self, fresh: Request, joining: Request, now_ns: int) -> bool:
-        """Tenants take turns at what was preempted, too."""
+    def outranks(self, request: Request, other: Request, now_ns: int) -> bool:
+        """Tenants take turns at what was preempted, and at the prompt tokens of a step."""
         del now_ns
-        own, other = self._account(fresh.tenant), self._account(joining.tenant)
-        return own is not other and own.counter < other.counter
+        if request.tenant == other.tenant:
+            return False
+        return self._finish(request) < self._finish(other)
+
+    def _finish(self, request: Request) -> OrderKey:
+        """Where its tenant stands once its prompt is computed, if nothing else is done for it until then."""
+        account = self._account(request.tenant)
+        num_charged = max(request.num_computed_tokens + request.num_inflight_tokens, request.max_computed_tokens)
+        num_left = max(0, request.num_prompt_tokens - num_charged)
+        return (account.counter + account.input_charge * num_left, account.turn)
 
     def admitted(self, request: Request) -> None:
-        """Charge the prompt at once, so that the next admission of the same step sees it."""
+        """Charge its first chunk at once, so that the next admission of the same step sees it."""
         account = self._account(request.tenant)
         self._num_admissions += 1
         account.turn = 2 * self._num_admissions
         account.waiting_since_ns = self._now_ns
-        if not request.num_preemptions:
-            account.counter += account.input_charge * (request.num_prompt_tokens - request.num_computed_tokens)
+        self._joined.add(request.request_id)
+        self._charge_prompt(account, request, request.num_computed_tokens, request.num_inflight_tokens)
 
-    def served(self, rows: Sequence[RowPlan], requests: Mapping[str, Request], last_step: StepRecord | None) -> None:
-        """Charge the tokens that the step will bring."""
+    def left(self, request: Request) -> None:
+        account = self._decoding.pop(request.request_id, None)
+        if account is not None:
+            account.num_decoding -= 1
+            if not account.num_decoding:
+                del self._serving[request.tenant]
+
+    def served(
+        self,
+        rows: Sequence[RowPlan],
+        requests: Mapping[str, Request],
+        last_step: StepRecord | None,
+        num_decodes: int = 0,
+    ) -> None:
+        """Charge what the step will bring. Those who decode are counted, so there is no work per row of theirs."""
         del last_step
-        find, make = self._accounts.get, self._account
-        for row in rows:
-            if row.samples:
-                tenant = requests[row.request_id].tenant
-                account = find(tenant) or make(tenant)
-                account.counter += account.output_charge
+        if num_decodes:
+            num_known = len(self._decoding)
+            for account in self._serving.values():
+                account.counter += account.num_decoding * account.output_charge
+            if num_decodes > num_known:  # the last token of a prompt came alone
+                for row in rows[:num_decodes]:
+                    if row.request_id not in self._decoding:
+                        self._charge(row, requests[row.request_id])
+        for row in rows[num_decodes:]:
+            self._charge(row, requests[row.request_id])
+        self._joined.clear()
+
+    def _charge(self, row: RowPlan, request: Request) -> None:
+        account = self._account(request.tenant)
+        if row.request_id not in self._joined:
+            self._charge_prompt(account, request, row.context_len, row.query_len)
+        if row.samples:
+            account.counter += account.output_charge
+            if row.request_id not in self._decoding:
+                self._decoding[row.request_id] = account
+                self._serving[request.tenant] = account
+                account.num_decoding += 1
+
+    def _charge_prompt(self, account: Account, request: Request, context_len: int, query_len: int) -> None:
+        """Tokens that were not computed before."""
+        start = max(context_len, request.max_computed_tokens)
+        stop = min(context_len + query_len, request.num_prompt_tokens)
+        account.counter += account.input_charge * max(0, stop - start)
 
     def counter(self, tenant: str) -> float:
         """Weighted tokens per share that a tenant stands at; tenants that are not known stand at 0."""
@@ -151,7 +214,7 @@ class FairShares(Order):
     def _account(self, tenant: str) -> Account:
         account = self._accounts.get(tenant)
         if account is None:
-            if len(self._accounts) >= len(self._waiting) + self._max_tenants:
+            if len(self._accounts) >= len(self._waiting) + len(self._serving) + self._max_tenants:
                 self._forget_idle()
             input_charge, output_charge = (_UNIT * weight // self._shares.get(tenant, 1) for weight in self._weights)
             account = self._accounts[tenant] = Account(0, input_charge, output_charge)
@@ -159,6 +222,7 @@ class FairShares(Order):
 
     def _forget_idle(self) -> None:
         """Half of the accounts of tenants that do not wait, the least first: when they come back they are lifted anyway."""
-        idle = [(account.counter, tenant) for tenant, account in self._accounts.items() if tenant not in self._waiting]
+        busy = self._waiting.keys() | self._serving.keys()
+        idle = [(account.counter, tenant) for tenant, account in self._accounts.items() if tenant not in busy]
         for _, tenant in sorted(idle)[: -(self._max_tenants // 2) or None]:
             del self._accounts[tenant]

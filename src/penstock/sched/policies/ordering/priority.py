@@ -29,9 +29,9 @@ class PriorityClasses(Order):
         rank = max(-self.max_class, min(request.priority, self.max_class))
         return (request.arrival_ns + rank * self.class_delay_ns,)
 
-    def outranks(self, fresh: Request, joining: Request, now_ns: int) -> bool:
-        """A higher class does not wait for a lower one to be resumed, unless that has aged past it."""
-        return fresh.priority < joining.priority and self.key(fresh, now_ns) < self.key(joining, now_ns)
+    def outranks(self, request: Request, other: Request, now_ns: int) -> bool:
+        """A higher class does not wait for a lower one to be resumed or computed, unless that has aged past it."""
+        return request.priority < other.priority and self.key(request, now_ns) < self.key(other, now_ns)
 
     def pauses(self, waiting: Request, running: Request, now_ns: int) -> bool:
         return self.is_preemptive and self.outranks(waiting, running, now_ns)
