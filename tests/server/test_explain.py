@@ -171,3 +171,21 @@ async def test_the_pool_is_drawn_and_names_are_kept_from_others(narrow):
         assert after["states"]["cached"] == 2
     async with httpx.AsyncClient(base_url=server.url, timeout=20) as stranger:
         assert (await stranger.get("/kv")).status_code == 401
+
+
+@pytest.mark.parametrize(("limit_s", "num_lines"), [(None, 0), (100.0, 0), (0.0, 1)])
+async def test_slow_requests_are_explained_in_the_log(runtime, caplog, limit_s, num_lines):
+    caplog.set_level("INFO", "penstock.serve.service")
+    async with make_client(runtime, slow_request_s=limit_s) as client:
+        await client.post(COMPLETIONS, json={"prompt": PROMPT, "max_tokens": 5}, headers={"X-Request-Id": "r"})
+    lines = [record.getMessage() for record in caplog.records if record.name == "penstock.serve.service"]
+    assert len(lines) == num_lines
+    assert all(line.startswith("request r took 0.") and "Took" in line and "prompt of 37 tokens" in line for line in lines)
+
+
+async def test_a_stream_begins_with_the_times_that_are_known(client):
+    ask = {"prompt": PROMPT, "max_tokens": 5, "stream": True}
+    async with client.stream("POST", COMPLETIONS, json=ask) as response:
+        names = [part.split(";dur=")[0] for part in response.headers["server-timing"].split(", ")]
+        await response.aread()
+    assert names == ["queue", "prefill"]

@@ -347,6 +347,14 @@ class ServerConfig(Component):
         minimum=0,
         maximum=100_000,
     )
+    slow_request_s: float | None = setting(
+        None,
+        "A request that took longer is explained by a line in the log.",
+        kind=Kind.DURATION,
+        key="log_slow_requests",
+        minimum=0.0,
+        default_doc="none",
+    )
     request_timeout_s: float | None = setting(
         None,
         "Longest time that a request may take, its wait included; a client may ask for less.",

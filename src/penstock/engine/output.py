@@ -152,7 +152,8 @@ class _Stream:
 
     def push(self, event: TokenEvent) -> OutputChunk:
         """The chunk of one event; with a finish reason if the event, or a stop string in its text, ends the request."""
-        if self._detokenizer is None:
+        is_first = self._detokenizer is None
+        if is_first:
             self._open()
         text, num_shown, stop = self._read(event)
         chunk = OutputChunk(
@@ -170,6 +171,8 @@ class _Stream:
         )
         if stop is not None:
             chunk.finish_reason, chunk.stop_reason = FinishReason.STOP, stop
+        if is_first:
+            self._tell_times(chunk)
         if chunk.finish_reason is not None:
             self._close(chunk)
         return chunk
@@ -191,9 +194,11 @@ class _Stream:
             self._stops = StopStrings(tree)
 
     def _close(self, chunk: OutputChunk) -> None:
-        request = self._request
-        chunk.num_cached_tokens = request.num_cached_tokens
-        chunk.first_scheduled_ns, chunk.first_token_ns = request.first_scheduled_ns, request.first_token_ns
+        chunk.num_cached_tokens = self._request.num_cached_tokens
+        self._tell_times(chunk)
+
+    def _tell_times(self, chunk: OutputChunk) -> None:
+        chunk.first_scheduled_ns, chunk.first_token_ns = self._request.first_scheduled_ns, self._request.first_token_ns
 
     def _read(self, event: TokenEvent) -> tuple[str, int, str | None]:
         """(new text, how many of the event's tokens count, the stop string that ended it)."""

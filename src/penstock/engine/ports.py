@@ -125,7 +125,7 @@ class OutputChunk:
     reject_reason: str = ""
     """A `RejectReason` value: for REJECTED, for a missed deadline, and if it ended because the engine failed or was closed."""
     first_scheduled_ns: int | None = None
-    """On the finish chunk: when the first step with this request began."""
+    """On the first chunk and the finish chunk: when the first step with this request began."""
     first_token_ns: int | None = None
 
 

@@ -30,7 +30,11 @@ class RequestTimings:
 
     def server_timing(self) -> str:
         """The value of a `Server-Timing` header, durations in ms (https://www.w3.org/TR/server-timing/)."""
-        return f"queue;dur={self.queue_ms:.3f}, prefill;dur={self.prefill_ms:.3f}, decode;dur={self.decode_ms:.3f}"
+        return f"{self.server_timing_so_far()}, decode;dur={self.decode_ms:.3f}"
+
+    def server_timing_so_far(self) -> str:
+        """The same when the first token is there, and the end is not known."""
+        return f"queue;dur={self.queue_ms:.3f}, prefill;dur={self.prefill_ms:.3f}"
 
     @property
     def _prefill_start_ns(self) -> int:

@@ -269,6 +269,6 @@ def _join(group: list[OutputChunk]) -> OutputChunk:
         stop_reason=last.stop_reason,
         detail=last.detail,
         reject_reason=last.reject_reason,
-        first_scheduled_ns=last.first_scheduled_ns,
-        first_token_ns=last.first_token_ns,
+        first_scheduled_ns=last.first_scheduled_ns or group[0].first_scheduled_ns,
+        first_token_ns=last.first_token_ns or group[0].first_token_ns,
     )

@@ -5,6 +5,7 @@ Called by the endpoints on the event loop. Knows no JSON and writes no response.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from typing import Self
 from penstock.config import ServerConfig
 from penstock.engine.loop import EngineState
 from penstock.obs.explain import Explanation, explain_intake
+from penstock.obs.explain_words import summary
 from penstock.sched.admission import Ask, Place
 from penstock.serve.bridge import Stream
 from penstock.serve.call import CallTerms, Owner
@@ -21,6 +23,8 @@ from penstock.serve.runtime import Runtime
 from penstock.types.errors import Rejected
 from penstock.types.request import Request
 from penstock.types.sampling import SamplingParams
+
+_log = logging.getLogger(__name__)
 
 _CANCELLED = "the request was cancelled"
 
@@ -66,6 +70,11 @@ class Told:
     created_unix_s: int
     choices: list[tuple[int, Explanation]]
     """(index of the choice, what became of it), not empty. If the client used the id more than once, of the last."""
+
+    @property
+    def summary(self) -> str:
+        """Of the choice that took longest."""
+        return summary(max((choice for _, choice in self.choices), key=lambda choice: choice.total_ns))
 
 
 class Service:
@@ -168,6 +177,16 @@ class Service:
         age_s = (now_ns - choices[0][1].arrival_ns) // 1_000_000_000
         return Told(flight.request_id, runtime.sources.unix_time_s() - age_s, choices)
 
+    def _log_slow(self, flight: _Flight) -> None:
+        limit_s = self.config.slow_request_s
+        if limit_s is None:
+            return
+        elapsed_s = (self.runtime.clock.now_ns() - flight.requests[0].arrival_ns) / 1e9
+        if elapsed_s >= limit_s:
+            told = self._tell(flight)
+            why = told.summary if told else "why is not known, as no request is explained (--explained-requests)."
+            _log.info("request %s took %.1f s: %s", flight.request_id, elapsed_s, why)
+
     def _remember(self, flight: _Flight) -> None:
         """For whoever asks after its end."""
         journal = self.runtime.journal
@@ -189,6 +208,7 @@ class Service:
             # A core that broke may not have told their ends. While it is well it does, on its own thread.
             self.runtime.admission.forget(flight.engine_ids)
         self._remember(flight)
+        self._log_slow(flight)
         flights = self._flights[flight.request_id]
         flights.remove(flight)
         if not flights:

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from penstock.engine.ports import OutputChunk
+from penstock.obs.timings import RequestTimings
 from penstock.serve.client_watch import ClientWatch
 from penstock.serve.direct_body import DirectBody, direct_body
 from penstock.serve.openai.errors import ApiError, internal
@@ -63,7 +64,8 @@ class SseResponse(Response):
         del receive  # The watch has it.
         self._body = direct_body(scope)
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
+            headers = [*_HEADERS, (b"server-timing", self._timing().encode())]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
             try:
                 await self._send_events(send)
             except Exception:
@@ -73,6 +75,17 @@ class SseResponse(Response):
         finally:
             self._watch.stop()
             self._call.close()
+
+    def _timing(self) -> str:
+        """Of the choice that spoke first."""
+        first = self._first_chunks[0]
+        timings = RequestTimings(
+            arrival_ns=self._call.terms.arrival_ns,
+            first_scheduled_ns=first.first_scheduled_ns,
+            first_token_ns=first.first_token_ns,
+            ended_ns=first.at_ns,
+        )
+        return timings.server_timing_so_far()
 
     async def _send_events(self, send: Send) -> None:
         stream = self._call.stream

@@ -8,7 +8,6 @@ from typing import Any
 
 from fastapi import Request as HttpRequest
 
-from penstock.obs.explain_words import summary
 from penstock.serve.call import read_owner
 from penstock.serve.openai.errors import request_not_found
 from penstock.serve.ops.explanation import explanation
@@ -45,12 +44,11 @@ class RequestsEndpoint:
 
 def _call(told: Told) -> dict[str, Any]:
     choices = [explanation(choice, index) for index, choice in told.choices]
-    slowest = max((choice for _, choice in told.choices), key=lambda choice: choice.total_ns)
     return {
         "id": told.request_id,
         "object": "request",
         "created": told.created_unix_s,
-        "summary": summary(slowest),
+        "summary": told.summary,
         "choices": choices,
     }
 
