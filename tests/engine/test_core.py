@@ -324,9 +324,9 @@ class TestObserver:
         first, second, third = recorder.steps
         assert (first.step_id, first.num_rows, first.num_tokens, first.num_sampled_tokens) == (0, 1, 10, 1)
         assert (first.num_prefix_query_tokens, first.num_prefix_hit_tokens) == (10, 0)
-        assert (second.num_prefix_query_tokens, second.num_prefix_hit_tokens) == (10, 8)
-        assert (second.num_rows, second.num_tokens, second.num_running, second.num_waiting) == (2, 3, 1, 0)
-        assert (third.num_blocks_total, third.num_blocks_free, third.num_blocks_cached) == (20, 18, 2)
+        assert (second.num_prefix_query_tokens, second.num_prefix_hit_tokens) == (10, 9)
+        assert (second.num_rows, second.num_tokens, second.num_running, second.num_waiting) == (2, 2, 1, 0)
+        assert (third.num_blocks_total, third.num_blocks_free, third.num_blocks_cached) == (20, 17, 3)
         assert first.parts_ns["execute"] == first.ended_ns - first.started_ns == 1_000_000
 
     def test_preemptions_are_told(self) -> None:
@@ -375,8 +375,8 @@ class TestPrefixSharing:
         run_to_completion(driver.core, driver.executor, Add(first))
         computed = driver.executor.num_computed_tokens
         outcome = run_to_completion(driver.core, driver.executor, Add(second))["b"]
-        assert outcome.last.num_cached_tokens == second.num_cached_tokens == 28
-        assert driver.executor.num_computed_tokens - computed == 2
+        assert outcome.last.num_cached_tokens == second.num_cached_tokens == 29
+        assert driver.executor.num_computed_tokens - computed == 1
 
     def test_equal_prompts_of_other_salts_do_not(self) -> None:
         driver = make_driver(block_size=4)

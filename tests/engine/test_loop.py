@@ -689,7 +689,7 @@ def test_a_commit_that_breaks_halfway_tells_everybody_and_the_observer(started):
     listener = Listener()
     rig = Rig(core=make_core(TINY, observer=listener), executor=Loses(TINY), observer=listener)
     for request_id in "abc":
-        rig.engine.submit(make_request(request_id, max_tokens=1 if request_id == "a" else 5))
+        rig.engine.submit(make_request(request_id, [ord(request_id)], max_tokens=1 if request_id == "a" else 5))
     rig.engine.start()
     rig.sink.wait_for_ends(*"abc")
     assert {rig.sink.end_of(request_id).finish_reason for request_id in "abc"} == {FinishReason.ERROR}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -38,9 +40,10 @@ class TestPrefixHits:
         hit = manager.lookup_prefix(second)
         assert hit.num_tokens == 8
         assert hit.block_ids == manager.block_table("a")[:2]
+        assert hit.tail_block_id == 0
         assert hit.num_free_blocks == 0, "they are in use, so holding them costs nothing"
 
-    @pytest.mark.parametrize(("num_tokens", "expected"), [(1, 0), (4, 0), (5, 4), (8, 4), (9, 8)])
+    @pytest.mark.parametrize(("num_tokens", "expected"), [(1, 0), (4, 3), (5, 4), (8, 7), (9, 8)])
     def test_hit_is_capped_one_token_short(self, num_tokens: int, expected: int) -> None:
         manager = make_manager()
         compute(manager, make_request("a", 12))
@@ -59,7 +62,7 @@ class TestPrefixHits:
         manager.free("a")
         assert (manager.num_available_blocks, manager.num_cached_blocks) == (3, 3)
         hit = manager.lookup_prefix(make_request("b", 12))
-        assert (hit.num_tokens, hit.num_free_blocks) == (8, 2)
+        assert (hit.num_tokens, hit.num_free_blocks) == (11, 2)
         compute(manager, make_request("c", [9] * 4))
         # The tail went first; what is left of the prefix is its beginning.
         assert manager.lookup_prefix(make_request("b", 13)).num_tokens == 8
@@ -115,6 +118,177 @@ class TestPrefixHits:
         manager.suspend("a")
         compute(manager, request)
         assert sum(hashed) == 8
+
+
+class TestPartialHits:
+    """Blocks that are alike in their first tokens are copied, and computing goes on behind these."""
+
+    def test_a_full_block_that_goes_on_differently_is_copied(self) -> None:
+        manager = make_manager()
+        compute(manager, make_request("a", 8))
+        second = make_request("b", [1, 2, 3, 4, 5, 6, 99, 99, 99])
+        hit = manager.lookup_prefix(second)
+        assert (hit.num_tokens, hit.tail_block_id) == (6, manager.block_table("a")[1])
+        table = manager.allocate(second, hit, 9)
+        assert manager.take_block_copies() == [(hit.tail_block_id, table[1])]
+        assert table[0] == manager.block_table("a")[0]
+        assert table[1] != hit.tail_block_id
+        check(manager)
+
+    @pytest.mark.parametrize("is_running", [True, False])
+    def test_the_tail_of_a_prompt_is_copied(self, is_running: bool) -> None:
+        manager = make_manager()
+        first = make_request("a", 7)
+        compute(manager, first)
+        manager.publish_tail(first)
+        source = manager.block_table("a")[1]
+        if not is_running:
+            manager.free("a")
+        second = make_request("b", 12)
+        hit = manager.lookup_prefix(second)
+        assert (hit.num_tokens, hit.tail_block_id) == (7, source)
+        table = manager.allocate(second, hit, 12)
+        assert manager.take_block_copies() == [(source, table[1])]
+        assert manager.lookup_prefix(make_request("c", 7)).tail_block_id == source, "it stays known"
+        check(manager)
+
+    def test_a_tail_grows_into_a_block(self) -> None:
+        manager = make_manager()
+        first = make_request("a", 7)
+        compute(manager, first)
+        manager.publish_tail(first)
+        assert manager.extend("a", 7, 9) is not None
+        first.output_token_ids, first.num_tokens, first.num_computed_tokens = [8, 9], 9, 9
+        manager.publish(first)
+        assert manager.lookup_prefix(make_request("b", 9)).block_ids == manager.block_table("a")[:2]
+        check(manager)
+
+    def test_without_another_block_the_source_is_used_where_it_lies(self) -> None:
+        manager = make_manager(num_blocks=3)
+        first = make_request("a", 7)
+        compute(manager, first)
+        manager.publish_tail(first)
+        manager.free("a")
+        second = make_request("b", 8)
+        hit = manager.lookup_prefix(second)
+        assert (hit.num_tokens, hit.num_free_blocks) == (7, 1)
+        table = manager.allocate(second, hit, 8)
+        assert table[1] == hit.tail_block_id
+        assert manager.take_block_copies() == []
+        check(manager)
+
+    def test_the_source_may_be_among_the_fresh_blocks(self) -> None:
+        """It is copied before anything is written."""
+        manager = make_manager(num_blocks=4)
+        other = make_request("x", [9])
+        compute(manager, other)
+        first = make_request("a", 3)
+        compute(manager, first)
+        manager.publish_tail(first)
+        manager.free("a")
+        manager.free("x")
+        second = make_request("b", 12)
+        hit = manager.lookup_prefix(second)
+        table = manager.allocate(second, hit, 12)
+        assert hit.tail_block_id in table
+        copies = manager.take_block_copies()
+        assert copies == ([] if table[0] == hit.tail_block_id else [(hit.tail_block_id, table[0])])
+        check(manager)
+
+    def test_salts_share_no_tails(self) -> None:
+        manager = make_manager()
+        first = make_request("a", 3, cache_salt=b"x")
+        compute(manager, first)
+        manager.publish_tail(first)
+        assert manager.lookup_prefix(make_request("b", 4, cache_salt=b"x")).num_tokens == 3
+        assert manager.lookup_prefix(make_request("c", 4)).num_tokens == 0
+
+    def test_a_tail_that_is_evicted_is_forgotten(self) -> None:
+        manager = make_manager(num_blocks=3)
+        first = make_request("a", 3)
+        compute(manager, first)
+        manager.publish_tail(first)
+        manager.free("a")
+        compute(manager, make_request("b", [9] * 8))
+        assert manager.lookup_prefix(make_request("c", 4)).num_tokens == 0
+        check(manager)
+
+
+class TestComing:
+    """What a running prefill is about to compute is known to who asks for it."""
+
+    def start(self, manager: KVManager, request: Request, num_tokens: int) -> None:
+        manager.allocate(request, manager.lookup_prefix(request), num_tokens)
+        request.num_inflight_tokens = num_tokens
+
+    def commit(self, manager: KVManager, request: Request) -> None:
+        request.num_computed_tokens += request.num_inflight_tokens
+        manager.publish(request)
+
+    def test_the_next_block_of_a_prefill_is_coming(self) -> None:
+        manager = make_manager()
+        first, second = make_request("a", 12), make_request("b", 12)
+        self.start(manager, first, 4)
+        awaited = manager.find_coming(second, manager.lookup_prefix(second))
+        assert awaited is not None
+        assert awaited.leader is first
+        self.commit(manager, first)
+        assert not manager.is_coming(awaited)
+        again = manager.find_coming(second, manager.lookup_prefix(second))
+        assert again is not None, "the block behind it is"
+        check(manager)
+
+    @pytest.mark.parametrize("prompt", [[1, 2, 3, 99, 99, 99], [99] * 6])
+    def test_another_block_is_not(self, prompt: list[int]) -> None:
+        manager = make_manager()
+        self.start(manager, make_request("a", 12), 4)
+        second = make_request("b", prompt)
+        assert manager.find_coming(second, manager.lookup_prefix(second)) is None
+
+    def test_nothing_comes_from_who_has_no_more_than_a_token_to_compute(self) -> None:
+        manager = make_manager()
+        first, second = make_request("a", 5), make_request("b", 12)
+        self.start(manager, first, 4)
+        self.commit(manager, first)
+        assert manager.find_coming(second, manager.lookup_prefix(second)) is None
+
+    @pytest.mark.parametrize("leaves", [KVManager.suspend, KVManager.free])
+    def test_nothing_comes_from_who_runs_no_more(self, leaves: Callable[[KVManager, str], None]) -> None:
+        manager = make_manager()
+        first, second = make_request("a", 12), make_request("b", 12)
+        self.start(manager, first, 4)
+        awaited = manager.find_coming(second, manager.lookup_prefix(second))
+        assert awaited is not None
+        leaves(manager, "a")
+        assert not manager.is_coming(awaited)
+        assert manager.find_coming(second, manager.lookup_prefix(second)) is None
+        check(manager)
+
+    def test_who_leads_next_is_another(self) -> None:
+        manager = make_manager()
+        first, second, third = (make_request(name, 12) for name in "abc")
+        self.start(manager, first, 4)
+        awaited = manager.find_coming(second, manager.lookup_prefix(second))
+        assert awaited is not None
+        manager.free("a")
+        self.start(manager, third, 4)
+        assert not manager.is_coming(awaited), "nobody waits for one leader after the other without being asked"
+
+    def test_the_rest_of_a_prompt_is_awaited_if_it_is_long_enough(self) -> None:
+        manager = KVManager(12, 16)
+        first = make_request("a", 12)
+        manager.allocate(first, manager.lookup_prefix(first), 12)
+        for num_tokens, is_awaited in ((12, True), (9, True), (8, False)):
+            other = make_request(f"b{num_tokens}", num_tokens)
+            assert (manager.find_coming(other, manager.lookup_prefix(other)) is not None) == is_awaited
+
+    def test_common_blocks_are_counted(self) -> None:
+        manager = make_manager(num_blocks=30)
+        first, second = make_request("a", 40), make_request("b", [*range(1, 23), *[99] * 20])
+        for request in (first, second):
+            manager.lookup_prefix(request)
+        assert manager.num_common_blocks(first, second) == 5
+        assert manager.num_common_blocks(first, first) == 9
 
 
 class TestTables:
@@ -263,6 +437,10 @@ class ManagerMachine(RuleBasedStateMachine):
         for idx, block_id in enumerate(hit.block_ids):
             end = (idx + 1) * manager.block_size
             assert self.content[block_id] == (request.cache_salt, self.tokens(request)[:end]), "a hit on other content"
+        if hit.tail_block_id:
+            salt, tokens = self.content[hit.tail_block_id]
+            own = (request.cache_salt, self.tokens(request)[: hit.num_tokens])
+            assert (salt, tokens[: hit.num_tokens]) == own, "a hit on the beginning of other content"
         num_needed = manager.num_blocks_for(request.num_tokens) - len(hit.block_ids) + hit.num_free_blocks
         if num_needed > manager.num_available_blocks:
             manager.free(request.request_id)
@@ -271,6 +449,7 @@ class ManagerMachine(RuleBasedStateMachine):
         before = manager.num_available_blocks
         manager.allocate(request, hit, request.num_tokens)
         assert manager.num_available_blocks == before - num_needed
+        self.copy()
         self.requests[request.request_id] = request
         request.num_computed_tokens = hit.num_tokens
         self.write(request, request.num_tokens)
@@ -282,9 +461,7 @@ class ManagerMachine(RuleBasedStateMachine):
         num_tokens = request.num_tokens + len(token_ids)
         if self.manager.extend(request.request_id, request.num_computed_tokens, num_tokens) is None:
             return
-        for source, destination in self.manager.take_block_copies():
-            salt, tokens = self.content[source]
-            self.content[destination] = (salt, list(tokens))
+        self.copy()
         request.output_token_ids += token_ids
         request.num_tokens = num_tokens
         self.write(request, num_tokens)
@@ -303,6 +480,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 20))
     def free(self, pick: int) -> None:
         request = self.pick(pick)
+        self.manager.publish_tail(request)
         del self.requests[request.request_id]
         self.manager.free(request.request_id)
         assert self.manager.block_table(request.request_id) == ()
@@ -311,9 +489,15 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 20))
     def suspend_and_return(self, pick: int) -> None:
         request = self.pick(pick)
+        self.manager.publish_tail(request)
         del self.requests[request.request_id]
         self.manager.suspend(request.request_id)
         self.readmit(request)
+
+    def copy(self) -> None:
+        for source, destination in self.manager.take_block_copies():
+            salt, tokens = self.content[source]
+            self.content[destination] = (salt, list(tokens))
 
     def pick(self, pick: int) -> Request:
         return list(self.requests.values())[pick % len(self.requests)]

@@ -65,9 +65,9 @@ class Server:
             waste=self.engine.kv_waste_ratio,
         )
 
-    def submit(self, request_id: str, num_prompt_tokens: int, max_tokens: int) -> None:
+    def submit(self, request_id: str, prompt: int | list[int], max_tokens: int) -> None:
         arrival_ns = self.clock.now_ns()
-        self.engine.submit(make_request(request_id, num_prompt_tokens, arrival_ns=arrival_ns, max_tokens=max_tokens))
+        self.engine.submit(make_request(request_id, prompt, arrival_ns=arrival_ns, max_tokens=max_tokens))
 
     def run(self) -> None:
         while self.engine.turn():
@@ -102,7 +102,7 @@ def test_totals_are_those_of_what_was_served():
     assert values["inter_token_latency_seconds_count"] == 12
     assert abs(values["inter_token_latency_seconds_sum"] - 1.2) < 1e-9
     assert abs(values["time_per_output_token_seconds_sum"] - 0.3) < 1e-9
-    assert values["step_seconds_counttotal"] == values["step_seconds_countcommit"] == values["batch_size_count"] == 5
+    assert values["step_seconds_counttotal"] == values["step_seconds_countcommit"] == values["batch_size_count"] == 6
 
 
 def test_cached_prompt_tokens_are_told_apart():
@@ -118,7 +118,7 @@ def test_cached_prompt_tokens_are_told_apart():
 def test_the_states_of_the_blocks_add_up_and_waste_is_told():
     server = Server()
     server.submit("a", 9, max_tokens=20)
-    server.submit("b", 9, max_tokens=20)
+    server.submit("b", [5] * 9, max_tokens=20)
     server.run_steps(3)
     values = server.read()
     states = {name.removeprefix("kv_blocks"): value for name, value in values.items() if name.startswith("kv_blocks")}

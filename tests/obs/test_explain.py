@@ -87,9 +87,18 @@ def test_a_wait_for_a_row_is_told_while_it_lasts_and_after() -> None:
 def test_a_wait_for_memory_is_told() -> None:
     bench = Bench(policies=make_policies(reserve="no-evict"), num_blocks=9)
     bench.add("a", 8, max_tokens=20)
-    bench.add("b", 8, max_tokens=20)
+    bench.add("b", [9] * 8, max_tokens=20)
     bench.steps(4)
     assert bench.told("b").waited_for_ns == {"memory": 4 * MS}
+
+
+def test_a_wait_for_a_prefix_is_told() -> None:
+    bench = Bench()
+    for name in "ab":
+        bench.add(name, 12, max_tokens=2)
+    bench.steps(1)
+    assert bench.told("b").waited_for_ns == {"prefix": MS}
+    assert "for a prefix that another request computes" in summary(bench.told("b"))
 
 
 def test_a_wait_for_tokens_is_told() -> None:

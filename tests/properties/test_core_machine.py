@@ -134,6 +134,8 @@ class CoreMachine(RuleBasedStateMachine):
             return  # who waits for a batch waits beside free memory
         if self.core.num_waiting == 0 or len(has_row) == min(capacity.max_rows, capacity.max_step_tokens) or preempted_now:
             return
+        if self.num_aside():
+            return  # they wait for a prefix, and others leave them their places
         # Memory must be short: for the largest of those who wait, beside all that the reserve may keep back.
         largest = max(
             r.num_tokens for r in self.requests.values() if r.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
@@ -148,6 +150,9 @@ class CoreMachine(RuleBasedStateMachine):
             "a request waits for nothing"
         )
 
+    def num_aside(self) -> int:
+        return len(self.core.scheduler._waiting.aside)
+
     def max_growth_blocks(self) -> int:
         """What a reserve may want for all who run and the next, until they reach their limits."""
         num_blocks_for = self.core.scheduler.kv.num_blocks_for
@@ -156,7 +161,8 @@ class CoreMachine(RuleBasedStateMachine):
 
     def check_preempted_go_first(self, preempted_before: set[str], plan: StepPlan) -> None:
         admitted = [admit.request_id for admit in plan.admits if not admit.request_id.startswith(PADDING_PREFIX)]
-        left = preempted_before - set(admitted)
+        aside = {follower.request.request_id for follower in self.core.scheduler._waiting.aside}
+        left = preempted_before - set(admitted) - aside
         for request_id in admitted:
             if request_id not in preempted_before:
                 request = self.requests[request_id]
@@ -187,6 +193,7 @@ class CoreMachine(RuleBasedStateMachine):
             self.record(self.core.apply([], self.now_ns))
             plan = self.core.begin(self.now_ns)
             if plan is not None:
+                self.executor.copy_blocks(self.core.take_block_copies())
                 self.record(self.core.finish(plan, self.executor.collect(self.executor.submit(plan)), self.now_ns))
             elif self.core.has_work:
                 self.now_ns = self.core.next_wakeup_ns(self.now_ns) or self.now_ns

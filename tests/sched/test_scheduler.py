@@ -146,7 +146,7 @@ class TestGate:
                 wakeup_ns = bucket.oldest_ns + 5_000_000
                 return GateDecision(0, wakeup_ns) if view.now_ns < wakeup_ns else GateDecision(1)
 
-        driver = make_driver(make_request("a", 2), make_request("b", 2), policies=make_policies(gate=Window()))
+        driver = make_driver(make_request("a", [1, 2]), make_request("b", [3, 4]), policies=make_policies(gate=Window()))
         assert driver.turn() is None
         assert driver.core.next_wakeup_ns(0) == 5_000_000
         driver.clock.advance_to(5_000_000)

@@ -37,7 +37,7 @@ CASES = {
 
 
 async def transcript(server, gate, path, body, num_choices):
-    """The stream's body when all choices begin in one step, and a step's events are read before the next step runs."""
+    """The stream's body; choices that share a prompt begin a step later. A step's events are read before the next step runs."""
     load = server.runtime.engine.load
     parts = []
     async with httpx.AsyncClient(base_url=server.url, timeout=20) as client:

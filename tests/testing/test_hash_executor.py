@@ -74,8 +74,9 @@ def test_a_hit_on_the_wrong_content_changes_the_answer(device: Device) -> None:
 
 
 def test_a_copy_over_a_held_block_is_noticed(device: Device) -> None:
-    with pytest.raises(AssertionError, match="would be overwritten"):
-        device.executor.copy_blocks([(1, 2)])
+    device.executor.copy_blocks([(1, 2)])
+    with pytest.raises(AssertionError, match="was overwritten"):
+        device.step(RowPlan("a", 6, 1, (), True))
 
 
 def test_sampling_before_a_row_has_caught_up_is_noticed(device: Device) -> None:

@@ -16,11 +16,12 @@ def check(manager: KVManager) -> None:
     1. free + held = total, `num_cached` of the free ones have content, and `num_shared` of the held ones several holders.
     2. A block's reference count is the number of tables that hold it; no table holds it twice, or the null block.
     3. A block is in the free list exactly if its count is 0, and is marked kept exactly if it is published.
-    4. Hash and block are one to one. Tables share only blocks that are full, or have given up the right to write
-       without asking (after a fork).
+    4. Hash and block are one to one, and the index finds each content under its parent. Tables share only blocks that are
+       full, or have given up the right to write without asking (after a fork).
     5. A group's cached blocks are as many as are counted, each kept and of that group alone; what would be evicted is of
        a group that has some.
     6. Each slot of the tier below, if there is one, is free, present or busy, and has one hash at most.
+    7. Who is said to compute a block next holds blocks, and computes that one.
     """
     _check_free_list(manager)
     _check_groups(manager)
@@ -29,6 +30,7 @@ def check(manager: KVManager) -> None:
     _check_aliasing(manager)
     if manager.tier is not None:
         manager.tier.check()
+    _check_coming(manager)
 
 
 def _check_free_list(manager: KVManager) -> None:
@@ -70,7 +72,7 @@ def _check_references(manager: KVManager) -> None:
 def _check_index(manager: KVManager) -> None:
     published = [block_id for _, block_id in manager.index.items()]
     assert len(set(published)) == len(published), "a block is published under two hashes"
-    assert all(block_id in manager.index.block_ids for block_id in published), "the index's two maps differ"
+    manager.index.check()
     for block_id in manager.pool.free_block_ids():
         kept = manager.pool.is_kept(block_id)
         assert kept == (block_id in manager.index.block_ids), f"free block {block_id} is kept or published, not both"
@@ -86,3 +88,14 @@ def _check_aliasing(manager: KVManager) -> None:
             shared = [block_id for block_id in own if manager.pool.ref_count(block_id) > 1]
             assert not shared, f"{request_id!r} may write to blocks {shared}, which others hold"
     assert manager.num_slots.keys() <= manager.tables().keys(), "a right to write outlived its table"
+
+
+def _check_coming(manager: KVManager) -> None:
+    tables = manager.tables()
+    for key, leader in manager.coming.items():
+        table = tables[leader.request_id]
+        assert table.block_ids, f"{leader.request_id!r} does not run, and others wait for it"
+        assert table.leads == key, f"{leader.request_id!r} does not compute what others wait for"
+        assert key.startswith(table.parent(table.num_full)), f"{leader.request_id!r} has computed what others wait for"
+    leading = {request_id for request_id, table in tables.items() if table.leads}
+    assert leading == {leader.request_id for leader in manager.coming.values()}, "a leader is not known as one"

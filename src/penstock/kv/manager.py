@@ -10,20 +10,30 @@ How a table of block size 4 looks while a request of 11 tokens, 9 of them comput
 Full blocks are published in the prefix index when the step that filled them is committed, never before, so
 that a failed step leaves no entry for KV that was not written. They may then be shared. The block being
 written is a request's own; if it is not (after a fork), the request gets a copy of it first.
+
+A prefix hit may end inside a block: the tail of another request, or a full block that goes on differently. The
+request gets a copy of that block and computes what comes after the tokens that both have. Copies are made in order and before
+anything else of their step, so that the source need not outlive the plan: whoever gets it next writes to it later.
+What a running prefill will compute next is known here, too, so that others can wait for it instead of computing it again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from bisect import bisect_left
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from penstock.kv.block_pool import BlockPool
+from penstock.kv.block_pool import NULL_BLOCK_ID, BlockPool
 from penstock.kv.eviction import EvictionPolicy, LeastRecentlyUsed
 from penstock.kv.prefix_history import PrefixHistory
-from penstock.kv.prefix_index import PrefixIndex, extend_chain, private_root_hash, root_hash
+from penstock.kv.prefix_index import PrefixIndex, child_key, extend_chain, pack, private_root_hash, root_hash
 from penstock.kv.tiers import Tier
 from penstock.types.request import Request
 from penstock.types.stats import PrefixEnd, PrefixStop
+
+MIN_AWAITED_TOKENS = 8
+"""Of the last piece of a prompt, to be worth a step's wait; computing so many takes as long as a step has overhead (a whole
+block is always waited for: what follows it is likely to be shared, too)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +41,24 @@ class PrefixHit:
     """What the cache has of a request's tokens. Valid until the next block is allocated or released."""
 
     block_ids: tuple[int, ...]
+    """Whole blocks, to be shared."""
     num_tokens: int
-    """Positions [0, num_tokens) need not be computed; whole blocks."""
+    """Positions [0, num_tokens) need not be computed."""
     num_free_blocks: int
     """How many of the blocks lie in the free list: holding them makes as many fewer available."""
+    tail_block_id: int = NULL_BLOCK_ID
+    """The block to copy if the hit ends inside one."""
 
 
 NO_HIT = PrefixHit(block_ids=(), num_tokens=0, num_free_blocks=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """A block that a running request is about to compute, and that another lacks."""
+
+    key: bytes
+    leader: Request
 
 
 @dataclass(slots=True)
@@ -46,12 +67,22 @@ class BlockTable:
 
     block_ids: list[int] = field(default_factory=list)
     """In order of position; empty while the request waits."""
+    root: bytes = b""
+    """Parent of the first block; empty before the first look-up."""
     hashes: list[bytes] = field(default_factory=list)
     """Chain of the full blocks hashed so far, each of them once, also across preemptions."""
+    contents: list[bytes] = field(default_factory=list)
+    """Packed tokens of the same blocks."""
     num_full: int = 0
     """Leading blocks that are full and committed: never written again, and published if there is a cache."""
     group: Hashable = None
     """On whose account its blocks are cached once it lets go of them (`eviction.py`)."""
+    leads: bytes = b""
+    """Key of the block that it computes next, if others may wait for it."""
+
+    def parent(self, idx: int) -> bytes:
+        """Hash of the prefix before block `idx`."""
+        return self.hashes[idx - 1] if idx else self.root
 
 
 class KVManager:
@@ -84,6 +115,8 @@ class KVManager:
         """request_id -> positions that may be written without asking: block_size * blocks, or 0 if one may be shared."""
         self._tables: dict[str, BlockTable] = {}
         self._copies: list[tuple[int, int]] = []
+        self._coming: dict[bytes, Request] = {}
+        """Key among the children of its parent -> the running request that computes this block next, as part of a prefill."""
 
     @property
     def num_total_blocks(self) -> int:
@@ -124,13 +157,58 @@ class KVManager:
         if not self._names_content:
             return NO_HIT
         num_blocks = (request.num_tokens - 1) // self.block_size
-        table = self._tables.setdefault(request.request_id, BlockTable())
+        table = self._table(request)
         self._hash_blocks(table, request, num_blocks)
         found = self.index.lookup(table.hashes[:num_blocks])
-        if not found:
+        num_found = len(found)
+        tail_id, num_tail = self._lookup_tail(table, request, num_found)
+        if not num_found and not num_tail:
             return NO_HIT
         num_free = sum(self.pool.is_kept(block_id) for block_id in found)
-        return PrefixHit(tuple(found), len(found) * self.block_size, num_free)
+        return PrefixHit(tuple(found), num_found * self.block_size + num_tail, num_free, tail_id)
+
+    def _lookup_tail(self, table: BlockTable, request: Request, num_found: int) -> tuple[int, int]:
+        """(block, number of tokens) of what can be copied behind so many whole blocks; (0, 0): nothing."""
+        start = num_found * self.block_size
+        stop = min(start + self.block_size, request.num_tokens - 1)
+        if start == stop or not self.is_caching:
+            return NULL_BLOCK_ID, 0
+        parent = table.parent(num_found)
+        if not self.index.has_child(child_key(parent, _token_at(request, start))):
+            return NULL_BLOCK_ID, 0
+        return self.index.lookup_child(parent, pack(_token_slice(request, start, stop)))
+
+    def find_coming(self, request: Request, hit: PrefixHit) -> Awaited | None:
+        """The block that `request` lacks next if a running request computes it just now or in its next step; `hit` is fresh.
+
+        Only a whole block, or all that is left of the prompt but its last token.
+        """
+        if not self._coming:
+            return None
+        num_found = len(hit.block_ids)
+        start = num_found * self.block_size
+        stop = min(start + self.block_size, request.num_tokens - 1)
+        if start == stop:
+            return None
+        key = child_key(self._tables[request.request_id].parent(num_found), _token_at(request, start))
+        leader = self._coming.get(key)
+        if leader is None or leader.num_tokens < stop or leader.num_behind < 2:
+            return None
+        is_whole = stop - start == self.block_size
+        if not is_whole and stop - hit.num_tokens < MIN_AWAITED_TOKENS:
+            return None
+        is_equal = all(_token_at(leader, idx) == _token_at(request, idx) for idx in range(start, stop))
+        return Awaited(key, leader) if is_equal else None
+
+    def is_coming(self, awaited: Awaited) -> bool:
+        """False as soon as it was computed, or its leader runs no more."""
+        return self._coming.get(awaited.key) is awaited.leader
+
+    def num_common_blocks(self, request: Request, leader: Request) -> int:
+        """Whole blocks with which the prompts of two requests begin, as far as both were hashed. O(log blocks)."""
+        own, other = self._tables[request.request_id].hashes, self._tables[leader.request_id].hashes
+        # Chained: where two hashes are equal, all before them are.
+        return bisect_left(range(min(len(own), len(other))), True, key=lambda idx: own[idx] != other[idx])
 
     def why_stopped(self, request: Request, hit: PrefixHit) -> PrefixStop:
         """Why `lookup_prefix` found no more than this. Call once per request, before its blocks are allocated."""
@@ -152,7 +230,7 @@ class KVManager:
         Takes `num_blocks_for(num_tokens) - len(hit.block_ids) + hit.num_free_blocks` available blocks;
         raises ValueError, and changes nothing, if there are fewer.
         """
-        table = self._tables.setdefault(request.request_id, BlockTable())
+        table = self._table(request)
         if self.tier is not None:
             self.tier.end_wait(request.request_id)
         if table.block_ids:
@@ -162,10 +240,13 @@ class KVManager:
             raise ValueError(f"{num_fresh} + {hit.num_free_blocks} blocks needed, {self.pool.num_available} available")
         for block_id in hit.block_ids:  # before the fresh ones, which would else be taken from among them
             self.pool.hold(block_id)
-        table.block_ids = [*hit.block_ids, *self._take(num_fresh)]
+        fresh = self._take_with_copy(num_fresh, hit.tail_block_id) if hit.tail_block_id else self._take(num_fresh)
+        table.block_ids = [*hit.block_ids, *fresh]
         table.num_full = len(hit.block_ids)
         table.group = self.eviction.group_of(request)
         self.num_slots[request.request_id] = len(table.block_ids) * self.block_size
+        if self.is_caching:
+            self._lead(table, request)
         return tuple(table.block_ids)
 
     def extend(self, request_id: str, context_len: int, num_tokens: int) -> tuple[int, ...] | None:
@@ -190,14 +271,29 @@ class KVManager:
         return tuple(fresh)
 
     def publish(self, request: Request) -> None:
-        """Make the request's full computed blocks findable. Call when a step that filled a block was committed."""
+        """Make the request's full computed blocks findable. Call when a step that filled a block, or was part of a prefill,
+        was committed.
+        """
         table = self._tables[request.request_id]
-        num_full = request.num_computed_tokens // self.block_size
-        if self._names_content:
-            self._hash_blocks(table, request, num_full)
-            fresh = slice(table.num_full, num_full)
-            self.index.publish(table.block_ids[fresh], table.hashes[fresh])
-        table.num_full = num_full
+        first, table.num_full = table.num_full, request.num_computed_tokens // self.block_size
+        if not self._names_content:
+            return
+        if table.num_full > first:
+            self._hash_blocks(table, request, table.num_full)
+            fresh = slice(first, table.num_full)
+            self.index.publish(table.block_ids[fresh], table.parent(first), table.hashes[fresh], table.contents[fresh])
+        if self.is_caching and (table.leads or request.num_behind > 1):
+            self._lead(table, request)
+
+    def publish_tail(self, request: Request) -> None:
+        """Make the block that the request has filled in part findable, as far as it is computed: it may be copied."""
+        if not self.is_caching:
+            return
+        table = self._tables[request.request_id]
+        start = table.num_full * self.block_size
+        if table.num_full < len(table.block_ids) and start < request.num_computed_tokens:
+            content = pack(_token_slice(request, start, request.num_computed_tokens))
+            self.index.publish_tail(table.block_ids[table.num_full], table.parent(table.num_full), content)
 
     def fork(self, parent_id: str, child_id: str, num_tokens: int) -> None:
         """Let a new request share the blocks of positions [0, num_tokens), which both have in common, copied when written.
@@ -212,7 +308,14 @@ class KVManager:
         for block_id in shared:
             self.pool.hold(block_id)
         num_full = num_tokens // self.block_size
-        self._tables[child_id] = BlockTable(shared, parent.hashes[:num_full], min(parent.num_full, num_full), parent.group)
+        self._tables[child_id] = BlockTable(
+            shared,
+            root=parent.root,
+            hashes=parent.hashes[:num_full],
+            contents=parent.contents[:num_full],
+            num_full=min(parent.num_full, num_full),
+            group=parent.group,
+        )
         self.num_slots[parent_id] = self.num_slots[child_id] = 0  # the next write of either has to look
 
     def suspend(self, request_id: str) -> None:
@@ -220,6 +323,8 @@ class KVManager:
         table = self._tables.get(request_id)
         if table is None:
             return
+        if table.leads:
+            self._lead_no_more(table)
         # Tails first: an early block is part of more prefixes than a late one, and is evicted after it.
         published, group = self.index.block_ids, table.group
         for block_id in reversed(table.block_ids):
@@ -267,7 +372,7 @@ class KVManager:
         if block_hash in self.index or not self.pool.num_available:
             return None
         (block_id,) = self._take(1)
-        self.index.publish((block_id,), (block_hash,))
+        self.index.publish_named(block_id, block_hash)
         self.pool.release(block_id, keep=True, group=group)
         return block_id
 
@@ -298,6 +403,19 @@ class KVManager:
     def tables(self) -> dict[str, BlockTable]:
         """All that the manager remembers, by request id; for checks."""
         return self._tables
+
+    @property
+    def coming(self) -> Mapping[bytes, Request]:
+        """Key of a block -> who computes it next; for checks."""
+        return self._coming
+
+    def _table(self, request: Request) -> BlockTable:
+        """What is known of the request; made when it is asked for first."""
+        table = self._tables.get(request.request_id)
+        if table is None:
+            root = self._root_hash(request) if self._names_content else b""
+            table = self._tables[request.request_id] = BlockTable(root=root)
+        return table
 
     def _begin(self, request: Request) -> bool:
         """Note how the request begins; True if its tenant sent the same under another salt just before."""
@@ -332,6 +450,35 @@ class KVManager:
                 self.index.forget((block_id,))
                 self.pool.release(block_id, keep=False)
 
+    def _take_with_copy(self, count: int, source: int) -> list[int]:
+        """As `_take`; the first gets a copy of `source`, which stays known if there are enough others."""
+        is_held = self.pool.ref_count(source) > 0 or self.pool.num_available > count
+        group = self.pool.group_of(source)
+        if is_held:
+            self.pool.hold(source)
+        fresh = self._take(count)
+        if fresh[0] != source:
+            self._copies.append((source, fresh[0]))
+        if is_held:
+            self.pool.release(source, keep=True, group=group)
+        return fresh
+
+    def _lead(self, table: BlockTable, request: Request) -> None:
+        """Note which block the request computes next, if that is part of a prefill. The first who leads to a block stays."""
+        key, start = b"", table.num_full * self.block_size
+        if request.num_behind > 1 and start < request.num_tokens:
+            key = child_key(table.parent(table.num_full), _token_at(request, start))
+        if key == table.leads:
+            return
+        if table.leads:
+            self._lead_no_more(table)
+        if key and self._coming.setdefault(key, request) is request:
+            table.leads = key
+
+    def _lead_no_more(self, table: BlockTable) -> None:
+        del self._coming[table.leads]
+        table.leads = b""
+
     def _shared_indices(self, table: BlockTable, context_len: int) -> list[int]:
         """Indices of the blocks that hold [context_len, ...) and that others hold too."""
         first = context_len // self.block_size
@@ -348,12 +495,18 @@ class KVManager:
         num_hashed = len(table.hashes)
         if num_hashed >= num_blocks:
             return
-        parent = table.hashes[-1] if table.hashes else self._root_hash(request)
         token_ids = _token_slice(request, num_hashed * self.block_size, num_blocks * self.block_size)
-        table.hashes.extend(extend_chain(parent, token_ids, self.block_size))
+        hashes, contents = extend_chain(table.parent(num_hashed), token_ids, self.block_size)
+        table.hashes += hashes
+        table.contents += contents
 
     def _root_hash(self, request: Request) -> bytes:
         return root_hash(request.cache_salt) if self.is_caching else private_root_hash(request.request_id)
+
+
+def _token_at(request: Request, position: int) -> int:
+    num_prompt = request.num_prompt_tokens
+    return request.prompt_token_ids[position] if position < num_prompt else request.output_token_ids[position - num_prompt]
 
 
 def _token_slice(request: Request, start: int, stop: int) -> Sequence[int]:

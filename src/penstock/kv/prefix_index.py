@@ -4,15 +4,22 @@ references.
 A block is named by the chain of everything before it: hash(i) = H(hash(i - 1), tokens of block i), and
 hash(-1) = H(salt). Equal hashes thus mean equal prefixes from position 0, and requests of different
 salts never meet. H is BLAKE2b with a digest of 128 bits (RFC 7693).
+
+A prefix may also end inside a block. So each block can be found among the children of its parent, too: by the parent's hash and
+its first token. Blocks that are filled in part (tails) are found in this way alone.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from hashlib import blake2b
+from sys import byteorder
 
 HASH_BYTES = 16
+TOKEN_BYTES = 4
+MAX_CHILDREN = 8
+"""Blocks with one parent and one first token that are compared with a prompt: the newest. Others are found by their hash."""
 
 
 def root_hash(salt: bytes) -> bytes:
@@ -25,21 +32,36 @@ def private_root_hash(request_id: str) -> bytes:
     return blake2b(request_id.encode(), digest_size=HASH_BYTES, person=b"penstock-own").digest()
 
 
-def extend_chain(parent: bytes, token_ids: Sequence[int], block_size: int) -> Iterator[bytes]:
-    """The hash of each full block of `token_ids`, which continue the prefix named `parent`."""
-    packed = array("i", token_ids)
-    data, block_bytes = packed.tobytes(), block_size * packed.itemsize
-    for start in range(0, len(data) - block_bytes + 1, block_bytes):
-        parent = blake2b(parent + data[start : start + block_bytes], digest_size=HASH_BYTES).digest()
-        yield parent
+def pack(token_ids: Sequence[int]) -> bytes:
+    """Tokens as the index keeps them, `TOKEN_BYTES` each."""
+    return array("i", token_ids).tobytes()
+
+
+def extend_chain(parent: bytes, token_ids: Sequence[int], block_size: int) -> tuple[list[bytes], list[bytes]]:
+    """(hashes, packed tokens) of the full blocks of `token_ids`, which continue the prefix named `parent`."""
+    data, block_bytes = pack(token_ids), block_size * TOKEN_BYTES
+    contents = [data[start : start + block_bytes] for start in range(0, len(data) - block_bytes + 1, block_bytes)]
+    hashes: list[bytes] = []
+    for content in contents:
+        parent = blake2b(parent + content, digest_size=HASH_BYTES).digest()
+        hashes.append(parent)
+    return hashes, contents
+
+
+def child_key(parent: bytes, token_id: int) -> bytes:
+    """Where a block that begins with this token is found among the children of `parent`."""
+    return parent + token_id.to_bytes(TOKEN_BYTES, byteorder)
 
 
 class PrefixIndex:
-    """One block per hash and one hash per block; blocks may be held or free."""
+    """One block per hash and one content per block; blocks may be held or free."""
 
     def __init__(self) -> None:
         self._block_ids: dict[bytes, int] = {}
-        self._hashes: dict[int, bytes] = {}
+        self._contents: dict[int, tuple[bytes | None, bytes, bytes]] = {}
+        """block_id -> (hash, or None of a tail; key among the children and packed tokens, or nothing if they are not known)."""
+        self._children: dict[bytes, list[int]] = {}
+        """Key -> blocks, the newest last."""
 
     def __len__(self) -> int:
         return len(self._block_ids)
@@ -48,8 +70,9 @@ class PrefixIndex:
         return block_hash in self._block_ids
 
     def hash_of(self, block_id: int) -> bytes | None:
-        """The hash under which a block is published; None if it is not."""
-        return self._hashes.get(block_id)
+        """The hash under which a block is published; None if it is not, or as a tail."""
+        content = self._contents.get(block_id)
+        return None if content is None else content[0]
 
     def block_of(self, block_hash: bytes) -> int | None:
         """The block that is published under a hash; None if there is none."""
@@ -57,11 +80,11 @@ class PrefixIndex:
 
     @property
     def block_ids(self) -> Collection[int]:
-        """Every published block; a view, so that asking for one is cheap."""
-        return self._hashes.keys()
+        """Every published block, tails included; a view, so that asking for one is cheap."""
+        return self._contents.keys()
 
     def items(self) -> Iterable[tuple[bytes, int]]:
-        """(hash, block id) of every published block; for checks."""
+        """(hash, block id) of every block that was published full; for checks."""
         return self._block_ids.items()
 
     def lookup(self, hashes: Iterable[bytes]) -> list[int]:
@@ -74,23 +97,97 @@ class PrefixIndex:
             found.append(block_id)
         return found
 
-    def publish(self, block_ids: Iterable[int], hashes: Iterable[bytes]) -> None:
-        """Make blocks' contents findable. One of which an equal prefix is known already is passed over: the first stays.
+    def has_child(self, key: bytes) -> bool:
+        """Is there a block at this key (`child_key`)?"""
+        return key in self._children
+
+    def lookup_child(self, parent: bytes, content: bytes) -> tuple[int, int]:
+        """(block, number of tokens) of the child of `parent` that begins like the packed tokens for longest; (0, 0): none."""
+        best_id = best_tokens = 0
+        for block_id in self._children.get(parent + content[:TOKEN_BYTES], ()):
+            num_tokens = _num_common(self._contents[block_id][2], content)
+            if num_tokens >= best_tokens:
+                best_id, best_tokens = block_id, num_tokens
+        return best_id, best_tokens
+
+    def publish(self, block_ids: Iterable[int], parent: bytes, hashes: Iterable[bytes], contents: Iterable[bytes]) -> None:
+        """Make full blocks findable; `parent` is that of the first. One whose hash is known already is passed over.
 
         Raises ValueError if a block is published under another hash.
         """
-        for block_id, block_hash in zip(block_ids, hashes, strict=True):
-            if self._hashes.get(block_id, block_hash) != block_hash:
-                raise ValueError(f"block {block_id} is published already, with other content")
+        for block_id, block_hash, content in zip(block_ids, hashes, contents, strict=True):
+            known = self._contents.get(block_id)
+            if known is not None:
+                if known[0] is not None and known[0] != block_hash:
+                    raise ValueError(f"block {block_id} is published already, with other content")
+                self._drop(block_id)  # it was a tail
             if self._block_ids.setdefault(block_hash, block_id) == block_id:
-                self._hashes[block_id] = block_hash
+                self._put(block_id, block_hash, parent + content[:TOKEN_BYTES], content)
+            parent = block_hash
+
+    def publish_named(self, block_id: int, block_hash: bytes) -> None:
+        """Make a full block findable of which no more is known than its hash; it is not among the children of its parent.
+
+        Neither may be published already.
+        """
+        self._block_ids[block_hash] = block_id
+        self._contents[block_id] = (block_hash, b"", b"")
+
+    def publish_tail(self, block_id: int, parent: bytes, content: bytes) -> None:
+        """Make a block that is filled in part findable, unless there is one that begins with the same tokens."""
+        if self.lookup_child(parent, content)[1] * TOKEN_BYTES == len(content):
+            return
+        if block_id in self._contents:
+            self._drop(block_id)  # it was shorter
+        self._put(block_id, None, parent + content[:TOKEN_BYTES], content)
 
     def forget(self, block_ids: Iterable[int]) -> list[bytes]:
         """The blocks' content is about to be lost; unpublished blocks are ignored. Returns the hashes lost."""
         forgotten: list[bytes] = []
         for block_id in block_ids:
-            block_hash = self._hashes.pop(block_id, None)
-            if block_hash is not None:
-                del self._block_ids[block_hash]
-                forgotten.append(block_hash)
+            if block_id in self._contents:
+                block_hash = self._drop(block_id)
+                if block_hash is not None:
+                    forgotten.append(block_hash)
         return forgotten
+
+    def _put(self, block_id: int, block_hash: bytes | None, key: bytes, content: bytes) -> None:
+        self._contents[block_id] = (block_hash, key, content)
+        children = self._children.get(key)
+        if children is None:
+            self._children[key] = [block_id]
+            return
+        children.append(block_id)
+        if len(children) > MAX_CHILDREN:
+            del children[0]
+
+    def _drop(self, block_id: int) -> bytes | None:
+        """Returns the hash under which it was found."""
+        block_hash, key, _ = self._contents.pop(block_id)
+        if block_hash is not None:
+            del self._block_ids[block_hash]
+        children = self._children.get(key)
+        if children is not None and block_id in children:
+            children.remove(block_id)
+            if not children:
+                del self._children[key]
+        return block_hash
+
+    def check(self) -> None:
+        """Verify that the maps agree. Raises AssertionError. O(blocks)."""
+        for block_hash, block_id in self._block_ids.items():
+            assert self._contents[block_id][0] == block_hash, f"block {block_id} is known under two hashes"
+        num_full = sum(block_hash is not None for block_hash, _, _ in self._contents.values())
+        assert num_full == len(self._block_ids), "a full block is not found by its hash"
+        for key, children in self._children.items():
+            assert 0 < len(set(children)) == len(children) <= MAX_CHILDREN, "the children of a block are not what they may be"
+            assert all(self._contents[block_id][1] == key for block_id in children), "a child is in the wrong place"
+
+
+def _num_common(one: bytes, other: bytes) -> int:
+    """Tokens with which both begin."""
+    num_bytes = min(len(one), len(other))
+    difference = int.from_bytes(one[:num_bytes], "little") ^ int.from_bytes(other[:num_bytes], "little")
+    if not difference:
+        return num_bytes // TOKEN_BYTES
+    return ((difference & -difference).bit_length() - 1) // (8 * TOKEN_BYTES)

@@ -19,6 +19,7 @@ _WAITS = {
     WaitReason.MEMORY.value: "for memory",
     WaitReason.GATE.value: "for its batch",
     WaitReason.LOADING.value: "for its prefix to be loaded",
+    WaitReason.PREFIX.value: "for a prefix that another request computes",
 }
 _ENDS = {FinishReason.ABORT: "It was cancelled", FinishReason.ERROR: "It failed", FinishReason.REJECTED: "It was refused"}
 _PAUSES = {

@@ -72,6 +72,8 @@ class StepDraft:
     admits: dict[str, AdmitRow] = field(default_factory=dict)
     num_promised_blocks: int = 0
     """Free blocks that running prefills will need for the tokens they have."""
+    num_kept_rows: int = 0
+    """For those who stand aside."""
     num_preemptions: int = 0
     num_admitted: int = 0
     num_recomputed_tokens: int = 0

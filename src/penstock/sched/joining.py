@@ -1,5 +1,11 @@
 """Who joins: decides which of those who wait run from this step on. Called by the scheduler once per step; takes nothing from
 those who run, unless the order lets a higher class pause a lower one.
+
+Whose next block is being computed by a running prefill stands aside until it is there, instead of computing it again. Others
+pass meanwhile, so that the machine is not idle, and leave it a row and the blocks that it will need: so it loses nothing by
+having been polite. It waits only while its leader runs and has not computed that block, and is the first when it comes back.
+It does not wait for one that it outranks, which others of its own rank might keep from computing.
+The same holds in a static or dynamic batch: its rows join as the step's tokens allow, and padding is counted by prompt lengths.
 """
 
 from __future__ import annotations
@@ -7,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cmp_to_key
 
-from penstock.kv.manager import KVManager, PrefixHit
+from penstock.kv.manager import Awaited, KVManager, PrefixHit
 from penstock.sched.draft import StepDraft
 from penstock.sched.padding import Padding
 from penstock.sched.policies.base import GateDecision, GateView, Order, Policies
-from penstock.sched.queues import WaitingQueue
+from penstock.sched.queues import Follower, WaitingQueue
 from penstock.sched.running import Running
 from penstock.types.request import Request, RequestStatus
 from penstock.types.stats import Admission, PreemptReason, PrefixStop, WaitReason
@@ -80,7 +86,7 @@ class Joining:
             return
         may_pause = self._order.is_preemptive and not self._padding.is_active
         pauser: Request | None = None
-        while draft.has_tokens and (may_pause or not self._running.is_full):
+        while draft.has_tokens and (may_pause or not self._is_full(draft)):
             fresh = self._waiting.peek(now_ns, decision.bucket) if decision.max_admissions > draft.num_let_in else None
             request = self._next_waiting(fresh, draft, now_ns) if pauser is None else pauser
             pauser = None
@@ -90,6 +96,13 @@ class Joining:
             if draft.tokens_left == 0:
                 return
             hit = self._kv.lookup_prefix(request)
+            awaited = self._kv.find_coming(request, hit)
+            if awaited is not None and not self._order.outranks(request, awaited.leader, now_ns):
+                if self._is_full(draft):
+                    return
+                draft.num_let_in += request is fresh
+                self._step_aside(request, awaited, draft)
+                continue
             num_behind = request.num_tokens - hit.num_tokens
             is_long = draft.is_long(num_behind)
             if is_long and request.status is RequestStatus.WAITING and not self._takes_long(request, draft, now_ns):
@@ -123,10 +136,36 @@ class Joining:
             return WaitReason.LOADING
         if draft.waits_for is WaitReason.MEMORY or (draft.num_preemptions and not draft.num_admitted):
             return WaitReason.MEMORY
-        if self._running.is_full:
+        if self._is_full(draft):
             return WaitReason.ROWS
+        if len(self._waiting.aside) == len(self._waiting):
+            return WaitReason.PREFIX
         is_short_of_tokens = draft.tokens_left == 0 or draft.waits_for is WaitReason.TOKENS or self._waiting.num_held_back
         return WaitReason.TOKENS if is_short_of_tokens else WaitReason.GATE
+
+    def call_back(self, draft: StepDraft) -> None:
+        """Those who stood aside and whose blocks are there, or whose leaders run no more; the others keep their places."""
+        back: list[Follower] = []
+        for follower in self._waiting.aside:
+            if self._kv.is_coming(follower.awaited):
+                self._keep_place(follower, draft)
+            else:
+                back.append(follower)
+        self._waiting.call_back(back)
+
+    def _step_aside(self, request: Request, awaited: Awaited, draft: StepDraft) -> None:
+        kv = self._kv
+        num_blocks = kv.num_blocks_for(request.num_tokens) - kv.num_common_blocks(request, awaited.leader)
+        follower = Follower(request, awaited, num_blocks)
+        self._waiting.step_aside(follower)
+        self._keep_place(follower, draft)
+
+    def _keep_place(self, follower: Follower, draft: StepDraft) -> None:
+        draft.num_kept_rows += 1
+        draft.num_promised_blocks += follower.num_blocks
+
+    def _is_full(self, draft: StepDraft) -> bool:
+        return len(self._running) + draft.num_kept_rows >= self._running.max_rows
 
     def _next_waiting(self, fresh: Request | None, draft: StepDraft, now_ns: int) -> Request | None:
         """Who is next: of those who join anyway, or `fresh`, whom the gate lets in."""
@@ -157,7 +196,7 @@ class Joining:
 
     def _has_room_for(self, request: Request, hit: PrefixHit, query_len: int, draft: StepDraft) -> bool:
         running = self._running
-        if running.is_full:
+        if self._is_full(draft):
             return False
         if running.room.is_enough(request, hit, query_len, running.requests, draft.num_promised_blocks):
             return True

@@ -2,7 +2,8 @@
 memory.
 
 Preempted requests come before all others, among themselves in the order policy's order: they were served before. Then those
-who were called to a batch, as they were called. All others wait for the gate, each in its bucket.
+who were called to a batch, as they were called. All others wait for the gate, each in its bucket. Whoever waits for a prefix
+that another computes stands aside meanwhile, and is the first of those who were called when it comes back.
 Every operation is O(log n) or better, amortised; there is no work per waiting request and step.
 """
 
@@ -10,11 +11,13 @@ from __future__ import annotations
 
 from bisect import insort_left
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
+from penstock.kv.manager import Awaited
 from penstock.sched.lanes import Lanes
 from penstock.sched.policies.base import BucketView, Order, OrderKey
-from penstock.types.request import Request
+from penstock.types.request import Request, RequestStatus
 
 
 class Bucket:
@@ -50,6 +53,16 @@ class Bucket:
         return True
 
 
+@dataclass(frozen=True, slots=True)
+class Follower:
+    """Who stands aside."""
+
+    request: Request
+    awaited: Awaited
+    num_blocks: int
+    """Those that it will need beyond what it shares with its leader; whoever passes leaves it as many, and a row."""
+
+
 class WaitingQueue:
     """Requests that wait for their first admission, or for the next after a preemption."""
 
@@ -62,6 +75,7 @@ class WaitingQueue:
         """In the buckets."""
         self._called: OrderedDict[str, Request] = OrderedDict()
         self._held = Lanes(order)
+        self._aside: dict[str, Follower] = {}
         self._preempted: list[tuple[OrderKey, Request]] = []
 
     def __len__(self) -> int:
@@ -69,8 +83,13 @@ class WaitingQueue:
 
     @property
     def num_joining(self) -> int:
-        """Who joins without asking the gate: the preempted, those who were called and those who were held back."""
-        return len(self._preempted) + len(self._called) + len(self._held)
+        """Who joins without asking the gate: the preempted, those who were called, were held back or stand aside."""
+        return len(self._preempted) + len(self._called) + len(self._held) + len(self._aside)
+
+    @property
+    def aside(self) -> Collection[Follower]:
+        """Who waits for a prefix, in the order in which their turns came."""
+        return self._aside.values()
 
     @property
     def num_held_back(self) -> int:
@@ -124,6 +143,22 @@ class WaitingQueue:
         """Who is next of those who were called to a batch."""
         return next(iter(self._called.values()), None)
 
+    def step_aside(self, follower: Follower) -> None:
+        """Its turn had come, but another computes what it lacks: it lets others pass until it is called back."""
+        self.remove(follower.request)
+        self._aside[follower.request.request_id] = follower
+
+    def call_back(self, followers: Sequence[Follower]) -> None:
+        """They wait for no prefix any more, and go before all whom they let pass."""
+        for follower in reversed(followers):
+            request = follower.request
+            del self._aside[request.request_id]
+            if request.status is RequestStatus.PREEMPTED:
+                self.push_preempted(request)
+            else:
+                self._called[request.request_id] = request
+                self._called.move_to_end(request.request_id, last=False)
+
     def peek(self, now_ns: int, index: int = 0) -> Request | None:
         """Who is next in a bucket; None if nobody waits there."""
         bucket = self._buckets.get(index)
@@ -134,7 +169,11 @@ class WaitingQueue:
         bucket = self._buckets.get(self._bucket_of(request))
         if bucket is not None and bucket.discard(request):
             self._num_fresh -= 1
-        elif not (self._called.pop(request.request_id, None) or self._held.discard(request)):
+        elif not (
+            self._called.pop(request.request_id, None)
+            or self._aside.pop(request.request_id, None)
+            or self._held.discard(request)
+        ):
             del self._preempted[next(idx for idx, entry in enumerate(self._preempted) if entry[1] is request)]
 
 

@@ -37,10 +37,6 @@ class Running:
     def __len__(self) -> int:
         return len(self.requests)
 
-    @property
-    def is_full(self) -> bool:
-        return len(self.requests) >= self.max_rows
-
     def join(self, request: Request) -> None:
         self.requests[request.request_id] = request
         self.room.join(request)
@@ -70,6 +66,7 @@ class Running:
         draft.num_preemptions += 1
         draft.preemptions.append(Preemption(victim.request_id, reason, victim.num_computed_tokens))
         self.leave(victim)
+        self._kv.publish_tail(victim)
         self._kv.suspend(victim.request_id)
         victim.status = RequestStatus.PREEMPTED
         victim.max_computed_tokens = max(victim.max_computed_tokens, victim.num_computed_tokens)

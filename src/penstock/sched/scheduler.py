@@ -114,6 +114,8 @@ class Scheduler:
     def end(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Take a waiting or running request out and its blocks back, whatever it was doing."""
         if request.status is RequestStatus.RUNNING:
+            if reason is not FinishReason.ERROR:  # else what it wrote may be no numbers
+                self.kv.publish_tail(request)
             self._running.leave(request)
         else:
             self._waiting.remove(request)
@@ -186,9 +188,10 @@ class Scheduler:
 
         Who joins leaves the others the blocks for all the tokens that they have, so that a step does not admit and preempt.
         """
+        self._joining.call_back(draft)
         if prefills:
             self._note_long(draft, prefills)
-            draft.num_promised_blocks = sum(map(self._running.room.missing_blocks, prefills))
+            draft.num_promised_blocks += sum(map(self._running.room.missing_blocks, prefills))
             for request in self._joining.rank(prefills, now_ns, tuple(draft.late)):
                 self._joining.admit(draft, decision, now_ns, before=request)
                 self._joining.keep_tokens(draft, request, now_ns)
@@ -294,8 +297,10 @@ class Scheduler:
                     reason = FinishReason.LENGTH
                 entries = logprobs.get(request_id, ()) if logprobs else ()
                 add_event(TokenEvent(request_id, token_ids, now_ns, entries, reason, stop_reason, request.num_cached_tokens))
-            if num_computed % block_size < query_len:  # a block became full
+            if query_len > 1 or not num_computed % block_size:  # a block became full, or others wait for a prefill
                 self.kv.publish(request)
+                if query_len > 1 and row.samples:  # its prompt is computed: others may begin alike
+                    self.kv.publish_tail(request)
             if reason is not None:
                 self.end(request, reason, stop_reason)
                 outcome.ended.append(request)

@@ -58,7 +58,7 @@ class HashExecutor:
         self._holders: Counter[int] = Counter()
         """How many rows have the block in their table."""
         self._written: set[int] = set()
-        """Blocks that `write_blocks` filled since the last step; the rows that had them are released with the next."""
+        """Blocks that were filled or overwritten since the last step; the rows that had them are released with the next."""
         self._results: dict[int, StepResult] = {}
         self._is_closed = False
 
@@ -76,7 +76,7 @@ class HashExecutor:
         for source, destination in pairs:
             self._check_block_id(source)
             self._check_block_id(destination)
-            assert self._holders[destination] == 0, f"block {destination} is held by a row and would be overwritten"
+            self._written.add(destination)
             content = self._slots[source * size : (source + 1) * size]
             self._slots[destination * size : (destination + 1) * size] = content
 

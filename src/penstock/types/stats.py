@@ -23,6 +23,8 @@ class WaitReason(StrEnum):
     """KV blocks."""
     LOADING = "loading"
     """The rest of its prefix, which the tier below the pool is bringing."""
+    PREFIX = "prefix"
+    """A part of its prompt that another computes just now."""
     GATE = "gate"
     """The batch is closed, or waits for more."""
 
