@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from penstock.build import EXECUTORS, build_core, build_policies, build_runtime, num_threads
+from penstock.build import EXECUTORS, SEAM_FLAGS, SETTING_FLAGS, build_core, build_policies, build_runtime, num_threads
 from penstock.config import Backend, BackendConfig, Config, KvConfig, ModelConfig, SchedulerConfig, ServerConfig
+from penstock.config.setting import settings_of
 from penstock.engine.loop import EngineState
 from penstock.engine.ports import NullObserver
 from penstock.kv.eviction import LeastRecentlyUsed, LowestPriorityFirst, TenantFair
@@ -157,9 +158,9 @@ def test_a_batch_has_the_settings_of_the_config() -> None:
 
 
 def test_a_setting_that_the_gate_does_not_have_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"gate 'static' has no length_buckets\. Choose another gate"):
+    with pytest.raises(ConfigError, match=r"gate 'static' has no --length-buckets\. Choose another --batching"):
         build_policies(Config(scheduler=SchedulerConfig(batching="static", length_buckets=(64,))))
-    with pytest.raises(ConfigError, match=r"gate 'continuous' has no max_batch_size"):
+    with pytest.raises(ConfigError, match=r"gate 'continuous' has no --max-batch-size"):
         build_policies(Config(scheduler=SchedulerConfig(max_batch_size=4)))
 
 
@@ -193,7 +194,7 @@ def test_priorities_pause_others_unless_that_is_switched_off() -> None:
 @pytest.mark.parametrize("policy", [None, "fcfs", "edf"])
 def test_whether_priorities_pause_others_is_an_error_where_there_are_none(policy: str | None, is_preemptive: bool) -> None:
     scheduler = SchedulerConfig(policy=policy, priority_preemption=is_preemptive)
-    with pytest.raises(ConfigError, match=r"The order .* has no is_preemptive"):
+    with pytest.raises(ConfigError, match=r"The order .* has no --priority-preemption"):
         build_policies(Config(scheduler=scheduler))
 
 
@@ -213,12 +214,19 @@ def test_in_a_batch_nobody_is_paused_and_asking_for_it_is_an_error(batches: dict
     [SchedulerConfig(budget="decode-first", slo_itl_s=0.03), SchedulerConfig(preset="orca", max_long_partial_prefills=1)],
 )
 def test_a_setting_that_the_budget_does_not_read_is_an_error(scheduler: SchedulerConfig) -> None:
-    with pytest.raises(ConfigError, match=r"The budget .* has no"):
+    with pytest.raises(
+        ConfigError, match=r"The budget .* has no --(slo-itl|max-long-partial-prefills)\. Choose another --budget"
+    ):
         build_policies(Config(scheduler=scheduler))
 
 
+def test_the_flags_that_are_named_exist() -> None:
+    flags = {item.flag for component in (SchedulerConfig, KvConfig) for item in settings_of(component)}
+    assert {*SEAM_FLAGS.values(), *SETTING_FLAGS.values()} <= flags
+
+
 def test_a_watermark_is_an_error_where_the_reserve_has_none() -> None:
-    with pytest.raises(ConfigError, match="The reserve 'no-evict' has no share"):
+    with pytest.raises(ConfigError, match="The reserve 'no-evict' has no --kv-watermark"):
         build_policies(Config(scheduler=SchedulerConfig(reserve="no-evict"), kv=KvConfig(kv_watermark=0.25)))
 
 

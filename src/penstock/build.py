@@ -46,6 +46,20 @@ EXECUTORS: Mapping[str, str] = {
 EVICTION_OF_ORDER: Mapping[str, str] = {"priority": "priority", "fair": "tenant-fair"}
 """Who is favoured in the queue is favoured in the cache, unless another eviction is asked for."""
 
+SEAM_FLAGS: Mapping[str, str] = {"gate": "--batching", "order": "--policy", "budget": "--budget", "reserve": "--reserve"}
+SETTING_FLAGS: Mapping[str, str] = {
+    "max_batch_size": "--max-batch-size",
+    "preferred_batch_sizes": "--preferred-batch-size",
+    "max_queue_delay_ns": "--batch-window",
+    "length_buckets": "--length-buckets",
+    "is_preemptive": "--priority-preemption",
+    "slo_itl_ns": "--slo-itl",
+    "long_prefill_token_threshold": "--long-prefill-token-threshold",
+    "max_long_partial_prefills": "--max-long-partial-prefills",
+    "share": "--kv-watermark",
+}
+"""Field of a policy -> what sets it."""
+
 DEFAULT_STEP_TIMEOUT_S = 120.0
 """Of the native backend: a hundred times a full step of Qwen2.5-1.5B on two cores (docs/performance.md)."""
 
@@ -224,12 +238,29 @@ def build_core(
 def build_policies(config: Config) -> Policies:
     """The preset's, with those in their place that the config names."""
     from penstock.sched.policies.gates import Continuous
+    from penstock.sched.policies.presets import LacksSetting
+
+    try:
+        policies = _choose_policies(config)
+    except LacksSetting as lack:
+        seam, setting = SEAM_FLAGS[lack.seam], SETTING_FLAGS[lack.setting]
+        raise LacksSetting(lack.seam, lack.name, lack.setting, seam_words=seam, setting_words=setting) from None
+    if config.scheduler.priority_preemption and not isinstance(policies.gate, Continuous):
+        raise ConfigError(
+            "A static or dynamic batch runs until it has ended, so nobody in it is paused for a higher class.",
+            remedy="Set --batching continuous, or leave --priority-preemption out.",
+        )
+    _check_eviction(config.kv, policies)
+    return policies
+
+
+def _choose_policies(config: Config) -> Policies:
     from penstock.sched.policies.presets import make_policies
 
     chosen = config.scheduler
     slo_itl_ns = None if chosen.slo_itl_s is None else int(chosen.slo_itl_s * 1e9)
     budget = chosen.budget or ("itl" if slo_itl_ns else None)
-    policies = make_policies(
+    return make_policies(
         chosen.preset,
         gate=chosen.batching,
         order=chosen.policy,
@@ -254,13 +285,6 @@ def build_policies(config: Config) -> Policies:
             "reserve": {"share": config.kv.kv_watermark},
         },
     )
-    if chosen.priority_preemption and not isinstance(policies.gate, Continuous):
-        raise ConfigError(
-            "A static or dynamic batch runs until it has ended, so nobody in it is paused for a higher class.",
-            remedy="Set --batching continuous, or leave --priority-preemption out.",
-        )
-    _check_eviction(config.kv, policies)
-    return policies
 
 
 def _check_eviction(kv: KvConfig, policies: Policies) -> None:

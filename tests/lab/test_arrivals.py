@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from penstock.lab.arrivals import NS_PER_S, at_rate, gamma, poisson
+from penstock.lab.arrivals import NS_PER_S, gamma, poisson
 
 
 @pytest.mark.parametrize("cv", [0.5, 1.0, 4.0])
@@ -22,7 +22,3 @@ def test_gamma_gaps_have_the_mean_and_the_spread_asked_for(cv: float) -> None:
 
 def test_poisson_is_gamma_of_cv_one_and_repeats_with_its_seed() -> None:
     assert poisson(random.Random(3), 10, 2.0) == gamma(random.Random(3), 10, 2.0, cv=1.0)
-
-
-def test_a_trace_is_stretched_to_the_rate() -> None:
-    assert at_rate([100.0, 101.0, 104.0], rate=1.0) == [0, NS_PER_S // 2, 2 * NS_PER_S]

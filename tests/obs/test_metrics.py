@@ -96,6 +96,7 @@ def test_a_fresh_server_already_shows_its_series(metrics):
         "request_success_total",
         "kv_blocks",
         "kv_usage_ratio",
+        "prefill_chunk_tokens",
         "weight_bytes",
         "prefix_cache_queries_total",
         "prefix_cache_hits_total",
@@ -141,6 +142,8 @@ def test_gauges_are_read_when_asked(metrics):
     states = ("free", "cached", "held", "shared", "null")
     assert [value(metrics, "kv_blocks", state=state) for state in states] == [4, 1, 3, 2, 1]
     assert value(metrics, "kv_usage_ratio") == 0.5
+    metrics.max_prefill_tokens = 80
+    assert value(metrics, "prefill_chunk_tokens") == 80
     metrics.num_weight_bytes = 1000
     assert value(metrics, "weight_bytes") == 1000
     assert value(metrics, "drain_rate_requests_per_second") == 2.5

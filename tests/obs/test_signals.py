@@ -85,6 +85,33 @@ def test_a_pause_without_steps_lasts_as_the_last_state():
     assert later.desired_replicas == 1
 
 
+@pytest.mark.parametrize("pause_s", [1, 7, 29, 31, 40, 200, 299, 301, 335, 5000])
+def test_a_long_idleness_is_as_if_it_had_been_watched(pause_s):
+    """Its seconds are counted when it ends, and most of them are left out then."""
+    watched, alone = Server(drain_rate=2.0), Server(drain_rate=2.0)
+    for server in (watched, alone):
+        server.run(40, num_running=10, num_waiting=8, calls_per_s=5)
+        server.run(0.5, num_running=0)
+    watched.run(pause_s, num_running=0)
+    at_ns = int(watched.now_s * SECOND)
+    assert alone.signals.read(make_load(), at_ns) == watched.signals.read(make_load(), at_ns)
+
+
+def test_a_step_after_a_long_idleness_does_not_count_all_its_seconds():
+    asked = []
+    signals = Signals(ROWS, lambda now_ns: asked.append(now_ns) or 1.0)
+    signals.on_step(make_step(1.0, num_running=0))
+    signals.on_step(make_step(3600.0, num_running=1))
+    assert len(asked) < 50
+
+
+def test_one_call_in_the_first_moments_is_not_several_a_second():
+    signals = Signals(ROWS, lambda now_ns: 0.0)
+    signals.on_call(int(5.0 * SECOND))
+    assert signals.read(make_load(1), int(5.1 * SECOND)).arrivals_per_s == pytest.approx(0.2)
+    assert signals.read(make_load(1), int(15.0 * SECOND)).arrivals_per_s == pytest.approx(0.1)
+
+
 def test_who_leaves_between_two_steps_is_gone():
     signals = Signals(ROWS, lambda now_ns: 1.0)
     signals.on_step(make_step(1.0, num_running=8, num_waiting=20, num_held=50))

@@ -252,6 +252,7 @@ class EngineCore:
             num_prefix_hit_tokens=counts.num_prefix_hit_tokens,
             waits_for=counts.waits_for,
             num_padding_tokens=counts.num_padding_tokens,
+            max_prefill_tokens=counts.max_prefill_tokens,
             parts_ns={"execute": execute_ns, **result.timing.parts},
             prefills=_prefills(plan, counts),
         )

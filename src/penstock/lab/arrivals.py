@@ -20,10 +20,3 @@ def gamma(rng: Random, count: int, rate: float, cv: float) -> list[int]:
     shape = 1 / cv**2
     gaps = (rng.gammavariate(shape, 1 / (shape * rate)) for _ in range(count))
     return [round(at_s * NS_PER_S) for at_s in accumulate(gaps)]
-
-
-def at_rate(times_s: list[float], rate: float) -> list[int]:
-    """A trace's instants, stretched so that so many come per second; the first comes at 0."""
-    span_s = times_s[-1] - times_s[0]
-    stretch = (len(times_s) - 1) / (rate * span_s) if span_s else 0.0
-    return [round((at_s - times_s[0]) * stretch * NS_PER_S) for at_s in times_s]

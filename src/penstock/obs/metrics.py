@@ -57,6 +57,8 @@ class Metrics:
         self.num_recomputed_tokens = 0
         self.num_restarts = 0
         self.num_padding_tokens = 0
+        self.max_prefill_tokens = 0
+        """Of the last step."""
         self.num_computed_prompt_tokens = 0
         self.num_cached_prompt_tokens = 0
         self.num_generated_tokens = 0
@@ -137,6 +139,7 @@ class Metrics:
         self.num_preemptions += stats.num_preemptions
         self.num_recomputed_tokens += stats.num_recomputed_tokens
         self.num_padding_tokens += stats.num_padding_tokens
+        self.max_prefill_tokens = stats.max_prefill_tokens
         self.num_generated_tokens += stats.num_sampled_tokens
         self.batch_size.observe(stats.num_rows)
         self.batch_tokens.observe(stats.num_tokens)

@@ -45,6 +45,7 @@ class _Snapshot(Collector):
             self._families = [
                 *self._gauges(load, waste),
                 *self._signals(signals),
+                self._gauge("prefill_chunk_tokens", "Prompt tokens that the last step could take.", metrics.max_prefill_tokens),
                 self._gauge("weight_bytes", "Weights as the backend keeps them; 0 if unknown.", metrics.num_weight_bytes),
                 *self._counters(metrics),
                 *self._tier(metrics.tier),

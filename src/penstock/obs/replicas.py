@@ -20,12 +20,13 @@ class Replicas:
     def __init__(self) -> None:
         self.desired = 1
         self._asked: deque[tuple[int, int]] = deque()
-        """(second, servers) of the last `DOWN_S`, ascending."""
+        """(second, servers) from when on so many were asked for, over the last `DOWN_S`; ascending."""
 
     def add(self, second: int, load: float) -> None:
         """In that second the load was worth so many servers. Seconds ascend; those left out were like the one before."""
         asked = max(1, math.ceil(load - TOLERANCE))
-        self._asked.append((second, asked))
+        if not self._asked or self._asked[-1][1] != asked:
+            self._asked.append((second, asked))
         while len(self._asked) > 1 and self._asked[1][0] <= second - DOWN_S:
             self._asked.popleft()
         most = max(num for _, num in self._asked)

@@ -20,6 +20,8 @@ from penstock.types.request import FinishReason
 from penstock.types.stats import EngineLoad, RequestStats, StepStats, WaitReason
 
 WINDOW_S = 30
+MIN_WINDOW_S = 5
+"""Over which calls are counted at least: one call in the first moments is not several per second."""
 REPLICA_WINDOW_S = 5
 """What `desired_replicas` looks at: it has windows of its own behind."""
 TARGET_UTILISATION = 0.8
@@ -30,7 +32,7 @@ _SECOND_NS = 1_000_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SustainedLoad:
-    """Means over the last `WINDOW_S` seconds."""
+    """Means over the last `WINDOW_S` seconds, or over as many as there were."""
 
     queue_depth: float = 0.0
     """Requests that waited."""
@@ -127,6 +129,8 @@ class Signals:
         if self._at_ns is None:
             self._at_ns = now_ns
         at_ns = max(self._at_ns, now_ns - (DOWN_S + WINDOW_S) * _SECOND_NS)
+        # In long idleness every second is like the one before, as soon as the windows hold nothing else: these are left out.
+        idle_epoch = at_ns // _SECOND_NS + REPLICA_WINDOW_S
         while at_ns < now_ns:
             epoch = at_ns // _SECOND_NS
             until_ns = min(now_ns, (epoch + 1) * _SECOND_NS)
@@ -134,6 +138,8 @@ class Signals:
             at_ns = until_ns
             if at_ns % _SECOND_NS == 0:
                 self._replicas.add(epoch, self._load_in_servers(epoch, at_ns))
+                if not self._num_there and epoch >= idle_epoch:
+                    at_ns = max(at_ns, (now_ns // _SECOND_NS - WINDOW_S) * _SECOND_NS)
         self._at_ns = max(self._at_ns, now_ns)
 
     def _add(self, second: _Second, num_ns: int) -> None:
@@ -158,7 +164,7 @@ class Signals:
             sum(second.waiting_ns for second in seconds) / num_ns,
             sum(second.used_ns for second in seconds) / num_ns,
             sum(second.free_ns for second in seconds) / num_ns,
-            sum(second.num_calls for second in seconds) * _SECOND_NS / num_ns,
+            sum(second.num_calls for second in seconds) * _SECOND_NS / max(num_ns, MIN_WINDOW_S * _SECOND_NS),
         )
 
     def _load_in_servers(self, epoch: int, now_ns: int) -> float:

@@ -33,6 +33,8 @@ class StepCounts:
     num_prefix_hit_tokens: int = 0
     waits_for: WaitReason = WaitReason.NOTHING
     """What the first of those who wait lacks."""
+    max_prefill_tokens: int = 0
+    """What the budget left to prompts."""
 
 
 @dataclass(slots=True)
@@ -156,6 +158,7 @@ class StepDraft:
             num_prefix_query_tokens=self.num_prefix_query_tokens,
             num_prefix_hit_tokens=self.num_prefix_hit_tokens,
             waits_for=self.waits_for,
+            max_prefill_tokens=max(0, self.limits.max_tokens - self.num_decodes),
         )
 
 

@@ -132,6 +132,8 @@ class StepStats:
     """When the step was planned."""
     num_padding_tokens: int = 0
     """Positions computed for nobody, as a batch's padding."""
+    max_prefill_tokens: int = 0
+    """What the budget left to prompts; under `itl` the state of its controller."""
     parts_ns: Mapping[str, int] = field(default_factory=dict)
     """Named shares of the step: schedule, execute, commit, and the executor's own parts."""
     prefills: Sequence[RowPlan] = ()

@@ -104,7 +104,8 @@ def make_policies(
     """A preset's policies; each may be replaced by another name of its seam's table, or by a value.
 
     `settings`, by seam: fields of the policy that is chosen by name; None leaves one as it is.
-    Raises ConfigError, listing the valid names, for a name that is in no table, and for a setting that the policy hasn't.
+    Raises ConfigError, listing the valid names, for a name that is in no table, and LacksSetting for a setting that the policy
+    hasn't.
     """
     if preset not in PRESETS:
         raise _unknown("preset", preset, PRESETS)
@@ -130,6 +131,18 @@ def make_policies(
     return Policies(**chosen)
 
 
+class LacksSetting(ConfigError):
+    """The policy that was chosen for a seam has not the setting that was given."""
+
+    def __init__(self, seam: str, name: str, setting: str, *, seam_words: str = "", setting_words: str = "") -> None:
+        """`seam_words` and `setting_words`: what whoever gave the setting calls the two."""
+        self.seam, self.name, self.setting = seam, name, setting
+        super().__init__(
+            f"The {seam} {name!r} has no {setting_words or setting}.",
+            remedy=f"Choose another {seam_words or seam}, or leave that setting out.",
+        )
+
+
 def _make(seam: str, name: str, settings: Mapping[str, object]) -> object:
     if name not in TABLES[seam]:
         raise _unknown(seam, name, TABLES[seam])
@@ -137,9 +150,7 @@ def _make(seam: str, name: str, settings: Mapping[str, object]) -> object:
     policy = getattr(import_module(module), attribute)
     for setting in settings:
         if setting not in signature(policy).parameters:
-            raise ConfigError(
-                f"The {seam} {name!r} has no {setting}.", remedy=f"Choose another {seam}, or leave that setting out."
-            )
+            raise LacksSetting(seam, name, setting)
     return policy(**settings)
 
 
