@@ -1,0 +1,81 @@
+// What an attention task works on: its pairs of a query and a head, and where its intermediate results are. Included by
+// attention.cpp alone.
+
+#pragma once
+
+#include "parts.h"
+#include "simd.h"
+
+namespace penstock::PENSTOCK_ISA {
+
+namespace {  // of the one file that includes this: inline functions of one instruction set must not be linked into another
+
+constexpr int kPairs = kAttentionPairs;          // whose sums fit the registers
+constexpr int kScorePairs = kAttentionScorePairs;  // whose scores are computed together, in so many sums side by side
+constexpr int kScoreSums = kAttentionScoreSums;
+constexpr int kTaskPairs = kAttentionTaskPairs;  // that share the keys and values of a segment while these are in the cache
+constexpr int kSegmentTiles = kSegment / kKvTile;
+constexpr int kStateFloats = kTaskPairs + kLanes;  // of the numbers of each pair, which are read sixteen at a time
+
+// (query, head) pairs of a task, ordered query-major.
+struct Pairs {
+    int64_t offset[kTaskPairs];    // floats from the task's q and out
+    int32_t last[kTaskPairs];      // position that a pair sees
+    int32_t first[kTaskPairs];     // likewise
+    float factor[kTaskPairs];      // of its scores
+    int count;
+};
+
+// What is known of pairs: after one segment, or merged over several. Of pair p max[p], sum[p] and o[p * head_dim] on.
+struct State {
+    float* max;
+    float* sum;
+    float* o;
+};
+
+// Where a task keeps its intermediate results; all of it stays in the first- and second-level cache.
+struct Scratch {
+    float* scores;        // [kPairs][kSegment]
+    uint16_t* weights;    // [kPairs][kSegment] int16 or bf16
+    float* value_scales;  // [kSegment], of 8-bit values
+    float* units;         // [kSegment], the same as shares of the largest, times kLargestInteger
+    float* factor;        // [kPairs] by which the sums of 8-bit values are to be multiplied
+    int16_t* q;           // [kTaskPairs / kPairs][head_dim / 2][kPairs][2]
+    uint8_t* odd;         // [head_dim] pairs: the 16-bit values of a last position that has no neighbour yet
+    State merged;         // of kTaskPairs
+    State next;           // of kTaskPairs
+};
+
+constexpr int kScoreFloats = kPairs * kSegment, kWeightFloats = kPairs * kSegment / 2;
+
+PENSTOCK_INLINE State take_state(float*& memory, int head_dim) {
+    const State state{memory, memory + kStateFloats, memory + 2 * kStateFloats};
+    memory += 2 * kStateFloats + kTaskPairs * head_dim;
+    return state;
+}
+
+PENSTOCK_INLINE Scratch make_scratch(float* memory, int head_dim) {
+    memory += -(reinterpret_cast<uintptr_t>(memory) / sizeof(float)) % kLanes;  // vectors within one line of the cache
+    Scratch scratch;
+    scratch.scores = memory;
+    memory += kScoreFloats;
+    scratch.weights = reinterpret_cast<uint16_t*>(memory);
+    memory += kWeightFloats;
+    scratch.value_scales = memory;
+    memory += kSegment;
+    scratch.units = memory;
+    memory += kSegment;
+    scratch.factor = memory;
+    memory += kLanes;
+    scratch.q = reinterpret_cast<int16_t*>(memory);
+    memory += kTaskPairs * head_dim / 2;
+    scratch.odd = reinterpret_cast<uint8_t*>(memory);
+    memory += head_dim;
+    scratch.merged = take_state(memory, head_dim);
+    scratch.next = take_state(memory, head_dim);
+    return scratch;
+}
+
+}  // namespace
+
+}  // namespace penstock::PENSTOCK_ISA

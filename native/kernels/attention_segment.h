@@ -1,0 +1,317 @@
+// Attention to one segment: scores -> a bound m of them, weights p = 2^(s - m), l = sum p, o = sum p v. Included by attention.cpp
+// alone.
+//
+// Scores are dot products of integers (integers.h), of as many columns as share a scale exact in any order, and count in
+// units of log2: the softmax's factor log2(e) is part of their scale. What is particular to a format of the KV cache is in
+// Int8Kv and Int16Kv, the softmax in softmax.h.
+
+#pragma once
+
+#include "attention_scratch.h"
+#include "integers.h"
+#include "softmax.h"
+
+namespace penstock::PENSTOCK_ISA {
+
+namespace {  // of the one file that includes this: inline functions of one instruction set must not be linked into another
+
+// Where the keys and values of tiles of 16 positions are.
+struct Tiles {
+    const uint8_t* keys[kSegmentTiles];
+    const uint8_t* values[kSegmentTiles];
+};
+
+// Those of one segment, and for each one that is fetched into the cache meanwhile: keys while keys are read, values while values
+// are.
+struct Segment {
+    Tiles tiles, ahead;
+};
+
+// Keys and values of 8 bits, KvFormat::kInt8. The weights of a segment, each times its value's scale, are rounded to 16 bits
+// with one scale for all, the largest that can be needed: 32767 * 127 * kSegment is below 2^31.
+struct Int8Kv {
+    static constexpr int kBytes = 32;  // of two columns, or of two positions, of sixteen
+    using Sum = vi;
+
+    static PENSTOCK_MEMBER int halves_of_group(int) { return kGroup / 2; }
+    static PENSTOCK_MEMBER vb load_pairs(const uint8_t* p) { return widen_i8(p); }
+    static constexpr int kScaleBytes = kKvTile * 2;
+    static PENSTOCK_MEMBER vf load_scales(const uint8_t* p) { return load_bf16((const uint16_t*)p); }
+    static PENSTOCK_MEMBER Sum zero() { return set1_i(0); }
+    static PENSTOCK_MEMBER Sum dot2(Sum acc, vb values, vb weights) { return dot2_i16(acc, values, weights); }
+    static PENSTOCK_MEMBER vf sum_of(Sum acc, float factor) { return mul(to_float(acc), set1(factor)); }
+};
+
+// Keys of 16 bits and values in bf16, KvFormat::kInt16. l sums the weights as they were rounded to bf16, so that their mean
+// error cancels.
+struct Int16Kv {
+    static constexpr int kBytes = 64;
+    using Sum = vf;
+
+    static PENSTOCK_MEMBER int halves_of_group(int halves) { return halves; }
+    static PENSTOCK_MEMBER vb load_pairs(const uint8_t* p) { return load64(p); }
+    static constexpr int kScaleBytes = kKvTile * 4;
+    static PENSTOCK_MEMBER vf load_scales(const uint8_t* p) { return load((const float*)p); }
+    static PENSTOCK_MEMBER Sum zero() { return set1(0.0f); }
+    static PENSTOCK_MEMBER Sum dot2(Sum acc, vb values, vb weights) { return dot2_bf16(acc, values, weights); }
+    static PENSTOCK_MEMBER vf sum_of(Sum acc, float) { return acc; }
+};
+
+template <typename Kv>
+constexpr bool kIsInt8 = Kv::kBytes == 32;
+
+// How many tiles of keys, or of sixteen columns of values, go side by side so that few pairs still fill the pipeline.
+template <int kCount>
+constexpr int side_by_side() {
+    return kCount * 2 > kPairs ? (kPairs >= 12 ? 2 : 1) : kCount * 4 > kPairs ? (kPairs >= 12 ? 4 : 2) : 4;
+}
+
+template <int kMost, typename F>
+PENSTOCK_INLINE void dispatch_count(int count, F f) {
+    switch (count) {
+        case 1: f.template operator()<1>(); break;
+        case 2: if constexpr (kMost >= 2) f.template operator()<2>(); break;
+        case 3: if constexpr (kMost >= 3) f.template operator()<3>(); break;
+        case 4: if constexpr (kMost >= 4) f.template operator()<4>(); break;
+        case 5: if constexpr (kMost >= 5) f.template operator()<5>(); break;
+        case 6: if constexpr (kMost >= 6) f.template operator()<6>(); break;
+        case 7: if constexpr (kMost >= 7) f.template operator()<7>(); break;
+        case 8: if constexpr (kMost >= 8) f.template operator()<8>(); break;
+        case 9: if constexpr (kMost >= 9) f.template operator()<9>(); break;
+        case 10: if constexpr (kMost >= 10) f.template operator()<10>(); break;
+        case 11: if constexpr (kMost >= 11) f.template operator()<11>(); break;
+        case 12: if constexpr (kMost >= 12) f.template operator()<12>(); break;
+        default: break;
+    }
+}
+
+// Dot products, times the keys' scales, of kCount pairs and the kTiles * 16 positions from `tile` on. The integer sums of a group
+// of columns stay in registers, and with AVX-512 the sums over groups, too.
+template <typename Kv, int kCount, int kTiles, bool kFetch>
+PENSTOCK_INLINE void score_tiles(const Segment& segment, int tile, const int16_t* q, int halves, float* scores) {
+    const uint8_t* const* keys = segment.tiles.keys + tile;
+    const uint8_t* const* ahead = segment.ahead.keys + tile;
+    const int group_halves = Kv::halves_of_group(halves);
+    int64_t scales = int64_t{halves} * Kv::kBytes;
+    vf sum[kTiles][kCount];
+    PENSTOCK_UNROLL for (int u = 0; u < kTiles; ++u) {
+        PENSTOCK_UNROLL for (int p = 0; p < kCount; ++p) sum[u][p] = set1(0.0f);
+    }
+    int d = 0;
+    do {  // at least once, or the compiler keeps zeros in memory; so below
+        const int end = d + group_halves < halves ? d + group_halves : halves;
+        vi acc[kTiles][kCount];
+        PENSTOCK_UNROLL for (int u = 0; u < kTiles; ++u) {
+            PENSTOCK_UNROLL for (int p = 0; p < kCount; ++p) acc[u][p] = set1_i(0);
+        }
+        do {
+            vb k[kTiles];
+            PENSTOCK_UNROLL for (int u = 0; u < kTiles; ++u) {
+                if constexpr (kFetch) prefetch(ahead[u] + d * Kv::kBytes);
+                k[u] = Kv::load_pairs(keys[u] + d * Kv::kBytes);
+            }
+            PENSTOCK_UNROLL for (int p = 0; p < kCount; ++p) {
+                const vb two = set1_pair(q + (d * kPairs + p) * 2);
+                PENSTOCK_UNROLL for (int u = 0; u < kTiles; ++u) acc[u][p] = dot2_i16(acc[u][p], k[u], two);
+            }
+        } while (++d < end);
+        PENSTOCK_UNROLL for (int u = 0; u < kTiles; ++u) {
+            const vf scale = Kv::load_scales(keys[u] + scales);
+            if constexpr (kFetch) prefetch(ahead[u] + scales);
+            PENSTOCK_UNROLL for (int p = 0; p < kCount; ++p) sum[u][p] = fma(to_float(acc[u][p]), scale, sum[u][p]);
+        }
+        scales += Kv::kScaleBytes;
+    } while (d < halves);
+    PENSTOCK_UNROLL for (int u = 0; u < kTiles; ++u) {
+        PENSTOCK_UNROLL for (int p = 0; p < kCount; ++p) store(scores + p * kSegment + u * kKvTile, sum[u][p]);
+    }
+}
+
+// scores[pair][16 * tile ...] of the tiles [from, end) of a segment
+template <typename Kv, int kCount, bool kFetch>
+__attribute__((noinline)) void score_pairs(const Segment& segment, int from, int end, const int16_t* q, int head_dim,
+                                           float* scores) {
+    constexpr int kTiles = kScoreSums < 4 * kCount ? kScoreSums / kCount : 4;
+    const int halves = head_dim / 2;
+    int i = from;
+    for (; i + kTiles <= end; i += kTiles) score_tiles<Kv, kCount, kTiles, kFetch>(segment, i, q, halves, scores + i * kKvTile);
+    if constexpr (kTiles > 2) {
+        if (i + 2 <= end) {
+            score_tiles<Kv, kCount, 2, kFetch>(segment, i, q, halves, scores + i * kKvTile);
+            i += 2;
+        }
+    }
+    for (; i < end; ++i) score_tiles<Kv, kCount, 1, kFetch>(segment, i, q, halves, scores + i * kKvTile);
+}
+
+// What a query sees of a segment, in positions of it.
+struct Seen {
+    int lo, hi;
+};
+
+// The units of what queries see of a segment up to position `end`, whose largest value scale is `largest`.
+struct Units {
+    int end;
+    Seen seen;
+    float largest;
+};
+
+// Makes the units those of `seen`, of which alone the largest scale is. What is not seen has no weight, whatever its unit.
+PENSTOCK_INLINE void scale_weights(const Scratch& scratch, Seen seen, Units& units) {
+    if (seen.lo == units.seen.lo && seen.hi == units.seen.hi) return;
+    units.seen = seen;
+    vf largest = set1(0.0f);
+    for (int i = seen.lo / kLanes * kLanes; i < seen.hi; i += kLanes) {
+        largest = max(largest, within(i, seen.lo, seen.hi, load(scratch.value_scales + i), set1(0.0f)));
+    }
+    const float top = reduce_max(largest);
+    if (top == units.largest) return;
+    units.largest = top;
+    const vf factor = set1(kLargestInteger / top);
+    for (int i = 0; i < step_above(units.end); i += kLanes) store(scratch.units + i, mul(load(scratch.value_scales + i), factor));
+}
+
+// kColumns * 16 columns of o from column d on.
+template <typename Kv, int kCount, int kColumns>
+PENSTOCK_INLINE void weigh_columns(const Segment& segment, int from, int end, const Scratch& scratch, int head_dim, int d,
+                                   float* out) {
+    typename Kv::Sum acc[kColumns][kCount];
+    for (int c = 0; c < kColumns; ++c) {
+        for (int p = 0; p < kCount; ++p) acc[c][p] = Kv::zero();
+    }
+    const auto add_two = [&](const uint8_t* values, const uint16_t* weight) __attribute__((always_inline)) {
+        vb v[kColumns];
+        for (int c = 0; c < kColumns; ++c) v[c] = Kv::load_pairs(values + c * Kv::kBytes);
+        for (int p = 0; p < kCount; ++p) {
+            const vb two = set1_pair(weight + p * kSegment);
+            for (int c = 0; c < kColumns; ++c) acc[c][p] = Kv::dot2(acc[c][p], v[c], two);
+        }
+    };
+    const int64_t stride = int64_t{Kv::kBytes} / kLanes * head_dim;  // bytes of two positions
+    const int64_t column = int64_t{Kv::kBytes} / kLanes * d;
+    // Integers beyond the end are harmless, as their weights are zero; a bf16 there might be NaN.
+    const int paired = kIsInt8<Kv> ? (end + 1) & ~1 : end & ~1;
+    for (int at = from; at < paired;) {
+        const uint8_t* values = segment.tiles.values[at / kKvTile] + column;
+        const uint8_t* ahead = segment.ahead.values[at / kKvTile] + column;
+        for (const int stop = paired - at > kKvTile ? at + kKvTile : paired; at < stop; at += 2, values += stride, ahead += stride) {
+            for (int c = 0; c < kColumns; ++c) prefetch(ahead + c * Kv::kBytes);
+            add_two(values, scratch.weights + at);
+        }
+    }
+    if (!kIsInt8<Kv> && end % 2) add_two(scratch.odd + column, scratch.weights + end - 1);
+    for (int p = 0; p < kCount; ++p) {
+        for (int c = 0; c < kColumns; ++c) store(out + p * head_dim + c * kLanes, Kv::sum_of(acc[c][p], scratch.factor[p]));
+    }
+}
+
+// o[pair][d] = sum over positions [from, end) of the segment of p[pair] * v[d]
+template <typename Kv, int kCount>
+__attribute__((noinline)) void weigh_pairs(const Segment& segment, int from, int end, const Scratch& scratch, int head_dim,
+                                           float* out) {
+    constexpr int kColumns = side_by_side<kCount>();
+    int d = 0;
+    for (; d + kColumns * kLanes <= head_dim; d += kColumns * kLanes) {
+        weigh_columns<Kv, kCount, kColumns>(segment, from, end, scratch, head_dim, d, out + d);
+    }
+    for (; d < head_dim; d += kLanes) weigh_columns<Kv, kCount, 1>(segment, from, end, scratch, head_dim, d, out + d);
+}
+
+// The values of the segment's last position, `end` - 1, with zeros beside them: nothing is written there yet.
+PENSTOCK_INLINE void copy_odd_values(const Tiles& tiles, int end, int head_dim, uint8_t* odd) {
+    const uint8_t* values = tiles.values[end / kKvTile] + end % kKvTile / 2 * 4 * head_dim;
+    for (int i = 0; i < 4 * head_dim; i += 64) store64(odd + i, even_halves(load64(values + i)));
+}
+
+// Of the values of a segment's first `end` positions. No number becomes zero: its key is none either, and breaks what sees it.
+PENSTOCK_INLINE void load_value_scales(const KvLayer& kv, const Tiles& tiles, int end, float* out) {
+    const int64_t offset = kv.scales_offset() + int64_t{2} * kv.key_groups() * kKvTile;
+    const vf zero = set1(0.0f);
+    for (int i = 0; i < step_above(end); i += kLanes) {
+        const vf scales = i < end ? load_bf16((const uint16_t*)(tiles.keys[i / kKvTile] + offset)) : zero;
+        store(out + i, max(within(i, 0, end, scales, zero), zero));
+    }
+}
+
+// Weights of the pairs [at, at + count), all of one query and the first of them in row `row` of the scratch, from their scores;
+// and the bounds of their scores and their sums of weights. Weights are needed for the positions [from, end).
+template <typename Kv>
+PENSTOCK_INLINE void weigh_query(const AttentionTask& t, const Pairs& pairs, int at, int count, int row, Seen seen, Units& units,
+                                 int from, int end, const Scratch& scratch, const State& out) {
+    float* scores = scratch.scores + row * kSegment;
+    uint16_t* weights = scratch.weights + row * kSegment;
+    const int first = step_below(seen.lo), stop = step_above(seen.hi);
+    const bool is_capped = t.softcap > 0.0f;
+    float shift[kPairs];
+    for (int p = 0; p < count; ++p) {
+        float* own = scores + p * kSegment;
+        if (is_capped) cap(own, seen.lo, seen.hi, pairs.factor[at + p], t.softcap);
+        mask(own, seen.lo, seen.hi);
+        const float top = largest_of(own, first, stop), factor = is_capped ? 1.0f : pairs.factor[at + p];
+        out.max[at + p] = shift[p] = bound_of(top, factor);
+        if (fabsf(top * factor) > 0x1p16f) {  // where the bound is too far from it
+            for (int i = first; i < stop; i += kLanes) store(own + i, sub(load(own + i), set1(top)));
+            out.max[at + p] = top * factor;
+            shift[p] = 0.0f;
+        }
+    }
+    if constexpr (kIsInt8<Kv>) scale_weights(scratch, seen, units);
+    for (int p = 0; p < count; ++p) {
+        const float *own = scores + p * kSegment, factor = is_capped ? 1.0f : pairs.factor[at + p];
+        uint16_t* own_weights = weights + p * kSegment;
+        if constexpr (kIsInt8<Kv>) {
+            scratch.factor[row + p] = units.largest * (1.0f / kLargestInteger);
+            out.sum[at + p] = soften_scaled(own, scratch.units, own_weights, first, stop, factor, shift[p]);
+        } else {
+            out.sum[at + p] = soften(own, own_weights, first, stop, factor, shift[p]);
+        }
+        for (int i = from; i < first; ++i) own_weights[i] = 0;
+        for (int i = stop; i < end; ++i) own_weights[i] = 0;
+    }
+}
+
+// Queries of the task that comes next, and where its results go: what stands where the pairs [at, at + count) of this one do.
+PENSTOCK_INLINE void fetch_pairs(const AttentionTask& next, const Pairs& pairs, int at, int count, int head_dim) {
+    for (int p = at; p < at + count; ++p) {
+        for (int d = 0; d < head_dim; d += kLanes) {
+            prefetch(next.q + pairs.offset[p] + d);
+            prefetch(next.out + pairs.offset[p] + d);
+        }
+    }
+}
+
+// The segment that begins at `begin`, for the pairs [at, at + count); nothing of it has a meaning for a pair that does not see it.
+template <typename Kv>
+void attend_segment(const AttentionTask& t, const Pairs& pairs, int at, int count, int begin, const Segment& segment,
+                    Units& units, int head_dim, const Scratch& scratch, const State& out) {
+    // Positions are relative to the segment from here on. Values are read in pairs of positions.
+    const int last = pairs.last[at + count - 1] - begin, end = last < kSegment ? last + 1 : kSegment, padded = (end + 1) & ~1;
+    const int from = pairs.first[at] > begin ? step_below(pairs.first[at] - begin) : 0;
+    const int16_t* q = scratch.q + at * head_dim;
+    for (int p = 0; p < count; p += kScorePairs) {
+        dispatch_count<kScorePairs>(count - p < kScorePairs ? count - p : kScorePairs, [&]<int kCount>() {
+            const auto score = at + p == 0 ? score_pairs<Kv, kCount, true> : score_pairs<Kv, kCount, false>;
+            score(segment, from / kKvTile, (end + kKvTile - 1) / kKvTile, q + 2 * p, head_dim, scratch.scores + p * kSegment);
+        });
+    }
+    for (int p = 0, stop = 0; p < count; p = stop) {
+        const int first = pairs.first[at + p] - begin, position = pairs.last[at + p] - begin;
+        while (++stop < count && pairs.last[at + stop] - begin == position) {
+        }
+        const Seen seen{first > 0 ? first : 0, position < end ? position + 1 : end};
+        if (seen.lo < seen.hi) {
+            weigh_query<Kv>(t, pairs, at + p, stop - p, p, seen, units, from, padded, scratch, out);
+            if (t.next && position < kSegment) fetch_pairs(*t.next, pairs, at + p, stop - p, head_dim);
+        } else {
+            for (int i = p; i < stop; ++i) memset(scratch.weights + i * kSegment + from, 0, sizeof(uint16_t) * (padded - from));
+        }
+    }
+    if (!kIsInt8<Kv> && end % 2) copy_odd_values(segment.tiles, end, head_dim, scratch.odd);
+    dispatch_count<kPairs>(count, [&]<int kCount>() {
+        weigh_pairs<Kv, kCount>(segment, from, end, scratch, head_dim, out.o + at * head_dim);
+    });
+}
+
+}  // namespace
+
+}  // namespace penstock::PENSTOCK_ISA
