@@ -5,7 +5,8 @@
 Three situations: `decode` (all rows full, nobody can join), `no_memory` (a row is free, but not the memory for the
 next request, which is therefore looked up in every step) and `churn` (replies of 32 tokens: eight requests end and
 eight join in each step). `--journal`: everything is written down that `GET /v1/requests/{id}` tells.
-The last line is one JSON object; times are microseconds per step, `begin` + `finish`.
+The last line is one JSON object; times are microseconds per step, `begin` + `finish`; `mean_cpu_us` is CPU
+time, garbage collection and all that is done once in a while included.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _measure(situation: str, arguments: argparse.Namespace) -> Iterator[tuple[float, float]]:
-    """(begin, finish) in microseconds of each step, after all rows have been filled."""
+def _measure(situation: str, arguments: argparse.Namespace) -> Iterator[tuple[float, float, float]]:
+    """(begin, finish, CPU time of both) in microseconds of each step, after all rows have been filled."""
     running, is_churn = arguments.running, situation == "churn"
     num_warm_up = PROMPT_TOKENS * running // MAX_STEP_TOKENS + 2 * CHURN_TOKENS
     num_steps = num_warm_up + arguments.steps
@@ -83,16 +84,16 @@ def _measure(situation: str, arguments: argparse.Namespace) -> Iterator[tuple[fl
     ]
     core.apply([Add(request) for request in requests], 0)
     for step in range(num_steps):
-        started = time.perf_counter_ns()
+        started, cpu_ns = time.perf_counter_ns(), -time.thread_time_ns()
         plan = core.begin(step)
-        planned = time.perf_counter_ns()
+        planned, cpu_ns = time.perf_counter_ns(), cpu_ns + time.thread_time_ns()
         assert plan is not None
         result = StepResult(plan.step_id, _tokens(plan), NO_TIME)
-        computed = time.perf_counter_ns()
+        computed, cpu_ns = time.perf_counter_ns(), cpu_ns - time.thread_time_ns()
         core.finish(plan, result, step)
-        ended = time.perf_counter_ns()
+        ended, cpu_ns = time.perf_counter_ns(), cpu_ns + time.thread_time_ns()
         if step >= num_warm_up:
-            yield (planned - started) / 1e3, (ended - computed) / 1e3
+            yield (planned - started) / 1e3, (ended - computed) / 1e3, cpu_ns / 1e3
     assert core.num_waiting >= arguments.waiting
 
 
@@ -121,14 +122,14 @@ def _tokens(plan: StepPlan) -> dict[str, tuple[int, ...]]:
     return {row.request_id: (7,) for row in plan.rows if row.samples}
 
 
-def _summary(name: str, steps: list[tuple[float, float]]) -> dict[str, float]:
+def _summary(name: str, steps: list[tuple[float, float, float]]) -> dict[str, float]:
     gc.collect()
-    totals = [begin + finish for begin, finish in steps]
+    totals = [begin + finish for begin, finish, _ in steps]
     summary = {
-        "begin_us": round(statistics.median(begin for begin, _ in steps), 1),
-        "finish_us": round(statistics.median(finish for _, finish in steps), 1),
+        "begin_us": round(statistics.median(begin for begin, _, _ in steps), 1),
+        "finish_us": round(statistics.median(finish for _, finish, _ in steps), 1),
         "total_us": round(statistics.median(totals), 1),
-        "mean_us": round(statistics.fmean(totals), 1),
+        "mean_cpu_us": round(statistics.fmean(cpu for _, _, cpu in steps), 1),
         "p90_us": round(statistics.quantiles(totals, n=10)[-1], 1),
         "min_us": round(min(totals), 1),
     }

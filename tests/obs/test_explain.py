@@ -186,6 +186,7 @@ def test_the_longest_gap_names_the_prompt_that_made_it() -> None:
     assert told.longest_gap.step.largest.request_id == "b"
     assert told.longest_gap.step.largest.num_prompt_tokens == 14
     assert (told.max_batch, round(told.mean_batch * 12)) == (2, 13)
+    assert told.decode_with_prompts_ns == 6 * MS
 
 
 class TestPauses:

@@ -25,7 +25,7 @@ async def test_an_ended_request_is_explained_by_either_id(client):
     assert (choice["prompt_tokens"], choice["completion_tokens"]) == (len(PROMPT), 9)
     assert choice["prefix"] == {"hit_tokens": 0, "stopped_at": 0, "because": "never seen"}
     assert choice["prefill"] == {"steps": 1, "tokens": len(PROMPT)}
-    assert (choice["decode"], choice["batch"]) == ({"steps": 8}, {"mean": 1.0, "max": 1})
+    assert (choice["decode"], choice["batch"]) == ({"steps": 8, "with_prompts_ms": 0}, {"mean": 1.0, "max": 1})
     parts = choice["time_ms"]
     assert parts["queue"] + parts["prefill"] + parts["decode"] == pytest.approx(parts["total"], abs=0.01)
     assert sum(choice["waited"]["for_ms"].values()) == pytest.approx(parts["queue"], abs=0.01)
@@ -180,7 +180,7 @@ async def test_slow_requests_are_explained_in_the_log(runtime, caplog, limit_s, 
         await client.post(COMPLETIONS, json={"prompt": PROMPT, "max_tokens": 5}, headers={"X-Request-Id": "r"})
     lines = [record.getMessage() for record in caplog.records if record.name == "penstock.serve.service"]
     assert len(lines) == num_lines
-    assert all(line.startswith("request r took 0.") and "Took" in line and "prompt of 37 tokens" in line for line in lines)
+    assert all(line.startswith("slow request r: Took ") and "prompt of 37 tokens" in line for line in lines)
 
 
 async def test_a_stream_begins_with_the_times_that_are_known(client):

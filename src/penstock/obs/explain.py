@@ -76,6 +76,8 @@ class Explanation:
     num_prefill_tokens: int
     """Computed, those that were lost and computed again included."""
     num_decode_steps: int
+    decode_with_prompts_ns: int
+    """Of `decode_ns`, in steps that computed prompts of others, too."""
     mean_batch: float
     """Requests in its steps, itself included."""
     max_batch: int
@@ -118,6 +120,7 @@ def explain(life: Life, now: WaitMark, turn: Turn, decodes: Span, waits_for: Wai
         num_prefill_steps=life.prefills.num_steps,
         num_prefill_tokens=life.num_prefill_tokens,
         num_decode_steps=decodes.num_steps,
+        decode_with_prompts_ns=decodes.prompts_ns,
         mean_batch=steps.num_rows / steps.num_steps if steps.num_steps else 0.0,
         max_batch=steps.max_rows,
         longest_gap=decodes.longest,

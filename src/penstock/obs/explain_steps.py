@@ -53,12 +53,15 @@ class Span:
     num_rows: int = 0
     """Sum over the steps."""
     max_rows: int = 0
+    prompts_ns: int = 0
+    """Time until the ends of those steps that computed prompts, too."""
     longest: Gap | None = None
 
     def add(self, other: Span) -> None:
         self.num_steps += other.num_steps
         self.num_rows += other.num_rows
         self.max_rows = max(self.max_rows, other.max_rows)
+        self.prompts_ns += other.prompts_ns
         self.note_gap(other.longest)
 
     def note_gap(self, gap: Gap | None) -> None:
@@ -74,6 +77,8 @@ class StepLog:
         """Number of the oldest step that is remembered."""
         self._gaps_ns: list[int] = []
         """From the end of the step before to the end of this one."""
+        self._prompt_gaps_ns: list[int] = []
+        """The same; 0 of steps without prompts."""
         self._rows: list[int] = []
         self._notes: list[StepNote] = []
         self.last_ended_ns = 0
@@ -88,14 +93,16 @@ class StepLog:
         return len(self._notes) >= MAX_STEPS
 
     def append(self, note: StepNote, ended_ns: int) -> None:
-        self._gaps_ns.append(ended_ns - self.last_ended_ns)
+        gap_ns = ended_ns - self.last_ended_ns
+        self._gaps_ns.append(gap_ns)
+        self._prompt_gaps_ns.append(gap_ns if note.num_prefills else 0)
         self._rows.append(note.num_rows)
         self._notes.append(note)
         self.last_ended_ns = ended_ns
 
     def forget_before(self, number: int) -> None:
         count = number - self.first
-        del self._gaps_ns[:count], self._rows[:count], self._notes[:count]
+        del self._gaps_ns[:count], self._prompt_gaps_ns[:count], self._rows[:count], self._notes[:count]
         self.first = number
 
     def span(self, start: int, stop: int) -> Span:
@@ -107,4 +114,4 @@ class StepLog:
         gaps_ns = self._gaps_ns[first:last]
         longest_ns = max(gaps_ns)
         note = self._notes[first + gaps_ns.index(longest_ns)]
-        return Span(len(rows), sum(rows), max(rows), Gap(longest_ns, note))
+        return Span(len(rows), sum(rows), max(rows), sum(self._prompt_gaps_ns[first:last]), Gap(longest_ns, note))

@@ -28,6 +28,8 @@ _PAUSES = {
 }
 _LEAST_SHARE = 0.1
 """Of a wait, to be named."""
+_NOTABLE_SHARE = 0.25
+"""Of the time between tokens, in steps with prompts, to be named."""
 _NOTABLE_GAP = 3
 """A gap is told if it is so many times the mean."""
 
@@ -112,6 +114,8 @@ def _why_no_more(told: Explanation) -> str:
 def _tokens(told: Explanation) -> str:
     mean = told.decode_ns / max(1, told.num_decode_steps)
     each = f", {duration(mean)} each, in batches of {told.mean_batch:.0f}" if told.num_decode_steps else ""
+    if told.decode_with_prompts_ns > _NOTABLE_SHARE * told.decode_ns:
+        each += f"; {duration(told.decode_with_prompts_ns)} of it in steps that computed prompts of others, too"
     so_far = "" if told.phase is Phase.ENDED else " so far"
     return f"{_count(told.num_generated_tokens, 'token')}{so_far} in {duration(told.decode_ns)} after the first{each}."
 

@@ -184,8 +184,12 @@ class Service:
         elapsed_s = (self.runtime.clock.now_ns() - flight.requests[0].arrival_ns) / 1e9
         if elapsed_s >= limit_s:
             told = self._tell(flight)
-            why = told.summary if told else "why is not known, as no request is explained (--explained-requests)."
-            _log.info("request %s took %.1f s: %s", flight.request_id, elapsed_s, why)
+            why = (
+                told.summary
+                if told
+                else f"took {elapsed_s:.1f} s; why is not known, as no request is explained (--explained-requests)"
+            )
+            _log.info("slow request %s: %s", flight.request_id, why)
 
     def _remember(self, flight: _Flight) -> None:
         """For whoever asks after its end."""

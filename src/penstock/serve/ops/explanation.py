@@ -37,7 +37,7 @@ def explanation(told: Explanation, index: int) -> dict[str, Any]:
         },
         "prefix": _prefix(told),
         "prefill": {"steps": told.num_prefill_steps, "tokens": told.num_prefill_tokens},
-        "decode": {"steps": told.num_decode_steps},
+        "decode": {"steps": told.num_decode_steps, "with_prompts_ms": _ms(told.decode_with_prompts_ns)},
         "batch": {"mean": round(told.mean_batch, 2), "max": told.max_batch},
         "longest_gap": None if told.longest_gap is None else _gap(told.longest_gap),
         "preemptions": [_pause(pause) for pause in told.pauses],
