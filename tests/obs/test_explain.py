@@ -171,6 +171,30 @@ def test_who_came_earlier_and_was_queued_later_does_not_pass() -> None:
     assert ORDER not in bench.told("late").waited_for_ns
 
 
+def test_who_lets_others_pass_since_another_computes_its_prompt_waits_for_that() -> None:
+    bench = Bench(max_step_tokens=64)
+    for name in ("a", "b"):
+        bench.add(name, 13, max_tokens=1)
+    bench.add("c", [90], max_tokens=1)
+    bench.run()
+    told = bench.told("b")
+    assert told.waited_for_ns == {"prefix": 1 * MS}
+    assert (told.num_hit_tokens, told.num_passed_by) == (12, 1)
+    assert "for a prefix that another request computes" in summary(told)
+
+
+def test_a_long_prompt_that_is_held_back_waits_for_tokens_not_for_the_order() -> None:
+    bench = Bench(policies=make_policies(budget="itl", settings={"budget": {"long_prefill_token_threshold": 8}}))
+    for name in ("long-1", "long-2"):
+        bench.add(name, [ord(name[-1]) + idx for idx in range(40)], max_tokens=1)
+    for idx in range(3):
+        bench.add(f"short-{idx}", [200 + idx], max_tokens=1)
+    bench.run()
+    told = bench.told("long-2")
+    assert told.num_passed_by > 0
+    assert set(told.waited_for_ns) == {"tokens"}
+
+
 def test_the_longest_gap_names_the_prompt_that_made_it() -> None:
     bench = Bench()
     bench.add("a", 8, max_tokens=12)
@@ -231,6 +255,23 @@ class TestPrefixes:
         bench = Bench()
         bench.add("a", 13, max_tokens=1)
         assert self.told_stop(bench, "a") == (0, PrefixEnd.UNSEEN, 0)
+
+    @pytest.mark.parametrize("num_common", [1, 3, 4, 6, 8, 11])
+    def test_the_first_token_that_differs(self, num_common: int) -> None:
+        bench = Bench()
+        bench.add("a", 13, max_tokens=1)
+        bench.run()
+        bench.add("b", [*range(1, num_common + 1), *[99] * (13 - num_common)], max_tokens=1)
+        assert self.told_stop(bench, "b") == (num_common, PrefixEnd.DIFFERS, num_common)
+        assert f"token {num_common} is another than in the cache" in summary(bench.told("b"))
+
+    @pytest.mark.parametrize("num_cached", [8, 10])
+    def test_nothing_was_seen_behind_what_is_cached(self, num_cached: int) -> None:
+        bench = Bench()
+        bench.add("a", num_cached, max_tokens=1)
+        bench.run()
+        bench.add("b", 13, max_tokens=1)
+        assert self.told_stop(bench, "b") == (num_cached, PrefixEnd.UNSEEN, num_cached)
 
     def test_caching_off(self) -> None:
         bench = Bench(caching=False)

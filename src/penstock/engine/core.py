@@ -99,7 +99,7 @@ class EngineCore:
         if plan is not None:
             self._counts[plan.step_id] = self.scheduler.counts
         news = self.scheduler.news
-        if news.admissions or news.preemptions or news.waits_for is not self._told_wait:
+        if news.admissions or news.preemptions or news.set_aside or news.waits_for is not self._told_wait:
             self._told_wait = news.waits_for
             self._journal.on_news(news)
         return plan

@@ -153,7 +153,7 @@ class RequestJournal(Observer, Protocol):
         ...
 
     def on_news(self, news: PlanNews) -> None:
-        """Somebody was admitted or preempted, or those who wait lack something else than before. Before the step runs."""
+        """Somebody was admitted, preempted or set aside, or those who wait lack something else. Before the step runs."""
         ...
 
 

@@ -216,13 +216,19 @@ class KVManager:
         if not self.is_caching:
             return PrefixStop(PrefixEnd.OFF, position)
         has_other_salt = self._begin(request)
-        idx = len(hit.block_ids)
-        if idx >= (request.num_tokens - 1) // self.block_size:
+        if position == request.num_tokens - 1:
             return PrefixStop(PrefixEnd.WHOLE, position)
-        evicted_ns = self.history.evicted_ns(self._tables[request.request_id].hashes[idx])
+        table, idx = self._tables[request.request_id], len(hit.block_ids)
+        evicted_ns = self.history.evicted_ns(table.hashes[idx]) if idx < len(table.hashes) else None
         if evicted_ns is not None:
             return PrefixStop(PrefixEnd.EVICTED, position, evicted_ns)
-        return PrefixStop(PrefixEnd.SALT if has_other_salt and idx == 0 else PrefixEnd.UNSEEN, position)
+        if hit.tail_block_id:
+            differs = self.index.has_more(hit.tail_block_id, position - idx * self.block_size)
+        else:
+            differs = position > 0 and self.index.goes_on(table.parent(idx))
+        if differs:
+            return PrefixStop(PrefixEnd.DIFFERS, position)
+        return PrefixStop(PrefixEnd.SALT if has_other_salt and position == 0 else PrefixEnd.UNSEEN, position)
 
     def allocate(self, request: Request, hit: PrefixHit, num_tokens: int) -> tuple[int, ...]:
         """Give a request without blocks its table for positions [0, num_tokens): the hit's blocks, then fresh ones.

@@ -12,6 +12,7 @@ its first token. Blocks that are filled in part (tails) are found in this way al
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from hashlib import blake2b
 from sys import byteorder
@@ -62,6 +63,8 @@ class PrefixIndex:
         """block_id -> (hash, or None of a tail; key among the children and packed tokens, or nothing if they are not known)."""
         self._children: dict[bytes, list[int]] = {}
         """Key -> blocks, the newest last."""
+        self._num_children: dict[bytes, int] = {}
+        """Parent -> blocks that continue it, whatever their first token."""
 
     def __len__(self) -> int:
         return len(self._block_ids)
@@ -100,6 +103,14 @@ class PrefixIndex:
     def has_child(self, key: bytes) -> bool:
         """Is there a block at this key (`child_key`)?"""
         return key in self._children
+
+    def goes_on(self, parent: bytes) -> bool:
+        """Is there a block that continues this prefix, with whatever tokens?"""
+        return parent in self._num_children
+
+    def has_more(self, block_id: int, num_tokens: int) -> bool:
+        """Are there further tokens known in a block than so many?"""
+        return len(self._contents[block_id][2]) > num_tokens * TOKEN_BYTES
 
     def lookup_child(self, parent: bytes, content: bytes) -> tuple[int, int]:
         """(block, number of tokens) of the child of `parent` that begins like the packed tokens for longest; (0, 0): none."""
@@ -153,6 +164,8 @@ class PrefixIndex:
 
     def _put(self, block_id: int, block_hash: bytes | None, key: bytes, content: bytes) -> None:
         self._contents[block_id] = (block_hash, key, content)
+        parent = key[:HASH_BYTES]
+        self._num_children[parent] = self._num_children.get(parent, 0) + 1
         children = self._children.get(key)
         if children is None:
             self._children[key] = [block_id]
@@ -166,6 +179,8 @@ class PrefixIndex:
         block_hash, key, _ = self._contents.pop(block_id)
         if block_hash is not None:
             del self._block_ids[block_hash]
+        if key:
+            self._forget_child(key[:HASH_BYTES])
         children = self._children.get(key)
         if children is not None and block_id in children:
             children.remove(block_id)
@@ -173,12 +188,21 @@ class PrefixIndex:
                 del self._children[key]
         return block_hash
 
+    def _forget_child(self, parent: bytes) -> None:
+        num_left = self._num_children[parent] - 1
+        if num_left:
+            self._num_children[parent] = num_left
+        else:
+            del self._num_children[parent]
+
     def check(self) -> None:
         """Verify that the maps agree. Raises AssertionError. O(blocks)."""
         for block_hash, block_id in self._block_ids.items():
             assert self._contents[block_id][0] == block_hash, f"block {block_id} is known under two hashes"
         num_full = sum(block_hash is not None for block_hash, _, _ in self._contents.values())
         assert num_full == len(self._block_ids), "a full block is not found by its hash"
+        families = Counter(key[:HASH_BYTES] for _, key, _ in self._contents.values() if key)
+        assert families == self._num_children, "a prefix has other children than are counted"
         for key, children in self._children.items():
             assert 0 < len(set(children)) == len(children) <= MAX_CHILDREN, "the children of a block are not what they may be"
             assert all(self._contents[block_id][1] == key for block_id in children), "a child is in the wrong place"

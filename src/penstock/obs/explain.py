@@ -138,11 +138,14 @@ def _waited_for(life: Life, until: WaitMark, turn: Turn) -> dict[str, int]:
     """From arrival to its first step; the parts are disjoint and leave no gap."""
     if life.queued is None:
         return _some({INTAKE: until.at_ns - life.arrival_ns})
-    due = until
-    if turn.due is not None:
-        due = turn.due if turn.due.at_ns > life.queued.at_ns else life.queued
+    due, why_later = until, ORDER
+    if life.aside is not None:  # those who pass it from then on do so for that reason
+        due, why_later = life.aside, life.aside_for.value
+    if turn.due is not None and turn.due.at_ns < due.at_ns:
+        due, why_later = turn.due if turn.due.at_ns > life.queued.at_ns else life.queued, ORDER
     waited = _told(due.since(life.queued))
-    return _some({INTAKE: life.queued.at_ns - life.arrival_ns}) | waited | _some({ORDER: until.at_ns - due.at_ns})
+    waited[why_later] = waited.get(why_later, 0) + until.at_ns - due.at_ns
+    return _some({INTAKE: life.queued.at_ns - life.arrival_ns} | waited)
 
 
 def _told(by_reason_ns: Sequence[int]) -> dict[str, int]:

@@ -106,6 +106,10 @@ class Journal:
             self._pause(preemption, now)
         for admission in news.admissions:
             self._begin(admission, now)
+        for request_id, reason in news.set_aside:
+            life = self._lives.get(request_id)
+            if life is not None and life.aside is None and life.began is None:
+                life.aside, life.aside_for = now, reason
         self._clock.lack(news.waits_for, news.planned_ns)
 
     def _step(self, stats: StepStats) -> None:

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from penstock.obs.explain_steps import Span
 from penstock.obs.explain_waits import Ticket, Turn, WaitMark
-from penstock.types.stats import PreemptReason, PrefixStop, RequestStats
+from penstock.types.stats import PreemptReason, PrefixStop, RequestStats, WaitReason
 
 
 class Phase(StrEnum):
@@ -48,6 +48,9 @@ class Life:
     began: WaitMark | None = None
     """When it first ran."""
     turn: Turn = field(default_factory=Turn)
+    aside: WaitMark | None = None
+    """When others were let past it, before its first step."""
+    aside_for: WaitReason = WaitReason.NOTHING
     num_hit_tokens: int = 0
     stop: PrefixStop | None = None
     num_target_tokens: int = 0

@@ -84,6 +84,7 @@ class StepDraft:
     waits_for: WaitReason = WaitReason.NOTHING
     admissions: list[Admission] = field(default_factory=list)
     preemptions: list[Preemption] = field(default_factory=list)
+    set_aside: list[tuple[str, WaitReason]] = field(default_factory=list)
 
     @property
     def tokens_left(self) -> int:

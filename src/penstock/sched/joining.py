@@ -102,11 +102,13 @@ class Joining:
                     return
                 draft.num_let_in += request is fresh
                 self._step_aside(request, awaited, draft)
+                draft.set_aside.append((request.request_id, WaitReason.PREFIX))
                 continue
             num_behind = request.num_tokens - hit.num_tokens
             is_long = draft.is_long(num_behind)
             if is_long and request.status is RequestStatus.WAITING and not self._takes_long(request, draft, now_ns):
                 self._waiting.hold_back(request, now_ns)
+                draft.set_aside.append((request.request_id, WaitReason.TOKENS))
                 draft.num_let_in += request is fresh
                 continue
             if self._padding.is_active and not self._padding.pad_prompt(request, draft):

@@ -149,7 +149,7 @@ class Scheduler:
         draft.limits = self._ask_budget(draft, prefills)
         self._share_out(draft, prefills, decision, now_ns)
         draft.waits_for = self._joining.waits_for(draft)
-        self.news = PlanNews(now_ns, draft.waits_for, draft.admissions, draft.preemptions)
+        self.news = PlanNews(now_ns, draft.waits_for, draft.admissions, draft.preemptions, draft.set_aside)
         return self._build(draft, now_ns) if draft.rows or draft.padding_rows else None
 
     def _extend_decodes(self, draft: StepDraft) -> list[Request]:

@@ -96,6 +96,8 @@ class PlanNews:
     admissions: Sequence[Admission]
     preemptions: Sequence[Preemption]
     """They came before the admissions, unless these paused them."""
+    set_aside: Sequence[tuple[str, WaitReason]] = ()
+    """Whose turn it was and whom others may pass from now on, and why: it is a long prompt, or waits for another's."""
 
 
 @dataclass(slots=True)
