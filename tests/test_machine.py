@@ -51,6 +51,13 @@ def test_a_container_limit_at_the_root_counts_with_cached_pages_given_back(machi
     assert machine.memory() == 2 * GIB - GIB // 2
 
 
+def test_where_a_group_is_slowed_down_is_a_limit_too(machine: FakeMachine) -> None:
+    machine.write("cgroup/memory.max", "max\n")
+    machine.write("cgroup/memory.high", f"{3 * GIB}\n")
+    machine.write("cgroup/memory.current", f"{GIB}\n")
+    assert machine.memory() == 2 * GIB
+
+
 def test_the_tightest_enclosing_group_counts(machine: FakeMachine) -> None:
     machine.write("proc/self/cgroup", "0::/user/session\n")
     machine.write("cgroup/user/session/memory.max", "max\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -75,6 +76,24 @@ def test_the_longest_request_shrinks_to_what_fits_unless_asked_for() -> None:
     with pytest.raises(ConfigError, match=r"max_model_len 161 tokens needs .* holds 160"):
         plan(kv, max_model_len=161)
     assert plan(kv, max_model_len=160).max_model_len == 160
+
+
+def test_so_many_requests_of_a_length_are_in_the_cache_at_once() -> None:
+    result = plan(KvConfig(kv_cache_memory_bytes=101 * BLOCK_BYTES))
+    assert result.num_requests_of(512) == 3, "32 blocks each, of 100"
+    assert result.num_requests_of(17) == 50, "a block is not divided"
+    assert result.num_requests_of(result.max_model_len) == 1
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_eight_bits_hold_nearly_twice_the_tokens(head_dim: int) -> None:
+    """The scales take the rest."""
+    spec = replace(make_spec(), head_dim=head_dim, rope_inv_freq=(1.0,) * (head_dim // 2))
+    int8, bf16 = (
+        plan(KvConfig(kv_cache_memory_bytes=GIB // 4, kv_cache_dtype=dtype), spec, max_num_seqs=4096).num_tokens
+        for dtype in ("int8", "bf16")
+    )
+    assert int8 / bf16 == pytest.approx(1.94, abs=0.005)
 
 
 def test_longer_than_the_model_is_refused() -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.config import AdmissionConfig, Backend, BackendConfig, Config, KvConfig, ServerConfig
 from penstock.config.units import format_size
 from penstock.machine import available_memory_bytes, give_back_free_memory, usable_cpus
-from penstock.sizing import RESERVE_BYTES, KvPlan, plan_kv
+from penstock.sizing import RESERVE_BYTES, TYPICAL_REQUEST_TOKENS, KvPlan, plan_kv
 from penstock.types.errors import ConfigError
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.plan import Capacity
@@ -472,6 +472,14 @@ def _log_model(model: LoadedModel, config: Config, kv: KvPlan) -> None:
         kv.block_size,
         kv.num_tokens,
         kv.max_model_len,
+    )
+    typical = min(TYPICAL_REQUEST_TOKENS, kv.max_model_len)
+    _log.info(
+        "KV cache holds %d requests of %d tokens (prompt and answer) at once, or %d of the longest; at most %d run at once",
+        kv.num_requests_of(typical),
+        typical,
+        kv.num_requests_of(kv.max_model_len),
+        config.scheduler.max_num_seqs,
     )
     if kv.is_shortened:
         _log.warning(

@@ -1,8 +1,8 @@
 """What the machine lets this process use: memory and CPUs, read from Linux for `build` and `penstock env`. Decides nothing, and
 frees nothing that is in use.
 
-Formats: proc(5); https://docs.kernel.org/admin-guide/cgroup-v2.html (`memory.max`, `memory.current`, `memory.stat`, `cpu.max`)
-and its version 1 counterparts.
+Formats: proc(5); https://docs.kernel.org/admin-guide/cgroup-v2.html (`memory.max`, `memory.high`, `memory.current`,
+`memory.stat`, `cpu.max`) and its version 1 counterparts.
 """
 
 from __future__ import annotations
@@ -77,11 +77,14 @@ def _own_groups(proc: Path, cgroup: Path, controller: str) -> Iterator[Path]:
 
 
 def _headroom_v2(folder: Path) -> int | None:
-    limit = _read(folder / "memory.max").strip()
+    limits = [
+        _read(folder / name).strip() for name in ("memory.max", "memory.high")
+    ]  # above the second, a group is slowed down
+    known = [int(limit) for limit in limits if limit.isdecimal()]
     current = _read(folder / "memory.current").strip()
-    if not limit.isdecimal() or not current.isdecimal():
+    if not known or not current.isdecimal():
         return None
-    return int(limit) - int(current) + _reclaimable_bytes(folder, "inactive_file")
+    return min(known) - int(current) + _reclaimable_bytes(folder, "inactive_file")
 
 
 def _headroom_v1(folder: Path) -> int | None:

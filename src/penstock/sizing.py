@@ -14,6 +14,9 @@ DEFAULT_CAP_BYTES = 4 << 30
 """More is only taken when asked for: a server should not fill a workstation unasked."""
 RESERVE_BYTES = 256 << 20
 """Left for the process itself: the interpreter, activations, the vocabulary."""
+TYPICAL_REQUEST_TOKENS = 512
+"""Prompt and answer, where a number is needed before any request has come. First turns of ShareGPT have 467 in the mean
+(`benchmarks/kv_waste.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,10 @@ class KvPlan:
     def num_tokens(self) -> int:
         """Positions that all running requests share."""
         return (self.num_blocks - 1) * self.block_size
+
+    def num_requests_of(self, num_tokens: int) -> int:
+        """How many requests of so many tokens, prompt and answer, the cache holds at once when all are complete."""
+        return (self.num_blocks - 1) // -(-num_tokens // self.block_size)
 
 
 def plan_kv(

@@ -29,7 +29,7 @@ def test_halves_share_an_executor_and_no_block():
 
 def test_the_cost_is_that_of_the_median_step():
     slow, fast, stray = StepTime(1030, 20), StepTime(1000, 10), StepTime(9000, 10)
-    report = summarise([[slow, slow]] * 10, [*[[fast, fast]] * 9, [fast, stray]])
+    report = summarise([[slow, slow]] * 25, [*[[fast, fast]] * 24, [fast, stray]])
     assert report["cost"] == report["cost_low"] == report["cost_high"] == pytest.approx(0.03)
     assert report["books"] == pytest.approx(0.01)
     assert report["steps"] == 2

@@ -102,6 +102,7 @@ def test_settings_reach_the_server(environment: dict[str, str], tiny_model: Path
         _, error = served.end()
     messages = [json.loads(line)["message"] for line in error.splitlines()]
     assert any("longest request 64" in message for message in messages)
+    assert any("requests of 64 tokens (prompt and answer) at once" in message for message in messages)
 
 
 def test_one_seed_makes_a_server_repeatable(environment: dict[str, str], tiny_model: Path) -> None:
