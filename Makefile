@@ -3,6 +3,7 @@ PYTHON ?= python3
 MODEL ?= smollm2:135m
 ARGS ?=
 NAME ?= scheduler
+SOAK_S ?= 600
 
 SHELL := /bin/bash
 BIN := .venv/bin
@@ -13,7 +14,7 @@ INSTALLED_TEST := .venv/.installed-test
 SOURCES := pyproject.toml CMakeLists.txt src/penstock/__init__.py $(shell find native -type f)
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve pull test test-parity bench lint format docs clean
+.PHONY: help install serve pull test test-parity test-soak bench lint format docs clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -57,6 +58,10 @@ test: $(INSTALLED_TEST)  ## install, fetch the default model, check style and ty
 
 test-parity: $(INSTALLED)  ## compare with transformers in its own environment (downloads torch; minutes)
 	@tests/parity/run.sh $(ARGS)
+
+test-soak: $(INSTALLED_TEST)  ## load at full memory for SOAK_S seconds: resident memory has to stay flat
+	@$(BIN)/penstock pull smollm2:135m
+	PENSTOCK_SOAK_S=$(SOAK_S) $(BIN)/pytest -s tests/soak $(ARGS)
 
 bench: $(INSTALLED)  ## run one benchmark: NAME=scheduler ARGS='...' (see benchmarks/)
 	@$(BIN)/python benchmarks/$(NAME).py $(ARGS)

@@ -4,6 +4,7 @@ The text is cut into windows, each of which begins with an empty context.
 
     python benchmarks/kv_rounding.py --text tests/golden/sonnet_excerpt.txt --window 256
     python benchmarks/kv_rounding.py --text docs/architecture.md --model qwen2.5-coder:1.5b
+    python benchmarks/kv_rounding.py --text sharegpt_1000.jsonl --windows 20       # replies, one after another
 
 The last line printed is one JSON object: the perplexity with each type, how often the greedy choice is not that of bf16, and
 the root mean square by which the logits differ from those of bf16, mean taken off. The standard error is that of the
@@ -33,6 +34,21 @@ from penstock.types.kv_dtype import KvDtype
 F32 = NDArray[np.float32]
 CHUNK_TOKENS = 64
 """Of logits that are looked at together: with a large vocabulary a window's would fill the memory once more."""
+
+
+CHARS_PER_TOKEN = 12
+"""Of texts at most, so that no more is read than is needed."""
+
+
+def read_text(path: Path, max_chars: int) -> str:
+    """The beginning of a text, or of the replies of conversations in the format of ShareGPT."""
+    if path.suffix != ".jsonl":
+        return path.read_text(encoding="utf-8")[:max_chars]
+    texts: list[str] = []
+    with path.open(encoding="utf-8") as file:
+        while sum(map(len, texts)) < max_chars and (line := file.readline()):
+            texts += [turn["value"] for turn in json.loads(line)["conversations"][1:2]]
+    return "\n\n".join(texts)
 
 
 def describe(model: LoadedModel, *, is_centred: bool) -> Program:
@@ -75,7 +91,11 @@ def main() -> None:
     parser.add_argument("--uncentred", action="store_true", help="keys with all that they share (models/key_centre.py)")
     args = parser.parse_args()
     model = load_model(resolve(args.model, default_cache_dir()))
-    ids = np.array(load_tokenizer(model.tokenizer_source).encode(args.text.read_text(), add_special_tokens=False))
+    ids = np.array(
+        load_tokenizer(model.tokenizer_source).encode(
+            read_text(args.text, args.windows * args.window * CHARS_PER_TOKEN), add_special_tokens=False
+        )
+    )
     windows = [ids[i : i + args.window] for i in range(0, len(ids) - args.window + 1, args.window)][: args.windows]
     if not windows:
         parser.error(f"{args.text} has {len(ids)} tokens, fewer than a window of {args.window}")

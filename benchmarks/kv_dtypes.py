@@ -1,0 +1,91 @@
+"""Which type of KV cache is faster, at which shapes of step? int8 and bf16 in turn, straight through the executor.
+
+    python benchmarks/kv_dtypes.py                  # on a machine with nothing else to do
+    python benchmarks/kv_dtypes.py --cpu-time       # one thread's time on a processor
+
+Two executors in one process, each with its own weights and KV, take steps in turn; a figure is the median of its steps. `ratio`
+is the time with int8 over that with bf16, the median of those of neighbouring rounds. Also printed: how many tokens a GiB
+holds. What the rounding costs in accuracy: `kv_rounding.py`. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from typing import Any
+
+from kernel_engines import wait_for_huge_pages
+from step import StepRunner, StepShape, open_executor, parse_step
+
+from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
+from penstock.models.load import load_model
+from penstock.types.kv_dtype import KvDtype
+
+STEPS = ("1x512@0", "1x512@1024", *(f"{rows}x1@{context}" for rows in (1, 8, 32) for context in (128, 512, 1024, 2048)))
+ROUND_MS = 30.0
+"""Of steps of one type before a round of the other: the machine does not change much in that time."""
+
+
+def compare(runners: dict[KvDtype, StepRunner], shape: StepShape, repeat: int) -> dict[str, Any]:
+    """Medians of both types over `repeat` rounds of each, and of the ratios of their rounds."""
+    for runner in runners.values():
+        runner.run(shape)  # touches the memory
+    per_round = max(1, round(ROUND_MS / runners[KvDtype.BF16].run(shape)["ms"]))
+    rounds: dict[KvDtype, list[float]] = {dtype: [] for dtype in runners}
+    for idx in range(repeat):
+        for dtype in list(runners)[:: 1 if idx % 2 else -1]:
+            steps = [runners[dtype].run(shape)["ms"] for _ in range(per_round)]
+            rounds[dtype].append(statistics.median(steps))
+    ratios = [a / b for a, b in zip(rounds[KvDtype.INT8], rounds[KvDtype.BF16], strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return {
+        "step": f"{shape.rows}x{shape.query_len}@{shape.context_len}",
+        **{dtype.value: round(statistics.median(found), 3) for dtype, found in rounds.items()},
+        "ratio": round(middle, 3),
+        "ratio_quartiles": [round(low, 3), round(high, 3)],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--steps", nargs="+", type=parse_step, default=[parse_step(step) for step in STEPS])
+    parser.add_argument("--repeat", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--variant", default="")
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="one thread's time on a processor: if the machine has other work"
+    )
+    args = parser.parse_args()
+    if args.cpu_time:
+        args.threads = 1
+    model = load_model(resolve(args.model, default_cache_dir()))
+    executors = {dtype: open_executor(model, args.steps, args.threads, args.variant, dtype) for dtype in KvDtype}
+    runners = {
+        dtype: StepRunner(executor, model.spec.vocab_size, cpu_time=args.cpu_time) for dtype, executor in executors.items()
+    }
+    for dtype, executor in executors.items():
+        wait_for_huge_pages(executor)
+        runners[dtype].fill()
+    results = []
+    for shape in args.steps:
+        results.append(compare(runners, shape, args.repeat))
+        print(results[-1], flush=True)
+    first = next(iter(executors.values()))
+    summary = {
+        "benchmark": "kv_dtypes",
+        "model": model.name,
+        "variant": first.variant,
+        "threads": first.num_threads,
+        "cpu_time": args.cpu_time,
+        "tokens_per_gib": {dtype.value: (1 << 30) // model.spec.kv_bytes_per_token(dtype) for dtype in KvDtype},
+        "steps": results,
+    }
+    print(json.dumps(summary))
+    for executor in executors.values():
+        executor.close()
+
+
+if __name__ == "__main__":
+    main()
