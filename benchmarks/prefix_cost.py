@@ -70,9 +70,11 @@ class Half:
         """None if nothing is left to do."""
         begin_ns = time.thread_time_ns()
         plan = self.core.begin(0)
+        copies = self.core.take_block_copies()
         planned_ns = time.thread_time_ns()
         if plan is None:
             return None
+        assert not copies, "part of a prompt was found"
         plan = self._in_half(plan)
         submitted_ns = time.thread_time_ns()
         result = self._executor.collect(self._executor.submit(plan))
@@ -89,12 +91,11 @@ class Half:
 
 
 def make_requests(numbers: Sequence[int], num_prompt: int, num_reply: int, vocab_size: int) -> list[Request]:
-    """One for each number, which its prompt begins with, so that no two have a prefix in common."""
+    """One for each number. Prompts of numbers less than the vocabulary apart differ in their first token."""
     sampling = SamplingParams(max_tokens=num_reply, temperature=0.0)
 
     def prompt(number: int) -> tuple[int, ...]:
-        rest = ((number * 31 + 7 * k) % (vocab_size - 2) + 1 for k in range(num_prompt - 2))
-        return (number // 1000 + 1, number % 1000 + 1, *rest)
+        return tuple((number + 31 * k * k) % vocab_size for k in range(num_prompt))
 
     return [Request(f"r{number}", prompt(number), sampling, arrival_ns=number) for number in numbers]
 
