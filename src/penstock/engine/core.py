@@ -159,7 +159,13 @@ class EngineCore:
             raise ValueError(f"request {request.request_id!r} was added already and has not ended")
         rejected = self._closed or self.scheduler.add(request, now_ns)
         if rejected is not None:
-            return [self._reject(request, rejected, now_ns)]
+            events = [self._reject(request, rejected, now_ns)]
+            for other in self.scheduler.waiting_for(request.parent_id):  # a beam search that will not get all its requests
+                reason = str(rejected.reason)
+                events += self._end(
+                    other.request_id, FinishReason.REJECTED, now_ns, detail=rejected.detail, reject_reason=reason
+                )
+            return events
         self._requests[request.request_id] = request
         self._journal.on_queued(request, now_ns)
         limit = _next_limit(request)
@@ -190,14 +196,15 @@ class EngineCore:
         detail: str = "",
         reject_reason: str = "",
     ) -> list[TokenEvent]:
-        """End a request between steps; no event if it has ended already."""
+        """End a request between steps, and with it all beams of its search; no event if it has ended already."""
         request = self._requests.get(request_id)
-        if request is None:
-            return []
-        self.scheduler.end(request, reason, stop_reason)
-        self._forget(request, now_ns, reject_reason)
-        event = TokenEvent(request_id, (), now_ns, (), reason, stop_reason, request.num_cached_tokens, detail, reject_reason)
-        return [event]
+        events: list[TokenEvent] = []
+        for member in () if request is None else self.scheduler.members(request):
+            self.scheduler.end(member, reason, stop_reason)
+            self._forget(member, now_ns, reject_reason)
+            cached = member.num_cached_tokens
+            events.append(TokenEvent(member.request_id, (), now_ns, (), reason, stop_reason, cached, detail, reject_reason))
+        return events
 
     def _end_overdue(self, now_ns: int) -> list[TokenEvent]:
         events: list[TokenEvent] = []

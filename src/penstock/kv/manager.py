@@ -324,6 +324,10 @@ class KVManager:
         )
         self.num_slots[parent_id] = self.num_slots[child_id] = 0  # the next write of either has to look
 
+    def look_again(self, request_id: str) -> None:
+        """The request's next position may lie in a block that is shared by then: `extend` has to be asked."""
+        self.num_slots[request_id] = 0
+
     def suspend(self, request_id: str) -> None:
         """Take the request's blocks back; it will come again, so its hashes are kept."""
         table = self._tables.get(request_id)

@@ -31,6 +31,8 @@ def refusal(request: Request, capacity: Capacity) -> Rejected | None:
     # The last token is sampled and never computed, so it takes no place.
     num_positions = max_total_tokens(request, capacity) - 1
     num_blocks = -(-num_positions // capacity.block_size)
+    if request.sampling.beams is not None and (refused := _refuse_beams(request, num_blocks, capacity)):
+        return refused
     if num_blocks > capacity.num_blocks - 1:
         room = (capacity.num_blocks - 1) * capacity.block_size + 1
         detail = (
@@ -39,3 +41,18 @@ def refusal(request: Request, capacity: Capacity) -> Rejected | None:
         )
         return Rejected(RejectReason.NEVER_FITS, detail, param="max_tokens")
     return None
+
+
+def _refuse_beams(request: Request, num_blocks: int, capacity: Capacity) -> Rejected | None:
+    """Beams share the full blocks of their prompt; `num_blocks`: of one."""
+    assert request.sampling.beams is not None, "asked for a beam search"
+    width, num_shared = request.sampling.beams.width, request.num_prompt_tokens // capacity.block_size
+    num_needed = num_shared + width * (num_blocks - num_shared)
+    if num_needed < capacity.num_blocks:
+        return None
+    detail = (
+        f"{width} beams of a prompt of {request.num_prompt_tokens} tokens with max_tokens {request.sampling.max_tokens} may "
+        f"need {num_needed} blocks of {capacity.block_size} tokens, but the whole KV cache has {capacity.num_blocks - 1}. Ask "
+        "for fewer beams (n) or tokens, or give the server more KV cache."
+    )
+    return Rejected(RejectReason.NEVER_FITS, detail, param="n")

@@ -167,7 +167,10 @@ class Joining:
         draft.num_promised_blocks += follower.num_blocks
 
     def _is_full(self, draft: StepDraft) -> bool:
-        return len(self._running) + draft.num_kept_rows >= self._running.max_rows
+        return self._num_taken_rows(draft) >= self._running.max_rows
+
+    def _num_taken_rows(self, draft: StepDraft) -> int:
+        return len(self._running) + self._running.beams.num_kept_rows + draft.num_kept_rows
 
     def _next_waiting(self, fresh: Request | None, draft: StepDraft, now_ns: int) -> Request | None:
         """Who is next: of those who join anyway, or `fresh`, whom the gate lets in."""
@@ -197,8 +200,9 @@ class Joining:
         return self._has_ranks and sum(not self._order.outranks(request, long, now_ns) for long in longs) < limit
 
     def _has_room_for(self, request: Request, hit: PrefixHit, query_len: int, draft: StepDraft) -> bool:
-        running = self._running
-        if self._is_full(draft):
+        running, beams = self._running, request.sampling.beams
+        if self._num_taken_rows(draft) + (1 if beams is None else beams.width) > running.max_rows:
+            draft.waits_for = WaitReason.ROWS
             return False
         if running.room.is_enough(request, hit, query_len, running.requests, draft.num_promised_blocks):
             return True
@@ -241,6 +245,8 @@ class Joining:
             request.first_scheduled_ns = now_ns
             request.num_cached_tokens = hit.num_tokens
             stop = self._kv.why_stopped(request, hit)
+            if request.sampling.beams is not None:
+                self._running.beams.begun(request)
         draft.admissions.append(Admission(request.request_id, request.num_tokens, hit.num_tokens, query_len, stop))
         draft.admit(request, self._kv.allocate(request, hit, hit.num_tokens + query_len))
         draft.add_row(request, query_len)

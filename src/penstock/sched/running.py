@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from penstock.kv.manager import KVManager
+from penstock.sched.beams import Beams
 from penstock.sched.draft import StepDraft
 from penstock.sched.policies.base import Policies
 from penstock.sched.preemption import victim_view
@@ -25,8 +26,11 @@ class Running:
         self.requests: dict[str, Request] = {}
         """In the order of admission. Changed here alone."""
         self.room = Room(kv, policies.reserve)
+        self.beams = Beams(kv, self)
         self.releases: list[str] = []
         """Requests that the executor has yet to forget; emptied with each plan."""
+        self.untold: set[str] = set()
+        """Who runs and is not known to the executor, once it has forgotten those: it gets them in full with their next row."""
         self.prefill_ns_per_token = 0.0
         """Of the last step without decodes; written by the scheduler."""
         self._kv = kv
@@ -46,14 +50,25 @@ class Running:
         del self.requests[request.request_id]
         self._order.left(request)
         self.room.leave(request)
-        self.releases.append(request.request_id)
+        if request.request_id in self.untold:
+            self.untold.remove(request.request_id)
+        else:
+            self.releases.append(request.request_id)
+
+    def tell_again(self, request: Request) -> None:
+        """What the executor knows of a running request is out of date: it forgets the row, and gets it in full."""
+        if request.request_id not in self.untold:
+            self.untold.add(request.request_id)
+            self.releases.append(request.request_id)
 
     def may_lose(self) -> Sequence[Request]:
         """Who may be preempted for another that runs: all but the most senior, unless it is alone."""
         running = list(self.requests.values())
         if len(running) > 1:
             reads_priority = self._order.reads_priority
-            running.remove(min(running, key=lambda request: (reads_priority and request.priority, request.arrival_ns)))
+            senior = min(running, key=lambda request: (reads_priority and request.priority, request.arrival_ns))
+            spared = self.beams.members(senior)
+            return [request for request in running if request not in spared] or running
         return running
 
     def choose_victim(self, candidates: Collection[Request], num_needed_blocks: int) -> Request:
@@ -61,10 +76,18 @@ class Running:
         return self._victim.choose(view).request
 
     def preempt(self, draft: StepDraft, victim: Request, reason: PreemptReason) -> None:
-        """Take a running request's row and blocks, also what this step planned for it. It waits again."""
-        draft.take_back(victim)
+        """Take a running request's row and blocks, also what this step planned for it. It waits again, and so do all beams of
+        its search.
+        """
         draft.num_preemptions += 1
         draft.preemptions.append(Preemption(victim.request_id, reason, victim.num_computed_tokens))
+        for request in self.beams.members(victim):
+            if request.status is RequestStatus.RUNNING:
+                self._suspend(draft, request)
+        self._waiting.push_preempted(self.beams.preempted(victim))
+
+    def _suspend(self, draft: StepDraft, victim: Request) -> None:
+        draft.take_back(victim)
         self.leave(victim)
         self._kv.publish_tail(victim)
         self._kv.suspend(victim.request_id)
@@ -72,7 +95,6 @@ class Running:
         victim.max_computed_tokens = max(victim.max_computed_tokens, victim.num_computed_tokens)
         victim.num_computed_tokens = victim.num_inflight_tokens = 0
         victim.num_preemptions += 1
-        self._waiting.push_preempted(victim)
 
     def check(self) -> None:
         """Verify the laws of those who run. Raises AssertionError. O(blocks + requests)."""
@@ -82,10 +104,15 @@ class Running:
             assert request.status is RequestStatus.RUNNING, f"{request_id!r} runs and is {request.status.name}"
             num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
             assert request.num_tokens == num_tokens, f"{request_id!r} has {num_tokens} tokens and counts {request.num_tokens}"
-            assert 0 <= request.num_computed_tokens < num_tokens, f"{request_id!r} has nothing left to compute"
+            is_waiting_for_beams = request.sampling.beams is not None and request.num_computed_tokens == num_tokens
+            assert 0 <= request.num_computed_tokens < num_tokens + is_waiting_for_beams, (
+                f"{request_id!r} has nothing to compute"
+            )
             num_held = len(tables[request_id].block_ids) * self._kv.block_size
             assert request.num_computed_tokens + request.num_inflight_tokens <= num_held, f"{request_id!r} lacks blocks"
         final, noted = sum(map(self.room.final_blocks, self.requests.values())), self.room.num_final_blocks
         assert final == noted, f"the running can grow to {final} blocks, {noted} are noted"
         holders = {request_id for request_id, table in tables.items() if table.block_ids}
         assert holders <= self.requests.keys(), f"{holders - self.requests.keys()} hold blocks and do not run"
+        assert self.untold <= self.requests.keys(), "who does not run is to be told to the executor"
+        self.beams.check()

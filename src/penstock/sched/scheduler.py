@@ -37,14 +37,16 @@ from dataclasses import replace
 from penstock.kv.invariants import check as check_kv
 from penstock.kv.manager import KVManager
 from penstock.kv.tiers import Tier
+from penstock.sched.beams import BeamGroup
 from penstock.sched.draft import StepCounts, StepDraft, StepOutcome
 from penstock.sched.fit import max_total_tokens, refusal
 from penstock.sched.joining import Joining
 from penstock.sched.padding import Padding
 from penstock.sched.policies.base import BudgetView, GateDecision, Policies, StepLimits, StepRecord
+from penstock.sched.policies.gates import Continuous
 from penstock.sched.queues import WaitingQueue
 from penstock.sched.running import Running
-from penstock.types.errors import Rejected
+from penstock.types.errors import Rejected, RejectReason
 from penstock.types.events import TokenEvent
 from penstock.types.plan import Capacity, RowPlan, StepPlan
 from penstock.types.request import FinishReason, Request, RequestStatus
@@ -75,6 +77,7 @@ class Scheduler:
         self._running = Running(self.kv, policies, self._waiting, policies.gate.max_running(capacity))
         self._padding = Padding(capacity, self._running.releases.append)
         self._joining = Joining(self.kv, policies, self._waiting, self._running, self._padding)
+        self._takes_beams = isinstance(policies.gate, Continuous)
         self._num_steps = 0
         self._last_step: StepRecord | None = None
         self._last_commit_ns = 0
@@ -95,7 +98,15 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + self._running.beams.num_unqueued
+
+    def members(self, request: Request) -> Sequence[Request]:
+        """Who can only end together with a request: itself, or all beams of its search."""
+        return self._running.beams.members(request)
+
+    def waiting_for(self, parent_id: str) -> Sequence[Request]:
+        """The requests of a beam search that has not got all of them yet."""
+        return self._running.beams.waiting_for(parent_id)
 
     @property
     def running(self) -> Mapping[str, Request]:
@@ -104,21 +115,38 @@ class Scheduler:
 
     def add(self, request: Request, now_ns: int) -> Rejected | None:
         """Queue a request, or say why it can never be served."""
-        rejected = refusal(request, self.capacity)
+        rejected = refusal(request, self.capacity) or self._refuse_beams(request)
         if rejected is None:
             request.max_total_tokens = max_total_tokens(request, self.capacity)
             self._predict(request)
-            self._waiting.push(request, now_ns)
+            first = request if request.sampling.beams is None else self._running.beams.add(request)
+            if first is not None:
+                self._waiting.push(first, now_ns)
         return rejected
+
+    def _refuse_beams(self, request: Request) -> Rejected | None:
+        beams = request.sampling.beams
+        if beams is None:
+            return None
+        if not self._takes_beams:
+            detail = "A static or dynamic batch takes no beam search, whose rows come and go: that needs --batching continuous."
+            return Rejected(RejectReason.INVALID, detail, param="use_beam_search")
+        if beams.width > self.max_rows:
+            detail = f"A beam search of width {beams.width} needs as many rows, and {self.max_rows} may run at once."
+            return Rejected(RejectReason.INVALID, detail, param="n")
+        return None
 
     def end(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Take a waiting or running request out and its blocks back, whatever it was doing."""
+        beams = self._running.beams
         if request.status is RequestStatus.RUNNING:
-            if reason is not FinishReason.ERROR:  # else what it wrote may be no numbers
+            # Not of a failed row, whose KV may be no numbers, nor of a beam, which has got the tokens of its hypothesis.
+            if reason is not FinishReason.ERROR and request.sampling.beams is None:
                 self.kv.publish_tail(request)
             self._running.leave(request)
-        else:
+        elif beams.is_queued(request):
             self._waiting.remove(request)
+        beams.forget(request)
         if self._padding.is_active:
             self._padding.end(request)
         self.kv.free(request.request_id)
@@ -222,8 +250,8 @@ class Scheduler:
 
     def _extend(self, draft: StepDraft, request: Request, query_len: int) -> None:
         """Plan a row for a running request; preempts others, or the request itself, until its blocks are found."""
-        if request.status is not RequestStatus.RUNNING:
-            return  # a victim of this step
+        if request.status is not RequestStatus.RUNNING or not request.num_behind:
+            return  # a victim of this step, or a beam that waits for another
         running, context_len = self._running, request.num_computed_tokens
         num_copies = self.kv.num_pending_copies
         while (blocks := self.kv.extend(request.request_id, context_len, context_len + query_len)) is None:
@@ -231,17 +259,13 @@ class Scheduler:
             draft.lacks_memory = True
             victim = running.choose_victim(running.may_lose(), running.room.lacking_blocks(request, query_len))
             running.preempt(draft, victim, PreemptReason.MEMORY)
-            if victim is request:
+            if request.status is not RequestStatus.RUNNING:
                 return
-        if self.kv.num_pending_copies != num_copies:
-            self._send_again(draft, request)
+        if self.kv.num_pending_copies != num_copies or request.request_id in running.untold:
+            running.tell_again(request)
+            draft.admit(request, self.kv.block_table(request.request_id))
             blocks = ()
         draft.add_row(request, query_len, blocks)
-
-    def _send_again(self, draft: StepDraft, request: Request) -> None:
-        """The executor's copy of the block table is out of date: it forgets the row and gets it in full."""
-        self._running.releases.append(request.request_id)
-        draft.admit(request, self.kv.block_table(request.request_id))
 
     def _build(self, draft: StepDraft, now_ns: int) -> StepPlan:
         rows = tuple(draft.rows)
@@ -252,6 +276,7 @@ class Scheduler:
         plan = StepPlan(self._num_steps, now_ns, tuple(draft.admits.values()), rows, tuple(self._running.releases))
         self._num_steps += 1
         self._running.releases.clear()
+        self._running.untold.difference_update(draft.admits)
         self.counts = draft.counts()
         return plan
 
@@ -269,6 +294,7 @@ class Scheduler:
         outcome = StepOutcome()
         add_event = outcome.events.append
         num_failed = 0
+        ready: list[BeamGroup] = []
         for row in plan.rows:
             request_id, query_len = row.request_id, row.query_len
             request = running.get(request_id)
@@ -279,11 +305,18 @@ class Scheduler:
             reason, stop_reason = None, None
             if row.samples:
                 if failures and request_id in failures:
-                    self.end(request, FinishReason.ERROR)
-                    outcome.ended.append(request)
-                    detail = failures[request_id]
-                    add_event(TokenEvent(request_id, (), now_ns, finish_reason=FinishReason.ERROR, detail=detail))
-                    num_failed += 1
+                    for member in self._running.beams.members(request):
+                        self.end(member, FinishReason.ERROR)
+                        outcome.ended.append(member)
+                        detail = failures[request_id]
+                        add_event(TokenEvent(member.request_id, (), now_ns, finish_reason=FinishReason.ERROR, detail=detail))
+                        num_failed += 1
+                    continue
+                if logprobs and request.sampling.beams is not None:
+                    self.kv.publish(request)
+                    group = self._running.beams.report(request, logprobs[request_id][0])
+                    if group is not None:
+                        ready.append(group)
                     continue
                 sampling, token_ids = request.sampling, tokens[request_id]
                 (token_id,) = token_ids
@@ -307,7 +340,26 @@ class Scheduler:
         if failures and self._padding.is_active:
             self._padding.fail(failures)
         outcome.num_sampled_tokens = len(outcome.events) - num_failed  # each has one
+        for group in ready:
+            if group.members and not self._running.beams.advance(group):  # else another of its rows has failed
+                self._tell_hypotheses(group, outcome, now_ns)
         return outcome
+
+    def _tell_hypotheses(self, group: BeamGroup, outcome: StepOutcome, now_ns: int) -> None:
+        """A search has ended: each of its requests gets a hypothesis, the first the best."""
+        for request, found in zip(tuple(group.members), group.search.finished, strict=True):
+            request.output_token_ids = list(found.token_ids)
+            request.num_tokens = request.num_prompt_tokens + len(found.token_ids)
+            request.first_token_ns = now_ns
+            reason = FinishReason.STOP if found.is_stopped else FinishReason.LENGTH
+            stop_reason = found.token_ids[-1] if found.is_stopped else None
+            num_cached = request.num_cached_tokens
+            self.end(request, reason, stop_reason)
+            outcome.ended.append(request)
+            outcome.num_sampled_tokens += len(found.token_ids)
+            outcome.events.append(
+                TokenEvent(request.request_id, found.token_ids, now_ns, found.entries, reason, stop_reason, num_cached)
+            )
 
     def _record(self, plan: StepPlan, now_ns: int) -> None:
         """Note what the step was and how long it took. With one step in flight, `counts` are this one's."""

@@ -36,6 +36,8 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     arrival_ns: int
+    parent_id: str = ""
+    """Of the beams of one search."""
     priority: int = 0
     """Lower is served first (as in vLLM)."""
     deadline_ns: int | None = None

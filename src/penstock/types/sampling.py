@@ -16,12 +16,37 @@ is the specification):
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 MIN_TEMPERATURE = 1e-4
 """The lowest temperature but 0 (greedy): below it, divided logits leave the range in which they can be told apart."""
 
 MAX_LOGPROBS = 20
 """The largest number of alternatives that a request may ask for (OpenAI's limit)."""
+
+
+class EarlyStopping(Enum):
+    """When a beam search with as many finished hypotheses as beams ends; the values are transformers' names."""
+
+    ALWAYS = True
+    """At once."""
+    HEURISTIC = False
+    """When the best running beam, at its present length, would not be among the best."""
+    NEVER = "never"
+    """When no running beam can get among the best: with a positive length penalty, were it as long as it may be."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamParams:
+    """A beam search instead of sampling. The choices of a call are its hypotheses, the best first."""
+
+    width: int
+    """Beams, >= 1: as many requests have the same `Request.parent_id`, and all that is said here in common."""
+    length_penalty: float = 1.0
+    """The sum of a hypothesis' log-probabilities is divided by its length to the power of it."""
+    early_stopping: EarlyStopping = EarlyStopping.HEURISTIC
+    num_logprobs: int | None = None
+    """What `SamplingParams.logprobs` is without one. That is large enough here: the width and a place for each stop token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +79,8 @@ class SamplingParams:
     """If given, no other token can be sampled. Ascending, unique, not empty."""
     banned_token_sequences: tuple[tuple[int, ...], ...] = ()
     """The last token of each sequence is banned where the ones before it were just generated or prompted."""
+    beams: BeamParams | None = None
+    """Tokens are chosen by a beam search; what narrows the choice of one token is then left at its default, also `stop`."""
     stop_token_ids: tuple[int, ...] = ()
     """Sampling one of these ends the request; includes the model's own end tokens unless `ignore_eos`."""
     stop: tuple[str, ...] = ()

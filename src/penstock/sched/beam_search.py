@@ -1,0 +1,96 @@
+"""Beam search: owns the scores of one search's beams and what it has found. Called by `beams.py`; knows no blocks and no rows.
+
+The rules are those of transformers 5 (`GenerationMixin._beam_search`), so that both find the same:
+
+    candidates   the best (1 + stop tokens) x width continuations of all beams, at least twice the width, by the sum of their
+                 log-probabilities; so that as many as there are beams can go on
+    finished     those of the first `width` candidates that end in a stop token, or are as long as they may be. Their score is
+                 divided by their length to the power of the length penalty, and the best `width` are kept
+    beams        the best `width` of the other candidates
+    the end      no candidate goes on; or there are `width` hypotheses, and `early_stopping` says that this is enough
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from penstock.types.result import TokenLogprobs
+from penstock.types.sampling import BeamParams, EarlyStopping
+
+
+@dataclass(frozen=True, slots=True)
+class Beam:
+    """A beginning of an answer."""
+
+    token_ids: tuple[int, ...] = ()
+    score: float = 0.0
+    """Sum of the log-probabilities; of a hypothesis, with its length penalty."""
+    entries: tuple[TokenLogprobs, ...] = ()
+    """Of each token, if they were asked for."""
+    parent_idx: int = 0
+    """Of the beam that it continues, in the step before."""
+    is_stopped: bool = False
+    """Its last token is a stop token."""
+
+
+@dataclass(slots=True)
+class BeamSearch:
+    """One search, one token at a time."""
+
+    params: BeamParams
+    stop_token_ids: Collection[int]
+    max_tokens: int
+    beams: list[Beam] = field(default_factory=lambda: [Beam()])
+    """That run, the best first."""
+    finished: list[Beam] = field(default_factory=list)
+    """Hypotheses, the best first; at the end as many as the search has beams."""
+    is_done: bool = False
+
+    def advance(self, tops: Sequence[TokenLogprobs]) -> None:
+        """A step: of each beam, in order, the most likely next tokens."""
+        num_tokens = len(self.beams[0].token_ids) + 1
+        candidates = self._candidates(tops)
+        is_last = num_tokens >= self.max_tokens
+        going_on = [] if is_last else [beam for beam in candidates if not beam.is_stopped]
+        self._finish([beam for beam in candidates[: self.params.width] if is_last or beam.is_stopped], num_tokens)
+        if not going_on:
+            self.is_done = True
+            return
+        self.beams = going_on[: self.params.width]
+        self.is_done = len(self.finished) == self.params.width and self._is_enough(num_tokens)
+
+    def _candidates(self, tops: Sequence[TokenLogprobs]) -> list[Beam]:
+        """The best continuations of all beams, the best first; of equals that of the better beam."""
+        width, num_stops = self.params.width, len(self.stop_token_ids)
+        found = [
+            (beam.score + logprob, idx, rank, token_id)
+            for idx, (beam, top) in enumerate(zip(self.beams, tops, strict=True))
+            for rank, (token_id, logprob) in enumerate(top.top[: width + num_stops])  # no more of one beam can matter
+        ]
+        found.sort(key=lambda entry: (-entry[0], entry[1], entry[2]))
+        return [
+            self._continue(idx, token_id, score, tops[idx], rank)
+            for score, idx, rank, token_id in found[: max(2, 1 + num_stops) * width]
+        ]
+
+    def _continue(self, idx: int, token_id: int, score: float, top: TokenLogprobs, rank: int) -> Beam:
+        beam, num_logprobs = self.beams[idx], self.params.num_logprobs
+        entries = beam.entries
+        if num_logprobs is not None:
+            entries += (TokenLogprobs(token_id, top.top[rank][1], rank + 1, top.top[:num_logprobs]),)
+        return Beam((*beam.token_ids, token_id), score, entries, idx, token_id in self.stop_token_ids)
+
+    def _finish(self, ended: Sequence[Beam], num_tokens: int) -> None:
+        """Keep the best of what was found and of these."""
+        penalty = num_tokens**self.params.length_penalty
+        ended = [Beam(beam.token_ids, beam.score / penalty, beam.entries, beam.parent_idx, beam.is_stopped) for beam in ended]
+        self.finished = sorted([*self.finished, *ended], key=lambda beam: -beam.score)[: self.params.width]
+
+    def _is_enough(self, num_tokens: int) -> bool:
+        params = self.params
+        if params.early_stopping is EarlyStopping.ALWAYS:
+            return True
+        is_generous = params.early_stopping is EarlyStopping.NEVER and params.length_penalty > 0
+        length = self.max_tokens if is_generous else num_tokens
+        return bool(self.beams[0].score / length**params.length_penalty <= self.finished[-1].score)

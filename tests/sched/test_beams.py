@@ -1,0 +1,208 @@
+"""Beam search over paged memory: the hypotheses are those of a search without blocks, steps or company."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+
+import pytest
+
+from penstock.engine.core import EngineCore
+from penstock.sched.beam_search import BeamSearch
+from penstock.sched.policies.presets import TABLES, make_policies
+from penstock.testing import Driver, HashExecutor, Outcome, expected_tokens, make_core, make_request, run_to_completion
+from penstock.testing.hashing import ROOT, HashModel, mix
+from penstock.types.errors import RejectReason
+from penstock.types.events import Abort, Add, Command, Drain
+from penstock.types.plan import Capacity
+from penstock.types.request import FinishReason, Request
+from penstock.types.sampling import BeamParams, EarlyStopping
+
+EOS = 3
+MODEL = HashModel(vocab_size=40, eos_token_id=EOS, eos_period=12)
+CAPACITY = Capacity(num_blocks=200, block_size=4, max_rows=12, max_step_tokens=32, max_model_len=100)
+
+
+def search_requests(
+    width: int, prompt: Sequence[int] = (1, 2, 3, 4, 5, 6), *, name: str = "b", stops: tuple[int, ...] = (EOS,), **fields
+) -> list[Request]:
+    params = BeamParams(
+        width=width,
+        length_penalty=fields.pop("length_penalty", 1.0),
+        early_stopping=fields.pop("early_stopping", EarlyStopping.HEURISTIC),
+        num_logprobs=fields.pop("num_logprobs", None),
+    )
+    fields = {"max_tokens": 12, "beams": params, "stop_token_ids": stops, "logprobs": width + len(stops)} | fields
+    requests = [make_request(f"{name}{idx}", prompt, **fields) for idx in range(width)]
+    for request in requests:
+        request.parent_id = name
+    return requests
+
+
+def expected_hypotheses(request: Request, model: HashModel = MODEL) -> list[tuple[int, ...]]:
+    """The search with each beam computed from its whole prefix."""
+    sampling = request.sampling
+    search = BeamSearch(sampling.beams, frozenset(sampling.stop_token_ids), sampling.max_tokens)
+    while not search.is_done:
+        tops = []
+        for beam in search.beams:
+            value = ROOT
+            for token_id in (*request.prompt_token_ids, *beam.token_ids):
+                value = mix(value, token_id)
+            token_id = model.sample(value, sampling, len(beam.token_ids))
+            tops.append(model.logprobs(token_id, sampling.logprobs))
+        search.advance(tops)
+    return [beam.token_ids for beam in search.finished]
+
+
+def check(driver: Driver) -> None:
+    driver.core.check()
+
+
+def run(core: EngineCore, executor: HashExecutor, *requests: Request, **options) -> dict[str, Outcome]:
+    return run_to_completion(core, executor, *map(Add, requests), after_turn=check, **options)
+
+
+def check_answers(requests: Sequence[Request], outcomes: dict[str, Outcome]) -> None:
+    expected = expected_hypotheses(requests[0])
+    got = [tuple(outcomes[request.request_id].token_ids) for request in requests]
+    assert got == expected
+    for request in requests:
+        (event,) = outcomes[request.request_id].events
+        is_stopped = event.token_ids[-1] in request.sampling.stop_token_ids
+        assert event.finish_reason is (FinishReason.STOP if is_stopped else FinishReason.LENGTH)
+        assert event.stop_reason == (EOS if is_stopped else None)
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("length_penalty", [0.0, 1.0, 2.0, -1.0])
+@pytest.mark.parametrize("early_stopping", EarlyStopping)
+def test_the_hypotheses_are_those_of_the_search(width: int, length_penalty: float, early_stopping: EarlyStopping) -> None:
+    requests = search_requests(width, length_penalty=length_penalty, early_stopping=early_stopping)
+    core = make_core(CAPACITY)
+    outcomes = run(core, HashExecutor(CAPACITY, model=MODEL), *requests)
+    check_answers(requests, outcomes)
+    assert core.scheduler.kv.num_available_blocks == core.scheduler.kv.num_total_blocks
+    assert not core.scheduler.kv.tables()
+
+
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+def test_the_prompt_is_computed_and_stored_once(enable_prefix_caching: bool) -> None:
+    """With a width of 8, each step computes 8 tokens; blocks are shared until they are written to."""
+    capacity = Capacity(num_blocks=300, block_size=16, max_rows=12, max_step_tokens=512, max_model_len=1100)
+    prompt = [idx * idx % 37 for idx in range(1000)]
+    requests = search_requests(8, prompt, max_tokens=9, stops=())
+    core, executor = make_core(capacity, enable_prefix_caching=enable_prefix_caching), HashExecutor(capacity, model=MODEL)
+    peak = 0
+
+    def note(driver: Driver) -> None:
+        nonlocal peak
+        driver.core.check()
+        kv = driver.core.scheduler.kv
+        peak = max(peak, kv.num_total_blocks - kv.num_available_blocks)
+
+    outcomes = run_to_completion(core, executor, *map(Add, requests), after_turn=note)
+    check_answers(requests, outcomes)
+    assert executor.num_computed_tokens == 1000 + 8 * 8
+    assert peak <= 62 + 8 * 2
+
+
+@pytest.mark.parametrize(("order", "budget"), list(product(TABLES["order"], TABLES["budget"])), ids="-".join)
+@pytest.mark.parametrize("victim", TABLES["victim"])
+def test_beams_are_preempted_and_come_back(order: str, budget: str, victim: str) -> None:
+    for num_blocks, enable_prefix_caching in product((26, 33, 40, 60), (True, False)):
+        capacity = Capacity(num_blocks=num_blocks, block_size=2, max_rows=8, max_step_tokens=12, max_model_len=40)
+        core = make_core(
+            capacity,
+            make_policies(order=order, budget=budget, victim=victim, reserve="chunk"),
+            enable_prefix_caching=enable_prefix_caching,
+        )
+        others = [make_request(f"o{idx}", [7 + idx] * (3 + idx), max_tokens=25, arrival_ns=idx) for idx in range(3)]
+        first = search_requests(3, name="b", max_tokens=10, arrival_ns=3)
+        second = search_requests(2, [1, 2, 3, 4, 9], name="c", max_tokens=10, arrival_ns=4)
+        for idx, request in enumerate((*others, *first, *second)):
+            request.priority, request.tenant = idx % 2 if request in others else 1, "ab"[idx % 2] if request in others else "a"
+        executor = HashExecutor(capacity, model=MODEL)
+        outcomes = run(core, executor, *others[:1], *first, *others[1:], *second, max_turns=3000)
+        check_answers(first, outcomes)
+        check_answers(second, outcomes)
+        for request in others:
+            expected = expected_tokens(request.prompt_token_ids, request.sampling, model=MODEL, max_model_len=40)
+            assert tuple(outcomes[request.request_id].token_ids) == expected.token_ids
+        assert core.scheduler.kv.num_available_blocks == core.scheduler.kv.num_total_blocks
+
+
+def test_the_beams_of_the_test_above_are_preempted() -> None:
+    capacity = Capacity(num_blocks=26, block_size=2, max_rows=8, max_step_tokens=12, max_model_len=40)
+    core = make_core(capacity, make_policies(reserve="chunk", victim="latest"))
+    requests = search_requests(3, max_tokens=10, arrival_ns=3)
+    others = [make_request(f"o{idx}", [7 + idx] * (3 + idx), max_tokens=25, arrival_ns=idx) for idx in range(3)]
+    run(core, HashExecutor(capacity, model=MODEL), *others[:1], *requests, *others[1:])
+    assert sum(request.num_preemptions for request in requests) > 0
+
+
+@pytest.mark.parametrize("turn", range(1, 12))
+@pytest.mark.parametrize("which", range(3))
+def test_who_cancels_one_cancels_all(turn: int, which: int) -> None:
+    core, executor = make_core(CAPACITY), HashExecutor(CAPACITY, model=MODEL)
+    requests = search_requests(3, max_tokens=30, stops=())
+    other = make_request("o", [9, 9], max_tokens=20)
+    outcomes = run(core, executor, other, *requests, later={turn: [Abort(f"b{which}")]})
+    assert {outcomes[request.request_id].finish_reason for request in requests} == {FinishReason.ABORT}
+    assert len(outcomes["o"].token_ids) == 20
+    assert core.scheduler.kv.num_available_blocks == core.scheduler.kv.num_total_blocks
+
+
+def test_a_time_limit_ends_all() -> None:
+    requests = search_requests(3, max_tokens=30, stops=(), deadline_ns=5_000_000)
+    outcomes = run(make_core(CAPACITY), HashExecutor(CAPACITY, model=MODEL), *requests)
+    assert {outcome.finish_reason for outcome in outcomes.values()} == {FinishReason.ABORT}
+    assert all(outcome.last.reject_reason == RejectReason.DEADLINE for outcome in outcomes.values())
+
+
+def test_a_search_that_never_gets_all_its_requests_is_refused_as_a_whole() -> None:
+    core, executor = make_core(CAPACITY), HashExecutor(CAPACITY)
+    requests = search_requests(3)
+    commands: list[Command] = [Add(requests[0]), Add(requests[1]), Drain(), Add(requests[2])]
+    outcomes = run_to_completion(core, executor, *commands, after_turn=check)
+    assert {outcome.finish_reason for outcome in outcomes.values()} == {FinishReason.REJECTED}
+    assert not core.has_work
+
+
+@pytest.mark.parametrize("gate", ["static", "dynamic"])
+def test_batches_take_no_beam_search(gate: str) -> None:
+    core = make_core(CAPACITY, make_policies(gate=gate))
+    outcomes = run(core, HashExecutor(CAPACITY), *search_requests(2))
+    assert {outcome.finish_reason for outcome in outcomes.values()} == {FinishReason.REJECTED}
+
+
+@pytest.mark.parametrize(("changed", "reason"), [({"max_rows": 3}, "invalid"), ({"num_blocks": 10}, "never_fits")])
+def test_what_can_never_run_is_refused(changed: dict[str, int], reason: str) -> None:
+    core = make_core(CAPACITY, **changed)
+    outcomes = run(core, HashExecutor(core.scheduler.capacity), *search_requests(4, range(1, 20)))
+    assert {outcome.last.reject_reason for outcome in outcomes.values()} == {reason}
+    assert core.num_waiting == 0
+
+
+def test_logprobs_of_the_hypotheses_are_told_if_they_were_asked_for() -> None:
+    requests = search_requests(2, num_logprobs=1)
+    outcomes = run(make_core(CAPACITY), HashExecutor(CAPACITY, model=MODEL), *requests)
+    for outcome in outcomes.values():
+        assert [entry.token_id for entry in outcome.last.logprobs] == outcome.token_ids
+        assert all(len(entry.top) == 1 for entry in outcome.last.logprobs)
+    assert outcomes["b0"].last.logprobs[0].rank >= 1
+
+
+def test_rows_are_kept_for_forks() -> None:
+    core, executor = make_core(CAPACITY, max_rows=4), HashExecutor(CAPACITY, model=MODEL)
+    requests = search_requests(3, range(1, 39), max_tokens=5)
+    others = [make_request(f"o{idx}", [9 + idx], max_tokens=20) for idx in range(4)]
+    outcomes = run(core, executor, *requests, *others)
+    check_answers(requests, outcomes)
+
+
+def test_a_wide_search_waits_for_its_rows() -> None:
+    core, executor = make_core(CAPACITY, max_rows=4), HashExecutor(CAPACITY, model=MODEL)
+    requests = search_requests(4, max_tokens=5)
+    others = [make_request(f"o{idx}", [9 + idx], max_tokens=5) for idx in range(2)]
+    check_answers(requests, run(core, executor, *others, *requests))
