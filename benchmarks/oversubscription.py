@@ -125,6 +125,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--prefix-caching", action="store_true")
     parser.add_argument("--factors", type=int, nargs="+", default=FACTORS)
+    parser.add_argument("--disk-only", action="store_true", help="leave out the pools without a disk tier")
     return parser.parse_args()
 
 
@@ -146,7 +147,7 @@ def main() -> None:
                 args, num_blocks=pools[factor], block_bytes=block_bytes, folder=f"{folder}/{factor}" if has_disk else None
             )
             for factor in args.factors
-            for has_disk in (False, True)
+            for has_disk in ((True,) if args.disk_only else (False, True))
         }
         results: dict[str, list[dict[str, float]]] = {}
         for _ in range(args.repeat):

@@ -212,3 +212,19 @@ def test_a_preset_s_settings_go_with_its_policy_alone() -> None:
     assert make_policies("sarathi").reserve == Watermark(growth_tokens=0)
     assert make_policies("sarathi", reserve="watermark").reserve == Watermark(growth_tokens=0)
     assert make_policies("penstock", reserve="watermark").reserve == Watermark()
+
+
+@pytest.mark.parametrize(
+    ("load_ns", "prefill_ns", "method"),
+    [
+        (None, 100.0, "recompute"),
+        (0.0, 100.0, "swap"),
+        (99.0, 100.0, "swap"),
+        (101.0, 100.0, "recompute"),
+        (101.0, 0.0, "swap"),
+    ],
+)
+def test_a_victim_is_swapped_if_that_is_cheaper(load_ns: float | None, prefill_ns: float, method: str) -> None:
+    for name in TABLES["victim"]:
+        view = VictimView((make_request(),), 1, lambda _: 1, lambda _: 8, prefill_ns, load_ns)
+        assert make_policies(victim=name).victim.choose(view).method == method

@@ -255,6 +255,7 @@ class EngineCore:
             num_blocks_cached=kv.num_cached_blocks,
             num_preemptions=counts.num_preemptions,
             num_recomputed_tokens=counts.num_recomputed_tokens,
+            num_swaps=counts.num_swaps,
             num_prefix_query_tokens=counts.num_prefix_query_tokens,
             num_prefix_hit_tokens=counts.num_prefix_hit_tokens,
             waits_for=counts.waits_for,

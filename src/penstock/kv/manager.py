@@ -138,6 +138,13 @@ class KVManager:
         """Available blocks with content that a prefix hit may revive."""
         return self.pool.num_cached
 
+    @property
+    def load_ns_per_token(self) -> float | None:
+        """To bring a token of a full block back from the tier, as measured; 0: not yet; None: there is none that works."""
+        if self.tier is None or not self.tier.is_open:
+            return None
+        return self.tier.load_ns_per_block / self.block_size
+
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` positions."""
         return -(-num_tokens // self.block_size)

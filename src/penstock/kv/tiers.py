@@ -123,7 +123,7 @@ class Tier:
             if not found or not self._is_cheap(compute_ns_per_block):
                 return False
             self._loads.append([Load(self.slots.begin_read(block_hash), block_hash, group) for block_hash in found])
-        elif not is_busy:
+        elif not is_busy or not self._is_cheap(compute_ns_per_block):
             return False
         if wait is None or found:
             self._waits[request_id] = _Wait(num_hit_blocks, now_ns + LOAD_TIMEOUT_NS)

@@ -54,6 +54,8 @@ class Metrics:
         self.num_prefix_query_tokens = 0
         self.num_prefix_hit_tokens = 0
         self.num_preemptions = 0
+        self.num_swaps = 0
+        """Of the preemptions."""
         self.num_recomputed_tokens = 0
         self.num_restarts = 0
         self.num_padding_tokens = 0
@@ -137,6 +139,7 @@ class Metrics:
         self.num_prefix_query_tokens += stats.num_prefix_query_tokens
         self.num_prefix_hit_tokens += stats.num_prefix_hit_tokens
         self.num_preemptions += stats.num_preemptions
+        self.num_swaps += stats.num_swaps
         self.num_recomputed_tokens += stats.num_recomputed_tokens
         self.num_padding_tokens += stats.num_padding_tokens
         self.max_prefill_tokens = stats.max_prefill_tokens

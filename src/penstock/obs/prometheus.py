@@ -110,7 +110,7 @@ class _Snapshot(Collector):
         yield slo
         yield self._counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", metrics.num_prefix_query_tokens)
         yield self._counter("prefix_cache_hits", "Tokens found in the prefix cache.", metrics.num_prefix_hit_tokens)
-        preemptions = {"recompute": metrics.num_preemptions}
+        preemptions = {"recompute": metrics.num_preemptions - metrics.num_swaps, "swap": metrics.num_swaps}
         yield self._counters_by("preemptions", "Running requests that lost their KV blocks.", "method", preemptions)
         yield self._counter("recomputed_tokens", "Positions computed again after a preemption.", metrics.num_recomputed_tokens)
         yield self._counter("engine_restarts", "How often the engine failed or hung, and was made anew.", metrics.num_restarts)

@@ -26,6 +26,8 @@ class StepCounts:
     num_padding_tokens: int = 0
     num_padding_rows: int = 0
     num_preemptions: int = 0
+    num_swaps: int = 0
+    """Preemptions of which the tier below the pool keeps the blocks."""
     num_recomputed_tokens: int = 0
     """Positions that had been computed before a preemption and are computed again."""
     num_prefix_query_tokens: int = 0
@@ -77,6 +79,7 @@ class StepDraft:
     num_kept_rows: int = 0
     """For those who stand aside."""
     num_preemptions: int = 0
+    num_swaps: int = 0
     num_admitted: int = 0
     num_recomputed_tokens: int = 0
     num_prefix_query_tokens: int = 0
@@ -155,6 +158,7 @@ class StepDraft:
             num_padding_tokens=self.num_padding_tokens,
             num_padding_rows=len(self.padding_rows),
             num_preemptions=self.num_preemptions,
+            num_swaps=self.num_swaps,
             num_recomputed_tokens=self.num_recomputed_tokens,
             num_prefix_query_tokens=self.num_prefix_query_tokens,
             num_prefix_hit_tokens=self.num_prefix_hit_tokens,

@@ -229,10 +229,10 @@ class Joining:
         num_promised = draft.num_promised_blocks
         if not lower or not room.is_enough(request, hit, query_len, running.requests, num_promised, without=lower):
             return False
-        victim = running.choose_victim(lower, room.lacking_blocks(request, query_len))
-        draft.num_promised_blocks -= room.missing_blocks(victim)
+        eviction = running.choose_victim(lower, room.lacking_blocks(request, query_len))
+        draft.num_promised_blocks -= room.missing_blocks(eviction.request)
         draft.waits_for = WaitReason.NOTHING
-        running.preempt(draft, victim, PreemptReason.ORDER)
+        running.preempt(draft, eviction, PreemptReason.ORDER)
         return True
 
     def _admit(self, draft: StepDraft, request: Request, hit: PrefixHit, query_len: int, now_ns: int) -> None:

@@ -22,6 +22,7 @@ def victim_view(
         num_freed_blocks=lambda request: kv.num_own_blocks(request.request_id),
         num_lost_tokens=lambda request: _num_lost_tokens(request, kv),
         prefill_ns_per_token=prefill_ns_per_token,
+        load_ns_per_token=kv.load_ns_per_token,
     )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from penstock.kv.manager import KVManager
 from penstock.sched.beams import Beams
 from penstock.sched.draft import StepDraft
-from penstock.sched.policies.base import Policies
+from penstock.sched.policies.base import Eviction, Policies, PreemptMethod
 from penstock.sched.preemption import victim_view
 from penstock.sched.queues import WaitingQueue
 from penstock.sched.room import Room
@@ -71,15 +71,17 @@ class Running:
             return [request for request in running if request not in spared] or running
         return running
 
-    def choose_victim(self, candidates: Collection[Request], num_needed_blocks: int) -> Request:
+    def choose_victim(self, candidates: Collection[Request], num_needed_blocks: int) -> Eviction:
         view = victim_view(candidates, self._kv, num_needed_blocks, self.prefill_ns_per_token)
-        return self._victim.choose(view).request
+        return self._victim.choose(view)
 
-    def preempt(self, draft: StepDraft, victim: Request, reason: PreemptReason) -> None:
+    def preempt(self, draft: StepDraft, eviction: Eviction, reason: PreemptReason) -> None:
         """Take a running request's row and blocks, also what this step planned for it. It waits again, and so do all beams of
         its search.
         """
+        victim = eviction.request
         draft.num_preemptions += 1
+        draft.num_swaps += eviction.method is PreemptMethod.SWAP
         draft.preemptions.append(Preemption(victim.request_id, reason, victim.num_computed_tokens))
         for request in self.beams.members(victim):
             if request.status is RequestStatus.RUNNING:

@@ -257,8 +257,8 @@ class Scheduler:
         while (blocks := self.kv.extend(request.request_id, context_len, context_len + query_len)) is None:
             assert not draft.num_admitted, "a step must not both admit and preempt"
             draft.lacks_memory = True
-            victim = running.choose_victim(running.may_lose(), running.room.lacking_blocks(request, query_len))
-            running.preempt(draft, victim, PreemptReason.MEMORY)
+            eviction = running.choose_victim(running.may_lose(), running.room.lacking_blocks(request, query_len))
+            running.preempt(draft, eviction, PreemptReason.MEMORY)
             if request.status is not RequestStatus.RUNNING:
                 return
         if self.kv.num_pending_copies != num_copies or request.request_id in running.untold:

@@ -130,6 +130,8 @@ class StepStats:
     num_prefix_hit_tokens: int
     num_recomputed_tokens: int = 0
     """Positions of this step that had been computed before a preemption: what it costs."""
+    num_swaps: int = 0
+    """Those of the preemptions of which the tier below the pool keeps the blocks."""
     waits_for: WaitReason = WaitReason.NOTHING
     """When the step was planned."""
     num_padding_tokens: int = 0

@@ -241,6 +241,8 @@ class PreemptMethod(StrEnum):
     """How a victim's blocks are taken back."""
 
     RECOMPUTE = "recompute"
+    SWAP = "swap"
+    """Its full blocks go to the tier below the pool when others need the place, and come back from there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,6 +265,15 @@ class VictimView:
     """Tokens that a candidate would have to compute again: those whose blocks nobody else holds. O(its blocks)."""
     prefill_ns_per_token: float
     """Of the last step without decodes; 0.0 before the first."""
+    load_ns_per_token: float | None = None
+    """To bring a token of a full block back from the tier below the pool, as measured (0.0: not yet); None: there is none."""
+
+    @property
+    def method(self) -> PreemptMethod:
+        """What is cheaper."""
+        if self.load_ns_per_token is None or 0 < self.prefill_ns_per_token < self.load_ns_per_token:
+            return PreemptMethod.RECOMPUTE
+        return PreemptMethod.SWAP
 
 
 class Victim(Protocol):

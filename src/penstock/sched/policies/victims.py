@@ -1,14 +1,15 @@
-"""Victims: whom to preempt when blocks are needed and none are free? Called by the scheduler. All of them recompute.
+"""Victims: whom to preempt when blocks are needed and none are free? Called by the scheduler. All of them swap where a tier
+below the pool makes that cheaper than to compute again.
 
 Of equals the one that came last is taken, of those the one admitted last: the oldest get ahead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from penstock.sched.policies.base import Eviction, PreemptMethod, VictimView
+from penstock.sched.policies.base import Eviction, VictimView
 from penstock.types.request import Request
 
 
@@ -16,21 +17,21 @@ class LatestArrived:
     """The one that came last."""
 
     def choose(self, view: VictimView) -> Eviction:
-        return _recompute(view.candidates, _equal)
+        return _evict(view, _equal)
 
 
 class LowestPriority:
     """The one of the lowest class."""
 
     def choose(self, view: VictimView) -> Eviction:
-        return _recompute(view.candidates, lambda request: request.priority)
+        return _evict(view, lambda request: request.priority)
 
 
 class LeastComputed:
     """The one that has come least far, so that the least work is lost."""
 
     def choose(self, view: VictimView) -> Eviction:
-        return _recompute(view.candidates, lambda request: -request.num_computed_tokens)
+        return _evict(view, lambda request: -request.num_computed_tokens)
 
 
 class Cheapest:
@@ -44,7 +45,7 @@ class Cheapest:
             cost_ns = view.num_lost_tokens(request) * (view.prefill_ns_per_token or 1.0)
             return num_freed >= view.num_needed_blocks, -cost_ns
 
-        return _recompute(view.candidates, saved)
+        return _evict(view, saved)
 
 
 def _equal(request: Request) -> int:
@@ -52,10 +53,10 @@ def _equal(request: Request) -> int:
     return 0
 
 
-def _recompute(candidates: Sequence[Request], key: Callable[[Request], Any]) -> Eviction:
+def _evict(view: VictimView, key: Callable[[Request], Any]) -> Eviction:
     """The candidate with the largest key."""
-    _, victim = max(enumerate(candidates), key=lambda entry: (key(entry[1]), entry[1].arrival_ns, entry[0]))
-    return Eviction(victim, PreemptMethod.RECOMPUTE)
+    _, victim = max(enumerate(view.candidates), key=lambda entry: (key(entry[1]), entry[1].arrival_ns, entry[0]))
+    return Eviction(victim, view.method)
 
 
 VICTIMS = {

@@ -1,0 +1,172 @@
+"""What carries blocks to the tier below and back: what is dropped, what hangs, and what is kept at the end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from penstock.clock import VirtualClock, WallClock
+from penstock.engine.core import EngineCore
+from penstock.engine.transfers import Transfers, WorkerThread
+from penstock.kv.tiers import LOAD_TIMEOUT_NS, Tier
+from penstock.testing import HashExecutor, Outcome, expected_tokens, make_core, make_request, run_to_completion
+from penstock.testing.memory_store import LateWorker, MemoryStore
+from penstock.testing.strategies import MODEL
+from penstock.types.events import Add
+from penstock.types.plan import Capacity
+
+CAPACITY = Capacity(num_blocks=21, block_size=4, max_rows=8, max_step_tokens=32, max_model_len=80)
+SESSION = [token % 40 for token in range(1, 50)]
+OTHERS = [token % 37 for token in range(100, 175)]
+
+
+class House:
+    """A pool of 20 blocks, a store of 100 below it, and a worker that can be told to hang."""
+
+    def __init__(self, *, num_staged_blocks: int = 50, store: MemoryStore | None = None) -> None:
+        self.clock = VirtualClock()
+        self.store = store or MemoryStore(100)
+        self.executor = HashExecutor(CAPACITY, model=MODEL)
+        self.core: EngineCore = make_core(CAPACITY, tier=Tier(100, entries=self.store.entries()))
+        self.worker = LateWorker()
+        self.hangs = False
+        self.transfers = Transfers(
+            self.core.scheduler.kv,
+            self.executor,
+            self.store,
+            clock=self.clock,
+            worker=self._work,
+            num_staged_blocks=num_staged_blocks,
+        )
+        self.num_asked = 0
+
+    def _work(self, job: Callable[[], None]) -> None:
+        if not self.hangs:
+            self.worker(job)
+
+    def ask(self, prompt: list[int]) -> tuple[Outcome, int]:
+        """Its answer, which is the right one, and how many of its tokens were found in the cache."""
+        self.num_asked += 1
+        request = make_request(f"r{self.num_asked}", prompt, max_tokens=3, arrival_ns=self.clock.now_ns())
+        outcomes = run_to_completion(
+            self.core, self.executor, Add(request), clock=self.clock, transfers=self.transfers, worker=self.worker
+        )
+        outcome = outcomes[request.request_id]
+        expected = expected_tokens(prompt, request.sampling, model=MODEL, max_model_len=CAPACITY.max_model_len)
+        assert tuple(outcome.token_ids) == expected.token_ids
+        return outcome, request.num_cached_tokens
+
+    def finish(self) -> None:
+        while self.worker.num_jobs:
+            self.worker.run()
+            self.transfers.arrive()
+
+
+def test_a_store_that_hangs_keeps_nobody_waiting() -> None:
+    house = House()
+    house.ask(SESSION)
+    house.ask(OTHERS)
+    house.finish()
+    house.hangs = True
+    began_ns = house.clock.now_ns()
+    _, num_cached = house.ask(SESSION)
+    waited_ns = house.clock.now_ns() - began_ns
+    assert LOAD_TIMEOUT_NS <= waited_ns < 1.1 * LOAD_TIMEOUT_NS
+    assert num_cached < 12
+    began_ns = house.clock.now_ns()
+    house.ask(OTHERS)
+    assert house.clock.now_ns() - began_ns < LOAD_TIMEOUT_NS, "the store is taken for slow"
+    house.core.check()
+
+
+def test_what_has_no_place_in_staging_is_dropped_and_counted() -> None:
+    house = House(num_staged_blocks=4)
+    house.ask(SESSION)
+    house.ask(OTHERS)
+    house.finish()
+    stats = house.transfers.stats
+    assert stats.num_dropped_blocks > 0
+    assert 0 < stats.num_spilled_blocks < 12
+    assert house.transfers.num_moving_blocks == 0
+    house.ask(SESSION)
+
+
+def test_what_arrives_late_is_of_use_to_the_next() -> None:
+    house = House()
+    house.ask(SESSION)
+    house.ask(OTHERS)
+    house.finish()
+    request = make_request("gone", SESSION)
+    kv = house.core.scheduler.kv
+    hit = kv.lookup_prefix(request)
+    assert kv.fetch(request, hit, max_blocks=20, compute_ns_per_token=0, now_ns=0)
+    kv.free("gone")
+    house.transfers.depart()
+    house.finish()
+    assert kv.lookup_prefix(make_request("next", SESSION)).num_tokens == 48
+
+
+def test_the_end_keeps_what_the_pool_contains() -> None:
+    store = MemoryStore(100)
+    first = House(store=store)
+    first.ask(SESSION)
+    _run_beside(first, lambda: first.transfers.keep(5.0))
+    first.finish()
+    second = House(store=store)
+    _, num_cached = second.ask(SESSION)
+    assert num_cached == 48
+
+
+def test_the_end_does_not_wait_for_a_store_that_hangs() -> None:
+    house = House(num_staged_blocks=4)
+    house.ask(SESSION)
+    house.hangs = True
+    transfers = Transfers(
+        house.core.scheduler.kv,
+        house.executor,
+        house.store,
+        clock=WallClock(),
+        worker=lambda _: None,
+        num_staged_blocks=4,
+    )
+    transfers.keep(0.05)
+    assert transfers.num_moving_blocks == 3, "a quarter is for loads"
+
+
+def test_a_thread_does_its_jobs_in_order_and_ends() -> None:
+    done: list[int] = []
+    thread = WorkerThread()
+    for idx in range(5):
+        thread(lambda idx=idx: done.append(idx))  # type: ignore[misc]
+    assert thread.close(10.0)
+    assert done == [0, 1, 2, 3, 4]
+    assert thread.close(0.0)
+
+
+def test_a_thread_that_hangs_is_left_alone() -> None:
+    thread, is_over = WorkerThread(), threading.Event()
+
+    def hang() -> None:
+        is_over.wait(20)
+
+    thread(hang)
+    assert not thread.close(0.01)
+    is_over.set()
+    assert thread.close(10.0)
+
+
+def test_without_a_tier_there_is_nothing_to_carry() -> None:
+    core = make_core(CAPACITY)
+    with pytest.raises(ValueError, match="a tier"):
+        Transfers(core.scheduler.kv, HashExecutor(CAPACITY), MemoryStore(1), clock=VirtualClock())
+
+
+def _run_beside(house: House, act: Callable[[], None]) -> None:
+    """While the worker's jobs are done by this thread."""
+    thread = threading.Thread(target=act)
+    thread.start()
+    while thread.is_alive():
+        house.worker.run()
+        thread.join(0.001)
