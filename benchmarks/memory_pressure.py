@@ -1,5 +1,5 @@
 """How much work is done twice when the KV cache is too small? Preemptions and recomputed tokens, by room left to grow, and
-by reserve and victim.
+by reserve and victim; and what a disk tier makes of it.
 
     python benchmarks/memory_pressure.py [--requests 400] [--rows 32]
 
@@ -7,6 +7,10 @@ Requests of log-normal lengths (prompts around 130 tokens, replies around 160; s
 pool is a share of what `rows` requests of mean length need when complete. Nothing is computed: the scheduler runs
 against constant tokens. `recompute` is positions computed over positions needed, without a prefix cache. The last line is one
 JSON object. The numbers do not depend on the machine.
+
+`oversubscribed` runs have a half and a quarter of the most that the same requests hold in a pool with room for all.
+Time is virtual, of the cost model of `lab`; what the tier brings is there with the next step. `throughput` is that of the
+run with room for all divided by theirs.
 """
 
 from __future__ import annotations
@@ -16,16 +20,24 @@ import json
 import random
 from itertools import product
 
+from penstock.clock import VirtualClock
+from penstock.engine.transfers import Transfers
+from penstock.kv.tiers import Tier
+from penstock.lab.cost_model import CostModel
+from penstock.lab.simulated_executor import EOS_TOKEN_ID, SimulatedExecutor
 from penstock.sched.policies.base import Policies
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import RESERVES, Watermark
 from penstock.sched.policies.victims import VICTIMS
 from penstock.testing import make_core, make_request
+from penstock.testing.memory_store import LateWorker, MemoryStore
 from penstock.types.events import Add
 from penstock.types.plan import Capacity
 from penstock.types.result import StepResult, StepTiming
 
 BLOCK_SIZE = 16
+MAX_MODEL_LEN = 1024
+TIER_SLOTS = 100_000
 NO_TIME = StepTiming(0, 0)
 
 
@@ -49,7 +61,58 @@ def main() -> None:
         named |= _run(lengths, int(needed * share), make_policies(reserve=reserve, victim=victim), arguments.rows)
         print(named)
         report.append(named)
+    report += _oversubscribed(lengths, arguments.rows)
     print(json.dumps({"requests": arguments.requests, "rows": arguments.rows, "runs": report}))
+
+
+def _oversubscribed(lengths: list[tuple[int, int]], rows: int) -> list[dict[str, float | str]]:
+    """By reserve, without and with a tier below the pool."""
+    free = _run_virtually(lengths, rows * MAX_MODEL_LEN // BLOCK_SIZE, rows, make_policies(), has_tier=False)
+    report: list[dict[str, float | str]] = []
+    for factor, reserve, has_tier in product((2, 4), RESERVES, (False, True)):
+        num_blocks = -(-int(free["held_blocks"]) // factor)
+        run = _run_virtually(lengths, num_blocks, rows, make_policies(reserve=reserve), has_tier=has_tier)
+        row: dict[str, float | str] = {"oversubscribed": factor, "reserve": reserve, "tier": has_tier}
+        row |= {"throughput": round(free["seconds"] / run["seconds"], 3)} | run
+        print(row)
+        report.append(row)
+    return report
+
+
+def _run_virtually(
+    lengths: list[tuple[int, int]], num_blocks: int, rows: int, policies: Policies, *, has_tier: bool
+) -> dict[str, float]:
+    capacity = Capacity(1 + num_blocks, BLOCK_SIZE, max_rows=rows, max_step_tokens=512, max_model_len=MAX_MODEL_LEN)
+    core = make_core(capacity, policies, enable_prefix_caching=False, tier=Tier(TIER_SLOTS) if has_tier else None)
+    executor = SimulatedExecutor(capacity, CostModel(), {f"r{idx}": reply for idx, (_, reply) in enumerate(lengths)})
+    clock, worker, kv = VirtualClock(), LateWorker(), core.scheduler.kv
+    transfers = Transfers(kv, executor, MemoryStore(TIER_SLOTS), clock=clock, worker=worker) if has_tier else None
+    requests = [
+        make_request(f"r{idx}", prompt, max_tokens=reply, arrival_ns=idx, stop_token_ids=(EOS_TOKEN_ID,))
+        for idx, (prompt, reply) in enumerate(lengths)
+    ]
+    core.apply([Add(request) for request in requests], 0)
+    num_held = num_recomputed = 0
+    while core.has_work:
+        if transfers is not None:
+            transfers.arrive()
+        plan = core.begin(clock.now_ns())
+        if transfers is not None:
+            transfers.depart()
+            worker.turn()
+        if plan is None:
+            continue
+        num_held = max(num_held, kv.num_total_blocks - kv.num_available_blocks)
+        num_recomputed += core.scheduler.counts.num_recomputed_tokens
+        ticket = executor.submit(plan)
+        clock.advance_to(ticket.ready_ns or 0)
+        core.finish(plan, executor.collect(ticket), clock.now_ns())
+    return {
+        "computed_twice": round(num_recomputed / sum(prompt + reply - 1 for prompt, reply in lengths), 4),
+        "preemptions": sum(request.num_preemptions for request in requests),
+        "held_blocks": num_held,
+        "seconds": round(clock.now_ns() / 1e9, 3),
+    }
 
 
 def _lengths(num_requests: int) -> list[tuple[int, int]]:
@@ -62,7 +125,7 @@ def _lengths(num_requests: int) -> list[tuple[int, int]]:
 
 
 def _run(lengths: list[tuple[int, int]], num_blocks: int, policies: Policies, rows: int) -> dict[str, float]:
-    capacity = Capacity(1 + num_blocks, BLOCK_SIZE, max_rows=rows, max_step_tokens=512, max_model_len=1024)
+    capacity = Capacity(1 + num_blocks, BLOCK_SIZE, max_rows=rows, max_step_tokens=512, max_model_len=MAX_MODEL_LEN)
     core = make_core(capacity, policies, enable_prefix_caching=False)
     requests = [
         make_request(f"r{idx}", prompt, max_tokens=reply, arrival_ns=idx) for idx, (prompt, reply) in enumerate(lengths)
