@@ -1,6 +1,6 @@
-"""What do the waiting orders change? Fair shares, deadlines and short jobs first, each against first come, first served.
+"""What do the waiting orders change? Fair shares, classes, deadlines, short jobs first, each against first come, first served.
 
-    python benchmarks/policies.py                     # all three, about two minutes
+    python benchmarks/policies.py                     # all four, about three minutes
     python benchmarks/policies.py --parts fair edf
 
 The real scheduler and core over a modelled executor, under a virtual clock: the numbers are exact, repeat to the last digit
@@ -39,7 +39,7 @@ NUM_LIGHT_TENANTS = 8
 CREDIT_TOKENS = 2048
 """Of a tenant that comes back: the default of `FairShares`."""
 FAIR_SPAN_S = 1200.0
-LIGHT_RATE, HEAVY_LOAD = 0.15, 1.2
+LIGHT_RATE, HEAVY_LOAD, LOW_CLASS_LOAD = 0.15, 1.2, 0.8
 EDF_LOADS, SJF_LOADS = (0.6, 0.8, 0.9, 1.0, 1.2, 1.5), (0.9, 1.0, 1.2)
 NUM_JOBS = 3000
 PATIENCE_S = (5.0, 30.0)
@@ -124,7 +124,17 @@ class GapMeter:
                 self.ranges.pop(tenant, None)
 
 
-def run_fair(traces: Path) -> dict[str, object]:
+@dataclass(frozen=True)
+class Crowd:
+    """Eight light tenants and a heavy one."""
+
+    light: list[Job]
+    heavy: list[Job]
+    capacity: float
+    """Requests per second."""
+
+
+def make_crowd(traces: Path, heavy_load: float) -> Crowd:
     lengths = read_azure(traces)
 
     def jobs_of(tenant: str, rate: float, seed: int) -> list[Job]:
@@ -138,27 +148,54 @@ def run_fair(traces: Path) -> dict[str, object]:
 
     light = [job for k in range(NUM_LIGHT_TENANTS) for job in jobs_of(f"light{k}", LIGHT_RATE, k)]
     capacity = capacity_of(light)
-    jobs = light + jobs_of("heavy", HEAVY_LOAD * capacity, 99)
+    return Crowd(light, jobs_of("heavy", heavy_load * capacity, 99), capacity)
+
+
+def ttft(outcome: Outcome, count: int) -> dict[str, float]:
+    """Of the first `count` requests, in seconds."""
+    ended = outcome.ended[:count]
+    ttft_s = [(stats.first_token_ns - stats.arrival_ns) / 1e9 for stats in ended if stats.first_token_ns is not None]
+    return {"ttft_p50_s": round(quantile(ttft_s, 0.5), 3), "ttft_p99_s": round(quantile(ttft_s, 0.99), 3)}
+
+
+def run_fair(traces: Path) -> dict[str, object]:
+    crowd = make_crowd(traces, HEAVY_LOAD)
+    light, jobs = crowd.light, crowd.light + crowd.heavy
     report: dict[str, object] = {
-        "capacity_per_s": round(capacity, 2),
-        "light_load": round(NUM_LIGHT_TENANTS * LIGHT_RATE / capacity, 3),
+        "capacity_per_s": round(crowd.capacity, 2),
+        "light_load": round(NUM_LIGHT_TENANTS * LIGHT_RATE / crowd.capacity, 3),
         "heavy_load": HEAVY_LOAD,
         "light_requests": len(light),
-        "heavy_requests": len(jobs) - len(light),
+        "heavy_requests": len(crowd.heavy),
         "gap_bound": 2 * (max(MAX_PROMPT_TOKENS, 2 * (CAPACITY.num_blocks - 1) * CAPACITY.block_size) + CREDIT_TOKENS),
     }
     for budget in ("decode-first", "itl"):
         rows: dict[str, dict[str, float]] = {}
         for name, order, served in (("alone", "fcfs", light), ("fcfs", "fcfs", jobs), ("fair", "fair", jobs)):
             meter = GapMeter(served)
-            ended = simulation(order, budget).run(served, on_plan=meter.on_plan).ended[: len(light)]
-            ttft_s = [(stats.first_token_ns - stats.arrival_ns) / 1e9 for stats in ended if stats.first_token_ns is not None]
-            rows[name] = {
-                "light_ttft_p50_s": round(quantile(ttft_s, 0.5), 3),
-                "light_ttft_p99_s": round(quantile(ttft_s, 0.99), 3),
-                "largest_gap": meter.largest,
-            }
+            outcome = simulation(order, budget).run(served, on_plan=meter.on_plan)
+            rows[name] = {**ttft(outcome, len(light)), "largest_gap": meter.largest}
             print("fair", budget, name, rows[name], flush=True)
+        report[budget] = rows
+    return report
+
+
+# priority
+
+
+def run_priority(traces: Path) -> dict[str, object]:
+    """The same requests; the light tenants' are of a higher class."""
+    crowd = make_crowd(traces, LOW_CLASS_LOAD)
+    high = crowd.light
+    jobs = high + [replace(job, priority=1) for job in crowd.heavy]
+    report: dict[str, object] = {"high_requests": len(high), "low_requests": len(crowd.heavy), "low_load": LOW_CLASS_LOAD}
+    for budget in ("decode-first", "itl"):
+        rows: dict[str, dict[str, float]] = {}
+        for name, order, served in (("alone", "fcfs", high), ("fcfs", "fcfs", jobs), ("priority", "priority", jobs)):
+            outcome = simulation(order, budget).run(served)
+            num_paused = sum(stats.num_preemptions for stats in outcome.ended)
+            rows[name] = {**ttft(outcome, len(high)), "preemptions": num_paused, "duration_s": round(outcome.duration_ns / 1e9)}
+            print("priority", budget, name, rows[name], flush=True)
         report[budget] = rows
     return report
 
@@ -251,7 +288,12 @@ def _sjf_row(
     return row
 
 
-PARTS: dict[str, Callable[[Path], dict[str, object]]] = {"fair": run_fair, "edf": run_edf, "sjf": run_sjf}
+PARTS: dict[str, Callable[[Path], dict[str, object]]] = {
+    "fair": run_fair,
+    "priority": run_priority,
+    "edf": run_edf,
+    "sjf": run_sjf,
+}
 
 
 def main() -> None:

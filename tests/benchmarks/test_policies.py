@@ -23,10 +23,18 @@ def made_up(monkeypatch):
 
 def test_under_fair_a_heavy_tenant_hardly_delays_the_light_ones():
     report = policies.run_fair(None)
-    rows = report["decode-first"]
-    alone, fcfs, fair = (rows[name]["light_ttft_p99_s"] for name in ("alone", "fcfs", "fair"))
-    assert fair < 2.5 * alone < fcfs / 10
-    assert rows["fair"]["largest_gap"] < report["gap_bound"] < 10 * rows["fcfs"]["largest_gap"]
+    for budget in ("decode-first", "itl"):
+        rows = report[budget]
+        alone, fcfs, fair = (rows[name]["ttft_p99_s"] for name in ("alone", "fcfs", "fair"))
+        assert fair < 2.5 * alone < fcfs / 10
+        assert rows["fair"]["largest_gap"] < report["gap_bound"] < 10 * rows["fcfs"]["largest_gap"]
+
+
+def test_a_lower_class_hardly_delays_a_higher_one():
+    report = policies.run_priority(None)
+    for budget in ("decode-first", "itl"):
+        alone, fcfs, priority = (report[budget][name]["ttft_p99_s"] for name in ("alone", "fcfs", "priority"))
+        assert priority < 2.5 * alone < fcfs
 
 
 def test_edf_meets_as_many_deadlines_at_any_load_and_more_under_load():

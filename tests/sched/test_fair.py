@@ -196,13 +196,21 @@ def test_who_comes_back_is_lifted_to_the_least_of_those_who_wait() -> None:
 
 def test_who_comes_back_was_given_less_by_no_more_than_the_credit() -> None:
     stand = Stand(FairShares(max_credit_tokens=30))
-    for tenant in "aaaab":
+    for tenant in "aaaabc":
         stand.push(tenant, 100)
-    assert [stand.admit() for _ in range(4)] == ["a", "b", "a", "a"]
+    assert [stand.admit() for _ in range(5)] == ["a", "b", "c", "a", "a"]
+    for tenant in "bc":
+        stand.push(tenant)
+    assert [stand.order.counter(name) for name in "abc"] == [300, 270, 270]
+
+
+def test_new_names_have_no_credit() -> None:
+    stand = Stand(FairShares())
+    for tenant in "aaa":
+        stand.push(tenant, 100)
+    stand.admit()
     stand.push("new")
-    stand.push("b")
-    stand.push("newer")
-    assert [stand.order.counter(name) for name in ("a", "new", "b", "newer")] == [300, 270, 270, 270]
+    assert (stand.order.counter("a"), stand.order.counter("new")) == (100, 100)
 
 
 def test_who_comes_when_nobody_waits_is_lifted_to_who_waited_last() -> None:

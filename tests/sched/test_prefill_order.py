@@ -13,6 +13,7 @@ from penstock.sched.policies.ordering.fcfs import FirstComeFirstServed
 from penstock.sched.policies.ordering.priority import PriorityClasses
 from penstock.sched.policies.presets import make_policies
 from penstock.testing import Driver, HashExecutor, make_core, make_request
+from penstock.testing.driver import STEP_NS
 from penstock.testing.hash_executor import DEFAULT_CAPACITY
 from penstock.types.events import Add
 from penstock.types.request import Request, RequestStatus
@@ -82,6 +83,19 @@ def test_a_short_prompt_passes_a_long_one_of_another_tenant() -> None:
     driver = make_driver(FairShares(max_credit_tokens=0))
     turn(driver, of("long", 60, tenant="a"))
     assert turn(driver, of("short", 8, tenant="b")) == {"short": 8, "long": 8}
+
+
+def test_a_prompt_in_work_is_not_put_off_forever_by_ever_new_tenants() -> None:
+    """Each of them stands equal at most, and asks for less than a step has. Twenty steps later the prompt keeps its tokens."""
+    driver = make_driver(FairShares(max_wait_ns=20 * STEP_NS))
+    long = of("long", 60, tenant="heavy")
+    turn(driver, long, of("waits", 60, tenant="heavy"))
+    turns = 0
+    while long.first_token_ns is None:
+        turns += 1
+        turn(driver, of(f"short-{turns}", 16, tenant=f"new-{turns}", arrival_ns=driver.clock.now_ns()))
+        assert turns < 40
+    assert turns > 10, "they do put it off for a while"
 
 
 def test_a_tenant_that_decodes_is_given_something_too() -> None:

@@ -174,6 +174,8 @@ class Joining:
 
     def _next_waiting(self, fresh: Request | None, draft: StepDraft, now_ns: int) -> Request | None:
         """Who is next: of those who join anyway, or `fresh`, whom the gate lets in."""
+        if not self._waiting.num_joining:
+            return fresh
         outranks = self._order.outranks
         held = self._waiting.peek_held(now_ns)
         if held is not None and not self._takes_long(held, draft, now_ns):

@@ -60,6 +60,8 @@ class Lanes:
         return None
 
     def _first_lane(self) -> Lane | None:
+        if len(self._lanes) < 2:  # most orders have one
+            return next(iter(self._lanes.values()), None)
         while (first := self._by_key.peek()) is not None:
             known_key, _, lane = first
             key = self._order.lane_key(lane.name)

@@ -208,9 +208,12 @@ class Budget(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AdmissionView:
-    """One request at the door. Blocks are those to be taken from the free list: a prefix hit that is in use costs none."""
+    """One request at the door. Blocks are those to be taken from the free list: a prefix hit that is in use costs none.
+
+    Nobody writes to one after it was made; not frozen for the reason in `RowPlan`.
+    """
 
     request: Request
     running: Collection[Request]

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from penstock.sched.policies.base import Order, OrderKey, StepRecord
 from penstock.types.plan import RowPlan
-from penstock.types.request import Request
+from penstock.types.request import Request, RequestStatus
 
 _UNIT = 1_000_000
 """Of a counter, per token and weight; divided by the tenant's share, so that counters are integers."""
@@ -44,6 +44,11 @@ class Account:
     """Requests that run and have computed all their tokens but one."""
     turn: int = 0
     """Of equal counters the least is next: 2 n after the n-th admission of all, if it was this tenant's."""
+
+
+def _admitted_ns(request: Request) -> int:
+    assert request.first_scheduled_ns is not None, "it runs"
+    return request.first_scheduled_ns
 
 
 class FairShares(Order):
@@ -75,8 +80,9 @@ class FairShares(Order):
     ) -> None:
         """`shares`: tenant -> its share >= 1; others have 1. `max_tenants`: accounts kept of tenants that do not wait.
 
-        `max_wait_ns`: after which a tenant that waits is not overtaken by any that comes, or comes back, later.
-        `max_credit_tokens`: weighted tokens that a tenant which was given less may get before others when it comes back.
+        `max_wait_ns`: after which a tenant that waits is not overtaken by any that comes, or comes back, later, nor a prompt in
+        work by any. `max_credit_tokens`: weighted tokens that a tenant which was given less may get before others when it
+        comes back.
         """
         self._weights = (input_weight, output_weight)
         self._shares = dict(shares or {})
@@ -110,12 +116,14 @@ class FairShares(Order):
         return (account.counter, account.turn)
 
     def queued(self, request: Request) -> None:
-        """Lift the tenant if nobody of it was waiting."""
+        """Lift the tenant if nobody of it was waiting. One that was never heard of has no credit, or new names would be worth
+        something."""
+        credit = self._max_credit if request.tenant in self._accounts else 0
         account = self._account(request.tenant)
         self._now_ns = max(self._now_ns, request.arrival_ns)
         if not account.num_waiting:
             account.base = max(account.counter, self._floor())
-            account.counter = max(account.counter, self._floor(self._max_credit))
+            account.counter = max(account.counter, self._floor(credit))
             account.waiting_since_ns = self._now_ns
             # Where it is lifted to the aged, or without credit, it stands equal with a tenant that is being served: it goes
             # first, but only once.
@@ -139,9 +147,11 @@ class FairShares(Order):
             self._last = self._waiting.pop(request.tenant)
 
     def outranks(self, request: Request, other: Request, now_ns: int) -> bool:
-        """Tenants take turns at what was preempted, and at the prompt tokens of a step."""
-        del now_ns
+        """Tenants take turns at what was preempted, and at the prompt tokens of a step. Nobody is put off for longer than
+        `max_wait_ns` while it runs."""
         if request.tenant == other.tenant:
+            return False
+        if other.status is RequestStatus.RUNNING and _admitted_ns(other) <= now_ns - self._max_wait_ns:
             return False
         return self._finish(request) < self._finish(other)
 
