@@ -20,6 +20,7 @@ from penstock.testing.driver import Driver
 from penstock.types.events import Abort, Add
 from penstock.types.plan import Capacity
 from penstock.types.request import FinishReason
+from penstock.types.sampling import BeamParams, EarlyStopping
 from penstock.types.stats import PreemptReason, PrefixEnd
 
 CAPACITY = Capacity(num_blocks=33, block_size=4, max_rows=4, max_step_tokens=16, max_model_len=64)
@@ -233,7 +234,8 @@ class TestPauses:
         assert told.longest_gap.is_preemption
         assert told.longest_gap.gap_ns > pause.waited_ns
         assert told.num_generated_tokens == 16
-        assert told.num_prefill_tokens >= 8 + pause.num_lost_tokens
+        assert told.num_prefill_tokens == 8
+        assert told.num_resume_tokens > pause.num_lost_tokens > 0
         assert "lost its place as others needed its memory" in summary(told)
 
 
@@ -342,6 +344,27 @@ class TestMemory:
             assert len(bench.journal._noted) < MAX_NOTED
 
 
+@pytest.mark.parametrize("num_blocks", [200, 17])
+def test_all_beams_of_a_search_begin_pause_and_end(num_blocks: int) -> None:
+    bench = Bench(num_blocks=num_blocks, max_step_tokens=32, policies=make_policies(reserve="chunk"))
+    beams = BeamParams(width=3, length_penalty=1.0, early_stopping=EarlyStopping.NEVER, num_logprobs=None)
+    for idx in range(3):
+        request = make_request(f"b{idx}", 6, max_tokens=12, beams=beams, logprobs=4)
+        request.parent_id = "b"
+        bench.core.apply([Add(request)], bench.now_ns)
+    bench.add("other", [50 + idx for idx in range(9)], max_tokens=30)
+    for _ in range(40):
+        bench.steps()
+        told = bench.journal.explain_all(("b0", "b1", "b2"), bench.now_ns)
+        assert len({choice.phase in (Phase.WAITING, Phase.PAUSED) for choice in told}) == 1
+    for choice in told:
+        assert choice.phase is Phase.ENDED
+        assert choice.queue_ns == 0
+        assert choice.num_generated_tokens == 12
+        assert choice.queue_ns + choice.prefill_ns + choice.decode_ns == choice.total_ns
+    assert len({len(choice.pauses) for choice in told}) == 1
+
+
 def test_a_refused_request_is_told() -> None:
     bench = Bench()
     bench.add("long", 70, max_tokens=1)
@@ -419,7 +442,7 @@ def _check_all(bench: Bench, names: list[str]) -> None:
 def _check_with_witness(bench: Bench, witness: Witness, name: str) -> None:
     told = bench.told(name)
     rows, tokens_ns = witness.rows[name], witness.tokens_ns[name]
-    assert told.num_prefill_steps + told.num_decode_steps == len(rows)
+    assert told.num_prefill_steps + told.num_resume_steps + told.num_decode_steps == len(rows)
     assert told.num_generated_tokens == len(tokens_ns)
     assert told.max_batch == max(rows, default=0)
     assert round(told.mean_batch * len(rows)) == sum(rows)

@@ -31,6 +31,8 @@ class PauseTold:
     began_ns: int
     """From arrival."""
     reason: PreemptReason
+    is_swap: bool
+    """Its tokens were kept below the pool, to come back from there."""
     num_lost_tokens: int
     """With KV, less what was found again."""
     waited_ns: int
@@ -73,8 +75,13 @@ class Explanation:
     evicted_ago_ns: int | None
     """How long before its first step the block was evicted that it would have needed."""
     num_prefill_steps: int
+    """Before its first token."""
     num_prefill_tokens: int
-    """Computed, those that were lost and computed again included."""
+    """Computed in them, those that were lost in a pause and computed again included."""
+    num_resume_steps: int
+    """Between a pause and the next token."""
+    num_resume_tokens: int
+    """Computed in them."""
     num_decode_steps: int
     decode_with_prompts_ns: int
     """Of `decode_ns`, in steps that computed prompts of others, too."""
@@ -117,8 +124,10 @@ def explain(life: Life, now: WaitMark, turn: Turn, decodes: Span, waits_for: Wai
         num_hit_tokens=life.num_hit_tokens,
         stop=stop,
         evicted_ago_ns=None if stop is None or stop.evicted_ns is None else max(0, began_ns - stop.evicted_ns),
-        num_prefill_steps=life.prefills.num_steps,
+        num_prefill_steps=life.num_prefill_steps,
         num_prefill_tokens=life.num_prefill_tokens,
+        num_resume_steps=life.num_resume_steps,
+        num_resume_tokens=life.num_resume_tokens,
         num_decode_steps=decodes.num_steps,
         decode_with_prompts_ns=decodes.prompts_ns,
         mean_batch=steps.num_rows / steps.num_steps if steps.num_steps else 0.0,
@@ -162,6 +171,7 @@ def _pause(pause: Pause, arrival_ns: int, end: WaitMark) -> PauseTold:
     return PauseTold(
         began_ns=pause.began.at_ns - arrival_ns,
         reason=pause.reason,
+        is_swap=pause.is_swap,
         num_lost_tokens=max(0, pause.num_computed_tokens - pause.num_found_tokens),
         waited_ns=until.at_ns - pause.began.at_ns,
         waited_for_ns=_told(until.since(pause.began)),

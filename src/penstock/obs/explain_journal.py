@@ -151,8 +151,17 @@ class Journal:
         life = self._lives.get(request_id)
         if life is None or life.phase is not Phase.PREFILL:  # a decode that was sent again, for its blocks were copied
             return
-        life.num_prefill_tokens += query_len
-        life.prefills.add(Span(1, stats.num_rows, stats.num_rows))
+        if life.first_token_ns is None:
+            life.num_prefill_steps += 1
+            life.num_prefill_tokens += query_len
+        else:
+            life.num_resume_steps += 1
+            life.num_resume_tokens += query_len
+        prefills = life.prefills
+        prefills.num_steps += 1
+        prefills.num_rows += stats.num_rows
+        if stats.num_rows > prefills.max_rows:
+            prefills.max_rows = stats.num_rows
         num_behind = life.num_target_tokens - context_len - query_len
         if num_behind > 1:
             return
@@ -176,7 +185,7 @@ class Journal:
         if life.phase is Phase.DECODE:
             life.last_token_ns = self._log.last_ended_ns
         life.phase = Phase.PAUSED
-        life.pauses.append(Pause(preemption.reason, now, preemption.num_computed_tokens))
+        life.pauses.append(Pause(preemption.reason, now, preemption.num_computed_tokens, preemption.is_swap))
 
     def _close_decodes(self, life: Life, stop: int) -> None:
         """Sum up its decodes in steps before `stop`."""
@@ -201,7 +210,8 @@ class Journal:
 
     def _keep(self, life: Life, stats: RequestStats) -> None:
         life.end = stats
-        life.left = self._clock.mark(stats.ended_ns)
+        was_waiting = life.phase in (Phase.WAITING, Phase.PAUSED)
+        life.left = self._clock.mark(stats.ended_ns) if was_waiting else WaitMark(stats.ended_ns, ())
         life.phase = Phase.ENDED
         self._ended[life.request_id] = life
         while len(self._ended) > self.max_ended:

@@ -27,6 +27,8 @@ class Pause:
     began: WaitMark
     num_computed_tokens: int
     """Tokens with KV that it lost."""
+    is_swap: bool
+    """They were kept below the pool, to come back from there."""
     num_tokens: int = 0
     """That it had to have again, set when it came back."""
     num_found_tokens: int = 0
@@ -56,7 +58,11 @@ class Life:
     num_target_tokens: int = 0
     """That it must have computed before it samples."""
     num_prefill_steps: int = 0
+    """Before its first token."""
     num_prefill_tokens: int = 0
+    num_resume_steps: int = 0
+    """After a pause, until it chose tokens again."""
+    num_resume_tokens: int = 0
     decodes_from: int = 0
     """The first step of its present decode phase that is not in `decodes`."""
     prefills: Span = field(default_factory=Span)
@@ -69,4 +75,4 @@ class Life:
     pauses: list[Pause] = field(default_factory=list)
     end: RequestStats | None = None
     left: WaitMark | None = None
-    """When it ended."""
+    """When it ended; without totals if it ran, as it waited for nothing then."""

@@ -84,12 +84,10 @@ def _line(told: Explanation) -> str:
 def _prompt(told: Explanation) -> str:
     cached = f"; {told.num_hit_tokens} were in the cache" if told.num_hit_tokens else ""
     why = _why_no_more(told)
-    again = told.num_prefill_tokens + told.num_hit_tokens - told.num_prompt_tokens
-    text = (
+    return (
         f"{'Computes' if told.phase is Phase.PREFILL else 'Computed'} its prompt of {told.num_prompt_tokens} tokens in "
         f"{duration(told.prefill_ns)}, {_count(told.num_prefill_steps, 'step')}{cached}{why}."
     )
-    return text if again <= 0 or not told.pauses else f"{text} {again} of the tokens computed were computed before."
 
 
 def _why_no_more(told: Explanation) -> str:
@@ -124,7 +122,8 @@ def _pauses(told: Explanation) -> Iterator[str]:
     for pause in told.pauses[:3]:
         waited = "and came back after" if pause.is_over else "and has waited since, for"
         lost = f", {pause.num_lost_tokens} tokens to be computed again" if pause.is_over else ""
-        text = f"After {duration(pause.began_ns)} it lost its place {_PAUSES[pause.reason]}, {waited} "
+        swapped = ", was swapped out" if pause.is_swap else ""
+        text = f"After {duration(pause.began_ns)} it lost its place {_PAUSES[pause.reason]}{swapped}, {waited} "
         yield f"{text}{duration(pause.waited_ns)}{lost}."
     if len(told.pauses) > 3:
         yield f"That happened {len(told.pauses)} times in all."

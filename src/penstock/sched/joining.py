@@ -249,7 +249,8 @@ class Joining:
             stop = self._kv.why_stopped(request, hit)
             if request.sampling.beams is not None:
                 self._running.beams.begun(request)
-        draft.admissions.append(Admission(request.request_id, request.num_tokens, hit.num_tokens, query_len, stop))
+        for member in self._running.beams.members(request):
+            draft.admissions.append(Admission(member.request_id, request.num_tokens, hit.num_tokens, query_len, stop))
         draft.admit(request, self._kv.allocate(request, hit, hit.num_tokens + query_len))
         draft.add_row(request, query_len)
         self._order.admitted(request)

@@ -81,9 +81,10 @@ class Running:
         """
         victim = eviction.request
         draft.num_preemptions += 1
-        draft.num_swaps += eviction.method is PreemptMethod.SWAP
-        draft.preemptions.append(Preemption(victim.request_id, reason, victim.num_computed_tokens))
+        is_swap = eviction.method is PreemptMethod.SWAP
+        draft.num_swaps += is_swap
         for request in self.beams.members(victim):
+            draft.preemptions.append(Preemption(request.request_id, reason, request.num_computed_tokens, is_swap))
             if request.status is RequestStatus.RUNNING:
                 self._suspend(draft, request)
         self._waiting.push_preempted(self.beams.preempted(victim))

@@ -57,7 +57,10 @@ class PrefixStop:
 
 @dataclass(slots=True)
 class Admission:
-    """A request began to run, or came back after a preemption. Nobody writes to one after it was made, as with `StepStats`."""
+    """A request began to run, or came back after a preemption; of a beam search all do when the first does.
+
+    Nobody writes to one after it was made, as with `StepStats`.
+    """
 
     request_id: str
     num_tokens: int
@@ -84,6 +87,8 @@ class Preemption:
     reason: PreemptReason
     num_computed_tokens: int
     """Its tokens that had KV."""
+    is_swap: bool = False
+    """They are kept in the tier below the pool."""
 
 
 @dataclass(slots=True)

@@ -37,6 +37,7 @@ def explanation(told: Explanation, index: int) -> dict[str, Any]:
         },
         "prefix": _prefix(told),
         "prefill": {"steps": told.num_prefill_steps, "tokens": told.num_prefill_tokens},
+        "resume": {"steps": told.num_resume_steps, "tokens": told.num_resume_tokens},
         "decode": {"steps": told.num_decode_steps, "with_prompts_ms": _ms(told.decode_with_prompts_ns)},
         "batch": {"mean": round(told.mean_batch, 2), "max": told.max_batch},
         "longest_gap": None if told.longest_gap is None else _gap(told.longest_gap),
@@ -69,6 +70,7 @@ def _pause(pause: PauseTold) -> dict[str, Any]:
     return {
         "after_ms": _ms(pause.began_ns),
         "because": pause.reason.value,
+        "method": "swap" if pause.is_swap else "recompute",
         "waited_ms": _ms(pause.waited_ns),
         "waited_for_ms": _parts(pause.waited_for_ns),
         "lost_tokens": pause.num_lost_tokens,
