@@ -6,8 +6,8 @@ First turns of ShareGPT (--traces), counted with the model's tokenizer: as they 
 cut as the workload `sharegpt` of the other benchmarks is (prompts of 512, replies of 200). All are there at the start, and
 `rows` run at a time through the real scheduler and KV manager; steps take as long as the cost model says, and so weigh what is
 held during them. Waste is slots held without a token, over slots held; a slot that a step writes has its token during that
-step, and a block that several requests hold counts once. The last line is one JSON object. The numbers do not depend on the
-machine.
+step, and a block that several requests hold counts once, as in `penstock_kv_waste_ratio`. The last line is one JSON object. The
+numbers do not depend on the machine.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from workloads import (
 )
 
 from penstock.engine.core import EngineCore
+from penstock.kv.pool_map import waste_ratio
 from penstock.lab.cost_model import CostModel
 from penstock.lab.job import Job
 from penstock.lab.simulated_executor import SimulatedExecutor
@@ -50,17 +51,14 @@ class WasteMeter:
     """Slots that requests hold, and those of them without a token, each times the nanoseconds for which it was so."""
 
     def __init__(self) -> None:
-        self.held = self.empty = 0
+        self.held = 0
+        self.empty = 0.0
 
     def add(self, scheduler: Scheduler, duration_ns: int) -> None:
-        size = scheduler.kv.block_size
-        filled: dict[int, int] = {}
-        for request in scheduler.running.values():
-            num_tokens = request.num_computed_tokens + request.num_inflight_tokens
-            for idx, block_id in enumerate(scheduler.kv.block_table(request.request_id)):
-                filled[block_id] = max(filled.get(block_id, 0), min(size, num_tokens - idx * size), 0)
-        self.held += size * len(filled) * duration_ns
-        self.empty += (size * len(filled) - sum(filled.values())) * duration_ns
+        kv = scheduler.kv
+        held = kv.block_size * (kv.num_total_blocks - kv.num_available_blocks) * duration_ns
+        self.held += held
+        self.empty += held * waste_ratio(kv, scheduler.running.values())
 
     @property
     def waste(self) -> float:
