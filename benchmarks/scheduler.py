@@ -1,6 +1,6 @@
 """What does one step of scheduling cost on the host? Plan and commit, with 256 running and 1,000 waiting requests.
 
-    python benchmarks/scheduler.py [--steps 400] [--running 256] [--waiting 1000] [--order fcfs] [--journal]
+    python benchmarks/scheduler.py [--steps 400] [--running 256] [--waiting 1000] [--order fcfs] [--eviction lru] [--journal]
 
 Three situations: `decode` (all rows full, nobody can join), `no_memory` (a row is free, but not the memory for the
 next request, which is therefore looked up in every step) and `churn` (replies of 32 tokens: eight requests end and
@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from penstock.kv.eviction import EVICTIONS
 from penstock.obs.explain_journal import Journal
 from penstock.sched.policies.base import AdmissionView
 from penstock.sched.policies.orders import ORDERS
@@ -44,6 +45,7 @@ def main() -> None:
         "running": arguments.running,
         "waiting": arguments.waiting,
         "order": arguments.order,
+        "eviction": arguments.eviction,
         "journal": arguments.journal,
         "steps": arguments.steps,
     }
@@ -58,6 +60,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--running", type=int, default=256)
     parser.add_argument("--waiting", type=int, default=1000)
     parser.add_argument("--order", choices=tuple(ORDERS), default="fcfs")
+    parser.add_argument("--eviction", choices=tuple(EVICTIONS), default="lru")
     parser.add_argument("--journal", action="store_true")
     return parser.parse_args()
 
@@ -69,7 +72,11 @@ def _measure(situation: str, arguments: argparse.Namespace) -> Iterator[tuple[fl
     num_steps = num_warm_up + arguments.steps
     capacity = _capacity(running + (situation == "no_memory"), running)
     journal = Journal(1000) if arguments.journal else None
-    core = make_core(capacity, make_policies(order=arguments.order, reserve=NotForMore(running)), journal=journal)
+    core = make_core(
+        capacity,
+        make_policies(order=arguments.order, eviction=arguments.eviction, reserve=NotForMore(running)),
+        journal=journal,
+    )
     requests = [
         make_request(
             f"request-{idx}",
