@@ -162,7 +162,7 @@ def main() -> None:
     def requests(num_requests: int) -> list[Request]:
         return make_requests(list(islice(numbers, num_requests)), args.prompt, args.reply, model.spec.vocab_size)
 
-    num_fill = args.blocks // (-(-(args.prompt + args.reply) // BLOCK_SIZE))
+    num_fill = -(-args.blocks // -(-(args.prompt + args.reply - 1) // BLOCK_SIZE))  # the last token is never computed
     run_round((on, off), (requests(num_fill), requests(num_fill)))  # from now on each new block is one that had content
     rounds: tuple[list[list[StepTime]], list[list[StepTime]]] = ([], [])
     begin_s = time.thread_time()
