@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+from dataclasses import fields
 from itertools import product
 
 import pytest
 
+from penstock.clock import VirtualClock
 from penstock.engine.core import EngineCore
 from penstock.sched.beam_search import BeamSearch
 from penstock.sched.policies.presets import TABLES, make_policies
 from penstock.testing import Driver, HashExecutor, Outcome, expected_tokens, make_core, make_request, run_to_completion
 from penstock.testing.hashing import ROOT, HashModel, mix
+from penstock.testing.memory_store import Faults
+from penstock.testing.strategies import Engine, LowerTier
 from penstock.types.errors import RejectReason
 from penstock.types.events import Abort, Add, Command, Drain
 from penstock.types.plan import Capacity
@@ -206,3 +211,37 @@ def test_a_wide_search_waits_for_its_rows() -> None:
     requests = search_requests(4, max_tokens=5)
     others = [make_request(f"o{idx}", [9 + idx], max_tokens=5) for idx in range(2)]
     check_answers(requests, run(core, executor, *others, *requests))
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("seed", range(20))
+def test_beams_swap_as_others_do(seed: int, caching: bool) -> None:
+    """Forks, copies of shared blocks, preemptions of whole groups, and a tier that fails now and then."""
+    draw = random.Random(seed)
+    faults = Faults(**{name.name: draw.choice([0.0, 0.0, 0.1]) for name in fields(Faults)})
+    lower = LowerTier(num_slots=300, num_staged_blocks=100, promptness=draw.choice([0.3, 1.0]), faults=faults, seed=seed)
+    capacity = Capacity(draw.choice([26, 33, 40]), block_size=2, max_rows=8, max_step_tokens=12, max_model_len=40)
+    engine = Engine(capacity, make_policies(reserve="chunk", victim=draw.choice(["latest", "cheapest"])), caching, lower)
+    core, executor = engine.make()
+    clock = VirtualClock()
+    transfers, worker = engine.make_transfers(core, executor, clock)
+    others = [make_request(f"o{idx}", [7 + idx] * (3 + idx), max_tokens=25, arrival_ns=idx) for idx in range(4)]
+    searches = [search_requests(3, name="b", max_tokens=10), search_requests(2, [1, 2, 3, 4, 9], name="c", max_tokens=14)]
+    outcomes = run_to_completion(
+        core,
+        executor,
+        *map(Add, [*others[:2], *searches[0], *others[2:], *searches[1]]),
+        clock=clock,
+        transfers=transfers,
+        worker=worker,
+        after_turn=check,
+        max_turns=10_000,
+    )
+    for search in searches:
+        check_answers(search, outcomes)
+    for request in others:
+        expected = expected_tokens(request.prompt_token_ids, request.sampling, model=MODEL, max_model_len=40)
+        assert tuple(outcomes[request.request_id].token_ids) == expected.token_ids
+    kv = core.scheduler.kv
+    assert kv.num_available_blocks == kv.num_total_blocks
+    assert not kv.tables()
