@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -42,9 +43,9 @@ class House:
         )
         self.num_asked = 0
 
-    def _work(self, job: Callable[[], None]) -> None:
+    def _work(self, job: Callable[[], None], is_urgent: bool) -> None:
         if not self.hangs:
-            self.worker(job)
+            self.worker(job, is_urgent)
 
     def ask(self, prompt: list[int]) -> tuple[Outcome, int]:
         """Its answer, which is the right one, and how many of its tokens were found in the cache."""
@@ -128,20 +129,26 @@ def test_the_end_does_not_wait_for_a_store_that_hangs() -> None:
         house.executor,
         house.store,
         clock=WallClock(),
-        worker=lambda _: None,
+        worker=lambda *_: None,
         num_staged_blocks=4,
     )
     transfers.keep(0.05)
     assert transfers.num_moving_blocks == 3, "a quarter is for loads"
 
 
-def test_a_thread_does_its_jobs_in_order_and_ends() -> None:
+def test_a_thread_does_its_jobs_in_order_urgent_ones_first_and_ends() -> None:
     done: list[int] = []
-    thread = WorkerThread()
-    for idx in range(5):
-        thread(lambda idx=idx: done.append(idx))  # type: ignore[misc]
+    thread, may_begin = WorkerThread(), threading.Event()
+
+    def begin() -> None:
+        may_begin.wait(20)
+
+    thread(begin, False)
+    for idx in range(6):
+        thread(partial(done.append, idx), idx in (2, 4))
+    may_begin.set()
     assert thread.close(10.0)
-    assert done == [0, 1, 2, 3, 4]
+    assert done == [2, 4, 0, 1, 3, 5]
     assert thread.close(0.0)
 
 
@@ -151,7 +158,7 @@ def test_a_thread_that_hangs_is_left_alone() -> None:
     def hang() -> None:
         is_over.wait(20)
 
-    thread(hang)
+    thread(hang, False)
     assert not thread.close(0.01)
     is_over.set()
     assert thread.close(10.0)

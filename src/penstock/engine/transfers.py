@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from queue import SimpleQueue
+from functools import partial
 
 from penstock.clock import Clock
 from penstock.engine.ports import BlockStore, Executor
@@ -37,6 +37,8 @@ MAX_STAGED_BLOCKS = 256
 MIN_STAGED_BLOCKS = 4
 LOAD_SHARE = 4
 """One in so many staged blocks is kept for loads: a request waits for these, and for spills nobody does."""
+BLOCKS_PER_JOB = 8
+"""Of those that are written: a load that comes waits for one job."""
 CLOSE_TIMEOUT_S = 5.0
 """How long the end of an engine waits for a store that does not answer."""
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -51,8 +53,9 @@ class FailureReason(StrEnum):
     MEMORY = "memory"
 
 
-Worker = Callable[[Callable[[], None]], object]
-"""Runs what it is given: in order, one at a time, at any time, in any thread."""
+Job = Callable[[], None]
+Worker = Callable[[Job, bool], object]
+"""Runs what it is given, one at a time, at any time, in any thread. Those with True, somebody waits for: they go first."""
 
 
 @dataclass(slots=True)
@@ -66,25 +69,39 @@ class _Move:
 
 
 class WorkerThread:
-    """A thread that runs what it is given, in order; a daemon, since a store that does not answer must not keep the process."""
+    """A `Worker` with a thread of its own: a daemon, since a store that does not answer must not keep the process."""
 
     def __init__(self) -> None:
-        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._urgent: deque[Job] = deque()
+        self._others: deque[Job] = deque()
+        self._is_closing = False
+        self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="penstock-tier", daemon=True)
         self._thread.start()
 
-    def __call__(self, job: Callable[[], None]) -> None:
-        self._jobs.put(job)
+    def __call__(self, job: Job, is_urgent: bool) -> None:
+        with self._changed:
+            (self._urgent if is_urgent else self._others).append(job)
+            self._changed.notify()
 
     def close(self, timeout_s: float) -> bool:
         """Run what was given, then end. False if that took longer. Idempotent."""
-        self._jobs.put(None)
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (job := self._next()) is not None:
             job()
+
+    def _next(self) -> Job | None:
+        """None: it is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._urgent or self._others or self._is_closing)
+            jobs = self._urgent or self._others
+            return jobs.popleft() if jobs else None
 
 
 class Transfers:
@@ -179,7 +196,9 @@ class Transfers:
             moves = [_Move(spill, self._free.pop()) for spill in spills[:num_staged]]
             block_ids = [spill.block_id for spill in spills[:num_staged]]
             self._executor.read_blocks(block_ids, [self._buffers[move.buffer] for move in moves])
-            self._start(lambda: self._run(moves, self._write))
+            for start in range(0, num_staged, BLOCKS_PER_JOB):
+                part = moves[start : start + BLOCKS_PER_JOB]
+                self._start(partial(self._run, part, self._write), False)
 
     def _load(self, loads: Sequence[Load]) -> None:
         num_staged = min(len(loads), len(self._free))
@@ -187,7 +206,7 @@ class Transfers:
             self._tier.loaded(load.block_hash, is_sound=True)
         if num_staged:
             moves = [_Move(load, self._free.pop()) for load in loads[:num_staged]]
-            self._start(lambda: self._run(moves, self._read))
+            self._start(partial(self._run, moves, self._read), True)
 
     def _record(self, move: _Move) -> None:
         order, is_sound = move.order, move.failure is None

@@ -78,26 +78,27 @@ class MemoryStore:
 
 
 class LateWorker:
-    """Runs what it is given later, in order: as many jobs as `run` is told to, or each with a chance in `turn`."""
+    """A `Worker` that does its jobs later, urgent ones first: as many as `run` is told to, or each with a chance in `turn`."""
 
     def __init__(self, promptness: float = 1.0, seed: int = 0) -> None:
         self._promptness = promptness
         self._random = random.Random(seed)  # noqa: S311  # repeatable on purpose
+        self._urgent: deque[Callable[[], None]] = deque()
         self._jobs: deque[Callable[[], None]] = deque()
 
-    def __call__(self, job: Callable[[], None]) -> None:
-        self._jobs.append(job)
+    def __call__(self, job: Callable[[], None], is_urgent: bool) -> None:
+        (self._urgent if is_urgent else self._jobs).append(job)
 
     @property
     def num_jobs(self) -> int:
-        return len(self._jobs)
+        return len(self._urgent) + len(self._jobs)
 
     def turn(self) -> None:
         """A step goes by."""
-        while self._jobs and self._random.random() < self._promptness:
+        while self.num_jobs and self._random.random() < self._promptness:
             self.run()
 
     def run(self, count: int = 1) -> None:
         """Do the next `count` jobs, or as many as there are."""
-        for _ in range(min(count, len(self._jobs))):
-            self._jobs.popleft()()
+        for _ in range(min(count, self.num_jobs)):
+            (self._urgent or self._jobs).popleft()()

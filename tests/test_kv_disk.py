@@ -1,0 +1,152 @@
+"""The disk tier as the composition root makes it: what is kept for the next start, and what is not."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.build import build_runtime
+from penstock.config import Backend, BackendConfig, Config, KvConfig, SchedulerConfig
+from penstock.engine.loop import EngineState
+from penstock.models.catalog import resolve
+from penstock.obs.prometheus import expose
+from penstock.serve.runtime import Runtime
+from penstock.storage.block_file import FILE_NAME, PAGE_BYTES
+from penstock.testing.builders import make_request
+from penstock.testing.tiny_models import TinyLlama, write_gguf
+from penstock.types.errors import ConfigError, ExecutorFailure
+from penstock.types.request import FinishReason
+
+PROMPT = [token % 200 for token in range(1, 100)]
+
+
+@pytest.fixture(scope="module")
+def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(tmp_path_factory.mktemp("models") / "tiny.gguf", TinyLlama())
+
+
+def config(folder: Path, *, backend: str = Backend.NATIVE, dtype: str = "int8", **kv: Any) -> Config:
+    return Config(
+        backend=BackendConfig(backend=backend),
+        kv=KvConfig(
+            kv_cache_memory_bytes=1 << 20,
+            kv_cache_dtype=dtype,
+            kv_disk_path=str(folder),
+            **({"kv_disk_size_bytes": 10 << 20} | kv),
+        ),
+        scheduler=SchedulerConfig(max_num_seqs=4),
+    )
+
+
+def build(gguf: Path, settings: Config) -> Runtime:
+    return build_runtime(settings, resolve(str(gguf), gguf.parent))
+
+
+def ask(runtime: Runtime, name: str = "r") -> tuple[list[int], int]:
+    """Its answer, and how many tokens of its prompt were found."""
+
+    async def answer() -> tuple[list[int], int]:
+        chunks = [chunk async for chunk in runtime.bridge.stream(make_request(name, PROMPT, max_tokens=5))]
+        if chunks[-1].finish_reason is FinishReason.ERROR:
+            return [], 0
+        return [token for chunk in chunks for token in chunk.token_ids], chunks[-1].num_cached_tokens
+
+    return asyncio.run(answer())
+
+
+@pytest.mark.parametrize("backend", list(Backend))
+@pytest.mark.parametrize("dtype", ["int8", "bf16"])
+def test_a_session_goes_on_in_the_next_process(gguf: Path, tmp_path: Path, backend: str, dtype: str) -> None:
+    settings = config(tmp_path, backend=backend, dtype=dtype)
+    answers = []
+    for expected_cached in (0, 96):
+        runtime = build(gguf, settings)
+        try:
+            tokens, num_cached = ask(runtime)
+            answers.append(tokens)
+            assert num_cached == expected_cached
+            assert b"penstock_kv_disk_up{" in expose(runtime.metrics)
+        finally:
+            runtime.close(30.0)
+    assert answers[0] == answers[1]
+
+
+def test_what_depends_on_another_kv_type_is_discarded(gguf: Path, tmp_path: Path) -> None:
+    for dtype in ("int8", "bf16"):
+        runtime = build(gguf, config(tmp_path, dtype=dtype))
+        try:
+            assert ask(runtime)[1] == 0
+        finally:
+            runtime.close(30.0)
+
+
+def test_another_model_finds_nothing(gguf: Path, tmp_path: Path) -> None:
+    other = write_gguf(tmp_path / "tiny.gguf", TinyLlama(seed=1))
+    for path in (gguf, other):
+        runtime = build(path, config(tmp_path))
+        try:
+            assert ask(runtime)[1] == 0
+        finally:
+            runtime.close(30.0)
+
+
+def test_without_prefix_caching_nothing_is_kept(gguf: Path, tmp_path: Path) -> None:
+    settings = config(tmp_path, prefix_caching=False)
+    for _ in range(2):
+        runtime = build(gguf, settings)
+        try:
+            assert ask(runtime)[1] == 0
+        finally:
+            runtime.close(30.0)
+    assert (tmp_path / FILE_NAME).stat().st_size < PAGE_BYTES
+
+
+def test_by_default_there_is_no_tier(gguf: Path, tmp_path: Path) -> None:
+    settings = config(tmp_path, kv_disk_size_bytes=0)
+    runtime = build(gguf, settings)
+    try:
+        ask(runtime)
+        assert b"kv_disk" not in expose(runtime.metrics)
+    finally:
+        runtime.close(30.0)
+    assert not (tmp_path / FILE_NAME).exists()
+
+
+def test_a_size_below_one_block_is_an_error(gguf: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"kv_disk_size is too small.* Raise --kv-disk-size"):
+        build(gguf, config(tmp_path, kv_disk_size_bytes=100))
+
+
+def test_an_engine_that_failed_leaves_nothing(gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was computed by it is not trusted, and the next one has a tier again."""
+    runtime = build(gguf, config(tmp_path))
+    try:
+        ask(runtime)
+        runtime.close(30.0)
+        runtime = build(gguf, config(tmp_path))
+        executor_class = type(runtime.engine._engine._executor)
+        with monkeypatch.context() as broken:
+            broken.setattr(executor_class, "collect", _fail)
+            assert ask(runtime, "broken") == ([], 0)
+        end = time.monotonic() + 30.0
+        while runtime.engine.state is not EngineState.READY:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert (tmp_path / FILE_NAME).stat().st_size <= PAGE_BYTES
+        assert ask(runtime, "after")[1] == 0
+        assert ask(runtime, "again")[1] > 0
+    finally:
+        runtime.close(30.0)
+    runtime = build(gguf, config(tmp_path))
+    try:
+        assert ask(runtime)[1] == 96
+    finally:
+        runtime.close(30.0)
+
+
+def _fail(*_: Any) -> None:
+    raise ExecutorFailure("the device failed, as it was told to")
