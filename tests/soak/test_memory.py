@@ -3,8 +3,8 @@
 Not part of `make test`; `make test-soak` runs it for ten minutes (SECONDS=120: for two).
 
 The KV cache is a fraction of what the clients want, so that it is full all the time: requests are preempted, prefixes are
-evicted. Prompts are random pieces behind one of a few beginnings; answers are of any length; some requests are cancelled, some
-lose their client, some have a deadline that they miss; tenants are ever new ones.
+evicted. Prompts are random pieces behind one of a few beginnings; answers are of any length; some requests want three, some
+are cancelled, some lose their client, some have a deadline that they miss; tenants are ever new ones.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ pytestmark = [
 ]
 SOAK_S = float(os.environ.get("PENSTOCK_SOAK_S", "0"))
 WARM_UP_SHARE = 0.4
-"""Of the time, in which all memory is touched for the first time, and the memory of the last 8,192 steps fills."""
+"""Of the time, in which all memory is touched for the first time. Half of it is for many small requests: what is remembered
+of tenants, steps and evicted blocks has bounds, and they are reached sooner so."""
 MAX_GROWTH = 0.02
 NUM_CLIENTS = 40
 NUM_PREFIXES = 12
@@ -59,6 +60,7 @@ class Clients:
     def __init__(self, server: RealServer, seed: int) -> None:
         self.server, self.rng = server, random.Random(seed)
         self.numbers = count()
+        self.small_until_s = 0.0
         self.prefixes = [self.tokens(self.rng.randint(20, 300)) for _ in range(NUM_PREFIXES)]
         self.fates: Counter[str] = Counter()
 
@@ -69,11 +71,14 @@ class Clients:
         rng = self.rng
         if rng.random() < 0.03:
             self.prefixes[rng.randrange(NUM_PREFIXES)] = self.tokens(rng.randint(20, 300))
+        if time.monotonic() < self.small_until_s:
+            return {"prompt": self.tokens(rng.randint(1, 40)), "max_tokens": rng.randint(1, 4), "stream": True}
         prefix = rng.choice(self.prefixes)
         prompt = [*prefix[: rng.randint(0, len(prefix))], *self.tokens(rng.randint(1, 60))]
         return {
             "prompt": prompt,
             "max_tokens": min(600, 1 + int(rng.expovariate(1 / 80))),
+            "n": 3 if rng.random() < 0.05 else 1,
             "temperature": rng.choice([0, 1]),
             "ignore_eos": True,
             "stream": True,
@@ -112,6 +117,7 @@ class Clients:
         limits = httpx.Limits(max_connections=2 * NUM_CLIENTS)
         sizes: list[int] = []
         end_s = time.monotonic() + seconds
+        self.small_until_s = time.monotonic() + seconds * WARM_UP_SHARE / 2
         async with (
             httpx.AsyncClient(base_url=self.server.url, timeout=120, limits=limits) as http,
             asyncio.TaskGroup() as group,
