@@ -1,0 +1,111 @@
+"""Under every policy, padding, preemption and tier: what is told of each request agrees with who saw every step, and the
+picture of the pool with its books, after every turn.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+
+from hypothesis import given, settings
+
+from penstock.clock import VirtualClock
+from penstock.kv.pool_map import draw
+from penstock.obs.explain_journal import Journal
+from penstock.obs.explain_life import Phase
+from penstock.obs.explain_words import summary
+from penstock.testing import Driver, run_to_completion
+from penstock.testing.strategies import Engine, Workload, engines, workloads
+from penstock.types.plan import PADDING_PREFIX
+from penstock.types.request import Request, RequestStatus
+
+PHASES = {
+    RequestStatus.WAITING: {Phase.WAITING},
+    RequestStatus.RUNNING: {Phase.PREFILL, Phase.DECODE},
+    RequestStatus.PREEMPTED: {Phase.PAUSED},
+}
+
+
+class Witness:
+    """Sees every plan, and counts per request and step what the journal does not."""
+
+    def __init__(self, journal: Journal) -> None:
+        self.journal = journal
+        self.num_rows: dict[str, list[int]] = defaultdict(list)
+        """Requests in each step that a request was in."""
+        self.num_seen = 0
+
+    def see(self, driver: Driver) -> None:
+        for plan in driver.plans[self.num_seen :]:
+            names = [row.request_id for row in plan.rows if not row.request_id.startswith(PADDING_PREFIX)]
+            for name in names:
+                self.num_rows[name].append(len(names))
+        self.num_seen = len(driver.plans)
+        self.check_requests(driver)
+        check_pool(driver)
+
+    def check_requests(self, driver: Driver) -> None:
+        for request in driver.core._requests.values():
+            told = self.journal.explain(request.request_id, driver.clock.now_ns())
+            assert told is not None
+            assert told.phase in PHASES[request.status], f"{request.status.name} is told as {told.phase}"
+            assert told.num_generated_tokens == len(request.output_token_ids)
+            assert len(told.pauses) == request.num_preemptions
+            assert told.queue_ns + told.prefill_ns + told.decode_ns == told.total_ns
+            assert sum(told.waited_for_ns.values()) == told.queue_ns
+            for pause in told.pauses:
+                assert sum(pause.waited_for_ns.values()) == pause.waited_ns
+            assert summary(told)
+
+
+def check_pool(driver: Driver) -> None:
+    kv = driver.core.scheduler.kv
+    drawn = draw(kv, driver.core.scheduler.running.values())
+    assert list(drawn.states.values()) == [
+        kv.num_available_blocks - kv.num_cached_blocks,
+        kv.num_cached_blocks,
+        kv.num_total_blocks - kv.num_available_blocks - kv.num_shared_blocks,
+        kv.num_shared_blocks,
+        1,
+    ]
+    assert sum(drawn.states.values()) == kv.pool.num_blocks
+    assert 0 <= drawn.waste < 1
+
+
+@settings(max_examples=4 * settings.default.max_examples)
+@given(engine=engines(has_lower_tier=True), workload=workloads())
+def test_what_is_told_agrees_with_who_was_there(engine: Engine, workload: Workload) -> None:
+    core, executor = engine.make()
+    journal = core._journal = Journal(100)
+    clock = VirtualClock(1000)  # requests arrive at an instant that is the number of their turn
+    transfers, worker = engine.make_transfers(core, executor, clock)
+    requests, witness = workload.requests(), Witness(journal)
+    outcomes = run_to_completion(
+        core,
+        executor,
+        later=workload.script(requests),
+        clock=clock,
+        transfers=transfers,
+        worker=worker,
+        after_turn=witness.see,
+        max_turns=20_000,
+    )
+    for request in requests:
+        check_ended(
+            request, journal, witness, [event.at_ns for event in outcomes[request.request_id].events if event.token_ids]
+        )
+
+
+def check_ended(request: Request, journal: Journal, witness: Witness, tokens_ns: list[int]) -> None:
+    told, num_rows = journal.explain(request.request_id, 0), witness.num_rows[request.request_id]
+    assert told is not None
+    assert told.phase is Phase.ENDED
+    assert told.num_generated_tokens == len(tokens_ns)
+    # The row of one that was ended while its step ran is void.
+    num_steps = told.num_prefill_steps + told.num_resume_steps + told.num_decode_steps
+    assert num_steps in (len(num_rows), len(num_rows) - 1)
+    del num_rows[num_steps:]
+    assert told.max_batch == max(num_rows, default=0)
+    assert round(told.mean_batch * num_steps) == sum(num_rows)
+    gaps = [late - early for early, late in itertools.pairwise(tokens_ns)]
+    assert (told.longest_gap.gap_ns if told.longest_gap else 0) == max(gaps, default=0)
