@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -17,7 +18,7 @@ from penstock.obs.prometheus import expose
 from penstock.obs.signals import SustainedLoad
 from penstock.types.request import FinishReason, Request
 from penstock.types.sampling import SamplingParams
-from penstock.types.stats import EngineLoad, RequestStats, StepStats, WaitReason
+from penstock.types.stats import EngineLoad, RequestStats, StepStats, TierStats, WaitReason
 
 MS = 1_000_000
 
@@ -241,3 +242,10 @@ def test_histogram_buckets_hold_what_lies_at_or_below_their_edge(singles, many):
     values = singles + many
     assert [count for _, count in buckets] == [sum(v <= edge for v in values) for edge in (1, 10, 100, float("inf"))]
     assert total == pytest.approx(sum(values))
+
+
+def test_every_series_is_listed_in_the_documentation(metrics):
+    metrics.tier = TierStats(num_slots=1)
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    families = {line.split(" ")[2] for line in expose(metrics).decode().splitlines() if line.startswith("# TYPE")}
+    assert not {name for name in families if f"`{name}`" not in page}
