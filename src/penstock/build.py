@@ -409,6 +409,7 @@ def _assemble(
         model=info,
         clock=clock,
         slo_itl_ns=None if config.scheduler.slo_itl_s is None else int(config.scheduler.slo_itl_s * 1e9),
+        isolates_tenants=config.kv.prefix_sharing == "tenant",
         sources=_sources(config.server),
         journal=journal,
         close_store=(lambda: None) if store is None else store.close,

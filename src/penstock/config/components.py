@@ -88,6 +88,9 @@ class KvConfig(Component):
         "int8", "Type of the stored keys and values; bf16 takes twice the memory.", kind=Kind.CHOICE, choices=("int8", "bf16")
     )
     prefix_caching: bool = setting(True, "Reuse the KV of prompts that begin alike.", kind=Kind.FLAG)
+    prefix_sharing: str = setting(
+        "all", "Among whom: all, or each tenant for itself.", kind=Kind.CHOICE, choices=("all", "tenant")
+    )
     kv_eviction: str | None = setting(
         None,
         "Whose cached prefixes are lost first when blocks are needed.",

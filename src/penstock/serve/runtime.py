@@ -96,6 +96,8 @@ class Runtime:
     """The engine's clock: `arrival_ns` and deadlines are read from it."""
     slo_itl_ns: int | None = None
     """The server's own target of the inter-token latency."""
+    isolates_tenants: bool = False
+    """Tenants share no cached prefixes."""
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     sources: Sources = field(default_factory=Sources)
     journal: Journal | None = None

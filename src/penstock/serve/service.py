@@ -109,12 +109,16 @@ class Service:
         """Submit the choices. Close the result, whatever happens."""
         # Clients may use one id for several calls; the engine's ids are ours, and unique.
         self._num_opened += 1
+        salt = terms.cache_salt
+        if self.runtime.isolates_tenants:
+            salt = terms.owner.tenant.encode() + b"\0" + salt  # no tenant's name contains a zero byte
         requests = [
             Request(
                 request_id=f"{terms.request_id}/{self._num_opened}.{choice.index}",
                 prompt_token_ids=choice.prompt_token_ids,
                 sampling=choice.sampling,
                 arrival_ns=terms.arrival_ns,
+                parent_id=f"{terms.request_id}/{self._num_opened}.{choice.prompt_idx}",
                 priority=terms.priority,
                 deadline_ns=terms.deadline_ns,
                 queue_deadline_ns=terms.queue_deadline_ns,
@@ -122,7 +126,7 @@ class Service:
                 slo_ttft_ns=terms.slo_ttft_ns or self.runtime.admission.limits.slo_ttft_ns,
                 slo_itl_ns=terms.slo_itl_ns or self.runtime.slo_itl_ns,
                 tenant=terms.owner.tenant,
-                cache_salt=terms.cache_salt,
+                cache_salt=salt,
             )
             for choice in choices
         ]

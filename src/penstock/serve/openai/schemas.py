@@ -9,7 +9,7 @@ in `unsupported`.
 from __future__ import annotations
 
 from itertools import islice
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
@@ -32,6 +32,7 @@ MAX_MESSAGES = 2**14
 MAX_TEMPLATE_KWARGS = 256
 MAX_METADATA, MAX_METADATA_KEY_CHARS, MAX_METADATA_CHARS = 16, 64, 512
 """OpenAI's own limits."""
+MAX_LENGTH_PENALTY = 10.0
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 """Logits are multiplied or divided by it; in this range none of a real model's overflows."""
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
@@ -65,6 +66,13 @@ def _at_most(num_entries: int) -> BeforeValidator:
 
 def _one_or_many(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
+
+
+def _no_number(value: Any) -> Any:
+    """`1 == True` in Python, but not in JSON."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        raise PydanticCustomError("no_number", "Input should be true, false or 'never'")
+    return value
 
 
 StopStrings = Annotated[
@@ -143,6 +151,10 @@ class GenerationBody(Body):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    use_beam_search: bool | None = None
+    """The `n` choices are the hypotheses of a search with as many beams, the best first."""
+    length_penalty: Annotated[float, Field(ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)] | None = None
+    early_stopping: Annotated[Literal[True, False, "never"], BeforeValidator(_no_number)] | None = None
     logit_bias: LogitBias | None = None
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKEN_IDS, fail_fast=True)] | None = None
     bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
@@ -172,7 +184,6 @@ class GenerationBody(Body):
     response_format: NotSupportedYet = None
     structured_outputs: NotSupportedYet = None
     prompt_logprobs: NotSupportedYet = None
-    use_beam_search: NotSupportedYet = None
     return_tokens_as_token_ids: NotSupportedYet = None
     logits_processors: NotSupportedYet = None
 

@@ -32,7 +32,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "response_format": ({"type": "text"},),
         "service_tier": ("auto", "default"),
         "store": (False,),
-        "use_beam_search": (False,),
         "include_obfuscation": (False,),
         "return_tokens_as_token_ids": (False,),
         "suffix": ("",),

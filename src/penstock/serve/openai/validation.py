@@ -7,15 +7,34 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from penstock.serve.openai.errors import ApiError, invalid, model_not_found, shorten, too_long
 from penstock.serve.openai.schemas import MAX_TEXT_CHARS, ChatCompletionBody, CompletionBody, GenerationBody
 from penstock.serve.runtime import ModelInfo, SamplingDefaults
 from penstock.text.tokenizer import Tokenizer
-from penstock.types.sampling import MIN_TEMPERATURE, SamplingParams
+from penstock.types.sampling import MAX_LOGPROBS, MIN_TEMPERATURE, BeamParams, EarlyStopping, SamplingParams
 
 MAX_BIAS = 100
+
+_WITHOUT_BEAMS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "temperature": (0,),
+        "top_p": (1,),
+        "top_k": (0, -1),
+        "min_p": (0,),
+        "repetition_penalty": (1,),
+        "presence_penalty": (0,),
+        "frequency_penalty": (0,),
+        "logit_bias": ({},),
+        "allowed_token_ids": (),
+        "bad_words": ([],),
+        "min_tokens": (0,),
+        "stop": ([],),
+    }
+)
+"""Fields that a beam search does not know, and their values that ask for nothing."""
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions; chat answers may use the rest of the context."""
@@ -35,6 +54,11 @@ def base_sampling(body: GenerationBody, model: ModelInfo, defaults: SamplingDefa
     stop_token_ids = _token_ids(body.stop_token_ids or [], "stop_token_ids", model.vocab_size)
     if not body.ignore_eos:
         stop_token_ids += tuple(token_id for token_id in model.eos_token_ids if token_id < model.vocab_size)
+    if body.use_beam_search:
+        return _beam_sampling(body, tuple(sorted(set(stop_token_ids))))
+    for field in ("length_penalty", "early_stopping"):
+        if getattr(body, field) is not None:
+            raise invalid(f"'{field}' needs 'use_beam_search': true.", field)
     return SamplingParams(
         min_tokens=body.min_tokens or 0,
         temperature=_temperature(body.temperature, defaults),
@@ -50,6 +74,33 @@ def base_sampling(body: GenerationBody, model: ModelInfo, defaults: SamplingDefa
         banned_token_sequences=_banned_sequences(body.bad_words or [], tokenizer, model.vocab_size),
         stop_token_ids=tuple(sorted(set(stop_token_ids))),
         stop=tuple(body.stop or ()),
+        include_stop_str_in_output=bool(body.include_stop_str_in_output),
+        skip_special_tokens=body.skip_special_tokens is not False,
+    )
+
+
+def _beam_sampling(body: GenerationBody, stop_token_ids: tuple[int, ...]) -> SamplingParams:
+    """A search takes the model's own probabilities: what would change them, or draw from them, is refused."""
+    for field, neutral in _WITHOUT_BEAMS.items():
+        if getattr(body, field) not in (None, *neutral):
+            raise invalid(f"'{field}' is not supported with 'use_beam_search'.", field)
+    width, asked = body.num_choices, num_logprobs(body)
+    max_width = MAX_LOGPROBS - len(stop_token_ids)
+    if width > max_width:
+        raise invalid(
+            f"'n' is {width}; with 'use_beam_search' and {len(stop_token_ids)} stop tokens it can be at most {max_width}.", "n"
+        )
+    beams = BeamParams(
+        width=width,
+        length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
+        early_stopping=EarlyStopping(body.early_stopping or False),
+        num_logprobs=asked,
+    )
+    return SamplingParams(
+        temperature=0.0,
+        beams=beams,
+        logprobs=max(width + len(stop_token_ids), asked or 0),
+        stop_token_ids=stop_token_ids,
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False,
     )
