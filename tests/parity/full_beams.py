@@ -25,9 +25,8 @@ def main() -> int:
     for case, own in zip(cases, found, strict=True):
         is_equal, is_clear = own == case.hypotheses, case.margin > CLEAR_MARGIN
         num_wrong += is_clear and not is_equal
-        print(
-            f"width {case.width}, margin {case.margin}: {'equal' if is_equal else 'other'}{'' if is_clear else ', not clear'}"
-        )
+        words = f"{'equal' if is_equal else 'other'}{'' if is_clear else ', not clear'}"
+        print(f"width {case.width}, margin {case.margin}: {words}")
     num_equal = sum(own == case.hypotheses for case, own in zip(cases, found, strict=True))
     print(f"{num_equal} of {len(cases)} equal; {num_wrong} of {sum(c.margin > CLEAR_MARGIN for c in cases)} clear ones differ")
     return min(1, num_wrong)
