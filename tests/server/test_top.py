@@ -46,7 +46,7 @@ def snapshot(at_s: float = 0.0, **fields: object) -> Snapshot:
 
 
 def test_the_map_shows_each_block_while_there_is_room() -> None:
-    lines = render(snapshot(), snapshot(1.0), Look())
+    lines = render(snapshot(), snapshot(1.0), Look(width=100))
     assert "a" * 10 + "b" * 5 + "+" * 5 + ":" * 10 + "." * 10 in lines[5]
     assert "held 38%   + shared 12%   : cached 25%   . free 25%   waste 2.0%" in lines[4]
     assert lines[1].startswith("running 2   waiting 3 for memory   busy 50% of the last 30 s   queue delay 1.2 s")
@@ -63,7 +63,7 @@ def test_a_cell_of_many_blocks_shows_what_is_not_free() -> None:
 def test_rates_are_those_between_two_looks() -> None:
     before = snapshot(0.0, totals={"penstock_generation_tokens_total": 100.0})
     after = snapshot(2.0, totals={"penstock_generation_tokens_total": 300.0, "penstock_preemptions_total": 1.0})
-    line = render(before, after, Look())[2]
+    line = render(before, after, Look(width=100))[2]
     assert line == "per second: 100 tokens out   0 in (0% from the cache)   0.0 requests   0.5 preempted"
 
 
@@ -79,6 +79,7 @@ def test_it_fits_the_terminal(height: int) -> None:
         look = Look(width=60, height=height, has_colour=has_colour)
         lines = render(snapshot(), snapshot(1.0, requests=requests), look)
         assert len(lines) <= max(height, 10)
+        assert all(len(line) <= 60 for line in lines if not has_colour and not line.startswith("KV"))
         assert "more" in lines[-1]
 
 

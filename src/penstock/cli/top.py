@@ -39,7 +39,7 @@ def top(url: str, api_key: str | None, interval: str, *, once: bool) -> None:
     before = reader.read()
     if not is_live:
         time.sleep(interval_s)
-        print("\n".join(render(before, reader.read(), Look(width=100, height=1000))))
+        print("\n".join(render(before, reader.read(), Look(width=110, height=1000))))
         return
     with suppress(KeyboardInterrupt):
         try:

@@ -43,7 +43,8 @@ class Look:
 
 def render(before: Snapshot, now: Snapshot, look: Look) -> list[str]:
     """The whole view, at most `look.height` lines; rates are those between the two."""
-    lines = [*_head(before, now), "", *_pool(now.pool, look), ""]
+    head = [line[: look.width] for line in _head(before, now)]
+    lines = [*head, "", *_pool(now.pool, look), ""]
     return lines + list(_requests(now, look, max(1, look.height - len(lines))))
 
 
@@ -116,7 +117,7 @@ def _requests(now: Snapshot, look: Look, num_lines: int) -> Iterator[str]:
         return
     numbers = {owner["request"]: idx for idx, owner in enumerate(now.pool["owners"]) if owner["request"]}
     titles = f"{'state':8} {'for':>7} {'waited':>7} {'prompt':>7} {'cached':>7} {'out':>6}  waited for"
-    yield f"  {'request':{_NAME_WIDTH}} {titles}"
+    yield f"  {'request':{_NAME_WIDTH}} {titles}"[: look.width]
     shown = rows if len(rows) < num_lines else rows[: max(0, num_lines - 2)]
     for call, choice in shown:
         owner = numbers.get(call["id"])
