@@ -121,7 +121,7 @@ def _tokens(told: Explanation) -> str:
 def _pauses(told: Explanation) -> Iterator[str]:
     for pause in told.pauses[:3]:
         waited = "and came back after" if pause.is_over else "and has waited since, for"
-        lost = f", {pause.num_lost_tokens} tokens to be computed again" if pause.is_over else ""
+        lost = f", {_count(pause.num_lost_tokens, 'token')} to be computed again" if pause.is_over else ""
         swapped = ", was swapped out" if pause.is_swap else ""
         text = f"After {duration(pause.began_ns)} it lost its place {_PAUSES[pause.reason]}{swapped}, {waited} "
         yield f"{text}{duration(pause.waited_ns)}{lost}."
