@@ -9,6 +9,7 @@ import pytest
 
 from contracts.harness import GREEDY, MAX_BLOCKS_PER_ROW, MAX_ROWS, PADDED, Feed, Harness, admit, request
 from penstock.types.plan import RowPlan
+from penstock.types.sampling import BeamParams
 
 BROKEN = (ValueError, AssertionError)
 
@@ -48,6 +49,44 @@ class TestAnswers:
         outcomes = harness.run(*requests, executor=executor, caching=True, max_rows=1)
         assert [outcome.last.num_cached_tokens for outcome in outcomes] == [0, 3 * harness.block_size]
         assert outcomes[0].token_ids == outcomes[1].token_ids == harness.answer(prompt)
+
+    @pytest.mark.parametrize(("num_blocks", "num_tokens"), [(0, 1), (0, -1), (1, 1), (1, 3), (1, -1)])
+    def test_a_hit_inside_a_block_is_a_miss(self, harness: Harness, num_blocks: int, num_tokens: int) -> None:
+        """A block that begins alike is copied; log-probabilities are those of computing it all."""
+        num_common = num_blocks * harness.block_size + num_tokens % harness.block_size
+        first = harness.prompt(2 * harness.block_size)
+        second = (*first[:num_common], *harness.prompt(9, seed=2))
+        executor = harness.make()
+        requests = request("a", first, logprobs=3), request("b", second, arrival_ns=1, logprobs=3)
+        shared = harness.run(*requests, executor=executor, caching=True, max_rows=1)
+        assert requests[1].num_cached_tokens == num_common
+        for outcome, prompt in zip(shared, (first, second), strict=True):
+            (alone,) = harness.run(request("alone", prompt, logprobs=3))
+            assert outcome.token_ids == alone.token_ids
+            assert [event.logprobs for event in outcome.events] == [event.logprobs for event in alone.events]
+
+    def test_choices_that_share_their_prompt_answer_as_if_alone(self, harness: Harness) -> None:
+        prompt = harness.prompt(harness.block_size + 11)
+        choices = [request(f"r{seed}", prompt, temperature=1.0, seed=seed) for seed in range(3)]
+        outcomes = harness.run(*choices, caching=True)
+        assert [choice.num_cached_tokens for choice in choices] == [0, len(prompt) - 1, len(prompt) - 1]
+        for seed, outcome in enumerate(outcomes):
+            assert outcome.token_ids == harness.answer(prompt, temperature=1.0, seed=seed)
+
+    def test_beams_are_the_same_in_company_and_with_little_memory(self, harness: Harness) -> None:
+        prompt = harness.prompt(harness.block_size + 3)
+        found = []
+        size = harness.block_size
+        company = (request("o", harness.prompt(size, seed=3), max_tokens=6 * size),)
+        for others, limits in (((), {}), (company, {"num_blocks": 13})):
+            fields = {"beams": BeamParams(width=3), "logprobs": 3, "max_tokens": size + 4}
+            beams = [request(f"b{idx}", prompt, **fields) for idx in range(3)]
+            for beam in beams:
+                beam.parent_id = "b"
+            outcomes = harness.run(*others, *beams, caching=True, **limits)
+            found.append([outcome.token_ids for outcome in outcomes[len(others) :]])
+        assert found[0] == found[1]
+        assert len({tuple(token_ids) for token_ids in found[0]}) == 3
 
     @pytest.mark.parametrize("caching", [True, False])
     def test_preempted_is_not_preempted(self, harness: Harness, caching: bool) -> None:
