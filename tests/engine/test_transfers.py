@@ -136,6 +136,41 @@ def test_the_end_does_not_wait_for_a_store_that_hangs() -> None:
     assert transfers.num_moving_blocks == 3, "a quarter is for loads"
 
 
+def test_the_end_misses_no_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker is ready at the worst moment: when the engine is about to forget that something has arrived."""
+    house = House()
+    house.ask(SESSION)
+    jobs: list[Callable[[], None]] = []
+
+    class Flag(threading.Event):
+        def clear(self) -> None:
+            while jobs:
+                jobs.pop(0)()
+            super().clear()
+
+        def wait(self, timeout: float | None = None) -> bool:
+            assert self.is_set() or jobs, "it would sleep, and nothing would come"
+            while jobs:
+                jobs.pop(0)()
+            return True
+
+    monkeypatch.setattr("penstock.engine.transfers.threading.Event", Flag)
+    transfers = Transfers(
+        house.core.scheduler.kv,
+        house.executor,
+        house.store,
+        clock=house.clock,
+        worker=lambda job, _: jobs.append(job),
+        num_staged_blocks=4,
+    )
+    num_to_keep = len(house.core.scheduler.kv.content_to_keep())
+    transfers.keep(5.0)
+    for job in jobs:
+        job()
+    transfers.arrive()
+    assert transfers.stats.num_spilled_blocks == num_to_keep == 12
+
+
 def test_a_thread_does_its_jobs_in_order_urgent_ones_first_and_ends() -> None:
     done: list[int] = []
     thread, may_begin = WorkerThread(), threading.Event()

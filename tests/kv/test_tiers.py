@@ -6,6 +6,7 @@ import pytest
 
 from penstock.kv.invariants import check
 from penstock.kv.manager import KVManager
+from penstock.kv.prefix_index import PrefixIndex
 from penstock.kv.slot_index import SlotIndex, SlotState
 from penstock.kv.tiers import LOAD_TIMEOUT_NS, Tier
 from penstock.testing import make_request
@@ -152,6 +153,29 @@ class TestFetch:
         assert not fetch(manager, request, 5 + LOAD_TIMEOUT_NS)
         assert tier.next_timeout_ns(5 + LOAD_TIMEOUT_NS) is None
         assert tier.load_ns_per_block == LOAD_TIMEOUT_NS, "it is taken for slow"
+
+    def test_a_prefix_that_comes_in_several_loads_has_one_deadline(self) -> None:
+        hashes = [idx.to_bytes(16, "big") for idx in range(20)]
+        tier, index = Tier(20, max_load_blocks=2, entries=enumerate(hashes)), PrefixIndex()
+        now_ns = num_hit_blocks = 0
+        while tier.fetch(
+            "a",
+            hashes[num_hit_blocks:],
+            index,
+            num_hit_blocks=num_hit_blocks,
+            group=None,
+            max_blocks=20,
+            compute_ns_per_block=0.0,
+            now_ns=now_ns,
+        ):
+            now_ns += LOAD_TIMEOUT_NS // 4
+            for load in tier.take_loads()[0]:
+                tier.loaded(load.block_hash, is_sound=True)
+                num_hit_blocks += 1
+                index.publish_named(num_hit_blocks, load.block_hash)
+        assert (now_ns, num_hit_blocks) == (LOAD_TIMEOUT_NS, 8)
+        assert tier.load_ns_per_block == 0.0, "nothing was under way: it is not taken for slow"
+        tier.end_wait("a")
 
     def test_what_is_dearer_than_computing_is_not_loaded_until_it_is_forgiven(self) -> None:
         manager, tier, request = spilled_manager()

@@ -167,16 +167,16 @@ class Transfers:
         """Spill what the free blocks of the pool contain, the last used first, while there is time. For the end of a server."""
         until_ns = self._clock.now_ns() + int(timeout_s * 1e9)
         block_ids = self._kv.content_to_keep()
-        self.arrive()
         while block_ids and self._tier.is_open and self._clock.now_ns() < until_ns:
+            # In this order: what arrives after it was looked for sets the event again.
             self._has_arrived.clear()
-            count = self._num_spillable
-            if not count:
-                self._has_arrived.wait(max(0, until_ns - self._clock.now_ns()) / 1e9)
-            self._tier.spill(block_ids[:count], self._kv.index)
-            del block_ids[:count]
-            self.depart()
             self.arrive()
+            if count := self._num_spillable:
+                self._tier.spill(block_ids[:count], self._kv.index)
+                del block_ids[:count]
+                self.depart()
+            else:
+                self._has_arrived.wait(max(0, until_ns - self._clock.now_ns()) / 1e9)
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Let what is on its way to the store get there, and the thread end. Idempotent."""

@@ -22,7 +22,7 @@ from penstock.kv.prefix_index import PrefixIndex
 from penstock.kv.slot_index import SlotIndex, SlotState
 
 LOAD_TIMEOUT_NS = 2_000_000_000
-"""For so long a request waits for a load; after that the tier is taken for slow."""
+"""For so long a request waits for its loads before it is admitted; if one is under way then, the tier is taken for slow."""
 OLD_COST_WEIGHT = 0.875
 """Of what loads cost before, when another one was measured."""
 FORGIVING = 0.98
@@ -53,8 +53,9 @@ class _Wait:
     """What a request waits for."""
 
     num_hit_blocks: int
-    """That it had found in the pool when its load began."""
+    """That it had found in the pool when its last load began."""
     until_ns: int
+    """Set by the first load and kept by those that follow."""
 
 
 class Tier:
@@ -126,7 +127,7 @@ class Tier:
         elif not is_busy or not self._is_cheap(compute_ns_per_block):
             return False
         if wait is None or found:
-            self._waits[request_id] = _Wait(num_hit_blocks, now_ns + LOAD_TIMEOUT_NS)
+            self._waits[request_id] = _Wait(num_hit_blocks, wait.until_ns if wait else now_ns + LOAD_TIMEOUT_NS)
         return True
 
     def _next_of(self, chain: Sequence[bytes], index: PrefixIndex) -> tuple[list[bytes], bool]:
