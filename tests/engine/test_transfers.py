@@ -10,10 +10,10 @@ import pytest
 
 from penstock.clock import VirtualClock, WallClock
 from penstock.engine.core import EngineCore
-from penstock.engine.transfers import Transfers, WorkerThread
+from penstock.engine.transfers import RETRY_NS, Transfers, WorkerThread
 from penstock.kv.tiers import LOAD_TIMEOUT_NS, Tier
 from penstock.testing import HashExecutor, Outcome, expected_tokens, make_core, make_request, run_to_completion
-from penstock.testing.memory_store import LateWorker, MemoryStore
+from penstock.testing.memory_store import Faults, LateWorker, MemoryStore
 from penstock.testing.strategies import MODEL
 from penstock.types.events import Add
 from penstock.types.plan import Capacity
@@ -30,7 +30,8 @@ class House:
         self.clock = VirtualClock()
         self.store = store or MemoryStore(100)
         self.executor = HashExecutor(CAPACITY, model=MODEL)
-        self.core: EngineCore = make_core(CAPACITY, tier=Tier(100, entries=self.store.entries()))
+        self.tier = Tier(100, entries=self.store.entries())
+        self.core: EngineCore = make_core(CAPACITY, tier=self.tier)
         self.worker = LateWorker()
         self.hangs = False
         self.transfers = Transfers(
@@ -107,6 +108,50 @@ def test_what_arrives_late_is_of_use_to_the_next() -> None:
     house.transfers.depart()
     house.finish()
     assert kv.lookup_prefix(make_request("next", SESSION)).num_tokens == 48
+
+
+def test_a_tier_that_was_closed_is_tried_again_and_opens_when_the_store_works() -> None:
+    house = House()
+    house.store.faults = Faults(write_fails=1.0)
+    while house.tier.is_open:
+        house.ask(SESSION)
+        house.ask(OTHERS)
+        house.finish()
+    num_failures = sum(house.transfers.stats.failures.values())
+    house.ask(SESSION)
+    house.ask(OTHERS)
+    house.finish()
+    assert sum(house.transfers.stats.failures.values()) == num_failures, "it is left alone"
+    house.clock.advance(RETRY_NS)
+    house.ask(SESSION)
+    house.ask(OTHERS)
+    house.finish()
+    assert sum(house.transfers.stats.failures.values()) == num_failures + 1, "a single block was tried"
+    assert not house.transfers.stats.is_open
+    house.store.faults = Faults()
+    house.clock.advance(RETRY_NS)
+    house.ask(SESSION)
+    house.ask(OTHERS)
+    house.finish()
+    house.ask([3, *SESSION])
+    house.finish()
+    assert house.transfers.stats.is_open
+    house.ask(SESSION)
+    house.ask(OTHERS)
+    house.finish()
+    assert house.ask(SESSION)[1] == 48, "it is used again"
+    house.core.check()
+
+
+def test_a_probe_that_hangs_is_the_only_one() -> None:
+    house = House(num_staged_blocks=8)
+    house.tier.close()
+    house.hangs = True
+    for _ in range(4):
+        house.tier.probe()
+        house.ask(SESSION)
+        house.ask(OTHERS)
+    assert house.transfers.num_moving_blocks == 1
 
 
 def test_the_end_keeps_what_the_pool_contains() -> None:

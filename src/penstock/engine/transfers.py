@@ -7,7 +7,8 @@ between steps; decides neither what moves nor what it is good for.
 
 Staging memory is bounded. When it is full, what would be spilled is dropped and counted, and a load is cut short: no step
 ever waits for the store. Every failure means that the tier forgets the block, and whoever wants it computes it
-again. After `MAX_FAILURES` in a row the tier is closed.
+again. After `MAX_FAILURES` in a row the tier is closed. One block is then tried every `RETRY_NS`: when that was written
+and could be read, the tier is open again.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ _logger = logging.getLogger(__name__)
 
 MAX_FAILURES = 16
 """In a row, of blocks."""
+RETRY_NS = 60_000_000_000
+"""A disk that is full is often not so for long; and one write a minute harms nobody."""
 STAGING_BYTES = 64 << 20
 MAX_STAGED_BLOCKS = 256
 MIN_STAGED_BLOCKS = 4
@@ -64,6 +67,8 @@ class _Move:
 
     order: Spill | Load
     buffer: int
+    is_probe: bool = False
+    """Of a closed tier."""
     failure: FailureReason | None = None
     duration_ns: int = 0
 
@@ -135,6 +140,8 @@ class Transfers:
         """Filled by the worker, emptied by the engine thread."""
         self._has_arrived = threading.Event()
         self._num_failures = 0
+        self._retry_ns: int | None = None
+        """When a closed tier is tried next."""
         self._warned: set[str] = set()
         self._thread: WorkerThread | None = None
         if worker is None:
@@ -150,6 +157,9 @@ class Transfers:
 
     def arrive(self) -> None:
         """Take over what has ended: books, and contents that were loaded."""
+        if self._retry_ns is not None and self._clock.now_ns() >= self._retry_ns:
+            self._retry_ns = self._clock.now_ns() + RETRY_NS
+            self._tier.probe()
         while self._arrived:
             moves = self._arrived.popleft()
             for move in moves:
@@ -188,17 +198,19 @@ class Transfers:
         return max(0, len(self._free) - len(self._buffers) // LOAD_SHARE)
 
     def _spill(self, spills: Sequence[Spill]) -> None:
-        num_staged = min(len(spills), self._num_spillable) if self._tier.is_open else 0
+        is_probe = not self._tier.is_open
+        # A probe that hangs is not followed by others, until staging is full of them.
+        num_staged = min(len(spills), int(not self.num_moving_blocks) if is_probe else self._num_spillable)
         for spill in spills[num_staged:]:
             self._tier.spilled(spill.block_hash, is_sound=False)
         self.stats.num_dropped_blocks += len(spills) - num_staged
         if num_staged:
-            moves = [_Move(spill, self._free.pop()) for spill in spills[:num_staged]]
+            moves = [_Move(spill, self._free.pop(), is_probe) for spill in spills[:num_staged]]
             block_ids = [spill.block_id for spill in spills[:num_staged]]
             self._executor.read_blocks(block_ids, [self._buffers[move.buffer] for move in moves])
             for start in range(0, num_staged, BLOCKS_PER_JOB):
                 part = moves[start : start + BLOCKS_PER_JOB]
-                self._start(partial(self._run, part, self._write), False)
+                self._start(partial(self._run, part, self._try if is_probe else self._write), False)
 
     def _load(self, loads: Sequence[Load]) -> None:
         num_staged = min(len(loads), len(self._free))
@@ -219,10 +231,12 @@ class Transfers:
             self.stats.num_loaded_blocks += is_sound
             self.stats.num_read_bytes += is_sound * self._executor.block_bytes
         self.stats.num_present = len(self._tier.slots)
-        if move.failure is None:
-            self._num_failures = 0
-        else:
+        if move.failure is not None:
             self._count_failure(move.failure)
+            return
+        self._num_failures = 0
+        if move.is_probe:
+            self._reopen()
 
     def _place(self, moves: Sequence[_Move]) -> None:
         """The last first, since what is placed later is evicted later. One by one: where memory is short, a block that was
@@ -240,9 +254,19 @@ class Transfers:
         if self._num_failures == MAX_FAILURES and self._tier.is_open:
             self._tier.close()
             self.stats.is_open = False
+            self._retry_ns = self._clock.now_ns() + RETRY_NS
             _logger.error(
-                "the KV tier below the pool is closed after %d failures in a row; all is computed again", MAX_FAILURES
+                "the KV tier below the pool is closed after %d failures in a row; all is computed again, and a block is "
+                "tried every %d s",
+                MAX_FAILURES,
+                RETRY_NS // 1_000_000_000,
             )
+
+    def _reopen(self) -> None:
+        self._tier.open()
+        self.stats.is_open = True
+        self._retry_ns = None
+        _logger.warning("a block was written to the KV tier below the pool, and read: the tier is open again")
 
     # For the worker's thread.
 
@@ -263,6 +287,10 @@ class Transfers:
         self._arrived.append(moves)
         self._has_arrived.set()
         self._wake()
+
+    def _try(self, move: _Move) -> None:
+        self._write(move)
+        self._read(move)
 
     def _write(self, move: _Move) -> None:
         self._store.write(move.order.slot, move.order.block_hash, self._buffers[move.buffer])

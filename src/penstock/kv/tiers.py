@@ -69,9 +69,11 @@ class Tier:
         self.slots = SlotIndex(num_slots)
         self.slots.restore(entries)
         self.is_open = True
-        """Nothing is spilled to, and loaded from, a closed one."""
+        """Nothing is spilled to, and loaded from, a closed one; but see `probe`."""
         self.load_ns_per_block = 0.0
         """Measured; 0 before the first."""
+        self._may_probe = False
+        """A closed one takes a single block, to see whether it gets there."""
         self._max_load_blocks = max_load_blocks
         self._spills: list[Spill] = []
         self._loads: list[list[Load]] = []
@@ -82,7 +84,7 @@ class Tier:
 
     def spill(self, block_ids: Iterable[int], index: PrefixIndex) -> None:
         """These blocks are about to be used for other content."""
-        if not self.is_open:
+        if not (self.is_open or self._may_probe):
             return
         for block_id in block_ids:
             block_hash = index.hash_of(block_id)
@@ -91,6 +93,9 @@ class Tier:
             slot = self.slots.begin_write(block_hash)
             if slot is not None:
                 self._spills.append(Spill(block_id, slot, block_hash))
+                if not self.is_open:
+                    self._may_probe = False
+                    return
 
     def fetch(
         self,
@@ -180,9 +185,17 @@ class Tier:
             self.load_ns_per_block = OLD_COST_WEIGHT * before + (1 - OLD_COST_WEIGHT) * duration_ns
 
     def close(self) -> None:
-        """The tier can't be trusted any more: from now on all is as if there were none. What is on its way may still end."""
-        self.is_open = False
+        """The tier can't be trusted now: until it is opened, all is as if there were none. What is on its way may still end."""
+        self.is_open = self._may_probe = False
         self._waits.clear()
+
+    def probe(self) -> None:
+        """Let a closed tier take the next block that is spilled, one only."""
+        self._may_probe = not self.is_open
+
+    def open(self) -> None:
+        """That one got there: the tier is used again, with what it had."""
+        self.is_open, self._may_probe = True, False
 
     def check(self) -> None:
         """Verify the laws of the slots. Raises AssertionError. O(slots)."""
