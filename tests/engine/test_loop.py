@@ -265,6 +265,22 @@ def test_block_copies_are_made_before_the_step(monkeypatch):
     assert calls == [("copy", [(1, 2)]), ("submit", 0)]
 
 
+def test_who_comes_while_a_turn_begins_is_not_queued_before_it_arrived(monkeypatch):
+    rig = Rig(clock=VirtualClock())
+    poll = rig.engine._inbox.poll
+    request: list[Request] = []
+
+    def come_late():
+        rig.clock.advance(2_000_000)
+        request.append(make_request("a", max_tokens=1, arrival_ns=rig.clock.now_ns()))
+        rig.engine.submit(request[0])
+        return poll()
+
+    monkeypatch.setattr(rig.engine._inbox, "poll", come_late)
+    rig.engine.turn()
+    assert request[0].first_scheduled_ns == request[0].arrival_ns
+
+
 # Aborts, refusals, deadlines
 
 

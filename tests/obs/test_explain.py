@@ -41,7 +41,9 @@ class Bench:
 
     def add(self, request_id: str, prompt=8, **fields) -> None:
         """Comes now, and is not planned yet."""
+        parent_id = fields.pop("parent_id", "")
         request = make_request(request_id, prompt, arrival_ns=self.now_ns, **fields)
+        request.parent_id = parent_id
         self.driver._record(self.core.apply([Add(request)], self.now_ns))
 
     def steps(self, count: int = 1) -> None:
@@ -53,7 +55,7 @@ class Bench:
             self.driver.turn()
 
     def told(self, request_id: str) -> Explanation:
-        told = self.journal.explain(request_id, self.now_ns)
+        told = self.journal.explain(request_id, self.driver.clock.now_ns)
         assert told is not None
         return told
 
@@ -312,7 +314,7 @@ class TestMemory:
         for idx in range(10):
             bench.add(f"r{idx}", 4, max_tokens=2)
         bench.run()
-        known = [idx for idx in range(10) if bench.journal.explain(f"r{idx}", bench.now_ns)]
+        known = [idx for idx in range(10) if bench.journal.explain(f"r{idx}", bench.driver.clock.now_ns)]
         assert known == [7, 8, 9]
 
     def test_long_answers_outlive_the_steps_that_are_remembered(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,7 +357,7 @@ def test_all_beams_of_a_search_begin_pause_and_end(num_blocks: int) -> None:
     bench.add("other", [50 + idx for idx in range(9)], max_tokens=30)
     for _ in range(40):
         bench.steps()
-        told = bench.journal.explain_all(("b0", "b1", "b2"), bench.now_ns)
+        told = bench.journal.explain_all(("b0", "b1", "b2"), bench.driver.clock.now_ns)
         assert len({choice.phase in (Phase.WAITING, Phase.PAUSED) for choice in told}) == 1
     for choice in told:
         assert choice.phase is Phase.ENDED
@@ -363,6 +365,55 @@ def test_all_beams_of_a_search_begin_pause_and_end(num_blocks: int) -> None:
         assert choice.num_generated_tokens == 12
         assert choice.queue_ns + choice.prefill_ns + choice.decode_ns == choice.total_ns
     assert len({len(choice.pauses) for choice in told}) == 1
+
+
+def add_search(bench: Bench, width: int, prompt=7, max_tokens: int = 12) -> list[str]:
+    """The ids of its requests."""
+    beams = BeamParams(width=width, length_penalty=1.0, early_stopping=EarlyStopping.NEVER, num_logprobs=None)
+    for idx in range(width):
+        bench.add(f"b{idx}", prompt, max_tokens=max_tokens, beams=beams, logprobs=width + 1, parent_id="b")
+    return [f"b{idx}" for idx in range(width)]
+
+
+def test_all_beams_decode_from_the_step_that_computed_their_prompt() -> None:
+    bench = Bench(num_blocks=200, max_step_tokens=32)
+    names = add_search(bench, 3)
+    bench.steps(4)
+    for name in names:
+        told = bench.told(name)
+        assert (told.phase, told.prefill_ns, told.decode_ns) == (Phase.DECODE, 1 * MS, 3 * MS)
+        assert (told.num_generated_tokens, told.num_decode_steps) == (4, 3)
+    bench.run()
+    for name in names:
+        told = bench.told(name)
+        assert (told.prefill_ns, told.decode_ns, told.decode_with_prompts_ns) == (1 * MS, 11 * MS, 0)
+        assert (told.num_generated_tokens, told.num_decode_steps, told.max_batch) == (12, 11, 3)
+        assert "after the first, 1.0 ms each" in summary(told)
+
+
+def test_forks_are_no_prompts() -> None:
+    bench = Bench(num_blocks=200, max_step_tokens=32, max_rows=8)
+    add_search(bench, 4, max_tokens=30)
+    bench.add("plain", [77, 78, 79], max_tokens=25)
+    bench.run()
+    told = bench.told("plain")
+    assert told.decode_with_prompts_ns == 0
+    assert told.longest_gap is not None
+    assert told.longest_gap.step is not None
+    assert told.longest_gap.step.num_prefills == 0
+
+
+def test_the_clock_is_read_when_all_has_been_worked_through() -> None:
+    bench = Bench()
+    bench.add("a", 8, max_tokens=5)
+
+    def read_clock() -> int:
+        assert not bench.journal._noted
+        assert bench.journal._lock.locked()
+        return bench.now_ns
+
+    bench.run()
+    assert bench.journal.explain("a", read_clock) is not None
 
 
 def test_a_refused_request_is_told() -> None:
@@ -425,7 +476,7 @@ def test_everything_adds_up(data: st.DataObject, order: str, reserve: str, num_b
 
 
 def _check_all(bench: Bench, names: list[str]) -> None:
-    for told in bench.journal.explain_all(names, bench.now_ns):
+    for told in bench.journal.explain_all(names, bench.driver.clock.now_ns):
         assert told.queue_ns + told.prefill_ns + told.decode_ns == told.total_ns
         assert sum(told.waited_for_ns.values()) == told.queue_ns
         for pause in told.pauses:

@@ -17,7 +17,7 @@ from penstock.obs.observers import ObserverGroup
 from penstock.obs.prometheus import expose
 from penstock.obs.signals import SustainedLoad
 from penstock.types.request import FinishReason, Request
-from penstock.types.sampling import SamplingParams
+from penstock.types.sampling import BeamParams, EarlyStopping, SamplingParams
 from penstock.types.stats import EngineLoad, RequestStats, StepStats, TierStats, WaitReason
 
 MS = 1_000_000
@@ -249,3 +249,18 @@ def test_every_series_is_listed_in_the_documentation(metrics):
     page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
     families = {line.split(" ")[2] for line in expose(metrics).decode().splitlines() if line.startswith("# TYPE")}
     assert not {name for name in families if f"`{name}`" not in page}
+
+
+def test_the_prompt_of_a_beam_search_counts_once_and_its_tokens_have_no_gaps() -> None:
+    metrics = Metrics("m")
+    beams = BeamParams(width=2, length_penalty=1.0, early_stopping=EarlyStopping.NEVER, num_logprobs=None)
+    searched = SamplingParams(temperature=0.0, beams=beams, logprobs=3)
+    requests = [Request(f"{idx}", (1,) * 50, searched, 0, parent_id=f"search {idx // 2}") for idx in range(4)]
+    requests += [Request(f"n{idx}", (1,) * 50, SamplingParams(), 0, parent_id="both") for idx in range(2)]
+    metrics.on_tokens(requests, ())
+    metrics.on_finish(make_end(is_beam=True))
+    metrics.on_finish(make_end())
+    metrics.settle()
+    assert metrics.num_computed_prompt_tokens == 4 * 50
+    buckets, _sum = metrics.tpot_ns.snapshot()
+    assert buckets[-1] == ("+Inf", 1.0)

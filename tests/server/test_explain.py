@@ -189,3 +189,21 @@ async def test_a_stream_begins_with_the_times_that_are_known(client):
         names = [part.split(";dur=")[0] for part in response.headers["server-timing"].split(", ")]
         await response.aread()
     assert names == ["queue", "prefill"]
+
+
+async def test_an_ended_choice_that_is_forgotten_does_not_wait():
+    gate = GatedExecutor(replace(CAPACITY, max_rows=1))
+    with running(gate, max_explained=1) as server:
+        async with httpx.AsyncClient(base_url=server.url, timeout=20) as client:
+            body = {"prompt": ["a", "b", "c"], "max_tokens": 2, "ignore_eos": True}
+            task = asyncio.create_task(client.post(COMPLETIONS, json=body, headers={"X-Request-Id": "r"}))
+            gate.allow(5)
+            async with asyncio.timeout(20):
+                while True:
+                    told = (await client.get("/v1/requests/r")).json()
+                    if told.get("choices") and told["choices"][-1]["state"] == "decode":
+                        break
+            assert [(choice["index"], choice["state"]) for choice in told["choices"]] == [(1, "ended"), (2, "decode")]
+            assert told["forgotten_choices"] == 1
+            gate.open()
+            assert (await task).status_code == 200

@@ -270,7 +270,7 @@ def _prefills(plan: StepPlan, counts: StepCounts) -> list[RowPlan]:
     if counts.num_tokens == counts.num_decodes:
         return []
     rows = plan.rows[: len(plan.rows) - counts.num_padding_rows]
-    admitted = {row.request_id for row in plan.admits}
+    admitted = {admission.request_id for admission in counts.admissions}  # `plan.admits` has forks and copies, too
     return [row for row in rows if row.query_len > 1 or not row.samples or row.request_id in admitted]
 
 
@@ -300,4 +300,5 @@ def _request_stats(request: Request, now_ns: int, reject_reason: str) -> Request
         finish_reason=request.finish_reason,
         reject_reason=reject_reason,
         slo_ttft_ns=request.slo_ttft_ns,
+        is_beam=request.sampling.beams is not None,
     )

@@ -227,11 +227,12 @@ class Engine:
 
     def turn(self) -> bool:
         """One pass of the loop. False if there was no step to run."""
-        now_ns = self._clock.now_ns()
         transfers = self._transfers
         if transfers is not None:
             transfers.arrive()
-        self._apply(self._inbox.poll(), now_ns)
+        commands = self._inbox.poll()
+        now_ns = self._clock.now_ns()  # after the poll: nobody is queued before it arrived
+        self._apply(commands, now_ns)
         plan = self._core.begin(now_ns)
         if transfers is not None:
             transfers.depart()

@@ -8,7 +8,7 @@ thread never waits for whoever reads: if the journal is being read, it goes on a
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -34,6 +34,8 @@ class Journal:
         self.max_ended = max_ended
         self._lives: dict[str, Life] = {}
         self._ended: OrderedDict[str, Life] = OrderedDict()
+        self._searches: defaultdict[str, list[Life]] = defaultdict(list)
+        """The beams of each search that has not ended."""
         self._last_pieces: list[tuple[Life, int]] = []
         """Who has one token of its prompt left, computed like a decode by the next step; how often it had paused."""
         self._clock = WaitClock()
@@ -43,7 +45,9 @@ class Journal:
     # For the engine thread.
 
     def on_queued(self, request: Request, now_ns: int) -> None:
-        self._note(self._queue, request.request_id, request.tenant, request.arrival_ns, request.num_prompt_tokens, now_ns)
+        search_id = "" if request.sampling.beams is None else request.parent_id
+        life = Life(request.request_id, request.tenant, request.arrival_ns, request.num_prompt_tokens, search_id)
+        self._note(self._queue, life, now_ns)
 
     def on_news(self, news: PlanNews) -> None:
         self._note(self._plan, news)
@@ -64,17 +68,15 @@ class Journal:
 
     # For whoever reads: any thread.
 
-    def explain(self, request_id: str, now_ns: int) -> Explanation | None:
+    def explain(self, request_id: str, read_clock: Callable[[], int]) -> Explanation | None:
         """What is known of a request; None if it is not remembered."""
-        with self._lock:
-            self._settle()
-            life = self._lives.get(request_id) or self._ended.get(request_id)
-            return None if life is None else self._explain(life, now_ns)
+        return next(iter(self.explain_all((request_id,), read_clock)), None)
 
-    def explain_all(self, request_ids: Iterable[str], now_ns: int) -> list[Explanation]:
-        """Of those that are remembered, at one moment."""
+    def explain_all(self, request_ids: Iterable[str], read_clock: Callable[[], int]) -> list[Explanation]:
+        """Of those that are remembered, at one moment: when all that was told has been worked through."""
         with self._lock:
             self._settle()
+            now_ns = read_clock()
             lives = [self._lives.get(request_id) or self._ended.get(request_id) for request_id in request_ids]
             return [self._explain(life, now_ns) for life in lives if life is not None]
 
@@ -95,9 +97,11 @@ class Journal:
             write, told = noted.popleft()
             write(*told)
 
-    def _queue(self, request_id: str, tenant: str, arrival_ns: int, num_prompt_tokens: int, now_ns: int) -> None:
-        life = self._lives[request_id] = Life(request_id, tenant, arrival_ns, num_prompt_tokens)
-        life.ticket = self._turns.come(arrival_ns)
+    def _queue(self, life: Life, now_ns: int) -> None:
+        self._lives[life.request_id] = life
+        if life.search_id:
+            self._searches[life.search_id].append(life)
+        life.ticket = self._turns.come(life.arrival_ns)
         life.queued = self._clock.mark(now_ns)
 
     def _plan(self, news: PlanNews) -> None:
@@ -168,6 +172,12 @@ class Journal:
         if num_behind:
             self._last_pieces.append((life, len(life.pauses)))
             return
+        # One beam computes the prompt, or what was lost in a pause, and the others are forked from it.
+        for member in self._searches[life.search_id] if life.search_id else (life,):
+            if member.phase is Phase.PREFILL:
+                self._begin_decodes(member, stats, number)
+
+    def _begin_decodes(self, life: Life, stats: StepStats, number: int) -> None:
         life.phase, life.decodes_from = Phase.DECODE, number + 1
         life.num_first_tokens += 1
         if life.first_token_ns is None:
@@ -206,6 +216,11 @@ class Journal:
             life.turn = self._turns.turn_of(life.ticket)
             self._turns.leave(life.ticket)
         self._lives.pop(life.request_id, None)
+        if life.search_id:
+            beams = self._searches[life.search_id]
+            beams.remove(life)
+            if not beams:
+                del self._searches[life.search_id]
         self._keep(life, stats)
 
     def _keep(self, life: Life, stats: RequestStats) -> None:

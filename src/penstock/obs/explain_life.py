@@ -43,6 +43,8 @@ class Life:
     tenant: str
     arrival_ns: int
     num_prompt_tokens: int
+    search_id: str = ""
+    """Of the beam search that it belongs to, if it does."""
     ticket: Ticket | None = None
     """None: it never was queued."""
     queued: WaitMark | None = None

@@ -151,8 +151,13 @@ class Metrics:
 
     def _count_tokens(self, first: Sequence[Request], gaps_ns: Sequence[int]) -> None:
         self.itl_ns.observe_many(gaps_ns)
+        searches: set[str] = set()
         for request in first:
             self._observe_first_token(request)
+            # All hypotheses of a search come at once, and its prompt was computed once.
+            if request.sampling.beams is None or request.parent_id not in searches:
+                self._count_prompt(request)
+                searches.add(request.parent_id)
 
     def _count_itl(self, is_met: bool) -> None:
         self.slo["itl", is_met] += 1
@@ -165,7 +170,7 @@ class Metrics:
             return
         self.success[stats.finish_reason] += 1
         self.e2e_ns.observe(stats.ended_ns - stats.arrival_ns)
-        if stats.first_token_ns is not None and stats.num_generated_tokens > 1:
+        if stats.first_token_ns is not None and stats.num_generated_tokens > 1 and not stats.is_beam:
             self.tpot_ns.observe((stats.ended_ns - stats.first_token_ns) / (stats.num_generated_tokens - 1))
 
     def _observe_parts(self, parts_ns: Mapping[str, int]) -> None:
@@ -178,9 +183,11 @@ class Metrics:
             histogram = self.step_ns[part] = Histogram(STEP_BOUNDS_NS)
         histogram.observe(part_ns)
 
-    def _observe_first_token(self, request: Request) -> None:
+    def _count_prompt(self, request: Request) -> None:
         self.num_cached_prompt_tokens += request.num_cached_tokens
         self.num_computed_prompt_tokens += request.num_prompt_tokens - request.num_cached_tokens
+
+    def _observe_first_token(self, request: Request) -> None:
         if request.first_token_ns is not None:
             ttft_ns = request.first_token_ns - request.arrival_ns
             self.ttft_ns.observe(ttft_ns)

@@ -4,6 +4,7 @@ Written by the scheduler and by who admits for it; decides nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from penstock.sched.policies.base import StepLimits
@@ -37,6 +38,7 @@ class StepCounts:
     """What the first of those who wait lacks."""
     max_prefill_tokens: int = 0
     """What the budget left to prompts."""
+    admissions: Sequence[Admission] = ()
 
 
 @dataclass(slots=True)
@@ -164,6 +166,7 @@ class StepDraft:
             num_prefix_hit_tokens=self.num_prefix_hit_tokens,
             waits_for=self.waits_for,
             max_prefill_tokens=max(0, self.limits.max_tokens - self.num_decodes),
+            admissions=self.admissions,
         )
 
 

@@ -341,6 +341,9 @@ class Scheduler:
             self._padding.fail(failures)
         outcome.num_sampled_tokens = len(outcome.events) - num_failed  # each has one
         for group in ready:
+            for member in group.members:
+                if member.first_token_ns is None:
+                    member.first_token_ns = now_ns
             if group.members and not self._running.beams.advance(group):  # else another of its rows has failed
                 self._tell_hypotheses(group, outcome, now_ns)
         return outcome
@@ -350,7 +353,6 @@ class Scheduler:
         for request, found in zip(tuple(group.members), group.search.finished, strict=True):
             request.output_token_ids = list(found.token_ids)
             request.num_tokens = request.num_prompt_tokens + len(found.token_ids)
-            request.first_token_ns = now_ns
             reason = FinishReason.STOP if found.is_stopped else FinishReason.LENGTH
             stop_reason = found.token_ids[-1] if found.is_stopped else None
             num_cached = request.num_cached_tokens

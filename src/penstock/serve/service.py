@@ -21,7 +21,7 @@ from penstock.serve.bridge import Stream
 from penstock.serve.call import CallTerms, Owner
 from penstock.serve.runtime import Runtime
 from penstock.types.errors import Rejected
-from penstock.types.request import Request
+from penstock.types.request import Request, RequestStatus
 from penstock.types.sampling import SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -70,6 +70,8 @@ class Told:
     created_unix_s: int
     choices: list[tuple[int, Explanation]]
     """(index of the choice, what became of it), not empty. If the client used the id more than once, of the last."""
+    num_forgotten: int = 0
+    """Choices that ended too long ago to be remembered."""
 
     @property
     def summary(self) -> str:
@@ -171,15 +173,20 @@ class Service:
         runtime = self.runtime
         if runtime.journal is None:
             return None
+        requests = flight.requests if isinstance(flight, _Flight) else ()
+        # Seen before the journal is asked: what ends meanwhile is in it.
+        live = [request for request in requests if request.status is not RequestStatus.FINISHED]
+        known = {told.request_id: told for told in runtime.journal.explain_all(flight.engine_ids, runtime.clock.now_ns)}
         now_ns = runtime.clock.now_ns()
-        known = {told.request_id: told for told in runtime.journal.explain_all(flight.engine_ids, now_ns)}
-        if isinstance(flight, _Flight):  # what the engine has not taken from its inbox is no less on its way
-            known = {request.request_id: explain_intake(request, now_ns) for request in flight.requests} | known
+        for request in live:
+            if request.request_id not in known:  # the engine has not taken it from its inbox: it is no less on its way
+                known[request.request_id] = explain_intake(request, now_ns)
         choices = [(index, known[name]) for index, name in enumerate(flight.engine_ids) if name in known]
         if not choices:
             return None
         age_s = (now_ns - choices[0][1].arrival_ns) // 1_000_000_000
-        return Told(flight.request_id, runtime.sources.unix_time_s() - age_s, choices)
+        num_forgotten = len(flight.engine_ids) - len(choices)
+        return Told(flight.request_id, runtime.sources.unix_time_s() - age_s, choices, num_forgotten)
 
     def _log_slow(self, flight: _Flight) -> None:
         limit_s = self.config.slow_request_s

@@ -166,6 +166,8 @@ class RequestStats:
     finish_reason: FinishReason
     reject_reason: str = ""
     slo_ttft_ns: int | None = None
+    is_beam: bool = False
+    """A hypothesis of a beam search: its tokens came all at once, at its end."""
 
 
 @dataclass(slots=True)

@@ -50,6 +50,7 @@ def _call(told: Told) -> dict[str, Any]:
         "created": told.created_unix_s,
         "summary": told.summary,
         "choices": choices,
+        "forgotten_choices": told.num_forgotten,
     }
 
 
