@@ -12,7 +12,16 @@ from typing import Any
 
 import pytest
 
-from penstock.build import EXECUTORS, SEAM_FLAGS, SETTING_FLAGS, build_core, build_policies, build_runtime, num_threads
+from penstock.build import (
+    EXECUTORS,
+    SEAM_FLAGS,
+    SETTING_FLAGS,
+    build_core,
+    build_policies,
+    build_runtime,
+    isolates_tenants,
+    num_threads,
+)
 from penstock.config import Backend, BackendConfig, Config, KvConfig, ModelConfig, SchedulerConfig, ServerConfig
 from penstock.config.setting import settings_of
 from penstock.engine.loop import EngineState
@@ -66,6 +75,34 @@ def test_a_runtime_is_whole(gguf: Path, backend: Backend) -> None:
         assert (runtime.metrics.num_weight_bytes > 0) == (backend == "native")
     finally:
         assert runtime.close(30.0)
+
+
+@pytest.mark.parametrize(
+    ("kv", "remedy"),
+    [
+        (KvConfig(prefix_caching=False, prefix_sharing="tenant"), "Leave out --prefix-sharing"),
+        (KvConfig(kv_disk_path="/somewhere"), "Give --kv-disk-size"),
+    ],
+)
+def test_settings_of_what_is_off_are_refused(gguf: Path, kv: KvConfig, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=remedy):
+        _build(gguf, replace(REFERENCE, kv=kv))
+
+
+@pytest.mark.parametrize(
+    ("sharing", "server", "expected"),
+    [
+        (None, ServerConfig(), False),
+        (None, ServerConfig(api_keys=("a",)), False),
+        (None, ServerConfig(api_keys=("a", "a")), False),
+        (None, ServerConfig(api_keys=("a", "b")), True),
+        (None, ServerConfig(api_keys=("a",), trust_tenant_header=True), True),
+        ("all", ServerConfig(api_keys=("a", "b")), False),
+        ("tenant", ServerConfig(), True),
+    ],
+)
+def test_tenants_share_no_prefixes_where_keys_tell_them_apart(sharing: str, server: ServerConfig, expected: bool) -> None:
+    assert isolates_tenants(Config(server=server, kv=KvConfig(prefix_sharing=sharing))) is expected
 
 
 def test_a_block_size_that_the_kernels_lack_is_refused(gguf: Path) -> None:

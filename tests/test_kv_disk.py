@@ -35,8 +35,7 @@ def config(folder: Path, *, backend: str = Backend.NATIVE, dtype: str = "int8", 
         kv=KvConfig(
             kv_cache_memory_bytes=1 << 20,
             kv_cache_dtype=dtype,
-            kv_disk_path=str(folder),
-            **({"kv_disk_size_bytes": 10 << 20} | kv),
+            **({"kv_disk_path": str(folder), "kv_disk_size_bytes": 10 << 20} | kv),
         ),
         scheduler=SchedulerConfig(max_num_seqs=4),
     )
@@ -106,7 +105,7 @@ def test_without_prefix_caching_nothing_is_kept(gguf: Path, tmp_path: Path) -> N
 
 
 def test_by_default_there_is_no_tier(gguf: Path, tmp_path: Path) -> None:
-    settings = config(tmp_path, kv_disk_size_bytes=0)
+    settings = config(tmp_path, kv_disk_path=None, kv_disk_size_bytes=0)
     runtime = build(gguf, settings)
     try:
         ask(runtime)

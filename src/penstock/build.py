@@ -78,6 +78,7 @@ def _load(config: Config, source: ModelSource) -> Runtime:
     from penstock.models.load import load_model
 
     _check_block_size(config)
+    _check_cache(config.kv)
     _check_batch_size(config)
     available_bytes = available_memory_bytes()
     model = load_model(source, max_weight_bytes=max(0, available_bytes - RESERVE_BYTES))
@@ -122,6 +123,30 @@ def _check_block_size(config: Config) -> None:
             f"block_size {size} is no multiple of {KV_TILE}: the native backend keeps keys in tiles of {KV_TILE} positions.",
             remedy=f"Set --block-size to {max(1, round(size / KV_TILE)) * KV_TILE}.",
         )
+
+
+def _check_cache(kv: KvConfig) -> None:
+    """Before anything is loaded: settings of what is off are mistakes."""
+    if kv.prefix_sharing == "tenant" and not kv.prefix_caching:
+        raise ConfigError(
+            "prefix_sharing says who shares prefixes, and with --no-prefix-caching there are none.",
+            remedy="Leave out --prefix-sharing or --no-prefix-caching.",
+        )
+    if kv.kv_disk_path is not None and not kv.kv_disk_size_bytes:
+        raise ConfigError(
+            f"kv_disk_path is {kv.kv_disk_path}, and kv_disk_size is 0: nothing would be written there.",
+            remedy="Give --kv-disk-size, for example 10GiB, or leave out --kv-disk-path.",
+        )
+
+
+def isolates_tenants(config: Config) -> bool:
+    """Does each tenant share prefixes with itself alone? By default where keys, or a gateway behind one, tell tenants apart."""
+    from penstock.serve.keys import api_keys
+
+    if config.kv.prefix_sharing is not None:
+        return config.kv.prefix_sharing == "tenant"
+    num_keys = len(set(api_keys(config.server)))
+    return num_keys > 1 or (num_keys > 0 and config.server.trust_tenant_header)
 
 
 def _check_batch_size(config: Config) -> None:
@@ -409,7 +434,7 @@ def _assemble(
         model=info,
         clock=clock,
         slo_itl_ns=None if config.scheduler.slo_itl_s is None else int(config.scheduler.slo_itl_s * 1e9),
-        isolates_tenants=config.kv.prefix_sharing == "tenant",
+        isolates_tenants=isolates_tenants(config),
         sources=_sources(config.server),
         journal=journal,
         close_store=(lambda: None) if store is None else store.close,

@@ -92,7 +92,9 @@ async def test_more_beams_than_rows_are_refused():
             for stream in (False, True):
                 response = await client.post("/v1/completions", json=body | {"stream": stream})
                 assert response.status_code == 400
-                assert "needs as many rows" in response.json()["error"]["message"]
+                message = response.json()["error"]["message"]
+                assert "needs as many rows" in message
+                assert "ask for an 'n' of at most 2, or raise --max-num-seqs" in message
     finally:
         runtime.close()
 

@@ -101,6 +101,8 @@ BAD_COMPLETIONS = [
     ({"prompt": "a", "use_beam_search": True, "stop": "x"}, "stop"),
     ({"prompt": "a", "use_beam_search": True, "logit_bias": {"1": 1}}, "logit_bias"),
     ({"prompt": "a", "use_beam_search": True, "n": 20}, "n"),
+    ({"prompt": "a", "use_beam_search": True, "n": 2, "stop_token_ids": list(range(20, 60))}, "stop_token_ids"),
+    ({"prompt": "a", "use_beam_search": True, "seed": 5}, "seed"),
     ({"prompt": "a", "use_beam_search": True, "length_penalty": 11}, "length_penalty"),
     ({"prompt": "a", "use_beam_search": True, "early_stopping": "soon"}, "early_stopping"),
     ({"prompt": "a", "use_beam_search": True, "early_stopping": 1}, "early_stopping"),

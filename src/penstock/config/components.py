@@ -88,8 +88,12 @@ class KvConfig(Component):
         "int8", "Type of the stored keys and values; bf16 takes twice the memory.", kind=Kind.CHOICE, choices=("int8", "bf16")
     )
     prefix_caching: bool = setting(True, "Reuse the KV of prompts that begin alike.", kind=Kind.FLAG)
-    prefix_sharing: str = setting(
-        "all", "Among whom: all, or each tenant for itself.", kind=Kind.CHOICE, choices=("all", "tenant")
+    prefix_sharing: str | None = setting(
+        None,
+        "Among whom: all, or each tenant for itself.",
+        kind=Kind.CHOICE,
+        choices=("all", "tenant"),
+        default_doc="tenant with several API keys or --trust-tenant-header, else all",
     )
     kv_eviction: str | None = setting(
         None,

@@ -132,7 +132,10 @@ class Scheduler:
             detail = "A static or dynamic batch takes no beam search, whose rows come and go: that needs --batching continuous."
             return Rejected(RejectReason.INVALID, detail, param="use_beam_search")
         if beams.width > self.max_rows:
-            detail = f"A beam search of width {beams.width} needs as many rows, and {self.max_rows} may run at once."
+            detail = (
+                f"A beam search of width {beams.width} needs as many rows, and {self.max_rows} may run at once: "
+                f"ask for an 'n' of at most {self.max_rows}, or raise --max-num-seqs."
+            )
             return Rejected(RejectReason.INVALID, detail, param="n")
         return None
 

@@ -32,6 +32,7 @@ _WITHOUT_BEAMS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "bad_words": ([],),
         "min_tokens": (0,),
         "stop": ([],),
+        "seed": (),
     }
 )
 """Fields that a beam search does not know, and their values that ask for nothing."""
@@ -86,6 +87,12 @@ def _beam_sampling(body: GenerationBody, stop_token_ids: tuple[int, ...]) -> Sam
             raise invalid(f"'{field}' is not supported with 'use_beam_search'.", field)
     width, asked = body.num_choices, num_logprobs(body)
     max_width = MAX_LOGPROBS - len(stop_token_ids)
+    if max_width < 1:
+        raise invalid(
+            f"A beam search takes at most {MAX_LOGPROBS - 1} stop tokens, and there are {len(stop_token_ids)}: "
+            "name fewer in 'stop_token_ids'.",
+            "stop_token_ids",
+        )
     if width > max_width:
         raise invalid(
             f"'n' is {width}; with 'use_beam_search' and {len(stop_token_ids)} stop tokens it can be at most {max_width}.", "n"
