@@ -1,14 +1,19 @@
 """`GET /v1/requests/{id}`: while it waits, while it runs, after its end; and for nobody else."""
 
 import asyncio
+import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import httpx
+import orjson
 import pytest
 from harness import CAPACITY, GatedExecutor, make_client, make_runtime, running, until
 from test_errors import check
 
+from penstock.clock import VirtualClock
 from penstock.config import ServerConfig
+from penstock.serve.ops import json_answer
 
 COMPLETIONS = "/v1/completions"
 ONE, TWO = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
@@ -157,20 +162,63 @@ async def test_the_pool_is_drawn_and_names_are_kept_from_others(narrow):
         ask = {"prompt": PROMPT, "max_tokens": 3}
         task = asyncio.create_task(client.post(COMPLETIONS, json=ask, headers={"X-Request-Id": "mine"}))
         await until(lambda: server.runtime.engine.load().num_running == 1)
-        drawn, theirs = (await client.get("/kv")).json(), (await client.get("/kv", headers=TWO)).json()
+
+        async def draw(num_held: int) -> dict:
+            """A drawing is shown for a while."""
+            async with asyncio.timeout(20):
+                while (shown := (await client.get("/kv")).json())["states"]["held"] != num_held:
+                    pass
+            return shown
+
+        drawn, theirs = await draw(3), (await client.get("/kv", headers=TWO)).json()
         assert drawn["map"] == [["null", 1], ["held", 3, 0], ["free", 509]]
-        assert drawn["owners"] == [{"request": "mine", "blocks": 3, "tokens": len(PROMPT), "computed_tokens": 0}]
+        mine = {"request": "mine", "choice": 0, "blocks": 3, "tokens": len(PROMPT), "computed_tokens": 0}
+        assert drawn["owners"] == [mine]
         assert drawn["waste_ratio"] == round((48 - len(PROMPT)) / 48, 5)
-        assert theirs["owners"] == [drawn["owners"][0] | {"request": None}]
+        assert theirs["owners"] == [{"request": None, "blocks": 3}]
         assert (await client.get("/load")).json()["kv_waste_ratio"] == drawn["waste_ratio"]
         gate.open()
         assert (await task).status_code == 200
         await until(lambda: server.runtime.engine.load().num_running == 0)
-        after = (await client.get("/kv")).json()
+        after = await draw(0)
         assert sum(after["states"].values()) == after["blocks"] == sum(run[1] for run in after["map"])
         assert after["states"]["cached"] == 3
     async with httpx.AsyncClient(base_url=server.url, timeout=20) as stranger:
         assert (await stranger.get("/kv")).status_code == 401
+
+
+@pytest.mark.parametrize("path", ["/kv", "/v1/requests", "/v1/requests/r"])
+async def test_large_answers_are_made_in_a_thread(client, monkeypatch, path):
+    await client.post(COMPLETIONS, json={"prompt": PROMPT, "max_tokens": 2}, headers={"X-Request-Id": "r"})
+    made_by = []
+
+    def dumps(told):
+        made_by.append(threading.current_thread())
+        return orjson.dumps(told)
+
+    monkeypatch.setattr(json_answer, "orjson", SimpleNamespace(dumps=dumps))
+    response = await client.get(path)
+    assert response.status_code == 200
+    assert response.headers["content-type"] == "application/json"
+    assert threading.current_thread() not in made_by
+    assert len(made_by) == 1  # and FastAPI has made none of it again
+
+
+async def test_the_pool_is_drawn_once_for_all_who_ask_at_once(client, runtime, monkeypatch):
+    drawn = []
+    draw = runtime.engine.pool_map
+    monkeypatch.setattr(runtime, "clock", VirtualClock())
+    monkeypatch.setattr(runtime.engine, "pool_map", lambda: (drawn.append(1), draw())[1])
+    for elapsed_ns in (0, 50_000_000, 50_000_000):
+        runtime.clock.advance(elapsed_ns)
+        await asyncio.gather(*(client.get("/kv") for _ in range(5)))
+    assert len(drawn) == 2
+
+
+async def test_who_asks_for_a_request_in_vain_is_told_why(client):
+    message = (await client.get("/v1/requests/nobody")).json()["error"]["message"]
+    assert "--explained-requests" in message
+    assert "is running" not in message
 
 
 @pytest.mark.parametrize(("limit_s", "num_lines"), [(None, 0), (100.0, 0), (0.0, 1)])

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import http.server
+import io
+import signal
+import socket
+import sys
+import threading
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -11,7 +19,8 @@ from click.testing import CliRunner
 from harness import CAPACITY, GatedExecutor, running, until
 
 from penstock.cli.main import cli
-from penstock.cli.top import counters
+from penstock.cli.top import _LEAVE, _show_live
+from penstock.cli.top_reader import counters
 from penstock.cli.top_view import Look, Snapshot, render
 from penstock.config import ServerConfig
 from penstock.types.errors import PenstockError
@@ -28,9 +37,10 @@ POOL = {
     "states": {"free": 10, "cached": 10, "held": 15, "shared": 5, "null": 1},
     "waste_ratio": 0.02,
     "map": [["null", 1], ["held", 10, 0], ["held", 5, 1], ["shared", 5], ["cached", 10], ["free", 10]],
-    "owners": [{"request": None, "blocks": 15}, {"request": "mine", "blocks": 10}],
+    "owners": [{"request": None, "blocks": 15}, {"request": "mine", "choice": 0, "blocks": 10}],
 }
 CHOICE = {
+    "index": 0,
     "state": "decode",
     "time_ms": {"total": 2500, "queue": 1200},
     "waited": {"for_ms": {"memory": 900.0, "rows": 300.0}},
@@ -70,6 +80,13 @@ def test_rates_are_those_between_two_looks() -> None:
 def test_a_request_is_marked_as_its_blocks_are() -> None:
     *_, row = render(snapshot(), snapshot(1.0), Look(width=120))
     assert " ".join(row.split()) == "b mine decode 2.5 s 1.2 s 100 48 7 memory 0.9 s, rows 0.3 s"
+
+
+def test_each_choice_is_marked_as_its_own_blocks_are() -> None:
+    owners = [{"request": "mine", "choice": choice, "blocks": 10} for choice in (1, 0)]
+    requests = [{"id": "mine", "choices": [CHOICE, CHOICE | {"index": 1}, CHOICE | {"index": 2}]}]
+    now = snapshot(1.0, requests=requests, pool={**POOL, "owners": owners})
+    assert [row[:6] for row in render(snapshot(), now, Look(width=120))[-3:]] == ["b mine", "a mine", "  mine"]
 
 
 @pytest.mark.parametrize("height", [8, 12, 24])
@@ -127,3 +144,99 @@ def test_a_server_that_is_not_there_is_told() -> None:
     result = CliRunner().invoke(cli, ["top", "http://127.0.0.1:9", "--once"])
     assert isinstance(result.exception, PenstockError)
     assert "Is `penstock serve` running there?" in str(result.exception)
+
+
+class Other(http.server.BaseHTTPRequestHandler):
+    """A server that is no Penstock."""
+
+    body = b""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(self.body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def other():
+    """Starts a server that answers everything alike; gives its URL."""
+    servers: list[http.server.HTTPServer] = []
+
+    def start(body: bytes) -> str:
+        servers.append(http.server.HTTPServer(("127.0.0.1", 0), type("Handler", (Other,), {"body": body})))
+        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{servers[-1].server_port}"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"<html>hello</html>", "is no JSON"),
+        (b'{"data":[]}', "names no model"),
+        (b"[]", "names no model"),
+    ],
+)
+def test_a_server_that_is_no_penstock_is_told(other, body: bytes, message: str) -> None:
+    result = CliRunner().invoke(cli, ["top", other(body), "--once", "--interval", "100ms"])
+    assert isinstance(result.exception, PenstockError)
+    assert message in str(result.exception)
+    assert "Is it a Penstock server" in str(result.exception)
+
+
+def test_a_server_of_another_version_is_told(monkeypatch) -> None:
+    reader = SimpleNamespace(read=lambda: snapshot(load={}))
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    with pytest.raises(PenstockError, match=r"can't be shown.*of this version"):
+        _show_live(reader, 1.0)
+    assert sys.stdout.getvalue().endswith(_LEAVE)
+
+
+@pytest.mark.parametrize("key", ["", "  ", "two words", "€", "a\nb"])
+def test_a_key_that_no_header_can_carry_is_told(other, key: str) -> None:
+    result = CliRunner().invoke(cli, ["top", other(b"{}"), "--once", "--api-key", key])
+    assert isinstance(result.exception, PenstockError)
+    assert "Check --api-key" in str(result.exception)
+
+
+def test_a_url_that_is_none_is_told() -> None:
+    result = CliRunner().invoke(cli, ["top", "http://[", "--once"])
+    assert isinstance(result.exception, PenstockError)
+    assert "Check the URL" in str(result.exception)
+
+
+def test_a_port_that_speaks_no_http_is_told() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            connection, _address = listener.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(b"220 mail.example ready\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        result = CliRunner().invoke(cli, ["top", f"http://127.0.0.1:{listener.getsockname()[1]}", "--once"])
+        thread.join(10)
+    assert isinstance(result.exception, PenstockError)
+    assert "does not speak HTTP" in str(result.exception)
+
+
+def test_a_termination_gives_the_terminal_back(monkeypatch) -> None:
+    written = io.StringIO()
+    reader = SimpleNamespace(read=snapshot)
+    monkeypatch.setattr(sys, "stdout", written)
+    monkeypatch.setattr(time, "sleep", lambda _seconds: signal.raise_signal(signal.SIGTERM))
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        _show_live(reader, 1.0)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert written.getvalue().endswith(_LEAVE)
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -115,12 +115,12 @@ def _requests(now: Snapshot, look: Look, num_lines: int) -> Iterator[str]:
     if not rows:
         yield "You have no requests in flight."
         return
-    numbers = {owner["request"]: idx for idx, owner in enumerate(now.pool["owners"]) if owner["request"]}
+    numbers = {(owner["request"], owner["choice"]): idx for idx, owner in enumerate(now.pool["owners"]) if owner["request"]}
     titles = f"{'state':8} {'for':>7} {'waited':>7} {'prompt':>7} {'cached':>7} {'out':>6}  waited for"
     yield f"  {'request':{_NAME_WIDTH}} {titles}"[: look.width]
     shown = rows if len(rows) < num_lines else rows[: max(0, num_lines - 2)]
     for call, choice in shown:
-        owner = numbers.get(call["id"])
+        owner = numbers.get((call["id"], choice["index"]))
         mark = " " if owner is None else _cell("held", owner, look)
         yield f"{mark} {_request(call, choice)[: look.width - 2]}"
     if len(shown) < len(rows):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self
@@ -151,23 +151,30 @@ class Service:
                 self.runtime.bridge.abort(engine_id, _CANCELLED)
         return bool(flights)
 
-    def explain(self, request_id: str, owner: Owner) -> Told | None:
-        """What became of the last request with this id of this owner; None if there is none, or it is not remembered."""
+    def explain(self, request_id: str, owner: Owner) -> Callable[[], Told | None]:
+        """What became of the last request with this id of this owner; None if there is none, or it is not remembered.
+
+        The result does the work, on any thread.
+        """
         flights: list[_Flight | _Landed] = [*self._landed_of.get(request_id, ()), *self._flights.get(request_id, ())]
-        for flight in reversed(flights):
-            if flight.owner == owner and (told := self._tell(flight)):
-                return told
-        return None
+        flights = [flight for flight in reversed(flights) if flight.owner == owner]
+        return lambda: next(filter(None, map(self._tell, flights)), None)
 
-    def explain_running(self, owner: Owner) -> list[Told]:
-        """All requests of this owner that have not ended, in the order in which they came."""
-        flights = [flight for flights in self._flights.values() for flight in flights if flight.owner == owner]
-        return [told for flight in flights if (told := self._tell(flight))]
+    def explain_running(self, owner: Owner) -> Callable[[], list[Told]]:
+        """All requests of this owner that have not ended, in the order in which they came.
 
-    def names_of(self, owner: Owner) -> dict[str, str]:
-        """The engine's id -> the client's, of this owner's requests that have not ended."""
-        flights = [flight for flights in self._flights.values() for flight in flights if flight.owner == owner]
-        return {engine_id: flight.request_id for flight in flights for engine_id in flight.engine_ids}
+        The result does the work, on any thread.
+        """
+        flights = self._flights_of(owner)
+        return lambda: [told for flight in flights if (told := self._tell(flight))]
+
+    def names_of(self, owner: Owner) -> dict[str, tuple[str, int]]:
+        """The engine's id -> the client's and the choice's index, of this owner's requests that have not ended."""
+        flights = self._flights_of(owner)
+        return {name: (flight.request_id, index) for flight in flights for index, name in enumerate(flight.engine_ids)}
+
+    def _flights_of(self, owner: Owner) -> list[_Flight]:
+        return [flight for flights in self._flights.values() for flight in flights if flight.owner == owner]
 
     def _tell(self, flight: _Flight | _Landed) -> Told | None:
         runtime = self.runtime

@@ -90,6 +90,15 @@ def request_not_found(request_id: str) -> ApiError:
     return ApiError(404, f"No request {shorten(request_id)!r} of yours is running.", code="request_not_found")
 
 
+def request_not_known(request_id: str) -> ApiError:
+    """To whoever asks why."""
+    message = (
+        f"Nothing is known of a request {shorten(request_id)!r} of yours: it ended too long ago to be remembered "
+        "(--explained-requests, 0: none is), was refused at the door, or never came."
+    )
+    return ApiError(404, message, code="request_not_found")
+
+
 def unsupported_encoding(encoding: str) -> ApiError:
     # RFC 9110, 12.5.3: `Accept-Encoding` in a 415 says what would have been taken.
     return ApiError(

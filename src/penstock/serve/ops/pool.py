@@ -2,46 +2,67 @@
 
 from __future__ import annotations
 
-import asyncio
+import threading
 from typing import Any
 
 from fastapi import Request as HttpRequest
+from starlette.responses import Response
 
-from penstock.kv.pool_map import BlockState, PoolMap, Run
+from penstock.kv.pool_map import BlockOwner, BlockState, PoolMap, Run
 from penstock.serve.call import read_owner
+from penstock.serve.ops.json_answer import json_answer
 from penstock.serve.service import Service
+
+SHARED_NS = 100_000_000
+"""For how long a drawing is shown."""
 
 
 class PoolEndpoint:
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._lock = threading.Lock()
+        self._drawn: PoolMap | None = None
+        self._drawn_ns = 0
 
-    async def kv(self, http: HttpRequest) -> dict[str, Any]:
+    async def kv(self, http: HttpRequest) -> Response:
         """Every block, neighbours of one kind as one: `[state, blocks]`, or `["held", blocks, owner]`."""
         service = self._service
-        owner = read_owner(http.scope, service.config)
-        names = service.names_of(owner)
-        # In a thread, as it takes 5 ms for a hundred thousand blocks.
-        return await asyncio.to_thread(lambda: _as_json(service.runtime.engine.pool_map(), names))
+        names = service.names_of(read_owner(http.scope, service.config))
+        return await json_answer(lambda: _as_json(self._draw(), names))
+
+    def _draw(self) -> PoolMap:
+        """One drawing for all who ask within a tenth of a second: the threads that draw keep the engine from Python."""
+        runtime = self._service.runtime
+        with self._lock:
+            now_ns = runtime.clock.now_ns()
+            if self._drawn is None or now_ns - self._drawn_ns >= SHARED_NS:
+                self._drawn, self._drawn_ns = runtime.engine.pool_map(), now_ns
+            return self._drawn
 
 
-def _as_json(drawn: PoolMap, names: dict[str, str]) -> dict[str, Any]:
-    """`names`: by the engine's ids, those of the caller's own requests; others' are not told."""
+def _as_json(drawn: PoolMap, names: dict[str, tuple[str, int]]) -> dict[str, Any]:
+    """`names`: by the engine's ids, those of the caller's own requests."""
     return {
         "block_size": drawn.block_size,
         "blocks": drawn.num_blocks,
         "states": {state.value: count for state, count in drawn.states.items()},
         "waste_ratio": round(drawn.waste, 5),
         "map": [_run(run) for run in drawn.runs],
-        "owners": [
-            {
-                "request": names.get(owner.request_id),
-                "blocks": owner.num_blocks,
-                "tokens": owner.num_tokens,
-                "computed_tokens": owner.num_computed_tokens,
-            }
-            for owner in drawn.owners
-        ],
+        "owners": [_owner(owner, names.get(owner.request_id)) for owner in drawn.owners],
+    }
+
+
+def _owner(owner: BlockOwner, name: tuple[str, int] | None) -> dict[str, Any]:
+    """Of other callers' requests the blocks alone, which the map shows anyway."""
+    if name is None:
+        return {"request": None, "blocks": owner.num_blocks}
+    request_id, choice = name
+    return {
+        "request": request_id,
+        "choice": choice,
+        "blocks": owner.num_blocks,
+        "tokens": owner.num_tokens,
+        "computed_tokens": owner.num_computed_tokens,
     }
 
 

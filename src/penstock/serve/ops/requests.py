@@ -7,10 +7,12 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import Request as HttpRequest
+from starlette.responses import Response
 
 from penstock.serve.call import read_owner
-from penstock.serve.openai.errors import request_not_found
+from penstock.serve.openai.errors import request_not_found, request_not_known
 from penstock.serve.ops.explanation import explanation
+from penstock.serve.ops.json_answer import json_answer
 from penstock.serve.service import Service, Told
 
 _ANSWER_PREFIXES = ("chatcmpl-", "cmpl-")
@@ -20,18 +22,24 @@ class RequestsEndpoint:
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    async def list(self, http: HttpRequest) -> dict[str, Any]:
+    async def list(self, http: HttpRequest) -> Response:
         """The caller's requests that wait or run, the oldest first."""
         owner = read_owner(http.scope, self._service.config)
-        return {"object": "list", "data": [_call(told) for told in self._service.explain_running(owner)]}
+        tell = self._service.explain_running(owner)
+        return await json_answer(lambda: {"object": "list", "data": [_call(told) for told in tell()]})
 
-    async def explain(self, request_id: str, http: HttpRequest) -> dict[str, Any]:
+    async def explain(self, request_id: str, http: HttpRequest) -> Response:
         """Why a request takes, or took, as long as it does; by its `X-Request-Id` or by the `id` of its answer."""
         owner = read_owner(http.scope, self._service.config)
-        for candidate in _candidates(request_id):
-            if told := self._service.explain(candidate, owner):
-                return _call(told)
-        raise request_not_found(request_id)
+        asks = [self._service.explain(candidate, owner) for candidate in _candidates(request_id)]
+
+        def make() -> dict[str, Any]:
+            for tell in asks:
+                if told := tell():
+                    return _call(told)
+            raise request_not_known(request_id)
+
+        return await json_answer(make)
 
     async def cancel(self, request_id: str, http: HttpRequest) -> dict[str, Any]:
         """Cancel a running request, by its `X-Request-Id` or by the `id` of its answer."""
