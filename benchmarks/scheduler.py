@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from penstock.kv.eviction import EVICTIONS
-from penstock.obs.explain_journal import Journal
+from penstock.obs.explain.journal import Journal
 from penstock.sched.policies.base import AdmissionView
 from penstock.sched.policies.orders import ORDERS
 from penstock.sched.policies.presets import make_policies

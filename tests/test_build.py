@@ -77,6 +77,13 @@ def test_a_runtime_is_whole(gguf: Path, backend: Backend) -> None:
         assert runtime.close(30.0)
 
 
+def test_the_log_says_how_many_requests_the_cache_holds(gguf: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    assert _build(gguf).close(30.0)
+    [line] = [record.getMessage() for record in caplog.records if "KV cache holds" in record.getMessage()]
+    assert " of 256 tokens (prompt and answer) at once; at most " in line  # which are the longest
+
+
 @pytest.mark.parametrize(
     ("kv", "remedy"),
     [

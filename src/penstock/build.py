@@ -363,7 +363,7 @@ def _assemble(
     from penstock.engine.output import OutputStage
     from penstock.engine.supervisor import Supervisor
     from penstock.engine.transfers import Transfers
-    from penstock.obs.explain_journal import Journal
+    from penstock.obs.explain.journal import Journal
     from penstock.obs.metrics import Metrics
     from penstock.obs.observers import ObserverGroup, TokenObserverGroup
     from penstock.obs.signals import Signals
@@ -500,11 +500,13 @@ def _log_model(model: LoadedModel, config: Config, kv: KvPlan) -> None:
         kv.max_model_len,
     )
     typical = min(TYPICAL_REQUEST_TOKENS, kv.max_model_len)
+    num_typical, num_longest = kv.num_requests_of(typical), kv.num_requests_of(kv.max_model_len)
     _log.info(
-        "KV cache holds %d requests of %d tokens (prompt and answer) at once, or %d of the longest; at most %d run at once",
-        kv.num_requests_of(typical),
+        "KV cache holds %d request%s of %d tokens (prompt and answer) at once%s; at most %d run at once",
+        num_typical,
+        "" if num_typical == 1 else "s",
         typical,
-        kv.num_requests_of(kv.max_model_len),
+        f", or {num_longest} of the longest" if typical < kv.max_model_len else "",
         config.scheduler.max_num_seqs,
     )
     if kv.is_shortened:

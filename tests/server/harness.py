@@ -14,7 +14,7 @@ from penstock.clock import WallClock
 from penstock.config import ServerConfig
 from penstock.engine.loop import Engine
 from penstock.engine.output import OutputStage
-from penstock.obs.explain_journal import Journal
+from penstock.obs.explain.journal import Journal
 from penstock.obs.metrics import Metrics
 from penstock.obs.observers import ObserverGroup, TokenObserverGroup
 from penstock.obs.signals import Signals

@@ -1,6 +1,6 @@
 """Resident memory of a real server under load that never lets up: it stays what it was once everything was touched.
 
-Not part of `make test`; `make test-soak` runs it for ten minutes (SECONDS=120: for two).
+Not part of `make test`; `make test-soak` runs it for ten minutes (`make test-soak SOAK_S=120`: for two).
 
 The KV cache is a fraction of what the clients want, so that it is full all the time: requests are preempted, prefixes are
 evicted. Prompts are random pieces behind one of a few beginnings; answers are of any length; some requests want three, some

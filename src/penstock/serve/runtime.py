@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from penstock.clock import Clock, WallClock
 from penstock.engine.loop import Engine
 from penstock.engine.supervisor import Supervisor
-from penstock.obs.explain_journal import Journal
+from penstock.obs.explain.journal import Journal
 from penstock.obs.metrics import Metrics
 from penstock.sched.admission import Admission
 from penstock.serve.bridge import Bridge

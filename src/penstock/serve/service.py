@@ -14,8 +14,8 @@ from typing import Self
 
 from penstock.config import ServerConfig
 from penstock.engine.loop import EngineState
-from penstock.obs.explain import Explanation, explain_intake
-from penstock.obs.explain_words import summary
+from penstock.obs.explain.explanation import Explanation, explain_intake
+from penstock.obs.explain.words import summary
 from penstock.sched.admission import Ask, Place
 from penstock.serve.bridge import Stream
 from penstock.serve.call import CallTerms, Owner

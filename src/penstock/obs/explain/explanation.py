@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.obs.explain_life import Life, Pause, Phase
-from penstock.obs.explain_steps import Gap, Span
-from penstock.obs.explain_waits import REASONS, Turn, WaitMark
+from penstock.obs.explain.life import Life, Pause, Phase
+from penstock.obs.explain.steps import Gap, Span
+from penstock.obs.explain.waits import REASONS, Turn, WaitMark
 from penstock.types.request import FinishReason, Request
 from penstock.types.stats import PreemptReason, PrefixStop, WaitReason
 

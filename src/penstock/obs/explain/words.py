@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from penstock.obs.explain import INTAKE, ORDER, STEP, Explanation
-from penstock.obs.explain_life import Phase
-from penstock.obs.explain_steps import Gap
+from penstock.obs.explain.explanation import INTAKE, ORDER, STEP, Explanation
+from penstock.obs.explain.life import Phase
+from penstock.obs.explain.steps import Gap
 from penstock.types.request import FinishReason
 from penstock.types.stats import PreemptReason, PrefixEnd, WaitReason
 
@@ -122,8 +122,8 @@ def _pauses(told: Explanation) -> Iterator[str]:
     for pause in told.pauses[:3]:
         waited = "and came back after" if pause.is_over else "and has waited since, for"
         lost = f", {_count(pause.num_lost_tokens, 'token')} to be computed again" if pause.is_over else ""
-        swapped = ", was swapped out" if pause.is_swap else ""
-        text = f"After {duration(pause.began_ns)} it lost its place {_PAUSES[pause.reason]}{swapped}, {waited} "
+        kept = " (what it had computed may come back from disk)" if pause.is_swap else ""
+        text = f"After {duration(pause.began_ns)} it lost its place {_PAUSES[pause.reason]}{kept}, {waited} "
         yield f"{text}{duration(pause.waited_ns)}{lost}."
     if len(told.pauses) > 3:
         yield f"That happened {len(told.pauses)} times in all."

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from penstock.obs.explain_steps import Span
-from penstock.obs.explain_waits import Ticket, Turn, WaitMark
+from penstock.obs.explain.steps import Span
+from penstock.obs.explain.waits import Ticket, Turn, WaitMark
 from penstock.types.stats import PreemptReason, PrefixStop, RequestStats, WaitReason
 
 
