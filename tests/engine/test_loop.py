@@ -281,6 +281,16 @@ def test_who_comes_while_a_turn_begins_is_not_queued_before_it_arrived(monkeypat
     assert request[0].first_scheduled_ns == request[0].arrival_ns
 
 
+def test_block_copies_are_made_without_a_step_too(monkeypatch):
+    """Whoever needed one may have been paused in the same step, for one that waits for a load."""
+    calls = []
+    rig = Rig(clock=VirtualClock())
+    monkeypatch.setattr(rig.core, "take_block_copies", lambda: [(1, 2)])
+    monkeypatch.setattr(rig.executor, "copy_blocks", calls.append)
+    assert not rig.engine.turn()
+    assert calls == [[(1, 2)]]
+
+
 # Aborts, refusals, deadlines
 
 

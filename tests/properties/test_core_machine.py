@@ -99,11 +99,11 @@ class CoreMachine(RuleBasedStateMachine):
         self.record(self.core.apply([], self.now_ns))
         preempted_before = {name for name, request in self.requests.items() if request.status is RequestStatus.PREEMPTED}
         plan = self.core.begin(self.now_ns)
+        self.executor.copy_blocks(self.core.take_block_copies())
         self.check_work_conserving(plan)
         if plan is None:
             return
         self.check_preempted_go_first(preempted_before, plan)
-        self.executor.copy_blocks(self.core.take_block_copies())
         result = self.executor.collect(self.executor.submit(plan))
         for idx in aborted:
             self.record(self.core.apply([Abort(f"r{idx}")], self.now_ns))
@@ -192,8 +192,8 @@ class CoreMachine(RuleBasedStateMachine):
             self.now_ns += 1
             self.record(self.core.apply([], self.now_ns))
             plan = self.core.begin(self.now_ns)
+            self.executor.copy_blocks(self.core.take_block_copies())
             if plan is not None:
-                self.executor.copy_blocks(self.core.take_block_copies())
                 self.record(self.core.finish(plan, self.executor.collect(self.executor.submit(plan)), self.now_ns))
             elif self.core.has_work:
                 self.now_ns = self.core.next_wakeup_ns(self.now_ns) or self.now_ns

@@ -3,7 +3,7 @@ simulator); never loops, waits, sleeps or reads a clock.
 
     core.apply(commands, now)        add, abort, stop, drain; deadlines; their events
     plan = core.begin(now)           the next step, or None
-    core.take_block_copies()         copies to make before it
+    core.take_block_copies()         copies to make before it, or without it
     ... an executor runs the plan ...
     core.finish(plan, result, now)   its tokens
 
@@ -105,7 +105,11 @@ class EngineCore:
         return plan
 
     def take_block_copies(self) -> list[tuple[int, int]]:
-        """(source, destination) blocks that the executor must copy before it gets the plan that `begin` just returned."""
+        """(source, destination) blocks that the executor must copy before it gets the plan that `begin` just returned.
+
+        Also if that was None: whoever they were made for may have lost its turn in the same step, but what it had computed is
+        cached in the destination, and the next to arrive from the tier may be written to either block.
+        """
         return self.scheduler.kv.take_block_copies()
 
     def finish(self, plan: StepPlan, result: StepResult, now_ns: int) -> list[TokenEvent]:
@@ -148,8 +152,9 @@ class EngineCore:
         return events
 
     def check(self) -> None:
-        """Verify every invariant. Raises AssertionError. O(blocks + requests)."""
+        """Verify every invariant. Raises AssertionError. O(blocks + requests). For between steps."""
         self.scheduler.check()
+        assert not self.scheduler.kv.num_pending_copies, "a copy of a block was not made in its step"
         num_queued = self.scheduler.num_running + self.scheduler.num_waiting
         assert num_queued == len(self._requests), f"{len(self._requests)} requests live, {num_queued} are queued"
         assert self.scheduler.kv.tables().keys() <= self._requests.keys(), "a table outlived its request"

@@ -7,6 +7,7 @@ Never schedules, never makes text, never knows HTTP. Other threads call `submit`
     commands    apply what came in; what ended by it (refused, cancelled) is told at once
     begin       ask the core for a plan; without one, sleep until there is a command or a deadline
     departures  copy what is spilled, begin loads; they go on while the step runs
+    copies      of blocks, also without a plan: what arrives next may be written to either of the two
     execute     submit and collect, without the GIL where the executor computes
     aborts      apply those that came during the step, before its tokens are shown
     finish      commit, make text, apply the stops that the text brought (so no step is wasted on them), one call of the sink
@@ -237,6 +238,8 @@ class Engine:
         if transfers is not None:
             transfers.depart()
         if plan is None:
+            if copies := self._core.take_block_copies():
+                self._executor.copy_blocks(copies)
             return False
         self._run_step(plan, now_ns)
         return True

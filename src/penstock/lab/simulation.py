@@ -107,12 +107,11 @@ class _Driver:
 
     def _step(self, now_ns: int) -> bool:
         plan = self.core.begin(now_ns)
-        copies = self.core.take_block_copies()
+        self.executor.copy_blocks(self.core.take_block_copies())
         if plan is None:
             return False
         if self.on_plan is not None:
             self.on_plan(plan)
-        self.executor.copy_blocks(copies)
         ticket = self.executor.submit(plan)
         assert ticket.ready_ns is not None, "a simulated step knows when it is done"
         self.clock.advance_to(ticket.ready_ns)

@@ -60,12 +60,12 @@ class Driver:
             self.transfers.depart()
         if self.worker is not None:
             self.worker.turn()
-        copies = self.core.take_block_copies()
-        if plan is None:
-            return None
-        self.plans.append(plan)
+        if plan is not None:
+            self.plans.append(plan)
         try:
-            self.executor.copy_blocks(copies)
+            self.executor.copy_blocks(self.core.take_block_copies())
+            if plan is None:
+                return None
             result = self.executor.collect(self.executor.submit(plan))
         except ExecutorFailure as failure:
             self._record(self.core.fail_all(failure.message, self.clock.now_ns()))
