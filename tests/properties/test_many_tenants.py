@@ -1,0 +1,84 @@
+"""Ten thousand tenants, each of whom is heard of once: what is remembered of them is bounded by pool, rows and settings."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections import deque
+from collections.abc import Iterator, Sized
+from types import FunctionType, ModuleType
+
+from penstock.clock import VirtualClock
+from penstock.kv.prefix_history import MAX_BEGINNINGS, MAX_EVICTED
+from penstock.obs.explain_journal import Journal
+from penstock.obs.metrics import Metrics
+from penstock.obs.observers import ObserverGroup
+from penstock.sched.admission import Admission, AdmissionLimits, Ask
+from penstock.sched.admission.tenants import MAX_TENANTS
+from penstock.sched.policies.ordering.fair import FairShares
+from penstock.sched.policies.predictors.online import OnlinePredictor
+from penstock.sched.policies.presets import make_policies
+from penstock.testing import HashExecutor, make_core, make_request, run_to_completion
+from penstock.types.events import Add
+from penstock.types.plan import Capacity
+from penstock.types.stats import EngineLoad
+
+NUM_TENANTS = 10_000
+AT_ONCE = 50
+CAPACITY = Capacity(num_blocks=120, block_size=4, max_rows=24, max_step_tokens=96, max_model_len=64)
+MAX_ACCOUNTS = 4096
+"""That `FairShares` keeps of those who do not wait."""
+MAX_PREDICTED = 256
+"""That `OnlinePredictor` knows."""
+
+
+def containers(*roots: object) -> Iterator[Sized]:
+    """All maps, sets and sequences that can be reached from these, but not through classes, modules or functions."""
+    seen, todo = set(map(id, roots)), list(roots)
+    while todo:
+        found = todo.pop()
+        if isinstance(found, dict | list | set | deque):
+            yield found
+        for other in gc.get_referents(found):
+            if id(other) not in seen and not isinstance(other, type | ModuleType | FunctionType):
+                seen.add(id(other))
+                todo.append(other)
+
+
+def test_ten_thousand_tenants_leave_no_more_behind_than_what_is_bounded() -> None:
+    rng, clock = random.Random(5), VirtualClock()
+    policies = make_policies(order="fair", predictor="online", eviction="tenant-fair")
+    admission = Admission(AdmissionLimits(tenant_max_concurrent=5, tenant_tokens_per_minute=60_000), CAPACITY)
+    metrics, journal = Metrics("m"), Journal(1000)
+    core = make_core(CAPACITY, observer=ObserverGroup([metrics, admission]), policies=policies, journal=journal)
+    executor = HashExecutor(CAPACITY)
+    for start in range(0, NUM_TENANTS, AT_ONCE):
+        requests = []
+        for number in range(start, start + AT_ONCE):
+            tenant, prompt = f"tenant-{number}", [rng.randrange(200) for _ in range(rng.randint(4, 20))]
+            request = make_request(f"r{number}", prompt, tenant=tenant, max_tokens=2, arrival_ns=clock.now_ns())
+            request.cache_salt = tenant.encode()
+            ask = Ask(num_token_ids=len(prompt), max_new_tokens=2, min_new_tokens=0, tenant=tenant)
+            place = admission.decide(ask, EngineLoad(), clock.now_ns())
+            admission.enter(place, [request], clock.now_ns())
+            admission.leave(place)
+            requests.append(request)
+        run_to_completion(core, executor, *map(Add, requests), clock=clock)
+        clock.advance(1_000_000_000)
+    core.check()
+
+    kv = core.scheduler.kv
+    order, predictor = policies.order, policies.predictor
+    assert isinstance(order, FairShares)
+    assert isinstance(predictor, OnlinePredictor)
+    assert MAX_PREDICTED < MAX_ACCOUNTS / 2 < len(order._accounts) <= MAX_ACCOUNTS + 1
+    assert (order._waiting, order._serving, order._decoding, order._joined) == ({}, {}, {}, set())
+    assert len(predictor._tenants) == MAX_PREDICTED
+    assert 0 < len(admission._tenants._accounts) <= MAX_TENANTS
+    assert not admission._tenants._entered
+    assert 0 < len(kv.history._salts) <= 2 * MAX_BEGINNINGS
+    assert 0 < len(kv.history._evicted_ns) <= 2 * MAX_EVICTED
+    assert not kv.tables()
+    assert not kv.coming
+    largest = max(containers(core, admission, metrics, journal), key=len)
+    assert 1000 < len(largest) < NUM_TENANTS, "whatever kept one entry of each tenant, or of each request, would have as many"
