@@ -3,7 +3,8 @@
     python benchmarks/choices.py [--prompt-tokens 1000] [--max-tokens 1] [--n 8] [--repeat 5]
 
 Each asks for the same new prompt length, rounds in turn; figures are medians. `computed` are positions, the generated tokens'
-included; `blocks` is the most that were held at once; `copy_us` a block's copy. The last line is one JSON object.
+included; `blocks` is the most that were held at once; `copy_us` a block's copy, `staging_us` its way to and from
+memory beside the pool, from which the disk tier is written. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from penstock.types.events import Add
 from penstock.types.sampling import BeamParams
 
 _PROMPTS = count(1)
+STAGING_ROUNDS = 20
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,21 @@ def copy_us(executor: NativeExecutor, num_blocks: int) -> float:
     return (time.process_time_ns() - started_ns) / 1e3 / len(pairs)
 
 
+def staging_us(executor: NativeExecutor, num_blocks: int) -> dict[str, float]:
+    """A block's way into memory beside the pool and back, as for the disk tier; the least of several rounds."""
+    size, block_ids = executor.block_bytes, range(1, num_blocks + 1)
+    memory = memoryview(bytearray(num_blocks * size))
+    buffers = [memory[idx * size : (idx + 1) * size] for idx in range(num_blocks)]
+    least: dict[str, float] = {}
+    for _ in range(STAGING_ROUNDS):
+        for name, act in (("read", executor.read_blocks), ("write", executor.write_blocks)):
+            started_ns = time.thread_time_ns()
+            act(block_ids, buffers)
+            us = (time.thread_time_ns() - started_ns) / 1e3 / num_blocks
+            least[name] = round(min(us, least.get(name, us)), 1)
+    return least
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL)
@@ -107,6 +124,7 @@ def main() -> None:
         }
         print(name, report[name])
     report["copy_us"] = round(copy_us(executor, 200), 1)
+    report |= {"block_bytes": executor.block_bytes, "staging_us": staging_us(executor, 200)}
     print(json.dumps(report))
 
 

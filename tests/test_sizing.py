@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.config import KvConfig
-from penstock.sizing import DEFAULT_CAP_BYTES, RESERVE_BYTES, KvPlan, plan_kv
+from penstock.sizing import DEFAULT_CAP_BYTES, RESERVE_BYTES, SLOT_BOOKS_BYTES, KvPlan, plan_kv
 from penstock.types.errors import ConfigError
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.model_spec import ModelSpec
@@ -104,6 +104,21 @@ def test_longer_than_the_model_is_refused() -> None:
 def test_more_than_is_free_is_refused_with_the_numbers() -> None:
     with pytest.raises(ConfigError, match=r"kv_cache_memory 2 GiB is more than the 668 MiB that are free"):
         plan(KvConfig(kv_cache_memory_bytes=2 * GIB), available_bytes=GIB)
+
+
+def test_the_books_of_the_disk_tier_are_counted() -> None:
+    available = (100 << 20) + RESERVE_BYTES + GIB
+    without = plan(available_bytes=available).num_bytes
+    num_slots = 500_000
+    result = plan(KvConfig(kv_disk_size_bytes=num_slots * BLOCK_BYTES), available_bytes=available).num_bytes
+    assert without - result == pytest.approx(num_slots * SLOT_BOOKS_BYTES / 2, abs=BLOCK_BYTES)
+
+
+def test_books_that_take_most_of_the_memory_are_refused_with_the_numbers() -> None:
+    disk = KvConfig(kv_disk_size_bytes=1 << 40)
+    with pytest.raises(ConfigError, match=r"books of kv_disk_size 1 TiB, 5\d{6} blocks, take up to 2.39 GiB .* 668 MiB"):
+        plan(disk, available_bytes=GIB)
+    assert plan(disk).num_blocks > 2
 
 
 def test_fewer_than_two_blocks_is_refused() -> None:

@@ -14,6 +14,9 @@ DEFAULT_CAP_BYTES = 4 << 30
 """More is only taken when asked for: a server should not fill a workstation unasked."""
 RESERVE_BYTES = 256 << 20
 """Left for the process itself: the interpreter, activations, the vocabulary."""
+SLOT_BOOKS_BYTES = 450
+"""Of memory for each slot of the disk tier: 443 were taken at the most while 300,000 were read at a start, and 352 kept
+(`benchmarks/disk_start.py`)."""
 TYPICAL_REQUEST_TOKENS = 512
 """Prompt and answer, where a number is needed before any request has come. First turns of ShareGPT have 467 in the mean
 (`benchmarks/kv_waste.py`)."""
@@ -61,6 +64,7 @@ def plan_kv(
     wanted_len = max_model_len or spec.max_model_len
     block_bytes = kv.block_size * spec.kv_bytes_per_token(KvDtype(kv.kv_cache_dtype))
     free_bytes = available_bytes - num_weight_bytes - RESERVE_BYTES
+    free_bytes -= _books_bytes(kv, free_bytes, block_bytes)
     budget_bytes = _budget_bytes(kv, free_bytes, (max_num_seqs * -(-wanted_len // kv.block_size) + 1) * block_bytes)
     num_blocks = budget_bytes // block_bytes
     if num_blocks < 2:
@@ -80,6 +84,19 @@ def plan_kv(
     return KvPlan(num_blocks, kv.block_size, min(wanted_len, longest), num_blocks * block_bytes, longest < wanted_len)
 
 
+def _books_bytes(kv: KvConfig, free_bytes: int, block_bytes: int) -> int:
+    """What it takes to know what is in the disk tier."""
+    num_slots = kv.kv_disk_size_bytes // block_bytes
+    num_bytes = num_slots * SLOT_BOOKS_BYTES
+    if num_slots and num_bytes > max(0, free_bytes) // 2:
+        raise ConfigError(
+            f"The books of kv_disk_size {format_size(kv.kv_disk_size_bytes)}, {num_slots} blocks, take up to "
+            f"{format_size(num_bytes)} of memory, more than half of the {format_size(max(0, free_bytes))} that are free.",
+            remedy="Lower --kv-disk-size, or raise --block-size.",
+        )
+    return num_bytes
+
+
 def _budget_bytes(kv: KvConfig, free_bytes: int, useful_bytes: int) -> int:
     """What was asked for, or half of what is free, up to the cap and to what all rows together can use."""
     asked_bytes = kv.kv_cache_memory_bytes
@@ -88,7 +105,7 @@ def _budget_bytes(kv: KvConfig, free_bytes: int, useful_bytes: int) -> int:
     if asked_bytes > free_bytes:
         raise ConfigError(
             f"kv_cache_memory {format_size(asked_bytes)} is more than the {format_size(max(0, free_bytes))} that are free "
-            "after the weights.",
+            f"after the weights{' and the books of the disk tier' if kv.kv_disk_size_bytes else ''}.",
             remedy="Lower --kv-cache-memory, or free some memory.",
         )
     return asked_bytes
