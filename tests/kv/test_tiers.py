@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
+from penstock.kv.eviction import EvictionPolicy, LeastRecentlyUsed, LowestPriorityFirst
 from penstock.kv.invariants import check
 from penstock.kv.manager import KVManager
 from penstock.kv.prefix_index import PrefixIndex
 from penstock.kv.slot_index import SlotIndex, SlotState
-from penstock.kv.tiers import LOAD_TIMEOUT_NS, Tier
+from penstock.kv.tiers import LOAD_TIMEOUT_NS, Load, Tier
 from penstock.testing import make_request
 from penstock.types.request import Request
 
@@ -75,11 +78,11 @@ class TestSlots:
             SlotIndex(0)
 
 
-def spilled_manager(num_tokens: int = 13) -> tuple[KVManager, Tier, Request]:
+def spilled_manager(num_tokens: int = 13, eviction: EvictionPolicy | None = None) -> tuple[KVManager, Tier, Request]:
     """A request of `num_tokens` whose blocks, all but the first, were used for others since, and are in the tier."""
-    manager = KVManager(num_blocks=8, block_size=BLOCK, tier=Tier(20))
+    manager = KVManager(num_blocks=8, block_size=BLOCK, tier=Tier(20), eviction=eviction)
     assert manager.tier is not None
-    request = make_request("a", num_tokens)
+    request = make_request("a", num_tokens, priority=5)
     compute(manager, request)
     manager.suspend("a")
     request.num_computed_tokens = 0
@@ -103,6 +106,17 @@ def fetch(manager: KVManager, request: Request, now_ns: int = 0, *, max_blocks: 
     return manager.fetch(request, hit, max_blocks=max_blocks, compute_ns_per_token=cost, now_ns=now_ns)
 
 
+def arrive(manager: KVManager, loads: Sequence[Load]) -> list[int]:
+    """What was loaded is placed. Returns the blocks, in the order in which they are written."""
+    assert manager.tier is not None
+    written: list[int] = []
+    for load in loads:
+        assert manager.tier.loaded(load.block_hash, is_sound=True)
+    manager.place(loads, lambda _, block_id: written.append(block_id))
+    check(manager)
+    return written
+
+
 class TestFetch:
     def test_what_was_loaded_is_a_prefix_hit(self) -> None:
         manager, tier, request = spilled_manager()
@@ -112,9 +126,7 @@ class TestFetch:
         assert [load.block_hash for load in loads] == manager.tables()["a"].hashes[1:3]
         assert fetch(manager, request), "still on its way"
         assert tier.take_loads() == []
-        for load in reversed(loads):
-            tier.loaded(load.block_hash, is_sound=True)
-            assert manager.place(load.block_hash) is not None
+        assert len(arrive(manager, loads)) == 2
         check(manager)
         assert manager.lookup_prefix(request).num_tokens == 3 * BLOCK
         assert not fetch(manager, request), "all is there"
@@ -124,17 +136,14 @@ class TestFetch:
         assert fetch(manager, request)
         first, second = tier.take_loads()[0]
         tier.loaded(first.block_hash, is_sound=False)
-        tier.loaded(second.block_hash, is_sound=True)
-        manager.place(second.block_hash)
+        arrive(manager, [second])
         assert not fetch(manager, request)
         assert manager.lookup_prefix(request).num_tokens == BLOCK
 
     def test_a_load_that_helped_is_followed_by_the_next(self) -> None:
         manager, tier, request = spilled_manager()
         assert fetch(manager, request, max_blocks=1)
-        ((load,),) = tier.take_loads()
-        tier.loaded(load.block_hash, is_sound=True)
-        manager.place(load.block_hash)
+        arrive(manager, tier.take_loads()[0])
         assert fetch(manager, request, max_blocks=1)
         assert len(tier.take_loads()) == 1
 
@@ -194,6 +203,34 @@ class TestFetch:
         again = make_request("c", 9)
         assert fetch(manager, again)
         assert not manager.tier.take_loads()
+        for block_hash in manager.tables()["c"].hashes:
+            manager.tier.spilled(block_hash, is_sound=True)
+        manager.free("b")
+        assert fetch(manager, again), "and loaded once it is there"
+        assert manager.tier.take_loads()
+
+    def test_what_could_not_be_begun_is_ordered_again(self) -> None:
+        manager, tier, request = spilled_manager()
+        assert fetch(manager, request)
+        (loads,) = tier.take_loads()
+        tier.postpone(loads)
+        assert fetch(manager, request)
+        assert tier.take_loads() == [loads]
+        assert not fetch(manager, request, LOAD_TIMEOUT_NS), "the deadline stays"
+
+    def test_of_what_was_loaded_the_end_is_evicted_first(self) -> None:
+        manager, tier, request = spilled_manager()
+        assert fetch(manager, request)
+        arrive(manager, tier.take_loads()[0])
+        compute(manager, make_request("other", [77] * 5 * BLOCK))
+        assert manager.lookup_prefix(request).num_tokens == 2 * BLOCK, "seven blocks, of which five were needed"
+
+    @pytest.mark.parametrize("eviction", [LeastRecentlyUsed, LowestPriorityFirst])
+    def test_what_is_placed_does_not_evict_what_comes_before_it(self, eviction: type[EvictionPolicy]) -> None:
+        manager, tier, request = spilled_manager(eviction=eviction())
+        assert fetch(manager, request)
+        assert len(arrive(manager, tier.take_loads()[0])) == 2
+        assert manager.lookup_prefix(request).num_tokens == 3 * BLOCK
 
     def test_a_closed_tier_neither_takes_nor_gives(self) -> None:
         manager, tier, request = spilled_manager()
@@ -203,9 +240,13 @@ class TestFetch:
         assert tier.take_spills() == []
 
     def test_content_that_is_here_is_not_placed_again(self) -> None:
-        manager, _, _ = spilled_manager()
-        published = next(block_hash for block_hash, _ in manager.index.items())
-        assert manager.place(published) is None
+        manager, tier, request = spilled_manager()
+        assert fetch(manager, request)
+        (loads,) = tier.take_loads()
+        assert len(arrive(manager, loads)) == 2
+        written: list[int] = []
+        manager.place(loads, lambda _, block_id: written.append(block_id))
+        assert written == []
 
     def test_without_a_tier_nobody_waits(self) -> None:
         manager = KVManager(num_blocks=8, block_size=BLOCK)

@@ -164,6 +164,56 @@ def test_a_prefix_that_was_evicted_comes_back() -> None:
     assert transfers.stats.num_loaded_blocks > 0
 
 
+@pytest.mark.parametrize("eviction", ["lru", "priority", "tenant-fair"])
+def test_a_prefix_that_comes_back_does_not_evict_itself(eviction: str) -> None:
+    """Its group is the first to lose blocks, and the pool is full of another's."""
+    capacity = Capacity(num_blocks=31, block_size=4, max_rows=4, max_step_tokens=64, max_model_len=120)
+    executor, clock = HashExecutor(capacity, model=MODEL), VirtualClock()
+    core, _ = Engine(capacity, make_policies(order="priority", eviction=eviction), True, LARGE).make()
+    transfers, worker = Engine(capacity, make_policies(), True, LARGE).make_transfers(core, executor, clock)
+    session = [token % 39 + 1 for token in range(81)]
+    others = [[(idx * 11 + token * token) % 37 + 1 for token in range(110)] for idx in range(3)]
+    for idx, prompt in enumerate([session, *others, session]):
+        priority, tenant = (0, "high") if prompt in others else (5, "low")
+        request = make_request(f"r{idx}", prompt, max_tokens=2, priority=priority, tenant=tenant, arrival_ns=clock.now_ns())
+        run_to_completion(core, executor, Add(request), clock=clock, transfers=transfers, worker=worker)
+        assert worker is not None
+        assert transfers is not None
+        while worker.num_jobs:
+            worker.run()
+            transfers.arrive()
+    core.check()
+    assert request.num_cached_tokens == 80
+
+
+def test_what_arrives_for_one_that_has_ended_is_kept_only_if_others_may_use_it() -> None:
+    for caching, num_kept in ((True, 12), (False, 0)):
+        engine = Engine(CAPACITY, make_policies(reserve=EAGER), caching, LARGE)
+        core, executor = engine.make()
+        clock = VirtualClock()
+        transfers, worker = engine.make_transfers(core, executor, clock)
+        assert transfers is not None
+        assert worker is not None
+        kv = core.scheduler.kv
+        assert kv.tier is not None
+        request = make_request("gone", [token % 40 for token in range(50)])
+        kv.lookup_prefix(request)
+        hashes = kv.tables()["gone"].hashes
+        for block_hash in hashes:
+            slot = kv.tier.slots.begin_write(block_hash)
+            assert slot is not None
+            transfers._store.write(slot, block_hash, memoryview(bytes(executor.block_bytes)))
+            kv.tier.spilled(block_hash, is_sound=True)
+        assert kv.fetch(request, kv.lookup_prefix(request), max_blocks=20, compute_ns_per_token=0, now_ns=0)
+        transfers.depart()
+        kv.free("gone")
+        while worker.num_jobs:
+            worker.run()
+            transfers.arrive()
+        assert kv.num_cached_blocks == num_kept
+        core.check()
+
+
 def test_without_a_tier_nothing_is_named_that_is_not_shared() -> None:
     core = make_core(CAPACITY, enable_prefix_caching=False)
     run_to_completion(core, HashExecutor(CAPACITY), Add(make_request()))

@@ -162,9 +162,7 @@ class Transfers:
             self._tier.probe()
         while self._arrived:
             moves = self._arrived.popleft()
-            for move in moves:
-                self._record(move)
-            self._place([move for move in moves if isinstance(move.order, Load) and move.failure is None])
+            self._place([move for move in moves if self._record(move)])
             self._free += [move.buffer for move in moves]
 
     def depart(self) -> None:
@@ -214,39 +212,41 @@ class Transfers:
 
     def _load(self, loads: Sequence[Load]) -> None:
         num_staged = min(len(loads), len(self._free))
-        for load in loads[num_staged:]:
-            self._tier.loaded(load.block_hash, is_sound=True)
+        self._tier.postpone(loads[num_staged:])
         if num_staged:
             moves = [_Move(load, self._free.pop()) for load in loads[:num_staged]]
             self._start(partial(self._run, moves, self._read), True)
 
-    def _record(self, move: _Move) -> None:
+    def _record(self, move: _Move) -> bool:
+        """Whether it brought content that somebody may use."""
+        is_useful = False
         order, is_sound = move.order, move.failure is None
         if isinstance(order, Spill):
             self._tier.spilled(order.block_hash, is_sound=is_sound)
             self.stats.num_spilled_blocks += is_sound
             self.stats.num_written_bytes += is_sound * self._executor.block_bytes
         else:
-            self._tier.loaded(order.block_hash, is_sound=is_sound, duration_ns=move.duration_ns)
+            is_useful = self._tier.loaded(order.block_hash, is_sound=is_sound, duration_ns=move.duration_ns)
             self.stats.num_loaded_blocks += is_sound
             self.stats.num_read_bytes += is_sound * self._executor.block_bytes
         self.stats.num_present = len(self._tier.slots)
         if move.failure is not None:
             self._count_failure(move.failure)
-            return
+            return False
         self._num_failures = 0
         if move.is_probe:
             self._reopen()
+        return is_useful
 
     def _place(self, moves: Sequence[_Move]) -> None:
-        """The last first, since what is placed later is evicted later. One by one: where memory is short, a block that was
-        placed is taken for the next, and must have been written before it is spilled."""
-        for move in reversed(moves):
-            assert isinstance(move.order, Load), "only what was loaded is placed"
-            block_id = self._kv.place(move.order.block_hash, move.order.group)
-            if block_id is not None:
-                self._spill(self._tier.take_spills())
-                self._executor.write_blocks([block_id], [self._buffers[move.buffer]])
+        """Of one request. What has to make place is spilled before it is written to."""
+        buffers = {move.order.block_hash: self._buffers[move.buffer] for move in moves}
+
+        def write(load: Load, block_id: int) -> None:
+            self._spill(self._tier.take_spills())
+            self._executor.write_blocks([block_id], [buffers[load.block_hash]])
+
+        self._kv.place([move.order for move in moves if isinstance(move.order, Load)], write)
 
     def _count_failure(self, reason: FailureReason) -> None:
         self._num_failures += 1

@@ -20,14 +20,14 @@ What a running prefill will compute next is known here, too, so that others can 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.kv.block_pool import NULL_BLOCK_ID, BlockPool
 from penstock.kv.eviction import EvictionPolicy, LeastRecentlyUsed
 from penstock.kv.prefix_history import PrefixHistory
 from penstock.kv.prefix_index import PrefixIndex, child_key, extend_chain, pack, private_root_hash, root_hash
-from penstock.kv.tiers import Tier
+from penstock.kv.tiers import Load, Tier
 from penstock.types.request import Request
 from penstock.types.stats import PrefixEnd, PrefixStop
 
@@ -381,20 +381,34 @@ class KVManager:
             self._touch(hit.block_ids)
         return waits
 
-    def place(self, block_hash: bytes, group: Hashable = None) -> int | None:
-        """A free block for content that arrived from the tier; whoever asks writes it there at once, after all spills.
+    def place(self, loads: Sequence[Load], write: Callable[[Load, int], None]) -> None:
+        """Find free blocks for what arrived for one request, in the order of its prefix; `write` is told where each goes.
 
-        It is cached on account of `group` from now on. None if there is no free block, or the content is here already.
+        The last go first, since what is released later is evicted later. All are held until the last is placed, and so is what
+        the request finds in the pool: else its own would be taken for its own, if its group is the next to lose a block.
+        There is nothing for content that is here already, or when no block is free.
         """
-        if block_hash in self.index or not self.pool.num_available:
-            return None
-        (block_id,) = self._take(1)
-        self.index.publish_named(block_id, block_hash)
-        self.pool.release(block_id, keep=True, group=group)
-        return block_id
+        if not loads:
+            return
+        table = self._tables.get(loads[0].request_id)
+        found = self.index.lookup(table.hashes) if table else []
+        held = [(block_id, self.pool.group_of(block_id)) for block_id in found if self.pool.ref_count(block_id) == 0]
+        for block_id, _ in held:
+            self.pool.hold(block_id)
+        placed: list[tuple[int, Hashable]] = []
+        for load in reversed(loads):
+            if load.block_hash in self.index or not self.pool.num_available:
+                continue
+            (block_id,) = self._take(1)
+            write(load, block_id)
+            self.index.publish_named(block_id, load.block_hash)
+            placed.append((block_id, load.group))
+        for block_id, group in placed + held[::-1]:
+            self.pool.release(block_id, keep=True, group=group)
 
     def content_to_keep(self) -> list[int]:
-        """Free blocks whose content the tier lacks, as many as it has place for beside the others'; the last used first."""
+        """Free blocks whose content the tier lacks, as many as it has place for beside the others'; of each group the last
+        used first."""
         if self.tier is None or not self.is_caching:
             return []
         cached = [block_id for block_id in self.pool.free_block_ids() if self.pool.is_kept(block_id)]

@@ -46,6 +46,8 @@ class Load:
     block_hash: bytes
     group: Hashable = None
     """On whose account it will be cached (`eviction.py`)."""
+    request_id: str = ""
+    """Who waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class _Wait:
     """What a request waits for."""
 
     num_hit_blocks: int
-    """That it had found in the pool when its last load began."""
+    """That it had found in the pool when its last load began; -1: none has."""
     until_ns: int
     """Set by the first load and kept by those that follow."""
 
@@ -128,11 +130,12 @@ class Tier:
             found = found[: min(max_blocks, self._max_load_blocks)]
             if not found or not self._is_cheap(compute_ns_per_block):
                 return False
-            self._loads.append([Load(self.slots.begin_read(block_hash), block_hash, group) for block_hash in found])
+            self._loads.append([Load(self.slots.begin_read(name), name, group, request_id) for name in found])
         elif not is_busy or not self._is_cheap(compute_ns_per_block):
             return False
         if wait is None or found:
-            self._waits[request_id] = _Wait(num_hit_blocks, wait.until_ns if wait else now_ns + LOAD_TIMEOUT_NS)
+            until_ns = wait.until_ns if wait else now_ns + LOAD_TIMEOUT_NS
+            self._waits[request_id] = _Wait(num_hit_blocks if found else -1, until_ns)
         return True
 
     def _next_of(self, chain: Sequence[bytes], index: PrefixIndex) -> tuple[list[bytes], bool]:
@@ -177,12 +180,21 @@ class Tier:
         """A spill has ended: its content can be loaded from now on, or is lost."""
         self.slots.end(block_hash, is_sound=is_sound)
 
-    def loaded(self, block_hash: bytes, *, is_sound: bool, duration_ns: int = 0) -> None:
-        """A load of one block has ended. It took `duration_ns`; 0: not measured."""
+    def postpone(self, loads: Sequence[Load]) -> None:
+        """These can't be begun now. Whoever waits may order them again."""
+        for load in loads:
+            self.slots.end(load.block_hash, is_sound=True)
+            wait = self._waits.get(load.request_id)
+            if wait is not None:
+                self._waits[load.request_id] = _Wait(-1, wait.until_ns)
+
+    def loaded(self, block_hash: bytes, *, is_sound: bool, duration_ns: int = 0) -> bool:
+        """A load of one block has ended. It took `duration_ns`; 0: not measured. False if its content is of no use."""
         self.slots.end(block_hash, is_sound=is_sound)
         if is_sound and duration_ns:
             before = self.load_ns_per_block or duration_ns
             self.load_ns_per_block = OLD_COST_WEIGHT * before + (1 - OLD_COST_WEIGHT) * duration_ns
+        return self.slots.state(block_hash) is not None
 
     def close(self) -> None:
         """The tier can't be trusted now: until it is opened, all is as if there were none. What is on its way may still end."""
