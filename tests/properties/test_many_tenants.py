@@ -10,7 +10,7 @@ from types import FunctionType, ModuleType
 
 from penstock.clock import VirtualClock
 from penstock.kv.prefix_history import MAX_BEGINNINGS, MAX_EVICTED
-from penstock.obs.explain_journal import Journal
+from penstock.obs.explain.journal import Journal
 from penstock.obs.metrics import Metrics
 from penstock.obs.observers import ObserverGroup
 from penstock.sched.admission import Admission, AdmissionLimits, Ask
