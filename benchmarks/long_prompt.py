@@ -33,12 +33,13 @@ from typing import TYPE_CHECKING
 
 from penstock import machine
 from penstock.backends.native.executor import NativeExecutor
-from penstock.build import build_policies, build_runtime
+from penstock.build import build_runtime
 from penstock.config import BackendConfig, Config, KvConfig, ModelConfig, SchedulerConfig
 from penstock.engine.core import EngineCore
 from penstock.models import registry
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
 from penstock.models.load import load_model
+from penstock.parts.policies import build_policies
 from penstock.sched.scheduler import Scheduler
 from penstock.types.events import Abort, Add
 from penstock.types.kv_dtype import KvDtype

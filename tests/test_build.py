@@ -12,16 +12,7 @@ from typing import Any
 
 import pytest
 
-from penstock.build import (
-    EXECUTORS,
-    SEAM_FLAGS,
-    SETTING_FLAGS,
-    build_core,
-    build_policies,
-    build_runtime,
-    isolates_tenants,
-    num_threads,
-)
+from penstock.build import EXECUTORS, build_core, build_runtime, isolates_tenants, num_threads
 from penstock.config import Backend, BackendConfig, Config, KvConfig, ModelConfig, SchedulerConfig, ServerConfig
 from penstock.config.setting import settings_of
 from penstock.engine.loop import EngineState
@@ -29,6 +20,7 @@ from penstock.engine.ports import NullObserver
 from penstock.kv.eviction import LeastRecentlyUsed, LowestPriorityFirst, TenantFair
 from penstock.models.catalog import resolve
 from penstock.obs.prometheus import expose
+from penstock.parts.policies import SEAM_FLAGS, SETTING_FLAGS, build_policies
 from penstock.sched.policies.gates import Dynamic, Static
 from penstock.sched.policies.hold_latency import HoldLatency
 from penstock.sched.policies.reserves import Watermark

@@ -9,14 +9,15 @@ import logging
 import random
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from hashlib import blake2b
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.config import AdmissionConfig, Backend, BackendConfig, Config, KvConfig, ServerConfig
+from penstock.config import Backend, BackendConfig, Config, KvConfig, ServerConfig
 from penstock.config.units import format_size
 from penstock.machine import available_memory_bytes, give_back_free_memory, usable_cpus
+from penstock.parts.disk_tier import build_tier, cleared, open_store
+from penstock.parts.policies import admission_limits, build_policies
 from penstock.sizing import RESERVE_BYTES, TYPICAL_REQUEST_TOKENS, KvPlan, plan_kv
 from penstock.types.errors import ConfigError
 from penstock.types.kv_dtype import KvDtype
@@ -24,14 +25,11 @@ from penstock.types.plan import Capacity
 
 if TYPE_CHECKING:
     from penstock.engine.core import EngineCore
-    from penstock.engine.ports import BlockStore, Executor, Observer, RequestJournal
+    from penstock.engine.ports import Executor, Observer, RequestJournal
     from penstock.kv.tiers import Tier
     from penstock.models.catalog import ModelSource
     from penstock.models.weights import LoadedModel
-    from penstock.sched.admission import AdmissionLimits
-    from penstock.sched.policies.base import Policies
     from penstock.serve.runtime import ModelInfo, Runtime, Sources
-    from penstock.storage.block_file import BlockFile
     from penstock.text.chat import ChatTemplate
     from penstock.text.tokenizer import Tokenizer
 
@@ -42,23 +40,6 @@ EXECUTORS: Mapping[str, str] = {
     "reference": "penstock.backends.reference.executor:ReferenceExecutor",
 }
 """Backend -> class; made with the model, its program and the five numbers of `Capacity`."""
-
-EVICTION_OF_ORDER: Mapping[str, str] = {"priority": "priority", "fair": "tenant-fair"}
-"""Who is favoured in the queue is favoured in the cache, unless another eviction is asked for."""
-
-SEAM_FLAGS: Mapping[str, str] = {"gate": "--batching", "order": "--policy", "budget": "--budget", "reserve": "--reserve"}
-SETTING_FLAGS: Mapping[str, str] = {
-    "max_batch_size": "--max-batch-size",
-    "preferred_batch_sizes": "--preferred-batch-size",
-    "max_queue_delay_ns": "--batch-window",
-    "length_buckets": "--length-buckets",
-    "is_preemptive": "--priority-preemption",
-    "slo_itl_ns": "--slo-itl",
-    "long_prefill_token_threshold": "--long-prefill-token-threshold",
-    "max_long_partial_prefills": "--max-long-partial-prefills",
-    "share": "--kv-watermark",
-}
-"""Field of a policy -> what sets it."""
 
 DEFAULT_STEP_TIMEOUT_S = 120.0
 """Of the native backend: a hundred times a full step of Qwen2.5-1.5B on two cores (docs/performance.md)."""
@@ -185,66 +166,6 @@ def _rebuild_executor(config: Config, source: ModelSource, kv: KvPlan) -> Execut
     return executor
 
 
-def open_store(config: Config, model: LoadedModel, executor: Executor) -> BlockFile | None:
-    """The file of the disk tier, with what is left in it of an earlier time; None if none was asked for.
-
-    Raises ConfigError if it can't be opened.
-    """
-    from penstock.models.catalog import default_cache_dir
-    from penstock.storage.block_file import open_block_file
-
-    if not config.kv.kv_disk_size_bytes:
-        return None
-    cache_dir = Path(config.model.cache_dir).expanduser() if config.model.cache_dir else default_cache_dir()
-    store = open_block_file(
-        Path(config.kv.kv_disk_path).expanduser() if config.kv.kv_disk_path else cache_dir / "kv",
-        max_bytes=config.kv.kv_disk_size_bytes,
-        content_bytes=executor.block_bytes,
-        fingerprint=_kv_fingerprint(config, model, executor),
-    )
-    _log.info(
-        "KV blocks spill to %s, up to %s: %d blocks", store.path, format_size(config.kv.kv_disk_size_bytes), store.num_slots
-    )
-    return store
-
-
-def _kv_fingerprint(config: Config, model: LoadedModel, executor: Executor) -> bytes:
-    """Of all that the bytes of a block depend on."""
-    from penstock import __version__
-    from penstock.backends.native import _native
-    from penstock.models.fingerprint import fingerprint
-
-    kernels = Path(_native.__file__).stat()
-    parts = [__version__, config.backend.backend, getattr(executor, "variant", ""), kernels.st_size, kernels.st_mtime_ns]
-    parts += [config.kv.kv_cache_dtype, config.kv.block_size, executor.block_bytes]
-    own = blake2b(repr(parts).encode(), digest_size=32, key=fingerprint(model.path))
-    return own.digest()
-
-
-def build_tier(store: BlockStore | None) -> Tier | None:
-    """The books of a store, with what it contains."""
-    from penstock.kv.tiers import Tier
-
-    if store is None:
-        return None
-    tier = Tier(store.num_slots, entries=store.entries())
-    if len(tier.slots):
-        _log.info("%d KV blocks of an earlier time are there", len(tier.slots))
-    return tier
-
-
-def cleared(store: BlockFile | None) -> BlockFile | None:
-    """The store of an engine that failed, for the next one: nothing that was computed before is trusted. None if it hangs."""
-    if store is None:
-        return None
-    try:
-        store.clear()
-    except OSError as error:
-        _log.error("the engine goes on without the disk tier: %s", error)
-        return None
-    return store
-
-
 def build_core(
     config: Config,
     capacity: Capacity,
@@ -260,87 +181,11 @@ def build_core(
     return EngineCore(scheduler, observer=observer, journal=journal)
 
 
-def build_policies(config: Config) -> Policies:
-    """The preset's, with those in their place that the config names."""
-    from penstock.sched.policies.gates import Continuous
-    from penstock.sched.policies.presets import LacksSetting
-
-    try:
-        policies = _choose_policies(config)
-    except LacksSetting as lack:
-        seam, setting = SEAM_FLAGS[lack.seam], SETTING_FLAGS[lack.setting]
-        raise LacksSetting(lack.seam, lack.name, lack.setting, seam_words=seam, setting_words=setting) from None
-    if config.scheduler.priority_preemption and not isinstance(policies.gate, Continuous):
-        raise ConfigError(
-            "A static or dynamic batch runs until it has ended, so nobody in it is paused for a higher class.",
-            remedy="Set --batching continuous, or leave --priority-preemption out.",
-        )
-    _check_eviction(config.kv, policies)
-    return policies
-
-
-def _choose_policies(config: Config) -> Policies:
-    from penstock.sched.policies.presets import make_policies
-
-    chosen = config.scheduler
-    slo_itl_ns = None if chosen.slo_itl_s is None else int(chosen.slo_itl_s * 1e9)
-    budget = chosen.budget or ("itl" if slo_itl_ns else None)
-    return make_policies(
-        chosen.preset,
-        gate=chosen.batching,
-        order=chosen.policy,
-        predictor=chosen.length_predictor,
-        budget=budget,
-        reserve=chosen.reserve or (None if config.kv.kv_watermark is None else "watermark"),
-        victim=chosen.victim or ("lowest-priority" if chosen.policy == "priority" else None),
-        eviction=config.kv.kv_eviction or EVICTION_OF_ORDER.get(chosen.policy or ""),
-        settings={
-            "gate": {
-                "max_batch_size": chosen.max_batch_size,
-                "preferred_batch_sizes": chosen.preferred_batch_sizes,
-                "max_queue_delay_ns": None if chosen.batch_window_s is None else round(chosen.batch_window_s * 1e9),
-                "length_buckets": chosen.length_buckets,
-            },
-            "order": {"is_preemptive": chosen.priority_preemption},
-            "budget": {
-                "slo_itl_ns": slo_itl_ns,
-                "long_prefill_token_threshold": chosen.long_prefill_token_threshold,
-                "max_long_partial_prefills": chosen.max_long_partial_prefills,
-            },
-            "reserve": {"share": config.kv.kv_watermark},
-        },
-    )
-
-
-def _check_eviction(kv: KvConfig, policies: Policies) -> None:
-    """Whether the eviction that is asked for would change anything."""
-    if kv.kv_eviction is not None and not kv.prefix_caching:
-        raise ConfigError("Without prefix caching nothing is cached that could be evicted.", remedy="Leave --kv-eviction out.")
-    if kv.kv_eviction == "priority" and not policies.order.reads_priority:
-        raise ConfigError(
-            "There are no priorities by which to evict: a request may only have one under --policy priority.",
-            remedy="Set --policy priority, or choose another --kv-eviction.",
-        )
-
-
 def step_timeout_s(backend: BackendConfig) -> float | None:
     """After how long a step is taken for stuck; None: never, as by default with the slow backend."""
     if backend.step_timeout_s is None:
         return DEFAULT_STEP_TIMEOUT_S if backend.backend == Backend.NATIVE.value else None
     return backend.step_timeout_s
-
-
-def admission_limits(config: AdmissionConfig) -> AdmissionLimits:
-    """The settings as the door reads them."""
-    from penstock.sched.admission import AdmissionLimits
-
-    return AdmissionLimits(
-        max_queue=config.max_queue,
-        slo_ttft_ns=None if config.slo_ttft_s is None else int(config.slo_ttft_s * 1e9),
-        kv_headroom=config.kv_headroom,
-        tenant_max_concurrent=config.tenant_max_concurrent,
-        tenant_tokens_per_minute=config.tenant_tokens_per_minute,
-    )
 
 
 def num_threads(backend: BackendConfig) -> int:

@@ -1,0 +1,81 @@
+"""The disk tier: turns a config into the open file of the tier below the KV pool, and into its books. Called by the
+composition root; moves no block.
+"""
+
+from __future__ import annotations
+
+import logging
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.config import Config
+from penstock.config.units import format_size
+
+if TYPE_CHECKING:
+    from penstock.engine.ports import BlockStore, Executor
+    from penstock.kv.tiers import Tier
+    from penstock.models.weights import LoadedModel
+    from penstock.storage.block_file import BlockFile
+
+_log = logging.getLogger(__name__)
+
+
+def open_store(config: Config, model: LoadedModel, executor: Executor) -> BlockFile | None:
+    """The file of the disk tier, with what is left in it of an earlier time; None if none was asked for.
+
+    Raises ConfigError if it can't be opened.
+    """
+    from penstock.models.catalog import default_cache_dir
+    from penstock.storage.block_file import open_block_file
+
+    if not config.kv.kv_disk_size_bytes:
+        return None
+    cache_dir = Path(config.model.cache_dir).expanduser() if config.model.cache_dir else default_cache_dir()
+    store = open_block_file(
+        Path(config.kv.kv_disk_path).expanduser() if config.kv.kv_disk_path else cache_dir / "kv",
+        max_bytes=config.kv.kv_disk_size_bytes,
+        content_bytes=executor.block_bytes,
+        fingerprint=_kv_fingerprint(config, model, executor),
+    )
+    _log.info(
+        "KV blocks spill to %s, up to %s: %d blocks", store.path, format_size(config.kv.kv_disk_size_bytes), store.num_slots
+    )
+    return store
+
+
+def _kv_fingerprint(config: Config, model: LoadedModel, executor: Executor) -> bytes:
+    """Of all that the bytes of a block depend on."""
+    from penstock import __version__
+    from penstock.backends.native import _native
+    from penstock.models.fingerprint import fingerprint
+
+    kernels = Path(_native.__file__).stat()
+    parts = [__version__, config.backend.backend, getattr(executor, "variant", ""), kernels.st_size, kernels.st_mtime_ns]
+    parts += [config.kv.kv_cache_dtype, config.kv.block_size, executor.block_bytes]
+    own = blake2b(repr(parts).encode(), digest_size=32, key=fingerprint(model.path))
+    return own.digest()
+
+
+def build_tier(store: BlockStore | None) -> Tier | None:
+    """The books of a store, with what it contains."""
+    from penstock.kv.tiers import Tier
+
+    if store is None:
+        return None
+    tier = Tier(store.num_slots, entries=store.entries())
+    if len(tier.slots):
+        _log.info("%d KV blocks of an earlier time are there", len(tier.slots))
+    return tier
+
+
+def cleared(store: BlockFile | None) -> BlockFile | None:
+    """The store of an engine that failed, for the next one: nothing that was computed before is trusted. None if it hangs."""
+    if store is None:
+        return None
+    try:
+        store.clear()
+    except OSError as error:
+        _log.error("the engine goes on without the disk tier: %s", error)
+        return None
+    return store

@@ -1,0 +1,108 @@
+"""Policies: turns a config's names and settings into the scheduler's policies and the door's limits. Called by the composition
+root; knows no executor and no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from penstock.config import AdmissionConfig, Config, KvConfig
+from penstock.types.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.sched.admission import AdmissionLimits
+    from penstock.sched.policies.base import Policies
+
+EVICTION_OF_ORDER: Mapping[str, str] = {"priority": "priority", "fair": "tenant-fair"}
+"""Who is favoured in the queue is favoured in the cache, unless another eviction is asked for."""
+
+SEAM_FLAGS: Mapping[str, str] = {"gate": "--batching", "order": "--policy", "budget": "--budget", "reserve": "--reserve"}
+SETTING_FLAGS: Mapping[str, str] = {
+    "max_batch_size": "--max-batch-size",
+    "preferred_batch_sizes": "--preferred-batch-size",
+    "max_queue_delay_ns": "--batch-window",
+    "length_buckets": "--length-buckets",
+    "is_preemptive": "--priority-preemption",
+    "slo_itl_ns": "--slo-itl",
+    "long_prefill_token_threshold": "--long-prefill-token-threshold",
+    "max_long_partial_prefills": "--max-long-partial-prefills",
+    "share": "--kv-watermark",
+}
+"""Field of a policy -> what sets it."""
+
+
+def build_policies(config: Config) -> Policies:
+    """The preset's, with those in their place that the config names."""
+    from penstock.sched.policies.gates import Continuous
+    from penstock.sched.policies.presets import LacksSetting
+
+    try:
+        policies = _choose_policies(config)
+    except LacksSetting as lack:
+        seam, setting = SEAM_FLAGS[lack.seam], SETTING_FLAGS[lack.setting]
+        raise LacksSetting(lack.seam, lack.name, lack.setting, seam_words=seam, setting_words=setting) from None
+    if config.scheduler.priority_preemption and not isinstance(policies.gate, Continuous):
+        raise ConfigError(
+            "A static or dynamic batch runs until it has ended, so nobody in it is paused for a higher class.",
+            remedy="Set --batching continuous, or leave --priority-preemption out.",
+        )
+    _check_eviction(config.kv, policies)
+    return policies
+
+
+def _choose_policies(config: Config) -> Policies:
+    from penstock.sched.policies.presets import make_policies
+
+    chosen = config.scheduler
+    slo_itl_ns = None if chosen.slo_itl_s is None else int(chosen.slo_itl_s * 1e9)
+    budget = chosen.budget or ("itl" if slo_itl_ns else None)
+    return make_policies(
+        chosen.preset,
+        gate=chosen.batching,
+        order=chosen.policy,
+        predictor=chosen.length_predictor,
+        budget=budget,
+        reserve=chosen.reserve or (None if config.kv.kv_watermark is None else "watermark"),
+        victim=chosen.victim or ("lowest-priority" if chosen.policy == "priority" else None),
+        eviction=config.kv.kv_eviction or EVICTION_OF_ORDER.get(chosen.policy or ""),
+        settings={
+            "gate": {
+                "max_batch_size": chosen.max_batch_size,
+                "preferred_batch_sizes": chosen.preferred_batch_sizes,
+                "max_queue_delay_ns": None if chosen.batch_window_s is None else round(chosen.batch_window_s * 1e9),
+                "length_buckets": chosen.length_buckets,
+            },
+            "order": {"is_preemptive": chosen.priority_preemption},
+            "budget": {
+                "slo_itl_ns": slo_itl_ns,
+                "long_prefill_token_threshold": chosen.long_prefill_token_threshold,
+                "max_long_partial_prefills": chosen.max_long_partial_prefills,
+            },
+            "reserve": {"share": config.kv.kv_watermark},
+        },
+    )
+
+
+def _check_eviction(kv: KvConfig, policies: Policies) -> None:
+    """Whether the eviction that is asked for would change anything."""
+    if kv.kv_eviction is not None and not kv.prefix_caching:
+        raise ConfigError("Without prefix caching nothing is cached that could be evicted.", remedy="Leave --kv-eviction out.")
+    if kv.kv_eviction == "priority" and not policies.order.reads_priority:
+        raise ConfigError(
+            "There are no priorities by which to evict: a request may only have one under --policy priority.",
+            remedy="Set --policy priority, or choose another --kv-eviction.",
+        )
+
+
+def admission_limits(config: AdmissionConfig) -> AdmissionLimits:
+    """The settings as the door reads them."""
+    from penstock.sched.admission import AdmissionLimits
+
+    return AdmissionLimits(
+        max_queue=config.max_queue,
+        slo_ttft_ns=None if config.slo_ttft_s is None else int(config.slo_ttft_s * 1e9),
+        kv_headroom=config.kv_headroom,
+        tenant_max_concurrent=config.tenant_max_concurrent,
+        tenant_tokens_per_minute=config.tenant_tokens_per_minute,
+    )
