@@ -308,6 +308,7 @@ def _model_info(config: Config, source: ModelSource, model: LoadedModel, capacit
         vocab_size=model.spec.vocab_size,
         eos_token_ids=tokenizer.eos_token_ids,
         is_priority_scheduled=build_policies(config).order.reads_priority,
+        max_beams=capacity.max_rows,
     )
 
 

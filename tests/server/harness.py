@@ -146,6 +146,7 @@ def make_runtime(
         max_model_len=executor.capacity.max_model_len,
         vocab_size=VOCAB_SIZE,
         eos_token_ids=tokenizer.eos_token_ids,
+        max_beams=executor.capacity.max_rows,
     )
     return Runtime(
         engine=engine,

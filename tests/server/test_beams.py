@@ -92,9 +92,9 @@ async def test_more_beams_than_rows_are_refused():
             for stream in (False, True):
                 response = await client.post("/v1/completions", json=body | {"stream": stream})
                 assert response.status_code == 400
-                message = response.json()["error"]["message"]
-                assert "needs as many rows" in message
-                assert "ask for an 'n' of at most 2, or raise --max-num-seqs" in message
+                error = response.json()["error"]
+                assert error["param"] == "n"
+                assert "at most 2: so many rows run at once (--max-num-seqs)" in error["message"]
     finally:
         runtime.close()
 

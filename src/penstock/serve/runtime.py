@@ -41,6 +41,8 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     is_priority_scheduled: bool = False
     """True if the waiting order looks at `Request.priority`; otherwise a priority is refused rather than ignored."""
+    max_beams: int | None = None
+    """Most of one search, as they run at once; None: the scheduler says."""
 
     @property
     def name(self) -> str:

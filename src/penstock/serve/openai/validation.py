@@ -56,7 +56,7 @@ def base_sampling(body: GenerationBody, model: ModelInfo, defaults: SamplingDefa
     if not body.ignore_eos:
         stop_token_ids += tuple(token_id for token_id in model.eos_token_ids if token_id < model.vocab_size)
     if body.use_beam_search:
-        return _beam_sampling(body, tuple(sorted(set(stop_token_ids))))
+        return _beam_sampling(body, tuple(sorted(set(stop_token_ids))), model.max_beams)
     for field in ("length_penalty", "early_stopping"):
         if getattr(body, field) is not None:
             raise invalid(f"'{field}' needs 'use_beam_search': true.", field)
@@ -80,7 +80,7 @@ def base_sampling(body: GenerationBody, model: ModelInfo, defaults: SamplingDefa
     )
 
 
-def _beam_sampling(body: GenerationBody, stop_token_ids: tuple[int, ...]) -> SamplingParams:
+def _beam_sampling(body: GenerationBody, stop_token_ids: tuple[int, ...], max_beams: int | None) -> SamplingParams:
     """A search takes the model's own probabilities: what would change them, or draw from them, is refused."""
     for field, neutral in _WITHOUT_BEAMS.items():
         if getattr(body, field) not in (None, *neutral):
@@ -96,6 +96,11 @@ def _beam_sampling(body: GenerationBody, stop_token_ids: tuple[int, ...]) -> Sam
     if width > max_width:
         raise invalid(
             f"'n' is {width}; with 'use_beam_search' and {len(stop_token_ids)} stop tokens it can be at most {max_width}.", "n"
+        )
+    if max_beams is not None and width > max_beams:
+        raise invalid(
+            f"'n' is {width}; with 'use_beam_search' it can be at most {max_beams}: so many rows run at once (--max-num-seqs).",
+            "n",
         )
     beams = BeamParams(
         width=width,
