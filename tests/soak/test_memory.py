@@ -1,6 +1,6 @@
 """Resident memory of a real server under load that never lets up: it stays what it was once everything was touched.
 
-Not part of `make test`; `make test-soak` runs it for ten minutes (`make test-soak SOAK_S=120`: for two).
+Not part of `make test`; `make test-soak` runs it for ten minutes (SOAK_S=120: for two), after some minutes of small requests.
 
 The KV cache is a fraction of what the clients want, so that it is full all the time: requests are preempted, prefixes are
 evicted. Prompts are random pieces behind one of a few beginnings; answers are of any length; some requests want three, some
@@ -29,9 +29,10 @@ pytestmark = [
     pytest.mark.timeout(0),
 ]
 SOAK_S = float(os.environ.get("PENSTOCK_SOAK_S", "0"))
-WARM_UP_SHARE = 0.4
-"""Of the time, in which all memory is touched for the first time. Half of it is for many small requests: what is remembered
-of tenants, steps and evicted blocks has bounds, and they are reached sooner so."""
+NUM_SMALL = 12_000
+"""Small requests before the time begins: what remembers the last thousands of steps, blocks and tenants is full then."""
+WARM_UP_SHARE = 0.2
+"""Of the time, in which all memory is touched for the first time."""
 MAX_GROWTH = 0.02
 NUM_CLIENTS = 40
 NUM_PREFIXES = 12
@@ -60,7 +61,7 @@ class Clients:
     def __init__(self, server: RealServer, seed: int) -> None:
         self.server, self.rng = server, random.Random(seed)
         self.numbers = count()
-        self.small_until_s = 0.0
+        self.is_filling = True
         self.prefixes = [self.tokens(self.rng.randint(20, 300)) for _ in range(NUM_PREFIXES)]
         self.fates: Counter[str] = Counter()
 
@@ -71,7 +72,7 @@ class Clients:
         rng = self.rng
         if rng.random() < 0.03:
             self.prefixes[rng.randrange(NUM_PREFIXES)] = self.tokens(rng.randint(20, 300))
-        if time.monotonic() < self.small_until_s:
+        if self.is_filling:
             return {"prompt": self.tokens(rng.randint(1, 40)), "max_tokens": rng.randint(1, 4), "stream": True}
         prefix = rng.choice(self.prefixes)
         prompt = [*prefix[: rng.randint(0, len(prefix))], *self.tokens(rng.randint(1, 60))]
@@ -108,6 +109,10 @@ class Clients:
                     return "left"
         return "broke off"
 
+    async def fill(self, http: httpx.AsyncClient) -> None:
+        while self.fates.total() < NUM_SMALL:
+            self.fates[await self.ask(http)] += 1
+
     async def loop(self, http: httpx.AsyncClient, end_s: float) -> None:
         while time.monotonic() < end_s:
             self.fates[await self.ask(http)] += 1
@@ -116,12 +121,13 @@ class Clients:
         """The server's resident memory, in bytes, each second."""
         limits = httpx.Limits(max_connections=2 * NUM_CLIENTS)
         sizes: list[int] = []
-        end_s = time.monotonic() + seconds
-        self.small_until_s = time.monotonic() + seconds * WARM_UP_SHARE / 2
         async with (
             httpx.AsyncClient(base_url=self.server.url, timeout=120, limits=limits) as http,
             asyncio.TaskGroup() as group,
         ):
+            await asyncio.gather(*(self.fill(http) for _ in range(NUM_CLIENTS)))
+            self.is_filling = False
+            end_s = time.monotonic() + seconds
             for _ in range(NUM_CLIENTS):
                 group.create_task(self.loop(http, end_s))
             while time.monotonic() < end_s:
