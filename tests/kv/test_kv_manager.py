@@ -109,7 +109,7 @@ class TestPrefixHits:
             hashed.append(len(token_ids))
             return extend_chain(parent, token_ids, block_size)
 
-        monkeypatch.setattr("penstock.kv.manager.extend_chain", counting)
+        monkeypatch.setattr("penstock.kv.block_table.extend_chain", counting)
         manager = make_manager()
         request = make_request("a", 10)
         for _ in range(3):  # it waits for memory

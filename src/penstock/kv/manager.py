@@ -7,33 +7,31 @@ How a table of block size 4 looks while a request of 11 tokens, 9 of them comput
     block_ids     7    |    2    |    5          append-only while the request runs
     content    published, shared | own, written by this step
 
-Full blocks are published in the prefix index when the step that filled them is committed, never before, so
-that a failed step leaves no entry for KV that was not written. They may then be shared. The block being
-written is a request's own; if it is not (after a fork), the request gets a copy of it first.
+Full blocks are published in the prefix index when the step that filled them is committed, never before, so that a failed step
+leaves no entry for KV that was not written. They may then be shared. The block being written is a request's own; if it is not
+(after a fork), the request gets a copy of it first.
 
-A prefix hit may end inside a block: the tail of another request, or a full block that goes on differently. The
-request gets a copy of that block and computes what comes after the tokens that both have. Copies are made in order and before
-anything else of their step, so that the source need not outlive the plan: whoever gets it next writes to it later.
-What a running prefill will compute next is known here, too, so that others can wait for it instead of computing it again.
+A prefix hit may end inside a block: the tail of another request, or a full block that goes on differently. The request gets a
+copy of that block and computes what comes after the tokens that both have. Copies are made in order and before anything else
+of their step, so that the source need not outlive the plan: whoever gets it next writes to it later.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from penstock.kv.block_pool import NULL_BLOCK_ID, BlockPool
+from penstock.kv.block_table import BlockTable, token_at, token_slice
+from penstock.kv.coming import Awaited, Coming
 from penstock.kv.eviction import EvictionPolicy, LeastRecentlyUsed
 from penstock.kv.prefix_history import PrefixHistory
-from penstock.kv.prefix_index import PrefixIndex, child_key, extend_chain, pack, private_root_hash, root_hash
+from penstock.kv.prefix_index import PrefixIndex, child_key, pack, private_root_hash, root_hash
+from penstock.kv.swapping import content_to_keep, forget_content, place, touch
 from penstock.kv.tiers import Load, Tier
 from penstock.types.request import Request
 from penstock.types.stats import PrefixEnd, PrefixStop
-
-MIN_AWAITED_TOKENS = 8
-"""Of the last piece of a prompt, to be worth a step's wait; computing so many takes as long as a step has overhead (a whole
-block is always waited for: what follows it is likely to be shared, too)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,38 +49,6 @@ class PrefixHit:
 
 
 NO_HIT = PrefixHit(block_ids=(), num_tokens=0, num_free_blocks=0)
-
-
-@dataclass(frozen=True, slots=True)
-class Awaited:
-    """A block that a running request is about to compute, and that another lacks."""
-
-    key: bytes
-    leader: Request
-
-
-@dataclass(slots=True)
-class BlockTable:
-    """What the manager remembers of one request."""
-
-    block_ids: list[int] = field(default_factory=list)
-    """In order of position; empty while the request waits."""
-    root: bytes = b""
-    """Parent of the first block; empty before the first look-up."""
-    hashes: list[bytes] = field(default_factory=list)
-    """Chain of the full blocks hashed so far, each of them once, also across preemptions."""
-    contents: list[bytes] = field(default_factory=list)
-    """Packed tokens of the same blocks."""
-    num_full: int = 0
-    """Leading blocks that are full and committed: never written again, and published if there is a cache."""
-    group: Hashable = None
-    """On whose account its blocks are cached once it lets go of them (`eviction.py`)."""
-    leads: bytes = b""
-    """Key of the block that it computes next, if others may wait for it."""
-
-    def parent(self, idx: int) -> bytes:
-        """Hash of the prefix before block `idx`."""
-        return self.hashes[idx - 1] if idx else self.root
 
 
 class KVManager:
@@ -115,8 +81,7 @@ class KVManager:
         """request_id -> positions that may be written without asking: block_size * blocks, or 0 if one may be shared."""
         self._tables: dict[str, BlockTable] = {}
         self._copies: list[tuple[int, int]] = []
-        self._coming: dict[bytes, Request] = {}
-        """Key among the children of its parent -> the running request that computes this block next, as part of a prefill."""
+        self._coming = Coming(block_size)
 
     @property
     def num_total_blocks(self) -> int:
@@ -146,7 +111,7 @@ class KVManager:
         return self.tier.load_ns_per_block / self.block_size
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` positions."""
+        """That hold so many positions."""
         return -(-num_tokens // self.block_size)
 
     def block_table(self, request_id: str) -> tuple[int, ...]:
@@ -165,7 +130,7 @@ class KVManager:
             return NO_HIT
         num_blocks = (request.num_tokens - 1) // self.block_size
         table = self._table(request)
-        self._hash_blocks(table, request, num_blocks)
+        table.hash_blocks(request, num_blocks, self.block_size)
         found = self.index.lookup(table.hashes[:num_blocks])
         num_found = len(found)
         tail_id, num_tail = self._lookup_tail(table, request, num_found)
@@ -178,38 +143,21 @@ class KVManager:
         """(block, number of tokens) of what can be copied behind so many whole blocks; (0, 0): nothing."""
         start = num_found * self.block_size
         stop = min(start + self.block_size, request.num_tokens - 1)
-        if start == stop or not self.is_caching:
-            return NULL_BLOCK_ID, 0
-        parent = table.parent(num_found)
-        if not self.index.has_child(child_key(parent, _token_at(request, start))):
-            return NULL_BLOCK_ID, 0
-        return self.index.lookup_child(parent, pack(_token_slice(request, start, stop)))
+        if start < stop and self.is_caching:
+            parent = table.parent(num_found)
+            if self.index.has_child(child_key(parent, token_at(request, start))):
+                return self.index.lookup_child(parent, pack(token_slice(request, start, stop)))
+        return NULL_BLOCK_ID, 0
 
     def find_coming(self, request: Request, hit: PrefixHit) -> Awaited | None:
-        """The block that `request` lacks next if a running request computes it just now or in its next step; `hit` is fresh.
-
-        Only a whole block, or all that is left of the prompt but its last token.
-        """
-        if not self._coming:
+        """The block that `request` lacks next if a running request computes it just now or in its next step; `hit` is fresh."""
+        if not self._coming.leaders:
             return None
-        num_found = len(hit.block_ids)
-        start = num_found * self.block_size
-        stop = min(start + self.block_size, request.num_tokens - 1)
-        if start == stop:
-            return None
-        key = child_key(self._tables[request.request_id].parent(num_found), _token_at(request, start))
-        leader = self._coming.get(key)
-        if leader is None or leader.num_tokens < stop or leader.num_behind < 2:
-            return None
-        is_whole = stop - start == self.block_size
-        if not is_whole and stop - hit.num_tokens < MIN_AWAITED_TOKENS:
-            return None
-        is_equal = all(_token_at(leader, idx) == _token_at(request, idx) for idx in range(start, stop))
-        return Awaited(key, leader) if is_equal else None
+        return self._coming.find(request, self._tables[request.request_id], len(hit.block_ids), hit.num_tokens)
 
     def is_coming(self, awaited: Awaited) -> bool:
         """False as soon as it was computed, or its leader runs no more."""
-        return self._coming.get(awaited.key) is awaited.leader
+        return self._coming.has(awaited)
 
     def num_common_blocks(self, request: Request, leader: Request) -> int:
         """Whole blocks with which the prompts of two requests begin, as far as both were hashed. O(log blocks)."""
@@ -222,7 +170,7 @@ class KVManager:
         position = hit.num_tokens
         if not self.is_caching:
             return PrefixStop(PrefixEnd.OFF, position)
-        has_other_salt = self._begin(request)
+        has_other_salt = self.history.begin(request, self.block_size)
         if position == request.num_tokens - 1:
             return PrefixStop(PrefixEnd.WHOLE, position)
         table, idx = self._tables[request.request_id], len(hit.block_ids)
@@ -259,7 +207,7 @@ class KVManager:
         table.group = self.eviction.group_of(request)
         self.num_slots[request.request_id] = len(table.block_ids) * self.block_size
         if self.is_caching:
-            self._lead(table, request)
+            self._coming.lead(table, request)
         return tuple(table.block_ids)
 
     def extend(self, request_id: str, context_len: int, num_tokens: int) -> tuple[int, ...] | None:
@@ -284,19 +232,17 @@ class KVManager:
         return tuple(fresh)
 
     def publish(self, request: Request) -> None:
-        """Make the request's full computed blocks findable. Call when a step that filled a block, or was part of a prefill,
-        was committed.
-        """
+        """Make the request's full computed blocks findable, after a step that filled a block, or was part of a prefill."""
         table = self._tables[request.request_id]
         first, table.num_full = table.num_full, request.num_computed_tokens // self.block_size
         if not self._names_content:
             return
         if table.num_full > first:
-            self._hash_blocks(table, request, table.num_full)
+            table.hash_blocks(request, table.num_full, self.block_size)
             fresh = slice(first, table.num_full)
             self.index.publish(table.block_ids[fresh], table.parent(first), table.hashes[fresh], table.contents[fresh])
         if self.is_caching and (table.leads or request.num_behind > 1):
-            self._lead(table, request)
+            self._coming.lead(table, request)
 
     def publish_tail(self, request: Request) -> None:
         """Make the block that the request has filled in part findable, as far as it is computed: it may be copied."""
@@ -305,7 +251,7 @@ class KVManager:
         table = self._tables[request.request_id]
         start = table.num_full * self.block_size
         if table.num_full < len(table.block_ids) and start < request.num_computed_tokens:
-            content = pack(_token_slice(request, start, request.num_computed_tokens))
+            content = pack(token_slice(request, start, request.num_computed_tokens))
             self.index.publish_tail(table.block_ids[table.num_full], table.parent(table.num_full), content)
 
     def fork(self, parent_id: str, child_id: str, num_tokens: int) -> None:
@@ -341,13 +287,12 @@ class KVManager:
         if table is None:
             return
         if table.leads:
-            self._lead_no_more(table)
+            self._coming.lead_no_more(table)
         # Tails first: an early block is part of more prefixes than a late one, and is evicted after it.
         published, group = self.index.block_ids, table.group
         for block_id in reversed(table.block_ids):
             self.pool.release(block_id, keep=block_id in published, group=group)
-        table.block_ids = []
-        table.num_full = 0
+        table.block_ids, table.num_full = [], 0
         self.num_slots.pop(request_id, None)
 
     def free(self, request_id: str) -> None:
@@ -357,7 +302,7 @@ class KVManager:
         if self.tier is not None and table is not None:
             self.tier.end_wait(request_id)
             if not self.is_caching:
-                self._forget_content(table.hashes)
+                forget_content(table.hashes, self.tier, self.pool, self.index)
 
     def fetch(self, request: Request, hit: PrefixHit, *, max_blocks: int, compute_ns_per_token: float, now_ns: int) -> bool:
         """Should a request that could be admitted with this hit rather wait, since the tier brings more of its prefix?
@@ -378,49 +323,22 @@ class KVManager:
             now_ns=now_ns,
         )
         if waits:  # what is there already must not be the first to make place for the rest
-            self._touch(hit.block_ids)
+            touch(hit.block_ids, self.pool)
         return waits
 
     def place(self, loads: Sequence[Load], write: Callable[[Load, int], None]) -> None:
         """Find free blocks for what arrived for one request, in the order of its prefix; `write` is told where each goes.
 
-        The last go first, since what is released later is evicted later. All are held until the last is placed, and so is what
-        the request finds in the pool: else its own would be taken for its own, if its group is the next to lose a block.
         There is nothing for content that is here already, or when no block is free.
         """
-        if not loads:
-            return
-        table = self._tables.get(loads[0].request_id)
-        found = self.index.lookup(table.hashes) if table else []
-        held = [(block_id, self.pool.group_of(block_id)) for block_id in found if self.pool.ref_count(block_id) == 0]
-        for block_id, _ in held:
-            self.pool.hold(block_id)
-        placed: list[tuple[int, Hashable]] = []
-        for load in reversed(loads):
-            if load.block_hash in self.index or not self.pool.num_available:
-                continue
-            (block_id,) = self._take(1)
-            write(load, block_id)
-            self.index.publish_named(block_id, load.block_hash)
-            placed.append((block_id, load.group))
-        for block_id, group in placed + held[::-1]:
-            self.pool.release(block_id, keep=True, group=group)
+        if loads:
+            table = self._tables.get(loads[0].request_id)
+            found = self.index.lookup(table.hashes) if table else []
+            place(loads, found, write, self._take, self.pool, self.index)
 
     def content_to_keep(self) -> list[int]:
-        """Free blocks whose content the tier lacks, as many as it has place for beside the others'; of each group the last
-        used first."""
-        if self.tier is None or not self.is_caching:
-            return []
-        cached = [block_id for block_id in self.pool.free_block_ids() if self.pool.is_kept(block_id)]
-        missing: list[int] = []
-        for block_id in reversed(cached):
-            block_hash = self.index.hash_of(block_id)
-            if block_hash is None:
-                continue
-            if self.tier.slots.state(block_hash) is None:
-                missing.append(block_id)
-            self.tier.slots.touch(block_hash)
-        return missing[: max(0, self.tier.slots.num_slots - (len(cached) - len(missing)))]
+        """Free blocks whose content the tier lacks and has place for, of each group the last used first."""
+        return content_to_keep(self.tier, self.pool, self.index) if self.tier is not None and self.is_caching else []
 
     def take_block_copies(self) -> list[tuple[int, int]]:
         """(source, destination) blocks to copy, in order, before the next step; each is returned once."""
@@ -438,21 +356,16 @@ class KVManager:
     @property
     def coming(self) -> Mapping[bytes, Request]:
         """Key of a block -> who computes it next; for checks."""
-        return self._coming
+        return self._coming.leaders
 
     def _table(self, request: Request) -> BlockTable:
         """What is known of the request; made when it is asked for first."""
         table = self._tables.get(request.request_id)
         if table is None:
-            root = self._root_hash(request) if self._names_content else b""
-            table = self._tables[request.request_id] = BlockTable(root=root)
+            table = self._tables[request.request_id] = BlockTable()
+            if self._names_content:
+                table.root = root_hash(request.cache_salt) if self.is_caching else private_root_hash(request.request_id)
         return table
-
-    def _begin(self, request: Request) -> bool:
-        """Note how the request begins; True if its tenant sent the same under another salt just before."""
-        if request.num_prompt_tokens < self.block_size:
-            return False
-        return self.history.begin(request.tenant, request.prompt_token_ids[: self.block_size], request.cache_salt)
 
     def _take(self, count: int) -> list[int]:
         taken = self.pool.allocate(count)
@@ -461,25 +374,6 @@ class KVManager:
         if evicted := self.index.forget(taken):
             self.history.evict(evicted)
         return taken
-
-    def _touch(self, block_ids: Sequence[int]) -> None:
-        """Free blocks among these are used again after all other free ones, the later sooner than the earlier."""
-        for block_id in reversed(block_ids):
-            if self.pool.ref_count(block_id) == 0:
-                group = self.pool.group_of(block_id)
-                self.pool.hold(block_id)
-                self.pool.release(block_id, keep=True, group=group)
-
-    def _forget_content(self, hashes: Sequence[bytes]) -> None:
-        """What a request computed for itself alone is of no use to anybody after its end, neither here nor below."""
-        assert self.tier is not None
-        for block_hash in hashes:
-            self.tier.slots.forget(block_hash)
-            block_id = self.index.block_of(block_hash)
-            if block_id is not None and self.pool.ref_count(block_id) == 0:
-                self.pool.hold(block_id)
-                self.index.forget((block_id,))
-                self.pool.release(block_id, keep=False)
 
     def _take_with_copy(self, count: int, source: int) -> list[int]:
         """As `_take`; the first gets a copy of `source`, which stays known if there are enough others."""
@@ -494,22 +388,6 @@ class KVManager:
             self.pool.release(source, keep=True, group=group)
         return fresh
 
-    def _lead(self, table: BlockTable, request: Request) -> None:
-        """Note which block the request computes next, if that is part of a prefill. The first who leads to a block stays."""
-        key, start = b"", table.num_full * self.block_size
-        if request.num_behind > 1 and start < request.num_tokens:
-            key = child_key(table.parent(table.num_full), _token_at(request, start))
-        if key == table.leads:
-            return
-        if table.leads:
-            self._lead_no_more(table)
-        if key and self._coming.setdefault(key, request) is request:
-            table.leads = key
-
-    def _lead_no_more(self, table: BlockTable) -> None:
-        del self._coming[table.leads]
-        table.leads = b""
-
     def _shared_indices(self, table: BlockTable, context_len: int) -> list[int]:
         """Indices of the blocks that hold [context_len, ...) and that others hold too."""
         first = context_len // self.block_size
@@ -520,30 +398,3 @@ class KVManager:
             self._copies.append((table.block_ids[idx], fresh))
             self.pool.release(table.block_ids[idx], keep=False)
             table.block_ids[idx] = fresh
-
-    def _hash_blocks(self, table: BlockTable, request: Request, num_blocks: int) -> None:
-        """Extend the chain of hashes to `num_blocks` full blocks."""
-        num_hashed = len(table.hashes)
-        if num_hashed >= num_blocks:
-            return
-        token_ids = _token_slice(request, num_hashed * self.block_size, num_blocks * self.block_size)
-        hashes, contents = extend_chain(table.parent(num_hashed), token_ids, self.block_size)
-        table.hashes += hashes
-        table.contents += contents
-
-    def _root_hash(self, request: Request) -> bytes:
-        return root_hash(request.cache_salt) if self.is_caching else private_root_hash(request.request_id)
-
-
-def _token_at(request: Request, position: int) -> int:
-    num_prompt = request.num_prompt_tokens
-    return request.prompt_token_ids[position] if position < num_prompt else request.output_token_ids[position - num_prompt]
-
-
-def _token_slice(request: Request, start: int, stop: int) -> Sequence[int]:
-    """Tokens at positions [start, stop) of prompt and output."""
-    num_prompt = request.num_prompt_tokens
-    if stop <= num_prompt:
-        return request.prompt_token_ids[start:stop]
-    head = request.prompt_token_ids[start:num_prompt]
-    return [*head, *request.output_token_ids[max(0, start - num_prompt) : stop - num_prompt]]

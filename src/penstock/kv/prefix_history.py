@@ -8,6 +8,8 @@ from array import array
 from collections.abc import Hashable, Iterable
 from typing import Generic, TypeVar
 
+from penstock.types.request import Request
+
 _Key = TypeVar("_Key", bound=Hashable)
 _Value = TypeVar("_Value")
 
@@ -56,9 +58,12 @@ class PrefixHistory:
         """When a prefix was evicted, if it was not long ago."""
         return self._evicted_ns.get(block_hash)
 
-    def begin(self, tenant: str, token_ids: tuple[int, ...], salt: bytes) -> bool:
-        """Note the first block of a request. True if the tenant's last with the same tokens had another salt."""
-        beginning = (tenant, array("i", token_ids).tobytes())  # a sixth of what a tuple of numbers takes
+    def begin(self, request: Request, block_size: int) -> bool:
+        """Note the first block of a request, if it fills one. True if its tenant's last with the same had another salt."""
+        if request.num_prompt_tokens < block_size:
+            return False
+        # As bytes: a sixth of what a tuple of numbers takes.
+        beginning = (request.tenant, array("i", request.prompt_token_ids[:block_size]).tobytes())
         known = self._salts.get(beginning)
-        self._salts.put(beginning, salt)
-        return known is not None and known != salt
+        self._salts.put(beginning, request.cache_salt)
+        return known is not None and known != request.cache_salt

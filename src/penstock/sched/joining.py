@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cmp_to_key
 
-from penstock.kv.manager import Awaited, KVManager, PrefixHit
+from penstock.kv.coming import Awaited
+from penstock.kv.manager import KVManager, PrefixHit
 from penstock.sched.draft import StepDraft
 from penstock.sched.padding import Padding
 from penstock.sched.policies.base import GateDecision, GateView, Order, Policies

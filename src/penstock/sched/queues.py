@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from penstock.kv.manager import Awaited
+from penstock.kv.coming import Awaited
 from penstock.sched.lanes import Lanes
 from penstock.sched.policies.base import BucketView, Order, OrderKey
 from penstock.types.request import Request, RequestStatus
