@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from penstock.engine.loop import EngineState
 from penstock.models.catalog import resolve
 from penstock.obs.prometheus import expose
 from penstock.serve.runtime import Runtime
-from penstock.storage.block_file import FILE_NAME, PAGE_BYTES
+from penstock.storage.block_file import FILE_NAME, PAGE_BYTES, BlockFile
 from penstock.testing.builders import make_request
 from penstock.testing.tiny_models import TinyLlama, write_gguf
 from penstock.types.errors import ConfigError, ExecutorFailure
@@ -143,6 +145,48 @@ def test_an_engine_that_failed_leaves_nothing(gguf: Path, tmp_path: Path, monkey
     runtime = build(gguf, config(tmp_path))
     try:
         assert ask(runtime)[1] == 96
+    finally:
+        runtime.close(30.0)
+
+
+def test_a_file_that_cannot_be_read_is_begun_anew(
+    gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime = build(gguf, config(tmp_path))
+    ask(runtime)
+    runtime.close(30.0)
+
+    def fail(_: BlockFile) -> Any:
+        raise OSError(errno.EIO, "the device failed, as it was told to")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(BlockFile, "entries", fail)
+        runtime = build(gguf, config(tmp_path))
+    try:
+        assert "can't be read" in caplog.text
+        assert ask(runtime)[1] == 0
+    finally:
+        runtime.close(30.0)
+
+
+def test_an_engine_that_comes_back_without_its_file_says_that_it_has_none(
+    gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hang(_: BlockFile) -> Any:
+        raise OSError(errno.EBUSY, "the device does not answer, as it was told to")
+
+    runtime = build(gguf, config(tmp_path))
+    try:
+        monkeypatch.setattr(BlockFile, "emptied", hang)
+        with monkeypatch.context() as broken:
+            broken.setattr(type(runtime.engine._engine._executor), "collect", _fail)
+            assert ask(runtime, "broken") == ([], 0)
+        end = time.monotonic() + 30.0
+        while runtime.engine.state is not EngineState.READY:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert re.search(rb"penstock_kv_disk_up\S* 0", expose(runtime.metrics))
+        assert ask(runtime, "after")[0]
     finally:
         runtime.close(30.0)
 

@@ -235,15 +235,19 @@ def _assemble(
     journal = Journal(config.server.explained_requests) if config.server.explained_requests else None
     bridge = Bridge()
     first = [executor]
-    store = open_store(config, model, executor)
+    stores = [open_store(config, model, executor)]
+    """Of each engine; the last one's is in use."""
 
     def make_engine(on_failed: Callable[[], None]) -> Engine:
-        own_store = store if first else cleared(store)
+        if not first:
+            stores.append(cleared(stores[-1]))
+        own_store = stores[-1]
         executor = first.pop() if first else _rebuild_executor(config, source, kv)
         core = build_core(config, executor.capacity, observer, journal, build_tier(own_store))
 
         def make_transfers(wake: Callable[[], None]) -> Transfers | None:
             if own_store is None:
+                metrics.tier.is_open = False
                 return None
             return Transfers(core.scheduler.kv, executor, own_store, clock=clock, stats=metrics.tier, wake=wake)
 
@@ -269,6 +273,12 @@ def _assemble(
         waste=engine.kv_waste_ratio,
     )
     engine.start()
+
+    def close_stores() -> None:
+        for store in stores:
+            if store is not None:
+                store.close()
+
     return Runtime(
         engine=engine,
         bridge=bridge,
@@ -282,7 +292,7 @@ def _assemble(
         isolates_tenants=isolates_tenants(config),
         sources=_sources(config.server),
         journal=journal,
-        close_store=(lambda: None) if store is None else store.close,
+        close_store=close_stores,
     )
 
 

@@ -222,11 +222,19 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     assert target.read_text() == "precious"
 
 
-def test_clear_forgets_everything(path: Path) -> None:
-    file = make(path)
-    file.write(0, name(0), content(0))
-    file.clear()
+def test_an_emptied_file_has_forgotten_everything_and_takes_nothing_from_who_had_it_before(path: Path) -> None:
+    before = make(path)
+    before.write(0, name(0), content(0))
+    file = before.emptied()
     assert file.entries() == []
     with pytest.raises(CorruptBlock):
         read(file, 0, 0)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        before.write(1, name(1), content(1))
+    assert file.entries() == []
+    before.close()
+    file.write(2, name(2), content(2))
+    assert read(file, 2, 2) == content(2)
+    with pytest.raises(BlockingIOError):
+        make(path)
     file.close()

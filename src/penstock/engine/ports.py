@@ -81,8 +81,8 @@ class BlockStore(Protocol):
         """Copy a slot's content. Raises `CorruptBlock` if it is not, bit by bit, what was written under this name."""
         ...
 
-    def clear(self) -> None:
-        """Forget everything."""
+    def emptied(self) -> BlockStore:
+        """The same memory with nothing in it. This one is closed: whoever has it and writes on gets an OSError."""
         ...
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ composition root; moves no block.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,7 +64,12 @@ def build_tier(store: BlockStore | None) -> Tier | None:
 
     if store is None:
         return None
-    tier = Tier(store.num_slots, entries=store.entries())
+    entries: Sequence[tuple[int, bytes]] = ()
+    try:
+        entries = store.entries()
+    except OSError as error:
+        _log.warning("what the file of the disk tier contains can't be read, and is written over: %s", error)
+    tier = Tier(store.num_slots, entries=entries)
     if len(tier.slots):
         _log.info("%d KV blocks of an earlier time are there", len(tier.slots))
     return tier
@@ -74,8 +80,7 @@ def cleared(store: BlockFile | None) -> BlockFile | None:
     if store is None:
         return None
     try:
-        store.clear()
+        return store.emptied()
     except OSError as error:
         _log.error("the engine goes on without the disk tier: %s", error)
         return None
-    return store

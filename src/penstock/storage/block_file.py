@@ -20,6 +20,7 @@ import os
 import struct
 import threading
 from collections.abc import Sequence
+from copy import copy
 from pathlib import Path
 from zlib import crc32
 
@@ -109,11 +110,18 @@ class BlockFile:
         if not is_whole or name != block_hash or checksum != _checksum(record, out):
             raise CorruptBlock(f"Slot {slot} of {self.path} does not contain what was written there.")
 
-    def clear(self) -> None:
-        """Forget everything. Raises OSError (EBUSY) if the device has not come back from its last task."""
+    def emptied(self) -> BlockFile:
+        """The same file with nothing in it. This one is closed: whoever has it and writes on gets an OSError.
+
+        Raises OSError (EBUSY) if the device has not come back from its last task.
+        """
         self._lock_or_fail()
         try:
             os.ftruncate(self._fd, PAGE_BYTES)
+            fresh = copy(self)
+            fresh._lock, fresh._sequence = threading.Lock(), 0
+            self._fd = -1
+            return fresh
         finally:
             self._lock.release()
 
