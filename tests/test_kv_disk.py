@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import re
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,7 @@ def test_a_session_goes_on_in_the_next_process(gguf: Path, tmp_path: Path, backe
             assert b"penstock_kv_disk_up{" in expose(runtime.metrics)
         finally:
             runtime.close(30.0)
+        assert "penstock-tier" not in {thread.name for thread in threading.enumerate()}, "its thread has ended"
     assert answers[0] == answers[1]
 
 
