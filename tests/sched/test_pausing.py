@@ -6,14 +6,17 @@ from dataclasses import replace
 
 import pytest
 
+from penstock.clock import VirtualClock
 from penstock.sched.policies.hold_latency import HoldLatency
 from penstock.sched.policies.ordering.priority import PriorityClasses
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import WholePrompt
 from penstock.testing import Driver, HashExecutor, expected_tokens, make_core, make_request
 from penstock.testing.hash_executor import DEFAULT_CAPACITY
+from penstock.testing.strategies import Engine, LowerTier
 from penstock.types.events import Add
 from penstock.types.request import Request, RequestStatus
+from penstock.types.sampling import BeamParams
 
 HIGH, MIDDLE, LOW = 0, 1, 2
 SECOND = 1_000_000_000
@@ -34,6 +37,15 @@ def make_driver(*requests: Request, order: PriorityClasses | None = None, num_lo
     driver = Driver(core, HashExecutor(shape))
     core.apply([Add(request) for request in requests], 0)
     return driver
+
+
+def beams_of(name: str, *, width: int, priority: int, prompt: int = 8) -> list[Request]:
+    """The requests of a search."""
+    beams = BeamParams(width=width)
+    requests = [make_request(f"{name}{idx}", [5] * prompt, max_tokens=8, beams=beams, logprobs=width) for idx in range(width)]
+    for request in requests:
+        request.parent_id, request.priority = name, priority
+    return requests
 
 
 def finish(driver: Driver, *requests: Request) -> None:
@@ -80,6 +92,97 @@ def test_nobody_is_paused_in_vain() -> None:
     driver.turn(Add(second))
     assert low.num_preemptions == 0
     finish(driver, first, low, second)
+
+
+def test_nobody_is_paused_for_a_search_that_lacks_rows_anyway() -> None:
+    high, lows = classed("high", HIGH), [classed(f"low-{idx}", LOW) for idx in range(3)]
+    driver = make_driver(high, *lows, max_rows=4)
+    driver.turn()
+    search = beams_of("b", width=4, priority=MIDDLE)
+    driver.turn(*map(Add, search))
+    assert [request.num_preemptions for request in lows] == [0, 0, 0]
+    while driver.core.has_work:
+        driver.turn()
+    assert [request.num_preemptions for request in lows] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 4])
+def test_a_search_pauses_for_all_its_rows(width: int) -> None:
+    lows = [classed(f"low-{idx}", LOW) for idx in range(4)]
+    driver = make_driver(*lows, max_rows=4)
+    driver.turn()
+    driver.turn(*map(Add, beams_of("b", width=width, priority=MIDDLE)))
+    assert sum(request.num_preemptions for request in lows) == width
+
+
+def test_the_rows_that_a_search_keeps_for_its_forks_are_freed_with_it() -> None:
+    low = beams_of("low", width=4, priority=LOW, prompt=40)
+    driver = make_driver(max_rows=4, max_step_tokens=16)
+    driver.turn(*map(Add, low))
+    assert driver.core.num_running == 1, "its prompt is being computed"
+    high = classed("high", HIGH)
+    driver.turn(Add(high))
+    assert high.status is RequestStatus.RUNNING
+    assert low[0].status is RequestStatus.PREEMPTED
+
+
+def test_blocks_that_the_lower_share_with_each_other_alone_are_theirs() -> None:
+    """Each has 40 blocks in common with the other and a few of its own; 30 are wanted, and 17 are free."""
+    shape = replace(DEFAULT_CAPACITY, block_size=4, num_blocks=61, max_rows=8, max_step_tokens=300, max_model_len=230)
+    core = make_core(shape, make_policies(order="priority"))
+    driver = Driver(core, HashExecutor(shape))
+    lows = [make_request(f"low-{idx}", range(160), priority=1, max_tokens=60, seed=idx, temperature=1.0) for idx in range(2)]
+    driver.turn(*map(Add, lows))
+    for _ in range(3):
+        driver.turn()
+    assert core.scheduler.kv.num_shared_blocks > 30
+    high = make_request("high", [7] * 120, max_tokens=5)
+    driver.turn(Add(high))
+    assert high.status is RequestStatus.RUNNING
+
+
+def test_what_the_lower_share_with_who_waits_is_not_counted_twice() -> None:
+    """It needs 18 of 20 blocks, 10 of which the lower one holds for it; the other one holds 5."""
+    shape = replace(DEFAULT_CAPACITY, block_size=4, num_blocks=21, max_rows=8, max_step_tokens=300, max_model_len=80)
+    core = make_core(shape, make_policies(order="priority", reserve="prompt"))
+    driver = Driver(core, HashExecutor(shape))
+    equal, low = make_request("equal", [9] * 20, max_tokens=20), make_request("low", range(40), priority=1, max_tokens=12)
+    driver.turn(Add(equal))
+    driver.turn(Add(low))
+    driver.turn()
+    high = make_request("high", [*range(40), *[7] * 30], max_tokens=5)
+    driver.turn(Add(high))
+    assert low.num_preemptions == 0
+
+
+def test_who_is_paused_for_another_runs_until_that_is_loaded() -> None:
+    shape = replace(DEFAULT_CAPACITY, block_size=4, num_blocks=31, max_rows=4, max_step_tokens=64, max_model_len=120)
+    engine = Engine(
+        shape, make_policies(order="priority"), True, LowerTier(num_slots=500, num_staged_blocks=200, promptness=0.0)
+    )
+    core, executor = engine.make()
+    clock = VirtualClock()
+    transfers, worker = engine.make_transfers(core, executor, clock)
+    assert worker is not None
+    driver = Driver(core, executor, clock, transfers=transfers, worker=worker)
+
+    def come(request: Request, turns: int) -> list[bool]:
+        """Whether there was a step."""
+        core.apply([Add(request)], clock.now_ns())
+        return [driver.turn() is not None for _ in range(turns)]
+
+    prefix = [idx % 39 + 1 for idx in range(60)]
+    low = make_request("low", [9] * 30, max_tokens=80, priority=5)
+    for request in (make_request("warm", prefix, max_tokens=2), make_request("flood", [7] * 100, max_tokens=2), low):
+        come(request, 8)
+        worker.run(worker.num_jobs)
+    high = make_request("high", [*prefix, *[3] * 36], max_tokens=5, priority=-5)
+    assert all(come(high, 20)), "the machine is idle while the store reads"
+    assert low.status is RequestStatus.RUNNING
+    worker.run(worker.num_jobs)
+    driver.turn()
+    assert (low.status, high.status) == (RequestStatus.PREEMPTED, RequestStatus.RUNNING)
+    assert high.num_cached_tokens >= 56, "what was loaded is still there"
 
 
 @pytest.mark.parametrize("order", [PriorityClasses(is_preemptive=False), PriorityClasses(class_delay_ns=0)])

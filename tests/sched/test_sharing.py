@@ -12,6 +12,7 @@ from penstock.testing.hashing import HashModel
 from penstock.types.events import Abort, Add
 from penstock.types.plan import Capacity
 from penstock.types.request import Request
+from penstock.types.sampling import BeamParams
 from penstock.types.stats import WaitReason
 
 CAPACITY = Capacity(num_blocks=200, block_size=16, max_rows=16, max_step_tokens=128, max_model_len=1100)
@@ -109,6 +110,24 @@ def test_others_pass_who_waits_for_a_prefix_and_leave_it_a_row() -> None:
     assert len(running) == 4
     assert "o1" in running, "they passed"
     assert "o2" not in running, "the row was kept"
+
+
+def test_a_search_that_waits_for_a_prefix_is_left_all_its_rows() -> None:
+    """Else those that pass it take them, and it waits for their ends."""
+    capacity = Capacity(num_blocks=600, block_size=4, max_rows=4, max_step_tokens=32, max_model_len=500)
+    driver = Driver(make_core(capacity), HashExecutor(capacity))
+    driver.turn(Add(make_request("leader", [7] * 200, max_tokens=100)))
+    search = [
+        make_request(f"b{idx}", [7] * 200, max_tokens=5, beams=BeamParams(width=3), logprobs=4, arrival_ns=1)
+        for idx in range(3)
+    ]
+    for request in search:
+        request.parent_id = "b"
+    others = [make_request(f"o{idx}", [idx + 10] * 6, max_tokens=200, arrival_ns=2) for idx in range(2)]
+    driver.turn(*map(Add, [*search, *others]))
+    for _ in range(10):
+        driver.turn()
+    assert search[0].first_scheduled_ns is not None
 
 
 def test_a_step_says_that_a_request_waits_for_a_prefix() -> None:

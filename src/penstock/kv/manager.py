@@ -19,7 +19,8 @@ of their step, so that the source need not outlive the plan: whoever gets it nex
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.kv.block_pool import NULL_BLOCK_ID, BlockPool
@@ -123,6 +124,19 @@ class KVManager:
         """Blocks that the request holds and no other: as many become available when it is suspended. O(its blocks)."""
         table = self._tables.get(request_id)
         return sum(self.pool.ref_count(block_id) == 1 for block_id in table.block_ids) if table else 0
+
+    def num_freed_blocks(self, request_ids: Iterable[str], kept: Collection[int] = ()) -> int:
+        """Blocks that become available when all of these are suspended: nobody else holds them, and they are none of `kept`.
+        O(their blocks).
+        """
+        holds: Counter[int] = Counter()
+        for request_id in request_ids:
+            if request_id in self._tables:
+                holds.update(self._tables[request_id].block_ids)
+        for block_id in kept:
+            holds.pop(block_id, None)
+        ref_count = self.pool.ref_count
+        return sum(ref_count(block_id) == count for block_id, count in holds.items())
 
     def lookup_prefix(self, request: Request) -> PrefixHit:
         """The longest cached prefix, at least one token short of the whole, so that there are logits to sample from."""

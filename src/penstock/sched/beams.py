@@ -15,7 +15,7 @@ A request whose token was computed while another of its group has to catch up ke
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -76,6 +76,15 @@ class Beams:
             return 0
         running = ((group, group.num_running) for group in self._all())
         return sum(group.search.params.width - count for group, count in running if count)
+
+    def num_rows(self, running: Iterable[Request]) -> int:
+        """Rows of these, with those that are kept for their forks; of a search, all that run are among them."""
+        found = ((request.request_id, self.groups.get(request.request_id)) for request in running)
+        widths = {
+            request_id if group is None else id(group): 1 if group is None else group.search.params.width
+            for request_id, group in found
+        }
+        return sum(widths.values())
 
     def _all(self) -> Iterator[BeamGroup]:
         """Each once."""

@@ -120,10 +120,13 @@ class Joining:
                 draft.waits_for = WaitReason.TOKENS
                 return
             if not self._has_room_for(request, hit, query_len, draft):
-                if may_pause and self._pause_for(request, hit, query_len, draft, now_ns):
-                    pauser = request  # goes on before its victim; what it finds in the prefix cache may have changed
-                    continue
-                return
+                lower = self._whom_to_pause(request, hit, query_len, draft, now_ns) if may_pause else ()
+                # They run on meanwhile: what is loaded needs free blocks now, and who waits for it none.
+                if not lower or (self._kv.tier is not None and self._waits_for_load(request, hit, draft, now_ns)):
+                    return
+                self._pause_one(lower, request, query_len, draft)
+                pauser = request  # goes on before its victim; what it finds in the prefix cache may have changed
+                continue
             if self._kv.tier is not None and self._waits_for_load(request, hit, draft, now_ns):
                 return
             self._admit(draft, request, hit, query_len, now_ns)
@@ -164,7 +167,8 @@ class Joining:
         self._keep_place(follower, draft)
 
     def _keep_place(self, follower: Follower, draft: StepDraft) -> None:
-        draft.num_kept_rows += 1
+        beams = follower.request.sampling.beams
+        draft.num_kept_rows += 1 if beams is None else beams.width
         draft.num_promised_blocks += follower.num_blocks
 
     def _is_full(self, draft: StepDraft) -> bool:
@@ -221,22 +225,33 @@ class Joining:
             draft.waits_for = WaitReason.LOADING
         return waits
 
-    def _pause_for(self, request: Request, hit: PrefixHit, query_len: int, draft: StepDraft, now_ns: int) -> bool:
-        """Preempt one of those whom the first who waits may pause. False if it could not be admitted without all of them."""
-        running, room, pauses = self._running, self._running.room, self._order.pauses
+    def _whom_to_pause(
+        self, request: Request, hit: PrefixHit, query_len: int, draft: StepDraft, now_ns: int
+    ) -> Sequence[Request]:
+        """Those whom the first who waits may pause; nobody if it could not be admitted without all of them."""
+        running, pauses = self._running, self._order.pauses
         lower = [
             other
             for other in running.requests.values()
             if pauses(request, other, now_ns) and other.request_id not in draft.admits  # the executor has not heard of these
         ]
+        if not lower:
+            return ()
+        beams, leaving = request.sampling.beams, running.with_beams(lower)
+        num_rows = self._num_taken_rows(draft) - running.beams.num_rows(leaving)
+        if num_rows + (1 if beams is None else beams.width) > running.max_rows:
+            return ()
         num_promised = draft.num_promised_blocks
-        if not lower or not room.is_enough(request, hit, query_len, running.requests, num_promised, without=lower):
-            return False
+        is_enough = running.room.is_enough(request, hit, query_len, running.requests, num_promised, without=leaving)
+        return lower if is_enough else ()
+
+    def _pause_one(self, lower: Sequence[Request], request: Request, query_len: int, draft: StepDraft) -> None:
+        """Preempt one of them, and its search."""
+        running, room = self._running, self._running.room
         eviction = running.choose_victim(lower, room.lacking_blocks(request, query_len))
-        draft.num_promised_blocks -= room.missing_blocks(eviction.request)
+        draft.num_promised_blocks -= sum(map(room.missing_blocks, running.with_beams([eviction.request])))
         draft.waits_for = WaitReason.NOTHING
         running.preempt(draft, eviction, PreemptReason.ORDER)
-        return True
 
     def _admit(self, draft: StepDraft, request: Request, hit: PrefixHit, query_len: int, now_ns: int) -> None:
         self._waiting.remove(request)

@@ -53,15 +53,17 @@ class Room:
     ) -> bool:
         """May the request join those who run, with a first chunk of `query_len`, once those of `without` had left?
 
-        `num_promised_blocks`: free ones that running prefills will need for the tokens they have.
+        `num_promised_blocks`: free ones that running prefills will need for the tokens they have. Of beams, all that run of a
+        search are among `without`, or none.
         """
         num_available, staying = self._kv.num_available_blocks, running.values()
         num_promised, num_final = num_promised_blocks, self.num_final_blocks
         if without:
-            num_available += sum(self._kv.num_own_blocks(other.request_id) for other in without)
+            leaving = {other.request_id for other in without}
+            num_available += self._kv.num_freed_blocks(leaving, kept=hit.block_ids)
             num_promised -= sum(map(self.missing_blocks, without))
             num_final -= sum(map(self.final_blocks, without))
-            staying = {other.request_id: other for other in running.values() if other not in without}.values()
+            staying = {key: other for key, other in running.items() if key not in leaving}.values()
         num_shared = len(hit.block_ids) - hit.num_free_blocks
         num_chunk = self._kv.num_blocks_for(hit.num_tokens + query_len) - num_shared
         if not staying:

@@ -4,7 +4,7 @@ scheduler and by whoever admits for it (`joining.py`); never decides when.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from penstock.kv.manager import KVManager
 from penstock.sched.beams import Beams
@@ -60,6 +60,11 @@ class Running:
         if request.request_id not in self.untold:
             self.untold.add(request.request_id)
             self.releases.append(request.request_id)
+
+    def with_beams(self, requests: Iterable[Request]) -> Collection[Request]:
+        """These, and who runs of their searches: who leaves if these do."""
+        leaving = {member.request_id: member for request in requests for member in self.beams.members(request)}
+        return [member for member in leaving.values() if member.status is RequestStatus.RUNNING]
 
     def may_lose(self) -> Sequence[Request]:
         """Who may be preempted for another that runs: all but the most senior, unless it is alone."""
