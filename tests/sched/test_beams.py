@@ -174,6 +174,30 @@ def test_a_search_that_never_gets_all_its_requests_is_refused_as_a_whole() -> No
     assert not core.has_work
 
 
+@pytest.mark.parametrize("num_come", [1, 2])
+def test_those_that_come_after_one_of_their_search_has_ended_are_refused(num_come: int) -> None:
+    core = make_core(CAPACITY)
+    first, again = search_requests(3), search_requests(3)
+    driver = Driver(core, HashExecutor(CAPACITY, model=MODEL))
+    driver.turn(*map(Add, first[:num_come]), Abort("b0"))
+    driver.turn(*map(Add, first[num_come:]))
+    check(driver)
+    assert not core.has_work
+    assert [driver.outcomes[request.request_id].finish_reason for request in first] == [
+        *[FinishReason.ABORT] * num_come,
+        *[FinishReason.REJECTED] * (3 - num_come),
+    ]
+    check_answers(again, run(core, driver.executor, *again))
+
+
+def test_what_can_not_be_a_score_is_refused() -> None:
+    for length_penalty in (1e6, -1e6, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="length_penalty"):
+            BeamParams(width=2, length_penalty=length_penalty)
+    with pytest.raises(ValueError, match="width"):
+        BeamParams(width=0)
+
+
 @pytest.mark.parametrize("gate", ["static", "dynamic"])
 def test_batches_take_no_beam_search(gate: str) -> None:
     core = make_core(CAPACITY, make_policies(gate=gate))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import permutations
 
 import pytest
 
@@ -12,7 +13,7 @@ from penstock.sched.policies.ordering.fair import FairShares
 from penstock.sched.policies.ordering.fcfs import FirstComeFirstServed
 from penstock.sched.policies.ordering.priority import PriorityClasses
 from penstock.sched.policies.presets import make_policies
-from penstock.testing import Driver, HashExecutor, make_core, make_request
+from penstock.testing import Driver, HashExecutor, make_core, make_request, make_scheduler
 from penstock.testing.driver import STEP_NS
 from penstock.testing.hash_executor import DEFAULT_CAPACITY
 from penstock.types.events import Add
@@ -55,6 +56,21 @@ def test_a_prompt_in_work_gives_its_tokens_to_a_higher_class_and_keeps_its_row()
     assert turn(driver, high) == {"high": 16}
     assert turn(driver) == {"high": 4, "low": 12}
     assert (low.status, low.num_preemptions) == (RequestStatus.RUNNING, 0)
+
+
+def test_an_aged_prompt_between_two_others_does_not_hide_who_goes_first() -> None:
+    """It is outranked by nobody, and outranks neither."""
+    order = FairShares()
+    scheduler = make_scheduler(policies=make_policies(order=order))
+    now_ns, served = 100_000_000_000, {"aged": 5000, "light": 0, "heavy": 3000}
+    requests = {}
+    for tenant, num_tokens in served.items():
+        request = requests[tenant] = of(tenant, 100, tenant=tenant)
+        request.status, request.first_scheduled_ns = RequestStatus.RUNNING, 0 if tenant == "aged" else now_ns
+        order._account(tenant).counter = num_tokens * 1_000_000
+    for names in permutations(served):
+        ranked = scheduler._joining.rank([requests[name] for name in names], now_ns)
+        assert ranked.index(requests["light"]) < ranked.index(requests["heavy"])
 
 
 @pytest.mark.parametrize("order", [FairShares(), PriorityClasses(), FirstComeFirstServed()])

@@ -7,10 +7,12 @@ from hypothesis import strategies as st
 
 from penstock.sched.keyed_heap import KeyedHeap
 from penstock.sched.policies.base import BucketView, Order, OrderKey
+from penstock.sched.policies.ordering.fair import FairShares
 from penstock.sched.policies.ordering.fcfs import FirstComeFirstServed
 from penstock.sched.policies.ordering.priority import PriorityClasses
 from penstock.sched.queues import WaitingQueue
 from penstock.testing import make_request
+from penstock.types.plan import RowPlan
 from penstock.types.request import Request
 
 
@@ -128,6 +130,23 @@ class TestWaitingQueue:
         assert queue.views() == (BucketView(0, 1, oldest_ns=3), BucketView(1, 1, oldest_ns=1))
         assert queue.peek_preempted() is preempted
         assert drain(queue) == ["preempted", "r0", "r2", "r3"]
+
+    def test_who_is_held_back_has_not_come_again(self) -> None:
+        """Else its tenant would be lifted to those that were served while it waited."""
+        order = FairShares(max_credit_tokens=0)
+        queue = make_queue(order)
+        served, patient = make_request("served", 8, tenant="served"), make_request("patient", 8, tenant="patient")
+        queue.push(patient, 0)
+        queue.push(served, 0)
+        queue.remove(served)
+        order.admitted(served)
+        served.num_inflight_tokens = 8
+        order.served([RowPlan("served", 0, 8, (), True)], {"served": served}, None)
+        queue.push(make_request("more", 8, tenant="served", arrival_ns=1), 1)
+        before = order.counter("patient")
+        queue.hold_back(patient, 1)
+        assert order.counter("patient") == before < order.counter("served")
+        assert drain(queue) == ["patient", "more"]
 
     def test_the_held_back_join_in_the_order_of_service(self) -> None:
         queue = make_queue(PriorityClasses())

@@ -15,6 +15,7 @@ A request whose token was computed while another of its group has to catch up ke
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -26,6 +27,9 @@ from penstock.types.result import TokenLogprobs
 
 if TYPE_CHECKING:
     from penstock.sched.running import Running
+
+MAX_BROKEN = 1000
+"""Searches that ended before all their requests had come, of which that is remembered."""
 
 
 @dataclass(slots=True)
@@ -58,6 +62,8 @@ class Beams:
         self._running = running
         self._incomplete: dict[str, BeamGroup] = {}
         """By the id of their parent."""
+        self._broken: OrderedDict[str, int] = OrderedDict()
+        """Id of a parent one of whose requests ended before all had come -> how many are yet to come; the newest last."""
 
     def members(self, request: Request) -> Sequence[Request]:
         """Who begins, waits and ends together with a request: itself, or its group."""
@@ -107,6 +113,18 @@ class Beams:
         group.carriers = [group.members[0]]
         return group.members[0]
 
+    def is_broken(self, request: Request) -> bool:
+        """Has another of its group ended already, so that it would wait for ever? Asked once, when it comes."""
+        num_missing = self._broken.pop(request.parent_id, 0)
+        if num_missing > 1:
+            self._broken[request.parent_id] = num_missing - 1
+        return num_missing > 0
+
+    def _break(self, parent_id: str, num_missing: int) -> None:
+        self._broken[parent_id] = num_missing
+        if len(self._broken) > MAX_BROKEN:
+            self._broken.popitem(last=False)
+
     def is_queued(self, request: Request) -> bool:
         """Does it wait in the queue, rather than for another of its group?"""
         group = self.groups.get(request.request_id)
@@ -119,9 +137,10 @@ class Beams:
         group = self.groups.pop(request.request_id, None)
         if group is None:
             return
-        group.members.remove(request)
-        if not group.members and self._incomplete.get(request.parent_id) is group:
+        if self._incomplete.get(request.parent_id) is group:
             del self._incomplete[request.parent_id]
+            self._break(request.parent_id, group.search.params.width - len(group.members))
+        group.members.remove(request)
 
     def preempted(self, request: Request) -> Request:
         """Its group runs no more. Returns who is to be queued."""

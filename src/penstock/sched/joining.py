@@ -11,7 +11,6 @@ The same holds in a static or dynamic batch: its rows join as the step's tokens 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cmp_to_key
 
 from penstock.kv.coming import Awaited
 from penstock.kv.manager import KVManager, PrefixHit
@@ -63,12 +62,19 @@ class Joining:
         """
         if not self._has_ranks:
             return [request for request in prefills if request not in late] + list(late) if late else prefills
-
-        def compare(one: Request, other: Request) -> int:
-            is_behind = self._order.outranks(other, one, now_ns) - self._order.outranks(one, other, now_ns)
-            return is_behind or (one in late) - (other in late)
-
-        return sorted(prefills, key=cmp_to_key(compare))
+        if len(prefills) < 2:
+            return prefills
+        # No sort by comparison: who has aged is outranked by nobody, and so equal to two that are not equal to each other.
+        outranks, left, ranked = self._order.outranks, list(prefills), list[Request]()
+        num_before = {one.request_id: sum(outranks(other, one, now_ns) for other in left) for one in left}
+        while left:
+            firsts = [request for request in left if not num_before[request.request_id]]
+            first = next((request for request in firsts if request not in late), firsts[0])
+            left.remove(first)
+            ranked.append(first)
+            for other in left:
+                num_before[other.request_id] -= outranks(first, other, now_ns)
+        return ranked
 
     def keep_tokens(self, draft: StepDraft, request: Request, now_ns: int) -> None:
         """Whoever passes long prefills without outranking them leaves them their share."""

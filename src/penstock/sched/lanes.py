@@ -41,6 +41,16 @@ class Lanes:
 
     def push(self, request: Request, now_ns: int) -> None:
         self._order.queued(request)
+        self._put(request, now_ns)
+
+    def hand_over(self, request: Request, other: Lanes, now_ns: int) -> bool:
+        """Let a request wait in another queue from now on, without a word to the order; False if it is not here."""
+        if not self._take(request):
+            return False
+        other._put(request, now_ns)
+        return True
+
+    def _put(self, request: Request, now_ns: int) -> None:
         name = self._order.lane(request)
         lane = self._lanes.get(name)
         if lane is None:
@@ -72,6 +82,12 @@ class Lanes:
 
     def discard(self, request: Request) -> bool:
         """Take a request out; False if it is not here."""
+        if not self._take(request):
+            return False
+        self._order.unqueued(request)
+        return True
+
+    def _take(self, request: Request) -> bool:
         place = self._places.pop(request.request_id, None)
         if place is None:
             return False
@@ -80,5 +96,4 @@ class Lanes:
         if not len(lane.requests):
             del self._lanes[lane.name]
             self._by_key.discard(lane.number)
-        self._order.unqueued(request)
         return True

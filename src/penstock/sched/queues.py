@@ -45,6 +45,13 @@ class Bucket:
         """Who is next; None if nobody waits."""
         return self._lanes.peek(now_ns)
 
+    def hand_over(self, request: Request, other: Lanes, now_ns: int) -> bool:
+        """Let a request wait elsewhere, as long as it has already; False if it is not here."""
+        if not self._lanes.hand_over(request, other, now_ns):
+            return False
+        del self._arrivals[request.request_id]
+        return True
+
     def discard(self, request: Request) -> bool:
         """Take a request out; False if it is not here."""
         if not self._lanes.discard(request):
@@ -128,6 +135,10 @@ class WaitingQueue:
 
     def hold_back(self, request: Request, now_ns: int) -> None:
         """Its turn had come, but it is a long prefill and there are enough: it lets others pass until it is asked for again."""
+        bucket = self._buckets.get(self._bucket_of(request))
+        if bucket is not None and bucket.hand_over(request, self._held, now_ns):
+            self._num_fresh -= 1
+            return
         self.remove(request)
         self._held.push(request, now_ns)
 

@@ -137,6 +137,8 @@ class Scheduler:
                 f"ask for an 'n' of at most {self.max_rows}, or raise --max-num-seqs."
             )
             return Rejected(RejectReason.INVALID, detail, param="n")
+        if self._running.beams.is_broken(request):
+            return Rejected(RejectReason.INVALID, "Another request of this beam search has ended before this one came.")
         return None
 
     def end(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:

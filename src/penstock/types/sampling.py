@@ -36,6 +36,9 @@ class EarlyStopping(Enum):
     """When no running beam can get among the best: with a positive length penalty, were it as long as it may be."""
 
 
+MAX_LENGTH_PENALTY = 10.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamParams:
     """A beam search instead of sampling. The choices of a call are its hypotheses, the best first."""
@@ -43,10 +46,19 @@ class BeamParams:
     width: int
     """Beams, >= 1: as many requests have the same `Request.parent_id`, and all that is said here in common."""
     length_penalty: float = 1.0
-    """The sum of a hypothesis' log-probabilities is divided by its length to the power of it."""
+    """The sum of a hypothesis' log-probabilities is divided by its length to the power of it; within +-`MAX_LENGTH_PENALTY`."""
     early_stopping: EarlyStopping = EarlyStopping.HEURISTIC
     num_logprobs: int | None = None
     """What `SamplingParams.logprobs` is without one. That is large enough here: the width and a place for each stop token."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError: a score to such a power is no number that hypotheses could be compared by."""
+        if self.width < 1:
+            raise ValueError(f"a beam search has a width of at least 1, not {self.width}")
+        if not abs(self.length_penalty) <= MAX_LENGTH_PENALTY:
+            raise ValueError(
+                f"length_penalty must lie in [-{MAX_LENGTH_PENALTY}, {MAX_LENGTH_PENALTY}], not {self.length_penalty}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

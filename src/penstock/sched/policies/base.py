@@ -117,7 +117,7 @@ class Order(Protocol):
         batch, or has run for a while and not computed all its tokens? Of the latter the tokens of a step are meant: who has a
         row keeps it.
 
-        Asked only of an order that has its own answer. Must not be true both ways.
+        Asked only of an order that has its own answer. Must not be true both ways, nor in a circle.
         """
         del request, other, now_ns
         return False

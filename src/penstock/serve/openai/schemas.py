@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 from pydantic_core import PydanticCustomError
 
 from penstock.serve.openai.unsupported import NotSupportedYet
-from penstock.types.sampling import MAX_LOGPROBS
+from penstock.types.sampling import MAX_LENGTH_PENALTY, MAX_LOGPROBS
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
@@ -32,7 +32,6 @@ MAX_MESSAGES = 2**14
 MAX_TEMPLATE_KWARGS = 256
 MAX_METADATA, MAX_METADATA_KEY_CHARS, MAX_METADATA_CHARS = 16, 64, 512
 """OpenAI's own limits."""
-MAX_LENGTH_PENALTY = 10.0
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 """Logits are multiplied or divided by it; in this range none of a real model's overflows."""
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
