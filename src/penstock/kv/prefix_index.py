@@ -19,6 +19,11 @@ from sys import byteorder
 
 HASH_BYTES = 16
 TOKEN_BYTES = 4
+START = 2 * HASH_BYTES
+"""Of the packed tokens in what is remembered of a block."""
+KEY_END = START + TOKEN_BYTES
+TAIL = bytes(HASH_BYTES)
+"""In place of the hash of a block that is filled in part."""
 MAX_CHILDREN = 8
 """Blocks with one parent and one first token that are compared with a prompt: the newest. Others are found by their hash."""
 
@@ -59,10 +64,11 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         self._block_ids: dict[bytes, int] = {}
-        self._contents: dict[int, tuple[bytes | None, bytes, bytes]] = {}
-        """block_id -> (hash, or None of a tail; key among the children and packed tokens, or nothing if they are not known)."""
-        self._children: dict[bytes, list[int]] = {}
-        """Key -> blocks, the newest last."""
+        self._contents: dict[int, bytes] = {}
+        """block_id -> hash, or `TAIL`; parent and packed tokens, or nothing if they are not known. In one string, since tuples
+        and lists per block would have the garbage collector run more than twice as often."""
+        self._children: dict[bytes, int | list[int]] = {}
+        """Key -> the block, or blocks, the newest last."""
         self._num_children: dict[bytes, int] = {}
         """Parent -> blocks that continue it, whatever their first token."""
 
@@ -75,7 +81,7 @@ class PrefixIndex:
     def hash_of(self, block_id: int) -> bytes | None:
         """The hash under which a block is published; None if it is not, or as a tail."""
         content = self._contents.get(block_id)
-        return None if content is None else content[0]
+        return None if content is None or content.startswith(TAIL) else content[:HASH_BYTES]
 
     def block_of(self, block_hash: bytes) -> int | None:
         """The block that is published under a hash; None if there is none."""
@@ -110,13 +116,14 @@ class PrefixIndex:
 
     def has_more(self, block_id: int, num_tokens: int) -> bool:
         """Are there further tokens known in a block than so many?"""
-        return len(self._contents[block_id][2]) > num_tokens * TOKEN_BYTES
+        return len(self._contents[block_id]) > START + num_tokens * TOKEN_BYTES
 
     def lookup_child(self, parent: bytes, content: bytes) -> tuple[int, int]:
         """(block, number of tokens) of the child of `parent` that begins like the packed tokens for longest; (0, 0): none."""
         best_id = best_tokens = 0
-        for block_id in self._children.get(parent + content[:TOKEN_BYTES], ()):
-            num_tokens = _num_common(self._contents[block_id][2], content)
+        children = self._children.get(parent + content[:TOKEN_BYTES], ())
+        for block_id in (children,) if isinstance(children, int) else children:
+            num_tokens = _num_common(self._contents[block_id][START:], content)
             if num_tokens >= best_tokens:
                 best_id, best_tokens = block_id, num_tokens
         return best_id, best_tokens
@@ -129,11 +136,11 @@ class PrefixIndex:
         for block_id, block_hash, content in zip(block_ids, hashes, contents, strict=True):
             known = self._contents.get(block_id)
             if known is not None:
-                if known[0] is not None and known[0] != block_hash:
+                if not known.startswith((TAIL, block_hash)):
                     raise ValueError(f"block {block_id} is published already, with other content")
                 self._drop(block_id)  # it was a tail
             if self._block_ids.setdefault(block_hash, block_id) == block_id:
-                self._put(block_id, block_hash, parent + content[:TOKEN_BYTES], content)
+                self._put(block_id, block_hash, parent, content)
             parent = block_hash
 
     def publish_named(self, block_id: int, block_hash: bytes) -> None:
@@ -142,7 +149,7 @@ class PrefixIndex:
         Neither may be published already.
         """
         self._block_ids[block_hash] = block_id
-        self._contents[block_id] = (block_hash, b"", b"")
+        self._contents[block_id] = block_hash
 
     def publish_tail(self, block_id: int, parent: bytes, content: bytes) -> None:
         """Make a block that is filled in part findable, unless there is one that begins with the same tokens."""
@@ -150,7 +157,7 @@ class PrefixIndex:
             return
         if block_id in self._contents:
             self._drop(block_id)  # it was shorter
-        self._put(block_id, None, parent + content[:TOKEN_BYTES], content)
+        self._put(block_id, TAIL, parent, content)
 
     def forget(self, block_ids: Iterable[int]) -> list[bytes]:
         """The blocks' content is about to be lost; unpublished blocks are ignored. Returns the hashes lost."""
@@ -162,13 +169,16 @@ class PrefixIndex:
                     forgotten.append(block_hash)
         return forgotten
 
-    def _put(self, block_id: int, block_hash: bytes | None, key: bytes, content: bytes) -> None:
-        self._contents[block_id] = (block_hash, key, content)
-        parent = key[:HASH_BYTES]
-        self._num_children[parent] = self._num_children.get(parent, 0) + 1
-        children = self._children.get(key)
-        if children is None:
-            self._children[key] = [block_id]
+    def _put(self, block_id: int, block_hash: bytes, parent: bytes, content: bytes) -> None:
+        self._contents[block_id] = block_hash + parent + content
+        num_children = self._num_children
+        num_children[parent] = num_children.get(parent, 0) + 1
+        key = parent + content[:TOKEN_BYTES]
+        children = self._children.setdefault(key, block_id)
+        if children == block_id:
+            return
+        if isinstance(children, int):
+            self._children[key] = [children, block_id]
             return
         children.append(block_id)
         if len(children) > MAX_CHILDREN:
@@ -176,36 +186,41 @@ class PrefixIndex:
 
     def _drop(self, block_id: int) -> bytes | None:
         """Returns the hash under which it was found."""
-        block_hash, key, _ = self._contents.pop(block_id)
-        if block_hash is not None:
-            del self._block_ids[block_hash]
-        if key:
-            self._forget_child(key[:HASH_BYTES])
-        children = self._children.get(key)
-        if children is not None and block_id in children:
-            children.remove(block_id)
-            if not children:
-                del self._children[key]
+        content = self._contents.pop(block_id)
+        if len(content) > START:
+            self._forget_child(block_id, content[HASH_BYTES:START], content[HASH_BYTES:KEY_END])
+        if content.startswith(TAIL):
+            return None
+        block_hash = content[:HASH_BYTES]
+        del self._block_ids[block_hash]
         return block_hash
 
-    def _forget_child(self, parent: bytes) -> None:
-        num_left = self._num_children[parent] - 1
+    def _forget_child(self, block_id: int, parent: bytes, key: bytes) -> None:
+        num_left = self._num_children.pop(parent) - 1
         if num_left:
             self._num_children[parent] = num_left
-        else:
-            del self._num_children[parent]
+        children = self._children.get(key)
+        if children == block_id:
+            del self._children[key]
+        elif isinstance(children, list) and block_id in children:
+            children.remove(block_id)
+            if len(children) == 1:
+                self._children[key] = children[0]
 
     def check(self) -> None:
         """Verify that the maps agree. Raises AssertionError. O(blocks)."""
         for block_hash, block_id in self._block_ids.items():
-            assert self._contents[block_id][0] == block_hash, f"block {block_id} is known under two hashes"
-        num_full = sum(block_hash is not None for block_hash, _, _ in self._contents.values())
+            assert self.hash_of(block_id) == block_hash, f"block {block_id} is known under two hashes"
+        num_full = sum(not content.startswith(TAIL) for content in self._contents.values())
         assert num_full == len(self._block_ids), "a full block is not found by its hash"
-        families = Counter(key[:HASH_BYTES] for _, key, _ in self._contents.values() if key)
+        families = Counter(content[HASH_BYTES:START] for content in self._contents.values() if len(content) > START)
         assert families == self._num_children, "a prefix has other children than are counted"
-        for key, children in self._children.items():
-            assert 0 < len(set(children)) == len(children) <= MAX_CHILDREN, "the children of a block are not what they may be"
-            assert all(self._contents[block_id][1] == key for block_id in children), "a child is in the wrong place"
+        for key, found in self._children.items():
+            children = [found] if isinstance(found, int) else found
+            assert isinstance(found, int) or 1 < len(set(found)) == len(found) <= MAX_CHILDREN, "not what children may be"
+            assert all(self._contents[block_id][HASH_BYTES:KEY_END] == key for block_id in children), (
+                "a child is in the wrong place"
+            )
 
 
 def _num_common(one: bytes, other: bytes) -> int:
