@@ -50,6 +50,8 @@ class EngineCore:
         self.scheduler = scheduler
         self._observer = observer or NullObserver()
         self._journal: RequestJournal = journal or NullObserver()
+        if journal is None:
+            scheduler.tell_no_stops()
         self._requests: dict[str, Request] = {}
         """All that were added and have not ended."""
         self._deadlines: KeyedHeap[Request] = KeyedHeap()

@@ -31,6 +31,8 @@ class Joining:
     def __init__(self, kv: KVManager, policies: Policies, waiting: WaitingQueue, running: Running, padding: Padding) -> None:
         self.wakeup_ns: int | None = None
         """When the gate wants to be asked again."""
+        self.tells_stops = True
+        """Admissions say why prefix hits stopped."""
         self._kv = kv
         self._gate = policies.gate
         self._order = policies.order
@@ -268,7 +270,7 @@ class Joining:
         if request.first_scheduled_ns is None:
             request.first_scheduled_ns = now_ns
             request.num_cached_tokens = hit.num_tokens
-            stop = self._kv.why_stopped(request, hit)
+            stop = self._kv.why_stopped(request, hit) if self.tells_stops else None
             if request.sampling.beams is not None:
                 self._running.beams.begun(request)
         for member in self._running.beams.members(request):

@@ -92,6 +92,10 @@ class Scheduler:
         """When the gate wants to be asked again."""
         return self._joining.wakeup_ns
 
+    def tell_no_stops(self) -> None:
+        """Nobody wants to know why prefix hits stopped: that need not be looked for."""
+        self._joining.tells_stops = False
+
     @property
     def num_running(self) -> int:
         return len(self._running)
