@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import permutations
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -136,6 +138,20 @@ class TestChildren:
         publish(index, 8, [1, 2])
         assert 8 not in index.block_ids
         index.check()
+
+    @pytest.mark.parametrize("order", list(permutations((7, 8, 9))))
+    def test_those_that_are_left_are_found(self, order: tuple[int, ...]) -> None:
+        index = PrefixIndex()
+        for block_id in (7, 8, 9):
+            publish(index, block_id, [1, block_id])
+        left = {7, 8, 9}
+        for block_id in order:
+            assert index.forget([block_id]) == chain([1, block_id])
+            left.remove(block_id)
+            index.check()
+            for other in left:
+                assert index.lookup_child(root_hash(b""), pack([1, other])) == (other, 2)
+        assert not index.goes_on(root_hash(b""))
 
     def test_only_the_newest_are_compared(self) -> None:
         index = PrefixIndex()
