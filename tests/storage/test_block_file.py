@@ -86,11 +86,15 @@ def test_what_was_there_is_found_in_the_order_of_writing(path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [{"fingerprint": b"g" * 32}, {"content_bytes": CONTENT_BYTES - 8}])
-def test_contents_of_another_model_are_discarded(path: Path, change: dict[str, object]) -> None:
+def test_contents_of_another_model_are_discarded_with_a_warning(
+    path: Path, change: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
     file = make(path)
     file.write(0, name(0), content(0))
     file.close()
+    assert not caplog.records
     other = make(path, **change)  # type: ignore[arg-type]
+    assert "discarded" in caplog.text
     assert other.entries() == []
     assert path.stat().st_size == len(path.read_bytes()) < PAGE_BYTES
     other.close()

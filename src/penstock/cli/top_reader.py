@@ -62,7 +62,8 @@ class Reader:
             remedy = "Give --api-key." if error.code == 401 else _OTHER_SERVER
             raise PenstockError(f"{self._url}{path} answered {error.code}.", remedy=remedy) from error
         except OSError as error:
-            raise PenstockError(f"{self._url} does not answer: {error}.", remedy=_NO_SERVER) from error
+            reason = getattr(error, "reason", error)  # of a URLError, without Python's name for it
+            raise PenstockError(f"{self._url} does not answer: {reason}.", remedy=_NO_SERVER) from error
         except HTTPException as error:
             raise PenstockError(f"{self._url} does not speak HTTP: {error!r}.", remedy=_NO_SERVER) from error
         except ValueError as error:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import struct
 import threading
@@ -25,6 +26,8 @@ from pathlib import Path
 from zlib import crc32
 
 from penstock.types.errors import ConfigError, CorruptBlock
+
+_logger = logging.getLogger(__name__)
 
 PAGE_BYTES = 4096
 MAGIC = b"PENSTOCK KV\x00\x00\x00\x00\x01"
@@ -145,6 +148,13 @@ class BlockFile:
         fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.fchmod(self._fd, 0o600)
         if os.pread(self._fd, len(header), 0) != header:
+            if num_bytes := os.fstat(self._fd).st_size:
+                _logger.warning(
+                    "%s: %d bytes are discarded, as they are of another model, KV type, block size, kernel or version; "
+                    "a --kv-disk-path for each keeps them apart",
+                    self.path,
+                    num_bytes,
+                )
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, header, 0)
         end = self._offset(self._num_slots)
