@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from penstock.clock import VirtualClock, WallClock
 from penstock.engine import loop
 from penstock.engine.core import EngineCore
-from penstock.engine.loop import ENGINE_FAILED, SHUTTING_DOWN, Engine, EngineState
+from penstock.engine.loop import ENGINE_FAILED, Engine, EngineState
 from penstock.engine.output import OutputStage
 from penstock.engine.ports import NullObserver, OutputChunk
+from penstock.engine.refusals import SHUTTING_DOWN
 from penstock.sched.policies.gates import Static
 from penstock.sched.policies.presets import make_policies
 from penstock.testing import Driver, FailingExecutor, HashExecutor, expected_tokens, make_core, make_request

@@ -25,22 +25,23 @@ from enum import StrEnum
 
 from penstock.clock import Clock
 from penstock.engine.core import EngineCore
+from penstock.engine.in_flight import InFlight
 from penstock.engine.inbox import Inbox
 from penstock.engine.output import OutputStage
 from penstock.engine.ports import Executor, NullObserver, Observer, OutputChunk, OutputSink, TurnObserver
+from penstock.engine.refusals import SHUTTING_DOWN, refused_chunk, refused_stats
 from penstock.engine.transfers import Transfers
 from penstock.kv.pool_map import PoolMap, draw, waste_ratio
-from penstock.types.errors import Rejected, RejectReason
+from penstock.types.errors import RejectReason
 from penstock.types.events import Abort, Add, Command, Drain, TokenEvent
 from penstock.types.plan import StepPlan
 from penstock.types.request import FinishReason, Request
-from penstock.types.stats import EngineLoad, RequestStats
+from penstock.types.stats import EngineLoad
 
 _logger = logging.getLogger(__name__)
 
 ENGINE_FAILED = "the engine failed while this request was running; the server's log says why"
 ENGINE_STUCK = "a step of the engine did not end in time while this request was running"
-SHUTTING_DOWN = "the server is shutting down"
 MAX_PLAN_CHARS = 4000
 """How much of a failed plan is logged."""
 KEEP_TIMEOUT_S = 5.0
@@ -111,9 +112,7 @@ class Engine:
         self._transfers = make_transfers(self._inbox.nudge)
         self._lock = threading.Lock()
         self._state = EngineState.STARTING
-        self._prompt_lens: dict[str, int] = {}
-        """Of every request in flight, from `submit` to its finish chunk; guarded by the lock."""
-        self._num_prompt_tokens = 0
+        self._in_flight = InFlight()
         self._plan: StepPlan | None = None
         """The step in flight."""
         self._step_began_ns: int | None = None
@@ -144,7 +143,7 @@ class Engine:
 
         Raises `Rejected` (INVALID) if a request with this id is in flight; nothing else is told about it.
         """
-        self._remember(request)
+        self._in_flight.add(request)
         if not self._inbox.put(Add(request)):
             self._refuse([request])
 
@@ -206,9 +205,9 @@ class Engine:
         )
         return EngineLoad(
             num_running=num_running,
-            num_waiting=max(0, len(self._prompt_lens) - num_running),
+            num_waiting=max(0, len(self._in_flight) - num_running),
             waits_for=self._core.scheduler.news.waits_for,
-            num_prompt_tokens=self._num_prompt_tokens,
+            num_prompt_tokens=self._in_flight.num_prompt_tokens,
             num_blocks_total=kv.num_total_blocks,
             num_blocks_free=num_available - num_cached,
             num_blocks_cached=num_cached,
@@ -324,7 +323,7 @@ class Engine:
     def _deliver(self, chunks: list[OutputChunk]) -> None:
         ended = [chunk.request_id for chunk in chunks if chunk.finish_reason is not None]
         if ended:
-            self._forget(ended)
+            self._in_flight.remove(ended)
             if self._cut_short_ids:
                 self._tell_shutdown(chunks)
         if chunks:
@@ -377,8 +376,7 @@ class Engine:
 
     def _abort_all(self) -> bool:
         """Whether there was anything to abort."""
-        with self._lock:
-            request_ids = list(self._prompt_lens)
+        request_ids = self._in_flight.ids()
         self._cut_short_ids |= frozenset(request_ids)
         for request_id in request_ids:
             self.abort(request_id, SHUTTING_DOWN)
@@ -392,29 +390,13 @@ class Engine:
             if not is_over and order.index(state) > order.index(self._state):
                 self._state = state
 
-    # Who is in flight.
-
-    def _remember(self, request: Request) -> None:
-        request_id, num_tokens = request.request_id, request.num_prompt_tokens
-        with self._lock:
-            if request_id in self._prompt_lens:
-                detail = f"a request with the id {request_id!r} is still running"
-                raise Rejected(RejectReason.INVALID, detail, param="request_id")
-            self._prompt_lens[request_id] = num_tokens
-            self._num_prompt_tokens += num_tokens
-
-    def _forget(self, request_ids: Iterable[str]) -> None:
-        with self._lock:
-            for request_id in request_ids:
-                self._num_prompt_tokens -= self._prompt_lens.pop(request_id)
-
     def _refuse(self, requests: Sequence[Request]) -> None:
         """End requests that the core never saw."""
         now_ns = self._clock.now_ns()
         reason = self._state.refuses_with or RejectReason.UNAVAILABLE
         for request in requests:
-            self._observer.on_finish(_refused_stats(request, reason, now_ns))
-        self._deliver([_refused_chunk(request, reason, now_ns) for request in requests])
+            self._observer.on_finish(refused_stats(request, reason, now_ns))
+        self._deliver([refused_chunk(request, reason, now_ns) for request in requests])
 
 
 def _settled(read: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
@@ -429,27 +411,3 @@ def _settled(read: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
 
 def _added(commands: Iterable[Command]) -> list[Request]:
     return [command.request for command in commands if isinstance(command, Add)]
-
-
-def _refused_chunk(request: Request, reason: RejectReason, now_ns: int) -> OutputChunk:
-    chunk = OutputChunk(request.request_id, "", (), (), now_ns)
-    chunk.finish_reason, chunk.reject_reason = FinishReason.REJECTED, reason.value
-    chunk.detail = SHUTTING_DOWN if reason is RejectReason.DRAINING else "the engine is not running"
-    return chunk
-
-
-def _refused_stats(request: Request, reason: RejectReason, now_ns: int) -> RequestStats:
-    return RequestStats(
-        request_id=request.request_id,
-        tenant=request.tenant,
-        arrival_ns=request.arrival_ns,
-        first_scheduled_ns=None,
-        first_token_ns=None,
-        ended_ns=now_ns,
-        num_prompt_tokens=request.num_prompt_tokens,
-        num_cached_tokens=0,
-        num_generated_tokens=0,
-        num_preemptions=0,
-        finish_reason=FinishReason.REJECTED,
-        reject_reason=reason.value,
-    )
