@@ -290,6 +290,13 @@ def test_an_eviction_that_would_change_nothing_is_an_error() -> None:
         build_policies(Config(kv=KvConfig(kv_eviction="lru", prefix_caching=False)))
 
 
+def test_how_to_preempt_cannot_be_set_where_a_disk_tier_decides() -> None:
+    recompute = SchedulerConfig(preemption="recompute")
+    build_policies(Config(scheduler=recompute))
+    with pytest.raises(ConfigError, match=r"comes back from it.* Leave --preemption or --kv-disk-size out"):
+        build_policies(Config(scheduler=recompute, kv=KvConfig(kv_disk_size_bytes=1 << 30)))
+
+
 def test_threads_are_counted_unless_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.build.usable_cpus", lambda: 6)
     assert num_threads(BackendConfig()) == 6

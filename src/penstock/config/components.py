@@ -244,7 +244,7 @@ class SchedulerConfig(Component):
         "What happens to a request whose blocks are taken back.",
         kind=Kind.CHOICE,
         choices=("recompute",),
-        default_doc="the preset's: recompute",
+        default_doc="recompute; with --kv-disk-size what takes less time, computing or loading",
     )
     max_num_seqs: int = setting(64, "Requests in one step at most.", kind=Kind.COUNT, minimum=1, maximum=4096)
     max_num_batched_tokens: int = setting(

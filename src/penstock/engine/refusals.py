@@ -1,4 +1,4 @@
-"""Refusals: what is told of a request that the core never saw, as the engine takes no more. Made by `loop`; delivers nothing."""
+"""Refusals: what is told of a request that the core never saw, as the engine takes no more. Made by `loop`; tells nobody."""
 
 from __future__ import annotations
 

@@ -48,6 +48,11 @@ def build_policies(config: Config) -> Policies:
             remedy="Set --batching continuous, or leave --priority-preemption out.",
         )
     _check_eviction(config.kv, policies)
+    if config.scheduler.preemption is not None and config.kv.kv_disk_size_bytes:
+        raise ConfigError(
+            "With a disk tier, what is preempted comes back from it or is computed again, whichever takes less time.",
+            remedy="Leave --preemption or --kv-disk-size out.",
+        )
     return policies
 
 
