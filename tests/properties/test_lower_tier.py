@@ -14,10 +14,10 @@ from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import Watermark
 from penstock.testing import Driver, HashExecutor, Outcome, expected_tokens, make_core, make_request, run_to_completion
 from penstock.testing.memory_store import Faults
-from penstock.testing.strategies import MODEL, Engine, LowerTier, Workload, engines, workloads
+from penstock.testing.strategies import MODEL, Engine, LowerTier, Workload, check_answers, engines, workloads
 from penstock.types.events import Add
 from penstock.types.plan import Capacity
-from penstock.types.request import FinishReason, Request
+from penstock.types.request import Request
 
 
 def run(engine: Engine, workload: Workload) -> tuple[Driver, list[Request], dict[str, Outcome]]:
@@ -48,17 +48,7 @@ def run(engine: Engine, workload: Workload) -> tuple[Driver, list[Request], dict
 @given(engine=engines(has_lower_tier=True), workload=workloads())
 def test_every_answer_is_that_of_the_oracle(engine: Engine, workload: Workload) -> None:
     driver, requests, outcomes = run(engine, workload)
-    assert outcomes.keys() == {request.request_id for request in requests}
-    for request in requests:
-        outcome = outcomes[request.request_id]
-        expected = expected_tokens(
-            request.prompt_token_ids, request.sampling, model=MODEL, max_model_len=engine.capacity.max_model_len
-        )
-        if outcome.finish_reason is FinishReason.ABORT or outcome.last.stop_reason == "stop string":
-            assert tuple(outcome.token_ids) == expected.token_ids[: len(outcome.token_ids)]
-        else:
-            answer = (tuple(outcome.token_ids), outcome.finish_reason, outcome.last.stop_reason)
-            assert answer == (expected.token_ids, expected.finish_reason, expected.stop_reason)
+    check_answers(engine, requests, outcomes)
     check_nothing_is_left(driver)
 
 

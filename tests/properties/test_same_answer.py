@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 
 from penstock.engine.core import EngineCore
-from penstock.testing import Driver, HashExecutor, Outcome, expected_tokens, run_to_completion
-from penstock.testing.strategies import MODEL, Engine, Workload, engines, workloads
-from penstock.types.request import FinishReason, Request
+from penstock.testing import Driver, HashExecutor, Outcome, run_to_completion
+from penstock.testing.strategies import Engine, Workload, check_answers, engines, workloads
+from penstock.types.request import Request
 
 
 def run(engine: Engine, workload: Workload) -> tuple[EngineCore, HashExecutor, list[Request], dict[str, Outcome]]:
@@ -25,17 +25,7 @@ def check(driver: Driver) -> None:
 @given(engine=engines(), workload=workloads())
 def test_every_answer_is_that_of_the_oracle(engine: Engine, workload: Workload) -> None:
     _, _, requests, outcomes = run(engine, workload)
-    assert outcomes.keys() == {request.request_id for request in requests}
-    for request in requests:
-        outcome = outcomes[request.request_id]
-        expected = expected_tokens(
-            request.prompt_token_ids, request.sampling, model=MODEL, max_model_len=engine.capacity.max_model_len
-        )
-        if outcome.finish_reason is FinishReason.ABORT or outcome.last.stop_reason == "stop string":
-            assert tuple(outcome.token_ids) == expected.token_ids[: len(outcome.token_ids)]
-        else:
-            answer = (tuple(outcome.token_ids), outcome.finish_reason, outcome.last.stop_reason)
-            assert answer == (expected.token_ids, expected.finish_reason, expected.stop_reason)
+    check_answers(engine, requests, outcomes)
 
 
 @settings(max_examples=2 * settings.default.max_examples)

@@ -6,6 +6,7 @@ request but seldom all, so that memory runs out; budgets from one token up.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 
@@ -23,13 +24,13 @@ from penstock.sched.policies.hold_latency import HoldLatency
 from penstock.sched.policies.presets import TABLES, make_policies
 from penstock.sched.policies.reserves import Watermark
 from penstock.testing.builders import make_core, make_request
-from penstock.testing.driver import STEP_NS
+from penstock.testing.driver import STEP_NS, Outcome
 from penstock.testing.hash_executor import HashExecutor
-from penstock.testing.hashing import HashModel
+from penstock.testing.hashing import HashModel, expected_tokens
 from penstock.testing.memory_store import Faults, LateWorker, MemoryStore
 from penstock.types.events import Abort, Add, Command, Stop
 from penstock.types.plan import Capacity
-from penstock.types.request import Request
+from penstock.types.request import FinishReason, Request
 from penstock.types.sampling import SamplingParams
 
 EOS_TOKEN_ID = 3
@@ -253,3 +254,18 @@ def workloads(draw: st.DrawFn, max_model_len: int = 40, max_requests: int = 8, *
         arrival_turns=each(st.one_of(st.just(0), st.integers(0, MAX_TURN))),  # type: ignore[arg-type]
         early_ends=tuple(draw(st.lists(early_end, max_size=4))) if has_early_ends else (),
     )
+
+
+def check_answers(engine: Engine, requests: Sequence[Request], outcomes: Mapping[str, Outcome]) -> None:
+    """Every request was told what the hash model says; of what was cut short, a part. Raises AssertionError."""
+    assert outcomes.keys() == {request.request_id for request in requests}
+    for request in requests:
+        outcome = outcomes[request.request_id]
+        expected = expected_tokens(
+            request.prompt_token_ids, request.sampling, model=MODEL, max_model_len=engine.capacity.max_model_len
+        )
+        if outcome.finish_reason is FinishReason.ABORT or outcome.last.stop_reason == "stop string":
+            assert tuple(outcome.token_ids) == expected.token_ids[: len(outcome.token_ids)]
+        else:
+            answer = (tuple(outcome.token_ids), outcome.finish_reason, outcome.last.stop_reason)
+            assert answer == (expected.token_ids, expected.finish_reason, expected.stop_reason)
