@@ -1,0 +1,121 @@
+"""The GPU backend: says whether this machine has a usable GPU. Importing it imports neither PyTorch nor Triton.
+
+What is cheap is asked first: the packages, then the driver itself, then PyTorch, whose import takes seconds. So a machine
+without the extra, or without a GPU, learns that in a millisecond.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import re
+from dataclasses import dataclass
+
+BLOCK_MULTIPLE = 16
+"""Block sizes must be multiples of this: the attention kernels multiply tiles of 16 positions."""
+MIN_CAPABILITY = (8, 0)
+"""Tensor cores that multiply bf16: Ampere, 2020."""
+MIN_VERSIONS = (("torch", (2, 8)), ("triton", (3, 4)))
+"""As the extra `cuda` in pyproject.toml."""
+REMEDY = "install the extra: pip install 'penstock[cuda]'"
+_DRIVER = "libcuda.so.1"
+_CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76
+"""`CUdevice_attribute`: https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__TYPES.html"""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """What the driver says of the first device that is visible (`CUDA_VISIBLE_DEVICES`)."""
+
+    name: str
+    capability: tuple[int, int]
+    total_bytes: int
+    num_visible: int
+
+
+def package_versions() -> dict[str, str | None]:
+    """Of PyTorch and Triton, as installed; None: it is not."""
+    return {name: _installed_version(name) for name, _ in MIN_VERSIONS}
+
+
+def find_gpu() -> Gpu | str:
+    """The device that would be used, or why there is none. Asks the driver alone."""
+    try:
+        driver = ctypes.CDLL(_DRIVER)
+    except OSError:
+        return f"no NVIDIA driver ({_DRIVER}) is installed"
+    status = driver.cuInit(0)
+    count = ctypes.c_int(0)
+    if status == 0:
+        status = driver.cuDeviceGetCount(ctypes.byref(count))
+    if status:
+        return f"the NVIDIA driver can't be used (CUDA error {status})"
+    if not count.value:
+        return "no NVIDIA GPU is visible"
+    device, name, total = ctypes.c_int(0), ctypes.create_string_buffer(256), ctypes.c_size_t(0)
+    driver.cuDeviceGet(ctypes.byref(device), 0)
+    driver.cuDeviceGetName(name, len(name), device)
+    driver.cuDeviceTotalMem_v2(ctypes.byref(total), device)
+    return Gpu(name.value.decode(errors="replace"), _capability(driver, device), total.value, count.value)
+
+
+def why_not() -> str | None:
+    """Why no GPU can be used, in words that can follow "no GPU is used: "; None if one can.
+
+    Imports PyTorch only if everything that can be known without it is in order.
+    """
+    if (cause := _why_no_packages()) is not None:
+        return cause
+    gpu = find_gpu()
+    if isinstance(gpu, str):
+        return gpu
+    if gpu.capability < MIN_CAPABILITY:
+        return f"{gpu.name} has compute capability {_dotted(gpu.capability)}, less than {_dotted(MIN_CAPABILITY)}"
+    return _why_not_torch()
+
+
+def _why_no_packages() -> str | None:
+    for name, least in MIN_VERSIONS:
+        version = _installed_version(name)
+        if version is None:
+            return f"{name} is not installed ({REMEDY})"
+        if _numbers(version) < least:
+            return f"{name} {version} is older than {_dotted(least)} ({REMEDY})"
+    version = _installed_version("torch") or ""
+    if version.endswith("+cpu"):
+        return f"torch {version} is a build for CPUs alone (reinstall it from an index that has builds for CUDA)"
+    return None
+
+
+def _why_not_torch() -> str | None:
+    import torch
+
+    if torch.cuda.is_available():
+        return None
+    built_for = torch.version.cuda
+    return f"torch {torch.__version__} ({f'CUDA {built_for}' if built_for else 'no CUDA'}) can't use the driver"
+
+
+def _installed_version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _capability(driver: ctypes.CDLL, device: ctypes.c_int) -> tuple[int, int]:
+    value = ctypes.c_int(0)
+    numbers = []
+    for attribute in (_CAPABILITY_MAJOR, _CAPABILITY_MINOR):
+        driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
+        numbers.append(value.value)
+    return numbers[0], numbers[1]
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """2.13.0+cpu -> (2, 13)"""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+
+
+def _dotted(numbers: tuple[int, ...]) -> str:
+    return ".".join(map(str, numbers))
