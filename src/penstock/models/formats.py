@@ -7,6 +7,7 @@ blocks of 32 or 256 consecutive columns; within them, 32 columns (16 in Q2_K, Q3
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 
@@ -15,6 +16,9 @@ from numpy.typing import NDArray
 
 F32 = NDArray[np.float32]
 U8 = NDArray[np.uint8]
+I8 = NDArray[np.int8]
+Parts = tuple[I8, F32, F32 | None]
+"""Of blocks, in this order and any shape: integers, the scale of each group and its offset, if the format has one."""
 
 
 class WeightFormat(StrEnum):
@@ -124,16 +128,48 @@ def _padded(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupedIntegers:
+    """Rows of a quantised matrix in parts. A value is scale * integer (+ offset); consecutive columns share the latter two."""
+
+    integers: I8
+    """[num_rows, num_cols]"""
+    scales: F32
+    """[num_rows, num_groups]"""
+    offsets: F32 | None
+    """[num_rows, num_groups]"""
+
+    @property
+    def group(self) -> int:
+        """Columns that share a scale."""
+        return self.integers.shape[1] // self.scales.shape[1]
+
+
+def grouped_integers(data: NDArray[np.generic], fmt: WeightFormat, num_cols: int) -> GroupedIntegers:
+    """Raw rows of a quantised format, without any rounding. Raises KeyError for a format of floats."""
+    _, num_bytes = BLOCKS[fmt]
+    blocks = np.ascontiguousarray(data, dtype=np.uint8).reshape(-1, num_bytes)
+    with np.errstate(all="ignore"):  # infinite scales of a corrupt file
+        integers, scales, offsets = _DECODERS[fmt](blocks)
+    rows = len(data)
+    return GroupedIntegers(
+        integers.reshape(rows, num_cols), scales.reshape(rows, -1), None if offsets is None else offsets.reshape(rows, -1)
+    )
+
+
 def dequantize(data: NDArray[np.generic], fmt: WeightFormat, num_cols: int) -> F32:
     """Values of raw rows, float32 [num_rows, num_cols]. `data` is as in `WeightTensor.data`."""
     if fmt in (WeightFormat.F32, WeightFormat.F16):
         return np.ascontiguousarray(data, dtype=np.float32)
     if fmt is WeightFormat.BF16:
         return (data.astype(np.uint32) << 16).view(np.float32)
-    _, num_bytes = BLOCKS[fmt]
-    blocks = np.ascontiguousarray(data, dtype=np.uint8).reshape(-1, num_bytes)
-    with np.errstate(all="ignore"):  # infinite scales of a corrupt file
-        return _DECODERS[fmt](blocks).reshape(len(data), num_cols)
+    parts = grouped_integers(data, fmt, num_cols)
+    values = parts.integers.reshape(*parts.scales.shape, parts.group).astype(np.float32)
+    with np.errstate(all="ignore"):
+        values *= parts.scales[..., None]
+        if parts.offsets is not None:
+            values += parts.offsets[..., None]
+    return values.reshape(len(data), num_cols)
 
 
 def _f16(blocks: U8, at: int) -> F32:
@@ -151,35 +187,34 @@ def _bits(packed: U8) -> U8:
     return np.unpackbits(packed, axis=-1, bitorder="little")
 
 
-def _q4_0(blocks: U8) -> F32:
-    return _f16(blocks, 0) * (_halves(blocks[:, 2:]).astype(np.float32) - 8)
+def _q4_0(blocks: U8) -> Parts:
+    return _halves(blocks[:, 2:]).view(np.int8) - np.int8(8), _f16(blocks, 0), None
 
 
-def _q4_1(blocks: U8) -> F32:
-    return _f16(blocks, 0) * _halves(blocks[:, 4:]).astype(np.float32) + _f16(blocks, 2)
+def _q4_1(blocks: U8) -> Parts:
+    return _halves(blocks[:, 4:]).view(np.int8), _f16(blocks, 0), _f16(blocks, 2)
 
 
-def _q5_0(blocks: U8) -> F32:
+def _q5_0(blocks: U8) -> Parts:
     q = _halves(blocks[:, 6:]) | _bits(blocks[:, 2:6]) << 4
-    return _f16(blocks, 0) * (q.astype(np.float32) - 16)
+    return q.view(np.int8) - np.int8(16), _f16(blocks, 0), None
 
 
-def _q5_1(blocks: U8) -> F32:
+def _q5_1(blocks: U8) -> Parts:
     q = _halves(blocks[:, 8:]) | _bits(blocks[:, 4:8]) << 4
-    return _f16(blocks, 0) * q.astype(np.float32) + _f16(blocks, 2)
+    return q.view(np.int8), _f16(blocks, 0), _f16(blocks, 2)
 
 
-def _q8_0(blocks: U8) -> F32:
-    return _f16(blocks, 0) * np.ascontiguousarray(blocks[:, 2:]).view(np.int8).astype(np.float32)
+def _q8_0(blocks: U8) -> Parts:
+    return np.ascontiguousarray(blocks[:, 2:]).view(np.int8), _f16(blocks, 0), None
 
 
-def _affine_k(blocks: U8, q: U8) -> F32:
+def _affine_k(blocks: U8, q: U8) -> Parts:
     """Q4_K and Q5_K, whose blocks begin alike; q is [num_blocks, 8, 32]."""
     a, b, c = (blocks[:, at : at + 4] for at in (4, 8, 12))
     s = np.concatenate([a & 63, (c & 15) | (a >> 6) << 4], axis=-1).astype(np.float32)
     t = np.concatenate([b & 63, (c >> 4) | (b >> 6) << 4], axis=-1).astype(np.float32)
-    scale, offset = _f16(blocks, 0) * s, _f16(blocks, 2) * t
-    return scale[..., None] * q.astype(np.float32) - offset[..., None]
+    return q.view(np.int8), _f16(blocks, 0) * s, -(_f16(blocks, 2) * t)
 
 
 def _nibbles_k(packed: U8) -> U8:
@@ -194,55 +229,51 @@ def _pairs_k(packed: U8) -> U8:
     return pairs.reshape(-1, 16, 16)
 
 
-def _q2_k(blocks: U8) -> F32:
+def _q2_k(blocks: U8) -> Parts:
     scale = _f16(blocks, 80) * (blocks[:, :16] & 15).astype(np.float32)
     offset = _f16(blocks, 82) * (blocks[:, :16] >> 4).astype(np.float32)
-    values: F32 = scale[..., None] * _pairs_k(blocks[:, 16:80]).astype(np.float32) - offset[..., None]
-    return values
+    return _pairs_k(blocks[:, 16:80]).view(np.int8), scale, -offset
 
 
-def _q3_k(blocks: U8) -> F32:
+def _q3_k(blocks: U8) -> Parts:
     third = np.unpackbits(blocks[:, None, :32], axis=1, bitorder="little").reshape(-1, 16, 16)
     upper = blocks[:, 104:108].reshape(-1, 1, 4) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
     s = (_halves(blocks[:, 96:104]) | upper.reshape(-1, 16) << 4).astype(np.float32) - 32
-    q = (_pairs_k(blocks[:, 32:96]) | third << 2).astype(np.float32) - 4
-    values: F32 = (_f16(blocks, 108) * s)[..., None] * q
-    return values
+    q = (_pairs_k(blocks[:, 32:96]) | third << 2).astype(np.int8) - np.int8(4)
+    return q, _f16(blocks, 108) * s, None
 
 
-def _q4_k(blocks: U8) -> F32:
+def _q4_k(blocks: U8) -> Parts:
     return _affine_k(blocks, _nibbles_k(blocks[:, 16:]))
 
 
-def _q5_k(blocks: U8) -> F32:
+def _q5_k(blocks: U8) -> Parts:
     fifth = np.unpackbits(blocks[:, None, 16:48], axis=1, bitorder="little")
     return _affine_k(blocks, (_nibbles_k(blocks[:, 48:]) | fifth << 4).astype(np.uint8))
 
 
-def _q6_k(blocks: U8) -> F32:
+def _q6_k(blocks: U8) -> Parts:
     nibbles = blocks[:, :128].reshape(-1, 2, 2, 32)  # [block, half, 32-column group modulo 2, column]
     lower = np.concatenate([nibbles & 15, nibbles >> 4], axis=2)
     upper = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
-    q = (lower | upper << 4).astype(np.float32) - 32
+    q = (lower | upper << 4).astype(np.int8) - np.int8(32)
     scale = _f16(blocks, 208) * np.ascontiguousarray(blocks[:, 192:208]).view(np.int8).astype(np.float32)
-    values: F32 = scale[..., None] * q.reshape(-1, 16, 16)
-    return values
+    return q, scale, None
 
 
-def _iq4_nl(blocks: U8) -> F32:
-    return _f16(blocks, 0) * np.array(IQ4_VALUES, np.float32)[_halves(blocks[:, 2:])]
+def _iq4_nl(blocks: U8) -> Parts:
+    return np.array(IQ4_VALUES, np.int8)[_halves(blocks[:, 2:])], _f16(blocks, 0), None
 
 
-def _iq4_xs(blocks: U8) -> F32:
+def _iq4_xs(blocks: U8) -> Parts:
     shifts = np.arange(0, 16, 2, dtype=np.uint16)
     upper = np.ascontiguousarray(blocks[:, 2:4]).view(np.uint16) >> shifts & 3
     lower = np.stack([blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4], axis=-1).reshape(-1, 8)
     scale = _f16(blocks, 0) * ((lower | upper << 4).astype(np.float32) - 32)
-    values: F32 = scale[..., None] * np.array(IQ4_VALUES, np.float32)[_halves(blocks[:, 8:].reshape(-1, 8, 16))]
-    return values
+    return np.array(IQ4_VALUES, np.int8)[_halves(blocks[:, 8:].reshape(-1, 8, 16))], scale, None
 
 
-_DECODERS: Mapping[WeightFormat, Callable[[U8], F32]] = MappingProxyType(
+_DECODERS: Mapping[WeightFormat, Callable[[U8], Parts]] = MappingProxyType(
     {
         WeightFormat.Q4_0: _q4_0,
         WeightFormat.Q4_1: _q4_1,
@@ -258,4 +289,4 @@ _DECODERS: Mapping[WeightFormat, Callable[[U8], F32]] = MappingProxyType(
         WeightFormat.IQ4_XS: _iq4_xs,
     }
 )
-"""Blocks [num_blocks, bytes] -> their values, of any shape with the same order."""
+"""Blocks [num_blocks, bytes] -> their parts."""
