@@ -24,3 +24,38 @@ HAS_DEVICE = _has_device()
 DEVICE = "cuda" if HAS_DEVICE else "cpu"
 if not HAS_DEVICE:
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+
+def _mend_interpreter() -> None:
+    """Two things that Triton's interpreter gets wrong.
+
+    It holds scalars as arrays of one number, which NumPy 2.4 does not take for the bounds of a range. And its products are BLAS's,
+    whose bits depend on where in a tile a row is, and which it lets multiply the bit patterns of bf16: they become sums in
+    float64, rounded once.
+    """
+    import numpy as np
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patched(tensor, scope):
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    def numbers(handle):
+        if handle.dtype == tl.bfloat16:
+            return (handle.data.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+        return handle.data.astype(np.float64)
+
+    def create_dot(builder, a, b, d, input_precision, max_num_imprecise_acc):
+        total = (np.matmul(numbers(a), numbers(b)) + d.data).astype(d.data.dtype)
+        return interpreter.TensorHandle(total, d.dtype.scalar)
+
+    interpreter._patch_lang_tensor = patched
+    interpreter.InterpreterBuilder.create_dot = create_dot
+
+
+if not MISSING and not HAS_DEVICE:
+    _mend_interpreter()
