@@ -30,8 +30,8 @@ if not HAS_DEVICE:
 def _mend_interpreter() -> None:
     """Two things that Triton's interpreter gets wrong.
 
-    It holds scalars as arrays of one number, which NumPy 2.4 does not take for the bounds of a range. And its products are BLAS's,
-    whose bits depend on where in a tile a row is, and which it lets multiply the bit patterns of bf16: they become sums in
+    Its scalars are arrays of one number, which NumPy 2.4 takes for no bound of a range. And its products are BLAS's:
+    their bits depend on where in a tile a row is, and of bf16 they multiply the bit patterns. Here they become sums in
     float64, rounded once.
     """
     import numpy as np
