@@ -48,6 +48,11 @@ def test_wrong_usage_is_2(arguments: list[str], capsys: pytest.CaptureFixture[st
     assert "error: " in capsys.readouterr().err
 
 
+def test_a_misspelt_command_is_told_the_one_that_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _exit_code(["serv"]) == 2
+    assert "error: No such command 'serv'. Did you mean 'serve'?" in capsys.readouterr().err
+
+
 def test_our_errors_are_one_line_and_1(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PENSTOCK_DEBUG", raising=False)
     assert _exit_code(["pull", "no-such-model"]) == 1

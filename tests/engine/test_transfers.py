@@ -154,11 +154,14 @@ def test_a_probe_that_hangs_is_the_only_one() -> None:
     assert house.transfers.num_moving_blocks == 1
 
 
-def test_the_end_keeps_what_the_pool_contains() -> None:
+def test_the_end_keeps_what_the_pool_contains(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "penstock.engine.transfers")
     store = MemoryStore(100)
     first = House(store=store)
     first.ask(SESSION)
+    num_to_keep = len(first.core.scheduler.kv.content_to_keep())
     _run_beside(first, lambda: first.transfers.keep(5.0))
+    assert f"{num_to_keep} of {num_to_keep} cached KV blocks" in caplog.text
     first.finish()
     second = House(store=store)
     _, num_cached = second.ask(SESSION)

@@ -310,6 +310,12 @@ async def test_body_and_header_must_not_disagree(client):
     check(response, 400, "invalid_request_error", "priority")
 
 
+async def test_a_priority_without_effect_is_named_as_it_was_sent(client):
+    for fields, headers, name in (({"priority": 1}, {}, "priority"), ({}, {"X-Priority": "1"}, "X-Priority")):
+        response = await client.post(COMPLETIONS, json={"prompt": "a", **fields}, headers=headers)
+        assert name in check(response, 400, "invalid_request_error", name)["message"]
+
+
 async def test_priority_is_taken_where_the_order_looks_at_it():
     runtime = make_runtime(is_priority_scheduled=True)
     try:

@@ -82,6 +82,17 @@ def test_a_request_is_marked_as_its_blocks_are() -> None:
     assert " ".join(row.split()) == "b mine decode 2.5 s 1.2 s 100 48 7 memory 0.9 s, rows 0.3 s"
 
 
+def test_a_row_that_is_cut_says_so() -> None:
+    reasons = {"memory": 900.0, "rows": 300.0, "budget": 200.0, "fairness": 100.0}
+    choice = CHOICE | {"waited": {"for_ms": reasons}}
+    now = snapshot(1.0, requests=[{"id": "mine", "choices": [choice]}])
+    *_, whole = render(snapshot(), now, Look(width=140))
+    assert whole.endswith("memory 0.9 s, rows 0.3 s, budget 0.2 s, fairness 0.1 s")
+    *_, cut = render(snapshot(), now, Look(width=90))
+    assert len(cut) == 90
+    assert cut.endswith("…")
+
+
 def test_each_choice_is_marked_as_its_own_blocks_are() -> None:
     owners = [{"request": "mine", "choice": choice, "blocks": 10} for choice in (1, 0)]
     requests = [{"id": "mine", "choices": [CHOICE, CHOICE | {"index": 1}, CHOICE | {"index": 2}]}]

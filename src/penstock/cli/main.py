@@ -9,6 +9,7 @@ import importlib
 import os
 import sys
 import traceback
+from difflib import get_close_matches
 from typing import Any
 
 import click
@@ -42,6 +43,11 @@ class LazyGroup(click.Group):
         module, _, attribute = _COMMANDS[cmd_name][0].partition(":")
         command: click.Command = getattr(importlib.import_module(module), attribute)
         return command
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in _COMMANDS and (alike := get_close_matches(args[0], _COMMANDS, n=1)):
+            raise click.UsageError(f"No such command '{args[0]}'. Did you mean '{alike[0]}'?", ctx)
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

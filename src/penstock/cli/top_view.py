@@ -122,21 +122,25 @@ def _requests(now: Snapshot, look: Look, num_lines: int) -> Iterator[str]:
     for call, choice in shown:
         owner = numbers.get((call["id"], choice["index"]))
         mark = " " if owner is None else _cell("held", owner, look)
-        yield f"{mark} {_request(call, choice)[: look.width - 2]}"
+        yield f"{mark} {_cut(_request(call, choice), look.width - 2)}"
     if len(shown) < len(rows):
         yield f"  and {len(rows) - len(shown)} more"
 
 
 def _request(call: Mapping[str, Any], choice: Mapping[str, Any]) -> str:
     times = choice["time_ms"]
-    name = call["id"] if len(call["id"]) <= _NAME_WIDTH else call["id"][: _NAME_WIDTH - 1] + "…"
+    name = _cut(call["id"], _NAME_WIDTH)
     cached = (choice["prefix"] or {}).get("hit_tokens", 0)
-    parts = sorted(choice["waited"]["for_ms"].items(), key=lambda part: -part[1])[:2]
+    parts = sorted(choice["waited"]["for_ms"].items(), key=lambda part: -part[1])
     why = ", ".join(f"{reason} {_seconds(part_ms)}" for reason, part_ms in parts if part_ms >= 1)
     return (
         f"{name:{_NAME_WIDTH}} {choice['state']:8} {_seconds(times['total']):>7} {_seconds(times['queue']):>7} "
         f"{choice['prompt_tokens']:7} {cached:7} {choice['completion_tokens']:6}  {why}"
     ).rstrip()
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: max(0, width - 1)] + "…"
 
 
 def _seconds(num_ms: float) -> str:

@@ -175,6 +175,7 @@ class Transfers:
         """Spill what the free blocks of the pool contain, the last used first, while there is time. For the end of a server."""
         until_ns = self._clock.now_ns() + int(timeout_s * 1e9)
         block_ids = self._kv.content_to_keep()
+        num_asked = len(block_ids)
         while block_ids and self._tier.is_open and self._clock.now_ns() < until_ns:
             # In this order: what arrives after it was looked for sets the event again.
             self._has_arrived.clear()
@@ -185,6 +186,12 @@ class Transfers:
                 self.depart()
             else:
                 self._has_arrived.wait(max(0, until_ns - self._clock.now_ns()) / 1e9)
+        if num_asked:
+            _logger.info(
+                "%d of %d cached KV blocks that only memory held are written to the tier below",
+                num_asked - len(block_ids),
+                num_asked,
+            )
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Let what is on its way to the store get there, and the thread end. Idempotent."""

@@ -121,10 +121,11 @@ def _priority(headers: Headers, from_body: int | None, *, can_prioritise: bool) 
         raise invalid("'priority' and the header X-Priority differ; give one of them.", "priority")
     priority = from_header or from_body or 0
     if priority and not can_prioritise:
+        subject, param = ("'priority'", "priority") if from_body else ("The header X-Priority", "X-Priority")
         raise invalid(
-            f"'priority' is {priority}, but the server's waiting order does not look at priorities: that needs "
+            f"{subject} is {priority}, but the server's waiting order does not look at priorities: that needs "
             "`penstock serve --policy priority`.",
-            "priority",
+            param,
         )
     return priority
 
