@@ -1,0 +1,242 @@
+"""The kernels of attention: of rows with one query, of tiles of queries, and the merge. `attention` launches them."""
+
+# ruff: noqa: ANN001, ANN201, ANN202, N803  # kernels: Triton reads their text, and names constants in capitals
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from penstock.backends.cuda.kernels.online_softmax import merge, normalised, walk
+
+MERGED_AT_ONCE = tl.constexpr(8)
+"""Parts whose loads are in flight together."""
+
+
+@triton.jit
+def _splits(
+    position, num_programs, TILE: tl.constexpr, SPLIT_TILES: tl.constexpr, LEAST_TILES: tl.constexpr, WINDOW: tl.constexpr
+):
+    """How the context of the query at `position` is cut: its first tile, the end of its tiles, where the first part begins, the
+    tiles of a part, and how many parts there are."""
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(position + 1 - WINDOW, 0) // TILE
+    end = position // TILE + 1
+    if SPLIT_TILES > 0:
+        base = first // SPLIT_TILES * SPLIT_TILES
+        return first, end, base, SPLIT_TILES, (end - base + SPLIT_TILES - 1) // SPLIT_TILES
+    else:
+        tiles = tl.maximum((end - first + num_programs - 1) // num_programs, LEAST_TILES)
+        return first, end, first, tiles, (end - first + tiles - 1) // tiles
+
+
+@triton.jit(do_not_specialize=["num_parts"])
+def decode_kernel(
+    parts_ptr,
+    stats_ptr,
+    num_parts,
+    out_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    tables_ptr,
+    query_start_loc_ptr,
+    context_lens_ptr,
+    out_stride,
+    q_stride,
+    table_stride,
+    factor,
+    softcap_factor,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    KEY_GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLIT_TILES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    IS_INT8: tl.constexpr,
+    LEAST_TILES: tl.constexpr,
+    IS_DIRECT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Of one row with one query, one KV head: every so many parts of its context, as many as there are programs for it."""
+    # Heads are the fastest to change: programs that run together read neighbouring memory.
+    kv_head, row = tl.program_id(0), tl.program_id(1)
+    token = tl.load(query_start_loc_ptr + row)
+    if tl.load(query_start_loc_ptr + row + 1) - token != 1:
+        return
+    position = tl.load(context_lens_ptr + row)
+    first, end, base, tiles, count = _splits(position, tl.num_programs(2), TILE, SPLIT_TILES, LEAST_TILES, WINDOW)
+    if tl.program_id(2) >= count:
+        return
+    m = tl.arange(0, BLOCK_M)
+    column = tl.arange(0, COLUMNS)
+    is_q = (m < GROUP)[:, None] & (column < HEAD_DIM)[None, :]
+    head = kv_head * GROUP + m
+    q_at = q_ptr + token.to(tl.int64) * q_stride + head[:, None] * HEAD_DIM + column[None, :]
+    q = tl.load(q_at, mask=is_q, other=0.0)
+    positions = tl.where(m < GROUP, position, -1)
+    table_ptr = tables_ptr + row.to(tl.int64) * table_stride
+    for part in range(tl.program_id(2), count, tl.num_programs(2)):
+        acc = tl.zeros([BLOCK_M, COLUMNS], tl.float32)
+        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        begin = tl.maximum(base + part * tiles, first)
+        stop = tl.minimum(base + (part + 1) * tiles, end)
+        acc, top, total = walk(
+            acc, top, total, q, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, kv_head, positions, begin, begin,
+            stop, position + 1, factor, softcap_factor, NUM_KV_HEADS, HEAD_DIM, COLUMNS, KEY_GROUP, BLOCK_SIZE, TILE, WINDOW,
+            SOFTCAP, IS_INT8, False,
+        )  # fmt: skip
+        if IS_DIRECT:
+            at = out_ptr + token.to(tl.int64) * out_stride + head[:, None] * HEAD_DIM + column[None, :]
+            tl.store(at, normalised(acc, total).to(out_ptr.dtype.element_ty), mask=is_q)
+        else:
+            place = (row.to(tl.int64) * (NUM_KV_HEADS * GROUP) + head) * num_parts + part
+            tl.store(parts_ptr + place[:, None] * COLUMNS + column[None, :], acc, mask=(m < GROUP)[:, None])
+            tl.store(stats_ptr + place * 2, top, mask=m < GROUP)
+            tl.store(stats_ptr + place * 2 + 1, total, mask=m < GROUP)
+
+
+@triton.jit(do_not_specialize=["num_parts", "num_programs"])
+def merge_kernel(
+    out_ptr,
+    parts_ptr,
+    stats_ptr,
+    query_start_loc_ptr,
+    context_lens_ptr,
+    out_stride,
+    factor,
+    num_parts,
+    num_programs,
+    HEAD_DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLIT_TILES: tl.constexpr,
+    LEAST_TILES: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """The answer of one query head of one row with one query."""
+    head, row = tl.program_id(0), tl.program_id(1)
+    token = tl.load(query_start_loc_ptr + row)
+    if tl.load(query_start_loc_ptr + row + 1) - token != 1:
+        return
+    position = tl.load(context_lens_ptr + row)
+    _, _, _, _, count = _splits(position, num_programs, TILE, SPLIT_TILES, LEAST_TILES, WINDOW)
+    column = tl.arange(0, COLUMNS)[None, :]
+    one = tl.arange(0, 1)
+    first_place = (row.to(tl.int64) * tl.num_programs(0) + head) * num_parts
+    acc = tl.zeros([1, COLUMNS], tl.float32)
+    top = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    for first in range(0, count, MERGED_AT_ONCE):
+        for i in tl.static_range(MERGED_AT_ONCE):
+            place = first_place + first + i + one
+            is_part = first + i + one < count
+            part = tl.load(parts_ptr + place[:, None] * COLUMNS + column, mask=is_part[:, None], other=0.0)
+            part_top = tl.load(stats_ptr + place * 2, mask=is_part, other=float("-inf"))
+            part_total = tl.load(stats_ptr + place * 2 + 1, mask=is_part, other=0.0)
+            acc, top, total = merge(acc, top, total, part, part_top, part_total, factor)
+    at = out_ptr + token.to(tl.int64) * out_stride + head * HEAD_DIM + column
+    tl.store(at, normalised(acc, total).to(out_ptr.dtype.element_ty), mask=column < HEAD_DIM)
+
+
+@triton.jit
+def _row_of_tile(query_start_loc_ptr, tile, num_rows, QUERIES: tl.constexpr):
+    """Which row a tile is of, if the tiles of row r begin at `query_start_loc[r] // QUERIES + r`: that leaves room for all."""
+    low = 0
+    high = num_rows
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(query_start_loc_ptr + middle) // QUERIES + middle <= tile:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def prefill_kernel(
+    num_rows,
+    out_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    tables_ptr,
+    query_start_loc_ptr,
+    context_lens_ptr,
+    out_stride,
+    q_stride,
+    table_stride,
+    factor,
+    softcap_factor,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    KEY_GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLIT_TILES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    IS_INT8: tl.constexpr,
+    QUERIES: tl.constexpr,
+    LEAVES_DECODES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """`QUERIES` queries of one row and all query heads of one KV head, over their whole context."""
+    kv_head = tl.program_id(0)
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # A row's last queries see the most: they start first.
+    row = _row_of_tile(query_start_loc_ptr, tile, num_rows, QUERIES)
+    start = tl.load(query_start_loc_ptr + row)
+    query_len = tl.load(query_start_loc_ptr + row + 1) - start
+    first_query = (tile - (start // QUERIES + row)) * QUERIES
+    if first_query >= query_len or (LEAVES_DECODES and query_len == 1):
+        return
+    context_len = tl.load(context_lens_ptr + row)
+    m = tl.arange(0, BLOCK_M)
+    column = tl.arange(0, COLUMNS)
+    query = first_query + m // GROUP
+    has_query = (m < QUERIES * GROUP) & (query < query_len)
+    is_q = has_query[:, None] & (column < HEAD_DIM)[None, :]
+    head = kv_head * GROUP + m % GROUP
+    token = (start + query).to(tl.int64)
+    q = tl.load(q_ptr + token[:, None] * q_stride + head[:, None] * HEAD_DIM + column[None, :], mask=is_q, other=0.0)
+    positions = tl.where(has_query, context_len + query, -1)
+    num_positions = context_len + tl.minimum(first_query + QUERIES, query_len)
+    table_ptr = tables_ptr + row.to(tl.int64) * table_stride
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(context_len + first_query + 1 - WINDOW, 0) // TILE
+    full_end = (context_len + first_query + 1) // TILE
+    end = (num_positions + TILE - 1) // TILE
+    acc = tl.zeros([BLOCK_M, COLUMNS], tl.float32)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if SPLIT_TILES > 0:
+        for split in range(first // SPLIT_TILES, (end + SPLIT_TILES - 1) // SPLIT_TILES):
+            part, part_top, part_total = walk(
+                tl.zeros([BLOCK_M, COLUMNS], tl.float32), tl.full([BLOCK_M], float("-inf"), tl.float32),
+                tl.zeros([BLOCK_M], tl.float32), q, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, kv_head, positions,
+                tl.maximum(split * SPLIT_TILES, first), full_end, tl.minimum((split + 1) * SPLIT_TILES, end), num_positions,
+                factor, softcap_factor, NUM_KV_HEADS, HEAD_DIM, COLUMNS, KEY_GROUP, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, IS_INT8,
+                WINDOW == 0,
+            )  # fmt: skip
+            acc, top, total = merge(acc, top, total, part, part_top, part_total, factor)
+    else:
+        acc, top, total = walk(
+            acc, top, total, q, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, kv_head, positions, first, full_end, end,
+            num_positions, factor, softcap_factor, NUM_KV_HEADS, HEAD_DIM, COLUMNS, KEY_GROUP, BLOCK_SIZE, TILE, WINDOW,
+            SOFTCAP, IS_INT8, WINDOW == 0,
+        )  # fmt: skip
+    at = out_ptr + token[:, None] * out_stride + head[:, None] * HEAD_DIM + column[None, :]
+    tl.store(at, normalised(acc, total).to(out_ptr.dtype.element_ty), mask=is_q)

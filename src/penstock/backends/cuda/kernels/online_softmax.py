@@ -1,0 +1,203 @@
+"""Attention of a tile of queries over paged keys and values, one tile of positions after the other: what `attention` builds on.
+
+Device functions only. A sum over positions is kept as (acc, top, total): the weighted values, the largest score and the sum of
+the weights, all in float32, weights being 2 ** (factor * (score - top)). With no position seen yet, top is -inf and the rest 0.
+
+A query's bits depend on where tiles begin and in which order sums are merged, not on what else is in its tile: a position that
+it can't see adds exact zeros. Each product that feeds a sum is an explicit `fma`, so that no compiler can choose between two.
+"""
+
+# ruff: noqa: ANN001, ANN201, ANN202, N803  # kernels: Triton reads their text, and names constants in capitals
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def walk(
+    acc,
+    top,
+    total,
+    q,
+    k_ptr,
+    v_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    table_ptr,
+    kv_head,
+    position,
+    begin,
+    full_end,
+    end,
+    num_positions,
+    factor,
+    softcap_factor,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    KEY_GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    IS_INT8: tl.constexpr,
+    HAS_FULL: tl.constexpr,
+):
+    """Add the tiles [begin, end) of a row's positions to the sums of M queries.
+
+    q [M, COLUMNS], position [M] (-1: no query); `table_ptr` is at the row's block table. A query sees the positions up to its
+    own, and only the last of them if there is a window. None from `num_positions` on is read: what lies there may be NaN.
+    With `HAS_FULL`, every query sees all of the tiles before `full_end`, and they need no mask.
+    """
+    if HAS_FULL:
+        full_end = tl.minimum(tl.maximum(full_end, begin), end)
+        acc, top, total = _walk_tiles(
+            acc, top, total, q, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, kv_head, position, begin, full_end,
+            num_positions, factor, softcap_factor, NUM_KV_HEADS, HEAD_DIM, COLUMNS, KEY_GROUP, BLOCK_SIZE, TILE, WINDOW,
+            SOFTCAP, IS_INT8, False,
+        )  # fmt: skip
+        begin = full_end
+    return _walk_tiles(
+        acc, top, total, q, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, kv_head, position, begin, end,
+        num_positions, factor, softcap_factor, NUM_KV_HEADS, HEAD_DIM, COLUMNS, KEY_GROUP, BLOCK_SIZE, TILE, WINDOW,
+        SOFTCAP, IS_INT8, True,
+    )  # fmt: skip
+
+
+@triton.jit
+def merge(acc, top, total, part, part_top, part_total, factor):
+    """The sum over two sets of positions. acc, part [M, COLUMNS]; the rest [M]"""
+    new_top = tl.maximum(top, part_top)
+    base = _base(new_top, factor)
+    kept = tl.math.exp2(tl.fma(top, factor, -base))
+    added = tl.math.exp2(tl.fma(part_top, factor, -base))
+    acc = tl.fma(acc, kept[:, None], part * added[:, None])
+    return acc, new_top, tl.fma(total, kept, part_total * added)
+
+
+@triton.jit
+def normalised(acc, total):
+    """The answer; where nothing was summed, 0."""
+    return acc / tl.where(total == 0.0, 1.0, total)[:, None]
+
+
+@triton.jit
+def _walk_tiles(
+    acc,
+    top,
+    total,
+    q,
+    k_ptr,
+    v_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    table_ptr,
+    kv_head,
+    position,
+    begin,
+    end,
+    num_positions,
+    factor,
+    softcap_factor,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    KEY_GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    IS_INT8: tl.constexpr,
+    IS_MASKED: tl.constexpr,
+):
+    column = tl.arange(0, COLUMNS)
+    for tile in range(begin, end):
+        at = tile * TILE + tl.arange(0, TILE)
+        is_there = at < num_positions
+        slot = _slots(table_ptr, tile, at, is_there, BLOCK_SIZE, TILE, IS_MASKED) * NUM_KV_HEADS + kv_head
+        k_at = k_ptr + slot[:, None] * HEAD_DIM + column[None, :]
+        v_at = v_ptr + slot[:, None] * HEAD_DIM + column[None, :]
+        k = _load(k_at, column, is_there, HEAD_DIM, COLUMNS, IS_MASKED)
+        v = _load(v_at, column, is_there, HEAD_DIM, COLUMNS, IS_MASKED)
+        if IS_INT8:
+            k = _scaled_keys(k, k_scale_ptr, slot, is_there, HEAD_DIM, COLUMNS, KEY_GROUP, TILE).to(q.dtype)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if SOFTCAP > 0:
+            scores = SOFTCAP * _tanh(scores * softcap_factor)
+        if IS_MASKED:
+            visible = at[None, :] <= position[:, None]
+            if WINDOW > 0:
+                visible = visible & (at[None, :] > position[:, None] - WINDOW)
+            scores = tl.where(visible, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        base = _base(new_top, factor)
+        weights = tl.math.exp2(tl.fma(scores, factor, -base[:, None]))
+        kept = tl.math.exp2(tl.fma(top, factor, -base))
+        total = tl.fma(total, kept, tl.sum(weights, 1))
+        if IS_INT8:  # A value's scale is one number per position: it goes with the weight.
+            v = v.to(tl.float32).to(q.dtype)
+            weights *= tl.load(v_scale_ptr + slot, mask=is_there, other=0.0).to(tl.float32)[None, :]
+        acc = tl.dot(weights.to(q.dtype), v, acc * kept[:, None], input_precision="ieee")
+        top = new_top
+    return acc, top, total
+
+
+@triton.jit
+def _base(top, factor):
+    """What all exponents are taken less of; 0 before there is any score, since -inf less -inf is no number."""
+    return tl.where(top == float("-inf"), 0.0, top) * factor
+
+
+@triton.jit
+def _slots(table_ptr, tile, at, is_there, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, IS_MASKED: tl.constexpr):
+    """Of a tile's positions; 64 bits, for a cache has more elements than 32 bits can count. [TILE]"""
+    if BLOCK_SIZE % TILE == 0:
+        block = tl.load(table_ptr + tile * TILE // BLOCK_SIZE).to(tl.int64)
+        return block * BLOCK_SIZE + at % BLOCK_SIZE
+    elif IS_MASKED:
+        return tl.load(table_ptr + at // BLOCK_SIZE, mask=is_there, other=0).to(tl.int64) * BLOCK_SIZE + at % BLOCK_SIZE
+    else:
+        return tl.load(table_ptr + at // BLOCK_SIZE).to(tl.int64) * BLOCK_SIZE + at % BLOCK_SIZE
+
+
+@triton.jit
+def _load(pointers, column, is_there, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, IS_MASKED: tl.constexpr):
+    """[TILE, COLUMNS]; 0 where there is nothing."""
+    if IS_MASKED:
+        return tl.load(pointers, mask=is_there[:, None] & (column < HEAD_DIM)[None, :], other=0)
+    elif HEAD_DIM == COLUMNS:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=(column < HEAD_DIM)[None, :], other=0)
+
+
+@triton.jit
+def _scaled_keys(
+    k,
+    k_scale_ptr,
+    slot,
+    is_there,
+    HEAD_DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    KEY_GROUP: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """int8 keys times their scales, float32. [TILE, COLUMNS]"""
+    groups: tl.constexpr = COLUMNS // KEY_GROUP
+    num_groups: tl.constexpr = (HEAD_DIM + KEY_GROUP - 1) // KEY_GROUP
+    group = tl.arange(0, groups)
+    mask = is_there[:, None] & (group < num_groups)[None, :]
+    scale = tl.load(k_scale_ptr + slot[:, None] * num_groups + group[None, :], mask=mask, other=0.0).to(tl.float32)
+    parts = tl.reshape(k.to(tl.float32), [TILE, groups, KEY_GROUP])
+    return tl.reshape(parts * scale[:, :, None], [TILE, COLUMNS])
+
+
+@triton.jit
+def _tanh(x):
+    """From exp2: Triton's core has no tanh. Of what is above 15 it is 1, and NaN stays NaN."""
+    x = tl.where(x > 15.0, 15.0, x)
+    return 1.0 - 2.0 / (tl.math.exp2(x * 2.8853900817779268) + 1.0)  # 2 log2(e)

@@ -1,0 +1,168 @@
+"""Owns the paged keys and values of the cuda backend; its kernels write and read them, and its executor copies blocks.
+
+Never knows who holds a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from penstock.backends.batch import NULL_BLOCK
+from penstock.types.kv_dtype import KEY_GROUP, KvDtype
+
+SCALE_DTYPE = torch.bfloat16
+"""Of an int8: what the reference rounds its scales to."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KvLayer:
+    """One layer's part of the cache, for kernels. A token's slot is block_id * block_size + offset."""
+
+    k: torch.Tensor
+    """[num_blocks, block_size, num_kv_heads, head_dim], contiguous, as `v`; int8, or what the model computes in."""
+    v: torch.Tensor
+    k_scale: torch.Tensor | None
+    """Of int8: one per `KEY_GROUP` columns. [num_blocks, block_size, num_kv_heads, key_groups]"""
+    v_scale: torch.Tensor | None
+    """Of int8: one per head. [num_blocks, block_size, num_kv_heads]"""
+
+    @property
+    def block_size(self) -> int:
+        return int(self.k.shape[1])
+
+
+def key_groups(head_dim: int) -> int:
+    """Scales of one int8 key."""
+    return -(-head_dim // KEY_GROUP)
+
+
+def block_bytes(
+    *, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, kv_dtype: KvDtype, dtype: torch.dtype
+) -> int:
+    """Bytes that one more block takes on the device: what a budget of memory is divided by."""
+    if kv_dtype is KvDtype.INT8:
+        head_bytes = 2 * head_dim + (key_groups(head_dim) + 1) * int(SCALE_DTYPE.itemsize)
+    else:
+        head_bytes = 2 * head_dim * int(dtype.itemsize)
+    return num_layers * block_size * num_kv_heads * head_bytes
+
+
+class PagedKvCache:
+    """Keys and values of all layers. With `BF16` they are stored in `dtype`: bf16 on the device, float32 or float16 in tests.
+
+    Their layout keeps the heads of a position together, so that all that a step writes of one token is one piece.
+    With `poison`, slots that hold no KV are NaN: whoever reads one gets NaN for an answer. Not those of the null block, which
+    padding reads.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        kv_dtype: KvDtype,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        poison: bool = False,
+    ) -> None:
+        self.kv_dtype = kv_dtype
+        self._block_size = block_size
+        self._poison = poison
+        self._device = torch.device(device)
+        shape = (num_layers, num_blocks, block_size, num_kv_heads)
+        is_int8 = kv_dtype is KvDtype.INT8
+        kept = torch.int8 if is_int8 else dtype
+        self._k = torch.zeros((*shape, head_dim), dtype=kept, device=self._device)
+        self._v = torch.zeros_like(self._k)
+        self._scales: tuple[torch.Tensor, ...] = ()
+        """Of keys, of values."""
+        if is_int8:
+            k_scale = torch.zeros((*shape, key_groups(head_dim)), dtype=SCALE_DTYPE, device=self._device)
+            self._scales = k_scale, torch.zeros(shape, dtype=SCALE_DTYPE, device=self._device)
+        self._poison_slots(slice(NULL_BLOCK + 1, None), 0)
+
+    @property
+    def _parts(self) -> tuple[torch.Tensor, ...]:
+        """All that a block consists of. Each [num_layers, num_blocks, ...]"""
+        return (self._k, self._v, *self._scales)
+
+    def layer(self, index: int) -> KvLayer:
+        k_scale, v_scale = (scale[index] for scale in self._scales) if self._scales else (None, None)
+        return KvLayer(self._k[index], self._v[index], k_scale, v_scale)
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one block, in all layers."""
+        return sum(part[:, 0].numel() * part.dtype.itemsize for part in self._parts)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.numel() * part.dtype.itemsize for part in self._parts)
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks (source, destination), in order; nothing is waited for."""
+        for source, destination in pairs:
+            for part in self._parts:
+                part[:, destination].copy_(part[:, source])
+
+    def pack_blocks(self, block_ids: Sequence[int]) -> torch.Tensor:
+        """The contents of blocks, on the device, one after the other. uint8 [num_block_ids, block_bytes]"""
+        index = torch.tensor(block_ids, dtype=torch.int64, device=self._device)
+        count = len(block_ids)
+        pieces = [part.index_select(1, index).transpose(0, 1).reshape(count, -1).view(torch.uint8) for part in self._parts]
+        return torch.cat(pieces, 1)
+
+    def unpack_blocks(self, block_ids: Sequence[int], packed: torch.Tensor) -> None:
+        """The reverse of `pack_blocks`."""
+        index = torch.tensor(block_ids, dtype=torch.int64, device=self._device)
+        widths = [part[:, 0].numel() * part.dtype.itemsize for part in self._parts]
+        for part, piece in zip(self._parts, packed.split(widths, 1), strict=True):
+            blocks = piece.contiguous().view(part.dtype).view(len(block_ids), part.shape[0], *part.shape[2:])
+            part.index_copy_(1, index, blocks.transpose(0, 1))
+
+    def read_blocks(self, block_ids: Sequence[int], out: Sequence[memoryview]) -> None:
+        """Copy blocks to the host, each to an `out` of `block_bytes`, and wait for it."""
+        if not block_ids:
+            return
+        staging = self._staging(len(block_ids))
+        staging.copy_(self.pack_blocks(block_ids))
+        for target, content in zip(out, staging.numpy(), strict=True):
+            np.frombuffer(target, np.uint8)[:] = content
+
+    def write_blocks(self, block_ids: Sequence[int], contents: Sequence[memoryview]) -> None:
+        """The reverse of `read_blocks`."""
+        if not block_ids:
+            return
+        staging = self._staging(len(block_ids))
+        for target, content in zip(staging.numpy(), contents, strict=True):
+            target[:] = np.frombuffer(content, np.uint8)
+        self.unpack_blocks(block_ids, staging.to(self._device))
+
+    def read_block(self, block_id: int, out: memoryview) -> None:
+        self.read_blocks([block_id], [out])
+
+    def write_block(self, block_id: int, content: memoryview) -> None:
+        self.write_blocks([block_id], [content])
+
+    def _staging(self, num_blocks: int) -> torch.Tensor:
+        is_pinned = self._device.type == "cuda"
+        return torch.empty((num_blocks, self.block_bytes), dtype=torch.uint8, pin_memory=is_pinned)
+
+    def forget(self, block_ids: Sequence[int], num_kept: int) -> None:
+        """What these blocks hold after their first `num_kept` positions has no meaning any more: poison it, if asked to."""
+        for i, block_id in enumerate(block_ids):
+            if block_id != NULL_BLOCK:
+                self._poison_slots(slice(block_id, block_id + 1), max(0, num_kept - i * self._block_size))
+
+    def _poison_slots(self, blocks: slice, start: int) -> None:
+        """Those of the blocks from offset `start` on. An int8 is none if its scale is none."""
+        if self._poison:
+            for part in self._scales or self._parts:
+                part[:, blocks, start:] = torch.nan

@@ -1,0 +1,152 @@
+"""Attention over the paged cache against the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from backends.cuda.paged import F32, Scene, Span
+from interpreted import DEVICE
+from penstock.backends.cuda.kernels import attention
+from penstock.types.kv_dtype import KvDtype
+
+MODES = pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
+
+
+def assert_near(answers: Sequence[F32], expected: Sequence[F32], atol: float = 1e-4) -> None:
+    for got, want in zip(answers, expected, strict=True):
+        np.testing.assert_allclose(got, want, atol=atol, rtol=atol)
+
+
+def ends(scene: Scene) -> list[Span]:
+    """The last position of each row, as a decode."""
+    return [Span(row, length - 1, 1) for row, length in enumerate(scene.lengths)]
+
+
+class TestDecode:
+    @MODES
+    @pytest.mark.parametrize("block_size", [4, 16, 64, 80])
+    def test_lengths_at_the_edges_of_blocks_and_tiles(self, block_size: int, *, deterministic: bool) -> None:
+        scene = Scene([1, 15, 16, 17, 63, 64, 65, 200], block_size)
+        spans = ends(scene)
+        assert_near(scene.attend(spans, deterministic=deterministic), scene.expected(spans))
+
+    @pytest.mark.parametrize("num_heads", range(1, 9))
+    def test_groups_of_query_heads(self, num_heads: int) -> None:
+        scene = Scene([70, 3], num_heads=2 * num_heads, num_kv_heads=2)
+        assert_near(scene.attend(ends(scene)), scene.expected(ends(scene)))
+
+    def test_one_kv_head_for_more_query_heads_than_a_tile_has_rows(self) -> None:
+        scene = Scene([70, 3], num_heads=20, num_kv_heads=1)
+        for deterministic in (False, True):
+            assert_near(scene.attend(ends(scene), deterministic=deterministic), scene.expected(ends(scene)))
+
+    @pytest.mark.parametrize("head_dim", [8, 40, 64, 80, 128])
+    @pytest.mark.parametrize("kv_dtype", KvDtype)
+    def test_head_dims(self, head_dim: int, kv_dtype: KvDtype) -> None:
+        scene = Scene([70], head_dim=head_dim, kv_dtype=kv_dtype)
+        assert_near(scene.attend(ends(scene)), scene.expected(ends(scene)))
+
+    @MODES
+    @pytest.mark.parametrize("window", [1, 16, 60, 64, 300])
+    def test_windows(self, window: int, *, deterministic: bool) -> None:
+        scene = Scene([1, 64, 65, 200])
+        spans = ends(scene)
+        answers = scene.attend(spans, window=window, deterministic=deterministic)
+        assert_near(answers, scene.expected(spans, window=window))
+
+    @MODES
+    def test_softcap(self, *, deterministic: bool) -> None:
+        scene = Scene([1, 200], size=30.0)
+        spans = ends(scene)
+        answers = scene.attend(spans, softcap=5.0, deterministic=deterministic)
+        assert_near(answers, scene.expected(spans, softcap=5.0))
+
+    def test_contexts_of_several_deterministic_splits(self) -> None:
+        length = 2 * attention.DETERMINISTIC_SPLIT + 33
+        scene = Scene([length, 700, 20], num_heads=2, num_kv_heads=1, size=3.0)
+        for window in (0, 600):
+            answers = scene.attend(ends(scene), deterministic=True, window=window)
+            assert_near(answers, scene.expected(ends(scene), window=window))
+
+    @pytest.mark.parametrize("num_multiprocessors", [1, 3, 100])
+    def test_however_many_splits_keep_the_device_busy(self, num_multiprocessors: int) -> None:
+        """Down to one, which writes its answer by itself, and up to more than are merged at once."""
+        scene = Scene([1300, 65, 1], num_heads=2, num_kv_heads=1, size=3.0)
+        spans = ends(scene)[:1] if num_multiprocessors == 100 else ends(scene)
+        workspace = replace(scene.workspace(deterministic=False, max_rows=40), num_multiprocessors=num_multiprocessors)
+        assert_near(scene.attend(spans, workspace=workspace), scene.expected(spans))
+
+    @MODES
+    def test_a_grid_for_longer_rows_than_there_are(self, *, deterministic: bool) -> None:
+        """A captured graph's: the programs that find nothing to do leave."""
+        scene = Scene([1, 130])
+        workspace = attention.AttentionWorkspace.allocate(
+            max_rows=2, num_heads=4, num_kv_heads=2, head_dim=32, max_model_len=4096, device=DEVICE, deterministic=deterministic
+        )
+        answers = scene.attend(ends(scene), deterministic=deterministic, max_seq_len=4096, workspace=workspace)
+        assert_near(answers, scene.expected(ends(scene)))
+
+    def test_float16(self) -> None:
+        scene = Scene([70, 130], dtype=torch.float16)
+        assert_near(scene.attend(ends(scene)), scene.expected(ends(scene)), 5e-3)
+
+    @pytest.mark.parametrize("kv_dtype", KvDtype)
+    def test_bfloat16(self, kv_dtype: KvDtype) -> None:
+        scene = Scene([70, 130], dtype=torch.bfloat16, kv_dtype=kv_dtype)
+        assert_near(scene.attend(ends(scene)), scene.expected(ends(scene)), 3e-2)
+
+
+class TestPrefill:
+    @MODES
+    @pytest.mark.parametrize("kv_dtype", KvDtype)
+    def test_chunks_after_contexts_of_any_length(self, kv_dtype: KvDtype, *, deterministic: bool) -> None:
+        scene = Scene([1, 17, 64, 65, 150], kv_dtype=kv_dtype, num_heads=6)
+        spans = [Span(0, 0, 1), Span(1, 0, 17), Span(2, 63, 1), Span(3, 2, 63), Span(4, 70, 80)]
+        assert_near(scene.attend(spans, deterministic=deterministic), scene.expected(spans))
+
+    @pytest.mark.parametrize("num_heads", range(1, 9))
+    def test_groups_of_query_heads(self, num_heads: int) -> None:
+        """Also those that do not divide a tile."""
+        scene = Scene([90], num_heads=num_heads, num_kv_heads=1)
+        spans = [Span(0, 20, 70)]
+        assert_near(scene.attend(spans), scene.expected(spans))
+
+    @MODES
+    @pytest.mark.parametrize("window", [1, 20, 64, 100])
+    def test_windows(self, window: int, *, deterministic: bool) -> None:
+        scene = Scene([150, 40])
+        spans = [Span(0, 30, 120), Span(1, 0, 40)]
+        answers = scene.attend(spans, window=window, deterministic=deterministic)
+        assert_near(answers, scene.expected(spans, window=window))
+
+    @MODES
+    def test_softcap(self, *, deterministic: bool) -> None:
+        scene = Scene([100], size=30.0)
+        spans = [Span(0, 10, 90)]
+        answers = scene.attend(spans, softcap=5.0, deterministic=deterministic)
+        assert_near(answers, scene.expected(spans, softcap=5.0))
+
+    def test_an_empty_row_and_a_row_of_the_null_block(self) -> None:
+        """Padding: what it computes has no meaning, and nobody else's answer changes."""
+        scene = Scene([40, 20])
+        scene.tables[1] = 0
+        spans = [Span(0, 10, 0), Span(1, 0, 20), Span(0, 10, 30), Span(1, 19, 1)]
+        assert_near(scene.attend(spans)[2:3], scene.expected([Span(0, 10, 30)]))
+
+    def test_float16(self) -> None:
+        scene = Scene([100], dtype=torch.float16)
+        spans = [Span(0, 10, 90)]
+        assert_near(scene.attend(spans), scene.expected(spans), 5e-3)
+
+
+def test_poison_in_sight_is_seen() -> None:
+    """The tests above would notice a stale read."""
+    scene = Scene([40])
+    scene.cache.forget([int(scene.tables[0, 1])], 5)
+    (answer,) = scene.attend([Span(0, 39, 1)])
+    assert np.isnan(answer).all()
