@@ -142,7 +142,7 @@ class GroupedIntegers:
     @property
     def group(self) -> int:
         """Columns that share a scale."""
-        return self.integers.shape[1] // self.scales.shape[1]
+        return int(self.integers.shape[1]) // int(self.scales.shape[1])
 
 
 def grouped_integers(data: NDArray[np.generic], fmt: WeightFormat, num_cols: int) -> GroupedIntegers:

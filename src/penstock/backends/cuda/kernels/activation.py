@@ -1,0 +1,86 @@
+"""Operations on single numbers, in Triton: activations with and without a gate, and the softcap. Called by `lowering`.
+
+Arithmetic is float32 whatever the tensors are. Rows may be parts of wider ones: the columns of a row must lie side by side.
+"""
+
+# ruff: noqa: ANN001, ANN202, N803, N806, SIM300  # kernels, which Triton reads: constants have capitals
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from penstock.models.program import Activation
+
+BLOCK = 1024
+"""Columns of a program."""
+KINDS = {"silu": 0, "gelu_tanh": 1}
+
+
+def gated(out: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: Activation) -> None:
+    """out = activation(gate) * up; all [rows, width]. `out` may be `gate` or `up`."""
+    if gate.shape[0]:
+        _gated_kernel[_grid(gate)](
+            out, gate, up, out.stride(0), gate.stride(0), up.stride(0), gate.shape[1], KIND=KINDS[kind], BLOCK=BLOCK
+        )
+
+
+def act(out: torch.Tensor, x: torch.Tensor, kind: Activation) -> None:
+    """out = activation(x), [rows, width]. `out` may be `x`."""
+    if x.shape[0]:
+        _act_kernel[_grid(x)](out, x, out.stride(0), x.stride(0), x.shape[1], KIND=KINDS[kind], BLOCK=BLOCK)
+
+
+def softcap(x: torch.Tensor, cap: float) -> None:
+    """x = cap * tanh(x / cap), in place. [rows, width]"""
+    if x.shape[0]:
+        _softcap_kernel[_grid(x)](x, x.stride(0), x.shape[1], cap, BLOCK=BLOCK)
+
+
+def _grid(x: torch.Tensor) -> tuple[int, int]:
+    return x.shape[0], triton.cdiv(x.shape[1], BLOCK)
+
+
+@triton.jit
+def _tanh(x):
+    # 1 where e^2x is infinite, -1 where it is 0.
+    return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
+
+
+@triton.jit
+def _activate(x, KIND: tl.constexpr):
+    if KIND == 0:
+        return x / (1.0 + tl.exp(-x))
+    inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+    return 0.5 * x * (1.0 + _tanh(inner))
+
+
+@triton.jit
+def _gated_kernel(
+    out_ptr, gate_ptr, up_ptr, out_stride, gate_stride, up_stride, width, KIND: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < width
+    gate = tl.load(gate_ptr + row * gate_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * up_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * out_stride + cols, (_activate(gate, KIND) * up).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _act_kernel(out_ptr, x_ptr, out_stride, x_stride, width, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < width
+    x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * out_stride + cols, _activate(x, KIND).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _softcap_kernel(x_ptr, x_stride, width, cap, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < width
+    x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    tl.store(x_ptr + row * x_stride + cols, (cap * _tanh(x / cap)).to(x_ptr.dtype.element_ty), mask=mask)

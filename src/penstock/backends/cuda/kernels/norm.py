@@ -1,0 +1,85 @@
+"""Norms of rows, in Triton: one program for each row or group, so that a row's bits never depend on what it is computed with.
+
+Called by `lowering`. Arithmetic is float32 whatever the tensors are. Rows may be parts of wider ones: only the columns of a row
+must lie side by side.
+"""
+
+# ruff: noqa: ANN001, ANN202, N803, N806, SIM300  # kernels, which Triton reads: constants have capitals
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+def rms_norm(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, group: int = 0) -> None:
+    """out = x / sqrt(mean(x^2) + eps) * weight, per group of `group` columns (0: the whole row); x, out [rows, width].
+
+    `weight` is of one group, for all of them, or of the whole row. `out` may be `x`.
+    """
+    num_rows, width = x.shape
+    group = group or width
+    if num_rows:
+        _rms_norm_kernel[(num_rows, width // group)](
+            out,
+            x,
+            weight,
+            out.stride(0),
+            x.stride(0),
+            group,
+            0 if weight.numel() == group else group,
+            eps,
+            BLOCK=triton.next_power_of_2(group),
+            num_warps=_num_warps(group),
+        )
+
+
+def layer_norm(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> None:
+    """out = (x - mean) / sqrt(var + eps) * weight + bias; x, out [rows, width]. `out` may be `x`."""
+    num_rows, width = x.shape
+    if num_rows:
+        _layer_norm_kernel[(num_rows,)](
+            out,
+            x,
+            weight,
+            bias,
+            out.stride(0),
+            x.stride(0),
+            width,
+            eps,
+            BLOCK=triton.next_power_of_2(width),
+            num_warps=_num_warps(width),
+        )
+
+
+def _num_warps(width: int) -> int:
+    """Of width alone: how many there are decides the order in which a row is added up."""
+    return min(16, max(1, triton.next_power_of_2(width) // 512))
+
+
+@triton.jit
+def _rms_norm_kernel(out_ptr, x_ptr, weight_ptr, out_stride, x_stride, group, weight_step, eps, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * group
+    cols = tl.arange(0, BLOCK)
+    mask = cols < group
+    x = tl.load(x_ptr + row * x_stride + first + cols, mask=mask, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + tl.program_id(1) * weight_step + cols, mask=mask, other=0.0).to(tl.float32)
+    mean_square = tl.sum(x * x, axis=0) / group
+    normed = x / tl.sqrt(mean_square + eps) * weight
+    tl.store(out_ptr + row * out_stride + first + cols, normed.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _layer_norm_kernel(out_ptr, x_ptr, weight_ptr, bias_ptr, out_stride, x_stride, width, eps, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < width
+    x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    centred = tl.where(mask, x - tl.sum(x, axis=0) / width, 0.0)
+    variance = tl.sum(centred * centred, axis=0) / width
+    weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    bias = tl.load(bias_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    normed = centred / tl.sqrt(variance + eps) * weight + bias
+    tl.store(out_ptr + row * out_stride + cols, normed.to(out_ptr.dtype.element_ty), mask=mask)

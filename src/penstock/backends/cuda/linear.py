@@ -1,0 +1,169 @@
+"""Owns the matrices of one linear operation, or of several that read the same values, and how their product is computed.
+
+Made by `lowering`; never knows of buffers' names or of steps. Dense products are cuBLAS's; those of quantised matrices are
+multiplied as they are for few tokens, and unpacked first, a part at a time, for many. With `deterministic` all are our own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from penstock.backends.cuda.kernels import dequantise, gemm
+from penstock.backends.cuda.weights import DenseMatrix, Matrix, QuantisedMatrix, load_matrices
+from penstock.models.weights import WeightTensor
+
+MAX_FUSED_TOKENS = 128
+"""Up to so many, unpacking a matrix would cost more than it saves: it reads and writes several times the matrix's bytes."""
+UNPACKED_BYTES = 256 << 20
+"""At most, of the rows that are unpacked at a time."""
+
+
+class Workspace:
+    """Memory that operations use one after the other. First they say what they need, then it is allocated, once."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._device = device
+        self._dtype = dtype
+        self._num_partials = self._num_unpacked = 0
+        self.partials = torch.empty(0, dtype=torch.float32, device=device)
+        self.unpacked = torch.empty(0, dtype=dtype, device=device)
+
+    def reserve(self, *, num_partials: int, num_unpacked: int) -> None:
+        self._num_partials = max(self._num_partials, num_partials)
+        self._num_unpacked = max(self._num_unpacked, num_unpacked)
+
+    def allocate(self) -> None:
+        """What was reserved so far. Before the first operation runs."""
+        self.partials = torch.empty(self._num_partials, dtype=torch.float32, device=self._device)
+        self.unpacked = torch.empty(self._num_unpacked, dtype=self._dtype, device=self._device)
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.partials.nbytes + self.unpacked.nbytes)
+
+
+class Linear:
+    """out = x @ weight.T (+ bias) (+ residual), the rows of all its matrices one below the other."""
+
+    def __init__(
+        self, matrices: Sequence[Matrix], bias: torch.Tensor | None, workspace: Workspace, *, deterministic: bool
+    ) -> None:
+        self.matrices = tuple(matrices)
+        self._bias = bias
+        self._workspace = workspace
+        self._deterministic = deterministic
+
+    @classmethod
+    def from_weights(
+        cls,
+        tensors: Sequence[WeightTensor],
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        workspace: Workspace,
+        *,
+        deterministic: bool = False,
+    ) -> Linear:
+        """Of matrices that read the same values; `bias` is that of all of them. [sum of num_rows]"""
+        return cls(load_matrices(tensors, dtype, device), bias, workspace, deterministic=deterministic)
+
+    @property
+    def num_rows(self) -> int:
+        return sum(matrix.num_rows for matrix in self.matrices)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(matrix.num_bytes for matrix in self.matrices)
+
+    def reserve(self, max_tokens: int) -> None:
+        """Tell the workspace what this needs for so many tokens."""
+        for matrix in self.matrices:
+            fused = max_tokens if self._deterministic else min(max_tokens, MAX_FUSED_TOKENS)
+            unpacks = isinstance(matrix, QuantisedMatrix) and not self._deterministic and max_tokens > MAX_FUSED_TOKENS
+            multiplies = self._deterministic or isinstance(matrix, QuantisedMatrix)
+            self._workspace.reserve(
+                num_partials=gemm.num_partials(matrix, fused) if multiplies else 0,
+                num_unpacked=self._rows_at_a_time(matrix) * matrix.num_cols if unpacks else 0,
+            )
+
+    def __call__(self, out: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None = None) -> None:
+        """x [tokens, num_cols], out [tokens, num_rows]; `residual`, as `out`, may be `out`. Neither allocates nor waits."""
+        begin = 0
+        for matrix in self.matrices:
+            end = begin + matrix.num_rows
+            whole = len(self.matrices) == 1
+            self._multiply(
+                out if whole else out[:, begin:end],
+                x,
+                matrix,
+                None if self._bias is None else self._bias[begin:end],
+                residual if whole or residual is None else residual[:, begin:end],
+            )
+            begin = end
+
+    def _multiply(
+        self, out: torch.Tensor, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None, residual: torch.Tensor | None
+    ) -> None:
+        is_few = isinstance(matrix, QuantisedMatrix) and x.shape[0] <= MAX_FUSED_TOKENS
+        if self._deterministic or is_few:
+            partials = self._workspace.partials
+            gemm.matmul(out, x, matrix, partials=partials, bias=bias, residual=residual, is_fixed=self._deterministic)
+        elif isinstance(matrix, DenseMatrix):
+            dense_product(out, x, matrix.values, bias, residual)
+        else:
+            self._multiply_unpacked(out, x, matrix, bias, residual)
+
+    def _multiply_unpacked(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        matrix: QuantisedMatrix,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+    ) -> None:
+        step = self._rows_at_a_time(matrix)
+        for begin in range(0, matrix.num_rows, step):
+            end = min(begin + step, matrix.num_rows)
+            values = self._workspace.unpacked[: (end - begin) * matrix.num_cols].view(end - begin, matrix.num_cols)
+            dequantise.unpack(values, matrix, begin)
+            dense_product(
+                out[:, begin:end],
+                x,
+                values,
+                None if bias is None else bias[begin:end],
+                None if residual is None else residual[:, begin:end],
+            )
+
+    def _rows_at_a_time(self, matrix: Matrix) -> int:
+        row_bytes = int(matrix.num_cols * self._workspace.unpacked.element_size())
+        return min(matrix.num_rows, max(1, UNPACKED_BYTES // row_bytes // 1024) * 1024)
+
+
+def dense_product(
+    out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
+) -> None:
+    """By cuBLAS (on a CPU, whatever torch has). A residual that `out` holds already is added by the product itself.
+
+    `out` may be float32 where x and weight are not, for logits: then there is neither bias nor residual.
+    """
+    if out.dtype != x.dtype:
+        _wide_product(out, x, weight)
+    elif residual is not None:
+        if residual.data_ptr() != out.data_ptr():
+            out.copy_(residual)
+        out.addmm_(x, weight.t())
+        if bias is not None:
+            out.add_(bias)
+    elif bias is not None:
+        torch.addmm(bias, x, weight.t(), out=out)
+    else:
+        torch.mm(x, weight.t(), out=out)
+
+
+def _wide_product(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
+    if out.device.type == "cuda":
+        torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)
+    else:
+        out.copy_(x @ weight.t())  # torch has no such product for a CPU

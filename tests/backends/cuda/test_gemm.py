@@ -1,0 +1,157 @@
+"""Products on the device against those of the values in float64: every layout, any number of tokens, alone or in splits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from backends.cuda.test_weights import quantised
+from interpreted import DEVICE
+from penstock.backends.cuda.kernels import gemm
+from penstock.backends.cuda.linear import Linear, Workspace
+from penstock.backends.cuda.weights import load_matrices
+from penstock.models.formats import BLOCKS, WeightFormat
+from penstock.models.weights import WeightTensor
+
+F32 = NDArray[np.float32]
+LAYOUTS = (WeightFormat.F32, WeightFormat.Q4_0, WeightFormat.Q4_1, WeightFormat.Q8_0, WeightFormat.Q5_1, WeightFormat.Q6_K)
+"""Floats; 4 and 8 bits with and without offsets; groups of 16."""
+
+
+def dense(rows: int, cols: int, seed: int = 0) -> WeightTensor:
+    numbers = np.random.default_rng(seed).standard_normal((rows, cols)).astype(np.float32) / np.float32(np.sqrt(cols))
+    return WeightTensor("w", rows, cols, WeightFormat.F32, numbers)
+
+
+def weights(fmt: WeightFormat, rows: int, cols: int, seed: int = 0) -> WeightTensor:
+    return quantised(fmt, rows, cols // BLOCKS[fmt][0], seed) if fmt in BLOCKS else dense(rows, cols, seed)
+
+
+def activations(tokens: int, cols: int, seed: int = 1) -> F32:
+    return np.random.default_rng(seed).standard_normal((tokens, cols)).astype(np.float32)
+
+
+def on_device(array: F32 | None) -> torch.Tensor | None:
+    return None if array is None else torch.from_numpy(array.copy()).to(DEVICE)
+
+
+def product(
+    tensors: list[WeightTensor],
+    x: F32,
+    *,
+    bias: F32 | None = None,
+    residual: F32 | None = None,
+    deterministic: bool = False,
+    in_place: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> F32:
+    """What `Linear` computes, into the middle of wider rows."""
+    device = torch.device(DEVICE)
+    workspace = Workspace(device, dtype)
+    bias_on_device = None if bias is None else torch.from_numpy(bias).to(device, dtype)
+    linear = Linear.from_weights(tensors, bias_on_device, dtype, device, workspace, deterministic=deterministic)
+    linear.reserve(len(x))
+    workspace.allocate()
+    workspace.partials.fill_(torch.nan)
+    wide = torch.full((len(x), linear.num_rows + 6), torch.nan, dtype=dtype, device=device)
+    out = wide[:, 2 : 2 + linear.num_rows]
+    added = None if residual is None else torch.from_numpy(residual).to(device, dtype)
+    if in_place and added is not None:
+        out.copy_(added)
+        added = out
+    wide_x = torch.full((len(x), x.shape[1] + 16), torch.nan, dtype=dtype, device=device)
+    wide_x[:, : x.shape[1]] = torch.from_numpy(x)
+    linear(out, wide_x[:, : x.shape[1]], added)
+    assert wide[:, :2].isnan().all()
+    assert wide[:, -4:].isnan().all()
+    return out.float().cpu().numpy()
+
+
+def expected(tensors: list[WeightTensor], x: F32, bias: F32 | None = None, residual: F32 | None = None) -> F32:
+    matrix = np.concatenate([tensor.dequantize() for tensor in tensors]).astype(np.float64)
+    out = x.astype(np.float64) @ matrix.T
+    return np.asarray(out + (0 if bias is None else bias) + (0 if residual is None else residual), np.float32)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("tokens", [1, 17])
+@pytest.mark.parametrize("fmt", LAYOUTS)
+def test_a_product_is_that_of_the_values(fmt: WeightFormat, tokens: int, deterministic: bool) -> None:
+    tensors, x = [weights(fmt, 130, 256)], activations(tokens, 256)
+    found = product(tensors, x, deterministic=deterministic)
+    np.testing.assert_allclose(found, expected(tensors, x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("fmt", [WeightFormat.F32, WeightFormat.Q4_1])
+def test_bias_and_residual_are_added(fmt: WeightFormat, deterministic: bool, in_place: bool) -> None:
+    tensors, x = [weights(fmt, 40, 64)], activations(3, 64)
+    bias, residual = activations(1, 40, 2)[0], activations(3, 40, 3)
+    for b, r in ((bias, None), (None, residual), (bias, residual)):
+        found = product(tensors, x, bias=b, residual=r, deterministic=deterministic, in_place=in_place)
+        np.testing.assert_allclose(found, expected(tensors, x, b, r), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_columns_that_fill_no_step(deterministic: bool) -> None:
+    for tensor in (dense(20, 70), quantised(WeightFormat.Q4_0, 20, 3), quantised(WeightFormat.Q8_0, 20, 1)):
+        x = activations(2, tensor.num_cols)
+        found = product([tensor], x, deterministic=deterministic)
+        np.testing.assert_allclose(found, expected([tensor], x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_stacked_matrices_of_several_layouts_fill_their_columns(deterministic: bool) -> None:
+    kinds = (WeightFormat.Q4_0, WeightFormat.Q4_1, WeightFormat.Q8_0, WeightFormat.F32)
+    tensors = [weights(fmt, 9 + i, 64, seed=i) for i, fmt in enumerate(kinds)]
+    x, bias = activations(2, 64), activations(1, sum(t.num_rows for t in tensors), 5)[0]
+    found = product(tensors, x, bias=bias, deterministic=deterministic)
+    np.testing.assert_allclose(found, expected(tensors, x, bias), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("fmt", [WeightFormat.Q4_1, WeightFormat.Q8_0])
+def test_many_tokens_unpack_a_quantised_matrix_in_parts(fmt: WeightFormat, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.backends.cuda.linear.MAX_FUSED_TOKENS", 2)
+    monkeypatch.setattr("penstock.backends.cuda.linear.UNPACKED_BYTES", 1)
+    tensors, x = [weights(fmt, 1030, 32)], activations(3, 32)  # 1,024 rows at a time
+    bias, residual = activations(1, 1030, 2)[0], activations(3, 1030, 3)
+    found = product(tensors, x, bias=bias, residual=residual)
+    np.testing.assert_allclose(found, expected(tensors, x, bias, residual), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("fmt", [WeightFormat.F32, WeightFormat.Q4_1, WeightFormat.Q6_K])
+def test_a_rows_bits_do_not_depend_on_the_batch(fmt: WeightFormat, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm, "LEAST_STEPS", 1)
+    cols = 256
+    tensor = weights(fmt, 20, cols)
+    (matrix,) = load_matrices([tensor], torch.float32, torch.device(DEVICE))
+    assert gemm.cut(matrix).num_splits > 1
+    x, bias, residual = activations(70, cols), activations(1, 20, 2)[0], activations(70, 20, 3)
+    together = product([tensor], x, bias=bias, residual=residual, deterministic=True)
+    np.testing.assert_allclose(together, expected([tensor], x, bias, residual), rtol=1e-4, atol=1e-4)
+    for begin, end in ((0, 1), (63, 66), (5, 69)):
+        part = product([tensor], x[begin:end], bias=bias, residual=residual[begin:end], deterministic=True)
+        assert np.array_equal(part, together[begin:end])
+
+
+def test_splits_cover_all_steps_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm, "LEAST_STEPS", 1)
+    for num_blocks in (1, 3, 7):
+        tensor = quantised(WeightFormat.Q4_0, 10, num_blocks)
+        x = activations(2, tensor.num_cols)
+        np.testing.assert_allclose(product([tensor], x), expected([tensor], x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("fmt", [WeightFormat.Q4_0, WeightFormat.Q4_1, WeightFormat.Q8_0])
+def test_half_precision(fmt: WeightFormat) -> None:
+    tensors, x = [weights(fmt, 20, 64)], activations(3, 64).astype(np.float16).astype(np.float32)
+    found = product(tensors, x, dtype=torch.float16)
+    np.testing.assert_allclose(found, expected(tensors, x), rtol=2e-3, atol=2e-3)
+
+
+def test_no_token_is_no_launch() -> None:
+    for deterministic in (False, True):
+        assert product([dense(4, 32)], activations(0, 32), deterministic=deterministic).shape == (0, 4)

@@ -1,0 +1,126 @@
+"""Matrices on the device hold what the file says, in every format, alone and stacked."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from backends.format_blocks import F16_AT, random_blocks
+from interpreted import DEVICE
+from penstock.backends.cuda.kernels import dequantise
+from penstock.backends.cuda.weights import DenseMatrix, Matrix, QuantisedMatrix, load_matrices
+from penstock.models.formats import BLOCKS, WeightFormat
+from penstock.models.weights import WeightTensor
+from penstock.types.errors import ModelError
+
+FOUR_BITS = {"Q4_0", "Q4_1", "Q4_K", "Q2_K", "Q3_K"}
+HAS_OFFSET = {"Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K"}
+
+
+def quantised(fmt: WeightFormat, rows: int, num_blocks: int, seed: int = 0) -> WeightTensor:
+    raw = random_blocks(np.random.default_rng(seed), fmt, rows, num_blocks * BLOCKS[fmt][0])
+    return WeightTensor("w", rows, num_blocks * BLOCKS[fmt][0], fmt, raw)
+
+
+def load(*tensors: WeightTensor, dtype: torch.dtype = torch.float32) -> list[Matrix]:
+    return load_matrices(tensors, dtype, torch.device(DEVICE))
+
+
+def values(matrix: Matrix) -> NDArray[np.float32]:
+    """All rows, looked up the last one first, in order."""
+    out = torch.full((matrix.num_rows, matrix.num_cols), torch.nan, device=DEVICE)
+    ids = torch.arange(matrix.num_rows - 1, -1, -1, dtype=torch.int32, device=DEVICE)
+    dequantise.look_up(out, matrix, ids)
+    return out.cpu().numpy()[::-1]
+
+
+@pytest.mark.parametrize("fmt", BLOCKS)
+def test_quantised_rows_are_exactly_those_of_the_file(fmt: WeightFormat) -> None:
+    tensor = quantised(fmt, 5, 3)
+    (matrix,) = load(tensor)
+    assert isinstance(matrix, QuantisedMatrix)
+    assert matrix.bits == (4 if fmt.name in FOUR_BITS else 8)
+    assert (matrix.offsets is not None) == (fmt.name in HAS_OFFSET)
+    np.testing.assert_allclose(values(matrix), tensor.dequantize(), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("fmt", BLOCKS)
+def test_half_precision_scales_lose_almost_nothing(fmt: WeightFormat) -> None:
+    tensor = quantised(fmt, 3, 2)
+    (matrix,) = load(tensor, dtype=torch.float16)
+    assert isinstance(matrix, QuantisedMatrix)
+    assert matrix.scales.dtype is torch.float16
+    wanted = tensor.dequantize()
+    parts = np.abs(wanted).max() + 32 * np.abs(matrix.scales.float().cpu().numpy()).max()  # scale * q, and the offset
+    assert np.abs(values(matrix) - wanted).max() <= 2**-11 * parts
+
+
+def test_scales_too_large_for_half_precision_stay_exact() -> None:
+    tensor = quantised(WeightFormat.Q4_K, 3, 1)
+    tensor.data[:, 0:2] = np.array([2000.0], np.float16).view(np.uint8)
+    (matrix,) = load(tensor, dtype=torch.float16)
+    assert isinstance(matrix, QuantisedMatrix)
+    assert matrix.scales.dtype is torch.float32
+    np.testing.assert_allclose(values(matrix), tensor.dequantize(), rtol=1e-6)
+
+
+def test_a_matrix_takes_little_more_than_in_the_file() -> None:
+    for fmt, bits in ((WeightFormat.Q4_0, 4.5), (WeightFormat.Q4_K, 5), (WeightFormat.Q8_0, 8.5), (WeightFormat.Q6_K, 9)):
+        tensor = quantised(fmt, 256, 2)
+        (matrix,) = load(tensor, dtype=torch.float16)
+        assert matrix.num_bytes * 8 == bits * tensor.num_rows * tensor.num_cols
+
+
+def test_rows_are_unpacked_from_any_row_on() -> None:
+    tensor = quantised(WeightFormat.Q4_1, 150, 2)
+    (matrix,) = load(tensor)
+    assert isinstance(matrix, QuantisedMatrix)
+    for first, count in ((0, 150), (100, 40), (149, 1)):
+        out = torch.full((count, tensor.num_cols), torch.nan, device=DEVICE)
+        dequantise.unpack(out, matrix, first)
+        np.testing.assert_allclose(out.cpu().numpy(), tensor.dequantize()[first : first + count], rtol=1e-6, atol=1e-7)
+
+
+def test_matrices_of_one_layout_are_stacked_and_others_follow() -> None:
+    kinds = (WeightFormat.Q4_0, WeightFormat.Q4_1, WeightFormat.Q8_0, WeightFormat.Q5_1, WeightFormat.Q4_0)
+    tensors = [quantised(fmt, 7 + i, 2, seed=i) for i, fmt in enumerate(kinds)]
+    matrices = load(*tensors)
+    assert [matrix.num_rows for matrix in matrices] == [7 + 8, 9 + 10, 11]
+    found = np.concatenate([values(matrix) for matrix in matrices])
+    np.testing.assert_allclose(found, np.concatenate([t.dequantize() for t in tensors]), rtol=1e-5, atol=1e-6)
+
+
+def test_floats_of_all_kinds_become_one_matrix() -> None:
+    numbers = np.random.default_rng(0).standard_normal((3, 6)).astype(np.float32)
+    bits = (numbers.view(np.uint32) >> 16).astype(np.uint16)
+    tensors = [
+        WeightTensor("a", 3, 6, WeightFormat.F32, numbers),
+        WeightTensor("b", 3, 6, WeightFormat.F16, numbers.astype(np.float16)),
+        WeightTensor("c", 3, 6, WeightFormat.BF16, bits),
+    ]
+    (matrix,) = load(*tensors)
+    assert isinstance(matrix, DenseMatrix)
+    assert np.array_equal(values(matrix), np.concatenate([t.dequantize() for t in tensors]))
+    (narrow,) = load(tensors[2], dtype=torch.bfloat16)
+    assert np.array_equal(narrow.values.cpu().view(torch.int16).numpy().view(np.uint16), bits)
+
+
+def test_an_embedding_is_scaled() -> None:
+    tensor = quantised(WeightFormat.Q8_0, 9, 1)
+    (matrix,) = load(tensor)
+    out = torch.full((4, 32), torch.nan, device=DEVICE)
+    dequantise.look_up(out, matrix, torch.tensor([8, 0, 3, 3], dtype=torch.int32, device=DEVICE), 3.0)
+    np.testing.assert_allclose(out.cpu().numpy(), 3 * tensor.dequantize()[[8, 0, 3, 3]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("fmt", BLOCKS)
+def test_a_scale_that_is_no_number_is_refused(fmt: WeightFormat) -> None:
+    tensor = quantised(fmt, 20, 2)
+    for broken in (np.inf, np.nan):
+        damaged = tensor.data.copy()
+        damaged[19, :] = 255
+        damaged[19, F16_AT[fmt][0] : F16_AT[fmt][0] + 2] = np.array([broken], np.float16).view(np.uint8)
+        with pytest.raises(ModelError, match="no finite number"):
+            load(WeightTensor("w", 20, tensor.num_cols, fmt, damaged))
