@@ -3,7 +3,7 @@
 Arithmetic is float32 whatever the tensors are. Rows may be parts of wider ones: the columns of a row must lie side by side.
 """
 
-# ruff: noqa: ANN001, ANN202, N803, N806, SIM300  # kernels, which Triton reads: constants have capitals
+# ruff: noqa: ANN001, ANN202, N803  # kernels, which Triton reads: constants have capitals
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Called by `lowering` and `linear`. Never multiplies but by a scale.
 """
-# ruff: noqa: ANN001, ANN202, N803, N806, SIM300  # kernels, which Triton reads: constants have capitals
+# ruff: noqa: ANN001, ANN202, N803  # kernels, which Triton reads: constants have capitals
 
 from __future__ import annotations
 

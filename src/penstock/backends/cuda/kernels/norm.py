@@ -4,7 +4,7 @@ Called by `lowering`. Arithmetic is float32 whatever the tensors are. Rows may b
 must lie side by side.
 """
 
-# ruff: noqa: ANN001, ANN202, N803, N806, SIM300  # kernels, which Triton reads: constants have capitals
+# ruff: noqa: ANN001, ANN202, N803  # kernels, which Triton reads: constants have capitals
 
 from __future__ import annotations
 

@@ -1,0 +1,467 @@
+"""Owns a `Program` on the device: its weights, its buffers, and the launches of a step. The executor calls `run` for each step.
+
+Everything is allocated and decided when it is made; a step only launches, and waits for nothing, so that it can be captured in
+a CUDA graph. Linear operations that read the same value become one product, of which each has its columns; rotations
+and the write to the cache become one kernel. Never knows of requests or of sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from penstock.backends.cuda.kernels import activation, attention, dequantise, norm, rope_kv
+from penstock.backends.cuda.kv_cache import PagedKvCache
+from penstock.backends.cuda.linear import Linear as LinearProduct
+from penstock.backends.cuda.linear import Workspace
+from penstock.backends.cuda.step import StepTensors
+from penstock.backends.cuda.weights import Matrix, load_matrices, load_vector
+from penstock.models.key_centre import key_centre
+from penstock.models.program import (
+    Act,
+    Add,
+    Attention,
+    Embed,
+    GatedActivation,
+    GatherRows,
+    KvWrite,
+    LayerNorm,
+    Linear,
+    Logits,
+    Op,
+    Program,
+    RMSNorm,
+    Rope,
+    Softcap,
+)
+from penstock.models.weights import WeightTensor
+from penstock.types.errors import ModelError
+from penstock.types.kv_dtype import KvDtype
+
+Launch = Callable[[StepTensors], None]
+REMEDY = "Use --device cpu --backend reference for this architecture."
+
+
+class CompiledProgram:
+    """Raises `ModelError` for a program that this backend can't compute, or if a weight is missing or damaged.
+
+    A step has at most `max_tokens` tokens and `max_samples` rows, and no position from `num_positions` on. With
+    `deterministic`, a row's logits do not depend on what it is computed with, to the bit.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        weights: Mapping[str, WeightTensor],
+        cache: PagedKvCache,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        max_tokens: int,
+        max_samples: int,
+        num_positions: int,
+        deterministic: bool = False,
+    ) -> None:
+        limits = _Limits(max_tokens, max_samples, num_positions)
+        lowering = _Lowering(program, weights, cache, dtype, torch.device(device), limits, deterministic=deterministic)
+        lowering.run()
+        self._on_tokens = lowering.on_tokens
+        self._on_samples = lowering.on_samples
+        self._logits = lowering.logits
+        self.weight_bytes: int = lowering.weight_bytes
+        self.buffer_bytes: int = lowering.buffer_bytes
+        """Of what lies between operations."""
+
+    def run(self, step: StepTensors) -> torch.Tensor:
+        """The logits of the step's samples, float32 [num_samples, vocab_size]; the next step overwrites them."""
+        for launch in self._on_tokens:
+            launch(step)
+        if step.num_samples:
+            for launch in self._on_samples:
+                launch(step)
+        return self._logits[: step.num_samples]
+
+
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    max_tokens: int
+    max_samples: int
+    num_positions: int
+
+
+class _Lowering:
+    """One translation; holds what was already made."""
+
+    def __init__(
+        self,
+        program: Program,
+        weights: Mapping[str, WeightTensor],
+        cache: PagedKvCache,
+        dtype: torch.dtype,
+        device: torch.device,
+        limits: _Limits,
+        *,
+        deterministic: bool,
+    ) -> None:
+        self._program = program
+        self._ops = program.ops
+        self._widths = dict(program.buffers)
+        self._weights = weights
+        self._cache = cache
+        self._dtype = dtype
+        self._device = device
+        self._limits = limits
+        self._deterministic = deterministic
+        self._workspace = Workspace(device, dtype)
+        self._attention: attention.AttentionWorkspace | None = None
+        self._products: list[LinearProduct] = []
+        self._tables: dict[tuple[tuple[float, ...], float], torch.Tensor] = {}
+        self._buffers: dict[tuple[str, bool], torch.Tensor] = {}
+        """(name, whether it has a row per sample and not per token) -> all of its rows."""
+        self._matrices: dict[str, list[Matrix]] = {}
+        """Of products with one weight, which an embedding may share."""
+        self._is_on_samples = False
+        self.on_tokens: list[Launch] = []
+        self.on_samples: list[Launch] = []
+        self.logits = torch.empty(0, device=device)
+        self.weight_bytes = 0
+
+    @property
+    def buffer_bytes(self) -> int:
+        owned = {buffer.untyped_storage().data_ptr(): buffer.untyped_storage().nbytes() for buffer in self._buffers.values()}
+        return int(sum(owned.values())) + self._workspace.num_bytes
+
+    def run(self) -> None:
+        self._stack_buffers()
+        at = 0
+        while at < len(self._ops):
+            at += self._emit(at)
+        if not self.logits.numel():
+            raise ModelError("the program has no logits.", remedy=REMEDY)
+        for product in self._products:
+            product.reserve(self._limits.max_tokens)
+        self._workspace.allocate()
+
+    def _emit(self, at: int) -> int:
+        """Translate the operation at `at`, and those that go with it; how many that were."""
+        op = self._ops[at]
+        if self._is_on_samples and isinstance(op, Embed | Rope | KvWrite | Attention):
+            raise ModelError(f"the cuda backend can't compute {type(op).__name__} after GatherRows.", remedy=REMEDY)
+        match op:
+            case Linear():
+                return self._emit_linears(_linear_run(self._ops, at))
+            case Rope():
+                return self._emit_rotations_and_write(at) or self._emit_rope(op)
+            case Logits():
+                self._emit_logits(op)
+            case GatherRows():
+                self._emit_gather(op)
+            case KvWrite():
+                self._emit_kv_write(op)
+            case Attention():
+                self._emit_attention(op)
+            case Embed():
+                self._emit_embed(op)
+            case _:
+                self._emit_row_op(op)
+        return 1
+
+    def _launch(self, launch: Launch) -> None:
+        (self.on_samples if self._is_on_samples else self.on_tokens).append(launch)
+
+    # Buffers
+
+    def _stack_buffers(self) -> None:
+        """Give the results of linear operations that read the same value one buffer, unless other runs have some of them."""
+        runs: dict[str, set[tuple[str, ...]]] = {}
+        stacks: list[tuple[tuple[str, ...], bool]] = []
+        at, is_on_samples = 0, False
+        while at < len(self._ops):
+            run = _linear_run(self._ops, at)
+            is_on_samples |= isinstance(self._ops[at], GatherRows)
+            names = tuple(op.out for op in run)
+            for name in names if len(run) > 1 else ():
+                runs.setdefault(name, set()).add(names)
+            if len(run) > 1 and (names, is_on_samples) not in stacks:
+                stacks.append((names, is_on_samples))
+            at += max(1, len(run))
+        for names, of_samples in stacks:
+            if all(runs[name] == {names} for name in names):
+                self._add_stack(names, of_samples)
+
+    def _add_stack(self, names: Sequence[str], of_samples: bool) -> None:
+        widths = [self._width(name) for name in names]
+        parts = self._allocate(sum(widths), of_samples).split(widths, dim=1)
+        self._buffers.update({(name, of_samples): part for name, part in zip(names, parts, strict=True)})
+
+    def _allocate(self, width: int, of_samples: bool, dtype: torch.dtype | None = None) -> torch.Tensor:
+        rows = self._limits.max_samples if of_samples else self._limits.max_tokens
+        return torch.zeros((rows, width), dtype=dtype or self._dtype, device=self._device)
+
+    def _width(self, name: str) -> int:
+        if name not in self._widths:
+            raise ModelError(f"the program does not say how wide the buffer {name!r} is.", remedy=REMEDY)
+        return self._widths[name]
+
+    def _buffer(self, name: str) -> torch.Tensor:
+        return self._buffer_of(name, self._is_on_samples)
+
+    def _buffer_of(self, name: str, of_samples: bool) -> torch.Tensor:
+        key = (name, of_samples)
+        if key not in self._buffers:
+            self._buffers[key] = self._allocate(self._width(name), of_samples)
+        return self._buffers[key]
+
+    def _count(self) -> Callable[[StepTensors], int]:
+        """How many rows of a buffer a step has, from here on."""
+        return _num_samples if self._is_on_samples else _num_tokens
+
+    # Operations
+
+    def _emit_embed(self, op: Embed) -> None:
+        out, matrix, scale = self._buffer(op.out), self._table_of_rows(op.weight), op.scale
+        self._launch(lambda step: dequantise.look_up(out[: step.num_tokens], matrix, step.token_ids, scale))
+
+    def _emit_row_op(self, op: Op) -> None:
+        count = self._count()
+        match op:
+            case RMSNorm():
+                x, out, weight, eps, group = self._buffer(op.x), self._buffer(op.out), self._vector(op.weight), op.eps, op.group
+                self._launch(lambda step: norm.rms_norm(out[: count(step)], x[: count(step)], weight, eps, group))
+            case LayerNorm():
+                x, out, eps = self._buffer(op.x), self._buffer(op.out), op.eps
+                weight, bias = self._vector(op.weight), self._vector(op.bias)
+                self._launch(lambda step: norm.layer_norm(out[: count(step)], x[: count(step)], weight, bias, eps))
+            case GatedActivation():
+                gate, up, out, kind = self._buffer(op.gate), self._buffer(op.up), self._buffer(op.out), op.activation
+                self._launch(lambda step: activation.gated(out[: count(step)], gate[: count(step)], up[: count(step)], kind))
+            case Act():
+                x, out, kind = self._buffer(op.x), self._buffer(op.out), op.activation
+                self._launch(lambda step: activation.act(out[: count(step)], x[: count(step)], kind))
+            case Add():
+                a, b, out = self._buffer(op.a), self._buffer(op.b), self._buffer(op.out)
+                self._launch(lambda step: _add(out[: count(step)], a[: count(step)], b[: count(step)]))
+            case Softcap():
+                x, cap = self._buffer(op.x), op.cap
+                self._launch(lambda step: activation.softcap(x[: count(step)], cap))
+            case _:
+                raise ModelError(f"the cuda backend can't compute {type(op).__name__}.", remedy=REMEDY)
+
+    def _emit_gather(self, op: GatherRows) -> None:
+        x, out = self._buffer_of(op.x, False), self._buffer_of(op.out, True)
+        self._is_on_samples = True
+        self._launch(lambda step: _index_rows(out[: step.num_samples], x[: step.num_tokens], step.sample_tokens))
+
+    def _emit_linears(self, run: Sequence[Linear]) -> int:
+        """One product, if its results lie side by side; else one for each."""
+        outs = [self._buffer(op.out) for op in run]
+        x, count = self._buffer(run[0].x), self._count()
+        if len(run) > 1 and not _lie_side_by_side(outs):
+            return sum(self._emit_linears([op]) for op in run)
+        residual = None if run[0].residual is None else self._buffer(run[0].residual)
+        if any(op.out == op.x for op in run):
+            raise ModelError("the cuda backend can't put a product where its input is.", remedy=REMEDY)
+        product = self._product(run)
+        out = outs[0].as_strided((len(outs[0]), product.num_rows), outs[0].stride())
+        self._launch(
+            lambda step: product(out[: count(step)], x[: count(step)], None if residual is None else residual[: count(step)])
+        )
+        return len(run)
+
+    def _product(self, run: Sequence[Linear]) -> LinearProduct:
+        bias = None
+        if any(op.bias is not None for op in run):
+            bias = torch.cat([self._bias(op) for op in run])
+        return self._new_product([op.weight for op in run], bias)
+
+    def _new_product(self, names: Sequence[str], bias: torch.Tensor | None) -> LinearProduct:
+        tensors = [self._tensor(name) for name in names]
+        if len(names) == 1 and names[0] in self._matrices:
+            product = LinearProduct(self._matrices[names[0]], bias, self._workspace, deterministic=self._deterministic)
+        else:
+            product = LinearProduct.from_weights(
+                tensors, bias, self._dtype, self._device, self._workspace, deterministic=self._deterministic
+            )
+            self.weight_bytes += product.num_bytes
+        if len(names) == 1:
+            self._matrices[names[0]] = list(product.matrices)
+        self._products.append(product)
+        return product
+
+    def _emit_logits(self, op: Logits) -> None:
+        if not self._is_on_samples:
+            raise ModelError("the cuda backend computes logits of gathered rows only.", remedy=REMEDY)
+        x = self._buffer(op.x)
+        product = self._new_product([op.weight], None)
+        out = self._allocate(product.num_rows, of_samples=True, dtype=torch.float32)
+        self._buffers[op.out, True] = self.logits = out
+        self._launch(lambda step: product(out[: step.num_samples], x[: step.num_samples]))
+
+    # Attention
+
+    def _emit_rope(self, op: Rope) -> int:
+        x, table, num_heads, head_dim = self._buffer(op.x), self._rope_table(op), op.num_heads, op.head_dim
+        self._launch(lambda step: rope_kv.rope(x[: step.num_tokens], step.positions, table, num_heads, head_dim))
+        return 1
+
+    def _emit_rotations_and_write(self, at: int) -> int:
+        """The rotations of q and k and the write of k and v, if that is what comes now, as one kernel."""
+        found = self._ops[at : at + 3]
+        if len(found) < 3:
+            return 0
+        turn_q, turn_k, write = found
+        if not (isinstance(turn_q, Rope) and isinstance(turn_k, Rope) and isinstance(write, KvWrite)):
+            return 0
+        num_kv_heads, head_dim = self._program.num_kv_heads, self._program.head_dim
+        same = (turn_q.inv_freq, turn_q.attention_factor) == (turn_k.inv_freq, turn_k.attention_factor)
+        fits = turn_k.x == write.k != turn_q.x and turn_k.num_heads == num_kv_heads and turn_q.num_heads % num_kv_heads == 0
+        heads = turn_q.head_dim == turn_k.head_dim == head_dim
+        # The kernel leaves k as it was.
+        if not (same and fits and heads) or _is_read(self._ops, write.k, at + 3):
+            return 0
+        q, k, v = self._buffer(turn_q.x), self._buffer(write.k), self._buffer(write.v)
+        layer, table, centre, num_heads = (
+            self._cache.layer(write.layer),
+            self._rope_table(turn_q),
+            self._centre(write),
+            turn_q.num_heads,
+        )
+
+        def launch(step: StepTensors) -> None:
+            n = step.num_tokens
+            rope_kv.rope_q_k_and_write(
+                q[:n], k[:n], v[:n], layer, step, table, num_heads=num_heads, num_kv_heads=num_kv_heads, centre=centre
+            )
+
+        self._launch(launch)
+        return 3
+
+    def _emit_kv_write(self, op: KvWrite) -> None:
+        k, v, layer, centre = self._buffer(op.k), self._buffer(op.v), self._cache.layer(op.layer), self._centre(op)
+        self._launch(
+            lambda step: rope_kv.kv_write(k[: step.num_tokens], v[: step.num_tokens], layer, step.slot_mapping, centre=centre)
+        )
+
+    def _emit_attention(self, op: Attention) -> None:
+        q, out, layer = self._buffer(op.q), self._buffer(op.out), self._cache.layer(op.layer)
+        workspace, deterministic = self._attention_workspace(op), self._deterministic
+
+        def launch(step: StepTensors) -> None:
+            attention.paged_attention(
+                out[: step.num_tokens],
+                q[: step.num_tokens],
+                layer,
+                step,
+                num_heads=op.num_heads,
+                num_kv_heads=op.num_kv_heads,
+                head_dim=op.head_dim,
+                scale=op.scale,
+                window=op.window,
+                softcap=op.softcap,
+                workspace=workspace,
+                deterministic=deterministic,
+            )
+
+        self._launch(launch)
+
+    def _attention_workspace(self, op: Attention) -> attention.AttentionWorkspace:
+        """One for all layers, which are alike."""
+        if self._attention is None:
+            self._attention = attention.AttentionWorkspace.allocate(
+                max_rows=self._limits.max_samples,
+                num_heads=op.num_heads,
+                num_kv_heads=op.num_kv_heads,
+                head_dim=op.head_dim,
+                max_model_len=self._limits.num_positions,
+                device=self._device,
+                deterministic=self._deterministic,
+            )
+        return self._attention
+
+    def _rope_table(self, op: Rope) -> torch.Tensor:
+        key = (op.inv_freq, op.attention_factor)
+        if key not in self._tables:
+            self._tables[key] = rope_kv.rope_table(*key, self._limits.num_positions, self._device)
+        return self._tables[key]
+
+    def _centre(self, op: KvWrite) -> torch.Tensor | None:
+        """bf16 is rounded as by the checkpoints' own implementation, which stores whole keys."""
+        if op.bias is None or self._cache.kv_dtype is not KvDtype.INT8:
+            return None
+        bias = self._tensor(op.bias).dequantize().reshape(-1)
+        return torch.from_numpy(key_centre(op, bias, self._program.head_dim, self._limits.num_positions)).to(self._device)
+
+    # Weights
+
+    def _tensor(self, name: str) -> WeightTensor:
+        if name not in self._weights:
+            raise ModelError(f"the weight {name!r} is missing.", remedy="Fetch the model again, or use another one.")
+        return self._weights[name]
+
+    def _vector(self, name: str) -> torch.Tensor:
+        return load_vector(self._tensor(name), torch.float32, self._device)
+
+    def _bias(self, op: Linear) -> torch.Tensor:
+        if op.bias is None:
+            return torch.zeros(self._width(op.out), dtype=self._dtype, device=self._device)
+        return load_vector(self._tensor(op.bias), self._dtype, self._device)
+
+    def _table_of_rows(self, name: str) -> Matrix:
+        """The matrix of an embedding, which a product may have, too."""
+        if name not in self._matrices:
+            self._matrices[name] = load_matrices([self._tensor(name)], self._dtype, self._device)
+            self.weight_bytes += sum(matrix.num_bytes for matrix in self._matrices[name])
+        return self._matrices[name][0]
+
+
+def _linear_run(ops: Sequence[Op], at: int) -> list[Linear]:
+    """The linear operations from `at` on that read the same value and can be one product."""
+    run: list[Linear] = []
+    for op in ops[at:]:
+        if not isinstance(op, Linear):
+            break
+        if run and (op.x != run[0].x or op.residual is not None or run[0].residual is not None):
+            break
+        if run and (op.out == op.x or op.out in {other.out for other in run} or run[0].out == op.x):
+            break
+        run.append(op)
+    return run
+
+
+def _lie_side_by_side(parts: Sequence[torch.Tensor]) -> bool:
+    """Whether they are neighbouring columns of one buffer, in order."""
+    at = parts[0].data_ptr()
+    for part in parts:
+        if part.data_ptr() != at or part.stride() != parts[0].stride():
+            return False
+        at += part.shape[1] * part.element_size()
+    return bool(parts[0].stride(0) >= sum(part.shape[1] for part in parts))
+
+
+def _is_read(ops: Sequence[Op], name: str, at: int) -> bool:
+    """Whether a buffer's value is read from `at` on, before it is written again."""
+    for op in ops[at:]:
+        written = getattr(op, "out", None)
+        if name in {getattr(op, field, None) for field in op.__dataclass_fields__ if field not in ("out", "weight", "bias")}:
+            return True
+        if written == name:
+            return False
+    return False
+
+
+def _num_tokens(step: StepTensors) -> int:
+    return step.num_tokens
+
+
+def _num_samples(step: StepTensors) -> int:
+    return step.num_samples
+
+
+def _add(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    torch.add(a, b, out=out)
+
+
+def _index_rows(out: torch.Tensor, x: torch.Tensor, rows: torch.Tensor) -> None:
+    torch.index_select(x, 0, rows, out=out)
