@@ -168,6 +168,16 @@ def test_the_end_keeps_what_the_pool_contains(caplog: pytest.LogCaptureFixture) 
     assert num_cached == 48
 
 
+def test_the_end_keeps_nothing_where_that_ends_too() -> None:
+    class Volatile(MemoryStore):
+        outlives_process = False  # type: ignore[assignment]
+
+    house = House(store=Volatile(100))
+    house.ask(SESSION)
+    house.transfers.keep(5.0)
+    assert house.transfers.num_moving_blocks == 0
+
+
 def test_the_end_does_not_wait_for_a_store_that_hangs() -> None:
     house = House(num_staged_blocks=4)
     house.ask(SESSION)

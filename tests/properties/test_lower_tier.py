@@ -12,6 +12,7 @@ from penstock.clock import VirtualClock
 from penstock.engine.transfers import Transfers
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import Watermark
+from penstock.storage.host_memory import HostMemory
 from penstock.testing import Driver, HashExecutor, Outcome, expected_tokens, make_core, make_request, run_to_completion
 from penstock.testing.memory_store import Faults
 from penstock.testing.strategies import MODEL, Engine, LowerTier, Workload, check_answers, engines, workloads
@@ -20,10 +21,16 @@ from penstock.types.plan import Capacity
 from penstock.types.request import Request
 
 
-def run(engine: Engine, workload: Workload) -> tuple[Driver, list[Request], dict[str, Outcome]]:
+def run(
+    engine: Engine, workload: Workload, *, in_host_memory: bool = False
+) -> tuple[Driver, list[Request], dict[str, Outcome]]:
     core, executor = engine.make()
     clock = VirtualClock()
-    transfers, worker = engine.make_transfers(core, executor, clock)
+    store = None
+    if in_host_memory:
+        assert engine.lower is not None
+        store = HostMemory(engine.lower.num_slots, content_bytes=executor.block_bytes)
+    transfers, worker = engine.make_transfers(core, executor, clock, store)
     requests = workload.requests()
     drivers: list[Driver] = []
 
@@ -52,6 +59,16 @@ def test_every_answer_is_that_of_the_oracle(engine: Engine, workload: Workload) 
     check_nothing_is_left(driver)
 
 
+@settings(max_examples=4 * settings.default.max_examples)
+@given(engine=engines(has_lower_tier=True), workload=workloads())
+def test_so_it_is_above_host_memory(engine: Engine, workload: Workload) -> None:
+    driver, requests, outcomes = run(engine, workload, in_host_memory=True)
+    check_answers(engine, requests, outcomes)
+    check_nothing_is_left(driver)
+    assert driver.transfers is not None
+    assert not driver.transfers.stats.failures
+
+
 def check_nothing_is_left(driver: Driver) -> None:
     """All blocks are free, and when the worker is done all staging memory is, too."""
     kv, transfers, worker = driver.core.scheduler.kv, driver.transfers, driver.worker
@@ -73,13 +90,16 @@ EAGER = Watermark(share=0.0, growth_tokens=0)
 LARGE = LowerTier(num_slots=500, num_staged_blocks=100)
 
 
-def oversubscribed(lower: LowerTier | None, *, caching: bool) -> tuple[Driver, list[Request], int]:
+def oversubscribed(
+    lower: LowerTier | None, *, caching: bool, in_host_memory: bool = False
+) -> tuple[Driver, list[Request], int]:
     """Twelve requests of which four fit, and how many positions were computed."""
     engine = Engine(CAPACITY, make_policies(reserve=EAGER), caching, lower)
     requests = [make_request(f"r{idx}", range(idx, 14 + 3 * (idx % 5)), arrival_ns=idx, max_tokens=30) for idx in range(12)]
     core, executor = engine.make()
     clock = VirtualClock()
-    transfers, worker = engine.make_transfers(core, executor, clock)
+    store = HostMemory(500, content_bytes=executor.block_bytes) if in_host_memory else None
+    transfers, worker = engine.make_transfers(core, executor, clock, store)
     drivers: list[Driver] = []
     outcomes = run_to_completion(
         core, executor, *map(Add, requests), clock=clock, transfers=transfers, worker=worker, after_turn=drivers.append
@@ -94,11 +114,12 @@ def num_needed(requests: list[Request]) -> int:
     return sum(request.num_tokens - 1 for request in requests)
 
 
-def test_the_preempted_compute_less_than_a_block_again() -> None:
+@pytest.mark.parametrize("in_host_memory", [False, True])
+def test_the_preempted_compute_less_than_a_block_again(in_host_memory: bool) -> None:
     for caching in (True, False):
         _, requests, without = oversubscribed(None, caching=caching)
         assert without > 1.1 * num_needed(requests), "the test needs preemptions that cost something"
-        _, requests, num_computed = oversubscribed(LARGE, caching=caching)
+        _, requests, num_computed = oversubscribed(LARGE, caching=caching, in_host_memory=in_host_memory)
         num_preemptions = sum(request.num_preemptions for request in requests)
         assert num_preemptions > 0
         num_shared = sum(request.num_cached_tokens for request in requests)

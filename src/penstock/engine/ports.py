@@ -69,6 +69,11 @@ class BlockStore(Protocol):
     @property
     def num_slots(self) -> int: ...
 
+    @property
+    def outlives_process(self) -> bool:
+        """Whether what is in it can be of use to the next process."""
+        ...
+
     def entries(self) -> Sequence[tuple[int, bytes]]:
         """(slot, hash) of what is there from an earlier time, the oldest first; it is verified when it is read."""
         ...

@@ -172,7 +172,12 @@ class Transfers:
             self._load(loads)
 
     def keep(self, timeout_s: float) -> None:
-        """Spill what the free blocks of the pool contain, the last used first, while there is time. For the end of a server."""
+        """Spill what the free blocks of the pool contain, the last used first, while there is time. For the end of a server.
+
+        Does nothing if the store ends with the process, too.
+        """
+        if not self._store.outlives_process:
+            return
         until_ns = self._clock.now_ns() + int(timeout_s * 1e9)
         block_ids = self._kv.content_to_keep()
         num_asked = len(block_ids)

@@ -76,7 +76,7 @@ class Metrics:
         self._noted: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         """What was told and is not counted yet: who counts it, and with what. Taken by whoever holds the lock."""
         self.tier = TierStats()
-        """Of the disk tier, written by whoever carries blocks to it."""
+        """Of the tier below the KV pool, written by whoever carries blocks to it."""
         self.num_weight_bytes = 0
         """Of the weights as the backend keeps them; 0: it does not tell."""
         self.read_load: Callable[[], EngineLoad] = EngineLoad

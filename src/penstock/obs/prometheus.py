@@ -127,12 +127,14 @@ class _Snapshot(Collector):
         blocks = {"spilled": tier.num_spilled_blocks, "loaded": tier.num_loaded_blocks}
         moved = {"written": tier.num_written_bytes, "read": tier.num_read_bytes}
         failures = dict(sorted(tier.failures.items()))
-        yield self._gauge("kv_disk_up", "1 while the disk tier is in use; 0: it failed too often.", tier.is_open)
-        yield self._gauges_by("kv_disk_slots", "Places for blocks in the disk tier's file.", "state", slots)
-        yield self._counters_by("kv_disk_blocks", "KV blocks that went to the disk tier and came back.", "direction", blocks)
-        yield self._counters_by("kv_disk_bytes", "Bytes written to and read from the disk tier.", "direction", moved)
-        yield self._counter("kv_disk_dropped_blocks", "KV blocks not written: too many on their way.", tier.num_dropped_blocks)
-        yield self._counters_by("kv_disk_failures", "KV blocks that did not arrive, by reason.", "reason", failures)
+        name, words = f"kv_{tier.medium}", f"{tier.medium} tier"
+        dropped = tier.num_dropped_blocks
+        yield self._gauge(f"{name}_up", f"1 while the {words} is in use; 0: it failed too often.", tier.is_open)
+        yield self._gauges_by(f"{name}_slots", f"Places for blocks in the {words}.", "state", slots)
+        yield self._counters_by(f"{name}_blocks", f"KV blocks that went to the {words} and came back.", "direction", blocks)
+        yield self._counters_by(f"{name}_bytes", f"Bytes written to and read from the {words}.", "direction", moved)
+        yield self._counter(f"{name}_dropped_blocks", "KV blocks not written: too many on their way.", dropped)
+        yield self._counters_by(f"{name}_failures", "KV blocks that did not arrive, by reason.", "reason", failures)
 
     def _sizes(self, metrics: Metrics) -> Iterator[Metric]:
         yield self._histogram("batch_size", "Requests with a row, per step.", metrics.batch_size, 1.0)

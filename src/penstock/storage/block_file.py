@@ -74,6 +74,10 @@ class BlockFile:
         return self._num_slots
 
     @property
+    def outlives_process(self) -> bool:
+        return True
+
+    @property
     def slot_bytes(self) -> int:
         """What a slot takes of the file."""
         return self._slot_bytes

@@ -40,6 +40,11 @@ class MemoryStore:
     def num_slots(self) -> int:
         return self._num_slots
 
+    @property
+    def outlives_process(self) -> bool:
+        """As if it were a file."""
+        return True
+
     def entries(self) -> Sequence[tuple[int, bytes]]:
         return [(slot, block_hash) for slot, (block_hash, _, _) in self._slots.items()]
 

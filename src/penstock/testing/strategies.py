@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from penstock.clock import Clock
 from penstock.engine.core import EngineCore
-from penstock.engine.ports import Executor
+from penstock.engine.ports import BlockStore, Executor
 from penstock.engine.transfers import Transfers
 from penstock.kv.tiers import Tier
 from penstock.sched.policies.base import Budget, Gate, Policies, Reserve
@@ -81,14 +81,14 @@ class Engine:
         return core, HashExecutor(self.capacity, model=MODEL)
 
     def make_transfers(
-        self, core: EngineCore, executor: Executor, clock: Clock
+        self, core: EngineCore, executor: Executor, clock: Clock, store: BlockStore | None = None
     ) -> tuple[Transfers, LateWorker] | tuple[None, None]:
-        """What carries blocks between the two, if there is a tier below the pool."""
+        """What carries blocks between the two, if there is a tier below the pool; `store` takes the place of its own."""
         lower = self.lower
         if lower is None:
             return None, None
         worker = LateWorker(lower.promptness, lower.seed)
-        store = MemoryStore(lower.num_slots, lower.faults, lower.seed)
+        store = store or MemoryStore(lower.num_slots, lower.faults, lower.seed)
         kv = core.scheduler.kv
         return Transfers(kv, executor, store, clock=clock, worker=worker, num_staged_blocks=lower.num_staged_blocks), worker
 

@@ -174,6 +174,8 @@ class RequestStats:
 class TierStats:
     """What the tier below the KV pool has done so far. Written by one thread, read by any; its parts may be a step apart."""
 
+    medium: str = "disk"
+    """Where it is: `disk` or `host`."""
     num_slots: int = 0
     num_present: int = 0
     """Slots with content that can be loaded."""
