@@ -29,6 +29,7 @@ from penstock.backends.native._native import RowTable
 from penstock.config import Config, KvConfig, ModelConfig, SchedulerConfig, ServerConfig
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
 from penstock.models.weights import LoadedModel
+from penstock.parts.device import max_rows, max_step_tokens
 from penstock.serve.server import run_server
 from penstock.sizing import KvPlan
 from penstock.text.tokenizer import load_tokenizer
@@ -87,10 +88,7 @@ def serve(port: int, step_s: float) -> None:
 
     def make(config: Config, model: LoadedModel, kv: KvPlan) -> Sleeper:
         words = load_tokenizer(model.tokenizer_source).encode(POEM.read_text(), add_special_tokens=False)
-        scheduler = config.scheduler
-        capacity = Capacity(
-            kv.num_blocks, kv.block_size, scheduler.max_num_seqs, scheduler.max_num_batched_tokens, kv.max_model_len
-        )
+        capacity = Capacity(kv.num_blocks, kv.block_size, max_rows(config), max_step_tokens(config), kv.max_model_len)
         return Sleeper(capacity, words, model.spec.vocab_size, step_s)
 
     build.build_executor = make  # type: ignore[assignment]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from penstock.build import EXECUTORS, build_core, build_runtime, isolates_tenants, num_threads
+from penstock.build import build_core, build_runtime, isolates_tenants
 from penstock.config import Backend, BackendConfig, Config, KvConfig, ModelConfig, SchedulerConfig, ServerConfig
 from penstock.config.setting import settings_of
 from penstock.engine.loop import EngineState
@@ -20,6 +20,7 @@ from penstock.engine.ports import NullObserver
 from penstock.kv.eviction import LeastRecentlyUsed, LowestPriorityFirst, TenantFair
 from penstock.models.catalog import resolve
 from penstock.obs.prometheus import expose
+from penstock.parts.executor import EXECUTORS
 from penstock.parts.policies import SEAM_FLAGS, SETTING_FLAGS, build_policies
 from penstock.sched.policies.gates import Dynamic, Static
 from penstock.sched.policies.hold_latency import HoldLatency
@@ -31,6 +32,7 @@ from penstock.testing.tiny_models import TinyLlama, write_gguf, write_hf
 from penstock.types.errors import ConfigError, ExecutorFailure, ModelError
 from penstock.types.request import FinishReason
 
+CPU_BACKENDS = (Backend.NATIVE, Backend.REFERENCE)
 REFERENCE = Config(
     backend=BackendConfig(backend=Backend.REFERENCE),
     kv=KvConfig(kv_cache_memory_bytes=1 << 20),
@@ -49,12 +51,12 @@ def _build(path: Path, config: Config = REFERENCE) -> Any:
 
 def test_every_backend_of_the_config_has_an_executor() -> None:
     assert set(EXECUTORS) == set(Backend)
-    for target in EXECUTORS.values():
-        module, _, attribute = target.partition(":")
+    for backend in CPU_BACKENDS:
+        module, _, attribute = EXECUTORS[backend].partition(":")
         assert callable(getattr(import_module(module), attribute))
 
 
-@pytest.mark.parametrize("backend", list(Backend))
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
 def test_a_runtime_is_whole(gguf: Path, backend: Backend) -> None:
     runtime = _build(gguf, replace(REFERENCE, backend=BackendConfig(backend=backend)))
     try:
@@ -297,13 +299,7 @@ def test_how_to_preempt_cannot_be_set_where_a_disk_tier_decides() -> None:
         build_policies(Config(scheduler=recompute, kv=KvConfig(kv_disk_size_bytes=1 << 30)))
 
 
-def test_threads_are_counted_unless_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.build.usable_cpus", lambda: 6)
-    assert num_threads(BackendConfig()) == 6
-    assert num_threads(BackendConfig(threads=2)) == 2
-
-
-@pytest.mark.parametrize("backend", list(Backend))
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
 def test_a_failed_executor_is_built_again_from_the_files(gguf: Path, backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = _build(gguf, replace(REFERENCE, backend=BackendConfig(backend=backend)))
 

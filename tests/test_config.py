@@ -160,7 +160,7 @@ def test_an_unknown_key_names_the_nearest_and_all_valid_ones(tmp_path: Path) -> 
         ("host = 7", "host: 7 is a integer, not text"),
         ("prefix_caching = 'perhaps'", "prefix_caching: 'perhaps' is not true or false"),
         ("block_size = []", r"block_size: \[\] is a list, not a count"),
-        ("device = 'cuda'", "device: 'cuda' is not available; available: auto, cpu"),
+        ("device = 'tpu'", "device: 'tpu' is not available; available: auto, cpu, cuda"),
         ("port = 99999", "port: 99999 is more than 65535"),
         ("[server]\nport = 1", r"no tables such as \[server\]\. Put all keys at the top level"),
         ("host = ''", "host: '' is empty"),

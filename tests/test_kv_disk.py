@@ -24,6 +24,7 @@ from penstock.testing.tiny_models import TinyLlama, write_gguf
 from penstock.types.errors import ConfigError, ExecutorFailure
 from penstock.types.request import FinishReason
 
+CPU_BACKENDS = (Backend.NATIVE, Backend.REFERENCE)
 PROMPT = [token % 200 for token in range(1, 100)]
 
 
@@ -60,7 +61,7 @@ def ask(runtime: Runtime, name: str = "r") -> tuple[list[int], int]:
     return asyncio.run(answer())
 
 
-@pytest.mark.parametrize("backend", list(Backend))
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
 @pytest.mark.parametrize("dtype", ["int8", "bf16"])
 def test_a_session_goes_on_in_the_next_process(gguf: Path, tmp_path: Path, backend: str, dtype: str) -> None:
     settings = config(tmp_path, backend=backend, dtype=dtype)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.config import KvConfig
-from penstock.sizing import DEFAULT_CAP_BYTES, RESERVE_BYTES, SLOT_BOOKS_BYTES, KvPlan, plan_kv
+from penstock.sizing import DEFAULT_CAP_BYTES, RESERVE_BYTES, SLOT_BOOKS_BYTES, GpuMemory, KvPlan, plan_gpu_kv, plan_kv
 from penstock.types.errors import ConfigError
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.model_spec import ModelSpec
@@ -40,6 +40,7 @@ BLOCK_BYTES = 16 * make_spec().kv_bytes_per_token(KvDtype.INT8)
 
 def plan(kv: KvConfig | None = None, spec: ModelSpec | None = None, **changes: Any) -> KvPlan:
     arguments: dict[str, Any] = {
+        "dtype": KvDtype.INT8,
         "max_model_len": None,
         "max_num_seqs": 64,
         "num_weight_bytes": 100 << 20,
@@ -90,8 +91,8 @@ def test_eight_bits_hold_nearly_twice_the_tokens(head_dim: int) -> None:
     """The scales take the rest."""
     spec = replace(make_spec(), head_dim=head_dim, rope_inv_freq=(1.0,) * (head_dim // 2))
     int8, bf16 = (
-        plan(KvConfig(kv_cache_memory_bytes=GIB // 4, kv_cache_dtype=dtype), spec, max_num_seqs=4096).num_tokens
-        for dtype in ("int8", "bf16")
+        plan(KvConfig(kv_cache_memory_bytes=GIB // 4), spec, dtype=dtype, max_num_seqs=4096).num_tokens
+        for dtype in (KvDtype.INT8, KvDtype.BF16)
     )
     assert int8 / bf16 == pytest.approx(1.94, abs=0.005)
 
@@ -152,3 +153,48 @@ def test_what_is_planned_fits_the_machine_and_one_longest_request(
     assert result.num_bytes + weights + RESERVE_BYTES <= available
     assert 1 <= result.max_model_len <= min(length, result.num_tokens)
     assert result.is_shortened == (result.max_model_len < length)
+
+
+def gpu_plan(
+    kv: KvConfig | None = None, *, free: int = 79 * GIB, used: int = 20 * GIB, block: int = 2 << 20, **changes: Any
+) -> KvPlan:
+    arguments: dict[str, Any] = {"max_model_len": None, "max_num_seqs": 256, **changes}
+    memory = GpuMemory(80 * GIB, free, used)
+    return plan_gpu_kv(make_spec(8192), kv or KvConfig(), block_bytes=block, memory=memory, **arguments)
+
+
+def test_a_gpu_gives_what_weights_and_the_largest_step_leave() -> None:
+    assert gpu_plan().num_bytes == 52 * GIB, "nine tenths of 80, less 20"
+    assert gpu_plan(KvConfig(gpu_memory_utilization=0.5)).num_bytes == 20 * GIB
+
+
+def test_but_no_more_than_all_rows_can_use() -> None:
+    assert gpu_plan(max_num_seqs=2).num_tokens == 2 * 8192
+
+
+def test_an_asked_for_size_is_what_a_gpu_gives() -> None:
+    assert gpu_plan(KvConfig(kv_cache_memory_bytes=8 * GIB)).num_bytes == 8 * GIB
+    assert gpu_plan(KvConfig(kv_cache_memory_bytes=59 * GIB)).num_bytes == 59 * GIB, "also beyond the default share"
+    with pytest.raises(ConfigError, match=r"take 20 GiB .* of 79 GiB 59 GiB are left .* kv_cache_memory is 60 GiB"):
+        gpu_plan(KvConfig(kv_cache_memory_bytes=60 * GIB))
+
+
+def test_a_gpu_that_others_use_is_told_with_the_numbers() -> None:
+    with pytest.raises(
+        ConfigError, match=r"0\.9 is 72 GiB of the GPU's 80 GiB, of which 40 GiB were free.* Lower --gpu-memory-ut"
+    ):
+        gpu_plan(free=40 * GIB)
+    assert gpu_plan(KvConfig(gpu_memory_utilization=0.4), free=40 * GIB).num_bytes == 12 * GIB
+
+
+def test_a_model_that_leaves_a_gpu_nothing_is_refused_with_the_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"take 75 GiB .* so of 72 GiB 0 B are left .* two blocks of 2 MiB.* smaller model"):
+        gpu_plan(used=75 * GIB)
+
+
+def test_a_request_that_a_gpu_cannot_hold_is_refused_if_it_was_asked_for() -> None:
+    small = KvConfig(kv_cache_memory_bytes=11 * (2 << 20))
+    assert gpu_plan(small).max_model_len == 160
+    assert gpu_plan(small).is_shortened
+    with pytest.raises(ConfigError, match="holds 160"):
+        gpu_plan(small, max_model_len=161)

@@ -7,25 +7,26 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.config import Backend, BackendConfig, Config, KvConfig, ServerConfig
+from penstock.config import Config, KvConfig, ServerConfig
 from penstock.config.units import format_size
-from penstock.machine import available_memory_bytes, give_back_free_memory, usable_cpus
+from penstock.machine import available_memory_bytes, give_back_free_memory
+from penstock.parts import device
 from penstock.parts.disk_tier import build_tier, cleared, open_store
+from penstock.parts.executor import build_executor, plan_memory
+from penstock.parts.host_tier import open_host_memory
 from penstock.parts.policies import admission_limits, build_policies
-from penstock.sizing import RESERVE_BYTES, TYPICAL_REQUEST_TOKENS, KvPlan, plan_kv
+from penstock.sizing import RESERVE_BYTES, TYPICAL_REQUEST_TOKENS, KvPlan
 from penstock.types.errors import ConfigError
-from penstock.types.kv_dtype import KvDtype
 from penstock.types.plan import Capacity
 
 if TYPE_CHECKING:
     from penstock.engine.core import EngineCore
-    from penstock.engine.ports import Executor, Observer, RequestJournal
+    from penstock.engine.ports import BlockStore, Executor, Observer, RequestJournal
     from penstock.kv.tiers import Tier
     from penstock.models.catalog import ModelSource
     from penstock.models.weights import LoadedModel
@@ -34,15 +35,6 @@ if TYPE_CHECKING:
     from penstock.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
-
-EXECUTORS: Mapping[str, str] = {
-    "native": "penstock.backends.native.executor:NativeExecutor",
-    "reference": "penstock.backends.reference.executor:ReferenceExecutor",
-}
-"""Backend -> class; made with the model, its program and the five numbers of `Capacity`."""
-
-DEFAULT_STEP_TIMEOUT_S = 120.0
-"""Of the native backend: a hundred times a full step of Qwen2.5-1.5B on two cores (docs/performance.md)."""
 
 
 def build_runtime(config: Config, source: ModelSource) -> Runtime:
@@ -58,22 +50,16 @@ def build_runtime(config: Config, source: ModelSource) -> Runtime:
 def _load(config: Config, source: ModelSource) -> Runtime:
     from penstock.models.load import load_model
 
-    _check_block_size(config)
+    config = device.settled(config)
+    device.check_block_size(config)
     _check_cache(config.kv)
     _check_batch_size(config)
     available_bytes = available_memory_bytes()
-    model = load_model(source, max_weight_bytes=max(0, available_bytes - RESERVE_BYTES))
-    kv = plan_kv(
-        model.spec,
-        config.kv,
-        max_model_len=config.model.max_model_len,
-        max_num_seqs=config.scheduler.max_num_seqs,
-        num_weight_bytes=model.num_weight_bytes,
-        available_bytes=available_bytes,
-    )
+    model = load_model(source, max_weight_bytes=device.weight_room_bytes(config, available_bytes - RESERVE_BYTES))
+    kv, executor = plan_memory(config, model, available_bytes)
     _log_model(model, config, kv)
     try:
-        return _start(config, source, model, kv)
+        return _start(config, source, model, kv, executor)
     except MemoryError as error:
         raise ConfigError(
             f"There is not enough memory: the weights take {format_size(model.num_weight_bytes)}, the KV cache "
@@ -82,28 +68,16 @@ def _load(config: Config, source: ModelSource) -> Runtime:
         ) from error
 
 
-def _start(config: Config, source: ModelSource, model: LoadedModel, kv: KvPlan) -> Runtime:
+def _start(config: Config, source: ModelSource, model: LoadedModel, kv: KvPlan, executor: Executor | None) -> Runtime:
     # The vocabulary takes about as long as the weights, and both leave Python for most of it.
     with ThreadPoolExecutor(max_workers=1) as side:
         tokenizer = side.submit(_load_text, config.model.chat_template, model)
-        executor = build_executor(config, model, kv)
+        executor = executor or build_executor(config, model, kv)
         try:
             return _assemble(config, source, model, kv, executor, *tokenizer.result())
         except BaseException:
             executor.close()
             raise
-
-
-def _check_block_size(config: Config) -> None:
-    """Before anything is loaded: the native kernels keep keys in tiles."""
-    from penstock.backends.native import KV_TILE
-
-    size = config.kv.block_size
-    if config.backend.backend == "native" and size % KV_TILE:
-        raise ConfigError(
-            f"block_size {size} is no multiple of {KV_TILE}: the native backend keeps keys in tiles of {KV_TILE} positions.",
-            remedy=f"Set --block-size to {max(1, round(size / KV_TILE)) * KV_TILE}.",
-        )
 
 
 def _check_cache(kv: KvConfig) -> None:
@@ -132,36 +106,16 @@ def isolates_tenants(config: Config) -> bool:
 
 def _check_batch_size(config: Config) -> None:
     """Before anything is loaded: whether the gate's batches fit the rows and tokens of a step."""
-    rows, tokens = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
-    build_policies(config).gate.max_running(Capacity(2, 1, rows, tokens, 1))
-
-
-def build_executor(config: Config, model: LoadedModel, kv: KvPlan) -> Executor:
-    """The backend that the config names, with the model's weights in it."""
-    from penstock.models.registry import describe
-
-    module, _, attribute = EXECUTORS[config.backend.backend].partition(":")
-    extras = {"num_threads": num_threads(config.backend)} if config.backend.backend == "native" else {}
-    executor: Executor = getattr(import_module(module), attribute)(
-        model,
-        describe(model.spec),
-        num_blocks=kv.num_blocks,
-        block_size=kv.block_size,
-        max_rows=config.scheduler.max_num_seqs,
-        max_step_tokens=config.scheduler.max_num_batched_tokens,
-        max_model_len=kv.max_model_len,
-        kv_dtype=KvDtype(config.kv.kv_cache_dtype),
-        **extras,
-    )
-    return executor
+    capacity = Capacity(2, 1, device.max_rows(config), device.max_step_tokens(config), 1)
+    build_policies(config).gate.max_running(capacity)
 
 
 def _rebuild_executor(config: Config, source: ModelSource, kv: KvPlan) -> Executor:
     """Another executor, from the files: the one before it has failed, and may still hold its memory."""
     from penstock.models.load import load_model
 
-    max_weight_bytes = max(0, available_memory_bytes() - RESERVE_BYTES - kv.num_bytes)
-    executor = build_executor(config, load_model(source, max_weight_bytes=max_weight_bytes), kv)
+    room_bytes = device.weight_room_bytes(config, available_memory_bytes() - RESERVE_BYTES - kv.num_bytes)
+    executor = build_executor(config, load_model(source, max_weight_bytes=room_bytes), kv)
     give_back_free_memory()
     return executor
 
@@ -179,18 +133,6 @@ def build_core(
 
     scheduler = Scheduler(capacity, build_policies(config), enable_prefix_caching=config.kv.prefix_caching, tier=tier)
     return EngineCore(scheduler, observer=observer, journal=journal)
-
-
-def step_timeout_s(backend: BackendConfig) -> float | None:
-    """After how long a step is taken for stuck; None: never, as by default with the slow backend."""
-    if backend.step_timeout_s is None:
-        return DEFAULT_STEP_TIMEOUT_S if backend.backend == Backend.NATIVE.value else None
-    return backend.step_timeout_s
-
-
-def num_threads(backend: BackendConfig) -> int:
-    """Threads that compute: as many as were asked for, or as there are CPUs."""
-    return backend.threads or usable_cpus()
 
 
 def _assemble(
@@ -230,12 +172,13 @@ def _assemble(
     admission = Admission(admission_limits(config.admission), executor.capacity, reads_priority=policies.order.reads_priority)
     signals = Signals(policies.gate.max_running(executor.capacity), admission.drain.rate)
     admission.on_call = signals.on_call
-    metrics.num_weight_bytes = getattr(executor, "weight_bytes", 0)  # the native backend's, which packs them anew
+    metrics.num_weight_bytes = getattr(executor, "weight_bytes", 0)  # of backends that keep them otherwise than the file
+    metrics.tier.medium = "host" if config.kv.kv_host_size_bytes else "disk"
     observer = ObserverGroup([metrics, admission, signals])
     journal = Journal(config.server.explained_requests) if config.server.explained_requests else None
     bridge = Bridge()
     first = [executor]
-    stores = [open_store(config, model, executor)]
+    stores: list[BlockStore | None] = [open_host_memory(config.kv, executor) or open_store(config, model, executor)]
     """Of each engine; the last one's is in use."""
 
     def make_engine(on_failed: Callable[[], None]) -> Engine:
@@ -264,7 +207,7 @@ def _assemble(
         )
 
     engine = Supervisor(
-        make_engine, clock=clock, step_timeout_s=step_timeout_s(config.backend), on_restart=metrics.count_restart
+        make_engine, clock=clock, step_timeout_s=device.step_timeout_s(config.backend), on_restart=metrics.count_restart
     )
     bridge.attach(engine)
     metrics.connect(
@@ -348,7 +291,7 @@ def _log_model(model: LoadedModel, config: Config, kv: KvPlan) -> None:
     _log.info("model %s (%s), weights %s", model.name, model.spec.architecture, shares)
     _log.info(
         "KV cache of %s, up to %s as it fills: %d blocks of %d tokens, %d tokens in all; longest request %d",
-        config.kv.kv_cache_dtype,
+        device.kv_dtype(config),
         format_size(kv.num_bytes),
         kv.num_blocks - 1,
         kv.block_size,
@@ -363,7 +306,7 @@ def _log_model(model: LoadedModel, config: Config, kv: KvPlan) -> None:
         "" if num_typical == 1 else "s",
         typical,
         f", or {num_longest} of the longest" if typical < kv.max_model_len else "",
-        config.scheduler.max_num_seqs,
+        device.max_rows(config),
     )
     if kv.is_shortened:
         _log.warning(
@@ -371,12 +314,4 @@ def _log_model(model: LoadedModel, config: Config, kv: KvPlan) -> None:
             model.spec.max_model_len,
             kv.num_tokens,
         )
-    _log.info("backend %s, %s", config.backend.backend, _backend_words(config.backend))
-
-
-def _backend_words(backend: BackendConfig) -> str:
-    if backend.backend != "native":
-        return "NumPy: slow, for learning and tests"
-    from penstock.backends import native
-
-    return f"{native.info()['variant']} kernels, {num_threads(backend)} threads"
+    _log.info("backend %s, %s", config.backend.backend, device.words(config.backend))

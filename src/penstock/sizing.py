@@ -14,12 +14,25 @@ DEFAULT_CAP_BYTES = 4 << 30
 """More is only taken when asked for: a server should not fill a workstation unasked."""
 RESERVE_BYTES = 256 << 20
 """Left for the process itself: the interpreter, activations, the vocabulary."""
+DEFAULT_GPU_UTILIZATION = 0.9
+"""Of a GPU's memory. The rest is the driver's, and room for what a profile run can't see, such as fragments."""
 SLOT_BOOKS_BYTES = 450
-"""Of memory for each slot of the disk tier: 443 were taken at the most while 300,000 were read at a start, and 352 kept
+"""Of memory for each slot of a tier below: 443 were taken at the most while 300,000 were read at a start, and 352 kept
 (`benchmarks/disk_start.py`)."""
 TYPICAL_REQUEST_TOKENS = 512
 """Prompt and answer, where a number is needed before any request has come. First turns of ShareGPT have 467 in the mean
 (`benchmarks/kv_waste.py`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuMemory:
+    """What was measured of a GPU."""
+
+    total_bytes: int
+    free_bytes: int
+    """Before anything was loaded."""
+    used_bytes: int
+    """By weights and a step as large as any, without a KV cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +60,7 @@ def plan_kv(
     spec: ModelSpec,
     kv: KvConfig,
     *,
+    dtype: KvDtype,
     max_model_len: int | None,
     max_num_seqs: int,
     num_weight_bytes: int,
@@ -56,56 +70,126 @@ def plan_kv(
 
     Raises ConfigError, with the numbers, where what was asked for does not fit.
     """
+    wanted_len = _wanted_len(spec, max_model_len)
+    block_bytes = kv.block_size * spec.kv_bytes_per_token(dtype)
+    free_bytes = available_bytes - num_weight_bytes - RESERVE_BYTES
+    free_bytes -= _books_bytes("disk", kv.kv_disk_size_bytes, free_bytes, block_bytes)
+    budget_bytes = kv.kv_cache_memory_bytes
+    if budget_bytes is None:
+        budget_bytes = min(max(0, free_bytes) // 2, DEFAULT_CAP_BYTES, _useful_bytes(kv, block_bytes, max_num_seqs, wanted_len))
+    elif budget_bytes > free_bytes:
+        raise ConfigError(
+            f"kv_cache_memory {format_size(budget_bytes)} is more than the {format_size(max(0, free_bytes))} that are free "
+            f"after the weights{' and the books of the disk tier' if kv.kv_disk_size_bytes else ''}.",
+            remedy="Lower --kv-cache-memory, or free some memory.",
+        )
+    return _plan(kv, block_bytes, budget_bytes, wanted_len, is_exact=max_model_len is not None)
+
+
+def plan_gpu_kv(
+    spec: ModelSpec,
+    kv: KvConfig,
+    *,
+    max_model_len: int | None,
+    max_num_seqs: int,
+    block_bytes: int,
+    memory: GpuMemory,
+) -> KvPlan:
+    """Blocks and longest request in a GPU's memory. Raises ConfigError as `plan_kv` does."""
+    wanted_len = _wanted_len(spec, max_model_len)
+    share = kv.gpu_memory_utilization or DEFAULT_GPU_UTILIZATION
+    limit_bytes = memory.free_bytes if kv.kv_cache_memory_bytes else int(share * memory.total_bytes)
+    if limit_bytes > memory.free_bytes:
+        raise ConfigError(
+            f"gpu_memory_utilization {share:g} is {format_size(limit_bytes)} of the GPU's {format_size(memory.total_bytes)}, "
+            f"of which {format_size(memory.free_bytes)} were free at the start.",
+            remedy="Lower --gpu-memory-utilization, or end what else uses the GPU.",
+        )
+    left_bytes = max(0, limit_bytes - memory.used_bytes)
+    left_words = (
+        f"The weights and a step of the largest size take {format_size(memory.used_bytes)} of the GPU's memory, so of "
+        f"{format_size(limit_bytes)} {format_size(left_bytes)} are left for the KV cache"
+    )
+    budget_bytes = kv.kv_cache_memory_bytes
+    if budget_bytes is None:
+        budget_bytes = min(left_bytes, _useful_bytes(kv, block_bytes, max_num_seqs, wanted_len))
+    elif budget_bytes > left_bytes:
+        raise ConfigError(
+            f"{left_words}, and kv_cache_memory is {format_size(budget_bytes)}.",
+            remedy="Lower --kv-cache-memory or --max-num-batched-tokens, or end what else uses the GPU.",
+        )
+    if left_bytes < 2 * block_bytes:
+        raise ConfigError(
+            f"{left_words}, less than two blocks of {format_size(block_bytes)}.",
+            remedy="Raise --gpu-memory-utilization, lower --max-num-batched-tokens, or take a smaller model.",
+        )
+    growth = "--kv-cache-memory" if kv.kv_cache_memory_bytes else "--gpu-memory-utilization"
+    return _plan(kv, block_bytes, budget_bytes, wanted_len, is_exact=max_model_len is not None, growth=growth)
+
+
+def num_host_slots(kv: KvConfig, *, block_bytes: int, available_bytes: int) -> int:
+    """Blocks that the tier in host memory holds, `available_bytes` of it being free. Raises ConfigError if it is too small."""
+    free_bytes = available_bytes - RESERVE_BYTES
+    asked_bytes = kv.kv_host_size_bytes
+    needed_bytes = asked_bytes + _books_bytes("host", asked_bytes, free_bytes, block_bytes)
+    if needed_bytes > free_bytes:
+        raise ConfigError(
+            f"kv_host_size {format_size(asked_bytes)} takes {format_size(needed_bytes)} with its books, and "
+            f"{format_size(max(0, free_bytes))} of the machine's memory are free.",
+            remedy="Lower --kv-host-size, or free some memory.",
+        )
+    if asked_bytes < block_bytes:
+        raise ConfigError(
+            f"kv_host_size {format_size(asked_bytes)} does not hold one block of {format_size(block_bytes)}.",
+            remedy="Raise --kv-host-size.",
+        )
+    return asked_bytes // block_bytes
+
+
+def _wanted_len(spec: ModelSpec, max_model_len: int | None) -> int:
     if max_model_len is not None and max_model_len > spec.max_model_len:
         raise ConfigError(
             f"max_model_len {max_model_len} is longer than the model's own {spec.max_model_len} positions.",
             remedy=f"Set --max-model-len to {spec.max_model_len} or less.",
         )
-    wanted_len = max_model_len or spec.max_model_len
-    block_bytes = kv.block_size * spec.kv_bytes_per_token(KvDtype(kv.kv_cache_dtype))
-    free_bytes = available_bytes - num_weight_bytes - RESERVE_BYTES
-    free_bytes -= _books_bytes(kv, free_bytes, block_bytes)
-    budget_bytes = _budget_bytes(kv, free_bytes, (max_num_seqs * -(-wanted_len // kv.block_size) + 1) * block_bytes)
+    return max_model_len or spec.max_model_len
+
+
+def _useful_bytes(kv: KvConfig, block_bytes: int, max_num_seqs: int, wanted_len: int) -> int:
+    """What all rows together can use."""
+    return (max_num_seqs * -(-wanted_len // kv.block_size) + 1) * block_bytes
+
+
+def _plan(
+    kv: KvConfig, block_bytes: int, budget_bytes: int, wanted_len: int, *, is_exact: bool, growth: str = "--kv-cache-memory"
+) -> KvPlan:
+    """`is_exact`: the length was asked for, and is not shortened. `growth`: the flag that makes the cache larger."""
     num_blocks = budget_bytes // block_bytes
     if num_blocks < 2:
         raise ConfigError(
             f"The KV cache gets {format_size(budget_bytes)}, which is less than the two blocks of "
             f"{format_size(block_bytes)} that are the least.",
-            remedy="Raise --kv-cache-memory, or free some memory.",
+            remedy=f"Raise {growth}, or free some memory.",
         )
     longest = (num_blocks - 1) * kv.block_size
-    if max_model_len is not None and longest < max_model_len:
-        needed_bytes = (-(-max_model_len // kv.block_size) + 1) * block_bytes
+    if is_exact and longest < wanted_len:
+        needed_bytes = (-(-wanted_len // kv.block_size) + 1) * block_bytes
         raise ConfigError(
-            f"A request of max_model_len {max_model_len} tokens needs {format_size(needed_bytes)} of KV cache; "
+            f"A request of max_model_len {wanted_len} tokens needs {format_size(needed_bytes)} of KV cache; "
             f"{format_size(budget_bytes)} holds {longest}.",
-            remedy="Raise --kv-cache-memory or lower --max-model-len.",
+            remedy=f"Raise {growth} or lower --max-model-len.",
         )
     return KvPlan(num_blocks, kv.block_size, min(wanted_len, longest), num_blocks * block_bytes, longest < wanted_len)
 
 
-def _books_bytes(kv: KvConfig, free_bytes: int, block_bytes: int) -> int:
-    """What it takes to know what is in the disk tier."""
-    num_slots = kv.kv_disk_size_bytes // block_bytes
+def _books_bytes(tier: str, size_bytes: int, free_bytes: int, block_bytes: int) -> int:
+    """What it takes to know what is in the tier below."""
+    num_slots = size_bytes // block_bytes
     num_bytes = num_slots * SLOT_BOOKS_BYTES
     if num_slots and num_bytes > max(0, free_bytes) // 2:
         raise ConfigError(
-            f"The books of kv_disk_size {format_size(kv.kv_disk_size_bytes)}, {num_slots} blocks, take up to "
+            f"The books of kv_{tier}_size {format_size(size_bytes)}, {num_slots} blocks, take up to "
             f"{format_size(num_bytes)} of memory, more than half of the {format_size(max(0, free_bytes))} that are free.",
-            remedy="Lower --kv-disk-size, or raise --block-size.",
+            remedy=f"Lower --kv-{tier}-size, or raise --block-size.",
         )
     return num_bytes
-
-
-def _budget_bytes(kv: KvConfig, free_bytes: int, useful_bytes: int) -> int:
-    """What was asked for, or half of what is free, up to the cap and to what all rows together can use."""
-    asked_bytes = kv.kv_cache_memory_bytes
-    if asked_bytes is None:
-        return min(max(0, free_bytes) // 2, DEFAULT_CAP_BYTES, useful_bytes)
-    if asked_bytes > free_bytes:
-        raise ConfigError(
-            f"kv_cache_memory {format_size(asked_bytes)} is more than the {format_size(max(0, free_bytes))} that are free "
-            f"after the weights{' and the books of the disk tier' if kv.kv_disk_size_bytes else ''}.",
-            remedy="Lower --kv-cache-memory, or free some memory.",
-        )
-    return asked_bytes

@@ -31,6 +31,7 @@ def test_env_names_the_machine_the_versions_and_what_is_missing(penstock: Pensto
     facts = dict(line.split(maxsplit=1) for line in result.stdout.splitlines())
     assert facts["penstock"] == __version__
     assert "portable" in facts["kernels"]
+    assert "not usable: " in facts["gpu"] or "compute capability" in facts["gpu"]
     assert "numpy" in facts["libraries"]
     assert facts["cache"].startswith(str(tmp_path))
     assert DEFAULT_MODEL in facts["missing"]

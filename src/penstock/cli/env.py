@@ -24,6 +24,7 @@ def env(cache: str | None) -> None:
 def _facts(cache: str | None) -> Iterator[tuple[str, str]]:
     from penstock.config.units import format_size
     from penstock.machine import available_memory_bytes, cpu_name, usable_cpus
+    from penstock.parts.device import gpu_facts
 
     yield "penstock", __version__
     yield "python", f"{platform.python_version()} ({sys.executable})"
@@ -31,6 +32,7 @@ def _facts(cache: str | None) -> Iterator[tuple[str, str]]:
     yield "processor", f"{cpu_name() or platform.machine()}, {usable_cpus()} CPUs usable"
     yield "memory", f"{format_size(available_memory_bytes())} available"
     yield "kernels", _kernels()
+    yield "gpu", gpu_facts()
     yield "libraries", ", ".join(f"{name} {version}" for name, version in _requirements() if version)
     yield "cache", _cache(cache)
     yield "missing", "; ".join(_missing(cache)) or "nothing"
@@ -77,6 +79,7 @@ def _cache(cache: str | None) -> str:
 def _missing(cache: str | None) -> Iterator[str]:
     from penstock.cli.start import cache_dir
     from penstock.models.catalog import DEFAULT_MODEL, resolve
+    from penstock.parts.device import missing_gpu_packages
 
     if not resolve(DEFAULT_MODEL, cache_dir(cache)).is_present:
         yield f"the default model ({DEFAULT_MODEL}): `penstock pull`"
@@ -86,3 +89,5 @@ def _missing(cache: str | None) -> Iterator[str]:
     for name, version in _requirements(extra="hf"):
         if version is None:
             yield f"{name}, for hf:org/repo models: `pip install 'penstock[hf]'`"
+    if (packages := missing_gpu_packages()) is not None:
+        yield packages

@@ -19,6 +19,15 @@ class Backend(StrEnum):
 
     NATIVE = "native"
     REFERENCE = "reference"
+    CUDA = "cuda"
+
+
+class Device(StrEnum):
+    """Where it is computed. `auto`: on a GPU if one can be used."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
 
 
 class LogFormat(StrEnum):
@@ -82,10 +91,23 @@ class KvConfig(Component):
         kind=Kind.SIZE,
         key="kv_cache_memory",
         minimum=1,
-        default_doc="half of what is free after the weights, at most 4GiB or what all rows can use",
+        default_doc="half of what is free after the weights, at most 4GiB or what all rows can use; on a GPU what "
+        "--gpu-memory-utilization leaves",
     )
-    kv_cache_dtype: str = setting(
-        "int8", "Type of the stored keys and values; bf16 takes twice the memory.", kind=Kind.CHOICE, choices=("int8", "bf16")
+    gpu_memory_utilization: float | None = setting(
+        None,
+        "Share of a GPU's memory for this server: weights, the largest step and, of the rest, keys and values.",
+        kind=Kind.SHARE,
+        minimum=0.01,
+        maximum=1.0,
+        default_doc="90%",
+    )
+    kv_cache_dtype: str | None = setting(
+        None,
+        "Type of the stored keys and values; bf16 takes twice the memory.",
+        kind=Kind.CHOICE,
+        choices=("int8", "bf16"),
+        default_doc="int8, on a GPU bf16",
     )
     prefix_caching: bool = setting(True, "Reuse the KV of prompts that begin alike.", kind=Kind.FLAG)
     prefix_sharing: str | None = setting(
@@ -101,6 +123,13 @@ class KvConfig(Component):
         kind=Kind.CHOICE,
         choices=("lru", "priority", "tenant-fair"),
         default_doc="priority with --policy priority, tenant-fair with --policy fair, else the preset's: lru",
+    )
+    kv_host_size_bytes: int = setting(
+        0,
+        "Memory of the machine below the KV cache of a GPU, for what is evicted or preempted; 0: none.",
+        kind=Kind.SIZE,
+        key="kv_host_size",
+        minimum=0,
     )
     kv_disk_size_bytes: int = setting(
         0,
@@ -244,11 +273,18 @@ class SchedulerConfig(Component):
         "What happens to a request whose blocks are taken back.",
         kind=Kind.CHOICE,
         choices=("recompute",),
-        default_doc="recompute; with --kv-disk-size what takes less time, computing or loading",
+        default_doc="recompute; with --kv-disk-size or --kv-host-size what takes less time, computing or loading",
     )
-    max_num_seqs: int = setting(64, "Requests in one step at most.", kind=Kind.COUNT, minimum=1, maximum=4096)
-    max_num_batched_tokens: int = setting(
-        512, "Tokens computed in one step at most.", kind=Kind.COUNT, minimum=1, maximum=65536
+    max_num_seqs: int | None = setting(
+        None, "Requests in one step at most.", kind=Kind.COUNT, minimum=1, maximum=4096, default_doc="64, on a GPU 256"
+    )
+    max_num_batched_tokens: int | None = setting(
+        None,
+        "Tokens computed in one step at most.",
+        kind=Kind.COUNT,
+        minimum=1,
+        maximum=65536,
+        default_doc="512, on a GPU 2048",
     )
 
 
@@ -296,15 +332,38 @@ class BackendConfig(Component):
 
     title: ClassVar[str] = "Compute"
 
-    device: str = setting("auto", "Where to compute.", kind=Kind.CHOICE, choices=("auto", "cpu"))
-    backend: str = setting(
-        Backend.NATIVE.value,
-        "native: C++ kernels; reference: NumPy, slow, for learning.",
+    device: str = setting(
+        Device.AUTO.value,
+        "Where to compute: cuda is an NVIDIA GPU; auto takes one if it can be used and nothing is set that is the CPU's.",
+        kind=Kind.CHOICE,
+        choices=tuple(Device),
+    )
+    backend: str | None = setting(
+        None,
+        "native: C++ kernels on the CPU; reference: NumPy, slow, for learning; cuda: Triton kernels on a GPU.",
         kind=Kind.CHOICE,
         choices=tuple(Backend),
+        default_doc="the device's: native on the CPU, cuda on a GPU",
     )
     threads: int | None = setting(
-        None, "Threads that compute.", kind=Kind.COUNT, minimum=1, maximum=1024, default_doc="the CPUs this process may use"
+        None,
+        "Threads that compute on the CPU.",
+        kind=Kind.COUNT,
+        minimum=1,
+        maximum=1024,
+        default_doc="the CPUs this process may use",
+    )
+    deterministic: bool | None = setting(
+        None,
+        "The same answer whatever else is in the batch; it costs speed on a GPU, and is always so on the CPU.",
+        kind=Kind.FLAG,
+        default_doc="true, on a GPU false",
+    )
+    cuda_graphs: bool | None = setting(
+        None,
+        "Steps that only decode are launched on the GPU as one recorded graph.",
+        kind=Kind.FLAG,
+        default_doc="true on a GPU",
     )
     step_timeout_s: float | None = setting(
         None,
@@ -312,7 +371,7 @@ class BackendConfig(Component):
         kind=Kind.DURATION,
         key="step_timeout",
         minimum=1.0,
-        default_doc="120s with the native backend, none with the reference backend",
+        default_doc="120s, with the reference backend none",
     )
 
 

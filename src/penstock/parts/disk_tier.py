@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from penstock.config import Config
 from penstock.config.units import format_size
+from penstock.parts.device import is_on_gpu, kv_dtype
 
 if TYPE_CHECKING:
     from penstock.engine.ports import BlockStore, Executor
@@ -48,14 +49,25 @@ def open_store(config: Config, model: LoadedModel, executor: Executor) -> BlockF
 def _kv_fingerprint(config: Config, model: LoadedModel, executor: Executor) -> bytes:
     """Of all that the bytes of a block depend on."""
     from penstock import __version__
-    from penstock.backends.native import _native
     from penstock.models.fingerprint import fingerprint
 
-    kernels = Path(_native.__file__).stat()
-    parts = [__version__, config.backend.backend, getattr(executor, "variant", ""), kernels.st_size, kernels.st_mtime_ns]
-    parts += [config.kv.kv_cache_dtype, config.kv.block_size, executor.block_bytes]
+    parts = [__version__, config.backend.backend, getattr(executor, "variant", ""), *_kernels(config)]
+    parts += [str(kv_dtype(config)), config.kv.block_size, executor.block_bytes]
     own = blake2b(repr(parts).encode(), digest_size=32, key=fingerprint(model.path))
     return own.digest()
+
+
+def _kernels(config: Config) -> Sequence[object]:
+    """Whose change may change the bytes."""
+    if is_on_gpu(config):
+        from penstock.backends import cuda
+
+        gpu = cuda.find_gpu()
+        return [cuda.package_versions(), gpu if isinstance(gpu, str) else gpu.name]
+    from penstock.backends.native import _native
+
+    kernels = Path(_native.__file__).stat()
+    return [kernels.st_size, kernels.st_mtime_ns]
 
 
 def build_tier(store: BlockStore | None) -> Tier | None:
@@ -75,12 +87,12 @@ def build_tier(store: BlockStore | None) -> Tier | None:
     return tier
 
 
-def cleared(store: BlockFile | None) -> BlockFile | None:
+def cleared(store: BlockStore | None) -> BlockStore | None:
     """The store of an engine that failed, for the next one: nothing that was computed before is trusted. None if it hangs."""
     if store is None:
         return None
     try:
         return store.emptied()
     except OSError as error:
-        _log.error("the engine goes on without the disk tier: %s", error)
+        _log.error("the engine goes on without the tier below the KV cache: %s", error)
         return None

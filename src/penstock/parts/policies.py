@@ -48,11 +48,12 @@ def build_policies(config: Config) -> Policies:
             remedy="Set --batching continuous, or leave --priority-preemption out.",
         )
     _check_eviction(config.kv, policies)
-    if config.scheduler.preemption is not None and config.kv.kv_disk_size_bytes:
-        raise ConfigError(
-            "With a disk tier, what is preempted comes back from it or is computed again, whichever takes less time.",
-            remedy="Leave --preemption or --kv-disk-size out.",
-        )
+    for tier, size_bytes in (("disk", config.kv.kv_disk_size_bytes), ("host", config.kv.kv_host_size_bytes)):
+        if config.scheduler.preemption is not None and size_bytes:
+            raise ConfigError(
+                f"With a {tier} tier, what is preempted comes back from it or is computed again, whichever takes less time.",
+                remedy=f"Leave --preemption or --kv-{tier}-size out.",
+            )
     return policies
 
 

@@ -1,0 +1,124 @@
+"""Measures what of a GPU's memory weights and steps take, by running the largest ones: a profile run. Called by the composition
+root, once at a start; decides nothing.
+
+What a step takes beside weights and KV cache (activations, workspaces of matrix multiplications, sorted logits, the code of
+kernels) depends on libraries and devices, so it is measured instead of computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from penstock.engine.ports import Executor
+from penstock.types.errors import ExecutorFailure
+from penstock.types.plan import AdmitRow, Capacity, RowPlan, StepPlan
+from penstock.types.sampling import MAX_LOGPROBS, SamplingParams
+
+COSTLY = SamplingParams(
+    temperature=1.0,
+    top_k=50,
+    top_p=0.9,
+    min_p=0.01,
+    repetition_penalty=1.1,
+    presence_penalty=0.1,
+    frequency_penalty=0.1,
+    logprobs=MAX_LOGPROBS,
+    logit_bias=((0, 0.5),),
+)
+"""All that a row can ask of the sampler at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Bytes of a GPU's memory."""
+
+    total_bytes: int
+    free_bytes: int
+    """Before anything was loaded."""
+    used_bytes: int
+    """By weights and the largest steps; without the KV cache."""
+
+
+class Memory(Protocol):
+    """Of a device."""
+
+    def read(self) -> tuple[int, int]:
+        """(free, total) bytes, when all that was begun is done."""
+        ...
+
+
+class GpuMemory:
+    """Of the GPU that PyTorch would use. What its allocator keeps for later counts as used."""
+
+    def read(self) -> tuple[int, int]:
+        import torch
+
+        torch.cuda.synchronize()
+        free_bytes, total_bytes = torch.cuda.mem_get_info()
+        return int(free_bytes), int(total_bytes)
+
+
+_Executor = TypeVar("_Executor", bound=Executor)
+
+
+def profile(make: Callable[[int], _Executor], capacity: Capacity, memory: Memory) -> tuple[_Executor, Usage]:
+    """Make an executor with a small KV cache and run its largest steps.
+
+    `make` is given the number of blocks; `capacity` says the other sizes. Raises MemoryError if not even that fits.
+    """
+    lens = row_lens(capacity)
+    num_blocks = 1 + sum(_num_blocks(length, capacity) for length in lens)
+    free_bytes, total_bytes = memory.read()
+    try:
+        executor = make(num_blocks)
+        try:
+            run_largest_steps(executor, lens)
+        except BaseException:
+            executor.close()
+            raise
+    except (RuntimeError, ExecutorFailure) as error:  # torch.OutOfMemoryError is the first, or lies under the second
+        if "out of memory" not in str(error):
+            raise
+        raise MemoryError(str(error)) from error
+    used_bytes = free_bytes - memory.read()[0] - num_blocks * executor.block_bytes
+    return executor, Usage(total_bytes, free_bytes, max(0, used_bytes))
+
+
+def row_lens(capacity: Capacity) -> list[int]:
+    """Prompt lengths of a step with as many rows and tokens as there may be, the first ones as long as they may be."""
+    num_rows = min(capacity.max_rows, capacity.max_step_tokens)
+    longest = max(1, capacity.max_model_len - 2)  # two tokens are sampled
+    left = min(capacity.max_step_tokens, num_rows * longest) - num_rows
+    lens = []
+    for _ in range(num_rows):
+        more = min(left, longest - 1)
+        lens.append(1 + more)
+        left -= more
+    return lens
+
+
+def run_largest_steps(executor: Executor, lens: list[int]) -> None:
+    """A step in which every row computes its prompt and samples, one that only decodes, and one that forgets them."""
+    capacity = executor.capacity
+    admits, rows, next_block = [], [], 1
+    for idx, length in enumerate(lens):
+        count = _num_blocks(length, capacity)
+        blocks = tuple(range(next_block, next_block + count))
+        next_block += count
+        admits.append(AdmitRow(f"profile-{idx}", tuple(token % 2 for token in range(length)), length, blocks, 0, COSTLY))
+        rows.append(RowPlan(f"profile-{idx}", 0, length, (), True))
+    names = tuple(row.request_id for row in rows)
+    decodes = tuple(RowPlan(name, length, 1, (), True) for name, length in zip(names, lens, strict=True))
+    for plan in (
+        StepPlan(0, 0, tuple(admits), tuple(rows), ()),
+        StepPlan(1, 0, (), decodes, ()),
+        StepPlan(2, 0, (), (), names),
+    ):
+        executor.collect(executor.submit(plan))
+
+
+def _num_blocks(length: int, capacity: Capacity) -> int:
+    """For a prompt and the token after it."""
+    return -(-(length + 1) // capacity.block_size)

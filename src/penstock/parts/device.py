@@ -1,0 +1,199 @@
+"""The device: decides where a model is computed and by whom, and knows what is left to that decision. Called by the composition
+root before anything is loaded; loads and computes nothing.
+
+    --device   --backend    without          native, reference   cuda
+    auto                    a GPU if usable   the CPU            a GPU
+    cpu                     native            the CPU            refused
+    cuda                    a GPU             refused            a GPU
+
+`a GPU` is an error where none can be used; `a GPU if usable` is the CPU there, and where something is set that is the CPU's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from penstock.backends import cuda
+from penstock.config import Backend, BackendConfig, Config, Device
+from penstock.config.units import format_size
+from penstock.machine import usable_cpus
+from penstock.types.errors import ConfigError
+from penstock.types.kv_dtype import KvDtype
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Defaults:
+    """What a backend takes where a setting is left out."""
+
+    kv_dtype: KvDtype
+    max_rows: int
+    max_step_tokens: int
+    step_timeout_s: float | None
+
+
+_CPU_DEFAULTS = _Defaults(KvDtype.INT8, max_rows=64, max_step_tokens=512, step_timeout_s=120.0)
+"""The time-out is a hundred times a full step of Qwen2.5-1.5B on two cores (docs/performance.md)."""
+_DEFAULTS: Mapping[str | None, _Defaults] = {
+    Backend.NATIVE: _CPU_DEFAULTS,
+    Backend.REFERENCE: replace(_CPU_DEFAULTS, step_timeout_s=None),
+    Backend.CUDA: _Defaults(KvDtype.BF16, max_rows=256, max_step_tokens=2048, step_timeout_s=120.0),
+}
+"""A GPU's bandwidth is shared by more rows, and a chunk of 2,048 tokens fills its multipliers."""
+
+
+def settled(config: Config) -> Config:
+    """The same config with its device and backend decided. Raises ConfigError for what does not go together."""
+    device, backend = config.backend.device, config.backend.backend
+    is_cpu_named = backend in (Backend.NATIVE, Backend.REFERENCE)
+    if device == Device.CUDA and is_cpu_named:
+        raise ConfigError(f"The {backend} backend computes on the CPU, and --device is cuda.", remedy="Leave one of them out.")
+    if device == Device.CPU and backend == Backend.CUDA:
+        raise ConfigError("The cuda backend computes on a GPU, and --device is cpu.", remedy="Leave one of them out.")
+    cause: str | None = None
+    if device == Device.CUDA or backend == Backend.CUDA:
+        if (cause := cuda.why_not()) is not None:
+            raise ConfigError(f"No GPU can be used: {cause}.", remedy="Leave out --device and --backend for the CPU.")
+    elif device == Device.CPU or is_cpu_named:
+        cause = "the CPU is asked for"
+    elif config.backend.threads is not None:
+        cause = "--threads is a setting of the CPU"
+        _log.info("no GPU is looked for: %s", cause)
+    elif (cause := cuda.why_not()) is not None:
+        # Of a machine that has neither the extra nor a GPU, nobody would think that one is used.
+        is_expected = cuda.package_versions()["torch"] is None and isinstance(cuda.find_gpu(), str)
+        _log.log(logging.DEBUG if is_expected else logging.INFO, "no GPU is used: %s", cause)
+    if cause is None:
+        _check_gpu_settings(config)
+        chosen = replace(config.backend, device=Device.CUDA.value, backend=Backend.CUDA.value)
+    else:
+        _check_cpu_settings(config, cause)
+        chosen = replace(config.backend, device=Device.CPU.value, backend=backend or Backend.NATIVE.value)
+    return replace(config, backend=chosen)
+
+
+def _check_gpu_settings(config: Config) -> None:
+    if config.backend.threads is not None:
+        raise ConfigError(
+            "threads is how many compute on the CPU, and a GPU is to be used.",
+            remedy="Leave out --threads, or set --device cpu.",
+        )
+    if config.kv.gpu_memory_utilization is not None and config.kv.kv_cache_memory_bytes is not None:
+        raise ConfigError(
+            "gpu_memory_utilization and kv_cache_memory both say how large the KV cache is.", remedy="Leave one of them out."
+        )
+    if config.kv.kv_host_size_bytes and config.kv.kv_disk_size_bytes:
+        raise ConfigError(
+            "There is one tier below the KV cache: in the machine's memory or on disk.",
+            remedy="Leave out --kv-host-size or --kv-disk-size.",
+        )
+
+
+def _check_cpu_settings(config: Config, cause: str) -> None:
+    """Nothing that is set is ignored."""
+    given = {
+        "--gpu-memory-utilization": config.kv.gpu_memory_utilization is not None,
+        "--cuda-graphs": config.backend.cuda_graphs is not None,
+        "--kv-host-size": bool(config.kv.kv_host_size_bytes),
+    }
+    for flag, is_given in given.items():
+        if is_given:
+            why = (
+                "the memory below the KV cache would be the same memory"
+                if flag == "--kv-host-size"
+                else "it is a GPU's setting"
+            )
+            raise ConfigError(
+                f"{flag} has no meaning on the CPU, where this model is computed ({cause}): {why}.", remedy=f"Leave out {flag}."
+            )
+
+
+def is_on_gpu(config: Config) -> bool:
+    """Of a settled config."""
+    return config.backend.backend == Backend.CUDA
+
+
+def kv_dtype(config: Config) -> KvDtype:
+    """The type of the stored keys and values: what was asked for, or the backend's own."""
+    return KvDtype(config.kv.kv_cache_dtype) if config.kv.kv_cache_dtype else _defaults(config.backend).kv_dtype
+
+
+def max_rows(config: Config) -> int:
+    """Requests in one step at most."""
+    return config.scheduler.max_num_seqs or _defaults(config.backend).max_rows
+
+
+def max_step_tokens(config: Config) -> int:
+    """Tokens in one step at most."""
+    return config.scheduler.max_num_batched_tokens or _defaults(config.backend).max_step_tokens
+
+
+def step_timeout_s(backend: BackendConfig) -> float | None:
+    """After how long a step is taken for stuck; None: never, as by default with the slow backend."""
+    return _defaults(backend).step_timeout_s if backend.step_timeout_s is None else backend.step_timeout_s
+
+
+def num_threads(backend: BackendConfig) -> int:
+    """Threads that compute: as many as were asked for, or as there are CPUs."""
+    return backend.threads or usable_cpus()
+
+
+def check_block_size(config: Config) -> None:
+    """Before anything is loaded: the kernels of two backends want multiples."""
+    from penstock.backends.native import KV_TILE
+
+    size = config.kv.block_size
+    multiple = {Backend.NATIVE.value: KV_TILE, Backend.CUDA.value: cuda.BLOCK_MULTIPLE}.get(config.backend.backend or "", 1)
+    if size % multiple:
+        raise ConfigError(
+            f"block_size {size} is no multiple of {multiple}: the {config.backend.backend} backend keeps keys in tiles of "
+            f"{multiple} positions.",
+            remedy=f"Set --block-size to {max(1, round(size / multiple)) * multiple}.",
+        )
+
+
+def weight_room_bytes(config: Config, host_bytes: int) -> int:
+    """What weights may take: of a GPU's memory all of it, else `host_bytes`, if that is more than nothing."""
+    gpu = cuda.find_gpu() if is_on_gpu(config) else None
+    return gpu.total_bytes if isinstance(gpu, cuda.Gpu) else max(0, host_bytes)
+
+
+def words(backend: BackendConfig) -> str:
+    """Who computes, for the log."""
+    if backend.backend == Backend.REFERENCE:
+        return "NumPy: slow, for learning and tests"
+    if backend.backend == Backend.CUDA:
+        return f"{_gpu_name(cuda.find_gpu())}{', deterministic' if backend.deterministic else ''}"
+    from penstock.backends import native
+
+    return f"{native.info()['variant']} kernels, {num_threads(backend)} threads"
+
+
+def gpu_facts() -> str:
+    """The GPU and what drives it, or why there is none, for `penstock env`."""
+    gpu, cause = cuda.find_gpu(), cuda.why_not()
+    packages = ", ".join(f"{name} {version}" for name, version in cuda.package_versions().items() if version)
+    device = "" if isinstance(gpu, str) else f"{_gpu_name(gpu)}, {gpu.num_visible} visible"
+    return "; ".join(filter(None, [f"not usable: {cause}" if cause else "", device, packages]))
+
+
+def missing_gpu_packages() -> str | None:
+    """What a machine with a GPU lacks to use it."""
+    names = [name for name, version in cuda.package_versions().items() if version is None]
+    if not names or isinstance(cuda.find_gpu(), str):
+        return None
+    return f"{', '.join(names)}, for the GPU: `pip install 'penstock[cuda]'`"
+
+
+def _gpu_name(gpu: cuda.Gpu | str) -> str:
+    if isinstance(gpu, str):
+        return gpu
+    major, minor = gpu.capability
+    return f"{gpu.name}, {format_size(gpu.total_bytes)}, compute capability {major}.{minor}"
+
+
+def _defaults(backend: BackendConfig) -> _Defaults:
+    return _DEFAULTS[backend.backend or Backend.NATIVE.value]

@@ -1,0 +1,106 @@
+"""The executor: turns a config and a model into the backend that computes it, and asks `sizing` what memory its KV cache gets.
+Called by the composition root; runs no step but those of a profile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from penstock.config import Backend, Config
+from penstock.parts.device import is_on_gpu, kv_dtype, max_rows, max_step_tokens, num_threads
+from penstock.sizing import GpuMemory, KvPlan, plan_gpu_kv, plan_kv
+from penstock.types.errors import ConfigError
+from penstock.types.plan import Capacity
+
+if TYPE_CHECKING:
+    from penstock.engine.ports import Executor
+    from penstock.models.weights import LoadedModel
+
+EXECUTORS: Mapping[str, str] = {
+    "native": "penstock.backends.native.executor:NativeExecutor",
+    "reference": "penstock.backends.reference.executor:ReferenceExecutor",
+    "cuda": "penstock.backends.cuda.executor:CudaExecutor",
+}
+"""Backend -> class; made with the model, its program, the five numbers of `Capacity` and the type of the KV cache."""
+
+
+def build_executor(config: Config, model: LoadedModel, kv: KvPlan) -> Executor:
+    """The backend of a settled config, with the model's weights in it."""
+    return _make(config, model, kv.max_model_len, kv.num_blocks)
+
+
+def plan_memory(config: Config, model: LoadedModel, available_bytes: int) -> tuple[KvPlan, Executor | None]:
+    """Blocks and longest request. On a GPU they are measured with an executor, which is there then.
+
+    `available_bytes`: of the machine's memory. Raises ConfigError where what was asked for does not fit.
+    """
+    if is_on_gpu(config):
+        return _measure(config, model)
+    plan = plan_kv(
+        model.spec,
+        config.kv,
+        dtype=kv_dtype(config),
+        max_model_len=config.model.max_model_len,
+        max_num_seqs=max_rows(config),
+        num_weight_bytes=model.num_weight_bytes,
+        available_bytes=available_bytes,
+    )
+    return plan, None
+
+
+def _measure(config: Config, model: LoadedModel) -> tuple[KvPlan, Executor]:
+    from penstock.backends.cuda.memory import GpuMemory as Device
+    from penstock.backends.cuda.memory import profile
+
+    longest = min(config.model.max_model_len or model.spec.max_model_len, model.spec.max_model_len)
+    capacity = Capacity(2, config.kv.block_size, max_rows(config), max_step_tokens(config), longest)
+    try:
+        executor, usage = profile(partial(_make, config, model, longest), capacity, Device())
+    except MemoryError as error:
+        raise ConfigError(
+            f"The weights and a step of {max_step_tokens(config)} tokens do not fit the GPU: {error}",
+            remedy="Lower --max-num-batched-tokens, take a smaller model, or end what else uses the GPU.",
+        ) from error
+    try:
+        plan = plan_gpu_kv(
+            model.spec,
+            config.kv,
+            max_model_len=config.model.max_model_len,
+            max_num_seqs=max_rows(config),
+            block_bytes=executor.block_bytes,
+            memory=GpuMemory(usage.total_bytes, usage.free_bytes, usage.used_bytes),
+        )
+    finally:
+        executor.close()
+    return plan, _make(config, model, plan.max_model_len, plan.num_blocks)
+
+
+def _make(config: Config, model: LoadedModel, max_model_len: int, num_blocks: int) -> Executor:
+    from penstock.models.registry import describe
+
+    module, _, attribute = EXECUTORS[config.backend.backend or Backend.NATIVE.value].partition(":")
+    make: Callable[..., Executor] = getattr(import_module(module), attribute)
+    return make(
+        model,
+        describe(model.spec),
+        num_blocks=num_blocks,
+        block_size=config.kv.block_size,
+        max_rows=max_rows(config),
+        max_step_tokens=max_step_tokens(config),
+        max_model_len=max_model_len,
+        kv_dtype=kv_dtype(config),
+        **_extras(config),
+    )
+
+
+def _extras(config: Config) -> dict[str, Any]:
+    """What one backend alone is told."""
+    chosen = config.backend
+    if chosen.backend == Backend.NATIVE:
+        return {"num_threads": num_threads(chosen)}
+    if chosen.backend == Backend.CUDA:
+        return {"deterministic": bool(chosen.deterministic), "use_graphs": chosen.cuda_graphs is not False}
+    return {}

@@ -1,0 +1,95 @@
+"""The profile run: its steps are as large as any may be, and what it finds is what was used. Needs neither PyTorch nor a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.backends.cuda.memory import Usage, profile, row_lens, run_largest_steps
+from penstock.testing import HashExecutor
+from penstock.types.plan import Capacity, StepPlan, Ticket
+
+CAPACITY = Capacity(num_blocks=2, block_size=16, max_rows=8, max_step_tokens=100, max_model_len=64)
+
+
+class Noted(HashExecutor):
+    """Remembers what it was asked to do."""
+
+    def __init__(self, capacity: Capacity) -> None:
+        super().__init__(capacity)
+        self.plans: list[StepPlan] = []
+        self.num_closed = 0
+
+    def submit(self, plan: StepPlan) -> Ticket:
+        self.plans.append(plan)
+        return super().submit(plan)
+
+    def close(self) -> None:
+        self.num_closed += 1
+        super().close()
+
+
+class FakeMemory:
+    """Of a device where loading and running took what is said."""
+
+    def __init__(self, used_bytes: int) -> None:
+        self._free = iter([1_000_000, 1_000_000 - used_bytes])
+
+    def read(self) -> tuple[int, int]:
+        return next(self._free), 1_200_000
+
+
+def make(num_blocks: int) -> Noted:
+    return Noted(replace(CAPACITY, num_blocks=num_blocks))
+
+
+def test_steps_are_as_large_as_any_may_be() -> None:
+    executor, _ = profile(make, CAPACITY, FakeMemory(0))
+    first, second, last = executor.plans
+    assert (first.num_tokens, len(first.rows), all(row.samples for row in first.rows)) == (100, 8, True)
+    assert max(row.query_len for row in first.rows) == 62, "a request of 64 tokens, two of which it samples"
+    assert [row.query_len for row in second.rows] == [1] * 8
+    assert (len(last.rows), len(last.releases)) == (0, 8)
+    assert not executor.num_closed
+
+
+def test_what_the_cache_took_is_not_counted() -> None:
+    num_blocks = 1 + sum(-(-(length + 1) // 16) for length in row_lens(CAPACITY))
+    cache_bytes = num_blocks * make(num_blocks).block_bytes
+    _, usage = profile(make, CAPACITY, FakeMemory(5000 + cache_bytes))
+    assert usage == Usage(total_bytes=1_200_000, free_bytes=1_000_000, used_bytes=5000)
+
+
+@given(rows=st.integers(1, 300), tokens=st.integers(1, 4096), length=st.integers(3, 5000), block_size=st.sampled_from([16, 32]))
+def test_no_capacity_is_broken(rows: int, tokens: int, length: int, block_size: int) -> None:
+    capacity = Capacity(2, block_size, rows, tokens, length)
+    lens = row_lens(capacity)
+    assert len(lens) == min(rows, tokens)
+    assert sum(lens) == min(tokens, len(lens) * (length - 2))
+    assert 1 <= min(lens) <= max(lens) <= length - 2
+
+
+@pytest.mark.parametrize("capacity", [replace(CAPACITY, max_rows=1), replace(CAPACITY, max_step_tokens=3)])
+def test_the_contract_holds_in_small_ones(capacity: Capacity) -> None:
+    executor = HashExecutor(replace(capacity, num_blocks=40))  # checks every plan
+    run_largest_steps(executor, row_lens(capacity))
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [(RuntimeError("CUDA out of memory. Tried"), MemoryError), (RuntimeError("launch failed"), RuntimeError)],
+)
+def test_only_a_lack_of_memory_is_one(error: Exception, expected: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Noted] = []
+
+    def fail(self: Noted, plan: StepPlan) -> Ticket:
+        made.append(self)
+        raise error
+
+    monkeypatch.setattr(Noted, "submit", fail)
+    with pytest.raises(expected, match=str(error)):
+        profile(make, CAPACITY, FakeMemory(0))
+    assert made[0].num_closed == 1

@@ -1,0 +1,209 @@
+"""Where a model is computed: what goes together, what is refused, what a GPU changes. Needs none."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from penstock.backends import cuda
+from penstock.config import Backend, BackendConfig, Config, KvConfig, SchedulerConfig
+from penstock.parts import device
+from penstock.parts.policies import build_policies
+from penstock.types.errors import ConfigError
+from penstock.types.kv_dtype import KvDtype
+
+GPU = cuda.Gpu("NVIDIA Fake", (9, 0), 80 << 30, 2)
+
+
+@pytest.fixture
+def has_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "why_not", lambda: None)
+    monkeypatch.setattr(cuda, "find_gpu", lambda: GPU)
+    monkeypatch.setattr(cuda, "package_versions", lambda: {"torch": "2.11.0", "triton": "3.6.0"})
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "why_not", lambda: "it is out for a walk")
+    monkeypatch.setattr(cuda, "find_gpu", lambda: "it is out for a walk")
+    monkeypatch.setattr(cuda, "package_versions", lambda: {"torch": "2.11.0", "triton": "3.6.0"})
+
+
+def settle(device_name: str = "auto", backend: str | None = None, kv: KvConfig | None = None, **settings: object) -> Config:
+    chosen = BackendConfig(device=device_name, backend=backend, **settings)  # type: ignore[arg-type]
+    return device.settled(Config(backend=chosen, kv=kv or KvConfig()))
+
+
+@pytest.mark.usefixtures("has_gpu")
+@pytest.mark.parametrize(
+    ("device_name", "backend", "expected"),
+    [
+        ("auto", None, ("cuda", "cuda")),
+        ("auto", "native", ("cpu", "native")),
+        ("auto", "reference", ("cpu", "reference")),
+        ("auto", "cuda", ("cuda", "cuda")),
+        ("cpu", None, ("cpu", "native")),
+        ("cpu", "reference", ("cpu", "reference")),
+        ("cuda", None, ("cuda", "cuda")),
+        ("cuda", "cuda", ("cuda", "cuda")),
+    ],
+)
+def test_device_and_backend_go_together(device_name: str, backend: str | None, expected: tuple[str, str]) -> None:
+    chosen = settle(device_name, backend).backend
+    assert (chosen.device, chosen.backend) == expected
+
+
+@pytest.mark.parametrize("fixture", ["has_gpu", "no_gpu"])
+@pytest.mark.parametrize(
+    ("device_name", "backend", "words"),
+    [
+        ("cuda", "native", "The native backend computes on the CPU, and --device is cuda"),
+        ("cuda", "reference", "The reference backend"),
+        ("cpu", "cuda", "The cuda backend computes on a GPU, and --device is cpu"),
+    ],
+)
+def test_what_contradicts_is_refused(
+    fixture: str, device_name: str, backend: str, words: str, request: pytest.FixtureRequest
+) -> None:
+    request.getfixturevalue(fixture)
+    with pytest.raises(ConfigError, match=words):
+        settle(device_name, backend)
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize(("device_name", "backend"), [("cuda", None), ("cuda", "cuda"), ("auto", "cuda")])
+def test_a_gpu_that_is_asked_for_has_to_be_there(device_name: str, backend: str | None) -> None:
+    with pytest.raises(ConfigError, match=r"No GPU can be used: it is out for a walk\. Leave out --device"):
+        settle(device_name, backend)
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_without_one_auto_is_the_cpu_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    assert settle().backend.backend == "native"
+    assert [record.getMessage() for record in caplog.records] == ["no GPU is used: it is out for a walk"]
+
+
+@pytest.mark.parametrize(("gpu", "level"), [("there is no driver", "DEBUG"), (GPU, "INFO")])
+def test_without_the_extra_there_is_a_line_of_it_where_there_is_a_gpu(
+    gpu: cuda.Gpu | str, level: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cuda, "_installed_version", lambda name: None)
+    monkeypatch.setattr(cuda, "find_gpu", lambda: gpu)
+    caplog.set_level(logging.DEBUG)
+    settle()
+    [record] = caplog.records
+    assert record.levelname == level
+    assert "torch is not installed (install the extra" in record.getMessage()
+
+
+@pytest.mark.parametrize("config", [BackendConfig(device="cpu"), BackendConfig(backend="native"), BackendConfig(threads=2)])
+def test_who_wants_the_cpu_does_not_wait_for_pytorch(config: BackendConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask() -> None:
+        raise AssertionError("the GPU was looked for")
+
+    monkeypatch.setitem(sys.modules, "torch", None)  # importing it is an error
+    monkeypatch.setattr(cuda, "why_not", ask)
+    assert device.settled(Config(backend=config)).backend.device == "cpu"
+
+
+@pytest.mark.usefixtures("has_gpu")
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (lambda: settle("cuda", threads=2), "--threads, or set --device cpu"),
+        (
+            lambda: settle("cuda", kv=KvConfig(gpu_memory_utilization=0.5, kv_cache_memory_bytes=1 << 30)),
+            "both say how large",
+        ),
+        (
+            lambda: settle("cuda", kv=KvConfig(kv_host_size_bytes=1 << 30, kv_disk_size_bytes=1 << 30)),
+            "one tier below the KV cache.* Leave out --kv-host-size or --kv-disk-size",
+        ),
+        (lambda: settle("cpu", kv=KvConfig(gpu_memory_utilization=0.5)), "--gpu-memory-utilization has no meaning on the CPU"),
+        (lambda: settle("cpu", kv=KvConfig(kv_host_size_bytes=1 << 30)), "would be the same memory"),
+        (lambda: settle("cpu", cuda_graphs=False), "--cuda-graphs has no meaning on the CPU.*the CPU is asked for"),
+    ],
+)
+def test_no_setting_is_ignored(given: Callable[[], Config], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        given()
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_a_setting_of_the_gpu_without_one_says_why_there_is_none() -> None:
+    with pytest.raises(ConfigError, match=r"--kv-host-size has no meaning .* \(it is out for a walk\)"):
+        settle(kv=KvConfig(kv_host_size_bytes=1 << 30))
+
+
+@pytest.mark.usefixtures("has_gpu")
+def test_the_device_decides_what_is_left_out() -> None:
+    gpu, cpu = settle("cuda"), settle("cpu")
+    for decide, of_gpu, of_cpu in (
+        (device.kv_dtype, KvDtype.BF16, KvDtype.INT8),
+        (device.max_rows, 256, 64),
+        (device.max_step_tokens, 2048, 512),
+    ):
+        assert (decide(gpu), decide(cpu)) == (of_gpu, of_cpu)
+
+
+def test_what_is_set_is_kept() -> None:
+    scheduler = SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=7)
+    config = device.settled(
+        Config(backend=BackendConfig(device="cpu", step_timeout_s=5.0), kv=KvConfig(kv_cache_dtype="bf16"), scheduler=scheduler)
+    )
+    assert device.kv_dtype(config) is KvDtype.BF16
+    assert (device.max_rows(config), device.max_step_tokens(config), device.step_timeout_s(config.backend)) == (3, 7, 5.0)
+
+
+def test_the_slow_backend_may_take_its_time() -> None:
+    assert device.step_timeout_s(BackendConfig(backend="reference")) is None
+    assert device.step_timeout_s(BackendConfig(backend="native")) == 120.0
+
+
+@pytest.mark.parametrize(
+    ("backend", "size", "is_taken"),
+    [("native", 24, False), ("native", 32, True), ("cuda", 8, False), ("cuda", 32, True), ("reference", 5, True)],
+)
+def test_block_sizes_are_those_of_the_kernels(backend: str, size: int, is_taken: bool) -> None:
+    config = Config(backend=BackendConfig(backend=backend), kv=KvConfig(block_size=size))
+    if is_taken:
+        device.check_block_size(config)
+        return
+    with pytest.raises(ConfigError, match=rf"block_size {size} is no multiple of 16: the {backend} backend"):
+        device.check_block_size(config)
+
+
+def test_threads_are_counted_unless_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.parts.device.usable_cpus", lambda: 6)
+    assert device.num_threads(BackendConfig()) == 6
+    assert device.num_threads(BackendConfig(threads=2)) == 2
+
+
+def test_how_to_preempt_cannot_be_set_where_a_host_tier_decides() -> None:
+    config = Config(scheduler=SchedulerConfig(preemption="recompute"), kv=KvConfig(kv_host_size_bytes=1 << 30))
+    with pytest.raises(ConfigError, match=r"With a host tier.* Leave --preemption or --kv-host-size out"):
+        build_policies(config)
+
+
+@pytest.mark.usefixtures("has_gpu")
+def test_a_gpu_is_described() -> None:
+    assert device.gpu_facts() == "NVIDIA Fake, 80 GiB, compute capability 9.0, 2 visible; torch 2.11.0, triton 3.6.0"
+    assert device.words(BackendConfig(backend=Backend.CUDA, deterministic=True)).endswith("9.0, deterministic")
+    assert device.weight_room_bytes(settle("cuda"), 5) == 80 << 30
+    assert device.missing_gpu_packages() is None
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_so_is_one_that_is_not_there() -> None:
+    assert device.gpu_facts() == "not usable: it is out for a walk; torch 2.11.0, triton 3.6.0"
+    assert device.weight_room_bytes(settle("cpu"), -5) == 0
+
+
+def test_a_gpu_without_packages_is_told_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "find_gpu", lambda: GPU)
+    monkeypatch.setattr(cuda, "_installed_version", lambda name: None)
+    assert device.missing_gpu_packages() == "torch, triton, for the GPU: `pip install 'penstock[cuda]'`"
