@@ -1,4 +1,4 @@
-"""The profile run: its steps are as large as any may be, and what it finds is what was used. Needs neither PyTorch nor a GPU."""
+"""The profile run: its steps are as large as any may be, and it finds what was used. Needs neither PyTorch nor a GPU."""
 
 from __future__ import annotations
 
