@@ -11,7 +11,7 @@ from backends.format_blocks import F16_AT, random_blocks
 from interpreted import DEVICE
 from penstock.backends.cuda.kernels import dequantise
 from penstock.backends.cuda.weights import DenseMatrix, Matrix, QuantisedMatrix, load_matrices
-from penstock.models.formats import BLOCKS, WeightFormat
+from penstock.models.formats import BLOCKS, WeightFormat, grouped_integers
 from penstock.models.weights import WeightTensor
 from penstock.types.errors import ModelError
 
@@ -46,24 +46,20 @@ def test_quantised_rows_are_exactly_those_of_the_file(fmt: WeightFormat) -> None
     np.testing.assert_allclose(values(matrix), tensor.dequantize(), rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("fmt", BLOCKS)
-def test_half_precision_scales_lose_almost_nothing(fmt: WeightFormat) -> None:
+def test_nothing_but_scales_is_rounded(fmt: WeightFormat, dtype: torch.dtype) -> None:
     tensor = quantised(fmt, 3, 2)
-    (matrix,) = load(tensor, dtype=torch.float16)
+    (matrix,) = load(tensor, dtype=dtype)
     assert isinstance(matrix, QuantisedMatrix)
-    assert matrix.scales.dtype is torch.float16
-    wanted = tensor.dequantize()
-    parts = np.abs(wanted).max() + 32 * np.abs(matrix.scales.float().cpu().numpy()).max()  # scale * q, and the offset
-    assert np.abs(values(matrix) - wanted).max() <= 2**-11 * parts
-
-
-def test_scales_too_large_for_half_precision_stay_exact() -> None:
-    tensor = quantised(WeightFormat.Q4_K, 3, 1)
-    tensor.data[:, 0:2] = np.array([2000.0], np.float16).view(np.uint8)
-    (matrix,) = load(tensor, dtype=torch.float16)
-    assert isinstance(matrix, QuantisedMatrix)
-    assert matrix.scales.dtype is torch.float32
-    np.testing.assert_allclose(values(matrix), tensor.dequantize(), rtol=1e-6)
+    assert matrix.scales.dtype is dtype
+    parts = grouped_integers(tensor.data, fmt, tensor.num_cols)
+    error = np.abs(values(matrix) - tensor.dequantize()).reshape(*parts.scales.shape, parts.group)
+    integers = np.abs(parts.integers.astype(np.int32)).reshape(error.shape)
+    offsets = np.zeros_like(parts.scales) if parts.offsets is None else np.abs(parts.offsets)
+    step = 2.0**-11 if dtype is torch.float16 else 2.0**-8
+    tiny = 2.0**-25 if dtype is torch.float16 else 1e-9
+    assert (error <= integers * (np.abs(parts.scales) * step + tiny)[..., None] + (offsets * step + tiny)[..., None]).all()
 
 
 def test_a_matrix_takes_little_more_than_in_the_file() -> None:

@@ -1,9 +1,11 @@
 """Owns how matrices lie in the device's memory; made once, at load, of what a file has, and read by `linear` and its kernels.
 
 Floats become one type. Quantised formats stay integers of 4 or 8 bits, value = scale * integer (+ offset) with a scale per
-group of 32 or 16 columns, which is what the file says. They are laid out in the order in which the kernels read them: 128 rows
-at a time (a tile), and of these one pair of neighbouring groups after the other, so that a program of a product reads one
-contiguous run of memory. Never computes products.
+group of 32 or 16 columns, which is what the file says, but for the rounding of scales to that type. They are laid out in the
+order in which the kernels read them: 128 rows at a time (a tile), and of these one step of 64 columns after the other, so that
+a program of a product reads one contiguous run of memory. A word of 16 bits has numbers of 4 (or 2) columns that are 16 apart:
+two neighbouring words are, after a shift and a mask, the two numbers that a register of the matrix unit wants. Never computes
+products.
 """
 
 from __future__ import annotations
@@ -22,13 +24,15 @@ from penstock.types.errors import ModelError
 
 TILE_ROWS = 128
 """Rows that lie together, and that one program of a product computes."""
+STEP_COLS = 64
+QUARTER_COLS = 16
+"""Of a step: what the matrix unit multiplies at a time."""
 FOUR_BITS = frozenset({WeightFormat.Q4_0, WeightFormat.Q4_1, WeightFormat.Q4_K, WeightFormat.Q2_K, WeightFormat.Q3_K})
 """Formats whose integers fit into 4 bits; those of all other quantised ones fit into 8."""
 SIGNED_ZERO = 8
 """What is added to signed 4-bit integers, which the formats without offsets have."""
 CHUNK_ROWS = 2048
 """Rows that are read from the file at a time."""
-LARGEST_HALF = 65504.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,22 +57,23 @@ class DenseMatrix:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantisedMatrix:
-    """Integers, scales and offsets in tiles of `TILE_ROWS` rows and pairs of groups; what pads them has scale and offset 0."""
+    """Integers, scales and offsets in tiles of `TILE_ROWS` rows and steps of `STEP_COLS`; padding has scale and offset 0."""
 
     num_rows: int
     num_cols: int
     bits: int
     group: int
+    """Columns that share a scale: 32 or 16."""
     values: torch.Tensor
-    """4 bits: uint8 [num_tiles, num_pairs, TILE_ROWS, group], the pair's first group in the low nibbles, the second in the high
-    ones. 8 bits: int8 [num_tiles, num_pairs, 2, TILE_ROWS, group]."""
+    """4 bits: int16 [num_tiles, num_steps, TILE_ROWS, 16], of which bits 4 i to 4 i + 3 are of the step's column 16 i + place.
+    8 bits: int16 [num_tiles, num_steps, 2, TILE_ROWS, 16], of which byte i is of column 32 half + 16 i + place."""
     scales: torch.Tensor
-    """float16 or float32 [num_pairs, num_tiles * TILE_ROWS, 2]"""
+    """[num_steps, num_tiles * TILE_ROWS, STEP_COLS / group], of the type of all that is computed."""
     offsets: torch.Tensor | None
-    """As `scales`. Without them, a nibble is `SIGNED_ZERO` more than its integer."""
+    """As `scales`. Without them, a number of 4 bits is `SIGNED_ZERO` more than its integer."""
 
     @property
-    def num_pairs(self) -> int:
+    def num_steps(self) -> int:
         return int(self.values.shape[1])
 
     @property
@@ -139,9 +144,9 @@ def _floats(fmt: WeightFormat, rows: NDArray[np.generic]) -> torch.Tensor:
 def _load_quantised(tensors: Sequence[WeightTensor], dtype: torch.dtype, device: torch.device) -> QuantisedMatrix:
     bits, group = _layout(tensors[0])
     num_rows, num_cols = sum(t.num_rows for t in tensors), tensors[0].num_cols
-    padded_rows, num_pairs = _padded(num_rows, TILE_ROWS), -(-num_cols // (2 * group))
-    integers = torch.zeros((padded_rows, num_pairs * 2 * group), dtype=torch.int8, device=device)
-    scales = np.zeros((padded_rows, num_pairs * 2), np.float32)
+    padded_rows, padded_cols = _padded(num_rows, TILE_ROWS), _padded(num_cols, STEP_COLS)
+    integers = torch.zeros((padded_rows, padded_cols), dtype=torch.int8, device=device)
+    scales = np.zeros((padded_rows, padded_cols // group), np.float32)
     offsets = np.zeros_like(scales)
     has_offset, at = False, 0
     for tensor in tensors:
@@ -163,38 +168,32 @@ def _load_quantised(tensors: Sequence[WeightTensor], dtype: torch.dtype, device:
             )
         at += tensor.num_rows
         tensor.forget()
-    scale_dtype = _scale_dtype(dtype, scales, offsets)
     return QuantisedMatrix(
         num_rows,
         num_cols,
         bits,
         group,
-        _packed(integers, bits, group),
-        _in_pairs(scales, scale_dtype, device),
-        _in_pairs(offsets, scale_dtype, device) if has_offset else None,
+        _packed(integers, bits),
+        _in_steps(scales, group, dtype, device),
+        _in_steps(offsets, group, dtype, device) if has_offset else None,
     )
 
 
-def _scale_dtype(dtype: torch.dtype, scales: NDArray[np.float32], offsets: NDArray[np.float32]) -> torch.dtype:
-    """Half precision, which is what the files' scales are or are products of; exact where everything else is float32."""
-    largest = max(np.abs(scales).max(initial=0), np.abs(offsets).max(initial=0))
-    return torch.float32 if dtype is torch.float32 or largest > LARGEST_HALF else torch.float16
-
-
-def _packed(integers: torch.Tensor, bits: int, group: int) -> torch.Tensor:
+def _packed(integers: torch.Tensor, bits: int) -> torch.Tensor:
     """int8 [padded_rows, padded_cols] -> `QuantisedMatrix.values`."""
-    num_tiles, num_pairs = integers.shape[0] // TILE_ROWS, integers.shape[1] // (2 * group)
-    pairs = integers.view(num_tiles, TILE_ROWS, num_pairs, 2, group).permute(0, 2, 3, 1, 4)
-    if bits == 8:
-        return pairs.contiguous()
-    nibbles = pairs.to(torch.uint8)
-    return (nibbles[:, :, 0] | nibbles[:, :, 1] << 4).contiguous()
+    shape = (len(integers) // TILE_ROWS, TILE_ROWS, -1, STEP_COLS // QUARTER_COLS, QUARTER_COLS)
+    quarters = integers.view(shape).permute(0, 2, 3, 1, 4)  # [tile, step, quarter, row, place]
+    if bits == 4:
+        low, high = (quarters[:, :, i] | quarters[:, :, i + 1] << 4 for i in (0, 2))
+    else:
+        low, high = quarters[:, :, 0::2], quarters[:, :, 1::2]
+    return torch.stack([low, high], dim=-1).view(torch.int16).squeeze(-1)
 
 
-def _in_pairs(parts: NDArray[np.float32], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """[padded_rows, num_groups] -> [num_pairs, padded_rows, 2]."""
+def _in_steps(parts: NDArray[np.float32], group: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """[padded_rows, num_groups] -> [num_steps, padded_rows, STEP_COLS / group]."""
     found = torch.from_numpy(parts).to(device=device, dtype=dtype)
-    return found.view(len(parts), -1, 2).permute(1, 0, 2).contiguous()
+    return found.view(len(parts), -1, STEP_COLS // group).permute(1, 0, 2).contiguous()
 
 
 def _padded(size: int, multiple: int) -> int:

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock.backends.cuda.weights import TILE_ROWS, DenseMatrix, Matrix, QuantisedMatrix
+from penstock.backends.cuda.weights import QUARTER_COLS, STEP_COLS, TILE_ROWS, DenseMatrix, Matrix, QuantisedMatrix
 
 LOOKUP_BLOCK = (1, 1024)
 """Rows and columns of a program that looks up."""
@@ -43,7 +43,7 @@ def _run(
         out.shape[0],
         first_row,
         matrix.num_cols,
-        0 if quantised is None else quantised.num_pairs,
+        0 if quantised is None else quantised.num_steps,
         0 if quantised is None else quantised.padded_rows,
         out.stride(0),
         scale,
@@ -53,6 +53,8 @@ def _run(
         HAS_OFFSET=offsets is not None,
         HAS_IDS=row_ids is not None,
         TILE=TILE_ROWS,
+        STEP_COLS=STEP_COLS,
+        QUARTER_COLS=QUARTER_COLS,
         BLOCK_ROWS=block[0],
         BLOCK_COLS=block[1],
         num_warps=4,
@@ -69,7 +71,7 @@ def _rows_kernel(
     num_out,
     first_row,
     num_cols,
-    num_pairs,
+    num_steps,
     padded_rows,
     out_stride,
     factor,
@@ -79,6 +81,8 @@ def _rows_kernel(
     HAS_OFFSET: tl.constexpr,
     HAS_IDS: tl.constexpr,
     TILE: tl.constexpr,
+    STEP_COLS: tl.constexpr,
+    QUARTER_COLS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
@@ -91,14 +95,17 @@ def _rows_kernel(
     if BITS == 16:
         found = tl.load(values_ptr + rows * num_cols + cols, mask=mask, other=0.0).to(tl.float32)
     else:
-        pair, half, col = cols // (2 * GROUP), cols // GROUP % 2, cols % GROUP
-        brick = rows // TILE * num_pairs + pair
+        step, col = cols // STEP_COLS, cols % STEP_COLS
+        quarter, place = col // QUARTER_COLS, col % QUARTER_COLS
+        brick = rows // TILE * num_steps + step
         if BITS == 8:
-            stored = tl.load(values_ptr + ((brick * 2 + half) * TILE + rows % TILE) * GROUP + col, mask=mask, other=0)
+            at = ((brick * 2 + quarter // 2) * TILE + rows % TILE) * QUARTER_COLS + place
+            words = tl.load(values_ptr + at, mask=mask, other=0).to(tl.int32)
+            stored = words << (24 - quarter % 2 * 8) >> 24
         else:
-            both = tl.load(values_ptr + (brick * TILE + rows % TILE) * GROUP + col, mask=mask, other=0)
-            stored = tl.where(half == 1, both >> 4, both & 15)
-        at = (pair.to(tl.int64) * padded_rows + rows) * 2 + half
+            at = (brick * TILE + rows % TILE) * QUARTER_COLS + place
+            stored = tl.load(values_ptr + at, mask=mask, other=0).to(tl.int32) >> quarter * 4 & 15
+        at = (step.to(tl.int64) * padded_rows + rows) * (STEP_COLS // GROUP) + col // GROUP
         found = (stored.to(tl.float32) - ZERO) * tl.load(scales_ptr + at, mask=mask, other=0.0).to(tl.float32)
         if HAS_OFFSET:
             found += tl.load(offsets_ptr + at, mask=mask, other=0.0).to(tl.float32)

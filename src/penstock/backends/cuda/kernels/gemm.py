@@ -17,13 +17,12 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock.backends.cuda.weights import TILE_ROWS, DenseMatrix, Matrix
+from penstock.backends.cuda.weights import QUARTER_COLS, STEP_COLS, TILE_ROWS, DenseMatrix, Matrix
 
-PROGRAMS = 264
-"""Wanted at least: two for each multiprocessor of an H200. A constant, so that the bits are the same on every device."""
+PROGRAMS = 528
+"""Wanted at least: four for each multiprocessor of an H200. A constant, so that the bits are the same on every device."""
 LEAST_STEPS = 8
 """Of a split."""
-DENSE_STEP_COLS = 64
 FIXED_BLOCK_TOKENS = 64
 MAX_PARALLEL_TOKENS = 64
 """Beyond, there are programs enough, and sums of splits in memory would be as large as the matrix."""
@@ -34,19 +33,15 @@ REDUCE_BLOCK = 512
 class Cut:
     """How the columns of a matrix are walked through."""
 
-    step_cols: int
     num_steps: int
     num_splits: int
 
 
 def cut(matrix: Matrix) -> Cut:
     """Of the matrix alone."""
-    if isinstance(matrix, DenseMatrix):
-        step_cols, num_steps = DENSE_STEP_COLS, triton.cdiv(matrix.num_cols, DENSE_STEP_COLS)
-    else:
-        step_cols, num_steps = 2 * matrix.group, matrix.num_pairs
+    num_steps = triton.cdiv(matrix.num_cols, STEP_COLS)
     wanted = triton.cdiv(PROGRAMS, triton.cdiv(matrix.num_rows, TILE_ROWS))
-    return Cut(step_cols, num_steps, max(1, min(wanted, num_steps // LEAST_STEPS)))
+    return Cut(num_steps, max(1, min(wanted, num_steps // LEAST_STEPS)))
 
 
 def num_partials(matrix: Matrix, max_tokens: int) -> int:
@@ -78,14 +73,13 @@ def matmul(
     block_tokens = FIXED_BLOCK_TOKENS if is_fixed else min(64, max(16, triton.next_power_of_2(num_tokens)))
     tiles = triton.cdiv(matrix.num_rows, TILE_ROWS) * triton.cdiv(num_tokens, block_tokens)
     quantised = None if isinstance(matrix, DenseMatrix) else matrix
-    scales = None if quantised is None else _words(quantised.scales)
-    offsets = None if quantised is None or quantised.offsets is None else _words(quantised.offsets)
+    offsets = None if quantised is None else quantised.offsets
     _matmul_kernel[(tiles, how.num_splits if is_parallel else 1)](
         partials if is_parallel else out,
         x,
         matrix.values,
-        scales,
-        offsets,
+        None if quantised is None else _words(quantised.scales),
+        None if offsets is None else _words(offsets),
         bias,
         residual,
         num_tokens,
@@ -98,17 +92,19 @@ def matmul(
         matrix.num_rows if is_parallel else out.stride(0),
         residual.stride(0) if residual is not None else 0,
         BITS=16 if quantised is None else quantised.bits,
-        STEP_COLS=how.step_cols,
+        STEP_COLS=STEP_COLS,
+        QUARTER_COLS=QUARTER_COLS,
+        GROUP=0 if quantised is None else quantised.group,
         ZERO=0 if quantised is None else quantised.zero,
         HAS_OFFSET=offsets is not None,
-        IS_HALF_SCALE=quantised is not None and quantised.scales.dtype is torch.float16,
-        IS_EVEN=matrix.num_cols == how.num_steps * how.step_cols,
+        IS_EVEN=matrix.num_cols % STEP_COLS == 0,
         SPLITS=how.num_splits,
         IS_PARALLEL=is_parallel,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
         BLOCK_TOKENS=block_tokens,
         BLOCK_ROWS=TILE_ROWS,
+        IS_INTERPRETED=bool(triton.knobs.runtime.interpret),
         num_warps=4,
         num_stages=4,
     )
@@ -131,39 +127,107 @@ def matmul(
 
 
 def _words(scales: torch.Tensor) -> torch.Tensor:
-    """A pair of half-precision scales as one word: loads of less than four bytes a thread are not made ahead of time."""
-    return scales.view(torch.int32) if scales.dtype is torch.float16 else scales
+    """Two scales of 16 bits as one word: loads of less than four bytes a thread are not made ahead of time."""
+    return scales.view(torch.int32) if scales.dtype.itemsize == 2 else scales
 
 
 @triton.jit
-def _number(stored, DTYPE: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr):
-    """Stored integers as exact numbers."""
-    if BITS == 8:
-        return stored.to(DTYPE)
-    # A conversion is an eighth as fast as arithmetic, so the nibble becomes the lowest bits of a number from 128 (or 1024) on.
-    if DTYPE == tl.bfloat16:
-        return (stored.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True) - (128.0 + ZERO)
-    if DTYPE == tl.float16:
-        return (stored.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True) - (1024.0 + ZERO)
-    return stored.to(DTYPE) - ZERO
-
-
-@triton.jit
-def _pair_of_scales(ptr, at, IS_HALF: tl.constexpr):
-    """The scales of a pair's first and second group. [rows] each"""
-    if IS_HALF:
-        words = tl.load(ptr + at)
-        first = (words & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
-        second = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True)
-        return first.to(tl.float32), second.to(tl.float32)
+def _masked(
+    words, SHIFT: tl.constexpr, MASK: tl.constexpr, MAGIC: tl.constexpr, DTYPE: tl.constexpr, IS_INTERPRETED: tl.constexpr
+):
+    """(words >> SHIFT & MASK) ^ MAGIC as the bits of numbers: int16 [.] -> DTYPE [.]."""
+    if IS_INTERPRETED:
+        return ((words >> SHIFT & MASK) ^ MAGIC).to(tl.int16).to(DTYPE, bitcast=True)
     else:
-        return tl.load(ptr + 2 * at), tl.load(ptr + 2 * at + 1)
+        # Two words at a time, which the compiler does not do by itself.
+        found = tl.inline_asm_elementwise(
+            asm=_masking(SHIFT, MASK, MAGIC), constraints="=r,r", args=[words], dtype=tl.int16, is_pure=True, pack=2
+        )
+        return found.to(DTYPE, bitcast=True)
+
+
+@triton.constexpr_function
+def _masking(shift: int, mask: int, magic: int) -> str:
+    """PTX of `_masked` on two words in one register. What the shift brings over from the upper word is masked."""
+    both = 0x10001
+    look_up = (0xF0 & 0xCC) ^ 0xAA  # (a & b) ^ c
+    return f"""{{
+        .reg .b32 shifted;
+        shr.b32 shifted, $1, {shift};
+        lop3.b32 $0, shifted, {mask * both:#x}, {magic * both:#x}, {look_up:#x};
+    }}"""
 
 
 @triton.jit
-def _load_tokens(ptrs, token_mask, first_col, num_cols, GROUP: tl.constexpr, IS_EVEN: tl.constexpr):
-    """[tokens, GROUP] from a column on."""
-    cols = tl.arange(0, GROUP)
+def _numbers(
+    words, WHICH: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, DTYPE: tl.constexpr, IS_INTERPRETED: tl.constexpr
+):
+    """The integers in bits BITS * WHICH and up, exactly: as the lowest bits of a number from 128 (or 1024) on, less that.
+
+    A conversion takes eight times as long as arithmetic.
+    """
+    SHIFT: tl.constexpr = BITS * WHICH
+    if DTYPE == tl.float32:
+        unsigned = words.to(tl.int32) >> SHIFT & (15 if BITS == 4 else 255)
+        return ((unsigned ^ 128) - 128 if BITS == 8 else unsigned - ZERO).to(tl.float32)
+    elif DTYPE == tl.float16:
+        if BITS == 4:
+            return _masked(words, SHIFT, 0x0F, 0x6400, DTYPE, IS_INTERPRETED) - (1024.0 + ZERO)
+        else:  # with the sign inverted, from 0 to 255
+            return _masked(words, SHIFT, 0xFF, 0x6480, DTYPE, IS_INTERPRETED) - 1152.0
+    elif BITS == 4:
+        return _masked(words, SHIFT, 0x0F, 0x4300, DTYPE, IS_INTERPRETED) - (128.0 + ZERO)
+    else:  # seven bits fit; the eighth turns the 128 that is taken off into 256
+        positive = _masked(words, SHIFT, 0x7F, 0x4300, DTYPE, IS_INTERPRETED)
+        return positive - _masked(words, SHIFT, 0x80, 0x4300, DTYPE, IS_INTERPRETED)
+
+
+@triton.jit
+def _scale(
+    ptr, at, WHICH: tl.constexpr, GROUP: tl.constexpr, STEP_COLS: tl.constexpr, QUARTER_COLS: tl.constexpr, DTYPE: tl.constexpr
+):
+    """The scales of one of a step's quarters. [rows, 1]"""
+    COUNT: tl.constexpr = STEP_COLS // GROUP
+    PLACE: tl.constexpr = WHICH * QUARTER_COLS // GROUP
+    if DTYPE == tl.float32:
+        return tl.load(ptr + at * COUNT + PLACE)[:, None]
+    else:
+        words = tl.load(ptr + at * (COUNT // 2) + PLACE // 2)
+        return (words >> (PLACE % 2 * 16)).to(tl.int16).to(DTYPE, bitcast=True)[:, None]
+
+
+@triton.jit
+def _weights(
+    words,
+    scales_ptr,
+    offsets_ptr,
+    at,
+    WHICH: tl.constexpr,
+    QUARTER: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZERO: tl.constexpr,
+    HAS_OFFSET: tl.constexpr,
+    STEP_COLS: tl.constexpr,
+    QUARTER_COLS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    IS_INTERPRETED: tl.constexpr,
+):
+    """A quarter of a step, of which `words` have the integers. [rows, QUARTER_COLS]
+
+    The scale is multiplied into the weights, not into sums: so it is loaded ahead of time, as everything that a product needs.
+    """
+    weights = _numbers(words, WHICH, BITS, ZERO, DTYPE, IS_INTERPRETED)
+    weights *= _scale(scales_ptr, at, QUARTER, GROUP, STEP_COLS, QUARTER_COLS, DTYPE)
+    if HAS_OFFSET:
+        weights += _scale(offsets_ptr, at, QUARTER, GROUP, STEP_COLS, QUARTER_COLS, DTYPE)
+    return weights
+
+
+@triton.jit
+def _load_tokens(ptrs, token_mask, first_col, num_cols, COLS: tl.constexpr, IS_EVEN: tl.constexpr):
+    """[tokens, COLS] from a column on."""
+    cols = tl.arange(0, COLS)
     mask = token_mask[:, None] if IS_EVEN else token_mask[:, None] & (first_col + cols < num_cols)[None, :]
     return tl.load(ptrs + first_col + cols[None, :], mask=mask, other=0.0)
 
@@ -199,9 +263,10 @@ def _matmul_kernel(
     residual_stride,
     BITS: tl.constexpr,
     STEP_COLS: tl.constexpr,
+    QUARTER_COLS: tl.constexpr,
+    GROUP: tl.constexpr,
     ZERO: tl.constexpr,
     HAS_OFFSET: tl.constexpr,
-    IS_HALF_SCALE: tl.constexpr,
     IS_EVEN: tl.constexpr,
     SPLITS: tl.constexpr,
     IS_PARALLEL: tl.constexpr,
@@ -209,12 +274,12 @@ def _matmul_kernel(
     HAS_RESIDUAL: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
+    IS_INTERPRETED: tl.constexpr,
 ):
     # Programs that read the same weights are neighbours: the second finds them in the cache.
     num_token_tiles = tl.cdiv(num_tokens, BLOCK_TOKENS)
     tile, token_tile = tl.program_id(0) // num_token_tiles, tl.program_id(0) % num_token_tiles
     dtype = x_ptr.dtype.element_ty
-    GROUP: tl.constexpr = STEP_COLS // 2
 
     tokens = token_tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     token_mask = tokens < num_tokens
@@ -223,13 +288,15 @@ def _matmul_kernel(
     rows = tile * BLOCK_ROWS + lanes
     row_mask = rows < num_rows
     step_cols = tl.arange(0, STEP_COLS)
-    group_cols = tl.arange(0, GROUP)
+    places = tl.arange(0, QUARTER_COLS)
     if BITS == 16:
         value_ptrs = values_ptr + rows.to(tl.int64)[:, None] * num_cols
     else:
-        STEP_VALUES: tl.constexpr = BLOCK_ROWS * GROUP * (2 if BITS == 8 else 1)
-        value_ptrs = values_ptr + tile.to(tl.int64) * num_steps * STEP_VALUES + lanes[:, None] * GROUP + group_cols[None, :]
-        ones = tl.full((BLOCK_ROWS, GROUP), 1.0, dtype)
+        BRICK: tl.constexpr = BLOCK_ROWS * QUARTER_COLS
+        BRICKS: tl.constexpr = BITS // 4
+        value_ptrs = (
+            values_ptr + tile.to(tl.int64) * num_steps * (BRICKS * BRICK) + lanes[:, None] * QUARTER_COLS + places[None, :]
+        )
 
     total = tl.zeros((BLOCK_ROWS, BLOCK_TOKENS), tl.float32)
     first_split = tl.program_id(1)
@@ -246,25 +313,17 @@ def _matmul_kernel(
                 x = _load_tokens(x_ptrs, token_mask, first_col, num_cols, STEP_COLS, IS_EVEN)
                 acc = tl.dot(weights, tl.trans(x), acc, input_precision="ieee")
             else:
-                stored = tl.load(value_ptrs + step * STEP_VALUES)
-                if BITS == 4:
-                    first = _number(stored & 15, dtype, BITS, ZERO)
-                    second = _number(stored >> 4, dtype, BITS, ZERO)
-                else:
-                    first = _number(stored, dtype, BITS, ZERO)
-                    second = _number(tl.load(value_ptrs + step * STEP_VALUES + BLOCK_ROWS * GROUP), dtype, BITS, ZERO)
-                first_x = tl.trans(_load_tokens(x_ptrs, token_mask, first_col, num_cols, GROUP, IS_EVEN))
-                second_x = tl.trans(_load_tokens(x_ptrs, token_mask, first_col + GROUP, num_cols, GROUP, IS_EVEN))
-                scale_at = step * padded_rows + rows
-                first_scale, second_scale = _pair_of_scales(scales_ptr, scale_at, IS_HALF_SCALE)
-                acc += tl.dot(first, first_x, input_precision="ieee") * first_scale[:, None]
-                acc += tl.dot(second, second_x, input_precision="ieee") * second_scale[:, None]
-                if HAS_OFFSET:
-                    # A group's offset times the sum of its activations. The matrix unit has time to add them up, in the layout
-                    # in which they are wanted.
-                    first_offset, second_offset = _pair_of_scales(offsets_ptr, scale_at, IS_HALF_SCALE)
-                    acc += tl.dot(ones, first_x, input_precision="ieee") * first_offset[:, None]
-                    acc += tl.dot(ones, second_x, input_precision="ieee") * second_offset[:, None]
+                at = step * padded_rows + rows
+                for brick in tl.static_range(BRICKS):
+                    words = tl.load(value_ptrs + (step * BRICKS + brick) * BRICK)
+                    for i in tl.static_range(4 // BRICKS):
+                        weights = _weights(
+                            words, scales_ptr, offsets_ptr, at, i, brick * (4 // BRICKS) + i, BITS, GROUP, ZERO, HAS_OFFSET,
+                            STEP_COLS, QUARTER_COLS, dtype, IS_INTERPRETED,
+                        )  # fmt: skip
+                        col = first_col + (brick * (4 // BRICKS) + i) * QUARTER_COLS
+                        x = _load_tokens(x_ptrs, token_mask, col, num_cols, QUARTER_COLS, IS_EVEN)
+                        acc = tl.dot(weights, tl.trans(x), acc, input_precision="ieee")
         total += acc
 
     mask = row_mask[:, None] & token_mask[None, :]
