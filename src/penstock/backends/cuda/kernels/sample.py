@@ -1,0 +1,293 @@
+"""Kernels that choose one token per row from its logits, and tell log-probabilities; one program has a row for itself.
+
+So what a row draws never depends on the batch. Called by `sampling.Sampler`. The specification is
+`backends/reference/sampling.py`; here weights are rounded to float32, and added as float64.
+
+No row is ever sorted. The k largest, and the smallest set that reaches top_p, are all that lie above a threshold, and of the
+equals at the threshold the first by id; the threshold is searched among the bits of the logits, several keys a pass.
+"""
+
+# ruff: noqa: ANN001, ANN201, ANN202, N803, SIM108  # kernels: Triton reads their text, and names constants in capitals
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+NEG_INF_KEY = tl.constexpr(-2139095041)
+"""`_keys` of -inf: below that of any token that can be drawn."""
+NO_ID = tl.constexpr(2147483647)
+PARAM_WORDS = tl.constexpr(16)
+"""`tables.PARAM_WORDS`."""
+
+
+@triton.jit
+def _load(row, start, VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Ids and logits of a part of a row; -inf for NaN and past its end."""
+    ids = start + tl.arange(0, BLOCK)
+    x = tl.load(row + ids, mask=ids < VOCAB_SIZE, other=float("-inf")).to(tl.float32)
+    return ids, tl.where(x == x, x, float("-inf"))
+
+
+@triton.jit
+def _keys(x):
+    """Integers in the order of the logits; 0 and -0 are equal."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _weights(x, largest, inverse_temperature):
+    """exp((x - largest) / temperature)."""
+    scaled = (x.to(tl.float64) - largest.to(tl.float64)) * inverse_temperature
+    return tl.exp(tl.maximum(scaled, -1e4).to(tl.float32)).to(tl.float64)
+
+
+@triton.jit
+def _largest(row, VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """The largest logit and its lowest id."""
+    best, best_ids = tl.full((BLOCK,), float("-inf"), tl.float32), tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, VOCAB_SIZE, BLOCK):
+        ids, x = _load(row, start, VOCAB_SIZE, BLOCK)
+        best_ids = tl.where(x > best, ids, best_ids)
+        best = tl.maximum(x, best)
+    largest = tl.max(best, 0)
+    return largest, tl.min(tl.where(best == largest, best_ids, NO_ID), 0)
+
+
+@triton.jit
+def _above(
+    row,
+    keys,
+    largest,
+    inverse_temperature,
+    COUNTS: tl.constexpr,
+    VOCAB_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    N: tl.constexpr,
+):
+    """Of the tokens above each of N keys: how many there are, or their weight. float64 [N]"""
+    sums = tl.zeros((N, BLOCK), tl.float64)
+    for start in range(0, VOCAB_SIZE, BLOCK):
+        _, x = _load(row, start, VOCAB_SIZE, BLOCK)
+        if COUNTS:
+            addends = tl.full((BLOCK,), 1.0, tl.float64)
+        else:
+            addends = _weights(x, largest, inverse_temperature)
+        sums += tl.where(_keys(x).to(tl.int64)[None, :] > keys[:, None], addends[None, :], 0.0)
+    return tl.sum(sums, 1)
+
+
+@triton.jit
+def _threshold(
+    row, low, high, wanted, largest, inverse_temperature,
+    COUNTS: tl.constexpr, VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """The least key above `low` with less than `wanted` above it; there is less above `high`. Then how much that is.
+
+    Each pass over the row tries N keys between the two.
+    """
+    while high - low > 1:
+        keys = low + (high - low) * (1 + tl.arange(0, N)) // (N + 1)
+        keys = tl.maximum(keys, low + 1)
+        is_enough = _above(row, keys, largest, inverse_temperature, COUNTS, VOCAB_SIZE, BLOCK, N) >= wanted
+        new_low = tl.max(tl.where(is_enough, keys, low), 0)
+        high = tl.min(tl.where(is_enough, high, keys), 0)
+        low = new_low
+    above = _above(row, high + tl.zeros((1,), tl.int64), largest, inverse_temperature, COUNTS, VOCAB_SIZE, BLOCK, 1)
+    return high, tl.sum(above, 0)
+
+
+@triton.jit
+def _num_equal(row, key, VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """How many tokens have this key."""
+    count = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, VOCAB_SIZE, BLOCK):
+        _, x = _load(row, start, VOCAB_SIZE, BLOCK)
+        count += (_keys(x).to(tl.int64) == key).to(tl.int32)
+    return tl.sum(count, 0)
+
+
+@triton.jit
+def _weight_of_key(key, largest, inverse_temperature):
+    """Of the logit with this int64 key."""
+    key = key.to(tl.int32)
+    bits = key ^ ((key >> 31) & 0x7FFFFFFF)
+    return _weights(bits.to(tl.float32, bitcast=True), largest, inverse_temperature)
+
+
+@triton.jit
+def _top_k(row, top_k, largest, inverse_temperature, VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr, NUM_PIVOTS: tl.constexpr):
+    """The threshold of the k largest, and how many of those that are equal to it belong to them."""
+    low, high = tl.full((), NEG_INF_KEY, tl.int64), _keys(largest).to(tl.int64)
+    key, above = _threshold(
+        row, low, high, top_k.to(tl.float64), largest, inverse_temperature, True, VOCAB_SIZE, BLOCK, NUM_PIVOTS
+    )
+    return key, top_k - above.to(tl.int32)
+
+
+@triton.jit
+def _top_p(
+    row, top_p, threshold, num_equal, largest, inverse_temperature,
+    VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr, NUM_PIVOTS: tl.constexpr,
+):  # fmt: skip
+    """The same for the smallest set that reaches top_p of what `threshold` and `num_equal` keep."""
+    above = _above(row, threshold + tl.zeros((1,), tl.int64), largest, inverse_temperature, False, VOCAB_SIZE, BLOCK, 1)
+    num_equal = tl.minimum(num_equal, _num_equal(row, threshold, VOCAB_SIZE, BLOCK))
+    whole = tl.sum(above, 0) + num_equal * _weight_of_key(threshold, largest, inverse_temperature)
+    wanted = top_p * whole
+    key, above_key = _threshold(
+        row, threshold - 1, _keys(largest).to(tl.int64), wanted, largest, inverse_temperature,
+        False, VOCAB_SIZE, BLOCK, NUM_PIVOTS,
+    )  # fmt: skip
+    num_needed = tl.ceil((wanted - above_key) / _weight_of_key(key, largest, inverse_temperature))
+    num_needed = tl.maximum(tl.minimum(num_needed, 2147483647.0), 1.0).to(tl.int32)
+    return key, tl.where(key == threshold, tl.minimum(num_needed, num_equal), num_needed)
+
+
+@triton.jit
+def _kept_weights(x, threshold, num_equal, num_seen, min_p, largest, inverse_temperature):
+    """Weights of the candidates in a part of a row and 0 for the others; `num_seen` equals of the threshold lie before it."""
+    keys = _keys(x).to(tl.int64)
+    is_equal = (keys == threshold).to(tl.int32)
+    rank = num_seen + tl.cumsum(is_equal, 0)
+    weights = _weights(x, largest, inverse_temperature)
+    is_kept = (keys > threshold) | ((is_equal == 1) & (rank <= num_equal))
+    return tl.where(is_kept & (weights >= min_p), weights, 0.0), num_seen + tl.sum(is_equal, 0)
+
+
+@triton.jit
+def _uniform(seed_low, seed_high, position):
+    """The number in (0, 1) of a seed and a position: Philox 4x32 with 10 rounds; 53 bits, centred in their interval."""
+    zero = tl.zeros((), tl.uint32)
+    key_low, key_high = seed_low.to(tl.uint32, bitcast=True), seed_high.to(tl.uint32, bitcast=True)
+    first, second, _, _ = tl.philox_impl(position.to(tl.uint32), zero, zero, zero, key_low, key_high, 10)
+    bits = (first.to(tl.int64) << 21) | (second.to(tl.int64) >> 11)
+    return (bits.to(tl.float64) + 0.5) * 1.1102230246251565e-16  # 2^-53
+
+
+@triton.jit
+def _draw(row, threshold, num_equal, min_p, u, largest, inverse_temperature, VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """The first candidate, in ascending order of id, at which the cumulative weight exceeds `u` times the whole."""
+    whole = tl.zeros((), tl.float64)
+    num_seen = tl.zeros((), tl.int32)
+    for start in range(0, VOCAB_SIZE, BLOCK):
+        _, x = _load(row, start, VOCAB_SIZE, BLOCK)
+        weights, num_seen = _kept_weights(x, threshold, num_equal, num_seen, min_p, largest, inverse_temperature)
+        whole += tl.sum(weights, 0)
+    target = u * whole
+    reached = tl.zeros((), tl.float64)
+    num_seen = tl.zeros((), tl.int32)
+    found = tl.full((), NO_ID, tl.int32)
+    last = tl.zeros((), tl.int32)
+    for start in range(0, VOCAB_SIZE, BLOCK):
+        ids, x = _load(row, start, VOCAB_SIZE, BLOCK)
+        weights, num_seen = _kept_weights(x, threshold, num_equal, num_seen, min_p, largest, inverse_temperature)
+        is_past = (weights > 0.0) & (reached + tl.cumsum(weights, 0) > target)
+        found = tl.minimum(found, tl.min(tl.where(is_past, ids, NO_ID), 0))
+        last = tl.maximum(last, tl.max(tl.where(weights > 0.0, ids, 0), 0))
+        reached += tl.sum(weights, 0)
+    return tl.where(found == NO_ID, last, found)
+
+
+@triton.jit
+def choose(
+    logits,  # float32 [S, vocab_size]
+    row_stride,
+    sample_slots,  # [S]
+    sample_positions,  # [S] tokens before the new one
+    params,  # RowTables.params
+    params_f64,
+    tokens,  # RowTables.tokens: the new one is appended
+    table_width,
+    out,  # int32 [S]: the token, or -1 where no logit is a number
+    VOCAB_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NUM_PIVOTS: tl.constexpr,
+):
+    """Steps 5 and 6 of `types/sampling.py`."""
+    sample = tl.program_id(0)
+    slot = tl.load(sample_slots + sample).to(tl.int64)
+    position = tl.load(sample_positions + sample)
+    row = logits + sample.to(tl.int64) * row_stride
+    floats = params_f64 + slot * (PARAM_WORDS // 2)
+    ints = params + slot * PARAM_WORDS
+    inverse_temperature = tl.load(floats)
+    largest, token = _largest(row, VOCAB_SIZE, BLOCK)
+    if (inverse_temperature > 0.0) & (largest > float("-inf")):
+        top_p, min_p = tl.load(floats + 1), tl.load(floats + 2)
+        top_k = tl.load(ints + 6)
+        threshold = tl.full((), NEG_INF_KEY, tl.int64)
+        num_equal = tl.zeros((), tl.int32)
+        if (top_k > 0) & (top_k < VOCAB_SIZE):
+            threshold, num_equal = _top_k(row, top_k, largest, inverse_temperature, VOCAB_SIZE, BLOCK, NUM_PIVOTS)
+        if top_p < 1.0:
+            threshold, num_equal = _top_p(
+                row, top_p, threshold, num_equal, largest, inverse_temperature, VOCAB_SIZE, BLOCK, NUM_PIVOTS
+            )
+        u = _uniform(tl.load(ints + 7), tl.load(ints + 8), position)
+        token = _draw(row, threshold, num_equal, min_p, u, largest, inverse_temperature, VOCAB_SIZE, BLOCK)
+    token = tl.where(largest > float("-inf"), token, -1)
+    tl.store(out + sample, token)
+    # Of a row that failed nobody reads the token, but a step that is planned already may look it up.
+    tl.store(tokens + slot * table_width + position, tl.maximum(token, 0))
+
+
+@triton.jit
+def logprobs(
+    logits,  # float32 [S, vocab_size], the model's own
+    row_stride,
+    samples,  # [L] indices into S
+    num_tops,  # [L]
+    tokens,  # int32 [S], what was chosen
+    out_logprobs,  # float64 [L, 1 + MAX_TOP]: of the token, then of the most likely
+    out_ids,  # int32 [L, 1 + MAX_TOP]: the token's rank, then the ids; -1 where there is none
+    VOCAB_SIZE: tl.constexpr,
+    MAX_TOP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Step 1 of `types/sampling.py`, after the token was chosen; nothing is written for a row that failed."""
+    line = tl.program_id(0)
+    sample = tl.load(samples + line).to(tl.int64)
+    row = logits + sample * row_stride
+    token = tl.load(tokens + sample)
+    if token >= 0:
+        out_logprobs += line * (1 + MAX_TOP)
+        out_ids += line * (1 + MAX_TOP)
+        norm = _tell_token(row, tl.load(row + token), out_logprobs, out_ids, VOCAB_SIZE, BLOCK)
+        _tell_top(row, norm, tl.load(num_tops + line), out_logprobs, out_ids, VOCAB_SIZE, BLOCK)
+
+
+@triton.jit
+def _tell_token(row, own, out_logprobs, out_ids, VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Log-probability and rank of the token whose logit is `own`; returns what is taken off a logit."""
+    largest, _ = _largest(row, VOCAB_SIZE, BLOCK)
+    mass, num_larger = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, VOCAB_SIZE, BLOCK):
+        _, x = _load(row, start, VOCAB_SIZE, BLOCK)
+        mass += tl.exp(x.to(tl.float64) - largest.to(tl.float64))
+        num_larger += (x > own).to(tl.int32)
+    norm = largest.to(tl.float64) + tl.log(tl.sum(mass, 0))
+    tl.store(out_logprobs, own.to(tl.float64) - norm)
+    tl.store(out_ids, 1 + tl.sum(num_larger, 0))
+    return norm
+
+
+@triton.jit
+def _tell_top(row, norm, num_top, out_logprobs, out_ids, VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """The next most likely is the largest below the last one; of equals, the one with the lowest id is the larger."""
+    last = tl.full((), 0x7FFFFFFFFFFFFFFF, tl.int64)
+    place = tl.full((), 1, tl.int32)
+    while place <= num_top:
+        best = tl.full((), -0x7FFFFFFFFFFFFFFF, tl.int64)
+        for start in range(0, VOCAB_SIZE, BLOCK):
+            ids, x = _load(row, start, VOCAB_SIZE, BLOCK)
+            packed = (_keys(x).to(tl.int64) << 32) | (2147483647 - ids).to(tl.int64)
+            best = tl.maximum(best, tl.max(tl.where(packed < last, packed, -0x7FFFFFFFFFFFFFFF), 0))
+        last = best
+        is_there = (best >> 32) > NEG_INF_KEY
+        best_id = tl.where(is_there, 2147483647 - (best & 0x7FFFFFFF).to(tl.int32), -1)
+        logit = tl.load(row + tl.maximum(best_id, 0)).to(tl.float64)
+        tl.store(out_ids + place, best_id)
+        tl.store(out_logprobs + place, tl.where(is_there, logit - norm, float("-inf")))
+        place += 1

@@ -1,0 +1,99 @@
+"""What the device remembers of each row from step to step: its tokens, its block table, how it is sampled.
+
+Made by the executor. Written by patches that come with a step's message, and by the sampler, which appends the tokens that it
+chose: so a step can use a token that the host has not seen. Never reads anything back.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from penstock.types.plan import Capacity
+from penstock.types.sampling import SamplingParams
+
+PARAM_WORDS = 16
+"""Of one row's sampling parameters: float64 1 / temperature (0: greedy), top_p, min_p; int32 top_k, both halves of the seed,
+num_prompt_tokens; float32 repetition, frequency and presence penalty."""
+
+MAX_INVERSE_TEMPERATURE = 1e250
+"""So that neither 0 nor the largest difference of logits times it leaves the range of float64."""
+
+
+class RowTables:
+    """One int32 arena. Slot `max_rows` belongs to nobody: the padding of a captured step lies there, all zero."""
+
+    def __init__(self, capacity: Capacity, *, vocab_size: int, device: torch.device) -> None:
+        num_slots = capacity.max_rows + 1
+        max_tokens = capacity.max_model_len + 1
+        widths = (PARAM_WORDS, max_tokens, -(-max_tokens // capacity.block_size), -(-vocab_size // 32))
+        self._bases = [0, *np.cumsum(np.array(widths) * num_slots).tolist()]
+        if self._bases[-1] > np.iinfo(np.int32).max:
+            raise ValueError(
+                f"{capacity.max_rows} rows of {capacity.max_model_len} tokens are more than the tables can address"
+            )
+        self._arena = torch.zeros(self._bases[-1], dtype=torch.int32, device=device)
+        parts = [
+            self._arena[start:end].view(num_slots, width)
+            for start, end, width in zip(self._bases, self._bases[1:], widths, strict=False)
+        ]
+        self.null_slot = capacity.max_rows
+        self.params, self.tokens, self.block_tables, self.allowed = parts
+        """`allowed`: one bit per token that may be sampled, written for rows that restrict them alone. [slots, vocab / 32]"""
+        self.params_f64 = self.params.view(torch.float64)
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self._arena.nbytes)
+
+    @property
+    def table_width(self) -> int:
+        """Tokens per slot."""
+        return int(self.tokens.shape[1])
+
+    def apply(self, idx: torch.Tensor, values: torch.Tensor) -> None:
+        """Write what `Patches.arrays` gave, both int32, on the device."""
+        self._arena[idx] = values
+
+    def at(self, part: torch.Tensor, slot: int, column: int = 0) -> int:
+        """Where a place of one of the tables lies in the arena."""
+        return int(part.storage_offset() + slot * part.shape[1] + column)
+
+
+class Patches:
+    """What changes in the tables before a step; each place once."""
+
+    def __init__(self) -> None:
+        self._idx: list[NDArray[np.int32]] = []
+        self._values: list[NDArray[np.int32]] = []
+
+    def add(self, start: int, values: NDArray[np.int32]) -> None:
+        """Consecutive words of the arena."""
+        self._idx.append(np.arange(start, start + len(values), dtype=np.int32))
+        self._values.append(values)
+
+    def arrays(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Places and values."""
+        if not self._idx:
+            return np.empty(0, np.int32), np.empty(0, np.int32)
+        return np.concatenate(self._idx), np.concatenate(self._values)
+
+
+def param_words(params: SamplingParams, num_prompt_tokens: int) -> NDArray[np.int32]:
+    """One row of `RowTables.params`. [PARAM_WORDS]"""
+    words = np.zeros(PARAM_WORDS, np.int32)
+    inverse = 0.0 if params.temperature == 0.0 else min(1.0 / params.temperature, MAX_INVERSE_TEMPERATURE)
+    words[:6].view(np.float64)[:] = inverse, params.top_p, params.min_p
+    top_k = min(params.top_k, np.iinfo(np.int32).max)
+    seed = np.array([params.seed], np.uint64).view(np.int32)
+    words[6:10] = top_k, seed[0], seed[1], num_prompt_tokens
+    words[10:13].view(np.float32)[:] = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
+    return words
+
+
+def allowed_words(token_ids: tuple[int, ...], vocab_size: int) -> NDArray[np.int32]:
+    """One row of `RowTables.allowed`: bit i % 32 of word i / 32. [vocab / 32]"""
+    bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+    bits[list(token_ids)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)

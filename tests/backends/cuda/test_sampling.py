@@ -1,0 +1,268 @@
+"""The sampler on the device does what the specification does, for all rows at once, and carries nothing from one to another."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from interpreted import DEVICE
+from penstock.backends.cuda.sampling import SampledWords, Sampler
+from penstock.backends.cuda.tables import Patches, RowTables
+from penstock.backends.reference.sampling import (
+    NoCandidateError,
+    add_bias,
+    draw,
+    narrow,
+    penalize,
+    restrict,
+    sample,
+    uniform,
+)
+from penstock.types.plan import AdmitRow, Capacity
+from penstock.types.result import TokenLogprobs
+from penstock.types.sampling import MAX_LOGPROBS, SamplingParams
+
+EDGE = 1e-6
+"""How near to a boundary two ways to round may fall on its two sides."""
+MAX_ROWS = 6
+MAX_TOKENS = 24
+CAPACITY = Capacity(num_blocks=9, block_size=4, max_rows=MAX_ROWS, max_step_tokens=64, max_model_len=MAX_TOKENS)
+INF = float("inf")
+PHASES = (Phase.explicit, Phase.generate)
+"""To make an example smaller takes minutes in the interpreter."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row."""
+
+    logits: np.ndarray
+    params: SamplingParams
+    tokens: list[int]
+    num_prompt_tokens: int = 1
+
+
+@dataclass(frozen=True)
+class Chosen:
+    token_id: int
+    logprobs: TokenLogprobs | None
+    appended: int
+    """What stands in the table after it."""
+
+
+def choose(cases: list[Case], slots: list[int] | None = None, *, tables: RowTables | None = None) -> list[Chosen]:
+    """Admit the rows to `slots`, and sample them in one step."""
+    vocab_size = len(cases[0].logits)
+    slots = slots or list(range(len(cases)))
+    device = torch.device(DEVICE)
+    tables = tables or RowTables(CAPACITY, vocab_size=vocab_size, device=device)
+    sampler, patches = Sampler(tables, vocab_size=vocab_size), Patches()
+    for slot, case in zip(slots, cases, strict=True):
+        row = AdmitRow(str(slot), tuple(case.tokens), case.num_prompt_tokens, (1,), 0, case.params)
+        patches.add(tables.at(tables.tokens, slot), np.array(case.tokens, np.int32))
+        sampler.admit(slot, row, patches)
+    tables.apply(*(torch.from_numpy(array).to(device) for array in patches.arrays()))
+    row_slots = np.array(slots, np.int32)
+    positions = np.array([len(case.tokens) for case in cases], np.int32)
+    plan = sampler.prepare(row_slots, positions)
+    logits = torch.from_numpy(np.stack([case.logits for case in cases])).to(device)
+    before = logits.clone()
+    results = torch.zeros(SampledWords(MAX_ROWS, MAX_ROWS).end, dtype=torch.int32, device=device)
+    sent = [torch.from_numpy(array).to(device) for array in (row_slots, positions, *plan.arrays)]
+    where = sampler.choose(logits, sent[0], sent[1], plan, sent[2:], results)
+    assert torch.equal(logits.nan_to_num(7.0), before.nan_to_num(7.0)), "the logits are left alone"
+    words = results.cpu().numpy()
+    tokens = where.tokens(words).tolist()
+    numbers, ids = where.logprobs(words)
+    found: dict[int, TokenLogprobs] = {}
+    for line, i in enumerate(plan.logprob_samples.tolist()):
+        num_top = plan.num_tops[line]
+        top = [(int(j), float(x)) for j, x in zip(ids[line, 1:], numbers[line, 1:], strict=True)][:num_top]
+        top = [(j, x) for j, x in top if j >= 0]
+        found[i] = TokenLogprobs(tokens[i], float(numbers[line, 0]), int(ids[line, 0]), tuple(top))
+    table = tables.tokens.cpu().numpy()
+    return [
+        Chosen(tokens[i], found.get(i), int(table[slot, len(case.tokens)]))
+        for i, (slot, case) in enumerate(zip(slots, cases, strict=True))
+    ]
+
+
+def possible_tokens(case: Case) -> set[int]:
+    """What the specification draws if its boundaries are moved by `EDGE`."""
+    params, history = case.params, case.tokens
+    changed = np.where(np.isnan(case.logits), np.float32(-np.inf), case.logits)
+    changed = add_bias(restrict(changed, params, history, len(history) - case.num_prompt_tokens), params)
+    changed = penalize(changed, params, history, history[case.num_prompt_tokens :])
+    if params.temperature == 0.0:
+        return {int(np.argmax(changed))}
+    result = set()
+    for d in (-EDGE, 0.0, EDGE):
+        top_p = min(1.0, params.top_p * (1 + d)) if params.top_p < 1 else 1.0
+        moved = replace(params, top_p=top_p, min_p=params.min_p * (1 - abs(d)))
+        u = uniform(params.seed, len(history))
+        result |= {draw(*narrow(changed, moved), min(max(u + e, 0.0), 1.0)) for e in (-EDGE, 0.0, EDGE)}
+    return result
+
+
+def assert_as_specified(case: Case, chosen: Chosen) -> None:
+    try:
+        expected = sample(case.logits, case.params, case.tokens, case.num_prompt_tokens)
+    except NoCandidateError:
+        assert chosen.token_id == -1
+        assert chosen.appended == 0
+        return
+    assert chosen.appended == chosen.token_id
+    assert chosen.token_id == expected.token_id or chosen.token_id in possible_tokens(case)
+    if chosen.token_id != expected.token_id:
+        return
+    if expected.logprobs is None:
+        assert chosen.logprobs is None
+        return
+    assert chosen.logprobs is not None
+    assert chosen.logprobs.rank == expected.logprobs.rank
+    assert chosen.logprobs.logprob == pytest.approx(expected.logprobs.logprob, rel=1e-6, abs=1e-6)
+    assert [i for i, _ in chosen.logprobs.top] == [i for i, _ in expected.logprobs.top]
+    assert [x for _, x in chosen.logprobs.top] == pytest.approx([x for _, x in expected.logprobs.top], rel=1e-6, abs=1e-6)
+
+
+@st.composite
+def logit_arrays(draw: st.DrawFn, size: int) -> np.ndarray:
+    """Peaked, flat, with ties, with banned and broken entries."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    logits = rng.normal(0, draw(st.sampled_from([0.01, 1.0, 4.0, 30.0])), size)
+    logits = np.round(logits, draw(st.sampled_from([0, 1, 9]))).astype(np.float32)
+    holes = rng.random(size) < draw(st.sampled_from([0.0, 0.0, 0.5, 1.0]))
+    logits[holes] = draw(st.sampled_from([-np.inf, np.nan]))
+    return logits
+
+
+@st.composite
+def cases(draw: st.DrawFn, size: int) -> Case:
+    logits = draw(logit_arrays(size))
+    ids = st.integers(0, size - 1)
+    history = draw(st.lists(ids, min_size=1, max_size=12))
+    some_ids = draw(st.lists(ids, min_size=1, max_size=6, unique=True).map(sorted))
+    params = SamplingParams(
+        temperature=draw(st.sampled_from([0.0, 1e-300, 0.2, 0.7, 1.0, 3.0])),
+        top_k=draw(st.sampled_from([0, 0, 1, 2, 40, 30000])),
+        top_p=draw(st.sampled_from([1.0, 1.0, 1e-9, 0.5, 0.95, 0.9999])),
+        min_p=draw(st.sampled_from([0.0, 0.0, 0.01, 0.5, 1.0])),
+        repetition_penalty=draw(st.sampled_from([1.0, 1.3, 0.5, 1e-40])),
+        presence_penalty=draw(st.sampled_from([0.0, 0.7, -0.3])),
+        frequency_penalty=draw(st.sampled_from([0.0, 0.2, -1.1])),
+        seed=draw(st.integers(0, 2**64 - 1)),
+        logprobs=draw(st.sampled_from([None, None, 0, 3, MAX_LOGPROBS])),
+        logit_bias=tuple((i, draw(st.floats(-9, 9, width=32))) for i in some_ids) if draw(st.booleans()) else (),
+        allowed_token_ids=tuple(draw(st.lists(ids, min_size=1, unique=True).map(sorted))) if draw(st.booleans()) else None,
+        banned_token_sequences=draw(st.sampled_from([(), ((*history[-2:], some_ids[0]), (some_ids[-1],))])),
+        stop_token_ids=tuple(some_ids),
+        min_tokens=draw(st.sampled_from([0, 0, 4])),
+    )
+    return Case(logits, params, history, draw(st.integers(1, len(history))))
+
+
+batches = st.sampled_from([1, 2, 16, 63, 65, 200]).flatmap(lambda size: st.lists(cases(size), min_size=1, max_size=3))
+
+
+@settings(max_examples=40, phases=PHASES)
+@given(batch=batches)
+def test_all_rows_of_a_step_are_sampled_as_specified(batch: list[Case]) -> None:
+    for case, chosen in zip(batch, choose(batch, [5, 0, 3][: len(batch)]), strict=True):
+        assert_as_specified(case, chosen)
+
+
+@settings(max_examples=10, phases=PHASES)
+@given(batch=st.sampled_from([2, 65]).flatmap(lambda size: st.lists(cases(size), min_size=3, max_size=3)))
+def test_a_row_samples_in_company_what_it_samples_alone(batch: list[Case]) -> None:
+    assert choose(batch) == [choose([case])[0] for case in batch]
+
+
+@pytest.mark.parametrize("vocab_size", [4096, 5001])
+def test_a_row_longer_than_a_block_of_the_kernel(vocab_size: int) -> None:
+    rng = np.random.default_rng(vocab_size)
+    logits = np.round(rng.normal(0, 2, vocab_size), 1).astype(np.float32)  # many equals, also across the blocks
+    params = [
+        SamplingParams(temperature=0.0, logprobs=5),
+        SamplingParams(seed=4, top_k=300, top_p=0.9),
+        SamplingParams(seed=7, top_p=0.99, min_p=0.001, temperature=1.4),
+        SamplingParams(seed=11, temperature=0.8),
+    ]
+    rows = [Case(logits, each, [1, 2]) for each in params]
+    for case, chosen in zip(rows, choose(rows), strict=True):
+        assert_as_specified(case, chosen)
+
+
+@pytest.mark.parametrize(
+    ("logits", "params", "expected"),
+    [
+        ([1, 3, 3, 2], {"temperature": 0.0}, {1}),
+        ([-0.0, 0.0], {"top_k": 1}, {0}),
+        ([0.0, -0.0], {"top_k": 1}, {0}),
+        ([1, 2, 2, 2], {"top_k": 2}, {1, 2}),
+        ([5, 5, 5, 5], {"top_p": 0.5}, {0, 1}),
+        ([5, 5, 5, 5], {"top_p": 0.51}, {0, 1, 2}),
+        ([5, 5, 5, 5], {"top_k": 3, "top_p": 0.5}, {0, 1}),
+        ([0, 1, 1], {"temperature": 1e-320}, {1, 2}),
+        ([-INF, 4, -INF], {"top_p": 0.9}, {1}),
+        ([3e38, -3e38, 1.0], {}, {0}),
+        ([2, 1, 0], {"min_p": 1.0}, {0}),
+        ([INF * 0, 1, INF * 0], {}, {1}),
+    ],
+)
+def test_the_candidates(logits: list[float], params: dict[str, float], expected: set[int]) -> None:
+    """Whatever the seed, one of them is drawn, and each by some seed."""
+    row = np.array(logits, np.float32)
+    batch = [Case(row, SamplingParams(seed=seed, **params), [0]) for seed in range(12)]
+    found = [chosen.token_id for i in range(0, 12, MAX_ROWS) for chosen in choose(batch[i : i + MAX_ROWS])]
+    assert set(found) == expected
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**32 - 1, 2**32, 2**63, 2**64 - 1])
+def test_uniform_numbers_are_those_of_the_specification(seed: int) -> None:
+    """A flat row of 2^16 tokens tells the first 16 bits of the number; position and both halves of the seed matter."""
+    logits = np.zeros(2**16, np.float32)
+    for num_tokens in (1, 23):
+        (chosen,) = choose([Case(logits, SamplingParams(seed=seed), [0] * num_tokens)])
+        assert chosen.token_id == int(uniform(seed, num_tokens) * 2**16)
+
+
+def test_a_slot_forgets_who_had_it() -> None:
+    """Parameters, lists and tokens of the row before have no say."""
+    tables = RowTables(CAPACITY, vocab_size=8, device=torch.device(DEVICE))
+    logits = np.arange(8, dtype=np.float32)
+    old = SamplingParams(
+        temperature=0.0, allowed_token_ids=(1,), repetition_penalty=9.0, logit_bias=((0, 50.0),), logprobs=1, min_tokens=9
+    )
+    (first,) = choose([Case(logits, old, [7, 7, 7, 7])], [2], tables=tables)
+    assert first.token_id == 1
+    new = SamplingParams(temperature=0.0, frequency_penalty=2.0)
+    (second,) = choose([Case(logits, new, [3, 4], 1)], [2], tables=tables)
+    assert (second.token_id, second.logprobs) == (7, None)
+
+
+NUM_DRAWS = 240
+
+
+@pytest.mark.parametrize("params", [{}, {"min_p": 0.2, "temperature": 1.7}])
+def test_draws_follow_the_distribution(params: dict[str, float]) -> None:
+    """Chi-square, with fixed seeds."""
+    logits = np.random.default_rng(5).normal(0, 1.2, 12).astype(np.float32)
+    tokens: list[int] = []
+    for first in range(0, NUM_DRAWS, MAX_ROWS):
+        batch = [Case(logits, SamplingParams(seed=first + i, **params), [1]) for i in range(MAX_ROWS)]
+        tokens += [chosen.token_id for chosen in choose(batch)]
+    ids, weights = narrow(logits, SamplingParams(**params))
+    expected = dict(zip(ids.tolist(), (weights / weights.sum()).tolist(), strict=True))
+    counts = Counter(tokens)
+    assert set(counts) <= set(expected)
+    chi_square = sum((counts[i] - NUM_DRAWS * p) ** 2 / (NUM_DRAWS * p) for i, p in expected.items())
+    degrees = max(1, len(expected) - 1)
+    # What chance exceeds once in 10,000 times. Source: Wilson and Hilferty, 1931.
+    assert chi_square < degrees * (1 - 2 / (9 * degrees) + 3.719 * math.sqrt(2 / (9 * degrees))) ** 3
