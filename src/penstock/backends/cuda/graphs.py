@@ -1,0 +1,89 @@
+"""Owns the captured graphs of decode steps: one for each listed number of rows and limit of their length.
+
+Called by the executor with steps in which every row computes one token and samples. Never pads by itself: `padded_rows` says to
+what size, and the executor fills the rest with rows of the null slot, whose KV goes to the null block.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from penstock.backends.cuda.step import StepTensors
+
+SMALL_SIZES = (1, 2, 4)
+SIZE_STEP = 8
+"""Sizes above are multiples of it: less than 8 rows of a step are padding."""
+LEAST_SEQ_LIMIT = 1024
+
+Run = Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Captured:
+    """A graph; `replay` computes `result` anew from what lies at the addresses of the step that it was captured with."""
+
+    replay: Callable[[], object]
+    result: torch.Tensor
+
+    @classmethod
+    def without_device(cls, run: Run) -> Captured:
+        """For tests where there is no GPU: its replay is to run it."""
+        result = run()
+        return cls(lambda: result.copy_(run()), result)
+
+
+Capture = Callable[[Run], Captured]
+
+
+def capture_cuda(run: Run) -> Captured:
+    """Record what `run` queues, without running it. It must have run before."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        result = run()
+    return Captured(graph.replay, result)
+
+
+class DecodeGraphs:
+    """Captured lazily: the first step of a size runs as it is, which a capture needs before it, and is captured then."""
+
+    def __init__(self, *, max_rows: int, max_model_len: int, capture: Capture) -> None:
+        steps = range(SIZE_STEP, max_rows + SIZE_STEP, SIZE_STEP)
+        self.sizes: list[int] = sorted({min(size, max_rows) for size in (*SMALL_SIZES, *steps)})
+        self._max_model_len = max_model_len
+        self._capture = capture
+        self._graphs: dict[tuple[int, int], tuple[int, Captured]] = {}
+        """By size and limit, with the address of the step's first array."""
+
+    @property
+    def num_captured(self) -> int:
+        return len(self._graphs)
+
+    def padded_rows(self, num_rows: int) -> int:
+        """The listed size that has room for so many rows."""
+        return self.sizes[bisect_left(self.sizes, num_rows)]
+
+    def run(self, step: StepTensors, forward: Callable[[StepTensors], torch.Tensor]) -> torch.Tensor:
+        """`forward` of a padded step, from a graph if there is one."""
+        limit = self.seq_limit(step.max_seq_len)
+        key = step.num_rows, limit
+        address = step.positions.data_ptr()
+        if key in self._graphs:
+            captured_at, captured = self._graphs[key]
+            assert address == captured_at, "a step does not lie where the graph was captured"
+            captured.replay()
+            return captured.result
+        step = replace(step, max_seq_len=limit)
+        result = forward(step)
+        self._graphs[key] = address, self._capture(lambda: forward(step))
+        return result
+
+    def seq_limit(self, max_seq_len: int) -> int:
+        """What stands for the longest row's length: grids are made for it, so it should not be much more than the rows need."""
+        limit = LEAST_SEQ_LIMIT
+        while limit < max_seq_len:
+            limit *= 2
+        return min(limit, self._max_model_len)

@@ -1,0 +1,120 @@
+"""Owns the pinned memory through which a step's message goes to the device, and its results come back: one copy each way.
+
+Called by the executor, once per step each. A buffer of the host is used again `depth` steps later, when the step that used it
+last has been collected; the device has one of each, since all copies are in the order of its work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from penstock.backends.batch import StepBatch
+from penstock.backends.cuda.stream import Stream
+from penstock.backends.cuda.tables import RowTables
+from penstock.types.plan import Capacity
+
+_DTYPES: dict[str, torch.dtype] = {
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+_ALIGN_WORDS = 2
+"""So that eight-byte numbers can lie anywhere."""
+
+
+class Upload:
+    """Messages to the device: arrays, one after the other."""
+
+    def __init__(self, num_words: int, *, depth: int, stream: Stream, device: torch.device) -> None:
+        self._hosts = [stream.pinned(num_words) for _ in range(depth)]
+        self._device = torch.zeros(num_words, dtype=torch.int32, device=device)
+        self._num_sent = 0
+
+    def send(self, arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
+        """Queue the copy; the tensors are good until the next message.
+
+        Where an array lies depends on the sizes of those before it alone, so a captured graph finds its own again. What does
+        not fit goes by a copy of its own, for which the host may have to wait.
+        """
+        host = self._hosts[self._num_sent % len(self._hosts)]
+        self._num_sent += 1
+        words = host.numpy()
+        tensors: list[torch.Tensor] = []
+        end = 0
+        for array in arrays:
+            begin = -(-end // _ALIGN_WORDS) * _ALIGN_WORDS
+            stop = begin + array.nbytes // 4
+            if stop > len(words):
+                tensors.append(torch.from_numpy(array).to(self._device.device))
+                continue
+            words[begin:stop].view(array.dtype)[:] = array.reshape(-1)
+            tensors.append(self._device[begin:stop].view(_DTYPES[array.dtype.name]).view(array.shape))
+            end = stop
+        self._device[:end].copy_(host[:end], non_blocking=True)
+        return tensors
+
+
+class Download:
+    """Results of the device: int32 words from the first on."""
+
+    def __init__(self, num_words: int, *, depth: int, stream: Stream, device: torch.device) -> None:
+        self._hosts = [stream.pinned(num_words) for _ in range(depth)]
+        self.words = torch.zeros(num_words, dtype=torch.int32, device=device)
+        self._num_fetched = 0
+
+    def fetch(self, num_words: int) -> NDArray[np.int32]:
+        """Queue the copy of the first words; what is returned is good once the device has come past it, for `depth` steps."""
+        host = self._hosts[self._num_fetched % len(self._hosts)]
+        self._num_fetched += 1
+        host[:num_words].copy_(self.words[:num_words], non_blocking=True)
+        words: NDArray[np.int32] = host.numpy()[:num_words]
+        return words
+
+
+def step_arrays(batch: StepBatch, tables: RowTables, *, num_rows: int) -> list[NDArray[Any]]:
+    """What a step's tensors are made of, in the order in which the executor unpacks them.
+
+    `num_rows` > those of the batch pads a step in which every row has one token and samples, with rows of the null slot.
+    """
+    row_of_token = np.repeat(np.arange(batch.num_rows, dtype=np.int32), np.diff(batch.query_start_loc))
+    sources = batch.row_slots[row_of_token] * np.int32(tables.table_width) + batch.positions
+    arrays: list[NDArray[Any]] = [
+        batch.slot_mapping,
+        sources,
+        batch.positions,
+        row_of_token,
+        batch.query_start_loc,
+        batch.context_lens,
+        batch.row_slots,
+        batch.query_start_loc[1:][batch.sample_rows] - 1,
+    ]
+    num_padding = num_rows - batch.num_rows
+    if not num_padding:
+        return arrays
+    null_source = tables.null_slot * tables.table_width
+    fills = (0, null_source, 0, None, None, 0, tables.null_slot, None)
+    return [_padded(array, fill, num_padding) for array, fill in zip(arrays, fills, strict=True)]
+
+
+def _padded(array: NDArray[Any], fill: int | None, num_padding: int) -> NDArray[Any]:
+    """`None` counts on from the last element."""
+    if fill is None:
+        more = array[-1] + np.arange(1, num_padding + 1, dtype=array.dtype)
+    else:
+        more = np.full(num_padding, fill, array.dtype)
+    return np.concatenate([array, more])
+
+
+def message_words(capacity: Capacity) -> int:
+    """Of an upload that has room for any step, and for what a step usually brings besides."""
+    num_tokens = max(capacity.max_step_tokens, capacity.max_rows)
+    step_words = 5 * num_tokens + 6 * capacity.max_rows + 64
+    # An admitted row brings its tokens and blocks, a word for the place of each.
+    patch_words = 2 * (capacity.max_step_tokens + capacity.max_model_len + 64 * capacity.max_rows)
+    return step_words + patch_words

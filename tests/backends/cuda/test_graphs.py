@@ -1,0 +1,68 @@
+"""Which steps share a graph, and that a graph answers from what lies at its addresses now; with a graph that just runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from penstock.backends.cuda.graphs import Captured, DecodeGraphs
+from penstock.backends.cuda.step import StepTensors
+
+
+def make_graphs(max_rows: int = 20, max_model_len: int = 6000) -> DecodeGraphs:
+    return DecodeGraphs(max_rows=max_rows, max_model_len=max_model_len, capture=Captured.without_device)
+
+
+def make_step(positions: torch.Tensor, *, max_seq_len: int = 5) -> StepTensors:
+    num_rows = len(positions)
+    return StepTensors(*[positions] * 8, num_rows, num_rows, num_rows, 1, max_seq_len)
+
+
+@pytest.mark.parametrize(
+    ("max_rows", "sizes"), [(1, [1]), (3, [1, 2, 3]), (8, [1, 2, 4, 8]), (20, [1, 2, 4, 8, 16, 20]), (24, [1, 2, 4, 8, 16, 24])]
+)
+def test_sizes_end_with_the_largest_number_of_rows(max_rows: int, sizes: list[int]) -> None:
+    assert make_graphs(max_rows).sizes == sizes
+
+
+@pytest.mark.parametrize(("num_rows", "expected"), [(1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (16, 16), (17, 20), (20, 20)])
+def test_a_step_gets_the_least_size_with_room(num_rows: int, expected: int) -> None:
+    assert make_graphs().padded_rows(num_rows) == expected
+
+
+@pytest.mark.parametrize(
+    ("max_seq_len", "limit"), [(1, 1024), (1024, 1024), (1025, 2048), (4096, 4096), (4097, 6000), (6000, 6000)]
+)
+def test_lengths_have_limits_up_to_the_models_own(max_seq_len: int, limit: int) -> None:
+    assert make_graphs().seq_limit(max_seq_len) == limit
+
+
+def test_a_replay_reads_what_is_there_now() -> None:
+    graphs, positions = make_graphs(), torch.arange(4)
+    runs: list[int] = []
+
+    def forward(step: StepTensors) -> torch.Tensor:
+        runs.append(step.max_seq_len)
+        return step.positions * 2
+
+    assert graphs.run(make_step(positions), forward).tolist() == [0, 2, 4, 6]
+    positions += 1
+    assert graphs.run(make_step(positions, max_seq_len=900), forward).tolist() == [2, 4, 6, 8]
+    assert graphs.num_captured == 1
+    assert set(runs) == {1024}, "grids are made for the limit, not for one step"
+
+
+def test_other_sizes_and_longer_rows_have_their_own() -> None:
+    graphs = make_graphs()
+    positions = torch.arange(4)
+    for num_rows, max_seq_len in ((4, 5), (4, 1000), (4, 1025), (2, 5)):
+        graphs.run(make_step(positions[:num_rows], max_seq_len=max_seq_len), lambda step: step.positions * 1)
+    assert graphs.num_captured == 3
+
+
+def test_a_step_at_another_address_is_noticed() -> None:
+    graphs = make_graphs()
+    first, second = torch.arange(4), torch.arange(4)
+    graphs.run(make_step(first), lambda step: step.positions * 1)
+    with pytest.raises(AssertionError, match="lie where"):
+        graphs.run(make_step(second), lambda step: step.positions * 1)
