@@ -1,0 +1,396 @@
+"""Owns a model on a GPU and speaks the `Executor` port for it: a step is one message up, queued kernels, one message down.
+
+Up to `depth` steps are in flight, in the order of one stream. What a step samples, the next one uses without the host: the
+tokens are in the device's tables (`tables`), and the host only counts them. So `submit` never waits for the device.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from triton.errors import TritonError
+
+from penstock.backends.batch import NO_TOKEN, NO_USABLE_LOGIT, NULL_BLOCK, BatchBuilder, StepBatch
+from penstock.backends.cuda.graphs import Captured, DecodeGraphs, capture_cuda
+from penstock.backends.cuda.kv_cache import PagedKvCache
+from penstock.backends.cuda.lowering import CompiledProgram
+from penstock.backends.cuda.sampling import SampledWords, SamplePlan, Sampler
+from penstock.backends.cuda.staging import Download, Upload, message_words, step_arrays
+from penstock.backends.cuda.step import StepTensors
+from penstock.backends.cuda.stream import Mark, open_stream
+from penstock.backends.cuda.tables import Patches, RowTables
+from penstock.models.program import Program
+from penstock.models.weights import LoadedModel
+from penstock.types.errors import ExecutorFailure
+from penstock.types.kv_dtype import KvDtype
+from penstock.types.plan import Capacity, StepPlan, Ticket
+from penstock.types.result import StepResult, StepTiming, TokenLogprobs
+from penstock.types.sampling import MAX_LOGPROBS
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Flight:
+    """A step that was submitted and not collected."""
+
+    step_id: int
+    names: list[str]
+    """Request ids of the rows that sample. [S]"""
+    plan: SamplePlan
+    where: SampledWords
+    words: NDArray[np.int32]
+    """The results; good once `ended` has been passed."""
+    host_ns: int
+    """Of `submit`."""
+    begun: Mark
+    computed: Mark
+    ended: Mark
+
+
+class CudaExecutor:
+    """See `engine.ports.Executor` for the contract.
+
+    On a `device` that is no GPU kernels run in Triton's interpreter, if it was asked for before triton was imported: for tests.
+    `dtype` is that of weights, activations and a KV cache that is not quantised: bf16 on a GPU, float32 elsewhere, unless
+    given. With `deterministic` a row's bits do not depend on the batch. Raises `ModelError` for what the backend can't compute,
+    MemoryError if there is no room. `poison` is for tests: stale KV becomes NaN.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        program: Program,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_rows: int,
+        max_step_tokens: int,
+        max_model_len: int,
+        kv_dtype: KvDtype = KvDtype.BF16,
+        device: str | torch.device = "cuda",
+        dtype: torch.dtype | None = None,
+        deterministic: bool = False,
+        depth: int = 2,
+        use_graphs: bool = True,
+        poison: bool = False,
+    ) -> None:
+        if depth < 1:
+            raise ValueError(f"depth must be at least 1, not {depth}")
+        self._capacity = Capacity(num_blocks, block_size, max_rows, max_step_tokens, max_model_len)
+        self._depth = depth
+        self._device = torch.device(device)
+        self._stream = open_stream(self._device, spins=depth == 1)
+        self._batches = BatchBuilder(self._capacity, vocab_size=program.vocab_size)
+        self._flights: deque[_Flight] = deque()
+        self._is_closed = False
+        is_gpu = self._device.type == "cuda"
+        self._graphs: DecodeGraphs | None = None
+        if use_graphs:
+            capture = capture_cuda if is_gpu else Captured.without_device
+            self._graphs = DecodeGraphs(max_rows=max_rows, max_model_len=max_model_len, capture=capture)
+        with self._stream.entered():
+            try:
+                self._make_device_parts(
+                    model,
+                    program,
+                    kv_dtype=kv_dtype,
+                    dtype=dtype or (torch.bfloat16 if is_gpu else torch.float32),
+                    deterministic=deterministic,
+                    poison=poison,
+                )
+            except torch.OutOfMemoryError as error:
+                raise MemoryError(f"the GPU has no room for the model and {num_blocks} KV blocks: {error}") from error
+
+    def _make_device_parts(
+        self,
+        model: LoadedModel,
+        program: Program,
+        *,
+        kv_dtype: KvDtype,
+        dtype: torch.dtype,
+        deterministic: bool,
+        poison: bool,
+    ) -> None:
+        capacity, device = self._capacity, self._device
+        max_tokens = max(capacity.max_step_tokens, capacity.max_rows)  # a padded decode step may be longer than any other
+        self._cache = PagedKvCache(
+            num_layers=program.num_layers,
+            num_blocks=capacity.num_blocks,
+            block_size=capacity.block_size,
+            num_kv_heads=program.num_kv_heads,
+            head_dim=program.head_dim,
+            kv_dtype=kv_dtype,
+            dtype=dtype,
+            device=device,
+            poison=poison,
+        )
+        self._program = CompiledProgram(
+            program,
+            model.weights,
+            self._cache,
+            dtype=dtype,
+            device=device,
+            max_tokens=max_tokens,
+            max_samples=capacity.max_rows,
+            num_positions=capacity.max_model_len,
+            deterministic=deterministic,
+        )
+        self._tables = RowTables(capacity, vocab_size=program.vocab_size, device=device)
+        self._sampler = Sampler(self._tables, vocab_size=program.vocab_size)
+        self._upload = Upload(message_words(capacity), depth=self._depth, stream=self._stream, device=device)
+        result_words = SampledWords(capacity.max_rows, capacity.max_rows).end
+        self._download = Download(result_words, depth=self._depth, stream=self._stream, device=device)
+        self._token_ids = torch.zeros(max_tokens, dtype=torch.int32, device=device)
+        max_blocks = self._tables.block_tables.shape[1]
+        self._block_tables = torch.zeros((capacity.max_rows, max_blocks), dtype=torch.int32, device=device)
+
+    @property
+    def capacity(self) -> Capacity:
+        return self._capacity
+
+    @property
+    def depth(self) -> int:
+        """Steps that may be in flight."""
+        return self._depth
+
+    # KV blocks.
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Raises ValueError for a block that is not in the pool."""
+        for source, destination in pairs:
+            if source != NULL_BLOCK:
+                self._check_block_id(source)
+            self._check_block_id(destination)
+        if pairs:
+            with self._working():
+                self._cache.copy_blocks(pairs)
+
+    @property
+    def block_bytes(self) -> int:
+        return int(self._cache.block_bytes)
+
+    def read_blocks(self, block_ids: Sequence[int], out: Sequence[memoryview]) -> None:
+        for block_id in block_ids:
+            self._check_block_id(block_id)
+        with self._working():
+            self._cache.read_blocks(block_ids, out)
+
+    def write_blocks(self, block_ids: Sequence[int], contents: Sequence[memoryview]) -> None:
+        for block_id in block_ids:
+            self._check_block_id(block_id)
+        with self._working():
+            self._cache.write_blocks(block_ids, contents)
+
+    def _check_block_id(self, block_id: int) -> None:
+        if not NULL_BLOCK < block_id < self._capacity.num_blocks:
+            raise ValueError(f"there is no block {block_id} in a pool of {self._capacity.num_blocks}, or it is the null block")
+
+    # Steps.
+
+    def submit(self, plan: StepPlan) -> Ticket:
+        """Raises ValueError on a broken contract, and for more than `depth` steps in flight."""
+        if len(self._flights) >= self._depth:
+            raise ValueError(f"step {plan.step_id} was submitted before step {self._flights[0].step_id} was collected")
+        with self._working():
+            began_ns = time.monotonic_ns()
+            batch = self._batches.apply(plan)
+            self._flights.append(self._launch(plan, batch, began_ns))
+        # From now on the row has one more token, which only the device knows.
+        self._batches.append_sampled(batch, np.full(len(batch.sample_rows), NO_TOKEN, np.int32))
+        return Ticket(plan.step_id)
+
+    def collect(self, ticket: Ticket) -> StepResult:
+        """The result of the oldest step in flight. Raises ValueError for any other ticket."""
+        if not self._flights or self._flights[0].step_id != ticket.step_id:
+            raise ValueError(f"step {ticket.step_id} is not the next one to collect")
+        flight = self._flights.popleft()
+        with self._working():
+            flight.ended.wait()
+            device_ns = flight.ended.ns_since(flight.begun)
+            parts = {
+                "host": flight.host_ns,
+                "model": flight.computed.ns_since(flight.begun),
+                "sampling": flight.ended.ns_since(flight.computed),
+            }
+        end_ns = time.monotonic_ns()
+        tokens = flight.where.tokens(flight.words).tolist()
+        sampled = dict(zip(flight.names, tokens, strict=True))
+        return StepResult(
+            ticket.step_id,
+            {name: (token,) for name, token in sampled.items() if token != NO_TOKEN},
+            timing=StepTiming(end_ns - device_ns, end_ns, parts),
+            logprobs=_logprobs(flight, tokens),
+            failures={name: NO_USABLE_LOGIT for name, token in sampled.items() if token == NO_TOKEN},
+        )
+
+    def close(self) -> None:
+        """Waits for what is in flight, and frees the device's memory. Idempotent; nothing else may be called after it."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._flights.clear()
+        self._graphs = None
+        del self._program, self._cache, self._sampler, self._tables, self._upload, self._download
+        del self._token_ids, self._block_tables
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def forward_logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        """Logits after each token of a text, [len(token_ids), vocab_size]; for tests. Overwrites KV: only when idle."""
+        size = self._capacity.block_size
+        num_blocks = -(-len(token_ids) // size)
+        if num_blocks >= self._capacity.num_blocks:
+            raise ValueError(f"{len(token_ids)} tokens do not fit into {self._capacity.num_blocks - 1} blocks of {size}")
+        table = np.zeros((1, self._block_tables.shape[1]), np.int32)
+        table[0, :num_blocks] = np.arange(1, num_blocks + 1)
+        chunk = min(self._capacity.max_rows, self._capacity.max_step_tokens)
+        parts = []
+        with self._working():
+            for begin in range(0, len(token_ids), chunk):
+                tokens = np.array(token_ids[begin : begin + chunk], np.int32)
+                parts.append(self._program.run(self._text_step(tokens, begin, table)).cpu().numpy().copy())
+        return np.concatenate(parts)
+
+    def _text_step(self, token_ids: NDArray[np.int32], begin: int, table: NDArray[np.int32]) -> StepTensors:
+        """One row, of which every token samples."""
+        num_tokens, size = len(token_ids), self._capacity.block_size
+        positions = np.arange(begin, begin + num_tokens, dtype=np.int32)
+
+        def put(array: NDArray[Any]) -> torch.Tensor:
+            return torch.from_numpy(array).to(self._device)
+
+        return StepTensors(
+            token_ids=put(token_ids),
+            positions=put(positions),
+            row_of_token=put(np.zeros(num_tokens, np.int32)),
+            slot_mapping=put(table[0, positions // size].astype(np.int64) * size + positions % size),
+            query_start_loc=put(np.array([0, num_tokens], np.int32)),
+            context_lens=put(np.array([begin], np.int32)),
+            block_tables=put(table),
+            sample_tokens=put(np.arange(num_tokens, dtype=np.int32)),
+            num_tokens=num_tokens,
+            num_rows=1,
+            num_samples=num_tokens,
+            max_query_len=num_tokens,
+            max_seq_len=begin + num_tokens,
+        )
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """On the stream; what the device or its libraries say becomes an `ExecutorFailure`."""
+        if self._is_closed:
+            raise ExecutorFailure("the executor is closed")
+        with self._stream.entered():
+            try:
+                yield
+            except (RuntimeError, TritonError) as error:
+                raise ExecutorFailure(f"the GPU failed: {error}") from error
+
+    def _launch(self, plan: StepPlan, batch: StepBatch, began_ns: int) -> _Flight:
+        """Queue all of a step."""
+        self._forget_stale_blocks(plan)
+        patches = self._patches(plan, batch)
+        slots = batch.row_slots[batch.sample_rows]
+        positions = self._batches.num_tokens[slots]
+        sample_plan = self._sampler.prepare(slots, positions)
+        num_rows = self._padded_rows(batch)
+        arrays = step_arrays(batch, self._tables, num_rows=num_rows or batch.num_rows)
+        begun = self._stream.mark()
+        sent = self._upload.send([*arrays, slots, positions, *sample_plan.arrays, *patches.arrays()])
+        if len(sent[-1]):
+            self._tables.apply(sent[-2], sent[-1])
+        num_parts = len(arrays)
+        sample_slots, sample_positions, *lists = sent[num_parts:-2]
+        logits = self._forward(batch, sent[:num_parts], num_rows)
+        computed = self._stream.mark()
+        where = SampledWords(0, 0)
+        if logits is not None:
+            where = self._sampler.choose(
+                logits[: len(slots)], sample_slots, sample_positions, sample_plan, lists, self._download.words
+            )
+        words = self._download.fetch(where.end)
+        ended = self._stream.mark()
+        names = [batch.request_ids[row] for row in batch.sample_rows.tolist()]
+        host_ns = time.monotonic_ns() - began_ns
+        return _Flight(plan.step_id, names, sample_plan, where, words, host_ns, begun, computed, ended)
+
+    def _padded_rows(self, batch: StepBatch) -> int:
+        """The size of the graph that this step may run as; 0 if it is not a decode step."""
+        is_decode = 0 < batch.num_tokens == batch.num_rows == len(batch.sample_rows)
+        return self._graphs.padded_rows(batch.num_rows) if is_decode and self._graphs is not None else 0
+
+    def _forward(self, batch: StepBatch, parts: list[torch.Tensor], num_graph_rows: int) -> torch.Tensor | None:
+        """The step's logits [S or more, vocab_size]; None if it computes nothing."""
+        if not batch.num_tokens:
+            return None
+        slot_mapping, sources, positions, row_of_token, query_start_loc, context_lens, row_slots, sample_tokens = parts
+        seq_lens = batch.context_lens + np.diff(batch.query_start_loc)
+        step = StepTensors(
+            token_ids=self._token_ids[: len(positions)],
+            positions=positions,
+            row_of_token=row_of_token,
+            slot_mapping=slot_mapping,
+            query_start_loc=query_start_loc,
+            context_lens=context_lens,
+            block_tables=self._block_tables[: len(row_slots)],
+            sample_tokens=sample_tokens,
+            num_tokens=len(positions),
+            num_rows=len(row_slots),
+            num_samples=len(sample_tokens),
+            max_query_len=int(np.diff(batch.query_start_loc).max()),
+            max_seq_len=int(seq_lens.max()),
+        )
+
+        def forward(step: StepTensors) -> torch.Tensor:
+            torch.index_select(self._tables.tokens.view(-1), 0, sources, out=step.token_ids)
+            torch.index_select(self._tables.block_tables, 0, row_slots, out=step.block_tables)
+            return self._program.run(step)
+
+        if num_graph_rows and self._graphs is not None:
+            return self._graphs.run(step, forward)
+        return forward(step)
+
+    def _patches(self, plan: StepPlan, batch: StepBatch) -> Patches:
+        """What changes in the device's tables before the step: admitted rows in full, and new blocks."""
+        patches, tables, host = Patches(), self._tables, self._batches
+        for slot in batch.released:
+            self._sampler.release(slot)
+        admitted = set()
+        for slot, row in batch.admitted:
+            admitted.add(slot)
+            patches.add(tables.at(tables.tokens, slot), host.tokens[slot, : host.num_tokens[slot]])
+            patches.add(tables.at(tables.block_tables, slot), host.block_tables[slot, : host.num_blocks[slot]])
+            self._sampler.admit(slot, row, patches)
+        for slot, planned in zip(batch.row_slots.tolist(), plan.rows, strict=True):
+            if planned.new_block_ids and slot not in admitted:
+                begin = int(host.num_blocks[slot]) - len(planned.new_block_ids)
+                patches.add(tables.at(tables.block_tables, slot, begin), np.array(planned.new_block_ids, np.int32))
+        return patches
+
+    def _forget_stale_blocks(self, plan: StepPlan) -> None:
+        for admit in plan.admits:
+            self._cache.forget(admit.block_ids, admit.num_computed_tokens)
+        for row in plan.rows:
+            if row.new_block_ids:
+                self._cache.forget(row.new_block_ids, 0)
+
+
+def _logprobs(flight: _Flight, tokens: list[int]) -> dict[str, tuple[TokenLogprobs, ...]]:
+    found: dict[str, tuple[TokenLogprobs, ...]] = {}
+    numbers, ids = flight.where.logprobs(flight.words)
+    for line, (sample, num_top) in enumerate(
+        zip(flight.plan.logprob_samples.tolist(), flight.plan.num_tops.tolist(), strict=True)
+    ):
+        if tokens[sample] == NO_TOKEN:
+            continue
+        top_ids = [token_id for token_id in ids[line, 1 : 1 + min(num_top, MAX_LOGPROBS)].tolist() if token_id != NO_TOKEN]
+        top = tuple(zip(top_ids, numbers[line, 1:].tolist(), strict=False))
+        found[flight.names[sample]] = (TokenLogprobs(tokens[sample], float(numbers[line, 0]), int(ids[line, 0]), top),)
+    return found

@@ -1,0 +1,328 @@
+"""The executor with up to two steps in flight, over a model that is a hash: any wrong token, slot or block changes the answer.
+
+The model in its place writes a number for each token to the cache, made of the one before it, found through the block table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from interpreted import DEVICE, HAS_DEVICE
+from penstock.backends.batch import NO_USABLE_LOGIT
+from penstock.backends.cuda import executor as module
+from penstock.backends.cuda.executor import CudaExecutor
+from penstock.backends.cuda.kv_cache import PagedKvCache
+from penstock.backends.cuda.step import StepTensors
+from penstock.backends.reference.sampling import sample
+from penstock.models.program import Program
+from penstock.models.weights import LoadedModel
+from penstock.types.errors import ExecutorFailure
+from penstock.types.model_spec import ModelSpec
+from penstock.types.plan import AdmitRow, RowPlan, StepPlan
+from penstock.types.result import StepResult
+from penstock.types.sampling import SamplingParams
+
+VOCAB_SIZE = 40
+BLOCK_SIZE = 4
+GREEDY = SamplingParams(temperature=0.0)
+PROGRAM = Program((), (), num_layers=1, num_kv_heads=1, head_dim=2, vocab_size=VOCAB_SIZE)
+
+
+def mix(value: float, token: int) -> float:
+    """A float32 that is an integer, or NaN."""
+    return float((int(value) * 31 + (token + 1) * 7919) % 65521) if value == value else value
+
+
+def hash_logits(value: float) -> np.ndarray:
+    """[VOCAB_SIZE]"""
+    if value != value:
+        return np.full(VOCAB_SIZE, np.nan, np.float32)
+    return ((int(value) * (np.arange(VOCAB_SIZE) * 2 + 3) * 40503 % 65521) / 8000.0).astype(np.float32)
+
+
+class HashProgram:
+    """What `CompiledProgram` is to the executor."""
+
+    def __init__(self, program: Program, weights: Mapping[str, Any], cache: PagedKvCache, **_: object) -> None:
+        self._layer = cache.layer(0)
+        self.error: Exception | None = None
+        self.num_runs = 0
+
+    def run(self, step: StepTensors) -> torch.Tensor:
+        if self.error is not None:
+            raise self.error
+        self.num_runs += 1
+        size = self._layer.k.shape[1]
+        kept = self._layer.k.view(-1, 2)
+        values = []
+        tokens, slots, starts, contexts, tables = [
+            tensor.tolist()
+            for tensor in (step.token_ids, step.slot_mapping, step.query_start_loc, step.context_lens, step.block_tables)
+        ]
+        for row in range(step.num_rows):
+            context = contexts[row]
+            last = tables[row][(context - 1) // size] * size + (context - 1) % size
+            value = float(kept[last, 0]) if context else 1.0
+            for place in range(starts[row], starts[row + 1]):
+                assert 0 <= tokens[place] < VOCAB_SIZE
+                value = mix(value, tokens[place])
+                kept[slots[place], 0] = value
+                values.append(value)
+        logits = [hash_logits(values[place]) for place in step.sample_tokens.tolist()]
+        return torch.from_numpy(np.array(logits, np.float32).reshape(-1, VOCAB_SIZE)).to(kept.device)
+
+
+def answer(prompt: Sequence[int], num_tokens: int, params: SamplingParams = GREEDY) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        value = 1.0
+        for token in tokens:
+            value = mix(value, token)
+        tokens.append(sample(hash_logits(value), params, tokens, len(prompt)).token_id)
+    return tokens[len(prompt) :]
+
+
+@pytest.fixture(params=[1, 2], ids=["depth1", "depth2"])
+def depth(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
+@contextmanager
+def opened(monkeypatch: pytest.MonkeyPatch, *, depth: int, **changes: Any) -> Iterator[CudaExecutor]:
+    monkeypatch.setattr(module, "CompiledProgram", HashProgram)
+    settings = {
+        "num_blocks": 20,
+        "block_size": BLOCK_SIZE,
+        "max_rows": 3,
+        "max_step_tokens": 16,
+        "max_model_len": 16,
+        "device": DEVICE,
+        "dtype": torch.float32,
+        "poison": True,
+        "use_graphs": not HAS_DEVICE,  # a model that asks the device for its numbers can't be captured
+    }
+    model = LoadedModel("hash", ModelSpec.__new__(ModelSpec), {}, None, None, None, (), None)  # type: ignore[arg-type]
+    executor = CudaExecutor(model, PROGRAM, depth=depth, **(settings | changes))
+    yield executor
+    executor.close()
+
+
+@pytest.fixture
+def executor(monkeypatch: pytest.MonkeyPatch, depth: int) -> Iterator[CudaExecutor]:
+    with opened(monkeypatch, depth=depth) as made:
+        yield made
+
+
+class Pipe:
+    """Submits steps with as many in flight as the executor takes."""
+
+    def __init__(self, executor: CudaExecutor) -> None:
+        self.executor = executor
+        self.results: list[StepResult] = []
+        self._tickets: list[Any] = []
+        self._num_steps = 0
+
+    def step(self, rows: Sequence[RowPlan] = (), admits: Sequence[AdmitRow] = (), releases: Sequence[str] = ()) -> None:
+        if len(self._tickets) == self.executor.depth:
+            self.collect()
+        self._tickets.append(self.executor.submit(StepPlan(self._num_steps, 0, tuple(admits), tuple(rows), tuple(releases))))
+        self._num_steps += 1
+
+    def collect(self) -> None:
+        self.results.append(self.executor.collect(self._tickets.pop(0)))
+
+    def tokens(self, request_id: str) -> list[int]:
+        """All that it sampled."""
+        while self._tickets:
+            self.collect()
+        return [token for result in self.results for token in result.token_ids.get(request_id, ())]
+
+
+def admit(request_id: str, tokens: Sequence[int], blocks: Sequence[int], params: SamplingParams = GREEDY) -> AdmitRow:
+    return AdmitRow(request_id, tuple(tokens), len(tokens), tuple(blocks), 0, params)
+
+
+def decodes(contexts: Mapping[str, int]) -> list[RowPlan]:
+    return [RowPlan(name, context, 1, (), True) for name, context in contexts.items()]
+
+
+def test_a_step_uses_the_token_that_the_one_in_flight_samples(executor: CudaExecutor) -> None:
+    pipe = Pipe(executor)
+    pipe.step([RowPlan("a", 0, 3, (), True)], [admit("a", [4, 5, 6], [2, 1])])
+    pipe.step(decodes({"a": 3}))
+    pipe.step([RowPlan("a", 4, 1, (), True)])
+    for context in range(5, 8):
+        pipe.step(decodes({"a": context}))
+    assert pipe.tokens("a") == answer([4, 5, 6], 6)
+
+
+def test_prefills_decodes_and_graphs_mix(executor: CudaExecutor) -> None:
+    pipe = Pipe(executor)
+    prompts = {"a": [1, 2, 3], "b": [9] * 6, "c": [7]}
+    blocks = {"a": [1, 2, 3], "b": [4, 5, 6], "c": [7, 8, 9]}
+    admits = {name: admit(name, prompts[name], blocks[name]) for name in prompts}
+    pipe.step([RowPlan("a", 0, 3, (), True)], [admits["a"]])
+    pipe.step([RowPlan("b", 0, 4, (), False), *decodes({"a": 3})], [admits["b"]])
+    pipe.step([*decodes({"a": 4}), RowPlan("b", 4, 2, (), True)])
+    pipe.step([RowPlan("c", 0, 1, (), True), *decodes({"b": 6, "a": 5})], [admits["c"]])
+    for idx in range(3):
+        pipe.step(decodes({"b": 7 + idx, "c": 1 + idx, "a": 6 + idx}))
+    pipe.step(decodes({"c": 4}))
+    for name, num_tokens in {"a": 7, "b": 5, "c": 5}.items():
+        assert pipe.tokens(name) == answer(prompts[name], num_tokens), name
+
+
+def test_blocks_that_come_later_are_appended(executor: CudaExecutor) -> None:
+    pipe = Pipe(executor)
+    pipe.step([RowPlan("a", 0, 3, (), True)], [admit("a", [4, 5, 6], [9])])
+    for context in range(3, 10):
+        new_blocks = (12 - context,) if context % BLOCK_SIZE == 0 else ()
+        pipe.step([RowPlan("a", context, 1, new_blocks, True)])
+    assert pipe.tokens("a") == answer([4, 5, 6], 8)
+
+
+def test_who_gets_a_slot_does_not_get_the_token_of_who_had_it(monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
+    with opened(monkeypatch, depth=depth, max_rows=1) as executor:
+        pipe = Pipe(executor)
+        pipe.step([RowPlan("a", 0, 3, (), True)], [admit("a", [4, 5, 6], [1, 2])])
+        # Whatever is sampled by now, the new row has a longer prompt: the old token would fall into it.
+        pipe.step([RowPlan("b", 0, 5, (), True)], [admit("b", [1, 2, 3, 4, 5], [3, 4])], ["a"])
+        pipe.step(decodes({"b": 5}))
+        pipe.step([RowPlan("c", 0, 2, (), True)], [admit("c", [8, 8], [1, 2])], ["b"])
+        pipe.step(decodes({"c": 2}))
+        assert pipe.tokens("a") == answer([4, 5, 6], 1)
+        assert pipe.tokens("b") == answer([1, 2, 3, 4, 5], 2)
+        assert pipe.tokens("c") == answer([8, 8], 2)
+
+
+def test_a_row_that_failed_is_computed_once_more_and_harms_nobody(executor: CudaExecutor) -> None:
+    pipe = Pipe(executor)
+    never_written = AdmitRow("bad", (1, 2, 3), 3, (2,), 2, GREEDY)
+    rows = [RowPlan("good", 0, 3, (), True), RowPlan("bad", 2, 1, (), True)]
+    pipe.step(rows, [admit("good", [4, 5, 6], [1, 3]), never_written])
+    pipe.step(decodes({"bad": 3, "good": 3}))
+    pipe.step(decodes({"good": 4}), releases=["bad"])
+    assert pipe.tokens("good") == answer([4, 5, 6], 3)
+    assert pipe.tokens("bad") == []
+    assert pipe.results[0].failures == {"bad": NO_USABLE_LOGIT}
+
+
+PARAMS = [
+    SamplingParams(seed=5, temperature=1.2),
+    SamplingParams(temperature=0.0, repetition_penalty=3.0, frequency_penalty=1.5),
+    SamplingParams(seed=9, top_k=5, min_tokens=4, stop_token_ids=tuple(range(0, 20))),
+    SamplingParams(temperature=0.0, banned_token_sequences=tuple((i, j) for i in range(12) for j in range(0, 40, 2))),
+]
+
+
+@pytest.mark.parametrize("params", PARAMS)
+def test_what_depends_on_earlier_tokens_sees_those_that_the_host_does_not_know(
+    executor: CudaExecutor, params: SamplingParams
+) -> None:
+    pipe = Pipe(executor)
+    pipe.step([RowPlan("a", 0, 3, (), True)], [admit("a", [4, 5, 6], [1, 2, 3], params)])
+    for context in range(3, 10):
+        pipe.step(decodes({"a": context}))
+    assert pipe.tokens("a") == answer([4, 5, 6], 8, params)
+
+
+def test_log_probabilities_are_those_of_their_own_step(executor: CudaExecutor) -> None:
+    pipe = Pipe(executor)
+    wants, plain = SamplingParams(temperature=0.0, logprobs=2), SamplingParams(seed=1)
+    rows = [RowPlan("plain", 0, 2, (), True), RowPlan("wants", 0, 3, (), True)]
+    pipe.step(rows, [admit("wants", [4, 5, 6], [1, 2], wants), admit("plain", [1, 2], [3, 4], plain)])
+    for idx in range(3):
+        pipe.step(decodes({"wants": 3 + idx, "plain": 2 + idx}))
+    tokens = pipe.tokens("wants")
+    assert tokens == answer([4, 5, 6], 4)
+    for result, token in zip(pipe.results, tokens, strict=True):
+        assert result.logprobs.keys() == {"wants"}
+        (told,) = result.logprobs["wants"]
+        assert (told.token_id, told.rank, told.top[0]) == (token, 1, (token, told.logprob))
+        assert len(told.top) == 2
+
+
+def test_a_copied_block_has_what_the_step_in_flight_wrote(executor: CudaExecutor) -> None:
+    pipe = Pipe(executor)
+    pipe.step([RowPlan("a", 0, 4, (), True)], [admit("a", [4, 5, 6, 7], [1, 2])])
+    executor.copy_blocks([(1, 5), (5, 6)])
+    copy = AdmitRow("b", (4, 5, 6, 7, 8), 5, (6, 3), 4, GREEDY)
+    pipe.step([RowPlan("b", 4, 1, (), True)], [copy])
+    assert pipe.tokens("b") == answer([4, 5, 6, 7, 8], 1)
+
+
+def test_steps_that_compute_nothing_or_sample_nothing(executor: CudaExecutor) -> None:
+    pipe = Pipe(executor)
+    pipe.step()
+    pipe.step([RowPlan("a", 0, 2, (), False)], [admit("a", [4, 5, 6], [1, 2])])
+    pipe.step([RowPlan("a", 2, 1, (), True)])
+    pipe.step(releases=["a"])
+    assert pipe.tokens("a") == answer([4, 5, 6], 1)
+    assert [len(result.token_ids) for result in pipe.results] == [0, 0, 1, 0]
+
+
+def test_as_many_steps_as_the_depth_may_be_in_flight(executor: CudaExecutor, depth: int) -> None:
+    tickets = [executor.submit(StepPlan(idx, 0, (), (), ())) for idx in range(depth)]
+    with pytest.raises(ValueError, match="before step 0 was collected"):
+        executor.submit(StepPlan(depth, 0, (), (), ()))
+    if depth > 1:
+        with pytest.raises(ValueError, match="not the next"):
+            executor.collect(tickets[1])
+    for ticket in tickets:
+        assert executor.collect(ticket).step_id == ticket.step_id
+    with pytest.raises(ValueError, match="not the next"):
+        executor.collect(tickets[0])
+
+
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error: an illegal memory access"), torch.OutOfMemoryError("no memory")])
+def test_what_the_device_says_is_a_failure_of_the_executor(executor: CudaExecutor, error: Exception) -> None:
+    executor._program.error = error
+    with pytest.raises(ExecutorFailure, match=str(error)):
+        executor.submit(StepPlan(0, 0, (admit("a", [1], [1]),), (RowPlan("a", 0, 1, (), True),), ()))
+
+
+def test_a_closed_executor_refuses(executor: CudaExecutor) -> None:
+    executor.submit(StepPlan(0, 0, (), (), ()))
+    executor.close()
+    executor.close()
+    with pytest.raises(ExecutorFailure, match="closed"):
+        executor.submit(StepPlan(1, 0, (), (), ()))
+
+
+def test_a_step_tells_where_its_time_went(executor: CudaExecutor) -> None:
+    pipe = Pipe(executor)
+    pipe.step([RowPlan("a", 0, 3, (), True)], [admit("a", [4, 5, 6], [2, 1])])
+    pipe.collect()
+    timing = pipe.results[0].timing
+    assert timing.parts.keys() == {"host", "model", "sampling"}
+    assert min(timing.parts.values()) > 0
+    assert timing.parts["model"] + timing.parts["sampling"] <= timing.end_ns - timing.start_ns + 1
+
+
+@pytest.mark.skipif(HAS_DEVICE, reason="the model in this test can't be captured")
+def test_a_decode_step_runs_as_a_graph_of_a_listed_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(monkeypatch, depth=2, max_rows=5) as executor:
+        pipe = Pipe(executor)
+        names = ["a", "b", "c"]
+        rows = [RowPlan(name, 0, 2, (), True) for name in names]
+        pipe.step(rows, [admit(name, [idx, 2], [1 + idx, 5 + idx]) for idx, name in enumerate(names)])
+        assert executor._graphs is not None
+        assert executor._graphs.num_captured == 0
+        for context in (2, 3, 4):
+            pipe.step(decodes(dict.fromkeys(names, context)))
+        assert executor._graphs.num_captured == 1
+        pipe.step(decodes({"b": 5}))
+        assert executor._graphs.num_captured == 2
+        for idx, name in enumerate(names):
+            assert pipe.tokens(name) == answer([idx, 2], 5 if name == "b" else 4)
+
+
+def test_a_depth_of_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="depth"), opened(monkeypatch, depth=0):
+        pass
