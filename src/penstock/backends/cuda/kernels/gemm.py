@@ -87,6 +87,7 @@ def matmul(
         matrix.num_cols,
         how.num_steps,
         triton.cdiv(how.num_steps, how.num_splits),
+        how.num_splits,
         0 if quantised is None else quantised.padded_rows,
         x.stride(0),
         matrix.num_rows if is_parallel else out.stride(0),
@@ -98,7 +99,6 @@ def matmul(
         ZERO=0 if quantised is None else quantised.zero,
         HAS_OFFSET=offsets is not None,
         IS_EVEN=matrix.num_cols % STEP_COLS == 0,
-        SPLITS=how.num_splits,
         IS_PARALLEL=is_parallel,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
@@ -115,10 +115,10 @@ def matmul(
             bias,
             residual,
             num_tokens,
+            how.num_splits,
             matrix.num_rows,
             out.stride(0),
             residual.stride(0) if residual is not None else 0,
-            SPLITS=how.num_splits,
             HAS_BIAS=bias is not None,
             HAS_RESIDUAL=residual is not None,
             BLOCK=REDUCE_BLOCK,
@@ -243,7 +243,7 @@ def _finish(
     return total
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "num_steps", "split_steps", "num_splits"])
 def _matmul_kernel(
     out_ptr,
     x_ptr,
@@ -257,6 +257,7 @@ def _matmul_kernel(
     num_cols,
     num_steps,
     split_steps,
+    num_splits,
     padded_rows,
     x_stride,
     out_stride,
@@ -268,7 +269,6 @@ def _matmul_kernel(
     ZERO: tl.constexpr,
     HAS_OFFSET: tl.constexpr,
     IS_EVEN: tl.constexpr,
-    SPLITS: tl.constexpr,
     IS_PARALLEL: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
@@ -300,7 +300,7 @@ def _matmul_kernel(
 
     total = tl.zeros((BLOCK_ROWS, BLOCK_TOKENS), tl.float32)
     first_split = tl.program_id(1)
-    end_split = first_split + 1 if IS_PARALLEL else SPLITS
+    end_split = first_split + 1 if IS_PARALLEL else num_splits
     for split in range(first_split, end_split):
         acc = tl.zeros((BLOCK_ROWS, BLOCK_TOKENS), tl.float32)
         for step in range(split * split_steps, tl.minimum(num_steps, (split + 1) * split_steps)):
@@ -336,17 +336,17 @@ def _matmul_kernel(
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "num_splits"])
 def _add_splits_kernel(
     out_ptr,
     partials_ptr,
     bias_ptr,
     residual_ptr,
     num_tokens,
+    num_splits,
     num_rows,
     out_stride,
     residual_stride,
-    SPLITS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -355,7 +355,7 @@ def _add_splits_kernel(
     rows = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = rows < num_rows
     total = tl.zeros((BLOCK,), tl.float32)
-    for split in tl.static_range(SPLITS):
+    for split in range(num_splits):
         total += tl.load(partials_ptr + (split * num_tokens + token) * num_rows + rows, mask=mask, other=0.0)
     at = token * residual_stride + rows
     total = _finish(total, bias_ptr, residual_ptr, at, rows, mask, mask, HAS_BIAS, HAS_RESIDUAL)
