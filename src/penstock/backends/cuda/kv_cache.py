@@ -14,8 +14,10 @@ import torch
 from penstock.backends.batch import NULL_BLOCK
 from penstock.types.kv_dtype import KEY_GROUP, KvDtype
 
-SCALE_DTYPE = torch.bfloat16
+KEY_SCALE_DTYPE = torch.bfloat16
 """Of an int8: what the reference rounds its scales to."""
+VALUE_SCALE_DTYPE = torch.float32
+"""The same numbers. There is one per head, and a GPU copies no fewer than four bytes while it computes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,7 +47,7 @@ def block_bytes(
 ) -> int:
     """Bytes that one more block takes on the device: what a budget of memory is divided by."""
     if kv_dtype is KvDtype.INT8:
-        head_bytes = 2 * head_dim + (key_groups(head_dim) + 1) * int(SCALE_DTYPE.itemsize)
+        head_bytes = 2 * head_dim + key_groups(head_dim) * int(KEY_SCALE_DTYPE.itemsize) + int(VALUE_SCALE_DTYPE.itemsize)
     else:
         head_bytes = 2 * head_dim * int(dtype.itemsize)
     return num_layers * block_size * num_kv_heads * head_bytes
@@ -84,8 +86,8 @@ class PagedKvCache:
         self._scales: tuple[torch.Tensor, ...] = ()
         """Of keys, of values."""
         if is_int8:
-            k_scale = torch.zeros((*shape, key_groups(head_dim)), dtype=SCALE_DTYPE, device=self._device)
-            self._scales = k_scale, torch.zeros(shape, dtype=SCALE_DTYPE, device=self._device)
+            k_scale = torch.zeros((*shape, key_groups(head_dim)), dtype=KEY_SCALE_DTYPE, device=self._device)
+            self._scales = k_scale, torch.zeros(shape, dtype=VALUE_SCALE_DTYPE, device=self._device)
         self._poison_slots(slice(NULL_BLOCK + 1, None), 0)
 
     @property

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from penstock.backends.cuda.kv_cache import KvLayer
     from penstock.backends.cuda.step import StepTensors
 
-TILE = 64
-"""Positions whose keys and values are loaded at a time, from multiples of it on."""
 DETERMINISTIC_SPLIT = 512
 """Positions of a part of the context, of which a deterministic step has as many as the context needs."""
 LEAST_SPLIT_TILES = 2
@@ -39,8 +37,10 @@ PROGRAMS_PER_MULTIPROCESSOR = 16
 """Of a decode: some three run at once, and the more there are, the less of the device idles while the last ones end."""
 MAX_WORKSPACE_BYTES = 256 << 20
 """Of a deterministic decode. What needs more is computed by the prefill kernel, whose bits are the same."""
-SHARED_BYTES = 200 << 10
-"""Of one program's tiles; a multiprocessor has 227 KiB."""
+DECODE_SHARED_BYTES = 72 << 10
+"""Of one program's tiles of keys and values: three programs share a multiprocessor's 227 KiB."""
+PREFILL_SHARED_BYTES = 200 << 10
+"""Of one program's queries, keys and values: it has a multiprocessor for itself."""
 HOST_MULTIPROCESSORS = 2
 """Of the interpreter, where each program costs milliseconds."""
 
@@ -93,33 +93,36 @@ def _columns(head_dim: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """How a kernel is cut into tiles and run."""
+    """How a kernel is cut into tiles and run. None but `block_m` and `tile` changes a bit of the answer."""
 
     block_m: int
     """Rows of a tile of queries: (query, head) pairs that share a KV head."""
+    tile: int
+    """Positions whose keys and values are loaded at a time, from multiples of it on."""
     num_warps: int
     num_stages: int
 
     def options(self) -> dict[str, int]:
-        return {"BLOCK_M": self.block_m, "num_warps": self.num_warps, "num_stages": self.num_stages}
+        return {"BLOCK_M": self.block_m, "TILE": self.tile, "num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
-def _shape(block_m: int, group: int, columns: int, itemsize: int) -> _Shape:
-    """Of tiles with at least `block_m` rows, all query heads of a KV head among them."""
-    block_m = max(block_m, triton.next_power_of_2(group))
-    num_warps = 8 if block_m >= 128 else 4
-    tile_bytes = 2 * TILE * columns * itemsize
-    num_stages = (SHARED_BYTES - block_m * columns * itemsize) // tile_bytes
-    return _Shape(block_m, num_warps, max(1, min(3, num_stages)))
+def _shape(q: torch.Tensor, head_dim: int, group: int, *, is_decode: bool, is_int8: bool, deterministic: bool) -> _Shape:
+    """Chosen by what Triton 3.6 makes of the kernels for sm_90: no spills within loops, and enough loads in flight.
 
-
-def _decode_shape(group: int, columns: int, itemsize: int, *, deterministic: bool) -> _Shape:
-    return _shape(64 if deterministic else 16, group, columns, itemsize)
-
-
-def _prefill_shape(group: int, columns: int, itemsize: int, *, deterministic: bool) -> _Shape:
-    """Sums of 128 rows of 256 columns would not stay in registers."""
-    return _shape(64 if deterministic or columns > 128 or itemsize > 2 else 128, group, columns, itemsize)
+    A decode waits for memory: small tiles, several programs on a multiprocessor. A prefill's tensor cores want 128 rows for
+    what they read, in two groups of warps. int8 keys take registers to be scaled, so a tile of them is shorter.
+    """
+    columns, itemsize = _columns(head_dim), q.dtype.itemsize
+    all_heads = triton.next_power_of_2(group)
+    if deterministic:
+        return _Shape(max(64, all_heads), 64, 8, 2)
+    if is_decode:
+        tile_bytes = 2 * 64 * columns * itemsize
+        return _Shape(max(16, all_heads), 64, 4, min(4, 1 + DECODE_SHARED_BYTES // tile_bytes))
+    block_m = max(128, all_heads)
+    tile = 64 if is_int8 or columns > 128 or itemsize > 2 else 128
+    room = PREFILL_SHARED_BYTES - block_m * columns * itemsize
+    return _Shape(block_m, tile, 8, max(1, min(3, room // (2 * tile * columns * itemsize))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,16 +140,16 @@ class _Splits:
         return self.num_parts == 1
 
 
-def _plan_splits(
-    step: StepTensors, workspace: AttentionWorkspace, num_heads: int, num_kv_heads: int, window: int, *, deterministic: bool
-) -> _Splits | None:
+def _plan_splits(launch: _Launch) -> _Splits | None:
     """None if the workspace can't hold the parts."""
-    num_tiles = triton.cdiv(step.max_seq_len, TILE)
-    if window:
-        num_tiles = min(num_tiles, triton.cdiv(window, TILE) + 1)
-    wanted = triton.cdiv(PROGRAMS_PER_MULTIPROCESSOR * workspace.num_multiprocessors, step.num_rows * num_kv_heads)
-    room = len(workspace.parts) // (step.num_rows * num_heads)
-    if not deterministic:
+    step, workspace, window = launch.step, launch.workspace, launch.window
+    wanted = triton.cdiv(PROGRAMS_PER_MULTIPROCESSOR * workspace.num_multiprocessors, step.num_rows * launch.num_kv_heads)
+    room = len(workspace.parts) // (step.num_rows * launch.num_heads)
+    if not launch.deterministic:
+        tile = launch.shape(is_decode=True).tile
+        num_tiles = triton.cdiv(step.max_seq_len, tile)
+        if window:
+            num_tiles = min(num_tiles, triton.cdiv(window, tile) + 1)
         num_splits = max(1, min(wanted, room, num_tiles // LEAST_SPLIT_TILES))
         return _Splits(num_splits, num_splits)
     num_parts = triton.cdiv(step.max_seq_len, DETERMINISTIC_SPLIT)
@@ -177,7 +180,7 @@ def paged_attention(
     launch = _Launch(out, q, layer, step, num_heads, num_kv_heads, head_dim, scale, window, softcap, workspace, deterministic)
     splits = None
     if step.max_query_len == 1 or step.num_rows > 1:
-        splits = _plan_splits(step, workspace, num_heads, num_kv_heads, window, deterministic=deterministic)
+        splits = _plan_splits(launch)
     if splits is not None:
         launch.decode(splits)
     if step.max_query_len > 1 or splits is None:
@@ -205,20 +208,24 @@ class _Launch:
     def group(self) -> int:
         return self.num_heads // self.num_kv_heads
 
+    def shape(self, *, is_decode: bool) -> _Shape:
+        is_int8 = self.layer.k_scale is not None
+        return _shape(self.q, self.head_dim, self.group, is_decode=is_decode, is_int8=is_int8, deterministic=self.deterministic)
+
     def decode(self, splits: _Splits) -> None:
         """Rows with one query."""
         workspace, step = self.workspace, self.step
+        shape = self.shape(is_decode=True)
+        cut = {"SPLIT_TILES": self._split_tiles(shape), "LEAST_TILES": LEAST_SPLIT_TILES}
         decode_kernel[(self.num_kv_heads, step.num_rows, splits.num_programs)](
             workspace.parts,
             workspace.stats,
             splits.num_parts,
             *self._tensors(),
             **self._constants(),
-            LEAST_TILES=LEAST_SPLIT_TILES,
+            **cut,
             IS_DIRECT=splits.is_direct,
-            **_decode_shape(
-                self.group, _columns(self.head_dim), self.q.dtype.itemsize, deterministic=self.deterministic
-            ).options(),
+            **shape.options(),
         )
         if splits.is_direct:
             return
@@ -234,22 +241,22 @@ class _Launch:
             splits.num_programs,
             HEAD_DIM=self.head_dim,
             COLUMNS=_columns(self.head_dim),
-            TILE=TILE,
-            SPLIT_TILES=self._split_tiles,
-            LEAST_TILES=LEAST_SPLIT_TILES,
+            TILE=shape.tile,
             WINDOW=self.window,
+            **cut,
             num_warps=1,
         )
 
     def prefill(self, *, leaves_decodes: bool) -> None:
         """All rows, or those with more than one query."""
-        shape = _prefill_shape(self.group, _columns(self.head_dim), self.q.dtype.itemsize, deterministic=self.deterministic)
+        shape = self.shape(is_decode=False)
         queries = shape.block_m // self.group
         num_tiles = self.step.num_tokens // queries + self.step.num_rows
         prefill_kernel[(self.num_kv_heads, num_tiles)](
             self.step.num_rows,
             *self._tensors(),
             **self._constants(),
+            SPLIT_TILES=self._split_tiles(shape),
             QUERIES=queries,
             LEAVES_DECODES=leaves_decodes,
             **shape.options(),
@@ -260,9 +267,8 @@ class _Launch:
         """Of scores in exponents of two: they are capped ones with a softcap, else the bare products."""
         return LOG2_E if self.softcap > 0 else self.scale * LOG2_E
 
-    @property
-    def _split_tiles(self) -> int:
-        return DETERMINISTIC_SPLIT // TILE if self.deterministic else 0
+    def _split_tiles(self, shape: _Shape) -> int:
+        return DETERMINISTIC_SPLIT // shape.tile if self.deterministic else 0
 
     def _tensors(self) -> tuple[Any, ...]:
         layer, step = self.layer, self.step
@@ -291,8 +297,6 @@ class _Launch:
             "COLUMNS": _columns(self.head_dim),
             "KEY_GROUP": KEY_GROUP,
             "BLOCK_SIZE": self.layer.block_size,
-            "TILE": TILE,
-            "SPLIT_TILES": self._split_tiles,
             "WINDOW": self.window,
             "SOFTCAP": self.softcap,
             "IS_INT8": self.layer.k_scale is not None,

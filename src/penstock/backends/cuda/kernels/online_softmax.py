@@ -52,20 +52,26 @@ def walk(
     q [M, COLUMNS], position [M] (-1: no query); `table_ptr` is at the row's block table. A query sees the positions up to its
     own, and only the last of them if there is a window. None from `num_positions` on is read: what lies there may be NaN.
     With `HAS_FULL`, every query sees all of the tiles before `full_end`, and they need no mask.
+
+    A loop stands behind an `if`, so that it runs at least once: otherwise its sums could come from two places while a product
+    is under way, and ptxas lets each matrix instruction wait for the one before (its remark C7515).
     """
     if HAS_FULL:
         full_end = tl.minimum(tl.maximum(full_end, begin), end)
-        acc, top, total = _walk_tiles(
-            acc, top, total, q, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, kv_head, position, begin, full_end,
-            num_positions, factor, softcap_factor, NUM_KV_HEADS, HEAD_DIM, COLUMNS, KEY_GROUP, BLOCK_SIZE, TILE, WINDOW,
-            SOFTCAP, IS_INT8, False,
-        )  # fmt: skip
+        if begin < full_end:
+            acc, top, total = _walk_tiles(
+                acc, top, total, q, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, kv_head, position, begin, full_end,
+                num_positions, factor, softcap_factor, NUM_KV_HEADS, HEAD_DIM, COLUMNS, KEY_GROUP, BLOCK_SIZE, TILE, WINDOW,
+                SOFTCAP, IS_INT8, False,
+            )  # fmt: skip
         begin = full_end
-    return _walk_tiles(
-        acc, top, total, q, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, kv_head, position, begin, end,
-        num_positions, factor, softcap_factor, NUM_KV_HEADS, HEAD_DIM, COLUMNS, KEY_GROUP, BLOCK_SIZE, TILE, WINDOW,
-        SOFTCAP, IS_INT8, True,
-    )  # fmt: skip
+    if begin < end:
+        acc, top, total = _walk_tiles(
+            acc, top, total, q, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, kv_head, position, begin, end,
+            num_positions, factor, softcap_factor, NUM_KV_HEADS, HEAD_DIM, COLUMNS, KEY_GROUP, BLOCK_SIZE, TILE, WINDOW,
+            SOFTCAP, IS_INT8, True,
+        )  # fmt: skip
+    return acc, top, total
 
 
 @triton.jit
@@ -115,10 +121,13 @@ def _walk_tiles(
     IS_MASKED: tl.constexpr,
 ):
     column = tl.arange(0, COLUMNS)
+    # Block ids are loaded one tile ahead, so that no load waits for another one.
+    block = _blocks(table_ptr, begin, end, num_positions, BLOCK_SIZE, TILE)
     for tile in range(begin, end):
         at = tile * TILE + tl.arange(0, TILE)
         is_there = at < num_positions
-        slot = _slots(table_ptr, tile, at, is_there, BLOCK_SIZE, TILE, IS_MASKED) * NUM_KV_HEADS + kv_head
+        slot = (block.to(tl.int64) * BLOCK_SIZE + at % BLOCK_SIZE) * NUM_KV_HEADS + kv_head
+        block = _blocks(table_ptr, tile + 1, end, num_positions, BLOCK_SIZE, TILE)
         k_at = k_ptr + slot[:, None] * HEAD_DIM + column[None, :]
         v_at = v_ptr + slot[:, None] * HEAD_DIM + column[None, :]
         k = _load(k_at, column, is_there, HEAD_DIM, COLUMNS, IS_MASKED)
@@ -153,15 +162,13 @@ def _base(top, factor):
 
 
 @triton.jit
-def _slots(table_ptr, tile, at, is_there, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, IS_MASKED: tl.constexpr):
-    """Of a tile's positions; 64 bits, for a cache has more elements than 32 bits can count. [TILE]"""
+def _blocks(table_ptr, tile, end, num_positions, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
+    """Of a tile's positions: one, or [TILE]. The null block where there is none, as after the last tile."""
     if BLOCK_SIZE % TILE == 0:
-        block = tl.load(table_ptr + tile * TILE // BLOCK_SIZE).to(tl.int64)
-        return block * BLOCK_SIZE + at % BLOCK_SIZE
-    elif IS_MASKED:
-        return tl.load(table_ptr + at // BLOCK_SIZE, mask=is_there, other=0).to(tl.int64) * BLOCK_SIZE + at % BLOCK_SIZE
+        return tl.load(table_ptr + tile * TILE // BLOCK_SIZE, mask=tile < end, other=0)
     else:
-        return tl.load(table_ptr + at // BLOCK_SIZE).to(tl.int64) * BLOCK_SIZE + at % BLOCK_SIZE
+        at = tile * TILE + tl.arange(0, TILE)
+        return tl.load(table_ptr + at // BLOCK_SIZE, mask=at < num_positions, other=0)
 
 
 @triton.jit
