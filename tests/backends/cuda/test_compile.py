@@ -1,0 +1,41 @@
+"""Every kernel of steps of real shapes is compiled for GPUs that are not here: the interpreter takes what no GPU would."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).with_name("compile_kernels.py")
+SHARED_BYTES = 99 << 10
+"""That a program may have on the smallest GPUs meant: 8.6 and 8.9 (CUDA C++ Programming Guide, compute capabilities)."""
+KERNELS = {
+    "_add_splits_kernel",
+    "_matmul_kernel",
+    "_rms_norm_kernel",
+    "_rows_kernel",
+    "_write_kernel",
+    "decode_kernel",
+    "merge_kernel",
+    "prefill_kernel",
+}
+"""Some of them."""
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("capability", [80, 90])
+def test_kernels_of_real_shapes_compile_and_fit(capability: int) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, PROGRAM, str(capability)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {kernel["kernel"] for kernel in kernels} >= KERNELS
+    assert all(kernel["cubin_bytes"] > 0 for kernel in kernels)
+    too_large = [kernel for kernel in kernels if kernel["shared_bytes"] > SHARED_BYTES]
+    assert not too_large, too_large
