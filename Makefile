@@ -14,7 +14,7 @@ INSTALLED_TEST := .venv/.installed-test
 SOURCES := pyproject.toml CMakeLists.txt src/penstock/__init__.py $(shell find native -type f)
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve pull test test-parity test-soak bench lint format docs clean
+.PHONY: help install serve pull test test-cuda test-parity test-soak bench lint format docs clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -55,6 +55,9 @@ test: $(INSTALLED_TEST)  ## install, fetch the default model, check style and ty
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/pytest $(ARGS)
+
+test-cuda: $(INSTALLED_TEST)  ## tests of the GPU backend, without a GPU in Triton's interpreter (downloads torch; minutes)
+	@tests/backends/cuda/run.sh $(ARGS)
 
 test-parity: $(INSTALLED)  ## compare with transformers in its own environment (downloads torch; minutes)
 	@tests/parity/run.sh $(ARGS)
