@@ -1,0 +1,327 @@
+"""How many tokens a second does a GPU give, and how far apart are they? Beside transformers' own continuous batching on the
+same GPU, in the same run.
+
+    python benchmarks/gpu_serve.py [--shapes 135m 1.5b 8b] [--requests 512] [--rows 256] [--repeat 3]
+    python benchmarks/gpu_serve.py --self-test       # a tiny shape, in Triton's interpreter where there is no GPU
+
+In process: engine, scheduler, KV manager and executor as in the server, without text and HTTP. Weights are random
+(`gpu_shapes.py`), prompts and replies have the lengths of ShareGPT, all requests are there at the start and at most `rows` run
+at a time. Greedy, without a prefix cache. One runs after the other, each with the GPU to itself, `repeat` times after a warm-up;
+figures are medians, with the range of the throughput. `itl` is the time between two tokens of a request. The peer gets the same
+tokens in and gives as many out, with its own choice of batch and cache sizes, CUDA graphs and attention (flash-attn, where that
+is installed).
+
+Without a GPU that can be used it says why and ends with 1. The last line printed is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import json
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from gpu_shapes import SHAPES, Shape, prompts, random_model, sharegpt_lengths
+
+from penstock.backends.cuda import find_gpu, package_versions, why_not
+from penstock.clock import WallClock
+from penstock.engine.core import EngineCore
+from penstock.engine.loop import Engine
+from penstock.engine.output import OutputStage
+from penstock.engine.ports import Executor, OutputChunk
+from penstock.models.formats import WeightFormat
+from penstock.models.registry import describe
+from penstock.sched.policies.presets import make_policies
+from penstock.sched.scheduler import Scheduler
+from penstock.types.kv_dtype import KvDtype
+from penstock.types.request import FinishReason, Request
+from penstock.types.sampling import SamplingParams
+
+BLOCK_SIZE = 16
+WARM_UP_REQUESTS = 64
+Jobs = list[tuple[tuple[int, ...], int]]
+"""(prompt, tokens of the reply)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Of one replay."""
+
+    seconds: float
+    num_tokens: int
+    """Of the replies."""
+    gaps_s: list[float]
+    """Between two tokens of a request, of all requests."""
+
+    def figures(self) -> dict[str, float]:
+        ordered = sorted(self.gaps_s) or [0.0]
+        return {
+            "output_tokens_per_s": self.num_tokens / self.seconds,
+            "itl_p50_ms": 1e3 * statistics.median(ordered),
+            "itl_p99_ms": 1e3 * ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))],
+            "seconds": self.seconds,
+        }
+
+
+class NoText:
+    """A detokenizer for those who want none."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        del token_ids
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
+class Penstock:
+    """The engine over an executor, with a thread of its own."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._clock = WallClock()
+        self._chunks: dict[str, list[tuple[int, int]]] = {}
+        """By request: (time, tokens)."""
+        self._num_left = 0
+        self._failed = ""
+        self._is_done = threading.Event()
+        policies = make_policies(budget="decode-first")
+        core = EngineCore(Scheduler(executor.capacity, policies, enable_prefix_caching=False))
+        output = OutputStage(lambda _: NoText())
+        self._engine = Engine(core, executor, output, clock=self._clock, sink=self._take)
+        self._engine.start()
+        self._num_replays = 0
+
+    def replay(self, jobs: Jobs) -> Run:
+        self._num_replays += 1
+        self._chunks, self._num_left = {}, len(jobs)
+        self._is_done.clear()
+        start_s = time.perf_counter()
+        for idx, (prompt, num_reply) in enumerate(jobs):
+            sampling = SamplingParams(temperature=0.0, max_tokens=num_reply)
+            self._engine.submit(Request(f"{self._num_replays}-{idx}", prompt, sampling, self._clock.now_ns()))
+        self._is_done.wait()
+        seconds = time.perf_counter() - start_s
+        if self._failed:
+            raise RuntimeError(self._failed)
+        times = [[at_ns for at_ns, count in chunks if count] for chunks in self._chunks.values()]
+        num_tokens = sum(count for chunks in self._chunks.values() for _, count in chunks)
+        assert num_tokens == sum(num_reply for _, num_reply in jobs), "replies are as long as asked for"
+        return Run(seconds, num_tokens, [(after - before) / 1e9 for each in times for before, after in pairwise(each)])
+
+    def close(self) -> None:
+        self._engine.close(30.0)
+
+    def _take(self, chunks: list[OutputChunk]) -> None:
+        """On the engine's thread."""
+        for chunk in chunks:
+            self._chunks.setdefault(chunk.request_id, []).append((chunk.at_ns, len(chunk.token_ids)))
+            if chunk.finish_reason is not None:
+                self._num_left -= 1
+                if chunk.finish_reason is not FinishReason.LENGTH:
+                    self._failed = chunk.detail or str(chunk.finish_reason)
+        if not self._num_left or self._failed:
+            self._is_done.set()
+
+
+class Transformers:
+    """`ContinuousBatchingManager` over a model of the same shape, random weights made on the device."""
+
+    def __init__(self, shape: Shape, jobs: Jobs, device: str = "cuda") -> None:
+        import torch
+        from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, Qwen2Config
+        from transformers.generation import ContinuousBatchingConfig
+
+        make_config = Qwen2Config if shape.has_qkv_bias else LlamaConfig
+        config = make_config(
+            vocab_size=shape.vocab_size,
+            hidden_size=shape.hidden_size,
+            intermediate_size=shape.intermediate_size,
+            num_hidden_layers=shape.num_layers,
+            num_attention_heads=shape.num_heads,
+            num_key_value_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            max_position_embeddings=shape.max_model_len,
+            tie_word_embeddings=shape.is_tied,
+        )
+        with torch.device(device):
+            self._model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+        longest = max(num_reply for _, num_reply in jobs)
+        greedy = GenerationConfig(max_new_tokens=longest, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        self._context = self._model.continuous_batching_context_manager(
+            generation_config=greedy,
+            continuous_batching_config=ContinuousBatchingConfig(allow_block_sharing=False),
+            workload_hints=_workload_hints(jobs),
+        )
+        self._manager = self._context.__enter__()
+
+    def replay(self, jobs: Jobs) -> Run:
+        start_s = time.perf_counter()
+        for prompt, num_reply in jobs:
+            self._manager.add_request(list(prompt), max_new_tokens=num_reply, record_timestamps=True, eos_token_id=-1)
+        num_tokens, gaps_s, num_left = 0, [], len(jobs)
+        while num_left:
+            result = self._manager.get_result(timeout=1)
+            if result is None:
+                if not self._manager.is_running():
+                    raise RuntimeError("transformers' generation thread has ended")
+                continue
+            if not result.is_finished():
+                continue
+            if result.error is not None:
+                raise RuntimeError(result.error)
+            num_left -= 1
+            num_tokens += len(result.generated_tokens)
+            gaps_s += [after - before for before, after in pairwise(result.timestamps or [])]
+        seconds = time.perf_counter() - start_s
+        assert num_tokens == sum(num_reply for _, num_reply in jobs), "replies are as long as asked for"
+        return Run(seconds, num_tokens, gaps_s)
+
+    def close(self) -> None:
+        self._context.__exit__(None, None, None)
+        del self._manager, self._model
+
+
+def _workload_hints(jobs: Jobs) -> Any:
+    """What helps the peer to choose its sizes, as `generate_batch` gives it."""
+    from transformers.generation.continuous_batching.utils import WorkloadHints
+
+    longest_prompt, longest_reply = max(len(prompt) for prompt, _ in jobs), max(num_reply for _, num_reply in jobs)
+    return WorkloadHints(max_prompt_length=longest_prompt, max_generated_length=longest_reply, num_requests=len(jobs))
+
+
+def why_no_peer() -> str | None:
+    if importlib.util.find_spec("transformers") is None:
+        return "transformers is not installed"
+    import transformers
+
+    if not hasattr(transformers.GenerationMixin, "continuous_batching_context_manager"):
+        return f"transformers {transformers.__version__} has no continuous batching of this form (5.x has)"
+    return None
+
+
+def make_executor(shape: Shape, jobs: Jobs, args: argparse.Namespace) -> Executor:
+    from penstock.backends.cuda.executor import CudaExecutor
+
+    model = random_model(shape, WeightFormat(args.format))
+    longest = max(len(prompt) + num_reply for prompt, num_reply in jobs)
+    options: dict[str, Any] = {"deterministic": args.deterministic}
+    if args.device == "cpu":
+        import torch
+
+        options |= {"device": "cpu", "dtype": torch.float32}
+    return CudaExecutor(
+        model,
+        describe(model.spec),
+        num_blocks=1 + args.rows * -(-longest // BLOCK_SIZE),
+        block_size=BLOCK_SIZE,
+        max_rows=args.rows,
+        max_step_tokens=args.step_tokens,
+        max_model_len=longest,
+        kv_dtype=KvDtype(args.kv_cache_dtype),
+        **options,
+    )
+
+
+@contextmanager
+def closing(engine: Any) -> Iterator[Any]:
+    """Closed in the end, and its memory given back, so that the other has the GPU to itself."""
+    try:
+        yield engine
+    finally:
+        engine.close()
+        del engine
+        gc.collect()
+        if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def measure(make: Callable[[], Any], jobs: Jobs, repeat: int) -> list[dict[str, float]]:
+    with closing(make()) as engine:
+        engine.replay(jobs[:WARM_UP_REQUESTS])
+        engine.replay(jobs)  # all sizes of batches: kernels are compiled, graphs are captured
+        return [engine.replay(jobs).figures() for _ in range(repeat)]
+
+
+def summary(runs: Sequence[dict[str, float]]) -> dict[str, Any]:
+    """Medians, and the range of the throughput."""
+    medians: dict[str, Any] = {key: round(statistics.median(run[key] for run in runs), 3) for key in runs[0]}
+    rates = [round(run["output_tokens_per_s"], 1) for run in runs]
+    return medians | {"output_tokens_per_s_range": [min(rates), max(rates)]}
+
+
+def compare(name: str, args: argparse.Namespace, no_peer: str | None) -> dict[str, Any]:
+    shape = SHAPES[name]
+    lengths = sharegpt_lengths(args.requests)
+    if args.self_test:
+        lengths = [(num_prompt % 20 + 1, num_reply % 4 + 2) for num_prompt, num_reply in lengths]
+    jobs = list(zip(prompts(lengths, shape.vocab_size), (num_reply for _, num_reply in lengths), strict=True))
+    turns: dict[str, list[dict[str, float]]] = {}
+    contenders: dict[str, Callable[[], Any]] = {"penstock": lambda: Penstock(make_executor(shape, jobs, args))}
+    if no_peer is None:
+        contenders["transformers"] = lambda: Transformers(shape, jobs)
+    for who, make in contenders.items():
+        turns[who] = measure(make, jobs, args.repeat)
+        for run in turns[who]:
+            print(f"{name} {who}: " + ", ".join(f"{key} {value:.4g}" for key, value in run.items()), flush=True)
+    report: dict[str, Any] = {who: summary(runs) for who, runs in turns.items()}
+    if no_peer is None:
+        ours, theirs = (report[who]["output_tokens_per_s"] for who in ("penstock", "transformers"))
+        report["times_transformers"] = round(ours / theirs, 2)
+    return {"like": shape.like, "num_weights": shape.num_weights, **report}
+
+
+def read_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["135m", "1.5b", "8b"])
+    parser.add_argument("--requests", type=int, default=512)
+    parser.add_argument("--rows", type=int, default=256, help="that run at a time")
+    parser.add_argument("--step-tokens", type=int, default=2048)
+    parser.add_argument("--format", choices=["bf16", "q8_0", "q4_0"], default="bf16", help="of the weights")
+    parser.add_argument("--kv-cache-dtype", choices=list(KvDtype), default="bf16")
+    parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--no-peer", action="store_true", help="leave transformers out")
+    parser.add_argument("--self-test", action="store_true", help="a tiny shape, on any machine with torch and triton")
+    args = parser.parse_args()
+    args.device = "cuda"
+    if args.self_test:
+        args.shapes, args.requests, args.rows, args.step_tokens, args.repeat = ["tiny"], 6, 4, 32, 1
+        args.no_peer = True
+        args.device = "cuda" if why_not() is None else "cpu"
+    return args
+
+
+def main() -> int:
+    args = read_arguments()
+    if args.device == "cpu":
+        sys.path.append(str(Path(__file__).parents[1] / "tests"))
+        import_module("interpreted")  # chooses and mends Triton's interpreter, before triton is imported
+    elif (cause := why_not()) is not None:
+        print(f"error: no GPU can be used: {cause}", file=sys.stderr)
+        return 1
+    no_peer = "left out" if args.no_peer else why_no_peer()
+    if no_peer is not None:
+        print(f"transformers is not measured: {no_peer}")
+    gpu = find_gpu()
+    report: dict[str, Any] = {"benchmark": "gpu_serve", "date": time.strftime("%Y-%m-%d")}
+    report |= {"gpu": gpu if isinstance(gpu, str) else gpu.name, **package_versions(), "requests": args.requests}
+    report |= {"rows": args.rows, "format": args.format, "kv_cache_dtype": args.kv_cache_dtype}
+    report |= {"deterministic": args.deterministic, "repeat": args.repeat, "no_peer": no_peer}
+    report["shapes"] = {name: compare(name, args, no_peer) for name in args.shapes}
+    print(json.dumps(report))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
