@@ -6,7 +6,7 @@ same GPU, in the same run.
 
 In process: engine, scheduler, KV manager and executor as in the server, without text and HTTP. Weights are random
 (`gpu_shapes.py`), prompts and replies have the lengths of ShareGPT, all requests are there at the start and at most `rows` run
-at a time. Greedy, without a prefix cache. One runs after the other, each with the GPU to itself, `repeat` times after a warm-up;
+at a time. Greedy, without a prefix cache. One after the other has the GPU to itself and runs `repeat` times after a warm-up;
 figures are medians, with the range of the throughput. `itl` is the time between two tokens of a request. The peer gets the same
 tokens in and gives as many out, with its own choice of batch and cache sizes, CUDA graphs and attention (flash-attn, where that
 is installed).

@@ -7,9 +7,9 @@ without the extra, or without a GPU, learns that in a millisecond.
 from __future__ import annotations
 
 import ctypes
-import importlib.metadata
 import re
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 BLOCK_MULTIPLE = 16
 """Block sizes must be multiples of this: the attention kernels multiply tiles of 16 positions."""
@@ -97,9 +97,13 @@ def _why_not_torch() -> str | None:
 
 
 def _installed_version(name: str) -> str | None:
+    if find_spec(name) is None:
+        return None
+    from importlib.metadata import PackageNotFoundError, version  # takes 20 ms to import, which most machines need not wait
+
     try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
+        return version(name)
+    except PackageNotFoundError:
         return None
 
 

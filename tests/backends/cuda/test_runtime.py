@@ -1,0 +1,123 @@
+"""The whole of it, as the composition root makes it, on CPU tensors: profile run, engine, answers, the tier in host memory."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from interpreted import HAS_DEVICE
+from penstock.backends import cuda
+from penstock.backends.cuda import memory
+from penstock.build import build_runtime
+from penstock.config import BackendConfig, Config, KvConfig, SchedulerConfig
+from penstock.models.catalog import resolve
+from penstock.obs.prometheus import expose
+from penstock.parts import executor as executor_part
+from penstock.serve.runtime import Runtime
+from penstock.testing.builders import make_request
+from penstock.testing.tiny_models import TinyLlama, write_gguf
+from penstock.types.errors import ConfigError
+
+GIB = 1 << 30
+SMALL = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=40)
+SESSION = [token % 200 for token in range(1, 38)]
+OTHERS = [[(idx * 37 + token * token) % 190 + 5 for token in range(60)] for idx in range(2)]
+"""Kernels take milliseconds a program in the interpreter: everything is small."""
+
+
+class Emulated:
+    """Memory of a GPU, where weights and steps took a fifth."""
+
+    def __init__(self) -> None:
+        self._num_read = 0
+
+    def read(self) -> tuple[int, int]:
+        self._num_read += 1
+        return (10 if self._num_read == 1 else 8) * GIB, 10 * GIB
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: one that is emulated, as far as the composition root asks."""
+    if HAS_DEVICE:
+        return
+    extras = executor_part._extras
+    monkeypatch.setattr(cuda, "why_not", lambda: None)
+    monkeypatch.setattr(cuda, "find_gpu", lambda: cuda.Gpu("Emulated", (9, 0), 10 * GIB, 1))
+    monkeypatch.setattr(memory, "GpuMemory", Emulated)
+
+    def on_cpu(config: Config) -> dict[str, Any]:
+        given = extras(config)
+        return {**given, "device": "cpu", "dtype": torch.float32} if config.backend.backend == "cuda" else given
+
+    monkeypatch.setattr(executor_part, "_extras", on_cpu)
+
+
+@pytest.fixture(scope="module")
+def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(tmp_path_factory.mktemp("models") / "tiny.gguf", TinyLlama(num_layers=1))
+
+
+def build(gguf: Path, *, device: str = "cuda", deterministic: bool = True, **kv: Any) -> Runtime:
+    config = Config(
+        backend=BackendConfig(device=device, backend="reference" if device == "cpu" else None, deterministic=deterministic),
+        kv=KvConfig(kv_cache_dtype="bf16", **kv),
+        scheduler=SMALL,
+    )
+    return build_runtime(config, resolve(str(gguf), gguf.parent))
+
+
+def ask(runtime: Runtime, name: str, prompt: list[int], max_tokens: int = 2) -> tuple[list[int], int]:
+    """Its answer, and how many tokens of its prompt were found."""
+
+    async def answer() -> tuple[list[int], int]:
+        request = make_request(name, prompt, max_tokens=max_tokens)
+        chunks = [chunk async for chunk in runtime.bridge.stream(request)]
+        assert not chunks[-1].detail, chunks[-1].detail
+        return [token for chunk in chunks for token in chunk.token_ids], chunks[-1].num_cached_tokens
+
+    return asyncio.run(answer())
+
+
+def test_it_answers_as_the_reference_does(gguf: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    answers = []
+    for device in ("cpu", "cuda"):
+        runtime = build(gguf, device=device, **({"kv_cache_memory_bytes": 1 << 20} if device == "cpu" else {}))
+        try:
+            answers.append(ask(runtime, "r", SESSION)[0])
+        finally:
+            assert runtime.close(30.0)
+    assert answers[0] == answers[1]
+    if not HAS_DEVICE:
+        assert "backend cuda, Emulated, 10 GiB, compute capability 9.0, deterministic" in caplog.text
+
+
+def test_what_the_pool_loses_comes_back_from_the_machines_memory(gguf: Path) -> None:
+    block_bytes = 2 * 2 * 16 * 16 * (2 if HAS_DEVICE else 4)  # keys and values of two heads
+    runtime = build(gguf, kv_cache_memory_bytes=6 * block_bytes, kv_host_size_bytes=200 * block_bytes)
+    try:
+        first, _ = ask(runtime, "first", SESSION)
+        for idx, prompt in enumerate(OTHERS):
+            ask(runtime, f"other-{idx}", prompt)
+        again, num_cached = ask(runtime, "again", SESSION)
+        assert again == first
+        assert num_cached >= 32, "two full blocks were found"
+        series = expose(runtime.metrics).decode()
+        assert "penstock_kv_host_up" in series
+        assert "penstock_kv_disk" not in series
+        assert runtime.metrics.tier.num_loaded_blocks > 0
+    finally:
+        assert runtime.close(30.0)
+
+
+def test_more_than_the_device_has_is_refused_with_the_numbers(gguf: Path) -> None:
+    if HAS_DEVICE:
+        pytest.skip("with an emulated memory only")
+    with pytest.raises(ConfigError, match=r"take 2 GiB .* and kv_cache_memory is 9 GiB"):
+        build(gguf, kv_cache_memory_bytes=9 * GIB)

@@ -1,0 +1,62 @@
+"""What the benchmarks of the GPU backend are made of, and what they say without a GPU."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gpu_shapes import SHAPES, prompts, random_model, sharegpt_lengths
+
+from interpreted import HAS_DEVICE, MISSING
+from penstock.models.formats import WeightFormat
+from penstock.models.registry import describe
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*words):
+    command = [sys.executable, "benchmarks/gpu_serve.py", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=280)
+
+
+@pytest.mark.parametrize("fmt", [WeightFormat.BF16, WeightFormat.Q8_0, WeightFormat.Q4_0])
+def test_random_weights_are_as_large_as_those_of_models(fmt):
+    model = random_model(SHAPES["tiny"], fmt)
+    describe(model.spec)
+    for name in ("embed", "layers.1.down"):
+        values = model.weights[name].dequantize()
+        assert values.std() == pytest.approx(0.02, rel=0.3)
+        assert np.abs(values.mean()) < 0.01
+
+
+@pytest.mark.parametrize(("name", "num_weights"), [("135m", 134e6), ("1.5b", 1.54e9), ("8b", 7.5e9)])
+def test_shapes_are_those_of_the_models(name, num_weights):
+    """Without a table of embeddings that is not the output matrix, too."""
+    assert SHAPES[name].num_weights == pytest.approx(num_weights, rel=0.01)
+
+
+def test_lengths_are_those_of_sharegpt_and_begin_again():
+    lengths = sharegpt_lengths(513)
+    assert lengths[512] == lengths[0] == (33, 200)
+    assert max(num_prompt for num_prompt, _ in lengths) <= 512
+    assert max(num_reply for _, num_reply in lengths) <= 200
+
+
+def test_no_two_prompts_begin_alike():
+    made = prompts(sharegpt_lengths(100), vocab_size=49152)
+    assert len({prompt[:4] for prompt in made}) == 100
+
+
+@pytest.mark.skipif(HAS_DEVICE, reason="there is a GPU")
+def test_without_a_gpu_it_says_why_and_ends_with_one():
+    done = run()
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: no GPU can be used: ")
+
+
+@pytest.mark.skipif(bool(MISSING), reason=f"{MISSING} is not installed")
+def test_it_runs_on_a_tiny_shape():
+    done = run("--self-test")
+    assert done.returncode == 0, done.stderr
+    assert '"output_tokens_per_s"' in done.stdout.splitlines()[-1]
