@@ -26,7 +26,6 @@ if not HAS_DEVICE:
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-
 def _mend_interpreter() -> None:
     """Two things that Triton's interpreter gets wrong.
 
@@ -58,4 +57,7 @@ def _mend_interpreter() -> None:
 
 
 if not MISSING and not HAS_DEVICE:
+    import torch
+
+    torch.set_num_threads(1)  # tensors are tiny, and threads that wait for work spin
     _mend_interpreter()

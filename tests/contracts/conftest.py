@@ -1,4 +1,4 @@
-"""Every test of this folder runs once for each executor in `factories.FACTORIES`."""
+"""Every test of this folder runs once for each executor in `factories.FACTORIES`, unless it names those that do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from contracts.factories import FACTORIES, Factory
 from contracts.harness import Harness
 
 
-@pytest.fixture(params=FACTORIES, ids=lambda factory: factory.name)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "harness" in metafunc.fixturenames:
+        factories = [each for each in FACTORIES if not each.tests or metafunc.function.__name__ in each.tests]
+        metafunc.parametrize("harness", factories, indirect=True, ids=lambda factory: factory.name)
+
+
+@pytest.fixture
 def harness(request: pytest.FixtureRequest) -> Iterator[Harness]:
     factory: Factory = request.param
     harness = Harness(factory)

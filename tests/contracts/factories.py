@@ -7,7 +7,9 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from unittest.mock import patch
 
+from interpreted import DEVICE, HAS_DEVICE, MISSING
 from penstock.backends.native import info
 from penstock.backends.native.executor import NativeExecutor
 from penstock.backends.reference.executor import ReferenceExecutor
@@ -32,6 +34,13 @@ class Factory:
     """Reading KV that was never written (poisoned, in these factories) spoils them."""
     block_size: int = 4
     """Any that the backend supports; the suite measures everything else in blocks."""
+    tests: tuple[str, ...] = ()
+    """The names of those that are run; empty: all."""
+
+
+UNTIED = TinyLlama(is_tied=False)
+SMALL = TinyLlama(is_tied=False, num_layers=1, num_heads=2, num_kv_heads=1, hidden_size=32, intermediate_size=32)
+"""For executors whose kernels are interpreted."""
 
 
 def make_hash(capacity: Capacity) -> Executor:
@@ -39,10 +48,10 @@ def make_hash(capacity: Capacity) -> Executor:
 
 
 @functools.cache
-def tiny_model() -> LoadedModel:
+def tiny_model(shape: TinyLlama = UNTIED) -> LoadedModel:
     """Random weights; what every executor that needs a model computes with."""
     with tempfile.TemporaryDirectory() as directory:
-        return load_gguf(write_gguf(Path(directory) / "tiny.gguf", TinyLlama(is_tied=False), matrix_type="Q8_0"))
+        return load_gguf(write_gguf(Path(directory) / "tiny.gguf", shape, matrix_type="Q8_0"))
 
 
 def make_reference(capacity: Capacity) -> Executor:
@@ -55,6 +64,41 @@ def make_native(capacity: Capacity, *, variant: str) -> Executor:
     return NativeExecutor(model, registry.describe(model.spec), poison=True, variant=variant, num_threads=2, **asdict(capacity))
 
 
+def make_cuda(capacity: Capacity, *, is_hash: bool = False) -> Executor:
+    import torch
+
+    from backends.cuda import hash_program
+    from penstock.backends.cuda import executor
+
+    kind = {"device": DEVICE, "dtype": torch.float32, "deterministic": True, "poison": True}
+    if is_hash:
+        kind |= {"use_graphs": not HAS_DEVICE}  # a model that asks the device for its numbers can't be captured
+        with patch.object(executor, "CompiledProgram", hash_program.HashProgram):
+            return executor.CudaExecutor(hash_program.HASH_MODEL, hash_program.HASH_PROGRAM, **kind, **asdict(capacity))
+    model = tiny_model(SMALL)
+    return executor.CudaExecutor(model, registry.describe(model.spec), **kind, **asdict(capacity))
+
+
+CUDA_TESTS = (
+    "test_chunked_is_whole",
+    "test_batch_of_one_is_batch_of_many",
+    "test_hit_is_miss",
+    "test_a_row_without_a_usable_logit_fails_alone",
+    "test_what_was_read_can_be_written_elsewhere",
+    "test_padding_changes_no_answer",
+)
+"""Where kernels have a say in the answer. In the interpreter a step takes a quarter of a second; on a device all are run."""
+
+
+def cuda_factories() -> list[Factory]:
+    if MISSING:
+        return []
+    return [
+        Factory("cuda-hash", functools.partial(make_cuda, is_hash=True), vocab_size=60),
+        Factory("cuda", make_cuda, SMALL.vocab_size, block_size=16, tests=() if HAS_DEVICE else CUDA_TESTS),
+    ]
+
+
 FACTORIES = [
     Factory("hash", make_hash, vocab_size=200, computes_logits=False),
     Factory("reference", make_reference, vocab_size=TinyLlama().vocab_size),
@@ -62,4 +106,5 @@ FACTORIES = [
         Factory(f"native-{variant}", functools.partial(make_native, variant=variant), TinyLlama().vocab_size, block_size=16)
         for variant in info()["variants"]
     ),
+    *cuda_factories(),
 ]

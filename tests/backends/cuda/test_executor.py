@@ -1,7 +1,4 @@
-"""The executor with up to two steps in flight, over a model that is a hash: any wrong token, slot or block changes the answer.
-
-The model in its place writes a number for each token to the cache, made of the one before it, found through the block table.
-"""
+"""The executor with up to two steps in flight, over a model that is a hash, which any wrong token, slot or block changes."""
 
 from __future__ import annotations
 
@@ -9,73 +6,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
+from backends.cuda.hash_program import HASH_MODEL, HASH_PROGRAM, HashProgram, hash_logits, mix
 from interpreted import DEVICE, HAS_DEVICE
 from penstock.backends.batch import NO_USABLE_LOGIT
 from penstock.backends.cuda import executor as module
 from penstock.backends.cuda.executor import CudaExecutor
-from penstock.backends.cuda.kv_cache import PagedKvCache
-from penstock.backends.cuda.step import StepTensors
 from penstock.backends.reference.sampling import sample
-from penstock.models.program import Program
-from penstock.models.weights import LoadedModel
 from penstock.types.errors import ExecutorFailure
-from penstock.types.model_spec import ModelSpec
 from penstock.types.plan import AdmitRow, RowPlan, StepPlan
 from penstock.types.result import StepResult
 from penstock.types.sampling import SamplingParams
 
-VOCAB_SIZE = 40
 BLOCK_SIZE = 4
 GREEDY = SamplingParams(temperature=0.0)
-PROGRAM = Program((), (), num_layers=1, num_kv_heads=1, head_dim=2, vocab_size=VOCAB_SIZE)
-
-
-def mix(value: float, token: int) -> float:
-    """A float32 that is an integer, or NaN."""
-    return float((int(value) * 31 + (token + 1) * 7919) % 65521) if value == value else value
-
-
-def hash_logits(value: float) -> np.ndarray:
-    """[VOCAB_SIZE]"""
-    if value != value:
-        return np.full(VOCAB_SIZE, np.nan, np.float32)
-    return ((int(value) * (np.arange(VOCAB_SIZE) * 2 + 3) * 40503 % 65521) / 8000.0).astype(np.float32)
-
-
-class HashProgram:
-    """What `CompiledProgram` is to the executor."""
-
-    def __init__(self, program: Program, weights: Mapping[str, Any], cache: PagedKvCache, **_: object) -> None:
-        self._layer = cache.layer(0)
-        self.error: Exception | None = None
-        self.num_runs = 0
-
-    def run(self, step: StepTensors) -> torch.Tensor:
-        if self.error is not None:
-            raise self.error
-        self.num_runs += 1
-        size = self._layer.k.shape[1]
-        kept = self._layer.k.view(-1, 2)
-        values = []
-        tokens, slots, starts, contexts, tables = [
-            tensor.tolist()
-            for tensor in (step.token_ids, step.slot_mapping, step.query_start_loc, step.context_lens, step.block_tables)
-        ]
-        for row in range(step.num_rows):
-            context = contexts[row]
-            last = tables[row][(context - 1) // size] * size + (context - 1) % size
-            value = float(kept[last, 0]) if context else 1.0
-            for place in range(starts[row], starts[row + 1]):
-                assert 0 <= tokens[place] < VOCAB_SIZE
-                value = mix(value, tokens[place])
-                kept[slots[place], 0] = value
-                values.append(value)
-        logits = [hash_logits(values[place]) for place in step.sample_tokens.tolist()]
-        return torch.from_numpy(np.array(logits, np.float32).reshape(-1, VOCAB_SIZE)).to(kept.device)
 
 
 def answer(prompt: Sequence[int], num_tokens: int, params: SamplingParams = GREEDY) -> list[int]:
@@ -107,8 +53,7 @@ def opened(monkeypatch: pytest.MonkeyPatch, *, depth: int, **changes: Any) -> It
         "poison": True,
         "use_graphs": not HAS_DEVICE,  # a model that asks the device for its numbers can't be captured
     }
-    model = LoadedModel("hash", ModelSpec.__new__(ModelSpec), {}, None, None, None, (), None)  # type: ignore[arg-type]
-    executor = CudaExecutor(model, PROGRAM, depth=depth, **(settings | changes))
+    executor = CudaExecutor(HASH_MODEL, HASH_PROGRAM, depth=depth, **(settings | changes))
     yield executor
     executor.close()
 
@@ -217,7 +162,7 @@ PARAMS = [
     SamplingParams(seed=5, temperature=1.2),
     SamplingParams(temperature=0.0, repetition_penalty=3.0, frequency_penalty=1.5),
     SamplingParams(seed=9, top_k=5, min_tokens=4, stop_token_ids=tuple(range(0, 20))),
-    SamplingParams(temperature=0.0, banned_token_sequences=tuple((i, j) for i in range(12) for j in range(0, 40, 2))),
+    SamplingParams(temperature=0.0, banned_token_sequences=tuple((i, j) for i in range(60) for j in range(0, 60, 2))),
 ]
 
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from triton.errors import TritonError
 
 from penstock.backends.batch import NO_TOKEN, NO_USABLE_LOGIT, NULL_BLOCK, BatchBuilder, StepBatch
-from penstock.backends.cuda.graphs import Captured, DecodeGraphs, capture_cuda
+from penstock.backends.cuda.graphs import Captured, CudaCapture, DecodeGraphs
 from penstock.backends.cuda.kv_cache import PagedKvCache
 from penstock.backends.cuda.lowering import CompiledProgram
 from penstock.backends.cuda.sampling import SampledWords, SamplePlan, Sampler
@@ -93,7 +93,7 @@ class CudaExecutor:
         is_gpu = self._device.type == "cuda"
         self._graphs: DecodeGraphs | None = None
         if use_graphs:
-            capture = capture_cuda if is_gpu else Captured.without_device
+            capture = CudaCapture() if is_gpu else Captured.without_device
             self._graphs = DecodeGraphs(max_rows=max_rows, max_model_len=max_model_len, capture=capture)
         with self._stream.entered():
             try:

@@ -39,12 +39,18 @@ class Captured:
 Capture = Callable[[Run], Captured]
 
 
-def capture_cuda(run: Run) -> Captured:
-    """Record what `run` queues, without running it. It must have run before."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        result = run()
-    return Captured(graph.replay, result)
+class CudaCapture:
+    """Makes graphs that share the memory of what they allocate, since they run one after the other."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Run) -> Captured:
+        """Record what `run` queues, without running it. It must have run before."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            result = run()
+        return Captured(graph.replay, result)
 
 
 class DecodeGraphs:

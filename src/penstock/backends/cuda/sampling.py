@@ -15,6 +15,7 @@ import triton
 from numpy.typing import NDArray
 
 from penstock.backends.cuda.kernels import sample as kernels
+from penstock.backends.cuda.staging import aligned
 from penstock.backends.cuda.tables import Patches, RowTables, allowed_words, param_words
 from penstock.types.plan import AdmitRow
 from penstock.types.sampling import MAX_LOGPROBS, SamplingParams
@@ -215,7 +216,7 @@ class Sampler:
                 arrays[0],
                 arrays[1],
                 tokens,
-                results[words.logprobs_begin : words.ids_begin].view(torch.float64),
+                results[words.logprobs_begin : words.logprobs_end].view(torch.float64),
                 results[words.ids_begin : words.end],
                 VOCAB_SIZE=self._vocab_size,
                 MAX_TOP=MAX_LOGPROBS,
@@ -295,11 +296,15 @@ class SampledWords:
 
     @property
     def logprobs_begin(self) -> int:
-        return self.num_samples + self.num_samples % 2
+        return aligned(self.num_samples)
+
+    @property
+    def logprobs_end(self) -> int:
+        return self.logprobs_begin + 2 * self.num_logprobs * (1 + MAX_LOGPROBS)
 
     @property
     def ids_begin(self) -> int:
-        return self.logprobs_begin + 2 * self.num_logprobs * (1 + MAX_LOGPROBS)
+        return aligned(self.logprobs_end)
 
     @property
     def end(self) -> int:
@@ -314,7 +319,7 @@ class SampledWords:
     def logprobs(self, words: I32) -> tuple[NDArray[np.float64], I32]:
         """Log-probabilities of the token and of the most likely; the token's rank and their ids. ([L, 1 + 20], the same)"""
         shape = (self.num_logprobs, 1 + MAX_LOGPROBS)
-        numbers = words[self.logprobs_begin : self.ids_begin].view(np.float64).reshape(shape)
+        numbers = words[self.logprobs_begin : self.logprobs_end].view(np.float64).reshape(shape)
         return numbers, words[self.ids_begin : self.end].reshape(shape)
 
 

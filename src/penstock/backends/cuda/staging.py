@@ -24,8 +24,13 @@ _DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
     "float64": torch.float64,
 }
-_ALIGN_WORDS = 2
-"""So that eight-byte numbers can lie anywhere."""
+ALIGN_WORDS = 4
+"""Of whatever lies among others: Triton compiles kernels anew for arguments that do not lie at multiples of 16 bytes."""
+
+
+def aligned(num_words: int) -> int:
+    """The next place where an array may begin."""
+    return -(-num_words // ALIGN_WORDS) * ALIGN_WORDS
 
 
 class Upload:
@@ -48,7 +53,7 @@ class Upload:
         tensors: list[torch.Tensor] = []
         end = 0
         for array in arrays:
-            begin = -(-end // _ALIGN_WORDS) * _ALIGN_WORDS
+            begin = aligned(end)
             stop = begin + array.nbytes // 4
             if stop > len(words):
                 tensors.append(torch.from_numpy(array).to(self._device.device))
@@ -114,7 +119,7 @@ def _padded(array: NDArray[Any], fill: int | None, num_padding: int) -> NDArray[
 def message_words(capacity: Capacity) -> int:
     """Of an upload that has room for any step, and for what a step usually brings besides."""
     num_tokens = max(capacity.max_step_tokens, capacity.max_rows)
-    step_words = 5 * num_tokens + 6 * capacity.max_rows + 64
+    step_words = 5 * num_tokens + 6 * capacity.max_rows + 64 * ALIGN_WORDS
     # An admitted row brings its tokens and blocks, a word for the place of each.
     patch_words = 2 * (capacity.max_step_tokens + capacity.max_model_len + 64 * capacity.max_rows)
     return step_words + patch_words

@@ -261,7 +261,7 @@ def logprobs(
 @triton.jit
 def _tell_token(row, own, out_logprobs, out_ids, VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Log-probability and rank of the token whose logit is `own`; returns what is taken off a logit."""
-    largest, _ = _largest(row, VOCAB_SIZE, BLOCK)
+    largest, _best_id = _largest(row, VOCAB_SIZE, BLOCK)
     mass, num_larger = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.int32)
     for start in range(0, VOCAB_SIZE, BLOCK):
         _, x = _load(row, start, VOCAB_SIZE, BLOCK)
