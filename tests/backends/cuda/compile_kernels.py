@@ -26,14 +26,17 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from penstock.backends.cuda.executor import CudaExecutor
 from penstock.backends.cuda.kv_cache import PagedKvCache
 from penstock.backends.cuda.lowering import CompiledProgram
 from penstock.backends.cuda.step import StepTensors
 from penstock.models import registry
 from penstock.models.formats import BLOCKS, WeightFormat
-from penstock.models.weights import WeightTensor
+from penstock.models.weights import LoadedModel, WeightTensor
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.model_spec import ModelSpec
+from penstock.types.plan import AdmitRow, RowPlan, StepPlan
+from penstock.types.sampling import SamplingParams
 
 BLOCK_SIZE = 16
 MAX_LEN = 2048
@@ -175,6 +178,26 @@ def compile_steps(spec: ModelSpec, fmt: WeightFormat, kv_dtype: KvDtype, *, dete
         compiled.run(step_of(rows))
 
 
+def compile_sampling(spec: ModelSpec) -> None:
+    """A whole step of the executor, whose rows ask for all that a sampler has kernels for."""
+    executor = CudaExecutor(
+        LoadedModel(spec.architecture, spec, weights(spec, WeightFormat.BF16), Path(), None, None, (), Path()),
+        registry.describe(spec),
+        num_blocks=8,
+        block_size=BLOCK_SIZE,
+        max_rows=4,
+        max_step_tokens=64,
+        max_model_len=64,
+        device="cpu",
+        dtype=torch.bfloat16,
+    )
+    params = SamplingParams(temperature=0.7, top_k=20, top_p=0.9, min_p=0.05, logprobs=5, frequency_penalty=0.5)
+    admit = AdmitRow("r", tuple(range(9)), 9, (1,), 0, params)
+    plan = StepPlan(0, 0, (admit,), (RowPlan("r", 0, 9, (), True),), ())
+    executor.collect(executor.submit(plan))
+    executor.close()
+
+
 def cases() -> Iterator[tuple[str, WeightFormat, KvDtype, bool]]:
     for deterministic in (False, True):
         yield "llama-8b", WeightFormat.BF16, KvDtype.BF16, deterministic
@@ -204,6 +227,7 @@ def main() -> None:
     compiled.install()
     for model, fmt, kv_dtype, deterministic in cases():
         compile_steps(small(model), fmt, kv_dtype, deterministic=deterministic)
+    compile_sampling(small("smollm2-135m"))
     for kernel in compiled.found.values():
         meta = kernel.metadata
         line = {

@@ -196,7 +196,7 @@ def choose(
     row_stride,
     sample_slots,  # [S]
     sample_positions,  # [S] tokens before the new one
-    params,  # RowTables.params
+    param_words,  # RowTables.params; `params` is a name of the code that Triton makes around a kernel
     params_f64,
     tokens,  # RowTables.tokens: the new one is appended
     table_width,
@@ -211,7 +211,7 @@ def choose(
     position = tl.load(sample_positions + sample)
     row = logits + sample.to(tl.int64) * row_stride
     floats = params_f64 + slot * (PARAM_WORDS // 2)
-    ints = params + slot * PARAM_WORDS
+    ints = param_words + slot * PARAM_WORDS
     inverse_temperature = tl.load(floats)
     largest, token = _largest(row, VOCAB_SIZE, BLOCK)
     if (inverse_temperature > 0.0) & (largest > float("-inf")):
