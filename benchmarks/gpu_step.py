@@ -1,0 +1,307 @@
+"""How long does a whole step of the cuda backend take, how near is that to what the GPU can do, and how long does the GPU idle?
+
+Decodes of several batch sizes and contexts and chunks of prompts, straight through the executor: no scheduler, no HTTP.
+Weights are random, of the shapes of SmolLM2-135M, Qwen2.5-1.5B and Llama-3.1-8B. Steps follow each other as fast as the host
+can submit them, one in flight (depth 1) or two. `step_ms` is the time per step by the wall, `device_ms` by the GPU's own clock;
+`gap` is the share of the wall's time in which no step was on the GPU. The bound of a step is the larger of two times: the
+weights and the KV that it reads at the speed of a copy, and the operations of its products and its attention at the peak of a
+bf16 product; both peaks are measured in between, and shares are of the best. Norms, sampling and what is written count for
+nothing in the bound.
+
+    python benchmarks/gpu_step.py
+    python benchmarks/gpu_step.py --shapes 8b --steps 64x1@1024 1x2048@0 --depths 2 --sampling greedy nucleus
+    python benchmarks/gpu_step.py --shapes 8b --format Q4_0
+    python benchmarks/gpu_step.py --self-test       # tiny, on a CPU, in Triton's interpreter: shows that it runs
+
+The last line printed is one JSON object. Without a usable GPU it says why and ends with 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import re
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpu_peaks import DeviceClock, GpuPeaks, context, require_gpu
+from gpu_shapes import SHAPES, Shape, random_model
+
+from penstock.models import registry
+from penstock.models.formats import WeightFormat, stored_bytes
+from penstock.types.plan import AdmitRow, RowPlan, StepPlan
+from penstock.types.result import StepResult
+from penstock.types.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from penstock.backends.cuda.executor import CudaExecutor
+
+BLOCK_SIZE = 16
+STEPS = (
+    *(f"{rows}x1@{context_len}" for rows in (1, 8, 32, 64, 128, 256) for context_len in (128, 1024, 4096)),
+    "1x512@0",
+    "1x2048@0",
+    "4x2048@0",
+    "1x2048@6144",
+)
+NUM_WARM_UP = 4
+"""Steps: kernels are compiled in the first, and a graph is captured after it."""
+FREE_SHARE = 0.9
+"""Of the memory that is left after the weights, for KV."""
+SAMPLING = {
+    "greedy": SamplingParams(temperature=0.0, max_tokens=1 << 20),
+    "nucleus": SamplingParams(temperature=0.7, top_p=0.95, seed=1, max_tokens=1 << 20),
+    "penalties": SamplingParams(temperature=0.7, top_k=50, repetition_penalty=1.1, seed=1, max_tokens=1 << 20),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    rows: int
+    query_len: int
+    context_len: int
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.query_len}@{self.context_len}"
+
+    @property
+    def is_decode(self) -> bool:
+        return self.query_len == 1
+
+    @property
+    def num_tokens(self) -> int:
+        return self.rows * self.query_len
+
+    def blocks_per_row(self, num_steps: int) -> int:
+        """Until the last step."""
+        return -(-(self.context_len + self.query_len + num_steps * self.is_decode + 1) // BLOCK_SIZE)
+
+
+def parse_step(text: str) -> StepShape:
+    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)@(\d+)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not ROWSxQUERY_LEN@CONTEXT_LEN")
+    return StepShape(*map(int, found.groups()))
+
+
+class StepCost:
+    """What a step of a model must at least do."""
+
+    def __init__(self, shape: Shape, fmt: WeightFormat) -> None:
+        self._shape = shape
+        table = shape.vocab_size * shape.hidden_size
+        self._num_sample_weights = table
+        self._num_token_weights = shape.num_weights - table
+        self._weight_bytes = sum(
+            stored_bytes(fmt, rows, cols) for name, rows, cols in shape.matrices() if name != "embed" or shape.is_tied
+        )
+        self.kv_bytes_per_token = 2 * 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
+
+    def num_bytes(self, step: StepShape) -> float:
+        return self._weight_bytes + step.rows * (step.context_len + step.query_len) * self.kv_bytes_per_token
+
+    def operations(self, step: StepShape) -> float:
+        shape = self._shape
+        seen = step.context_len * step.query_len + step.query_len * (step.query_len + 1) / 2  # positions, of one row
+        attention = 4.0 * step.rows * seen * shape.num_layers * shape.num_heads * shape.head_dim
+        return 2.0 * (self._num_token_weights * step.num_tokens + self._num_sample_weights * step.rows) + attention
+
+
+class Runner:
+    """Steps of one executor."""
+
+    def __init__(self, executor: CudaExecutor, sampling: SamplingParams) -> None:
+        self._executor = executor
+        self._sampling = sampling
+        self._step_ids = count()
+        self._names: list[str] = []
+        self._runs = count()
+
+    def run(self, step: StepShape, num_steps: int) -> tuple[float, list[StepResult]]:
+        """Seconds by the wall and results of so many steps, after the warm-up."""
+        plans = self._decodes(step, NUM_WARM_UP + num_steps) if step.is_decode else self._chunks(step, NUM_WARM_UP + num_steps)
+        self._through(plans[:NUM_WARM_UP])
+        begin = time.perf_counter()
+        results = self._through(plans[NUM_WARM_UP:])
+        elapsed = time.perf_counter() - begin
+        self._through([self._plan(releases=self._names)])
+        return elapsed, results
+
+    def _through(self, plans: Sequence[StepPlan]) -> list[StepResult]:
+        """With as many in flight as the executor takes."""
+        tickets: list[Any] = []
+        results = []
+        for plan in plans:
+            tickets.append(self._executor.submit(plan))
+            if len(tickets) == self._executor.depth:
+                results.append(self._executor.collect(tickets.pop(0)))
+        return results + [self._executor.collect(ticket) for ticket in tickets]
+
+    def _plan(self, admits: Sequence[AdmitRow] = (), rows: Sequence[RowPlan] = (), releases: Sequence[str] = ()) -> StepPlan:
+        return StepPlan(next(self._step_ids), 0, tuple(admits), tuple(rows), tuple(releases))
+
+    def _admits(self, step: StepShape, num_steps: int) -> list[AdmitRow]:
+        """Rows whose context counts as computed: it is what the blocks contain."""
+        run, per_row = next(self._runs), step.blocks_per_row(num_steps)
+        tokens = tuple(10 + position * 31 % 200 for position in range(step.context_len + step.query_len))
+        self._names = [f"r{run}-{row}" for row in range(step.rows)]
+        return [
+            AdmitRow(
+                name,
+                tokens,
+                len(tokens),
+                tuple(range(1 + i * per_row, 1 + (i + 1) * per_row)),
+                step.context_len,
+                self._sampling,
+            )
+            for i, name in enumerate(self._names)
+        ]
+
+    def _decodes(self, step: StepShape, num_steps: int) -> list[StepPlan]:
+        """The same rows, one token longer each step."""
+        admits = self._admits(step, num_steps)
+        return [
+            self._plan(admits if not i else (), [RowPlan(name, step.context_len + i, 1, (), True) for name in self._names])
+            for i in range(num_steps)
+        ]
+
+    def _chunks(self, step: StepShape, num_steps: int) -> list[StepPlan]:
+        """New rows in every step."""
+        plans = []
+        for _ in range(num_steps):
+            released = self._names if plans else []
+            admits = self._admits(step, num_steps)
+            rows = [RowPlan(name, step.context_len, step.query_len, (), True) for name in self._names]
+            plans.append(self._plan(admits, rows, released))
+        return plans
+
+
+def measure(runner: Runner, step: StepShape, num_steps: int, cost: StepCost, peaks: GpuPeaks) -> dict[str, float]:
+    peaks.sample()
+    wall_s, results = runner.run(step, num_steps)
+    timings = [result.timing for result in results]
+    device_s = [(timing.end_ns - timing.start_ns) / 1e9 for timing in timings]
+    median_s = statistics.median(device_s)
+    num_bytes, operations = cost.num_bytes(step), cost.operations(step)
+    return {
+        "step_ms": wall_s / num_steps * 1e3,
+        "device_ms": median_s * 1e3,
+        **{f"{part}_ms": statistics.median(timing.parts[part] for timing in timings) / 1e6 for part in timings[0].parts},
+        "gap": max(0.0, 1 - sum(device_s) / wall_s),
+        "bandwidth_share": num_bytes / median_s / max(peaks.gbs) / 1e9,
+        "matrix_share": operations / median_s / max(peaks.tflops) / 1e12,
+        "bound_ms": peaks.bound_s(operations, num_bytes) * 1e3,
+        "bound_share": peaks.bound_s(operations, num_bytes) / median_s,
+        "tokens_per_s": step.num_tokens * num_steps / wall_s,
+    }
+
+
+def make_executor(
+    shape: Shape, fmt: WeightFormat, steps: Sequence[StepShape], depth: int, options: argparse.Namespace
+) -> tuple[CudaExecutor, list[StepShape]]:
+    """With blocks for as many of the steps as there is memory for, and those."""
+    from penstock.backends.cuda.executor import CudaExecutor
+
+    model = random_model(shape, fmt)
+    num_steps = NUM_WARM_UP + options.num_steps
+    kv_block_bytes = StepCost(shape, fmt).kv_bytes_per_token * BLOCK_SIZE * (1 if options.device == "cuda" else 2)
+    limit = _free_blocks(model.num_weight_bytes, kv_block_bytes) if options.device == "cuda" else 1 << 20
+    fitting = [step for step in steps if step.rows * step.blocks_per_row(num_steps) < limit]
+    executor = CudaExecutor(
+        model,
+        registry.describe(model.spec),
+        num_blocks=1 + max(step.rows * step.blocks_per_row(num_steps) for step in fitting),
+        block_size=BLOCK_SIZE,
+        max_rows=max(step.rows for step in fitting),
+        max_step_tokens=max(step.num_tokens for step in fitting),
+        max_model_len=max(step.context_len + step.query_len + num_steps for step in fitting) + 1,
+        device=options.device,
+        deterministic=options.deterministic,
+        use_graphs=not options.no_graphs,
+        depth=depth,
+    )
+    return executor, fitting
+
+
+def _free_blocks(weight_bytes: int, block_bytes: int) -> int:
+    import torch
+
+    return int((torch.cuda.mem_get_info()[0] - 1.2 * weight_bytes) * FREE_SHARE / block_bytes)
+
+
+def report(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        print(
+            f"{row['shape']:5} {row['format']:6} {row['depth']:5} {row['sampling']:10} {row['step']:12}"
+            f" {row['step_ms']:9.3f} {row['device_ms']:9.3f} {row['gap']:6.1%} {row['bandwidth_share']:8.1%}"
+            f" {row['matrix_share']:8.1%} {row['bound_share']:8.1%}",
+            flush=True,
+        )
+
+
+def measure_all(options: argparse.Namespace, peaks: GpuPeaks) -> list[dict[str, Any]]:
+    print("shape format depth sampling   step           step ms device ms    gap bandwidth   matrix of bound")
+    rows: list[dict[str, Any]] = []
+    fmt = WeightFormat[options.format]
+    for name in options.shapes:
+        for depth in options.depths:
+            executor, steps = make_executor(SHAPES[name], fmt, options.steps, depth, options)
+            for left_out in set(map(str, options.steps)) - set(map(str, steps)):
+                print(f"{name}: no memory for the KV of {left_out}", file=sys.stderr)
+            for sampling in options.sampling:
+                runner = Runner(executor, SAMPLING[sampling])
+                for step in steps:
+                    found = measure(runner, step, options.num_steps, StepCost(SHAPES[name], fmt), peaks)
+                    about = {"shape": name, "format": options.format, "depth": depth, "sampling": sampling, "step": str(step)}
+                    rows.append(about | {key: round(value, 5) for key, value in found.items()})
+                    report(rows[-1:])
+            executor.close()
+            del executor
+            gc.collect()
+    return rows
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["135m", "1.5b", "8b"])
+    parser.add_argument("--format", choices=["BF16", "Q8_0", "Q4_0"], default="BF16")
+    parser.add_argument("--steps", nargs="+", type=parse_step, default=[parse_step(text) for text in STEPS])
+    parser.add_argument("--depths", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--sampling", nargs="+", choices=SAMPLING, default=["greedy"])
+    parser.add_argument("--num-steps", type=int, default=30, help="measured of each shape (default 30)")
+    parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--no-graphs", action="store_true")
+    parser.add_argument("--self-test", action="store_true", help="tiny, on a CPU, in the interpreter")
+    options = parser.parse_args()
+    options.device = "cuda"
+    if options.self_test:
+        options.shapes, options.num_steps, options.device = ["tiny"], 1, "cpu"
+        options.steps = [parse_step(text) for text in ("2x1@3", "1x4@0")]
+    return options
+
+
+def main() -> None:
+    options = parse_options()
+    if options.self_test:
+        os.environ["TRITON_INTERPRET"] = "1"
+        # What mends the interpreter is the tests'.
+        sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+        __import__("interpreted")
+    else:
+        require_gpu()
+    peaks = GpuPeaks(DeviceClock(options.device))
+    rows = measure_all(options, peaks)
+    about = {"deterministic": options.deterministic, "graphs": not options.no_graphs, "num_steps": options.num_steps}
+    print(json.dumps({"benchmark": "gpu_step", **context(options.device), **about, "peaks": peaks.summary(), "steps": rows}))
+
+
+if __name__ == "__main__":
+    main()

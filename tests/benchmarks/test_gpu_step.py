@@ -1,0 +1,53 @@
+"""The benchmark of steps on a GPU: what it counts, that it runs, and what it says without a GPU."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from gpu_shapes import SHAPES
+from gpu_step import StepCost, parse_step
+
+from interpreted import HAS_DEVICE, MISSING
+from penstock.models.formats import WeightFormat
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*words):
+    command = [sys.executable, "benchmarks/gpu_step.py", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=280)
+
+
+def test_a_decode_reads_the_weights_and_the_kv():
+    """Llama-3.1-8B in bf16: 7.5e9 weights that multiply, and 131072 bytes of KV for a position."""
+    cost = StepCost(SHAPES["8b"], WeightFormat.BF16)
+    num_bytes = cost.num_bytes(parse_step("64x1@1023"))
+    assert num_bytes == pytest.approx(2 * 7.5e9 + 64 * 1024 * 131072, rel=0.01)
+
+
+def test_a_prompt_multiplies_with_every_weight_but_the_last_matrix_and_attends_to_what_came_before():
+    shape = SHAPES["8b"]
+    cost = StepCost(shape, WeightFormat.BF16)
+    head = shape.vocab_size * shape.hidden_size
+    alone = 2 * (shape.num_weights - head) * 2048 + 2 * head
+    attention = 4 * (2048 * 2049 / 2) * 32 * 4096
+    assert cost.operations(parse_step("1x2048@0")) == pytest.approx(alone + attention)
+    assert cost.operations(parse_step("1x2048@1000")) == pytest.approx(alone + attention + 4 * 2048 * 1000 * 32 * 4096)
+
+
+@pytest.mark.skipif(HAS_DEVICE, reason="there is a GPU")
+def test_without_a_gpu_it_says_why_and_ends_with_one():
+    done = run()
+    assert done.returncode == 1
+    assert "NVIDIA GPU" in done.stderr
+
+
+@pytest.mark.skipif(bool(MISSING), reason=f"{MISSING} is not installed")
+def test_it_runs_on_a_tiny_shape():
+    done = run("--self-test", "--depths", "2")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert [step["step"] for step in found["steps"]] == ["2x1@3", "1x4@0"]
+    assert all(0 < step["device_ms"] <= step["step_ms"] * 1.05 for step in found["steps"])
