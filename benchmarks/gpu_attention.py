@@ -1,0 +1,298 @@
+"""How near does the cuda backend's attention come to what the GPU can do: decodes, prefills, and steps with both?
+
+Rows over a paged cache of random keys and values, in blocks in no order, bf16 and int8, deterministic and not, for the heads of
+SmolLM2-135M, Qwen2.5-1.5B and Llama-3.1-8B. Layers are used in turn, more than the caches hold, as in a model. The bound is the
+larger of the operations (scores and weighted sums of the positions that each query sees) at the peak of a bf16 product and the
+bytes (keys, values, queries and answers once) at the speed of a copy, both measured in between; `share` is the bound over the
+time. Decodes are bound by memory, long prefills by the matrix units. A `captured decode` has the grid of a captured graph, made
+for rows of 32,768 positions. `rotate and write` is the kernel before the attention.
+
+    python benchmarks/gpu_attention.py
+    python benchmarks/gpu_attention.py --models llama-8b --kinds bf16 --modes default --block-sizes 16 64
+    python benchmarks/gpu_attention.py --self-test        # tiny, on a CPU, in Triton's interpreter: shows that it runs
+
+The last line printed is one JSON object. Without a usable GPU it says why and ends with 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpu_peaks import DeviceClock, GpuPeaks, context, require_gpu
+
+from penstock.types.kv_dtype import KvDtype
+
+if TYPE_CHECKING:
+    import torch
+
+    from penstock.backends.cuda.kv_cache import KvLayer
+    from penstock.backends.cuda.step import StepTensors
+
+COPIES_BYTES = 512 << 20
+"""Of the KV that the layers read: several times the largest cache."""
+MAX_LAYERS = 32
+LAYERS_OF_PREFILLS = 4
+"""These are long enough, and so many suffice."""
+CAPTURED_LEN = 32_768
+MODES = ("default", "deterministic")
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What a step's rows are: `decodes` with one query each, `prefills` with `query_len`, all after `context_len` positions."""
+
+    name: str
+    context_len: int
+    decodes: int = 0
+    prefills: int = 0
+    query_len: int = 0
+    is_captured: bool = False
+
+    @property
+    def query_lens(self) -> list[int]:
+        return [1] * self.decodes + [self.query_len] * self.prefills
+
+    @property
+    def num_visible(self) -> int:
+        """Positions that the queries see, added up."""
+        return sum(n * self.context_len + n * (n + 1) // 2 for n in self.query_lens)
+
+
+MODELS = {
+    "smollm2-135m": Heads(9, 3, 64),
+    "qwen2.5-1.5b": Heads(12, 2, 128),
+    "llama-8b": Heads(32, 8, 128),
+}
+CASES = (
+    Case("decode", 1023, decodes=1),
+    Case("decode", 32_767, decodes=1),
+    Case("decode", 1023, decodes=16),
+    Case("decode", 1023, decodes=64),
+    Case("captured decode", 1023, decodes=64, is_captured=True),
+    Case("decode", 8191, decodes=64),
+    Case("decode", 1023, decodes=256),
+    Case("prefill", 0, prefills=1, query_len=2048),
+    Case("prefill", 0, prefills=4, query_len=2048),
+    Case("prefill", 0, prefills=1, query_len=8192),
+    Case("chunk", 7680, prefills=1, query_len=512),
+    Case("chunk", 30_720, prefills=1, query_len=2048),
+    Case("mixed", 1023, decodes=63, prefills=1, query_len=512),
+)
+TINY = {"tiny": Heads(2, 1, 32)}
+TINY_CASES = (
+    Case("decode", 70, decodes=1),
+    Case("prefill", 3, prefills=1, query_len=5),
+    Case("mixed", 5, decodes=1, prefills=1, query_len=2),
+)
+
+
+def make_step(case: Case, block_size: int, device: str) -> StepTensors:
+    """Rows whose blocks lie in no order, none of them shared."""
+    import torch
+
+    from penstock.backends.cuda.step import StepTensors
+
+    lens = torch.tensor(case.query_lens)
+    num_rows, num_tokens = len(lens), int(lens.sum())
+    max_seq_len = case.context_len + max(case.query_lens)
+    per_row = -(-max_seq_len // block_size)
+    tables = 1 + torch.randperm(num_rows * per_row).view(num_rows, per_row)
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), lens.cumsum(0)])
+    rows = torch.repeat_interleave(torch.arange(num_rows), lens)
+    positions = case.context_len + torch.arange(num_tokens) - starts[rows]
+    slots = tables[rows, positions // block_size] * block_size + positions % block_size
+
+    def place(values: torch.Tensor) -> torch.Tensor:
+        return values.to(torch.int32).to(device)
+
+    return StepTensors(
+        token_ids=place(torch.zeros(num_tokens)),
+        positions=place(positions),
+        row_of_token=place(rows),
+        slot_mapping=slots.to(device),
+        query_start_loc=place(starts),
+        context_lens=place(torch.full((num_rows,), case.context_len)),
+        block_tables=place(tables),
+        sample_tokens=place(starts[1:] - 1),
+        num_tokens=num_tokens,
+        num_rows=num_rows,
+        num_samples=num_rows,
+        max_query_len=max(case.query_lens),
+        max_seq_len=CAPTURED_LEN if case.is_captured else max_seq_len,
+    )
+
+
+def position_bytes(heads: Heads, kind: KvDtype, dtype: torch.dtype) -> int:
+    """Of one position's keys and values in one layer."""
+    from penstock.backends.cuda.kv_cache import block_bytes
+
+    sizes = {"num_kv_heads": heads.num_kv_heads, "head_dim": heads.head_dim}
+    return block_bytes(num_layers=1, block_size=1, kv_dtype=kind, dtype=dtype, **sizes)
+
+
+def make_layers(case: Case, heads: Heads, kind: KvDtype, block_size: int, dtype: torch.dtype, device: str) -> list[KvLayer]:
+    """Layers of random numbers, as many as exceed the caches."""
+    from penstock.backends.cuda.kv_cache import PagedKvCache
+
+    num_rows = len(case.query_lens)
+    num_blocks = 1 + num_rows * -(-(case.context_len + max(case.query_lens)) // block_size)
+    most = (LAYERS_OF_PREFILLS if case.prefills else MAX_LAYERS) if device == "cuda" else 1
+    wanted = -(-COPIES_BYTES // (num_blocks * block_size * position_bytes(heads, kind, dtype)))
+    cache = PagedKvCache(
+        num_layers=min(most, wanted),
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_kv_heads=heads.num_kv_heads,
+        head_dim=heads.head_dim,
+        kv_dtype=kind,
+        dtype=dtype,
+        device=device,
+    )
+    layers = [cache.layer(i) for i in range(min(most, wanted))]
+    for layer in layers:
+        for values, scales in ((layer.k, layer.k_scale), (layer.v, layer.v_scale)):
+            if scales is None:
+                values.normal_()
+            else:
+                values.random_(-127, 128)
+                scales.fill_(2.0**-6)
+    return layers
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What all cases have in common."""
+
+    clock: DeviceClock
+    peaks: GpuPeaks
+    dtype: torch.dtype
+
+    def measure(self, case: Case, heads: Heads, kind: KvDtype, mode: str, block_size: int) -> dict[str, dict[str, float]]:
+        """Figures of the attention of one layer, and of the kernel before it."""
+        import torch
+
+        device, dtype = self.clock.device, self.dtype
+        step = make_step(case, block_size, device)
+        layers = make_layers(case, heads, kind, block_size, dtype, device)
+        widths = [n * heads.head_dim for n in (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)]
+        q, k, v = torch.randn((step.num_tokens, sum(widths)), dtype=dtype, device=device).split(widths, 1)
+        kv_bytes = position_bytes(heads, kind, dtype)
+        num_read = sum(case.context_len + n for n in case.query_lens)
+        return {
+            "attention": self._figures(
+                self._attentions(q, layers, step, heads, mode),
+                operations=4.0 * case.num_visible * heads.num_heads * heads.head_dim,
+                num_bytes=num_read * kv_bytes + 2 * step.num_tokens * widths[0] * dtype.itemsize,
+            ),
+            "rotate and write": self._figures(
+                self._writes(q, k, v, layers, step, heads),
+                operations=0.0,
+                num_bytes=step.num_tokens * (kv_bytes + (widths[0] + sum(widths)) * dtype.itemsize),
+            ),
+        }
+
+    def _figures(self, launches: Sequence[Callable[[], None]], operations: float, num_bytes: float) -> dict[str, float]:
+        seconds = self.clock.seconds(launches)
+        return {
+            "us": round(seconds * 1e6, 2),
+            "gbs": round(num_bytes / seconds / 1e9, 1),
+            "tflops": round(operations / seconds / 1e12, 2),
+            "share": round(self.peaks.bound_s(operations, num_bytes) / seconds, 3),
+        }
+
+    def _attentions(
+        self, q: torch.Tensor, layers: Sequence[KvLayer], step: StepTensors, heads: Heads, mode: str
+    ) -> list[Callable[[], None]]:
+        import torch
+
+        from penstock.backends.cuda.kernels.attention import AttentionWorkspace, paged_attention
+
+        deterministic = mode == "deterministic"
+        workspace = AttentionWorkspace.allocate(
+            max_rows=step.num_rows,
+            max_model_len=step.max_seq_len,
+            device=q.device,
+            deterministic=deterministic,
+            **asdict(heads),
+        )
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        rest = {"window": 0, "softcap": 0.0, "workspace": workspace, "deterministic": deterministic, **asdict(heads)}
+        scale = heads.head_dim**-0.5
+        return [partial(paged_attention, out, q, layer, step, scale=scale, **rest) for layer in layers]
+
+    def _writes(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layers: Sequence[KvLayer],
+        step: StepTensors,
+        heads: Heads,
+    ) -> list[Callable[[], None]]:
+        from penstock.backends.cuda.kernels.rope_kv import rope_q_k_and_write, rope_table
+
+        half = heads.head_dim // 2
+        num_positions = int(step.positions.max()) + 1
+        table = rope_table([1e4 ** (-i / half) for i in range(half)], 1.0, num_positions, q.device)
+        counts = {"num_heads": heads.num_heads, "num_kv_heads": heads.num_kv_heads}
+        return [partial(rope_q_k_and_write, q, k, v, layer, step, table, **counts) for layer in layers]
+
+
+def run(models: dict[str, Heads], cases: Sequence[Case], args: argparse.Namespace, device: str) -> dict[str, Any]:
+    """All cases; prints one line for each."""
+    import torch
+
+    clock = DeviceClock(device)
+    bench = Bench(clock, GpuPeaks(clock), torch.bfloat16 if device == "cuda" else torch.float32)
+    results = []
+    for (model, heads), case in itertools.product(models.items(), cases):
+        bench.peaks.sample()
+        for kind, mode, block_size in itertools.product(map(KvDtype, args.kinds), args.modes, args.block_sizes):
+            figures = bench.measure(case, heads, kind, mode, block_size)
+            shares = ", ".join(f"{name} {f['share'] * 100:.0f}% of the bound, {f['us']} us" for name, f in figures.items())
+            shape = f"{case.decodes} decodes + {case.prefills} x {case.query_len} after {case.context_len}"
+            print(f"{model:13} {case.name:15} {shape:36} {kind:5} {mode:14} blocks of {block_size:3}: {shares}", flush=True)
+            results.append(
+                {"model": model, **asdict(case), "kind": kind.value, "mode": mode, "block_size": block_size, **figures}
+            )
+    return {"benchmark": "gpu_attention", **context(device), "peaks": bench.peaks.summary(), "cases": results}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument(
+        "--kinds", nargs="+", choices=[kind.value for kind in KvDtype], default=[kind.value for kind in KvDtype]
+    )
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--block-sizes", nargs="+", type=int, default=[16])
+    parser.add_argument("--self-test", action="store_true", help="tiny steps on a CPU; its figures mean nothing")
+    args = parser.parse_args()
+    if args.self_test:
+        sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+        from interpreted import DEVICE  # chooses the interpreter, before anything imports triton
+
+        result = run(TINY, TINY_CASES, args, DEVICE)
+    else:
+        require_gpu()
+        result = run({name: MODELS[name] for name in args.models}, CASES, args, "cuda")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""The attention of an 8B shape compiles for an H100 or H200, and what ptxas says of it is what it was tuned for."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+SHARED_BYTES_OF_A_PROGRAM = 227 << 10
+Kernel = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[Kernel]:
+    """In a process of its own: here, kernels are for the interpreter."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1]), *sys.path])
+    command = [sys.executable, str(HERE / "attention_sm90.py")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    found: list[Kernel] = json.loads(done.stdout)
+    return found
+
+
+def test_every_kernel_compiles_and_fits(kernels: list[Kernel]) -> None:
+    names = {"decode_kernel", "merge_kernel", "prefill_kernel", "_rope_kernel", "_write_kernel"}
+    assert {kernel["name"] for kernel in kernels} == names
+    assert all(kernel["shared_bytes"] <= SHARED_BYTES_OF_A_PROGRAM for kernel in kernels)
+
+
+def test_matrix_instructions_do_not_wait_for_each_other(kernels: list[Kernel]) -> None:
+    prefills = [kernel for kernel in kernels if kernel["name"] == "prefill_kernel"]
+    assert all(kernel["num_matrix_instructions"] >= 24 for kernel in prefills)
+    assert [kernel["case"] for kernel in kernels if kernel["is_serialised"]] == []
+
+
+def test_three_decodes_share_a_multiprocessor(kernels: list[Kernel]) -> None:
+    """Of 128 threads each, unless they are deterministic."""
+    decodes = [k for k in kernels if k["name"] == "decode_kernel" and "deterministic" not in k["case"]]
+    assert len(decodes) == 3 * 2
+    for kernel in decodes:
+        assert 3 * kernel["shared_bytes"] <= SHARED_BYTES_OF_A_PROGRAM
+        assert kernel["registers"] <= 168 or "int8" in kernel["case"]
+        assert kernel["spilled_bytes"] == 0
+
+
+def test_little_is_spilled(kernels: list[Kernel]) -> None:
+    """What is spilled now is so between two loops."""
+    assert [kernel for kernel in kernels if kernel["spilled_bytes"] > 64] == []
