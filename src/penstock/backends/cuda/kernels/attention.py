@@ -221,10 +221,10 @@ class _Launch:
             workspace.parts,
             workspace.stats,
             splits.num_parts,
+            int(splits.is_direct),
             *self._tensors(),
             **self._constants(),
             **cut,
-            IS_DIRECT=splits.is_direct,
             **shape.options(),
         )
         if splits.is_direct:
@@ -254,11 +254,11 @@ class _Launch:
         num_tiles = self.step.num_tokens // queries + self.step.num_rows
         prefill_kernel[(self.num_kv_heads, num_tiles)](
             self.step.num_rows,
+            int(leaves_decodes),
             *self._tensors(),
             **self._constants(),
             SPLIT_TILES=self._split_tiles(shape),
             QUERIES=queries,
-            LEAVES_DECODES=leaves_decodes,
             **shape.options(),
         )
 

@@ -11,6 +11,8 @@ from penstock.backends.cuda.kernels.online_softmax import merge, normalised, wal
 
 MERGED_AT_ONCE = tl.constexpr(8)
 """Parts whose loads are in flight together."""
+UNSPECIALISED = ["tables_ptr", "query_start_loc_ptr", "context_lens_ptr"]
+"""Arrays of a step, which may lie anywhere: a kernel compiled anew for each alignment would stop the server for seconds."""
 
 
 @triton.jit
@@ -31,11 +33,12 @@ def _splits(
         return first, end, first, tiles, (end - first + tiles - 1) // tiles
 
 
-@triton.jit(do_not_specialize=["num_parts"])
+@triton.jit(do_not_specialize=["num_parts", "is_direct", *UNSPECIALISED])
 def decode_kernel(
     parts_ptr,
     stats_ptr,
     num_parts,
+    is_direct,
     out_ptr,
     q_ptr,
     k_ptr,
@@ -62,10 +65,12 @@ def decode_kernel(
     SOFTCAP: tl.constexpr,
     IS_INT8: tl.constexpr,
     LEAST_TILES: tl.constexpr,
-    IS_DIRECT: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Of one row with one query, one KV head: every so many parts of its context, as many as there are programs for it."""
+    """Of one row with one query, one KV head: every so many parts of its context, as many as there are programs for it.
+
+    `is_direct` says that there is one part: the answer.
+    """
     # Heads are the fastest to change: programs that run together read neighbouring memory.
     kv_head, row = tl.program_id(0), tl.program_id(1)
     token = tl.load(query_start_loc_ptr + row)
@@ -94,7 +99,7 @@ def decode_kernel(
             stop, position + 1, factor, softcap_factor, NUM_KV_HEADS, HEAD_DIM, COLUMNS, KEY_GROUP, BLOCK_SIZE, TILE, WINDOW,
             SOFTCAP, IS_INT8, False,
         )  # fmt: skip
-        if IS_DIRECT:
+        if is_direct != 0:
             at = out_ptr + token.to(tl.int64) * out_stride + head[:, None] * HEAD_DIM + column[None, :]
             tl.store(at, normalised(acc, total).to(out_ptr.dtype.element_ty), mask=is_q)
         else:
@@ -104,7 +109,7 @@ def decode_kernel(
             tl.store(stats_ptr + place * 2 + 1, total, mask=m < GROUP)
 
 
-@triton.jit(do_not_specialize=["num_parts", "num_programs"])
+@triton.jit(do_not_specialize=["num_parts", "num_programs", *UNSPECIALISED[1:]])
 def merge_kernel(
     out_ptr,
     parts_ptr,
@@ -161,9 +166,10 @@ def _row_of_tile(query_start_loc_ptr, tile, num_rows, QUERIES: tl.constexpr):
     return low
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "leaves_decodes", *UNSPECIALISED])
 def prefill_kernel(
     num_rows,
+    leaves_decodes,
     out_ptr,
     q_ptr,
     k_ptr,
@@ -190,17 +196,19 @@ def prefill_kernel(
     SOFTCAP: tl.constexpr,
     IS_INT8: tl.constexpr,
     QUERIES: tl.constexpr,
-    LEAVES_DECODES: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """`QUERIES` queries of one row and all query heads of one KV head, over their whole context."""
+    """`QUERIES` queries of one row and all query heads of one KV head, over their whole context.
+
+    `leaves_decodes` says that `decode_kernel` computes the rows with one query.
+    """
     kv_head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # A row's last queries see the most: they start first.
     row = _row_of_tile(query_start_loc_ptr, tile, num_rows, QUERIES)
     start = tl.load(query_start_loc_ptr + row)
     query_len = tl.load(query_start_loc_ptr + row + 1) - start
     first_query = (tile - (start // QUERIES + row)) * QUERIES
-    if first_query >= query_len or (LEAVES_DECODES and query_len == 1):
+    if first_query >= query_len or (leaves_decodes != 0 and query_len == 1):
         return
     context_len = tl.load(context_lens_ptr + row)
     m = tl.arange(0, BLOCK_M)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 HEADS_PER_PROGRAM = 8
 """Of `rope` alone."""
+UNSPECIALISED = ["positions_ptr", "slots_ptr"]
+"""Arrays of a step, which may lie anywhere: nothing is to be compiled for where they do."""
 SMALLEST_SCALE = tl.constexpr(1e-24)
 """Of an int8, as in the reference: its inverse is finite."""
 
@@ -134,7 +136,7 @@ def _write(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALISED[:1])
 def _rope_kernel(
     x_ptr,
     positions_ptr,
@@ -169,7 +171,7 @@ def _rotate_heads(row_ptr, head, is_head, table_ptr, HEAD_DIM: tl.constexpr, HAL
     tl.store(at + HALF, (second * cos + first * sin).to(row_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def _write_kernel(
     q_ptr,
     k_ptr,
