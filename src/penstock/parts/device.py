@@ -142,16 +142,14 @@ def num_threads(backend: BackendConfig) -> int:
 
 
 def check_block_size(config: Config) -> None:
-    """Before anything is loaded: the kernels of two backends want multiples."""
+    """Before anything is loaded: the native kernels keep keys in tiles."""
     from penstock.backends.native import KV_TILE
 
     size = config.kv.block_size
-    multiple = {Backend.NATIVE.value: KV_TILE, Backend.CUDA.value: cuda.BLOCK_MULTIPLE}.get(config.backend.backend or "", 1)
-    if size % multiple:
+    if config.backend.backend == Backend.NATIVE and size % KV_TILE:
         raise ConfigError(
-            f"block_size {size} is no multiple of {multiple}: the {config.backend.backend} backend keeps keys in tiles of "
-            f"{multiple} positions.",
-            remedy=f"Set --block-size to {max(1, round(size / multiple)) * multiple}.",
+            f"block_size {size} is no multiple of {KV_TILE}: the native backend keeps keys in tiles of {KV_TILE} positions.",
+            remedy=f"Set --block-size to {max(1, round(size / KV_TILE)) * KV_TILE}.",
         )
 
 

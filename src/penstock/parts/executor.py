@@ -4,7 +4,7 @@ Called by the composition root; runs no step but those of a profile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,8 @@ EXECUTORS: Mapping[str, str] = {
 
 def build_executor(config: Config, model: LoadedModel, kv: KvPlan) -> Executor:
     """The backend of a settled config, with the model's weights in it."""
-    return _make(config, model, kv.max_model_len, kv.num_blocks)
+    executor: Executor = _make(config, model, kv.max_model_len, kv.num_blocks)
+    return executor
 
 
 def plan_memory(config: Config, model: LoadedModel, available_bytes: int) -> tuple[KvPlan, Executor | None]:
@@ -64,6 +65,8 @@ def _measure(config: Config, model: LoadedModel) -> tuple[KvPlan, Executor]:
             f"The weights and a step of {max_step_tokens(config)} tokens do not fit the GPU: {error}",
             remedy="Lower --max-num-batched-tokens, take a smaller model, or end what else uses the GPU.",
         ) from error
+    except ValueError as error:  # more rows times tokens than the device's tables can address
+        raise ConfigError(f"{error}.", remedy="Lower --max-model-len or --max-num-seqs.") from error
     try:
         plan = plan_gpu_kv(
             model.spec,
@@ -73,17 +76,18 @@ def _measure(config: Config, model: LoadedModel) -> tuple[KvPlan, Executor]:
             block_bytes=executor.block_bytes,
             memory=GpuMemory(usage.total_bytes, usage.free_bytes, usage.used_bytes),
         )
-    finally:
+        executor.resize(plan.num_blocks, max_model_len=plan.max_model_len)
+    except BaseException:
         executor.close()
-    return plan, _make(config, model, plan.max_model_len, plan.num_blocks)
+        raise
+    return plan, executor
 
 
-def _make(config: Config, model: LoadedModel, max_model_len: int, num_blocks: int) -> Executor:
+def _make(config: Config, model: LoadedModel, max_model_len: int, num_blocks: int) -> Any:
     from penstock.models.registry import describe
 
     module, _, attribute = EXECUTORS[config.backend.backend or Backend.NATIVE.value].partition(":")
-    make: Callable[..., Executor] = getattr(import_module(module), attribute)
-    return make(
+    return getattr(import_module(module), attribute)(
         model,
         describe(model.spec),
         num_blocks=num_blocks,

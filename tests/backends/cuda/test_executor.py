@@ -132,6 +132,22 @@ def test_blocks_that_come_later_are_appended(executor: CudaExecutor) -> None:
     assert pipe.tokens("a") == answer([4, 5, 6], 8)
 
 
+def test_one_of_another_size_is_as_good_as_new(executor: CudaExecutor) -> None:
+    pipe = Pipe(executor)
+    pipe.step([RowPlan("a", 0, 3, (), True)], [admit("a", [4, 5, 6], [2, 1])])
+    pipe.step(decodes({"a": 3}))
+    pipe.step([], releases=["a"])
+    assert pipe.tokens("a") == answer([4, 5, 6], 2)
+    executor.resize(40, max_model_len=12)
+    assert (executor.capacity.num_blocks, executor.capacity.max_model_len) == (40, 12)
+    pipe.step([RowPlan("b", 0, 3, (), True)], [admit("b", [6, 5, 4], [39, 20])])
+    for context in range(3, 7):
+        pipe.step(decodes({"b": context}))
+    assert pipe.tokens("b") == answer([6, 5, 4], 5)
+    with pytest.raises(ValueError, match="lengths of 13"):
+        executor.resize(40, max_model_len=13)
+
+
 def test_who_gets_a_slot_does_not_get_the_token_of_who_had_it(monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
     with opened(monkeypatch, depth=depth, max_rows=1) as executor:
         pipe = Pipe(executor)

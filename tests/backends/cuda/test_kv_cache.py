@@ -51,6 +51,19 @@ def test_layers_are_apart(kv_dtype: KvDtype) -> None:
     assert not any(cache.layer(i).k.any() for i in range(SIZES["num_layers"]))
 
 
+def test_another_size_is_seen_by_who_has_a_layer(kv_dtype: KvDtype) -> None:
+    cache = make(kv_dtype)
+    fill(cache)
+    layer = cache.layer(1)
+    cache.resize(9)
+    assert cache.layer(1) is layer
+    assert layer.k.shape[0] == layer.v.shape[0] == 9
+    assert cache.num_bytes == 9 * cache.block_bytes == 9 * make(kv_dtype).block_bytes
+    assert not layer.k.any()
+    cache.layer(0).v.fill_(1)
+    assert not layer.v.any(), "layers are apart"
+
+
 def test_copies_go_in_order(kv_dtype: KvDtype) -> None:
     cache = make(kv_dtype)
     fill(cache)

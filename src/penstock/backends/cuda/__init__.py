@@ -11,8 +11,6 @@ import re
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-BLOCK_MULTIPLE = 16
-"""Block sizes must be multiples of this: the attention kernels multiply tiles of 16 positions."""
 MIN_CAPABILITY = (8, 0)
 """Tensor cores that multiply bf16: Ampere, 2020."""
 MIN_VERSIONS = (("torch", (2, 8)), ("triton", (3, 4)))

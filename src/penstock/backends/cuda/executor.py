@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -87,14 +87,13 @@ class CudaExecutor:
         self._depth = depth
         self._device = torch.device(device)
         self._stream = open_stream(self._device, spins=depth == 1)
-        self._batches = BatchBuilder(self._capacity, vocab_size=program.vocab_size)
+        self._vocab_size = program.vocab_size
+        self._batches = BatchBuilder(self._capacity, vocab_size=self._vocab_size)
         self._flights: deque[_Flight] = deque()
         self._is_closed = False
         is_gpu = self._device.type == "cuda"
-        self._graphs: DecodeGraphs | None = None
-        if use_graphs:
-            capture = CudaCapture() if is_gpu else Captured.without_device
-            self._graphs = DecodeGraphs(max_rows=max_rows, max_model_len=max_model_len, capture=capture)
+        self._use_graphs = use_graphs
+        self._graphs = self._make_graphs()
         with self._stream.entered():
             try:
                 self._make_device_parts(
@@ -107,6 +106,13 @@ class CudaExecutor:
                 )
             except torch.OutOfMemoryError as error:
                 raise MemoryError(f"the GPU has no room for the model and {num_blocks} KV blocks: {error}") from error
+
+    def _make_graphs(self) -> DecodeGraphs | None:
+        """None is captured yet."""
+        if not self._use_graphs:
+            return None
+        capture = CudaCapture() if self._device.type == "cuda" else Captured.without_device
+        return DecodeGraphs(max_rows=self._capacity.max_rows, max_model_len=self._capacity.max_model_len, capture=capture)
 
     def _make_device_parts(
         self,
@@ -161,6 +167,22 @@ class CudaExecutor:
         return self._depth
 
     # KV blocks.
+
+    def resize(self, num_blocks: int, *, max_model_len: int) -> None:
+        """Another number of KV blocks, without content, and a limit of lengths that is no larger than the one before.
+
+        Only while no request is known. Raises MemoryError if there is no room; then nothing but `close` may be called.
+        """
+        if self._flights or max_model_len > self._capacity.max_model_len:
+            raise ValueError(f"can't go from {self._capacity} to {num_blocks} blocks and lengths of {max_model_len}")
+        self._capacity = replace(self._capacity, num_blocks=num_blocks, max_model_len=max_model_len)
+        self._batches = BatchBuilder(self._capacity, vocab_size=self._vocab_size)
+        self._graphs = self._make_graphs()
+        with self._stream.entered():
+            try:
+                self._cache.resize(num_blocks)
+            except torch.OutOfMemoryError as error:
+                raise MemoryError(f"the GPU has no room for {num_blocks} KV blocks: {error}") from error
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Raises ValueError for a block that is not in the pool."""

@@ -20,9 +20,12 @@ VALUE_SCALE_DTYPE = torch.float32
 """The same numbers. There is one per head, and a GPU copies no fewer than four bytes while it computes."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class KvLayer:
-    """One layer's part of the cache, for kernels. A token's slot is block_id * block_size + offset."""
+    """One layer's part of the cache, for kernels. A token's slot is block_id * block_size + offset.
+
+    The cache writes to it when it gets another size, nobody else.
+    """
 
     k: torch.Tensor
     """[num_blocks, block_size, num_kv_heads, head_dim], contiguous, as `v`; int8, or what the model computes in."""
@@ -78,17 +81,37 @@ class PagedKvCache:
         self._block_size = block_size
         self._poison = poison
         self._device = torch.device(device)
-        shape = (num_layers, num_blocks, block_size, num_kv_heads)
-        is_int8 = kv_dtype is KvDtype.INT8
-        kept = torch.int8 if is_int8 else dtype
-        self._k = torch.zeros((*shape, head_dim), dtype=kept, device=self._device)
-        self._v = torch.zeros_like(self._k)
+        self._num_kv_heads, self._head_dim = num_kv_heads, head_dim
+        self._dtype = torch.int8 if kv_dtype is KvDtype.INT8 else dtype
         self._scales: tuple[torch.Tensor, ...] = ()
         """Of keys, of values."""
-        if is_int8:
-            k_scale = torch.zeros((*shape, key_groups(head_dim)), dtype=KEY_SCALE_DTYPE, device=self._device)
+        self._allocate(num_layers, num_blocks)
+        self._layers = [KvLayer(*self._of_layer(i)) for i in range(num_layers)]
+
+    def _allocate(self, num_layers: int, num_blocks: int) -> None:
+        shape = (num_layers, num_blocks, self._block_size, self._num_kv_heads)
+        self._k = torch.zeros((*shape, self._head_dim), dtype=self._dtype, device=self._device)
+        self._v = torch.zeros_like(self._k)
+        if self.kv_dtype is KvDtype.INT8:
+            k_scale = torch.zeros((*shape, key_groups(self._head_dim)), dtype=KEY_SCALE_DTYPE, device=self._device)
             self._scales = k_scale, torch.zeros(shape, dtype=VALUE_SCALE_DTYPE, device=self._device)
         self._poison_slots(slice(NULL_BLOCK + 1, None), 0)
+
+    def resize(self, num_blocks: int) -> None:
+        """Another number of blocks, all without content; whoever has a layer has the new one. Graphs have the old one.
+
+        What it had is freed first. After an error of the device the cache can't be used.
+        """
+        empty = self._k.new_empty(0)
+        self._k = self._v = empty
+        self._scales = ()
+        for layer in self._layers:
+            layer.k, layer.v, layer.k_scale, layer.v_scale = empty, empty, None, None
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        self._allocate(len(self._layers), num_blocks)
+        for i, layer in enumerate(self._layers):
+            layer.k, layer.v, layer.k_scale, layer.v_scale = self._of_layer(i)
 
     @property
     def _parts(self) -> tuple[torch.Tensor, ...]:
@@ -96,8 +119,12 @@ class PagedKvCache:
         return (self._k, self._v, *self._scales)
 
     def layer(self, index: int) -> KvLayer:
+        """The same object each time."""
+        return self._layers[index]
+
+    def _of_layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         k_scale, v_scale = (scale[index] for scale in self._scales) if self._scales else (None, None)
-        return KvLayer(self._k[index], self._v[index], k_scale, v_scale)
+        return self._k[index], self._v[index], k_scale, v_scale
 
     @property
     def block_bytes(self) -> int:
