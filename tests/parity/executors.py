@@ -58,9 +58,30 @@ def _make_reference(model: LoadedModel, program: Program, num_blocks: int, varia
     )
 
 
-DEFAULT_KV_DTYPES = {"native": KvDtype.INT8, "reference": KvDtype.BF16}
+def _make_cuda(model: LoadedModel, program: Program, num_blocks: int, variant: str, kv_dtype: KvDtype) -> ParityExecutor:
+    """On a GPU, or on CPU tensors in Triton's interpreter, if that was chosen before triton was imported."""
+    import torch
+
+    from penstock.backends.cuda.executor import CudaExecutor
+
+    if variant:
+        raise ValueError("the cuda backend has no variants")
+    return CudaExecutor(
+        model,
+        program,
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        max_rows=MAX_ROWS,
+        max_step_tokens=MAX_STEP_TOKENS,
+        max_model_len=model.spec.max_model_len,
+        kv_dtype=kv_dtype,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+    )
+
+
+DEFAULT_KV_DTYPES = {"native": KvDtype.INT8, "reference": KvDtype.BF16, "cuda": KvDtype.BF16}
 FACTORIES: Mapping[str, Callable[[LoadedModel, Program, int, str, KvDtype], ParityExecutor]] = MappingProxyType(
-    {"native": _make_native, "reference": _make_reference}
+    {"native": _make_native, "reference": _make_reference, "cuda": _make_cuda}
 )
 
 
@@ -70,7 +91,8 @@ def open_executor(
 ) -> Iterator[ParityExecutor]:
     """An executor with KV for `num_tokens` and one block more per row. `variant` forces an instruction set of `native`.
 
-    KV is of 8 bits by default, as users get it, and of 16 with the reference backend, as the checkpoints' own code has it.
+    KV is of 8 bits by default, as users get it, and of 16 with the others: users of a GPU get it so, and the checkpoints' own
+    code has it.
     """
     model = load_model(source)
     num_blocks = 1 + MAX_ROWS + -(-num_tokens // BLOCK_SIZE)
