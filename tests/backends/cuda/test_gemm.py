@@ -152,6 +152,39 @@ def test_half_precision(fmt: WeightFormat) -> None:
     np.testing.assert_allclose(found, expected(tensors, x), rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.parametrize("fmt", [WeightFormat.F32, WeightFormat.Q4_1])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("is_split", [False, True])
+def test_what_follows_a_product_is_the_same_in_one_kernel(
+    fmt: WeightFormat, deterministic: bool, is_split: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_split:
+        monkeypatch.setattr(gemm, "LEAST_STEPS", 1)
+    device = torch.device(DEVICE)
+    tensor, x = weights(fmt, 40, 192), activations(3, 192)
+    bias, residual, scale = activations(1, 40, 2)[0], activations(3, 40, 3), activations(1, 40, 4)[0]
+    workspace = Workspace(device, torch.float32)
+    linear = Linear.from_weights(
+        [tensor], torch.from_numpy(bias).to(device), torch.float32, device, workspace, deterministic=deterministic
+    )
+    linear.reserve(3)
+    workspace.allocate()
+    assert gemm.is_split(linear.matrices[0], 3) == is_split
+
+    x_there, out = torch.from_numpy(x).to(device), torch.from_numpy(residual.copy()).to(device)
+    normed = torch.full((3, 40), torch.nan, device=device)
+    linear.and_norm(out, normed, x_there, out, torch.from_numpy(scale).to(device), 1e-3)
+    total = expected([tensor], x, bias, residual)
+    np.testing.assert_allclose(out.cpu().numpy(), total, rtol=1e-4, atol=1e-4)
+    wanted = total / np.sqrt((total**2).mean(1, keepdims=True) + 1e-3) * scale
+    np.testing.assert_allclose(normed.cpu().numpy(), wanted, rtol=1e-4, atol=1e-4)
+
+    gated, both = torch.full((3, 20), torch.nan, device=device), torch.full((3, 40), torch.nan, device=device)
+    linear.and_gate(gated, both, x_there, "silu")
+    gate, up = np.split(expected([tensor], x, bias), 2, axis=1)
+    np.testing.assert_allclose(gated.cpu().numpy(), gate / (1 + np.exp(-gate)) * up, rtol=1e-4, atol=1e-4)
+
+
 def test_no_token_is_no_launch() -> None:
     for deterministic in (False, True):
         assert product([dense(4, 32)], activations(0, 32), deterministic=deterministic).shape == (0, 4)

@@ -83,6 +83,16 @@ def test_every_format_gives_the_references_logits(matrix_type: str, deterministi
     np.testing.assert_allclose(found, wanted, **CLOSE)
 
 
+def test_products_in_splits_give_the_references_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.backends.cuda.kernels.gemm.LEAST_STEPS", 1)
+    for matrix_type, deterministic in (("Q4_1", False), ("F32", True)):
+        wide = replace(SMALL, num_layers=1, hidden_size=128, intermediate_size=160)
+        both = twins(gguf(tmp_path, wide, matrix_type), deterministic=deterministic)
+        for step in (((0, 5), (1, 1)), ((0, 1), (1, 1))):
+            wanted, found = both.step(*step)
+            np.testing.assert_allclose(found, wanted, **CLOSE)
+
+
 def test_rows_that_do_not_sample_have_no_logits(tmp_path: Path) -> None:
     both = twins(gguf(tmp_path, SMALL, "F32"))
     wanted, found = both.step((0, 4), (1, 5), samples=[])

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
-from penstock.backends.cuda.kernels import dequantise, gemm
+from penstock.backends.cuda.kernels import activation, dequantise, gemm, norm, splits
 from penstock.backends.cuda.weights import DenseMatrix, Matrix, QuantisedMatrix, load_matrices
+from penstock.models.program import Activation
 from penstock.models.weights import WeightTensor
 
 MAX_FUSED_TOKENS = 128
@@ -103,13 +104,51 @@ class Linear:
             )
             begin = end
 
+    def and_norm(
+        self,
+        out: torch.Tensor,
+        normed: torch.Tensor,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float,
+    ) -> None:
+        """The product in `out`, and its RMS norm, of whole rows, in `normed`: at once where the product is a sum of splits."""
+        product = self._splits(x)
+        if product is None:
+            self(out, x, residual)
+            norm.rms_norm(normed, out, weight, eps)
+        else:
+            splits.add_splits_and_norm(out, normed, product, self._bias, residual, weight, eps)
+
+    def and_gate(self, out: torch.Tensor, both: torch.Tensor, x: torch.Tensor, kind: Activation) -> None:
+        """out = activation(the first half of the product) * the second half; `both` has room for the product."""
+        product = self._splits(x)
+        if product is None:
+            self(both, x)
+            width = out.shape[1]
+            activation.gated(out, both[:, :width], both[:, width:], kind)
+        else:
+            splits.add_splits_and_gate(out, product, self._bias, kind)
+
+    def _splits(self, x: torch.Tensor) -> splits.Splits | None:
+        """The product as it is to be added up, if it may be rounded once where it would be twice otherwise."""
+        matrix = self.matrices[0]
+        if len(self.matrices) > 1 or isinstance(matrix, DenseMatrix) or self._deterministic:
+            return None
+        return gemm.multiply_splits(self._workspace.partials, x, matrix) if gemm.is_split(matrix, len(x)) else None
+
     def _multiply(
         self, out: torch.Tensor, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None, residual: torch.Tensor | None
     ) -> None:
-        is_few = isinstance(matrix, QuantisedMatrix) and x.shape[0] <= MAX_FUSED_TOKENS
+        is_few = isinstance(matrix, QuantisedMatrix) and len(x) <= MAX_FUSED_TOKENS
         if self._deterministic or is_few:
-            partials = self._workspace.partials
-            gemm.matmul(out, x, matrix, partials=partials, bias=bias, residual=residual, is_fixed=self._deterministic)
+            is_fixed = self._deterministic
+            if gemm.is_split(matrix, len(x)):
+                product = gemm.multiply_splits(self._workspace.partials, x, matrix, is_fixed=is_fixed)
+                splits.add_splits(out, product, bias, residual)
+            else:
+                gemm.multiply(out, x, matrix, bias=bias, residual=residual, is_fixed=is_fixed)
         elif isinstance(matrix, DenseMatrix):
             dense_product(out, x, matrix.values, bias, residual)
         else:

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 
 import torch
 
+from penstock.backends.cuda.buffers import Buffers, lie_side_by_side, together
 from penstock.backends.cuda.kernels import activation, attention, dequantise, norm, rope_kv
 from penstock.backends.cuda.kv_cache import PagedKvCache
 from penstock.backends.cuda.linear import Linear as LinearProduct
 from penstock.backends.cuda.linear import Workspace
+from penstock.backends.cuda.patterns import gated_at, linear_run, normed_sum_at, written_keys_at
 from penstock.backends.cuda.step import StepTensors
 from penstock.backends.cuda.weights import Matrix, load_matrices, load_vector
 from penstock.models.key_centre import key_centre
@@ -40,7 +42,7 @@ from penstock.models.weights import WeightTensor
 from penstock.types.errors import ModelError
 from penstock.types.kv_dtype import KvDtype
 
-Launch = Callable[[StepTensors], None]
+Launch = Callable[[StepTensors], object]
 REMEDY = "Use --device cpu --backend reference for this architecture."
 
 
@@ -107,7 +109,6 @@ class _Lowering:
     ) -> None:
         self._program = program
         self._ops = program.ops
-        self._widths = dict(program.buffers)
         self._weights = weights
         self._cache = cache
         self._dtype = dtype
@@ -118,8 +119,9 @@ class _Lowering:
         self._attention: attention.AttentionWorkspace | None = None
         self._products: list[LinearProduct] = []
         self._tables: dict[tuple[tuple[float, ...], float], torch.Tensor] = {}
-        self._buffers: dict[tuple[str, bool], torch.Tensor] = {}
-        """(name, whether it has a row per sample and not per token) -> all of its rows."""
+        self._buffers = Buffers(
+            program, dtype, device, max_tokens=limits.max_tokens, max_samples=limits.max_samples, remedy=REMEDY
+        )
         self._matrices: dict[str, list[Matrix]] = {}
         """Of products with one weight, which an embedding may share."""
         self._is_on_samples = False
@@ -130,11 +132,9 @@ class _Lowering:
 
     @property
     def buffer_bytes(self) -> int:
-        owned = {buffer.untyped_storage().data_ptr(): buffer.untyped_storage().nbytes() for buffer in self._buffers.values()}
-        return int(sum(owned.values())) + self._workspace.num_bytes
+        return self._buffers.num_bytes + self._workspace.num_bytes
 
     def run(self) -> None:
-        self._stack_buffers()
         at = 0
         while at < len(self._ops):
             at += self._emit(at)
@@ -151,9 +151,9 @@ class _Lowering:
             raise ModelError(f"the cuda backend can't compute {type(op).__name__} after GatherRows.", remedy=REMEDY)
         match op:
             case Linear():
-                return self._emit_linears(_linear_run(self._ops, at))
+                return self._emit_gated(at) or self._emit_normed_sum(at) or self._emit_linears(linear_run(self._ops, at))
             case Rope():
-                return self._emit_rotations_and_write(at) or self._emit_rope(op)
+                return self._emit_written_keys(at) or self._emit_rope(op)
             case Logits():
                 self._emit_logits(op)
             case GatherRows():
@@ -171,48 +171,8 @@ class _Lowering:
     def _launch(self, launch: Launch) -> None:
         (self.on_samples if self._is_on_samples else self.on_tokens).append(launch)
 
-    # Buffers
-
-    def _stack_buffers(self) -> None:
-        """Give the results of linear operations that read the same value one buffer, unless other runs have some of them."""
-        runs: dict[str, set[tuple[str, ...]]] = {}
-        stacks: list[tuple[tuple[str, ...], bool]] = []
-        at, is_on_samples = 0, False
-        while at < len(self._ops):
-            run = _linear_run(self._ops, at)
-            is_on_samples |= isinstance(self._ops[at], GatherRows)
-            names = tuple(op.out for op in run)
-            for name in names if len(run) > 1 else ():
-                runs.setdefault(name, set()).add(names)
-            if len(run) > 1 and (names, is_on_samples) not in stacks:
-                stacks.append((names, is_on_samples))
-            at += max(1, len(run))
-        for names, of_samples in stacks:
-            if all(runs[name] == {names} for name in names):
-                self._add_stack(names, of_samples)
-
-    def _add_stack(self, names: Sequence[str], of_samples: bool) -> None:
-        widths = [self._width(name) for name in names]
-        parts = self._allocate(sum(widths), of_samples).split(widths, dim=1)
-        self._buffers.update({(name, of_samples): part for name, part in zip(names, parts, strict=True)})
-
-    def _allocate(self, width: int, of_samples: bool, dtype: torch.dtype | None = None) -> torch.Tensor:
-        rows = self._limits.max_samples if of_samples else self._limits.max_tokens
-        return torch.zeros((rows, width), dtype=dtype or self._dtype, device=self._device)
-
-    def _width(self, name: str) -> int:
-        if name not in self._widths:
-            raise ModelError(f"the program does not say how wide the buffer {name!r} is.", remedy=REMEDY)
-        return self._widths[name]
-
     def _buffer(self, name: str) -> torch.Tensor:
-        return self._buffer_of(name, self._is_on_samples)
-
-    def _buffer_of(self, name: str, of_samples: bool) -> torch.Tensor:
-        key = (name, of_samples)
-        if key not in self._buffers:
-            self._buffers[key] = self._allocate(self._width(name), of_samples)
-        return self._buffers[key]
+        return self._buffers.of(name, of_samples=self._is_on_samples)
 
     def _count(self) -> Callable[[StepTensors], int]:
         """How many rows of a buffer a step has, from here on."""
@@ -242,7 +202,7 @@ class _Lowering:
                 self._launch(lambda step: activation.act(out[: count(step)], x[: count(step)], kind))
             case Add():
                 a, b, out = self._buffer(op.a), self._buffer(op.b), self._buffer(op.out)
-                self._launch(lambda step: _add(out[: count(step)], a[: count(step)], b[: count(step)]))
+                self._launch(lambda step: torch.add(a[: count(step)], b[: count(step)], out=out[: count(step)]))
             case Softcap():
                 x, cap = self._buffer(op.x), op.cap
                 self._launch(lambda step: activation.softcap(x[: count(step)], cap))
@@ -250,25 +210,52 @@ class _Lowering:
                 raise ModelError(f"the cuda backend can't compute {type(op).__name__}.", remedy=REMEDY)
 
     def _emit_gather(self, op: GatherRows) -> None:
-        x, out = self._buffer_of(op.x, False), self._buffer_of(op.out, True)
+        x, out = self._buffers.of(op.x, of_samples=False), self._buffers.of(op.out, of_samples=True)
         self._is_on_samples = True
-        self._launch(lambda step: _index_rows(out[: step.num_samples], x[: step.num_tokens], step.sample_tokens))
+        self._launch(lambda step: torch.index_select(x[: step.num_tokens], 0, step.sample_tokens, out=out[: step.num_samples]))
 
     def _emit_linears(self, run: Sequence[Linear]) -> int:
         """One product, if its results lie side by side; else one for each."""
         outs = [self._buffer(op.out) for op in run]
         x, count = self._buffer(run[0].x), self._count()
-        if len(run) > 1 and not _lie_side_by_side(outs):
+        if len(run) > 1 and not lie_side_by_side(outs):
             return sum(self._emit_linears([op]) for op in run)
         residual = None if run[0].residual is None else self._buffer(run[0].residual)
         if any(op.out == op.x for op in run):
             raise ModelError("the cuda backend can't put a product where its input is.", remedy=REMEDY)
         product = self._product(run)
-        out = outs[0].as_strided((len(outs[0]), product.num_rows), outs[0].stride())
+        out = together(outs)
         self._launch(
             lambda step: product(out[: count(step)], x[: count(step)], None if residual is None else residual[: count(step)])
         )
         return len(run)
+
+    def _emit_gated(self, at: int) -> int:
+        found = gated_at(self._ops, at)
+        if found is None:
+            return 0
+        run, act = found
+        gate, up, out, x = (self._buffer(name) for name in (act.gate, act.up, act.out, run[0].x))
+        if not lie_side_by_side([gate, up]) or gate.shape != up.shape:
+            return 0
+        product, both, count, kind = self._product(run), together([gate, up]), self._count(), act.activation
+        self._launch(lambda step: product.and_gate(out[: count(step)], both[: count(step)], x[: count(step)], kind))
+        return 3
+
+    def _emit_normed_sum(self, at: int) -> int:
+        found = normed_sum_at(self._ops, at)
+        if found is None or found[0].residual is None:
+            return 0
+        op, norm_op = found
+        out, normed, x, residual = (self._buffer(name) for name in (op.out, norm_op.out, op.x, found[0].residual))
+        product, weight, eps, count = self._product([op]), self._vector(norm_op.weight), norm_op.eps, self._count()
+
+        def launch(step: StepTensors) -> None:
+            n = count(step)
+            product.and_norm(out[:n], normed[:n], x[:n], residual[:n], weight, eps)
+
+        self._launch(launch)
+        return 2
 
     def _product(self, run: Sequence[Linear]) -> LinearProduct:
         bias = None
@@ -295,8 +282,7 @@ class _Lowering:
             raise ModelError("the cuda backend computes logits of gathered rows only.", remedy=REMEDY)
         x = self._buffer(op.x)
         product = self._new_product([op.weight], None)
-        out = self._allocate(product.num_rows, of_samples=True, dtype=torch.float32)
-        self._buffers[op.out, True] = self.logits = out
+        self.logits = out = self._buffers.make_logits(op.out, product.num_rows)
         self._launch(lambda step: product(out[: step.num_samples], x[: step.num_samples]))
 
     # Attention
@@ -306,28 +292,15 @@ class _Lowering:
         self._launch(lambda step: rope_kv.rope(x[: step.num_tokens], step.positions, table, num_heads, head_dim))
         return 1
 
-    def _emit_rotations_and_write(self, at: int) -> int:
-        """The rotations of q and k and the write of k and v, if that is what comes now, as one kernel."""
-        found = self._ops[at : at + 3]
-        if len(found) < 3:
+    def _emit_written_keys(self, at: int) -> int:
+        found = written_keys_at(self._ops, at)
+        num_kv_heads = self._program.num_kv_heads
+        if found is None or (found[1].num_heads, found[1].head_dim) != (num_kv_heads, self._program.head_dim):
             return 0
-        turn_q, turn_k, write = found
-        if not (isinstance(turn_q, Rope) and isinstance(turn_k, Rope) and isinstance(write, KvWrite)):
-            return 0
-        num_kv_heads, head_dim = self._program.num_kv_heads, self._program.head_dim
-        same = (turn_q.inv_freq, turn_q.attention_factor) == (turn_k.inv_freq, turn_k.attention_factor)
-        fits = turn_k.x == write.k != turn_q.x and turn_k.num_heads == num_kv_heads and turn_q.num_heads % num_kv_heads == 0
-        heads = turn_q.head_dim == turn_k.head_dim == head_dim
-        # The kernel leaves k as it was.
-        if not (same and fits and heads) or _is_read(self._ops, write.k, at + 3):
-            return 0
-        q, k, v = self._buffer(turn_q.x), self._buffer(write.k), self._buffer(write.v)
-        layer, table, centre, num_heads = (
-            self._cache.layer(write.layer),
-            self._rope_table(turn_q),
-            self._centre(write),
-            turn_q.num_heads,
-        )
+        queries, _, write = found
+        q, k, v = (self._buffer(name) for name in (queries.x, write.k, write.v))
+        layer, table, centre = self._cache.layer(write.layer), self._rope_table(queries), self._centre(write)
+        num_heads = queries.num_heads
 
         def launch(step: StepTensors) -> None:
             n = step.num_tokens
@@ -405,7 +378,7 @@ class _Lowering:
 
     def _bias(self, op: Linear) -> torch.Tensor:
         if op.bias is None:
-            return torch.zeros(self._width(op.out), dtype=self._dtype, device=self._device)
+            return torch.zeros(self._buffers.width(op.out), dtype=self._dtype, device=self._device)
         return load_vector(self._tensor(op.bias), self._dtype, self._device)
 
     def _table_of_rows(self, name: str) -> Matrix:
@@ -416,52 +389,9 @@ class _Lowering:
         return self._matrices[name][0]
 
 
-def _linear_run(ops: Sequence[Op], at: int) -> list[Linear]:
-    """The linear operations from `at` on that read the same value and can be one product."""
-    run: list[Linear] = []
-    for op in ops[at:]:
-        if not isinstance(op, Linear):
-            break
-        if run and (op.x != run[0].x or op.residual is not None or run[0].residual is not None):
-            break
-        if run and (op.out == op.x or op.out in {other.out for other in run} or run[0].out == op.x):
-            break
-        run.append(op)
-    return run
-
-
-def _lie_side_by_side(parts: Sequence[torch.Tensor]) -> bool:
-    """Whether they are neighbouring columns of one buffer, in order."""
-    at = parts[0].data_ptr()
-    for part in parts:
-        if part.data_ptr() != at or part.stride() != parts[0].stride():
-            return False
-        at += part.shape[1] * part.element_size()
-    return bool(parts[0].stride(0) >= sum(part.shape[1] for part in parts))
-
-
-def _is_read(ops: Sequence[Op], name: str, at: int) -> bool:
-    """Whether a buffer's value is read from `at` on, before it is written again."""
-    for op in ops[at:]:
-        written = getattr(op, "out", None)
-        if name in {getattr(op, field, None) for field in op.__dataclass_fields__ if field not in ("out", "weight", "bias")}:
-            return True
-        if written == name:
-            return False
-    return False
-
-
 def _num_tokens(step: StepTensors) -> int:
     return step.num_tokens
 
 
 def _num_samples(step: StepTensors) -> int:
     return step.num_samples
-
-
-def _add(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    torch.add(a, b, out=out)
-
-
-def _index_rows(out: torch.Tensor, x: torch.Tensor, rows: torch.Tensor) -> None:
-    torch.index_select(x, 0, rows, out=out)

@@ -3,7 +3,7 @@
 Arithmetic is float32 whatever the tensors are. Rows may be parts of wider ones: the columns of a row must lie side by side.
 """
 
-# ruff: noqa: ANN001, ANN202, N803  # kernels, which Triton reads: constants have capitals
+# ruff: noqa: ANN001, ANN201, ANN202, N803  # kernels, which Triton reads: constants have capitals
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def _tanh(x):
 
 
 @triton.jit
-def _activate(x, KIND: tl.constexpr):
+def activate(x, KIND: tl.constexpr):
+    """silu or gelu_tanh of float32."""
     if KIND == 0:
         return x / (1.0 + tl.exp(-x))
     inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
@@ -65,7 +66,7 @@ def _gated_kernel(
     mask = cols < width
     gate = tl.load(gate_ptr + row * gate_stride + cols, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_stride + cols, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * out_stride + cols, (_activate(gate, KIND) * up).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + row * out_stride + cols, (activate(gate, KIND) * up).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -74,7 +75,7 @@ def _act_kernel(out_ptr, x_ptr, out_stride, x_stride, width, KIND: tl.constexpr,
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < width
     x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * out_stride + cols, _activate(x, KIND).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + row * out_stride + cols, activate(x, KIND).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

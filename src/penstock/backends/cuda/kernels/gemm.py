@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock.backends.cuda.kernels.splits import Splits, finish
 from penstock.backends.cuda.weights import QUARTER_COLS, STEP_COLS, TILE_ROWS, DenseMatrix, Matrix
 
 PROGRAMS = 264
@@ -26,7 +27,6 @@ LEAST_STEPS = 8
 FIXED_BLOCK_TOKENS = 64
 MAX_PARALLEL_TOKENS = 64
 """Beyond, there are programs enough, and sums of splits in memory would be as large as the matrix."""
-REDUCE_BLOCK = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,39 +50,62 @@ def num_partials(matrix: Matrix, max_tokens: int) -> int:
     return num_splits * min(max_tokens, MAX_PARALLEL_TOKENS) * matrix.num_rows if num_splits > 1 else 0
 
 
-def matmul(
+def is_split(matrix: Matrix, num_tokens: int) -> bool:
+    """Whether programs of their own compute the splits."""
+    return 0 < num_tokens <= MAX_PARALLEL_TOKENS and cut(matrix).num_splits > 1
+
+
+def multiply(
     out: torch.Tensor,
     x: torch.Tensor,
     matrix: Matrix,
     *,
-    partials: torch.Tensor,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     is_fixed: bool = False,
 ) -> None:
     """out = x @ matrix.T (+ bias) (+ residual): x [tokens, num_cols], out [tokens, num_rows]; rows may be parts of wider ones.
 
-    `partials` is float32 of at least `num_partials`; `residual` may be `out`. With `is_fixed`, a row's bits are the same
-    however many rows there are.
+    `residual` may be `out`. With `is_fixed`, a row's bits are the same however many rows there are, if those of few are made
+    by `multiply_splits` and the additions of `splits`.
     """
-    num_tokens = x.shape[0]
-    if num_tokens == 0:
-        return
+    if len(x):
+        _launch(out, x, matrix, bias, residual, is_parallel=False, is_fixed=is_fixed)
+
+
+def multiply_splits(partials: torch.Tensor, x: torch.Tensor, matrix: Matrix, *, is_fixed: bool = False) -> Splits:
+    """The product as a sum that is yet to be made, by one of the functions of `splits`.
+
+    `partials` is float32 of at least `num_partials`.
+    """
+    _launch(partials, x, matrix, None, None, is_parallel=True, is_fixed=is_fixed)
+    return Splits(partials, cut(matrix).num_splits, len(x), matrix.num_rows)
+
+
+def _launch(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    matrix: Matrix,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    *,
+    is_parallel: bool,
+    is_fixed: bool,
+) -> None:
+    num_tokens = len(x)
     how = cut(matrix)
-    is_parallel = how.num_splits > 1 and num_tokens <= MAX_PARALLEL_TOKENS
     block_tokens = FIXED_BLOCK_TOKENS if is_fixed else min(64, max(16, triton.next_power_of_2(num_tokens)))
     tiles = triton.cdiv(matrix.num_rows, TILE_ROWS) * triton.cdiv(num_tokens, block_tokens)
     quantised = None if isinstance(matrix, DenseMatrix) else matrix
     offsets = None if quantised is None else quantised.offsets
-    own_bias, own_residual = (None, None) if is_parallel else (bias, residual)
     _matmul_kernel[(tiles, how.num_splits if is_parallel else 1)](
-        partials if is_parallel else out,
+        out,
         x,
         matrix.values,
         None if quantised is None else _words(quantised.scales),
         None if offsets is None else _words(offsets),
-        own_bias,
-        own_residual,
+        bias,
+        residual,
         num_tokens,
         matrix.num_rows,
         matrix.num_cols,
@@ -92,7 +115,7 @@ def matmul(
         0 if quantised is None else quantised.padded_rows,
         x.stride(0),
         matrix.num_rows if is_parallel else out.stride(0),
-        0 if own_residual is None else own_residual.stride(0),
+        0 if residual is None else residual.stride(0),
         BITS=16 if quantised is None else quantised.bits,
         STEP_COLS=STEP_COLS,
         QUARTER_COLS=QUARTER_COLS,
@@ -101,30 +124,14 @@ def matmul(
         HAS_OFFSET=offsets is not None,
         IS_EVEN=matrix.num_cols % STEP_COLS == 0,
         IS_PARALLEL=is_parallel,
-        HAS_BIAS=own_bias is not None,
-        HAS_RESIDUAL=own_residual is not None,
+        HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None,
         BLOCK_TOKENS=block_tokens,
         BLOCK_ROWS=TILE_ROWS,
         IS_INTERPRETED=bool(triton.knobs.runtime.interpret),
         num_warps=4,
-        num_stages=4,
+        num_stages=4 if quantised is None else 6,
     )
-    if is_parallel:
-        _add_splits_kernel[(num_tokens, triton.cdiv(matrix.num_rows, REDUCE_BLOCK))](
-            out,
-            partials,
-            bias,
-            residual,
-            num_tokens,
-            how.num_splits,
-            matrix.num_rows,
-            out.stride(0),
-            0 if residual is None else residual.stride(0),
-            HAS_BIAS=bias is not None,
-            HAS_RESIDUAL=residual is not None,
-            BLOCK=REDUCE_BLOCK,
-            num_warps=4,
-        )
 
 
 def _words(scales: torch.Tensor) -> torch.Tensor:
@@ -233,17 +240,6 @@ def _load_tokens(ptrs, token_mask, first_col, num_cols, COLS: tl.constexpr, IS_E
     return tl.load(ptrs + first_col + cols[None, :], mask=mask, other=0.0)
 
 
-@triton.jit
-def _finish(
-    total, bias_ptr, residual_ptr, residual_at, rows, row_mask, mask, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr
-):
-    if HAS_BIAS:
-        total += tl.load(bias_ptr + rows, mask=row_mask, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
-        total += tl.load(residual_ptr + residual_at, mask=mask, other=0.0).to(tl.float32)
-    return total
-
-
 @triton.jit(do_not_specialize=["num_tokens", "num_steps", "split_steps", "num_splits"])
 def _matmul_kernel(
     out_ptr,
@@ -332,32 +328,6 @@ def _matmul_kernel(
         tokens += first_split * num_tokens
     else:
         at = tokens.to(tl.int64)[None, :] * residual_stride + rows[:, None]
-        total = _finish(total, bias_ptr, residual_ptr, at, rows[:, None], row_mask[:, None], mask, HAS_BIAS, HAS_RESIDUAL)
+        total = finish(total, bias_ptr, residual_ptr, at, rows[:, None], row_mask[:, None], mask, HAS_BIAS, HAS_RESIDUAL)
     out_ptrs = out_ptr + tokens.to(tl.int64)[None, :] * out_stride + rows[:, None]
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=["num_tokens", "num_splits"])
-def _add_splits_kernel(
-    out_ptr,
-    partials_ptr,
-    bias_ptr,
-    residual_ptr,
-    num_tokens,
-    num_splits,
-    num_rows,
-    out_stride,
-    residual_stride,
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
-    rows = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = rows < num_rows
-    total = tl.zeros((BLOCK,), tl.float32)
-    for split in range(num_splits):
-        total += tl.load(partials_ptr + (split * num_tokens + token) * num_rows + rows, mask=mask, other=0.0)
-    at = token * residual_stride + rows
-    total = _finish(total, bias_ptr, residual_ptr, at, rows, mask, mask, HAS_BIAS, HAS_RESIDUAL)
-    tl.store(out_ptr + token * out_stride + rows, total.to(out_ptr.dtype.element_ty), mask=mask)

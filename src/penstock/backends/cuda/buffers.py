@@ -1,0 +1,92 @@
+"""Owns the memory of what lies between a program's operations, by name. Made by `lowering`, whose launches fill and read it.
+
+A buffer has a row for each token until a program gathers rows, and one for each sample from then on; of one name, both may
+exist. Results of linear operations that read the same value are neighbouring columns of one matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from penstock.backends.cuda.patterns import linear_run
+from penstock.models.program import GatherRows, Op, Program
+from penstock.types.errors import ModelError
+
+
+class Buffers:
+    """Raises `ModelError` for a name of which the program does not say how wide it is."""
+
+    def __init__(
+        self, program: Program, dtype: torch.dtype, device: torch.device, *, max_tokens: int, max_samples: int, remedy: str
+    ) -> None:
+        self._widths = dict(program.buffers)
+        self._dtype = dtype
+        self._device = device
+        self._num_rows = {False: max_tokens, True: max_samples}
+        self._remedy = remedy
+        self._made: dict[tuple[str, bool], torch.Tensor] = {}
+        for names, of_samples in _stacks(program.ops):
+            widths = [self.width(name) for name in names]
+            parts = self._allocate(sum(widths), dtype, of_samples=of_samples).split(widths, dim=1)
+            self._made.update({(name, of_samples): part for name, part in zip(names, parts, strict=True)})
+
+    @property
+    def num_bytes(self) -> int:
+        storages = (buffer.untyped_storage() for buffer in self._made.values())
+        return int(sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()))
+
+    def width(self, name: str) -> int:
+        if name not in self._widths:
+            raise ModelError(f"the program does not say how wide the buffer {name!r} is.", remedy=self._remedy)
+        return self._widths[name]
+
+    def of(self, name: str, *, of_samples: bool) -> torch.Tensor:
+        """All rows of a buffer, made when it is first asked for."""
+        key = (name, of_samples)
+        if key not in self._made:
+            self._made[key] = self._allocate(self.width(name), self._dtype, of_samples=of_samples)
+        return self._made[key]
+
+    def make_logits(self, name: str, width: int) -> torch.Tensor:
+        """One of float32, with a row for each sample."""
+        self._made[name, True] = self._allocate(width, torch.float32, of_samples=True)
+        return self._made[name, True]
+
+    def _allocate(self, width: int, dtype: torch.dtype, *, of_samples: bool) -> torch.Tensor:
+        return torch.zeros((self._num_rows[of_samples], width), dtype=dtype, device=self._device)
+
+
+def lie_side_by_side(parts: Sequence[torch.Tensor]) -> bool:
+    """Whether they are neighbouring columns of one matrix, in order."""
+    at = parts[0].data_ptr()
+    for part in parts:
+        if part.data_ptr() != at or part.stride() != parts[0].stride():
+            return False
+        at += part.shape[1] * part.element_size()
+    return bool(parts[0].stride(0) >= sum(part.shape[1] for part in parts))
+
+
+def together(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The columns of buffers that lie side by side, as one matrix."""
+    width = sum(part.shape[1] for part in parts)
+    return parts[0].as_strided((len(parts[0]), width), parts[0].stride())
+
+
+def _stacks(ops: Sequence[Op]) -> list[tuple[tuple[str, ...], bool]]:
+    """Names of buffers that are to lie side by side, and whether they are of samples. No other products have one of them."""
+    runs: dict[str, set[tuple[str, ...]]] = {}
+    found: list[tuple[tuple[str, ...], bool]] = []
+    at, of_samples = 0, False
+    while at < len(ops):
+        run = linear_run(ops, at)
+        of_samples |= isinstance(ops[at], GatherRows)
+        names = tuple(op.out for op in run)
+        if len(run) > 1:
+            for name in names:
+                runs.setdefault(name, set()).add(names)
+            if (names, of_samples) not in found:
+                found.append((names, of_samples))
+        at += max(1, len(run))
+    return [(names, of_samples) for names, of_samples in found if all(runs[name] == {names} for name in names)]

@@ -1,0 +1,197 @@
+"""Sums of the splits of a product, in Triton, and what is done with the sum at once. Called by `linear` after `gemm`.
+
+Splits are added in order, so that a sum's bits are those of a program that computes them one after the other.
+"""
+# ruff: noqa: ANN001, ANN201, ANN202, N803  # kernels, which Triton reads: constants have capitals
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from penstock.backends.cuda.kernels.activation import KINDS, activate
+from penstock.models.program import Activation
+
+BLOCK = 512
+"""Columns of a program."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Splits:
+    """A product that is yet to be added up."""
+
+    partials: torch.Tensor
+    """float32 [num_splits, num_tokens, num_rows], flat."""
+    num_splits: int
+    num_tokens: int
+    num_rows: int
+
+
+def add_splits(out: torch.Tensor, splits: Splits, bias: torch.Tensor | None, residual: torch.Tensor | None) -> None:
+    """out = the sum (+ bias) (+ residual), [num_tokens, num_rows]; `residual` may be `out`."""
+    _add_splits_kernel[(splits.num_tokens, triton.cdiv(splits.num_rows, BLOCK))](
+        out,
+        splits.partials,
+        bias,
+        residual,
+        splits.num_tokens,
+        splits.num_splits,
+        splits.num_rows,
+        out.stride(0),
+        0 if residual is None else residual.stride(0),
+        HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None,
+        BLOCK=BLOCK,
+        num_warps=4,
+    )
+
+
+def add_splits_and_norm(
+    out: torch.Tensor,
+    normed: torch.Tensor,
+    splits: Splits,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+) -> None:
+    """`add_splits`, and normed = out / sqrt(mean(out^2) + eps) * weight, of whole rows."""
+    _add_and_norm_kernel[(splits.num_tokens,)](
+        out,
+        normed,
+        splits.partials,
+        bias,
+        residual,
+        weight,
+        splits.num_tokens,
+        splits.num_splits,
+        splits.num_rows,
+        out.stride(0),
+        normed.stride(0),
+        0 if residual is None else residual.stride(0),
+        eps,
+        HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None,
+        BLOCK=triton.next_power_of_2(splits.num_rows),
+        num_warps=min(16, max(1, triton.next_power_of_2(splits.num_rows) // 512)),
+    )
+
+
+def add_splits_and_gate(out: torch.Tensor, splits: Splits, bias: torch.Tensor | None, kind: Activation) -> None:
+    """out = activation(the first half of the sum's columns) * the second half, [num_tokens, num_rows / 2]."""
+    width = splits.num_rows // 2
+    _add_and_gate_kernel[(splits.num_tokens, triton.cdiv(width, BLOCK))](
+        out,
+        splits.partials,
+        bias,
+        splits.num_tokens,
+        splits.num_splits,
+        width,
+        out.stride(0),
+        HAS_BIAS=bias is not None,
+        KIND=KINDS[kind],
+        BLOCK=BLOCK,
+        num_warps=4,
+    )
+
+
+@triton.jit
+def finish(
+    total, bias_ptr, residual_ptr, residual_at, rows, row_mask, mask, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr
+):
+    """What is added to a product."""
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + rows, mask=row_mask, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        total += tl.load(residual_ptr + residual_at, mask=mask, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit
+def _sum(partials_ptr, token, rows, mask, num_tokens, num_splits, num_rows, BLOCK: tl.constexpr):
+    total = tl.zeros((BLOCK,), tl.float32)
+    for split in range(num_splits):
+        total += tl.load(partials_ptr + (split * num_tokens + token) * num_rows + rows, mask=mask, other=0.0)
+    return total
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_splits"])
+def _add_splits_kernel(
+    out_ptr,
+    partials_ptr,
+    bias_ptr,
+    residual_ptr,
+    num_tokens,
+    num_splits,
+    num_rows,
+    out_stride,
+    residual_stride,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    rows = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = rows < num_rows
+    total = _sum(partials_ptr, token, rows, mask, num_tokens, num_splits, num_rows, BLOCK)
+    at = token * residual_stride + rows
+    total = finish(total, bias_ptr, residual_ptr, at, rows, mask, mask, HAS_BIAS, HAS_RESIDUAL)
+    tl.store(out_ptr + token * out_stride + rows, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_splits"])
+def _add_and_norm_kernel(
+    out_ptr,
+    normed_ptr,
+    partials_ptr,
+    bias_ptr,
+    residual_ptr,
+    weight_ptr,
+    num_tokens,
+    num_splits,
+    num_rows,
+    out_stride,
+    normed_stride,
+    residual_stride,
+    eps,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    rows = tl.arange(0, BLOCK)
+    mask = rows < num_rows
+    total = _sum(partials_ptr, token, rows, mask, num_tokens, num_splits, num_rows, BLOCK)
+    at = token * residual_stride + rows
+    total = finish(total, bias_ptr, residual_ptr, at, rows, mask, mask, HAS_BIAS, HAS_RESIDUAL)
+    tl.store(out_ptr + token * out_stride + rows, total.to(out_ptr.dtype.element_ty), mask=mask)
+    mean_square = tl.sum(total * total, axis=0) / num_rows
+    weight = tl.load(weight_ptr + rows, mask=mask, other=0.0).to(tl.float32)
+    normed = total / tl.sqrt(mean_square + eps) * weight
+    tl.store(normed_ptr + token * normed_stride + rows, normed.to(normed_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_splits"])
+def _add_and_gate_kernel(
+    out_ptr,
+    partials_ptr,
+    bias_ptr,
+    num_tokens,
+    num_splits,
+    width,
+    out_stride,
+    HAS_BIAS: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    rows = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = rows < width
+    gate = _sum(partials_ptr, token, rows, mask, num_tokens, num_splits, 2 * width, BLOCK)
+    up = _sum(partials_ptr, token, rows + width, mask, num_tokens, num_splits, 2 * width, BLOCK)
+    gate = finish(gate, bias_ptr, bias_ptr, rows, rows, mask, mask, HAS_BIAS, False)
+    up = finish(up, bias_ptr, bias_ptr, rows, rows + width, mask, mask, HAS_BIAS, False)
+    tl.store(out_ptr + token * out_stride + rows, (activate(gate, KIND) * up).to(out_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,66 @@
+"""Which operations of a program go together, in one launch or side by side. Pure; called by `lowering` and `buffers`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+
+from penstock.models.program import GatedActivation, KvWrite, Linear, Op, RMSNorm, Rope
+
+_NOT_READ = ("out", "weight", "bias", "inv_freq")
+
+
+def linear_run(ops: Sequence[Op], at: int) -> list[Linear]:
+    """The linear operations from `at` on that read the same value and can be one product."""
+    run: list[Linear] = []
+    for op in ops[at:]:
+        if not isinstance(op, Linear):
+            break
+        if run and (op.x != run[0].x or op.residual is not None or run[0].residual is not None):
+            break
+        if run and (op.out == op.x or op.out in {other.out for other in run} or run[0].out == op.x):
+            break
+        run.append(op)
+    return run
+
+
+def is_read(ops: Sequence[Op], name: str, at: int) -> bool:
+    """Whether a buffer's value is read from `at` on, before it is written again."""
+    for op in ops[at:]:
+        if name in {getattr(op, field.name) for field in fields(op) if field.name not in _NOT_READ}:
+            return True
+        if getattr(op, "out", None) == name:
+            return False
+    return False
+
+
+def gated_at(ops: Sequence[Op], at: int) -> tuple[list[Linear], GatedActivation] | None:
+    """A gate, an up projection and their activation, if nobody else reads the two products."""
+    run, following = linear_run(ops, at), ops[at + 2 : at + 3]
+    if len(run) != 2 or not following or not isinstance(act := following[0], GatedActivation):
+        return None
+    if (act.gate, act.up) != (run[0].out, run[1].out) or act.out in (act.gate, act.up, run[0].x):
+        return None
+    return None if any(is_read(ops, name, at + 3) for name in (act.gate, act.up)) else (run, act)
+
+
+def normed_sum_at(ops: Sequence[Op], at: int) -> tuple[Linear, RMSNorm] | None:
+    """A product that is added to a residual, and the norm of the sum."""
+    found = ops[at : at + 2]
+    if len(found) < 2 or not isinstance(op := found[0], Linear) or not isinstance(norm := found[1], RMSNorm):
+        return None
+    fits = op.residual is not None and norm.x == op.out and norm.group == 0 and norm.out != op.out
+    return (op, norm) if fits and op.x not in (op.out, norm.out) else None
+
+
+def written_keys_at(ops: Sequence[Op], at: int) -> tuple[Rope, Rope, KvWrite] | None:
+    """The rotations of queries and keys, and the write of the keys, if nobody reads these from their buffer."""
+    found = ops[at : at + 3]
+    if len(found) < 3:
+        return None
+    queries, keys, write = found
+    if not (isinstance(queries, Rope) and isinstance(keys, Rope) and isinstance(write, KvWrite)):
+        return None
+    same = (queries.inv_freq, queries.attention_factor) == (keys.inv_freq, keys.attention_factor)
+    fits = keys.x == write.k != queries.x and queries.num_heads % keys.num_heads == 0 and queries.head_dim == keys.head_dim
+    return (queries, keys, write) if same and fits and not is_read(ops, write.k, at + 3) else None
