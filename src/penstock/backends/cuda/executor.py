@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -257,6 +257,8 @@ class CudaExecutor:
         if self._is_closed:
             return
         self._is_closed = True
+        with suppress(RuntimeError), self._stream.entered():  # of a device that failed
+            self._stream.mark().wait()
         self._flights.clear()
         self._graphs = None
         del self._program, self._cache, self._sampler, self._tables, self._upload, self._download

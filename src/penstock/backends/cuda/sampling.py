@@ -114,8 +114,8 @@ class SamplePlan:
     def __post_init__(self) -> None:
         self.arrays = [self.logprob_samples, self.num_tops]
         if len(self.changed):
-            self.arrays += [self.changed, self.restricted, self.penalized, self.ban_rows, self.ban_ids, self.before]
-            self.arrays += [self.bias_rows, self.bias_ids, self.bias_values]
+            self.arrays += [self.changed, self.restricted, self.penalized, self.ban_rows, self.ban_ids]
+            self.arrays += [self.bias_rows, self.bias_ids, self.before, self.bias_values]
 
 
 class Sampler:
@@ -234,7 +234,8 @@ class Sampler:
         arrays: list[torch.Tensor],
     ) -> torch.Tensor:
         """Steps 2 to 4 of `types/sampling.py`, in a copy of the logits."""
-        changed, restricted, penalized, ban_rows, ban_ids, before, bias_rows, bias_ids, bias_values = arrays
+        changed, restricted, penalized, ban_rows, ban_ids, bias_rows, bias_ids = [array.long() for array in arrays[:7]]
+        before, bias_values = arrays[7:]
         x = logits.index_select(0, changed)
         x.masked_fill_(x.isnan(), -torch.inf)
         slots, positions = slots.index_select(0, changed), positions.index_select(0, changed)
@@ -267,7 +268,7 @@ class Sampler:
         """Whether the row's last tokens are those of `before`. [B]"""
         back = torch.arange(1, before.shape[1] + 1, dtype=torch.int32, device=before.device)
         at = positions[:, None] - back
-        last = self._tables.tokens[slots[:, None], at.clamp(min=0)]
+        last = self._tables.tokens[slots.long()[:, None], at.clamp(min=0).long()]
         is_same = (last == before) & (at >= 0)
         return (is_same | (before == NO_TOKEN_BEFORE)).all(1)
 

@@ -30,7 +30,7 @@ class StepTensors:
     context_lens: torch.Tensor
     """Positions in the cache before this step. [R]"""
     block_tables: torch.Tensor
-    """The null block after a row's last one. [R, max_blocks]"""
+    """What comes after a row's last block is the id of some block, and has no meaning. [R, max_blocks]"""
     sample_tokens: torch.Tensor
     """Index into T of the last token of each row that samples. [S]"""
 

@@ -54,7 +54,7 @@ class RowTables:
 
     def apply(self, idx: torch.Tensor, values: torch.Tensor) -> None:
         """Write what `Patches.arrays` gave, both int32, on the device."""
-        self._arena[idx] = values
+        self._arena.index_copy_(0, idx.long(), values)
 
     def at(self, part: torch.Tensor, slot: int, column: int = 0) -> int:
         """Where a place of one of the tables lies in the arena."""

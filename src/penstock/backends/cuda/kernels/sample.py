@@ -66,7 +66,7 @@ def _above(
     BLOCK: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Of the tokens above each of N keys: how many there are, or their weight. float64 [N]"""
+    """Of the tokens above each of N int32 keys: how many there are, or their weight. float64 [N]"""
     sums = tl.zeros((N, BLOCK), tl.float64)
     for start in range(0, VOCAB_SIZE, BLOCK):
         _, x = _load(row, start, VOCAB_SIZE, BLOCK)
@@ -74,7 +74,7 @@ def _above(
             addends = tl.full((BLOCK,), 1.0, tl.float64)
         else:
             addends = _weights(x, largest, inverse_temperature)
-        sums += tl.where(_keys(x).to(tl.int64)[None, :] > keys[:, None], addends[None, :], 0.0)
+        sums += tl.where(_keys(x)[None, :] > keys[:, None], addends[None, :], 0.0)
     return tl.sum(sums, 1)
 
 
@@ -87,14 +87,14 @@ def _threshold(
 
     Each pass over the row tries N keys between the two.
     """
-    while high - low > 1:
-        keys = low + (high - low) * (1 + tl.arange(0, N)) // (N + 1)
-        keys = tl.maximum(keys, low + 1)
+    while high > low + 1:
+        keys = low + (high.to(tl.int64) - low) * (1 + tl.arange(0, N)) // (N + 1)
+        keys = tl.maximum(keys.to(tl.int32), low + 1)
         is_enough = _above(row, keys, largest, inverse_temperature, COUNTS, VOCAB_SIZE, BLOCK, N) >= wanted
         new_low = tl.max(tl.where(is_enough, keys, low), 0)
         high = tl.min(tl.where(is_enough, high, keys), 0)
         low = new_low
-    above = _above(row, high + tl.zeros((1,), tl.int64), largest, inverse_temperature, COUNTS, VOCAB_SIZE, BLOCK, 1)
+    above = _above(row, high + tl.zeros((1,), tl.int32), largest, inverse_temperature, COUNTS, VOCAB_SIZE, BLOCK, 1)
     return high, tl.sum(above, 0)
 
 
@@ -104,14 +104,13 @@ def _num_equal(row, key, VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr):
     count = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, VOCAB_SIZE, BLOCK):
         _, x = _load(row, start, VOCAB_SIZE, BLOCK)
-        count += (_keys(x).to(tl.int64) == key).to(tl.int32)
+        count += (_keys(x) == key).to(tl.int32)
     return tl.sum(count, 0)
 
 
 @triton.jit
 def _weight_of_key(key, largest, inverse_temperature):
-    """Of the logit with this int64 key."""
-    key = key.to(tl.int32)
+    """Of the logit with this key."""
     bits = key ^ ((key >> 31) & 0x7FFFFFFF)
     return _weights(bits.to(tl.float32, bitcast=True), largest, inverse_temperature)
 
@@ -119,7 +118,7 @@ def _weight_of_key(key, largest, inverse_temperature):
 @triton.jit
 def _top_k(row, top_k, largest, inverse_temperature, VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr, NUM_PIVOTS: tl.constexpr):
     """The threshold of the k largest, and how many of those that are equal to it belong to them."""
-    low, high = tl.full((), NEG_INF_KEY, tl.int64), _keys(largest).to(tl.int64)
+    low, high = tl.full((), NEG_INF_KEY, tl.int32), _keys(largest)
     key, above = _threshold(
         row, low, high, top_k.to(tl.float64), largest, inverse_temperature, True, VOCAB_SIZE, BLOCK, NUM_PIVOTS
     )
@@ -132,12 +131,12 @@ def _top_p(
     VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr, NUM_PIVOTS: tl.constexpr,
 ):  # fmt: skip
     """The same for the smallest set that reaches top_p of what `threshold` and `num_equal` keep."""
-    above = _above(row, threshold + tl.zeros((1,), tl.int64), largest, inverse_temperature, False, VOCAB_SIZE, BLOCK, 1)
+    above = _above(row, threshold + tl.zeros((1,), tl.int32), largest, inverse_temperature, False, VOCAB_SIZE, BLOCK, 1)
     num_equal = tl.minimum(num_equal, _num_equal(row, threshold, VOCAB_SIZE, BLOCK))
     whole = tl.sum(above, 0) + num_equal * _weight_of_key(threshold, largest, inverse_temperature)
     wanted = top_p * whole
     key, above_key = _threshold(
-        row, threshold - 1, _keys(largest).to(tl.int64), wanted, largest, inverse_temperature,
+        row, threshold - 1, _keys(largest), wanted, largest, inverse_temperature,
         False, VOCAB_SIZE, BLOCK, NUM_PIVOTS,
     )  # fmt: skip
     num_needed = tl.ceil((wanted - above_key) / _weight_of_key(key, largest, inverse_temperature))
@@ -148,7 +147,7 @@ def _top_p(
 @triton.jit
 def _kept_weights(x, threshold, num_equal, num_seen, min_p, largest, inverse_temperature):
     """Weights of the candidates in a part of a row and 0 for the others; `num_seen` equals of the threshold lie before it."""
-    keys = _keys(x).to(tl.int64)
+    keys = _keys(x)
     is_equal = (keys == threshold).to(tl.int32)
     rank = num_seen + tl.cumsum(is_equal, 0)
     weights = _weights(x, largest, inverse_temperature)
@@ -217,7 +216,7 @@ def choose(
     if (inverse_temperature > 0.0) & (largest > float("-inf")):
         top_p, min_p = tl.load(floats + 1), tl.load(floats + 2)
         top_k = tl.load(ints + 6)
-        threshold = tl.full((), NEG_INF_KEY, tl.int64)
+        threshold = tl.full((), NEG_INF_KEY, tl.int32)
         num_equal = tl.zeros((), tl.int32)
         if (top_k > 0) & (top_k < VOCAB_SIZE):
             threshold, num_equal = _top_k(row, top_k, largest, inverse_temperature, VOCAB_SIZE, BLOCK, NUM_PIVOTS)

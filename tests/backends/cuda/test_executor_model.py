@@ -1,0 +1,125 @@
+"""The executor over a real program: logits are the reference's; graphs, depth and company change no answer on a device."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from interpreted import DEVICE, HAS_DEVICE
+from penstock.backends.cuda.executor import CudaExecutor
+from penstock.backends.reference.executor import ReferenceExecutor
+from penstock.models import registry
+from penstock.models.gguf import load_gguf
+from penstock.models.weights import LoadedModel
+from penstock.testing.tiny_models import TinyLlama, write_gguf
+from penstock.types.kv_dtype import KvDtype
+from penstock.types.plan import AdmitRow, Capacity, RowPlan, StepPlan
+from penstock.types.sampling import SamplingParams
+
+SMALL = TinyLlama(is_tied=False, num_layers=1, num_heads=2, num_kv_heads=1, hidden_size=32, intermediate_size=32)
+CAPACITY = Capacity(num_blocks=40, block_size=16, max_rows=5, max_step_tokens=40, max_model_len=60)
+PARAMS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(seed=3, temperature=0.9, top_p=0.9, logprobs=2),
+    SamplingParams(seed=4, top_k=20, repetition_penalty=1.2),
+)
+"""Of three rows."""
+NUM_STEPS = 12 if HAS_DEVICE else 2
+
+
+@cache
+def small_model() -> LoadedModel:
+    with tempfile.TemporaryDirectory() as directory:
+        return load_gguf(write_gguf(Path(directory) / "small.gguf", SMALL, matrix_type="Q8_0"))
+
+
+def make(**changes: Any) -> CudaExecutor:
+    model = small_model()
+    settings = {"device": DEVICE, "dtype": torch.float32, "deterministic": True, "poison": True} | changes
+    return CudaExecutor(model, registry.describe(model.spec), **settings, **asdict(CAPACITY))
+
+
+def run(executor: CudaExecutor) -> list[Any]:
+    """Tokens and log-probabilities of three rows, the last of which comes two steps after the first."""
+    tickets, results = [], []
+    lens = dict.fromkeys("abc", 0)
+    for idx in range(NUM_STEPS):
+        coming = ["a", "b"] if idx == 0 else ["c"] if idx == 1 else []
+        admits, rows = [], []
+        for name in (name for name in lens if lens[name]):
+            rows.append(RowPlan(name, lens[name], 1, (), True))
+            lens[name] += 1
+        for name in coming:
+            place = "abc".index(name)
+            tokens = tuple(10 + (7 * idx + 3 * place) % 90 for idx in range(4 + 5 * place))
+            admits.append(AdmitRow(name, tokens, len(tokens), tuple(range(1 + 4 * place, 5 + 4 * place)), 0, PARAMS[place]))
+            rows.append(RowPlan(name, 0, len(tokens), (), True))
+            lens[name] = len(tokens)
+        tickets.append(executor.submit(StepPlan(idx, 0, tuple(admits), tuple(rows), ())))
+        if len(tickets) == executor.depth:
+            results.append(executor.collect(tickets.pop(0)))
+    results += [executor.collect(ticket) for ticket in tickets]
+    executor.close()
+    return [(result.token_ids, result.logprobs) for result in results]
+
+
+@pytest.mark.parametrize("num_tokens", [7, 23])
+def test_the_logits_of_a_text_are_those_of_the_reference(num_tokens: int) -> None:
+    model = small_model()
+    reference = ReferenceExecutor(model, registry.describe(model.spec), kv_dtype=KvDtype.INT8, **asdict(CAPACITY))
+    executor = make(kv_dtype=KvDtype.INT8)
+    text = [10 + 31 * idx % 200 for idx in range(num_tokens)]
+    found = executor.forward_logits(text)
+    executor.close()
+    np.testing.assert_allclose(found, reference.forward_logits(text), rtol=1e-3, atol=1e-3)
+
+
+def test_a_text_longer_than_the_pool_is_refused() -> None:
+    executor = make()
+    with pytest.raises(ValueError, match="do not fit"):
+        executor.forward_logits([10] * 16 * 40)
+    executor.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_graphs_and_depth_change_nothing(dtype: torch.dtype) -> None:
+    found = [run(make(use_graphs=graphs, depth=depth, dtype=dtype)) for graphs in (False, True) for depth in (1, 2)]
+    assert all(each == found[0] for each in found[1:])
+
+
+@pytest.mark.gpu
+def test_steps_are_replayed_from_graphs() -> None:
+    executor = make(depth=2)
+    assert executor._graphs is not None
+    run_graphs = executor._graphs
+    run(executor)
+    assert run_graphs.num_captured == 1, "three rows of three steps or more share the graph for four"
+
+
+@pytest.mark.gpu
+def test_no_step_waits_for_the_device() -> None:
+    """The next step is submitted while the first is certainly still running: behind a kernel of a tenth of a second."""
+    executor = make(depth=2)
+    run_tokens = tuple(range(10, 20))
+    executor.collect(
+        executor.submit(
+            StepPlan(0, 0, (AdmitRow("a", run_tokens, 10, (1, 2), 0, PARAMS[0]),), (RowPlan("a", 0, 10, (), True),), ())
+        )
+    )
+    executor.collect(executor.submit(StepPlan(1, 0, (), (RowPlan("a", 10, 1, (), True),), ())))
+    with executor._stream.entered():
+        torch.cuda._sleep(200_000_000)
+        asleep = executor._stream.mark()
+    tickets = [executor.submit(StepPlan(step, 0, (), (RowPlan("a", 9 + step, 1, (), True),), ())) for step in (2, 3)]
+    assert not asleep._event.query()
+    for ticket in tickets:
+        executor.collect(ticket)
+    executor.close()
