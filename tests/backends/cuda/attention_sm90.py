@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 
@@ -40,7 +40,7 @@ def make_step(num_rows: int, query_len: int) -> StepTensors:
 
 
 def launch(kv_dtype: KvDtype, block_size: int, *, deterministic: bool) -> None:
-    """Everything of a layer, for a decode and for a mixed step."""
+    """Everything of a layer, for a decode, a mixed step and a short chunk after a long context."""
     cache = PagedKvCache(
         num_layers=1,
         num_blocks=2,
@@ -62,7 +62,8 @@ def launch(kv_dtype: KvDtype, block_size: int, *, deterministic: bool) -> None:
         deterministic=deterministic,
     )
     table = rope_table([1.0] * (HEAD_DIM // 2), 1.0, 1, "cpu")
-    for step in (make_step(64, 1), make_step(2, 512)):
+    workspace = replace(workspace, num_multiprocessors=132)
+    for step in (make_step(64, 1), make_step(2, 512), make_step(1, 64)):
         widths = [n * HEAD_DIM for n in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)]
         q, k, v = torch.zeros((step.num_tokens, sum(widths)), dtype=torch.bfloat16).split(widths, 1)
         rope(q, step.positions, table, NUM_HEADS, HEAD_DIM)

@@ -131,6 +131,15 @@ class TestPrefill:
         answers = scene.attend(spans, softcap=5.0, deterministic=deterministic)
         assert_near(answers, scene.expected(spans, softcap=5.0))
 
+    @pytest.mark.parametrize("window", [0, 1030])
+    def test_few_queries_after_a_long_context_are_computed_in_parts(self, window: int) -> None:
+        """Also beside a decode, whose parts lie in the same workspace."""
+        scene = Scene([1500, 40], num_heads=3, num_kv_heads=1, size=3.0)
+        spans = [Span(1, 39, 1), Span(0, 1490, 10), Span(1, 20, 19)]
+        workspace = replace(scene.workspace(deterministic=False), num_multiprocessors=7)
+        workspace = replace(workspace, parts=workspace.parts.repeat(4, 1), stats=workspace.stats.repeat(4, 1))
+        assert_near(scene.attend(spans, workspace=workspace, window=window), scene.expected(spans, window=window))
+
     def test_an_empty_row_and_a_row_of_the_null_block(self) -> None:
         """Padding: what it computes has no meaning, and nobody else's answer changes."""
         scene = Scene([40, 20])
@@ -150,3 +159,27 @@ def test_poison_in_sight_is_seen() -> None:
     scene.cache.forget([int(scene.tables[0, 1])], 5)
     (answer,) = scene.attend([Span(0, 39, 1)])
     assert np.isnan(answer).all()
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_any_step_of_any_shape(seed: int) -> None:
+    """Rows of every kind beside each other, some of them twice at different places."""
+    rng = np.random.default_rng(seed)
+    num_kv_heads = int(rng.integers(1, 3))
+    scene = Scene(
+        [int(length) for length in rng.integers(1, 150, rng.integers(1, 4))],
+        block_size=int(rng.choice([3, 16, 32, 64, 128])),
+        num_heads=num_kv_heads * int(rng.integers(1, 9)),
+        num_kv_heads=num_kv_heads,
+        head_dim=int(rng.choice([16, 24, 64])),
+        kv_dtype=[*KvDtype][rng.integers(2)],
+        size=float(rng.choice([0.1, 5.0])),
+    )
+    spans = []
+    for row in rng.integers(0, len(scene.lengths), rng.integers(1, 5)).tolist():
+        context_len = int(rng.integers(0, scene.lengths[row]))
+        longest = scene.lengths[row] - context_len
+        spans.append(Span(row, context_len, 1 if rng.random() < 0.5 else int(rng.integers(1, longest + 1))))
+    window, softcap = int(rng.choice([0, 0, 10, 70])), float(rng.choice([0, 0, 4]))
+    answers = scene.attend(spans, deterministic=bool(seed % 2), window=window, softcap=softcap)
+    assert_near(answers, scene.expected(spans, window=window, softcap=softcap))

@@ -30,7 +30,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[Kernel]:
 
 
 def test_every_kernel_compiles_and_fits(kernels: list[Kernel]) -> None:
-    names = {"decode_kernel", "merge_kernel", "prefill_kernel", "_rope_kernel", "_write_kernel"}
+    names = {"decode_kernel", "merge_kernel", "merge_prefill_kernel", "prefill_kernel", "_rope_kernel", "_write_kernel"}
     assert {kernel["name"] for kernel in kernels} == names
     assert all(kernel["shared_bytes"] <= SHARED_BYTES_OF_A_PROGRAM for kernel in kernels)
 
@@ -51,6 +51,5 @@ def test_three_decodes_share_a_multiprocessor(kernels: list[Kernel]) -> None:
         assert kernel["spilled_bytes"] == 0
 
 
-def test_little_is_spilled(kernels: list[Kernel]) -> None:
-    """What is spilled now is so between two loops."""
-    assert [kernel for kernel in kernels if kernel["spilled_bytes"] > 64] == []
+def test_nothing_to_speak_of_is_spilled(kernels: list[Kernel]) -> None:
+    assert [kernel for kernel in kernels if kernel["spilled_bytes"] > (16 if "int8" in kernel["case"] else 0)] == []

@@ -10,7 +10,8 @@ that find nothing to do in their row leave at once.
 
 Deterministic, a query's bits depend on its own position and context alone. Then both kernels have tiles of the same shape,
 the context is cut at multiples of `DETERMINISTIC_SPLIT`, and the parts are merged in ascending order, by the prefill kernel
-while it walks. Otherwise a decode row is cut into as many parts as keep the device busy, and a prefill walks without a cut.
+while it walks. Otherwise a row is cut into as many parts as keep the device busy: always in a decode, and in a prefill of few
+queries after a long context, whose parts `merge_prefill_kernel` merges.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 
-from penstock.backends.cuda.kernels.attention_kernels import decode_kernel, merge_kernel, prefill_kernel
+from penstock.backends.cuda.kernels.attention_kernels import decode_kernel, merge_kernel, merge_prefill_kernel, prefill_kernel
 from penstock.backends.cuda.kernels.online_softmax import LOG2_E
 from penstock.types.kv_dtype import KEY_GROUP
 
@@ -35,12 +36,16 @@ LEAST_SPLIT_TILES = 2
 """Of a part otherwise: a shorter one costs more in merging than it wins."""
 PROGRAMS_PER_MULTIPROCESSOR = 16
 """Of a decode: some three run at once, and the more there are, the less of the device idles while the last ones end."""
+LEAST_PREFILL_PART = 512
+"""Positions of a part of a prefill's context."""
 MAX_WORKSPACE_BYTES = 256 << 20
 """Of a deterministic decode. What needs more is computed by the prefill kernel, whose bits are the same."""
 DECODE_SHARED_BYTES = 72 << 10
 """Of one program's tiles of keys and values: three programs share a multiprocessor's 227 KiB."""
 PREFILL_SHARED_BYTES = 200 << 10
 """Of one program's queries, keys and values: it has a multiprocessor for itself."""
+PARTS_PER_MULTIPROCESSOR = 64
+"""Of a KV head's queries, that the workspace has room for: half of a prefill's tile."""
 HOST_MULTIPROCESSORS = 2
 """Of the interpreter, where each program costs milliseconds."""
 
@@ -74,8 +79,8 @@ class AttentionWorkspace:
             num_parts = max_rows * num_heads * triton.cdiv(max_model_len, DETERMINISTIC_SPLIT)
             num_parts = min(num_parts, MAX_WORKSPACE_BYTES // (4 * columns))
         else:
-            num_rows = max(max_rows, triton.cdiv(PROGRAMS_PER_MULTIPROCESSOR * processors, num_kv_heads))
-            num_parts = 2 * num_rows * num_heads  # the number of splits is rounded up
+            # The number of a decode's parts is rounded up; a prefill has them if its tokens are too few for the device.
+            num_parts = 2 * num_heads * max(max_rows, triton.cdiv(PARTS_PER_MULTIPROCESSOR * processors, num_kv_heads))
         parts = torch.empty((num_parts, columns), dtype=torch.float32, device=device)
         return AttentionWorkspace(parts, torch.empty((num_parts, 2), dtype=torch.float32, device=device), processors)
 
@@ -248,11 +253,14 @@ class _Launch:
         )
 
     def prefill(self, *, leaves_decodes: bool) -> None:
-        """All rows, or those with more than one query."""
+        """All rows, or those with more than one query. Not before a decode's parts are merged: they lie in the same place."""
         shape = self.shape(is_decode=False)
         queries = shape.block_m // self.group
         num_tiles = self.step.num_tokens // queries + self.step.num_rows
-        prefill_kernel[(self.num_kv_heads, num_tiles)](
+        num_parts = self._num_prefill_parts(queries)
+        prefill_kernel[(self.num_kv_heads, num_tiles, num_parts)](
+            self.workspace.parts,
+            self.workspace.stats,
             self.step.num_rows,
             int(leaves_decodes),
             *self._tensors(),
@@ -261,6 +269,32 @@ class _Launch:
             QUERIES=queries,
             **shape.options(),
         )
+        if num_parts == 1:
+            return
+        merge_prefill_kernel[(self.num_heads, self.step.num_tokens)](
+            self.out,
+            self.workspace.parts,
+            self.workspace.stats,
+            self.step.row_of_token,
+            self.step.query_start_loc,
+            self.out.stride(0),
+            self._factor,
+            num_parts,
+            int(leaves_decodes),
+            HEAD_DIM=self.head_dim,
+            COLUMNS=_columns(self.head_dim),
+            num_warps=1,
+        )
+
+    def _num_prefill_parts(self, queries: int) -> int:
+        """More than one where a few queries after a long context would leave most of the device without a program."""
+        if self.deterministic:
+            return 1
+        step, workspace = self.step, self.workspace
+        wanted = workspace.num_multiprocessors // (triton.cdiv(step.num_tokens, queries) * self.num_kv_heads)
+        length = min(step.max_seq_len, self.window or step.max_seq_len)
+        room = len(workspace.parts) // (step.num_tokens * self.num_heads)
+        return max(1, min(wanted, room, length // LEAST_PREFILL_PART))
 
     @property
     def _factor(self) -> float:

@@ -104,9 +104,7 @@ def decode_kernel(
             tl.store(at, normalised(acc, total).to(out_ptr.dtype.element_ty), mask=is_q)
         else:
             place = (row.to(tl.int64) * (NUM_KV_HEADS * GROUP) + head) * num_parts + part
-            tl.store(parts_ptr + place[:, None] * COLUMNS + column[None, :], acc, mask=(m < GROUP)[:, None])
-            tl.store(stats_ptr + place * 2, top, mask=m < GROUP)
-            tl.store(stats_ptr + place * 2 + 1, total, mask=m < GROUP)
+            _store_part(parts_ptr, stats_ptr, place, acc, top, total, m < GROUP, COLUMNS)
 
 
 @triton.jit(do_not_specialize=["num_parts", "num_programs", *UNSPECIALISED[1:]])
@@ -134,22 +132,66 @@ def merge_kernel(
         return
     position = tl.load(context_lens_ptr + row)
     _, _, _, _, count = _splits(position, num_programs, TILE, SPLIT_TILES, LEAST_TILES, WINDOW)
+    place = (row.to(tl.int64) * tl.num_programs(0) + head) * num_parts
+    acc, total = _merged(parts_ptr, stats_ptr, place, count, factor, COLUMNS)
+    column = tl.arange(0, COLUMNS)[None, :]
+    at = out_ptr + token.to(tl.int64) * out_stride + head * HEAD_DIM + column
+    tl.store(at, normalised(acc, total).to(out_ptr.dtype.element_ty), mask=column < HEAD_DIM)
+
+
+@triton.jit(do_not_specialize=["num_parts", "leaves_decodes", "row_of_token_ptr", "query_start_loc_ptr"])
+def merge_prefill_kernel(
+    out_ptr,
+    parts_ptr,
+    stats_ptr,
+    row_of_token_ptr,
+    query_start_loc_ptr,
+    out_stride,
+    factor,
+    num_parts,
+    leaves_decodes,
+    HEAD_DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The answer of one query head of one token that `prefill_kernel` computed in parts."""
+    head, token = tl.program_id(0), tl.program_id(1)
+    row = tl.load(row_of_token_ptr + token)
+    query_len = tl.load(query_start_loc_ptr + row + 1) - tl.load(query_start_loc_ptr + row)
+    if leaves_decodes != 0 and query_len == 1:
+        return
+    place = (token.to(tl.int64) * tl.num_programs(0) + head) * num_parts
+    acc, total = _merged(parts_ptr, stats_ptr, place, num_parts, factor, COLUMNS)
+    column = tl.arange(0, COLUMNS)[None, :]
+    at = out_ptr + token.to(tl.int64) * out_stride + head * HEAD_DIM + column
+    tl.store(at, normalised(acc, total).to(out_ptr.dtype.element_ty), mask=column < HEAD_DIM)
+
+
+@triton.jit
+def _merged(parts_ptr, stats_ptr, place, count, factor, COLUMNS: tl.constexpr):
+    """The sum of `count` parts, of which the first is at `place`, in their order. [1, COLUMNS], [1]"""
     column = tl.arange(0, COLUMNS)[None, :]
     one = tl.arange(0, 1)
-    first_place = (row.to(tl.int64) * tl.num_programs(0) + head) * num_parts
     acc = tl.zeros([1, COLUMNS], tl.float32)
     top = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
     for first in range(0, count, MERGED_AT_ONCE):
         for i in tl.static_range(MERGED_AT_ONCE):
-            place = first_place + first + i + one
+            at = place + first + i + one
             is_part = first + i + one < count
-            part = tl.load(parts_ptr + place[:, None] * COLUMNS + column, mask=is_part[:, None], other=0.0)
-            part_top = tl.load(stats_ptr + place * 2, mask=is_part, other=float("-inf"))
-            part_total = tl.load(stats_ptr + place * 2 + 1, mask=is_part, other=0.0)
+            part = tl.load(parts_ptr + at[:, None] * COLUMNS + column, mask=is_part[:, None], other=0.0)
+            part_top = tl.load(stats_ptr + at * 2, mask=is_part, other=float("-inf"))
+            part_total = tl.load(stats_ptr + at * 2 + 1, mask=is_part, other=0.0)
             acc, top, total = merge(acc, top, total, part, part_top, part_total, factor)
-    at = out_ptr + token.to(tl.int64) * out_stride + head * HEAD_DIM + column
-    tl.store(at, normalised(acc, total).to(out_ptr.dtype.element_ty), mask=column < HEAD_DIM)
+    return acc, total
+
+
+@triton.jit
+def _store_part(parts_ptr, stats_ptr, place, acc, top, total, mask, COLUMNS: tl.constexpr):
+    """Where `_merged` finds it. acc [M, COLUMNS]; the rest [M]"""
+    column = tl.arange(0, COLUMNS)
+    tl.store(parts_ptr + place[:, None] * COLUMNS + column[None, :], acc, mask=mask[:, None])
+    tl.store(stats_ptr + place * 2, top, mask=mask)
+    tl.store(stats_ptr + place * 2 + 1, total, mask=mask)
 
 
 @triton.jit
@@ -168,6 +210,8 @@ def _row_of_tile(query_start_loc_ptr, tile, num_rows, QUERIES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows", "leaves_decodes", *UNSPECIALISED])
 def prefill_kernel(
+    parts_ptr,
+    stats_ptr,
     num_rows,
     leaves_decodes,
     out_ptr,
@@ -198,9 +242,9 @@ def prefill_kernel(
     QUERIES: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """`QUERIES` queries of one row and all query heads of one KV head, over their whole context.
+    """`QUERIES` queries of one row and all query heads of one KV head, over their context, or the part of it of this program.
 
-    `leaves_decodes` says that `decode_kernel` computes the rows with one query.
+    `leaves_decodes` says that `decode_kernel` computes the rows with one query. With `SPLIT_TILES` there is one part.
     """
     kv_head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # A row's last queries see the most: they start first.
@@ -241,10 +285,16 @@ def prefill_kernel(
             )  # fmt: skip
             acc, top, total = merge(acc, top, total, part, part_top, part_total, factor)
     else:
+        tiles = (end - first + tl.num_programs(2) - 1) // tl.num_programs(2)
+        begin = first + tl.program_id(2) * tiles
         acc, top, total = walk(
-            acc, top, total, q, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, kv_head, positions, first, full_end, end,
-            num_positions, factor, softcap_factor, NUM_KV_HEADS, HEAD_DIM, COLUMNS, KEY_GROUP, BLOCK_SIZE, TILE, WINDOW,
-            SOFTCAP, IS_INT8, WINDOW == 0,
+            acc, top, total, q, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, kv_head, positions, begin, full_end,
+            tl.minimum(begin + tiles, end), num_positions, factor, softcap_factor, NUM_KV_HEADS, HEAD_DIM, COLUMNS, KEY_GROUP,
+            BLOCK_SIZE, TILE, WINDOW, SOFTCAP, IS_INT8, WINDOW == 0,
         )  # fmt: skip
-    at = out_ptr + token[:, None] * out_stride + head[:, None] * HEAD_DIM + column[None, :]
-    tl.store(at, normalised(acc, total).to(out_ptr.dtype.element_ty), mask=is_q)
+    if tl.num_programs(2) == 1:
+        at = out_ptr + token[:, None] * out_stride + head[:, None] * HEAD_DIM + column[None, :]
+        tl.store(at, normalised(acc, total).to(out_ptr.dtype.element_ty), mask=is_q)
+    else:
+        place = (token * (NUM_KV_HEADS * GROUP) + head) * tl.num_programs(2) + tl.program_id(2)
+        _store_part(parts_ptr, stats_ptr, place, acc, top, total, has_query, COLUMNS)
