@@ -125,7 +125,10 @@ def test_who_wants_the_cpu_does_not_wait_for_pytorch(config: BackendConfig, monk
         ),
         (lambda: settle("cpu", kv=KvConfig(gpu_memory_utilization=0.5)), "--gpu-memory-utilization has no meaning on the CPU"),
         (lambda: settle("cpu", kv=KvConfig(kv_host_size_bytes=1 << 30)), "would be the same memory"),
-        (lambda: settle("cpu", cuda_graphs=False), "--cuda-graphs has no meaning on the CPU.*the CPU is asked for"),
+        (
+            lambda: settle("cpu", cuda_graphs=False),
+            "--cuda-graphs has no meaning on the CPU: it is .* No GPU is used: the CPU is asked for",
+        ),
     ],
 )
 def test_no_setting_is_ignored(given: Callable[[], Config], words: str) -> None:
@@ -135,7 +138,7 @@ def test_no_setting_is_ignored(given: Callable[[], Config], words: str) -> None:
 
 @pytest.mark.usefixtures("no_gpu")
 def test_a_setting_of_the_gpu_without_one_says_why_there_is_none() -> None:
-    with pytest.raises(ConfigError, match=r"--kv-host-size has no meaning .* \(it is out for a walk\)"):
+    with pytest.raises(ConfigError, match=r"--kv-host-size has no meaning .* No GPU is used: it is out for a walk\."):
         settle(kv=KvConfig(kv_host_size_bytes=1 << 30))
 
 

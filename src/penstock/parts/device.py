@@ -94,21 +94,14 @@ def _check_gpu_settings(config: Config) -> None:
 
 def _check_cpu_settings(config: Config, cause: str) -> None:
     """Nothing that is set is ignored."""
-    given = {
-        "--gpu-memory-utilization": config.kv.gpu_memory_utilization is not None,
-        "--cuda-graphs": config.backend.cuda_graphs is not None,
-        "--kv-host-size": bool(config.kv.kv_host_size_bytes),
-    }
-    for flag, is_given in given.items():
+    of_a_gpu = "it is a GPU's setting"
+    for flag, is_given, why in (
+        ("--gpu-memory-utilization", config.kv.gpu_memory_utilization is not None, of_a_gpu),
+        ("--cuda-graphs", config.backend.cuda_graphs is not None, of_a_gpu),
+        ("--kv-host-size", bool(config.kv.kv_host_size_bytes), "the memory below the KV cache would be the same memory"),
+    ):
         if is_given:
-            why = (
-                "the memory below the KV cache would be the same memory"
-                if flag == "--kv-host-size"
-                else "it is a GPU's setting"
-            )
-            raise ConfigError(
-                f"{flag} has no meaning on the CPU, where this model is computed ({cause}): {why}.", remedy=f"Leave out {flag}."
-            )
+            raise ConfigError(f"{flag} has no meaning on the CPU: {why}. No GPU is used: {cause}.", remedy=f"Leave out {flag}.")
 
 
 def is_on_gpu(config: Config) -> bool:

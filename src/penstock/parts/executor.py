@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from penstock.config import Backend, Config
+from penstock.config.units import format_size
 from penstock.parts.device import is_on_gpu, kv_dtype, max_rows, max_step_tokens, num_threads
 from penstock.sizing import GpuMemory, KvPlan, plan_gpu_kv, plan_kv
 from penstock.types.errors import ConfigError
@@ -77,6 +78,12 @@ def _measure(config: Config, model: LoadedModel) -> tuple[KvPlan, Executor]:
             memory=GpuMemory(usage.total_bytes, usage.free_bytes, usage.used_bytes),
         )
         executor.resize(plan.num_blocks, max_model_len=plan.max_model_len)
+    except MemoryError as error:
+        executor.close()
+        raise ConfigError(
+            f"The GPU does not give the {format_size(plan.num_bytes)} for the KV cache that were free: {error}",
+            remedy="Lower --gpu-memory-utilization or --kv-cache-memory, or end what else uses the GPU.",
+        ) from error
     except BaseException:
         executor.close()
         raise
