@@ -31,4 +31,4 @@ install() {
 }
 
 install
-exec "$BIN/pytest" tests/backends/cuda tests/contracts "$@"
+exec "$BIN/pytest" tests/backends/cuda tests/contracts tests/benchmarks/test_gpu*.py "$@"
