@@ -70,9 +70,15 @@ def make_cuda(capacity: Capacity, *, is_hash: bool = False) -> Executor:
     from backends.cuda import hash_program
     from penstock.backends.cuda import executor
 
-    kind = {"device": DEVICE, "dtype": torch.float32, "deterministic": True, "poison": True}
+    # A hash that asks the device for its numbers can't be captured; in the interpreter, a graph is only more to compute.
+    kind = {
+        "device": DEVICE,
+        "dtype": torch.float32,
+        "deterministic": True,
+        "poison": True,
+        "use_graphs": is_hash != HAS_DEVICE,
+    }
     if is_hash:
-        kind |= {"use_graphs": not HAS_DEVICE}  # a model that asks the device for its numbers can't be captured
         with patch.object(executor, "CompiledProgram", hash_program.HashProgram):
             return executor.CudaExecutor(hash_program.HASH_MODEL, hash_program.HASH_PROGRAM, **kind, **asdict(capacity))
     model = tiny_model(SMALL)

@@ -18,7 +18,7 @@ NULL_BLOCK = 0
 """Never holds a request's KV: every block of padding, and of nothing else."""
 
 NO_TOKEN = -1
-"""Stands for the token of a row that failed; such a row is released before it could be read."""
+"""Stands for the token of a row that failed, released before it could be read, and for one that only the device knows."""
 
 NO_USABLE_LOGIT = "the model gave no usable logit: every one is -inf or NaN, or a sampling parameter made it so"
 """Why a row fails, for `StepResult.failures`."""

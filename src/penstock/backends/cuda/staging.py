@@ -18,11 +18,11 @@ from penstock.backends.cuda.stream import Stream
 from penstock.backends.cuda.tables import RowTables
 from penstock.types.plan import Capacity
 
-_DTYPES: dict[str, torch.dtype] = {
-    "int32": torch.int32,
-    "int64": torch.int64,
-    "float32": torch.float32,
-    "float64": torch.float64,
+_DTYPES: dict[np.dtype[Any], torch.dtype] = {
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.float32): torch.float32,
+    np.dtype(np.float64): torch.float64,
 }
 ALIGN_WORDS = 4
 """Of whatever lies among others: Triton compiles kernels anew for arguments that do not lie at multiples of 16 bytes."""
@@ -59,7 +59,7 @@ class Upload:
                 tensors.append(torch.from_numpy(array).to(self._device.device))
                 continue
             words[begin:stop].view(array.dtype)[:] = array.reshape(-1)
-            tensors.append(self._device[begin:stop].view(_DTYPES[array.dtype.name]).view(array.shape))
+            tensors.append(self._device[begin:stop].view(_DTYPES[array.dtype]).view(array.shape))
             end = stop
         self._device[:end].copy_(host[:end], non_blocking=True)
         return tensors
@@ -121,5 +121,5 @@ def message_words(capacity: Capacity) -> int:
     num_tokens = max(capacity.max_step_tokens, capacity.max_rows)
     step_words = 5 * num_tokens + 6 * capacity.max_rows + 64 * ALIGN_WORDS
     # An admitted row brings its tokens and blocks, a word for the place of each.
-    patch_words = 2 * (capacity.max_step_tokens + capacity.max_model_len + 64 * capacity.max_rows)
+    patch_words = 2 * (4 * capacity.max_step_tokens + capacity.max_model_len + 64 * capacity.max_rows)
     return step_words + patch_words
