@@ -46,6 +46,7 @@ class Sleeper:
 
     def __init__(self, capacity: Capacity, words: list[int], vocab_size: int, step_s: float) -> None:
         self.capacity = capacity
+        self.depth = 1
         self._rows = RowTable(
             num_blocks=capacity.num_blocks,
             block_size=capacity.block_size,

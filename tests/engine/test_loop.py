@@ -81,8 +81,8 @@ class Sink:
 class GatedExecutor(HashExecutor):
     """Steps are collected only when the test lets them."""
 
-    def __init__(self, capacity: Capacity) -> None:
-        super().__init__(capacity)
+    def __init__(self, capacity: Capacity, **fields) -> None:
+        super().__init__(capacity, **fields)
         self.gate = threading.Semaphore(0)
         self.entered = threading.Semaphore(0)
         self.closes = 0
@@ -160,8 +160,9 @@ def in_threads(*jobs) -> None:
 # Answers
 
 
-def test_answers_of_many_submitters_are_those_of_the_oracle(started):
-    rig = started()
+@pytest.mark.parametrize("depth", [1, 2])
+def test_answers_of_many_submitters_are_those_of_the_oracle(started, depth):
+    rig = started(executor=HashExecutor(TINY, depth=depth))
     requests = [make_request(f"r{idx}", range(idx, idx + 5 + idx % 9), max_tokens=1 + idx % 20) for idx in range(60)]
 
     def submit(share: list[Request]):
@@ -176,9 +177,10 @@ def test_answers_of_many_submitters_are_those_of_the_oracle(started):
     rig.core.check()
 
 
-def test_the_plans_are_those_of_any_other_driver_of_the_core():
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_plans_are_those_of_any_other_driver_of_the_core(depth):
     requests = [make_request(f"r{idx}", 3 + idx * 5 % 17, max_tokens=4 + idx) for idx in range(9)]
-    driver = Driver(make_core(TINY), HashExecutor(TINY))
+    driver = Driver(make_core(TINY), HashExecutor(TINY, depth=depth))
     driver.turn(*(Add(request) for request in requests))
     while driver.core.has_work:
         driver.turn()
@@ -194,7 +196,7 @@ def test_the_plans_are_those_of_any_other_driver_of_the_core():
             rig.clock.advance(1_000_000)
             return super().collect(ticket)
 
-    rig = Rig(executor=Recorder(TINY), clock=VirtualClock())
+    rig = Rig(executor=Recorder(TINY, depth=depth), clock=VirtualClock())
     for idx, request in enumerate(requests):
         rig.engine.submit(make_request(request.request_id, request.prompt_token_ids, max_tokens=4 + idx))
     while rig.engine.turn():
@@ -202,10 +204,11 @@ def test_the_plans_are_those_of_any_other_driver_of_the_core():
     assert plans == driver.plans
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.data())
 def test_every_request_ends_once_with_a_prefix_of_the_right_answer(data):
-    rig = Rig(clock=VirtualClock())
+    executor = HashExecutor(TINY, depth=data.draw(st.integers(1, 2)), seed=data.draw(st.integers(0, 3)))
+    rig = Rig(executor=executor, clock=VirtualClock())
     live: dict[str, Request] = {}
     for turn in range(data.draw(st.integers(1, 25))):
         for idx in range(data.draw(st.integers(0, 2))):
@@ -292,11 +295,57 @@ def test_block_copies_are_made_without_a_step_too(monkeypatch):
     assert calls == [[(1, 2)]]
 
 
+def test_with_a_depth_of_two_a_step_is_begun_before_the_one_before_is_finished():
+    rig = Rig(executor=HashExecutor(TINY, depth=2), clock=VirtualClock())
+    request = make_request("a", max_tokens=3)
+    rig.engine.submit(request)
+    told = []
+    while rig.engine.turn():
+        told.append((len(rig.engine._submitted), len(rig.sink.tokens_of("a"))))
+    assert told == [(1, 0), (1, 1), (1, 2), (0, 3)]
+    rig.check_against_oracle(request)
+
+
+def test_with_a_depth_of_two_a_stop_string_wastes_one_row():
+    request = make_request("a", [1, 2], max_tokens=10)
+    answer = Rig().expected(request).token_ids
+    rig = Rig(executor=HashExecutor(TINY, depth=2), clock=VirtualClock())
+    rig.engine.submit(make_request("a", [1, 2], max_tokens=10, stop=(f"{answer[2]} ",)))
+    while rig.engine.turn():
+        rig.core.check()
+    assert rig.executor.num_steps == 4
+    assert rig.sink.text_of("a") == f"{answer[0]} {answer[1]} "
+    assert rig.sink.end_of("a").finish_reason is FinishReason.STOP
+    assert rig.engine.load().num_blocks_free + rig.engine.load().num_blocks_cached == TINY.num_blocks - 1
+
+
+def test_an_id_that_comes_again_while_its_last_step_is_in_flight_gets_its_own_answer():
+    answer = Rig().expected(make_request("a", [1, 2], max_tokens=10)).token_ids
+    rig = Rig(executor=HashExecutor(TINY, depth=2), clock=VirtualClock())
+    rig.engine.submit(make_request("a", [1, 2], max_tokens=10, stop=(f"{answer[2]} ",)))
+    while not rig.sink.ends_of("a"):
+        rig.engine.turn()
+    assert len(rig.engine._submitted) == 1, "there is a row of it in flight"
+    again = make_request("a", [7, 8, 9], max_tokens=4)
+    rig.sink.calls.clear()
+    rig.engine.submit(again)
+    while rig.engine.turn():
+        rig.core.check()
+    rig.check_against_oracle(again)
+
+
+@pytest.mark.parametrize("depth", [0, 3])
+def test_an_executor_that_wants_more_steps_in_flight_than_there_can_be_is_refused(depth):
+    with pytest.raises(ValueError, match=f"not {depth}"):
+        Rig(executor=HashExecutor(TINY, depth=depth))
+
+
 # Aborts, refusals, deadlines
 
 
-def test_an_abort_during_a_step_comes_before_the_tokens_of_the_step(started):
-    executor = GatedExecutor(TINY)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_abort_during_a_step_comes_before_the_tokens_of_the_step(started, depth):
+    executor = GatedExecutor(TINY, depth=depth)
     rig = started(executor=executor)
     rig.engine.submit(make_request("a", max_tokens=10))
     rig.engine.submit(make_request("b", max_tokens=2))
@@ -416,8 +465,9 @@ def test_the_host_time_of_each_turn_is_told():
 # Draining and closing
 
 
-def test_a_drain_finishes_what_runs_and_refuses_what_comes(started):
-    executor = GatedExecutor(TINY)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_drain_finishes_what_runs_and_refuses_what_comes(started, depth):
+    executor = GatedExecutor(TINY, depth=depth)
     rig = started(executor=executor)
     early = make_request("early", max_tokens=4)
     rig.engine.submit(early)
@@ -434,20 +484,23 @@ def test_a_drain_finishes_what_runs_and_refuses_what_comes(started):
     assert rig.engine.state is EngineState.STOPPED
 
 
-def test_close_waits_for_the_running_and_closes_the_executor(started):
-    executor = GatedExecutor(TINY)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_close_waits_for_the_running_and_closes_the_executor(started, depth):
+    executor = GatedExecutor(TINY, depth=depth)
     rig = started(executor=executor)
     request = make_request("a", max_tokens=4)
     rig.engine.submit(request)
     executor.open_for_good()
     assert rig.engine.close(TIMEOUT_S)
+    assert not executor._in_flight
     rig.check_against_oracle(request)
     assert executor.closes == 1
     assert rig.engine.close(TIMEOUT_S)  # again
 
 
-def test_close_aborts_what_is_left_after_the_timeout(started):
-    rig = started(executor=GatedExecutor(TINY))
+@pytest.mark.parametrize("depth", [1, 2])
+def test_close_aborts_what_is_left_after_the_timeout(started, depth):
+    rig = started(executor=GatedExecutor(TINY, depth=depth))
     rig.engine.submit(make_request("a", max_tokens=30))
     rig.executor.wait_until_in_step()
     opener = threading.Thread(target=lambda: (aborted.wait(TIMEOUT_S), rig.executor.open_for_good()))
@@ -460,6 +513,7 @@ def test_close_aborts_what_is_left_after_the_timeout(started):
     assert (end.finish_reason, end.detail) == (FinishReason.ABORT, SHUTTING_DOWN)
     assert end.reject_reason == RejectReason.DRAINING
     assert rig.executor.closes == 1
+    assert not rig.executor._in_flight
     assert rig.engine.state is EngineState.STOPPED
     assert not rig.engine.close(TIMEOUT_S)
 
@@ -515,10 +569,11 @@ def test_observers_hear_of_requests_that_the_core_never_saw(started):
     assert heard == [("a", FinishReason.REJECTED, "unavailable")]
 
 
+@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("close_timeout_s", [0, TIMEOUT_S])
-def test_requests_that_race_with_the_close_end_exactly_once(close_timeout_s):
+def test_requests_that_race_with_the_close_end_exactly_once(close_timeout_s, depth):
     for _ in range(10):
-        rig = Rig()
+        rig = Rig(executor=HashExecutor(TINY, depth=depth))
         rig.engine.start()
         ids: list[str] = []
         barrier = threading.Barrier(4)
@@ -559,9 +614,10 @@ def assert_failed(rig: Rig, *request_ids: str) -> None:
     assert rig.engine.state is EngineState.FAILED
 
 
+@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("is_in_submit", [False, True])
-def test_a_failing_executor_ends_every_request_and_the_plan_is_logged(started, caplog, is_in_submit):
-    executor = FailingExecutor(HashExecutor(TINY), fail_at_step=2, is_in_submit=is_in_submit)
+def test_a_failing_executor_ends_every_request_and_the_plan_is_logged(started, caplog, is_in_submit, depth):
+    executor = FailingExecutor(HashExecutor(TINY, depth=depth), fail_at_step=2, is_in_submit=is_in_submit)
     rig = Rig(executor=executor)
     ids = [f"r{idx}" for idx in range(7)]  # four run, three wait
     for idx, request_id in enumerate(ids):
@@ -569,9 +625,13 @@ def test_a_failing_executor_ends_every_request_and_the_plan_is_logged(started, c
     rig.engine.start()
     rig.sink.wait_for_ends(*ids)
     assert "StepPlan(step_id=2" in caplog.text
+    assert ("StepPlan(step_id=3" in caplog.text) == (depth == 2 and not is_in_submit)
     assert "as it was told to" in caplog.text
-    assert len(rig.sink.tokens_of("r0")) == 2
+    assert len(rig.sink.tokens_of("r0")) == (1 if depth == 2 and is_in_submit else 2)
     assert_failed(rig, *ids)
+    rig.core.check()
+    kv = rig.core.scheduler.kv
+    assert kv.num_available_blocks == kv.num_total_blocks
 
 
 def test_a_request_that_comes_during_the_failing_step_is_refused():
@@ -619,8 +679,10 @@ class BrokenCore(EngineCore):
     [("begin",), ("finish",), ("apply",), ("take_block_copies",), ("begin", "fail_all"), ("finish", "fail_all", "apply")],
 )
 @pytest.mark.parametrize("after", [0, 3])
-def test_a_bug_in_the_core_is_never_a_silent_death(caplog, methods, after):
-    rig = Rig(core=BrokenCore(*methods, after=0 if "fail_all" in methods else after))
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_bug_in_the_core_is_never_a_silent_death(caplog, methods, after, depth):
+    core = BrokenCore(*methods, after=0 if "fail_all" in methods else after)
+    rig = Rig(core=core, executor=HashExecutor(TINY, depth=depth))
     ids = [f"r{idx}" for idx in range(6)]
     for idx, request_id in enumerate(ids):
         rig.engine.submit(make_request(request_id, [idx], max_tokens=30))

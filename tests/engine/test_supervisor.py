@@ -74,12 +74,13 @@ def started():
         rig.supervisor.close(TIMEOUT_S)
 
 
-def breaking() -> FailingExecutor:
-    return FailingExecutor(HashExecutor(TINY), fail_at_step=1)
+def breaking(depth: int = 1) -> FailingExecutor:
+    return FailingExecutor(HashExecutor(TINY, depth=depth), fail_at_step=1)
 
 
-def test_an_executor_that_dies_is_replaced_and_its_requests_end_with_an_error(started):
-    rig = started(breaking(), HashExecutor(TINY))
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_executor_that_dies_is_replaced_and_its_requests_end_with_an_error(started, depth):
+    rig = started(breaking(depth), HashExecutor(TINY))
     for request_id in "abc":
         rig.supervisor.submit(make_request(request_id, max_tokens=9))
     rig.sink.wait_for_ends(*"abc")
@@ -91,8 +92,9 @@ def test_an_executor_that_dies_is_replaced_and_its_requests_end_with_an_error(st
     assert rig.num_restarts == 1
 
 
-def test_a_step_that_hangs_ends_its_requests_and_the_next_engine_serves(started):
-    hung = GatedExecutor(TINY)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_step_that_hangs_ends_its_requests_and_the_next_engine_serves(started, depth):
+    hung = GatedExecutor(TINY, depth=depth)
     rig = started(hung, HashExecutor(TINY), step_timeout_s=0.05)
     rig.supervisor.submit(make_request("a"))
     rig.supervisor.submit(make_request("b"))
@@ -108,8 +110,9 @@ def test_a_step_that_hangs_ends_its_requests_and_the_next_engine_serves(started)
     assert len(rig.sink.ends_of("a")) == 1
 
 
-def test_slow_steps_within_the_limit_are_left_alone(started):
-    slow = GatedExecutor(TINY)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_slow_steps_within_the_limit_are_left_alone(started, depth):
+    slow = GatedExecutor(TINY, depth=depth)
     rig = started(slow, HashExecutor(TINY), step_timeout_s=4.0)
     rig.supervisor._is_closing = True  # the watch ends; its question is asked here
     rig.supervisor._news.set()
@@ -213,9 +216,10 @@ def test_closing_during_a_restart_leaves_no_engine_behind(started, monkeypatch):
     assert rig.num_restarts == 0
 
 
-def test_closing_tells_those_who_wait_for_a_step_that_never_ends(started, monkeypatch):
+@pytest.mark.parametrize("depth", [1, 2])
+def test_closing_tells_those_who_wait_for_a_step_that_never_ends(started, monkeypatch, depth):
     monkeypatch.setattr(loop_module, "ABORT_GRACE_S", 0.0)
-    hung = GatedExecutor(TINY)
+    hung = GatedExecutor(TINY, depth=depth)
     rig = started(hung)
     rig.supervisor.submit(make_request("a"))
     hung.wait_until_in_step()

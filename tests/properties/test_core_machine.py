@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 from hypothesis import settings
@@ -13,7 +14,7 @@ from penstock.sched.policies.ordering.priority import PriorityClasses
 from penstock.testing import expected_tokens, make_request
 from penstock.testing.strategies import MAX_SHARE, MODEL, Engine, engines, prompts, ranks, samplings
 from penstock.types.events import Abort, Add, Stop, TokenEvent
-from penstock.types.plan import PADDING_PREFIX, StepPlan
+from penstock.types.plan import PADDING_PREFIX, StepPlan, Ticket
 from penstock.types.request import Request, RequestStatus
 from penstock.types.sampling import SamplingParams
 
@@ -21,7 +22,8 @@ MAX_MODEL_LEN = 40
 
 
 class CoreMachine(RuleBasedStateMachine):
-    """Time is counted in rules; a step may be interrupted by commands between `begin` and `finish`."""
+    """Time is counted in rules; a step may be interrupted by commands between `begin` and `finish`, and with a depth of 2 by
+    any other rule."""
 
     @initialize(engine=engines(MAX_MODEL_LEN))
     def start(self, engine: Engine) -> None:
@@ -29,7 +31,10 @@ class CoreMachine(RuleBasedStateMachine):
         self.core, self.executor = engine.make()
         self.requests: dict[str, Request] = {}
         self.tokens: dict[str, list[int]] = {}
-        self.ended: set[str] = set()
+        self.ended: dict[str, bool] = {}
+        """The last that ended is the last here."""
+        self.flights: deque[tuple[StepPlan, Ticket]] = deque()
+        self.num_added = 0
         self.now_ns = 0
 
     @rule(
@@ -39,6 +44,7 @@ class CoreMachine(RuleBasedStateMachine):
         salt=st.sampled_from([b"", b"salt"]),
         rank=ranks(),
         patience=st.one_of(st.none(), st.integers(1, 60)),
+        comes_again=st.booleans(),
     )
     def add(
         self,
@@ -48,14 +54,24 @@ class CoreMachine(RuleBasedStateMachine):
         salt: bytes,
         rank: tuple[int, str, int | None],
         patience: int | None,
+        comes_again: bool,
     ) -> None:
-        """Several equal requests, so that memory runs short soon."""
+        """Several equal requests, so that memory runs short soon; also under ids that others had before."""
         self.now_ns += 1
         for _ in range(count):
-            self.add_one(prompt, sampling, salt, rank, patience)
+            name = f"r{self.num_added % 21}"
+            if comes_again and self.ended:
+                name = next(reversed(self.ended))
+            elif name in self.requests and name not in self.ended:
+                return
+            self.num_added += 1
+            if self.ended.pop(name, None):
+                self.check_answer(name)
+            self.add_one(name, prompt, sampling, salt, rank, patience)
 
     def add_one(
         self,
+        name: str,
         prompt: tuple[int, ...],
         sampling: SamplingParams,
         salt: bytes,
@@ -64,7 +80,7 @@ class CoreMachine(RuleBasedStateMachine):
     ) -> None:
         priority, tenant, predicted = rank
         request = make_request(
-            f"r{len(self.requests)}",
+            name,
             prompt,
             sampling=sampling,
             cache_salt=salt,
@@ -100,11 +116,17 @@ class CoreMachine(RuleBasedStateMachine):
         preempted_before = {name for name, request in self.requests.items() if request.status is RequestStatus.PREEMPTED}
         plan = self.core.begin(self.now_ns)
         self.executor.copy_blocks(self.core.take_block_copies())
-        self.check_work_conserving(plan)
-        if plan is None:
-            return
-        self.check_preempted_go_first(preempted_before, plan)
-        result = self.executor.collect(self.executor.submit(plan))
+        if not self.flights:  # else one that has to wait for the step in flight is no wrong
+            self.check_work_conserving(plan)
+        if plan is not None:
+            self.check_preempted_go_first(preempted_before, plan)
+            self.flights.append((plan, self.executor.submit(plan)))
+        if self.flights and (plan is None or len(self.flights) == self.engine.depth):
+            self.finish(aborted)
+
+    def finish(self, aborted: Sequence[int]) -> None:
+        plan, ticket = self.flights.popleft()
+        result = self.executor.collect(ticket)
         for idx in aborted:
             self.record(self.core.apply([Abort(f"r{idx}")], self.now_ns))
         self.record(self.core.finish(plan, result, self.now_ns))
@@ -114,7 +136,7 @@ class CoreMachine(RuleBasedStateMachine):
             assert event.request_id not in self.ended, "heard of after its end"
             self.tokens[event.request_id] += event.token_ids
             if event.finish_reason is not None:
-                self.ended.add(event.request_id)
+                self.ended[event.request_id] = True
 
     def check_work_conserving(self, plan: StepPlan | None) -> None:
         capacity, scheduler = self.engine.capacity, self.core.scheduler
@@ -189,20 +211,23 @@ class CoreMachine(RuleBasedStateMachine):
         for _ in range(2000):
             if not self.core.has_work:
                 break
-            self.now_ns += 1
-            self.record(self.core.apply([], self.now_ns))
-            plan = self.core.begin(self.now_ns)
-            self.executor.copy_blocks(self.core.take_block_copies())
-            if plan is not None:
-                self.record(self.core.finish(plan, self.executor.collect(self.executor.submit(plan)), self.now_ns))
-            elif self.core.has_work:
-                self.now_ns = self.core.next_wakeup_ns(self.now_ns) or self.now_ns
+            had_flights = bool(self.flights)
+            self.step(())
+            if not had_flights and not self.flights and self.core.has_work and not self.core.num_running:
+                self.now_ns = max(self.now_ns, self.core.next_wakeup_ns(self.now_ns) or 0)
             self.core.check()
-        assert self.ended == self.requests.keys(), "a request never ended"
-        for request_id, request in self.requests.items():
-            expected = expected_tokens(request.prompt_token_ids, request.sampling, model=MODEL, max_model_len=MAX_MODEL_LEN)
-            got = tuple(self.tokens[request_id])
-            assert got == expected.token_ids[: len(got)]
+        while self.flights:
+            self.step(())
+        self.core.check()
+        assert not self.core.scheduler.kv.fenced, "blocks were not given back"
+        assert self.ended.keys() == self.requests.keys(), "a request never ended"
+        for request_id in self.requests:
+            self.check_answer(request_id)
+
+    def check_answer(self, request_id: str) -> None:
+        request, got = self.requests[request_id], tuple(self.tokens[request_id])
+        expected = expected_tokens(request.prompt_token_ids, request.sampling, model=MODEL, max_model_len=MAX_MODEL_LEN)
+        assert got == expected.token_ids[: len(got)]
 
 
 TestCoreMachine = CoreMachine.TestCase

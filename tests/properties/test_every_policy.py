@@ -18,7 +18,7 @@ from penstock.testing import Driver, HashExecutor, expected_tokens, make_core, m
 from penstock.testing.driver import STEP_NS
 from penstock.testing.strategies import EOS_TOKEN_ID, MODEL
 from penstock.types.events import Abort, Add, Command
-from penstock.types.plan import Capacity
+from penstock.types.plan import Capacity, StepPlan, Ticket
 from penstock.types.request import FinishReason, Request
 from penstock.types.stats import RequestStats, StepStats
 
@@ -82,11 +82,12 @@ def check(driver: Driver) -> None:
 
 
 @pytest.mark.parametrize("order", TABLES["order"])
-@pytest.mark.parametrize("gate", TABLES["gate"])
-def test_the_answers_are_the_same_under_every_policy(gate: str, order: str) -> None:
+@pytest.mark.parametrize(("gate", "depth"), [*((gate, 1) for gate in TABLES["gate"]), ("continuous", 2)])
+def test_the_answers_are_the_same_under_every_policy(gate: str, order: str, depth: int) -> None:
     budgets: list[tuple[str, dict[str, int]]] = [*((name, {}) for name in TABLES["budget"]), ("itl", LONG)]
     evictions = cycle(TABLES["eviction"])  # each with some of the others: who runs does not depend on what it names
-    for (budget, settings), reserve, victim in product(budgets, [*TABLES["reserve"], EAGER], TABLES["victim"]):
+    combinations = product(budgets, [*TABLES["reserve"], EAGER], TABLES["victim"])
+    for seed, ((budget, settings), reserve, victim) in enumerate(combinations):
         eviction = next(evictions)
         account = Account()
         policies = make_policies(
@@ -99,7 +100,7 @@ def test_the_answers_are_the_same_under_every_policy(gate: str, order: str) -> N
             settings={"budget": settings},
         )
         core = make_core(CAPACITY, policies, observer=account)
-        executor = HashExecutor(CAPACITY, model=MODEL)
+        executor = HashExecutor(CAPACITY, model=MODEL, depth=depth, seed=seed)
         requests = make_requests()
         outcomes = run_to_completion(core, executor, later=script(requests), after_turn=check)
         names = f"{gate}, {order}, {budget} {settings}, {reserve}, {victim}, {eviction}"
@@ -116,6 +117,7 @@ def test_the_answers_are_the_same_under_every_policy(gate: str, order: str) -> N
             ], names
         assert account.num_ended == len(requests), names
         assert core.scheduler.kv.num_available_blocks == core.scheduler.kv.num_total_blocks, names
+        assert not core.scheduler.kv.fenced, names
         assert executor.num_computed_tokens == account.num_tokens, names
         assert executor.num_padding_tokens == account.num_padding_tokens, names
         assert account.num_sampled_tokens == sum(len(outcome.token_ids) for outcome in outcomes.values()), names
@@ -123,15 +125,30 @@ def test_the_answers_are_the_same_under_every_policy(gate: str, order: str) -> N
 
 
 @pytest.mark.parametrize("gate", TABLES["gate"])
-def test_the_workload_runs_out_of_memory(gate: str) -> None:
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_workload_runs_out_of_memory(gate: str, depth: int) -> None:
     account = Account()
     core = make_core(CAPACITY, make_policies(gate=gate, reserve=EAGER), observer=account)
-    run_to_completion(core, HashExecutor(CAPACITY, model=MODEL), later=script(make_requests()))
+    run_to_completion(core, HashExecutor(CAPACITY, model=MODEL, depth=depth), later=script(make_requests()))
     assert account.num_preemptions > 0
 
 
+def test_most_steps_of_it_are_planned_ahead() -> None:
+    """And some are not, for it runs out of memory."""
+    num_ahead: list[int] = []
+
+    class Watched(HashExecutor):
+        def submit(self, plan: StepPlan) -> Ticket:
+            num_ahead.append(len(self._in_flight))
+            return super().submit(plan)
+
+    run_to_completion(make_core(CAPACITY), Watched(CAPACITY, model=MODEL, depth=2), later=script(make_requests()))
+    assert 0.6 < sum(num_ahead) / len(num_ahead) < 0.99
+
+
+@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("seed", range(60))
-def test_classes_and_long_prompts_go_on_with_little_memory(seed: int) -> None:
+def test_classes_and_long_prompts_go_on_with_little_memory(seed: int, depth: int) -> None:
     """Requests pause each other in every way that there is: nobody is paused for nothing, and no row is planned twice."""
     draw = random.Random(seed)
     capacity = Capacity(draw.randint(17, 40), 4, draw.randint(2, 6), draw.choice([8, 20, 60]), 60)
@@ -156,5 +173,6 @@ def test_classes_and_long_prompts_go_on_with_little_memory(seed: int) -> None:
             assert not admitted or not admitted <= set(driver.plans[-1].releases), "paused, and resumed by itself"
 
     core = make_core(capacity, policies, enable_prefix_caching=False)
-    outcomes = run_to_completion(core, HashExecutor(capacity), later=later, after_turn=check_pauses, max_turns=3000)
+    executor = HashExecutor(capacity, depth=depth, seed=seed)
+    outcomes = run_to_completion(core, executor, later=later, after_turn=check_pauses, max_turns=3000)
     assert len(outcomes) == 25

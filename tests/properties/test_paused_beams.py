@@ -126,7 +126,7 @@ def draw_engine(draw: random.Random, seed: int) -> Engine:
         faults=faults,
         seed=seed,
     )
-    return Engine(capacity, policies, draw.random() < 0.8, lower)
+    return Engine(capacity, policies, draw.random() < 0.8, lower if draw.random() < 0.7 else None, draw.choice([1, 2]), seed)
 
 
 def draw_group(draw: random.Random, name: str, prefixes: Sequence[Sequence[int]], turn: int) -> list[Request]:

@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import pytest
+
 from penstock.clock import VirtualClock
 from penstock.engine.loop import Engine
 from penstock.engine.output import OutputStage
@@ -32,8 +34,8 @@ CANCELLED, HOPELESS, LEAVING = 0.05, 0.02, 0.01
 class SlowExecutor(HashExecutor):
     """A step takes its time on the virtual clock."""
 
-    def __init__(self, clock: VirtualClock) -> None:
-        super().__init__(CAPACITY)
+    def __init__(self, clock: VirtualClock, depth: int) -> None:
+        super().__init__(CAPACITY, depth=depth)
         self._clock = clock
 
     def collect(self, ticket: Ticket) -> StepResult:
@@ -61,14 +63,14 @@ class Fate:
 class Town:
     """An engine without thread, its clients, and what they were told."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, depth: int) -> None:
         self.rng = random.Random(seed)
         self.clock = VirtualClock()
         self.metrics = Metrics("m")
         self.admission = Admission(AdmissionLimits(max_queue=NUM_REQUESTS, kv_headroom=0), CAPACITY)
         observer = ObserverGroup([self.metrics, self.admission])
         self.core = make_core(CAPACITY, observer=observer)
-        self.executor = SlowExecutor(self.clock)
+        self.executor = SlowExecutor(self.clock, depth)
         self.engine = Engine(
             self.core,
             self.executor,
@@ -134,8 +136,9 @@ class Town:
                 self.core.check()
 
 
-def test_every_one_of_ten_thousand_ends_exactly_once_and_leaves_nothing_behind() -> None:
-    town = Town(seed=7)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_every_one_of_ten_thousand_ends_exactly_once_and_leaves_nothing_behind(depth: int) -> None:
+    town = Town(seed=7, depth=depth)
     town.run(NUM_REQUESTS)
 
     assert town.ends.keys() == town.fates.keys()

@@ -19,8 +19,8 @@ GREEDY = SamplingParams(temperature=0.0)
 class Device:
     """An executor and the number of the next step."""
 
-    def __init__(self) -> None:
-        self.executor = HashExecutor(CAPACITY)
+    def __init__(self, *, depth: int = 1, seed: int = 0) -> None:
+        self.executor = HashExecutor(CAPACITY, depth=depth, seed=seed)
         self.num_steps = 0
 
     def step(self, *rows: RowPlan, admits: tuple[AdmitRow, ...] = (), releases: tuple[str, ...] = ()) -> StepResult:
@@ -89,7 +89,46 @@ def test_not_sampling_when_a_row_has_caught_up_is_noticed(device: Device) -> Non
         device.step(RowPlan("a", 6, 1, (), False))
 
 
-def test_results_are_collected_in_the_order_of_submission(device: Device) -> None:
+def test_no_more_steps_are_in_flight_than_its_depth(device: Device) -> None:
+    device.executor.submit(StepPlan(5, 0, (), (RowPlan("a", 6, 1, (), True),), ()))
+    with pytest.raises(AssertionError, match="in flight already"):
+        device.executor.submit(StepPlan(6, 0, (), (RowPlan("a", 7, 1, (), True),), ()))
+
+
+def deep(seed: int) -> Device:
+    """A step of "a", which has blocks 1 and 2, is in flight."""
+    device = Device(depth=2, seed=seed)
+    prompt = admit("a", [1, 2, 3, 4, 5, 6], (1, 2))
+    device.executor.submit(StepPlan(0, 0, (prompt,), (RowPlan("a", 0, 6, (), True),), ()))
+    return device
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_block_that_changes_hands_in_flight_is_noticed(seed: int) -> None:
+    rows = (RowPlan("b", 0, 2, (), True),)
+    with pytest.raises(AssertionError, match="changes hands while step 0 is in flight"):
+        deep(seed).executor.submit(StepPlan(1, 0, (admit("b", [1, 2], (2,)),), rows, ("a",)))
+    with pytest.raises(AssertionError, match="changes hands while step 0 is in flight"):
+        deep(seed).executor.copy_blocks([(3, 2)])
+    with pytest.raises(AssertionError, match="while a step is in flight"):
+        deep(seed).executor.write_blocks([], [])
+    with pytest.raises(AssertionError, match="while a step is in flight"):
+        deep(seed).executor.read_blocks([], [])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_row_that_is_released_while_its_step_is_in_flight_is_computed(seed: int) -> None:
+    device = deep(seed)
+    ticket = device.executor.submit(StepPlan(1, 0, (admit("a", [9], (3,)),), (RowPlan("a", 0, 1, (), True),), ("a",)))
+    told = device.executor.collect(Ticket(0)).token_ids["a"], device.executor.collect(ticket).token_ids["a"]
+    model = HashModel()
+    assert told == tuple(
+        expected_tokens(prompt, GREEDY, model=model, max_model_len=40).token_ids[:1] for prompt in ([1, 2, 3, 4, 5, 6], [9])
+    )
+
+
+def test_results_are_collected_in_the_order_of_submission() -> None:
+    device = Device(depth=2)
     for step_id in (5, 6):
         prompt = admit(f"r{step_id}", [1], (step_id,))
         device.executor.submit(StepPlan(step_id, 0, (prompt,), (RowPlan(f"r{step_id}", 0, 1, (), True),), ()))

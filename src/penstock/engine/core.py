@@ -7,14 +7,12 @@ simulator); never loops, waits, sleeps or reads a clock.
     ... an executor runs the plan ...
     core.finish(plan, result, now)   its tokens
 
-Every request that was added ends in exactly one event whose `finish_reason` is set, and its blocks are
-free from that moment.
+Every request that was added ends in exactly one event whose `finish_reason` is set, and its blocks are free from that moment,
+or from the `finish` of the last step that has a row of it.
 
-Depth one: between `begin` and `finish` there is one step in flight, and `apply` may run in that time only after
-the step was collected, since it frees blocks at once. Depth two, planning step k + 1 while k runs, needs: blocks of
-requests that end or are preempted while in flight fenced until that step is collected; `num_behind` counted
-from `num_computed_tokens + num_inflight_tokens` to `num_tokens + num_pending_samples`; rows of k + 1 voided by
-step id when commit k ends their request, in case the id comes again. Requests keep these numbers apart already.
+`begin` may be called again while one step is in flight, and then plans the next one ahead, if it can (`sched/ahead.py`); if
+not, it returns None, and will plan it when that step is finished. `apply` may run at any time. Steps are finished in the order
+in which they began.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from penstock.engine.ports import NullObserver, Observer, RequestJournal
-from penstock.sched.draft import StepCounts
+from penstock.sched.draft import StepCounts, StepOutcome
 from penstock.sched.keyed_heap import KeyedHeap
 from penstock.sched.scheduler import Scheduler
 from penstock.types.errors import Rejected, RejectReason
@@ -61,8 +59,7 @@ class EngineCore:
         """Why nothing is accepted any more; None while it is."""
         self._told_wait = WaitReason.NOTHING
         """To the journal."""
-        self._counts: dict[int, StepCounts] = {}
-        """By the id of the steps in flight."""
+        self._last_finish_ns = 0
 
     @property
     def has_work(self) -> bool:
@@ -96,10 +93,11 @@ class EngineCore:
         return events + self._end_overdue(now_ns)
 
     def begin(self, now_ns: int) -> StepPlan | None:
-        """The next step, with what the executor must forget; None if there is nothing to compute now."""
+        """The next step, with what the executor must forget; None if there is nothing to compute now.
+
+        With one step in flight also None if that has to be finished first.
+        """
         plan = self.scheduler.schedule(now_ns)
-        if plan is not None:
-            self._counts[plan.step_id] = self.scheduler.counts
         news = self.scheduler.news
         if news.admissions or news.preemptions or news.set_aside or news.waits_for is not self._told_wait:
             self._told_wait = news.waits_for
@@ -118,9 +116,9 @@ class EngineCore:
         """Commit a step: one event for each row that sampled or failed, in the order of the plan."""
         if result.step_id != plan.step_id:
             raise ValueError(f"the result of step {result.step_id} is not that of step {plan.step_id}")
-        counts = self._counts.pop(plan.step_id)
         outcome = self.scheduler.commit(plan, result, now_ns)
-        stats = self._step_stats(plan, result, counts, outcome.num_sampled_tokens, now_ns)
+        stats = self._step_stats(plan, result, outcome, now_ns)
+        self._last_finish_ns = now_ns
         self._journal.on_step(stats)
         for request in outcome.ended:
             self._forget(request, now_ns)
@@ -140,8 +138,9 @@ class EngineCore:
 
     def fail_all(self, detail: str, now_ns: int) -> list[TokenEvent]:
         """End every request with ERROR and accept no more: the executor failed, and its KV can't be trusted."""
-        self._counts.clear()
         self._close(RejectReason.UNAVAILABLE, "The engine has failed.")
+        with suppress(Exception):  # as below
+            self.scheduler.abandon_flights()
         events: list[TokenEvent] = []
         for request in list(self._requests.values()):
             with suppress(Exception):  # the books may be what broke, and everybody has to be told all the same
@@ -245,18 +244,18 @@ class EngineCore:
     def _close(self, reason: RejectReason, detail: str) -> None:
         self._closed = Rejected(reason, detail)
 
-    def _step_stats(self, plan: StepPlan, result: StepResult, counts: StepCounts, num_sampled: int, now_ns: int) -> StepStats:
-        kv = self.scheduler.kv
+    def _step_stats(self, plan: StepPlan, result: StepResult, outcome: StepOutcome, now_ns: int) -> StepStats:
+        kv, counts = self.scheduler.kv, outcome.counts
         execute_ns = result.timing.end_ns - result.timing.start_ns
         return StepStats(
             step_id=plan.step_id,
-            started_ns=plan.now_ns,
+            started_ns=max(plan.now_ns, self._last_finish_ns),
             ended_ns=now_ns,
             num_running=self.num_running,
             num_waiting=self.num_waiting,
             num_rows=len(plan.rows) - counts.num_padding_rows,
             num_tokens=counts.num_tokens,
-            num_sampled_tokens=num_sampled,
+            num_sampled_tokens=outcome.num_sampled_tokens,
             num_blocks_total=kv.num_total_blocks,
             num_blocks_free=kv.num_available_blocks - kv.num_cached_blocks,
             num_blocks_cached=kv.num_cached_blocks,
@@ -270,6 +269,7 @@ class EngineCore:
             max_prefill_tokens=counts.max_prefill_tokens,
             parts_ns={"execute": execute_ns, **result.timing.parts},
             prefills=_prefills(plan, counts),
+            void=outcome.void,
         )
 
 

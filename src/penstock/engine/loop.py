@@ -1,16 +1,25 @@
 """The one thread that drives the core: inbox -> core -> executor -> core -> output stage -> sink. Made by the composition root.
 
 Never schedules, never makes text, never knows HTTP. Other threads call `submit`, `abort`, `drain`, `close`, `state` and
-`load`; everything else happens on the engine thread. One turn of the loop (depth one: a single step in flight):
+`load`; everything else happens on the engine thread. One turn of the loop:
 
-    arrivals    take over what came from the tier below the pool, if there is one
+    arrivals    take over what came from the tier below the pool, if there is one and no step is in flight
     commands    apply what came in; what ended by it (refused, cancelled) is told at once
-    begin       ask the core for a plan; without one, sleep until there is a command or a deadline
-    departures  copy what is spilled, begin loads; they go on while the step runs
+    begin       ask the core for a plan; without one, and with nothing in flight, sleep until there is a command or a deadline
+    departures  copy what is spilled, begin loads, if no step is in flight; they go on while the step runs
     copies      of blocks, also without a plan: what arrives next may be written to either of the two
-    execute     submit and collect, without the GIL where the executor computes
+    submit      the step takes off
+    collect     the oldest step in flight, without the GIL, if there are as many as the executor's depth, or there was no plan
     aborts      apply those that came during the step, before its tokens are shown
-    finish      commit, make text, apply the stops that the text brought (so no step is wasted on them), one call of the sink
+    finish      commit, make text, apply the stops that the text brought, one call of the sink
+
+With a depth of 1 each step is collected in the turn in which it was submitted, and no step is wasted on who ends. With a depth
+of 2 the turn that begins step k + 1 finishes step k, so all of the above but `collect` happens while a step is computed:
+
+    depth 1   host     | plan 0 |........| finish 0, plan 1 |........| finish 1, plan 2 |........
+              device   |........| step 0 |..................| step 1 |..................| step 2
+    depth 2   host     | plan 0 | plan 1 |....| finish 0, plan 2 |.| finish 1, plan 3 |.| ...
+              device   |........| step 0      | step 1             | step 2             |
 
 Every request that `submit` took ends in exactly one chunk with a `finish_reason`, also if the executor or the core breaks.
 An engine that has failed stays so; `supervisor` puts another one in its place.
@@ -30,11 +39,11 @@ from penstock.engine.inbox import Inbox
 from penstock.engine.output import OutputStage
 from penstock.engine.ports import Executor, NullObserver, Observer, OutputChunk, OutputSink, TurnObserver
 from penstock.engine.refusals import SHUTTING_DOWN, refused_chunk, refused_stats
+from penstock.engine.submitted import Abandoned, Submitted
 from penstock.engine.transfers import Transfers
 from penstock.kv.pool_map import PoolMap, draw, waste_ratio
 from penstock.types.errors import RejectReason
 from penstock.types.events import Abort, Add, Command, Drain, TokenEvent
-from penstock.types.plan import StepPlan
 from penstock.types.request import FinishReason, Request
 from penstock.types.stats import EngineLoad
 
@@ -42,8 +51,6 @@ _logger = logging.getLogger(__name__)
 
 ENGINE_FAILED = "the engine failed while this request was running; the server's log says why"
 ENGINE_STUCK = "a step of the engine did not end in time while this request was running"
-MAX_PLAN_CHARS = 4000
-"""How much of a failed plan is logged."""
 KEEP_TIMEOUT_S = 5.0
 """For how long the end of an engine is put off to spill what the pool contains, so that sessions can go on after a restart."""
 ABORT_GRACE_S = 10.0
@@ -65,10 +72,6 @@ class EngineState(StrEnum):
         if self is EngineState.READY:
             return None
         return RejectReason.DRAINING if self is EngineState.DRAINING else RejectReason.UNAVAILABLE
-
-
-class _Abandoned(Exception):
-    """The step came back after its requests had been ended."""
 
 
 class Engine:
@@ -93,7 +96,8 @@ class Engine:
         on_failed: Callable[[], None] | None = None,
         make_transfers: Callable[[Callable[[], None]], Transfers | None] = lambda _: None,
     ) -> None:
-        """`observer` hears of the requests that the core never saw; pass the core's. `name` is the thread's.
+        """`observer` hears of the requests that the core never saw; pass the core's. `name` is the thread's. Raises ValueError
+        for an executor whose depth is neither 1 nor 2.
 
         After `idle_check_s` without work the core verifies its invariants once (0.5 us per block); None: never.
         `on_failed` is called by the engine thread when all is over, its requests have been told, and nothing more will come.
@@ -101,6 +105,7 @@ class Engine:
         """
         self._core = core
         self._executor = executor
+        self._submitted = Submitted(executor, clock)
         self._output = output
         self._clock = clock
         self._sink = sink
@@ -113,11 +118,6 @@ class Engine:
         self._lock = threading.Lock()
         self._state = EngineState.STARTING
         self._in_flight = InFlight()
-        self._plan: StepPlan | None = None
-        """The step in flight."""
-        self._step_began_ns: int | None = None
-        """When the executor was given a step that has not come back. Set by the engine thread; cleared with the lock held."""
-        self._is_abandoned = False
         self._was_cut_short = False
         self._cut_short_ids: frozenset[str] = frozenset()
         """What `close` aborts; written before it does."""
@@ -171,29 +171,24 @@ class Engine:
             self._was_cut_short |= self._abort_all()
             self._thread.join(ABORT_GRACE_S)
         if self._thread.is_alive():
-            _logger.error("step %s did not come back; the executor stays open", self._plan and self._plan.step_id)
+            _logger.error("step %s did not come back; the executor stays open", self._submitted.step_ids)
             return False
         self._close_executor()
         return self._state is EngineState.STOPPED and not self._was_cut_short
 
     def step_age_ns(self) -> int:
-        """For how long the executor has been at its present step; 0 if it is at none."""
-        began_ns = self._step_began_ns
-        return 0 if began_ns is None else self._clock.now_ns() - began_ns
+        """For how long the engine has waited for the executor's present step; 0 if it does not."""
+        return self._submitted.waiting_ns()
 
     def abandon(self) -> bool:
         """End every request with ERROR although the executor does not come back from its step. False if it just did.
 
         Called by the supervisor's thread. The engine thread ends when the step comes back, and frees the executor then.
         """
-        with self._lock:
-            if self._step_began_ns is None:
-                return False
-            self._is_abandoned = True
+        if not self._submitted.abandon():
+            return False
         # From here on the engine thread touches nothing, so this one may.
-        _logger.critical(
-            "step %s does not come back; plan: %s", self._plan and self._plan.step_id, repr(self._plan)[:MAX_PLAN_CHARS]
-        )
+        _logger.critical("step %s does not come back; plans in flight: %s", self._submitted.step_ids, self._submitted.plans)
         self._end_all(ENGINE_STUCK)
         return True
 
@@ -226,8 +221,8 @@ class Engine:
     # For the engine thread, or for a driver that has no thread.
 
     def turn(self) -> bool:
-        """One pass of the loop. False if there was no step to run."""
-        transfers = self._transfers
+        """One pass of the loop. False if there was no step to begin and none to finish."""
+        transfers = None if self._submitted else self._transfers
         if transfers is not None:
             transfers.arrive()
         commands = self._inbox.poll()
@@ -236,11 +231,16 @@ class Engine:
         plan = self._core.begin(now_ns)
         if transfers is not None:
             transfers.depart()
-        if plan is None:
-            if copies := self._core.take_block_copies():
-                self._executor.copy_blocks(copies)
+        copies = self._core.take_block_copies()
+        if plan is not None:
+            self._is_verified = False
+            self._submitted.submit(plan, copies, now_ns)
+        elif copies:
+            self._executor.copy_blocks(copies)
+        if not self._submitted:
             return False
-        self._run_step(plan, now_ns)
+        if plan is None or self._submitted.is_full:
+            self._finish()
         return True
 
     def _run(self) -> None:
@@ -249,14 +249,15 @@ class Engine:
                 if not self.turn():
                     self._idle()
             self._stop()
-        except _Abandoned:
+        except Abandoned:
             _logger.warning("the step that did not come back has come back; its executor is freed")
             self._close_executor()
         except BaseException:  # A dead thread must not leave anyone waiting, whatever killed it.
             self._fail()
 
     def _is_done(self) -> bool:
-        return self._state is EngineState.DRAINING and self._inbox.is_empty and not self._core.has_work
+        has_work = self._core.has_work or self._submitted
+        return self._state is EngineState.DRAINING and self._inbox.is_empty and not has_work
 
     def _idle(self) -> None:
         """Sleep until there is a command or a deadline."""
@@ -278,32 +279,17 @@ class Engine:
                 self._output.add(command.request)
         self._publish(self._core.apply(commands, now_ns), now_ns)
 
-    def _run_step(self, plan: StepPlan, begun_ns: int) -> None:
-        self._plan = plan
-        self._is_verified = False
-        copies = self._core.take_block_copies()
-        planned_ns = self._step_began_ns = self._clock.now_ns()
-        try:
-            if copies:
-                self._executor.copy_blocks(copies)
-            result = self._executor.collect(self._executor.submit(plan))
-        finally:
-            self._come_back()
+    def _finish(self) -> None:
+        flight, result = self._submitted.collect()
         now_ns = self._clock.now_ns()
         events = self._core.apply(self._inbox.poll_aborts(), now_ns)
-        events += self._core.finish(plan, result, now_ns)
+        events += self._core.finish(flight.plan, result, now_ns)
         committed_ns = self._clock.now_ns()
         self._publish(events, now_ns)
         told_ns = self._clock.now_ns()
-        parts_ns = {"schedule": planned_ns - begun_ns, "commit": committed_ns - now_ns, "output": told_ns - committed_ns}
+        parts_ns = {"schedule": flight.schedule_ns, "commit": committed_ns - now_ns, "output": told_ns - committed_ns}
         self._turn_observer.on_turn(parts_ns)
-        self._plan = None
-
-    def _come_back(self) -> None:
-        with self._lock:
-            self._step_began_ns = None
-            if self._is_abandoned:
-                raise _Abandoned
+        self._submitted.forget()
 
     def _publish(self, events: Sequence[TokenEvent], now_ns: int) -> None:
         if not events:
@@ -350,7 +336,7 @@ class Engine:
 
     def _fail(self) -> None:
         """End every request with ERROR; the exception being handled goes to the log with the plan."""
-        _logger.critical("the engine failed; plan in flight: %s", repr(self._plan)[:MAX_PLAN_CHARS], exc_info=True)
+        _logger.critical("the engine failed; plans in flight: %s", self._submitted.plans, exc_info=True)
         self._end_all(ENGINE_FAILED)
         if self._on_failed is not None:
             self._on_failed()

@@ -17,13 +17,29 @@ from penstock.types.stats import PlanNews, RequestStats, StepStats
 
 
 class Executor(Protocol):
-    """Computes steps. Called by one thread at a time; steps are collected in the order they were submitted."""
+    """Computes steps. Called by one thread at a time; steps are collected in the order they were submitted.
+
+    With a depth of 2 the next step is submitted while one is in flight, that is, submitted and not collected:
+
+        - A row may go on from a token that the step in flight samples: the executor has it, the plan does not.
+        - A row of the step in flight may fail, or its request may end: its row in the next step is computed and ignored.
+        - No block changes hands while a step in flight has a row with it.
+    """
+
+    @property
+    def depth(self) -> int:
+        """How many steps may be in flight, 1 or 2. With 2, the host plans one step while another is computed."""
+        ...
 
     @property
     def capacity(self) -> Capacity: ...
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole KV blocks (source, destination), in order, before the next submitted step."""
+        """Copy whole KV blocks (source, destination), in order, before the next submitted step.
+
+        With a step in flight that may be now or when it has ended: it writes to no token of a source that anybody reads, and
+        has nothing to do with a destination.
+        """
         ...
 
     @property
@@ -32,7 +48,7 @@ class Executor(Protocol):
         ...
 
     def read_blocks(self, block_ids: Sequence[int], out: Sequence[memoryview]) -> None:
-        """Copy the content of full blocks, each to its own writable `out` of `block_bytes`. Only between two steps.
+        """Copy the content of full blocks, each to its own writable `out` of `block_bytes`. Only with no step in flight.
 
         What it looks like is the executor's own affair; it means the same to another one of the same model, weights, kernels
         and KV type.
@@ -40,7 +56,7 @@ class Executor(Protocol):
         ...
 
     def write_blocks(self, block_ids: Sequence[int], contents: Sequence[memoryview]) -> None:
-        """Put contents that `read_blocks` gave into blocks that no row holds. Only between two steps."""
+        """Put contents that `read_blocks` gave into blocks that no row holds. Only with no step in flight."""
         ...
 
     def submit(self, plan: StepPlan) -> Ticket:
@@ -56,7 +72,7 @@ class Executor(Protocol):
         ...
 
     def close(self) -> None:
-        """Free threads and memory. Idempotent."""
+        """Free threads and memory. Idempotent. Steps that are in flight, after a failure, are lost."""
         ...
 
 

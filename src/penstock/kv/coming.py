@@ -4,6 +4,7 @@ it again. Called by `KVManager`; never lets anybody wait.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from penstock.kv.block_table import BlockTable, token_at
@@ -30,6 +31,8 @@ class Coming:
         self._block_size = block_size
         self.leaders: dict[bytes, Request] = {}
         """Key among the children of its parent -> the running request that computes this block next."""
+        self.in_flight: Collection[str] = ()
+        """Ids of those of them of which a step in flight computes several tokens, while the next one is planned."""
 
     def find(self, request: Request, table: BlockTable, num_found_blocks: int, num_found_tokens: int) -> Awaited | None:
         """The block that `request` lacks next, behind what is found, if a running one computes it just now or in its next step.
@@ -42,7 +45,9 @@ class Coming:
             return None
         key = child_key(table.parent(num_found_blocks), token_at(request, start))
         leader = self.leaders.get(key)
-        if leader is None or leader.num_tokens < stop or leader.num_behind < 2:
+        if leader is None or leader.num_tokens - leader.num_pending_samples < stop:
+            return None
+        if leader.num_behind < 2 and leader.request_id not in self.in_flight:
             return None
         is_whole = stop - start == self._block_size
         if not is_whole and stop - num_found_tokens < MIN_AWAITED_TOKENS:

@@ -14,7 +14,8 @@ def check(manager: KVManager) -> None:
     """Raises AssertionError, naming the law, if one is broken. O(blocks + table entries).
 
     1. free + held = total, `num_cached` of the free ones have content, and `num_shared` of the held ones several holders.
-    2. A block's reference count is the number of tables that hold it; no table holds it twice, or the null block.
+    2. A block's reference count is the number of tables that hold it, those behind the fence included; no table holds it twice,
+       or the null block.
     3. A block is in the free list exactly if its count is 0, and is marked kept exactly if it is published.
     4. Hash and block are one to one, and the index finds each content under its parent. Tables share only blocks that are
        full, or have given up the right to write without asking (after a fork).
@@ -60,7 +61,7 @@ def _check_groups(manager: KVManager) -> None:
 
 def _check_references(manager: KVManager) -> None:
     held: Counter[int] = Counter()
-    for request_id, table in manager.tables().items():
+    for request_id, table in (*manager.tables().items(), *manager.fenced):
         assert len(set(table.block_ids)) == len(table.block_ids), f"{request_id!r} holds a block twice"
         held.update(table.block_ids)
     assert NULL_BLOCK_ID not in held, "the null block is in a table"

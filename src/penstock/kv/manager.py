@@ -27,6 +27,7 @@ from penstock.kv.block_pool import NULL_BLOCK_ID, BlockPool
 from penstock.kv.block_table import BlockTable, token_at, token_slice
 from penstock.kv.coming import Awaited, Coming
 from penstock.kv.eviction import EvictionPolicy, LeastRecentlyUsed
+from penstock.kv.fence import Fence
 from penstock.kv.prefix_history import PrefixHistory
 from penstock.kv.prefix_index import PrefixIndex, child_key, pack, private_root_hash, root_hash
 from penstock.kv.swapping import content_to_keep, forget_content, place, touch
@@ -83,6 +84,7 @@ class KVManager:
         self._tables: dict[str, BlockTable] = {}
         self._copies: list[tuple[int, int]] = []
         self._coming = Coming(block_size)
+        self._fence = Fence()
 
     @property
     def num_total_blocks(self) -> int:
@@ -302,21 +304,48 @@ class KVManager:
             return
         if table.leads:
             self._coming.lead_no_more(table)
-        # Tails first: an early block is part of more prefixes than a late one, and is evicted after it.
-        published, group = self.index.block_ids, table.group
-        for block_id in reversed(table.block_ids):
-            self.pool.release(block_id, keep=block_id in published, group=group)
+        self._give_back(table)
         table.block_ids, table.num_full = [], 0
         self.num_slots.pop(request_id, None)
 
     def free(self, request_id: str) -> None:
         """Take the request's blocks back and forget it. Requests that never had any are fine."""
-        self.suspend(request_id)
+        if (table := self._forget(request_id)) is not None:
+            self._end(table)
+
+    def fence(self, request_id: str, step_id: int) -> None:
+        """As `free`, but until `lift_fence(step_id)` nobody is given its blocks: a step in flight may write to them."""
+        if (table := self._forget(request_id)) is not None:
+            self._fence.put(step_id, request_id, table)
+
+    def lift_fence(self, step_id: int) -> None:
+        """The step was collected: what waited for that is free."""
+        for table in self._fence.lift(step_id):
+            self._end(table)
+
+    def _forget(self, request_id: str) -> BlockTable | None:
+        """Nobody knows the request any more. Returns what it held."""
         table = self._tables.pop(request_id, None)
-        if self.tier is not None and table is not None:
+        if table is None:
+            return None
+        if table.leads:
+            self._coming.lead_no_more(table)
+        self.num_slots.pop(request_id, None)
+        if self.tier is not None:
             self.tier.end_wait(request_id)
-            if not self.is_caching:
-                forget_content(table.hashes, self.tier, self.pool, self.index)
+        return table
+
+    def _give_back(self, table: BlockTable) -> None:
+        # Tails first: an early block is part of more prefixes than a late one, and is evicted after it.
+        published, group = self.index.block_ids, table.group
+        for block_id in reversed(table.block_ids):
+            self.pool.release(block_id, keep=block_id in published, group=group)
+
+    def _end(self, table: BlockTable) -> None:
+        """Its request will not come again."""
+        self._give_back(table)
+        if self.tier is not None and not self.is_caching:
+            forget_content(table.hashes, self.tier, self.pool, self.index)
 
     def fetch(self, request: Request, hit: PrefixHit, *, max_blocks: int, compute_ns_per_token: float, now_ns: int) -> bool:
         """Should a request that could be admitted with this hit rather wait, since the tier brings more of its prefix?
@@ -366,6 +395,15 @@ class KVManager:
     def tables(self) -> dict[str, BlockTable]:
         """All that the manager remembers, by request id; for checks."""
         return self._tables
+
+    @property
+    def fenced(self) -> list[tuple[str, BlockTable]]:
+        """(request id, table) of who ended while a step with its row was in flight; for checks and pictures."""
+        return list(self._fence.tables())
+
+    def computing(self, request_ids: Collection[str]) -> None:
+        """Of these a step in flight computes several tokens each: what they lead to is not lacking, but coming."""
+        self._coming.in_flight = request_ids
 
     @property
     def coming(self) -> Mapping[bytes, Request]:

@@ -49,6 +49,7 @@ class BlockOwner:
     num_blocks: int
     """Shared ones included."""
     num_tokens: int
+    """0 of one that has ended, and whose blocks are held until its last step is collected."""
     num_computed_tokens: int
 
 
@@ -61,7 +62,7 @@ class PoolMap:
     runs: Sequence[Run]
     """In the order of block ids."""
     owners: Sequence[BlockOwner]
-    """In the order of admission."""
+    """In the order of admission, then those that have ended."""
     waste: float
     """As `waste_ratio` says."""
 
@@ -73,8 +74,9 @@ _FIRST_OWNER = len(_STATES)
 
 def draw(manager: KVManager, running: Iterable[Request]) -> PoolMap:
     """The pool as it is now. O(blocks)."""
-    requests = list(running)
+    requests, fenced = list(running), manager.fenced
     holdings = [manager.block_table(request.request_id) for request in requests]
+    holdings += [tuple(table.block_ids) for _, table in fenced]
     ref_counts, is_kept = manager.pool.snapshot()
     codes = list(is_kept)  # 0 and 1: free and cached
     for idx, block_ids in enumerate(holdings, start=_FIRST_OWNER):
@@ -87,8 +89,9 @@ def draw(manager: KVManager, running: Iterable[Request]) -> PoolMap:
         states[run.state] += run.num_blocks
     owners = [
         BlockOwner(request.request_id, len(block_ids), request.num_tokens, request.num_computed_tokens)
-        for request, block_ids in zip(requests, holdings, strict=True)
+        for request, block_ids in zip(requests, holdings, strict=False)
     ]
+    owners += [BlockOwner(request_id, len(table.block_ids), 0, 0) for request_id, table in fenced]
     waste = waste_ratio(manager, requests)
     return PoolMap(manager.block_size, manager.pool.num_blocks, states, runs, owners, waste)
 

@@ -22,14 +22,17 @@ _TOKEN, _EOS = (TOKEN_ID,), (EOS_TOKEN_ID,)
 class SimulatedExecutor:
     """Virtual: `submit` returns at once, and its ticket says when the step is done."""
 
-    def __init__(self, capacity: Capacity, cost: CostModel, output_lens: Mapping[str, int]) -> None:
+    def __init__(self, capacity: Capacity, cost: CostModel, output_lens: Mapping[str, int], *, depth: int = 1) -> None:
         """`output_lens`: request_id -> tokens after which its output ends by itself, >= 1."""
+        self.depth = depth
         self._capacity = capacity
         self._cost = cost
         self._output_lens = output_lens
         self._num_left: dict[str, float] = {}
         """Tokens that each known row will still generate."""
         self._results: dict[int, StepResult] = {}
+        self._ready_ns = 0
+        """When the last step is done."""
 
     @property
     def capacity(self) -> Capacity:
@@ -60,9 +63,10 @@ class SimulatedExecutor:
             if row.samples:
                 num_left[row.request_id] -= 1
                 token_ids[row.request_id] = _TOKEN if num_left[row.request_id] > 0 else _EOS
-        ready_ns = plan.now_ns + self._cost.duration_ns(shape_of(plan))
-        self._results[plan.step_id] = StepResult(plan.step_id, token_ids, StepTiming(plan.now_ns, ready_ns))
-        return Ticket(plan.step_id, ready_ns)
+        start_ns = max(plan.now_ns, self._ready_ns)
+        self._ready_ns = start_ns + self._cost.duration_ns(shape_of(plan))
+        self._results[plan.step_id] = StepResult(plan.step_id, token_ids, StepTiming(start_ns, self._ready_ns))
+        return Ticket(plan.step_id, self._ready_ns)
 
     def _num_left_of(self, admit: AdmitRow) -> float:
         if admit.request_id.startswith(PADDING_PREFIX):

@@ -7,6 +7,7 @@ has happened by then, as in the engine's loop, where what comes during a step is
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -19,7 +20,7 @@ from penstock.lab.simulated_executor import SimulatedExecutor
 from penstock.sched.policies.base import Policies
 from penstock.sched.scheduler import Scheduler
 from penstock.types.events import Add
-from penstock.types.plan import Capacity, StepPlan
+from penstock.types.plan import Capacity, StepPlan, Ticket
 from penstock.types.request import Request
 from penstock.types.stats import RequestStats
 
@@ -56,6 +57,8 @@ class Simulation:
     """The limit that clients send."""
     enable_prefix_caching: bool = False
     """For jobs that say what their prompts are."""
+    depth: int = 1
+    """Of the executor. The host takes no time here, so 2 shows only what planning ahead costs."""
 
     def run(
         self,
@@ -77,7 +80,8 @@ class Simulation:
         scheduler = Scheduler(self.capacity, self.make_policies(), enable_prefix_caching=self.enable_prefix_caching)
         core = EngineCore(scheduler, observer=recorder)
         lens = {str(idx): job.num_output_tokens for idx, job in enumerate(jobs)}
-        driver = _Driver(core, SimulatedExecutor(self.capacity, self.cost, lens), VirtualClock(), on_plan)
+        executor = SimulatedExecutor(self.capacity, self.cost, lens, depth=self.depth)
+        driver = _Driver(core, executor, VirtualClock(), on_plan)
         driver.run(sorted(requests, key=lambda request: request.arrival_ns))
         return Outcome([recorder.ended[request.request_id] for request in requests], driver.clock.now_ns(), driver.num_steps)
 
@@ -89,11 +93,12 @@ class _Driver:
     clock: VirtualClock
     on_plan: Callable[[StepPlan], None] | None
     num_steps: int = 0
+    flights: deque[tuple[StepPlan, Ticket]] = field(default_factory=deque)
 
     def run(self, requests: Sequence[Request]) -> None:
         """`requests` by arrival. Raises RuntimeError if requests are left and nothing will ever wake the core."""
         next_idx = 0
-        while next_idx < len(requests) or self.core.has_work:
+        while next_idx < len(requests) or self.core.has_work or self.flights:
             now_ns = self.clock.now_ns()
             first_idx = next_idx
             while next_idx < len(requests) and requests[next_idx].arrival_ns <= now_ns:
@@ -106,13 +111,21 @@ class _Driver:
                 self._sleep(times, now_ns)
 
     def _step(self, now_ns: int) -> bool:
+        """False if there is none in flight and none to begin."""
         plan = self.core.begin(now_ns)
         self.executor.copy_blocks(self.core.take_block_copies())
-        if plan is None:
+        if plan is not None:
+            if self.on_plan is not None:
+                self.on_plan(plan)
+            self.flights.append((plan, self.executor.submit(plan)))
+        if plan is None or len(self.flights) == self.executor.depth:
+            return self._finish()
+        return True
+
+    def _finish(self) -> bool:
+        if not self.flights:
             return False
-        if self.on_plan is not None:
-            self.on_plan(plan)
-        ticket = self.executor.submit(plan)
+        plan, ticket = self.flights.popleft()
         assert ticket.ready_ns is not None, "a simulated step knows when it is done"
         self.clock.advance_to(ticket.ready_ns)
         self.core.finish(plan, self.executor.collect(ticket), ticket.ready_ns)

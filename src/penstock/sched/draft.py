@@ -4,7 +4,7 @@ Written by the scheduler and by who admits for it; decides nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from penstock.sched.policies.base import StepLimits
@@ -45,6 +45,10 @@ class StepCounts:
 class StepOutcome:
     """What a commit did."""
 
+    counts: StepCounts
+    """Of the step."""
+    void: Collection[str]
+    """Ids of its rows whose requests had ended before."""
     events: list[TokenEvent] = field(default_factory=list)
     """One per row that sampled or failed, in the order of the plan."""
     ended: list[Request] = field(default_factory=list)

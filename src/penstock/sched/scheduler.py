@@ -19,6 +19,9 @@ Side effects have an order:
                5. release the blocks of what finished
                6. emit
 
+A step may be planned while the one before it is in flight; what that changes is in `ahead.py` (the books while it is planned)
+and `flights.py` (who ends meanwhile), and nowhere else.
+
 A step in which those who run lack memory preempts and admits nobody. Another may pause some of those who run for one of a
 higher class, if the order says so, and admit that one. A request that the pool could not hold alone is refused beforehand
 (`fit.py`), and the most senior of those who run (the oldest of the highest class) is never preempted for another that runs, so
@@ -37,9 +40,11 @@ from dataclasses import replace
 from penstock.kv.invariants import check as check_kv
 from penstock.kv.manager import KVManager
 from penstock.kv.tiers import Tier
+from penstock.sched.ahead import Ahead
 from penstock.sched.beams import BeamGroup
 from penstock.sched.draft import StepCounts, StepDraft, StepOutcome
 from penstock.sched.fit import max_total_tokens, refusal
+from penstock.sched.flights import Flights
 from penstock.sched.joining import Joining
 from penstock.sched.padding import Padding
 from penstock.sched.policies.base import BudgetView, GateDecision, Policies, StepLimits, StepRecord
@@ -77,6 +82,8 @@ class Scheduler:
         self._running = Running(self.kv, policies, self._waiting, policies.gate.max_running(capacity))
         self._padding = Padding(capacity, self._running.releases.append)
         self._joining = Joining(self.kv, policies, self._waiting, self._running, self._padding)
+        self._flights = Flights(self.kv)
+        self._ahead = Ahead(self.kv, policies, self._waiting, self._running)
         self._takes_beams = isinstance(policies.gate, Continuous)
         self._num_steps = 0
         self._last_step: StepRecord | None = None
@@ -158,7 +165,7 @@ class Scheduler:
         beams.forget(request)
         if self._padding.is_active:
             self._padding.end(request)
-        self.kv.free(request.request_id)
+        self._flights.leave(request)
         request.status = RequestStatus.FINISHED
         request.num_inflight_tokens = 0
         request.finish_reason = reason
@@ -174,7 +181,19 @@ class Scheduler:
     # schedule
 
     def schedule(self, now_ns: int) -> StepPlan | None:
-        """The next step; None if there is nothing to compute."""
+        """The next step; None if there is nothing to compute, or if the step in flight has to be committed first."""
+        if not self._flights:
+            return self._plan(now_ns)
+        assert len(self._flights) == 1, "two steps are in flight"
+        if not self._ahead.begin():
+            self.news = PlanNews(now_ns, self.news.waits_for, (), ())
+            return None
+        try:
+            return self._plan(now_ns)
+        finally:
+            self._ahead.end()
+
+    def _plan(self, now_ns: int) -> StepPlan | None:
         if self._padding.is_active and not self._running and not self._waiting.num_joining:
             self._padding.stop()
         self.kv.history.now_ns = now_ns
@@ -265,6 +284,7 @@ class Scheduler:
         num_copies = self.kv.num_pending_copies
         while (blocks := self.kv.extend(request.request_id, context_len, context_len + query_len)) is None:
             assert not draft.num_admitted, "a step must not both admit and preempt"
+            assert not self._flights, "a row in flight must not be preempted"
             draft.lacks_memory = True
             eviction = running.choose_victim(running.may_lose(), running.room.lacking_blocks(request, query_len))
             running.preempt(draft, eviction, PreemptReason.MEMORY)
@@ -287,6 +307,7 @@ class Scheduler:
         self._running.releases.clear()
         self._running.untold.difference_update(draft.admits)
         self.counts = draft.counts()
+        self._flights.depart(plan, self.counts)
         return plan
 
     # commit
@@ -295,22 +316,23 @@ class Scheduler:
         """Take over what a step computed: an event per row that sampled or failed. Rows of requests that ended are void.
 
         One loop without calls, as it runs for every row of every step. Raises KeyError or ValueError if a row that
-        samples has not got its one token.
+        samples has not got its one token, ValueError if the step is not the oldest in flight.
         """
-        self._record(plan, now_ns)
+        flight = self._flights.arrive(plan.step_id)
+        self._record(plan, flight.counts, now_ns)
         block_size, running = self.capacity.block_size, self._running.requests
         tokens, logprobs, failures = result.token_ids, result.logprobs, result.failures
-        outcome = StepOutcome()
+        outcome = StepOutcome(flight.counts, flight.void)
         add_event = outcome.events.append
         num_failed = 0
         ready: list[BeamGroup] = []
-        for row in plan.rows:
+        for row in flight.live(plan.rows):
             request_id, query_len = row.request_id, row.query_len
             request = running.get(request_id)
             if request is None:
                 continue
             num_computed = request.num_computed_tokens = row.context_len + query_len
-            request.num_inflight_tokens = 0
+            request.num_inflight_tokens -= query_len
             reason, stop_reason = None, None
             if row.samples:
                 if failures and request_id in failures:
@@ -372,15 +394,19 @@ class Scheduler:
                 TokenEvent(request.request_id, found.token_ids, now_ns, found.entries, reason, stop_reason, num_cached)
             )
 
-    def _record(self, plan: StepPlan, now_ns: int) -> None:
-        """Note what the step was and how long it took. With one step in flight, `counts` are this one's."""
-        counts = self.counts
-        duration_ns = now_ns - (self._last_commit_ns if counts.num_decodes else plan.now_ns)
+    def _record(self, plan: StepPlan, counts: StepCounts, now_ns: int) -> None:
+        """Note what the step was and how long it took."""
+        began_ns = self._last_commit_ns if counts.num_decodes else max(plan.now_ns, self._last_commit_ns)
+        duration_ns = now_ns - began_ns
         num_prefill_tokens = counts.num_tokens - counts.num_decodes
         self._last_step = StepRecord(counts.num_decodes, num_prefill_tokens, duration_ns, counts.num_prefill_pairs)
         self._last_commit_ns = now_ns
         if not counts.num_decodes and num_prefill_tokens:
             self._running.prefill_ns_per_token = duration_ns / num_prefill_tokens
+
+    def abandon_flights(self) -> None:
+        """The steps in flight will never be committed; nothing is scheduled any more."""
+        self._flights.abandon()
 
     def check(self) -> None:
         """Verify the laws of memory and of the queues. Raises AssertionError. O(blocks + requests)."""

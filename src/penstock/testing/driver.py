@@ -5,6 +5,7 @@ Called by tests; the engine's loop and the simulator are its grown-up relatives.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -15,7 +16,7 @@ from penstock.engine.transfers import Transfers
 from penstock.testing.memory_store import LateWorker
 from penstock.types.errors import ExecutorFailure
 from penstock.types.events import Command, TokenEvent
-from penstock.types.plan import StepPlan
+from penstock.types.plan import StepPlan, Ticket
 from penstock.types.request import FinishReason
 
 STEP_NS = 1_000_000
@@ -39,7 +40,9 @@ class Outcome:
 
 @dataclass(slots=True)
 class Driver:
-    """One core, one executor, one clock; a turn is: apply, begin, execute, finish."""
+    """One core, one executor, one clock; a turn is: apply, begin, submit, and if as many steps are in flight as may be, or none
+    could be begun: collect, finish.
+    """
 
     core: EngineCore
     executor: Executor
@@ -49,30 +52,42 @@ class Driver:
     transfers: Transfers | None = None
     """To the tier below the pool, whose jobs `worker` does while steps run."""
     worker: LateWorker | None = None
+    flights: deque[tuple[StepPlan, Ticket]] = field(default_factory=deque)
+    was_idle: bool = True
+    """The last turn had no step to begin and none to finish."""
 
     def turn(self, *commands: Command) -> StepPlan | None:
-        """One turn; the clock moves on if there was a step. Raises AssertionError if a request is heard of after its end."""
-        if self.transfers is not None:
-            self.transfers.arrive()
+        """One turn; the clock moves on if a step was finished. Returns the plan that was made.
+
+        Raises AssertionError if a request is heard of after its end.
+        """
+        transfers = None if self.flights else self.transfers
+        if transfers is not None:
+            transfers.arrive()
         self._record(self.core.apply(commands, self.clock.now_ns()))
         plan = self.core.begin(self.clock.now_ns())
-        if self.transfers is not None:
-            self.transfers.depart()
+        if transfers is not None:
+            transfers.depart()
         if self.worker is not None:
             self.worker.turn()
-        if plan is not None:
-            self.plans.append(plan)
+        self.was_idle = plan is None and not self.flights
         try:
             self.executor.copy_blocks(self.core.take_block_copies())
-            if plan is None:
-                return None
-            result = self.executor.collect(self.executor.submit(plan))
+            if plan is not None:
+                self.plans.append(plan)
+                self.flights.append((plan, self.executor.submit(plan)))
+            if self.flights and (plan is None or len(self.flights) == self.executor.depth):
+                self._finish()
         except ExecutorFailure as failure:
+            self.flights.clear()
             self._record(self.core.fail_all(failure.message, self.clock.now_ns()))
-            return plan
+        return plan
+
+    def _finish(self) -> None:
+        plan, ticket = self.flights.popleft()
+        result = self.executor.collect(ticket)
         self.clock.advance(STEP_NS)
         self._record(self.core.finish(plan, result, self.clock.now_ns()))
-        return plan
 
     def _record(self, events: Iterable[TokenEvent]) -> None:
         for event in events:
@@ -103,10 +118,10 @@ def run_to_completion(
     script = {turn: list(batch) for turn, batch in (later or {}).items()}
     script[0] = [*commands, *script.get(0, ())]
     for turn in range(max_turns):
-        plan = driver.turn(*script.pop(turn, ()))
+        driver.turn(*script.pop(turn, ()))
         if after_turn is not None:
             after_turn(driver)
-        if plan is None and not script:
+        if driver.was_idle and not script:
             if not core.has_work:
                 return driver.outcomes
             _sleep(driver)

@@ -18,8 +18,12 @@ class FailingExecutor:
 
     def __init__(self, inner: Executor, *, fail_at_step: int, is_in_submit: bool = False) -> None:
         self._inner = inner
-        self._steps_left = fail_at_step
-        self._is_in_submit = is_in_submit
+        self._submits_left = fail_at_step if is_in_submit else -1
+        self._collects_left = -1 if is_in_submit else fail_at_step
+
+    @property
+    def depth(self) -> int:
+        return self._inner.depth
 
     @property
     def capacity(self) -> Capacity:
@@ -39,14 +43,15 @@ class FailingExecutor:
         self._inner.write_blocks(block_ids, contents)
 
     def submit(self, plan: StepPlan) -> Ticket:
-        if self._is_in_submit and self._steps_left == 0:
+        if self._submits_left == 0:
             raise ExecutorFailure("the device failed, as it was told to")
+        self._submits_left -= 1
         return self._inner.submit(plan)
 
     def collect(self, ticket: Ticket) -> StepResult:
-        if self._steps_left == 0:
+        if self._collects_left == 0:
             raise ExecutorFailure("the device failed, as it was told to")
-        self._steps_left -= 1
+        self._collects_left -= 1
         return self._inner.collect(ticket)
 
     def close(self) -> None:

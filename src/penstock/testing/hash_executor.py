@@ -6,8 +6,9 @@ scheduler: a plan that breaks a rule raises AssertionError, a token outside the 
 
 from __future__ import annotations
 
+import random
 import struct
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -37,15 +38,40 @@ class HashRow:
     num_prompt_tokens: int
     sampling: SamplingParams
     num_computed_tokens: int
+    """Planned."""
+    num_tokens: int
+    """With those that steps in flight sample."""
     block_ids: list[int] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class HashStep:
+    """A step in flight."""
+
+    plan: StepPlan
+    rows: list[HashRow]
+    """Those that it computes, which may be released before it does."""
+    block_ids: frozenset[int]
+    """Of these rows."""
+
+
 class HashExecutor:
-    """Computes a step at once in `submit`; its own time is `step_ns` per step."""
+    """Checks a step in `submit` and prepares its blocks; its own time is `step_ns` per step.
+
+    With a depth of 1 it computes it there, too. With a depth of 2 it does so at any time until the step is collected, as `seed`
+    says, so that what the next one changes comes sometimes before it and sometimes after.
+    """
 
     def __init__(
-        self, capacity: Capacity = DEFAULT_CAPACITY, *, model: HashModel | None = None, step_ns: int = 1_000_000
+        self,
+        capacity: Capacity = DEFAULT_CAPACITY,
+        *,
+        model: HashModel | None = None,
+        step_ns: int = 1_000_000,
+        depth: int = 1,
+        seed: int = 0,
     ) -> None:
+        self.depth = depth
         self.model = model or HashModel()
         self.num_steps = 0
         self.num_computed_tokens = 0
@@ -59,6 +85,10 @@ class HashExecutor:
         """How many rows have the block in their table."""
         self._written: set[int] = set()
         """Blocks that were filled or overwritten since the last step; the rows that had them are released with the next."""
+        self._random = random.Random(seed)  # noqa: S311  # repeatable on purpose
+        self._in_flight: deque[HashStep] = deque()
+        self._to_compute: deque[HashStep] = deque()
+        """The last of those in flight."""
         self._results: dict[int, StepResult] = {}
         self._is_closed = False
 
@@ -76,6 +106,7 @@ class HashExecutor:
         for source, destination in pairs:
             self._check_block_id(source)
             self._check_block_id(destination)
+            self._check_not_in_flight(destination)
             self._written.add(destination)
             content = self._slots[source * size : (source + 1) * size]
             self._slots[destination * size : (destination + 1) * size] = content
@@ -85,6 +116,7 @@ class HashExecutor:
         return self._capacity.block_size * SLOT_BYTES
 
     def read_blocks(self, block_ids: Sequence[int], out: Sequence[memoryview]) -> None:
+        assert not self._in_flight, "blocks are read while a step is in flight"
         size = self._capacity.block_size
         for block_id, target in zip(block_ids, out, strict=True):
             self._check_block_id(block_id)
@@ -93,6 +125,7 @@ class HashExecutor:
             target[:] = struct.pack(f"<{size}Q", *content)
 
     def write_blocks(self, block_ids: Sequence[int], contents: Sequence[memoryview]) -> None:
+        assert not self._in_flight, "blocks are written while a step is in flight"
         size = self._capacity.block_size
         for block_id, content in zip(block_ids, contents, strict=True):
             self._check_block_id(block_id)
@@ -113,24 +146,29 @@ class HashExecutor:
         assert len(self._rows) <= self._capacity.max_rows, f"{len(self._rows)} requests of at most {self._capacity.max_rows}"
         for row in plan.rows:
             self._append_blocks(row)
-        token_ids: dict[str, tuple[int, ...]] = {}
-        logprobs: dict[str, tuple[TokenLogprobs, ...]] = {}
-        for row in plan.rows:
-            self._run(row, token_ids, logprobs)
-        timing = StepTiming(self.num_steps * self._step_ns, (self.num_steps + 1) * self._step_ns)
-        self.num_steps += 1
-        self._results[plan.step_id] = StepResult(plan.step_id, token_ids, timing, logprobs)
+        rows = [self._advance(row) for row in plan.rows]
+        held = frozenset(block_id for row in rows for block_id in row.block_ids) if self.depth > 1 else frozenset[int]()
+        step = HashStep(plan, rows, held)
+        self._in_flight.append(step)
+        self._to_compute.append(step)
+        if self.depth == 1 or self._random.random() < 0.5:
+            self._compute_all()
         return Ticket(plan.step_id)
 
     def collect(self, ticket: Ticket) -> StepResult:
-        assert ticket.step_id == next(iter(self._results), None), "steps are collected once each, in the order of submission"
+        assert self._in_flight, "no step is in flight"
+        assert ticket.step_id == self._in_flight[0].plan.step_id, "steps are collected once each, in the order of submission"
+        step = self._in_flight.popleft()
+        if self._to_compute and self._to_compute[0] is step:
+            self._compute(self._to_compute.popleft())
         return self._results.pop(ticket.step_id)
 
     def close(self) -> None:
         self._is_closed = True
 
     def _check_limits(self, plan: StepPlan) -> None:
-        assert plan.step_id not in self._results, f"step {plan.step_id} was submitted already"
+        assert len(self._in_flight) < self.depth, f"{len(self._in_flight)} steps are in flight already"
+        assert all(plan.step_id != step.plan.step_id for step in self._in_flight), f"step {plan.step_id} was submitted already"
         ids = [row.request_id for row in plan.rows]
         assert len(set(ids)) == len(ids), "a request has two rows"
         assert plan.num_tokens <= self._capacity.max_step_tokens, (
@@ -139,6 +177,10 @@ class HashExecutor:
 
     def _check_block_id(self, block_id: int) -> None:
         assert NULL_BLOCK < block_id < self._capacity.num_blocks, f"block {block_id} is the null block or does not exist"
+
+    def _check_not_in_flight(self, block_id: int) -> None:
+        for step in self._in_flight:
+            assert block_id not in step.block_ids, f"block {block_id} changes hands while step {step.plan.step_id} is in flight"
 
     def _release(self, request_id: str) -> None:
         assert request_id in self._rows, f"release of {request_id!r}, which is unknown"
@@ -151,7 +193,8 @@ class HashExecutor:
         for token_id in admit.token_ids:
             if not 0 <= token_id < self.model.vocab_size:
                 raise ValueError(f"token {token_id} is outside the vocabulary of {self.model.vocab_size}")
-        row = HashRow(list(admit.token_ids), admit.num_prompt_tokens, admit.sampling, admit.num_computed_tokens)
+        num_computed, num_tokens = admit.num_computed_tokens, len(admit.token_ids)
+        row = HashRow(list(admit.token_ids), admit.num_prompt_tokens, admit.sampling, num_computed, num_tokens)
         self._rows[admit.request_id] = row
         if admit.request_id.startswith(PADDING_PREFIX):
             self._append_null_blocks(row, admit.block_ids)
@@ -184,22 +227,59 @@ class HashExecutor:
         size = self._capacity.block_size
         for block_id in block_ids:
             assert self._holders[block_id] == 1, f"block {block_id} is given out while another row holds it"
+            self._check_not_in_flight(block_id)
             self._slots[block_id * size : (block_id + 1) * size] = [POISON] * size
 
-    def _run(
-        self, plan: RowPlan, token_ids: dict[str, tuple[int, ...]], logprobs: dict[str, tuple[TokenLogprobs, ...]]
-    ) -> None:
+    def _advance(self, plan: RowPlan) -> HashRow:
+        """Count what a row computes, before it does."""
         row = self._rows[plan.request_id]
         end = plan.context_len + plan.query_len
         self._check_row(plan, row, end)
+        row.num_computed_tokens = end
+        row.num_tokens += plan.samples
+        self.num_computed_tokens += plan.query_len
+        self.num_padding_tokens += plan.query_len * plan.request_id.startswith(PADDING_PREFIX)
+        return row
+
+    def _check_row(self, plan: RowPlan, row: HashRow, end: int) -> None:
+        name, size = plan.request_id, self._capacity.block_size
+        assert plan.context_len == row.num_computed_tokens, (
+            f"{name!r} has {row.num_computed_tokens} computed, not {plan.context_len}"
+        )
+        assert plan.query_len > 0, f"{name!r} has an empty row"
+        assert end <= row.num_tokens, f"{name!r} has {row.num_tokens} tokens, and {end} are to be computed"
+        assert plan.samples == (end == row.num_tokens), f"{name!r} must sample exactly when it has caught up"
+        assert end < self._capacity.max_model_len, f"{name!r} would grow beyond max_model_len"
+        assert len(row.block_ids) * size >= end, f"{name!r} writes beyond its blocks"
+        for block_id in row.block_ids[plan.context_len // size : (end - 1) // size + 1]:
+            assert block_id == NULL_BLOCK or self._holders[block_id] == 1, "a row writes to a block that others hold"
+
+    def _compute_all(self) -> None:
+        while self._to_compute:
+            self._compute(self._to_compute.popleft())
+
+    def _compute(self, step: HashStep) -> None:
+        token_ids: dict[str, tuple[int, ...]] = {}
+        logprobs: dict[str, tuple[TokenLogprobs, ...]] = {}
+        for plan, row in zip(step.plan.rows, step.rows, strict=True):
+            self._run(plan, row, token_ids, logprobs)
+        timing = StepTiming(self.num_steps * self._step_ns, (self.num_steps + 1) * self._step_ns)
+        self.num_steps += 1
+        self._results[step.plan.step_id] = StepResult(step.plan.step_id, token_ids, timing, logprobs)
+
+    def _run(
+        self,
+        plan: RowPlan,
+        row: HashRow,
+        token_ids: dict[str, tuple[int, ...]],
+        logprobs: dict[str, tuple[TokenLogprobs, ...]],
+    ) -> None:
+        end = plan.context_len + plan.query_len
         is_padding = plan.request_id.startswith(PADDING_PREFIX)
         value = ROOT if is_padding or not plan.context_len else self._read(row, plan.context_len - 1)
         for position in range(plan.context_len, end):
             value = mix(value, row.token_ids[position])
-            self._write(row, position, value)
-        row.num_computed_tokens = end
-        self.num_computed_tokens += plan.query_len
-        self.num_padding_tokens += plan.query_len * is_padding
+            self._slots[self._slot(row, position)] = value
         if plan.samples:
             # The value is read back through the table, so that a row that was written to later shows.
             token_id = self.model.sample(self._read(row, end - 1), row.sampling, end - row.num_prompt_tokens)
@@ -207,17 +287,6 @@ class HashExecutor:
             token_ids[plan.request_id] = (token_id,)
             if row.sampling.logprobs is not None:
                 logprobs[plan.request_id] = (self.model.logprobs(token_id, row.sampling.logprobs),)
-
-    def _check_row(self, plan: RowPlan, row: HashRow, end: int) -> None:
-        name = plan.request_id
-        assert plan.context_len == row.num_computed_tokens, (
-            f"{name!r} has {row.num_computed_tokens} computed, not {plan.context_len}"
-        )
-        assert plan.query_len > 0, f"{name!r} has an empty row"
-        assert end <= len(row.token_ids), f"{name!r} has {len(row.token_ids)} tokens, and {end} are to be computed"
-        assert plan.samples == (end == len(row.token_ids)), f"{name!r} must sample exactly when it has caught up"
-        assert end < self._capacity.max_model_len, f"{name!r} would grow beyond max_model_len"
-        assert len(row.block_ids) * self._capacity.block_size >= end, f"{name!r} writes beyond its blocks"
 
     def _slot(self, row: HashRow, position: int) -> int:
         size = self._capacity.block_size
@@ -227,9 +296,3 @@ class HashExecutor:
         value = self._slots[self._slot(row, position)]
         assert value != POISON, f"position {position} is read and was never written"
         return value
-
-    def _write(self, row: HashRow, position: int, value: int) -> None:
-        slot = self._slot(row, position)
-        block_id = slot // self._capacity.block_size
-        assert block_id == NULL_BLOCK or self._holders[block_id] == 1, "a row writes to a block that others hold"
-        self._slots[slot] = value

@@ -63,6 +63,10 @@ class Engine:
     policies: Policies
     enable_prefix_caching: bool
     lower: LowerTier | None = None
+    depth: int = 1
+    """Steps in flight."""
+    seed: int = 0
+    """When the executor computes a step, with a depth of 2."""
 
     @property
     def fills_steps(self) -> bool:
@@ -78,7 +82,7 @@ class Engine:
         policies = deepcopy(self.policies)  # some keep accounts
         tier = None if self.lower is None else Tier(self.lower.num_slots, max_load_blocks=self.lower.max_load_blocks)
         core = make_core(self.capacity, policies, enable_prefix_caching=self.enable_prefix_caching, tier=tier)
-        return core, HashExecutor(self.capacity, model=MODEL)
+        return core, HashExecutor(self.capacity, model=MODEL, depth=self.depth, seed=self.seed)
 
     def make_transfers(
         self, core: EngineCore, executor: Executor, clock: Clock, store: BlockStore | None = None
@@ -184,7 +188,8 @@ def engines(draw: st.DrawFn, max_model_len: int = 40, *, has_lower_tier: bool = 
         eviction=draw(st.sampled_from(sorted(TABLES["eviction"]))),
     )
     is_caching = draw(st.sampled_from([True, True, False]))
-    return Engine(capacity, policies, is_caching, draw(lower_tiers()) if has_lower_tier else None)
+    lower = draw(lower_tiers()) if has_lower_tier else None
+    return Engine(capacity, policies, is_caching, lower, draw(st.sampled_from([1, 2, 2])), draw(st.integers(0, 3)))
 
 
 def budgets() -> st.SearchStrategy[Budget | str]:

@@ -65,9 +65,9 @@ class Request:
     num_computed_tokens: int = 0
     """Tokens whose KV is present and committed; moves only in commit."""
     num_inflight_tokens: int = 0
-    """Tokens scheduled and not yet committed; set in schedule, cleared in commit."""
+    """Tokens scheduled and not yet committed; added in schedule, taken off in commit."""
     num_pending_samples: int = 0
-    """Tokens sampled by the executor whose value is not known here yet (steps in flight)."""
+    """Of `num_tokens`, those whose value is not known yet. 0, but while a step is planned with one in flight."""
     num_cached_tokens: int = 0
     """Tokens that the first admission found in the prefix cache (for `usage`)."""
     num_preemptions: int = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -114,6 +114,7 @@ class StepStats:
 
     step_id: int
     started_ns: int
+    """When it was planned; if that was while the step before it ran, when that one ended."""
     ended_ns: int
     num_running: int
     num_waiting: int
@@ -147,6 +148,8 @@ class StepStats:
     """Named shares of the step: schedule, execute, commit, and the executor's own parts."""
     prefills: Sequence[RowPlan] = ()
     """Rows of prompts, and of what is computed again; not the last token of one if it is computed alone."""
+    void: Collection[str] = ()
+    """Ids of rows whose requests had ended before the step did. One of the same id may have come since."""
 
 
 @dataclass(slots=True)

@@ -92,6 +92,11 @@ class NativeExecutor:
         return self._opened_rows
 
     @property
+    def depth(self) -> int:
+        """Its threads share the cores with the host, so there is nothing to hide behind a step."""
+        return 1
+
+    @property
     def capacity(self) -> Capacity:
         return self._capacity
 

@@ -54,6 +54,11 @@ class ReferenceExecutor:
         self._is_closed = False
 
     @property
+    def depth(self) -> int:
+        """A step is computed in `submit`."""
+        return 1
+
+    @property
     def capacity(self) -> Capacity:
         return self._capacity
 

@@ -124,6 +124,8 @@ class Journal:
             if life.phase is Phase.PREFILL and len(life.pauses) == num_pauses:
                 self._prefill(life.request_id, life.num_target_tokens - 1, 1, stats, number)
         for row in stats.prefills:
+            if row.request_id in stats.void:
+                continue
             self._prefill(row.request_id, row.context_len, row.query_len, stats, number)
         if self._log.is_full:
             self._forget_steps()

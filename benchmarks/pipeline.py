@@ -1,0 +1,162 @@
+"""How long does a device wait for the host between two steps? The real engine over an executor whose steps take a fixed time.
+
+    python benchmarks/pipeline.py [--step-ms 5] [--steps 200]
+
+The executor needs no CPU while a step runs, as with a GPU: it notes when it was given a step and when the one before had ended,
+and `collect` sleeps until the step has. All else is as in a server, but for HTTP: scheduler, loop, detokenizing (of words that
+are numbers), stop strings. Decoding rows, `--rows` of them, and a reply ends and another begins every few steps. With a depth
+of 1 the device waits while the host plans and commits; with a depth of 2 only if that takes longer than a step.
+
+The last line is one JSON object, by rows and depth: `gap_us`, the median time between two steps on the device, and its ninth
+decile; `host_us`, the median CPU time of the engine thread per step; `steps_per_s` over all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+from penstock.clock import WallClock
+from penstock.engine.loop import Engine
+from penstock.engine.output import OutputStage
+from penstock.engine.ports import OutputChunk
+from penstock.testing import make_core, make_request
+from penstock.types.plan import Capacity, StepPlan, Ticket
+from penstock.types.request import Request
+from penstock.types.result import StepResult, StepTiming
+
+BLOCK_SIZE = 16
+PROMPT_TOKENS = 64
+MAX_TOKENS = 160
+WARM_UP_STEPS = 20
+TIMEOUT_S = 120.0
+
+
+class Timer:
+    """An executor that says `7` when the time of a step is over."""
+
+    def __init__(self, capacity: Capacity, depth: int, step_ns: int) -> None:
+        self.capacity = capacity
+        self.depth = depth
+        self.block_bytes = 1
+        self.gaps_ns: list[int] = []
+        """Between the end of a step and the beginning of the next."""
+        self.cpu_ns: list[int] = []
+        """Of the engine thread, at each `collect`."""
+        self._step_ns = step_ns
+        self._ends_ns: deque[int] = deque()
+        self._last_end_ns = 0
+        self._said: deque[Mapping[str, tuple[int, ...]]] = deque()
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        del pairs
+
+    def read_blocks(self, block_ids: Sequence[int], out: Sequence[memoryview]) -> None:
+        raise NotImplementedError("there is no tier")
+
+    def write_blocks(self, block_ids: Sequence[int], contents: Sequence[memoryview]) -> None:
+        raise NotImplementedError("there is no tier")
+
+    def submit(self, plan: StepPlan) -> Ticket:
+        now_ns = time.monotonic_ns()
+        start_ns = max(now_ns, self._last_end_ns)
+        self.gaps_ns.append(start_ns - self._last_end_ns)
+        self._last_end_ns = start_ns + self._step_ns
+        self._ends_ns.append(self._last_end_ns)
+        self._said.append({row.request_id: (7,) for row in plan.rows if row.samples})
+        return Ticket(plan.step_id)
+
+    def collect(self, ticket: Ticket) -> StepResult:
+        self.cpu_ns.append(time.thread_time_ns())
+        end_ns = self._ends_ns.popleft()
+        time.sleep(max(0, end_ns - time.monotonic_ns()) / 1e9)
+        return StepResult(ticket.step_id, self._said.popleft(), StepTiming(end_ns - self._step_ns, end_ns))
+
+    def close(self) -> None: ...
+
+
+class Numbers:
+    """Token 7 is `7 `."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        return "".join(f"{token_id} " for token_id in token_ids)
+
+    def flush(self) -> str:
+        return ""
+
+
+class Crowd:
+    """As many requests as there are rows; when one ends, another comes."""
+
+    def __init__(self, num_rows: int, depth: int, step_ns: int, num_steps: int) -> None:
+        num_blocks = 1 + (num_rows + 8) * -(-(PROMPT_TOKENS + MAX_TOKENS) // BLOCK_SIZE)
+        capacity = Capacity(num_blocks, BLOCK_SIZE, num_rows, 2048, PROMPT_TOKENS + MAX_TOKENS)
+        self.executor = Timer(capacity, depth, step_ns)
+        self.engine = Engine(
+            make_core(capacity),
+            self.executor,
+            OutputStage(lambda _: Numbers()),
+            clock=WallClock(),
+            sink=self._hear,
+        )
+        self._num_rows = num_rows
+        self._num_steps = num_steps
+        self._num_come = 0
+        self._is_over = threading.Event()
+
+    def _next(self, max_tokens: int) -> Request:
+        self._num_come += 1
+        prompt = [self._num_come, *range(1, PROMPT_TOKENS)]
+        arrival_ns = time.monotonic_ns()
+        return make_request(f"r{self._num_come}", prompt, max_tokens=max_tokens, arrival_ns=arrival_ns, stop=("8 ",))
+
+    def _hear(self, chunks: list[OutputChunk]) -> None:
+        if len(self.executor.gaps_ns) > self._num_steps + WARM_UP_STEPS:
+            self._is_over.set()
+        elif not self._is_over.is_set():
+            for chunk in chunks:
+                if chunk.finish_reason is not None:
+                    self.engine.submit(self._next(MAX_TOKENS))
+
+    def run(self) -> dict[str, float]:
+        # The first replies end one after another.
+        for idx in range(self._num_rows):
+            self.engine.submit(self._next(WARM_UP_STEPS + 1 + idx * (MAX_TOKENS - WARM_UP_STEPS - 1) // self._num_rows))
+        self.engine.start()
+        started_s = time.monotonic()
+        assert self._is_over.wait(TIMEOUT_S), "the engine has stopped"
+        seconds, num_steps = time.monotonic() - started_s, len(self.executor.gaps_ns)
+        self.engine.close(0)
+        gaps_ns = self.executor.gaps_ns[WARM_UP_STEPS : self._num_steps + WARM_UP_STEPS]
+        cpu_ns = self.executor.cpu_ns[WARM_UP_STEPS : self._num_steps + WARM_UP_STEPS]
+        host_ns = [later - earlier for earlier, later in pairwise(cpu_ns)]
+        return {
+            "gap_us": round(statistics.median(gaps_ns) / 1e3, 1),
+            "gap_p90_us": round(statistics.quantiles(gaps_ns, n=10)[-1] / 1e3, 1),
+            "host_us": round(statistics.median(host_ns) / 1e3, 1),
+            "steps_per_s": round(num_steps / seconds, 1),
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Gap between steps on a device, by depth.")
+    parser.add_argument("--step-ms", type=float, default=5.0)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--rows", type=int, nargs="+", default=[64, 256])
+    arguments = parser.parse_args()
+    report: dict[str, object] = {"benchmark": "pipeline", "step_ms": arguments.step_ms, "steps": arguments.steps}
+    for num_rows in arguments.rows:
+        for depth in (1, 2):
+            crowd = Crowd(num_rows, depth, int(arguments.step_ms * 1e6), arguments.steps)
+            report[f"rows_{num_rows}_depth_{depth}"] = crowd.run()
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
