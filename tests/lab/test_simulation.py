@@ -52,14 +52,28 @@ def test_a_deadline_ends_a_request() -> None:
     assert stats.ended_ns >= 20 * MS
 
 
+def test_with_a_depth_of_two_the_step_of_who_came_meanwhile_is_the_one_after_the_next() -> None:
+    jobs = [Job(arrival_ns=at, num_prompt_tokens=32, num_output_tokens=3) for at in (0, 1)]
+    outcome = Simulation(capacity=CAPACITY, make_policies=make_policies, depth=2).run(jobs)
+    first, second = outcome.ended
+    assert second.first_scheduled_ns == first.first_token_ns == cost((32, 0))
+    assert second.first_token_ns == cost((32, 0)) + cost((1, 32)) + cost((1, 33), (32, 0))
+    assert first.ended_ns == second.first_token_ns
+    # After its last token, which is not known beforehand, each has a row for nothing.
+    last_ns = second.first_token_ns + cost((1, 34), (1, 32)) + cost((1, 33))
+    assert (second.ended_ns, outcome.duration_ns) == (last_ns, last_ns + cost((1, 34)))
+
+
+@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("order", ["fcfs", "sjf", "fair"])
-def test_a_preempted_output_has_its_length_and_runs_repeat(order: str) -> None:
+def test_a_preempted_output_has_its_length_and_runs_repeat(order: str, depth: int) -> None:
     """Sixteen requests that need six times the memory."""
     jobs = [Job(arrival_ns=idx * MS, num_prompt_tokens=60, num_output_tokens=20 + 25 * idx) for idx in range(16)]
     jobs = [replace(job, tenant=str(idx % 3)) for idx, job in enumerate(jobs)]
     simulation = Simulation(
         capacity=replace(CAPACITY, num_blocks=33, max_rows=8),
         make_policies=lambda: make_policies(order=order, reserve=Watermark(0.0, 0)),
+        depth=depth,
     )
     runs: list[list[StepPlan]] = [[], []]
     outcomes = [simulation.run(jobs, on_plan=plans.append) for plans in runs]

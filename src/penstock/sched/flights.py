@@ -10,7 +10,7 @@ plans nothing.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from penstock.kv.manager import KVManager
 from penstock.sched.draft import StepCounts
@@ -24,8 +24,10 @@ class Flight:
 
     step_id: int
     counts: StepCounts
-    void: set[str] = field(default_factory=set)
+    void: frozenset[str] = frozenset()
     """Ids of requests whose rows in it belong to ones that have ended."""
+    has_fenced: bool = False
+    """Blocks wait for its end."""
 
     def live(self, rows: tuple[RowPlan, ...]) -> tuple[RowPlan, ...]:
         """Those of its rows that are not void."""
@@ -52,15 +54,18 @@ class Flights:
             self._kv.free(request.request_id)
             return
         for flight in self._flights:
-            flight.void.add(request.request_id)
-        self._kv.fence(request.request_id, self._flights[-1].step_id)
+            flight.void |= {request.request_id}
+        newest = self._flights[-1]
+        newest.has_fenced = True
+        self._kv.fence(request.request_id, newest.step_id)
 
     def arrive(self, step_id: int) -> Flight:
         """The oldest was collected. Raises ValueError if that is another step."""
         if not self._flights or self._flights[0].step_id != step_id:
             raise ValueError(f"step {step_id} is not the oldest in flight")
         flight = self._flights.popleft()
-        self._kv.lift_fence(step_id)
+        if flight.has_fenced:
+            self._kv.lift_fence(step_id)
         return flight
 
     def abandon(self) -> None:

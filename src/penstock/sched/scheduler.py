@@ -322,6 +322,7 @@ class Scheduler:
         self._record(plan, flight.counts, now_ns)
         block_size, running = self.capacity.block_size, self._running.requests
         tokens, logprobs, failures = result.token_ids, result.logprobs, result.failures
+        is_last = not self._flights
         outcome = StepOutcome(flight.counts, flight.void)
         add_event = outcome.events.append
         num_failed = 0
@@ -332,7 +333,10 @@ class Scheduler:
             if request is None:
                 continue
             num_computed = request.num_computed_tokens = row.context_len + query_len
-            request.num_inflight_tokens -= query_len
+            if is_last:  # cheaper than a subtraction, and the usual case
+                request.num_inflight_tokens = 0
+            else:
+                request.num_inflight_tokens -= query_len
             reason, stop_reason = None, None
             if row.samples:
                 if failures and request_id in failures:
