@@ -43,8 +43,8 @@ SMALL = TinyLlama(is_tied=False, num_layers=1, num_heads=2, num_kv_heads=1, hidd
 """For executors whose kernels are interpreted."""
 
 
-def make_hash(capacity: Capacity) -> Executor:
-    return HashExecutor(capacity, model=HashModel(vocab_size=200))
+def make_hash(capacity: Capacity, *, depth: int = 1) -> Executor:
+    return HashExecutor(capacity, model=HashModel(vocab_size=200), depth=depth)
 
 
 @functools.cache
@@ -107,6 +107,7 @@ def cuda_factories() -> list[Factory]:
 
 FACTORIES = [
     Factory("hash", make_hash, vocab_size=200, computes_logits=False),
+    Factory("hash-ahead", functools.partial(make_hash, depth=2), vocab_size=200, computes_logits=False),
     Factory("reference", make_reference, vocab_size=TinyLlama().vocab_size),
     *(
         Factory(f"native-{variant}", functools.partial(make_native, variant=variant), TinyLlama().vocab_size, block_size=16)

@@ -161,7 +161,7 @@ class StepRecord:
     """All its other tokens."""
     duration_ns: int
     """From the commit before to its own, which is the latency between two tokens of those that decode. If nobody did, from its
-    plan: there may have been a pause."""
+    plan, unless that was made before: there may have been a pause."""
     num_prefill_pairs: int = 0
     """Of a prefill token and one before it in its request: what attention works on."""
 
