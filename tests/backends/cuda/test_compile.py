@@ -15,9 +15,9 @@ SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
 """That a program may have (CUDA C++ Programming Guide, compute capabilities)."""
 KERNELS = {
     "_add_splits_kernel",
+    "_look_up_kernel",
     "_matmul_kernel",
     "_rms_norm_kernel",
-    "_rows_kernel",
     "_write_kernel",
     "choose",
     "decode_kernel",

@@ -185,6 +185,17 @@ def test_what_follows_a_product_is_the_same_in_one_kernel(
     np.testing.assert_allclose(gated.cpu().numpy(), gate / (1 + np.exp(-gate)) * up, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("tokens", [1, 16, 60, 100, 300])
+@pytest.mark.parametrize("fmt", [WeightFormat.F32, *BLOCKS])
+def test_bf16_on_the_device(fmt: WeightFormat, tokens: int, deterministic: bool) -> None:
+    """The interpreter has no arithmetic of bf16, and no assembler."""
+    tensors, x = [weights(fmt, 300, 1024)], activations(tokens, 1024)
+    found, wanted = product(tensors, x, deterministic=deterministic, dtype=torch.bfloat16), expected(tensors, x)
+    assert np.sqrt(((found - wanted) ** 2).mean()) < 0.01 * np.sqrt((wanted**2).mean())
+
+
 def test_no_token_is_no_launch() -> None:
     for deterministic in (False, True):
         assert product([dense(4, 32)], activations(0, 32), deterministic=deterministic).shape == (0, 4)

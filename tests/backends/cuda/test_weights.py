@@ -69,11 +69,12 @@ def test_a_matrix_takes_little_more_than_in_the_file() -> None:
         assert matrix.num_bytes * 8 == bits * tensor.num_rows * tensor.num_cols
 
 
-def test_rows_are_unpacked_from_any_row_on() -> None:
-    tensor = quantised(WeightFormat.Q4_1, 150, 2)
+@pytest.mark.parametrize("fmt", [WeightFormat.Q4_0, WeightFormat.Q4_1, WeightFormat.Q6_K, WeightFormat.Q5_1])
+def test_rows_are_unpacked_from_any_tile_on(fmt: WeightFormat) -> None:
+    tensor = quantised(fmt, 150, 3)
     (matrix,) = load(tensor)
     assert isinstance(matrix, QuantisedMatrix)
-    for first, count in ((0, 150), (100, 40), (149, 1)):
+    for first, count in ((0, 150), (0, 3), (128, 22), (128, 1)):
         out = torch.full((count, tensor.num_cols), torch.nan, device=DEVICE)
         dequantise.unpack(out, matrix, first)
         np.testing.assert_allclose(out.cpu().numpy(), tensor.dequantize()[first : first + count], rtol=1e-6, atol=1e-7)

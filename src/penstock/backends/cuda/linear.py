@@ -177,7 +177,7 @@ class Linear:
 
     def _rows_at_a_time(self, matrix: Matrix) -> int:
         row_bytes = int(matrix.num_cols * self._workspace.unpacked.element_size())
-        return min(matrix.num_rows, max(1, UNPACKED_BYTES // row_bytes // 1024) * 1024)
+        return min(matrix.num_rows, max(1, UNPACKED_BYTES // row_bytes // 1024) * 1024)  # whole tiles
 
 
 def dense_product(

@@ -7,7 +7,7 @@ own sum. How many there are follows from the matrix alone, and they are added in
 them (few tokens) or one program one after the other. So with one `block_tokens` the bits of a token's result never depend on
 how many tokens there are.
 """
-# ruff: noqa: ANN001, ANN202, N803, N806, SIM300  # kernels, which Triton reads: constants have capitals
+# ruff: noqa: ANN001, ANN201, ANN202, N803, N806, SIM300  # kernels, which Triton reads: constants have capitals
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ PROGRAMS = 264
 LEAST_STEPS = 8
 """Of a split."""
 FIXED_BLOCK_TOKENS = 64
-MAX_PARALLEL_TOKENS = 64
-"""Beyond, there are programs enough, and sums of splits in memory would be as large as the matrix."""
+MAX_PARALLEL_TOKENS = 128
+"""Beyond, there are programs enough, and sums of splits in memory would be larger than the matrix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +102,8 @@ def _launch(
         out,
         x,
         matrix.values,
-        None if quantised is None else _words(quantised.scales),
-        None if offsets is None else _words(offsets),
+        None if quantised is None else words_of(quantised.scales),
+        None if offsets is None else words_of(offsets),
         bias,
         residual,
         num_tokens,
@@ -134,7 +134,7 @@ def _launch(
     )
 
 
-def _words(scales: torch.Tensor) -> torch.Tensor:
+def words_of(scales: torch.Tensor) -> torch.Tensor:
     """Two scales of 16 bits as one word: loads of less than four bytes a thread are not made ahead of time."""
     return scales.view(torch.int32) if scales.dtype.itemsize == 2 else scales
 
@@ -205,7 +205,7 @@ def _scale(
 
 
 @triton.jit
-def _weights(
+def quarter_weights(
     words,
     scales_ptr,
     offsets_ptr,
@@ -225,11 +225,13 @@ def _weights(
 
     The scale is multiplied into the weights, not into sums: so it is loaded ahead of time, as everything that a product needs.
     """
-    weights = _numbers(words, WHICH, BITS, ZERO, DTYPE, IS_INTERPRETED)
-    weights *= _scale(scales_ptr, at, QUARTER, GROUP, STEP_COLS, QUARTER_COLS, DTYPE)
+    numbers = _numbers(words, WHICH, BITS, ZERO, DTYPE, IS_INTERPRETED)
+    scale = _scale(scales_ptr, at, QUARTER, GROUP, STEP_COLS, QUARTER_COLS, DTYPE)
     if HAS_OFFSET:
-        weights += _scale(offsets_ptr, at, QUARTER, GROUP, STEP_COLS, QUARTER_COLS, DTYPE)
-    return weights
+        # Explicitly, so that no compiler rounds the product first in one kernel and not in another.
+        return tl.fma(numbers, scale, _scale(offsets_ptr, at, QUARTER, GROUP, STEP_COLS, QUARTER_COLS, DTYPE))
+    else:
+        return numbers * scale
 
 
 @triton.jit
@@ -314,7 +316,7 @@ def _matmul_kernel(
                 for brick in tl.static_range(BRICKS):
                     words = tl.load(value_ptrs + (step * BRICKS + brick) * BRICK)
                     for i in tl.static_range(4 // BRICKS):
-                        weights = _weights(
+                        weights = quarter_weights(
                             words, scales_ptr, offsets_ptr, at, i, brick * (4 // BRICKS) + i, BITS, GROUP, ZERO, HAS_OFFSET,
                             STEP_COLS, QUARTER_COLS, dtype, IS_INTERPRETED,
                         )  # fmt: skip
