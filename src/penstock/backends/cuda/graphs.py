@@ -46,10 +46,15 @@ class CudaCapture:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Run) -> Captured:
-        """Record what `run` queues, without running it. It must have run before."""
+        """Record what `run` queues on the current stream, without running it. It must have run before."""
+        torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        # Not `torch.cuda.graph`, which collects garbage and empties the allocator each time, while every row waits for a token.
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
             result = run()
+        finally:
+            graph.capture_end()
         return Captured(graph.replay, result)
 
 

@@ -148,7 +148,9 @@ class Sampler:
 
     def prepare(self, slots: I32, positions: I32) -> SamplePlan:
         """For samples of the rows in `slots`, whose new tokens come to `positions`. [S] each"""
-        wants = [(i, self._num_tops[slot]) for i, slot in enumerate(slots.tolist()) if slot in self._num_tops]
+        wants: list[tuple[int, int]] = []
+        if self._num_tops:
+            wants = [(i, self._num_tops[slot]) for i, slot in enumerate(slots.tolist()) if slot in self._num_tops]
         changed: list[tuple[int, int, _Changes]] = []
         if self._changes:
             for i, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):

@@ -83,19 +83,20 @@ def _threshold(
     row, low, high, wanted, largest, inverse_temperature,
     COUNTS: tl.constexpr, VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """The least key above `low` with less than `wanted` above it; there is less above `high`. Then how much that is.
+    """The least key above `low` with less than `wanted` above it, and how much that is; there is nothing above `high`.
 
     Each pass over the row tries N keys between the two.
     """
+    above = tl.zeros((), tl.float64)
     while high > low + 1:
         keys = low + (high.to(tl.int64) - low) * (1 + tl.arange(0, N)) // (N + 1)
         keys = tl.maximum(keys.to(tl.int32), low + 1)
-        is_enough = _above(row, keys, largest, inverse_temperature, COUNTS, VOCAB_SIZE, BLOCK, N) >= wanted
-        new_low = tl.max(tl.where(is_enough, keys, low), 0)
+        sums = _above(row, keys, largest, inverse_temperature, COUNTS, VOCAB_SIZE, BLOCK, N)
+        is_enough = sums >= wanted
+        low = tl.max(tl.where(is_enough, keys, low), 0)
         high = tl.min(tl.where(is_enough, high, keys), 0)
-        low = new_low
-    above = _above(row, high + tl.zeros((1,), tl.int32), largest, inverse_temperature, COUNTS, VOCAB_SIZE, BLOCK, 1)
-    return high, tl.sum(above, 0)
+        above = tl.maximum(above, tl.max(tl.where(is_enough, 0.0, sums), 0))  # the lower the key, the more
+    return high, above
 
 
 @triton.jit
@@ -132,7 +133,8 @@ def _top_p(
 ):  # fmt: skip
     """The same for the smallest set that reaches top_p of what `threshold` and `num_equal` keep."""
     above = _above(row, threshold + tl.zeros((1,), tl.int32), largest, inverse_temperature, False, VOCAB_SIZE, BLOCK, 1)
-    num_equal = tl.minimum(num_equal, _num_equal(row, threshold, VOCAB_SIZE, BLOCK))
+    if num_equal > 0:
+        num_equal = tl.minimum(num_equal, _num_equal(row, threshold, VOCAB_SIZE, BLOCK))
     whole = tl.sum(above, 0) + num_equal * _weight_of_key(threshold, largest, inverse_temperature)
     wanted = top_p * whole
     key, above_key = _threshold(
