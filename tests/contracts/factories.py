@@ -64,7 +64,7 @@ def make_native(capacity: Capacity, *, variant: str) -> Executor:
     return NativeExecutor(model, registry.describe(model.spec), poison=True, variant=variant, num_threads=2, **asdict(capacity))
 
 
-def make_cuda(capacity: Capacity, *, is_hash: bool = False) -> Executor:
+def make_cuda(capacity: Capacity, *, is_hash: bool = False, depth: int = 2) -> Executor:
     import torch
 
     from backends.cuda import hash_program
@@ -77,6 +77,7 @@ def make_cuda(capacity: Capacity, *, is_hash: bool = False) -> Executor:
         "deterministic": True,
         "poison": True,
         "use_graphs": is_hash != HAS_DEVICE,
+        "depth": depth,
     }
     if is_hash:
         with patch.object(executor, "CompiledProgram", hash_program.HashProgram):
@@ -100,7 +101,8 @@ def cuda_factories() -> list[Factory]:
     if MISSING:
         return []
     return [
-        Factory("cuda-hash", functools.partial(make_cuda, is_hash=True), vocab_size=60),
+        Factory("cuda-hash", functools.partial(make_cuda, is_hash=True, depth=1), vocab_size=60),
+        Factory("cuda-hash-ahead", functools.partial(make_cuda, is_hash=True), vocab_size=60),
         Factory("cuda", make_cuda, SMALL.vocab_size, block_size=16, tests=() if HAS_DEVICE else CUDA_TESTS),
     ]
 
