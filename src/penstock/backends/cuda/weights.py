@@ -10,7 +10,9 @@ products.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -18,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from penstock.models.formats import BLOCKS, WeightFormat, grouped_integers
+from penstock.models.formats import BLOCKS, GroupedIntegers, WeightFormat, grouped_integers
 from penstock.models.weights import WeightTensor
 from penstock.types.errors import ModelError
 
@@ -150,9 +152,8 @@ def _load_quantised(tensors: Sequence[WeightTensor], dtype: torch.dtype, device:
     offsets = np.zeros_like(scales)
     has_offset, at = False, 0
     for tensor in tensors:
-        for begin, rows in _chunks(tensor):
-            parts = grouped_integers(rows, tensor.format, num_cols)
-            own = slice(at + begin, at + begin + len(rows))
+        for begin, parts in _read_integers(tensor):
+            own = slice(at + begin, at + begin + len(parts.scales))
             integers[own, :num_cols] = torch.from_numpy(np.ascontiguousarray(parts.integers)).to(device)
             scales[own, : parts.scales.shape[1]] = parts.scales
             if parts.offsets is not None:
@@ -177,6 +178,16 @@ def _load_quantised(tensors: Sequence[WeightTensor], dtype: torch.dtype, device:
         _in_steps(scales, group, dtype, device),
         _in_steps(offsets, group, dtype, device) if has_offset else None,
     )
+
+
+def _read_integers(tensor: WeightTensor) -> Iterator[tuple[int, GroupedIntegers]]:
+    """(first row, rows), in order, read by as many threads as the machine lets us have: NumPy computes without the GIL."""
+
+    def read(chunk: tuple[int, NDArray[np.generic]]) -> tuple[int, GroupedIntegers]:
+        return chunk[0], grouped_integers(chunk[1], tensor.format, tensor.num_cols)
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        yield from pool.map(read, _chunks(tensor))
 
 
 def _packed(integers: torch.Tensor, bits: int) -> torch.Tensor:
