@@ -11,6 +11,7 @@ import pytest
 from penstock.backends import cuda
 from penstock.config import Backend, BackendConfig, Config, KvConfig, SchedulerConfig
 from penstock.parts import device
+from penstock.parts.executor import _extras
 from penstock.parts.policies import build_policies
 from penstock.types.errors import ConfigError
 from penstock.types.kv_dtype import KvDtype
@@ -126,6 +127,10 @@ def test_who_wants_the_cpu_does_not_wait_for_pytorch(config: BackendConfig, monk
         (lambda: settle("cpu", kv=KvConfig(gpu_memory_utilization=0.5)), "--gpu-memory-utilization has no meaning on the CPU"),
         (lambda: settle("cpu", kv=KvConfig(kv_host_size_bytes=1 << 30)), "would be the same memory"),
         (
+            lambda: settle("cpu", steps_in_flight=1),
+            "--steps-in-flight has no meaning on the CPU",
+        ),
+        (
             lambda: settle("cpu", cuda_graphs=False),
             "--cuda-graphs has no meaning on the CPU: it is .* No GPU is used: the CPU is asked for",
         ),
@@ -151,6 +156,21 @@ def test_the_device_decides_what_is_left_out() -> None:
         (device.max_step_tokens, 2048, 512),
     ):
         assert (decide(gpu), decide(cpu)) == (of_gpu, of_cpu)
+
+
+@pytest.mark.usefixtures("has_gpu")
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, {"deterministic": False, "use_graphs": True, "depth": 2}),
+        (
+            {"deterministic": True, "cuda_graphs": False, "steps_in_flight": 1},
+            {"deterministic": True, "use_graphs": False, "depth": 1},
+        ),
+    ],
+)
+def test_the_executor_of_a_gpu_is_told_what_is_set(settings: dict[str, object], expected: dict[str, object]) -> None:
+    assert _extras(settle("cuda", **settings)) == expected  # type: ignore[arg-type]
 
 
 def test_what_is_set_is_kept() -> None:

@@ -365,6 +365,14 @@ class BackendConfig(Component):
         kind=Kind.FLAG,
         default_doc="true on a GPU",
     )
+    steps_in_flight: int | None = setting(
+        None,
+        "With 2, the GPU computes a step while the next one is planned.",
+        kind=Kind.COUNT,
+        minimum=1,
+        maximum=2,
+        default_doc="2 on a GPU",
+    )
     step_timeout_s: float | None = setting(
         None,
         "A step that takes longer is taken for stuck: its requests end with an error, and the engine is made anew.",

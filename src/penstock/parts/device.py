@@ -98,6 +98,7 @@ def _check_cpu_settings(config: Config, cause: str) -> None:
     for flag, is_given, why in (
         ("--gpu-memory-utilization", config.kv.gpu_memory_utilization is not None, of_a_gpu),
         ("--cuda-graphs", config.backend.cuda_graphs is not None, of_a_gpu),
+        ("--steps-in-flight", config.backend.steps_in_flight is not None, of_a_gpu),
         ("--kv-host-size", bool(config.kv.kv_host_size_bytes), "the memory below the KV cache would be the same memory"),
     ):
         if is_given:

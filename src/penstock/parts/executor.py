@@ -113,5 +113,9 @@ def _extras(config: Config) -> dict[str, Any]:
     if chosen.backend == Backend.NATIVE:
         return {"num_threads": num_threads(chosen)}
     if chosen.backend == Backend.CUDA:
-        return {"deterministic": bool(chosen.deterministic), "use_graphs": chosen.cuda_graphs is not False}
+        return {
+            "deterministic": bool(chosen.deterministic),
+            "use_graphs": chosen.cuda_graphs is not False,
+            "depth": chosen.steps_in_flight or 2,
+        }
     return {}
