@@ -66,3 +66,19 @@ def test_a_step_at_another_address_is_noticed() -> None:
     graphs.run(make_step(first), lambda step: step.positions * 1)
     with pytest.raises(AssertionError, match="lie where"):
         graphs.run(make_step(second), lambda step: step.positions * 1)
+
+
+def test_steps_run_as_they_are_after_a_capture_has_failed(caplog: pytest.LogCaptureFixture) -> None:
+    num_tries = 0
+
+    def fail(run: object) -> Captured:
+        nonlocal num_tries
+        num_tries += 1
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    graphs = DecodeGraphs(max_rows=8, max_model_len=100, capture=fail)
+    for value in range(3):
+        step = make_step(torch.full((4,), value))
+        assert graphs.run(step, lambda step: step.positions * 2).tolist() == [2 * value] * 4
+    assert (num_tries, graphs.num_captured) == (1, 0)
+    assert "not permitted" in caplog.text

@@ -6,6 +6,7 @@ what size, and the executor fills the rest with rows of the null slot, whose KV 
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,6 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from penstock.backends.cuda.step import StepTensors
+
+_logger = logging.getLogger(__name__)
 
 SMALL_SIZES = (1, 2, 4)
 SIZE_STEP = 8
@@ -59,7 +62,10 @@ class CudaCapture:
 
 
 class DecodeGraphs:
-    """Captured lazily: the first step of a size runs as it is, which a capture needs before it, and is captured then."""
+    """Captured lazily: the first step of a size runs as it is, which a capture needs before it, and is captured then.
+
+    If a capture fails there are no more: steps run as they are.
+    """
 
     def __init__(self, *, max_rows: int, max_model_len: int, capture: Capture) -> None:
         steps = range(SIZE_STEP, max_rows + SIZE_STEP, SIZE_STEP)
@@ -67,7 +73,8 @@ class DecodeGraphs:
         self._max_model_len = max_model_len
         self._capture = capture
         self._graphs: dict[tuple[int, int], tuple[int, Captured]] = {}
-        """By size and limit, with the address of the step's first array."""
+        """By size and limit, with the address of the step's positions."""
+        self._can_capture = True
 
     @property
     def num_captured(self) -> int:
@@ -89,8 +96,16 @@ class DecodeGraphs:
             return captured.result
         step = replace(step, max_seq_len=limit)
         result = forward(step)
-        self._graphs[key] = address, self._capture(lambda: forward(step))
+        if self._can_capture:
+            self._keep(key, address, lambda: forward(step))
         return result
+
+    def _keep(self, key: tuple[int, int], address: int, run: Run) -> None:
+        try:
+            self._graphs[key] = address, self._capture(run)
+        except RuntimeError as error:  # what CUDA and PyTorch raise, also for want of memory; the step itself has run
+            _logger.warning("no CUDA graph of a decode step can be captured; kernels are launched one by one: %s", error)
+            self._can_capture = False
 
     def seq_limit(self, max_seq_len: int) -> int:
         """What stands for the longest row's length: grids are made for it, so it should not be much more than the rows need."""
