@@ -150,11 +150,13 @@ def _top_p(
 def _kept_weights(x, threshold, num_equal, num_seen, min_p, largest, inverse_temperature):
     """Weights of the candidates in a part of a row and 0 for the others; `num_seen` equals of the threshold lie before it."""
     keys = _keys(x)
-    is_equal = (keys == threshold).to(tl.int32)
-    rank = num_seen + tl.cumsum(is_equal, 0)
     weights = _weights(x, largest, inverse_temperature)
-    is_kept = (keys > threshold) | ((is_equal == 1) & (rank <= num_equal))
-    return tl.where(is_kept & (weights >= min_p), weights, 0.0), num_seen + tl.sum(is_equal, 0)
+    is_kept = (keys >= threshold) & (weights >= min_p)
+    is_equal = (keys == threshold).to(tl.int32)
+    num_here = tl.sum(is_equal, 0)
+    if (num_here > 0) & (num_seen + num_here > num_equal):
+        is_kept = is_kept & ((is_equal == 0) | (num_seen + tl.cumsum(is_equal, 0) <= num_equal))
+    return tl.where(is_kept, weights, 0.0), num_seen + num_here
 
 
 @triton.jit
@@ -180,15 +182,18 @@ def _draw(row, threshold, num_equal, min_p, u, largest, inverse_temperature, VOC
     reached = tl.zeros((), tl.float64)
     num_seen = tl.zeros((), tl.int32)
     found = tl.full((), NO_ID, tl.int32)
-    last = tl.zeros((), tl.int32)
+    last = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, VOCAB_SIZE, BLOCK):
         ids, x = _load(row, start, VOCAB_SIZE, BLOCK)
         weights, num_seen = _kept_weights(x, threshold, num_equal, num_seen, min_p, largest, inverse_temperature)
-        is_past = (weights > 0.0) & (reached + tl.cumsum(weights, 0) > target)
-        found = tl.minimum(found, tl.min(tl.where(is_past, ids, NO_ID), 0))
-        last = tl.maximum(last, tl.max(tl.where(weights > 0.0, ids, 0), 0))
-        reached += tl.sum(weights, 0)
-    return tl.where(found == NO_ID, last, found)
+        mass = tl.sum(weights, 0)
+        if (found == NO_ID) & (reached + mass > target):
+            is_past = (weights > 0.0) & (reached + tl.cumsum(weights, 0) > target)
+            found = tl.min(tl.where(is_past, ids, NO_ID), 0)
+        last = tl.where(weights > 0.0, ids, last)
+        reached += mass
+    # None is past where sums of the same numbers in two orders differ.
+    return tl.where(found == NO_ID, tl.max(last, 0), found)
 
 
 @triton.jit
