@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 
 import torch
 
-from penstock.backends.cuda.kernels.attention import AttentionWorkspace, paged_attention
+from penstock.backends.cuda.kernels.attention import INTERPRETED, AttentionWorkspace, paged_attention
 from penstock.backends.cuda.kernels.rope_kv import kv_write, rope, rope_q_k_and_write, rope_table
 from penstock.backends.cuda.kv_cache import PagedKvCache
 from penstock.backends.cuda.step import StepTensors
@@ -62,7 +62,7 @@ def launch(kv_dtype: KvDtype, block_size: int, *, deterministic: bool) -> None:
         deterministic=deterministic,
     )
     table = rope_table([1.0] * (HEAD_DIM // 2), 1.0, 1, "cpu")
-    workspace = replace(workspace, num_multiprocessors=132)
+    workspace = replace(workspace, multiprocessors=replace(INTERPRETED, count=132))
     for step in (make_step(64, 1), make_step(2, 512), make_step(1, 64)):
         widths = [n * HEAD_DIM for n in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)]
         q, k, v = torch.zeros((step.num_tokens, sum(widths)), dtype=torch.bfloat16).split(widths, 1)

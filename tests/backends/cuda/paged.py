@@ -111,7 +111,10 @@ class Scene:
             max_seq_len=max_seq_len or max(s.context_len + s.query_len for s in spans),
         )
 
-    def workspace(self, *, deterministic: bool, max_rows: int = 4, num_parts: int | None = None) -> AttentionWorkspace:
+    def workspace(
+        self, *, deterministic: bool, max_rows: int = 4, num_parts: int | None = None, num_multiprocessors: int | None = None
+    ) -> AttentionWorkspace:
+        """Of the device, unless told otherwise."""
         made = AttentionWorkspace.allocate(
             max_rows=max(max_rows, len(self.lengths)),
             num_heads=self.num_heads,
@@ -123,7 +126,8 @@ class Scene:
         )
         made.parts.fill_(torch.nan)
         made.stats.fill_(torch.nan)
-        return replace(made, parts=made.parts[:num_parts], stats=made.stats[:num_parts])
+        processors = replace(made.multiprocessors, count=num_multiprocessors or made.multiprocessors.count)
+        return AttentionWorkspace(made.parts[:num_parts], made.stats[:num_parts], processors)
 
     def attend(
         self,

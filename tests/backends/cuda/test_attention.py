@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -78,7 +77,7 @@ class TestDecode:
         """Down to one, which writes its answer by itself, and up to more than are merged at once."""
         scene = Scene([1300, 65, 1], num_heads=2, num_kv_heads=1, size=3.0)
         spans = ends(scene)[:1] if num_multiprocessors == 100 else ends(scene)
-        workspace = replace(scene.workspace(deterministic=False, max_rows=40), num_multiprocessors=num_multiprocessors)
+        workspace = scene.workspace(deterministic=False, max_rows=40, num_multiprocessors=num_multiprocessors)
         assert_near(scene.attend(spans, workspace=workspace), scene.expected(spans))
 
     @MODES
@@ -136,8 +135,7 @@ class TestPrefill:
         """Also beside a decode, whose parts lie in the same workspace."""
         scene = Scene([1500, 40], num_heads=3, num_kv_heads=1, size=3.0)
         spans = [Span(1, 39, 1), Span(0, 1490, 10), Span(1, 20, 19)]
-        workspace = replace(scene.workspace(deterministic=False), num_multiprocessors=7)
-        workspace = replace(workspace, parts=workspace.parts.repeat(4, 1), stats=workspace.stats.repeat(4, 1))
+        workspace = scene.workspace(deterministic=False, max_rows=400, num_multiprocessors=7)
         assert_near(scene.attend(spans, workspace=workspace, window=window), scene.expected(spans, window=window))
 
     def test_an_empty_row_and_a_row_of_the_null_block(self) -> None:

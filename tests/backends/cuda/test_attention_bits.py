@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -34,7 +32,7 @@ def test_decodes_in_a_batch_are_the_whole(whole: tuple[Scene, int, F32]) -> None
     """There are fewer programs than parts of the longest, so that some compute two."""
     scene, window, answer = whole
     spans = [Span(0, spot, 1) for spot in SPOTS]
-    workspace = replace(scene.workspace(deterministic=True, max_rows=len(spans)), num_multiprocessors=1)
+    workspace = scene.workspace(deterministic=True, max_rows=len(spans), num_multiprocessors=1)
     answers = scene.attend(spans, deterministic=True, window=window, workspace=workspace)
     for spot, got in zip(SPOTS, answers, strict=True):
         np.testing.assert_array_equal(got[0], answer[spot])

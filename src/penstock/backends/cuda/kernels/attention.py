@@ -40,14 +40,35 @@ LEAST_PREFILL_PART = 512
 """Positions of a part of a prefill's context."""
 MAX_WORKSPACE_BYTES = 256 << 20
 """Of a deterministic decode. What needs more is computed by the prefill kernel, whose bits are the same."""
+LARGE_SHARED_BYTES = 200 << 10
+"""That a program can have on an H100 and later ones for servers: 227 KiB. An A100 has 163, those of desktops 99."""
+SPARE_SHARED_BYTES = 8 << 10
+"""For what is neither queries nor keys nor values."""
 DECODE_SHARED_BYTES = 72 << 10
-"""Of one program's tiles of keys and values: three programs share a multiprocessor's 227 KiB."""
-PREFILL_SHARED_BYTES = 200 << 10
-"""Of one program's queries, keys and values: it has a multiprocessor for itself."""
+"""Of one program's tiles of keys and values: three programs share an H100's multiprocessor."""
 PARTS_PER_MULTIPROCESSOR = 64
 """Of a KV head's queries, that the workspace has room for: half of a prefill's tile."""
-HOST_MULTIPROCESSORS = 2
-"""Of the interpreter, where each program costs milliseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Multiprocessors:
+    """What grids and tiles are chosen for."""
+
+    count: int
+    shared_bytes: int
+    """Of a program, at most."""
+
+    @staticmethod
+    def of(device: torch.device) -> Multiprocessors:
+        if device.type != "cuda":
+            return INTERPRETED
+        index = torch.cuda.current_device() if device.index is None else device.index
+        properties = triton.runtime.driver.active.utils.get_device_properties(index)
+        return Multiprocessors(properties["multiprocessor_count"], properties["max_shared_mem"])
+
+
+INTERPRETED = Multiprocessors(2, 227 << 10)
+"""The tiles of an H100 or H200, and few programs, each of which costs milliseconds."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,7 +79,7 @@ class AttentionWorkspace:
     """float32 [num_parts, columns]"""
     stats: torch.Tensor
     """The largest score and the sum of weights of each. float32 [num_parts, 2]"""
-    num_multiprocessors: int
+    multiprocessors: Multiprocessors
 
     @staticmethod
     def allocate(
@@ -74,21 +95,15 @@ class AttentionWorkspace:
         """Room for decodes of at most `max_rows` rows."""
         columns = _columns(head_dim)
         device = torch.device(device)
-        processors = _num_multiprocessors(device)
+        processors = Multiprocessors.of(device)
         if deterministic:
             num_parts = max_rows * num_heads * triton.cdiv(max_model_len, DETERMINISTIC_SPLIT)
             num_parts = min(num_parts, MAX_WORKSPACE_BYTES // (4 * columns))
         else:
             # The number of a decode's parts is rounded up; a prefill has them if its tokens are too few for the device.
-            num_parts = 2 * num_heads * max(max_rows, triton.cdiv(PARTS_PER_MULTIPROCESSOR * processors, num_kv_heads))
+            num_parts = 2 * num_heads * max(max_rows, triton.cdiv(PARTS_PER_MULTIPROCESSOR * processors.count, num_kv_heads))
         parts = torch.empty((num_parts, columns), dtype=torch.float32, device=device)
         return AttentionWorkspace(parts, torch.empty((num_parts, 2), dtype=torch.float32, device=device), processors)
-
-
-def _num_multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return HOST_MULTIPROCESSORS
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _columns(head_dim: int) -> int:
@@ -111,23 +126,25 @@ class _Shape:
         return {"BLOCK_M": self.block_m, "TILE": self.tile, "num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
-def _shape(q: torch.Tensor, head_dim: int, group: int, *, is_decode: bool, is_int8: bool, deterministic: bool) -> _Shape:
+def _shape(launch: _Launch, *, is_decode: bool) -> _Shape:
     """Chosen by what Triton 3.6 makes of the kernels for sm_90: no spills within loops, and enough loads in flight.
 
     A decode waits for memory: small tiles, several programs on a multiprocessor. A prefill's tensor cores want 128 rows for
-    what they read, in two groups of warps. int8 keys take registers to be scaled, so a tile of them is shorter.
+    what they read, in two groups of warps; older and smaller GPUs have no room for that. int8 keys take registers to be
+    scaled, so a tile of them is shorter.
     """
-    columns, itemsize = _columns(head_dim), q.dtype.itemsize
-    all_heads = triton.next_power_of_2(group)
-    if deterministic:
-        return _Shape(max(64, all_heads), 64, 8, 2)
-    if is_decode:
-        tile_bytes = 2 * 64 * columns * itemsize
-        return _Shape(max(16, all_heads), 64, 4, min(4, 1 + DECODE_SHARED_BYTES // tile_bytes))
-    block_m = max(128, all_heads)
-    tile = 64 if is_int8 or columns > 128 or itemsize > 2 else 128
-    room = PREFILL_SHARED_BYTES - block_m * columns * itemsize
-    return _Shape(block_m, tile, 8, max(1, min(3, room // (2 * tile * columns * itemsize))))
+    columns, shared_bytes = _columns(launch.head_dim), launch.workspace.multiprocessors.shared_bytes
+    all_heads = triton.next_power_of_2(launch.group)
+    if launch.q.is_cuda and launch.q.dtype is torch.float32:  # only in tests: no tensor core multiplies it
+        return _Shape(max(16, all_heads), 32, 4, 1)
+    row_bytes = columns * 2
+    if is_decode and not launch.deterministic:
+        return _Shape(max(16, all_heads), 64, 4, min(4, 1 + DECODE_SHARED_BYTES // (2 * 64 * row_bytes)))
+    is_large = shared_bytes >= LARGE_SHARED_BYTES and not launch.deterministic
+    block_m = max(128 if is_large else 64, all_heads)
+    tile = 128 if is_large and columns <= 128 and not launch.is_int8 else 64
+    num_stages = (shared_bytes - SPARE_SHARED_BYTES - block_m * row_bytes) // (2 * tile * row_bytes)
+    return _Shape(block_m, tile, 8, max(1, min(2 if launch.deterministic else 3, num_stages)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +165,10 @@ class _Splits:
 def _plan_splits(launch: _Launch) -> _Splits | None:
     """None if the workspace can't hold the parts."""
     step, workspace, window = launch.step, launch.workspace, launch.window
-    wanted = triton.cdiv(PROGRAMS_PER_MULTIPROCESSOR * workspace.num_multiprocessors, step.num_rows * launch.num_kv_heads)
+    wanted = triton.cdiv(PROGRAMS_PER_MULTIPROCESSOR * workspace.multiprocessors.count, step.num_rows * launch.num_kv_heads)
     room = len(workspace.parts) // (step.num_rows * launch.num_heads)
     if not launch.deterministic:
-        tile = launch.shape(is_decode=True).tile
+        tile = _shape(launch, is_decode=True).tile
         num_tiles = triton.cdiv(step.max_seq_len, tile)
         if window:
             num_tiles = min(num_tiles, triton.cdiv(window, tile) + 1)
@@ -213,14 +230,14 @@ class _Launch:
     def group(self) -> int:
         return self.num_heads // self.num_kv_heads
 
-    def shape(self, *, is_decode: bool) -> _Shape:
-        is_int8 = self.layer.k_scale is not None
-        return _shape(self.q, self.head_dim, self.group, is_decode=is_decode, is_int8=is_int8, deterministic=self.deterministic)
+    @property
+    def is_int8(self) -> bool:
+        return self.layer.k_scale is not None
 
     def decode(self, splits: _Splits) -> None:
         """Rows with one query."""
         workspace, step = self.workspace, self.step
-        shape = self.shape(is_decode=True)
+        shape = _shape(self, is_decode=True)
         cut = {"SPLIT_TILES": self._split_tiles(shape), "LEAST_TILES": LEAST_SPLIT_TILES}
         decode_kernel[(self.num_kv_heads, step.num_rows, splits.num_programs)](
             workspace.parts,
@@ -254,7 +271,7 @@ class _Launch:
 
     def prefill(self, *, leaves_decodes: bool) -> None:
         """All rows, or those with more than one query. Not before a decode's parts are merged: they lie in the same place."""
-        shape = self.shape(is_decode=False)
+        shape = _shape(self, is_decode=False)
         queries = shape.block_m // self.group
         num_tiles = self.step.num_tokens // queries + self.step.num_rows
         num_parts = self._num_prefill_parts(queries)
@@ -291,7 +308,7 @@ class _Launch:
         if self.deterministic:
             return 1
         step, workspace = self.step, self.workspace
-        wanted = workspace.num_multiprocessors // (triton.cdiv(step.num_tokens, queries) * self.num_kv_heads)
+        wanted = workspace.multiprocessors.count // (triton.cdiv(step.num_tokens, queries) * self.num_kv_heads)
         length = min(step.max_seq_len, self.window or step.max_seq_len)
         room = len(workspace.parts) // (step.num_tokens * self.num_heads)
         return max(1, min(wanted, room, length // LEAST_PREFILL_PART))
@@ -333,5 +350,5 @@ class _Launch:
             "BLOCK_SIZE": self.layer.block_size,
             "WINDOW": self.window,
             "SOFTCAP": self.softcap,
-            "IS_INT8": self.layer.k_scale is not None,
+            "IS_INT8": self.is_int8,
         }
