@@ -38,10 +38,10 @@ def add_splits(out: torch.Tensor, splits: Splits, bias: torch.Tensor | None, res
         bias,
         residual,
         splits.num_tokens,
-        splits.num_splits,
         splits.num_rows,
         out.stride(0),
         0 if residual is None else residual.stride(0),
+        SPLITS=splits.num_splits,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
         BLOCK=BLOCK,
@@ -67,12 +67,12 @@ def add_splits_and_norm(
         residual,
         weight,
         splits.num_tokens,
-        splits.num_splits,
         splits.num_rows,
         out.stride(0),
         normed.stride(0),
         0 if residual is None else residual.stride(0),
         eps,
+        SPLITS=splits.num_splits,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
         BLOCK=triton.next_power_of_2(splits.num_rows),
@@ -88,9 +88,9 @@ def add_splits_and_gate(out: torch.Tensor, splits: Splits, bias: torch.Tensor | 
         splits.partials,
         bias,
         splits.num_tokens,
-        splits.num_splits,
         width,
         out.stride(0),
+        SPLITS=splits.num_splits,
         HAS_BIAS=bias is not None,
         KIND=KINDS[kind],
         BLOCK=BLOCK,
@@ -111,24 +111,25 @@ def finish(
 
 
 @triton.jit
-def _sum(partials_ptr, token, rows, mask, num_tokens, num_splits, num_rows, BLOCK: tl.constexpr):
+def _sum(partials_ptr, token, rows, mask, num_tokens, num_rows, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    """In order; unrolled, so that no load waits for another."""
     total = tl.zeros((BLOCK,), tl.float32)
-    for split in range(num_splits):
+    for split in tl.static_range(SPLITS):
         total += tl.load(partials_ptr + (split * num_tokens + token) * num_rows + rows, mask=mask, other=0.0)
     return total
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_splits"])
+@triton.jit(do_not_specialize=["num_tokens"])
 def _add_splits_kernel(
     out_ptr,
     partials_ptr,
     bias_ptr,
     residual_ptr,
     num_tokens,
-    num_splits,
     num_rows,
     out_stride,
     residual_stride,
+    SPLITS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -136,13 +137,13 @@ def _add_splits_kernel(
     token = tl.program_id(0).to(tl.int64)
     rows = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = rows < num_rows
-    total = _sum(partials_ptr, token, rows, mask, num_tokens, num_splits, num_rows, BLOCK)
+    total = _sum(partials_ptr, token, rows, mask, num_tokens, num_rows, SPLITS, BLOCK)
     at = token * residual_stride + rows
     total = finish(total, bias_ptr, residual_ptr, at, rows, mask, mask, HAS_BIAS, HAS_RESIDUAL)
     tl.store(out_ptr + token * out_stride + rows, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_splits"])
+@triton.jit(do_not_specialize=["num_tokens"])
 def _add_and_norm_kernel(
     out_ptr,
     normed_ptr,
@@ -151,12 +152,12 @@ def _add_and_norm_kernel(
     residual_ptr,
     weight_ptr,
     num_tokens,
-    num_splits,
     num_rows,
     out_stride,
     normed_stride,
     residual_stride,
     eps,
+    SPLITS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -164,7 +165,7 @@ def _add_and_norm_kernel(
     token = tl.program_id(0).to(tl.int64)
     rows = tl.arange(0, BLOCK)
     mask = rows < num_rows
-    total = _sum(partials_ptr, token, rows, mask, num_tokens, num_splits, num_rows, BLOCK)
+    total = _sum(partials_ptr, token, rows, mask, num_tokens, num_rows, SPLITS, BLOCK)
     at = token * residual_stride + rows
     total = finish(total, bias_ptr, residual_ptr, at, rows, mask, mask, HAS_BIAS, HAS_RESIDUAL)
     tl.store(out_ptr + token * out_stride + rows, total.to(out_ptr.dtype.element_ty), mask=mask)
@@ -174,15 +175,15 @@ def _add_and_norm_kernel(
     tl.store(normed_ptr + token * normed_stride + rows, normed.to(normed_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_splits"])
+@triton.jit(do_not_specialize=["num_tokens"])
 def _add_and_gate_kernel(
     out_ptr,
     partials_ptr,
     bias_ptr,
     num_tokens,
-    num_splits,
     width,
     out_stride,
+    SPLITS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -190,8 +191,8 @@ def _add_and_gate_kernel(
     token = tl.program_id(0).to(tl.int64)
     rows = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = rows < width
-    gate = _sum(partials_ptr, token, rows, mask, num_tokens, num_splits, 2 * width, BLOCK)
-    up = _sum(partials_ptr, token, rows + width, mask, num_tokens, num_splits, 2 * width, BLOCK)
+    gate = _sum(partials_ptr, token, rows, mask, num_tokens, 2 * width, SPLITS, BLOCK)
+    up = _sum(partials_ptr, token, rows + width, mask, num_tokens, 2 * width, SPLITS, BLOCK)
     gate = finish(gate, bias_ptr, bias_ptr, rows, rows, mask, mask, HAS_BIAS, False)
     up = finish(up, bias_ptr, bias_ptr, rows, rows + width, mask, mask, HAS_BIAS, False)
     tl.store(out_ptr + token * out_stride + rows, (activate(gate, KIND) * up).to(out_ptr.dtype.element_ty), mask=mask)
