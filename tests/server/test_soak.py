@@ -7,6 +7,7 @@ from collections import Counter
 
 import httpx
 import orjson
+import pytest
 from harness import CAPACITY, PRINTABLE_MODEL, running, until
 
 from penstock.sched.admission import AdmissionLimits
@@ -53,10 +54,11 @@ async def one(client: httpx.AsyncClient, idx: int, kind: str, rng: random.Random
     return "broke off"
 
 
-async def test_nothing_is_left_behind_by_hundreds_of_requests():
+@pytest.mark.parametrize("depth", [1, 2])
+async def test_nothing_is_left_behind_by_hundreds_of_requests(depth):
     rng = random.Random(5)
     kinds = rng.choices(["served", "cancelled", "hopeless", "leaves"], [0.90, 0.06, 0.02, 0.02], k=NUM_REQUESTS)
-    executor = SlowExecutor(CAPACITY, model=PRINTABLE_MODEL)
+    executor = SlowExecutor(CAPACITY, model=PRINTABLE_MODEL, depth=depth)
     with running(executor, limits=AdmissionLimits(max_queue=NUM_REQUESTS, kv_headroom=0)) as server:
         slots = asyncio.Semaphore(CONCURRENCY)
         limits = httpx.Limits(max_connections=CONCURRENCY + 8)
@@ -69,8 +71,7 @@ async def test_nothing_is_left_behind_by_hundreds_of_requests():
             fates = Counter(await asyncio.gather(*map(limited, range(NUM_REQUESTS))))
             engine = server.runtime.engine
             await until(lambda: engine.load().num_running + engine.load().num_waiting == 0)
-            load = engine.load()
-            assert load.num_blocks_free + load.num_blocks_cached == load.num_blocks_total
+            await until(lambda: engine.load().num_blocks_held == 0)  # a step in flight may still have a row of who ended last
             assert server.runtime.bridge.num_open_requests == 0
             assert (await client.get("/health")).status_code == 200
     assert fates["served", "done"] == kinds.count("served")

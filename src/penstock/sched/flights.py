@@ -10,6 +10,7 @@ plans nothing.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from penstock.kv.manager import KVManager
@@ -67,6 +68,15 @@ class Flights:
         if flight.has_fenced:
             self._kv.lift_fence(step_id)
         return flight
+
+    def check(self, running: Iterable[Request]) -> None:
+        """Verify the laws. Raises AssertionError. O(requests)."""
+        assert self._flights or not self._kv.fenced, "a fence is left, and no step is in flight"
+        for request in running:
+            assert self._flights or not request.num_inflight_tokens, (
+                f"{request.request_id!r} has tokens in flight, and no step is"
+            )
+            assert not request.num_pending_samples, f"{request.request_id!r} counts a token that nobody knows"
 
     def abandon(self) -> None:
         """No step in flight will be committed, and none will follow."""

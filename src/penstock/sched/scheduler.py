@@ -415,5 +415,6 @@ class Scheduler:
     def check(self) -> None:
         """Verify the laws of memory and of the queues. Raises AssertionError. O(blocks + requests)."""
         check_kv(self.kv)
+        self._flights.check(self._running.requests.values())
         self._running.check()
         self._padding.check(len(self._running) + self._waiting.num_joining, self.max_rows)

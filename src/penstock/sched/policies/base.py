@@ -147,7 +147,8 @@ class Order(Protocol):
         """Once per planned step: what is given to whom, for orders that keep accounts.
 
         `last_step`: the last that was committed; None before the first. `num_decodes`: the first rows are of all requests that
-        were one token behind; so an order that knows who decodes need not look at them.
+        were one token behind, but for those who end with the step in flight; so an order that knows who decodes need not look
+        at them.
         """
 
 
