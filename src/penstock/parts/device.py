@@ -59,13 +59,12 @@ def settled(config: Config) -> Config:
             raise ConfigError(f"No GPU can be used: {cause}.", remedy="Leave out --device and --backend for the CPU.")
     elif device == Device.CPU or is_cpu_named:
         cause = "the CPU is asked for"
-    elif config.backend.threads is not None:
-        cause = "--threads is a setting of the CPU"
-        _log.info("no GPU is looked for: %s", cause)
-    elif (cause := cuda.why_not()) is not None:
-        # Of a machine that has neither the extra nor a GPU, nobody would think that one is used.
-        is_expected = cuda.package_versions()["torch"] is None and isinstance(cuda.find_gpu(), str)
-        _log.log(logging.DEBUG if is_expected else logging.INFO, "no GPU is used: %s", cause)
+    else:
+        cause = cuda.why_not() if config.backend.threads is None else "--threads is a setting of the CPU"
+        if cause is not None:
+            # Of a machine that has neither the extra nor a GPU, nobody would think that one is used.
+            is_expected = cuda.package_versions()["torch"] is None and isinstance(cuda.find_gpu(), str)
+            _log.log(logging.DEBUG if is_expected else logging.INFO, "no GPU is used: %s", cause)
     if cause is None:
         _check_gpu_settings(config)
         chosen = replace(config.backend, device=Device.CUDA.value, backend=Backend.CUDA.value)
