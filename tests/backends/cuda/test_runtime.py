@@ -91,6 +91,7 @@ def test_it_answers_as_the_reference_does(gguf: Path, caplog: pytest.LogCaptureF
         runtime = build(gguf, device=device, **({"kv_cache_memory_bytes": 1 << 20} if device == "cpu" else {}))
         try:
             answers.append(ask(runtime, "r", SESSION)[0])
+            assert (runtime.metrics.num_weight_bytes > 0) == (device == "cuda")
         finally:
             assert runtime.close(30.0)
     assert answers[0] == answers[1]

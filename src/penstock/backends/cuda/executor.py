@@ -166,6 +166,11 @@ class CudaExecutor:
         """Steps that may be in flight."""
         return self._depth
 
+    @property
+    def weight_bytes(self) -> int:
+        """Of weights on the device."""
+        return self._program.weight_bytes
+
     # KV blocks.
 
     def resize(self, num_blocks: int, *, max_model_len: int) -> None:
