@@ -100,8 +100,9 @@ def random_matrix(product: Product, kind: str, dtype: torch.dtype, device: str) 
     brick = (TILE_ROWS, 16) if bits == 4 else (2, TILE_ROWS, 16)
     values = torch.randint(-(1 << 15), 1 << 15, (num_tiles, num_steps, *brick), dtype=torch.int16, device=device)
     shape = (num_steps, num_tiles * TILE_ROWS, 2)
-    scales = torch.full(shape, 0.02 / (4.6 if bits == 4 else 73), dtype=dtype, device=device)
-    offsets = -7.5 * scales if has_offset else None
+    scale_dtype = torch.float32 if dtype is torch.float32 else torch.float16
+    scales = torch.full(shape, 0.02 / (4.6 if bits == 4 else 73), dtype=scale_dtype, device=device)
+    offsets = 0.5 * scales if has_offset else None
     return QuantisedMatrix(product.num_rows, product.num_cols, bits, 32, values, scales, offsets)
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from backends.format_blocks import F16_AT, random_blocks
 from interpreted import DEVICE
 from penstock.backends.cuda.kernels import dequantise
-from penstock.backends.cuda.weights import DenseMatrix, Matrix, QuantisedMatrix, load_matrices
+from penstock.backends.cuda.weights import CENTRES, DenseMatrix, Matrix, QuantisedMatrix, load_matrices
 from penstock.models.formats import BLOCKS, WeightFormat, grouped_integers
 from penstock.models.weights import WeightTensor
 from penstock.types.errors import ModelError
@@ -52,13 +52,13 @@ def test_nothing_but_scales_is_rounded(fmt: WeightFormat, dtype: torch.dtype) ->
     tensor = quantised(fmt, 3, 2)
     (matrix,) = load(tensor, dtype=dtype)
     assert isinstance(matrix, QuantisedMatrix)
-    assert matrix.scales.dtype is dtype
+    assert matrix.scales.dtype is torch.float16
     parts = grouped_integers(tensor.data, fmt, tensor.num_cols)
     error = np.abs(values(matrix) - tensor.dequantize()).reshape(*parts.scales.shape, parts.group)
-    integers = np.abs(parts.integers.astype(np.int32)).reshape(error.shape)
-    offsets = np.zeros_like(parts.scales) if parts.offsets is None else np.abs(parts.offsets)
-    step = 2.0**-11 if dtype is torch.float16 else 2.0**-8
-    tiny = 2.0**-25 if dtype is torch.float16 else 1e-9
+    centre = CENTRES.get(fmt, 0)
+    integers = np.abs(parts.integers.astype(np.int32) - centre).reshape(error.shape)
+    offsets = np.zeros_like(parts.scales) if parts.offsets is None else np.abs(parts.offsets + centre * parts.scales)
+    step, tiny = 2.0**-11, 2.0**-25
     assert (error <= integers * (np.abs(parts.scales) * step + tiny)[..., None] + (offsets * step + tiny)[..., None]).all()
 
 
@@ -110,6 +110,11 @@ def test_an_embedding_is_scaled() -> None:
     out = torch.full((4, 32), torch.nan, device=DEVICE)
     dequantise.look_up(out, matrix, torch.tensor([8, 0, 3, 3], dtype=torch.int32, device=DEVICE), 3.0)
     np.testing.assert_allclose(out.cpu().numpy(), 3 * tensor.dequantize()[[8, 0, 3, 3]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("fmt", BLOCKS)
+def test_formats_with_offsets_have_a_centre(fmt: WeightFormat) -> None:
+    assert (fmt in CENTRES) == (fmt.name in HAS_OFFSET)
 
 
 @pytest.mark.parametrize("fmt", BLOCKS)

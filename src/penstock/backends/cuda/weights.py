@@ -1,7 +1,7 @@
 """Owns how matrices lie in the device's memory; made once, at load, of what a file has, and read by `linear` and its kernels.
 
 Floats become one type. Quantised formats stay integers of 4 or 8 bits, value = scale * integer (+ offset) with a scale per
-group of 32 or 16 columns, which is what the file says, but for the rounding of scales to that type. They are laid out in the
+group of 32 or 16 columns, which is what the file says, but for the rounding of scales to half precision. They lie in the
 order in which the kernels read them: 128 rows at a time (a tile), and of these one step of 64 columns after the other, so that
 a program of a product reads one contiguous run of memory. A word of 16 bits has numbers of 4 (or 2) columns that are 16 apart:
 two neighbouring words are, after a shift and a mask, the two numbers that a register of the matrix unit wants. Never computes
@@ -32,7 +32,11 @@ QUARTER_COLS = 16
 FOUR_BITS = frozenset({WeightFormat.Q4_0, WeightFormat.Q4_1, WeightFormat.Q4_K, WeightFormat.Q2_K, WeightFormat.Q3_K})
 """Formats whose integers fit into 4 bits; those of all other quantised ones fit into 8."""
 SIGNED_ZERO = 8
-"""What is added to signed 4-bit integers, which the formats without offsets have."""
+"""What is added to signed integers of 4 bits, as they are stored."""
+CENTRES = {WeightFormat.Q2_K: 2, WeightFormat.Q4_1: 8, WeightFormat.Q4_K: 8, WeightFormat.Q5_1: 16, WeightFormat.Q5_K: 16}
+"""Of the integers of formats with offsets, which are not negative. Held less this, their offsets are small, and so is what the
+rounding of scales and offsets to bf16 changes."""
+LARGEST_HALF = 65504.0
 CHUNK_ROWS = 2048
 """Rows that are read from the file at a time."""
 
@@ -70,9 +74,10 @@ class QuantisedMatrix:
     """4 bits: int16 [num_tiles, num_steps, TILE_ROWS, 16], of which bits 4 i to 4 i + 3 are of the step's column 16 i + place.
     8 bits: int16 [num_tiles, num_steps, 2, TILE_ROWS, 16], of which byte i is of column 32 half + 16 i + place."""
     scales: torch.Tensor
-    """[num_steps, num_tiles * TILE_ROWS, STEP_COLS / group], of the type of all that is computed."""
+    """float16, which is what files have or have factors of; float32 where everything is. [num_steps, num_tiles * TILE_ROWS,
+    STEP_COLS / group]"""
     offsets: torch.Tensor | None
-    """As `scales`. Without them, a number of 4 bits is `SIGNED_ZERO` more than its integer."""
+    """As `scales`."""
 
     @property
     def num_steps(self) -> int:
@@ -85,7 +90,7 @@ class QuantisedMatrix:
     @property
     def zero(self) -> int:
         """What is to be taken off the stored integers."""
-        return SIGNED_ZERO if self.bits == 4 and self.offsets is None else 0
+        return SIGNED_ZERO if self.bits == 4 else 0
 
     @property
     def num_bytes(self) -> int:
@@ -155,28 +160,28 @@ def _load_quantised(tensors: Sequence[WeightTensor], dtype: torch.dtype, device:
         for begin, parts in _read_integers(tensor):
             own = slice(at + begin, at + begin + len(parts.scales))
             integers[own, :num_cols] = torch.from_numpy(np.ascontiguousarray(parts.integers)).to(device)
+            integers[own] += (SIGNED_ZERO if bits == 4 else 0) - CENTRES.get(tensor.format, 0)
             scales[own, : parts.scales.shape[1]] = parts.scales
             if parts.offsets is not None:
-                offsets[own, : parts.scales.shape[1]] = parts.offsets
+                with np.errstate(invalid="ignore"):  # scales that are no numbers are refused below
+                    offsets[own, : parts.scales.shape[1]] = parts.offsets + CENTRES[tensor.format] * parts.scales
                 has_offset = True
-            elif bits == 4:
-                # As nibbles from 0 on, and an offset for the difference, in case that a neighbour in the stack has offsets.
-                integers[own] += SIGNED_ZERO
-                offsets[own] = -SIGNED_ZERO * scales[own]
-        if not (np.isfinite(scales).all() and np.isfinite(offsets).all()):
+        if not (np.abs(scales).max() <= LARGEST_HALF and np.abs(offsets).max() <= LARGEST_HALF):
             raise ModelError(
-                f"the matrix {tensor.name!r} has a scale that is no finite number.", remedy="Fetch the model again."
+                f"the matrix {tensor.name!r} has a scale that is no finite number, or a very large one.",
+                remedy="Fetch the model again.",
             )
         at += tensor.num_rows
         tensor.forget()
+    scale_dtype = torch.float32 if dtype is torch.float32 else torch.float16
     return QuantisedMatrix(
         num_rows,
         num_cols,
         bits,
         group,
         _packed(integers, bits),
-        _in_steps(scales, group, dtype, device),
-        _in_steps(offsets, group, dtype, device) if has_offset else None,
+        _in_steps(scales, group, scale_dtype, device),
+        _in_steps(offsets, group, scale_dtype, device) if has_offset else None,
     )
 
 

@@ -201,7 +201,7 @@ def _scale(
         return tl.load(ptr + at * COUNT + PLACE)[:, None]
     else:
         words = tl.load(ptr + at * (COUNT // 2) + PLACE // 2)
-        return (words >> (PLACE % 2 * 16)).to(tl.int16).to(DTYPE, bitcast=True)[:, None]
+        return (words >> (PLACE % 2 * 16)).to(tl.int16).to(tl.float16, bitcast=True)[:, None]
 
 
 @triton.jit
@@ -224,11 +224,20 @@ def quarter_weights(
     """A quarter of a step, of which `words` have the integers. [rows, QUARTER_COLS]
 
     The scale is multiplied into the weights, not into sums: so it is loaded ahead of time, as everything that a product needs.
+    bf16 has 8 bits and a scale 11, which go into two parts: then a weight is rounded, but not all of a group alike.
     """
     numbers = _numbers(words, WHICH, BITS, ZERO, DTYPE, IS_INTERPRETED)
     scale = _scale(scales_ptr, at, QUARTER, GROUP, STEP_COLS, QUARTER_COLS, DTYPE)
-    if HAS_OFFSET:
-        # Explicitly, so that no compiler rounds the product first in one kernel and not in another.
+    if DTYPE == tl.bfloat16:
+        high = scale.to(tl.bfloat16)
+        rest = (scale.to(tl.float32) - high.to(tl.float32)).to(tl.bfloat16)
+        # `fma` explicitly, so that no compiler rounds a product first in one kernel and not in another.
+        if HAS_OFFSET:
+            offset = _scale(offsets_ptr, at, QUARTER, GROUP, STEP_COLS, QUARTER_COLS, DTYPE).to(tl.bfloat16)
+            return tl.fma(numbers, high, tl.fma(numbers, rest, offset))
+        else:
+            return tl.fma(numbers, high, numbers * rest)
+    elif HAS_OFFSET:
         return tl.fma(numbers, scale, _scale(offsets_ptr, at, QUARTER, GROUP, STEP_COLS, QUARTER_COLS, DTYPE))
     else:
         return numbers * scale
