@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import queue
 import threading
+import time
 from dataclasses import dataclass, field, replace
 
 import httpx
@@ -203,6 +204,14 @@ async def until(condition, timeout_s=20.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110  # there is no event to wait for
             await asyncio.sleep(0.001)
+
+
+def wait_until(condition, timeout_s=20.0) -> None:
+    """As `until`, where there is no event loop."""
+    end_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end_s, "it never came"
+        time.sleep(0.001)
 
 
 @contextlib.contextmanager

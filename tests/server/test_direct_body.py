@@ -10,9 +10,13 @@ import pytest
 from penstock.serve.direct_body import DirectBody
 
 
+class Cycle(SimpleNamespace):
+    """It can be referred to weakly, unlike its base."""
+
+
 def make_cycle(*, disconnected: bool, chunked_encoding: bool | None) -> Any:
     written: list[bytes] = []
-    return SimpleNamespace(
+    return Cycle(
         flow=SimpleNamespace(write_paused=False),
         disconnected=disconnected,
         chunked_encoding=chunked_encoding,
@@ -36,5 +40,14 @@ def test_a_client_that_left_gets_nothing(chunked_encoding: bool | None) -> None:
 
 
 def test_a_body_that_has_not_begun_is_a_mistake() -> None:
+    cycle = make_cycle(disconnected=False, chunked_encoding=None)
     with pytest.raises(AssertionError, match="begun"):
-        DirectBody(make_cycle(disconnected=False, chunked_encoding=None)).write(b"early")
+        DirectBody(cycle).write(b"early")
+
+
+def test_what_comes_after_the_end_of_the_request_is_dropped() -> None:
+    cycle = make_cycle(disconnected=False, chunked_encoding=True)
+    body, written = DirectBody(cycle), cycle.written
+    del cycle
+    body.write(b"late")
+    assert written == []

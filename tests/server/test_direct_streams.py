@@ -33,7 +33,9 @@ class Watched:
         def watched_write(body: DirectBody, data: bytes) -> None:
             write(body, data)
             self.pieces.append(data)
-            self.num_buffered_bytes.append(body._cycle.transport.get_write_buffer_size())
+            cycle = body._cycle()
+            assert cycle is not None, "its request has not ended"
+            self.num_buffered_bytes.append(cycle.transport.get_write_buffer_size())
 
         def watched_put(stream: Stream, chunk: object) -> None:
             put(stream, chunk)

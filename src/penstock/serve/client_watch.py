@@ -21,10 +21,14 @@ class ClientWatch:
     def __init__(self, receive: Receive, stream: Stream) -> None:
         self._receive = receive
         self._stream = stream
-        self._task = asyncio.create_task(self._watch())
+        self._task: asyncio.Task[None] | None = asyncio.create_task(self._watch())
 
     def stop(self) -> None:
-        self._task.cancel()
+        """Idempotent."""
+        # Let go of, since a task that was cancelled remembers where, and so this object.
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
 
     def __enter__(self) -> Self:
         return self

@@ -61,6 +61,7 @@ class HttpConnection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_read_timer()
         super().connection_lost(exc)
+        _untie(self.transport)
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
@@ -195,6 +196,16 @@ class HttpConnection(HttpToolsProtocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
+
+
+def _untie(transport: asyncio.BaseTransport) -> None:
+    """asyncio's transports of sockets hold a method of their own, and would wait for the garbage collector."""
+    if hasattr(transport, "_read_ready_cb"):
+        transport._read_ready_cb = _read_nothing
+
+
+def _read_nothing() -> None:
+    """What would be read of a connection that is lost."""
 
 
 def _as_bytes(response: Response, default_headers: list[tuple[bytes, bytes]]) -> bytes:

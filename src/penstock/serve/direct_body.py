@@ -7,6 +7,7 @@ will be ended by ASGI messages. Never waits: a caller that finds the client slow
 from __future__ import annotations
 
 from typing import Any
+from weakref import ref
 
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
@@ -18,7 +19,8 @@ class DirectBody:
     __slots__ = ("_cycle", "_flow")
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = cycle
+        # It lies in the scope, which the cycle holds: by a reference proper both would wait for the garbage collector.
+        self._cycle = ref(cycle)
         self._flow = cycle.flow
 
     @property
@@ -28,8 +30,8 @@ class DirectBody:
 
     def write(self, data: bytes) -> None:
         """Send a piece, not empty, at once. Dropped if the client has left."""
-        cycle = self._cycle
-        if cycle.disconnected:  # maybe before the body began, in which case it never will
+        cycle = self._cycle()
+        if cycle is None or cycle.disconnected:  # maybe before the body began, in which case it never will
             return
         assert cycle.chunked_encoding, "the body has not begun, or its length was announced"
         cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))

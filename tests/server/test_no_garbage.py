@@ -1,0 +1,114 @@
+"""What a request took is free as soon as it has ended: nothing of it waits for the garbage collector.
+
+Objects in a circle stay until the collector looks through the oldest ones, which it does when a quarter as many have come as
+live already. Where tens of thousands live that is megabytes, after minutes or hours.
+"""
+
+import gc
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import orjson
+import pytest
+from harness import LiveServer, wait_until
+
+COMPLETION = {"prompt": "hello", "max_tokens": 5, "temperature": 0, "ignore_eos": True}
+CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 5, "temperature": 0}
+NUM_REQUESTS = 20
+CLOSE = "Connection: close\r\n"
+
+
+def ask(connection: socket.socket, path: str, body: bytes, headers: str = "") -> None:
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\n{headers}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    connection.sendall(head.encode() + body)
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """Until the server closes it."""
+    data = b""
+    while piece := connection.recv(1 << 16):
+        data += piece
+    return data
+
+
+def connect(server: LiveServer) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=20)
+
+
+def served(path: str, question: dict[str, object], status: int = 200) -> Callable[[LiveServer], None]:
+    """A request on a connection of its own, answered whole."""
+
+    def once(server: LiveServer) -> None:
+        with connect(server) as connection:
+            ask(connection, path, orjson.dumps(question), CLOSE)
+            assert read_all(connection).startswith(f"HTTP/1.1 {status} ".encode())
+
+    return once
+
+
+def kept_alive(server: LiveServer) -> None:
+    """Two streams on one connection."""
+    with connect(server) as connection:
+        for headers in ("", CLOSE):
+            ask(connection, "/v1/completions", orjson.dumps(COMPLETION | {"stream": True}), headers)
+            data = b""
+            while not data.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
+                data += connection.recv(1 << 16)
+
+
+def abandoned(server: LiveServer) -> None:
+    """The client leaves after the first bytes of a long answer."""
+    with connect(server) as connection:
+        ask(connection, "/v1/completions", orjson.dumps(COMPLETION | {"stream": True, "max_tokens": 1500}))
+        assert connection.recv(100)
+
+
+def overdue(server: LiveServer) -> None:
+    with connect(server) as connection:
+        ask(connection, "/v1/completions", orjson.dumps(COMPLETION | {"max_tokens": 1500}), CLOSE + "X-Deadline-Ms: 1\r\n")
+        read_all(connection)
+
+
+KINDS = {
+    "stream": served("/v1/completions", COMPLETION | {"stream": True}),
+    "whole": served("/v1/completions", COMPLETION),
+    "choices": served("/v1/completions", COMPLETION | {"n": 3, "stream": True, "temperature": 1}),
+    "chat stream": served("/v1/chat/completions", CHAT | {"stream": True}),
+    "chat": served("/v1/chat/completions", CHAT),
+    "refused": served("/v1/completions", COMPLETION | {"max_tokens": -1}, 400),
+    "no such path": served("/v1/nowhere", {}, 404),
+    "kept alive": kept_alive,
+    "client leaves": abandoned,
+    "overdue": overdue,
+}
+
+
+@contextmanager
+def collected() -> Iterator[list[object]]:
+    """What the collector finds of what was made meanwhile; filled at the end."""
+    found: list[object] = []
+    gc.collect()
+    gc.disable()
+    try:
+        yield found
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        found += gc.garbage
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_of_a_request_waits_for_the_garbage_collector(live: LiveServer, kind: str) -> None:
+    once, bridge, state = KINDS[kind], live.runtime.bridge, live.server.server_state
+    once(live)  # what is made once
+    with collected() as found:
+        for _ in range(NUM_REQUESTS):
+            once(live)
+        wait_until(lambda: bridge.num_open_requests == 0 and not state.connections and not state.tasks)
+    kinds = Counter(type(thing).__qualname__ for thing in found)
+    assert len(found) < NUM_REQUESTS, f"in circles: {kinds.most_common(20)}"
