@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -83,6 +84,16 @@ def test_the_running_have_room_to_grow(growth_tokens: int, blocks_each: int) -> 
 
 def test_no_more_room_is_kept_than_the_running_can_fill() -> None:
     assert Watermark(share=0.0, growth_tokens=48).required_blocks(admission(num_growth_blocks=4)) == 5 + 4
+
+
+def test_who_ends_makes_room_for_others_to_grow() -> None:
+    assert Watermark(share=0.0, growth_tokens=48).required_blocks(admission(num_peak_blocks=4)) == 5 + 4
+
+
+@pytest.mark.parametrize(("growth_tokens", "blocks_each"), [(0, 0), (16, 1), (48, 1)])
+def test_less_room_is_kept_where_a_preemption_costs_little(growth_tokens: int, blocks_each: int) -> None:
+    reserve = Watermark(share=0.0, growth_tokens=growth_tokens, swap_growth_tokens=16)
+    assert reserve.required_blocks(admission(swaps=True)) == 5 + 3 * blocks_each
 
 
 def test_reserves_ask_for_the_first_chunk_the_prompt_or_everything() -> None:
@@ -169,6 +180,14 @@ def test_the_cheapest_victim_frees_enough_and_loses_least() -> None:
 def test_who_shares_all_its_blocks_is_no_cheap_victim() -> None:
     candidates = [computed("a", 64), computed("shares", 0)]
     assert Cheapest().choose(victims(*candidates, freed={"a": 4, "shares": 0})).request is candidates[0]
+
+
+@pytest.mark.parametrize(("load_ns", "victim"), [(None, "short"), (2000.0, "short"), (100.0, "whole"), (0.0, "whole")])
+def test_with_a_tier_the_cheapest_victim_has_least_behind_its_last_full_block(load_ns: float | None, victim: str) -> None:
+    """A token takes 1,000 ns to compute: 40 of them, or 8 and a load of 32, or a load of 64."""
+    candidates = [computed("whole", 64), computed("short", 40)]
+    view = replace(victims(*candidates, freed={"whole": 4, "short": 3}), load_ns_per_token=load_ns, block_size=16)
+    assert Cheapest().choose(view).request.request_id == victim
 
 
 @pytest.mark.parametrize("preset", PRESETS)

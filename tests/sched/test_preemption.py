@@ -7,13 +7,15 @@ import random
 from dataclasses import dataclass
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock.sched import room
 from penstock.sched.policies.base import Policies
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import RESERVES
 from penstock.sched.policies.victims import VICTIMS
-from penstock.sched.preemption import RESUME_GROWTH_TOKENS
+from penstock.sched.preemption import RESUME_GROWTH_TOKENS, peak_growth_tokens
 from penstock.testing import make_core, make_request
 from penstock.types.events import Add
 from penstock.types.plan import Capacity
@@ -87,6 +89,16 @@ def test_without_room_to_resume_work_is_lost_over_and_over(monkeypatch: pytest.M
     """What the law is for; so the test above can fail."""
     monkeypatch.setattr(room, "blocks_to_resume", lambda view: 0)
     assert run(make_policies(reserve="chunk"), 0.25).tax > 2
+
+
+@given(st.lists(st.tuples(st.integers(1, 30), st.integers(0, 30)), min_size=1, max_size=8))
+def test_growth_is_at_its_peak_when_somebody_is_about_to_end(lengths: list[tuple[int, int]]) -> None:
+    """Step by step: (tokens that a request has, tokens to its limit)."""
+    requests = [make_request(f"r{idx}", num_tokens) for idx, (num_tokens, _) in enumerate(lengths)]
+    for request, (num_tokens, num_left) in zip(requests, lengths, strict=True):
+        request.max_total_tokens = num_tokens + num_left
+    held = [sum(now + step for now, left in lengths if left >= step) for step in range(31)]
+    assert peak_growth_tokens(requests) == max(held) - held[0]
 
 
 def test_who_finds_room_for_everything_is_never_preempted() -> None:

@@ -23,6 +23,8 @@ from penstock.types.request import Request, RequestStatus
 from penstock.types.stats import Admission, PreemptReason, PrefixStop, WaitReason
 
 CLOSED = GateDecision(max_admissions=0)
+LOAD_STEPS = 4
+"""For which a load is under way, at most, as a rule."""
 
 
 class Joining:
@@ -219,19 +221,24 @@ class Joining:
         if self._num_taken_rows(draft) + (1 if beams is None else beams.width) > running.max_rows:
             draft.waits_for = WaitReason.ROWS
             return False
-        if running.room.is_enough(request, hit, query_len, running.requests, draft.num_promised_blocks):
+        if running.room.is_enough(request, hit, query_len, running.requests, draft.num_promised_blocks, swaps=running.swaps):
             return True
         draft.waits_for = WaitReason.MEMORY
         return False
 
     def _waits_for_load(self, request: Request, hit: PrefixHit, draft: StepDraft, now_ns: int) -> bool:
         """Is the tier below the pool bringing more of its prefix? Only as much as others leave it room for."""
-        num_spare = self._kv.num_available_blocks - draft.num_promised_blocks - len(self._running) - hit.num_free_blocks
+        num_spare = self._kv.num_available_blocks - draft.num_promised_blocks - self._num_growing - hit.num_free_blocks
         cost_ns = self._running.prefill_ns_per_token
         waits = self._kv.fetch(request, hit, max_blocks=max(0, num_spare), compute_ns_per_token=cost_ns, now_ns=now_ns)
         if waits:
             draft.waits_for = WaitReason.LOADING
         return waits
+
+    @property
+    def _num_growing(self) -> int:
+        """Blocks that those who run take while a load is under way."""
+        return -(-len(self._running) * LOAD_STEPS // self._kv.block_size)
 
     def _whom_to_pause(
         self, request: Request, hit: PrefixHit, query_len: int, draft: StepDraft, now_ns: int
@@ -250,7 +257,9 @@ class Joining:
         if num_rows + (1 if beams is None else beams.width) > running.max_rows:
             return ()
         num_promised = draft.num_promised_blocks
-        is_enough = running.room.is_enough(request, hit, query_len, running.requests, num_promised, without=leaving)
+        is_enough = running.room.is_enough(
+            request, hit, query_len, running.requests, num_promised, without=leaving, swaps=running.swaps
+        )
         return lower if is_enough else ()
 
     def _pause_one(self, lower: Sequence[Request], request: Request, query_len: int, draft: StepDraft) -> None:

@@ -10,6 +10,8 @@ from penstock.types.request import Request
 
 RESUME_GROWTH_TOKENS = 32
 """Of each running request, when one that was preempted for the first time is admitted again."""
+RESUME_SWAP_GROWTH_TOKENS = 16
+"""The same, where blocks come back from a tier below the pool."""
 MAX_DOUBLINGS = 20
 
 
@@ -23,6 +25,7 @@ def victim_view(
         num_lost_tokens=lambda request: _num_lost_tokens(request, kv),
         prefill_ns_per_token=prefill_ns_per_token,
         load_ns_per_token=kv.load_ns_per_token,
+        block_size=kv.block_size,
     )
 
 
@@ -40,7 +43,20 @@ def blocks_to_resume(view: AdmissionView) -> int:
     first chunk only, 0.5 positions are computed again for each one needed instead of 3.4, and nobody is preempted more than
     4 times instead of 42.
     """
-    growth_tokens = RESUME_GROWTH_TOKENS << min(view.request.num_preemptions - 1, MAX_DOUBLINGS)
+    first_tokens = RESUME_SWAP_GROWTH_TOKENS if view.swaps else RESUME_GROWTH_TOKENS
+    growth_tokens = first_tokens << min(view.request.num_preemptions - 1, MAX_DOUBLINGS)
     num_growth = (view.num_running + 1) * -(-growth_tokens // view.block_size)
     own_growth = view.num_final_blocks - view.num_prompt_blocks
-    return view.num_prompt_blocks + min(num_growth, view.num_growth_blocks + own_growth)
+    return view.num_prompt_blocks + min(num_growth, view.num_growth_blocks + own_growth, view.num_peak_blocks)
+
+
+def peak_growth_tokens(requests: Collection[Request]) -> int:
+    """By how many tokens requests grow at most at one time, if each gets one a step and none goes beyond its limit: what one
+    held when it ends is free for the others. O(n log n)."""
+    ends = sorted([(request.max_total_tokens - request.num_tokens, request.num_tokens) for request in requests])
+    num_left, num_freed, peak = len(ends), 0, 0
+    for num_steps, num_tokens in ends:
+        peak = max(peak, num_left * num_steps - num_freed)
+        num_left -= 1
+        num_freed += num_tokens
+    return peak

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 
 from penstock.kv.manager import KVManager, PrefixHit
 from penstock.sched.policies.base import AdmissionView, Reserve
-from penstock.sched.preemption import blocks_to_resume
+from penstock.sched.preemption import blocks_to_resume, peak_growth_tokens
 from penstock.types.request import Request
 
 
@@ -50,11 +50,13 @@ class Room:
         running: Mapping[str, Request],
         num_promised_blocks: int,
         without: Collection[Request] = (),
+        *,
+        swaps: bool = False,
     ) -> bool:
         """May the request join those who run, with a first chunk of `query_len`, once those of `without` had left?
 
         `num_promised_blocks`: free ones that running prefills will need for the tokens they have. Of beams, all that run of a
-        search are among `without`, or none.
+        search are among `without`, or none. `swaps`: who is preempted comes back from the tier.
         """
         num_available, staying = self._kv.num_available_blocks, running.values()
         num_promised, num_final = num_promised_blocks, self.num_final_blocks
@@ -79,8 +81,16 @@ class Room:
             num_growth_blocks=max(0, num_final - (num_total - num_available) - num_promised),
             num_total_blocks=num_total,
             block_size=self._kv.block_size,
+            swaps=swaps,
         )
-        required = max(num_chunk, self._reserve.required_blocks(view))
-        if request.num_preemptions:
-            required = max(required, blocks_to_resume(view))
-        return required <= num_available - num_promised
+        num_free = num_available - num_promised
+        if self._required_blocks(view) <= num_free:
+            return True
+        if num_free < view.num_prompt_blocks:
+            return False
+        view.num_peak_blocks = self._kv.num_blocks_for(peak_growth_tokens([request, *staying]))
+        return self._required_blocks(view) <= num_free
+
+    def _required_blocks(self, view: AdmissionView) -> int:
+        required = max(view.num_chunk_blocks, self._reserve.required_blocks(view))
+        return max(required, blocks_to_resume(view)) if view.request.num_preemptions else required

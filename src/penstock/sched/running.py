@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from penstock.kv.manager import KVManager
 from penstock.sched.beams import Beams
 from penstock.sched.draft import StepDraft
-from penstock.sched.policies.base import Eviction, Policies, PreemptMethod
+from penstock.sched.policies.base import Eviction, Policies, PreemptMethod, cheaper_method
 from penstock.sched.preemption import victim_view
 from penstock.sched.queues import WaitingQueue
 from penstock.sched.room import Room
@@ -40,6 +40,11 @@ class Running:
 
     def __len__(self) -> int:
         return len(self.requests)
+
+    @property
+    def swaps(self) -> bool:
+        """Who is preempted comes back from the tier below the pool, since that is cheaper than to compute."""
+        return cheaper_method(self.prefill_ns_per_token, self._kv.load_ns_per_token) is PreemptMethod.SWAP
 
     def join(self, request: Request) -> None:
         self.requests[request.request_id] = request

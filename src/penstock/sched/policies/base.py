@@ -230,6 +230,11 @@ class AdmissionView:
     """The running can ask for so many at most before all reach their limits, what is promised to prefills aside."""
     num_total_blocks: int
     block_size: int
+    num_peak_blocks: int = UNLIMITED
+    """By how many the request and the running can grow at one time, if all go on at the same pace and none beyond its limit:
+    who ends makes room for the others. Counted only where memory is short."""
+    swaps: bool = False
+    """Who is preempted loses little: a tier below the pool brings it back sooner than it could be computed."""
 
 
 class Reserve(Protocol):
@@ -247,6 +252,13 @@ class PreemptMethod(StrEnum):
     RECOMPUTE = "recompute"
     SWAP = "swap"
     """Its full blocks go to the tier below the pool when others need the place, and come back from there."""
+
+
+def cheaper_method(prefill_ns_per_token: float, load_ns_per_token: float | None) -> PreemptMethod:
+    """As measured. `prefill_ns_per_token`, `load_ns_per_token` 0.0: not yet; the latter None: there is no tier."""
+    if load_ns_per_token is None or 0 < prefill_ns_per_token < load_ns_per_token:
+        return PreemptMethod.RECOMPUTE
+    return PreemptMethod.SWAP
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,13 +283,11 @@ class VictimView:
     """Of the last step without decodes; 0.0 before the first."""
     load_ns_per_token: float | None = None
     """To bring a token of a full block back from the tier below the pool, as measured (0.0: not yet); None: there is none."""
+    block_size: int = 1
 
     @property
     def method(self) -> PreemptMethod:
-        """What is cheaper."""
-        if self.load_ns_per_token is None or 0 < self.prefill_ns_per_token < self.load_ns_per_token:
-            return PreemptMethod.RECOMPUTE
-        return PreemptMethod.SWAP
+        return cheaper_method(self.prefill_ns_per_token, self.load_ns_per_token)
 
 
 class Victim(Protocol):

@@ -71,12 +71,16 @@ class Watermark:
     """Of the pool, [0, 1)."""
     growth_tokens: int = 32
     """For each running request, or less if all of them together can't grow by as much."""
+    swap_growth_tokens: int = 16
+    """The same, where what a preemption takes is brought back and not computed again: then an idle block costs more."""
     is_whole_prompt: bool = True
     """False: only the first chunk's blocks."""
 
     def required_blocks(self, view: AdmissionView) -> int:
         own = view.num_prompt_blocks if self.is_whole_prompt else view.num_chunk_blocks
-        growth = min(view.num_growth_blocks, view.num_running * math.ceil(self.growth_tokens / view.block_size))
+        growth_tokens = min(self.growth_tokens, self.swap_growth_tokens) if view.swaps else self.growth_tokens
+        num_wanted = view.num_running * math.ceil(growth_tokens / view.block_size)
+        growth = min(num_wanted, view.num_growth_blocks, view.num_peak_blocks)
         return own + growth + math.ceil(self.share * view.num_total_blocks)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from penstock.sched.policies.base import Eviction, VictimView
+from penstock.sched.policies.base import Eviction, PreemptMethod, VictimView
 from penstock.types.request import Request
 
 
@@ -36,16 +36,25 @@ class LeastComputed:
 
 class Cheapest:
     """The one whose loss takes the least time to make up for, among those that free what is needed now; if nobody does, among
-    all. Unlike `least-computed` it knows that blocks which others hold too are neither lost nor freed.
+    all. Unlike `least-computed` it knows that blocks which others hold too are neither lost nor freed, and that a tier below
+    the pool keeps full blocks: what lies behind the last of them is what has to be computed again.
     """
 
     def choose(self, view: VictimView) -> Eviction:
         def saved(request: Request) -> tuple[bool, float]:
             num_freed = view.num_freed_blocks(request)
-            cost_ns = view.num_lost_tokens(request) * (view.prefill_ns_per_token or 1.0)
-            return num_freed >= view.num_needed_blocks, -cost_ns
+            return num_freed >= view.num_needed_blocks, -_cost_ns(view, request)
 
         return _evict(view, saved)
+
+
+def _cost_ns(view: VictimView, request: Request) -> float:
+    """Of bringing it back to where it is."""
+    num_lost, compute_ns = view.num_lost_tokens(request), view.prefill_ns_per_token or 1.0
+    if view.method is PreemptMethod.RECOMPUTE:
+        return num_lost * compute_ns
+    num_behind = num_lost % view.block_size
+    return num_behind * compute_ns + (num_lost - num_behind) * (view.load_ns_per_token or 0.0)
 
 
 def _equal(request: Request) -> int:
