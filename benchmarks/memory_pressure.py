@@ -10,7 +10,11 @@ JSON object. The numbers do not depend on the machine.
 
 `oversubscribed` runs have a half and a quarter of the most that the same requests hold in a pool with room for all.
 Time is virtual, of the cost model of `lab`; what the tier brings is there with the next step. `throughput` is that of the
-run with room for all divided by theirs.
+run with room for all divided by theirs. `full` is the share of the pool that requests hold while others wait for memory.
+
+`bound` is the throughput if the pool were full in every step and nothing was computed twice: what the requests hold over all
+their steps, in blocks, divided by the pool is the least number of steps. A row costs the same in whatever step it is, so
+the more steps, each of which reads the weights, are all that a small pool costs. `--two-threads` takes the costs of two.
 """
 
 from __future__ import annotations
@@ -34,18 +38,25 @@ from penstock.testing.memory_store import LateWorker, MemoryStore
 from penstock.types.events import Add
 from penstock.types.plan import Capacity
 from penstock.types.result import StepResult, StepTiming
+from penstock.types.stats import WaitReason
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 1024
 TIER_SLOTS = 100_000
 NO_TIME = StepTiming(0, 0)
+TWO_THREADS = CostModel(
+    step_ns=2_700_000, decode_row_ns=210_000, prefill_token_ns=170_000, decode_read_ns=330, prefill_read_ns=140
+)
+"""Half of a row's and a token's costs with one; a step's so that 1, 8 and 32 clients get what README says."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Work done twice under memory pressure.")
     parser.add_argument("--requests", type=int, default=400)
     parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--two-threads", action="store_true")
     arguments = parser.parse_args()
+    cost = TWO_THREADS if arguments.two_threads else CostModel()
     lengths = _lengths(arguments.requests)
     needed = arguments.rows * sum(prompt + reply for prompt, reply in lengths) // len(lengths) // BLOCK_SIZE
     report: list[dict[str, float | str]] = []
@@ -61,30 +72,33 @@ def main() -> None:
         named |= _run(lengths, int(needed * share), make_policies(reserve=reserve, victim=victim), arguments.rows)
         print(named)
         report.append(named)
-    report += _oversubscribed(lengths, arguments.rows)
+    report += _oversubscribed(lengths, arguments.rows, cost)
     print(json.dumps({"requests": arguments.requests, "rows": arguments.rows, "runs": report}))
 
 
-def _oversubscribed(lengths: list[tuple[int, int]], rows: int) -> list[dict[str, float | str]]:
+def _oversubscribed(lengths: list[tuple[int, int]], rows: int, cost: CostModel) -> list[dict[str, float | str]]:
     """By reserve, without and with a tier below the pool."""
-    free = _run_virtually(lengths, rows * MAX_MODEL_LEN // BLOCK_SIZE, rows, make_policies(), has_tier=False)
+    free = _run_virtually(lengths, rows * MAX_MODEL_LEN // BLOCK_SIZE, rows, make_policies(), cost, has_tier=False)
+    num_block_steps = sum(-(-(prompt + k) // BLOCK_SIZE) for prompt, reply in lengths for k in range(1, reply))
     report: list[dict[str, float | str]] = []
     for factor, reserve, has_tier in product((2, 4), RESERVES, (False, True)):
         num_blocks = -(-int(free["held_blocks"]) // factor)
-        run = _run_virtually(lengths, num_blocks, rows, make_policies(reserve=reserve), has_tier=has_tier)
+        run = _run_virtually(lengths, num_blocks, rows, make_policies(reserve=reserve), cost, has_tier=has_tier)
         row: dict[str, float | str] = {"oversubscribed": factor, "reserve": reserve, "tier": has_tier}
-        row |= {"throughput": round(free["seconds"] / run["seconds"], 3)} | run
+        num_more_steps = num_block_steps / num_blocks - free["steps"]
+        bound = free["seconds"] / (free["seconds"] + max(0, num_more_steps) * cost.step_ns / 1e9)
+        row |= {"throughput": round(free["seconds"] / run["seconds"], 3), "bound": round(bound, 3)} | run
         print(row)
         report.append(row)
     return report
 
 
 def _run_virtually(
-    lengths: list[tuple[int, int]], num_blocks: int, rows: int, policies: Policies, *, has_tier: bool
+    lengths: list[tuple[int, int]], num_blocks: int, rows: int, policies: Policies, cost: CostModel, *, has_tier: bool
 ) -> dict[str, float]:
     capacity = Capacity(1 + num_blocks, BLOCK_SIZE, max_rows=rows, max_step_tokens=512, max_model_len=MAX_MODEL_LEN)
     core = make_core(capacity, policies, enable_prefix_caching=False, tier=Tier(TIER_SLOTS) if has_tier else None)
-    executor = SimulatedExecutor(capacity, CostModel(), {f"r{idx}": reply for idx, (_, reply) in enumerate(lengths)})
+    executor = SimulatedExecutor(capacity, cost, {f"r{idx}": reply for idx, (_, reply) in enumerate(lengths)})
     clock, worker, kv = VirtualClock(), LateWorker(), core.scheduler.kv
     transfers = Transfers(kv, executor, MemoryStore(TIER_SLOTS), clock=clock, worker=worker) if has_tier else None
     requests = [
@@ -92,7 +106,8 @@ def _run_virtually(
         for idx, (prompt, reply) in enumerate(lengths)
     ]
     core.apply([Add(request) for request in requests], 0)
-    num_held = num_recomputed = 0
+    num_held = num_recomputed = num_steps = num_rows = 0
+    short_ns = held_ns = 0
     while core.has_work:
         if transfers is not None:
             transfers.arrive()
@@ -102,15 +117,24 @@ def _run_virtually(
             worker.turn()
         if plan is None:
             continue
-        num_held = max(num_held, kv.num_total_blocks - kv.num_available_blocks)
-        num_recomputed += core.scheduler.counts.num_recomputed_tokens
+        num_held_now = kv.num_total_blocks - kv.num_available_blocks
+        num_held = max(num_held, num_held_now)
+        counts = core.scheduler.counts
+        num_recomputed += counts.num_recomputed_tokens
+        num_steps, num_rows = num_steps + 1, num_rows + len(plan.rows)
         ticket = executor.submit(plan)
         clock.advance_to(ticket.ready_ns or 0)
+        if counts.waits_for in (WaitReason.MEMORY, WaitReason.LOADING):
+            short_ns += clock.now_ns() - plan.now_ns
+            held_ns += num_held_now * (clock.now_ns() - plan.now_ns)
         core.finish(plan, executor.collect(ticket), clock.now_ns())
     return {
         "computed_twice": round(num_recomputed / sum(prompt + reply - 1 for prompt, reply in lengths), 4),
         "preemptions": sum(request.num_preemptions for request in requests),
         "held_blocks": num_held,
+        "full": round(held_ns / max(1, short_ns) / num_blocks, 3),
+        "steps": num_steps,
+        "rows": round(num_rows / num_steps, 1),
         "seconds": round(clock.now_ns() / 1e9, 3),
     }
 

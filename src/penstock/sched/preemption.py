@@ -47,7 +47,7 @@ def blocks_to_resume(view: AdmissionView) -> int:
     growth_tokens = first_tokens << min(view.request.num_preemptions - 1, MAX_DOUBLINGS)
     num_growth = (view.num_running + 1) * -(-growth_tokens // view.block_size)
     own_growth = view.num_final_blocks - view.num_prompt_blocks
-    return view.num_prompt_blocks + min(num_growth, view.num_growth_blocks + own_growth, view.num_peak_blocks)
+    return view.num_prompt_blocks + min(num_growth, view.num_growth_blocks + own_growth)
 
 
 def peak_growth_tokens(requests: Collection[Request]) -> int:
