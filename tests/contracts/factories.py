@@ -6,12 +6,11 @@ import functools
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from unittest.mock import patch
 
 from interpreted import DEVICE, HAS_DEVICE, MISSING
-from penstock.backends.native import info
-from penstock.backends.native.executor import NativeExecutor
 from penstock.backends.reference.executor import ReferenceExecutor
 from penstock.engine.ports import Executor
 from penstock.models import registry
@@ -60,6 +59,8 @@ def make_reference(capacity: Capacity) -> Executor:
 
 
 def make_native(capacity: Capacity, *, variant: str) -> Executor:
+    from penstock.backends.native.executor import NativeExecutor
+
     model = tiny_model()
     return NativeExecutor(model, registry.describe(model.spec), poison=True, variant=variant, num_threads=2, **asdict(capacity))
 
@@ -97,6 +98,18 @@ CUDA_TESTS = (
 """Where kernels have a say in the answer. In the interpreter a step takes a quarter of a second; on a device all are run."""
 
 
+def native_factories() -> list[Factory]:
+    """None where the module was not built, as on a machine that is there for its GPU: the GPU's tests need nothing of it."""
+    if find_spec("penstock.backends.native._native") is None:
+        return []
+    from penstock.backends.native import info
+
+    return [
+        Factory(f"native-{variant}", functools.partial(make_native, variant=variant), TinyLlama().vocab_size, block_size=16)
+        for variant in info()["variants"]
+    ]
+
+
 def cuda_factories() -> list[Factory]:
     if MISSING:
         return []
@@ -111,9 +124,6 @@ FACTORIES = [
     Factory("hash", make_hash, vocab_size=200, computes_logits=False),
     Factory("hash-ahead", functools.partial(make_hash, depth=2), vocab_size=200, computes_logits=False),
     Factory("reference", make_reference, vocab_size=TinyLlama().vocab_size),
-    *(
-        Factory(f"native-{variant}", functools.partial(make_native, variant=variant), TinyLlama().vocab_size, block_size=16)
-        for variant in info()["variants"]
-    ),
+    *native_factories(),
     *cuda_factories(),
 ]
