@@ -331,8 +331,9 @@ class CudaExecutor:
         sample_plan = self._sampler.prepare(slots, positions)
         num_rows = self._padded_rows(batch)
         arrays = step_arrays(batch, self._tables, num_rows=num_rows or batch.num_rows)
-        begun = self._stream.mark()
         sent = self._upload.send([*arrays, slots, positions, *sample_plan.arrays, *patches.arrays()])
+        # Not before the message: an idle device would come past the mark at once, and the host's work would be called its own.
+        begun = self._stream.mark()
         if len(sent[-1]):
             self._tables.apply(sent[-2], sent[-1])
         num_parts = len(arrays)
