@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.backends.cuda.memory import Usage, profile, row_lens, run_largest_steps
+from penstock.backends.cuda.memory import Usage, profile, row_lens, run_largest_steps, run_small_steps
 from penstock.testing import HashExecutor
 from penstock.types.plan import Capacity, StepPlan, Ticket
 
@@ -48,12 +48,21 @@ def make(num_blocks: int) -> Noted:
 
 def test_steps_are_as_large_as_any_may_be() -> None:
     executor, _ = profile(make, CAPACITY, FakeMemory(0))
-    first, second, last = executor.plans
+    first, second, last = executor.plans[:3]
     assert (first.num_tokens, len(first.rows), all(row.samples for row in first.rows)) == (100, 8, True)
     assert max(row.query_len for row in first.rows) == 62, "a request of 64 tokens, two of which it samples"
     assert [row.query_len for row in second.rows] == [1] * 8
     assert (len(last.rows), len(last.releases)) == (0, 8)
     assert not executor.num_closed
+
+
+def test_kernels_of_small_steps_are_compiled_before_anybody_waits() -> None:
+    executor, _ = profile(make, CAPACITY, FakeMemory(0))
+    chunk, *decodes, last = executor.plans[3:]
+    assert [(row.context_len, row.query_len) for row in chunk.rows] == [(46, 16)]
+    assert [[row.query_len for row in plan.rows] for plan in decodes] == [[1], [1] * 8]
+    assert (len(last.rows), len(last.releases)) == (0, 8)
+    assert [plan.step_id for plan in executor.plans] == list(range(7))
 
 
 def test_what_the_cache_took_is_not_counted() -> None:
@@ -76,6 +85,7 @@ def test_no_capacity_is_broken(rows: int, tokens: int, length: int, block_size: 
 def test_the_contract_holds_in_small_ones(capacity: Capacity) -> None:
     executor = HashExecutor(replace(capacity, num_blocks=40))  # checks every plan
     run_largest_steps(executor, row_lens(capacity))
+    run_small_steps(executor, row_lens(capacity)[0])
 
 
 @pytest.mark.parametrize(

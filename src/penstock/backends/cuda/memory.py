@@ -29,6 +29,11 @@ COSTLY = SamplingParams(
 )
 """All that a row can ask of the sampler at once."""
 
+SMALL_BATCHES = (1, 32, 64)
+"""Decodes up to 16, 32 and 128 rows have products of quantised matrices of their own, which larger steps do without."""
+SHORT_CHUNK = 16
+"""Tokens."""
+
 
 @dataclass(frozen=True, slots=True)
 class Usage:
@@ -64,7 +69,7 @@ _Executor = TypeVar("_Executor", bound=Executor)
 
 
 def profile(make: Callable[[int], _Executor], capacity: Capacity, memory: Memory) -> tuple[_Executor, Usage]:
-    """Make an executor with a small KV cache and run its largest steps.
+    """Make an executor with a small KV cache and run its largest steps, and those that have kernels of their own.
 
     `make` is given the number of blocks; `capacity` says the other sizes. Raises MemoryError if not even that fits.
     """
@@ -75,6 +80,7 @@ def profile(make: Callable[[int], _Executor], capacity: Capacity, memory: Memory
         executor = make(num_blocks)
         try:
             run_largest_steps(executor, lens)
+            run_small_steps(executor, lens[0])
         except BaseException:
             executor.close()
             raise
@@ -117,6 +123,26 @@ def run_largest_steps(executor: Executor, lens: list[int]) -> None:
         StepPlan(2, 0, (), (), names),
     ):
         executor.collect(executor.submit(plan))
+
+
+def run_small_steps(executor: Executor, longest: int) -> None:
+    """A few tokens after a long context, and decodes of few rows: so that no request waits for a compiler, which takes seconds.
+
+    After `run_largest_steps`, whose first row left the context of `longest` tokens in the first blocks.
+    """
+    capacity = executor.capacity
+    tokens = tuple(token % 2 for token in range(longest))
+    num_computed = max(0, longest - SHORT_CHUNK)
+    blocks = tuple(range(1, 1 + _num_blocks(longest, capacity)))
+    steps = [[(AdmitRow("profile-chunk", tokens, longest, blocks, num_computed, COSTLY), longest - num_computed)]]
+    for count in sorted({min(count, capacity.max_rows, capacity.max_step_tokens) for count in SMALL_BATCHES}):
+        steps.append([(AdmitRow(f"profile-{count}-{i}", (0,), 1, (1 + i,), 0, COSTLY), 1) for i in range(count)])
+    released: tuple[str, ...] = ()
+    for step_id, admits in enumerate([*steps, []], start=3):
+        rows = tuple(RowPlan(row.request_id, row.num_computed_tokens, length, (), True) for row, length in admits)
+        plan = StepPlan(step_id, 0, tuple(row for row, _ in admits), rows, released)
+        executor.collect(executor.submit(plan))
+        released = tuple(row.request_id for row in rows)
 
 
 def _num_blocks(length: int, capacity: Capacity) -> int:
