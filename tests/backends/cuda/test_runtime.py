@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from interpreted import HAS_DEVICE
+from interpreted import DEVICE, HAS_DEVICE
 from penstock.backends import cuda
 from penstock.backends.cuda import memory
 from penstock.build import build_runtime
@@ -43,19 +43,19 @@ class Emulated:
 
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU: one that is emulated, as far as the composition root asks."""
+    """In float32, for the reference's answers. Without a GPU: one that is emulated, as far as the composition root asks."""
+    extras = executor_part._extras
+
+    def exactly(config: Config) -> dict[str, Any]:
+        given = extras(config)
+        return {**given, "device": DEVICE, "dtype": torch.float32} if config.backend.backend == "cuda" else given
+
+    monkeypatch.setattr(executor_part, "_extras", exactly)
     if HAS_DEVICE:
         return
-    extras = executor_part._extras
     monkeypatch.setattr(cuda, "why_not", lambda: None)
     monkeypatch.setattr(cuda, "find_gpu", lambda: cuda.Gpu("Emulated", (9, 0), 10 * GIB, 1))
     monkeypatch.setattr(memory, "GpuMemory", Emulated)
-
-    def on_cpu(config: Config) -> dict[str, Any]:
-        given = extras(config)
-        return {**given, "device": "cpu", "dtype": torch.float32} if config.backend.backend == "cuda" else given
-
-    monkeypatch.setattr(executor_part, "_extras", on_cpu)
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def test_it_answers_as_the_reference_does(gguf: Path, caplog: pytest.LogCaptureF
 
 
 def test_what_the_pool_loses_comes_back_from_the_machines_memory(gguf: Path) -> None:
-    block_bytes = 2 * 2 * 16 * 16 * (2 if HAS_DEVICE else 4)  # keys and values of two heads
+    block_bytes = 2 * 2 * 16 * 16 * 4  # keys and values of two heads
     runtime = build(gguf, kv_cache_memory_bytes=6 * block_bytes, kv_host_size_bytes=200 * block_bytes)
     try:
         first, _ = ask(runtime, "first", SESSION)
