@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 
 import torch
+from absent_gpu import AbsentGpu, Figures
 
 from penstock.backends.cuda.kernels.attention import INTERPRETED, AttentionWorkspace, paged_attention
 from penstock.backends.cuda.kernels.rope_kv import kv_write, rope, rope_q_k_and_write, rope_table
 from penstock.backends.cuda.kv_cache import PagedKvCache
 from penstock.backends.cuda.step import StepTensors
 from penstock.types.kv_dtype import KvDtype
-from sm90 import Compiled, compiled
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
 MAX_LEN = 8192
@@ -85,7 +85,7 @@ def launch(kv_dtype: KvDtype, block_size: int, *, deterministic: bool) -> None:
         )
 
 
-def all_kernels() -> Iterator[tuple[str, Compiled]]:
+def all_kernels(gpu: AbsentGpu) -> Iterator[tuple[str, Figures]]:
     for kv_dtype, block_size, deterministic in (
         (KvDtype.BF16, 16, False),
         (KvDtype.BF16, 16, True),
@@ -97,9 +97,9 @@ def all_kernels() -> Iterator[tuple[str, Compiled]]:
         def run(kv_dtype: KvDtype = kv_dtype, block_size: int = block_size, deterministic: bool = deterministic) -> None:
             launch(kv_dtype, block_size, deterministic=deterministic)
 
-        for kernel in compiled(run):
-            yield name, kernel
+        for kernel in gpu.kernels(run):
+            yield name, gpu.figures(kernel)
 
 
 if __name__ == "__main__":
-    print(json.dumps([{"case": case, **asdict(kernel)} for case, kernel in all_kernels()]))
+    print(json.dumps([{"case": case, **asdict(kernel)} for case, kernel in all_kernels(AbsentGpu(90))]))

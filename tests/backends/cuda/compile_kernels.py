@@ -1,30 +1,25 @@
 """A program that compiles every kernel of steps of real shapes, for a GPU that need not be there. `test_compile.py` runs it.
 
-    python tests/backends/cuda/compile_kernels.py 90 [--resources]
+    python tests/backends/cuda/compile_kernels.py 90 [--all] [--resources]
 
 The argument is a compute capability. Launches are made as in a step, on tensors of the CPU, and end when the kernel is
 compiled: Triton and its assembler need no device. Prints one JSON object for each kernel and set of constants, with
-`--resources` also what a thread of it takes. Not with TRITON_INTERPRET.
+`--resources` also what a thread of it takes. `--all`: every format of weights and every shape of heads, which takes ten times
+as long. Not with TRITON_INTERPRET.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import re
-import subprocess
-import tempfile
 from collections.abc import Iterator
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime.driver import driver
-from triton.runtime.jit import JITFunction
+from absent_gpu import SHARED_BYTES, AbsentGpu
 
 from penstock.backends.cuda.executor import CudaExecutor
 from penstock.backends.cuda.kv_cache import PagedKvCache
@@ -46,16 +41,21 @@ STEPS = (((1, 1024),) * 64, ((1, 100), (1, 1200)), ((300, 0),), ((1, 500), (200,
 """(query, context) of rows: decode, prompt, both, one token."""
 
 
-def small(name: str) -> ModelSpec:
+MODELS = {
+    "smollm2-135m": (576, 9, 3, 64, False),
+    "qwen2.5-1.5b": (1536, 12, 2, 128, True),
+    "llama-8b": (4096, 32, 8, 128, False),
+}
+"""Hidden size, heads, KV heads, their size, whether q, k and v have a bias."""
+HEADS = ((64, 1), (80, 4), (96, 3), (96, 8), (128, 7), (128, 32), (256, 1), (256, 8))
+"""Sizes of heads, and how many share a KV head."""
+Case = tuple[ModelSpec, WeightFormat, KvDtype]
+
+
+def small(hidden: int, heads: int, kv_heads: int, head_dim: int, has_bias: bool) -> ModelSpec:
     """One layer with the widths of a real model that kernels are made for; the others, which are only counted, are less."""
-    sizes = {
-        "smollm2-135m": (576, 9, 3, 64, False, "llama"),
-        "qwen2.5-1.5b": (1536, 12, 2, 128, True, "qwen2"),
-        "llama-8b": (4096, 32, 8, 128, False, "llama"),
-    }
-    hidden, heads, kv_heads, head_dim, has_bias, architecture = sizes[name]
     return ModelSpec(
-        architecture=architecture,
+        architecture="llama",
         vocab_size=1024,
         hidden_size=hidden,
         num_layers=1,
@@ -114,42 +114,6 @@ def step_of(rows: tuple[tuple[int, int], ...]) -> StepTensors:
     )
 
 
-class AbsentDevice:
-    """What Triton asks of a driver before it compiles."""
-
-    def __init__(self, capability: int) -> None:
-        self._target = GPUTarget("cuda", capability, 32)
-
-    def get_current_target(self) -> GPUTarget:
-        return self._target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return device
-
-
-class Compiled:
-    """Stands for `JITFunction.run`: compiles, and launches nothing."""
-
-    def __init__(self) -> None:
-        self.found: dict[str, Any] = {}
-        """Hash -> kernel."""
-        self._run = JITFunction.run
-
-    def install(self) -> None:
-        compiled = self
-
-        def run(function: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-            del warmup
-            kernel = compiled._run(function, *args, grid=grid, warmup=True, **kwargs)
-            compiled.found[kernel.hash] = kernel
-            return kernel
-
-        JITFunction.run = run  # type: ignore[method-assign]
-
-
 def compile_steps(spec: ModelSpec, fmt: WeightFormat, kv_dtype: KvDtype, *, deterministic: bool) -> None:
     program = registry.describe(spec)
     num_blocks = 1 + MAX_LEN // BLOCK_SIZE
@@ -198,45 +162,40 @@ def compile_sampling(spec: ModelSpec) -> None:
     executor.close()
 
 
-def cases() -> Iterator[tuple[str, WeightFormat, KvDtype, bool]]:
-    for deterministic in (False, True):
-        yield "llama-8b", WeightFormat.BF16, KvDtype.BF16, deterministic
-        yield "llama-8b", WeightFormat.Q4_1, KvDtype.BF16, deterministic
-        yield "qwen2.5-1.5b", WeightFormat.Q8_0, KvDtype.INT8, deterministic
-        yield "smollm2-135m", WeightFormat.Q4_0, KvDtype.BF16, deterministic
+def cases() -> Iterator[Case]:
+    yield small(*MODELS["llama-8b"]), WeightFormat.BF16, KvDtype.BF16
+    yield small(*MODELS["llama-8b"]), WeightFormat.Q4_1, KvDtype.BF16
+    yield small(*MODELS["qwen2.5-1.5b"]), WeightFormat.Q8_0, KvDtype.INT8
+    yield small(*MODELS["smollm2-135m"]), WeightFormat.Q4_0, KvDtype.BF16
 
 
-def resources(kernel: Any) -> dict[str, int]:
-    """Registers of a thread, and bytes that it spills."""
-    tool = triton.knobs.nvidia.cuobjdump.path
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        Path(file.name).write_bytes(kernel.asm["cubin"])
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    return {name.lower(): int(re.search(rf"{name}:(\d+)", text).group(1)) for name in ("REG", "STACK", "LOCAL")}  # type: ignore[union-attr]
+def more_cases() -> Iterator[Case]:
+    for fmt in BLOCKS:
+        yield small(1024, 8, 4, 128, False), fmt, KvDtype.BF16
+    for head_dim, group in HEADS:
+        for kv_dtype in KvDtype:
+            yield small(2 * group * head_dim, 2 * group, 2, head_dim, False), WeightFormat.BF16, kv_dtype
+
+
+def compile_all(chosen: list[Case]) -> None:
+    for spec, fmt, kv_dtype in chosen:
+        for deterministic in (False, True):
+            compile_steps(spec, fmt, kv_dtype, deterministic=deterministic)
+    compile_sampling(small(*MODELS["smollm2-135m"]))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("capability", type=int)
+    parser.add_argument("capability", type=int, choices=SHARED_BYTES)
+    parser.add_argument("--all", action="store_true")
     parser.add_argument("--resources", action="store_true")
     args = parser.parse_args()
-    if os.environ.get("TRITON_INTERPRET"):
-        parser.error("with TRITON_INTERPRET nothing is compiled")
-    driver.set_active(AbsentDevice(args.capability))
-    compiled = Compiled()
-    compiled.install()
-    for model, fmt, kv_dtype, deterministic in cases():
-        compile_steps(small(model), fmt, kv_dtype, deterministic=deterministic)
-    compile_sampling(small("smollm2-135m"))
-    for kernel in compiled.found.values():
-        meta = kernel.metadata
-        line = {
-            "kernel": meta.name,
-            "warps": meta.num_warps,
-            "shared_bytes": meta.shared,
-            "cubin_bytes": len(kernel.asm["cubin"]),
-        }
-        print(json.dumps(line | (resources(kernel) if args.resources else {})))
+    gpu = AbsentGpu(args.capability)
+    launched = gpu.kernels(partial(compile_all, [*cases(), *(more_cases() if args.all else ())]))
+    for kernel in {kernel.hash: kernel for kernel in launched}.values():
+        line = {"name": kernel.metadata.name, "shared_bytes": kernel.metadata.shared, "cubin_bytes": len(kernel.asm["cubin"])}
+        line["fits"] = kernel.metadata.shared <= gpu.shared_bytes
+        print(json.dumps(line | (asdict(gpu.figures(kernel)) if args.resources else {})))
 
 
 if __name__ == "__main__":

@@ -21,18 +21,11 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[Kernel]:
     """In a process of its own: here, kernels are for the interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
-    environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1]), *sys.path])
     command = [sys.executable, str(HERE / "attention_sm90.py")]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     found: list[Kernel] = json.loads(done.stdout)
     return found
-
-
-def test_every_kernel_compiles_and_fits(kernels: list[Kernel]) -> None:
-    names = {"decode_kernel", "merge_kernel", "merge_prefill_kernel", "prefill_kernel", "_rope_kernel", "_write_kernel"}
-    assert {kernel["name"] for kernel in kernels} == names
-    assert all(kernel["shared_bytes"] <= SHARED_BYTES_OF_A_PROGRAM for kernel in kernels)
 
 
 def test_matrix_instructions_do_not_wait_for_each_other(kernels: list[Kernel]) -> None:
