@@ -14,7 +14,7 @@ from penstock.sched.policies.ordering.fair import FairShares
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import Watermark
 from penstock.sched.queues import WaitingQueue
-from penstock.testing import Driver, HashExecutor, make_core, make_request
+from penstock.testing import Driver, HashExecutor, make_core, make_request, run_to_completion
 from penstock.testing.driver import STEP_NS
 from penstock.types.events import Abort, Add
 from penstock.types.plan import Capacity, RowPlan
@@ -255,6 +255,25 @@ def test_who_has_been_given_more_is_not_lowered() -> None:
     stand.push("b")
     stand.push("a")
     assert (stand.order.counter("a"), stand.order.counter("b")) == (20, 20)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_tenant_is_charged_for_what_it_is_given_and_no_other(depth: int) -> None:
+    """Also where those who reach their limits in the step in flight have no row in the next, which is planned meanwhile."""
+    capacity = Capacity(num_blocks=200, block_size=4, max_rows=5, max_step_tokens=16, max_model_len=60)
+    order = FairShares()
+    core = make_core(capacity, make_policies(order=order), enable_prefix_caching=False)
+    requests = [
+        make_request(f"r{idx}", 3 + idx % 15, max_tokens=1 + idx * 7 % 9, tenant="abc"[idx % 3], arrival_ns=idx)
+        for idx in range(40)
+    ]
+    run_to_completion(core, HashExecutor(capacity, depth=depth), *map(Add, requests))
+    for tenant in "abc":
+        own = [request for request in requests if request.tenant == tenant]
+        num_given = sum(INPUT_WEIGHT * len(one.prompt_token_ids) + OUTPUT_WEIGHT * len(one.output_token_ids) for one in own)
+        assert order.counter(tenant) == num_given
+    assert not order._decoding
+    assert not order._serving
 
 
 def test_what_is_computed_again_is_not_charged() -> None:

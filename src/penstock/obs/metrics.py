@@ -67,7 +67,8 @@ class Metrics:
         self.batch_size = Histogram(SIZE_BOUNDS)
         self.batch_tokens = Histogram(TOKEN_COUNT_BOUNDS)
         self.step_ns: dict[str, Histogram] = {}
-        """By part of the step; `total` runs from the begin of the plan to the end of its execution."""
+        """By part of the step; `total` runs from the begin of the plan, or from the end of the step before if it was planned
+        while that ran, to the end of its execution."""
         self.ttft_ns = Histogram(LATENCY_BOUNDS_NS)
         self.itl_ns = Histogram(TOKEN_BOUNDS_NS)
         self.tpot_ns = Histogram(TOKEN_BOUNDS_NS)

@@ -68,6 +68,7 @@ class Ahead:
             if request.num_computed_tokens == request.num_tokens:  # it samples
                 if request.num_tokens + 1 >= request.max_total_tokens:
                     self._kv.look_again(request.request_id)  # so that whoever extends it sees that it has nothing to compute
+                    self._order.left(request)  # no row of it will be served
                     return 0
                 request.num_tokens += 1
                 request.num_pending_samples = 1

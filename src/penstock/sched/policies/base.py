@@ -135,7 +135,8 @@ class Order(Protocol):
         step will compute of it first."""
 
     def left(self, request: Request) -> None:
-        """It runs no more: it was preempted, or has ended."""
+        """It runs no more: it was preempted, or has ended. Told before, too, if it ends with the step in flight for certain and
+        gets no row in the next."""
 
     def served(
         self,

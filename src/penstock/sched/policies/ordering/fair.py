@@ -65,7 +65,8 @@ class FairShares(Order):
     computed (as in weighted fair queueing): short prompts do not wait behind long ones of others, and of two equals one is
     computed after the other, not both at half the speed.
 
-    What is computed again after a preemption is not charged, nor what the prefix cache holds.
+    What is computed again after a preemption is not charged, nor what the prefix cache holds. A row that turns out to be void
+    (`sched/flights.py`) is: one token of an answer that ends by a stop token or stop string, with two steps in flight.
     """
 
     def __init__(
