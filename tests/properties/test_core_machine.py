@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from penstock.kv.prefix_index import extend_chain, pack, root_hash
 from penstock.sched.policies.ordering.fair import FairShares
 from penstock.sched.policies.ordering.priority import PriorityClasses
 from penstock.testing import expected_tokens, make_request
+from penstock.testing.hashing import ROOT, mix
 from penstock.testing.strategies import MAX_SHARE, MODEL, Engine, engines, prompts, ranks, samplings
 from penstock.types.events import Abort, Add, Stop, TokenEvent
 from penstock.types.plan import PADDING_PREFIX, StepPlan, Ticket
@@ -100,6 +103,17 @@ class CoreMachine(RuleBasedStateMachine):
         self.record(self.core.apply([command], self.now_ns))
         assert f"r{idx}" in self.ended or f"r{idx}" not in self.requests
 
+    @rule(idx=st.integers(0, 2), prompt=prompts(MAX_MODEL_LEN - 1))
+    def come_again(self, idx: int, prompt: tuple[int, ...]) -> None:
+        """Cancelled with a row in flight, and followed at once by another of the same id."""
+        running = [name for name, request in self.core.scheduler.running.items() if request.num_inflight_tokens]
+        for name in running[idx : idx + 1]:
+            self.record(self.core.apply([Abort(name)], self.now_ns))
+            del self.ended[name]
+            self.check_answer(name)
+            self.add_one(name, prompt, SamplingParams(max_tokens=8, temperature=0.0), b"", (0, "", None), None)
+            self.step(())
+
     @rule(count=st.integers(1, 8))
     def steps(self, count: int) -> None:
         for _ in range(count):
@@ -110,7 +124,12 @@ class CoreMachine(RuleBasedStateMachine):
         """Commands that arrive while the step runs."""
         self.step(aborted)
 
-    def step(self, aborted: Sequence[int]) -> None:
+    @rule(failed=st.integers(0, 20))
+    def step_with_failure(self, failed: int) -> None:
+        """One row has no usable logit, if it samples."""
+        self.step((), failed)
+
+    def step(self, aborted: Sequence[int], failed: int | None = None) -> None:
         self.now_ns += 1
         self.record(self.core.apply([], self.now_ns))
         preempted_before = {name for name, request in self.requests.items() if request.status is RequestStatus.PREEMPTED}
@@ -122,11 +141,13 @@ class CoreMachine(RuleBasedStateMachine):
             self.check_preempted_go_first(preempted_before, plan)
             self.flights.append((plan, self.executor.submit(plan)))
         if self.flights and (plan is None or len(self.flights) == self.engine.depth):
-            self.finish(aborted)
+            self.finish(aborted, failed)
 
-    def finish(self, aborted: Sequence[int]) -> None:
+    def finish(self, aborted: Sequence[int], failed: int | None) -> None:
         plan, ticket = self.flights.popleft()
         result = self.executor.collect(ticket)
+        if f"r{failed}" in result.token_ids:
+            result = replace(result, failures={f"r{failed}": "no logit is a number"})
         for idx in aborted:
             self.record(self.core.apply([Abort(f"r{idx}")], self.now_ns))
         self.record(self.core.finish(plan, result, self.now_ns))
@@ -204,6 +225,25 @@ class CoreMachine(RuleBasedStateMachine):
     def laws_hold(self) -> None:
         if hasattr(self, "core"):
             self.core.check()
+            self.check_cache()
+
+    def check_cache(self) -> None:
+        """What the cache can find is there, also of those who have ended."""
+        index, size = self.core.scheduler.kv.index, self.engine.capacity.block_size
+        for request in self.requests.values():
+            token_ids = [*request.prompt_token_ids, *request.output_token_ids]
+            values = [ROOT]
+            for token_id in token_ids:
+                values.append(mix(values[-1], token_id))
+            parent = root_hash(request.cache_salt)
+            hashes, _ = extend_chain(parent, token_ids, size)
+            for start, name in zip(range(0, len(token_ids), size), [*hashes, b""], strict=False):
+                block_id, num_tokens = index.block_of(name), size
+                if block_id is None:
+                    block_id, num_tokens = index.lookup_child(parent, pack(token_ids[start : start + size]))
+                found = self.executor._slots[block_id * size : block_id * size + num_tokens]
+                assert found == values[start + 1 : start + 1 + num_tokens], f"block {block_id} is not what it is found as"
+                parent = name
 
     def teardown(self) -> None:
         if not hasattr(self, "core"):

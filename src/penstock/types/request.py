@@ -63,7 +63,7 @@ class Request:
     max_total_tokens: int = 0
     """`num_tokens` at which it has reached its limit; 0 before it was queued."""
     num_computed_tokens: int = 0
-    """Tokens whose KV is present and committed; moves only in commit. With those in flight while a step is planned beside one."""
+    """Tokens whose KV is present and committed; moves only in commit, but while a step is planned with one in flight."""
     num_inflight_tokens: int = 0
     """Tokens scheduled and not yet committed; added in schedule, taken off in commit."""
     num_pending_samples: int = 0
