@@ -104,14 +104,33 @@ def test_steps_are_replayed_from_graphs() -> None:
     assert run_graphs.num_captured == 1, "three rows of three steps or more share the graph for four"
 
 
+EVERYTHING = SamplingParams(
+    seed=5,
+    temperature=0.8,
+    top_k=30,
+    top_p=0.9,
+    min_p=0.01,
+    repetition_penalty=1.2,
+    frequency_penalty=0.1,
+    presence_penalty=0.1,
+    logprobs=3,
+    min_tokens=20,
+    stop_token_ids=(7,),
+    logit_bias=((11, 1.0), (12, -1.0)),
+    allowed_token_ids=tuple(range(5, 100)),
+    banned_token_sequences=((13,), (14, 15)),
+)
+
+
 @pytest.mark.gpu
-def test_no_step_waits_for_the_device() -> None:
+@pytest.mark.parametrize("params", [PARAMS[0], EVERYTHING])
+def test_no_step_waits_for_the_device(params: SamplingParams) -> None:
     """The next step is submitted while the first is certainly still running: behind a kernel of a tenth of a second."""
     executor = make(depth=2)
     run_tokens = tuple(range(10, 20))
     executor.collect(
         executor.submit(
-            StepPlan(0, 0, (AdmitRow("a", run_tokens, 10, (1, 2), 0, PARAMS[0]),), (RowPlan("a", 0, 10, (), True),), ())
+            StepPlan(0, 0, (AdmitRow("a", run_tokens, 10, (1, 2), 0, params),), (RowPlan("a", 0, 10, (), True),), ())
         )
     )
     executor.collect(executor.submit(StepPlan(1, 0, (), (RowPlan("a", 10, 1, (), True),), ())))

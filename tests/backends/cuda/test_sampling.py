@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from interpreted import DEVICE
 from penstock.backends.cuda.sampling import SampledWords, Sampler
@@ -266,3 +267,44 @@ def test_draws_follow_the_distribution(params: dict[str, float]) -> None:
     degrees = max(1, len(expected) - 1)
     # What chance exceeds once in 10,000 times. Source: Wilson and Hilferty, 1931.
     assert chi_square < degrees * (1 - 2 / (9 * degrees) + 3.719 * math.sqrt(2 / (9 * degrees))) ** 3
+
+
+class Waits(TorchDispatchMode):
+    """Notes what would let the host wait for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        waits = name in {"_local_scalar_dense", "nonzero", "masked_select"}
+        # torch looks whether the indices of one that adds up are in range.
+        waits |= name.startswith("index_put") and ((len(args) > 3 and args[3]) or (kwargs or {}).get("accumulate", False))
+        if waits:
+            self.found.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def test_changing_logits_never_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    change, waits = Sampler._change, Waits()
+
+    def watched(*args):
+        with waits:
+            return change(*args)
+
+    monkeypatch.setattr(Sampler, "_change", watched)
+    params = SamplingParams(
+        min_tokens=3,
+        stop_token_ids=(4,),
+        logit_bias=((1, 0.5), (3, -2.0)),
+        allowed_token_ids=(0, 1, 2, 3, 4),
+        banned_token_sequences=((2,), (1, 3)),
+        repetition_penalty=1.3,
+        frequency_penalty=0.2,
+        presence_penalty=0.1,
+    )
+    choose(
+        [Case(np.linspace(0, 1, 8, dtype=np.float32), params, [1, 2, 1]), Case(np.zeros(8, np.float32), SamplingParams(), [1])]
+    )
+    assert waits.found == []

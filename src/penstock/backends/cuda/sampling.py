@@ -248,10 +248,10 @@ class Sampler:
             banned = x.clone()
             # A logit is never inf: adding -inf bans it, and adding 0 leaves it, however often a token is listed.
             addends = torch.where(is_met, -torch.inf, 0.0)
-            banned.index_put_((ban_rows, ban_ids), addends, accumulate=True)
+            _add_at(banned, ban_rows, ban_ids, addends)
             x = torch.where((banned > -torch.inf).any(1, keepdim=True), banned, x)
         if len(plan.bias_ids):
-            x.index_put_((bias_rows, bias_ids), bias_values, accumulate=True)
+            _add_at(x, bias_rows, bias_ids, bias_values)
         if len(plan.penalized):
             part = x.index_select(0, penalized)
             who = slots.index_select(0, penalized), positions.index_select(0, penalized)
@@ -288,6 +288,11 @@ class Sampler:
         is_in_output = counts > 0
         x = torch.where(is_in_output, x - frequency * counts, x)
         return torch.where(is_in_output, x - presence, x)
+
+
+def _add_at(x: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, addends: torch.Tensor) -> None:
+    """x[rows, columns] += addends, x contiguous. Not `index_put_`, which reads its indices on the host to check them."""
+    x.view(-1).scatter_add_(0, rows * x.shape[1] + columns, addends)
 
 
 @dataclass(frozen=True, slots=True)
