@@ -104,6 +104,8 @@ class CudaExecutor:
                     deterministic=deterministic,
                     poison=poison,
                 )
+                if is_gpu:
+                    torch.cuda.empty_cache()  # what loading took beside the weights is nothing that steps take
             except torch.OutOfMemoryError as error:
                 raise MemoryError(f"the GPU has no room for the model and {num_blocks} KV blocks: {error}") from error
 
