@@ -26,6 +26,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def environment(tmp_path: Path) -> dict[str, str]:
     """The test's own, without settings of the machine it runs on."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PENSTOCK_", "XDG_"))}
+    kept |= {"CUDA_VISIBLE_DEVICES": ""}  # what is expected here is what the CPU does
     return {**kept, "HOME": str(tmp_path), "PENSTOCK_CACHE": str(tmp_path / "cache"), "PYTHONUNBUFFERED": "1"}
 
 

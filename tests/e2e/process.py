@@ -38,6 +38,7 @@ GOOD = {"prompt": "The lighthouse keeper wrote in his diary that", "max_tokens":
 def environment(**changes: str) -> dict[str, str]:
     """The test run's own weights, without other settings of the machine it runs on."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PENSTOCK_", "PIP_"))}
+    kept |= {"CUDA_VISIBLE_DEVICES": ""}  # what is expected here is what the CPU does
     return {**kept, "PENSTOCK_CACHE": str(default_cache_dir()), "PYTHONUNBUFFERED": "1", **changes}
 
 

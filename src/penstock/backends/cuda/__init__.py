@@ -17,6 +17,8 @@ MIN_VERSIONS = (("torch", (2, 8)), ("triton", (3, 4)))
 """As the extra `cuda` in pyproject.toml."""
 REMEDY = "install the extra: pip install 'penstock[cuda]'"
 _DRIVER = "libcuda.so.1"
+_NO_DEVICE = 100
+"""`CUDA_ERROR_NO_DEVICE`: there is none, or `CUDA_VISIBLE_DEVICES` names none."""
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76
 """`CUdevice_attribute`: https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__TYPES.html"""
 
@@ -46,10 +48,10 @@ def find_gpu() -> Gpu | str:
     count = ctypes.c_int(0)
     if status == 0:
         status = driver.cuDeviceGetCount(ctypes.byref(count))
+    if status == _NO_DEVICE or (not status and not count.value):
+        return "no NVIDIA GPU is visible"
     if status:
         return f"the NVIDIA driver can't be used (CUDA error {status})"
-    if not count.value:
-        return "no NVIDIA GPU is visible"
     device, name, total = ctypes.c_int(0), ctypes.create_string_buffer(256), ctypes.c_size_t(0)
     driver.cuDeviceGet(ctypes.byref(device), 0)
     driver.cuDeviceGetName(name, len(name), device)
