@@ -21,7 +21,7 @@ from triton.runtime.jit import JITFunction
 
 from penstock.backends.cuda.kernels import attention
 
-SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10}
+SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 """That a program may have, by compute capability (CUDA C++ Programming Guide)."""
 NUM_MULTIPROCESSORS = 132
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
