@@ -1,7 +1,7 @@
 """Measures what of a GPU's memory weights and steps take, by running the largest ones: a profile run. Called by the composition
 root, once at a start; decides nothing.
 
-What a step takes beside weights and KV cache (activations, workspaces of matrix multiplications, sorted logits, the code of
+What a step takes beside weights and KV cache (activations, workspaces of matrix multiplications, copies of logits, the code of
 kernels) depends on libraries and devices, so it is measured instead of computed.
 """
 

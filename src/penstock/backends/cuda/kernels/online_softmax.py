@@ -14,6 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from penstock.backends.cuda.kernels.activation import tanh
+
 LOG2_E = 1.4426950408889634
 
 
@@ -136,7 +138,7 @@ def _walk_tiles(
             k = _scaled_keys(k, k_scale_ptr, slot, is_there, HEAD_DIM, COLUMNS, KEY_GROUP, TILE).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if SOFTCAP > 0:
-            scores = SOFTCAP * _tanh(scores * softcap_factor)
+            scores = SOFTCAP * tanh(scores * softcap_factor)
         if IS_MASKED:
             visible = at[None, :] <= position[:, None]
             if WINDOW > 0:
@@ -201,10 +203,3 @@ def _scaled_keys(
     scale = tl.load(k_scale_ptr + slot[:, None] * num_groups + group[None, :], mask=mask, other=0.0).to(tl.float32)
     parts = tl.reshape(k.to(tl.float32), [TILE, groups, KEY_GROUP])
     return tl.reshape(parts * scale[:, :, None], [TILE, COLUMNS])
-
-
-@triton.jit
-def _tanh(x):
-    """From exp2: Triton's core has no tanh. Of what is above 15 it is 1, and NaN stays NaN."""
-    x = tl.where(x > 15.0, 15.0, x)
-    return 1.0 - 2.0 / (tl.math.exp2(x * 2.8853900817779268) + 1.0)  # 2 log2(e)
