@@ -43,9 +43,9 @@ class Tokenizer:
         self._special_ids = backend.special_ids.union(extra_eos_token_ids)
         self.eos_token_ids = tuple(dict.fromkeys((*backend.eos_token_ids, *extra_eos_token_ids)))
         """Tokens that end a text, the tokenizer's own first."""
-        self.bytes_with_special = ByteTable(self._bytes_of)
+        self.bytes_with_special = ByteTable(self._bytes_of, backend.vocab_size)
         """Token id -> its bytes; special tokens spell their name."""
-        self.bytes_without_special = ByteTable(self._visible_bytes_of)
+        self.bytes_without_special = self.bytes_with_special.hiding(self._special_ids)
         """Token id -> its bytes; special tokens are empty."""
         self.text_with_special = TextTable(self.bytes_with_special)
         self.text_without_special = TextTable(self.bytes_without_special)
@@ -121,9 +121,6 @@ class Tokenizer:
         if piece is None or token_id in backend.silent_ids:
             return b""
         return piece.encode() if token_id in backend.literal_ids else self._decode_piece(piece)
-
-    def _visible_bytes_of(self, token_id: int) -> bytes:
-        return b"" if token_id in self._special_ids else self._bytes_of(token_id)
 
 
 def _check_encodable(text: str) -> None:
