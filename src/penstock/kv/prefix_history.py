@@ -5,6 +5,7 @@ to say why a lookup ended; never finds a block, and forgets the oldest.
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Hashable, Iterable
 from typing import Generic, TypeVar
 
@@ -14,29 +15,37 @@ _Key = TypeVar("_Key", bound=Hashable)
 _Value = TypeVar("_Value")
 
 MAX_EVICTED = 8192
-"""Blocks, at least; twice as many at most."""
+"""Blocks, at least; an eighth more at most."""
 MAX_BEGINNINGS = 1024
+_NUM_GENERATIONS = 8
 
 
 class Recent(Generic[_Key, _Value]):
-    """A map that keeps at least the last `num_kept` keys written, and at most twice as many. Each operation is O(1)."""
+    """A map that keeps at least the last `num_kept` keys written, and at most an eighth more. Each operation is O(1).
+
+    It is forgotten by generations. Two of them would do, but take up to twice the memory, now more, now less.
+    """
 
     def __init__(self, num_kept: int) -> None:
-        self._num_kept = num_kept
+        self._max_young = -(-num_kept // _NUM_GENERATIONS)
         self._young: dict[_Key, _Value] = {}
-        self._old: dict[_Key, _Value] = {}
+        self._old: deque[dict[_Key, _Value]] = deque(maxlen=_NUM_GENERATIONS)
+        """The newest first."""
 
     def __len__(self) -> int:
-        return len(self._young) + len(self._old)
+        return len(self._young) + sum(map(len, self._old))
 
     def get(self, key: _Key) -> _Value | None:
-        found = self._young.get(key)
-        return self._old.get(key) if found is None else found
+        for generation in (self._young, *self._old):
+            if key in generation:
+                return generation[key]
+        return None
 
     def put(self, key: _Key, value: _Value) -> None:
         self._young[key] = value
-        if len(self._young) >= self._num_kept:
-            self._old, self._young = self._young, {}
+        if len(self._young) >= self._max_young:
+            self._old.appendleft(self._young)
+            self._young = {}
 
 
 class PrefixHistory:
