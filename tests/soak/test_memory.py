@@ -1,6 +1,7 @@
 """Resident memory of a real server under load that never lets up: it stays what it was once everything was touched.
 
-Not part of `make test`; `make test-soak` runs it for ten minutes (SOAK_S=120: for two), after some minutes of small requests.
+Not part of `make test`; `make test-soak` runs it for ten minutes (SOAK_S=120: for two), after some minutes of small requests;
+once without a tier below the KV cache, and once with one on disk.
 
 The KV cache is a fraction of what the clients want, so that it is full all the time: requests are preempted, prefixes are
 evicted. Prompts are random pieces behind one of a few beginnings; answers are of any length; some requests want three, some
@@ -15,6 +16,7 @@ import random
 import statistics
 import time
 from collections import Counter
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
@@ -58,8 +60,9 @@ def resident_bytes(pid: int) -> int:
 class Clients:
     """A closed loop of `NUM_CLIENTS`, each of which asks again as soon as it has its answer."""
 
-    def __init__(self, server: RealServer, seed: int) -> None:
-        self.server, self.rng = server, random.Random(seed)
+    def __init__(self, server: RealServer, seed: int, on_filled: Callable[[], None] = lambda: None) -> None:
+        """`on_filled` is called when the small requests have ended and the time begins."""
+        self.server, self.rng, self.on_filled = server, random.Random(seed), on_filled
         self.numbers = count()
         self.is_filling = True
         self.prefixes = [self.tokens(self.rng.randint(20, 300)) for _ in range(NUM_PREFIXES)]
@@ -127,6 +130,7 @@ class Clients:
         ):
             await asyncio.gather(*(self.fill(http) for _ in range(NUM_CLIENTS)))
             self.is_filling = False
+            self.on_filled()
             end_s = time.monotonic() + seconds
             for _ in range(NUM_CLIENTS):
                 group.create_task(self.loop(http, end_s))
@@ -136,9 +140,16 @@ class Clients:
         return sizes
 
 
-async def test_resident_memory_is_flat_at_full_memory(tmp_path: Path) -> None:
-    with serving(tmp_path, *SETTINGS) as server:
-        clients = Clients(server, seed=3)
+@pytest.mark.parametrize("disk_size", [None, "200MiB"], ids=["without a tier", "with a disk tier"])
+async def test_resident_memory_is_flat_at_full_memory(tmp_path: Path, disk_size: str | None) -> None:
+    tier = () if disk_size is None else (f"--kv-disk-size={disk_size}", f"--kv-disk-path={tmp_path / 'kv'}")
+    with serving(tmp_path, *SETTINGS, *tier) as server:
+
+        def check_slots() -> None:
+            num_present = server.metric("kv_disk_slots", state="present")
+            assert num_present > 0.98 * server.metric("kv_disk_slots") > 500, "the books of the tier are not full yet"
+
+        clients = Clients(server, seed=3, on_filled=check_slots if tier else lambda: None)
         sizes = await clients.run(SOAK_S)
         preemptions = server.metric("preemptions_total")
         print(f"\n{clients.fates.total()} requests {dict(clients.fates)}, {preemptions:.0f} preemptions")
@@ -150,6 +161,10 @@ async def test_resident_memory_is_flat_at_full_memory(tmp_path: Path) -> None:
         assert clients.fates["ended"] > 0, "nobody was cancelled"
         assert clients.fates["done"] > 0.5 * clients.fates.total()
         assert preemptions > 0, "memory was never full"
+        if tier:
+            assert server.metric("preemptions_total", method="swap") > 0, "what is preempted could come back from the tier"
+            assert server.metric("kv_disk_blocks_total", direction="loaded") > 0
+            assert server.metric("kv_disk_up") == 1
         until(lambda: server.metric("requests_running") + server.metric("requests_waiting") == 0)
         assert server.metric("prefix_cache_hits_total") > 0
         assert max(means) <= (1 + MAX_GROWTH) * means[0], "memory grows"
