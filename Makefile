@@ -62,7 +62,7 @@ test-cuda: $(INSTALLED_TEST)  ## tests of the GPU backend, without a GPU in Trit
 test-parity: $(INSTALLED)  ## compare with transformers in its own environment (downloads torch; minutes)
 	@tests/parity/run.sh $(ARGS)
 
-test-soak: $(INSTALLED_TEST)  ## load at full memory for SOAK_S seconds: resident memory has to stay flat
+test-soak: $(INSTALLED_TEST)  ## load at full memory, twice for SOAK_S seconds: resident memory has to stay flat
 	@$(BIN)/penstock pull smollm2:135m
 	PENSTOCK_SOAK_S=$(SOAK_S) $(BIN)/pytest -s tests/soak $(ARGS)
 
