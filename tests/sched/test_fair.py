@@ -296,17 +296,6 @@ def test_accounts_do_not_pile_up(max_tenants: int) -> None:
     assert not stand.order._waiting
 
 
-def test_accounts_are_forgotten_few_at_a_time() -> None:
-    """So that what they take stays as it is."""
-    stand = Stand(FairShares(max_tenants=64))
-    sizes = []
-    for idx in range(1000):
-        stand.queue.remove(stand.push(f"t{idx}"))
-        sizes.append(len(stand.order._accounts))
-    assert max(sizes) <= 65
-    assert min(sizes[64:]) >= 56
-
-
 def test_those_who_leave_without_being_served_are_forgotten_too() -> None:
     core = make_core(policies=make_policies(order="fair"), max_rows=1)
     core.apply([Add(make_request(name, tenant=name)) for name in "abc"], 0)

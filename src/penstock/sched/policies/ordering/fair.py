@@ -24,8 +24,6 @@ from penstock.types.request import Request, RequestStatus
 
 _UNIT = 1_000_000
 """Of a counter, per token and weight; divided by the tenant's share, so that counters are integers."""
-_FORGOTTEN_SHARE = 8
-"""Of the accounts kept, one in so many is forgotten at a time: enough not to sort them often, and memory stays as it is."""
 
 
 @dataclass(slots=True)
@@ -234,9 +232,8 @@ class FairShares(Order):
         return account
 
     def _forget_idle(self) -> None:
-        """Some of the accounts of tenants that do not wait, the least first: when they come back they are lifted anyway."""
+        """Half of the accounts of tenants that do not wait, the least first: when they come back they are lifted anyway."""
         busy = self._waiting.keys() | self._serving.keys()
         idle = [(account.counter, tenant) for tenant, account in self._accounts.items() if tenant not in busy]
-        num_kept = max(0, self._max_tenants - max(1, self._max_tenants // _FORGOTTEN_SHARE))
-        for _, tenant in sorted(idle)[: -num_kept or None]:
+        for _, tenant in sorted(idle)[: -(self._max_tenants // 2) or None]:
             del self._accounts[tenant]
