@@ -9,6 +9,7 @@ too; `best_share` the same of the fastest run and the best peaks. Peaks are meas
     python benchmarks/step.py
     python benchmarks/step.py --variant avx2
     python benchmarks/step.py --model qwen2.5-coder-1.5b-instruct-q4_k_m.gguf --steps 1x1@128 16x1@256
+    python benchmarks/step.py --steps 32x1@256 --same-blocks
 
 The last line printed is one JSON object.
 """
@@ -56,7 +57,7 @@ class StepShape:
         return -(-(self.context_len + self.query_len + 1) // BLOCK_SIZE)
 
 
-STEPS = ("1x1@128", "8x1@200", "32x1@256", "1x512@0", "1x512@1024")
+STEPS = ("1x1@128", "8x1@200", "32x1@256", "4x128@0", "1x512@0", "1x512@1024")
 
 
 def parse_step(text: str) -> StepShape:
@@ -109,9 +110,10 @@ class StepCost:
 class StepRunner:
     """Runs steps of fresh rows whose context is what `fill` left in their blocks."""
 
-    def __init__(self, executor: NativeExecutor, vocab_size: int, *, cpu_time: bool = False) -> None:
+    def __init__(self, executor: NativeExecutor, vocab_size: int, *, cpu_time: bool = False, same_blocks: bool = False) -> None:
         self._executor = executor
         self._cpu_time = cpu_time
+        self._same_blocks = same_blocks
         self._vocab_size = vocab_size
         self._ids = count()
 
@@ -149,7 +151,8 @@ class StepRunner:
     def _admit(self, shape: StepShape, name: str, step_id: int, row: int) -> AdmitRow:
         length = shape.context_len + shape.query_len
         tokens = tuple(1000 + (step_id * 31 + i * 7) % (self._vocab_size - 2000) for i in range(length))
-        blocks = tuple(range(1 + row * shape.blocks_per_row, 1 + (row + 1) * shape.blocks_per_row))
+        first = 1 if self._same_blocks else 1 + row * shape.blocks_per_row
+        blocks = tuple(range(first, first + shape.blocks_per_row))
         return AdmitRow(name, tokens, length, blocks, shape.context_len, SamplingParams(temperature=0.0))
 
 
@@ -204,13 +207,18 @@ def main() -> None:
     parser.add_argument(
         "--cpu-time", action="store_true", help="one thread's time on a processor: if the machine has other work"
     )
+    parser.add_argument(
+        "--same-blocks",
+        action="store_true",
+        help="all rows have the first one's blocks: what a step takes if the processor's cache holds its keys and values",
+    )
     args = parser.parse_args()
     if args.cpu_time:
         args.threads = 1
     model = load_model(resolve(args.model, default_cache_dir()))
     executor = open_executor(model, args.steps, args.threads, args.variant, args.kv_cache_dtype)
     wait_for_huge_pages(executor)
-    runner = StepRunner(executor, model.spec.vocab_size, cpu_time=args.cpu_time)
+    runner = StepRunner(executor, model.spec.vocab_size, cpu_time=args.cpu_time, same_blocks=args.same_blocks)
     runner.fill()
     cost = StepCost(model, executor.weight_bytes, args.kv_cache_dtype)
     meter = PeakMeter(executor.num_threads, executor.variant, cpu_time=args.cpu_time)
@@ -223,6 +231,7 @@ def main() -> None:
         **context(executor.num_threads, executor.variant, cpu_time=args.cpu_time),
         "model": model.name,
         "kv_cache_dtype": args.kv_cache_dtype,
+        "same_blocks": args.same_blocks,
         "steps": results,
         "peaks": meter.summary(),
     }
