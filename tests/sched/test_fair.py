@@ -18,7 +18,7 @@ from penstock.testing import Driver, HashExecutor, make_core, make_request, run_
 from penstock.testing.driver import STEP_NS
 from penstock.types.events import Abort, Add
 from penstock.types.plan import Capacity, RowPlan
-from penstock.types.request import Request
+from penstock.types.request import Request, RequestStatus
 
 INPUT_WEIGHT, OUTPUT_WEIGHT = 1, 2
 MAX_PROMPT = 30
@@ -244,6 +244,49 @@ def test_a_stream_of_new_tenants_does_not_starve_one_that_waits() -> None:
     turns = [turn for turn, tenant in enumerate(served) if tenant == "a"]
     assert len(turns) == 3
     assert max(later - earlier for earlier, later in pairwise(turns)) <= 2 * 6
+
+
+def test_a_stream_of_new_tenants_rises_to_one_that_waits_and_was_given_more() -> None:
+    """Long before it has aged. Two others wait at any time, so it waits for twice what it was given more."""
+    stand = Stand(FairShares())
+    for tenant in ("a", "new0", "new1"):
+        stand.push(tenant)
+    assert stand.admit() == "a"
+    stand.sample(*"a" * 50)
+    stand.push("a")
+    assert [stand.order.counter(name) for name in ("a", "new0", "new1")] == [110, 0, 0]
+    served = 0
+    while stand.admit() != "a":
+        served += 1
+        stand.push(f"later{served}")
+        assert served <= 2 * 110 / 10 + 2
+
+
+def test_new_tenants_come_no_further_above_the_least_than_a_prompt() -> None:
+    """Also after one was admitted who stood far above it: the gate may let in one bucket and not the other."""
+    stand = Stand(FairShares())
+    for tenant in "aac":
+        stand.push(tenant, 40)
+    assert [stand.admit(), stand.admit()] == ["a", "c"]
+    stand.sample(*"c" * 150)
+    heavy = make_request("heavy", 10, tenant="c")
+    stand.order.queued(heavy)
+    stand.order.unqueued(heavy)
+    stand.order.admitted(heavy)
+    assert (stand.order.counter("a"), stand.order.counter("c")) == (40, 40 + 300)
+    stand.push("new")
+    assert stand.order.counter("new") == 40 + 40
+
+
+def test_who_was_preempted_is_not_put_off_for_ever() -> None:
+    order = FairShares(max_wait_ns=1000)
+    stand = Stand(order)
+    stand.push("heavy", 100)
+    stand.admit()
+    preempted, fresh = make_request("p", 100, tenant="heavy"), make_request("f", 10, tenant="new")
+    preempted.status, preempted.first_scheduled_ns = RequestStatus.PREEMPTED, 5000
+    assert order.outranks(fresh, preempted, 5999)
+    assert not order.outranks(fresh, preempted, 6000)
 
 
 def test_who_has_been_given_more_is_not_lowered() -> None:

@@ -5,7 +5,8 @@ Each tenant has a counter: `input_weight` for each prompt token that is computed
 is given. The tenant with the least counter among those who wait is next, and within it who came first; likewise with the
 prompt tokens of a step, so that a tenant with many prompts in work does not keep others waiting for theirs. A tenant that
 comes back from idle is lifted to the least counter of those who wait (if nobody does, to that of the tenant who waited
-last) less a credit of about one prompt, so that idling earns no more than that.
+last), or to where the last one stood that was admitted, its prompt included, if that is more; less a credit of about one
+prompt, so that idling earns no more than that.
 
     heavy  ####################|        light 3 was idle: it starts a little below light 1,
     light1 #########|                   not at what it had when it went
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 
 from penstock.sched.policies.base import Order, OrderKey, StepRecord
 from penstock.types.plan import RowPlan
-from penstock.types.request import Request, RequestStatus
+from penstock.types.request import Request
 
 _UNIT = 1_000_000
 """Of a counter, per token and weight; divided by the tenant's share, so that counters are integers."""
@@ -46,11 +47,6 @@ class Account:
     """Of equal counters the least is next: 2 n after the n-th admission of all, if it was this tenant's."""
 
 
-def _admitted_ns(request: Request) -> int:
-    assert request.first_scheduled_ns is not None, "it runs"
-    return request.first_scheduled_ns
-
-
 class FairShares(Order):
     """While two tenants both wait, what they are given differs by at most 2 (U + C), whatever they ask for.
 
@@ -58,8 +54,10 @@ class FairShares(Order):
     prompt and M the tokens that the KV cache holds (the paper's section 4, for input_weight <= output_weight; no
     work-conserving order without preemption is better than half of it); C is `max_credit_tokens`, 0 in the paper. So from
     one admission of a tenant that waits to its next, each other tenant is given at most U + C more than it. An endless
-    stream of new tenants could still starve it; therefore those that come later than `max_wait_ns` after its last admission
-    are lifted to it and go after it. Within a tenant nobody is overtaken.
+    stream of new tenants, each of whom comes as low as the least, would still starve it. Therefore they come where the last
+    that was admitted stands, which rises with every prompt (the virtual time of self-clocked fair queueing: Golestani,
+    INFOCOM 1994), though no further above the least than a prompt; and those that come later than `max_wait_ns` after its
+    last admission are lifted to it and go after it. Within a tenant nobody is overtaken.
 
     Of the prompt tokens of a step those requests get theirs first whose tenants would stand lowest once the prompt is
     computed (as in weighted fair queueing): short prompts do not wait behind long ones of others, and of two equals one is
@@ -102,6 +100,10 @@ class FairShares(Order):
         self._joined: set[str] = set()
         """Requests that were admitted since the last step; what that computes of them is charged."""
         self._num_admissions = 0
+        self._level = 0
+        """The highest at which a tenant stood when it was admitted, its prompt included."""
+        self._longest = 0
+        """The largest charge for a prompt."""
         self._last = Account(0, 0, 0)
         """Of the tenant that waited last."""
 
@@ -137,9 +139,11 @@ class FairShares(Order):
         if not self._waiting:
             return max(self._last.counter, self._last.base) - credit
         aged_ns = self._now_ns - self._max_wait_ns
-        least = min(max(account.counter, account.base) for account in self._waiting.values()) - credit
+        least = min(max(account.counter, account.base) for account in self._waiting.values())
         aged = (account.counter for account in self._waiting.values() if account.waiting_since_ns <= aged_ns)
-        return max(aged, default=least)
+        # Nor was the last the least of all if the gate lets one bucket in at a time.
+        level = min(self._level, least + self._longest)
+        return max(aged, default=max(least, level) - credit)
 
     def unqueued(self, request: Request) -> None:
         account = self._waiting[request.tenant]
@@ -148,11 +152,11 @@ class FairShares(Order):
             self._last = self._waiting.pop(request.tenant)
 
     def outranks(self, request: Request, other: Request, now_ns: int) -> bool:
-        """Tenants take turns at what was preempted, and at the prompt tokens of a step. Nobody is put off for longer than
-        `max_wait_ns` while it runs."""
+        """Tenants take turns at what was preempted, and at the prompt tokens of a step. Nobody who was admitted is put off for
+        longer than `max_wait_ns`: new tenants, who are not lifted to those who run or were preempted, would never end."""
         if request.tenant == other.tenant:
             return False
-        if other.status is RequestStatus.RUNNING and _admitted_ns(other) <= now_ns - self._max_wait_ns:
+        if other.first_scheduled_ns is not None and other.first_scheduled_ns <= now_ns - self._max_wait_ns:
             return False
         return self._finish(request) < self._finish(other)
 
@@ -170,7 +174,12 @@ class FairShares(Order):
         account.turn = 2 * self._num_admissions
         account.waiting_since_ns = self._now_ns
         self._joined.add(request.request_id)
+        before = account.counter
         self._charge_prompt(account, request, request.num_computed_tokens, request.num_inflight_tokens)
+        if not request.num_preemptions:  # else it need not have been the least
+            level, _ = self._finish(request)
+            self._level = max(self._level, level)
+            self._longest = max(self._longest, level - before)
 
     def left(self, request: Request) -> None:
         account = self._decoding.pop(request.request_id, None)
