@@ -18,39 +18,22 @@ of their step, so that the source need not outlive the plan: whoever gets it nex
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
-from penstock.kv.block_pool import NULL_BLOCK_ID, BlockPool
-from penstock.kv.block_table import BlockTable, token_at, token_slice
+from penstock.kv import prefix_hit
+from penstock.kv.block_pool import BlockPool
+from penstock.kv.block_table import BlockTable, token_slice
 from penstock.kv.coming import Awaited, Coming
 from penstock.kv.eviction import EvictionPolicy, LeastRecentlyUsed
 from penstock.kv.fence import Fence
 from penstock.kv.prefix_history import PrefixHistory
-from penstock.kv.prefix_index import PrefixIndex, child_key, pack, private_root_hash, root_hash
-from penstock.kv.swapping import content_to_keep, forget_content, place, touch
+from penstock.kv.prefix_hit import NO_HIT, PrefixHit
+from penstock.kv.prefix_index import PrefixIndex, pack, private_root_hash, root_hash
+from penstock.kv.swapping import Swapping
 from penstock.kv.tiers import Load, Tier
 from penstock.types.request import Request
 from penstock.types.stats import PrefixEnd, PrefixStop
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixHit:
-    """What the cache has of a request's tokens. Valid until the next block is allocated or released."""
-
-    block_ids: tuple[int, ...]
-    """Whole blocks, to be shared."""
-    num_tokens: int
-    """Positions [0, num_tokens) need not be computed."""
-    num_free_blocks: int
-    """How many of the blocks lie in the free list: holding them makes as many fewer available."""
-    tail_block_id: int = NULL_BLOCK_ID
-    """The block to copy if the hit ends inside one."""
-
-
-NO_HIT = PrefixHit(block_ids=(), num_tokens=0, num_free_blocks=0)
 
 
 class KVManager:
@@ -78,6 +61,7 @@ class KVManager:
         self.history = PrefixHistory()
         self.is_caching = enable_prefix_caching
         self.tier = tier
+        self._swapping = Swapping(tier, self.pool, self.index, block_size) if tier is not None else None
         self._names_content = enable_prefix_caching or tier is not None
         self.num_slots: dict[str, int] = {}
         """request_id -> positions that may be written without asking: block_size * blocks, or 0 if one may be shared."""
@@ -109,9 +93,7 @@ class KVManager:
     @property
     def load_ns_per_token(self) -> float | None:
         """To bring a token of a full block back from the tier, as measured; 0: not yet; None: there is none that works."""
-        if self.tier is None or not self.tier.is_open:
-            return None
-        return self.tier.load_ns_per_block / self.block_size
+        return self._swapping.load_ns_per_token if self._swapping is not None else None
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """That hold so many positions."""
@@ -144,26 +126,8 @@ class KVManager:
         """The longest cached prefix, at least one token short of the whole, so that there are logits to sample from."""
         if not self._names_content:
             return NO_HIT
-        num_blocks = (request.num_tokens - 1) // self.block_size
         table = self._table(request)
-        table.hash_blocks(request, num_blocks, self.block_size)
-        found = self.index.lookup(table.hashes[:num_blocks])
-        num_found = len(found)
-        tail_id, num_tail = self._lookup_tail(table, request, num_found)
-        if not num_found and not num_tail:
-            return NO_HIT
-        num_free = sum(self.pool.is_kept(block_id) for block_id in found)
-        return PrefixHit(tuple(found), num_found * self.block_size + num_tail, num_free, tail_id)
-
-    def _lookup_tail(self, table: BlockTable, request: Request, num_found: int) -> tuple[int, int]:
-        """(block, number of tokens) of what can be copied behind so many whole blocks; (0, 0): nothing."""
-        start = num_found * self.block_size
-        stop = min(start + self.block_size, request.num_tokens - 1)
-        if start < stop and self.is_caching:
-            parent = table.parent(num_found)
-            if self.index.has_child(child_key(parent, token_at(request, start))):
-                return self.index.lookup_child(parent, pack(token_slice(request, start, stop)))
-        return NULL_BLOCK_ID, 0
+        return prefix_hit.find(request, table, self.index, self.pool, self.block_size, copies_tails=self.is_caching)
 
     def find_coming(self, request: Request, hit: PrefixHit) -> Awaited | None:
         """The block that `request` lacks next if a running request computes it just now or in its next step; `hit` is fresh."""
@@ -177,29 +141,14 @@ class KVManager:
 
     def num_common_blocks(self, request: Request, leader: Request) -> int:
         """Whole blocks with which the prompts of two requests begin, as far as both were hashed. O(log blocks)."""
-        own, other = self._tables[request.request_id].hashes, self._tables[leader.request_id].hashes
-        # Chained: where two hashes are equal, all before them are.
-        return bisect_left(range(min(len(own), len(other))), True, key=lambda idx: own[idx] != other[idx])
+        return prefix_hit.num_common(self._tables[request.request_id].hashes, self._tables[leader.request_id].hashes)
 
     def why_stopped(self, request: Request, hit: PrefixHit) -> PrefixStop:
         """Why `lookup_prefix` found no more than this. Call once per request, before its blocks are allocated."""
-        position = hit.num_tokens
         if not self.is_caching:
-            return PrefixStop(PrefixEnd.OFF, position)
-        has_other_salt = self.history.begin(request, self.block_size)
-        if position == request.num_tokens - 1:
-            return PrefixStop(PrefixEnd.WHOLE, position)
-        table, idx = self._tables[request.request_id], len(hit.block_ids)
-        evicted_ns = self.history.evicted_ns(table.hashes[idx]) if idx < len(table.hashes) else None
-        if evicted_ns is not None:
-            return PrefixStop(PrefixEnd.EVICTED, position, evicted_ns)
-        if hit.tail_block_id:
-            differs = self.index.has_more(hit.tail_block_id, position - idx * self.block_size)
-        else:
-            differs = position > 0 and self.index.goes_on(table.parent(idx))
-        if differs:
-            return PrefixStop(PrefixEnd.DIFFERS, position)
-        return PrefixStop(PrefixEnd.SALT if has_other_salt and position == 0 else PrefixEnd.UNSEEN, position)
+            return PrefixStop(PrefixEnd.OFF, hit.num_tokens)
+        table = self._tables[request.request_id]
+        return prefix_hit.why_stopped(request, hit, table, self.index, self.history, self.block_size)
 
     def allocate(self, request: Request, hit: PrefixHit, num_tokens: int) -> tuple[int, ...]:
         """Give a request without blocks its table for positions [0, num_tokens): the hit's blocks, then fresh ones.
@@ -344,44 +293,31 @@ class KVManager:
     def _end(self, table: BlockTable) -> None:
         """Its request will not come again."""
         self._give_back(table)
-        if self.tier is not None and not self.is_caching:
-            forget_content(table.hashes, self.tier, self.pool, self.index)
+        if self._swapping is not None and not self.is_caching:
+            self._swapping.forget(table.hashes)
 
     def fetch(self, request: Request, hit: PrefixHit, *, max_blocks: int, compute_ns_per_token: float, now_ns: int) -> bool:
         """Should a request that could be admitted with this hit rather wait, since the tier brings more of its prefix?
 
         Begins to load at most `max_blocks`, if there is more and that takes less time than to compute it (0: not known).
         """
-        if self.tier is None:
+        if self._swapping is None:
             return False
-        chain = self._tables[request.request_id].hashes[len(hit.block_ids) : (request.num_tokens - 1) // self.block_size]
-        waits = self.tier.fetch(
-            request.request_id,
-            chain,
-            self.index,
-            num_hit_blocks=len(hit.block_ids),
-            group=self.eviction.group_of(request),
-            max_blocks=max_blocks,
-            compute_ns_per_block=compute_ns_per_token * self.block_size,
-            now_ns=now_ns,
-        )
-        if waits:  # what is there already must not be the first to make place for the rest
-            touch(hit.block_ids, self.pool)
-        return waits
+        hashes, group = self._tables[request.request_id].hashes, self.eviction.group_of(request)
+        return self._swapping.fetch(request, hit, hashes, group, max_blocks, compute_ns_per_token, now_ns)
 
     def place(self, loads: Sequence[Load], write: Callable[[Load, int], None]) -> None:
         """Find free blocks for what arrived for one request, in the order of its prefix; `write` is told where each goes.
 
         There is nothing for content that is here already, or when no block is free.
         """
-        if loads:
+        if self._swapping is not None and loads:
             table = self._tables.get(loads[0].request_id)
-            found = self.index.lookup(table.hashes) if table else []
-            place(loads, found, write, self._take, self.pool, self.index)
+            self._swapping.place(loads, table.hashes if table else (), write, self._take)
 
     def content_to_keep(self) -> list[int]:
         """Free blocks whose content the tier lacks and has place for, of each group the last used first."""
-        return content_to_keep(self.tier, self.pool, self.index) if self.tier is not None and self.is_caching else []
+        return self._swapping.content_to_keep() if self._swapping is not None and self.is_caching else []
 
     def take_block_copies(self) -> list[tuple[int, int]]:
         """(source, destination) blocks to copy, in order, before the next step; each is returned once."""

@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.kv.coming import Awaited
-from penstock.kv.manager import KVManager, PrefixHit
+from penstock.kv.manager import KVManager
+from penstock.kv.prefix_hit import PrefixHit
 from penstock.sched.draft import StepDraft
 from penstock.sched.padding import Padding
 from penstock.sched.policies.base import GateDecision, GateView, Order, Policies

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from penstock.kv.manager import KVManager, PrefixHit
+from penstock.kv.manager import KVManager
+from penstock.kv.prefix_hit import PrefixHit
 from penstock.sched.policies.base import AdmissionView, Reserve
 from penstock.sched.preemption import blocks_to_resume, peak_growth_tokens
 from penstock.types.request import Request
