@@ -1,5 +1,5 @@
 """A step in the making: owns the rows, admissions and counters of one step until the plan is built, and what its commit did.
-Written by the scheduler and by who admits for it; decides nothing.
+Written by the scheduler and by who plans for it; decides nothing.
 """
 
 from __future__ import annotations

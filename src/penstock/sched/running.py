@@ -1,5 +1,5 @@
 """Those who run: owns who they are, from admission to end or preemption, and what the executor has yet to forget. Called by the
-scheduler and by whoever admits for it (`joining.py`); never decides when.
+scheduler and by who plans for it (`extending.py`, `joining.py`); never decides when.
 """
 
 from __future__ import annotations

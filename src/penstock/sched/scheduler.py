@@ -8,7 +8,7 @@ resuming after a preemption are the same rule; a decode is a request that is one
 Side effects have an order:
 
     schedule   1. gate: how many may join, or who is called to a batch
-               2. extend the running: decodes, then prefills; preempt where memory is short
+               2. extend the running: decodes, then prefills; preempt where memory is short (`extending.py`)
                3. per waiting request, while row, tokens and memory last: look up its prefix, admit (`joining.py`);
                   before a prefill of 2 if the order says so, or the budget lets others pass long ones
                4. build the plan
@@ -43,6 +43,7 @@ from penstock.kv.tiers import Tier
 from penstock.sched.ahead import Ahead
 from penstock.sched.beams import BeamGroup
 from penstock.sched.draft import StepCounts, StepDraft, StepOutcome
+from penstock.sched.extending import Extending
 from penstock.sched.fit import max_total_tokens, refusal
 from penstock.sched.flights import Flights
 from penstock.sched.joining import Joining
@@ -53,10 +54,10 @@ from penstock.sched.queues import WaitingQueue
 from penstock.sched.running import Running
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.events import TokenEvent
-from penstock.types.plan import Capacity, RowPlan, StepPlan
+from penstock.types.plan import Capacity, StepPlan
 from penstock.types.request import FinishReason, Request, RequestStatus
 from penstock.types.result import StepResult
-from penstock.types.stats import PlanNews, PreemptReason, WaitReason
+from penstock.types.stats import PlanNews, WaitReason
 
 
 class Scheduler:
@@ -83,6 +84,7 @@ class Scheduler:
         self._padding = Padding(capacity, self._running.releases.append)
         self._joining = Joining(self.kv, policies, self._waiting, self._running, self._padding)
         self._flights = Flights(self.kv)
+        self._extending = Extending(self.kv, self._running, self._flights)
         self._ahead = Ahead(self.kv, policies, self._waiting, self._running)
         self._takes_beams = isinstance(policies.gate, Continuous)
         self._num_steps = 0
@@ -201,31 +203,12 @@ class Scheduler:
         draft = StepDraft(StepLimits(self.capacity.max_step_tokens))
         if self._padding.is_active:
             draft.add_padding(self._padding.begin())
-        prefills = self._joining.rank(self._extend_decodes(draft), now_ns)
+        prefills = self._joining.rank(self._extending.decodes(draft), now_ns)
         draft.limits = self._ask_budget(draft, prefills)
         self._share_out(draft, prefills, decision, now_ns)
         draft.waits_for = self._joining.waits_for(draft)
         self.news = PlanNews(now_ns, draft.waits_for, draft.admissions, draft.preemptions, draft.set_aside)
         return self._build(draft, now_ns) if draft.rows or draft.padding_rows else None
-
-    def _extend_decodes(self, draft: StepDraft) -> list[Request]:
-        """A row for every running request that is one token behind, in order of admission. Returns the other ones."""
-        prefills: list[Request] = []
-        add_row, num_slots, num_short_cuts = draft.rows.append, self.kv.num_slots, 0
-        for request in tuple(self._running.requests.values()):
-            request_id, context_len = request.request_id, request.num_computed_tokens
-            if request.num_tokens - context_len > 1:
-                prefills.append(request)
-            elif context_len < num_slots.get(request_id, 0):  # its last block has room: nothing to ask, nothing to tell
-                add_row(RowPlan(request_id, context_len, 1, (), True))
-                request.num_inflight_tokens = 1
-                num_short_cuts += 1
-            else:
-                self._extend(draft, request, 1)
-        draft.num_tokens += num_short_cuts
-        draft.num_decodes = draft.num_tokens
-        draft.num_decode_rows = len(draft.rows)
-        return prefills
 
     def _ask_budget(self, draft: StepDraft, prefills: Sequence[Request]) -> StepLimits:
         view = BudgetView(
@@ -246,55 +229,16 @@ class Scheduler:
         """
         self._joining.call_back(draft)
         if prefills:
-            self._note_long(draft, prefills)
+            self._extending.note_long(draft, prefills)
             draft.num_promised_blocks += sum(map(self._running.room.missing_blocks, prefills))
             for request in self._joining.rank(prefills, now_ns, tuple(draft.late)):
                 self._joining.admit(draft, decision, now_ns, before=request)
                 self._joining.keep_tokens(draft, request, now_ns)
-                self._extend_prefill(draft, request)
+                self._extending.prefill(draft, request)
                 if request in draft.late:
                     draft.late.remove(request)
             draft.num_kept_tokens = 0
         self._joining.admit(draft, decision, now_ns)
-
-    def _note_long(self, draft: StepDraft, prefills: Sequence[Request]) -> None:
-        share = draft.limits.long_prefill_share
-        if share is None:
-            draft.long_prefills = [request for request in prefills if draft.is_long(request.num_behind)]
-            return
-        # Also the last piece of a long one, else that would keep others waiting where chunks are small.
-        draft.late = [request for request in prefills if draft.is_long(request.num_tokens - request.num_cached_tokens)]
-        draft.long_prefills = list(draft.late)
-
-    def _extend_prefill(self, draft: StepDraft, request: Request) -> None:
-        """Whoever was paused meanwhile, and had room to come back, has its row."""
-        if request.status is not RequestStatus.RUNNING or request.request_id in draft.admits:
-            return
-        missing_blocks = self._running.room.missing_blocks
-        if query_len := draft.chunk(request.num_behind):
-            draft.num_promised_blocks -= missing_blocks(request)
-            self._extend(draft, request, query_len)
-            draft.num_promised_blocks += missing_blocks(request)
-
-    def _extend(self, draft: StepDraft, request: Request, query_len: int) -> None:
-        """Plan a row for a running request; preempts others, or the request itself, until its blocks are found."""
-        if request.status is not RequestStatus.RUNNING or not request.num_behind:
-            return  # a victim of this step, or a beam that waits for another
-        running, context_len = self._running, request.num_computed_tokens
-        num_copies = self.kv.num_pending_copies
-        while (blocks := self.kv.extend(request.request_id, context_len, context_len + query_len)) is None:
-            assert not draft.num_admitted, "a step must not both admit and preempt"
-            assert not self._flights, "a row in flight must not be preempted"
-            draft.lacks_memory = True
-            eviction = running.choose_victim(running.may_lose(), running.room.lacking_blocks(request, query_len))
-            running.preempt(draft, eviction, PreemptReason.MEMORY)
-            if request.status is not RequestStatus.RUNNING:
-                return
-        if self.kv.num_pending_copies != num_copies or request.request_id in running.untold:
-            running.tell_again(request)
-            draft.admit(request, self.kv.block_table(request.request_id))
-            blocks = ()
-        draft.add_row(request, query_len, blocks)
 
     def _build(self, draft: StepDraft, now_ns: int) -> StepPlan:
         rows = tuple(draft.rows)
