@@ -1,6 +1,8 @@
 """The routes that operators and their machines use, and the small ones about the model."""
 
+import re
 from collections import Counter
+from html import unescape
 
 import httpx
 import pytest
@@ -123,9 +125,30 @@ async def test_detokenize_checks_ids(client):
     assert "259" in response.json()["error"]["message"]
 
 
-async def test_docs_page_is_there(client):
-    assert (await client.get("/docs")).status_code == 200
-    assert (await client.get("/redoc")).status_code == 404
+async def test_docs_page_has_every_route_of_the_document(client):
+    page = await client.get("/docs")
+    assert page.status_code == 200
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    rows = [unescape(re.sub("<[^>]*>", " ", row)).split() for row in re.findall("<tr>.*?</tr>", page.text, re.DOTALL)]
+    document = (await client.get("/openapi.json")).json()
+    assert rows == [
+        [method.upper(), path, *operation["summary"].split()]
+        for path, operations in document["paths"].items()
+        for method, operation in operations.items()
+    ]
+
+
+async def test_docs_page_sends_a_browser_to_nobody_else(client):
+    """The server may stand where there is no internet; and who reads about it is nobody's business."""
+    page = await client.get("/docs")
+    assert re.findall("""(?:href|src|url)[=(]["']?([^"'>)]*)""", page.text) == ["openapi.json"]
+    assert "//" not in page.text
+    assert page.headers["content-security-policy"].startswith("default-src 'none';")
+
+
+async def test_there_is_no_viewer_from_elsewhere(client):
+    for path in ("/redoc", "/docs/oauth2-redirect"):
+        assert (await client.get(path)).status_code == 404
 
 
 def test_closing_a_runtime_twice_is_fine():

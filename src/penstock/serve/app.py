@@ -28,6 +28,7 @@ from penstock.serve.openai.errors import from_http_exception, from_rejected, not
 from penstock.serve.openai.models import ModelsEndpoint
 from penstock.serve.openai.schemas import Body
 from penstock.serve.openai.tokenize import TokenizeEndpoint
+from penstock.serve.ops.docs_page import docs_page
 from penstock.serve.ops.pool import PoolEndpoint
 from penstock.serve.ops.requests import RequestsEndpoint
 from penstock.serve.ops.status import StatusEndpoint
@@ -49,11 +50,18 @@ def create_app(runtime: Runtime, config: ServerConfig) -> FastAPI:
             Rejected: _on_rejected,
             HTTPException: _on_http_exception,
         },
+        # FastAPI's own pages fetch their viewers from other hosts.
+        docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
     )
     app.include_router(_router(runtime, Service(runtime, config)))
     app.openapi = _openapi_writer(app)  # type: ignore[method-assign]
+
+    async def docs(_request: HttpRequest) -> Response:
+        return docs_page(app.openapi())
+
+    app.add_route("/docs", docs, include_in_schema=False)
     return app
 
 
