@@ -10,28 +10,13 @@ from hypothesis import strategies as st
 
 from penstock.obs.replicas import DOWN_S, UP_S, Replicas
 from penstock.obs.signals import WINDOW_S, Signals
+from penstock.testing import make_load
 from penstock.types.request import FinishReason
-from penstock.types.stats import EngineLoad, RequestStats, StepStats, WaitReason
+from penstock.types.stats import RequestStats, StepStats, WaitReason
 
 SECOND = 1_000_000_000
 ROWS = 10
-
-
-def make_load(
-    num_running: int = 0,
-    num_waiting: int = 0,
-    num_rows_free: int = ROWS,
-    *,
-    num_blocks_total: int = 100,
-    num_blocks_free: int = 100,
-) -> EngineLoad:
-    return EngineLoad(
-        num_running=num_running,
-        num_waiting=num_waiting,
-        num_rows_free=num_rows_free,
-        num_blocks_total=num_blocks_total,
-        num_blocks_free=num_blocks_free,
-    )
+IDLE = make_load(num_rows_free=ROWS)
 
 
 def make_step(at_s: float, num_running: int, num_waiting: int = 0, num_held: int = 0) -> StepStats:
@@ -80,7 +65,7 @@ def test_means_are_over_the_window_and_not_of_the_moment():
 def test_a_pause_without_steps_lasts_as_the_last_state():
     server = Server()
     server.run(10, num_running=0)
-    later = server.signals.read(make_load(), int((server.now_s + 3600) * SECOND))
+    later = server.signals.read(IDLE, int((server.now_s + 3600) * SECOND))
     assert (later.queue_depth, later.utilisation, later.kv_headroom) == (0, 0, 1)
     assert later.desired_replicas == 1
 
@@ -94,7 +79,7 @@ def test_a_long_idleness_is_as_if_it_had_been_watched(pause_s):
         server.run(0.5, num_running=0)
     watched.run(pause_s, num_running=0)
     at_ns = int(watched.now_s * SECOND)
-    assert alone.signals.read(make_load(), at_ns) == watched.signals.read(make_load(), at_ns)
+    assert alone.signals.read(IDLE, at_ns) == watched.signals.read(IDLE, at_ns)
 
 
 def test_a_step_after_a_long_idleness_does_not_count_all_its_seconds():
@@ -108,8 +93,8 @@ def test_a_step_after_a_long_idleness_does_not_count_all_its_seconds():
 def test_one_call_in_the_first_moments_is_not_several_a_second():
     signals = Signals(ROWS, lambda now_ns: 0.0)
     signals.on_call(int(5.0 * SECOND))
-    assert signals.read(make_load(1), int(5.1 * SECOND)).arrivals_per_s == pytest.approx(0.2)
-    assert signals.read(make_load(1), int(15.0 * SECOND)).arrivals_per_s == pytest.approx(0.1)
+    assert signals.read(make_load(1, num_rows_free=ROWS), int(5.1 * SECOND)).arrivals_per_s == pytest.approx(0.2)
+    assert signals.read(make_load(1, num_rows_free=ROWS), int(15.0 * SECOND)).arrivals_per_s == pytest.approx(0.1)
 
 
 def test_who_leaves_between_two_steps_is_gone():
@@ -120,7 +105,7 @@ def test_who_leaves_between_two_steps_is_gone():
         signals.on_finish(
             RequestStats("r", "", 0, scheduled_ns, None, int(1.5 * SECOND), 1, 0, 0, 0, finish_reason=FinishReason.ABORT)
         )
-    later = signals.read(make_load(), 300 * SECOND)
+    later = signals.read(IDLE, 300 * SECOND)
     assert (later.queue_depth, later.utilisation, later.kv_headroom) == (0.0, 0.0, 1.0)
 
 

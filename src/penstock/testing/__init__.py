@@ -1,6 +1,6 @@
 """Shipped fakes and builders, for our tests and for those of users. Deterministic; no I/O."""
 
-from penstock.testing.builders import make_core, make_request, make_scheduler
+from penstock.testing.builders import make_core, make_load, make_request, make_scheduler
 from penstock.testing.driver import Driver, Outcome, run_to_completion
 from penstock.testing.failing_executor import FailingExecutor, RowFailingExecutor
 from penstock.testing.hash_executor import DEFAULT_CAPACITY, HashExecutor
@@ -17,6 +17,7 @@ __all__ = [
     "RowFailingExecutor",
     "expected_tokens",
     "make_core",
+    "make_load",
     "make_request",
     "make_scheduler",
     "run_to_completion",

@@ -1,4 +1,4 @@
-"""Builders: make requests, schedulers and cores with defaults that suit a test. Called by tests, ours and users'; decide
+"""Builders: make requests, loads, schedulers and cores with defaults that suit a test. Called by tests, ours and users'; decide
 nothing.
 """
 
@@ -18,6 +18,7 @@ from penstock.testing.hash_executor import DEFAULT_CAPACITY
 from penstock.types.plan import Capacity
 from penstock.types.request import Request
 from penstock.types.sampling import SamplingParams
+from penstock.types.stats import EngineLoad
 
 
 def make_request(
@@ -46,6 +47,24 @@ def make_request(
         tenant=tenant,
         cache_salt=cache_salt,
         predicted_new_tokens=predicted_new_tokens,
+    )
+
+
+def make_load(
+    num_running: int = 0,
+    num_waiting: int = 0,
+    num_rows_free: int = 8,
+    *,
+    num_blocks_total: int = 100,
+    num_blocks_free: int = 100,
+) -> EngineLoad:
+    """What an engine says of itself; without arguments, that it is idle."""
+    return EngineLoad(
+        num_running=num_running,
+        num_waiting=num_waiting,
+        num_rows_free=num_rows_free,
+        num_blocks_total=num_blocks_total,
+        num_blocks_free=num_blocks_free,
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import pytest
 
 from penstock.sched.admission import DEFAULT_RETRY_AFTER_S, RESTART_RETRY_AFTER_S, Admission, AdmissionLimits, Ask
-from penstock.testing import make_request
+from penstock.testing import make_load, make_request
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.plan import Capacity
 from penstock.types.request import FinishReason, Request
@@ -15,24 +15,6 @@ from penstock.types.stats import EngineLoad, RequestStats, StepStats, WaitReason
 
 SECOND = 1_000_000_000
 CAPACITY = Capacity(num_blocks=101, block_size=16, max_rows=8, max_step_tokens=128, max_model_len=1024)
-
-
-def make_load(
-    num_running: int = 0,
-    num_waiting: int = 0,
-    num_rows_free: int = 8,
-    *,
-    num_blocks_total: int = 100,
-    num_blocks_free: int = 100,
-) -> EngineLoad:
-    return EngineLoad(
-        num_running=num_running,
-        num_waiting=num_waiting,
-        num_rows_free=num_rows_free,
-        num_blocks_total=num_blocks_total,
-        num_blocks_free=num_blocks_free,
-    )
-
 
 FULL = make_load(num_running=8, num_rows_free=0)
 LIMITS = AdmissionLimits(slo_ttft_ns=2 * SECOND, tenant_max_concurrent=2, tenant_tokens_per_minute=6000)
