@@ -12,6 +12,7 @@
 #include <limits>
 #include <optional>
 
+#include "logit_changes.h"
 #include "philox.h"
 
 // Compiled for several instruction sets, chosen when the module is loaded. None of them contracts a product and a sum, so
@@ -25,15 +26,12 @@
 namespace penstock {
 namespace {
 
-constexpr float kNever = -std::numeric_limits<float>::infinity();
 constexpr int kBlock = 64;  // logits that share a maximum and a sum; divides by both lane counts below
 constexpr int kMaxLanes = 16;
 constexpr int kSumLanes = 8;
-constexpr int32_t kInPrompt = 1 << 30;  // flag in SamplerScratch::counts, above any count of output tokens
 constexpr size_t kFirstPrefix = 256;    // candidates that top_p looks at before it looks at all
 constexpr size_t kFewToSort = 64;
 constexpr Candidate kLeastLikely{kNever, std::numeric_limits<int32_t>::max()};
-constexpr float kLargest = std::numeric_limits<float>::max();
 constexpr double kTiny = 1e-300;        // weights below are 0
 
 int num_blocks(int n) { return (n + kBlock - 1) / kBlock; }
@@ -285,88 +283,6 @@ int choose(const float* logits, int vocab_size, const RowSampling& row, uint64_t
     return draw_candidate(u, row.min_p, last, weight_of, scratch);
 }
 
-class Vocabulary {
-   public:
-    Vocabulary(float* logits, int size) : logits_(logits), size_(size) {}
-    bool has(int32_t id) const { return id >= 0 && id < size_; }
-    float& operator[](int32_t id) const { return logits_[id]; }
-    float* begin() const { return logits_; }
-    float* end() const { return logits_ + size_; }
-
-   private:
-    float* logits_;
-    int size_;
-};
-
-bool ends_with(const int32_t* tokens, int num_tokens, const int32_t* suffix, int length) {
-    return length <= num_tokens && std::equal(suffix, suffix + length, tokens + (num_tokens - length));
-}
-
-void ban(Vocabulary logits, int32_t id, std::vector<Candidate>& undo) {
-    if (!logits.has(id)) return;
-    undo.push_back({logits[id], id});
-    logits[id] = kNever;
-}
-
-void keep_allowed(Vocabulary logits, const RowSampling& row, SamplerScratch& scratch) {
-    scratch.saved.clear();
-    for (int32_t id : row.allowed_ids) scratch.saved.push_back(logits.has(id) ? logits[id] : 0.0f);
-    std::fill(logits.begin(), logits.end(), kNever);
-    for (size_t i = 0; i < row.allowed_ids.size(); ++i)
-        if (logits.has(row.allowed_ids[i])) logits[row.allowed_ids[i]] = scratch.saved[i];
-}
-
-// Step 2. Bans that would leave nothing are undone.
-void restrict(Vocabulary logits, const RowSampling& row, const int32_t* tokens, int num_tokens, int num_prompt_tokens,
-              SamplerScratch& scratch) {
-    if (row.restricts_ids) keep_allowed(logits, row, scratch);
-    std::vector<Candidate>& undo = scratch.candidates;
-    undo.clear();
-    for (size_t i = 0; i + 1 < row.banned_starts.size(); ++i) {
-        const int32_t* sequence = row.banned_tokens.data() + row.banned_starts[i];
-        const int length = row.banned_starts[i + 1] - row.banned_starts[i];
-        if (length > 0 && ends_with(tokens, num_tokens, sequence, length - 1)) ban(logits, sequence[length - 1], undo);
-    }
-    if (num_tokens - num_prompt_tokens < row.min_tokens)
-        for (int32_t id : row.stop_ids) ban(logits, id, undo);
-    if (undo.empty() || std::any_of(logits.begin(), logits.end(), [](float x) { return x > kNever; })) return;
-    for (size_t i = undo.size(); i-- > 0;) logits[undo[i].id] = undo[i].logit;  // backwards: an id may be banned twice
-}
-
-void count_tokens(Vocabulary logits, const int32_t* tokens, int start, int end, bool is_prompt, SamplerScratch& scratch) {
-    for (int i = start; i < end; ++i) {
-        const int32_t id = tokens[i];
-        if (!logits.has(id)) continue;
-        if (scratch.counts[id] == 0) scratch.touched.push_back(id);
-        if (is_prompt)
-            scratch.counts[id] |= kInPrompt;
-        else
-            ++scratch.counts[id];
-    }
-}
-
-// Step 4.
-void penalize(Vocabulary logits, const RowSampling& row, const int32_t* tokens, int num_tokens, int num_prompt_tokens,
-              SamplerScratch& scratch) {
-    const size_t vocab_size = logits.end() - logits.begin();
-    if (scratch.counts.size() < vocab_size) scratch.counts.resize(vocab_size, 0);
-    scratch.touched.clear();
-    if (row.repetition_penalty != 1.0f) count_tokens(logits, tokens, 0, num_prompt_tokens, true, scratch);
-    count_tokens(logits, tokens, num_prompt_tokens, num_tokens, false, scratch);
-    for (int32_t id : scratch.touched) {
-        const int32_t count = scratch.counts[id] & ~kInPrompt;
-        scratch.counts[id] = 0;
-        float& x = logits[id];
-        if (row.repetition_penalty != 1.0f && std::isfinite(x)) {
-            x = x > 0.0f ? x / row.repetition_penalty : x * row.repetition_penalty;
-            x = std::clamp(x, -kLargest, kLargest);  // an extreme penalty saturates: it neither bans nor spoils the logits
-        }
-        if (count == 0) continue;
-        x -= row.frequency_penalty * static_cast<float>(count);
-        x -= row.presence_penalty;
-    }
-}
-
 // Step 1, on logits as the model gave them.
 void fill_logprobs(const float* raw, int vocab_size, int num_top, SamplerScratch& scratch, SampleResult& result) {
     const float max = fill_block_max(raw, vocab_size, scratch);
@@ -392,18 +308,12 @@ void fill_logprobs(const float* raw, int vocab_size, int num_top, SamplerScratch
 
 void sample_row(float* logits, int vocab_size, const RowSampling& row, const int32_t* tokens, int num_tokens,
                 int num_prompt_tokens, SamplerScratch& scratch, SampleResult& result) {
-    const Vocabulary vocabulary(logits, vocab_size);
-    const bool restricts = row.restricts_ids || !row.banned_starts.empty() || row.min_tokens > 0;
-    const bool changes = restricts || !row.bias_ids.empty() || row.has_penalties();
     const float* raw = logits;
-    if (row.num_logprobs >= 0 && changes) {
+    if (row.num_logprobs >= 0 && changes_logits(row)) {
         scratch.raw.assign(logits, logits + vocab_size);
         raw = scratch.raw.data();
     }
-    if (restricts) restrict(vocabulary, row, tokens, num_tokens, num_prompt_tokens, scratch);
-    for (size_t i = 0; i < row.bias_ids.size(); ++i)
-        if (vocabulary.has(row.bias_ids[i])) vocabulary[row.bias_ids[i]] += row.bias_values[i];
-    if (row.has_penalties()) penalize(vocabulary, row, tokens, num_tokens, num_prompt_tokens, scratch);
+    change_logits(logits, vocab_size, row, tokens, num_tokens, num_prompt_tokens, scratch);
     result.token = choose(logits, vocab_size, row, num_tokens, scratch);
     if (row.num_logprobs >= 0 && result.token >= 0)
         fill_logprobs(raw, vocab_size, std::min(row.num_logprobs, kMaxLogprobs), scratch, result);

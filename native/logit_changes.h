@@ -1,0 +1,22 @@
+// What a request changes of its logits before a token is chosen: steps 2 to 4 of `backends/reference/sampling.py`. Called by the
+// sampler, one row at a time, on any thread; chooses nothing.
+
+#pragma once
+
+#include <cstdint>
+#include <limits>
+
+#include "sampler.h"
+
+namespace penstock {
+
+constexpr float kNever = -std::numeric_limits<float>::infinity();  // of a token that can't be chosen
+
+// Whether `change_logits` does anything at all to this row.
+bool changes_logits(const RowSampling& row);
+
+// Bans, biases and penalties, in this order, on `logits` [vocab_size] of the token that follows `tokens` [num_tokens].
+void change_logits(float* logits, int vocab_size, const RowSampling& row, const int32_t* tokens, int num_tokens,
+                   int num_prompt_tokens, SamplerScratch& scratch);
+
+}  // namespace penstock
