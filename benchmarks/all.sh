@@ -43,6 +43,7 @@ run scheduler scheduler.py
 run startup startup.py
 run inprocess inprocess.py
 run streaming streaming.py
+run pipeline pipeline.py
 variants=$("$python" -c 'from penstock.backends.native._native import usable_variants as u; print(*u())')
 first=${variants%% *}
 for variant in $variants; do

@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
+from penstock import machine
 from penstock.clock import WallClock
 from penstock.engine.loop import Engine
 from penstock.engine.output import OutputStage
@@ -150,7 +151,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rows", type=int, nargs="+", default=[64, 256])
     arguments = parser.parse_args()
-    report: dict[str, object] = {"benchmark": "pipeline", "step_ms": arguments.step_ms, "steps": arguments.steps}
+    report: dict[str, object] = {
+        "benchmark": "pipeline",
+        "cpu": machine.cpu_name(),
+        "step_ms": arguments.step_ms,
+        "steps": arguments.steps,
+    }
     for num_rows in arguments.rows:
         for depth in (1, 2):
             crowd = Crowd(num_rows, depth, int(arguments.step_ms * 1e6), arguments.steps)

@@ -256,4 +256,5 @@ SECTIONS = {
     "peaks": peaks,
     "startup": flat,
     "scheduler": flat,
+    "pipeline": flat,
 }

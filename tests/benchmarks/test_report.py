@@ -75,6 +75,7 @@ RESULTS = {
     "streaming": WHERE | {"step_ms": 10.0, "by_streams": {"1": {"http_us_per_token": 54}, "256": {"http_us_per_token": 18.4}}},
     "startup": WHERE | {"ready_s": {"median": 0.65, "max": 0.7}},
     "scheduler": WHERE | {"decode": {"total_us": 112.3}},
+    "pipeline": WHERE | {"step_ms": 5.0, "rows_64_depth_2": {"gap_us": 0.1}},
 }
 SEEN = {
     "peaks": "2000 (1900)",
@@ -86,6 +87,7 @@ SEEN = {
     "streaming": "| streams | 1 | 256 |\n| --- | --- | --- |\n| http_us_per_token | 54 | 18.4 |",
     "startup": "| ready_s median | 0.65 |",
     "scheduler": "| decode total_us | 112.3 |",
+    "pipeline": "| rows_64_depth_2 gap_us | 0.1 |",
 }
 
 
