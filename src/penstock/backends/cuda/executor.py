@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +26,7 @@ from penstock.backends.cuda.staging import Download, Upload, message_words, step
 from penstock.backends.cuda.step import StepTensors
 from penstock.backends.cuda.stream import Mark, open_stream
 from penstock.backends.cuda.tables import Patches, RowTables
+from penstock.backends.cuda.text_logits import text_logits
 from penstock.models.program import Program
 from penstock.models.weights import LoadedModel
 from penstock.types.errors import ExecutorFailure
@@ -275,43 +275,9 @@ class CudaExecutor:
 
     def forward_logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """Logits after each token of a text, [len(token_ids), vocab_size]; for tests. Overwrites KV: only when idle."""
-        size = self._capacity.block_size
-        num_blocks = -(-len(token_ids) // size)
-        if num_blocks >= self._capacity.num_blocks:
-            raise ValueError(f"{len(token_ids)} tokens do not fit into {self._capacity.num_blocks - 1} blocks of {size}")
-        table = np.zeros((1, self._block_tables.shape[1]), np.int32)
-        table[0, :num_blocks] = np.arange(1, num_blocks + 1)
-        chunk = min(self._capacity.max_rows, self._capacity.max_step_tokens)
-        parts = []
         with self._working():
-            for begin in range(0, len(token_ids), chunk):
-                tokens = np.array(token_ids[begin : begin + chunk], np.int32)
-                parts.append(self._program.run(self._text_step(tokens, begin, table)).cpu().numpy().copy())
-        return np.concatenate(parts)
-
-    def _text_step(self, token_ids: NDArray[np.int32], begin: int, table: NDArray[np.int32]) -> StepTensors:
-        """One row, of which every token samples."""
-        num_tokens, size = len(token_ids), self._capacity.block_size
-        positions = np.arange(begin, begin + num_tokens, dtype=np.int32)
-
-        def put(array: NDArray[Any]) -> torch.Tensor:
-            return torch.from_numpy(array).to(self._device)
-
-        return StepTensors(
-            token_ids=put(token_ids),
-            positions=put(positions),
-            row_of_token=put(np.zeros(num_tokens, np.int32)),
-            slot_mapping=put(table[0, positions // size].astype(np.int64) * size + positions % size),
-            query_start_loc=put(np.array([0, num_tokens], np.int32)),
-            context_lens=put(np.array([begin], np.int32)),
-            block_tables=put(table),
-            sample_tokens=put(np.arange(num_tokens, dtype=np.int32)),
-            num_tokens=num_tokens,
-            num_rows=1,
-            num_samples=num_tokens,
-            max_query_len=num_tokens,
-            max_seq_len=begin + num_tokens,
-        )
+            max_blocks = self._block_tables.shape[1]
+            return text_logits(self._program, self._capacity, token_ids, max_blocks=max_blocks, device=self._device)
 
     @contextmanager
     def _working(self) -> Iterator[None]:
