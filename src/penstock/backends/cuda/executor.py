@@ -10,21 +10,22 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from triton.errors import TritonError
 
-from penstock.backends.batch import NO_TOKEN, NO_USABLE_LOGIT, NULL_BLOCK, BatchBuilder, StepBatch
+from penstock.backends.batch import NO_TOKEN, NULL_BLOCK, BatchBuilder, StepBatch
+from penstock.backends.cuda.flight import Flight
 from penstock.backends.cuda.graphs import Captured, CudaCapture, DecodeGraphs
 from penstock.backends.cuda.kv_cache import PagedKvCache
 from penstock.backends.cuda.lowering import CompiledProgram
-from penstock.backends.cuda.sampling import SampledWords, SamplePlan, Sampler
+from penstock.backends.cuda.sampling import SampledWords, Sampler
 from penstock.backends.cuda.staging import Download, Upload, message_words, step_arrays
 from penstock.backends.cuda.step import StepTensors
-from penstock.backends.cuda.stream import Mark, open_stream
+from penstock.backends.cuda.stream import open_stream
 from penstock.backends.cuda.tables import Patches, RowTables
 from penstock.backends.cuda.text_logits import text_logits
 from penstock.models.program import Program
@@ -32,26 +33,7 @@ from penstock.models.weights import LoadedModel
 from penstock.types.errors import ExecutorFailure
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.plan import Capacity, StepPlan, Ticket
-from penstock.types.result import StepResult, StepTiming, TokenLogprobs
-from penstock.types.sampling import MAX_LOGPROBS
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Flight:
-    """A step that was submitted and not collected."""
-
-    step_id: int
-    names: list[str]
-    """Request ids of the rows that sample. [S]"""
-    plan: SamplePlan
-    where: SampledWords
-    words: NDArray[np.int32]
-    """The results; good once `ended` has been passed."""
-    host_ns: int
-    """Of `submit`."""
-    begun: Mark
-    computed: Mark
-    ended: Mark
+from penstock.types.result import StepResult
 
 
 class CudaExecutor:
@@ -89,7 +71,7 @@ class CudaExecutor:
         self._stream = open_stream(self._device, spins=depth == 1)
         self._vocab_size = program.vocab_size
         self._batches = BatchBuilder(self._capacity, vocab_size=self._vocab_size)
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[Flight] = deque()
         self._is_closed = False
         is_gpu = self._device.type == "cuda"
         self._use_graphs = use_graphs
@@ -241,23 +223,7 @@ class CudaExecutor:
             raise ValueError(f"step {ticket.step_id} is not the next one to collect")
         flight = self._flights.popleft()
         with self._working():
-            flight.ended.wait()
-            device_ns = flight.ended.ns_since(flight.begun)
-            parts = {
-                "host": flight.host_ns,
-                "model": flight.computed.ns_since(flight.begun),
-                "sampling": flight.ended.ns_since(flight.computed),
-            }
-        end_ns = time.monotonic_ns()
-        tokens = flight.where.tokens(flight.words).tolist()
-        sampled = dict(zip(flight.names, tokens, strict=True))
-        return StepResult(
-            ticket.step_id,
-            {name: (token,) for name, token in sampled.items() if token != NO_TOKEN},
-            timing=StepTiming(end_ns - device_ns, end_ns, parts),
-            logprobs=_logprobs(flight, tokens),
-            failures={name: NO_USABLE_LOGIT for name, token in sampled.items() if token == NO_TOKEN},
-        )
+            return flight.result()
 
     def close(self) -> None:
         """Waits for what is in flight, and frees the device's memory. Idempotent; nothing else may be called after it."""
@@ -290,7 +256,7 @@ class CudaExecutor:
             except (RuntimeError, TritonError) as error:
                 raise ExecutorFailure(f"the GPU failed: {error}") from error
 
-    def _launch(self, plan: StepPlan, batch: StepBatch, began_ns: int) -> _Flight:
+    def _launch(self, plan: StepPlan, batch: StepBatch, began_ns: int) -> Flight:
         """Queue all of a step."""
         self._forget_stale_blocks(plan)
         patches = self._patches(plan, batch)
@@ -317,7 +283,7 @@ class CudaExecutor:
         ended = self._stream.mark()
         names = [batch.request_ids[row] for row in batch.sample_rows.tolist()]
         host_ns = time.monotonic_ns() - began_ns
-        return _Flight(plan.step_id, names, sample_plan, where, words, host_ns, begun, computed, ended)
+        return Flight(plan.step_id, names, sample_plan, where, words, host_ns, begun, computed, ended)
 
     def _padded_rows(self, batch: StepBatch) -> int:
         """The size of the graph that this step may run as; 0 if it is not a decode step."""
@@ -378,17 +344,3 @@ class CudaExecutor:
         for row in plan.rows:
             if row.new_block_ids:
                 self._cache.forget(row.new_block_ids, 0)
-
-
-def _logprobs(flight: _Flight, tokens: list[int]) -> dict[str, tuple[TokenLogprobs, ...]]:
-    found: dict[str, tuple[TokenLogprobs, ...]] = {}
-    numbers, ids = flight.where.logprobs(flight.words)
-    for line, (sample, num_top) in enumerate(
-        zip(flight.plan.logprob_samples.tolist(), flight.plan.num_tops.tolist(), strict=True)
-    ):
-        if tokens[sample] == NO_TOKEN:
-            continue
-        top_ids = [token_id for token_id in ids[line, 1 : 1 + min(num_top, MAX_LOGPROBS)].tolist() if token_id != NO_TOKEN]
-        top = tuple(zip(top_ids, numbers[line, 1:].tolist(), strict=False))
-        found[flight.names[sample]] = (TokenLogprobs(tokens[sample], float(numbers[line, 0]), int(ids[line, 0]), top),)
-    return found
