@@ -8,10 +8,11 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from penstock.backends.native._native import Engine, RowOpKind
+from penstock.backends.native._native import Engine, RowOpKind, SourceFormat
 from penstock.backends.native.lowering import lower
+from penstock.models.formats import held_bytes
 from penstock.models.program import Add, Embed, GatedActivation, Linear, Logits, Op, Program, RMSNorm
-from penstock.models.weights import WeightFormat, WeightTensor
+from penstock.models.weights import BlockScales, WeightFormat, WeightTensor
 
 NAMES = ("x", "y", "z", "h")
 MATRIX = WeightTensor("w", 32, 32, WeightFormat.BF16, np.zeros((32, 32), np.uint16))
@@ -148,3 +149,32 @@ def test_a_norm_is_quantised_at_once_if_only_quantised_products_read_it(
     }
     lower(program, weights, cast(Engine, recorder), num_positions=64)
     assert [kind for kind in recorder.kinds if kind not in (RowOpKind.EMBED, RowOpKind.LOOKUP)] == kinds
+
+
+def test_fp8_is_widened_with_its_scales() -> None:
+    """It is packed as bf16, and so are its bytes counted."""
+    given: list[tuple[SourceFormat, np.ndarray]] = []
+
+    class Given(Recorder):
+        def add_matrix(self, fmt: SourceFormat, rows: int, cols: int, data: np.ndarray) -> int:
+            given.append((fmt, data.view(np.float32).copy()))
+            return 0
+
+    codes = np.full((32, 32), 0x38, np.uint8)
+    codes[5, 7] = 0xC0  # -2
+    scales = BlockScales(np.arange(1, 33, dtype=np.float32)[:, None], 1, 32)
+    program = Program(
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=16,
+        vocab_size=32,
+        buffers=(("x", 32), ("y", 32)),
+        ops=(Embed("x", "w"), Linear("y", "x", "v")),
+    )
+    weights = {"w": MATRIX, "v": WeightTensor("v", 32, 32, WeightFormat.F8_E4M3, codes, scales)}
+    lower(program, weights, cast(Engine, Given()), num_positions=64)
+    ((fmt, values),) = given
+    assert fmt == SourceFormat.F32
+    assert values[5, 7] == -12
+    assert (values[31] == 32).all()
+    assert held_bytes(WeightFormat.F8_E4M3, 32, 32) == held_bytes(WeightFormat.BF16, 32, 32)

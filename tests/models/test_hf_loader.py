@@ -179,7 +179,7 @@ REFUSED = {
     "no architecture": ({"architectures": None}, "architectures is missing"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     "bias": ({"mlp_bias": True}, "mlp_bias is True"),
-    "quantised": ({"quantization_config": {"quant_method": "gptq"}}, "quantised checkpoints"),
+    "quantised": ({"quantization_config": {"quant_method": "gptq"}}, "other than fp8"),
     "yarn": ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "'yarn' is not supported"),
     "theta": ({"rope_parameters": {"rope_theta": 0}}, "rope_theta is 0"),
     "factor": ({"rope_parameters": {"rope_type": "linear"}}, "factor is missing"),

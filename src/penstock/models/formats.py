@@ -6,6 +6,7 @@ blocks of 32 or 256 consecutive columns; within them, 32 columns (16 in Q2_K, Q3
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -30,6 +31,9 @@ class WeightFormat(StrEnum):
     """IEEE half precision. A backend may round it, and a matrix in F32, to bf16."""
     BF16 = "bf16"
     """bfloat16, as uint16 bit patterns."""
+    F8_E4M3 = "f8_e4m3"
+    """A sign, four bits of exponent and three of mantissa, as uint8: `E4M3_VALUES` times a scale beside the matrix
+    (`BlockScales` in `models.weights`). A backend may round it to bf16."""
     Q4_0 = "q4_0"
     """w = d * (q - 8); a block is f16 d, then 16 bytes: low nibbles are columns 0-15, high nibbles 16-31."""
     Q4_1 = "q4_1"
@@ -78,6 +82,13 @@ BLOCKS: Mapping[WeightFormat, tuple[int, int]] = MappingProxyType(
 )
 """(columns, bytes) of one block of every quantised format."""
 
+E4M3_VALUES = tuple(
+    (-1 if code & 128 else 1)
+    * (math.nan if code & 127 == 127 else math.ldexp((code & 7) + (8 if code & 120 else 0), max(1, code >> 3 & 15) - 10))
+    for code in range(256)
+)
+"""By code. There is no infinity, and the largest is 448. Source: FP8 Formats for Deep Learning, arXiv 2209.05433."""
+
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
@@ -86,7 +97,18 @@ def stored_bytes(fmt: WeightFormat, num_rows: int, num_cols: int) -> int:
     if fmt in BLOCKS:
         cols, num_bytes = BLOCKS[fmt]
         return num_rows * (num_cols // cols) * num_bytes
-    return num_rows * num_cols * (4 if fmt is WeightFormat.F32 else 2)
+    return num_rows * num_cols * {WeightFormat.F32: 4, WeightFormat.F8_E4M3: 1}.get(fmt, 2)
+
+
+class Floats(StrEnum):
+    """What a backend holds where a file has matrices of floats."""
+
+    BF16 = "bf16"
+    """All are widened or rounded to it, as by the native backend."""
+    AS_STORED = "as stored"
+    """bf16; fp8 stays."""
+    FP8 = "fp8"
+    """fp8, but tables of embeddings and the matrix of logits, which are as stored."""
 
 
 _HELD: Mapping[WeightFormat, tuple[int, bool]] = MappingProxyType(
@@ -108,15 +130,17 @@ _HELD: Mapping[WeightFormat, tuple[int, bool]] = MappingProxyType(
 """(bits of a weight, whether groups of 32 have an offset as well as a scale) in the memory of the native backend."""
 
 
-def held_bytes(fmt: WeightFormat, num_rows: int, num_cols: int) -> int:
+def held_bytes(fmt: WeightFormat, num_rows: int, num_cols: int, floats: Floats = Floats.BF16) -> int:
     """Bytes of it in the memory of the native backend, which packs 16 rows side by side; docs/kernels.md has the layout.
 
-    One row of F32 is a vector, which stays as it is.
+    One row of F32 is a vector, which stays as it is. With other `floats` than the native backend's, fp8 has a scale per row.
     """
     if fmt is WeightFormat.F32 and num_rows == 1:
         return stored_bytes(fmt, num_rows, num_cols)
     rows = _padded(num_rows, 16)
     if fmt not in _HELD:
+        if floats is Floats.FP8 or (floats is Floats.AS_STORED and fmt is WeightFormat.F8_E4M3):
+            return rows * (num_cols + 4)
         return rows * _padded(num_cols, 2) * 2
     bits, has_offset = _HELD[fmt]
     groups = num_cols // 32
@@ -158,11 +182,14 @@ def grouped_integers(data: NDArray[np.generic], fmt: WeightFormat, num_cols: int
 
 
 def dequantize(data: NDArray[np.generic], fmt: WeightFormat, num_cols: int) -> F32:
-    """Values of raw rows, float32 [num_rows, num_cols]. `data` is as in `WeightTensor.data`."""
+    """Values of raw rows, float32 [num_rows, num_cols]; of F8_E4M3 without their scale. `data` is as in `WeightTensor.data`."""
     if fmt in (WeightFormat.F32, WeightFormat.F16):
         return np.ascontiguousarray(data, dtype=np.float32)
     if fmt is WeightFormat.BF16:
         return (data.astype(np.uint32) << 16).view(np.float32)
+    if fmt is WeightFormat.F8_E4M3:
+        values: F32 = np.array(E4M3_VALUES, np.float32)[data]
+        return values
     parts = grouped_integers(data, fmt, num_cols)
     values = parts.integers.reshape(*parts.scales.shape, parts.group).astype(np.float32)
     with np.errstate(all="ignore"):

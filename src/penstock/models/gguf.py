@@ -12,11 +12,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from penstock.models import checks, registry, rope
+from penstock.models.formats import Floats
 from penstock.models.gguf_file import GgufFile, TensorEntry, open_gguf
 from penstock.models.gguf_tensors import conversion_notes, load_tensor, loaded_bytes, looked_up_bytes, matrix_shape
 from penstock.models.gguf_vocab import read_eos_ids, read_vocab
 from penstock.models.program import Program
-from penstock.models.weights import LoadedModel
+from penstock.models.weights import LoadedModel, held_floats
 from penstock.types.errors import ModelError
 from penstock.types.model_spec import ModelSpec
 
@@ -47,11 +48,11 @@ _NOTABLE_GROWTH = 1.1
 _log = logging.getLogger(__name__)
 
 
-def load_gguf(path: Path, *, name: str = "", max_weight_bytes: int | None = None) -> LoadedModel:
+def load_gguf(path: Path, *, name: str = "", max_weight_bytes: int | None = None, floats: Floats = Floats.BF16) -> LoadedModel:
     """The model of a GGUF file; weights of a kept format stay memory-mapped.
 
-    `name` defaults to the file's stem. Raises ModelError for a file that is unreadable, corrupt, unsupported, or whose
-    weights would take more than `max_weight_bytes`, all before any weight is read.
+    `name` defaults to the file's stem. Raises ModelError for a file that is unreadable, corrupt, unsupported, or whose weights
+    would take more than `max_weight_bytes` in a backend that holds `floats`, all before any weight is read.
     """
     _refuse_other_formats(path)
     file = open_gguf(path)
@@ -60,10 +61,10 @@ def load_gguf(path: Path, *, name: str = "", max_weight_bytes: int | None = None
     spec = _read_spec(file, entries)
     program = registry.describe(spec)
     _check_entries(program, entries, path)
-    checks.check_memory(_held_bytes(entries), max_weight_bytes, path)
+    checks.check_memory(_held_bytes(entries, floats), max_weight_bytes, path)
     vocab = read_vocab(file, spec.vocab_size)
     notes = conversion_notes(entries.values())
-    _announce(path, entries, notes)
+    _announce(path, entries, notes, floats)
     return LoadedModel(
         name=name or path.stem,
         spec=spec,
@@ -77,19 +78,19 @@ def load_gguf(path: Path, *, name: str = "", max_weight_bytes: int | None = None
     )
 
 
-def _held_bytes(entries: Mapping[str, TensorEntry]) -> int:
-    """As `LoadedModel.num_weight_bytes`."""
-    held = {name: loaded_bytes(entry) for name, entry in entries.items()}
+def _held_bytes(entries: Mapping[str, TensorEntry], floats: Floats) -> int:
+    """As `LoadedModel.num_weight_bytes`, but for `floats`."""
+    held = {name: loaded_bytes(entry, held_floats(name, floats)) for name, entry in entries.items()}
     if "output" in entries:
         held["embed"] = looked_up_bytes(entries["embed"])
     return sum(held.values())
 
 
-def _announce(path: Path, entries: Mapping[str, TensorEntry], notes: Iterable[str]) -> None:
+def _announce(path: Path, entries: Mapping[str, TensorEntry], notes: Iterable[str], floats: Floats) -> None:
     """Log what will be converted, before, as it may take a while, and what grows."""
     for note in notes:
         _log.info("%s: %s", path.name, note)
-    num_stored, num_held = sum(entry.num_bytes for entry in entries.values()), _held_bytes(entries)
+    num_stored, num_held = sum(entry.num_bytes for entry in entries.values()), _held_bytes(entries, floats)
     if num_held > _NOTABLE_GROWTH * num_stored:
         words = "%s: %d MiB of weights become %d MiB in memory, where they have 8 bits or 16; Q4 and Q8 types stay as small"
         _log.warning(words, path.name, num_stored >> 20, num_held >> 20)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.models.convert import convert_rows
-from penstock.models.formats import BLOCKS, WeightFormat, held_bytes, stored_bytes
+from penstock.models.formats import BLOCKS, Floats, WeightFormat, held_bytes, stored_bytes
 from penstock.models.gguf_file import (
     GGML_BF16,
     GGML_F16,
@@ -64,9 +64,9 @@ def matrix_shape(entry: TensorEntry) -> tuple[int, int]:
     return rows, entry.shape[-1]
 
 
-def loaded_bytes(entry: TensorEntry) -> int:
-    """Bytes of the weight that `load_tensor` makes of it, as the native backend holds it."""
-    return held_bytes(_format(entry), *matrix_shape(entry))
+def loaded_bytes(entry: TensorEntry, floats: Floats = Floats.BF16) -> int:
+    """Bytes of the weight that `load_tensor` makes of it, as the native backend holds it, but for its `floats`."""
+    return held_bytes(_format(entry), *matrix_shape(entry), floats)
 
 
 def looked_up_bytes(entry: TensorEntry) -> int:

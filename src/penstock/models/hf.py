@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 
 from penstock.models import checks, registry
-from penstock.models.formats import WeightFormat, held_bytes
+from penstock.models.formats import Floats, WeightFormat, held_bytes
 from penstock.models.hf_config import JsonFile, read_eos_ids, read_json, read_spec
+from penstock.models.hf_fp8 import FLOAT8, block_scales, read_block, split_scales
 from penstock.models.program import Program
 from penstock.models.safetensors_file import StoredTensor, open_safetensors
-from penstock.models.weights import LoadedModel, WeightTensor
+from penstock.models.weights import BlockScales, LoadedModel, WeightTensor, held_floats
 from penstock.types.errors import ModelError
 
 _TOP: Mapping[str, str] = {"model.embed_tokens.weight": "embed", "model.norm.weight": "norm", "lm_head.weight": "output"}
@@ -36,19 +37,28 @@ _DERIVED = "rotary_emb.inv_freq"
 """Old checkpoints carry what config.json already says."""
 
 
-def load_hf_directory(path: Path, *, name: str = "", max_weight_bytes: int | None = None) -> LoadedModel:
-    """The model of a directory with config.json, safetensors and tokenizer.json; bf16 weights stay memory-mapped.
+def load_hf_directory(
+    path: Path, *, name: str = "", max_weight_bytes: int | None = None, floats: Floats = Floats.BF16
+) -> LoadedModel:
+    """The model of a directory with config.json, safetensors and tokenizer.json; weights in bf16 and fp8 stay memory-mapped.
 
-    `name` defaults to the directory's. Raises ModelError if a file is missing, corrupt or unsupported, or if the
-    weights would take more than `max_weight_bytes`, all before any weight is read.
+    `name` defaults to the directory's. Raises ModelError if a file is missing, corrupt or unsupported, or if the weights
+    would take more than `max_weight_bytes` in a backend that holds `floats`, all before any weight is read.
     """
     config = read_json(path / "config.json")
-    stored = {_canonical(name): tensor for name, tensor in _open_weights(path).items() if not name.endswith(_DERIVED)}
+    block = read_block(config)
+    opened, opened_scales = split_scales(_open_weights(path))
+    stored = {_canonical(name): tensor for name, tensor in opened.items() if not name.endswith(_DERIVED)}
+    scales = {_canonical(name): block_scales(name, opened[name].shape, scale, block) for name, scale in opened_scales.items()}
     spec = read_spec(config, has_qkv_bias="layers.0.q_bias" in stored, has_output="output" in stored)
     if spec.tie_word_embeddings:
         stored.pop("output", None)
     _check_stored(registry.describe(spec), stored, path)
-    held = sum(_held_bytes(tensor) for key, tensor in stored.items() if key != "embed" or spec.tie_word_embeddings)
+    held = sum(
+        _held_bytes(tensor, held_floats(key, floats))
+        for key, tensor in stored.items()
+        if key != "embed" or spec.tie_word_embeddings
+    )
     checks.check_memory(held, max_weight_bytes, path)  # rows of an untied embedding are read in the file
     tokenizer = path / "tokenizer.json"
     if not tokenizer.is_file():
@@ -60,7 +70,7 @@ def load_hf_directory(path: Path, *, name: str = "", max_weight_bytes: int | Non
     return LoadedModel(
         name=name or path.resolve().name,
         spec=spec,
-        weights={key: _weight(key, tensor) for key, tensor in stored.items()},
+        weights={key: _weight(key, tensor, scales.get(key)) for key, tensor in stored.items()},
         tokenizer_source=tokenizer,
         chat_template=_chat_template(path),
         bos_token_id=bos_token_id,
@@ -122,18 +132,19 @@ def _is_vector(tensor: StoredTensor) -> bool:
     return len(tensor.shape) == 1
 
 
-def _held_bytes(tensor: StoredTensor) -> int:
-    return held_bytes(WeightFormat.F32 if _is_vector(tensor) else WeightFormat.BF16, *_matrix_shape(tensor))
+def _held_bytes(tensor: StoredTensor, floats: Floats) -> int:
+    fmt = WeightFormat.F8_E4M3 if tensor.dtype == FLOAT8 else WeightFormat.BF16
+    return held_bytes(WeightFormat.F32 if _is_vector(tensor) else fmt, *_matrix_shape(tensor), floats)
 
 
-def _weight(name: str, tensor: StoredTensor) -> WeightTensor:
+def _weight(name: str, tensor: StoredTensor, scales: BlockScales | None) -> WeightTensor:
     num_rows, num_cols = _matrix_shape(tensor)
     values = tensor.array().reshape(num_rows, num_cols)
     is_bf16 = tensor.dtype == "BF16"
     if _is_vector(tensor):
         wide = (values.astype(np.uint32) << 16).view(np.float32) if is_bf16 else np.ascontiguousarray(values, dtype=np.float32)
         return WeightTensor(name, num_rows, num_cols, WeightFormat.F32, wide)
-    return WeightTensor(name, num_rows, num_cols, WeightFormat[tensor.dtype], values)
+    return WeightTensor(name, num_rows, num_cols, WeightFormat[tensor.dtype], values, scales)
 
 
 def _chat_template(path: Path) -> str | None:

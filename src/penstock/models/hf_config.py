@@ -128,10 +128,6 @@ def _refuse_unsupported(config: JsonFile) -> None:
         found = config.values.get(key)
         if found is not None and found != value:
             raise config.error(f"{key} is {found!r}; only {value!r} is supported")
-    if config.values.get("quantization_config") is not None:
-        raise ModelError(
-            f"{config.path}: quantised checkpoints are not supported.", remedy="Use a GGUF file, or the bf16 original."
-        )
 
 
 def _read_sizes(config: JsonFile) -> dict[str, int]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from penstock.models.catalog import ModelSource, SourceKind
+from penstock.models.formats import Floats
 from penstock.models.weights import LoadedModel
 from penstock.types.errors import ModelError
 
 
-def load_model(source: ModelSource, *, max_weight_bytes: int | None = None) -> LoadedModel:
+def load_model(source: ModelSource, *, max_weight_bytes: int | None = None, floats: Floats = Floats.BF16) -> LoadedModel:
     """The model of a source that is present, called `source.name`.
 
     Raises ModelError if its files are missing, corrupt or unsupported, or if its weights would take more than
-    `max_weight_bytes` of memory (checked before any weight is read).
+    `max_weight_bytes` of memory, in a backend that holds `floats` (checked before any weight is read).
     """
     if not source.is_present:
         remedy = f"Fetch it with `penstock pull {source.name}`." if source.entry or source.hub else "Check the path."
@@ -19,7 +20,7 @@ def load_model(source: ModelSource, *, max_weight_bytes: int | None = None) -> L
     if source.kind is SourceKind.DIRECTORY:
         from penstock.models.hf import load_hf_directory
 
-        return load_hf_directory(source.path, name=source.name, max_weight_bytes=max_weight_bytes)
+        return load_hf_directory(source.path, name=source.name, max_weight_bytes=max_weight_bytes, floats=floats)
     from penstock.models.gguf import load_gguf
 
-    return load_gguf(source.path, name=source.name, max_weight_bytes=max_weight_bytes)
+    return load_gguf(source.path, name=source.name, max_weight_bytes=max_weight_bytes, floats=floats)

@@ -21,7 +21,7 @@ from penstock.types.errors import ModelError
 
 _MAX_HEADER_BYTES = 100_000_000
 """As in the reference implementation."""
-_DTYPES: Mapping[str, type[np.generic]] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+_DTYPES: Mapping[str, type[np.generic]] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "F8_E4M3": np.uint8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +31,17 @@ class StoredTensor:
     path: Path
     """Its file, for error messages."""
     dtype: str
-    """`F32`, `F16`, `BF16` or another name of the format."""
+    """`F32`, `F16`, `BF16`, `F8_E4M3` or another name of the format."""
     shape: tuple[int, ...]
     _raw: NDArray[np.uint8]
 
     def array(self) -> NDArray[np.generic]:
-        """The values [shape], bf16 as uint16 bit patterns; not copied if aligned. Raises ModelError for other types."""
+        """The values [shape], bf16 and e4m3 as bit patterns; not copied if aligned. Raises ModelError for other types."""
         dtype = _DTYPES.get(self.dtype)
         if dtype is None:
             raise ModelError(
                 f"{self.path}: tensors of type {self.dtype} are not supported.",
-                remedy="Use a checkpoint in bfloat16, float16 or float32.",
+                remedy="Use a checkpoint in bfloat16, float16, float32 or fp8 (e4m3).",
             )
         values = (
             self._raw.view(dtype) if self._raw.ctypes.data % np.dtype(dtype).itemsize == 0 else self._raw.copy().view(dtype)

@@ -13,9 +13,23 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.models.formats import WeightFormat, dequantize, held_bytes
+from penstock.models.formats import Floats, WeightFormat, dequantize, held_bytes
 from penstock.types.model_spec import ModelSpec
 from penstock.types.vocab import GgufVocab
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockScales:
+    """Of a matrix in F8_E4M3: a value is a number times values[row // block_rows, column // block_cols]."""
+
+    values: NDArray[np.float32]
+    """Finite. [blocks of rows, blocks of columns], of which the last ones may be cut."""
+    block_rows: int
+    block_cols: int
+
+    def of_rows(self, begin: int, end: int) -> NDArray[np.float32]:
+        """[end - begin, blocks of columns]"""
+        return self.values[np.arange(begin, end) // self.block_rows]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,7 +41,10 @@ class WeightTensor:
     num_cols: int
     format: WeightFormat
     data: NDArray[np.generic]
-    """F32: float32 [num_rows, num_cols]; F16: float16, BF16: uint16; quantised: uint8 [num_rows, bytes of its blocks]."""
+    """F32: float32 [num_rows, num_cols]; F16: float16, BF16: uint16, F8_E4M3: uint8; quantised: uint8 [num_rows, bytes of its
+    blocks]."""
+    scales: BlockScales | None = None
+    """Of F8_E4M3, which has no meaning without."""
 
     @property
     def num_bytes(self) -> int:
@@ -54,8 +71,17 @@ class WeightTensor:
         return owner if isinstance(owner, mmap.mmap) else None
 
     def dequantize(self) -> NDArray[np.float32]:
-        """The values, float32 [num_rows, num_cols]; exact for every format here."""
-        return dequantize(self.data, self.format, self.num_cols)
+        """The values, float32 [num_rows, num_cols]; exact for every format here, but for the product of fp8 and its scale."""
+        values = dequantize(self.data, self.format, self.num_cols)
+        if self.scales is not None:
+            scales = self.scales.of_rows(0, self.num_rows)
+            values *= np.repeat(scales, self.scales.block_cols, axis=1)[:, : self.num_cols] if scales.shape[1] > 1 else scales
+        return values
+
+
+def held_floats(name: str, floats: Floats) -> Floats:
+    """What a backend makes of one weight: embeddings and logits are not rounded to fp8."""
+    return Floats.AS_STORED if floats is Floats.FP8 and name in ("embed", "output") else floats
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -234,21 +234,29 @@ def _write_shards(directory: Path, weights: Mapping[str, FloatArray], dtype: str
         (directory / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+Encoded = tuple[str, tuple[int, ...], bytes]
+"""Type in capitals, shape and bytes of a tensor."""
+
+
 def write_safetensors(path: Path, tensors: Mapping[str, FloatArray], dtype: str) -> None:
-    """Write arrays as `dtype`. By hand, since NumPy has no bf16. Source: https://github.com/huggingface/safetensors#format."""
+    """Write arrays as `dtype`."""
+    write_encoded(path, {name: (dtype.upper(), values.shape, encode(values, dtype)) for name, values in tensors.items()})
+
+
+def write_encoded(path: Path, tensors: Mapping[str, Encoded]) -> None:
+    """By hand, since NumPy has no bf16. Source: https://github.com/huggingface/safetensors#format."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    blobs: list[bytes] = []
     offset = 0
-    for name, values in tensors.items():
-        blobs.append(_encode(values, dtype))
-        header[name] = {"dtype": dtype.upper(), "shape": list(values.shape), "data_offsets": [offset, offset + len(blobs[-1])]}
-        offset += len(blobs[-1])
+    for name, (dtype, shape, data) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + len(data)]}
+        offset += len(data)
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(blobs))
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(data for _, _, data in tensors.values()))
 
 
-def _encode(values: FloatArray, dtype: str) -> bytes:
+def encode(values: FloatArray, dtype: str) -> bytes:
+    """`dtype` is bf16 (truncated), f16 or f32."""
     if dtype == "bf16":
         return (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
     return values.astype({"f16": np.float16, "f32": np.float32}[dtype]).tobytes()

@@ -27,7 +27,7 @@ from penstock.backends.cuda.lowering import CompiledProgram
 from penstock.backends.cuda.step import StepTensors
 from penstock.models import registry
 from penstock.models.formats import BLOCKS, WeightFormat
-from penstock.models.weights import LoadedModel, WeightTensor
+from penstock.models.weights import BlockScales, LoadedModel, WeightTensor
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.model_spec import ModelSpec
 from penstock.types.plan import AdmitRow, RowPlan, StepPlan
@@ -88,6 +88,9 @@ def weights(spec: ModelSpec, fmt: WeightFormat) -> dict[str, WeightTensor]:
 def matrix(name: str, num_rows: int, num_cols: int, fmt: WeightFormat) -> WeightTensor:
     if fmt is WeightFormat.BF16:
         return WeightTensor(name, num_rows, num_cols, fmt, np.zeros((num_rows, num_cols), np.uint16))
+    if fmt is WeightFormat.F8_E4M3:
+        scales = BlockScales(np.ones((num_rows, 1), np.float32), 1, num_cols)
+        return WeightTensor(name, num_rows, num_cols, fmt, np.zeros((num_rows, num_cols), np.uint8), scales)
     cols, num_bytes = BLOCKS[fmt]
     return WeightTensor(name, num_rows, num_cols, fmt, np.zeros((num_rows, num_cols // cols * num_bytes), np.uint8))
 
@@ -164,6 +167,7 @@ def compile_sampling(spec: ModelSpec) -> None:
 
 def cases() -> Iterator[Case]:
     yield small(*MODELS["llama-8b"]), WeightFormat.BF16, KvDtype.BF16
+    yield small(*MODELS["llama-8b"]), WeightFormat.F8_E4M3, KvDtype.BF16
     yield small(*MODELS["llama-8b"]), WeightFormat.Q4_1, KvDtype.BF16
     yield small(*MODELS["qwen2.5-1.5b"]), WeightFormat.Q8_0, KvDtype.INT8
     yield small(*MODELS["smollm2-135m"]), WeightFormat.Q4_0, KvDtype.BF16

@@ -7,6 +7,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from backends.cuda.float8_weights import float8_blocks, float8_rows
 from backends.cuda.test_weights import quantised
 from interpreted import DEVICE
 from penstock.backends.cuda.kernels import gemm
@@ -16,8 +17,16 @@ from penstock.models.formats import BLOCKS, WeightFormat
 from penstock.models.weights import WeightTensor
 
 F32 = NDArray[np.float32]
-LAYOUTS = (WeightFormat.F32, WeightFormat.Q4_0, WeightFormat.Q4_1, WeightFormat.Q8_0, WeightFormat.Q5_1, WeightFormat.Q6_K)
-"""Floats; 4 and 8 bits with and without offsets; groups of 16."""
+LAYOUTS = (
+    WeightFormat.F32,
+    WeightFormat.F8_E4M3,
+    WeightFormat.Q4_0,
+    WeightFormat.Q4_1,
+    WeightFormat.Q8_0,
+    WeightFormat.Q5_1,
+    WeightFormat.Q6_K,
+)
+"""Floats of 32 and 8 bits; 4 and 8 bits with and without offsets; groups of 16."""
 
 
 def dense(rows: int, cols: int, seed: int = 0) -> WeightTensor:
@@ -26,6 +35,8 @@ def dense(rows: int, cols: int, seed: int = 0) -> WeightTensor:
 
 
 def weights(fmt: WeightFormat, rows: int, cols: int, seed: int = 0) -> WeightTensor:
+    if fmt is WeightFormat.F8_E4M3:
+        return float8_rows(rows, cols, seed)
     return quantised(fmt, rows, cols // BLOCKS[fmt][0], seed) if fmt in BLOCKS else dense(rows, cols, seed)
 
 
@@ -97,7 +108,14 @@ def test_bias_and_residual_are_added(fmt: WeightFormat, deterministic: bool, in_
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_columns_that_fill_no_step(deterministic: bool) -> None:
-    for tensor in (dense(20, 70), quantised(WeightFormat.Q4_0, 20, 3), quantised(WeightFormat.Q8_0, 20, 1)):
+    for tensor in (
+        dense(20, 70),
+        quantised(WeightFormat.Q4_0, 20, 3),
+        quantised(WeightFormat.Q8_0, 20, 1),
+        float8_rows(20, 70),
+        float8_blocks(20, 150, 16, 64),
+        float8_blocks(20, 70, 16, 32),
+    ):
         x = activations(2, tensor.num_cols)
         found = product([tensor], x, deterministic=deterministic)
         np.testing.assert_allclose(found, expected([tensor], x), rtol=1e-4, atol=1e-4)
@@ -105,14 +123,14 @@ def test_columns_that_fill_no_step(deterministic: bool) -> None:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_stacked_matrices_of_several_layouts_fill_their_columns(deterministic: bool) -> None:
-    kinds = (WeightFormat.Q4_0, WeightFormat.Q4_1, WeightFormat.Q8_0, WeightFormat.F32)
+    kinds = (WeightFormat.Q4_0, WeightFormat.Q4_1, WeightFormat.Q8_0, WeightFormat.F8_E4M3, WeightFormat.F32)
     tensors = [weights(fmt, 9 + i, 64, seed=i) for i, fmt in enumerate(kinds)]
     x, bias = activations(2, 64), activations(1, sum(t.num_rows for t in tensors), 5)[0]
     found = product(tensors, x, bias=bias, deterministic=deterministic)
     np.testing.assert_allclose(found, expected(tensors, x, bias), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("fmt", [WeightFormat.Q4_1, WeightFormat.Q8_0])
+@pytest.mark.parametrize("fmt", [WeightFormat.Q4_1, WeightFormat.Q8_0, WeightFormat.F8_E4M3])
 def test_many_tokens_unpack_a_quantised_matrix_in_parts(fmt: WeightFormat, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.backends.cuda.linear.MAX_FUSED_TOKENS", 2)
     monkeypatch.setattr("penstock.backends.cuda.linear.UNPACKED_BYTES", 1)
@@ -122,7 +140,7 @@ def test_many_tokens_unpack_a_quantised_matrix_in_parts(fmt: WeightFormat, monke
     np.testing.assert_allclose(found, expected(tensors, x, bias, residual), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("fmt", [WeightFormat.F32, WeightFormat.Q4_1, WeightFormat.Q6_K])
+@pytest.mark.parametrize("fmt", [WeightFormat.F32, WeightFormat.F8_E4M3, WeightFormat.Q4_1, WeightFormat.Q6_K])
 def test_a_rows_bits_do_not_depend_on_the_batch(fmt: WeightFormat, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm, "LEAST_STEPS", 1)
     monkeypatch.setattr(gemm, "MAX_PARALLEL_TOKENS", 66)  # all 70 are computed by one program each, fewer by one for each split
@@ -147,14 +165,14 @@ def test_splits_cover_all_steps_once(monkeypatch: pytest.MonkeyPatch) -> None:
         np.testing.assert_allclose(product([tensor], x), expected([tensor], x), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("fmt", [WeightFormat.Q4_0, WeightFormat.Q4_1, WeightFormat.Q8_0])
+@pytest.mark.parametrize("fmt", [WeightFormat.Q4_0, WeightFormat.Q4_1, WeightFormat.Q8_0, WeightFormat.F8_E4M3])
 def test_half_precision(fmt: WeightFormat) -> None:
     tensors, x = [weights(fmt, 20, 64)], activations(3, 64).astype(np.float16).astype(np.float32)
     found = product(tensors, x, dtype=torch.float16)
     np.testing.assert_allclose(found, expected(tensors, x), rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize("fmt", [WeightFormat.F32, WeightFormat.Q4_1])
+@pytest.mark.parametrize("fmt", [WeightFormat.F32, WeightFormat.F8_E4M3, WeightFormat.Q4_1])
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("is_split", [False, True])
 def test_what_follows_a_product_is_the_same_in_one_kernel(
@@ -190,7 +208,7 @@ def test_what_follows_a_product_is_the_same_in_one_kernel(
 @pytest.mark.gpu
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("tokens", [1, 16, 60, 100, 300])
-@pytest.mark.parametrize("fmt", [WeightFormat.F32, *BLOCKS])
+@pytest.mark.parametrize("fmt", [WeightFormat.F32, WeightFormat.F8_E4M3, *BLOCKS])
 def test_bf16_on_the_device(fmt: WeightFormat, tokens: int, deterministic: bool) -> None:
     """The interpreter has no arithmetic of bf16, and no assembler."""
     tensors, x = [weights(fmt, 300, 1024)], activations(tokens, 1024)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 
+from backends.cuda.float8_weights import rounded
 from backends.cuda.twins import Twins, compile_program
 from penstock.models import registry
 from penstock.models.gguf import load_gguf
@@ -31,6 +32,7 @@ from penstock.models.program import (
     Softcap,
 )
 from penstock.models.weights import LoadedModel, WeightFormat, WeightTensor
+from penstock.testing.fp8_models import Scales, write_fp8_hf
 from penstock.testing.tiny_models import TinyLlama, write_gguf, write_hf
 from penstock.types.errors import ModelError
 from penstock.types.kv_dtype import KvDtype
@@ -81,6 +83,34 @@ def test_every_format_gives_the_references_logits(matrix_type: str, deterministi
     both = twins(gguf(tmp_path, replace(SMALL, num_layers=1), matrix_type), deterministic=deterministic)
     wanted, found = both.step((0, 5), (1, 1))
     np.testing.assert_allclose(found, wanted, **CLOSE)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("scales", get_args(Scales))
+def test_checkpoints_in_fp8_give_the_references_logits(scales: Scales, deterministic: bool, tmp_path: Path) -> None:
+    model = load_hf_directory(write_fp8_hf(tmp_path / "fp8", replace(SMALL, num_layers=1), scales))
+    both = twins(model, deterministic=deterministic)
+    wanted, found = both.step((0, 5), (1, 1))
+    np.testing.assert_allclose(found, wanted, **CLOSE)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_weights_of_linear_operations_alone_are_rounded_to_fp8(is_tied: bool, tmp_path: Path) -> None:
+    model = load_hf_directory(write_hf(tmp_path / "hf", replace(SMALL, is_tied=is_tied)))
+    tables = {"embed", "output"}
+    weights = {
+        name: rounded(tensor) if tensor.num_rows > 1 and name not in tables else tensor
+        for name, tensor in model.weights.items()
+    }
+    both = twins(model, round_to_fp8=True, reference_weights=weights)
+    for step in STEPS[:3]:
+        wanted, found = both.step(*step)
+        np.testing.assert_allclose(found, wanted, **CLOSE)
+    narrow, wide = both.compiled.weight_bytes, twins(model).compiled.weight_bytes
+    assert narrow < wide
+    plain, _ = twins(model).step(*STEPS[0])
+    rounded_logits, _ = twins(model, reference_weights=weights).step(*STEPS[0])
+    assert np.abs(plain - rounded_logits).max() > 10 * CLOSE["atol"], "rounding is more than what is allowed above"
 
 
 def test_products_in_splits_give_the_references_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,7 @@ def compile_program(
     kv_dtype: KvDtype = KvDtype.BF16,
     dtype: torch.dtype = torch.float32,
     deterministic: bool = False,
+    round_to_fp8: bool = False,
 ) -> CompiledProgram:
     """With a poisoned cache."""
     cache = PagedKvCache(
@@ -57,6 +58,7 @@ def compile_program(
         max_samples=num_rows,
         num_positions=BLOCK_SIZE * BLOCKS_PER_ROW,
         deterministic=deterministic,
+        round_to_fp8=round_to_fp8,
     )
 
 
@@ -85,6 +87,9 @@ class Twins:
     max_tokens: int = 40
     deterministic: bool = False
     dtype: torch.dtype = torch.float32
+    round_to_fp8: bool = False
+    """By the device; the reference computes with what it is given as `reference_weights`."""
+    reference_weights: Mapping[str, WeightTensor] | None = None
     rows: list[Row] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -96,7 +101,7 @@ class Twins:
             "head_dim": self.program.head_dim,
         }
         num_positions = BLOCK_SIZE * BLOCKS_PER_ROW
-        self._reference = Interpreter(self.program, self.weights, num_positions=num_positions)
+        self._reference = Interpreter(self.program, self.reference_weights or self.weights, num_positions=num_positions)
         self._reference_cache = KvCache(**sizes, dtype=self.kv_dtype, poison=True)
         self.compiled = compile_program(
             self.program,
@@ -106,6 +111,7 @@ class Twins:
             kv_dtype=self.kv_dtype,
             dtype=self.dtype,
             deterministic=self.deterministic,
+            round_to_fp8=self.round_to_fp8,
         )
         rng = np.random.default_rng(3)
         self.rows = [Row(i, rng.integers(3, self.program.vocab_size, num_positions).tolist()) for i in range(self.num_rows)]

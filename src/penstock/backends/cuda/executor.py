@@ -41,8 +41,9 @@ class CudaExecutor:
 
     On a `device` that is no GPU kernels run in Triton's interpreter, if it was asked for before triton was imported: for tests.
     `dtype` is that of weights, activations and a KV cache that is not quantised: bf16 on a GPU, float32 elsewhere, unless
-    given. With `deterministic` a row's bits do not depend on the batch. Raises `ModelError` for what the backend can't compute,
-    MemoryError if there is no room. `poison` is for tests: stale KV becomes NaN.
+    given; with `round_to_fp8`, weights of linear operations that are floats become fp8. With `deterministic` a row's bits do
+    not depend on the batch. Raises `ModelError` for what the backend can't compute, MemoryError if there is no room. `poison`
+    is for tests: stale KV becomes NaN.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class CudaExecutor:
         kv_dtype: KvDtype = KvDtype.BF16,
         device: str | torch.device = "cuda",
         dtype: torch.dtype | None = None,
+        round_to_fp8: bool = False,
         deterministic: bool = False,
         depth: int = 2,
         use_graphs: bool = True,
@@ -83,6 +85,7 @@ class CudaExecutor:
                     program,
                     kv_dtype=kv_dtype,
                     dtype=dtype or (torch.bfloat16 if is_gpu else torch.float32),
+                    round_to_fp8=round_to_fp8,
                     deterministic=deterministic,
                     poison=poison,
                 )
@@ -105,6 +108,7 @@ class CudaExecutor:
         *,
         kv_dtype: KvDtype,
         dtype: torch.dtype,
+        round_to_fp8: bool,
         deterministic: bool,
         poison: bool,
     ) -> None:
@@ -130,6 +134,7 @@ class CudaExecutor:
             max_tokens=max_tokens,
             max_samples=capacity.max_rows,
             num_positions=capacity.max_model_len,
+            round_to_fp8=round_to_fp8,
             deterministic=deterministic,
         )
         self._tables = RowTables(capacity, vocab_size=program.vocab_size, device=device)

@@ -1,7 +1,8 @@
 """Owns the matrices of one linear operation, or of several that read the same values, and how their product is computed.
 
-Made by `lowering`; never knows of buffers' names or of steps. Dense products are cuBLAS's; those of quantised matrices are
-multiplied as they are for few tokens, and unpacked first, a part at a time, for many. With `deterministic` all are our own.
+Made by `lowering`; never knows of buffers' names or of steps. Dense products are cuBLAS's; those of quantised matrices, and of
+fp8, are multiplied as they are for few tokens, and unpacked first, a part at a time, for many. With `deterministic` all are our
+own.
 """
 
 from __future__ import annotations
@@ -66,9 +67,11 @@ class Linear:
         workspace: Workspace,
         *,
         deterministic: bool = False,
+        round_to_fp8: bool = False,
     ) -> Linear:
         """Of matrices that read the same values; `bias` is that of all of them. [sum of num_rows]"""
-        return cls(load_matrices(tensors, dtype, device), bias, workspace, deterministic=deterministic)
+        matrices = load_matrices(tensors, dtype, device, round_to_fp8=round_to_fp8)
+        return cls(matrices, bias, workspace, deterministic=deterministic)
 
     @property
     def num_rows(self) -> int:

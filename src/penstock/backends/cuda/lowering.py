@@ -50,7 +50,8 @@ class CompiledProgram:
     """Raises `ModelError` for a program that this backend can't compute, or if a weight is missing or damaged.
 
     A step has at most `max_tokens` tokens and `max_samples` rows, and no position from `num_positions` on. With
-    `deterministic`, a row's logits do not depend on what it is computed with, to the bit.
+    `deterministic`, a row's logits do not depend on what it is computed with, to the bit. With `round_to_fp8`, the weights of
+    linear operations that are floats are rounded; those of embeddings and logits are not.
     """
 
     def __init__(
@@ -64,10 +65,11 @@ class CompiledProgram:
         max_tokens: int,
         max_samples: int,
         num_positions: int,
+        round_to_fp8: bool = False,
         deterministic: bool = False,
     ) -> None:
-        limits = _Limits(max_tokens, max_samples, num_positions)
-        lowering = _Lowering(program, weights, cache, dtype, torch.device(device), limits, deterministic=deterministic)
+        parts = (program, weights, cache, dtype, torch.device(device), _Limits(max_tokens, max_samples, num_positions))
+        lowering = _Lowering(*parts, round_to_fp8=round_to_fp8, deterministic=deterministic)
         lowering.run()
         self._on_tokens = lowering.on_tokens
         self._on_samples = lowering.on_samples
@@ -105,6 +107,7 @@ class _Lowering:
         device: torch.device,
         limits: _Limits,
         *,
+        round_to_fp8: bool,
         deterministic: bool,
     ) -> None:
         self._program = program
@@ -114,6 +117,7 @@ class _Lowering:
         self._dtype = dtype
         self._device = device
         self._limits = limits
+        self._round_to_fp8 = round_to_fp8
         self._deterministic = deterministic
         self._workspace = Workspace(device, dtype)
         self._attention: attention.AttentionWorkspace | None = None
@@ -261,16 +265,15 @@ class _Lowering:
         bias = None
         if any(op.bias is not None for op in run):
             bias = torch.cat([self._bias(op) for op in run])
-        return self._new_product([op.weight for op in run], bias)
+        return self._new_product([op.weight for op in run], bias, round_to_fp8=self._round_to_fp8)
 
-    def _new_product(self, names: Sequence[str], bias: torch.Tensor | None) -> LinearProduct:
+    def _new_product(self, names: Sequence[str], bias: torch.Tensor | None, *, round_to_fp8: bool = False) -> LinearProduct:
         tensors = [self._tensor(name) for name in names]
         if len(names) == 1 and names[0] in self._matrices:
             product = LinearProduct(self._matrices[names[0]], bias, self._workspace, deterministic=self._deterministic)
         else:
-            product = LinearProduct.from_weights(
-                tensors, bias, self._dtype, self._device, self._workspace, deterministic=self._deterministic
-            )
+            modes = {"deterministic": self._deterministic, "round_to_fp8": round_to_fp8}
+            product = LinearProduct.from_weights(tensors, bias, self._dtype, self._device, self._workspace, **modes)
             self.weight_bytes += product.num_bytes
         if len(names) == 1:
             self._matrices[names[0]] = list(product.matrices)

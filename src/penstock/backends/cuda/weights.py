@@ -1,27 +1,31 @@
 """Owns how matrices lie in the device's memory; made once, at load, of what a file has, and read by `linear` and its kernels.
 
-Floats become one type. Quantised formats stay integers of 4 or 8 bits, value = scale * integer (+ offset) with a scale per
-group of 32 or 16 columns, which is what the file says, but for the rounding of scales to half precision. They lie in the
-order in which the kernels read them: 128 rows at a time (a tile), and of these one step of 64 columns after the other, so that
-a program of a product reads one contiguous run of memory. A word of 16 bits has numbers of 4 (or 2) columns that are 16 apart:
-two neighbouring words are, after a shift and a mask, the two numbers that a register of the matrix unit wants. Never computes
+Floats become one type, or fp8 with a scale per row. Quantised formats stay integers of 4 or 8 bits, value = scale * integer
+(+ offset) with a scale per group of 32 or 16 columns, which is what the file says, but for the rounding of scales to half
+precision. fp8 of a file stays as it is; where a row has several scales, they are of groups, too. All lie in the order in which
+the kernels read them: 128 rows at a time (a tile), and of these one step of 64 columns after the other, so that a program of a
+product reads one contiguous run of memory. A word of 16 bits has numbers of 4 (or 2) columns that are 16 apart: two
+neighbouring words are, after a shift and a mask, the two numbers that a register of the matrix unit wants. Never computes
 products.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from enum import Enum, auto
+from functools import partial
 from itertools import groupby
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from penstock.backends.cuda import float8
 from penstock.models.formats import BLOCKS, GroupedIntegers, WeightFormat, grouped_integers
-from penstock.models.weights import WeightTensor
+from penstock.models.weights import BlockScales, WeightTensor
 from penstock.types.errors import ModelError
 
 TILE_ROWS = 128
@@ -37,6 +41,8 @@ CENTRES = {WeightFormat.Q2_K: 2, WeightFormat.Q4_1: 8, WeightFormat.Q4_K: 8, Wei
 """Of the integers of formats with offsets, which are not negative. Held less this, their offsets are small, and so is what the
 rounding of scales and offsets to bf16 changes."""
 LARGEST_HALF = 65504.0
+FLOAT8_GROUP = 32
+"""Columns that share a scale in fp8 of which a row has several: a divisor of the blocks that files have."""
 CHUNK_ROWS = 2048
 """Rows that are read from the file at a time."""
 
@@ -63,21 +69,28 @@ class DenseMatrix:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantisedMatrix:
-    """Integers, scales and offsets in tiles of `TILE_ROWS` rows and steps of `STEP_COLS`; padding has scale and offset 0."""
+    """Integers, or numbers of fp8, scales and offsets in tiles of `TILE_ROWS` rows and steps of `STEP_COLS`; padding is 0.
+
+    A value is number * its group's scale (+ its group's offset), and that times its row's scale; one of the two may lack.
+    """
 
     num_rows: int
     num_cols: int
     bits: int
     group: int
-    """Columns that share a scale: 32 or 16."""
+    """Columns that share a scale: 32 or 16; 0 where there are scales of rows alone."""
     values: torch.Tensor
     """4 bits: int16 [num_tiles, num_steps, TILE_ROWS, 16], of which bits 4 i to 4 i + 3 are of the step's column 16 i + place.
     8 bits: int16 [num_tiles, num_steps, 2, TILE_ROWS, 16], of which byte i is of column 32 half + 16 i + place."""
-    scales: torch.Tensor
+    scales: torch.Tensor | None
     """float16, which is what files have or have factors of; float32 where everything is. [num_steps, num_tiles * TILE_ROWS,
     STEP_COLS / group]"""
-    offsets: torch.Tensor | None
+    offsets: torch.Tensor | None = None
     """As `scales`."""
+    row_scales: torch.Tensor | None = None
+    """float32 [num_tiles * TILE_ROWS]"""
+    is_float: bool = False
+    """Whether the numbers, of 8 bits, are fp8 (e4m3); then none is NaN."""
 
     @property
     def num_steps(self) -> int:
@@ -85,7 +98,7 @@ class QuantisedMatrix:
 
     @property
     def padded_rows(self) -> int:
-        return int(self.scales.shape[1])
+        return int(self.values.shape[0]) * TILE_ROWS
 
     @property
     def zero(self) -> int:
@@ -94,21 +107,28 @@ class QuantisedMatrix:
 
     @property
     def num_bytes(self) -> int:
-        return sum(_num_bytes(part) for part in (self.values, self.scales, self.offsets) if part is not None)
+        parts = (self.values, self.scales, self.offsets, self.row_scales)
+        return sum(_num_bytes(part) for part in parts if part is not None)
 
 
 Matrix = DenseMatrix | QuantisedMatrix
 
 
-def load_matrices(tensors: Sequence[WeightTensor], dtype: torch.dtype, device: torch.device) -> list[Matrix]:
+def load_matrices(
+    tensors: Sequence[WeightTensor], dtype: torch.dtype, device: torch.device, *, round_to_fp8: bool = False
+) -> list[Matrix]:
     """The rows of all tensors, one below the other, in as few matrices as have one layout. All have the same `num_cols`.
 
-    Raises `ModelError` for a scale that is no finite number.
+    With `round_to_fp8`, those of floats become fp8. Raises `ModelError` for a scale, or a number of fp8, that is not finite.
     """
+    loaders: dict[_Kind, Callable[[Sequence[WeightTensor], torch.dtype, torch.device], Matrix]] = {
+        _Kind.DENSE: _load_dense,
+        _Kind.FLOAT8: _load_float8,
+        _Kind.INTEGERS: _load_quantised,
+    }
     matrices: list[Matrix] = []
-    for (bits, _), run in groupby(tensors, key=_layout):
-        load = _load_dense if bits == 16 else _load_quantised
-        matrices.append(load(list(run), dtype, device))
+    for (kind, _, _), run in groupby(tensors, key=partial(_layout, round_to_fp8=round_to_fp8)):
+        matrices.append(loaders[kind](list(run), dtype, device))
     return matrices
 
 
@@ -117,12 +137,20 @@ def load_vector(tensor: WeightTensor, dtype: torch.dtype, device: torch.device) 
     return torch.from_numpy(tensor.dequantize().reshape(-1).copy()).to(device=device, dtype=dtype)
 
 
-def _layout(tensor: WeightTensor) -> tuple[int, int]:
-    """Bits of a value and columns of a group."""
-    if tensor.format not in BLOCKS:
-        return 16, 0
-    group = 16 if tensor.format in (WeightFormat.Q2_K, WeightFormat.Q3_K, WeightFormat.Q6_K) else 32
-    return 4 if tensor.format in FOUR_BITS else 8, group
+class _Kind(Enum):
+    DENSE = auto()
+    FLOAT8 = auto()
+    INTEGERS = auto()
+
+
+def _layout(tensor: WeightTensor, *, round_to_fp8: bool) -> tuple[_Kind, int, int]:
+    """Kind, bits of a value and columns of a group."""
+    if tensor.format in BLOCKS:
+        group = 16 if tensor.format in (WeightFormat.Q2_K, WeightFormat.Q3_K, WeightFormat.Q6_K) else 32
+        return _Kind.INTEGERS, 4 if tensor.format in FOUR_BITS else 8, group
+    if tensor.scales is not None:
+        return _Kind.FLOAT8, 8, FLOAT8_GROUP if tensor.scales.values.shape[1] > 1 else 0
+    return (_Kind.FLOAT8, 8, 0) if round_to_fp8 else (_Kind.DENSE, 16, 0)
 
 
 def _chunks(tensor: WeightTensor) -> Iterator[tuple[int, NDArray[np.generic]]]:
@@ -149,7 +177,7 @@ def _floats(fmt: WeightFormat, rows: NDArray[np.generic]) -> torch.Tensor:
 
 
 def _load_quantised(tensors: Sequence[WeightTensor], dtype: torch.dtype, device: torch.device) -> QuantisedMatrix:
-    bits, group = _layout(tensors[0])
+    _, bits, group = _layout(tensors[0], round_to_fp8=False)
     num_rows, num_cols = sum(t.num_rows for t in tensors), tensors[0].num_cols
     padded_rows, padded_cols = _padded(num_rows, TILE_ROWS), _padded(num_cols, STEP_COLS)
     integers = torch.zeros((padded_rows, padded_cols), dtype=torch.int8, device=device)
@@ -183,6 +211,48 @@ def _load_quantised(tensors: Sequence[WeightTensor], dtype: torch.dtype, device:
         _in_steps(scales, group, scale_dtype, device),
         _in_steps(offsets, group, scale_dtype, device) if has_offset else None,
     )
+
+
+def _load_float8(tensors: Sequence[WeightTensor], dtype: torch.dtype, device: torch.device) -> QuantisedMatrix:
+    num_rows, num_cols = sum(t.num_rows for t in tensors), tensors[0].num_cols
+    padded_rows, padded_cols = _padded(num_rows, TILE_ROWS), _padded(num_cols, STEP_COLS)
+    _, bits, group = _layout(tensors[0], round_to_fp8=True)
+    codes = torch.zeros((padded_rows, padded_cols), dtype=torch.int8, device=device)
+    row_scales = torch.zeros(padded_rows, dtype=torch.float32, device=device)
+    shares = np.zeros((padded_rows, padded_cols // group if group else 0), np.float32)
+    at = 0
+    for tensor in tensors:
+        for begin, rows in _chunks(tensor):
+            own = slice(at + begin, at + begin + len(rows))
+            if tensor.scales is None:
+                codes[own, :num_cols], row_scales[own] = float8.round_rows(_floats(tensor.format, rows).to(device))
+            else:
+                codes[own, :num_cols] = torch.from_numpy(np.array(rows.view(np.int8))).to(device)
+                of_rows, shares[own] = _parted(tensor.scales, begin, begin + len(rows), shares.shape[1])
+                row_scales[own] = torch.from_numpy(of_rows).to(device)
+        if float8.has_no_number(codes[at : at + tensor.num_rows]):
+            raise ModelError(
+                f"the matrix {tensor.name!r} has a weight that is no finite number.", remedy="Fetch the model again."
+            )
+        at += tensor.num_rows
+        tensor.forget()
+    scale_dtype = torch.float32 if dtype is torch.float32 else torch.float16
+    scales = _in_steps(shares, group, scale_dtype, device) if group else None
+    return QuantisedMatrix(num_rows, num_cols, bits, group, _packed(codes, bits), scales, row_scales=row_scales, is_float=True)
+
+
+def _parted(scales: BlockScales, begin: int, end: int, num_groups: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Scales of some rows, and of their groups as shares of these: half precision is for what is at most 1.
+
+    [end - begin], [end - begin, num_groups], of which the latter may be none.
+    """
+    found = scales.of_rows(begin, end)
+    if not num_groups:
+        return found[:, 0], np.zeros((len(found), 0), np.float32)
+    largest = np.abs(found).max(axis=1, keepdims=True)
+    shares = np.divide(found, largest, out=np.zeros_like(found), where=largest > 0)
+    wide = np.repeat(shares, scales.block_cols // FLOAT8_GROUP, axis=1)[:, :num_groups]
+    return largest[:, 0], np.pad(wide, ((0, 0), (0, num_groups - wide.shape[1])))
 
 
 def _read_integers(tensor: WeightTensor) -> Iterator[tuple[int, GroupedIntegers]]:

@@ -34,8 +34,10 @@ from penstock.models.program import (
 from penstock.models.weights import WeightTensor
 from penstock.types.errors import ModelError
 
-SOURCE_FORMATS: Mapping[WeightFormat, SourceFormat] = {fmt: SourceFormat[fmt.name] for fmt in WeightFormat}
-FLOATS = (WeightFormat.F32, WeightFormat.F16, WeightFormat.BF16)
+SOURCE_FORMATS: Mapping[WeightFormat, SourceFormat] = {
+    fmt: SourceFormat[fmt.name] for fmt in WeightFormat if fmt is not WeightFormat.F8_E4M3
+}
+FLOATS = (WeightFormat.F32, WeightFormat.F16, WeightFormat.BF16, WeightFormat.F8_E4M3)
 """Packed as bf16."""
 ACTIVATION_KINDS = {"silu": 0, "gelu_tanh": 1}
 NONE = -1
@@ -272,9 +274,11 @@ class _Lowering:
 
     def _add(self, name: str, add: Callable[[SourceFormat, int, int, NDArray[np.uint8]], int]) -> int:
         tensor = self._tensor(name)
-        data = np.ascontiguousarray(tensor.data).view(np.uint8).reshape(tensor.num_rows, -1)
+        is_fp8 = tensor.format is WeightFormat.F8_E4M3
+        values, fmt = (tensor.dequantize(), SourceFormat.F32) if is_fp8 else (tensor.data, SOURCE_FORMATS[tensor.format])
+        data = np.ascontiguousarray(values).view(np.uint8).reshape(tensor.num_rows, -1)
         try:
-            return add(SOURCE_FORMATS[tensor.format], tensor.num_rows, tensor.num_cols, data)
+            return add(fmt, tensor.num_rows, tensor.num_cols, data)
         except ValueError as error:
             raise ModelError(f"the matrix {name!r}: {error}.", remedy="Fetch the model again.") from error
 

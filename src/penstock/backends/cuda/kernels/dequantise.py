@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock.backends.cuda.kernels.gemm import quarter_weights, words_of
+from penstock.backends.cuda.kernels.numbers import float8_as_float, quarter_weights, words_of
 from penstock.backends.cuda.weights import QUARTER_COLS, STEP_COLS, TILE_ROWS, DenseMatrix, Matrix, QuantisedMatrix
 
 LOOKUP_COLS = 1024
@@ -28,6 +28,7 @@ def look_up(out: torch.Tensor, matrix: Matrix, row_ids: torch.Tensor, scale: flo
         matrix.values,
         None if quantised is None else quantised.scales,
         offsets,
+        None if quantised is None else quantised.row_scales,
         row_ids,
         matrix.num_cols,
         0 if quantised is None else quantised.num_steps,
@@ -37,7 +38,9 @@ def look_up(out: torch.Tensor, matrix: Matrix, row_ids: torch.Tensor, scale: flo
         BITS=16 if quantised is None else quantised.bits,
         GROUP=0 if quantised is None else quantised.group,
         ZERO=0 if quantised is None else quantised.zero,
+        IS_FLOAT=quantised is not None and quantised.is_float,
         HAS_OFFSET=offsets is not None,
+        HAS_ROW_SCALE=quantised is not None and quantised.row_scales is not None,
         TILE=TILE_ROWS,
         STEP_COLS=STEP_COLS,
         QUARTER_COLS=QUARTER_COLS,
@@ -57,8 +60,9 @@ def unpack(out: torch.Tensor, matrix: QuantisedMatrix, first_row: int) -> None:
     _unpack_kernel[(triton.cdiv(len(out), TILE_ROWS), matrix.num_steps)](
         out,
         matrix.values,
-        words_of(matrix.scales),
+        None if matrix.scales is None else words_of(matrix.scales),
         None if offsets is None else words_of(offsets),
+        matrix.row_scales,
         len(out),
         first_row,
         matrix.num_cols,
@@ -68,7 +72,9 @@ def unpack(out: torch.Tensor, matrix: QuantisedMatrix, first_row: int) -> None:
         BITS=matrix.bits,
         GROUP=matrix.group,
         ZERO=matrix.zero,
+        IS_FLOAT=matrix.is_float,
         HAS_OFFSET=offsets is not None,
+        HAS_ROW_SCALE=matrix.row_scales is not None,
         TILE=TILE_ROWS,
         STEP_COLS=STEP_COLS,
         QUARTER_COLS=QUARTER_COLS,
@@ -83,6 +89,7 @@ def _look_up_kernel(
     values_ptr,
     scales_ptr,
     offsets_ptr,
+    row_scales_ptr,
     ids_ptr,
     num_cols,
     num_steps,
@@ -92,7 +99,9 @@ def _look_up_kernel(
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     ZERO: tl.constexpr,
+    IS_FLOAT: tl.constexpr,
     HAS_OFFSET: tl.constexpr,
+    HAS_ROW_SCALE: tl.constexpr,
     TILE: tl.constexpr,
     STEP_COLS: tl.constexpr,
     QUARTER_COLS: tl.constexpr,
@@ -115,10 +124,14 @@ def _look_up_kernel(
         else:
             at = (brick * TILE + row % TILE) * QUARTER_COLS + lane
             stored = tl.load(values_ptr + at, mask=mask, other=0).to(tl.int32) >> quarter * 4 & 15
-        at = (step.to(tl.int64) * padded_rows + row) * (STEP_COLS // GROUP) + col // GROUP
-        found = (stored.to(tl.float32) - ZERO) * tl.load(scales_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        if HAS_OFFSET:
-            found += tl.load(offsets_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        found = float8_as_float(stored) if IS_FLOAT else stored.to(tl.float32) - ZERO
+        if GROUP != 0:
+            at = (step.to(tl.int64) * padded_rows + row) * (STEP_COLS // GROUP) + col // GROUP
+            found *= tl.load(scales_ptr + at, mask=mask, other=0.0).to(tl.float32)
+            if HAS_OFFSET:
+                found += tl.load(offsets_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        if HAS_ROW_SCALE:
+            found *= tl.load(row_scales_ptr + row)
     tl.store(out_ptr + place.to(tl.int64) * out_stride + cols, (found * factor).to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -128,6 +141,7 @@ def _unpack_kernel(
     values_ptr,
     scales_ptr,
     offsets_ptr,
+    row_scales_ptr,
     num_out,
     first_row,
     num_cols,
@@ -137,7 +151,9 @@ def _unpack_kernel(
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     ZERO: tl.constexpr,
+    IS_FLOAT: tl.constexpr,
     HAS_OFFSET: tl.constexpr,
+    HAS_ROW_SCALE: tl.constexpr,
     TILE: tl.constexpr,
     STEP_COLS: tl.constexpr,
     QUARTER_COLS: tl.constexpr,
@@ -157,9 +173,12 @@ def _unpack_kernel(
         words = tl.load(values_ptr + word_at)
         for i in tl.static_range(4 // BRICKS):
             weights = quarter_weights(
-                words, scales_ptr, offsets_ptr, at, i, brick * (4 // BRICKS) + i, BITS, GROUP, ZERO, HAS_OFFSET,
-                STEP_COLS, QUARTER_COLS, dtype, IS_INTERPRETED,
+                words, scales_ptr, offsets_ptr, at, i, brick * (4 // BRICKS) + i, BITS, GROUP, ZERO, IS_FLOAT,
+                HAS_OFFSET, STEP_COLS, QUARTER_COLS, dtype, IS_INTERPRETED,
             )  # fmt: skip
+            if HAS_ROW_SCALE:
+                row_scale = tl.load(row_scales_ptr + first_row + rows)  # padded
+                weights = (weights.to(tl.float32) * row_scale[:, None]).to(dtype)
             cols = step * STEP_COLS + (brick * (4 // BRICKS) + i) * QUARTER_COLS + places
             mask = (rows < num_out)[:, None] & (cols < num_cols)[None, :]
             tl.store(out_ptr + rows.to(tl.int64)[:, None] * out_stride + cols[None, :], weights, mask=mask)

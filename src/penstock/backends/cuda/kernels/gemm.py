@@ -7,7 +7,7 @@ own sum. How many there are follows from the matrix alone, and they are added in
 them (few tokens) or one program one after the other. So with one `block_tokens` the bits of a token's result never depend on
 how many tokens there are.
 """
-# ruff: noqa: ANN001, ANN201, ANN202, N803, N806, SIM300  # kernels, which Triton reads: constants have capitals
+# ruff: noqa: ANN001, ANN202, N803, N806  # kernels, which Triton reads: constants have capitals
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock.backends.cuda.kernels.numbers import quarter_weights, words_of
 from penstock.backends.cuda.kernels.splits import Splits, finish
 from penstock.backends.cuda.weights import QUARTER_COLS, STEP_COLS, TILE_ROWS, DenseMatrix, Matrix
 
@@ -97,13 +98,14 @@ def _launch(
     block_tokens = FIXED_BLOCK_TOKENS if is_fixed else min(64, max(16, triton.next_power_of_2(num_tokens)))
     tiles = triton.cdiv(matrix.num_rows, TILE_ROWS) * triton.cdiv(num_tokens, block_tokens)
     quantised = None if isinstance(matrix, DenseMatrix) else matrix
-    offsets = None if quantised is None else quantised.offsets
+    scales, offsets = (None, None) if quantised is None else (quantised.scales, quantised.offsets)
     _matmul_kernel[(tiles, how.num_splits if is_parallel else 1)](
         out,
         x,
         matrix.values,
-        None if quantised is None else words_of(quantised.scales),
+        None if scales is None else words_of(scales),
         None if offsets is None else words_of(offsets),
+        None if quantised is None else quantised.row_scales,
         bias,
         residual,
         num_tokens,
@@ -121,7 +123,9 @@ def _launch(
         QUARTER_COLS=QUARTER_COLS,
         GROUP=0 if quantised is None else quantised.group,
         ZERO=0 if quantised is None else quantised.zero,
+        IS_FLOAT=quantised is not None and quantised.is_float,
         HAS_OFFSET=offsets is not None,
+        HAS_ROW_SCALE=quantised is not None and quantised.row_scales is not None,
         IS_EVEN=matrix.num_cols % STEP_COLS == 0,
         IS_PARALLEL=is_parallel,
         HAS_BIAS=bias is not None,
@@ -130,117 +134,9 @@ def _launch(
         BLOCK_ROWS=TILE_ROWS,
         IS_INTERPRETED=bool(triton.knobs.runtime.interpret),
         num_warps=4,
+        enable_fp_fusion=False,  # products are rounded before they are added, here as where splits are programs of their own
         num_stages=4 if quantised is None else 6,
     )
-
-
-def words_of(scales: torch.Tensor) -> torch.Tensor:
-    """Two scales of 16 bits as one word: loads of less than four bytes a thread are not made ahead of time."""
-    return scales.view(torch.int32) if scales.dtype.itemsize == 2 else scales
-
-
-@triton.jit
-def _masked(
-    words, SHIFT: tl.constexpr, MASK: tl.constexpr, MAGIC: tl.constexpr, DTYPE: tl.constexpr, IS_INTERPRETED: tl.constexpr
-):
-    """(words >> SHIFT & MASK) ^ MAGIC as the bits of numbers: int16 [.] -> DTYPE [.]."""
-    if IS_INTERPRETED:
-        return ((words >> SHIFT & MASK) ^ MAGIC).to(tl.int16).to(DTYPE, bitcast=True)
-    else:
-        # Two words at a time, which the compiler does not do by itself.
-        found = tl.inline_asm_elementwise(
-            asm=_masking(SHIFT, MASK, MAGIC), constraints="=r,r", args=[words], dtype=tl.int16, is_pure=True, pack=2
-        )
-        return found.to(DTYPE, bitcast=True)
-
-
-@triton.constexpr_function
-def _masking(shift: int, mask: int, magic: int) -> str:
-    """PTX of `_masked` on two words in one register. What the shift brings over from the upper word is masked."""
-    both = 0x10001
-    look_up = (0xF0 & 0xCC) ^ 0xAA  # (a & b) ^ c
-    return f"""{{
-        .reg .b32 shifted;
-        shr.b32 shifted, $1, {shift};
-        lop3.b32 $0, shifted, {mask * both:#x}, {magic * both:#x}, {look_up:#x};
-    }}"""
-
-
-@triton.jit
-def _numbers(
-    words, WHICH: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, DTYPE: tl.constexpr, IS_INTERPRETED: tl.constexpr
-):
-    """The integers in bits BITS * WHICH and up, exactly: as the lowest bits of a number from 128 (or 1024) on, less that.
-
-    A conversion takes eight times as long as arithmetic.
-    """
-    SHIFT: tl.constexpr = BITS * WHICH
-    if DTYPE == tl.float32:
-        unsigned = words.to(tl.int32) >> SHIFT & (15 if BITS == 4 else 255)
-        return ((unsigned ^ 128) - 128 if BITS == 8 else unsigned - ZERO).to(tl.float32)
-    elif DTYPE == tl.float16:
-        if BITS == 4:
-            return _masked(words, SHIFT, 0x0F, 0x6400, DTYPE, IS_INTERPRETED) - (1024.0 + ZERO)
-        else:  # with the sign inverted, from 0 to 255
-            return _masked(words, SHIFT, 0xFF, 0x6480, DTYPE, IS_INTERPRETED) - 1152.0
-    elif BITS == 4:
-        return _masked(words, SHIFT, 0x0F, 0x4300, DTYPE, IS_INTERPRETED) - (128.0 + ZERO)
-    else:  # seven bits fit; the eighth turns the 128 that is taken off into 256
-        positive = _masked(words, SHIFT, 0x7F, 0x4300, DTYPE, IS_INTERPRETED)
-        return positive - _masked(words, SHIFT, 0x80, 0x4300, DTYPE, IS_INTERPRETED)
-
-
-@triton.jit
-def _scale(
-    ptr, at, WHICH: tl.constexpr, GROUP: tl.constexpr, STEP_COLS: tl.constexpr, QUARTER_COLS: tl.constexpr, DTYPE: tl.constexpr
-):
-    """The scales of one of a step's quarters. [rows, 1]"""
-    COUNT: tl.constexpr = STEP_COLS // GROUP
-    PLACE: tl.constexpr = WHICH * QUARTER_COLS // GROUP
-    if DTYPE == tl.float32:
-        return tl.load(ptr + at * COUNT + PLACE)[:, None]
-    else:
-        words = tl.load(ptr + at * (COUNT // 2) + PLACE // 2)
-        return (words >> (PLACE % 2 * 16)).to(tl.int16).to(tl.float16, bitcast=True)[:, None]
-
-
-@triton.jit
-def quarter_weights(
-    words,
-    scales_ptr,
-    offsets_ptr,
-    at,
-    WHICH: tl.constexpr,
-    QUARTER: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ZERO: tl.constexpr,
-    HAS_OFFSET: tl.constexpr,
-    STEP_COLS: tl.constexpr,
-    QUARTER_COLS: tl.constexpr,
-    DTYPE: tl.constexpr,
-    IS_INTERPRETED: tl.constexpr,
-):
-    """A quarter of a step, of which `words` have the integers. [rows, QUARTER_COLS]
-
-    The scale is multiplied into the weights, not into sums: so it is loaded ahead of time, as everything that a product needs.
-    bf16 has 8 bits and a scale 11, which go into two parts: then a weight is rounded, but not all of a group alike.
-    """
-    numbers = _numbers(words, WHICH, BITS, ZERO, DTYPE, IS_INTERPRETED)
-    scale = _scale(scales_ptr, at, QUARTER, GROUP, STEP_COLS, QUARTER_COLS, DTYPE)
-    if DTYPE == tl.bfloat16:
-        high = scale.to(tl.bfloat16)
-        rest = (scale.to(tl.float32) - high.to(tl.float32)).to(tl.bfloat16)
-        # `fma` explicitly, so that no compiler rounds a product first in one kernel and not in another.
-        if HAS_OFFSET:
-            offset = _scale(offsets_ptr, at, QUARTER, GROUP, STEP_COLS, QUARTER_COLS, DTYPE).to(tl.bfloat16)
-            return tl.fma(numbers, high, tl.fma(numbers, rest, offset))
-        else:
-            return tl.fma(numbers, high, numbers * rest)
-    elif HAS_OFFSET:
-        return tl.fma(numbers, scale, _scale(offsets_ptr, at, QUARTER, GROUP, STEP_COLS, QUARTER_COLS, DTYPE))
-    else:
-        return numbers * scale
 
 
 @triton.jit
@@ -258,6 +154,7 @@ def _matmul_kernel(
     values_ptr,
     scales_ptr,
     offsets_ptr,
+    row_scales_ptr,
     bias_ptr,
     residual_ptr,
     num_tokens,
@@ -275,7 +172,9 @@ def _matmul_kernel(
     QUARTER_COLS: tl.constexpr,
     GROUP: tl.constexpr,
     ZERO: tl.constexpr,
+    IS_FLOAT: tl.constexpr,
     HAS_OFFSET: tl.constexpr,
+    HAS_ROW_SCALE: tl.constexpr,
     IS_EVEN: tl.constexpr,
     IS_PARALLEL: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -326,12 +225,14 @@ def _matmul_kernel(
                     words = tl.load(value_ptrs + (step * BRICKS + brick) * BRICK)
                     for i in tl.static_range(4 // BRICKS):
                         weights = quarter_weights(
-                            words, scales_ptr, offsets_ptr, at, i, brick * (4 // BRICKS) + i, BITS, GROUP, ZERO, HAS_OFFSET,
-                            STEP_COLS, QUARTER_COLS, dtype, IS_INTERPRETED,
+                            words, scales_ptr, offsets_ptr, at, i, brick * (4 // BRICKS) + i, BITS, GROUP, ZERO, IS_FLOAT,
+                            HAS_OFFSET, STEP_COLS, QUARTER_COLS, dtype, IS_INTERPRETED,
                         )  # fmt: skip
                         col = first_col + (brick * (4 // BRICKS) + i) * QUARTER_COLS
                         x = _load_tokens(x_ptrs, token_mask, col, num_cols, QUARTER_COLS, IS_EVEN)
                         acc = tl.dot(weights, tl.trans(x), acc, input_precision="ieee")
+        if HAS_ROW_SCALE:  # of each split, whoever adds them; not fused with the addition (see the launch)
+            acc *= tl.load(row_scales_ptr + rows)[:, None]  # padded
         total += acc
 
     mask = row_mask[:, None] & token_mask[None, :]
