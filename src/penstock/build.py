@@ -55,7 +55,8 @@ def _load(config: Config, source: ModelSource) -> Runtime:
     _check_cache(config.kv)
     _check_batch_size(config)
     available_bytes = available_memory_bytes()
-    model = load_model(source, max_weight_bytes=device.weight_room_bytes(config, available_bytes - RESERVE_BYTES))
+    room_bytes = device.weight_room_bytes(config, available_bytes - RESERVE_BYTES)
+    model = load_model(source, max_weight_bytes=room_bytes, floats=device.held_floats(config))
     kv, executor = plan_memory(config, model, available_bytes)
     _log_model(model, config, kv)
     try:
@@ -115,7 +116,8 @@ def _rebuild_executor(config: Config, source: ModelSource, kv: KvPlan) -> Execut
     from penstock.models.load import load_model
 
     room_bytes = device.weight_room_bytes(config, available_memory_bytes() - RESERVE_BYTES - kv.num_bytes)
-    executor = build_executor(config, load_model(source, max_weight_bytes=room_bytes), kv)
+    model = load_model(source, max_weight_bytes=room_bytes, floats=device.held_floats(config))
+    executor = build_executor(config, model, kv)
     give_back_free_memory()
     return executor
 

@@ -10,6 +10,7 @@ import pytest
 
 from penstock.backends import cuda
 from penstock.config import Backend, BackendConfig, Config, KvConfig, SchedulerConfig
+from penstock.models.formats import Floats
 from penstock.parts import device
 from penstock.parts.executor import _extras
 from penstock.parts.policies import build_policies
@@ -130,6 +131,7 @@ def test_who_wants_the_cpu_does_not_wait_for_pytorch(config: BackendConfig, monk
             lambda: settle("cpu", steps_in_flight=1),
             "--steps-in-flight has no meaning on the CPU",
         ),
+        (lambda: settle("cpu", weight_dtype="fp8"), "--weight-dtype has no meaning on the CPU"),
         (
             lambda: settle("cpu", cuda_graphs=False),
             "--cuda-graphs has no meaning on the CPU: it is .* No GPU is used: the CPU is asked for",
@@ -162,15 +164,22 @@ def test_the_device_decides_what_is_left_out() -> None:
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({}, {"deterministic": False, "use_graphs": True, "depth": 2}),
+        ({}, {"round_to_fp8": False, "deterministic": False, "use_graphs": True, "depth": 2}),
         (
-            {"deterministic": True, "cuda_graphs": False, "steps_in_flight": 1},
-            {"deterministic": True, "use_graphs": False, "depth": 1},
+            {"weight_dtype": "fp8", "deterministic": True, "cuda_graphs": False, "steps_in_flight": 1},
+            {"round_to_fp8": True, "deterministic": True, "use_graphs": False, "depth": 1},
         ),
     ],
 )
 def test_the_executor_of_a_gpu_is_told_what_is_set(settings: dict[str, object], expected: dict[str, object]) -> None:
     assert _extras(settle("cuda", **settings)) == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("has_gpu")
+def test_weights_take_what_the_device_makes_of_them() -> None:
+    assert device.held_floats(settle("cpu")) is Floats.BF16
+    assert device.held_floats(settle("cuda")) is Floats.AS_STORED
+    assert device.held_floats(settle("cuda", weight_dtype="fp8")) is Floats.FP8
 
 
 def test_what_is_set_is_kept() -> None:
@@ -216,6 +225,7 @@ def test_how_to_preempt_cannot_be_set_where_a_host_tier_decides() -> None:
 def test_a_gpu_is_described() -> None:
     assert device.gpu_facts() == "NVIDIA Fake, 80 GiB, compute capability 9.0, 2 visible; torch 2.11.0, triton 3.6.0"
     assert device.words(BackendConfig(backend=Backend.CUDA, deterministic=True)).endswith("9.0, deterministic")
+    assert device.words(BackendConfig(backend=Backend.CUDA, weight_dtype="fp8")).endswith("9.0, weights in fp8")
     assert device.weight_room_bytes(settle("cuda"), 5) == 80 << 30
     assert device.missing_gpu_packages() is None
 

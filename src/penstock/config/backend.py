@@ -52,6 +52,13 @@ class BackendConfig(Component):
         maximum=1024,
         default_doc="the CPUs this process may use",
     )
+    weight_dtype: str | None = setting(
+        None,
+        "fp8: weights that are floats are rounded to 8 bits on a GPU; those of embeddings and logits are not.",
+        kind=Kind.CHOICE,
+        choices=("fp8",),
+        default_doc="the file's; floats of 16 and 32 bits become bf16",
+    )
     deterministic: bool | None = setting(
         None,
         "The same answer whatever else is in the batch; it costs speed on a GPU, and is always so on the CPU.",

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from penstock.backends import cuda
 from penstock.config import Backend, BackendConfig, Config, Device
@@ -21,6 +22,9 @@ from penstock.config.units import format_size
 from penstock.machine import usable_cpus
 from penstock.types.errors import ConfigError
 from penstock.types.kv_dtype import KvDtype
+
+if TYPE_CHECKING:
+    from penstock.models.formats import Floats
 
 _log = logging.getLogger(__name__)
 
@@ -96,6 +100,7 @@ def _check_cpu_settings(config: Config, cause: str) -> None:
     of_a_gpu = "it is a GPU's setting"
     for flag, is_given, why in (
         ("--gpu-memory-utilization", config.kv.gpu_memory_utilization is not None, of_a_gpu),
+        ("--weight-dtype", config.backend.weight_dtype is not None, of_a_gpu),
         ("--cuda-graphs", config.backend.cuda_graphs is not None, of_a_gpu),
         ("--steps-in-flight", config.backend.steps_in_flight is not None, of_a_gpu),
         ("--kv-host-size", bool(config.kv.kv_host_size_bytes), "the memory below the KV cache would be the same memory"),
@@ -152,12 +157,22 @@ def weight_room_bytes(config: Config, host_bytes: int) -> int:
     return gpu.total_bytes if isinstance(gpu, cuda.Gpu) else max(0, host_bytes)
 
 
+def held_floats(config: Config) -> Floats:
+    """What becomes of matrices of floats, for the memory that weights need. Of a settled config."""
+    from penstock.models.formats import Floats  # with NumPy
+
+    if not is_on_gpu(config):
+        return Floats.BF16
+    return Floats.FP8 if config.backend.weight_dtype == "fp8" else Floats.AS_STORED
+
+
 def words(backend: BackendConfig) -> str:
     """Who computes, for the log."""
     if backend.backend == Backend.REFERENCE:
         return "NumPy: slow, for learning and tests"
     if backend.backend == Backend.CUDA:
-        return f"{_gpu_name(cuda.find_gpu())}{', deterministic' if backend.deterministic else ''}"
+        modes = f"{', weights in fp8' if backend.weight_dtype else ''}{', deterministic' if backend.deterministic else ''}"
+        return _gpu_name(cuda.find_gpu()) + modes
     from penstock.backends import native
 
     return f"{native.info()['variant']} kernels, {num_threads(backend)} threads"

@@ -63,7 +63,7 @@ def _kernels(config: Config) -> Sequence[object]:
         from penstock.backends import cuda
 
         gpu = cuda.find_gpu()
-        return [cuda.package_versions(), gpu if isinstance(gpu, str) else gpu.name]
+        return [cuda.package_versions(), gpu if isinstance(gpu, str) else gpu.name, config.backend.weight_dtype]
     from penstock.backends.native import _native
 
     kernels = Path(_native.__file__).stat()

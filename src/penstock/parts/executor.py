@@ -40,6 +40,7 @@ def plan_memory(config: Config, model: LoadedModel, available_bytes: int) -> tup
     `available_bytes`: of the machine's memory. Raises ConfigError where what was asked for does not fit.
     """
     if is_on_gpu(config):
+        _check_weight_dtype(config, model)
         return _measure(config, model)
     plan = plan_kv(
         model.spec,
@@ -51,6 +52,18 @@ def plan_memory(config: Config, model: LoadedModel, available_bytes: int) -> tup
         available_bytes=available_bytes,
     )
     return plan, None
+
+
+def _check_weight_dtype(config: Config, model: LoadedModel) -> None:
+    """Nothing that is set is without effect."""
+    from penstock.models.formats import BLOCKS
+
+    of_products = (tensor for name, tensor in model.weights.items() if tensor.num_rows > 1 and name not in ("embed", "output"))
+    if config.backend.weight_dtype is not None and all(tensor.format in BLOCKS for tensor in of_products):
+        raise ConfigError(
+            f"weight_dtype is {config.backend.weight_dtype}, and the weights of {model.name} are quantised already.",
+            remedy="Leave out --weight-dtype, or take the model in 16 bits.",
+        )
 
 
 def _measure(config: Config, model: LoadedModel) -> tuple[KvPlan, Executor]:
@@ -114,6 +127,7 @@ def _extras(config: Config) -> dict[str, Any]:
         return {"num_threads": num_threads(chosen)}
     if chosen.backend == Backend.CUDA:
         return {
+            "round_to_fp8": chosen.weight_dtype == "fp8",
             "deterministic": bool(chosen.deterministic),
             "use_graphs": chosen.cuda_graphs is not False,
             "depth": chosen.steps_in_flight or 2,

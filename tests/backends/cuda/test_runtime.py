@@ -63,9 +63,16 @@ def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_gguf(tmp_path_factory.mktemp("models") / "tiny.gguf", TinyLlama(num_layers=1))
 
 
-def build(gguf: Path, *, device: str = "cuda", deterministic: bool = True, **kv: Any) -> Runtime:
+def build(
+    gguf: Path, *, device: str = "cuda", deterministic: bool = True, weight_dtype: str | None = None, **kv: Any
+) -> Runtime:
     config = Config(
-        backend=BackendConfig(device=device, backend="reference" if device == "cpu" else None, deterministic=deterministic),
+        backend=BackendConfig(
+            device=device,
+            backend="reference" if device == "cpu" else None,
+            deterministic=deterministic,
+            weight_dtype=weight_dtype,
+        ),
         kv=KvConfig(kv_cache_dtype="bf16", **kv),
         scheduler=SMALL,
     )
@@ -97,6 +104,24 @@ def test_it_answers_as_the_reference_does(gguf: Path, caplog: pytest.LogCaptureF
     assert answers[0] == answers[1]
     if not HAS_DEVICE:
         assert "backend cuda, Emulated, 10 GiB, compute capability 9.0, deterministic" in caplog.text
+
+
+def test_weights_are_rounded_where_that_is_set_and_counted_so(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", TinyLlama(num_layers=1), matrix_type="F16")
+    sizes = []
+    for weight_dtype in (None, "fp8"):
+        runtime = build(path, weight_dtype=weight_dtype)
+        try:
+            assert len(ask(runtime, "r", SESSION)[0]) == 2
+            sizes.append(runtime.metrics.num_weight_bytes)
+        finally:
+            assert runtime.close(30.0)
+    assert sizes[1] < sizes[0]
+
+
+def test_weights_that_are_quantised_already_cannot_be_rounded(gguf: Path) -> None:
+    with pytest.raises(ConfigError, match=r"weight_dtype is fp8, and the weights of tiny are quantised already\. Leave out"):
+        build(gguf, weight_dtype="fp8")
 
 
 def test_what_the_pool_loses_comes_back_from_the_machines_memory(gguf: Path) -> None:
