@@ -1,10 +1,10 @@
 """How near do the cuda backend's products come to what the GPU can do, for every shape of a model and number of tokens?
 
-Every product of SmolLM2-135M, Qwen2.5-1.5B and Llama-3.1-8B, with random weights in bf16, int8 and int4 (as Q8_0 and Q4_0 are
-held) and int4 with offsets (Q4_K), as the backend computes it, deterministic and not. Copies of a matrix are used in turn, more
-than the caches hold, as in a model. The bound is the larger of the operations at the peak of a bf16 product and the bytes
-(weights as they are held, activations and result once) at the speed of a copy, both measured in between; `share` is the bound
-over the time. Few tokens are bound by memory, many by the matrix units.
+Every product of SmolLM2-135M, Qwen2.5-1.5B and Llama-3.1-8B, with random weights in bf16, fp8 with a scale per row, int8 and
+int4 (as Q8_0 and Q4_0 are held) and int4 with offsets (Q4_K), as the backend computes it, deterministic and not. Copies of a
+matrix are used in turn, more than the caches hold, as in a model. The bound is the larger of the operations at the peak of a
+bf16 product and the bytes (weights as they are held, activations and result once) at the speed of a copy, both measured in
+between; `share` is the bound over the time. Few tokens are bound by memory, many by the matrix units.
 
     python benchmarks/gpu_gemm.py
     python benchmarks/gpu_gemm.py --models llama-8b --kinds int4 --tokens 1 16 64 --modes default
@@ -39,7 +39,7 @@ LAUNCHES_OF_MANY = 8
 MANY_TOKENS = 256
 """From here on a launch is long enough, and so many suffice."""
 MODES = ("default", "deterministic")
-KINDS = {"bf16": (16, False), "int8": (8, False), "int4": (4, False), "int4_offset": (4, True)}
+KINDS = {"bf16": (16, False), "fp8": (8, False), "int8": (8, False), "int4": (4, False), "int4_offset": (4, True)}
 """Bits, and whether there are offsets."""
 
 
@@ -99,6 +99,12 @@ def random_matrix(product: Product, kind: str, dtype: torch.dtype, device: str) 
     num_tiles, num_steps = -(-product.num_rows // TILE_ROWS), -(-product.num_cols // STEP_COLS)
     brick = (TILE_ROWS, 16) if bits == 4 else (2, TILE_ROWS, 16)
     values = torch.randint(-(1 << 15), 1 << 15, (num_tiles, num_steps, *brick), dtype=torch.int16, device=device)
+    if kind == "fp8":
+        values &= ~0x0101  # no code is NaN
+        row_scales = torch.full((num_tiles * TILE_ROWS,), 0.02 / 104, device=device)  # over the spread of the numbers
+        return QuantisedMatrix(
+            product.num_rows, product.num_cols, bits, 0, values, scales=None, row_scales=row_scales, is_float=True
+        )
     shape = (num_steps, num_tiles * TILE_ROWS, 2)
     scale_dtype = torch.float32 if dtype is torch.float32 else torch.float16
     scales = torch.full(shape, 0.02 / (4.6 if bits == 4 else 73), dtype=scale_dtype, device=device)

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from penstock.models.formats import BLOCKS, WeightFormat, stored_bytes
-from penstock.models.weights import LoadedModel, WeightTensor
+from penstock.models.weights import BlockScales, LoadedModel, WeightTensor
 from penstock.types.model_spec import ModelSpec
 
 LENGTHS_FILE = Path(__file__).with_name("sharegpt_lengths.json")
@@ -153,12 +153,13 @@ SHAPES = {
 
 
 def random_model(shape: Shape, fmt: WeightFormat = WeightFormat.BF16, seed: int = 0) -> LoadedModel:
-    """A model whose matrices are all of one format: BF16, Q8_0 or Q4_0."""
-    size = max(stored_bytes(fmt, rows, cols) for _, rows, cols in shape.matrices())
-    buffer = _random_bytes(fmt, size, np.random.default_rng(seed))
-    weights = {
-        name: WeightTensor(name, rows, cols, fmt, _view(buffer, fmt, rows, cols)) for name, rows, cols in shape.matrices()
-    }
+    """A model whose matrices are of one format, BF16, F8_E4M3, Q8_0 or Q4_0, as far as `format_of` goes."""
+    rng = np.random.default_rng(seed)
+    buffers = {}
+    for kind in {format_of(name, fmt) for name, _, _ in shape.matrices()}:
+        sizes = [stored_bytes(kind, rows, cols) for name, rows, cols in shape.matrices() if format_of(name, fmt) is kind]
+        buffers[kind] = _random_bytes(kind, max(sizes), rng)
+    weights = {name: _matrix(name, rows, cols, format_of(name, fmt), buffers) for name, rows, cols in shape.matrices()}
     for name, length, value in shape.vectors():
         weights[name] = WeightTensor(name, 1, length, WeightFormat.F32, np.full((1, length), value, np.float32))
     return LoadedModel(
@@ -173,6 +174,18 @@ def random_model(shape: Shape, fmt: WeightFormat = WeightFormat.BF16, seed: int 
     )
 
 
+def format_of(name: str, fmt: WeightFormat) -> WeightFormat:
+    """Of a matrix: in models in fp8 embeddings and logits are in bf16."""
+    return WeightFormat.BF16 if fmt is WeightFormat.F8_E4M3 and name in ("embed", "output") else fmt
+
+
+def _matrix(name: str, rows: int, cols: int, fmt: WeightFormat, buffers: Mapping[WeightFormat, np.ndarray]) -> WeightTensor:
+    scales = None
+    if fmt is WeightFormat.F8_E4M3:
+        scales = BlockScales(np.full((rows, 1), 0.02 / 104, np.float32), 1, cols)  # over the spread of the numbers
+    return WeightTensor(name, rows, cols, fmt, _view(buffers[fmt], fmt, rows, cols), scales)
+
+
 def _random_bytes(fmt: WeightFormat, num_bytes: int, rng: np.random.Generator) -> np.ndarray:
     """Weights of about 0.02, as models have them. uint8 [num_bytes]"""
     if fmt is WeightFormat.BF16:
@@ -180,6 +193,8 @@ def _random_bytes(fmt: WeightFormat, num_bytes: int, rng: np.random.Generator) -
         bits &= 0x807F  # sign and mantissa
         bits |= 121 << 7  # times 2 ** -6
         return bits.view(np.uint8)
+    if fmt is WeightFormat.F8_E4M3:
+        return np.frombuffer(rng.bytes(num_bytes), np.uint8) & np.uint8(0xFE)  # none is NaN
     if fmt not in (WeightFormat.Q8_0, WeightFormat.Q4_0):
         raise ValueError(f"no random weights in {fmt}")
     block_bytes = BLOCKS[fmt][1]

@@ -10,7 +10,7 @@ nothing in the bound.
 
     python benchmarks/gpu_step.py
     python benchmarks/gpu_step.py --shapes 8b --steps 64x1@1024 1x2048@0 --depths 2 --sampling greedy nucleus
-    python benchmarks/gpu_step.py --shapes 8b --format Q4_0
+    python benchmarks/gpu_step.py --shapes 8b --format F8_E4M3
     python benchmarks/gpu_step.py --self-test       # tiny, without a GPU in Triton's interpreter: shows that it runs
 
 The last line printed is one JSON object. Without a usable GPU it says why and ends with 1.
@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpu_peaks import DeviceClock, GpuPeaks, context, require_gpu
-from gpu_shapes import SHAPES, Shape, random_model
+from gpu_shapes import SHAPES, Shape, format_of, random_model
 
 from penstock.models import registry
 from penstock.models.formats import WeightFormat, stored_bytes
@@ -100,7 +100,9 @@ class StepCost:
         self._num_sample_weights = table
         self._num_token_weights = shape.num_weights - table
         self._weight_bytes = sum(
-            stored_bytes(fmt, rows, cols) for name, rows, cols in shape.matrices() if name != "embed" or shape.is_tied
+            stored_bytes(format_of(name, fmt), rows, cols)
+            for name, rows, cols in shape.matrices()
+            if name != "embed" or shape.is_tied
         )
         self.kv_bytes_per_token = 2 * 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
 
@@ -212,7 +214,8 @@ def make_executor(
     model = random_model(shape, fmt)
     num_steps = NUM_WARM_UP + options.num_steps
     kv_block_bytes = StepCost(shape, fmt).kv_bytes_per_token * BLOCK_SIZE * (1 if options.device == "cuda" else 2)
-    limit = _free_blocks(model.num_weight_bytes, kv_block_bytes) if options.device == "cuda" else 1 << 20
+    weight_bytes = sum(tensor.num_bytes for tensor in model.weights.values())
+    limit = _free_blocks(weight_bytes, kv_block_bytes) if options.device == "cuda" else 1 << 20
     fitting = [step for step in steps if step.rows * step.blocks_per_row(num_steps) < limit]
     executor = CudaExecutor(
         model,
@@ -239,7 +242,7 @@ def _free_blocks(weight_bytes: int, block_bytes: int) -> int:
 def report(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         print(
-            f"{row['shape']:5} {row['format']:6} {row['depth']:5} {row['sampling']:10} {row['step']:12}"
+            f"{row['shape']:5} {row['format']:7} {row['depth']:5} {row['sampling']:10} {row['step']:12}"
             f" {row['step_ms']:9.3f} {row['device_ms']:9.3f} {row['gap']:6.1%} {row['bandwidth_share']:8.1%}"
             f" {row['matrix_share']:8.1%} {row['bound_share']:8.1%}",
             flush=True,
@@ -247,7 +250,7 @@ def report(rows: list[dict[str, Any]]) -> None:
 
 
 def measure_all(options: argparse.Namespace, peaks: GpuPeaks) -> list[dict[str, Any]]:
-    print("shape format depth sampling   step           step ms device ms    gap bandwidth   matrix of bound")
+    print("shape format  depth sampling   step           step ms device ms    gap bandwidth   matrix of bound")
     rows: list[dict[str, Any]] = []
     fmt = WeightFormat[options.format]
     for name in options.shapes:
@@ -271,7 +274,7 @@ def measure_all(options: argparse.Namespace, peaks: GpuPeaks) -> list[dict[str, 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["135m", "1.5b", "8b"])
-    parser.add_argument("--format", choices=["BF16", "Q8_0", "Q4_0"], default="BF16")
+    parser.add_argument("--format", choices=["BF16", "F8_E4M3", "Q8_0", "Q4_0"], default="BF16")
     parser.add_argument("--steps", nargs="+", type=parse_step, default=[parse_step(text) for text in STEPS])
     parser.add_argument("--depths", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--sampling", nargs="+", choices=SAMPLING, default=["greedy"])

@@ -44,9 +44,18 @@ def test_without_a_gpu_it_says_why_and_ends_with_one():
     assert "NVIDIA GPU" in done.stderr
 
 
+def test_a_decode_in_fp8_reads_a_byte_for_a_weight_but_of_the_logits():
+    shape = SHAPES["8b"]
+    table = shape.vocab_size * shape.hidden_size
+    step = parse_step("1x1@0")
+    narrow, wide = (StepCost(shape, fmt).num_bytes(step) for fmt in (WeightFormat.F8_E4M3, WeightFormat.BF16))
+    assert wide - narrow == shape.num_weights - table
+
+
 @pytest.mark.skipif(bool(MISSING), reason=f"{MISSING} is not installed")
-def test_it_runs_on_a_tiny_shape():
-    done = run("--self-test", "--depths", "2")
+@pytest.mark.parametrize("fmt", ["BF16", "F8_E4M3"])
+def test_it_runs_on_a_tiny_shape(fmt):
+    done = run("--self-test", "--depths", "2", "--format", fmt)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert [step["step"] for step in found["steps"]] == ["2x1@3", "1x4@0"]
