@@ -27,7 +27,7 @@ KERNELS = {
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("capability", [80, 86, 90])
+@pytest.mark.parametrize("capability", [80, 86, 89, 90])
 def test_kernels_of_real_shapes_compile_and_fit(capability: int) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
