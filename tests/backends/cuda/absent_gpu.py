@@ -24,7 +24,8 @@ from penstock.backends.cuda.kernels import attention
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 """That a program may have, by compute capability (CUDA C++ Programming Guide)."""
 NUM_MULTIPROCESSORS = 132
-PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+ASSEMBLERS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+"""`ptxas`, and since Blackwell one that knows it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,8 @@ class AbsentGpu:
             source = Path(directory) / "kernel.ptx"
             source.write_text(ptx)
             target = f"sm_{self.capability}{'a' if self.capability >= 90 else ''}"
-            command = [PTXAS, "-v", f"--gpu-name={target}", source, "-o", source.with_suffix(".cubin")]
+            assembler = ASSEMBLERS / ("ptxas-blackwell" if self.capability >= 100 else "ptxas")
+            command = [assembler, "-v", f"--gpu-name={target}", source, "-o", source.with_suffix(".cubin")]
             said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
         return Figures(
             kernel.metadata.name,
