@@ -103,7 +103,7 @@ def test_a_short_prompt_passes_a_long_one_of_another_tenant() -> None:
 
 def test_a_prompt_in_work_is_not_put_off_forever_by_ever_new_tenants() -> None:
     """Each of them stands equal at most, and asks for less than a step has. Twenty steps later the prompt keeps its tokens."""
-    driver = make_driver(FairShares(max_wait_ns=20 * STEP_NS))
+    driver = make_driver(FairShares(max_wait_ns=20 * STEP_NS, max_credit_tokens=0))  # with credit they rise to it before
     long = of("long", 60, tenant="heavy")
     turn(driver, long, of("waits", 60, tenant="heavy"))
     turns = 0

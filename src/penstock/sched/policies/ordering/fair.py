@@ -5,8 +5,7 @@ Each tenant has a counter: `input_weight` for each prompt token that is computed
 is given. The tenant with the least counter among those who wait is next, and within it who came first; likewise with the
 prompt tokens of a step, so that a tenant with many prompts in work does not keep others waiting for theirs. A tenant that
 comes back from idle is lifted to the least counter of those who wait (if nobody does, to that of the tenant who waited
-last), or to where the last one stood that was admitted, its prompt included, if that is more; less a credit of about one
-prompt, so that idling earns no more than that.
+last), or a little further while that does not rise, less a credit of about one prompt, so that idling earns no more than that.
 
     heavy  ####################|        light 3 was idle: it starts a little below light 1,
     light1 #########|                   not at what it had when it went
@@ -21,7 +20,7 @@ from dataclasses import dataclass
 
 from penstock.sched.policies.base import Order, OrderKey, StepRecord
 from penstock.types.plan import RowPlan
-from penstock.types.request import Request
+from penstock.types.request import Request, RequestStatus
 
 _UNIT = 1_000_000
 """Of a counter, per token and weight; divided by the tenant's share, so that counters are integers."""
@@ -47,6 +46,11 @@ class Account:
     """Of equal counters the least is next: 2 n after the n-th admission of all, if it was this tenant's."""
 
 
+def _admitted_ns(request: Request) -> int:
+    assert request.first_scheduled_ns is not None, "it runs"
+    return request.first_scheduled_ns
+
+
 class FairShares(Order):
     """While two tenants both wait, what they are given differs by at most 2 (U + C), whatever they ask for.
 
@@ -54,10 +58,10 @@ class FairShares(Order):
     prompt and M the tokens that the KV cache holds (the paper's section 4, for input_weight <= output_weight; no
     work-conserving order without preemption is better than half of it); C is `max_credit_tokens`, 0 in the paper. So from
     one admission of a tenant that waits to its next, each other tenant is given at most U + C more than it. An endless
-    stream of new tenants, each of whom comes as low as the least, would still starve it. Therefore they come where the last
-    that was admitted stands, which rises with every prompt (the virtual time of self-clocked fair queueing: Golestani,
-    INFOCOM 1994), though no further above the least than a prompt; and those that come later than `max_wait_ns` after its
-    last admission are lifted to it and go after it. Within a tenant nobody is overtaken.
+    stream of new tenants, each of whom comes as low as the least, would still starve it. Therefore they come where all would
+    stand had what is given been given to all alike, which rises with every token (the virtual time of weighted fair queueing:
+    Demers, Keshav and Shenker, SIGCOMM 1989), though no further above the least than C; and those that come later than
+    `max_wait_ns` after its last admission are lifted to it and go after it. Within a tenant nobody is overtaken.
 
     Of the prompt tokens of a step those requests get theirs first whose tenants would stand lowest once the prompt is
     computed (as in weighted fair queueing): short prompts do not wait behind long ones of others, and of two equals one is
@@ -101,9 +105,7 @@ class FairShares(Order):
         """Requests that were admitted since the last step; what that computes of them is charged."""
         self._num_admissions = 0
         self._level = 0
-        """The highest at which a tenant stood when it was admitted, its prompt included."""
-        self._longest = 0
-        """The largest charge for a prompt."""
+        """Where all would stand who wait or are served, had each been given the same of late."""
         self._last = Account(0, 0, 0)
         """Of the tenant that waited last."""
 
@@ -141,9 +143,8 @@ class FairShares(Order):
         aged_ns = self._now_ns - self._max_wait_ns
         least = min(max(account.counter, account.base) for account in self._waiting.values())
         aged = (account.counter for account in self._waiting.values() if account.waiting_since_ns <= aged_ns)
-        # Nor was the last the least of all if the gate lets one bucket in at a time.
-        level = min(self._level, least + self._longest)
-        return max(aged, default=max(least, level) - credit)
+        self._level = min(max(self._level, least), least + self._max_credit)
+        return max(aged, default=self._level - credit)
 
     def unqueued(self, request: Request) -> None:
         account = self._waiting[request.tenant]
@@ -152,11 +153,12 @@ class FairShares(Order):
             self._last = self._waiting.pop(request.tenant)
 
     def outranks(self, request: Request, other: Request, now_ns: int) -> bool:
-        """Tenants take turns at what was preempted, and at the prompt tokens of a step. Nobody who was admitted is put off for
-        longer than `max_wait_ns`: new tenants, who are not lifted to those who run or were preempted, would never end."""
+        """Tenants take turns at what was preempted, and at the prompt tokens of a step. Nobody is put off for longer than
+        `max_wait_ns` while it runs. Who was preempted is passed by tenants that were given less, until they have risen to it:
+        it may hold many times the memory that there is, and would else have all of it."""
         if request.tenant == other.tenant:
             return False
-        if other.first_scheduled_ns is not None and other.first_scheduled_ns <= now_ns - self._max_wait_ns:
+        if other.status is RequestStatus.RUNNING and _admitted_ns(other) <= now_ns - self._max_wait_ns:
             return False
         return self._finish(request) < self._finish(other)
 
@@ -174,12 +176,7 @@ class FairShares(Order):
         account.turn = 2 * self._num_admissions
         account.waiting_since_ns = self._now_ns
         self._joined.add(request.request_id)
-        before = account.counter
         self._charge_prompt(account, request, request.num_computed_tokens, request.num_inflight_tokens)
-        if not request.num_preemptions:  # else it need not have been the least
-            level, _ = self._finish(request)
-            self._level = max(self._level, level)
-            self._longest = max(self._longest, level - before)
 
     def left(self, request: Request) -> None:
         account = self._decoding.pop(request.request_id, None)
@@ -199,8 +196,12 @@ class FairShares(Order):
         del last_step
         if num_decodes:
             num_known = len(self._decoding)
+            charged = 0
             for account in self._serving.values():
-                account.counter += account.num_decoding * account.output_charge
+                charge = account.num_decoding * account.output_charge
+                account.counter += charge
+                charged += charge
+            self._raise_level(charged)
             if num_decodes > num_known:  # the last token of a prompt came alone
                 for row in rows[:num_decodes]:
                     if row.request_id not in self._decoding:
@@ -215,6 +216,7 @@ class FairShares(Order):
             self._charge_prompt(account, request, row.context_len, row.query_len)
         if row.samples:
             account.counter += account.output_charge
+            self._raise_level(account.output_charge)
             if row.request_id not in self._decoding:
                 self._decoding[row.request_id] = account
                 self._serving[request.tenant] = account
@@ -224,7 +226,12 @@ class FairShares(Order):
         """Tokens that were not computed before."""
         start = max(context_len, request.max_computed_tokens)
         stop = min(context_len + query_len, request.num_prompt_tokens)
-        account.counter += account.input_charge * max(0, stop - start)
+        charge = account.input_charge * max(0, stop - start)
+        account.counter += charge
+        self._raise_level(charge)
+
+    def _raise_level(self, charge: int) -> None:
+        self._level += charge // (1 + len(self._waiting) + len(self._serving))
 
     def counter(self, tenant: str) -> float:
         """Weighted tokens per share that a tenant stands at; tenants that are not known stand at 0."""
