@@ -13,6 +13,7 @@ from penstock.backends.native.lowering import lower
 from penstock.models.formats import held_bytes
 from penstock.models.program import Add, Embed, GatedActivation, Linear, Logits, Op, Program, RMSNorm
 from penstock.models.weights import BlockScales, WeightFormat, WeightTensor
+from penstock.types.errors import ModelError
 
 NAMES = ("x", "y", "z", "h")
 MATRIX = WeightTensor("w", 32, 32, WeightFormat.BF16, np.zeros((32, 32), np.uint16))
@@ -151,6 +152,20 @@ def test_a_norm_is_quantised_at_once_if_only_quantised_products_read_it(
     assert [kind for kind in recorder.kinds if kind not in (RowOpKind.EMBED, RowOpKind.LOOKUP)] == kinds
 
 
+def lower_fp8(codes: np.ndarray, row_scales: np.ndarray, engine: Recorder) -> None:
+    program = Program(
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=16,
+        vocab_size=32,
+        buffers=(("x", 32), ("y", 32)),
+        ops=(Embed("x", "w"), Linear("y", "x", "v")),
+    )
+    scales = BlockScales(row_scales[:, None], 1, 32)
+    weights = {"w": MATRIX, "v": WeightTensor("v", 32, 32, WeightFormat.F8_E4M3, codes, scales)}
+    lower(program, weights, cast(Engine, engine), num_positions=64)
+
+
 def test_fp8_is_widened_with_its_scales() -> None:
     """It is packed as bf16, and so are its bytes counted."""
     given: list[tuple[SourceFormat, np.ndarray]] = []
@@ -162,19 +177,17 @@ def test_fp8_is_widened_with_its_scales() -> None:
 
     codes = np.full((32, 32), 0x38, np.uint8)
     codes[5, 7] = 0xC0  # -2
-    scales = BlockScales(np.arange(1, 33, dtype=np.float32)[:, None], 1, 32)
-    program = Program(
-        num_layers=1,
-        num_kv_heads=1,
-        head_dim=16,
-        vocab_size=32,
-        buffers=(("x", 32), ("y", 32)),
-        ops=(Embed("x", "w"), Linear("y", "x", "v")),
-    )
-    weights = {"w": MATRIX, "v": WeightTensor("v", 32, 32, WeightFormat.F8_E4M3, codes, scales)}
-    lower(program, weights, cast(Engine, Given()), num_positions=64)
+    lower_fp8(codes, np.arange(1, 33, dtype=np.float32), Given())
     ((fmt, values),) = given
     assert fmt == SourceFormat.F32
     assert values[5, 7] == -12
     assert (values[31] == 32).all()
     assert held_bytes(WeightFormat.F8_E4M3, 32, 32) == held_bytes(WeightFormat.BF16, 32, 32)
+
+
+@pytest.mark.parametrize(("code", "scale"), [(0x7F, 1.0), (0xFF, 1.0), (0x7E, 1e38)])
+def test_fp8_that_is_no_finite_number_is_refused(code: int, scale: float) -> None:
+    codes = np.full((32, 32), 0x38, np.uint8)
+    codes[31, 30] = code
+    with pytest.raises(ModelError, match="'v' has a weight that is no finite number"):
+        lower_fp8(codes, np.full(32, scale, np.float32), Recorder())

@@ -75,7 +75,10 @@ class WeightTensor:
         values = dequantize(self.data, self.format, self.num_cols)
         if self.scales is not None:
             scales = self.scales.of_rows(0, self.num_rows)
-            values *= np.repeat(scales, self.scales.block_cols, axis=1)[:, : self.num_cols] if scales.shape[1] > 1 else scales
+            if scales.shape[1] > 1:
+                scales = np.repeat(scales, self.scales.block_cols, axis=1)[:, : self.num_cols]
+            with np.errstate(over="ignore"):  # large scales of a corrupt file
+                values *= scales
         return values
 
 

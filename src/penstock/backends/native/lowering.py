@@ -276,6 +276,8 @@ class _Lowering:
         tensor = self._tensor(name)
         is_fp8 = tensor.format is WeightFormat.F8_E4M3
         values, fmt = (tensor.dequantize(), SourceFormat.F32) if is_fp8 else (tensor.data, SOURCE_FORMATS[tensor.format])
+        if is_fp8 and not np.isfinite(values).all():  # what the engine is given as floats it takes as they are
+            raise ModelError(f"the matrix {name!r} has a weight that is no finite number.", remedy="Fetch the model again.")
         data = np.ascontiguousarray(values).view(np.uint8).reshape(tensor.num_rows, -1)
         try:
             return add(fmt, tensor.num_rows, tensor.num_cols, data)
