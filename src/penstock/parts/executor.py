@@ -56,10 +56,11 @@ def plan_memory(config: Config, model: LoadedModel, available_bytes: int) -> tup
 
 def _check_weight_dtype(config: Config, model: LoadedModel) -> None:
     """Nothing that is set is without effect."""
-    from penstock.models.formats import BLOCKS
+    from penstock.models.formats import BLOCKS, WeightFormat
 
+    quantised = {*BLOCKS, WeightFormat.F8_E4M3}
     of_products = (tensor for name, tensor in model.weights.items() if tensor.num_rows > 1 and name not in ("embed", "output"))
-    if config.backend.weight_dtype is not None and all(tensor.format in BLOCKS for tensor in of_products):
+    if config.backend.weight_dtype is not None and all(tensor.format in quantised for tensor in of_products):
         raise ConfigError(
             f"weight_dtype is {config.backend.weight_dtype}, and the weights of {model.name} are quantised already.",
             remedy="Leave out --weight-dtype, or take the model in 16 bits.",

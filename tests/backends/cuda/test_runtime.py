@@ -20,6 +20,7 @@ from penstock.obs.prometheus import expose
 from penstock.parts import executor as executor_part
 from penstock.serve.runtime import Runtime
 from penstock.testing.builders import make_request
+from penstock.testing.fp8_models import write_fp8_hf
 from penstock.testing.tiny_models import TinyLlama, write_gguf
 from penstock.types.errors import ConfigError
 
@@ -122,6 +123,12 @@ def test_weights_are_rounded_where_that_is_set_and_counted_so(tmp_path: Path) ->
 def test_weights_that_are_quantised_already_cannot_be_rounded(gguf: Path) -> None:
     with pytest.raises(ConfigError, match=r"weight_dtype is fp8, and the weights of tiny are quantised already\. Leave out"):
         build(gguf, weight_dtype="fp8")
+
+
+def test_a_checkpoint_in_fp8_cannot_be_rounded_to_it(tmp_path: Path) -> None:
+    path = write_fp8_hf(tmp_path / "tiny", TinyLlama(num_layers=1), "row")
+    with pytest.raises(ConfigError, match=r"weight_dtype is fp8, and the weights of tiny are quantised already\. Leave out"):
+        build(path, weight_dtype="fp8")
 
 
 def test_what_the_pool_loses_comes_back_from_the_machines_memory(gguf: Path) -> None:
