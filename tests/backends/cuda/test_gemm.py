@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -214,6 +217,24 @@ def test_bf16_on_the_device(fmt: WeightFormat, tokens: int, deterministic: bool)
     tensors, x = [weights(fmt, 300, 1024)], activations(tokens, 1024)
     found, wanted = product(tensors, x, deterministic=deterministic, dtype=torch.bfloat16), expected(tensors, x)
     assert np.sqrt(((found - wanted) ** 2).mean()) < 0.01 * np.sqrt((wanted**2).mean())
+
+
+@pytest.mark.parametrize("fmt", LAYOUTS)
+def test_only_scales_of_rows_forbid_fused_operations(fmt: WeightFormat, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unpacking for cuBLAS and the own kernel fuse alike, so that a weight is the same in both."""
+    kernel, found = gemm._matmul_kernel, []
+
+    class Launches:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            def launch(*args: Any, **options: Any) -> None:
+                found.append(options["enable_fp_fusion"])
+                kernel[grid](*args, **options)
+
+            return launch
+
+    monkeypatch.setattr(gemm, "_matmul_kernel", Launches())
+    product([weights(fmt, 32, 256)], activations(2, 256), deterministic=True)
+    assert found == [fmt is not WeightFormat.F8_E4M3]
 
 
 def test_no_token_is_no_launch() -> None:

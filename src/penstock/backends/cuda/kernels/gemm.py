@@ -98,6 +98,7 @@ def _launch(
     block_tokens = FIXED_BLOCK_TOKENS if is_fixed else min(64, max(16, triton.next_power_of_2(num_tokens)))
     tiles = triton.cdiv(matrix.num_rows, TILE_ROWS) * triton.cdiv(num_tokens, block_tokens)
     quantised = None if isinstance(matrix, DenseMatrix) else matrix
+    has_row_scale = quantised is not None and quantised.row_scales is not None
     scales, offsets = (None, None) if quantised is None else (quantised.scales, quantised.offsets)
     _matmul_kernel[(tiles, how.num_splits if is_parallel else 1)](
         out,
@@ -125,7 +126,7 @@ def _launch(
         ZERO=0 if quantised is None else quantised.zero,
         IS_FLOAT=quantised is not None and quantised.is_float,
         HAS_OFFSET=offsets is not None,
-        HAS_ROW_SCALE=quantised is not None and quantised.row_scales is not None,
+        HAS_ROW_SCALE=has_row_scale,
         IS_EVEN=matrix.num_cols % STEP_COLS == 0,
         IS_PARALLEL=is_parallel,
         HAS_BIAS=bias is not None,
@@ -134,7 +135,8 @@ def _launch(
         BLOCK_ROWS=TILE_ROWS,
         IS_INTERPRETED=bool(triton.knobs.runtime.interpret),
         num_warps=4,
-        enable_fp_fusion=False,  # products are rounded before they are added, here as where splits are programs of their own
+        # Sums times a row's scale are rounded before they are added, here as where splits are programs of their own.
+        enable_fp_fusion=not has_row_scale,
         num_stages=4 if quantised is None else 6,
     )
 
