@@ -1,4 +1,4 @@
-"""fp8 on the device: rounding is to nearest even and saturates, a file's numbers stay exact, every code is widened right."""
+"""fp8: rounded to nearest even, never beyond the type; a file's numbers stay exact, every code is widened right."""
 
 from __future__ import annotations
 

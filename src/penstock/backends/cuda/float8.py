@@ -26,8 +26,7 @@ def round_rows(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     powers = exponents - torch.where(mantissas <= LARGEST / 512, 9, 8)
     scales = (powers.clamp(LEAST_EXPONENT, 127).to(torch.int32) + 127 << 23).view(torch.float32)
     numbers = torch.where(wide.isfinite(), wide / scales[:, None], torch.nan)
-    # A conversion of more than 464 gives no number, whatever rounds to more than 448.
-    return numbers.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).view(torch.int8), scales
+    return numbers.to(torch.float8_e4m3fn).view(torch.int8), scales
 
 
 def has_no_number(codes: torch.Tensor) -> bool:
