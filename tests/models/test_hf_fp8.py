@@ -97,6 +97,46 @@ def test_memory_is_that_of_who_computes(tmp_path: Path) -> None:
             load_hf_directory(directory, max_weight_bytes=wanted - 1, floats=floats)
 
 
+def test_scales_of_blocks_take_memory_for_each_group(tmp_path: Path) -> None:
+    by_rows, by_blocks = write_fp8_hf(tmp_path / "row", TINY, "row"), write_fp8_hf(tmp_path / "block", TINY, "block")
+    weights = load_hf_directory(by_blocks).weights
+    wide = {name: t for name, t in weights.items() if t.scales is not None and t.scales.values.shape[1] > 1}
+    groups = sum(-(-t.num_rows // 16) * 16 * -(-t.num_cols // 32) for t in wide.values())
+    assert groups
+    assert least_memory(by_blocks, Floats.AS_STORED) == least_memory(by_rows, Floats.AS_STORED) + 2 * groups
+    assert least_memory(by_blocks, Floats.BF16) == least_memory(by_rows, Floats.BF16)
+
+
+def test_an_embedding_of_its_own_is_counted_where_it_is_widened(tmp_path: Path) -> None:
+    """Rows of one in floats are read in the file; of one in fp8 the native backend keeps float32."""
+    before, after = write_fp8_hf(tmp_path / "before", TINY, "row"), write_fp8_hf(tmp_path / "after", TINY, "row")
+    name = "model.embed_tokens.weight"
+    shape = TINY.weights()[name].shape
+    change_tensors(
+        after,
+        {
+            name: ("F8_E4M3", shape, bytes(shape[0] * shape[1])),
+            f"{name}_scale": ("F32", (shape[0], 1), np.ones(shape[0], np.float32).tobytes()),
+        },
+    )
+    more = 4 * shape[0] * shape[1]
+    assert load_hf_directory(after).num_weight_bytes == load_hf_directory(before).num_weight_bytes + more
+    assert least_memory(after, Floats.BF16) == least_memory(before, Floats.BF16) + more
+
+
+def least_memory(directory: Path, floats: Floats) -> int:
+    """The least that the loader takes for enough."""
+    too_little, enough = 0, 1 << 30
+    while enough - too_little > 1:
+        middle = (too_little + enough) // 2
+        try:
+            load_hf_directory(directory, max_weight_bytes=middle, floats=floats)
+            enough = middle
+        except ModelError:
+            too_little = middle
+    return enough
+
+
 @pytest.mark.parametrize(
     "settings",
     [

@@ -130,22 +130,30 @@ _HELD: Mapping[WeightFormat, tuple[int, bool]] = MappingProxyType(
 """(bits of a weight, whether groups of 32 have an offset as well as a scale) in the memory of the native backend."""
 
 
-def held_bytes(fmt: WeightFormat, num_rows: int, num_cols: int, floats: Floats = Floats.BF16) -> int:
+def held_bytes(
+    fmt: WeightFormat, num_rows: int, num_cols: int, floats: Floats = Floats.BF16, *, has_blocks: bool = False
+) -> int:
     """Bytes of it in the memory of the native backend, which packs 16 rows side by side; docs/kernels.md has the layout.
 
-    One row of F32 is a vector, which stays as it is. With other `floats` than the native backend's, fp8 has a scale per row.
+    One row of F32 is a vector, which stays as it is. With other `floats` than the native backend's, fp8 has a scale per row,
+    and one per group of 32 columns if the file's are of blocks.
     """
     if fmt is WeightFormat.F32 and num_rows == 1:
         return stored_bytes(fmt, num_rows, num_cols)
     rows = _padded(num_rows, 16)
     if fmt not in _HELD:
         if floats is Floats.FP8 or (floats is Floats.AS_STORED and fmt is WeightFormat.F8_E4M3):
-            return rows * (num_cols + 4)
+            return rows * (num_cols + 4 + (_padded(num_cols, 32) // 32 * 2 if has_blocks else 0))
         return rows * _padded(num_cols, 2) * 2
     bits, has_offset = _HELD[fmt]
     groups = num_cols // 32
     offsets = rows * _padded(groups, 2) * 2 if has_offset else 0
     return rows * num_cols * bits // 8 + rows * groups * 2 + offsets
+
+
+def held_table_bytes(fmt: WeightFormat, num_rows: int, num_cols: int) -> int:
+    """Beyond the file, of an embedding in the native backend of which only rows are read: fp8 is widened to float32."""
+    return stored_bytes(WeightFormat.F32, num_rows, num_cols) if fmt is WeightFormat.F8_E4M3 else 0
 
 
 def _padded(size: int, multiple: int) -> int:

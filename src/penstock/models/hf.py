@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from penstock.models import checks, registry
-from penstock.models.formats import Floats, WeightFormat, held_bytes
+from penstock.models.formats import Floats, WeightFormat, held_bytes, held_table_bytes
 from penstock.models.hf_config import JsonFile, read_eos_ids, read_json, read_spec
 from penstock.models.hf_fp8 import FLOAT8, block_scales, read_block, split_scales
 from penstock.models.program import Program
@@ -55,11 +55,13 @@ def load_hf_directory(
         stored.pop("output", None)
     _check_stored(registry.describe(spec), stored, path)
     held = sum(
-        _held_bytes(tensor, held_floats(key, floats))
+        _held_bytes(tensor, scales.get(key), held_floats(key, floats))
         for key, tensor in stored.items()
         if key != "embed" or spec.tie_word_embeddings
     )
-    checks.check_memory(held, max_weight_bytes, path)  # rows of an untied embedding are read in the file
+    if not spec.tie_word_embeddings and floats is Floats.BF16:  # rows are read in the file, unless they are widened
+        held += held_table_bytes(_format(stored["embed"]), *_matrix_shape(stored["embed"]))
+    checks.check_memory(held, max_weight_bytes, path)
     tokenizer = path / "tokenizer.json"
     if not tokenizer.is_file():
         raise ModelError(
@@ -132,9 +134,15 @@ def _is_vector(tensor: StoredTensor) -> bool:
     return len(tensor.shape) == 1
 
 
-def _held_bytes(tensor: StoredTensor, floats: Floats) -> int:
-    fmt = WeightFormat.F8_E4M3 if tensor.dtype == FLOAT8 else WeightFormat.BF16
-    return held_bytes(WeightFormat.F32 if _is_vector(tensor) else fmt, *_matrix_shape(tensor), floats)
+def _format(tensor: StoredTensor) -> WeightFormat:
+    """Of a matrix, as far as its bytes in memory depend on it."""
+    return WeightFormat.F8_E4M3 if tensor.dtype == FLOAT8 else WeightFormat.BF16
+
+
+def _held_bytes(tensor: StoredTensor, scales: BlockScales | None, floats: Floats) -> int:
+    fmt = WeightFormat.F32 if _is_vector(tensor) else _format(tensor)
+    has_blocks = scales is not None and scales.values.shape[1] > 1
+    return held_bytes(fmt, *_matrix_shape(tensor), floats, has_blocks=has_blocks)
 
 
 def _weight(name: str, tensor: StoredTensor, scales: BlockScales | None) -> WeightTensor:

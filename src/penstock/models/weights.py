@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.models.formats import Floats, WeightFormat, dequantize, held_bytes
+from penstock.models.formats import Floats, WeightFormat, dequantize, held_bytes, held_table_bytes
 from penstock.types.model_spec import ModelSpec
 from penstock.types.vocab import GgufVocab
 
@@ -107,11 +107,12 @@ class LoadedModel:
 
     @property
     def num_weight_bytes(self) -> int:
-        """As the native backend holds them. An embedding of which only rows are read counts if it is not the file's."""
+        """As the native backend holds them. An embedding of which only rows are read counts where it is not the file's."""
         return sum(self._held_bytes(name) for name in self.weights)
 
     def _held_bytes(self, name: str) -> int:
         tensor = self.weights[name]
         if name == "embed" and "output" in self.weights:
-            return 0 if tensor.is_mapped else tensor.num_bytes
+            widened = held_table_bytes(tensor.format, tensor.num_rows, tensor.num_cols)
+            return widened + (0 if tensor.is_mapped else tensor.num_bytes)
         return held_bytes(tensor.format, tensor.num_rows, tensor.num_cols)

@@ -166,7 +166,8 @@ def test_a_matrix_takes_what_is_planned_for_it() -> None:
     for floats, tensor in ((Floats.AS_STORED, float8_rows(256, 192)), (Floats.FP8, dense(256, 192))):
         assert rounded(tensor).num_bytes == held_bytes(tensor.format, 256, 192, floats) == 256 * (192 + 4)
     (blocks,) = load(float8_blocks(256, 192, 128, 128), dtype=torch.float16)
-    assert blocks.num_bytes == 256 * (192 + 4 + 2 * 6)
+    wanted = held_bytes(WeightFormat.F8_E4M3, 256, 192, Floats.AS_STORED, has_blocks=True)
+    assert blocks.num_bytes == wanted == 256 * (192 + 4 + 2 * 6)
 
 
 # Products
