@@ -56,8 +56,9 @@ class FairShares(Order):
 
     Given is counted in weighted tokens per share; U = max(input_weight * L, output_weight * M), with L the longest
     prompt and M the tokens that the KV cache holds (the paper's section 4, for input_weight <= output_weight; no
-    work-conserving order without preemption is better than half of it); C is `max_credit_tokens`, 0 in the paper. So from
-    one admission of a tenant that waits to its next, each other tenant is given at most U + C more than it. An endless
+    work-conserving order without preemption is better than half of it); C is `max_credit_tokens`, which must be at most U
+    for this, and is 0 in the paper. So from one admission of a tenant that waits to its next, each other tenant is given at
+    most U + C more than it. An endless
     stream of new tenants, each of whom comes as low as the least, would still starve it. Therefore they come where all would
     stand had what is given been given to all alike, which rises with every token (the virtual time of weighted fair queueing:
     Demers, Keshav and Shenker, SIGCOMM 1989), though no further above the least than C; and those that come later than
