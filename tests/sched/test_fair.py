@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given
@@ -76,6 +76,31 @@ jobs = st.lists(
 )
 
 
+def check_differences(driver: Driver, requests: dict[str, Request], bound: int) -> None:
+    """Compute them all. While two tenants both wait, W_f - W_g stays within a range of `bound`."""
+    meter = Meter(requests)
+    pairs = list(combinations(sorted({request.tenant for request in requests.values()}), 2))
+    ranges: dict[tuple[str, str], tuple[int, int]] = {}
+    coming = sorted(requests.values(), key=lambda request: request.arrival_ns)
+    while coming or driver.core.has_work:
+        now_ns = driver.clock.now_ns()
+        due = [request for request in coming if request.arrival_ns <= now_ns]
+        coming = coming[len(due) :]
+        if driver.turn(*(Add(request) for request in due)) is None:
+            driver.clock.advance_to(now_ns + STEP_NS)
+            continue
+        meter.after_turn(driver)
+        waiting = meter.waiting_tenants(now_ns)
+        for f, g in pairs:
+            if not {f, g} <= waiting:
+                ranges.pop((f, g), None)
+                continue
+            gap = meter.given[f] - meter.given[g]
+            low, high = ranges.get((f, g), (gap, gap))
+            low, high = ranges[f, g] = min(low, gap), max(high, gap)
+            assert high - low <= bound, f"{f} and {g} differ by {high - low}, more than {bound}"
+
+
 @given(
     capacity=capacities(),
     a=jobs,
@@ -109,28 +134,32 @@ def test_two_tenants_who_wait_are_given_the_same_up_to_twice_the_bound(
     order = FairShares(max_credit_tokens=max_credit_tokens)
     policies = make_policies(order=order, budget=budget, reserve=Watermark(growth_tokens=growth_tokens))
     driver = Driver(make_core(capacity, policies, enable_prefix_caching=False), HashExecutor(capacity))
-    meter = Meter(requests)
     u = max(INPUT_WEIGHT * MAX_PROMPT, OUTPUT_WEIGHT * (capacity.num_blocks - 1) * capacity.block_size)
-    bound = 2 * (u + max_credit_tokens)
-    ranges: dict[str, tuple[int, int]] = {}
-    coming = sorted(requests.values(), key=lambda request: request.arrival_ns)
-    while coming or driver.core.has_work:
-        now_ns = driver.clock.now_ns()
-        due = [request for request in coming if request.arrival_ns <= now_ns]
-        coming = coming[len(due) :]
-        if driver.turn(*(Add(request) for request in due)) is None:
-            driver.clock.advance_to(now_ns + STEP_NS)
-            continue
-        meter.after_turn(driver)
-        waiting = meter.waiting_tenants(now_ns)
-        for f, g in ("ab", "ac", "bc"):
-            if not {f, g} <= waiting:
-                ranges.pop(f + g, None)
-                continue
-            gap = meter.given[f] - meter.given[g]
-            low, high = ranges.get(f + g, (gap, gap))
-            low, high = ranges[f + g] = min(low, gap), max(high, gap)
-            assert high - low <= bound, f"{f} and {g} differ by {high - low}, more than {bound}"
+    check_differences(driver, requests, 2 * (u + max_credit_tokens))
+
+
+def test_who_comes_back_while_it_decodes_is_not_lifted_beyond_the_bound() -> None:
+    """g's first request decodes while its second comes and waits beside f, and the last admitted prompt was a long one."""
+    capacity = Capacity(num_blocks=61, block_size=1, max_rows=12, max_step_tokens=80, max_model_len=60)
+    jobs = [
+        ("x", 59, 1),
+        ("g", 3, 57),
+        ("f", 59, 1),
+        ("f", 59, 1),
+        ("f", 42, 1),
+        ("f", 3, 57),
+        ("f", 5, 5),
+        ("f", 5, 5),
+        ("g", 59, 1),
+    ]
+    requests = {
+        f"{tenant}{idx}": make_request(f"{tenant}{idx}", prompt, max_tokens=max_tokens, tenant=tenant)
+        for idx, (tenant, prompt, max_tokens) in enumerate(jobs)
+    }
+    requests["g8"].arrival_ns = 4 * STEP_NS
+    policies = make_policies(order=FairShares(max_credit_tokens=0), budget="decode-first", reserve=Watermark(growth_tokens=0))
+    driver = Driver(make_core(capacity, policies, enable_prefix_caching=False), HashExecutor(capacity))
+    check_differences(driver, requests, 2 * OUTPUT_WEIGHT * 60)
 
 
 class Stand:

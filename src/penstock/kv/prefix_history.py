@@ -21,7 +21,8 @@ _NUM_GENERATIONS = 8
 
 
 class Recent(Generic[_Key, _Value]):
-    """A map that keeps at least the last `num_kept` keys written, and at most an eighth more. Each operation is O(1).
+    """A map that keeps at least the last `num_kept` keys written, and at most an eighth more if that is a
+    multiple of eight. Each operation is O(1).
 
     It is forgotten by generations. Two of them would do, but take up to twice the memory, now more, now less.
     """

@@ -70,7 +70,7 @@ def _as_block(config: JsonFile, value: object) -> Block | None:
         return None
     sizes = value.split("x") if isinstance(value, str) else value
     try:
-        rows, cols = (int(size) for size in sizes)  # type: ignore[attr-defined]
+        rows, cols = map(int, sizes if isinstance(sizes, list) else ())
     except (TypeError, ValueError) as error:
         raise config.error(f"the block {value!r} of quantization_config is no two numbers") from error
     if rows < 1 or cols < 1 or cols % _COLS_AT_LEAST:

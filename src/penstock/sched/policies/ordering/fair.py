@@ -5,7 +5,8 @@ Each tenant has a counter: `input_weight` for each prompt token that is computed
 is given. The tenant with the least counter among those who wait is next, and within it who came first; likewise with the
 prompt tokens of a step, so that a tenant with many prompts in work does not keep others waiting for theirs. A tenant that
 comes back from idle is lifted to the least counter of those who wait (if nobody does, to that of the tenant who waited
-last), or a little further while that does not rise, less a credit of about one prompt, so that idling earns no more than that.
+last), or a little above it if ever new tenants keep that from rising, less a credit of about one prompt, so that idling earns
+no more than that.
 
     heavy  ####################|        light 3 was idle: it starts a little below light 1,
     light1 #########|                   not at what it had when it went
