@@ -5,6 +5,7 @@
 // of segments over threads all give the same bits. Online softmax: arXiv 2112.05682.
 
 #include "attention_merge.h"
+#include "attention_queries.h"
 #include "attention_segment.h"
 #include "integers.h"
 
@@ -53,32 +54,6 @@ Pairs make_pairs(const KvLayer& kv, const AttentionTask& t, int first_pair, int 
     return pairs;
 }
 
-// The queries as integers, laid out as the keys are: two columns of each of kPairs pairs in turn.
-void quantize_queries(const KvLayer& kv, const AttentionTask& t, Pairs& pairs, int16_t* q) {
-    for (int at = 0; at < pairs.count; at += kLanes) {
-        const int count = pairs.count - at < kLanes ? pairs.count - at : kLanes;
-        alignas(64) float squares[kLanes] = {}, largest[kLanes] = {};
-        for (int p = 0; p < count; ++p) {
-            const Extent extent = extent_of(t.q + pairs.offset[at + p], kv.head_dim);
-            squares[p] = extent.squares;
-            largest[p] = extent.largest;
-        }
-        IntegerScale scales[kLanes];
-        integer_scales(squares, largest, scales);
-        for (int p = 0; p < count; ++p) {
-            const float* x = t.q + pairs.offset[at + p];
-            // Integers of zero: any factor serves, but what is masked must stay so.
-            pairs.factor[at + p] = scales[p].scale < kSmallest ? 1.0f : scales[p].scale * t.scale * kLog2E;
-            int16_t* out = q + (at + p) / kPairs * kPairs * kv.head_dim + (at + p) % kPairs * 2;
-            for (int d = 0; d < kv.head_dim; d += kLanes) {
-                alignas(64) int16_t integers[kLanes];
-                store_integers(integers, load(x + d), scales[p]);
-                for (int i = 0; i < kLanes; i += 2) memcpy(out + (d + i) * kPairs, integers + i, 2 * sizeof(int16_t));
-            }
-        }
-    }
-}
-
 // The positions [begin, end) of which a task reads the keys and values; `begin` is that of a segment.
 struct Range {
     int begin, end;
@@ -125,7 +100,11 @@ PENSTOCK_INLINE void for_pairs(const Pairs& pairs, int begin, F f) {
 template <typename Kv>
 void attend(const KvLayer& kv, const AttentionTask& t, int first_pair, int num_pairs, const Scratch& scratch) {
     Pairs pairs = make_pairs(kv, t, first_pair, num_pairs);
-    quantize_queries(kv, t, pairs, scratch.q);
+    if constexpr (kIsInt8<Kv>) {
+        round_to_int8(kv, t, pairs, scratch);
+    } else {
+        round_to_int16(kv, t, pairs, scratch);
+    }
     if (!t.partials) clear(pairs, kv.head_dim, scratch.merged);
     Segment segment;
     const Range range = range_of(t, pairs.first[0], pairs.last[num_pairs - 1] + 1);
@@ -171,7 +150,7 @@ int64_t attention_partial_floats(int num_pairs, int head_dim) { return 2 * kStat
 
 int64_t attention_scratch_floats(int head_dim) {
     return kLanes + kScoreFloats + kWeightFloats + 2 * kSegment + kLanes + 4 * kStateFloats +
-           (kTaskPairs / 2 + 1 + 2 * kTaskPairs) * head_dim;
+           (kTaskPairs / 2 + 1 + 2 * kTaskPairs) * head_dim + 2 * kTaskPairs * ((head_dim + kGroup - 1) / kGroup);
 }
 
 }  // namespace penstock::PENSTOCK_ISA

@@ -40,7 +40,9 @@ struct Scratch {
     float* value_scales;  // [kSegment], of 8-bit values
     float* units;         // [kSegment], the same as shares of the largest, times kLargestInteger
     float* factor;        // [kPairs] by which the sums of 8-bit values are to be multiplied
-    int16_t* q;           // [kTaskPairs / kPairs][head_dim / 2][kPairs][2]
+    uint8_t* q;           // [kTaskPairs / kPairs][head_dim / columns][kPairs][columns]: 2 columns of int16, or 4 of int8
+    float* q_scales;      // [kTaskPairs / kPairs][key groups][kPairs], of int8 queries
+    int32_t* q_starts;    // likewise: what the sums of integers start at
     uint8_t* odd;         // [head_dim] pairs: the 16-bit values of a last position that has no neighbour yet
     State merged;         // of kTaskPairs
     State next;           // of kTaskPairs
@@ -67,8 +69,13 @@ PENSTOCK_INLINE Scratch make_scratch(float* memory, int head_dim) {
     memory += kSegment;
     scratch.factor = memory;
     memory += kLanes;
-    scratch.q = reinterpret_cast<int16_t*>(memory);
+    scratch.q = reinterpret_cast<uint8_t*>(memory);
     memory += kTaskPairs * head_dim / 2;
+    const int groups = (head_dim + kGroup - 1) / kGroup;
+    scratch.q_scales = memory;
+    memory += kTaskPairs * groups;
+    scratch.q_starts = reinterpret_cast<int32_t*>(memory);
+    memory += kTaskPairs * groups;
     scratch.odd = reinterpret_cast<uint8_t*>(memory);
     memory += head_dim;
     scratch.merged = take_state(memory, head_dim);

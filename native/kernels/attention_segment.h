@@ -7,6 +7,7 @@
 
 #pragma once
 
+#include "attention_queries.h"
 #include "attention_scratch.h"
 #include "integers.h"
 #include "softmax.h"
@@ -27,16 +28,27 @@ struct Segment {
     Tiles tiles, ahead;
 };
 
+// The integers of kPairs pairs from one of them on, and of every group of columns their scales and what sums start at.
+struct Queries {
+    const uint8_t* integers;
+    const float* scales;
+    const int32_t* starts;
+};
+
 // Keys and values of 8 bits, KvFormat::kInt8. The weights of a segment, each times its value's scale, are rounded to 16 bits
 // with one scale for all, the largest that can be needed: 32767 * 127 * kSegment is below 2^31.
 struct Int8Kv {
-    static constexpr int kBytes = 32;  // of two columns, or of two positions, of sixteen
-    using Sum = vi;
-
-    static PENSTOCK_MEMBER int halves_of_group(int) { return kGroup / 2; }
-    static PENSTOCK_MEMBER vb load_pairs(const uint8_t* p) { return widen_i8(p); }
+    static constexpr int kColumns = 4;    // that are multiplied at once
     static constexpr int kScaleBytes = kKvTile * 2;
+    static PENSTOCK_MEMBER int steps_of_group(int) { return kGroup / kColumns; }
     static PENSTOCK_MEMBER vf load_scales(const uint8_t* p) { return load_bf16((const uint16_t*)p); }
+    static PENSTOCK_MEMBER vi start(const Queries& q, int at) { return set1_i(q.starts[at]); }
+    static PENSTOCK_MEMBER vi dot(vi acc, vb keys, const uint8_t* q) { return dot4_i8(acc, keys, set1_pair(q)); }
+    static PENSTOCK_MEMBER vf scale(const Queries& q, int at, vf scales) { return mul(scales, set1(q.scales[at])); }
+
+    static constexpr int kBytes = 32;  // of two positions of sixteen columns of the values
+    using Sum = vi;
+    static PENSTOCK_MEMBER vb load_pairs(const uint8_t* p) { return widen_i8(p); }
     static PENSTOCK_MEMBER Sum zero() { return set1_i(0); }
     static PENSTOCK_MEMBER Sum dot2(Sum acc, vb values, vb weights) { return dot2_i16(acc, values, weights); }
     static PENSTOCK_MEMBER vf sum_of(Sum acc, float factor) { return mul(to_float(acc), set1(factor)); }
@@ -45,13 +57,17 @@ struct Int8Kv {
 // Keys of 16 bits and values in bf16, KvFormat::kInt16. l sums the weights as they were rounded to bf16, so that their mean
 // error cancels.
 struct Int16Kv {
+    static constexpr int kColumns = 2;
+    static constexpr int kScaleBytes = kKvTile * 4;
+    static PENSTOCK_MEMBER int steps_of_group(int steps) { return steps; }
+    static PENSTOCK_MEMBER vf load_scales(const uint8_t* p) { return load((const float*)p); }
+    static PENSTOCK_MEMBER vi start(const Queries&, int) { return set1_i(0); }
+    static PENSTOCK_MEMBER vi dot(vi acc, vb keys, const uint8_t* q) { return dot2_i16(acc, keys, set1_pair(q)); }
+    static PENSTOCK_MEMBER vf scale(const Queries&, int, vf scales) { return scales; }
+
     static constexpr int kBytes = 64;
     using Sum = vf;
-
-    static PENSTOCK_MEMBER int halves_of_group(int halves) { return halves; }
     static PENSTOCK_MEMBER vb load_pairs(const uint8_t* p) { return load64(p); }
-    static constexpr int kScaleBytes = kKvTile * 4;
-    static PENSTOCK_MEMBER vf load_scales(const uint8_t* p) { return load((const float*)p); }
     static PENSTOCK_MEMBER Sum zero() { return set1(0.0f); }
     static PENSTOCK_MEMBER Sum dot2(Sum acc, vb values, vb weights) { return dot2_bf16(acc, values, weights); }
     static PENSTOCK_MEMBER vf sum_of(Sum acc, float) { return acc; }
@@ -88,40 +104,45 @@ PENSTOCK_INLINE void dispatch_count(int count, F f) {
 // Dot products, times the keys' scales, of kCount pairs and the kTiles * 16 positions from `tile` on. The integer sums of a group
 // of columns stay in registers, and with AVX-512 the sums over groups, too.
 template <typename Kv, int kCount, int kTiles, bool kFetch>
-PENSTOCK_INLINE void score_tiles(const Segment& segment, int tile, const int16_t* q, int halves, float* scores) {
+PENSTOCK_INLINE void score_tiles(const Segment& segment, int tile, const Queries& q, int steps, float* scores) {
+    constexpr int kKeyBytes = kLanes * kQueryBytes;
     const uint8_t* const* keys = segment.tiles.keys + tile;
     const uint8_t* const* ahead = segment.ahead.keys + tile;
-    const int group_halves = Kv::halves_of_group(halves);
-    int64_t scales = int64_t{halves} * Kv::kBytes;
+    const int group_steps = Kv::steps_of_group(steps);
+    int64_t scales = int64_t{steps} * kKeyBytes;
     vf sum[kTiles][kCount];
     PENSTOCK_UNROLL for (int u = 0; u < kTiles; ++u) {
         PENSTOCK_UNROLL for (int p = 0; p < kCount; ++p) sum[u][p] = set1(0.0f);
     }
-    int d = 0;
+    int d = 0, group = 0;
     do {  // at least once, or the compiler keeps zeros in memory; so below
-        const int end = d + group_halves < halves ? d + group_halves : halves;
+        const int end = d + group_steps < steps ? d + group_steps : steps;
         vi acc[kTiles][kCount];
-        PENSTOCK_UNROLL for (int u = 0; u < kTiles; ++u) {
-            PENSTOCK_UNROLL for (int p = 0; p < kCount; ++p) acc[u][p] = set1_i(0);
+        PENSTOCK_UNROLL for (int p = 0; p < kCount; ++p) {
+            const vi start = Kv::start(q, group + p);
+            PENSTOCK_UNROLL for (int u = 0; u < kTiles; ++u) acc[u][p] = start;
         }
         do {
             vb k[kTiles];
             PENSTOCK_UNROLL for (int u = 0; u < kTiles; ++u) {
-                if constexpr (kFetch) prefetch(ahead[u] + d * Kv::kBytes);
-                k[u] = Kv::load_pairs(keys[u] + d * Kv::kBytes);
+                if constexpr (kFetch) prefetch(ahead[u] + d * kKeyBytes);
+                k[u] = load64(keys[u] + d * kKeyBytes);
             }
             PENSTOCK_UNROLL for (int p = 0; p < kCount; ++p) {
-                const vb two = set1_pair(q + (d * kPairs + p) * 2);
-                PENSTOCK_UNROLL for (int u = 0; u < kTiles; ++u) acc[u][p] = dot2_i16(acc[u][p], k[u], two);
+                const uint8_t* some = q.integers + (d * kPairs + p) * kQueryBytes;
+                PENSTOCK_UNROLL for (int u = 0; u < kTiles; ++u) acc[u][p] = Kv::dot(acc[u][p], k[u], some);
             }
         } while (++d < end);
         PENSTOCK_UNROLL for (int u = 0; u < kTiles; ++u) {
             const vf scale = Kv::load_scales(keys[u] + scales);
             if constexpr (kFetch) prefetch(ahead[u] + scales);
-            PENSTOCK_UNROLL for (int p = 0; p < kCount; ++p) sum[u][p] = fma(to_float(acc[u][p]), scale, sum[u][p]);
+            PENSTOCK_UNROLL for (int p = 0; p < kCount; ++p) {
+                sum[u][p] = fma(to_float(acc[u][p]), Kv::scale(q, group + p, scale), sum[u][p]);
+            }
         }
         scales += Kv::kScaleBytes;
-    } while (d < halves);
+        group += kPairs;
+    } while (d < steps);
     PENSTOCK_UNROLL for (int u = 0; u < kTiles; ++u) {
         PENSTOCK_UNROLL for (int p = 0; p < kCount; ++p) store(scores + p * kSegment + u * kKvTile, sum[u][p]);
     }
@@ -129,19 +150,19 @@ PENSTOCK_INLINE void score_tiles(const Segment& segment, int tile, const int16_t
 
 // scores[pair][16 * tile ...] of the tiles [from, end) of a segment
 template <typename Kv, int kCount, bool kFetch>
-__attribute__((noinline)) void score_pairs(const Segment& segment, int from, int end, const int16_t* q, int head_dim,
+__attribute__((noinline)) void score_pairs(const Segment& segment, int from, int end, const Queries& q, int head_dim,
                                            float* scores) {
     constexpr int kTiles = kScoreSums < 4 * kCount ? kScoreSums / kCount : 4;
-    const int halves = head_dim / 2;
+    const int steps = head_dim / Kv::kColumns;
     int i = from;
-    for (; i + kTiles <= end; i += kTiles) score_tiles<Kv, kCount, kTiles, kFetch>(segment, i, q, halves, scores + i * kKvTile);
+    for (; i + kTiles <= end; i += kTiles) score_tiles<Kv, kCount, kTiles, kFetch>(segment, i, q, steps, scores + i * kKvTile);
     if constexpr (kTiles > 2) {
         if (i + 2 <= end) {
-            score_tiles<Kv, kCount, 2, kFetch>(segment, i, q, halves, scores + i * kKvTile);
+            score_tiles<Kv, kCount, 2, kFetch>(segment, i, q, steps, scores + i * kKvTile);
             i += 2;
         }
     }
-    for (; i < end; ++i) score_tiles<Kv, kCount, 1, kFetch>(segment, i, q, halves, scores + i * kKvTile);
+    for (; i < end; ++i) score_tiles<Kv, kCount, 1, kFetch>(segment, i, q, steps, scores + i * kKvTile);
 }
 
 // What a query sees of a segment, in positions of it.
@@ -287,11 +308,13 @@ void attend_segment(const AttentionTask& t, const Pairs& pairs, int at, int coun
     // Positions are relative to the segment from here on. Values are read in pairs of positions.
     const int last = pairs.last[at + count - 1] - begin, end = last < kSegment ? last + 1 : kSegment, padded = (end + 1) & ~1;
     const int from = pairs.first[at] > begin ? step_below(pairs.first[at] - begin) : 0;
-    const int16_t* q = scratch.q + at * head_dim;
+    const int groups = (head_dim + kGroup - 1) / kGroup;
     for (int p = 0; p < count; p += kScorePairs) {
         dispatch_count<kScorePairs>(count - p < kScorePairs ? count - p : kScorePairs, [&]<int kCount>() {
             const auto score = at + p == 0 ? score_pairs<Kv, kCount, true> : score_pairs<Kv, kCount, false>;
-            score(segment, from / kKvTile, (end + kKvTile - 1) / kKvTile, q + 2 * p, head_dim, scratch.scores + p * kSegment);
+            const Queries q{integers_of(scratch, at + p, head_dim, kQueryBytes / Kv::kColumns), scratch.q_scales + at * groups + p,
+                            scratch.q_starts + at * groups + p};
+            score(segment, from / kKvTile, (end + kKvTile - 1) / kKvTile, q, head_dim, scratch.scores + p * kSegment);
         });
     }
     for (int p = 0, stop = 0; p < count; p = stop) {

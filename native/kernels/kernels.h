@@ -15,6 +15,7 @@ constexpr int kGroup = 32;     // columns that share one scale
 constexpr int kSegment = 256;  // KV positions of one attention partial; aligned to absolute positions
 constexpr int kLargestHeadDim = 512;
 constexpr int kKvTile = 16;    // positions whose keys are stored transposed together
+constexpr int kKeyZero = 128;  // what is stored of a key of 8 bits is that much more than its integer
 
 // An activation that exceeds this many times the root mean square of its row is an outlier: the group's scale is that of
 // the others, and what an int8 can't hold of it is kept in float32. Language models have a few very large channels,
@@ -87,9 +88,11 @@ enum class KvFormat : int32_t { kInt8 = 0, kInt16 = 1 };
 
 // Keys and values of one layer, per block and KV head; key = integer * scale, and so is a value of kInt8. First, for every 16
 // positions, a tile of keys and scales:
-//   kInt8    keys [head_dim / 2][16][2] int8, their scales [key_groups][16] bf16, the scales of the values [16] bf16
+//   kInt8    keys [head_dim / 4][16][4] uint8, 128 more than the integer, their scales [key_groups][16] bf16, the scales of the
+//            values [16] bf16
 //   kInt16   keys [head_dim / 2][16][2] int16, their scales [16] float32
-// Then the values as [block_size / 2][head_dim][2] int8 or bf16. All are laid out for instructions that multiply and add pairs.
+// Then the values as [block_size / 2][head_dim][2] int8 or bf16. All are laid out for instructions that multiply and add
+// pairs, or four bytes.
 // Strides are in bytes. Always inlined: a copy of the linker's choice might be one compiled for AVX-512.
 struct KvLayer {
     uint8_t* data;

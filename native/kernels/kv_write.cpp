@@ -11,10 +11,19 @@ namespace {
 constexpr int kTogether = 8;  // heads of tokens that are made integers side by side
 constexpr int kMostItems = kLargestHeadDim / kGroup + 1;  // of a head: its value, then the groups of its key
 
-// Two columns of a key next to each other, those of the sixteen positions of its tile side by side.
-template <typename T>
-PENSTOCK_INLINE void scatter_pairs(T* keys, const T* integers, int columns) {
-    for (int i = 0; i < columns; i += 2) memcpy(keys + i * kKvTile, integers + i, 2 * sizeof(T));
+// Two columns of a key of 16 bits next to each other, those of the sixteen positions of its tile side by side.
+PENSTOCK_INLINE void scatter_pairs(int16_t* keys, const int16_t* integers, int columns) {
+    for (int i = 0; i < columns; i += 2) memcpy(keys + i * kKvTile, integers + i, 2 * sizeof(int16_t));
+}
+
+// Likewise four of 8 bits, kKeyZero above their number.
+PENSTOCK_INLINE void scatter_fours(uint8_t* keys, const int8_t* integers, int columns) {
+    for (int i = 0; i < columns; i += 4) {
+        uint32_t four;
+        memcpy(&four, integers + i, 4);
+        four ^= 0x01010101u * kKeyZero;
+        memcpy(keys + i * kKvTile, &four, 4);
+    }
 }
 
 template <typename T>
@@ -104,7 +113,7 @@ void write_int8(const KvLayer& kv, const Head<kCentred>* heads, int count) {
     integers.round(heads, count, kv.head_dim, items);
     for (int h = 0; h < count; ++h) {
         for (int item = 0; item < items; ++item) memcpy(scales_of(heads[h], item, items), &integers.scale[item][h], sizeof(uint16_t));
-        scatter_pairs(reinterpret_cast<int8_t*>(heads[h].keys), integers.keys[h], kv.head_dim);
+        scatter_fours(heads[h].keys, integers.keys[h], kv.head_dim);
         for (int d = 0; d < kv.head_dim; d += kLanes) store_even_bytes(heads[h].values + 2 * d, integers.values[h] + d);
     }
 }
@@ -128,7 +137,9 @@ void write_run_int8(const KvLayer& kv, const Head<kCentred>& first, int64_t widt
         interleave_i8(first.values + i * kv.head_dim, integers.values[i], integers.values[i + 1], kv.head_dim);
     }
     for (int d = 0; d < kv.head_dim; d += kLanes) {
-        transpose_pairs(first.keys + d * kKvTile, 2 * kKvTile, integers.keys[0] + d, kLargestHeadDim);
+        for (int i = 0; i < kTogether; i += 4) {
+            transpose_fours(first.keys + d * kKvTile + 4 * i, 4 * kKvTile, integers.keys[i] + d, kLargestHeadDim, kKeyZero);
+        }
     }
 }
 
@@ -165,7 +176,7 @@ PENSTOCK_INLINE Head<kCentred> first_head(const KvLayer& kv, int64_t slot, const
     return {k,
             v,
             centre,
-            tile + 2 * lane * kv.width(),
+            tile + 4 * lane,
             head + kv.values_offset() + (offset / 2 * 2 * kv.head_dim + offset % 2) * kv.width(),
             tile + kv.scales_offset() + lane * (kv.format == KvFormat::kInt8 ? 2 : 4)};
 }

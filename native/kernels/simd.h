@@ -65,26 +65,22 @@ PENSTOCK_INLINE void store_even_bytes(uint8_t* p, const int8_t* bytes) {
 #endif
 }
 
-// Eight rows of eight pairs of bytes become columns; strides in bytes.
-PENSTOCK_INLINE void transpose_pairs(uint8_t* out, int64_t out_stride, const int8_t* in, int64_t in_stride) {
+// Four rows of sixteen bytes become four of four times four bytes, with the bits of `flip` the other way in each byte; strides in
+// bytes.
+PENSTOCK_INLINE void transpose_fours(uint8_t* out, int64_t out_stride, const int8_t* in, int64_t in_stride, uint8_t flip) {
 #if defined(__AVX2__)
-    __m128i a[8], b[8];
-    for (int i = 0; i < 8; ++i) a[i] = _mm_loadu_si128((const __m128i*)(in + i * in_stride));
-    for (int i = 0; i < 4; ++i) {
-        b[2 * i] = _mm_unpacklo_epi16(a[i], a[i + 4]);
-        b[2 * i + 1] = _mm_unpackhi_epi16(a[i], a[i + 4]);
-    }
-    for (int i = 0; i < 4; ++i) {
-        a[2 * i] = _mm_unpacklo_epi16(b[i], b[i + 4]);
-        a[2 * i + 1] = _mm_unpackhi_epi16(b[i], b[i + 4]);
-    }
-    for (int i = 0; i < 4; ++i) {
-        _mm_storeu_si128((__m128i*)(out + 2 * i * out_stride), _mm_unpacklo_epi16(a[i], a[i + 4]));
-        _mm_storeu_si128((__m128i*)(out + (2 * i + 1) * out_stride), _mm_unpackhi_epi16(a[i], a[i + 4]));
-    }
+    const __m128i bits = _mm_set1_epi8(static_cast<char>(flip));
+    __m128i a[4];
+    for (int i = 0; i < 4; ++i) a[i] = _mm_xor_si128(bits, _mm_loadu_si128((const __m128i*)(in + i * in_stride)));
+    const __m128i low = _mm_unpacklo_epi32(a[0], a[1]), high = _mm_unpackhi_epi32(a[0], a[1]);
+    const __m128i next_low = _mm_unpacklo_epi32(a[2], a[3]), next_high = _mm_unpackhi_epi32(a[2], a[3]);
+    _mm_storeu_si128((__m128i*)out, _mm_unpacklo_epi64(low, next_low));
+    _mm_storeu_si128((__m128i*)(out + out_stride), _mm_unpackhi_epi64(low, next_low));
+    _mm_storeu_si128((__m128i*)(out + 2 * out_stride), _mm_unpacklo_epi64(high, next_high));
+    _mm_storeu_si128((__m128i*)(out + 3 * out_stride), _mm_unpackhi_epi64(high, next_high));
 #else
-    for (int i = 0; i < 8; ++i) {
-        for (int k = 0; k < 8; ++k) memcpy(out + k * out_stride + 2 * i, in + i * in_stride + 2 * k, 2);
+    for (int i = 0; i < 4; ++i) {
+        for (int k = 0; k < 16; ++k) out[k / 4 * out_stride + 4 * i + k % 4] = static_cast<uint8_t>(in[i * in_stride + k]) ^ flip;
     }
 #endif
 }

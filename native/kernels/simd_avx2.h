@@ -230,6 +230,14 @@ PENSTOCK_INLINE vb set1_pair(const void* p) {
 PENSTOCK_INLINE vi dot2_i16(vi acc, vb w, vb a) {
     return {_mm256_add_epi32(acc.l, _mm256_madd_epi16(w.l, a.l)), _mm256_add_epi32(acc.h, _mm256_madd_epi16(w.h, a.h))};
 }
+// Bytes of both signs: sizes of w by a's with w's signs, of which no two products exceed 16 bits.
+constexpr int32_t kDotZero = 0;
+PENSTOCK_INLINE __m256i dot4_i8_part(__m256i acc, __m256i w, __m256i a) {
+    const __m256i number = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
+    const __m256i words = _mm256_maddubs_epi16(_mm256_abs_epi8(number), _mm256_sign_epi8(a, number));
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(words, _mm256_set1_epi16(1)));
+}
+PENSTOCK_INLINE vi dot4_i8(vi acc, vb w, vb a) { return {dot4_i8_part(acc.l, w.l, a.l), dot4_i8_part(acc.h, w.h, a.h)}; }
 PENSTOCK_INLINE __m256 even_bf16(__m256i a) { return _mm256_castsi256_ps(_mm256_slli_epi32(a, 16)); }
 PENSTOCK_INLINE __m256 odd_bf16(__m256i a) {
     return _mm256_castsi256_ps(_mm256_and_si256(a, _mm256_set1_epi32(static_cast<int>(0xFFFF0000u))));

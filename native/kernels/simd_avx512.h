@@ -152,6 +152,12 @@ PENSTOCK_INLINE vi dot2_i16(vi acc, vb w, vb a) {
     asm("vpdpwssd %2, %1, %0" : "+v"(acc.v) : "v"(w.v), "v"(a.v));
     return acc;
 }
+// acc[lane] += the sum of w[lane][j] * a[lane][j] of four int8 each, and kDotZero times that of a's; w's are stored 128 above their number.
+constexpr int32_t kDotZero = 128;
+PENSTOCK_INLINE vi dot4_i8(vi acc, vb w, vb a) {
+    asm("vpdpbusd %2, %1, %0" : "+v"(acc.v) : "v"(w.v), "v"(a.v));
+    return acc;
+}
 // The same of bf16 products in float32.
 PENSTOCK_INLINE vf dot2_bf16(vf acc, vb w, vb a) {
     asm("vdpbf16ps %2, %1, %0" : "+v"(acc.v) : "v"(w.v), "v"(a.v));

@@ -1,7 +1,7 @@
 // The sixteen lanes of simd.h as plain loops, for the compiler to vectorise as it can. Included by simd.h alone, inside its namespace.
 
 constexpr int kTileRows = 2, kTilePanels = 1, kFewRows = 1, kFewRowPanels = 1;
-constexpr int kAttentionPairs = 2, kAttentionScorePairs = 2, kAttentionScoreSums = 2, kAttentionTaskPairs = 16, kSoftmaxVectors = 2;
+constexpr int kAttentionPairs = 4, kAttentionScorePairs = 2, kAttentionScoreSums = 2, kAttentionTaskPairs = 16, kSoftmaxVectors = 2;
 
 struct vf { float v[16]; };
 struct vi { int32_t v[16]; };
@@ -202,6 +202,13 @@ PENSTOCK_INLINE vb widen_i8(const uint8_t* p) {
     return r;
 }
 PENSTOCK_INLINE vb set1_pair(const void* p) { vb r; PENSTOCK_LANES memcpy(r.v + 4 * i, p, 4); return r; }
+constexpr int32_t kDotZero = 0;
+PENSTOCK_INLINE vi dot4_i8(vi acc, vb w, vb a) {
+    PENSTOCK_LANES {
+        for (int j = 0; j < 4; ++j) acc.v[i] += (w.v[4 * i + j] - 128) * static_cast<int8_t>(a.v[4 * i + j]);
+    }
+    return acc;
+}
 PENSTOCK_INLINE vi dot2_i16(vi acc, vb w, vb a) {
     int16_t x[32], y[32];
     memcpy(x, w.v, 64);

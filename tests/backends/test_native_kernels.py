@@ -398,12 +398,26 @@ def attention_of(
     return np.einsum("hqk,khd->qhd", p / p.sum(-1, keepdims=True), vh).reshape(length, -1)
 
 
-def stored(k: F32, v: F32, *, kv_heads: int, head_dim: int, kv_format: KvFormat) -> tuple[F32, F32]:
-    """What an attention oracle is to see of keys and values: of 8 bits what was stored, of 16 the numbers themselves."""
+def rounded_queries(q: F32, heads: int, head_dim: int) -> F32:
+    """A float32 scale for every 32 columns of a head: the largest of them is 127."""
+    by_head = q.reshape(len(q), heads, head_dim)
+    rounded = np.empty_like(by_head)
+    for begin in range(0, head_dim, KEY_GROUP):
+        columns = by_head[..., begin : begin + KEY_GROUP]
+        scale = np.maximum(np.abs(columns).max(-1, keepdims=True), np.float32(1e-24)) * np.float32(1 / 127)
+        rounded[..., begin : begin + KEY_GROUP] = np.rint(columns * (np.float32(1) / scale)) * scale
+    return rounded.reshape(q.shape)
+
+
+def rounded(
+    q: F32, k: F32, v: F32, *, heads: int = 1, kv_heads: int = 1, head_dim: int, kv_format: KvFormat
+) -> tuple[F32, F32, F32]:
+    """What an attention oracle is to see: with 8 bits queries as they are multiplied and what is stored, else all as it is."""
     if kv_format is KvFormat.INT16:
-        return k, v
+        return q, k, v
     by_head = (len(k), kv_heads, head_dim)
     return (
+        rounded_queries(q, heads, head_dim),
         round_to_int8(k.reshape(by_head), KEY_GROUP).reshape(k.shape),
         round_to_int8(v.reshape(by_head), head_dim).reshape(v.shape),
     )
@@ -432,8 +446,8 @@ def test_attention_in_shuffled_blocks_whole_and_in_chunks(
     made = {"kv_format": kv_format, **shape, **options}
     whole = attention_probe(q, k, v, variant, **made).run(range(length), query_lens=[length], block_tables=table)
     oracle_options = {name: value for name, value in options.items() if name != "block_size"}
-    seen = stored(k, v, kv_heads=kv_heads, head_dim=head_dim, kv_format=kv_format)
-    error = np.abs(whole - attention_of(q, *seen, **shape, **oracle_options))
+    seen = rounded(q, k, v, **shape, kv_format=kv_format)
+    error = np.abs(whole - attention_of(*seen, **shape, **oracle_options))
     # Weights in bf16 are off by 2^-9 at most, times the spread of the values; those in 16 bits by much less.
     assert error.max() < (2**-8 if kv_format is KvFormat.INT16 else 2**-12) * np.abs(v).max()
     assert error.mean() < (5e-4 if kv_format is KvFormat.INT16 else 5e-5)
@@ -497,8 +511,8 @@ def test_scores_of_hundreds_and_thousands_keep_their_leaders(variant: str, kv_fo
     probe = attention_probe(q, k, v, variant, heads=1, kv_heads=1, head_dim=head_dim, kv_format=kv_format)
     table = np.arange(1, 8, dtype=np.int32)[None]
     found = probe.run(range(length), query_lens=[length], block_tables=table)
-    seen = stored(k, v, kv_heads=1, head_dim=head_dim, kv_format=kv_format)
-    expected = attention_of(q, *seen, heads=1, kv_heads=1, head_dim=head_dim)
+    seen = rounded(q, k, v, head_dim=head_dim, kv_format=kv_format)
+    expected = attention_of(*seen, heads=1, kv_heads=1, head_dim=head_dim)
     # A query is rounded, too: to 2^-16 of its length, and a score by as much of itself.
     assert np.abs(found - expected).max() < 2**-8 + size * 2e-3
 
@@ -514,7 +528,7 @@ def test_absurd_but_finite_scores_give_the_leaders_value(variant: str, kv_format
     shape = {"heads": 1, "kv_heads": 1, "head_dim": head_dim}
     probe = attention_probe(q, k, v, variant, kv_format=kv_format, **shape)
     found = probe.run(range(length), query_lens=[length], block_tables=np.arange(1, 4, dtype=np.int32)[None])
-    expected = attention_of(q, *stored(k, v, kv_heads=1, head_dim=head_dim, kv_format=kv_format), **shape)
+    expected = attention_of(*rounded(q, k, v, head_dim=head_dim, kv_format=kv_format), **shape)
     assert np.abs(found - expected).max() < 0.05
 
 
@@ -536,7 +550,7 @@ def test_a_query_of_next_to_nothing_sees_no_future(variant: str, kv_format: KvFo
     first = probe.run(range(cut), query_lens=[cut], block_tables=table)
     rest = probe.run(range(cut, length), query_lens=[length - cut], context_lens=[cut], block_tables=table)
     assert (np.concatenate([first, rest]) == found).all()
-    expected = attention_of(q, *stored(k, v, kv_heads=1, head_dim=head_dim, kv_format=kv_format), **shape)
+    expected = attention_of(*rounded(q, k, v, head_dim=head_dim, kv_format=kv_format), **shape)
     assert np.abs(found - expected).max() < 0.02
 
 
@@ -574,10 +588,25 @@ def test_a_value_that_is_larger_than_the_others_costs_them_little(variant: str, 
     shape = {"heads": 1, "kv_heads": 1, "head_dim": head_dim}
     table = np.arange(1, 14, dtype=np.int32)[None]
     found = attention_probe(q, k, v, variant, **shape).run(range(length), query_lens=[length], block_tables=table)
-    seen = stored(k, v, kv_heads=1, head_dim=head_dim, kv_format=KvFormat.INT8)
-    error = np.abs(found - attention_of(q, *seen, **shape))
+    seen = rounded(q, k, v, head_dim=head_dim, kv_format=KvFormat.INT8)
+    error = np.abs(found - attention_of(*seen, **shape))
     assert error.max() < 2**-12 * np.abs(v).max()
     assert error.mean() < 5e-5 * outlier
+
+
+def test_large_columns_of_a_query_cost_the_others_little(variant: str) -> None:
+    """Every 32 columns of a query have a scale of their own, as those of a key do."""
+    length, head_dim = 100, 64
+    rng = np.random.default_rng(4)
+    q, k, v = (random_rows(rng, length, head_dim) for _ in range(3))
+    q[:, :32] *= 64
+    k[:, :32] = 0
+    shape = {"heads": 1, "kv_heads": 1, "head_dim": head_dim}
+    table = np.arange(1, 8, dtype=np.int32)[None]
+    found = attention_probe(q, k, v, variant, **shape).run(range(length), query_lens=[length], block_tables=table)
+    q[:, :32] = 0
+    alone = attention_probe(q, k, v, variant, **shape).run(range(length), query_lens=[length], block_tables=table)
+    assert (found == alone).all()
 
 
 @KV_FORMATS
@@ -647,8 +676,8 @@ def test_long_attention_split_over_threads_gives_the_same_bits(variant: str, win
         chunk = probe.run(range(length - 6, length - 1), query_lens=[5], context_lens=[length - 6], block_tables=table)
         decode = probe.run([length - 1], query_lens=[1], context_lens=[length - 1], block_tables=table)
         results.append(np.concatenate([chunk, decode]))
-    seen = stored(k, v, kv_heads=2, head_dim=16, kv_format=kv_format)
-    expected = attention_of(q, *seen, heads=6, kv_heads=2, head_dim=16, window=window)[length - 6 :]
+    seen = rounded(q, k, v, heads=6, kv_heads=2, head_dim=16, kv_format=kv_format)
+    expected = attention_of(*seen, heads=6, kv_heads=2, head_dim=16, window=window)[length - 6 :]
     assert np.abs(results[0] - expected).max() < (2**-8 if kv_format is KvFormat.INT16 else 2**-12) * np.abs(v).max()
     assert (results[0] == results[1]).all()
     assert (results[0] == results[2]).all()
