@@ -38,6 +38,8 @@ struct Queries {
 // Keys and values of 8 bits, KvFormat::kInt8. The weights of a segment, each times its value's scale, are rounded to 16 bits
 // with one scale for all, the largest that can be needed: 32767 * 127 * kSegment is below 2^31.
 struct Int8Kv {
+    // What weighs nothing: a query's scale is in its scores, which may be as large as 1e30, and not in their factor.
+    static constexpr float kNothing = -1.0e37f;
     static constexpr int kColumns = 4;    // that are multiplied at once
     static constexpr int kScaleBytes = kKvTile * 2;
     static PENSTOCK_MEMBER int steps_of_group(int) { return kGroup / kColumns; }
@@ -57,6 +59,7 @@ struct Int8Kv {
 // Keys of 16 bits and values in bf16, KvFormat::kInt16. l sums the weights as they were rounded to bf16, so that their mean
 // error cancels.
 struct Int16Kv {
+    static constexpr float kNothing = -1.0e30f;  // with any factor that a query may have
     static constexpr int kColumns = 2;
     static constexpr int kScaleBytes = kKvTile * 4;
     static PENSTOCK_MEMBER int steps_of_group(int steps) { return steps; }
@@ -267,7 +270,7 @@ PENSTOCK_INLINE void weigh_query(const AttentionTask& t, const Pairs& pairs, int
     for (int p = 0; p < count; ++p) {
         float* own = scores + p * kSegment;
         if (is_capped) cap(own, seen.lo, seen.hi, pairs.factor[at + p], t.softcap);
-        mask(own, seen.lo, seen.hi);
+        mask(own, seen.lo, seen.hi, Kv::kNothing);
         const float top = largest_of(own, first, stop), factor = is_capped ? 1.0f : pairs.factor[at + p];
         out.max[at + p] = shift[p] = bound_of(top, factor);
         if (fabsf(top * factor) > 0x1p16f) {  // where the bound is too far from it

@@ -12,7 +12,6 @@ namespace penstock::PENSTOCK_ISA {
 constexpr int kSide = kSoftmaxVectors, kStep = kSide * kLanes;  // a step's vectors go side by side
 constexpr float kLog2E = 1.44269504088896341f;
 constexpr float kLowest = -3.0e38f;
-constexpr float kMasked = -1.0e30f;  // a score that weighs nothing, with any factor that a query may have
 
 PENSTOCK_INLINE int step_below(int i) { return i / kStep * kStep; }
 PENSTOCK_INLINE int step_above(int i) { return (i + kStep - 1) / kStep * kStep; }
@@ -29,9 +28,9 @@ PENSTOCK_INLINE vf within(int i, int lo, int hi, vf x, vf other) {
     return x;
 }
 
-// Of the steps that [lo, hi) touches.
-PENSTOCK_INLINE void mask(float* scores, int lo, int hi) {
-    const vf masked = set1(kMasked);
+// Of the steps that [lo, hi) touches, those that are not in it become a score that weighs nothing.
+PENSTOCK_INLINE void mask(float* scores, int lo, int hi, float nothing) {
+    const vf masked = set1(nothing);
     for (int i = step_below(lo); i < lo; i += kLanes) store(scores + i, within(i, lo, hi, load(scores + i), masked));
     for (int i = hi / kLanes * kLanes; i < step_above(hi); i += kLanes) {
         store(scores + i, within(i, lo, hi, load(scores + i), masked));

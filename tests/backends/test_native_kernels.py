@@ -513,7 +513,7 @@ def test_scores_of_hundreds_and_thousands_keep_their_leaders(variant: str, kv_fo
     found = probe.run(range(length), query_lens=[length], block_tables=table)
     seen = rounded(q, k, v, head_dim=head_dim, kv_format=kv_format)
     expected = attention_of(*seen, heads=1, kv_heads=1, head_dim=head_dim)
-    # A query is rounded, too: to 2^-16 of its length, and a score by as much of itself.
+    # A query is rounded, too, for keys of 16 bits to 2^-16 of its length, and a score by as much of itself.
     assert np.abs(found - expected).max() < 2**-8 + size * 2e-3
 
 
@@ -530,6 +530,18 @@ def test_absurd_but_finite_scores_give_the_leaders_value(variant: str, kv_format
     found = probe.run(range(length), query_lens=[length], block_tables=np.arange(1, 4, dtype=np.int32)[None])
     expected = attention_of(*rounded(q, k, v, head_dim=head_dim, kv_format=kv_format), **shape)
     assert np.abs(found - expected).max() < 0.05
+
+
+@pytest.mark.parametrize("size", [1e8, 1e13, 1e15])
+def test_what_is_not_seen_weighs_nothing_however_low_all_scores_are(variant: str, size: float) -> None:
+    length, head_dim = 20, 16
+    q = np.full((length, head_dim), size, np.float32)
+    k = -q * (1 + 0.01 * np.arange(length, dtype=np.float32)[:, None])
+    v = np.repeat(np.arange(length, dtype=np.float32)[:, None], head_dim, axis=1)
+    q, k, v = bf16(q), bf16(k), bf16(v)
+    probe = attention_probe(q, k, v, variant, heads=1, kv_heads=1, head_dim=head_dim)
+    found = probe.run(range(length), query_lens=[length], block_tables=np.arange(1, 4, dtype=np.int32)[None])
+    assert np.abs(found).max() < 1e-3  # each sees the first position's key as the largest by far: its value is 0
 
 
 @KV_FORMATS
