@@ -93,6 +93,7 @@ CUDA_TESTS = (
     "test_hit_is_miss",
     "test_a_row_without_a_usable_logit_fails_alone",
     "test_what_was_read_can_be_written_elsewhere",
+    "test_contents_move_beside_a_step_in_flight",
     "test_padding_changes_no_answer",
 )
 """Where kernels have a say in the answer. In the interpreter a step takes a quarter of a second; on a device all are run."""

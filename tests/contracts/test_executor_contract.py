@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from contracts.harness import GREEDY, MAX_BLOCKS_PER_ROW, MAX_ROWS, PADDED, Feed, Harness, admit, request
-from penstock.types.plan import RowPlan
+from penstock.types.plan import RowPlan, StepPlan
 from penstock.types.sampling import BeamParams
 
 BROKEN = (ValueError, AssertionError)
@@ -273,6 +273,37 @@ class TestSteps:
         again = bytearray(len(memory) // 2)
         second.executor.read_blocks([9], [memoryview(again)])
         assert bytes(again) == bytes(contents[0])
+
+    def test_contents_move_beside_a_step_in_flight(self, harness: Harness) -> None:
+        """Full blocks that no row of it has are read, written and copied, and the next step goes on from there."""
+        size = harness.block_size
+        prompt, other = harness.prompt(2 * size + 1), harness.prompt(3, seed=2)
+        feed = Feed(harness.make())
+        executor = feed.executor
+        feed.step([RowPlan("a", 0, len(prompt), (), True)], [admit("a", prompt, [1, 2, 3])])
+        plan = StepPlan(1, 0, (admit("b", other, [4]),), (RowPlan("b", 0, len(other), (), True),), ("a",))
+        ticket = executor.submit(plan)
+        if executor.depth == 1:
+            executor.collect(ticket)
+        contents = [memoryview(bytearray(executor.block_bytes)) for _ in range(3)]
+        executor.read_blocks([2, 1], contents[:2])
+        executor.write_blocks([9, 7], contents[:2])
+        executor.copy_blocks([(9, 8), (7, 9)])
+        executor.read_blocks([8], contents[2:])
+        assert contents[2] == contents[0]
+        expected = bytes(contents[2])
+        executor.write_blocks([2], contents[1:2])
+        contents[1][:] = contents[0][:] = bytes(executor.block_bytes)  # they are ours again
+        rows = (RowPlan("b", 3, 1, (), True), RowPlan("c", 2 * size, 1, (), True))
+        later = executor.submit(StepPlan(2, 0, (admit("c", prompt, [9, 8, 5], num_computed_tokens=2 * size),), rows, ()))
+        if executor.depth > 1:
+            executor.collect(ticket)
+        result = executor.collect(later)
+        assert list(result.token_ids["c"]) == harness.answer(prompt)[:1]
+        assert list(result.token_ids["b"]) == harness.answer(other)[1:2]
+        executor.read_blocks([2], contents[:1])
+        executor.read_blocks([9], contents[1:2])
+        assert contents[0] == contents[1] != expected
 
     @pytest.mark.parametrize("block_id", [0, -1, 10**6])
     def test_only_blocks_that_exist_are_read_and_written(self, harness: Harness, block_id: int) -> None:

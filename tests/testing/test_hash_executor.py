@@ -110,10 +110,22 @@ def test_a_block_that_changes_hands_in_flight_is_noticed(seed: int) -> None:
         deep(seed).executor.submit(StepPlan(1, 0, (admit("b", [1, 2], (2,)),), rows, ("a",)))
     with pytest.raises(AssertionError, match="changes hands while step 0 is in flight"):
         deep(seed).executor.copy_blocks([(3, 2)])
-    with pytest.raises(AssertionError, match="while a step is in flight"):
-        deep(seed).executor.write_blocks([], [])
-    with pytest.raises(AssertionError, match="while a step is in flight"):
-        deep(seed).executor.read_blocks([], [])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_contents_that_move_under_a_row_in_flight_are_noticed(seed: int) -> None:
+    content = memoryview(bytearray(deep(seed).executor.block_bytes))
+    with pytest.raises(AssertionError, match="block 2 is written while step 0 is in flight"):
+        deep(seed).executor.write_blocks([3, 2], [content, content])
+    with pytest.raises(AssertionError, match="block 1 is read while step 0 is in flight"):
+        deep(seed).executor.read_blocks([1], [content])
+
+
+def test_with_a_depth_of_one_contents_move_between_steps(device: Device) -> None:
+    device.executor.submit(StepPlan(5, 0, (), (RowPlan("a", 6, 1, (), True),), ()))
+    for move in (device.executor.read_blocks, device.executor.write_blocks):
+        with pytest.raises(AssertionError, match="during a step"):
+            move([], [])
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -16,14 +16,41 @@ from penstock.types.result import StepResult, TokenLogprobs
 from penstock.types.stats import PlanNews, RequestStats, StepStats
 
 
-class Executor(Protocol):
+class BlockMover(Protocol):
+    """What an executor's blocks contain, copied to the host's memory and back. Raises `ExecutorFailure`.
+
+    What these two and `Executor.copy_blocks` do happens in the order of the calls, and steps that are submitted later find it.
+    With steps in flight they are called only for blocks that no row of those steps has, and need not wait for them.
+    """
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of what `read_blocks` copies for one block."""
+        ...
+
+    def read_blocks(self, block_ids: Sequence[int], out: Sequence[memoryview]) -> None:
+        """Copy the content of full blocks, each to its own writable `out` of `block_bytes`, and wait until it is there.
+
+        What it looks like is the executor's own affair; it means the same to another one of the same model, weights, kernels
+        and KV type.
+        """
+        ...
+
+    def write_blocks(self, block_ids: Sequence[int], contents: Sequence[memoryview]) -> None:
+        """Put contents that `read_blocks` gave into blocks that no row holds. The memory that they came from is the caller's
+        again when this returns.
+        """
+        ...
+
+
+class Executor(BlockMover, Protocol):
     """Computes steps. Called by one thread at a time; steps are collected in the order they were submitted.
 
     With a depth of 2 the next step is submitted while one is in flight, that is, submitted and not collected:
 
         - A row may go on from a token that the step in flight samples: the executor has it, the plan does not.
         - A row of the step in flight may fail, or its request may end: its row in the next step is computed and ignored.
-        - No block changes hands while a step in flight has a row with it.
+        - No block changes hands, and no content is moved, while a step in flight has a row with that block.
     """
 
     @property
@@ -40,23 +67,6 @@ class Executor(Protocol):
         With a step in flight that may be now or when it has ended: it writes to no token of a source that anybody reads, and
         has nothing to do with a destination.
         """
-        ...
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of what `read_blocks` copies for one block."""
-        ...
-
-    def read_blocks(self, block_ids: Sequence[int], out: Sequence[memoryview]) -> None:
-        """Copy the content of full blocks, each to its own writable `out` of `block_bytes`. Only with no step in flight.
-
-        What it looks like is the executor's own affair; it means the same to another one of the same model, weights, kernels
-        and KV type.
-        """
-        ...
-
-    def write_blocks(self, block_ids: Sequence[int], contents: Sequence[memoryview]) -> None:
-        """Put contents that `read_blocks` gave into blocks that no row holds. Only with no step in flight."""
         ...
 
     def submit(self, plan: StepPlan) -> Ticket:

@@ -116,19 +116,21 @@ class HashExecutor:
         return self._capacity.block_size * SLOT_BYTES
 
     def read_blocks(self, block_ids: Sequence[int], out: Sequence[memoryview]) -> None:
-        assert not self._in_flight, "blocks are read while a step is in flight"
+        self._check_may_move()
         size = self._capacity.block_size
         for block_id, target in zip(block_ids, out, strict=True):
             self._check_block_id(block_id)
+            self._check_not_in_flight(block_id, "is read")
             content = self._slots[block_id * size : (block_id + 1) * size]
             assert POISON not in content, f"block {block_id} is not full"
             target[:] = struct.pack(f"<{size}Q", *content)
 
     def write_blocks(self, block_ids: Sequence[int], contents: Sequence[memoryview]) -> None:
-        assert not self._in_flight, "blocks are written while a step is in flight"
+        self._check_may_move()
         size = self._capacity.block_size
         for block_id, content in zip(block_ids, contents, strict=True):
             self._check_block_id(block_id)
+            self._check_not_in_flight(block_id, "is written")
             self._written.add(block_id)
             self._slots[block_id * size : (block_id + 1) * size] = struct.unpack(f"<{size}Q", content)
 
@@ -178,9 +180,12 @@ class HashExecutor:
     def _check_block_id(self, block_id: int) -> None:
         assert NULL_BLOCK < block_id < self._capacity.num_blocks, f"block {block_id} is the null block or does not exist"
 
-    def _check_not_in_flight(self, block_id: int) -> None:
+    def _check_may_move(self) -> None:
+        assert self.depth > 1 or not self._in_flight, "a backend of depth 1 is asked for contents during a step"
+
+    def _check_not_in_flight(self, block_id: int, what: str = "changes hands") -> None:
         for step in self._in_flight:
-            assert block_id not in step.block_ids, f"block {block_id} changes hands while step {step.plan.step_id} is in flight"
+            assert block_id not in step.block_ids, f"block {block_id} {what} while step {step.plan.step_id} is in flight"
 
     def _release(self, request_id: str) -> None:
         assert request_id in self._rows, f"release of {request_id!r}, which is unknown"

@@ -14,6 +14,7 @@ from interpreted import DEVICE, HAS_DEVICE
 from penstock.backends.batch import NO_USABLE_LOGIT
 from penstock.backends.cuda import executor as module
 from penstock.backends.cuda.executor import CudaExecutor
+from penstock.backends.cuda.stream import HostStream, Mark
 from penstock.backends.reference.sampling import sample
 from penstock.types.errors import ExecutorFailure
 from penstock.types.plan import AdmitRow, RowPlan, StepPlan
@@ -287,3 +288,35 @@ def test_a_decode_step_runs_as_a_graph_of_a_listed_size(monkeypatch: pytest.Monk
 def test_a_depth_of_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="depth"), opened(monkeypatch, depth=0):
         pass
+
+
+class Queue(HostStream):
+    """Notes when work is put into it, and what it follows."""
+
+    def __init__(self, name: str, notes: list[str]) -> None:
+        self._name, self._notes = name, notes
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        self._notes.append(self._name)
+        yield
+
+    def follow(self, mark: Mark) -> None:
+        self._notes.append(f"{self._name} follows")
+
+
+def test_blocks_are_read_beside_the_steps_and_after_what_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    notes: list[str] = []
+    monkeypatch.setattr(
+        module, "open_stream", lambda *_, goes_first=False, **__: Queue("beside" if goes_first else "steps", notes)
+    )
+    with opened(monkeypatch, depth=2) as executor:
+        content = memoryview(bytearray(executor.block_bytes))
+        del notes[:]
+        executor.read_blocks([1], [content])
+        assert notes == ["beside"], "nothing was written yet but by steps that were collected"
+        for move in (lambda: executor.write_blocks([2], [content]), lambda: executor.copy_blocks([(2, 3)])):
+            del notes[:]
+            move()
+            executor.read_blocks([3], [content])
+            assert notes == ["steps", "beside", "beside follows"]

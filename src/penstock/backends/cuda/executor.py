@@ -1,7 +1,8 @@
 """Owns a model on a GPU and speaks the `Executor` port for it: a step is one message up, queued kernels, one message down.
 
-Up to `depth` steps are in flight, in the order of one stream. What a step samples, the next one uses without the host: the
-tokens are in the device's tables (`tables`), and the host only counts them. So `submit` never waits for the device.
+Up to `depth` steps are in flight, in the order of one stream; blocks that none of them has are read beside them, in another.
+What a step samples, the next one uses without the host: the tokens are in the device's tables (`tables`), and the host only
+counts them. So `submit` never waits for the device.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from penstock.backends.cuda.lowering import CompiledProgram
 from penstock.backends.cuda.sampling import SampledWords, Sampler
 from penstock.backends.cuda.staging import Download, Upload, message_words, step_arrays
 from penstock.backends.cuda.step import StepTensors
-from penstock.backends.cuda.stream import open_stream
+from penstock.backends.cuda.stream import Mark, Stream, open_stream
 from penstock.backends.cuda.tables import Patches, RowTables
 from penstock.backends.cuda.text_logits import text_logits
 from penstock.models.program import Program
@@ -71,6 +72,10 @@ class CudaExecutor:
         self._depth = depth
         self._device = torch.device(device)
         self._stream = open_stream(self._device, spins=depth == 1)
+        self._reading = open_stream(self._device, spins=False, goes_first=True)
+        """What is read of blocks that no row in flight has does not wait for the steps of the other stream."""
+        self._moved: Mark | None = None
+        """The last content that was put into a block by a copy, and not by a step."""
         self._vocab_size = program.vocab_size
         self._batches = BatchBuilder(self._capacity, vocab_size=self._vocab_size)
         self._flights: deque[Flight] = deque()
@@ -187,6 +192,7 @@ class CudaExecutor:
         if pairs:
             with self._working():
                 self._cache.copy_blocks(pairs)
+                self._moved = self._stream.mark()
 
     @property
     def block_bytes(self) -> int:
@@ -195,7 +201,10 @@ class CudaExecutor:
     def read_blocks(self, block_ids: Sequence[int], out: Sequence[memoryview]) -> None:
         for block_id in block_ids:
             self._check_block_id(block_id)
-        with self._working():
+        # What a step wrote was collected before anybody knew of it; a copy of this block may still be queued.
+        with self._working(self._reading):
+            if self._moved is not None:
+                self._reading.follow(self._moved)
             self._cache.read_blocks(block_ids, out)
 
     def write_blocks(self, block_ids: Sequence[int], contents: Sequence[memoryview]) -> None:
@@ -203,6 +212,7 @@ class CudaExecutor:
             self._check_block_id(block_id)
         with self._working():
             self._cache.write_blocks(block_ids, contents)
+            self._moved = self._stream.mark()
 
     def _check_block_id(self, block_id: int) -> None:
         if not NULL_BLOCK < block_id < self._capacity.num_blocks:
@@ -251,11 +261,11 @@ class CudaExecutor:
             return text_logits(self._program, self._capacity, token_ids, max_blocks=max_blocks, device=self._device)
 
     @contextmanager
-    def _working(self) -> Iterator[None]:
-        """On the stream; what the device or its libraries say becomes an `ExecutorFailure`."""
+    def _working(self, stream: Stream | None = None) -> Iterator[None]:
+        """On the stream of steps, or another; what the device or its libraries say becomes an `ExecutorFailure`."""
         if self._is_closed:
             raise ExecutorFailure("the executor is closed")
-        with self._stream.entered():
+        with (stream or self._stream).entered():
             try:
                 yield
             except (RuntimeError, TritonError) as error:

@@ -143,14 +143,13 @@ class PagedKvCache:
 
     def pack_blocks(self, block_ids: Sequence[int]) -> torch.Tensor:
         """The contents of blocks, on the device, one after the other. uint8 [num_block_ids, block_bytes]"""
-        index = torch.tensor(block_ids, dtype=torch.int64, device=self._device)
-        count = len(block_ids)
+        index, count = self._index(block_ids), len(block_ids)
         pieces = [part.index_select(1, index).transpose(0, 1).reshape(count, -1).view(torch.uint8) for part in self._parts]
         return torch.cat(pieces, 1)
 
     def unpack_blocks(self, block_ids: Sequence[int], packed: torch.Tensor) -> None:
         """The reverse of `pack_blocks`."""
-        index = torch.tensor(block_ids, dtype=torch.int64, device=self._device)
+        index = self._index(block_ids)
         widths = [part[:, 0].numel() * part.dtype.itemsize for part in self._parts]
         for part, piece in zip(self._parts, packed.split(widths, 1), strict=True):
             blocks = piece.contiguous().view(part.dtype).view(len(block_ids), part.shape[0], *part.shape[2:])
@@ -166,13 +165,14 @@ class PagedKvCache:
             np.frombuffer(target, np.uint8)[:] = content
 
     def write_blocks(self, block_ids: Sequence[int], contents: Sequence[memoryview]) -> None:
-        """The reverse of `read_blocks`."""
+        """The reverse of `read_blocks`, but for waiting: the contents are copied before this returns, the blocks written later,
+        in the order of the stream."""
         if not block_ids:
             return
         staging = self._staging(len(block_ids))
         for target, content in zip(staging.numpy(), contents, strict=True):
             target[:] = np.frombuffer(content, np.uint8)
-        self.unpack_blocks(block_ids, staging.to(self._device))
+        self.unpack_blocks(block_ids, staging.to(self._device, non_blocking=True))
 
     def read_block(self, block_id: int, out: memoryview) -> None:
         self.read_blocks([block_id], [out])
@@ -181,8 +181,13 @@ class PagedKvCache:
         self.write_blocks([block_id], [content])
 
     def _staging(self, num_blocks: int) -> torch.Tensor:
-        is_pinned = self._device.type == "cuda"
-        return torch.empty((num_blocks, self.block_bytes), dtype=torch.uint8, pin_memory=is_pinned)
+        """Pinned: PyTorch gives it to nobody else before the device has copied what it was asked to."""
+        return torch.empty((num_blocks, self.block_bytes), dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+
+    def _index(self, block_ids: Sequence[int]) -> torch.Tensor:
+        """On the device, without waiting for what is queued there. int64 [num_block_ids]"""
+        index = torch.tensor(block_ids, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        return index.to(self._device, non_blocking=True)
 
     def forget(self, block_ids: Sequence[int], num_kept: int) -> None:
         """What these blocks hold after their first `num_kept` positions has no meaning any more: poison it, if asked to."""

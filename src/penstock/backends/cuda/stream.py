@@ -1,4 +1,6 @@
-"""Owns the one queue in which a device works, in order, and the marks in it; the executor puts all its work there."""
+"""Owns a queue in which a device works, in order, and the marks in it. The executor has one for all its work, and another for
+contents that it reads beside a step.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +31,10 @@ class Stream(Protocol):
 
     def mark(self) -> Mark: ...
 
+    def follow(self, mark: Mark) -> None:
+        """What is queued here from now on happens after the device has come past a mark of another stream."""
+        ...
+
     def pinned(self, num_words: int) -> torch.Tensor:
         """Host memory that the device reads and writes by itself: int32 [num_words]."""
         ...
@@ -37,10 +43,12 @@ class Stream(Protocol):
 class CudaStream:
     """A stream of a GPU."""
 
-    def __init__(self, device: torch.device, *, spins: bool) -> None:
-        """With `spins` whoever waits takes a whole CPU, and wakes some tens of microseconds earlier."""
+    def __init__(self, device: torch.device, *, spins: bool, goes_first: bool = False) -> None:
+        """With `spins` whoever waits takes a whole CPU, and wakes some tens of microseconds earlier. What is queued where that
+        `goes_first` is begun before what other streams have not begun.
+        """
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device, priority=-1 if goes_first else 0)
         self._spins = spins
 
     @contextmanager
@@ -52,6 +60,10 @@ class CudaStream:
         event = torch.cuda.Event(enable_timing=True, blocking=not self._spins)
         event.record(self._stream)
         return CudaMark(event)
+
+    def follow(self, mark: Mark) -> None:
+        assert isinstance(mark, CudaMark)
+        self._stream.wait_event(mark._event)
 
     def pinned(self, num_words: int) -> torch.Tensor:
         return torch.zeros(num_words, dtype=torch.int32, pin_memory=True)
@@ -79,6 +91,9 @@ class HostStream:
     def mark(self) -> HostMark:
         return HostMark(time.monotonic_ns())
 
+    def follow(self, mark: Mark) -> None:
+        pass
+
     def pinned(self, num_words: int) -> torch.Tensor:
         return torch.zeros(num_words, dtype=torch.int32)
 
@@ -95,5 +110,5 @@ class HostMark:
         return self._at_ns - earlier._at_ns
 
 
-def open_stream(device: torch.device, *, spins: bool) -> Stream:
-    return CudaStream(device, spins=spins) if device.type == "cuda" else HostStream()
+def open_stream(device: torch.device, *, spins: bool, goes_first: bool = False) -> Stream:
+    return CudaStream(device, spins=spins, goes_first=goes_first) if device.type == "cuda" else HostStream()
