@@ -133,7 +133,8 @@ def test_the_workload_runs_out_of_memory(gate: str, depth: int) -> None:
     assert account.num_preemptions > 0
 
 
-def test_most_steps_of_it_are_planned_ahead() -> None:
+@pytest.mark.parametrize("order", TABLES["order"])
+def test_most_steps_of_it_are_planned_ahead(order: str) -> None:
     """And some are not, for it runs out of memory."""
     num_ahead: list[int] = []
 
@@ -142,7 +143,8 @@ def test_most_steps_of_it_are_planned_ahead() -> None:
             num_ahead.append(len(self._in_flight))
             return super().submit(plan)
 
-    run_to_completion(make_core(CAPACITY), Watched(CAPACITY, model=MODEL, depth=2), later=script(make_requests()))
+    core = make_core(CAPACITY, make_policies(order=order))
+    run_to_completion(core, Watched(CAPACITY, model=MODEL, depth=2), later=script(make_requests()))
     assert 0.6 < sum(num_ahead) / len(num_ahead) < 0.99
 
 

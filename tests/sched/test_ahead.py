@@ -4,87 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.engine.core import EngineCore
 from penstock.kv.pool_map import BlockState, draw
-from penstock.kv.tiers import Tier
 from penstock.sched.policies.gates import Static
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import Watermark
-from penstock.testing import HashExecutor, HashModel, expected_tokens, make_core, make_request
-from penstock.types.events import Abort, Add, Command, TokenEvent
-from penstock.types.plan import Capacity, StepPlan, Ticket
-from penstock.types.request import FinishReason, Request, RequestStatus
+from penstock.testing import make_core, make_request
+from penstock.types.events import Abort, Add
+from penstock.types.request import FinishReason, RequestStatus
 from penstock.types.sampling import BeamParams, SamplingParams
 from penstock.types.stats import StepStats
-
-CAPACITY = Capacity(num_blocks=21, block_size=4, max_rows=4, max_step_tokens=16, max_model_len=60)
-EOS = 3
-MODEL = HashModel(vocab_size=40, eos_token_id=EOS, eos_period=4)
-
-
-class Device:
-    """A core and an executor of depth two, each step of which is begun and finished by hand."""
-
-    def __init__(self, core: EngineCore, *, seed: int = 0) -> None:
-        self.core = core
-        self.executor = HashExecutor(core.scheduler.capacity, model=MODEL, depth=2, seed=seed)
-        self.now_ns = 0
-        self.events: list[TokenEvent] = []
-        self.flights: list[tuple[StepPlan, Ticket]] = []
-
-    def begin(self, *commands: Command) -> list[tuple[str, int, int]] | None:
-        """(request id, context length, query length) of each row."""
-        self.now_ns += 1
-        self.events += self.core.apply(commands, self.now_ns)
-        plan = self.core.begin(self.now_ns)
-        self.executor.copy_blocks(self.core.take_block_copies())
-        self.core.check()
-        if plan is None:
-            return None
-        self.flights.append((plan, self.executor.submit(plan)))
-        return [(row.request_id, row.context_len, row.query_len) for row in plan.rows]
-
-    def finish(self) -> list[TokenEvent]:
-        self.now_ns += 1
-        plan, ticket = self.flights.pop(0)
-        events = self.core.finish(plan, self.executor.collect(ticket), self.now_ns)
-        self.events += events
-        self.core.check()
-        return events
-
-    def run(self) -> None:
-        while self.core.has_work or self.flights:
-            if len(self.flights) == 2 or self.begin() is None:
-                self.finish()
-
-    def tokens_of(self, request: Request) -> tuple[int, ...]:
-        """Told under its id."""
-        return sum((event.token_ids for event in self.events if event.request_id == request.request_id), ())
-
-    @property
-    def num_available(self) -> int:
-        return self.core.scheduler.kv.num_available_blocks
+from stepwise import CAPACITY, Device, answer, ends_with_stop
 
 
 @pytest.fixture(params=[0, 1, 2])
 def device(request: pytest.FixtureRequest) -> Device:
     """Computes at once, or late."""
     return Device(make_core(CAPACITY), seed=request.param)
-
-
-def answer(request: Request) -> tuple[int, ...]:
-    return expected_tokens(request.prompt_token_ids, request.sampling, model=MODEL, max_model_len=60).token_ids
-
-
-def ends_with_stop(num_tokens: int, name: str = "a", num_prompt: int = 6) -> Request:
-    """A request whose answer is so long, and ends with a stop token."""
-    for first in range(4, 40):
-        for second in range(4, 40):
-            prompt = [first, second, *range(10, 8 + num_prompt)]
-            request = make_request(name, prompt, max_tokens=20, stop_token_ids=(EOS,))
-            if len(answer(request)) == num_tokens:
-                return request
-    raise AssertionError("there is none")
 
 
 def test_rows_go_on_from_tokens_that_nobody_knows_yet(device: Device) -> None:
@@ -242,19 +177,6 @@ def test_who_lacks_memory_waits_for_the_step_in_flight() -> None:
     assert [device.tokens_of(request) for request in requests] == [answer(request) for request in requests]
 
 
-def test_who_may_pause_others_waits_for_the_step_in_flight() -> None:
-    device = Device(make_core(CAPACITY, make_policies(order="priority"), max_rows=1))
-    low, high = make_request("low", 5, max_tokens=9, priority=1), make_request("high", [9], max_tokens=2, priority=0)
-    device.begin(Add(low))
-    assert device.begin() == [("low", 5, 1)]
-    device.finish()
-    assert device.begin(Add(high)) is None
-    device.finish()
-    assert device.begin() == [("high", 0, 1)]
-    device.run()
-    assert [device.tokens_of(request) for request in (low, high)] == [answer(low), answer(high)]
-
-
 def test_beams_wait_for_the_step_in_flight() -> None:
     device = Device(make_core(CAPACITY))
     sampling = SamplingParams(temperature=0.0, max_tokens=4, beams=BeamParams(width=2), logprobs=2)
@@ -267,10 +189,8 @@ def test_beams_wait_for_the_step_in_flight() -> None:
     assert sorted(event.request_id for event in device.events if event.finish_reason is not None) == ["a", "b0", "b1"]
 
 
-@pytest.mark.parametrize("kind", ["static", "tier"])
-def test_batches_and_a_tier_wait_for_the_step_in_flight(kind: str) -> None:
-    policies = make_policies(gate=Static(1)) if kind == "static" else None
-    device = Device(make_core(CAPACITY, policies, tier=Tier(10) if kind == "tier" else None))
+def test_batches_wait_for_the_step_in_flight() -> None:
+    device = Device(make_core(CAPACITY, make_policies(gate=Static(1))))
     request = make_request("a", 5, max_tokens=4)
     assert device.begin(Add(request)) == [("a", 0, 5)]
     assert device.begin() is None

@@ -306,6 +306,10 @@ class KVManager:
         hashes, group = self._tables[request.request_id].hashes, self.eviction.group_of(request)
         return self._swapping.fetch(request, hit, hashes, group, max_blocks, compute_ns_per_token, now_ns)
 
+    def is_loading(self, request: Request, now_ns: int) -> bool:
+        """Was it told to wait for the tier, and not for too long by now?"""
+        return self.tier is not None and self.tier.is_awaited_by(request.request_id, now_ns)
+
     def place(self, loads: Sequence[Load], write: Callable[[Load, int], None]) -> None:
         """Find free blocks for what arrived for one request, in the order of its prefix; `write` is told where each goes.
 

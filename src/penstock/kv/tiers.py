@@ -156,6 +156,11 @@ class Tier:
             return False
         return True
 
+    def is_awaited_by(self, request_id: str, now_ns: int) -> bool:
+        """The request was told to wait, is not admitted since, and has not waited for too long."""
+        wait = self._waits.get(request_id)
+        return wait is not None and now_ns < wait.until_ns
+
     def end_wait(self, request_id: str) -> None:
         """The request is admitted, or has ended."""
         self._waits.pop(request_id, None)

@@ -16,10 +16,13 @@ another reason (a stop token, a stop string, an abort, a failure) has one, and i
 Where more than the number of tokens counts, nothing is planned ahead, and the step in flight is committed first:
 
     memory     those who run may need more blocks than are free: somebody would be preempted, whose rows are in flight
-    classes    somebody waits, and the order may pause others for it
+    classes    the order pauses somebody for the first of those who wait, who lacks a row or memory (`joining.py`)
     beams      who goes on depends on the tokens
     batches    a gate other than the continuous one calls the next when the last of one has ended, and pads
     tier       contents move between the pool and what is below it while nothing is in flight
+
+So nobody is preempted in a step that is planned ahead. If it turns out while one is planned that the order would pause
+somebody, since the first who waited did fit and the next does not, that one waits until this step, too, is committed.
 
 A request that joins ahead finds in the prefix cache what was committed. What the step in flight computes of the same prompt it
 waits for, like for any prefill that is under way (`joining.py`).
@@ -30,7 +33,6 @@ from __future__ import annotations
 from penstock.kv.manager import KVManager
 from penstock.sched.policies.base import Policies
 from penstock.sched.policies.gates import Continuous
-from penstock.sched.queues import WaitingQueue
 from penstock.sched.running import Running
 from penstock.types.request import Request
 
@@ -38,10 +40,9 @@ from penstock.types.request import Request
 class Ahead:
     """The assumption that the step in flight will be committed as it was planned."""
 
-    def __init__(self, kv: KVManager, policies: Policies, waiting: WaitingQueue, running: Running) -> None:
+    def __init__(self, kv: KVManager, policies: Policies, running: Running) -> None:
         self._kv = kv
         self._order = policies.order
-        self._waiting = waiting
         self._running = running
         self._is_possible = isinstance(policies.gate, Continuous) and kv.tier is None
         self._assumed: list[tuple[Request, int]] = []
@@ -49,7 +50,7 @@ class Ahead:
 
     def begin(self) -> bool:
         """Assume it. False, and nothing is assumed, if the next step can't be planned ahead. O(running)."""
-        if not self._is_possible or self._running.beams.groups or (self._order.is_preemptive and len(self._waiting)):
+        if not self._is_possible or self._running.beams.groups:
             return False
         num_missing_blocks = sum(map(self._assume, self._running.requests.values()))
         if num_missing_blocks > self._kv.num_available_blocks:

@@ -59,6 +59,8 @@ class StepOutcome:
 class StepDraft:
     limits: StepLimits
     """Of the prefills; decodes are planned before they are known."""
+    is_ahead: bool = False
+    """A step is in flight, with rows of those who run: nobody is preempted."""
     num_tokens: int = 0
     """Positions that the rows compute, padding included."""
     num_decodes: int = 0

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 from penstock.kv.manager import KVManager
 from penstock.sched.draft import StepDraft
-from penstock.sched.flights import Flights
 from penstock.sched.running import Running
 from penstock.types.plan import RowPlan
 from penstock.types.request import Request, RequestStatus
@@ -20,10 +19,9 @@ from penstock.types.stats import PreemptReason
 class Extending:
     """The next tokens of each, and the blocks for them."""
 
-    def __init__(self, kv: KVManager, running: Running, flights: Flights) -> None:
+    def __init__(self, kv: KVManager, running: Running) -> None:
         self._kv = kv
         self._running = running
-        self._flights = flights
 
     def decodes(self, draft: StepDraft) -> list[Request]:
         """A row for every running request that is one token behind, in order of admission. Returns the other ones."""
@@ -72,7 +70,6 @@ class Extending:
         num_copies = self._kv.num_pending_copies
         while (blocks := self._kv.extend(request.request_id, context_len, context_len + query_len)) is None:
             assert not draft.num_admitted, "a step must not both admit and preempt"
-            assert not self._flights, "a row in flight must not be preempted"
             draft.lacks_memory = True
             eviction = running.choose_victim(running.may_lose(), running.room.lacking_blocks(request, query_len))
             running.preempt(draft, eviction, PreemptReason.MEMORY)

@@ -17,7 +17,7 @@ from penstock.kv.manager import KVManager
 from penstock.kv.prefix_hit import PrefixHit
 from penstock.sched.draft import StepDraft
 from penstock.sched.padding import Padding
-from penstock.sched.policies.base import GateDecision, GateView, Order, Policies
+from penstock.sched.policies.base import UNLIMITED, GateDecision, GateView, Order, Policies, StepLimits
 from penstock.sched.queues import Follower, WaitingQueue
 from penstock.sched.running import Running
 from penstock.types.request import Request, RequestStatus
@@ -31,7 +31,16 @@ LOAD_STEPS = 4
 class Joining:
     """The way from the waiting queue to those who run."""
 
-    def __init__(self, kv: KVManager, policies: Policies, waiting: WaitingQueue, running: Running, padding: Padding) -> None:
+    def __init__(
+        self,
+        kv: KVManager,
+        policies: Policies,
+        waiting: WaitingQueue,
+        running: Running,
+        padding: Padding,
+        *,
+        max_step_tokens: int,
+    ) -> None:
         self.wakeup_ns: int | None = None
         """When the gate wants to be asked again."""
         self.tells_stops = True
@@ -44,6 +53,53 @@ class Joining:
         self._waiting = waiting
         self._running = running
         self._padding = padding
+        self._max_step_tokens = max_step_tokens
+        self._is_put_off = False
+        """Somebody is to be paused, which the last plan could not do, since it was made ahead."""
+        self._pauser_id = self._vain_id = ""
+        """For whom the step in flight was committed first; for whom it was so, and nobody was paused."""
+
+    def must_pause(self, now_ns: int) -> bool:
+        """Is somebody to be paused for the first of those who wait? Asked before a step is planned ahead, with the books as for
+        that. O(running). For whom that was so, and nobody was paused then, since something else kept it from joining, it is not
+        asked again: planning finds out, a step later.
+        """
+        if not self._order.is_preemptive or not len(self._waiting):
+            self._is_put_off = False
+            return False
+        if self._is_put_off:
+            return True
+        draft = StepDraft(StepLimits(UNLIMITED), is_ahead=True)
+        request = self._next_waiting(self._waiting.peek(now_ns), draft, now_ns)
+        if request is None or request.request_id == self._vain_id or not self._lacks_what_others_have(request, draft, now_ns):
+            return False
+        self._pauser_id = request.request_id
+        return True
+
+    def _lacks_what_others_have(self, request: Request, draft: StepDraft, now_ns: int) -> bool:
+        """Would it be admitted if some of those who run were paused, and not otherwise?"""
+        running, pauses = self._running, self._order.pauses
+        if not any(pauses(request, other, now_ns) for other in running.requests.values()):
+            return False
+        if self._kv.is_loading(request, now_ns):  # they run on meanwhile
+            return False
+        draft.num_promised_blocks = sum(map(running.room.missing_blocks, running.requests.values()))
+        for follower in self._waiting.aside:
+            if self._kv.is_coming(follower.awaited):
+                self._keep_place(follower, draft)
+        hit = self._kv.lookup_prefix(request)
+        query_len = min(request.num_tokens - hit.num_tokens, self._max_step_tokens)
+        if self._has_room_for(request, hit, query_len, draft):
+            return False
+        return bool(self._whom_to_pause(request, hit, query_len, draft, now_ns))
+
+    def planned(self, draft: StepDraft) -> None:
+        """A step was planned. Did what `must_pause` said come true?"""
+        if not draft.is_ahead:
+            self._is_put_off = False
+            if self._pauser_id:
+                self._vain_id = "" if draft.num_preemptions else self._pauser_id
+                self._pauser_id = ""
 
     def ask_gate(self, now_ns: int) -> GateDecision:
         """How many may join; if the gate calls a batch, nobody who was not called."""
@@ -134,6 +190,9 @@ class Joining:
                 lower = self._whom_to_pause(request, hit, query_len, draft, now_ns) if may_pause else ()
                 # They run on meanwhile: what is loaded needs free blocks now, and who waits for it none.
                 if not lower or (self._kv.tier is not None and self._waits_for_load(request, hit, draft, now_ns)):
+                    return
+                if draft.is_ahead:
+                    self._is_put_off = True
                     return
                 self._pause_one(lower, request, query_len, draft)
                 pauser = request  # goes on before its victim; what it finds in the prefix cache may have changed

@@ -89,6 +89,7 @@ class Running:
         """Take a running request's row and blocks, also what this step planned for it. It waits again, and so do all beams of
         its search.
         """
+        assert not draft.is_ahead, "a row in flight must not be preempted"
         victim = eviction.request
         draft.num_preemptions += 1
         is_swap = eviction.method is PreemptMethod.SWAP

@@ -82,10 +82,12 @@ class Scheduler:
         self._waiting = WaitingQueue(policies.order, policies.gate.bucket_of)
         self._running = Running(self.kv, policies, self._waiting, policies.gate.max_running(capacity))
         self._padding = Padding(capacity, self._running.releases.append)
-        self._joining = Joining(self.kv, policies, self._waiting, self._running, self._padding)
+        self._joining = Joining(
+            self.kv, policies, self._waiting, self._running, self._padding, max_step_tokens=capacity.max_step_tokens
+        )
         self._flights = Flights(self.kv)
-        self._extending = Extending(self.kv, self._running, self._flights)
-        self._ahead = Ahead(self.kv, policies, self._waiting, self._running)
+        self._extending = Extending(self.kv, self._running)
+        self._ahead = Ahead(self.kv, policies, self._running)
         self._takes_beams = isinstance(policies.gate, Continuous)
         self._num_steps = 0
         self._last_step: StepRecord | None = None
@@ -187,26 +189,28 @@ class Scheduler:
         if not self._flights:
             return self._plan(now_ns)
         assert len(self._flights) == 1, "two steps are in flight"
-        if not self._ahead.begin():
-            self.news = PlanNews(now_ns, self.news.waits_for, (), ())
-            return None
-        try:
-            return self._plan(now_ns)
-        finally:
-            self._ahead.end()
+        if self._ahead.begin():
+            try:
+                if not self._joining.must_pause(now_ns):
+                    return self._plan(now_ns)
+            finally:
+                self._ahead.end()
+        self.news = PlanNews(now_ns, self.news.waits_for, (), ())
+        return None
 
     def _plan(self, now_ns: int) -> StepPlan | None:
         if self._padding.is_active and not self._running and not self._waiting.num_joining:
             self._padding.stop()
         self.kv.history.now_ns = now_ns
         decision = self._joining.ask_gate(now_ns)
-        draft = StepDraft(StepLimits(self.capacity.max_step_tokens))
+        draft = StepDraft(StepLimits(self.capacity.max_step_tokens), is_ahead=bool(self._flights))
         if self._padding.is_active:
             draft.add_padding(self._padding.begin())
         prefills = self._joining.rank(self._extending.decodes(draft), now_ns)
         draft.limits = self._ask_budget(draft, prefills)
         self._share_out(draft, prefills, decision, now_ns)
         draft.waits_for = self._joining.waits_for(draft)
+        self._joining.planned(draft)
         self.news = PlanNews(now_ns, draft.waits_for, draft.admissions, draft.preemptions, draft.set_aside)
         return self._build(draft, now_ns) if draft.rows or draft.padding_rows else None
 
