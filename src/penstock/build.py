@@ -26,7 +26,7 @@ from penstock.types.plan import Capacity
 
 if TYPE_CHECKING:
     from penstock.engine.core import EngineCore
-    from penstock.engine.ports import BlockStore, Executor, Observer, RequestJournal
+    from penstock.engine.ports import BlockMover, BlockStore, Executor, Observer, RequestJournal
     from penstock.kv.tiers import Tier
     from penstock.models.catalog import ModelSource
     from penstock.models.weights import LoadedModel
@@ -190,11 +190,11 @@ def _assemble(
         executor = first.pop() if first else _rebuild_executor(config, source, kv)
         core = build_core(config, executor.capacity, observer, journal, build_tier(own_store))
 
-        def make_transfers(wake: Callable[[], None]) -> Transfers | None:
+        def make_transfers(blocks: BlockMover, wake: Callable[[], None]) -> Transfers | None:
             if own_store is None:
                 metrics.tier.is_open = False
                 return None
-            return Transfers(core.scheduler.kv, executor, own_store, clock=clock, stats=metrics.tier, wake=wake)
+            return Transfers(core.scheduler.kv, blocks, own_store, clock=clock, stats=metrics.tier, wake=wake)
 
         return Engine(
             core,

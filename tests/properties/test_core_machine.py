@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from penstock.clock import VirtualClock
 from penstock.kv.prefix_index import extend_chain, pack, root_hash
 from penstock.sched.policies.ordering.fair import FairShares
 from penstock.sched.policies.ordering.priority import PriorityClasses
@@ -20,18 +21,20 @@ from penstock.types.events import Abort, Add, Stop, TokenEvent
 from penstock.types.plan import PADDING_PREFIX, StepPlan, Ticket
 from penstock.types.request import Request, RequestStatus
 from penstock.types.sampling import SamplingParams
+from penstock.types.stats import WaitReason
 
 MAX_MODEL_LEN = 40
 
 
 class CoreMachine(RuleBasedStateMachine):
     """Time is counted in rules; a step may be interrupted by commands between `begin` and `finish`, and with a depth of 2 by
-    any other rule."""
+    any other rule. Some have a tier below the pool, which does its work late, and not always right."""
 
-    @initialize(engine=engines(MAX_MODEL_LEN))
+    @initialize(engine=st.one_of(engines(MAX_MODEL_LEN), engines(MAX_MODEL_LEN, has_lower_tier=True)))
     def start(self, engine: Engine) -> None:
         self.engine = engine
         self.core, self.executor = engine.make()
+        self.transfers, self.worker = engine.make_transfers(self.core, self.executor, VirtualClock())
         self.requests: dict[str, Request] = {}
         self.tokens: dict[str, list[int]] = {}
         self.ended: dict[str, bool] = {}
@@ -131,11 +134,18 @@ class CoreMachine(RuleBasedStateMachine):
 
     def step(self, aborted: Sequence[int], failed: int | None = None) -> None:
         self.now_ns += 1
+        if self.transfers is not None:
+            self.transfers.arrive()
+            self.core.check()
         self.record(self.core.apply([], self.now_ns))
         preempted_before = {name for name, request in self.requests.items() if request.status is RequestStatus.PREEMPTED}
         plan = self.core.begin(self.now_ns)
+        if self.transfers is not None and self.worker is not None:
+            self.transfers.depart()
+            self.worker.turn()
         self.executor.copy_blocks(self.core.take_block_copies())
-        if not self.flights:  # else one that has to wait for the step in flight is no wrong
+        is_loading = self.core.scheduler.news.waits_for is WaitReason.LOADING
+        if not self.flights and not is_loading:  # else one that has to wait for the step in flight, or the tier, is no wrong
             self.check_work_conserving(plan)
         if plan is not None:
             self.check_preempted_go_first(preempted_before, plan)
@@ -253,6 +263,8 @@ class CoreMachine(RuleBasedStateMachine):
                 break
             had_flights = bool(self.flights)
             self.step(())
+            if self.worker is not None:
+                self.worker.run()
             if not had_flights and not self.flights and self.core.has_work and not self.core.num_running:
                 self.now_ns = max(self.now_ns, self.core.next_wakeup_ns(self.now_ns) or 0)
             self.core.check()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import random
 from dataclasses import fields
+from functools import partial, partialmethod
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,12 +15,13 @@ from penstock.clock import VirtualClock
 from penstock.engine.transfers import Transfers
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import Watermark
+from penstock.storage.block_file import BlockFile
 from penstock.storage.host_memory import HostMemory
 from penstock.testing import Driver, HashExecutor, Outcome, expected_tokens, make_core, make_request, run_to_completion
 from penstock.testing.memory_store import Faults
 from penstock.testing.strategies import MODEL, Engine, LowerTier, Workload, check_answers, engines, workloads
 from penstock.types.events import Add
-from penstock.types.plan import Capacity
+from penstock.types.plan import Capacity, StepPlan, Ticket
 from penstock.types.request import Request
 
 
@@ -90,23 +94,47 @@ EAGER = Watermark(share=0.0, growth_tokens=0)
 LARGE = LowerTier(num_slots=500, num_staged_blocks=100)
 
 
+STORES = ["memory", "host", "disk"]
+"""In which nothing breaks but what is told to; the machine's own memory; a file."""
+
+
 def oversubscribed(
-    lower: LowerTier | None, *, caching: bool, in_host_memory: bool = False
+    lower: LowerTier | None,
+    *,
+    caching: bool,
+    depth: int,
+    order: str = "fcfs",
+    store: str = "memory",
+    directory: Path | None = None,
 ) -> tuple[Driver, list[Request], int]:
-    """Twelve requests of which four fit, and how many positions were computed."""
-    engine = Engine(CAPACITY, make_policies(reserve=EAGER), caching, lower)
-    requests = [make_request(f"r{idx}", range(idx, 14 + 3 * (idx % 5)), arrival_ns=idx, max_tokens=30) for idx in range(12)]
+    """Twelve requests, of three classes, of which four fit, and how many positions were computed."""
+    engine = Engine(CAPACITY, make_policies(order=order, reserve=EAGER), caching, lower, depth, seed=depth)
+    requests = [
+        make_request(f"r{idx}", range(idx, 14 + 3 * (idx % 5)), arrival_ns=idx, max_tokens=30, priority=-idx % 3)
+        for idx in range(12)
+    ]
     core, executor = engine.make()
     clock = VirtualClock()
-    store = HostMemory(500, content_bytes=executor.block_bytes) if in_host_memory else None
-    transfers, worker = engine.make_transfers(core, executor, clock, store)
+    own = None
+    if store == "host":
+        own = HostMemory(500, content_bytes=executor.block_bytes)
+    elif store == "disk":
+        assert directory is not None
+        own = BlockFile(directory / "kv", max_bytes=4 << 20, content_bytes=executor.block_bytes, fingerprint=bytes(32))
+    transfers, worker = engine.make_transfers(core, executor, clock, own)
     drivers: list[Driver] = []
+    # The lowest class comes first, so that others pause it.
+    script = {(2 - request.priority) * 3: [] for request in requests}
+    for request in requests:
+        script[(2 - request.priority) * 3].append(Add(request))
     outcomes = run_to_completion(
-        core, executor, *map(Add, requests), clock=clock, transfers=transfers, worker=worker, after_turn=drivers.append
+        core, executor, later=script, clock=clock, transfers=transfers, worker=worker, after_turn=drivers.append
     )
     for request in requests:
         expected = expected_tokens(request.prompt_token_ids, request.sampling, model=MODEL, max_model_len=80)
         assert tuple(outcomes[request.request_id].token_ids) == expected.token_ids
+    if own is not None:
+        own.close()
     return drivers[0], requests, executor.num_computed_tokens
 
 
@@ -114,21 +142,23 @@ def num_needed(requests: list[Request]) -> int:
     return sum(request.num_tokens - 1 for request in requests)
 
 
-@pytest.mark.parametrize("in_host_memory", [False, True])
-def test_the_preempted_compute_less_than_a_block_again(in_host_memory: bool) -> None:
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("store", STORES)
+def test_the_preempted_compute_less_than_a_block_again(store: str, depth: int, tmp_path: Path) -> None:
     for caching in (True, False):
-        _, requests, without = oversubscribed(None, caching=caching)
+        _, requests, without = oversubscribed(None, caching=caching, depth=depth)
         assert without > 1.1 * num_needed(requests), "the test needs preemptions that cost something"
-        _, requests, num_computed = oversubscribed(LARGE, caching=caching, in_host_memory=in_host_memory)
+        _, requests, num_computed = oversubscribed(LARGE, caching=caching, depth=depth, store=store, directory=tmp_path)
         num_preemptions = sum(request.num_preemptions for request in requests)
         assert num_preemptions > 0
         num_shared = sum(request.num_cached_tokens for request in requests)
         assert num_computed - (num_needed(requests) - num_shared) <= num_preemptions * (CAPACITY.block_size - 1)
 
 
+@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("seed", range(40))
-def test_no_fault_makes_a_wrong_token(seed: int, caching: bool) -> None:
+def test_no_fault_makes_a_wrong_token(seed: int, caching: bool, depth: int) -> None:
     draw = random.Random(seed)
     faults = Faults(**{name.name: draw.choice([0.0, 0.05, 0.3]) for name in fields(Faults)})
     lower = LowerTier(
@@ -138,23 +168,51 @@ def test_no_fault_makes_a_wrong_token(seed: int, caching: bool) -> None:
         faults=faults,
         seed=seed,
     )
-    driver, _, _ = oversubscribed(lower, caching=caching)
+    order = draw.choice(["fcfs", "priority"])
+    driver, requests, _ = oversubscribed(lower, caching=caching, depth=depth, order=order)
     check_nothing_is_left(driver)
+    assert sum(request.num_preemptions for request in requests) > 0
     assert driver.transfers is not None
     assert driver.transfers.stats.num_spilled_blocks > 0
 
 
 def test_what_a_request_computed_for_itself_is_forgotten_with_it() -> None:
-    driver, _, _ = oversubscribed(LARGE, caching=False)
+    driver, _, _ = oversubscribed(LARGE, caching=False, depth=2)
     check_nothing_is_left(driver)
     kv = driver.core.scheduler.kv
     assert kv.tier is not None
     assert len(kv.tier.slots) == kv.num_cached_blocks == len(kv.index) == 0
 
 
+@pytest.mark.parametrize("order", ["fcfs", "priority"])
+@pytest.mark.parametrize("store", STORES)
+def test_steps_are_planned_ahead_while_contents_move(
+    store: str, order: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but those for which somebody is preempted, and blocks are saved and brought back beside them."""
+    num_ahead: list[int] = []
+    num_moved = {"read_blocks": 0, "write_blocks": 0}
+
+    def note_step(executor: HashExecutor, plan: StepPlan) -> Ticket:
+        num_ahead.append(len(executor._in_flight))
+        return submit(executor, plan)
+
+    def note_move(name: str, executor: HashExecutor, *arguments: Any) -> None:
+        num_moved[name] += len(executor._in_flight) * len(arguments[0])
+        moves[name](executor, *arguments)
+
+    submit, moves = HashExecutor.submit, {name: getattr(HashExecutor, name) for name in num_moved}
+    monkeypatch.setattr(HashExecutor, "submit", note_step)
+    for name in num_moved:
+        monkeypatch.setattr(HashExecutor, name, partialmethod(partial(note_move, name)))
+    oversubscribed(LARGE, caching=True, depth=2, order=order, store=store, directory=tmp_path)
+    assert min(num_moved.values()) > 0
+    assert sum(num_ahead) > 0.6 * len(num_ahead)
+
+
 def test_a_tier_that_only_fails_is_closed() -> None:
     faults = Faults(write_fails=1.0)
-    driver, _, _ = oversubscribed(LowerTier(num_slots=500, num_staged_blocks=100, faults=faults), caching=True)
+    driver, _, _ = oversubscribed(LowerTier(num_slots=500, num_staged_blocks=100, faults=faults), caching=True, depth=2)
     assert driver.transfers is not None
     assert not driver.transfers.stats.is_open
     assert driver.transfers.stats.failures.keys() == {"full"}

@@ -3,10 +3,10 @@
 Never schedules, never makes text, never knows HTTP. Other threads call `submit`, `abort`, `drain`, `close`, `state` and
 `load`; everything else happens on the engine thread. One turn of the loop:
 
-    arrivals    take over what came from the tier below the pool, if there is one and no step is in flight
+    arrivals    take over what came from the tier below the pool, if there is one
     commands    apply what came in; what ended by it (refused, cancelled) is told at once
     begin       ask the core for a plan; without one, and with nothing in flight, sleep until there is a command or a deadline
-    departures  copy what is spilled, begin loads, if no step is in flight; they go on while the step runs
+    departures  copy what is spilled, begin loads; they go on while the step runs
     copies      of blocks, also without a plan: what arrives next may be written to either of the two
     submit      the step takes off
     collect     the oldest step in flight, without the GIL, if there are as many as the executor's depth, or there was no plan
@@ -37,7 +37,7 @@ from penstock.engine.core import EngineCore
 from penstock.engine.in_flight import InFlight
 from penstock.engine.inbox import Inbox
 from penstock.engine.output import OutputStage
-from penstock.engine.ports import Executor, NullObserver, Observer, OutputChunk, OutputSink, TurnObserver
+from penstock.engine.ports import BlockMover, Executor, NullObserver, Observer, OutputChunk, OutputSink, TurnObserver
 from penstock.engine.refusals import SHUTTING_DOWN, refused_chunk, refused_stats
 from penstock.engine.submitted import Abandoned, Submitted
 from penstock.engine.transfers import Transfers
@@ -94,14 +94,14 @@ class Engine:
         name: str = "penstock-engine",
         idle_check_s: float | None = 1.0,
         on_failed: Callable[[], None] | None = None,
-        make_transfers: Callable[[Callable[[], None]], Transfers | None] = lambda _: None,
+        make_transfers: Callable[[BlockMover, Callable[[], None]], Transfers | None] = lambda *_: None,
     ) -> None:
         """`observer` hears of the requests that the core never saw; pass the core's. `name` is the thread's. Raises ValueError
         for an executor whose depth is neither 1 nor 2.
 
         After `idle_check_s` without work the core verifies its invariants once (0.5 us per block); None: never.
         `on_failed` is called by the engine thread when all is over, its requests have been told, and nothing more will come.
-        `make_transfers` is given what wakes the engine when something has arrived; without them there is no tier below.
+        `make_transfers` is given the executor's blocks and what wakes the engine when something has arrived; None: no tier.
         """
         self._core = core
         self._executor = executor
@@ -114,7 +114,7 @@ class Engine:
         self._on_failed = on_failed
         self._idle_check_ns = None if idle_check_s is None else int(idle_check_s * 1e9)
         self._inbox = Inbox(clock)
-        self._transfers = make_transfers(self._inbox.nudge)
+        self._transfers = make_transfers(self._submitted, self._inbox.nudge)
         self._lock = threading.Lock()
         self._state = EngineState.STARTING
         self._in_flight = InFlight()
@@ -222,15 +222,14 @@ class Engine:
 
     def turn(self) -> bool:
         """One pass of the loop. False if there was no step to begin and none to finish."""
-        transfers = None if self._submitted else self._transfers
-        if transfers is not None:
-            transfers.arrive()
+        if self._transfers is not None:
+            self._transfers.arrive()
         commands = self._inbox.poll()
         now_ns = self._clock.now_ns()  # after the poll: nobody is queued before it arrived
         self._apply(commands, now_ns)
         plan = self._core.begin(now_ns)
-        if transfers is not None:
-            transfers.depart()
+        if self._transfers is not None:
+            self._transfers.depart()
         copies = self._core.take_block_copies()
         if plan is not None:
             self._is_verified = False

@@ -1,5 +1,5 @@
-"""What the executor was given: owns the steps in flight, and knows since when the engine waits for them. Called by `loop` on
-the engine thread; asked, and given up, by any thread.
+"""What the executor was given: owns the steps in flight, and knows since when the engine waits for it. Called by `loop`, and by
+`transfers` as a `BlockMover`, on the engine thread; asked, and given up, by any thread.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Flight:
 
 
 class Submitted:
-    """Steps in flight, the oldest first."""
+    """Steps in flight, the oldest first. Implements `engine.ports.BlockMover` for the executor's blocks."""
 
     def __init__(self, executor: Executor, clock: Clock) -> None:
         """Raises ValueError for an executor whose depth is neither 1 nor 2."""
@@ -57,7 +57,7 @@ class Submitted:
         """No step can be submitted before one was collected."""
         return len(self._flights) == self._depth
 
-    # For the engine thread. Both raise `Abandoned` instead of whatever happened, if the step was given up meanwhile.
+    # For the engine thread. All raise `Abandoned` instead of whatever happened, if the executor was given up meanwhile.
 
     def submit(self, plan: StepPlan, copies: Sequence[tuple[int, int]], begun_ns: int) -> None:
         """Copy blocks, then begin a step that was planned since `begun_ns`."""
@@ -85,6 +85,25 @@ class Submitted:
     def forget(self) -> None:
         """The oldest was told to all whom it concerns."""
         self._flights.popleft()
+
+    @property
+    def block_bytes(self) -> int:
+        return self._executor.block_bytes
+
+    def read_blocks(self, block_ids: Sequence[int], out: Sequence[memoryview]) -> None:
+        """A device that hangs in a step may not come back from this either."""
+        self._since_ns = self._clock.now_ns()
+        try:
+            self._executor.read_blocks(block_ids, out)
+        finally:
+            self._come_back()
+
+    def write_blocks(self, block_ids: Sequence[int], contents: Sequence[memoryview]) -> None:
+        self._since_ns = self._clock.now_ns()
+        try:
+            self._executor.write_blocks(block_ids, contents)
+        finally:
+            self._come_back()
 
     def _come_back(self) -> None:
         with self._lock:

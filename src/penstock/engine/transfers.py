@@ -1,9 +1,15 @@
 """Transfers: carries contents of blocks between the executor and the store of the tier below. Called by the engine thread,
-between steps; decides neither what moves nor what it is good for.
+before a step is submitted; decides neither what moves nor what it is good for.
 
-    depart    contents that are spilled are copied into staging memory (14 us for 193 KB), loads are begun
-    ...       a worker thread writes and reads the store while steps run; it touches staging memory alone
     arrive    contents that were read are copied into free blocks and published
+    plan      blocks are taken from the free ones, and what they contain is named
+    depart    contents that are spilled are copied into staging memory (14 us for 193 KB), loads are begun
+    submit    from now on other content is written to these blocks
+    ...       a worker thread writes and reads the store while steps run; it touches staging memory alone
+
+All that is read here or written lies in blocks that were free when it was named. No row of a step in flight has such a block:
+who runs holds its own, and who ended with a row in flight has left them behind the fence (`kv/fence.py`). So contents move
+whether or not a step is in flight, and nobody waits for the other.
 
 Staging memory is bounded. When it is full, what would be spilled is dropped and counted, and a load is cut short: no step
 ever waits for the store. Every failure means that the tier forgets the block, and whoever wants it computes it
@@ -23,7 +29,7 @@ from enum import StrEnum
 from functools import partial
 
 from penstock.clock import Clock
-from penstock.engine.ports import BlockStore, Executor
+from penstock.engine.ports import BlockMover, BlockStore
 from penstock.kv.manager import KVManager
 from penstock.kv.tiers import Load, Spill
 from penstock.types.errors import CorruptBlock
@@ -110,12 +116,12 @@ class WorkerThread:
 
 
 class Transfers:
-    """Between one executor and one store. `stats` may outlive it: another one may go on counting."""
+    """Between the blocks of one executor and one store. `stats` may outlive it: another one may go on counting."""
 
     def __init__(
         self,
         kv: KVManager,
-        executor: Executor,
+        blocks: BlockMover,
         store: BlockStore,
         *,
         clock: Clock,
@@ -130,11 +136,11 @@ class Transfers:
         """
         if kv.tier is None:
             raise ValueError("transfers need a manager with a tier")
-        self._kv, self._tier, self._executor, self._store, self._clock = kv, kv.tier, executor, store, clock
+        self._kv, self._tier, self._blocks, self._store, self._clock = kv, kv.tier, blocks, store, clock
         self._wake = wake
         self.stats = stats or TierStats()
         self.stats.num_slots, self.stats.num_present, self.stats.is_open = store.num_slots, len(kv.tier.slots), True
-        self._buffers = _staging(executor.block_bytes, num_staged_blocks)
+        self._buffers = _staging(blocks.block_bytes, num_staged_blocks)
         self._free = list(range(len(self._buffers)))
         self._arrived: deque[list[_Move]] = deque()
         """Filled by the worker, emptied by the engine thread."""
@@ -153,7 +159,7 @@ class Transfers:
         """On their way to the store or back."""
         return len(self._buffers) - len(self._free)
 
-    # For the engine thread, between two steps.
+    # For the engine thread.
 
     def arrive(self) -> None:
         """Take over what has ended: books, and contents that were loaded."""
@@ -166,7 +172,7 @@ class Transfers:
             self._free += [move.buffer for move in moves]
 
     def depart(self) -> None:
-        """Begin what was ordered, before anything writes to the blocks that are spilled."""
+        """Begin what was ordered, before a step is submitted that writes to the blocks that are spilled, or a copy is made."""
         self._spill(self._tier.take_spills())
         for loads in self._tier.take_loads():
             self._load(loads)
@@ -217,7 +223,7 @@ class Transfers:
         if num_staged:
             moves = [_Move(spill, self._free.pop(), is_probe) for spill in spills[:num_staged]]
             block_ids = [spill.block_id for spill in spills[:num_staged]]
-            self._executor.read_blocks(block_ids, [self._buffers[move.buffer] for move in moves])
+            self._blocks.read_blocks(block_ids, [self._buffers[move.buffer] for move in moves])
             for start in range(0, num_staged, BLOCKS_PER_JOB):
                 part = moves[start : start + BLOCKS_PER_JOB]
                 self._start(partial(self._run, part, self._try if is_probe else self._write), False)
@@ -236,11 +242,11 @@ class Transfers:
         if isinstance(order, Spill):
             self._tier.spilled(order.block_hash, is_sound=is_sound)
             self.stats.num_spilled_blocks += is_sound
-            self.stats.num_written_bytes += is_sound * self._executor.block_bytes
+            self.stats.num_written_bytes += is_sound * self._blocks.block_bytes
         else:
             is_useful = self._tier.loaded(order.block_hash, is_sound=is_sound, duration_ns=move.duration_ns)
             self.stats.num_loaded_blocks += is_sound
-            self.stats.num_read_bytes += is_sound * self._executor.block_bytes
+            self.stats.num_read_bytes += is_sound * self._blocks.block_bytes
         self.stats.num_present = len(self._tier.slots)
         if move.failure is not None:
             self._count_failure(move.failure)
@@ -256,7 +262,7 @@ class Transfers:
 
         def write(load: Load, block_id: int) -> None:
             self._spill(self._tier.take_spills())
-            self._executor.write_blocks([block_id], [buffers[load.block_hash]])
+            self._blocks.write_blocks([block_id], [buffers[load.block_hash]])
 
         self._kv.place([move.order for move in moves if isinstance(move.order, Load)], write)
 

@@ -265,6 +265,10 @@ class KVManager:
     def fence(self, request_id: str, step_id: int) -> None:
         """As `free`, but until `lift_fence(step_id)` nobody is given its blocks: a step in flight may write to them."""
         if (table := self._forget(request_id)) is not None:
+            if self._swapping is not None and not self.is_caching:  # the next of this id must not find them
+                self._swapping.forget(table.hashes)
+                self.index.forget(table.block_ids)
+                table.hashes = []
             self._fence.put(step_id, request_id, table)
 
     def lift_fence(self, step_id: int) -> None:

@@ -19,10 +19,12 @@ Where more than the number of tokens counts, nothing is planned ahead, and the s
     classes    the order pauses somebody for the first of those who wait, who lacks a row or memory (`joining.py`)
     beams      who goes on depends on the tokens
     batches    a gate other than the continuous one calls the next when the last of one has ended, and pads
-    tier       contents move between the pool and what is below it while nothing is in flight
 
 So nobody is preempted in a step that is planned ahead. If it turns out while one is planned that the order would pause
 somebody, since the first who waited did fit and the next does not, that one waits until this step, too, is committed.
+
+A tier below the pool is no reason to wait: what moves lies in blocks that are free, and so in no row in flight
+(`engine/transfers.py`). A preemption that swaps is one as any other.
 
 A request that joins ahead finds in the prefix cache what was committed. What the step in flight computes of the same prompt it
 waits for, like for any prefill that is under way (`joining.py`).
@@ -44,7 +46,7 @@ class Ahead:
         self._kv = kv
         self._order = policies.order
         self._running = running
-        self._is_possible = isinstance(policies.gate, Continuous) and kv.tier is None
+        self._is_possible = isinstance(policies.gate, Continuous)
         self._assumed: list[tuple[Request, int]] = []
         """Who has a row in flight, and of how many tokens."""
 

@@ -61,13 +61,12 @@ class Driver:
 
         Raises AssertionError if a request is heard of after its end.
         """
-        transfers = None if self.flights else self.transfers
-        if transfers is not None:
-            transfers.arrive()
+        if self.transfers is not None:
+            self.transfers.arrive()
         self._record(self.core.apply(commands, self.clock.now_ns()))
         plan = self.core.begin(self.clock.now_ns())
-        if transfers is not None:
-            transfers.depart()
+        if self.transfers is not None:
+            self.transfers.depart()
         if self.worker is not None:
             self.worker.turn()
         self.was_idle = plan is None and not self.flights
