@@ -91,3 +91,17 @@ def test_with_two_steps_in_flight_the_device_waits_less(monkeypatch, capsys):
     one, two = report["rows_4_depth_1"], report["rows_4_depth_2"]
     assert 0 <= two["gap_us"] < one["gap_us"]
     assert one["host_us"] > 0
+    assert one["ahead"] == 0 < 0.9 < two["ahead"]
+
+
+def test_above_a_tier_steps_come_ahead_and_blocks_go_and_come(monkeypatch):
+    monkeypatch.setattr(pipeline, "MAX_TOKENS", 40)
+    report = pipeline.Crowd(4, 2, 200_000, 800, case="host", block_bytes=64).run()
+    assert report["ahead"] > 0.9
+    assert min(report["blocks_read"], report["blocks_written"]) > 0
+
+
+def test_under_classes_steps_come_ahead_but_where_somebody_is_paused():
+    report = pipeline.Crowd(4, 2, 200_000, 800, case="priority").run()
+    assert report["pauses"] > 0
+    assert 0.8 < report["ahead"] < 0.99
