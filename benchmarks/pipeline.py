@@ -74,6 +74,8 @@ class Timer:
         self._step_ns = step_ns
         self._ends_ns: deque[int] = deque()
         self._last_end_ns = 0
+        self._has_read = False
+        """Since the last step."""
         self._content = np.ones(block_bytes, np.uint8)
         self._said: deque[Mapping[str, tuple[int, ...]]] = deque()
 
@@ -83,7 +85,7 @@ class Timer:
     def read_blocks(self, block_ids: Sequence[int], out: Sequence[memoryview]) -> None:
         """The host's part, as if the device had copied at once."""
         self.num_read += len(block_ids)
-        self.num_saving += 1
+        self._has_read = True
         for target in out:
             np.frombuffer(target, np.uint8)[:] = self._content
 
@@ -95,6 +97,8 @@ class Timer:
     def submit(self, plan: StepPlan) -> Ticket:
         now_ns = time.monotonic_ns()
         self.num_ahead += len(self._ends_ns) > 0
+        self.num_saving += self._has_read
+        self._has_read = False
         start_ns = max(now_ns, self._last_end_ns)
         self.gaps_ns.append(start_ns - self._last_end_ns)
         self._last_end_ns = start_ns + self._step_ns
