@@ -17,8 +17,12 @@ from penstock.engine.loop import ENGINE_FAILED, Engine, EngineState
 from penstock.engine.output import OutputStage
 from penstock.engine.ports import NullObserver, OutputChunk
 from penstock.engine.refusals import SHUTTING_DOWN
+from penstock.engine.transfers import Transfers
+from penstock.kv.tiers import Tier
 from penstock.sched.policies.gates import Static
 from penstock.sched.policies.presets import make_policies
+from penstock.sched.policies.reserves import Watermark
+from penstock.storage.host_memory import HostMemory
 from penstock.testing import Driver, FailingExecutor, HashExecutor, expected_tokens, make_core, make_request
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.events import Add
@@ -175,6 +179,35 @@ def test_answers_of_many_submitters_are_those_of_the_oracle(started, depth):
     assert len(rig.sink.threads) == 1
     assert rig.engine.close(TIMEOUT_S)
     rig.core.check()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("order", ["fcfs", "priority"])
+def test_so_they_are_above_a_tier_that_a_thread_writes_and_reads_meanwhile(started, depth, order):
+    tier, made = Tier(200), []
+
+    def make_transfers(blocks, wake):
+        store = HostMemory(200, content_bytes=blocks.block_bytes)
+        made.append(Transfers(core.scheduler.kv, blocks, store, clock=WallClock(), wake=wake))
+        return made[0]
+
+    core = make_core(TINY, make_policies(order=order, reserve=Watermark(share=0.0, growth_tokens=0)), tier=tier)
+    rig = started(core=core, executor=HashExecutor(TINY, depth=depth), make_transfers=make_transfers)
+    sessions = [[idx + 1] * 12 for idx in range(6)]
+    for turn in range(3):  # they come back, and are in the pool no more
+        requests = [
+            make_request(f"r{turn}-{idx}", prompt + [9] * 4 * turn, max_tokens=8, priority=idx % 3)
+            for idx, prompt in enumerate(sessions)
+        ]
+        in_threads(*[lambda mine=requests[start::3]: [rig.engine.submit(request) for request in mine] for start in range(3)])
+        rig.sink.wait_for_ends(*[request.request_id for request in requests])
+        for request in requests:
+            rig.check_against_oracle(request)
+    stats = made[0].stats
+    assert min(stats.num_spilled_blocks, stats.num_loaded_blocks) > 0
+    assert not stats.failures
+    rig.engine.close(TIMEOUT_S)
+    core.check()
 
 
 @pytest.mark.parametrize("depth", [1, 2])
