@@ -12,13 +12,15 @@ from dataclasses import dataclass
 
 import torch
 
+from penstock.backends.cuda.attention import AttentionShape, StepAttention
 from penstock.backends.cuda.buffers import Buffers, lie_side_by_side, together
-from penstock.backends.cuda.kernels import activation, attention, dequantise, norm, rope_kv
+from penstock.backends.cuda.kernels import activation, dequantise, norm, rope_kv
 from penstock.backends.cuda.kv_cache import PagedKvCache
 from penstock.backends.cuda.linear import Linear as LinearProduct
 from penstock.backends.cuda.linear import Workspace
 from penstock.backends.cuda.patterns import gated_at, linear_run, normed_sum_at, written_keys_at
 from penstock.backends.cuda.step import StepTensors
+from penstock.backends.cuda.triton_attention import TritonAttention
 from penstock.backends.cuda.weights import Matrix, load_matrices, load_vector
 from penstock.models.key_centre import key_centre
 from penstock.models.program import (
@@ -74,12 +76,18 @@ class CompiledProgram:
         self._on_tokens = lowering.on_tokens
         self._on_samples = lowering.on_samples
         self._logits = lowering.logits
+        self.attention: StepAttention | None = lowering.attention
+        """Its own kernels, which compute the attention of a step that says nothing else; None if it has no attention."""
+        self.attention_shapes: Sequence[AttentionShape] = lowering.attention_shapes
+        """Of its layers, each once."""
         self.weight_bytes: int = lowering.weight_bytes
         self.buffer_bytes: int = lowering.buffer_bytes
         """Of what lies between operations."""
 
     def run(self, step: StepTensors) -> torch.Tensor:
         """The logits of the step's samples, float32 [num_samples, vocab_size]; the next step overwrites them."""
+        if (attention := step.attention or self.attention) is not None:
+            attention.begin(step)
         for launch in self._on_tokens:
             launch(step)
         if step.num_samples:
@@ -120,7 +128,8 @@ class _Lowering:
         self._round_to_fp8 = round_to_fp8
         self._deterministic = deterministic
         self._workspace = Workspace(device, dtype)
-        self._attention: attention.AttentionWorkspace | None = None
+        self.attention: TritonAttention | None = None
+        self.attention_shapes: list[AttentionShape] = []
         self._products: list[LinearProduct] = []
         self._tables: dict[tuple[tuple[float, ...], float], torch.Tensor] = {}
         self._buffers = Buffers(
@@ -321,40 +330,20 @@ class _Lowering:
         )
 
     def _emit_attention(self, op: Attention) -> None:
-        q, out, layer = self._buffer(op.q), self._buffer(op.out), self._cache.layer(op.layer)
-        workspace, deterministic = self._attention_workspace(op), self._deterministic
+        q, out, layer, shape = self._buffer(op.q), self._buffer(op.out), self._cache.layer(op.layer), AttentionShape.of(op)
+        own = self._own_attention(shape)
+        self._launch(
+            lambda step: (step.attention or own).attend(out[: step.num_tokens], q[: step.num_tokens], layer, step, shape)
+        )
 
-        def launch(step: StepTensors) -> None:
-            attention.paged_attention(
-                out[: step.num_tokens],
-                q[: step.num_tokens],
-                layer,
-                step,
-                num_heads=op.num_heads,
-                num_kv_heads=op.num_kv_heads,
-                head_dim=op.head_dim,
-                scale=op.scale,
-                window=op.window,
-                softcap=op.softcap,
-                workspace=workspace,
-                deterministic=deterministic,
-            )
-
-        self._launch(launch)
-
-    def _attention_workspace(self, op: Attention) -> attention.AttentionWorkspace:
-        """One for all layers, which are alike."""
-        if self._attention is None:
-            self._attention = attention.AttentionWorkspace.allocate(
-                max_rows=self._limits.max_samples,
-                num_heads=op.num_heads,
-                num_kv_heads=op.num_kv_heads,
-                head_dim=op.head_dim,
-                max_model_len=self._limits.num_positions,
-                device=self._device,
-                deterministic=self._deterministic,
-            )
-        return self._attention
+    def _own_attention(self, shape: AttentionShape) -> TritonAttention:
+        """One for all layers."""
+        if shape not in self.attention_shapes:
+            self.attention_shapes.append(shape)
+        if self.attention is None:
+            sizes = {"max_rows": self._limits.max_samples, "num_positions": self._limits.num_positions}
+            self.attention = TritonAttention.allocate(shape, **sizes, device=self._device, deterministic=self._deterministic)
+        return self.attention
 
     def _rope_table(self, op: Rope) -> torch.Tensor:
         key = (op.inv_freq, op.attention_factor)

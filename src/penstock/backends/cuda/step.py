@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+    from penstock.backends.cuda.attention import StepAttention
+
 
 @dataclass(slots=True)
 class StepTensors:
@@ -41,3 +43,6 @@ class StepTensors:
     max_query_len: int
     max_seq_len: int
     """Context and query of the longest row."""
+
+    attention: StepAttention | None = None
+    """Who was planned to compute the step's attention; None: the program's own kernels."""

@@ -1,0 +1,106 @@
+"""The port of attention: what a program asks of whoever computes the attention of a step, and what the host knows of its rows.
+
+Called by the lowering, once per layer; `triton_attention` and `flashinfer_attention` are behind it, and `attention_choice` says
+which of them a step has. Computes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.models.program import Attention
+
+if TYPE_CHECKING:
+    import torch
+
+    from penstock.backends.cuda.kv_cache import KvLayer
+    from penstock.backends.cuda.step import StepTensors
+
+MAX_ERROR_CHARS = 300
+"""That the log shows of one."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """Of one layer: see `program.Attention`."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+
+    @staticmethod
+    def of(op: Attention) -> AttentionShape:
+        return AttentionShape(op.num_heads, op.num_kv_heads, op.head_dim, op.scale, op.window, op.softcap)
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.num_heads // self.num_kv_heads
+
+
+class StepKind(StrEnum):
+    """What is chosen for separately; the value is what the log shows."""
+
+    DECODE = "decode"
+    """Every row has one query."""
+    PREFILL = "prefill"
+    """Some row has more; others may have one."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowLens:
+    """The rows of a step, padding among them, as the host knows them: int32."""
+
+    query_starts: NDArray[np.int32]
+    """Prefix sums of the rows' query lengths, each at least 1. [R + 1]"""
+    context_lens: NDArray[np.int32]
+    """Positions in the cache before the step. [R]"""
+
+    @staticmethod
+    def padded(query_starts: NDArray[np.int32], context_lens: NDArray[np.int32], num_rows: int) -> RowLens:
+        """With rows of one query after nothing up to `num_rows`, as `staging.step_arrays` pads a step."""
+        num_padding = num_rows - len(context_lens)
+        more = query_starts[-1] + np.arange(1, num_padding + 1, dtype=np.int32)
+        return RowLens(np.concatenate([query_starts, more]), np.pad(context_lens, (0, num_padding)))
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.context_lens)
+
+    @property
+    def seq_lens(self) -> NDArray[np.int32]:
+        """Positions that the last query of each row sees. [R]"""
+        lens: NDArray[np.int32] = self.context_lens + np.diff(self.query_starts)
+        return lens
+
+    @property
+    def kind(self) -> StepKind:
+        return StepKind.DECODE if self.query_starts[-1] == self.num_rows else StepKind.PREFILL
+
+
+def in_words(error: BaseException) -> str:
+    """An error of a library that computes attention, in one line: compilers say much."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:MAX_ERROR_CHARS]}"
+
+
+class StepAttention(Protocol):
+    """Whoever computes the attention of a step. Waits for nothing, so that a step can be captured in a CUDA graph."""
+
+    def begin(self, step: StepTensors) -> None:
+        """Before the step's first layer, on the device."""
+        ...
+
+    def attend(self, out: torch.Tensor, q: torch.Tensor, layer: KvLayer, step: StepTensors, shape: AttentionShape) -> None:
+        """One layer's, whose keys and values of this step are in the cache.
+
+        q, out [num_tokens, num_heads * head_dim]; rows of q may lie apart.
+        """
+        ...

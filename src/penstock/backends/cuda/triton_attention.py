@@ -1,0 +1,60 @@
+"""Attention by our own kernels: owns their workspace. Made by the lowering; computes every program and mode, and is what a step
+has if nothing else was chosen for it. Plans nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.backends.cuda.kernels.attention import AttentionWorkspace, paged_attention
+
+if TYPE_CHECKING:
+    import torch
+
+    from penstock.backends.cuda.attention import AttentionShape
+    from penstock.backends.cuda.kv_cache import KvLayer
+    from penstock.backends.cuda.step import StepTensors
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TritonAttention:
+    """See `attention.StepAttention`."""
+
+    workspace: AttentionWorkspace
+    deterministic: bool
+
+    @staticmethod
+    def allocate(
+        shape: AttentionShape, *, max_rows: int, num_positions: int, device: torch.device, deterministic: bool
+    ) -> TritonAttention:
+        """For all layers of a program, whose heads are alike."""
+        workspace = AttentionWorkspace.allocate(
+            max_rows=max_rows,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            max_model_len=num_positions,
+            device=device,
+            deterministic=deterministic,
+        )
+        return TritonAttention(workspace, deterministic)
+
+    def begin(self, step: StepTensors) -> None:
+        """Grids follow from the step's own numbers."""
+
+    def attend(self, out: torch.Tensor, q: torch.Tensor, layer: KvLayer, step: StepTensors, shape: AttentionShape) -> None:
+        paged_attention(
+            out,
+            q,
+            layer,
+            step,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            scale=shape.scale,
+            window=shape.window,
+            softcap=shape.softcap,
+            workspace=self.workspace,
+            deterministic=self.deterministic,
+        )
