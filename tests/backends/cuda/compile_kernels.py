@@ -22,6 +22,7 @@ import torch
 from absent_gpu import SHARED_BYTES, AbsentGpu
 
 from penstock.backends.cuda.executor import CudaExecutor
+from penstock.backends.cuda.kernels.page_indices import page_indices
 from penstock.backends.cuda.kv_cache import PagedKvCache
 from penstock.backends.cuda.lowering import CompiledProgram
 from penstock.backends.cuda.step import StepTensors
@@ -142,7 +143,9 @@ def compile_steps(spec: ModelSpec, fmt: WeightFormat, kv_dtype: KvDtype, *, dete
         deterministic=deterministic,
     )
     for rows in STEPS:
-        compiled.run(step_of(rows))
+        step = step_of(rows)
+        compiled.run(step)
+        page_indices(torch.zeros_like(step.block_tables), step.block_tables, step.query_start_loc, step.num_rows)
 
 
 def compile_sampling(spec: ModelSpec) -> None:

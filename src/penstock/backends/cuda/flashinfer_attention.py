@@ -1,0 +1,178 @@
+"""Attention by FlashInfer's kernels (https://docs.flashinfer.ai): owns its wrappers, their workspaces and what they are planned
+with. Made and planned by `attention_choice`, asked by the lowering; decides nothing, and copies nothing of the KV cache.
+
+Our cache is FlashInfer's layout NHD as it is: a layer's keys are pages of [block_size, num_kv_heads, head_dim], its values too.
+FlashInfer wants to know on the host, before a step, how long its rows are: there it cuts them into pieces of work, and copies
+the list of these to the device. The host knows as much of a step without asking the device: lengths, if not tokens. Which
+blocks a row has stands in tables on the device, so that list is made there (`kernels.page_indices`).
+
+What a plan writes to is used again by the next one. On the device that is in the order of the stream. The host's side is pinned
+memory that the device may not have copied yet; so a plan waits until the one before it has been copied. That is a copy at
+the beginning of the last step submitted, which the device has come to when the step before that one has ended: and no step is
+submitted until that one has been collected, with two in flight.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from penstock.backends.cuda.attention import in_words
+from penstock.backends.cuda.kernels.attention import Multiprocessors
+from penstock.backends.cuda.kernels.page_indices import page_indices
+
+if TYPE_CHECKING:
+    from penstock.backends.cuda.attention import AttentionShape, RowLens
+    from penstock.backends.cuda.kv_cache import KvLayer
+    from penstock.backends.cuda.step import StepTensors
+    from penstock.backends.cuda.stream import Stream
+
+PACKAGE = "flashinfer"
+VERSIONS = ((0, 7, 2), (0, 8))
+"""From the first, before the second, as the extra `flashinfer` in pyproject.toml: what this file was written for."""
+HEAD_DIMS = (64, 128, 256)
+DTYPES = (torch.bfloat16, torch.float16)
+LEAST_GROUP_FOR_TENSOR_CORES = 4
+"""Query heads of a KV head. FlashInfer says that large groups decode faster on tensor cores; its users draw the line here."""
+LEAST_WORKSPACE_BYTES = 128 << 20
+"""What FlashInfer's documentation recommends."""
+DECODE_PLAN_BYTES = 1 << 20
+"""Of the list of work of a decode: 17 bytes for each of at most twice as many pieces as rows, or some hundreds."""
+_INDPTR, _STARTS, _LAST, _LENS = range(4)
+
+
+def is_installed() -> bool:
+    """Asked without importing it."""
+    return find_spec(PACKAGE) is not None
+
+
+def import_package() -> ModuleType | str:
+    """The package, or why it can't be used."""
+    try:
+        module = import_module(PACKAGE)
+    except Exception as error:  # it loads compilers and NVIDIA's libraries, each with errors of its own
+        return f"importing it fails: {in_words(error)}"
+    version = str(getattr(module, "__version__", "without a version"))
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+    if not VERSIONS[0] <= numbers < VERSIONS[1]:
+        least, below = (".".join(map(str, bound)) for bound in VERSIONS)
+        return f"version {version} is not one that Penstock knows (from {least}, before {below})"
+    return module
+
+
+def why_unfit(shapes: Sequence[AttentionShape], dtype: torch.dtype, *, is_int8_kv: bool, deterministic: bool) -> str | None:
+    """What of a model or mode FlashInfer does not suit; None: nothing. Asks for no package."""
+    if deterministic:
+        return "deterministic mode wants sums whose order does not depend on the batch"
+    if is_int8_kv:
+        return "keys and values are stored in int8"
+    if dtype not in DTYPES:
+        return f"the model computes in {str(dtype).removeprefix('torch.')}"
+    if len(shapes) != 1:
+        return "the attention of the model's layers differs"
+    if shapes[0].window or shapes[0].softcap:
+        return "the model's attention has a window or a soft cap"
+    if shapes[0].head_dim not in HEAD_DIMS:
+        return f"heads have {shapes[0].head_dim} columns"
+    return None
+
+
+def workspace_bytes(shape: AttentionShape, *, max_rows: int, num_multiprocessors: int) -> int:
+    """For the parts into which FlashInfer cuts rows (`PrefillSplitQOKVIndptr` and `PrefillPlan` in its scheduler.cuh).
+
+    There are two programs for each multiprocessor, each of one KV head and a tile of queries. A decode that is to be
+    captured has room for two tiles a row.
+    """
+    num_split = max(1, 2 * num_multiprocessors // shape.num_kv_heads)
+    tile = 16 if shape.group <= 16 else 64 if shape.group <= 64 else 128
+    num_queries = max(num_split * 128, max(num_split, 2 * max_rows) * tile) // shape.group + 1
+    return max(LEAST_WORKSPACE_BYTES, num_queries * shape.num_heads * (shape.head_dim + 1) * 4 + (1 << 20))
+
+
+class FlashInferAttention:
+    """See `attention.StepAttention`; `plan` comes before each step that has it.
+
+    `graph_rows` are the numbers of rows for which decodes are captured: each has a wrapper, whose buffers do not move. All else
+    has one, decodes that are not captured, too. `max_blocks` is the width of block tables. `backend` is FlashInfer's name of
+    its kernels, of all but captured decodes. Raises whatever FlashInfer does.
+    """
+
+    def __init__(
+        self,
+        package: Any,
+        shape: AttentionShape,
+        *,
+        dtype: torch.dtype,
+        block_size: int,
+        max_rows: int,
+        max_blocks: int,
+        graph_rows: Sequence[int],
+        stream: Stream,
+        device: torch.device,
+        backend: str = "auto",
+    ) -> None:
+        self._shape, self._dtype, self._block_size = shape, dtype, block_size
+        self._stream = stream
+        num_bytes = workspace_bytes(shape, max_rows=max_rows, num_multiprocessors=Multiprocessors.of(device).count)
+        workspace = torch.zeros(num_bytes, dtype=torch.uint8, device=device)  # FlashInfer asks for zeros
+        decode_plans = torch.zeros(DECODE_PLAN_BYTES, dtype=torch.uint8, device=device)
+        width = max_rows + 1
+        self._host = stream.pinned(4 * width).view(4, width)
+        """By `_INDPTR` and so on."""
+        self._indptr = torch.zeros(width, dtype=torch.int32, device=device)
+        self._last_page_len = torch.zeros(width, dtype=torch.int32, device=device)
+        self._indices = torch.zeros(max_rows * max_blocks, dtype=torch.int32, device=device)
+        self._others = package.BatchPrefillWithPagedKVCacheWrapper(workspace, kv_layout="NHD", backend=backend)
+        self._decodes: dict[int, Any] = {}
+        for num_rows in graph_rows:
+            wrapper = package.BatchDecodeWithPagedKVCacheWrapper(
+                workspace,
+                kv_layout="NHD",
+                use_cuda_graph=True,
+                use_tensor_cores=shape.group >= LEAST_GROUP_FOR_TENSOR_CORES,
+                paged_kv_indptr_buffer=self._indptr[: num_rows + 1],
+                paged_kv_indices_buffer=self._indices,
+                paged_kv_last_page_len_buffer=self._last_page_len[:num_rows],
+            )
+            wrapper.reset_workspace_buffer(workspace, decode_plans)  # one for all, instead of 8 MiB each
+            self._decodes[num_rows] = wrapper
+        self._planned = self._others
+        self._copied = stream.mark()
+
+    def plan(self, rows: RowLens, *, is_captured: bool) -> None:
+        """For the next step, before it is queued. `is_captured`: it is a decode that runs, or will run, as a graph."""
+        self._copied.wait()
+        shape, num_rows, lens = self._shape, rows.num_rows, rows.seq_lens
+        num_pages = -(-lens // self._block_size)
+        host = self._host.numpy()
+        host[_INDPTR, 1 : num_rows + 1] = num_pages.cumsum()
+        host[_STARTS, : num_rows + 1] = rows.query_starts
+        host[_LAST, :num_rows] = lens - (num_pages - 1) * self._block_size
+        host[_LENS, :num_rows] = lens
+        indptr, starts = self._host[_INDPTR, : num_rows + 1], self._host[_STARTS, : num_rows + 1]
+        last_page_len, seq_lens = self._host[_LAST, :num_rows], self._host[_LENS, :num_rows]
+        indices = self._indices[: int(host[_INDPTR, num_rows])]
+        heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim, self._block_size)
+        rest = {"sm_scale": shape.scale, "q_data_type": self._dtype, "kv_data_type": self._dtype, "seq_lens": seq_lens}
+        if is_captured:
+            self._planned = self._decodes[num_rows]
+            self._planned.plan(indptr, indices, last_page_len, *heads, **rest)
+        else:
+            self._planned = self._others
+            self._indptr[: num_rows + 1].copy_(indptr, non_blocking=True)
+            self._planned.plan(starts, indptr, indices, last_page_len, *heads, causal=True, **rest)
+        self._copied = self._stream.mark()
+
+    def begin(self, step: StepTensors) -> None:
+        page_indices(self._indices, step.block_tables, self._indptr, step.num_rows)
+
+    def attend(self, out: torch.Tensor, q: torch.Tensor, layer: KvLayer, step: StepTensors, shape: AttentionShape) -> None:
+        assert out.is_contiguous(), "FlashInfer writes answers one after the other"
+        heads = (step.num_tokens, shape.num_heads, shape.head_dim)
+        self._planned.run(q.view(heads), (layer.k, layer.v), out=out.view(heads))
