@@ -5,7 +5,8 @@ SmolLM2-135M, Qwen2.5-1.5B and Llama-3.1-8B. Layers are used in turn, more than 
 larger of the operations (scores and weighted sums of the positions that each query sees) at the peak of a bf16 product and the
 bytes (keys, values, queries and answers once) at the speed of a copy, both measured in between; `share` is the bound over the
 time. Decodes are bound by memory, long prefills by the matrix units. A `captured decode` has the grid of a captured graph, made
-for rows of 32,768 positions. `rotate and write` is the kernel before the attention.
+for rows of 32,768 positions. `rotate and write` is the kernel before the attention. `flashinfer auto` is its attention of the
+same step, planned before, where the package is installed and has it; `flashinfer fa2` that of kernels for every GPU.
 
     python benchmarks/gpu_attention.py
     python benchmarks/gpu_attention.py --models llama-8b --kinds bf16 --modes default --block-sizes 16 64
@@ -193,12 +194,15 @@ class Bench:
         q, k, v = torch.randn((step.num_tokens, sum(widths)), dtype=dtype, device=device).split(widths, 1)
         kv_bytes = position_bytes(heads, kind, dtype)
         num_read = sum(case.context_len + n for n in case.query_lens)
-        return {
-            "attention": self._figures(
-                self._attentions(q, layers, step, heads, mode),
-                operations=4.0 * case.num_visible * heads.num_heads * heads.head_dim,
-                num_bytes=num_read * kv_bytes + 2 * step.num_tokens * widths[0] * dtype.itemsize,
-            ),
+        work = {
+            "operations": 4.0 * case.num_visible * heads.num_heads * heads.head_dim,
+            "num_bytes": num_read * kv_bytes + 2 * step.num_tokens * widths[0] * dtype.itemsize,
+        }
+        found = {"attention": self._figures(self._attentions(q, layers, step, heads, mode), **work)}
+        for backend in ("auto", "fa2") if case.prefills else ("auto",):
+            if launches := self._flashinfer(q, layers, step, case, heads, kind, mode, backend):
+                found[f"flashinfer {backend}"] = self._figures(launches, **work)
+        return found | {
             "rotate and write": self._figures(
                 self._writes(q, k, v, layers, step, heads),
                 operations=0.0,
@@ -234,6 +238,56 @@ class Bench:
         rest = {"window": 0, "softcap": 0.0, "workspace": workspace, "deterministic": deterministic, **asdict(heads)}
         scale = heads.head_dim**-0.5
         return [partial(paged_attention, out, q, layer, step, scale=scale, **rest) for layer in layers]
+
+    def _flashinfer(
+        self,
+        q: torch.Tensor,
+        layers: Sequence[KvLayer],
+        step: StepTensors,
+        case: Case,
+        heads: Heads,
+        kind: KvDtype,
+        mode: str,
+        backend: str,
+    ) -> list[Callable[[], None]]:
+        """None where it is not installed or does not have this; what fails is said."""
+        import numpy as np
+        import torch
+
+        from penstock.backends.cuda.attention import AttentionShape, RowLens
+        from penstock.backends.cuda.flashinfer_attention import FlashInferAttention, import_package, is_installed, why_unfit
+        from penstock.backends.cuda.stream import open_stream
+
+        shape = AttentionShape(heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.head_dim**-0.5)
+        is_int8 = kind is KvDtype.INT8
+        if not is_installed() or why_unfit([shape], self.dtype, is_int8_kv=is_int8, deterministic=mode == "deterministic"):
+            return []
+        package = import_package()
+        is_decode = not case.prefills
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        starts = np.cumsum([0, *case.query_lens], dtype=np.int32)
+        try:
+            attention = FlashInferAttention(
+                package,
+                shape,
+                dtype=self.dtype,
+                block_size=layers[0].block_size,
+                max_rows=step.num_rows,
+                max_blocks=step.block_tables.shape[1],
+                graph_rows=[step.num_rows] if is_decode else [],
+                stream=open_stream(q.device, spins=True),
+                device=q.device,
+                backend=backend,
+            )
+            rows = RowLens(starts, np.full(step.num_rows, case.context_len, np.int32))
+            attention.plan(rows, is_captured=is_decode)
+            attention.begin(step)
+            launches = [partial(attention.attend, out, q, layer, step, shape) for layer in layers]
+            launches[0]()
+        except Exception as error:
+            print(f"flashinfer fails: {package if isinstance(package, str) else error!r}", file=sys.stderr, flush=True)
+            return []
+        return launches
 
     def _writes(
         self,

@@ -44,3 +44,23 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 def test_what_a_case_sees_is_counted_position_by_position() -> None:
     case = gpu_attention.Case("mixed", 5, decodes=2, prefills=1, query_len=3)
     assert case.num_visible == 6 + 6 + (6 + 7 + 8)
+
+
+@pytest.mark.skipif(bool(MISSING), reason=f"{MISSING} is not installed")
+@pytest.mark.skipif(HAS_DEVICE, reason="the stand-in for FlashInfer computes on the CPU")
+def test_flashinfer_is_measured_where_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    from backends.cuda import fake_flashinfer
+    from penstock.backends.cuda import flashinfer_attention
+
+    fake_flashinfer.install(monkeypatch)
+    monkeypatch.setattr(flashinfer_attention, "HEAD_DIMS", (32,))
+    monkeypatch.setattr(flashinfer_attention, "DTYPES", (torch.float32,))
+    monkeypatch.setattr(sys, "argv", ["gpu_attention.py", "--self-test"])
+    gpu_attention.main()
+    cases = json.loads(capsys.readouterr().out.splitlines()[-1])["cases"]
+    has_it = {(case["kind"], case["mode"]) for case in cases if "flashinfer auto" in case}
+    assert has_it == {("bf16", "default")}
+    assert sum("flashinfer auto" in case for case in cases) == len(gpu_attention.TINY_CASES)
+    assert sum("flashinfer fa2" in case for case in cases) == len(gpu_attention.TINY_CASES) - 1, "all but the decode"
