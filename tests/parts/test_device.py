@@ -25,6 +25,7 @@ def has_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "why_not", lambda: None)
     monkeypatch.setattr(cuda, "find_gpu", lambda: GPU)
     monkeypatch.setattr(cuda, "package_versions", lambda: {"torch": "2.11.0", "triton": "3.6.0"})
+    monkeypatch.setattr(cuda, "flashinfer_version", lambda: None)
 
 
 @pytest.fixture
@@ -32,6 +33,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "why_not", lambda: "it is out for a walk")
     monkeypatch.setattr(cuda, "find_gpu", lambda: "it is out for a walk")
     monkeypatch.setattr(cuda, "package_versions", lambda: {"torch": "2.11.0", "triton": "3.6.0"})
+    monkeypatch.setattr(cuda, "flashinfer_version", lambda: None)
 
 
 def settle(device_name: str = "auto", backend: str | None = None, kv: KvConfig | None = None, **settings: object) -> Config:
@@ -132,6 +134,7 @@ def test_who_wants_the_cpu_does_not_wait_for_pytorch(config: BackendConfig, monk
             "--steps-in-flight has no meaning on the CPU",
         ),
         (lambda: settle("cpu", weight_dtype="fp8"), "--weight-dtype has no meaning on the CPU"),
+        (lambda: settle("cpu", attention="triton"), "--attention has no meaning on the CPU"),
         (
             lambda: settle("cpu", cuda_graphs=False),
             "--cuda-graphs has no meaning on the CPU: it is .* No GPU is used: the CPU is asked for",
@@ -164,15 +167,40 @@ def test_the_device_decides_what_is_left_out() -> None:
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({}, {"round_to_fp8": False, "deterministic": False, "use_graphs": True, "depth": 2}),
+        ({}, {"round_to_fp8": False, "deterministic": False, "attention": "auto", "use_graphs": True, "depth": 2}),
         (
-            {"weight_dtype": "fp8", "deterministic": True, "cuda_graphs": False, "steps_in_flight": 1},
-            {"round_to_fp8": True, "deterministic": True, "use_graphs": False, "depth": 1},
+            {"weight_dtype": "fp8", "deterministic": True, "attention": "triton", "cuda_graphs": False, "steps_in_flight": 1},
+            {"round_to_fp8": True, "deterministic": True, "attention": "triton", "use_graphs": False, "depth": 1},
         ),
     ],
 )
 def test_the_executor_of_a_gpu_is_told_what_is_set(settings: dict[str, object], expected: dict[str, object]) -> None:
     assert _extras(settle("cuda", **settings)) == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("has_gpu")
+@pytest.mark.parametrize(
+    ("settings", "kv", "version", "words"),
+    [
+        ({"deterministic": True}, KvConfig(), "0.7.2", r"order of its sums .* Leave out --attention or --deterministic\."),
+        ({}, KvConfig(kv_cache_dtype="int8"), "0.7.2", r"int8\. Leave out --attention or --kv-cache-dtype\."),
+        ({}, KvConfig(), None, r"not installed\. Install the extra: pip install 'penstock\[flashinfer\]'"),
+    ],
+)
+def test_flashinfer_is_refused_before_anything_is_loaded(
+    settings: dict[str, object], kv: KvConfig, version: str | None, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "flashinfer_version", lambda: version)
+    with pytest.raises(ConfigError, match=f"FlashInfer can't compute the attention: .*{words}"):
+        settle("cuda", kv=kv, attention="flashinfer", **settings)
+    assert settle("cuda", kv=kv, attention="auto", **settings).backend.attention == "auto"
+
+
+@pytest.mark.usefixtures("has_gpu")
+def test_flashinfer_is_named_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "flashinfer_version", lambda: "0.7.2")
+    assert settle("cuda", attention="flashinfer").backend.attention == "flashinfer"
+    assert device.gpu_facts().endswith("torch 2.11.0, triton 3.6.0, flashinfer 0.7.2")
 
 
 @pytest.mark.usefixtures("has_gpu")

@@ -2,6 +2,7 @@
 
 from penstock.config.components import (
     AdmissionConfig,
+    AttentionKernels,
     Backend,
     BackendConfig,
     Config,
@@ -17,6 +18,7 @@ from penstock.config.components import (
 
 __all__ = [
     "AdmissionConfig",
+    "AttentionKernels",
     "Backend",
     "BackendConfig",
     "Config",

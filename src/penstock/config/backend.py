@@ -25,6 +25,14 @@ class Device(StrEnum):
     CUDA = "cuda"
 
 
+class AttentionKernels(StrEnum):
+    """Whose kernels compute attention on a GPU. `auto`: FlashInfer's where they are installed and measured to be faster."""
+
+    AUTO = "auto"
+    TRITON = "triton"
+    FLASHINFER = "flashinfer"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendConfig(Component):
     """Who computes."""
@@ -70,6 +78,14 @@ class BackendConfig(Component):
         "Steps that only decode are launched on the GPU as one recorded graph.",
         kind=Kind.FLAG,
         default_doc="true on a GPU",
+    )
+    attention: str | None = setting(
+        None,
+        "Whose kernels compute attention on a GPU: auto tries FlashInfer's at the start, if the extra is installed, and takes "
+        "them where they give the same answers and are faster.",
+        kind=Kind.CHOICE,
+        choices=tuple(AttentionKernels),
+        default_doc="auto on a GPU",
     )
     steps_in_flight: int | None = setting(
         None,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from penstock.config.admission import AdmissionConfig
-from penstock.config.backend import Backend, BackendConfig, Device
+from penstock.config.backend import AttentionKernels, Backend, BackendConfig, Device
 from penstock.config.kv import KvConfig
 from penstock.config.log import LogConfig, LogFormat, LogLevel
 from penstock.config.model import DEFAULT_MODEL, ModelConfig
@@ -21,6 +21,7 @@ __all__ = [
     "COMPONENTS",
     "DEFAULT_MODEL",
     "AdmissionConfig",
+    "AttentionKernels",
     "Backend",
     "BackendConfig",
     "Config",

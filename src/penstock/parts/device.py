@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from penstock.backends import cuda
-from penstock.config import Backend, BackendConfig, Config, Device
+from penstock.config import AttentionKernels, Backend, BackendConfig, Config, Device
 from penstock.config.units import format_size
 from penstock.machine import usable_cpus
 from penstock.types.errors import ConfigError
@@ -84,6 +84,7 @@ def _check_gpu_settings(config: Config) -> None:
             "threads is how many compute on the CPU, and a GPU is to be used.",
             remedy="Leave out --threads, or set --device cpu.",
         )
+    _check_attention(config)
     if config.kv.gpu_memory_utilization is not None and config.kv.kv_cache_memory_bytes is not None:
         raise ConfigError(
             "gpu_memory_utilization and kv_cache_memory both say how large the KV cache is.", remedy="Leave one of them out."
@@ -95,6 +96,27 @@ def _check_gpu_settings(config: Config) -> None:
         )
 
 
+def _check_attention(config: Config) -> None:
+    """What can be known of FlashInfer before anything is loaded."""
+    if config.backend.attention != AttentionKernels.FLASHINFER:
+        return
+    for is_so, cause, remedy in (
+        (
+            config.backend.deterministic,
+            "the order of its sums depends on the batch",
+            "Leave out --attention or --deterministic.",
+        ),
+        (
+            config.kv.kv_cache_dtype == KvDtype.INT8,
+            "it reads no keys and values in int8",
+            "Leave out --attention or --kv-cache-dtype.",
+        ),
+        (cuda.flashinfer_version() is None, "it is not installed", "Install the extra: pip install 'penstock[flashinfer]'."),
+    ):
+        if is_so:
+            raise ConfigError(f"FlashInfer can't compute the attention: {cause}.", remedy=remedy)
+
+
 def _check_cpu_settings(config: Config, cause: str) -> None:
     """Nothing that is set is ignored."""
     of_a_gpu = "it is a GPU's setting"
@@ -102,6 +124,7 @@ def _check_cpu_settings(config: Config, cause: str) -> None:
         ("--gpu-memory-utilization", config.kv.gpu_memory_utilization is not None, of_a_gpu),
         ("--weight-dtype", config.backend.weight_dtype is not None, of_a_gpu),
         ("--cuda-graphs", config.backend.cuda_graphs is not None, of_a_gpu),
+        ("--attention", config.backend.attention is not None, of_a_gpu),
         ("--steps-in-flight", config.backend.steps_in_flight is not None, of_a_gpu),
         ("--kv-host-size", bool(config.kv.kv_host_size_bytes), "the memory below the KV cache would be the same memory"),
     ):
@@ -181,7 +204,8 @@ def words(backend: BackendConfig) -> str:
 def gpu_facts() -> str:
     """The GPU and what drives it, or why there is none, for `penstock env`."""
     gpu, cause = cuda.find_gpu(), cuda.why_not()
-    packages = ", ".join(f"{name} {version}" for name, version in cuda.package_versions().items() if version)
+    versions = {**cuda.package_versions(), "flashinfer": cuda.flashinfer_version()}
+    packages = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     device = "" if isinstance(gpu, str) else f"{_gpu_name(gpu)}, {gpu.num_visible} visible"
     return "; ".join(filter(None, [f"not usable: {cause}" if cause else "", device, packages]))
 

@@ -9,7 +9,7 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from penstock.config import Backend, Config
+from penstock.config import AttentionKernels, Backend, Config
 from penstock.config.units import format_size
 from penstock.parts.device import is_on_gpu, kv_dtype, max_rows, max_step_tokens, num_threads
 from penstock.sizing import GpuMemory, KvPlan, plan_gpu_kv, plan_kv
@@ -30,7 +30,14 @@ EXECUTORS: Mapping[str, str] = {
 
 def build_executor(config: Config, model: LoadedModel, kv: KvPlan) -> Executor:
     """The backend of a settled config, with the model's weights in it."""
-    executor: Executor = _make(config, model, kv.max_model_len, kv.num_blocks)
+    made = _make(config, model, kv.max_model_len, kv.num_blocks)
+    if is_on_gpu(config):
+        try:
+            made.choose_attention()
+        except BaseException:
+            made.close()
+            raise
+    executor: Executor = made
     return executor
 
 
@@ -92,6 +99,7 @@ def _measure(config: Config, model: LoadedModel) -> tuple[KvPlan, Executor]:
             memory=GpuMemory(usage.total_bytes, usage.free_bytes, usage.used_bytes),
         )
         executor.resize(plan.num_blocks, max_model_len=plan.max_model_len)
+        executor.choose_attention()
     except MemoryError as error:
         executor.close()
         raise ConfigError(
@@ -130,6 +138,7 @@ def _extras(config: Config) -> dict[str, Any]:
         return {
             "round_to_fp8": chosen.weight_dtype == "fp8",
             "deterministic": bool(chosen.deterministic),
+            "attention": chosen.attention or AttentionKernels.AUTO.value,
             "use_graphs": chosen.cuda_graphs is not False,
             "depth": chosen.steps_in_flight or 2,
         }

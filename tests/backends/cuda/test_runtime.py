@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from backends.cuda import fake_flashinfer
 from interpreted import DEVICE, HAS_DEVICE
 from penstock.backends import cuda
-from penstock.backends.cuda import memory
+from penstock.backends.cuda import attention_trial, flashinfer_attention, memory
 from penstock.build import build_runtime
 from penstock.config import BackendConfig, Config, KvConfig, SchedulerConfig
 from penstock.models.catalog import resolve
@@ -65,7 +68,13 @@ def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build(
-    gguf: Path, *, device: str = "cuda", deterministic: bool = True, weight_dtype: str | None = None, **kv: Any
+    gguf: Path,
+    *,
+    device: str = "cuda",
+    deterministic: bool = True,
+    weight_dtype: str | None = None,
+    attention: str | None = None,
+    **kv: Any,
 ) -> Runtime:
     config = Config(
         backend=BackendConfig(
@@ -73,6 +82,7 @@ def build(
             backend="reference" if device == "cpu" else None,
             deterministic=deterministic,
             weight_dtype=weight_dtype,
+            attention=attention,
         ),
         kv=KvConfig(kv_cache_dtype="bf16", **kv),
         scheduler=SMALL,
@@ -105,6 +115,41 @@ def test_it_answers_as_the_reference_does(gguf: Path, caplog: pytest.LogCaptureF
     assert answers[0] == answers[1]
     if not HAS_DEVICE:
         assert "backend cuda, Emulated, 10 GiB, compute capability 9.0, deterministic" in caplog.text
+
+
+@pytest.fixture
+def flashinfer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """A stand-in of it, that tiny heads suit."""
+    if HAS_DEVICE:
+        pytest.skip("the stand-in for FlashInfer computes on the CPU")
+    monkeypatch.setattr(flashinfer_attention, "HEAD_DIMS", (16,))
+    monkeypatch.setattr(flashinfer_attention, "DTYPES", (torch.float32,))
+    monkeypatch.setattr(attention_trial, "REPEATS", 1)
+    monkeypatch.setattr(cuda, "flashinfer_version", lambda: "0.7.2")
+    return partial(fake_flashinfer.install, monkeypatch)
+
+
+def test_it_answers_so_with_flashinfer_and_says_who_computes(
+    gguf: Path, flashinfer: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    flashinfer()
+    answers = []
+    for settings in ({"device": "cpu", "kv_cache_memory_bytes": 1 << 20}, {"attention": "flashinfer", "deterministic": False}):
+        runtime = build(gguf, **settings)  # type: ignore[arg-type]
+        try:
+            answers.append(ask(runtime, "r", SESSION, max_tokens=4)[0])
+        finally:
+            assert runtime.close(30.0)
+    assert answers[0] == answers[1]
+    for kind in ("decode", "prefill"):
+        assert f"attention of {kind} steps: FlashInfer (FlashInfer 0.7.2 is " in caplog.text
+
+
+def test_a_start_that_wants_flashinfer_ends_where_its_answers_are_wrong(gguf: Path, flashinfer: Callable[..., None]) -> None:
+    flashinfer(error=0.5)
+    with pytest.raises(ConfigError, match=r"FlashInfer can't compute the attention: its answers .* Leave out --attention, or"):
+        build(gguf, attention="flashinfer", deterministic=False)
 
 
 def test_weights_are_rounded_where_that_is_set_and_counted_so(tmp_path: Path) -> None:

@@ -38,6 +38,11 @@ def package_versions() -> dict[str, str | None]:
     return {name: _installed_version(name) for name, _ in MIN_VERSIONS}
 
 
+def flashinfer_version() -> str | None:
+    """As installed; None: it is not, and need not be."""
+    return _installed_version("flashinfer", of="flashinfer-python")
+
+
 def find_gpu() -> Gpu | str:
     """The device that would be used, or why there is none. Asks the driver alone."""
     try:
@@ -96,13 +101,14 @@ def _why_not_torch() -> str | None:
     return f"torch {torch.__version__} ({f'CUDA {built_for}' if built_for else 'no CUDA'}) can't use the driver"
 
 
-def _installed_version(name: str) -> str | None:
+def _installed_version(name: str, *, of: str | None = None) -> str | None:
+    """Of a module, which the distribution of the same name has, or `of`."""
     if find_spec(name) is None:
         return None
     from importlib.metadata import PackageNotFoundError, version  # takes 20 ms to import, which most machines need not wait
 
     try:
-        return version(name)
+        return version(of or name)
     except PackageNotFoundError:
         return None
 

@@ -19,6 +19,9 @@ from numpy.typing import NDArray
 from triton.errors import TritonError
 
 from penstock.backends.batch import NO_TOKEN, NULL_BLOCK, BatchBuilder, StepBatch
+from penstock.backends.cuda.attention import RowLens
+from penstock.backends.cuda.attention_choice import AttentionChoice, Wanted
+from penstock.backends.cuda.attention_trial import Clock
 from penstock.backends.cuda.flight import Flight
 from penstock.backends.cuda.graphs import Captured, CudaCapture, DecodeGraphs
 from penstock.backends.cuda.kv_cache import PagedKvCache
@@ -43,8 +46,9 @@ class CudaExecutor:
     On a `device` that is no GPU kernels run in Triton's interpreter, if it was asked for before triton was imported: for tests.
     `dtype` is that of weights, activations and a KV cache that is not quantised: bf16 on a GPU, float32 elsewhere, unless
     given; with `round_to_fp8`, weights of linear operations that are floats become fp8. With `deterministic` a row's bits do
-    not depend on the batch. Raises `ModelError` for what the backend can't compute, MemoryError if there is no room. `poison`
-    is for tests: stale KV becomes NaN.
+    not depend on the batch. `attention` is a `Wanted`; until `choose_attention` was called, it is that of our own kernels.
+    Raises `ModelError` for what the backend can't compute, ConfigError for an attention that it can't, MemoryError if there is
+    no room. `poison` is for tests: stale KV becomes NaN.
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class CudaExecutor:
         dtype: torch.dtype | None = None,
         round_to_fp8: bool = False,
         deterministic: bool = False,
+        attention: str = Wanted.TRITON,
         depth: int = 2,
         use_graphs: bool = True,
         poison: bool = False,
@@ -92,6 +97,7 @@ class CudaExecutor:
                     dtype=dtype or (torch.bfloat16 if is_gpu else torch.float32),
                     round_to_fp8=round_to_fp8,
                     deterministic=deterministic,
+                    attention=Wanted(attention),
                     poison=poison,
                 )
                 if is_gpu:
@@ -115,6 +121,7 @@ class CudaExecutor:
         dtype: torch.dtype,
         round_to_fp8: bool,
         deterministic: bool,
+        attention: Wanted,
         poison: bool,
     ) -> None:
         capacity, device = self._capacity, self._device
@@ -142,6 +149,18 @@ class CudaExecutor:
             round_to_fp8=round_to_fp8,
             deterministic=deterministic,
         )
+        self._attention = AttentionChoice(
+            attention,
+            self._program,
+            self._cache,
+            num_layers=program.num_layers,
+            dtype=dtype,
+            is_int8_kv=kv_dtype is KvDtype.INT8,
+            deterministic=deterministic,
+            stream=self._stream,
+            device=device,
+        )
+        self._attention.open(capacity, self._graphs)
         self._tables = RowTables(capacity, vocab_size=program.vocab_size, device=device)
         self._sampler = Sampler(self._tables, vocab_size=program.vocab_size)
         self._upload = Upload(message_words(capacity), depth=self._depth, stream=self._stream, device=device)
@@ -182,6 +201,14 @@ class CudaExecutor:
                 self._cache.resize(num_blocks)
             except torch.OutOfMemoryError as error:
                 raise MemoryError(f"the GPU has no room for {num_blocks} KV blocks: {error}") from error
+
+    def choose_attention(self, clock: Clock | None = None) -> None:
+        """Measure who computes the attention of each kind of step. Only before the first request: blocks have no content then.
+
+        Raises ConfigError if FlashInfer is wanted and gives other answers than our kernels.
+        """
+        with self._working():
+            self._attention.choose(self._capacity, self._graphs, clock)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Raises ValueError for a block that is not in the pool."""
@@ -249,7 +276,7 @@ class CudaExecutor:
             self._stream.mark().wait()
         self._flights.clear()
         self._graphs = None
-        del self._program, self._cache, self._sampler, self._tables, self._upload, self._download
+        del self._attention, self._program, self._cache, self._sampler, self._tables, self._upload, self._download
         del self._token_ids, self._block_tables
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -310,7 +337,7 @@ class CudaExecutor:
         if not batch.num_tokens:
             return None
         slot_mapping, sources, positions, row_of_token, query_start_loc, context_lens, row_slots, sample_tokens = parts
-        seq_lens = batch.context_lens + np.diff(batch.query_start_loc)
+        rows = RowLens.padded(batch.query_start_loc, batch.context_lens, len(row_slots))
         step = StepTensors(
             token_ids=self._token_ids[: len(positions)],
             positions=positions,
@@ -324,7 +351,8 @@ class CudaExecutor:
             num_rows=len(row_slots),
             num_samples=len(sample_tokens),
             max_query_len=int(np.diff(batch.query_start_loc).max()),
-            max_seq_len=int(seq_lens.max()),
+            max_seq_len=int(rows.seq_lens.max()),
+            attention=self._attention.planned(rows, is_captured=num_graph_rows > 0),
         )
 
         def forward(step: StepTensors) -> torch.Tensor:

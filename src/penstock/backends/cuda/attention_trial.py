@@ -1,0 +1,257 @@
+"""Trials of one way of computing attention against our own, on the device and over the KV cache that serves: does it give the
+same answers, and how long does it take? Run at a start by `attention_choice`, before any request; decides nothing.
+
+Keys, values and queries are random numbers. Rows have lengths from nothing to twice the average, so that the edges of masks,
+pages and pieces of work fall everywhere, and blocks from all over the cache. Blocks have no content afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from penstock.backends.batch import NULL_BLOCK
+from penstock.backends.cuda.attention import AttentionShape, RowLens, StepAttention, StepKind, in_words
+from penstock.backends.cuda.graphs import Capture, DecodeGraphs
+from penstock.backends.cuda.kv_cache import PagedKvCache
+from penstock.backends.cuda.step import StepTensors
+from penstock.backends.cuda.stream import Stream
+from penstock.types.plan import Capacity
+
+REPEATS = 5
+"""Of which the fastest counts."""
+SEED = 17
+COMPARED_TOKENS = 1024
+"""At once, since little memory is left beside the KV cache."""
+
+Clock = Callable[[Callable[[], object]], float]
+"""Seconds that the device takes for what is queued."""
+
+
+class Unfit(Exception):
+    """What is tried fails, or gives other answers. The message says which, in words that can follow "it is not used: "."""
+
+
+class PlannedAttention(StepAttention, Protocol):
+    """What is tried."""
+
+    def plan(self, rows: RowLens, *, is_captured: bool) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TrialStep:
+    """The rows of a step."""
+
+    name: str
+    query_lens: tuple[int, ...]
+    context_lens: tuple[int, ...]
+
+    @property
+    def kind(self) -> StepKind:
+        return StepKind.DECODE if max(self.query_lens) == 1 else StepKind.PREFILL
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Of one step: seconds of all layers."""
+
+    step: TrialStep
+    own_s: float
+    tried_s: float
+    error: float
+    """Largest distance of a head's answer from ours, relative to ours."""
+
+
+def stream_clock(stream: Stream) -> Clock:
+    """By the device's own clock."""
+
+    def seconds(run: Callable[[], object]) -> float:
+        begun = stream.mark()
+        run()
+        ended = stream.mark()
+        ended.wait()
+        return ended.ns_since(begun) / 1e9
+
+    return seconds
+
+
+def trial_steps(capacity: Capacity) -> list[TrialStep]:
+    """A few of each kind within the limits, the largest among them."""
+    longest, most, tokens = capacity.max_model_len, capacity.max_rows, capacity.max_step_tokens
+
+    def spread(num_rows: int, mean: int) -> tuple[int, ...]:
+        return tuple(np.linspace(0, min(2 * mean, longest - 1), num_rows).astype(int).tolist())
+
+    def named(query_lens: Sequence[int], context_lens: Sequence[int]) -> TrialStep:
+        words = f"{len(query_lens)} rows of {sum(query_lens)} tokens after {sum(context_lens)} positions"
+        return TrialStep(words, tuple(query_lens), tuple(context_lens))
+
+    prompt, chunk = min(tokens, longest), max(1, min(512, tokens, longest // 2))
+    beside = min(most, 32, tokens)
+    steps = [named((1,), (min(4096, longest - 1),))]
+    steps += [named((1,) * count, spread(count, mean)) for count, mean in ((min(29, most), 1024), (most, 512))]
+    steps += [
+        named((prompt,), (0,)),
+        named((chunk,), (min(2048, longest - chunk),)),
+        named((*(1,) * (beside - 1), min(chunk, tokens - beside + 1)), (*spread(beside - 1, 1024), 0)),
+        named((max(1, min(tokens // most, longest)),) * min(most, tokens), (0,) * min(most, tokens)),
+    ]
+    return list(dict.fromkeys(steps))
+
+
+class Trial:
+    """What all steps have in common.
+
+    With `graphs`, decodes are tried as they will run: padded and captured. Without, their kernels are launched one by one.
+    """
+
+    def __init__(
+        self,
+        own: StepAttention,
+        tried: PlannedAttention,
+        shape: AttentionShape,
+        cache: PagedKvCache,
+        capacity: Capacity,
+        *,
+        num_layers: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        graphs: DecodeGraphs | None,
+        capture: Capture,
+        clock: Clock,
+    ) -> None:
+        self._own, self._tried, self._shape, self._cache, self._capacity = own, tried, shape, cache, capacity
+        self._layers = [cache.layer(index) for index in range(num_layers)]
+        self._dtype, self._device, self._graphs, self._capture, self._clock = dtype, device, graphs, capture, clock
+        self._random = torch.Generator(device).manual_seed(SEED)
+
+    def run(self, trial_step: TrialStep, *, tolerance: float) -> Outcome:
+        """Raises `Unfit`."""
+        is_captured = self._graphs is not None and trial_step.kind is StepKind.DECODE
+        num_rows = len(trial_step.query_lens)
+        if self._graphs is not None and is_captured:
+            num_rows = self._graphs.padded_rows(num_rows)
+        starts = np.cumsum([0, *trial_step.query_lens], dtype=np.int32)
+        rows = RowLens.padded(starts, np.array(trial_step.context_lens, np.int32), num_rows)
+        tables, block_ids = self._blocks(rows, len(trial_step.query_lens))
+        step = self._step(rows, tables)
+        if self._graphs is not None and is_captured:
+            step = replace(step, max_seq_len=self._graphs.seq_limit(step.max_seq_len))
+        with self._filled(block_ids):
+            return self._compare(trial_step, step, rows, is_captured=is_captured, tolerance=tolerance)
+
+    def _compare(
+        self, trial_step: TrialStep, step: StepTensors, rows: RowLens, *, is_captured: bool, tolerance: float
+    ) -> Outcome:
+        width = self._shape.num_heads * self._shape.head_dim
+        # Rows lie apart, as those of a q that is a part of a larger matrix.
+        q = self._normal((step.num_tokens, width + self._shape.head_dim))[:, :width]
+        wanted, found = torch.zeros(2, step.num_tokens, width, dtype=self._dtype, device=self._device)
+        own = self._launches(self._own, wanted, q, step)
+        own()
+        with _blamed():
+            tried = self._prepared(self._launches(self._tried, found, q, step), rows, is_captured=is_captured)
+            tried()
+            error = largest_error(found, wanted, self._shape.head_dim, num_tokens=sum(trial_step.query_lens))
+        if not error <= tolerance:
+            raise Unfit(f"its answers to {trial_step.name} are {error:.2g} off ours, and at most {tolerance:g} is rounding")
+        timed = self._captured(own) if is_captured else own
+        pairs = [(self._clock(timed), self._clock(tried)) for _ in range(REPEATS)]
+        return Outcome(trial_step, min(a for a, _ in pairs), min(b for _, b in pairs), error)
+
+    def _prepared(self, run: Callable[[], None], rows: RowLens, *, is_captured: bool) -> Callable[[], object]:
+        """What is tried, planned.
+
+        A decode is captured with rows that have no context, and planned again with theirs: a graph that holds on to the plan
+        that it was captured with is found out.
+        """
+        if not is_captured:
+            self._tried.plan(rows, is_captured=False)
+            return run
+        self._tried.plan(replace(rows, context_lens=np.zeros_like(rows.context_lens)), is_captured=True)
+        run()
+        replay = self._captured(run)
+        self._tried.plan(rows, is_captured=True)
+        return replay
+
+    def _captured(self, run: Callable[[], None]) -> Callable[[], object]:
+        done = torch.empty(0, device=self._device)
+
+        def run_all() -> torch.Tensor:
+            run()
+            return done
+
+        return self._capture(run_all).replay
+
+    def _launches(self, attention: StepAttention, out: torch.Tensor, q: torch.Tensor, step: StepTensors) -> Callable[[], None]:
+        """All layers, of which the last one's answers stay."""
+
+        def launch() -> None:
+            attention.begin(step)
+            for layer in self._layers:
+                attention.attend(out, q, layer, step, self._shape)
+
+        return launch
+
+    def _blocks(self, rows: RowLens, num_real: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Block tables, and the ids that are in them: of blocks all over the cache, in no order, used again if too few.
+
+        Padding has the null block.
+        """
+        counts = -(-rows.seq_lens[:num_real] // self._capacity.block_size)
+        num_there = self._capacity.num_blocks - 1
+        block_ids = np.unique(np.linspace(1, num_there, min(num_there, int(counts.sum()))).astype(np.int32))
+        mixed = np.random.default_rng(SEED).permutation(block_ids)
+        tables = np.full((rows.num_rows, -(-self._capacity.max_model_len // self._capacity.block_size)), NULL_BLOCK, np.int32)
+        for row, (count, end) in enumerate(zip(counts, counts.cumsum(), strict=True)):
+            tables[row, :count] = mixed.take(np.arange(end - count, end), mode="wrap")
+        return torch.from_numpy(tables).to(self._device), torch.from_numpy(block_ids).to(self._device, torch.int64)
+
+    def _step(self, rows: RowLens, tables: torch.Tensor) -> StepTensors:
+        query_lens = np.diff(rows.query_starts)
+        starts, contexts = (torch.from_numpy(lens).to(self._device) for lens in (rows.query_starts, rows.context_lens))
+        row_of_token = torch.from_numpy(np.repeat(np.arange(rows.num_rows, dtype=np.int32), query_lens)).to(self._device)
+        none = torch.zeros(0, dtype=torch.int32, device=self._device)  # attention reads no more than the rest
+        num_tokens, longest = int(rows.query_starts[-1]), int(rows.seq_lens.max())
+        counts = (num_tokens, rows.num_rows, 0, int(query_lens.max()), longest)
+        return StepTensors(none, none, row_of_token, none, starts, contexts, tables, none, *counts)
+
+    @contextmanager
+    def _filled(self, block_ids: torch.Tensor) -> Iterator[None]:
+        """Blocks with random keys and values, for as long as it lasts."""
+        shape = (len(block_ids), *self._layers[0].k.shape[1:])
+        for layer in self._layers:
+            layer.k[block_ids], layer.v[block_ids] = self._normal(shape), self._normal(shape)
+        try:
+            yield
+        finally:
+            for layer in self._layers:
+                layer.k[block_ids] = layer.v[block_ids] = torch.zeros((), dtype=self._dtype, device=self._device)
+            self._cache.forget(block_ids.tolist(), 0)
+
+    def _normal(self, shape: Sequence[int]) -> torch.Tensor:
+        return torch.randn(tuple(shape), generator=self._random, dtype=self._dtype, device=self._device)
+
+
+@contextmanager
+def _blamed() -> Iterator[None]:
+    """Whatever is raised is the fault of what is tried."""
+    try:
+        yield
+    except Exception as error:
+        raise Unfit(f"it fails: {in_words(error)}") from error
+
+
+def largest_error(found: torch.Tensor, wanted: torch.Tensor, head_dim: int, *, num_tokens: int) -> float:
+    """Of all heads' answers [tokens, num_heads * head_dim] to the first `num_tokens`; infinite if one is no number."""
+    largest = 0.0
+    for pair in zip(found[:num_tokens].split(COMPARED_TOKENS), wanted[:num_tokens].split(COMPARED_TOKENS), strict=True):
+        got, want = (part.float().unflatten(-1, (-1, head_dim)) for part in pair)
+        errors = (got - want).norm(dim=-1) / want.norm(dim=-1)
+        largest = max(largest, float(torch.nan_to_num(errors, nan=torch.inf).max()))
+    return largest
