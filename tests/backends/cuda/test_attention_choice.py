@@ -182,6 +182,23 @@ def test_what_fails_in_a_step_is_not_used_either(monkeypatch: pytest.MonkeyPatch
     assert "FlashInfer is not used: it fails: TypeError: unexpected keyword argument" in info.text
 
 
+def test_a_kernel_that_breaks_the_gpu_is_named_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an illegal access no kernel runs any more, ours neither: to go on as if it were refused would fail later."""
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    class Breaks(fake_flashinfer.BatchPrefillWithPagedKVCacheWrapper):
+        def run(self, *_: Any, **__: Any) -> torch.Tensor:
+            monkeypatch.setattr("penstock.backends.cuda.stream.HostMark.wait", broken)
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    fake_flashinfer.install(monkeypatch, BatchPrefillWithPagedKVCacheWrapper=Breaks)
+    with pytest.raises(ConfigError, match=r"broke the GPU's context: it fails: RuntimeError: CUDA error") as raised:
+        make()
+    assert "--attention triton" in str(raised.value.remedy)
+
+
 def test_a_package_that_is_not_there_is_no_news(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(attention_choice, "is_installed", lambda: False)
     caplog.set_level(logging.DEBUG)

@@ -91,7 +91,7 @@ class AttentionChoice:
                     trial.run(step, tolerance=TOLERANCE)
         except Exception as error:  # of compilers and libraries; said, and our kernels are there
             self._opened = None
-            self._refuse(str(error) if isinstance(error, Unfit) else f"it fails: {in_words(error)}")
+            self._give_up(error)
 
     def choose(self, capacity: Capacity, graphs: DecodeGraphs | None, clock: Clock | None = None) -> None:
         """Of each kind of step, by trials over the cache as it is now, which is empty. Once, while no step is in flight."""
@@ -101,9 +101,12 @@ class AttentionChoice:
         try:
             trial = self._trial(opened, capacity, graphs, clock or stream_clock(self._stream))
             outcomes = [trial.run(step, tolerance=TOLERANCE) for step in trial_steps(capacity)]
-        except (Unfit, torch.OutOfMemoryError) as error:
-            self._refuse(str(error) if isinstance(error, Unfit) else f"it fails: {in_words(error)}")
+        except Exception as error:
+            self._give_up(error)
             return
+        finally:
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()  # what trials took is not in the measurement
         for kind in StepKind:
             self._decide(kind, opened, [outcome for outcome in outcomes if outcome.step.kind is kind])
 
@@ -166,6 +169,17 @@ class AttentionChoice:
             speedup,
             "as it was asked for" if self._wanted is Wanted.FLASHINFER else f"from {LEAST_SPEEDUP:g} on it is used",
         )
+
+    def _give_up(self, error: Exception) -> None:
+        """Raises ConfigError if the GPU can't be used any more: a kernel that reads where it may not takes it down for all."""
+        cause = str(error) if isinstance(error, Unfit) else f"it fails: {in_words(error)}"
+        try:
+            self._stream.mark().wait()
+        except RuntimeError as broken:
+            raise ConfigError(
+                f"FlashInfer's attention broke the GPU's context: {cause}.", remedy="Start again with --attention triton."
+            ) from broken
+        self._refuse(cause)
 
     def _refuse(self, cause: str, *, level: int = logging.WARNING) -> None:
         if self._wanted is Wanted.FLASHINFER:

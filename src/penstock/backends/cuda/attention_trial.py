@@ -26,6 +26,8 @@ from penstock.types.plan import Capacity
 REPEATS = 5
 """Of which the fastest counts."""
 SEED = 17
+FILLED_BLOCKS = 256
+"""At a time: the KV cache has most of the memory."""
 COMPARED_TOKENS = 1024
 """At once, since little memory is left beside the KV cache."""
 
@@ -224,10 +226,11 @@ class Trial:
     @contextmanager
     def _filled(self, block_ids: torch.Tensor) -> Iterator[None]:
         """Blocks with random keys and values, for as long as it lasts."""
-        shape = (len(block_ids), *self._layers[0].k.shape[1:])
-        for layer in self._layers:
-            layer.k[block_ids], layer.v[block_ids] = self._normal(shape), self._normal(shape)
         try:
+            for layer in self._layers:
+                for some in block_ids.split(FILLED_BLOCKS):
+                    shape = (len(some), *layer.k.shape[1:])
+                    layer.k[some], layer.v[some] = self._normal(shape), self._normal(shape)
             yield
         finally:
             for layer in self._layers:
