@@ -79,8 +79,8 @@ class CudaExecutor:
         self._stream = open_stream(self._device, spins=depth == 1)
         self._reading = open_stream(self._device, spins=False, goes_first=True)
         """What is read of blocks that no row in flight has does not wait for the steps of the other stream."""
-        self._moved: Mark | None = None
-        """The last content that was put into a block by a copy, and not by a step."""
+        self._moved: dict[int, Mark] = {}
+        """Of blocks whose content a copy or a write put there, and not a step, and which nobody has read since."""
         self._vocab_size = program.vocab_size
         self._batches = BatchBuilder(self._capacity, vocab_size=self._vocab_size)
         self._flights: deque[Flight] = deque()
@@ -219,7 +219,7 @@ class CudaExecutor:
         if pairs:
             with self._working():
                 self._cache.copy_blocks(pairs)
-                self._moved = self._stream.mark()
+                self._moved |= dict.fromkeys((destination for _, destination in pairs), self._stream.mark())
 
     @property
     def block_bytes(self) -> int:
@@ -230,8 +230,8 @@ class CudaExecutor:
             self._check_block_id(block_id)
         # What a step wrote was collected before anybody knew of it; a copy of this block may still be queued.
         with self._working(self._reading):
-            if self._moved is not None:
-                self._reading.follow(self._moved)
+            for mark in dict.fromkeys(self._moved.pop(block_id) for block_id in block_ids if block_id in self._moved):
+                self._reading.follow(mark)  # those of other blocks may lie behind the step in flight
             self._cache.read_blocks(block_ids, out)
 
     def write_blocks(self, block_ids: Sequence[int], contents: Sequence[memoryview]) -> None:
@@ -239,7 +239,7 @@ class CudaExecutor:
             self._check_block_id(block_id)
         with self._working():
             self._cache.write_blocks(block_ids, contents)
-            self._moved = self._stream.mark()
+            self._moved |= dict.fromkeys(block_ids, self._stream.mark())
 
     def _check_block_id(self, block_id: int) -> None:
         if not NULL_BLOCK < block_id < self._capacity.num_blocks:
