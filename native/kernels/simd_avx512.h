@@ -152,7 +152,8 @@ PENSTOCK_INLINE vi dot2_i16(vi acc, vb w, vb a) {
     asm("vpdpwssd %2, %1, %0" : "+v"(acc.v) : "v"(w.v), "v"(a.v));
     return acc;
 }
-// acc[lane] += the sum of w[lane][j] * a[lane][j] of four int8 each, and kDotZero times that of a's; w's are stored 128 above their number.
+// acc[lane] += the sum of w[lane][j] * a[lane][j] of four int8 each, those of w stored 128 above their number, and kDotZero times
+// the sum of a's.
 constexpr int32_t kDotZero = 128;
 PENSTOCK_INLINE vi dot4_i8(vi acc, vb w, vb a) {
     asm("vpdpbusd %2, %1, %0" : "+v"(acc.v) : "v"(w.v), "v"(a.v));

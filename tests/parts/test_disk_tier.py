@@ -25,6 +25,8 @@ def test_a_server_finds_the_kv_that_it_would_compute(tmp_path: Path, monkeypatch
     own = fingerprint(model)
     assert fingerprint(model, steps_in_flight=1) == own
     assert fingerprint(model, weight_dtype="fp8") != own
+    assert fingerprint(model, deterministic=True) != own
+    assert fingerprint(model, attention="triton") != own
     assert fingerprint(model, KvConfig(kv_cache_dtype="int8")) != own
     model.write_bytes(b"others!")
     assert fingerprint(model) != own

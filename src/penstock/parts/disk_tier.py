@@ -63,7 +63,9 @@ def _kernels(config: Config) -> Sequence[object]:
         from penstock.backends import cuda
 
         gpu = cuda.find_gpu()
-        return [cuda.package_versions(), gpu if isinstance(gpu, str) else gpu.name, config.backend.weight_dtype]
+        backend = config.backend
+        who = [cuda.flashinfer_version(), backend.attention, backend.deterministic, backend.weight_dtype]
+        return [cuda.package_versions(), gpu if isinstance(gpu, str) else gpu.name, *who]
     from penstock.backends.native import _native
 
     kernels = Path(_native.__file__).stat()

@@ -199,6 +199,34 @@ def test_a_kernel_that_breaks_the_gpu_is_named_with_a_remedy(monkeypatch: pytest
     assert "--attention triton" in str(raised.value.remedy)
 
 
+def test_a_failure_of_our_own_kernels_is_not_blamed_on_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_flashinfer.install(monkeypatch)
+    executor = make()
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("ours")
+
+    monkeypatch.setattr("penstock.backends.cuda.triton_attention.TritonAttention.attend", fail)
+    with pytest.raises(Exception, match="ours"):
+        executor.choose_attention(clock(decode=9.0, prefill=9.0))
+    executor.close()
+
+
+def test_a_kernel_that_breaks_the_gpu_while_it_is_timed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not what fails after it, when the blocks of the trial are emptied."""
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    fake_flashinfer.install(monkeypatch)
+    executor = make()
+    monkeypatch.setattr(fake_flashinfer.BatchPrefillWithPagedKVCacheWrapper, "run", broken)
+    monkeypatch.setattr("penstock.backends.cuda.kv_cache.PagedKvCache.forget", broken)
+    monkeypatch.setattr("penstock.backends.cuda.stream.HostMark.wait", broken)
+    with pytest.raises(ConfigError, match="broke the GPU's context"):
+        executor.choose_attention(clock(decode=9.0, prefill=9.0))
+
+
 def test_a_package_that_is_not_there_is_no_news(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(attention_choice, "is_installed", lambda: False)
     caplog.set_level(logging.DEBUG)

@@ -101,7 +101,7 @@ class AttentionChoice:
         try:
             trial = self._trial(opened, capacity, graphs, clock or stream_clock(self._stream))
             outcomes = [trial.run(step, tolerance=TOLERANCE) for step in trial_steps(capacity)]
-        except Exception as error:
+        except (Unfit, torch.OutOfMemoryError) as error:
             self._give_up(error)
             return
         finally:
