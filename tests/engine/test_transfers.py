@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
@@ -23,13 +23,29 @@ SESSION = [token % 40 for token in range(1, 50)]
 OTHERS = [token % 37 for token in range(100, 175)]
 
 
+class Recorder(HashExecutor):
+    """Remembers the moves of blocks: ("read" or "write", block ids)."""
+
+    def __init__(self) -> None:
+        super().__init__(CAPACITY, model=MODEL)
+        self.moves: list[tuple[str, list[int]]] = []
+
+    def read_blocks(self, block_ids: Sequence[int], out: Sequence[memoryview]) -> None:
+        self.moves.append(("read", list(block_ids)))
+        super().read_blocks(block_ids, out)
+
+    def write_blocks(self, block_ids: Sequence[int], contents: Sequence[memoryview]) -> None:
+        self.moves.append(("write", list(block_ids)))
+        super().write_blocks(block_ids, contents)
+
+
 class House:
     """A pool of 20 blocks, a store of 100 below it, and a worker that can be told to hang."""
 
     def __init__(self, *, num_staged_blocks: int = 50, store: MemoryStore | None = None) -> None:
         self.clock = VirtualClock()
         self.store = store or MemoryStore(100)
-        self.executor = HashExecutor(CAPACITY, model=MODEL)
+        self.executor = Recorder()
         self.tier = Tier(100, entries=self.store.entries())
         self.core: EngineCore = make_core(CAPACITY, tier=self.tier)
         self.worker = LateWorker()
@@ -108,6 +124,20 @@ def test_what_arrives_late_is_of_use_to_the_next() -> None:
     house.transfers.depart()
     house.finish()
     assert kv.lookup_prefix(make_request("next", SESSION)).num_tokens == 48
+
+
+def test_what_arrives_is_written_at_once_when_what_makes_place_was_read() -> None:
+    house = House()
+    house.ask(SESSION)
+    house.ask(OTHERS)
+    house.finish()
+    house.executor.moves.clear()
+    assert house.ask(SESSION)[1] == 48
+    place = next(i for i, (kind, _) in enumerate(house.executor.moves) if kind == "write")
+    (_, spilled), (_, written) = house.executor.moves[place - 1 : place + 1]
+    assert len(written) > 1
+    assert set(spilled) == set(written), "the pool was full: each of these blocks had content to keep"
+    assert [kind for kind, _ in house.executor.moves].count("write") == 1
 
 
 def test_a_tier_that_was_closed_is_tried_again_and_opens_when_the_store_works() -> None:

@@ -109,12 +109,11 @@ def fetch(manager: KVManager, request: Request, now_ns: int = 0, *, max_blocks: 
 def arrive(manager: KVManager, loads: Sequence[Load]) -> list[int]:
     """What was loaded is placed. Returns the blocks, in the order in which they are written."""
     assert manager.tier is not None
-    written: list[int] = []
     for load in loads:
         assert manager.tier.loaded(load.block_hash, is_sound=True)
-    manager.place(loads, lambda _, block_id: written.append(block_id))
+    placed = manager.place(loads)
     check(manager)
-    return written
+    return [block_id for _, block_id in placed]
 
 
 class TestFetch:
@@ -244,9 +243,7 @@ class TestFetch:
         assert fetch(manager, request)
         (loads,) = tier.take_loads()
         assert len(arrive(manager, loads)) == 2
-        written: list[int] = []
-        manager.place(loads, lambda _, block_id: written.append(block_id))
-        assert written == []
+        assert manager.place(loads) == []
 
     def test_without_a_tier_nobody_waits(self) -> None:
         manager = KVManager(num_blocks=8, block_size=BLOCK)

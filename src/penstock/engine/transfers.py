@@ -259,12 +259,11 @@ class Transfers:
     def _place(self, moves: Sequence[_Move]) -> None:
         """Of one request. What has to make place is spilled before it is written to."""
         buffers = {move.order.block_hash: self._buffers[move.buffer] for move in moves}
-
-        def write(load: Load, block_id: int) -> None:
-            self._spill(self._tier.take_spills())
-            self._blocks.write_blocks([block_id], [buffers[load.block_hash]])
-
-        self._kv.place([move.order for move in moves if isinstance(move.order, Load)], write)
+        placed = self._kv.place([move.order for move in moves if isinstance(move.order, Load)])
+        self._spill(self._tier.take_spills())
+        if placed:
+            contents = [buffers[load.block_hash] for load, _ in placed]
+            self._blocks.write_blocks([block_id for _, block_id in placed], contents)
 
     def _count_failure(self, reason: FailureReason) -> None:
         self._num_failures += 1

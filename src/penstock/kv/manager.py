@@ -19,7 +19,7 @@ of their step, so that the source need not outlive the plan: whoever gets it nex
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from penstock.kv import prefix_hit
 from penstock.kv.block_pool import BlockPool
@@ -314,14 +314,16 @@ class KVManager:
         """Was it told to wait for the tier, and not for too long by now?"""
         return self.tier is not None and self.tier.is_awaited_by(request.request_id, now_ns)
 
-    def place(self, loads: Sequence[Load], write: Callable[[Load, int], None]) -> None:
-        """Find free blocks for what arrived for one request, in the order of its prefix; `write` is told where each goes.
+    def place(self, loads: Sequence[Load]) -> list[tuple[Load, int]]:
+        """Find free blocks for what arrived for one request, in the order of its prefix, and name them by it: (load, block id).
 
-        There is nothing for content that is here already, or when no block is free.
+        It must be written there before anything else happens, and before that what had to make place must be spilled. There
+        is no block for content that is here already, or when none is free.
         """
-        if self._swapping is not None and loads:
-            table = self._tables.get(loads[0].request_id)
-            self._swapping.place(loads, table.hashes if table else (), write, self._take)
+        if self._swapping is None or not loads:
+            return []
+        table = self._tables.get(loads[0].request_id)
+        return self._swapping.place(loads, table.hashes if table else (), self._take)
 
     def content_to_keep(self) -> list[int]:
         """Free blocks whose content the tier lacks and has place for, of each group the last used first."""

@@ -67,10 +67,9 @@ class Swapping:
         self,
         loads: Sequence[Load],
         hashes: Sequence[bytes],
-        write: Callable[[Load, int], None],
         take: Callable[[int], list[int]],
-    ) -> None:
-        """Put what arrived for one request into free blocks from `take`; `hashes`: of its prefix, to find what is in the pool.
+    ) -> list[tuple[Load, int]]:
+        """See `KVManager.place`. Free blocks come from `take`; `hashes`: of the request's prefix, to find what is in the pool.
 
         The last go first, since what is released later is evicted later. All are held until the last is placed, and so is what
         the request finds in the pool: else its own would be taken for its own, if its group is the next to lose a block.
@@ -80,16 +79,16 @@ class Swapping:
         held = [(block_id, pool.group_of(block_id)) for block_id in found if pool.ref_count(block_id) == 0]
         for block_id, _ in held:
             pool.hold(block_id)
-        placed: list[tuple[int, Hashable]] = []
+        placed: list[tuple[Load, int]] = []
         for load in reversed(loads):
             if load.block_hash in index or not pool.num_available:
                 continue
             (block_id,) = take(1)
-            write(load, block_id)
             index.publish_named(block_id, load.block_hash)
-            placed.append((block_id, load.group))
-        for block_id, group in placed + held[::-1]:
+            placed.append((load, block_id))
+        for block_id, group in [(block_id, load.group) for load, block_id in placed] + held[::-1]:
             pool.release(block_id, keep=True, group=group)
+        return placed
 
     def content_to_keep(self) -> list[int]:
         """Free blocks whose content the tier lacks, as many as it has place for beside the others'; of each group the last

@@ -1,0 +1,276 @@
+// One tile of a product: what a few rows by one or more panels of 16 output channels sum up to, and the way of the sums to where they
+// belong. Included by gemm.cpp alone, which cuts products into tiles.
+//
+// Weights of a panel are streamed once per tile and unpacked in registers; an activation is broadcast once for all panels
+// of the tile. A row's sum runs over the groups in order, by the same operations in every shape of tile, so its bits
+// never depend on the batch.
+
+#pragma once
+
+#include "activation.h"
+#include "outliers.h"
+#include "simd.h"
+
+namespace penstock::PENSTOCK_ISA {
+
+namespace {  // of the one file that includes this: inline functions of one instruction set must not be linked into another
+
+// The weights of one panel.
+struct Panel {
+    const uint8_t* quants;
+    const uint16_t* scales;
+    const uint16_t* offsets;
+};
+
+template <WeightKind kKind>
+struct Layout {
+    static constexpr bool kTable = kKind == WeightKind::kU4Table;
+    static constexpr bool kNibbles = kKind == WeightKind::kU4Affine || kKind == WeightKind::kU4Symmetric || kTable;
+    static constexpr bool kAffine = kKind == WeightKind::kU4Affine || kKind == WeightKind::kU8Affine;
+    static constexpr bool kSmall = kNibbles && !kTable;  // every weight is below 16, and the zero point 8
+    static constexpr float kZero = kSmall ? 8.0f : 128.0f;
+    static constexpr int kGroupBytes = kPanel * (kNibbles ? kGroup / 2 : kGroup);
+};
+
+PENSTOCK_INLINE float widen(uint16_t bf16) {
+    const uint32_t bits = static_cast<uint32_t>(bf16) << 16;
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+PENSTOCK_INLINE int pairs_of(int groups) { return (groups + 1) / 2; }
+
+template <WeightKind kKind>
+PENSTOCK_INLINE Panel panel_of(const PackedMatrix& w, int panel) {
+    if constexpr (kKind == WeightKind::kBf16) {
+        return {w.quants + static_cast<int64_t>(panel) * pairs_of(w.cols) * 64, nullptr, nullptr};
+    } else {
+        const int groups = w.cols / kGroup;
+        const int64_t first = static_cast<int64_t>(panel) * groups;
+        const int64_t first_offset = static_cast<int64_t>(panel) * pairs_of(groups) * 2 * kPanel;
+        return {w.quants + first * Layout<kKind>::kGroupBytes, w.scales + first * kPanel,
+                Layout<kKind>::kAffine ? w.offsets + first_offset : nullptr};
+    }
+}
+
+// Chunk c of a group as unsigned bytes: of four columns 4c.. for each lane, c below 8.
+template <WeightKind kKind>
+PENSTOCK_INLINE vb unpack(vb chunk, bool high) {
+    using L = Layout<kKind>;
+    if constexpr (!L::kNibbles) return chunk;
+    const vb nibbles = high ? high_nibbles(chunk) : low_nibbles(chunk);
+    return L::kTable ? look_up(nibbles, kTableOfNibbles) : nibbles;
+}
+
+// dots[p][r] += sum over the 32 columns of one group of unsigned weight * int8 activation.
+// `q` is the first row's group; rows are `stride` bytes apart.
+template <WeightKind kKind, int kPanels, int kRows>
+PENSTOCK_INLINE void dot_group(const uint8_t* const (&quants)[kPanels], const int8_t* q, int64_t stride,
+                               vi (&dots)[kPanels][kRows]) {
+    using L = Layout<kKind>;
+    const auto multiply = [&](const vb(&w)[kPanels], int column) {
+        for (int r = 0; r < kRows; ++r) {
+            for (int p = 0; p < kPanels; ++p) dots[p][r] = dot4<L::kSmall>(dots[p][r], w[p], q + r * stride + column);
+        }
+    };
+    for (int c = 0; c < (L::kNibbles ? 4 : 8); ++c) {
+        vb low[kPanels], high[kPanels];
+        for (int p = 0; p < kPanels; ++p) {
+            const vb chunk = load64(quants[p] + 64 * c);
+            low[p] = unpack<kKind>(chunk, false);
+            if constexpr (L::kNibbles) high[p] = unpack<kKind>(chunk, true);
+        }
+        multiply(low, 4 * c);
+        if constexpr (L::kNibbles) multiply(high, kGroup / 2 + 4 * c);
+    }
+}
+
+// Sixteen weights of one column, as numbers.
+template <WeightKind kKind>
+PENSTOCK_INLINE vf weights_of_column(const Panel& panel, const ColumnPlace& column) {
+    using L = Layout<kKind>;
+    vb lanes = shift_right(load64(panel.quants + column.group * L::kGroupBytes + column.chunk), column.shift);
+    if constexpr (L::kTable) lanes = look_up(low_nibbles(lanes), kTableOfNibbles);
+    const vf centred = sub(bits_of_lanes(lanes, L::kSmall ? 0x0F : 0xFF), set1(L::kZero));
+    const vf d = load_f16(panel.scales + column.group * kPanel);
+    if constexpr (!L::kAffine) return mul(centred, d);
+    const uint16_t* offsets = panel.offsets + column.group / 2 * 2 * kPanel;
+    return fma(centred, d, bf16_of_lanes(load64(reinterpret_cast<const uint8_t*>(offsets)), column.group % 2));
+}
+
+// acc += rest * weights of its column, for every outlier of the rows. A row without the column adds zero.
+template <WeightKind kKind, int kPanels, int kRows>
+PENSTOCK_INLINE void add_by_column(const Panel (&panels)[kPanels], const OutlierList& first, vf (&acc)[kPanels][kRows]) {
+    OutlierList later;
+    for (const OutlierList* list = &first;; list = &later) {
+        for (int i = 0; i < list->count; ++i) {
+            const OutlierColumn& outlier = list->columns[i];
+            vf w[kPanels];
+            for (int p = 0; p < kPanels; ++p) w[p] = weights_of_column<kKind>(panels[p], outlier.place);
+            for (int r = 0; r < kRows; ++r) {
+                const vf x = set1(outlier.rest[r]);
+                for (int p = 0; p < kPanels; ++p) acc[p][r] = fma(x, w[p], acc[p][r]);
+            }
+        }
+        if (__builtin_expect(list->next == kNoColumn, 1)) return;
+        if (list == &first) later = first;
+        advance<Layout<kKind>::kNibbles>(later);
+    }
+}
+
+// The same bits, row by row.
+template <WeightKind kKind, int kPanels, int kRows>
+PENSTOCK_INLINE void add_by_row(const Panel (&panels)[kPanels], const Activation& a, int64_t row0, vf (&acc)[kPanels][kRows]) {
+    for (int r = 0; r < kRows; ++r) {
+        const int32_t* column = a.outlier + (row0 + r) * a.outliers_per_row;
+        const float* rest = a.outlier_rest + (row0 + r) * a.outliers_per_row;
+        for (; *column != kNoColumn; ++column, ++rest) {
+            const ColumnPlace place = place_of<Layout<kKind>::kNibbles>(static_cast<uint32_t>(*column));
+            const vf x = set1(*rest);
+            for (int p = 0; p < kPanels; ++p) acc[p][r] = fma(x, weights_of_column<kKind>(panels[p], place), acc[p][r]);
+        }
+    }
+}
+
+// What a tile fetches into the cache while it computes: of the panels `distance` after its own, every `period`th group from
+// `phase` on. The tiles of one block of rows share this, so that memory is read all the time and not by the first tile alone. (The
+// hardware's own streams end with each panel. Past the last panel of all it is only advice that nobody takes.)
+struct Ahead {
+    int64_t distance;
+    int period;
+    int phase;
+};
+
+// y = the rests of the outliers, then the sum over groups of d * 2^e * sum((q_w - zero) q), then that of m * sum(x).
+template <WeightKind kKind, int kPanels, int kRows, bool kMerged>
+PENSTOCK_INLINE void quant_tile(const Panel (&panels)[kPanels], const Activation& a, int64_t row0, const OutlierList* outliers,
+                                const Ahead& ahead, vf (&acc)[kPanels][kRows]) {
+    using L = Layout<kKind>;
+    const int groups = a.cols / kGroup, pairs = pairs_of(groups);
+    if (groups < 1) __builtin_unreachable();  // else the compiler keeps all sums in memory, for that case
+    const int8_t* q = a.q + row0 * a.cols;
+    const int32_t *exponent = a.exponent + row0 * groups, *zero_sum = a.zero_sum + row0 * groups;
+    int fetched = ahead.phase;
+    for (int p = 0; p < kPanels; ++p) {
+        for (int r = 0; r < kRows; ++r) acc[p][r] = set1(0.0f);
+    }
+    if constexpr (kMerged) {
+        add_by_column<kKind, kPanels, kRows>(panels, *outliers, acc);
+    } else {
+        add_by_row<kKind, kPanels, kRows>(panels, a, row0, acc);
+    }
+    for (int g = 0; g < groups; ++g) {
+        vi dots[kPanels][kRows];
+        for (int r = 0; r < kRows; ++r) {
+            const vi start = set1_i(zero_sum[r * groups + g]);
+            for (int p = 0; p < kPanels; ++p) dots[p][r] = L::kSmall ? start : times16(start);
+        }
+        const uint8_t* quants[kPanels];
+        for (int p = 0; p < kPanels; ++p) quants[p] = panels[p].quants + g * L::kGroupBytes;
+        if (g == fetched) {
+            fetched += ahead.period;
+            int64_t at = g;
+            asm("" : "+r"(at));  // else the compiler keeps pointers to what is ahead in registers
+            const int64_t group = ahead.distance * groups + at;
+            for (int p = 0; p < kPanels; ++p) {
+                for (int i = 0; i < L::kGroupBytes; i += 64) prefetch(panels[p].quants + group * L::kGroupBytes + i);
+                prefetch(panels[p].scales + group * kPanel);
+                if constexpr (L::kAffine) prefetch(panels[p].offsets + (ahead.distance * pairs + at / 2) * 2 * kPanel);
+            }
+        }
+        dot_group<kKind, kPanels, kRows>(quants, q + g * kGroup, a.cols, dots);
+        for (int p = 0; p < kPanels; ++p) {
+            const vf d = load_f16(panels[p].scales + g * kPanel);
+            for (int r = 0; r < kRows; ++r) {
+                acc[p][r] = fma(to_float(dots[p][r]), add_exponent(d, exponent[r * groups + g]), acc[p][r]);
+            }
+        }
+    }
+    if constexpr (L::kAffine) {
+        const uint16_t* sums = a.sum + row0 * 2 * pairs;
+        for (int k = 0; k < pairs; ++k) {
+            for (int p = 0; p < kPanels; ++p) {
+                const vb m = load64(reinterpret_cast<const uint8_t*>(panels[p].offsets + k * 2 * kPanel));
+                for (int r = 0; r < kRows; ++r) acc[p][r] = dot2_bf16(acc[p][r], m, sums + (r * pairs + k) * 2);
+            }
+        }
+    }
+}
+
+// Four partial sums per row, by column pair modulo 4: short chains, in an order that no tile changes.
+template <int kRows>
+PENSTOCK_INLINE void bf16_tile(const Panel& panel, const Activation& a, int64_t row0, vf (&acc)[kRows]) {
+    constexpr int kParts = 4;
+    const int pairs = (a.cols + 1) / 2;
+    const uint16_t* x = a.bf16 + row0 * 2 * pairs;
+    vf part[kRows][kParts];
+    for (int r = 0; r < kRows; ++r) {
+        for (int p = 0; p < kParts; ++p) part[r][p] = set1(0.0f);
+    }
+    const auto multiply = [&](int k, int p) {
+        const vb weights = load64(panel.quants + static_cast<int64_t>(k) * 64);
+        for (int r = 0; r < kRows; ++r) {
+            part[r][p] = dot2_bf16(part[r][p], weights, x + static_cast<int64_t>(r) * 2 * pairs + 2 * k);
+        }
+    };
+    int k = 0;
+    for (; k + kParts <= pairs; k += kParts) {
+        for (int p = 0; p < kParts; ++p) multiply(k + p, p);
+    }
+    for (int p = 0; k < pairs; ++k, ++p) multiply(k, p);
+    for (int r = 0; r < kRows; ++r) acc[r] = add(add(part[r][0], part[r][1]), add(part[r][2], part[r][3]));
+}
+
+template <WeightKind kKind, int kPanels, int kRows, bool kMerged>
+PENSTOCK_INLINE void compute_tile(const Panel (&panels)[kPanels], const Activation& a, int row0, const OutlierList* outliers,
+                                  const Ahead& ahead, vf (&acc)[kPanels][kRows]) {
+    if constexpr (kKind == WeightKind::kBf16) {
+        for (int p = 0; p < kPanels; ++p) bf16_tile<kRows>(panels[p], a, row0, acc[p]);
+    } else {
+        quant_tile<kKind, kPanels, kRows, kMerged>(panels, a, row0, outliers, ahead, acc);
+    }
+}
+
+// A tile's sums on their way to e.out. `gates`: what is there is the gate of these sums, and is replaced by activation(gate) * sum;
+// null in a plain product.
+template <int kPanels, int kRows>
+PENSTOCK_INLINE void store_any(const vf (&acc)[kPanels][kRows], int row0, int panel, int channels, const Epilogue& e,
+                               const ActivationKind* gates) {
+    for (int p = 0; p < kPanels; ++p) {
+        const int column = (panel + p) * kPanel;
+        const int count = channels - column < kPanel ? channels - column : kPanel;
+        for (int r = 0; r < kRows; ++r) {
+            vf value = acc[p][r];
+            const int64_t at = (row0 + r) * e.ld + column;
+            if (gates) value = gated(load_some(e.out + at, count), value, *gates);
+            if (e.bias) value = add(value, load_some(e.bias + column, count));
+            if (e.residual) value = add(value, load_some(e.residual + at, count));
+            store_some(e.out + at, value, count);
+        }
+    }
+}
+
+// The common forms have no branches within: the processor has the next tile to look at.
+template <int kPanels, int kRows>
+PENSTOCK_INLINE void store_tile(const vf (&acc)[kPanels][kRows], int row0, int panel, int channels, const Epilogue& e,
+                                const ActivationKind* gates) {
+    if (e.bias || (panel + kPanels) * kPanel > channels) return store_any(acc, row0, panel, channels, e, gates);
+    const int64_t first = row0 * e.ld + panel * kPanel;
+    const auto for_all = [&](auto f) {
+        for (int r = 0; r < kRows; ++r) {
+            for (int p = 0; p < kPanels; ++p) f(first + r * e.ld + p * kPanel, acc[p][r]);
+        }
+    };
+    if (gates) {
+        for_all([&](int64_t at, vf value) { store(e.out + at, gated(load(e.out + at), value, *gates)); });
+    } else if (e.residual) {
+        for_all([&](int64_t at, vf value) { store(e.out + at, add(value, load(e.residual + at))); });
+    } else {
+        for_all([&](int64_t at, vf value) { store(e.out + at, value); });
+    }
+}
+
+}  // namespace
+
+}  // namespace penstock::PENSTOCK_ISA
