@@ -33,8 +33,8 @@ Engine::Engine(const EngineShape& shape, int num_threads, const std::string& var
     : shape_(shape), kernels_(choose_variant(variant)), team_(std::max(1, num_threads)) {
     check_shape(shape);
     const KvLayer kv{nullptr, shape.kv_format, shape.block_size, shape.num_kv_heads, shape.head_dim};
-    kv_bytes_ = int64_t{shape.num_layers} * shape.num_blocks * kv.block_stride();
-    kv_ = allocate_huge(kv_bytes_);
+    block_bytes_ = shape.num_layers * kv.bytes_of_block();
+    kv_.emplace(kv_bytes());
     attention_scratch_.resize(team_.size());
     for (auto& scratch : attention_scratch_) scratch.resize(kernels_.attention_scratch_floats(shape.head_dim));
     sampler_scratch_.resize(team_.size());
@@ -43,8 +43,8 @@ Engine::Engine(const EngineShape& shape, int num_threads, const std::string& var
 }
 
 KvLayer Engine::layer(int index) const {
-    KvLayer kv{nullptr, shape_.kv_format, shape_.block_size, shape_.num_kv_heads, shape_.head_dim};
-    kv.data = kv_.get() + index * kv.block_stride() * shape_.num_blocks;
+    KvLayer kv{nullptr, shape_.kv_format, shape_.block_size, shape_.num_kv_heads, shape_.head_dim, block_bytes_};
+    kv.data = kv_->data() + index * kv.bytes_of_block();
     return kv;
 }
 
@@ -140,27 +140,15 @@ void Engine::settle() {
 void Engine::set_sampling(int slot, RowSampling sampling) { sampling_.at(slot) = std::move(sampling); }
 
 void Engine::copy_block(int from, int to) {
-    for (int i = 0; i < shape_.num_layers; ++i) {
-        const KvLayer kv = layer(i);
-        std::memcpy(kv.data + to * kv.block_stride(), kv.data + from * kv.block_stride(),
-                    static_cast<size_t>(kv.block_stride()));
-    }
+    std::memcpy(block(to), block(from), static_cast<size_t>(block_bytes_));
 }
 
-void Engine::read_block(int block, uint8_t* out) const {
-    for (int i = 0; i < shape_.num_layers; ++i) {
-        const KvLayer kv = layer(i);
-        const auto bytes = static_cast<size_t>(kv.block_stride());
-        std::memcpy(out + i * kv.block_stride(), kv.data + block * kv.block_stride(), bytes);
-    }
+void Engine::read_block(int block_id, uint8_t* out) const {
+    std::memcpy(out, block(block_id), static_cast<size_t>(block_bytes_));
 }
 
-void Engine::write_block(int block, const uint8_t* content) {
-    for (int i = 0; i < shape_.num_layers; ++i) {
-        const KvLayer kv = layer(i);
-        const auto bytes = static_cast<size_t>(kv.block_stride());
-        std::memcpy(kv.data + block * kv.block_stride(), content + i * kv.block_stride(), bytes);
-    }
+void Engine::write_block(int block_id, const uint8_t* content) {
+    std::memcpy(block(block_id), content, static_cast<size_t>(block_bytes_));
 }
 
 void Engine::poison_block(int block, int first) {

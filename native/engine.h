@@ -11,11 +11,13 @@
 #include <deque>
 #include <memory>
 #include <new>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "kernels/kernels.h"
+#include "kv_memory.h"
 #include "packing.h"
 #include "sampler.h"
 #include "team.h"
@@ -148,8 +150,8 @@ class Engine final : private Work {
 
     void copy_block(int from, int to);
     // A block of all layers, one after the other, in the layout of the cache. [block_bytes]
-    void read_block(int block, uint8_t* out) const;
-    void write_block(int block, const uint8_t* content);
+    void read_block(int block_id, uint8_t* out) const;
+    void write_block(int block_id, const uint8_t* content);
     // Fills a block's positions from `first` on with NaN, so that a test sees any use of them.
     void poison_block(int block, int first);
 
@@ -157,8 +159,8 @@ class Engine final : private Work {
     const char* variant() const { return kernels_.name; }
     int num_threads() const { return team_.size(); }
     int64_t weight_bytes() const { return weight_bytes_; }
-    int64_t kv_bytes() const { return kv_bytes_; }
-    int64_t block_bytes() const { return kv_bytes_ / shape_.num_blocks; }
+    int64_t kv_bytes() const { return block_bytes_ * shape_.num_blocks; }
+    int64_t block_bytes() const { return block_bytes_; }
 
   private:
     struct Buffer {
@@ -200,6 +202,7 @@ class Engine final : private Work {
     };
 
     KvLayer layer(int index) const;
+    uint8_t* block(int block_id) const { return kv_->data() + block_id * block_bytes_; }
     int64_t rows_of(bool per_sample) const { return per_sample ? shape_.max_rows : shape_.max_step_tokens; }
     int domain_size(Domain domain) const { return domain == Domain::kTokens ? input_.num_tokens : input_.num_logits; }
     void plan_attention();
@@ -221,8 +224,8 @@ class Engine final : private Work {
     EngineShape shape_;
     const KernelTable& kernels_;
     Team team_;
-    int64_t weight_bytes_ = 0, kv_bytes_ = 0;
-    Memory kv_;
+    int64_t weight_bytes_ = 0, block_bytes_ = 0;
+    std::optional<KvMemory> kv_;  // [num_blocks][num_layers], each as KvLayer says: what a few tokens take are few pages
     Arena arena_;
     std::vector<PackedStorage> matrices_;
     std::vector<Table> tables_;

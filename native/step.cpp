@@ -129,6 +129,9 @@ Engine::StagePlan Engine::plan_stage(const Instruction& instruction) const {
 
 void Engine::run_step(const StepInput& input) {
     input_ = input;
+    int64_t last_slot = 0;
+    for (int i = 0; i < input.num_tokens; ++i) last_slot = std::max(last_slot, input.slot_mapping[i]);
+    kv_->reach((last_slot / shape_.block_size + 1) * block_bytes_);
     times_ = {};
     samples_.resize(input.tokens ? input.num_logits : 0);
     sampler_lacks_memory_.store(false, std::memory_order_relaxed);

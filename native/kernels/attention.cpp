@@ -19,7 +19,7 @@ constexpr int kAhead = 32;
 // Appends the tiles from `begin` on, up to the last one with a position below `end`, to the `count` that there are, and returns
 // how many there are then; `most` at most.
 int find_tiles(const KvLayer& kv, const AttentionTask& t, int begin, int end, Tiles& tiles, int count, int most) {
-    const int64_t block_stride = kv.block_stride(), key_stride = kv.tile_stride();
+    const int64_t block_stride = kv.block_stride, key_stride = kv.tile_stride();
     const int64_t value_stride = int64_t{kKvTile} * kv.head_dim * kv.width();
     const uint8_t* keys = kv.data + t.kv_head * kv.head_stride();
     const uint8_t* values = keys + kv.values_offset();

@@ -100,6 +100,7 @@ struct KvLayer {
     int32_t block_size;
     int32_t num_kv_heads;
     int32_t head_dim;
+    int64_t block_stride = 0;  // from a block to the next one: other layers lie between
 
     __attribute__((always_inline)) int width() const { return format == KvFormat::kInt8 ? 1 : 2; }
     __attribute__((always_inline)) int key_groups() const { return (head_dim + kGroup - 1) / kGroup; }
@@ -108,7 +109,7 @@ struct KvLayer {
     __attribute__((always_inline)) int64_t tile_stride() const { return scales_offset() + kKvTile * scale_bytes(); }
     __attribute__((always_inline)) int64_t values_offset() const { return block_size / kKvTile * tile_stride(); }
     __attribute__((always_inline)) int64_t head_stride() const { return values_offset() + int64_t{block_size} * head_dim * width(); }
-    __attribute__((always_inline)) int64_t block_stride() const { return num_kv_heads * head_stride(); }
+    __attribute__((always_inline)) int64_t bytes_of_block() const { return num_kv_heads * head_stride(); }  // in this layer
 };
 
 // Integers of a query or key: the largest scale for which neither one is beyond 16 bits, nor a dot product of the two beyond 32.

@@ -171,7 +171,7 @@ void write_int16(const KvLayer& kv, const Head<kCentred>& head) {
 template <bool kCentred>
 PENSTOCK_INLINE Head<kCentred> first_head(const KvLayer& kv, int64_t slot, const float* k, const float* v, const float* centre) {
     const int64_t block = slot / kv.block_size, offset = slot % kv.block_size, lane = offset % kKvTile;
-    uint8_t* const head = kv.data + block * kv.block_stride();
+    uint8_t* const head = kv.data + block * kv.block_stride;
     uint8_t* const tile = head + offset / kKvTile * kv.tile_stride();
     return {k,
             v,

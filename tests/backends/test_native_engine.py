@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -236,3 +238,27 @@ def test_an_engine_that_is_dropped_while_its_pages_become_huge_ends_cleanly() ->
         engine.add_matrix(SourceFormat.BF16, 4096, 2048, np.zeros((4096, 4096), np.uint8))
         engine.settle()
         del engine
+
+
+LARGE_KV = {"num_layers": 4, "num_kv_heads": 8, "head_dim": 256, "num_blocks": 300}
+"""80 MB."""
+
+
+def test_the_first_blocks_have_their_memory_before_a_step_wants_them() -> None:
+    before, give_up = resident_bytes(), time.monotonic() + 30
+    engine = Engine(**(SIZES | LARGE_KV))
+    while resident_bytes() < before + 0.9 * engine.kv_bytes:
+        assert time.monotonic() < give_up
+    content = np.ones(engine.block_bytes, np.uint8)
+    engine.read_block(299, content)
+    assert not content.any()
+
+
+def test_an_engine_that_is_dropped_while_its_cache_gets_memory_ends_cleanly() -> None:
+    for _ in range(20):
+        engine = Engine(**(SIZES | LARGE_KV))
+        del engine
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

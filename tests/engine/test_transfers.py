@@ -134,9 +134,10 @@ def test_what_arrives_is_written_at_once_when_what_makes_place_was_read() -> Non
     house.executor.moves.clear()
     assert house.ask(SESSION)[1] == 48
     place = next(i for i, (kind, _) in enumerate(house.executor.moves) if kind == "write")
-    (_, spilled), (_, written) = house.executor.moves[place - 1 : place + 1]
-    assert len(written) > 1
-    assert set(spilled) == set(written), "the pool was full: each of these blocks had content to keep"
+    (before, spilled), (_, written) = house.executor.moves[place - 1 : place + 1]
+    assert before == "read"
+    assert 1 < len(spilled) <= len(written)
+    assert set(spilled) <= set(written), "their content had to make place"
     assert [kind for kind, _ in house.executor.moves].count("write") == 1
 
 
