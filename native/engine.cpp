@@ -122,6 +122,7 @@ void Engine::add_instruction(Instruction instruction) {
 }
 
 void Engine::settle() {
+    kv_->begin();
     if (settler_.joinable()) return;
     arena_.complete();
     if (arena_.small_bytes() == 0) return;

@@ -134,7 +134,8 @@ class Engine final : private Work {
     int add_buffer(int width, bool per_sample);
     int add_activation(int cols, bool quantised, bool per_sample);
     void add_instruction(Instruction instruction);
-    // The weights are complete: a thread of low priority sees to their pages (Arena). A matrix that comes later: std::logic_error.
+    // The weights are complete: threads of low priority see to their pages (Arena), and to those of the KV cache (KvMemory). A matrix
+    // that comes later: std::logic_error.
     void settle();
     void use_small_pages() { arena_.use_small_pages(); }  // for tests
     int64_t small_page_bytes() const { return arena_.small_bytes(); }

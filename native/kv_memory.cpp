@@ -1,27 +1,33 @@
 #include "kv_memory.h"
 
-#include <sys/mman.h>
 #include <sys/resource.h>
 
 #include <algorithm>
 #include <system_error>
-
-#ifndef MADV_POPULATE_WRITE
-#define MADV_POPULATE_WRITE 23  // since Linux 5.14, which some C libraries do not know yet; older systems refuse it
-#endif
 
 namespace penstock {
 
 namespace {
 
 constexpr int kNice = 10;                        // a tenth of a core that others want
-constexpr int64_t kPage = int64_t{1} << 21;      // a huge one
+constexpr int64_t kHugePage = int64_t{1} << 21;
+constexpr int64_t kSmallPage = 4096;
 constexpr int64_t kFirst = int64_t{192} << 20;   // 16,000 tokens of a small model
 constexpr int64_t kAhead = int64_t{32} << 20;
 
+// Takes the page if it is not there, and changes nothing that a step may be writing. Not by `madvise`: until that is done nobody can
+// map memory, and the start took twice as long.
+void touch_page(uint8_t* page) {
+    uint8_t zero = 0;
+    std::atomic_ref<uint8_t>(*page).compare_exchange_strong(zero, 0, std::memory_order_relaxed);
+}
+
 }  // namespace
 
-KvMemory::KvMemory(int64_t bytes) : bytes_(bytes), memory_(allocate_huge(bytes)), wanted_(std::min(bytes, kFirst)) {
+KvMemory::KvMemory(int64_t bytes) : bytes_(bytes), memory_(allocate_huge(bytes)), wanted_(std::min(bytes, kFirst)) {}
+
+void KvMemory::begin() {
+    if (toucher_.joinable()) return;
     try {
         toucher_ = std::jthread([this](const std::stop_token& stop) { touch(stop); });
     } catch (const std::system_error&) {  // no thread: then steps take the pages
@@ -39,13 +45,15 @@ void KvMemory::reach(int64_t end) {
 
 void KvMemory::touch(const std::stop_token& stop) {
     setpriority(PRIO_PROCESS, 0, kNice);  // on Linux of this thread alone; a wish
-    for (int64_t done = 0; done < bytes_; done += kPage) {
+    for (int64_t done = 0; done < bytes_; done += kHugePage) {
         {
             std::unique_lock lock(mutex_);
             if (!changed_.wait(lock, stop, [&] { return done < wanted_.load(std::memory_order_relaxed); })) return;
         }
-        if (stop.stop_requested()) return;
-        if (madvise(memory_.get() + done, static_cast<size_t>(std::min(kPage, bytes_ - done)), MADV_POPULATE_WRITE) != 0) return;
+        for (int64_t at = done; at < std::min(done + kHugePage, bytes_); at += kSmallPage) {
+            if (stop.stop_requested()) return;
+            touch_page(memory_.get() + at);
+        }
     }
 }
 

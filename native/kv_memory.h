@@ -23,6 +23,8 @@ class KvMemory {
     explicit KvMemory(int64_t bytes);
 
     uint8_t* data() const { return memory_.get(); }
+    // From now on pages are seen to; before, the machine has other things to do.
+    void begin();
     // A step writes up to here. Called by one thread at a time.
     void reach(int64_t end);
 

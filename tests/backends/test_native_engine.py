@@ -247,6 +247,7 @@ LARGE_KV = {"num_layers": 4, "num_kv_heads": 8, "head_dim": 256, "num_blocks": 3
 def test_the_first_blocks_have_their_memory_before_a_step_wants_them() -> None:
     before, give_up = resident_bytes(), time.monotonic() + 30
     engine = Engine(**(SIZES | LARGE_KV))
+    engine.settle()
     while resident_bytes() < before + 0.9 * engine.kv_bytes:
         assert time.monotonic() < give_up
     content = np.ones(engine.block_bytes, np.uint8)
@@ -257,6 +258,7 @@ def test_the_first_blocks_have_their_memory_before_a_step_wants_them() -> None:
 def test_an_engine_that_is_dropped_while_its_cache_gets_memory_ends_cleanly() -> None:
     for _ in range(20):
         engine = Engine(**(SIZES | LARGE_KV))
+        engine.settle()
         del engine
 
 
