@@ -274,6 +274,7 @@ void decode_row(SourceFormat format, const uint8_t* row, int cols, float scale, 
             const uint32_t bits = format == SourceFormat::kF32 ? read_u32(row) : static_cast<uint32_t>(row[0] | row[1] << 8) << 16;
             float value;
             std::memcpy(&value, &bits, 4);
+            if (std::isnan(value)) value = NAN;
             out[i] = scale * (format == SourceFormat::kF16 ? read_f16(row) : value);
         }
         return;

@@ -56,7 +56,8 @@ const BlockFormat& block_format(SourceFormat format);
 // Of a matrix of whole blocks.
 int64_t source_bytes(SourceFormat format, int rows, int cols);
 
-// One row as in the file, times `scale`. `cols` are whole blocks.
+// One row as in the file, times `scale`. `cols` are whole blocks. Every NaN has the bits of `NAN`: some others would be rounded to
+// a number.
 void decode_row(SourceFormat format, const uint8_t* row, int cols, float scale, float* out);
 
 }  // namespace penstock

@@ -77,6 +77,9 @@ int Engine::add_table(SourceFormat format, int rows, int cols, const uint8_t* so
 
 int Engine::add_vector(const float* values, int64_t count) {
     vectors_.emplace_back(values, values + count);
+    for (float& x : vectors_.back()) {
+        if (std::isnan(x)) x = NAN;
+    }
     return static_cast<int>(vectors_.size()) - 1;
 }
 

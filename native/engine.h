@@ -129,6 +129,7 @@ class Engine final : private Work {
     // A matrix of which a step reads single rows: it stays where and as it is, and must outlive the engine. It is not read now,
     // so damage shows when a row is looked up: a group whose scale is no finite number is NaN, and so are that request's logits.
     int add_table(SourceFormat format, int rows, int cols, const uint8_t* source);
+    // Every NaN gets the bits of `NAN`, as in a table: no rounding makes a number of them.
     int add_vector(const float* values, int64_t count);
     int add_rope(const float* inv_freq, int half, float attention_factor);
     int add_buffer(int width, bool per_sample);

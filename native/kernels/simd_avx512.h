@@ -34,7 +34,7 @@ PENSTOCK_INLINE vf load_bf16(const uint16_t* p) {
     return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16))};
 }
 
-// To bfloat16, to nearest even. NaN stays NaN but for payloads that no operation produces.
+// To bfloat16, to nearest even. NaN stays NaN but for payloads that nothing has: see exp2 in simd.h.
 PENSTOCK_INLINE void store_bf16(uint16_t* p, vf a) {
     const __m512i bits = _mm512_castps_si512(a.v);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));

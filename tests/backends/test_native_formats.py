@@ -171,6 +171,27 @@ def multiplied(table: NDArray[np.uint8], matrix: NDArray[np.uint8], fmt: WeightF
     return probe.run(range(len(table)))
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFF8001, 0x7FFFFFFF, 0xFFFFFFFF])
+@pytest.mark.parametrize("where", ["table", "norm"])
+def test_a_float_that_is_no_number_is_none_in_a_product_with_bf16(variant: str, bits: int, where: str) -> None:
+    """Whatever its bits: as they are, rounding to bf16 would make some of them zeros, and the answer a plausible one."""
+    rng = np.random.default_rng(8)
+    table, norm = rng.normal(size=(3, 64)).astype(np.float32), np.ones(64, np.float32)
+    (table[1] if where == "table" else norm).view(np.uint32)[:] = bits
+    probe = Probe(3, 16, variant=variant)
+    engine, x, out = probe.engine, probe.buffer(64), probe.buffer(16)
+    probe.row(RowOpKind.LOOKUP, out=x, weight=engine.add_table(SourceFormat.F32, 3, 64, table.view(np.uint8)), value=1.0)
+    probe.row(RowOpKind.RMS_NORM, out=x, x=x, weight=engine.add_vector(norm), n=64, value=1e-5)
+    activation = engine.add_activation(64, False, per_sample=False)
+    probe.row(RowOpKind.TO_BF16, out=activation, x=x)
+    probe.flush()
+    matrix = engine.add_matrix(SourceFormat.BF16, 16, 64, bf16_bytes(rng.normal(size=(16, 64)).astype(np.float32)))
+    engine.add_linear([(matrix, activation, out, -1, -1)], samples=False)
+    probe.finish(out)
+    assert np.isnan(probe.run(range(3))).all(axis=1).tolist() == [where == "norm", True, where == "norm"]
+
+
 @pytest.mark.parametrize("fmt", SOURCE_FORMATS)
 def test_a_matrix_takes_as_much_memory_as_was_planned(fmt: WeightFormat) -> None:
     engine = Probe(1, 16, variant="").engine

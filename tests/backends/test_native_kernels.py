@@ -570,7 +570,7 @@ def test_a_query_of_next_to_nothing_sees_no_future(variant: str, kv_format: KvFo
 @pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFE000, 0xFFFFE000, 0xFFFFFFFF, 0x7FFF0001])
 @pytest.mark.parametrize("is_key", [True, False])
 def test_every_nan_breaks_its_position(variant: str, kv_format: KvFormat, bits: int, is_key: bool) -> None:
-    """Rounding to bf16 turns those with large payloads into zeros; no sum does it, but damaged weights may."""
+    """Rounding to bf16 would turn those with large payloads into zeros."""
     length, head_dim, at = 20, 64, 5
     rng = np.random.default_rng(1)
     rows = [random_rows(rng, length, head_dim) for _ in range(3)]
