@@ -80,6 +80,6 @@ void bind_sampler(nb::module_& m) {
         .def(nb::init<>());
     m.def("sample", &sample, "logits"_a, "row"_a, "tokens"_a, "num_prompt_tokens"_a, "scratch"_a.none() = nb::none(),
           "(token, logprob, rank, [(id, logprob), ...]) of the token after `tokens`; leaves `logits` [vocab_size] alone.\n"
-          "Token -1: no logit was a number above -inf.");
+          "Token -1: no logit was a number above -inf, or one was +inf.");
     m.def("uniform", &uniform, "seed"_a, "position"_a, "The number in (0, 1) that belongs to a seed and a position.");
 }

@@ -76,7 +76,7 @@ float max_of_block(const float* x, int n) {
     return best;
 }
 
-// Step 5 for temperature 0. One pass, and a second look at one block. -1 if there is no number above -inf.
+// Step 5 for temperature 0. One pass, and a second look at one block. -1 if the largest is infinite.
 int argmax(const float* logits, int vocab_size) {
     float best = kNever;
     int best_start = -1;
@@ -87,8 +87,9 @@ int argmax(const float* logits, int vocab_size) {
             best_start = start;
         }
     }
+    if (!std::isfinite(best)) return -1;
     int id = best_start;
-    while (id >= 0 && logits[id] != best) ++id;
+    while (logits[id] != best) ++id;
     return id;
 }
 
@@ -271,7 +272,7 @@ int draw_candidate(double u, double min_p, const Candidate& last, const WeightOf
 int choose(const float* logits, int vocab_size, const RowSampling& row, uint64_t position, SamplerScratch& scratch) {
     if (row.temperature == 0.0) return argmax(logits, vocab_size);
     const float max = fill_block_max(logits, vocab_size, scratch);
-    if (max == kNever) return -1;
+    if (!std::isfinite(max)) return -1;  // relative to +inf no logit would have a weight
     const double inverse_temperature = std::min(1.0 / row.temperature, 1e300);  // times 0 must stay 0
     const double u = uniform(row.seed, position);
     if (row.top_k == 0 && row.top_p >= 1.0) {

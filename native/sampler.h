@@ -37,7 +37,7 @@ struct RowSampling {
 };
 
 struct SampleResult {
-    int32_t token = -1;    // -1: no logit was a number above -inf, the model's output is broken
+    int32_t token = -1;    // -1: no logit was a number above -inf, or one was +inf: the model's output is broken
     float logprob = 0.0f;  // this and what follows hold only if logprobs were asked for
     int32_t rank = 0;      // tokens more likely, plus one
     int32_t num_top = 0;

@@ -160,5 +160,13 @@ def test_an_extreme_penalty_leaves_a_draw(penalty, temperature):
     assert run_native(logits, params, [3, 40, 41], 2)[0] == sample(logits, params, [3, 40, 41], 2).token_id
 
 
+@pytest.mark.parametrize("changes", [{"temperature": 0.0}, {}, {"top_k": 3}, {"top_p": 0.9}, {"top_k": 3, "top_p": 0.5}])
+def test_an_infinite_logit_is_no_answer(changes):
+    """Products with damaged weights may overflow. The specification leaves it open; nothing but candidates may be read."""
+    logits = np.zeros(200, np.float32)
+    logits[70] = np.inf
+    assert run_native(logits, SamplingParams(logprobs=2, **changes), [0], 1)[0] == -1
+
+
 def test_a_row_of_nothing_is_told():
     assert run_native(np.full(100, np.nan, np.float32), SamplingParams(temperature=0.0, logprobs=2), [0], 1)[0] == -1
