@@ -164,11 +164,12 @@ class TestSteps:
         feed = Feed(harness.make())
         prompt = harness.prompt(3)
         rows = [RowPlan("good", 0, 3, (), True), RowPlan("bad", 2, 1, (), True)]
-        never_written = admit("bad", prompt, [2], num_computed_tokens=2)
+        never_written = admit("bad", prompt, [2], sampling=replace(GREEDY, logprobs=2), num_computed_tokens=2)
         result = feed.step(rows, [admit("good", prompt, [1]), never_written])
         assert result.failures.keys() == {"bad"}
         assert list(result.token_ids["good"]) == harness.answer(prompt)[:1]
         assert "bad" not in result.token_ids
+        assert "bad" not in result.logprobs
         (token_id,) = feed.step([RowPlan("good", 3, 1, (), True)], releases=["bad"]).token_ids["good"]
         assert token_id == harness.answer(prompt)[1]
 

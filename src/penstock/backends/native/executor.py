@@ -184,7 +184,8 @@ class NativeExecutor:
         for index, name in enumerate(self._rows.sampled()):
             if name in self._wants_logprobs:
                 token_id, logprob, rank, top = self._engine.logprobs(index)
-                found[name] = (TokenLogprobs(token_id, logprob, rank, tuple(top)),)
+                if token_id >= 0:  # else the row failed, and the others are of an earlier step
+                    found[name] = (TokenLogprobs(token_id, logprob, rank, tuple(top)),)
         return found
 
     def forward_logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
