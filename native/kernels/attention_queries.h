@@ -71,7 +71,7 @@ void round_to_int8(const KvLayer& kv, const AttentionTask& t, Pairs& pairs, cons
     });
     alignas(64) float inverse[kTaskPairs * kLargestHeadDim / kGroup];
     for (int i = 0; i < items; i += kLanes) {
-        const vf top = load(scratch.q_scales + i), scale = mul(max(set1(kSmallest), top), set1(1.0f / 127.0f));
+        const vf top = float_of(load(largest + i)), scale = mul(max(set1(kSmallest), top), set1(1.0f / 127.0f));
         store(scratch.q_scales + i, add(scale, mul(top, set1(0.0f))));
         store(inverse + i, div(set1(1.0f), scale));
     }

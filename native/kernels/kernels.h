@@ -112,7 +112,7 @@ struct KvLayer {
     __attribute__((always_inline)) int64_t bytes_of_block() const { return num_kv_heads * head_stride(); }  // in this layer
 };
 
-// Integers of a query or key: the largest scale for which neither one is beyond 16 bits, nor a dot product of the two beyond 32.
+// Integers of a query or key: the smallest scale for which neither one is beyond 16 bits, nor a dot product of the two beyond 32.
 constexpr float kLargestInteger = 32767.0f;
 constexpr float kLargestNorm = 46000.0f;  // its square is below 2^31, with room for the rounding of 512 integers
 

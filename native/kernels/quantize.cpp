@@ -83,8 +83,8 @@ struct Row {
         return x[column];
     }
 
-    // The largest size of each group, the limit of what is no outlier, and the norm. False for a row with a number that is none, or
-    // one that is too large: the squares of x times the norm's weights must stay finite.
+    // The largest size of each group, the limit of what is no outlier, and the norm. One of the two is not finite (`is_broken`) where a
+    // number is none, or too large: the squares of x times the norm's weights must stay finite.
     PENSTOCK_MEMBER void measure(float eps) {
         vf squares[4], of_x[4];
         for (int p = 0; p < 4; ++p) squares[p] = of_x[p] = set1(0.0f);

@@ -85,22 +85,6 @@ PENSTOCK_INLINE void transpose_fours(uint8_t* out, int64_t out_stride, const int
 #endif
 }
 
-// e^a for a <= 88; relative error below 3e-7; 1e-38 below -87. Cody and Waite's reduction, then Cephes' polynomial for expf.
-PENSTOCK_INLINE vf exp(vf a) {
-    const vf clamped = max(set1(-87.3f), a);  // in this order, NaN stays NaN
-    const vf n = round(mul(clamped, set1(1.44269504088896341f)));
-    vf r = fma(n, set1(-0.693359375f), clamped);
-    r = fma(n, set1(2.12194440e-4f), r);
-    vf p = set1(1.9875691500e-4f);
-    p = fma(p, r, set1(1.3981999507e-3f));
-    p = fma(p, r, set1(8.3334519073e-3f));
-    p = fma(p, r, set1(4.1665795894e-2f));
-    p = fma(p, r, set1(1.6666665459e-1f));
-    p = fma(p, r, set1(5.0000001201e-1f));
-    p = fma(p, mul(r, r), add(r, set1(1.0f)));
-    return scale2(p, n);
-}
-
 // A sum with it is rounded to an integer, which is in its low bits: 1.5 * 2^23.
 constexpr float kRoundingMagic = 12582912.0f;
 
