@@ -192,6 +192,20 @@ def test_a_first_step_that_took_too_long_is_soon_forgotten() -> None:
     assert budget.cost.estimate_ns(32) == pytest.approx(linear(32, 0, 0).duration_ns, rel=0.1)
 
 
+def test_prefills_that_seem_to_cost_less_than_nothing_are_given_the_whole_step() -> None:
+    """Steps with prefills are the shorter ones, as where something else slows the others. Later they are not, and are held."""
+    budget, last = held(), StepRecord(8, 0, 10 * MS)
+    for _ in range(1000):
+        for step in (StepRecord(8, 0, 10 * MS), StepRecord(8, 100, 9 * MS)):
+            num_tokens = budget.limits(BudgetView(512, 8, 0, last)).max_tokens
+            last = step
+    assert num_tokens == 512
+    for _ in range(100):
+        num_prefill_tokens = budget.limits(BudgetView(512, 8, 0, last)).max_tokens - 8
+        last = StepRecord(8, num_prefill_tokens, int((10 + 0.2 * num_prefill_tokens) * MS))
+    assert 0.8 * SLO_MS * MS < last.duration_ns < 1.05 * SLO_MS * MS
+
+
 class TestStepCost:
     def test_every_part_is_found(self) -> None:
         cost, rng = StepCost(), random.Random(0)

@@ -27,6 +27,9 @@ FIXED_SHARE = 0.25
 """Standard deviation of the fixed part, as a share of the first step's duration."""
 FAR_CONTEXT = 1000
 """Tokens before it that may make a prefill token cost twice as much, before anything is known."""
+MIN_PREFILL_NS = 1.0
+"""What a prefill token costs at least. Where steps with prefills are the shorter ones it would shrink until nothing is left to
+divide by."""
 MAX_ERRORS = 3.0
 """What a step teaches at most, in standard deviations."""
 
@@ -39,7 +42,7 @@ class StepCost:
     decode_ns: float = 0.0
     """Per row that decodes."""
     prefill_ns: float = 0.0
-    """Per prefill token."""
+    """Per prefill token; `MIN_PREFILL_NS` at least after the first step."""
     attention_ns: float = 0.0
     """Per pair of a prefill token and one before it."""
     _doubt: list[list[float]] = field(default_factory=list)
@@ -75,7 +78,7 @@ class StepCost:
         gain = min(max(error, -limit), limit) / variance
         self.fixed_ns = max(0.0, self.fixed_ns + spread[0] * gain)
         self.decode_ns = max(0.0, self.decode_ns + spread[1] * gain)
-        self.prefill_ns = max(0.1 * self.prefill_ns, self.prefill_ns + spread[2] * gain)
+        self.prefill_ns = max(MIN_PREFILL_NS, 0.1 * self.prefill_ns, self.prefill_ns + spread[2] * gain)
         self.attention_ns = max(0.0, self.attention_ns + spread[3] * gain)
         self._doubt = [
             [value - own * other / variance for value, other in zip(row, spread, strict=True)]
