@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.sched.policies.hold_latency import HoldLatency
+from penstock.sched.policies.budgets import DecodeFirst
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import Watermark
 from penstock.testing import make_core, make_request
@@ -89,24 +89,26 @@ def test_a_pause_that_planning_finds_out_waits_a_step_and_no_longer() -> None:
     assert [device.tokens_of(request) for request in (low, *highs)] == [answer(request) for request in (low, *highs)]
 
 
-def test_who_is_kept_back_by_something_else_has_the_step_in_flight_committed_once() -> None:
-    """A long prompt that outranks the low one, and waits for another long one."""
-    budget = HoldLatency(long_prefill_token_threshold=8, max_long_partial_prefills=1)
-    policies = make_policies(order="priority", budget=budget, reserve="prompt")
-    device = Device(make_core(CAPACITY, policies, max_rows=2, max_step_tokens=8))
-    low, first = make_request("low", 3, max_tokens=20, priority=1), make_request("first", [7] * 50, max_tokens=2)
-    second = make_request("second", [9] * 12, max_tokens=2)
-    device.begin(Add(low))
-    device.begin(Add(first))
-    device.finish()
-    num_waits = 0
-    device.begin(Add(second))
-    while not second.num_computed_tokens and device.flights:
+def test_a_pause_that_only_planning_finds_waits_a_step_and_no_longer() -> None:
+    """For the whole prompt even a pause would not do, but a step takes eight tokens of it, for which it does."""
+    policies = make_policies(order="priority", budget=DecodeFirst(long_prefill_token_threshold=8), reserve="chunk")
+    device = Device(make_core(CAPACITY, policies, max_step_tokens=60))
+    first, low = make_request("first", [7] * 43, max_tokens=9), make_request("low", [5] * 26, max_tokens=20, priority=1)
+    high = make_request("high", [9] * 50, max_tokens=2, arrival_ns=9)
+    device.begin(Add(first), Add(low))
+    device.begin()
+    while not (first.output_token_ids and low.output_token_ids):
         device.finish()
-        if len(device.flights) < 2 and device.begin() is None:
-            num_waits += 1
-    assert num_waits <= 2
+        device.begin()
+    device.finish()
+    assert device.num_available < 2
+    assert device.begin(Add(high)) is not None
+    device.finish()
+    assert device.begin() is None
+    device.finish()
+    plan = device.begin()
+    assert plan is not None
+    assert ("high", 0, 8) in plan
     device.run()
-    assert [device.tokens_of(request) for request in (low, first, second)] == [
-        answer(request) for request in (low, first, second)
-    ]
+    assert low.num_preemptions == 1
+    assert [device.tokens_of(request) for request in (first, low, high)] == [answer(request) for request in (first, low, high)]

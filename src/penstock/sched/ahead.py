@@ -21,7 +21,8 @@ Where more than the number of tokens counts, nothing is planned ahead, and the s
     batches    a gate other than the continuous one calls the next when the last of one has ended, and pads
 
 So nobody is preempted in a step that is planned ahead. If it turns out while one is planned that the order would pause
-somebody, since the first who waited did fit and the next does not, that one waits until this step, too, is committed.
+somebody, since the first who waited did fit and the next does not, or a chunk would fit where the whole prompt does not, the
+next is not planned before this step, too, is committed.
 
 A tier below the pool is no reason to wait: what moves lies in blocks that are free, and so in no row in flight
 (`engine/transfers.py`). A preemption that swaps is one as any other.

@@ -61,6 +61,8 @@ class StepDraft:
     """Of the prefills; decodes are planned before they are known."""
     is_ahead: bool = False
     """A step is in flight, with rows of those who run: nobody is preempted."""
+    puts_off_pause: bool = False
+    """Somebody is to be paused for another, which has to wait for that reason."""
     num_tokens: int = 0
     """Positions that the rows compute, padding included."""
     num_decodes: int = 0

@@ -54,27 +54,16 @@ class Joining:
         self._running = running
         self._padding = padding
         self._max_step_tokens = max_step_tokens
-        self._is_put_off = False
-        """Somebody is to be paused, which the last plan could not do, since it was made ahead."""
-        self._pauser_id = self._vain_id = ""
-        """For whom the step in flight was committed first; for whom it was so, and nobody was paused."""
 
     def must_pause(self, now_ns: int) -> bool:
         """Is somebody to be paused for the first of those who wait? Asked before a step is planned ahead, with the books as for
-        that. O(running). For whom that was so, and nobody was paused then, since something else kept it from joining, it is not
-        asked again: planning finds out, a step later.
+        that. O(running). Does not look at the step's tokens, nor at long prefills: if these keep it from joining, nobody is.
         """
         if not self._order.is_preemptive or not len(self._waiting):
-            self._is_put_off = False
             return False
-        if self._is_put_off:
-            return True
         draft = StepDraft(StepLimits(UNLIMITED), is_ahead=True)
         request = self._next_waiting(self._waiting.peek(now_ns), draft, now_ns)
-        if request is None or request.request_id == self._vain_id or not self._lacks_what_others_have(request, draft, now_ns):
-            return False
-        self._pauser_id = request.request_id
-        return True
+        return request is not None and self._lacks_what_others_have(request, draft, now_ns)
 
     def _lacks_what_others_have(self, request: Request, draft: StepDraft, now_ns: int) -> bool:
         """Would it be admitted if some of those who run were paused, and not otherwise?"""
@@ -92,14 +81,6 @@ class Joining:
         if self._has_room_for(request, hit, query_len, draft):
             return False
         return bool(self._whom_to_pause(request, hit, query_len, draft, now_ns))
-
-    def planned(self, draft: StepDraft) -> None:
-        """A step was planned. Did what `must_pause` said come true?"""
-        if not draft.is_ahead:
-            self._is_put_off = False
-            if self._pauser_id:
-                self._vain_id = "" if draft.num_preemptions else self._pauser_id
-                self._pauser_id = ""
 
     def ask_gate(self, now_ns: int) -> GateDecision:
         """How many may join; if the gate calls a batch, nobody who was not called."""
@@ -192,7 +173,7 @@ class Joining:
                 if not lower or (self._kv.tier is not None and self._waits_for_load(request, hit, draft, now_ns)):
                     return
                 if draft.is_ahead:
-                    self._is_put_off = True
+                    draft.puts_off_pause = True
                     return
                 self._pause_one(lower, request, query_len, draft)
                 pauser = request  # goes on before its victim; what it finds in the prefix cache may have changed

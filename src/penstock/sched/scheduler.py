@@ -89,6 +89,8 @@ class Scheduler:
         self._extending = Extending(self.kv, self._running)
         self._ahead = Ahead(self.kv, policies, self._running)
         self._takes_beams = isinstance(policies.gate, Continuous)
+        self._puts_off_pause = False
+        """The last plan, which was made ahead, found somebody to pause: the next one is not."""
         self._num_steps = 0
         self._last_step: StepRecord | None = None
         self._last_commit_ns = 0
@@ -189,7 +191,7 @@ class Scheduler:
         if not self._flights:
             return self._plan(now_ns)
         assert len(self._flights) == 1, "two steps are in flight"
-        if self._ahead.begin():
+        if not self._puts_off_pause and self._ahead.begin():
             try:
                 if not self._joining.must_pause(now_ns):
                     return self._plan(now_ns)
@@ -210,7 +212,7 @@ class Scheduler:
         draft.limits = self._ask_budget(draft, prefills)
         self._share_out(draft, prefills, decision, now_ns)
         draft.waits_for = self._joining.waits_for(draft)
-        self._joining.planned(draft)
+        self._puts_off_pause = draft.puts_off_pause
         self.news = PlanNews(now_ns, draft.waits_for, draft.admissions, draft.preemptions, draft.set_aside)
         return self._build(draft, now_ns) if draft.rows or draft.padding_rows else None
 
