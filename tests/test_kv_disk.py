@@ -14,6 +14,7 @@ import pytest
 
 from penstock.build import build_runtime
 from penstock.config import Backend, BackendConfig, Config, KvConfig, SchedulerConfig
+from penstock.engine import transfers
 from penstock.engine.loop import EngineState
 from penstock.models.catalog import resolve
 from penstock.obs.prometheus import expose
@@ -190,6 +191,51 @@ def test_an_engine_that_comes_back_without_its_file_says_that_it_has_none(
             time.sleep(0.01)
         assert re.search(rb"penstock_kv_disk_up\S* 0", expose(runtime.metrics))
         assert ask(runtime, "after")[0]
+    finally:
+        runtime.close(30.0)
+
+
+def test_an_engine_that_can_not_be_made_anew_leaves_no_executor_behind(
+    gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no memory for its staging, twice; what its weights took is there for the next attempt."""
+    runtime = build(gguf, config(tmp_path / "kv"))
+    executor_class = type(runtime.engine._engine._executor)
+    make, close, staging = executor_class.__init__, executor_class.close, transfers._staging
+    is_open: dict[int, bool] = {id(runtime.engine._engine._executor): True}
+    made: list[Any] = []
+    num_calls = 0
+
+    def note_made(executor: Any, *args: Any, **kwargs: Any) -> None:
+        make(executor, *args, **kwargs)
+        is_open[id(executor)] = True
+        made.append(executor)
+
+    def note_closed(executor: Any) -> None:
+        is_open[id(executor)] = False
+        close(executor)
+
+    def fail_twice(*args: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls <= 2:
+            raise MemoryError
+        return staging(*args)
+
+    monkeypatch.setattr(executor_class, "__init__", note_made)
+    monkeypatch.setattr(executor_class, "close", note_closed)
+    monkeypatch.setattr(transfers, "_staging", fail_twice)
+    runtime.engine._first_delay_s = 0.01
+    try:
+        with monkeypatch.context() as broken:
+            broken.setattr(executor_class, "collect", _fail)
+            ask(runtime, "broken")
+        end = time.monotonic() + 30.0
+        while runtime.engine.state is not EngineState.READY:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert num_calls == len(made) == 3
+        assert sum(is_open.values()) == 1
     finally:
         runtime.close(30.0)
 

@@ -183,11 +183,7 @@ def _assemble(
     stores: list[BlockStore | None] = [open_host_memory(config.kv, executor) or open_store(config, model, executor)]
     """Of each engine; the last one's is in use."""
 
-    def make_engine(on_failed: Callable[[], None]) -> Engine:
-        if not first:
-            stores.append(cleared(stores[-1]))
-        own_store = stores[-1]
-        executor = first.pop() if first else _rebuild_executor(config, source, kv)
+    def engine_over(executor: Executor, own_store: BlockStore | None, on_failed: Callable[[], None]) -> Engine:
         core = build_core(config, executor.capacity, observer, journal, build_tier(own_store))
 
         def make_transfers(blocks: BlockMover, wake: Callable[[], None]) -> Transfers | None:
@@ -207,6 +203,17 @@ def _assemble(
             on_failed=on_failed,
             make_transfers=make_transfers,
         )
+
+    def make_engine(on_failed: Callable[[], None]) -> Engine:
+        if not first:
+            stores.append(cleared(stores[-1]))
+        own_store = stores[-1]
+        executor = first.pop() if first else _rebuild_executor(config, source, kv)
+        try:
+            return engine_over(executor, own_store, on_failed)
+        except BaseException:  # the next attempt needs its memory
+            executor.close()
+            raise
 
     engine = Supervisor(
         make_engine, clock=clock, step_timeout_s=device.step_timeout_s(config.backend), on_restart=metrics.count_restart
