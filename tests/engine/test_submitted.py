@@ -24,8 +24,14 @@ class Slow(HashExecutor):
     def write_blocks(self, block_ids: Sequence[int], contents: Sequence[memoryview]) -> None:
         self.meanwhile()
 
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self.meanwhile()
 
-@pytest.mark.parametrize("name", ["read_blocks", "write_blocks"])
+
+MOVES = {"read_blocks": ([1], []), "write_blocks": ([1], []), "copy_blocks": ([(1, 2)],)}
+
+
+@pytest.mark.parametrize("name", MOVES)
 def test_a_device_that_hangs_while_contents_move_is_noticed_and_can_be_given_up(name: str) -> None:
     clock = VirtualClock()
     waited_ns: list[int] = []
@@ -39,11 +45,11 @@ def test_a_device_that_hangs_while_contents_move_is_noticed_and_can_be_given_up(
 
     executor = Slow(look)
     submitted = Submitted(executor, clock)
-    getattr(submitted, name)([1], [])
+    getattr(submitted, name)(*MOVES[name])
     assert waited_ns == [5]
     clock.advance(5)
     assert submitted.waiting_ns() == 0
     assert not submitted.abandon(), "it is not inside the executor"
     executor.meanwhile = give_up
     with pytest.raises(Abandoned):
-        getattr(submitted, name)([1], [])
+        getattr(submitted, name)(*MOVES[name])

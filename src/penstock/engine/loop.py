@@ -235,7 +235,7 @@ class Engine:
             self._is_verified = False
             self._submitted.submit(plan, copies, now_ns)
         elif copies:
-            self._executor.copy_blocks(copies)
+            self._submitted.copy_blocks(copies)
         if not self._submitted:
             return False
         if plan is None or self._submitted.is_full:

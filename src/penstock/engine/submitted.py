@@ -71,6 +71,14 @@ class Submitted:
         finally:
             self._come_back()
 
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks although no step follows."""
+        self._since_ns = self._clock.now_ns()
+        try:
+            self._executor.copy_blocks(copies)
+        finally:
+            self._come_back()
+
     def collect(self) -> tuple[Flight, StepResult]:
         """Wait for the oldest step. It counts as in flight until `forget`."""
         flight = self._flights[0]
