@@ -93,6 +93,18 @@ async def test_what_waits_when_it_closes_is_told(pool, held):
         await pool.run(LARGE_SIZE, held)
 
 
+async def test_an_answer_that_is_complete_is_put_together_though_the_server_ends(pool, held):
+    busy = await begin(pool, [LARGE_SIZE] * 2, held)
+    await until(lambda: held.num_begun == 2)
+    queued = asyncio.create_task(pool.finish(LARGE_SIZE, lambda: "waited in the line"))
+    await asyncio.sleep(0)
+    pool.close()
+    assert await pool.finish(LARGE_SIZE, lambda: "came later") == "came later"
+    assert await queued == "waited in the line"
+    held.release()
+    await asyncio.gather(*busy)
+
+
 async def test_the_server_drains_and_tells_about_itself_while_texts_are_read(held, monkeypatch):
     runtime = make_runtime()
     monkeypatch.setattr(runtime.tokenizer, "encode", held)

@@ -10,6 +10,7 @@ done by     the event loop, at once        two threads            one thread
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -51,8 +52,11 @@ class OffLoop:
         return await line.do(size, work)
 
     async def finish(self, size: int, work: Callable[[], _Result]) -> _Result:
-        """As `run`, for the end of what was let in already: never turned away because of others."""
-        return work() if size <= INLINE_MAX_SIZE else await self._line(size).do(size, work)
+        """As `run`, for the end of what was let in already: not turned away because of others, nor because the server ends."""
+        if size > INLINE_MAX_SIZE:
+            with contextlib.suppress(Rejected):  # the lines are closed: whoever drains wants this answer, and no others come
+                return await self._line(size).do(size, work)
+        return work()
 
     def close(self) -> None:
         """Do no more than has begun. Does not wait. Idempotent."""
