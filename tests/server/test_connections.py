@@ -45,6 +45,21 @@ async def test_a_client_that_leaves_ends_its_requests_within_one_step(gated, gat
     await until(lambda: gate.num_known_requests == n)  # They are forgotten with the next plan, and hold no blocks now.
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("num_behind", [1, 3])
+async def test_a_client_that_leaves_with_requests_behind_ends_the_one_that_runs(gated, gate, is_streamed, num_behind):
+    _, writer = await send(gated, LONG | {"stream": is_streamed})
+    await until(lambda: load(gated).num_running == 1)
+    writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * num_behind)
+    await writer.drain()
+    connection = next(iter(gated.server.server_state.connections))
+    await until(lambda: len(connection.pipeline) == num_behind)
+    writer.close()
+    gate.allow(2)
+    await until(lambda: gated.runtime.bridge.num_open_requests == 0)
+    gate.open()
+
+
 async def test_a_client_that_leaves_while_waiting_is_never_run():
     executor = GatedExecutor()
     with running(executor) as server:

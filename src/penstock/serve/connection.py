@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import httptools
 from starlette.responses import Response
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from penstock.serve.direct_body import offer
 from penstock.serve.openai.errors import ApiError, invalid, request_head_too_large, request_timeout, unavailable
@@ -27,6 +27,9 @@ _log = logging.getLogger(__name__)
 MAX_HEAD_BYTES = 1 << 16
 MIN_BYTES_PER_CHECK = 1 << 14
 """In 30 s that is 4.4 kbit/s."""
+
+_MAX_BEHIND = 8
+"""Requests that are read while an earlier one is answered; with more, reading stops until some are."""
 
 _LINGER_S = 2.0
 _UPGRADE_HEADERS = frozenset({b"upgrade", b"http2-settings", b"connection"})
@@ -52,6 +55,8 @@ class HttpConnection(HttpToolsProtocol):
         self._has_news = False
         """A request began, or a piece of body came, with the last bytes."""
         self._read_timer: asyncio.TimerHandle | None = None
+        self._answering: RequestResponseCycle | None = None
+        """The request that the app works on; `cycle` is the one that came last."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -61,6 +66,12 @@ class HttpConnection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_read_timer()
         super().connection_lost(exc)
+        # uvicorn tells the request that came last.
+        answering, self._answering = self._answering, None
+        if answering is not None and not answering.response_complete:
+            answering.disconnected = True
+            answering.message_event.set()
+        self.pipeline.clear()
         _untie(self.transport)
 
     def data_received(self, data: bytes) -> None:
@@ -98,6 +109,9 @@ class HttpConnection(HttpToolsProtocol):
             super().on_headers_complete()
             self._is_in_head = False
             offer(self.scope, self.cycle)
+            if 0 < len(self.pipeline) <= _MAX_BEHIND:
+                # Who does not read does not notice either that the client leaves.
+                self.flow.resume_reading()
 
     def on_body(self, body: bytes) -> None:
         self._has_news = True
@@ -109,6 +123,10 @@ class HttpConnection(HttpToolsProtocol):
         self._is_reading = False
         self._stop_read_timer()
         super().on_message_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)
 
     def shutdown(self) -> None:
         """A request that has not come whole is not waited for."""
