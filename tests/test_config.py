@@ -162,6 +162,8 @@ def test_an_unknown_key_names_the_nearest_and_all_valid_ones(tmp_path: Path) -> 
         ("block_size = []", r"block_size: \[\] is a list, not a count"),
         ("device = 'tpu'", "device: 'tpu' is not available; available: auto, cpu, cuda"),
         ("port = 99999", "port: 99999 is more than 65535"),
+        ("request_timeout = inf", "request_timeout: inf is not a finite number"),
+        ("kv_headroom = nan", "kv_headroom: nan is not a finite number"),
         ("[server]\nport = 1", r"no tables such as \[server\]\. Put all keys at the top level"),
         ("host = ''", "host: '' is empty"),
         ("port = ", "is not TOML"),

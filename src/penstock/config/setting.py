@@ -6,6 +6,7 @@ A setting hangs on a dataclass field, so that default, documentation, flag, envi
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -91,6 +92,8 @@ class Setting:
                 self.check(entry)
         if not isinstance(value, int | float) or isinstance(value, bool):
             return
+        if not math.isfinite(value):
+            raise ValueError(f"{value:g} is not a finite number")
         if self.minimum is not None and value < self.minimum:
             raise ValueError(f"{value:g} is less than {self.minimum:g}")
         if self.maximum is not None and value > self.maximum:
