@@ -17,6 +17,9 @@ from penstock.serve.openai.validation import check_model, check_text_size, check
 from penstock.serve.runtime import Runtime
 from penstock.text.tokenizer import Tokenizer
 
+_OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+"""Fields that say how messages become a prompt."""
+
 
 class TokenizeBody(ChatTemplateFields):
     """Either `prompt`, or `messages` with the fields that a chat has."""
@@ -43,6 +46,9 @@ class TokenizeEndpoint:
         check_model(body.model, self._runtime.model)
         if (body.prompt is None) == (body.messages is None):
             raise invalid("Give either 'prompt' or 'messages'.", "prompt")
+        for name in _OF_MESSAGES if body.messages is None else ():
+            if getattr(body, name) is not None:
+                raise invalid(f"'{name}' needs 'messages': a 'prompt' is tokenised as it stands.", name)
         return await self._answer(http, lambda: self._tokens(body))
 
     async def detokenize(self, body: DetokenizeBody, http: HttpRequest) -> Response:
