@@ -98,6 +98,13 @@ class TestContinuing:
         text = render(source, self.MESSAGES, add_generation_prompt=False, continue_final_message=True)
         assert text.endswith("<|im_start|>assistant\nOnce upon")
 
+    @pytest.mark.parametrize("content", ["", " \n"])
+    def test_a_message_without_words_leaves_the_template_s_own_white_space(self, content):
+        source = CHATML.replace("message.content", "message.content | trim")
+        messages = [*HELLO, {"role": "assistant", "content": content}]
+        text = render(source, messages, add_generation_prompt=False, continue_final_message=True)
+        assert text.endswith("<|im_start|>assistant\n")
+
     def test_the_caller_s_messages_are_not_changed(self):
         render(CHATML, self.MESSAGES, add_generation_prompt=False, continue_final_message=True)
         assert self.MESSAGES[-1]["content"] == "Once upon "

@@ -59,7 +59,7 @@ class ChatTemplate:
         if continue_final_message:
             *others, last = messages
             marked = [*others, {**last, "content": last["content"] + _CONTINUE_MARK}]
-            return _cut_at_mark(self._render(marked, variables, add_generation_prompt=False))
+            return _cut_at_mark(self._render(marked, variables, add_generation_prompt=False), last["content"])
         return self._render(messages, variables, add_generation_prompt=add_generation_prompt)
 
     def _render(
@@ -122,15 +122,16 @@ def read_chat_template(value: str) -> str:
         ) from error
 
 
-def _cut_at_mark(text: str) -> str:
-    """The text before the mark; white space before it goes too if the template trims contents."""
+def _cut_at_mark(text: str, content: str) -> str:
+    """The text before the mark; white space at the end of the content goes too if the template trims contents."""
     at = text.rfind(_CONTINUE_MARK)
     if at >= 0:
         return text[:at]
     at = text.rfind(_CONTINUE_MARK.strip())
     if at < 0:
         raise _invalid("The chat template does not show the last message, so it cannot be continued.", "messages")
-    return text[:at].rstrip()
+    # Of a content that is white space alone the template has left nothing: what stands there is its own.
+    return text[:at].rstrip() if content.strip() else text[:at]
 
 
 def _invalid(detail: str, param: str) -> Rejected:
