@@ -249,6 +249,24 @@ async def test_continuous_usage_counts_up(client):
     assert counts[-1] == 3
 
 
+@pytest.mark.parametrize(
+    ("path", "question"),
+    [
+        ("/v1/completions", {"prompt": "Hello", "echo": True}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}),
+    ],
+)
+async def test_continuous_usage_is_in_the_first_event_too(client, path, question):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {**question, "max_tokens": 2, "stream": True, "stream_options": options}
+    lines = [line for line in (await client.post(path, json=body)).text.split("\n\n") if line]
+    first, *_, last, done = lines
+    assert done == "data: [DONE]"
+    usage = orjson.loads(first.removeprefix("data: "))["usage"]
+    assert usage["completion_tokens"] == 0
+    assert usage["prompt_tokens"] == orjson.loads(last.removeprefix("data: "))["usage"]["prompt_tokens"]
+
+
 async def test_server_timing_tells_where_the_time_went(client):
     response = await client.post(URL, json={"prompt": "Hello"})
     names = [part.split(";dur=")[0] for part in response.headers["server-timing"].split(", ")]

@@ -85,7 +85,7 @@ class ChatEvents:
         self._plain_suffix = b'},"logprobs":null,"finish_reason":null' + self._suffix
 
     def begin(self) -> bytes:
-        role = b'"role":"assistant","content":""' + self._plain_suffix
+        role = b'"role":"assistant","content":""},"logprobs":null,"finish_reason":null' + self._usage_suffix()
         events = b"".join([prefix + role for prefix in self._prefixes])
         if not self._options.has_token_ids:
             return events

@@ -93,9 +93,10 @@ class CompletionEvents:
         self._logprobs = [_logprob_writer(options, tokenizer) for _ in choices] if options.has_logprobs else []
 
     def begin(self) -> bytes:
+        end = b',"logprobs":null,"finish_reason":null' + self._usage_suffix()
         return b"".join(
             [
-                self._prefixes[choice.index] + orjson.dumps(self._echoes[choice.prompt_idx]) + self._plain_suffix
+                self._prefixes[choice.index] + orjson.dumps(self._echoes[choice.prompt_idx]) + end
                 for choice in self._choices
                 if self._echoes[choice.prompt_idx]
             ]
