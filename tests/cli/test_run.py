@@ -29,6 +29,12 @@ def test_one_word_is_the_prompt_unless_it_names_a_model(tiny_model: Path) -> Non
         split_words(("name", "three", "rivers"))
 
 
+def test_a_model_that_is_named_twice_is_wrong_usage(penstock: Penstock, tiny_model: Path) -> None:
+    result = penstock("run", "-m", "qwen2.5-coder:1.5b", tiny_model, "hello", *FAST)
+    assert result.returncode == 2
+    assert "The model is given twice" in result.stderr
+
+
 def test_a_model_alone_is_no_prompt(penstock: Penstock) -> None:
     result = penstock("run", "smollm2:135m")
     assert result.returncode == 2

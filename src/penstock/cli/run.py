@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from penstock.cli.options import EPILOG, GroupedCommand, model_option
 from penstock.cli.talk_options import sampling_choices, talk_config, talk_options
@@ -32,6 +33,8 @@ def run(words: tuple[str, ...], **values: Any) -> None:
     piped = "" if sys.stdin is None or sys.stdin.isatty() else _read_pipe()
     model, prompt = split_words(words)
     if model is not None:
+        if click.get_current_context().get_parameter_source("model") is ParameterSource.COMMANDLINE:
+            raise click.UsageError("The model is given twice: as an argument and with --model.")
         values["model"] = model
     text = "\n\n".join(part for part in (prompt, piped.strip("\n")) if part.strip())
     if not text:
