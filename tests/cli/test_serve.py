@@ -18,6 +18,10 @@ from typing import Any
 
 import pytest
 
+from penstock.cli.serve import check_access
+from penstock.config import ServerConfig
+from penstock.types.errors import ConfigError
+
 Penstock = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -156,6 +160,13 @@ def test_a_variable_for_keys_that_is_empty_does_not_open_the_server(penstock: Pe
     result = penstock("serve", "--port", "0", env={"PENSTOCK_API_KEY": value})
     assert result.returncode == 1
     assert "PENSTOCK_API_KEY is set, but empty" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["PENSTOCK_API_KEY_FILE", "PENSTOCK_SSL_CERTFILE"])
+def test_a_variable_for_a_file_of_keys_or_a_certificate_is_not_empty(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is set, but empty"):
+        check_access(ServerConfig(), {name: ""})
+    check_access(ServerConfig(), {})
 
 
 def test_a_server_that_fails_closes_the_engine(penstock: Penstock, tiny_model: Path, tmp_path: Path) -> None:

@@ -88,6 +88,12 @@ def test_a_blank_key_is_no_key(key):
         KeyRing(["alpha", key])
 
 
+@pytest.mark.parametrize("key", [" secret", "secret\n"])
+def test_a_key_that_no_client_can_send_is_refused(key):
+    with pytest.raises(ConfigError, match="white space"):
+        KeyRing([key])
+
+
 def test_key_files_have_one_key_per_line(tmp_path):
     path = tmp_path / "keys"
     path.write_text("# ours\nalpha\n\n  beta  \n")

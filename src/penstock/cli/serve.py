@@ -47,6 +47,14 @@ def check_access(config: ServerConfig, environ: Mapping[str, str]) -> None:
         raise ConfigError(
             "PENSTOCK_API_KEY is set, but empty: the server would be open to everyone.", remedy="Give a key, or unset it."
         )
+    if not has_keys and "PENSTOCK_API_KEY_FILE" in environ:
+        raise ConfigError(
+            "PENSTOCK_API_KEY_FILE is set, but empty: the server would be open to everyone.", remedy="Name a file, or unset it."
+        )
+    if not config.ssl_certfile and "PENSTOCK_SSL_CERTFILE" in environ:
+        raise ConfigError(
+            "PENSTOCK_SSL_CERTFILE is set, but empty: the server would speak plain HTTP.", remedy="Name a file, or unset it."
+        )
     if config.ssl_keyfile and not config.ssl_certfile:
         raise ConfigError("A TLS key needs its certificate.", remedy="Give --ssl-certfile, too.")
     if config.ssl_certfile:

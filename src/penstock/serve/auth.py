@@ -28,9 +28,11 @@ class KeyRing:
     """Compares a key with all known ones in constant time."""
 
     def __init__(self, keys: Sequence[str]) -> None:
-        """Raises `ConfigError` for a blank key, which a client would match by sending none."""
+        """Raises `ConfigError` for a blank key, which a client would match by sending none, and for one that none can send."""
         if not all(key.strip() for key in keys):
             raise ConfigError("An API key is empty.", remedy="Give --api-key a value.")
+        if any(key != key.strip() for key in keys):
+            raise ConfigError("An API key begins or ends with white space, which no header can carry.", remedy="Leave it out.")
         # Digests under a secret of this process have equal lengths, so the comparison tells nothing about the keys.
         self._secret = secrets.token_bytes(32)
         self._names = {self._digest(key.encode()): _public_name(key) for key in keys}
