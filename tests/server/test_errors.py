@@ -303,6 +303,12 @@ async def test_bad_headers_are_named(client, name, value):
     check(response, 400, "invalid_request_error", name)
 
 
+@pytest.mark.parametrize("name", ["X-Tenant", "X-Deadline-Ms", "X-SLO-TTFT-Ms"])
+async def test_a_header_that_was_sent_twice_is_named(client, name):
+    response = await client.post(COMPLETIONS, json={"prompt": "a"}, headers=[(name, "10000"), (name, "20000")])
+    check(response, 400, "invalid_request_error", name)
+
+
 async def test_body_and_header_must_not_disagree(client):
     response = await client.post(COMPLETIONS, json={"prompt": "a", "request_id": "x"}, headers={"X-Request-Id": "y"})
     check(response, 400, "invalid_request_error", "request_id")

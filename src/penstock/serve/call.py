@@ -106,7 +106,7 @@ def read_terms(scope: Scope, body: GenerationBody, runtime: Runtime, config: Ser
 
 def read_owner(scope: Scope, config: ServerConfig) -> Owner:
     """The header names the tenant if there are no keys or it is trusted, else the key does. Raises 400 if it is malformed."""
-    tenant = Headers(scope=scope).get("X-Tenant")
+    tenant = _value(Headers(scope=scope), "X-Tenant")
     if tenant is not None and not _TENANT.fullmatch(tenant):
         raise _bad_header("X-Tenant", "must be 1 to 64 letters, digits or any of . _ : @ / -")
     key = key_name(scope)
@@ -146,12 +146,20 @@ def _milliseconds(headers: Headers, name: str) -> int | None:
 
 
 def _integer(headers: Headers, name: str, low: int, high: int) -> int | None:
-    text = headers.get(name)
+    text = _value(headers, name)
     if text is None:
         return None
     if not _INTEGER.fullmatch(text) or not low <= int(text) <= high:
         raise _bad_header(name, f"must be an integer from {low} to {high}")
     return int(text)
+
+
+def _value(headers: Headers, name: str) -> str | None:
+    """None if it was not sent. Twice is a 400: which of them a proxy has set, nobody can tell."""
+    values = headers.getlist(name)
+    if len(values) > 1:
+        raise _bad_header(name, "was sent more than once")
+    return values[0] if values else None
 
 
 def _bad_header(name: str, rule: str) -> ApiError:
