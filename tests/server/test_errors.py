@@ -267,6 +267,8 @@ async def test_wrong_method_names_the_right_one(client):
     response = await client.get(CHAT)
     check(response, 405, "method_not_allowed")
     assert response.headers["allow"] == "POST"
+    assert (await client.put("/v1/requests/x")).headers["allow"] == "DELETE, GET, HEAD"
+    assert (await client.post("/health", json={})).headers["allow"] == "GET, HEAD"
 
 
 async def test_chat_without_a_template_says_what_to_do():

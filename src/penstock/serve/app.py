@@ -40,6 +40,7 @@ from penstock.types.errors import Rejected
 
 def create_app(runtime: Runtime, config: ServerConfig) -> FastAPI:
     """The ASGI application over a started runtime. Raises `ConfigError` if the key file is no use."""
+    router = _router(runtime, Service(runtime, config))
     app = FastAPI(
         title="Penstock",
         version=penstock.__version__,
@@ -48,14 +49,14 @@ def create_app(runtime: Runtime, config: ServerConfig) -> FastAPI:
         exception_handlers={
             RequestValidationError: _on_no_json,
             Rejected: _on_rejected,
-            HTTPException: _on_http_exception,
+            HTTPException: _http_exception_handler(router),
         },
         # FastAPI's own pages fetch their viewers from other hosts.
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.include_router(_router(runtime, Service(runtime, config)))
+    app.include_router(router)
     app.openapi = _openapi_writer(app)  # type: ignore[method-assign]
 
     async def docs(_request: HttpRequest) -> Response:
@@ -146,9 +147,17 @@ async def _on_rejected(_request: HttpRequest, error: Exception) -> Response:
     return from_rejected(error).response()
 
 
-async def _on_http_exception(request: HttpRequest, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return from_http_exception(error, request.method, request.url.path).response()
+def _http_exception_handler(router: APIRouter) -> Callable[[HttpRequest, Exception], Coroutine[Any, Any, Response]]:
+    async def on_http_exception(request: HttpRequest, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        # Each of our routes has one method, and Starlette names that of the first which has the path (RFC 9110, 15.5.6: all).
+        routes = [route for route in router.routes if isinstance(route, APIRoute)]
+        methods = {method for route in routes if route.path_regex.match(request.url.path) for method in route.methods or ()}
+        if error.status_code == 405 and methods:
+            error.headers = {"Allow": ", ".join(sorted(methods))}
+        return from_http_exception(error, request.method, request.url.path).response()
+
+    return on_http_exception
 
 
 def _openapi_writer(app: FastAPI) -> Callable[[], dict[str, Any]]:
