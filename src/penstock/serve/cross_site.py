@@ -2,6 +2,7 @@
 
 A browser sends a form, or text, to any address without asking first, localhost included; JSON that is called so only after
 a CORS preflight, which this server does not answer. So a POST that a page of another origin sent must say that it is JSON.
+A page whose host name is made to resolve to this machine (DNS rebinding) is of the same origin; only a key keeps it out.
 """
 
 from __future__ import annotations
