@@ -97,3 +97,22 @@ def test_where_others_leave_no_room_nothing_is_loaded() -> None:
     add(scheduler, late)
     assert "late" in step(scheduler), "it has room for its first chunk, and computes instead"
     assert num_loading(tier) == 0
+
+
+def test_a_prompt_that_was_found_does_not_make_tokens_seem_dear() -> None:
+    """Its last token alone is computed, and the step takes as long as any. To load a block takes longer than to compute it."""
+    late = late_request(num_blocks=12)
+    scheduler, tier = scheduler_above(late, num_blocks=60)
+    tier.load_ns_per_block = 2000.0 * BLOCK
+    now_ns = 0
+    for name, duration_ns in (("first", 40_000), ("found", 20_000)):
+        add(scheduler, make_request(name, 40, max_tokens=1))
+        while (plan := scheduler.schedule(now_ns)) is not None:
+            now_ns += duration_ns * plan.num_tokens // 40 if name == "first" else duration_ns
+            token_ids = {row.request_id: (7,) for row in plan.rows if row.samples}
+            scheduler.commit(plan, StepResult(plan.step_id, token_ids, NO_TIME), now_ns)
+    add(scheduler, late)
+    plan = scheduler.schedule(now_ns)
+    assert plan is not None
+    assert [row.request_id for row in plan.rows] == ["late"]
+    assert num_loading(tier) == 0

@@ -32,7 +32,7 @@ class Running:
         self.untold: set[str] = set()
         """Who runs and is not known to the executor, once it has forgotten those: it gets them in full with their next row."""
         self.prefill_ns_per_token = 0.0
-        """Of the last step without decodes; written by the scheduler."""
+        """As the last step without decodes said that had a good part of the tokens of a full one; written by the scheduler."""
         self._kv = kv
         self._order = policies.order
         self._victim = policies.victim

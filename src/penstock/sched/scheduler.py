@@ -59,6 +59,10 @@ from penstock.types.request import FinishReason, Request, RequestStatus
 from penstock.types.result import StepResult
 from penstock.types.stats import PlanNews, WaitReason
 
+TELLING_SHARE = 4
+"""One in so many of the tokens that a step may have must be prefills for it to say what one of them takes, unless nothing is
+known or it says less: of a smaller one, as after a prefix hit, most is what every step takes."""
+
 
 class Scheduler:
     """Batches over paged KV, one step at a time."""
@@ -356,7 +360,10 @@ class Scheduler:
         self._last_step = StepRecord(counts.num_decodes, num_prefill_tokens, duration_ns, counts.num_prefill_pairs)
         self._last_commit_ns = now_ns
         if not counts.num_decodes and num_prefill_tokens:
-            self._running.prefill_ns_per_token = duration_ns / num_prefill_tokens
+            known, ns_per_token = self._running.prefill_ns_per_token, duration_ns / num_prefill_tokens
+            is_telling = num_prefill_tokens * TELLING_SHARE >= self.capacity.max_step_tokens
+            if is_telling or ns_per_token < known or not known:
+                self._running.prefill_ns_per_token = ns_per_token
 
     def abandon_flights(self) -> None:
         """The steps in flight will never be committed; nothing is scheduled any more."""

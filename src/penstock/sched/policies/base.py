@@ -281,7 +281,7 @@ class VictimView:
     num_lost_tokens: Callable[[Request], int]
     """Tokens that a candidate would have to compute again: those whose blocks nobody else holds. O(its blocks)."""
     prefill_ns_per_token: float
-    """Of the last step without decodes; 0.0 before the first."""
+    """As the last step without decodes said that had a good part of the tokens of a full one; 0.0 before the first."""
     load_ns_per_token: float | None = None
     """To bring a token of a full block back from the tier below the pool, as measured (0.0: not yet); None: there is none."""
     block_size: int = 1
