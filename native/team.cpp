@@ -70,7 +70,9 @@ void Team::run(Work& work, const std::vector<int32_t>& num_tasks) {
         stages.list[i].num_done.store(0, std::memory_order_relaxed);
         stages.list[i].claim.store(make_claim(epoch, static_cast<uint32_t>(num_tasks[i])), std::memory_order_release);
     }
-    epoch_.store(epoch, std::memory_order_release);
+    // Sequentially consistent: else `notify_all` may look for sleepers before a member that goes to sleep can see the epoch, and that one
+    // sleeps through the run.
+    epoch_.store(epoch, std::memory_order_seq_cst);
     if (size_ > 1) epoch_.notify_all();
     run_stages(stages, num_stages, epoch, 0);
 }
