@@ -9,6 +9,7 @@ import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from urllib.parse import quote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -65,7 +66,8 @@ class RequestIdLayer:
             await self._app(scope, receive, send)
         except Exception:
             request_id = identity_of(scope).request_id
-            _log.exception("request %s failed: %s %s", request_id, scope["method"], scope["path"])
+            # Quoted: a line break in an address would begin a line of the log.
+            _log.exception("request %s failed: %s %s", request_id, scope["method"], quote(scope["path"]))
             if send.is_started:
                 raise
             await internal(request_id).response()(scope, receive, send)
