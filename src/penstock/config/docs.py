@@ -18,8 +18,8 @@ Counts may be written `4k` (4,000) or `2Mi` (2,097,152), sizes `512MB` or `4GiB`
 (a bare number is seconds), shares `1%` or `0.01`; several counts `128,512`, or as a list in the file. What may be repeated
 is a list in the file, and separated by spaces in the environment.
 
-`penstock serve` takes all of them; `penstock run` and `penstock chat` take those of Model, KV cache and Compute that mean something to
-a single request (`--help` lists them), and pass over the others in a file.
+`penstock serve` takes all of them; `penstock run` and `penstock chat` take those of Model, KV cache and Compute that mean
+something to a single request (`--help` lists them), and pass over the others in a file.
 
 ```toml
 # penstock.toml
