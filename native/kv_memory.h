@@ -2,7 +2,7 @@
 //
 // A cache is as large as memory allows, and its pages are taken as they are written first. Where a virtual machine gave its free
 // memory back to the host, that takes milliseconds a page (`Arena` in packing.h), and all threads of a step wait for it. So a
-// thread of low priority sees to the first blocks from the start on, and to some after those that steps have reached.
+// thread of low priority sees to the first blocks once the weights are loaded, and to some after those that steps have reached.
 
 #pragma once
 

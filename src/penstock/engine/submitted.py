@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from penstock.clock import Clock
@@ -61,34 +62,24 @@ class Submitted:
 
     def submit(self, plan: StepPlan, copies: Sequence[tuple[int, int]], begun_ns: int) -> None:
         """Copy blocks, then begin a step that was planned since `begun_ns`."""
-        now_ns = self._since_ns = self._clock.now_ns()
-        flight = Flight(plan, now_ns - begun_ns)
-        self._flights.append(flight)
-        try:
+        with self._inside() as now_ns:
+            flight = Flight(plan, now_ns - begun_ns)
+            self._flights.append(flight)
             if copies:
                 self._executor.copy_blocks(copies)
             flight.ticket = self._executor.submit(plan)
-        finally:
-            self._come_back()
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy blocks although no step follows."""
-        self._since_ns = self._clock.now_ns()
-        try:
+        with self._inside():
             self._executor.copy_blocks(copies)
-        finally:
-            self._come_back()
 
     def collect(self) -> tuple[Flight, StepResult]:
         """Wait for the oldest step. It counts as in flight until `forget`."""
         flight = self._flights[0]
         assert flight.ticket is not None, "it was submitted"
-        self._since_ns = self._clock.now_ns()
-        try:
-            result = self._executor.collect(flight.ticket)
-        finally:
-            self._come_back()
-        return flight, result
+        with self._inside():
+            return flight, self._executor.collect(flight.ticket)
 
     def forget(self) -> None:
         """The oldest was told to all whom it concerns."""
@@ -100,24 +91,24 @@ class Submitted:
 
     def read_blocks(self, block_ids: Sequence[int], out: Sequence[memoryview]) -> None:
         """A device that hangs in a step may not come back from this either."""
-        self._since_ns = self._clock.now_ns()
-        try:
+        with self._inside():
             self._executor.read_blocks(block_ids, out)
-        finally:
-            self._come_back()
 
     def write_blocks(self, block_ids: Sequence[int], contents: Sequence[memoryview]) -> None:
-        self._since_ns = self._clock.now_ns()
-        try:
+        with self._inside():
             self._executor.write_blocks(block_ids, contents)
-        finally:
-            self._come_back()
 
-    def _come_back(self) -> None:
-        with self._lock:
-            self._since_ns = None
-            if self._is_abandoned:
-                raise Abandoned
+    @contextmanager
+    def _inside(self) -> Iterator[int]:
+        """The engine thread is inside the executor, since the time that this gives."""
+        began_ns = self._since_ns = self._clock.now_ns()
+        try:
+            yield began_ns
+        finally:
+            with self._lock:
+                self._since_ns = None
+                if self._is_abandoned:
+                    raise Abandoned
 
     # For any thread.
 

@@ -68,9 +68,7 @@ class HttpConnection(HttpToolsProtocol):
         super().connection_lost(exc)
         # uvicorn tells the request that came last.
         answering, self._answering = self._answering, None
-        if answering is not None and not answering.response_complete:
-            answering.disconnected = True
-            answering.message_event.set()
+        _tell_gone(answering)
         self.pipeline.clear()
         _untie(self.transport)
 
@@ -200,7 +198,7 @@ class HttpConnection(HttpToolsProtocol):
                 self.transport.write_eof()
                 self.flow.resume_reading()
                 self.loop.call_later(_LINGER_S, self.transport.close)
-                self._tell_app()
+                _tell_gone(self.cycle)
                 return
         self.transport.close()
 
@@ -209,11 +207,12 @@ class HttpConnection(HttpToolsProtocol):
             return False
         return self.cycle is None or self._is_in_head or not self.cycle.response_started
 
-    def _tell_app(self) -> None:
-        """The client counts as gone for whoever waits for this request's body."""
-        if self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
+
+def _tell_gone(cycle: RequestResponseCycle | None) -> None:
+    """The client counts as gone for whoever works on this request, or waits for its body."""
+    if cycle is not None and not cycle.response_complete:
+        cycle.disconnected = True
+        cycle.message_event.set()
 
 
 def _untie(transport: asyncio.BaseTransport) -> None:
