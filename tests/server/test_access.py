@@ -1,6 +1,7 @@
 """Who may come in, and with how much: keys and body sizes."""
 
 import asyncio
+import http.client
 
 import httpx
 import pytest
@@ -123,6 +124,20 @@ async def test_bodies_without_a_length_are_counted_too(runtime):
 
     async with make_client(runtime, max_body_bytes=2000) as client:
         check(await client.post(COMPLETIONS, content=pieces()), 413, "request_too_large")
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_who_is_still_sending_gets_to_read_the_refusal(is_chunked):
+    body = b" " * 20_000_000
+    with running(config=ServerConfig(port=0, max_body_bytes=2000, shutdown_timeout_s=0.0)) as server:
+        for _ in range(5):
+            connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+            connection.request("POST", COMPLETIONS, iter([body]) if is_chunked else body, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            assert answer.status == 413
+            assert answer.headers["Connection"] == "close"
+            assert b"request_too_large" in answer.read()
+            connection.close()
 
 
 @pytest.mark.parametrize("is_chunked", [False, True])

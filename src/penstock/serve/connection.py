@@ -31,7 +31,7 @@ MIN_BYTES_PER_CHECK = 1 << 14
 _MAX_BEHIND = 8
 """Requests that are read while an earlier one is answered; with more, reading stops until some are."""
 
-_LINGER_S = 2.0
+LINGER_S = 2.0
 _UPGRADE_HEADERS = frozenset({b"upgrade", b"http2-settings", b"connection"})
 _UPGRADE_TOKENS = frozenset({b"upgrade", b"http2-settings"})
 
@@ -197,7 +197,7 @@ class HttpConnection(HttpToolsProtocol):
                 # Closing with bytes unread would reset the connection, and the answer might be lost.
                 self.transport.write_eof()
                 self.flow.resume_reading()
-                self.loop.call_later(_LINGER_S, self.transport.close)
+                self.loop.call_later(LINGER_S, self.transport.close)
                 _tell_gone(self.cycle)
                 return
         self.transport.close()

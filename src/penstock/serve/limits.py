@@ -1,9 +1,18 @@
-"""The largest request body: counted while it is read, whatever `Content-Length` says or leaves out."""
+"""The largest request body: counted while it is read, whatever `Content-Length` says or leaves out.
+
+The connection of a body that is too large is closed, but not at once: that would reset it while bytes are unread, and a client
+that still sends would see the reset instead of the answer. So the answer goes out, and then what still comes is dropped for a
+while.
+"""
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import suppress
+
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from penstock.serve.connection import LINGER_S
 from penstock.serve.openai.errors import request_too_large
 
 
@@ -16,21 +25,39 @@ class BodyLimitLayer:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if _announced_bytes(scope) > self._max_body_bytes:
-            await request_too_large(self._max_body_bytes).response()(scope, receive, send)
-            return
-        num_bytes = 0
+        num_bytes = _announced_bytes(scope)
+        is_too_large = num_bytes > self._max_body_bytes
 
         async def counted_receive() -> Message:
-            nonlocal num_bytes
+            nonlocal num_bytes, is_too_large
             message = await receive()
             if message["type"] == "http.request":
                 num_bytes += len(message.get("body", b""))
                 if num_bytes > self._max_body_bytes:
+                    is_too_large = True
                     raise request_too_large(self._max_body_bytes)
             return message
 
-        await self._app(scope, counted_receive, send)
+        async def send_and_linger(message: Message) -> None:
+            if is_too_large and message["type"] == "http.response.body" and not message.get("more_body"):
+                await send({**message, "more_body": True})  # Its length was announced, so the client has it all.
+                await _drop_body(receive)
+                message = {"type": "http.response.body"}
+            await send(message)
+
+        if is_too_large:
+            await request_too_large(self._max_body_bytes).response()(scope, receive, send_and_linger)
+            return
+        num_bytes = 0
+        await self._app(scope, counted_receive, send_and_linger)
+
+
+async def _drop_body(receive: Receive) -> None:
+    """Read on until the body ends, the client leaves or `LINGER_S` have passed."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(LINGER_S):
+            while (await receive()).get("more_body"):
+                pass
 
 
 def _announced_bytes(scope: Scope) -> int:
