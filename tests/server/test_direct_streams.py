@@ -1,16 +1,19 @@
 """Streams over HTTP: their events are written past ASGI, and a client that does not read costs a bounded amount of memory."""
 
 import asyncio
+import contextlib
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import AsyncIterator, Iterator
 
 import httpx
 import orjson
 import pytest
-from harness import GatedExecutor, running, until
+from harness import GatedExecutor, LiveServer, running, until
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 
 from penstock.serve.bridge import _MERGE_ABOVE_CHUNKS, Stream
+from penstock.serve.connection import HttpConnection
 from penstock.serve.direct_body import DirectBody
 
 COMPLETION = ("/v1/completions", {"prompt": "hello"})
@@ -118,3 +121,33 @@ async def test_a_client_that_does_not_read_is_bounded_and_nobody_notices(watched
     said = [token for event in events(answer.decode()) for token in event["choices"][0]["logprobs"]["tokens"]]
     assert len(said) == num_tokens
     assert num_written_while_unread < len(answer) / 2, "most of the answer has to be held back for this test to say anything"
+
+
+@contextlib.asynccontextmanager
+async def unread_stream(monkeypatch, write_timeout_s: float) -> AsyncIterator[tuple[LiveServer, socket.socket]]:
+    """A stream whose request has ended and of which the client has read nothing yet."""
+    monkeypatch.setattr(HttpConnection, "write_timeout_s", write_timeout_s)
+    with running() as server:
+        server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL_BUFFER_BYTES)
+        with await open_unread(server, 2000) as unread:
+            await until(lambda: server.runtime.engine.load().num_running == 1)
+            await until(lambda: server.runtime.engine.load().num_running == 0)
+            yield server, unread
+
+
+async def test_a_client_that_never_reads_is_cut_off(monkeypatch):
+    async with unread_stream(monkeypatch, write_timeout_s=0.1) as (server, unread):
+        await until(lambda: not server.server.server_state.connections)
+        await until(lambda: not server.server.server_state.tasks)
+        with pytest.raises((ConnectionResetError, AssertionError)):  # the end of it is missing
+            await asyncio.wait_for(read_answer(unread), 20)
+
+
+async def test_a_client_that_reads_slowly_is_not(monkeypatch):
+    async with unread_stream(monkeypatch, write_timeout_s=0.4) as (_, unread):
+        data, begin = bytearray(), time.monotonic()
+        while not data.endswith(END):
+            data += await asyncio.get_running_loop().sock_recv(unread, 1 << 16)
+            if time.monotonic() - begin < 1.5:
+                await asyncio.sleep(0.05)
+    assert time.monotonic() - begin > 1.2, "it was not slow"

@@ -3,7 +3,8 @@
 Made by uvicorn for every connection, on the event loop. Reads requests and refuses malformed ones; never looks at a route.
 
 head        at most `MAX_HEAD_BYTES`, as are trailers and whatever else brings no body; beyond is a 431
-time        a request that was begun has to go on by `MIN_BYTES_PER_CHECK` in every `read_timeout_s`; else it is a 408
+time        a request that was begun has to go on by `MIN_BYTES_PER_CHECK` in every `read_timeout_s`; else it is a 408.
+            Who takes nothing of an answer for `write_timeout_s`, with more waiting than the system's buffers hold, is cut off
 upgrades    an offer of another protocol (HTTP/2 by Java's client or curl, WebSocket) is passed over, as RFC 9110 7.8 allows
 refusals    an error object; then what the client still sends is dropped for a while, so that it gets to read the answer
 """
@@ -38,6 +39,7 @@ _UPGRADE_TOKENS = frozenset({b"upgrade", b"http2-settings"})
 
 class HttpConnection(HttpToolsProtocol):
     read_timeout_s: ClassVar[float] = 30.0
+    write_timeout_s: ClassVar[float] = 60.0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -55,6 +57,9 @@ class HttpConnection(HttpToolsProtocol):
         self._has_news = False
         """A request began, or a piece of body came, with the last bytes."""
         self._read_timer: asyncio.TimerHandle | None = None
+        self._num_unsent_at_check = 0
+        self._write_timer: asyncio.TimerHandle | None = None
+        """There while uvicorn's writing is paused."""
         self._answering: RequestResponseCycle | None = None
         """The request that the app works on; `cycle` is the one that came last."""
 
@@ -65,6 +70,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_read_timer()
+        self._stop_write_timer()
         super().connection_lost(exc)
         # uvicorn tells the request that came last.
         answering, self._answering = self._answering, None
@@ -89,6 +95,14 @@ class HttpConnection(HttpToolsProtocol):
         elif self.timeout_keep_alive_task is None and (self.cycle is None or self.cycle.response_complete):
             # What came was an empty line, or the end of a request that had been answered before.
             self._await_request()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._start_write_timer()
+
+    def resume_writing(self) -> None:
+        self._stop_write_timer()
+        super().resume_writing()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -175,6 +189,22 @@ class HttpConnection(HttpToolsProtocol):
             self._start_read_timer()
         else:
             self._refuse(request_timeout(self.read_timeout_s))
+
+    def _start_write_timer(self) -> None:
+        self._num_unsent_at_check = self.transport.get_write_buffer_size()
+        self._write_timer = self.loop.call_later(self.write_timeout_s, self._check_taken)
+
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    def _check_taken(self) -> None:
+        if self.transport.get_write_buffer_size() < self._num_unsent_at_check:
+            self._start_write_timer()
+        else:
+            _log.debug("a client took nothing of its answer in %g s", self.write_timeout_s)
+            self.transport.abort()
 
     def _await_request(self) -> None:
         self._unset_keepalive_if_required()
