@@ -161,6 +161,25 @@ def test_while_it_restarts_requests_are_refused_and_the_process_is_called_alive(
     assert rig.supervisor.close(TIMEOUT_S)
 
 
+def test_it_restarts_from_the_moment_in_which_an_engine_failed():
+    states = []
+
+    class WatchedRig(Rig):
+        def _make(self, on_failed):
+            def failed():
+                states.append(self.supervisor.state)
+                on_failed()
+
+            return super()._make(failed)
+
+    rig = WatchedRig(breaking(), HashExecutor(TINY))
+    rig.supervisor.start()
+    rig.run("a")
+    until(lambda: rig.supervisor.state is EngineState.READY)
+    assert states == [EngineState.RESTARTING]
+    assert rig.supervisor.close(TIMEOUT_S)
+
+
 def test_an_engine_that_can_not_be_made_is_tried_again(started):
     rig = started(breaking(), MemoryError("no memory yet"), HashExecutor(TINY))
     rig.run("a")

@@ -57,7 +57,7 @@ class Supervisor:
         self._lock = threading.Lock()
         """Held to put another engine in place, and to close: one that is closing gets no successor."""
         self._is_closing = False
-        self._is_restarting = False
+        self._has_given_up = False
         self._restarts_ns: deque[int] = deque()
         """Of those within the window."""
         self._news = threading.Event()
@@ -67,7 +67,8 @@ class Supervisor:
     @property
     def state(self) -> EngineState:
         state = self._engine.state
-        return EngineState.RESTARTING if state is EngineState.FAILED and self._is_restarting else state
+        has_successor = not (self._is_closing or self._has_given_up)
+        return EngineState.RESTARTING if state is EngineState.FAILED and has_successor else state
 
     def start(self) -> None:
         """Start the engine and the watch."""
@@ -94,7 +95,6 @@ class Supervisor:
         """As `Engine.drain`; an engine that fails from now on is not replaced."""
         with self._lock:
             self._is_closing = True
-            self._is_restarting = False
             self._engine.drain()
         self._news.set()
 
@@ -108,7 +108,6 @@ class Supervisor:
 
     def _wake(self) -> None:
         """Called by the thread of an engine that has failed."""
-        self._is_restarting = not self._is_closing
         self._news.set()
 
     # The watchdog's thread.
@@ -122,12 +121,8 @@ class Supervisor:
                 self._free(self._engine)
                 if not self._restart("it failed"):
                     return
-            elif self._is_stuck():
-                self._is_restarting = True
-                if not self._engine.abandon():
-                    self._is_restarting = False
-                elif not self._restart("its step did not end in time"):
-                    return
+            elif self._is_stuck() and self._engine.abandon() and not self._restart("its step did not end in time"):
+                return
 
     def _is_stuck(self) -> bool:
         return self._step_timeout_ns is not None and self._engine.step_age_ns() > self._step_timeout_ns
@@ -153,7 +148,7 @@ class Supervisor:
                 _logger.exception("the engine could not be made anew")
                 continue
             return True
-        self._is_restarting = False
+        self._has_given_up = True
         return False
 
     def _may_restart(self) -> bool:
@@ -174,7 +169,6 @@ class Supervisor:
             if not self._is_closing:
                 engine.start()
                 self._engine = engine
-                self._is_restarting = engine.state is EngineState.FAILED  # already, again
                 self._on_restart()
                 _logger.warning("the engine is ready again")
                 return
