@@ -22,8 +22,8 @@ struct Tiles {
     const uint8_t* values[kSegmentTiles];
 };
 
-// Those of one segment, and for each one that is fetched into the cache meanwhile: keys while keys are read, values while values
-// are.
+// Those of one segment, and for each one that is fetched into the cache meanwhile: keys while keys are read and while weights are
+// computed, values while values are.
 struct Segment {
     Tiles tiles, ahead;
 };
@@ -111,7 +111,7 @@ PENSTOCK_INLINE void score_tiles(const Segment& segment, int tile, const Queries
     constexpr int kKeyBytes = kLanes * kQueryBytes;
     const uint8_t* const* keys = segment.tiles.keys + tile;
     const uint8_t* const* ahead = segment.ahead.keys + tile;
-    const int group_steps = Kv::steps_of_group(steps);
+    const int group_steps = Kv::steps_of_group(steps), fetched = steps / 2;  // the others: KeyFetcher
     int64_t scales = int64_t{steps} * kKeyBytes;
     vf sum[kTiles][kCount];
     PENSTOCK_UNROLL for (int u = 0; u < kTiles; ++u) {
@@ -128,7 +128,9 @@ PENSTOCK_INLINE void score_tiles(const Segment& segment, int tile, const Queries
         do {
             vb k[kTiles];
             PENSTOCK_UNROLL for (int u = 0; u < kTiles; ++u) {
-                if constexpr (kFetch) prefetch(ahead[u] + d * kKeyBytes);
+                if constexpr (kFetch) {
+                    if (d < fetched) prefetch(ahead[u] + d * kKeyBytes);
+                }
                 k[u] = load64(keys[u] + d * kKeyBytes);
             }
             PENSTOCK_UNROLL for (int p = 0; p < kCount; ++p) {
@@ -194,6 +196,19 @@ PENSTOCK_INLINE void scale_weights(const Scratch& scratch, Seen seen, Units& uni
     const vf factor = set1(kLargestInteger / top);
     for (int i = 0; i < step_above(units.end); i += kLanes) store(scratch.units + i, mul(load(scratch.value_scales + i), factor));
 }
+
+// Fetches the second half of each tile of keys a few at a time, so that memory has something to do while weights are computed.
+struct KeyFetcher {
+    const uint8_t* const* tiles;
+    int at, end;  // tiles
+    int begin_bytes, end_bytes;
+
+    PENSTOCK_MEMBER void fetch(int count) {
+        for (const int stop = at + count < end ? at + count : end; at < stop; ++at) {
+            for (int i = begin_bytes; i < end_bytes; i += 64) prefetch(tiles[at] + i);
+        }
+    }
+};
 
 // kColumns * 16 columns of o from column d on.
 template <typename Kv, int kCount, int kColumns>
@@ -261,7 +276,7 @@ PENSTOCK_INLINE void load_value_scales(const KvLayer& kv, const Tiles& tiles, in
 // and the bounds of their scores and their sums of weights. Weights are needed for the positions [from, end).
 template <typename Kv>
 PENSTOCK_INLINE void weigh_query(const AttentionTask& t, const Pairs& pairs, int at, int count, int row, Seen seen, Units& units,
-                                 int from, int end, const Scratch& scratch, const State& out) {
+                                 int from, int end, const Scratch& scratch, KeyFetcher& keys, const State& out) {
     float* scores = scratch.scores + row * kSegment;
     uint16_t* weights = scratch.weights + row * kSegment;
     const int first = step_below(seen.lo), stop = step_above(seen.hi);
@@ -269,6 +284,7 @@ PENSTOCK_INLINE void weigh_query(const AttentionTask& t, const Pairs& pairs, int
     float shift[kPairs];
     for (int p = 0; p < count; ++p) {
         float* own = scores + p * kSegment;
+        keys.fetch(2);
         if (is_capped) cap(own, seen.lo, seen.hi, pairs.factor[at + p], t.softcap);
         mask(own, seen.lo, seen.hi, Kv::kNothing);
         const float top = largest_of(own, first, stop), factor = is_capped ? 1.0f : pairs.factor[at + p];
@@ -283,6 +299,7 @@ PENSTOCK_INLINE void weigh_query(const AttentionTask& t, const Pairs& pairs, int
     for (int p = 0; p < count; ++p) {
         const float *own = scores + p * kSegment, factor = is_capped ? 1.0f : pairs.factor[at + p];
         uint16_t* own_weights = weights + p * kSegment;
+        keys.fetch(4);
         if constexpr (kIsInt8<Kv>) {
             scratch.factor[row + p] = units.largest * (1.0f / kLargestInteger);
             out.sum[at + p] = soften_scaled(own, scratch.units, own_weights, first, stop, factor, shift[p]);
@@ -311,27 +328,30 @@ void attend_segment(const AttentionTask& t, const Pairs& pairs, int at, int coun
     // Positions are relative to the segment from here on. Values are read in pairs of positions.
     const int last = pairs.last[at + count - 1] - begin, end = last < kSegment ? last + 1 : kSegment, padded = (end + 1) & ~1;
     const int from = pairs.first[at] > begin ? step_below(pairs.first[at] - begin) : 0;
-    const int groups = (head_dim + kGroup - 1) / kGroup;
+    const int groups = (head_dim + kGroup - 1) / kGroup, num_tiles = (end + kKvTile - 1) / kKvTile;
     for (int p = 0; p < count; p += kScorePairs) {
         dispatch_count<kScorePairs>(count - p < kScorePairs ? count - p : kScorePairs, [&]<int kCount>() {
             const auto score = at + p == 0 ? score_pairs<Kv, kCount, true> : score_pairs<Kv, kCount, false>;
             const Queries q{integers_of(scratch, at + p, head_dim, kQueryBytes / Kv::kColumns), scratch.q_scales + at * groups + p,
                             scratch.q_starts + at * groups + p};
-            score(segment, from / kKvTile, (end + kKvTile - 1) / kKvTile, q, head_dim, scratch.scores + p * kSegment);
+            score(segment, from / kKvTile, num_tiles, q, head_dim, scratch.scores + p * kSegment);
         });
     }
+    const int steps = head_dim / Kv::kColumns, key_bytes = kLanes * kQueryBytes;
+    KeyFetcher keys{segment.ahead.keys, at == 0 ? from / kKvTile : num_tiles, num_tiles, steps / 2 * key_bytes, steps * key_bytes};
     for (int p = 0, stop = 0; p < count; p = stop) {
         const int first = pairs.first[at + p] - begin, position = pairs.last[at + p] - begin;
         while (++stop < count && pairs.last[at + stop] - begin == position) {
         }
         const Seen seen{first > 0 ? first : 0, position < end ? position + 1 : end};
         if (seen.lo < seen.hi) {
-            weigh_query<Kv>(t, pairs, at + p, stop - p, p, seen, units, from, padded, scratch, out);
+            weigh_query<Kv>(t, pairs, at + p, stop - p, p, seen, units, from, padded, scratch, keys, out);
             if (t.next && position < kSegment) fetch_pairs(*t.next, pairs, at + p, stop - p, head_dim);
         } else {
             for (int i = p; i < stop; ++i) memset(scratch.weights + i * kSegment + from, 0, sizeof(uint16_t) * (padded - from));
         }
     }
+    keys.fetch(num_tiles);
     if (!kIsInt8<Kv> && end % 2) copy_odd_values(segment.tiles, end, head_dim, scratch.odd);
     dispatch_count<kPairs>(count, [&]<int kCount>() {
         weigh_pairs<Kv, kCount>(segment, from, end, scratch, head_dim, out.o + at * head_dim);
