@@ -7,13 +7,16 @@ import errno
 import re
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from penstock.build import build_runtime
-from penstock.config import Backend, BackendConfig, Config, KvConfig, SchedulerConfig
+from penstock.config import Backend, BackendConfig, Config, KvConfig, ModelConfig, SchedulerConfig
 from penstock.engine import transfers
 from penstock.engine.loop import EngineState
 from penstock.models.catalog import resolve
@@ -97,6 +100,39 @@ def test_another_model_finds_nothing(gguf: Path, tmp_path: Path) -> None:
             assert ask(runtime)[1] == 0
         finally:
             runtime.close(30.0)
+
+
+class BiasedLlama(TinyLlama):
+    """Like Qwen2.5: a bias of keys that is much larger than they are, and a pair of columns that turns by 0.64 radians over 128
+    positions and by 1.28 over 256."""
+
+    def weights(self) -> dict[str, NDArray[np.float32]]:
+        return {name: value * (500 if name.endswith("k_proj.bias") else 1) for name, value in super().weights().items()}
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_keys_that_are_stored_without_another_part_of_their_bias_are_discarded(
+    tmp_path: Path, backend: str, has_bias: bool
+) -> None:
+    """Which part that is depends on the longest request. Keys without a bias are the same for all."""
+    path = write_gguf(tmp_path / "tiny.gguf", BiasedLlama(has_qkv_bias=has_bias, rope_theta=4800.0))
+    answers = []
+    for folder, max_model_len, num_expected in (
+        ("kept", 256, 0),
+        ("kept", 128, 0 if has_bias else 96),
+        ("other", 128, 0),
+        ("kept", 120, 96),
+    ):
+        settings = replace(config(tmp_path / folder, backend=backend), model=ModelConfig(max_model_len=max_model_len))
+        runtime = build(path, settings)
+        try:
+            tokens, num_cached = ask(runtime)
+        finally:
+            runtime.close(30.0)
+        answers.append(tokens)
+        assert num_cached == num_expected, f"{folder}, {max_model_len}"
+    assert answers[1] == answers[2]
 
 
 def test_without_prefix_caching_nothing_is_kept(gguf: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +12,32 @@ import pytest
 from penstock.backends import cuda
 from penstock.config import BackendConfig, Config, KvConfig
 from penstock.parts.disk_tier import _kv_fingerprint
+from penstock.types.model_spec import ModelSpec
+from penstock.types.plan import Capacity
+
+SPEC = ModelSpec(
+    architecture="qwen2",
+    vocab_size=100,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=16,
+    intermediate_size=40,
+    norm_eps=1e-6,
+    rope_inv_freq=tuple(10_000.0 ** -(i / 8) for i in range(8)),
+    max_model_len=1000,
+    tie_word_embeddings=True,
+    has_qkv_bias=True,
+)
 
 
-def fingerprint(path: Path, kv: KvConfig | None = None, **backend: Any) -> bytes:
+def fingerprint(
+    path: Path, kv: KvConfig | None = None, *, spec: ModelSpec = SPEC, num_positions: int = 900, **backend: Any
+) -> bytes:
     config = Config(backend=BackendConfig(device="cuda", backend="cuda", **backend), kv=kv or KvConfig())
-    return _kv_fingerprint(config, SimpleNamespace(path=path), SimpleNamespace(block_bytes=64))  # type: ignore[arg-type]
+    executor = SimpleNamespace(block_bytes=64, capacity=Capacity(2, 16, 1, 1, 50), num_positions=num_positions)
+    return _kv_fingerprint(config, SimpleNamespace(path=path, spec=spec), executor)  # type: ignore[arg-type]
 
 
 def test_a_server_finds_the_kv_that_it_would_compute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,5 +50,9 @@ def test_a_server_finds_the_kv_that_it_would_compute(tmp_path: Path, monkeypatch
     assert fingerprint(model, deterministic=True) != own
     assert fingerprint(model, attention="triton") != own
     assert fingerprint(model, KvConfig(kv_cache_dtype="int8")) != own
+    assert fingerprint(model, num_positions=800) == own
+    assert fingerprint(model, num_positions=300) != own
+    without = replace(SPEC, has_qkv_bias=False)
+    assert fingerprint(model, num_positions=300, spec=without) == fingerprint(model, spec=without)
     model.write_bytes(b"others!")
     assert fingerprint(model) != own

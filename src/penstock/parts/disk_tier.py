@@ -52,9 +52,20 @@ def _kv_fingerprint(config: Config, model: LoadedModel, executor: Executor) -> b
     from penstock.models.fingerprint import fingerprint
 
     parts = [__version__, config.backend.backend, getattr(executor, "variant", ""), *_kernels(config)]
-    parts += [str(kv_dtype(config)), config.kv.block_size, executor.block_bytes]
+    parts += [str(kv_dtype(config)), config.kv.block_size, executor.block_bytes, *_pairs_without_bias(model, executor)]
     own = blake2b(repr(parts).encode(), digest_size=32, key=fingerprint(model.path))
     return own.digest()
+
+
+def _pairs_without_bias(model: LoadedModel, executor: Executor) -> Sequence[object]:
+    """Pairs of columns of keys that are stored without their bias, which depends on the longest request; for each rotation."""
+    from penstock.models.key_centre import still_pairs
+    from penstock.models.program import KvWrite
+    from penstock.models.registry import describe
+
+    num_positions = getattr(executor, "num_positions", executor.capacity.max_model_len)  # what a GPU's was made for
+    rotations = {op.inv_freq for op in describe(model.spec).ops if isinstance(op, KvWrite) and op.bias is not None}
+    return [still_pairs(inv_freq, num_positions) for inv_freq in sorted(rotations)]
 
 
 def _kernels(config: Config) -> Sequence[object]:

@@ -74,6 +74,7 @@ class CudaExecutor:
         if depth < 1:
             raise ValueError(f"depth must be at least 1, not {depth}")
         self._capacity = Capacity(num_blocks, block_size, max_rows, max_step_tokens, max_model_len)
+        self._num_positions = max_model_len
         self._depth = depth
         self._device = torch.device(device)
         self._stream = open_stream(self._device, spins=depth == 1)
@@ -173,6 +174,12 @@ class CudaExecutor:
     @property
     def capacity(self) -> Capacity:
         return self._capacity
+
+    @property
+    def num_positions(self) -> int:
+        """Of the longest request that it was made for, which says what keys are stored without (`models.key_centre`); `resize`
+        changes the limit alone."""
+        return self._num_positions
 
     @property
     def depth(self) -> int:
