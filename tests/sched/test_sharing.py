@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 
+from penstock.sched.policies.budgets import DecodeFirst
 from penstock.sched.policies.presets import TABLES, make_policies
 from penstock.testing import Driver, HashExecutor, expected_tokens, make_core, make_request, run_to_completion
 from penstock.testing.hashing import HashModel
@@ -163,3 +164,36 @@ def test_a_prompt_that_grows_out_of_an_answer_computes_what_is_new() -> None:
     check_answers([second], outcomes)
     assert second.num_cached_tokens == 29, "all that was computed: the last token of an answer never is"
     assert executor.num_computed_tokens - before == 4
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("num_others", [3, 15])
+def test_a_prefix_is_found_as_soon_as_it_is_there_however_it_was_cut(num_others: int, depth: int) -> None:
+    """Others decode, and leave the prompt one token of a step, or as many that it lacks one of them in the end."""
+    capacity = Capacity(num_blocks=200, block_size=16, max_rows=32, max_step_tokens=16, max_model_len=200)
+    core = make_core(capacity, make_policies(budget="decode-first"))
+    executor = HashExecutor(capacity, depth=depth)
+    driver = Driver(core, executor)
+    driver.turn(*[Add(make_request(f"o{idx}", [60 + idx], max_tokens=30)) for idx in range(num_others)])
+    equal = choices(2, 27, 30)
+    driver.turn(*map(Add, equal))
+    while equal[1].first_scheduled_ns is None:
+        driver.turn()
+        core.check()
+    assert len(equal[0].output_token_ids) <= 4, "all that the other lacked had been there for long"
+    assert equal[1].num_cached_tokens == equal[1].num_prompt_tokens - 1
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_nobody_waits_for_what_another_has_computed(depth: int) -> None:
+    """The last piece but one of its prompt is a single token, and others stand aside for that block."""
+    capacity = Capacity(num_blocks=200, block_size=16, max_rows=4, max_step_tokens=64, max_model_len=200)
+    core = make_core(capacity, make_policies(budget=DecodeFirst(long_prefill_token_threshold=1)))
+    driver = Driver(core, HashExecutor(capacity, depth=depth))
+    equal = choices(2, 27, 30)
+    driver.turn(*map(Add, equal))
+    while equal[1].first_scheduled_ns is None:
+        driver.turn()
+        core.check()
+    assert len(equal[0].output_token_ids) <= 1
+    assert equal[1].num_cached_tokens == 26

@@ -22,7 +22,7 @@ def check(manager: KVManager) -> None:
     5. A group's cached blocks are as many as are counted, each kept and of that group alone; what would be evicted is of
        a group that has some.
     6. Each slot of the tier below, if there is one, is free, present or busy, and has one hash at most.
-    7. Who is said to compute a block next holds blocks, and computes that one.
+    7. Who is said to compute a block next holds blocks, and computes that one as part of a prefill.
     """
     _check_free_list(manager)
     _check_groups(manager)
@@ -97,6 +97,7 @@ def _check_coming(manager: KVManager) -> None:
         table = tables[leader.request_id]
         assert table.block_ids, f"{leader.request_id!r} does not run, and others wait for it"
         assert table.leads == key, f"{leader.request_id!r} does not compute what others wait for"
+        assert leader.num_behind > 1, f"{leader.request_id!r} has computed its prompt, and others wait for it"
         assert key.startswith(table.parent(table.num_full)), f"{leader.request_id!r} has computed what others wait for"
     leading = {request_id for request_id, table in tables.items() if table.leads}
     assert leading == {leader.request_id for leader in manager.coming.values()}, "a leader is not known as one"

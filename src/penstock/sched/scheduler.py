@@ -319,9 +319,10 @@ class Scheduler:
                     reason = FinishReason.LENGTH
                 entries = logprobs.get(request_id, ()) if logprobs else ()
                 add_event(TokenEvent(request_id, token_ids, now_ns, entries, reason, stop_reason, request.num_cached_tokens))
-            if query_len > 1 or not num_computed % block_size:  # a block became full, or others wait for a prefill
+            is_prefill = query_len > 1 or not row.samples
+            if is_prefill or not num_computed % block_size:  # a block became full, or others wait for a prefill
                 self.kv.publish(request)
-                if query_len > 1 and row.samples:  # its prompt is computed: others may begin alike
+                if is_prefill and request.num_tokens - num_computed == 1:  # its prompt is computed: others may begin alike
                     self.kv.publish_tail(request)
             if reason is not None:
                 self.end(request, reason, stop_reason)
