@@ -256,3 +256,16 @@ def test_what_the_pool_contains_is_kept_as_far_as_there_are_slots() -> None:
     table = manager.block_table("a")
     manager.free("a")
     assert manager.content_to_keep() == list(table[:3])
+
+
+def test_tails_take_no_place_from_what_is_kept_at_the_end() -> None:
+    """Only full blocks are spilled: a tier that holds all of those in the pool gets all of them."""
+    manager = KVManager(num_blocks=20, block_size=BLOCK, tier=Tier(3))
+    for name in "abc":
+        request = make_request(name, [ord(name)] * (BLOCK + 2))
+        compute(manager, request)
+        manager.publish_tail(request)
+        manager.free(name)
+    assert manager.num_cached_blocks == 6
+    kept = manager.content_to_keep()
+    assert [manager.index.hash_of(block_id) is None for block_id in kept] == [False] * 3

@@ -96,14 +96,17 @@ class Swapping:
         pool, slots = self._pool, self._tier.slots
         cached = [block_id for block_id in pool.free_block_ids() if pool.is_kept(block_id)]
         missing: list[int] = []
+        num_there = 0
         for block_id in reversed(cached):
             block_hash = self._index.hash_of(block_id)
-            if block_hash is None:
+            if block_hash is None:  # a tail, which is never spilled
                 continue
             if slots.state(block_hash) is None:
                 missing.append(block_id)
-            slots.touch(block_hash)
-        return missing[: max(0, slots.num_slots - (len(cached) - len(missing)))]
+            else:
+                num_there += 1
+                slots.touch(block_hash)
+        return missing[: max(0, slots.num_slots - num_there)]
 
     def forget(self, hashes: Sequence[bytes]) -> None:
         """What a request computed for itself alone is of no use to anybody after its end, neither here nor below."""
