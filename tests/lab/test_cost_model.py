@@ -59,3 +59,15 @@ def test_no_part_costs_less_than_nothing() -> None:
 def test_too_few_steps_are_refused() -> None:
     with pytest.raises(ValueError, match="4 steps can't tell 5 parts apart"):
         fit([(shape, 1) for shape in shapes(4)])
+
+
+def test_a_fit_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="0 steps can't tell 5 parts apart"):
+        fit([])
+
+
+@pytest.mark.parametrize("duration_ns", [0, -1])
+def test_a_step_that_took_no_time_is_refused(duration_ns: int) -> None:
+    """Least squares of numbers without bounds never end."""
+    with pytest.raises(ValueError, match="took no time"):
+        fit([(shape, duration_ns if idx == 7 else 1_000_000) for idx, shape in enumerate(shapes(20))])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -26,15 +26,18 @@ class Fit:
 def fit(steps: Sequence[tuple[StepShape, int]]) -> Fit:
     """Least squares of relative errors over (shape, nanoseconds); no part costs less than nothing.
 
-    Raises ValueError for fewer steps than a cost model has parts.
+    Raises ValueError for fewer steps than a cost model has parts, and for one that took no time.
     """
     model = CostModel()
+    num_parts = len(fields(model))
+    if len(steps) < num_parts:
+        raise ValueError(f"{len(steps)} steps can't tell {num_parts} parts apart")
+    if min(duration_ns for _, duration_ns in steps) <= 0:
+        raise ValueError("a step that took no time has no relative error")
     measured = np.array([duration_ns for _, duration_ns in steps], dtype=float)  # [num_steps]
     matrix = np.array([model.counts(shape) for shape, _ in steps], dtype=float) / measured[:, None]  # [num_steps, num_parts]
-    if len(steps) < matrix.shape[1]:
-        raise ValueError(f"{len(steps)} steps can't tell {matrix.shape[1]} parts apart")
-    costs = np.zeros(matrix.shape[1])
-    kept = list(range(matrix.shape[1]))
+    costs = np.zeros(num_parts)
+    kept = list(range(num_parts))
     while kept:
         solution = np.linalg.lstsq(matrix[:, kept], np.ones(len(steps)), rcond=None)[0]
         if solution.min() >= 0:
