@@ -25,6 +25,7 @@ def test_one_word_is_the_prompt_unless_it_names_a_model(tiny_model: Path) -> Non
     assert split_words(("a model", "a prompt")) == ("a model", "a prompt")
     assert split_words(()) == (None, "")
     assert split_words(("x" * 10_000 + "\0",)) == (None, "x" * 10_000 + "\0")
+    assert split_words(("~100 words about rivers",)) == (None, "~100 words about rivers")
     with pytest.raises(click.UsageError, match="quotes"):
         split_words(("name", "three", "rivers"))
 

@@ -37,6 +37,12 @@ def test_env_names_the_machine_the_versions_and_what_is_missing(penstock: Pensto
     assert DEFAULT_MODEL in facts["missing"]
 
 
+def test_a_folder_of_nobody_is_told(penstock: Penstock) -> None:
+    result = penstock("models", "--cache", "~nobody-of-that-name/cache")
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: '~nobody-of-that-name/cache' names no home folder")
+
+
 def test_pull_of_a_path_says_that_there_is_nothing_to_fetch(penstock: Penstock, tiny_model: Path) -> None:
     result = penstock("pull", tiny_model)
     assert result.returncode == 1

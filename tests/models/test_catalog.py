@@ -10,7 +10,7 @@ from penstock.models import catalog
 from penstock.models.catalog import CATALOG, COMPLETE_MARKER, DEFAULT_MODEL, SourceKind, default_cache_dir, list_models, resolve
 from penstock.models.load import load_model
 from penstock.testing.tiny_models import TinyLlama, write_gguf, write_hf
-from penstock.types.errors import ModelError
+from penstock.types.errors import ConfigError, ModelError
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,13 @@ from penstock.types.errors import ModelError
 )
 def test_cache_directory(environ, wanted):
     assert default_cache_dir(environ) == wanted
+
+
+def test_a_home_folder_that_is_nobodys_is_told(tmp_path):
+    with pytest.raises(ModelError, match="no such file or directory"):
+        resolve("~nobody-of-that-name/model.gguf", tmp_path)
+    with pytest.raises(ConfigError, match=r"'~nobody-of-that-name/cache' names no home folder.*\./~"):
+        default_cache_dir({"PENSTOCK_CACHE": "~nobody-of-that-name/cache"})
 
 
 @pytest.mark.parametrize("name", [DEFAULT_MODEL, "default", "smollm2"])

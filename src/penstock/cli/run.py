@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
@@ -64,11 +65,11 @@ def _read_pipe() -> str:
 
 
 def _names_a_model(word: str) -> bool:
-    from penstock.models.catalog import default_cache_dir, resolve
+    from penstock.models.catalog import resolve
     from penstock.types.errors import ModelError
 
     try:
-        resolve(word, default_cache_dir())
+        resolve(word, Path())  # which folder its files would lie in does not matter
     except (ModelError, OSError, ValueError):  # A prompt may be too long for, or have characters that cannot be in, a path.
         return False
     return True

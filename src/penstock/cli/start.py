@@ -17,10 +17,10 @@ _log = logging.getLogger(__name__)
 
 
 def cache_dir(given: str | None) -> Path:
-    """The folder that was named, or the default one."""
-    from penstock.models.catalog import default_cache_dir
+    """The folder that was named, or the default one. Raises ConfigError if it begins with a home that is nobody's."""
+    from penstock.models.catalog import default_cache_dir, expand_home
 
-    return Path(given).expanduser() if given else default_cache_dir()
+    return expand_home(given) if given else default_cache_dir()
 
 
 def start_runtime(config: Config) -> Runtime:

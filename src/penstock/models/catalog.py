@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from penstock.types.errors import ModelError
+from penstock.types.errors import ConfigError, ModelError
 
 DEFAULT_MODEL = "smollm2:135m"
 COMPLETE_MARKER = ".penstock-complete"
@@ -125,11 +125,22 @@ class ModelListing:
 
 
 def default_cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
-    """$PENSTOCK_CACHE, else $XDG_CACHE_HOME/penstock, else ~/.cache/penstock."""
+    """$PENSTOCK_CACHE, else $XDG_CACHE_HOME/penstock, else ~/.cache/penstock. Raises ConfigError as `expand_home` does."""
     if environ.get("PENSTOCK_CACHE"):
-        return Path(environ["PENSTOCK_CACHE"]).expanduser()
+        return expand_home(environ["PENSTOCK_CACHE"])
     base = environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "penstock"
+    return (Path(base) if base else expand_home("~/.cache")) / "penstock"
+
+
+def expand_home(folder: str) -> Path:
+    """With a home folder in place of `~` or `~user`. Raises ConfigError if there is none."""
+    try:
+        return Path(folder).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{folder!r} names no home folder that is known here.",
+            remedy="Name a folder in full (the cache with --cache or PENSTOCK_CACHE), or ./~... if its own name begins with ~.",
+        ) from error
 
 
 def resolve(model: str, cache_dir: Path) -> ModelSource:
@@ -143,7 +154,10 @@ def resolve(model: str, cache_dir: Path) -> ModelSource:
         return ModelSource(name=entry.name, kind=SourceKind.GGUF, path=models_dir(cache_dir) / entry.member, entry=entry)
     if model.startswith("hf:"):
         return _resolve_hub(model, cache_dir)
-    path = Path(model).expanduser()
+    try:
+        path = expand_home(model)
+    except ConfigError:
+        raise _unknown(model) from None
     if path.is_dir():
         return _resolve_directory(path)
     if path.is_file():
