@@ -117,7 +117,7 @@ def test_what_may_be_repeated_is_a_tuple() -> None:
 @pytest.mark.parametrize(
     ("arguments", "cause"),
     [
-        (["--policy", "lifo"], "Invalid value for '--policy': 'lifo' is not available; available: fcfs, sjf, srpf, edf,"),
+        (["--policy", "lifo"], "Invalid value for '--policy': 'lifo' is not available; available: fcfs,"),
         (["--device", "tpu"], "'tpu' is not available; available: auto, cpu, cuda."),
         (["--kv-cache-dtype", "fp8"], "available: int8, bf16."),
         (["--port", "70000"], "Invalid value for '--port': 70000 is more than 65535."),
