@@ -162,6 +162,11 @@ async def test_request_ids_are_told_back_in_every_answer(client):
         assert (await client.request(method, path)).headers["x-request-id"].startswith("id")
 
 
+async def test_an_id_that_is_sent_twice_is_told_as_that(client):
+    response = await client.post(COMPLETIONS, json=ASK, headers=[("X-Request-Id", "a"), ("X-Request-Id", "b")])
+    assert "was sent more than once" in check(response, 400, "invalid_request_error", "X-Request-Id")["message"]
+
+
 async def test_the_bodys_request_id_is_the_answers(client):
     response = await client.post(COMPLETIONS, json=ASK | {"request_id": "mine"})
     assert response.json()["id"] == "cmpl-mine"
@@ -171,8 +176,15 @@ async def test_the_bodys_request_id_is_the_answers(client):
 async def test_two_keys_are_no_key(locked):
     """Whoever passes the request on may look at the one, and we at the other."""
     headers = [("Authorization", "Bearer key-one"), ("Authorization", "Bearer key-two")]
-    check(await locked.post(COMPLETIONS, json=ASK, headers=headers), 401, "invalid_api_key")
-    check(await locked.post(COMPLETIONS, json=ASK, headers=[headers[0]] * 2), 401, "invalid_api_key")
+    for both in (headers, [headers[0]] * 2):
+        error = check(await locked.post(COMPLETIONS, json=ASK, headers=both), 401, "invalid_api_key")
+        assert "more than once" in error["message"]
+
+
+@pytest.mark.parametrize("header", ["key-one", "Basic key-one", "Bearer", "Bearer ", ""])
+async def test_a_header_without_a_bearers_key_is_told_how_it_should_be(locked, header):
+    error = check(await locked.post(COMPLETIONS, json=ASK, headers={"Authorization": header}), 401, "invalid_api_key")
+    assert "'Authorization: Bearer <key>'" in error["message"]
 
 
 CROSS = [

@@ -68,8 +68,12 @@ class AuthLayer:
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         if not given:
             raise invalid_api_key("No API key was sent. Send the header 'Authorization: Bearer <key>'.")
+        if len(given) > 1:
+            raise invalid_api_key("The header Authorization was sent more than once. Send it once.")
         scheme, _, key = given[0].partition(b" ")
-        name = self._keys.name_of(key.strip()) if scheme.lower() == b"bearer" and len(given) == 1 else None
+        if scheme.lower() != b"bearer" or not key.strip():
+            raise invalid_api_key("The header Authorization holds no bearer's key. Send 'Authorization: Bearer <key>'.")
+        name = self._keys.name_of(key.strip())
         if name is None:
             raise invalid_api_key("The API key is wrong.")
         return name

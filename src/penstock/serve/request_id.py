@@ -57,7 +57,8 @@ class RequestIdLayer:
         scope[_SCOPE_KEY] = identity
         tagged = _TaggedSend(send, identity)
         if given and not is_valid:
-            await invalid(f"The header X-Request-Id must be {_RULE}.", "X-Request-Id").response()(scope, receive, tagged)
+            rule = "was sent more than once" if len(given) > 1 else f"must be {_RULE}"
+            await invalid(f"The header X-Request-Id {rule}.", "X-Request-Id").response()(scope, receive, tagged)
             return
         await self._run(scope, receive, tagged)
 
