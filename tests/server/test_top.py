@@ -141,6 +141,13 @@ async def test_it_shows_a_live_server() -> None:
             assert (await task).status_code == 200
 
 
+async def test_of_several_keys_in_the_environment_it_sends_the_first() -> None:
+    with running(config=ServerConfig(port=0, api_keys=("one", "two"), shutdown_timeout_s=0.0)) as server:
+        arguments = ["top", server.url, "--once", "--interval", "100ms"]
+        shown = await asyncio.to_thread(CliRunner().invoke, cli, arguments, env={"PENSTOCK_API_KEY": "one two"})
+        assert shown.exit_code == 0, shown.exception
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [(["ftp://x"], "does not begin with http"), (["--interval", "soon"], "'soon'"), (["--interval", "1ms"], "less than 100ms")],

@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn
 
 import click
+from click.core import ParameterSource
 
 from penstock.config.units import parse_duration
 from penstock.types.errors import PenstockError
@@ -38,7 +39,7 @@ def top(url: str, api_key: str | None, interval: str, *, once: bool) -> None:
     interval_s = _interval_s(interval)
     if not url.startswith(("http://", "https://")):
         raise click.BadParameter(f"{url!r} does not begin with http:// or https://.", param_hint="'URL'")
-    reader = Reader(url.rstrip("/"), api_key)
+    reader = Reader(url.rstrip("/"), _one_key(api_key))
     if sys.stdout.isatty() and not once:
         _show_live(reader, interval_s)
         return
@@ -80,6 +81,14 @@ def _lines(before: Snapshot, now: Snapshot, look: Look) -> list[str]:
         raise PenstockError(
             f"{now.url} says what can't be shown: {error!r}.", remedy="Is it a Penstock server, and of this version?"
         ) from error
+
+
+def _one_key(api_key: str | None) -> str | None:
+    """The environment may hold several, as `serve` reads it; each of them opens the server."""
+    source = click.get_current_context().get_parameter_source("api_key")
+    if api_key is None or source is not ParameterSource.ENVIRONMENT:
+        return api_key
+    return next(iter(api_key.split()), api_key)
 
 
 def _end(number: int, _frame: object) -> NoReturn:
