@@ -37,6 +37,23 @@ def test_env_names_the_machine_the_versions_and_what_is_missing(penstock: Pensto
     assert DEFAULT_MODEL in facts["missing"]
 
 
+def test_the_settings_file_names_the_cache_for_all(penstock: Penstock, tmp_path: Path, tiny_model: Path) -> None:
+    """What `pull` fetches is where `serve` looks for it, under the same file."""
+    folder = tmp_path / "elsewhere"
+    (folder / "models").mkdir(parents=True)
+    (folder / "models" / "mine.gguf").write_bytes(tiny_model.read_bytes())
+    file = tmp_path / "penstock.toml"
+    file.write_text(f'cache = "{folder}"\nmodel = "qwen2.5-coder"\nport = 8080\n')
+    settings = {"PENSTOCK_CONFIG": str(file), "PENSTOCK_CACHE": ""}
+    assert "mine.gguf" in penstock("models", env=settings).stdout
+    assert f"cache {folder} (" in " ".join(penstock("env", env=settings).stdout.split())
+    assert "mine.gguf" in penstock("models", "--config", file, env={"PENSTOCK_CACHE": ""}).stdout
+    no_index = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path), "PIP_CONFIG_FILE": "/dev/null"}
+    pulled = penstock("pull", env={**settings, **no_index})
+    assert f"put the file at {folder}/models/Qwen2.5" in pulled.stderr
+    assert "cannot be read" in penstock("models", env={"PENSTOCK_CONFIG": "/absent.toml"}).stderr
+
+
 def test_a_folder_of_nobody_is_told(penstock: Penstock) -> None:
     result = penstock("models", "--cache", "~nobody-of-that-name/cache")
     assert result.returncode == 1

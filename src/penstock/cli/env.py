@@ -11,10 +11,12 @@ from collections.abc import Iterator
 import click
 
 from penstock import __version__
+from penstock.cli.options import config_file_option
 
 
 @click.command()
 @click.option("--cache", envvar="PENSTOCK_CACHE", metavar="PATH", help="Folder for fetched weights.")
+@config_file_option
 def env(cache: str | None) -> None:
     """Show the machine, the instruction set chosen, versions, and what is missing."""
     for name, value in _facts(cache):

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from penstock.cli.options import config_file_option
 from penstock.config.units import format_size
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.option("--cache", envvar="PENSTOCK_CACHE", metavar="PATH", help="Folder for fetched weights.")
+@config_file_option
 def models(cache: str | None) -> None:
     """List the models that are known, and those that are here."""
     from penstock.cli.start import cache_dir

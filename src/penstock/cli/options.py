@@ -50,7 +50,7 @@ def config_options(*components: str, without: tuple[str, ...] = ()) -> Callable[
                 for item in reversed(settings_of(component)):
                     if item.key not in ("model", *without):
                         command = _option(item)(command)
-        return _config_file_option(command)
+        return config_file_option(command)
 
     return decorate
 
@@ -144,7 +144,8 @@ def _bad_value(cause: str, ctx: click.Context | None, param: click.Parameter | N
     return click.BadParameter(cause, ctx, param, hint)
 
 
-def _config_file_option(command: _Command) -> _Command:
+def config_file_option(command: _Command) -> _Command:
+    """Adds `--config`: the file's values are defaults of the options that the command has; it passes over the others."""
     return click.option(
         "--config",
         "config_file",

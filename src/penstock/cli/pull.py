@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import click
 
-from penstock.cli.options import model_argument
+from penstock.cli.options import config_file_option, model_argument
 
 
 @click.command()
 @model_argument
 @click.option("--cache", envvar="PENSTOCK_CACHE", metavar="PATH", help="Folder for fetched weights.")
+@config_file_option
 def pull(model: str, cache: str | None) -> None:
     """Fetch MODEL: a catalogue name, or hf:org/repo[:file]. One that is here already is verified."""
     from penstock.cli.start import cache_dir

@@ -19,7 +19,8 @@ Counts may be written `4k` (4,000) or `2Mi` (2,097,152), sizes `512MB` or `4GiB`
 is a list in the file, and separated by spaces in the environment.
 
 `penstock serve` takes all of them; `penstock run` and `penstock chat` take those of Model, KV cache and Compute that mean
-something to a single request (`--help` lists them), and pass over the others in a file.
+something to a single request (`--help` lists them), `pull` the model and the cache, `models` and `env` the cache; they pass
+over the others in a file.
 
 ```toml
 # penstock.toml
