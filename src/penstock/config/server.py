@@ -48,7 +48,7 @@ class ServerConfig(Component):
     )
     slow_request_s: float | None = setting(
         None,
-        "A request that took longer is explained by a line in the log.",
+        "A request that took longer is explained by a warning in the log.",
         kind=Kind.DURATION,
         key="log_slow_requests",
         minimum=0.0,

@@ -207,7 +207,7 @@ class Service:
                 if told
                 else f"took {elapsed_s:.1f} s; why is not known, as no request is explained (--explained-requests)"
             )
-            _log.info("slow request %s: %s", flight.request_id, why)
+            _log.warning("slow request %s: %s", flight.request_id, why)
 
     def _remember(self, flight: _Flight) -> None:
         """For whoever asks after its end."""
