@@ -100,6 +100,13 @@ def test_each_choice_is_marked_as_its_own_blocks_are() -> None:
     assert [row[:6] for row in render(snapshot(), now, Look(width=120))[-3:]] == ["b mine", "a mine", "  mine"]
 
 
+def test_who_has_requests_that_are_not_explained_is_not_told_that_there_are_none() -> None:
+    lines = render(snapshot(), snapshot(1.0, requests=[]), Look(width=120))  # a block is held by one of the caller's
+    assert "--explained-requests 0" in lines[-1]
+    others = {**POOL, "owners": [{"request": None, "blocks": 25}]}
+    assert render(snapshot(), snapshot(1.0, requests=[], pool=others), Look())[-1] == "You have no requests in flight."
+
+
 @pytest.mark.parametrize("height", [8, 12, 24])
 def test_it_fits_the_terminal(height: int) -> None:
     requests = [{"id": f"request-{idx}", "choices": [CHOICE]} for idx in range(50)]

@@ -113,7 +113,7 @@ def _requests(now: Snapshot, look: Look, num_lines: int) -> Iterator[str]:
     rows = [(call, choice) for call in now.requests for choice in call["choices"]]
     rows.sort(key=lambda row: _STATES.index(row[1]["state"]))
     if not rows:
-        yield "You have no requests in flight."
+        yield _none_told(now)[: look.width]
         return
     numbers = {(owner["request"], owner["choice"]): idx for idx, owner in enumerate(now.pool["owners"]) if owner["request"]}
     titles = f"{'state':8} {'for':>7} {'waited':>7} {'prompt':>7} {'cached':>7} {'out':>6}  waited for"
@@ -125,6 +125,12 @@ def _requests(now: Snapshot, look: Look, num_lines: int) -> Iterator[str]:
         yield f"{mark} {_cut(_request(call, choice), look.width - 2)}"
     if len(shown) < len(rows):
         yield f"  and {len(rows) - len(shown)} more"
+
+
+def _none_told(now: Snapshot) -> str:
+    if any(owner["request"] for owner in now.pool["owners"]):
+        return "Your requests are not explained (--explained-requests 0), or have just ended."
+    return "You have no requests in flight."
 
 
 def _request(call: Mapping[str, Any], choice: Mapping[str, Any]) -> str:
