@@ -42,6 +42,19 @@ def test_a_model_alone_is_no_prompt(penstock: Penstock) -> None:
     assert "Missing prompt: smollm2:135m names a model" in result.stderr
 
 
+@pytest.mark.parametrize(("option", "value"), [("--system", "Be brief."), ("--chat-template", "{{ messages }}")])
+def test_what_only_a_chat_has_is_not_passed_over(penstock: Penstock, tiny_model: Path, option: str, value: str) -> None:
+    result = penstock("run", tiny_model, "a", "--raw", option, value, *FAST)
+    assert result.returncode == 2
+    assert f"{option} has no meaning with --raw" in result.stderr
+
+
+def test_a_chat_template_of_the_environment_is_for_chats(penstock: Penstock, tiny_model: Path) -> None:
+    template = {"PENSTOCK_CHAT_TEMPLATE": "{{ messages }}"}
+    result = penstock("run", tiny_model, "a", "--raw", "--max-tokens", "1", *FAST, env=template)
+    assert result.returncode == 0, result.stderr
+
+
 @pytest.mark.parametrize(
     ("option", "value"),
     [

@@ -31,6 +31,8 @@ def run(words: tuple[str, ...], **values: Any) -> None:
 
     A single argument is the MODEL if it names one; the prompt then comes through the pipe.
     """
+    if values["raw"]:
+        _refuse_of_chats("system", "chat_template")
     piped = "" if sys.stdin is None or sys.stdin.isatty() else _read_pipe()
     model, prompt = split_words(words)
     if model is not None:
@@ -42,6 +44,14 @@ def run(words: tuple[str, ...], **values: Any) -> None:
         named = f"{model} names a model; " if model is not None else ""
         raise click.UsageError(f"Missing prompt: {named}give one as an argument or through a pipe.")
     _answer(text, values)
+
+
+def _refuse_of_chats(*names: str) -> None:
+    """What says how a chat becomes a prompt is a mistake where there is none; in the environment or a file it is for others."""
+    context = click.get_current_context()
+    for name in names:
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"--{name.replace('_', '-')} has no meaning with --raw: leave one of them out.")
 
 
 def split_words(words: tuple[str, ...]) -> tuple[str | None, str]:
