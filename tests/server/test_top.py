@@ -7,11 +7,13 @@ import http.server
 import io
 import signal
 import socket
+import ssl
 import sys
 import threading
 import time
 from dataclasses import replace
 from types import SimpleNamespace
+from urllib.error import URLError
 
 import httpx
 import pytest
@@ -169,6 +171,17 @@ def test_a_server_that_is_not_there_is_told() -> None:
     result = CliRunner().invoke(cli, ["top", "http://127.0.0.1:9", "--once"])
     assert isinstance(result.exception, PenstockError)
     assert "Is `penstock serve` running there?" in str(result.exception)
+
+
+def test_a_certificate_that_is_not_known_is_told_where_to_name(monkeypatch) -> None:
+    def refuse(*_args: object, **_kwargs: object) -> None:
+        raise URLError(ssl.SSLCertVerificationError(1, "self-signed certificate"))
+
+    monkeypatch.setattr("penstock.cli.top_reader.urlopen", refuse)
+    result = CliRunner().invoke(cli, ["top", "https://127.0.0.1:9", "--once"])
+    assert isinstance(result.exception, PenstockError)
+    assert "self-signed certificate" in str(result.exception)
+    assert "SSL_CERT_FILE" in str(result.exception)
 
 
 class Other(http.server.BaseHTTPRequestHandler):

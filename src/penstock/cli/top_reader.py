@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 import time
 from collections import defaultdict
 from http.client import HTTPException
@@ -15,6 +16,7 @@ from penstock.types.errors import PenstockError
 
 _TIMEOUT_S = 10.0
 _NO_SERVER = "Is `penstock serve` running there?"
+_NOT_TRUSTED = "Name the file of its certificate in the environment variable SSL_CERT_FILE."
 _OTHER_SERVER = "Is it a Penstock server, and of this version?"
 
 
@@ -63,7 +65,8 @@ class Reader:
             raise PenstockError(f"{self._url}{path} answered {error.code}.", remedy=remedy) from error
         except OSError as error:
             reason = getattr(error, "reason", error)  # of a URLError, without Python's name for it
-            raise PenstockError(f"{self._url} does not answer: {reason}.", remedy=_NO_SERVER) from error
+            remedy = _NOT_TRUSTED if isinstance(reason, ssl.SSLCertVerificationError) else _NO_SERVER
+            raise PenstockError(f"{self._url} does not answer: {reason}.", remedy=remedy) from error
         except HTTPException as error:
             raise PenstockError(f"{self._url} does not speak HTTP: {error!r}.", remedy=_NO_SERVER) from error
         except ValueError as error:
