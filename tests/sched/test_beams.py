@@ -21,6 +21,7 @@ from penstock.types.errors import RejectReason
 from penstock.types.events import Abort, Add, Command, Drain
 from penstock.types.plan import Capacity
 from penstock.types.request import FinishReason, Request
+from penstock.types.result import TokenLogprobs
 from penstock.types.sampling import BeamParams, EarlyStopping
 
 EOS = 3
@@ -269,3 +270,25 @@ def test_beams_swap_as_others_do(seed: int, caching: bool) -> None:
     kv = core.scheduler.kv
     assert kv.num_available_blocks == kv.num_total_blocks
     assert not kv.tables()
+
+
+class Apart(HashModel):
+    """Beams part with their first token, and each goes on by itself."""
+
+    def logprobs(self, token_id: int, num_top: int) -> TokenLogprobs:
+        top = [((token_id + idx) % self.vocab_size, -5.0 - 0.001 * idx if idx else -0.01) for idx in range(num_top)]
+        return TokenLogprobs(token_id, -0.01, 1, tuple(top))
+
+
+@pytest.mark.parametrize("num_blocks", range(80, 120, 10))
+@pytest.mark.parametrize("order", ["fcfs", "priority"])
+def test_a_search_that_was_preempted_comes_back_when_there_is_room_for_all_its_beams(num_blocks: int, order: str) -> None:
+    """And not for the first of them, to lose its blocks again as soon as the others follow."""
+    capacity = Capacity(num_blocks, 4, 12, 64, 400)
+    core, executor = make_core(capacity, make_policies(order=order)), HashExecutor(capacity, model=Apart())
+    other = make_request("other", [1] * 10, max_tokens=180, temperature=0.0)
+    search = search_requests(4, [3] * 8, max_tokens=num_blocks - 22, arrival_ns=1, stops=())
+    outcomes = run(core, executor, other, *search)
+    assert [tuple(outcomes[request.request_id].token_ids) for request in search] == expected_hypotheses(search[0], Apart())
+    assert max(request.num_preemptions for request in search) <= 2
+    assert executor.num_computed_tokens < 2 * sum(request.num_tokens for request in (other, *search))

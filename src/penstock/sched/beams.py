@@ -42,6 +42,8 @@ class BeamGroup:
     """Who carries which beam, in the order of the search's beams; empty until all requests are there."""
     tops: dict[str, TokenLogprobs] = field(default_factory=dict)
     """Of those that have computed their last token, by request id."""
+    forks: Sequence[tuple[Request, int]] = ()
+    """Of one that was preempted: who follows when the first carrier is back, and how many whole blocks they will share."""
 
     @property
     def is_complete(self) -> bool:
@@ -148,7 +150,14 @@ class Beams:
         if group is None:
             return request
         group.tops.clear()
-        return group.carriers[0]
+        first, *others = group.carriers
+        group.forks = [(other, self._num_shared_blocks(first, other)) for other in others]
+        return first
+
+    def forks(self, request: Request) -> Sequence[tuple[Request, int]]:
+        """Who runs soon after one that waits, and needs all blocks but so many of its own."""
+        group = self.groups.get(request.request_id)
+        return () if group is None else group.forks
 
     def waiting_for(self, parent_id: str) -> Sequence[Request]:
         """The requests of a group of which some have not come yet."""
@@ -237,10 +246,15 @@ class Beams:
 
     def _unfold(self, group: BeamGroup) -> None:
         """One of a group that was preempted is back: the others follow from where they part from it, in whole blocks."""
-        first, *others = group.carriers
-        for other in others:
-            num_equal = first.num_prompt_tokens + _num_equal(first.output_token_ids, other.output_token_ids)
-            self._fork(first, other, num_equal - num_equal % self._kv.block_size)
+        first = group.carriers[0]
+        for other, num_shared_blocks in group.forks:
+            self._fork(first, other, num_shared_blocks * self._kv.block_size)
+        group.forks = ()
+
+    def _num_shared_blocks(self, one: Request, other: Request) -> int:
+        """Before the two beams part."""
+        num_equal = one.num_prompt_tokens + _num_equal(one.output_token_ids, other.output_token_ids)
+        return num_equal // self._kv.block_size
 
     def check(self) -> None:
         """Verify the laws. Raises AssertionError. O(beams)."""

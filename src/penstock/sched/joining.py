@@ -262,7 +262,8 @@ class Joining:
         if self._num_taken_rows(draft) + (1 if beams is None else beams.width) > running.max_rows:
             draft.waits_for = WaitReason.ROWS
             return False
-        if running.room.is_enough(request, hit, query_len, running.requests, draft.num_promised_blocks, swaps=running.swaps):
+        num_promised, forks = draft.num_promised_blocks, running.beams.forks(request)
+        if running.room.is_enough(request, hit, query_len, running.requests, num_promised, forks=forks, swaps=running.swaps):
             return True
         draft.waits_for = WaitReason.MEMORY
         return False
@@ -297,9 +298,9 @@ class Joining:
         num_rows = self._num_taken_rows(draft) - running.beams.num_rows(leaving)
         if num_rows + (1 if beams is None else beams.width) > running.max_rows:
             return ()
-        num_promised = draft.num_promised_blocks
+        num_promised, forks = draft.num_promised_blocks, running.beams.forks(request)
         is_enough = running.room.is_enough(
-            request, hit, query_len, running.requests, num_promised, without=leaving, swaps=running.swaps
+            request, hit, query_len, running.requests, num_promised, without=leaving, forks=forks, swaps=running.swaps
         )
         return lower if is_enough else ()
 

@@ -4,7 +4,7 @@ takes no block itself.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from penstock.kv.manager import KVManager
 from penstock.kv.prefix_hit import PrefixHit
@@ -52,12 +52,14 @@ class Room:
         num_promised_blocks: int,
         without: Collection[Request] = (),
         *,
+        forks: Sequence[tuple[Request, int]] = (),
         swaps: bool = False,
     ) -> bool:
         """May the request join those who run, with a first chunk of `query_len`, once those of `without` had left?
 
         `num_promised_blocks`: free ones that running prefills will need for the tokens they have. Of beams, all that run of a
-        search are among `without`, or none. `swaps`: who is preempted comes back from the tier.
+        search are among `without`, or none. `forks`: who follows it, and how many blocks each will share with it. `swaps`: who
+        is preempted comes back from the tier.
         """
         num_available, staying = self._kv.num_available_blocks, running.values()
         num_promised, num_final = num_promised_blocks, self.num_final_blocks
@@ -71,14 +73,16 @@ class Room:
         num_chunk = self._kv.num_blocks_for(hit.num_tokens + query_len) - num_shared
         if not staying:
             return num_chunk <= num_available
-        num_total = self._kv.num_total_blocks
+        num_total, num_blocks_for = self._kv.num_total_blocks, self._kv.num_blocks_for
+        num_fork_blocks = sum(num_blocks_for(fork.num_tokens) - num_same for fork, num_same in forks)
+        num_final_fork_blocks = sum(self.final_blocks(fork) - num_same for fork, num_same in forks)
         view = AdmissionView(
             request=request,
             running=staying,
             num_chunk_blocks=num_chunk,
-            num_prompt_blocks=self._kv.num_blocks_for(request.num_tokens) - num_shared,
-            num_final_blocks=self.final_blocks(request) - num_shared,
-            num_running=len(staying),
+            num_prompt_blocks=num_blocks_for(request.num_tokens) - num_shared + num_fork_blocks,
+            num_final_blocks=self.final_blocks(request) - num_shared + num_final_fork_blocks,
+            num_running=len(staying) + len(forks),
             num_growth_blocks=max(0, num_final - (num_total - num_available) - num_promised),
             num_total_blocks=num_total,
             block_size=self._kv.block_size,
@@ -89,7 +93,8 @@ class Room:
             return True
         if num_free < view.num_prompt_blocks:
             return False
-        view.num_peak_blocks = self._kv.num_blocks_for(peak_growth_tokens([request, *staying]))
+        joining = [request, *(fork for fork, _ in forks)]
+        view.num_peak_blocks = num_blocks_for(peak_growth_tokens([*joining, *staying]))
         return self._required_blocks(view) <= num_free
 
     def _required_blocks(self, view: AdmissionView) -> int:

@@ -223,10 +223,12 @@ class AdmissionView:
     num_chunk_blocks: int
     """To compute its first chunk."""
     num_prompt_blocks: int
-    """To compute all tokens that it has (after a preemption, those it had generated too)."""
+    """To compute all tokens that it has (after a preemption, those it had generated too). Of a beam search that comes back: of
+    all its beams, as the next two."""
     num_final_blocks: int
     """To reach its limit of tokens."""
     num_running: int
+    """Those who run, and who follows as soon as it does."""
     num_growth_blocks: int
     """The running can ask for so many at most before all reach their limits, what is promised to prefills aside."""
     num_total_blocks: int
