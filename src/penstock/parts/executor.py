@@ -27,17 +27,17 @@ EXECUTORS: Mapping[str, str] = {
 }
 """Backend -> class; made with the model, its program, the five numbers of `Capacity` and the type of the KV cache."""
 
+MEASURED_BLOCKS = 2
+"""Of a GPU's executor before its KV cache has been planned."""
+
 
 def build_executor(config: Config, model: LoadedModel, kv: KvPlan) -> Executor:
     """The backend of a settled config, with the model's weights in it."""
-    made = _make(config, model, kv.max_model_len, kv.num_blocks)
+    executor: Executor
     if is_on_gpu(config):
-        try:
-            made.choose_attention()
-        except BaseException:
-            made.close()
-            raise
-    executor: Executor = made
+        executor = _make_as_measured(config, model, kv)
+    else:
+        executor = _make(config, model, kv.max_model_len, kv.num_blocks)
     return executor
 
 
@@ -78,8 +78,8 @@ def _measure(config: Config, model: LoadedModel) -> tuple[KvPlan, Executor]:
     from penstock.backends.cuda.memory import GpuMemory as Device
     from penstock.backends.cuda.memory import profile
 
-    longest = min(config.model.max_model_len or model.spec.max_model_len, model.spec.max_model_len)
-    capacity = Capacity(2, config.kv.block_size, max_rows(config), max_step_tokens(config), longest)
+    longest = _longest(config, model)
+    capacity = Capacity(MEASURED_BLOCKS, config.kv.block_size, max_rows(config), max_step_tokens(config), longest)
     try:
         executor, usage = profile(partial(_make, config, model, longest), capacity, Device())
     except MemoryError as error:
@@ -110,6 +110,24 @@ def _measure(config: Config, model: LoadedModel) -> tuple[KvPlan, Executor]:
         executor.close()
         raise
     return plan, executor
+
+
+def _make_as_measured(config: Config, model: LoadedModel, kv: KvPlan) -> Any:
+    """For the longest request, as the first one: which part of their bias stored keys lack depends on that, and a file of the
+    disk tier outlives both."""
+    executor = _make(config, model, _longest(config, model), MEASURED_BLOCKS)
+    try:
+        executor.resize(kv.num_blocks, max_model_len=kv.max_model_len)
+        executor.choose_attention()
+    except BaseException:
+        executor.close()
+        raise
+    return executor
+
+
+def _longest(config: Config, model: LoadedModel) -> int:
+    """Tokens of the longest request, whatever the memory holds."""
+    return min(config.model.max_model_len or model.spec.max_model_len, model.spec.max_model_len)
 
 
 def _make(config: Config, model: LoadedModel, max_model_len: int, num_blocks: int) -> Any:

@@ -16,11 +16,14 @@ from backends.cuda import fake_flashinfer
 from interpreted import DEVICE, HAS_DEVICE
 from penstock.backends import cuda
 from penstock.backends.cuda import attention_trial, flashinfer_attention, memory
+from penstock.backends.cuda.executor import CudaExecutor
 from penstock.build import build_runtime
 from penstock.config import BackendConfig, Config, KvConfig, SchedulerConfig
 from penstock.models.catalog import resolve
+from penstock.models.load import load_model
 from penstock.obs.prometheus import expose
 from penstock.parts import executor as executor_part
+from penstock.parts.device import settled
 from penstock.serve.runtime import Runtime
 from penstock.testing.builders import make_request
 from penstock.testing.fp8_models import write_fp8_hf
@@ -192,6 +195,26 @@ def test_what_the_pool_loses_comes_back_from_the_machines_memory(gguf: Path) -> 
         assert runtime.metrics.tier.num_loaded_blocks > 0
     finally:
         assert runtime.close(30.0)
+
+
+def test_an_executor_that_is_made_anew_stores_the_keys_of_the_one_before(tmp_path: Path) -> None:
+    """A file of the disk tier outlives both, and what keys are stored without depends on the longest request."""
+    path = write_gguf(tmp_path / "tiny.gguf", TinyLlama(num_layers=1, has_qkv_bias=True))
+    block_bytes = 2 * 2 * 16 * 16 * 4  # as above
+    kv = KvConfig(kv_cache_dtype="bf16", kv_cache_memory_bytes=6 * block_bytes)
+    config = settled(Config(backend=BackendConfig(device="cuda", deterministic=True), kv=kv, scheduler=SMALL))
+    model = load_model(resolve(str(path), tmp_path))
+    plan, measured = executor_part.plan_memory(config, model, GIB)
+    assert isinstance(measured, CudaExecutor)
+    assert plan.is_shortened
+    anew = executor_part.build_executor(config, model, plan)
+    assert isinstance(anew, CudaExecutor)
+    try:
+        assert anew.num_positions == measured.num_positions == model.spec.max_model_len
+        assert anew.capacity == measured.capacity
+    finally:
+        anew.close()
+        measured.close()
 
 
 def test_more_than_the_device_has_is_refused_with_the_numbers(gguf: Path) -> None:
