@@ -121,6 +121,7 @@ int Engine::add_activation(int cols, bool quantised, bool per_sample) {
 }
 
 void Engine::add_instruction(Instruction instruction) {
+    count_cost(instruction);
     program_.push_back(std::move(instruction));
 }
 

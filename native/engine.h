@@ -186,10 +186,26 @@ class Engine final : private Work {
         float factor;
         Floats cos, sin;  // [max_step_tokens, half], of this step's tokens
     };
-    struct StagePlan {
+    // Tokens of a step, and the samples among them, that go through all instructions without waiting for the others: who computes one
+    // strand multiplies while who computes another one waits for keys and values.
+    struct Strand {
+        int32_t first_token, end_token, first_logit, end_logit;
+        int32_t first_tile = 0, end_tile = 0;  // of attention
+        bool has_splits = false;               // of its tiles
+    };
+    // One instruction of a strand.
+    struct Stage {
         int32_t num_tasks;
         int32_t grain;       // rows, panels or attention tiles of a task
         int32_t row_blocks;  // of a product
+        int32_t first, end;  // rows of its domain, or tiles
+        int32_t block = 0;   // rows of a row block
+    };
+    // In multiply-adds of products, of all layers.
+    struct Costs {
+        int64_t of_token = 0, of_sample = 0;
+        int64_t of_position = 0;  // that a token sees
+        int64_t weight_bytes = 0;  // that tokens are multiplied with
     };
     struct AttentionTile {
         int32_t row, token, position, num_queries, kv_head;
@@ -206,21 +222,33 @@ class Engine final : private Work {
     KvLayer layer(int index) const;
     uint8_t* block(int block_id) const { return kv_->data() + block_id * block_bytes_; }
     int64_t rows_of(bool per_sample) const { return per_sample ? shape_.max_rows : shape_.max_step_tokens; }
-    int domain_size(Domain domain) const { return domain == Domain::kTokens ? input_.num_tokens : input_.num_logits; }
-    void plan_attention();
-    void split_long_tiles(int heads_per_kv);
-    StagePlan plan_stage(const Instruction& instruction) const;
-    void run_task(int stage, int task, int member) override;
-    void stage_done(int stage) override;
-    void run_rows(const Instruction& instruction, const StagePlan& plan, int task);
+    // How a step is divided: step_plan.cpp.
+    void count_cost(const Instruction& instruction);
+    void plan_step();
+    void plan_strands();
+    void divide_tokens(int wanted);
+    void plan_attention(Strand& strand);
+    void split_long_tiles(Strand& strand, int heads_per_kv);
+    Stage plan_stage(const Strand& strand, const Instruction& instruction) const;
+    Team::Strands strands_of_run() const;
+    // How many members share the tasks of a stage.
+    int takers() const { return (team_.size() + num_strands() - 1) / num_strands(); }
+    int num_strands() const { return static_cast<int>(strands_.size()); }
+
+    // What a task computes: step.cpp.
+    void run_task(int index, int task, int member) override;
+    void stage_done(int index) override;
+    const Instruction* instruction_of(int index) const;  // null: sampling
+    int task_after(int task) const;
+    void run_rows(const std::vector<RowOp>& ops, const Stage& stage, int task);
     void run_row_op(const RowOp& op, int64_t row, int64_t end);
     void run_row_op(const RowOp& op, int64_t row);
     void compute_angles(Rope& rope, int64_t row);
-    PanelRange panels_of(const StagePlan& plan, int task, int panels) const;
-    void run_linear(const Instruction& instruction, const StagePlan& plan, int task);
-    void run_gated(const GatedOp& op, const StagePlan& plan, int task, int rows);
+    PanelRange panels_of(const Stage& stage, int task, int panels) const;
+    void run_linear(const Instruction& instruction, const Stage& stage, int task);
+    void run_gated(const GatedOp& op, const Stage& stage, int task);
     AttentionTask attention_task(const AttentionOp& op, const AttentionTile& tile);
-    void run_attention(const AttentionOp& op, const StagePlan& plan, int task, int member);
+    void run_attention(const AttentionOp& op, const Stage& stage, int task, int member);
     void run_sampling(int row, int member);
 
     EngineShape shape_;
@@ -243,8 +271,12 @@ class Engine final : private Work {
     std::vector<AttentionTile> tiles_, whole_tiles_;
     std::vector<AttentionSplit> splits_;
     std::vector<float> partials_;
-    std::vector<StagePlan> stages_;  // of this step: one per instruction, and one for sampling
-    std::vector<int32_t> num_tasks_;  // of the same stages
+    int64_t num_partials_ = 0;
+    Costs costs_;
+    std::vector<int64_t> cost_until_;  // of the step's tokens up to each one
+    std::vector<Strand> strands_;      // of this step
+    std::vector<Stage> stages_;        // of the strands, one after the other: one per instruction, and one for sampling
+    std::vector<int32_t> num_tasks_;   // of the same stages
     int64_t stage_began_ns_ = 0;
     std::vector<std::vector<float>> attention_scratch_;  // per member
     std::vector<SamplerScratch> sampler_scratch_;        // per member

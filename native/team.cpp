@@ -2,6 +2,7 @@
 
 #include <sched.h>
 
+#include <algorithm>
 #include <stdexcept>
 
 #if defined(__x86_64__)
@@ -29,6 +30,21 @@ uint64_t make_claim(uint32_t epoch, uint32_t total) { return static_cast<uint64_
 uint32_t epoch_of(uint64_t claim) { return static_cast<uint32_t>(claim >> 32); }
 uint32_t total_of(uint64_t claim) { return static_cast<uint32_t>(claim) >> 16; }
 uint32_t next_of(uint64_t claim) { return static_cast<uint32_t>(claim) & 0xFFFF; }
+
+struct Form {
+    Team::Strands strands;
+    int num_stages;  // of each
+};
+
+// One word, so that it is of one run: [stages:32][lag:23][ordered:1][strands:8]
+uint64_t make_form(Team::Strands strands, int num_stages) {
+    return static_cast<uint64_t>(num_stages) << 32 | static_cast<uint64_t>(strands.lag) << 9 | static_cast<uint64_t>(strands.ordered) << 8 |
+           static_cast<uint64_t>(strands.count);
+}
+
+Form form_of(uint64_t word) {
+    return {{static_cast<int>(word & 0xFF), static_cast<int>(word >> 9 & 0x7FFFFF), (word >> 8 & 1) != 0}, static_cast<int>(word >> 32)};
+}
 
 }  // namespace
 
@@ -58,14 +74,15 @@ Team::Stages& Team::reserve(int num_stages) {
     return *storage_.back();
 }
 
-void Team::run(Work& work, const std::vector<int32_t>& num_tasks) {
+void Team::run(Work& work, const std::vector<int32_t>& num_tasks, Strands strands) {
     for (int32_t count : num_tasks) {
         if (count < 0 || count > static_cast<int32_t>(kMaxTasks)) throw std::length_error("a stage has too many tasks");
     }
     const int num_stages = static_cast<int>(num_tasks.size());
-    const Stages& stages = reserve(num_stages);
+    Stages& stages = reserve(num_stages);
     const uint32_t epoch = epoch_.load(std::memory_order_relaxed) + 1;
     work_.store(&work, std::memory_order_relaxed);
+    stages.form.store(make_form(strands, num_stages / strands.count), std::memory_order_relaxed);
     for (int i = 0; i < num_stages; ++i) {
         stages.list[i].num_done.store(0, std::memory_order_relaxed);
         stages.list[i].claim.store(make_claim(epoch, static_cast<uint32_t>(num_tasks[i])), std::memory_order_release);
@@ -74,7 +91,7 @@ void Team::run(Work& work, const std::vector<int32_t>& num_tasks) {
     // sleeps through the run.
     epoch_.store(epoch, std::memory_order_seq_cst);
     if (size_ > 1) epoch_.notify_all();
-    run_stages(stages, num_stages, epoch, 0);
+    run_strands(stages, epoch, 0);
 }
 
 // Whether the run goes on: false if another has begun.
@@ -89,13 +106,36 @@ bool Team::take_tasks(Stage& stage, int index, uint32_t epoch, int member) {
     return epoch_of(claim) == epoch;
 }
 
-void Team::run_stages(const Stages& stages, int num_stages, uint32_t epoch, int member) {
-    for (int i = 0; i < num_stages; ++i) {
+// A member that comes late may find the form of another run. It then takes nothing: all tasks of its own were taken before that one began.
+void Team::run_strands(const Stages& stages, uint32_t epoch, int member) {
+    const Form form = form_of(stages.form.load(std::memory_order_relaxed));
+    const auto run = [&](int strand, int begin, int end) {
+        return run_stages(stages, strand * form.num_stages + begin, strand * form.num_stages + end, epoch, member);
+    };
+    const int own = member * form.strands.count / size_;
+    if (!run(0, 0, std::min(own * form.strands.lag, form.num_stages))) return;
+    for (int i = 0; i < form.strands.count; ++i) {
+        const int strand = (own + i) % form.strands.count;
+        if (!form.strands.ordered) {
+            if (!run(strand, 0, form.num_stages)) return;
+            continue;
+        }
+        for (int stage = 0; stage < form.num_stages; ++stage) {
+            for (int before = 0; before <= strand; ++before) {
+                if (!run(before, stage, stage + 1)) return;
+            }
+        }
+    }
+}
+
+// Whether the run goes on: false if another has begun.
+bool Team::run_stages(const Stages& stages, int begin, int end, uint32_t epoch, int member) {
+    for (int i = begin; i < std::min(end, stages.size); ++i) {
         Stage& stage = stages.list[i];
-        if (!take_tasks(stage, i, epoch, member)) return;
+        if (!take_tasks(stage, i, epoch, member)) return false;
         for (int spins = 0;; ++spins) {
             const uint64_t claim = stage.claim.load(std::memory_order_acquire);
-            if (epoch_of(claim) != epoch) return;
+            if (epoch_of(claim) != epoch) return false;
             if (stage.num_done.load(std::memory_order_acquire) == total_of(claim)) break;
             if (spins < kSpinsBeforeYield) {
                 relax();
@@ -105,6 +145,7 @@ void Team::run_stages(const Stages& stages, int num_stages, uint32_t epoch, int 
         }
         if (member == 0) work_.load(std::memory_order_relaxed)->stage_done(i);
     }
+    return true;
 }
 
 uint32_t Team::wait_for_run(uint32_t seen) {
@@ -125,7 +166,7 @@ void Team::serve(int member) {
         // If another run begins in between, this is its list or that of `seen`: the epoch of every claim tells. Stages behind
         // the run's last one are of an older epoch, so the list's own size is bound enough.
         const Stages& stages = *stages_.load(std::memory_order_acquire);
-        run_stages(stages, stages.size, seen, member);
+        run_strands(stages, seen, member);
     }
 }
 

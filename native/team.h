@@ -1,7 +1,7 @@
 // The threads that run a step together. Owned by one Engine; knows nothing of models.
 //
-// A run is a list of stages, each with a number of tasks. Members take tasks from a counter; a stage begins when all
-// tasks of the one before are done. Nobody waits for a member, only for a task that somebody has taken: a member whose
+// A run is a list of stages, each with a number of tasks, or several such lists, strands. Members take tasks from a counter; a stage begins when all
+// tasks of the one before are done. Each member has a strand of its own, or shares it, and helps with the others when that one is done. Nobody waits for a member, only for a task that somebody has taken: a member whose
 // core was taken away delays the run by the task that it holds, or not at all. The caller is member 0 and can do everything
 // alone. Between runs the others spin for a moment and then sleep, since the HTTP loop needs the same cores.
 
@@ -36,9 +36,21 @@ class Team {
 
     int size() const { return size_; }
 
-    // Calls work.run_task(s, t, member) once for every stage s and every t in [0, num_tasks[s]), stages in order, and returns
-    // when all are done. Not reentrant. At most 65,535 tasks a stage (std::length_error).
-    void run(Work& work, const std::vector<int32_t>& num_tasks);
+    // A run may be several strands: lists of as many stages, each in its own order, which members go through side by side.
+    struct Strands {
+        int count = 1;  // 1 to 255
+        // Of the first strand, that everybody computes for every strand that lies before their own: it is so far ahead when they
+        // begin with theirs.
+        int lag = 0;
+        // A stage of a strand begins when the strand before is through with the same stage.
+        bool ordered = false;
+    };
+
+    // Calls work.run_task(s, t, member) once for every stage s and every t in [0, num_tasks[s]), the stages of each strand in order, and
+    // returns when all are done. `num_tasks` is [strands, stages]. Not reentrant. At most 65,535 tasks a stage
+    // (std::length_error).
+    void run(Work& work, const std::vector<int32_t>& num_tasks, Strands strands);
+    void run(Work& work, const std::vector<int32_t>& num_tasks) { run(work, num_tasks, Strands{}); }
 
   private:
     // `claim` is [epoch:32][number of tasks:16][next task:16]: one word, so that a member that comes late, when another run
@@ -51,13 +63,15 @@ class Team {
     struct Stages {
         explicit Stages(int count) : size(count), list(std::make_unique<Stage[]>(static_cast<size_t>(count))) {}
         int size;
+        std::atomic<uint64_t> form{0};  // of the run: make_form
         std::unique_ptr<Stage[]> list;
     };
 
     void stop();
     void serve(int member);
     uint32_t wait_for_run(uint32_t seen);
-    void run_stages(const Stages& stages, int num_stages, uint32_t epoch, int member);
+    void run_strands(const Stages& stages, uint32_t epoch, int member);
+    bool run_stages(const Stages& stages, int begin, int end, uint32_t epoch, int member);
     bool take_tasks(Stage& stage, int index, uint32_t epoch, int member);
     Stages& reserve(int num_stages);
 

@@ -1,0 +1,211 @@
+// How a step is divided: its rows into strands, each strand's instructions into stages of tasks.
+
+#include <algorithm>
+
+#include "engine.h"
+
+namespace penstock {
+
+namespace {
+
+constexpr int kRowBlock = 96;         // rows of a GEMM task: their activations stay in the second-level cache
+constexpr int kRowsOfTile = 4;        // of the widest kernels; only the speed depends on it
+constexpr int kRowsTogether = 16;     // that go through one row operation after another: they stay in the first-level cache
+constexpr int kTasksPerMember = 6;    // of a stage: the last ones to end leave the others idle for that much less
+constexpr int kAttentionTasksPerMember = 8;  // tiles differ more in cost than rows or panels
+
+constexpr int kTokensOfStrand = 12;  // at least: each strand reads all weights, which fewer tokens would wait for
+constexpr int64_t kBytesBetweenStrands = 4 << 20;  // of weights that one has read and the next has not: still in a cache that both share
+constexpr int64_t kAttentionCost = 4;  // multiply-adds of attention take that many times as long as those of products
+
+int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// Pieces of `count` things, about `wanted` of them.
+int grain_of(int count, int wanted) { return std::max(1, ceil_div(count, wanted)); }
+
+// Rows of a task of row operations: they are faster on four rows than on one, and on runs of eight or sixteen tokens.
+int grain_of_rows(int rows, int members) {
+    const int even = grain_of(rows, kTasksPerMember * members);
+    if (even >= kRowsTogether) return even / kRowsTogether * kRowsTogether;
+    if (even >= kRowsTogether / 2) return kRowsTogether / 2;
+    return rows >= 4 * members ? 4 : even;
+}
+
+}  // namespace
+
+// What strands are planned by.
+void Engine::count_cost(const Instruction& instruction) {
+    const bool of_tokens = instruction.domain == Domain::kTokens;
+    const auto count = [&](int weight) {
+        const PackedStorage& w = matrices_[weight];
+        (of_tokens ? costs_.of_token : costs_.of_sample) += int64_t{w.matrix.rows} * w.matrix.cols;
+        if (of_tokens) costs_.weight_bytes += w.bytes;
+    };
+    for (const LinearOp& op : instruction.linears) count(op.weight);
+    if (instruction.kind == InstructionKind::kGated) {
+        count(instruction.gated.gate);
+        count(instruction.gated.up);
+    } else if (instruction.kind == InstructionKind::kAttention) {
+        costs_.of_position += 2 * kAttentionCost * instruction.attention.num_heads * shape_.head_dim;
+    }
+}
+
+// Strands of about equal cost, which may end within a row; one if more would not pay.
+void Engine::plan_strands() {
+    strands_.clear();
+    const int wanted = std::min(team_.size(), input_.num_tokens / kTokensOfStrand);
+    const bool reads_twice = wanted > 1 && costs_.weight_bytes / shape_.num_layers / wanted > kBytesBetweenStrands;
+    if (wanted > 1 && !(reads_twice && input_.num_tokens / wanted < kRowBlock)) divide_tokens(wanted);
+    if (strands_.empty()) strands_.push_back({0, input_.num_tokens, 0, input_.num_logits});
+}
+
+void Engine::divide_tokens(int wanted) {
+    cost_until_.clear();
+    int64_t total = 0;
+    for (int row = 0, sample = 0; row < input_.num_rows; ++row) {
+        const int begin = input_.query_start_loc[row], end = input_.query_start_loc[row + 1];
+        for (int token = begin; token < end; ++token) {
+            total += costs_.of_token + costs_.of_position * (input_.context_lens[row] + token - begin + 1);
+            while (sample < input_.num_logits && input_.logit_tokens[sample] == token) total += costs_.of_sample, ++sample;
+            cost_until_.push_back(total);
+        }
+    }
+    int64_t longest = 0, before = 0;
+    Strand strand{0, 0, 0, 0};
+    for (int i = 1; i <= wanted; ++i) {
+        strand.first_token = strand.end_token;
+        strand.first_logit = strand.end_logit;
+        const auto bound = std::lower_bound(cost_until_.begin(), cost_until_.end(), total * i / wanted);
+        const int end = static_cast<int>(bound - cost_until_.begin()) + 1;
+        strand.end_token = i == wanted ? input_.num_tokens : std::min(input_.num_tokens, (end + kRowsOfTile / 2) / kRowsOfTile * kRowsOfTile);
+        while (strand.end_logit < input_.num_logits && input_.logit_tokens[strand.end_logit] < strand.end_token) ++strand.end_logit;
+        if (strand.end_token <= strand.first_token) return strands_.clear();
+        const int64_t until = cost_until_[strand.end_token - 1];
+        longest = std::max(longest, until - before);
+        before = until;
+        strands_.push_back(strand);
+    }
+    if (longest * wanted > total + total / 4) strands_.clear();
+}
+
+// Strands begin with an even share of a layer between them.
+Team::Strands Engine::strands_of_run() const {
+    const int32_t* const starts = input_.query_start_loc;
+    const bool cuts_row = std::any_of(strands_.begin(), strands_.end(), [&](const Strand& strand) {
+        return !std::binary_search(starts, starts + input_.num_rows + 1, strand.first_token);
+    });
+    const int stages_of_layer = static_cast<int>(program_.size()) / shape_.num_layers;
+    return {num_strands(), stages_of_layer / num_strands(), cuts_row};
+}
+
+// The tiles of a strand's attention, behind those of the ones before.
+void Engine::plan_attention(Strand& strand) {
+    int heads_per_kv = 1;
+    for (const Instruction& instruction : program_) {
+        if (instruction.kind == InstructionKind::kAttention) {
+            heads_per_kv = instruction.attention.num_heads / shape_.num_kv_heads;
+            break;
+        }
+    }
+    const int queries = std::max(1, kernels_.attention_queries / heads_per_kv);
+    strand.first_tile = static_cast<int32_t>(tiles_.size());
+    for (int row = 0; row < input_.num_rows; ++row) {
+        const int first = input_.query_start_loc[row];
+        const int begin = std::max(first, strand.first_token), end = std::min(input_.query_start_loc[row + 1], strand.end_token);
+        if (begin >= end) continue;
+        // Neighbours share their keys and values in the cache; a row's last queries, which see the most, come first.
+        for (int head = 0; head < shape_.num_kv_heads; ++head) {
+            for (int tile = ceil_div(end - begin, queries) - 1; tile >= 0; --tile) {
+                const int token = begin + tile * queries;
+                tiles_.push_back({row, token, input_.context_lens[row] + token - first, std::min(queries, end - token), head});
+            }
+        }
+    }
+    if (takers() > 1 && heads_per_kv <= kernels_.attention_queries) split_long_tiles(strand, heads_per_kv);
+    strand.end_tile = static_cast<int32_t>(tiles_.size());
+}
+
+// So that no task is more than a quarter of what each of the strand's threads has to do.
+void Engine::split_long_tiles(Strand& strand, int heads_per_kv) {
+    const auto cost_of = [](const AttentionTile& tile) { return int64_t{tile.position + tile.num_queries} * tile.num_queries; };
+    const auto first = tiles_.begin() + strand.first_tile;
+    int64_t total = 0, longest = 0;
+    for (auto tile = first; tile != tiles_.end(); ++tile) {
+        total += cost_of(*tile);
+        longest = std::max(longest, cost_of(*tile));
+    }
+    const int64_t bound = total / (4 * takers()) + 1;
+    if (longest <= bound) return;
+    strand.has_splits = true;
+    whole_tiles_.assign(first, tiles_.end());
+    tiles_.resize(strand.first_tile);
+    for (AttentionTile tile : whole_tiles_) {
+        const int num_segments = ceil_div(tile.position + tile.num_queries, kSegment);
+        const int num_pieces = std::min(num_segments, static_cast<int>((cost_of(tile) + bound - 1) / bound));
+        if (num_pieces < 2) {
+            tiles_.push_back(tile);
+            continue;
+        }
+        tile.split = static_cast<int32_t>(splits_.size());
+        splits_.push_back({num_partials_, num_pieces, 0});
+        num_partials_ += num_segments * kernels_.attention_partial_floats(tile.num_queries * heads_per_kv, shape_.head_dim);
+        for (int piece = 0; piece < num_pieces; ++piece) {
+            tile.first_segment = num_segments * piece / num_pieces;
+            tile.end_segment = num_segments * (piece + 1) / num_pieces;
+            tiles_.push_back(tile);
+        }
+    }
+}
+
+Engine::Stage Engine::plan_stage(const Strand& strand, const Instruction& instruction) const {
+    const int wanted = kTasksPerMember * takers();
+    if (instruction.kind == InstructionKind::kAttention) {
+        // Pieces of a long tile lie side by side and are dear: each is a task of its own.
+        const int tiles = strand.end_tile - strand.first_tile;
+        const int grain = strand.has_splits ? 1 : grain_of(tiles, kAttentionTasksPerMember * takers());
+        return {ceil_div(tiles, grain), grain, 1, strand.first_tile, strand.end_tile};
+    }
+    const bool of_tokens = instruction.domain == Domain::kTokens;
+    const int first = of_tokens ? strand.first_token : strand.first_logit, end = of_tokens ? strand.end_token : strand.end_logit;
+    const int rows = end - first;
+    if (rows == 0) return {0, 1, 1, first, end};
+    if (instruction.kind == InstructionKind::kRows) {
+        const int grain = grain_of_rows(rows, takers());
+        return {ceil_div(rows, grain), grain, 1, first, end};
+    }
+    // Whole tiles (a task's last panels would be computed one by one), and rather more tasks than wanted: one task too
+    // many for a member is waited for by all.
+    const int row_blocks = ceil_div(rows, kRowBlock), tile = kernels_.tile_panels(rows);
+    const int block = ceil_div(ceil_div(rows, row_blocks), kRowsOfTile) * kRowsOfTile;  // of equal size, in whole tiles of rows
+    const auto panels_of_task = [&](int panels) {
+        return std::max(1, panels / std::max(1, wanted / row_blocks) / tile) * tile;
+    };
+    const auto tasks_of = [&](int weight, int grain) { return ceil_div(matrices_[weight].matrix.panels, grain) * row_blocks; };
+    if (instruction.kind == InstructionKind::kGated) {
+        const int grain = panels_of_task(matrices_[instruction.gated.gate].matrix.panels);
+        return {tasks_of(instruction.gated.gate, grain), grain, row_blocks, first, end, block};
+    }
+    int panels = 0, tasks = 0;
+    for (const LinearOp& op : instruction.linears) panels += matrices_[op.weight].matrix.panels;
+    const int grain = panels_of_task(panels);
+    for (const LinearOp& op : instruction.linears) tasks += tasks_of(op.weight, grain);
+    return {tasks, grain, row_blocks, first, end, block};
+}
+
+void Engine::plan_step() {
+    plan_strands();
+    tiles_.clear();
+    splits_.clear();
+    num_partials_ = 0;
+    for (Strand& strand : strands_) plan_attention(strand);
+    if (static_cast<int64_t>(partials_.size()) < num_partials_) partials_.resize(num_partials_);
+    stages_.clear();
+    num_tasks_.clear();
+    for (const Strand& strand : strands_) {
+        for (const Instruction& instruction : program_) stages_.push_back(plan_stage(strand, instruction));
+        if (input_.tokens) stages_.push_back({strand.end_logit - strand.first_logit, 1, 1, strand.first_logit, strand.end_logit});
+    }
+    for (const Stage& stage : stages_) num_tasks_.push_back(stage.num_tasks);
+}
+
+}  // namespace penstock
