@@ -8,6 +8,7 @@
 #include <bit>
 #include <cmath>
 #include <cstddef>
+#include <cstring>
 #include <functional>
 #include <limits>
 #include <optional>
@@ -27,8 +28,11 @@ namespace penstock {
 namespace {
 
 constexpr int kBlock = 64;  // logits that share a maximum and a sum; divides by both lane counts below
+constexpr int kBestBlock = 256;  // logits of which the largest is looked for at once, if only that is wanted
 constexpr int kMaxLanes = 16;
+constexpr int kMaxChains = 4;  // vectors of maxima side by side, each waiting for itself alone
 constexpr int kSumLanes = 8;
+using MaxLanes = float __attribute__((vector_size(kMaxLanes * sizeof(float))));
 constexpr size_t kFirstPrefix = 256;    // candidates that top_p looks at before it looks at all
 constexpr size_t kFewToSort = 64;
 constexpr Candidate kLeastLikely{kNever, std::numeric_limits<int32_t>::max()};
@@ -63,25 +67,32 @@ inline double exp_negative(double x) {
     return p * scale;
 }
 
-// The largest of one block; NaN counts as -inf.
-float max_of_block(const float* x, int n) {
-    float lanes[kMaxLanes];
-    std::fill_n(lanes, kMaxLanes, kNever);
+// The largest of one block; NaN counts as -inf. Always inlined, to be compiled for the instruction sets of its callers.
+__attribute__((always_inline)) inline float max_of_block(const float* x, int n) {
+    MaxLanes largest[kMaxChains];
+    for (MaxLanes& lanes : largest) lanes = MaxLanes{} + kNever;
     int i = 0;
-    for (; i + kMaxLanes <= n; i += kMaxLanes)
-        for (int j = 0; j < kMaxLanes; ++j) lanes[j] = x[i + j] > lanes[j] ? x[i + j] : lanes[j];
-    for (; i < n; ++i) lanes[0] = x[i] > lanes[0] ? x[i] : lanes[0];
+    for (; i + kMaxChains * kMaxLanes <= n; i += kMaxChains * kMaxLanes) {
+        for (int j = 0; j < kMaxChains; ++j) {
+            MaxLanes lanes;
+            std::memcpy(&lanes, x + i + j * kMaxLanes, sizeof(lanes));
+            largest[j] = lanes > largest[j] ? lanes : largest[j];
+        }
+    }
+    for (int j = 1; j < kMaxChains; ++j) largest[0] = largest[j] > largest[0] ? largest[j] : largest[0];
     float best = kNever;
-    for (float lane : lanes) best = lane > best ? lane : best;
+    for (; i < n; ++i) best = x[i] > best ? x[i] : best;
+    for (int j = 0; j < kMaxLanes; ++j) best = largest[0][j] > best ? largest[0][j] : best;
     return best;
 }
 
 // Step 5 for temperature 0. One pass, and a second look at one block. -1 if the largest is infinite.
+PENSTOCK_CLONES
 int argmax(const float* logits, int vocab_size) {
     float best = kNever;
     int best_start = -1;
-    for (int start = 0; start < vocab_size; start += kBlock) {
-        const float block_best = max_of_block(logits + start, std::min(kBlock, vocab_size - start));
+    for (int start = 0; start < vocab_size; start += kBestBlock) {
+        const float block_best = max_of_block(logits + start, std::min(kBestBlock, vocab_size - start));
         if (block_best > best) {
             best = block_best;
             best_start = start;
@@ -94,6 +105,7 @@ int argmax(const float* logits, int vocab_size) {
 }
 
 // Fills `block_max` and returns the largest of all.
+PENSTOCK_CLONES
 float fill_block_max(const float* logits, int vocab_size, SamplerScratch& scratch) {
     scratch.block_max.resize(num_blocks(vocab_size));
     float best = kNever;
