@@ -331,6 +331,7 @@ void bind_engine(nb::module_& m) {
              "(rows, linear, attention, sampling) nanoseconds of the last step.")
         .def_prop_ro("variant", [](const Engine& self) { return std::string(self.variant()); })
         .def_prop_ro("num_threads", &Engine::num_threads)
+        .def_prop_ro("num_strands", &Engine::num_strands, "Of the last step: how many groups of its tokens went through the layers by themselves.")
         .def_prop_ro("weight_bytes", &Engine::weight_bytes)
         .def_prop_ro("kv_bytes", &Engine::kv_bytes)
         .def_prop_ro("block_bytes", &Engine::block_bytes);

@@ -160,6 +160,8 @@ class Engine final : private Work {
     const EngineShape& shape() const { return shape_; }
     const char* variant() const { return kernels_.name; }
     int num_threads() const { return team_.size(); }
+    // Of the last step.
+    int num_strands() const { return static_cast<int>(strands_.size()); }
     int64_t weight_bytes() const { return weight_bytes_; }
     int64_t kv_bytes() const { return block_bytes_ * shape_.num_blocks; }
     int64_t block_bytes() const { return block_bytes_; }
@@ -226,6 +228,7 @@ class Engine final : private Work {
     void count_cost(const Instruction& instruction);
     void plan_step();
     void plan_strands();
+    void add_up_costs();
     void divide_tokens(int wanted);
     void plan_attention(Strand& strand);
     void split_long_tiles(Strand& strand, int heads_per_kv);
@@ -233,7 +236,6 @@ class Engine final : private Work {
     Team::Strands strands_of_run() const;
     // How many members share the tasks of a stage.
     int takers() const { return (team_.size() + num_strands() - 1) / num_strands(); }
-    int num_strands() const { return static_cast<int>(strands_.size()); }
 
     // What a task computes: step.cpp.
     void run_task(int index, int task, int member) override;

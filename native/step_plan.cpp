@@ -14,9 +14,11 @@ constexpr int kRowsTogether = 16;     // that go through one row operation after
 constexpr int kTasksPerMember = 6;    // of a stage: the last ones to end leave the others idle for that much less
 constexpr int kAttentionTasksPerMember = 8;  // tiles differ more in cost than rows or panels
 
-constexpr int kTokensOfStrand = 12;  // at least: each strand reads all weights, which fewer tokens would wait for
-constexpr int64_t kBytesBetweenStrands = 4 << 20;  // of weights that one has read and the next has not: still in a cache that both share
-constexpr int64_t kAttentionCost = 4;  // multiply-adds of attention take that many times as long as those of products
+// Each strand reads all weights. It has as many tokens at least as make up for that, if the weights come from a cache that threads share,
+// as they do if they lie no further behind the strand before; else a whole block of rows.
+constexpr int kTokensOfStrand = 12;
+constexpr int64_t kBytesBetweenStrands = 4 << 20;
+constexpr int64_t kAttentionCost = 4;  // a multiply-add of attention takes that many times as long as one of a product
 
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
@@ -35,11 +37,11 @@ int grain_of_rows(int rows, int members) {
 
 // What strands are planned by.
 void Engine::count_cost(const Instruction& instruction) {
-    const bool of_tokens = instruction.domain == Domain::kTokens;
+    const bool is_of_tokens = instruction.domain == Domain::kTokens;
     const auto count = [&](int weight) {
         const PackedStorage& w = matrices_[weight];
-        (of_tokens ? costs_.of_token : costs_.of_sample) += int64_t{w.matrix.rows} * w.matrix.cols;
-        if (of_tokens) costs_.weight_bytes += w.bytes;
+        (is_of_tokens ? costs_.of_token : costs_.of_sample) += int64_t{w.matrix.rows} * w.matrix.cols;
+        if (is_of_tokens) costs_.weight_bytes += w.bytes;
     };
     for (const LinearOp& op : instruction.linears) count(op.weight);
     if (instruction.kind == InstructionKind::kGated) {
@@ -50,45 +52,53 @@ void Engine::count_cost(const Instruction& instruction) {
     }
 }
 
-// Strands of about equal cost, which may end within a row; one if more would not pay.
+// One strand if several would not pay.
 void Engine::plan_strands() {
     strands_.clear();
-    const int wanted = std::min(team_.size(), input_.num_tokens / kTokensOfStrand);
-    const bool reads_twice = wanted > 1 && costs_.weight_bytes / shape_.num_layers / wanted > kBytesBetweenStrands;
-    if (wanted > 1 && !(reads_twice && input_.num_tokens / wanted < kRowBlock)) divide_tokens(wanted);
+    const int wanted = std::min({team_.size(), Team::kMaxStrands, input_.num_tokens / kTokensOfStrand});
+    if (wanted > 1) {
+        const bool is_in_cache = costs_.weight_bytes / shape_.num_layers / wanted <= kBytesBetweenStrands;
+        if (is_in_cache || input_.num_tokens / wanted >= kRowBlock) divide_tokens(wanted);
+    }
     if (strands_.empty()) strands_.push_back({0, input_.num_tokens, 0, input_.num_logits});
 }
 
-void Engine::divide_tokens(int wanted) {
+void Engine::add_up_costs() {
     cost_until_.clear();
     int64_t total = 0;
-    for (int row = 0, sample = 0; row < input_.num_rows; ++row) {
+    int sample = 0;
+    for (int row = 0; row < input_.num_rows; ++row) {
         const int begin = input_.query_start_loc[row], end = input_.query_start_loc[row + 1];
         for (int token = begin; token < end; ++token) {
             total += costs_.of_token + costs_.of_position * (input_.context_lens[row] + token - begin + 1);
-            while (sample < input_.num_logits && input_.logit_tokens[sample] == token) total += costs_.of_sample, ++sample;
+            for (; sample < input_.num_logits && input_.logit_tokens[sample] == token; ++sample) total += costs_.of_sample;
             cost_until_.push_back(total);
         }
     }
-    int64_t longest = 0, before = 0;
-    Strand strand{0, 0, 0, 0};
-    for (int i = 1; i <= wanted; ++i) {
-        strand.first_token = strand.end_token;
-        strand.first_logit = strand.end_logit;
-        const auto bound = std::lower_bound(cost_until_.begin(), cost_until_.end(), total * i / wanted);
-        const int end = static_cast<int>(bound - cost_until_.begin()) + 1;
-        strand.end_token = i == wanted ? input_.num_tokens : std::min(input_.num_tokens, (end + kRowsOfTile / 2) / kRowsOfTile * kRowsOfTile);
-        while (strand.end_logit < input_.num_logits && input_.logit_tokens[strand.end_logit] < strand.end_token) ++strand.end_logit;
-        if (strand.end_token <= strand.first_token) return strands_.clear();
-        const int64_t until = cost_until_[strand.end_token - 1];
-        longest = std::max(longest, until - before);
-        before = until;
-        strands_.push_back(strand);
-    }
-    if (longest * wanted > total + total / 4) strands_.clear();
 }
 
-// Strands begin with an even share of a layer between them.
+// Into strands of about equal cost, which may begin and end within a row; into none if they can't be equal.
+void Engine::divide_tokens(int wanted) {
+    add_up_costs();
+    const int64_t total = cost_until_.back();
+    int64_t dearest = 0, before = 0;
+    Strand strand{0, 0, 0, 0};
+    for (int i = 1; i <= wanted; ++i) {
+        const auto share = std::lower_bound(cost_until_.begin(), cost_until_.end(), total * i / wanted) - cost_until_.begin() + 1;
+        const int end = (static_cast<int>(share) + kRowsOfTile / 2) / kRowsOfTile * kRowsOfTile;
+        strand.first_token = strand.end_token;
+        strand.end_token = i == wanted ? input_.num_tokens : std::min(end, input_.num_tokens);
+        strand.first_logit = strand.end_logit;
+        while (strand.end_logit < input_.num_logits && input_.logit_tokens[strand.end_logit] < strand.end_token) ++strand.end_logit;
+        if (strand.first_token == strand.end_token) return strands_.clear();
+        dearest = std::max(dearest, cost_until_[strand.end_token - 1] - before);
+        before = cost_until_[strand.end_token - 1];
+        strands_.push_back(strand);
+    }
+    if (dearest > total / wanted + total / (4 * wanted)) strands_.clear();
+}
+
+// They begin an even share of a layer apart. A row that goes on in the next strand has its keys and values written first.
 Team::Strands Engine::strands_of_run() const {
     const int32_t* const starts = input_.query_start_loc;
     const bool cuts_row = std::any_of(strands_.begin(), strands_.end(), [&](const Strand& strand) {

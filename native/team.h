@@ -1,9 +1,10 @@
 // The threads that run a step together. Owned by one Engine; knows nothing of models.
 //
-// A run is a list of stages, each with a number of tasks, or several such lists, strands. Members take tasks from a counter; a stage begins when all
-// tasks of the one before are done. Each member has a strand of its own, or shares it, and helps with the others when that one is done. Nobody waits for a member, only for a task that somebody has taken: a member whose
-// core was taken away delays the run by the task that it holds, or not at all. The caller is member 0 and can do everything
-// alone. Between runs the others spin for a moment and then sleep, since the HTTP loop needs the same cores.
+// A run is a list of stages, each with a number of tasks, or several such lists, its strands. Members take tasks from a counter; a
+// stage begins when all tasks of the one before are done. Each member has a strand, alone or with others, and helps with the rest when
+// that one is done. Nobody waits for a member, only for a task that somebody has taken: a member whose core was taken away
+// delays its strand by the task that it holds, or not at all. The caller is member 0 and can do everything alone. Between runs
+// the others spin for a moment and then sleep, since the HTTP loop needs the same cores.
 
 #pragma once
 
@@ -36,14 +37,13 @@ class Team {
 
     int size() const { return size_; }
 
-    // A run may be several strands: lists of as many stages, each in its own order, which members go through side by side.
+    static constexpr int kMaxStrands = 255;
+
+    // The strands of a run have as many stages each.
     struct Strands {
-        int count = 1;  // 1 to 255
-        // Of the first strand, that everybody computes for every strand that lies before their own: it is so far ahead when they
-        // begin with theirs.
-        int lag = 0;
-        // A stage of a strand begins when the strand before is through with the same stage.
-        bool ordered = false;
+        int count = 1;         // at most kMaxStrands
+        int lag = 0;           // stages of the first strand that all compute together before those of strand i, times i, begin with theirs
+        bool ordered = false;  // whether a stage begins only when the strand before is through with the same one
     };
 
     // Calls work.run_task(s, t, member) once for every stage s and every t in [0, num_tasks[s]), the stages of each strand in order, and

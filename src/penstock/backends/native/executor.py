@@ -110,6 +110,11 @@ class NativeExecutor:
         return int(self._engine.num_threads)
 
     @property
+    def num_strands(self) -> int:
+        """In how many groups the last step's tokens went through the layers: docs/kernels.md, "Strands"; 0 before the first."""
+        return int(self._engine.num_strands)
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of packed weights."""
         return int(self._engine.weight_bytes)
