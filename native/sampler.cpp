@@ -29,7 +29,7 @@ namespace {
 
 constexpr int kBlock = 64;  // logits that share a maximum and a sum; divides by both lane counts below
 constexpr int kBestBlock = 256;  // logits of which the largest is looked for at once, if only that is wanted
-constexpr int kMaxLanes = 16;
+constexpr int kMaxLanes = 4;   // as every instruction set has them: the compiler compares a wider vector than it has number by number
 constexpr int kMaxChains = 4;  // vectors of maxima side by side, each waiting for itself alone
 constexpr int kSumLanes = 8;
 using MaxLanes = float __attribute__((vector_size(kMaxLanes * sizeof(float))));
