@@ -109,28 +109,30 @@ bool Team::take_tasks(Stage& stage, int index, uint32_t epoch, int member) {
 // A member that comes late may find the form of another run. It then takes nothing: all tasks of its own were taken before that one began.
 void Team::run_strands(const Stages& stages, uint32_t epoch, int member) {
     const Form form = form_of(stages.form.load(std::memory_order_relaxed));
+    const int count = form.strands.count, own = member * count / size_;
     const auto run = [&](int strand, int begin, int end) {
         return run_stages(stages, strand * form.num_stages + begin, strand * form.num_stages + end, epoch, member);
     };
-    const int own = member * form.strands.count / size_;
     if (!run(0, 0, std::min(own * form.strands.lag, form.num_stages))) return;
-    for (int i = 0; i < form.strands.count; ++i) {
-        const int strand = (own + i) % form.strands.count;
-        if (!form.strands.ordered) {
-            if (!run(strand, 0, form.num_stages)) return;
-            continue;
-        }
-        for (int stage = 0; stage < form.num_stages; ++stage) {
-            for (int before = 0; before <= strand; ++before) {
-                if (!run(before, stage, stage + 1)) return;
+    if (form.strands.ordered) {
+        // Where one strand is done, so are all before it.
+        for (int first = 0, strand = own; strand < count; first = ++strand) {
+            for (int stage = 0; stage < form.num_stages; ++stage) {
+                for (int before = first; before <= strand; ++before) {
+                    if (!run(before, stage, stage + 1)) return;
+                }
             }
         }
+        return;
+    }
+    for (int i = 0; i < count; ++i) {
+        if (!run((own + i) % count, 0, form.num_stages)) return;
     }
 }
 
 // Whether the run goes on: false if another has begun.
 bool Team::run_stages(const Stages& stages, int begin, int end, uint32_t epoch, int member) {
-    for (int i = begin; i < std::min(end, stages.size); ++i) {
+    for (int i = begin; i < end; ++i) {
         Stage& stage = stages.list[i];
         if (!take_tasks(stage, i, epoch, member)) return false;
         for (int spins = 0;; ++spins) {
@@ -163,8 +165,7 @@ void Team::serve(int member) {
     while (true) {
         seen = wait_for_run(seen);
         if (stopping_.load(std::memory_order_relaxed)) return;
-        // If another run begins in between, this is its list or that of `seen`: the epoch of every claim tells. Stages behind
-        // the run's last one are of an older epoch, so the list's own size is bound enough.
+        // If another run begins in between, this is its list or that of `seen`: the epoch of every claim tells.
         const Stages& stages = *stages_.load(std::memory_order_acquire);
         run_strands(stages, seen, member);
     }
