@@ -14,10 +14,10 @@ constexpr int kRowsTogether = 16;     // that go through one row operation after
 constexpr int kTasksPerMember = 6;    // of a stage: the last ones to end leave the others idle for that much less
 constexpr int kAttentionTasksPerMember = 8;  // tiles differ more in cost than rows or panels
 
-// Each strand reads all weights. It has as many tokens at least as make up for that, if the weights come from a cache that threads share,
-// as they do if they lie no further behind the strand before; else a whole block of rows.
+// Each strand reads all weights. It has as many tokens on average as make up for that if they come from a cache that threads share; else
+// a whole block of rows. Strands that begin over the length of a layer need the cache to hold that layer, however many they are.
 constexpr int kTokensOfStrand = 12;
-constexpr int64_t kBytesBetweenStrands = 4 << 20;
+constexpr int64_t kCachedLayerBytes = 8 << 20;
 constexpr int64_t kAttentionCost = 4;  // a multiply-add of attention takes that many times as long as one of a product
 
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
@@ -57,7 +57,7 @@ void Engine::plan_strands() {
     strands_.clear();
     const int wanted = std::min({team_.size(), Team::kMaxStrands, input_.num_tokens / kTokensOfStrand});
     if (wanted > 1) {
-        const bool is_in_cache = costs_.weight_bytes / shape_.num_layers / wanted <= kBytesBetweenStrands;
+        const bool is_in_cache = costs_.weight_bytes / shape_.num_layers <= kCachedLayerBytes;
         if (is_in_cache || input_.num_tokens / wanted >= kRowBlock) divide_tokens(wanted);
     }
     if (strands_.empty()) strands_.push_back({0, input_.num_tokens, 0, input_.num_logits});

@@ -78,6 +78,7 @@ SHAPES = {
     "a prompt between decodes": [*DECODES[:10], (30, 201), *DECODES[10:20]],
     "one prompt": [(0, 330)],
     "the rest of a prompt": [(200, 131)],
+    "a few tokens that see much": [(450, 30)],  # several threads share a strand, and divide its attention
     "prompts": [(0, 61), (17, 90), (0, 23), (100, 77)],
 }
 
@@ -112,6 +113,15 @@ def test_a_step_is_divided_where_it_pays(
     steps = Steps(model, num_threads)
     steps.run(*shapes)
     assert steps.num_strands == expected
+
+
+@pytest.mark.parametrize("num_threads", [2, 4])
+def test_a_layer_that_no_cache_holds_is_read_once(tmp_path: Path, num_threads: int) -> None:
+    """However many threads there are: all of it lies between the first strand and the last."""
+    shape = TinyLlama(num_layers=3, hidden_size=512, intermediate_size=4096, max_model_len=512)
+    steps = Steps(load_gguf(write_gguf(tmp_path / "wide.gguf", shape, matrix_type="F16")), num_threads)
+    steps.run(*[(0, 1)] * 48)
+    assert steps.num_strands == 1
 
 
 def test_a_row_that_costs_as_much_as_all_others_leaves_the_step_whole(tmp_path: Path) -> None:
