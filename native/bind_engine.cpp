@@ -7,6 +7,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -136,6 +137,9 @@ void check_step(const Engine& self, const Arrays& a, const Vector<int32_t>& logi
     check_all(a.token_ids, shape.vocab_size, "token id outside the vocabulary");
     check_all(a.slot_mapping, num_slots, "slot outside the KV cache");
     check_all(logit_tokens, static_cast<int64_t>(tokens), "logits are wanted of a token that is not in the step");
+    if (!std::is_sorted(logit_tokens.data(), logit_tokens.data() + logit_tokens.size())) {
+        throw std::invalid_argument("logits are not wanted in the order of their tokens");
+    }
 }
 
 // What the sampler reads by slot.

@@ -98,6 +98,7 @@ def test_a_step_samples() -> None:
         ("block_tables", [[-1, 2], [0, 0], [3, 0], [0, 0]]),
         ("logit_tokens", [1, 3]),
         ("logit_tokens", [-1, 2]),
+        ("logit_tokens", [2, 1]),
         ("logit_slots", [0, 4]),
         ("logit_slots", [-1, 2]),
         ("tokens", np.zeros((2, 32))),
