@@ -72,6 +72,9 @@ class Executor(BlockMover, Protocol):
     def submit(self, plan: StepPlan) -> Ticket:
         """Start a step: releases, then admits, then rows.
 
+        No row reads keys or values that another row of the same step computes, but for padding, whose KV is noise: rows may be
+        computed in any order.
+
         Raises `ExecutorFailure` if the device failed. A plan that breaks the contract (unknown
         request, more rows than capacity, a token outside the vocabulary) is a programmer's error: AssertionError or ValueError.
         """
