@@ -38,6 +38,7 @@ Engine::Engine(const EngineShape& shape, int num_threads, const std::string& var
     attention_scratch_.resize(team_.size());
     for (auto& scratch : attention_scratch_) scratch.resize(kernels_.attention_scratch_floats(shape.head_dim));
     sampler_scratch_.resize(team_.size());
+    logits_scratch_.resize(team_.size());
     sampling_.resize(shape.max_rows);
     samples_.reserve(shape.max_rows);
 }
@@ -123,6 +124,7 @@ int Engine::add_activation(int cols, bool quantised, bool per_sample) {
 void Engine::add_instruction(Instruction instruction) {
     count_cost(instruction);
     program_.push_back(std::move(instruction));
+    num_own_ = static_cast<int>(program_.size());
 }
 
 void Engine::settle() {

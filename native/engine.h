@@ -38,6 +38,10 @@ struct CacheLineAllocator {
 };
 using Floats = std::vector<float, CacheLineAllocator<float>>;
 
+constexpr int kRowBlock = 96;  // rows of a product's task: their activations stay in the second-level cache
+
+constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
 enum class RowOpKind : int32_t { kEmbed, kAngles, kRmsNorm, kQuantize, kToBf16, kRope, kKvWrite, kGated, kAdd, kGather, kLookup };
 
 // One operation on one row; ids index the engine's buffers, activations, matrices, tables, vectors, ropes. -1 is none.
@@ -140,7 +144,8 @@ class Engine final : private Work {
     void settle();
     void use_small_pages() { arena_.use_small_pages(); }  // for tests
     int64_t small_page_bytes() const { return arena_.small_bytes(); }
-    void set_logits(int buffer) { logits_ = buffer; }
+    // After the last instruction.
+    void set_logits(int buffer);
 
     void set_sampling(int slot, RowSampling sampling);
     // Throws std::bad_alloc if the sampler finds no memory; the samples then have no meaning.
@@ -201,7 +206,11 @@ class Engine final : private Work {
         int32_t grain;       // rows, panels or attention tiles of a task
         int32_t row_blocks;  // of a product
         int32_t first, end;  // rows of its domain, or tiles
+        int32_t members;     // who share its tasks
         int32_t block = 0;   // rows of a row block
+    };
+    struct Rows {
+        int begin, end;
     };
     // In multiply-adds of products, of all layers.
     struct Costs {
@@ -232,7 +241,7 @@ class Engine final : private Work {
     void divide_tokens(int wanted);
     void plan_attention(Strand& strand);
     void split_long_tiles(Strand& strand, int heads_per_kv);
-    Stage plan_stage(const Strand& strand, const Instruction& instruction) const;
+    Stage plan_stage(const Strand& strand, const Instruction& instruction, int members) const;
     Team::Strands strands_of_run() const;
     // How many members share the tasks of a stage.
     int takers() const { return (team_.size() + num_strands() - 1) / num_strands(); }
@@ -241,16 +250,24 @@ class Engine final : private Work {
     void run_task(int index, int task, int member) override;
     void stage_done(int index) override;
     const Instruction* instruction_of(int index) const;  // null: sampling
-    int task_after(int task) const;
+    int task_after(const Stage& stage, int task) const;
     void run_rows(const std::vector<RowOp>& ops, const Stage& stage, int task);
     void run_row_op(const RowOp& op, int64_t row, int64_t end);
     void run_row_op(const RowOp& op, int64_t row);
     void compute_angles(Rope& rope, int64_t row);
+    Rows rows_of(const Stage& stage, int task) const;
+    Epilogue epilogue_of(const LinearOp& op) const;
     PanelRange panels_of(const Stage& stage, int task, int panels) const;
     void run_linear(const Instruction& instruction, const Stage& stage, int task);
     void run_gated(const GatedOp& op, const Stage& stage, int task);
     AttentionTask attention_task(const AttentionOp& op, const AttentionTile& tile);
     void run_attention(const AttentionOp& op, const Stage& stage, int task, int member);
+
+    // The last product, and the draw: logits.cpp.
+    bool is_logits(const Instruction& instruction) const;
+    void plan_logits();
+    void run_logits(const LinearOp& op, const Stage& stage, int task, int member);
+    SampleResult best_of_row(int row) const;
     void run_sampling(int row, int member);
 
     EngineShape shape_;
@@ -274,6 +291,7 @@ class Engine final : private Work {
     std::vector<AttentionSplit> splits_;
     std::vector<float> partials_;
     int64_t num_partials_ = 0;
+    int num_own_ = 0;  // instructions that each strand goes through by itself; the others follow when all have
     Costs costs_;
     std::vector<int64_t> cost_until_;  // of the step's tokens up to each one
     std::vector<Strand> strands_;      // of this step
@@ -283,6 +301,10 @@ class Engine final : private Work {
     std::vector<std::vector<float>> attention_scratch_;  // per member
     std::vector<SamplerScratch> sampler_scratch_;        // per member
     std::vector<RowSampling> sampling_;                  // per slot
+    std::vector<Floats> logits_scratch_;                 // per member
+    std::vector<uint8_t> wants_best_;                    // of this step's logits: rows of which only the largest is kept
+    std::vector<BestLogit> best_;                        // [logits, best_stride_], of their pieces
+    int best_stride_ = 0;
     std::vector<SampleResult> samples_;
     std::atomic<bool> sampler_lacks_memory_{false};
     std::jthread settler_;  // ends before anything else

@@ -29,7 +29,7 @@ namespace {
 
 constexpr int kBlock = 64;  // logits that share a maximum and a sum; divides by both lane counts below
 constexpr int kBestBlock = 256;  // logits of which the largest is looked for at once, if only that is wanted
-constexpr int kMaxLanes = 4;   // as every instruction set has them: the compiler compares a wider vector than it has number by number
+constexpr int kMaxLanes = 4;  // as every instruction set has them: the compiler compares a wider vector than it has number by number
 constexpr int kMaxChains = 4;  // vectors of maxima side by side, each waiting for itself alone
 constexpr int kSumLanes = 8;
 using MaxLanes = float __attribute__((vector_size(kMaxLanes * sizeof(float))));
@@ -84,24 +84,6 @@ __attribute__((always_inline)) inline float max_of_block(const float* x, int n) 
     for (; i < n; ++i) best = x[i] > best ? x[i] : best;
     for (int j = 0; j < kMaxLanes; ++j) best = largest[0][j] > best ? largest[0][j] : best;
     return best;
-}
-
-// Step 5 for temperature 0. One pass, and a second look at one block. -1 if the largest is infinite.
-PENSTOCK_CLONES
-int argmax(const float* logits, int vocab_size) {
-    float best = kNever;
-    int best_start = -1;
-    for (int start = 0; start < vocab_size; start += kBestBlock) {
-        const float block_best = max_of_block(logits + start, std::min(kBestBlock, vocab_size - start));
-        if (block_best > best) {
-            best = block_best;
-            best_start = start;
-        }
-    }
-    if (!std::isfinite(best)) return -1;
-    int id = best_start;
-    while (logits[id] != best) ++id;
-    return id;
 }
 
 // Fills `block_max` and returns the largest of all.
@@ -282,7 +264,11 @@ int draw_candidate(double u, double min_p, const Candidate& last, const WeightOf
 
 // Steps 5 and 6.
 int choose(const float* logits, int vocab_size, const RowSampling& row, uint64_t position, SamplerScratch& scratch) {
-    if (row.temperature == 0.0) return argmax(logits, vocab_size);
+    if (row.temperature == 0.0) {
+        BestLogit best;
+        look_at(logits, vocab_size, 0, best);
+        return result_of(best).token;
+    }
     const float max = fill_block_max(logits, vocab_size, scratch);
     if (!std::isfinite(max)) return -1;  // relative to +inf no logit would have a weight
     const double inverse_temperature = std::min(1.0 / row.temperature, 1e300);  // times 0 must stay 0
@@ -318,6 +304,26 @@ void fill_logprobs(const float* raw, int vocab_size, int num_top, SamplerScratch
 }
 
 }  // namespace
+
+bool wants_best_alone(const RowSampling& row) { return row.temperature == 0.0 && row.num_logprobs < 0 && !changes_logits(row); }
+
+// Step 5 for temperature 0. One pass, and a second look at a block that has a larger one.
+PENSTOCK_CLONES
+void look_at(const float* logits, int count, int first_id, BestLogit& best) {
+    for (int start = 0; start < count; start += kBestBlock) {
+        const float largest = max_of_block(logits + start, std::min(kBestBlock, count - start));
+        if (!(largest > best.logit)) continue;
+        int i = start;
+        while (logits[i] != largest) ++i;
+        best = {largest, first_id + i};
+    }
+}
+
+SampleResult result_of(const BestLogit& best) {
+    SampleResult result;
+    if (std::isfinite(best.logit)) result.token = best.id;
+    return result;
+}
 
 void sample_row(float* logits, int vocab_size, const RowSampling& row, const int32_t* tokens, int num_tokens,
                 int num_prompt_tokens, SamplerScratch& scratch, SampleResult& result) {

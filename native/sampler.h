@@ -5,6 +5,7 @@
 
 #include <array>
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 namespace penstock {
@@ -45,6 +46,12 @@ struct SampleResult {
     std::array<float, kMaxLogprobs> top_logprobs{};
 };
 
+// The largest of the logits that were looked at, and of equal ones the first.
+struct BestLogit {
+    float logit = -std::numeric_limits<float>::infinity();
+    int32_t id = -1;
+};
+
 struct Candidate {
     float logit;
     int32_t id;
@@ -69,5 +76,14 @@ struct SamplerScratch {
 // The result depends on these arguments alone. Ids outside the vocabulary are ignored.
 void sample_row(float* logits, int vocab_size, const RowSampling& row, const int32_t* tokens, int num_tokens,
                 int num_prompt_tokens, SamplerScratch& scratch, SampleResult& result);
+
+// Whether a row is given the token of its largest logit and nothing else is asked of them: `look_at` finds it, piece by piece.
+bool wants_best_alone(const RowSampling& row);
+
+// Looks at `logits` [count] of the ids from `first_id` on, which lie behind those that were looked at. NaN counts as -inf.
+void look_at(const float* logits, int count, int first_id, BestLogit& best);
+
+// As from `sample_row`.
+SampleResult result_of(const BestLogit& best);
 
 }  // namespace penstock

@@ -29,6 +29,7 @@ void Engine::run_step(const StepInput& input) {
     samples_.resize(input.tokens ? input.num_logits : 0);
     sampler_lacks_memory_.store(false, std::memory_order_relaxed);
     plan_step();
+    plan_logits();
     stage_began_ns_ = now_ns();
     team_.run(*this, num_tasks_, strands_of_run());
     if (sampler_lacks_memory_.load(std::memory_order_relaxed)) throw std::bad_alloc();
@@ -40,7 +41,9 @@ void Engine::run_task(int index, int task, int member) {
     if (!instruction) return run_sampling(stage.first + task, member);
     switch (instruction->kind) {
         case InstructionKind::kRows: return run_rows(instruction->rows, stage, task);
-        case InstructionKind::kLinear: return run_linear(*instruction, stage, task);
+        case InstructionKind::kLinear:
+            if (is_logits(*instruction)) return run_logits(instruction->linears[0], stage, task, member);
+            return run_linear(*instruction, stage, task);
         case InstructionKind::kGated: return run_gated(instruction->gated, stage, task);
         case InstructionKind::kAttention: return run_attention(instruction->attention, stage, task, member);
     }
@@ -48,8 +51,9 @@ void Engine::run_task(int index, int task, int member) {
 
 // Null: sampling.
 const Instruction* Engine::instruction_of(int index) const {
-    const size_t stage = index % (stages_.size() / strands_.size());
-    return stage < program_.size() ? &program_[stage] : nullptr;
+    const int joint = index - num_strands() * num_own_;
+    const size_t i = joint < 0 ? index % num_own_ : num_own_ + joint;
+    return i < program_.size() ? &program_[i] : nullptr;
 }
 
 void Engine::stage_done(int index) {
@@ -138,36 +142,42 @@ void Engine::run_row_op(const RowOp& op, int64_t row) {
 }
 
 // The task that a member takes after this one, if those who share the stage are equally fast.
-int Engine::task_after(int task) const { return task + takers(); }
+int Engine::task_after(const Stage& stage, int task) const { return task + stage.members; }
 
 PanelRange Engine::panels_of(const Stage& stage, int task, int panels) const {
-    const int begin = task / stage.row_blocks * stage.grain, next = task_after(task) / stage.row_blocks * stage.grain;
+    const int begin = task / stage.row_blocks * stage.grain, next = task_after(stage, task) / stage.row_blocks * stage.grain;
     return {begin, std::min(begin + stage.grain, panels), next};
+}
+
+Engine::Rows Engine::rows_of(const Stage& stage, int task) const {
+    const int begin = stage.first + task % stage.row_blocks * stage.block;
+    return {begin, std::min(begin + stage.block, stage.end)};
+}
+
+Epilogue Engine::epilogue_of(const LinearOp& op) const {
+    const Buffer& out = buffers_[op.out];
+    return {out.data(), out.width, op.bias >= 0 ? vectors_[op.bias].data() : nullptr, op.residual >= 0 ? buffers_[op.residual].data() : nullptr};
 }
 
 void Engine::run_linear(const Instruction& instruction, const Stage& stage, int task) {
     for (const LinearOp& op : instruction.linears) {
         const PackedMatrix& w = matrices_[op.weight].matrix;
-        const int tasks = (w.panels + stage.grain - 1) / stage.grain * stage.row_blocks;
+        const int tasks = ceil_div(w.panels, stage.grain) * stage.row_blocks;
         if (task >= tasks) {
             task -= tasks;
             continue;
         }
-        const Buffer& out = buffers_[op.out];
-        const Epilogue epilogue{out.data(), out.width, op.bias >= 0 ? vectors_[op.bias].data() : nullptr,
-                                op.residual >= 0 ? buffers_[op.residual].data() : nullptr};
-        const int row = stage.first + task % stage.row_blocks * stage.block;
-        return kernels_.gemm(w, activations_[op.activation].view, row, std::min(row + stage.block, stage.end),
-                             panels_of(stage, task, w.panels), epilogue);
+        const Rows rows = rows_of(stage, task);
+        return kernels_.gemm(w, activations_[op.activation].view, rows.begin, rows.end, panels_of(stage, task, w.panels), epilogue_of(op));
     }
 }
 
 void Engine::run_gated(const GatedOp& op, const Stage& stage, int task) {
     const PackedMatrix &gate = matrices_[op.gate].matrix, &up = matrices_[op.up].matrix;
     const Epilogue epilogue{buffers_[op.out].data(), buffers_[op.out].width, nullptr, nullptr};
-    const int row = stage.first + task % stage.row_blocks * stage.block;
-    kernels_.gemm_gated(gate, up, activations_[op.activation].view, row, std::min(row + stage.block, stage.end),
-                        panels_of(stage, task, gate.panels), op.kind, epilogue);
+    const Rows rows = rows_of(stage, task);
+    kernels_.gemm_gated(gate, up, activations_[op.activation].view, rows.begin, rows.end, panels_of(stage, task, gate.panels), op.kind,
+                        epilogue);
 }
 
 AttentionTask Engine::attention_task(const AttentionOp& op, const AttentionTile& tile) {
@@ -197,7 +207,7 @@ void Engine::run_attention(const AttentionOp& op, const Stage& stage, int task, 
     AttentionTask work = attention_task(op, tiles_[begin]);
     for (int i = begin; i < end; ++i) {
         // After a task's last tile comes the first of the task that this member will probably take, for its keys to be fetched.
-        const int after = i + 1 < end ? i + 1 : stage.first + task_after(task) * stage.grain;
+        const int after = i + 1 < end ? i + 1 : stage.first + task_after(stage, task) * stage.grain;
         const AttentionTask next = attention_task(op, tiles_[std::min(after, stage.end - 1)]);
         if (after < stage.end) work.next = &next;
         float* scratch = attention_scratch_[member].data();
@@ -211,18 +221,6 @@ void Engine::run_attention(const AttentionOp& op, const Stage& stage, int task, 
             }
         }
         work = next;
-    }
-}
-
-void Engine::run_sampling(int row, int member) {
-    const int slot = input_.logit_slots[row];
-    SamplerScratch& scratch = sampler_scratch_[member];
-    try {
-        sample_row(buffers_[logits_].row(row), shape_.vocab_size, sampling_[slot], input_.tokens + slot * input_.tokens_stride,
-                   input_.num_tokens_of_slot[slot], input_.num_prompt_of_slot[slot], scratch, samples_[row]);
-    } catch (const std::bad_alloc&) {  // must not leave the task; run_step tells it
-        scratch = SamplerScratch{};
-        sampler_lacks_memory_.store(true, std::memory_order_relaxed);
     }
 }
 

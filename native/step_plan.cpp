@@ -8,7 +8,6 @@ namespace penstock {
 
 namespace {
 
-constexpr int kRowBlock = 96;         // rows of a GEMM task: their activations stay in the second-level cache
 constexpr int kRowsOfTile = 4;        // of the widest kernels; only the speed depends on it
 constexpr int kRowsTogether = 16;     // that go through one row operation after another: they stay in the first-level cache
 constexpr int kTasksPerMember = 6;    // of a stage: the last ones to end leave the others idle for that much less
@@ -19,8 +18,6 @@ constexpr int kAttentionTasksPerMember = 8;  // tiles differ more in cost than r
 constexpr int kTokensOfStrand = 12;
 constexpr int64_t kCachedLayerBytes = 8 << 20;
 constexpr int64_t kAttentionCost = 4;  // a multiply-add of attention takes that many times as long as one of a product
-
-int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // Pieces of `count` things, about `wanted` of them.
 int grain_of(int count, int wanted) { return std::max(1, ceil_div(count, wanted)); }
@@ -98,14 +95,14 @@ void Engine::divide_tokens(int wanted) {
     if (dearest > total / wanted + total / (4 * wanted)) strands_.clear();
 }
 
-// They begin an even share of a layer apart. A row that goes on in the next strand has its keys and values written first.
+// They begin an even share of a layer apart, and join for the logits: a strand would read a matrix for itself that comes from memory. A row that goes on in the next strand has its keys and values written first.
 Team::Strands Engine::strands_of_run() const {
     const int32_t* const starts = input_.query_start_loc;
     const bool cuts_row = std::any_of(strands_.begin(), strands_.end(), [&](const Strand& strand) {
         return !std::binary_search(starts, starts + input_.num_rows + 1, strand.first_token);
     });
     const int stages_of_layer = static_cast<int>(program_.size()) / shape_.num_layers;
-    return {num_strands(), stages_of_layer / num_strands(), cuts_row};
+    return {num_strands(), stages_of_layer / num_strands(), cuts_row, static_cast<int>(stages_.size()) - num_strands() * num_own_};
 }
 
 // The tiles of a strand's attention, behind those of the ones before.
@@ -167,21 +164,21 @@ void Engine::split_long_tiles(Strand& strand, int heads_per_kv) {
     }
 }
 
-Engine::Stage Engine::plan_stage(const Strand& strand, const Instruction& instruction) const {
-    const int wanted = kTasksPerMember * takers();
+Engine::Stage Engine::plan_stage(const Strand& strand, const Instruction& instruction, int members) const {
+    const int wanted = kTasksPerMember * members;
     if (instruction.kind == InstructionKind::kAttention) {
         // Pieces of a long tile lie side by side and are dear: each is a task of its own.
         const int tiles = strand.end_tile - strand.first_tile;
-        const int grain = strand.has_splits ? 1 : grain_of(tiles, kAttentionTasksPerMember * takers());
-        return {ceil_div(tiles, grain), grain, 1, strand.first_tile, strand.end_tile};
+        const int grain = strand.has_splits ? 1 : grain_of(tiles, kAttentionTasksPerMember * members);
+        return {ceil_div(tiles, grain), grain, 1, strand.first_tile, strand.end_tile, members};
     }
     const bool of_tokens = instruction.domain == Domain::kTokens;
     const int first = of_tokens ? strand.first_token : strand.first_logit, end = of_tokens ? strand.end_token : strand.end_logit;
     const int rows = end - first;
-    if (rows == 0) return {0, 1, 1, first, end};
+    if (rows == 0) return {0, 1, 1, first, end, members};
     if (instruction.kind == InstructionKind::kRows) {
-        const int grain = grain_of_rows(rows, takers());
-        return {ceil_div(rows, grain), grain, 1, first, end};
+        const int grain = grain_of_rows(rows, members);
+        return {ceil_div(rows, grain), grain, 1, first, end, members};
     }
     // Whole tiles (a task's last panels would be computed one by one), and rather more tasks than wanted: one task too
     // many for a member is waited for by all.
@@ -193,13 +190,13 @@ Engine::Stage Engine::plan_stage(const Strand& strand, const Instruction& instru
     const auto tasks_of = [&](int weight, int grain) { return ceil_div(matrices_[weight].matrix.panels, grain) * row_blocks; };
     if (instruction.kind == InstructionKind::kGated) {
         const int grain = panels_of_task(matrices_[instruction.gated.gate].matrix.panels);
-        return {tasks_of(instruction.gated.gate, grain), grain, row_blocks, first, end, block};
+        return {tasks_of(instruction.gated.gate, grain), grain, row_blocks, first, end, members, block};
     }
     int panels = 0, tasks = 0;
     for (const LinearOp& op : instruction.linears) panels += matrices_[op.weight].matrix.panels;
     const int grain = panels_of_task(panels);
     for (const LinearOp& op : instruction.linears) tasks += tasks_of(op.weight, grain);
-    return {tasks, grain, row_blocks, first, end, block};
+    return {tasks, grain, row_blocks, first, end, members, block};
 }
 
 void Engine::plan_step() {
@@ -212,9 +209,11 @@ void Engine::plan_step() {
     stages_.clear();
     num_tasks_.clear();
     for (const Strand& strand : strands_) {
-        for (const Instruction& instruction : program_) stages_.push_back(plan_stage(strand, instruction));
-        if (input_.tokens) stages_.push_back({strand.end_logit - strand.first_logit, 1, 1, strand.first_logit, strand.end_logit});
+        for (int i = 0; i < num_own_; ++i) stages_.push_back(plan_stage(strand, program_[i], takers()));
     }
+    const Strand all{0, input_.num_tokens, 0, input_.num_logits};
+    for (size_t i = num_own_; i < program_.size(); ++i) stages_.push_back(plan_stage(all, program_[i], team_.size()));
+    if (input_.tokens) stages_.push_back({input_.num_logits, 1, 1, 0, input_.num_logits, team_.size()});
     for (const Stage& stage : stages_) num_tasks_.push_back(stage.num_tasks);
 }
 

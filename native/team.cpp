@@ -36,14 +36,15 @@ struct Form {
     int num_stages;  // of each
 };
 
-// One word, so that it is of one run: [stages:32][lag:23][ordered:1][strands:8]
+// One word, so that it is of one run: [stages:32][joint:8][lag:15][ordered:1][strands:8]
 uint64_t make_form(Team::Strands strands, int num_stages) {
-    return static_cast<uint64_t>(num_stages) << 32 | static_cast<uint64_t>(strands.lag) << 9 | static_cast<uint64_t>(strands.ordered) << 8 |
-           static_cast<uint64_t>(strands.count);
+    return static_cast<uint64_t>(num_stages) << 32 | static_cast<uint64_t>(strands.num_joint) << 24 | static_cast<uint64_t>(strands.lag) << 9 |
+           static_cast<uint64_t>(strands.ordered) << 8 | static_cast<uint64_t>(strands.count);
 }
 
 Form form_of(uint64_t word) {
-    return {{static_cast<int>(word & 0xFF), static_cast<int>(word >> 9 & 0x7FFFFF), (word >> 8 & 1) != 0}, static_cast<int>(word >> 32)};
+    return {{static_cast<int>(word & 0xFF), static_cast<int>(word >> 9 & 0x7FFF), (word >> 8 & 1) != 0, static_cast<int>(word >> 24 & 0xFF)},
+            static_cast<int>(word >> 32)};
 }
 
 }  // namespace
@@ -82,7 +83,7 @@ void Team::run(Work& work, const std::vector<int32_t>& num_tasks, Strands strand
     Stages& stages = reserve(num_stages);
     const uint32_t epoch = epoch_.load(std::memory_order_relaxed) + 1;
     work_.store(&work, std::memory_order_relaxed);
-    stages.form.store(make_form(strands, num_stages / strands.count), std::memory_order_relaxed);
+    stages.form.store(make_form(strands, (num_stages - strands.num_joint) / strands.count), std::memory_order_relaxed);
     for (int i = 0; i < num_stages; ++i) {
         stages.list[i].num_done.store(0, std::memory_order_relaxed);
         stages.list[i].claim.store(make_claim(epoch, static_cast<uint32_t>(num_tasks[i])), std::memory_order_release);
@@ -123,11 +124,12 @@ void Team::run_strands(const Stages& stages, uint32_t epoch, int member) {
                 }
             }
         }
-        return;
+    } else {
+        for (int i = 0; i < count; ++i) {
+            if (!run((own + i) % count, 0, form.num_stages)) return;
+        }
     }
-    for (int i = 0; i < count; ++i) {
-        if (!run((own + i) % count, 0, form.num_stages)) return;
-    }
+    run(count, 0, form.strands.num_joint);
 }
 
 // Whether the run goes on: false if another has begun.

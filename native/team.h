@@ -1,8 +1,8 @@
 // The threads that run a step together. Owned by one Engine; knows nothing of models.
 //
-// A run is a list of stages, each with a number of tasks, or several such lists, its strands. Members take tasks from a counter; a
-// stage begins when all tasks of the one before are done. Each member has a strand, alone or with others, and helps with the rest when
-// that one is done. Nobody waits for a member, only for a task that somebody has taken: a member whose core was taken away
+// A run is a list of stages, each with a number of tasks, or several such lists, its strands, and then stages that all have in common.
+// Members take tasks from a counter; a stage begins when all tasks of the one before are done. Each member has a strand, alone or with
+// others, and helps with the rest when that one is done. Nobody waits for a member, only for a task that somebody has taken: a member whose core was taken away
 // delays its strand by the task that it holds, or not at all. The caller is member 0 and can do everything alone. Between runs
 // the others spin for a moment and then sleep, since the HTTP loop needs the same cores.
 
@@ -37,17 +37,18 @@ class Team {
 
     int size() const { return size_; }
 
-    static constexpr int kMaxStrands = 255;
+    static constexpr int kMaxStrands = 16;  // planning them and passing through their stages takes time: members of larger teams share one
 
     // The strands of a run have as many stages each.
     struct Strands {
         int count = 1;         // at most kMaxStrands
         int lag = 0;           // stages of the first strand that all compute together before those of strand i, times i, begin with theirs
         bool ordered = false;  // whether a stage begins only when the strand before is through with the same one
+        int num_joint = 0;     // stages that follow when all strands are done, of all together
     };
 
     // Calls work.run_task(s, t, member) once for every stage s and every t in [0, num_tasks[s]), the stages of each strand in order, and
-    // returns when all are done. `num_tasks` is [strands, stages]. Not reentrant. At most 65,535 tasks a stage
+    // returns when all are done. `num_tasks` is [strands, stages] and then [num_joint]. Not reentrant. At most 65,535 tasks a stage
     // (std::length_error).
     void run(Work& work, const std::vector<int32_t>& num_tasks, Strands strands);
     void run(Work& work, const std::vector<int32_t>& num_tasks) { run(work, num_tasks, Strands{}); }

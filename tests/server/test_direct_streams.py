@@ -144,10 +144,12 @@ async def test_a_client_that_never_reads_is_cut_off(monkeypatch):
 
 
 async def test_a_client_that_reads_slowly_is_not(monkeypatch):
-    async with unread_stream(monkeypatch, write_timeout_s=0.4) as (_, unread):
+    async with unread_stream(monkeypatch, write_timeout_s=0.9) as (_, unread):
         data, begin = bytearray(), time.monotonic()
         while not data.endswith(END):
-            data += await asyncio.get_running_loop().sock_recv(unread, 1 << 16)
+            piece = await asyncio.get_running_loop().sock_recv(unread, 1 << 16)
+            assert piece, "it was cut off"
+            data += piece
             if time.monotonic() - begin < 1.5:
                 await asyncio.sleep(0.05)
     assert time.monotonic() - begin > 1.2, "it was not slow"

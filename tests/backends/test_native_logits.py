@@ -1,0 +1,133 @@
+"""The last product, of which rows that want no more keep their largest logit alone: they get the token that they should."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from backends.native_probe import bf16, bf16_bytes
+from penstock.backends.native._native import Engine, RowOp, RowOpKind, RowSampling, SourceFormat, usable_variants
+
+VOCAB_SIZE = 2_005  # three pieces, the last of them with a panel that is not full
+COLS = 64
+NUM_IDS = 200
+MAX_ROWS = 120  # two blocks of rows
+
+F32 = NDArray[np.float32]
+
+
+def open_engine(inputs: F32, output: F32, *, num_threads: int, variant: str = "") -> Engine:
+    """Its logits after token i are inputs[i] @ output.T, both exact in bfloat16."""
+    engine = Engine(
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=16,
+        vocab_size=len(output),
+        num_blocks=2,
+        block_size=16,
+        max_rows=MAX_ROWS,
+        max_step_tokens=MAX_ROWS,
+        num_threads=num_threads,
+        variant=variant,
+    )
+    embed = engine.add_matrix(SourceFormat.BF16, *inputs.shape, bf16_bytes(inputs))
+    weight = engine.add_matrix(SourceFormat.BF16, *output.shape, bf16_bytes(output))
+    x, picked = engine.add_buffer(COLS, per_sample=False), engine.add_buffer(COLS, per_sample=True)
+    activation = engine.add_activation(COLS, False, per_sample=True)
+    logits = engine.add_buffer(len(output), per_sample=True)
+    engine.add_rows([RowOp(RowOpKind.EMBED, out=x, weight=embed, value=1.0)], samples=False)
+    engine.add_rows(
+        [RowOp(RowOpKind.GATHER, x=x, out=picked), RowOp(RowOpKind.TO_BF16, x=picked, out=activation)], samples=True
+    )
+    engine.add_linear([(weight, activation, logits, -1, -1)], samples=True)
+    engine.set_logits(logits)
+    return engine
+
+
+def arrays_of(num_rows: int) -> list[NDArray[np.generic]]:
+    """Rows of one token each, row i of token i."""
+    each = np.arange(num_rows, dtype=np.int32)
+    starts = np.arange(num_rows + 1, dtype=np.int32)
+    zeros = np.zeros(num_rows, np.int32)
+    return [each, starts, zeros, each, zeros, np.full(num_rows, 16, np.int64), np.ones((num_rows, 1), np.int32), each]
+
+
+def logits_of(engine: Engine, num_rows: int) -> F32:
+    out = np.empty((num_rows, VOCAB_SIZE), np.float32)
+    engine.logits_step(*arrays_of(num_rows), out)
+    return out
+
+
+def tokens_of(engine: Engine, num_rows: int) -> list[int]:
+    each, ones = np.arange(num_rows, dtype=np.int32), np.ones(MAX_ROWS, np.int32)
+    out = np.full(num_rows, -9, np.int32)
+    engine.step(*arrays_of(num_rows), each, np.zeros((MAX_ROWS, 4), np.int32), ones, ones, out)
+    return [int(token) for token in out]
+
+
+def greedy(logits: F32) -> list[int]:
+    """As backends/reference/sampling.py: NaN counts as -inf, of equal ones the first; -1 if the largest is infinite."""
+    usable = np.where(np.isnan(logits), -np.inf, logits)
+    return [int(row.argmax()) if np.isfinite(row.max()) else -1 for row in usable]
+
+
+def make_weights() -> tuple[F32, F32]:
+    """Random ones, with equal columns of the output in different pieces and in one, and some that are no finite numbers."""
+    rng = np.random.default_rng(4)
+    inputs, output = (bf16(rng.standard_normal((n, COLS)).astype(np.float32)) for n in (NUM_IDS, VOCAB_SIZE))
+    output[[3, 4, 700, 767, 768, 1_999]] = bf16(np.abs(output[3]))
+    inputs[:6] = np.abs(inputs[:6])  # for them those are the largest
+    inputs[6] = 0.0  # all are equal
+    output[[0, 50, 1_500, 2_004], 0] = np.nan
+    return inputs, output
+
+
+@pytest.mark.parametrize("variant", usable_variants())
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_rows_get_the_token_of_their_largest_logit(variant: str, num_threads: int) -> None:
+    engine = open_engine(*make_weights(), num_threads=num_threads, variant=variant)
+    for slot in range(MAX_ROWS):
+        engine.set_sampling(slot, RowSampling(temperature=0.0))
+    for num_rows in (1, 2, 3, 4, 17, MAX_ROWS):
+        expected = greedy(logits_of(engine, num_rows))
+        assert tokens_of(engine, num_rows) == expected
+        assert expected[0] == 3
+    assert expected[6] == 1  # 0 is NaN
+    assert len(set(expected)) > 50
+
+
+def test_rows_that_want_more_of_their_logits_get_them_beside_others() -> None:
+    plain, changed = (open_engine(*make_weights(), num_threads=2) for _ in range(2))
+    seeds = range(MAX_ROWS)
+    drawn = [RowSampling(temperature=1.0, seed=seed) for seed in seeds]
+    told = [RowSampling(temperature=0.0, num_logprobs=2) for _ in seeds]
+    biased = [RowSampling(temperature=0.0, bias=[(100 + seed, 1e4)]) for seed in seeds]
+    for slot in range(MAX_ROWS):
+        plain.set_sampling(slot, drawn[slot])
+    for_drawn = tokens_of(plain, MAX_ROWS)
+    expected = greedy(logits_of(plain, MAX_ROWS))
+    kinds = [drawn, told, biased, [RowSampling(temperature=0.0)] * MAX_ROWS]
+    for slot in range(MAX_ROWS):
+        changed.set_sampling(slot, kinds[slot % 4][slot])
+    for row, token in enumerate(tokens_of(changed, MAX_ROWS)):
+        assert token == (for_drawn[row], expected[row], 100 + row, expected[row])[row % 4]
+        if row % 4 == 1:
+            assert changed.logprobs(row)[0] == token
+
+
+def test_a_row_without_a_usable_logit_is_told() -> None:
+    inputs, output = make_weights()
+    output[:] = np.nan
+    engine = open_engine(inputs, output, num_threads=2)
+    for slot in range(MAX_ROWS):
+        engine.set_sampling(slot, RowSampling(temperature=0.0))
+    assert tokens_of(engine, 3) == [-1, -1, -1]
+    output[:] = 1.0
+    output[1_200, 0] = np.inf
+    inputs[:2] = 1.0
+    inputs[1, 0] = -1.0
+    engine = open_engine(inputs, output, num_threads=2)
+    for slot in range(MAX_ROWS):
+        engine.set_sampling(slot, RowSampling(temperature=0.0))
+    assert tokens_of(engine, 2) == [-1, 0]  # +inf; -inf
