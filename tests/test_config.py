@@ -157,7 +157,7 @@ def test_an_unknown_key_names_the_nearest_and_all_valid_ones(tmp_path: Path) -> 
         ("port = 80.5", "port: 80.5 is a decimal number, not a count"),
         ("length_buckets = [128, 'x']", r"length_buckets: \[128, 'x'\] is not a list of counts"),
         ("length_buckets = '128;256'", "length_buckets: '128;256' is not a count"),
-        ("host = 7", "host: 7 is a integer, not text"),
+        ("host = 7", "host: 7 is an integer, not text"),
         ("prefix_caching = 'perhaps'", "prefix_caching: 'perhaps' is not true or false"),
         ("block_size = []", r"block_size: \[\] is a list, not a count"),
         ("device = 'tpu'", "device: 'tpu' is not available; available: auto, cpu, cuda"),

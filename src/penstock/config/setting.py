@@ -107,7 +107,7 @@ class Setting:
         if self.kind in _PARSERS:
             return self._as_number(raw)
         if not isinstance(raw, str):
-            raise ValueError(f"{raw!r} is a {_toml_type(raw)}, not text")
+            raise ValueError(f"{raw!r} is {_toml_type(raw)}, not text")
         return raw
 
     def _as_number(self, raw: object) -> int | float:
@@ -115,7 +115,7 @@ class Setting:
             return _PARSERS[self.kind](raw)
         allowed = (int,) if self.kind in (Kind.COUNT, Kind.SIZE) else (int, float)
         if isinstance(raw, bool) or not isinstance(raw, allowed):
-            raise ValueError(f"{raw!r} is a {_toml_type(raw)}, not a {self.kind}")
+            raise ValueError(f"{raw!r} is {_toml_type(raw)}, not a {self.kind}")
         return raw
 
 
@@ -188,5 +188,6 @@ def _as_counts(raw: object) -> tuple[int, ...]:
 
 
 def _toml_type(value: object) -> str:
-    names = {bool: "boolean", int: "integer", float: "decimal number", str: "text", list: "list", dict: "table"}
-    return names.get(type(value), type(value).__name__)
+    """With its article; of all but text, which every setting takes or parses."""
+    names = {bool: "a boolean", int: "an integer", float: "a decimal number", list: "a list", dict: "a table"}
+    return names.get(type(value), f"a {type(value).__name__}")  # of dates and times
