@@ -21,6 +21,7 @@ from penstock.parts.executor import build_executor, plan_memory
 from penstock.parts.host_tier import open_host_memory
 from penstock.parts.policies import admission_limits, build_policies
 from penstock.sizing import RESERVE_BYTES, TYPICAL_REQUEST_TOKENS, KvPlan
+from penstock.types.counted import counted
 from penstock.types.errors import ConfigError
 from penstock.types.plan import Capacity
 
@@ -299,21 +300,20 @@ def _log_model(model: LoadedModel, config: Config, kv: KvPlan) -> None:
     shares = ", ".join(f"{name} {format_size(size)}" for name, size in sorted(formats.items(), key=lambda item: -item[1]))
     _log.info("model %s (%s), weights %s", model.name, model.spec.architecture, shares)
     _log.info(
-        "KV cache of %s, up to %s as it fills: %d blocks of %d tokens, %d tokens in all; longest request %d",
+        "KV cache of %s, up to %s as it fills: %s of %s, %s in all; longest request %d",
         device.kv_dtype(config),
         format_size(kv.num_bytes),
-        kv.num_blocks - 1,
-        kv.block_size,
-        kv.num_tokens,
+        counted(kv.num_blocks - 1, "block"),
+        counted(kv.block_size, "token"),
+        counted(kv.num_tokens, "token"),
         kv.max_model_len,
     )
     typical = min(TYPICAL_REQUEST_TOKENS, kv.max_model_len)
     num_typical, num_longest = kv.num_requests_of(typical), kv.num_requests_of(kv.max_model_len)
     _log.info(
-        "KV cache holds %d request%s of %d tokens (prompt and answer) at once%s; at most %d run at once",
-        num_typical,
-        "" if num_typical == 1 else "s",
-        typical,
+        "KV cache holds %s of %s (prompt and answer) at once%s; at most %d run at once",
+        counted(num_typical, "request"),
+        counted(typical, "token"),
         f", or {num_longest} of the longest" if typical < kv.max_model_len else "",
         device.max_rows(config),
     )

@@ -13,6 +13,8 @@ import click
 import pytest
 
 from penstock.cli.run import split_words
+from penstock.cli.session import Answer, stats_line
+from penstock.engine.ports import OutputChunk
 
 Penstock = Callable[..., subprocess.CompletedProcess[str]]
 FAST = ("--backend", "reference", "--temperature", "0")
@@ -122,6 +124,11 @@ def test_statistics_go_to_stderr(penstock: Penstock, tiny_model: Path) -> None:
     result = penstock("run", tiny_model, "a", *FAST, "--max-tokens", "5", "--stats")
     assert "tokens; the first after" in result.stderr
     assert "tokens; the first" not in result.stdout
+
+
+def test_an_answer_of_one_token_is_told_in_the_singular() -> None:
+    chunk = OutputChunk("r", "x", (1,), (), at_ns=5_000_000, num_generated_tokens=1, first_token_ns=5_000_000)
+    assert stats_line(Answer(text="x", chunks=[chunk])) == "1 token; the first after 5 ms"
 
 
 def test_no_prompt_is_wrong_usage(penstock: Penstock) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock import __version__
+from penstock.cli.env import _facts
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
 
 Penstock = Callable[..., subprocess.CompletedProcess[str]]
@@ -35,6 +36,11 @@ def test_env_names_the_machine_the_versions_and_what_is_missing(penstock: Pensto
     assert "numpy" in facts["libraries"]
     assert facts["cache"].startswith(str(tmp_path))
     assert DEFAULT_MODEL in facts["missing"]
+
+
+def test_one_cpu_is_told_in_the_singular(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.machine.usable_cpus", lambda: 1)
+    assert next(value for name, value in _facts(None) if name == "processor").endswith(", 1 CPU usable")
 
 
 def test_the_settings_file_names_the_cache_for_all(penstock: Penstock, tmp_path: Path, tiny_model: Path) -> None:

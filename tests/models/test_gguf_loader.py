@@ -17,7 +17,7 @@ from penstock.models import gguf_tensors, registry
 from penstock.models.checks import weight_shapes
 from penstock.models.gguf import load_gguf
 from penstock.models.gguf_file import GGML_Q8_0, open_gguf
-from penstock.models.gguf_tensors import load_tensor
+from penstock.models.gguf_tensors import conversion_notes, load_tensor
 from penstock.models.hf import load_hf_directory
 from penstock.models.weights import WeightFormat
 from penstock.testing.tiny_models import TinyLlama, vocabulary, write_gguf, write_hf
@@ -142,6 +142,8 @@ def test_conversions_are_noted(tmp_path, tiny):
     assert load_gguf(write_gguf(tmp_path / "f16.gguf", TINY, matrix_type="F16")).notes == ()
     (note,) = load_gguf(write_gguf(tmp_path / "rare.gguf", TINY, matrix_type="MXFP4")).notes
     assert note.startswith("15 MXFP4 matrices are converted to Q8_0")
+    one = open_gguf(tmp_path / "rare.gguf").tensors["blk.0.ffn_up.weight"]
+    assert conversion_notes([one])[0].startswith("1 MXFP4 matrix is converted to Q8_0")
 
 
 def test_conversions_are_logged_before_they_begin(tmp_path, caplog, monkeypatch):

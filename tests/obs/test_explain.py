@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from penstock.obs.explain.explanation import INTAKE, ORDER, Explanation
 from penstock.obs.explain.journal import MAX_NOTED, Journal
 from penstock.obs.explain.life import Phase
-from penstock.obs.explain.words import summary
+from penstock.obs.explain.steps import Gap, Prefilled, StepNote
+from penstock.obs.explain.words import gap_cause, summary
 from penstock.sched.policies.presets import make_policies
 from penstock.testing import HashExecutor, make_core, make_request
 from penstock.testing.driver import Driver
@@ -71,6 +72,15 @@ def test_who_ran_at_once_waited_for_nothing() -> None:
     assert (told.num_prefill_steps, told.num_prefill_tokens) == (1, 8)
     assert (told.num_decode_steps, told.num_generated_tokens) == (4, 5)
     assert (told.mean_batch, told.max_batch) == (1.0, 1)
+
+
+def test_a_single_token_is_told_in_the_singular() -> None:
+    bench = Bench()
+    bench.add("a", 1, max_tokens=1)
+    bench.run()
+    assert "Computed its prompt of 1 token in 1.0 ms, 1 step" in summary(bench.told("a"))
+    step = StepNote(MS, 2, 1, 1, Prefilled("b", num_tokens=1, num_prompt_tokens=1))
+    assert gap_cause(Gap(MS, step)) == "the step computed 1 token of another request's prompt of 1 token"
 
 
 def test_a_wait_for_a_row_is_told_while_it_lasts_and_after() -> None:
@@ -268,6 +278,7 @@ class TestPrefixes:
         bench.add("b", [*range(1, num_common + 1), *[99] * (13 - num_common)], max_tokens=1)
         assert self.told_stop(bench, "b") == (num_common, PrefixEnd.DIFFERS, num_common)
         assert f"token {num_common} is another than in the cache" in summary(bench.told("b"))
+        assert f"; {'1 was' if num_common == 1 else f'{num_common} were'} in the cache (" in summary(bench.told("b"))
 
     @pytest.mark.parametrize("num_cached", [8, 10])
     def test_nothing_was_seen_behind_what_is_cached(self, num_cached: int) -> None:

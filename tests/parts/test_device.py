@@ -241,6 +241,8 @@ def test_threads_are_counted_unless_named(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("penstock.parts.device.usable_cpus", lambda: 6)
     assert device.num_threads(BackendConfig()) == 6
     assert device.num_threads(BackendConfig(threads=2)) == 2
+    assert device.words(BackendConfig(backend=Backend.NATIVE)).endswith("kernels, 6 threads")
+    assert device.words(BackendConfig(backend=Backend.NATIVE, threads=1)).endswith("kernels, 1 thread")
 
 
 def test_how_to_preempt_cannot_be_set_where_a_host_tier_decides() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.backends import cuda
 from penstock.config import BackendConfig, Config, KvConfig
-from penstock.parts.disk_tier import _kv_fingerprint
+from penstock.parts.disk_tier import _kv_fingerprint, build_tier
 from penstock.types.model_spec import ModelSpec
 from penstock.types.plan import Capacity
 
@@ -56,3 +56,20 @@ def test_a_server_finds_the_kv_that_it_would_compute(tmp_path: Path, monkeypatch
     assert fingerprint(model, num_positions=300, spec=without) == fingerprint(model, spec=without)
     model.write_bytes(b"others!")
     assert fingerprint(model) != own
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        ([], []),
+        ([b"a"], ["1 KV block of an earlier time is there"]),
+        ([b"a", b"b"], ["2 KV blocks of an earlier time are there"]),
+    ],
+)
+def test_what_an_earlier_time_left_is_counted_in_the_log(
+    names: list[bytes], words: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "penstock")
+    store: Any = SimpleNamespace(num_slots=4, entries=lambda: list(enumerate(names)))
+    assert build_tier(store) is not None
+    assert caplog.messages == words

@@ -23,7 +23,7 @@ def test_what_outgrows_the_pool_is_refused_with_the_numbers(num_prompt: int, max
     rejected = refusal(make_request("r", num_prompt, max_tokens=max_tokens), CAPACITY)
     assert rejected is not None
     assert rejected.reason is RejectReason.NEVER_FITS
-    assert f"prompt of {num_prompt} tokens" in rejected.detail
+    assert f"prompt of {num_prompt} token{'' if num_prompt == 1 else 's'} with" in rejected.detail
     assert f"max_tokens {max_tokens}" in rejected.detail
     assert f"to {min(num_prompt + max_tokens, 30)} tokens" in rejected.detail
     assert "room for 21" in rejected.detail

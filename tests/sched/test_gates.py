@@ -101,5 +101,5 @@ class TestRows:
     def test_a_batch_that_is_too_large_is_refused_with_a_remedy(self, make: type[Static | Dynamic]) -> None:
         with pytest.raises(ConfigError, match=r"batch of 6 needs 12 rows.*--max-num-seqs to 12 .* --max-batch-size to 5 "):
             make(6).max_running(capacity(10))
-        with pytest.raises(ConfigError, match=r"--max-num-seqs to 2"):
+        with pytest.raises(ConfigError, match=r"the server has 1 row and .*--max-num-seqs to 2"):
             make().max_running(capacity(1))

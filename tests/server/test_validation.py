@@ -79,6 +79,16 @@ def test_default_length_is_16_for_completions_and_the_rest_for_chat():
         assert caught.value.code == "context_length_exceeded"
 
 
+def test_the_numbers_of_what_does_not_fit_are_told():
+    with pytest.raises(ApiError) as caught:
+        fit_max_tokens(CompletionBody(prompt="a", max_tokens=1), 100, MODEL, "prompt")
+    assert "The prompt has 100 and the answer may have 1, 101 together." in caught.value.message
+    for ids, stops, limit in (([], "1 stop token", 19), ([5], "2 stop tokens", 18)):
+        with pytest.raises(ApiError) as caught:
+            sampling(n=20, use_beam_search=True, temperature=0, stop_token_ids=ids)
+        assert f"and {stops} it can be at most {limit}." in caught.value.message
+
+
 def test_chat_logprobs_ask_for_alternatives_only_if_told():
     def asked(**fields):
         body = ChatCompletionBody(messages=[{"role": "user", "content": "a"}], **fields)

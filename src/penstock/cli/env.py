@@ -27,11 +27,12 @@ def _facts(cache: str | None) -> Iterator[tuple[str, str]]:
     from penstock.config.units import format_size
     from penstock.machine import available_memory_bytes, cpu_name, usable_cpus
     from penstock.parts.device import gpu_facts
+    from penstock.types.counted import counted
 
     yield "penstock", __version__
     yield "python", f"{platform.python_version()} ({sys.executable})"
     yield "system", f"{platform.system()} {platform.release()} {platform.machine()}"
-    yield "processor", f"{cpu_name() or platform.machine()}, {usable_cpus()} CPUs usable"
+    yield "processor", f"{cpu_name() or platform.machine()}, {counted(usable_cpus(), 'CPU')} usable"
     yield "memory", f"{format_size(available_memory_bytes())} available"
     yield "kernels", _kernels()
     yield "gpu", gpu_facts()

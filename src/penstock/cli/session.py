@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from penstock.types.counted import counted
 from penstock.types.errors import PenstockError
 from penstock.types.request import FinishReason, Request
 from penstock.types.sampling import SamplingParams
@@ -126,4 +127,4 @@ def stats_line(answer: Answer) -> str:
     first_ns = last.first_token_ns or last.at_ns
     decode_s = (last.at_ns - first_ns) / 1e9
     rate = f", then {(num_tokens - 1) / decode_s:.1f} tokens/s" if num_tokens > 1 and decode_s > 0 else ""
-    return f"{num_tokens} tokens; the first after {(first_ns - answer.asked_ns) / 1e6:.0f} ms{rate}"
+    return f"{counted(num_tokens, 'token')}; the first after {(first_ns - answer.asked_ns) / 1e6:.0f} ms{rate}"

@@ -34,6 +34,7 @@ from penstock.models.gguf_file import (
     TensorEntry,
 )
 from penstock.models.weights import WeightTensor
+from penstock.types.counted import counted
 from penstock.types.errors import ModelError
 
 _MATRIX_FORMATS: Mapping[int, WeightFormat] = {
@@ -98,7 +99,8 @@ def conversion_notes(entries: Iterable[TensorEntry]) -> tuple[str, ...]:
 
 
 def _note(type_id: int, num: int) -> str:
-    return f"{num} {_type_name(type_id)} matrices are converted to Q8_0 (8.5 bits per weight)"
+    matrices = counted(num, f"{_type_name(type_id)} matrix is", f"{_type_name(type_id)} matrices are")
+    return f"{matrices} converted to Q8_0 (8.5 bits per weight)"
 
 
 def _is_converted(entry: TensorEntry) -> bool:

@@ -20,6 +20,7 @@ from penstock.backends import cuda
 from penstock.config import AttentionKernels, Backend, BackendConfig, Config, Device
 from penstock.config.units import format_size
 from penstock.machine import usable_cpus
+from penstock.types.counted import counted
 from penstock.types.errors import ConfigError
 from penstock.types.kv_dtype import KvDtype
 
@@ -198,7 +199,7 @@ def words(backend: BackendConfig) -> str:
         return _gpu_name(cuda.find_gpu()) + modes
     from penstock.backends import native
 
-    return f"{native.info()['variant']} kernels, {num_threads(backend)} threads"
+    return f"{native.info()['variant']} kernels, {counted(num_threads(backend), 'thread')}"
 
 
 def gpu_facts() -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from penstock.config import Config
 from penstock.config.units import format_size
 from penstock.parts.device import is_on_gpu, kv_dtype
+from penstock.types.counted import counted
 
 if TYPE_CHECKING:
     from penstock.engine.ports import BlockStore, Executor
@@ -95,8 +96,8 @@ def build_tier(store: BlockStore | None) -> Tier | None:
     except OSError as error:
         _log.warning("what the file of the disk tier contains can't be read, and is written over: %s", error)
     tier = Tier(store.num_slots, entries=entries)
-    if len(tier.slots):
-        _log.info("%d KV blocks of an earlier time are there", len(tier.slots))
+    if num_kept := len(tier.slots):
+        _log.info(counted(num_kept, "KV block of an earlier time is there", "KV blocks of an earlier time are there"))
     return tier
 
 

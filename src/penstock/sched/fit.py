@@ -4,6 +4,7 @@ never looks at the load.
 
 from __future__ import annotations
 
+from penstock.types.counted import counted
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.plan import PADDING_PREFIX, Capacity
 from penstock.types.request import Request
@@ -24,7 +25,7 @@ def refusal(request: Request, capacity: Capacity) -> Rejected | None:
         return Rejected(RejectReason.INVALID, "The prompt has no tokens.", param="prompt")
     if num_prompt + 1 > capacity.max_model_len:
         detail = (
-            f"The prompt has {num_prompt} tokens and needs room for at least one more, but prompt and output "
+            f"The prompt has {counted(num_prompt, 'token')} and needs room for at least one more, but prompt and output "
             f"together may have {capacity.max_model_len} (max_model_len)."
         )
         return Rejected(RejectReason.CONTEXT_LENGTH, detail, param="prompt")
@@ -36,8 +37,9 @@ def refusal(request: Request, capacity: Capacity) -> Rejected | None:
     if num_blocks > capacity.num_blocks - 1:
         room = (capacity.num_blocks - 1) * capacity.block_size + 1
         detail = (
-            f"A prompt of {num_prompt} tokens with max_tokens {request.sampling.max_tokens} may grow to {num_positions + 1} "
-            f"tokens, but the whole KV cache has room for {room}. Ask for fewer tokens, or give the server more KV cache."
+            f"A prompt of {counted(num_prompt, 'token')} with max_tokens {request.sampling.max_tokens} may grow to "
+            f"{num_positions + 1} tokens, but the whole KV cache has room for {room}. Ask for fewer tokens, or give the server "
+            "more KV cache."
         )
         return Rejected(RejectReason.NEVER_FITS, detail, param="max_tokens")
     return None
@@ -50,9 +52,10 @@ def _refuse_beams(request: Request, num_blocks: int, capacity: Capacity) -> Reje
     num_needed = num_shared + width * (num_blocks - num_shared)
     if num_needed < capacity.num_blocks:
         return None
+    prompt, block = counted(request.num_prompt_tokens, "token"), counted(capacity.block_size, "token")
     detail = (
-        f"{width} beams of a prompt of {request.num_prompt_tokens} tokens with max_tokens {request.sampling.max_tokens} may "
-        f"need {num_needed} blocks of {capacity.block_size} tokens, but the whole KV cache has {capacity.num_blocks - 1}. Ask "
-        "for fewer beams (n) or tokens, or give the server more KV cache."
+        f"{width} beams of a prompt of {prompt} with max_tokens {request.sampling.max_tokens} may need "
+        f"{num_needed} blocks of {block}, but the whole KV cache has {capacity.num_blocks - 1}. "
+        "Ask for fewer beams (n) or tokens, or give the server more KV cache."
     )
     return Rejected(RejectReason.NEVER_FITS, detail, param="n")

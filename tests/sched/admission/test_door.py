@@ -115,6 +115,9 @@ class TestQueueLength:
         assert refused.reason is RejectReason.QUEUE_FULL
         assert "2 requests are waiting" in refused.detail
         assert refused.retry_after_s == DEFAULT_RETRY_AFTER_S
+        alone = refusal(make_door(max_queue=1), make_load(8, 1, 0))
+        assert alone is not None
+        assert "1 request is waiting" in alone.detail
 
     def test_what_the_next_step_can_take_does_not_wait(self):
         assert refusal(make_door(max_queue=2), make_load(num_running=0, num_waiting=9, num_rows_free=8)) is None

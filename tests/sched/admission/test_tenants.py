@@ -55,7 +55,9 @@ def test_a_call_of_more_choices_than_the_limit_comes_in_alone():
     tenants = Tenants(2, None)
     assert tenants.refusal(view(num_requests=5)) is None
     tenants.enter("a", "r", 100, 0)
-    assert tenants.refusal(view(num_requests=5)) is not None
+    refused = tenants.refusal(view(num_requests=5))
+    assert refused is not None
+    assert "has 1 request already" in refused.detail
 
 
 def test_a_bucket_holds_a_minute_and_refills_steadily():
@@ -66,6 +68,7 @@ def test_a_bucket_holds_a_minute_and_refills_steadily():
     assert refused is not None
     assert refused.reason is RejectReason.TENANT_TOKENS
     assert refused.wait_ns == pytest.approx(5 * SECOND)  # 50 tokens at ten per second
+    assert refused.detail.endswith("needs about 150, with 100 left")
     assert tenants.refusal(view(now_s=5.1, num_prompt=60, num_new=90)) is None
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from penstock.obs.explain.explanation import INTAKE, ORDER, STEP, Explanation
 from penstock.obs.explain.life import Phase
 from penstock.obs.explain.steps import Gap
+from penstock.types.counted import counted
 from penstock.types.request import FinishReason
 from penstock.types.stats import PreemptReason, PrefixEnd, WaitReason
 
@@ -82,10 +83,12 @@ def _line(told: Explanation) -> str:
 
 
 def _prompt(told: Explanation) -> str:
-    cached = f"; {told.num_hit_tokens} were in the cache" if told.num_hit_tokens else ""
+    were = "was" if told.num_hit_tokens == 1 else "were"
+    cached = f"; {told.num_hit_tokens:,} {were} in the cache" if told.num_hit_tokens else ""
     why = _why_no_more(told)
+    computed = "Computes" if told.phase is Phase.PREFILL else "Computed"
     return (
-        f"{'Computes' if told.phase is Phase.PREFILL else 'Computed'} its prompt of {told.num_prompt_tokens} tokens in "
+        f"{computed} its prompt of {_count(told.num_prompt_tokens, 'token')} in "
         f"{duration(told.prefill_ns)}, {_count(told.num_prefill_steps, 'step')}{cached}{why}."
     )
 
@@ -144,9 +147,9 @@ def gap_cause(gap: Gap) -> str:
         return f"the step itself took {duration(step.duration_ns)}, the rest passed outside of steps"
     if step.largest is None:
         return f"a step of {_count(step.num_rows, 'request')}, none with a prompt"
-    of = f" of {step.largest.num_prompt_tokens} tokens" if step.largest.num_prompt_tokens else ""
+    of = f" of {_count(step.largest.num_prompt_tokens, 'token')}" if step.largest.num_prompt_tokens else ""
     others = f", one of {step.num_prefills} prompts" if step.num_prefills > 1 else ""
-    return f"the step computed {step.largest.num_tokens} tokens of another request's prompt{of}{others}"
+    return f"the step computed {_count(step.largest.num_tokens, 'token')} of another request's prompt{of}{others}"
 
 
 def duration(num_ns: float) -> str:
@@ -160,7 +163,7 @@ def duration(num_ns: float) -> str:
 
 
 def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+    return counted(number, noun, spec=",")
 
 
 def _listed(parts: list[str]) -> str:

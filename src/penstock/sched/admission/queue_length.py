@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.sched.admission.check import DoorView, Refusal
+from penstock.types.counted import counted
 from penstock.types.errors import RejectReason
 
 
@@ -18,5 +19,6 @@ class QueueLength:
         if num_excess <= 0 or view.is_idle:  # places may be kept, but nobody is there
             return None
         wait_ns = None if view.ns_per_request is None else num_excess * view.ns_per_request
-        detail = f"the queue is full: {view.num_waiting} requests are waiting or expected back, at most {self.max_queue} may"
+        waiting = counted(view.num_waiting, "request is", "requests are")
+        detail = f"the queue is full: {waiting} waiting or expected back, at most {self.max_queue} may"
         return Refusal(RejectReason.QUEUE_FULL, detail, wait_ns)

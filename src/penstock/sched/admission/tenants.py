@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from penstock.sched.admission.check import DoorView, Refusal
+from penstock.types.counted import counted
 from penstock.types.errors import RejectReason
 
 MAX_TENANTS = 1024
@@ -108,7 +109,7 @@ class Tenants:
         next_ns = max(view.now_ns, account.announced_ns) + int(self._duration_ns / self._max_concurrent)
         wait_ns = min(next_ns - view.now_ns, int(self._duration_ns))
         account.announced_ns = view.now_ns + wait_ns
-        detail = f"the tenant has {num_running} requests already, at most {self._max_concurrent} may run or wait"
+        detail = f"the tenant has {counted(num_running, 'request')} already, at most {self._max_concurrent} may run or wait"
         return Refusal(RejectReason.TENANT_CONCURRENCY, detail, wait_ns)
 
     def _too_fast(self, account: Account, view: DoorView) -> Refusal | None:
@@ -121,7 +122,7 @@ class Tenants:
         wait_ns = int((num_needed - num_left) * _MINUTE_NS / self._tokens_per_minute)
         detail = (
             f"the tenant's {self._tokens_per_minute} tokens per minute are used: the request needs about {num_needed}, "
-            f"{max(0, int(num_left))} are left"
+            f"with {max(0, int(num_left))} left"
         )
         return Refusal(RejectReason.TENANT_TOKENS, detail, wait_ns)
 

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 
 from penstock.sched.policies.base import BucketView, GateDecision, GateView
+from penstock.types.counted import counted
 from penstock.types.errors import ConfigError
 from penstock.types.plan import Capacity
 from penstock.types.request import Request
@@ -108,9 +109,10 @@ def _max_batch_size(wanted: int, capacity: Capacity) -> int:
     """Half of the executor's rows at most: in the step of its prompt, each request may have a row of padding beside its own."""
     possible = min(capacity.max_rows // 2, capacity.max_step_tokens)
     if max(wanted, 1) > possible:
+        rows, tokens = counted(capacity.max_rows, "row"), counted(capacity.max_step_tokens, "token")
         raise ConfigError(
             f"A batch of {max(wanted, 1)} needs {2 * max(wanted, 1)} rows, half of them for its padding, and as many tokens in "
-            f"a step as it has requests; there are {capacity.max_rows} rows and {capacity.max_step_tokens} tokens.",
+            f"a step as it has requests; the server has {rows} and {tokens}.",
             remedy=f"Set --max-num-seqs to {2 * max(wanted, 1)} or more, or --max-batch-size to {possible} or less."
             if possible
             else "Set --max-num-seqs to 2 or more.",

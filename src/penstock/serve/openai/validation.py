@@ -14,6 +14,7 @@ from penstock.serve.openai.errors import ApiError, invalid, model_not_found, sho
 from penstock.serve.openai.schemas import MAX_TEXT_CHARS, ChatCompletionBody, CompletionBody, GenerationBody
 from penstock.serve.runtime import ModelInfo, SamplingDefaults
 from penstock.text.tokenizer import Tokenizer
+from penstock.types.counted import counted
 from penstock.types.sampling import MAX_LOGPROBS, MIN_TEMPERATURE, BeamParams, EarlyStopping, SamplingParams
 
 MAX_BIAS = 100
@@ -94,9 +95,8 @@ def _beam_sampling(body: GenerationBody, stop_token_ids: tuple[int, ...], max_be
             "stop_token_ids",
         )
     if width > max_width:
-        raise invalid(
-            f"'n' is {width}; with 'use_beam_search' and {len(stop_token_ids)} stop tokens it can be at most {max_width}.", "n"
-        )
+        stops = counted(len(stop_token_ids), "stop token")
+        raise invalid(f"'n' is {width}; with 'use_beam_search' and {stops} it can be at most {max_width}.", "n")
     if max_beams is not None and width > max_beams:
         raise invalid(
             f"'n' is {width}; with 'use_beam_search' it can be at most {max_beams}: so many rows run at once (--max-num-seqs).",
@@ -156,7 +156,7 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> No
 
 def _context_exceeded(limit: int, num_prompt_tokens: int, asked: int, param: str) -> ApiError:
     return too_long(
-        f"The model's context is {limit} tokens. The prompt has {num_prompt_tokens} and {asked} are to be generated, "
+        f"The model's context is {limit} tokens. The prompt has {num_prompt_tokens} and the answer may have {asked}, "
         f"{num_prompt_tokens + asked} together. Shorten the prompt or ask for fewer tokens.",
         param,
     )
