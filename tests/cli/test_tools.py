@@ -60,6 +60,15 @@ def test_the_settings_file_names_the_cache_for_all(penstock: Penstock, tmp_path:
     assert "cannot be read" in penstock("models", env={"PENSTOCK_CONFIG": "/absent.toml"}).stderr
 
 
+@pytest.mark.parametrize("command", ["pull .", "models", "env", "top ftp://nowhere"])
+def test_unknown_variables_are_warned_of_and_those_of_other_commands_are_not(penstock: Penstock, command: str) -> None:
+    result = penstock(*command.split(), env={"PENSTOCK_MAX_NUM_SEQ": "32", "PENSTOCK_PORT": "8080", "PENSTOCK_SEED": "1"})
+    warnings = [line for line in result.stderr.splitlines() if "environment variable" in line]
+    assert warnings == [
+        "The environment variable PENSTOCK_MAX_NUM_SEQ is unknown and has no effect. Did you mean PENSTOCK_MAX_NUM_SEQS?"
+    ]
+
+
 def test_a_folder_of_nobody_is_told(penstock: Penstock) -> None:
     result = penstock("models", "--cache", "~nobody-of-that-name/cache")
     assert result.returncode == 1

@@ -19,6 +19,9 @@ from penstock.cli.options import config_file_option
 @config_file_option
 def env(cache: str | None) -> None:
     """Show the machine, the instruction set chosen, versions, and what is missing."""
+    from penstock.cli.start import warn_of_unknown_variables
+
+    warn_of_unknown_variables()
     for name, value in _facts(cache):
         print(f"{name:12} {value}")
 

@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 @config_file_option
 def models(cache: str | None) -> None:
     """List the models that are known, and those that are here."""
-    from penstock.cli.start import cache_dir
+    from penstock.cli.start import cache_dir, warn_of_unknown_variables
     from penstock.models.catalog import list_models
 
+    warn_of_unknown_variables()
     rows = [_row(listing) for listing in list_models(cache_dir(cache))]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     for name, size, state, description in rows:

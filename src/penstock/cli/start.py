@@ -23,13 +23,18 @@ def cache_dir(given: str | None) -> Path:
     return expand_home(given) if given else default_cache_dir()
 
 
+def warn_of_unknown_variables() -> None:
+    """A line in the log for each environment variable that looks like a setting and is none: a command's first word."""
+    for warning in unknown_variables(os.environ):
+        _log.warning(warning)
+
+
 def start_runtime(config: Config) -> Runtime:
     """The runtime of a config, its model fetched first if it is one that can be. Raises PenstockError."""
     from penstock.build import build_runtime
     from penstock.models.catalog import resolve
 
-    for warning in unknown_variables(os.environ):
-        _log.warning(warning)
+    warn_of_unknown_variables()
     folder = cache_dir(config.model.cache_dir)
     source = resolve(config.model.model, folder)
     if not source.is_present:

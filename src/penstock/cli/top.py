@@ -33,9 +33,11 @@ _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 @click.option("--once", is_flag=True, help="Show it once, as plain text. So it does if its output is no terminal.")
 def top(url: str, api_key: str | None, interval: str, *, once: bool) -> None:
     """Watch the server at URL: its rates, its queue, its KV cache as a map of blocks, your requests."""
+    from penstock.cli.start import warn_of_unknown_variables
     from penstock.cli.top_reader import Reader
     from penstock.cli.top_view import Look
 
+    warn_of_unknown_variables()
     interval_s = _interval_s(interval)
     if not url.startswith(("http://", "https://")):
         raise click.BadParameter(f"{url!r} does not begin with http:// or https://.", param_hint="'URL'")
