@@ -402,6 +402,19 @@ def test_all_beams_decode_from_the_step_that_computed_their_prompt() -> None:
         assert "after the first, 1.0 ms each" in summary(told)
 
 
+def test_beams_of_one_search_are_not_told_as_waiting_before_each_other() -> None:
+    bench = Bench(num_blocks=200, max_step_tokens=32)
+    bench.add("early", [90], max_tokens=3)
+    names = add_search(bench, 4)
+    bench.add("late", [91], max_tokens=3)
+    bench.steps()
+    assert [bench.told(name).num_before for name in ["early", *names, "late"]] == [0, 1, 1, 1, 1, 5]
+    assert "1 waited already when it came" in summary(bench.told("b3"))
+    bench.run()
+    told = [bench.told(name) for name in names]
+    assert [(beam.num_before, beam.num_passed_by) for beam in told] == [(1, 0)] * 4
+
+
 def test_forks_are_no_prompts() -> None:
     bench = Bench(num_blocks=200, max_step_tokens=32, max_rows=8)
     add_search(bench, 4, max_tokens=30)

@@ -63,7 +63,7 @@ class Explanation:
     waits_for: str
     """What the queue lacks now, while it waits."""
     num_before: int
-    """Requests that had come earlier and waited when it was queued."""
+    """Requests that had come earlier and waited when it was queued, without the other beams of its search."""
     num_passed_by: int
     """Requests that came later and ran first."""
     num_prompt_tokens: int
@@ -117,7 +117,7 @@ def explain(life: Life, now: WaitMark, turn: Turn, decodes: Span, waits_for: Wai
         decode_ns=max(0, end.at_ns - decode_from_ns),
         waited_for_ns=_waited_for(life, life.began or end, turn),
         waits_for=(waits_for.value or STEP) if is_waiting else "",
-        num_before=life.ticket.num_before if life.ticket else 0,
+        num_before=life.num_before,
         num_passed_by=turn.num_passed_by,
         num_prompt_tokens=life.num_prompt_tokens,
         num_generated_tokens=num_generated,

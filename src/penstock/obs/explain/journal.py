@@ -99,9 +99,12 @@ class Journal:
 
     def _queue(self, life: Life, now_ns: int) -> None:
         self._lives[life.request_id] = life
-        if life.search_id:
-            self._searches[life.search_id].append(life)
         life.ticket = self._turns.come(life.arrival_ns)
+        life.num_before = life.ticket.num_before
+        if life.search_id:
+            beams = self._searches[life.search_id]
+            life.num_before -= sum(beam.arrival_ns <= life.arrival_ns for beam in beams)  # none begins before all have come
+            beams.append(life)
         life.queued = self._clock.mark(now_ns)
 
     def _plan(self, news: PlanNews) -> None:

@@ -47,6 +47,8 @@ class Life:
     """Of the beam search that it belongs to, if it does."""
     ticket: Ticket | None = None
     """None: it never was queued."""
+    num_before: int = 0
+    """Who waited when it was queued and had come earlier, without the other beams of its search."""
     queued: WaitMark | None = None
     phase: Phase = Phase.WAITING
     began: WaitMark | None = None
