@@ -38,7 +38,8 @@ struct CacheLineAllocator {
 };
 using Floats = std::vector<float, CacheLineAllocator<float>>;
 
-constexpr int kRowBlock = 96;  // rows of a product's task: their activations stay in the second-level cache
+constexpr int kRowBlock = 96;      // rows of a product's task: their activations stay in the second-level cache
+constexpr int kRowsTogether = 16;  // that go through one row operation after another: they stay in the first-level cache
 
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
@@ -114,6 +115,7 @@ struct StepInput {
     const int32_t* num_prompt_of_slot;  // [max_rows]
 };
 
+// By what the thread that called was at: others may be at other stages.
 struct StepTimes {
     int64_t rows_ns = 0, linear_ns = 0, attention_ns = 0, sampling_ns = 0;
 };
@@ -243,8 +245,8 @@ class Engine final : private Work {
     void split_long_tiles(Strand& strand, int heads_per_kv);
     Stage plan_stage(const Strand& strand, const Instruction& instruction, int members) const;
     Team::Strands strands_of_run() const;
-    // How many members share the tasks of a stage.
-    int takers() const { return (team_.size() + num_strands() - 1) / num_strands(); }
+    // How many members share a strand.
+    int takers() const { return ceil_div(team_.size(), num_strands()); }
 
     // What a task computes: step.cpp.
     void run_task(int index, int task, int member) override;
@@ -267,7 +269,7 @@ class Engine final : private Work {
     bool is_logits(const Instruction& instruction) const;
     void plan_logits();
     void run_logits(const LinearOp& op, const Stage& stage, int task, int member);
-    SampleResult best_of_row(int row) const;
+    int32_t best_of_row(int row) const;
     void run_sampling(int row, int member);
 
     EngineShape shape_;

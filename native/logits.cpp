@@ -44,10 +44,8 @@ void Engine::run_logits(const LinearOp& op, const Stage& stage, int task, int me
     const Rows rows = rows_of(stage, task);
     const PanelRange range = panels_of(stage, task, w.panels);
     Epilogue epilogue = epilogue_of(op);
-    const auto wants_best = wants_best_.begin() + rows.begin;
-    if (std::find(wants_best, wants_best_.begin() + rows.end, 1) == wants_best_.begin() + rows.end) {
-        return kernels_.gemm(w, x, rows.begin, rows.end, range, epilogue);
-    }
+    const auto begin = wants_best_.begin() + rows.begin, end = wants_best_.begin() + rows.end;
+    if (std::find(begin, end, 1) == end) return kernels_.gemm(w, x, rows.begin, rows.end, range, epilogue);
     float* const scratch = logits_scratch_[member].data();
     epilogue.ld = kTogether;
     int piece = task / stage.row_blocks * ceil_div(stage.grain, kPanelsTogether);
@@ -67,18 +65,18 @@ void Engine::run_logits(const LinearOp& op, const Stage& stage, int task, int me
 }
 
 // Of the pieces that were looked at, which lie in the order of their ids.
-SampleResult Engine::best_of_row(int row) const {
+int32_t Engine::best_of_row(int row) const {
     BestLogit best;
     for (int i = 0; i < best_stride_; ++i) {
         const BestLogit& piece = best_[int64_t{row} * best_stride_ + i];
         if (piece.logit > best.logit) best = piece;
     }
-    return result_of(best);
+    return token_of(best);
 }
 
 void Engine::run_sampling(int row, int member) {
     if (wants_best_[row]) {
-        samples_[row] = best_of_row(row);
+        samples_[row].token = best_of_row(row);
         return;
     }
     const int slot = input_.logit_slots[row];

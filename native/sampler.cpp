@@ -267,7 +267,7 @@ int choose(const float* logits, int vocab_size, const RowSampling& row, uint64_t
     if (row.temperature == 0.0) {
         BestLogit best;
         look_at(logits, vocab_size, 0, best);
-        return result_of(best).token;
+        return token_of(best);
     }
     const float max = fill_block_max(logits, vocab_size, scratch);
     if (!std::isfinite(max)) return -1;  // relative to +inf no logit would have a weight
@@ -319,11 +319,7 @@ void look_at(const float* logits, int count, int first_id, BestLogit& best) {
     }
 }
 
-SampleResult result_of(const BestLogit& best) {
-    SampleResult result;
-    if (std::isfinite(best.logit)) result.token = best.id;
-    return result;
-}
+int32_t token_of(const BestLogit& best) { return std::isfinite(best.logit) ? best.id : -1; }
 
 void sample_row(float* logits, int vocab_size, const RowSampling& row, const int32_t* tokens, int num_tokens,
                 int num_prompt_tokens, SamplerScratch& scratch, SampleResult& result) {

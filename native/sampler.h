@@ -83,7 +83,7 @@ bool wants_best_alone(const RowSampling& row);
 // Looks at `logits` [count] of the ids from `first_id` on, which lie behind those that were looked at. NaN counts as -inf.
 void look_at(const float* logits, int count, int first_id, BestLogit& best);
 
-// As from `sample_row`.
-SampleResult result_of(const BestLogit& best);
+// As in `SampleResult`.
+int32_t token_of(const BestLogit& best);
 
 }  // namespace penstock

@@ -12,8 +12,6 @@ namespace penstock {
 
 namespace {
 
-constexpr int kRowsTogether = 16;     // that go through one row operation after another: they stay in the first-level cache
-
 int64_t now_ns() {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }

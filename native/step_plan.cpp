@@ -8,9 +8,8 @@ namespace penstock {
 
 namespace {
 
-constexpr int kRowsOfTile = 4;        // of the widest kernels; only the speed depends on it
-constexpr int kRowsTogether = 16;     // that go through one row operation after another: they stay in the first-level cache
-constexpr int kTasksPerMember = 6;    // of a stage: the last ones to end leave the others idle for that much less
+constexpr int kRowsOfTile = 4;      // of the widest kernels; only the speed depends on it
+constexpr int kTasksPerMember = 6;  // of a stage: the last ones to end leave the others idle for that much less
 constexpr int kAttentionTasksPerMember = 8;  // tiles differ more in cost than rows or panels
 
 // Each strand reads all weights. It has as many tokens on average as make up for that if they come from a cache that threads share; else
@@ -95,7 +94,8 @@ void Engine::divide_tokens(int wanted) {
     if (dearest > total / wanted + total / (4 * wanted)) strands_.clear();
 }
 
-// They begin an even share of a layer apart, and join for the logits: a strand would read a matrix for itself that comes from memory. A row that goes on in the next strand has its keys and values written first.
+// They begin an even share of a layer apart, and join for the logits, whose matrix comes from memory and is then read once. A row that
+// goes on in the next strand has its keys and values written first.
 Team::Strands Engine::strands_of_run() const {
     const int32_t* const starts = input_.query_start_loc;
     const bool cuts_row = std::any_of(strands_.begin(), strands_.end(), [&](const Strand& strand) {

@@ -2,9 +2,9 @@
 //
 // A run is a list of stages, each with a number of tasks, or several such lists, its strands, and then stages that all have in common.
 // Members take tasks from a counter; a stage begins when all tasks of the one before are done. Each member has a strand, alone or with
-// others, and helps with the rest when that one is done. Nobody waits for a member, only for a task that somebody has taken: a member whose core was taken away
-// delays its strand by the task that it holds, or not at all. The caller is member 0 and can do everything alone. Between runs
-// the others spin for a moment and then sleep, since the HTTP loop needs the same cores.
+// others, and helps with the rest when that one is done. Nobody waits for a member, only for a task that somebody has taken: a member
+// whose core was taken away delays its strand by the task that it holds, or not at all. The caller is member 0 and can do everything
+// alone. Between runs the others spin for a moment and then sleep, since the HTTP loop needs the same cores.
 
 #pragma once
 
