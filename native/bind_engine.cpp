@@ -336,6 +336,12 @@ void bind_engine(nb::module_& m) {
         .def_prop_ro("variant", [](const Engine& self) { return std::string(self.variant()); })
         .def_prop_ro("num_threads", &Engine::num_threads)
         .def_prop_ro("num_strands", &Engine::num_strands, "Of the last step: how many groups of its tokens went through the layers by themselves.")
+        .def("fetched_blocks",
+             [](const Engine& self, int strand, int layer) {
+                 if (strand < 0 || strand >= self.num_strands()) throw std::invalid_argument("no such strand");
+                 return self.fetched_blocks(strand, layer);
+             },
+             "strand"_a, "layer"_a, "Of the last step: blocks that a strand's products fetched for the attention of one layer.")
         .def_prop_ro("weight_bytes", &Engine::weight_bytes)
         .def_prop_ro("kv_bytes", &Engine::kv_bytes)
         .def_prop_ro("block_bytes", &Engine::block_bytes);

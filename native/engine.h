@@ -169,6 +169,8 @@ class Engine final : private Work {
     int num_threads() const { return team_.size(); }
     // Of the last step.
     int num_strands() const { return static_cast<int>(strands_.size()); }
+    // Likewise: blocks whose keys and values of one layer a strand's products were to fetch before its attention read them, in order.
+    std::vector<int32_t> fetched_blocks(int strand, int layer_index) const;
     int64_t weight_bytes() const { return weight_bytes_; }
     int64_t kv_bytes() const { return block_bytes_ * shape_.num_blocks; }
     int64_t block_bytes() const { return block_bytes_; }
@@ -199,8 +201,9 @@ class Engine final : private Work {
     // strand multiplies while who computes another one waits for keys and values.
     struct Strand {
         int32_t first_token, end_token, first_logit, end_logit;
-        int32_t first_tile = 0, end_tile = 0;  // of attention
-        bool has_splits = false;               // of its tiles
+        int32_t first_tile = 0, end_tile = 0;    // of attention
+        bool has_splits = false;                 // of its tiles
+        int32_t first_block = 0, end_block = 0;  // of what its products fetch for attention
     };
     // One instruction of a strand.
     struct Stage {
@@ -220,6 +223,12 @@ class Engine final : private Work {
         int64_t of_position = 0;  // that a token sees
         int64_t weight_bytes = 0;  // that tokens are multiplied with
     };
+    // What an instruction is, in weights, of those between two attentions, which share in fetching for the second one.
+    struct FetchShare {
+        int64_t before, after;
+        int64_t total = 0;
+        int32_t attention = -1;  // the instruction after them; none after the last one
+    };
     struct AttentionTile {
         int32_t row, token, position, num_queries, kv_head;
         int32_t split = -1;  // of which this is a piece
@@ -237,6 +246,7 @@ class Engine final : private Work {
     int64_t rows_of(bool per_sample) const { return per_sample ? shape_.max_rows : shape_.max_step_tokens; }
     // How a step is divided: step_plan.cpp.
     void count_cost(const Instruction& instruction);
+    bool layer_fits_cache() const;
     void plan_step();
     void plan_strands();
     void add_up_costs();
@@ -247,6 +257,11 @@ class Engine final : private Work {
     Team::Strands strands_of_run() const;
     // How many members share a strand.
     int takers() const { return ceil_div(team_.size(), num_strands()); }
+
+    // What products fetch for attention: fetching.cpp.
+    void share_fetching();
+    void plan_fetching(Strand& strand);
+    UpcomingKv upcoming_of(int index, int task) const;
 
     // What a task computes: step.cpp.
     void run_task(int index, int task, int member) override;
@@ -260,8 +275,8 @@ class Engine final : private Work {
     Rows rows_of(const Stage& stage, int task) const;
     Epilogue epilogue_of(const LinearOp& op) const;
     PanelRange panels_of(const Stage& stage, int task, int panels) const;
-    void run_linear(const Instruction& instruction, const Stage& stage, int task);
-    void run_gated(const GatedOp& op, const Stage& stage, int task);
+    void run_linear(const Instruction& instruction, int index, int task);
+    void run_gated(const GatedOp& op, int index, int task);
     AttentionTask attention_task(const AttentionOp& op, const AttentionTile& tile);
     void run_attention(const AttentionOp& op, const Stage& stage, int task, int member);
 
@@ -295,7 +310,9 @@ class Engine final : private Work {
     int64_t num_partials_ = 0;
     int num_own_ = 0;  // instructions that each strand goes through by itself; the others follow when all have
     Costs costs_;
-    std::vector<int64_t> cost_until_;  // of the step's tokens up to each one
+    std::vector<FetchShare> fetch_shares_;  // per instruction
+    std::vector<int64_t> cost_until_;       // of the step's tokens up to each one
+    std::vector<int32_t> fetched_blocks_;   // of each strand
     std::vector<Strand> strands_;      // of this step
     std::vector<Stage> stages_;        // of the strands, one after the other: one per instruction, and one for sampling
     std::vector<int32_t> num_tasks_;   // of the same stages

@@ -45,14 +45,14 @@ void Engine::run_logits(const LinearOp& op, const Stage& stage, int task, int me
     const PanelRange range = panels_of(stage, task, w.panels);
     Epilogue epilogue = epilogue_of(op);
     const auto begin = wants_best_.begin() + rows.begin, end = wants_best_.begin() + rows.end;
-    if (std::find(begin, end, 1) == end) return kernels_.gemm(w, x, rows.begin, rows.end, range, epilogue);
+    if (std::find(begin, end, 1) == end) return kernels_.gemm(w, x, rows.begin, rows.end, range, epilogue, {});
     float* const scratch = logits_scratch_[member].data();
     epilogue.ld = kTogether;
     int piece = task / stage.row_blocks * ceil_div(stage.grain, kPanelsTogether);
     for (int panel = range.begin; panel < range.end; panel += kPanelsTogether, ++piece) {
         const int stop = std::min(panel + kPanelsTogether, range.end), id = panel * kPanel, count = std::min(stop * kPanel, w.rows) - id;
         epilogue.out = scratch - (int64_t{rows.begin} * kTogether + id);
-        kernels_.gemm(w, x, rows.begin, rows.end, {panel, stop, stop < range.end ? stop : range.next}, epilogue);
+        kernels_.gemm(w, x, rows.begin, rows.end, {panel, stop, stop < range.end ? stop : range.next}, epilogue, {});
         for (int row = rows.begin; row < rows.end; ++row) {
             const float* const logits = scratch + (row - rows.begin) * kTogether;
             if (wants_best_[row]) {

@@ -41,8 +41,8 @@ void Engine::run_task(int index, int task, int member) {
         case InstructionKind::kRows: return run_rows(instruction->rows, stage, task);
         case InstructionKind::kLinear:
             if (is_logits(*instruction)) return run_logits(instruction->linears[0], stage, task, member);
-            return run_linear(*instruction, stage, task);
-        case InstructionKind::kGated: return run_gated(instruction->gated, stage, task);
+            return run_linear(*instruction, index, task);
+        case InstructionKind::kGated: return run_gated(instruction->gated, index, task);
         case InstructionKind::kAttention: return run_attention(instruction->attention, stage, task, member);
     }
 }
@@ -157,7 +157,9 @@ Epilogue Engine::epilogue_of(const LinearOp& op) const {
     return {out.data(), out.width, op.bias >= 0 ? vectors_[op.bias].data() : nullptr, op.residual >= 0 ? buffers_[op.residual].data() : nullptr};
 }
 
-void Engine::run_linear(const Instruction& instruction, const Stage& stage, int task) {
+void Engine::run_linear(const Instruction& instruction, int index, int task) {
+    const Stage& stage = stages_[index];
+    const UpcomingKv upcoming = upcoming_of(index, task);
     for (const LinearOp& op : instruction.linears) {
         const PackedMatrix& w = matrices_[op.weight].matrix;
         const int tasks = ceil_div(w.panels, stage.grain) * stage.row_blocks;
@@ -166,16 +168,18 @@ void Engine::run_linear(const Instruction& instruction, const Stage& stage, int 
             continue;
         }
         const Rows rows = rows_of(stage, task);
-        return kernels_.gemm(w, activations_[op.activation].view, rows.begin, rows.end, panels_of(stage, task, w.panels), epilogue_of(op));
+        return kernels_.gemm(w, activations_[op.activation].view, rows.begin, rows.end, panels_of(stage, task, w.panels), epilogue_of(op),
+                             upcoming);
     }
 }
 
-void Engine::run_gated(const GatedOp& op, const Stage& stage, int task) {
+void Engine::run_gated(const GatedOp& op, int index, int task) {
+    const Stage& stage = stages_[index];
     const PackedMatrix &gate = matrices_[op.gate].matrix, &up = matrices_[op.up].matrix;
     const Epilogue epilogue{buffers_[op.out].data(), buffers_[op.out].width, nullptr, nullptr};
     const Rows rows = rows_of(stage, task);
     kernels_.gemm_gated(gate, up, activations_[op.activation].view, rows.begin, rows.end, panels_of(stage, task, gate.panels), op.kind,
-                        epilogue);
+                        epilogue, upcoming_of(index, task));
 }
 
 AttentionTask Engine::attention_task(const AttentionOp& op, const AttentionTile& tile) {

@@ -48,13 +48,14 @@ void Engine::count_cost(const Instruction& instruction) {
     }
 }
 
+bool Engine::layer_fits_cache() const { return costs_.weight_bytes / shape_.num_layers <= kCachedLayerBytes; }
+
 // One strand if several would not pay.
 void Engine::plan_strands() {
     strands_.clear();
     const int wanted = std::min({team_.size(), Team::kMaxStrands, input_.num_tokens / kTokensOfStrand});
     if (wanted > 1) {
-        const bool is_in_cache = costs_.weight_bytes / shape_.num_layers <= kCachedLayerBytes;
-        if (is_in_cache || input_.num_tokens / wanted >= kRowBlock) divide_tokens(wanted);
+        if (layer_fits_cache() || input_.num_tokens / wanted >= kRowBlock) divide_tokens(wanted);
     }
     if (strands_.empty()) strands_.push_back({0, input_.num_tokens, 0, input_.num_logits});
 }
@@ -204,7 +205,11 @@ void Engine::plan_step() {
     tiles_.clear();
     splits_.clear();
     num_partials_ = 0;
-    for (Strand& strand : strands_) plan_attention(strand);
+    fetched_blocks_.clear();
+    for (Strand& strand : strands_) {
+        plan_attention(strand);
+        plan_fetching(strand);
+    }
     if (static_cast<int64_t>(partials_.size()) < num_partials_) partials_.resize(num_partials_);
     stages_.clear();
     num_tasks_.clear();

@@ -42,11 +42,11 @@ PENSTOCK_INLINE void product_tile(const PackedMatrix& w, const Panel (&panels)[k
 // Some panels for a block of rows.
 template <WeightKind kKind, int kPanels, int kMostRows, bool kMerged>
 void panels_product(const PackedMatrix& w, const Activation& a, const RowBlock<kMostRows, kMerged>& block, int panel, int next,
-                    const Epilogue& e, const ActivationKind* gates) {
+                    KvFetcher& kv, const Epilogue& e, const ActivationKind* gates) {
     Panel panels[kPanels];
     for (int p = 0; p < kPanels; ++p) panels[p] = panel_of<kKind>(w, panel + p);
     block.for_tiles([&](int index, int row, int rows, int tiles) __attribute__((always_inline)) {
-        const Ahead ahead{next - panel, tiles - index, index};
+        const Ahead ahead{next - panel, tiles - index, index, kv.next(&block)};
         const OutlierList* outliers = kMerged ? &block.outliers[index] : nullptr;
         const auto tile = [&]<int kRows>() __attribute__((always_inline)) {
             if constexpr (kRows <= kMostRows) {
@@ -107,6 +107,11 @@ PENSTOCK_INLINE void for_tasks(const Activation& a, int row0, int row1, PanelRan
     for_rows<kKind, false>(a, row0, row1, range, f);
 }
 
+// Of a product; about that many if the panels are no whole tiles.
+PENSTOCK_INLINE int tiles_of(int row0, int row1, PanelRange range) {
+    return (row1 - row0 + kTileRows - 1) / kTileRows * ((range.end - range.begin + kTilePanels - 1) / kTilePanels);
+}
+
 // Calls f.template operator()<kind>().
 template <typename F>
 PENSTOCK_INLINE void for_kind(WeightKind kind, F f) {
@@ -124,21 +129,24 @@ PENSTOCK_INLINE void for_kind(WeightKind kind, F f) {
 
 int tile_panels(int rows) { return rows <= kFewRows ? kFewRowPanels : kTilePanels; }
 
-void gemm(const PackedMatrix& w, const Activation& a, int row0, int row1, PanelRange range, const Epilogue& e) {
+void gemm(const PackedMatrix& w, const Activation& a, int row0, int row1, PanelRange range, const Epilogue& e,
+          const UpcomingKv& upcoming) {
+    KvFetcher kv(upcoming, tiles_of(row0, row1, range), a.cols / kGroup);
     for_kind(w.kind, [&]<WeightKind kKind>() {
         for_tasks<kKind>(a, row0, row1, range, [&]<int kPanels>(const auto& block, int panel, int next) {
-            panels_product<kKind, kPanels>(w, a, block, panel, next, e, nullptr);
+            panels_product<kKind, kPanels>(w, a, block, panel, next, kv, e, nullptr);
         });
     });
 }
 
 // The gate's sums wait in `out`, some panels at a time, for those of up.
 void gemm_gated(const PackedMatrix& gate, const PackedMatrix& up, const Activation& a, int row0, int row1, PanelRange range,
-                ActivationKind kind, const Epilogue& e) {
+                ActivationKind kind, const Epilogue& e, const UpcomingKv& upcoming) {
+    KvFetcher kv(upcoming, 2 * tiles_of(row0, row1, range), a.cols / kGroup);
     for_kind(gate.kind, [&]<WeightKind kKind>() {
         for_tasks<kKind>(a, row0, row1, range, [&]<int kPanels>(const auto& block, int panel, int next) {
-            panels_product<kKind, kPanels>(gate, a, block, panel, next, e, nullptr);
-            panels_product<kKind, kPanels>(up, a, block, panel, next, e, &kind);
+            panels_product<kKind, kPanels>(gate, a, block, panel, next, kv, e, nullptr);
+            panels_product<kKind, kPanels>(up, a, block, panel, next, kv, e, &kind);
         });
     });
 }

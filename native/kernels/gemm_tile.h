@@ -8,6 +8,7 @@
 #pragma once
 
 #include "activation.h"
+#include "kv_fetcher.h"
 #include "outliers.h"
 #include "simd.h"
 
@@ -140,6 +141,7 @@ struct Ahead {
     int64_t distance;
     int period;
     int phase;
+    KvPart kv;
 };
 
 // y = the rests of the outliers, then the sum over groups of d * 2^e * sum((q_w - zero) q), then that of m * sum(x).
@@ -152,6 +154,7 @@ PENSTOCK_INLINE void quant_tile(const Panel (&panels)[kPanels], const Activation
     const int8_t* q = a.q + row0 * a.cols;
     const int32_t *exponent = a.exponent + row0 * groups, *zero_sum = a.zero_sum + row0 * groups;
     int fetched = ahead.phase;
+    const uint8_t* kv = ahead.kv.data;
     for (int p = 0; p < kPanels; ++p) {
         for (int r = 0; r < kRows; ++r) acc[p][r] = set1(0.0f);
     }
@@ -179,6 +182,8 @@ PENSTOCK_INLINE void quant_tile(const Panel (&panels)[kPanels], const Activation
                 if constexpr (L::kAffine) prefetch(panels[p].offsets + (ahead.distance * pairs + at / 2) * 2 * kPanel);
             }
         }
+        fetch_lines(kv);
+        kv += ahead.kv.step;
         dot_group<kKind, kPanels, kRows>(quants, q + g * kGroup, a.cols, dots);
         for (int p = 0; p < kPanels; ++p) {
             const vf d = load_f16(panels[p].scales + g * kPanel);

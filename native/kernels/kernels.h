@@ -112,6 +112,14 @@ struct KvLayer {
     __attribute__((always_inline)) int64_t bytes_of_block() const { return num_kv_heads * head_stride(); }  // in this layer
 };
 
+// Keys and values that this thread will read after a product: of one layer, in some blocks. While it multiplies they are fetched into its
+// cache, those it has time for, in order: attention waits for memory, and products leave that idle.
+struct UpcomingKv {
+    KvLayer layer{};
+    const int32_t* blocks = nullptr;
+    int32_t num_blocks = 0;
+};
+
 // Integers of a query or key: the smallest scale for which neither one is beyond 16 bits, nor a dot product of the two beyond 32.
 constexpr float kLargestInteger = 32767.0f;
 constexpr float kLargestNorm = 46000.0f;  // its square is below 2^31, with room for the rounding of 512 integers
@@ -161,10 +169,11 @@ struct KernelTable {
     // how many panels side by side are fastest for so many rows
     int (*tile_panels)(int rows);
     // out[r, panels] = a[r] @ w.T for rows [row0, row1) and a range of panels
-    void (*gemm)(const PackedMatrix& w, const Activation& a, int row0, int row1, PanelRange range, const Epilogue& e);
+    void (*gemm)(const PackedMatrix& w, const Activation& a, int row0, int row1, PanelRange range, const Epilogue& e,
+                 const UpcomingKv& upcoming);
     // out = activation(a @ gate.T) * (a @ up.T); weights of equal kind and shape, no bias, no residual
     void (*gemm_gated)(const PackedMatrix& gate, const PackedMatrix& up, const Activation& a, int row0, int row1, PanelRange range,
-                       ActivationKind kind, const Epilogue& e);
+                       ActivationKind kind, const Epilogue& e, const UpcomingKv& upcoming);
     // `scratch` is at least attention_scratch_floats(head_dim) floats
     void (*attention)(const KvLayer& kv, const AttentionTask& task, float* scratch);
     // Merges the segments of a task that was computed in pieces. Pieces are all of the same first query and num_queries; their

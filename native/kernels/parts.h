@@ -15,9 +15,10 @@ void kv_write_rows(const KvLayer& kv, const int64_t* slots, int64_t count, const
 void gated_row(float* out, const float* gate, const float* up, int cols, ActivationKind kind);
 void add_row(float* out, const float* a, const float* b, int cols);
 int tile_panels(int rows);
-void gemm(const PackedMatrix& w, const Activation& a, int row0, int row1, PanelRange range, const Epilogue& e);
+void gemm(const PackedMatrix& w, const Activation& a, int row0, int row1, PanelRange range, const Epilogue& e,
+          const UpcomingKv& upcoming);
 void gemm_gated(const PackedMatrix& gate, const PackedMatrix& up, const Activation& a, int row0, int row1, PanelRange range,
-                ActivationKind kind, const Epilogue& e);
+                ActivationKind kind, const Epilogue& e, const UpcomingKv& upcoming);
 void attention(const KvLayer& kv, const AttentionTask& task, float* scratch);
 void attention_merge(const KvLayer& kv, const AttentionTask& task, float* scratch);
 int64_t attention_scratch_floats(int head_dim);

@@ -115,6 +115,29 @@ def test_a_step_is_divided_where_it_pays(
     assert steps.num_strands == expected
 
 
+def test_products_fetch_what_the_next_attention_reads(model: LoadedModel) -> None:
+    """Each block of the strand's rows once, in order, whichever layer it is; those that the step begins are in the cache already."""
+    contexts = [40, 16, 0, 33] * 8
+    blocks_of_row = [[1 + row * BLOCKS_PER_ROW + i for i in range(-(-context // 16))] for row, context in enumerate(contexts)]
+    for num_threads in (1, 2):
+        steps = Steps(model, num_threads)
+        steps.run(*[(context, 1) for context in contexts])
+        assert steps.num_strands == num_threads
+        for layer in range(6):
+            fetched = [block for strand in range(num_threads) for block in steps.executor.fetched_blocks(strand, layer)]
+            assert fetched == list(itertools.chain(*blocks_of_row))
+        steps.executor.close()
+
+
+def test_nothing_is_fetched_where_it_does_not_pay(model: LoadedModel) -> None:
+    """Products of few rows wait for memory themselves, and of threads that share a strand nobody knows who reads what."""
+    for num_threads, num_rows in ((1, 11), (2, 20), (4, 40)):
+        steps = Steps(model, num_threads)
+        steps.run(*[(40, 1)] * num_rows)
+        assert not any(steps.executor.fetched_blocks(strand, 3) for strand in range(steps.num_strands))
+        steps.executor.close()
+
+
 @pytest.mark.parametrize("num_threads", [2, 4])
 def test_a_layer_that_no_cache_holds_is_read_once(tmp_path: Path, num_threads: int) -> None:
     """However many threads there are: all of it lies between the first strand and the last."""

@@ -114,6 +114,13 @@ class NativeExecutor:
         """In how many groups the last step's tokens went through the layers: docs/kernels.md, "Strands"; 0 before the first."""
         return int(self._engine.num_strands)
 
+    def fetched_blocks(self, strand: int, layer: int) -> list[int]:
+        """Of the last step: the blocks that a strand's products fetched into the cache for one layer's attention, in order.
+
+        ValueError if there was no such strand.
+        """
+        return list(self._engine.fetched_blocks(strand, layer))
+
     @property
     def weight_bytes(self) -> int:
         """Bytes of packed weights."""
