@@ -122,10 +122,10 @@ int Engine::add_activation(int cols, bool quantised, bool per_sample) {
 }
 
 void Engine::add_instruction(Instruction instruction) {
-    const int64_t before = costs_.of_token;
+    const int64_t before = costs_.of_fetching;
     count_cost(instruction);
     program_.push_back(std::move(instruction));
-    fetch_shares_.push_back({before, costs_.of_token});
+    fetch_shares_.push_back({before, costs_.of_fetching});
     share_fetching();
     num_own_ = static_cast<int>(program_.size());
 }

@@ -220,14 +220,15 @@ class Engine final : private Work {
     // In multiply-adds of products, of all layers.
     struct Costs {
         int64_t of_token = 0, of_sample = 0;
+        int64_t of_fetching = 0;  // that part of a token's whose products fetch keys and values meanwhile: not those of floats
         int64_t of_position = 0;  // that a token sees
         int64_t weight_bytes = 0;  // that tokens are multiplied with
     };
-    // What an instruction is, in weights, of those between two attentions, which share in fetching for the second one.
+    // What an instruction is, in multiply-adds that fetch, of those between two attentions, which share in fetching for the second one.
     struct FetchShare {
         int64_t before, after;
         int64_t total = 0;
-        int32_t attention = -1;  // the instruction after them; none after the last one
+        int32_t attention = -1;  // the instruction after them; none after the last one, and where nothing fetches
     };
     struct AttentionTile {
         int32_t row, token, position, num_queries, kv_head;

@@ -22,10 +22,11 @@ void Engine::share_fetching() {
     if (program_[last].kind != InstructionKind::kAttention) return;
     size_t first = last;
     while (first > 0 && program_[first - 1].kind != InstructionKind::kAttention) --first;
-    const int64_t base = fetch_shares_[first].before;
+    const int64_t base = fetch_shares_[first].before, total = fetch_shares_[last].before - base;
+    if (total == 0) return;
     for (size_t i = first; i < last; ++i) {
         const FetchShare& share = fetch_shares_[i];
-        fetch_shares_[i] = {share.before - base, share.after - base, fetch_shares_[last].before - base, static_cast<int>(last)};
+        fetch_shares_[i] = {share.before - base, share.after - base, total, static_cast<int>(last)};
     }
 }
 

@@ -36,8 +36,11 @@ void Engine::count_cost(const Instruction& instruction) {
     const bool is_of_tokens = instruction.domain == Domain::kTokens;
     const auto count = [&](int weight) {
         const PackedStorage& w = matrices_[weight];
-        (is_of_tokens ? costs_.of_token : costs_.of_sample) += int64_t{w.matrix.rows} * w.matrix.cols;
-        if (is_of_tokens) costs_.weight_bytes += w.bytes;
+        const int64_t cost = int64_t{w.matrix.rows} * w.matrix.cols;
+        (is_of_tokens ? costs_.of_token : costs_.of_sample) += cost;
+        if (!is_of_tokens) return;
+        costs_.weight_bytes += w.bytes;
+        if (w.matrix.kind != WeightKind::kBf16) costs_.of_fetching += cost;
     };
     for (const LinearOp& op : instruction.linears) count(op.weight);
     if (instruction.kind == InstructionKind::kGated) {

@@ -68,3 +68,13 @@ def test_a_layer_that_no_cache_holds_leaves_keys_to_attention() -> None:
 def test_no_more_is_fetched_than_a_cache_keeps() -> None:
     """4 MiB, of blocks of 270,848 bytes."""
     assert fetched_by(open_probe(QUANTISED, head_dim=512, block_size=256), OWN_BLOCKS) == IN_ORDER[:15]
+
+
+def test_products_of_floats_fetch_nothing() -> None:
+    """So they have no share: the others have it all."""
+    assert fetched_by(open_probe(FLOATS), OWN_BLOCKS) == []
+    assert fetched_by(open_probe(FLOATS, QUANTISED, FLOATS), OWN_BLOCKS) == IN_ORDER
+
+
+def test_attention_without_products_before_it_fetches_for_itself() -> None:
+    assert fetched_by(open_probe(), OWN_BLOCKS) == []
