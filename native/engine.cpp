@@ -41,6 +41,7 @@ Engine::Engine(const EngineShape& shape, int num_threads, const std::string& var
     logits_scratch_.resize(team_.size());
     sampling_.resize(shape.max_rows);
     samples_.reserve(shape.max_rows);
+    is_fetched_.resize(shape.num_blocks);
 }
 
 KvLayer Engine::layer(int index) const {

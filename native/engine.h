@@ -314,6 +314,7 @@ class Engine final : private Work {
     std::vector<FetchShare> fetch_shares_;  // per instruction
     std::vector<int64_t> cost_until_;       // of the step's tokens up to each one
     std::vector<int32_t> fetched_blocks_;   // of each strand
+    std::vector<uint8_t> is_fetched_;       // [num_blocks], by the strand that is planned; else 0
     std::vector<Strand> strands_;      // of this step
     std::vector<Stage> stages_;        // of the strands, one after the other: one per instruction, and one for sampling
     std::vector<int32_t> num_tasks_;   // of the same stages

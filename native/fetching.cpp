@@ -3,7 +3,7 @@
 // Attention reads a layer's keys and values once and computes little with them: it waits for memory. Products leave memory idle: weights
 // that they read serve many rows. So the thread that will attend fetches beforehand, while it multiplies.
 
-#include <algorithm>
+#include <utility>
 
 #include "engine.h"
 
@@ -30,20 +30,22 @@ void Engine::share_fetching() {
     }
 }
 
-// The blocks of a strand's contexts. Threads that share a strand don't know who of them will read what, and a layer of more weights than a
-// cache holds would drive out what was fetched.
+// The blocks of a strand's contexts, once each: rows share prefixes. Threads that share a strand don't know who of them will read what, and
+// a layer of more weights than a cache holds would drive out what was fetched.
 void Engine::plan_fetching(Strand& strand) {
     strand.first_block = strand.end_block = static_cast<int32_t>(fetched_blocks_.size());
     if (takers() > 1 || !layer_fits_cache() || strand.end_token - strand.first_token < kFewestTokens) return;
-    const int64_t most = strand.first_block + kMostFetchedBytes / layer(0).bytes_of_block();
+    const size_t most = strand.first_block + kMostFetchedBytes / layer(0).bytes_of_block();
     for (int row = 0; row < input_.num_rows; ++row) {
         if (input_.query_start_loc[row + 1] <= strand.first_token || input_.query_start_loc[row] >= strand.end_token) continue;
         const int32_t* const table = input_.block_tables + input_.row_slots[row] * input_.table_stride;
-        const int64_t room = most - static_cast<int64_t>(fetched_blocks_.size());
-        const int64_t count = std::min<int64_t>(ceil_div(input_.context_lens[row], shape_.block_size), room);
-        fetched_blocks_.insert(fetched_blocks_.end(), table, table + count);
+        const int count = ceil_div(input_.context_lens[row], shape_.block_size);
+        for (int i = 0; i < count && fetched_blocks_.size() < most; ++i) {
+            if (!std::exchange(is_fetched_[table[i]], 1)) fetched_blocks_.push_back(table[i]);
+        }
     }
     strand.end_block = static_cast<int32_t>(fetched_blocks_.size());
+    for (int i = strand.first_block; i < strand.end_block; ++i) is_fetched_[fetched_blocks_[i]] = 0;
 }
 
 // What one task of a stage fetches. Of layers with a window nothing: which blocks are seen differs from layer to layer.

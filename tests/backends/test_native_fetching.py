@@ -78,3 +78,11 @@ def test_products_of_floats_fetch_nothing() -> None:
 
 def test_attention_without_products_before_it_fetches_for_itself() -> None:
     assert fetched_by(open_probe(), OWN_BLOCKS) == []
+
+
+def test_a_block_that_rows_share_is_fetched_once() -> None:
+    """A prefix that several have, and one that two have who are no neighbours."""
+    shared = [[1, 2, 3 + row % 2, 10 + row] for row in range(NUM_ROWS)]
+    expected = [1, 2, 3, 10, 4, *range(11, 10 + NUM_ROWS)]
+    assert fetched_by(open_probe(QUANTISED), shared) == expected
+    assert fetched_by(open_probe(QUANTISED), shared[::-1]) == [1, 2, 4, 21, 3, *range(20, 9, -1)]
