@@ -339,9 +339,10 @@ void bind_engine(nb::module_& m) {
         .def("fetched_blocks",
              [](const Engine& self, int strand, int layer) {
                  if (strand < 0 || strand >= self.num_strands()) throw std::invalid_argument("no such strand");
+                 if (layer < 0 || layer >= self.shape().num_layers) throw std::invalid_argument("no such layer");
                  return self.fetched_blocks(strand, layer);
              },
-             "strand"_a, "layer"_a, "Of the last step: blocks that a strand's products fetched for the attention of one layer.")
+             "strand"_a, "layer"_a, "Of the last step: blocks that a strand's products were to fetch for the attention of one layer.")
         .def_prop_ro("weight_bytes", &Engine::weight_bytes)
         .def_prop_ro("kv_bytes", &Engine::kv_bytes)
         .def_prop_ro("block_bytes", &Engine::block_bytes);

@@ -86,3 +86,11 @@ def test_a_block_that_rows_share_is_fetched_once() -> None:
     expected = [1, 2, 3, 10, 4, *range(11, 10 + NUM_ROWS)]
     assert fetched_by(open_probe(QUANTISED), shared) == expected
     assert fetched_by(open_probe(QUANTISED), shared[::-1]) == [1, 2, 4, 21, 3, *range(20, 9, -1)]
+
+
+def test_a_layer_or_strand_that_is_not_there_is_told() -> None:
+    probe = open_probe(QUANTISED)
+    fetched_by(probe, OWN_BLOCKS)
+    for strand, layer in ((1, 0), (-1, 0), (0, 1), (0, -1)):
+        with pytest.raises(ValueError, match="no such"):
+            probe.engine.fetched_blocks(strand, layer)

@@ -115,9 +115,9 @@ class NativeExecutor:
         return int(self._engine.num_strands)
 
     def fetched_blocks(self, strand: int, layer: int) -> list[int]:
-        """Of the last step: the blocks that a strand's products fetched into the cache for one layer's attention, in order.
+        """Of the last step: the blocks that a strand's products were to fetch for one layer's attention, in order.
 
-        ValueError if there was no such strand.
+        Those for which they had no time are among them. ValueError if there was no such strand or is no such layer.
         """
         return list(self._engine.fetched_blocks(strand, layer))
 
