@@ -33,7 +33,8 @@ class KvFetcher {
             end_ = block_;
             return;
         }
-        const int64_t bytes = kv.layer.bytes_of_block(), most = int64_t{num_groups} * kLinesOfGroup * kLineBytes;
+        const int64_t bytes = kv.layer.bytes_of_block() + kLineBytes - 1;  // of its lines, wherever it begins in the first one
+        const int64_t most = int64_t{num_groups} * kLinesOfGroup * kLineBytes;
         const int64_t least_parts = (bytes + most - 1) / most, even_parts = num_tiles / kv.num_blocks;
         num_parts_ = least_parts > even_parts ? least_parts : even_parts;
         step_ = (bytes + num_parts_ * num_groups - 1) / (num_parts_ * num_groups);
