@@ -116,7 +116,7 @@ def test_a_step_is_divided_where_it_pays(
 
 
 def test_products_fetch_what_the_next_attention_reads(model: LoadedModel) -> None:
-    """Each block of the strand's rows once, in order, whichever layer it is; those that the step begins are in the cache already."""
+    """Each block of the strand's rows once, in order, whichever layer it is; those that the step begins are in the cache."""
     contexts = [40, 16, 0, 33] * 8
     blocks_of_row = [[1 + row * BLOCKS_PER_ROW + i for i in range(-(-context // 16))] for row, context in enumerate(contexts)]
     for num_threads in (1, 2):
