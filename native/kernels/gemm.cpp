@@ -46,7 +46,7 @@ void panels_product(const PackedMatrix& w, const Activation& a, const RowBlock<k
     Panel panels[kPanels];
     for (int p = 0; p < kPanels; ++p) panels[p] = panel_of<kKind>(w, panel + p);
     block.for_tiles([&](int index, int row, int rows, int tiles) __attribute__((always_inline)) {
-        const Ahead ahead{next - panel, tiles, index, kv.next(&block)};
+        const Ahead ahead{next - panel, tiles, index, kMostRows > kFewRows ? kv.next(&block) : KvPart{}};
         const OutlierList* outliers = kMerged ? &block.outliers[index] : nullptr;
         const auto tile = [&]<int kRows>() __attribute__((always_inline)) {
             if constexpr (kRows <= kMostRows) {

@@ -149,6 +149,7 @@ template <WeightKind kKind, int kPanels, int kRows, bool kMerged>
 PENSTOCK_INLINE void quant_tile(const Panel (&panels)[kPanels], const Activation& a, int64_t row0, const OutlierList* outliers,
                                 const Ahead& ahead, vf (&acc)[kPanels][kRows]) {
     using L = Layout<kKind>;
+    constexpr bool kWaitsForMemory = kPanels == kFewRowPanels && kRows <= kFewRows;  // then it fetches weights alone
     const int groups = a.cols / kGroup, pairs = pairs_of(groups);
     if (groups < 1) __builtin_unreachable();  // else the compiler keeps all sums in memory, for that case
     const int8_t* q = a.q + row0 * a.cols;
@@ -182,8 +183,10 @@ PENSTOCK_INLINE void quant_tile(const Panel (&panels)[kPanels], const Activation
                 if constexpr (L::kAffine) prefetch(panels[p].offsets + (ahead.distance * pairs + at / 2) * 2 * kPanel);
             }
         }
-        fetch_lines(kv);
-        kv += ahead.kv.step;
+        if constexpr (!kWaitsForMemory) {
+            fetch_lines(kv);
+            kv += ahead.kv.step;
+        }
         dot_group<kKind, kPanels, kRows>(quants, q + g * kGroup, a.cols, dots);
         for (int p = 0; p < kPanels; ++p) {
             const vf d = load_f16(panels[p].scales + g * kPanel);

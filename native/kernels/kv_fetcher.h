@@ -15,8 +15,8 @@ constexpr int kLinesOfGroup = 3;  // that a tile fetches beside each group of co
 // What a tile fetches: beside its first group of columns the lines from `data` on, and beside each other group those `step` bytes further.
 // A step may be less than what is fetched at once; a line that is there already costs next to nothing.
 struct KvPart {
-    const uint8_t* data;
-    int64_t step;
+    const uint8_t* data = nullptr;
+    int64_t step = 0;
 };
 
 PENSTOCK_INLINE void fetch_lines(const uint8_t* data) {
