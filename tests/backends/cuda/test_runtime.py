@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from backends.cuda import fake_flashinfer
-from interpreted import DEVICE, HAS_DEVICE
+from backends.cuda.emulated_gpu import GIB, emulate_gpu
+from interpreted import HAS_DEVICE
 from penstock.backends import cuda
-from penstock.backends.cuda import attention_trial, flashinfer_attention, memory
+from penstock.backends.cuda import attention_trial, flashinfer_attention
 from penstock.backends.cuda.executor import CudaExecutor
 from penstock.build import build_runtime
 from penstock.config import BackendConfig, Config, KvConfig, SchedulerConfig
@@ -30,39 +31,15 @@ from penstock.testing.fp8_models import write_fp8_hf
 from penstock.testing.tiny_models import TinyLlama, write_gguf
 from penstock.types.errors import ConfigError
 
-GIB = 1 << 30
 SMALL = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=40)
 SESSION = [token % 200 for token in range(1, 38)]
 OTHERS = [[(idx * 37 + token * token) % 190 + 5 for token in range(60)] for idx in range(2)]
 """Kernels take milliseconds a program in the interpreter: everything is small."""
 
 
-class Emulated:
-    """Memory of a GPU, where weights and steps took a fifth."""
-
-    def __init__(self) -> None:
-        self._num_read = 0
-
-    def read(self) -> tuple[int, int]:
-        self._num_read += 1
-        return (10 if self._num_read == 1 else 8) * GIB, 10 * GIB
-
-
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float32, for the reference's answers. Without a GPU: one that is emulated, as far as the composition root asks."""
-    extras = executor_part._extras
-
-    def exactly(config: Config) -> dict[str, Any]:
-        given = extras(config)
-        return {**given, "device": DEVICE, "dtype": torch.float32} if config.backend.backend == "cuda" else given
-
-    monkeypatch.setattr(executor_part, "_extras", exactly)
-    if HAS_DEVICE:
-        return
-    monkeypatch.setattr(cuda, "why_not", lambda: None)
-    monkeypatch.setattr(cuda, "find_gpu", lambda: cuda.Gpu("Emulated", (9, 0), 10 * GIB, 1))
-    monkeypatch.setattr(memory, "GpuMemory", Emulated)
+    emulate_gpu(monkeypatch)
 
 
 @pytest.fixture(scope="module")
