@@ -226,7 +226,7 @@ class Engine final : private Work {
     };
     // What an instruction is, in multiply-adds that fetch, of those between two attentions, which share in fetching for the second one.
     struct FetchShare {
-        int64_t before, after;
+        int64_t before, after;  // counted from the attention before, and until the next one is known from the program's begin
         int64_t total = 0;
         int32_t attention = -1;  // the instruction after them; none after the last one, and where nothing fetches
     };

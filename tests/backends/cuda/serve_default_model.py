@@ -21,7 +21,6 @@ import urllib.request
 
 import pytest
 
-import interpreted  # noqa: F401  # before triton
 from backends.cuda.emulated_gpu import emulate_gpu
 from penstock.backends.cuda import memory
 from penstock.cli.main import main as penstock
@@ -64,11 +63,10 @@ def serve(max_tokens: int, *settings: str) -> str:
     threading.Thread(target=client, args=[f"http://127.0.0.1:{port}"], daemon=True).start()
     try:
         penstock(["serve", "--port", str(port), *settings])
-    except SystemExit:  # it ends its process
-        if answers:
-            return answers[0]
-        raise
-    raise AssertionError("penstock did not end its process")
+    except SystemExit as ended:  # it ends its process
+        if not answers:
+            raise SystemExit(f"penstock serve {' '.join(settings)} did not answer and ended with {ended.code}") from None
+    return answers[0]
 
 
 def main() -> None:
