@@ -87,17 +87,14 @@ PENSTOCK_INLINE void dot_group(const uint8_t* const (&quants)[kPanels], const in
     }
 }
 
-// Sixteen weights of one column, as numbers.
+// Sixteen weights of one column, as numbers, without their offsets: these count for a group's sum of activations, rests and all.
 template <WeightKind kKind>
 PENSTOCK_INLINE vf weights_of_column(const Panel& panel, const ColumnPlace& column) {
     using L = Layout<kKind>;
     vb lanes = shift_right(load64(panel.quants + column.group * L::kGroupBytes + column.chunk), column.shift);
     if constexpr (L::kTable) lanes = look_up(low_nibbles(lanes), kTableOfNibbles);
     const vf centred = sub(bits_of_lanes(lanes, L::kSmall ? 0x0F : 0xFF), set1(L::kZero));
-    const vf d = load_f16(panel.scales + column.group * kPanel);
-    if constexpr (!L::kAffine) return mul(centred, d);
-    const uint16_t* offsets = panel.offsets + column.group / 2 * 2 * kPanel;
-    return fma(centred, d, bf16_of_lanes(load64(reinterpret_cast<const uint8_t*>(offsets)), column.group % 2));
+    return mul(centred, load_f16(panel.scales + column.group * kPanel));
 }
 
 // acc += rest * weights of its column, for every outlier of the rows. A row without the column adds zero.

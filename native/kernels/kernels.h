@@ -56,7 +56,7 @@ struct Activation {
     int8_t* q = nullptr;              // [rows, cols]
     int32_t* exponent = nullptr;      // [rows, cols / 32]: e << 23
     int32_t* zero_sum = nullptr;      // [rows, cols / 32]: -8 * sum of q
-    uint16_t* sum = nullptr;          // [rows, cols / 32, padded to an even number]: bf16 of 2^e * sum of q
+    uint16_t* sum = nullptr;          // [rows, cols / 32, padded to an even number]: bf16 of 2^e * sum of q + rests
     int32_t* outlier = nullptr;       // [rows, outliers_per_row]: their columns, ascending, then kNoColumn
     float* outlier_rest = nullptr;    // [rows, outliers_per_row]: x - q * 2^e
     uint16_t* bf16 = nullptr;         // [rows, padded to an even number of cols]

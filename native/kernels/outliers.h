@@ -24,9 +24,9 @@ struct ColumnPlace {
 
 template <bool kNibbles>
 PENSTOCK_INLINE ColumnPlace place_of(uint32_t column) {
-    constexpr uint32_t kHalf = kGroup / 2;
-    const uint32_t at = column % kGroup, high = kNibbles ? at / kHalf : 0;
-    return {column / kGroup, (at - high * kHalf) / 4 * 64, static_cast<int32_t>(8 * (at % 4) + 4 * high)};
+    constexpr uint32_t kHalf = kGroup / 2, kColsOfChunks = kNibbles ? kHalf : kGroup;
+    const uint32_t chunk = (column & (kColsOfChunks - 4)) * 16, high = kNibbles ? (column & kHalf) / 4 : 0;
+    return {column / kGroup, chunk, static_cast<int32_t>((column & 3) * 8 + high)};
 }
 
 // What the rows of a tile have in one column; zero where a row has no outlier.

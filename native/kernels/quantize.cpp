@@ -24,6 +24,13 @@ PENSTOCK_INLINE float float_of_bits(int32_t bits) {
     return x;
 }
 
+// Rounded to nearest, and to even between two. Of a finite number.
+PENSTOCK_INLINE uint16_t bf16_of(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return static_cast<uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+}
+
 // Calls f.template operator()<count>(first) for every four of a row's groups; count is below 4 in the last call only.
 template <typename F>
 PENSTOCK_INLINE void for_fours(int groups, F f) {
@@ -201,11 +208,17 @@ struct Row {
         if (groups % 2) sum[groups] = 0;
     }
 
-    // What the integers can't hold of outliers.
+    // What the integers can't hold of outliers. It belongs to its group's sum.
     PENSTOCK_MEMBER void keep_rests() {
+        float total = 0.0f;
         for (int i = 0; outlier + i < end; ++i) {
-            const int column = outlier[i];
-            rest[i] = value(column) - float_of_bits(kOneBits + exponent[column / kGroup]) * static_cast<float>(q[column]);
+            const int column = outlier[i], group = column / kGroup;
+            const float scale = float_of_bits(kOneBits + exponent[group]);
+            rest[i] = value(column) - scale * static_cast<float>(q[column]);
+            total += rest[i];
+            if (outlier[i + 1] / kGroup == group) continue;
+            sum[group] = bf16_of(scale * static_cast<float>(-zero_sum[group] >> 3) + total);
+            total = 0.0f;
         }
     }
 

@@ -50,9 +50,8 @@ def packed_weights(raw: np.ndarray, fmt: WeightFormat, cols: int) -> tuple[F32, 
 def quantised_product(x: F32, raw: np.ndarray, fmt: WeightFormat) -> F32:
     """x @ w.T as the integer kernels compute it, in float64."""
     (seen, rest), (weight, offsets) = quantised_activations(x), packed_weights(raw, fmt, x.shape[1])
-    sums = bf16(seen.reshape(len(x), -1, 32).sum(-1))
-    whole = weight + np.repeat(offsets, 32, axis=1)
-    return seen.astype(np.float64) @ weight.T + sums.astype(np.float64) @ offsets.T + rest.astype(np.float64) @ whole.T
+    sums = bf16((seen + rest).reshape(len(x), -1, 32).sum(-1))
+    return (seen + rest).astype(np.float64) @ weight.T + sums.astype(np.float64) @ offsets.T
 
 
 def random_rows(rng: np.random.Generator, rows: int, cols: int, *, outliers: bool = False) -> F32:
