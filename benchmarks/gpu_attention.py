@@ -6,7 +6,8 @@ larger of the operations (scores and weighted sums of the positions that each qu
 bytes (keys, values, queries and answers once) at the speed of a copy, both measured in between; `share` is the bound over the
 time. Decodes are bound by memory, long prefills by the matrix units. A `captured decode` has the grid of a captured graph, made
 for rows of 32,768 positions. `rotate and write` is the kernel before the attention. `flashinfer auto` is its attention of the
-same step, planned before, where the package is installed and has it; `flashinfer fa2` that of kernels for every GPU.
+same step, planned before, where the package is installed and has it; `flashinfer fa2` that of kernels for every GPU. Shares
+that are printed meanwhile are of the best peaks until then, those of the JSON object of the best of the whole run.
 
     python benchmarks/gpu_attention.py
     python benchmarks/gpu_attention.py --models llama-8b --kinds bf16 --modes default --block-sizes 16 64
@@ -24,11 +25,12 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpu_peaks import DeviceClock, GpuPeaks, context, require_gpu
+from gpu_peaks import DeviceClock, GpuPeaks, Measured, context, require_gpu, use_interpreter
+from gpu_work import Work
 
+from penstock.backends.cuda import flashinfer_version
 from penstock.types.kv_dtype import KvDtype
 
 if TYPE_CHECKING:
@@ -180,11 +182,10 @@ class Bench:
     """What all cases have in common."""
 
     clock: DeviceClock
-    peaks: GpuPeaks
     dtype: torch.dtype
 
-    def measure(self, case: Case, heads: Heads, kind: KvDtype, mode: str, block_size: int) -> dict[str, dict[str, float]]:
-        """Figures of the attention of one layer, and of the kernel before it."""
+    def measure(self, case: Case, heads: Heads, kind: KvDtype, mode: str, block_size: int) -> dict[str, Measured]:
+        """The attention of one layer, and the kernel before it."""
         import torch
 
         device, dtype = self.clock.device, self.dtype
@@ -194,30 +195,17 @@ class Bench:
         q, k, v = torch.randn((step.num_tokens, sum(widths)), dtype=dtype, device=device).split(widths, 1)
         kv_bytes = position_bytes(heads, kind, dtype)
         num_read = sum(case.context_len + n for n in case.query_lens)
-        work = {
-            "operations": 4.0 * case.num_visible * heads.num_heads * heads.head_dim,
-            "num_bytes": num_read * kv_bytes + 2 * step.num_tokens * widths[0] * dtype.itemsize,
-        }
-        found = {"attention": self._figures(self._attentions(q, layers, step, heads, mode), **work)}
+        work = Work(
+            4.0 * case.num_visible * heads.num_heads * heads.head_dim,
+            num_read * kv_bytes + 2 * step.num_tokens * widths[0] * dtype.itemsize,
+        )
+        found = {"attention": Measured(work, self.clock.seconds(self._attentions(q, layers, step, heads, mode)))}
         for backend in ("auto", "fa2") if case.prefills else ("auto",):
             if launches := self._flashinfer(q, layers, step, case, heads, kind, mode, backend):
-                found[f"flashinfer {backend}"] = self._figures(launches, **work)
-        return found | {
-            "rotate and write": self._figures(
-                self._writes(q, k, v, layers, step, heads),
-                operations=0.0,
-                num_bytes=step.num_tokens * (kv_bytes + (widths[0] + sum(widths)) * dtype.itemsize),
-            ),
-        }
-
-    def _figures(self, launches: Sequence[Callable[[], None]], operations: float, num_bytes: float) -> dict[str, float]:
-        seconds = self.clock.seconds(launches)
-        return {
-            "us": round(seconds * 1e6, 2),
-            "gbs": round(num_bytes / seconds / 1e9, 1),
-            "tflops": round(operations / seconds / 1e12, 2),
-            "share": round(self.peaks.bound_s(operations, num_bytes) / seconds, 3),
-        }
+                found[f"flashinfer {backend}"] = Measured(work, self.clock.seconds(launches))
+        moved = Work(0.0, step.num_tokens * (kv_bytes + (widths[0] + sum(widths)) * dtype.itemsize))
+        writes = self._writes(q, k, v, layers, step, heads)
+        return found | {"rotate and write": Measured(moved, self.clock.seconds(writes))}
 
     def _attentions(
         self, q: torch.Tensor, layers: Sequence[KvLayer], step: StepTensors, heads: Heads, mode: str
@@ -312,22 +300,30 @@ def run(models: dict[str, Heads], cases: Sequence[Case], args: argparse.Namespac
     import torch
 
     clock = DeviceClock(device)
-    bench = Bench(clock, GpuPeaks(clock), torch.bfloat16 if device == "cuda" else torch.float32)
-    results = []
+    peaks = GpuPeaks(clock)
+    bench = Bench(clock, torch.bfloat16 if device == "cuda" else torch.float32)
+    results: list[tuple[dict[str, Any], dict[str, Measured]]] = []
     for (model, heads), case in itertools.product(models.items(), cases):
-        bench.peaks.sample()
+        peaks.sample()
         for kind, mode, block_size in itertools.product(map(KvDtype, args.kinds), args.modes, args.block_sizes):
-            figures = bench.measure(case, heads, kind, mode, block_size)
-            shares = ", ".join(f"{name} {f['share'] * 100:.0f}% of the bound, {f['us']} us" for name, f in figures.items())
+            found = bench.measure(case, heads, kind, mode, block_size)
+            shares = ", ".join(
+                f"{name} {peaks.share(m) * 100:.0f}% of the bound, {m.median_s * 1e6:.2f} us" for name, m in found.items()
+            )
             shape = f"{case.decodes} decodes + {case.prefills} x {case.query_len} after {case.context_len}"
             print(f"{model:13} {case.name:15} {shape:36} {kind:5} {mode:14} blocks of {block_size:3}: {shares}", flush=True)
-            results.append(
-                {"model": model, **asdict(case), "kind": kind.value, "mode": mode, "block_size": block_size, **figures}
-            )
-    return {"benchmark": "gpu_attention", **context(device), "peaks": bench.peaks.summary(), "cases": results}
+            about = {"model": model, **asdict(case), "kind": kind.value, "mode": mode, "block_size": block_size}
+            results.append((about, found))
+    return {
+        "benchmark": "gpu_attention",
+        **context(device, is_self_test=args.self_test),
+        "flashinfer": flashinfer_version(),
+        "peaks": peaks.summary(),
+        "cases": [about | {name: peaks.figures(m) for name, m in found.items()} for about, found in results],
+    }
 
 
-def main() -> None:
+def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument(
@@ -336,12 +332,13 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--block-sizes", nargs="+", type=int, default=[16])
     parser.add_argument("--self-test", action="store_true", help="tiny steps on a CPU; its figures mean nothing")
-    args = parser.parse_args()
-    if args.self_test:
-        sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-        from interpreted import DEVICE  # chooses the interpreter, before anything imports triton
+    return parser.parse_args()
 
-        result = run(TINY, TINY_CASES, args, DEVICE)
+
+def main() -> None:
+    args = read_arguments()
+    if args.self_test:
+        result = run(TINY, TINY_CASES, args, use_interpreter())
     else:
         require_gpu()
         result = run({name: MODELS[name] for name in args.models}, CASES, args, "cuda")

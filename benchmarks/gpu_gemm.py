@@ -4,7 +4,8 @@ Every product of SmolLM2-135M, Qwen2.5-1.5B and Llama-3.1-8B, with random weight
 int4 (as Q8_0 and Q4_0 are held) and int4 with offsets (Q4_K), as the backend computes it, deterministic and not. Copies of a
 matrix are used in turn, more than the caches hold, as in a model. The bound is the larger of the operations at the peak of a
 bf16 product and the bytes (weights as they are held, activations and result once) at the speed of a copy, both measured in
-between; `share` is the bound over the time. Few tokens are bound by memory, many by the matrix units.
+between; `share` is the bound over the time. Few tokens are bound by memory, many by the matrix units. Shares that are printed
+meanwhile are of the best peaks until then, those of the JSON object of the best of the whole run.
 
     python benchmarks/gpu_gemm.py
     python benchmarks/gpu_gemm.py --models llama-8b --kinds int4 --tokens 1 16 64 --modes default
@@ -20,10 +21,10 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpu_peaks import DeviceClock, GpuPeaks, context, require_gpu
+from gpu_peaks import DeviceClock, GpuPeaks, Measured, context, require_gpu, use_interpreter
+from gpu_work import Work
 
 if TYPE_CHECKING:
     import torch
@@ -129,9 +130,9 @@ def make_linears(case: Case, max_tokens: int, dtype: torch.dtype, device: str, c
 
 
 def measure(
-    case: Case, tokens: Sequence[int], clock: DeviceClock, peaks: GpuPeaks, dtype: torch.dtype, copies_bytes: int
-) -> dict[int, dict[str, float]]:
-    """Figures by number of tokens."""
+    case: Case, tokens: Sequence[int], clock: DeviceClock, dtype: torch.dtype, copies_bytes: int
+) -> dict[int, Measured]:
+    """By number of tokens."""
     import torch
 
     linears = make_linears(case, max(tokens), dtype, clock.device, copies_bytes)
@@ -140,15 +141,11 @@ def measure(
     out = torch.empty((max(tokens), product.num_rows), dtype=dtype, device=clock.device)
     for count in tokens:
         used = linears[:LAUNCHES_OF_MANY] if count >= MANY_TOKENS else linears
-        seconds = clock.seconds([_launch(linear, out[:count], x[:count]) for linear in used])
-        operations = 2.0 * count * product.num_rows * product.num_cols
-        num_bytes = linears[0].num_bytes + count * (product.num_rows + product.num_cols) * dtype.itemsize
-        found[count] = {
-            "us": round(seconds * 1e6, 2),
-            "gbs": round(num_bytes / seconds / 1e9, 1),
-            "tflops": round(operations / seconds / 1e12, 2),
-            "share": round(peaks.bound_s(operations, num_bytes) / seconds, 3),
-        }
+        work = Work(
+            2.0 * count * product.num_rows * product.num_cols,
+            linears[0].num_bytes + count * (product.num_rows + product.num_cols) * dtype.itemsize,
+        )
+        found[count] = Measured(work, clock.seconds([_launch(linear, out[:count], x[:count]) for linear in used]))
     return found
 
 
@@ -164,34 +161,42 @@ def run(models: dict[str, tuple[Product, ...]], args: argparse.Namespace, device
     peaks = GpuPeaks(clock)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     copies_bytes = COPIES_BYTES if device == "cuda" else 1
-    results = []
+    results: list[tuple[Case, dict[int, Measured]]] = []
     for model, products in models.items():
         for product in products:
             peaks.sample()
             for case in (Case(model, product, kind, mode) for kind in args.kinds for mode in args.modes):
-                by_tokens = measure(case, args.tokens, clock, peaks, dtype, copies_bytes)
-                shares = " ".join(f"{count}:{figures['share'] * 100:.0f}%" for count, figures in by_tokens.items())
+                by_tokens = measure(case, args.tokens, clock, dtype, copies_bytes)
+                shares = " ".join(f"{count}:{peaks.share(found) * 100:.0f}%" for count, found in by_tokens.items())
                 print(f"{model:13} {product.name:8} {case.kind:12} {case.mode:14} {shares}", flush=True)
-                results.append(
-                    {"model": model, "product": product.name, "kind": case.kind, "mode": case.mode, "by_tokens": by_tokens}
-                )
-    return {"benchmark": "gpu_gemm", **context(device), "peaks": peaks.summary(), "products": results}
+                results.append((case, by_tokens))
+    return {
+        "benchmark": "gpu_gemm",
+        **context(device, is_self_test=args.self_test),
+        "peaks": peaks.summary(),
+        "products": [
+            {"model": case.model, "product": case.product.name, "kind": case.kind, "mode": case.mode}
+            | {"by_tokens": {count: peaks.figures(found) for count, found in by_tokens.items()}}
+            for case, by_tokens in results
+        ],
+    }
 
 
-def main() -> None:
+def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
     parser.add_argument("--self-test", action="store_true", help="tiny products on a CPU; its figures mean nothing")
-    args = parser.parse_args()
-    if args.self_test:
-        sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-        from interpreted import DEVICE  # chooses the interpreter, before anything imports triton
+    return parser.parse_args()
 
+
+def main() -> None:
+    args = read_arguments()
+    if args.self_test:
         args.tokens = list(TINY_TOKENS)
-        result = run(TINY, args, DEVICE)
+        result = run(TINY, args, use_interpreter())
     else:
         require_gpu()
         result = run({name: MODELS[name] for name in args.models}, args, "cuda")

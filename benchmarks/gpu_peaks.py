@@ -1,6 +1,7 @@
 """How fast can this GPU copy memory and multiply matrices, right now? Times launches; the GPU benchmarks give shares of it.
 
     python benchmarks/gpu_peaks.py
+    python benchmarks/gpu_peaks.py --self-test       # tiny, on a CPU: shows that it runs
 
 The last line printed is one JSON object: 1e9 bytes per second, read and written ones added, and 1e12 operations per second of a
 bf16 product (a multiply-add is two); best and median of several measurements. Without a usable GPU it says why and ends with 1.
@@ -8,17 +9,23 @@ bf16 product (a multiply-add is two); best and median of several measurements. W
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
+import shlex
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from gpu_work import Work
 
 import penstock
 
-MIN_REPLAYS = 5
+NUM_REPLAYS = 5
 SAMPLES = 5
 COPY_BYTES = 2 << 30
 MATRIX_SIDE = 8192
@@ -35,6 +42,24 @@ def require_gpu() -> None:
         raise SystemExit(1)
 
 
+def rounded(value: float) -> float:
+    """To four digits that count: what is small stays more than 0."""
+    return float(f"{value:.4g}")
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a launch does, and how long it took."""
+
+    work: Work
+    seconds: Sequence[float]
+    """Of each measurement."""
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.seconds)
+
+
 class DeviceClock:
     """Times of launches, by the device: a graph of them is captured and replayed, so that the host's work counts for nothing.
 
@@ -44,13 +69,13 @@ class DeviceClock:
     def __init__(self, device: str) -> None:
         self.device = device
 
-    def seconds(self, launches: Sequence[Callable[[], None]]) -> float:
-        """Of one launch: the median over replays of all in a row."""
+    def seconds(self, launches: Sequence[Callable[[], None]]) -> list[float]:
+        """Of one launch, on average in each replay of all in a row."""
         for launch in launches:
             launch()  # compiles, and touches the memory
         replay = self._captured(launches) if self.device == "cuda" else lambda: [launch() for launch in launches]
         replay()
-        return statistics.median(self._replay_seconds(replay) for _ in range(MIN_REPLAYS)) / len(launches)
+        return [self._replay_seconds(replay) / len(launches) for _ in range(NUM_REPLAYS)]
 
     def _captured(self, launches: Sequence[Callable[[], None]]) -> Callable[[], None]:
         import torch
@@ -81,59 +106,110 @@ class GpuPeaks:
     """Peaks as they were measured between a benchmark's own measurements, so that both saw the same device."""
 
     def __init__(self, clock: DeviceClock) -> None:
-        import torch
-
         self._clock = clock
-        is_gpu = clock.device == "cuda"
-        dtype = torch.bfloat16 if is_gpu else torch.float32
-        num_copied = COPY_BYTES // 2 if is_gpu else CPU_SIDE
-        side = MATRIX_SIDE if is_gpu else CPU_SIDE
-        # Random: products of zeros take less power, and so less time.
-        self._source = torch.empty(num_copied, dtype=dtype, device=clock.device).normal_()
-        self._target = torch.empty_like(self._source)
-        self._a, self._b = (torch.randn((side, side), dtype=dtype, device=clock.device) for _ in range(2))
-        self._c = torch.empty_like(self._a)
+        self._launches: list[Callable[[], None]] = []
+        self._copied_bytes = 0
+        self._operations = 0.0
         self.gbs: list[float] = []
         self.tflops: list[float] = []
 
     def sample(self) -> None:
-        """Measure both once."""
+        """Measure both once. Takes memory, which it keeps until `release`."""
+        if not self._launches:
+            self._allocate()
+        copy_s, product_s = (statistics.median(self._clock.seconds([launch])) for launch in self._launches)
+        self.gbs.append(self._copied_bytes / copy_s / 1e9)
+        self.tflops.append(self._operations / product_s / 1e12)
+
+    def release(self) -> None:
+        """Give the memory back, for who needs all of the device."""
+        self._launches.clear()
+        if self._clock.device == "cuda":
+            import torch
+
+            torch.cuda.empty_cache()
+
+    def _allocate(self) -> None:
         import torch
 
-        copied = 2 * self._source.nbytes
-        self.gbs.append(copied / self._clock.seconds([lambda: self._target.copy_(self._source)]) / 1e9)
-        operations = 2.0 * self._a.shape[0] ** 3
-        self.tflops.append(operations / self._clock.seconds([lambda: torch.mm(self._a, self._b, out=self._c)]) / 1e12)
+        device, is_gpu = self._clock.device, self._clock.device == "cuda"
+        dtype = torch.bfloat16 if is_gpu else torch.float32
+        num_copied = COPY_BYTES // 2 if is_gpu else CPU_SIDE
+        side = MATRIX_SIDE if is_gpu else CPU_SIDE
+        # Random: products of zeros take less power, and so less time.
+        source = torch.empty(num_copied, dtype=dtype, device=device).normal_()
+        target = torch.empty_like(source)
+        a, b = (torch.randn((side, side), dtype=dtype, device=device) for _ in range(2))
+        c = torch.empty_like(a)
+        self._copied_bytes, self._operations = 2 * source.nbytes, 2.0 * side**3
+        self._launches = [lambda: target.copy_(source), lambda: torch.mm(a, b, out=c)]
 
-    def bound_s(self, operations: float, num_bytes: float) -> float:
-        """The least time of so much work, at the best peaks."""
-        return max(operations / max(self.tflops) / 1e12, num_bytes / max(self.gbs) / 1e9)
+    def bound_s(self, work: Work) -> float:
+        """The least time of so much work, at the best peaks so far."""
+        return max(work.operations / max(self.tflops) / 1e12, work.num_bytes / max(self.gbs) / 1e9)
+
+    def share(self, measured: Measured) -> float:
+        """The least time over the median."""
+        return self.bound_s(measured.work) / measured.median_s
+
+    def figures(self, measured: Measured) -> dict[str, Any]:
+        """Part of a benchmark's JSON object, at its end: shares are of the best peaks so far."""
+        work, seconds = measured.work, measured.median_s
+        gbs, tflops = work.num_bytes / seconds / 1e9, work.operations / seconds / 1e12
+        return {
+            "us": rounded(seconds * 1e6),
+            "us_range": [rounded(edge(measured.seconds) * 1e6) for edge in (min, max)],
+            "operations": work.operations,
+            "bytes": work.num_bytes,
+            "gbs": rounded(gbs),
+            "tflops": rounded(tflops),
+            "bandwidth_share": rounded(gbs / max(self.gbs)),
+            "matrix_share": rounded(tflops / max(self.tflops)),
+            "share": rounded(self.share(measured)),
+        }
 
     def summary(self) -> dict[str, dict[str, float]]:
         found = {"copy_gbs": self.gbs, "matrix_tflops": self.tflops}
-        return {name: {"best": round(max(v), 1), "median": round(statistics.median(v), 1)} for name, v in found.items()}
+        return {name: {"best": rounded(max(v)), "median": rounded(statistics.median(v))} for name, v in found.items()}
 
 
-def context(device: str) -> dict[str, Any]:
-    """When and where a benchmark ran; part of its JSON object."""
+def use_interpreter() -> str:
+    """For self-tests: the device, "cpu" where there is no GPU. Before anything imports triton."""
+    sys.path.append(str(Path(__file__).parents[1] / "tests"))
+    from interpreted import DEVICE
+
+    return str(DEVICE)
+
+
+def context(device: str, *, is_self_test: bool) -> dict[str, Any]:
+    """When, where and how a benchmark ran; part of its JSON object. `gpu` is None where there was none."""
     import torch
     import triton
 
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "is_self_test": is_self_test,
         "penstock": penstock.__version__,
-        "gpu": torch.cuda.get_device_name() if device == "cuda" else "none: the interpreter on a CPU, whose times mean nothing",
+        "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
         "torch": torch.__version__,
         "triton": triton.__version__,
     }
 
 
 def main() -> None:
-    require_gpu()
-    peaks = GpuPeaks(DeviceClock("cuda"))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--self-test", action="store_true", help="tiny, on a CPU; its figures mean nothing")
+    args = parser.parse_args()
+    if args.self_test:
+        device = use_interpreter()
+    else:
+        require_gpu()
+        device = "cuda"
+    peaks = GpuPeaks(DeviceClock(device))
     for _ in range(SAMPLES):
         peaks.sample()
-    print(json.dumps({"benchmark": "gpu_peaks", **context("cuda"), "peaks": peaks.summary()}))
+    print(json.dumps({"benchmark": "gpu_peaks", **context(device, is_self_test=args.self_test), "peaks": peaks.summary()}))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,11 @@ figures are medians, with the range of the throughput. `itl` is the time between
 tokens in and gives as many out, with its own choice of batch and cache sizes, CUDA graphs and attention (flash-attn, where that
 is installed).
 
+The bound is the least time in which this GPU could give all replies with at most `rows` at a time, however they are scheduled:
+the larger of all operations at the peak of a bf16 product and all bytes (weights once for each step that there must be, KV) at
+the speed of a copy, both measured before and after everyone's turn. `share` is the bound over our time; the peer, which chooses
+its rows itself, has another.
+
 Without a GPU that can be used it says why and ends with 1. The last line printed is one JSON object.
 """
 
@@ -18,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib.metadata
 import importlib.util
 import json
 import statistics
@@ -27,14 +33,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
+from gpu_peaks import DeviceClock, GpuPeaks, context, require_gpu, rounded, use_interpreter
 from gpu_shapes import SHAPES, Shape, prompts, random_model, sharegpt_lengths
+from gpu_work import ModelWork, Work
 
-from penstock.backends.cuda import find_gpu, package_versions, why_not
 from penstock.clock import WallClock
 from penstock.engine.core import EngineCore
 from penstock.engine.loop import Engine
@@ -200,6 +205,14 @@ def _workload_hints(jobs: Jobs) -> Any:
     return WorkloadHints(max_prompt_length=longest_prompt, max_generated_length=longest_reply, num_requests=len(jobs))
 
 
+def package_version(name: str) -> str | None:
+    """None: it is not installed."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def why_no_peer() -> str | None:
     if importlib.util.find_spec("transformers") is None:
         return "transformers is not installed"
@@ -255,30 +268,60 @@ def measure(make: Callable[[], Any], jobs: Jobs, repeat: int) -> list[dict[str, 
 
 def summary(runs: Sequence[dict[str, float]]) -> dict[str, Any]:
     """Medians, and the range of the throughput."""
-    medians: dict[str, Any] = {key: round(statistics.median(run[key] for run in runs), 3) for key in runs[0]}
-    rates = [round(run["output_tokens_per_s"], 1) for run in runs]
+    medians: dict[str, Any] = {key: rounded(statistics.median(run[key] for run in runs)) for key in runs[0]}
+    rates = [rounded(run["output_tokens_per_s"]) for run in runs]
     return medians | {"output_tokens_per_s_range": [min(rates), max(rates)]}
 
 
-def compare(name: str, args: argparse.Namespace, no_peer: str | None) -> dict[str, Any]:
-    shape = SHAPES[name]
+def make_jobs(shape: Shape, args: argparse.Namespace) -> Jobs:
     lengths = sharegpt_lengths(args.requests)
     if args.self_test:
         lengths = [(num_prompt % 20 + 1, num_reply % 4 + 2) for num_prompt, num_reply in lengths]
-    jobs = list(zip(prompts(lengths, shape.vocab_size), (num_reply for _, num_reply in lengths), strict=True))
-    turns: dict[str, list[dict[str, float]]] = {}
+    return list(zip(prompts(lengths, shape.vocab_size), (num_reply for _, num_reply in lengths), strict=True))
+
+
+def compare(shape: Shape, jobs: Jobs, args: argparse.Namespace, peaks: GpuPeaks, *, has_peer: bool) -> dict[str, Any]:
     contenders: dict[str, Callable[[], Any]] = {"penstock": lambda: Penstock(make_executor(shape, jobs, args))}
-    if no_peer is None:
+    if has_peer:
         contenders["transformers"] = lambda: Transformers(shape, jobs)
+    report: dict[str, Any] = {"like": shape.like, "num_weights": shape.num_weights}
+    sample(peaks)
     for who, make in contenders.items():
-        turns[who] = measure(make, jobs, args.repeat)
-        for run in turns[who]:
-            print(f"{name} {who}: " + ", ".join(f"{key} {value:.4g}" for key, value in run.items()), flush=True)
-    report: dict[str, Any] = {who: summary(runs) for who, runs in turns.items()}
-    if no_peer is None:
-        ours, theirs = (report[who]["output_tokens_per_s"] for who in ("penstock", "transformers"))
-        report["times_transformers"] = round(ours / theirs, 2)
-    return {"like": shape.like, "num_weights": shape.num_weights, **report}
+        runs = measure(make, jobs, args.repeat)
+        sample(peaks)
+        for run in runs:
+            print(f"{shape.like} {who}: " + ", ".join(f"{key} {value:.4g}" for key, value in run.items()), flush=True)
+        report[who] = summary(runs)
+    if has_peer:
+        ours, theirs = (report[who]["output_tokens_per_s"] for who in contenders)
+        report["times_transformers"] = rounded(ours / theirs)
+    return report
+
+
+def sample(peaks: GpuPeaks) -> None:
+    """While nobody uses the GPU, whose memory is given back."""
+    peaks.sample()
+    peaks.release()
+
+
+def least_work(shape: Shape, jobs: Jobs, args: argparse.Namespace) -> Work:
+    kv_bytes = 1 if KvDtype(args.kv_cache_dtype) is KvDtype.INT8 else 2  # without the scales of int8
+    lengths = [(len(prompt), num_reply) for prompt, num_reply in jobs]
+    return ModelWork(shape, WeightFormat(args.format), kv_bytes=kv_bytes).of_requests(lengths, args.rows)
+
+
+def add_bound(report: dict[str, Any], shape: Shape, jobs: Jobs, args: argparse.Namespace, peaks: GpuPeaks) -> None:
+    """And our share of it, at the end: at the best peaks of the whole run."""
+    work = least_work(shape, jobs, args)
+    seconds = peaks.bound_s(work)
+    rate = sum(num_reply for _, num_reply in jobs) / seconds
+    report["bound"] = {
+        "operations": work.operations,
+        "bytes": work.num_bytes,
+        "seconds": rounded(seconds),
+        "output_tokens_per_s": rounded(rate),
+    }
+    report["penstock"]["share"] = rounded(seconds / report["penstock"]["seconds"])
 
 
 def read_arguments() -> argparse.Namespace:
@@ -298,30 +341,28 @@ def read_arguments() -> argparse.Namespace:
     if args.self_test:
         args.shapes, args.requests, args.rows, args.step_tokens, args.repeat = ["tiny"], 6, 4, 32, 1
         args.no_peer = True
-        args.device = "cuda" if why_not() is None else "cpu"
+        args.device = use_interpreter()
     return args
 
 
-def main() -> int:
+def main() -> None:
     args = read_arguments()
-    if args.device == "cpu":
-        sys.path.append(str(Path(__file__).parents[1] / "tests"))
-        import_module("interpreted")  # chooses and mends Triton's interpreter, before triton is imported
-    elif (cause := why_not()) is not None:
-        print(f"error: no GPU can be used: {cause}", file=sys.stderr)
-        return 1
+    if not args.self_test:
+        require_gpu()
     no_peer = "left out" if args.no_peer else why_no_peer()
     if no_peer is not None:
         print(f"transformers is not measured: {no_peer}")
-    gpu = find_gpu()
-    report: dict[str, Any] = {"benchmark": "gpu_serve", "date": time.strftime("%Y-%m-%d")}
-    report |= {"gpu": gpu if isinstance(gpu, str) else gpu.name, **package_versions(), "requests": args.requests}
-    report |= {"rows": args.rows, "format": args.format, "kv_cache_dtype": args.kv_cache_dtype}
+    peaks = GpuPeaks(DeviceClock(args.device))
+    report: dict[str, Any] = {"benchmark": "gpu_serve", **context(args.device, is_self_test=args.self_test)}
+    report |= {"transformers": package_version("transformers"), "requests": args.requests, "rows": args.rows}
+    report |= {"format": args.format, "kv_cache_dtype": args.kv_cache_dtype}
     report |= {"deterministic": args.deterministic, "repeat": args.repeat, "no_peer": no_peer}
-    report["shapes"] = {name: compare(name, args, no_peer) for name in args.shapes}
-    print(json.dumps(report))
-    return 0
+    jobs = {name: make_jobs(SHAPES[name], args) for name in args.shapes}
+    shapes = {name: compare(SHAPES[name], jobs[name], args, peaks, has_peer=no_peer is None) for name in args.shapes}
+    for name, found in shapes.items():
+        add_bound(found, SHAPES[name], jobs[name], args, peaks)
+    print(json.dumps(report | {"peaks": peaks.summary(), "shapes": shapes}))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -5,8 +5,8 @@ Weights are random, of the shapes of SmolLM2-135M, Qwen2.5-1.5B and Llama-3.1-8B
 can submit them, one in flight (depth 1) or two. `step_ms` is the time per step by the wall, `device_ms` by the GPU's own clock;
 `gap` is the share of the wall's time in which no step was on the GPU. The bound of a step is the larger of two times: the
 weights and the KV that it reads at the speed of a copy, and the operations of its products and its attention at the peak of a
-bf16 product; both peaks are measured in between, and shares are of the best. Norms, sampling and what is written count for
-nothing in the bound.
+bf16 product; both peaks are measured in between. Shares that are printed meanwhile are of the best peaks until then, those of
+the JSON object of the best of the whole run. Norms, sampling and what is written count for nothing in the bound.
 
     python benchmarks/gpu_step.py
     python benchmarks/gpu_step.py --shapes 8b --steps 64x1@1024 1x2048@0 --depths 2 --sampling greedy nucleus
@@ -21,21 +21,19 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import re
 import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpu_peaks import DeviceClock, GpuPeaks, context, require_gpu
-from gpu_shapes import SHAPES, Shape, format_of, random_model
+from gpu_peaks import DeviceClock, GpuPeaks, Measured, context, require_gpu, rounded, use_interpreter
+from gpu_shapes import SHAPES, Shape, random_model
+from gpu_work import ModelWork, StepShape, parse_step
 
 from penstock.models import registry
-from penstock.models.formats import WeightFormat, stored_bytes
+from penstock.models.formats import WeightFormat
 from penstock.types.plan import AdmitRow, RowPlan, StepPlan
 from penstock.types.result import StepResult
 from penstock.types.sampling import SamplingParams
@@ -62,58 +60,9 @@ SAMPLING = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class StepShape:
-    rows: int
-    query_len: int
-    context_len: int
-
-    def __str__(self) -> str:
-        return f"{self.rows}x{self.query_len}@{self.context_len}"
-
-    @property
-    def is_decode(self) -> bool:
-        return self.query_len == 1
-
-    @property
-    def num_tokens(self) -> int:
-        return self.rows * self.query_len
-
-    def blocks_per_row(self, num_steps: int) -> int:
-        """Until the last step."""
-        return -(-(self.context_len + self.query_len + num_steps * self.is_decode + 1) // BLOCK_SIZE)
-
-
-def parse_step(text: str) -> StepShape:
-    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)@(\d+)", text)
-    if found is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not ROWSxQUERY_LEN@CONTEXT_LEN")
-    return StepShape(*map(int, found.groups()))
-
-
-class StepCost:
-    """What a step of a model must at least do."""
-
-    def __init__(self, shape: Shape, fmt: WeightFormat) -> None:
-        self._shape = shape
-        table = shape.vocab_size * shape.hidden_size
-        self._num_sample_weights = table
-        self._num_token_weights = shape.num_weights - table
-        self._weight_bytes = sum(
-            stored_bytes(format_of(name, fmt), rows, cols)
-            for name, rows, cols in shape.matrices()
-            if name != "embed" or shape.is_tied
-        )
-        self.kv_bytes_per_token = 2 * 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
-
-    def num_bytes(self, step: StepShape) -> float:
-        return self._weight_bytes + step.rows * (step.context_len + step.query_len) * self.kv_bytes_per_token
-
-    def operations(self, step: StepShape) -> float:
-        shape = self._shape
-        seen = step.context_len * step.query_len + step.query_len * (step.query_len + 1) / 2  # positions, of one row
-        attention = 4.0 * step.rows * seen * shape.num_layers * shape.num_heads * shape.head_dim
-        return 2.0 * (self._num_token_weights * step.num_tokens + self._num_sample_weights * step.rows) + attention
+def blocks_per_row(step: StepShape, num_steps: int) -> int:
+    """Until the last step."""
+    return -(-(step.context_len + step.query_len + num_steps * step.is_decode + 1) // BLOCK_SIZE)
 
 
 class Runner:
@@ -151,7 +100,7 @@ class Runner:
 
     def _admits(self, step: StepShape, num_steps: int) -> list[AdmitRow]:
         """Rows whose context counts as computed: it is what the blocks contain."""
-        run, per_row = next(self._runs), step.blocks_per_row(num_steps)
+        run, per_row = next(self._runs), blocks_per_row(step, num_steps)
         tokens = tuple(10 + position * 31 % 200 for position in range(step.context_len + step.query_len))
         self._names = [f"r{run}-{row}" for row in range(step.rows)]
         return [
@@ -185,23 +134,30 @@ class Runner:
         return plans
 
 
-def measure(runner: Runner, step: StepShape, num_steps: int, cost: StepCost, peaks: GpuPeaks) -> dict[str, float]:
-    peaks.sample()
+def measure(runner: Runner, step: StepShape, num_steps: int, model: ModelWork) -> tuple[Measured, dict[str, Any]]:
+    """The step on the device, and what else is told of it."""
     wall_s, results = runner.run(step, num_steps)
     timings = [result.timing for result in results]
     device_s = [(timing.end_ns - timing.start_ns) / 1e9 for timing in timings]
-    median_s = statistics.median(device_s)
-    num_bytes, operations = cost.num_bytes(step), cost.operations(step)
+    parts = {part: statistics.median(timing.parts[part] for timing in timings) for part in timings[0].parts}
+    return Measured(model.of_step(step), device_s), {
+        "step_ms": rounded(wall_s / num_steps * 1e3),
+        **{f"{part}_ms": rounded(part_ns / 1e6) for part, part_ns in parts.items()},
+        "gap": rounded(max(0.0, 1 - sum(device_s) / wall_s)),
+        "tokens_per_s": rounded(step.num_tokens * num_steps / wall_s),
+    }
+
+
+def figures(measured: Measured, peaks: GpuPeaks) -> dict[str, Any]:
+    """In milliseconds, with the middle half of the times: steps are slow at once where the host is."""
+    of_device = peaks.figures(measured)
+    times_ms = [rounded(seconds * 1e3) for seconds in sorted(measured.seconds)]
     return {
-        "step_ms": wall_s / num_steps * 1e3,
-        "device_ms": median_s * 1e3,
-        **{f"{part}_ms": statistics.median(timing.parts[part] for timing in timings) / 1e6 for part in timings[0].parts},
-        "gap": max(0.0, 1 - sum(device_s) / wall_s),
-        "bandwidth_share": num_bytes / median_s / max(peaks.gbs) / 1e9,
-        "matrix_share": operations / median_s / max(peaks.tflops) / 1e12,
-        "bound_ms": peaks.bound_s(operations, num_bytes) * 1e3,
-        "bound_share": peaks.bound_s(operations, num_bytes) / median_s,
-        "tokens_per_s": step.num_tokens * num_steps / wall_s,
+        "device_ms": rounded(of_device.pop("us") / 1e3),
+        "device_ms_range": [rounded(edge / 1e3) for edge in of_device.pop("us_range")],
+        "device_ms_quartiles": [times_ms[len(times_ms) // 4], times_ms[-1 - len(times_ms) // 4]],
+        "bound_ms": rounded(peaks.bound_s(measured.work) * 1e3),
+        **of_device,
     }
 
 
@@ -213,14 +169,14 @@ def make_executor(
 
     model = random_model(shape, fmt)
     num_steps = NUM_WARM_UP + options.num_steps
-    kv_block_bytes = StepCost(shape, fmt).kv_bytes_per_token * BLOCK_SIZE * (1 if options.device == "cuda" else 2)
+    kv_block_bytes = ModelWork(shape, fmt).kv_bytes_per_token * BLOCK_SIZE * (1 if options.device == "cuda" else 2)
     weight_bytes = sum(tensor.num_bytes for tensor in model.weights.values())
     limit = _free_blocks(weight_bytes, kv_block_bytes) if options.device == "cuda" else 1 << 20
-    fitting = [step for step in steps if step.rows * step.blocks_per_row(num_steps) < limit]
+    fitting = [step for step in steps if step.rows * blocks_per_row(step, num_steps) < limit]
     executor = CudaExecutor(
         model,
         registry.describe(model.spec),
-        num_blocks=1 + max(step.rows * step.blocks_per_row(num_steps) for step in fitting),
+        num_blocks=1 + max(step.rows * blocks_per_row(step, num_steps) for step in fitting),
         block_size=BLOCK_SIZE,
         max_rows=max(step.rows for step in fitting),
         max_step_tokens=max(step.num_tokens for step in fitting),
@@ -239,21 +195,21 @@ def _free_blocks(weight_bytes: int, block_bytes: int) -> int:
     return int((torch.cuda.mem_get_info()[0] - 1.2 * weight_bytes) * FREE_SHARE / block_bytes)
 
 
-def report(rows: list[dict[str, Any]]) -> None:
-    for row in rows:
-        print(
-            f"{row['shape']:5} {row['format']:7} {row['depth']:5} {row['sampling']:10} {row['step']:12}"
-            f" {row['step_ms']:9.3f} {row['device_ms']:9.3f} {row['gap']:6.1%} {row['bandwidth_share']:8.1%}"
-            f" {row['matrix_share']:8.1%} {row['bound_share']:8.1%}",
-            flush=True,
-        )
+def told(row: dict[str, Any]) -> str:
+    return (
+        f"{row['shape']:5} {row['format']:7} {row['depth']:5} {row['sampling']:10} {row['step']:12}"
+        f" {row['step_ms']:9.3f} {row['device_ms']:9.3f} {row['gap']:6.1%} {row['bandwidth_share']:8.1%}"
+        f" {row['matrix_share']:8.1%} {row['share']:8.1%}"
+    )
 
 
 def measure_all(options: argparse.Namespace, peaks: GpuPeaks) -> list[dict[str, Any]]:
     print("shape format  depth sampling   step           step ms device ms    gap bandwidth   matrix of bound")
-    rows: list[dict[str, Any]] = []
+    found: list[tuple[dict[str, Any], Measured]] = []
     fmt = WeightFormat[options.format]
+    peaks.sample()  # takes its memory before it is asked how much is left for KV
     for name in options.shapes:
+        model = ModelWork(SHAPES[name], fmt)
         for depth in options.depths:
             executor, steps = make_executor(SHAPES[name], fmt, options.steps, depth, options)
             for left_out in set(map(str, options.steps)) - set(map(str, steps)):
@@ -261,14 +217,16 @@ def measure_all(options: argparse.Namespace, peaks: GpuPeaks) -> list[dict[str, 
             for sampling in options.sampling:
                 runner = Runner(executor, SAMPLING[sampling])
                 for step in steps:
-                    found = measure(runner, step, options.num_steps, StepCost(SHAPES[name], fmt), peaks)
+                    peaks.sample()
+                    measured, others = measure(runner, step, options.num_steps, model)
                     about = {"shape": name, "format": options.format, "depth": depth, "sampling": sampling, "step": str(step)}
-                    rows.append(about | {key: round(value, 5) for key, value in found.items()})
-                    report(rows[-1:])
+                    about |= {"rows": step.rows, "query_len": step.query_len, "context_len": step.context_len, **others}
+                    print(told(about | figures(measured, peaks)), flush=True)
+                    found.append((about, measured))
             executor.close()
             del executor
             gc.collect()
-    return rows
+    return [about | figures(measured, peaks) for about, measured in found]
 
 
 def parse_options() -> argparse.Namespace:
@@ -293,16 +251,14 @@ def parse_options() -> argparse.Namespace:
 def main() -> None:
     options = parse_options()
     if options.self_test:
-        sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-        from interpreted import DEVICE  # chooses the interpreter where there is no GPU, before anything imports triton
-
-        options.device = DEVICE
+        options.device = use_interpreter()
     else:
         require_gpu()
     peaks = GpuPeaks(DeviceClock(options.device))
     rows = measure_all(options, peaks)
-    about = {"deterministic": options.deterministic, "graphs": not options.no_graphs, "num_steps": options.num_steps}
-    print(json.dumps({"benchmark": "gpu_step", **context(options.device), **about, "peaks": peaks.summary(), "steps": rows}))
+    about = context(options.device, is_self_test=options.self_test)
+    about |= {"deterministic": options.deterministic, "graphs": not options.no_graphs, "num_steps": options.num_steps}
+    print(json.dumps({"benchmark": "gpu_step", **about, "peaks": peaks.summary(), "steps": rows}))
 
 
 if __name__ == "__main__":

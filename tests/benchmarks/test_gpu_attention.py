@@ -11,13 +11,8 @@ import pytest
 from interpreted import HAS_DEVICE, MISSING
 
 
-@pytest.mark.skipif(bool(MISSING), reason=f"{MISSING} is not installed")
-def test_the_self_test_measures_every_kind_of_step_in_both_modes(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["gpu_attention.py", "--self-test"])
-    gpu_attention.main()
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+def test_the_self_test_measures_every_kind_of_step_in_both_modes(self_tested) -> None:
+    result = self_tested("gpu_attention")
     assert result["benchmark"] == "gpu_attention"
     assert result["peaks"]["copy_gbs"]["best"] > 0
     assert {(case["name"], case["kind"], case["mode"]) for case in result["cases"]} == {

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import sys
 
 import gpu_gemm
 import pytest
 
-from interpreted import HAS_DEVICE, MISSING
+from interpreted import HAS_DEVICE
 
 
-@pytest.mark.skipif(bool(MISSING), reason=f"{MISSING} is not installed")
-def test_the_self_test_measures_every_kind_in_both_modes(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["gpu_gemm.py", "--self-test"])
-    gpu_gemm.main()
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+def test_the_self_test_measures_every_kind_in_both_modes(self_tested) -> None:
+    result = self_tested("gpu_gemm")
     assert result["benchmark"] == "gpu_gemm"
     assert result["peaks"]["copy_gbs"]["best"] > 0
     assert {(line["kind"], line["mode"]) for line in result["products"]} == {

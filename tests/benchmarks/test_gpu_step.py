@@ -1,15 +1,14 @@
 """The benchmark of steps on a GPU: what it counts, that it runs, and what it says without a GPU."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from gpu_shapes import SHAPES
-from gpu_step import StepCost, parse_step
+from gpu_work import ModelWork, parse_step
 
-from interpreted import HAS_DEVICE, MISSING
+from interpreted import HAS_DEVICE
 from penstock.models.formats import WeightFormat
 
 ROOT = Path(__file__).parents[2]
@@ -22,19 +21,19 @@ def run(*words):
 
 def test_a_decode_reads_the_weights_and_the_kv():
     """Llama-3.1-8B in bf16: 7.5e9 weights that multiply, and 131072 bytes of KV for a position."""
-    cost = StepCost(SHAPES["8b"], WeightFormat.BF16)
-    num_bytes = cost.num_bytes(parse_step("64x1@1023"))
+    work = ModelWork(SHAPES["8b"], WeightFormat.BF16)
+    num_bytes = work.of_step(parse_step("64x1@1023")).num_bytes
     assert num_bytes == pytest.approx(2 * 7.5e9 + 64 * 1024 * 131072, rel=0.01)
 
 
 def test_a_prompt_multiplies_with_every_weight_but_the_last_matrix_and_attends_to_what_came_before():
     shape = SHAPES["8b"]
-    cost = StepCost(shape, WeightFormat.BF16)
+    work = ModelWork(shape, WeightFormat.BF16)
     head = shape.vocab_size * shape.hidden_size
     alone = 2 * (shape.num_weights - head) * 2048 + 2 * head
     attention = 4 * (2048 * 2049 / 2) * 32 * 4096
-    assert cost.operations(parse_step("1x2048@0")) == pytest.approx(alone + attention)
-    assert cost.operations(parse_step("1x2048@1000")) == pytest.approx(alone + attention + 4 * 2048 * 1000 * 32 * 4096)
+    assert work.of_step(parse_step("1x2048@0")).operations == pytest.approx(alone + attention)
+    assert work.of_step(parse_step("1x2048@1000")).operations == pytest.approx(alone + attention + 4 * 2048 * 1000 * 32 * 4096)
 
 
 @pytest.mark.skipif(HAS_DEVICE, reason="there is a GPU")
@@ -48,15 +47,12 @@ def test_a_decode_in_fp8_reads_a_byte_for_a_weight_but_of_the_logits():
     shape = SHAPES["8b"]
     table = shape.vocab_size * shape.hidden_size
     step = parse_step("1x1@0")
-    narrow, wide = (StepCost(shape, fmt).num_bytes(step) for fmt in (WeightFormat.F8_E4M3, WeightFormat.BF16))
+    narrow, wide = (ModelWork(shape, fmt).of_step(step).num_bytes for fmt in (WeightFormat.F8_E4M3, WeightFormat.BF16))
     assert wide - narrow == shape.num_weights - table
 
 
-@pytest.mark.skipif(bool(MISSING), reason=f"{MISSING} is not installed")
 @pytest.mark.parametrize("fmt", ["BF16", "F8_E4M3"])
-def test_it_runs_on_a_tiny_shape(fmt):
-    done = run("--self-test", "--depths", "2", "--format", fmt)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert [step["step"] for step in found["steps"]] == ["2x1@3", "1x4@0"]
+def test_it_runs_on_a_tiny_shape(fmt, self_tested):
+    found = self_tested("gpu_step") if fmt == "BF16" else self_tested("gpu_step", "--depths", "2", "--format", fmt)
+    assert {(step["step"], step["format"]) for step in found["steps"]} == {("2x1@3", fmt), ("1x4@0", fmt)}
     assert all(0 < step["device_ms"] <= step["step_ms"] * 1.05 for step in found["steps"])
