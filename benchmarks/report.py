@@ -6,7 +6,8 @@ comes; a section without such titles is replaced as a whole, and one without a r
 
     python benchmarks/report.py build/results/*.txt
 
-`benchmarks/all.sh` runs every benchmark and ends with this.
+`benchmarks/all.sh` runs every benchmark and ends with this, `benchmarks/gpu_all.sh` those of a GPU. Results can be taken to
+another machine and reported there: nothing but Python is needed. Of a GPU's, what is no measurement of one is refused.
 """
 
 from __future__ import annotations
@@ -18,15 +19,18 @@ import re
 from pathlib import Path
 from typing import Any
 
-from report_sections import SECTIONS
+from report_gpu import SECTIONS as GPU_SECTIONS
+from report_gpu import why_no_figures
+from report_sections import SECTIONS as CPU_SECTIONS
 
+SECTIONS = CPU_SECTIONS | GPU_SECTIONS
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
 FOLDER = "performance"
 """Of the plots, beside the page."""
 
 
 def read_results(paths: list[Path]) -> dict[str, list[dict[str, Any]]]:
-    """The results by benchmark. Raises SystemExit for a file without one."""
+    """The results by benchmark. Raises SystemExit for a file without one, and for one that may not go into the page."""
     found: dict[str, list[dict[str, Any]]] = {}
     for path in paths:
         lines = path.read_text(encoding="utf-8").strip().splitlines()
@@ -37,6 +41,8 @@ def read_results(paths: list[Path]) -> dict[str, list[dict[str, Any]]]:
             raise SystemExit(f"{path}: the last line is no JSON object; that benchmark has failed.") from None
         if name not in SECTIONS:
             raise SystemExit(f"{path}: no section for the benchmark {name!r}; there are {', '.join(SECTIONS)}.")
+        if name in GPU_SECTIONS and (cause := why_no_figures(result)) is not None:
+            raise SystemExit(f"{path}: no figures of a GPU: {cause}.")
         written = datetime.datetime.fromtimestamp(path.stat().st_mtime, datetime.UTC)
         found.setdefault(name, []).append({"date": written.date().isoformat()} | result)
     return found

@@ -93,7 +93,7 @@ SEEN = {
 
 def test_the_page_has_a_place_for_every_section():
     page = report.PAGE.read_text(encoding="utf-8")
-    for name in report_sections.SECTIONS:
+    for name in report.SECTIONS:
         report.replace_section(page, name, "")
 
 

@@ -1,0 +1,178 @@
+"""The plots of the GPU benchmarks: what was measured and, in the same plot, the bound that the peaks of the same run set.
+
+Called by `report_gpu.py` with results of one GPU. Never measures; figures of other runs never share a roof.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from svg_loglog import Curve, LogPanel, Look, log_plot
+
+Result = Mapping[str, Any]
+Point = tuple[float, float]
+
+ROOF = Look("roof: the peaks of the same run")
+HALF = Look("half of it", is_dashed=True)
+BOUND = Look("bound, by the peaks of the same run", is_dashed=True)
+MEASURED = Look("measured", mark="circle")
+LAYER = Look("all products of a layer, more tokens to the right", mark="circle")
+PRODUCT = Look("one of them, or the logits", is_joined=False, mark="dot")
+OF_KV = {
+    "bf16": Look("keys and values in bf16", is_joined=False, mark="circle"),
+    "int8": Look("in int8", is_joined=False, mark="square"),
+}
+FLASHINFER = Look("FlashInfer, bf16", is_joined=False, mark="triangle")
+DECODES = Look("decodes, more rows to the right", mark="circle")
+PROMPTS = Look("prompts", is_joined=False, mark="square")
+MEDIAN_GAP = Look("median", mark="ring")
+LONG_GAP = Look("99th percentile", mark="triangle")
+
+INTENSITY = "operations per byte"
+SPEED = "10^12 operations per second"
+
+
+def gemm_roofline(title: str, results: Sequence[Result]) -> str:
+    """Products, by the number of tokens and the format of the weights; not those of the deterministic mode."""
+    panels = []
+    for result in results:
+        products = [product for product in result["products"] if product["mode"] == "default"]
+        for model in dict.fromkeys(product["model"] for product in products):
+            curves = _gemm_curves([product for product in products if product["model"] == model])
+            panels.append(_roofline(model, result, list(curves)))
+    return _plot(title, panels, x_axis=INTENSITY, y_axis=SPEED, same_axes=True)
+
+
+def _gemm_curves(products: Sequence[Result]) -> Iterator[Curve]:
+    for kind in dict.fromkeys(product["kind"] for product in products):
+        by_tokens = [product["by_tokens"] for product in products if product["kind"] == kind]
+        of_layer = [p["by_tokens"] for p in products if p["kind"] == kind and p["product"] != "logits"]
+        yield Curve(kind, PRODUCT, [_at(figures) for found in by_tokens for figures in found.values()])
+        if of_layer:
+            yield Curve(kind, LAYER, [_sum(found[count] for found in of_layer) for count in of_layer[0]])
+
+
+def _sum(figures: Iterable[Result]) -> Point:
+    """Of what is computed one after the other."""
+    work = [(one["operations"], one["bytes"], one["us"]) for one in figures]
+    operations, num_bytes, us = (sum(column) for column in zip(*work, strict=True))
+    return operations / num_bytes, operations / us / 1e6
+
+
+def attention_roofline(title: str, results: Sequence[Result]) -> str:
+    """Attention of a layer, by what the step's rows do; of the default mode and the first size of blocks."""
+    panels = []
+    for result in results:
+        first = result["cases"][0]["block_size"]
+        cases = [case for case in result["cases"] if case["mode"] == "default" and case["block_size"] == first]
+        for model in dict.fromkeys(case["model"] for case in cases):
+            curves = [curve for case in cases if case["model"] == model for curve in _attention_curves(case)]
+            panels.append(_roofline(model, result, curves))
+    return _plot(title, panels, x_axis=INTENSITY, y_axis=SPEED, same_axes=True)
+
+
+def _attention_curves(case: Result) -> Iterator[Curve]:
+    yield Curve(case["name"], OF_KV[case["kind"]], [_at(case["attention"])])
+    if "flashinfer auto" in case:
+        yield Curve(case["name"], FLASHINFER, [_at(case["flashinfer auto"])])
+
+
+def step_times(title: str, results: Sequence[Result]) -> str:
+    """Decodes: time on the device by the number of rows, of each context."""
+    panels = []
+    for name, _, steps in _shapes(results):
+        decodes = [step for step in steps if step["query_len"] == 1]
+        curves = [
+            Curve(f"after {context_len} positions", look, _by_rows(decodes, context_len, key))
+            for context_len in dict.fromkeys(step["context_len"] for step in decodes)
+            for look, key in ((MEASURED, "device_ms"), (BOUND, "bound_ms"))
+        ]
+        if curves:
+            panels.append(LogPanel(name, curves, x_labels={step["rows"]: str(step["rows"]) for step in decodes}))
+    return _plot(title, panels, x_axis="rows that decode", y_axis="milliseconds of a step on the GPU")
+
+
+def _by_rows(decodes: Sequence[Result], context_len: int, key: str) -> list[Point]:
+    return sorted((step["rows"], step[key]) for step in decodes if step["context_len"] == context_len)
+
+
+def step_roofline(title: str, results: Sequence[Result]) -> str:
+    """Whole steps: decodes of each context, and prompts."""
+    panels = []
+    for name, result, steps in _shapes(results):
+        decodes = [step for step in steps if step["query_len"] == 1]
+        contexts = dict.fromkeys(step["context_len"] for step in decodes)
+        curves = [
+            Curve(f"after {length} positions", DECODES, sorted(_at(step) for step in decodes if step["context_len"] == length))
+            for length in contexts
+        ]
+        prompts = [_at(step) for step in steps if step["query_len"] > 1]
+        panels.append(_roofline(name, result, [*curves, *([Curve("prompts", PROMPTS, prompts)] if prompts else [])]))
+    return _plot(title, panels, x_axis=INTENSITY, y_axis=SPEED, same_axes=True)
+
+
+def _shapes(results: Sequence[Result]) -> Iterator[tuple[str, Result, list[Result]]]:
+    """(panel's title, its result, steps) of each shape: the most in flight, and the first way to sample."""
+    for result in results:
+        depth, sampling = max(step["depth"] for step in result["steps"]), result["steps"][0]["sampling"]
+        chosen = [step for step in result["steps"] if step["depth"] == depth and step["sampling"] == sampling]
+        for shape, fmt in dict.fromkeys((step["shape"], step["format"]) for step in chosen):
+            told = [f"{shape}, {fmt}", *(["deterministic"] if result["deterministic"] else [])]
+            told += [] if result["graphs"] else ["no graphs"]
+            yield ", ".join(told), result, [s for s in chosen if (s["shape"], s["format"]) == (shape, fmt)]
+
+
+def serve_speeds(title: str, results: Sequence[Result]) -> str:
+    """Throughput beside its bound, and the gaps between tokens, by the size of the model."""
+    runs = [
+        (who, result, found)
+        for result in results
+        for found in result["shapes"].values()
+        for who in ("penstock", "transformers")
+    ]
+    x_labels = {found["num_weights"]: name for result in results for name, found in result["shapes"].items()}
+    speeds: dict[tuple[str, Look], list[Point]] = {}
+    gaps: dict[tuple[str, Look], list[Point]] = {}
+    for who, result, found in runs:
+        if who not in found:
+            continue
+        name, size = contender(who, result), found["num_weights"]
+        speeds.setdefault((name, MEASURED), []).append((size, found[who]["output_tokens_per_s"]))
+        if who == "penstock":
+            speeds.setdefault((name, BOUND), []).append((size, found["bound"]["output_tokens_per_s"]))
+        for look, key in ((MEDIAN_GAP, "itl_p50_ms"), (LONG_GAP, "itl_p99_ms")):
+            gaps.setdefault((name, look), []).append((size, found[who][key]))
+    panels = [
+        LogPanel(told, [Curve(*key, sorted(points)) for key, points in of.items()], x_labels=x_labels)
+        for told, of in (("output tokens per second", speeds), ("milliseconds between tokens of a request", gaps))
+    ]
+    return _plot(title, panels, x_axis="size of the model", y_axis="throughput and gaps")
+
+
+def contender(who: str, result: Result) -> str:
+    """By the formats that it computes with."""
+    if who == "transformers":
+        return "transformers, bf16"
+    told = ["Penstock", result["format"], *(["int8 KV"] if result["kv_cache_dtype"] == "int8" else [])]
+    return ", ".join([*told, *(["deterministic"] if result["deterministic"] else [])])
+
+
+def _at(figures: Result) -> Point:
+    return figures["operations"] / figures["bytes"], figures["tflops"]
+
+
+def _roofline(title: str, result: Result, curves: list[Curve]) -> LogPanel:
+    """With the roof over all its points, to the right of where it is flat."""
+    gbs, tflops = result["peaks"]["copy_gbs"]["best"], result["peaks"]["matrix_tflops"]["best"]
+    ridge = 1e3 * tflops / gbs
+    intensities = [x for curve in curves for x, _ in curve.points]
+    ends = sorted([min(*intensities, ridge) / 2, ridge, 2 * max(*intensities, ridge)])
+    roof = [(x, min(x * gbs / 1e3, tflops)) for x in ends]
+    bounds = [Curve("", ROOF, roof), Curve("", HALF, [(x, y / 2) for x, y in roof])]
+    return LogPanel(title, [*bounds, *curves], note=f"{gbs:,.4g} GB/s, {tflops:,.4g} TFLOP/s in bf16")
+
+
+def _plot(title: str, panels: Sequence[LogPanel], **axes: Any) -> str:
+    """Nothing without panels."""
+    return log_plot(title, panels, **axes) if panels else ""
