@@ -1,0 +1,73 @@
+#!/usr/bin/env bash
+# Runs the benchmarks of the GPU backend, part by part, and writes their figures into docs/performance.md. On the machine with
+# the GPU, which should have nothing else to do. Needs Python with NumPy, torch and triton, and for the comparison transformers.
+#
+#   benchmarks/gpu_all.sh [FOLDER]        results go to build/gpu, or FOLDER
+#
+# A part whose result is there is not measured again: what was cut off goes on with the next call. From the environment: PYTHON
+# (.venv/bin/python, or python3 where that is not there); ONLY, a pattern of the parts' names, such as "step-*"; AGAIN=1, which
+# measures also what is there; MINUTES, after which no other part is begun; ARGS, for every part, such as "--no-peer" or
+# "--self-test"; PAGE, another one than docs/performance.md. A part that fails is named at the end.
+#
+# The results can be taken to another machine, and reported there: python3 benchmarks/report.py FOLDER/*.txt
+set -u -o pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
+folder=${1:-build/gpu}
+mkdir -p "$folder"
+"$python" -c 'from penstock import __version__' 2>/dev/null || export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}"
+results=() failed=() left=()
+
+# run NAME SCRIPT ARGUMENT...
+run() {
+  local name=$1 script=$2
+  shift 2
+  local result=$folder/$name.txt
+  # shellcheck disable=SC2254,SC2086  # ONLY is a pattern, ARGS several arguments
+  case $name in ${ONLY:-*})
+    if [ -f "$result" ] && [ -z "${AGAIN:-}" ]; then
+      echo "== $name: there already"
+    elif [ -n "${MINUTES:-}" ] && [ $SECONDS -ge $((60 * ${MINUTES:-0})) ]; then
+      left+=("$name")
+    else
+      echo "== $name: $script $* ${ARGS:-}"
+      if "$python" -u "benchmarks/$script" "$@" ${ARGS:-} | tee "$folder/$name.part"; then
+        mv "$folder/$name.part" "$result"
+      else
+        failed+=("$name")
+      fi
+    fi
+    ;;
+  esac
+  if [ -f "$result" ]; then results+=("$result"); fi
+}
+
+# In the order of what is learned per minute.
+run peaks gpu_peaks.py
+run step-8b gpu_step.py --shapes 8b
+run serve-8b gpu_serve.py --shapes 8b
+run attention-8b gpu_attention.py --models llama-8b --modes default
+run gemm-8b gpu_gemm.py --models llama-8b --modes default
+run step-8b-fp8 gpu_step.py --shapes 8b --format F8_E4M3 --depths 2
+run step-8b-int4 gpu_step.py --shapes 8b --format Q4_0 --depths 2
+run step-8b-int8 gpu_step.py --shapes 8b --format Q8_0 --depths 2
+run step-8b-deterministic gpu_step.py --shapes 8b --deterministic --depths 2
+run serve-135m gpu_serve.py --shapes 135m
+run serve-1.5b gpu_serve.py --shapes 1.5b
+run step-135m gpu_step.py --shapes 135m
+run step-1.5b gpu_step.py --shapes 1.5b
+run attention-1.5b gpu_attention.py --models qwen2.5-1.5b --modes default
+run attention-135m gpu_attention.py --models smollm2-135m --modes default
+run gemm-1.5b gpu_gemm.py --models qwen2.5-1.5b --modes default
+run gemm-135m gpu_gemm.py --models smollm2-135m --modes default
+run attention-8b-deterministic gpu_attention.py --models llama-8b --modes deterministic
+run gemm-8b-deterministic gpu_gemm.py --models llama-8b --modes deterministic
+
+if [ ${#left[@]} -gt 0 ]; then echo "left for the next call: ${left[*]}"; fi
+status=0
+if [ ${#results[@]} -gt 0 ]; then "$python" benchmarks/report.py "${results[@]}" ${PAGE:+--page "$PAGE"} || status=1; fi
+if [ ${#failed[@]} -gt 0 ]; then
+  echo "failed: ${failed[*]}" >&2
+  status=1
+fi
+exit $status

@@ -1,0 +1,104 @@
+"""`gpu_all.sh` measures each part once, goes on where it was cut off, and puts nothing into the page that is no measurement."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import gpu_attention
+import gpu_gemm
+import gpu_serve
+import gpu_step
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ECHO = '#!/bin/sh\necho "$@"\ncase "$*" in *"$FAILING"*) test -z "$FAILING" ;; esac\n'
+"""Stands in for Python: says what it was asked for, and fails if that is FAILING."""
+READERS = {
+    "gpu_gemm.py": gpu_gemm.read_arguments,
+    "gpu_attention.py": gpu_attention.read_arguments,
+    "gpu_step.py": gpu_step.parse_options,
+    "gpu_serve.py": gpu_serve.read_arguments,
+}
+
+
+@pytest.fixture
+def gpu_all(tmp_path):
+    """Runs the script; each command that it would run is printed."""
+    echo = tmp_path / "echo"
+    echo.write_text(ECHO)
+    echo.chmod(0o755)
+
+    def run(**settings):
+        environment = os.environ | {"PYTHON": str(echo), "FAILING": ""} | settings
+        command = ["benchmarks/gpu_all.sh", str(tmp_path / "results")]
+        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=280)
+
+    return run
+
+
+def measured_parts(text):
+    """(name, script, arguments) of what was begun."""
+    return [(name, *rest.split()) for name, rest in re.findall(r"^== (\S+): (gpu_.*)$", text, re.MULTILINE)]
+
+
+def test_the_benchmarks_take_what_the_parts_give_them(gpu_all, monkeypatch):
+    parts = measured_parts(gpu_all().stdout)
+    assert len(parts) == len({name for name, *_ in parts}) > 10
+    for _, script, *words in parts:
+        monkeypatch.setattr(sys, "argv", [script, *words])
+        READERS.get(script, lambda: None)()
+    assert {script for _, script, *_ in parts} == {*READERS, "gpu_peaks.py"}
+
+
+def test_what_is_there_is_not_measured_again(gpu_all, tmp_path):
+    first = gpu_all(ONLY="step-8b*")
+    names = [name for name, *_ in measured_parts(first.stdout)]
+    assert names == ["step-8b", "step-8b-fp8", "step-8b-int4", "step-8b-int8", "step-8b-deterministic"]
+    (tmp_path / "results" / "step-8b-int4.txt").unlink()
+    assert [name for name, *_ in measured_parts(gpu_all(ONLY="step-8b*").stdout)] == ["step-8b-int4"]
+    assert [name for name, *_ in measured_parts(gpu_all(ONLY="step-8b*", AGAIN="1").stdout)] == names
+
+
+def test_the_report_has_all_results_that_are_there(gpu_all, tmp_path):
+    gpu_all(ONLY="step-8b")
+    last = gpu_all(ONLY="peaks", PAGE="page.md").stdout.splitlines()[-1]
+    files = [str(tmp_path / "results" / name) for name in ("peaks.txt", "step-8b.txt")]
+    assert last == f"benchmarks/report.py {' '.join(files)} --page page.md"
+
+
+def test_after_so_many_minutes_no_part_is_begun(gpu_all, tmp_path):
+    done = gpu_all(MINUTES="0", ONLY="gemm-*")
+    assert "left for the next call: gemm-8b gemm-1.5b gemm-135m gemm-8b-deterministic" in done.stdout
+    assert done.returncode == 0
+    assert not list((tmp_path / "results").iterdir())
+
+
+def test_a_part_that_fails_has_no_result_and_is_named(gpu_all, tmp_path):
+    done = gpu_all(ONLY="*-135m", FAILING="gpu_serve")
+    assert done.returncode == 1
+    assert "failed: serve-135m" in done.stderr
+    assert sorted(path.name for path in (tmp_path / "results").glob("*.txt")) == [
+        "attention-135m.txt",
+        "gemm-135m.txt",
+        "step-135m.txt",
+    ]
+
+
+def test_its_self_tests_are_not_reported(gpu_all, self_tested, tmp_path):
+    page = tmp_path / "performance.md"
+    page.write_text("<!-- begin gpu_peaks -->\nNot measured yet.\n<!-- end gpu_peaks -->\n")
+    self_tested("gpu_peaks")  # or else there is nothing to run it with
+    done = gpu_all(PYTHON=sys.executable, ARGS="--self-test", ONLY="peaks", PAGE=str(page))
+    assert done.returncode == 1
+    assert "peaks.txt: no figures of a GPU: it is of --self-test" in done.stderr
+    assert "Not measured yet." in page.read_text()
+
+
+def test_the_documentation_names_parts_that_there_are(gpu_all):
+    text = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("gpu.md", "performance.md"))
+    asked = re.findall(r"""ONLY=(?:'([^']*)'|"([^"]*)"|(\S+)) benchmarks/gpu_all\.sh""", text)
+    assert len(asked) > 5
+    for pattern in map("".join, asked):
+        assert measured_parts(gpu_all(ONLY=pattern, AGAIN="1").stdout), f"no part is called {pattern}"
