@@ -59,3 +59,17 @@ def test_it_runs_on_a_tiny_shape(self_tested):
     found = self_tested("gpu_serve")["shapes"]["tiny"]
     assert found["penstock"]["output_tokens_per_s"] > 0
     assert found["bound"]["operations"] > 0
+
+
+def test_transformers_does_not_find_our_scripts_among_its_packages(tmp_path):
+    """It looks for a package `kernels`, which is no dependency of it; a benchmark has that name."""
+    (tmp_path / "transformers.py").write_text(
+        "from importlib.util import find_spec\n"
+        "class GenerationMixin:\n"
+        "    continuous_batching_context_manager = None\n"
+        "found = [name for name in ('kernels', 'peers') if find_spec(name)]\n"
+        "assert not found, found\n"
+    )
+    program = f"import sys; sys.path[:0] = ['benchmarks', {str(tmp_path)!r}]; import gpu_serve; print(gpu_serve.why_no_peer())"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False, timeout=280)
+    assert done.stdout == "None\n", done.stderr
