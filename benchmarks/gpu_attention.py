@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any
 from gpu_peaks import DeviceClock, GpuPeaks, Measured, context, require_gpu, use_interpreter
 from gpu_work import Work
 
-from penstock.backends.cuda import flashinfer_version
 from penstock.types.kv_dtype import KvDtype
 
 if TYPE_CHECKING:
@@ -317,7 +316,6 @@ def run(models: dict[str, Heads], cases: Sequence[Case], args: argparse.Namespac
     return {
         "benchmark": "gpu_attention",
         **context(device, is_self_test=args.self_test),
-        "flashinfer": flashinfer_version(),
         "peaks": peaks.summary(),
         "cases": [about | {name: peaks.figures(m) for name, m in found.items()} for about, found in results],
     }

@@ -186,6 +186,8 @@ def context(device: str, *, is_self_test: bool) -> dict[str, Any]:
     import torch
     import triton
 
+    from penstock.backends.cuda import flashinfer_version
+
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
@@ -194,6 +196,7 @@ def context(device: str, *, is_self_test: bool) -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
         "torch": torch.__version__,
         "triton": triton.__version__,
+        "flashinfer": flashinfer_version(),
     }
 
 

@@ -7,7 +7,8 @@ same GPU, in the same run.
 In process: engine, scheduler, KV manager and executor as in the server, without text and HTTP. Weights are random
 (`gpu_shapes.py`), prompts and replies have the lengths of ShareGPT, all requests are there at the start and at most `rows` run
 at a time. Greedy, without a prefix cache. One after the other has the GPU to itself and runs `repeat` times after a warm-up;
-figures are medians, with the range of the throughput. `itl` is the time between two tokens of a request. The peer gets the same
+figures are medians, with the range of the throughput. Attention is FlashInfer's where it is installed and a trial at the start
+finds it faster, as in the server (`--attention`). `itl` is the time between two tokens of a request. The peer gets the same
 tokens in and gives as many out, with its own choice of batch and cache sizes, CUDA graphs and attention (flash-attn, where that
 is installed).
 
@@ -35,7 +36,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpu_peaks import DeviceClock, GpuPeaks, context, require_gpu, rounded, use_interpreter
 from gpu_shapes import SHAPES, Shape, prompts, random_model, sharegpt_lengths
@@ -45,7 +46,7 @@ from penstock.clock import WallClock
 from penstock.engine.core import EngineCore
 from penstock.engine.loop import Engine
 from penstock.engine.output import OutputStage
-from penstock.engine.ports import Executor, OutputChunk
+from penstock.engine.ports import OutputChunk
 from penstock.models.formats import WeightFormat
 from penstock.models.registry import describe
 from penstock.sched.policies.presets import make_policies
@@ -53,6 +54,9 @@ from penstock.sched.scheduler import Scheduler
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.request import FinishReason, Request
 from penstock.types.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from penstock.backends.cuda.executor import CudaExecutor
 
 BLOCK_SIZE = 16
 WARM_UP_REQUESTS = 64
@@ -94,7 +98,8 @@ class NoText:
 class Penstock:
     """The engine over an executor, with a thread of its own."""
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: CudaExecutor) -> None:
+        self.attention = ", ".join(f"{kind} {name}" for kind, name in executor.choose_attention().items())
         self._clock = WallClock()
         self._chunks: dict[str, list[tuple[int, int]]] = {}
         """By request: (time, tokens)."""
@@ -170,6 +175,7 @@ class Transformers:
             workload_hints=_workload_hints(jobs),
         )
         self._manager = self._context.__enter__()
+        self.attention = str(self._model.config._attn_implementation)
 
     def replay(self, jobs: Jobs) -> Run:
         start_s = time.perf_counter()
@@ -231,12 +237,12 @@ def why_no_peer() -> str | None:
     return None
 
 
-def make_executor(shape: Shape, jobs: Jobs, args: argparse.Namespace) -> Executor:
+def make_executor(shape: Shape, jobs: Jobs, args: argparse.Namespace) -> CudaExecutor:
     from penstock.backends.cuda.executor import CudaExecutor
 
     model = random_model(shape, WeightFormat(args.format))
     longest = max(len(prompt) + num_reply for prompt, num_reply in jobs)
-    options: dict[str, Any] = {"deterministic": args.deterministic}
+    options: dict[str, Any] = {"deterministic": args.deterministic, "attention": args.attention}
     if args.device == "cpu":
         import torch
 
@@ -267,11 +273,12 @@ def closing(engine: Any) -> Iterator[Any]:
             torch.cuda.empty_cache()
 
 
-def measure(make: Callable[[], Any], jobs: Jobs, repeat: int) -> list[dict[str, float]]:
+def measure(make: Callable[[], Any], jobs: Jobs, repeat: int) -> tuple[str, list[dict[str, float]]]:
+    """Whose attention it has, and the figures of each run."""
     with closing(make()) as engine:
         engine.replay(jobs[:WARM_UP_REQUESTS])
         engine.replay(jobs)  # all sizes of batches: kernels are compiled, graphs are captured
-        return [engine.replay(jobs).figures() for _ in range(repeat)]
+        return engine.attention, [engine.replay(jobs).figures() for _ in range(repeat)]
 
 
 def summary(runs: Sequence[dict[str, float]]) -> dict[str, Any]:
@@ -295,11 +302,11 @@ def compare(shape: Shape, jobs: Jobs, args: argparse.Namespace, peaks: GpuPeaks,
     report: dict[str, Any] = {"like": shape.like, "num_weights": shape.num_weights}
     sample(peaks)
     for who, make in contenders.items():
-        runs = measure(make, jobs, args.repeat)
+        attention, runs = measure(make, jobs, args.repeat)
         sample(peaks)
         for run in runs:
             print(f"{shape.like} {who}: " + ", ".join(f"{key} {value:.4g}" for key, value in run.items()), flush=True)
-        report[who] = summary(runs)
+        report[who] = {"attention": attention, **summary(runs)}
     if has_peer:
         ours, theirs = (report[who]["output_tokens_per_s"] for who in contenders)
         report["times_transformers"] = rounded(ours / theirs)
@@ -341,6 +348,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--format", choices=["bf16", "f8_e4m3", "q8_0", "q4_0"], default="bf16", help="of the weights")
     parser.add_argument("--kv-cache-dtype", choices=list(KvDtype), default="bf16")
     parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--attention", choices=["auto", "triton", "flashinfer"], default="auto", help="as the server's")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--no-peer", action="store_true", help="leave transformers out")
     parser.add_argument("--self-test", action="store_true", help="a tiny shape, on any machine with torch and triton")

@@ -6,7 +6,8 @@ can submit them, one in flight (depth 1) or two. `step_ms` is the time per step 
 `gap` is the share of the wall's time in which no step was on the GPU. The bound of a step is the larger of two times: the
 weights and the KV that it reads at the speed of a copy, and the operations of its products and its attention at the peak of a
 bf16 product; both peaks are measured in between. Shares that are printed meanwhile are of the best peaks until then, those of
-the JSON object of the best of the whole run. Norms, sampling and what is written count for nothing in the bound.
+the JSON object of the best of the whole run. Norms, sampling and what is written count for nothing in the bound. Attention is
+computed as in a server: by FlashInfer where it is installed and a trial finds it faster (`--attention`).
 
     python benchmarks/gpu_step.py
     python benchmarks/gpu_step.py --shapes 8b --steps 64x1@1024 1x2048@0 --depths 2 --sampling greedy nucleus
@@ -183,6 +184,7 @@ def make_executor(
         max_model_len=max(step.context_len + step.query_len + num_steps for step in fitting) + 1,
         device=options.device,
         deterministic=options.deterministic,
+        attention=options.attention,
         use_graphs=not options.no_graphs,
         depth=depth,
     )
@@ -214,13 +216,15 @@ def measure_all(options: argparse.Namespace, peaks: GpuPeaks) -> list[dict[str, 
             executor, steps = make_executor(SHAPES[name], fmt, options.steps, depth, options)
             for left_out in set(map(str, options.steps)) - set(map(str, steps)):
                 print(f"{name}: no memory for the KV of {left_out}", file=sys.stderr)
+            attention = executor.choose_attention()
             for sampling in options.sampling:
                 runner = Runner(executor, SAMPLING[sampling])
                 for step in steps:
                     peaks.sample()
                     measured, others = measure(runner, step, options.num_steps, model)
                     about = {"shape": name, "format": options.format, "depth": depth, "sampling": sampling, "step": str(step)}
-                    about |= {"rows": step.rows, "query_len": step.query_len, "context_len": step.context_len, **others}
+                    about |= {"rows": step.rows, "query_len": step.query_len, "context_len": step.context_len}
+                    about |= {"attention": attention["decode" if step.is_decode else "prefill"], **others}
                     print(told(about | figures(measured, peaks)), flush=True)
                     found.append((about, measured))
             executor.close()
@@ -238,6 +242,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--sampling", nargs="+", choices=SAMPLING, default=["greedy"])
     parser.add_argument("--num-steps", type=int, default=30, help="measured of each shape (default 30)")
     parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--attention", choices=["auto", "triton", "flashinfer"], default="auto", help="as the server's")
     parser.add_argument("--no-graphs", action="store_true")
     parser.add_argument("--self-test", action="store_true", help="tiny, without a GPU in the interpreter")
     options = parser.parse_args()

@@ -157,7 +157,9 @@ def gpu_step(results: Sequence[Result]) -> tuple[str, Plots]:
             steps = [step for step in result["steps"] if (step["shape"], step["format"]) == (shape, fmt)]
             how = ["deterministic"] * result["deterministic"] + ["no graphs"] * (not result["graphs"])
             shares = ((f"{step['step']} with {step['depth']} in flight", step["share"]) for step in steps)
-            text = "\n\n".join([origin(result), *above_the_bound(shares), _step_table(steps)])
+            names = dict.fromkeys((("prompts", "decodes")[step["query_len"] == 1], step["attention"]) for step in steps)
+            told = f"Attention of {', '.join(f'{kind}: {name}' for kind, name in names)}."
+            text = "\n\n".join([f"{origin(result)} {told}", *above_the_bound(shares), _step_table(steps)])
             parts.append((", ".join([shape, fmt, *how, result["gpu"]]), text))
     drawings: Drawings = {
         "step-times": ("Steps that decode, by rows and context", plots.step_times),
@@ -202,6 +204,7 @@ def gpu_serve(results: Sequence[Result]) -> tuple[str, Plots]:
         for name, found in result["shapes"].items():
             runs = {plots.contender(who, result): found[who] for who in ("penstock", "transformers") if who in found}
             rows = [_serve_row(who, run) for who, run in runs.items()]
+            told_of = "; ".join(f"{who}: {run['attention']}" for who, run in runs.items())
             head = ["", "output tokens/s (range)", "share of the bound", "ITL, median ms", "ITL, 99 % ms", "s"]
             told = [f"{result['requests']} requests of ShareGPT's lengths, at most {result['rows']} at a time."]
             told += [f"Medians of {result['repeat']}. The bound is {figure(found['bound']['output_tokens_per_s'])} tokens/s."]
@@ -209,6 +212,7 @@ def gpu_serve(results: Sequence[Result]) -> tuple[str, Plots]:
                 told += [f"**{figure(found['times_transformers'])} times transformers.**"]
             else:
                 told += [f"Without transformers: {result['no_peer']}."]
+            told += [f"Attention of {told_of}."]
             shares = ((who, run["share"]) for who, run in runs.items() if "share" in run)
             text = "\n\n".join([origin(result), " ".join(told), *above_the_bound(shares), table(head, rows)])
             how = plots.contender("penstock", result).removeprefix("Penstock, ")

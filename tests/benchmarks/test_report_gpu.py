@@ -145,6 +145,7 @@ def test_a_share_is_the_bound_of_its_work_at_the_best_peaks_over_the_time(name, 
 def test_serving_is_as_near_to_its_bound_as_its_time_to_the_least(measured):
     found = measured("gpu_serve")["shapes"]["tiny"]
     assert found["penstock"]["share"] == pytest.approx(found["bound"]["seconds"] / found["penstock"]["seconds"], rel=0.005)
+    assert found["penstock"]["attention"] == "decode Triton, prefill Triton"
     rates = [found[who]["output_tokens_per_s"] for who in ("penstock", "bound")]
     assert found["penstock"]["share"] == pytest.approx(rates[0] / rates[1], rel=0.005)
 
@@ -224,6 +225,13 @@ def test_a_point_above_the_roof_is_drawn_above_it(name, measured, panels):
     gbs, tflops = (result["peaks"][peak]["best"] for peak in report_gpu.PEAKS)
     (panel,) = (panel for panel in panels if panel.curves[0].look == report_gpu_plots.ROOF)
     assert max(y / min(x * gbs / 1e3, tflops) for curve in panel.curves for x, y in curve.points) == pytest.approx(3, rel=0.01)
+
+
+def test_it_is_told_whose_attention_was_measured(measured):
+    text, _ = report_gpu.gpu_step([measured("gpu_step")])
+    assert "Attention of decodes: Triton, prompts: Triton." in text
+    text, _ = report_gpu.gpu_serve([measured("gpu_serve")])
+    assert "Attention of Penstock, bf16: decode Triton, prefill Triton." in text
 
 
 def test_two_results_of_the_same_are_refused(measured):

@@ -96,6 +96,14 @@ def test_what_is_faster_computes_a_kind_of_step(
     assert "attention of prefill steps: Triton (FlashInfer 0.7.2 is 0.80 times as fast as Triton" in info.text
 
 
+def test_an_executor_tells_who_computes_what(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_flashinfer.install(monkeypatch)
+    for wanted, names in (("auto", ["FlashInfer", "Triton"]), ("triton", ["Triton", "Triton"])):
+        executor = make(wanted)
+        assert executor.choose_attention(clock(decode=1.5, prefill=0.8)) == dict(zip(StepKind, names, strict=True))
+        executor.close()
+
+
 @pytest.mark.parametrize(
     ("decode", "prefill", "expected"),
     [(0.9, 0.9, set()), (1.04, 1.06, {StepKind.PREFILL}), (2.0, 2.0, set(StepKind))],

@@ -110,6 +110,11 @@ class AttentionChoice:
         for kind in StepKind:
             self._decide(kind, opened, [outcome for outcome in outcomes if outcome.step.kind is kind])
 
+    @property
+    def names(self) -> dict[str, str]:
+        """Who computes each kind of step, by its name."""
+        return {kind.value: "FlashInfer" if kind in self._chosen else "Triton" for kind in StepKind}
+
     def planned(self, rows: RowLens, *, is_captured: bool) -> StepAttention | None:
         """Who computes the next step; None: the program's own kernels. `is_captured`: it runs as a graph, or will."""
         attention = self._chosen.get(rows.kind)

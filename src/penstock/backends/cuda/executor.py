@@ -209,13 +209,14 @@ class CudaExecutor:
             except torch.OutOfMemoryError as error:
                 raise MemoryError(f"the GPU has no room for {num_blocks} KV blocks: {error}") from error
 
-    def choose_attention(self, clock: Clock | None = None) -> None:
+    def choose_attention(self, clock: Clock | None = None) -> dict[str, str]:
         """Measure who computes the attention of each kind of step. Only before the first request: blocks have no content then.
 
-        Raises ConfigError if FlashInfer is wanted and gives other answers than our kernels.
+        Returns who it is, by kind. Raises ConfigError if FlashInfer is wanted and gives other answers than our kernels.
         """
         with self._working():
             self._attention.choose(self._capacity, self._graphs, clock)
+        return self._attention.names
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Raises ValueError for a block that is not in the pool."""
