@@ -155,12 +155,11 @@ def gpu_step(results: Sequence[Result]) -> tuple[str, Plots]:
     for result in results:
         for shape, fmt in dict.fromkeys((step["shape"], step["format"]) for step in result["steps"]):
             steps = [step for step in result["steps"] if (step["shape"], step["format"]) == (shape, fmt)]
-            how = ["deterministic"] * result["deterministic"] + ["no graphs"] * (not result["graphs"])
             shares = ((f"{step['step']} with {step['depth']} in flight", step["share"]) for step in steps)
             names = dict.fromkeys((("prompts", "decodes")[step["query_len"] == 1], step["attention"]) for step in steps)
             told = f"Attention of {', '.join(f'{kind}: {name}' for kind, name in names)}."
             text = "\n\n".join([f"{origin(result)} {told}", *above_the_bound(shares), _step_table(steps)])
-            parts.append((", ".join([shape, fmt, *how, result["gpu"]]), text))
+            parts.append((f"{plots.steps_title(result, steps)}, {result['gpu']}", text))
     drawings: Drawings = {
         "step-times": ("Steps that decode, by rows and context", plots.step_times),
         "steps": ("Whole steps under the roofline", plots.step_roofline),

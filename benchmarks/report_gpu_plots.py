@@ -118,9 +118,16 @@ def _shapes(results: Sequence[Result]) -> Iterator[tuple[str, Result, list[Resul
         depth, sampling = max(step["depth"] for step in result["steps"]), result["steps"][0]["sampling"]
         chosen = [step for step in result["steps"] if step["depth"] == depth and step["sampling"] == sampling]
         for shape, fmt in dict.fromkeys((step["shape"], step["format"]) for step in chosen):
-            told = [f"{shape}, {fmt}", *(["deterministic"] if result["deterministic"] else [])]
-            told += [] if result["graphs"] else ["no graphs"]
-            yield ", ".join(told), result, [s for s in chosen if (s["shape"], s["format"]) == (shape, fmt)]
+            steps = [step for step in chosen if (step["shape"], step["format"]) == (shape, fmt)]
+            yield steps_title(result, steps), result, steps
+
+
+def steps_title(result: Result, steps: Sequence[Result]) -> str:
+    """Of steps of one shape and format: what else is not as usual about them."""
+    samplings = list(dict.fromkeys(step["sampling"] for step in steps))
+    told = [steps[0]["shape"], steps[0]["format"], *(["deterministic"] if result["deterministic"] else [])]
+    told += [] if result["graphs"] else ["no graphs"]
+    return ", ".join([*told, *([] if "greedy" in samplings else samplings)])
 
 
 def serve_speeds(title: str, results: Sequence[Result]) -> str:

@@ -55,7 +55,7 @@ def test_the_benchmarks_take_what_the_parts_give_them(gpu_all, monkeypatch):
 def test_what_is_there_is_not_measured_again(gpu_all, tmp_path):
     first = gpu_all(ONLY="step-8b*")
     names = [name for name, *_ in measured_parts(first.stdout)]
-    assert names == ["step-8b", "step-8b-fp8", "step-8b-int4", "step-8b-int8", "step-8b-deterministic"]
+    assert names == ["step-8b", "step-8b-fp8", "step-8b-int4", "step-8b-int8", "step-8b-deterministic", "step-8b-sampling"]
     (tmp_path / "results" / "step-8b-int4.txt").unlink()
     assert [name for name, *_ in measured_parts(gpu_all(ONLY="step-8b*").stdout)] == ["step-8b-int4"]
     assert [name for name, *_ in measured_parts(gpu_all(ONLY="step-8b*", AGAIN="1").stdout)] == names

@@ -238,8 +238,10 @@ def test_two_results_of_the_same_are_refused(measured):
     result = measured("gpu_step")
     with pytest.raises(SystemExit, match="several results for tiny, BF16, NVIDIA X100"):
         report_gpu.gpu_step([result, result])
-    text, plots = report_gpu.gpu_step([result, measured("gpu_step", "--depths", "2", "--format", "F8_E4M3")])
-    assert "### tiny, F8_E4M3, NVIDIA X100" in text
+    others = [("--format", "F8_E4M3"), ("--sampling", "nucleus", "penalties"), ("--deterministic", "--no-graphs")]
+    text, plots = report_gpu.gpu_step([result, *(measured("gpu_step", "--depths", "2", *words) for words in others)])
+    for title in ("tiny, F8_E4M3", "tiny, BF16, nucleus, penalties", "tiny, BF16, deterministic, no graphs"):
+        assert f"### {title}, NVIDIA X100\n" in text
     assert len(plots) == 2
 
 
