@@ -11,7 +11,7 @@ namespace penstock {
 
 namespace {
 
-constexpr int kFewestTokens = 12;               // products of fewer wait for memory themselves
+constexpr int kFewestTokens = 12;               // of a step in one strand: products of fewer wait for memory themselves
 constexpr int64_t kMostFetchedBytes = 4 << 20;  // of a strand and layer: what a cache keeps until it is read
 
 }  // namespace
@@ -34,7 +34,8 @@ void Engine::share_fetching() {
 // a layer of more weights than a cache holds would drive out what was fetched.
 void Engine::plan_fetching(Strand& strand) {
     strand.first_block = strand.end_block = static_cast<int32_t>(fetched_blocks_.size());
-    if (takers() > 1 || !layer_fits_cache() || strand.end_token - strand.first_token < kFewestTokens) return;
+    if (takers() > 1 || !layer_fits_cache()) return;
+    if (num_strands() == 1 && strand.end_token - strand.first_token < kFewestTokens) return;
     const size_t most = strand.first_block + kMostFetchedBytes / layer(0).bytes_of_block();
     for (int row = 0; row < input_.num_rows; ++row) {
         if (input_.query_start_loc[row + 1] <= strand.first_token || input_.query_start_loc[row] >= strand.end_token) continue;

@@ -14,7 +14,7 @@ constexpr int kAttentionTasksPerMember = 8;  // tiles differ more in cost than r
 
 // Each strand reads all weights. It has as many tokens on average as make up for that if they come from a cache that threads share; else
 // a whole block of rows. Strands that begin over the length of a layer need the cache to hold that layer, however many they are.
-constexpr int kTokensOfStrand = 12;
+constexpr int kTokensOfStrand = 8;
 constexpr int64_t kCachedLayerBytes = 8 << 20;
 constexpr int64_t kAttentionCost = 4;  // a multiply-add of attention takes that many times as long as one of a product
 
@@ -53,11 +53,12 @@ void Engine::count_cost(const Instruction& instruction) {
 
 bool Engine::layer_fits_cache() const { return costs_.weight_bytes / shape_.num_layers <= kCachedLayerBytes; }
 
-// One strand if several would not pay.
+// As many as pay and can be of about equal cost; one strand if several would not.
 void Engine::plan_strands() {
     strands_.clear();
-    const int wanted = std::min({team_.size(), Team::kMaxStrands, input_.num_tokens / kTokensOfStrand});
-    if (wanted > 1) {
+    const int most = std::min({team_.size(), Team::kMaxStrands, input_.num_tokens / kTokensOfStrand});
+    if (most > 1) add_up_costs();
+    for (int wanted = most; wanted > 1 && strands_.empty(); --wanted) {
         if (layer_fits_cache() || input_.num_tokens / wanted >= kRowBlock) divide_tokens(wanted);
     }
     if (strands_.empty()) strands_.push_back({0, input_.num_tokens, 0, input_.num_logits});
@@ -79,7 +80,6 @@ void Engine::add_up_costs() {
 
 // Into strands of about equal cost, which may begin and end within a row; into none if they can't be equal.
 void Engine::divide_tokens(int wanted) {
-    add_up_costs();
     const int64_t total = cost_until_.back();
     int64_t dearest = 0, before = 0;
     Strand strand{0, 0, 0, 0};

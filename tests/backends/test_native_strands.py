@@ -101,9 +101,9 @@ def test_an_answer_does_not_tell_of_strands(model: LoadedModel, name: str) -> No
 @pytest.mark.parametrize(
     ("shapes", "num_threads", "expected"),
     [
-        ([(40, 1)] * 8, 2, 1),  # too few to read the weights twice
-        ([(40, 1)] * 24, 2, 2),
-        ([(40, 1)] * 40, 4, 3),  # two threads share a strand
+        ([(40, 1)] * 15, 2, 1),  # too few to read the weights twice
+        ([(40, 1)] * 16, 2, 2),
+        ([(40, 1)] * 30, 4, 3),  # two threads share a strand
         ([(0, 300)], 2, 2),
     ],
 )
@@ -131,7 +131,7 @@ def test_products_fetch_what_the_next_attention_reads(model: LoadedModel) -> Non
 
 def test_nothing_is_fetched_where_it_does_not_pay(model: LoadedModel) -> None:
     """Products of few rows wait for memory themselves, and of threads that share a strand nobody knows who reads what."""
-    for num_threads, num_rows in ((1, 11), (2, 20), (4, 40)):
+    for num_threads, num_rows in ((1, 11), (2, 15), (4, 30)):
         steps = Steps(model, num_threads)
         steps.run(*[(40, 1)] * num_rows)
         assert not any(steps.executor.fetched_blocks(strand, 3) for strand in range(steps.num_strands))
