@@ -19,16 +19,15 @@ from numpy.typing import NDArray
 from triton.errors import TritonError
 
 from penstock.backends.batch import NO_TOKEN, NULL_BLOCK, BatchBuilder, StepBatch
-from penstock.backends.cuda.attention import RowLens
 from penstock.backends.cuda.attention_choice import AttentionChoice, Wanted
 from penstock.backends.cuda.attention_trial import Clock
 from penstock.backends.cuda.flight import Flight
+from penstock.backends.cuda.forward import ForwardPass, is_decode
 from penstock.backends.cuda.graphs import Captured, CudaCapture, DecodeGraphs
 from penstock.backends.cuda.kv_cache import PagedKvCache
 from penstock.backends.cuda.lowering import CompiledProgram
 from penstock.backends.cuda.sampling import SampledWords, Sampler
 from penstock.backends.cuda.staging import Download, Upload, message_words, step_arrays
-from penstock.backends.cuda.step import StepTensors
 from penstock.backends.cuda.stream import Mark, Stream, open_stream
 from penstock.backends.cuda.tables import Patches, RowTables
 from penstock.backends.cuda.text_logits import text_logits
@@ -167,9 +166,9 @@ class CudaExecutor:
         self._upload = Upload(message_words(capacity), depth=self._depth, stream=self._stream, device=device)
         result_words = SampledWords(capacity.max_rows, capacity.max_rows).end
         self._download = Download(result_words, depth=self._depth, stream=self._stream, device=device)
-        self._token_ids = torch.zeros(max_tokens, dtype=torch.int32, device=device)
-        max_blocks = self._tables.block_tables.shape[1]
-        self._block_tables = torch.zeros((capacity.max_rows, max_blocks), dtype=torch.int32, device=device)
+        self._forward = ForwardPass(
+            self._program, self._attention, self._tables, max_tokens=max_tokens, max_rows=capacity.max_rows, device=device
+        )
 
     @property
     def capacity(self) -> Capacity:
@@ -285,14 +284,14 @@ class CudaExecutor:
         self._flights.clear()
         self._graphs = None
         del self._attention, self._program, self._cache, self._sampler, self._tables, self._upload, self._download
-        del self._token_ids, self._block_tables
+        del self._forward
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def forward_logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """Logits after each token of a text, [len(token_ids), vocab_size]; for tests. Overwrites KV: only when idle."""
         with self._working():
-            max_blocks = self._block_tables.shape[1]
+            max_blocks = self._tables.block_tables.shape[1]
             return text_logits(self._program, self._capacity, token_ids, max_blocks=max_blocks, device=self._device)
 
     @contextmanager
@@ -313,8 +312,9 @@ class CudaExecutor:
         slots = batch.row_slots[batch.sample_rows]
         positions = self._batches.num_tokens[slots]
         sample_plan = self._sampler.prepare(slots, positions)
-        num_rows = self._padded_rows(batch)
-        arrays = step_arrays(batch, self._tables, num_rows=num_rows or batch.num_rows)
+        graphs = self._graphs if is_decode(batch) else None
+        num_rows = batch.num_rows if graphs is None else graphs.padded_rows(batch.num_rows)
+        arrays = step_arrays(batch, self._tables, num_rows=num_rows)
         sent = self._upload.send([*arrays, slots, positions, *sample_plan.arrays, *patches.arrays()])
         # Not before the message: an idle device would come past the mark at once, and the host's work would be called its own.
         begun = self._stream.mark()
@@ -322,7 +322,7 @@ class CudaExecutor:
             self._tables.apply(sent[-2], sent[-1])
         num_parts = len(arrays)
         sample_slots, sample_positions, *lists = sent[num_parts:-2]
-        logits = self._forward(batch, sent[:num_parts], num_rows)
+        logits = self._forward.run(batch, sent[:num_parts], graphs)
         computed = self._stream.mark()
         where = SampledWords(0, 0)
         if logits is not None:
@@ -334,43 +334,6 @@ class CudaExecutor:
         names = [batch.request_ids[row] for row in batch.sample_rows.tolist()]
         host_ns = time.monotonic_ns() - began_ns
         return Flight(plan.step_id, names, sample_plan, where, words, host_ns, begun, computed, ended)
-
-    def _padded_rows(self, batch: StepBatch) -> int:
-        """The size of the graph that this step may run as; 0 if it is not a decode step."""
-        is_decode = 0 < batch.num_tokens == batch.num_rows == len(batch.sample_rows)
-        return self._graphs.padded_rows(batch.num_rows) if is_decode and self._graphs is not None else 0
-
-    def _forward(self, batch: StepBatch, parts: list[torch.Tensor], num_graph_rows: int) -> torch.Tensor | None:
-        """The step's logits [S or more, vocab_size]; None if it computes nothing."""
-        if not batch.num_tokens:
-            return None
-        slot_mapping, sources, positions, row_of_token, query_start_loc, context_lens, row_slots, sample_tokens = parts
-        rows = RowLens.padded(batch.query_start_loc, batch.context_lens, len(row_slots))
-        step = StepTensors(
-            token_ids=self._token_ids[: len(positions)],
-            positions=positions,
-            row_of_token=row_of_token,
-            slot_mapping=slot_mapping,
-            query_start_loc=query_start_loc,
-            context_lens=context_lens,
-            block_tables=self._block_tables[: len(row_slots)],
-            sample_tokens=sample_tokens,
-            num_tokens=len(positions),
-            num_rows=len(row_slots),
-            num_samples=len(sample_tokens),
-            max_query_len=int(np.diff(batch.query_start_loc).max()),
-            max_seq_len=int(rows.seq_lens.max()),
-            attention=self._attention.planned(rows, is_captured=num_graph_rows > 0),
-        )
-
-        def forward(step: StepTensors) -> torch.Tensor:
-            torch.index_select(self._tables.tokens.view(-1), 0, sources, out=step.token_ids)
-            torch.index_select(self._tables.block_tables, 0, row_slots, out=step.block_tables)
-            return self._program.run(step)
-
-        if num_graph_rows and self._graphs is not None:
-            return self._graphs.run(step, forward)
-        return forward(step)
 
     def _patches(self, plan: StepPlan, batch: StepBatch) -> Patches:
         """What changes in the device's tables before the step: admitted rows in full, and new blocks."""

@@ -1,0 +1,79 @@
+"""The forward pass of a step: owns the tensors that a program reads, at fixed addresses, and fills them on the device.
+
+Called by the executor, which has sent what a step is made of; never samples, and knows no requests.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from penstock.backends.cuda.attention import RowLens
+from penstock.backends.cuda.step import StepTensors
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from penstock.backends.batch import StepBatch
+    from penstock.backends.cuda.attention_choice import AttentionChoice
+    from penstock.backends.cuda.graphs import DecodeGraphs
+    from penstock.backends.cuda.lowering import CompiledProgram
+    from penstock.backends.cuda.tables import RowTables
+
+
+def is_decode(batch: StepBatch) -> bool:
+    """Whether every row computes one token and samples, so that a graph may run."""
+    return 0 < batch.num_tokens == batch.num_rows == len(batch.sample_rows)
+
+
+class ForwardPass:
+    """Of steps of at most `max_tokens` tokens, padding among them, and `max_rows` rows."""
+
+    def __init__(
+        self,
+        program: CompiledProgram,
+        attention: AttentionChoice,
+        tables: RowTables,
+        *,
+        max_tokens: int,
+        max_rows: int,
+        device: torch.device,
+    ) -> None:
+        self._program, self._attention, self._tables = program, attention, tables
+        self._token_ids = torch.zeros(max_tokens, dtype=torch.int32, device=device)
+        self._block_tables = torch.zeros((max_rows, tables.block_tables.shape[1]), dtype=torch.int32, device=device)
+
+    def run(self, batch: StepBatch, parts: Sequence[torch.Tensor], graphs: DecodeGraphs | None) -> torch.Tensor | None:
+        """The step's logits [S or more, vocab_size]; None if it computes nothing.
+
+        `parts` are what `staging.step_arrays` made, on the device. `graphs` are given for a decode that was padded for them.
+        """
+        if not batch.num_tokens:
+            return None
+        slot_mapping, sources, positions, row_of_token, query_start_loc, context_lens, row_slots, sample_tokens = parts
+        rows = RowLens.padded(batch.query_start_loc, batch.context_lens, len(row_slots))
+        step = StepTensors(
+            token_ids=self._token_ids[: len(positions)],
+            positions=positions,
+            row_of_token=row_of_token,
+            slot_mapping=slot_mapping,
+            query_start_loc=query_start_loc,
+            context_lens=context_lens,
+            block_tables=self._block_tables[: len(row_slots)],
+            sample_tokens=sample_tokens,
+            num_tokens=len(positions),
+            num_rows=len(row_slots),
+            num_samples=len(sample_tokens),
+            max_query_len=int(np.diff(batch.query_start_loc).max()),
+            max_seq_len=int(rows.seq_lens.max()),
+            attention=self._attention.planned(rows, is_captured=graphs is not None),
+        )
+
+        def forward(step: StepTensors) -> torch.Tensor:
+            torch.index_select(self._tables.tokens.view(-1), 0, sources, out=step.token_ids)
+            torch.index_select(self._tables.block_tables, 0, row_slots, out=step.block_tables)
+            return self._program.run(step)
+
+        return forward(step) if graphs is None else graphs.run(step, forward)
