@@ -40,6 +40,7 @@ class HashProgram:
 
     def __init__(self, program: Program, weights: Mapping[str, Any], cache: PagedKvCache, **_: object) -> None:
         self._layer = cache.layer(0)
+        self.attention = None
         self.error: Exception | None = None
         self.num_runs = 0
 

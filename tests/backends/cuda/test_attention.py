@@ -181,3 +181,19 @@ def test_any_step_of_any_shape(seed: int) -> None:
     window, softcap = int(rng.choice([0, 0, 10, 70])), float(rng.choice([0, 0, 4]))
     answers = scene.attend(spans, deterministic=bool(seed % 2), window=window, softcap=softcap)
     assert_near(answers, scene.expected(spans, window=window, softcap=softcap))
+
+
+def test_a_decodes_programs_are_those_of_its_longest_row_and_of_the_device() -> None:
+    """Two programs of each multiprocessor's sixteen for each of two KV heads of one row; there are two multiprocessors."""
+    sizes = {"num_heads": 4, "num_kv_heads": 2}
+    for deterministic, expected in ((False, (8, 16, 2, 2, 2)), (True, (2, 8, 2, 2, 0))):
+        workspace = attention.AttentionWorkspace.allocate(
+            **sizes, max_rows=8, head_dim=64, max_model_len=4096, device="cpu", deterministic=deterministic
+        )
+        found = tuple(
+            attention.decode_programs(
+                workspace, num_rows=num_rows, max_seq_len=max_seq_len, **sizes, deterministic=deterministic
+            )
+            for num_rows, max_seq_len in ((1, 1024), (1, 4096), (8, 1024), (8, 4096), (8, 8192))
+        )
+        assert found == expected

@@ -9,8 +9,13 @@ from penstock.backends.cuda.graphs import Captured, DecodeGraphs
 from penstock.backends.cuda.step import StepTensors
 
 
+def programs(num_rows: int, max_seq_len: int) -> int:
+    """As the attention of a model of 8 KV heads on an H200."""
+    return max(1, min(-(-264 // num_rows), max_seq_len // 128))
+
+
 def make_graphs(max_rows: int = 20, max_model_len: int = 6000) -> DecodeGraphs:
-    return DecodeGraphs(max_rows=max_rows, max_model_len=max_model_len, capture=Captured.without_device)
+    return DecodeGraphs(max_rows=max_rows, max_model_len=max_model_len, programs=programs, capture=Captured.without_device)
 
 
 def make_step(positions: torch.Tensor, *, max_seq_len: int = 5) -> StepTensors:
@@ -31,10 +36,54 @@ def test_a_step_gets_the_least_size_with_room(num_rows: int, expected: int) -> N
 
 
 @pytest.mark.parametrize(
-    ("max_seq_len", "limit"), [(1, 1024), (1024, 1024), (1025, 2048), (4096, 4096), (4097, 6000), (6000, 6000)]
+    ("max_seq_len", "limit"), [(1, 1024), (1024, 1024), (1025, 2048), (2048, 2048), (2049, 6000), (6000, 6000)]
 )
 def test_lengths_have_limits_up_to_the_models_own(max_seq_len: int, limit: int) -> None:
-    assert make_graphs().seq_limit(max_seq_len) == limit
+    assert make_graphs().seq_limit(4, max_seq_len) == limit
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "limits"),
+    [
+        (1, [1024, 2048, 4096, 8192, 16384, 131072]),
+        (8, [1024, 2048, 131072]),
+        (16, [1024, 131072]),
+        (24, [131072]),
+        (40, [131072]),
+        (256, [131072]),
+    ],
+)
+def test_a_limit_is_there_where_it_halves_the_programs(num_rows: int, limits: list[int]) -> None:
+    graphs = make_graphs(256, 131072)
+    assert sorted({graphs.seq_limit(num_rows, length) for length in range(1, 131072, 511)}) == limits
+    for length in (1, 1024, 1025, 5000, 131072):
+        launched = programs(num_rows, graphs.seq_limit(num_rows, length))
+        assert programs(num_rows, length) <= launched < 2 * programs(num_rows, max(1024, 2 * length))
+
+
+def test_lengths_that_another_kernel_computes_have_a_limit_of_their_own() -> None:
+    graphs = DecodeGraphs(
+        max_rows=8,
+        max_model_len=9000,
+        programs=lambda _, max_seq_len: 0 if max_seq_len > 3000 else 5,
+        capture=Captured.without_device,
+    )
+    assert [graphs.seq_limit(8, length) for length in (5, 1025, 2049, 8000)] == [1024, 2048, 9000, 9000]
+
+
+@pytest.mark.parametrize("max_rows", [1, 7, 64, 65, 256, 300, 1024])
+def test_padding_is_less_than_eight_rows_or_a_fifth_of_a_step(max_rows: int) -> None:
+    graphs = make_graphs(max_rows)
+    assert graphs.sizes[-1] == max_rows
+    for num_rows in range(1, max_rows + 1):
+        size = graphs.padded_rows(num_rows)
+        assert size >= num_rows
+        assert (size - num_rows) * 5 < size or size - num_rows < 8
+
+
+def test_many_rows_have_few_sizes() -> None:
+    assert len(make_graphs(256).sizes) == 23
+    assert len(make_graphs(1024).sizes) == 47
 
 
 def test_a_replay_reads_what_is_there_now() -> None:
@@ -76,7 +125,7 @@ def test_steps_run_as_they_are_after_a_capture_has_failed(caplog: pytest.LogCapt
         num_tries += 1
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    graphs = DecodeGraphs(max_rows=8, max_model_len=100, capture=fail)
+    graphs = DecodeGraphs(max_rows=8, max_model_len=100, programs=programs, capture=fail)
     for value in range(3):
         step = make_step(torch.full((4,), value))
         assert graphs.run(step, lambda step: step.positions * 2).tolist() == [2 * value] * 4

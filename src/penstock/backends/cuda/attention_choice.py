@@ -115,6 +115,13 @@ class AttentionChoice:
         """Who computes each kind of step, by its name."""
         return {kind.value: "FlashInfer" if kind in self._chosen else "Triton" for kind in StepKind}
 
+    def decode_programs(self, num_rows: int, max_seq_len: int) -> int:
+        """What the limit of a decode's lengths changes of its launches: see `TritonAttention`. FlashInfer plans each step."""
+        own = self._program.attention
+        if own is None or StepKind.DECODE in self._chosen:
+            return 1
+        return own.decode_programs(num_rows, max_seq_len, self._program.attention_shapes[0])
+
     def planned(self, rows: RowLens, *, is_captured: bool) -> StepAttention | None:
         """Who computes the next step; None: the program's own kernels. `is_captured`: it runs as a graph, or will."""
         attention = self._chosen.get(rows.kind)

@@ -144,7 +144,7 @@ class Trial:
         tables, block_ids = self._blocks(rows, len(trial_step.query_lens))
         step = self._step(rows, tables)
         if self._graphs is not None and is_captured:
-            step = replace(step, max_seq_len=self._graphs.seq_limit(step.max_seq_len))
+            step = replace(step, max_seq_len=self._graphs.seq_limit(num_rows, step.max_seq_len))
         with self._filled(block_ids):
             return self._compare(trial_step, step, rows, is_captured=is_captured, tolerance=tolerance)
 

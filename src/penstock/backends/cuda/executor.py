@@ -110,7 +110,15 @@ class CudaExecutor:
         if not self._use_graphs:
             return None
         capture = CudaCapture() if self._device.type == "cuda" else Captured.without_device
-        return DecodeGraphs(max_rows=self._capacity.max_rows, max_model_len=self._capacity.max_model_len, capture=capture)
+        return DecodeGraphs(
+            max_rows=self._capacity.max_rows,
+            max_model_len=self._capacity.max_model_len,
+            programs=self._decode_programs,
+            capture=capture,
+        )
+
+    def _decode_programs(self, num_rows: int, max_seq_len: int) -> int:
+        return self._attention.decode_programs(num_rows, max_seq_len)
 
     def _make_device_parts(
         self,

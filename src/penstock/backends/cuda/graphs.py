@@ -1,4 +1,6 @@
-"""Owns the captured graphs of decode steps: one for each listed number of rows and limit of their length.
+"""Owns the captured graphs of decode steps: one for each listed number of rows and limit of their length, of which many sizes
+have a single one: what a limit changes is how many programs the attention of a row is launched with, and where there are many
+rows, that is few for any length.
 
 Called by the executor with steps in which every row computes one token and samples. Never pads by itself: `padded_rows` says to
 what size, and the executor fills the rest with rows of the null slot, whose KV goes to the null block.
@@ -18,9 +20,13 @@ from penstock.backends.cuda.step import StepTensors
 _logger = logging.getLogger(__name__)
 
 SMALL_SIZES = (1, 2, 4)
-SIZE_STEP = 8
-"""Sizes above are multiples of it: less than 8 rows of a step are padding."""
+SIZE_STEPS = ((8, 64), (16, 256), (32, 1 << 30))
+"""(step, up to how many rows). Less than eight rows of a step are padding, or less than a fifth of them; and what there is to
+capture stays little: 23 sizes for 256 rows."""
 LEAST_SEQ_LIMIT = 1024
+
+Programs = Callable[[int, int], int]
+"""Of a number of rows and the limit of their length: how many the attention of each is launched with, by some measure."""
 
 Run = Callable[[], torch.Tensor]
 
@@ -67,10 +73,12 @@ class DecodeGraphs:
     If a capture fails there are no more: steps run as they are.
     """
 
-    def __init__(self, *, max_rows: int, max_model_len: int, capture: Capture) -> None:
-        steps = range(SIZE_STEP, max_rows + SIZE_STEP, SIZE_STEP)
-        self.sizes: list[int] = sorted({min(size, max_rows) for size in (*SMALL_SIZES, *steps)})
+    def __init__(self, *, max_rows: int, max_model_len: int, programs: Programs, capture: Capture) -> None:
+        self.sizes = listed_sizes(max_rows)
         self._max_model_len = max_model_len
+        self._programs = programs
+        self._limits: dict[int, list[int]] = {}
+        """By size; ascending."""
         self._capture = capture
         self._graphs: dict[tuple[int, int], tuple[int, Captured]] = {}
         """By size and limit, with the address of the step's positions."""
@@ -86,7 +94,7 @@ class DecodeGraphs:
 
     def run(self, step: StepTensors, forward: Callable[[StepTensors], torch.Tensor]) -> torch.Tensor:
         """`forward` of a padded step, from a graph if there is one."""
-        limit = self.seq_limit(step.max_seq_len)
+        limit = self.seq_limit(step.num_rows, step.max_seq_len)
         key = step.num_rows, limit
         address = step.positions.data_ptr()
         if key in self._graphs:
@@ -107,9 +115,32 @@ class DecodeGraphs:
             _logger.warning("no CUDA graph of a decode step can be captured; kernels are launched one by one: %s", error)
             self._can_capture = False
 
-    def seq_limit(self, max_seq_len: int) -> int:
-        """What stands for the longest row's length: grids are made for it, so it should not be much more than the rows need."""
-        limit = LEAST_SEQ_LIMIT
-        while limit < max_seq_len:
-            limit *= 2
-        return min(limit, self._max_model_len)
+    def seq_limit(self, num_rows: int, max_seq_len: int) -> int:
+        """What stands for the longest row's length in a step of a listed size."""
+        limits = self._limits_of(num_rows)
+        return limits[bisect_left(limits, max_seq_len)]
+
+    def _limits_of(self, num_rows: int) -> list[int]:
+        """Each twice the one before, as long as that halves the programs; the last one is for all lengths."""
+        if num_rows not in self._limits:
+            limits, limit, most = [], LEAST_SEQ_LIMIT, self._programs(num_rows, self._max_model_len)
+            while limit < self._max_model_len and not self._suits_all(num_rows, limit, most):
+                limits.append(limit)
+                limit *= 2
+            self._limits[num_rows] = [*limits, self._max_model_len]
+        return self._limits[num_rows]
+
+    def _suits_all(self, num_rows: int, limit: int, most: int) -> bool:
+        """Whether what is launched for any length is less than twice what the limit needs: no more than limits cost anyway."""
+        programs = self._programs(num_rows, limit)
+        return programs == most or 0 < most < 2 * programs
+
+
+def listed_sizes(max_rows: int) -> list[int]:
+    """The numbers of rows that steps are padded to, ascending."""
+    sizes, size = {*SMALL_SIZES}, 0
+    for step, last in SIZE_STEPS:
+        while size < min(last, max_rows):
+            size += step
+            sizes.add(size)
+    return sorted({min(size, max_rows) for size in sizes})

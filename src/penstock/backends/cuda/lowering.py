@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.backends.cuda.attention import AttentionShape, StepAttention
+from penstock.backends.cuda.attention import AttentionShape
 from penstock.backends.cuda.buffers import Buffers, lie_side_by_side, together
 from penstock.backends.cuda.kernels import activation, dequantise, norm, rope_kv
 from penstock.backends.cuda.kv_cache import PagedKvCache
@@ -76,7 +76,7 @@ class CompiledProgram:
         self._on_tokens = lowering.on_tokens
         self._on_samples = lowering.on_samples
         self._logits = lowering.logits
-        self.attention: StepAttention | None = lowering.attention
+        self.attention: TritonAttention | None = lowering.attention
         """Its own kernels, which compute the attention of a step that says nothing else; None if it has no attention."""
         self.attention_shapes: Sequence[AttentionShape] = lowering.attention_shapes
         """Of its layers, each once."""

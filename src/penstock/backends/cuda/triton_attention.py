@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.backends.cuda.kernels.attention import AttentionWorkspace, paged_attention
+from penstock.backends.cuda.kernels.attention import AttentionWorkspace, decode_programs, paged_attention
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +39,17 @@ class TritonAttention:
             deterministic=deterministic,
         )
         return TritonAttention(workspace, deterministic)
+
+    def decode_programs(self, num_rows: int, max_seq_len: int, shape: AttentionShape) -> int:
+        """For each row and KV head, of a decode whose longest row may have so many positions; 0: computed as a prefill."""
+        return decode_programs(
+            self.workspace,
+            num_rows=num_rows,
+            max_seq_len=max_seq_len,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            deterministic=self.deterministic,
+        )
 
     def begin(self, step: StepTensors) -> None:
         """Grids follow from the step's own numbers."""

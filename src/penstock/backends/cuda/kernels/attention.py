@@ -44,6 +44,8 @@ LARGE_SHARED_BYTES = 200 << 10
 """That a program can have on an H100 and later ones for servers: 227 KiB. An A100 has 163, those of desktops 99."""
 SPARE_SHARED_BYTES = 8 << 10
 """For what is neither queries nor keys nor values."""
+DECODE_TILE = 64
+"""Positions."""
 DECODE_SHARED_BYTES = 72 << 10
 """Of one program's tiles of keys and values: three programs share an H100's multiprocessor."""
 PARTS_PER_MULTIPROCESSOR = 64
@@ -139,7 +141,8 @@ def _shape(launch: _Launch, *, is_decode: bool) -> _Shape:
         return _Shape(max(16, all_heads), 32, 4, 1)
     row_bytes = columns * 2
     if is_decode and not launch.deterministic:
-        return _Shape(max(16, all_heads), 64, 4, min(4, 1 + DECODE_SHARED_BYTES // (2 * 64 * row_bytes)))
+        num_stages = min(4, 1 + DECODE_SHARED_BYTES // (2 * DECODE_TILE * row_bytes))
+        return _Shape(max(16, all_heads), DECODE_TILE, 4, num_stages)
     is_large = shared_bytes >= LARGE_SHARED_BYTES and not launch.deterministic
     block_m = max(128 if is_large else 64, all_heads)
     tile = 128 if is_large and columns <= 128 and not launch.is_int8 else 64
@@ -164,20 +167,58 @@ class _Splits:
 
 def _plan_splits(launch: _Launch) -> _Splits | None:
     """None if the workspace can't hold the parts."""
-    step, workspace, window = launch.step, launch.workspace, launch.window
-    wanted = triton.cdiv(PROGRAMS_PER_MULTIPROCESSOR * workspace.multiprocessors.count, step.num_rows * launch.num_kv_heads)
-    room = len(workspace.parts) // (step.num_rows * launch.num_heads)
-    if not launch.deterministic:
-        tile = _shape(launch, is_decode=True).tile
-        num_tiles = triton.cdiv(step.max_seq_len, tile)
+    step = launch.step
+    return _cut(
+        launch.workspace,
+        num_rows=step.num_rows,
+        max_seq_len=step.max_seq_len,
+        num_heads=launch.num_heads,
+        num_kv_heads=launch.num_kv_heads,
+        window=launch.window,
+        tile=None if launch.deterministic else _shape(launch, is_decode=True).tile,
+    )
+
+
+def _cut(
+    workspace: AttentionWorkspace,
+    *,
+    num_rows: int,
+    max_seq_len: int,
+    num_heads: int,
+    num_kv_heads: int,
+    window: int,
+    tile: int | None,
+) -> _Splits | None:
+    """`tile` is None in deterministic mode."""
+    wanted = triton.cdiv(PROGRAMS_PER_MULTIPROCESSOR * workspace.multiprocessors.count, num_rows * num_kv_heads)
+    room = len(workspace.parts) // (num_rows * num_heads)
+    if tile is not None:
+        num_tiles = triton.cdiv(max_seq_len, tile)
         if window:
             num_tiles = min(num_tiles, triton.cdiv(window, tile) + 1)
         num_splits = max(1, min(wanted, room, num_tiles // LEAST_SPLIT_TILES))
         return _Splits(num_splits, num_splits)
-    num_parts = triton.cdiv(step.max_seq_len, DETERMINISTIC_SPLIT)
+    num_parts = triton.cdiv(max_seq_len, DETERMINISTIC_SPLIT)
     if num_parts > max(1, room):
         return None
     return _Splits(min(num_parts, wanted), num_parts)
+
+
+def decode_programs(
+    workspace: AttentionWorkspace, *, num_rows: int, max_seq_len: int, num_heads: int, num_kv_heads: int, deterministic: bool
+) -> int:
+    """Of a decode of so many rows, of which the longest may have `max_seq_len` positions: programs for each row and KV head,
+    of which those that find nothing to do in their row leave at once. 0: the prefill kernel computes it."""
+    splits = _cut(
+        workspace,
+        num_rows=num_rows,
+        max_seq_len=max_seq_len,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        window=0,
+        tile=None if deterministic else DECODE_TILE,
+    )
+    return 0 if splits is None else splits.num_programs
 
 
 def paged_attention(
