@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.backends.cuda.memory import Usage, profile, row_lens, run_largest_steps, run_small_steps
+from penstock.backends.cuda.memory import (
+    GRANULE_BYTES,
+    SAMPLED_GRAPHS,
+    Usage,
+    profile,
+    row_lens,
+    run_largest_steps,
+    run_small_steps,
+)
 from penstock.testing import HashExecutor
 from penstock.types.plan import Capacity, StepPlan, Ticket
 
+TOTAL_BYTES = 1_000_000
 CAPACITY = Capacity(num_blocks=2, block_size=16, max_rows=8, max_step_tokens=100, max_model_len=64)
 
 
@@ -22,6 +31,12 @@ class Noted(HashExecutor):
         super().__init__(capacity)
         self.plans: list[StepPlan] = []
         self.num_closed = 0
+        self.num_graphs_left = 0
+
+    def capture_graphs(self, most: int | None = None) -> CaptureRun:
+        assert most is not None
+        self.num_graphs_left -= most
+        return CaptureRun(most)
 
     def submit(self, plan: StepPlan) -> Ticket:
         self.plans.append(plan)
@@ -32,11 +47,16 @@ class Noted(HashExecutor):
         super().close()
 
 
-class FakeMemory:
-    """Of a device where loading and running took what is said."""
+@dataclass(frozen=True, slots=True)
+class CaptureRun:
+    num_captured: int
 
-    def __init__(self, used_bytes: int) -> None:
-        self._free = iter([1_000_000, 1_000_000 - used_bytes])
+
+class FakeMemory:
+    """Of a device where loading and running took what is said, in all by each time that somebody asks."""
+
+    def __init__(self, *used_bytes: int) -> None:
+        self._free = iter([TOTAL_BYTES, *(TOTAL_BYTES - used for used in used_bytes)])
 
     def read(self) -> tuple[int, int]:
         return next(self._free), 1_200_000
@@ -70,6 +90,22 @@ def test_what_the_cache_took_is_not_counted() -> None:
     cache_bytes = num_blocks * make(num_blocks).block_bytes
     _, usage = profile(make, CAPACITY, FakeMemory(5000 + cache_bytes))
     assert usage == Usage(total_bytes=1_200_000, free_bytes=1_000_000, used_bytes=5000)
+
+
+def test_graphs_that_are_yet_to_be_captured_count_as_much_as_a_few_that_were() -> None:
+    num_blocks = 1 + sum(-(-(length + 1) // 16) for length in row_lens(CAPACITY))
+    cache_bytes = num_blocks * make(num_blocks).block_bytes
+    made: list[Noted] = []
+
+    def make_with_graphs(num_blocks: int) -> Noted:
+        made.append(make(num_blocks))
+        made[0].num_graphs_left = SAMPLED_GRAPHS + 10
+        return made[0]
+
+    before, sampled = 5000 + cache_bytes, 4000
+    _, usage = profile(make_with_graphs, CAPACITY, FakeMemory(before, before + sampled, before + sampled))
+    assert made[0].num_graphs_left == 10
+    assert usage.used_bytes == 5000 + sampled + (sampled + GRANULE_BYTES) * 10 // SAMPLED_GRAPHS
 
 
 @given(rows=st.integers(1, 300), tokens=st.integers(1, 4096), length=st.integers(3, 5000), block_size=st.sampled_from([16, 32]))

@@ -4,6 +4,7 @@ Called by the composition root; runs no step but those of a profile.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
@@ -29,6 +30,10 @@ EXECUTORS: Mapping[str, str] = {
 
 MEASURED_BLOCKS = 2
 """Of a GPU's executor before its KV cache has been planned."""
+CAPTURE_SECONDS = 10.0
+"""At a start. What is not captured by then is captured when a step needs it."""
+
+_logger = logging.getLogger(__name__)
 
 
 def build_executor(config: Config, model: LoadedModel, kv: KvPlan) -> Executor:
@@ -98,8 +103,7 @@ def _measure(config: Config, model: LoadedModel) -> tuple[KvPlan, Executor]:
             block_bytes=executor.block_bytes,
             memory=GpuMemory(usage.total_bytes, usage.free_bytes, usage.used_bytes),
         )
-        executor.resize(plan.num_blocks, max_model_len=plan.max_model_len)
-        executor.choose_attention()
+        _make_ready(executor, plan)
     except MemoryError as error:
         executor.close()
         raise ConfigError(
@@ -117,12 +121,31 @@ def _make_as_measured(config: Config, model: LoadedModel, kv: KvPlan) -> Any:
     disk tier outlives both."""
     executor = _make(config, model, _longest(config, model), MEASURED_BLOCKS)
     try:
-        executor.resize(kv.num_blocks, max_model_len=kv.max_model_len)
-        executor.choose_attention()
+        _make_ready(executor, kv)
     except BaseException:
         executor.close()
         raise
     return executor
+
+
+def _make_ready(executor: Any, plan: KvPlan) -> None:
+    """A GPU's, for requests. Raises MemoryError if there is no room for the KV cache."""
+    from penstock.backends.cuda.memory import GpuMemory as Device
+
+    executor.resize(plan.num_blocks, max_model_len=plan.max_model_len)
+    executor.choose_attention()
+    if not executor.num_graphs_left:
+        return
+    device = Device()
+    free_bytes = device.read()[0]
+    run = executor.capture_graphs(max_seconds=CAPTURE_SECONDS)
+    _logger.info(
+        "CUDA graphs of decodes: %d captured in %.1f s, which take %s; %d more when they are needed",
+        run.num_captured,
+        run.seconds,
+        format_size(max(0, free_bytes - device.read()[0])),
+        run.num_left,
+    )
 
 
 def _longest(config: Config, model: LoadedModel) -> int:

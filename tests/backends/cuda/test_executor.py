@@ -285,6 +285,39 @@ def test_a_decode_step_runs_as_a_graph_of_a_listed_size(monkeypatch: pytest.Monk
             assert pipe.tokens(name) == answer([idx, 2], 5 if name == "b" else 4)
 
 
+@pytest.mark.skipif(HAS_DEVICE, reason="the model in this test can't be captured")
+def test_decodes_are_captured_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(monkeypatch, depth=2, max_rows=5) as executor:
+        executor.resize(20, max_model_len=16)
+        done = executor.capture_graphs()
+        assert (done.num_captured, done.num_left, executor.num_graphs_left) == (4, 0, 0), "1, 2, 4 and 5 rows"
+        assert executor.capture_graphs().num_captured == 0
+        pipe = Pipe(executor)
+        names = ["a", "b", "c", "d", "e"]
+        prompts = {name: [idx, 2] for idx, name in enumerate(names)}
+        rows = [RowPlan(name, 0, 2, (), True) for name in names]
+        pipe.step(rows, [admit(name, prompts[name], [1 + idx, 6 + idx]) for idx, name in enumerate(names)])
+        for count in range(5, 0, -1):
+            pipe.step(decodes(dict.fromkeys(names[:count], 7 - count)))
+        assert executor._graphs is not None
+        assert executor._graphs.num_captured == 4
+        for idx, name in enumerate(names):
+            assert pipe.tokens(name) == answer(prompts[name], 6 - idx)
+
+
+def test_nothing_is_captured_where_graphs_are_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(monkeypatch, depth=1, use_graphs=False) as executor:
+        assert executor.num_graphs_left == 0
+        assert executor.capture_graphs().num_captured == 0
+
+
+def test_nothing_is_captured_while_a_step_is_in_flight(executor: CudaExecutor) -> None:
+    ticket = executor.submit(StepPlan(0, 0, (), (), ()))
+    with pytest.raises(ValueError, match="in flight"):
+        executor.capture_graphs()
+    executor.collect(ticket)
+
+
 def test_a_depth_of_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="depth"), opened(monkeypatch, depth=0):
         pass

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from penstock.backends.cuda.graphs import Captured, DecodeGraphs
+from penstock.backends.cuda.graphs import Captured, CaptureRun, DecodeGraphs
 from penstock.backends.cuda.step import StepTensors
 
 
@@ -131,3 +133,45 @@ def test_steps_run_as_they_are_after_a_capture_has_failed(caplog: pytest.LogCapt
         assert graphs.run(step, lambda step: step.positions * 2).tolist() == [2 * value] * 4
     assert (num_tries, graphs.num_captured) == (1, 0)
     assert "not permitted" in caplog.text
+
+
+def capture_usual(
+    graphs: DecodeGraphs, *, seconds_each: float = 0.0, **limits: Any
+) -> tuple[CaptureRun, list[tuple[int, int]]]:
+    """What was captured, and for which (rows, limit) in which order; each takes so many seconds of the clock."""
+    positions, ran = torch.arange(300), []
+
+    def run(num_rows: int, limit: int) -> None:
+        ran.append((num_rows, limit))
+        graphs.run(make_step(positions[:num_rows], max_seq_len=limit), lambda step: step.positions * 1)
+
+    settings = {"most": None, "max_seconds": 1e9} | limits
+    return graphs.capture_usual(run, **settings, clock=lambda: seconds_each * len(ran)), ran
+
+
+def test_what_requests_usually_need_is_captured_before_they_come_the_largest_first() -> None:
+    graphs = make_graphs(24, 131072)
+    done, ran = capture_usual(graphs)
+    expected = [(24, 131072), (16, 131072), (16, 1024), (8, 131072), (8, 2048), (8, 1024)]
+    assert ran == expected + [(size, limit) for size in (4, 2, 1) for limit in (4096, 2048, 1024)]
+    assert (done.num_captured, done.num_left) == (15, 1 + 2 + 3), "of four, two and one row, the longer ones"
+    assert capture_usual(graphs) == (CaptureRun(0, 6, 0.0), [])
+    graphs.run(make_step(torch.arange(300)[:4], max_seq_len=5000), lambda step: step.positions * 1)
+    assert graphs.num_left == 5
+
+
+def test_a_start_is_not_delayed_for_longer_than_it_may_be() -> None:
+    graphs = make_graphs(24, 131072)
+    done, ran = capture_usual(graphs, seconds_each=3.0, max_seconds=10.0)
+    assert done == CaptureRun(4, 17, 12.0)
+    assert len(ran) == 4
+    assert capture_usual(graphs, most=2)[0] == CaptureRun(2, 15, 0.0)
+
+
+def test_nothing_more_is_tried_before_requests_come_where_no_graph_can_be_captured() -> None:
+    def fail(run: object) -> Captured:
+        raise RuntimeError("no memory")
+
+    graphs = DecodeGraphs(max_rows=8, max_model_len=100, programs=programs, capture=fail)
+    done, ran = capture_usual(graphs)
+    assert (done, ran) == (CaptureRun(0, 0, 0.0), [(8, 100)])

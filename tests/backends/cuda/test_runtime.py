@@ -18,6 +18,7 @@ from interpreted import HAS_DEVICE
 from penstock.backends import cuda
 from penstock.backends.cuda import attention_trial, flashinfer_attention
 from penstock.backends.cuda.executor import CudaExecutor
+from penstock.backends.cuda.graphs import Captured
 from penstock.build import build_runtime
 from penstock.config import BackendConfig, Config, KvConfig, SchedulerConfig
 from penstock.models.catalog import resolve
@@ -95,6 +96,29 @@ def test_it_answers_as_the_reference_does(gguf: Path, caplog: pytest.LogCaptureF
     assert answers[0] == answers[1]
     if not HAS_DEVICE:
         assert "backend cuda, Emulated, 10 GiB, compute capability 9.0, deterministic" in caplog.text
+
+
+@pytest.mark.skipif(HAS_DEVICE, reason="counts captures by those that just run")
+def test_decodes_are_captured_before_the_server_is_ready(
+    gguf: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    captures: list[Captured] = []
+    capture = Captured.without_device
+
+    def count(run: Callable[[], torch.Tensor]) -> Captured:
+        captures.append(capture(run))
+        return captures[-1]
+
+    monkeypatch.setattr(Captured, "without_device", count)
+    runtime = build(gguf)
+    try:
+        assert "CUDA graphs of decodes: 2 captured in " in caplog.text
+        num_before = len(captures)
+        ask(runtime, "r", SESSION)
+        assert len(captures) == num_before, "no request waits for a capture"
+    finally:
+        assert runtime.close(30.0)
 
 
 @pytest.fixture

@@ -7,9 +7,10 @@ counts them. So `submit` never waits for the device.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
@@ -23,11 +24,11 @@ from penstock.backends.cuda.attention_choice import AttentionChoice, Wanted
 from penstock.backends.cuda.attention_trial import Clock
 from penstock.backends.cuda.flight import Flight
 from penstock.backends.cuda.forward import ForwardPass, is_decode
-from penstock.backends.cuda.graphs import Captured, CudaCapture, DecodeGraphs
+from penstock.backends.cuda.graphs import Captured, CaptureRun, CudaCapture, DecodeGraphs
 from penstock.backends.cuda.kv_cache import PagedKvCache
 from penstock.backends.cuda.lowering import CompiledProgram
 from penstock.backends.cuda.sampling import SampledWords, Sampler
-from penstock.backends.cuda.staging import Download, Upload, message_words, step_arrays
+from penstock.backends.cuda.staging import Download, Upload, message_words, padding, step_arrays
 from penstock.backends.cuda.stream import Mark, Stream, open_stream
 from penstock.backends.cuda.tables import Patches, RowTables
 from penstock.backends.cuda.text_logits import text_logits
@@ -223,7 +224,33 @@ class CudaExecutor:
         """
         with self._working():
             self._attention.choose(self._capacity, self._graphs, clock)
+        self._graphs = self._make_graphs()  # which there are depends on the choice
         return self._attention.names
+
+    @property
+    def num_graphs_left(self) -> int:
+        """That a decode may still have to be captured for."""
+        return 0 if self._graphs is None else self._graphs.num_left
+
+    def capture_graphs(
+        self, most: int | None = None, *, max_seconds: float = math.inf, clock: Callable[[], float] = time.monotonic
+    ) -> CaptureRun:
+        """Capture the usual decodes, so that no request waits for it: with rows of padding, which no request notices.
+
+        See `DecodeGraphs.capture_usual`. Only while no step is in flight, after `resize` and `choose_attention`, which throw
+        graphs away.
+        """
+        if self._flights:
+            raise ValueError(f"step {self._flights[0].step_id} is in flight")
+        graphs, batch = self._graphs, padding(self._tables)
+
+        def run(num_rows: int, limit: int) -> None:
+            sent = self._upload.send(step_arrays(batch, self._tables, num_rows=num_rows))
+            self._forward.run(batch, sent, graphs, least_seq_len=limit)
+            self._stream.mark().wait()  # so that the pinned memory may be written to again
+
+        with self._working():
+            return CaptureRun(0, 0, 0.0) if graphs is None else graphs.capture_usual(run, most, max_seconds, clock)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Raises ValueError for a block that is not in the pool."""

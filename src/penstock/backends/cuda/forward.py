@@ -45,10 +45,13 @@ class ForwardPass:
         self._token_ids = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         self._block_tables = torch.zeros((max_rows, tables.block_tables.shape[1]), dtype=torch.int32, device=device)
 
-    def run(self, batch: StepBatch, parts: Sequence[torch.Tensor], graphs: DecodeGraphs | None) -> torch.Tensor | None:
+    def run(
+        self, batch: StepBatch, parts: Sequence[torch.Tensor], graphs: DecodeGraphs | None, *, least_seq_len: int = 0
+    ) -> torch.Tensor | None:
         """The step's logits [S or more, vocab_size]; None if it computes nothing.
 
-        `parts` are what `staging.step_arrays` made, on the device. `graphs` are given for a decode that was padded for them.
+        `parts` are what `staging.step_arrays` made, on the device. `graphs` are given for a decode that was padded for them;
+        `least_seq_len` makes it one of the graph for such lengths.
         """
         if not batch.num_tokens:
             return None
@@ -67,7 +70,7 @@ class ForwardPass:
             num_rows=len(row_slots),
             num_samples=len(sample_tokens),
             max_query_len=int(np.diff(batch.query_start_loc).max()),
-            max_seq_len=int(rows.seq_lens.max()),
+            max_seq_len=max(least_seq_len, int(rows.seq_lens.max())),
             attention=self._attention.planned(rows, is_captured=graphs is not None),
         )
 

@@ -24,6 +24,9 @@ SIZE_STEPS = ((8, 64), (16, 256), (32, 1 << 30))
 """(step, up to how many rows). Less than eight rows of a step are padding, or less than a fifth of them; and what there is to
 capture stays little: 23 sizes for 256 rows."""
 LEAST_SEQ_LIMIT = 1024
+USUAL_SEQ_LEN = 4096
+"""Positions of requests whose graphs are captured before the first one comes. Longer ones, among few rows, are rarer than the
+start of a server is."""
 
 Programs = Callable[[int, int], int]
 """Of a number of rows and the limit of their length: how many the attention of each is launched with, by some measure."""
@@ -67,8 +70,18 @@ class CudaCapture:
         return Captured(graph.replay, result)
 
 
+@dataclass(frozen=True, slots=True)
+class CaptureRun:
+    """What was captured before requests come."""
+
+    num_captured: int
+    num_left: int
+    """Captured when they are needed."""
+    seconds: float
+
+
 class DecodeGraphs:
-    """Captured lazily: the first step of a size runs as it is, which a capture needs before it, and is captured then.
+    """A step whose graph is not there runs as it is, which a capture needs before it, and is captured then.
 
     If a capture fails there are no more: steps run as they are.
     """
@@ -87,6 +100,37 @@ class DecodeGraphs:
     @property
     def num_captured(self) -> int:
         return len(self._graphs)
+
+    @property
+    def num_left(self) -> int:
+        """That steps may still ask for."""
+        if not self._can_capture:
+            return 0
+        return sum((size, limit) not in self._graphs for size in self.sizes for limit in self._limits_of(size))
+
+    def capture_usual(
+        self, run: Callable[[int, int], None], most: int | None, max_seconds: float, clock: Callable[[], float]
+    ) -> CaptureRun:
+        """Those for lengths up to `USUAL_SEQ_LEN` that are not there, the largest first: what it takes of the memory that they
+        share is enough for the others. At most `most`, and none is begun after `max_seconds` of the clock.
+
+        `run` is called with a number of rows and a limit, and has to run such a step.
+        """
+        begin, num_before = clock(), self.num_captured
+        for count, (size, limit) in enumerate(self._usual()[:most], 1):
+            if clock() - begin >= max_seconds:
+                break
+            run(size, limit)
+            if self.num_captured < num_before + count:
+                break
+        return CaptureRun(self.num_captured - num_before, self.num_left, clock() - begin)
+
+    def _usual(self) -> list[tuple[int, int]]:
+        longest = min(USUAL_SEQ_LEN, self._max_model_len)
+        limits = {
+            size: [limit for limit in self._limits_of(size) if limit <= self.seq_limit(size, longest)] for size in self.sizes
+        }
+        return sorted({(size, limit) for size in self.sizes for limit in limits[size]} - self._graphs.keys(), reverse=True)
 
     def padded_rows(self, num_rows: int) -> int:
         """The listed size that has room for so many rows."""

@@ -33,6 +33,11 @@ SMALL_BATCHES = (1, 32, 64)
 """Decodes up to 16, 32 and 128 rows have products of quantised matrices of their own, which larger steps do without."""
 SHORT_CHUNK = 16
 """Tokens."""
+SAMPLED_GRAPHS = 4
+"""Captured to find what one takes. All of them would be captured twice: they hold the addresses of a KV cache that gets another
+size."""
+GRANULE_BYTES = 2 << 20
+"""In which the driver gives memory: what was measured may be so much too small."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +48,7 @@ class Usage:
     free_bytes: int
     """Before anything was loaded."""
     used_bytes: int
-    """By weights and the largest steps; without the KV cache."""
+    """By weights, the largest steps and all graphs that decodes may be captured as; without the KV cache."""
 
 
 class Memory(Protocol):
@@ -65,7 +70,27 @@ class GpuMemory:
         return int(free_bytes), int(total_bytes)
 
 
-_Executor = TypeVar("_Executor", bound=Executor)
+class Captured(Protocol):
+    """What was done by `capture_graphs`."""
+
+    @property
+    def num_captured(self) -> int: ...
+
+
+class GraphExecutor(Executor, Protocol):
+    """One that may have graphs of decodes."""
+
+    @property
+    def num_graphs_left(self) -> int:
+        """Not captured yet."""
+        ...
+
+    def capture_graphs(self, most: int | None = None) -> Captured:
+        """The largest of the usual ones."""
+        ...
+
+
+_Executor = TypeVar("_Executor", bound=GraphExecutor)
 
 
 def profile(make: Callable[[int], _Executor], capacity: Capacity, memory: Memory) -> tuple[_Executor, Usage]:
@@ -81,6 +106,7 @@ def profile(make: Callable[[int], _Executor], capacity: Capacity, memory: Memory
         try:
             run_largest_steps(executor, lens)
             run_small_steps(executor, lens[0])
+            graph_bytes = graphs_left_bytes(executor, memory)
         except BaseException:
             executor.close()
             raise
@@ -88,8 +114,24 @@ def profile(make: Callable[[int], _Executor], capacity: Capacity, memory: Memory
         if "out of memory" not in str(error):
             raise
         raise MemoryError(str(error)) from error
-    used_bytes = free_bytes - memory.read()[0] - num_blocks * executor.block_bytes
+    used_bytes = free_bytes - memory.read()[0] - num_blocks * executor.block_bytes + graph_bytes
     return executor, Usage(total_bytes, free_bytes, max(0, used_bytes))
+
+
+def graphs_left_bytes(executor: GraphExecutor, memory: Memory) -> int:
+    """What the graphs will take that are not captured when this returns: as much each as the few that it captures, which are
+    the largest of those that are left, and their share of a granule, for what could not be seen of these.
+
+    After `run_largest_steps`, whose decode was captured, and took what graphs share.
+    """
+    if not executor.num_graphs_left:
+        return 0
+    free_bytes = memory.read()[0]
+    count = executor.capture_graphs(SAMPLED_GRAPHS).num_captured
+    if not count:
+        return 0
+    taken_bytes = max(0, free_bytes - memory.read()[0]) + GRANULE_BYTES
+    return -(-taken_bytes * executor.num_graphs_left // count)
 
 
 def row_lens(capacity: Capacity) -> list[int]:

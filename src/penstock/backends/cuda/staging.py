@@ -107,6 +107,24 @@ def step_arrays(batch: StepBatch, tables: RowTables, *, num_rows: int) -> list[N
     return [_padded(array, fill, num_padding) for array, fill in zip(arrays, fills, strict=True)]
 
 
+def padding(tables: RowTables) -> StepBatch:
+    """A decode of one row of the null slot, as `step_arrays` pads others with."""
+    zero = np.zeros(1, np.int32)
+    return StepBatch(
+        step_id=0,
+        request_ids=("padding",),
+        row_slots=np.array([tables.null_slot], np.int32),
+        query_start_loc=np.array([0, 1], np.int32),
+        context_lens=zero,
+        token_ids=zero,
+        positions=zero,
+        slot_mapping=np.zeros(1, np.int64),
+        sample_rows=zero,
+        admitted=(),
+        released=(),
+    )
+
+
 def _padded(array: NDArray[Any], fill: int | None, num_padding: int) -> NDArray[Any]:
     """`None` counts on from the last element."""
     if fill is None:
