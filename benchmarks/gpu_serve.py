@@ -49,6 +49,7 @@ from penstock.engine.output import OutputStage
 from penstock.engine.ports import OutputChunk
 from penstock.models.formats import WeightFormat
 from penstock.models.registry import describe
+from penstock.parts.executor import CAPTURE_SECONDS
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.scheduler import Scheduler
 from penstock.types.kv_dtype import KvDtype
@@ -59,7 +60,6 @@ if TYPE_CHECKING:
     from penstock.backends.cuda.executor import CudaExecutor
 
 BLOCK_SIZE = 16
-WARM_UP_REQUESTS = 64
 Jobs = list[tuple[tuple[int, ...], int]]
 """(prompt, tokens of the reply)."""
 
@@ -99,7 +99,14 @@ class Penstock:
     """The engine over an executor, with a thread of its own."""
 
     def __init__(self, executor: CudaExecutor) -> None:
+        from penstock.backends.cuda.memory import row_lens, run_largest_steps, run_small_steps
+
+        lens = row_lens(executor.capacity)
+        run_largest_steps(executor, lens)
+        run_small_steps(executor, lens[0])
         self.attention = ", ".join(f"{kind} {name}" for kind, name in executor.choose_attention().items())
+        done = executor.capture_graphs(max_seconds=CAPTURE_SECONDS)
+        print(f"{done.num_captured} graphs captured in {done.seconds:.1f} s, {done.num_left} left", flush=True)
         self._clock = WallClock()
         self._chunks: dict[str, list[tuple[int, int]]] = {}
         """By request: (time, tokens)."""
@@ -273,12 +280,11 @@ def closing(engine: Any) -> Iterator[Any]:
             torch.cuda.empty_cache()
 
 
-def measure(make: Callable[[], Any], jobs: Jobs, repeat: int) -> tuple[str, list[dict[str, float]]]:
-    """Whose attention it has, and the figures of each run."""
+def measure(make: Callable[[], Any], jobs: Jobs, repeat: int) -> tuple[str, dict[str, float], list[dict[str, float]]]:
+    """Whose attention it has, the figures of the first run, and those of each of `repeat` others."""
     with closing(make()) as engine:
-        engine.replay(jobs[:WARM_UP_REQUESTS])
-        engine.replay(jobs)  # all sizes of batches: kernels are compiled, graphs are captured
-        return engine.attention, [engine.replay(jobs).figures() for _ in range(repeat)]
+        first = engine.replay(jobs).figures()
+        return engine.attention, first, [engine.replay(jobs).figures() for _ in range(repeat)]
 
 
 def summary(runs: Sequence[dict[str, float]]) -> dict[str, Any]:
@@ -302,11 +308,11 @@ def compare(shape: Shape, jobs: Jobs, args: argparse.Namespace, peaks: GpuPeaks,
     report: dict[str, Any] = {"like": shape.like, "num_weights": shape.num_weights}
     sample(peaks)
     for who, make in contenders.items():
-        attention, runs = measure(make, jobs, args.repeat)
+        attention, first, runs = measure(make, jobs, args.repeat)
         sample(peaks)
-        for run in runs:
-            print(f"{shape.like} {who}: " + ", ".join(f"{key} {value:.4g}" for key, value in run.items()), flush=True)
-        report[who] = {"attention": attention, **summary(runs)}
+        for told, run in ((f"{who}, first run", first), *((who, run) for run in runs)):
+            print(f"{shape.like} {told}: " + ", ".join(f"{key} {value:.4g}" for key, value in run.items()), flush=True)
+        report[who] = {"attention": attention, "first": {key: rounded(value) for key, value in first.items()}, **summary(runs)}
     if has_peer:
         ours, theirs = (report[who]["output_tokens_per_s"] for who in contenders)
         report["times_transformers"] = rounded(ours / theirs)

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gpu_serve
 import numpy as np
 import pytest
 from gpu_shapes import SHAPES, prompts, random_model, sharegpt_lengths
@@ -58,7 +59,25 @@ def test_without_a_gpu_it_says_why_and_ends_with_one():
 def test_it_runs_on_a_tiny_shape(self_tested):
     found = self_tested("gpu_serve")["shapes"]["tiny"]
     assert found["penstock"]["output_tokens_per_s"] > 0
+    assert found["penstock"]["first"]["output_tokens_per_s"] > 0
     assert found["bound"]["operations"] > 0
+
+
+def test_the_first_run_after_a_start_is_told_apart():
+    class Engine:
+        attention = "its own"
+        num_replays = 0
+
+        def replay(self, jobs):
+            self.num_replays += 1
+            return gpu_serve.Run(self.num_replays, len(jobs), [])
+
+        def close(self):
+            pass
+
+    attention, first, runs = gpu_serve.measure(Engine, [((1,), 1)] * 100, 3)
+    assert (attention, first["seconds"]) == ("its own", 1), "nothing was asked before it"
+    assert [run["seconds"] for run in runs] == [2, 3, 4]
 
 
 def test_transformers_does_not_find_our_scripts_among_its_packages(tmp_path):

@@ -273,6 +273,8 @@ def test_serving_beside_transformers_has_the_ratio_and_both_gaps(self_tested, me
     ratio = found["penstock"]["output_tokens_per_s"] / found["transformers"]["output_tokens_per_s"]
     assert f"**{report_gpu.figure(gpu_serve.rounded(ratio))} times transformers.**" in text
     assert "| transformers, bf16 | " in text
+    first = found["penstock"]["first"]
+    assert f"| {report_gpu.figure(first['output_tokens_per_s'])}, {report_gpu.figure(first['itl_p99_ms'])} |" in text
     speeds, gaps = panels[-2:]
     assert {(curve.name, curve.look) for curve in speeds.curves} == {
         ("Penstock, bf16", report_gpu_plots.MEASURED),

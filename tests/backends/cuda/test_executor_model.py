@@ -104,6 +104,12 @@ def test_steps_are_replayed_from_graphs() -> None:
     assert run_graphs.num_captured == 1, "three rows of three steps or more share the graph for four"
 
 
+def test_graphs_that_were_captured_before_change_nothing() -> None:
+    executor = make(depth=2)
+    assert executor.capture_graphs().num_captured == 4, "1, 2, 4 and 5 rows"
+    assert run(executor) == run(make(depth=2, use_graphs=False))
+
+
 EVERYTHING = SamplingParams(
     seed=5,
     temperature=0.8,
