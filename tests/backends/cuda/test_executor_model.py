@@ -11,9 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from interpreted import DEVICE, HAS_DEVICE
+from penstock.backends.cuda import executor as module
 from penstock.backends.cuda.executor import CudaExecutor
+from penstock.backends.cuda.staging import Upload
 from penstock.backends.reference.executor import ReferenceExecutor
 from penstock.models import registry
 from penstock.models.gguf import load_gguf
@@ -128,6 +131,79 @@ EVERYTHING = SamplingParams(
 )
 
 
+SMALL_MESSAGE_WORDS = 300
+
+
+@pytest.fixture
+def small_messages(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of what had no room in one."""
+    sizes: list[int] = []
+    send = Upload._sent_alone
+
+    def noted(self: Upload, array: Any) -> torch.Tensor:
+        sizes.append(array.size)
+        return send(self, array)
+
+    monkeypatch.setattr(Upload, "_sent_alone", noted)
+    monkeypatch.setattr(module, "message_words", lambda _: SMALL_MESSAGE_WORDS)
+    return sizes
+
+
+def admissions(params: SamplingParams) -> list[StepPlan]:
+    """Steps with whatever a row can begin with, each with the decode of a row that was there: a prompt, a piece of one, the
+    rest of it, and two rows of which almost all is cached, whose tokens have no room in the message."""
+    tokens = tuple(10 + (7 * idx) % 90 for idx in range(59))
+
+    def admit(name: str, length: int, first_block: int, num_computed: int = 0) -> AdmitRow:
+        return AdmitRow(name, tokens[:length], length, tuple(range(first_block, first_block + 4)), num_computed, params)
+
+    a, b, c, d, e = admit("a", 10, 1), admit("b", 7, 5), admit("c", 20, 9), admit("d", 59, 13, 57), admit("e", 59, 17, 57)
+
+    def decode(step: int) -> RowPlan:
+        return RowPlan("a", 9 + step, 1, (), True)
+
+    return [
+        StepPlan(0, 0, (a,), (RowPlan("a", 0, 10, (), True),), ()),
+        StepPlan(1, 0, (b,), (decode(1), RowPlan("b", 0, 7, (), True)), ()),
+        StepPlan(2, 0, (c,), (decode(2), RowPlan("c", 0, 12, (), False)), ("b",)),
+        StepPlan(3, 0, (), (decode(3), RowPlan("c", 12, 8, (), True)), ()),
+        StepPlan(4, 0, (d, e), (decode(4), RowPlan("d", 57, 2, (), True), RowPlan("e", 57, 2, (), True)), ()),
+    ]
+
+
+class Questions(TorchDispatchMode):
+    """Notes what asks the device for numbers, which waits for it: one of them, or where a condition holds."""
+
+    ASKING = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "bincount", "repeat_interleave")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        flat = [one for arg in args for one in (arg if isinstance(arg, (list, tuple)) else [arg])]
+        is_mask = name in ("index", "index_put", "index_put_") and any(
+            isinstance(one, torch.Tensor) and one.dtype in (torch.bool, torch.uint8) for one in flat[1:]
+        )
+        if name in self.ASKING or is_mask:
+            self.asked.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("params", [PARAMS[0], EVERYTHING], ids=["greedy", "everything"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_no_step_asks_the_device(params: SamplingParams, small_messages: list[int], *, deterministic: bool) -> None:
+    executor = make(depth=2, deterministic=deterministic, poison=False)
+    for plan in admissions(params):
+        with Questions() as questions:
+            ticket = executor.submit(plan)
+        assert not questions.asked, f"step {plan.step_id}"
+        executor.collect(ticket)
+    assert max(small_messages) > 100, "two prompts of 59 tokens"
+    executor.close()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("params", [PARAMS[0], EVERYTHING])
 def test_no_step_waits_for_the_device(params: SamplingParams) -> None:
@@ -147,4 +223,26 @@ def test_no_step_waits_for_the_device(params: SamplingParams) -> None:
     assert not asleep._event.query()
     for ticket in tickets:
         executor.collect(ticket)
+    executor.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("params", [PARAMS[0], EVERYTHING], ids=["greedy", "everything"])
+@pytest.mark.parametrize("step_id", [1, 2, 3, 4])
+@pytest.mark.usefixtures("small_messages")
+def test_no_admission_waits_for_the_device(step_id: int, params: SamplingParams) -> None:
+    """As above, with the whole run before it once more: all its kernels are compiled by then."""
+    executor = make(depth=2)
+    for plan in admissions(params):
+        executor.collect(executor.submit(plan))
+    names = sorted({row.request_id for plan in admissions(params) for row in plan.rows} - {"b"})
+    executor.collect(executor.submit(StepPlan(5, 0, (), (), tuple(names))))
+    for plan in admissions(params)[:step_id]:
+        executor.collect(executor.submit(plan))
+    with executor._stream.entered():
+        torch.cuda._sleep(200_000_000)
+        asleep = executor._stream.mark()
+    ticket = executor.submit(admissions(params)[step_id])
+    assert not asleep._event.query()
+    executor.collect(ticket)
     executor.close()

@@ -9,7 +9,7 @@ import torch
 from interpreted import DEVICE
 from penstock.backends.batch import BatchBuilder
 from penstock.backends.cuda.staging import Download, Upload, message_words, step_arrays
-from penstock.backends.cuda.stream import Stream, open_stream
+from penstock.backends.cuda.stream import HostStream, Stream, open_stream
 from penstock.backends.cuda.tables import RowTables
 from penstock.types.plan import AdmitRow, Capacity, RowPlan, StepPlan
 from penstock.types.sampling import SamplingParams
@@ -51,6 +51,27 @@ def test_every_array_arrives_whatever_has_room(num_words: int, stream: Stream, d
                 assert tensor.device.type == device.type
                 assert tensor.cpu().numpy().dtype == array.dtype
                 np.testing.assert_array_equal(tensor.cpu().numpy(), array)
+
+
+class Pinning(HostStream):
+    """Remembers what memory the device could read by itself."""
+
+    def __init__(self) -> None:
+        self.made: list[torch.Tensor] = []
+
+    def pinned(self, num_words: int) -> torch.Tensor:
+        self.made.append(super().pinned(num_words))
+        return self.made[-1]
+
+
+def test_what_has_no_room_is_not_waited_for_either() -> None:
+    """A copy from other memory holds the host up until the step in flight has ended."""
+    pinning = Pinning()
+    upload = Upload(8, depth=2, stream=pinning, device=torch.device("cpu"))
+    sent = [np.arange(6, dtype=np.int32), np.arange(40, dtype=np.int64), np.arange(30, dtype=np.int32)]
+    found = upload.send(sent)
+    assert [tensor.tolist() for tensor in found] == [array.tolist() for array in sent]
+    assert {tensor.data_ptr() for tensor in found[1:]} == {tensor.data_ptr() for tensor in pinning.made[2:]}
 
 
 def test_the_first_arrays_lie_where_they_lay_whatever_follows(stream: Stream, device: torch.device) -> None:

@@ -37,15 +37,16 @@ class Upload:
     """Messages to the device: arrays, one after the other."""
 
     def __init__(self, num_words: int, *, depth: int, stream: Stream, device: torch.device) -> None:
+        self._stream = stream
         self._hosts = [stream.pinned(num_words) for _ in range(depth)]
         self._device = torch.zeros(num_words, dtype=torch.int32, device=device)
         self._num_sent = 0
 
     def send(self, arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
-        """Queue the copy; the tensors are good until the next message.
+        """Queue the copy; the tensors are good until the next message. Nothing is waited for.
 
         Where an array lies depends on the sizes of those before it alone, so a captured graph finds its own again. What does
-        not fit goes by a copy of its own, for which the host may have to wait.
+        not fit goes by a copy of its own.
         """
         host = self._hosts[self._num_sent % len(self._hosts)]
         self._num_sent += 1
@@ -56,13 +57,19 @@ class Upload:
             begin = aligned(end)
             stop = begin + array.nbytes // 4
             if stop > len(words):
-                tensors.append(torch.from_numpy(array).to(self._device.device))
+                tensors.append(self._sent_alone(array))
                 continue
             words[begin:stop].view(array.dtype)[:] = array.reshape(-1)
             tensors.append(self._device[begin:stop].view(_DTYPES[array.dtype]).view(array.shape))
             end = stop
         self._device[:end].copy_(host[:end], non_blocking=True)
         return tensors
+
+    def _sent_alone(self, array: NDArray[Any]) -> torch.Tensor:
+        """Through pinned memory of its own, which PyTorch gives to nobody else before the device has copied it."""
+        host = self._stream.pinned(array.nbytes // 4)
+        host.numpy().view(array.dtype)[:] = array.reshape(-1)
+        return host.to(self._device.device, non_blocking=True).view(_DTYPES[array.dtype]).view(array.shape)
 
 
 class Download:
