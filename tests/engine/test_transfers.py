@@ -10,6 +10,7 @@ import pytest
 
 from penstock.clock import VirtualClock, WallClock
 from penstock.engine.core import EngineCore
+from penstock.engine.ports import Ready
 from penstock.engine.transfers import RETRY_NS, Transfers, WorkerThread
 from penstock.kv.tiers import LOAD_TIMEOUT_NS, Tier
 from penstock.testing import HashExecutor, Outcome, expected_tokens, make_core, make_request, run_to_completion
@@ -39,13 +40,37 @@ class Recorder(HashExecutor):
         super().write_blocks(block_ids, contents)
 
 
+class Waiting(Recorder):
+    """What it reads is there when somebody has waited for it, as with a device; and not before, nor if it has failed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_waits = 0
+        self.fails = False
+
+    def read_blocks(self, block_ids: Sequence[int], out: Sequence[memoryview]) -> Ready:
+        contents = [memoryview(bytearray(self.block_bytes)) for _ in out]
+        super().read_blocks(block_ids, contents)
+
+        def ready() -> None:
+            if self.fails:
+                raise RuntimeError("the device failed")
+            self.num_waits += 1
+            for target, content in zip(out, contents, strict=True):
+                target[:] = content
+
+        return ready
+
+
 class House:
     """A pool of 20 blocks, a store of 100 below it, and a worker that can be told to hang."""
 
-    def __init__(self, *, num_staged_blocks: int = 50, store: MemoryStore | None = None) -> None:
+    def __init__(
+        self, *, num_staged_blocks: int = 50, store: MemoryStore | None = None, executor: Recorder | None = None
+    ) -> None:
         self.clock = VirtualClock()
         self.store = store or MemoryStore(100)
-        self.executor = Recorder()
+        self.executor = executor or Recorder()
         self.tier = Tier(100, entries=self.store.entries())
         self.core: EngineCore = make_core(CAPACITY, tier=self.tier)
         self.worker = LateWorker()
@@ -96,6 +121,36 @@ def test_a_store_that_hangs_keeps_nobody_waiting() -> None:
     began_ns = house.clock.now_ns()
     house.ask(OTHERS)
     assert house.clock.now_ns() - began_ns < LOAD_TIMEOUT_NS, "the store is taken for slow"
+    house.core.check()
+
+
+def test_what_a_device_still_reads_is_waited_for_by_the_worker_alone() -> None:
+    house = House(executor=(executor := Waiting()))
+    first, _ = house.ask(SESSION)
+    house.hangs = True
+    house.ask(OTHERS)
+    assert [name for name, _ in executor.moves] == ["read"] * len(executor.moves) != []
+    assert not executor.num_waits, "the engine's thread has waited for none"
+    house = House(executor=(executor := Waiting()))
+    house.ask(SESSION)
+    house.ask(OTHERS)
+    house.finish()
+    assert executor.num_waits > 0
+    again, num_cached = house.ask(SESSION)
+    assert again.token_ids == first.token_ids
+    assert num_cached == 48, "all full blocks, whose contents are right"
+
+
+def test_what_a_device_could_not_read_is_forgotten() -> None:
+    house = House(executor=(executor := Waiting()))
+    executor.fails = True
+    house.ask(SESSION)
+    house.ask(OTHERS)
+    house.finish()
+    stats = house.transfers.stats
+    assert (stats.num_spilled_blocks, stats.failures.keys()) == (0, {"io"})
+    assert house.transfers.num_moving_blocks == 0
+    assert house.ask(SESSION)[1] < 12
     house.core.check()
 
 

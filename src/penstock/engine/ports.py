@@ -15,6 +15,9 @@ from penstock.types.request import FinishReason, Request
 from penstock.types.result import StepResult, TokenLogprobs
 from penstock.types.stats import PlanNews, RequestStats, StepStats
 
+Ready = Callable[[], None]
+"""Waits until what was begun is there. May be called by any thread, and again. Raises whatever went wrong."""
+
 
 class BlockMover(Protocol):
     """What an executor's blocks contain, copied to the host's memory and back. Raises `ExecutorFailure`.
@@ -28,9 +31,11 @@ class BlockMover(Protocol):
         """Bytes of what `read_blocks` copies for one block."""
         ...
 
-    def read_blocks(self, block_ids: Sequence[int], out: Sequence[memoryview]) -> None:
-        """Copy the content of full blocks, each to its own writable `out` of `block_bytes`, and wait until it is there.
+    def read_blocks(self, block_ids: Sequence[int], out: Sequence[memoryview]) -> Ready | None:
+        """Copy the content of full blocks, each to its own writable `out` of `block_bytes`.
 
+        None: it is there. Otherwise it is what the blocks contain now, whatever is done to them next, and it is there when what
+        is returned was called; one thread at a time calls it.
         What it looks like is the executor's own affair; it means the same to another one of the same model, weights, kernels
         and KV type.
         """

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from penstock.clock import Clock
-from penstock.engine.ports import Executor
+from penstock.engine.ports import Executor, Ready
 from penstock.types.plan import StepPlan, Ticket
 from penstock.types.result import StepResult
 
@@ -89,10 +89,10 @@ class Submitted:
     def block_bytes(self) -> int:
         return self._executor.block_bytes
 
-    def read_blocks(self, block_ids: Sequence[int], out: Sequence[memoryview]) -> None:
+    def read_blocks(self, block_ids: Sequence[int], out: Sequence[memoryview]) -> Ready | None:
         """A device that hangs in a step may not come back from this either."""
         with self._inside():
-            self._executor.read_blocks(block_ids, out)
+            return self._executor.read_blocks(block_ids, out)
 
     def write_blocks(self, block_ids: Sequence[int], contents: Sequence[memoryview]) -> None:
         with self._inside():

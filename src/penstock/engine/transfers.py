@@ -3,9 +3,9 @@ before a step is submitted; decides neither what moves nor what it is good for.
 
     arrive    contents that were read are copied into free blocks and published
     plan      blocks are taken from the free ones, and what they contain is named
-    depart    contents that are spilled are copied into staging memory (14 us for 193 KB), loads are begun
+    depart    contents that are spilled are copied into staging memory (14 us for 193 KB), or begin to be; loads begin
     submit    from now on other content is written to these blocks
-    ...       a worker thread writes and reads the store while steps run; it touches staging memory alone
+    ...       a worker thread writes and reads the store while steps run; it touches staging memory alone, and waits for devices
 
 All that is read here or written lies in blocks that were free when it was named. No row of a step in flight has such a block:
 who runs holds its own, and who ended with a row in flight has left them behind the fence (`kv/fence.py`). So contents move
@@ -29,7 +29,7 @@ from enum import StrEnum
 from functools import partial
 
 from penstock.clock import Clock
-from penstock.engine.ports import BlockMover, BlockStore
+from penstock.engine.ports import BlockMover, BlockStore, Ready
 from penstock.kv.manager import KVManager
 from penstock.kv.tiers import Load, Spill
 from penstock.types.errors import CorruptBlock
@@ -223,10 +223,10 @@ class Transfers:
         if num_staged:
             moves = [_Move(spill, self._free.pop(), is_probe) for spill in spills[:num_staged]]
             block_ids = [spill.block_id for spill in spills[:num_staged]]
-            self._blocks.read_blocks(block_ids, [self._buffers[move.buffer] for move in moves])
+            ready = self._blocks.read_blocks(block_ids, [self._buffers[move.buffer] for move in moves])
             for start in range(0, num_staged, BLOCKS_PER_JOB):
                 part = moves[start : start + BLOCKS_PER_JOB]
-                self._start(partial(self._run, part, self._try if is_probe else self._write), False)
+                self._start(partial(self._run, part, self._try if is_probe else self._write, ready), False)
 
     def _load(self, loads: Sequence[Load]) -> None:
         num_staged = min(len(loads), len(self._free))
@@ -287,10 +287,12 @@ class Transfers:
 
     # For the worker's thread.
 
-    def _run(self, moves: list[_Move], act: Callable[[_Move], None]) -> None:
+    def _run(self, moves: list[_Move], act: Callable[[_Move], None], ready: Ready | None = None) -> None:
         for move in moves:
             began_ns = self._clock.now_ns()
             try:
+                if ready is not None:
+                    ready()
                 act(move)
             except CorruptBlock as error:
                 self._fail(move, FailureReason.CORRUPT, error)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from penstock.engine.ports import Executor
+from penstock.engine.ports import Executor, Ready
 from penstock.types.errors import ExecutorFailure
 from penstock.types.plan import Capacity, StepPlan, Ticket
 from penstock.types.result import StepResult
@@ -36,8 +36,8 @@ class FailingExecutor:
     def block_bytes(self) -> int:
         return self._inner.block_bytes
 
-    def read_blocks(self, block_ids: Sequence[int], out: Sequence[memoryview]) -> None:
-        self._inner.read_blocks(block_ids, out)
+    def read_blocks(self, block_ids: Sequence[int], out: Sequence[memoryview]) -> Ready | None:
+        return self._inner.read_blocks(block_ids, out)
 
     def write_blocks(self, block_ids: Sequence[int], contents: Sequence[memoryview]) -> None:
         self._inner.write_blocks(block_ids, contents)

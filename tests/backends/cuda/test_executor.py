@@ -346,14 +346,16 @@ def test_blocks_are_read_beside_the_steps_and_after_what_was_written(monkeypatch
     with opened(monkeypatch, depth=2) as executor:
         content = memoryview(bytearray(executor.block_bytes))
         del notes[:]
-        executor.read_blocks([1], [content])
-        assert notes == ["beside"], "nothing was written yet but by steps that were collected"
+        ready = executor.read_blocks([1], [content])
+        assert notes == ["beside", "steps follows"], "what comes to the block next waits on the device"
+        assert ready is not None
+        assert executor.read_blocks([], []) is None
         for move in (lambda: executor.write_blocks([3], [content]), lambda: executor.copy_blocks([(2, 3)])):
             del notes[:]
             move()
             executor.read_blocks([1], [content])
-            assert notes == ["steps", "beside"], "what was written to others is not waited for: it may lie behind a step"
+            assert notes == ["steps", "beside", "steps follows"], "others may lie behind a step"
             del notes[:]
             executor.read_blocks([3], [content])
             executor.read_blocks([3], [content])
-            assert notes == ["beside", "beside follows", "beside"]
+            assert notes == ["beside", "beside follows", "steps follows", "beside", "steps follows"]

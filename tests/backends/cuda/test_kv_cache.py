@@ -10,6 +10,7 @@ import torch
 
 from interpreted import DEVICE
 from penstock.backends.cuda.kv_cache import PagedKvCache, block_bytes
+from penstock.backends.cuda.stream import open_stream
 from penstock.types.kv_dtype import KvDtype
 
 SIZES: dict[str, Any] = {"num_layers": 3, "block_size": 4, "num_kv_heads": 2, "head_dim": 40}
@@ -72,19 +73,41 @@ def test_copies_go_in_order(kv_dtype: KvDtype) -> None:
     assert [contents(cache, i) for i in (1, 2, 3, 5)] == [five, one, one, five]
 
 
+def read_blocks(cache: PagedKvCache, block_ids: list[int], out: list[memoryview]) -> None:
+    stream = open_stream(torch.device(DEVICE), spins=False)
+    with stream.entered():
+        cache.read_blocks(block_ids, out, stream).wait()
+
+
+def test_what_is_read_is_what_a_block_contained_whatever_is_written_to_it_then(kv_dtype: KvDtype) -> None:
+    cache, stream = make(kv_dtype), open_stream(torch.device(DEVICE), spins=False)
+    fill(cache)
+    two, four = (memoryview(bytearray(cache.block_bytes)) for _ in range(2))
+    read_blocks(cache, [2], [two])
+    read_blocks(cache, [4], [four])
+    found = memoryview(bytearray(cache.block_bytes))
+    with stream.entered():
+        read = cache.read_blocks([4], [found], stream)
+        cache.write_blocks([4], [two])
+    assert found == bytes(cache.block_bytes), "nobody has waited for it yet"
+    for _ in range(2):
+        read.wait()
+        assert found == four != two
+
+
 def test_contents_come_back_in_other_blocks_of_another_cache(kv_dtype: KvDtype) -> None:
     first, second = make(kv_dtype), make(kv_dtype, num_blocks=9)
     fill(first)
     buffers = [bytearray(first.block_bytes) for _ in range(2)]
-    first.read_blocks([4, 2], [memoryview(buffer) for buffer in buffers])
+    read_blocks(first, [4, 2], [memoryview(buffer) for buffer in buffers])
     second.write_blocks([1, 8], [memoryview(bytes(buffer)) for buffer in buffers])
     assert contents(second, 1) == contents(first, 4)
     assert contents(second, 8) == contents(first, 2)
     assert not any(np.any(contents(second, i)[0]) for i in (0, 2, 3, 4, 5, 6, 7))
     again = memoryview(bytearray(first.block_bytes))
-    second.read_block(8, again)
+    read_blocks(second, [8], [again])
     assert again == buffers[1]
-    second.write_block(3, again)
+    second.write_blocks([3], [again])
     assert contents(second, 3) == contents(first, 2)
 
 
@@ -101,7 +124,6 @@ def test_packed_blocks_stay_on_the_device(kv_dtype: KvDtype) -> None:
 
 def test_nothing_to_move_is_no_error(kv_dtype: KvDtype) -> None:
     cache = make(kv_dtype)
-    cache.read_blocks([], [])
     cache.write_blocks([], [])
     cache.copy_blocks([])
 

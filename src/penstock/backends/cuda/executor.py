@@ -32,6 +32,7 @@ from penstock.backends.cuda.staging import Download, Upload, message_words, padd
 from penstock.backends.cuda.stream import Mark, Stream, open_stream
 from penstock.backends.cuda.tables import Patches, RowTables
 from penstock.backends.cuda.text_logits import text_logits
+from penstock.engine.ports import Ready
 from penstock.models.program import Program
 from penstock.models.weights import LoadedModel
 from penstock.types.errors import ExecutorFailure
@@ -235,10 +236,9 @@ class CudaExecutor:
     def capture_graphs(
         self, most: int | None = None, *, max_seconds: float = math.inf, clock: Callable[[], float] = time.monotonic
     ) -> CaptureRun:
-        """Capture the usual decodes, so that no request waits for it: with rows of padding, which no request notices.
+        """Capture the usual decodes, so that no request waits for it: with rows of padding (`DecodeGraphs.capture_usual`).
 
-        See `DecodeGraphs.capture_usual`. Only while no step is in flight, after `resize` and `choose_attention`, which throw
-        graphs away.
+        Only while no step is in flight, after `resize` and `choose_attention`, which throw graphs away.
         """
         if self._flights:
             raise ValueError(f"step {self._flights[0].step_id} is in flight")
@@ -267,14 +267,18 @@ class CudaExecutor:
     def block_bytes(self) -> int:
         return int(self._cache.block_bytes)
 
-    def read_blocks(self, block_ids: Sequence[int], out: Sequence[memoryview]) -> None:
+    def read_blocks(self, block_ids: Sequence[int], out: Sequence[memoryview]) -> Ready | None:
         for block_id in block_ids:
             self._check_block_id(block_id)
+        if not block_ids:
+            return None
         # What a step wrote was collected before anybody knew of it; a copy of this block may still be queued.
         with self._working(self._reading):
             for mark in dict.fromkeys(self._moved.pop(block_id) for block_id in block_ids if block_id in self._moved):
                 self._reading.follow(mark)  # those of other blocks may lie behind the step in flight
-            self._cache.read_blocks(block_ids, out)
+            read = self._cache.read_blocks(block_ids, out, self._reading)
+            self._stream.follow(read.left)  # whoever writes to these blocks next
+        return read.wait
 
     def write_blocks(self, block_ids: Sequence[int], contents: Sequence[memoryview]) -> None:
         for block_id in block_ids:
@@ -315,6 +319,7 @@ class CudaExecutor:
             return
         self._is_closed = True
         with suppress(RuntimeError), self._stream.entered():  # of a device that failed
+            self._stream.follow(self._reading.mark())
             self._stream.mark().wait()
         self._flights.clear()
         self._graphs = None

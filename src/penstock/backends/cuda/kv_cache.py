@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from penstock.backends.batch import NULL_BLOCK
+from penstock.backends.cuda.stream import Mark, Stream
 from penstock.types.kv_dtype import KEY_GROUP, KvDtype
 
 KEY_SCALE_DTYPE = torch.bfloat16
@@ -54,6 +55,27 @@ def block_bytes(
     else:
         head_bytes = 2 * head_dim * int(dtype.itemsize)
     return num_layers * block_size * num_kv_heads * head_bytes
+
+
+@dataclass(slots=True, eq=False)
+class BlockRead:
+    """Contents of blocks on their way to the host's memory."""
+
+    left: Mark
+    """From here on the blocks may be written to."""
+    _arrived: Mark
+    _staging: torch.Tensor | None
+    """Pinned; None once it is copied."""
+    _out: Sequence[memoryview]
+
+    def wait(self) -> None:
+        """Until each is in its `out`: see `ports.Ready`."""
+        if self._staging is None:
+            return
+        self._arrived.wait()
+        for target, content in zip(self._out, self._staging.numpy(), strict=True):
+            np.frombuffer(target, np.uint8)[:] = content
+        self._staging = None
 
 
 class PagedKvCache:
@@ -155,17 +177,16 @@ class PagedKvCache:
             blocks = piece.contiguous().view(part.dtype).view(len(block_ids), part.shape[0], *part.shape[2:])
             part.index_copy_(1, index, blocks.transpose(0, 1))
 
-    def read_blocks(self, block_ids: Sequence[int], out: Sequence[memoryview]) -> None:
-        """Copy blocks to the host, each to an `out` of `block_bytes`, and wait for it."""
-        if not block_ids:
-            return
+    def read_blocks(self, block_ids: Sequence[int], out: Sequence[memoryview], stream: Stream) -> BlockRead:
+        """Queue the copies of blocks to the host on `stream`, which was entered; nothing is waited for."""
+        packed = self.pack_blocks(block_ids)
+        left = stream.mark()
         staging = self._staging(len(block_ids))
-        staging.copy_(self.pack_blocks(block_ids))
-        for target, content in zip(out, staging.numpy(), strict=True):
-            np.frombuffer(target, np.uint8)[:] = content
+        staging.copy_(packed, non_blocking=True)
+        return BlockRead(left, stream.mark(), staging, out)
 
     def write_blocks(self, block_ids: Sequence[int], contents: Sequence[memoryview]) -> None:
-        """The reverse of `read_blocks`, but for waiting: the contents are copied before this returns, the blocks written later,
+        """The reverse of `read_blocks`: the contents are copied before this returns, the blocks written later,
         in the order of the stream."""
         if not block_ids:
             return
@@ -173,12 +194,6 @@ class PagedKvCache:
         for target, content in zip(staging.numpy(), contents, strict=True):
             target[:] = np.frombuffer(content, np.uint8)
         self.unpack_blocks(block_ids, staging.to(self._device, non_blocking=True))
-
-    def read_block(self, block_id: int, out: memoryview) -> None:
-        self.read_blocks([block_id], [out])
-
-    def write_block(self, block_id: int, content: memoryview) -> None:
-        self.write_blocks([block_id], [content])
 
     def _staging(self, num_blocks: int) -> torch.Tensor:
         """Pinned: PyTorch gives it to nobody else before the device has copied what it was asked to."""
