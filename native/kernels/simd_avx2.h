@@ -165,11 +165,6 @@ PENSTOCK_INLINE vf bits_of_lanes(vb a, int32_t mask) {
     const __m256i m = _mm256_set1_epi32(mask);
     return {_mm256_cvtepi32_ps(_mm256_and_si256(a.l, m)), _mm256_cvtepi32_ps(_mm256_and_si256(a.h, m))};
 }
-PENSTOCK_INLINE vf bf16_of_lanes(vb a, uint32_t j) {
-    const __m256i count = _mm256_set1_epi32(static_cast<int32_t>(16 - 16 * j)), m = _mm256_set1_epi32(-0x10000);
-    return {_mm256_castsi256_ps(_mm256_and_si256(_mm256_sllv_epi32(a.l, count), m)),
-            _mm256_castsi256_ps(_mm256_and_si256(_mm256_sllv_epi32(a.h, count), m))};
-}
 PENSTOCK_INLINE vf add_exponent(vf a, int32_t exponent_bits) {
     const __m256i e = _mm256_set1_epi32(exponent_bits);
     return {_mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a.l), e)),

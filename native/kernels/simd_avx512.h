@@ -110,11 +110,6 @@ PENSTOCK_INLINE vb shift_right(vb a, int32_t shift) { return {_mm512_srlv_epi32(
 PENSTOCK_INLINE vf bits_of_lanes(vb a, int32_t mask) {
     return {_mm512_cvtepi32_ps(_mm512_and_si512(a.v, _mm512_set1_epi32(mask)))};
 }
-// bf16 number j, 0 or 1, of each lane.
-PENSTOCK_INLINE vf bf16_of_lanes(vb a, uint32_t j) {
-    const __m512i high = _mm512_sllv_epi32(a.v, _mm512_set1_epi32(static_cast<int32_t>(16 - 16 * j)));
-    return {_mm512_castsi512_ps(_mm512_and_si512(high, _mm512_set1_epi32(-0x10000)))};
-}
 // a * 2^n for exponent_bits = n << 23; a and the result must be normal numbers.
 PENSTOCK_INLINE vf add_exponent(vf a, int32_t exponent_bits) {
     return {_mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a.v), _mm512_set1_epi32(exponent_bits)))};

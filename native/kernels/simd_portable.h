@@ -150,15 +150,6 @@ PENSTOCK_INLINE vf bits_of_lanes(vb a, int32_t mask) {
     }
     return r;
 }
-PENSTOCK_INLINE vf bf16_of_lanes(vb a, uint32_t j) {
-    vf r;
-    PENSTOCK_LANES {
-        uint16_t bits;
-        memcpy(&bits, a.v + 4 * i + 2 * j, 2);
-        r.v[i] = widen_bf16(bits);
-    }
-    return r;
-}
 PENSTOCK_INLINE vf add_exponent(vf a, int32_t exponent_bits) {
     PENSTOCK_LANES {
         uint32_t bits;
