@@ -104,6 +104,7 @@ def test_an_answer_does_not_tell_of_strands(model: LoadedModel, name: str) -> No
         ([(40, 1)] * 15, 2, 1),  # too few to read the weights twice
         ([(40, 1)] * 16, 2, 2),
         ([(40, 1)] * 30, 4, 3),  # two threads share a strand
+        ([(40, 1)] * 27, 3, 2),  # of three, in whole tiles of rows, one would have 12
         ([(0, 300)], 2, 2),
     ],
 )
@@ -139,12 +140,13 @@ def test_nothing_is_fetched_where_it_does_not_pay(model: LoadedModel) -> None:
 
 
 @pytest.mark.parametrize("num_threads", [2, 4])
-def test_a_layer_that_no_cache_holds_is_read_once(tmp_path: Path, num_threads: int) -> None:
+def test_a_layer_that_no_cache_holds_is_read_once_for_a_block_of_rows(tmp_path: Path, num_threads: int) -> None:
     """However many threads there are: all of it lies between the first strand and the last."""
     shape = TinyLlama(num_layers=3, hidden_size=512, intermediate_size=4096, max_model_len=512)
     steps = Steps(load_gguf(write_gguf(tmp_path / "wide.gguf", shape, matrix_type="F16")), num_threads)
-    steps.run(*[(0, 1)] * 48)
-    assert steps.num_strands == 1
+    for num_tokens, expected in ((48, 1), (188, 1), (200, 2)):
+        steps.run(*[(0, num_tokens // 4)] * 4)
+        assert steps.num_strands == expected
 
 
 def test_a_row_that_costs_as_much_as_all_others_leaves_the_step_whole(tmp_path: Path) -> None:
