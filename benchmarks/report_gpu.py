@@ -126,10 +126,17 @@ def gpu_attention(results: Sequence[Result]) -> tuple[str, Plots]:
             rows = [_attention_row(case) for case in cases]
             head = ["attention of a layer", "keys and values", "us (range)", "GB/s", "TFLOP/s", "bound by"]
             head += ["share of the bound", "FlashInfer's", "rotate and write"]
-            shares = ((" ".join(row[:2]), case["attention"]["share"]) for row, case in zip(rows, cases, strict=True))
+            named = zip(rows, cases, strict=True)
+            shares = [share for row, case in named for share in _attention_shares(" ".join(row[:2]), case)]
             text = "\n\n".join([origin(result), *above_the_bound(shares), table(head, rows)])
             parts.append((_title(model, mode, result), text))
     return section(parts, {"attention": ("Attention under the roofline", plots.attention_roofline)}, results)
+
+
+def _attention_shares(name: str, case: Result) -> list[tuple[str, float]]:
+    """(name, share) of all that was measured of a case: also of what stands beside our attention."""
+    measured = [(who, found["share"]) for who, found in case.items() if isinstance(found, Mapping)]
+    return [(name if who == "attention" else f"{name}, {who}", share) for who, share in measured]
 
 
 def _attention_row(case: Result) -> list[str]:

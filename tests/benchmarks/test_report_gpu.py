@@ -207,7 +207,7 @@ def test_a_decodes_time_stands_above_its_bound_in_the_same_plot(measured, panels
 @pytest.mark.parametrize("name", ["gpu_gemm", "gpu_attention", "gpu_step"])
 def test_a_share_above_1_is_shown_and_told(name, measured, panels):
     result = measured(name)
-    largest = max(figures["share"] for figures in figures_of(result) if figures["operations"])
+    largest = max(figures["share"] for figures in figures_of(result))
     above = with_peaks_divided(result, 3.0 / largest)
     text, _ = report_gpu.SECTIONS[name]([above])
     assert "**Above the bound:**" in text
@@ -215,6 +215,17 @@ def test_a_share_above_1_is_shown_and_told(name, measured, panels):
     below = with_peaks_divided(result, 0.9 / largest)
     text, _ = report_gpu.SECTIONS[name]([below])
     assert "**Above the bound:**" not in text
+
+
+@pytest.mark.parametrize("who", ["flashinfer auto", "rotate and write"])
+def test_no_share_of_the_table_of_attention_is_above_1_untold(who, measured):
+    """Also of what stands beside our attention."""
+    result = measured("gpu_attention")
+    case = result["cases"][0]
+    case[who] = case["attention"] | {"share": 1.25}
+    text, _ = report_gpu.gpu_attention([result])
+    (told,) = (line for line in text.splitlines() if line.startswith("**Above the bound:**"))
+    assert f"{who} (125 %)" in told
 
 
 @pytest.mark.parametrize("name", ["gpu_gemm", "gpu_attention", "gpu_step"])
