@@ -4,10 +4,11 @@
 #
 #   benchmarks/gpu_all.sh [FOLDER]        results go to build/gpu, or FOLDER
 #
-# A part whose result is there is not measured again: what was cut off goes on with the next call. From the environment: PYTHON
-# (.venv/bin/python, or python3 where that is not there); ONLY, a pattern of the parts' names, such as "step-*"; AGAIN=1, which
-# measures also what is there; MINUTES, after which no other part is begun; ARGS, for every part, such as "--no-peer" or
-# "--self-test"; PAGE, another one than docs/performance.md. A part that fails is named at the end.
+# A part whose result is there, and is not of a self-test, is not measured again: what was cut off goes on with the next call. From
+# the environment: PYTHON (.venv/bin/python, or python3 where that is not there); ONLY, a pattern of the parts' names, such as
+# "step-*"; AGAIN=1, which measures also what is there; MINUTES, after which no other part is begun; ARGS, for every part that runs:
+# "--self-test", or what all of them take, such as ARGS=--no-peer ONLY="serve-*"; PAGE, another one than docs/performance.md. A part
+# that fails is named at the end.
 #
 # The results can be taken to another machine, and reported there: python3 benchmarks/report.py FOLDER/*.txt
 set -u -o pipefail
@@ -18,6 +19,11 @@ mkdir -p "$folder"
 "$python" -c 'from penstock import __version__' 2>/dev/null || export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}"
 results=() failed=() left=()
 
+# has_result FILE: whether it is there, and not of a self-test, which report.py refuses
+has_result() {
+  [ -f "$1" ] && ! grep -q '"is_self_test": true' "$1"
+}
+
 # run NAME SCRIPT ARGUMENT...
 run() {
   local name=$1 script=$2
@@ -25,7 +31,7 @@ run() {
   local result=$folder/$name.txt
   # shellcheck disable=SC2254,SC2086  # ONLY is a pattern, ARGS several arguments
   case $name in ${ONLY:-*})
-    if [ -f "$result" ] && [ -z "${AGAIN:-}" ]; then
+    if has_result "$result" && [ -z "${AGAIN:-}" ]; then
       echo "== $name: there already"
     elif [ -n "${MINUTES:-}" ] && [ $SECONDS -ge $((60 * ${MINUTES:-0})) ]; then
       left+=("$name")

@@ -1,5 +1,6 @@
 """`gpu_all.sh` measures each part once, goes on where it was cut off, and puts nothing into the page that is no measurement."""
 
+import json
 import os
 import re
 import subprocess
@@ -52,6 +53,18 @@ def test_the_benchmarks_take_what_the_parts_give_them(gpu_all, monkeypatch):
     assert {script for _, script, *_ in parts} == {*READERS, "gpu_peaks.py"}
 
 
+def test_arguments_for_all_parts_are_those_that_each_of_them_takes(gpu_all, monkeypatch):
+    """As they are in the documentation and the script's own, with the parts that are named beside them."""
+    texts = [(ROOT / name).read_text(encoding="utf-8") for name in ("docs/gpu.md", "benchmarks/gpu_all.sh")]
+    words = r"""(?:'([^']*)'|"([^"]*)"|([^\s'"]+))"""
+    asked = [found for text in texts for found in re.findall(rf"ARGS={words} ONLY={words}", text)]
+    assert len(asked) > 2
+    for found in asked:
+        for _, script, *arguments in measured_parts(gpu_all(ARGS="".join(found[:3]), ONLY="".join(found[3:])).stdout):
+            monkeypatch.setattr(sys, "argv", [script, *arguments])
+            READERS[script]()
+
+
 def test_what_is_there_is_not_measured_again(gpu_all, tmp_path):
     first = gpu_all(ONLY="step-8b*")
     names = [name for name, *_ in measured_parts(first.stdout)]
@@ -59,6 +72,16 @@ def test_what_is_there_is_not_measured_again(gpu_all, tmp_path):
     (tmp_path / "results" / "step-8b-int4.txt").unlink()
     assert [name for name, *_ in measured_parts(gpu_all(ONLY="step-8b*").stdout)] == ["step-8b-int4"]
     assert [name for name, *_ in measured_parts(gpu_all(ONLY="step-8b*", AGAIN="1").stdout)] == names
+
+
+def test_what_a_self_test_left_there_is_measured(gpu_all, tmp_path):
+    """The report refuses it: measured parts would wait for it for ever."""
+    results = tmp_path / "results"
+    results.mkdir()
+    for name, is_self_test in (("peaks", True), ("step-8b", False)):
+        (results / f"{name}.txt").write_text(json.dumps({"benchmark": "gpu", "is_self_test": is_self_test}) + "\n")
+    names = [name for pattern in ("peaks", "step-8b") for name, *_ in measured_parts(gpu_all(ONLY=pattern).stdout)]
+    assert names == ["peaks"]
 
 
 def test_the_report_has_all_results_that_are_there(gpu_all, tmp_path):
