@@ -116,9 +116,13 @@ def test_a_step_is_divided_where_it_pays(
     assert steps.num_strands == expected
 
 
-def test_products_fetch_what_the_next_attention_reads(model: LoadedModel) -> None:
-    """Each block of the strand's rows once, in order, whichever layer it is; those that the step begins are in the cache."""
-    contexts = [40, 16, 0, 33] * 8
+@pytest.mark.parametrize("num_rows", [16, 32])
+def test_products_fetch_what_the_next_attention_reads(model: LoadedModel, num_rows: int) -> None:
+    """Each block of the strand's rows once, in order, whichever layer it is; those that the step begins are in the cache.
+
+    Also where each of two strands has fewer rows than one alone would need.
+    """
+    contexts = [40, 16, 0, 33] * (num_rows // 4)
     blocks_of_row = [[1 + row * BLOCKS_PER_ROW + i for i in range(-(-context // 16))] for row, context in enumerate(contexts)]
     for num_threads in (1, 2):
         steps = Steps(model, num_threads)
