@@ -25,6 +25,8 @@ from penstock.serve.service import CallStream
 _log = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
+_LINE_ENDS = tuple((char.encode(), f"\\u{ord(char):04x}".encode()) for char in "\x85\u2028\u2029")
+"""What Unicode counts as the end of a line and JSON lets stand in a string, with JSON's other way to write it."""
 _HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -117,7 +119,7 @@ class SseResponse(Response):
         write, index_of = self._writer.write, self._call.index_of
         data = b"".join([write(index_of[chunk.request_id], chunk) for chunk in chunks])
         if data:
-            body.write(data)
+            body.write(whole_lines(data))
         return True
 
     def _write(self, chunks: list[OutputChunk]) -> tuple[bytes, ApiError | None]:
@@ -147,5 +149,15 @@ def error_event(error: ApiError) -> bytes:
     return b"data: " + error.body() + b"\n\n"
 
 
-async def _send(send: Send, body: bytes, *, more: bool) -> None:
-    await send({"type": "http.response.body", "body": body, "more_body": more})
+def whole_lines(events: bytes) -> bytes:
+    """The same JSON for who divides lines as Unicode does (Python's `str.splitlines`, httpx's `iter_lines`), and not at LF and
+    CR alone as server-sent events do: https://html.spec.whatwg.org/multipage/server-sent-events.html#parsing-an-event-stream
+    """
+    if not events.isascii():
+        for char, escaped in _LINE_ENDS:
+            events = events.replace(char, escaped)
+    return events
+
+
+async def _send(send: Send, events: bytes, *, more: bool) -> None:
+    await send({"type": "http.response.body", "body": whole_lines(events), "more_body": more})
