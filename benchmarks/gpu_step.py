@@ -31,7 +31,8 @@ from typing import TYPE_CHECKING, Any
 
 from gpu_peaks import DeviceClock, GpuPeaks, Measured, context, require_gpu, rounded, use_interpreter
 from gpu_shapes import SHAPES, Shape, random_model
-from gpu_work import ModelWork, StepShape, parse_step
+from gpu_work import ModelWork
+from step_shape import StepShape, parse_step
 
 from penstock.models import registry
 from penstock.models.formats import WeightFormat

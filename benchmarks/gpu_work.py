@@ -4,12 +4,11 @@ against measured peaks; it counts only, and knows neither devices nor times.
 
 from __future__ import annotations
 
-import argparse
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpu_shapes import Shape, format_of
+from step_shape import StepShape
 
 from penstock.models.formats import WeightFormat, stored_bytes
 
@@ -24,34 +23,6 @@ class Work:
     """Of products; a multiply-add is two."""
     num_bytes: float
     """That are read and written, each once."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepShape:
-    """A step of `rows` rows that each compute `query_len` tokens after `context_len` positions."""
-
-    rows: int
-    query_len: int
-    context_len: int
-
-    def __str__(self) -> str:
-        return f"{self.rows}x{self.query_len}@{self.context_len}"
-
-    @property
-    def is_decode(self) -> bool:
-        return self.query_len == 1
-
-    @property
-    def num_tokens(self) -> int:
-        return self.rows * self.query_len
-
-
-def parse_step(text: str) -> StepShape:
-    """Of `str(step)`. Raises argparse.ArgumentTypeError for anything else."""
-    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)@(\d+)", text)
-    if found is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not ROWSxQUERY_LEN@CONTEXT_LEN")
-    return StepShape(*map(int, found.groups()))
 
 
 class ModelWork:

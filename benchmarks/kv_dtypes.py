@@ -16,7 +16,8 @@ import statistics
 from typing import Any
 
 from kernel_engines import wait_for_huge_pages
-from step import StepRunner, StepShape, open_executor, parse_step
+from step import StepRunner, open_executor
+from step_shape import StepShape, parse_step
 
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
 from penstock.models.load import load_model

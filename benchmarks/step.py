@@ -18,15 +18,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import statistics
 import time
-from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
 from kernel_engines import wait_for_huge_pages
 from peaks import PeakMeter, context
+from step_shape import StepShape, parse_step
 
 from penstock.backends.native.executor import NativeExecutor
 from penstock.models import registry
@@ -42,29 +41,11 @@ ROUND_MS = 30.0
 """Of steps between two looks at the machine's peaks; at least one step."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepShape:
-    rows: int
-    query_len: int
-    context_len: int
-
-    @property
-    def num_tokens(self) -> int:
-        return self.rows * self.query_len
-
-    @property
-    def blocks_per_row(self) -> int:
-        return -(-(self.context_len + self.query_len + 1) // BLOCK_SIZE)
-
-
 STEPS = ("1x1@128", "8x1@200", "32x1@256", "4x128@0", "1x512@0", "1x512@1024")
 
 
-def parse_step(text: str) -> StepShape:
-    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)@(\d+)", text)
-    if found is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not ROWSxQUERY_LEN@CONTEXT_LEN")
-    return StepShape(*map(int, found.groups()))
+def blocks_per_row(shape: StepShape) -> int:
+    return -(-(shape.context_len + shape.query_len + 1) // BLOCK_SIZE)
 
 
 class StepCost:
@@ -151,8 +132,8 @@ class StepRunner:
     def _admit(self, shape: StepShape, name: str, step_id: int, row: int) -> AdmitRow:
         length = shape.context_len + shape.query_len
         tokens = tuple(1000 + (step_id * 31 + i * 7) % (self._vocab_size - 2000) for i in range(length))
-        first = 1 if self._same_blocks else 1 + row * shape.blocks_per_row
-        blocks = tuple(range(first, first + shape.blocks_per_row))
+        first = 1 if self._same_blocks else 1 + row * blocks_per_row(shape)
+        blocks = tuple(range(first, first + blocks_per_row(shape)))
         return AdmitRow(name, tokens, length, blocks, shape.context_len, SamplingParams(temperature=0.0))
 
 
@@ -185,11 +166,11 @@ def open_executor(model: LoadedModel, shapes: list[StepShape], threads: int, var
     return NativeExecutor(
         model,
         registry.describe(model.spec),
-        num_blocks=2 + max(shape.rows * shape.blocks_per_row for shape in shapes),
+        num_blocks=2 + max(shape.rows * blocks_per_row(shape) for shape in shapes),
         block_size=BLOCK_SIZE,
         max_rows=max(shape.rows for shape in shapes),
         max_step_tokens=max(shape.num_tokens for shape in shapes),
-        max_model_len=(1 + max(shape.blocks_per_row for shape in shapes)) * BLOCK_SIZE,
+        max_model_len=(1 + max(blocks_per_row(shape) for shape in shapes)) * BLOCK_SIZE,
         kv_dtype=kv_dtype,
         num_threads=threads,
         variant=variant,

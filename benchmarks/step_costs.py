@@ -15,7 +15,8 @@ import argparse
 import json
 from dataclasses import asdict
 
-from step import StepRunner, StepShape, open_executor
+from step import StepRunner, open_executor
+from step_shape import StepShape
 
 from penstock.lab.fitting import fit
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve

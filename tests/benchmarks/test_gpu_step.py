@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 from gpu_shapes import SHAPES
-from gpu_work import ModelWork, parse_step
+from gpu_work import ModelWork
+from step_shape import parse_step
 
 from interpreted import HAS_DEVICE
 from penstock.models.formats import WeightFormat

@@ -2,7 +2,8 @@
 
 import pytest
 from gpu_shapes import SHAPES
-from gpu_work import ModelWork, StepShape, parse_step
+from gpu_work import ModelWork
+from step_shape import StepShape, parse_step
 
 from penstock.models.formats import WeightFormat
 
