@@ -66,9 +66,10 @@ void add_gated(Engine& self, int gate, int up, int activation, int out, int kind
     self.add_instruction(std::move(instruction));
 }
 
-void add_attention(Engine& self, int q, int out, int layer, int num_heads, float scale, int window, float softcap) {
+void add_attention(Engine& self, int q, int out, int layer, int num_heads, float scale, int window, float softcap,
+                   bool of_samples) {
     Instruction instruction{InstructionKind::kAttention, Domain::kTokens, {}, {}, {}, {}};
-    instruction.attention = {q, out, layer, num_heads, scale, window, softcap};
+    instruction.attention = {q, out, layer, num_heads, scale, window, softcap, of_samples};
     self.add_instruction(std::move(instruction));
 }
 
@@ -299,7 +300,8 @@ void bind_engine(nb::module_& m) {
              "ops"_a, "samples"_a)
         .def("add_linear", &add_linear, "ops"_a, "samples"_a, "(weight, activation, out, bias, residual) each; -1 is none.")
         .def("add_gated", &add_gated, "gate"_a, "up"_a, "activation"_a, "out"_a, "kind"_a, "samples"_a)
-        .def("add_attention", &add_attention, "q"_a, "out"_a, "layer"_a, "num_heads"_a, "scale"_a, "window"_a, "softcap"_a)
+        .def("add_attention", &add_attention, "q"_a, "out"_a, "layer"_a, "num_heads"_a, "scale"_a, "window"_a, "softcap"_a,
+             "of_samples"_a = false, "`of_samples`: what comes out for other tokens has no meaning.")
         .def("settle", &Engine::settle, "After the last weight: small pages that hold weights become huge ones, in the background.")
         .def("use_small_pages", &Engine::use_small_pages, "From now on, as if huge pages were dear: for tests.")
         .def_prop_ro("small_page_bytes", &Engine::small_page_bytes, "Memory for weights that `settle` has not seen to.")

@@ -81,6 +81,7 @@ struct AttentionOp {
     float scale = 1.0f;
     int32_t window = 0;
     float softcap = 0.0f;
+    bool of_samples = false;  // of other tokens nobody reads what comes out, and it is not computed
 };
 
 enum class InstructionKind : int32_t { kRows, kLinear, kGated, kAttention };
@@ -197,12 +198,15 @@ class Engine final : private Work {
         float factor;
         Floats cos, sin;  // [max_step_tokens, half], of this step's tokens
     };
+    struct TileRange {
+        int32_t first = 0, end = 0;
+        bool has_splits = false;
+    };
     // Tokens of a step, and the samples among them, that go through all instructions without waiting for the others: who computes one
     // strand multiplies while who computes another one waits for keys and values.
     struct Strand {
         int32_t first_token, end_token, first_logit, end_logit;
-        int32_t first_tile = 0, end_tile = 0;    // of attention
-        bool has_splits = false;                 // of its tiles
+        TileRange tiles, sample_tiles;           // of attention: of all tokens, and of samples alone
         int32_t first_block = 0, end_block = 0;  // of what its products fetch for attention
     };
     // One instruction of a strand.
@@ -253,7 +257,9 @@ class Engine final : private Work {
     void add_up_costs();
     void divide_tokens(int wanted);
     void plan_attention(Strand& strand);
-    void split_long_tiles(Strand& strand, int heads_per_kv);
+    TileRange add_tiles(const Strand& strand, int heads_per_kv, bool of_samples);
+    void add_tile(AttentionTile tile, bool of_samples);
+    void split_long_tiles(TileRange& tiles, int heads_per_kv);
     Stage plan_stage(const Strand& strand, const Instruction& instruction, int members) const;
     Team::Strands strands_of_run() const;
     // How many members share a strand.

@@ -118,8 +118,14 @@ void Engine::plan_attention(Strand& strand) {
             break;
         }
     }
+    strand.tiles = add_tiles(strand, heads_per_kv, false);
+    const bool all_sample = strand.end_logit - strand.first_logit == strand.end_token - strand.first_token;
+    strand.sample_tiles = all_sample ? strand.tiles : add_tiles(strand, heads_per_kv, true);
+}
+
+Engine::TileRange Engine::add_tiles(const Strand& strand, int heads_per_kv, bool of_samples) {
     const int queries = std::max(1, kernels_.attention_queries / heads_per_kv);
-    strand.first_tile = static_cast<int32_t>(tiles_.size());
+    TileRange tiles{static_cast<int32_t>(tiles_.size()), 0, false};
     for (int row = 0; row < input_.num_rows; ++row) {
         const int first = input_.query_start_loc[row];
         const int begin = std::max(first, strand.first_token), end = std::min(input_.query_start_loc[row + 1], strand.end_token);
@@ -128,18 +134,33 @@ void Engine::plan_attention(Strand& strand) {
         for (int head = 0; head < shape_.num_kv_heads; ++head) {
             for (int tile = ceil_div(end - begin, queries) - 1; tile >= 0; --tile) {
                 const int token = begin + tile * queries;
-                tiles_.push_back({row, token, input_.context_lens[row] + token - first, std::min(queries, end - token), head});
+                add_tile({row, token, input_.context_lens[row] + token - first, std::min(queries, end - token), head}, of_samples);
             }
         }
     }
-    if (takers() > 1 && heads_per_kv <= kernels_.attention_queries) split_long_tiles(strand, heads_per_kv);
-    strand.end_tile = static_cast<int32_t>(tiles_.size());
+    if (takers() > 1 && heads_per_kv <= kernels_.attention_queries) split_long_tiles(tiles, heads_per_kv);
+    tiles.end = static_cast<int32_t>(tiles_.size());
+    return tiles;
+}
+
+// `of_samples`: from the first of its queries that samples to the last one, if there is any.
+void Engine::add_tile(AttentionTile tile, bool of_samples) {
+    if (of_samples) {
+        const int32_t* const all_end = input_.logit_tokens + input_.num_logits;
+        const int32_t* const begin = std::lower_bound(input_.logit_tokens, all_end, tile.token);
+        const int32_t* const end = std::lower_bound(begin, all_end, tile.token + tile.num_queries);
+        if (begin == end) return;
+        tile.position += *begin - tile.token;
+        tile.token = *begin;
+        tile.num_queries = end[-1] - *begin + 1;
+    }
+    tiles_.push_back(tile);
 }
 
 // So that no task is more than a quarter of what each of the strand's threads has to do.
-void Engine::split_long_tiles(Strand& strand, int heads_per_kv) {
+void Engine::split_long_tiles(TileRange& tiles, int heads_per_kv) {
     const auto cost_of = [](const AttentionTile& tile) { return int64_t{tile.position + tile.num_queries} * tile.num_queries; };
-    const auto first = tiles_.begin() + strand.first_tile;
+    const auto first = tiles_.begin() + tiles.first;
     int64_t total = 0, longest = 0;
     for (auto tile = first; tile != tiles_.end(); ++tile) {
         total += cost_of(*tile);
@@ -147,9 +168,9 @@ void Engine::split_long_tiles(Strand& strand, int heads_per_kv) {
     }
     const int64_t bound = total / (4 * takers()) + 1;
     if (longest <= bound) return;
-    strand.has_splits = true;
+    tiles.has_splits = true;
     whole_tiles_.assign(first, tiles_.end());
-    tiles_.resize(strand.first_tile);
+    tiles_.resize(tiles.first);
     for (AttentionTile tile : whole_tiles_) {
         const int num_segments = ceil_div(tile.position + tile.num_queries, kSegment);
         const int num_pieces = std::min(num_segments, static_cast<int>((cost_of(tile) + bound - 1) / bound));
@@ -172,9 +193,9 @@ Engine::Stage Engine::plan_stage(const Strand& strand, const Instruction& instru
     const int wanted = kTasksPerMember * members;
     if (instruction.kind == InstructionKind::kAttention) {
         // Pieces of a long tile lie side by side and are dear: each is a task of its own.
-        const int tiles = strand.end_tile - strand.first_tile;
-        const int grain = strand.has_splits ? 1 : grain_of(tiles, kAttentionTasksPerMember * members);
-        return {ceil_div(tiles, grain), grain, 1, strand.first_tile, strand.end_tile, members};
+        const TileRange& tiles = instruction.attention.of_samples ? strand.sample_tiles : strand.tiles;
+        const int count = tiles.end - tiles.first, grain = tiles.has_splits ? 1 : grain_of(count, kAttentionTasksPerMember * members);
+        return {ceil_div(count, grain), grain, 1, tiles.first, tiles.end, members};
     }
     const bool of_tokens = instruction.domain == Domain::kTokens;
     const int first = of_tokens ? strand.first_token : strand.first_logit, end = of_tokens ? strand.end_token : strand.end_logit;

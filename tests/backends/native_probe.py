@@ -85,15 +85,20 @@ class Probe:
         query_lens: Sequence[int] | None = None,
         context_lens: Sequence[int] | None = None,
         block_tables: NDArray[np.int32] | None = None,
+        samples: Sequence[int] | None = None,
     ) -> F32:
-        """One step; by default one row of one token per id. The result buffer's row of every token. [T, out_width]"""
+        """One step; by default one row of one token per id. The result buffer's rows of some tokens or, by default, all.
+
+        [S, out_width]
+        """
+        samples = range(len(token_ids)) if samples is None else samples
         queries = np.array(query_lens or [1] * len(token_ids), np.int32)
         contexts = np.array(context_lens or [0] * len(queries), np.int32)
         tables = block_tables if block_tables is not None else np.ones((len(queries), 1), np.int32)
         positions = np.concatenate([c + np.arange(q, dtype=np.int32) for q, c in zip(queries, contexts, strict=True)])
         rows = np.repeat(np.arange(len(queries)), queries)
         slots = tables[rows, positions // self.block_size].astype(np.int64) * self.block_size + positions % self.block_size
-        out = np.full((len(token_ids), self.out_width), np.nan, np.float32)
+        out = np.full((len(samples), self.out_width), np.nan, np.float32)
         self.engine.logits_step(
             np.arange(len(queries), dtype=np.int32),
             np.concatenate([[0], np.cumsum(queries)]).astype(np.int32),
@@ -102,7 +107,7 @@ class Probe:
             positions.astype(np.int32),
             slots,
             tables,
-            np.arange(len(token_ids), dtype=np.int32),
+            np.array(samples, np.int32),
             out,
         )
         return out

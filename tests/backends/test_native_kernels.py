@@ -373,7 +373,14 @@ def attention_probe(
     probe.flush()
     out = probe.buffer(heads * head_dim)
     probe.engine.add_attention(
-        buffers[0], out, 0, heads, head_dim**-0.5, int(options.get("window", 0)), float(options.get("softcap", 0.0))
+        buffers[0],
+        out,
+        0,
+        heads,
+        head_dim**-0.5,
+        int(options.get("window", 0)),
+        float(options.get("softcap", 0.0)),
+        of_samples=bool(options.get("of_samples", False)),
     )
     probe.finish(out)
     return probe
@@ -420,6 +427,30 @@ def rounded(
         round_to_int8(k.reshape(by_head), KEY_GROUP).reshape(k.shape),
         round_to_int8(v.reshape(by_head), head_dim).reshape(v.shape),
     )
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+@pytest.mark.parametrize("samples", [[2, 63], [0, 1, 62, 63, 64], [63], [], [40, 41, 42, 47, 55, 63]])
+def test_attention_of_samples_alone_is_theirs_among_all(variant: str, num_threads: int, samples: list[int]) -> None:
+    """A decode, the ends and middles of prompts, and a long context, which several threads divide."""
+    heads, head_dim = 3, 16
+    query_lens, context_lens = [1, 2, 61, 1], [20, 0, 7, 400]
+    num_tokens, tables = sum(query_lens), np.arange(1, 1 + 4 * 26, dtype=np.int32).reshape(4, 26)
+    rng = np.random.default_rng(5)
+    q, k, v = (random_rows(rng, 401, width) for width in (heads * head_dim, head_dim, head_dim))
+    answers = []
+    for of_samples in (False, True):
+        shape = {"heads": heads, "kv_heads": 1, "head_dim": head_dim, "num_blocks": 105, "of_samples": of_samples}
+        probe = attention_probe(q, k, v, variant, num_threads=num_threads, **shape)
+        for row, context_len in enumerate(context_lens):  # what the step sees
+            if context_len:
+                ids, table = range(context_len), tables[row : row + 1]
+                probe.run(ids, query_lens=[context_len], block_tables=table, samples=[context_len - 1])
+        ids = np.concatenate([c + np.arange(n) for n, c in zip(query_lens, context_lens, strict=True)])
+        step = {"query_lens": query_lens, "context_lens": context_lens, "block_tables": tables}
+        answers.append(probe.run(ids, **step, samples=samples if of_samples else range(num_tokens)))
+    assert (answers[1] == answers[0][samples]).all()
+    assert np.isfinite(answers[0]).all()
 
 
 KV_FORMATS = pytest.mark.parametrize("kv_format", list(KvFormat), ids=lambda kv_format: kv_format.name.lower())

@@ -11,7 +11,7 @@ import pytest
 from penstock.backends.native._native import Engine, RowOpKind, SourceFormat
 from penstock.backends.native.lowering import lower
 from penstock.models.formats import held_bytes
-from penstock.models.program import Add, Embed, GatedActivation, Linear, Logits, Op, Program, RMSNorm
+from penstock.models.program import Add, Attention, Embed, GatedActivation, GatherRows, Linear, Logits, Op, Program, RMSNorm
 from penstock.models.weights import BlockScales, WeightFormat, WeightTensor
 from penstock.types.errors import ModelError
 
@@ -150,6 +150,31 @@ def test_a_norm_is_quantised_at_once_if_only_quantised_products_read_it(
     }
     lower(program, weights, cast(Engine, recorder), num_positions=64)
     assert [kind for kind in recorder.kinds if kind not in (RowOpKind.EMBED, RowOpKind.LOOKUP)] == kinds
+
+
+def test_only_the_last_layer_attends_for_samples_alone() -> None:
+    class Attending(Recorder):
+        def __init__(self) -> None:
+            super().__init__()
+            self.of_samples: list[bool] = []
+
+        def add_attention(self, *fields: float) -> None:
+            self.of_samples.append(bool(fields[-1]))
+
+    def attend(layer: int) -> Attention:
+        return Attention("y", "x", layer, num_heads=2, num_kv_heads=1, head_dim=16, scale=1.0)
+
+    def lowered_attentions(*ops: Op) -> list[bool]:
+        recorder = Attending()
+        sizes = {"num_layers": 2, "num_kv_heads": 1, "head_dim": 16, "vocab_size": 32}
+        program = Program(ops=(Embed("x", "w"), *ops), buffers=tuple((name, 32) for name in NAMES), **sizes)
+        lower(program, {"w": MATRIX}, cast(Engine, recorder), num_positions=64)
+        return recorder.of_samples
+
+    gathered = (GatherRows("h", "y"), Linear("z", "h", "w"))
+    assert lowered_attentions(attend(0), Linear("x", "y", "w"), attend(1), *gathered) == [False, True]
+    assert lowered_attentions(attend(0), Linear("x", "y", "w"), attend(1), Linear("z", "y", "w"), *gathered) == [False, False]
+    assert lowered_attentions(attend(0), attend(1), Linear("z", "y", "w", residual="y")) == [True, False]
 
 
 def lower_fp8(codes: np.ndarray, row_scales: np.ndarray, engine: Recorder) -> None:

@@ -88,7 +88,7 @@ class _Lowering:
         if isinstance(op, Logits):
             self._emit_logits(op)
         elif isinstance(op, Attention):
-            self._emit_attention(op)
+            self._emit_attention(op, at)
         elif not (isinstance(op, RMSNorm) and self._emit_quantised_norm(op, at)):
             self._emit_row(op)
         return 1
@@ -248,10 +248,20 @@ class _Lowering:
 
     # Attention
 
-    def _emit_attention(self, op: Attention) -> None:
+    def _emit_attention(self, op: Attention, at: int) -> None:
         self._flush()
         q, out = self._buffer(op.q), self._written(op.out)
-        self._engine.add_attention(q, out, op.layer, op.num_heads, op.scale, op.window, op.softcap)
+        of_samples = self._is_only_gathered(op.out, at + 1)  # of a prompt's last layer hardly anything
+        self._engine.add_attention(q, out, op.layer, op.num_heads, op.scale, op.window, op.softcap, of_samples)
+
+    def _is_only_gathered(self, name: str, at: int) -> bool:
+        """Whether of a value only rows that sample are read from `at` on, before it is written again."""
+        for op in self._ops[at:]:
+            if name in _read_by(op) and not isinstance(op, GatherRows):
+                return False
+            if _written_by(op) == name:
+                break
+        return True
 
     # What has an id
 
