@@ -129,7 +129,7 @@ def _json_route(off_loop: OffLoop) -> type[APIRoute]:
             assert issubclass(body_type, Body)
 
             async def handle_json(request: HttpRequest) -> Response:
-                refuse_encoding(request.headers)
+                refuse_encoding(request.scope)
                 return await handle(_JsonRequest(request, body_type, off_loop))
 
             return handle_json

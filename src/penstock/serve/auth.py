@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from penstock.serve.headers import values_of
 from penstock.serve.openai.errors import ApiError, invalid_api_key
 from penstock.types.errors import ConfigError
 
@@ -65,7 +66,7 @@ class AuthLayer:
         await self._app(scope, receive, send)
 
     def _check(self, scope: Scope) -> str:
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        given = values_of(scope, b"authorization")
         if not given:
             raise invalid_api_key("No API key was sent. Send the header 'Authorization: Bearer <key>'.")
         if len(given) > 1:

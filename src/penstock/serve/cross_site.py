@@ -7,12 +7,14 @@ A page whose host name is made to resolve to this machine (DNS rebinding) is of 
 
 from __future__ import annotations
 
-from starlette.datastructures import Headers
+from collections.abc import Mapping
+
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from penstock.serve.headers import headers_of
 from penstock.serve.openai.errors import cross_site
 
-_OWN_SITES = frozenset({"same-origin", "none"})
+_OWN_SITES = frozenset({b"same-origin", b"none"})
 """Values of `Sec-Fetch-Site` (W3C Fetch Metadata) for our own pages, and for what the user did without a page."""
 
 
@@ -22,21 +24,21 @@ class CrossSiteLayer:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST":
-            headers = Headers(scope=scope)
+            headers = headers_of(scope)
             if _is_of_another_site(headers) and not _is_json(headers):
                 await cross_site().response()(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
 
-def _is_of_another_site(headers: Headers) -> bool:
+def _is_of_another_site(headers: Mapping[bytes, bytes]) -> bool:
     """Programs other than browsers send neither header."""
-    site = headers.get("sec-fetch-site")
+    site = headers.get(b"sec-fetch-site")
     if site is not None:
         return site not in _OWN_SITES
-    origin = headers.get("origin")
-    return origin is not None and origin.partition("://")[2] != headers.get("host")
+    origin = headers.get(b"origin")
+    return origin is not None and origin.partition(b"://")[2] != headers.get(b"host")
 
 
-def _is_json(headers: Headers) -> bool:
-    return headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json"
+def _is_json(headers: Mapping[bytes, bytes]) -> bool:
+    return headers.get(b"content-type", b"").partition(b";")[0].strip().lower() == b"application/json"

@@ -13,6 +13,7 @@ from contextlib import suppress
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.serve.connection import LINGER_S
+from penstock.serve.headers import values_of
 from penstock.serve.openai.errors import request_too_large
 
 
@@ -62,7 +63,7 @@ async def _drop_body(receive: Receive) -> None:
 
 def _announced_bytes(scope: Scope) -> int:
     """`Content-Length`, or 0: the HTTP parser has refused a malformed one already."""
-    for name, value in scope["headers"]:
-        if name == b"content-length" and value.isdigit() and len(value) < 20:
+    for value in values_of(scope, b"content-length"):
+        if value.isdigit() and len(value) < 20:
             return int(value)
     return 0

@@ -13,6 +13,7 @@ from urllib.parse import quote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from penstock.serve.headers import values_of
 from penstock.serve.openai.errors import internal, invalid
 
 _log = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ class RequestIdLayer:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"]
+        given = [value.decode("latin-1") for value in values_of(scope, b"x-request-id")]
         is_valid = len(given) == 1 and _VALID.fullmatch(given[0]) is not None
         identity = RequestIdentity(given[0] if is_valid else self._new_request_id(), is_valid)
         scope[_SCOPE_KEY] = identity

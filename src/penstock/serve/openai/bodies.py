@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 
 import orjson
 from pydantic import ValidationError
-from starlette.datastructures import Headers
+from starlette.types import Scope
 
+from penstock.serve.headers import headers_of
 from penstock.serve.off_loop import OffLoop
 from penstock.serve.openai.errors import from_finding, from_rejected, invalid, unsupported_encoding
 from penstock.serve.openai.schemas import Body
@@ -47,9 +48,12 @@ def parse_body(data: bytes, body_type: type[_Body]) -> _Body:
     return body
 
 
-def refuse_encoding(headers: Headers) -> None:
+def refuse_encoding(scope: Scope) -> None:
     """Raise a 415 that names `Content-Encoding`: bodies are taken as they are, so that their size is what was announced."""
-    encoding = headers.get("content-encoding", "identity")
+    value = headers_of(scope).get(b"content-encoding")
+    if value is None:
+        return
+    encoding = value.decode("latin-1")
     if encoding.strip().lower() not in ("", "identity"):
         raise unsupported_encoding(encoding)
 
