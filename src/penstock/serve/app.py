@@ -6,7 +6,6 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
-from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
@@ -18,15 +17,13 @@ import penstock
 from penstock.config import ServerConfig
 from penstock.serve.auth import AuthLayer, KeyRing
 from penstock.serve.cross_site import CrossSiteLayer
+from penstock.serve.json_routes import JsonRoutesLayer
 from penstock.serve.keys import api_keys
 from penstock.serve.limits import BodyLimitLayer
-from penstock.serve.off_loop import OffLoop
-from penstock.serve.openai.bodies import read_body, refuse_encoding
 from penstock.serve.openai.chat import ChatEndpoint
 from penstock.serve.openai.completions import CompletionsEndpoint
-from penstock.serve.openai.errors import from_http_exception, from_rejected, not_an_object
+from penstock.serve.openai.errors import from_http_exception, from_rejected
 from penstock.serve.openai.models import ModelsEndpoint
-from penstock.serve.openai.schemas import Body
 from penstock.serve.openai.tokenize import TokenizeEndpoint
 from penstock.serve.ops.docs_page import docs_page
 from penstock.serve.ops.pool import PoolEndpoint
@@ -45,9 +42,8 @@ def create_app(runtime: Runtime, config: ServerConfig) -> FastAPI:
         title="Penstock",
         version=penstock.__version__,
         description="An OpenAI-compatible server for language models.",
-        middleware=_layers(runtime, config),
+        middleware=_layers(runtime, config, router),
         exception_handlers={
-            RequestValidationError: _on_no_json,
             Rejected: _on_rejected,
             HTTPException: _http_exception_handler(router),
         },
@@ -66,19 +62,19 @@ def create_app(runtime: Runtime, config: ServerConfig) -> FastAPI:
     return app
 
 
-def _layers(runtime: Runtime, config: ServerConfig) -> list[Middleware]:
-    """Outermost first. Plain ASGI, as every token passes through them."""
+def _layers(runtime: Runtime, config: ServerConfig, router: APIRouter) -> list[Middleware]:
+    """Outermost first. Plain ASGI, as every request passes through them."""
     keys = api_keys(config)
     return [
         Middleware(RequestIdLayer, new_request_id=runtime.sources.new_request_id),
         Middleware(AuthLayer, keys=KeyRing(keys)) if keys else Middleware(CrossSiteLayer),
         Middleware(BodyLimitLayer, max_body_bytes=config.max_body_bytes),
+        Middleware(JsonRoutesLayer, routes=_api_routes(router), off_loop=runtime.off_loop),
     ]
 
 
 def _router(runtime: Runtime, service: Service) -> APIRouter:
-    # A body without a content type is read as JSON; one with another type is refused.
-    router = APIRouter(route_class=_json_route(runtime.off_loop), strict_content_type=False)
+    router = APIRouter()
     models, tokens, status = ModelsEndpoint(runtime.model), TokenizeEndpoint(runtime), StatusEndpoint(runtime)
     requests = RequestsEndpoint(service)
     table: list[tuple[str, str, str, Callable[..., Coroutine[Any, Any, Any]]]] = [
@@ -106,40 +102,8 @@ def _router(runtime: Runtime, service: Service) -> APIRouter:
     return router
 
 
-class _JsonRequest(HttpRequest):
-    """Its JSON is the checked body already: FastAPI, which would check it on the event loop, has nothing left to do."""
-
-    def __init__(self, request: HttpRequest, body_type: type[Body], off_loop: OffLoop) -> None:
-        super().__init__(request.scope, request.receive)
-        self._body_type = body_type
-        self._off_loop = off_loop
-
-    async def json(self) -> Any:
-        return await read_body(await self.body(), self._body_type, self._off_loop)
-
-
-def _json_route(off_loop: OffLoop) -> type[APIRoute]:
-    class JsonRoute(APIRoute):
-        def get_route_handler(self) -> Callable[[HttpRequest], Coroutine[Any, Any, Response]]:
-            handle = super().get_route_handler()
-            if self.body_field is None:
-                return handle
-            body_type = self.body_field.field_info.annotation
-            assert isinstance(body_type, type)
-            assert issubclass(body_type, Body)
-
-            async def handle_json(request: HttpRequest) -> Response:
-                refuse_encoding(request.scope)
-                return await handle(_JsonRequest(request, body_type, off_loop))
-
-            return handle_json
-
-    return JsonRoute
-
-
-async def _on_no_json(_request: HttpRequest, _error: Exception) -> Response:
-    """A body that FastAPI has not asked `_JsonRequest` for: none, or one of another type."""
-    return not_an_object().response()
+def _api_routes(router: APIRouter) -> list[APIRoute]:
+    return [route for route in router.routes if isinstance(route, APIRoute)]
 
 
 async def _on_rejected(_request: HttpRequest, error: Exception) -> Response:
@@ -151,7 +115,7 @@ def _http_exception_handler(router: APIRouter) -> Callable[[HttpRequest, Excepti
     async def on_http_exception(request: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         # Each of our routes has one method, and Starlette names that of the first which has the path (RFC 9110, 15.5.6: all).
-        routes = [route for route in router.routes if isinstance(route, APIRoute)]
+        routes = _api_routes(router)
         methods = {method for route in routes if route.path_regex.match(request.url.path) for method in route.methods or ()}
         if error.status_code == 405 and methods:
             error.headers = {"Allow": ", ".join(sorted(methods))}

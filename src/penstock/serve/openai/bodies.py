@@ -14,10 +14,9 @@ from starlette.types import Scope
 
 from penstock.serve.headers import headers_of
 from penstock.serve.off_loop import OffLoop
-from penstock.serve.openai.errors import from_finding, from_rejected, invalid, unsupported_encoding
+from penstock.serve.openai.errors import from_finding, invalid, unsupported_encoding
 from penstock.serve.openai.schemas import Body
 from penstock.serve.openai.unsupported import refuse_unsupported
-from penstock.types.errors import Rejected
 
 _Body = TypeVar("_Body", bound=Body)
 
@@ -30,11 +29,13 @@ spend most of a second on the two millions that fit into 4 MiB, and nothing else
 
 
 async def read_body(data: bytes, body_type: type[_Body], off_loop: OffLoop) -> _Body:
-    """The body, every field of it checked. Raises 400 for the first thing that is wrong, 429 if too many are being read."""
-    try:
-        return await off_loop.run(len(data), lambda: parse_body(data, body_type), limit=_INLINE_MAX_BYTES)
-    except Rejected as rejected:  # FastAPI would make a 400 of it.
-        raise from_rejected(rejected) from rejected
+    """The body, every field of it checked. Raises 400 for the first thing that is wrong.
+
+    Raises `Rejected` if too many are being read.
+    """
+    if len(data) <= _INLINE_MAX_BYTES:
+        return parse_body(data, body_type)
+    return await off_loop.run(len(data), lambda: parse_body(data, body_type), limit=_INLINE_MAX_BYTES)
 
 
 def parse_body(data: bytes, body_type: type[_Body]) -> _Body:
