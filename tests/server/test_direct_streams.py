@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -14,7 +15,7 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 
 from penstock.serve.bridge import _MERGE_ABOVE_CHUNKS, Stream
 from penstock.serve.connection import HttpConnection
-from penstock.serve.direct_body import DirectBody
+from penstock.serve.direct_line import DirectLine
 
 COMPLETION = ("/v1/completions", {"prompt": "hello"})
 CHAT = ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}]})
@@ -31,9 +32,9 @@ class Watched:
         self.pieces: list[bytes] = []
         self.num_buffered_bytes: list[int] = []
         self.num_chunks: list[int] = []
-        write, put = DirectBody.write, Stream.put
+        write, put = DirectLine.write, Stream.put
 
-        def watched_write(body: DirectBody, data: bytes) -> None:
+        def watched_write(body: DirectLine, data: bytes) -> None:
             write(body, data)
             self.pieces.append(data)
             cycle = body._cycle()
@@ -44,7 +45,7 @@ class Watched:
             put(stream, chunk)
             self.num_chunks.append(len(stream._chunks))
 
-        monkeypatch.setattr(DirectBody, "write", watched_write)
+        monkeypatch.setattr(DirectLine, "write", watched_write)
         monkeypatch.setattr(Stream, "put", watched_put)
 
 
@@ -58,7 +59,7 @@ def events(data: str) -> Iterator[dict]:
 
 
 @pytest.mark.parametrize(("path", "question"), [COMPLETION, CHAT], ids=["completion", "chat"])
-async def test_all_events_but_the_first_and_the_last_go_past_asgi(gated, gate, watched, path, question):
+async def test_all_events_but_the_first_and_the_last_go_past_the_task(gated, gate, watched, path, question):
     body = question | {"max_tokens": NUM_TOKENS, "temperature": 0, "stream": True}
     gate.allow()
     async with (
@@ -153,3 +154,41 @@ async def test_a_client_that_reads_slowly_is_not(monkeypatch):
             if time.monotonic() - begin < 1.5:
                 await asyncio.sleep(0.05)
     assert time.monotonic() - begin > 1.2, "it was not slow"
+
+
+VARYING = re.compile(rb'(?m)^(date|server-timing|x-request-id): [^\r]*|cmpl-[^"]*|"created":\d+')
+
+
+async def raw_answer(server, version: str, headers: str, max_tokens: int) -> tuple[bytes, bytes]:
+    """Head and body of a stream, without chunks, and without what is never twice the same."""
+    data = orjson.dumps({"prompt": "raw", "max_tokens": max_tokens, "temperature": 0, "stream": True})
+    request = f"POST /v1/completions HTTP/{version}\r\nHost: x\r\n{headers}Content-Length: {len(data)}\r\n\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(request.encode() + data)
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)
+    body = b""
+    while num_bytes := int(await reader.readline(), 16):
+        body += (await reader.readexactly(num_bytes + 2))[:-2]
+    writer.close()
+    return VARYING.sub(rb"\1", head), VARYING.sub(b"", body)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 5])
+@pytest.mark.parametrize(("version", "headers"), [("1.1", ""), ("1.1", "Connection: close\r\n"), ("1.0", "")])
+async def test_what_goes_past_asgi_is_what_goes_by_messages(live, monkeypatch, version, headers, max_tokens):
+    direct = await raw_answer(live, version, headers, max_tokens)
+    monkeypatch.setattr("penstock.serve.openai.sse.direct_line", lambda _scope: None)
+    assert direct == await raw_answer(live, version, headers, max_tokens)
+    assert direct[0].count(b"\r\n") >= 8
+
+
+async def test_a_kept_connection_streams_again(live):
+    """What goes past ASGI leaves the connection as ready for the next request as messages do."""
+    data = orjson.dumps({"prompt": "again", "max_tokens": 3, "temperature": 0, "stream": True})
+    request = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(data) + data
+    reader, writer = await asyncio.open_connection("127.0.0.1", live.port)
+    for num_requests in (1, 1, 3):  # the last three one behind the other
+        writer.write(request * num_requests)
+        for _ in range(num_requests):
+            assert (await asyncio.wait_for(reader.readuntil(END), 20)).startswith(b"HTTP/1.1 200 ")
+    writer.close()

@@ -1,30 +1,38 @@
-"""Watches one connection while its answer is being made; when the client goes, its requests are aborted at once.
+"""Watches one client while its answer is being made; when it goes, its requests are aborted at once.
 
-Started by the endpoints after the body was read. Reads nothing else from the connection.
+Made by the endpoints after the body was read. The connection tells; under a server that is not ours (tests) a task asks.
 """
 
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Self
 
+from starlette.requests import Request as HttpRequest
 from starlette.types import Receive
 
 from penstock.serve.bridge import Stream
+from penstock.serve.direct_line import direct_line
 
 CLIENT_LEFT = "the client closed the connection"
 
 
 class ClientWatch:
-    """A task that waits for the disconnect; `stop` it when the answer is complete."""
+    """`stop` it when the answer is complete."""
 
-    def __init__(self, receive: Receive, stream: Stream) -> None:
-        self._receive = receive
-        self._stream = stream
-        self._task: asyncio.Task[None] | None = asyncio.create_task(self._watch())
+    def __init__(self, http: HttpRequest, stream: Stream) -> None:
+        self._line = direct_line(http.scope)
+        self._task: asyncio.Task[None] | None = None
+        if self._line is not None:
+            self._line.watch(partial(stream.cancel, CLIENT_LEFT))
+        else:
+            self._task = asyncio.create_task(_wait_for_end(http.receive, stream))
 
     def stop(self) -> None:
         """Idempotent."""
+        if self._line is not None:
+            self._line.watch(None)
         # Let go of, since a task that was cancelled remembers where, and so this object.
         task, self._task = self._task, None
         if task is not None:
@@ -36,7 +44,8 @@ class ClientWatch:
     def __exit__(self, *exc_info: object) -> None:
         self.stop()
 
-    async def _watch(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        self._stream.cancel(CLIENT_LEFT)
+
+async def _wait_for_end(receive: Receive, stream: Stream) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    stream.cancel(CLIENT_LEFT)

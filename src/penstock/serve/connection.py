@@ -20,7 +20,7 @@ import httptools
 from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from penstock.serve.direct_body import offer
+from penstock.serve.direct_line import direct_line, offer
 from penstock.serve.openai.errors import ApiError, invalid, request_head_too_large, request_timeout, unavailable
 
 _log = logging.getLogger(__name__)
@@ -243,6 +243,9 @@ def _tell_gone(cycle: RequestResponseCycle | None) -> None:
     if cycle is not None and not cycle.response_complete:
         cycle.disconnected = True
         cycle.message_event.set()
+        line = direct_line(cycle.scope)
+        if line is not None:
+            line.tell_gone()
 
 
 def _untie(transport: asyncio.BaseTransport) -> None:

@@ -18,6 +18,7 @@ from penstock.serve.openai.errors import internal, invalid
 
 _log = logging.getLogger(__name__)
 
+ID_HEADER = b"x-request-id"
 _SCOPE_KEY = "penstock.request_identity"
 _VALID = re.compile(r"[\x21-\x7e]{1,128}")
 _RULE = "1 to 128 printable ASCII characters without spaces"
@@ -52,7 +53,7 @@ class RequestIdLayer:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = [value.decode("latin-1") for value in values_of(scope, b"x-request-id")]
+        given = [value.decode("latin-1") for value in values_of(scope, ID_HEADER)]
         is_valid = len(given) == 1 and _VALID.fullmatch(given[0]) is not None
         identity = RequestIdentity(given[0] if is_valid else self._new_request_id(), is_valid)
         scope[_SCOPE_KEY] = identity
@@ -86,5 +87,5 @@ class _TaggedSend:
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.is_started = True
-            message["headers"] = [*message.get("headers", ()), (b"x-request-id", self._identity.request_id.encode())]
+            message["headers"] = [*message.get("headers", ()), (ID_HEADER, self._identity.request_id.encode())]
         await self._send(message)

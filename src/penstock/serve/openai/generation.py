@@ -151,7 +151,7 @@ def make_choices(
 
 async def stream_answer(http: HttpRequest, call: CallStream, writer: EventWriter) -> Response:
     """The response that streams `call`. It begins when there is something to say: a refusal is still an HTTP status."""
-    watch = ClientWatch(http.receive, call.stream)
+    watch = ClientWatch(http, call.stream)
     try:
         first_chunks = await call.stream.next_chunks()
         _raise_if_over(call, first_chunks)
@@ -165,7 +165,7 @@ async def collect_answer(http: HttpRequest, call: CallStream, choices: Sequence[
     """All that the choices say, once they have said it. Raises `ApiError` if one of them ended early."""
     records = [ChoiceRecord(choice) for choice in choices]
     try:
-        with ClientWatch(http.receive, call.stream):
+        with ClientWatch(http, call.stream):
             while chunks := await call.stream.next_chunks():
                 _raise_if_over(call, chunks)
                 for chunk in chunks:

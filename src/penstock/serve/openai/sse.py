@@ -1,7 +1,8 @@
 """Server-sent events: one write per step and client, whatever the step brought for it. Bytes in, bytes out.
 
-The first events, the last, and those that a slow client has to wait for are sent by the call's own task, as ASGI messages. All
-between are written to the connection in the moment in which the step's chunks arrive, without waking a task for each.
+The first events and the last are sent by the call's own task; all between are written to the connection in the moment in which
+the step's chunks arrive, without waking a task for each. What a slow client has to wait for is sent by the task, by messages of
+ASGI.
 `EventWriter`s (of `completions` and `chat`) make the bytes; this file sends them and sees to an honest end: `[DONE]` after a
 complete answer, an error object and nothing more after any other.
 """
@@ -17,9 +18,9 @@ from starlette.types import Receive, Scope, Send
 from penstock.engine.ports import OutputChunk
 from penstock.obs.timings import RequestTimings
 from penstock.serve.client_watch import ClientWatch
-from penstock.serve.direct_body import DirectBody, direct_body
+from penstock.serve.direct_line import DirectLine, direct_line
 from penstock.serve.openai.errors import ApiError, internal
-from penstock.serve.request_id import identity_of
+from penstock.serve.request_id import ID_HEADER, identity_of
 from penstock.serve.service import CallStream
 
 _log = logging.getLogger(__name__)
@@ -60,20 +61,19 @@ class SseResponse(Response):
         self._watch = watch
         self._writer = writer
         self._first_chunks = first_chunks
-        self._body: DirectBody | None = None
+        self._line: DirectLine | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         del receive  # The watch has it.
-        self._body = direct_body(scope)
+        self._line = direct_line(scope)
+        request_id = identity_of(scope).request_id
         try:
-            headers = [*_HEADERS, (b"server-timing", self._timing().encode())]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            out = _Output(self._line, send, request_id, self._timing())
             try:
-                await self._send_events(send)
+                await self._send_events(out)
             except Exception:
-                request_id = identity_of(scope).request_id
                 _log.exception("request %s failed while it was streamed", request_id)
-                await _send(send, error_event(internal(request_id)), more=False)
+                await out.send(error_event(internal(request_id)), more=False)
         finally:
             self._watch.stop()
             self._call.close()
@@ -89,7 +89,7 @@ class SseResponse(Response):
         )
         return timings.server_timing_so_far()
 
-    async def _send_events(self, send: Send) -> None:
+    async def _send_events(self, out: _Output) -> None:
         stream = self._call.stream
         data = self._writer.begin()
         chunks = self._first_chunks
@@ -97,29 +97,29 @@ class SseResponse(Response):
             events, error = self._write(chunks)
             data += events
             if error is not None:
-                await _send(send, data + error_event(error), more=False)
+                await out.send(data + error_event(error), more=False)
                 return
             if stream.is_ended:
-                await _send(send, data + self._writer.end() + DONE, more=False)
+                await out.send(data + self._writer.end() + DONE, more=False)
                 return
-            if data:
-                await _send(send, data, more=True)
+            if data or not out.has_begun:
+                await out.send(data, more=True)
                 data = b""
-            if self._body is not None:
+            if self._line is not None:
                 await stream.pass_to(self._write_directly)
             chunks = await stream.next_chunks()
         # Only a client that left gets here; the server ignores what is sent to it, but wants to see an end.
-        await _send(send, b"", more=False)
+        await out.send(b"", more=False)
 
     def _write_directly(self, chunks: list[OutputChunk]) -> bool:
         """False if these chunks need the task: one ends its choice, or the client is slow."""
-        body = self._body
-        if body is None or body.is_slow or not _go_on(chunks):
+        line = self._line
+        if line is None or line.is_slow or not _go_on(chunks):
             return False
         write, index_of = self._writer.write, self._call.index_of
         data = b"".join([write(index_of[chunk.request_id], chunk) for chunk in chunks])
         if data:
-            body.write(whole_lines(data))
+            line.write(whole_lines(data))
         return True
 
     def _write(self, chunks: list[OutputChunk]) -> tuple[bytes, ApiError | None]:
@@ -136,6 +136,36 @@ class SseResponse(Response):
             if error is not None:
                 return b"".join(parts), error
         return b"".join(parts), None
+
+
+class _Output:
+    """The way out of one stream: directly, or by ASGI messages where the client is slow or the server is not ours."""
+
+    def __init__(self, line: DirectLine | None, send: Send, request_id: str, timing: str) -> None:
+        self._line = line
+        self._send = send
+        self._request_id = request_id.encode()
+        self._timing = (b"server-timing", timing.encode())
+        self.has_begun = False
+        """The head was sent."""
+
+    async def send(self, events: bytes, *, more: bool) -> None:
+        data = whole_lines(events)
+        line = self._line
+        has_begun, self.has_begun = self.has_begun, True
+        if line is None or line.is_slow:
+            if not has_begun:
+                # The layer of the request's id adds it.
+                await self._send({"type": "http.response.start", "status": 200, "headers": [*_HEADERS, self._timing]})
+            await self._send({"type": "http.response.body", "body": data, "more_body": more})
+            return
+        if not has_begun:
+            line.begin((*_HEADERS, self._timing, (ID_HEADER, self._request_id)), data)
+            data = b""
+        if not more:
+            line.end(data)
+        elif data:
+            line.write(data)
 
 
 def _go_on(chunks: list[OutputChunk]) -> bool:
@@ -157,7 +187,3 @@ def whole_lines(events: bytes) -> bytes:
         for char, escaped in _LINE_ENDS:
             events = events.replace(char, escaped)
     return events
-
-
-async def _send(send: Send, events: bytes, *, more: bool) -> None:
-    await send({"type": "http.response.body", "body": whole_lines(events), "more_body": more})
