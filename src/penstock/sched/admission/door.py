@@ -202,16 +202,18 @@ class Admission:
 
     def _view(self, ask: Ask, load: EngineLoad, now_ns: int, *, is_expected: bool) -> DoorView:
         # What is longer is no matter of load: it is refused, or cut, once its tokens are counted.
+        computed_share = self.lengths.computed_share
         most = ask.num_requests * self._max_model_len
         num_prompt_tokens = min(ask.num_token_ids + self.lengths.prompt_tokens(ask.num_chars), most)
         num_new_tokens = self.lengths.new_tokens(ask.min_new_tokens, ask.max_new_tokens)
         num_ahead = load.num_waiting + self._num_entering
         num_kept = 0 if is_expected else self._promises.num_due(now_ns)
-        own_prefill_ns = self.pace.prefill_ns(self.lengths.computed_share * num_prompt_tokens)
-        num_own_tokens = round(self.lengths.computed_share * num_prompt_tokens) + ask.num_requests * num_new_tokens
+        own_prefill_ns = self.pace.prefill_ns(computed_share * num_prompt_tokens)
+        num_own_tokens = round(computed_share * num_prompt_tokens) + ask.num_requests * num_new_tokens
         num_blocks_own = self._num_blocks(num_own_tokens)
         num_blocks_kept = 0 if is_expected else self._promises.num_blocks_due(now_ns)
         num_blocks_demanded = self._num_blocks_demanded(load)
+        ns_per_request = self._ns_per_request(load, now_ns)
         return DoorView(
             ask=ask,
             now_ns=now_ns,
@@ -221,17 +223,17 @@ class Admission:
             num_waiting=max(0, num_ahead + num_kept - load.num_rows_free),
             num_prompt_tokens=num_prompt_tokens,
             num_new_tokens=num_new_tokens,
-            ttft_ns=self._expect_ns(ask, load, now_ns, num_kept) + own_prefill_ns,
+            ttft_ns=self._expect_ns(ask, load, ns_per_request or 0, num_kept) + own_prefill_ns,
             own_prefill_ns=own_prefill_ns,
             step_ns=self.pace.step_ns,
-            ns_per_request=self._ns_per_request(load, now_ns),
+            ns_per_request=ns_per_request,
             num_blocks_demanded=num_blocks_demanded + num_blocks_kept + num_blocks_own,
             num_blocks_own=num_blocks_own,
             num_blocks_freed=max(1, num_blocks_demanded // max(1, load.num_running)),
             num_blocks_total=load.num_blocks_total,
         )
 
-    def _expect_ns(self, ask: Ask, load: EngineLoad, now_ns: int, num_kept: int) -> int:
+    def _expect_ns(self, ask: Ask, load: EngineLoad, ns_per_request: int, num_kept: int) -> int:
         """Expected time until a call that comes now, after `num_kept` others, begins to be computed, and one step."""
         num_waiting, num_prefill_tokens = load.num_waiting, self._num_prefill_tokens
         if self._reads_priority:
@@ -245,7 +247,7 @@ class Admission:
             if self._waits_for is WaitReason.GATE:  # the batch must end first
                 num_ahead += load.num_running
         num_ends = num_ahead + 1 - num_rows_free
-        turn_ns = num_ends * (self._ns_per_request(load, now_ns) or 0) if num_ends > 0 else 0
+        turn_ns = max(0, num_ends) * ns_per_request
         prompts_ns = self.pace.prefill_ns(num_prefill_tokens)
         return max(turn_ns, prompts_ns) + (self.pace.step_ns if load.num_running else 0)
 

@@ -73,6 +73,8 @@ class _BusyWindow:
     def __init__(self, num_buckets: int) -> None:
         self._epochs = [-1] * num_buckets
         """Which second (now_ns // 1e9) each bucket holds; -1 for none."""
+        self._newest = -1
+        """Of them."""
         self._busy_ns = [0] * num_buckets
         self._num_ended = [0] * num_buckets
 
@@ -92,6 +94,8 @@ class _BusyWindow:
     def totals(self, now_ns: int) -> tuple[int, float]:
         """(requests that ended, busy seconds) within the window that ends at `now_ns`."""
         oldest = now_ns // _BUCKET_NS - len(self._epochs)
+        if self._newest <= oldest:  # nobody has waited for long
+            return 0, 0.0
         live = [idx for idx, epoch in enumerate(self._epochs) if epoch > oldest]
         return sum(self._num_ended[idx] for idx in live), sum(self._busy_ns[idx] for idx in live) / 1e9
 
@@ -100,4 +104,5 @@ class _BusyWindow:
         if self._epochs[idx] != epoch:
             self._busy_ns[idx] = self._num_ended[idx] = 0
             self._epochs[idx] = epoch
+            self._newest = max(self._newest, epoch)
         return idx
