@@ -52,7 +52,7 @@ class DirectLine:
         if cycle is None or cycle.disconnected:  # maybe before the body began, in which case it never will
             return
         assert cycle.chunked_encoding, "the body has not begun, or its length was announced"
-        cycle.transport.write(_chunk(data))
+        cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def end(self, data: bytes) -> None:
         """Send the last piece, which may be empty, at once. Dropped if the client has left."""

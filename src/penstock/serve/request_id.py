@@ -62,18 +62,15 @@ class RequestIdLayer:
             rule = "was sent more than once" if len(given) > 1 else f"must be {_RULE}"
             await invalid(f"The header X-Request-Id {rule}.", "X-Request-Id").response()(scope, receive, tagged)
             return
-        await self._run(scope, receive, tagged)
-
-    async def _run(self, scope: Scope, receive: Receive, send: _TaggedSend) -> None:
         try:
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, tagged)
         except Exception:
-            request_id = identity_of(scope).request_id
+            request_id = identity.request_id
             # Quoted: a line break in an address would begin a line of the log.
             _log.exception("request %s failed: %s %s", request_id, scope["method"], quote(scope["path"]))
-            if send.is_started:
+            if tagged.is_started:
                 raise
-            await internal(request_id).response()(scope, receive, send)
+            await internal(request_id).response()(scope, receive, tagged)
 
 
 class _TaggedSend:

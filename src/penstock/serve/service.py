@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -16,7 +15,7 @@ from penstock.config import ServerConfig
 from penstock.engine.loop import EngineState
 from penstock.obs.explain.explanation import Explanation, explain_intake
 from penstock.obs.explain.words import summary
-from penstock.sched.admission import Ask, Place
+from penstock.sched.admission import Admission, Ask, Place
 from penstock.serve.bridge import Stream
 from penstock.serve.call import CallTerms, Owner
 from penstock.serve.runtime import Runtime
@@ -79,6 +78,22 @@ class Told:
         return summary(max((choice for _, choice in self.choices), key=lambda choice: choice.total_ns))
 
 
+class _Stay:
+    """At the door, from `Service.admit` to the end of the block."""
+
+    __slots__ = ("_admission", "_place")
+
+    def __init__(self, admission: Admission, place: Place) -> None:
+        self._admission = admission
+        self._place = place
+
+    def __enter__(self) -> Place:
+        return self._place
+
+    def __exit__(self, *_exc_info: object) -> None:
+        self._admission.leave(self._place)
+
+
 class Service:
     """Owns which HTTP requests are in flight."""
 
@@ -92,8 +107,7 @@ class Service:
         self._landed_of: dict[str, list[_Landed]] = {}
         """The same by their ids, the oldest first."""
 
-    @contextmanager
-    def admit(self, ask: Ask) -> Iterator[Place]:
+    def admit(self, ask: Ask) -> _Stay:
         """Hold places in the queue until the block ends, which must submit the call or give up. Raises `Rejected`."""
         runtime = self.runtime
         engine, admission = runtime.engine, runtime.admission
@@ -102,10 +116,7 @@ class Service:
         except Rejected as rejected:
             runtime.metrics.count_rejected(rejected.reason)
             raise
-        try:
-            yield place
-        finally:
-            admission.leave(place)
+        return _Stay(admission, place)
 
     def open(self, terms: CallTerms, choices: Sequence[Choice], place: Place) -> CallStream:
         """Submit the choices. Close the result, whatever happens."""
