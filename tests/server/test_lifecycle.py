@@ -1,5 +1,6 @@
 """Start and end of a server: the socket, the ready line, draining, signals."""
 
+import gc
 import shlex
 import signal
 import socket
@@ -160,12 +161,17 @@ def test_run_server_returns_the_exit_code():
         finally:
             module.Server = original
 
+    thresholds = gc.get_threshold()
     thread = threading.Thread(target=serve)
     thread.start()
     assert ready.wait(20)
+    assert gc.get_freeze_count() > 0
+    assert gc.get_threshold()[0] > thresholds[0]
     servers[0].request_shutdown()
     thread.join(20)
     assert codes == [0]
+    assert gc.get_freeze_count() == 0
+    assert gc.get_threshold() == thresholds
 
 
 PROGRAM = """
