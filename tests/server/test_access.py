@@ -155,6 +155,27 @@ async def test_a_real_connection_is_told_and_closed(is_chunked):
         writer.close()
 
 
+@pytest.mark.parametrize(
+    "length",
+    [
+        b"Content-Length: 3\r\nTransfer-Encoding: chunked",
+        b"Transfer-Encoding: chunked\r\nContent-Length: 3",
+        b"Content-Length: 3\r\nContent-Length: 3000",
+        b"Content-Length: 3, 3000",
+        b"Content-Length: +3",
+    ],
+)
+async def test_no_body_is_longer_than_announced(live, length):
+    """The layer of the limit relies on it."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", live.port)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n" + length + b"\r\n\r\n"
+    writer.write(head + b"bb8\r\n" + b" " * 3000 + b"\r\n0\r\n\r\n")
+    async with asyncio.timeout(20):
+        answer = await reader.read()
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    writer.close()
+
+
 async def test_request_ids_are_told_back_in_every_answer(client):
     for method, path in [("GET", "/health"), ("GET", "/nope"), ("POST", COMPLETIONS), ("GET", COMPLETIONS)]:
         response = await client.request(method, path, headers={"X-Request-Id": "my-id"})

@@ -1,4 +1,4 @@
-"""The largest request body: counted while it is read, whatever `Content-Length` says or leaves out.
+"""The largest request body: as announced, which the HTTP parser holds the client to, or counted while it is read.
 
 The connection of a body that is too large is closed, but not at once: that would reset it while bytes are unread, and a client
 that still sends would see the reset instead of the answer. So the answer goes out, and then what still comes is dropped for a
@@ -13,7 +13,7 @@ from contextlib import suppress
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.serve.connection import LINGER_S
-from penstock.serve.headers import values_of
+from penstock.serve.headers import headers_of
 from penstock.serve.openai.errors import request_too_large
 
 
@@ -26,8 +26,12 @@ class BodyLimitLayer:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        num_bytes = _announced_bytes(scope)
-        is_too_large = num_bytes > self._max_body_bytes
+        num_announced_bytes = _announced_bytes(scope)
+        if num_announced_bytes is not None and num_announced_bytes <= self._max_body_bytes:
+            await self._app(scope, receive, send)
+            return
+        is_too_large = num_announced_bytes is not None
+        num_bytes = 0
 
         async def counted_receive() -> Message:
             nonlocal num_bytes, is_too_large
@@ -49,7 +53,6 @@ class BodyLimitLayer:
         if is_too_large:
             await request_too_large(self._max_body_bytes).response()(scope, receive, send_and_linger)
             return
-        num_bytes = 0
         await self._app(scope, counted_receive, send_and_linger)
 
 
@@ -61,9 +64,7 @@ async def _drop_body(receive: Receive) -> None:
                 pass
 
 
-def _announced_bytes(scope: Scope) -> int:
-    """`Content-Length`, or 0: the HTTP parser has refused a malformed one already."""
-    for value in values_of(scope, b"content-length"):
-        if value.isdigit() and len(value) < 20:
-            return int(value)
-    return 0
+def _announced_bytes(scope: Scope) -> int | None:
+    """`Content-Length`, or None: the HTTP parser has refused a malformed one, and one beside chunks, already."""
+    value = headers_of(scope).get(b"content-length", b"")
+    return int(value) if value.isdigit() and len(value) < 20 else None

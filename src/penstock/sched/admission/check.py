@@ -12,9 +12,12 @@ from penstock.sched.admission.ask import Ask
 from penstock.types.errors import RejectReason
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class DoorView:
-    """One call at the door, and what is expected of it. Nothing in it counts on `max_tokens`."""
+    """One call at the door, and what is expected of it. Nothing in it counts on `max_tokens`.
+
+    Nobody writes to one after it was made; not frozen, as that doubles the time to make one.
+    """
 
     ask: Ask
     now_ns: int

@@ -96,8 +96,12 @@ class _BusyWindow:
         oldest = now_ns // _BUCKET_NS - len(self._epochs)
         if self._newest <= oldest:  # nobody has waited for long
             return 0, 0.0
-        live = [idx for idx, epoch in enumerate(self._epochs) if epoch > oldest]
-        return sum(self._num_ended[idx] for idx in live), sum(self._busy_ns[idx] for idx in live) / 1e9
+        num_ended = busy_ns = 0
+        for epoch, num_bucket_ended, bucket_busy_ns in zip(self._epochs, self._num_ended, self._busy_ns, strict=True):
+            if epoch > oldest:
+                num_ended += num_bucket_ended
+                busy_ns += bucket_busy_ns
+        return num_ended, busy_ns / 1e9
 
     def _bucket(self, epoch: int) -> int:
         idx = epoch % len(self._epochs)
