@@ -40,6 +40,18 @@ bool is_padding(nb::handle name) {
     return PyUnicode_Check(name.ptr()) && PyUnicode_GetLength(name.ptr()) > 0 && PyUnicode_ReadChar(name.ptr(), 0) == 0;
 }
 
+// The fields of `RowPlan`, made strings once: there is a row per request and step.
+struct RowFields {
+    nb::object request_id = interned("request_id"), context_len = interned("context_len"), query_len = interned("query_len"),
+               new_block_ids = interned("new_block_ids"), samples = interned("samples");
+
+    static nb::object interned(const char* name) {
+        PyObject* text = PyUnicode_InternFromString(name);
+        if (text == nullptr) throw nb::python_error();
+        return nb::steal(text);
+    }
+};
+
 class NamedRows {
   public:
     explicit NamedRows(const RowTableShape& shape) : table_(shape) {}
@@ -70,11 +82,13 @@ class NamedRows {
         table_.begin_step();
         sampled_.clear();
         for (nb::handle row : rows) {
-            nb::object name = row.attr("request_id");
-            const bool samples = nb::cast<bool>(row.attr("samples"));
+            nb::object name = nb::getattr(row, fields_.request_id);
+            const bool samples = nb::cast<bool>(nb::getattr(row, fields_.samples));
             told(name, [&] {
-                to_ints(row.attr("new_block_ids"), scratch_);
-                table_.add_row(slot_of(name), to_int(row.attr("context_len")), to_int(row.attr("query_len")), scratch_, samples);
+                to_ints(nb::getattr(row, fields_.new_block_ids), scratch_);
+                const int64_t context_len = to_int(nb::getattr(row, fields_.context_len));
+                const int64_t query_len = to_int(nb::getattr(row, fields_.query_len));
+                table_.add_row(slot_of(name), context_len, query_len, scratch_, samples);
                 return 0;
             });
             if (samples) sampled_.push_back(std::move(name));
@@ -151,6 +165,7 @@ class NamedRows {
     }
 
     RowTable table_;
+    RowFields fields_;
     nb::dict slots_;                   // request id -> slot
     std::vector<nb::object> sampled_;  // request ids of the step's samples, in order
     std::vector<int32_t> scratch_;

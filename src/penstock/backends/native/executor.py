@@ -150,14 +150,15 @@ class NativeExecutor:
     def submit(self, plan: StepPlan) -> Ticket:
         if self._flight is not None:
             raise ValueError(f"step {plan.step_id} was submitted before step {self._flight} was collected")
+        rows = self._rows
         for request_id in plan.releases:
-            self._rows.release(request_id)
+            rows.release(request_id)
             self._wants_logprobs.discard(request_id)
         for row in plan.admits:
-            self._engine.set_sampling(self._rows.admit(row), make_row_sampling(row.sampling))
+            self._engine.set_sampling(rows.admit(row), make_row_sampling(row.sampling))
             if row.sampling.logprobs is not None:
                 self._wants_logprobs.add(row.request_id)
-        self._rows.plan(plan.rows)
+        rows.plan(plan.rows)
         if self._poison:
             self._forget_stale_blocks(plan)
         self._flight = plan.step_id
@@ -167,13 +168,14 @@ class NativeExecutor:
         if self._flight is None or self._flight != ticket.step_id:
             raise ValueError(f"step {ticket.step_id} is not in flight")
         self._flight = None
+        engine, rows = self._engine, self._rows
         start_ns = time.monotonic_ns()
-        token_ids, failed = self._rows.run(self._engine)
+        token_ids, failed = rows.run(engine)
         end_ns = time.monotonic_ns()
         return StepResult(
             ticket.step_id,
             token_ids,
-            timing=StepTiming(start_ns, end_ns, dict(zip(TIME_PARTS, self._engine.times(), strict=True))),
+            timing=StepTiming(start_ns, end_ns, dict(zip(TIME_PARTS, engine.times(), strict=True))),
             logprobs=self._logprobs() if self._wants_logprobs else {},
             failures=dict.fromkeys(failed, NO_USABLE_LOGIT),
         )
