@@ -21,8 +21,10 @@ _logger = logging.getLogger(__name__)
 TEXT_FAILED = "the generated tokens could not be turned into text"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Output:
+    """Of one step."""
+
     chunks: list[OutputChunk]
     """One per event of a known request, in the order of the events."""
     commands: list[Command]
@@ -54,14 +56,24 @@ class OutputStage:
         output = Output([], [])
         first: list[Request] = []
         gaps_ns: list[int] = []
-        streams = self._streams
+        streams, add_chunk = self._streams, output.chunks.append
         for event in events:
             stream = streams.get(event.request_id)
             if stream is None:
                 continue
-            if event.token_ids:
-                stream.note_time(event.at_ns, first, gaps_ns)
-            self._push_one(stream, event, output)
+            try:
+                if stream.is_under_way and event.finish_reason is None:  # like nearly all, so with as few calls as can be
+                    add_chunk(stream.go_on(event, gaps_ns))
+                    continue
+                if event.token_ids:
+                    stream.note_time(event.at_ns, first, gaps_ns)
+                chunk = stream.push(event)
+            except Exception:
+                _logger.exception("request %s: %s", event.request_id, TEXT_FAILED)
+                chunk = stream.error(TEXT_FAILED, event.at_ns)
+            add_chunk(chunk)
+            if chunk.finish_reason is not None:
+                self._end(stream, event, chunk, output.commands)
         if first or gaps_ns:
             self._observer.on_tokens(first, gaps_ns)
         return output
@@ -71,19 +83,11 @@ class OutputStage:
         streams, self._streams = self._streams, {}
         return [stream.error(detail, at_ns) for stream in streams.values()]
 
-    def _push_one(self, stream: _Stream, event: TokenEvent, output: Output) -> None:
-        try:
-            chunk = stream.go_on(event) or stream.push(event)
-        except Exception:
-            _logger.exception("request %s: %s", event.request_id, TEXT_FAILED)
-            chunk = stream.error(TEXT_FAILED, event.at_ns)
-        output.chunks.append(chunk)
-        if chunk.finish_reason is None:
-            return
+    def _end(self, stream: _Stream, event: TokenEvent, chunk: OutputChunk, commands: list[Command]) -> None:
         del self._streams[event.request_id]
         stream.tell_itl(self._observer)
         if event.finish_reason is None:
-            output.commands.append(_command_to_end(chunk))
+            commands.append(_command_to_end(chunk))
 
 
 def _command_to_end(chunk: OutputChunk) -> Command:
@@ -106,6 +110,7 @@ class _Stream:
         "_slo_itl_ns",
         "_stops",
         "_trees",
+        "is_under_way",
     )
 
     def __init__(
@@ -114,6 +119,8 @@ class _Stream:
         make_detokenizer: DetokenizerFactory,
         trees: MutableMapping[tuple[str, ...], StopTree],
     ) -> None:
+        self.is_under_way = False
+        """It has had its first tokens, and no stop strings are looked for."""
         self._trees = trees
         self._request = request
         self._make_detokenizer = make_detokenizer
@@ -128,26 +135,34 @@ class _Stream:
         if self._last_token_ns is None:
             first.append(self._request)
         else:
-            gaps_ns.append(at_ns - self._last_token_ns)
-            if self._slo_itl_ns is not None:
-                self._num_gaps += 1
-                self._num_late += at_ns - self._last_token_ns > self._slo_itl_ns
+            self._note_gap(at_ns - self._last_token_ns, gaps_ns)
         self._last_token_ns = at_ns
+
+    def _note_gap(self, gap_ns: int, gaps_ns: list[int]) -> None:
+        gaps_ns.append(gap_ns)
+        if self._slo_itl_ns is not None:
+            self._num_gaps += 1
+            self._num_late += gap_ns > self._slo_itl_ns
 
     def tell_itl(self, observer: TokenObserver) -> None:
         """Once, when the request has ended."""
         if self._num_gaps:
             observer.on_itl(self._request, self._num_gaps, self._num_late)
 
-    def go_on(self, event: TokenEvent) -> OutputChunk | None:
-        """The chunk of an event like nearly all: in the middle of an answer, without stop strings. None for any other."""
-        if event.finish_reason is not None or self._detokenizer is None or self._stops is not None:
-            return None
-        token_ids = event.token_ids
+    def go_on(self, event: TokenEvent, gaps_ns: list[int]) -> OutputChunk:
+        """The chunk of an event that does not end a request which is under way."""
+        assert self._last_token_ns is not None, "under way"
+        assert self._detokenizer is not None, "under way"
+        token_ids, at_ns = event.token_ids, event.at_ns
+        gap_ns, self._last_token_ns = at_ns - self._last_token_ns, at_ns
+        if self._slo_itl_ns is None:
+            gaps_ns.append(gap_ns)
+        else:
+            self._note_gap(gap_ns, gaps_ns)
         text = self._detokenizer.push(token_ids)
         self._num_generated += len(token_ids)
         return OutputChunk(
-            event.request_id, text, token_ids, event.logprobs, event.at_ns, event.num_cached_tokens, self._num_generated
+            event.request_id, text, token_ids, event.logprobs, at_ns, event.num_cached_tokens, self._num_generated
         )
 
     def push(self, event: TokenEvent) -> OutputChunk:
@@ -192,6 +207,7 @@ class _Stream:
             if tree is None:
                 tree = self._trees[sampling.stop] = StopTree(sampling.stop)
             self._stops = StopStrings(tree)
+        self.is_under_way = self._stops is None and self._last_token_ns is not None
 
     def _close(self, chunk: OutputChunk) -> None:
         chunk.num_cached_tokens = self._request.num_cached_tokens

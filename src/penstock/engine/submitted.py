@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.clock import Clock
@@ -34,6 +33,45 @@ class Flight:
     """None while it is submitted."""
 
 
+class _Inside:
+    """Entered by the engine thread for as long as it is inside the executor.
+
+    One object and no generator: this is run twice a step, between two steps of the kernels.
+    """
+
+    __slots__ = ("_clock", "_is_abandoned", "_lock", "_since_ns")
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._since_ns: int | None = None
+        """Set by the engine thread; cleared with the lock held."""
+        self._is_abandoned = False
+
+    def __enter__(self) -> int:
+        """Since when."""
+        began_ns = self._since_ns = self._clock.now_ns()
+        return began_ns
+
+    def __exit__(self, *_: object) -> None:
+        """Raises `Abandoned` instead of whatever happened, if it was given up meanwhile."""
+        with self._lock:
+            self._since_ns = None
+            if self._is_abandoned:
+                raise Abandoned
+
+    # For any thread.
+
+    def waiting_ns(self) -> int:
+        since_ns = self._since_ns
+        return 0 if since_ns is None else self._clock.now_ns() - since_ns
+
+    def abandon(self) -> bool:
+        with self._lock:
+            self._is_abandoned = self._since_ns is not None
+        return self._is_abandoned
+
+
 class Submitted:
     """Steps in flight, the oldest first. Implements `engine.ports.BlockMover` for the executor's blocks."""
 
@@ -42,13 +80,9 @@ class Submitted:
         if executor.depth not in (1, 2):
             raise ValueError(f"one or two steps can be in flight, not {executor.depth}")
         self._executor = executor
-        self._clock = clock
         self._depth = executor.depth
         self._flights: deque[Flight] = deque()
-        self._lock = threading.Lock()
-        self._since_ns: int | None = None
-        """Set by the engine thread while it is inside the executor; cleared with the lock held."""
-        self._is_abandoned = False
+        self._inside = _Inside(clock)
 
     def __len__(self) -> int:
         return len(self._flights)
@@ -62,7 +96,7 @@ class Submitted:
 
     def submit(self, plan: StepPlan, copies: Sequence[tuple[int, int]], begun_ns: int) -> None:
         """Copy blocks, then begin a step that was planned since `begun_ns`."""
-        with self._inside() as now_ns:
+        with self._inside as now_ns:
             flight = Flight(plan, now_ns - begun_ns)
             self._flights.append(flight)
             if copies:
@@ -71,14 +105,14 @@ class Submitted:
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy blocks although no step follows."""
-        with self._inside():
+        with self._inside:
             self._executor.copy_blocks(copies)
 
     def collect(self) -> tuple[Flight, StepResult]:
         """Wait for the oldest step. It counts as in flight until `forget`."""
         flight = self._flights[0]
         assert flight.ticket is not None, "it was submitted"
-        with self._inside():
+        with self._inside:
             return flight, self._executor.collect(flight.ticket)
 
     def forget(self) -> None:
@@ -91,37 +125,22 @@ class Submitted:
 
     def read_blocks(self, block_ids: Sequence[int], out: Sequence[memoryview]) -> Ready | None:
         """A device that hangs in a step may not come back from this either."""
-        with self._inside():
+        with self._inside:
             return self._executor.read_blocks(block_ids, out)
 
     def write_blocks(self, block_ids: Sequence[int], contents: Sequence[memoryview]) -> None:
-        with self._inside():
+        with self._inside:
             self._executor.write_blocks(block_ids, contents)
-
-    @contextmanager
-    def _inside(self) -> Iterator[int]:
-        """The engine thread is inside the executor, since the time that this gives."""
-        began_ns = self._since_ns = self._clock.now_ns()
-        try:
-            yield began_ns
-        finally:
-            with self._lock:
-                self._since_ns = None
-                if self._is_abandoned:
-                    raise Abandoned
 
     # For any thread.
 
     def waiting_ns(self) -> int:
         """For how long the engine thread has been inside the executor; 0 if it is not."""
-        since_ns = self._since_ns
-        return 0 if since_ns is None else self._clock.now_ns() - since_ns
+        return self._inside.waiting_ns()
 
     def abandon(self) -> bool:
         """Wait no longer: from now on the engine thread touches nothing when the executor comes back. False if it just did."""
-        with self._lock:
-            self._is_abandoned = self._since_ns is not None
-        return self._is_abandoned
+        return self._inside.abandon()
 
     @property
     def step_ids(self) -> str:
