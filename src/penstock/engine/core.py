@@ -90,7 +90,9 @@ class EngineCore:
                     events += self._end(request_id, FinishReason.STOP, now_ns, stop_reason=stop_reason)
                 case Drain():
                     self._close(RejectReason.DRAINING, "The server is shutting down.")
-        return events + self._end_overdue(now_ns)
+        if self._deadline_numbers:
+            events += self._end_overdue(now_ns)
+        return events
 
     def begin(self, now_ns: int) -> StepPlan | None:
         """The next step, with what the executor must forget; None if there is nothing to compute now.
@@ -245,20 +247,21 @@ class EngineCore:
         self._closed = Rejected(reason, detail)
 
     def _step_stats(self, plan: StepPlan, result: StepResult, outcome: StepOutcome, now_ns: int) -> StepStats:
-        kv, counts = self.scheduler.kv, outcome.counts
+        scheduler, counts = self.scheduler, outcome.counts
+        kv, num_cached = scheduler.kv, scheduler.kv.num_cached_blocks
         execute_ns = result.timing.end_ns - result.timing.start_ns
         return StepStats(
             step_id=plan.step_id,
             started_ns=max(plan.now_ns, self._last_finish_ns),
             ended_ns=now_ns,
-            num_running=self.num_running,
-            num_waiting=self.num_waiting,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
             num_rows=len(plan.rows) - counts.num_padding_rows,
             num_tokens=counts.num_tokens,
             num_sampled_tokens=outcome.num_sampled_tokens,
             num_blocks_total=kv.num_total_blocks,
-            num_blocks_free=kv.num_available_blocks - kv.num_cached_blocks,
-            num_blocks_cached=kv.num_cached_blocks,
+            num_blocks_free=kv.num_available_blocks - num_cached,
+            num_blocks_cached=num_cached,
             num_preemptions=counts.num_preemptions,
             num_recomputed_tokens=counts.num_recomputed_tokens,
             num_swaps=counts.num_swaps,
@@ -268,14 +271,12 @@ class EngineCore:
             num_padding_tokens=counts.num_padding_tokens,
             max_prefill_tokens=counts.max_prefill_tokens,
             parts_ns={"execute": execute_ns, **result.timing.parts},
-            prefills=_prefills(plan, counts),
+            prefills=() if counts.num_tokens == counts.num_decodes else _prefills(plan, counts),
             void=outcome.void,
         )
 
 
 def _prefills(plan: StepPlan, counts: StepCounts) -> list[RowPlan]:
-    if counts.num_tokens == counts.num_decodes:
-        return []
     rows = plan.rows[: len(plan.rows) - counts.num_padding_rows]
     admitted = {admission.request_id for admission in counts.admissions}  # `plan.admits` has forks and copies, too
     return [row for row in rows if row.query_len > 1 or not row.samples or row.request_id in admitted]

@@ -57,6 +57,8 @@ class KVManager:
         self.block_size = block_size
         self.eviction = eviction or LeastRecentlyUsed()
         self.pool = BlockPool(num_blocks, self.eviction)
+        self.num_total_blocks = num_blocks - 1
+        """Blocks that requests can hold: all but the null block."""
         self.index = PrefixIndex()
         self.history = PrefixHistory()
         self.is_caching = enable_prefix_caching
@@ -69,11 +71,6 @@ class KVManager:
         self._copies: list[tuple[int, int]] = []
         self._coming = Coming(block_size)
         self._fence = Fence()
-
-    @property
-    def num_total_blocks(self) -> int:
-        """Blocks that requests can hold: all but the null block."""
-        return self.pool.num_blocks - 1
 
     @property
     def num_available_blocks(self) -> int:

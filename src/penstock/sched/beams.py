@@ -75,6 +75,8 @@ class Beams:
     @property
     def num_unqueued(self) -> int:
         """Requests that neither run nor are queued."""
+        if not self.groups:
+            return 0
         return sum(len(group.members) - (group.num_running or group.is_complete) for group in self._all())
 
     @property

@@ -14,9 +14,12 @@ from penstock.types.request import Request
 from penstock.types.stats import Admission, Preemption, WaitReason
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepCounts:
-    """What a step did that its plan does not tell."""
+    """What a step did that its plan does not tell.
+
+    Nobody writes to one after it was made; not frozen for the reason in `RowPlan`.
+    """
 
     num_tokens: int = 0
     """Positions that it computes, padding included."""

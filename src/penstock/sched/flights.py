@@ -32,7 +32,7 @@ class Flight:
 
     def live(self, rows: tuple[RowPlan, ...]) -> tuple[RowPlan, ...]:
         """Those of its rows that are not void."""
-        return tuple([row for row in rows if row.request_id not in self.void]) if self.void else rows
+        return tuple([row for row in rows if row.request_id not in self.void])
 
 
 class Flights:

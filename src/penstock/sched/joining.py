@@ -84,10 +84,10 @@ class Joining:
 
     def ask_gate(self, now_ns: int) -> GateDecision:
         """How many may join; if the gate calls a batch, nobody who was not called."""
-        buckets = self._waiting.views()
-        if not buckets:
+        if not self._waiting.num_fresh:
             self.wakeup_ns = None
             return CLOSED
+        buckets = self._waiting.views()
         view = GateView(now_ns, len(self._running), self._waiting.num_joining, self._running.max_rows, buckets)
         decision = self._gate.decide(view)
         self.wakeup_ns = decision.wakeup_ns

@@ -78,33 +78,31 @@ class WaitingQueue:
         self._bucket_of = bucket_of
         self._buckets: dict[int, Bucket] = {}
         """Ascending."""
-        self._num_fresh = 0
+        self.num_fresh = 0
         """In the buckets."""
         self._called: OrderedDict[str, Request] = OrderedDict()
         self._held = Lanes(order)
+        self.num_held_back = 0
+        """In it. Counted, as the fresh ones, so that it costs a step no calls to see that nobody waits."""
         self._aside: dict[str, Follower] = {}
         self._preempted: list[tuple[OrderKey, Request]] = []
 
     def __len__(self) -> int:
-        return self._num_fresh + self.num_joining
+        return self.num_fresh + self.num_held_back + len(self._preempted) + len(self._called) + len(self._aside)
 
     @property
     def num_joining(self) -> int:
         """Who joins without asking the gate: the preempted, those who were called, were held back or stand aside."""
-        return len(self._preempted) + len(self._called) + len(self._held) + len(self._aside)
+        return len(self._preempted) + len(self._called) + self.num_held_back + len(self._aside)
 
     @property
     def aside(self) -> Collection[Follower]:
         """Who waits for a prefix, in the order in which their turns came."""
         return self._aside.values()
 
-    @property
-    def num_held_back(self) -> int:
-        return len(self._held)
-
     def views(self) -> tuple[BucketView, ...]:
         """The buckets in which somebody waits, ascending."""
-        if not self._num_fresh:
+        if not self.num_fresh:
             return ()
         return tuple([bucket.view() for bucket in self._buckets.values() if bucket])
 
@@ -116,7 +114,7 @@ class WaitingQueue:
             bucket = self._buckets[index] = Bucket(index, self._order)
             self._buckets = dict(sorted(self._buckets.items()))
         bucket.push(request, now_ns)
-        self._num_fresh += 1
+        self.num_fresh += 1
 
     def push_preempted(self, request: Request) -> None:
         """A request that ran, by the key that it had when it came. Of equal keys the last pushed goes first, since the last
@@ -137,10 +135,11 @@ class WaitingQueue:
         """Its turn had come, but it is a long prefill and there are enough: it lets others pass until it is asked for again."""
         bucket = self._buckets.get(self._bucket_of(request))
         if bucket is not None and bucket.hand_over(request, self._held, now_ns):
-            self._num_fresh -= 1
-            return
-        self.remove(request)
-        self._held.push(request, now_ns)
+            self.num_fresh -= 1
+        else:
+            self.remove(request)
+            self._held.push(request, now_ns)
+        self.num_held_back += 1
 
     def peek_preempted(self) -> Request | None:
         """Who is next of them; None if there is none, as below."""
@@ -148,7 +147,7 @@ class WaitingQueue:
 
     def peek_held(self, now_ns: int) -> Request | None:
         """Who is next of those that were held back."""
-        return self._held.peek(now_ns) if len(self._held) else None
+        return self._held.peek(now_ns) if self.num_held_back else None
 
     def peek_called(self) -> Request | None:
         """Who is next of those who were called to a batch."""
@@ -179,12 +178,10 @@ class WaitingQueue:
         """Take a request out, wherever it stands."""
         bucket = self._buckets.get(self._bucket_of(request))
         if bucket is not None and bucket.discard(request):
-            self._num_fresh -= 1
-        elif not (
-            self._called.pop(request.request_id, None)
-            or self._aside.pop(request.request_id, None)
-            or self._held.discard(request)
-        ):
+            self.num_fresh -= 1
+        elif self._held.discard(request):
+            self.num_held_back -= 1
+        elif not (self._called.pop(request.request_id, None) or self._aside.pop(request.request_id, None)):
             del self._preempted[next(idx for idx, entry in enumerate(self._preempted) if entry[1] is request)]
 
 

@@ -115,7 +115,7 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self._running.requests)
 
     @property
     def num_waiting(self) -> int:
@@ -212,10 +212,12 @@ class Scheduler:
         draft = StepDraft(StepLimits(self.capacity.max_step_tokens), is_ahead=bool(self._flights))
         if self._padding.is_active:
             draft.add_padding(self._padding.begin())
-        prefills = self._joining.rank(self._extending.decodes(draft), now_ns)
+        prefills = self._extending.decodes(draft)
+        if len(prefills) > 1:
+            prefills = self._joining.rank(prefills, now_ns)
         draft.limits = self._ask_budget(draft, prefills)
-        self._share_out(draft, prefills, decision, now_ns)
-        draft.waits_for = self._joining.waits_for(draft)
+        if prefills or len(self._waiting):  # else there is nothing to share out, as in most steps
+            self._share_out(draft, prefills, decision, now_ns)
         self._puts_off_pause = draft.puts_off_pause
         self.news = PlanNews(now_ns, draft.waits_for, draft.admissions, draft.preemptions, draft.set_aside)
         return self._build(draft, now_ns) if draft.rows or draft.padding_rows else None
@@ -228,7 +230,8 @@ class Scheduler:
             last_step=self._last_step,
         )
         limits = self._policies.budget.limits(view)
-        if not self._running and draft.num_tokens >= limits.max_tokens:  # padding is in the way, and lasts as long as the batch
+        if not self._running.requests and draft.num_tokens >= limits.max_tokens:
+            # Padding is in the way, and lasts as long as the batch.
             limits = replace(limits, max_tokens=self.capacity.max_step_tokens)
         return limits
 
@@ -237,18 +240,24 @@ class Scheduler:
 
         Who joins leaves the others the blocks for all the tokens that they have, so that a step does not admit and preempt.
         """
-        self._joining.call_back(draft)
+        has_waiting = len(self._waiting) > 0
+        if has_waiting:
+            self._joining.call_back(draft)
         if prefills:
             self._extending.note_long(draft, prefills)
             draft.num_promised_blocks += sum(map(self._running.room.missing_blocks, prefills))
             for request in self._joining.rank(prefills, now_ns, tuple(draft.late)):
-                self._joining.admit(draft, decision, now_ns, before=request)
+                if has_waiting:
+                    self._joining.admit(draft, decision, now_ns, before=request)
                 self._joining.keep_tokens(draft, request, now_ns)
                 self._extending.prefill(draft, request)
                 if request in draft.late:
                     draft.late.remove(request)
             draft.num_kept_tokens = 0
-        self._joining.admit(draft, decision, now_ns)
+        if has_waiting:
+            self._joining.admit(draft, decision, now_ns)
+        if len(self._waiting):  # those preempted just now, perhaps
+            draft.waits_for = self._joining.waits_for(draft)
 
     def _build(self, draft: StepDraft, now_ns: int) -> StepPlan:
         rows = tuple(draft.rows)
@@ -281,7 +290,7 @@ class Scheduler:
         add_event = outcome.events.append
         num_failed = 0
         ready: list[BeamGroup] = []
-        for row in flight.live(plan.rows):
+        for row in flight.live(plan.rows) if flight.void else plan.rows:
             request_id, query_len = row.request_id, row.query_len
             request = running.get(request_id)
             if request is None:

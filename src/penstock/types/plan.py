@@ -35,7 +35,8 @@ class RowPlan:
     """One row of one step: compute `query_len` tokens after `context_len` that are in the cache.
 
     Nobody writes to one after it was made. Not frozen because there is one per row and step, and
-    making a frozen dataclass costs four times as much.
+    making a frozen dataclass costs four times as much; what is made once per step is not either, since between two
+    steps that is code and memory that no cache has.
     """
 
     request_id: str
@@ -47,8 +48,10 @@ class RowPlan:
     """True if the last token's logits choose a new token; the executor appends it to the row by itself."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepPlan:
+    """Nobody writes to one after it was made; not frozen for the reason in `RowPlan`."""
+
     step_id: int
     now_ns: int
     admits: tuple[AdmitRow, ...]
@@ -84,9 +87,9 @@ class Capacity:
     """Longest prompt + output of one request."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Ticket:
-    """A step in flight."""
+    """A step in flight. Nobody writes to one after it was made; not frozen for the reason in `RowPlan`."""
 
     step_id: int
     ready_ns: int | None = None

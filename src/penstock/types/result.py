@@ -18,9 +18,12 @@ class TokenLogprobs:
     """(token_id, logprob), most likely first, ties by id; as many as were asked for."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepTiming:
-    """Integer nanoseconds of the executor's own monotonic clock."""
+    """Integer nanoseconds of the executor's own monotonic clock.
+
+    Nobody writes to one after it was made; not frozen for the reason in `RowPlan` (`types/plan.py`), as `StepResult`.
+    """
 
     start_ns: int
     end_ns: int
@@ -28,7 +31,7 @@ class StepTiming:
     """Named shares of the step (linear, attention, sampling, host, ...), where the executor knows them."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepResult:
     step_id: int
     token_ids: Mapping[str, tuple[int, ...]]

@@ -153,9 +153,9 @@ class Order(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepRecord:
-    """A step that was computed."""
+    """A step that was computed. Nobody writes to one after it was made; not frozen for the reason in `RowPlan`."""
 
     num_decodes: int
     """Rows of requests that were one token behind when the step was planned."""
@@ -168,9 +168,12 @@ class StepRecord:
     """Of a prefill token and one before it in its request: what attention works on."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BudgetView:
-    """A step in which every decode has its token already."""
+    """A step in which every decode has its token already.
+
+    Nobody writes to one after it was made; not frozen for the reason in `RowPlan`.
+    """
 
     max_step_tokens: int
     num_decodes: int
@@ -185,8 +188,10 @@ UNLIMITED = 1 << 30
 """Tokens or requests: more than any step has."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepLimits:
+    """Nobody writes to one after it was made; not frozen for the reason in `RowPlan`."""
+
     max_tokens: int
     """Tokens up to which prefills may fill the step, decodes included, at most `max_step_tokens`. Decodes get theirs in any
     case."""
