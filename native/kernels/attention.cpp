@@ -100,7 +100,7 @@ PENSTOCK_INLINE void for_pairs(const Pairs& pairs, int begin, F f) {
 template <typename Kv>
 void attend(const KvLayer& kv, const AttentionTask& t, int first_pair, int num_pairs, const Scratch& scratch) {
     Pairs pairs = make_pairs(kv, t, first_pair, num_pairs);
-    if constexpr (kIsInt8<Kv>) {
+    if constexpr (Kv::kIsInt8) {
         round_to_int8(kv, t, pairs, scratch);
     } else {
         round_to_int16(kv, t, pairs, scratch);
@@ -111,12 +111,12 @@ void attend(const KvLayer& kv, const AttentionTask& t, int first_pair, int num_p
     for (int begin = range.begin; begin < range.end; begin += kSegment) {
         const int num_tiles = find_tiles(kv, t, begin, range.end, segment.tiles, 0, kSegmentTiles);
         find_ahead(kv, t, range, begin, num_tiles, segment);
-        const int seen = range.end - begin < kSegment ? range.end - begin : kSegment;
-        Units units{seen, {0, 0}, 0.0f};
-        if constexpr (kIsInt8<Kv>) load_value_scales(kv, segment.tiles, seen, scratch.value_scales);
+        if constexpr (Kv::kIsInt8) {
+            load_value_scales(kv, segment.tiles, range.end - begin < kSegment ? range.end - begin : kSegment, scratch);
+        }
         const State state = t.partials ? partial(t, num_pairs, kv.head_dim, begin) : scratch.next;
         for_pairs(pairs, begin, [&](int at, int count) {
-            attend_segment<Kv>(t, pairs, at, count, begin, segment, units, kv.head_dim, scratch, state);
+            attend_segment<Kv>(t, pairs, at, count, begin, segment, kv.head_dim, scratch, state);
             if (!t.partials) merge(pairs, at, count, begin, kv.head_dim, scratch.merged, state);
         });
     }

@@ -36,10 +36,10 @@ struct State {
 // Where a task keeps its intermediate results; all of it stays in the first- and second-level cache.
 struct Scratch {
     float* scores;        // [kPairs][kSegment]
-    uint16_t* weights;    // [kPairs][kSegment] int16 or bf16
+    uint8_t* weights;     // [kPairs][kSegment] uint8 or bf16
     float* value_scales;  // [kSegment], of 8-bit values
-    float* units;         // [kSegment], the same as shares of the largest, times kLargestInteger
-    float* factor;        // [kPairs] by which the sums of 8-bit values are to be multiplied
+    float* sizes;         // [kSegment], of the same: log2_below
+    float* factor;        // [kPairs] by which the sums of 8-bit values and of their weights are multiplied: mostly 1
     uint8_t* q;           // [kTaskPairs / kPairs][head_dim / columns][kPairs][columns]: 2 columns of int16, or 4 of int8
     float* q_scales;      // [kTaskPairs / kPairs][key groups][kPairs], of int8 queries
     int32_t* q_starts;    // likewise: what the sums of integers start at
@@ -61,11 +61,11 @@ PENSTOCK_INLINE Scratch make_scratch(float* memory, int head_dim) {
     Scratch scratch;
     scratch.scores = memory;
     memory += kScoreFloats;
-    scratch.weights = reinterpret_cast<uint16_t*>(memory);
+    scratch.weights = reinterpret_cast<uint8_t*>(memory);
     memory += kWeightFloats;
     scratch.value_scales = memory;
     memory += kSegment;
-    scratch.units = memory;
+    scratch.sizes = memory;
     memory += kSegment;
     scratch.factor = memory;
     memory += kLanes;

@@ -35,9 +35,11 @@ struct Queries {
     const int32_t* starts;
 };
 
-// Keys and values of 8 bits, KvFormat::kInt8. The weights of a segment, each times its value's scale, are rounded to 16 bits
-// with one scale for all, the largest that can be needed: 32767 * 127 * kSegment is below 2^31.
+// Keys and values of 8 bits, KvFormat::kInt8. The weights of a query in a segment, each times its value's scale, are rounded to
+// bytes of which the largest is 240 to 255. So no weight has few steps beside one that is large and whose value is small, as that of a
+// sequence's first position often is.
 struct Int8Kv {
+    static constexpr bool kIsInt8 = true;
     // What weighs nothing: a query's scale is in its scores, which may be as large as 1e30, and not in their factor.
     static constexpr float kNothing = -1.0e37f;
     static constexpr int kColumns = 4;    // that are multiplied at once
@@ -48,17 +50,19 @@ struct Int8Kv {
     static PENSTOCK_MEMBER vi dot(vi acc, vb keys, const uint8_t* q) { return dot4_i8(acc, keys, set1_pair(q)); }
     static PENSTOCK_MEMBER vf scale(const Queries& q, int at, vf scales) { return mul(scales, set1(q.scales[at])); }
 
-    static constexpr int kBytes = 32;  // of two positions of sixteen columns of the values
+    using Weight = uint8_t;
+    static constexpr float kLogLargest = 7.906890596f;  // to base 2, of 240: 255 less what log2_below may be too low
+    static constexpr int kPositions = 4;                // whose values are multiplied at once
     using Sum = vi;
-    static PENSTOCK_MEMBER vb load_pairs(const uint8_t* p) { return widen_i8(p); }
     static PENSTOCK_MEMBER Sum zero() { return set1_i(0); }
-    static PENSTOCK_MEMBER Sum dot2(Sum acc, vb values, vb weights) { return dot2_i16(acc, values, weights); }
+    static PENSTOCK_MEMBER Sum add_values(Sum acc, vb values, vb weights) { return dot4_u8(acc, weights, values); }
     static PENSTOCK_MEMBER vf sum_of(Sum acc, float factor) { return mul(to_float(acc), set1(factor)); }
 };
 
 // Keys of 16 bits and values in bf16, KvFormat::kInt16. l sums the weights as they were rounded to bf16, so that their mean
 // error cancels.
 struct Int16Kv {
+    static constexpr bool kIsInt8 = false;
     static constexpr float kNothing = -1.0e30f;  // with any factor that a query may have
     static constexpr int kColumns = 2;
     static constexpr int kScaleBytes = kKvTile * 4;
@@ -68,16 +72,22 @@ struct Int16Kv {
     static PENSTOCK_MEMBER vi dot(vi acc, vb keys, const uint8_t* q) { return dot2_i16(acc, keys, set1_pair(q)); }
     static PENSTOCK_MEMBER vf scale(const Queries&, int, vf scales) { return scales; }
 
-    static constexpr int kBytes = 64;
+    using Weight = uint16_t;
+    static constexpr float kLogLargest = 0.0f;
+    static constexpr int kPositions = 2;
     using Sum = vf;
-    static PENSTOCK_MEMBER vb load_pairs(const uint8_t* p) { return load64(p); }
     static PENSTOCK_MEMBER Sum zero() { return set1(0.0f); }
-    static PENSTOCK_MEMBER Sum dot2(Sum acc, vb values, vb weights) { return dot2_bf16(acc, values, weights); }
+    static PENSTOCK_MEMBER Sum add_values(Sum acc, vb values, vb weights) { return dot2_bf16(acc, values, weights); }
     static PENSTOCK_MEMBER vf sum_of(Sum acc, float) { return acc; }
 };
 
+constexpr int kValueBytes = 64;  // of kPositions positions of sixteen columns of the values
+
+// The weights of a pair, `row` being its place in the scratch.
 template <typename Kv>
-constexpr bool kIsInt8 = Kv::kBytes == 32;
+PENSTOCK_INLINE typename Kv::Weight* weights_of(const Scratch& scratch, int row) {
+    return reinterpret_cast<typename Kv::Weight*>(scratch.weights) + row * kSegment;
+}
 
 // How many tiles of keys, or of sixteen columns of values, go side by side so that few pairs still fill the pipeline.
 template <int kCount>
@@ -175,28 +185,6 @@ struct Seen {
     int lo, hi;
 };
 
-// The units of what queries see of a segment up to position `end`, whose largest value scale is `largest`.
-struct Units {
-    int end;
-    Seen seen;
-    float largest;
-};
-
-// Makes the units those of `seen`, of which alone the largest scale is. What is not seen has no weight, whatever its unit.
-PENSTOCK_INLINE void scale_weights(const Scratch& scratch, Seen seen, Units& units) {
-    if (seen.lo == units.seen.lo && seen.hi == units.seen.hi) return;
-    units.seen = seen;
-    vf largest = set1(0.0f);
-    for (int i = seen.lo / kLanes * kLanes; i < seen.hi; i += kLanes) {
-        largest = max(largest, within(i, seen.lo, seen.hi, load(scratch.value_scales + i), set1(0.0f)));
-    }
-    const float top = reduce_max(largest);
-    if (top == units.largest) return;
-    units.largest = top;
-    const vf factor = set1(kLargestInteger / top);
-    for (int i = 0; i < step_above(units.end); i += kLanes) store(scratch.units + i, mul(load(scratch.value_scales + i), factor));
-}
-
 // Fetches the second half of each tile of keys a few at a time, so that memory has something to do while weights are computed.
 struct KeyFetcher {
     const uint8_t* const* tiles;
@@ -210,6 +198,12 @@ struct KeyFetcher {
     }
 };
 
+// The end of those that are multiplied with the last of the first `end` positions.
+template <typename Kv>
+PENSTOCK_INLINE int padded_end(int end) {
+    return (end + Kv::kPositions - 1) / Kv::kPositions * Kv::kPositions;
+}
+
 // kColumns * 16 columns of o from column d on.
 template <typename Kv, int kCount, int kColumns>
 PENSTOCK_INLINE void weigh_columns(const Segment& segment, int from, int end, const Scratch& scratch, int head_dim, int d,
@@ -218,27 +212,30 @@ PENSTOCK_INLINE void weigh_columns(const Segment& segment, int from, int end, co
     for (int c = 0; c < kColumns; ++c) {
         for (int p = 0; p < kCount; ++p) acc[c][p] = Kv::zero();
     }
-    const auto add_two = [&](const uint8_t* values, const uint16_t* weight) __attribute__((always_inline)) {
+    const typename Kv::Weight* const weights = weights_of<Kv>(scratch, 0);
+    const auto add_some = [&](const uint8_t* values, int at) __attribute__((always_inline)) {
         vb v[kColumns];
-        for (int c = 0; c < kColumns; ++c) v[c] = Kv::load_pairs(values + c * Kv::kBytes);
+        for (int c = 0; c < kColumns; ++c) v[c] = load64(values + c * kValueBytes);
         for (int p = 0; p < kCount; ++p) {
-            const vb two = set1_pair(weight + p * kSegment);
-            for (int c = 0; c < kColumns; ++c) acc[c][p] = Kv::dot2(acc[c][p], v[c], two);
+            const vb some = set1_pair(weights + p * kSegment + at);
+            for (int c = 0; c < kColumns; ++c) acc[c][p] = Kv::add_values(acc[c][p], v[c], some);
         }
     };
-    const int64_t stride = int64_t{Kv::kBytes} / kLanes * head_dim;  // bytes of two positions
-    const int64_t column = int64_t{Kv::kBytes} / kLanes * d;
+    const int64_t stride = int64_t{kValueBytes} / kLanes * head_dim;  // bytes of kPositions positions
+    const int64_t column = int64_t{kValueBytes} / kLanes * d;
     // Integers beyond the end are harmless, as their weights are zero; a bf16 there might be NaN.
-    const int paired = kIsInt8<Kv> ? (end + 1) & ~1 : end & ~1;
-    for (int at = from; at < paired;) {
+    const int whole = Kv::kIsInt8 ? padded_end<Kv>(end) : end / Kv::kPositions * Kv::kPositions;
+    for (int at = from; at < whole;) {
         const uint8_t* values = segment.tiles.values[at / kKvTile] + column;
         const uint8_t* ahead = segment.ahead.values[at / kKvTile] + column;
-        for (const int stop = paired - at > kKvTile ? at + kKvTile : paired; at < stop; at += 2, values += stride, ahead += stride) {
-            for (int c = 0; c < kColumns; ++c) prefetch(ahead + c * Kv::kBytes);
-            add_two(values, scratch.weights + at);
+        for (const int stop = whole - at > kKvTile ? at + kKvTile : whole; at < stop; at += Kv::kPositions) {
+            for (int c = 0; c < kColumns; ++c) prefetch(ahead + c * kValueBytes);
+            add_some(values, at);
+            values += stride;
+            ahead += stride;
         }
     }
-    if (!kIsInt8<Kv> && end % 2) add_two(scratch.odd + column, scratch.weights + end - 1);
+    if (!Kv::kIsInt8 && end % 2) add_some(scratch.odd + column, end - 1);
     for (int p = 0; p < kCount; ++p) {
         for (int c = 0; c < kColumns; ++c) store(out + p * head_dim + c * kLanes, Kv::sum_of(acc[c][p], scratch.factor[p]));
     }
@@ -262,23 +259,25 @@ PENSTOCK_INLINE void copy_odd_values(const Tiles& tiles, int end, int head_dim, 
     for (int i = 0; i < 4 * head_dim; i += 64) store64(odd + i, even_halves(load64(values + i)));
 }
 
-// Of the values of a segment's first `end` positions. No number becomes zero: its key is none either, and breaks what sees it.
-PENSTOCK_INLINE void load_value_scales(const KvLayer& kv, const Tiles& tiles, int end, float* out) {
+// Of the values of a segment's first `end` positions, and their sizes. No number becomes zero: its key is none either, and breaks what
+// sees it.
+PENSTOCK_INLINE void load_value_scales(const KvLayer& kv, const Tiles& tiles, int end, const Scratch& scratch) {
     const int64_t offset = kv.scales_offset() + int64_t{2} * kv.key_groups() * kKvTile;
     const vf zero = set1(0.0f);
     for (int i = 0; i < step_above(end); i += kLanes) {
         const vf scales = i < end ? load_bf16((const uint16_t*)(tiles.keys[i / kKvTile] + offset)) : zero;
-        store(out + i, max(within(i, 0, end, scales, zero), zero));
+        const vf some = max(within(i, 0, end, scales, zero), zero);
+        store(scratch.value_scales + i, some);
+        store(scratch.sizes + i, log2_below(some));
     }
 }
 
 // Weights of the pairs [at, at + count), all of one query and the first of them in row `row` of the scratch, from their scores;
 // and the bounds of their scores and their sums of weights. Weights are needed for the positions [from, end).
 template <typename Kv>
-PENSTOCK_INLINE void weigh_query(const AttentionTask& t, const Pairs& pairs, int at, int count, int row, Seen seen, Units& units,
-                                 int from, int end, const Scratch& scratch, KeyFetcher& keys, const State& out) {
+PENSTOCK_INLINE void weigh_query(const AttentionTask& t, const Pairs& pairs, int at, int count, int row, Seen seen, int from, int end,
+                                 const Scratch& scratch, KeyFetcher& keys, const State& out) {
     float* scores = scratch.scores + row * kSegment;
-    uint16_t* weights = scratch.weights + row * kSegment;
     const int first = step_below(seen.lo), stop = step_above(seen.hi);
     const bool is_capped = t.softcap > 0.0f;
     float shift[kPairs];
@@ -287,22 +286,29 @@ PENSTOCK_INLINE void weigh_query(const AttentionTask& t, const Pairs& pairs, int
         keys.fetch(2);
         if (is_capped) cap(own, seen.lo, seen.hi, pairs.factor[at + p], t.softcap);
         mask(own, seen.lo, seen.hi, Kv::kNothing);
-        const float top = largest_of(own, first, stop), factor = is_capped ? 1.0f : pairs.factor[at + p];
-        out.max[at + p] = shift[p] = bound_of(top, factor);
-        if (fabsf(top * factor) > 0x1p16f) {  // where the bound is too far from it
+        const float factor = is_capped ? 1.0f : pairs.factor[at + p];
+        const float largest =
+            Kv::kIsInt8 ? largest_weight(own, scratch.sizes, first, stop, factor) : largest_of(own, first, stop) * factor;
+        out.max[at + p] = shift[p] = bound_of(largest) - Kv::kLogLargest;
+        scratch.factor[row + p] = 1.0f;
+        if (fabsf(largest) > 0x1p16f) {  // where the bound is too far from it
+            const float top = largest_of(own, first, stop);
             for (int i = first; i < stop; i += kLanes) store(own + i, sub(load(own + i), set1(top)));
-            out.max[at + p] = top * factor;
+            out.max[at + p] = top * factor;  // to which a size can't be added: it would be lost
             shift[p] = 0.0f;
+            if constexpr (Kv::kIsInt8) {
+                shift[p] = bound_of(largest_weight(own, scratch.sizes, first, stop, factor)) - Kv::kLogLargest;
+                scratch.factor[row + p] = exp2f(shift[p]);
+            }
         }
     }
-    if constexpr (kIsInt8<Kv>) scale_weights(scratch, seen, units);
     for (int p = 0; p < count; ++p) {
         const float *own = scores + p * kSegment, factor = is_capped ? 1.0f : pairs.factor[at + p];
-        uint16_t* own_weights = weights + p * kSegment;
+        typename Kv::Weight* own_weights = weights_of<Kv>(scratch, row + p);
         keys.fetch(4);
-        if constexpr (kIsInt8<Kv>) {
-            scratch.factor[row + p] = units.largest * (1.0f / kLargestInteger);
-            out.sum[at + p] = soften_scaled(own, scratch.units, own_weights, first, stop, factor, shift[p]);
+        if constexpr (Kv::kIsInt8) {
+            const float sum = soften_scaled(own, scratch.value_scales, own_weights, first, stop, factor, shift[p]);
+            out.sum[at + p] = scratch.factor[row + p] * sum;
         } else {
             out.sum[at + p] = soften(own, own_weights, first, stop, factor, shift[p]);
         }
@@ -324,9 +330,9 @@ PENSTOCK_INLINE void fetch_pairs(const AttentionTask& next, const Pairs& pairs, 
 // The segment that begins at `begin`, for the pairs [at, at + count); nothing of it has a meaning for a pair that does not see it.
 template <typename Kv>
 void attend_segment(const AttentionTask& t, const Pairs& pairs, int at, int count, int begin, const Segment& segment,
-                    Units& units, int head_dim, const Scratch& scratch, const State& out) {
-    // Positions are relative to the segment from here on. Values are read in pairs of positions.
-    const int last = pairs.last[at + count - 1] - begin, end = last < kSegment ? last + 1 : kSegment, padded = (end + 1) & ~1;
+                    int head_dim, const Scratch& scratch, const State& out) {
+    // Positions are relative to the segment from here on.
+    const int last = pairs.last[at + count - 1] - begin, end = last < kSegment ? last + 1 : kSegment, padded = padded_end<Kv>(end);
     const int from = pairs.first[at] > begin ? step_below(pairs.first[at] - begin) : 0;
     const int groups = (head_dim + kGroup - 1) / kGroup, num_tiles = (end + kKvTile - 1) / kKvTile;
     for (int p = 0; p < count; p += kScorePairs) {
@@ -345,14 +351,14 @@ void attend_segment(const AttentionTask& t, const Pairs& pairs, int at, int coun
         }
         const Seen seen{first > 0 ? first : 0, position < end ? position + 1 : end};
         if (seen.lo < seen.hi) {
-            weigh_query<Kv>(t, pairs, at + p, stop - p, p, seen, units, from, padded, scratch, keys, out);
+            weigh_query<Kv>(t, pairs, at + p, stop - p, p, seen, from, padded, scratch, keys, out);
             if (t.next && position < kSegment) fetch_pairs(*t.next, pairs, at + p, stop - p, head_dim);
         } else {
-            for (int i = p; i < stop; ++i) memset(scratch.weights + i * kSegment + from, 0, sizeof(uint16_t) * (padded - from));
+            for (int i = p; i < stop; ++i) memset(weights_of<Kv>(scratch, i) + from, 0, sizeof(typename Kv::Weight) * (padded - from));
         }
     }
     keys.fetch(num_tiles);
-    if (!kIsInt8<Kv> && end % 2) copy_odd_values(segment.tiles, end, head_dim, scratch.odd);
+    if (!Kv::kIsInt8 && end % 2) copy_odd_values(segment.tiles, end, head_dim, scratch.odd);
     dispatch_count<kPairs>(count, [&]<int kCount>() {
         weigh_pairs<Kv, kCount>(segment, from, end, scratch, head_dim, out.o + at * head_dim);
     });

@@ -91,8 +91,8 @@ enum class KvFormat : int32_t { kInt8 = 0, kInt16 = 1 };
 //   kInt8    keys [head_dim / 4][16][4] uint8, 128 more than the integer, their scales [key_groups][16] bf16, the scales of the
 //            values [16] bf16
 //   kInt16   keys [head_dim / 2][16][2] int16, their scales [16] float32
-// Then the values as [block_size / 2][head_dim][2] int8 or bf16. All are laid out for instructions that multiply and add
-// pairs, or four bytes.
+// Then the values as [block_size / 4][head_dim][4] int8 or [block_size / 2][head_dim][2] bf16. All are laid out for instructions
+// that multiply and add pairs, or four bytes.
 // Strides are in bytes. Always inlined: a copy of the linker's choice might be one compiled for AVX-512.
 struct KvLayer {
     uint8_t* data;
@@ -103,6 +103,7 @@ struct KvLayer {
     int64_t block_stride = 0;  // from a block to the next one: other layers lie between
 
     __attribute__((always_inline)) int width() const { return format == KvFormat::kInt8 ? 1 : 2; }
+    __attribute__((always_inline)) int value_positions() const { return 4 / width(); }  // whose values are beside each other
     __attribute__((always_inline)) int key_groups() const { return (head_dim + kGroup - 1) / kGroup; }
     __attribute__((always_inline)) int scale_bytes() const { return format == KvFormat::kInt8 ? 2 * (key_groups() + 1) : 4; }
     __attribute__((always_inline)) int64_t scales_offset() const { return int64_t{kKvTile} * head_dim * width(); }

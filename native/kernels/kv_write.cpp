@@ -114,7 +114,7 @@ void write_int8(const KvLayer& kv, const Head<kCentred>* heads, int count) {
     for (int h = 0; h < count; ++h) {
         for (int item = 0; item < items; ++item) memcpy(scales_of(heads[h], item, items), &integers.scale[item][h], sizeof(uint16_t));
         scatter_fours(heads[h].keys, integers.keys[h], kv.head_dim);
-        for (int d = 0; d < kv.head_dim; d += kLanes) store_even_bytes(heads[h].values + 2 * d, integers.values[h] + d);
+        for (int d = 0; d < kv.head_dim; d += kLanes) store_every_fourth(heads[h].values + 4 * d, integers.values[h] + d);
     }
 }
 
@@ -133,11 +133,9 @@ void write_run_int8(const KvLayer& kv, const Head<kCentred>& first, int64_t widt
     for (int item = 0; item < items; ++item) {
         memcpy(scales_of(first, item, items), integers.scale[item], kTogether * sizeof(uint16_t));
     }
-    for (int i = 0; i < kTogether; i += 2) {
-        interleave_i8(first.values + i * kv.head_dim, integers.values[i], integers.values[i + 1], kv.head_dim);
-    }
     for (int d = 0; d < kv.head_dim; d += kLanes) {
         for (int i = 0; i < kTogether; i += 4) {
+            interleave_fours(first.values + i * kv.head_dim + 4 * d, integers.values[i] + d, kLargestHeadDim);
             transpose_fours(first.keys + d * kKvTile + 4 * i, 4 * kKvTile, integers.keys[i] + d, kLargestHeadDim, kKeyZero);
         }
     }
@@ -173,11 +171,12 @@ PENSTOCK_INLINE Head<kCentred> first_head(const KvLayer& kv, int64_t slot, const
     const int64_t block = slot / kv.block_size, offset = slot % kv.block_size, lane = offset % kKvTile;
     uint8_t* const head = kv.data + block * kv.block_stride;
     uint8_t* const tile = head + offset / kKvTile * kv.tile_stride();
+    const int64_t beside = kv.value_positions();
     return {k,
             v,
             centre,
             tile + 4 * lane,
-            head + kv.values_offset() + (offset / 2 * 2 * kv.head_dim + offset % 2) * kv.width(),
+            head + kv.values_offset() + (offset / beside * beside * kv.head_dim + offset % beside) * kv.width(),
             tile + kv.scales_offset() + lane * (kv.format == KvFormat::kInt8 ? 2 : 4)};
 }
 

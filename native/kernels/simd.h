@@ -48,20 +48,28 @@ PENSTOCK_INLINE void store_some(T* p, V a, int count) {
     store_part(p, a, count);
 }
 
-// a[0], b[0], a[1], b[1] and so on.
-PENSTOCK_INLINE void interleave_i8(uint8_t* __restrict out, const int8_t* __restrict a, const int8_t* __restrict b, int count) {
-    for (int i = 0; i < count; ++i) {
-        out[2 * i] = static_cast<uint8_t>(a[i]);
-        out[2 * i + 1] = static_cast<uint8_t>(b[i]);
-    }
+// Of four rows of sixteen bytes the first byte of each, then the second ones and so on; `stride` in bytes.
+PENSTOCK_INLINE void interleave_fours(uint8_t* out, const int8_t* in, int64_t stride) {
+#if defined(__AVX2__)
+    __m128i a[4];
+    for (int i = 0; i < 4; ++i) a[i] = _mm_loadu_si128((const __m128i*)(in + i * stride));
+    const __m128i low = _mm_unpacklo_epi8(a[0], a[1]), high = _mm_unpackhi_epi8(a[0], a[1]);
+    const __m128i next_low = _mm_unpacklo_epi8(a[2], a[3]), next_high = _mm_unpackhi_epi8(a[2], a[3]);
+    _mm_storeu_si128((__m128i*)out, _mm_unpacklo_epi16(low, next_low));
+    _mm_storeu_si128((__m128i*)(out + 16), _mm_unpackhi_epi16(low, next_low));
+    _mm_storeu_si128((__m128i*)(out + 32), _mm_unpacklo_epi16(high, next_high));
+    _mm_storeu_si128((__m128i*)(out + 48), _mm_unpackhi_epi16(high, next_high));
+#else
+    for (int i = 0; i < 4 * kLanes; ++i) out[i] = static_cast<uint8_t>(in[i % 4 * stride + i / 4]);
+#endif
 }
 
-// Sixteen bytes, each to every second one from p on; those between are left alone, even by other threads.
-PENSTOCK_INLINE void store_even_bytes(uint8_t* p, const int8_t* bytes) {
+// Sixteen bytes, each to every fourth one from p on; those between are left alone, even by other threads.
+PENSTOCK_INLINE void store_every_fourth(uint8_t* p, const int8_t* bytes) {
 #if defined(__AVX512BW__)
-    _mm256_mask_storeu_epi8(p, 0x55555555u, _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)bytes)));
+    _mm512_mask_storeu_epi8(p, 0x1111111111111111u, _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)bytes)));
 #else
-    for (int i = 0; i < kLanes; ++i) p[2 * i] = static_cast<uint8_t>(bytes[i]);
+    for (int i = 0; i < kLanes; ++i) p[4 * i] = static_cast<uint8_t>(bytes[i]);
 #endif
 }
 

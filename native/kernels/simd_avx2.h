@@ -202,20 +202,14 @@ PENSTOCK_INLINE vf dot2_bf16(vf acc, vb w, const uint16_t* a2) {
     memcpy(&a1, &b1, 4);
     return {dot2_part(acc.l, w.l, a0, a1), dot2_part(acc.h, w.h, a0, a1)};
 }
-PENSTOCK_INLINE void store_low_halves(uint16_t* p, __m256 a, __m256 b) {
-    const __m256i mask = _mm256_set1_epi32(0xFFFF);
-    const __m256i packed =
-        _mm256_packus_epi32(_mm256_and_si256(_mm256_castps_si256(a), mask), _mm256_and_si256(_mm256_castps_si256(b), mask));
-    _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(packed, 0xD8));
-}
-// The low 16 bits of each lane of a, then of b.
-PENSTOCK_INLINE void store_low_halves(uint16_t* p, vf a, vf b) {
-    store_low_halves(p, a.l, a.h);
-    store_low_halves(p + kLanes, b.l, b.h);
-}
-// 32 int8, widened to 16 bits.
-PENSTOCK_INLINE vb widen_i8(const uint8_t* p) {
-    return {_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(p + 16)))};
+// The lowest 16 bits of each lane as bytes, 255 for more than that; of a[0] first.
+PENSTOCK_INLINE void store_low_bytes(uint8_t* p, const vf (&a)[kSoftmaxVectors]) {
+    const auto low_halves = [](vf b) PENSTOCK_LAMBDA {
+        const __m256i mask = _mm256_set1_epi32(0xFFFF);
+        return _mm256_permute4x64_epi64(
+            _mm256_packus_epi32(_mm256_and_si256(_mm256_castps_si256(b.l), mask), _mm256_and_si256(_mm256_castps_si256(b.h), mask)), 0xD8);
+    };
+    _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(_mm256_packus_epi16(low_halves(a[0]), low_halves(a[1])), 0xD8));
 }
 PENSTOCK_INLINE vb set1_pair(const void* p) {
     int32_t bits;
@@ -233,6 +227,13 @@ PENSTOCK_INLINE __m256i dot4_i8_part(__m256i acc, __m256i w, __m256i a) {
     return _mm256_add_epi32(acc, _mm256_madd_epi16(words, _mm256_set1_epi16(1)));
 }
 PENSTOCK_INLINE vi dot4_i8(vi acc, vb w, vb a) { return {dot4_i8_part(acc.l, w.l, a.l), dot4_i8_part(acc.h, w.h, a.h)}; }
+// Unsigned w by signed a: two products of bytes may exceed 16 bits, so they are multiplied as 16-bit numbers.
+PENSTOCK_INLINE __m256i dot4_u8_part(__m256i acc, __m256i w, __m256i a) {
+    const __m256i even = _mm256_madd_epi16(_mm256_and_si256(w, _mm256_set1_epi16(0xFF)), _mm256_srai_epi16(_mm256_slli_epi16(a, 8), 8));
+    const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(w, 8), _mm256_srai_epi16(a, 8));
+    return _mm256_add_epi32(acc, _mm256_add_epi32(even, odd));
+}
+PENSTOCK_INLINE vi dot4_u8(vi acc, vb w, vb a) { return {dot4_u8_part(acc.l, w.l, a.l), dot4_u8_part(acc.h, w.h, a.h)}; }
 PENSTOCK_INLINE __m256 even_bf16(__m256i a) { return _mm256_castsi256_ps(_mm256_slli_epi32(a, 16)); }
 PENSTOCK_INLINE __m256 odd_bf16(__m256i a) {
     return _mm256_castsi256_ps(_mm256_and_si256(a, _mm256_set1_epi32(static_cast<int>(0xFFFF0000u))));

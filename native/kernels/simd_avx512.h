@@ -127,14 +127,17 @@ PENSTOCK_INLINE vf dot2_bf16(vf acc, vb w, const uint16_t* a2) {
     memcpy(&bits, a2, 4);
     return {_mm512_dpbf16_ps(acc.v, (__m512bh)_mm512_set1_epi32(bits), (__m512bh)w.v)};
 }
-// The low 16 bits of each lane of a, then of b.
-PENSTOCK_INLINE void store_low_halves(uint16_t* p, vf a, vf b) {
+// The lowest 16 bits of each lane of a, then of b.
+PENSTOCK_INLINE __m512i low_halves(vf a, vf b) {
     alignas(64) static constexpr uint16_t kEven[32] = {0,  2,  4,  6,  8,  10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30,
                                                        32, 34, 36, 38, 40, 42, 44, 46, 48, 50, 52, 54, 56, 58, 60, 62};
-    _mm512_storeu_si512(p, _mm512_permutex2var_epi16(_mm512_castps_si512(a.v), _mm512_load_si512(kEven), _mm512_castps_si512(b.v)));
+    return _mm512_permutex2var_epi16(_mm512_castps_si512(a.v), _mm512_load_si512(kEven), _mm512_castps_si512(b.v));
 }
-// 32 int8, widened to 16 bits.
-PENSTOCK_INLINE vb widen_i8(const uint8_t* p) { return {_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p))}; }
+// Those of each lane as bytes, 255 for more than that; of a[0] first.
+PENSTOCK_INLINE void store_low_bytes(uint8_t* p, const vf (&a)[kSoftmaxVectors]) {
+    const __m512i packed = _mm512_packus_epi16(low_halves(a[0], a[1]), low_halves(a[2], a[3]));
+    _mm512_storeu_si512(p, _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), packed));
+}
 // Two 16-bit values for every lane.
 PENSTOCK_INLINE vb set1_pair(const void* p) {
     int32_t bits;
@@ -154,7 +157,9 @@ PENSTOCK_INLINE vi dot4_i8(vi acc, vb w, vb a) {
     asm("vpdpbusd %2, %1, %0" : "+v"(acc.v) : "v"(w.v), "v"(a.v));
     return acc;
 }
-// The same of bf16 products in float32.
+// acc[lane] += the sum of unsigned w[lane][j] * signed a[lane][j] of four bytes each.
+PENSTOCK_INLINE vi dot4_u8(vi acc, vb w, vb a) { return dot4_i8(acc, w, a); }
+// acc[lane] += w[lane][0] * a[lane][0] + w[lane][1] * a[lane][1], bf16 products in float32.
 PENSTOCK_INLINE vf dot2_bf16(vf acc, vb w, vb a) {
     asm("vdpbf16ps %2, %1, %0" : "+v"(acc.v) : "v"(w.v), "v"(a.v));
     return acc;

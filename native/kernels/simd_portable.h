@@ -176,27 +176,28 @@ PENSTOCK_INLINE vf dot2_bf16(vf acc, vb w, const uint16_t* a2) {
     }
     return acc;
 }
-// The low 16 bits of each lane of a, then of b.
-PENSTOCK_INLINE void store_low_halves(uint16_t* p, vf a, vf b) {
-    uint32_t bits[2 * kLanes];
-    memcpy(bits, a.v, sizeof(a.v));
-    memcpy(bits + kLanes, b.v, sizeof(b.v));
-    for (int i = 0; i < 2 * kLanes; ++i) p[i] = static_cast<uint16_t>(bits[i]);
-}
-// 32 int8, widened to 16 bits.
-PENSTOCK_INLINE vb widen_i8(const uint8_t* p) {
-    vb r;
-    for (int i = 0; i < 2 * kLanes; ++i) {
-        const int16_t wide = static_cast<int8_t>(p[i]);
-        memcpy(r.v + 2 * i, &wide, 2);
+// The lowest 16 bits of each lane as bytes, 255 for more than that; of a[0] first.
+PENSTOCK_INLINE void store_low_bytes(uint8_t* p, const vf (&a)[kSoftmaxVectors]) {
+    for (int j = 0; j < kSoftmaxVectors; ++j) {
+        PENSTOCK_LANES {
+            uint32_t bits;
+            memcpy(&bits, &a[j].v[i], 4);
+            bits &= 0xFFFF;
+            p[j * kLanes + i] = static_cast<uint8_t>(bits < 255 ? bits : 255);
+        }
     }
-    return r;
 }
 PENSTOCK_INLINE vb set1_pair(const void* p) { vb r; PENSTOCK_LANES memcpy(r.v + 4 * i, p, 4); return r; }
 constexpr int32_t kDotZero = 0;
 PENSTOCK_INLINE vi dot4_i8(vi acc, vb w, vb a) {
     PENSTOCK_LANES {
         for (int j = 0; j < 4; ++j) acc.v[i] += (w.v[4 * i + j] - 128) * static_cast<int8_t>(a.v[4 * i + j]);
+    }
+    return acc;
+}
+PENSTOCK_INLINE vi dot4_u8(vi acc, vb w, vb a) {
+    PENSTOCK_LANES {
+        for (int j = 0; j < 4; ++j) acc.v[i] += w.v[4 * i + j] * static_cast<int8_t>(a.v[4 * i + j]);
     }
     return acc;
 }

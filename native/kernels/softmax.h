@@ -48,16 +48,32 @@ PENSTOCK_INLINE float largest_of(const float* scores, int from, int end) {
     return reduce_max(largest[0]);
 }
 
-// A number that no score times `factor` exceeds, if `top` is the largest score, however the product is rounded, so that a weight
+// Logarithms to base 2 of numbers that are normal or zero, or up to 0.0861 less: -127 for zero.
+PENSTOCK_INLINE vf log2_below(vf a) { return fma(to_float(bits_of(a)), set1(0x1p-23f), set1(-127.0f)); }
+
+// A number that no score times its factor exceeds, if `largest` is the largest such product, however it is rounded, so that a weight
 // is at most one. Weights relative to it, and not to the largest itself, are as good, unless scores are so large that it is far
 // from the largest: their sum is relative to it, too.
-PENSTOCK_INLINE float bound_of(float top, float factor) {
-    const float product = top * factor;
-    return product + fabsf(product) * 0x1p-22f;
+PENSTOCK_INLINE float bound_of(float largest) { return largest + fabsf(largest) * 0x1p-22f; }
+
+// Of the steps of masked scores [from, end) the largest score times `factor` plus the position's size.
+PENSTOCK_INLINE float largest_weight(const float* scores, const float* sizes, int from, int end, float factor) {
+    const vf scale = set1(factor);
+    vf largest[kSide];
+    for (int j = 0; j < kSide; ++j) largest[j] = set1(kLowest);
+    for (int i = from; i < end; i += kStep) {
+        for (int j = 0; j < kSide; ++j) {
+            const int at = i + j * kLanes;
+            largest[j] = max(largest[j], fma(load(scores + at), scale, load(sizes + at)));
+        }
+    }
+    for (int j = 1; j < kSide; ++j) largest[0] = max(largest[0], largest[j]);
+    return reduce_max(largest[0]);
 }
 
-// Two to the power of each, for numbers of at most 126; 0 or below 1e-37 from -126 down. As exp2, but kSide vectors side by side:
-// the operations of one wait for each other.
+// Two to the power of each, for numbers of at most 126; 0 or below 1e-37 from -126 down. As exp2, or coarse: to 1.1e-4. kSide vectors go
+// side by side: the operations of one wait for each other.
+template <bool kCoarse>
 PENSTOCK_INLINE void exp2_each(vf (&a)[kSide]) {
     vf n[kSide], p[kSide];
     for (int j = 0; j < kSide; ++j) {
@@ -70,21 +86,26 @@ PENSTOCK_INLINE void exp2_each(vf (&a)[kSide]) {
             a[j] = sub(a[j], sub(n[j], set1(kRoundingMagic)));
         }
     }
-    for (int j = 0; j < kSide; ++j) p[j] = fma(set1(0.00958285294f), a[j], set1(0.0559064262f));
-    for (int j = 0; j < kSide; ++j) p[j] = fma(p[j], a[j], set1(0.240240991f));
-    for (int j = 0; j < kSide; ++j) p[j] = fma(p[j], a[j], set1(0.693124175f));
+    if constexpr (kCoarse) {
+        for (int j = 0; j < kSide; ++j) p[j] = fma(set1(0.05500893f), a[j], set1(0.24221097f));
+        for (int j = 0; j < kSide; ++j) p[j] = fma(p[j], a[j], set1(0.69328293f));
+    } else {
+        for (int j = 0; j < kSide; ++j) p[j] = fma(set1(0.00958285294f), a[j], set1(0.0559064262f));
+        for (int j = 0; j < kSide; ++j) p[j] = fma(p[j], a[j], set1(0.240240991f));
+        for (int j = 0; j < kSide; ++j) p[j] = fma(p[j], a[j], set1(0.693124175f));
+    }
     for (int j = 0; j < kSide; ++j) p[j] = fma(p[j], a[j], set1(1.0f));
     for (int j = 0; j < kSide; ++j) a[j] = kScaleSaturates ? scale2(p[j], n[j]) : add_exponent(p[j], n[j]);
 }
 
 // Calls f(i, weights) for every step of masked scores [from, end), with their weights 2^(score * factor - top), kSide vectors.
-template <typename F>
+template <bool kCoarse, typename F>
 PENSTOCK_INLINE void for_weights(const float* scores, int from, int end, float factor, float top, F f) {
     const vf scale = set1(factor), shift = set1(-top);
     for (int i = from; i < end; i += kStep) {
         vf a[kSide];
         for (int j = 0; j < kSide; ++j) a[j] = fma(load(scores + i + j * kLanes), scale, shift);
-        exp2_each(a);
+        exp2_each<kCoarse>(a);
         f(i, a);
     }
 }
@@ -92,21 +113,21 @@ PENSTOCK_INLINE void for_weights(const float* scores, int from, int end, float f
 // Weights of masked scores in bf16, and their sum as they were rounded.
 PENSTOCK_INLINE float soften(const float* scores, uint16_t* weights, int from, int end, float factor, float top) {
     vf sum = set1(0.0f);
-    for_weights(scores, from, end, factor, top, [&](int i, const vf(&a)[kSide]) PENSTOCK_LAMBDA {
+    for_weights<false>(scores, from, end, factor, top, [&](int i, const vf(&a)[kSide]) PENSTOCK_LAMBDA {
         for (int j = 0; j < kSide; j += 2) sum = store_bf16_sum(weights + i + j * kLanes, a[j], a[j + 1], sum);
     });
     return reduce_add(sum);
 }
 
-// Weights of masked scores times `units` as 16-bit integers; their sum is of the weights alone.
-PENSTOCK_INLINE float soften_scaled(const float* scores, const float* units, uint16_t* weights, int from, int end, float factor,
+// Weights of masked scores, each times its position's scale, as bytes; their sum is of the weights alone.
+PENSTOCK_INLINE float soften_scaled(const float* scores, const float* scales, uint8_t* weights, int from, int end, float factor,
                                     float top) {
     const vf rounder = set1(kRoundingMagic);
     vf sum[2] = {set1(0.0f), set1(0.0f)};
-    for_weights(scores, from, end, factor, top, [&](int i, vf(&a)[kSide]) PENSTOCK_LAMBDA {
+    for_weights<true>(scores, from, end, factor, top, [&](int i, vf(&a)[kSide]) PENSTOCK_LAMBDA {
         for (int j = 0; j < kSide; ++j) sum[j % 2] = add(sum[j % 2], a[j]);
-        for (int j = 0; j < kSide; ++j) a[j] = fma(a[j], load(units + i + j * kLanes), rounder);
-        for (int j = 0; j < kSide; j += 2) store_low_halves(weights + i + j * kLanes, a[j], a[j + 1]);
+        for (int j = 0; j < kSide; ++j) a[j] = fma(a[j], load(scales + i + j * kLanes), rounder);
+        store_low_bytes(weights + i, a);
     });
     return reduce_add(add(sum[0], sum[1]));
 }

@@ -478,9 +478,9 @@ def test_attention_in_shuffled_blocks_whole_and_in_chunks(
     oracle_options = {name: value for name, value in options.items() if name != "block_size"}
     seen = rounded(q, k, v, **shape, kv_format=kv_format)
     error = np.abs(whole - attention_of(*seen, **shape, **oracle_options))
-    # Weights in bf16 are off by 2^-9 at most, times the spread of the values; those in 16 bits by much less.
-    assert error.max() < (2**-8 if kv_format is KvFormat.INT16 else 2**-12) * np.abs(v).max()
-    assert error.mean() < (5e-4 if kv_format is KvFormat.INT16 else 5e-5)
+    # Weights in bf16 are off by 2^-9 at most, times the spread of the values; those of 8 bits by 2^-9 of the largest.
+    assert error.max() < (2**-8 if kv_format is KvFormat.INT16 else 2**-7) * np.abs(v).max()
+    assert error.mean() < (5e-4 if kv_format is KvFormat.INT16 else 1.5e-3)
     for chunk in (7, 64):
         probe = attention_probe(q, k, v, variant, **made)
         for begin in range(0, length, chunk):
@@ -620,20 +620,38 @@ def test_every_nan_breaks_its_position(variant: str, kv_format: KvFormat, bits: 
     assert np.isnan(found[at:]).any(axis=1).all()
 
 
-@pytest.mark.parametrize("outlier", [1, 30])
-def test_a_value_that_is_larger_than_the_others_costs_them_little(variant: str, outlier: float) -> None:
-    """The weights of a segment share one scale, which the largest value's scale decides even where its own weight is small."""
+@pytest.mark.parametrize("outlier", [1, 30, 1e4])
+def test_a_large_value_of_little_weight_costs_the_others_nothing(variant: str, outlier: float) -> None:
+    """The scale that a query's weights share is that of the largest weight times its value's size, not of the largest value."""
     length, head_dim = 200, 64
     rng = np.random.default_rng(8)
     q, k, v = (random_rows(rng, length, head_dim) for _ in range(3))
-    v[20], k[20] = bf16(v[20:21] * np.float32(outlier)), bf16(-4 * q.mean(0, keepdims=True))
+    q[:, 0], k[20, 0] = 8, -32
+    v[20] = bf16(v[20:21] * np.float32(outlier))
     shape = {"heads": 1, "kv_heads": 1, "head_dim": head_dim}
     table = np.arange(1, 14, dtype=np.int32)[None]
     found = attention_probe(q, k, v, variant, **shape).run(range(length), query_lens=[length], block_tables=table)
     seen = rounded(q, k, v, head_dim=head_dim, kv_format=KvFormat.INT8)
-    error = np.abs(found - attention_of(*seen, **shape))
-    assert error.max() < 2**-12 * np.abs(v).max()
-    assert error.mean() < 5e-5 * outlier
+    error = np.abs(found - attention_of(*seen, **shape))[21:]
+    assert error.max() < 0.01
+    assert error.mean() < 1.1e-3
+
+
+@pytest.mark.parametrize("size", [0.01, 0.0])
+def test_a_small_value_of_nearly_all_weight_leaves_the_others_their_steps(variant: str, size: float) -> None:
+    """As language models have it at the first position."""
+    length, head_dim = 200, 64
+    rng = np.random.default_rng(8)
+    q, k, v = (random_rows(rng, length, head_dim) for _ in range(3))
+    q[:, 0], k[0, 0] = 8, 12
+    v[0] *= np.float32(size)
+    v = bf16(v)
+    shape = {"heads": 1, "kv_heads": 1, "head_dim": head_dim}
+    table = np.arange(1, 14, dtype=np.int32)[None]
+    found = attention_probe(q, k, v, variant, **shape).run(range(length), query_lens=[length], block_tables=table)
+    expected = attention_of(*rounded(q, k, v, head_dim=head_dim, kv_format=KvFormat.INT8), **shape)
+    assert np.abs(expected[100:]).max() < 0.1  # of values that are larger by far
+    assert np.linalg.norm(found[100:] - expected[100:]) < 0.02 * np.linalg.norm(expected[100:])
 
 
 def test_large_columns_of_a_query_cost_the_others_little(variant: str) -> None:
@@ -720,7 +738,7 @@ def test_long_attention_split_over_threads_gives_the_same_bits(variant: str, win
         results.append(np.concatenate([chunk, decode]))
     seen = rounded(q, k, v, heads=6, kv_heads=2, head_dim=16, kv_format=kv_format)
     expected = attention_of(*seen, heads=6, kv_heads=2, head_dim=16, window=window)[length - 6 :]
-    assert np.abs(results[0] - expected).max() < (2**-8 if kv_format is KvFormat.INT16 else 2**-12) * np.abs(v).max()
+    assert np.abs(results[0] - expected).max() < (2**-8 if kv_format is KvFormat.INT16 else 2**-7) * np.abs(v).max()
     assert (results[0] == results[1]).all()
     assert (results[0] == results[2]).all()
 
