@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
 import torch
 
-from penstock.backends.cuda.graphs import Captured, CaptureRun, DecodeGraphs
+from penstock.backends.cuda.graphs import Captured, CaptureRun, CudaCapture, DecodeGraphs
 from penstock.backends.cuda.step import StepTensors
 
 
@@ -175,3 +176,45 @@ def test_nothing_more_is_tried_before_requests_come_where_no_graph_can_be_captur
     graphs = DecodeGraphs(max_rows=8, max_model_len=100, programs=programs, capture=fail)
     done, ran = capture_usual(graphs)
     assert (done, ran) == (CaptureRun(0, 0, 0.0), [(8, 100)])
+
+
+class DeviceGraph:
+    """In place of PyTorch's, which frees what cuBLAS works in, for all graphs of the stream, when it goes."""
+
+    made: list[weakref.ref[DeviceGraph]]
+
+    def __init__(self) -> None:
+        self.made.append(weakref.ref(self))
+
+    def capture_begin(self, *, pool: object, capture_error_mode: str) -> None:
+        assert (pool, capture_error_mode) == ((0, 1), "thread_local")
+
+    def capture_end(self) -> None:
+        pass
+
+    def replay(self) -> None:
+        pass
+
+
+def test_no_graph_goes_while_another_may_run(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("ERROR")  # else the test's own log has the error, and with it all that lived then
+    monkeypatch.setattr(DeviceGraph, "made", [], raising=False)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", DeviceGraph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    graphs = DecodeGraphs(max_rows=8, max_model_len=100, programs=programs, capture=CudaCapture())
+    num_runs = 0
+
+    def forward(step: StepTensors) -> torch.Tensor:
+        nonlocal num_runs
+        num_runs += 1
+        if num_runs == 4:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return step.positions
+
+    for num_rows in (8, 4):
+        graphs.run(make_step(torch.arange(num_rows)), forward)
+    assert graphs.num_captured == 1, "the second capture failed, and steps of eight rows still run as a graph"
+    assert [ref() is not None for ref in DeviceGraph.made] == [True, True]
+    del graphs
+    assert [ref() is not None for ref in DeviceGraph.made] == [False, False]

@@ -56,11 +56,15 @@ class CudaCapture:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+        """All of them, also those that failed. With each that goes, PyTorch (2.13, for one) frees the memory that cuBLAS works
+        in on the stream, and whatever was captured there before still writes to it: pytorch/pytorch#193402."""
 
     def __call__(self, run: Run) -> Captured:
         """Record what `run` queues on the current stream, without running it. It must have run before."""
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
+        self._graphs.append(graph)
         # Not `torch.cuda.graph`, which collects garbage and empties the allocator each time, while every row waits for a token.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
