@@ -311,6 +311,14 @@ def test_nothing_is_captured_where_graphs_are_not_wanted(monkeypatch: pytest.Mon
         assert executor.capture_graphs().num_captured == 0
 
 
+@pytest.mark.skipif(HAS_DEVICE, reason="the model in this test can't be captured")
+def test_a_decode_that_has_no_room_before_the_first_request_is_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(monkeypatch, depth=2) as executor:
+        executor._program.error = torch.OutOfMemoryError("CUDA out of memory")
+        with pytest.raises(MemoryError, match="no room for a decode"):
+            executor.capture_graphs()
+
+
 def test_nothing_is_captured_while_a_step_is_in_flight(executor: CudaExecutor) -> None:
     ticket = executor.submit(StepPlan(0, 0, (), (), ()))
     with pytest.raises(ValueError, match="in flight"):

@@ -238,7 +238,7 @@ class CudaExecutor:
     ) -> CaptureRun:
         """Capture the usual decodes, so that no request waits for it: with rows of padding (`DecodeGraphs.capture_usual`).
 
-        Only while no step is in flight, after `resize` and `choose_attention`, which throw graphs away.
+        Only while no step is in flight, after `resize` and `choose_attention`, which throw graphs away. Raises MemoryError.
         """
         if self._flights:
             raise ValueError(f"step {self._flights[0].step_id} is in flight")

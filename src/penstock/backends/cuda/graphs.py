@@ -118,13 +118,17 @@ class DecodeGraphs:
         """Those for lengths up to `USUAL_SEQ_LEN` that are not there, the largest first: what it takes of the memory that they
         share is enough for the others. At most `most`, and none is begun after `max_seconds` of the clock.
 
-        `run` is called with a number of rows and a limit, and has to run such a step.
+        `run` is called with a number of rows and a limit, and has to run such a step. Raises MemoryError if not even that has
+        room, which it must have before any capture.
         """
         begin, num_before = clock(), self.num_captured
         for count, (size, limit) in enumerate(self._usual()[:most], 1):
             if clock() - begin >= max_seconds:
                 break
-            run(size, limit)
+            try:
+                run(size, limit)
+            except torch.OutOfMemoryError as error:
+                raise MemoryError(f"the GPU has no room for a decode of {size} rows: {error}") from error
             if self.num_captured < num_before + count:
                 break
         return CaptureRun(self.num_captured - num_before, self.num_left, clock() - begin)
