@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, replace
 
 import pytest
@@ -30,6 +31,8 @@ class Noted(HashExecutor):
     def __init__(self, capacity: Capacity) -> None:
         super().__init__(capacity)
         self.plans: list[StepPlan] = []
+        self.threads: list[threading.Thread] = []
+        """Of each step."""
         self.num_closed = 0
         self.num_graphs_left = 0
 
@@ -40,6 +43,8 @@ class Noted(HashExecutor):
 
     def submit(self, plan: StepPlan) -> Ticket:
         self.plans.append(plan)
+        self.threads.append(threading.current_thread())
+        assert self.threads[0].is_alive()
         return super().submit(plan)
 
     def close(self) -> None:
@@ -83,6 +88,14 @@ def test_kernels_of_small_steps_are_compiled_before_anybody_waits() -> None:
     assert [[row.query_len for row in plan.rows] for plan in decodes] == [[1], [1] * 8]
     assert (len(last.rows), len(last.releases)) == (0, 8)
     assert [plan.step_id for plan in executor.plans] == list(range(7))
+
+
+def test_what_each_of_two_threads_takes_is_counted() -> None:
+    executor, _ = profile(make, CAPACITY, FakeMemory(0))
+    engine, main = executor.threads[0], threading.current_thread()
+    assert executor.threads == [engine] * 3 + [main] * 4, "the largest steps, and the small ones while that thread is there"
+    assert engine is not main
+    assert not engine.is_alive(), "the engine's thread gets what it had"
 
 
 def test_what_the_cache_took_is_not_counted() -> None:

@@ -8,6 +8,7 @@ kernels) depends on libraries and devices, so it is measured instead of computed
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -104,9 +105,12 @@ def profile(make: Callable[[int], _Executor], capacity: Capacity, memory: Memory
     try:
         executor = make(num_blocks)
         try:
-            run_largest_steps(executor, lens)
-            run_small_steps(executor, lens[0])
-            graph_bytes = graphs_left_bytes(executor, memory)
+            # Steps run in the engine's thread and captures in that of the start, and PyTorch gives each thread a handle of
+            # cuBLAS with memory to work in (32 MiB on an H200). A thread that has ended leaves its own to the next one.
+            with ThreadPoolExecutor(1, "penstock-profile") as engine:
+                engine.submit(run_largest_steps, executor, lens).result()
+                run_small_steps(executor, lens[0])
+                graph_bytes = graphs_left_bytes(executor, memory)
         except BaseException:
             executor.close()
             raise
