@@ -257,6 +257,17 @@ def test_a_closed_executor_refuses(executor: CudaExecutor) -> None:
         executor.submit(StepPlan(1, 0, (), (), ()))
 
 
+@pytest.mark.skipif(HAS_DEVICE, reason="plays a device that failed")
+def test_an_executor_of_a_device_that_failed_can_be_closed(executor: CudaExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", fail)
+    monkeypatch.setattr(executor._stream, "mark", fail)
+    executor._device = torch.device("cuda")
+    executor.close()
+
+
 def test_a_step_tells_where_its_time_went(executor: CudaExecutor) -> None:
     pipe = Pipe(executor)
     pipe.step([RowPlan("a", 0, 3, (), True)], [admit("a", [4, 5, 6], [2, 1])])

@@ -325,8 +325,8 @@ class CudaExecutor:
         self._graphs = None
         del self._attention, self._program, self._cache, self._sampler, self._tables, self._upload, self._download
         del self._forward
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        with suppress(RuntimeError):
+            torch.cuda.empty_cache()  # nothing is done without a GPU
 
     def forward_logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """Logits after each token of a text, [len(token_ids), vocab_size]; for tests. Overwrites KV: only when idle."""
