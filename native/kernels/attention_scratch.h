@@ -23,6 +23,7 @@ struct Pairs {
     int32_t last[kTaskPairs];      // position that a pair sees
     int32_t first[kTaskPairs];     // likewise
     float factor[kTaskPairs];      // of its scores
+    int32_t dither[kTaskPairs];    // where that of its weights begins
     int count;
 };
 

@@ -307,7 +307,7 @@ PENSTOCK_INLINE void weigh_query(const AttentionTask& t, const Pairs& pairs, int
         typename Kv::Weight* own_weights = weights_of<Kv>(scratch, row + p);
         keys.fetch(4);
         if constexpr (Kv::kIsInt8) {
-            const float sum = soften_scaled(own, scratch.value_scales, own_weights, first, stop, factor, shift[p]);
+            const float sum = soften_scaled(own, scratch.value_scales, own_weights, first, stop, factor, shift[p], pairs.dither[at + p]);
             out.sum[at + p] = scratch.factor[row + p] * sum;
         } else {
             out.sum[at + p] = soften(own, own_weights, first, stop, factor, shift[p]);

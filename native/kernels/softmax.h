@@ -119,14 +119,35 @@ PENSTOCK_INLINE float soften(const float* scores, uint16_t* weights, int from, i
     return reduce_add(sum);
 }
 
-// Weights of masked scores, each times its position's scale, as bytes; their sum is of the weights alone.
+// What is added to weights before they are rounded to bytes, by positions modulo 64: between -1/2 and 1/2. Where all but a few are much
+// smaller than the largest they would otherwise all become zero, whatever they are together; so of neighbours as many become one as they
+// are worth. Multiples of the golden ratio without their integer parts: any that follow each other lie evenly. Queries and heads begin
+// at different places, or all would leave out the same positions.
+struct Dither {
+    static constexpr int kPeriod = 64;
+    alignas(64) float values[2 * kPeriod];
+    constexpr Dither() : values{} {
+        double multiple = 0.3090169943749474;
+        for (float& value : values) {
+            value = static_cast<float>(multiple - 0.5);
+            multiple += multiple < 0.3819660112501051 ? 0.6180339887498949 : -0.3819660112501051;
+        }
+        for (int i = 0; i < kPeriod; ++i) values[kPeriod + i] = values[i];
+    }
+    static PENSTOCK_MEMBER int begin(int query_position, int head) { return (37 * query_position + 23 * head) % kPeriod; }
+};
+constexpr Dither kDither;
+static_assert(Dither::kPeriod % kStep == 0);
+
+// Weights of masked scores, each times its position's scale, as bytes; their sum is of the weights alone. `dither`: where it begins.
 PENSTOCK_INLINE float soften_scaled(const float* scores, const float* scales, uint8_t* weights, int from, int end, float factor,
-                                    float top) {
+                                    float top, int dither) {
     const vf rounder = set1(kRoundingMagic);
     vf sum[2] = {set1(0.0f), set1(0.0f)};
     for_weights<true>(scores, from, end, factor, top, [&](int i, vf(&a)[kSide]) PENSTOCK_LAMBDA {
         for (int j = 0; j < kSide; ++j) sum[j % 2] = add(sum[j % 2], a[j]);
-        for (int j = 0; j < kSide; ++j) a[j] = fma(a[j], load(scales + i + j * kLanes), rounder);
+        const float* const added = kDither.values + dither + i % Dither::kPeriod;
+        for (int j = 0; j < kSide; ++j) a[j] = add(fma(a[j], load(scales + i + j * kLanes), load(added + j * kLanes)), rounder);
         store_low_bytes(weights + i, a);
     });
     return reduce_add(add(sum[0], sum[1]));

@@ -478,7 +478,7 @@ def test_attention_in_shuffled_blocks_whole_and_in_chunks(
     oracle_options = {name: value for name, value in options.items() if name != "block_size"}
     seen = rounded(q, k, v, **shape, kv_format=kv_format)
     error = np.abs(whole - attention_of(*seen, **shape, **oracle_options))
-    # Weights in bf16 are off by 2^-9 at most, times the spread of the values; those of 8 bits by 2^-9 of the largest.
+    # Weights in bf16 are off by 2^-9 at most, times the spread of the values; those of 8 bits by up to 1/240 of the largest.
     assert error.max() < (2**-8 if kv_format is KvFormat.INT16 else 2**-7) * np.abs(v).max()
     assert error.mean() < (5e-4 if kv_format is KvFormat.INT16 else 1.5e-3)
     for chunk in (7, 64):
@@ -532,7 +532,7 @@ def test_attention_scores_of_16_bits_are_finer_than_bf16(variant: str) -> None:
 @KV_FORMATS
 @pytest.mark.parametrize("size", [1, 32, 256])
 def test_scores_of_hundreds_and_thousands_keep_their_leaders(variant: str, kv_format: KvFormat, size: float) -> None:
-    """A leader's weight is at most one, however large its score: one unit more than 16 bits hold would change its sign."""
+    """A leader's weight is at most one, however large its score: one unit more than a byte holds would make it zero."""
     length, head_dim = 100, 16
     rng = np.random.default_rng(7)
     q, k, v = (random_rows(rng, length, head_dim) for _ in range(3))
@@ -544,7 +544,8 @@ def test_scores_of_hundreds_and_thousands_keep_their_leaders(variant: str, kv_fo
     seen = rounded(q, k, v, head_dim=head_dim, kv_format=kv_format)
     expected = attention_of(*seen, heads=1, kv_heads=1, head_dim=head_dim)
     # A query is rounded, too, for keys of 16 bits to 2^-16 of its length, and a score by as much of itself.
-    assert np.abs(found - expected).max() < 2**-8 + size * 2e-3
+    # Weights of 8 bits are off by up to a step.
+    assert np.abs(found - expected).max() < (2**-8 if kv_format is KvFormat.INT16 else 2**-7) + size * 2e-3
 
 
 @KV_FORMATS
@@ -633,8 +634,8 @@ def test_a_large_value_of_little_weight_costs_the_others_nothing(variant: str, o
     found = attention_probe(q, k, v, variant, **shape).run(range(length), query_lens=[length], block_tables=table)
     seen = rounded(q, k, v, head_dim=head_dim, kv_format=KvFormat.INT8)
     error = np.abs(found - attention_of(*seen, **shape))[21:]
-    assert error.max() < 0.01
-    assert error.mean() < 1.1e-3
+    assert error.max() < 0.015
+    assert error.mean() < 1.6e-3
 
 
 @pytest.mark.parametrize("size", [0.01, 0.0])
@@ -652,6 +653,21 @@ def test_a_small_value_of_nearly_all_weight_leaves_the_others_their_steps(varian
     expected = attention_of(*rounded(q, k, v, head_dim=head_dim, kv_format=KvFormat.INT8), **shape)
     assert np.abs(expected[100:]).max() < 0.1  # of values that are larger by far
     assert np.linalg.norm(found[100:] - expected[100:]) < 0.02 * np.linalg.norm(expected[100:])
+
+
+@pytest.mark.parametrize("weight", [2.5, 5.0, 6.7, 8.0])
+def test_many_small_weights_count_for_what_they_are_together(variant: str, weight: float) -> None:
+    """Beside a large one none of them may be worth half a step of a byte, but all together a fifth of the answer."""
+    length, head_dim, columns = 200, 64, 16
+    q, k = np.zeros((2, length, head_dim), np.float32)
+    q[:, 0], k[5, 0] = 8, bf16(np.full(1, weight, np.float32))[0]
+    v = np.ones((length, head_dim), np.float32)
+    v[5, columns:] = -1  # so that it matters which part of the sum is lost
+    shape = {"heads": 1, "kv_heads": 1, "head_dim": head_dim}
+    table = np.arange(1, 14, dtype=np.int32)[None]
+    found = attention_probe(q, k, v, variant, **shape).run(range(length), query_lens=[length], block_tables=table)
+    expected = attention_of(*rounded(q, k, v, head_dim=head_dim, kv_format=KvFormat.INT8), **shape)
+    assert np.abs(found[20:] - expected[20:]).max() < 0.015
 
 
 def test_large_columns_of_a_query_cost_the_others_little(variant: str) -> None:
