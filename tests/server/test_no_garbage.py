@@ -6,13 +6,14 @@ live already. Where tens of thousands live that is megabytes, after minutes or h
 
 import gc
 import socket
+import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import orjson
 import pytest
-from harness import LiveServer, wait_until
+from harness import GatedExecutor, LiveServer, wait_until
 
 COMPLETION = {"prompt": "hello", "max_tokens": 5, "temperature": 0, "ignore_eos": True}
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 5, "temperature": 0}
@@ -112,3 +113,17 @@ def test_nothing_of_a_request_waits_for_the_garbage_collector(live: LiveServer, 
         wait_until(lambda: bridge.num_open_requests == 0 and not state.connections and not state.tasks)
     kinds = Counter(type(thing).__qualname__ for thing in found)
     assert len(found) < NUM_REQUESTS, f"in circles: {kinds.most_common(20)}"
+
+
+def test_a_body_is_let_go_of_before_its_answer_is_streamed(gated: LiveServer, gate: GatedExecutor) -> None:
+    question = COMPLETION | {"stream": True, "user": "x" * 2_000_000}
+    tracemalloc.start()
+    try:
+        with connect(gated) as connection:
+            ask(connection, "/v1/completions", orjson.dumps(question))
+            gate.allow(2)
+            assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+            wait_until(lambda: tracemalloc.get_traced_memory()[0] < 1_000_000)
+            gate.open()
+    finally:
+        tracemalloc.stop()

@@ -49,17 +49,20 @@ class JsonRoutesLayer:
         if found is None:
             await self._app(scope, receive, send)
             return
-        body_type, endpoint = found
+        response = await self._answer(scope, receive, *found)
+        await response(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, body_type: type[Body], endpoint: Endpoint) -> Response:
+        """A function of its own, so that nothing holds the body while the answer is streamed."""
         try:
             refuse_encoding(scope)
             data = await _read(receive)
             if not data or not _is_json(scope):
                 raise not_an_object()
             body = await read_body(data, body_type, self._off_loop)
-            response = await endpoint(body, JsonRequest(scope, receive, data))
+            return await endpoint(body, JsonRequest(scope, receive, data))
         except (ApiError, Rejected) as error:
-            response = _refusal(error)
-        await response(scope, receive, send)
+            return _refusal(error)
 
 
 def _refusal(error: ApiError | Rejected) -> Response:
