@@ -66,6 +66,13 @@ def abandoned(server: LiveServer) -> None:
         assert connection.recv(100)
 
 
+def leaves_with_requests_behind(server: LiveServer) -> None:
+    with connect(server) as connection:
+        for _ in range(3):
+            ask(connection, "/v1/completions", orjson.dumps(COMPLETION | {"stream": True, "max_tokens": 1500}))
+        assert connection.recv(100)
+
+
 def overdue(server: LiveServer) -> None:
     with connect(server) as connection:
         ask(connection, "/v1/completions", orjson.dumps(COMPLETION | {"max_tokens": 1500}), CLOSE + "X-Deadline-Ms: 1\r\n")
@@ -82,6 +89,7 @@ KINDS = {
     "no such path": served("/v1/nowhere", {}, 404),
     "kept alive": kept_alive,
     "client leaves": abandoned,
+    "client leaves with requests behind": leaves_with_requests_behind,
     "overdue": overdue,
 }
 

@@ -75,6 +75,8 @@ class HttpConnection(HttpToolsProtocol):
         # uvicorn tells the request that came last.
         answering, self._answering = self._answering, None
         _tell_gone(answering)
+        for cycle, _app in self.pipeline:
+            cycle.on_response = _answer_nothing
         self.pipeline.clear()
         _untie(self.transport)
 
@@ -256,6 +258,10 @@ def _untie(transport: asyncio.BaseTransport) -> None:
     """asyncio's transports of sockets hold a method of their own, and would wait for the garbage collector."""
     if hasattr(transport, "_read_ready_cb"):
         transport._read_ready_cb = _read_nothing
+
+
+def _answer_nothing() -> None:
+    """What a request that never begins has instead of its connection, which holds it: uvicorn does so at a request's end."""
 
 
 def _read_nothing() -> None:
