@@ -37,7 +37,7 @@ _FLUSH_TIMEOUT_S = 5
 """After the engine has ended, how long the last bytes may take to reach their clients."""
 _NEW_OBJECTS = 10_000
 """So many more than have ended before the garbage collector looks through them. A running request has some two hundred, and
-leaves none behind; after Python's 700 it looked in vain for every tenth request of those that came together with others."""
+leaves none behind; after Python's 700 it looked in vain for every third or fourth of those that came together."""
 _KEEP_ALIVE_S = 75
 """How long an idle connection stays open: longer than proxies and client libraries keep theirs, so that they close first."""
 
