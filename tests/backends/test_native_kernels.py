@@ -6,6 +6,7 @@ import gguf
 import numpy as np
 import pytest
 from gguf.quants import quantize
+from numpy.typing import NDArray
 
 from backends.native_probe import F32, Probe, bf16, bf16_bytes
 from penstock.backends.native import info
@@ -668,6 +669,58 @@ def test_many_small_weights_count_for_what_they_are_together(variant: str, weigh
     found = attention_probe(q, k, v, variant, **shape).run(range(length), query_lens=[length], block_tables=table)
     expected = attention_of(*rounded(q, k, v, head_dim=head_dim, kv_format=KvFormat.INT8), **shape)
     assert np.abs(found[20:] - expected[20:]).max() < 0.015
+
+
+VALUE_SIZES = {
+    "alike": lambda rng, length: np.ones(length),
+    "of all sizes": lambda rng, length: np.exp(6 * rng.standard_normal(length)),
+    "nothing in the first segment": lambda rng, length: (np.arange(length) >= 256).astype(float),
+    "nothing at every other position": lambda rng, length: np.arange(length) % 2.0,
+    "tiny, then huge": lambda rng, length: np.where(np.arange(length) < 256, 1e-15, 1e20),
+}
+
+
+def int8_scales(v: F32) -> NDArray[np.float64]:
+    """Of each row in 8 bits: the next bf16 above its largest size / 127."""
+    wanted = np.maximum(np.abs(v).max(-1) / np.float32(127), np.float32(1e-24))
+    return ((wanted.view(np.uint32) + 0xFFFF) & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float64)
+
+
+@pytest.mark.parametrize("values", VALUE_SIZES)
+@pytest.mark.parametrize(("of_queries", "window", "common"), [(1, 0, 0), (30, 0, 0), (1, 300, 0), (1, 0, 1000)])
+def test_rounding_costs_at_most_a_step_of_every_weight(
+    variant: str, values: str, of_queries: float, window: int, common: float
+) -> None:
+    """Steps are those of a query's segment: a 239th of its largest product of weight and value scale.
+
+    Where all scores share a large part their own is not exact in float32.
+    """
+    length, head_dim, segment = 600, 64, 256
+    rng = np.random.default_rng(21)
+    q, k, v = (random_rows(rng, length, head_dim) for _ in range(3))
+    q = bf16(q * np.float32(of_queries))
+    if common:
+        q[:, 0] = k[:, 0] = common
+    v = bf16(v * VALUE_SIZES[values](rng, length).astype(np.float32)[:, None])
+    shape = {"heads": 1, "kv_heads": 1, "head_dim": head_dim, "window": window}
+    table = np.arange(1, 39, dtype=np.int32)[None]
+    found = attention_probe(q, k, v, variant, **shape).run(range(length), query_lens=[length], block_tables=table)
+    seen_q, seen_k, seen_v = rounded(q, k, v, head_dim=head_dim, kv_format=KvFormat.INT8)
+    scores = seen_q.astype(np.float64) @ seen_k.T.astype(np.float64) * head_dim**-0.5
+    distance = np.arange(length)[:, None] - np.arange(length)
+    is_seen = (distance >= 0) & (distance < (window or length))
+    weights = np.exp(np.where(is_seen, scores, -np.inf) - np.where(is_seen, scores, -np.inf).max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    scales = int8_scales(v)
+    allowed = 3e-4 * np.abs(weights @ seen_v) + 1e-28  # of powers of two, of sums, and of what is no number of 32 bits
+    for begin in range(0, length, segment):
+        part = slice(begin, begin + segment)
+        products = weights[:, part] * scales[part]
+        off = is_seen[:, part] * products.max(-1, keepdims=True) / 239 + (0.01 if common else 3e-4) * products
+        allowed += off @ np.abs(seen_v[part] / scales[part, None])
+    error = np.abs(found - weights @ seen_v)
+    assert (error <= allowed).all()
+    assert (error > allowed / 12).any(), "the bound says nothing"
 
 
 def test_large_columns_of_a_query_cost_the_others_little(variant: str) -> None:
