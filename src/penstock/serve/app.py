@@ -22,7 +22,7 @@ from penstock.serve.keys import api_keys
 from penstock.serve.limits import BodyLimitLayer
 from penstock.serve.openai.chat import ChatEndpoint
 from penstock.serve.openai.completions import CompletionsEndpoint
-from penstock.serve.openai.errors import from_http_exception, from_rejected
+from penstock.serve.openai.errors import from_http_exception
 from penstock.serve.openai.models import ModelsEndpoint
 from penstock.serve.openai.tokenize import TokenizeEndpoint
 from penstock.serve.ops.docs_page import docs_page
@@ -32,7 +32,6 @@ from penstock.serve.ops.status import StatusEndpoint
 from penstock.serve.request_id import RequestIdLayer
 from penstock.serve.runtime import Runtime
 from penstock.serve.service import Service
-from penstock.types.errors import Rejected
 
 
 def create_app(runtime: Runtime, config: ServerConfig) -> FastAPI:
@@ -44,7 +43,6 @@ def create_app(runtime: Runtime, config: ServerConfig) -> FastAPI:
         description="An OpenAI-compatible server for language models.",
         middleware=_layers(runtime, config, router),
         exception_handlers={
-            Rejected: _on_rejected,
             HTTPException: _http_exception_handler(router),
         },
         # FastAPI's own pages fetch their viewers from other hosts.
@@ -104,11 +102,6 @@ def _router(runtime: Runtime, service: Service) -> APIRouter:
 
 def _api_routes(router: APIRouter) -> list[APIRoute]:
     return [route for route in router.routes if isinstance(route, APIRoute)]
-
-
-async def _on_rejected(_request: HttpRequest, error: Exception) -> Response:
-    assert isinstance(error, Rejected)
-    return from_rejected(error).response()
 
 
 def _http_exception_handler(router: APIRouter) -> Callable[[HttpRequest, Exception], Coroutine[Any, Any, Response]]:

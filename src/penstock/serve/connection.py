@@ -111,12 +111,8 @@ class HttpConnection(HttpToolsProtocol):
         self._is_reading = self._is_in_head = self._has_news = True
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._is_in_head:  # Trailers come here, too, and nobody asks for them.
-            return
-        name = name.lower()
-        if name == b"expect" and value.lower() == b"100-continue":
-            self.expect_100_continue = True
-        self.headers.append((name, value))
+        if self._is_in_head:  # Trailers come here, too, and nobody asks for them.
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         if len(self.url) + sum([len(name) + len(value) + 4 for name, value in self.headers]) > MAX_HEAD_BYTES:

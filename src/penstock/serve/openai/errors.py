@@ -31,9 +31,8 @@ _MAX_TOLD_CHARS = 200
 
 
 class ApiError(HTTPException):
-    """An answer other than 200. Raised anywhere below an endpoint, turned into a response in one place.
-
-    A Starlette exception, as FastAPI passes those (and no others) through unchanged while it reads a body.
+    """An answer other than 200. Raised anywhere below an endpoint, turned into a response by `json_routes` or, for routes
+    without a body, by the app's handler of Starlette's exceptions, of which it is one.
     """
 
     def __init__(
