@@ -85,6 +85,18 @@ class Executor(BlockMover, Protocol):
         """
         ...
 
+    def restrict(self, ticket: Ticket, masks: Mapping[str, bytes]) -> None:
+        """Say what rows that follow a grammar may sample in a step: request id -> mask, as `types.matcher` has it.
+
+        Once for each step in which such a row samples, after its `submit` and before it is collected, and before the next one is
+        submitted: what the mask of a row is depends on the token before, which may be known only when the step before was
+        collected. No other step may be told. Rows that are not named are not restricted: nobody wants their token any more.
+
+        Raises `ExecutorFailure`; ValueError for a step that waits for no masks, a row that does not sample or follows no
+        grammar, and for a mask of another size.
+        """
+        ...
+
     def collect(self, ticket: Ticket) -> StepResult:
         """Wait for a step, without the GIL where there is something to wait for. Raises `ExecutorFailure`."""
         ...

@@ -80,5 +80,9 @@ class ExecutorFailure(PenstockError):
     """The device, or the code that drives it, failed during a step; its KV can't be trusted any more."""
 
 
+class GrammarFailure(PenstockError):
+    """The grammar of one answer can't be followed any further: it became too large, or took a token that it forbids."""
+
+
 class CorruptBlock(PenstockError):
     """A block of the tier below the KV pool is not what was written: it must not be used."""

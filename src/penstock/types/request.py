@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from penstock.types.matcher import Matcher
 from penstock.types.sampling import SamplingParams
 
 
@@ -54,6 +55,8 @@ class Request:
     """Requests share cached prefixes only with requests of the same salt."""
     predicted_new_tokens: int | None = None
     """What a policy may know about the output's length; never the true one."""
+    matcher: Matcher | None = None
+    """Of a grammar that the answer follows; there is one if and only if `sampling.follows_grammar`."""
 
     # Progress: written by the scheduler alone.
     status: RequestStatus = RequestStatus.WAITING

@@ -4,7 +4,7 @@ The order of operations is fixed, and the same in every backend (`backends/refer
 is the specification):
 
 1.  `logprobs` are taken from the model's own logits, before anything below.
-2.  `allowed_token_ids` (all others become -inf), `banned_token_sequences`, and `min_tokens`
+2.  The grammar's mask or `allowed_token_ids` (all others become -inf), `banned_token_sequences`, and `min_tokens`
     (stop tokens are -inf until that many tokens were generated). Bans that would leave no token are lifted for it.
 3.  `logit_bias` is added.
 4.  `repetition_penalty` (prompt and output), `frequency_penalty`, `presence_penalty` (output only).
@@ -89,6 +89,8 @@ class SamplingParams:
     """(token_id, bias) pairs, ids ascending and unique."""
     allowed_token_ids: tuple[int, ...] | None = None
     """If given, no other token can be sampled. Ascending, unique, not empty."""
+    follows_grammar: bool = False
+    """What may be sampled is said for each token anew, by a mask (`Executor.restrict`); then there are no `allowed_token_ids`."""
     banned_token_sequences: tuple[tuple[int, ...], ...] = ()
     """The last token of each sequence is banned where the ones before it were just generated or prompted."""
     beams: BeamParams | None = None
