@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstring>
 #include <limits>
 #include <stdexcept>
 #include <string>
@@ -95,6 +96,28 @@ class NamedRows {
         }
     }
 
+    void restrict(const nb::dict& masks) {
+        size_t num_found = 0;
+        for (size_t i = 0; i < sampled_.size(); ++i) {
+            PyObject* mask = PyDict_GetItemWithError(masks.ptr(), sampled_[i].ptr());
+            if (mask == nullptr) {
+                if (PyErr_Occurred()) throw nb::python_error();
+                continue;
+            }
+            ++num_found;
+            told(sampled_[i], [&] {
+                const auto num_bytes = static_cast<size_t>(table_.mask_words()) * sizeof(uint32_t);
+                if (!PyBytes_Check(mask) || static_cast<size_t>(PyBytes_GET_SIZE(mask)) != num_bytes)
+                    throw std::invalid_argument("has a mask that is not " + std::to_string(num_bytes) + " bytes");
+                mask_.resize(static_cast<size_t>(table_.mask_words()));
+                std::memcpy(mask_.data(), PyBytes_AS_STRING(mask), num_bytes);
+                table_.restrict(static_cast<int>(i), mask_.data());
+                return 0;
+            });
+        }
+        if (num_found != masks.size()) throw std::invalid_argument("a mask is of a row that does not sample");
+    }
+
     nb::tuple run(Engine& engine) {
         if (!table_.fits(engine.shape())) throw std::invalid_argument("the engine has not the shape of these rows");
         if (engine.logits_width() != engine.shape().vocab_size) throw std::invalid_argument("the logits are not of the vocabulary");
@@ -169,6 +192,7 @@ class NamedRows {
     nb::dict slots_;                   // request id -> slot
     std::vector<nb::object> sampled_;  // request ids of the step's samples, in order
     std::vector<int32_t> scratch_;
+    std::vector<uint32_t> mask_;  // the bytes of one, where words may lie
 };
 
 }  // namespace
@@ -185,6 +209,8 @@ void bind_rows(nb::module_& m) {
         .def("release", &NamedRows::release, "request_id"_a)
         .def("admit", &NamedRows::admit, "row"_a, "Takes in an `AdmitRow`; returns its slot.")
         .def("plan", &NamedRows::plan, "rows"_a, "Describes a step of `RowPlan`s, after its releases and admits.")
+        .def("restrict", &NamedRows::restrict, "masks"_a,
+             "What rows of the planned step may sample: {request id: bytes}, a bit for each token; for that step alone.")
         .def("run", &NamedRows::run, "engine"_a,
              "Computes the planned step, without the GIL. ({request id: (token,)}, [request ids without a usable logit]).")
         .def("sampled", &NamedRows::sampled, "Request ids of the rows that sample in the planned step, in its order.")

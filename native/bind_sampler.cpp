@@ -54,14 +54,15 @@ void init_row(RowSampling* self, double temperature, int top_k, double top_p, do
 }
 
 nb::tuple sample(const Vector<float>& logits, const RowSampling& row, const Vector<int32_t>& tokens, int num_prompt_tokens,
-                 SamplerScratch* scratch) {
+                 SamplerScratch* scratch, const std::optional<std::vector<uint32_t>>& mask) {
     const int num_tokens = static_cast<int>(tokens.size());
     if (num_prompt_tokens < 0 || num_prompt_tokens > num_tokens) throw std::invalid_argument("more prompt than tokens");
+    if (mask && mask->size() != (logits.size() + 31) / 32) throw std::invalid_argument("the mask is not of the vocabulary");
     std::vector<float> changed(logits.data(), logits.data() + logits.size());
     SamplerScratch own;
     SampleResult result;
-    sample_row(changed.data(), static_cast<int>(changed.size()), row, tokens.data(), num_tokens, num_prompt_tokens,
-               scratch ? *scratch : own, result);
+    sample_row(changed.data(), static_cast<int>(changed.size()), row, mask ? mask->data() : nullptr, tokens.data(),
+               num_tokens, num_prompt_tokens, scratch ? *scratch : own, result);
     std::vector<std::pair<int, float>> top;
     for (int i = 0; i < result.num_top; ++i) top.emplace_back(result.top_ids[i], result.top_logprobs[i]);
     return nb::make_tuple(result.token, result.logprob, result.rank, top);
@@ -79,6 +80,7 @@ void bind_sampler(nb::module_& m) {
     nb::class_<SamplerScratch>(m, "SamplerScratch", "Working memory that calls of `sample` may share, one at a time.")
         .def(nb::init<>());
     m.def("sample", &sample, "logits"_a, "row"_a, "tokens"_a, "num_prompt_tokens"_a, "scratch"_a.none() = nb::none(),
+          "mask"_a.none() = nb::none(),
           "(token, logprob, rank, [(id, logprob), ...]) of the token after `tokens`; leaves `logits` [vocab_size] alone.\n"
           "Token -1: no logit was a number above -inf, or one was +inf.");
     m.def("uniform", &uniform, "seed"_a, "position"_a, "The number in (0, 1) that belongs to a seed and a position.");

@@ -114,6 +114,9 @@ struct StepInput {
     int64_t tokens_stride;
     const int32_t* num_tokens_of_slot;  // [max_rows]
     const int32_t* num_prompt_of_slot;  // [max_rows]
+    const uint32_t* const* masks = nullptr;  // of what may be sampled: a bit for each token, or null [S]; null: none has one
+
+    const uint32_t* mask_of(int row) const { return masks ? masks[row] : nullptr; }
 };
 
 // By what the thread that called was at: others may be at other stages.

@@ -42,8 +42,9 @@ void keep_allowed(Vocabulary logits, const RowSampling& row, SamplerScratch& scr
 }
 
 // Step 2. Bans that would leave nothing are undone.
-void restrict(Vocabulary logits, const RowSampling& row, const int32_t* tokens, int num_tokens, int num_prompt_tokens,
-              SamplerScratch& scratch) {
+void restrict(Vocabulary logits, const RowSampling& row, const uint32_t* mask, const int32_t* tokens, int num_tokens,
+              int num_prompt_tokens, SamplerScratch& scratch) {
+    if (mask) apply_mask(logits.begin(), static_cast<int>(logits.end() - logits.begin()), 0, mask);
     if (row.restricts_ids) keep_allowed(logits, row, scratch);
     std::vector<Candidate>& undo = scratch.candidates;
     undo.clear();
@@ -96,12 +97,26 @@ bool restricts(const RowSampling& row) { return row.restricts_ids || !row.banned
 
 }  // namespace
 
+void apply_mask(float* logits, int count, int first_id, const uint32_t* mask) {
+    for (int begin = 0; begin < count;) {
+        const int bit = (first_id + begin) % 32, end = std::min(begin + 32 - bit, count);
+        const uint32_t word = mask[(first_id + begin) / 32];
+        if (word == 0) {
+            std::fill(logits + begin, logits + end, kNever);
+        } else if (word != ~uint32_t{0}) {
+            for (int i = begin; i < end; ++i)
+                if (!(word >> (bit + i - begin) & 1)) logits[i] = kNever;
+        }
+        begin = end;
+    }
+}
+
 bool changes_logits(const RowSampling& row) { return restricts(row) || !row.bias_ids.empty() || row.has_penalties(); }
 
-void change_logits(float* logits, int vocab_size, const RowSampling& row, const int32_t* tokens, int num_tokens,
-                   int num_prompt_tokens, SamplerScratch& scratch) {
+void change_logits(float* logits, int vocab_size, const RowSampling& row, const uint32_t* mask, const int32_t* tokens,
+                   int num_tokens, int num_prompt_tokens, SamplerScratch& scratch) {
     const Vocabulary vocabulary(logits, vocab_size);
-    if (restricts(row)) restrict(vocabulary, row, tokens, num_tokens, num_prompt_tokens, scratch);
+    if (mask || restricts(row)) restrict(vocabulary, row, mask, tokens, num_tokens, num_prompt_tokens, scratch);
     for (size_t i = 0; i < row.bias_ids.size(); ++i)
         if (vocabulary.has(row.bias_ids[i])) vocabulary[row.bias_ids[i]] += row.bias_values[i];
     if (row.has_penalties()) penalize(vocabulary, row, tokens, num_tokens, num_prompt_tokens, scratch);

@@ -6,6 +6,7 @@
 #include <new>
 
 #include "engine.h"
+#include "logit_changes.h"
 
 namespace penstock {
 
@@ -56,6 +57,7 @@ void Engine::run_logits(const LinearOp& op, const Stage& stage, int task, int me
         for (int row = rows.begin; row < rows.end; ++row) {
             const float* const logits = scratch + (row - rows.begin) * kTogether;
             if (wants_best_[row]) {
+                if (const uint32_t* mask = input_.mask_of(row)) apply_mask(scratch + (row - rows.begin) * kTogether, count, id, mask);
                 look_at(logits, count, id, best_[int64_t{row} * best_stride_ + piece]);
             } else {
                 std::memcpy(buffers_[logits_].row(row) + id, logits, count * sizeof(float));
@@ -82,7 +84,8 @@ void Engine::run_sampling(int row, int member) {
     const int slot = input_.logit_slots[row];
     SamplerScratch& scratch = sampler_scratch_[member];
     try {
-        sample_row(buffers_[logits_].row(row), shape_.vocab_size, sampling_[slot], input_.tokens + slot * input_.tokens_stride,
+        sample_row(buffers_[logits_].row(row), shape_.vocab_size, sampling_[slot], input_.mask_of(row),
+                   input_.tokens + slot * input_.tokens_stride,
                    input_.num_tokens_of_slot[slot], input_.num_prompt_of_slot[slot], scratch, samples_[row]);
     } catch (const std::bad_alloc&) {  // must not leave the task; run_step tells it
         scratch = SamplerScratch{};

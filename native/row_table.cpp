@@ -90,6 +90,7 @@ void RowTable::begin_step() {
     ++num_steps_;
     for (auto* array : {&row_slots_, &context_lens_, &token_ids_, &positions_, &logit_tokens_, &logit_slots_}) array->clear();
     slot_mapping_.clear();
+    masks_.clear();
     query_start_loc_.assign(1, 0);
 }
 
@@ -123,6 +124,17 @@ void RowTable::add_row(int slot, int64_t context_len, int64_t query_len, const s
     }
 }
 
+void RowTable::restrict(int sample, const uint32_t* mask) {
+    require(sample >= 0 && sample < num_samples(), "does not sample");
+    if (masks_.empty()) {
+        masks_.resize(static_cast<size_t>(num_samples()));
+        mask_bits_.resize(masks_.size() * static_cast<size_t>(mask_words()));
+    }
+    uint32_t* bits = mask_bits_.data() + int64_t{sample} * mask_words();
+    std::copy(mask, mask + mask_words(), bits);
+    masks_[static_cast<size_t>(sample)] = bits;
+}
+
 StepInput RowTable::input() const {
     StepInput in{};
     in.num_rows = static_cast<int32_t>(row_slots_.size());
@@ -142,6 +154,7 @@ StepInput RowTable::input() const {
     in.tokens_stride = token_stride_;
     in.num_tokens_of_slot = num_tokens_.data();
     in.num_prompt_of_slot = num_prompt_.data();
+    in.masks = masks_.empty() ? nullptr : masks_.data();
     return in;
 }
 

@@ -33,6 +33,9 @@ class RowTable {
     // A step is described row by row, and then read. Each call of `add_row` takes the row's next `query_len` tokens.
     void begin_step();
     void add_row(int slot, int64_t context_len, int64_t query_len, const std::vector<int32_t>& new_blocks, bool samples);
+    // What the i-th row that samples may sample: a bit for each token of the vocabulary, [mask_words()].
+    void restrict(int sample, const uint32_t* mask);
+    int mask_words() const { return (shape_.vocab_size + 31) / 32; }
     // Points into this table; valid until it changes.
     StepInput input() const;
     // Rows of the step that sample, in its order.
@@ -71,6 +74,8 @@ class RowTable {
     int64_t num_steps_ = 0;
     std::vector<int32_t> row_slots_, query_start_loc_, context_lens_, token_ids_, positions_, logit_tokens_, logit_slots_;
     std::vector<int64_t> slot_mapping_;
+    std::vector<uint32_t> mask_bits_;     // [num_samples(), mask_words()] if any row has one
+    std::vector<const uint32_t*> masks_;  // [num_samples()] into them, or null; empty if no row has one
 };
 
 }  // namespace penstock

@@ -321,14 +321,14 @@ void look_at(const float* logits, int count, int first_id, BestLogit& best) {
 
 int32_t token_of(const BestLogit& best) { return std::isfinite(best.logit) ? best.id : -1; }
 
-void sample_row(float* logits, int vocab_size, const RowSampling& row, const int32_t* tokens, int num_tokens,
-                int num_prompt_tokens, SamplerScratch& scratch, SampleResult& result) {
+void sample_row(float* logits, int vocab_size, const RowSampling& row, const uint32_t* mask, const int32_t* tokens,
+                int num_tokens, int num_prompt_tokens, SamplerScratch& scratch, SampleResult& result) {
     const float* raw = logits;
-    if (row.num_logprobs >= 0 && changes_logits(row)) {
+    if (row.num_logprobs >= 0 && (mask || changes_logits(row))) {
         scratch.raw.assign(logits, logits + vocab_size);
         raw = scratch.raw.data();
     }
-    change_logits(logits, vocab_size, row, tokens, num_tokens, num_prompt_tokens, scratch);
+    change_logits(logits, vocab_size, row, mask, tokens, num_tokens, num_prompt_tokens, scratch);
     result.token = choose(logits, vocab_size, row, num_tokens, scratch);
     if (row.num_logprobs >= 0 && result.token >= 0)
         fill_logprobs(raw, vocab_size, std::min(row.num_logprobs, kMaxLogprobs), scratch, result);

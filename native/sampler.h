@@ -73,11 +73,13 @@ struct SamplerScratch {
 };
 
 // Draws the token that follows `tokens` [num_tokens] (prompt, then output). Changes `logits` [vocab_size].
-// The result depends on these arguments alone. Ids outside the vocabulary are ignored.
-void sample_row(float* logits, int vocab_size, const RowSampling& row, const int32_t* tokens, int num_tokens,
-                int num_prompt_tokens, SamplerScratch& scratch, SampleResult& result);
+// `mask`, unless it is null, has a bit for each token that may be drawn. The result depends on these arguments alone. Ids outside
+// the vocabulary are ignored.
+void sample_row(float* logits, int vocab_size, const RowSampling& row, const uint32_t* mask, const int32_t* tokens,
+                int num_tokens, int num_prompt_tokens, SamplerScratch& scratch, SampleResult& result);
 
-// Whether a row is given the token of its largest logit and nothing else is asked of them: `look_at` finds it, piece by piece.
+// Whether a row is given the token of its largest logit, of those that its mask allows, and nothing else is asked of them:
+// `look_at` finds it, piece by piece.
 bool wants_best_alone(const RowSampling& row);
 
 // Looks at `logits` [count] of the ids from `first_id` on, which lie behind those that were looked at. NaN counts as -inf.

@@ -95,6 +95,12 @@ CUDA_TESTS = (
     "test_what_was_read_can_be_written_elsewhere",
     "test_contents_move_beside_a_step_in_flight",
     "test_padding_changes_no_answer",
+    "test_a_mask_leaves_one_token",
+    "test_the_best_of_what_is_allowed_is_chosen",
+    "test_masks_come_while_the_step_is_in_flight",
+    "test_masks_that_break_the_contract_are_refused",
+    "test_masks_come_once_and_where_they_are_waited_for",
+    "test_no_step_is_collected_without_its_masks",
 )
 """Where kernels have a say in the answer. In the interpreter a step takes a quarter of a second; on a device all are run."""
 

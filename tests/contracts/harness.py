@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from contracts.factories import Factory
@@ -13,6 +13,7 @@ from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import Watermark
 from penstock.testing import Outcome, make_core, make_request, run_to_completion
 from penstock.types.events import Add
+from penstock.types.matcher import Matcher
 from penstock.types.plan import AdmitRow, Capacity, RowPlan, StepPlan
 from penstock.types.request import Request
 from penstock.types.result import StepResult
@@ -81,9 +82,16 @@ class Harness:
         return outcome.token_ids
 
 
-def request(request_id: str, prompt: Sequence[int], *, arrival_ns: int = 0, **sampling: object) -> Request:
+def request(
+    request_id: str, prompt: Sequence[int], *, arrival_ns: int = 0, matcher: Matcher | None = None, **sampling: object
+) -> Request:
     """Greedy, eight tokens, unless told otherwise."""
-    return make_request(request_id, prompt, arrival_ns=arrival_ns, sampling=GREEDY, **sampling)
+    return make_request(request_id, prompt, arrival_ns=arrival_ns, matcher=matcher, sampling=GREEDY, **sampling)
+
+
+def mask_of(token_ids: Iterable[int], vocab_size: int) -> bytes:
+    """Allows these and no others."""
+    return sum(1 << token_id for token_id in set(token_ids)).to_bytes(-(-vocab_size // 32) * 4, "little")
 
 
 class Feed:
@@ -93,11 +101,21 @@ class Feed:
         self.executor = executor
         self.num_steps = 0
 
-    def step(self, rows: Sequence[RowPlan] = (), admits: Sequence[AdmitRow] = (), releases: Sequence[str] = ()) -> StepResult:
+    def step(
+        self,
+        rows: Sequence[RowPlan] = (),
+        admits: Sequence[AdmitRow] = (),
+        releases: Sequence[str] = (),
+        *,
+        masks: Mapping[str, bytes] | None = None,
+    ) -> StepResult:
+        """`masks` are given to a step that waits for them."""
         plan = StepPlan(self.num_steps, self.num_steps, tuple(admits), tuple(rows), tuple(releases))
         self.num_steps += 1
         ticket = self.executor.submit(plan)
         assert ticket.step_id == plan.step_id
+        if masks is not None:
+            self.executor.restrict(ticket, masks)
         result = self.executor.collect(ticket)
         assert result.step_id == plan.step_id
         return result

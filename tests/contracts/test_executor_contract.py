@@ -7,9 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from contracts.harness import GREEDY, MAX_BLOCKS_PER_ROW, MAX_ROWS, PADDED, Feed, Harness, admit, request
+from contracts.harness import GREEDY, MAX_BLOCKS_PER_ROW, MAX_ROWS, PADDED, Feed, Harness, admit, mask_of, request
 from penstock.engine.ports import BlockMover
+from penstock.testing import HashMatcher
 from penstock.types.plan import RowPlan, StepPlan
+from penstock.types.request import Request
 from penstock.types.sampling import BeamParams
 
 BROKEN = (ValueError, AssertionError)
@@ -358,6 +360,161 @@ class TestSteps:
         executor = harness.make()
         executor.close()
         executor.close()
+
+
+FOLLOWING = replace(GREEDY, follows_grammar=True)
+
+
+class TestGrammars:
+    """Rows whose tokens are restricted step by step."""
+
+    def test_a_mask_leaves_one_token(self, harness: Harness) -> None:
+        feed = Feed(harness.make())
+        rows = [RowPlan("a", 0, 3, (), True), RowPlan("b", 0, 2, (), True)]
+        admits = [admit("a", harness.prompt(3), [1], sampling=FOLLOWING), admit("b", harness.prompt(2, seed=2), [2])]
+        result = feed.step(rows, admits, masks={"a": mask_of([17], harness.vocab_size)})
+        assert result.token_ids["a"] == (17,)
+        assert list(result.token_ids["b"]) == harness.answer(harness.prompt(2, seed=2))[:1]
+
+    def test_a_mask_that_allows_all_changes_nothing(self, harness: Harness) -> None:
+        prompt, everything = harness.prompt(5), range(harness.vocab_size)
+        for sampling in (FOLLOWING, replace(FOLLOWING, temperature=1.0, seed=3, logprobs=2)):
+            feed = Feed(harness.make())
+            wanted = harness.answer(prompt, temperature=sampling.temperature, seed=sampling.seed)
+            if not harness.computes_logits:
+                pytest.skip("the hash executor draws among what is allowed")
+            admits = [admit("a", prompt, range(1, 4), sampling=sampling)]
+            tokens = []
+            for step in range(3):
+                rows = [RowPlan("a", 0, 5, (), True) if step == 0 else RowPlan("a", 4 + step, 1, (), True)]
+                result = feed.step(rows, admits if step == 0 else (), masks={"a": mask_of(everything, harness.vocab_size)})
+                tokens += result.token_ids["a"]
+            assert tokens == wanted[:3]
+
+    def test_the_best_of_what_is_allowed_is_chosen(self, harness: Harness) -> None:
+        """And its log-probability is that of all tokens, as without a mask."""
+        if not harness.computes_logits:
+            pytest.skip("the hash executor has no logits")
+        prompt = harness.prompt(4)
+        feed = Feed(harness.make())
+        free = feed.step([RowPlan("f", 0, 4, (), True)], [admit("f", prompt, [1], sampling=replace(GREEDY, logprobs=6))])
+        (likely,) = free.logprobs["f"]
+        allowed = [token_id for token_id, _ in likely.top[2:]]
+        told = replace(FOLLOWING, logprobs=6)
+        rows = [RowPlan("a", 0, 4, (), True), RowPlan("b", 0, 4, (), True)]
+        admits = [admit("a", prompt, [2], sampling=told), admit("b", prompt, [3], sampling=FOLLOWING)]
+        masks = dict.fromkeys("ab", mask_of(allowed, harness.vocab_size))
+        result = feed.step(rows, admits, ["f"], masks=masks)
+        assert result.token_ids["a"] == result.token_ids["b"] == (likely.top[2][0],)
+        (found,) = result.logprobs["a"]
+        assert (found.logprob, found.rank, found.top) == (likely.top[2][1], 3, likely.top)
+
+    def test_stop_tokens_come_early_where_nothing_else_is_allowed(self, harness: Harness) -> None:
+        sampling = replace(FOLLOWING, stop_token_ids=(11, 12), min_tokens=5)
+        prompt = harness.prompt(3)
+        for allowed, wanted in (([12], 12), ([11, 12, 60], 60)):
+            feed = Feed(harness.make())
+            masks = {"a": mask_of(allowed, harness.vocab_size)}
+            result = feed.step([RowPlan("a", 0, 3, (), True)], [admit("a", prompt, [1], sampling=sampling)], masks=masks)
+            assert result.token_ids["a"] == (wanted,)
+
+    def test_who_is_not_named_is_not_restricted_nor_is_the_next_step(self, harness: Harness) -> None:
+        if not harness.computes_logits:
+            pytest.skip("the hash executor draws among what is allowed")
+        prompt = harness.prompt(3)
+        feed = Feed(harness.make())
+        first = feed.step([RowPlan("a", 0, 3, (), True)], [admit("a", prompt, [1, 2], sampling=FOLLOWING)], masks={})
+        assert list(first.token_ids["a"]) == harness.answer(prompt)[:1]
+        second = feed.step([RowPlan("a", 3, 1, (), True)], masks={"a": mask_of([19], harness.vocab_size)})
+        assert second.token_ids["a"] == (19,)
+        third = feed.step([RowPlan("a", 4, 1, (), True)], masks={})
+        assert list(third.token_ids["a"]) == harness.answer((*prompt, *first.token_ids["a"], 19))[:1]
+
+    def test_a_prompt_that_is_not_complete_waits_for_no_mask(self, harness: Harness) -> None:
+        prompt = harness.prompt(5)
+        feed = Feed(harness.make())
+        result = feed.step([RowPlan("a", 0, 3, (), False)], [admit("a", prompt, range(1, 4), sampling=FOLLOWING)])
+        assert not result.token_ids
+        result = feed.step([RowPlan("a", 3, 2, (), True)], masks={"a": mask_of([21], harness.vocab_size)})
+        assert result.token_ids["a"] == (21,)
+
+    def test_masks_come_while_the_step_is_in_flight(self, harness: Harness) -> None:
+        """Where two may be: those of the second when the first was collected, and its row's token is known."""
+        executor = harness.make()
+        if executor.depth == 1:
+            pytest.skip("no step is submitted before the one before it was collected")
+        prompt, vocab = harness.prompt(3), harness.vocab_size
+        admits = (admit("a", prompt, [1, 2], sampling=FOLLOWING), admit("b", prompt, [3, 4]))
+        rows = (RowPlan("a", 0, 3, (), True), RowPlan("b", 0, 3, (), True))
+        ticket = executor.submit(StepPlan(0, 0, admits, rows, ()))
+        executor.restrict(ticket, {"a": mask_of([17], vocab)})
+        tokens: dict[str, list[int]] = {"a": [], "b": []}
+        for step in range(1, 4):
+            rows = (RowPlan("a", 2 + step, 1, (), True), RowPlan("b", 2 + step, 1, (), True))
+            following = executor.submit(StepPlan(step, 0, (), rows, ()))
+            result = executor.collect(ticket)
+            for name, found in tokens.items():
+                found += result.token_ids[name]
+            executor.restrict(following, {"a": mask_of([tokens["a"][-1] + 1], vocab)})
+            ticket = following
+        result = executor.collect(ticket)
+        assert [*tokens["a"], *result.token_ids["a"]] == [17, 18, 19, 20]
+        assert [*tokens["b"], *result.token_ids["b"]] == harness.answer(prompt)[:4]
+
+    def test_answers_follow_their_grammars_in_company(self, harness: Harness) -> None:
+        def requests() -> list[Request]:
+            grammars = {seed: HashMatcher(harness.vocab_size, seed=seed) for seed in (1, 2)}
+            prompts = {seed: harness.prompt(seed * harness.block_size + 1, seed=seed) for seed in (0, 1, 2)}
+            return [request(f"r{seed}", prompt, matcher=grammars.get(seed)) for seed, prompt in prompts.items()]
+
+        together = [outcome.token_ids for outcome in harness.run(*requests(), max_step_tokens=7)]
+        assert together == [harness.run(alone)[0].token_ids for alone in requests()]
+        assert all(len(token_ids) == GREEDY.max_tokens for token_ids in together)
+
+    @pytest.mark.parametrize(
+        "masks",
+        [{"b": [1]}, {"x": [1]}, {"c": [1]}, {"a": None}],
+        ids=["follows no grammar", "unknown", "does not sample", "too long"],
+    )
+    def test_masks_that_break_the_contract_are_refused(self, harness: Harness, masks: dict[str, list[int] | None]) -> None:
+        executor = harness.make()
+        admits = (
+            admit("a", harness.prompt(3), [1], sampling=FOLLOWING),
+            admit("b", harness.prompt(3), [2]),
+            admit("c", harness.prompt(3), [3], sampling=FOLLOWING),
+        )
+        rows = (RowPlan("a", 0, 3, (), True), RowPlan("b", 0, 3, (), True), RowPlan("c", 0, 2, (), False))
+        ticket = executor.submit(StepPlan(0, 0, admits, rows, ()))
+        with pytest.raises(BROKEN):
+            executor.restrict(
+                ticket,
+                {
+                    name: mask_of([1], harness.vocab_size) if allowed else bytes(-(-harness.vocab_size // 32) * 4 + 4)
+                    for name, allowed in masks.items()
+                },
+            )
+
+    def test_masks_come_once_and_where_they_are_waited_for(self, harness: Harness) -> None:
+        executor = harness.make()
+        ticket = executor.submit(StepPlan(0, 0, (admit("b", harness.prompt(3), [2]),), (RowPlan("b", 0, 3, (), True),), ()))
+        with pytest.raises(BROKEN):
+            executor.restrict(ticket, {})
+        executor.collect(ticket)
+        admits = (admit("a", harness.prompt(3), [1], sampling=FOLLOWING),)
+        ticket = executor.submit(StepPlan(1, 0, admits, (RowPlan("a", 0, 3, (), True),), ("b",)))
+        with pytest.raises(BROKEN):
+            executor.submit(StepPlan(2, 0, (), (RowPlan("a", 3, 1, (), True),), ()))
+        executor.restrict(ticket, {"a": mask_of([5], harness.vocab_size)})
+        with pytest.raises(BROKEN):
+            executor.restrict(ticket, {"a": mask_of([5], harness.vocab_size)})
+        assert executor.collect(ticket).token_ids["a"] == (5,)
+
+    def test_no_step_is_collected_without_its_masks(self, harness: Harness) -> None:
+        executor = harness.make()
+        admits = (admit("a", harness.prompt(3), [1], sampling=FOLLOWING),)
+        ticket = executor.submit(StepPlan(0, 0, admits, (RowPlan("a", 0, 3, (), True),), ()))
+        with pytest.raises(BROKEN):
+            executor.collect(ticket)
 
 
 BREACHES: dict[str, Callable[[Feed, Harness], object]] = {

@@ -15,10 +15,11 @@ from penstock.kv.prefix_index import extend_chain, pack, root_hash
 from penstock.sched.policies.ordering.fair import FairShares
 from penstock.sched.policies.ordering.priority import PriorityClasses
 from penstock.testing import expected_tokens, make_request
+from penstock.testing.driver import Submission
 from penstock.testing.hashing import ROOT, mix
-from penstock.testing.strategies import MAX_SHARE, MODEL, Engine, engines, prompts, ranks, samplings
+from penstock.testing.strategies import MAX_SHARE, MODEL, Engine, engines, matcher_of, prompts, ranks, samplings
 from penstock.types.events import Abort, Add, Stop, TokenEvent
-from penstock.types.plan import PADDING_PREFIX, StepPlan, Ticket
+from penstock.types.plan import PADDING_PREFIX, StepPlan
 from penstock.types.request import Request, RequestStatus
 from penstock.types.sampling import SamplingParams
 from penstock.types.stats import WaitReason
@@ -39,7 +40,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.tokens: dict[str, list[int]] = {}
         self.ended: dict[str, bool] = {}
         """The last that ended is the last here."""
-        self.flights: deque[tuple[StepPlan, Ticket]] = deque()
+        self.flights: deque[Submission] = deque()
         self.num_added = 0
         self.now_ns = 0
 
@@ -95,6 +96,7 @@ class CoreMachine(RuleBasedStateMachine):
             tenant=tenant,
             predicted_new_tokens=predicted,
             deadline_ns=None if patience is None else self.now_ns + patience,
+            matcher=matcher_of(sampling),
         )
         self.requests[request.request_id] = request
         self.tokens[request.request_id] = []
@@ -149,18 +151,28 @@ class CoreMachine(RuleBasedStateMachine):
             self.check_work_conserving(plan)
         if plan is not None:
             self.check_preempted_go_first(preempted_before, plan)
-            self.flights.append((plan, self.executor.submit(plan)))
+            self.flights.append(Submission(plan, self.executor.submit(plan), self.core.awaits_masks(plan)))
+            self.send_masks()
         if self.flights and (plan is None or len(self.flights) == self.engine.depth):
             self.finish(aborted, failed)
 
     def finish(self, aborted: Sequence[int], failed: int | None) -> None:
-        plan, ticket = self.flights.popleft()
-        result = self.executor.collect(ticket)
+        flight = self.flights.popleft()
+        plan = flight.plan
+        result = self.executor.collect(flight.ticket)
         if f"r{failed}" in result.token_ids:
             result = replace(result, failures={f"r{failed}": "no logit is a number"})
         for idx in aborted:
             self.record(self.core.apply([Abort(f"r{idx}")], self.now_ns))
-        self.record(self.core.finish(plan, result, self.now_ns))
+        events = self.core.finish(plan, result, self.now_ns)
+        events += self.core.follow_grammars(events, self.now_ns)
+        self.send_masks()
+        self.record(events)
+
+    def send_masks(self) -> None:
+        if len(self.flights) == 1 and self.flights[0].awaits_masks:
+            self.flights[0].awaits_masks = False
+            self.executor.restrict(self.flights[0].ticket, self.core.masks(self.flights[0].plan))
 
     def record(self, events: list[TokenEvent]) -> None:
         for event in events:
@@ -278,7 +290,13 @@ class CoreMachine(RuleBasedStateMachine):
 
     def check_answer(self, request_id: str) -> None:
         request, got = self.requests[request_id], tuple(self.tokens[request_id])
-        expected = expected_tokens(request.prompt_token_ids, request.sampling, model=MODEL, max_model_len=MAX_MODEL_LEN)
+        expected = expected_tokens(
+            request.prompt_token_ids,
+            request.sampling,
+            model=MODEL,
+            max_model_len=MAX_MODEL_LEN,
+            matcher=matcher_of(request.sampling),
+        )
         assert got == expected.token_ids[: len(got)]
 
 

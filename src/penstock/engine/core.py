@@ -6,6 +6,7 @@ simulator); never loops, waits, sleeps or reads a clock.
     core.take_block_copies()         copies to make before it, or without it
     ... an executor runs the plan ...
     core.finish(plan, result, now)   its tokens
+    core.follow_grammars(events)     what those answers may go on with that follow a grammar
 
 Every request that was added ends in exactly one event whose `finish_reason` is set, and its blocks are free from that moment,
 or from the `finish` of the last step that has a row of it.
@@ -17,15 +18,16 @@ in which they began.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from penstock.engine.ports import NullObserver, Observer, RequestJournal
 from penstock.sched.draft import StepCounts, StepOutcome
 from penstock.sched.keyed_heap import KeyedHeap
 from penstock.sched.scheduler import Scheduler
-from penstock.types.errors import Rejected, RejectReason
+from penstock.types.errors import GrammarFailure, Rejected, RejectReason
 from penstock.types.events import Abort, Add, Command, Drain, Stop, TokenEvent
+from penstock.types.matcher import Matcher
 from penstock.types.plan import RowPlan, StepPlan
 from penstock.types.request import FinishReason, Request, RequestStatus
 from penstock.types.result import StepResult
@@ -52,6 +54,8 @@ class EngineCore:
             scheduler.tell_no_stops()
         self._requests: dict[str, Request] = {}
         """All that were added and have not ended."""
+        self._num_matchers = 0
+        """Of them, those whose answer follows a grammar."""
         self._deadlines: KeyedHeap[Request] = KeyedHeap()
         """By the next instant at which each may be overdue."""
         self._deadline_numbers: dict[str, int] = {}
@@ -127,6 +131,43 @@ class EngineCore:
         self._observer.on_step(stats)
         return outcome.events
 
+    @property
+    def has_grammars(self) -> bool:
+        """True while the answer of a request that has not ended follows one."""
+        return self._num_matchers > 0
+
+    def awaits_masks(self, plan: StepPlan) -> bool:
+        """Whether a row of a plan that `begin` just returned samples and follows a grammar: the executor will wait for `masks`."""
+        if not self._num_matchers:
+            return False
+        return any([row.samples and self._matcher(row.request_id) is not None for row in plan.rows])
+
+    def masks(self, plan: StepPlan) -> dict[str, bytes]:
+        """What rows that follow a grammar may sample in a step, all steps before it being finished; none of who has ended."""
+        matchers = {row.request_id: self._matcher(row.request_id) for row in plan.rows if row.samples}
+        return {request_id: matcher.mask() for request_id, matcher in matchers.items() if matcher is not None}
+
+    def follow_grammars(self, events: Sequence[TokenEvent], now_ns: int) -> list[TokenEvent]:
+        """Tell the grammars of answers what `finish` said, and let each make up its mind what may come next.
+
+        Returns the finish events of those that can't go on, with ERROR. After each `finish`, before the next step is planned.
+        """
+        failed: list[TokenEvent] = []
+        for event in events:
+            matcher = self._matcher(event.request_id)
+            if matcher is None or event.finish_reason is not None:
+                continue
+            try:
+                matcher.accept(event.token_ids)
+                matcher.mask()
+            except GrammarFailure as failure:
+                failed += self._end(event.request_id, FinishReason.ERROR, now_ns, detail=str(failure))
+        return failed
+
+    def _matcher(self, request_id: str) -> Matcher | None:
+        request = self._requests.get(request_id)
+        return None if request is None else request.matcher
+
     def next_wakeup_ns(self, now_ns: int) -> int | None:
         """When to call `apply` and `begin` again if nothing else happens: a deadline, the gate or a load; None: no need to."""
         deadline = self._deadlines.peek()
@@ -175,6 +216,8 @@ class EngineCore:
                 )
             return events
         self._requests[request.request_id] = request
+        assert (request.matcher is not None) == request.sampling.follows_grammar, "what a grammar allows has to be known"
+        self._num_matchers += request.matcher is not None
         self._journal.on_queued(request, now_ns)
         limit = _next_limit(request)
         if limit is not None:
@@ -233,6 +276,7 @@ class EngineCore:
     def _forget(self, request: Request, now_ns: int, reject_reason: str = "") -> None:
         """The request has ended: tell the observer, and remember nothing of it."""
         del self._requests[request.request_id]
+        self._num_matchers -= request.matcher is not None
         number = self._deadline_numbers.pop(request.request_id, None)
         if number is not None:
             self._deadlines.discard(number)

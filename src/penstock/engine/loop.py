@@ -8,10 +8,10 @@ Never schedules, never makes text, never knows HTTP. Other threads call `submit`
     begin       ask the core for a plan; without one, and with nothing in flight, sleep until there is a command or a deadline
     departures  copy what is spilled, begin loads; they go on while the step runs
     copies      of blocks, also without a plan: what arrives next may be written to either of the two
-    submit      the step takes off
+    submit      the step takes off; where answers follow a grammar, their masks follow as soon as the step before was collected
     collect     the oldest step in flight, without the GIL, if there are as many as the executor's depth, or there was no plan
     aborts      apply those that came during the step, before its tokens are shown
-    finish      commit, make text, apply the stops that the text brought, one call of the sink
+    finish      commit, let grammars follow, make text, apply the stops that the text brought, one call of the sink
 
 With a depth of 1 each step is collected in the turn in which it was submitted, and no step is wasted on who ends. With a depth
 of 2 the turn that begins step k + 1 finishes step k, so all of the above but `collect` happens while a step is computed:
@@ -233,7 +233,8 @@ class Engine:
         copies = self._core.take_block_copies()
         if plan is not None:
             self._is_verified = False
-            self._submitted.submit(plan, copies, now_ns)
+            self._submitted.submit(plan, copies, now_ns, awaits_masks=self._core.awaits_masks(plan))
+            self._restrict()
         elif copies:
             self._submitted.copy_blocks(copies)
         if not self._submitted:
@@ -284,11 +285,23 @@ class Engine:
         events = self._core.apply(self._inbox.poll_aborts(), now_ns)
         events += self._core.finish(flight.plan, result, now_ns)
         committed_ns = self._clock.now_ns()
+        parts_ns = {"schedule": flight.schedule_ns, "commit": committed_ns - now_ns}
+        if self._core.has_grammars or self._submitted.to_restrict is not None:
+            events += self._core.follow_grammars(events, now_ns)
+            self._restrict()  # before there is text: a device at the end of its layers waits for it
+            followed_ns = self._clock.now_ns()
+            parts_ns["grammar"] = followed_ns - committed_ns
+            committed_ns = followed_ns
         self._publish(events, now_ns)
-        told_ns = self._clock.now_ns()
-        parts_ns = {"schedule": flight.schedule_ns, "commit": committed_ns - now_ns, "output": told_ns - committed_ns}
+        parts_ns["output"] = self._clock.now_ns() - committed_ns
         self._turn_observer.on_turn(parts_ns)
         self._submitted.forget()
+
+    def _restrict(self) -> None:
+        """Send its masks to a step that waits for them, once the tokens before are known."""
+        flight = self._submitted.to_restrict
+        if flight is not None:
+            self._submitted.restrict(flight, self._core.masks(flight.plan))
 
     def _publish(self, events: Sequence[TokenEvent], now_ns: int) -> None:
         if not events:

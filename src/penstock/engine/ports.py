@@ -227,7 +227,8 @@ class TurnObserver(Protocol):
     """Told by the engine thread what a step cost it outside of the executor; must not block or raise."""
 
     def on_turn(self, parts_ns: Mapping[str, int]) -> None:
-        """`schedule`: commands and the plan. `commit`: the core's books. `output`: text and the sink."""
+        """`schedule`: commands and the plan. `commit`: the core's books. `grammar`, in steps with answers that follow one: their
+        masks. `output`: text and the sink."""
         ...
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.clock import Clock
@@ -29,6 +29,8 @@ class Flight:
     plan: StepPlan
     schedule_ns: int
     """What it took to plan."""
+    awaits_masks: bool = False
+    """It has rows that follow a grammar, and has not been told what they may sample."""
     ticket: Ticket | None = None
     """None while it is submitted."""
 
@@ -82,6 +84,8 @@ class Submitted:
         self._executor = executor
         self._depth = executor.depth
         self._flights: deque[Flight] = deque()
+        self._is_collected = False
+        """The oldest, and not forgotten yet."""
         self._inside = _Inside(clock)
 
     def __len__(self) -> int:
@@ -94,14 +98,28 @@ class Submitted:
 
     # For the engine thread. All raise `Abandoned` instead of whatever happened, if the executor was given up meanwhile.
 
-    def submit(self, plan: StepPlan, copies: Sequence[tuple[int, int]], begun_ns: int) -> None:
+    def submit(self, plan: StepPlan, copies: Sequence[tuple[int, int]], begun_ns: int, *, awaits_masks: bool = False) -> None:
         """Copy blocks, then begin a step that was planned since `begun_ns`."""
         with self._inside as now_ns:
-            flight = Flight(plan, now_ns - begun_ns)
+            flight = Flight(plan, now_ns - begun_ns, awaits_masks)
             self._flights.append(flight)
             if copies:
                 self._executor.copy_blocks(copies)
             flight.ticket = self._executor.submit(plan)
+
+    @property
+    def to_restrict(self) -> Flight | None:
+        """The step that waits for masks, if all before it were collected."""
+        if len(self._flights) - self._is_collected != 1 or not self._flights[-1].awaits_masks:
+            return None
+        return self._flights[-1]
+
+    def restrict(self, flight: Flight, masks: Mapping[str, bytes]) -> None:
+        """Tell `to_restrict` what its rows may sample."""
+        assert flight.ticket is not None, "it was submitted"
+        with self._inside:
+            self._executor.restrict(flight.ticket, masks)
+        flight.awaits_masks = False
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy blocks although no step follows."""
@@ -113,11 +131,14 @@ class Submitted:
         flight = self._flights[0]
         assert flight.ticket is not None, "it was submitted"
         with self._inside:
-            return flight, self._executor.collect(flight.ticket)
+            result = self._executor.collect(flight.ticket)
+        self._is_collected = True
+        return flight, result
 
     def forget(self) -> None:
         """The oldest was told to all whom it concerns."""
         self._flights.popleft()
+        self._is_collected = False
 
     @property
     def block_bytes(self) -> int:

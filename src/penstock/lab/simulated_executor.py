@@ -68,6 +68,9 @@ class SimulatedExecutor:
         self._results[plan.step_id] = StepResult(plan.step_id, token_ids, StepTiming(start_ns, self._ready_ns))
         return Ticket(plan.step_id, self._ready_ns)
 
+    def restrict(self, ticket: Ticket, masks: Mapping[str, bytes]) -> None:
+        """Costs nothing, and changes nothing: outputs end where the oracle says."""
+
     def _num_left_of(self, admit: AdmitRow) -> float:
         if admit.request_id.startswith(PADDING_PREFIX):
             return math.inf  # ends with its batch, and not by itself

@@ -322,7 +322,9 @@ class Scheduler:
                 num_tokens = request.num_tokens = num_computed + 1
                 if request.first_token_ns is None:
                     request.first_token_ns = now_ns
-                if token_id in sampling.stop_token_ids and len(request.output_token_ids) > sampling.min_tokens:
+                if token_id in sampling.stop_token_ids and (
+                    len(request.output_token_ids) > sampling.min_tokens or sampling.follows_grammar  # it left nothing else
+                ):
                     reason, stop_reason = FinishReason.STOP, token_id
                 elif num_tokens >= request.max_total_tokens:
                     reason = FinishReason.LENGTH

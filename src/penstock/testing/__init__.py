@@ -4,6 +4,7 @@ from penstock.testing.builders import make_core, make_load, make_request, make_s
 from penstock.testing.driver import Driver, Outcome, run_to_completion
 from penstock.testing.failing_executor import FailingExecutor, RowFailingExecutor
 from penstock.testing.hash_executor import DEFAULT_CAPACITY, HashExecutor
+from penstock.testing.hash_matcher import HashMatcher
 from penstock.testing.hashing import Expected, HashModel, expected_tokens
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "Expected",
     "FailingExecutor",
     "HashExecutor",
+    "HashMatcher",
     "HashModel",
     "Outcome",
     "RowFailingExecutor",

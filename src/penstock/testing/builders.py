@@ -15,6 +15,7 @@ from penstock.sched.policies.base import Policies
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.scheduler import Scheduler
 from penstock.testing.hash_executor import DEFAULT_CAPACITY
+from penstock.types.matcher import Matcher
 from penstock.types.plan import Capacity
 from penstock.types.request import Request
 from penstock.types.sampling import SamplingParams
@@ -32,11 +33,17 @@ def make_request(
     tenant: str = "",
     cache_salt: bytes = b"",
     predicted_new_tokens: int | None = None,
+    matcher: Matcher | None = None,
     **sampling_fields: Any,
 ) -> Request:
-    """A request; `prompt` is its tokens, or how many (then they are 1, 2, 3, ...). Other fields go to `SamplingParams`."""
+    """A request; `prompt` is its tokens, or how many (then they are 1, 2, 3, ...). Other fields go to `SamplingParams`.
+
+    With a `matcher`, its answer follows a grammar.
+    """
     token_ids = range(1, prompt + 1) if isinstance(prompt, int) else prompt
     base = sampling or SamplingParams(temperature=0.0)
+    if matcher is not None:
+        base = replace(base, follows_grammar=True)
     return Request(
         request_id=request_id,
         prompt_token_ids=tuple(token_ids),
@@ -47,6 +54,7 @@ def make_request(
         tenant=tenant,
         cache_salt=cache_salt,
         predicted_new_tokens=predicted_new_tokens,
+        matcher=matcher,
     )
 
 

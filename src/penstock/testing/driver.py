@@ -39,6 +39,15 @@ class Outcome:
 
 
 @dataclass(slots=True)
+class Submission:
+    """A step in flight."""
+
+    plan: StepPlan
+    ticket: Ticket
+    awaits_masks: bool
+
+
+@dataclass(slots=True)
 class Driver:
     """One core, one executor, one clock; a turn is: apply, begin, submit, and if as many steps are in flight as may be, or none
     could be begun: collect, finish.
@@ -52,7 +61,7 @@ class Driver:
     transfers: Transfers | None = None
     """To the tier below the pool, whose jobs `worker` does while steps run."""
     worker: LateWorker | None = None
-    flights: deque[tuple[StepPlan, Ticket]] = field(default_factory=deque)
+    flights: deque[Submission] = field(default_factory=deque)
     was_idle: bool = True
     """The last turn had no step to begin and none to finish."""
 
@@ -74,7 +83,9 @@ class Driver:
             self.executor.copy_blocks(self.core.take_block_copies())
             if plan is not None:
                 self.plans.append(plan)
-                self.flights.append((plan, self.executor.submit(plan)))
+                awaits_masks = self.core.awaits_masks(plan)
+                self.flights.append(Submission(plan, self.executor.submit(plan), awaits_masks))
+                self._send_masks()
             if self.flights and (plan is None or len(self.flights) == self.executor.depth):
                 self._finish()
         except ExecutorFailure as failure:
@@ -83,10 +94,20 @@ class Driver:
         return plan
 
     def _finish(self) -> None:
-        plan, ticket = self.flights.popleft()
-        result = self.executor.collect(ticket)
+        flight = self.flights.popleft()
+        result = self.executor.collect(flight.ticket)
         self.clock.advance(STEP_NS)
-        self._record(self.core.finish(plan, result, self.clock.now_ns()))
+        events = self.core.finish(flight.plan, result, self.clock.now_ns())
+        events += self.core.follow_grammars(events, self.clock.now_ns())
+        self._send_masks()
+        self._record(events)
+
+    def _send_masks(self) -> None:
+        """To a step that waits for them, once those before it were collected."""
+        if len(self.flights) == 1 and self.flights[0].awaits_masks:
+            flight = self.flights[0]
+            flight.awaits_masks = False
+            self.executor.restrict(flight.ticket, self.core.masks(flight.plan))
 
     def _record(self, events: Iterable[TokenEvent]) -> None:
         for event in events:

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from penstock.engine.ports import Executor, Ready
@@ -47,6 +47,9 @@ class FailingExecutor:
             raise ExecutorFailure("the device failed, as it was told to")
         self._submits_left -= 1
         return self._inner.submit(plan)
+
+    def restrict(self, ticket: Ticket, masks: Mapping[str, bytes]) -> None:
+        self._inner.restrict(ticket, masks)
 
     def collect(self, ticket: Ticket) -> StepResult:
         if self._collects_left == 0:

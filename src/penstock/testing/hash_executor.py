@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import struct
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.testing.hashing import ROOT, HashModel, mix
@@ -44,7 +44,7 @@ class HashRow:
     block_ids: list[int] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class HashStep:
     """A step in flight."""
 
@@ -53,6 +53,8 @@ class HashStep:
     """Those that it computes, which may be released before it does."""
     block_ids: frozenset[int]
     """Of these rows."""
+    awaits_masks: bool
+    masks: Mapping[str, bytes] = field(default_factory=dict)
 
 
 class HashExecutor:
@@ -150,17 +152,44 @@ class HashExecutor:
             self._append_blocks(row)
         rows = [self._advance(row) for row in plan.rows]
         held = frozenset(block_id for row in rows for block_id in row.block_ids) if self.depth > 1 else frozenset[int]()
-        step = HashStep(plan, rows, held)
+        awaits_masks = any(plan.samples and row.sampling.follows_grammar for plan, row in zip(plan.rows, rows, strict=True))
+        step = HashStep(plan, rows, held, awaits_masks)
         self._in_flight.append(step)
         self._to_compute.append(step)
         if self.depth == 1 or self._random.random() < 0.5:
             self._compute_all()
         return Ticket(plan.step_id)
 
+    def restrict(self, ticket: Ticket, masks: Mapping[str, bytes]) -> None:
+        assert [step.plan.step_id for step in self._in_flight] == [ticket.step_id], (
+            f"masks of step {ticket.step_id} come after all before it were collected, and before another is submitted"
+        )
+        step = self._in_flight[0]
+        if not step.awaits_masks:
+            raise ValueError(f"step {ticket.step_id} waits for no masks")
+        self._check_masks(step, masks)
+        step.awaits_masks, step.masks = False, masks
+        if self.depth == 1 or self._random.random() < 0.5:
+            self._compute_all()
+
+    def _check_masks(self, step: HashStep, masks: Mapping[str, bytes]) -> None:
+        followers = {
+            plan.request_id
+            for plan, row in zip(step.plan.rows, step.rows, strict=True)
+            if plan.samples and row.sampling.follows_grammar
+        }
+        for request_id, mask in masks.items():
+            if request_id not in followers:
+                raise ValueError(f"{request_id!r} does not sample in step {step.plan.step_id}, or follows no grammar")
+            if len(mask) != -(-self.model.vocab_size // 32) * 4:
+                raise ValueError(f"the mask of {request_id!r} has {len(mask)} bytes, for {self.model.vocab_size} tokens")
+
     def collect(self, ticket: Ticket) -> StepResult:
         assert self._in_flight, "no step is in flight"
         assert ticket.step_id == self._in_flight[0].plan.step_id, "steps are collected once each, in the order of submission"
         step = self._in_flight.popleft()
+        if step.awaits_masks:
+            raise ValueError(f"step {ticket.step_id} waits for masks")
         if self._to_compute and self._to_compute[0] is step:
             self._compute(self._to_compute.popleft())
         return self._results.pop(ticket.step_id)
@@ -169,6 +198,7 @@ class HashExecutor:
         self._is_closed = True
 
     def _check_limits(self, plan: StepPlan) -> None:
+        assert not any(step.awaits_masks for step in self._in_flight), "a step in flight waits for masks"
         assert len(self._in_flight) < self.depth, f"{len(self._in_flight)} steps are in flight already"
         assert all(plan.step_id != step.plan.step_id for step in self._in_flight), f"step {plan.step_id} was submitted already"
         ids = [row.request_id for row in plan.rows]
@@ -260,14 +290,14 @@ class HashExecutor:
             assert block_id == NULL_BLOCK or self._holders[block_id] == 1, "a row writes to a block that others hold"
 
     def _compute_all(self) -> None:
-        while self._to_compute:
+        while self._to_compute and not self._to_compute[0].awaits_masks:
             self._compute(self._to_compute.popleft())
 
     def _compute(self, step: HashStep) -> None:
         token_ids: dict[str, tuple[int, ...]] = {}
         logprobs: dict[str, tuple[TokenLogprobs, ...]] = {}
         for plan, row in zip(step.plan.rows, step.rows, strict=True):
-            self._run(plan, row, token_ids, logprobs)
+            self._run(plan, row, step.masks.get(plan.request_id), token_ids, logprobs)
         timing = StepTiming(self.num_steps * self._step_ns, (self.num_steps + 1) * self._step_ns)
         self.num_steps += 1
         self._results[step.plan.step_id] = StepResult(step.plan.step_id, token_ids, timing, logprobs)
@@ -276,6 +306,7 @@ class HashExecutor:
         self,
         plan: RowPlan,
         row: HashRow,
+        mask: bytes | None,
         token_ids: dict[str, tuple[int, ...]],
         logprobs: dict[str, tuple[TokenLogprobs, ...]],
     ) -> None:
@@ -287,7 +318,7 @@ class HashExecutor:
             self._slots[self._slot(row, position)] = value
         if plan.samples:
             # The value is read back through the table, so that a row that was written to later shows.
-            token_id = self.model.sample(self._read(row, end - 1), row.sampling, end - row.num_prompt_tokens)
+            token_id = self.model.sample(self._read(row, end - 1), row.sampling, end - row.num_prompt_tokens, mask)
             row.token_ids.append(token_id)
             token_ids[plan.request_id] = (token_id,)
             if row.sampling.logprobs is not None:

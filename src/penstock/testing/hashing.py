@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from penstock.types.matcher import Matcher
 from penstock.types.request import FinishReason
 from penstock.types.result import TokenLogprobs
 from penstock.types.sampling import SamplingParams
@@ -42,10 +43,16 @@ class HashModel:
         if not 0 <= self.first_token_id < self.vocab_size - 1:
             raise ValueError(f"at least two tokens must be left of [{self.first_token_id}, {self.vocab_size})")
 
-    def sample(self, value: int, sampling: SamplingParams, num_generated: int) -> int:
-        """The token after a prefix of this value. Greedy rows ignore the seed; stop tokens wait for `min_tokens`."""
+    def sample(self, value: int, sampling: SamplingParams, num_generated: int, mask: bytes | None = None) -> int:
+        """The token after a prefix of this value. Greedy rows ignore the seed; stop tokens wait for `min_tokens`, unless the
+        mask (`types.matcher`) allows no other.
+        """
         state = mix(value, sampling.seed if sampling.temperature > 0 else 0)
         banned = sampling.stop_token_ids if num_generated < sampling.min_tokens else ()
+        if mask is not None:
+            allowed = [token_id for token_id in range(self.vocab_size) if mask[token_id // 8] >> token_id % 8 & 1]
+            free = [token_id for token_id in allowed if token_id not in banned] or allowed
+            return free[state % len(free)]
         token_id = self._draw(state)
         while token_id in banned:
             state = mix(state, 1)
@@ -75,18 +82,25 @@ class Expected:
 
 
 def expected_tokens(
-    prompt_token_ids: Sequence[int], sampling: SamplingParams, *, model: HashModel, max_model_len: int
+    prompt_token_ids: Sequence[int],
+    sampling: SamplingParams,
+    *,
+    model: HashModel,
+    max_model_len: int,
+    matcher: Matcher | None = None,
 ) -> Expected:
-    """The oracle: the answer computed from the whole prefix, with no cache, no blocks and no steps."""
+    """The oracle: the answer computed from the whole prefix, with no cache, no blocks and no steps. Uses up `matcher`."""
     value = ROOT
     for token_id in prompt_token_ids:
         value = mix(value, token_id)
     generated: list[int] = []
     while True:
-        token_id = model.sample(value, sampling, len(generated))
+        token_id = model.sample(value, sampling, len(generated), None if matcher is None else matcher.mask())
         generated.append(token_id)
-        if token_id in sampling.stop_token_ids and len(generated) > sampling.min_tokens:
+        if token_id in sampling.stop_token_ids and (len(generated) > sampling.min_tokens or matcher is not None):
             return Expected(tuple(generated), FinishReason.STOP, token_id)
         if len(generated) == sampling.max_tokens or len(prompt_token_ids) + len(generated) == max_model_len:
             return Expected(tuple(generated), FinishReason.LENGTH, None)
         value = mix(value, token_id)
+        if matcher is not None:
+            matcher.accept((token_id,))

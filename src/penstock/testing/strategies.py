@@ -26,6 +26,7 @@ from penstock.sched.policies.reserves import Watermark
 from penstock.testing.builders import make_core, make_request
 from penstock.testing.driver import STEP_NS, Outcome
 from penstock.testing.hash_executor import HashExecutor
+from penstock.testing.hash_matcher import HashMatcher
 from penstock.testing.hashing import HashModel, expected_tokens
 from penstock.testing.memory_store import Faults, LateWorker, MemoryStore
 from penstock.types.events import Abort, Add, Command, Stop
@@ -122,6 +123,7 @@ class Workload:
                 tenant=tenant,
                 cache_salt=salt,
                 predicted_new_tokens=predicted,
+                matcher=matcher_of(sampling),
             )
             for idx, (prompt, sampling, salt, (priority, tenant, predicted), turn) in enumerate(parts)
         ]
@@ -234,7 +236,16 @@ def samplings(max_tokens: int) -> st.SearchStrategy[SamplingParams]:
         temperature=st.sampled_from([0.0, 1.0]),
         seed=st.integers(0, 2),
         stop_token_ids=st.sampled_from([(), (), (EOS_TOKEN_ID,)]),
+        follows_grammar=st.sampled_from([False, False, True]),
     )
+
+
+def matcher_of(sampling: SamplingParams) -> HashMatcher | None:
+    """For a request of these parameters. Some grammars have an end, and then allow nothing but the end token."""
+    if not sampling.follows_grammar:
+        return None
+    max_tokens = 5 if EOS_TOKEN_ID in sampling.stop_token_ids else None
+    return HashMatcher(MODEL.vocab_size, seed=sampling.seed, max_tokens=max_tokens, end_token_id=EOS_TOKEN_ID)
 
 
 def ranks() -> st.SearchStrategy[tuple[int, str, int | None]]:
@@ -267,7 +278,11 @@ def check_answers(engine: Engine, requests: Sequence[Request], outcomes: Mapping
     for request in requests:
         outcome = outcomes[request.request_id]
         expected = expected_tokens(
-            request.prompt_token_ids, request.sampling, model=MODEL, max_model_len=engine.capacity.max_model_len
+            request.prompt_token_ids,
+            request.sampling,
+            model=MODEL,
+            max_model_len=engine.capacity.max_model_len,
+            matcher=matcher_of(request.sampling),
         )
         if outcome.finish_reason is FinishReason.ABORT or outcome.last.stop_reason == "stop string":
             assert tuple(outcome.token_ids) == expected.token_ids[: len(outcome.token_ids)]

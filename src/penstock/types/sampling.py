@@ -68,7 +68,7 @@ class SamplingParams:
     max_tokens: int = 16
     """Tokens to generate at most, >= 1."""
     min_tokens: int = 0
-    """Stop tokens cannot be sampled before this many tokens were generated."""
+    """Stop tokens cannot be sampled before this many tokens were generated, unless a grammar leaves nothing else."""
     temperature: float = 1.0
     """0 is greedy."""
     top_k: int = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,6 +73,10 @@ class NativeExecutor:
         )
         self._wants_logprobs: set[str] = set()
         """Request ids."""
+        self._with_grammar: set[str] = set()
+        """Request ids of rows whose masks come step by step."""
+        self._awaits_masks = False
+        """The step in flight has such a row that samples."""
         self._flight: int | None = None
         """The id of the step that was submitted and not collected."""
         self._poison = poison
@@ -154,19 +158,36 @@ class NativeExecutor:
         for request_id in plan.releases:
             rows.release(request_id)
             self._wants_logprobs.discard(request_id)
+            self._with_grammar.discard(request_id)
         for row in plan.admits:
             self._engine.set_sampling(rows.admit(row), make_row_sampling(row.sampling))
             if row.sampling.logprobs is not None:
                 self._wants_logprobs.add(row.request_id)
+            if row.sampling.follows_grammar:
+                self._with_grammar.add(row.request_id)
         rows.plan(plan.rows)
+        self._awaits_masks = bool(self._with_grammar) and any(
+            [row.samples and row.request_id in self._with_grammar for row in plan.rows]
+        )
         if self._poison:
             self._forget_stale_blocks(plan)
         self._flight = plan.step_id
         return Ticket(plan.step_id)
 
+    def restrict(self, ticket: Ticket, masks: Mapping[str, bytes]) -> None:
+        if self._flight != ticket.step_id or not self._awaits_masks:
+            raise ValueError(f"step {ticket.step_id} waits for no masks")
+        for request_id in masks:
+            if request_id not in self._with_grammar:
+                raise ValueError(f"request {request_id!r} follows no grammar")
+        self._rows.restrict(dict(masks))
+        self._awaits_masks = False
+
     def collect(self, ticket: Ticket) -> StepResult:
         if self._flight is None or self._flight != ticket.step_id:
             raise ValueError(f"step {ticket.step_id} is not in flight")
+        if self._awaits_masks:
+            raise ValueError(f"step {ticket.step_id} waits for masks")
         self._flight = None
         engine, rows = self._engine, self._rows
         start_ns = time.monotonic_ns()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,16 @@ from penstock.types.kv_dtype import KvDtype
 from penstock.types.plan import Capacity, StepPlan, Ticket
 from penstock.types.result import StepResult, StepTiming
 from penstock.types.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Awaits:
+    """A step that was submitted and waits for masks."""
+
+    batch: StepBatch
+    start_ns: int
+    request_ids: set[str]
+    """Of the rows that may be given one."""
 
 
 class ReferenceExecutor:
@@ -50,12 +61,13 @@ class ReferenceExecutor:
         self._batches = BatchBuilder(self._capacity, vocab_size=program.vocab_size)
         self._sampling: dict[int, SamplingParams] = {}
         """Of each slot."""
+        self._awaits: _Awaits | None = None
         self._results: deque[StepResult] = deque()
         self._is_closed = False
 
     @property
     def depth(self) -> int:
-        """A step is computed in `submit`."""
+        """A step is computed in `submit`, or in `restrict`."""
         return 1
 
     @property
@@ -88,9 +100,11 @@ class ReferenceExecutor:
             raise ValueError(f"there is no block {block_id} in a pool of {self._capacity.num_blocks}, or it is the null block")
 
     def submit(self, plan: StepPlan) -> Ticket:
-        """Compute the whole step. Raises ValueError on a broken contract."""
+        """Compute the whole step, unless it waits for masks. Raises ValueError on a broken contract."""
         if self._is_closed:
             raise ExecutorFailure("the reference executor is closed")
+        if self._awaits is not None:
+            raise ValueError(f"step {plan.step_id} was submitted while step {self._awaits.batch.step_id} waits for masks")
         start_ns = time.monotonic_ns()
         batch = self._batches.apply(plan)
         own = batch.slot_mapping[batch.slot_mapping >= self._capacity.block_size]  # not the null block's
@@ -100,20 +114,41 @@ class ReferenceExecutor:
             del self._sampling[slot]
         self._sampling.update((slot, row.sampling) for slot, row in batch.admitted)
         self._forget_stale_blocks(plan)
-        samples = self._run_rows(batch)
+        follow = {request_id for request_id, slot in _samplers(batch) if self._sampling[slot].follows_grammar}
+        if follow:
+            self._awaits = _Awaits(batch, start_ns, follow)
+        else:
+            self._compute(batch, start_ns, {})
+        return Ticket(plan.step_id)
+
+    def restrict(self, ticket: Ticket, masks: Mapping[str, bytes]) -> None:
+        """Compute the whole step, which waited for them."""
+        awaits = self._awaits
+        if awaits is None or awaits.batch.step_id != ticket.step_id:
+            raise ValueError(f"step {ticket.step_id} waits for no masks")
+        num_bytes = -(-self._program.vocab_size // 32) * 4
+        for request_id, mask in masks.items():
+            if request_id not in awaits.request_ids:
+                raise ValueError(f"request {request_id!r} does not sample in this step, or follows no grammar")
+            if len(mask) != num_bytes:
+                raise ValueError(f"the mask of request {request_id!r} has {len(mask)} bytes, not {num_bytes}")
+        self._awaits = None
+        self._compute(awaits.batch, awaits.start_ns, masks)
+
+    def _compute(self, batch: StepBatch, start_ns: int, masks: Mapping[str, bytes]) -> None:
+        samples = self._run_rows(batch, masks)
         self._batches.append_sampled(
             batch, np.array([NO_TOKEN if s is None else s.token_id for s in samples.values()], np.int32)
         )
         self._results.append(
             StepResult(
-                step_id=plan.step_id,
+                step_id=batch.step_id,
                 token_ids={request_id: (s.token_id,) for request_id, s in samples.items() if s is not None},
                 timing=StepTiming(start_ns, time.monotonic_ns()),
                 logprobs={request_id: (s.logprobs,) for request_id, s in samples.items() if s and s.logprobs is not None},
                 failures={request_id: NO_USABLE_LOGIT for request_id, s in samples.items() if s is None},
             )
         )
-        return Ticket(plan.step_id)
 
     def collect(self, ticket: Ticket) -> StepResult:
         """The result of the oldest step that was not collected. Raises ValueError for any other ticket."""
@@ -149,14 +184,14 @@ class ReferenceExecutor:
         for row in plan.rows:
             self._cache.forget(row.new_block_ids, 0)
 
-    def _run_rows(self, batch: StepBatch) -> dict[str, Sample | None]:
+    def _run_rows(self, batch: StepBatch, masks: Mapping[str, bytes]) -> dict[str, Sample | None]:
         """Request id -> what it sampled, or None if no logit was a number, in the order of the rows."""
         samples: dict[str, Sample | None] = {}
         sampling_rows = set(batch.sample_rows.tolist())
         for i, request_id in enumerate(batch.request_ids):
             logits = self._run_row(batch, i, samples=i in sampling_rows)
             if i in sampling_rows:
-                samples[request_id] = self._sample(int(batch.row_slots[i]), logits[0])
+                samples[request_id] = self._sample(int(batch.row_slots[i]), logits[0], masks.get(request_id))
         return samples
 
     def _run_row(self, batch: StepBatch, i: int, *, samples: bool) -> NDArray[np.float32]:
@@ -172,9 +207,15 @@ class ReferenceExecutor:
             )
         )
 
-    def _sample(self, slot: int, logits: NDArray[np.float32]) -> Sample | None:
+    def _sample(self, slot: int, logits: NDArray[np.float32], mask: bytes | None) -> Sample | None:
         token_ids = self._batches.tokens[slot, : self._batches.num_tokens[slot]].tolist()
         try:
-            return sample(logits, self._sampling[slot], token_ids, int(self._batches.num_prompt_tokens[slot]))
+            return sample(logits, self._sampling[slot], token_ids, int(self._batches.num_prompt_tokens[slot]), mask=mask)
         except NoCandidateError:
             return None
+
+
+def _samplers(batch: StepBatch) -> Iterator[tuple[str, int]]:
+    """(request id, slot) of the rows that sample."""
+    for row in batch.sample_rows.tolist():
+        yield batch.request_ids[row], int(batch.row_slots[row])

@@ -41,14 +41,16 @@ class Sample:
     """None unless the request asked for them."""
 
 
-def sample(logits: F32, params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int) -> Sample:
+def sample(
+    logits: F32, params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int, *, mask: bytes | None = None
+) -> Sample:
     """Choose the token after `token_ids` (prompt, then output). `logits` [vocab_size] are left as they are.
 
-    Raises NoCandidateError.
+    `mask` has a bit for each token that its grammar allows (`types.matcher`). Raises NoCandidateError.
     """
     raw = np.where(np.isnan(logits), np.float32(-np.inf), logits)
     output_ids = token_ids[num_prompt_tokens:]
-    changed = restrict(raw, params, token_ids, len(output_ids))
+    changed = restrict(raw, params, token_ids, len(output_ids), mask=mask)
     changed = add_bias(changed, params)
     changed = penalize(changed, params, token_ids, output_ids)
     if not (changed > -np.inf).any():
@@ -73,12 +75,16 @@ def token_logprobs(raw: F32, token_id: int, num_top: int) -> TokenLogprobs:
     )
 
 
-def restrict(logits: F32, params: SamplingParams, token_ids: Sequence[int], num_output_tokens: int) -> F32:
+def restrict(
+    logits: F32, params: SamplingParams, token_ids: Sequence[int], num_output_tokens: int, *, mask: bytes | None = None
+) -> F32:
     """Step 2: -inf for what is not allowed, for banned continuations and for stop tokens that come too early.
 
-    `allowed_token_ids` always hold. Where the bans would leave nothing, this token is chosen without them.
+    A mask and `allowed_token_ids` always hold. Where the bans would leave nothing, this token is chosen without them.
     """
     allowed = logits.copy()
+    if mask is not None:
+        allowed[np.unpackbits(np.frombuffer(mask, np.uint8), count=len(logits), bitorder="little") == 0] = -np.inf
     if params.allowed_token_ids is not None:
         allowed = np.full_like(logits, -np.inf)
         allowed_ids = list(params.allowed_token_ids)
