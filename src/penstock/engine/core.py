@@ -137,10 +137,10 @@ class EngineCore:
         return self._num_matchers > 0
 
     def awaits_masks(self, plan: StepPlan) -> bool:
-        """Whether a row of a plan that `begin` just returned samples and follows a grammar: the executor will wait for `masks`."""
+        """Whether a row of a plan that `begin` just returned samples and follows a grammar: the executor waits for `masks`."""
         if not self._num_matchers:
             return False
-        return any([row.samples and self._matcher(row.request_id) is not None for row in plan.rows])
+        return any(row.samples and self._matcher(row.request_id) is not None for row in plan.rows)
 
     def masks(self, plan: StepPlan) -> dict[str, bytes]:
         """What rows that follow a grammar may sample in a step, all steps before it being finished; none of who has ended."""

@@ -88,8 +88,8 @@ class Executor(BlockMover, Protocol):
     def restrict(self, ticket: Ticket, masks: Mapping[str, bytes]) -> None:
         """Say what rows that follow a grammar may sample in a step: request id -> mask, as `types.matcher` has it.
 
-        Once for each step in which such a row samples, after its `submit` and before it is collected, and before the next one is
-        submitted: what the mask of a row is depends on the token before, which may be known only when the step before was
+        Once for each step in which such a row samples, after its `submit` and before it is collected, and before the next one
+        is submitted: what the mask of a row is depends on the token before, which may be known only when the step before was
         collected. No other step may be told. Rows that are not named are not restricted: nobody wants their token any more.
 
         Raises `ExecutorFailure`; ValueError for a step that waits for no masks, a row that does not sample or follows no
@@ -227,8 +227,9 @@ class TurnObserver(Protocol):
     """Told by the engine thread what a step cost it outside of the executor; must not block or raise."""
 
     def on_turn(self, parts_ns: Mapping[str, int]) -> None:
-        """`schedule`: commands and the plan. `commit`: the core's books. `grammar`, in steps with answers that follow one: their
-        masks. `output`: text and the sink."""
+        """`schedule`: commands and the plan. `commit`: the core's books. `grammar`, where answers follow one: their masks.
+        `output`: text and the sink.
+        """
         ...
 
 

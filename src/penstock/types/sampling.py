@@ -90,7 +90,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None
     """If given, no other token can be sampled. Ascending, unique, not empty."""
     follows_grammar: bool = False
-    """What may be sampled is said for each token anew, by a mask (`Executor.restrict`); then there are no `allowed_token_ids`."""
+    """What may be sampled is said anew for each token, by a mask (`Executor.restrict`). No `allowed_token_ids` beside it."""
     banned_token_sequences: tuple[tuple[int, ...], ...] = ()
     """The last token of each sequence is banned where the ones before it were just generated or prompted."""
     beams: BeamParams | None = None

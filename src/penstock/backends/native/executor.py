@@ -167,7 +167,7 @@ class NativeExecutor:
                 self._with_grammar.add(row.request_id)
         rows.plan(plan.rows)
         self._awaits_masks = bool(self._with_grammar) and any(
-            [row.samples and row.request_id in self._with_grammar for row in plan.rows]
+            row.samples and row.request_id in self._with_grammar for row in plan.rows
         )
         if self._poison:
             self._forget_stale_blocks(plan)

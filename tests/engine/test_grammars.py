@@ -1,0 +1,212 @@
+"""Answers that follow a grammar, in the engine's loop: the right mask for each token, whatever else is in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from penstock.clock import VirtualClock
+from penstock.engine.loop import Engine
+from penstock.engine.output import OutputStage
+from penstock.engine.ports import OutputChunk
+from penstock.sched.policies.presets import make_policies
+from penstock.sched.policies.reserves import Watermark
+from penstock.testing import HashExecutor, HashMatcher, HashModel, expected_tokens, make_core, make_request
+from penstock.types.plan import Capacity
+from penstock.types.request import FinishReason, Request
+
+SMALL = Capacity(num_blocks=25, block_size=4, max_rows=4, max_step_tokens=16, max_model_len=44)
+END_TOKEN_ID = 3
+MODEL = HashModel(vocab_size=90)
+
+
+class Numbers:
+    """Token 7 is `7 `."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        return "".join(f"{token_id} " for token_id in token_ids)
+
+    def flush(self) -> str:
+        return ""
+
+
+class Journal(HashExecutor):
+    """Remembers the order of calls."""
+
+    def __init__(self, **fields) -> None:
+        super().__init__(SMALL, model=MODEL, **fields)
+        self.calls: list[tuple[str, int]] = []
+        self.masked: list[set[str]] = []
+
+    def submit(self, plan):
+        self.calls.append(("submit", plan.step_id))
+        return super().submit(plan)
+
+    def restrict(self, ticket, masks) -> None:
+        self.calls.append(("restrict", ticket.step_id))
+        self.masked.append(set(masks))
+        super().restrict(ticket, masks)
+
+    def collect(self, ticket):
+        self.calls.append(("collect", ticket.step_id))
+        return super().collect(ticket)
+
+
+class Rig:
+    """An engine without a thread."""
+
+    def __init__(self, depth: int, **engine_fields) -> None:
+        self.executor = Journal(depth=depth)
+        self.chunks: list[OutputChunk] = []
+        self.core = make_core(SMALL, make_policies(reserve=Watermark(share=0.0, growth_tokens=0)))
+        self.engine = Engine(
+            self.core,
+            self.executor,
+            OutputStage(lambda skip_special_tokens: Numbers()),
+            clock=VirtualClock(),
+            sink=self.chunks.extend,
+            **engine_fields,
+        )
+
+    def run(self, *requests: Request) -> None:
+        for request in requests:
+            self.engine.submit(request)
+        while self.engine.turn():
+            pass
+        self.core.check()
+        assert not self.core.has_grammars
+
+    def of(self, request_id: str) -> list[OutputChunk]:
+        return [chunk for chunk in self.chunks if chunk.request_id == request_id]
+
+    def tokens_of(self, request_id: str) -> tuple[int, ...]:
+        return sum((chunk.token_ids for chunk in self.of(request_id)), ())
+
+    def end_of(self, request_id: str) -> OutputChunk:
+        (end,) = [chunk for chunk in self.of(request_id) if chunk.finish_reason is not None]
+        return end
+
+
+def grammar(seed: int = 0, **fields) -> HashMatcher:
+    return HashMatcher(MODEL.vocab_size, seed=seed, **fields)
+
+
+def expected(request: Request, matcher: HashMatcher | None = None):
+    max_model_len = SMALL.max_model_len
+    return expected_tokens(
+        request.prompt_token_ids, request.sampling, model=MODEL, max_model_len=max_model_len, matcher=matcher
+    )
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_answers_follow_their_grammars_beside_others(depth):
+    rig = Rig(depth)
+    requests = [
+        make_request("free", 9, max_tokens=20),
+        make_request("one", [5] * 7, max_tokens=18, matcher=grammar(1)),
+        make_request("two", [6] * 30, max_tokens=9, matcher=grammar(2), temperature=1.0, seed=4),
+        make_request(
+            "ends",
+            [7],
+            max_tokens=20,
+            matcher=grammar(3, max_tokens=6, end_token_id=END_TOKEN_ID),
+            stop_token_ids=(END_TOKEN_ID,),
+        ),
+    ]
+    rig.run(*requests)
+    answers = [
+        expected(requests[0]),
+        expected(requests[1], grammar(1)),
+        expected(requests[2], grammar(2)),
+        expected(requests[3], grammar(3, max_tokens=6, end_token_id=END_TOKEN_ID)),
+    ]
+    for request, answer in zip(requests, answers, strict=True):
+        assert rig.tokens_of(request.request_id) == answer.token_ids
+        assert rig.end_of(request.request_id).finish_reason is answer.finish_reason
+    assert rig.end_of("ends").finish_reason is FinishReason.STOP
+    assert len(rig.tokens_of("ends")) == 7
+
+
+def test_masks_go_to_a_step_in_flight_as_soon_as_the_one_before_it_was_collected():
+    rig = Rig(depth=2)
+    rig.run(make_request("a", 3, max_tokens=4, matcher=grammar()), make_request("b", 3, max_tokens=4))
+    assert rig.executor.calls[:8] == [
+        ("submit", 0),
+        ("restrict", 0),
+        ("submit", 1),
+        ("collect", 0),
+        ("restrict", 1),
+        ("submit", 2),
+        ("collect", 1),
+        ("restrict", 2),
+    ]
+
+
+def test_a_step_whose_only_grammar_has_ended_gets_masks_of_nobody():
+    """Its row is in flight when the answer ends, and the step waits for masks all the same."""
+    rig = Rig(depth=2)
+    ends = grammar(max_tokens=2, end_token_id=END_TOKEN_ID)
+    rig.run(
+        make_request("a", 3, max_tokens=9, matcher=ends, stop_token_ids=(END_TOKEN_ID,)),
+        make_request("b", 3, max_tokens=9),
+    )
+    assert rig.executor.masked == [{"a"}] * 3 + [set()]
+    assert rig.tokens_of("b") == expected(make_request("b", 3, max_tokens=9)).token_ids
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("with_other", [False, True])
+def test_a_grammar_that_fails_ends_its_own_request_alone(depth, with_other):
+    rig = Rig(depth)
+    others = [make_request("b", 3, max_tokens=9), make_request("c", 4, max_tokens=7, matcher=grammar(8))] if with_other else []
+    rig.run(make_request("a", 3, max_tokens=9, matcher=grammar(fails_after=3)), *others)
+    end = rig.end_of("a")
+    assert end.finish_reason is FinishReason.ERROR
+    assert "can't be followed any further" in end.detail
+    assert len(rig.tokens_of("a")) == 3
+    if with_other:
+        assert rig.tokens_of("b") == expected(others[0]).token_ids
+        assert rig.tokens_of("c") == expected(others[1], grammar(8)).token_ids
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_stop_strings_and_aborts_end_an_answer_with_a_grammar(depth):
+    rig = Rig(depth)
+    wanted = expected(make_request("a", 3, max_tokens=30), grammar(1)).token_ids
+    rig.engine.submit(make_request("a", 3, max_tokens=30, matcher=grammar(1), stop=(f"{wanted[4]} ",)))
+    rig.engine.submit(make_request("b", 3, max_tokens=30, matcher=grammar(2)))
+    for _ in range(3):
+        rig.engine.turn()
+    rig.engine.abort("b")
+    rig.run()
+    assert rig.tokens_of("a") == wanted[:5]
+    assert rig.end_of("a").finish_reason is FinishReason.STOP
+    assert rig.end_of("b").finish_reason is FinishReason.ABORT
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_grammar_follows_its_answer_through_preemptions(depth):
+    rig = Rig(depth)
+    requests = [make_request(f"r{seed}", [seed + 1] * 9, max_tokens=34, matcher=grammar(seed)) for seed in range(4)]
+    rig.run(*requests)
+    assert sum(request.num_preemptions for request in requests) > 0
+    for seed, request in enumerate(requests):
+        assert rig.tokens_of(request.request_id) == expected(request, grammar(seed)).token_ids
+
+
+def test_what_grammars_take_of_the_host_is_told():
+    told: list[set[str]] = []
+
+    class Listener:
+        def on_turn(self, parts_ns) -> None:
+            told.append(set(parts_ns))
+
+    rig = Rig(1, turn_observer=Listener())
+    rig.run(make_request("a", 3, max_tokens=2, matcher=grammar()))
+    rig.run(make_request("b", 3, max_tokens=1))
+    assert told == [
+        {"schedule", "commit", "grammar", "output"},
+        {"schedule", "commit", "output"},
+        {"schedule", "commit", "output"},
+    ]
