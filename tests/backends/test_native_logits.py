@@ -7,7 +7,9 @@ import pytest
 from numpy.typing import NDArray
 
 from backends.native_probe import bf16, bf16_bytes
-from penstock.backends.native._native import Engine, RowOp, RowOpKind, RowSampling, SourceFormat, usable_variants
+from penstock.backends.native._native import Engine, RowOp, RowOpKind, RowSampling, RowTable, SourceFormat, usable_variants
+from penstock.types.plan import AdmitRow, RowPlan
+from penstock.types.sampling import SamplingParams
 
 VOCAB_SIZE = 2_005  # three pieces, the last of them with a panel that is not full
 COLS = 64
@@ -17,14 +19,14 @@ MAX_ROWS = 120  # two blocks of rows
 F32 = NDArray[np.float32]
 
 
-def open_engine(inputs: F32, output: F32, *, num_threads: int, variant: str = "") -> Engine:
+def open_engine(inputs: F32, output: F32, *, num_threads: int, variant: str = "", num_blocks: int = 2) -> Engine:
     """Its logits after token i are inputs[i] @ output.T, both exact in bfloat16."""
     engine = Engine(
         num_layers=1,
         num_kv_heads=1,
         head_dim=16,
         vocab_size=len(output),
-        num_blocks=2,
+        num_blocks=num_blocks,
         block_size=16,
         max_rows=MAX_ROWS,
         max_step_tokens=MAX_ROWS,
@@ -114,6 +116,45 @@ def test_rows_that_want_more_of_their_logits_get_them_beside_others() -> None:
         assert token == (for_drawn[row], expected[row], 100 + row, expected[row])[row % 4]
         if row % 4 == 1:
             assert changed.logprobs(row)[0] == token
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_masked_rows_get_the_largest_of_what_they_are_allowed(num_threads: int) -> None:
+    """Beside rows without a mask, and whether or not they keep all their logits."""
+    engine = open_engine(*make_weights(), num_threads=num_threads, num_blocks=MAX_ROWS + 1)
+    rows = RowTable(
+        num_blocks=MAX_ROWS + 1,
+        block_size=16,
+        max_rows=MAX_ROWS,
+        max_step_tokens=MAX_ROWS,
+        max_model_len=16,
+        vocab_size=VOCAB_SIZE,
+    )
+    rng = np.random.default_rng(5)
+    for token_id in range(MAX_ROWS):
+        slot = rows.admit(AdmitRow(str(token_id), (token_id,), 1, (token_id + 1,), 0, SamplingParams()))
+        engine.set_sampling(slot, RowSampling(temperature=0.0, num_logprobs=2 if token_id % 3 == 0 else -1))
+    rows.plan(tuple(RowPlan(str(token_id), 0, 1, (), True) for token_id in range(MAX_ROWS)))
+    allowed = rng.random((MAX_ROWS, VOCAB_SIZE)) < rng.choice([0.002, 0.1, 0.99], (MAX_ROWS, 1))
+    allowed[7] = False
+    allowed[9], allowed[9, 2_004] = False, True
+    allowed[10, :1_000], allowed[10, 1_000:] = False, True
+    masks = {str(row): packed(allowed[row]) for row in range(MAX_ROWS) if row % 4}
+    allowed[::4] = True
+    logits = logits_of(engine, MAX_ROWS)
+    expected = greedy(np.where(allowed, logits, -np.inf))
+    rows.restrict(masks)
+    tokens, failed = rows.run(engine)
+    assert [tokens.get(str(row), (-1,)) for row in range(MAX_ROWS)] == [(token,) for token in expected]
+    assert failed == [str(row) for row, token in enumerate(expected) if token < 0]
+    assert {"7", "9"} <= set(failed)  # nothing is allowed; the only token has no number
+    assert len(set(expected)) > 30
+
+
+def packed(allowed: NDArray[np.bool_]) -> bytes:
+    bits = np.zeros(-(-len(allowed) // 32) * 32, np.uint8)
+    bits[: len(allowed)] = allowed
+    return np.packbits(bits, bitorder="little").tobytes()
 
 
 def test_a_row_without_a_usable_logit_is_told() -> None:

@@ -42,7 +42,7 @@ def logit_arrays(draw: st.DrawFn) -> np.ndarray:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[np.ndarray, SamplingParams, list[int], int]:
+def cases(draw: st.DrawFn) -> tuple[np.ndarray, SamplingParams, list[int], int, bytes | None]:
     logits = draw(logit_arrays())
     ids = st.integers(0, len(logits) - 1)
     history = draw(st.lists(ids, min_size=1, max_size=12))
@@ -63,17 +63,29 @@ def cases(draw: st.DrawFn) -> tuple[np.ndarray, SamplingParams, list[int], int]:
         stop_token_ids=tuple(some_ids),
         min_tokens=draw(st.sampled_from([0, 0, 4])),
     )
-    return logits, params, history, draw(st.integers(1, len(history)))
+    mask = draw(masks(len(logits))) if draw(st.booleans()) else None
+    return logits, params, history, draw(st.integers(1, len(history))), mask
 
 
-def run_native(logits, params, history, num_prompt, scratch=None):
-    return _native.sample(logits, make_row_sampling(params), np.array(history, np.int32), num_prompt, scratch)
+@st.composite
+def masks(draw: st.DrawFn, vocab_size: int) -> bytes:
+    """Few tokens, some, nearly all, in runs or not."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    run = draw(st.sampled_from([1, 1, 40]))
+    bits = np.repeat(rng.random(vocab_size // run + 1) < draw(st.sampled_from([0.01, 0.5, 0.99])), run)[:vocab_size]
+    bits[rng.integers(vocab_size)] = True
+    return np.packbits(np.pad(bits, (0, -vocab_size % 32)), bitorder="little").tobytes()
 
 
-def possible_tokens(logits, params, history, num_prompt) -> set[int]:
+def run_native(logits, params, history, num_prompt, mask=None, *, scratch=None):
+    words = None if mask is None else np.frombuffer(mask, np.uint32).tolist()
+    return _native.sample(logits, make_row_sampling(params), np.array(history, np.int32), num_prompt, scratch, words)
+
+
+def possible_tokens(logits, params, history, num_prompt, mask=None) -> set[int]:
     """What the specification draws if its boundaries are moved by `EDGE`."""
     changed = np.where(np.isnan(logits), np.float32(-np.inf), logits)
-    changed = add_bias(restrict(changed, params, history, len(history) - num_prompt), params)
+    changed = add_bias(restrict(changed, params, history, len(history) - num_prompt, mask=mask), params)
     changed = penalize(changed, params, history, history[num_prompt:])
     if params.temperature == 0.0:
         return {int(np.argmax(changed))}
@@ -88,10 +100,10 @@ def possible_tokens(logits, params, history, num_prompt) -> set[int]:
 @settings(max_examples=400)
 @given(case=cases())
 def test_native_agrees_with_the_specification(case):
-    logits, params, history, num_prompt = case
+    logits, params, history, num_prompt, mask = case
     token, logprob, rank, top = run_native(*case)
     try:
-        expected = sample(logits, params, history, num_prompt)
+        expected = sample(logits, params, history, num_prompt, mask=mask)
     except NoCandidateError:
         assert token == -1
         return
@@ -106,13 +118,13 @@ def test_native_agrees_with_the_specification(case):
 @given(several=st.lists(cases(), min_size=2, max_size=6))
 def test_working_memory_carries_nothing_over(several):
     shared = _native.SamplerScratch()
-    assert [run_native(*case, shared) for case in several] == [run_native(*case, None) for case in several]
+    assert [run_native(*case, scratch=shared) for case in several] == [run_native(*case) for case in several]
 
 
 def test_tokens_are_counted_anew_each_time():
     shared = _native.SamplerScratch()
     case = (np.array([1.0, 0.5, 0.0], np.float32), SamplingParams(temperature=0.0, frequency_penalty=0.3), [2, 0, 0], 1)
-    assert [run_native(*case, shared)[0] for _ in range(3)] == [1, 1, 1]
+    assert [run_native(*case, scratch=shared)[0] for _ in range(3)] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**32 - 1, 2**32, 2**64 - 1])

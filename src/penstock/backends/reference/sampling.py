@@ -86,9 +86,9 @@ def restrict(
     if mask is not None:
         allowed[np.unpackbits(np.frombuffer(mask, np.uint8), count=len(logits), bitorder="little") == 0] = -np.inf
     if params.allowed_token_ids is not None:
+        allowed_ids, masked = list(params.allowed_token_ids), allowed
         allowed = np.full_like(logits, -np.inf)
-        allowed_ids = list(params.allowed_token_ids)
-        allowed[allowed_ids] = logits[allowed_ids]
+        allowed[allowed_ids] = masked[allowed_ids]
     result = allowed.copy()
     for *before, banned in params.banned_token_sequences:
         if not before or list(token_ids[-len(before) :]) == before:
