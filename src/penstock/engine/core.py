@@ -27,7 +27,7 @@ from penstock.sched.keyed_heap import KeyedHeap
 from penstock.sched.scheduler import Scheduler
 from penstock.types.errors import GrammarFailure, Rejected, RejectReason
 from penstock.types.events import Abort, Add, Command, Drain, Stop, TokenEvent
-from penstock.types.matcher import Matcher
+from penstock.types.matcher import Follow, Matcher
 from penstock.types.plan import RowPlan, StepPlan
 from penstock.types.request import FinishReason, Request, RequestStatus
 from penstock.types.result import StepResult
@@ -45,8 +45,14 @@ class EngineCore:
     """The step without a loop."""
 
     def __init__(
-        self, scheduler: Scheduler, *, observer: Observer | None = None, journal: RequestJournal | None = None
+        self,
+        scheduler: Scheduler,
+        *,
+        observer: Observer | None = None,
+        journal: RequestJournal | None = None,
+        follow: Follow | None = None,
     ) -> None:
+        """`follow` lets many matchers go on at once; None: one after the other."""
         self.scheduler = scheduler
         self._observer = observer or NullObserver()
         self._journal: RequestJournal = journal or NullObserver()
@@ -54,6 +60,7 @@ class EngineCore:
             scheduler.tell_no_stops()
         self._requests: dict[str, Request] = {}
         """All that were added and have not ended."""
+        self._follow = follow or _follow_each
         self._num_matchers = 0
         """Of them, those whose answer follows a grammar."""
         self._deadlines: KeyedHeap[Request] = KeyedHeap()
@@ -152,16 +159,13 @@ class EngineCore:
 
         Returns the finish events of those that can't go on, with ERROR. After each `finish`, before the next step is planned.
         """
+        matchers = [(event, self._matcher(event.request_id)) for event in events if event.finish_reason is None]
+        moves = [(event.request_id, matcher, event.token_ids) for event, matcher in matchers if matcher is not None]
         failed: list[TokenEvent] = []
-        for event in events:
-            matcher = self._matcher(event.request_id)
-            if matcher is None or event.finish_reason is not None:
-                continue
-            try:
-                matcher.accept(event.token_ids)
-                matcher.mask()
-            except GrammarFailure as failure:
-                failed += self._end(event.request_id, FinishReason.ERROR, now_ns, detail=str(failure))
+        failures = self._follow([(matcher, token_ids) for _, matcher, token_ids in moves]) if moves else ()
+        for (request_id, _, _), failure in zip(moves, failures, strict=True):
+            if failure is not None:
+                failed += self._end(request_id, FinishReason.ERROR, now_ns, detail=str(failure))
         return failed
 
     def _matcher(self, request_id: str) -> Matcher | None:
@@ -318,6 +322,18 @@ class EngineCore:
             prefills=() if counts.num_tokens == counts.num_decodes else _prefills(plan, counts),
             void=outcome.void,
         )
+
+
+def _follow_each(moves: Sequence[tuple[Matcher, Sequence[int]]]) -> list[GrammarFailure | None]:
+    failures: list[GrammarFailure | None] = []
+    for matcher, token_ids in moves:
+        try:
+            matcher.accept(token_ids)
+            matcher.mask()
+            failures.append(None)
+        except GrammarFailure as failure:
+            failures.append(failure)
+    return failures
 
 
 def _prefills(plan: StepPlan, counts: StepCounts) -> list[RowPlan]:
