@@ -21,13 +21,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
+from penstock.engine.following import Following
 from penstock.engine.ports import NullObserver, Observer, RequestJournal
 from penstock.sched.draft import StepCounts, StepOutcome
 from penstock.sched.keyed_heap import KeyedHeap
 from penstock.sched.scheduler import Scheduler
-from penstock.types.errors import GrammarFailure, Rejected, RejectReason
+from penstock.types.errors import Rejected, RejectReason
 from penstock.types.events import Abort, Add, Command, Drain, Stop, TokenEvent
-from penstock.types.matcher import Follow, Matcher
+from penstock.types.matcher import Follow
 from penstock.types.plan import RowPlan, StepPlan
 from penstock.types.request import FinishReason, Request, RequestStatus
 from penstock.types.result import StepResult
@@ -60,9 +61,7 @@ class EngineCore:
             scheduler.tell_no_stops()
         self._requests: dict[str, Request] = {}
         """All that were added and have not ended."""
-        self._follow = follow or _follow_each
-        self._num_matchers = 0
-        """Of them, those whose answer follows a grammar."""
+        self._following = Following(follow)
         self._deadlines: KeyedHeap[Request] = KeyedHeap()
         """By the next instant at which each may be overdue."""
         self._deadline_numbers: dict[str, int] = {}
@@ -141,36 +140,25 @@ class EngineCore:
     @property
     def has_grammars(self) -> bool:
         """True while the answer of a request that has not ended follows one."""
-        return self._num_matchers > 0
+        return bool(self._following)
 
     def awaits_masks(self, plan: StepPlan) -> bool:
         """Whether a row of a plan that `begin` just returned samples and follows a grammar: the executor waits for `masks`."""
-        if not self._num_matchers:
-            return False
-        return any(row.samples and self._matcher(row.request_id) is not None for row in plan.rows)
+        return self._following.is_in(plan)
 
     def masks(self, plan: StepPlan) -> dict[str, bytes]:
         """What rows that follow a grammar may sample in a step, all steps before it being finished; none of who has ended."""
-        matchers = {row.request_id: self._matcher(row.request_id) for row in plan.rows if row.samples}
-        return {request_id: matcher.mask() for request_id, matcher in matchers.items() if matcher is not None}
+        return self._following.masks(plan)
 
     def follow_grammars(self, events: Sequence[TokenEvent], now_ns: int) -> list[TokenEvent]:
         """Tell the grammars of answers what `finish` said, and let each make up its mind what may come next.
 
         Returns the finish events of those that can't go on, with ERROR. After each `finish`, before the next step is planned.
         """
-        matchers = [(event, self._matcher(event.request_id)) for event in events if event.finish_reason is None]
-        moves = [(event.request_id, matcher, event.token_ids) for event, matcher in matchers if matcher is not None]
         failed: list[TokenEvent] = []
-        failures = self._follow([(matcher, token_ids) for _, matcher, token_ids in moves]) if moves else ()
-        for (request_id, _, _), failure in zip(moves, failures, strict=True):
-            if failure is not None:
-                failed += self._end(request_id, FinishReason.ERROR, now_ns, detail=str(failure))
+        for request_id, failure in self._following.go_on(events):
+            failed += self._end(request_id, FinishReason.ERROR, now_ns, detail=str(failure))
         return failed
-
-    def _matcher(self, request_id: str) -> Matcher | None:
-        request = self._requests.get(request_id)
-        return None if request is None else request.matcher
 
     def next_wakeup_ns(self, now_ns: int) -> int | None:
         """When to call `apply` and `begin` again if nothing else happens: a deadline, the gate or a load; None: no need to."""
@@ -220,8 +208,7 @@ class EngineCore:
                 )
             return events
         self._requests[request.request_id] = request
-        assert (request.matcher is not None) == request.sampling.follows_grammar, "what a grammar allows has to be known"
-        self._num_matchers += request.matcher is not None
+        self._following.add(request)
         self._journal.on_queued(request, now_ns)
         limit = _next_limit(request)
         if limit is not None:
@@ -280,7 +267,7 @@ class EngineCore:
     def _forget(self, request: Request, now_ns: int, reject_reason: str = "") -> None:
         """The request has ended: tell the observer, and remember nothing of it."""
         del self._requests[request.request_id]
-        self._num_matchers -= request.matcher is not None
+        self._following.remove(request)
         number = self._deadline_numbers.pop(request.request_id, None)
         if number is not None:
             self._deadlines.discard(number)
@@ -322,18 +309,6 @@ class EngineCore:
             prefills=() if counts.num_tokens == counts.num_decodes else _prefills(plan, counts),
             void=outcome.void,
         )
-
-
-def _follow_each(moves: Sequence[tuple[Matcher, Sequence[int]]]) -> list[GrammarFailure | None]:
-    failures: list[GrammarFailure | None] = []
-    for matcher, token_ids in moves:
-        try:
-            matcher.accept(token_ids)
-            matcher.mask()
-            failures.append(None)
-        except GrammarFailure as failure:
-            failures.append(failure)
-    return failures
 
 
 def _prefills(plan: StepPlan, counts: StepCounts) -> list[RowPlan]:

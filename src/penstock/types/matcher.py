@@ -28,6 +28,5 @@ class Matcher(Protocol):
 
 
 Follow = Callable[[Sequence[tuple[Matcher, Sequence[int]]]], Sequence[GrammarFailure | None]]
-"""Many matchers at once: each accepts its tokens and makes its next mask, on several cores if that is faster. Returns, for each, why
-it can't go on, or None.
-"""
+"""Many matchers at once: each accepts its tokens and makes its next mask, on several cores if that is faster. Returns for each
+why it can't go on, or None."""
