@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from interpreted import DEVICE, HAS_DEVICE
-from penstock.backends.cuda import executor as module
+from penstock.backends.cuda import launcher
 from penstock.backends.cuda.executor import CudaExecutor
 from penstock.backends.cuda.staging import Upload
 from penstock.backends.reference.executor import ReferenceExecutor
@@ -145,7 +145,7 @@ def small_messages(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return send(self, array)
 
     monkeypatch.setattr(Upload, "_sent_alone", noted)
-    monkeypatch.setattr(module, "message_words", lambda _: SMALL_MESSAGE_WORDS)
+    monkeypatch.setattr(launcher, "message_words", lambda _: SMALL_MESSAGE_WORDS)
     return sizes
 
 

@@ -240,6 +240,6 @@ def test_tables_that_cannot_be_addressed_are_an_error_of_the_settings(gguf: Path
     def refuse(*_: Any, **__: Any) -> None:
         raise ValueError("2 rows of 256 tokens are more than the tables can address")
 
-    monkeypatch.setattr("penstock.backends.cuda.executor.RowTables", refuse)
+    monkeypatch.setattr("penstock.backends.cuda.launcher.RowTables", refuse)
     with pytest.raises(ConfigError, match=r"tables can address\. Lower --max-model-len or --max-num-seqs"):
         build(gguf)

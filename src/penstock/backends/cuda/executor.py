@@ -19,18 +19,15 @@ import torch
 from numpy.typing import NDArray
 from triton.errors import TritonError
 
-from penstock.backends.batch import NO_TOKEN, NULL_BLOCK, BatchBuilder, StepBatch
+from penstock.backends.batch import NO_TOKEN, NULL_BLOCK, BatchBuilder
 from penstock.backends.cuda.attention_choice import AttentionChoice, Wanted
 from penstock.backends.cuda.attention_trial import Clock
 from penstock.backends.cuda.flight import Flight
-from penstock.backends.cuda.forward import ForwardPass, is_decode
 from penstock.backends.cuda.graphs import Captured, CaptureRun, CudaCapture, DecodeGraphs
 from penstock.backends.cuda.kv_cache import PagedKvCache
+from penstock.backends.cuda.launcher import StepLauncher
 from penstock.backends.cuda.lowering import CompiledProgram
-from penstock.backends.cuda.sampling import SampledWords, Sampler
-from penstock.backends.cuda.staging import Download, Upload, message_words, padding, step_arrays
 from penstock.backends.cuda.stream import Mark, Stream, open_stream
-from penstock.backends.cuda.tables import Patches, RowTables
 from penstock.backends.cuda.text_logits import text_logits
 from penstock.engine.ports import Ready
 from penstock.models.program import Program
@@ -171,13 +168,16 @@ class CudaExecutor:
             device=device,
         )
         self._attention.open(capacity, self._graphs)
-        self._tables = RowTables(capacity, vocab_size=program.vocab_size, device=device)
-        self._sampler = Sampler(self._tables, vocab_size=program.vocab_size)
-        self._upload = Upload(message_words(capacity), depth=self._depth, stream=self._stream, device=device)
-        result_words = SampledWords(capacity.max_rows, capacity.max_rows).end
-        self._download = Download(result_words, depth=self._depth, stream=self._stream, device=device)
-        self._forward = ForwardPass(
-            self._program, self._attention, self._tables, max_tokens=max_tokens, max_rows=capacity.max_rows, device=device
+        self._launcher = StepLauncher(
+            capacity,
+            self._program,
+            self._attention,
+            self._cache,
+            vocab_size=program.vocab_size,
+            max_tokens=max_tokens,
+            depth=self._depth,
+            stream=self._stream,
+            device=device,
         )
 
     @property
@@ -242,12 +242,10 @@ class CudaExecutor:
         """
         if self._flights:
             raise ValueError(f"step {self._flights[0].step_id} is in flight")
-        graphs, batch = self._graphs, padding(self._tables)
+        graphs = self._graphs
 
         def run(num_rows: int, limit: int) -> None:
-            sent = self._upload.send(step_arrays(batch, self._tables, num_rows=num_rows))
-            self._forward.run(batch, sent, graphs, least_seq_len=limit)
-            self._stream.mark().wait()  # so that the pinned memory may be written to again
+            self._launcher.run_padding(num_rows, limit, graphs)
 
         with self._working():
             return CaptureRun(0, 0, 0.0) if graphs is None else graphs.capture_usual(run, most, max_seconds, clock)
@@ -300,7 +298,7 @@ class CudaExecutor:
         with self._working():
             began_ns = time.monotonic_ns()
             batch = self._batches.apply(plan)
-            self._flights.append(self._launch(plan, batch, began_ns))
+            self._flights.append(self._launcher.launch(plan, batch, self._batches, self._graphs, began_ns))
         # From now on the row has one more token, which only the device knows.
         self._batches.append_sampled(batch, np.full(len(batch.sample_rows), NO_TOKEN, np.int32))
         return Ticket(plan.step_id)
@@ -323,15 +321,14 @@ class CudaExecutor:
             self._stream.mark().wait()
         self._flights.clear()
         self._graphs = None
-        del self._attention, self._program, self._cache, self._sampler, self._tables, self._upload, self._download
-        del self._forward
+        del self._attention, self._program, self._cache, self._launcher
         with suppress(RuntimeError):
             torch.cuda.empty_cache()  # nothing is done without a GPU
 
     def forward_logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """Logits after each token of a text, [len(token_ids), vocab_size]; for tests. Overwrites KV: only when idle."""
         with self._working():
-            max_blocks = self._tables.block_tables.shape[1]
+            max_blocks = self._launcher.tables.block_tables.shape[1]
             return text_logits(self._program, self._capacity, token_ids, max_blocks=max_blocks, device=self._device)
 
     @contextmanager
@@ -344,57 +341,3 @@ class CudaExecutor:
                 yield
             except (RuntimeError, TritonError) as error:
                 raise ExecutorFailure(f"the GPU failed: {error}") from error
-
-    def _launch(self, plan: StepPlan, batch: StepBatch, began_ns: int) -> Flight:
-        """Queue all of a step."""
-        self._forget_stale_blocks(plan)
-        patches = self._patches(plan, batch)
-        slots = batch.row_slots[batch.sample_rows]
-        positions = self._batches.num_tokens[slots]
-        sample_plan = self._sampler.prepare(slots, positions)
-        graphs = self._graphs if is_decode(batch) else None
-        num_rows = batch.num_rows if graphs is None else graphs.padded_rows(batch.num_rows)
-        arrays = step_arrays(batch, self._tables, num_rows=num_rows)
-        sent = self._upload.send([*arrays, slots, positions, *sample_plan.arrays, *patches.arrays()])
-        # Not before the message: an idle device would come past the mark at once, and the host's work would be called its own.
-        begun = self._stream.mark()
-        if len(sent[-1]):
-            self._tables.apply(sent[-2], sent[-1])
-        num_parts = len(arrays)
-        sample_slots, sample_positions, *lists = sent[num_parts:-2]
-        logits = self._forward.run(batch, sent[:num_parts], graphs)
-        computed = self._stream.mark()
-        where = SampledWords(0, 0)
-        if logits is not None:
-            where = self._sampler.choose(
-                logits[: len(slots)], sample_slots, sample_positions, sample_plan, lists, self._download.words
-            )
-        words = self._download.fetch(where.end)
-        ended = self._stream.mark()
-        names = [batch.request_ids[row] for row in batch.sample_rows.tolist()]
-        host_ns = time.monotonic_ns() - began_ns
-        return Flight(plan.step_id, names, sample_plan, where, words, host_ns, begun, computed, ended)
-
-    def _patches(self, plan: StepPlan, batch: StepBatch) -> Patches:
-        """What changes in the device's tables before the step: admitted rows in full, and new blocks."""
-        patches, tables, host = Patches(), self._tables, self._batches
-        for slot in batch.released:
-            self._sampler.release(slot)
-        admitted = set()
-        for slot, row in batch.admitted:
-            admitted.add(slot)
-            patches.add(tables.at(tables.tokens, slot), host.tokens[slot, : host.num_tokens[slot]])
-            patches.add(tables.at(tables.block_tables, slot), host.block_tables[slot, : host.num_blocks[slot]])
-            self._sampler.admit(slot, row, patches)
-        for slot, planned in zip(batch.row_slots.tolist(), plan.rows, strict=True):
-            if planned.new_block_ids and slot not in admitted:
-                begin = int(host.num_blocks[slot]) - len(planned.new_block_ids)
-                patches.add(tables.at(tables.block_tables, slot, begin), np.array(planned.new_block_ids, np.int32))
-        return patches
-
-    def _forget_stale_blocks(self, plan: StepPlan) -> None:
-        for admit in plan.admits:
-            self._cache.forget(admit.block_ids, admit.num_computed_tokens)
-        for row in plan.rows:
-            if row.new_block_ids:
-                self._cache.forget(row.new_block_ids, 0)
