@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -161,10 +161,15 @@ def compile_sampling(spec: ModelSpec) -> None:
         device="cpu",
         dtype=torch.bfloat16,
     )
-    params = SamplingParams(temperature=0.7, top_k=20, top_p=0.9, min_p=0.05, logprobs=5, frequency_penalty=0.5)
-    admit = AdmitRow("r", tuple(range(9)), 9, (1,), 0, params)
-    plan = StepPlan(0, 0, (admit,), (RowPlan("r", 0, 9, (), True),), ())
-    executor.collect(executor.submit(plan))
+    params = SamplingParams(
+        temperature=0.7, top_k=20, top_p=0.9, min_p=0.05, logprobs=5, frequency_penalty=0.5, allowed_token_ids=(0, 1)
+    )
+    grammar = replace(params, allowed_token_ids=None, follows_grammar=True)
+    admits = [AdmitRow(name, tuple(range(9)), 9, (1,), 0, each) for name, each in (("listed", params), ("grammar", grammar))]
+    rows = [RowPlan(admit.request_id, 0, 9, (), True) for admit in admits]
+    ticket = executor.submit(StepPlan(0, 0, tuple(admits), tuple(rows), ()))
+    executor.restrict(ticket, {"grammar": bytes(executor.mask_bytes)})
+    executor.collect(ticket)
     executor.close()
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from penstock.models.gguf import load_gguf
 from penstock.models.weights import LoadedModel
 from penstock.testing.tiny_models import TinyLlama, write_gguf
 from penstock.types.kv_dtype import KvDtype
-from penstock.types.plan import AdmitRow, Capacity, RowPlan, StepPlan
+from penstock.types.plan import AdmitRow, Capacity, RowPlan, StepPlan, Ticket
 from penstock.types.sampling import SamplingParams
 
 SMALL = TinyLlama(is_tied=False, num_layers=1, num_heads=2, num_kv_heads=1, hidden_size=32, intermediate_size=32)
@@ -31,7 +32,7 @@ CAPACITY = Capacity(num_blocks=40, block_size=16, max_rows=5, max_step_tokens=40
 PARAMS = (
     SamplingParams(temperature=0.0),
     SamplingParams(seed=3, temperature=0.9, top_p=0.9, logprobs=2),
-    SamplingParams(seed=4, top_k=20, repetition_penalty=1.2),
+    SamplingParams(seed=4, top_k=20, repetition_penalty=1.2, follows_grammar=True),
 )
 """Of three rows."""
 NUM_STEPS = 12 if HAS_DEVICE else 2
@@ -47,6 +48,16 @@ def make(**changes: Any) -> CudaExecutor:
     model = small_model()
     settings = {"device": DEVICE, "dtype": torch.float32, "deterministic": True, "poison": True} | changes
     return CudaExecutor(model, registry.describe(model.spec), **settings, **asdict(CAPACITY))
+
+
+def submit(executor: CudaExecutor, plan: StepPlan, followers: Sequence[str]) -> Ticket:
+    """And say what those of them may sample that sample: two tokens of three, others in each step."""
+    ticket = executor.submit(plan)
+    words = np.full(executor.mask_bytes // 4, (0x49249249, 0x92492492, 0x24924924)[plan.step_id % 3], np.uint32)
+    masks = {row.request_id: (~words).tobytes() for row in plan.rows if row.samples and row.request_id in followers}
+    if masks:
+        executor.restrict(ticket, masks)
+    return ticket
 
 
 def run(executor: CudaExecutor) -> list[Any]:
@@ -65,7 +76,7 @@ def run(executor: CudaExecutor) -> list[Any]:
             admits.append(AdmitRow(name, tokens, len(tokens), tuple(range(1 + 4 * place, 5 + 4 * place)), 0, PARAMS[place]))
             rows.append(RowPlan(name, 0, len(tokens), (), True))
             lens[name] = len(tokens)
-        tickets.append(executor.submit(StepPlan(idx, 0, tuple(admits), tuple(rows), ())))
+        tickets.append(submit(executor, StepPlan(idx, 0, tuple(admits), tuple(rows), ()), "c"))
         if len(tickets) == executor.depth:
             results.append(executor.collect(tickets.pop(0)))
     results += [executor.collect(ticket) for ticket in tickets]
@@ -129,6 +140,11 @@ EVERYTHING = SamplingParams(
     allowed_token_ids=tuple(range(5, 100)),
     banned_token_sequences=((13,), (14, 15)),
 )
+KINDS = {
+    "greedy": PARAMS[0],
+    "everything": EVERYTHING,
+    "grammar": replace(EVERYTHING, allowed_token_ids=None, follows_grammar=True),
+}
 
 
 SMALL_MESSAGE_WORDS = 300
@@ -171,6 +187,11 @@ def admissions(params: SamplingParams) -> list[StepPlan]:
     ]
 
 
+def followers(params: SamplingParams) -> str:
+    """Of the rows of `admissions`."""
+    return "abcde" if params.follows_grammar else ""
+
+
 class Questions(TorchDispatchMode):
     """Notes what asks the device for numbers, which waits for it: one of them, or where a condition holds."""
 
@@ -191,13 +212,13 @@ class Questions(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("params", [PARAMS[0], EVERYTHING], ids=["greedy", "everything"])
+@pytest.mark.parametrize("params", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_no_step_asks_the_device(params: SamplingParams, small_messages: list[int], *, deterministic: bool) -> None:
     executor = make(depth=2, deterministic=deterministic, poison=False)
     for plan in admissions(params):
         with Questions() as questions:
-            ticket = executor.submit(plan)
+            ticket = submit(executor, plan, followers(params))
         assert not questions.asked, f"step {plan.step_id}"
         executor.collect(ticket)
     assert max(small_messages) > 100, "two prompts of 59 tokens"
@@ -205,21 +226,19 @@ def test_no_step_asks_the_device(params: SamplingParams, small_messages: list[in
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("params", [PARAMS[0], EVERYTHING])
+@pytest.mark.parametrize("params", KINDS.values(), ids=KINDS)
 def test_no_step_waits_for_the_device(params: SamplingParams) -> None:
     """The next step is submitted while the first is certainly still running: behind a kernel of a tenth of a second."""
     executor = make(depth=2)
     run_tokens = tuple(range(10, 20))
-    executor.collect(
-        executor.submit(
-            StepPlan(0, 0, (AdmitRow("a", run_tokens, 10, (1, 2), 0, params),), (RowPlan("a", 0, 10, (), True),), ())
-        )
-    )
-    executor.collect(executor.submit(StepPlan(1, 0, (), (RowPlan("a", 10, 1, (), True),), ())))
+    first = StepPlan(0, 0, (AdmitRow("a", run_tokens, 10, (1, 2), 0, params),), (RowPlan("a", 0, 10, (), True),), ())
+    decodes = [StepPlan(step, 0, (), (RowPlan("a", 9 + step, 1, (), True),), ()) for step in (1, 2, 3)]
+    for plan in (first, decodes[0]):
+        executor.collect(submit(executor, plan, followers(params)))
     with executor._stream.entered():
         torch.cuda._sleep(200_000_000)
         asleep = executor._stream.mark()
-    tickets = [executor.submit(StepPlan(step, 0, (), (RowPlan("a", 9 + step, 1, (), True),), ())) for step in (2, 3)]
+    tickets = [submit(executor, plan, followers(params)) for plan in decodes[1:]]
     assert not asleep._event.query()
     for ticket in tickets:
         executor.collect(ticket)
@@ -227,22 +246,22 @@ def test_no_step_waits_for_the_device(params: SamplingParams) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("params", [PARAMS[0], EVERYTHING], ids=["greedy", "everything"])
+@pytest.mark.parametrize("params", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("step_id", [1, 2, 3, 4])
 @pytest.mark.usefixtures("small_messages")
 def test_no_admission_waits_for_the_device(step_id: int, params: SamplingParams) -> None:
     """As above, with the whole run before it once more: all its kernels are compiled by then."""
     executor = make(depth=2)
     for plan in admissions(params):
-        executor.collect(executor.submit(plan))
+        executor.collect(submit(executor, plan, followers(params)))
     names = sorted({row.request_id for plan in admissions(params) for row in plan.rows} - {"b"})
     executor.collect(executor.submit(StepPlan(5, 0, (), (), tuple(names))))
     for plan in admissions(params)[:step_id]:
-        executor.collect(executor.submit(plan))
+        executor.collect(submit(executor, plan, followers(params)))
     with executor._stream.entered():
         torch.cuda._sleep(200_000_000)
         asleep = executor._stream.mark()
-    ticket = executor.submit(admissions(params)[step_id])
+    ticket = submit(executor, admissions(params)[step_id], followers(params))
     assert not asleep._event.query()
     executor.collect(ticket)
     executor.close()

@@ -1,5 +1,5 @@
-"""Whole workloads through the scheduler and the executor, one and two steps in flight: shared prefixes, memory that runs
-out, requests that end early. The model is a hash, whose answers a wrong token, slot or block would change.
+"""Whole workloads through the scheduler and the executor, one and two steps in flight: shared prefixes, memory that runs out,
+requests that end early, grammars. The model is a hash, whose answers a wrong token, slot or block would change.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ import random
 import pytest
 import torch
 
-from backends.cuda.hash_program import HASH_MODEL, HASH_PROGRAM, HashProgram, hash_logits, mix
+from backends.cuda.hash_program import HASH_MODEL, HASH_PROGRAM, VOCAB_SIZE, HashProgram, hash_logits, mix
 from interpreted import DEVICE, HAS_DEVICE
 from penstock.backends.cuda import executor as module
 from penstock.backends.reference.sampling import sample
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import Watermark
-from penstock.testing import Driver, make_core, make_request, run_to_completion
+from penstock.testing import Driver, HashMatcher, make_core, make_request, run_to_completion
 from penstock.types.events import Abort, Add, Command
 from penstock.types.plan import Capacity
 from penstock.types.request import FinishReason, Request
@@ -46,7 +46,9 @@ def make_workload(rng: random.Random) -> tuple[list[Request], dict[int, list[Com
         shared = (7, 8, 9) * 3
         prompt = [*shared[: rng.choice((0, 4, 9))], *(rng.randrange(10, 60) for _ in range(rng.randrange(1, 12)))]
         max_tokens, temperature = rng.randrange(1, 16), rng.choice((0.0, 0.0, 1.0))
-        requests.append(make_request(f"r{idx}", prompt, max_tokens=max_tokens, temperature=temperature, seed=idx))
+        sampling = {"max_tokens": max_tokens, "temperature": temperature, "seed": idx}
+        matcher = HashMatcher(VOCAB_SIZE, seed=idx) if idx % 3 == 1 else None
+        requests.append(make_request(f"r{idx}", prompt, matcher=matcher, **sampling))
         requests[-1].priority = idx % 3
         turn = rng.randrange(12)
         later.setdefault(turn, []).append(Add(requests[-1]))
@@ -58,11 +60,15 @@ def make_workload(rng: random.Random) -> tuple[list[Request], dict[int, list[Com
 def answer(request: Request) -> list[int]:
     tokens = list(request.prompt_token_ids)
     num_prompt = len(tokens)
+    matcher = None if request.matcher is None else HashMatcher(VOCAB_SIZE, seed=request.sampling.seed)
     for _ in range(request.sampling.max_tokens):
         value = 1.0
         for token in tokens:
             value = mix(value, token)
-        tokens.append(sample(hash_logits(value), request.sampling, tokens, num_prompt).token_id)
+        mask = None if matcher is None else matcher.mask()
+        tokens.append(sample(hash_logits(value), request.sampling, tokens, num_prompt, mask=mask).token_id)
+        if matcher is not None:
+            matcher.accept(tokens[-1:])
     return tokens[num_prompt:]
 
 

@@ -48,6 +48,8 @@ class Case:
     params: SamplingParams
     tokens: list[int]
     num_prompt_tokens: int = 1
+    mask: bytes | None = None
+    """Of a row that follows a grammar."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +75,13 @@ def choose(cases: list[Case], slots: list[int] | None = None, *, tables: RowTabl
     row_slots = np.array(slots, np.int32)
     positions = np.array([len(case.tokens) for case in cases], np.int32)
     plan = sampler.prepare(row_slots, positions)
+    assert plan.followers.tolist() == [i for i, case in enumerate(cases) if case.params.follows_grammar]
+    plan = plan.masked_by({i: case.mask for i, case in enumerate(cases) if case.mask is not None})
     logits = torch.from_numpy(np.stack([case.logits for case in cases])).to(device)
     before = logits.clone()
     results = torch.zeros(SampledWords(MAX_ROWS, MAX_ROWS).end, dtype=torch.int32, device=device)
-    sent = [torch.from_numpy(array).to(device) for array in (row_slots, positions, *plan.arrays)]
-    where = sampler.choose(logits, sent[0], sent[1], plan, sent[2:], results)
+    sent = {name: torch.from_numpy(array.copy()).to(device) for name, array in plan.arrays().items()}
+    where = sampler.choose(logits, plan, sent, results)
     assert torch.equal(logits.nan_to_num(7.0), before.nan_to_num(7.0)), "the logits are left alone"
     words = results.cpu().numpy()
     tokens = where.tokens(words).tolist()
@@ -99,7 +103,8 @@ def possible_tokens(case: Case) -> set[int]:
     """What the specification draws if its boundaries are moved by `EDGE`."""
     params, history = case.params, case.tokens
     changed = np.where(np.isnan(case.logits), np.float32(-np.inf), case.logits)
-    changed = add_bias(restrict(changed, params, history, len(history) - case.num_prompt_tokens), params)
+    num_output_tokens = len(history) - case.num_prompt_tokens
+    changed = add_bias(restrict(changed, params, history, num_output_tokens, mask=case.mask), params)
     changed = penalize(changed, params, history, history[case.num_prompt_tokens :])
     if params.temperature == 0.0:
         return {int(np.argmax(changed))}
@@ -114,7 +119,7 @@ def possible_tokens(case: Case) -> set[int]:
 
 def assert_as_specified(case: Case, chosen: Chosen) -> None:
     try:
-        expected = sample(case.logits, case.params, case.tokens, case.num_prompt_tokens)
+        expected = sample(case.logits, case.params, case.tokens, case.num_prompt_tokens, mask=case.mask)
     except NoCandidateError:
         assert chosen.token_id == -1
         assert chosen.appended == 0
@@ -145,11 +150,27 @@ def logit_arrays(draw: st.DrawFn, size: int) -> np.ndarray:
 
 
 @st.composite
+def masks(draw: st.DrawFn, size: int) -> bytes:
+    """Of few tokens or of many; bits that are no token's are set."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    bits = rng.random(-(-size // 32) * 32) < draw(st.sampled_from([0.02, 0.5, 0.98, 1.0]))
+    bits[draw(st.integers(0, size - 1))] = True
+    bits[size:] = True
+    return np.packbits(bits, bitorder="little").tobytes()
+
+
+def mask_of(*token_ids: int, size: int) -> bytes:
+    return sum(1 << token_id for token_id in token_ids).to_bytes(-(-size // 32) * 4, "little")
+
+
+@st.composite
 def cases(draw: st.DrawFn, size: int) -> Case:
     logits = draw(logit_arrays(size))
     ids = st.integers(0, size - 1)
     history = draw(st.lists(ids, min_size=1, max_size=12))
     some_ids = draw(st.lists(ids, min_size=1, max_size=6, unique=True).map(sorted))
+    restriction = draw(st.sampled_from(["none", "list", "grammar", "grammar", "grammar without a mask"]))
+    is_listed = restriction == "list"
     params = SamplingParams(
         temperature=draw(st.sampled_from([0.0, 1e-300, 0.2, 0.7, 1.0, 3.0])),
         top_k=draw(st.sampled_from([0, 0, 1, 2, 40, 30000])),
@@ -161,12 +182,14 @@ def cases(draw: st.DrawFn, size: int) -> Case:
         seed=draw(st.integers(0, 2**64 - 1)),
         logprobs=draw(st.sampled_from([None, None, 0, 3, MAX_LOGPROBS])),
         logit_bias=tuple((i, draw(st.floats(-9, 9, width=32))) for i in some_ids) if draw(st.booleans()) else (),
-        allowed_token_ids=tuple(draw(st.lists(ids, min_size=1, unique=True).map(sorted))) if draw(st.booleans()) else None,
+        allowed_token_ids=tuple(draw(st.lists(ids, min_size=1, unique=True).map(sorted))) if is_listed else None,
+        follows_grammar=restriction.startswith("grammar"),
         banned_token_sequences=draw(st.sampled_from([(), ((*history[-2:], some_ids[0]), (some_ids[-1],))])),
         stop_token_ids=tuple(some_ids),
         min_tokens=draw(st.sampled_from([0, 0, 4])),
     )
-    return Case(logits, params, history, draw(st.integers(1, len(history))))
+    mask = draw(masks(size)) if restriction == "grammar" else None
+    return Case(logits, params, history, draw(st.integers(1, len(history))), mask)
 
 
 batches = st.sampled_from([1, 2, 16, 63, 65, 200]).flatmap(lambda size: st.lists(cases(size), min_size=1, max_size=3))
@@ -198,6 +221,45 @@ def test_a_row_longer_than_a_block_of_the_kernel(vocab_size: int) -> None:
     rows = [Case(logits, each, [1, 2]) for each in params]
     for case, chosen in zip(rows, choose(rows), strict=True):
         assert_as_specified(case, chosen)
+
+
+@pytest.mark.parametrize("vocab_size", [4064, 4096, 4097, 5001, 8192])
+def test_masks_longer_than_a_block_of_the_kernel(vocab_size: int) -> None:
+    rng = np.random.default_rng(vocab_size)
+    logits = rng.permutation(vocab_size).astype(np.float32)
+    bits = rng.random(-(-vocab_size // 32) * 32) < 0.5
+    masks = [bits, ~bits, np.arange(len(bits)) >= vocab_size - 1, np.arange(len(bits)) < 1]
+    grammar = SamplingParams(temperature=0.0, follows_grammar=True, logprobs=3)
+    rows = [Case(logits, grammar, [1, 2], mask=np.packbits(mask, bitorder="little").tobytes()) for mask in masks]
+    listed = SamplingParams(temperature=0.0, allowed_token_ids=tuple(np.flatnonzero(bits[:vocab_size]).tolist()))
+    rows += [Case(logits, listed, [1, 2]), Case(logits, SamplingParams(temperature=0.0), [1, 2])]
+    found = choose(rows)
+    for case, chosen in zip(rows, found, strict=True):
+        assert_as_specified(case, chosen)
+    assert [chosen.token_id for chosen in found[2:4]] == [vocab_size - 1, 0]
+    assert {found[0].token_id, found[1].token_id} > {int(logits.argmax())}
+    assert found[4].token_id == found[0].token_id
+
+
+def test_bans_are_lifted_where_a_mask_leaves_nothing_else() -> None:
+    logits = np.arange(40, dtype=np.float32)
+    params = SamplingParams(
+        temperature=0.0, follows_grammar=True, stop_token_ids=(7, 9), min_tokens=5, banned_token_sequences=((3,), (1, 2))
+    )
+    rows = [
+        Case(logits, params, [1, 1], mask=mask_of(*allowed, size=40))
+        for allowed in ((7, 9), (3, 4, 9), (2, 3, 7), (1, 2, 3, 7, 9))
+    ]
+    assert [chosen.token_id for chosen in choose(rows)] == [9, 4, 7, 1]
+
+
+def test_a_slot_forgets_that_its_row_followed_a_grammar() -> None:
+    tables = RowTables(CAPACITY, vocab_size=40, device=torch.device(DEVICE))
+    sampler = Sampler(tables, vocab_size=40)
+    for params, followers in ((SamplingParams(follows_grammar=True), [0]), (SamplingParams(), []), (SamplingParams(), [])):
+        sampler.admit(2, AdmitRow("r", (1,), 1, (1,), 0, params), Patches())
+        assert sampler.prepare(np.array([2], np.int32), np.array([1], np.int32)).followers.tolist() == followers
+        sampler.release(2)
 
 
 @pytest.mark.parametrize(
@@ -304,7 +366,8 @@ def test_changing_logits_never_waits_for_the_device(monkeypatch: pytest.MonkeyPa
         frequency_penalty=0.2,
         presence_penalty=0.1,
     )
-    choose(
-        [Case(np.linspace(0, 1, 8, dtype=np.float32), params, [1, 2, 1]), Case(np.zeros(8, np.float32), SamplingParams(), [1])]
-    )
+    logits = np.linspace(0, 1, 8, dtype=np.float32)
+    grammar = replace(params, allowed_token_ids=None, follows_grammar=True)
+    rows = [Case(logits, params, [1, 2, 1]), Case(logits, grammar, [1], mask=mask_of(3, 4, size=8))]
+    choose([*rows, Case(logits, SamplingParams(), [1])])
     assert waits.found == []

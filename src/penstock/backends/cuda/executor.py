@@ -1,4 +1,5 @@
 """Owns a model on a GPU and speaks the `Executor` port for it: a step is one message up, queued kernels, one message down.
+Where rows follow a grammar, what is queued first ends with the logits, and a second message has the masks.
 
 Up to `depth` steps are in flight, in the order of one stream; blocks that none of them has are read beside them, in another.
 What a step samples, the next one uses without the host: the tokens are in the device's tables (`tables`), and the host only
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
@@ -22,12 +23,13 @@ from triton.errors import TritonError
 from penstock.backends.batch import NO_TOKEN, NULL_BLOCK, BatchBuilder
 from penstock.backends.cuda.attention_choice import AttentionChoice, Wanted
 from penstock.backends.cuda.attention_trial import Clock
-from penstock.backends.cuda.flight import Flight
+from penstock.backends.cuda.flight import Flight, UnsampledStep
 from penstock.backends.cuda.graphs import Captured, CaptureRun, CudaCapture, DecodeGraphs
 from penstock.backends.cuda.kv_cache import PagedKvCache
 from penstock.backends.cuda.launcher import StepLauncher
 from penstock.backends.cuda.lowering import CompiledProgram
 from penstock.backends.cuda.stream import Mark, Stream, open_stream
+from penstock.backends.cuda.tables import num_mask_words
 from penstock.backends.cuda.text_logits import text_logits
 from penstock.engine.ports import Ready
 from penstock.models.program import Program
@@ -82,7 +84,8 @@ class CudaExecutor:
         """Of blocks whose content a copy or a write put there, and not a step, and which nobody has read since."""
         self._vocab_size = program.vocab_size
         self._batches = BatchBuilder(self._capacity, vocab_size=self._vocab_size)
-        self._flights: deque[Flight] = deque()
+        self._flights: deque[Flight | UnsampledStep] = deque()
+        """Steps in flight, the oldest first. Only the last one may wait for masks."""
         self._is_closed = False
         is_gpu = self._device.type == "cuda"
         self._use_graphs = use_graphs
@@ -200,6 +203,11 @@ class CudaExecutor:
         """Of weights on the device."""
         return self._program.weight_bytes
 
+    @property
+    def mask_bytes(self) -> int:
+        """Of a mask that `restrict` takes."""
+        return 4 * num_mask_words(self._vocab_size)
+
     # KV blocks.
 
     def resize(self, num_blocks: int, *, max_model_len: int) -> None:
@@ -292,9 +300,11 @@ class CudaExecutor:
     # Steps.
 
     def submit(self, plan: StepPlan) -> Ticket:
-        """Raises ValueError on a broken contract, and for more than `depth` steps in flight."""
+        """Raises ValueError on a broken contract, for more than `depth` steps in flight, and if one of them waits for masks."""
         if len(self._flights) >= self._depth:
             raise ValueError(f"step {plan.step_id} was submitted before step {self._flights[0].step_id} was collected")
+        if self._flights and isinstance(last := self._flights[-1], UnsampledStep):
+            raise ValueError(f"step {plan.step_id} was submitted before step {last.step_id} got its masks")
         with self._working():
             began_ns = time.monotonic_ns()
             batch = self._batches.apply(plan)
@@ -303,11 +313,22 @@ class CudaExecutor:
         self._batches.append_sampled(batch, np.full(len(batch.sample_rows), NO_TOKEN, np.int32))
         return Ticket(plan.step_id)
 
+    def restrict(self, ticket: Ticket, masks: Mapping[str, bytes]) -> None:
+        step = self._flights[-1] if self._flights else None
+        if not isinstance(step, UnsampledStep) or step.step_id != ticket.step_id:
+            raise ValueError(f"step {ticket.step_id} waits for no masks")
+        by_sample = step.by_sample(masks)
+        with self._working():
+            self._flights[-1] = self._launcher.restrict(step, by_sample)
+
     def collect(self, ticket: Ticket) -> StepResult:
-        """The result of the oldest step in flight. Raises ValueError for any other ticket."""
+        """The result of the oldest step in flight. Raises ValueError for any other ticket, and if it waits for masks."""
         if not self._flights or self._flights[0].step_id != ticket.step_id:
             raise ValueError(f"step {ticket.step_id} is not the next one to collect")
-        flight = self._flights.popleft()
+        flight = self._flights[0]
+        if isinstance(flight, UnsampledStep):
+            raise ValueError(f"step {ticket.step_id} was collected before it got its masks")
+        self._flights.popleft()
         with self._working():
             return flight.result()
 

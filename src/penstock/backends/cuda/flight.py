@@ -1,55 +1,87 @@
-"""A step in flight: owns what is remembered of it from `submit` to `collect`, and reads its result. Made and asked by the
-executor; launches nothing, and keeps no order among several.
+"""A step in flight: owns what is remembered of it from `submit` to `collect`, and reads its result. Made by the launcher and
+asked by the executor; launches nothing, and keeps no order among several.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from penstock.backends.batch import NO_TOKEN, NO_USABLE_LOGIT
-from penstock.backends.cuda.sampling import SampledWords, SamplePlan
+from penstock.backends.cuda.sample_plan import SamplePlan
+from penstock.backends.cuda.sampling import SampledWords
 from penstock.backends.cuda.stream import Mark
+from penstock.backends.cuda.tables import num_mask_words
 from penstock.types.result import StepResult, StepTiming, TokenLogprobs
 from penstock.types.sampling import MAX_LOGPROBS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Flight:
-    """Of one step that was submitted and not collected."""
+class UnsampledStep:
+    """Of which everything is queued but what its rows sample: a step in flight too, while rows of it wait for their masks."""
 
     step_id: int
     names: list[str]
     """Request ids of the rows that sample. [S]"""
     plan: SamplePlan
+    logits: torch.Tensor | None
+    """Good until the next step. [S, vocab_size]; None if the step computes nothing."""
+    host_ns: int
+    """Of the host's work for it so far."""
+    begun: Mark
+    computed: Mark
+
+    def by_sample(self, masks: Mapping[str, bytes]) -> dict[int, bytes]:
+        """Masks of requests as those of samples. Raises ValueError for a row that waits for none, or one of another size."""
+        assert self.logits is not None, "somebody samples"
+        num_bytes = 4 * num_mask_words(self.logits.shape[1])
+        samples = {self.names[sample]: sample for sample in self.plan.followers.tolist()}
+        for request_id, mask in masks.items():
+            if request_id not in samples:
+                raise ValueError(f"request {request_id!r} does not sample in step {self.step_id}, or follows no grammar")
+            if len(mask) != num_bytes:
+                raise ValueError(f"the mask of request {request_id!r} has {len(mask)} bytes, not {num_bytes}")
+        return {samples[request_id]: mask for request_id, mask in masks.items()}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Flight:
+    """Of one step that was submitted and not collected, and of which everything is queued."""
+
+    step_id: int
+    names: list[str]
+    """As those of `UnsampledStep`. [S]"""
+    plan: SamplePlan
     where: SampledWords
     words: NDArray[np.int32]
     """The results; good once `ended` has been passed."""
     host_ns: int
-    """Of `submit`."""
+    """Of the host's work for all of it."""
     begun: Mark
     computed: Mark
+    resumed: Mark
+    """Where sampling begins: `computed`, unless the step had to wait for masks."""
     ended: Mark
 
     def result(self) -> StepResult:
         """Waits for the device until it has computed the step."""
         self.ended.wait()
-        device_ns = self.ended.ns_since(self.begun)
-        parts = {
-            "host": self.host_ns,
-            "model": self.computed.ns_since(self.begun),
-            "sampling": self.ended.ns_since(self.computed),
-        }
+        # Both by the device's clock, each from when its message was there. So what the device waits for masks between the two,
+        # and for the copy of them, is no part of the step's time, as little as what it waits for the next step.
+        model_ns, sampling_ns = self.computed.ns_since(self.begun), self.ended.ns_since(self.resumed)
+        parts = {"host": self.host_ns, "model": model_ns, "sampling": sampling_ns}
         end_ns = time.monotonic_ns()
         tokens = self.where.tokens(self.words).tolist()
         sampled = dict(zip(self.names, tokens, strict=True))
         return StepResult(
             self.step_id,
             {name: (token,) for name, token in sampled.items() if token != NO_TOKEN},
-            timing=StepTiming(end_ns - device_ns, end_ns, parts),
+            timing=StepTiming(end_ns - model_ns - sampling_ns, end_ns, parts),
             logprobs=self._logprobs(tokens),
             failures={name: NO_USABLE_LOGIT for name, token in sampled.items() if token == NO_TOKEN},
         )

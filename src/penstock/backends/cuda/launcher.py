@@ -1,23 +1,26 @@
 """Queues all of a step: its message, the forward pass, what its rows sample, and the copy of that to the host.
 
-Made and called by the executor, once for each step. Owns what steps are launched with: the device's tables, the sampler, the
-pinned memory. Never keeps a request or a step in flight, and no step waits here for the device.
+Made and called by the executor, once for each step, or twice where masks come later. Owns what steps are launched with: the
+device's tables, the sampler, the pinned memory. Never keeps a request or a step in flight; no step waits here for the device.
 """
 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.backends.cuda.flight import Flight
+from penstock.backends.cuda.flight import Flight, UnsampledStep
 from penstock.backends.cuda.forward import ForwardPass, is_decode
 from penstock.backends.cuda.sampling import SampledWords, Sampler
-from penstock.backends.cuda.staging import Download, Upload, message_words, padding, step_arrays
+from penstock.backends.cuda.staging import Download, Upload, mask_message_words, message_words, padding, step_arrays
 from penstock.backends.cuda.tables import Patches, RowTables
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
 
     from penstock.backends.batch import BatchBuilder, StepBatch
@@ -25,7 +28,8 @@ if TYPE_CHECKING:
     from penstock.backends.cuda.graphs import DecodeGraphs
     from penstock.backends.cuda.kv_cache import PagedKvCache
     from penstock.backends.cuda.lowering import CompiledProgram
-    from penstock.backends.cuda.stream import Stream
+    from penstock.backends.cuda.sample_plan import SamplePlan
+    from penstock.backends.cuda.stream import Mark, Stream
     from penstock.types.plan import Capacity, StepPlan
 
 
@@ -50,6 +54,10 @@ class StepLauncher:
         self.tables = RowTables(capacity, vocab_size=vocab_size, device=device)
         self._sampler = Sampler(self.tables, vocab_size=vocab_size)
         self._upload = Upload(message_words(capacity), depth=depth, stream=stream, device=device)
+        # Of its own, since a buffer of the other may be written to again `depth` messages later, and now a step may have two.
+        # Made at once: to get pinned memory can hold up the device, and the profile run is to count the rest.
+        mask_words = mask_message_words(capacity, vocab_size)
+        self._mask_upload = Upload(mask_words, depth=depth, stream=stream, device=device)
         result_words = SampledWords(capacity.max_rows, capacity.max_rows).end
         self._download = Download(result_words, depth=depth, stream=stream, device=device)
         self._forward = ForwardPass(
@@ -58,35 +66,67 @@ class StepLauncher:
 
     def launch(
         self, plan: StepPlan, batch: StepBatch, host: BatchBuilder, graphs: DecodeGraphs | None, began_ns: int
-    ) -> Flight:
-        """Queue all of a step, which `host` made `batch` of; `began_ns`: when the host's work for it began."""
+    ) -> Flight | UnsampledStep:
+        """Queue a step, which `host` made `batch` of; without its sampling if a row follows a grammar, whose masks are awaited.
+
+        `began_ns`: when the host's work for it began.
+        """
         self._forget_stale_blocks(plan)
         patches = self._patches(plan, batch, host)
         slots = batch.row_slots[batch.sample_rows]
-        positions = host.num_tokens[slots]
-        sample_plan = self._sampler.prepare(slots, positions)
+        sample_plan = self._sampler.prepare(slots, host.num_tokens[slots])
+        waits = len(sample_plan.followers) > 0
+        sampling = {} if waits else sample_plan.arrays()
         graphs = graphs if is_decode(batch) else None
         num_rows = batch.num_rows if graphs is None else graphs.padded_rows(batch.num_rows)
         arrays = step_arrays(batch, self.tables, num_rows=num_rows)
-        sent = self._upload.send([*arrays, slots, positions, *sample_plan.arrays, *patches.arrays()])
+        sent = self._upload.send([*arrays, *sampling.values(), *patches.arrays()])
         # Not before the message: an idle device would come past the mark at once, and the host's work would be called its own.
         begun = self._stream.mark()
         if len(sent[-1]):
             self.tables.apply(sent[-2], sent[-1])
         num_parts = len(arrays)
-        sample_slots, sample_positions, *lists = sent[num_parts:-2]
         logits = self._forward.run(batch, sent[:num_parts], graphs)
         computed = self._stream.mark()
+        names = [batch.request_ids[row] for row in batch.sample_rows.tolist()]
+        logits = None if logits is None else logits[: len(slots)]
+        host_ns = time.monotonic_ns() - began_ns
+        step = UnsampledStep(plan.step_id, names, sample_plan, logits, host_ns, begun, computed)
+        if waits:
+            return step
+        return self._sample(step, sample_plan, dict(zip(sampling, sent[num_parts:-2], strict=True)), computed)
+
+    def restrict(self, step: UnsampledStep, masks: Mapping[int, bytes]) -> Flight:
+        """Queue the rest of a step that waits for masks, which are by sample. A message of its own has all that the sampler
+        needs: nothing is read from the step's first one, in whose place there may be another.
+        """
+        began_ns = time.monotonic_ns()
+        plan = step.plan.masked_by(masks)
+        arrays = plan.arrays()
+        sent = self._mask_upload.send(list(arrays.values()))
+        resumed = self._stream.mark()  # not before the message, as above
+        step = replace(step, host_ns=step.host_ns + time.monotonic_ns() - began_ns)
+        return self._sample(step, plan, dict(zip(arrays, sent, strict=True)), resumed)
+
+    def _sample(self, step: UnsampledStep, plan: SamplePlan, sent: Mapping[str, torch.Tensor], resumed: Mark) -> Flight:
+        began_ns = time.monotonic_ns()
         where = SampledWords(0, 0)
-        if logits is not None:
-            where = self._sampler.choose(
-                logits[: len(slots)], sample_slots, sample_positions, sample_plan, lists, self._download.words
-            )
+        if step.logits is not None:
+            where = self._sampler.choose(step.logits, plan, sent, self._download.words)
         words = self._download.fetch(where.end)
         ended = self._stream.mark()
-        names = [batch.request_ids[row] for row in batch.sample_rows.tolist()]
-        host_ns = time.monotonic_ns() - began_ns
-        return Flight(plan.step_id, names, sample_plan, where, words, host_ns, begun, computed, ended)
+        return Flight(
+            step.step_id,
+            step.names,
+            plan,
+            where,
+            words,
+            step.host_ns + time.monotonic_ns() - began_ns,
+            step.begun,
+            step.computed,
+            resumed,
+            ended,
+        )
 
     def run_padding(self, num_rows: int, limit: int, graphs: DecodeGraphs | None) -> None:
         """The forward pass of a decode whose rows are all padding, as one of rows up to `limit` long; waits for it."""

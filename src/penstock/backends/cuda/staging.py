@@ -1,7 +1,7 @@
 """Owns the pinned memory through which a step's message goes to the device, and its results come back: one copy each way.
 
-Called by the executor, once per step each. A buffer of the host is used again `depth` steps later, when the step that used it
-last has been collected; the device has one of each, since all copies are in the order of its work.
+Called by the launcher, at most once per step each. A buffer of the host is used again `depth` calls later, when the step that
+used it last has been collected; the device has one of each, since all copies are in the order of its work.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from penstock.backends.batch import StepBatch
 from penstock.backends.cuda.stream import Stream
-from penstock.backends.cuda.tables import RowTables
+from penstock.backends.cuda.tables import RowTables, num_mask_words
 from penstock.types.plan import Capacity
 
 _DTYPES: dict[np.dtype[Any], torch.dtype] = {
@@ -148,3 +148,8 @@ def message_words(capacity: Capacity) -> int:
     # An admitted row brings its tokens and blocks, a word for the place of each.
     patch_words = 2 * (4 * capacity.max_step_tokens + capacity.max_model_len + 64 * capacity.max_rows)
     return step_words + patch_words
+
+
+def mask_message_words(capacity: Capacity, vocab_size: int) -> int:
+    """Of an upload that has room for the masks of all rows, and for what else the sampler usually needs of a step."""
+    return capacity.max_rows * (num_mask_words(vocab_size) + 64) + 64 * ALIGN_WORDS

@@ -27,7 +27,7 @@ class RowTables:
     def __init__(self, capacity: Capacity, *, vocab_size: int, device: torch.device) -> None:
         num_slots = capacity.max_rows + 1
         max_tokens = capacity.max_model_len + 1
-        widths = (PARAM_WORDS, max_tokens, -(-max_tokens // capacity.block_size), -(-vocab_size // 32))
+        widths = (PARAM_WORDS, max_tokens, -(-max_tokens // capacity.block_size), num_mask_words(vocab_size))
         self._bases = [0, *np.cumsum(np.array(widths) * num_slots).tolist()]
         if self._bases[-1] > np.iinfo(np.int32).max:
             raise ValueError(
@@ -92,8 +92,13 @@ def param_words(params: SamplingParams, num_prompt_tokens: int) -> NDArray[np.in
     return words
 
 
+def num_mask_words(vocab_size: int) -> int:
+    """Words of 32 bits, one for each token."""
+    return -(-vocab_size // 32)
+
+
 def allowed_words(token_ids: tuple[int, ...], vocab_size: int) -> NDArray[np.int32]:
     """One row of `RowTables.allowed`: bit i % 32 of word i / 32. [vocab / 32]"""
-    bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+    bits = np.zeros(num_mask_words(vocab_size) * 32, np.uint8)
     bits[list(token_ids)] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)

@@ -1,4 +1,4 @@
-"""Kernels that choose one token per row from its logits, and tell log-probabilities; one program has a row for itself.
+"""Kernels that choose one token per row from its logits, and tell log-probabilities; no program sees two rows.
 
 So what a row draws never depends on the batch. Called by `sampling.Sampler`. The specification is
 `backends/reference/sampling.py`; here weights are rounded to float32, and added as float64.
@@ -194,6 +194,26 @@ def _draw(row, threshold, num_equal, min_p, u, largest, inverse_temperature, VOC
         reached += mass
     # None is past where sums of the same numbers in two orders differ.
     return tl.where(found == NO_ID, tl.max(last, 0), found)
+
+
+@triton.jit(do_not_specialize=["bits"])
+def restrict(
+    logits,  # float32 [S, vocab_size], changed in place
+    row_stride,
+    samples,  # [M] indices into S
+    lines,  # [M] the line of each in `bits`
+    bits,  # int32 [., vocab_size / 32, rounded up]: bit i % 32 of word i / 32 says whether token i may be sampled
+    VOCAB_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """-inf for what may not be sampled: of step 2 of `types/sampling.py`, what is no ban. A program has a part of a row."""
+    place = tl.program_id(0)
+    row = logits + tl.load(samples + place).to(tl.int64) * row_stride
+    line = bits + tl.load(lines + place).to(tl.int64) * ((VOCAB_SIZE + 31) // 32)
+    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_token = ids < VOCAB_SIZE
+    is_allowed = (tl.load(line + (ids >> 5), mask=is_token, other=0) >> (ids & 31)) & 1
+    tl.store(row + ids, float("-inf"), mask=is_token & (is_allowed == 0))
 
 
 @triton.jit
