@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import pytest
@@ -20,8 +21,14 @@ from penstock.backends.cuda.memory import (
 )
 from penstock.testing import HashExecutor
 from penstock.types.plan import Capacity, StepPlan, Ticket
+from penstock.types.sampling import SamplingParams
 
 TOTAL_BYTES = 1_000_000
+ASKABLE = {
+    *("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logprobs", "logit_bias"),
+    *("banned_token_sequences", "min_tokens", "stop_token_ids"),
+}
+"""Of the sampler, in `SamplingParams`."""
 CAPACITY = Capacity(num_blocks=2, block_size=16, max_rows=8, max_step_tokens=100, max_model_len=64)
 
 
@@ -33,8 +40,11 @@ class Noted(HashExecutor):
         self.plans: list[StepPlan] = []
         self.threads: list[threading.Thread] = []
         """Of each step."""
+        self.restricted: list[tuple[int, set[str]]] = []
+        """Steps, and whose masks they were given."""
         self.num_closed = 0
         self.num_graphs_left = 0
+        self.mask_bytes = -(-self.model.vocab_size // 32) * 4
 
     def capture_graphs(self, most: int | None = None) -> CaptureRun:
         assert most is not None
@@ -46,6 +56,10 @@ class Noted(HashExecutor):
         self.threads.append(threading.current_thread())
         assert self.threads[0].is_alive()
         return super().submit(plan)
+
+    def restrict(self, ticket: Ticket, masks: Mapping[str, bytes]) -> None:
+        self.restricted.append((ticket.step_id, set(masks)))
+        super().restrict(ticket, masks)
 
     def close(self) -> None:
         self.num_closed += 1
@@ -90,6 +104,17 @@ def test_kernels_of_small_steps_are_compiled_before_anybody_waits() -> None:
     assert [plan.step_id for plan in executor.plans] == list(range(7))
 
 
+def test_rows_ask_for_all_that_the_sampler_can_be_asked_for() -> None:
+    """In small steps some have masks instead of a list of tokens: a chunk, and of a decode every second row."""
+    executor, _ = profile(make, CAPACITY, FakeMemory(0))
+    plain = SamplingParams()
+    followers = {"profile-chunk", *(f"profile-8-{idx}" for idx in (1, 3, 5, 7))}
+    for row in (row for plan in executor.plans for row in plan.admits):
+        asked = {name for name in SamplingParams.__slots__ if getattr(row.sampling, name) != getattr(plain, name)}
+        assert asked == ASKABLE | {"follows_grammar" if row.request_id in followers else "allowed_token_ids"}
+    assert executor.restricted == [(3, {"profile-chunk"}), (5, followers - {"profile-chunk"})]
+
+
 def test_what_each_of_two_threads_takes_is_counted() -> None:
     executor, _ = profile(make, CAPACITY, FakeMemory(0))
     engine, main = executor.threads[0], threading.current_thread()
@@ -132,7 +157,7 @@ def test_no_capacity_is_broken(rows: int, tokens: int, length: int, block_size: 
 
 @pytest.mark.parametrize("capacity", [replace(CAPACITY, max_rows=1), replace(CAPACITY, max_step_tokens=3)])
 def test_the_contract_holds_in_small_ones(capacity: Capacity) -> None:
-    executor = HashExecutor(replace(capacity, num_blocks=40))  # checks every plan
+    executor = Noted(replace(capacity, num_blocks=40))  # checks every plan
     run_largest_steps(executor, row_lens(capacity))
     run_small_steps(executor, row_lens(capacity)[0])
 

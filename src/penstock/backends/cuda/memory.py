@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 from penstock.engine.ports import Executor
@@ -27,8 +27,14 @@ COSTLY = SamplingParams(
     frequency_penalty=0.1,
     logprobs=MAX_LOGPROBS,
     logit_bias=((0, 0.5),),
+    allowed_token_ids=(0, 1),
+    banned_token_sequences=((0, 1),),
+    min_tokens=1,
+    stop_token_ids=(1,),
 )
 """All that a row can ask of the sampler at once."""
+FOLLOWING = replace(COSTLY, allowed_token_ids=None, follows_grammar=True)
+"""A row of small steps. Large ones would take no more of them: masks have their memory, and lists come with the row."""
 
 SMALL_BATCHES = (1, 32, 64)
 """Decodes up to 16, 32 and 128 rows have products of quantised matrices of their own, which larger steps do without."""
@@ -80,6 +86,11 @@ class Captured(Protocol):
 
 class GraphExecutor(Executor, Protocol):
     """One that may have graphs of decodes."""
+
+    @property
+    def mask_bytes(self) -> int:
+        """Of a mask that `restrict` takes."""
+        ...
 
     @property
     def num_graphs_left(self) -> int:
@@ -171,7 +182,7 @@ def run_largest_steps(executor: Executor, lens: list[int]) -> None:
         executor.collect(executor.submit(plan))
 
 
-def run_small_steps(executor: Executor, longest: int) -> None:
+def run_small_steps(executor: GraphExecutor, longest: int) -> None:
     """A few tokens after a long context, and decodes of few rows: so that no request waits for a compiler, which takes seconds.
 
     After `run_largest_steps`, whose first row left the context of `longest` tokens in the first blocks.
@@ -180,14 +191,19 @@ def run_small_steps(executor: Executor, longest: int) -> None:
     tokens = tuple(token % 2 for token in range(longest))
     num_computed = max(0, longest - SHORT_CHUNK)
     blocks = tuple(range(1, 1 + _num_blocks(longest, capacity)))
-    steps = [[(AdmitRow("profile-chunk", tokens, longest, blocks, num_computed, COSTLY), longest - num_computed)]]
+    steps = [[(AdmitRow("profile-chunk", tokens, longest, blocks, num_computed, FOLLOWING), longest - num_computed)]]
     for count in sorted({min(count, capacity.max_rows, capacity.max_step_tokens) for count in SMALL_BATCHES}):
-        steps.append([(AdmitRow(f"profile-{count}-{i}", (0,), 1, (1 + i,), 0, COSTLY), 1) for i in range(count)])
+        kinds = [FOLLOWING if i % 2 else COSTLY for i in range(count)]
+        steps.append([(AdmitRow(f"profile-{count}-{i}", (0,), 1, (1 + i,), 0, kinds[i]), 1) for i in range(count)])
     released: tuple[str, ...] = ()
     for step_id, admits in enumerate([*steps, []], start=3):
         rows = tuple(RowPlan(row.request_id, row.num_computed_tokens, length, (), True) for row, length in admits)
         plan = StepPlan(step_id, 0, tuple(row for row, _ in admits), rows, released)
-        executor.collect(executor.submit(plan))
+        ticket = executor.submit(plan)
+        mask = b"\xff" * executor.mask_bytes
+        if masks := {row.request_id: mask for row, _ in admits if row.sampling.follows_grammar}:
+            executor.restrict(ticket, masks)
+        executor.collect(ticket)
         released = tuple(row.request_id for row in rows)
 
 
