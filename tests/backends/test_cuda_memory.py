@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -19,6 +19,7 @@ from penstock.backends.cuda.memory import (
     run_largest_steps,
     run_small_steps,
 )
+from penstock.engine.ports import Ready
 from penstock.testing import HashExecutor
 from penstock.types.plan import Capacity, StepPlan, Ticket
 from penstock.types.sampling import SamplingParams
@@ -42,6 +43,7 @@ class Noted(HashExecutor):
         """Of each step."""
         self.restricted: list[tuple[int, set[str]]] = []
         """Steps, and whose masks they were given."""
+        self.moved: list[tuple[str, list[int]]] = []
         self.num_closed = 0
         self.num_graphs_left = 0
         self.mask_bytes = -(-self.model.vocab_size // 32) * 4
@@ -60,6 +62,15 @@ class Noted(HashExecutor):
     def restrict(self, ticket: Ticket, masks: Mapping[str, bytes]) -> None:
         self.restricted.append((ticket.step_id, set(masks)))
         super().restrict(ticket, masks)
+
+    def read_blocks(self, block_ids: Sequence[int], out: Sequence[memoryview]) -> Ready:
+        assert {len(each) for each in out} == {self.block_bytes}
+        self.moved.append(("read", list(block_ids)))
+        return lambda: self.moved.append(("waited", []))
+
+    def write_blocks(self, block_ids: Sequence[int], contents: Sequence[memoryview]) -> None:
+        assert len(contents) == len(block_ids)
+        self.moved.append(("written", list(block_ids)))
 
     def close(self) -> None:
         self.num_closed += 1
@@ -113,6 +124,26 @@ def test_rows_ask_for_all_that_the_sampler_can_be_asked_for() -> None:
         asked = {name for name in SamplingParams.__slots__ if getattr(row.sampling, name) != getattr(plain, name)}
         assert asked == ASKABLE | {"follows_grammar" if row.request_id in followers else "allowed_token_ids"}
     assert executor.restricted == [(3, {"profile-chunk"}), (5, followers - {"profile-chunk"})]
+
+
+def test_copies_to_the_tier_below_are_made_as_large_as_any() -> None:
+    sizes: list[int] = []
+
+    def num_moved(block_bytes: int) -> int:
+        sizes.append(block_bytes)
+        return 20
+
+    executor, _ = profile(make, CAPACITY, FakeMemory(0), num_moved_blocks=num_moved)
+    assert sizes == [executor.block_bytes]
+    num_blocks = executor.capacity.num_blocks
+    assert num_blocks < 20
+    block_ids = [*range(1, num_blocks), *range(1, 22 - num_blocks)]
+    assert executor.moved == [("read", block_ids), ("waited", []), ("written", block_ids)]
+
+
+def test_nothing_is_copied_without_a_tier() -> None:
+    executor, _ = profile(make, CAPACITY, FakeMemory(0))
+    assert executor.moved == []
 
 
 def test_what_each_of_two_threads_takes_is_counted() -> None:

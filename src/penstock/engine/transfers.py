@@ -326,9 +326,14 @@ class Transfers:
             _logger.warning("a KV block was not %s the tier below the pool, and will be computed again: %r", what, error)
 
 
+def num_staged_blocks(block_bytes: int) -> int:
+    """How many blocks there is staging memory for: as many are read or written at once, at most."""
+    return max(MIN_STAGED_BLOCKS, min(MAX_STAGED_BLOCKS, STAGING_BYTES // block_bytes))
+
+
 def _staging(block_bytes: int, num_blocks: int | None) -> list[memoryview]:
     """Buffers of a block each."""
     if num_blocks is None:
-        num_blocks = max(MIN_STAGED_BLOCKS, min(MAX_STAGED_BLOCKS, STAGING_BYTES // block_bytes))
+        num_blocks = num_staged_blocks(block_bytes)
     memory = memoryview(bytearray(num_blocks * block_bytes))
     return [memory[idx * block_bytes : (idx + 1) * block_bytes] for idx in range(num_blocks)]

@@ -81,12 +81,15 @@ def _check_weight_dtype(config: Config, model: LoadedModel) -> None:
 
 def _measure(config: Config, model: LoadedModel) -> tuple[KvPlan, Executor]:
     from penstock.backends.cuda.memory import GpuMemory as Device
-    from penstock.backends.cuda.memory import profile
+    from penstock.backends.cuda.memory import no_blocks, profile
+    from penstock.engine.transfers import num_staged_blocks
 
     longest = _longest(config, model)
     capacity = Capacity(MEASURED_BLOCKS, config.kv.block_size, max_rows(config), max_step_tokens(config), longest)
     try:
-        executor, usage = profile(partial(_make, config, model, longest), capacity, Device())
+        has_tier = config.kv.kv_host_size_bytes or config.kv.kv_disk_size_bytes
+        moved = num_staged_blocks if has_tier else no_blocks
+        executor, usage = profile(partial(_make, config, model, longest), capacity, Device(), num_moved_blocks=moved)
     except MemoryError as error:
         raise ConfigError(
             f"The weights and a step of {max_step_tokens(config)} tokens do not fit the GPU: {error}",

@@ -16,11 +16,12 @@ from backends.cuda import fake_flashinfer
 from backends.cuda.emulated_gpu import GIB, emulate_gpu
 from interpreted import HAS_DEVICE
 from penstock.backends import cuda
-from penstock.backends.cuda import attention_trial, flashinfer_attention
+from penstock.backends.cuda import attention_trial, flashinfer_attention, memory
 from penstock.backends.cuda.executor import CudaExecutor
 from penstock.backends.cuda.graphs import Captured
 from penstock.build import build_runtime
 from penstock.config import BackendConfig, Config, KvConfig, SchedulerConfig
+from penstock.engine.transfers import num_staged_blocks
 from penstock.models.catalog import resolve
 from penstock.models.load import load_model
 from penstock.obs.prometheus import expose
@@ -180,9 +181,18 @@ def test_a_checkpoint_in_fp8_cannot_be_rounded_to_it(tmp_path: Path) -> None:
         build(path, weight_dtype="fp8")
 
 
-def test_what_the_pool_loses_comes_back_from_the_machines_memory(gguf: Path) -> None:
+def test_what_the_pool_loses_comes_back_from_the_machines_memory(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     block_bytes = 2 * 2 * 16 * 16 * 4  # keys and values of two heads
+    moved: list[int] = []
+    move_blocks = memory.move_blocks
+
+    def noted(executor: CudaExecutor, count: int) -> None:
+        moved.append(count)
+        move_blocks(executor, count)
+
+    monkeypatch.setattr(memory, "move_blocks", noted)
     runtime = build(gguf, kv_cache_memory_bytes=6 * block_bytes, kv_host_size_bytes=200 * block_bytes)
+    assert moved == [num_staged_blocks(block_bytes)], "what that takes of the device is measured"
     try:
         first, _ = ask(runtime, "first", SESSION)
         for idx, prompt in enumerate(OTHERS):

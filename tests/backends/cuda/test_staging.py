@@ -8,9 +8,10 @@ import torch
 
 from interpreted import DEVICE
 from penstock.backends.batch import BatchBuilder
-from penstock.backends.cuda.staging import Download, Upload, message_words, step_arrays
+from penstock.backends.cuda.sample_plan import make_changes, make_plan
+from penstock.backends.cuda.staging import Download, Upload, mask_message_words, message_words, step_arrays
 from penstock.backends.cuda.stream import HostStream, Stream, open_stream
-from penstock.backends.cuda.tables import RowTables
+from penstock.backends.cuda.tables import RowTables, num_mask_words
 from penstock.types.plan import AdmitRow, Capacity, RowPlan, StepPlan
 from penstock.types.sampling import SamplingParams
 
@@ -121,3 +122,37 @@ def test_a_message_has_room_for_the_largest_step_and_its_rows(stream: Stream, de
         sent = upload.send(step_arrays(batch, tables, num_rows=4))
     end = sent[0].data_ptr() + 4 * message_words(CAPACITY)
     assert all(sent[0].data_ptr() <= tensor.data_ptr() < end for tensor in sent)
+
+
+def test_a_message_has_room_for_the_masks_of_all_rows_and_what_else_sampling_needs(
+    stream: Stream, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vocab_size, rows = 5001, range(CAPACITY.max_rows)
+    params = SamplingParams(
+        repetition_penalty=1.1,
+        logprobs=5,
+        min_tokens=3,
+        stop_token_ids=(1, 2, 3),
+        logit_bias=((1, 1.0), (2, 1.0)),
+        banned_token_sequences=((1, 2, 3), (4,)),
+        follows_grammar=True,
+    )
+    changes = make_changes(params, 1)
+    assert changes is not None
+    plan = make_plan(
+        np.array(rows, np.int32),
+        np.ones(len(rows), np.int32),
+        changes=dict.fromkeys(rows, changes),
+        num_tops=dict.fromkeys(rows, 5),
+        listed=(),
+        followers=rows,
+    )
+    masks = [np.random.default_rng(row).bytes(4 * num_mask_words(vocab_size)) for row in rows]
+    plan = plan.masked_by(dict(zip(rows, masks, strict=True)))
+    monkeypatch.setattr(Upload, "_sent_alone", None)
+    upload = Upload(mask_message_words(CAPACITY, vocab_size), depth=2, stream=stream, device=device)
+    with stream.entered():
+        sent = dict(zip(plan.arrays(), upload.send(list(plan.arrays().values())), strict=True))
+        stream.mark().wait()
+    assert [line.tobytes() for line in sent["masks"].cpu().numpy()] == masks
+    assert sent["bias_values"].tolist() == [1.0] * 2 * len(rows)

@@ -105,10 +105,23 @@ class GraphExecutor(Executor, Protocol):
 _Executor = TypeVar("_Executor", bound=GraphExecutor)
 
 
-def profile(make: Callable[[int], _Executor], capacity: Capacity, memory: Memory) -> tuple[_Executor, Usage]:
+def no_blocks(block_bytes: int) -> int:
+    """There is no tier below the pool."""
+    del block_bytes
+    return 0
+
+
+def profile(
+    make: Callable[[int], _Executor],
+    capacity: Capacity,
+    memory: Memory,
+    *,
+    num_moved_blocks: Callable[[int], int] = no_blocks,
+) -> tuple[_Executor, Usage]:
     """Make an executor with a small KV cache and run its largest steps, and those that have kernels of their own.
 
-    `make` is given the number of blocks; `capacity` says the other sizes. Raises MemoryError if not even that fits.
+    `make` is given the number of blocks; `capacity` says the other sizes. `num_moved_blocks`: of one block's bytes, how many
+    blocks are copied to the tier below the pool at once, or back. Raises MemoryError if not even that fits.
     """
     lens = row_lens(capacity)
     num_blocks = 1 + sum(_num_blocks(length, capacity) for length in lens)
@@ -121,6 +134,7 @@ def profile(make: Callable[[int], _Executor], capacity: Capacity, memory: Memory
             with ThreadPoolExecutor(1, "penstock-profile") as engine:
                 engine.submit(run_largest_steps, executor, lens).result()
                 run_small_steps(executor, lens[0])
+                move_blocks(executor, num_moved_blocks(executor.block_bytes))
                 graph_bytes = graphs_left_bytes(executor, memory)
         except BaseException:
             executor.close()
@@ -205,6 +219,18 @@ def run_small_steps(executor: GraphExecutor, longest: int) -> None:
             executor.restrict(ticket, masks)
         executor.collect(ticket)
         released = tuple(row.request_id for row in rows)
+
+
+def move_blocks(executor: Executor, count: int) -> None:
+    """To the host's memory and back, all at once: each way gathers them in the device's memory first."""
+    if not count:
+        return
+    block_ids = [1 + idx % (executor.capacity.num_blocks - 1) for idx in range(count)]  # one may be there twice
+    contents = [memoryview(bytearray(executor.block_bytes)) for _ in block_ids]
+    ready = executor.read_blocks(block_ids, contents)
+    if ready is not None:
+        ready()
+    executor.write_blocks(block_ids, contents)
 
 
 def _num_blocks(length: int, capacity: Capacity) -> int:
