@@ -58,7 +58,7 @@ run step-8b-fp8 gpu_step.py --shapes 8b --format F8_E4M3 --depths 2
 run step-8b-int4 gpu_step.py --shapes 8b --format Q4_0 --depths 2
 run step-8b-int8 gpu_step.py --shapes 8b --format Q8_0 --depths 2
 run step-8b-deterministic gpu_step.py --shapes 8b --deterministic --depths 2
-run step-8b-sampling gpu_step.py --shapes 8b --depths 2 --sampling nucleus penalties --steps 1x1@1024 64x1@1024 256x1@1024
+run step-8b-sampling gpu_step.py --shapes 8b --depths 2 --sampling nucleus penalties masks --steps 1x1@1024 64x1@1024 256x1@1024
 run serve-135m gpu_serve.py --shapes 135m
 run serve-1.5b gpu_serve.py --shapes 1.5b
 run step-135m gpu_step.py --shapes 135m

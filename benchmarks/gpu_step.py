@@ -10,7 +10,7 @@ the JSON object of the best of the whole run. Norms, sampling and what is writte
 computed as in a server: by FlashInfer where it is installed and a trial finds it faster (`--attention`).
 
     python benchmarks/gpu_step.py
-    python benchmarks/gpu_step.py --shapes 8b --steps 64x1@1024 1x2048@0 --depths 2 --sampling greedy nucleus
+    python benchmarks/gpu_step.py --shapes 8b --steps 64x1@1024 1x2048@0 --depths 2 --sampling greedy nucleus masks
     python benchmarks/gpu_step.py --shapes 8b --format F8_E4M3
     python benchmarks/gpu_step.py --self-test       # tiny, without a GPU in Triton's interpreter: shows that it runs
 
@@ -25,6 +25,7 @@ import json
 import statistics
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -36,7 +37,7 @@ from step_shape import StepShape, parse_step
 
 from penstock.models import registry
 from penstock.models.formats import WeightFormat
-from penstock.types.plan import AdmitRow, RowPlan, StepPlan
+from penstock.types.plan import AdmitRow, RowPlan, StepPlan, Ticket
 from penstock.types.result import StepResult
 from penstock.types.sampling import SamplingParams
 
@@ -59,6 +60,7 @@ SAMPLING = {
     "greedy": SamplingParams(temperature=0.0, max_tokens=1 << 20),
     "nucleus": SamplingParams(temperature=0.7, top_p=0.95, seed=1, max_tokens=1 << 20),
     "penalties": SamplingParams(temperature=0.7, top_k=50, repetition_penalty=1.1, seed=1, max_tokens=1 << 20),
+    "masks": SamplingParams(temperature=0.0, max_tokens=1 << 20, follows_grammar=True),
 }
 
 
@@ -73,6 +75,7 @@ class Runner:
     def __init__(self, executor: CudaExecutor, sampling: SamplingParams) -> None:
         self._executor = executor
         self._sampling = sampling
+        self._mask = b"\xff" * executor.mask_bytes
         self._step_ids = count()
         self._names: list[str] = []
         self._runs = count()
@@ -89,13 +92,22 @@ class Runner:
 
     def _through(self, plans: Sequence[StepPlan]) -> list[StepResult]:
         """With as many in flight as the executor takes."""
-        tickets: list[Any] = []
+        flights: deque[tuple[StepPlan, Ticket]] = deque()
         results = []
         for plan in plans:
-            tickets.append(self._executor.submit(plan))
-            if len(tickets) == self._executor.depth:
-                results.append(self._executor.collect(tickets.pop(0)))
-        return results + [self._executor.collect(ticket) for ticket in tickets]
+            flights.append((plan, self._executor.submit(plan)))
+            if len(flights) == 1:
+                self._restrict(*flights[0])
+            if len(flights) == self._executor.depth:
+                results.append(self._executor.collect(flights.popleft()[1]))
+                if flights:
+                    self._restrict(*flights[0])
+        return results + [self._executor.collect(ticket) for _, ticket in flights]
+
+    def _restrict(self, plan: StepPlan, ticket: Ticket) -> None:
+        """Masks that allow all, where rows wait for them; when those before were collected, as the engine sends them."""
+        if self._sampling.follows_grammar and plan.rows:
+            self._executor.restrict(ticket, dict.fromkeys((row.request_id for row in plan.rows), self._mask))
 
     def _plan(self, admits: Sequence[AdmitRow] = (), rows: Sequence[RowPlan] = (), releases: Sequence[str] = ()) -> StepPlan:
         return StepPlan(next(self._step_ids), 0, tuple(admits), tuple(rows), tuple(releases))

@@ -57,3 +57,8 @@ def test_it_runs_on_a_tiny_shape(fmt, self_tested):
     found = self_tested("gpu_step") if fmt == "BF16" else self_tested("gpu_step", "--depths", "2", "--format", fmt)
     assert {(step["step"], step["format"]) for step in found["steps"]} == {("2x1@3", fmt), ("1x4@0", fmt)}
     assert all(0 < step["device_ms"] <= step["step_ms"] * 1.05 for step in found["steps"])
+
+
+def test_it_runs_with_masks_that_come_after_each_step(self_tested):
+    found = self_tested("gpu_step", "--sampling", "masks")
+    assert {(step["sampling"], step["depth"]) for step in found["steps"]} == {("masks", 1), ("masks", 2)}
