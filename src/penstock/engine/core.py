@@ -28,7 +28,6 @@ from penstock.sched.keyed_heap import KeyedHeap
 from penstock.sched.scheduler import Scheduler
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.events import Abort, Add, Command, Drain, Stop, TokenEvent
-from penstock.types.matcher import Follow
 from penstock.types.plan import RowPlan, StepPlan
 from penstock.types.request import FinishReason, Request, RequestStatus
 from penstock.types.result import StepResult
@@ -46,14 +45,8 @@ class EngineCore:
     """The step without a loop."""
 
     def __init__(
-        self,
-        scheduler: Scheduler,
-        *,
-        observer: Observer | None = None,
-        journal: RequestJournal | None = None,
-        follow: Follow | None = None,
+        self, scheduler: Scheduler, *, observer: Observer | None = None, journal: RequestJournal | None = None
     ) -> None:
-        """`follow` lets many matchers go on at once; None: one after the other."""
         self.scheduler = scheduler
         self._observer = observer or NullObserver()
         self._journal: RequestJournal = journal or NullObserver()
@@ -61,7 +54,7 @@ class EngineCore:
             scheduler.tell_no_stops()
         self._requests: dict[str, Request] = {}
         """All that were added and have not ended."""
-        self._following = Following(follow)
+        self._following = Following()
         self._deadlines: KeyedHeap[Request] = KeyedHeap()
         """By the next instant at which each may be overdue."""
         self._deadline_numbers: dict[str, int] = {}

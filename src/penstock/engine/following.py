@@ -1,14 +1,14 @@
 """The answers that follow a grammar: owns the matcher of each request that has one and has not ended. Called by the core; never
-ends a request, and makes no mask itself.
+ends a request itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from penstock.types.errors import GrammarFailure
 from penstock.types.events import TokenEvent
-from penstock.types.matcher import Follow, Matcher
+from penstock.types.matcher import Matcher
 from penstock.types.plan import StepPlan
 from penstock.types.request import Request
 
@@ -16,9 +16,7 @@ from penstock.types.request import Request
 class Following:
     """Matchers by request id."""
 
-    def __init__(self, follow: Follow | None) -> None:
-        """`follow` lets many go on at once; None: one after the other."""
-        self._follow: Follow = follow or _follow_each
+    def __init__(self) -> None:
         self._matchers: dict[str, Matcher] = {}
 
     def __bool__(self) -> bool:
@@ -44,23 +42,15 @@ class Following:
         return {name: matchers[name].mask() for name in names}
 
     def go_on(self, events: Iterable[TokenEvent]) -> list[tuple[str, GrammarFailure]]:
-        """With what was sampled. Returns the requests whose grammar can't be followed any further."""
-        going = [event for event in events if event.request_id in self._matchers]
-        if not going:
-            return []
-        failures = self._follow([(self._matchers[event.request_id], event.token_ids) for event in going])
-        found = zip(going, failures, strict=True)
-        return [(event.request_id, failure) for event, failure in found if failure is not None]
-
-
-def _follow_each(moves: Sequence[tuple[Matcher, Sequence[int]]]) -> list[GrammarFailure | None]:
-    return [_failure_of(matcher, token_ids) for matcher, token_ids in moves]
-
-
-def _failure_of(matcher: Matcher, token_ids: Sequence[int]) -> GrammarFailure | None:
-    try:
-        matcher.accept(token_ids)
-        matcher.mask()
-    except GrammarFailure as failure:
-        return failure
-    return None
+        """With what was sampled, to the next mask. Returns the requests whose grammar can't be followed any further."""
+        failed: list[tuple[str, GrammarFailure]] = []
+        for event in events:
+            matcher = self._matchers.get(event.request_id)
+            if matcher is None:
+                continue
+            try:
+                matcher.accept(event.token_ids)
+                matcher.mask()
+            except GrammarFailure as failure:
+                failed.append((event.request_id, failure))
+        return failed

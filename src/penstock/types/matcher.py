@@ -6,10 +6,8 @@ alone. The tokens that a mask leaves out can't be sampled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
-
-from penstock.types.errors import GrammarFailure
 
 
 class Matcher(Protocol):
@@ -25,8 +23,3 @@ class Matcher(Protocol):
         Never without any token: an answer that is complete may be followed by the model's end tokens. [ceil(vocab / 32) * 4]
         """
         ...
-
-
-Follow = Callable[[Sequence[tuple[Matcher, Sequence[int]]]], Sequence[GrammarFailure | None]]
-"""Many matchers at once: each accepts its tokens and makes its next mask, on several cores if that is faster. Returns for each
-why it can't go on, or None."""
