@@ -161,6 +161,7 @@ def _assemble(
     from penstock.serve.bridge import Bridge
     from penstock.serve.runtime import Runtime
     from penstock.text.detokenizer import detokenizer_factory
+    from penstock.text.grammar import Grammars
 
     if tokenizer.vocab_size > model.spec.vocab_size:
         _log.warning(
@@ -237,6 +238,7 @@ def _assemble(
         bridge=bridge,
         tokenizer=tokenizer,
         chat_template=chat_template,
+        grammars=Grammars(tokenizer, vocab_size=model.spec.vocab_size),
         admission=admission,
         metrics=metrics,
         model=info,

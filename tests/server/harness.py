@@ -28,6 +28,7 @@ from penstock.serve.server import Server
 from penstock.testing import HashExecutor, HashModel, make_core
 from penstock.text.chat import ChatTemplate
 from penstock.text.detokenizer import detokenizer_factory
+from penstock.text.grammar import Grammars
 from penstock.text.pieces import byte_level_alphabet
 from penstock.text.tokenizer import Tokenizer, load_tokenizer
 from penstock.types.plan import Capacity
@@ -154,6 +155,7 @@ def make_runtime(
         bridge=bridge,
         tokenizer=tokenizer,
         chat_template=chat_template and ChatTemplate(chat_template, special_tokens=tokenizer.special_tokens),
+        grammars=Grammars(tokenizer, vocab_size=VOCAB_SIZE),
         admission=admission,
         metrics=metrics,
         model=replace(info, **model_fields),

@@ -20,6 +20,7 @@ from penstock.sched.admission import Admission
 from penstock.serve.bridge import Bridge
 from penstock.serve.off_loop import OffLoop
 from penstock.text.chat import ChatTemplate
+from penstock.text.grammar import Grammars
 from penstock.text.tokenizer import Tokenizer
 
 
@@ -91,6 +92,8 @@ class Runtime:
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     """None if the model has none: chat requests are refused."""
+    grammars: Grammars
+    """Those that answers may be asked to follow."""
     admission: Admission
     metrics: Metrics
     model: ModelInfo

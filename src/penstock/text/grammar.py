@@ -1,0 +1,105 @@
+"""The grammars that answers may be asked to follow, ready for use: made once per model, asked by `serve` for each request.
+
+Compiles on whatever thread asks, and keeps what it compiled for the next request with the same grammar. Never looks at what
+is sampled: that is the business of the matchers that it hands out.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from penstock.text import grammar_lark
+from penstock.text.grammar_matcher import CompiledGrammar, compile_grammar
+from penstock.text.grammar_tokens import GrammarTokens
+from penstock.types.errors import Rejected, RejectReason
+from penstock.types.matcher import Matcher
+
+if TYPE_CHECKING:
+    from penstock.text.tokenizer import Tokenizer
+
+MAX_SOURCE_CHARS = 1 << 17
+MAX_KEPT = 64
+"""Grammars that are kept compiled; the one that was not used for the longest time goes first."""
+MAX_KEPT_CHARS = 1 << 20
+"""Of the sources of those that are kept."""
+
+
+class GrammarKind(StrEnum):
+    """The language that a grammar is written in; the value is what error messages call it."""
+
+    JSON_SCHEMA = "json_schema"
+    JSON_OBJECT = "json_object"
+    REGEX = "regex"
+    CHOICE = "choice"
+    LARK = "grammar"
+
+
+_TO_LARK: dict[GrammarKind, Callable[[str], str]] = {
+    GrammarKind.JSON_SCHEMA: grammar_lark.of_schema,
+    GrammarKind.JSON_OBJECT: grammar_lark.of_json_object,
+    GrammarKind.REGEX: grammar_lark.of_regex,
+    GrammarKind.CHOICE: grammar_lark.of_choices,
+    GrammarKind.LARK: grammar_lark.of_lark,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an answer has to follow, as the client asked for it."""
+
+    kind: GrammarKind
+    source: str = ""
+    """JSON text of a schema; a regex; Lark; a JSON array of strings for CHOICE; empty for JSON_OBJECT."""
+
+
+class Grammars:
+    """Thread-safe. The first grammar takes longer: it reads the vocabulary."""
+
+    def __init__(self, tokenizer: Tokenizer, *, vocab_size: int) -> None:
+        """`vocab_size`: rows of the model's logits, which may be more than the tokenizer knows."""
+        self._tokens = GrammarTokens(tokenizer, vocab_size)
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
+        self._num_kept_chars = 0
+
+    def matcher(self, grammar: Grammar) -> Matcher:
+        """A new one at the beginning of an answer. May take up to a second, and microseconds if the grammar is known.
+
+        Raises `Rejected` if the grammar is wrong, too large, or has parts that can't be followed.
+        """
+        compiled = self._find(grammar)
+        if compiled is None:
+            _check_size(grammar)
+            compiled = compile_grammar(_TO_LARK[grammar.kind](grammar.source), grammar.kind, self._tokens)
+            self._keep(grammar, compiled)
+        return compiled.matcher()
+
+    def _find(self, grammar: Grammar) -> CompiledGrammar | None:
+        with self._lock:
+            compiled = self._kept.get(grammar)
+            if compiled is not None:
+                self._kept.move_to_end(grammar)
+            return compiled
+
+    def _keep(self, grammar: Grammar, compiled: CompiledGrammar) -> None:
+        with self._lock:
+            if grammar not in self._kept:  # by another thread, in the meantime
+                self._num_kept_chars += len(grammar.source)
+            self._kept[grammar] = compiled
+            while len(self._kept) > MAX_KEPT or self._num_kept_chars > MAX_KEPT_CHARS:
+                oldest, _ = self._kept.popitem(last=False)
+                self._num_kept_chars -= len(oldest.source)
+
+
+def _check_size(grammar: Grammar) -> None:
+    if len(grammar.source) > MAX_SOURCE_CHARS:
+        raise Rejected(
+            RejectReason.INVALID,
+            f"The {grammar.kind} has {len(grammar.source)} characters, and at most {MAX_SOURCE_CHARS} are taken. "
+            "Ask for less at once.",
+        )

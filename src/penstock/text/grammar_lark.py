@@ -1,0 +1,77 @@
+r"""What clients ask for in the one language that llguidance is given here: its variant of Lark. Called by `text.grammar`.
+
+Checks what llguidance would pass over; whether a grammar is right as a whole, llguidance says when it compiles it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from penstock.types.errors import Rejected, RejectReason
+
+WHITESPACE = r"[ ]|\n[ ]{0,32}|\n\t{0,16}"
+"""Between two tokens of JSON, at most once: what pretty printers write. Small models would write spaces without end."""
+
+_OPTIONS = '%llguidance {"no_forcing": true}\n'
+"""The model chooses how text that is certain is cut into tokens, as it does everywhere else."""
+
+_JSON_OPTIONS = {
+    "item_separator": ",",
+    "key_separator": ":",
+    "whitespace_pattern": WHITESPACE,
+    "coerce_one_of": False,
+    "lenient": False,
+}
+
+
+def of_schema(source: str) -> str:
+    """From the text of a JSON schema. Raises `Rejected`."""
+    schema = _parsed(source, "json_schema")
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        detail = 'The json_schema must be a JSON object. Give a schema such as {"type": "object"}.'
+        raise Rejected(RejectReason.INVALID, detail)
+    if "x-guidance" in schema:
+        raise Rejected(RejectReason.INVALID, "The json_schema sets x-guidance, which is not supported. Leave it out.")
+    return _json(schema)
+
+
+def of_json_object(source: str) -> str:
+    """Any JSON object; `source` is empty. Raises `Rejected`."""
+    if source:
+        raise Rejected(RejectReason.INVALID, "A json_object takes no description. Use json_schema to describe it.")
+    return _json({"type": "object"})
+
+
+def of_regex(source: str) -> str:
+    """From a regex that the whole answer matches."""
+    from llguidance import regex_to_lark
+
+    return f"{_OPTIONS}start: /{regex_to_lark(source, '')}/\n"
+
+
+def of_choices(source: str) -> str:
+    """From a JSON array of strings, one of which is the answer. Raises `Rejected`."""
+    choices = _parsed(source, "choice")
+    if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) and choice for choice in choices):
+        raise Rejected(RejectReason.INVALID, "The choice must be a list of at least one string, none of them empty.")
+    return of_regex("|".join(re.escape(choice) for choice in dict.fromkeys(choices)))
+
+
+def of_lark(source: str) -> str:
+    """From Lark, as llguidance reads it."""
+    return f"{source}\n{_OPTIONS}"
+
+
+def _json(schema: dict[str, Any]) -> str:
+    return f"{_OPTIONS}start: %json {json.dumps(schema | {'x-guidance': _JSON_OPTIONS})}\n"
+
+
+def _parsed(source: str, name: str) -> Any:
+    try:
+        return json.loads(source)
+    except (ValueError, RecursionError) as error:
+        raise Rejected(RejectReason.INVALID, f"The {name} is not JSON: {error}.") from error
