@@ -37,3 +37,10 @@ def test_unsupported_keyword_is_refused(grammars):
     with pytest.raises(Rejected, match="not") as caught:
         grammars.matcher(Grammar(GrammarKind.JSON_SCHEMA, '{"not": {"type": "string"}}'))
     assert caught.value.reason is RejectReason.INVALID
+
+
+@pytest.mark.parametrize("num_more", range(33))
+def test_mask_is_a_whole_number_of_words(tokenizer, num_more):
+    vocab_size = tokenizer.vocab_size + num_more
+    matcher = Grammars(tokenizer, vocab_size=vocab_size).matcher(Grammar(GrammarKind.REGEX, "a"))
+    assert len(matcher.mask()) == (vocab_size + 31) // 32 * 4

@@ -73,7 +73,7 @@ class GrammarMatcher:
 
 
 def _compute_mask(matcher: LLMatcher, usable: NDArray[np.uint8]) -> bytes:
-    mask = np.frombuffer(matcher.compute_bitmask(), np.uint8) & usable
+    mask = np.frombuffer(matcher.compute_bitmask(), np.uint8, len(usable)) & usable  # there may be a word more
     if matcher.is_error():
         raise GrammarFailure(_detail(matcher))
     if not mask.any():
