@@ -14,12 +14,11 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from penstock.text import grammar_lark
-from penstock.text.grammar_matcher import CompiledGrammar, compile_grammar
-from penstock.text.grammar_tokens import GrammarTokens
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.matcher import Matcher
 
 if TYPE_CHECKING:
+    from penstock.text.grammar_matcher import CompiledGrammar
     from penstock.text.tokenizer import Tokenizer
 
 MAX_SOURCE_CHARS = 1 << 17
@@ -62,6 +61,8 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, *, vocab_size: int) -> None:
         """`vocab_size`: rows of the model's logits, which may be more than the tokenizer knows."""
+        from penstock.text.grammar_tokens import GrammarTokens  # whoever only names grammars needs no numpy
+
         self._tokens = GrammarTokens(tokenizer, vocab_size)
         self._lock = threading.Lock()
         self._kept: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
@@ -74,6 +75,8 @@ class Grammars:
         """
         compiled = self._find(grammar)
         if compiled is None:
+            from penstock.text.grammar_matcher import compile_grammar
+
             _check_size(grammar)
             compiled = compile_grammar(_TO_LARK[grammar.kind](grammar.source), grammar.kind, self._tokens)
             self._keep(grammar, compiled)
