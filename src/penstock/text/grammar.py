@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -21,8 +22,13 @@ if TYPE_CHECKING:
     from penstock.text.grammar_matcher import CompiledGrammar
     from penstock.text.tokenizer import Tokenizer
 
-MAX_SOURCE_CHARS = 1 << 17
-MAX_KEPT = 64
+MAX_SOURCE_CHARS = 1 << 16
+MAX_REGEX_CHARS = 1 << 13
+"""Some take the square of their length to compile."""
+STACK_BYTES = 1 << 28
+"""Of the thread that compiles, as llguidance calls itself for each rule inside a rule. Chains of rules in the longest source
+take up to 40 MB of it."""
+MAX_KEPT = 32
 """Grammars that are kept compiled; the one that was not used for the longest time goes first."""
 MAX_KEPT_CHARS = 1 << 20
 """Of the sources of those that are kept."""
@@ -65,6 +71,9 @@ class Grammars:
 
         self._tokens = GrammarTokens(tokenizer, vocab_size)
         self._lock = threading.Lock()
+        """For what is kept."""
+        self._compiling = threading.Lock()
+        """For the size of new threads' stacks, which is the process's. One grammar is compiled at a time."""
         self._kept: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
         self._num_kept_chars = 0
 
@@ -75,23 +84,42 @@ class Grammars:
         """
         compiled = self._find(grammar)
         if compiled is None:
-            from penstock.text.grammar_matcher import compile_grammar
-
-            _check_size(grammar)
-            compiled = compile_grammar(_TO_LARK[grammar.kind](grammar.source), grammar.kind, self._tokens)
-            self._keep(grammar, compiled)
+            with self._compiling:
+                compiled = self._find(grammar) or self._compile(grammar)
         return compiled.matcher()
+
+    def known(self, grammar: Grammar) -> Matcher | None:
+        """As `matcher`, if the grammar was compiled already, so that an event loop may ask; else None."""
+        compiled = self._find(grammar)
+        return None if compiled is None else compiled.matcher()
 
     def _find(self, grammar: Grammar) -> CompiledGrammar | None:
         with self._lock:
             compiled = self._kept.get(grammar)
-            if compiled is not None:
-                self._kept.move_to_end(grammar)
+            if compiled is None or compiled.is_spent:
+                return None
+            self._kept.move_to_end(grammar)
             return compiled
+
+    def _compile(self, grammar: Grammar) -> CompiledGrammar:
+        from penstock.text.grammar_matcher import JSON_LIMITS, LARK_LIMITS, compile_grammar
+
+        _check_source(grammar)
+        lark = _TO_LARK[grammar.kind](grammar.source)
+        limits = LARK_LIMITS if grammar.kind is GrammarKind.LARK else JSON_LIMITS
+        usual_bytes = threading.stack_size(STACK_BYTES)
+        with ThreadPoolExecutor(1, thread_name_prefix="penstock-grammar") as pool:
+            try:
+                compiling = pool.submit(compile_grammar, lark, grammar.kind, self._tokens, limits)
+            finally:
+                threading.stack_size(usual_bytes)
+            compiled = compiling.result()
+        self._keep(grammar, compiled)
+        return compiled
 
     def _keep(self, grammar: Grammar, compiled: CompiledGrammar) -> None:
         with self._lock:
-            if grammar not in self._kept:  # by another thread, in the meantime
+            if grammar not in self._kept:
                 self._num_kept_chars += len(grammar.source)
             self._kept[grammar] = compiled
             while len(self._kept) > MAX_KEPT or self._num_kept_chars > MAX_KEPT_CHARS:
@@ -99,10 +127,16 @@ class Grammars:
                 self._num_kept_chars -= len(oldest.source)
 
 
-def _check_size(grammar: Grammar) -> None:
-    if len(grammar.source) > MAX_SOURCE_CHARS:
+def _check_source(grammar: Grammar) -> None:
+    max_chars = MAX_REGEX_CHARS if grammar.kind is GrammarKind.REGEX else MAX_SOURCE_CHARS
+    if len(grammar.source) > max_chars:
         raise Rejected(
             RejectReason.INVALID,
-            f"The {grammar.kind} has {len(grammar.source)} characters, and at most {MAX_SOURCE_CHARS} are taken. "
+            f"The {grammar.kind} has {len(grammar.source)} characters, and at most {max_chars} are taken. "
             "Ask for less at once.",
         )
+    try:
+        grammar.source.encode()
+    except UnicodeEncodeError as error:
+        detail = f"The {grammar.kind} contains a lone surrogate, which is half of a character. Leave it out."
+        raise Rejected(RejectReason.INVALID, detail) from error

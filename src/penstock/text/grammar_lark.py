@@ -9,6 +9,7 @@ import json
 import re
 from typing import Any
 
+from penstock.text.grammar_schema import check_schema
 from penstock.types.errors import Rejected, RejectReason
 
 WHITESPACE = r"[ ]|\n[ ]{0,32}|\n\t{0,16}"
@@ -16,6 +17,17 @@ WHITESPACE = r"[ ]|\n[ ]{0,32}|\n\t{0,16}"
 
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
 """The model chooses how text that is certain is cut into tokens, as it does everywhere else."""
+
+_LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*')
+"""Strings, regexes and comments of Lark."""
+_UNSUPPORTED = (
+    (re.compile(r"<[^<>\s]*>"), "names special tokens, which no answer may have"),
+    (
+        re.compile(r"\[[^\]]*\b(?:temperature|max_tokens|stop)\b"),
+        "sets temperature, max_tokens or stop for a rule, which is not supported",
+    ),
+    (re.compile(r"%json\b"), "has a JSON schema inside, which is not supported"),
+)
 
 _JSON_OPTIONS = {
     "item_separator": ",",
@@ -32,17 +44,15 @@ def of_schema(source: str) -> str:
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
-        detail = 'The json_schema must be a JSON object. Give a schema such as {"type": "object"}.'
-        raise Rejected(RejectReason.INVALID, detail)
-    if "x-guidance" in schema:
-        raise Rejected(RejectReason.INVALID, "The json_schema sets x-guidance, which is not supported. Leave it out.")
+        raise _rejected('The json_schema must be a JSON object. Give a schema such as {"type": "object"}.')
+    check_schema(schema)
     return _json(schema)
 
 
 def of_json_object(source: str) -> str:
     """Any JSON object; `source` is empty. Raises `Rejected`."""
     if source:
-        raise Rejected(RejectReason.INVALID, "A json_object takes no description. Use json_schema to describe it.")
+        raise _rejected("A json_object takes no description. Use json_schema to describe it.")
     return _json({"type": "object"})
 
 
@@ -57,12 +67,16 @@ def of_choices(source: str) -> str:
     """From a JSON array of strings, one of which is the answer. Raises `Rejected`."""
     choices = _parsed(source, "choice")
     if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) and choice for choice in choices):
-        raise Rejected(RejectReason.INVALID, "The choice must be a list of at least one string, none of them empty.")
+        raise _rejected("The choice must be a list of at least one string, none of them empty.")
     return of_regex("|".join(re.escape(choice) for choice in dict.fromkeys(choices)))
 
 
 def of_lark(source: str) -> str:
-    """From Lark, as llguidance reads it."""
+    """From Lark, as llguidance reads it. Raises `Rejected`."""
+    rules = _LITERAL.sub("", source)
+    for pattern, what in _UNSUPPORTED:
+        if pattern.search(rules):
+            raise _rejected(f"The grammar {what}. Leave that out.")
     return f"{source}\n{_OPTIONS}"
 
 
@@ -74,4 +88,8 @@ def _parsed(source: str, name: str) -> Any:
     try:
         return json.loads(source)
     except (ValueError, RecursionError) as error:
-        raise Rejected(RejectReason.INVALID, f"The {name} is not JSON: {error}.") from error
+        raise _rejected(f"The {name} is not JSON: {error}.") from error
+
+
+def _rejected(detail: str) -> Rejected:
+    return Rejected(RejectReason.INVALID, detail)
