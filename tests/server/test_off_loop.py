@@ -73,6 +73,19 @@ async def test_more_than_the_bounds_is_refused_until_work_ends(pool, held, monke
     assert await pool.run(20 * LARGE_SIZE, lambda: "again") == "again"
 
 
+async def test_grammars_have_a_bounded_line_of_their_own(pool, held, monkeypatch):
+    monkeypatch.setattr(off_loop, "MAX_JOBS", 2)
+    grammars = [asyncio.create_task(pool.compile(1, held)) for _ in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(Rejected, match="too many grammars") as refusal:
+        await pool.compile(1, held)
+    assert refusal.value.reason is RejectReason.QUEUE_FULL
+    assert await pool.run(LARGE_SIZE, threading.current_thread) is not threading.current_thread()
+    held.release()
+    await asyncio.gather(*grammars)
+    assert await pool.compile(1, threading.current_thread) is not threading.current_thread()
+
+
 async def test_small_work_does_not_wait_for_large(pool, held):
     tasks = await begin(pool, [LARGE_SIZE + 1] * 20, held)
     async with asyncio.timeout(20):

@@ -5,6 +5,8 @@ own: what ends the server, or tells about it, never waits for them.
 
 size        up to `INLINE_MAX_SIZE`        up to `LARGE_SIZE`     above
 done by     the event loop, at once        two threads            one thread
+
+Grammars have one more thread, whatever their size: one of few characters may take as long as the longest text.
 """
 
 from __future__ import annotations
@@ -31,10 +33,11 @@ RETRY_AFTER_S = 5.0
 
 
 class OffLoop:
-    """Two bounded lines of work. `run` and `finish` belong to the event loop; `close` may be called from any thread."""
+    """Three bounded lines of work. All belongs to the event loop, but `close`, which may be called from any thread."""
 
     def __init__(self, count_rejected: Callable[[RejectReason], None] = lambda _reason: None) -> None:
         self._lines = (_Line(2, "small"), _Line(1, "large"))
+        self._grammars = _Line(1, "grammars")
         self._count_rejected = count_rejected
 
     async def run(self, size: int, work: Callable[[], _Result], *, limit: int = INLINE_MAX_SIZE) -> _Result:
@@ -44,12 +47,11 @@ class OffLoop:
         """
         if size <= limit:
             return work()
-        line = self._line(size)
-        if line.is_full(size):
-            self._count_rejected(RejectReason.QUEUE_FULL)
-            detail = "too many long texts are being read already"
-            raise Rejected(RejectReason.QUEUE_FULL, detail, retry_after_s=RETRY_AFTER_S)
-        return await line.do(size, work)
+        return await self._enter(self._line(size), size, work, "long texts")
+
+    async def compile(self, size: int, work: Callable[[], _Result]) -> _Result:
+        """As `run`, for grammars: never on the event loop."""
+        return await self._enter(self._grammars, size, work, "grammars")
 
     async def finish(self, size: int, work: Callable[[], _Result]) -> _Result:
         """As `run`, for the end of what was let in already: not turned away because of others, nor because the server ends."""
@@ -60,8 +62,15 @@ class OffLoop:
 
     def close(self) -> None:
         """Do no more than has begun. Does not wait. Idempotent."""
-        for line in self._lines:
+        for line in (*self._lines, self._grammars):
             line.close()
+
+    async def _enter(self, line: _Line, size: int, work: Callable[[], _Result], what: str) -> _Result:
+        if line.is_full(size):
+            self._count_rejected(RejectReason.QUEUE_FULL)
+            detail = f"too many {what} are being read already"
+            raise Rejected(RejectReason.QUEUE_FULL, detail, retry_after_s=RETRY_AFTER_S)
+        return await line.do(size, work)
 
     def _line(self, size: int) -> _Line:
         return self._lines[size > LARGE_SIZE]
