@@ -34,6 +34,28 @@ def chat(messages, **fields):
     return {"messages": messages, "max_tokens": 1, **fields}
 
 
+def by_schema(schema):
+    return {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+
+
+def nested(depth):
+    schema = {}
+    for _ in range(depth // 2):
+        schema = {"properties": {"a": schema}}
+    return schema
+
+
+def every_way(depth):
+    """A schema whose answers have exponentially many ways to be right."""
+    names = [f"n{i}" for i in range(depth)]
+    choices = [{"properties": {"a": {"$ref": f"#/$defs/{name}"}}} for name in names]
+    return {"$defs": {name: {"anyOf": choices} for name in names}, "$ref": "#/$defs/n0"}
+
+
+def rules(number):
+    return "start: r0\n" + "\n".join(f"r{i}: r{i + 1} | r{i + 1}" for i in range(number)) + f'\nr{number}: "a"'
+
+
 HI = {"role": "user", "content": "hi"}
 COSTLY = {
     "wrong messages": (CHAT, chat([1] * 1_000_000)),
@@ -59,6 +81,20 @@ COSTLY = {
     "text to tokenize into strings": ("/tokenize", {"prompt": "ab1 " * 1_000_000, "return_token_strs": True}),
     "token ids to detokenize": ("/detokenize", {"tokens": [70] * 1_000_000}),
     "wrong token ids to detokenize": ("/detokenize", {"tokens": [-1] * 1_000_000}),
+    "a large schema": (CHAT, chat([HI], response_format=by_schema({"anyOf": [{"const": "abcd" * 8}] * 90_000}))),
+    "as large a schema as may be": (CHAT, chat([HI], response_format=by_schema({"enum": [f"{i:05}" for i in range(8_000)]}))),
+    "properties": (CHAT, chat([HI], response_format=by_schema({"properties": many(2_500, {"type": "string"})}))),
+    "nested schemas": (CHAT, chat([HI], response_format=by_schema(nested(250)))),
+    "schemas within each other": (CHAT, chat([HI], response_format=by_schema(every_way(40)))),
+    "a schema as a long text": (COMPLETIONS, prompt(structured_outputs={"json": "[" * 4_000_000})),
+    "wrong choices": (COMPLETIONS, prompt(structured_outputs={"choice": [1] * 1_500_000})),
+    "long choices": (COMPLETIONS, prompt(structured_outputs={"choice": ["w" * 990] * 4_000})),
+    "as many choices as may be": (COMPLETIONS, prompt(structured_outputs={"choice": [f"{i:010}" for i in range(4_096)]})),
+    "a long regex": (COMPLETIONS, prompt(structured_outputs={"regex": "(a|b)*" * 1_300})),
+    "a regex of much": (COMPLETIONS, prompt(structured_outputs={"regex": "((a{0,99}){0,99}b?){0,99}" * 99})),
+    "a long grammar": (COMPLETIONS, prompt(structured_outputs={"grammar": "start: " + "|".join(['"a"'] * 16_000)})),
+    "many rules": (COMPLETIONS, prompt(structured_outputs={"grammar": rules(3_500)})),
+    "a grammar for many": (COMPLETIONS, prompt(["a"] * 128, structured_outputs={"regex": "[^a]{1,5000}" * 99})),
     "nested lists": (COMPLETIONS, {"prompt": "a", "user": [[[[[[[[[]]]]]]]]] * 200_000}),
 }
 

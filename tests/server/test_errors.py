@@ -111,8 +111,6 @@ BAD_COMPLETIONS = [
     ({"prompt": "a", "use_beam_search": 0}, "use_beam_search"),
     ({"prompt": "a", "store": True}, "store"),
     ({"prompt": "a", "service_tier": "flex"}, "service_tier"),
-    ({"prompt": "a", "response_format": {"type": "json_object"}}, "response_format"),
-    ({"prompt": "a", "structured_outputs": {"regex": "a+"}}, "structured_outputs"),
     ({"prompt": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     (
         {"prompt": "a", "stream": True, "stream_options": {"continuous_usage_stats": True}},
@@ -164,7 +162,6 @@ BAD_CHATS = [
     ({"messages": HI, "tools": [{"type": "function"}]}, "tools"),
     ({"messages": HI, "tool_choice": "required"}, "tool_choice"),
     ({"messages": HI, "functions": [{}]}, "functions"),
-    ({"messages": HI, "response_format": {"type": "json_schema"}}, "response_format"),
     ({"messages": HI, "audio": {}}, "audio"),
     ({"messages": HI, "modalities": ["audio"]}, "modalities"),
     ({"messages": HI, "reasoning_effort": "low"}, "reasoning_effort"),

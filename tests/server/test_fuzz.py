@@ -1,6 +1,7 @@
 """Whatever a client sends, it gets an answer or an error object that names the cause: never a 422, never a 500."""
 
 import asyncio
+import json
 
 import orjson
 import pytest
@@ -16,7 +17,44 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 NUMBERS = st.integers(-3, 300) | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False, allow_infinity=False)
 SCALARS = st.none() | st.booleans() | NUMBERS | TEXT
 JSON = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3), max_leaves=8)
+SCHEMAS = st.recursive(
+    st.sampled_from(
+        [{}, True, {"type": "integer"}, {"type": "string", "maxLength": 3}, {"enum": ["a", 1, None]}, {"const": "é"}]
+    )
+    | st.fixed_dictionaries({"$ref": TEXT})
+    | st.fixed_dictionaries({"pattern": TEXT}),
+    lambda inner: (
+        st.fixed_dictionaries(
+            {"type": st.just("object"), "properties": st.dictionaries(TEXT, inner, max_size=3)},
+            optional={"required": st.lists(TEXT, max_size=2), "additionalProperties": inner | st.booleans()},
+        )
+        | st.fixed_dictionaries({"type": st.just("array"), "items": inner})
+        | st.fixed_dictionaries({"anyOf": st.lists(inner, max_size=3)})
+    ),
+    max_leaves=5,
+)
+REGEXES = st.sampled_from(["[ab]{2,4}", "(a|b)+c?", "\\d{3}", "(?!a)b", "(", ".*", "a{2}b"]) | TEXT
+OUTPUTS = (
+    st.fixed_dictionaries({"json": SCHEMAS | SCHEMAS.map(json.dumps) | JSON})
+    | st.fixed_dictionaries({"json_object": st.booleans() | JSON})
+    | st.fixed_dictionaries({"regex": REGEXES | JSON})
+    | st.fixed_dictionaries({"choice": st.lists(TEXT, max_size=4) | JSON})
+    | st.fixed_dictionaries({"grammar": st.sampled_from(['start: "a" | "b"', "start: /[0-9]+/", "start: x"]) | TEXT})
+    | st.dictionaries(st.sampled_from(["json", "regex", "choice", "whitespace_pattern"]) | TEXT, JSON, max_size=3)
+)
+FORMATS = st.fixed_dictionaries(
+    {"type": st.sampled_from(["text", "json_object", "json_schema"])}, optional={"json_schema": JSON}
+) | st.fixed_dictionaries(
+    {
+        "type": st.just("json_schema"),
+        "json_schema": st.fixed_dictionaries(
+            {"name": st.just("a") | TEXT, "schema": SCHEMAS | JSON}, optional={"strict": st.booleans()}
+        ),
+    }
+)
 LIKELY = {
+    "response_format": FORMATS,
+    "structured_outputs": OUTPUTS,
     "prompt": TEXT | st.lists(TEXT, max_size=3) | st.lists(st.integers(0, 258), max_size=5) | JSON,
     "messages": st.lists(
         st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "system", "tool"]), "content": TEXT | JSON}),
@@ -75,8 +113,6 @@ def check(response):
 
 def as_json(value):
     """JSON as clients write it; numbers beyond 64 bits are legal there, and orjson doesn't write them."""
-    import json
-
     return json.dumps(value).encode()
 
 
@@ -96,6 +132,19 @@ def test_no_bytes_break_a_route(post, path):
     @given(content=st.binary(max_size=60) | JSON.map(as_json))
     def run(content):
         check(post(path, content))
+
+    run()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("name", ["response_format", "structured_outputs"])
+def test_no_grammar_breaks_a_route(post, path, name):
+    good = {"messages": [{"role": "user", "content": "hi"}]} if "chat" in path else {"prompt": "hi"}
+
+    @SETTINGS
+    @given(value=LIKELY[name], seed=st.integers(0, 9), is_streamed=st.booleans())
+    def run(value, seed, is_streamed):
+        check(post(path, as_json(good | {"max_tokens": 20, "seed": seed, "stream": is_streamed, name: value})))
 
     run()
 

@@ -29,6 +29,7 @@ CASES = {
         {"messages": HI, "max_tokens": 2, "n": 2, "temperature": 1, "seed": 1, "stream_options": {"include_usage": True}},
     ),
     "chat_logprobs": ("/v1/chat/completions", {"messages": HI, "max_tokens": 2, "logprobs": True, "top_logprobs": 1}),
+    "chat_choice": ("/v1/chat/completions", {"messages": HI, "structured_outputs": {"choice": ["yes"]}}),
     "chat_continuous_usage": (
         "/v1/chat/completions",
         {"messages": HI, "max_tokens": 2, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},

@@ -1,9 +1,12 @@
 """The official `openai` package against a real server: what its users write works unchanged."""
 
 import asyncio
+import json
+from typing import Literal
 
 import openai
 import pytest
+from pydantic import BaseModel
 from test_chat import HI_PROMPT
 from test_completions import oracle
 
@@ -63,6 +66,46 @@ def test_extra_body_fields_of_vllm(sync_client):
     extra = {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "ignore_eos": True, "return_token_ids": True}
     answer = sync_client.chat.completions.create(model="toy", messages=HI, temperature=0, max_tokens=3, extra_body=extra)
     assert len(answer.choices[0].model_extra["token_ids"]) == 3
+
+
+class Answer(BaseModel):
+    colour: Literal["red", "green"]
+    sizes: list[Literal[1, 2, 3]]
+
+
+def test_an_answer_that_follows_a_schema(sync_client):
+    schema = Answer.model_json_schema()
+    answer = sync_client.chat.completions.create(
+        model="toy",
+        messages=HI,
+        response_format={"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}},
+    )
+    Answer.model_validate_json(answer.choices[0].message.content, strict=True)
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_an_answer_is_parsed_by_the_client(sync_client):
+    """`parse` writes the schema of the class by itself."""
+    answer = sync_client.chat.completions.parse(model="toy", messages=HI, response_format=Answer)
+    assert isinstance(answer.choices[0].message.parsed, Answer)
+
+
+async def test_a_stream_is_parsed_by_the_client(async_client):
+    ask = {"model": "toy", "messages": HI, "temperature": 1, "seed": 3}
+    async with async_client.chat.completions.stream(**ask, response_format=Answer) as stream:
+        async for _ in stream:
+            pass
+        final = await stream.get_final_completion()
+    assert isinstance(final.choices[0].message.parsed, Answer)
+
+
+def test_vllms_field_comes_as_an_extra(sync_client):
+    choices = ["yes", "no"]
+    extra = {"structured_outputs": {"choice": choices}}
+    answer = sync_client.chat.completions.create(model="toy", messages=HI, extra_body=extra)
+    assert answer.choices[0].message.content in choices
+    extra = {"structured_outputs": {"json": json.dumps({"const": "yes"})}}
+    assert sync_client.completions.create(model="toy", prompt="a", extra_body=extra).choices[0].text == '"yes"'
 
 
 def test_models(sync_client):

@@ -20,6 +20,7 @@ from penstock.serve.bridge import Stream
 from penstock.serve.call import CallTerms, Owner
 from penstock.serve.runtime import Runtime
 from penstock.types.errors import Rejected
+from penstock.types.matcher import Matcher
 from penstock.types.request import Request, RequestStatus
 from penstock.types.sampling import SamplingParams
 
@@ -36,6 +37,8 @@ class Choice:
     prompt_idx: int
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
+    matcher: Matcher | None = None
+    """If and only if `sampling.follows_grammar`; of this choice alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +143,7 @@ class Service:
                 slo_itl_ns=terms.slo_itl_ns or self.runtime.slo_itl_ns,
                 tenant=terms.owner.tenant,
                 cache_salt=salt,
+                matcher=choice.matcher,
             )
             for choice in choices
         ]

@@ -27,6 +27,7 @@ from penstock.serve.openai.generation import (
     stop_reason,
     stream_answer,
 )
+from penstock.serve.openai.grammars import AskedGrammar, asked_grammar, with_matchers
 from penstock.serve.openai.logprobs import chat_logprobs
 from penstock.serve.openai.messages import render_prompt, template_messages
 from penstock.serve.openai.schemas import ChatCompletionBody
@@ -54,11 +55,13 @@ class ChatEndpoint:
         seed = first_seed(body, runtime)
         data = await http.body()
         num_bytes = len(data)
-        base, messages = await runtime.off_loop.run(num_bytes, lambda: _read(body, runtime))
+        base, grammar, messages = await runtime.off_loop.run(num_bytes, lambda: _read(body, runtime))
         num_chars = sum(len(message["content"]) for message in messages)
         with service.admit(make_ask(body, terms, num_requests=body.num_choices, num_chars=num_chars, data=data)) as place:
             prompt = await runtime.off_loop.run(num_bytes, lambda: _tokenise(body, runtime, messages))
             choices = make_choices(body, runtime.model, [prompt], base, seed)
+            if grammar is not None:
+                choices = await with_matchers(choices, grammar, runtime)
             call = service.open(terms, choices, place)
         with call:
             usage = Usage(choices)
@@ -127,8 +130,9 @@ class ChatEvents:
         return b'}],"usage":' + orjson.dumps(self._usage.body()) + b"}\n\n"
 
 
-def _read(body: ChatCompletionBody, runtime: Runtime) -> tuple[SamplingParams, list[dict[str, Any]]]:
-    return base_sampling(body, runtime.model, runtime.defaults, runtime.tokenizer), template_messages(body.messages)
+def _read(body: ChatCompletionBody, runtime: Runtime) -> tuple[SamplingParams, AskedGrammar | None, list[dict[str, Any]]]:
+    base = base_sampling(body, runtime.model, runtime.defaults, runtime.tokenizer)
+    return base, asked_grammar(body), template_messages(body.messages)
 
 
 def _tokenise(body: ChatCompletionBody, runtime: Runtime, messages: list[dict[str, Any]]) -> PromptTokens:

@@ -30,6 +30,7 @@ from penstock.serve.openai.generation import (
     stop_reason,
     stream_answer,
 )
+from penstock.serve.openai.grammars import AskedGrammar, asked_grammar, with_matchers
 from penstock.serve.openai.logprobs import CompletionLogprobs
 from penstock.serve.openai.prompts import PromptInput, TextPrompt, parse_prompts
 from penstock.serve.openai.schemas import MAX_CHOICES, CompletionBody
@@ -57,11 +58,13 @@ class CompletionsEndpoint:
         seed = first_seed(body, runtime)
         data = await http.body()
         num_bytes = len(data)
-        base, inputs = await runtime.off_loop.run(num_bytes, lambda: _read(body, runtime))
+        base, grammar, inputs = await runtime.off_loop.run(num_bytes, lambda: _read(body, runtime))
         with service.admit(_ask(body, terms, inputs, data)) as place:
             prompts = await runtime.off_loop.run(num_bytes, lambda: [_tokenise(body, runtime, prompt) for prompt in inputs])
             choices = make_choices(body, runtime.model, prompts, base, seed)
             echoes = _echoes(body, inputs, prompts, runtime.tokenizer)
+            if grammar is not None:
+                choices = await with_matchers(choices, grammar, runtime)
             call = service.open(terms, choices, place)
         tokenizer = runtime.tokenizer
         with call:
@@ -159,9 +162,9 @@ def _num_choices(body: CompletionBody, inputs: Sequence[PromptInput]) -> int:
     return num_choices
 
 
-def _read(body: CompletionBody, runtime: Runtime) -> tuple[SamplingParams, list[PromptInput]]:
+def _read(body: CompletionBody, runtime: Runtime) -> tuple[SamplingParams, AskedGrammar | None, list[PromptInput]]:
     base = base_sampling(body, runtime.model, runtime.defaults, runtime.tokenizer)
-    return base, parse_prompts(body.prompt, runtime.model.vocab_size)
+    return base, asked_grammar(body), parse_prompts(body.prompt, runtime.model.vocab_size)
 
 
 def _tokenise(body: CompletionBody, runtime: Runtime, prompt: PromptInput) -> PromptTokens:

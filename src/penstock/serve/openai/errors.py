@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import orjson
@@ -25,6 +26,11 @@ STATUS_CLIENT_CLOSED_REQUEST = 499
 
 _NO_RETRY = {"x-should-retry": "false"}
 """OpenAI's client repeats a 408 by itself, unless it is told not to: the time has passed, and would again."""
+
+_REPLACED: Mapping[str, str] = MappingProxyType(
+    {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
+)
+"""Fields that vLLM had once, and what of `structured_outputs` is in their place there and here."""
 
 _MAX_TOLD_CHARS = 200
 """What comes from the client (a parameter's name, a model's, an id) is told back no longer than this."""
@@ -197,7 +203,7 @@ def from_rejected(rejected: Rejected) -> ApiError:
 
 def failed(detail: str, request_id: str) -> ApiError:
     """500 of one request, by itself: the engine goes on, and the same request may well fail again."""
-    message = f"The request failed: {detail}. The server's log may say more under request id {request_id}."
+    message = f"The request failed: {detail.removesuffix('.')}. The server's log may say more under request id {request_id}."
     return ApiError(500, message, code="internal_error", error_type="server_error")
 
 
@@ -245,7 +251,9 @@ def _explain(error: Mapping[str, Any], param: str) -> str:
     kind, limits = error["type"], error.get("ctx", {})
     match kind:
         case "extra_forbidden":
-            return f"Unknown parameter: '{param}'."
+            replaced = _REPLACED.get(param)
+            remedy = "" if replaced is None else f" Send it as 'structured_outputs': {{'{replaced}': ...}}."
+            return f"Unknown parameter: '{param}'.{remedy}"
         case "too_many_fields":
             names = ", ".join(repr(shorten(name)) for name in limits["names"])
             return f"Unknown parameters: {names} and more."

@@ -15,6 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 from pydantic_core import PydanticCustomError
 
 from penstock.serve.openai.unsupported import NotSupportedYet
+from penstock.text.grammar import MAX_REGEX_CHARS, MAX_SOURCE_CHARS
 from penstock.types.sampling import MAX_LENGTH_PENALTY, MAX_LOGPROBS
 
 MAX_CHOICES = 128
@@ -30,6 +31,8 @@ MAX_TEXT_CHARS = 2**20
 """Characters of one text, unless the model's context holds more; tokenising them takes about a second."""
 MAX_MESSAGES = 2**14
 MAX_TEMPLATE_KWARGS = 256
+MAX_ANSWERS, MAX_ANSWER_CHARS = 4096, 1000
+"""That one can be chosen from."""
 MAX_METADATA, MAX_METADATA_KEY_CHARS, MAX_METADATA_CHARS = 16, 64, 512
 """OpenAI's own limits."""
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
@@ -47,7 +50,8 @@ class Body(BaseModel):
     def _refuse_too_many_fields(cls, value: Any) -> Any:
         # With more fields than there are, some are unknown: a few of them are named, and not all of them counted.
         if isinstance(value, dict) and len(value) > len(cls.model_fields):
-            unknown = (name for name in value if name not in cls.model_fields)
+            known = {field.alias or name for name, field in cls.model_fields.items()}
+            unknown = (name for name in value if name not in known)
             raise PydanticCustomError("too_many_fields", "Too many fields", {"names": list(islice(unknown, 3))})
         return value
 
@@ -61,6 +65,21 @@ def _at_most(num_entries: int) -> BeforeValidator:
         return value
 
     return BeforeValidator(check)
+
+
+def _an_object(value: Any) -> Any:
+    if isinstance(value, dict):
+        return value
+    raise PydanticCustomError("an_object", "Input should be an object")
+
+
+def _an_object_or_text(value: Any) -> Any:
+    if isinstance(value, str) and 0 < len(value) <= MAX_SOURCE_CHARS:
+        return value
+    if isinstance(value, dict):
+        return value
+    message = "Input should be an object, or a string of 1 to {limit} characters that holds one as JSON"
+    raise PydanticCustomError("an_object_or_text", message, {"limit": MAX_SOURCE_CHARS})
 
 
 def _one_or_many(value: Any) -> Any:
@@ -131,6 +150,52 @@ class StreamOptions(Body):
     include_obfuscation: NotSupportedYet = None
 
 
+Schema = Annotated[Any, BeforeValidator(_an_object), WithJsonSchema({"type": "object"})]
+SchemaOrText = Annotated[
+    Any,
+    BeforeValidator(_an_object_or_text),
+    WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string", "minLength": 1, "maxLength": MAX_SOURCE_CHARS}]}),
+]
+"""A schema, or a string that holds one as JSON."""
+
+
+class JsonSchemaFormat(Body):
+    """OpenAI's. The schema is followed as it is, whatever `strict` says."""
+
+    name: Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")]
+    description: str | None = None
+    schema_: Annotated[Schema, Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """OpenAI's word for what an answer must be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(Body):
+    """vLLM's word for what an answer must be: one of the first five fields."""
+
+    json_: Annotated[SchemaOrText | None, Field(alias="json")] = None
+    json_object: bool | None = None
+    regex: Annotated[str, Field(min_length=1, max_length=MAX_REGEX_CHARS)] | None = None
+    choice: (
+        Annotated[
+            list[Annotated[str, Field(min_length=1, max_length=MAX_ANSWER_CHARS)]],
+            Field(min_length=1, max_length=MAX_ANSWERS, fail_fast=True),
+        ]
+        | None
+    ) = None
+    grammar: Annotated[str, Field(min_length=1, max_length=MAX_SOURCE_CHARS)] | None = None
+    """In Lark's notation."""
+    whitespace_pattern: NotSupportedYet = None
+    disable_any_whitespace: NotSupportedYet = None
+    disable_additional_properties: NotSupportedYet = None
+    structural_tag: NotSupportedYet = None
+
+
 class GenerationBody(Body):
     """Fields that both endpoints have. Null is the same as absent."""
 
@@ -167,6 +232,10 @@ class GenerationBody(Body):
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
     """Keep only the last so many prompt tokens; -1: as many as fit beside `max_tokens`, or beside 16 if that is not said."""
 
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    """What is generated follows one of these; see `grammars`."""
+
     return_token_ids: bool | None = None
     priority: Annotated[int, Field(ge=INT32_MIN, le=INT32_MAX)] | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
@@ -180,8 +249,6 @@ class GenerationBody(Body):
 
     store: NotSupportedYet = None
     service_tier: NotSupportedYet = None
-    response_format: NotSupportedYet = None
-    structured_outputs: NotSupportedYet = None
     prompt_logprobs: NotSupportedYet = None
     return_tokens_as_token_ids: NotSupportedYet = None
     logits_processors: NotSupportedYet = None

@@ -1,0 +1,134 @@
+"""The grammar that a body asks its answers to follow, in OpenAI's words or vLLM's, and a matcher of it for every choice.
+
+Called by the endpoints with bodies whose types and ranges were checked already. What a grammar is, only `text.grammar` knows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import orjson
+
+from penstock.serve.openai.errors import invalid
+from penstock.serve.openai.schemas import GenerationBody, ResponseFormat, StructuredOutputs
+from penstock.serve.runtime import Runtime
+from penstock.serve.service import Choice
+from penstock.text.grammar import Grammar, GrammarKind
+from penstock.types.errors import Rejected, RejectReason
+from penstock.types.matcher import Matcher
+
+_KINDS: Mapping[str, GrammarKind] = MappingProxyType(
+    {
+        "json": GrammarKind.JSON_SCHEMA,
+        "json_object": GrammarKind.JSON_OBJECT,
+        "regex": GrammarKind.REGEX,
+        "choice": GrammarKind.CHOICE,
+        "grammar": GrammarKind.LARK,
+    }
+)
+"""By the fields of `structured_outputs`."""
+
+_MAX_INLINE_CHARS = 1 << 15
+"""Of a known grammar, once for each choice: copying that much takes a tenth of a millisecond."""
+
+_NOT_WITH: Mapping[str, str] = MappingProxyType(
+    {
+        "use_beam_search": "a search follows no grammar",
+        "allowed_token_ids": "which tokens may come is said by one of them",
+        "ignore_eos": "an answer that is complete has to be able to end",
+    }
+)
+"""Fields that a grammar excludes, and why."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AskedGrammar:
+    grammar: Grammar
+    param: str
+    """Where it stands in the body."""
+
+
+def asked_grammar(body: GenerationBody) -> AskedGrammar | None:
+    """None if any answer will do. Raises 400 for what is incomplete, said twice, too large, or excluded by another field."""
+    asked = None
+    if body.response_format is not None:
+        asked = _of_format(body.response_format)
+    if body.structured_outputs is not None:
+        if asked is not None:
+            message = "'response_format' and 'structured_outputs' both say what the answer must be: leave one of them out."
+            raise invalid(message, "structured_outputs")
+        asked = _of_outputs(body.structured_outputs)
+    if asked is not None:
+        _check_combinations(body, asked.param.split(".")[0])
+    return asked
+
+
+async def with_matchers(choices: Sequence[Choice], asked: AskedGrammar, runtime: Runtime) -> list[Choice]:
+    """The choices, each with a matcher of its own. Raises 400 if the grammar is none, `Rejected` if too many are being read."""
+    try:
+        matchers = await _matchers(len(choices), asked.grammar, runtime)
+    except Rejected as rejected:
+        if rejected.reason is RejectReason.INVALID:
+            raise invalid(f"'{asked.param}' is refused. {rejected.detail}", asked.param) from rejected
+        raise
+    return [
+        dataclasses.replace(choice, matcher=matcher, sampling=dataclasses.replace(choice.sampling, follows_grammar=True))
+        for choice, matcher in zip(choices, matchers, strict=True)
+    ]
+
+
+async def _matchers(number: int, grammar: Grammar, runtime: Runtime) -> list[Matcher]:
+    """At once if the grammar is known and small, like most: else the way to another thread would be what takes long."""
+    grammars, size = runtime.grammars, number * len(grammar.source)
+    if size <= _MAX_INLINE_CHARS:
+        known = [matcher for matcher in (grammars.known(grammar) for _ in range(number)) if matcher is not None]
+        if len(known) == number:
+            return known
+    return await runtime.off_loop.compile(size, lambda: [grammars.matcher(grammar) for _ in range(number)])
+
+
+def _of_format(asked: ResponseFormat) -> AskedGrammar | None:
+    schema = asked.json_schema
+    if schema is not None and asked.type != "json_schema":
+        param = "response_format.json_schema"
+        raise invalid(f"'{param}' needs 'type': 'json_schema', not '{asked.type}'.", param)
+    match asked.type:
+        case "text":
+            return None
+        case "json_object":
+            return AskedGrammar(Grammar(GrammarKind.JSON_OBJECT, ""), "response_format")
+    if schema is None:
+        raise invalid("Missing required parameter: 'response_format.json_schema'.", "response_format.json_schema")
+    param = "response_format.json_schema.schema"
+    return AskedGrammar(Grammar(GrammarKind.JSON_SCHEMA, _written(schema.schema_, param)), param)
+
+
+def _of_outputs(asked: StructuredOutputs) -> AskedGrammar:
+    values = {"json": asked.json_, **{name: getattr(asked, name) for name in _KINDS if name != "json"}}
+    # `"json_object": false` asks for nothing.
+    given = [name for name, value in values.items() if value is not None and value is not False]
+    if len(given) != 1:
+        names = ", ".join(f"'{name}'" for name in given or _KINDS)
+        rule = f"must have only one of {names}" if given else f"must have one of {names}"
+        raise invalid(f"'structured_outputs' {rule}.", "structured_outputs")
+    [name] = given
+    param, value = f"structured_outputs.{name}", values[name]
+    source = "" if value is True else value if isinstance(value, str) else _written(value, param)
+    return AskedGrammar(Grammar(_KINDS[name], source), param)
+
+
+def _written(value: dict[str, Any] | list[str], param: str) -> str:
+    """As JSON. Raises 400 for what is nested deeply: orjson reads 1,024 levels and writes 254."""
+    try:
+        return orjson.dumps(value).decode()
+    except orjson.JSONEncodeError:
+        raise invalid(f"'{param}' is nested too deeply: make it flatter.", param) from None
+
+
+def _check_combinations(body: GenerationBody, asked_by: str) -> None:
+    for name, reason in _NOT_WITH.items():
+        if getattr(body, name) not in (None, False):
+            raise invalid(f"'{name}' and '{asked_by}' exclude each other, as {reason}: leave one of them out.", name)

@@ -1,0 +1,414 @@
+"""`response_format` and `structured_outputs`: answers that follow a grammar."""
+
+import asyncio
+import json
+import re
+import threading
+
+import httpx
+import pytest
+from harness import LiveServer, running, until
+from test_admission import Held
+from test_completions import events, oracle
+from test_errors import CHAT, COMPLETIONS, check
+
+from penstock.serve.openai.schemas import MAX_ANSWER_CHARS, MAX_ANSWERS
+from penstock.text.grammar import MAX_REGEX_CHARS, MAX_SOURCE_CHARS, Grammar, GrammarKind
+from penstock.types.errors import GrammarFailure
+
+HI = {"messages": [{"role": "user", "content": "hi"}]}
+COLOUR = {"enum": ["red", "green", "blue"]}
+SCHEMA = {
+    "type": "object",
+    "properties": {"colour": COLOUR, "sizes": {"type": "array", "items": COLOUR, "maxItems": 2}},
+    "required": ["colour", "sizes"],
+    "additionalProperties": False,
+}
+
+
+def by_schema(schema, **fields):
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema} | fields}}
+
+
+def outputs(**fields):
+    return {"structured_outputs": fields}
+
+
+async def ask(client, path=CHAT, **body):
+    """The texts of the answer and its finish reasons."""
+    asked = {"temperature": 0, "max_tokens": 300, **(HI if path == CHAT else {"prompt": "Hello"}), **body}
+    response = await client.post(path, json=asked)
+    assert response.status_code == 200, response.text
+    choices = response.json()["choices"]
+    texts = [choice["message"]["content"] if path == CHAT else choice["text"] for choice in choices]
+    return texts, [choice["finish_reason"] for choice in choices]
+
+
+def follows_schema(text):
+    value = json.loads(text)
+    colours = [value["colour"], *value["sizes"]]
+    return set(value) == {"colour", "sizes"} and len(value["sizes"]) <= 2 and set(colours) <= set(COLOUR["enum"])
+
+
+def matches(pattern):
+    return lambda text: re.fullmatch(pattern, text) is not None
+
+
+ASKED = {
+    "json_schema": (by_schema(SCHEMA), follows_schema),
+    "json_schema, not strict": (by_schema(SCHEMA, strict=False, description="Which colour?"), follows_schema),
+    "json": (outputs(json=SCHEMA), follows_schema),
+    "json as text": (outputs(json=json.dumps(SCHEMA)), follows_schema),
+    "regex": (outputs(regex="[a-c]{2}-[0-9]{3}"), matches("[a-c]{2}-[0-9]{3}")),
+    "choice": (outputs(choice=["yes", "no", "Größe"]), lambda text: text in ("yes", "no", "Größe")),
+    "grammar": (outputs(grammar='start: ("ab" | "c") ("-" /[0-9]/)'), matches("(ab|c)-[0-9]")),
+    "nothing else": (outputs(regex="x{3}", json_object=False, whitespace_pattern=None), matches("x{3}")),
+}
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("kind", ASKED)
+async def test_an_answer_follows_what_was_asked_for_and_then_ends(client, kind, path):
+    fields, follows = ASKED[kind]
+    for temperature, seed in ((0, 0), (1, 1), (1, 2)):
+        [text], [reason] = await ask(client, path, temperature=temperature, seed=seed, **fields)
+        assert follows(text), text
+        assert reason == "stop"
+
+
+@pytest.mark.parametrize("fields", [{"response_format": {"type": "json_object"}}, outputs(json_object=True)])
+async def test_any_object_will_do(client, fields):
+    """The model of these tests says anything for ever, so that most answers are cut off: all begin as an object does."""
+    num_whole = 0
+    for seed in range(20):
+        [text], [reason] = await ask(client, temperature=1, seed=seed, max_tokens=400, **fields)
+        assert text.lstrip().startswith("{")
+        if reason == "stop":
+            num_whole += isinstance(json.loads(text), dict)
+        else:
+            assert reason == "length"
+    assert num_whole
+
+
+async def test_an_answer_that_is_cut_off_says_so(client):
+    texts, reasons = await ask(client, max_tokens=4, **outputs(regex="[a-c]{5}"))
+    assert matches("[a-c]{4}")(texts[0])
+    assert reasons == ["length"]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_every_choice_follows_the_grammar_for_itself(client, path):
+    texts, reasons = await ask(client, path, n=6, temperature=1, seed=3, **outputs(regex="[a-z]{2,9}!"))
+    assert all(map(matches("[a-z]{2,9}!"), texts))
+    assert len(set(map(len, texts))) > 1
+    assert reasons == ["stop"] * 6
+
+
+async def test_every_prompt_follows_it(client):
+    texts, reasons = await ask(client, COMPLETIONS, prompt=["a", "b"], n=2, temperature=1, **outputs(regex="[a-z]{2,9}!"))
+    assert all(map(matches("[a-z]{2,9}!"), texts))
+    assert reasons == ["stop"] * 4
+
+
+async def test_what_is_echoed_is_no_part_of_it(client):
+    texts, _ = await ask(client, COMPLETIONS, prompt="Hello", echo=True, **outputs(choice=["yes"]))
+    assert texts == ["Helloyes"]
+
+
+async def test_a_continued_message_is_no_part_of_it(client):
+    messages = [*HI["messages"], {"role": "assistant", "content": "I say: "}]
+    texts, _ = await ask(client, messages=messages, continue_final_message=True, **outputs(choice=["yes"]))
+    assert texts == ["yes"]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_a_stream_says_the_same(client, path):
+    body = {"temperature": 0, "max_tokens": 300, **by_schema(SCHEMA), "stream": True, **HI}
+    if path == COMPLETIONS:
+        body["prompt"] = "Hello"
+        del body["messages"]
+    [whole], _ = await ask(client, path, **by_schema(SCHEMA))
+    sent, is_done = events((await client.post(path, json=body)).text)
+    choices = [event["choices"][0] for event in sent]
+    pieces = [choice["delta"].get("content", "") if path == CHAT else choice["text"] for choice in choices]
+    assert "".join(pieces) == whole
+    assert follows_schema(whole)
+    assert choices[-1]["finish_reason"] == "stop"
+    assert is_done
+
+
+async def test_a_stop_string_ends_it_earlier(client):
+    [text], [reason] = await ask(client, stop=["a", "b"], temperature=1, seed=1, **outputs(regex="[a-d]{8}!"))
+    assert matches("[cd]*")(text)
+    assert reason == "stop"
+
+
+async def test_a_complete_answer_ends_before_min_tokens(client):
+    assert await ask(client, min_tokens=20, **outputs(choice=["yes"])) == (["yes"], ["stop"])
+
+
+async def test_logprobs_are_of_the_tokens_that_were_taken(client):
+    body = HI | {"logprobs": True, "top_logprobs": 2, "max_tokens": 50} | outputs(regex="[a-c]{5}")
+    choice = (await client.post(CHAT, json=body)).json()["choices"][0]
+    told = [entry["token"] for entry in choice["logprobs"]["content"]]
+    assert "".join(told[:5]) == choice["message"]["content"]
+
+
+async def test_text_is_no_grammar(client):
+    [text], _ = await ask(client, COMPLETIONS, max_tokens=16, response_format={"type": "text"})
+    assert text == oracle("Hello")
+    [text], _ = await ask(client, COMPLETIONS, max_tokens=16, response_format={"type": "text"}, **outputs(choice=["yes"]))
+    assert text == "yes"
+
+
+def deep(depth):
+    schema = {}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+FORMAT, SCHEMA_PARAM = "response_format", "response_format.json_schema.schema"
+BAD = [
+    ({"response_format": "json_object"}, FORMAT),
+    ({"response_format": {}}, "response_format.type"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema"),
+    ({"response_format": {"type": "json_object", "json_schema": {"name": "a", "schema": {}}}}, "response_format.json_schema"),
+    ({"response_format": {"type": "text", "json_schema": {"name": "a", "schema": {}}}}, "response_format.json_schema"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": None}}, "response_format.json_schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, SCHEMA_PARAM),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}, "response_format.json_schema.name"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "name": ""}}},
+        "response_format.json_schema.name",
+    ),
+    (by_schema({}, name="a b"), "response_format.json_schema.name"),
+    (by_schema({}, name="a" * 65), "response_format.json_schema.name"),
+    (by_schema({}, strict="yes"), "response_format.json_schema.strict"),
+    (by_schema({}, lax=True), "response_format.json_schema.lax"),
+    (by_schema(None), SCHEMA_PARAM),
+    (by_schema([]), SCHEMA_PARAM),
+    (by_schema("{}"), SCHEMA_PARAM),
+    (by_schema({"type": "nothing"}), SCHEMA_PARAM),
+    (by_schema({"$ref": "#/$defs/nowhere"}), SCHEMA_PARAM),
+    (by_schema(deep(400)), SCHEMA_PARAM),
+    (by_schema({"enum": ["x" * MAX_SOURCE_CHARS]}), SCHEMA_PARAM),
+    (outputs(), "structured_outputs"),
+    (outputs(json_object=False), "structured_outputs"),
+    (outputs(json={}, regex="a"), "structured_outputs"),
+    (outputs(json_object=True, choice=["a"]), "structured_outputs"),
+    (outputs(json_object=1), "structured_outputs.json_object"),
+    (outputs(json=[]), "structured_outputs.json"),
+    (outputs(json=""), "structured_outputs.json"),
+    (outputs(json="{"), "structured_outputs.json"),
+    (outputs(json="[]"), "structured_outputs.json"),
+    (outputs(json="[" * 100_000), "structured_outputs.json"),
+    (outputs(json=deep(400)), "structured_outputs.json"),
+    (outputs(regex=""), "structured_outputs.regex"),
+    (outputs(regex="(a"), "structured_outputs.regex"),
+    (outputs(regex="a" * (MAX_REGEX_CHARS + 1)), "structured_outputs.regex"),
+    (outputs(regex=["a"]), "structured_outputs.regex"),
+    (outputs(choice="a"), "structured_outputs.choice"),
+    (outputs(choice=[]), "structured_outputs.choice"),
+    (outputs(choice=["a", ""]), "structured_outputs.choice[1]"),
+    (outputs(choice=["a", 1]), "structured_outputs.choice[1]"),
+    (outputs(choice=["x" * (MAX_ANSWER_CHARS + 1)]), "structured_outputs.choice[0]"),
+    (outputs(choice=["x"] * (MAX_ANSWERS + 1)), "structured_outputs.choice"),
+    (outputs(choice=["x" * MAX_ANSWER_CHARS] * MAX_ANSWERS), "structured_outputs.choice"),
+    (outputs(grammar="a" * (MAX_SOURCE_CHARS + 1)), "structured_outputs.grammar"),
+    (outputs(grammar=""), "structured_outputs.grammar"),
+    (outputs(grammar="root ::= 'a'"), "structured_outputs.grammar"),
+    (outputs(grammar="start: nowhere"), "structured_outputs.grammar"),
+    (outputs(structural_tag="{}"), "structured_outputs.structural_tag"),
+    (outputs(whitespace_pattern=" "), "structured_outputs.whitespace_pattern"),
+    (outputs(disable_any_whitespace=True), "structured_outputs.disable_any_whitespace"),
+    (outputs(disable_additional_properties=True), "structured_outputs.disable_additional_properties"),
+    (outputs(backend="xgrammar"), "structured_outputs.backend"),
+    (outputs(regex="a", **{f"z{i}": 1 for i in range(20)}), "structured_outputs.z0"),
+]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize(("fields", "param"), BAD, ids=lambda value: str(value)[:70])
+async def test_what_is_no_grammar_is_named(client, fields, param, path):
+    body = {"prompt": "a"} if path == COMPLETIONS else HI
+    error = check(await client.post(path, json=body | fields), 400, "invalid_request_error", param)
+    assert param.removeprefix("structured_outputs.z") in error["message"]
+    assert len(error["message"]) < 1000
+
+
+@pytest.mark.parametrize("name", ["json", "regex", "choice", "grammar"])
+async def test_vllms_older_fields_are_told_their_new_place(client, name):
+    response = await client.post(CHAT, json=HI | {f"guided_{name}": "a"})
+    error = check(response, 400, "invalid_request_error", f"guided_{name}")
+    assert f"'structured_outputs': {{'{name}': ...}}" in error["message"]
+
+
+FORMATS = {"response_format": {"response_format": {"type": "json_object"}}, "structured_outputs": outputs(regex="a")}
+
+
+@pytest.mark.parametrize("given", FORMATS)
+@pytest.mark.parametrize("fields", [{"allowed_token_ids": [70]}, {"use_beam_search": True}, {"ignore_eos": True}], ids=str)
+async def test_what_a_grammar_excludes_is_named_with_it(client, fields, given):
+    [name] = fields
+    error = check(await client.post(CHAT, json=HI | FORMATS[given] | fields), 400, "invalid_request_error", name)
+    assert f"'{name}' and '{given}' exclude each other" in error["message"]
+
+
+async def test_two_grammars_are_one_too_many(client):
+    response = await client.post(CHAT, json=HI | FORMATS["response_format"] | FORMATS["structured_outputs"])
+    error = check(response, 400, "invalid_request_error", "structured_outputs")
+    assert "'response_format' and 'structured_outputs'" in error["message"]
+
+
+async def test_values_of_excluded_fields_that_ask_for_nothing_are_taken(client):
+    texts, _ = await ask(client, use_beam_search=False, ignore_eos=False, allowed_token_ids=None, **outputs(choice=["yes"]))
+    assert texts == ["yes"]
+
+
+class Compiling:
+    """In place of the runtime's grammars: notes where it is asked for a matcher, and waits until the test lets it go on."""
+
+    def __init__(self, grammars):
+        self.asked: list[Grammar] = []
+        self.threads: list[str] = []
+        self.may_go_on = threading.Event()
+        self._grammars = grammars
+
+    def known(self, grammar):
+        return self._grammars.known(grammar)
+
+    def matcher(self, grammar):
+        self.asked.append(grammar)
+        self.threads.append(threading.current_thread().name)
+        assert self.may_go_on.wait(20)
+        return self._grammars.matcher(grammar)
+
+
+@pytest.fixture
+def compiling(runtime):
+    runtime.grammars = compiling = Compiling(runtime.grammars)
+    yield compiling
+    compiling.may_go_on.set()
+
+
+async def test_others_are_answered_while_a_grammar_is_compiled(client, compiling):
+    slow = asyncio.create_task(ask(client, **outputs(regex="[ab]{3}")))
+    await until(lambda: compiling.asked)
+    assert (await ask(client, COMPLETIONS, prompt="Hello", max_tokens=16))[0] == [oracle("Hello")]
+    assert not slow.done()
+    compiling.may_go_on.set()
+    [text], _ = await slow
+    assert matches("[ab]{3}")(text)
+    assert compiling.threads == ["penstock-grammars_0"]
+    assert compiling.asked == [Grammar(GrammarKind.REGEX, "[ab]{3}")]
+
+
+async def test_a_known_grammar_goes_no_long_way(client, compiling):
+    compiling.may_go_on.set()
+    for n in (1, 3):
+        texts, _ = await ask(client, n=n, **outputs(regex="[ab]{3}"))
+        assert all(map(matches("[ab]{3}"), texts))
+    assert len(compiling.asked) == 1
+
+
+async def test_a_large_one_is_copied_elsewhere(client, compiling):
+    compiling.may_go_on.set()
+    words = [f"{number:05}" + "x" * 900 for number in range(50)]
+    for _ in range(2):
+        [text], _ = await ask(client, max_tokens=1000, **outputs(choice=words))
+        assert text in words
+    assert compiling.threads == ["penstock-grammars_0"] * 2
+
+
+async def test_an_overloaded_server_compiles_nothing():
+    async with Held(max_queue=1) as held:
+        runtime = held.server.runtime
+        runtime.grammars = compiling = Compiling(runtime.grammars)
+        waiting = asyncio.create_task(held.client.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 1}))
+        await until(lambda: runtime.engine.load().num_waiting == 1)
+        check(await held.client.post(CHAT, json=HI | outputs(regex="a")), 429, "overloaded")
+        assert not compiling.asked
+        held.executor.open()
+        assert (await waiting).status_code == 200
+
+
+async def test_a_prompt_that_does_not_fit_costs_no_grammar(client, compiling):
+    response = await client.post(COMPLETIONS, json={"prompt": "x" * 3000} | outputs(regex="a"))
+    check(response, 400, "context_length_exceeded", "prompt")
+    assert not compiling.asked
+
+
+class FailingMatcher:
+    """Can't take the third token, once the test lets it look at it."""
+
+    def __init__(self, inner, may_fail):
+        self.mask = inner.mask
+        self._inner, self._may_fail, self._num_accepted = inner, may_fail, 0
+
+    def accept(self, token_ids):
+        self._num_accepted += len(token_ids)
+        if self._num_accepted >= 3:
+            assert self._may_fail.wait(20)
+            raise GrammarFailure("the grammar became too large.")
+        self._inner.accept(token_ids)
+
+
+@pytest.fixture
+def may_fail(runtime, monkeypatch):
+    """Set when a matcher of the runtime's may fail."""
+    may_fail, grammars = threading.Event(), runtime.grammars
+    monkeypatch.setattr(runtime, "grammars", Compiling(grammars))
+    monkeypatch.setattr(runtime.grammars, "matcher", lambda grammar: FailingMatcher(grammars.matcher(grammar), may_fail))
+    yield may_fail
+    may_fail.set()
+
+
+async def test_a_grammar_that_fails_on_the_way_fails_its_own_request_only(client, runtime, may_fail):
+    may_fail.set()
+    other = asyncio.create_task(ask(client, COMPLETIONS, max_tokens=16))
+    error = check(await client.post(CHAT, json=HI | outputs(regex="[ab]{9}") | {"request_id": "mine"}), 500, "internal_error")
+    assert "failed: the grammar became too large. The server's log" in error["message"]
+    assert "mine" in error["message"]
+    assert (await other)[0] == [oracle("Hello")]
+    await until(lambda: runtime.bridge.num_open_requests == 0)
+
+
+async def test_a_stream_whose_grammar_fails_says_so(runtime, may_fail):
+    body = HI | outputs(regex="[ab]{9}") | {"stream": True}
+    text = ""
+    with LiveServer(runtime) as server:
+        async with (
+            httpx.AsyncClient(base_url=server.url, timeout=20) as client,
+            client.stream("POST", CHAT, json=body) as answer,
+        ):
+            assert answer.status_code == 200
+            async for part in answer.aiter_text():
+                text += part
+                may_fail.set()
+    sent, is_done = events(text)
+    assert not is_done
+    assert "the grammar became too large" in sent[-1]["error"]["message"]
+    assert sent[-1]["error"]["code"] == "internal_error"
+
+
+async def test_the_document_describes_the_fields(client):
+    schemas = (await client.get("/openapi.json")).json()["components"]["schemas"]
+    assert set(schemas["StructuredOutputs"]["properties"]) >= {"json", "json_object", "regex", "choice", "grammar"}
+    assert set(schemas["JsonSchemaFormat"]["properties"]) == {"name", "description", "schema", "strict"}
+    assert schemas["JsonSchemaFormat"]["required"] == ["name", "schema"]
+    assert schemas["ResponseFormat"]["properties"]["type"]["enum"] == ["text", "json_object", "json_schema"]
+    for body in ("CompletionBody", "ChatCompletionBody"):
+        assert {"$ref": "#/components/schemas/ResponseFormat"} in schemas[body]["properties"]["response_format"]["anyOf"]
+
+
+async def test_many_grammars_at_once_keep_apart():
+    with running() as server:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+            letters = "abcdefghijkl"
+            bodies = [outputs(regex=f"{letter}{{{3 + number}}}") for number, letter in enumerate(letters)] * 3
+            answers = await asyncio.gather(*[ask(client, temperature=1, seed=i, **body) for i, body in enumerate(bodies)])
+    expected = [letter * (3 + number) for number, letter in enumerate(letters)] * 3
+    assert [text for [text], _ in answers] == expected
