@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -89,6 +90,41 @@ def test_bytes_that_are_not_text_are_told(environment: dict[str, str], tiny_mode
             assert result.returncode == 1
             assert b"came through the pipe is not UTF-8 text" in result.stderr
             assert b"Traceback" not in result.stderr
+
+
+def test_an_answer_follows_a_schema(penstock: Penstock, tiny_model: Path, tmp_path: Path) -> None:
+    schema = {"type": "object", "properties": {"is_river": {"type": "boolean"}}, "required": ["is_river"]}
+    path = tmp_path / "schema.json"
+    path.write_text(json.dumps(schema | {"additionalProperties": False}))
+    result = penstock("run", tiny_model, "in the", *FAST, "--json-schema", path)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["is_river"] in (True, False)
+    assert "[cut off" not in result.stderr
+
+
+def test_an_answer_matches_a_regex(penstock: Penstock, tiny_model: Path) -> None:
+    result = penstock("run", tiny_model, "in the", *FAST, "--raw", "--regex", "(yes|no)!")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout in ("yes!\n", "no!\n")
+
+
+def test_what_no_answer_can_follow_is_told(penstock: Penstock, tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "latin").write_bytes(b"\xff")
+    (tmp_path / "wrong").write_text("{")
+    for option, value, status, word in (
+        ("--regex", "(a", 1, "regex"),
+        ("--regex", "", 2, "--regex"),
+        ("--json-schema", "wrong", 1, "not JSON"),
+        ("--json-schema", "latin", 1, "can't be read"),
+        ("--json-schema", "nowhere", 1, "can't be read"),
+    ):
+        result = penstock("run", tiny_model, "in the", *FAST, option, value)
+        assert result.returncode == status, result.stderr
+        assert word in result.stderr
+        assert "Traceback" not in result.stderr
+    result = penstock("run", tiny_model, "a", "--regex", "a", "--json-schema", "wrong")
+    assert result.returncode == 2
+    assert "--json-schema and --regex" in result.stderr
 
 
 def test_an_answer_that_was_cut_off_says_so(penstock: Penstock, tiny_model: Path) -> None:

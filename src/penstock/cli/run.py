@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
 from penstock.cli.options import EPILOG, GroupedCommand, model_option
-from penstock.cli.talk_options import sampling_choices, talk_config, talk_options
+from penstock.cli.talk_options import NotEmpty, sampling_choices, talk_config, talk_options
 from penstock.types.errors import PenstockError
+
+if TYPE_CHECKING:
+    from penstock.text.grammar import Grammar
 
 
 @click.command(cls=GroupedCommand, epilog=EPILOG)
 @click.argument("words", nargs=-1, metavar="[MODEL] PROMPT")
 @talk_options
+@click.option(
+    "--json-schema", type=click.Path(path_type=Path), metavar="FILE", help="The answer is JSON that follows the schema in FILE."
+)
+@click.option("--regex", type=NotEmpty(), metavar="REGEX", help="The answer matches REGEX from its beginning to its end.")
 @click.option("--raw", is_flag=True, help="Continue the text; no chat template.")
 @model_option
 def run(words: tuple[str, ...], **values: Any) -> None:
@@ -28,11 +36,14 @@ def run(words: tuple[str, ...], **values: Any) -> None:
       penstock run "Name three rivers."
       cat notes.txt | penstock run "Summarise:"
       cat notes.txt | penstock run smollm2:135m
+      penstock run --regex "yes|no" "Is the Rhine a river?"
 
     A single argument is the MODEL if it names one; the prompt then comes through the pipe.
     """
     if values["raw"]:
         _refuse_of_chats("system", "chat_template")
+    if values["json_schema"] is not None and values["regex"] is not None:
+        raise click.UsageError("--json-schema and --regex both say what the answer is: leave one of them out.")
     piped = "" if sys.stdin is None or sys.stdin.isatty() else _read_pipe()
     model, prompt = split_words(words)
     if model is not None:
@@ -85,13 +96,26 @@ def _names_a_model(word: str) -> bool:
     return True
 
 
+def _grammar(values: dict[str, Any]) -> Grammar | None:
+    from penstock.text.grammar import Grammar, GrammarKind
+
+    path: Path | None = values["json_schema"]
+    if path is not None:
+        try:
+            return Grammar(GrammarKind.JSON_SCHEMA, path.expanduser().read_text("utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            remedy = "Name a file with a JSON schema, in UTF-8."
+            raise PenstockError(f"--json-schema: {path} can't be read: {error}.", remedy=remedy) from None
+    return None if values["regex"] is None else Grammar(GrammarKind.REGEX, values["regex"])
+
+
 def _answer(text: str, values: dict[str, Any]) -> None:
     from penstock.cli.session import CUT_OFF, Session, stats_line
     from penstock.cli.start import start_runtime
     from penstock.types.request import FinishReason
 
-    runtime = start_runtime(talk_config(values))
-    with Session(runtime, sampling_choices(values)) as session:
+    choices = replace(sampling_choices(values), grammar=_grammar(values))
+    with Session(start_runtime(talk_config(values)), choices) as session:
         if values["raw"]:
             session.ask_raw(text)
         else:

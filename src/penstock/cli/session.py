@@ -16,6 +16,7 @@ from penstock.types.sampling import SamplingParams
 if TYPE_CHECKING:
     from penstock.engine.ports import OutputChunk
     from penstock.serve.runtime import Runtime
+    from penstock.text.grammar import Grammar
 
 
 CUT_OFF = "[cut off: --max-tokens or the model's context is used up]"
@@ -33,6 +34,8 @@ class SamplingChoices:
     min_p: float
     seed: int | None
     stop: tuple[str, ...]
+    grammar: Grammar | None = None
+    """What the answer has to follow."""
 
 
 @dataclass(slots=True)
@@ -116,8 +119,10 @@ class Session:
             seed=sources.draw_seed() if choices.seed is None else choices.seed % (1 << 64),
             stop_token_ids=model.eos_token_ids,
             stop=choices.stop,
+            follows_grammar=choices.grammar is not None,
         )
-        return Request(sources.new_request_id(), tuple(token_ids), sampling, arrival_ns=self.answer.asked_ns)
+        matcher = None if choices.grammar is None else self._runtime.grammars.matcher(choices.grammar)
+        return Request(sources.new_request_id(), tuple(token_ids), sampling, arrival_ns=self.answer.asked_ns, matcher=matcher)
 
 
 def stats_line(answer: Answer) -> str:
