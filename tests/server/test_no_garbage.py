@@ -5,6 +5,7 @@ live already. Where tens of thousands live that is megabytes, after minutes or h
 """
 
 import gc
+import itertools
 import socket
 import tracemalloc
 from collections import Counter
@@ -79,7 +80,20 @@ def overdue(server: LiveServer) -> None:
         read_all(connection)
 
 
+def new_grammar() -> Callable[[LiveServer], None]:
+    """Of each request another, so that each is compiled."""
+    numbers = itertools.count(1)
+
+    def once(server: LiveServer) -> None:
+        served("/v1/chat/completions", CHAT | {"structured_outputs": {"regex": f"a{{{next(numbers)}}}"}})(server)
+
+    return once
+
+
 KINDS = {
+    "known grammar": served("/v1/chat/completions", CHAT | {"structured_outputs": {"choice": ["yes"]}, "stream": True, "n": 2}),
+    "new grammar": new_grammar(),
+    "refused grammar": served("/v1/chat/completions", CHAT | {"structured_outputs": {"regex": "("}}, 400),
     "stream": served("/v1/completions", COMPLETION | {"stream": True}),
     "whole": served("/v1/completions", COMPLETION),
     "choices": served("/v1/completions", COMPLETION | {"n": 3, "stream": True, "temperature": 1}),

@@ -95,7 +95,10 @@ class _Line:
             raise _shutting_down() from error
         self._add(1, size)
         future.add_done_callback(lambda _future: self._add(-1, -size))
-        return await _result_of(future)
+        try:
+            return await _result_of(future)
+        finally:
+            del future  # it has what the work raised, and that has this frame
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -114,6 +117,8 @@ async def _result_of(future: Future[_Result]) -> _Result:
         if future.cancelled() and task is not None and not task.cancelling():
             raise _shutting_down() from None
         raise
+    finally:
+        del future  # as above
 
 
 def _shutting_down() -> Rejected:

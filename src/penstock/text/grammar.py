@@ -113,7 +113,10 @@ class Grammars:
                 compiling = pool.submit(compile_grammar, lark, grammar.kind, self._tokens, limits)
             finally:
                 threading.stack_size(usual_bytes)
-            compiled = compiling.result()
+            try:
+                compiled = compiling.result()
+            finally:
+                del compiling  # it has what was raised, and that has this frame
         self._keep(grammar, compiled)
         return compiled
 
