@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 MAX_SOURCE_CHARS = 1 << 16
 MAX_REGEX_CHARS = 1 << 13
 """Some take the square of their length to compile."""
-STACK_BYTES = 1 << 28
-"""Of the thread that compiles, as llguidance calls itself for each rule inside a rule. Chains of rules in the longest source
-take up to 40 MB of it."""
+STACK_BYTES = 1 << 27
+"""Of the thread that compiles, as llguidance calls itself for each rule inside a rule: chains of rules in the longest source
+take between 8 and 16 MiB of it, and a thread has 8 MiB as a rule."""
 MAX_KEPT = 32
 """Grammars that are kept compiled; the one that was not used for the longest time goes first."""
 MAX_KEPT_CHARS = 1 << 20

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class Limits:
     """Of one grammar, in llguidance's own units. Those of `benchmarks/grammar_cases.py` need a tenth of each.
 
-    25,000 states of the lexer take some 20 MB, and 50,000 fuel 5 ms; an object of 500 fields that may all be left out needs
-    all of the other two.
+    25,000 states of the lexer take 10 to 45 MB, and 50,000 fuel up to 13 ms; an object of 500 fields that may all be left out
+    needs all of the last two.
     """
 
     initial_lexer_fuel: int = 1_000_000
@@ -40,7 +40,7 @@ class Limits:
 
 JSON_LIMITS = Limits()
 LARK_LIMITS = replace(JSON_LIMITS, max_items_in_row=300, step_max_items=20_000)
-"""Ambiguous rules cost the square of the items in a row: a mask takes up to 5 ms so, and 220 with llguidance's own limits."""
+"""Ambiguous rules cost the square of the items in a row: a mask takes up to 8 ms so, and 220 with llguidance's own limits."""
 MAX_ANSWERS = 64
 """Of one compiled grammar, as its answers share what was found of it, and its limits: the next one starts anew."""
 

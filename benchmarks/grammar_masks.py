@@ -1,0 +1,109 @@
+"""What does it cost to follow a grammar? Time on the host, per token of an answer and per grammar; no model computes anything.
+
+    python benchmarks/grammar_masks.py                                # the default model's vocabulary
+    python benchmarks/grammar_masks.py --model ./Qwen2.5-Coder-1.5B-Instruct-Q4_K_M.gguf
+
+Answers that people may ask for (`grammar_cases.py`) are cut into tokens as the model would write them, and followed: a mask,
+then the token. `first` is the first answer to a grammar, `again` one to the same grammar later, when what was found on the way
+is known. That is what each row with a grammar adds between two steps of the engine. Compiling a grammar includes its first
+mask. `vocabulary` is what the first grammar of a server waits for besides. Wall time on one thread, in microseconds, over all
+rounds, each of which knows nothing of the one before. The last line printed is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from grammar_cases import CASES
+from peaks import context
+
+from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
+from penstock.models.gguf import load_gguf
+from penstock.text.grammar import Grammar, GrammarKind, Grammars
+from penstock.text.tokenizer import Tokenizer, load_tokenizer
+from penstock.types.matcher import Matcher
+
+ROUNDS = 3
+
+
+class Times:
+    """Nanoseconds of what was done, by name."""
+
+    def __init__(self) -> None:
+        self._ns: dict[str, list[int]] = {}
+
+    @contextmanager
+    def of(self, name: str) -> Iterator[None]:
+        begin_ns = time.perf_counter_ns()
+        yield
+        self._ns.setdefault(name, []).append(time.perf_counter_ns() - begin_ns)
+
+    def follow(self, when: str, matcher: Matcher, token_ids: list[int]) -> None:
+        for token_id in token_ids:
+            with self.of(f"mask, {when}"):
+                mask = matcher.mask()
+            if not mask[token_id // 8] >> token_id % 8 & 1:
+                raise ValueError("the answer does not follow its grammar")
+            with self.of(f"accept, {when}"):
+                matcher.accept((token_id,))
+
+    def add_all(self, other: Times) -> None:
+        for name, values in other._ns.items():
+            self._ns.setdefault(name, []).extend(values)
+
+    def summary(self) -> dict[str, dict[str, float]]:
+        """Microseconds."""
+        return {
+            name: {
+                "median": round(statistics.median(values) / 1e3, 1),
+                "p99": round(sorted(values)[len(values) * 99 // 100] / 1e3, 1),
+                "worst": round(max(values) / 1e3, 1),
+                "count": len(values),
+            }
+            for name, values in self._ns.items()
+        }
+
+
+def measure_round(times: dict[str, Times], tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Every case with grammars that know nothing yet."""
+    grammars = Grammars(tokenizer, vocab_size=vocab_size)
+    with times["all"].of("vocabulary"):
+        grammars.matcher(Grammar(GrammarKind.REGEX, "a"))
+    for case in CASES:
+        mine = times.setdefault(case.name, Times())
+        for when, made in (("first", "matcher, new grammar"), ("again", "matcher, known grammar")):
+            for answer in case.answers:
+                with mine.of(made):
+                    matcher = grammars.matcher(case.grammar)
+                made = "matcher, known grammar"
+                mine.follow(when, matcher, [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_ids[0]])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    args = parser.parse_args()
+    model = load_gguf(resolve(args.model, default_cache_dir()).path)
+    tokenizer = load_tokenizer(model.tokenizer_source, eos_token_ids=model.eos_token_ids)
+    times = {"all": Times()}
+    for _ in range(args.rounds):
+        measure_round(times, tokenizer, model.spec.vocab_size)
+    for case in CASES:
+        times["all"].add_all(times[case.name])
+    summaries = {name: times[name].summary() for name in (*(case.name for case in CASES), "all")}
+    for name, summary in summaries.items():
+        print(name)
+        for what, figures in summary.items():
+            print(f"  {what:24}", ", ".join(f"{key} {value}" for key, value in figures.items()), flush=True)
+    found = {"model": args.model, "vocab_size": model.spec.vocab_size, "us": summaries}
+    print(json.dumps({"benchmark": "grammar_masks", **context(1, ""), **found}))
+
+
+if __name__ == "__main__":
+    main()
