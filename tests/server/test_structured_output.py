@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import threading
+from pathlib import Path
 
 import httpx
 import pytest
@@ -402,6 +403,26 @@ async def test_the_document_describes_the_fields(client):
     assert schemas["ResponseFormat"]["properties"]["type"]["enum"] == ["text", "json_object", "json_schema"]
     for body in ("CompletionBody", "ChatCompletionBody"):
         assert {"$ref": "#/components/schemas/ResponseFormat"} in schemas[body]["properties"]["response_format"]["anyOf"]
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "structured-output.md").read_text(encoding="utf-8")
+EXAMPLES = re.findall(r"^curl \S+(/v1/\S+) .*? -d '(.*?)'$", PAGE, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize(("path", "content"), EXAMPLES, ids=[path for path, _ in EXAMPLES])
+async def test_what_the_page_shows_works(client, path, content):
+    body = json.loads(content)
+    assert {"response_format", "structured_outputs"} & set(body)
+    [text], reasons = await ask(client, path, **body | {"model": "toy", "max_tokens": 1000})
+    assert reasons == ["stop"]
+    if "response_format" in body:
+        assert set(json.loads(text)) == set(body["response_format"]["json_schema"]["schema"]["required"])
+    else:
+        assert text in body["structured_outputs"]["choice"]
+
+
+def test_the_page_has_an_example_of_each_route():
+    assert {path for path, _ in EXAMPLES} == {COMPLETIONS, CHAT}
 
 
 async def test_many_grammars_at_once_keep_apart():
