@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from penstock.clock import VirtualClock
+from penstock.engine.following import BROKEN
 from penstock.engine.loop import Engine
 from penstock.engine.output import OutputStage
 from penstock.engine.ports import OutputChunk
@@ -168,6 +169,46 @@ def test_a_grammar_that_fails_ends_its_own_request_alone(depth, with_other):
     if with_other:
         assert rig.tokens_of("b") == expected(others[0]).token_ids
         assert rig.tokens_of("c") == expected(others[1], grammar(8)).token_ids
+
+
+class Panic(BaseException):
+    """As pyo3's, which is no Exception."""
+
+
+class Breaking(HashMatcher):
+    """Breaks in one of its methods after three tokens."""
+
+    def __init__(self, method: str, error: BaseException) -> None:
+        super().__init__(MODEL.vocab_size)
+        self._method, self._error = method, error
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        super().accept(token_ids)
+        self._break("accept")
+
+    def mask(self) -> bytes:
+        self._break("mask")
+        return super().mask()
+
+    def _break(self, method: str) -> None:
+        if method == self._method and len(self.token_ids) == 3:
+            raise self._error
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("method", ["accept", "mask"])
+@pytest.mark.parametrize("error", [RuntimeError("of a library"), Panic("of a library")], ids=repr)
+def test_a_matcher_that_breaks_ends_its_own_request_alone(depth, method, error, caplog):
+    rig = Rig(depth)
+    others = [make_request("b", 3, max_tokens=9), make_request("c", 4, max_tokens=7, matcher=grammar(8))]
+    rig.run(make_request("a", 3, max_tokens=9, matcher=Breaking(method, error)), *others)
+    end = rig.end_of("a")
+    assert end.finish_reason is FinishReason.ERROR
+    assert end.detail == BROKEN
+    assert len(rig.tokens_of("a")) == 3
+    assert "of a library" in caplog.text
+    assert rig.tokens_of("b") == expected(others[0]).token_ids
+    assert rig.tokens_of("c") == expected(others[1], grammar(8)).token_ids
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -4,6 +4,7 @@ ends a request itself.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 
 from penstock.types.errors import GrammarFailure
@@ -11,6 +12,10 @@ from penstock.types.events import TokenEvent
 from penstock.types.matcher import Matcher
 from penstock.types.plan import StepPlan
 from penstock.types.request import Request
+
+_logger = logging.getLogger(__name__)
+
+BROKEN = "what the grammar of this answer allows could not be found out; the server's log says why"
 
 
 class Following:
@@ -42,7 +47,9 @@ class Following:
         return {name: matchers[name].mask() for name in names}
 
     def go_on(self, events: Iterable[TokenEvent]) -> list[tuple[str, GrammarFailure]]:
-        """With what was sampled, to the next mask. Returns the requests whose grammar can't be followed any further."""
+        """With what was sampled, to the next mask. Returns the requests whose grammar can't be followed any further, for
+        whatever reason.
+        """
         failed: list[tuple[str, GrammarFailure]] = []
         for event in events:
             matcher = self._matchers.get(event.request_id)
@@ -53,4 +60,9 @@ class Following:
                 matcher.mask()
             except GrammarFailure as failure:
                 failed.append((event.request_id, failure))
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException:  # a matcher is of one request alone; a panic of a library in Rust is no Exception
+                _logger.exception("request %s: %s", event.request_id, BROKEN)
+                failed.append((event.request_id, GrammarFailure(BROKEN)))
         return failed

@@ -11,7 +11,9 @@ from typing import Protocol
 
 
 class Matcher(Protocol):
-    """Of one request. Both methods raise `GrammarFailure` once the grammar can't be followed any further."""
+    """Of one request. Both methods raise `GrammarFailure` once the grammar can't be followed any further; `mask` only when it
+    is called for the first time after an `accept`.
+    """
 
     def accept(self, token_ids: Sequence[int]) -> None:
         """The next tokens of the answer, as they were sampled."""
