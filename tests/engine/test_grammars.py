@@ -14,6 +14,7 @@ from penstock.engine.ports import OutputChunk
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import Watermark
 from penstock.testing import HashExecutor, HashMatcher, HashModel, expected_tokens, make_core, make_request
+from penstock.types.errors import ExecutorFailure
 from penstock.types.plan import Capacity
 from penstock.types.request import FinishReason, Request
 
@@ -57,8 +58,8 @@ class Journal(HashExecutor):
 class Rig:
     """An engine without a thread."""
 
-    def __init__(self, depth: int, **engine_fields) -> None:
-        self.executor = Journal(depth=depth)
+    def __init__(self, depth: int, executor: Journal | None = None, **engine_fields) -> None:
+        self.executor = executor or Journal(depth=depth)
         self.chunks: list[OutputChunk] = []
         self.core = make_core(SMALL, make_policies(reserve=Watermark(share=0.0, growth_tokens=0)))
         self.engine = Engine(
@@ -209,6 +210,21 @@ def test_a_matcher_that_breaks_ends_its_own_request_alone(depth, method, error, 
     assert "of a library" in caplog.text
     assert rig.tokens_of("b") == expected(others[0]).token_ids
     assert rig.tokens_of("c") == expected(others[1], grammar(8)).token_ids
+
+
+def test_tokens_are_told_although_the_device_fails_when_it_gets_the_masks_of_the_next_step():
+    class Failing(Journal):
+        def restrict(self, ticket, masks) -> None:
+            if ticket.step_id == 2:
+                raise ExecutorFailure("the device failed, as it was told to")
+            super().restrict(ticket, masks)
+
+    rig = Rig(depth=2, executor=Failing(depth=2))
+    requests = [make_request("a", 3, max_tokens=9, matcher=grammar()), make_request("b", 3, max_tokens=2)]
+    with pytest.raises(ExecutorFailure):
+        rig.run(*requests)
+    assert rig.tokens_of("a") == expected(requests[0], grammar()).token_ids[:2]
+    assert rig.end_of("b").finish_reason is FinishReason.LENGTH
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -42,7 +42,7 @@ from penstock.engine.refusals import SHUTTING_DOWN, refused_chunk, refused_stats
 from penstock.engine.submitted import Abandoned, Submitted
 from penstock.engine.transfers import Transfers
 from penstock.kv.pool_map import PoolMap, draw, waste_ratio
-from penstock.types.errors import RejectReason
+from penstock.types.errors import ExecutorFailure, RejectReason
 from penstock.types.events import Abort, Add, Command, Drain, TokenEvent
 from penstock.types.request import FinishReason, Request
 from penstock.types.stats import EngineLoad
@@ -287,8 +287,7 @@ class Engine:
         committed_ns = self._clock.now_ns()
         parts_ns = {"schedule": flight.schedule_ns, "commit": committed_ns - now_ns}
         if self._core.has_grammars or self._submitted.to_restrict is not None:
-            events += self._core.follow_grammars(events, now_ns)
-            self._restrict()  # before there is text: a device at the end of its layers waits for it
+            self._follow(events, now_ns)
             followed_ns = self._clock.now_ns()
             parts_ns["grammar"] = followed_ns - committed_ns
             committed_ns = followed_ns
@@ -296,6 +295,15 @@ class Engine:
         parts_ns["output"] = self._clock.now_ns() - committed_ns
         self._turn_observer.on_turn(parts_ns)
         self._submitted.forget()
+
+    def _follow(self, events: list[TokenEvent], now_ns: int) -> None:
+        """Let grammars follow, and send masks before there is text: a device at the end of its layers waits for them."""
+        events += self._core.follow_grammars(events, now_ns)
+        try:
+            self._restrict()
+        except ExecutorFailure:
+            self._publish(events, now_ns)  # they are of the step before, which went well
+            raise
 
     def _restrict(self) -> None:
         """Send its masks to a step that waits for them, once the tokens before are known."""
