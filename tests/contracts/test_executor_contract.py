@@ -438,6 +438,14 @@ class TestGrammars:
         result = feed.step([RowPlan("a", 3, 2, (), True)], masks={"a": mask_of([21], harness.vocab_size)})
         assert result.token_ids["a"] == (21,)
 
+    def test_a_name_that_comes_again_without_a_grammar_waits_for_no_mask(self, harness: Harness) -> None:
+        prompt = harness.prompt(3)
+        feed = Feed(harness.make())
+        masks = {"a": mask_of([17], harness.vocab_size)}
+        feed.step([RowPlan("a", 0, 3, (), True)], [admit("a", prompt, [1], sampling=FOLLOWING)], masks=masks)
+        result = feed.step([RowPlan("a", 0, 3, (), True)], [admit("a", prompt, [2])], ["a"])
+        assert list(result.token_ids["a"]) == harness.answer(prompt)[:1]
+
     def test_masks_come_while_the_step_is_in_flight(self, harness: Harness) -> None:
         """Where two may be: those of the second when the first was collected, and its row's token is known."""
         executor = harness.make()

@@ -172,6 +172,16 @@ def test_a_grammar_that_fails_ends_its_own_request_alone(depth, with_other):
         assert rig.tokens_of("c") == expected(others[1], grammar(8)).token_ids
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_end_of_a_grammar_ends_the_answer_before_min_tokens(depth):
+    """Nothing else is allowed there: the answer would be end tokens up to `min_tokens`."""
+    rig = Rig(depth)
+    ends = grammar(max_tokens=2, end_token_id=END_TOKEN_ID)
+    rig.run(make_request("a", 3, max_tokens=9, min_tokens=6, matcher=ends, stop_token_ids=(END_TOKEN_ID,)))
+    assert rig.end_of("a").finish_reason is FinishReason.STOP
+    assert len(rig.tokens_of("a")) == 3
+
+
 class Panic(BaseException):
     """As pyo3's, which is no Exception."""
 
