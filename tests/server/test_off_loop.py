@@ -11,7 +11,7 @@ from test_errors import COMPLETIONS, check
 
 from penstock.config import ServerConfig
 from penstock.serve import off_loop
-from penstock.serve.off_loop import INLINE_MAX_SIZE, LARGE_SIZE, OffLoop
+from penstock.serve.off_loop import INLINE_MAX_SIZE, LARGE_SIZE, MAX_GRAMMARS, OffLoop
 from penstock.serve.openai.schemas import MAX_TEXT_CHARS
 from penstock.types.errors import Rejected, RejectReason
 
@@ -73,9 +73,8 @@ async def test_more_than_the_bounds_is_refused_until_work_ends(pool, held, monke
     assert await pool.run(20 * LARGE_SIZE, lambda: "again") == "again"
 
 
-async def test_grammars_have_a_bounded_line_of_their_own(pool, held, monkeypatch):
-    monkeypatch.setattr(off_loop, "MAX_JOBS", 2)
-    grammars = [asyncio.create_task(pool.compile(1, held)) for _ in range(2)]
+async def test_grammars_have_a_bounded_line_of_their_own(pool, held):
+    grammars = [asyncio.create_task(pool.compile(1, held)) for _ in range(MAX_GRAMMARS)]
     await asyncio.sleep(0)
     with pytest.raises(Rejected, match="too many grammars") as refusal:
         await pool.compile(1, held)

@@ -334,6 +334,51 @@ def test_what_is_not_supported_is_refused_wherever_it_stands(grammars, keyword, 
         assert caught.value.reason is RejectReason.INVALID
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"type": "integer", "minimum": -1e30, "maximum": -1e29},  # ended the process
+        {"type": "integer", "minimum": 2**64 - 6, "maximum": 2**64 - 1},  # answered with 2**63 - 1
+        {"type": "integer", "minimum": 2**53 + 1},
+        {"type": "number", "exclusiveMaximum": -(10**25)},
+        {"type": "number", "minimum": 5e-324},
+        {"type": "number", "multipleOf": -3},
+        {"type": "string", "maxLength": 2**32},
+        {"const": 12345678901234567},  # answered with 12345678901234568
+        {"enum": [1, {"a": [2**60]}]},
+    ],
+)
+def test_numbers_that_are_not_followed_to_the_digit_are_refused(grammars, value):
+    for whole in (value, {"properties": {"a": value}}, {"$defs": {"a": value}, "$ref": "#/$defs/a"}):
+        with pytest.raises(Rejected, match=r"A json_schema takes .* not .*") as caught:
+            grammars.matcher(schema(whole))
+        assert caught.value.reason is RejectReason.INVALID
+
+
+@pytest.mark.parametrize("number", [0, 2**53 - 1, -(2**53), 0.5])
+def test_other_numbers_are_followed(grammars, tokenizer, number):
+    for value in ({"const": number}, {"type": "number", "minimum": number, "maximum": number + 1}):
+        matcher = grammars.matcher(schema(value))
+        matcher.accept(spell(tokenizer, json.dumps(number)))
+        assert set(tokenizer.eos_token_ids) & set(allowed_ids(matcher))
+
+
+def test_unique_items_that_need_not_be_are_nothing_asked(grammars, tokenizer):
+    value = {"type": "array", "items": {"type": "integer"}, "uniqueItems": False}
+    grammars.matcher(schema(value)).accept(spell(tokenizer, "[1,1]"))
+
+
+def test_what_was_refused_is_not_compiled_again(grammars, monkeypatch):
+    wrong = regex("(a+")
+    with pytest.raises(Rejected) as first:
+        grammars.matcher(wrong)
+    monkeypatch.setattr(grammars, "_compiled", None)
+    for ask in (grammars.matcher, grammars.known):
+        with pytest.raises(Rejected) as again:
+            ask(wrong)
+        assert again.value.detail == first.value.detail
+
+
 def test_properties_and_values_may_be_called_like_what_is_not_supported(grammars, tokenizer):
     names = ["not", "if", "contains", "x-guidance"]
     value = {"properties": {name: {"const": {"not": 1}} for name in names}, "required": names, "type": "object"}

@@ -149,8 +149,8 @@ class EngineCore:
         Returns the finish events of those that can't go on, with ERROR. After each `finish`, before the next step is planned.
         """
         failed: list[TokenEvent] = []
-        for request_id, failure in self._following.go_on(events):
-            failed += self._end(request_id, FinishReason.ERROR, now_ns, detail=str(failure))
+        for request_id, detail, reason in self._following.go_on(events):
+            failed += self._end(request_id, FinishReason.ERROR, now_ns, detail=detail, reject_reason=reason)
         return failed
 
     def next_wakeup_ns(self, now_ns: int) -> int | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from penstock.types.errors import GrammarFailure
+from penstock.types.errors import GrammarFailure, RejectReason
 from penstock.types.events import TokenEvent
 from penstock.types.matcher import Matcher
 from penstock.types.plan import StepPlan
@@ -46,11 +46,11 @@ class Following:
         names = [row.request_id for row in plan.rows if row.samples and row.request_id in matchers]
         return {name: matchers[name].mask() for name in names}
 
-    def go_on(self, events: Iterable[TokenEvent]) -> list[tuple[str, GrammarFailure]]:
-        """With what was sampled, to the next mask. Returns the requests whose grammar can't be followed any further, for
-        whatever reason.
+    def go_on(self, events: Iterable[TokenEvent]) -> list[tuple[str, str, str]]:
+        """With what was sampled, to the next mask. Returns the requests whose grammar can't be followed any further, with the
+        cause in words, and as a `RejectReason` value if the grammar itself is it.
         """
-        failed: list[tuple[str, GrammarFailure]] = []
+        failed: list[tuple[str, str, str]] = []
         for event in events:
             matcher = self._matchers.get(event.request_id)
             if matcher is None:
@@ -59,10 +59,10 @@ class Following:
                 matcher.accept(event.token_ids)
                 matcher.mask()
             except GrammarFailure as failure:
-                failed.append((event.request_id, failure))
+                failed.append((event.request_id, str(failure), RejectReason.INVALID.value))
             except (KeyboardInterrupt, SystemExit):
                 raise
             except BaseException:  # a matcher is of one request alone; a panic of a library in Rust is no Exception
                 _logger.exception("request %s: %s", event.request_id, BROKEN)
-                failed.append((event.request_id, GrammarFailure(BROKEN)))
+                failed.append((event.request_id, BROKEN, ""))
         return failed

@@ -27,6 +27,8 @@ INLINE_MAX_SIZE = 4096
 LARGE_SIZE = 1 << 16
 """Larger work waits in a line of its own, so that many large texts do not hold up the prompts that people write."""
 MAX_JOBS = 1024
+MAX_GRAMMARS = 8
+"""Waiting to be compiled. One may take a second, most take milliseconds."""
 MAX_SIZE_IN_FLIGHT = 16 << 20
 """Characters or bytes, in each of the two lines: four of the largest bodies, a few seconds of tokenising each."""
 RETRY_AFTER_S = 5.0
@@ -47,11 +49,11 @@ class OffLoop:
         """
         if size <= limit:
             return work()
-        return await self._enter(self._line(size), size, work, "long texts")
+        return await self._enter(self._line(size), size, work, "long texts", MAX_JOBS)
 
     async def compile(self, size: int, work: Callable[[], _Result]) -> _Result:
         """As `run`, for grammars: never on the event loop."""
-        return await self._enter(self._grammars, size, work, "grammars")
+        return await self._enter(self._grammars, size, work, "grammars", MAX_GRAMMARS)
 
     async def finish(self, size: int, work: Callable[[], _Result]) -> _Result:
         """As `run`, for the end of what was let in already: not turned away because of others, nor because the server ends."""
@@ -65,8 +67,8 @@ class OffLoop:
         for line in (*self._lines, self._grammars):
             line.close()
 
-    async def _enter(self, line: _Line, size: int, work: Callable[[], _Result], what: str) -> _Result:
-        if line.is_full(size):
+    async def _enter(self, line: _Line, size: int, work: Callable[[], _Result], what: str, max_jobs: int) -> _Result:
+        if line.is_full(size, max_jobs):
             self._count_rejected(RejectReason.QUEUE_FULL)
             detail = f"too many {what} are being read already"
             raise Rejected(RejectReason.QUEUE_FULL, detail, retry_after_s=RETRY_AFTER_S)
@@ -84,9 +86,9 @@ class _Line:
         self._num_jobs = 0
         self._size = 0
 
-    def is_full(self, size: int) -> bool:
+    def is_full(self, size: int, max_jobs: int) -> bool:
         """Work that is larger than the bound itself comes in alone."""
-        return self._num_jobs >= MAX_JOBS or (self._num_jobs > 0 and self._size + size > MAX_SIZE_IN_FLIGHT)
+        return self._num_jobs >= max_jobs or (self._num_jobs > 0 and self._size + size > MAX_SIZE_IN_FLIGHT)
 
     async def do(self, size: int, work: Callable[[], _Result]) -> _Result:
         try:

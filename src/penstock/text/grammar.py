@@ -32,6 +32,8 @@ MAX_KEPT = 32
 """Grammars that are kept compiled; the one that was not used for the longest time goes first."""
 MAX_KEPT_CHARS = 1 << 20
 """Of the sources of those that are kept."""
+MAX_REFUSED = 256
+"""Grammars that were refused and are remembered, by a hash: the next time that takes no second."""
 
 
 class GrammarKind(StrEnum):
@@ -74,6 +76,8 @@ class Grammars:
         """For what is kept."""
         self._compiling = threading.Lock()
         """For the size of new threads' stacks, which is the process's. One grammar is compiled at a time."""
+        self._refused: OrderedDict[int, str] = OrderedDict()
+        """Why, by the hash of a grammar."""
         self._kept: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
         self._num_kept_chars = 0
 
@@ -89,12 +93,17 @@ class Grammars:
         return compiled.matcher()
 
     def known(self, grammar: Grammar) -> Matcher | None:
-        """As `matcher`, if the grammar was compiled already, so that an event loop may ask; else None."""
+        """As `matcher`, if the grammar was compiled already, so that an event loop may ask; else None.
+
+        Raises `Rejected` for one that was refused before.
+        """
         compiled = self._find(grammar)
         return None if compiled is None else compiled.matcher()
 
     def _find(self, grammar: Grammar) -> CompiledGrammar | None:
         with self._lock:
+            if (detail := self._refused.get(hash(grammar))) is not None:
+                raise Rejected(RejectReason.INVALID, detail)
             compiled = self._kept.get(grammar)
             if compiled is None or compiled.is_spent:
                 return None
@@ -102,6 +111,15 @@ class Grammars:
             return compiled
 
     def _compile(self, grammar: Grammar) -> CompiledGrammar:
+        try:
+            compiled = self._compiled(grammar)
+        except Rejected as rejected:
+            self._refuse(grammar, rejected.detail)
+            raise
+        self._keep(grammar, compiled)
+        return compiled
+
+    def _compiled(self, grammar: Grammar) -> CompiledGrammar:
         from penstock.text.grammar_matcher import JSON_LIMITS, LARK_LIMITS, compile_grammar
 
         _check_source(grammar)
@@ -114,11 +132,15 @@ class Grammars:
             finally:
                 threading.stack_size(usual_bytes)
             try:
-                compiled = compiling.result()
+                return compiling.result()
             finally:
                 del compiling  # it has what was raised, and that has this frame
-        self._keep(grammar, compiled)
-        return compiled
+
+    def _refuse(self, grammar: Grammar, detail: str) -> None:
+        with self._lock:
+            self._refused[hash(grammar)] = detail
+            if len(self._refused) > MAX_REFUSED:
+                self._refused.popitem(last=False)
 
     def _keep(self, grammar: Grammar, compiled: CompiledGrammar) -> None:
         with self._lock:

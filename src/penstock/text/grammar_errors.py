@@ -16,8 +16,8 @@ _OUR_PLACE = "at 2(8): "
 _TOO_LARGE = "too many (states|expressions|items)|Current row has|fuel|precomputation|panic|too large|too complex"
 _KNOWN: tuple[tuple[str, str, str], ...] = (
     (
-        f"(?i)^.*({_TOO_LARGE}).*",
-        "It becomes too large to follow ({}).",
+        f"(?i){_TOO_LARGE}",
+        "The grammar becomes too large to follow.",
         "Make it simpler: fewer alternatives and optional fields, shorter repetitions, no rule with two readings.",
     ),
     (r"^Unimplemented keys: (.*)", "The keywords {} are not supported.", "Leave them out, or say the same otherwise."),
