@@ -108,6 +108,12 @@ def test_an_answer_matches_a_regex(penstock: Penstock, tiny_model: Path) -> None
     assert result.stdout in ("yes!\n", "no!\n")
 
 
+def test_half_an_answer_to_a_regex_is_a_failure(penstock: Penstock, tiny_model: Path) -> None:
+    result = penstock("run", tiny_model, "in the", *FAST, "--raw", "--regex", "[a-z]{200}", "--max-tokens", "3")
+    assert result.returncode == 1
+    assert "[cut off: --max-tokens" in result.stderr
+
+
 def test_what_no_answer_can_follow_is_told(penstock: Penstock, tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "latin").write_bytes(b"\xff")
     (tmp_path / "wrong").write_text("{")

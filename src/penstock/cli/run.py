@@ -39,6 +39,8 @@ def run(words: tuple[str, ...], **values: Any) -> None:
       penstock run --regex "yes|no" "Is the Rhine a river?"
 
     A single argument is the MODEL if it names one; the prompt then comes through the pipe.
+
+    With --json-schema or --regex an answer that is cut off ends with status 1.
     """
     if values["raw"]:
         _refuse_of_chats("system", "chat_template")
@@ -122,7 +124,10 @@ def _answer(text: str, values: dict[str, Any]) -> None:
             system = [{"role": "system", "content": values["system"]}] if values["system"] else []
             session.ask_chat([*system, {"role": "user", "content": text}])
         print(flush=True)
-        if session.answer.finish_reason is FinishReason.LENGTH:
+        is_cut_off = session.answer.finish_reason is FinishReason.LENGTH
+        if is_cut_off:
             print(CUT_OFF, file=sys.stderr)
         if values["stats"]:
             print(stats_line(session.answer), file=sys.stderr)
+    if is_cut_off and choices.grammar is not None:
+        sys.exit(1)  # half a JSON text is not what a script asked for
