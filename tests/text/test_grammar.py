@@ -314,10 +314,11 @@ def test_white_space_between_tokens_comes_to_an_end(grammars, tokenizer, value):
 @pytest.mark.parametrize(
     ("keyword", "value"),
     [
-        *[(name, {}) for name in ("not", "if", "contains", "propertyNames", "dependencies", "dependentSchemas", "x-guidance")],
+        *[(name, {}) for name in ("not", "if", "contains", "dependencies", "dependentSchemas", "x-guidance")],
         *[(name, {"a": ["b"]}) for name in ("dependentRequired",)],
         *[(name, True) for name in ("uniqueItems", "unevaluatedItems", "exclusiveMinimum", "exclusiveMaximum")],
         ("$dynamicRef", "#"),
+        ("propertyNames", {"pattern": "a"}),
         ("minContains", 1),
         ("multipleOf", 99_999_989),
     ],

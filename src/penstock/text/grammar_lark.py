@@ -9,7 +9,7 @@ import json
 import re
 from typing import Any
 
-from penstock.text.grammar_schema import check_schema
+from penstock.text.grammar_schema import prepare_schema
 from penstock.types.errors import Rejected, RejectReason
 
 WHITESPACE = r"[ ]|\n[ ]{0,32}|\n\t{0,16}"
@@ -45,7 +45,7 @@ def of_schema(source: str) -> str:
         schema = {}
     if not isinstance(schema, dict):
         raise _rejected('The json_schema must be a JSON object. Give a schema such as {"type": "object"}.')
-    check_schema(schema)
+    prepare_schema(schema)
     return _json(schema)
 
 

@@ -1,26 +1,26 @@
 """What must not be in a JSON schema that an answer is to follow. Called by `grammar_lark`, before the schema is compiled.
 
-llguidance refuses most of what it does not support; here is what it passes over, and what would take it too long.
+llguidance refuses most of what it does not support; here is what it passes over or gets wrong, what would take it too long,
+and what it refuses although it asks for nothing.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from decimal import Decimal
-from typing import Any
+from typing import Any, TypeGuard
+from urllib.parse import unquote
 
+from penstock.text.grammar_numbers import check_numbers
 from penstock.types.errors import Rejected, RejectReason
 
 MAX_MULTIPLES = 10_000
 """A prime number of five digits takes half a second and 50 MB to compile, one of eight a thousand times as much."""
-MAX_INTEGER = 2**53
-"""Beyond it llguidance counts in floating point, and past 64 bits it fails: two bounds far below zero end the process."""
-LEAST_NUMBER = 1e-15
-"""Smaller bounds become regexes of hundreds of brackets."""
-MAX_COUNT = 2**32 - 1
 
-_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+MAX_SCHEMAS = 10_000
+"""Once each $ref with something beside it has become what it names, and all inside that anew for each of them. llguidance
+makes them so before it looks at any limit: 15 us and 5 KB each, so that 3 KB of schema can take all memory there is."""
 
 _OF_SCHEMA = ("items", "additionalItems", "additionalProperties")
 _OF_LIST = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
@@ -35,96 +35,148 @@ _UNSUPPORTED = frozenset(
 """Some of them llguidance passes over if `$schema` names a draft that does not have them."""
 
 
-def check_schema(schema: dict[str, Any]) -> None:
-    """Raises `Rejected`. Takes out what asks for nothing, and is not known to llguidance."""
-    for node in _nodes(schema):
-        if node.get("uniqueItems") is False:
-            del node["uniqueItems"]  # which asks for nothing
-        if unsupported := sorted(_UNSUPPORTED.intersection(node)):
-            raise _rejected(f"does not support {', '.join(unsupported)}. Leave it out, or say the same otherwise.")
-        for name in ("exclusiveMinimum", "exclusiveMaximum"):
-            if isinstance(node.get(name), bool):
-                raise _rejected(f"takes {name} as a number, not as true or false. Give the bound itself.")
-    for node in _objects(schema):
-        _check_numbers(node)
-    if sum(_significant(node.get("multipleOf")) for node in _objects(schema)) > MAX_MULTIPLES:
-        what = "is followed where the multipleOf in it, each without its point and the zeros at its end, add up to"
-        raise _rejected(f"{what} at most {MAX_MULTIPLES}. Ask for rounder numbers.")
+_OF_CHOICES = ("allOf", "anyOf", "oneOf")
+_ANNOTATIONS = frozenset(
+    {
+        *("title", "description", "default", "examples", "readOnly", "writeOnly", "$comment"),
+        *("$schema", "$id", "$anchor", "contentMediaType", "contentEncoding", "$defs", "definitions", "$ref", *_OF_CHOICES),
+    }
+)
+"""What may stand beside a $ref and leaves it alone: nothing is asked for, or what is has a part of its own."""
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "uniqueItems": (False,),
+    "propertyNames": (True, {}, {"type": "string"}),
+    "exclusiveMinimum": (False,),
+    "exclusiveMaximum": (False,),
+}
+"""Values that ask for nothing: some generators write them, and llguidance refuses them."""
+_SAYS_NOTHING = frozenset({"deprecated", "nullable", "example", "externalDocs", "xml"})
+"""They ask for nothing either; llguidance would put them together with a $ref beside them, which it can't where that recurs."""
 
 
-def _check_numbers(node: dict[str, Any]) -> None:
-    """Whether what bounds an answer can be followed to the digit."""
-    for name in _BOUNDS:
-        value = _number(node.get(name))
-        if value is None:
-            continue
-        if name == "multipleOf" and value <= 0:
-            raise _rejected(f"takes multipleOf above 0, not {_shown(value)}.")
-        if abs(value) > MAX_INTEGER or 0 < abs(value) < LEAST_NUMBER:
-            what = f"takes {name} of 0, or from {LEAST_NUMBER} to 2^53 on either side of it, not {_shown(value)}"
-            raise _rejected(f"{what}. Leave it out, or give one of fewer digits.")
-    for name in _COUNTS:
-        value = _number(node.get(name))
-        if value is not None and value > MAX_COUNT:
-            raise _rejected(f"takes {name} of at most {MAX_COUNT}, not {_shown(value)}. Leave it out.")
-    for name in ("const", "enum"):
-        for leaf in _leaves(node.get(name)):
-            if isinstance(leaf, int) and abs(leaf) > MAX_INTEGER:
-                raise _rejected(f"takes integers up to 2^53 in {name}, not {_shown(leaf)}. Ask for it as a string.")
+def prepare_schema(schema: dict[str, Any]) -> None:
+    """Takes what asks for nothing out of it. Raises `Rejected`."""
+    check_numbers(schema)
+    for node, _ in _nodes(schema):
+        _check_node(node)
+        if node is not schema and (isinstance(node.get("$id"), str) or isinstance(node.get("id"), str)):
+            raise _rejected("does not support $id inside it, only around all of it. Leave it out.")
+    does_merge = False
+    for num_schemas, (node, merges) in enumerate(_nodes(schema, does_put_together=True), 1):
+        does_merge |= merges
+        if num_schemas > MAX_SCHEMAS:
+            what = f"recurs, or grows to more than {MAX_SCHEMAS} schemas, where a $ref has other keywords beside it"
+            raise _rejected(f"{what}, or a oneOf a discriminator. Leave the $ref alone, and use anyOf instead of oneOf.")
+        if merges and "$ref" in node and not isinstance(_named(schema, node["$ref"]), dict | bool):
+            raise _rejected("takes a $ref with other keywords beside it if it is a place, such as #/$defs/x. Give that.")
+    if _multiples(schema, does_merge=does_merge) > MAX_MULTIPLES:
+        what = f"is followed while all multipleOf, each without its point and the zeros at its end, add up to {MAX_MULTIPLES}"
+        raise _rejected(
+            f"{what}, or their product does where allOf, anyOf, oneOf or $ref put some together. Ask for rounder numbers."
+        )
 
 
-def _nodes(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Every schema inside a schema, and itself; not what stands in const, enum, default or examples."""
-    waiting: list[Any] = [schema]
+def _check_node(node: dict[str, Any]) -> None:
+    if unsupported := sorted(_UNSUPPORTED.intersection(node)):
+        raise _rejected(f"does not support {', '.join(unsupported)}. Leave it out, or say the same otherwise.")
+    for name in ("exclusiveMinimum", "exclusiveMaximum"):
+        if isinstance(node.get(name), bool):
+            raise _rejected(f"takes {name} as a number, not as true or false. Give the bound itself.")
+    if node.get("type") != "integer":
+        _check_bounds(node, "exclusiveMinimum", ("maximum", "exclusiveMaximum"), 1)
+        _check_bounds(node, "exclusiveMaximum", ("minimum", "exclusiveMinimum"), -1)
+
+
+def _check_bounds(node: dict[str, Any], name: str, others: tuple[str, str], sign: int) -> None:
+    """llguidance takes the bound itself for allowed if it is a whole number, and the other lies before the next one."""
+    bound = node.get(name)
+    for other in others:
+        end = node.get(other)
+        if _is_number(bound) and _is_number(end) and float(bound).is_integer() and 0 < sign * (end - bound) < 1:
+            inclusive = name.replace("exclusiveM", "m")
+            raise _rejected(
+                f"does not support {name} {bound} beside {other} {end}. Give {inclusive}, such as {bound + sign * 1e-6}."
+            )
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1 << 53
+
+
+def _nodes(schema: dict[str, Any], *, does_put_together: bool = False) -> Iterator[tuple[dict[str, Any], bool]]:
+    """Every schema inside a schema, and itself, and whether it is put together with others; not what stands in const, enum,
+    default or examples. What a $ref names comes once. With `does_put_together` it comes anew for each that is put together
+    with something else, and what nothing names does not come.
+    """
+    named: set[str] = set()
+    waiting: list[tuple[Any, bool]] = [(schema, False)]
     while waiting:
-        node = waiting.pop()
+        node, is_part = waiting.pop()
         if not isinstance(node, dict):
             continue
-        yield node
-        waiting += [node[name] for name in _OF_SCHEMA if name in node]
+        _take_out_neutral(node)
+        merges = does_put_together and (is_part or _num_parts(node) > 1)
+        yield node, merges
+        ref = node.get("$ref")
+        if isinstance(ref, str) and (merges or ref not in named):
+            named.add(ref)
+            waiting.append((_named(schema, ref), merges))
+        waiting += [(node[name], False) for name in _OF_SCHEMA if name in node]
         for name in _OF_LIST:
             if isinstance(node.get(name), list):
-                waiting += node[name]
-        for name in _OF_NAMES:
+                waiting += [(part, merges and name in _OF_CHOICES) for part in node[name]]
+        for name in _OF_NAMES[: 2 if does_put_together else None]:
             if isinstance(node.get(name), dict):
-                waiting += node[name].values()
+                waiting += [(part, False) for part in node[name].values()]
 
 
-def _objects(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """All that may be a schema, wherever it stands: a $ref may point anywhere."""
+def _take_out_neutral(node: dict[str, Any]) -> None:
+    for name in list(node):
+        values = _NEUTRAL.get(name, ())
+        if name in _SAYS_NOTHING or any(type(node[name]) is type(value) and node[name] == value for value in values):
+            del node[name]
+
+
+def _num_parts(node: dict[str, Any]) -> int:
+    """That are put together: what it says itself, what a $ref names, each of an allOf, an anyOf, a oneOf."""
+    all_of = node.get("allOf")
+    num_own = 1 if node.keys() - _ANNOTATIONS else 0
+    num_named = sum(name in node for name in ("$ref", "anyOf", "oneOf"))
+    return num_own + num_named + (len(all_of) if isinstance(all_of, list) else 0)
+
+
+def _named(schema: dict[str, Any], ref: Any) -> Any:
+    """What a $ref inside the schema names; None if it names nothing there, or not by its place."""
+    if not isinstance(ref, str) or (ref != "#" and not ref.startswith("#/")):
+        return None
+    node: Any = schema
+    for part in ref.split("/")[1:]:
+        name = unquote(part).replace("~1", "/").replace("~0", "~")
+        if isinstance(node, list):
+            node = node[int(name)] if name.isdecimal() and int(name) < len(node) else None
+        else:
+            node = node.get(name) if isinstance(node, dict) else None
+    return node
+
+
+def _multiples(schema: dict[str, Any], *, does_merge: bool) -> int:
+    """What all of them cost, wherever they stand: a $ref may point anywhere. Those that are put together have a common one."""
+    found: list[int] = []
     waiting: list[Any] = [schema]
     while waiting:
         node = waiting.pop()
         if isinstance(node, dict):
-            yield node
+            found.append(_significant(node.get("multipleOf")))
             waiting += node.values()
         elif isinstance(node, list):
             waiting += node
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    waiting = [value]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, dict):
-            waiting += node.values()
-        elif isinstance(node, list):
-            waiting += node
-        else:
-            yield node
-
-
-def _number(value: Any) -> int | float | None:
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-def _shown(number: float) -> str:
-    return str(number)[:40]
+    common = math.prod(set(found) - {0}) if does_merge else 0
+    return max(sum(found), common)
 
 
 def _significant(number: Any) -> int:
     """The digits of a number as a whole one, without zeros at the end: 12 for 0.0120."""
-    if _number(number) is None:
+    if isinstance(number, bool) or not isinstance(number, int | float):
         return 0
     digits = "".join(map(str, Decimal(str(number)).as_tuple().digits)).rstrip("0")
     return int(digits[:10] or 0)

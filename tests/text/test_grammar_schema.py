@@ -1,0 +1,165 @@
+"""What is done with a JSON schema before it is compiled: refused in time, or rid of what asks for nothing."""
+
+import json
+
+import pytest
+
+from penstock.text.grammar import Grammar, GrammarKind, Grammars
+from penstock.text.tokenizer import load_tokenizer
+from penstock.types.errors import GrammarFailure, Rejected
+
+
+@pytest.fixture
+def grammars(byte_level_vocab):
+    tokenizer = load_tokenizer(byte_level_vocab(), eos_token_ids=(1,))
+    return Grammars(tokenizer, vocab_size=tokenizer.vocab_size), tokenizer
+
+
+def compiled(grammars, value):
+    return grammars[0].matcher(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(value)))
+
+
+def takes(grammars, value, text):
+    """Whether a text is a whole answer."""
+    tokenizer = grammars[1]
+    ids = {tokenizer.token_bytes(n): n for n in range(tokenizer.vocab_size) if len(tokenizer.token_bytes(n)) == 1}
+    try:
+        compiled(grammars, value).accept([*(ids[bytes([byte])] for byte in text.encode()), tokenizer.eos_token_ids[0]])
+    except GrammarFailure:
+        return False
+    return True
+
+
+def doubling(depth, part):
+    """Each schema names the next one twice."""
+    defs = {f"d{n}": {"properties": {name: part(f"#/$defs/d{n + 1}", name) for name in "ab"}} for n in range(depth)}
+    return {"$defs": defs | {f"d{depth}": {}}, "$ref": "#/$defs/d0"}
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        lambda ref, name: {"$ref": ref, "required": [name]},
+        lambda ref, name: {"$ref": ref, "x-unknown": name},
+        lambda ref, name: {"allOf": [{"$ref": ref}], "type": "object"},
+        lambda ref, name: {"allOf": [{"$ref": ref}, {"required": [name]}]},
+        lambda ref, name: {"anyOf": [{"$ref": ref}, {"type": "null"}], "type": ["object", "null"]},
+        lambda ref, name: {"anyOf": [{"anyOf": [{"$ref": ref}]}], "required": [name]},
+    ],
+    ids=["siblings", "unknown sibling", "allOf", "allOf of two", "anyOf", "nested"],
+)
+def test_references_that_would_double_all_memory_are_refused_at_once(grammars, part):
+    """Of 3 KB, at a depth of 26: llguidance asks for more than 5 GB, and ends the process if there is no more."""
+    with pytest.raises(Rejected, match=r"where a \$ref has other keywords beside it"):
+        compiled(grammars, doubling(60, part))
+    compiled(grammars, doubling(5, part))
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        lambda ref, _name: {"$ref": ref},
+        lambda ref, _name: {"$ref": ref, "title": "T", "description": "d", "default": {}, "examples": [1], "deprecated": True},
+        lambda ref, _name: {"$ref": ref, "nullable": True, "example": 3},
+        lambda ref, _name: {"allOf": [{"$ref": ref}], "description": "d"},
+        lambda ref, _name: {"anyOf": [{"$ref": ref}, {"type": "null"}], "title": "T", "default": None},
+    ],
+    ids=["alone", "described", "openapi", "allOf of one", "optional"],
+)
+def test_references_with_nothing_but_a_description_beside_them_are_followed_however_deep(grammars, part):
+    assert takes(grammars, doubling(60, part), '{"a": {"b": {}}}')
+
+
+def test_recursion_with_a_keyword_beside_it_is_refused_with_a_remedy(grammars):
+    with pytest.raises(Rejected, match=r"recurs.*use anyOf"):
+        compiled(grammars, {"properties": {"a": {"$ref": "#", "required": ["a"]}}})
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"allOf": [{"type": "integer", "multipleOf": 97}, {"multipleOf": 89}, {"multipleOf": 83}]},
+        {"type": "integer", "multipleOf": 997, "anyOf": [{"multipleOf": 991}]},
+        {"type": "integer", "multipleOf": 9.97, "$ref": "#/$defs/a", "$defs": {"a": {"multipleOf": 991}}},
+    ],
+    ids=["allOf", "anyOf", "$ref"],
+)
+def test_multiples_that_are_put_together_are_refused_if_their_common_one_is_large(grammars, parts):
+    """716,539 takes llguidance seven seconds and 350 MB."""
+    with pytest.raises(Rejected, match="multipleOf"):
+        compiled(grammars, parts)
+
+
+def test_many_small_multiples_are_followed(grammars):
+    value = {"prefixItems": [{"type": "number", "multipleOf": number} for number in (0.01, 0.5, 97, 89, 83)], "type": "array"}
+    assert takes(grammars, value, "[0.01, 1.5, 194, 89, 0]")
+    assert takes(grammars, {"allOf": [{"type": "integer", "multipleOf": 12}, {"multipleOf": 90}]}, "180")
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        {"exclusiveMinimum": 0, "maximum": 0.5},
+        {"exclusiveMinimum": 1000.0, "exclusiveMaximum": 1000.5},
+        {"minimum": -0.5, "exclusiveMaximum": 0},
+        {"exclusiveMinimum": -1.5, "exclusiveMaximum": -1},
+    ],
+    ids=str,
+)
+def test_exclusive_bound_that_would_be_taken_is_refused(grammars, bounds):
+    with pytest.raises(Rejected, match=r"does not support exclusiveM.* beside .* Give m"):
+        compiled(grammars, {"type": "number"} | bounds)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "outside", "inside"),
+    [
+        ({"exclusiveMinimum": 0, "maximum": 1}, "0", "0.001"),
+        ({"exclusiveMinimum": 0.5, "exclusiveMaximum": 0.75}, "0.5", "0.51"),
+        ({"exclusiveMinimum": -1, "exclusiveMaximum": 1}, "-1", "-0.9"),
+        ({"exclusiveMinimum": 0, "maximum": 1.5}, "0", "0.1"),
+        ({"minimum": 0, "exclusiveMaximum": 100}, "100", "99.9"),
+    ],
+    ids=str,
+)
+def test_exclusive_bounds_are_left_out(grammars, bounds, outside, inside):
+    assert takes(grammars, {"type": "number"} | bounds, inside)
+    assert not takes(grammars, {"type": "number"} | bounds, outside)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ({"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "integer"}}, '{"a": 1}'),
+        ({"type": "object", "propertyNames": True}, "{}"),
+        ({"type": "array", "uniqueItems": False}, "[1, 1]"),
+        ({"type": "integer", "minimum": 0, "exclusiveMinimum": False}, "0"),
+    ],
+    ids=["names of zod 4", "any names", "not unique", "draft 4"],
+)
+@pytest.mark.parametrize("draft", ["https://json-schema.org/draft/2020-12/schema", "http://json-schema.org/draft-07/schema#"])
+def test_keywords_that_ask_for_nothing_are_taken(grammars, value, text, draft):
+    assert takes(grammars, {"$schema": draft} | value, text)
+    whole = {"$schema": draft, "$defs": {"a": value}, "type": "array", "items": {"$ref": "#/$defs/a"}}
+    assert takes(grammars, whole, f"[{text}, {text}]")
+
+
+@pytest.mark.parametrize("keyword", ["not", "dependentRequired", "unevaluatedProperties"])
+def test_what_is_not_supported_is_refused_where_a_reference_names_it(grammars, keyword):
+    value = {"$ref": "#/components/schemas/a~1b", "components": {"schemas": {"a/b": {keyword: {}}}}}
+    with pytest.raises(Rejected, match=keyword):
+        compiled(grammars, {"$schema": "http://json-schema.org/draft-07/schema#"} | value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"$id": "https://e.org/a", "$ref": "https://e.org/a#/$defs/x", "required": ["b"], "$defs": {"x": {}}},
+        {"$ref": "#x", "required": ["b"], "$defs": {"x": {"$anchor": "x"}}},
+        {"$ref": "#/$defs/x", "$defs": {"x": {"$id": "https://e.org/x", "$ref": "#/y", "required": ["b"], "y": {}}}},
+    ],
+    ids=["by address", "by name", "in another"],
+)
+def test_reference_whose_size_can_not_be_told_is_refused(grammars, value):
+    with pytest.raises(Rejected, match=r"place, such as|\$id inside"):
+        compiled(grammars, value)
