@@ -14,7 +14,7 @@ from test_completions import events, oracle
 from test_errors import CHAT, COMPLETIONS, check
 
 from penstock.serve.openai.schemas import MAX_ANSWER_CHARS, MAX_ANSWERS
-from penstock.text.grammar import MAX_REGEX_CHARS, MAX_SOURCE_CHARS, Grammar, GrammarKind
+from penstock.text.grammar import MAX_LARK_CHARS, MAX_REGEX_CHARS, MAX_SOURCE_CHARS, Grammar, GrammarKind
 from penstock.types.errors import GrammarFailure
 
 HI = {"messages": [{"role": "user", "content": "hi"}]}
@@ -218,7 +218,7 @@ BAD = [
     (outputs(choice=["x" * (MAX_ANSWER_CHARS + 1)]), "structured_outputs.choice[0]"),
     (outputs(choice=["x"] * (MAX_ANSWERS + 1)), "structured_outputs.choice"),
     (outputs(choice=["x" * MAX_ANSWER_CHARS] * MAX_ANSWERS), "structured_outputs.choice"),
-    (outputs(grammar="a" * (MAX_SOURCE_CHARS + 1)), "structured_outputs.grammar"),
+    (outputs(grammar="a" * (MAX_LARK_CHARS + 1)), "structured_outputs.grammar"),
     (outputs(grammar=""), "structured_outputs.grammar"),
     (outputs(grammar="root ::= 'a'"), "structured_outputs.grammar"),
     (outputs(grammar="start: nowhere"), "structured_outputs.grammar"),

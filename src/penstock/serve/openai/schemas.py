@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 from pydantic_core import PydanticCustomError
 
 from penstock.serve.openai.unsupported import NotSupportedYet
-from penstock.text.grammar import MAX_REGEX_CHARS, MAX_SOURCE_CHARS
+from penstock.text.grammar import MAX_LARK_CHARS, MAX_REGEX_CHARS, MAX_SOURCE_CHARS
 from penstock.types.sampling import MAX_LENGTH_PENALTY, MAX_LOGPROBS
 
 MAX_CHOICES = 128
@@ -188,7 +188,7 @@ class StructuredOutputs(Body):
         ]
         | None
     ) = None
-    grammar: Annotated[str, Field(min_length=1, max_length=MAX_SOURCE_CHARS)] | None = None
+    grammar: Annotated[str, Field(min_length=1, max_length=MAX_LARK_CHARS)] | None = None
     """In Lark's notation."""
     whitespace_pattern: NotSupportedYet = None
     disable_any_whitespace: NotSupportedYet = None
