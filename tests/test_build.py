@@ -15,8 +15,8 @@ import pytest
 from penstock.build import build_core, build_runtime, isolates_tenants
 from penstock.config import Backend, BackendConfig, Config, KvConfig, ModelConfig, SchedulerConfig, ServerConfig
 from penstock.config.setting import settings_of
-from penstock.engine.loop import EngineState
 from penstock.engine.ports import NullObserver
+from penstock.engine.state import EngineState
 from penstock.kv.eviction import LeastRecentlyUsed, LowestPriorityFirst, TenantFair
 from penstock.models.catalog import resolve
 from penstock.obs.prometheus import expose

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from penstock.build import build_runtime
 from penstock.config import Backend, BackendConfig, Config, KvConfig, ModelConfig, SchedulerConfig
 from penstock.engine import transfers
-from penstock.engine.loop import EngineState
+from penstock.engine.state import EngineState
 from penstock.models.catalog import resolve
 from penstock.obs.prometheus import expose
 from penstock.serve.runtime import Runtime

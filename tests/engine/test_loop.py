@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from penstock.clock import VirtualClock, WallClock
 from penstock.engine import loop
 from penstock.engine.core import EngineCore
-from penstock.engine.loop import ENGINE_FAILED, Engine, EngineState
+from penstock.engine.loop import ENGINE_FAILED, Engine
 from penstock.engine.output import OutputStage
 from penstock.engine.ports import NullObserver, OutputChunk
 from penstock.engine.refusals import SHUTTING_DOWN
+from penstock.engine.state import EngineState
 from penstock.engine.transfers import Transfers
 from penstock.kv.tiers import Tier
 from penstock.sched.policies.gates import Static

@@ -11,8 +11,9 @@ from engine.test_loop import TIMEOUT_S, TINY, GatedExecutor, Numbers, Sink
 from penstock.clock import WallClock
 from penstock.engine import loop as loop_module
 from penstock.engine import supervisor as supervisor_module
-from penstock.engine.loop import ENGINE_FAILED, ENGINE_STUCK, Engine, EngineState
+from penstock.engine.loop import ENGINE_FAILED, ENGINE_STUCK, Engine
 from penstock.engine.output import OutputStage
+from penstock.engine.state import EngineState
 from penstock.engine.supervisor import MAX_RESTARTS, Supervisor
 from penstock.testing.builders import make_core, make_request
 from penstock.testing.failing_executor import FailingExecutor

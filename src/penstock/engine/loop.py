@@ -30,7 +30,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from enum import StrEnum
 
 from penstock.clock import Clock
 from penstock.engine.core import EngineCore
@@ -39,6 +38,7 @@ from penstock.engine.inbox import Inbox
 from penstock.engine.output import OutputStage
 from penstock.engine.ports import BlockMover, Executor, NullObserver, Observer, OutputChunk, OutputSink, TurnObserver
 from penstock.engine.refusals import SHUTTING_DOWN, refused_chunk, refused_stats
+from penstock.engine.state import EngineState
 from penstock.engine.submitted import Abandoned, Submitted
 from penstock.engine.transfers import Transfers
 from penstock.kv.pool_map import PoolMap, draw, waste_ratio
@@ -55,23 +55,6 @@ KEEP_TIMEOUT_S = 5.0
 """For how long the end of an engine is put off to spill what the pool contains, so that sessions can go on after a restart."""
 ABORT_GRACE_S = 10.0
 """How long `close` waits, after its time-out, for the step in flight to come back."""
-
-
-class EngineState(StrEnum):
-    STARTING = "starting"
-    READY = "ready"
-    RESTARTING = "restarting"
-    """Told by the supervisor, between two engines."""
-    DRAINING = "draining"
-    FAILED = "failed"
-    STOPPED = "stopped"
-
-    @property
-    def refuses_with(self) -> RejectReason | None:
-        """Why a new request would be refused; None if it would be taken."""
-        if self is EngineState.READY:
-            return None
-        return RejectReason.DRAINING if self is EngineState.DRAINING else RejectReason.UNAVAILABLE
 
 
 class Engine:
@@ -274,9 +257,8 @@ class Engine:
             self._is_verified = True
 
     def _apply(self, commands: Sequence[Command], now_ns: int) -> None:
-        for command in commands:
-            if isinstance(command, Add):
-                self._output.add(command.request)
+        for request in _added(commands):
+            self._output.add(request)
         self._publish(self._core.apply(commands, now_ns), now_ns)
 
     def _finish(self) -> None:
@@ -307,8 +289,7 @@ class Engine:
 
     def _restrict(self) -> None:
         """Send its masks to a step that waits for them, once the tokens before are known."""
-        flight = self._submitted.to_restrict
-        if flight is not None:
+        if (flight := self._submitted.to_restrict) is not None:
             self._submitted.restrict(flight, self._core.masks(flight.plan))
 
     def _publish(self, events: Sequence[TokenEvent], now_ns: int) -> None:

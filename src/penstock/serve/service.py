@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from penstock.config import ServerConfig
-from penstock.engine.loop import EngineState
+from penstock.engine.state import EngineState
 from penstock.obs.explain.explanation import Explanation, explain_intake
 from penstock.obs.explain.words import summary
 from penstock.sched.admission import Admission, Ask, Place

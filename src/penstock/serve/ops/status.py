@@ -8,7 +8,7 @@ from typing import Any
 from starlette.responses import Response
 
 import penstock
-from penstock.engine.loop import EngineState
+from penstock.engine.state import EngineState
 from penstock.obs.metrics import Metrics
 from penstock.obs.signals import WINDOW_S
 from penstock.serve.openai.errors import unavailable
