@@ -163,3 +163,26 @@ def test_what_is_not_supported_is_refused_where_a_reference_names_it(grammars, k
 def test_reference_whose_size_can_not_be_told_is_refused(grammars, value):
     with pytest.raises(Rejected, match=r"place, such as|\$id inside"):
         compiled(grammars, value)
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ({"type": "string", "format": "binary"}, "format binary is not supported. Leave it out"),
+        ({"type": "string", "pattern": "^(?!a)b"}, "look-around or a word boundary.* Say it without"),
+        ({"type": "string", "pattern": r"\bfoo\b"}, "look-around or a word boundary.* Say it without"),
+        ({"type": "string", "pattern": "^a$", "minLength": 3}, "No string can have all.* Check"),
+        (
+            {
+                "type": "string",
+                "allOf": [{"pattern": part} for part in ("[0-9]", "[a-z]", "[A-Z]", "[!-/]", "é", "日", "x.*y", "..z..q")],
+            },
+            "simpler",
+        ),
+    ],
+    ids=["format", "look-ahead", "boundary", "contradiction", "many patterns"],
+)
+def test_refusal_names_a_remedy(grammars, value, says):
+    with pytest.raises(Rejected, match=says) as caught:
+        compiled(grammars, value)
+    assert "SearchRegex" not in str(caught.value)

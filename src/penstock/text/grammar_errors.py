@@ -13,7 +13,9 @@ MAX_CAUSE_CHARS = 300
 
 _OUR_PLACE = "at 2(8): "
 """Of whatever was not written in Lark, in the Lark that is made of it."""
-_TOO_LARGE = "too many (states|expressions|items)|Current row has|fuel|precomputation|panic|too large|too complex"
+_TOO_LARGE = (
+    "Unable to determine|too many (states|expressions|items)|Current row has|fuel|precomputation|panic|too large|too complex"
+)
 _KNOWN: tuple[tuple[str, str, str], ...] = (
     (
         f"(?i){_TOO_LARGE}",
@@ -21,6 +23,13 @@ _KNOWN: tuple[tuple[str, str, str], ...] = (
         "Make it simpler: fewer alternatives and optional fields, shorter repetitions, no rule with two readings.",
     ),
     (r"^Unimplemented keys: (.*)", "The keywords {} are not supported.", "Leave them out, or say the same otherwise."),
+    (r"^Unknown format: (.*)", "The format {} is not supported.", "Leave it out, or say it as a pattern."),
+    (
+        r"look-?around",
+        "A regex has look-around or a word boundary, which are not supported.",
+        r"Say it without (?=...), (?!...), (?<=...), (?<!...), \b and \B.",
+    ),
+    (r"Regex is empty", "No string can have all of a pattern, format and length at once.", "Check what contradicts what."),
     (r"oneOf constraints", "Two schemas of a oneOf might hold at once.", "Use anyOf, or a const that tells them apart."),
     (r"NoExtension", "No answer can follow it.", "Check what contradicts what."),
     (r"doesn't satisfy the grammar", "A token was sampled that it forbids.", ""),
