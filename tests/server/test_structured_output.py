@@ -281,6 +281,9 @@ class Compiling:
     def known(self, grammar):
         return self._grammars.known(grammar)
 
+    def prepare(self, grammar):
+        self.matcher(grammar)
+
     def matcher(self, grammar):
         self.asked.append(grammar)
         self.threads.append(threading.current_thread().name)
@@ -362,7 +365,8 @@ def may_fail(runtime, monkeypatch):
     """Set when a matcher of the runtime's may fail."""
     may_fail, grammars = threading.Event(), runtime.grammars
     monkeypatch.setattr(runtime, "grammars", Compiling(grammars))
-    monkeypatch.setattr(runtime.grammars, "matcher", lambda grammar: FailingMatcher(grammars.matcher(grammar), may_fail))
+    runtime.grammars.may_go_on.set()
+    monkeypatch.setattr(runtime.grammars, "known", lambda grammar: FailingMatcher(grammars.matcher(grammar), may_fail))
     yield may_fail
     may_fail.set()
 

@@ -14,9 +14,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 from penstock.types.errors import Rejected, RejectReason
 
@@ -27,8 +27,8 @@ INLINE_MAX_SIZE = 4096
 LARGE_SIZE = 1 << 16
 """Larger work waits in a line of its own, so that many large texts do not hold up the prompts that people write."""
 MAX_JOBS = 1024
-MAX_GRAMMARS = 8
-"""Waiting to be compiled. One may take a second, most take milliseconds."""
+MAX_GRAMMARS = 32
+"""Different ones, waiting to be compiled. One may take a second, most take milliseconds."""
 MAX_SIZE_IN_FLIGHT = 16 << 20
 """Characters or bytes, in each of the two lines: four of the largest bodies, a few seconds of tokenising each."""
 RETRY_AFTER_S = 5.0
@@ -40,6 +40,8 @@ class OffLoop:
     def __init__(self, count_rejected: Callable[[RejectReason], None] = lambda _reason: None) -> None:
         self._lines = (_Line(2, "small"), _Line(1, "large"))
         self._grammars = _Line(1, "grammars")
+        self._compiling: dict[Hashable, Future[Any]] = {}
+        """What waits for or is in the line of grammars, by key."""
         self._count_rejected = count_rejected
 
     async def run(self, size: int, work: Callable[[], _Result], *, limit: int = INLINE_MAX_SIZE) -> _Result:
@@ -51,9 +53,19 @@ class OffLoop:
             return work()
         return await self._enter(self._line(size), size, work, "long texts", MAX_JOBS)
 
-    async def compile(self, size: int, work: Callable[[], _Result]) -> _Result:
-        """As `run`, for grammars: never on the event loop."""
-        return await self._enter(self._grammars, size, work, "grammars", MAX_GRAMMARS)
+    async def compile(self, key: Hashable, size: int, work: Callable[[], _Result]) -> _Result:
+        """As `run`, for grammars: never on the event loop. Who asks for a key that is worked on waits for the same result,
+        which must not be an exception then.
+        """
+        job = self._compiling.get(key)
+        if job is None or job.done():
+            self._check_room(self._grammars, size, "grammars", MAX_GRAMMARS)
+            job = self._compiling[key] = self._grammars.start(size, work)
+            job.add_done_callback(lambda _job: self._compiling.pop(key, None))
+        try:
+            return cast(_Result, await _result_of(job, is_shared=True))
+        finally:
+            del job  # as in `_Line.do`
 
     async def finish(self, size: int, work: Callable[[], _Result]) -> _Result:
         """As `run`, for the end of what was let in already: not turned away because of others, nor because the server ends."""
@@ -68,11 +80,14 @@ class OffLoop:
             line.close()
 
     async def _enter(self, line: _Line, size: int, work: Callable[[], _Result], what: str, max_jobs: int) -> _Result:
+        self._check_room(line, size, what, max_jobs)
+        return await line.do(size, work)
+
+    def _check_room(self, line: _Line, size: int, what: str, max_jobs: int) -> None:
         if line.is_full(size, max_jobs):
             self._count_rejected(RejectReason.QUEUE_FULL)
             detail = f"too many {what} are being read already"
             raise Rejected(RejectReason.QUEUE_FULL, detail, retry_after_s=RETRY_AFTER_S)
-        return await line.do(size, work)
 
     def _line(self, size: int) -> _Line:
         return self._lines[size > LARGE_SIZE]
@@ -90,13 +105,17 @@ class _Line:
         """Work that is larger than the bound itself comes in alone."""
         return self._num_jobs >= max_jobs or (self._num_jobs > 0 and self._size + size > MAX_SIZE_IN_FLIGHT)
 
-    async def do(self, size: int, work: Callable[[], _Result]) -> _Result:
+    def start(self, size: int, work: Callable[[], _Result]) -> Future[_Result]:
         try:
             future = self._pool.submit(work)
         except RuntimeError as error:
             raise _shutting_down() from error
         self._add(1, size)
         future.add_done_callback(lambda _future: self._add(-1, -size))
+        return future
+
+    async def do(self, size: int, work: Callable[[], _Result]) -> _Result:
+        future = self.start(size, work)
         try:
             return await _result_of(future)
         finally:
@@ -111,9 +130,11 @@ class _Line:
             self._size += size
 
 
-async def _result_of(future: Future[_Result]) -> _Result:
+async def _result_of(future: Future[_Result], *, is_shared: bool = False) -> _Result:
+    """Who is cancelled takes work that has not begun along, unless others may wait for it."""
     try:
-        return await asyncio.wrap_future(future)
+        waiter = asyncio.wrap_future(future)
+        return await (asyncio.shield(waiter) if is_shared else waiter)
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if future.cancelled() and task is not None and not task.cancelling():

@@ -6,6 +6,7 @@ is sampled: that is the business of the matchers that it hands out.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -96,6 +97,11 @@ class Grammars:
             with self._compiling:
                 compiled = self._find(grammar) or self._compile(grammar)
         return compiled.matcher()
+
+    def prepare(self, grammar: Grammar) -> None:
+        """Compile it for those who will ask `known`. One that is refused is so when they do."""
+        with contextlib.suppress(Rejected):
+            self.matcher(grammar)
 
     def known(self, grammar: Grammar) -> Matcher | None:
         """As `matcher`, if the grammar was compiled already, so that an event loop may ask; else None.

@@ -34,6 +34,9 @@ _KINDS: Mapping[str, GrammarKind] = MappingProxyType(
 _MAX_INLINE_CHARS = 1 << 15
 """Of a known grammar, once for each choice: copying that much takes a tenth of a millisecond."""
 
+_MAX_TRIES = 4
+"""To find a grammar that others have just used up, or pushed out of what is kept."""
+
 _NOT_WITH: Mapping[str, str] = MappingProxyType(
     {
         "use_beam_search": "a search follows no grammar",
@@ -81,13 +84,17 @@ async def with_matchers(choices: Sequence[Choice], asked: AskedGrammar, runtime:
 
 
 async def _matchers(number: int, grammar: Grammar, runtime: Runtime) -> list[Matcher]:
-    """At once if the grammar is known and small, like most: else the way to another thread would be what takes long."""
+    """At once if the grammar is known and small, like most: else the way to another thread would be what takes long. All who
+    ask for a new one wait for the same compilation.
+    """
     grammars, size = runtime.grammars, number * len(grammar.source)
-    if size <= _MAX_INLINE_CHARS:
+    for _ in range(_MAX_TRIES if size <= _MAX_INLINE_CHARS else 0):
         known = [matcher for matcher in (grammars.known(grammar) for _ in range(number)) if matcher is not None]
         if len(known) == number:
             return known
-    return await runtime.off_loop.compile(size, lambda: [grammars.matcher(grammar) for _ in range(number)])
+        await runtime.off_loop.compile(grammar, len(grammar.source), lambda: grammars.prepare(grammar))
+    alone = object()
+    return await runtime.off_loop.compile(alone, size, lambda: [grammars.matcher(grammar) for _ in range(number)])
 
 
 def _of_format(asked: ResponseFormat) -> AskedGrammar | None:
