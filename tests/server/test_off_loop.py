@@ -74,27 +74,30 @@ async def test_more_than_the_bounds_is_refused_until_work_ends(pool, held, monke
 
 
 async def test_grammars_have_a_bounded_line_of_their_own(pool, held):
-    grammars = [asyncio.create_task(pool.compile(key, 1, held)) for key in range(MAX_GRAMMARS)]
+    grammars = [asyncio.create_task(pool.compile(1, held)) for _ in range(MAX_GRAMMARS)]
     await asyncio.sleep(0)
     with pytest.raises(Rejected, match="too many grammars") as refusal:
-        await pool.compile("another", 1, held)
+        await pool.compile(1, held)
     assert refusal.value.reason is RejectReason.QUEUE_FULL
     assert await pool.run(LARGE_SIZE, threading.current_thread) is not threading.current_thread()
     held.release()
     await asyncio.gather(*grammars)
-    assert await pool.compile(0, 1, threading.current_thread) is not threading.current_thread()
+    assert await pool.compile(1, threading.current_thread) is not threading.current_thread()
 
 
 async def test_who_asks_for_the_same_grammar_waits_for_the_same_work(pool, held):
-    grammars = [asyncio.create_task(pool.compile("one", 1, held)) for _ in range(5 * MAX_GRAMMARS)]
+    grammars = [asyncio.create_task(pool.compile_once("one", 1, held)) for _ in range(5 * MAX_GRAMMARS)]
     await asyncio.sleep(0)
     grammars[0].cancel()  # its client leaves, and the others go on
+    await asyncio.sleep(0)
+    assert not any(task.done() for task in grammars[1:])
     held.release()
     results = await asyncio.gather(*grammars, return_exceptions=True)
     assert isinstance(results[0], asyncio.CancelledError)
-    assert all(result is results[1] for result in results[1:])
-    assert results[1] == [70]
-    assert await pool.compile("one", 1, lambda: "anew") == "anew"
+    assert results[1:] == [None] * (5 * MAX_GRAMMARS - 1)
+    assert held.num_begun == 1
+    await pool.compile_once("one", 1, held)
+    assert held.num_begun == 2
 
 
 async def test_small_work_does_not_wait_for_large(pool, held):

@@ -6,7 +6,7 @@ simulator); never loops, waits, sleeps or reads a clock.
     core.take_block_copies()         copies to make before it, or without it
     ... an executor runs the plan ...
     core.finish(plan, result, now)   its tokens
-    core.follow_grammars(events)     what those answers may go on with that follow a grammar
+    core.follow_grammars(events, now)  what those answers may go on with that follow a grammar
 
 Every request that was added ends in exactly one event whose `finish_reason` is set, and its blocks are free from that moment,
 or from the `finish` of the last step that has a row of it.

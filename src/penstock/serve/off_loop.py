@@ -16,7 +16,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar, cast
+from typing import TypeVar
 
 from penstock.types.errors import Rejected, RejectReason
 
@@ -40,8 +40,8 @@ class OffLoop:
     def __init__(self, count_rejected: Callable[[RejectReason], None] = lambda _reason: None) -> None:
         self._lines = (_Line(2, "small"), _Line(1, "large"))
         self._grammars = _Line(1, "grammars")
-        self._compiling: dict[Hashable, Future[Any]] = {}
-        """What waits for or is in the line of grammars, by key."""
+        self._compiling: dict[Hashable, Future[None]] = {}
+        """What `compile_once` began and has not ended, by key."""
         self._count_rejected = count_rejected
 
     async def run(self, size: int, work: Callable[[], _Result], *, limit: int = INLINE_MAX_SIZE) -> _Result:
@@ -53,19 +53,18 @@ class OffLoop:
             return work()
         return await self._enter(self._line(size), size, work, "long texts", MAX_JOBS)
 
-    async def compile(self, key: Hashable, size: int, work: Callable[[], _Result]) -> _Result:
-        """As `run`, for grammars: never on the event loop. Who asks for a key that is worked on waits for the same result,
-        which must not be an exception then.
-        """
+    async def compile(self, size: int, work: Callable[[], _Result]) -> _Result:
+        """As `run`, for grammars: never on the event loop."""
+        return await self._enter(self._grammars, size, work, "grammars", MAX_GRAMMARS)
+
+    async def compile_once(self, key: Hashable, size: int, work: Callable[[], None]) -> None:
+        """As `compile`, but that whoever asks for a key that is being worked on waits for the same work. It must not raise."""
         job = self._compiling.get(key)
         if job is None or job.done():
             self._check_room(self._grammars, size, "grammars", MAX_GRAMMARS)
             job = self._compiling[key] = self._grammars.start(size, work)
             job.add_done_callback(lambda _job: self._compiling.pop(key, None))
-        try:
-            return cast(_Result, await _result_of(job, is_shared=True))
-        finally:
-            del job  # as in `_Line.do`
+        await _result_of(job, is_shared=True)
 
     async def finish(self, size: int, work: Callable[[], _Result]) -> _Result:
         """As `run`, for the end of what was let in already: not turned away because of others, nor because the server ends."""

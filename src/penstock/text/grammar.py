@@ -92,16 +92,12 @@ class Grammars:
 
         Raises `Rejected` if the grammar is wrong, too large, or has parts that can't be followed.
         """
-        compiled = self._find(grammar)
-        if compiled is None:
-            with self._compiling:
-                compiled = self._find(grammar) or self._compile(grammar)
-        return compiled.matcher()
+        return self._ready(grammar).matcher()
 
     def prepare(self, grammar: Grammar) -> None:
         """Compile it for those who will ask `known`. One that is refused is so when they do."""
         with contextlib.suppress(Rejected):
-            self.matcher(grammar)
+            self._ready(grammar)
 
     def known(self, grammar: Grammar) -> Matcher | None:
         """As `matcher`, if the grammar was compiled already, so that an event loop may ask; else None.
@@ -110,6 +106,13 @@ class Grammars:
         """
         compiled = self._find(grammar)
         return None if compiled is None else compiled.matcher()
+
+    def _ready(self, grammar: Grammar) -> CompiledGrammar:
+        compiled = self._find(grammar)
+        if compiled is None:
+            with self._compiling:
+                compiled = self._find(grammar) or self._compile(grammar)
+        return compiled
 
     def _find(self, grammar: Grammar) -> CompiledGrammar | None:
         with self._lock:

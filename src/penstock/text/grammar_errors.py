@@ -51,6 +51,11 @@ def refusal(name: str, error: GrammarFailure) -> Rejected:
     return Rejected(RejectReason.INVALID, f"The {name} can't be followed: {error}")
 
 
+def refused_schema(what: str) -> Rejected:
+    """Of a schema that is refused before it is compiled; what "a json_schema" does not do, and the remedy."""
+    return Rejected(RejectReason.INVALID, f"A json_schema {what}")
+
+
 def _cause(message: str) -> str:
     """Without what it quotes of the source as a whole, and without the names of llguidance's own steps."""
     text = message.split("\n<", 1)[0]

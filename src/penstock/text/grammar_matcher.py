@@ -48,12 +48,13 @@ MAX_ANSWERS = 64
 class CompiledGrammar:
     """A grammar at the beginning of an answer. `matcher` may be called from any thread."""
 
-    def __init__(self, start: LLMatcher, first_mask: bytes, usable: NDArray[np.uint8]) -> None:
+    def __init__(self, start: LLMatcher, usable: NDArray[np.uint8]) -> None:
+        """Raises `GrammarFailure` if no answer can begin."""
         self._start = start
-        self._first_mask = first_mask
         self._usable = usable
         self._num_answers = 0
         self._has_failed = False
+        self.first_mask = self.mask_of(start)
 
     @property
     def is_spent(self) -> bool:
@@ -80,10 +81,6 @@ class CompiledGrammar:
         self._has_failed = True
         return failure(matcher.get_error())
 
-    @property
-    def first_mask(self) -> bytes:
-        return self._first_mask
-
 
 def compile_grammar(lark: str, name: str, tokens: GrammarTokens, limits: Limits) -> CompiledGrammar:
     """From llguidance's Lark. `name` is what an error calls it. Raises `Rejected`.
@@ -98,9 +95,8 @@ def compile_grammar(lark: str, name: str, tokens: GrammarTokens, limits: Limits)
     start = LLMatcher(vocabulary, wrapped, log_level=0, limits=all_limits)
     if start.is_error():
         raise refusal(name, failure(start.get_error()))
-    compiled = CompiledGrammar(start, b"", usable)
     try:
-        return CompiledGrammar(start, compiled.mask_of(start), usable)
+        return CompiledGrammar(start, usable)
     except GrammarFailure as error:
         raise refusal(name, error) from error
 

@@ -1,12 +1,18 @@
-"""Which numbers may bound an answer to a JSON schema: those that are followed to the digit. Called by `grammar_schema`."""
+"""Which numbers may bound an answer to a JSON schema: those that are followed to the digit, and in time. Called by
+`grammar_schema`.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from decimal import Decimal
 from typing import Any
 
-from penstock.types.errors import Rejected, RejectReason
+from penstock.text.grammar_errors import refused_schema
 
+MAX_MULTIPLES = 10_000
+"""A prime number of five digits takes half a second and 50 MB to compile, one of eight a thousand times as much."""
 MAX_INTEGER = 2**53
 """Beyond it llguidance counts in floating point, and past 64 bits it fails: two bounds far below zero end the process."""
 LEAST_NUMBER = 1e-15
@@ -18,15 +24,22 @@ _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "m
 
 
 def check_numbers(schema: dict[str, Any]) -> None:
-    """Wherever they stand, as a $ref may point anywhere. Raises `Rejected`."""
-    waiting: list[Any] = [schema]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, dict):
-            _check_object(node)
-            waiting += node.values()
-        elif isinstance(node, list):
-            waiting += node
+    """Each by itself, and exclusive bounds beside others. Raises `Rejected`."""
+    for node in _objects(schema):
+        _check_object(node)
+        if node.get("type") != "integer":
+            _check_exclusive(node, "exclusiveMinimum", ("maximum", "exclusiveMaximum"), 1)
+            _check_exclusive(node, "exclusiveMaximum", ("minimum", "exclusiveMinimum"), -1)
+
+
+def check_multiples(schema: dict[str, Any], *, are_put_together: bool) -> None:
+    """What all `multipleOf` cost; those of schemas that are put together have a common one. Raises `Rejected`."""
+    found = [_significant(node.get("multipleOf")) for node in _objects(schema)]
+    if max(sum(found), math.prod(set(found) - {0}) if are_put_together else 0) > MAX_MULTIPLES:
+        what = f"is followed while all multipleOf, each without its point and the zeros at its end, add up to {MAX_MULTIPLES}"
+        raise refused_schema(
+            f"{what}, or their product does where allOf, anyOf, oneOf or $ref put some together. Ask for rounder numbers."
+        )
 
 
 def _check_object(node: dict[str, Any]) -> None:
@@ -35,30 +48,56 @@ def _check_object(node: dict[str, Any]) -> None:
         if value is None:
             continue
         if name == "multipleOf" and value <= 0:
-            raise _rejected(f"takes multipleOf above 0, not {_shown(value)}. Leave it out.")
+            raise refused_schema(f"takes multipleOf above 0, not {_shown(value)}. Leave it out.")
         if abs(value) > MAX_INTEGER or 0 < abs(value) < LEAST_NUMBER:
             what = f"takes {name} of 0, or from {LEAST_NUMBER} to 2^53 on either side of it, not {_shown(value)}"
-            raise _rejected(f"{what}. Leave it out, or give one of fewer digits.")
+            raise refused_schema(f"{what}. Leave it out, or give one of fewer digits.")
     for name in _COUNTS:
         value = _number(node.get(name))
         if value is not None and value > MAX_COUNT:
-            raise _rejected(f"takes {name} of at most {MAX_COUNT}, not {_shown(value)}. Leave it out.")
+            raise refused_schema(f"takes {name} of at most {MAX_COUNT}, not {_shown(value)}. Leave it out.")
     for name in ("const", "enum"):
-        for leaf in _leaves(node.get(name)):
+        for leaf in _values(node.get(name)):
             if isinstance(leaf, int) and abs(leaf) > MAX_INTEGER:
-                raise _rejected(f"takes integers up to 2^53 in {name}, not {_shown(leaf)}. Ask for it as a string.")
+                raise refused_schema(f"takes integers up to 2^53 in {name}, not {_shown(leaf)}. Ask for it as a string.")
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def _check_exclusive(node: dict[str, Any], name: str, others: tuple[str, str], sign: int) -> None:
+    """llguidance takes the bound itself for allowed if it is a whole number, and the other lies before the next one."""
+    bound = _number(node.get(name))
+    for other in others:
+        end = _number(node.get(other))
+        if bound is not None and end is not None and float(bound).is_integer() and 0 < sign * (end - bound) < 1:
+            inclusive = name.replace("exclusiveM", "m")
+            raise refused_schema(
+                f"does not support {name} {bound} beside {other} {end}. Give {inclusive}, such as {bound + sign * 1e-6}."
+            )
+
+
+def _objects(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """All that may be a schema, wherever it stands: a $ref may point anywhere."""
+    return (node for node in _values(schema) if isinstance(node, dict))
+
+
+def _values(value: Any) -> Iterator[Any]:
+    """Itself, and all that is inside."""
     waiting = [value]
     while waiting:
         node = waiting.pop()
+        yield node
         if isinstance(node, dict):
             waiting += node.values()
         elif isinstance(node, list):
             waiting += node
-        else:
-            yield node
+
+
+def _significant(value: Any) -> int:
+    """The digits of a number as a whole one, without zeros at the end: 12 for 0.0120."""
+    number = _number(value)
+    if number is None:
+        return 0
+    digits = "".join(map(str, Decimal(str(number)).as_tuple().digits)).rstrip("0")
+    return int(digits[:10] or 0)
 
 
 def _number(value: Any) -> int | float | None:
@@ -67,7 +106,3 @@ def _number(value: Any) -> int | float | None:
 
 def _shown(number: float) -> str:
     return str(number)[:40]
-
-
-def _rejected(what: str) -> Rejected:
-    return Rejected(RejectReason.INVALID, f"A json_schema {what}")

@@ -6,17 +6,12 @@ and what it refuses although it asks for nothing.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from decimal import Decimal
-from typing import Any, TypeGuard
+from typing import Any
 from urllib.parse import unquote
 
-from penstock.text.grammar_numbers import check_numbers
-from penstock.types.errors import Rejected, RejectReason
-
-MAX_MULTIPLES = 10_000
-"""A prime number of five digits takes half a second and 50 MB to compile, one of eight a thousand times as much."""
+from penstock.text.grammar_errors import refused_schema
+from penstock.text.grammar_numbers import check_multiples, check_numbers
 
 MAX_SCHEMAS = 10_000
 """Once each $ref with something beside it has become what it names, and all inside that anew for each of them. llguidance
@@ -33,8 +28,6 @@ _UNSUPPORTED = frozenset(
     }
 )
 """Some of them llguidance passes over if `$schema` names a draft that does not have them."""
-
-
 _OF_CHOICES = ("allOf", "anyOf", "oneOf")
 _ANNOTATIONS = frozenset(
     {
@@ -60,47 +53,24 @@ def prepare_schema(schema: dict[str, Any]) -> None:
     for node, _ in _nodes(schema):
         _check_node(node)
         if node is not schema and (isinstance(node.get("$id"), str) or isinstance(node.get("id"), str)):
-            raise _rejected("does not support $id inside it, only around all of it. Leave it out.")
+            raise refused_schema("does not support $id inside it, only around all of it. Leave it out.")
     does_merge = False
     for num_schemas, (node, merges) in enumerate(_nodes(schema, does_put_together=True), 1):
         does_merge |= merges
         if num_schemas > MAX_SCHEMAS:
             what = f"recurs, or grows to more than {MAX_SCHEMAS} schemas, where a $ref has other keywords beside it"
-            raise _rejected(f"{what}, or a oneOf a discriminator. Leave the $ref alone, and use anyOf instead of oneOf.")
+            raise refused_schema(f"{what}, or a oneOf a discriminator. Leave the $ref alone, and use anyOf instead of oneOf.")
         if merges and "$ref" in node and not isinstance(_named(schema, node["$ref"]), dict | bool):
-            raise _rejected("takes a $ref with other keywords beside it if it is a place, such as #/$defs/x. Give that.")
-    if _multiples(schema, does_merge=does_merge) > MAX_MULTIPLES:
-        what = f"is followed while all multipleOf, each without its point and the zeros at its end, add up to {MAX_MULTIPLES}"
-        raise _rejected(
-            f"{what}, or their product does where allOf, anyOf, oneOf or $ref put some together. Ask for rounder numbers."
-        )
+            raise refused_schema("takes a $ref with other keywords beside it if it is a place, such as #/$defs/x. Give that.")
+    check_multiples(schema, are_put_together=does_merge)
 
 
 def _check_node(node: dict[str, Any]) -> None:
     if unsupported := sorted(_UNSUPPORTED.intersection(node)):
-        raise _rejected(f"does not support {', '.join(unsupported)}. Leave it out, or say the same otherwise.")
+        raise refused_schema(f"does not support {', '.join(unsupported)}. Leave it out, or say the same otherwise.")
     for name in ("exclusiveMinimum", "exclusiveMaximum"):
         if isinstance(node.get(name), bool):
-            raise _rejected(f"takes {name} as a number, not as true or false. Give the bound itself.")
-    if node.get("type") != "integer":
-        _check_bounds(node, "exclusiveMinimum", ("maximum", "exclusiveMaximum"), 1)
-        _check_bounds(node, "exclusiveMaximum", ("minimum", "exclusiveMinimum"), -1)
-
-
-def _check_bounds(node: dict[str, Any], name: str, others: tuple[str, str], sign: int) -> None:
-    """llguidance takes the bound itself for allowed if it is a whole number, and the other lies before the next one."""
-    bound = node.get(name)
-    for other in others:
-        end = node.get(other)
-        if _is_number(bound) and _is_number(end) and float(bound).is_integer() and 0 < sign * (end - bound) < 1:
-            inclusive = name.replace("exclusiveM", "m")
-            raise _rejected(
-                f"does not support {name} {bound} beside {other} {end}. Give {inclusive}, such as {bound + sign * 1e-6}."
-            )
-
-
-def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1 << 53
+            raise refused_schema(f"takes {name} as a number, not as true or false. Give the bound itself.")
 
 
 def _nodes(schema: dict[str, Any], *, does_put_together: bool = False) -> Iterator[tuple[dict[str, Any], bool]]:
@@ -157,30 +127,3 @@ def _named(schema: dict[str, Any], ref: Any) -> Any:
         else:
             node = node.get(name) if isinstance(node, dict) else None
     return node
-
-
-def _multiples(schema: dict[str, Any], *, does_merge: bool) -> int:
-    """What all of them cost, wherever they stand: a $ref may point anywhere. Those that are put together have a common one."""
-    found: list[int] = []
-    waiting: list[Any] = [schema]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, dict):
-            found.append(_significant(node.get("multipleOf")))
-            waiting += node.values()
-        elif isinstance(node, list):
-            waiting += node
-    common = math.prod(set(found) - {0}) if does_merge else 0
-    return max(sum(found), common)
-
-
-def _significant(number: Any) -> int:
-    """The digits of a number as a whole one, without zeros at the end: 12 for 0.0120."""
-    if isinstance(number, bool) or not isinstance(number, int | float):
-        return 0
-    digits = "".join(map(str, Decimal(str(number)).as_tuple().digits)).rstrip("0")
-    return int(digits[:10] or 0)
-
-
-def _rejected(what: str) -> Rejected:
-    return Rejected(RejectReason.INVALID, f"A json_schema {what}")

@@ -92,9 +92,8 @@ async def _matchers(number: int, grammar: Grammar, runtime: Runtime) -> list[Mat
         known = [matcher for matcher in (grammars.known(grammar) for _ in range(number)) if matcher is not None]
         if len(known) == number:
             return known
-        await runtime.off_loop.compile(grammar, len(grammar.source), lambda: grammars.prepare(grammar))
-    alone = object()
-    return await runtime.off_loop.compile(alone, size, lambda: [grammars.matcher(grammar) for _ in range(number)])
+        await runtime.off_loop.compile_once(grammar, len(grammar.source), lambda: grammars.prepare(grammar))
+    return await runtime.off_loop.compile(size, lambda: [grammars.matcher(grammar) for _ in range(number)])
 
 
 def _of_format(asked: ResponseFormat) -> AskedGrammar | None:
