@@ -8,9 +8,11 @@ collected before it arrives (`alone`) and from then to its first token (`beside`
     python benchmarks/long_prompt.py
     python benchmarks/long_prompt.py --rounds 1 --slo-itl 40
     python benchmarks/long_prompt.py --rounds 1 --cpu-time
+    python benchmarks/long_prompt.py --streams 1 --prompt-tokens 8100 --max-tokens 4000 --steps 40 --busy 4
 
 With `--cpu-time` the scheduler drives the backend directly, on one thread, and all times are CPU times of the process: for
-machines on which others work, too.
+machines on which others work, too. With `--busy N` the prompt comes while N other processes compute without end: `decode-first`
+then says what share of the cores is left, and `itl` is to be compared with it.
 
 Needs the default model in the cache (`penstock pull`). `ratio` is the p99 beside the prompt over that alone; the last line
 printed is one JSON object, times in milliseconds.
@@ -24,9 +26,11 @@ import gc
 import json
 import random
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
@@ -195,6 +199,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--slo-itl", type=float, help="milliseconds; otherwise twice the p99 without the prompt")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--cpu-time", action="store_true", help="of one thread, without the engine")
+    parser.add_argument("--busy", type=int, default=0, help="processes that keep the cores busy meanwhile")
     return parser.parse_args()
 
 
@@ -238,12 +243,24 @@ def _measure_with(args: argparse.Namespace, scheduler: SchedulerConfig, stack: E
     return lambda seed: asyncio.run(measure(runtime, args, seed))
 
 
+@contextmanager
+def busy_cores(number: int) -> Iterator[None]:
+    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(number)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
 def main() -> None:
     args = read_arguments()
     results: dict[str, list[dict[str, float]]] = {}
-    for name, figures in rounds(args):
-        results.setdefault(name, []).append(figures)
-        print(f"{name:22}", ", ".join(f"{key} {value:.1f}" for key, value in figures.items()), flush=True)
+    with busy_cores(args.busy):
+        for name, figures in rounds(args):
+            results.setdefault(name, []).append(figures)
+            print(f"{name:22}", ", ".join(f"{key} {value:.1f}" for key, value in figures.items()), flush=True)
     slo_ms = results.pop("slo_itl")[0]["ms"]
     medians = {
         name: {key: round(statistics.median(run[key] for run in runs), 2) for key in runs[0]} for name, runs in results.items()
@@ -254,6 +271,7 @@ def main() -> None:
         "prompt_tokens": args.prompt_tokens,
         "rounds": args.rounds,
         "cpu_time": args.cpu_time,
+        "busy": args.busy,
         "slo_itl": round(slo_ms, 1),
     }
     print(json.dumps(report | {"median_by_budget": medians}))

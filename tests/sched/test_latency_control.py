@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import pytest
 
 from penstock.sched.policies.base import BudgetView, StepRecord
-from penstock.sched.policies.hold_latency import HoldLatency
+from penstock.sched.policies.hold_latency import PROBE_PERIOD, PROBE_SHARE, HoldLatency
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.step_cost import StepCost
 from penstock.testing import Driver, HashExecutor, make_core, make_request
@@ -143,10 +143,71 @@ def test_without_decodes_the_whole_step_is_the_prefills() -> None:
     assert budget.limits(view(num_decodes=1)).max_tokens < 512
 
 
+def busy_ns(plan: StepPlan) -> float:
+    """As where other programs use the cores: a step with more than one token in a row waits for threads that do not run."""
+    return cost_ns(plan) + (100 * MS if any(row.query_len > 1 for row in plan.rows) else 0)
+
+
+def slow_ns(plan: StepPlan) -> float:
+    return 5 * cost_ns(plan)
+
+
+def prompt_time_s(budget: HoldLatency | str, step_ns: Callable[[StepPlan], float], noise: float) -> float:
+    """Of a prompt of 4,000 tokens beside a stream. Durations differ by `noise` in the standard deviation, as a share."""
+    rng = random.Random(0)
+    core = make_core(CAPACITY, make_policies(budget=budget), enable_prefix_caching=False)
+    now_ns = start_ns = 0
+    core.apply([Add(request) for request in streams(0, 1)], now_ns)
+    for number in range(4000):
+        if number == 40:
+            start_ns = now_ns
+            core.apply([Add(make_request("long", 4000, max_tokens=1, arrival_ns=now_ns))], now_ns)
+        plan = core.begin(now_ns)
+        assert plan is not None
+        now_ns += int(step_ns(plan) * max(0.3, rng.gauss(1, noise)))
+        tokens = {row.request_id: (7,) for row in plan.rows if row.samples}
+        core.finish(plan, StepResult(plan.step_id, tokens, StepTiming(0, 0)), now_ns)
+        if "long" in tokens:
+            return (now_ns - start_ns) / 1e9
+    raise AssertionError("the prompt starved")
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.2])
+@pytest.mark.parametrize("step_ns", [busy_ns, slow_ns])
+def test_a_prompt_keeps_a_share_of_the_time_where_smaller_chunks_do_not_save_it(
+    step_ns: Callable[[StepPlan], float], noise: float
+) -> None:
+    full_s = prompt_time_s("decode-first", step_ns, noise)
+    assert prompt_time_s(HoldLatency(), step_ns, noise) < 3 * full_s
+
+
+def test_a_prompt_keeps_a_share_of_the_time_whatever_the_target() -> None:
+    assert prompt_time_s(HoldLatency(slo_itl_ns=MS), busy_ns, 0.0) < 3 * prompt_time_s("decode-first", busy_ns, 0.0)
+
+
+def test_equal_chunks_are_interrupted_to_see_what_a_smaller_one_saves() -> None:
+    budget = held()
+    budget.cost.learn(linear(1, 512, 130_000))
+    allowed: list[int] = []
+    for _ in range(3 * PROBE_PERIOD):
+        last = linear(1, allowed[-1], 0) if allowed else linear(1, 16, 0)
+        allowed.append(budget.limits(view(last_step=last)).max_tokens - 1)
+    usual = sorted(allowed)[len(allowed) // 2]
+    assert 2 <= sum(tokens < usual / 2 for tokens in allowed[PROBE_SHARE:]) <= 3
+
+
+def test_chunks_that_differ_by_themselves_are_not_interrupted() -> None:
+    budget = held()
+    budget.cost.learn(linear(1, 512, 130_000))
+    for number in range(3 * PROBE_PERIOD):
+        last = linear(1, 3 if number % 10 == 0 else 70, 0)
+        assert budget.limits(view(last_step=last)).max_tokens > 30
+
+
 def test_prefills_get_a_chunk_even_where_decodes_alone_take_too_long() -> None:
     budget = HoldLatency(slo_itl_ns=MS, min_chunk_tokens=16)
     budget.cost.learn(StepRecord(32, 0, 12 * MS))
-    assert budget.limits(view(num_decodes=32)).max_tokens == 32 + 16
+    assert budget.limits(view(num_decodes=32)).max_tokens >= 32 + 16
 
 
 def test_a_step_is_learnt_from_once() -> None:
@@ -225,6 +286,14 @@ class TestStepCost:
             cost.learn(StepRecord(32, 0, 20 * MS))
         assert cost.estimate_ns(32) == pytest.approx(20 * MS, rel=0.02)
         assert cost.token_ns(1000) == pytest.approx(before, rel=0.3)
+
+    def test_a_part_that_is_nothing_leaves_the_error_to_the_others(self) -> None:
+        """A first step of two tokens was slow; no attention costs anything, and nothing less."""
+        cost = StepCost()
+        cost.learn(StepRecord(0, 2, 120 * MS, 1))
+        for _ in range(20):
+            cost.learn(StepRecord(1, 16, 30 * MS, 16 * 500))
+        assert cost.estimate_ns(1, 16, 16 * 500) == pytest.approx(30 * MS, rel=0.1)
 
     def test_a_stall_teaches_little(self) -> None:
         cost = StepCost()

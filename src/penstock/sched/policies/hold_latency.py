@@ -14,6 +14,12 @@ QUANTILE_STEP = 0.02
 FIRST_EXCESS = 1.1
 MAX_EXCESS = 1.5
 """Beyond that it is not the chunks that make steps slow."""
+PROBE_PERIOD = 64
+"""Of so many chunks of one size, one is smaller: equal steps don't tell what a smaller chunk would save."""
+STRAINED_PROBE_PERIOD = 4
+"""The same while the target can't be held: either smaller chunks save little, or the machine is too slow for the target."""
+PROBE_SHARE = 4
+"""The smaller chunk has one in so many of the tokens."""
 
 
 @dataclass(slots=True)
@@ -24,6 +30,10 @@ class HoldLatency:
     step (`StepCost`), and prefills get as many as keep the step within the target. The fit says what a step takes in the
     mean; by how much the slowest in a hundred exceed that is observed too, and the target of the mean is lower by as much.
     Without decodes the whole step is the prefills'.
+
+    A chunk of a few tokens may take as long as one of a hundred, where other programs keep the cores busy. Chunks of one size
+    would hide that, so now and then one is smaller (`PROBE_PERIOD`). Whatever the target, prefills get a share of the
+    step's time (`min_prefill_share`), so no prompt starves.
     """
 
     slo_itl_ns: int = 0
@@ -31,9 +41,12 @@ class HoldLatency:
     fluent_itl_ns: int = 50_000_000
     """20 tokens a second are faster than anybody reads. Smaller chunks would cost throughput, as each step has a fixed part."""
     max_slowdown: float = 2.0
-    """Of a step by prefills."""
+    """Of a step by the tokens of prefills."""
+    min_prefill_share: float = 1 / 3
+    """Of a step's time, for the tokens of prefills, whatever the target: they then take three times as long as in steps that
+    are full of them, at most. [0, 1)"""
     min_chunk_tokens: int = 16
-    """For prefills in every step, whatever the latency: else they would never end where decodes alone take too long."""
+    """For prefills in every step, whatever the latency."""
     long_prefill_token_threshold: int = 0
     """A prefill that is further behind is long: others pass it, but leave half of the prefills' tokens to it; 0: none is."""
     max_long_partial_prefills: int = 1
@@ -43,6 +56,12 @@ class HoldLatency:
     """Duration over estimate that one in a hundred steps with decodes and prefills exceeds."""
     _seen: StepRecord | None = None
     _num_seen: int = 0
+    _num_equal_chunks: int = 0
+    """Prefill tokens filled so many steps with decodes since one had clearly fewer than it might have had."""
+    _chunk_tokens: int = 0
+    """Of prefills in a step with decodes, as last found without a probe."""
+    _is_strained: bool = False
+    """The target can't be held."""
 
     def limits(self, view: BudgetView) -> StepLimits:
         if view.last_step is not None and view.last_step is not self._seen:
@@ -61,14 +80,26 @@ class HoldLatency:
         )
 
     def _affordable_tokens(self, view: BudgetView) -> int:
-        base_ns = self.cost.estimate_ns(view.num_decodes)
-        default_ns = max(self.fluent_itl_ns, self.max_slowdown * base_ns)
+        least_ns = self.cost.least_ns(view.num_decodes)
+        default_ns = max(self.fluent_itl_ns, self.max_slowdown * least_ns)
         target_ns = self.slo_itl_ns / self.excess if self.slo_itl_ns else default_ns
-        return max(self.min_chunk_tokens, int((target_ns - base_ns) / self.cost.token_ns(view.prefill_context_len)))
+        token_ns = self.cost.token_ns(view.prefill_context_len)
+        kept_ns = max(least_ns * self.min_prefill_share / (1 - self.min_prefill_share), self.min_chunk_tokens * token_ns)
+        self._is_strained = target_ns - least_ns < kept_ns
+        self._chunk_tokens = int(max(target_ns - least_ns, kept_ns) / token_ns)
+        return max(1, self._chunk_tokens // PROBE_SHARE) if self._is_probe_due else self._chunk_tokens
+
+    @property
+    def _is_probe_due(self) -> bool:
+        period = STRAINED_PROBE_PERIOD if self._is_strained else PROBE_PERIOD
+        return self._num_equal_chunks >= period
 
     def _observe(self, step: StepRecord) -> None:
         self._seen = step
         self._num_seen += 1
+        if step.num_decodes and step.num_prefill_tokens:
+            is_full = 2 * step.num_prefill_tokens > self._chunk_tokens
+            self._num_equal_chunks = self._num_equal_chunks + 1 if is_full else 0
         expected_ns = self.cost.estimate_ns(step.num_decodes, step.num_prefill_tokens, step.num_prefill_pairs)
         is_as_expected = abs(step.duration_ns - expected_ns) < NOISE * step.duration_ns
         if not step.num_prefill_tokens and is_as_expected and self._num_seen % DECODES_TO_LEARN:

@@ -1,8 +1,8 @@
 """How long a step takes: a running fit of what was observed. Owned by the budget that steers by it; decides nothing.
 
-    duration = fixed + decode * decodes + prefill * prefill tokens + attention * pairs
+    duration = fixed + decode * decodes + any * (1 if it has prefill tokens) + prefill * prefill tokens + attention * pairs
 
-(pairs of a prefill token and one before it in its request) is fitted by a Kalman filter whose state are the four
+(pairs of a prefill token and one before it in its request) is fitted by a Kalman filter whose state are the five
 coefficients. They drift (contexts grow, others use the machine), so each step adds a little doubt to them; what a step teaches
 is divided among them by how doubtful each is. So a run of equal steps keeps the sum right and spoils no single coefficient, as
 a plain fit over the last steps would.
@@ -25,6 +25,8 @@ MAX_DOUBT = 0.5
 """Standard deviation up to which drift makes a coefficient doubtful, as a share of it, or the first doubt if that is more."""
 FIXED_SHARE = 0.25
 """Standard deviation of the fixed part, as a share of the first step's duration."""
+FIRST_TOKENS = 32
+"""A first step of fewer tokens is taken for one of so many: most of its time is that of any step."""
 FAR_CONTEXT = 1000
 """Tokens before it that may make a prefill token cost twice as much, before anything is known."""
 MIN_PREFILL_NS = 1.0
@@ -41,12 +43,15 @@ class StepCost:
     fixed_ns: float = 0.0
     decode_ns: float = 0.0
     """Per row that decodes."""
+    any_prefill_ns: float = 0.0
+    """Of a step that has prefill tokens, however few. Large where other programs use the cores: each operation on more than one
+    row waits for a thread that does not run."""
     prefill_ns: float = 0.0
     """Per prefill token; `MIN_PREFILL_NS` at least after the first step."""
     attention_ns: float = 0.0
     """Per pair of a prefill token and one before it."""
     _doubt: list[list[float]] = field(default_factory=list)
-    """Covariance of the four. [4, 4]"""
+    """Covariance of the five. [5, 5]"""
     _first_doubts_ns: tuple[float, ...] = ()
     """Their standard deviations before the first step was learnt."""
 
@@ -56,7 +61,13 @@ class StepCost:
 
     def estimate_ns(self, num_decodes: int, num_prefill_tokens: int = 0, num_prefill_pairs: int = 0) -> float:
         base_ns = self.fixed_ns + self.decode_ns * num_decodes
-        return base_ns + self.prefill_ns * num_prefill_tokens + self.attention_ns * num_prefill_pairs
+        if not num_prefill_tokens:
+            return base_ns
+        return base_ns + self.any_prefill_ns + self.prefill_ns * num_prefill_tokens + self.attention_ns * num_prefill_pairs
+
+    def least_ns(self, num_decodes: int) -> float:
+        """Of a step with prefill tokens, their own time aside."""
+        return self.fixed_ns + self.decode_ns * num_decodes + self.any_prefill_ns
 
     def token_ns(self, context_len: int) -> float:
         """Of one more prefill token with so many before it."""
@@ -69,32 +80,41 @@ class StepCost:
         if not self._doubt:
             self._begin(step)
         self._drift()
-        x = (1, step.num_decodes, step.num_prefill_tokens, step.num_prefill_pairs)
-        doubt = self._doubt
-        spread = [sum(map(mul, row, x)) for row in doubt]
-        variance = sum(map(mul, spread, x)) + (NOISE * step.duration_ns) ** 2
-        error = step.duration_ns - self.estimate_ns(*x[1:])
-        limit = MAX_ERRORS * variance**0.5
-        gain = min(max(error, -limit), limit) / variance
-        self.fixed_ns = max(0.0, self.fixed_ns + spread[0] * gain)
-        self.decode_ns = max(0.0, self.decode_ns + spread[1] * gain)
-        self.prefill_ns = max(MIN_PREFILL_NS, 0.1 * self.prefill_ns, self.prefill_ns + spread[2] * gain)
-        self.attention_ns = max(0.0, self.attention_ns + spread[3] * gain)
+        num_tokens = step.num_prefill_tokens
+        shape = [1, step.num_decodes, int(num_tokens > 0), num_tokens, step.num_prefill_pairs]
+        least_ns = [0.0, 0.0, 0.0, max(MIN_PREFILL_NS, 0.1 * self.prefill_ns), 0.0]
+        values = [self.fixed_ns, self.decode_ns, self.any_prefill_ns, self.prefill_ns, self.attention_ns]
+        error = step.duration_ns - sum(map(mul, values, shape))
+        is_learnt = False
+        while not is_learnt:
+            spread = [sum(map(mul, row, shape)) for row in self._doubt]
+            variance = sum(map(mul, spread, shape)) + (NOISE * step.duration_ns) ** 2
+            limit = MAX_ERRORS * variance**0.5
+            gain = min(max(error, -limit), limit) / variance
+            is_learnt = True
+            for idx, least in enumerate(least_ns):
+                if shape[idx] and values[idx] + spread[idx] * gain < least:
+                    # No time is below nothing. What this part can't give, the others have to: they share the rest of the error.
+                    error += shape[idx] * (values[idx] - least)
+                    values[idx], shape[idx], is_learnt = least, 0, False
+        moved = [max(value + own * gain, least) for value, own, least in zip(values, spread, least_ns, strict=True)]
+        self.fixed_ns, self.decode_ns, self.any_prefill_ns, self.prefill_ns, self.attention_ns = moved
         self._doubt = [
             [value - own * other / variance for value, other in zip(row, spread, strict=True)]
-            for row, own in zip(doubt, spread, strict=True)
+            for row, own in zip(self._doubt, spread, strict=True)
         ]
 
     def _begin(self, step: StepRecord) -> None:
         """All of the first step's time is that of its tokens, and everything is doubtful."""
         duration_ns = float(step.duration_ns)
-        token_ns = duration_ns / (step.num_decodes + step.num_prefill_tokens)
+        token_ns = duration_ns / max(FIRST_TOKENS, step.num_decodes + step.num_prefill_tokens)
         self.decode_ns = self.prefill_ns = token_ns
-        self._first_doubts_ns = (FIXED_SHARE * duration_ns, token_ns, token_ns, token_ns / FAR_CONTEXT)
-        self._doubt = [[doubt**2 if row == col else 0.0 for col in range(4)] for row, doubt in enumerate(self._first_doubts_ns)]
+        fixed_ns = FIXED_SHARE * duration_ns
+        self._first_doubts_ns = (fixed_ns, token_ns, fixed_ns, token_ns, token_ns / FAR_CONTEXT)
+        self._doubt = [[doubt**2 if row == col else 0.0 for col in range(5)] for row, doubt in enumerate(self._first_doubts_ns)]
 
     def _drift(self) -> None:
-        values = (self.fixed_ns, self.decode_ns, self.prefill_ns, self.attention_ns)
+        values = (self.fixed_ns, self.decode_ns, self.any_prefill_ns, self.prefill_ns, self.attention_ns)
         for idx, (value, first) in enumerate(zip(values, self._first_doubts_ns, strict=True)):
             doubt = self._doubt[idx]
             doubt[idx] += (DRIFT * max(value, MIN_DRIFT * first)) ** 2
