@@ -111,7 +111,7 @@ async def test_with_keys_the_tenant_header_counts_only_if_it_is_trusted(trusts):
 
 
 async def test_kv_headroom_is_named():
-    async with Held(kv_headroom=0.5) as held:
+    async with Held(kv_headroom=0.5, slo_ttft_ns=10**12) as held:
         body = {"prompt": "a" * 2000, "max_tokens": 40, "ignore_eos": True}
         waiting = asyncio.create_task(held.client.post("/v1/completions", json=body))
         await until(lambda: held.server.runtime.engine.load().num_waiting == 1)
@@ -119,6 +119,19 @@ async def test_kv_headroom_is_named():
         check(await held.client.post("/v1/completions", json=huge), 429, "overloaded", "kv_headroom", "blocks")
         held.executor.open()
         assert (await waiting).status_code == 200
+
+
+async def test_by_default_more_than_the_kv_cache_holds_waits_for_its_turn():
+    executor = GatedExecutor(replace(CAPACITY, max_rows=64, num_blocks=200))
+    with running(executor) as server:
+        async with httpx.AsyncClient(base_url=server.url, timeout=20) as client:
+            body = {"prompt": "a" * 400, "max_tokens": 40, "ignore_eos": True}
+            calls = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(32)]
+            await until(lambda: server.runtime.engine.load().num_running >= 1)
+            load = server.runtime.engine.load()
+            assert load.num_blocks_total < len(calls) * 400 // CAPACITY.block_size, "they need more memory than there is"
+            executor.open()
+            assert [(await call).status_code for call in calls] == [200] * len(calls)
 
 
 async def test_a_deadline_that_cannot_be_met_is_refused_at_once():

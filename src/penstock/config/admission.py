@@ -25,7 +25,7 @@ class AdmissionConfig(Component):
     )
     kv_headroom: float = setting(
         0.2,
-        "Share of the KV blocks kept free for growth at the predicted lengths, else 429; 0: wait instead.",
+        "Share of the KV blocks kept free for growth: else requests with a TTFT target are answered 429; 0: they wait.",
         kind=Kind.SHARE,
         minimum=0.0,
         maximum=0.9,

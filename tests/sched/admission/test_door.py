@@ -223,12 +223,16 @@ class TestQueueDelay:
         assert refusal(door, nearly_full, later_ns, claim=b"a") is None
 
 
+TARGET = {"slo_ttft_ns": 10**18, "kv_headroom": 0.2}
+"""Any wait meets it, so that memory alone is a reason to refuse."""
+
+
 class TestKvHeadroom:
     SMALL_RUN = make_load(num_running=5, num_rows_free=3, num_blocks_free=70)
     LARGE: ClassVar = {"num_token_ids": 1000, "max_new_tokens": 16}
 
     def test_predicted_lengths_count_and_not_max_tokens(self):
-        door = make_door(kv_headroom=0.2)
+        door = make_door(**TARGET)
         for _ in range(300):
             end(door, 1, num_generated=6)
         for idx in range(60):  # a block each
@@ -244,16 +248,16 @@ class TestKvHeadroom:
         assert "91 of 100 blocks" in refused.detail
 
     def test_what_waits_for_a_row_needs_no_memory_yet(self):
-        door = make_door(kv_headroom=0.2)
+        door = make_door(**TARGET)
         for idx in range(200):
             enter(door, f"r{idx}", max_new_tokens=6)
         assert refusal(door, make_load(num_running=8, num_waiting=192, num_rows_free=0, num_blocks_free=90)) is None
 
     def test_what_is_held_counts_where_answers_are_longer_than_predicted(self):
-        assert refusal(make_door(kv_headroom=0.2), make_load(num_running=2, num_rows_free=6, num_blocks_free=5)) is not None
+        assert refusal(make_door(**TARGET), make_load(num_running=2, num_rows_free=6, num_blocks_free=5)) is not None
 
     def test_ended_requests_are_forgotten(self):
-        door = make_door(kv_headroom=0.2)
+        door = make_door(**TARGET)
         load = make_load(num_running=1, num_rows_free=7)
         for idx in range(90):
             enter(door, f"r{idx}", num_prompt=100)
@@ -263,14 +267,14 @@ class TestKvHeadroom:
     def test_a_text_beyond_the_context_counts_as_one_that_fills_it(self):
         """That it is too long is said once its tokens are counted, and is not the load's fault."""
         capacity = Capacity(num_blocks=1001, block_size=16, max_rows=8, max_step_tokens=128, max_model_len=1024)
-        door = Admission(AdmissionLimits(kv_headroom=0.2), capacity)
+        door = Admission(AdmissionLimits(**TARGET), capacity)
         load = make_load(num_running=2, num_rows_free=6, num_blocks_total=1000, num_blocks_free=900)
         assert refusal(door, load, num_token_ids=0, num_chars=10**6) is None
 
     def test_the_announced_time_is_that_of_as_many_ends_as_free_what_lacks(self):
         told_s = []
         for num_prompt in (1000, 800):  # 14 blocks too many, and 1; those that run have 6 each
-            door = make_door()
+            door = make_door(**TARGET)
             now_ns = busy(door, rate=0.5)
             refused = refusal(door, self.SMALL_RUN, now_ns, num_token_ids=num_prompt, max_new_tokens=16)
             assert refused is not None
@@ -278,7 +282,7 @@ class TestKvHeadroom:
         assert told_s[0] == pytest.approx(3 * told_s[1])
 
     def test_what_becomes_free_is_kept_for_who_was_told_to_come_back(self):
-        door = make_door()
+        door = make_door(**TARGET)
         now_ns = busy(door, rate=1.0)
         told = refusal(door, self.SMALL_RUN, now_ns, claim=b"large", **self.LARGE)
         assert refusal(door, self.SMALL_RUN, now_ns, claim=b"small") is None
@@ -295,7 +299,7 @@ class TestKvHeadroom:
         assert refusal(door, self.SMALL_RUN, due_ns, claim=b"small") is None
 
     def test_what_is_kept_for_who_does_not_come_is_freed(self):
-        door = make_door()
+        door = make_door(**TARGET)
         now_ns = busy(door, rate=1.0)
         for _ in range(2):
             told = refusal(door, self.SMALL_RUN, now_ns, claim=b"large", **self.LARGE)
@@ -303,8 +307,17 @@ class TestKvHeadroom:
         assert refusal(door, self.SMALL_RUN, now_ns + 2 * SECOND, claim=b"small") is not None
         assert refusal(door, self.SMALL_RUN, now_ns + 4 * SECOND, claim=b"small") is None
 
+    def test_who_may_wait_is_not_refused_for_memory(self):
+        door, full = make_door(kv_headroom=0.2), make_load(num_running=2, num_rows_free=6, num_blocks_free=0)
+        assert refusal(door, full) is None
+        assert refusal(door, full, deadline_ns=10**18) is None
+        refused = refusal(door, full, slo_ttft_ns=10**18)
+        assert refused is not None
+        assert refused.reason is RejectReason.KV_HEADROOM
+
     def test_it_can_be_turned_off(self):
-        assert refusal(make_door(kv_headroom=0), make_load(num_running=2, num_rows_free=6, num_blocks_free=0)) is None
+        door, full = make_door(slo_ttft_ns=10**18, kv_headroom=0), make_load(num_running=2, num_rows_free=6, num_blocks_free=0)
+        assert refusal(door, full) is None
 
 
 class TestDeadlines:

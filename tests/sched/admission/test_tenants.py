@@ -24,6 +24,7 @@ def view(tenant: str = "a", now_s: float = 0.0, num_prompt: int = 100, num_new: 
         is_idle=False,
         starts_at_once=False,
         num_waiting=0,
+        target_ttft_ns=None,
         num_prompt_tokens=num_prompt,
         num_new_tokens=num_new,
         ttft_ns=0,

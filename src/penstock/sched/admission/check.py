@@ -29,6 +29,8 @@ class DoorView:
     """Nobody waits for a row or for a first token, and a row is free."""
     num_waiting: int
     """Those who wait and whom the next step can't take, and places kept for others who were told to come back."""
+    target_ttft_ns: int | None
+    """The stricter one of the call's own target and the server's; None: the call may wait as long as it takes."""
     num_prompt_tokens: int
     num_new_tokens: int
     """Of one choice, predicted."""

@@ -7,7 +7,7 @@ own reason, its numbers and the time after which it would say yes. A check is a 
     tenants         what its tenant may use is used
     queue_length    so many wait already
     queue_delay     its first token would come later than the target
-    kv_headroom     what runs needs the memory that is left
+    kv_headroom     it has a target of its first token, and what runs needs the memory that is left
 
 The expected time to first token is
 
@@ -106,7 +106,7 @@ class Admission:
         checks: list[Check] = [Deadlines()]
         if self._has_tenant_limits:
             checks.append(self._tenants)
-        checks += [QueueLength(limits.max_queue), QueueDelay(limits.slo_ttft_ns, self.margin)]
+        checks += [QueueLength(limits.max_queue), QueueDelay(self.margin)]
         if limits.kv_headroom:
             checks.append(KvHeadroom(limits.kv_headroom))
         return tuple(checks)
@@ -221,6 +221,7 @@ class Admission:
             is_idle=load.num_running + num_ahead == 0,
             starts_at_once=num_ahead + self._num_prefill_tokens == 0 and load.num_rows_free > 0,
             num_waiting=max(0, num_ahead + num_kept - load.num_rows_free),
+            target_ttft_ns=self._target_ttft_ns(ask),
             num_prompt_tokens=num_prompt_tokens,
             num_new_tokens=num_new_tokens,
             ttft_ns=self._expect_ns(ask, load, ns_per_request or 0, num_kept) + own_prefill_ns,
@@ -232,6 +233,11 @@ class Admission:
             num_blocks_freed=max(1, num_blocks_demanded // max(1, load.num_running)),
             num_blocks_total=load.num_blocks_total,
         )
+
+    def _target_ttft_ns(self, ask: Ask) -> int | None:
+        """A call's own target can be stricter than the server's, never laxer."""
+        targets_ns = [target_ns for target_ns in (ask.slo_ttft_ns, self.limits.slo_ttft_ns) if target_ns is not None]
+        return min(targets_ns, default=None)
 
     def _expect_ns(self, ask: Ask, load: EngineLoad, ns_per_request: int, num_kept: int) -> int:
         """Expected time until a call that comes now, after `num_kept` others, begins to be computed, and one step."""

@@ -14,7 +14,8 @@ class AdmissionLimits:
     slo_ttft_ns: int | None = None
     """Target of the time to first token; None: a long queue is no reason to refuse."""
     kv_headroom: float = DEFAULT_KV_HEADROOM
-    """Share of the KV blocks kept free for growth, [0, 1); 0: no request is refused for memory."""
+    """Share of the KV blocks kept free for growth, [0, 1), by refusing requests with a target of the time to first token;
+    0: no request is refused for memory."""
     tenant_max_concurrent: int | None = None
     tenant_tokens_per_minute: int | None = None
 

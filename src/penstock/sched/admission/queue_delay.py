@@ -18,15 +18,12 @@ ROOM_FOR_EXPECTED = 1.5
 
 @dataclass(frozen=True, slots=True)
 class QueueDelay:
-    slo_ttft_ns: int | None
-    """The server's own target; None: only calls that bring one are checked. A call's own can be stricter, never laxer."""
     margin: Margin
 
     def refusal(self, view: DoorView) -> Refusal | None:
-        targets_ns = [target_ns for target_ns in (view.ask.slo_ttft_ns, self.slo_ttft_ns) if target_ns is not None]
-        if not targets_ns or view.is_idle or view.starts_at_once:
+        target_ns = view.target_ttft_ns
+        if target_ns is None or view.is_idle or view.starts_at_once:
             return None
-        target_ns = min(targets_ns)
         allowed_ns = target_ns / (self.margin.factor * (1.0 if view.is_expected else ROOM_FOR_EXPECTED))
         excess_ns = view.ttft_ns - view.own_prefill_ns - max(allowed_ns - view.own_prefill_ns, allowed_ns / 2)
         if excess_ns <= 0:
