@@ -166,8 +166,8 @@ def test_long_texts_are_not_truncated_and_leave_other_threads_running(tokenizer)
     assert during > 3
 
 
-def test_an_unknown_pre_tokeniser_is_refused_with_the_known_ones(byte_level_vocab):
-    with pytest.raises(ModelError, match=r"'klingon'.*llama-bpe.*smollm"):
+def test_an_unknown_pre_tokeniser_is_refused_by_name(byte_level_vocab):
+    with pytest.raises(ModelError, match=r"tokenizer\.ggml\.pre is 'klingon'.*Hugging Face directory"):
         load_tokenizer(byte_level_vocab(pre="klingon"))
 
 
@@ -191,6 +191,35 @@ def test_a_missing_pre_tokeniser_name_means_the_default():
 def test_text_is_cut_as_the_vocabulary_s_makers_did(name, text, parts):
     cut = make_pre_tokenizer(recipe_for(name)).pre_tokenize_str(text)
     assert [part for part, _ in cut] == parts
+
+
+@pytest.mark.parametrize(
+    ("names", "parts"),
+    [
+        ("falcon3 smaug-bpe lfm2 dbrx", ["in", " ", "123", "45", ",", " IT", "'S", "\n\n", "x"]),
+        ("deepseek-r1-qwen stablelm2 hunyuan", ["in", " ", "1", "2", "3", ",", " IT", "'S", "\n\n", "x"]),
+        ("deepseek-llm", ["it", "'", "s", " ABC", "1", "2", ";", "\r", "\n", " =", " x", "  "]),
+        ("deepseek-llm", ["\u5b57\u5b57", " \U0001d400", "a", "\u3002", "\u3042"]),
+        ("deepseek-coder", ["it", "'", "s", " ABC", "1", "2", ";", "\r", "\n", " =", " x", "  "]),
+        ("deepseek-v3 hunyuan-dense", ["a", "_b", " =", " ", "123", "4", " ", "\u5b57\u3042", " x", "\n"]),
+        ("spark2_5", ["a", "_b", " =", " ", "1", "2", "3", "4", " ", "\u5b57\u3042", " x", "\n"]),
+        ("minicpm5", ["in", " ", "123", "45", "x"]),
+        ("seed-coder", ["a", ";", "\n", "1", "2"]),
+        ("gpt-4o llama4 youtu", ["IT'S", " camel", "Case", "!/\n"]),
+        ("cohere2moe", ["1", "234", "567", " x"]),
+        ("bloom poro-chat", ["one", ",", " two", "."]),
+        ("viking", ["one", ",", " two", "1", "2"]),
+        ("llada-moe", ["it", "'s", " ", "1", "2"]),
+        ("exaone-moe", ["in the", " ", "1"]),
+        ("qwen35", ["e\u0301e", "!"]),
+        ("falcon", ["in", " ", "123", "45", "`", "x"]),
+        ("command-r", ["in", " ", "1", "2"]),
+    ],
+)
+def test_further_vocabularies_cut_text_as_their_makers_did(names, parts):
+    for name in names.split():
+        cut = make_pre_tokenizer(recipe_for(name)).pre_tokenize_str("".join(parts))
+        assert [decoders.ByteLevel().decode([part]) for part, _ in cut] == parts, name
 
 
 @pytest.mark.parametrize("name", RECIPES)
