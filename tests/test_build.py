@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from dataclasses import replace
@@ -127,6 +128,30 @@ def test_a_hugging_face_directory_will_do_as_well(tmp_path: Path) -> None:
     runtime = _build(write_hf(tmp_path / "tiny-hf", TinyLlama()))
     assert runtime.model.name == "tiny-hf"
     runtime.close()
+
+
+def test_a_chatml_fine_tune_ends_at_its_tokenizer_s_end_token(tmp_path: Path) -> None:
+    """Its config.json is still that of the base model, which ends documents with another token."""
+    directory = write_hf(tmp_path / "chatml", TinyLlama(), extra={"eos_token_id": 0})
+    (directory / "generation_config.json").unlink()
+    names = {
+        "eos_token": {"content": "<|im_end|>"},
+        "pad_token": "<|endoftext|>",
+        "additional_special_tokens": ["<|im_start|>"],
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(names))
+    (directory / "chat_template.jinja").write_text("{{ eos_token }}{{ pad_token }}{{ additional_special_tokens[0] }}")
+    runtime = _build(directory)
+    assert runtime.model.eos_token_ids == (2, 0)
+    assert runtime.chat_template.render([{"role": "user", "content": ""}]) == "<|im_end|><|endoftext|><|im_start|>"
+    runtime.close()
+
+
+def test_a_vocabulary_without_a_tokenizer_is_refused_before_weights_are_converted(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("penstock.models.gguf.load_tensor", lambda *_: pytest.fail("a weight was read"))
+    path = write_gguf(tmp_path / "tiny.gguf", TinyLlama(), extra={"tokenizer.ggml.pre": "klingon"})
+    with pytest.raises(ModelError, match=r"tiny\.gguf: tokenizer\.ggml\.pre is 'klingon'"):
+        _build(path)
 
 
 def test_names_and_lengths_are_those_of_the_config(gguf: Path) -> None:

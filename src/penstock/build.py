@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from penstock.serve.runtime import ModelInfo, Runtime, Sources
     from penstock.text.chat import ChatTemplate
     from penstock.text.tokenizer import Tokenizer
+    from penstock.types.vocab import GgufVocab
 
 _log = logging.getLogger(__name__)
 
@@ -57,7 +58,8 @@ def _load(config: Config, source: ModelSource) -> Runtime:
     _check_batch_size(config)
     available_bytes = available_memory_bytes()
     room_bytes = device.weight_room_bytes(config, available_bytes - RESERVE_BYTES)
-    model = load_model(source, max_weight_bytes=room_bytes, floats=device.held_floats(config))
+    floats = device.held_floats(config)
+    model = load_model(source, max_weight_bytes=room_bytes, floats=floats, check_vocab=_check_vocab)
     kv, executor = plan_memory(config, model, available_bytes)
     _log_model(model, config, kv)
     try:
@@ -80,6 +82,13 @@ def _start(config: Config, source: ModelSource, model: LoadedModel, kv: KvPlan, 
         except BaseException:
             executor.close()
             raise
+
+
+def _check_vocab(vocab: GgufVocab) -> None:
+    """Before weights are converted, which can take minutes. Raises ModelError if no tokenizer can be made of it."""
+    from penstock.text.gguf_vocab import check_vocab
+
+    check_vocab(vocab)
 
 
 def _check_cache(kv: KvConfig) -> None:
@@ -256,7 +265,12 @@ def _load_text(template: str | None, model: LoadedModel) -> tuple[Tokenizer, Cha
     from penstock.text.chat import ChatTemplate, read_chat_template
     from penstock.text.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(model.tokenizer_source, bos_token_id=model.bos_token_id, eos_token_ids=model.eos_token_ids)
+    tokenizer = load_tokenizer(
+        model.tokenizer_source,
+        bos_token_id=model.bos_token_id,
+        eos_token_ids=model.eos_token_ids,
+        special_tokens=model.special_tokens,
+    )
     text = model.chat_template if template is None else read_chat_template(template)
     return tokenizer, None if text is None else ChatTemplate(text, special_tokens=tokenizer.special_tokens)
 

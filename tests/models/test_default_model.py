@@ -29,7 +29,7 @@ def test_what_the_file_says(source):
     assert (spec.num_layers, spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (30, 576, 9, 3, 64)
     assert (spec.vocab_size, spec.intermediate_size, spec.max_model_len) == (49152, 1536, 8192)
     assert spec.tie_word_embeddings
-    assert (model.bos_token_id, model.eos_token_ids) == (1, (2,))
+    assert (model.bos_token_id, model.eos_token_ids) == (1, (2, 0))
     assert isinstance(model.tokenizer_source, GgufVocab)
     assert model.tokenizer_source.tokens[2] == "<|im_end|>"
     assert model.notes == ()

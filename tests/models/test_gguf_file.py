@@ -88,7 +88,10 @@ CORRUPT = {
     "twice the same key": (gguf(num_metadata=2, metadata=(text("k") + struct.pack("<II", 4, 7)) * 2), "twice"),
     "alignment": (gguf(num_metadata=1, metadata=text("general.alignment") + struct.pack("<II", 4, 12)), "general.alignment"),
     "dimensions": (gguf(num_tensors=1, tensors=text("t") + struct.pack("<IQQQ", 7, 1, 1, 1)), "7 dimensions"),
-    "tensor type": (gguf(num_tensors=1, tensors=text("t") + struct.pack("<IQIQ", 1, 32, 999, 0)), "unknown type, number 999"),
+    "tensor type": (
+        gguf(num_tensors=1, tensors=text("t") + struct.pack("<IQIQ", 1, 32, 999, 0)),
+        "type, number 999, that the installed version",
+    ),
     "columns": (gguf(num_tensors=1, tensors=text("t") + struct.pack("<IQIQ", 1, 40, 2, 0)), "not a multiple of the 32"),
     "outside": (gguf(num_tensors=1, tensors=ENTRY), "but the file has only"),
     "huge": (

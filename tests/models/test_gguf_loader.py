@@ -219,15 +219,57 @@ def test_vocabulary_template_and_special_tokens(tiny):
     assert vocab.merges[0] == "t h"
     assert vocab.token_types[:4] == [3, 3, 3, 1]
     assert not vocab.add_bos_token
-    assert (model.name, model.bos_token_id, model.eos_token_ids) == ("me", 1, (2,))
+    assert (model.name, model.bos_token_id, model.eos_token_ids) == ("me", 1, (2, 0))
     assert model.chat_template is not None
     assert "add_generation_prompt" in model.chat_template
     assert load_gguf(tiny).name == "tiny"
 
 
+def test_tokens_that_end_a_turn_or_a_document_end_a_reply_whatever_the_file_calls_its_eos(tiny):
+    ends = {"<|eot_id|>": 3, "<end_of_turn>": 4, "<｜end▁of▁sentence｜>": 3, "</s>": 1}
+    tokens, types = [*vocabulary(), *ends], [3, 3, 3] + [1] * 261 + [*ends.values()]
+
+    def rename(writer):
+        writer.add_token_list(tokens[4:])
+        writer.add_token_types(types[4:])
+
+    model = load_gguf(edit(tiny, rename, drop=("tokenizer.ggml.tokens", "tokenizer.ggml.token_type")))
+    found = [tokens[4:][token_id] for token_id in model.eos_token_ids[1:]]
+    assert found == ["<|eot_id|>", "<end_of_turn>", "<｜end▁of▁sentence｜>"]  # "</s>" is ordinary text there
+
+
+@pytest.mark.parametrize("number", [-1, 0xFFFFFFFF])
+def test_an_id_of_minus_one_names_no_token(tmp_path, caplog, number):
+    def write(name):
+        writer = GGUFWriter.add_int32 if number < 0 else GGUFWriter.add_uint32
+        path = write_gguf(tmp_path / "whole.gguf", TINY)
+        return edit(path, lambda made: writer(made, name, number), drop=(name,))
+
+    with caplog.at_level("INFO", "penstock"):
+        model = load_gguf(write("tokenizer.ggml.bos_token_id"))
+    assert (model.bos_token_id, model.tokenizer_source.bos_token_id) == (None, None)
+    assert f"tokenizer.ggml.bos_token_id is {number} and passed over" in caplog.text
+    assert load_gguf(write("tokenizer.ggml.eos_token_id")).eos_token_ids == (0, 2)
+
+
 def test_end_of_turn_tokens_count_as_eos(tmp_path):
     extra = {"tokenizer.ggml.eos_token_id": 0, "tokenizer.ggml.eot_token_id": 1}
     assert load_gguf(write_gguf(tmp_path / "m.gguf", TINY, extra=extra)).eos_token_ids == (0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "divisor"),
+    [
+        ({"llama.rope.scale_linear": 4.0}, 4.0),
+        ({"llama.rope.scale_linear": 4.0, "llama.rope.scaling.factor": 2.0}, 2.0),
+        ({"llama.rope.scale_linear": 4.0, "llama.rope.scaling.type": "none"}, 1.0),
+        ({"llama.rope.scale_linear": 0.0}, 1.0),
+    ],
+)
+def test_the_old_key_of_linear_scaling_counts_where_the_new_one_is_absent(tiny, tmp_path, metadata, divisor):
+    plain = load_gguf(tiny).spec.rope_inv_freq
+    scaled = load_gguf(write_gguf(tmp_path / "m.gguf", TINY, extra=metadata)).spec.rope_inv_freq
+    assert scaled == pytest.approx([freq / divisor for freq in plain])
 
 
 @pytest.mark.parametrize("scaling", ["linear", "llama3"])
@@ -248,9 +290,12 @@ REFUSED = {
     "architecture": ({"general.architecture": "rwkv7"}, "'rwkv7' is not supported.*llama"),
     "experts": ({"llama.expert_count": 8}, "mixtures of experts"),
     "split": ({"split.count": 2}, "one part of a split model"),
-    "yarn": ({"llama.rope.scaling.type": "yarn"}, "'yarn' is not supported"),
-    "partial rope": ({"llama.rope.dimension_count": 8}, "part of each head"),
-    "value width": ({"llama.attention.value_length": 8}, "different widths"),
+    "adapter": ({"general.type": "adapter"}, "is an adapter.*merge it"),
+    "yarn": ({"llama.rope.scaling.type": "yarn"}, r"llama\.rope\.scaling\.type is 'yarn'.*another model"),
+    "attention factor": ({"llama.rope.scaling.attn_factor": 1.5}, r"llama\.rope\.scaling\.attn_factor is 1\.5.*another model"),
+    "partial rope": ({"llama.rope.dimension_count": 8}, r"llama\.rope\.dimension_count is 8.*another model"),
+    "value width": ({"llama.attention.value_length": 8}, r"llama\.attention\.value_length is 8.*another model"),
+    "spaces": ({"tokenizer.ggml.remove_extra_whitespaces": True}, "remove_extra_whitespaces is True.*only SentencePiece"),
     "base": ({"llama.rope.freq_base": -1.0}, "freq_base"),
     "nan base": ({"llama.rope.freq_base": float("nan")}, "freq_base"),
     "epsilon": ({"llama.attention.layer_norm_rms_epsilon": 2.0}, "epsilon"),
@@ -275,6 +320,26 @@ def test_unsupported_or_contradictory_metadata(tmp_path, case):
         load_gguf(path)
     assert "m.gguf" in caught.value.message
     assert caught.value.remedy
+
+
+@pytest.mark.parametrize("name", ["suppress_tokens", "precompiled_charsmap"])
+def test_keys_that_change_answers_are_refused_unless_they_ask_for_nothing(tiny, name):
+    def write(values):
+        return edit(tiny, lambda writer: writer.add_array(f"tokenizer.ggml.{name}", values))
+
+    with pytest.raises(ModelError, match=rf"tokenizer\.ggml\.{name} is .*another model"):
+        load_gguf(write([1, 2]))
+    load_gguf(write([]))
+
+
+def test_the_vocabulary_is_checked_before_any_weight_is_converted(tiny, monkeypatch):
+    def check(vocab: GgufVocab) -> None:
+        assert vocab.pre == "gpt-2"
+        raise ModelError("No.", remedy="Go.")
+
+    monkeypatch.setattr("penstock.models.gguf.load_tensor", lambda *_: pytest.fail("a weight was read"))
+    with pytest.raises(ModelError, match=r"tiny\.gguf: No\. Go\."):
+        load_gguf(tiny, check_vocab=check)
 
 
 @pytest.mark.parametrize(

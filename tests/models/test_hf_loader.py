@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+from penstock.models.catalog import resolve
 from penstock.models.convert import convert_rows, row_slices
 from penstock.models.hf import load_hf_directory
+from penstock.models.load import load_model
 from penstock.models.safetensors_file import open_safetensors
 from penstock.models.weights import WeightFormat
 from penstock.testing.tiny_models import TinyLlama, write_hf, write_safetensors
@@ -112,6 +114,100 @@ def test_generation_config_is_optional(tmp_path):
     assert load_hf_directory(directory).eos_token_ids == (2,)
 
 
+@pytest.mark.parametrize(
+    ("config", "generation", "bos", "eos"),
+    [
+        ({"bos_token_id": -1}, {}, None, (2, 0)),
+        ({"bos_token_id": None}, {}, None, (2, 0)),
+        ({"bos_token_id": [1]}, {}, 1, (2, 0)),
+        ({"bos_token_id": [1, 0]}, {}, 1, (2, 0)),
+        ({"eos_token_id": -1}, {"eos_token_id": -1}, 1, ()),
+        ({"eos_token_id": [1, -1]}, {"eos_token_id": None}, 1, (1,)),
+        ({"eos_token_id": 1}, {"eos_token_id": [0]}, 1, (0, 1)),
+    ],
+)
+def test_ids_of_special_tokens_are_one_or_a_list_or_none(tmp_path, config, generation, bos, eos):
+    directory = write_hf(tmp_path, TINY)
+    change_config(directory, **config)
+    change_config(directory, "generation_config.json", **generation)
+    model = load_hf_directory(directory)
+    assert (model.bos_token_id, model.eos_token_ids) == (bos, eos)
+
+
+def test_the_log_says_which_ids_were_passed_over(tmp_path, caplog):
+    directory = write_hf(tmp_path, TINY, extra={"bos_token_id": [1, 0], "eos_token_id": [2, -1]})
+    with caplog.at_level("INFO", "penstock"):
+        load_hf_directory(directory)
+    assert "bos_token_id is [1, 0]; the first is taken" in caplog.text
+    assert "eos_token_id[1] is -1 and passed over" in caplog.text
+
+
+def write_tokenizer_files(directory: Path, config: object, special_map: object = None) -> None:
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    if special_map is not None:
+        (directory / "special_tokens_map.json").write_text(json.dumps(special_map))
+
+
+TOKENIZER_CONFIG = {
+    "add_bos_token": True,
+    "bos_token": None,
+    "eos_token": {"__type": "AddedToken", "content": "<|im_end|>", "lstrip": False},
+    "pad_token": "<|endoftext|>",
+    "image_token": "<|image|>",
+    "additional_special_tokens": ["<|im_start|>", {"content": "<|im_end|>"}],
+    "extra_special_tokens": {"boi_token": "<|vision_start|>"},
+    "model_max_length": 128,
+    "odd_token": 5,
+}
+
+
+def test_special_tokens_are_those_that_transformers_hands_to_templates(tmp_path):
+    directory = write_hf(tmp_path, TINY)
+    assert load_hf_directory(directory).special_tokens == {}
+    write_tokenizer_files(directory, TOKENIZER_CONFIG)
+    assert load_hf_directory(directory).special_tokens == {
+        "bos_token": None,
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "image_token": "<|image|>",
+        "additional_special_tokens": ("<|im_start|>", "<|im_end|>"),
+        "boi_token": "<|vision_start|>",
+    }
+
+
+@pytest.mark.parametrize(("has_decoder", "eos"), [(True, "<|im_end|>"), (False, "<|im_start|>")])
+def test_special_tokens_map_fills_in_what_the_newer_tokenizer_config_lacks(tmp_path, has_decoder, eos):
+    directory = write_hf(tmp_path, TINY)
+    config = {"eos_token": "<|im_end|>"} | ({"added_tokens_decoder": {}} if has_decoder else {})
+    write_tokenizer_files(directory, config, {"eos_token": {"content": "<|im_start|>"}, "unk_token": "<|endoftext|>"})
+    assert load_hf_directory(directory).special_tokens == {"eos_token": eos, "unk_token": "<|endoftext|>"}
+
+
+@pytest.mark.parametrize("config", [{"eos_token": 5}, {"pad_token": {"content": 1}}, {"additional_special_tokens": [None, 3]}])
+def test_a_special_token_that_is_no_text_is_refused(tmp_path, config):
+    directory = write_hf(tmp_path, TINY)
+    write_tokenizer_files(directory, config)
+    with pytest.raises(ModelError, match=r"tokenizer_config\.json: .* not the text of a token"):
+        load_hf_directory(directory)
+
+
+@pytest.mark.parametrize("base", [None, "meta-llama/Llama-3.1-8B"])
+@pytest.mark.parametrize("has_config", [False, True])
+def test_an_adapter_is_called_one_and_says_of_which_model(tmp_path, base, has_config):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": base}))
+    write_safetensors(tmp_path / "adapter_model.safetensors", {"a": np.zeros((1, 1), np.float32)}, "f32")
+    if has_config:
+        (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match=rf"is an adapter .* of {base or 'another model'}, not a model.*merge it"):
+        load_model(resolve(str(tmp_path), tmp_path))
+
+
+def test_a_merged_model_may_keep_its_adapter_s_settings(tmp_path):
+    directory = write_hf(tmp_path, TINY)
+    (directory / "adapter_config.json").write_text("{}")
+    assert load_hf_directory(directory).spec.num_layers == TINY.num_layers
+
+
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 
 
@@ -177,10 +273,14 @@ def test_biases_of_q_k_and_v(tmp_path):
 REFUSED = {
     "architecture": ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported.*LlamaForCausalLM"),
     "no architecture": ({"architectures": None}, "architectures is missing"),
-    "activation": ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-    "bias": ({"mlp_bias": True}, "mlp_bias is True"),
+    "activation": ({"hidden_act": "gelu"}, "hidden_act is 'gelu'.*'silu'.*another model"),
+    "bias": ({"mlp_bias": True}, "mlp_bias is True.*another model"),
     "quantised": ({"quantization_config": {"quant_method": "gptq"}}, "other than fp8"),
-    "yarn": ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "'yarn' is not supported"),
+    "yarn": (
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
+        r"rope_parameters\.rope_type is 'yarn'.*another model",
+    ),
+    "old yarn": ({"rope_parameters": None, "rope_scaling": {"type": "yarn"}}, r"rope_scaling\.type is 'yarn'.*another model"),
     "theta": ({"rope_parameters": {"rope_theta": 0}}, "rope_theta is 0"),
     "factor": ({"rope_parameters": {"rope_type": "linear"}}, "factor is missing"),
     "llama3": ({"rope_parameters": {"rope_type": "llama3", **LLAMA3, "low_freq_factor": 5.0}}, "not below"),

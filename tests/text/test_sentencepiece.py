@@ -1,12 +1,15 @@
 """SentencePiece vocabularies, against the algorithm as SentencePiece runs it: join the best-scored neighbours."""
 
 import dataclasses
+import re
 from itertools import pairwise
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from tokenizers import decoders, pre_tokenizers
 
+from penstock.text.gguf_vocab import build_backend
 from penstock.text.merges import merges_from_scores
 from penstock.text.tokenizer import load_tokenizer
 from penstock.types.errors import ModelError
@@ -117,6 +120,31 @@ def test_a_model_without_space_prefix_keeps_its_first_space(sentencepiece_vocab)
     ids = tokenizer.encode(" the", add_special_tokens=False)
     assert tokenizer.decode(ids) == " the"
     assert tokenizer.decode(tokenizer.encode("the", add_special_tokens=False)) == "the"
+
+
+def test_a_space_goes_before_what_follows_a_special_token(tokenizer, vocab):
+    """As in llama.cpp and transformers' `legacy` tokenizers, which made the chat data of models such as TinyLlama."""
+    ids = tokenizer.encode("the</s>the <s>\n", add_special_tokens=False)
+    assert [vocab.tokens[token_id] for token_id in ids] == ["▁the", "</s>", "▁the", "▁", "<s>", "▁", "<0x0A>"]
+
+
+def test_a_tokenizer_json_decides_itself_about_that_space(tmp_path, vocab):
+    """Newer files put one in front of the whole text only."""
+    encoder = build_backend(vocab).encoder
+    encoder.normalizer, encoder.decoder = None, decoders.Metaspace(prepend_scheme="first")
+    encoder.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(encoder.to_str(), encoding="utf-8")
+    ids = load_tokenizer(path).encode("the</s>the", add_special_tokens=False)
+    assert [vocab.tokens[token_id] for token_id in ids] == ["▁the", "</s>", "t", "h", "e"]
+
+
+@given(text=WORDS)
+def test_extra_spaces_go_if_the_file_says_so(sentencepiece_vocab, tokenizer, text):
+    assume("<" not in text)
+    other = load_tokenizer(sentencepiece_vocab(remove_extra_whitespaces=True))
+    wanted = re.sub(" +", " ", text).removeprefix(" ").removesuffix(" ")
+    assert other.encode(text, add_special_tokens=False) == tokenizer.encode(wanted, add_special_tokens=False)
 
 
 def test_pieces_spell_bytes(tokenizer, vocab):

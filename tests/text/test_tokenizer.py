@@ -115,6 +115,7 @@ def test_bos_may_have_any_text(byte_level_vocab, name):
 def test_special_tokens_are_named_for_chat_templates(byte_level_vocab):
     tokenizer = load_tokenizer(byte_level_vocab(unknown_token_id=0))
     assert tokenizer.special_tokens == {"bos_token": "<|start|>", "eos_token": "<|end|>", "unk_token": "<|end|>"}
+    assert load_tokenizer(byte_level_vocab(padding_token_id=3)).special_tokens["pad_token"] == "[PAD3]"
     assert load_tokenizer(byte_level_vocab(bos_token_id=None, eos_token_id=None)).special_tokens == {}
 
 

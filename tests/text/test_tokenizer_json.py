@@ -5,6 +5,7 @@ import json
 import pytest
 from tokenizers import decoders
 
+from penstock.text.chat import ChatTemplate
 from penstock.text.gguf_vocab import build_backend
 from penstock.text.tokenizer import load_tokenizer
 from penstock.types.errors import ModelError
@@ -89,6 +90,28 @@ def test_an_end_token_that_the_file_calls_plain_is_special_if_the_caller_says_so
     tokenizer = load_tokenizer(byte_level_file, eos_token_ids=(2,))
     assert tokenizer.is_special(2)
     assert tokenizer.eos_token_ids == (2,)
+
+
+def test_the_tokenizer_s_own_end_token_comes_first(byte_level_file):
+    tokenizer = load_tokenizer(byte_level_file, eos_token_ids=(0,), special_tokens={"eos_token": "<think>"})
+    assert tokenizer.eos_token_ids == (2, 0)
+    assert tokenizer.is_special(2)
+
+
+def test_an_end_token_that_the_vocabulary_lacks_is_named_in_the_log(byte_level_file, caplog):
+    tokenizer = load_tokenizer(byte_level_file, eos_token_ids=(0,), special_tokens={"eos_token": "<|nowhere|>"})
+    assert tokenizer.eos_token_ids == (0,)
+    assert "there is no token '<|nowhere|>'" in caplog.text
+
+
+def test_templates_see_the_tokens_that_the_files_name(byte_level_file):
+    named = {"bos_token": None, "pad_token": "[PAD3]", "image_token": "<img>", "additional_special_tokens": ("<think>",)}
+    tokenizer = load_tokenizer(byte_level_file, bos_token_id=1, eos_token_ids=(0,), special_tokens=named)
+    found = {name: text for name, text in named.items() if text is not None}
+    assert tokenizer.special_tokens == {"eos_token": "<|end|>"} | found
+    source = "{{ bos_token }}{{ bos_token is defined }}{{ eos_token }}{{ image_token }}{{ additional_special_tokens[0] }}"
+    template = ChatTemplate(source, special_tokens=tokenizer.special_tokens)
+    assert template.render([{"role": "user", "content": ""}]) == "False<|end|><img><think>"
 
 
 @pytest.mark.parametrize(

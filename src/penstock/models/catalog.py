@@ -235,7 +235,7 @@ def _resolve_hub(model: str, cache_dir: Path) -> ModelSource:
 
 
 def _resolve_directory(path: Path) -> ModelSource:
-    if (path / "config.json").is_file():
+    if (path / "config.json").is_file() or (path / "adapter_config.json").is_file():  # the loader says what an adapter is
         return ModelSource(name=path.resolve().name, kind=SourceKind.DIRECTORY, path=path)
     files = sorted(path.glob("*.gguf"))
     if files:

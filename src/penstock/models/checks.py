@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +11,9 @@ from penstock.models.program import Embed, LayerNorm, Linear, Logits, Program, R
 from penstock.types.errors import ModelError
 from penstock.types.model_spec import ModelSpec
 
+_log = logging.getLogger(__name__)
 REFETCH = "Fetch the model again; if it stays so, its converter is at fault."
+_UNSUPPORTED = "The file is in order, but Penstock cannot compute this yet: choose another model, or ask for it in an issue."
 
 _LIMITS: Mapping[str, int] = {
     "vocab_size": 1 << 24,
@@ -23,6 +26,11 @@ _LIMITS: Mapping[str, int] = {
     "max_model_len": 1 << 26,
 }
 """Far above every published model: larger numbers come from a corrupt file and would only exhaust memory."""
+
+
+def unsupported(path: Path, key: str, value: object, supported: str) -> ModelError:
+    """For a setting with a meaning that Penstock lacks: it names the file, the key, its value and what is `supported`."""
+    return ModelError(f"{path}: {key} is {value!r}, which is not supported ({supported}).", remedy=_UNSUPPORTED)
 
 
 def check_sizes(sizes: Mapping[str, int], path: Path) -> None:
@@ -45,11 +53,20 @@ def check_spec(spec: ModelSpec, path: Path) -> None:
         raise ModelError(f"{path}: the rotary frequencies are not finite and positive.", remedy=REFETCH)
 
 
-def check_token_ids(ids: Mapping[str, int | None], vocab_size: int, path: Path) -> None:
-    """Special token ids, by their names in the file, lie in the vocabulary. Raises ModelError."""
+def token_ids(ids: Mapping[str, int | None], vocab_size: int, path: Path) -> dict[str, int]:
+    """Those that name a token, by their names in the file: not None, nor -1, which is written for none.
+
+    As an unsigned number of 32 bits, -1 is 4294967295. Raises ModelError for an id outside of the vocabulary.
+    """
+    found: dict[str, int] = {}
     for name, token_id in ids.items():
-        if token_id is not None and not 0 <= token_id < vocab_size:
-            raise ModelError(f"{path}: {name} is {token_id}, outside of the vocabulary of {vocab_size}.", remedy=REFETCH)
+        if token_id in (-1, 0xFFFFFFFF):
+            _log.info("%s: %s is %d and passed over: it stands for no token", path, name, token_id)
+        elif token_id is not None:
+            if not 0 <= token_id < vocab_size:
+                raise ModelError(f"{path}: {name} is {token_id}, outside of the vocabulary of {vocab_size}.", remedy=REFETCH)
+            found[name] = token_id
+    return found
 
 
 def weight_shapes(program: Program) -> dict[str, tuple[int, int]]:

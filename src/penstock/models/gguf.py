@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from penstock.models import checks, registry, rope
@@ -20,6 +20,7 @@ from penstock.models.program import Program
 from penstock.models.weights import LoadedModel, held_floats
 from penstock.types.errors import ModelError
 from penstock.types.model_spec import ModelSpec
+from penstock.types.vocab import GgufVocab
 
 ARCHITECTURES = ("llama", "qwen2")
 """Values of `general.architecture` that this loader understands."""
@@ -48,11 +49,19 @@ _NOTABLE_GROWTH = 1.1
 _log = logging.getLogger(__name__)
 
 
-def load_gguf(path: Path, *, name: str = "", max_weight_bytes: int | None = None, floats: Floats = Floats.BF16) -> LoadedModel:
+def load_gguf(
+    path: Path,
+    *,
+    name: str = "",
+    max_weight_bytes: int | None = None,
+    floats: Floats = Floats.BF16,
+    check_vocab: Callable[[GgufVocab], None] | None = None,
+) -> LoadedModel:
     """The model of a GGUF file; weights of a kept format stay memory-mapped.
 
     `name` defaults to the file's stem. Raises ModelError for a file that is unreadable, corrupt, unsupported, or whose weights
-    would take more than `max_weight_bytes` in a backend that holds `floats`, all before any weight is read.
+    would take more than `max_weight_bytes` in a backend that holds `floats`, all before any weight is read. So does what
+    `check_vocab` raises.
     """
     _refuse_other_formats(path)
     file = open_gguf(path)
@@ -63,6 +72,12 @@ def load_gguf(path: Path, *, name: str = "", max_weight_bytes: int | None = None
     _check_entries(program, entries, path)
     checks.check_memory(_held_bytes(entries, floats), max_weight_bytes, path)
     vocab = read_vocab(file, spec.vocab_size)
+    eos_token_ids = read_eos_ids(file, vocab)
+    if check_vocab is not None:
+        try:
+            check_vocab(vocab)
+        except ModelError as error:
+            raise ModelError(f"{path}: {error.message}", remedy=error.remedy) from error
     notes = conversion_notes(entries.values())
     _announce(path, entries, notes, floats)
     return LoadedModel(
@@ -72,7 +87,7 @@ def load_gguf(path: Path, *, name: str = "", max_weight_bytes: int | None = None
         tokenizer_source=vocab,
         chat_template=file.get("tokenizer.chat_template", str),
         bos_token_id=vocab.bos_token_id,
-        eos_token_ids=read_eos_ids(file, vocab),
+        eos_token_ids=eos_token_ids,
         path=path,
         notes=notes,
     )
@@ -124,6 +139,11 @@ def _refuse_other_formats(path: Path) -> None:
 
 
 def _refuse_unsupported(file: GgufFile) -> None:
+    if file.get("general.type", str) == "adapter":
+        raise ModelError(
+            f"{file.path}: this is an adapter (LoRA), not a model.",
+            remedy="Penstock does not serve adapters yet: merge it into its model (llama-export-lora) and serve the result.",
+        )
     architecture = file.require("general.architecture", str)
     if architecture not in ARCHITECTURES:
         raise ModelError(
@@ -162,7 +182,10 @@ def _read_sizes(file: GgufFile, key: str, vocab_size: int) -> dict[str, int]:
     num_heads = file.require(f"{key}.attention.head_count", int)
     head_dim = file.get(f"{key}.attention.key_length", int) or (hidden_size // num_heads if num_heads else 0)
     if file.get(f"{key}.attention.value_length", int, head_dim) != head_dim:
-        raise file.error("keys and values of different widths are not supported")
+        value_length = file.metadata[f"{key}.attention.value_length"]
+        raise checks.unsupported(
+            file.path, f"{key}.attention.value_length", value_length, f"values as wide as keys, {head_dim}, are"
+        )
     context = file.require(f"{key}.context_length", int)
     return {
         "vocab_size": vocab_size,
@@ -177,17 +200,26 @@ def _read_sizes(file: GgufFile, key: str, vocab_size: int) -> dict[str, int]:
 
 
 def _read_rope(file: GgufFile, key: str, head_dim: int) -> tuple[float, ...]:
-    if file.get(f"{key}.rope.dimension_count", int, head_dim) != head_dim:
-        raise file.error("rotary positions over a part of each head are not supported")
+    rotated = file.get(f"{key}.rope.dimension_count", int, head_dim)
+    if rotated != head_dim:
+        raise checks.unsupported(file.path, f"{key}.rope.dimension_count", rotated, f"rotation of whole heads, {head_dim}, is")
     base = file.get(f"{key}.rope.freq_base", float, 10000.0)
     if base is None or not math.isfinite(base) or base <= 0.0:
         raise file.error(f"{key}.rope.freq_base is {base}, not a positive number")
     inv_freq = rope.inverse_frequencies(head_dim, base)
     scaling = file.get(f"{key}.rope.scaling.type", str, "linear")
     if scaling not in ("none", "linear"):
-        raise file.error(f"the rope scaling {scaling!r} is not supported (none, linear and frequency factors are)")
+        supported = "none, linear and frequency factors are"
+        raise checks.unsupported(file.path, f"{key}.rope.scaling.type", scaling, supported)
+    for name in ("attn_factor", "alpha"):
+        factor = file.get(f"{key}.rope.scaling.{name}", float)
+        if factor not in (None, 0.0, 1.0):
+            raise checks.unsupported(file.path, f"{key}.rope.scaling.{name}", factor, "only 1 is")
     if scaling == "linear":
-        inv_freq = rope.scale_linear(inv_freq, _positive(file, f"{key}.rope.scaling.factor"))
+        factor_key = f"{key}.rope.scaling.factor"
+        if factor_key not in file.metadata:
+            factor_key = f"{key}.rope.scale_linear"  # its name before 2023-11; as in llama.cpp, the new one wins
+        inv_freq = rope.scale_linear(inv_freq, _positive(file, factor_key))
     factors = file.tensors.get(_ROPE_FACTORS)
     return inv_freq if factors is None else rope.divide(inv_freq, _read_factors(file, factors, len(inv_freq)))
 

@@ -74,6 +74,14 @@ T = TypeVar("T")
 class MalformedError(Exception):
     """What is wrong with the bytes, in words; becomes a ModelError that names the file."""
 
+    remedy = "The file may be truncated or corrupt: fetch it again and compare checksums."
+
+
+class UnsupportedError(MalformedError):
+    """Bytes that can be right and are not understood: fetching them again would not help."""
+
+    remedy = "Use another file of this model, or convert it again with the present tools of llama.cpp."
+
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
@@ -128,7 +136,7 @@ class GgufFile:
 
     def error(self, cause: str) -> ModelError:
         """A ModelError that names this file."""
-        return _error(self.path, cause)
+        return ModelError(f"{self.path}: {cause}.", remedy=MalformedError.remedy)
 
 
 def open_gguf(path: Path) -> GgufFile:
@@ -143,13 +151,9 @@ def open_gguf(path: Path) -> GgufFile:
     try:
         parsed = _parse(path, data)
     except MalformedError as error:
-        raise _error(path, str(error)) from error
+        raise ModelError(f"{path}: {error}.", remedy=error.remedy) from error
     data.madvise(mmap.MADV_DONTNEED)  # the header's pages, which nobody reads again
     return parsed
-
-
-def _error(path: Path, cause: str) -> ModelError:
-    return ModelError(f"{path}: {cause}.", remedy="The file may be truncated or corrupt: fetch it again and compare checksums.")
 
 
 def _parse(path: Path, data: mmap.mmap) -> GgufFile:
@@ -158,9 +162,9 @@ def _parse(path: Path, data: mmap.mmap) -> GgufFile:
     cursor = _Cursor(data, 4)
     version = cursor.u32()
     if version & 0xFFFF == 0:
-        raise MalformedError("this GGUF file is big-endian, which is not supported")
+        raise UnsupportedError("this GGUF file is big-endian, which is not supported")
     if version not in (2, 3):
-        raise MalformedError(f"GGUF version {version} is not supported (2 and 3 are)")
+        raise UnsupportedError(f"GGUF version {version} is not supported (2 and 3 are)")
     num_tensors = cursor.count("tensors", _MAX_TENSORS, min_bytes=24)
     num_metadata = cursor.count("metadata entries", _MAX_METADATA, min_bytes=13)
     metadata: dict[str, Any] = {}
@@ -204,7 +208,10 @@ def _block(type_id: int, name: str) -> tuple[int, int]:
     try:
         block_cols, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(type_id)]
     except (ValueError, KeyError) as error:
-        raise MalformedError(f"the tensor {name!r} is of an unknown type, number {type_id}") from error
+        cause = (
+            f"the tensor {name!r} is of a type, number {type_id}, that the installed version of the package gguf does not know"
+        )
+        raise UnsupportedError(cause) from error
     return int(block_cols), int(block_bytes)
 
 

@@ -2,62 +2,111 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TypeVar
 
-from penstock.models.checks import check_token_ids
+from penstock.models.checks import token_ids, unsupported
 from penstock.models.gguf_file import GgufFile
 from penstock.types.vocab import GgufVocab
 
 T = TypeVar("T")
 
-_CONTROL = 3
-_PRE_WITH_BOS = frozenset({"llama-bpe", "llama3", "llama-v3", "tekken"})
+_CONTROL, _USER_DEFINED = 3, 4
+_PRE_WITH_BOS = frozenset(
+    {
+        "llama-bpe",
+        "llama3",
+        "llama-v3",
+        "falcon3",
+        "falcon-h1",
+        "pixtral",
+        "midm-2.0",
+        "lfm2",
+        "jina-v5-nano",
+        "tekken",
+    }
+)
 """Pre-tokenisers whose models begin a text with the bos token, if the file does not say."""
-_END_OF_TURN = frozenset({"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>"})
-"""Control tokens that end a reply. Older files of chat models name only the end of a document as their `eos`."""
-_END_OF_DOCUMENT: Mapping[str, str] = {"qwen2": "<|endoftext|>"}
-"""By pre-tokeniser, a control token that ends a reply as well: Qwen's generation_config.json has it beside `<|im_end|>`."""
+_ENDS = frozenset(
+    {
+        "<|im_end|>",
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|end|>",
+        "<end_of_turn>",
+        "<end_of_utterance>",
+        "<|endoftext|>",
+        "<|end_of_text|>",
+        "<EOT>",
+        "<\uff5cend\u2581of\u2581sentence\uff5c>",
+        "<eos>",
+        "</s>",
+    }
+)
+"""Tokens that end a turn or a document, whatever the file calls its `eos`: of chat models, many files name one of them only.
+
+As in llama.cpp (`special_eog_ids` in `llama-vocab.cpp`), without those that end a part of an answer: calls of tools and files
+of a repository.
+"""
 
 
 def read_vocab(file: GgufFile, vocab_size: int) -> GgufVocab:
-    """The vocabulary; defaults for absent keys are llama.cpp's. Raises ModelError if its parts contradict each other."""
+    """The vocabulary; defaults for absent keys are llama.cpp's. Raises ModelError if its parts contradict each other, or ask
+    for what Penstock does not do."""
     model = file.require("tokenizer.ggml.model", str)
     pre = file.get("tokenizer.ggml.pre", str) or ""
     tokens = file.get_list("tokenizer.ggml.tokens", str)
     if not 0 < len(tokens) <= vocab_size:
         raise file.error(f"the vocabulary has {len(tokens)} tokens, the embedding {vocab_size} rows")
     is_sentencepiece = model == "llama"
-    has_bos = file.get("tokenizer.ggml.bos_token_id", int) is not None
-    vocab = GgufVocab(
+    _refuse_unsupported(file, is_sentencepiece=is_sentencepiece)
+    ids = _ids(file, len(tokens), "bos", "eos", "unknown", "padding")
+    return GgufVocab(
         model=model,
         pre=pre,
         tokens=tokens,
         token_types=_per_token(file, "tokenizer.ggml.token_type", int, len(tokens)) or [1] * len(tokens),
         merges=file.get_list("tokenizer.ggml.merges", str),
         scores=_per_token(file, "tokenizer.ggml.scores", float, len(tokens)),
-        bos_token_id=file.get("tokenizer.ggml.bos_token_id", int),
-        eos_token_id=file.get("tokenizer.ggml.eos_token_id", int),
-        unknown_token_id=file.get("tokenizer.ggml.unknown_token_id", int),
-        add_bos_token=_flag(file, "add_bos_token", default=has_bos and (is_sentencepiece or pre in _PRE_WITH_BOS)),
+        bos_token_id=ids.get("bos"),
+        eos_token_id=ids.get("eos"),
+        unknown_token_id=ids.get("unknown"),
+        padding_token_id=ids.get("padding"),
+        add_bos_token=_flag(file, "add_bos_token", default="bos" in ids and (is_sentencepiece or pre in _PRE_WITH_BOS)),
         add_eos_token=_flag(file, "add_eos_token", default=False),
         add_space_prefix=_flag(file, "add_space_prefix", default=is_sentencepiece),
+        remove_extra_whitespaces=_flag(file, "remove_extra_whitespaces", default=False),
     )
-    ids = {"bos_token_id": vocab.bos_token_id, "eos_token_id": vocab.eos_token_id, "unknown_token_id": vocab.unknown_token_id}
-    check_token_ids(ids, len(tokens), file.path)
-    return vocab
 
 
 def read_eos_ids(file: GgufFile, vocab: GgufVocab) -> tuple[int, ...]:
-    """Tokens that end a reply: the file's `eos`, `eot` and `eom`, then control tokens that are known to end a turn."""
-    named = {key: file.get(f"tokenizer.ggml.{key}_token_id", int) for key in ("eos", "eot", "eom")}
-    check_token_ids(named, len(vocab.tokens), file.path)
-    ends = _END_OF_TURN | {_END_OF_DOCUMENT.get(vocab.pre, "")}
+    """Tokens that end a reply: the file's `eos`, `eot` and `eom`, then added tokens that are known to."""
+    named = _ids(file, len(vocab.tokens), "eos", "eot", "eom").values()
     by_text = [
-        token_id for token_id, text in enumerate(vocab.tokens) if text in ends and vocab.token_types[token_id] == _CONTROL
+        token_id
+        for token_id, text in enumerate(vocab.tokens)
+        if text in _ENDS and vocab.token_types[token_id] in (_CONTROL, _USER_DEFINED)
     ]
-    found = [token_id for token_id in named.values() if token_id is not None]
-    return tuple(dict.fromkeys(found + by_text))
+    return tuple(dict.fromkeys([*named, *by_text]))
+
+
+def _refuse_unsupported(file: GgufFile, *, is_sentencepiece: bool) -> None:
+    """Keys that change which tokens a text has, or which ones an answer may have."""
+    key = "tokenizer.ggml.suppress_tokens"
+    if num := len(file.get_list(key, int)):
+        raise unsupported(file.path, key, f"{num} ids", "tokens that an answer may never have are not known here")
+    key = "tokenizer.ggml.precompiled_charsmap"
+    if num := len(file.get_list(key, int)):
+        raise unsupported(file.path, key, f"{num} bytes", "SentencePiece's replacement of characters is not done here")
+    key = "remove_extra_whitespaces"
+    if not is_sentencepiece and _flag(file, key, default=False):
+        raise unsupported(file.path, f"tokenizer.ggml.{key}", True, "only SentencePiece vocabularies have it")
+
+
+def _ids(file: GgufFile, num_tokens: int, *names: str) -> dict[str, int]:
+    """Token ids of the metadata by name, without those that are absent or name no token."""
+    ids = {f"tokenizer.ggml.{name}_token_id": file.get(f"tokenizer.ggml.{name}_token_id", int) for name in names}
+    found = token_ids(ids, num_tokens, file.path)
+    return {name: found[key] for name, key in zip(names, ids, strict=True) if key in found}
 
 
 def _per_token(file: GgufFile, key: str, kind: type[T], num_tokens: int) -> list[T]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from penstock.models import checks, registry
 from penstock.models.formats import Floats, WeightFormat, held_bytes, held_table_bytes
-from penstock.models.hf_config import JsonFile, read_eos_ids, read_json, read_spec
+from penstock.models.hf_config import JsonFile, read_bos_id, read_eos_ids, read_json, read_spec, read_special_tokens
 from penstock.models.hf_fp8 import FLOAT8, block_scales, read_block, split_scales
 from penstock.models.program import Program
 from penstock.models.safetensors_file import StoredTensor, open_safetensors
@@ -45,6 +45,7 @@ def load_hf_directory(
     `name` defaults to the directory's. Raises ModelError if a file is missing, corrupt or unsupported, or if the weights
     would take more than `max_weight_bytes` in a backend that holds `floats`, all before any weight is read.
     """
+    _refuse_adapter(path)
     config = read_json(path / "config.json")
     block = read_block(config)
     opened, opened_scales = split_scales(_open_weights(path))
@@ -67,17 +68,31 @@ def load_hf_directory(
         raise ModelError(
             f"{path}: there is no tokenizer.json.", remedy="Save the tokenizer in its fast form beside the weights."
         )
-    bos_token_id = config.get("bos_token_id", int)
-    checks.check_token_ids({"bos_token_id": bos_token_id}, spec.vocab_size, config.path)
+    bos_token_id = read_bos_id(config, spec.vocab_size)
+    eos_token_ids = read_eos_ids(config, read_json(path / "generation_config.json", is_optional=True), spec.vocab_size)
+    special_tokens, chat_template = read_special_tokens(path), _chat_template(path)
     return LoadedModel(
         name=name or path.resolve().name,
         spec=spec,
         weights={key: _weight(key, tensor, scales.get(key)) for key, tensor in stored.items()},
         tokenizer_source=tokenizer,
-        chat_template=_chat_template(path),
+        chat_template=chat_template,
         bos_token_id=bos_token_id,
-        eos_token_ids=read_eos_ids(config, read_json(path / "generation_config.json", is_optional=True), spec.vocab_size),
+        eos_token_ids=eos_token_ids,
         path=path,
+        special_tokens=special_tokens,
+    )
+
+
+def _refuse_adapter(path: Path) -> None:
+    """A folder of PEFT has the difference to another model, and seldom that model's config.json."""
+    file = path / "adapter_config.json"
+    if not file.is_file() or any(path.glob("model*.safetensors")):
+        return
+    base = read_json(file).get("base_model_name_or_path", str) or "another model"
+    raise ModelError(
+        f"{path}: this is an adapter (LoRA, PEFT) of {base}, not a model.",
+        remedy="Penstock does not serve adapters yet: merge it into that model (peft's merge_and_unload) and serve the result.",
     )
 
 

@@ -7,6 +7,7 @@ wrote `rope_theta` and `rope_scaling`: both are read.
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 from penstock.models import checks, rope
 from penstock.types.errors import ModelError
 from penstock.types.model_spec import ModelSpec
+from penstock.types.vocab import SpecialTokens
 
 ARCHITECTURES: Mapping[str, str] = {
     "LlamaForCausalLM": "llama",
@@ -24,7 +26,13 @@ ARCHITECTURES: Mapping[str, str] = {
 }
 """From `architectures` in config.json to our name."""
 
+_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""Of special tokens that most tokenizers have."""
+_LISTS = ("additional_special_tokens", "extra_special_tokens")
+"""The second is the first one's name since release 5 of transformers; it may be an object of names and tokens, too."""
+
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,17 +106,58 @@ def read_spec(config: JsonFile, *, has_qkv_bias: bool, has_output: bool) -> Mode
     return spec
 
 
+def read_bos_id(config: JsonFile, vocab_size: int) -> int | None:
+    """The token that begins a text, None if config.json names none. Of a list it is the first. Raises ModelError."""
+    ids = _token_ids(config, "bos_token_id", vocab_size)
+    if len(ids) > 1:
+        _log.warning("%s: bos_token_id is %r; the first is taken, the others are passed over", config.path, ids)
+    return ids[0] if ids else None
+
+
 def read_eos_ids(config: JsonFile, generation: JsonFile, vocab_size: int) -> tuple[int, ...]:
     """Tokens that end a reply: those of generation_config.json, then those of config.json. Raises ModelError."""
-    ids: list[int] = []
-    for file in (generation, config):
-        value = file.values.get("eos_token_id")
-        values = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(type(token_id) is int for token_id in values):
-            raise file.error(f"eos_token_id is {value!r}, not a token id or a list of them")
-        checks.check_token_ids({f"eos_token_id[{idx}]": token_id for idx, token_id in enumerate(values)}, vocab_size, file.path)
-        ids += values
+    ids = [token_id for file in (generation, config) for token_id in _token_ids(file, "eos_token_id", vocab_size)]
     return tuple(dict.fromkeys(ids))
+
+
+def _token_ids(file: JsonFile, key: str, vocab_size: int) -> list[int]:
+    """Of a key that holds an id, a list of them, or null."""
+    value = file.values.get(key)
+    values = value if isinstance(value, list) else [value]
+    if not all(item is None or type(item) is int for item in values):
+        raise file.error(f"{key} is {value!r}, not a token id or a list of them")
+    ids = {f"{key}[{idx}]" if isinstance(value, list) else key: item for idx, item in enumerate(values)}
+    return list(checks.token_ids(ids, vocab_size, file.path).values())
+
+
+def read_special_tokens(path: Path) -> SpecialTokens:
+    """What tokenizer_config.json and special_tokens_map.json of a directory call their tokens; empty without them.
+
+    These are the names that transformers hands to chat templates: every token whose key ends in `_token`, the lists, and
+    what `extra_special_tokens` names. As there, special_tokens_map.json comes first unless tokenizer_config.json has an
+    `added_tokens_decoder`, as newer ones do. Raises ModelError.
+    """
+    config = read_json(path / "tokenizer_config.json", is_optional=True)
+    special = read_json(path / "special_tokens_map.json", is_optional=True)
+    files = (special, config) if "added_tokens_decoder" in config.values else (config, special)
+    tokens: dict[str, str | tuple[str, ...] | None] = {}
+    for file in files:
+        for key, value in file.values.items():
+            if key in _NAMES or (key.endswith("_token") and isinstance(value, str | dict)):  # `add_bos_token` is a switch
+                tokens[key] = _token_text(file, key, value)
+            elif key in _LISTS and isinstance(value, list):
+                tokens[key] = tuple(text for item in value if (text := _token_text(file, key, item)))
+            elif key == "extra_special_tokens" and isinstance(value, dict):
+                tokens |= {name: _token_text(file, name, item) for name, item in value.items()}
+    return tokens
+
+
+def _token_text(file: JsonFile, key: str, value: object) -> str | None:
+    """A token is its text, or an object with its text as `content`; null is none."""
+    text = value.get("content") if isinstance(value, dict) else value
+    if text is not None and type(text) is not str:
+        raise file.error(f"{key} is {value!r}, not the text of a token")
+    return text
 
 
 def _architecture(config: JsonFile) -> str:
@@ -127,7 +176,7 @@ def _refuse_unsupported(config: JsonFile) -> None:
     for key, value in wanted.items():
         found = config.values.get(key)
         if found is not None and found != value:
-            raise config.error(f"{key} is {found!r}; only {value!r} is supported")
+            raise checks.unsupported(config.path, key, found, f"only {value!r} is")
 
 
 def _read_sizes(config: JsonFile) -> dict[str, int]:
@@ -167,7 +216,9 @@ def _read_rope(config: JsonFile, head_dim: int) -> tuple[float, ...]:
         return rope.scale_linear(inv_freq, scaling.positive("factor"))
     if kind == "llama3":
         return _scale_llama3(inv_freq, scaling)
-    raise config.error(f"the rope scaling {kind!r} is not supported (default, linear and llama3 are)")
+    key = "rope_parameters" if config.values.get("rope_parameters") else "rope_scaling"
+    name = "rope_type" if scaling.values.get("rope_type") else "type"
+    raise checks.unsupported(config.path, f"{key}.{name}", kind, "default, linear and llama3 are")
 
 
 def _scale_llama3(inv_freq: tuple[float, ...], scaling: JsonFile) -> tuple[float, ...]:

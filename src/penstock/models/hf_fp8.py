@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.models.checks import unsupported
 from penstock.models.hf_config import JsonFile
 from penstock.models.safetensors_file import StoredTensor
 from penstock.models.weights import BlockScales
@@ -61,7 +62,7 @@ def _compressed_tensors_block(config: JsonFile, settings: Mapping[str, Any]) -> 
         raise _unsupported(config)
     blocks = {_as_block(config, scheme.get("block_structure")) for scheme in schemes}
     if len(blocks) > 1:
-        raise config.error("quantization_config has blocks of several sizes")
+        raise unsupported(config.path, "quantization_config", "blocks of several sizes", "one size is")
     return blocks.pop()
 
 
@@ -74,7 +75,7 @@ def _as_block(config: JsonFile, value: object) -> Block | None:
     except (TypeError, ValueError) as error:
         raise config.error(f"the block {value!r} of quantization_config is no two numbers") from error
     if rows < 1 or cols < 1 or cols % _COLS_AT_LEAST:
-        raise config.error(f"blocks of {rows} rows and {cols} columns are not supported: columns are multiples of 32")
+        raise unsupported(config.path, "the block of quantization_config", f"{rows}x{cols}", "columns in multiples of 32 are")
     return rows, cols
 
 

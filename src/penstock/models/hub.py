@@ -13,9 +13,11 @@ _FILES = (
     "model.safetensors.index.json",
     "tokenizer.json",
     "tokenizer_config.json",
+    "special_tokens_map.json",
     "chat_template.jinja",
+    "adapter_config.json",
 )
-"""What the loader reads; repositories often hold the same weights again in other formats."""
+"""What the loader reads; repositories often hold the same weights again in other formats. An adapter's it refuses by name."""
 
 
 def fetch_hub(source: ModelSource) -> None:

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from penstock.models.catalog import ModelSource, SourceKind
 from penstock.models.formats import Floats
 from penstock.models.weights import LoadedModel
 from penstock.types.errors import ModelError
+from penstock.types.vocab import GgufVocab
 
 
-def load_model(source: ModelSource, *, max_weight_bytes: int | None = None, floats: Floats = Floats.BF16) -> LoadedModel:
+def load_model(
+    source: ModelSource,
+    *,
+    max_weight_bytes: int | None = None,
+    floats: Floats = Floats.BF16,
+    check_vocab: Callable[[GgufVocab], None] | None = None,
+) -> LoadedModel:
     """The model of a source that is present, called `source.name`.
 
     Raises ModelError if its files are missing, corrupt or unsupported, or if its weights would take more than
-    `max_weight_bytes` of memory, in a backend that holds `floats` (checked before any weight is read).
+    `max_weight_bytes` of memory, in a backend that holds `floats` (checked before any weight is read). So is a GGUF file's
+    vocabulary, by `check_vocab`: this layer knows no tokenizers.
     """
     if not source.is_present:
         remedy = f"Fetch it with `penstock pull {source.name}`." if source.entry or source.hub else "Check the path."
@@ -23,4 +33,4 @@ def load_model(source: ModelSource, *, max_weight_bytes: int | None = None, floa
         return load_hf_directory(source.path, name=source.name, max_weight_bytes=max_weight_bytes, floats=floats)
     from penstock.models.gguf import load_gguf
 
-    return load_gguf(source.path, name=source.name, max_weight_bytes=max_weight_bytes, floats=floats)
+    return load_gguf(source.path, name=source.name, max_weight_bytes=max_weight_bytes, floats=floats, check_vocab=check_vocab)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from penstock.models.formats import Floats, WeightFormat, dequantize, held_bytes, held_table_bytes
 from penstock.types.model_spec import ModelSpec
-from penstock.types.vocab import GgufVocab
+from penstock.types.vocab import GgufVocab, SpecialTokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,7 +101,10 @@ class LoadedModel:
     chat_template: str | None
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    """Tokens that end a reply, as far as files name them by id; `Tokenizer.eos_token_ids` has all."""
     path: Path
+    special_tokens: SpecialTokens = field(default_factory=dict)
+    """Those that files name by text."""
     notes: tuple[str, ...] = ()
     """What the loader converted, in words; it has logged them already, before the work."""
 

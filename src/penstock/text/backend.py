@@ -29,3 +29,4 @@ class Backend:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     unknown_token_id: int | None
+    padding_token_id: int | None

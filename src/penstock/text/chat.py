@@ -25,7 +25,7 @@ class ChatTemplate:
         self,
         source: str,
         *,
-        special_tokens: Mapping[str, str],
+        special_tokens: Mapping[str, str | tuple[str, ...]],
         max_chars: int = DEFAULT_MAX_CHARS,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:

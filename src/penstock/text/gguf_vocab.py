@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import tokenizers
-from tokenizers import AddedToken, models, normalizers, processors
+from tokenizers import AddedToken, Regex, models, normalizers, processors
 
 from penstock.text.backend import Backend
 from penstock.text.merges import merges_from_scores
@@ -23,7 +23,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 def build_backend(vocab: GgufVocab) -> Backend:
     """Raises `ModelError` if the vocabulary is of another kind or contradicts itself."""
-    _check(vocab)
+    check_vocab(vocab)
     is_byte_level = vocab.model == "gpt2"
     encoder = _byte_level_encoder(vocab) if is_byte_level else _sentencepiece_encoder(vocab)
     special = {*_ids_of_type(vocab, CONTROL), *_ids_of_type(vocab, UNKNOWN), *_end_ids(vocab)}
@@ -43,29 +43,40 @@ def build_backend(vocab: GgufVocab) -> Backend:
         bos_token_id=vocab.bos_token_id,
         eos_token_ids=() if vocab.eos_token_id is None else (vocab.eos_token_id,),
         unknown_token_id=vocab.unknown_token_id,
+        padding_token_id=vocab.padding_token_id,
     )
 
 
-def _check(vocab: GgufVocab) -> None:
+def check_vocab(vocab: GgufVocab) -> None:
+    """Raises `ModelError` for what can be refused before anything is built, so before weights are loaded."""
     if vocab.model not in ("gpt2", "llama"):
-        raise ModelError(f"The vocabulary is of the kind {vocab.model!r}; supported are 'gpt2' and 'llama'.")
+        raise ModelError(
+            f"tokenizer.ggml.model is {vocab.model!r}; supported are 'gpt2' and 'llama'.",
+            remedy="Use the model's Hugging Face directory, if it has a tokenizer.json.",
+        )
+    if vocab.model == "gpt2":
+        recipe_for(vocab.pre)
     num_tokens = len(vocab.tokens)
     if num_tokens == 0:
-        raise ModelError("The vocabulary has no tokens.")
+        raise _contradiction("has no tokens")
     if len(vocab.token_types) not in (0, num_tokens):
-        raise ModelError(f"The vocabulary has {num_tokens} tokens but {len(vocab.token_types)} token types.")
+        raise _contradiction(f"has {num_tokens} tokens but {len(vocab.token_types)} token types")
     needs_scores = vocab.model == "llama" and not vocab.merges
     if needs_scores and len(vocab.scores) != num_tokens:
-        raise ModelError(f"The vocabulary has {num_tokens} tokens but {len(vocab.scores)} scores.")
+        raise _contradiction(f"has {num_tokens} tokens but {len(vocab.scores)} scores")
     for name, token_id, is_needed in (
         ("bos", vocab.bos_token_id, vocab.add_bos_token),
         ("eos", vocab.eos_token_id, vocab.add_eos_token),
         ("unknown", vocab.unknown_token_id, False),
     ):
         if token_id is None and is_needed:
-            raise ModelError(f"The vocabulary asks for its {name} token in front of or behind a text, but names none.")
+            raise _contradiction(f"asks for its {name} token in front of or behind a text, but names none")
         if token_id is not None and not 0 <= token_id < num_tokens:
-            raise ModelError(f"The vocabulary's {name} token is {token_id}, but it has only {num_tokens} tokens.")
+            raise _contradiction(f"has {num_tokens} tokens, and its {name} token is {token_id}")
+
+
+def _contradiction(cause: str) -> ModelError:
+    return ModelError(f"The vocabulary {cause}.", remedy="Fetch the file again; if it stays so, its converter is at fault.")
 
 
 def _byte_level_encoder(vocab: GgufVocab) -> tokenizers.Tokenizer:
@@ -85,11 +96,19 @@ def _sentencepiece_encoder(vocab: GgufVocab) -> tokenizers.Tokenizer:
     has_bytes = len({byte_of_piece(vocab.tokens[token_id]) for token_id in _ids_of_type(vocab, BYTE)} - {None}) == 256
     merges = _split_merges(vocab.merges) if vocab.merges else merges_from_scores(_joinable(vocab))
     encoder = tokenizers.Tokenizer(_bpe(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=has_bytes))
-    steps: list[normalizers.Normalizer] = [normalizers.Replace(" ", SPACE_MARK)]
-    if vocab.add_space_prefix:
-        steps.insert(0, normalizers.Prepend(SPACE_MARK))
-    encoder.normalizer = normalizers.Sequence(steps)
+    encoder.normalizer = normalizers.Sequence(list(_sentencepiece_steps(vocab)))
     return encoder
+
+
+def _sentencepiece_steps(vocab: GgufVocab) -> Iterator[normalizers.Normalizer]:
+    """In SentencePiece's order (`normalizer.cc`). They run on each stretch of text between special tokens, so that a space goes
+    before every one, as in llama.cpp and in transformers' `legacy` tokenizers."""
+    if vocab.remove_extra_whitespaces:
+        yield normalizers.Replace(Regex(" {2,}"), " ")
+        yield normalizers.Replace(Regex(r"\A | \z"), "")
+    if vocab.add_space_prefix:
+        yield normalizers.Prepend(SPACE_MARK)
+    yield normalizers.Replace(" ", SPACE_MARK)
 
 
 def _bpe(vocab: GgufVocab, merges: list[tuple[str, str]], **options: str | bool | None) -> models.BPE:
@@ -97,13 +116,13 @@ def _bpe(vocab: GgufVocab, merges: list[tuple[str, str]], **options: str | bool 
     try:
         return models.BPE(vocab=ids, merges=merges, **options)
     except Exception as error:  # the library raises bare Exception
-        raise ModelError(f"The vocabulary's merges do not fit its tokens: {error}.") from error
+        raise _contradiction(f"has merges that do not fit its tokens: {error}") from error
 
 
 def _split_merges(merges: Sequence[str]) -> list[tuple[str, str]]:
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
     if any(not right for _, right in pairs):
-        raise ModelError("The vocabulary has a merge that does not consist of two pieces separated by a space.")
+        raise _contradiction("has a merge that does not consist of two pieces separated by a space")
     return pairs
 
 

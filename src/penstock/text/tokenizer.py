@@ -10,35 +10,50 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 
 from penstock.text.backend import Backend
 from penstock.text.pieces import ByteTable, TextTable, piece_decoder
 from penstock.types.errors import Rejected, RejectReason
-from penstock.types.vocab import GgufVocab
+from penstock.types.vocab import GgufVocab, SpecialTokens
 
 
 def load_tokenizer(
-    source: Path | GgufVocab, *, bos_token_id: int | None = None, eos_token_ids: Sequence[int] = ()
+    source: Path | GgufVocab,
+    *,
+    bos_token_id: int | None = None,
+    eos_token_ids: Sequence[int] = (),
+    special_tokens: SpecialTokens = MappingProxyType({}),
 ) -> Tokenizer:
     """A tokenizer from a tokenizer.json or from a GGUF file's vocabulary. Raises `ModelError`.
 
-    `bos_token_id` and `eos_token_ids` say what a tokenizer.json can't. A GGUF vocabulary has its own, which come
-    first; further eos ids are added to them.
+    `bos_token_id`, `eos_token_ids` and `special_tokens` say what a tokenizer.json can't. The tokenizer's own end token
+    comes first: a GGUF vocabulary names one, and `special_tokens` may have an `eos_token`. The others are added to it.
     """
     if isinstance(source, GgufVocab):
         from penstock.text.gguf_vocab import build_backend
 
-        return Tokenizer(build_backend(source), extra_eos_token_ids=eos_token_ids)
-    from penstock.text.tokenizer_json import load_backend
+        backend = build_backend(source)
+    else:
+        from penstock.text.tokenizer_json import load_backend
 
-    return Tokenizer(load_backend(source, bos_token_id=bos_token_id, eos_token_ids=tuple(eos_token_ids)))
+        end = special_tokens.get("eos_token")
+        backend = load_backend(source, bos_token_id=bos_token_id, eos_token=end if isinstance(end, str) else None)
+    return Tokenizer(backend, extra_eos_token_ids=eos_token_ids, special_tokens=special_tokens)
 
 
 class Tokenizer:
     """Thread-safe. Long texts are encoded without the GIL."""
 
-    def __init__(self, backend: Backend, *, extra_eos_token_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        extra_eos_token_ids: Sequence[int] = (),
+        special_tokens: SpecialTokens = MappingProxyType({}),
+    ) -> None:
         self._backend = backend
+        self._named_tokens = special_tokens
         self._decode_piece = piece_decoder(backend.spelling)
         self._special_ids = backend.special_ids.union(extra_eos_token_ids)
         self.eos_token_ids = tuple(dict.fromkeys((*backend.eos_token_ids, *extra_eos_token_ids)))
@@ -60,14 +75,19 @@ class Tokenizer:
         return self._backend.bos_token_id
 
     @cached_property
-    def special_tokens(self) -> dict[str, str]:
-        """`bos_token`, `eos_token` and `unk_token`, as far as they exist: what chat templates refer to."""
+    def special_tokens(self) -> dict[str, str | tuple[str, ...]]:
+        """What chat templates refer to: the tokens that the model's files name; without a word on one of `bos_token`,
+        `eos_token`, `unk_token` and `pad_token`, the token of its id. Names of tokens that the model lacks are absent."""
         ids = {
             "bos_token": self._backend.bos_token_id,
             "eos_token": self.eos_token_ids[0] if self.eos_token_ids else None,
             "unk_token": self._backend.unknown_token_id,
+            "pad_token": self._backend.padding_token_id,
         }
-        return {name: self._backend.piece(token_id) or "" for name, token_id in ids.items() if token_id is not None}
+        texts: dict[str, str | tuple[str, ...] | None] = {
+            name: self._backend.piece(token_id) or "" for name, token_id in ids.items() if token_id is not None
+        }
+        return {name: text for name, text in (texts | dict(self._named_tokens)).items() if text is not None}
 
     @cached_property
     def max_token_bytes(self) -> int:

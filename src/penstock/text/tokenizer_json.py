@@ -6,6 +6,7 @@ The file says how to encode; how its pieces spell bytes is read from its decoder
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from penstock.text.backend import Backend
 from penstock.text.pieces import Spelling
 from penstock.types.errors import ModelError
 
+_log = logging.getLogger(__name__)
 
-def load_backend(path: Path, *, bos_token_id: int | None, eos_token_ids: tuple[int, ...]) -> Backend:
+
+def load_backend(path: Path, *, bos_token_id: int | None, eos_token: str | None) -> Backend:
     """The file doesn't name its bos and eos tokens, so the caller does. Raises `ModelError`.
 
     Truncation and padding that the file may ask for are switched off: they would change prompts silently.
@@ -27,7 +30,10 @@ def load_backend(path: Path, *, bos_token_id: int | None, eos_token_ids: tuple[i
     encoder.no_padding()
     steps = list(_decoder_steps(encoder))
     added = encoder.get_added_tokens_decoder()
-    ends = [token_id for token_id in (bos_token_id, *eos_token_ids) if token_id is not None]
+    eos_token_id = None if eos_token is None else encoder.token_to_id(eos_token)
+    if eos_token is not None and eos_token_id is None:
+        _log.warning("%s: there is no token %r, which tokenizer_config.json calls the eos_token", path, eos_token)
+    ends = [token_id for token_id in (bos_token_id, eos_token_id) if token_id is not None]
     return Backend(
         encoder=encoder,
         vocab_size=encoder.get_vocab_size(with_added_tokens=True),
@@ -38,8 +44,9 @@ def load_backend(path: Path, *, bos_token_id: int | None, eos_token_ids: tuple[i
         silent_ids=frozenset(),
         starts_with_space=any(_strips_a_space(step) for step in steps),
         bos_token_id=bos_token_id,
-        eos_token_ids=eos_token_ids,
+        eos_token_ids=() if eos_token_id is None else (eos_token_id,),
         unknown_token_id=None,
+        padding_token_id=None,
     )
 
 
@@ -49,7 +56,10 @@ def _read(path: Path) -> tokenizers.Tokenizer:
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}.") from error
     except Exception as error:  # the library raises bare Exception
-        raise ModelError(f"{path} is not a valid tokenizer.json: {error}.", remedy="Fetch it again.") from error
+        raise ModelError(
+            f"{path} is not a valid tokenizer.json: {error}.",
+            remedy="Fetch it again, or use a newer version of the package tokenizers.",
+        ) from error
 
 
 def _piece_lookup(encoder: tokenizers.Tokenizer) -> Callable[[int], str | None]:

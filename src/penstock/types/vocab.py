@@ -1,9 +1,13 @@
-"""A tokenizer as a GGUF file describes it: plain data, between the loader and `text.tokenizer`."""
+"""A tokenizer as a model's files describe it: plain data, between the loaders and `text.tokenizer`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+SpecialTokens = Mapping[str, str | tuple[str, ...] | None]
+"""Texts of special tokens by the name that chat templates have for them, such as `eos_token`. Some names stand for several
+(`additional_special_tokens`); None says that the model has no such token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -22,6 +26,10 @@ class GgufVocab:
     bos_token_id: int | None
     eos_token_id: int | None
     unknown_token_id: int | None
+    padding_token_id: int | None = None
     add_bos_token: bool
     add_eos_token: bool
     add_space_prefix: bool
+    """SentencePiece only: a space goes before a text, and before what follows a special token."""
+    remove_extra_whitespaces: bool = False
+    """SentencePiece only: spaces at both ends of a text go, and of several in a row one stays."""
