@@ -252,6 +252,13 @@ def test_an_id_of_minus_one_names_no_token(tmp_path, caplog, number):
     assert load_gguf(write("tokenizer.ggml.eos_token_id")).eos_token_ids == (0, 2)
 
 
+def test_a_padding_token_that_the_vocabulary_lacks_is_passed_over(tmp_path, caplog):
+    with caplog.at_level("INFO", "penstock"):
+        model = load_gguf(write_gguf(tmp_path / "m.gguf", TINY, extra={"tokenizer.ggml.padding_token_id": 264}))
+    assert model.tokenizer_source.padding_token_id is None
+    assert "padding_token_id is 264 and passed over" in caplog.text
+
+
 def test_end_of_turn_tokens_count_as_eos(tmp_path):
     extra = {"tokenizer.ggml.eos_token_id": 0, "tokenizer.ggml.eot_token_id": 1}
     assert load_gguf(write_gguf(tmp_path / "m.gguf", TINY, extra=extra)).eos_token_ids == (0, 1, 2)
@@ -295,7 +302,7 @@ REFUSED = {
     "attention factor": ({"llama.rope.scaling.attn_factor": 1.5}, r"llama\.rope\.scaling\.attn_factor is 1\.5.*another model"),
     "partial rope": ({"llama.rope.dimension_count": 8}, r"llama\.rope\.dimension_count is 8.*another model"),
     "value width": ({"llama.attention.value_length": 8}, r"llama\.attention\.value_length is 8.*another model"),
-    "spaces": ({"tokenizer.ggml.remove_extra_whitespaces": True}, "remove_extra_whitespaces is True.*only SentencePiece"),
+    "spaces": ({"tokenizer.ggml.remove_extra_whitespaces": True}, "remove_extra_whitespaces is true.*SentencePiece"),
     "base": ({"llama.rope.freq_base": -1.0}, "freq_base"),
     "nan base": ({"llama.rope.freq_base": float("nan")}, "freq_base"),
     "epsilon": ({"llama.attention.layer_norm_rms_epsilon": 2.0}, "epsilon"),
@@ -327,7 +334,7 @@ def test_keys_that_change_answers_are_refused_unless_they_ask_for_nothing(tiny, 
     def write(values):
         return edit(tiny, lambda writer: writer.add_array(f"tokenizer.ggml.{name}", values))
 
-    with pytest.raises(ModelError, match=rf"tokenizer\.ggml\.{name} is .*another model"):
+    with pytest.raises(ModelError, match=rf"tokenizer\.ggml\.{name} has 2 entries.*another model"):
         load_gguf(write([1, 2]))
     load_gguf(write([]))
 

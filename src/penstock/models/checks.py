@@ -13,7 +13,7 @@ from penstock.types.model_spec import ModelSpec
 
 _log = logging.getLogger(__name__)
 REFETCH = "Fetch the model again; if it stays so, its converter is at fault."
-_UNSUPPORTED = "The file is in order, but Penstock cannot compute this yet: choose another model, or ask for it in an issue."
+_UNSUPPORTED = "The file is in order, but Penstock cannot do this yet: choose another model, or ask for it in an issue."
 
 _LIMITS: Mapping[str, int] = {
     "vocab_size": 1 << 24,
@@ -28,9 +28,9 @@ _LIMITS: Mapping[str, int] = {
 """Far above every published model: larger numbers come from a corrupt file and would only exhaust memory."""
 
 
-def unsupported(path: Path, key: str, value: object, supported: str) -> ModelError:
-    """For a setting with a meaning that Penstock lacks: it names the file, the key, its value and what is `supported`."""
-    return ModelError(f"{path}: {key} is {value!r}, which is not supported ({supported}).", remedy=_UNSUPPORTED)
+def unsupported(path: Path, setting: str, supported: str) -> ModelError:
+    """For a setting that is right and that Penstock lacks. `setting` is the key and its value, `supported` what would do."""
+    return ModelError(f"{path}: {setting}, which is not supported ({supported}).", remedy=_UNSUPPORTED)
 
 
 def check_sizes(sizes: Mapping[str, int], path: Path) -> None:

@@ -182,10 +182,8 @@ def _read_sizes(file: GgufFile, key: str, vocab_size: int) -> dict[str, int]:
     num_heads = file.require(f"{key}.attention.head_count", int)
     head_dim = file.get(f"{key}.attention.key_length", int) or (hidden_size // num_heads if num_heads else 0)
     if file.get(f"{key}.attention.value_length", int, head_dim) != head_dim:
-        value_length = file.metadata[f"{key}.attention.value_length"]
-        raise checks.unsupported(
-            file.path, f"{key}.attention.value_length", value_length, f"values as wide as keys, {head_dim}, are"
-        )
+        setting = f"{key}.attention.value_length is {file.metadata[f'{key}.attention.value_length']}"
+        raise checks.unsupported(file.path, setting, f"values as wide as keys, {head_dim}, are")
     context = file.require(f"{key}.context_length", int)
     return {
         "vocab_size": vocab_size,
@@ -202,19 +200,19 @@ def _read_sizes(file: GgufFile, key: str, vocab_size: int) -> dict[str, int]:
 def _read_rope(file: GgufFile, key: str, head_dim: int) -> tuple[float, ...]:
     rotated = file.get(f"{key}.rope.dimension_count", int, head_dim)
     if rotated != head_dim:
-        raise checks.unsupported(file.path, f"{key}.rope.dimension_count", rotated, f"rotation of whole heads, {head_dim}, is")
+        raise checks.unsupported(file.path, f"{key}.rope.dimension_count is {rotated}", f"whole heads, {head_dim}, are")
     base = file.get(f"{key}.rope.freq_base", float, 10000.0)
     if base is None or not math.isfinite(base) or base <= 0.0:
         raise file.error(f"{key}.rope.freq_base is {base}, not a positive number")
     inv_freq = rope.inverse_frequencies(head_dim, base)
     scaling = file.get(f"{key}.rope.scaling.type", str, "linear")
     if scaling not in ("none", "linear"):
-        supported = "none, linear and frequency factors are"
-        raise checks.unsupported(file.path, f"{key}.rope.scaling.type", scaling, supported)
+        setting = f"{key}.rope.scaling.type is {scaling!r}"
+        raise checks.unsupported(file.path, setting, "none, linear and frequency factors are")
     for name in ("attn_factor", "alpha"):
         factor = file.get(f"{key}.rope.scaling.{name}", float)
         if factor not in (None, 0.0, 1.0):
-            raise checks.unsupported(file.path, f"{key}.rope.scaling.{name}", factor, "only 1 is")
+            raise checks.unsupported(file.path, f"{key}.rope.scaling.{name} is {factor}", "only 1 is")
     if scaling == "linear":
         factor_key = f"{key}.rope.scaling.factor"
         if factor_key not in file.metadata:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TypeVar
 
 from penstock.models.checks import token_ids, unsupported
@@ -9,6 +10,7 @@ from penstock.models.gguf_file import GgufFile
 from penstock.types.vocab import GgufVocab
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 _CONTROL, _USER_DEFINED = 3, 4
 _PRE_WITH_BOS = frozenset(
@@ -57,9 +59,9 @@ def read_vocab(file: GgufFile, vocab_size: int) -> GgufVocab:
     tokens = file.get_list("tokenizer.ggml.tokens", str)
     if not 0 < len(tokens) <= vocab_size:
         raise file.error(f"the vocabulary has {len(tokens)} tokens, the embedding {vocab_size} rows")
+    _refuse_unsupported(file, model)
     is_sentencepiece = model == "llama"
-    _refuse_unsupported(file, is_sentencepiece=is_sentencepiece)
-    ids = _ids(file, len(tokens), "bos", "eos", "unknown", "padding")
+    ids = _ids(file, len(tokens), "bos", "eos", "unknown")
     return GgufVocab(
         model=model,
         pre=pre,
@@ -70,7 +72,7 @@ def read_vocab(file: GgufFile, vocab_size: int) -> GgufVocab:
         bos_token_id=ids.get("bos"),
         eos_token_id=ids.get("eos"),
         unknown_token_id=ids.get("unknown"),
-        padding_token_id=ids.get("padding"),
+        padding_token_id=_padding_id(file, len(tokens)),
         add_bos_token=_flag(file, "add_bos_token", default="bos" in ids and (is_sentencepiece or pre in _PRE_WITH_BOS)),
         add_eos_token=_flag(file, "add_eos_token", default=False),
         add_space_prefix=_flag(file, "add_space_prefix", default=is_sentencepiece),
@@ -80,7 +82,8 @@ def read_vocab(file: GgufFile, vocab_size: int) -> GgufVocab:
 
 def read_eos_ids(file: GgufFile, vocab: GgufVocab) -> tuple[int, ...]:
     """Tokens that end a reply: the file's `eos`, `eot` and `eom`, then added tokens that are known to."""
-    named = _ids(file, len(vocab.tokens), "eos", "eot", "eom").values()
+    named = [] if vocab.eos_token_id is None else [vocab.eos_token_id]
+    named += _ids(file, len(vocab.tokens), "eot", "eom").values()
     by_text = [
         token_id
         for token_id, text in enumerate(vocab.tokens)
@@ -89,17 +92,14 @@ def read_eos_ids(file: GgufFile, vocab: GgufVocab) -> tuple[int, ...]:
     return tuple(dict.fromkeys([*named, *by_text]))
 
 
-def _refuse_unsupported(file: GgufFile, *, is_sentencepiece: bool) -> None:
+def _refuse_unsupported(file: GgufFile, model: str) -> None:
     """Keys that change which tokens a text has, or which ones an answer may have."""
-    key = "tokenizer.ggml.suppress_tokens"
-    if num := len(file.get_list(key, int)):
-        raise unsupported(file.path, key, f"{num} ids", "tokens that an answer may never have are not known here")
-    key = "tokenizer.ggml.precompiled_charsmap"
-    if num := len(file.get_list(key, int)):
-        raise unsupported(file.path, key, f"{num} bytes", "SentencePiece's replacement of characters is not done here")
-    key = "remove_extra_whitespaces"
-    if not is_sentencepiece and _flag(file, key, default=False):
-        raise unsupported(file.path, f"tokenizer.ggml.{key}", True, "only SentencePiece vocabularies have it")
+    for name in ("suppress_tokens", "precompiled_charsmap"):
+        if num := len(file.get_list(f"tokenizer.ggml.{name}", int)):
+            raise unsupported(file.path, f"tokenizer.ggml.{name} has {num} entries", "only an empty one is")
+    if model == "gpt2" and _flag(file, "remove_extra_whitespaces", default=False):
+        setting = "tokenizer.ggml.remove_extra_whitespaces is true in a 'gpt2' vocabulary"
+        raise unsupported(file.path, setting, "it has a meaning in SentencePiece vocabularies")
 
 
 def _ids(file: GgufFile, num_tokens: int, *names: str) -> dict[str, int]:
@@ -107,6 +107,15 @@ def _ids(file: GgufFile, num_tokens: int, *names: str) -> dict[str, int]:
     ids = {f"tokenizer.ggml.{name}_token_id": file.get(f"tokenizer.ggml.{name}_token_id", int) for name in names}
     found = token_ids(ids, num_tokens, file.path)
     return {name: found[key] for name, key in zip(names, ids, strict=True) if key in found}
+
+
+def _padding_id(file: GgufFile, num_tokens: int) -> int | None:
+    """Nothing is padded here, so one that fine-tuning added, and the converter left out, is no reason to refuse a file."""
+    value = file.get("tokenizer.ggml.padding_token_id", int)
+    if value is not None and not 0 <= value < num_tokens:
+        _log.info("%s: tokenizer.ggml.padding_token_id is %d and passed over: it is not in the vocabulary", file.path, value)
+        return None
+    return value
 
 
 def _per_token(file: GgufFile, key: str, kind: type[T], num_tokens: int) -> list[T]:

@@ -176,7 +176,7 @@ def _refuse_unsupported(config: JsonFile) -> None:
     for key, value in wanted.items():
         found = config.values.get(key)
         if found is not None and found != value:
-            raise checks.unsupported(config.path, key, found, f"only {value!r} is")
+            raise checks.unsupported(config.path, f"{key} is {found!r}", f"only {value!r} is")
 
 
 def _read_sizes(config: JsonFile) -> dict[str, int]:
@@ -218,7 +218,7 @@ def _read_rope(config: JsonFile, head_dim: int) -> tuple[float, ...]:
         return _scale_llama3(inv_freq, scaling)
     key = "rope_parameters" if config.values.get("rope_parameters") else "rope_scaling"
     name = "rope_type" if scaling.values.get("rope_type") else "type"
-    raise checks.unsupported(config.path, f"{key}.{name}", kind, "default, linear and llama3 are")
+    raise checks.unsupported(config.path, f"{key}.{name} is {kind!r}", "default, linear and llama3 are")
 
 
 def _scale_llama3(inv_freq: tuple[float, ...], scaling: JsonFile) -> tuple[float, ...]:

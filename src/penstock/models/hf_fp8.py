@@ -62,7 +62,7 @@ def _compressed_tensors_block(config: JsonFile, settings: Mapping[str, Any]) -> 
         raise _unsupported(config)
     blocks = {_as_block(config, scheme.get("block_structure")) for scheme in schemes}
     if len(blocks) > 1:
-        raise unsupported(config.path, "quantization_config", "blocks of several sizes", "one size is")
+        raise unsupported(config.path, "quantization_config has blocks of several sizes", "one size is")
     return blocks.pop()
 
 
@@ -75,7 +75,7 @@ def _as_block(config: JsonFile, value: object) -> Block | None:
     except (TypeError, ValueError) as error:
         raise config.error(f"the block {value!r} of quantization_config is no two numbers") from error
     if rows < 1 or cols < 1 or cols % _COLS_AT_LEAST:
-        raise unsupported(config.path, "the block of quantization_config", f"{rows}x{cols}", "columns in multiples of 32 are")
+        raise unsupported(config.path, f"quantization_config has blocks of {rows} x {cols}", "columns in multiples of 32 are")
     return rows, cols
 
 

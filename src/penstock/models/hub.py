@@ -17,7 +17,7 @@ _FILES = (
     "chat_template.jinja",
     "adapter_config.json",
 )
-"""What the loader reads; repositories often hold the same weights again in other formats. An adapter's it refuses by name."""
+"""What the loader reads; repositories often hold the same weights again in other formats."""
 
 
 def fetch_hub(source: ModelSource) -> None:
