@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -118,3 +120,32 @@ def resident_bytes() -> int:
 def test_this_machine_has_memory_and_a_cpu() -> None:
     assert available_memory_bytes() > 0
     assert usable_cpus() >= 1
+
+
+LARGE_BLOCKS = """
+import ctypes
+from penstock.machine import return_large_blocks_when_freed
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+
+def resident_mib():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096 >> 20
+
+def filled(num_bytes):
+    block = libc.malloc(ctypes.c_size_t(num_bytes))
+    ctypes.memset(block, 1, num_bytes)
+    return block
+
+return_large_blocks_when_freed()
+libc.free(filled(30 << 20))  # from which glibc would learn to keep what is as large
+before = resident_mib()
+for block in [filled(2 << 20) for _ in range(25)]:
+    libc.free(block)
+print(resident_mib() - before)
+"""
+
+
+def test_large_blocks_go_back_to_the_system_when_they_are_freed():
+    done = subprocess.run([sys.executable, "-c", LARGE_BLOCKS], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 10, "of 50 MiB"

@@ -13,6 +13,7 @@ import click
 
 from penstock.cli.options import EPILOG, GroupedCommand, config_from, config_options, model_argument
 from penstock.config import ServerConfig
+from penstock.machine import return_large_blocks_when_freed
 from penstock.types.errors import ConfigError
 
 
@@ -27,6 +28,7 @@ def serve(**values: Any) -> None:
     from penstock.serve.listener import bind_socket
 
     set_up_logging(config.log)
+    return_large_blocks_when_freed()
     check_access(config.server, os.environ)
     with bind_socket(config.server.host, config.server.port) as listener, ThreadPoolExecutor(max_workers=1) as side:
         server = side.submit(import_module, "penstock.serve.server")  # takes as long as a small model
