@@ -106,8 +106,9 @@ BAD_COMPLETIONS = [
     ({"prompt": "a", "use_beam_search": True, "length_penalty": 11}, "length_penalty"),
     ({"prompt": "a", "use_beam_search": True, "early_stopping": "soon"}, "early_stopping"),
     ({"prompt": "a", "use_beam_search": True, "early_stopping": 1}, "early_stopping"),
-    ({"prompt": "a", "length_penalty": 1.0}, "length_penalty"),
+    ({"prompt": "a", "length_penalty": 1.1}, "length_penalty"),
     ({"prompt": "a", "early_stopping": True}, "early_stopping"),
+    ({"prompt": "a", "early_stopping": "never"}, "early_stopping"),
     ({"prompt": "a", "use_beam_search": 0}, "use_beam_search"),
     ({"prompt": "a", "store": True}, "store"),
     ({"prompt": "a", "service_tier": "flex"}, "service_tier"),
@@ -202,6 +203,65 @@ async def test_malformed_json_is_a_400(client, content):
     check(await client.post(COMPLETIONS, content=content), 400, "invalid_request_error")
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b'{"prompt": "\xff"}', "The body is not UTF-8, as JSON has to be: byte 0xff after 12 bytes, line 1 column 13."),
+        ('{\n"prompt": "éé'.encode() + b'\xe2\x82"}', "byte 0xe2 after 17 bytes, line 2 column 14."),
+        (b'{"prompt": "\xed\xa0\x80"}', "The body is not UTF-8, as JSON has to be: byte 0xed after 12 bytes"),
+        ('{"prompt": "a"}'.encode("utf-16"), "byte 0xff after 0 bytes, line 1 column 1."),
+        (b'{"prompt": "\\ud800"}', "a \\u escape is half a surrogate pair, without the other half: line 1 column 13."),
+        (b'{"prompt": "x\\udc00"}', "a \\u escape is half a surrogate pair, without the other half: line 1 column 14."),
+        (b'{"prompt" "a"}', "The body is not valid JSON: unexpected character"),
+    ],
+    ids=range(7),
+)
+async def test_a_body_that_is_no_utf_8_says_where(client, content, words):
+    error = check(await client.post(COMPLETIONS, content=content), 400, "invalid_request_error")
+    assert words in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "message"),
+    [
+        (COMPLETIONS, {"seed": 2**64}, f"'seed' must be an integer from {-(2**63)} to {2**63 - 1}."),
+        (COMPLETIONS, {"seed": -(2**64)}, f"'seed' must be an integer from {-(2**63)} to {2**63 - 1}."),
+        (COMPLETIONS, {"seed": 2**63}, f"'seed' must be at most {2**63 - 1}, not {2**63}."),
+        (COMPLETIONS, {"seed": 1.5}, "'seed' must be an integer."),
+        (COMPLETIONS, {"seed": "1"}, "'seed' must be an integer."),
+        (COMPLETIONS, {"temperature": "1"}, "'temperature' must be a number."),
+        (COMPLETIONS, {"stream": 1}, "'stream' must be true or false."),
+        (COMPLETIONS, {"model": 1}, "'model' must be a string."),
+        (COMPLETIONS, {"metadata": []}, "'metadata' must be an object."),
+        (COMPLETIONS, {"stop_token_ids": {}}, "'stop_token_ids' must be a list."),
+        (COMPLETIONS, {"stop": ["x"] * 17}, "'stop' must have at most 16 items."),
+        (COMPLETIONS, {"stop": ""}, "'stop[0]' must have at least 1 character."),
+        (COMPLETIONS, {"stop": "x" * 257}, "'stop[0]' must have at most 256 characters."),
+        (COMPLETIONS, {"use_beam_search": True, "early_stopping": "x"}, "'early_stopping' must be true, false or 'never'."),
+        (COMPLETIONS, {"structured_outputs": {"json": 1}}, "'structured_outputs.json' must be an object, or a string of"),
+        (COMPLETIONS, {"store": True}, "'store' is not supported yet (accepted: null or false)."),
+        (CHAT, {"messages": ["hi"]}, "'messages[0]' must be an object."),
+        (CHAT, {"messages": []}, "'messages' must have at least 1 item."),
+        (
+            CHAT,
+            {"chat_template_kwargs": {str(i): 1 for i in range(257)}},
+            "'chat_template_kwargs' must have at most 256 entries.",
+        ),
+        (CHAT, {"tool_choice": "required"}, '\'tool_choice\' is not supported yet (accepted: null or "none" or "auto").'),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+async def test_messages_speak_of_json_and_name_the_limit(client, path, fields, message):
+    base = {"messages": HI} if path == CHAT else {"prompt": "a"}
+    response = await client.post(path, json=base | fields)
+    assert check(response, 400, "invalid_request_error", message.split("'")[1])["message"].startswith(message)
+
+
+async def test_seeds_from_end_to_end_of_their_range_are_taken(client):
+    for seed in (-(2**63), -1, 0, 2**63 - 1):
+        assert (await client.post(COMPLETIONS, json={"prompt": "a", "seed": seed, "max_tokens": 1})).status_code == 200
+
+
 async def test_other_content_types_are_refused(client):
     response = await client.post(COMPLETIONS, content=b'{"prompt": "a"}', headers={"content-type": "text/plain"})
     assert "application/json" in check(response, 400, "invalid_request_error")["message"]
@@ -215,14 +275,18 @@ async def test_unknown_long_names_are_told_back_shortened(client):
 @pytest.mark.parametrize(
     ("url", "body", "param", "numbers"),
     [
-        (COMPLETIONS, {"prompt": "x" * 2000, "max_tokens": 100}, "prompt", ("2048", "2000", "100", "2100")),
+        (COMPLETIONS, {"prompt": "x" * 2000, "max_tokens": 100}, "max_tokens", ("2048", "2000", "100", "2100")),
+        (COMPLETIONS, {"prompt": "x" * 2040}, "prompt", ("2048", "2040", "16", "2056")),
         (COMPLETIONS, {"prompt": ["a", "x" * 2050]}, "prompt[1]", ("2048", "2050")),
         (COMPLETIONS, {"prompt": [5] * 2048, "max_tokens": 1}, "prompt", ("2048", "2049")),
         (COMPLETIONS, {"prompt": "x" * 3_000_000}, "prompt", ("2048",)),
-        (CHAT, {"messages": HI, "max_tokens": 2047}, "messages", ("2048", "2047")),
+        (CHAT, {"messages": HI, "max_tokens": 2047}, "max_tokens", ("2048", "2047")),
+        (CHAT, {"messages": HI, "max_completion_tokens": 2047}, "max_completion_tokens", ("2048", "2047")),
+        (CHAT, {"messages": HI, "max_tokens": 2047, "max_completion_tokens": 2047}, "max_completion_tokens", ("2048", "2047")),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 2048}], "max_tokens": 1}, "messages", ("2048",)),
         (CHAT, {"messages": [{"role": "user", "content": "x" * 2048}]}, "messages", ("2048",)),
     ],
-    ids=range(6),
+    ids=range(10),
 )
 async def test_what_exceeds_the_context_is_told_with_numbers(client, url, body, param, numbers):
     error = check(await client.post(url, json=body), 400, "context_length_exceeded", param)

@@ -90,6 +90,23 @@ def test_an_answer_is_parsed_by_the_client(sync_client):
     assert isinstance(answer.choices[0].message.parsed, Answer)
 
 
+def test_a_parsed_answer_comes_back_as_a_message(sync_client):
+    """The client sends along what it keeps of an answer: `parsed`, `refusal`, `tool_calls`."""
+    message = sync_client.chat.completions.parse(model="toy", messages=HI, response_format=Answer).choices[0].message
+    kept = message.to_dict(warnings=False)
+    assert kept["parsed"]
+
+    def go_on(message):
+        messages = [*HI, message, *HI]
+        answer = sync_client.chat.completions.create(model="toy", messages=messages, temperature=0, max_tokens=5)
+        return answer.choices[0].message.content
+
+    plain = go_on({"role": "assistant", "content": message.content})
+    assert go_on(kept) == plain
+    with pytest.warns(UserWarning, match="parsed"):  # of the client's own, when it turns its class into JSON
+        assert go_on(message) == plain
+
+
 async def test_a_stream_is_parsed_by_the_client(async_client):
     ask = {"model": "toy", "messages": HI, "temperature": 1, "seed": 3}
     async with async_client.chat.completions.stream(**ask, response_format=Answer) as stream:

@@ -58,6 +58,7 @@ def matches(pattern):
 ASKED = {
     "json_schema": (by_schema(SCHEMA), follows_schema),
     "json_schema, not strict": (by_schema(SCHEMA, strict=False, description="Which colour?"), follows_schema),
+    "json_object with llama.cpp's schema": ({"response_format": {"type": "json_object", "schema": SCHEMA}}, follows_schema),
     "json": (outputs(json=SCHEMA), follows_schema),
     "json as text": (outputs(json=json.dumps(SCHEMA)), follows_schema),
     "regex": (outputs(regex="[a-c]{2}-[0-9]{3}"), matches("[a-c]{2}-[0-9]{3}")),
@@ -77,7 +78,16 @@ async def test_an_answer_follows_what_was_asked_for_and_then_ends(client, kind, 
         assert reason == "stop"
 
 
-@pytest.mark.parametrize("fields", [{"response_format": {"type": "json_object"}}, outputs(json_object=True)])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "json_object", "schema": None}},
+        {"response_format": {"type": "json_object", "schema": {}}},
+        outputs(json_object=True),
+    ],
+    ids=str,
+)
 async def test_any_object_will_do(client, fields):
     """The model of these tests says anything for ever, so that most answers are cut off: all begin as an object does."""
     num_whole = 0
@@ -174,7 +184,10 @@ BAD = [
     ({"response_format": "json_object"}, FORMAT),
     ({"response_format": {}}, "response_format.type"),
     ({"response_format": {"type": "xml"}}, "response_format.type"),
-    ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema"),
+    ({"response_format": {"type": "json_object", "schema": []}}, "response_format.schema"),
+    ({"response_format": {"type": "json_object", "schema": {"type": "nothing"}}}, "response_format.schema"),
+    ({"response_format": {"type": "text", "schema": {"type": "object"}}}, "response_format.schema"),
+    ({"response_format": {"type": "json_schema", "schema": {"type": "object"}}}, "response_format.schema"),
     ({"response_format": {"type": "json_object", "json_schema": {"name": "a", "schema": {}}}}, "response_format.json_schema"),
     ({"response_format": {"type": "text", "json_schema": {"name": "a", "schema": {}}}}, "response_format.json_schema"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),

@@ -32,6 +32,12 @@ class ServerConfig(Component):
     max_body_bytes: int = setting(
         4 << 20, "Largest request body; a larger one is answered 413.", kind=Kind.SIZE, key="max_body_size", minimum=1024
     )
+    ignore_unknown_parameters: bool = setting(
+        False,
+        "Pass over parameters of requests that are not known, and hints that are not followed, instead of answering 400; each "
+        "name is logged once.",
+        kind=Kind.FLAG,
+    )
     seed: int | None = setting(
         None,
         "Makes answers repeatable: requests without a seed draw theirs from this one, in order of arrival.",

@@ -20,6 +20,7 @@ from penstock.serve.cross_site import CrossSiteLayer
 from penstock.serve.json_routes import JsonRoutesLayer
 from penstock.serve.keys import api_keys
 from penstock.serve.limits import BodyLimitLayer
+from penstock.serve.openai.bodies import IgnoredParameters
 from penstock.serve.openai.chat import ChatEndpoint
 from penstock.serve.openai.completions import CompletionsEndpoint
 from penstock.serve.openai.errors import from_http_exception
@@ -63,11 +64,12 @@ def create_app(runtime: Runtime, config: ServerConfig) -> FastAPI:
 def _layers(runtime: Runtime, config: ServerConfig, router: APIRouter) -> list[Middleware]:
     """Outermost first. Plain ASGI, as every request passes through them."""
     keys = api_keys(config)
+    ignored = IgnoredParameters() if config.ignore_unknown_parameters else None
     return [
         Middleware(RequestIdLayer, new_request_id=runtime.sources.new_request_id),
         Middleware(AuthLayer, keys=KeyRing(keys)) if keys else Middleware(CrossSiteLayer),
         Middleware(BodyLimitLayer, max_body_bytes=config.max_body_bytes),
-        Middleware(JsonRoutesLayer, routes=_api_routes(router), off_loop=runtime.off_loop),
+        Middleware(JsonRoutesLayer, routes=_api_routes(router), off_loop=runtime.off_loop, ignored=ignored),
     ]
 
 

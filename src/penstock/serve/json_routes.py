@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.serve.headers import headers_of
 from penstock.serve.off_loop import OffLoop
-from penstock.serve.openai.bodies import read_body, refuse_encoding
+from penstock.serve.openai.bodies import IgnoredParameters, read_body, refuse_encoding
 from penstock.serve.openai.errors import ApiError, from_rejected, invalid, not_an_object
 from penstock.serve.openai.schemas import Body
 from penstock.types.errors import Rejected
@@ -36,13 +36,17 @@ class JsonRequest(HttpRequest):
 
 
 class JsonRoutesLayer:
-    def __init__(self, app: ASGIApp, routes: Iterable[APIRoute], off_loop: OffLoop) -> None:
-        """Takes those of the routes that have a body, each with one method, POST, and a path without parameters."""
+    def __init__(self, app: ASGIApp, routes: Iterable[APIRoute], off_loop: OffLoop, ignored: IgnoredParameters | None) -> None:
+        """Takes those of the routes that have a body, each with one method, POST, and a path without parameters.
+
+        `ignored`: of `read_body`.
+        """
         self._app = app
         self._endpoints: dict[str, tuple[type[Body], Endpoint]] = {
             route.path: (_body_type(route), route.endpoint) for route in routes if route.body_field is not None
         }
         self._off_loop = off_loop
+        self._ignored = ignored
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         found = self._endpoints.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
@@ -59,7 +63,7 @@ class JsonRoutesLayer:
             data = await _read(receive)
             if not data or not _is_json(scope):
                 raise not_an_object()
-            body = await read_body(data, body_type, self._off_loop)
+            body = await read_body(data, body_type, self._off_loop, self._ignored)
             return await endpoint(body, JsonRequest(scope, receive, data))
         except (ApiError, Rejected) as error:
             return _refusal(error)

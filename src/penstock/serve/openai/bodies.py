@@ -6,6 +6,9 @@ and what would keep the interpreter's lock for long (very many objects, very man
 
 from __future__ import annotations
 
+import logging
+import threading
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import orjson
@@ -17,6 +20,9 @@ from penstock.serve.off_loop import OffLoop
 from penstock.serve.openai.errors import from_finding, invalid, unsupported_encoding
 from penstock.serve.openai.schemas import Body
 from penstock.serve.openai.unsupported import refuse_unsupported
+from penstock.types.counted import counted
+
+_log = logging.getLogger(__name__)
 
 _Body = TypeVar("_Body", bound=Body)
 
@@ -27,25 +33,59 @@ MAX_CONTAINERS = 100_000
 """Objects and lists in one body. Text and token ids are not counted, so only what is no request has more: the parser would
 spend most of a second on the two millions that fit into 4 MiB, and nothing else in the process could run meanwhile."""
 
+MAX_LOGGED_NAMES, MAX_LOGGED_CHARS = 100, 64
+"""Of ignored parameters: clients choose the names, and could fill the log and the memory with them."""
 
-async def read_body(data: bytes, body_type: type[_Body], off_loop: OffLoop) -> _Body:
+
+class IgnoredParameters:
+    """Under `--ignore-unknown-parameters`: which names were ignored so far. Each is logged once, by whichever thread."""
+
+    def __init__(self) -> None:
+        self._logged: set[str] = set()
+        self._lock = threading.Lock()
+
+    def note(self, names: Iterable[str]) -> None:
+        for name in names:
+            if len(self._logged) == MAX_LOGGED_NAMES:
+                return
+            shown = name[:MAX_LOGGED_CHARS]
+            with self._lock:
+                if shown in self._logged or len(self._logged) == MAX_LOGGED_NAMES:
+                    continue
+                self._logged.add(shown)
+                is_last = len(self._logged) == MAX_LOGGED_NAMES
+            _log.warning("the parameter %r is ignored (--ignore-unknown-parameters)", shown)
+            if is_last:
+                _log.warning("names of further parameters that are ignored are not logged")
+
+
+async def read_body(data: bytes, body_type: type[_Body], off_loop: OffLoop, ignored: IgnoredParameters | None = None) -> _Body:
     """The body, every field of it checked. Raises 400 for the first thing that is wrong.
 
+    `ignored`: takes note of unknown fields and of unsupported hints; None: they are wrong.
     Raises `Rejected` if too many are being read.
     """
     if len(data) <= _INLINE_MAX_BYTES:
-        return parse_body(data, body_type)
-    return await off_loop.run(len(data), lambda: parse_body(data, body_type), limit=_INLINE_MAX_BYTES)
+        return parse_body(data, body_type, ignored)
+    return await off_loop.run(len(data), lambda: parse_body(data, body_type, ignored), limit=_INLINE_MAX_BYTES)
 
 
-def parse_body(data: bytes, body_type: type[_Body]) -> _Body:
+def parse_body(data: bytes, body_type: type[_Body], ignored: IgnoredParameters | None = None) -> _Body:
     """As `read_body`, at once."""
     value = _load(data)
+    if ignored is not None and isinstance(value, dict):
+        known = body_type.field_names()
+        unknown = [name for name in value if name not in known]
+        for name in unknown:
+            del value[name]
+        ignored.note(unknown)
     try:
         body = body_type.model_validate(value)
     except ValidationError as error:
         raise from_finding(error.errors(include_url=False)[0]) from None
-    refuse_unsupported(body)
+    hints = refuse_unsupported(body, ignores_hints=ignored is not None)
+    if ignored is not None:
+        ignored.note(hints)
     return body
 
 
@@ -66,7 +106,24 @@ def _load(data: bytes) -> Any:
         # Faster than the standard library, and strict about NaN, surrogates and depth.
         return orjson.loads(data)
     except orjson.JSONDecodeError as error:
-        raise invalid(f"The body is not valid JSON: {error}.") from error
+        raise invalid(_why_no_json(data, error)) from error
+
+
+def _why_no_json(data: bytes, error: orjson.JSONDecodeError) -> str:
+    try:
+        data.decode()
+    except UnicodeDecodeError as wrong:
+        before = data[: wrong.start].decode()
+        line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
+        byte = data[wrong.start]
+        return (
+            f"The body is not UTF-8, as JSON has to be: byte 0x{byte:02x} after {counted(wrong.start, 'byte')}, "
+            f"line {line} column {column}."
+        )
+    if "surrogate" in error.msg:
+        place = f"line {error.lineno} column {error.colno}"
+        return f"The body is not valid JSON: a \\u escape is half a surrogate pair, without the other half: {place}."
+    return f"The body is not valid JSON: {error}."
 
 
 def _has_too_many_containers(data: bytes) -> bool:

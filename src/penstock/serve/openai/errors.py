@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from penstock.engine.ports import OutputChunk
+from penstock.types.counted import counted
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.request import FinishReason
 
@@ -27,10 +28,21 @@ STATUS_CLIENT_CLOSED_REQUEST = 499
 _NO_RETRY = {"x-should-retry": "false"}
 """OpenAI's client repeats a 408 by itself, unless it is told not to: the time has passed, and would again."""
 
-_REPLACED: Mapping[str, str] = MappingProxyType(
-    {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
+RULE = "rule"
+"""Kind of a finding of our own rules, whose text goes on where the field's name ends: "must be an object"."""
+
+_TYPES: Mapping[str, str] = MappingProxyType(
+    {
+        "bool_type": "true or false",
+        "dict_type": "an object",
+        "float_type": "a number",
+        "int_type": "an integer",
+        "list_type": "a list",
+        "model_type": "an object",
+        "string_type": "a string",
+    }
 )
-"""Fields that vLLM had once, and what of `structured_outputs` is in their place there and here."""
+"""pydantic's kinds of findings about types, as JSON calls the types."""
 
 _MAX_TOLD_CHARS = 200
 """What comes from the client (a parameter's name, a model's, an id) is told back no longer than this."""
@@ -249,11 +261,15 @@ def from_finding(finding: Mapping[str, Any]) -> ApiError:
 
 def _explain(error: Mapping[str, Any], param: str) -> str:
     kind, limits = error["type"], error.get("ctx", {})
+    if kind == "int_type" and _is_beyond_64_bits(error["input"]):
+        return f"'{param}' must be an integer from {-(2**63)} to {2**63 - 1}."
+    if kind in _TYPES:
+        return f"'{param}' must be {_TYPES[kind]}."
+    if kind == RULE:
+        return f"'{param}' {error['msg']}."
     match kind:
         case "extra_forbidden":
-            replaced = _REPLACED.get(param)
-            remedy = "" if replaced is None else f" Send it as 'structured_outputs': {{'{replaced}': ...}}."
-            return f"Unknown parameter: '{param}'.{remedy}"
+            return f"Unknown parameter: '{param}'."
         case "too_many_fields":
             names = ", ".join(repr(shorten(name)) for name in limits["names"])
             return f"Unknown parameters: {names} and more."
@@ -267,9 +283,22 @@ def _explain(error: Mapping[str, Any], param: str) -> str:
             return f"'{param}' must be greater than {limits['gt']}, not {error['input']}."
         case "literal_error":
             return f"'{param}' must be {limits['expected']}."
-        case "value_error":
-            return f"'{param}': {limits['error']}"
+        case "too_long":
+            return f"'{param}' must have at most {counted(limits['max_length'], 'item')}."
+        case "too_short":
+            return f"'{param}' must have at least {counted(limits['min_length'], 'item')}."
+        case "string_too_long":
+            return f"'{param}' must have at most {counted(limits['max_length'], 'character')}."
+        case "string_too_short":
+            return f"'{param}' must have at least {counted(limits['min_length'], 'character')}."
+        case "string_pattern_mismatch":
+            return f"'{param}' must match {limits['pattern']}."
     return f"'{param}' is invalid: {_lower_first(error['msg'])}."
+
+
+def _is_beyond_64_bits(value: object) -> bool:
+    """The parser reads such an integer as a float."""
+    return isinstance(value, float) and value.is_integer() and abs(value) >= 2**63
 
 
 def _lower_first(text: str) -> str:

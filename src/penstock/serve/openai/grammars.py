@@ -101,10 +101,16 @@ def _of_format(asked: ResponseFormat) -> AskedGrammar | None:
     if schema is not None and asked.type != "json_schema":
         param = "response_format.json_schema"
         raise invalid(f"'{param}' needs 'type': 'json_schema', not '{asked.type}'.", param)
+    if asked.schema_ is not None and asked.type != "json_object":
+        param = "response_format.schema"
+        raise invalid(f"'{param}' needs 'type': 'json_object', not '{asked.type}'.", param)
     match asked.type:
         case "text":
             return None
-        case "json_object":
+        case "json_object" if asked.schema_:
+            param = "response_format.schema"
+            return AskedGrammar(Grammar(GrammarKind.JSON_SCHEMA, _written(asked.schema_, param)), param)
+        case "json_object":  # with an empty schema, too: llama.cpp's default
             return AskedGrammar(Grammar(GrammarKind.JSON_OBJECT, ""), "response_format")
     if schema is None:
         raise invalid("Missing required parameter: 'response_format.json_schema'.", "response_format.json_schema")

@@ -10,11 +10,14 @@ from typing import Any
 
 from penstock.serve.openai.errors import invalid
 from penstock.serve.openai.schemas import ChatMessage, ChatTemplateFields
+from penstock.serve.openai.unsupported import refuse_value
 from penstock.text.chat import ChatTemplate, require_chat_template
 
 _ROLES = ("system", "developer", "user", "assistant")
 _ROLES_NOT_YET = ("tool", "function")
 _PARTS_NOT_YET = ("image_url", "input_audio", "file", "video_url", "audio_url", "refusal", "thinking")
+_PART_HINTS = ("cache_control", "prompt_cache_breakpoint")
+"""How far a prompt shall be cached, in Anthropic's word and OpenAI's."""
 _RESERVED_KWARGS = ("messages", "add_generation_prompt", "continue_final_message", "tools", "documents")
 
 
@@ -80,8 +83,10 @@ def _part_text(part: Any, param: str) -> str:
         raise invalid(f"'{param}.type' {kind!r} is not supported yet; only text is.", f"{param}.type")
     if kind != "text":
         raise invalid(f"'{param}.type' must be 'text'.", f"{param}.type")
-    for name in part:
-        if name not in ("type", "text"):
+    for name, value in part.items():
+        if name in _PART_HINTS:
+            refuse_value(name, value, f"{param}.{name}")
+        elif name not in ("type", "text"):
             raise invalid(f"Unknown parameter: '{param}.{name}'."[:300], param)
     if not isinstance(part.get("text"), str):
         raise invalid(f"'{param}.text' must be a string.", f"{param}.text")

@@ -14,7 +14,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
-from penstock.serve.openai.unsupported import NotSupportedYet
+from penstock.serve.openai.errors import RULE
+from penstock.serve.openai.unsupported import NotSupportedYet, UnsupportedHint
 from penstock.text.grammar import MAX_LARK_CHARS, MAX_REGEX_CHARS, MAX_SOURCE_CHARS
 from penstock.types.sampling import MAX_LENGTH_PENALTY, MAX_LOGPROBS
 
@@ -45,12 +46,17 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
+    @classmethod
+    def field_names(cls) -> frozenset[str]:
+        """As clients write them."""
+        return frozenset(field.alias or name for name, field in cls.model_fields.items())
+
     @model_validator(mode="before")
     @classmethod
     def _refuse_too_many_fields(cls, value: Any) -> Any:
         # With more fields than there are, some are unknown: a few of them are named, and not all of them counted.
         if isinstance(value, dict) and len(value) > len(cls.model_fields):
-            known = {field.alias or name for name, field in cls.model_fields.items()}
+            known = cls.field_names()
             unknown = (name for name in value if name not in known)
             raise PydanticCustomError("too_many_fields", "Too many fields", {"names": list(islice(unknown, 3))})
         return value
@@ -61,7 +67,7 @@ def _at_most(num_entries: int) -> BeforeValidator:
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > num_entries:
-            raise PydanticCustomError("too_many_entries", "Object should have at most {limit} entries", {"limit": num_entries})
+            raise PydanticCustomError(RULE, "must have at most {limit} entries", {"limit": num_entries})
         return value
 
     return BeforeValidator(check)
@@ -70,7 +76,7 @@ def _at_most(num_entries: int) -> BeforeValidator:
 def _an_object(value: Any) -> Any:
     if isinstance(value, dict):
         return value
-    raise PydanticCustomError("an_object", "Input should be an object")
+    raise PydanticCustomError(RULE, "must be an object")
 
 
 def _an_object_or_text(value: Any) -> Any:
@@ -78,19 +84,18 @@ def _an_object_or_text(value: Any) -> Any:
         return value
     if isinstance(value, dict):
         return value
-    message = "Input should be an object, or a string of 1 to {limit} characters that holds one as JSON"
-    raise PydanticCustomError("an_object_or_text", message, {"limit": MAX_SOURCE_CHARS})
+    message = "must be an object, or a string of 1 to {limit} characters that holds one as JSON"
+    raise PydanticCustomError(RULE, message, {"limit": MAX_SOURCE_CHARS})
 
 
 def _one_or_many(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def _no_number(value: Any) -> Any:
-    """`1 == True` in Python, but not in JSON."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        raise PydanticCustomError("no_number", "Input should be true, false or 'never'")
-    return value
+def _true_false_or_never(value: Any) -> Any:
+    if value is True or value is False or value == "never":
+        return value
+    raise PydanticCustomError(RULE, "must be true, false or 'never'")
 
 
 StopStrings = Annotated[
@@ -173,6 +178,8 @@ class ResponseFormat(Body):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
+    schema_: Annotated[Schema | None, Field(alias="schema")] = None
+    """llama.cpp's: the schema of a `json_object`."""
 
 
 class StructuredOutputs(Body):
@@ -191,6 +198,7 @@ class StructuredOutputs(Body):
     grammar: Annotated[str, Field(min_length=1, max_length=MAX_LARK_CHARS)] | None = None
     """In Lark's notation."""
     whitespace_pattern: NotSupportedYet = None
+    disable_fallback: NotSupportedYet = None
     disable_any_whitespace: NotSupportedYet = None
     disable_additional_properties: NotSupportedYet = None
     structural_tag: NotSupportedYet = None
@@ -218,7 +226,7 @@ class GenerationBody(Body):
     use_beam_search: bool | None = None
     """The `n` choices are the hypotheses of a search with as many beams, the best first."""
     length_penalty: Annotated[float, Field(ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)] | None = None
-    early_stopping: Annotated[Literal[True, False, "never"], BeforeValidator(_no_number)] | None = None
+    early_stopping: Annotated[Literal[True, False, "never"], BeforeValidator(_true_false_or_never)] | None = None
     logit_bias: LogitBias | None = None
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKEN_IDS, fail_fast=True)] | None = None
     bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
@@ -241,17 +249,45 @@ class GenerationBody(Body):
     request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
 
-    # Without effect on the answer, and so accepted: they inform other parts of OpenAI's platform.
+    # Without effect on the answer, and so accepted: they inform other parts of a platform.
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    session_id: str | None = None
     metadata: Metadata | None = None
+    spaces_between_special_tokens: bool | None = None
+    """Without effect, too: a token's text is the same wherever it stands."""
 
-    store: NotSupportedYet = None
-    service_tier: NotSupportedYet = None
-    prompt_logprobs: NotSupportedYet = None
-    return_tokens_as_token_ids: NotSupportedYet = None
+    cache_control: UnsupportedHint = None
+    include_reasoning: UnsupportedHint = None
+    prompt_cache_options: UnsupportedHint = None
+    prompt_cache_retention: UnsupportedHint = None
+    service_tier: UnsupportedHint = None
+    store: UnsupportedHint = None
+    stream_interval: UnsupportedHint = None
+    thinking_token_budget: UnsupportedHint = None
+
+    ec_transfer_params: NotSupportedYet = None
+    guided_choice: NotSupportedYet = None
+    guided_decoding_backend: NotSupportedYet = None
+    guided_grammar: NotSupportedYet = None
+    guided_json: NotSupportedYet = None
+    guided_json_object: NotSupportedYet = None
+    guided_regex: NotSupportedYet = None
+    guided_whitespace_pattern: NotSupportedYet = None
+    kv_transfer_params: NotSupportedYet = None
     logits_processors: NotSupportedYet = None
+    logprob_token_ids: NotSupportedYet = None
+    prompt_logprobs: NotSupportedYet = None
+    repetition_detection: NotSupportedYet = None
+    return_mm_kwargs: NotSupportedYet = None
+    return_token_offsets: NotSupportedYet = None
+    return_tokens_as_token_ids: NotSupportedYet = None
+    routed_experts_prompt_start: NotSupportedYet = None
+    structural_tag: NotSupportedYet = None
+    truncation_side: NotSupportedYet = None
+    vllm_xargs: NotSupportedYet = None
+    watermarking: NotSupportedYet = None
 
     @property
     def num_choices(self) -> int:
@@ -266,19 +302,24 @@ class CompletionBody(GenerationBody):
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     suffix: NotSupportedYet = None
+    prompt_embeds: NotSupportedYet = None
 
 
 class ChatMessage(Body):
     role: Any
     content: Any = None
     name: str | None = None
-    refusal: NotSupportedYet = None
-    tool_calls: NotSupportedYet = None
-    tool_call_id: NotSupportedYet = None
-    function_call: NotSupportedYet = None
-    audio: NotSupportedYet = None
+    parsed: Any = None
+    """Without effect: what OpenAI's client has made of `content`, and sends along when an answer comes back as a message."""
     annotations: NotSupportedYet = None
+    audio: NotSupportedYet = None
+    cache_control: NotSupportedYet = None
+    function_call: NotSupportedYet = None
+    reasoning: NotSupportedYet = None
     reasoning_content: NotSupportedYet = None
+    refusal: NotSupportedYet = None
+    tool_call_id: NotSupportedYet = None
+    tool_calls: NotSupportedYet = None
 
 
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -301,18 +342,23 @@ class ChatCompletionBody(ChatTemplateFields, GenerationBody):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
-    tools: NotSupportedYet = None
-    tool_choice: NotSupportedYet = None
     parallel_tool_calls: bool | None = None
     """Without effect, as there are no tools."""
-    functions: NotSupportedYet = None
-    function_call: NotSupportedYet = None
-    modalities: NotSupportedYet = None
+    prediction: UnsupportedHint = None
+    reasoning_effort: UnsupportedHint = None
+    verbosity: UnsupportedHint = None
+
     audio: NotSupportedYet = None
-    prediction: NotSupportedYet = None
-    reasoning_effort: NotSupportedYet = None
-    verbosity: NotSupportedYet = None
-    web_search_options: NotSupportedYet = None
+    best_of: NotSupportedYet = None
     documents: NotSupportedYet = None
     echo: NotSupportedYet = None
-    best_of: NotSupportedYet = None
+    function_call: NotSupportedYet = None
+    functions: NotSupportedYet = None
+    media_io_kwargs: NotSupportedYet = None
+    mm_processor_kwargs: NotSupportedYet = None
+    modalities: NotSupportedYet = None
+    moderation: NotSupportedYet = None
+    return_prompt_text: NotSupportedYet = None
+    tool_choice: NotSupportedYet = None
+    tools: NotSupportedYet = None
+    web_search_options: NotSupportedYet = None

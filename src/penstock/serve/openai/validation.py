@@ -21,7 +21,7 @@ MAX_BIAS = 100
 
 _WITHOUT_BEAMS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
-        "temperature": (0,),
+        "temperature": (0, 1),
         "top_p": (1,),
         "top_k": (0, -1),
         "min_p": (0,),
@@ -37,6 +37,9 @@ _WITHOUT_BEAMS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     }
 )
 """Fields that a beam search does not know, and their values that ask for nothing."""
+
+_ONLY_WITH_BEAMS: Mapping[str, Any] = MappingProxyType({"length_penalty": 1.0, "early_stopping": False})
+"""Fields that only a beam search knows, and vLLM's defaults of them."""
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions; chat answers may use the rest of the context."""
@@ -58,8 +61,8 @@ def base_sampling(body: GenerationBody, model: ModelInfo, defaults: SamplingDefa
         stop_token_ids += tuple(token_id for token_id in model.eos_token_ids if token_id < model.vocab_size)
     if body.use_beam_search:
         return _beam_sampling(body, tuple(sorted(set(stop_token_ids))), model.max_beams)
-    for field in ("length_penalty", "early_stopping"):
-        if getattr(body, field) is not None:
+    for field, neutral in _ONLY_WITH_BEAMS.items():
+        if getattr(body, field) not in (None, neutral):
             raise invalid(f"'{field}' needs 'use_beam_search': true.", field)
     return SamplingParams(
         min_tokens=body.min_tokens or 0,
@@ -127,12 +130,23 @@ def requested_max_tokens(body: GenerationBody) -> int | None:
     return body.max_completion_tokens
 
 
+def max_tokens_field(body: GenerationBody) -> str:
+    """The name under which the client said it."""
+    has_newer = isinstance(body, ChatCompletionBody) and body.max_completion_tokens is not None
+    return "max_completion_tokens" if has_newer else "max_tokens"
+
+
 def fit_max_tokens(body: GenerationBody, num_prompt_tokens: int, model: ModelInfo, param: str) -> int:
-    """Tokens that may be generated after this prompt. Raises `context_length_exceeded` with the numbers."""
+    """Tokens that may be generated after this prompt, which stands in `param`.
+
+    Raises `context_length_exceeded` with the numbers, and with the field that is too large: the prompt if it leaves no room.
+    """
     room = model.max_model_len - num_prompt_tokens
     asked = requested_max_tokens(body)
     if asked is None:
         asked = DEFAULT_COMPLETION_TOKENS if isinstance(body, CompletionBody) else max(1, room)
+    elif room > 0:  # the prompt fits: what is too much is what was asked for
+        param = max_tokens_field(body)
     if asked > room:
         raise _context_exceeded(model.max_model_len, num_prompt_tokens, asked, param)
     if body.min_tokens is not None and body.min_tokens > asked:

@@ -1,0 +1,265 @@
+"""Which parameters are taken because they ask for nothing, which are refused by name, and which a setting lets pass."""
+
+import json
+import logging
+import re
+from pathlib import Path
+
+import pytest
+from harness import make_client
+from test_chat import HI_PROMPT
+from test_completions import oracle
+from test_errors import CHAT, COMPLETIONS, check
+
+from penstock.serve.openai.bodies import MAX_LOGGED_CHARS, MAX_LOGGED_NAMES, IgnoredParameters, parse_body
+from penstock.serve.openai.errors import ApiError
+from penstock.serve.openai.messages import _PART_HINTS
+from penstock.serve.openai.schemas import (
+    ChatCompletionBody,
+    ChatMessage,
+    CompletionBody,
+    JsonSchemaFormat,
+    ResponseFormat,
+    StreamOptions,
+    StructuredOutputs,
+)
+from penstock.serve.openai.tokenize import DetokenizeBody, TokenizeBody
+from penstock.serve.openai.unsupported import _HINT, _NEUTRAL, _NOT_YET
+
+BODIES = {COMPLETIONS: CompletionBody, CHAT: ChatCompletionBody}
+INPUTS = {COMPLETIONS: {"prompt": "Hello"}, CHAT: {"messages": [{"role": "user", "content": "hi"}]}}
+PLAIN = {COMPLETIONS: oracle("Hello", max_tokens=3), CHAT: oracle(HI_PROMPT, max_tokens=3)}
+EPHEMERAL = {"type": "ephemeral"}
+
+
+def unsupported_fields(body_type):
+    return {name for name, field in body_type.model_fields.items() if _NOT_YET in field.metadata}
+
+
+async def check_plain(client, path, fields):
+    """The answer is the one that comes without these fields."""
+    response = await client.post(path, json=INPUTS[path] | {"temperature": 0, "max_tokens": 3} | fields)
+    assert response.status_code == 200, (fields, response.text)
+    choice = response.json()["choices"][0]
+    assert (choice["message"]["content"] if path == CHAT else choice["text"]) == PLAIN[path]
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_values_that_ask_for_nothing_are_taken(client, path):
+    for name in unsupported_fields(BODIES[path]):
+        for value in (None, *_NEUTRAL.get(name, ())):
+            await check_plain(client, path, {name: value})
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"guided_json": None},
+        {"length_penalty": 1.0, "early_stopping": False},
+        {"spaces_between_special_tokens": True},
+        {"include_reasoning": True},
+        {"session_id": "s", "user": "u", "prompt_cache_key": "k"},
+        {"cache_control": EPHEMERAL},
+        {"truncation_side": "left"},
+        {"response_format": {"type": "text", "schema": None, "json_schema": None}},
+        # All that vLLM's own request object has where nothing was set.
+        {
+            "stop": [],
+            "stop_token_ids": [],
+            "bad_words": [],
+            "min_tokens": 0,
+            "ignore_eos": False,
+            "use_beam_search": False,
+            "skip_special_tokens": True,
+            "include_stop_str_in_output": False,
+            "priority": 0,
+            "stream": False,
+            "stream_options": None,
+            "logit_bias": None,
+        },
+    ],
+    ids=lambda value: next(iter(value)),
+)
+async def test_defaults_of_other_servers_are_taken(client, path, fields):
+    await check_plain(client, path, fields)
+
+
+def test_every_neutral_value_is_of_a_field_that_is_not_supported():
+    names = set(_PART_HINTS)
+    for body_type in (CompletionBody, ChatCompletionBody, ChatMessage, StreamOptions, StructuredOutputs):
+        names |= unsupported_fields(body_type)
+    assert set(_NEUTRAL) <= names
+
+
+def test_the_docs_name_every_unsupported_field_and_every_hint():
+    text = (Path(__file__).parents[2] / "docs" / "http-api.md").read_text()
+    section = text[text.index("## Unknown and unsupported fields") : text.index("## Limits")]
+    table, _, setting = section.partition("`--ignore-unknown-parameters`")
+    hints, _, _ = setting.partition("All other")
+    body_types = (CompletionBody, ChatCompletionBody, ChatMessage, StreamOptions, StructuredOutputs)
+    for name in set().union(*map(unsupported_fields, body_types)):
+        assert f"{name}`" in table or name.startswith("guided_"), name
+    is_hint = {name for body_type in body_types for name, field in body_type.model_fields.items() if _HINT in field.metadata}
+    assert set(re.findall(r"`(\w+)`", hints)) - {"temprature"} == is_hint
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict.fromkeys(unsupported_fields(ChatMessage)),
+        {"annotations": [], "tool_calls": [], "reasoning_content": "", "reasoning": ""},
+        {"parsed": None},
+        {"parsed": {"colour": "red"}},
+        {"cache_control": EPHEMERAL},
+        {"content": [{"type": "text", "text": "hi", "cache_control": EPHEMERAL | {"ttl": "1h"}}]},
+        {"content": [{"type": "text", "text": "hi", "cache_control": None, "prompt_cache_breakpoint": {"mode": "explicit"}}]},
+    ],
+    ids=range(7),
+)
+async def test_messages_may_have_fields_that_ask_for_nothing(client, fields):
+    await check_plain(client, CHAT, {"messages": [{"role": "user", "content": "hi", **fields}]})
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"refusal": "no"}, "refusal"),
+        ({"audio": {"id": "x"}}, "audio"),
+        ({"function_call": {"name": "f", "arguments": ""}}, "function_call"),
+        ({"reasoning_content": "hm"}, "reasoning_content"),
+        ({"cache_control": {"type": "forever"}}, "cache_control"),
+        ({"content": [{"type": "text", "text": "hi", "cache_control": {}}]}, "content[0].cache_control"),
+    ],
+    ids=lambda value: str(value),
+)
+async def test_messages_that_ask_for_more_are_refused_by_name(client, message, param):
+    body = {"messages": [{"role": "user", "content": "hi", **message}]}
+    check(await client.post(CHAT, json=body), 400, "invalid_request_error", f"messages[0].{param}")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("guided_decoding_backend", "outlines"),
+        ("include_reasoning", False),
+        ("truncation_side", "right"),
+        ("stream_interval", 8),
+        ("cache_control", {"type": "ephemeral", "ttl": "9h"}),
+        ("prompt_cache_options", {"mode": "explicit"}),
+        ("watermarking", 0),
+        ("vllm_xargs", {"a": 1}),
+    ],
+)
+@pytest.mark.parametrize("path", BODIES)
+async def test_values_that_ask_for_what_is_not_there_are_refused_by_name(client, path, name, value):
+    check(await client.post(path, json=INPUTS[path] | {name: value}), 400, "invalid_request_error", name)
+
+
+WRONG = [True, 7, -1.5, 2**64, 10**18, "", "x" * 300_000, [], ["x"] * 300, [[]], [{}], [None], [1.5], {}, {"x": 1}, {"a": []}]
+LEAKS = re.compile(r"Input|valid |instance|validation|\b(True|False|None|dict|str|int|float|bool|List|Dict)\b|Body|pydantic")
+
+
+def every_field():
+    """(type of a body, what makes one with a value in this field)."""
+    tops = {CompletionBody: {"prompt": "a"}, ChatCompletionBody: INPUTS[CHAT], TokenizeBody: {}, DetokenizeBody: {"tokens": []}}
+    for body_type, base in tops.items():
+        for field in body_type.field_names():
+            yield body_type, lambda value, base=base, field=field: base | {field: value}
+    nested = {
+        "stream_options": (StreamOptions, {}),
+        "response_format": (ResponseFormat, {"type": "json_schema"}),
+        "structured_outputs": (StructuredOutputs, {}),
+    }
+    for outer, (inner_type, inner) in nested.items():
+        for field in inner_type.field_names():
+            yield (
+                CompletionBody,
+                lambda value, outer=outer, inner=inner, field=field: {"prompt": "a", outer: inner | {field: value}},
+            )
+    for field in ChatMessage.field_names():
+        yield ChatCompletionBody, lambda value, field=field: {"messages": [{"role": "user", field: value}]}
+    for field in JsonSchemaFormat.field_names():
+        yield (
+            ChatCompletionBody,
+            lambda value, field=field: (
+                INPUTS[CHAT] | {"response_format": {"type": "json_schema", "json_schema": {field: value}}}
+            ),
+        )
+
+
+def test_no_message_speaks_of_the_library_behind_it():
+    messages = set()
+    for body_type, place in every_field():
+        for wrong in WRONG:
+            try:
+                parse_body(json.dumps(place(wrong)).encode(), body_type)
+            except ApiError as error:
+                messages.add(error.message)
+    assert len(messages) > 200
+    assert [message for message in messages if LEAKS.search(message)] == []
+
+
+# --ignore-unknown-parameters
+
+
+@pytest.fixture
+async def tolerant(runtime):
+    async with make_client(runtime, ignore_unknown_parameters=True) as client:
+        yield client
+
+
+def ignored_names(caplog):
+    return [record.args[0] for record in caplog.records if record.args and "is ignored" in record.msg]
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_unknown_names_and_hints_are_ignored_and_logged_once(tolerant, caplog, path):
+    fields = {"no_such_thing": [1], "store": True, "service_tier": "flex", "prompt_cache_key": "k"}
+    for _ in range(3):
+        await check_plain(tolerant, path, fields)
+    assert ignored_names(caplog) == ["no_such_thing", "service_tier", "store"]
+    assert all(record.levelno == logging.WARNING for record in caplog.records if "is ignored" in record.msg)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"guided_json": {}}, "guided_json"),
+        ({"modalities": ["audio"]}, "modalities"),
+        ({"documents": [{"text": "x"}]}, "documents"),
+        ({"temperature": 3}, "temperature"),
+        ({"messages": [{"role": "user", "content": "hi", "no_such_thing": 1}]}, "messages[0].no_such_thing"),
+        ({"response_format": {"type": "text", "no_such_thing": 1}}, "response_format.no_such_thing"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+async def test_what_the_answer_depends_on_is_never_ignored(tolerant, fields, param):
+    check(await tolerant.post(CHAT, json=INPUTS[CHAT] | fields), 400, "invalid_request_error", param)
+
+
+async def test_without_the_setting_nothing_is_ignored(client):
+    check(await client.post(CHAT, json=INPUTS[CHAT] | {"no_such_thing": 1}), 400, "invalid_request_error", "no_such_thing")
+
+
+async def test_other_routes_ignore_too(tolerant):
+    answer = (await tolerant.post("/tokenize", json={"prompt": "a", "no_such_thing": 1})).json()
+    assert answer["count"] == 1
+
+
+def test_what_is_logged_and_remembered_of_names_is_bounded(caplog):
+    ignored = IgnoredParameters()
+    ignored.note(["x" * 10_000, "x" * 10_000 + "y", "a\nb"])
+    ignored.note(str(number) for number in range(10_000))
+    names = ignored_names(caplog)
+    assert len(names) == len(set(names)) == MAX_LOGGED_NAMES
+    assert max(map(len, names)) == MAX_LOGGED_CHARS
+    assert "not logged" in caplog.records[-1].getMessage()
+    assert len(caplog.records) == MAX_LOGGED_NAMES + 1
+    assert "\n" not in caplog.records[1].getMessage()
+
+
+async def test_a_body_of_unknown_names_alone_is_answered(tolerant, caplog):
+    await check_plain(tolerant, COMPLETIONS, {f"x{number}": 1 for number in range(10_000)})
+    assert len(ignored_names(caplog)) == MAX_LOGGED_NAMES
