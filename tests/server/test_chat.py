@@ -1,7 +1,10 @@
 """`/v1/chat/completions`: what comes back for what was asked."""
 
 import pytest
+from harness import CAPACITY, END_ID, VOCAB_SIZE, make_client, make_runtime
 from test_completions import TOKENIZER, events, oracle
+
+from penstock.testing import HashExecutor, HashModel
 
 URL = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
@@ -115,6 +118,58 @@ async def test_streamed_logprobs_come_with_their_tokens(client):
     chunks, _ = events((await client.post(URL, json=body)).text)
     entries = [entry for chunk in chunks for entry in (chunk["choices"][0]["logprobs"] or {"content": []})["content"]]
     assert "".join(entry["token"] for entry in entries) == oracle(HI_PROMPT, max_tokens=4)
+
+
+ANY_BYTES = HashModel(vocab_size=VOCAB_SIZE, eos_token_id=END_ID, eos_period=12)
+"""Answers in bytes of which most are no UTF-8, with special tokens between them, and ends by itself."""
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"skip_special_tokens": False},
+        {"stop": ["a", "0", "\ufffd\ufffd\ufffd"]},
+        {"stop": ["\ufffd\ufffd\ufffd"], "include_stop_str_in_output": True},
+        {"stop_token_ids": list(range(200, 230))},
+        {"stop_token_ids": list(range(200, 230)), "include_stop_str_in_output": True, "skip_special_tokens": False},
+        {"use_beam_search": True, "temperature": None, "seed": None},
+    ],
+    ids=str,
+)
+async def test_logprobs_join_to_the_content(fields):
+    def check(content, entries):
+        assert b"".join(bytes(entry["bytes"]) for entry in entries).decode("utf-8", "replace") == content
+        return len(entries)
+
+    body = {"messages": HI, "max_tokens": 30, "n": 8, "logprobs": True, "temperature": 1, "seed": 5, **fields}
+    runtime = make_runtime(HashExecutor(CAPACITY, model=ANY_BYTES))
+    try:
+        async with make_client(runtime) as client:
+            answer = (await client.post(URL, json=body)).json()
+            chunks, _ = events((await client.post(URL, json=body | {"stream": True})).text)
+    finally:
+        runtime.close()
+    assert {choice["finish_reason"] for choice in answer["choices"]} - {"length"}
+    num_entries = [check(choice["message"]["content"], choice["logprobs"]["content"]) for choice in answer["choices"]]
+    assert sum(num_entries)
+    for index in range(8):
+        mine = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        content = "".join(choice["delta"].get("content", "") for choice in mine)
+        entries = [entry for choice in mine if choice["logprobs"] for entry in choice["logprobs"]["content"]]
+        assert check(content, entries) == num_entries[index]
+
+
+async def test_the_end_token_has_no_logprobs_and_is_still_counted():
+    runtime = make_runtime(HashExecutor(CAPACITY, model=HashModel(vocab_size=VOCAB_SIZE, eos_token_id=END_ID, eos_period=1)))
+    try:
+        async with make_client(runtime) as client:
+            answer = await ask(client, logprobs=True, return_token_ids=True, max_tokens=3)
+    finally:
+        runtime.close()
+    [choice] = answer["choices"]
+    assert (choice["message"]["content"], choice["logprobs"]["content"]) == ("", [])
+    assert (choice["token_ids"], answer["usage"]["completion_tokens"]) == ([END_ID], 1)
 
 
 @pytest.mark.parametrize(

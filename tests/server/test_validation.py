@@ -1,10 +1,12 @@
 """From fields to sampling parameters: what a request means."""
 
+from types import SimpleNamespace
+
 import pytest
 from harness import END_ID, VOCAB_SIZE, make_tokenizer
 
 from penstock.serve.openai.errors import ApiError
-from penstock.serve.openai.logprobs import CompletionLogprobs, chat_logprobs
+from penstock.serve.openai.logprobs import ChatLogprobs, CompletionLogprobs
 from penstock.serve.openai.schemas import ChatCompletionBody, CompletionBody
 from penstock.serve.openai.validation import base_sampling, fit_max_tokens, for_choice
 from penstock.serve.runtime import ModelInfo, SamplingDefaults
@@ -119,15 +121,52 @@ def test_offsets_go_on_over_steps():
     assert parts == [[0], [7], [7], [8]]
 
 
+def chat_content(entries, text):
+    """What is written of tokens whose text is shown as far as `text` goes."""
+    return ChatLogprobs(TOKENIZER, skips_special_tokens=True).write(entries, text, is_last=True)["content"]
+
+
 def test_chat_tokens_have_their_bytes():
-    content = chat_logprobs(TOKENIZER, entries("é"))["content"]
+    content = chat_content(entries("é"), "é")
     assert [entry["bytes"] for entry in content] == [[0xC3], [0xA9]]
-    assert bytes(byte for entry in content for byte in entry["bytes"]).decode() == "é"
+    assert [entry["token"] for entry in content] == ["\ufffd", "\ufffd"]
 
 
 def test_impossible_tokens_have_a_finite_logprob():
     impossible = TokenLogprobs(5, float("-inf"), 1, ((5, float("-inf")),))
-    assert chat_logprobs(TOKENIZER, [impossible])["content"][0]["logprob"] == -9999.0
+    assert chat_content([impossible], TOKENIZER.decode([5]))[0]["logprob"] == -9999.0
+
+
+def test_tokens_that_are_not_in_the_content_have_no_entry():
+    assert [entry["token"] for entry in chat_content(entries("ab<|turn|>cd<|end|>"), "abc")] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text", "pieces"),
+    [
+        ([b"Hello", b" world"], "Hello wo", [b"Hello", b" wo"]),
+        ([b"Hello", b" world"], "Hel", [b"Hel"]),
+        ([b"Hello", b" world"], "", []),
+        ([b"\xe2\x82", b"\xacA"], "€A", [b"\xe2\x82", b"\xacA"]),
+        ([b"\xe2\x82", b"\xacA"], "€", [b"\xe2\x82", b"\xac"]),
+        ([b"a\xe2", b"\x82\xac"], "a", [b"a"]),
+        ([b"a\xe2", b"\x82"], "a\ufffd", [b"a\xe2", b"\x82"]),
+        ([b"a\xe2", b"\xffb"], "a\ufffd\ufffdb", [b"a\xe2", b"\xffb"]),
+        ([b"a\xe2", b"\xffb"], "a\ufffd", [b"a\xe2"]),
+    ],
+    ids=str,
+)
+def test_a_token_that_is_shown_in_part_has_the_bytes_of_that_part(tokens, text, pieces):
+    tokenizer = SimpleNamespace(bytes_without_special=tokens, token_bytes=tokens.__getitem__)
+    given = [TokenLogprobs(index, -1.0, 1, ()) for index in range(len(tokens))]
+    whole = ChatLogprobs(tokenizer, skips_special_tokens=True).write(given, text, is_last=True)["content"]
+    assert [bytes(entry["bytes"]) for entry in whole] == pieces
+    # The same, however the tokens and the text come in steps.
+    for num_ahead in range(len(text) + 1):
+        writer = ChatLogprobs(tokenizer, skips_special_tokens=True)
+        steps = [writer.write(given[:1], "", is_last=False), writer.write(given[1:], text[:num_ahead], is_last=False)]
+        steps.append(writer.write([], text[num_ahead:], is_last=True))
+        assert [entry for step in steps for entry in step["content"]] == whole
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from penstock.serve.openai.generation import (
     stream_answer,
 )
 from penstock.serve.openai.grammars import AskedGrammar, asked_grammar, with_matchers
-from penstock.serve.openai.logprobs import chat_logprobs
+from penstock.serve.openai.logprobs import ChatLogprobs
 from penstock.serve.openai.messages import render_prompt, template_messages
 from penstock.serve.openai.schemas import ChatCompletionBody
 from penstock.serve.openai.usage import Usage
@@ -80,7 +80,7 @@ class ChatEvents:
         self._options = options
         self._prompt_token_ids = choices[0].prompt_token_ids
         self._usage = usage
-        self._tokenizer = tokenizer
+        self._logprobs = [_logprob_writer(options, tokenizer) for _ in choices] if options.has_logprobs else []
         self._head = event_head(options, _CHUNK_KIND)
         self._prefixes = [self._head + b',"choices":[{"index":%d,"delta":{' % choice.index for choice in choices]
         self._is_plain = not (options.has_logprobs or options.has_token_ids or options.has_continuous_usage)
@@ -113,12 +113,12 @@ class ChatEvents:
             if not chunk.text:
                 return b""
             return self._prefixes[index] + b'"content":' + orjson.dumps(chunk.text) + self._plain_suffix
-        if not chunk.text and not chunk.token_ids:
+        logprobs = None
+        if self._logprobs:
+            logprobs = self._logprobs[index].write(chunk.logprobs, chunk.text, is_last=chunk.finish_reason is not None)
+        if not chunk.text and not chunk.token_ids and not (logprobs and logprobs["content"]):
             return b""
-        fields: dict[str, Any] = {
-            "logprobs": chat_logprobs(self._tokenizer, chunk.logprobs) if self._options.has_logprobs else None,
-            "finish_reason": None,
-        }
+        fields: dict[str, Any] = {"logprobs": logprobs, "finish_reason": None}
         if self._options.has_token_ids:
             fields["token_ids"] = chunk.token_ids
         text = orjson.dumps(chunk.text)
@@ -159,7 +159,8 @@ def _answer(options: AnswerOptions, records: Sequence[ChoiceRecord], usage: Usag
 def _choice(options: AnswerOptions, record: ChoiceRecord, tokenizer: Tokenizer) -> dict[str, Any]:
     logprobs = None
     if options.has_logprobs:
-        logprobs = chat_logprobs(tokenizer, [entry for chunk in record.chunks for entry in chunk.logprobs])
+        entries = [entry for chunk in record.chunks for entry in chunk.logprobs]
+        logprobs = _logprob_writer(options, tokenizer).write(entries, record.text, is_last=True)
     choice: dict[str, Any] = {
         "index": record.choice.index,
         "message": {"role": "assistant", "content": record.text, "refusal": None},
@@ -170,3 +171,7 @@ def _choice(options: AnswerOptions, record: ChoiceRecord, tokenizer: Tokenizer) 
     if options.has_token_ids:
         choice["token_ids"] = record.token_ids
     return choice
+
+
+def _logprob_writer(options: AnswerOptions, tokenizer: Tokenizer) -> ChatLogprobs:
+    return ChatLogprobs(tokenizer, skips_special_tokens=options.skips_special_tokens)

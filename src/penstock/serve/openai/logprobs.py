@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import codecs
+from bisect import bisect_right
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,23 +60,59 @@ class CompletionLogprobs:
         return {_legacy_text(self._tokenizer, token_id): _finite(logprob) for token_id, logprob in reversed(pairs)}
 
 
-def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-    """`content`: per token its text, bytes and log-probability, and the same of the most likely ones."""
-    return {
-        "content": [
-            {
-                **_chat_token(tokenizer, entry.token_id, entry.logprob),
-                "top_logprobs": [_chat_token(tokenizer, token_id, logprob) for token_id, logprob in entry.top],
-            }
-            for entry in entries
-        ],
-        "refusal": None,
-    }
+class ChatLogprobs:
+    """`content`: of each token of the message its text, bytes and log-probability, and the same of the most likely ones.
+
+    The bytes of all entries join to the message's content, in which bytes that are no UTF-8 became U+FFFD. A token of which
+    nothing is shown has no entry: an end token, a special token that is skipped, a token within or behind a stop string. One
+    that is shown in part has the bytes of that part, with the log-probability of the whole.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skips_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._bytes = tokenizer.bytes_without_special if skips_special_tokens else tokenizer.bytes_with_special
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._num_decoded = 0
+        """Characters of all tokens so far, without one that is incomplete."""
+        self._num_shown = 0
+        """Characters of the content so far. Fewer, where text is held back that may begin a stop string."""
+        self._waiting: deque[tuple[TokenLogprobs, bytes, list[int]]] = deque()
+        """Tokens not shown to their end: (entry, bytes, how many characters have to be shown for each byte to be)."""
+
+    def write(self, entries: Sequence[TokenLogprobs], text: str, *, is_last: bool) -> dict[str, Any]:
+        """The entries of all tokens that are shown now. `text`: the next of the content; `entries`: of the tokens beside it."""
+        self._num_shown += len(text)
+        waiting = self._waiting
+        for entry in entries:
+            data = self._bytes[entry.token_id]
+            if data:
+                waiting.append((entry, data, self._advance(data)))
+        content: list[dict[str, Any]] = []
+        while waiting and waiting[0][2][-1] <= self._num_shown:
+            entry, data, _ = waiting.popleft()
+            content.append(self._entry(entry, data))
+        if is_last and waiting:
+            entry, data, ends = waiting[0]
+            if num_bytes := bisect_right(ends, self._num_shown):
+                content.append(self._entry(entry, data[:num_bytes]))
+        return {"content": content, "refusal": None}
+
+    def _advance(self, data: bytes) -> list[int]:
+        ends: list[int] = []
+        for value in data:
+            self._num_decoded += len(self._decoder.decode(bytes([value])))
+            # A character that is not complete becomes one, or one U+FFFD.
+            ends.append(self._num_decoded + bool(self._decoder.getstate()[0]))
+        return ends
+
+    def _entry(self, entry: TokenLogprobs, data: bytes) -> dict[str, Any]:
+        token_bytes = self._tokenizer.token_bytes
+        top = [_chat_token(token_bytes(token_id), logprob) for token_id, logprob in entry.top]
+        return {**_chat_token(data, entry.logprob), "top_logprobs": top}
 
 
-def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
-    token_bytes = tokenizer.token_bytes(token_id)
-    return {"token": token_bytes.decode("utf-8", "replace"), "logprob": _finite(logprob), "bytes": list(token_bytes)}
+def _chat_token(data: bytes, logprob: float) -> dict[str, Any]:
+    return {"token": data.decode("utf-8", "replace"), "logprob": _finite(logprob), "bytes": list(data)}
 
 
 def _legacy_text(tokenizer: Tokenizer, token_id: int) -> str:
