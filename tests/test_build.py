@@ -169,6 +169,16 @@ def test_priorities_are_taken_where_the_order_looks_at_them(gguf: Path, policy: 
     runtime.close()
 
 
+def test_the_same_start_has_the_same_fingerprint_and_another_one_has_not(gguf: Path) -> None:
+    other = replace(REFERENCE, model=replace(REFERENCE.model, chat_template="{{ messages }}"))
+    fingerprints = []
+    for config in (REFERENCE, REFERENCE, other):
+        runtime = _build(gguf, config)
+        fingerprints.append(runtime.model.fingerprint)
+        runtime.close()
+    assert fingerprints[0] == fingerprints[1] != fingerprints[2]
+
+
 def test_a_model_is_also_known_as_it_was_given(gguf: Path) -> None:
     runtime = _build(gguf, replace(REFERENCE, model=ModelConfig(model=str(gguf))))
     assert (runtime.model.served_names, runtime.model.aliases) == (("tiny",), (str(gguf),))

@@ -18,6 +18,7 @@ from penstock.machine import available_memory_bytes, give_back_free_memory
 from penstock.parts import device
 from penstock.parts.disk_tier import build_tier, cleared, open_store
 from penstock.parts.executor import build_executor, plan_memory
+from penstock.parts.fingerprint import system_fingerprint
 from penstock.parts.host_tier import open_host_memory
 from penstock.parts.policies import admission_limits, build_policies
 from penstock.sizing import RESERVE_BYTES, TYPICAL_REQUEST_TOKENS, KvPlan
@@ -179,7 +180,9 @@ def _assemble(
             model.spec.vocab_size,
         )
     clock = WallClock()
-    info = _model_info(config, source, model, executor.capacity, tokenizer)
+    template = None if chat_template is None else chat_template.source
+    fingerprint = system_fingerprint(config, model, executor, template)
+    info = _model_info(config, source, model, executor.capacity, tokenizer, fingerprint)
     metrics = Metrics(info.name)
     policies = build_policies(config)
     admission = Admission(admission_limits(config.admission), executor.capacity, reads_priority=policies.order.reads_priority)
@@ -275,13 +278,16 @@ def _load_text(template: str | None, model: LoadedModel) -> tuple[Tokenizer, Cha
     return tokenizer, None if text is None else ChatTemplate(text, special_tokens=tokenizer.special_tokens)
 
 
-def _model_info(config: Config, source: ModelSource, model: LoadedModel, capacity: Capacity, tokenizer: Tokenizer) -> ModelInfo:
+def _model_info(
+    config: Config, source: ModelSource, model: LoadedModel, capacity: Capacity, tokenizer: Tokenizer, fingerprint: str
+) -> ModelInfo:
     from penstock.serve.runtime import ModelInfo
 
     return ModelInfo(
         served_names=config.model.served_model_names or (source.name,),
         aliases=() if config.model.served_model_names else _aliases(config.model.model, source),
         root=str(model.path) if source.entry is None else source.name,
+        fingerprint=fingerprint,
         created_unix_s=int(_newest_file(model.path).stat().st_mtime),
         max_model_len=capacity.max_model_len,
         vocab_size=model.spec.vocab_size,

@@ -142,8 +142,10 @@ def make_runtime(
     )
     engine.start()
     info = ModelInfo(
-        served_names=(MODEL_NAME, "org/alias"),
+        served_names=(MODEL_NAME, "org/toy"),
+        aliases=("toy-too",),
         root="/models/toy",
+        fingerprint="fp_toy",
         created_unix_s=1_600_000_000,
         max_model_len=executor.capacity.max_model_len,
         vocab_size=VOCAB_SIZE,

@@ -126,8 +126,8 @@ def test_vllms_field_comes_as_an_extra(sync_client):
 
 
 def test_models(sync_client):
-    assert [model.id for model in sync_client.models.list()] == ["toy", "org/alias"]
-    assert sync_client.models.retrieve("org/alias").id == "org/alias"
+    assert [model.id for model in sync_client.models.list()] == ["toy", "org/toy"]
+    assert sync_client.models.retrieve("org/toy").id == "org/toy"
 
 
 def test_errors_become_the_clients_exceptions(sync_client):

@@ -8,6 +8,7 @@ import httpx
 import pytest
 from harness import make_runtime
 from prometheus_client.parser import text_string_to_metric_families
+from test_completions import events
 
 import penstock
 
@@ -85,12 +86,30 @@ async def test_load_says_how_busy_it_is_now_and_of_late(client):
 
 async def test_model_cards(client):
     cards = (await client.get("/v1/models")).json()
-    assert [card["id"] for card in cards["data"]] == ["toy", "org/alias"]
+    assert [card["id"] for card in cards["data"]] == ["toy", "org/toy"]
     assert cards["data"][0]["max_model_len"] == 2048
-    assert (await client.get("/v1/models/org/alias")).json() == cards["data"][1]
+    assert (await client.get("/v1/models/org/toy")).json() == cards["data"][1]
 
 
-@pytest.mark.parametrize("name", ["toy", "org/alias"])
+async def test_an_alias_is_understood_and_is_no_model_of_its_own(client):
+    """A catalogue's model has other names; what is listed are the names under which it is served."""
+    assert (await client.get("/v1/models/toy-too")).json() == (await client.get("/v1/models/toy")).json() | {"id": "toy-too"}
+    assert "toy-too" not in [card["id"] for card in (await client.get("/v1/models")).json()["data"]]
+
+
+HI = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", HI)])
+async def test_every_answer_and_every_event_tells_the_fingerprint(client, runtime, path, body):
+    assert (await client.post(path, json=body)).json()["system_fingerprint"] == runtime.model.fingerprint
+    body = body | {"max_tokens": 3, "stream": True, "stream_options": {"include_usage": True}}
+    chunks, _ = events((await client.post(path, json=body)).text)
+    assert len(chunks) > 1
+    assert {chunk["system_fingerprint"] for chunk in chunks} == {runtime.model.fingerprint}
+
+
+@pytest.mark.parametrize("name", ["toy", "org/toy", "toy-too"])
 async def test_answers_carry_the_name_that_was_asked_for(client, name):
     answer = (await client.post("/v1/completions", json={"prompt": "a", "model": name})).json()
     assert answer["model"] == name

@@ -14,7 +14,13 @@ from penstock.types.result import TokenLogprobs
 
 TOKENIZER = make_tokenizer()
 MODEL = ModelInfo(
-    served_names=("toy",), root="", created_unix_s=0, max_model_len=100, vocab_size=VOCAB_SIZE, eos_token_ids=(END_ID,)
+    served_names=("toy",),
+    root="",
+    fingerprint="",
+    created_unix_s=0,
+    max_model_len=100,
+    vocab_size=VOCAB_SIZE,
+    eos_token_ids=(END_ID,),
 )
 DEFAULTS = SamplingDefaults(temperature=0.7, top_p=0.9, top_k=40, min_p=0.05, repetition_penalty=1.1)
 

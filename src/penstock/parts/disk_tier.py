@@ -6,13 +6,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from hashlib import blake2b
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.config import Config
 from penstock.config.units import format_size
-from penstock.parts.device import is_on_gpu, kv_dtype
+from penstock.parts.fingerprint import kv_fingerprint
 from penstock.types.counted import counted
 
 if TYPE_CHECKING:
@@ -39,49 +37,12 @@ def open_store(config: Config, model: LoadedModel, executor: Executor) -> BlockF
         expand_home(config.kv.kv_disk_path) if config.kv.kv_disk_path else cache_dir / "kv",
         max_bytes=config.kv.kv_disk_size_bytes,
         content_bytes=executor.block_bytes,
-        fingerprint=_kv_fingerprint(config, model, executor),
+        fingerprint=kv_fingerprint(config, model, executor),
     )
     _log.info(
         "KV blocks spill to %s, up to %s: %d blocks", store.path, format_size(config.kv.kv_disk_size_bytes), store.num_slots
     )
     return store
-
-
-def _kv_fingerprint(config: Config, model: LoadedModel, executor: Executor) -> bytes:
-    """Of all that the bytes of a block depend on."""
-    from penstock import __version__
-    from penstock.models.fingerprint import fingerprint
-
-    parts = [__version__, config.backend.backend, getattr(executor, "variant", ""), *_kernels(config)]
-    parts += [str(kv_dtype(config)), config.kv.block_size, executor.block_bytes, *_pairs_without_bias(model, executor)]
-    own = blake2b(repr(parts).encode(), digest_size=32, key=fingerprint(model.path))
-    return own.digest()
-
-
-def _pairs_without_bias(model: LoadedModel, executor: Executor) -> Sequence[object]:
-    """Pairs of columns of keys that are stored without their bias, which depends on the longest request; for each rotation."""
-    from penstock.models.key_centre import still_pairs
-    from penstock.models.program import KvWrite
-    from penstock.models.registry import describe
-
-    num_positions = getattr(executor, "num_positions", executor.capacity.max_model_len)  # what a GPU's was made for
-    rotations = {op.inv_freq for op in describe(model.spec).ops if isinstance(op, KvWrite) and op.bias is not None}
-    return [still_pairs(inv_freq, num_positions) for inv_freq in sorted(rotations)]
-
-
-def _kernels(config: Config) -> Sequence[object]:
-    """Whose change may change the bytes."""
-    if is_on_gpu(config):
-        from penstock.backends import cuda
-
-        gpu = cuda.find_gpu()
-        backend = config.backend
-        who = [cuda.flashinfer_version(), backend.attention, backend.deterministic, backend.weight_dtype]
-        return [cuda.package_versions(), gpu if isinstance(gpu, str) else gpu.name, *who]
-    from penstock.backends.native import _native
-
-    kernels = Path(_native.__file__).stat()
-    return [kernels.st_size, kernels.st_mtime_ns]
 
 
 def build_tier(store: BlockStore | None) -> Tier | None:

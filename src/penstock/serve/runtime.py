@@ -31,9 +31,11 @@ class ModelInfo:
     served_names: tuple[str, ...]
     """Names that clients may use; the first is the one in answers. Not empty."""
     aliases: tuple[str, ...] = ()
-    """Further names that are understood, but not listed."""
+    """Further names that are understood, but not listed: they are the same model."""
     root: str
     """Where it came from: catalogue name or path."""
+    fingerprint: str
+    """Changes with whatever else than the request an answer depends on."""
     created_unix_s: int
     max_model_len: int
     """Longest prompt + output of one request, in tokens: what model, settings and KV cache allow together."""

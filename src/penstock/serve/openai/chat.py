@@ -16,6 +16,7 @@ from penstock.serve.openai.generation import (
     AnswerOptions,
     ChoiceRecord,
     PromptTokens,
+    answer_head,
     answer_options,
     collect_answer,
     encode_prompt,
@@ -144,10 +145,7 @@ def _tokenise(body: ChatCompletionBody, runtime: Runtime, messages: list[dict[st
 
 def _answer(options: AnswerOptions, records: Sequence[ChoiceRecord], usage: Usage, tokenizer: Tokenizer) -> dict[str, Any]:
     answer: dict[str, Any] = {
-        "id": options.answer_id,
-        "object": _KIND,
-        "created": options.created_unix_s,
-        "model": options.model_name,
+        **answer_head(options, _KIND),
         "choices": [_choice(options, record, tokenizer) for record in records],
         "usage": usage.body(),
     }

@@ -18,6 +18,7 @@ from penstock.serve.openai.generation import (
     AnswerOptions,
     ChoiceRecord,
     PromptTokens,
+    answer_head,
     answer_options,
     collect_answer,
     encode_prompt,
@@ -191,10 +192,7 @@ def _answer(
     options: AnswerOptions, records: Sequence[ChoiceRecord], echoes: Sequence[str], usage: Usage, tokenizer: Tokenizer
 ) -> dict[str, Any]:
     return {
-        "id": options.answer_id,
-        "object": _KIND,
-        "created": options.created_unix_s,
-        "model": options.model_name,
+        **answer_head(options, _KIND),
         "choices": [_choice(options, record, echoes[record.choice.prompt_idx], tokenizer) for record in records],
         "usage": usage.body(),
     }

@@ -55,6 +55,7 @@ class AnswerOptions:
     answer_id: str
     model_name: str
     created_unix_s: int
+    system_fingerprint: str
     includes_usage: bool
     """A stream ends with an event of token counts."""
     has_continuous_usage: bool
@@ -97,6 +98,7 @@ def answer_options(body: GenerationBody, terms: CallTerms, runtime: Runtime, *, 
         answer_id=f"{prefix}-{terms.request_id}",
         model_name=model_name,
         created_unix_s=runtime.sources.unix_time_s(),
+        system_fingerprint=runtime.model.fingerprint,
         includes_usage=bool(options and options.include_usage),
         has_continuous_usage=bool(options and options.continuous_usage_stats),
         has_logprobs=num_logprobs(body) is not None,
@@ -209,10 +211,20 @@ def stop_reason(options: AnswerOptions, chunk: OutputChunk) -> int | str | None:
     return None if chunk.stop_reason in options.end_token_ids else chunk.stop_reason
 
 
+def answer_head(options: AnswerOptions, kind: str) -> dict[str, object]:
+    """What every answer and every event of a stream begins with."""
+    return {
+        "id": options.answer_id,
+        "object": kind,
+        "created": options.created_unix_s,
+        "model": options.model_name,
+        "system_fingerprint": options.system_fingerprint,
+    }
+
+
 def event_head(options: AnswerOptions, kind: str) -> bytes:
     """`data: {"id": ..., "model": ...`, left open."""
-    head = {"id": options.answer_id, "object": kind, "created": options.created_unix_s, "model": options.model_name}
-    return b"data: " + orjson.dumps(head)[:-1]
+    return b"data: " + orjson.dumps(answer_head(options, kind))[:-1]
 
 
 def _raise_if_over(call: CallStream, chunks: Sequence[OutputChunk]) -> None:

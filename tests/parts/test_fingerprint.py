@@ -1,0 +1,86 @@
+"""Fingerprints: another server of the same model has the same, and one whose numbers differ has another."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from penstock.backends import cuda
+from penstock.config import BackendConfig, Config, KvConfig
+from penstock.parts.fingerprint import kv_fingerprint, system_fingerprint
+from penstock.types.model_spec import ModelSpec
+from penstock.types.plan import Capacity
+
+SPEC = ModelSpec(
+    architecture="qwen2",
+    vocab_size=100,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=16,
+    intermediate_size=40,
+    norm_eps=1e-6,
+    rope_inv_freq=tuple(10_000.0 ** -(i / 8) for i in range(8)),
+    max_model_len=1000,
+    tie_word_embeddings=True,
+    has_qkv_bias=True,
+)
+
+
+def fingerprint(
+    path: Path, kv: KvConfig | None = None, *, spec: ModelSpec = SPEC, num_positions: int = 900, **backend: Any
+) -> bytes:
+    config = Config(backend=BackendConfig(device="cuda", backend="cuda", **backend), kv=kv or KvConfig())
+    executor = SimpleNamespace(block_bytes=64, capacity=Capacity(2, 16, 1, 1, 50), num_positions=num_positions)
+    return kv_fingerprint(config, SimpleNamespace(path=path, spec=spec), executor)  # type: ignore[arg-type]
+
+
+def test_a_server_finds_the_kv_that_it_would_compute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "find_gpu", lambda: cuda.Gpu("Fake", (9, 0), 1 << 30, 1))
+    model = tmp_path / "model"
+    model.write_bytes(b"weights")
+    own = fingerprint(model)
+    assert fingerprint(model, steps_in_flight=1) == own
+    assert fingerprint(model, weight_dtype="fp8") != own
+    assert fingerprint(model, deterministic=True) != own
+    assert fingerprint(model, attention="triton") != own
+    assert fingerprint(model, KvConfig(kv_cache_dtype="int8")) != own
+    assert fingerprint(model, num_positions=800) == own
+    assert fingerprint(model, num_positions=300) != own
+    without = replace(SPEC, has_qkv_bias=False)
+    assert fingerprint(model, num_positions=300, spec=without) == fingerprint(model, spec=without)
+    model.write_bytes(b"others!")
+    assert fingerprint(model) != own
+
+
+def system(path: Path, *, variant: str = "avx2", template: str | None = "{{ messages }}", **kv: Any) -> str:
+    config = Config(backend=BackendConfig(device="cpu", backend="native"), kv=KvConfig(**kv))
+    executor: Any = SimpleNamespace(block_bytes=64, capacity=Capacity(2, 16, 1, 1, 50), variant=variant)
+    model: Any = SimpleNamespace(path=path, spec=SPEC)
+    return system_fingerprint(config, model, executor, template)
+
+
+def test_answers_of_equal_servers_have_one_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, copy = tmp_path / "a" / "model", tmp_path / "b" / "model"
+    for path in (model, copy):
+        path.parent.mkdir()
+        path.write_bytes(b"weights")
+    os.utime(copy, ns=(1, 1))
+    own = system(model)
+    assert re.fullmatch("fp_[0-9a-f]{16}", own)
+    assert system(model) == system(copy) == own
+    assert system(model, variant="avx512") != own
+    assert system(model, template=None) != own
+    assert system(model, kv_cache_dtype="bf16") != own
+    with monkeypatch.context() as newer:
+        newer.setattr("penstock.__version__", "999")
+        assert system(model) != own
+    model.write_bytes(b"others!")
+    assert system(model) != own
