@@ -1,7 +1,7 @@
 """`/v1/chat/completions`: what comes back for what was asked."""
 
 import pytest
-from harness import CAPACITY, END_ID, VOCAB_SIZE, make_client, make_runtime
+from harness import CAPACITY, END_ID, OTHER_BYTES, SPECIAL_TOKENS, VOCAB_SIZE, make_client, make_runtime
 from test_completions import TOKENIZER, events, oracle
 
 from penstock.testing import HashExecutor, HashModel
@@ -120,6 +120,8 @@ async def test_streamed_logprobs_come_with_their_tokens(client):
     assert "".join(entry["token"] for entry in entries) == oracle(HI_PROMPT, max_tokens=4)
 
 
+CONTINUATION_BYTES = [len(SPECIAL_TOKENS) + OTHER_BYTES.index(byte) for byte in range(0x80, 0xC0)]
+"""Tokens that may complete a character, also where they end the answer and are not shown."""
 ANY_BYTES = HashModel(vocab_size=VOCAB_SIZE, eos_token_id=END_ID, eos_period=12)
 """Answers in bytes of which most are no UTF-8, with special tokens between them, and ends by itself."""
 
@@ -131,18 +133,18 @@ ANY_BYTES = HashModel(vocab_size=VOCAB_SIZE, eos_token_id=END_ID, eos_period=12)
         {"skip_special_tokens": False},
         {"stop": ["a", "0", "\ufffd\ufffd\ufffd"]},
         {"stop": ["\ufffd\ufffd\ufffd"], "include_stop_str_in_output": True},
-        {"stop_token_ids": list(range(200, 230))},
-        {"stop_token_ids": list(range(200, 230)), "include_stop_str_in_output": True, "skip_special_tokens": False},
+        {"stop_token_ids": CONTINUATION_BYTES},
+        {"stop_token_ids": CONTINUATION_BYTES, "include_stop_str_in_output": True, "skip_special_tokens": False},
         {"use_beam_search": True, "temperature": None, "seed": None},
     ],
-    ids=str,
+    ids=lambda fields: " ".join(fields) or "plain",
 )
 async def test_logprobs_join_to_the_content(fields):
     def check(content, entries):
         assert b"".join(bytes(entry["bytes"]) for entry in entries).decode("utf-8", "replace") == content
         return len(entries)
 
-    body = {"messages": HI, "max_tokens": 30, "n": 8, "logprobs": True, "temperature": 1, "seed": 5, **fields}
+    body = {"messages": HI, "max_tokens": 30, "n": 19, "logprobs": True, "temperature": 1, "seed": 5, **fields}
     runtime = make_runtime(HashExecutor(CAPACITY, model=ANY_BYTES))
     try:
         async with make_client(runtime) as client:
@@ -153,7 +155,7 @@ async def test_logprobs_join_to_the_content(fields):
     assert {choice["finish_reason"] for choice in answer["choices"]} - {"length"}
     num_entries = [check(choice["message"]["content"], choice["logprobs"]["content"]) for choice in answer["choices"]]
     assert sum(num_entries)
-    for index in range(8):
+    for index in range(19):
         mine = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
         content = "".join(choice["delta"].get("content", "") for choice in mine)
         entries = [entry for choice in mine if choice["logprobs"] for entry in choice["logprobs"]["content"]]

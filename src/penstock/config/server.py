@@ -34,8 +34,7 @@ class ServerConfig(Component):
     )
     ignore_unknown_parameters: bool = setting(
         False,
-        "Pass over parameters of requests that are not known, and hints that are not followed, instead of answering 400; each "
-        "name is logged once.",
+        "Requests may have parameters that are unknown, or hints that are not followed, instead of a 400; each is logged once.",
         kind=Kind.FLAG,
     )
     seed: int | None = setting(

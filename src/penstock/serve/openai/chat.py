@@ -37,6 +37,8 @@ from penstock.serve.openai.validation import base_sampling, check_model
 from penstock.serve.runtime import Runtime
 from penstock.serve.service import Choice, Service
 from penstock.text.tokenizer import Tokenizer
+from penstock.types.request import FinishReason
+from penstock.types.result import TokenLogprobs
 from penstock.types.sampling import SamplingParams
 
 _KIND = "chat.completion"
@@ -116,7 +118,8 @@ class ChatEvents:
             return self._prefixes[index] + b'"content":' + orjson.dumps(chunk.text) + self._plain_suffix
         logprobs = None
         if self._logprobs:
-            logprobs = self._logprobs[index].write(chunk.logprobs, chunk.text, is_last=chunk.finish_reason is not None)
+            entries = _shown_logprobs(self._options, chunk)
+            logprobs = self._logprobs[index].write(entries, chunk.text, is_last=chunk.finish_reason is not None)
         if not chunk.text and not chunk.token_ids and not (logprobs and logprobs["content"]):
             return b""
         fields: dict[str, Any] = {"logprobs": logprobs, "finish_reason": None}
@@ -157,7 +160,7 @@ def _answer(options: AnswerOptions, records: Sequence[ChoiceRecord], usage: Usag
 def _choice(options: AnswerOptions, record: ChoiceRecord, tokenizer: Tokenizer) -> dict[str, Any]:
     logprobs = None
     if options.has_logprobs:
-        entries = [entry for chunk in record.chunks for entry in chunk.logprobs]
+        entries = [entry for chunk in record.chunks for entry in _shown_logprobs(options, chunk)]
         logprobs = _logprob_writer(options, tokenizer).write(entries, record.text, is_last=True)
     choice: dict[str, Any] = {
         "index": record.choice.index,
@@ -169,6 +172,12 @@ def _choice(options: AnswerOptions, record: ChoiceRecord, tokenizer: Tokenizer) 
     if options.has_token_ids:
         choice["token_ids"] = record.token_ids
     return choice
+
+
+def _shown_logprobs(options: AnswerOptions, chunk: OutputChunk) -> Sequence[TokenLogprobs]:
+    """Without those of a stop token that is not shown: its bytes might complete a character that the text leaves incomplete."""
+    ends_with_stop_token = chunk.finish_reason is FinishReason.STOP and isinstance(chunk.stop_reason, int)
+    return chunk.logprobs[:-1] if ends_with_stop_token and not options.shows_stop else chunk.logprobs
 
 
 def _logprob_writer(options: AnswerOptions, tokenizer: Tokenizer) -> ChatLogprobs:

@@ -62,6 +62,8 @@ class AnswerOptions:
     has_logprobs: bool
     has_token_ids: bool
     skips_special_tokens: bool
+    shows_stop: bool
+    """The stop string or stop token that ended a choice is part of its text."""
     end_token_ids: frozenset[int]
     """The model's own end tokens: `stop_reason` names only what the client asked for (as in vLLM)."""
 
@@ -104,6 +106,7 @@ def answer_options(body: GenerationBody, terms: CallTerms, runtime: Runtime, *, 
         has_logprobs=num_logprobs(body) is not None,
         has_token_ids=bool(body.return_token_ids),
         skips_special_tokens=body.skip_special_tokens is not False,
+        shows_stop=bool(body.include_stop_str_in_output),
         end_token_ids=frozenset(runtime.model.eos_token_ids) - frozenset(body.stop_token_ids or ()),
     )
 

@@ -259,7 +259,6 @@ class GenerationBody(Body):
     """Without effect, too: a token's text is the same wherever it stands."""
 
     cache_control: UnsupportedHint = None
-    include_reasoning: UnsupportedHint = None
     prompt_cache_options: UnsupportedHint = None
     prompt_cache_retention: UnsupportedHint = None
     service_tier: UnsupportedHint = None
@@ -275,6 +274,7 @@ class GenerationBody(Body):
     guided_json_object: NotSupportedYet = None
     guided_regex: NotSupportedYet = None
     guided_whitespace_pattern: NotSupportedYet = None
+    include_reasoning: NotSupportedYet = None
     kv_transfer_params: NotSupportedYet = None
     logits_processors: NotSupportedYet = None
     logprob_token_ids: NotSupportedYet = None

@@ -107,7 +107,7 @@ def refuse_unsupported(body: BaseModel, *, prefix: str = "", ignores_hints: bool
             for index, item in enumerate(value):
                 refuse_unsupported(item, prefix=f"{param}[{index}].")
         elif _NOT_YET in field.metadata:
-            if ignores_hints and _HINT in field.metadata and not is_neutral(name, value):
+            if ignores_hints and _HINT in field.metadata and not _is_neutral(name, value):
                 hints.append(name)
             else:
                 refuse_value(name, value, param)
@@ -116,11 +116,11 @@ def refuse_unsupported(body: BaseModel, *, prefix: str = "", ignores_hints: bool
 
 def refuse_value(name: str, value: object, param: str) -> None:
     """Raise a 400 unless this value of a field that is not supported asks for nothing."""
-    if not is_neutral(name, value):
+    if not _is_neutral(name, value):
         raise invalid(f"'{param}' is not supported yet{_remedy(name)}.", param)
 
 
-def is_neutral(name: str, value: object) -> bool:
+def _is_neutral(name: str, value: object) -> bool:
     # `1 == True` in Python, but not in JSON: compare the types too.
     return value is None or any(type(value) is type(neutral) and value == neutral for neutral in _NEUTRAL.get(name, ()))
 
