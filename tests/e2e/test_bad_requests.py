@@ -61,6 +61,7 @@ def chat(messages: Any = HI, **fields: Any) -> dict[str, Any]:
 
 
 NOT_JSON = "not valid JSON"
+NOT_UTF_8 = "not UTF-8"
 NO_OBJECT = "must be a JSON object"
 LONG_TEXT = "word " * 20_000
 MANY_MESSAGES = [HI[0], {"role": "assistant", "content": "Hello"}] * 5_000
@@ -80,11 +81,11 @@ CASES = {
         Case(b'"Hi"', NO_OBJECT),
     ],
     "invalid UTF-8": [
-        Case(b'{"prompt": "\xff\xfe"}', NOT_JSON, "UTF-8"),
-        Case(b'{"prompt": "\xc3"}', NOT_JSON, "UTF-8"),
-        Case(b'{"prompt": "\xed\xa0\x80"}', NOT_JSON),
+        Case(b'{"prompt": "\xff\xfe"}', NOT_UTF_8, "byte 0xff after 12 bytes"),
+        Case(b'{"prompt": "\xc3"}', NOT_UTF_8, "byte 0xc3 after 12 bytes"),
+        Case(b'{"prompt": "\xed\xa0\x80"}', NOT_UTF_8),
         Case(rb'{"prompt": "\ud800"}', NOT_JSON, "surrogate"),
-        Case('{"prompt": "Hi"}'.encode("utf-16"), NOT_JSON),
+        Case('{"prompt": "Hi"}'.encode("utf-16"), NOT_UTF_8),
         Case(b"\xef\xbb\xbf" + b'{"prompt": "Hi"}', NOT_JSON, "BOM"),
     ],
     "wrong types": [
@@ -94,7 +95,7 @@ CASES = {
         Case(prompt(temperature="hot"), "number", param="temperature"),
         Case(prompt(temperature=3), "at most 2", param="temperature"),
         Case(prompt(top_p=0), "greater than 0", param="top_p"),
-        Case(prompt(stream="yes"), "boolean", param="stream"),
+        Case(prompt(stream="yes"), "true or false", param="stream"),
         Case(prompt(stop=7), "'stop'", param="stop"),
         Case(prompt(seed=2**70), "'seed'", param="seed"),
         Case(prompt(n=0), "at least 1", param="n"),
@@ -151,8 +152,8 @@ CASES = {
     "max_tokens": [
         Case(prompt(max_tokens=0), "at least 1", param="max_tokens"),
         Case(prompt(max_tokens=-5), "at least 1", param="max_tokens"),
-        Case(prompt(max_tokens=MAX_MODEL_LEN), "8192", "8193 together", param="prompt", code=TOO_LONG),
-        Case(prompt(max_tokens=2**31 - 1), "8192", param="prompt", code=TOO_LONG),
+        Case(prompt(max_tokens=MAX_MODEL_LEN), "8192", "8193 together", param="max_tokens", code=TOO_LONG),
+        Case(prompt(max_tokens=2**31 - 1), "8192", param="max_tokens", code=TOO_LONG),
         Case(prompt(max_tokens=2**31), "at most", param="max_tokens"),
         Case(prompt(max_tokens=10**40), "max_tokens", param="max_tokens"),
         Case(chat(max_completion_tokens=0), "at least 1", param="max_completion_tokens", path=CHAT),
