@@ -73,31 +73,143 @@ async def test_more_than_the_bounds_is_refused_until_work_ends(pool, held, monke
     assert await pool.run(20 * LARGE_SIZE, lambda: "again") == "again"
 
 
-async def test_grammars_have_a_bounded_line_of_their_own(pool, held):
-    grammars = [asyncio.create_task(pool.compile(1, held)) for _ in range(MAX_GRAMMARS)]
+async def compiling(pool, tenant, works, **options):
+    """Tasks that wait for the works of a tenant, in this order."""
+    tasks = [asyncio.create_task(pool.compile(tenant, 1, work, **options)) for work in works]
     await asyncio.sleep(0)
-    with pytest.raises(Rejected, match="too many grammars") as refusal:
-        await pool.compile(1, held)
-    assert refusal.value.reason is RejectReason.QUEUE_FULL
-    assert await pool.run(LARGE_SIZE, threading.current_thread) is not threading.current_thread()
+    return tasks
+
+
+async def test_a_tenants_grammars_do_not_hold_up_anothers(pool, held):
+    """Thirty wait, and the one at work takes as long as it likes."""
+    many = await compiling(pool, "a", [held] * 30)
+    async with asyncio.timeout(20):
+        for _ in range(3):
+            assert await pool.compile("b", 1, lambda: "done") == "done"
+    assert held.num_begun == 1
     held.release()
-    await asyncio.gather(*grammars)
-    assert await pool.compile(1, threading.current_thread) is not threading.current_thread()
+    await asyncio.gather(*many)
+    assert held.num_begun == 30
+
+
+async def test_tenants_take_turns_when_all_threads_are_busy(pool):
+    order, held = [], {name: Held() for name in "ab"}
+
+    def note(name):
+        return lambda: order.append(name)
+
+    tasks = [task for name in "ab" for task in await compiling(pool, name, [held[name], *[note(name)] * 3])]
+    await until(lambda: held["a"].num_begun == held["b"].num_begun == 1)
+    tasks += await compiling(pool, "c", [note("c")] * 2)
+    tasks += await compiling(pool, "d", [note("d")] * 2)
+    held["a"].release()  # one thread, which serves whoever is not at work
+    await until(lambda: len(order) == 7)
+    held["b"].release()
+    await asyncio.gather(*tasks)
+    assert "".join(order) == "cdacdaabbb"
+
+
+async def test_a_tenants_queue_is_bounded_and_others_come_in(pool, held):
+    begun = await compiling(pool, "a", [held])
+    waiting = await compiling(pool, "a", [held] * MAX_GRAMMARS)
+    with pytest.raises(Rejected, match="too many grammars") as refusal:
+        await pool.compile("a", 1, held)
+    assert refusal.value.reason is RejectReason.QUEUE_FULL
+    assert refusal.value.retry_after_s
+    assert await pool.run(LARGE_SIZE, threading.current_thread) is not threading.current_thread()
+    assert await pool.compile("b", 1, threading.current_thread) is not threading.current_thread()
+    held.release()
+    await asyncio.gather(*begun, *waiting)
+    await pool.compile("a", 1, held)
+
+
+async def test_a_tenants_queue_has_a_bounded_size(pool, held, monkeypatch):
+    begun = await compiling(pool, "a", [held])
+    half = off_loop.MAX_SIZE_IN_FLIGHT // 2
+    waiting = [asyncio.create_task(pool.compile("a", half + 1, held))]
+    await asyncio.sleep(0)
+    with pytest.raises(Rejected):
+        await pool.compile("a", half, held)
+    assert await pool.compile("b", 4 * half, lambda: "alone") == "alone"
+    held.release()
+    await asyncio.gather(*begun, *waiting)
+
+
+async def test_who_gives_up_leaves_the_queue(pool, held):
+    begun = await compiling(pool, "a", [held])
+    waiting = await compiling(pool, "a", [held] * MAX_GRAMMARS)
+    for task in waiting:
+        task.cancel()
+    await asyncio.wait(waiting)
+    held.release()
+    assert await pool.compile("a", 1, lambda: "next") == "next"
+    await asyncio.gather(*begun)
+    assert held.num_begun == 1
 
 
 async def test_who_asks_for_the_same_grammar_waits_for_the_same_work(pool, held):
-    grammars = [asyncio.create_task(pool.compile_once("one", 1, held)) for _ in range(5 * MAX_GRAMMARS)]
-    await asyncio.sleep(0)
+    grammars = await compiling(pool, "a", [held] * 5 * MAX_GRAMMARS, key="one")
     grammars[0].cancel()  # its client leaves, and the others go on
     await asyncio.sleep(0)
+    grammars += await compiling(pool, "b", [held], key="one")
     assert not any(task.done() for task in grammars[1:])
     held.release()
     results = await asyncio.gather(*grammars, return_exceptions=True)
     assert isinstance(results[0], asyncio.CancelledError)
-    assert results[1:] == [None] * (5 * MAX_GRAMMARS - 1)
+    assert results[1:] == [[70]] * (5 * MAX_GRAMMARS)
     assert held.num_begun == 1
-    await pool.compile_once("one", 1, held)
+    await pool.compile("a", 1, held, key="one")
     assert held.num_begun == 2
+
+
+async def test_shared_work_is_done_in_the_first_turn_of_all_who_wait_for_it(pool, held):
+    """Also if whoever came first is far behind, or gives up."""
+    shared = Held()
+    shared.release()
+    first = await compiling(pool, "a", [held] * 10)
+    first += await compiling(pool, "a", [shared], key="one")
+    assert await pool.compile("b", 1, shared, key="one") == [70]
+    assert shared.num_begun == held.num_begun == 1
+    [result] = await asyncio.gather(first.pop())
+    assert result == [70]
+
+    busy = Held()
+    other = await compiling(pool, "b", [busy])
+    left = await compiling(pool, "a", [shared] * 2, key="two")
+    stays = await compiling(pool, "b", [shared], key="two")
+    for task in left:
+        task.cancel()
+    await asyncio.wait(left)
+    busy.release()
+    assert await asyncio.gather(*other, *stays) == [[70]] * 2
+    assert shared.num_begun == 2
+    held.release()
+    await asyncio.gather(*first)
+    assert (held.num_begun, shared.num_begun) == (10, 2)
+
+
+async def test_grammars_that_wait_when_it_closes_are_told(pool, held):
+    tasks = await compiling(pool, "a", [held] * 3) + await compiling(pool, "b", [held], key="one")
+    await until(lambda: held.num_begun == 2)
+    waiting = [tasks[1], tasks[2], *await compiling(pool, "a", [held], key="two")]
+    pool.close()
+    results = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [error.reason for error in results] == [RejectReason.DRAINING] * 3
+    with pytest.raises(Rejected) as refusal:
+        await pool.compile("c", 1, held)
+    assert refusal.value.reason is RejectReason.DRAINING
+    held.release()
+    assert await asyncio.gather(tasks[0], tasks[3]) == [[70]] * 2
+
+
+async def test_work_that_fails_says_so_and_the_next_is_done(pool):
+    def fail():
+        raise Rejected(RejectReason.INVALID, "wrong")
+
+    failing, *others = await compiling(pool, "a", [fail, lambda: 1, lambda: 2])
+    with pytest.raises(Rejected, match="wrong"):
+        await failing
+    assert await asyncio.gather(*others) == [1, 2]
 
 
 async def test_small_work_does_not_wait_for_large(pool, held):

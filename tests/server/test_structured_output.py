@@ -1,6 +1,7 @@
 """`response_format` and `structured_outputs`: answers that follow a grammar."""
 
 import asyncio
+import contextlib
 import json
 import re
 import threading
@@ -13,6 +14,8 @@ from test_admission import Held
 from test_completions import events, oracle
 from test_errors import CHAT, COMPLETIONS, check
 
+from penstock.config import ServerConfig
+from penstock.serve.off_loop import MAX_GRAMMARS
 from penstock.serve.openai.schemas import MAX_ANSWER_CHARS, MAX_ANSWERS
 from penstock.text.grammar import MAX_LARK_CHARS, MAX_REGEX_CHARS, MAX_SOURCE_CHARS, Grammar, GrammarKind
 from penstock.types.errors import GrammarFailure
@@ -285,7 +288,8 @@ async def test_values_of_excluded_fields_that_ask_for_nothing_are_taken(client):
 class Compiling:
     """In place of the runtime's grammars: notes where it is asked for a matcher, and waits until the test lets it go on."""
 
-    def __init__(self, grammars):
+    def __init__(self, grammars, holds=lambda _grammar: True):
+        self._holds = holds
         self.asked: list[Grammar] = []
         self.threads: list[str] = []
         self.may_go_on = threading.Event()
@@ -300,7 +304,7 @@ class Compiling:
     def matcher(self, grammar):
         self.asked.append(grammar)
         self.threads.append(threading.current_thread().name)
-        assert self.may_go_on.wait(20)
+        assert not self._holds(grammar) or self.may_go_on.wait(20)
         return self._grammars.matcher(grammar)
 
 
@@ -338,6 +342,61 @@ async def test_a_large_one_is_copied_elsewhere(client, compiling):
         [text], _ = await ask(client, max_tokens=1000, **outputs(choice=words))
         assert text in words
     assert compiling.threads == ["penstock-grammars_0"] * 2
+
+
+@contextlib.asynccontextmanager
+async def slow_grammars(*keys):
+    """A live server whose regexes of a's are compiled when the test says so.
+
+    Yields the stand-in of its grammars, a function that asks (key, regex), and one that tells how many requests
+    wait for which regex.
+    """
+    with running(config=ServerConfig(port=0, shutdown_timeout_s=0.0, api_keys=keys)) as server:
+        runtime = server.runtime
+        runtime.grammars = compiling = Compiling(runtime.grammars, lambda grammar: grammar.source.startswith("a"))
+
+        def post(key, regex):
+            body = {"prompt": "a", "max_tokens": 50, "temperature": 0} | outputs(regex=regex)
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            return asyncio.create_task(client.post(COMPLETIONS, json=body, headers=headers))
+
+        def waiting():
+            jobs = {job for queue in list(runtime.off_loop._grammars._queues.values()) for job in list(queue.jobs)}
+            return {job.key.source: job.waiting.total() for job in jobs}
+
+        try:
+            async with httpx.AsyncClient(base_url=server.url, timeout=20) as client:
+                yield compiling, post, waiting
+        finally:
+            compiling.may_go_on.set()
+
+
+async def test_the_grammars_of_one_key_do_not_hold_up_those_of_another():
+    async with slow_grammars("first", "second") as (compiling, post, waiting):
+        many = [post("first", f"a{number}") for number in range(MAX_GRAMMARS + 1)]
+        await until(lambda: len(waiting()) == MAX_GRAMMARS)
+        error = check(await post("first", "ab"), 429, "overloaded")
+        assert "too many grammars" in error["message"]
+        answer = await post("second", "b")
+        assert answer.json()["choices"][0]["text"] == "b"
+        assert [grammar.source == "b" for grammar in compiling.asked] == [False, True]
+        compiling.may_go_on.set()
+        assert {response.status_code for response in await asyncio.gather(*many)} == {200}
+
+
+async def test_the_grammar_of_a_client_that_leaves_is_not_compiled():
+    async with slow_grammars() as (compiling, post, waiting):
+        first = post(None, "a")
+        await until(lambda: compiling.asked)
+        leaving, *staying = [post(None, regex) for regex in ("aa", "ab", "ac")]
+        shared = post(None, "aa")
+        await until(lambda: waiting() == {"aa": 2, "ab": 1, "ac": 1})
+        leaving.cancel()
+        staying.pop().cancel()
+        await until(lambda: waiting() == {"aa": 1, "ab": 1})
+        compiling.may_go_on.set()
+        assert [(await task).status_code for task in (first, *staying, shared)] == [200] * 3
+        assert sorted(grammar.source for grammar in compiling.asked) == ["a", "aa", "ab"]
 
 
 async def test_an_overloaded_server_compiles_nothing():

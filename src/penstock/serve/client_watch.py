@@ -1,4 +1,4 @@
-"""Watches one client while its answer is being made; when it goes, its requests are aborted at once.
+"""Watches one client while its answer is being made; when it goes, what is done for it is given up at once.
 
 Made by the endpoints after the body was read. The connection tells; under a server that is not ours (tests) a task asks.
 """
@@ -6,13 +6,12 @@ Made by the endpoints after the body was read. The connection tells; under a ser
 from __future__ import annotations
 
 import asyncio
-from functools import partial
+from collections.abc import Callable
 from typing import Self
 
 from starlette.requests import Request as HttpRequest
 from starlette.types import Receive
 
-from penstock.serve.bridge import Stream
 from penstock.serve.direct_line import direct_line
 
 CLIENT_LEFT = "the client closed the connection"
@@ -21,13 +20,13 @@ CLIENT_LEFT = "the client closed the connection"
 class ClientWatch:
     """`stop` it when the answer is complete."""
 
-    def __init__(self, http: HttpRequest, stream: Stream) -> None:
+    def __init__(self, http: HttpRequest, on_gone: Callable[[], object]) -> None:
         self._line = direct_line(http.scope)
         self._task: asyncio.Task[None] | None = None
         if self._line is not None:
-            self._line.watch(partial(stream.cancel, CLIENT_LEFT))
+            self._line.watch(on_gone)
         else:
-            self._task = asyncio.create_task(_wait_for_end(http.receive, stream))
+            self._task = asyncio.create_task(_wait_for_end(http.receive, on_gone))
 
     def stop(self) -> None:
         """Idempotent."""
@@ -45,7 +44,7 @@ class ClientWatch:
         self.stop()
 
 
-async def _wait_for_end(receive: Receive, stream: Stream) -> None:
+async def _wait_for_end(receive: Receive, on_gone: Callable[[], object]) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-    stream.cancel(CLIENT_LEFT)
+    on_gone()

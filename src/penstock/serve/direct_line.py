@@ -24,7 +24,7 @@ class DirectLine:
         # It lies in the scope, which the cycle holds: by a reference proper both would wait for the garbage collector.
         self._cycle = ref(cycle)
         self._flow = cycle.flow
-        self._on_gone: Callable[[], None] | None = None
+        self._on_gone: Callable[[], object] | None = None
 
     @property
     def is_slow(self) -> bool:
@@ -68,7 +68,7 @@ class DirectLine:
             cycle.transport.close()
         cycle.on_response()
 
-    def watch(self, on_gone: Callable[[], None] | None) -> None:
+    def watch(self, on_gone: Callable[[], object] | None) -> None:
         """Call this when the client leaves before the answer has ended, at once if it has; None: no longer. One at a time.
 
         For after the request's body was read.

@@ -6,7 +6,8 @@ own: what ends the server, or tells about it, never waits for them.
 size        up to `INLINE_MAX_SIZE`        up to `LARGE_SIZE`     above
 done by     the event loop, at once        two threads            one thread
 
-Grammars have one more thread, whatever their size: one of few characters may take as long as the longest text.
+Grammars have two more threads, whatever their size, as one of few characters may take as long as the longest text. Tenants take
+turns there, so that nobody's grammars wait for all those of somebody else.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
+from penstock.serve.fair_line import FairLine
 from penstock.types.errors import Rejected, RejectReason
 
 _Result = TypeVar("_Result")
@@ -28,20 +30,19 @@ LARGE_SIZE = 1 << 16
 """Larger work waits in a line of its own, so that many large texts do not hold up the prompts that people write."""
 MAX_JOBS = 1024
 MAX_GRAMMARS = 32
-"""Different ones, waiting to be compiled. One may take a second, most take milliseconds."""
+"""Different ones of one tenant, waiting to be compiled. All together are as many as requests may wait at the door."""
 MAX_SIZE_IN_FLIGHT = 16 << 20
-"""Characters or bytes, in each of the two lines: four of the largest bodies, a few seconds of tokenising each."""
+"""Characters or bytes, in each of the two lines and of each tenant's grammars: four of the largest bodies, a few seconds of
+tokenising each."""
 RETRY_AFTER_S = 5.0
 
 
 class OffLoop:
-    """Three bounded lines of work. All belongs to the event loop, but `close`, which may be called from any thread."""
+    """Bounded lines of work. All belongs to the event loop, but `close`, which may be called from any thread."""
 
     def __init__(self, count_rejected: Callable[[RejectReason], None] = lambda _reason: None) -> None:
         self._lines = (_Line(2, "small"), _Line(1, "large"))
-        self._grammars = _Line(1, "grammars")
-        self._compiling: dict[Hashable, Future[None]] = {}
-        """What `compile_once` began and has not ended, by key."""
+        self._grammars = FairLine(2, "grammars", max_jobs=MAX_GRAMMARS, max_size=MAX_SIZE_IN_FLIGHT)
         self._count_rejected = count_rejected
 
     async def run(self, size: int, work: Callable[[], _Result], *, limit: int = INLINE_MAX_SIZE) -> _Result:
@@ -51,20 +52,26 @@ class OffLoop:
         """
         if size <= limit:
             return work()
-        return await self._enter(self._line(size), size, work, "long texts", MAX_JOBS)
+        line = self._line(size)
+        if line.is_full(size):
+            raise self._full("long texts")
+        return await line.do(size, work)
 
-    async def compile(self, size: int, work: Callable[[], _Result]) -> _Result:
-        """As `run`, for grammars: never on the event loop."""
-        return await self._enter(self._grammars, size, work, "grammars", MAX_GRAMMARS)
-
-    async def compile_once(self, key: Hashable, size: int, work: Callable[[], None]) -> None:
-        """As `compile`, but that whoever asks for a key that is being worked on waits for the same work. It must not raise."""
-        job = self._compiling.get(key)
-        if job is None or job.done():
-            self._check_room(self._grammars, size, "grammars", MAX_GRAMMARS)
-            job = self._compiling[key] = self._grammars.start(size, work)
-            job.add_done_callback(lambda _job: self._compiling.pop(key, None))
-        await _result_of(job, is_shared=True)
+    async def compile(self, tenant: str, size: int, work: Callable[[], _Result], *, key: Hashable = None) -> _Result:
+        """As `run`, for grammars: never on the event loop, and in turn with other tenants. Whoever gives a key that is being
+        worked on waits for the same work, which must not raise.
+        """
+        job = self._grammars.join(tenant, size, work, key)
+        if job is None:
+            raise self._full("grammars")
+        try:
+            result: _Result = await _result_of(job.done, is_shared=True)
+            return result
+        except asyncio.CancelledError:
+            self._grammars.leave(tenant, job)
+            raise
+        finally:
+            del job  # as below
 
     async def finish(self, size: int, work: Callable[[], _Result]) -> _Result:
         """As `run`, for the end of what was let in already: not turned away because of others, nor because the server ends."""
@@ -78,15 +85,9 @@ class OffLoop:
         for line in (*self._lines, self._grammars):
             line.close()
 
-    async def _enter(self, line: _Line, size: int, work: Callable[[], _Result], what: str, max_jobs: int) -> _Result:
-        self._check_room(line, size, what, max_jobs)
-        return await line.do(size, work)
-
-    def _check_room(self, line: _Line, size: int, what: str, max_jobs: int) -> None:
-        if line.is_full(size, max_jobs):
-            self._count_rejected(RejectReason.QUEUE_FULL)
-            detail = f"too many {what} are being read already"
-            raise Rejected(RejectReason.QUEUE_FULL, detail, retry_after_s=RETRY_AFTER_S)
+    def _full(self, what: str) -> Rejected:
+        self._count_rejected(RejectReason.QUEUE_FULL)
+        return Rejected(RejectReason.QUEUE_FULL, f"too many {what} are being read already", retry_after_s=RETRY_AFTER_S)
 
     def _line(self, size: int) -> _Line:
         return self._lines[size > LARGE_SIZE]
@@ -100,21 +101,17 @@ class _Line:
         self._num_jobs = 0
         self._size = 0
 
-    def is_full(self, size: int, max_jobs: int) -> bool:
+    def is_full(self, size: int) -> bool:
         """Work that is larger than the bound itself comes in alone."""
-        return self._num_jobs >= max_jobs or (self._num_jobs > 0 and self._size + size > MAX_SIZE_IN_FLIGHT)
+        return self._num_jobs >= MAX_JOBS or (self._num_jobs > 0 and self._size + size > MAX_SIZE_IN_FLIGHT)
 
-    def start(self, size: int, work: Callable[[], _Result]) -> Future[_Result]:
+    async def do(self, size: int, work: Callable[[], _Result]) -> _Result:
         try:
             future = self._pool.submit(work)
         except RuntimeError as error:
             raise _shutting_down() from error
         self._add(1, size)
         future.add_done_callback(lambda _future: self._add(-1, -size))
-        return future
-
-    async def do(self, size: int, work: Callable[[], _Result]) -> _Result:
-        future = self.start(size, work)
         try:
             return await _result_of(future)
         finally:

@@ -80,8 +80,8 @@ class Grammars:
         self._tokens = GrammarTokens(tokenizer, vocab_size)
         self._lock = threading.Lock()
         """For what is kept."""
-        self._compiling = threading.Lock()
-        """For the size of new threads' stacks, which is the process's. One grammar is compiled at a time."""
+        self._starting = threading.Lock()
+        """For the size of new threads' stacks, which is the process's."""
         self._refused: OrderedDict[int, str] = OrderedDict()
         """Why, by the hash of a grammar."""
         self._kept: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
@@ -108,11 +108,7 @@ class Grammars:
         return None if compiled is None else compiled.matcher()
 
     def _ready(self, grammar: Grammar) -> CompiledGrammar:
-        compiled = self._find(grammar)
-        if compiled is None:
-            with self._compiling:
-                compiled = self._find(grammar) or self._compile(grammar)
-        return compiled
+        return self._find(grammar) or self._compile(grammar)
 
     def _find(self, grammar: Grammar) -> CompiledGrammar | None:
         with self._lock:
@@ -139,12 +135,13 @@ class Grammars:
         _check_source(grammar)
         lark = _TO_LARK[grammar.kind](grammar.source)
         limits = LARK_LIMITS if grammar.kind is GrammarKind.LARK else JSON_LIMITS
-        usual_bytes = threading.stack_size(STACK_BYTES)
         with ThreadPoolExecutor(1, thread_name_prefix="penstock-grammar") as pool:
-            try:
-                compiling = pool.submit(compile_grammar, lark, grammar.kind, self._tokens, limits)
-            finally:
-                threading.stack_size(usual_bytes)
+            with self._starting:
+                usual_bytes = threading.stack_size(STACK_BYTES)
+                try:
+                    compiling = pool.submit(compile_grammar, lark, grammar.kind, self._tokens, limits)
+                finally:
+                    threading.stack_size(usual_bytes)
             try:
                 return compiling.result()
             finally:

@@ -64,7 +64,7 @@ class ChatEndpoint:
             prompt = await runtime.off_loop.run(num_bytes, lambda: _tokenise(body, runtime, messages))
             choices = make_choices(body, runtime.model, [prompt], base, seed)
             if grammar is not None:
-                choices = await with_matchers(choices, grammar, runtime)
+                choices = await with_matchers(choices, grammar, runtime, terms.owner.tenant, http)
             call = service.open(terms, choices, place)
         with call:
             usage = Usage(choices)

@@ -65,7 +65,7 @@ class CompletionsEndpoint:
             choices = make_choices(body, runtime.model, prompts, base, seed)
             echoes = _echoes(body, inputs, prompts, runtime.tokenizer)
             if grammar is not None:
-                choices = await with_matchers(choices, grammar, runtime)
+                choices = await with_matchers(choices, grammar, runtime, terms.owner.tenant, http)
             call = service.open(terms, choices, place)
         tokenizer = runtime.tokenizer
         with call:

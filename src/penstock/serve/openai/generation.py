@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import orjson
 from starlette.requests import Request as HttpRequest
@@ -156,7 +157,7 @@ def make_choices(
 
 async def stream_answer(http: HttpRequest, call: CallStream, writer: EventWriter) -> Response:
     """The response that streams `call`. It begins when there is something to say: a refusal is still an HTTP status."""
-    watch = ClientWatch(http, call.stream)
+    watch = ClientWatch(http, partial(call.stream.cancel, CLIENT_LEFT))
     try:
         first_chunks = await call.stream.next_chunks()
         _raise_if_over(call, first_chunks)
@@ -170,7 +171,7 @@ async def collect_answer(http: HttpRequest, call: CallStream, choices: Sequence[
     """All that the choices say, once they have said it. Raises `ApiError` if one of them ended early."""
     records = [ChoiceRecord(choice) for choice in choices]
     try:
-        with ClientWatch(http, call.stream):
+        with ClientWatch(http, partial(call.stream.cancel, CLIENT_LEFT)):
             while chunks := await call.stream.next_chunks():
                 _raise_if_over(call, chunks)
                 for chunk in chunks:

@@ -5,14 +5,17 @@ Called by the endpoints with bodies whose types and ranges were checked already.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import orjson
+from starlette.requests import Request as HttpRequest
 
-from penstock.serve.openai.errors import invalid
+from penstock.serve.client_watch import CLIENT_LEFT, ClientWatch
+from penstock.serve.openai.errors import cancelled, invalid
 from penstock.serve.openai.schemas import GenerationBody, ResponseFormat, StructuredOutputs
 from penstock.serve.runtime import Runtime
 from penstock.serve.service import Choice
@@ -69,10 +72,17 @@ def asked_grammar(body: GenerationBody) -> AskedGrammar | None:
     return asked
 
 
-async def with_matchers(choices: Sequence[Choice], asked: AskedGrammar, runtime: Runtime) -> list[Choice]:
-    """The choices, each with a matcher of its own. Raises 400 if the grammar is none, `Rejected` if too many are being read."""
+async def with_matchers(
+    choices: Sequence[Choice], asked: AskedGrammar, runtime: Runtime, tenant: str, http: HttpRequest
+) -> list[Choice]:
+    """The choices, each with a matcher of its own.
+
+    Raises 400 if the grammar is none, `Rejected` if too many of the tenant's are being read, 499 if the client leaves before.
+    """
     try:
-        matchers = await _matchers(len(choices), asked.grammar, runtime)
+        matchers = _known(len(choices), asked.grammar, runtime)
+        if matchers is None:
+            matchers = await _unless_gone(http, _compiled(len(choices), asked.grammar, runtime, tenant))
     except Rejected as rejected:
         if rejected.reason is RejectReason.INVALID:
             raise invalid(f"'{asked.param}' is refused. {rejected.detail}", asked.param) from rejected
@@ -83,17 +93,37 @@ async def with_matchers(choices: Sequence[Choice], asked: AskedGrammar, runtime:
     ]
 
 
-async def _matchers(number: int, grammar: Grammar, runtime: Runtime) -> list[Matcher]:
-    """At once if the grammar is known and small, like most: else the way to another thread would be what takes long. All who
-    ask for a new one wait for the same compilation.
-    """
-    grammars, size = runtime.grammars, number * len(grammar.source)
+def _known(number: int, grammar: Grammar, runtime: Runtime) -> list[Matcher] | None:
+    """At once if the grammar is known and small, like most: the way to a thread would be what takes long. Else None."""
+    if number * len(grammar.source) > _MAX_INLINE_CHARS:
+        return None
+    known = [matcher for matcher in (runtime.grammars.known(grammar) for _ in range(number)) if matcher is not None]
+    return known if len(known) == number else None
+
+
+async def _compiled(number: int, grammar: Grammar, runtime: Runtime, tenant: str) -> list[Matcher]:
+    """All who ask for a new one that is small wait for the same compilation."""
+    grammars, off_loop, size = runtime.grammars, runtime.off_loop, number * len(grammar.source)
     for _ in range(_MAX_TRIES if size <= _MAX_INLINE_CHARS else 0):
-        known = [matcher for matcher in (grammars.known(grammar) for _ in range(number)) if matcher is not None]
-        if len(known) == number:
-            return known
-        await runtime.off_loop.compile_once(grammar, len(grammar.source), lambda: grammars.prepare(grammar))
-    return await runtime.off_loop.compile(size, lambda: [grammars.matcher(grammar) for _ in range(number)])
+        await off_loop.compile(tenant, len(grammar.source), lambda: grammars.prepare(grammar), key=grammar)
+        if matchers := _known(number, grammar, runtime):
+            return matchers
+    return await off_loop.compile(tenant, size, lambda: [grammars.matcher(grammar) for _ in range(number)])
+
+
+async def _unless_gone(http: HttpRequest, work: Coroutine[Any, Any, list[Matcher]]) -> list[Matcher]:
+    """Its result. Raises 499, and gives the work up, if the client leaves before."""
+    task = asyncio.create_task(work)
+    try:
+        with ClientWatch(http, task.cancel):
+            return await task
+    except asyncio.CancelledError:
+        caller = asyncio.current_task()
+        if caller is not None and not caller.cancelling():
+            raise cancelled(CLIENT_LEFT) from None
+        raise
+    finally:
+        del task  # it has what the work raised, and that has this frame
 
 
 def _of_format(asked: ResponseFormat) -> AskedGrammar | None:
