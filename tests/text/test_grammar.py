@@ -417,6 +417,7 @@ def test_properties_and_values_may_be_called_like_what_is_not_supported(grammars
         (lark('start: a\na[lazy, max_tokens=5]: "a"'), "max_tokens"),
         (lark('start: %json {"type": "integer"}'), "JSON schema inside"),
         (lark('{"grammars": [{"lark_grammar": "start: \\"a\\""}]}'), "can't be followed"),
+        (lark("start: A\nA: " + " & ".join(f"/.*{n}.*/" for n in range(30))), "29 operators"),
         (lark('start: "' + "a" * 20_000 + '"'), "characters"),
     ],
 )
@@ -429,7 +430,7 @@ def test_wrong_grammar_is_refused_in_few_words(grammars, grammar, says):
 
 
 def test_what_looks_unsupported_inside_a_literal_of_lark_is_text(grammars, tokenizer):
-    text = '<|end|> %json [temperature=1] \\ " // </a>'
+    text = '<|end|> %json [temperature=1] \\ " // </a> &&&&&~~~~~~'
     source = f"start: {json.dumps(text)} /<b>\\/\\//  // <[5]> stop\n"
     grammars.matcher(lark(source)).accept(spell(tokenizer, text + "<b>//"))
 
@@ -451,7 +452,7 @@ def chain(length, node):
     [
         schema(chain(1800, lambda ref: {"$ref": ref})),
         schema(chain(800, lambda ref: {"type": "object", "properties": {"a": {"$ref": ref}}})),
-        schema(chain(850, lambda ref: {"allOf": [{"$ref": ref}, {"type": "object"}]})),
+        schema(chain(650, lambda ref: {"allOf": [{"$ref": ref}, {"type": "object"}]})),
         lark("start: r0\n" + "".join(f'r{n}: "a" r{n + 1}\n' for n in range(900)) + 'r900: "b"\n'),
         lark("start: R0\n" + "".join(f'R{n}: "a" R{n + 1}\n' for n in range(900)) + 'R900: "b"\n'),
     ],

@@ -29,6 +29,11 @@ _UNSUPPORTED = (
     (re.compile(r"%json\b"), "has a JSON schema inside, which is not supported"),
 )
 
+_OF_SETS = re.compile(r"&|~(?!\s*[0-9])")
+"""Intersections and complements; a number after ~ is one of repetitions."""
+MAX_SET_OPERATORS = 8
+"""Each may double time and memory: 20 take 4 s, and no limit counts them."""
+
 _JSON_OPTIONS = {
     "item_separator": ",",
     "key_separator": ":",
@@ -77,6 +82,9 @@ def of_lark(source: str) -> str:
     for pattern, what in _UNSUPPORTED:
         if pattern.search(rules):
             raise _rejected(f"The grammar {what}. Leave that out.")
+    if (num_operators := len(_OF_SETS.findall(rules))) > MAX_SET_OPERATORS:
+        what = f"has {num_operators} operators & and ~, and at most {MAX_SET_OPERATORS} are taken"
+        raise _rejected(f"The grammar {what}. Say the same with alternatives.")
     return f"{source}\n{_OPTIONS}"
 
 

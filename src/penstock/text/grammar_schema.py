@@ -6,16 +6,22 @@ and what it refuses although it asks for nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import unquote
 
 from penstock.text.grammar_errors import refused_schema
 from penstock.text.grammar_numbers import check_multiples, check_numbers
 
-MAX_SCHEMAS = 10_000
-"""Once each $ref with something beside it has become what it names, and all inside that anew for each of them. llguidance
-makes them so before it looks at any limit: 15 us and 5 KB each, so that 3 KB of schema can take all memory there is."""
+MAX_SCHEMAS = 2_000
+"""Counted as llguidance makes them: anew in each place, and for each choice of the others that one is put together with. It
+does that before it looks at any limit, so that 3 KB of schema can take a minute, or all memory there is."""
+_PATTERN_SCHEMAS = 5
+"""What a string with a pattern or a format counts, as it is compiled by itself to see whether it is empty."""
+MAX_PATTERNS_TOGETHER = 6
+"""That one string has to match. Each may double time and memory: 20 take 4 s and 250 MB, and no limit counts them."""
+MAX_NAME_PATTERNS = 32
+"""Different ones of `patternProperties`. llguidance compares each with each: 2,000 take more than a minute."""
 
 _OF_SCHEMA = ("items", "additionalItems", "additionalProperties")
 _OF_LIST = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
@@ -50,16 +56,29 @@ _SAYS_NOTHING = frozenset({"deprecated", "nullable", "example", "externalDocs", 
 def prepare_schema(schema: dict[str, Any]) -> None:
     """Takes what asks for nothing out of it. Raises `Rejected`."""
     check_numbers(schema)
-    for node, _ in _nodes(schema):
+    name_patterns: set[str] = set()
+    for node in _nodes(schema):
         _check_node(node)
+        name_patterns |= _dict(node, "patternProperties").keys()
         if node is not schema and (isinstance(node.get("$id"), str) or isinstance(node.get("id"), str)):
             raise refused_schema("does not support $id inside it, only around all of it. Leave it out.")
+    if len(name_patterns) > MAX_NAME_PATTERNS:
+        what = f"has {len(name_patterns)} different patterns in patternProperties, and at most {MAX_NAME_PATTERNS} are taken"
+        raise refused_schema(f"{what}. Put some together as one pattern.")
     does_merge = False
-    for num_schemas, (node, merges) in enumerate(_nodes(schema, does_put_together=True), 1):
+    num_schemas = 0
+    for node, merges, beside in _made(schema):
         does_merge |= merges
+        num_schemas += 1
+        if _has_pattern(node):
+            num_schemas += _PATTERN_SCHEMAS - 1
+            if sum(map(_has_pattern, beside)) >= MAX_PATTERNS_TOGETHER:
+                what = f"puts more than {MAX_PATTERNS_TOGETHER} patterns and formats together for one string"
+                raise refused_schema(f"{what}. Say them as one pattern.")
         if num_schemas > MAX_SCHEMAS:
             what = f"recurs, or grows to more than {MAX_SCHEMAS} schemas, where a $ref has other keywords beside it"
-            raise refused_schema(f"{what}, or a oneOf a discriminator. Leave the $ref alone, and use anyOf instead of oneOf.")
+            why = f"an allOf has several anyOf, or it is as large itself (a pattern or a format counts as {_PATTERN_SCHEMAS})"
+            raise refused_schema(f"{what}, or {why}. Leave the $ref alone, use anyOf alone, and ask for less at once.")
         if merges and "$ref" in node and not isinstance(_named(schema, node["$ref"]), dict | bool):
             raise refused_schema("takes a $ref with other keywords beside it if it is a place, such as #/$defs/x. Give that.")
     check_multiples(schema, are_put_together=does_merge)
@@ -73,31 +92,103 @@ def _check_node(node: dict[str, Any]) -> None:
             raise refused_schema(f"takes {name} as a number, not as true or false. Give the bound itself.")
 
 
-def _nodes(schema: dict[str, Any], *, does_put_together: bool = False) -> Iterator[tuple[dict[str, Any], bool]]:
-    """Every schema inside a schema, and itself, and whether it is put together with others; not what stands in const, enum,
-    default or examples. What a $ref names comes once. With `does_put_together` it comes anew for each that is put together
-    with something else, and what nothing names does not come.
-    """
+def _nodes(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Every schema inside a schema, and itself, once; not what stands in const, enum, default or examples."""
     named: set[str] = set()
-    waiting: list[tuple[Any, bool]] = [(schema, False)]
+    waiting: list[Any] = [schema]
     while waiting:
-        node, is_part = waiting.pop()
+        node = waiting.pop()
         if not isinstance(node, dict):
             continue
         _take_out_neutral(node)
-        merges = does_put_together and (is_part or _num_parts(node) > 1)
-        yield node, merges
+        yield node
         ref = node.get("$ref")
-        if isinstance(ref, str) and (merges or ref not in named):
+        if isinstance(ref, str) and ref not in named:
             named.add(ref)
-            waiting.append((_named(schema, ref), merges))
-        waiting += [(node[name], False) for name in _OF_SCHEMA if name in node]
+            waiting.append(_named(schema, ref))
+        waiting += [node[name] for name in _OF_SCHEMA if name in node]
         for name in _OF_LIST:
-            if isinstance(node.get(name), list):
-                waiting += [(part, merges and name in _OF_CHOICES) for part in node[name]]
-        for name in _OF_NAMES[: 2 if does_put_together else None]:
-            if isinstance(node.get(name), dict):
-                waiting += [(part, False) for part in node[name].values()]
+            waiting += _list(node, name)
+        for name in _OF_NAMES:
+            waiting += _dict(node, name).values()
+
+
+def _has_pattern(node: dict[str, Any]) -> bool:
+    return "pattern" in node or "format" in node
+
+
+def _made(schema: dict[str, Any]) -> Iterator[tuple[dict[str, Any], bool, Sequence[dict[str, Any]]]]:
+    """Every schema that llguidance makes, for each place and each choice anew; whether it is put together with others, and
+    which of those came before it.
+
+    What a $ref names comes once if the $ref is alone in its place. Does not end where a schema recurs otherwise.
+    """
+    named: set[str] = set()
+    places: list[list[Any]] = [[schema]]
+    while places:
+        ways: list[tuple[tuple[dict[str, Any], ...], list[Any]]] = [((), places.pop())]
+        """What is said in the place, and what else has to hold there."""
+        while ways:
+            said, [first, *others] = ways.pop()
+            node: dict[str, Any] = first if isinstance(first, dict) else {}
+            merges = len(said) + len(others) + _num_parts(node) > 1
+            yield node, merges, said
+            if node.keys() - _ANNOTATIONS:
+                said = (*said, node)
+            others = [*_list(node, "allOf"), *others]
+            ref = node.get("$ref")
+            if merges and "$ref" in node:
+                others.append(_named(schema, ref))
+            elif isinstance(ref, str) and ref not in named:
+                named.add(ref)
+                places.append([_named(schema, ref)])
+            choices = [options for name in ("anyOf", "oneOf") if (options := _list(node, name))]
+            if choices:
+                others += [{"anyOf": options} for options in choices[1:]]
+                ways += [(said, [option, *others]) for option in choices[0]]
+            elif others:
+                ways.append((said, others))
+            else:
+                places += _inside(said)
+
+
+def _inside(together: Sequence[dict[str, Any]]) -> list[list[Any]]:
+    """The places in schemas that are put together, each with what they say of it."""
+    places: dict[Any, list[Any]] = {}
+    for node in together:
+        for key, part in _parts(node).items():
+            places.setdefault(key, []).append(part)
+    for node in together if len(together) > 1 else ():
+        # What it says of properties and items that only others name.
+        own = _parts(node)
+        properties = [*_dict(node, "patternProperties").values(), node.get("additionalProperties")]
+        for kind, options in (("property", properties), ("item", [node.get("items"), node.get("additionalItems")])):
+            rest = [option for option in options if isinstance(option, dict) and option]
+            if rest:
+                for key in places.keys() - own.keys():
+                    if key[0] == kind:
+                        places[key].append({"anyOf": rest})
+    return list(places.values())
+
+
+def _parts(node: dict[str, Any]) -> dict[tuple[str, Any], Any]:
+    """The schemas inside one, by their places."""
+    parts: dict[tuple[str, Any], Any] = {("rest", name): node[name] for name in _OF_SCHEMA if isinstance(node.get(name), dict)}
+    for name in ("properties", "patternProperties"):
+        parts |= {("property", (name, key)): part for key, part in _dict(node, name).items()}
+    for name in ("prefixItems", "items"):
+        parts |= {("item", nth): part for nth, part in enumerate(_list(node, name))}
+    return parts
+
+
+def _list(node: dict[str, Any], name: str) -> list[Any]:
+    found = node.get(name)
+    return found if isinstance(found, list) else []
+
+
+def _dict(node: dict[str, Any], name: str) -> dict[str, Any]:
+    found = node.get(name)
+    return found if isinstance(found, dict) else {}
 
 
 def _take_out_neutral(node: dict[str, Any]) -> None:
