@@ -220,6 +220,10 @@ def test_few_choices_that_multiply_are_followed(grammars, inside):
     compiled(grammars, choices(3, 3, inside))
 
 
+def test_formats_of_what_is_no_string_cost_nothing(grammars):
+    compiled(grammars, {"type": "object", "properties": {f"p{n}": {"type": "integer", "format": "int32"} for n in range(450)}})
+
+
 def test_a_property_that_only_one_of_several_names_is_put_together_with_nothing(grammars):
     """So it may name what it is in."""
     value = {"allOf": [{"type": "object", "properties": {"next": {"$ref": "#"}}}, {"type": "object", "properties": {"v": {}}}]}
