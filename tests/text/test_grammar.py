@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from random import Random
@@ -487,6 +488,17 @@ def test_failure_of_one_answer_is_not_that_of_the_next(grammars, tokenizer):
     assert grammars.known(lark(AMBIGUOUS)) is None
     grammars.matcher(lark(AMBIGUOUS)).accept(spell(tokenizer, "abba"))
     assert grammars.known(lark(AMBIGUOUS)) is not None
+
+
+def test_a_grammar_that_became_too_large_is_not_kept(grammars, tokenizer):
+    """It has tens of megabytes; another one is asked for, and not this one again."""
+    failed = grammars.matcher(lark(AMBIGUOUS))
+    with pytest.raises(GrammarFailure):
+        failed.accept(spell(tokenizer, "ab" * 1000))
+    compiled = weakref.ref(failed._compiled)
+    del failed
+    grammars.matcher(regex("another"))
+    assert compiled() is None
 
 
 @pytest.mark.parametrize("inside", ['"b"){1,2}', "/[a-z]/)+", '"c")?'])

@@ -31,8 +31,9 @@ MAX_LARK_CHARS = 1 << 14
 STACK_BYTES = 1 << 27
 """Of the thread that compiles, as llguidance calls itself for each rule inside a rule: chains of rules in the longest source
 take between 8 and 16 MiB of it, and a thread has 8 MiB as a rule."""
-MAX_KEPT = 32
-"""Grammars that are kept compiled; the one that was not used for the longest time goes first."""
+MAX_KEPT = 16
+"""Grammars that are kept compiled; the one that was not used for the longest time goes first. Each has 1 to 45 MB, by what its
+answers found of it, and takes milliseconds to compile again."""
 MAX_KEPT_CHARS = 1 << 20
 """Of the sources of those that are kept."""
 MAX_REFUSED = 256
@@ -85,7 +86,6 @@ class Grammars:
         self._refused: OrderedDict[int, str] = OrderedDict()
         """Why, by the hash of a grammar."""
         self._kept: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
-        self._num_kept_chars = 0
 
     def matcher(self, grammar: Grammar) -> Matcher:
         """A new one at the beginning of an answer. May take up to a second, and microseconds if the grammar is known.
@@ -155,12 +155,12 @@ class Grammars:
 
     def _keep(self, grammar: Grammar, compiled: CompiledGrammar) -> None:
         with self._lock:
-            if grammar not in self._kept:
-                self._num_kept_chars += len(grammar.source)
             self._kept[grammar] = compiled
-            while len(self._kept) > MAX_KEPT or self._num_kept_chars > MAX_KEPT_CHARS:
-                oldest, _ = self._kept.popitem(last=False)
-                self._num_kept_chars -= len(oldest.source)
+            # Those that became too large have tens of megabytes, and no answer will begin with them.
+            for spent in [other for other, kept in self._kept.items() if kept.is_spent]:
+                del self._kept[spent]
+            while len(self._kept) > MAX_KEPT or sum(len(other.source) for other in self._kept) > MAX_KEPT_CHARS:
+                self._kept.popitem(last=False)
 
 
 def _check_source(grammar: Grammar) -> None:
