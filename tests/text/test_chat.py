@@ -1,8 +1,15 @@
 """Chat templates: what they may use, how they fail, and that they stay within bounds."""
 
+import os
+import resource
+import select
+import signal
 import subprocess
 import sys
+import threading
+import time
 from datetime import datetime
+from pathlib import Path
 
 import pytest
 
@@ -182,6 +189,143 @@ def test_templates_cannot_explode(source):
         make(source, max_chars=10_000).render(HELLO)
 
 
+BOMBS = {
+    "nested loops": "{% set l = range(3000) | list %}{% for a in l %}{% for b in l %}{% for c in l %}"
+    "{% endfor %}{% endfor %}{% endfor %}",
+    "center": "{{ messages[0].content.center(3000000000) }}",
+    "a format's width": "{{ '%03000000000d' % messages | length }}",
+    "doubling": "{% set ns = namespace(s='x' * 9999) %}{% for i in range(40) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+    "a growing list": "{% set ns = namespace(s=[1]) %}{% for i in range(40) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
+    "replace": "{{ ('x' * 9000) | replace('', 'y' * 90000) }}",
+    "indent": "{{ messages | tojson(indent=2000000000) }}",
+    "a large number": "{% set ns = namespace(n=9) %}{% for i in range(60) %}{% set ns.n = ns.n * ns.n %}{% endfor %}",
+}
+
+
+def resident_bytes(pid: int) -> int:
+    """The most that a process ever had."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
+
+
+def ends(pid: int, *, within_s: float) -> bool:
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([descriptor], [], [], within_s)[0])
+    finally:
+        os.close(descriptor)
+
+
+def pid_of(template: ChatTemplate) -> int:
+    return template._process._child._process.pid
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_template_ends_at_its_limits_and_the_next_conversation_is_served(bomb):
+    source = "{% if messages[0].content == 'boom' %}" + BOMBS[bomb] + "{% endif %}ok"
+    template = make(source, max_s=0.3, max_memory_bytes=128 << 20)
+    before_bytes, begin_s = resident_bytes(os.getpid()), time.monotonic()
+    with pytest.raises(Rejected, match=r"needs more than (0\.3 s|128 MiB of memory) for these messages") as caught:
+        template.render([{"role": "user", "content": "boom"}])
+    assert caught.value.reason is RejectReason.INVALID
+    assert caught.value.param == "messages"
+    assert time.monotonic() - begin_s < 10
+    assert resident_bytes(os.getpid()) - before_bytes < 64 << 20
+    assert template.render(HELLO) == "ok"
+    assert resident_bytes(pid_of(template)) < 128 << 20
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{{ 'a' | center(3000000000) }}", ""),  # Jinja2 works out at once what is constant
+        ("{{ '%03000000000d' % 1 }}", ""),
+        ("{{ " + "9" * 4000 + (" * " + "9" * 4000) * 4000 + " }}", "cannot be compiled: that needs more than"),
+        ("{{ " + "(" * 100_000 + "1" + ")" * 100_000 + " }}", "nested too deeply"),
+        ("{% for a in [] %}" * 30 + "{% endfor %}" * 30, "cannot be compiled"),
+    ],
+)
+def test_compiling_is_limited_as_well(source, message):
+    before_bytes = resident_bytes(os.getpid())
+    if message:
+        with pytest.raises(ConfigError, match=message):
+            make(source, max_s=0.5, max_memory_bytes=128 << 20)
+    else:
+        make(source, max_s=0.5, max_memory_bytes=128 << 20)
+    assert resident_bytes(os.getpid()) - before_bytes < 64 << 20
+
+
+class TestTheProcess:
+    def test_it_inherits_no_descriptors_and_no_environment(self):
+        template = make("ok")
+        process = Path(f"/proc/{pid_of(template)}")
+        assert {path.name for path in (process / "fd").iterdir()} == {"0", "1", "2"}
+        assert not {line.split("=")[0] for line in (process / "environ").read_text().split("\0") if line} - {"LD_LIBRARY_PATH"}
+
+    def test_it_is_small(self):
+        template = make(CHATML)
+        template.render(HELLO)
+        assert resident_bytes(pid_of(template)) < 30 << 20
+
+    def test_it_ends_with_the_template(self):
+        template = make("ok")
+        process = Path(f"/proc/{pid_of(template)}")
+        assert process.exists()
+        del template
+        assert not process.exists()
+
+    def test_it_ends_with_the_server_even_in_the_middle_of_a_rendering(self):
+        code = (
+            "import os, threading; from penstock.text.chat import ChatTemplate; "
+            "t = ChatTemplate(input(), special_tokens={}, max_s=0.5); print(t._process._child._process.pid, flush=True); "
+            "threading.Timer(0.1, os._exit, [0]).start(); t.render([{}])"
+        )
+        source = BOMBS["nested loops"]
+        server = subprocess.run([sys.executable, "-c", code], input=source, capture_output=True, text=True, check=True)
+        assert ends(int(server.stdout), within_s=10)
+
+    def test_it_outlives_signals_that_are_for_the_whole_server(self):
+        template = make("ok")
+        pid = pid_of(template)
+        os.kill(pid, signal.SIGTERM)
+        assert template.render(HELLO) == "ok"
+        assert pid_of(template) == pid
+        assert os.getpgid(pid) != os.getpgid(os.getpid())  # which Ctrl-C in a terminal goes to
+
+    def test_one_that_was_killed_is_replaced(self):
+        template = make("ok")
+        os.kill(pid_of(template), signal.SIGKILL)
+        template._process._child._process.wait()
+        assert template.render(HELLO) == "ok"
+
+    def test_one_that_is_lost_in_a_rendering_is_not_the_client_s_fault(self):
+        template = make(BOMBS["nested loops"], max_s=60)
+        killer = threading.Timer(0.1, os.kill, [pid_of(template), signal.SIGKILL])
+        killer.start()
+        with pytest.raises(Rejected) as caught:
+            template.render(HELLO)
+        killer.join()
+        assert caught.value.reason is RejectReason.UNAVAILABLE
+        assert caught.value.retry_after_s
+
+    def test_one_that_cannot_be_started_is_told(self, monkeypatch):
+        monkeypatch.setattr(sys, "executable", "/no/such/python")
+        with pytest.raises(ConfigError, match="cannot be started"):
+            make("ok")
+
+    def test_the_kernel_knows_its_limits(self):
+        template = make("ok", max_memory_bytes=100 << 20)
+        assert resource.prlimit(pid_of(template), resource.RLIMIT_AS) == (100 << 20, 100 << 20)
+
+
+def test_text_that_is_no_unicode_comes_through():
+    """The tokenizer refuses it, and says where it is."""
+    assert render("{{ messages[0].content }}", [{"role": "user", "content": "a\ud800b\U0001f600"}]) == "a\ud800b\U0001f600"
+
+
 def test_the_budget_of_one_rendering_is_not_taken_from_the_next():
     template = make("{% for i in range(60000) %}{% endfor %}ok")
     assert [template.render(HELLO) for _ in range(3)] == ["ok"] * 3
@@ -218,6 +362,9 @@ def test_the_template_option_is_a_path_or_the_template_itself(tmp_path):
         read_chat_template(str(path))
 
 
-def test_importing_the_module_does_not_import_jinja():
-    code = "import sys, penstock.text.chat; sys.exit('jinja2' in sys.modules)"
+def test_the_server_does_not_import_jinja():
+    code = (
+        "import sys; from penstock.text.chat import ChatTemplate; ChatTemplate('ok', special_tokens={}).render([{}]); "
+        "sys.exit('jinja2' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -7,7 +7,8 @@ size        up to `INLINE_MAX_SIZE`        up to `LARGE_SIZE`     above
 done by     the event loop, at once        two threads            one thread
 
 Grammars have two more threads, whatever their size, as one of few characters may take as long as the longest text. Tenants take
-turns there, so that nobody's grammars wait for all those of somebody else.
+turns there, so that nobody's grammars wait for all those of somebody else. Chat templates have two threads, for small and for
+large conversations, which only wait for the process that renders them.
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ MAX_JOBS = 1024
 MAX_GRAMMARS = 32
 """Different ones of one tenant, waiting to be compiled. All together are as many as requests may wait at the door."""
 MAX_SIZE_IN_FLIGHT = 16 << 20
-"""Characters or bytes, in each of the two lines and of each tenant's grammars: four of the largest bodies, a few seconds of
+"""Characters or bytes, in each line, and of each tenant's grammars: four of the largest bodies, a few seconds of
 tokenising each."""
+MAX_RENDER_S = 10.0
+"""Longest time until a conversation is a prompt, those before it included: a template may take seconds for each of them."""
 RETRY_AFTER_S = 5.0
 
 
@@ -42,6 +45,7 @@ class OffLoop:
 
     def __init__(self, count_rejected: Callable[[RejectReason], None] = lambda _reason: None) -> None:
         self._lines = (_Line(2, "small"), _Line(1, "large"))
+        self._templates = (_Line(1, "templates"), _Line(1, "large-templates"))
         self._grammars = FairLine(2, "grammars", max_jobs=MAX_GRAMMARS, max_size=MAX_SIZE_IN_FLIGHT)
         self._count_rejected = count_rejected
 
@@ -52,10 +56,15 @@ class OffLoop:
         """
         if size <= limit:
             return work()
-        line = self._line(size)
-        if line.is_full(size):
-            raise self._full("long texts")
-        return await line.do(size, work)
+        return await self._enter(self._line(size), size, work, "long texts")
+
+    async def render(self, size: int, work: Callable[[], _Result]) -> _Result:
+        """As `run`, for chat templates: never on the event loop, and QUEUE_FULL if its turn does not come in time."""
+        try:
+            async with asyncio.timeout(MAX_RENDER_S):
+                return await self._enter(self._templates[size > LARGE_SIZE], size, work, "conversations")
+        except TimeoutError:
+            raise self._full("conversations") from None
 
     async def compile(self, tenant: str, size: int, work: Callable[[], _Result], *, key: Hashable = None) -> _Result:
         """As `run`, for grammars: never on the event loop, and in turn with other tenants. Whoever gives a key that is being
@@ -82,8 +91,13 @@ class OffLoop:
 
     def close(self) -> None:
         """Do no more than has begun. Does not wait. Idempotent."""
-        for line in (*self._lines, self._grammars):
+        for line in (*self._lines, *self._templates, self._grammars):
             line.close()
+
+    async def _enter(self, line: _Line, size: int, work: Callable[[], _Result], what: str) -> _Result:
+        if line.is_full(size):
+            raise self._full(what)
+        return await line.do(size, work)
 
     def _full(self, what: str) -> Rejected:
         self._count_rejected(RejectReason.QUEUE_FULL)

@@ -1,7 +1,7 @@
 """Turns chat messages into the prompt text that a model was trained on. Made once at start, used by `serve` and `cli`.
 
-Templates are Jinja2 programs that come with the model; the operator who chose the model is trusted with their running time,
-but they run in a sandbox and their output is bounded. Knows no tokens and no OpenAI content parts: contents are strings.
+Templates are Jinja2 programs that come with the model, and nobody has read them: they run in a process of their own, under
+limits of time, memory and output. Knows no tokens and no OpenAI content parts: contents are strings.
 """
 
 from __future__ import annotations
@@ -11,15 +11,20 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from penstock.text.chat_process import TemplateProcess
 from penstock.types.errors import ConfigError, Rejected, RejectReason
 
 DEFAULT_MAX_CHARS = 8 << 20
+DEFAULT_MAX_S = 2.0
+"""Of one rendering, and of the compilation."""
+DEFAULT_MAX_MEMORY_BYTES = 384 << 20
+"""Address space of the template's process, of which Python and Jinja2 take 25 MiB."""
 _CONTINUE_MARK = "<|penstock continues here|> "
 """Put behind the last message to find its end in the rendered text. Its last space shows whether the template trims."""
 
 
 class ChatTemplate:
-    """Thread-safe."""
+    """Thread-safe. Has a process of its own, which ends with it."""
 
     def __init__(
         self,
@@ -27,16 +32,17 @@ class ChatTemplate:
         *,
         special_tokens: Mapping[str, str | tuple[str, ...]],
         max_chars: int = DEFAULT_MAX_CHARS,
+        max_s: float = DEFAULT_MAX_S,
+        max_memory_bytes: int = DEFAULT_MAX_MEMORY_BYTES,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
         """`special_tokens` are variables of the template (`Tokenizer.special_tokens`); `now` serves `strftime_now`.
 
-        Raises `ConfigError` with the line if the template is not valid Jinja2.
+        Raises `ConfigError` if the template is not valid Jinja2, with the line, or if the limits do not let it be compiled.
         """
-        from penstock.text.chat_environment import Renderer  # Jinja2 takes 40 ms to import: only where it is needed
-
         self.source = source
-        self._renderer = Renderer(source, max_chars=max_chars, now=now)
+        self._process = TemplateProcess(source, max_chars=max_chars, max_s=max_s, max_memory_bytes=max_memory_bytes)
+        self._now = now
         self._special_tokens = dict(special_tokens)
         self._reserved = frozenset([*special_tokens, "messages", "add_generation_prompt"])
 
@@ -53,7 +59,8 @@ class ChatTemplate:
 
         `continue_final_message` leaves the last message open, so that the model goes on writing it. `variables` are
         further variables of the template (`chat_template_kwargs`, `tools`); plain JSON data.
-        Raises `Rejected` if the template refuses the messages or the result is too long.
+        Blocks, for up to `max_s` and the renderings before it. Raises `Rejected` if the template refuses the messages,
+        fails on them or reaches a limit, and if its process is lost.
         """
         self._check(messages, variables, add_generation_prompt=add_generation_prompt, is_continued=continue_final_message)
         if continue_final_message:
@@ -65,11 +72,12 @@ class ChatTemplate:
     def _render(
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], *, add_generation_prompt: bool
     ) -> str:
-        return self._renderer.render(
+        return self._process.render(
             {"tools": None, "documents": None}
             | self._special_tokens
             | dict(variables)
-            | {"messages": messages, "add_generation_prompt": add_generation_prompt}
+            | {"messages": messages, "add_generation_prompt": add_generation_prompt},
+            self._now(),
         )
 
     def _check(

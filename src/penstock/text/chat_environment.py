@@ -1,13 +1,24 @@
-"""The Jinja2 sandbox in which chat templates run. Used by `ChatTemplate` alone, and imported only with the first one.
+"""The process in which a chat template is compiled and rendered: a Jinja2 sandbox under limits that the kernel keeps.
 
-What templates may use follows transformers' `apply_chat_template`, which model authors write them for: trimmed blocks,
-loop controls, `tojson`, `raise_exception`, `strftime_now` and `{% generation %}`.
+Run by `chat_process` alone, which asks it through pipes; imports Jinja2, and nothing else of Penstock. What templates may use
+follows transformers' `apply_chat_template`, which model authors write them for: trimmed blocks, loop controls, `tojson`,
+`raise_exception`, `strftime_now` and `{% generation %}`.
+
+A message is its length in bytes (eight bytes, the highest first) and its content. The first question is the template, each
+further one a JSON object with `variables` and `now`, an ISO 8601 time. An answer is `+` and the text (none of the first
+question), or `-` and the error, in UTF-8. At a limit the process ends instead: of time by SIGALRM, of memory with the status
+ENOMEM.
 """
 
 from __future__ import annotations
 
+import errno
 import json
-from collections.abc import Callable, Mapping
+import os
+import resource
+import signal
+import sys
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
@@ -19,48 +30,95 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from penstock.types.errors import ConfigError, Rejected, RejectReason
-
 MAX_RANGE_ITEMS = 100_000
 """Loop rounds that all `range` calls of one rendering may give together."""
+MAX_ERROR_CHARS = 1000
+"""A template can put anything into the message of an error."""
 
 
-class Renderer:
-    """One compiled template. Thread-safe."""
+def serve(*, max_s: float, max_memory_bytes: int, max_chars: int) -> None:
+    """Answer questions until the pipe is closed. `max_s` bounds each of them, `max_memory_bytes` the whole address space."""
+    # A service manager sends SIGTERM to every process of a server, which still answers those whom it has let in.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # the server is gone
+    _set_limit(resource.RLIMIT_AS, max_memory_bytes)
+    _set_limit(resource.RLIMIT_CORE, 0)
+    template: _Template | None = None
+    while (question := _read()) is not None:
+        # SIGALRM ends the process in whatever it is: a loop of the template, or one call that takes minutes.
+        signal.setitimer(signal.ITIMER_REAL, max_s)
+        try:
+            try:
+                if template is None:
+                    template, text = _Template(question.decode("utf-8", "surrogatepass"), max_chars), "+"
+                else:
+                    text = "+" + template.render(question)
+            except _Refused as error:
+                text = "-" + str(error)[:MAX_ERROR_CHARS]
+            answer = text.encode("utf-8", "surrogatepass")
+        except MemoryError:
+            os._exit(errno.ENOMEM)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        sys.stdout.buffer.write(len(answer).to_bytes(8) + answer)
+        sys.stdout.buffer.flush()
 
-    def __init__(self, source: str, *, max_chars: int, now: Callable[[], datetime]) -> None:
-        """Raises `ConfigError` if the template is not valid."""
+
+def _set_limit(kind: int, most: int) -> None:
+    _, allowed = resource.getrlimit(kind)
+    most = most if allowed == resource.RLIM_INFINITY else min(most, allowed)
+    resource.setrlimit(kind, (most, most))
+
+
+def _read() -> bytes | None:
+    """The next message; None if the other end is closed."""
+    head = sys.stdin.buffer.read(8)
+    data = sys.stdin.buffer.read(int.from_bytes(head))
+    return data if len(head) == 8 and len(data) == int.from_bytes(head) else None
+
+
+class _Refused(Exception):
+    """The template is not valid, or refuses what it is given."""
+
+
+class _Template:
+    """A compiled template."""
+
+    def __init__(self, source: str, max_chars: int) -> None:
+        """Raises `_Refused` if the template is not valid."""
         self._max_chars = max_chars
         try:
-            self._template = _make_environment(max_chars, now).from_string(source)
+            self._template = _make_environment(max_chars).from_string(source)
         except jinja2.TemplateSyntaxError as error:
-            raise ConfigError(
-                f"The chat template is not valid Jinja2: line {error.lineno}: {error.message}.",
-                remedy="Correct it, or give another one with --chat-template.",
-            ) from error
+            raise _Refused(f"The chat template is not valid Jinja2: line {error.lineno}: {error.message}.") from error
         except RecursionError as error:
-            raise ConfigError("The chat template is nested too deeply.") from error
+            raise _Refused("The chat template is nested too deeply.") from error
+        except SyntaxError as error:  # Python's, of what Jinja2 made of it: so many loops in each other, for example
+            raise _Refused(f"The chat template cannot be compiled: {error.msg}.") from error
 
-    def render(self, variables: Mapping[str, Any]) -> str:
-        """Raises `Rejected` naming `messages`, whatever goes wrong: the template is data, and so is what it is given."""
+    def render(self, question: bytes) -> str:
+        """Raises `_Refused` whatever goes wrong, but for memory: the template is data, and so is what it is given."""
         try:
-            return self._collect(variables)
-        except Rejected:
+            fields = json.loads(question)
+            return self._collect(fields["variables"], datetime.fromisoformat(fields["now"]))
+        except (_Refused, MemoryError):
             raise
         except jinja2.TemplateError as error:
-            raise _refused(f"The chat template refuses these messages: {error.message or 'it gives no reason'}") from error
+            raise _Refused(f"The chat template refuses these messages: {error.message or 'it gives no reason'}") from error
         except RecursionError as error:
-            raise _refused("The messages are nested too deeply for the chat template.") from error
+            raise _Refused("The messages are nested too deeply for the chat template.") from error
         except Exception as error:  # a template can fail in as many ways as Python code
-            raise _refused(f"The chat template fails on these messages: {type(error).__name__}: {error}") from error
+            raise _Refused(f"The chat template fails on these messages: {type(error).__name__}: {error}") from error
 
-    def _collect(self, variables: Mapping[str, Any]) -> str:
+    def _collect(self, variables: Mapping[str, Any], now: datetime) -> str:
+        def strftime_now(pattern: str) -> str:
+            return now.strftime(pattern)
+
         parts: list[str] = []
         num_chars = 0
-        for part in self._template.generate({**variables, "range": _Range()}):
+        for part in self._template.generate({"strftime_now": strftime_now, **variables, "range": _Range()}):
             num_chars += len(part)
             if num_chars > self._max_chars:
-                raise _refused(f"The chat template makes more than {self._max_chars} characters of these messages.")
+                raise _Refused(f"The chat template makes more than {self._max_chars} characters of these messages.")
             parts.append(part)
         return "".join(parts)
 
@@ -122,7 +180,7 @@ class _GenerationBlock(Extension):
         return nodes.Scope(body).set_lineno(line)
 
 
-def _make_environment(max_chars: int, now: Callable[[], datetime]) -> _Sandbox:
+def _make_environment(max_chars: int) -> _Sandbox:
     environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock])
     environment.max_chars = max_chars
     environment.filters["tojson"] = _to_json
@@ -130,7 +188,6 @@ def _make_environment(max_chars: int, now: Callable[[], datetime]) -> _Sandbox:
     environment.globals["dict"] = _make_dict
     environment.globals["namespace"] = _Namespace
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda pattern: now().strftime(pattern)
     return environment
 
 
@@ -157,7 +214,3 @@ def _make_dict(*args: Any, **items: Any) -> dict[Any, Any]:
 def _check_public(name: str) -> None:
     if str(name).startswith("_"):
         raise jinja2.exceptions.SecurityError(f"a namespace cannot have the private name {name!r}")
-
-
-def _refused(detail: str) -> Rejected:
-    return Rejected(RejectReason.INVALID, detail, param="messages")

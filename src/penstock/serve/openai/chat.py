@@ -61,7 +61,8 @@ class ChatEndpoint:
         base, grammar, messages = await runtime.off_loop.run(num_bytes, lambda: _read(body, runtime))
         num_chars = sum(len(message["content"]) for message in messages)
         with service.admit(make_ask(body, terms, num_requests=body.num_choices, num_chars=num_chars, data=data)) as place:
-            prompt = await runtime.off_loop.run(num_bytes, lambda: _tokenise(body, runtime, messages))
+            text = await runtime.off_loop.render(num_bytes, lambda: render_prompt(runtime.chat_template, body, messages))
+            prompt = await runtime.off_loop.run(len(text), lambda: _tokenise(body, runtime, text))
             choices = make_choices(body, runtime.model, [prompt], base, seed)
             if grammar is not None:
                 choices = await with_matchers(choices, grammar, runtime, terms.owner.tenant, http)
@@ -139,8 +140,7 @@ def _read(body: ChatCompletionBody, runtime: Runtime) -> tuple[SamplingParams, A
     return base, asked_grammar(body), template_messages(body.messages)
 
 
-def _tokenise(body: ChatCompletionBody, runtime: Runtime, messages: list[dict[str, Any]]) -> PromptTokens:
-    text = render_prompt(runtime.chat_template, body, messages)
+def _tokenise(body: ChatCompletionBody, runtime: Runtime, text: str) -> PromptTokens:
     # The template has written the special tokens already.
     adds_special_tokens = body.add_special_tokens is True
     return encode_prompt(body, runtime, text, "messages", adds_special_tokens=adds_special_tokens)

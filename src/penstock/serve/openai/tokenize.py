@@ -49,18 +49,21 @@ class TokenizeEndpoint:
         for name in _OF_MESSAGES if body.messages is None else ():
             if getattr(body, name) is not None:
                 raise invalid(f"'{name}' needs 'messages': a 'prompt' is tokenised as it stands.", name)
-        return await self._answer(http, lambda: self._tokens(body))
+        num_bytes, text = len(await http.body()), body.prompt
+        if text is None:
+            text = await self._runtime.off_loop.render(num_bytes, lambda: self._render(body))
+        return await self._answer(max(num_bytes, len(text)), lambda: self._tokens(body, text))
 
     async def detokenize(self, body: DetokenizeBody, http: HttpRequest) -> Response:
         """The text of token ids, special tokens included."""
         check_model(body.model, self._runtime.model)
-        return await self._answer(http, lambda: self._text(body))
+        return await self._answer(len(await http.body()), lambda: self._text(body))
 
-    def _tokens(self, body: TokenizeBody) -> dict[str, Any]:
+    def _render(self, body: TokenizeBody) -> str:
+        return render_prompt(self._runtime.chat_template, body, template_messages(body.messages or ()))
+
+    def _tokens(self, body: TokenizeBody, text: str) -> dict[str, Any]:
         runtime = self._runtime
-        text = body.prompt
-        if text is None:
-            text = render_prompt(runtime.chat_template, body, template_messages(body.messages or ()))
         check_text_size(text, runtime.tokenizer, runtime.model, "messages" if body.prompt is None else "prompt")
         adds_special_tokens = (body.prompt is not None) if body.add_special_tokens is None else body.add_special_tokens
         token_ids = runtime.tokenizer.encode(text, add_special_tokens=adds_special_tokens)
@@ -75,9 +78,9 @@ class TokenizeEndpoint:
         check_token_ids(body.tokens, self._runtime.model.vocab_size, "tokens")
         return {"prompt": self._runtime.tokenizer.decode(body.tokens, skip_special_tokens=False)}
 
-    async def _answer(self, http: HttpRequest, make: Callable[[], dict[str, Any]]) -> Response:
-        """What `make` says, as JSON; off the event loop if the request is large."""
-        data = await self._runtime.off_loop.run(len(await http.body()), lambda: orjson.dumps(make()))
+    async def _answer(self, size: int, make: Callable[[], dict[str, Any]]) -> Response:
+        """What `make` says, as JSON; off the event loop if its input is large."""
+        data = await self._runtime.off_loop.run(size, lambda: orjson.dumps(make()))
         return Response(data, media_type="application/json")
 
 
