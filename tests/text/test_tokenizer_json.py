@@ -1,6 +1,8 @@
 """tokenizer.json files: the same vocabulary gives the same tokens, and what a file can't say is refused or switched off."""
 
+import base64
 import json
+import resource
 
 import pytest
 from tokenizers import decoders
@@ -8,7 +10,7 @@ from tokenizers import decoders
 from penstock.text.chat import ChatTemplate
 from penstock.text.gguf_vocab import build_backend
 from penstock.text.tokenizer import load_tokenizer
-from penstock.types.errors import ModelError
+from penstock.types.errors import ModelError, Rejected, RejectReason
 
 TEXTS = ["the cat and the hat 12345", "  été 👍  ", "<|start|>the<think>x<|end|>", "東京 banana cabana", ""]
 
@@ -146,3 +148,81 @@ def test_a_decoder_whose_bytes_are_unknown_is_refused(tmp_path, byte_level_vocab
     path.write_text(encoder.to_str(), encoding="utf-8")
     with pytest.raises(ModelError, match=name):
         load_tokenizer(path)
+
+
+def replace(content, **pattern):
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+def sequence(*normalizers):
+    return {"type": "Sequence", "normalizers": list(normalizers)}
+
+
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+TEXT_ITSELF = {"Sequence": {"id": "A", "type_id": 0}}
+PAIR = [TEXT_ITSELF, {"Sequence": {"id": "B", "type_id": 1}}]
+CHARSMAP = base64.b64encode((4).to_bytes(4, "little") + bytes(4) + b"x" * 1000 + b"\0").decode()
+
+
+class TestExpansion:
+    """A file's steps before the vocabulary can multiply a text. 62 characters became 3.4 GB."""
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"normalizer": replace("x" * 1000, String="a")},
+            {"normalizer": replace("x" * 1000, Regex="[ab]")},
+            {"normalizer": {"pattern": {"String": "a"}, "content": "x" * 1000}},  # the library needs no type
+            {"normalizer": sequence(replace("a" * 10, String="a"), sequence(replace("a" * 10, String="a")))},
+            {"normalizer": sequence(*[replace("aa", String="a")] * 40)},
+            {"normalizer": {"type": "Prepend", "prepend": "x" * 100_000}},
+            {"normalizer": {"type": "Precompiled", "precompiled_charsmap": CHARSMAP}},
+            {"normalizer": sequence(*[{"type": "Lowercase"}] * 1000)},
+            {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [BYTE_LEVEL] * 30}},
+            {"post_processor": {"type": "TemplateProcessing", "single": [TEXT_ITSELF] * 9, "pair": PAIR, "special_tokens": {}}},
+            {
+                "post_processor": {
+                    "type": "TemplateProcessing",
+                    "single": [{"SpecialToken": {"id": "x", "type_id": 0}}, TEXT_ITSELF],
+                    "pair": PAIR,
+                    "special_tokens": {"x": {"id": "x", "ids": [0] * 100_000, "tokens": ["x"] * 100_000}},
+                }
+            },
+            {
+                "normalizer": replace("x" * 50, String="a"),
+                "added_tokens": [
+                    {"id": 0, "content": "a" * (1 << 18), "normalized": True}
+                    | dict.fromkeys(("single_word", "lstrip", "rstrip", "special"), False)
+                ],
+            },
+        ],
+    )
+    def test_a_file_that_goes_too_far_is_refused_at_start(self, tmp_path, byte_level_vocab, changes):
+        before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        with pytest.raises(ModelError, match=r"would make|around it"):
+            load_tokenizer(write(tmp_path / "tokenizer.json", byte_level_vocab(), decoders.ByteLevel(), **changes))
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb < 64 << 10
+
+    def test_one_that_goes_far_takes_shorter_texts(self, tmp_path, byte_level_vocab):
+        changes = {"normalizer": replace("x" * 20, String="a")}
+        tokenizer = load_tokenizer(write(tmp_path / "tokenizer.json", byte_level_vocab(), decoders.ByteLevel(), **changes))
+        assert len(tokenizer.encode("a" * 100, add_special_tokens=False)) == 2000
+        with pytest.raises(Rejected, match="40 times as many") as caught:  # byte-level, besides
+            tokenizer.encode("a" * 300_000, add_special_tokens=False)
+        assert caught.value.reason is RejectReason.CONTEXT_LENGTH
+
+    def test_the_steps_of_known_models_take_the_longest_texts(self, tmp_path, byte_level_vocab, sentencepiece_vocab):
+        nfc = write(tmp_path / "a.json", byte_level_vocab(pre="qwen2"), decoders.ByteLevel())
+        marks = write(tmp_path / "b.json", sentencepiece_vocab(), llama_decoder(strip=True))
+        for path in (nfc, marks):
+            assert load_tokenizer(path).encode(" " * (1 << 20), add_special_tokens=False)
+
+    @pytest.mark.parametrize(("pattern", "message"), [("(a+)+$", "retry-limit-in-match"), ("x*", "index out of bounds")])
+    def test_a_regex_that_the_library_gives_up_is_the_text_s_end_and_not_the_server_s(
+        self, tmp_path, byte_level_vocab, pattern, message
+    ):
+        changes = {"normalizer": replace("bb", Regex=pattern)}
+        tokenizer = load_tokenizer(write(tmp_path / "tokenizer.json", byte_level_vocab(), decoders.ByteLevel(), **changes))
+        with pytest.raises(Rejected, match=message) as caught:
+            tokenizer.encode("a" * 40 + "b", add_special_tokens=False)
+        assert caught.value.reason is RejectReason.INVALID

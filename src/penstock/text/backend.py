@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import tokenizers
 
 from penstock.text.pieces import Spelling
+
+MAX_EXPANDED_BYTES = 8 << 20
+"""Of one text, as it is cut into tokens: twice the longest that a request holds, and 3 GB in a vocabulary of single bytes."""
+
+
+class Expansion(NamedTuple):
+    """How much longer a text can become before it is cut into tokens: n bytes become `n * factor + extra_bytes` at most."""
+
+    factor: float
+    extra_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -30,3 +41,5 @@ class Backend:
     eos_token_ids: tuple[int, ...]
     unknown_token_id: int | None
     padding_token_id: int | None
+    expansion: Expansion | None = None
+    """What a file's own steps can do. None: two bytes of one at most, as every byte-level vocabulary makes."""

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 
-from penstock.text.backend import Backend
+from penstock.text.backend import MAX_EXPANDED_BYTES, Backend
 from penstock.text.pieces import ByteTable, TextTable, piece_decoder
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.vocab import GgufVocab, SpecialTokens
@@ -99,16 +99,21 @@ class Tokenizer:
         plain prompts, wrong for the result of a chat template, which contains them already.
 
         A byte that the vocabulary can't spell is left out, as transformers does (SmolLM2 has none for U+0004).
-        Raises `Rejected` if the text contains a lone surrogate.
+        Raises `Rejected` if the text contains a lone surrogate, if the tokenizer could make too much of it, or fails on it.
         """
         return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
         """As `encode`, for several texts at once, on several cores."""
         for text in texts:
-            _check_encodable(text)
+            self._check_size(_num_bytes(text))
         # Only the batch call releases the GIL, and the fast one leaves out offsets, which nobody needs here.
-        encodings = self._backend.encoder.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        try:
+            encodings = self._backend.encoder.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # the library's, for a regex that takes too many steps, for example
+                raise
+            raise Rejected(RejectReason.INVALID, f"The model's tokenizer fails on this text: {error}.") from None
         return [encoding.ids for encoding in encodings]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, is_continuation: bool = False) -> str:
@@ -135,6 +140,15 @@ class Tokenizer:
         """Is it a control token, such as the end of a turn?"""
         return token_id in self._special_ids
 
+    def _check_size(self, num_bytes: int) -> None:
+        expansion = self._backend.expansion
+        if expansion is not None and expansion.factor * num_bytes + expansion.extra_bytes > MAX_EXPANDED_BYTES:
+            raise Rejected(
+                RejectReason.CONTEXT_LENGTH,
+                f"The text has {num_bytes} bytes, of which the model's tokenizer can make {expansion.factor:.3g} times as many "
+                f"before it cuts them into tokens; at most {MAX_EXPANDED_BYTES} are taken. Shorten the text.",
+            )
+
     def _bytes_of(self, token_id: int) -> bytes:
         backend = self._backend
         piece = backend.piece(token_id)
@@ -143,11 +157,11 @@ class Tokenizer:
         return piece.encode() if token_id in backend.literal_ids else self._decode_piece(piece)
 
 
-def _check_encodable(text: str) -> None:
+def _num_bytes(text: str) -> int:
     if text.isascii():
-        return
+        return len(text)
     try:
-        text.encode()
+        return len(text.encode())
     except UnicodeEncodeError as error:
         raise Rejected(
             RejectReason.INVALID,

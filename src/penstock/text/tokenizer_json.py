@@ -5,19 +5,27 @@ The file says how to encode; how its pieces spell bytes is read from its decoder
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import orjson
 import tokenizers
 
-from penstock.text.backend import Backend
+from penstock.text.backend import MAX_EXPANDED_BYTES, Backend, Expansion
 from penstock.text.pieces import Spelling
 from penstock.types.errors import ModelError
 
 _log = logging.getLogger(__name__)
+
+MAX_EXPANSION = 64
+"""Bytes that the steps before the vocabulary may make of one. A space that becomes U+2581 makes 3."""
+MAX_EXTRA_BYTES = 1024
+MAX_PARTS = 64
+MAX_ENDS = 1024
 
 
 def load_backend(path: Path, *, bos_token_id: int | None, eos_token: str | None) -> Backend:
@@ -25,7 +33,7 @@ def load_backend(path: Path, *, bos_token_id: int | None, eos_token: str | None)
 
     Truncation and padding that the file may ask for are switched off: they would change prompts silently.
     """
-    encoder = _read(path)
+    encoder, expansion = _read(path)
     encoder.no_truncation()
     encoder.no_padding()
     steps = list(_decoder_steps(encoder))
@@ -47,19 +55,90 @@ def load_backend(path: Path, *, bos_token_id: int | None, eos_token: str | None)
         eos_token_ids=() if eos_token_id is None else (eos_token_id,),
         unknown_token_id=None,
         padding_token_id=None,
+        expansion=expansion,
     )
 
 
-def _read(path: Path) -> tokenizers.Tokenizer:
+def _read(path: Path) -> tuple[tokenizers.Tokenizer, Expansion | None]:
     try:
-        return tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        # Before the library reads it, which normalises the added tokens then.
+        expansion = _expansion(orjson.loads(text), path)
+        return tokenizers.Tokenizer.from_str(text), expansion
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}.") from error
-    except Exception as error:  # the library raises bare Exception
+    except ModelError:
+        raise
+    except Exception as error:  # the library raises bare Exception, and so does the reading of what is no tokenizer
         raise ModelError(
             f"{path} is not a valid tokenizer.json: {error}.",
             remedy="Fetch it again, or use a newer version of the package tokenizers.",
         ) from error
+
+
+def _expansion(file: dict[str, Any], path: Path) -> Expansion | None:
+    """How much longer the file's steps can make a text before it is cut into tokens. Raises `ModelError` if it is too much."""
+    parts = [*_flat(file.get("normalizer"), "normalizers"), *_flat(file.get("pre_tokenizer"), "pretokenizers")]
+    factor, extra_bytes = 1.0, 0.0
+    for part in parts:
+        of_part = _part_expansion(part)
+        factor, extra_bytes = factor * of_part.factor, extra_bytes * of_part.factor + of_part.extra_bytes
+        if factor > MAX_EXPANSION or extra_bytes > MAX_EXTRA_BYTES or len(parts) > MAX_PARTS:
+            raise ModelError(
+                f"{path} would make up to {factor:.3g} bytes of each, and {extra_bytes:.3g} more, in {len(parts)} steps: "
+                f"{part.get('type', 'a step without type')} goes too far.",
+                remedy=f"At most {MAX_EXPANSION}, {MAX_EXTRA_BYTES} and {MAX_PARTS} are taken. Correct its normalizer "
+                "and pre_tokenizer, or use another model.",
+            )
+    longest = sum([len(token["content"].encode()) for token in file.get("added_tokens") or ()])
+    if longest * factor > MAX_EXPANDED_BYTES:
+        raise ModelError(f"{path} would make more than {MAX_EXPANDED_BYTES} bytes of its added tokens.")
+    for part in _flat(file.get("post_processor"), "processors"):
+        _check_ends(part, path)
+    return Expansion(factor, int(extra_bytes)) if factor > 2 else None
+
+
+def _flat(part: dict[str, Any] | None, members: str) -> list[dict[str, Any]]:
+    """The steps of a sequence, and of sequences in it, in their order."""
+    steps, pending = [], [part] if part else []
+    while pending:
+        step = pending.pop(0)
+        if members in step:
+            pending = [*step[members], *pending]
+        else:
+            steps.append(step)
+    return steps
+
+
+def _part_expansion(part: dict[str, Any]) -> Expansion:
+    """By its fields, as the library does it: `type` may be absent. Unicode's forms are not counted: three bytes of each, or
+    eleven at most (https://unicode.org/faq/normalization.html), however often they are applied."""
+    if "pattern" in part and "content" in part:  # Replace
+        # The library fails where a pattern matches nothing, so a match has a byte at least.
+        num_matched = max(1, len(part["pattern"].get("String", "").encode()))
+        return Expansion(max(1.0, len(part["content"].encode()) / num_matched), 0)
+    if "prepend" in part:
+        return Expansion(1, len(part["prepend"].encode()))
+    if "precompiled_charsmap" in part:  # a trie, its size in front, and what it points to, each with a zero byte at its end
+        charsmap = base64.b64decode(part["precompiled_charsmap"] or "")
+        targets = charsmap[4 + int.from_bytes(charsmap[:4], "little") :]
+        return Expansion(max(1, *map(len, targets.split(b"\0"))), 0)
+    if "replacement" in part:  # Metaspace: of each space, and in front of each piece
+        return Expansion(1 + len(part["replacement"].encode()), 0)
+    if part.get("type") == "ByteLevel":  # half of the bytes become characters of two; a space in front of each piece
+        return Expansion(4 if part.get("add_prefix_space") else 2, 0)
+    return Expansion(3 if part.get("type") == "BertNormalizer" else 1, 0)  # it puts a space on each side of an ideograph
+
+
+def _check_ends(part: dict[str, Any], path: Path) -> None:
+    """What is put around a text: a few tokens, and the text itself once."""
+    pieces = part.get("single", ())
+    num_added = sum([len(token["ids"]) for token in (part.get("special_tokens") or {}).values()]) if pieces else 0
+    if sum(["Sequence" in piece or str(piece).startswith("$") for piece in pieces]) > 1 or len(pieces) * num_added > MAX_ENDS:
+        raise ModelError(
+            f"{path} repeats a text, or puts more than {MAX_ENDS} tokens around it.",
+            remedy="Correct its post_processor, or use another model.",
+        )
 
 
 def _piece_lookup(encoder: tokenizers.Tokenizer) -> Callable[[int], str | None]:
