@@ -13,8 +13,11 @@ from penstock.config import ServerConfig
 from penstock.serve import off_loop
 from penstock.serve.off_loop import INLINE_MAX_SIZE, LARGE_SIZE, MAX_GRAMMARS, OffLoop
 from penstock.serve.openai.schemas import MAX_TEXT_CHARS
+from penstock.text.chat import ChatTemplate
 from penstock.types.errors import Rejected, RejectReason
 
+CHAT = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "hi"}]
 TEXT = "a" * (LARGE_SIZE + 1)
 
 
@@ -210,6 +213,49 @@ async def test_work_that_fails_says_so_and_the_next_is_done(pool):
     with pytest.raises(Rejected, match="wrong"):
         await failing
     assert await asyncio.gather(*others) == [1, 2]
+
+
+async def test_templates_have_lines_of_their_own_and_wait_no_longer_than_told(pool, held, monkeypatch):
+    large = [asyncio.create_task(pool.render(LARGE_SIZE + 1, held)) for _ in range(5)]
+    small = asyncio.create_task(pool.render(1, held))
+    await until(lambda: held.num_begun == 2)
+    assert await pool.run(LARGE_SIZE, lambda: "small") == "small"
+    assert await pool.run(LARGE_SIZE + 1, lambda: "large") == "large"
+    monkeypatch.setattr(off_loop, "MAX_RENDER_S", 0.05)
+    with pytest.raises(Rejected, match="too many conversations") as refusal:
+        await pool.render(1, held)
+    assert refusal.value.reason is RejectReason.QUEUE_FULL
+    assert refusal.value.retry_after_s
+    held.release()
+    await asyncio.gather(small, *large)
+    assert held.num_begun == 6  # what was refused never began
+    assert await pool.render(1, threading.current_thread) is not threading.current_thread()
+
+
+async def test_a_template_that_never_ends_holds_up_nobody_else(monkeypatch):
+    endless = (
+        "{% set l = range(9999) | list %}{% for a in l %}{% for b in l %}{% for c in l %}{% endfor %}{% endfor %}{% endfor %}"
+    )
+    template = ChatTemplate(endless, special_tokens={}, max_s=0.5)
+    monkeypatch.setattr(off_loop, "MAX_RENDER_S", 1.2)
+    with running() as server:
+        server.runtime.chat_template = template
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+            chats = [asyncio.create_task(client.post(path, json={"messages": MESSAGES})) for path in (CHAT, "/tokenize") * 4]
+            num_probes = 0
+            while not all(chat.done() for chat in chats):
+                async with asyncio.timeout(0.5):
+                    assert (await client.get("/health")).status_code == 200
+                    assert (await client.post("/tokenize", json={"prompt": "hi"})).status_code == 200
+                num_probes += 1
+            answers = await asyncio.gather(*chats)
+        assert num_probes > 20
+        assert {answer.status_code for answer in answers} == {400, 429}
+        refused = check(
+            next(answer for answer in answers if answer.status_code == 400), 400, "invalid_request_error", "messages"
+        )
+        assert "more than 0.5 s" in refused["message"]
+        check(next(answer for answer in answers if answer.status_code == 429), 429, "overloaded")
 
 
 async def test_small_work_does_not_wait_for_large(pool, held):

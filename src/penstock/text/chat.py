@@ -17,7 +17,7 @@ from penstock.types.errors import ConfigError, Rejected, RejectReason
 DEFAULT_MAX_CHARS = 8 << 20
 DEFAULT_MAX_S = 2.0
 """Of one rendering, and of the compilation."""
-DEFAULT_MAX_MEMORY_BYTES = 384 << 20
+DEFAULT_MAX_MEMORY_BYTES = 256 << 20
 """Address space of the template's process, of which Python and Jinja2 take 25 MiB."""
 _CONTINUE_MARK = "<|penstock continues here|> "
 """Put behind the last message to find its end in the rendered text. Its last space shows whether the template trims."""
