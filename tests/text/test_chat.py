@@ -311,6 +311,28 @@ class TestTheProcess:
         assert caught.value.reason is RejectReason.UNAVAILABLE
         assert caught.value.retry_after_s
 
+    def test_an_answer_that_nobody_waited_for_is_not_taken_for_the_next(self, monkeypatch):
+        template = make("{{ messages[0].content }}")
+        child = template._process._child
+
+        def interrupted():
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(child, "_read", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            template.render([{"role": "user", "content": "old"}])
+        assert template.render(HELLO) == "hello"
+
+    def test_its_timer_works_though_the_server_was_told_to_ignore_it(self):
+        code = (
+            "import signal; signal.signal(signal.SIGALRM, signal.SIG_IGN); "
+            "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM}); from penstock.text.chat import ChatTemplate; "
+            "ChatTemplate(input(), special_tokens={}, max_s=0.3).render([{}])"
+        )
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, input=BOMBS["nested loops"], capture_output=True, text=True, check=False, timeout=60)
+        assert "needs more than 0.3 s" in done.stderr
+
     def test_one_that_cannot_be_started_is_told(self, monkeypatch):
         monkeypatch.setattr(sys, "executable", "/no/such/python")
         with pytest.raises(ConfigError, match="cannot be started"):

@@ -41,6 +41,8 @@ def serve(*, max_s: float, max_memory_bytes: int, max_chars: int) -> None:
     # A service manager sends SIGTERM to every process of a server, which still answers those whom it has let in.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # the server is gone
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # whoever started the server may have ignored or blocked it
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
     _set_limit(resource.RLIMIT_AS, max_memory_bytes)
     _set_limit(resource.RLIMIT_CORE, 0)
     template: _Template | None = None

@@ -142,6 +142,9 @@ class _Child:
             text = self._read().decode("utf-8", "surrogatepass")
         except (BrokenPipeError, EOFError):
             raise _Ended(self._process.wait()) from None
+        except BaseException:  # Ctrl-C: the answer that is still to come must not be taken for the next one's
+            _end(self._process)
+            raise
         if text.startswith("-"):
             raise _TemplateError(text[1:])
         return text[1:]

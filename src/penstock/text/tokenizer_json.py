@@ -111,8 +111,8 @@ def _flat(part: dict[str, Any] | None, members: str) -> list[dict[str, Any]]:
 
 
 def _part_expansion(part: dict[str, Any]) -> Expansion:
-    """By its fields, as the library does it: `type` may be absent. Unicode's forms are not counted: three bytes of each, or
-    eleven at most (https://unicode.org/faq/normalization.html), however often they are applied."""
+    """By its fields, as the library does it: `type` may be absent. NFC and NFD count as nothing, though they can make three
+    bytes of one: only of characters that texts have next to none of."""
     if "pattern" in part and "content" in part:  # Replace
         # The library fails where a pattern matches nothing, so a match has a byte at least.
         num_matched = max(1, len(part["pattern"].get("String", "").encode()))
@@ -127,7 +127,8 @@ def _part_expansion(part: dict[str, Any]) -> Expansion:
         return Expansion(1 + len(part["replacement"].encode()), 0)
     if part.get("type") == "ByteLevel":  # half of the bytes become characters of two; a space in front of each piece
         return Expansion(4 if part.get("add_prefix_space") else 2, 0)
-    return Expansion(3 if part.get("type") == "BertNormalizer" else 1, 0)  # it puts a space on each side of an ideograph
+    # https://unicode.org/faq/normalization.html has the forms; BERT's puts a space on each side of an ideograph.
+    return Expansion({"NFKC": 11, "NFKD": 11, "BertNormalizer": 3}.get(part.get("type", ""), 1), 0)
 
 
 def _check_ends(part: dict[str, Any], path: Path) -> None:
