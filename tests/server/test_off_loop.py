@@ -249,7 +249,7 @@ async def test_a_template_that_never_ends_holds_up_nobody_else(monkeypatch):
                     assert (await client.post("/tokenize", json={"prompt": "hi"})).status_code == 200
                 num_probes += 1
             answers = await asyncio.gather(*chats)
-        assert num_probes > 20
+        assert num_probes > 5
         assert {answer.status_code for answer in answers} == {400, 429}
         refused = check(
             next(answer for answer in answers if answer.status_code == 400), 400, "invalid_request_error", "messages"

@@ -11,7 +11,7 @@ import tokenizers
 from penstock.text.pieces import Spelling
 
 MAX_EXPANDED_BYTES = 8 << 20
-"""Of one text, as it is cut into tokens: twice the longest that a request holds, and 3 GB in a vocabulary of single bytes."""
+"""Of one text, as it is cut into tokens: twice the longest that a request holds."""
 
 
 class Expansion(NamedTuple):
