@@ -4,8 +4,9 @@ Starts `penstock serve` with a model that is in the cache, on a free port, and w
 question, so that what is allocated on first use is counted, and reads the resident memory. `beside_mb` is what remains of it
 without the weights and the KV cache: the bar is 150 MB. The weights are those that the backend has packed (`weights_mb`, its
 `penstock_weight_bytes`) and what is resident of the model's file, such as rows of a table (`mapped_mb`). It is read again after
-a load of 32 streams, as `loaded_beside_mb`. `idle_cpu_percent` is the CPU time of all threads in two seconds without a
-request, of one core.
+a load of 32 streams, as `loaded_beside_mb`. `peak_mb` is the most that was resident at any time until it was ready: pages of
+the model's file and the first ones of the KV cache are part of it. `idle_cpu_percent` is the CPU time of all threads in two
+seconds without a request, of one core.
 
 `installed_mb` is what `pip install penstock` leaves in `site-packages`: every distribution that it needs at run time, found by
 their metadata in the environment that runs this, as the sum of their files' sizes (byte code included).
@@ -34,7 +35,7 @@ from load import Job, replay
 
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
 
-DEADLINE_S = 60.0
+DEADLINE_S = 180.0
 KV_BYTES = 1 << 30
 STREAMS = 32
 IDLE_S = 2.0
@@ -84,6 +85,11 @@ def resident_mb(smaps: str, model: Path) -> dict[str, float]:
     return {"resident_mb": resident / 1e6, "kv_touched_mb": in_kv / 1e6, "mapped_mb": mapped / 1e6}
 
 
+def peak_mb(status: str) -> float:
+    """The most that was resident at any time, of `/proc/<pid>/status`."""
+    return next(int(line.split()[1]) * 1024 / 1e6 for line in status.splitlines() if line.startswith("VmHWM:"))
+
+
 def installed_mb() -> dict[str, float]:
     """Size in `site-packages` of Penstock and of everything that it needs, byte code included, the largest first."""
     sizes = {name: sum(path.stat().st_size for path in files) for name, files in distribution_files().items()}
@@ -129,8 +135,9 @@ def measure(model: str, path: Path, arguments: list[str], streams: int) -> dict[
     try:
         wait_until_ready(url, server)
         ready_s = time.perf_counter() - start
+        peak = peak_mb(Path(f"/proc/{server.pid}/status").read_text())
         print(ask(url))
-        figures = {"ready_s": ready_s, "first_answer_s": time.perf_counter() - start}
+        figures = {"ready_s": ready_s, "peak_mb": peak, "first_answer_s": time.perf_counter() - start}
         smaps = Path(f"/proc/{server.pid}/smaps")
         read = {"": resident_mb(smaps.read_text(), path)}
         if streams:

@@ -3,12 +3,14 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -28,18 +30,35 @@ using Vector = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 template <typename T>
 using Matrix = nb::ndarray<const T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-void check_source(SourceFormat format, int rows, int cols, const Matrix<uint8_t>& data) {
+void check_shape(SourceFormat format, int rows, int cols) {
     const int block = float_bytes(format) > 0 ? 1 : block_format(format).groups * kGroup;
     if (rows <= 0 || cols <= 0 || cols % block != 0) throw std::invalid_argument("the columns are no whole number of blocks");
+}
+
+void check_source(SourceFormat format, int rows, int cols, const Matrix<uint8_t>& data) {
+    check_shape(format, rows, cols);
     if (static_cast<int64_t>(data.size()) != source_bytes(format, rows, cols)) {
         throw std::invalid_argument("the data has not the size of such a matrix");
     }
 }
 
-int add_matrix(Engine& self, SourceFormat format, int rows, int cols, const Matrix<uint8_t>& data) {
-    check_source(format, rows, cols, data);
+void pack_rows(Engine& self, int matrix, int first_row, const Matrix<uint8_t>& data) {
+    const PackedStorage& packed = self.packed(matrix);
+    const int64_t first = first_row, rows = static_cast<int64_t>(data.shape(0)), end = first + rows;
+    if (first < 0 || first % kPanel != 0 || rows < 1 || end > packed.matrix.rows || (end % kPanel != 0 && end != packed.matrix.rows)) {
+        throw std::invalid_argument("these rows are no whole panels of the matrix");
+    }
+    check_source(packed.format, static_cast<int>(rows), packed.matrix.cols, data);
     nb::gil_scoped_release release;
-    return self.add_matrix(format, rows, cols, data.data());
+    self.pack_rows(matrix, first_row, static_cast<int>(rows), data.data());
+}
+
+int add_matrix(Engine& self, SourceFormat format, int rows, int cols, const std::optional<Matrix<uint8_t>>& data) {
+    check_shape(format, rows, cols);
+    if (data) check_source(format, rows, cols, *data);
+    const int matrix = self.add_matrix(format, rows, cols);
+    if (data) pack_rows(self, matrix, 0, *data);
+    return matrix;
 }
 
 int add_table(Engine& self, SourceFormat format, int rows, int cols, const Matrix<uint8_t>& data) {
@@ -283,8 +302,11 @@ void bind_engine(nb::module_& m) {
              },
              nb::kw_only(), "num_layers"_a, "num_kv_heads"_a, "head_dim"_a, "vocab_size"_a, "num_blocks"_a, "block_size"_a,
              "max_rows"_a, "max_step_tokens"_a, "num_threads"_a, "variant"_a = "", "kv_format"_a = KvFormat::kInt8)
-        .def("add_matrix", &add_matrix, "format"_a, "rows"_a, "cols"_a, "data"_a,
-             "Packs a matrix from its file's bytes (uint8 [rows, bytes per row]); returns its id.")
+        .def("add_matrix", &add_matrix, "format"_a, "rows"_a, "cols"_a, "data"_a = nb::none(),
+             "Packs a matrix from its file's bytes (uint8 [rows, bytes per row]); without them, makes room for it, and `pack_rows` brings "
+             "them. Returns its id.")
+        .def("pack_rows", &pack_rows, "matrix"_a, "first_row"_a, "data"_a,
+             "Packs some rows of a matrix (uint8 [rows, bytes per row]): whole panels of 16, or up to its last row.")
         .def("add_table", &add_table, "format"_a, "rows"_a, "cols"_a, nb::arg("data").noconvert(), nb::keep_alive<1, 5>(),
              "A matrix of which single rows are read: not packed, not copied, kept alive; returns its id for LOOKUP.")
         .def("add_vector",

@@ -50,26 +50,28 @@ KvLayer Engine::layer(int index) const {
     return kv;
 }
 
-int Engine::add_matrix(SourceFormat format, int rows, int cols, const uint8_t* source) {
-    PackedStorage packed = allocate_packed(arena_, format, rows, cols);
+int Engine::add_matrix(SourceFormat format, int rows, int cols) {
+    matrices_.push_back(allocate_packed(arena_, format, rows, cols));
+    weight_bytes_ += matrices_.back().bytes;
+    return static_cast<int>(matrices_.size()) - 1;
+}
+
+void Engine::pack_rows(int matrix, int first_row, int num_rows, const uint8_t* source) {
     struct Packing final : Work {
         PackedStorage& packed;
         const uint8_t* source;
-        SourceFormat format;
-        int num_parts;
+        int first, panels, num_parts;
         std::atomic<bool> finite{true};
-        Packing(PackedStorage& p, const uint8_t* s, SourceFormat f, int n) : packed(p), source(s), format(f), num_parts(n) {}
+        Packing(PackedStorage& p, const uint8_t* s, int f, int n, int parts)
+            : packed(p), source(s), first(f), panels(n), num_parts(std::min(n, parts)) {}
         void run_task(int, int part, int) override {
-            const int64_t panels = packed.matrix.panels;
-            const auto first = static_cast<int>(panels * part / num_parts), end = static_cast<int>(panels * (part + 1) / num_parts);
-            if (!pack_panels(packed, source, format, first, end)) finite.store(false, std::memory_order_relaxed);
+            const auto begin = static_cast<int>(int64_t{panels} * part / num_parts), end = static_cast<int>(int64_t{panels} * (part + 1) / num_parts);
+            const uint8_t* const rows = source + begin * source_bytes(packed.format, kPanel, packed.matrix.cols);
+            if (!pack_panels(packed, rows, first + begin, first + end)) finite.store(false, std::memory_order_relaxed);
         }
-    } packing(packed, source, format, std::min(packed.matrix.panels, kPackingTasksPerMember * team_.size()));
+    } packing(matrices_.at(matrix), source, first_row / kPanel, ceil_div(num_rows, kPanel), kPackingTasksPerMember * team_.size());
     team_.run(packing, {packing.num_parts});
     if (!packing.finite.load(std::memory_order_relaxed)) throw std::invalid_argument("a scale is no finite number: the file is damaged");
-    weight_bytes_ += packed.bytes;
-    matrices_.push_back(packed);
-    return static_cast<int>(matrices_.size()) - 1;
 }
 
 int Engine::add_table(SourceFormat format, int rows, int cols, const uint8_t* source) {

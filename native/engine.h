@@ -135,7 +135,12 @@ class Engine final : private Work {
     // Throws std::invalid_argument for a shape that the kernels can't compute, std::bad_alloc without memory.
     Engine(const EngineShape& shape, int num_threads, const std::string& variant);
 
-    int add_matrix(SourceFormat format, int rows, int cols, const uint8_t* source);
+    // Memory for a matrix, whose rows are packed by `pack_rows`: all of them, before the first step.
+    int add_matrix(SourceFormat format, int rows, int cols);
+    // Rows as in the file. `first_row` begins a panel, and the last one ends one or is the matrix's last.
+    void pack_rows(int matrix, int first_row, int num_rows, const uint8_t* source);
+    // What a matrix is made of: its format in the file, rows and columns.
+    const PackedStorage& packed(int matrix) const { return matrices_.at(matrix); }
     // A matrix of which a step reads single rows: it stays where and as it is, and must outlive the engine. It is not read now,
     // so damage shows when a row is looked up: a group whose scale is no finite number is NaN, and so are that request's logits.
     int add_table(SourceFormat format, int rows, int cols, const uint8_t* source);

@@ -114,13 +114,13 @@ bool pack_group(Group (*rows)[kMaxBlockGroups], int group, WeightKind kind, cons
     return finite;
 }
 
-bool pack_quantised(PackedStorage& packed, const uint8_t* source, const BlockFormat& format, int panel) {
+// `first` is the panel's first row.
+bool pack_quantised(PackedStorage& packed, const uint8_t* first, const BlockFormat& format, int panel) {
     const PackedMatrix& w = packed.matrix;
     const int groups = w.cols / kGroup, pairs = (groups + 1) / 2, blocks = groups / format.groups;
     const int group_bytes = kPanel * (is_nibbles(w.kind) ? kGroup / 2 : kGroup);
     const int num_rows = std::min(kPanel, w.rows - panel * kPanel);
     const int64_t row_bytes = static_cast<int64_t>(blocks) * format.bytes;
-    const uint8_t* const first = source + panel * kPanel * row_bytes;
     Group rows[kPanel][kMaxBlockGroups] = {};
     bool finite = true;
     for (int block = 0; block < blocks; ++block) {
@@ -159,13 +159,15 @@ void round_to_bf16(SourceFormat format, const uint8_t* source, int count, uint16
     }
 }
 
-void pack_bf16(PackedStorage& packed, const uint8_t* source, SourceFormat format, int panel) {
+// Likewise.
+void pack_bf16(PackedStorage& packed, const uint8_t* first, int panel) {
     const PackedMatrix& w = packed.matrix;
+    const SourceFormat format = packed.format;
     const int64_t pairs = (w.cols + 1) / 2, row_bytes = int64_t{w.cols} * float_bytes(format);
     uint8_t* const to = packed.quants + panel * pairs * 64;
     uint16_t rounded[kRounded];
     for (int lane = 0; lane < kPanel && panel * kPanel + lane < w.rows; ++lane) {
-        const uint8_t* row = source + (panel * kPanel + lane) * row_bytes;
+        const uint8_t* row = first + lane * row_bytes;
         for (int col = 0; col < w.cols; col += kRounded) {
             const int count = std::min(kRounded, w.cols - col);
             round_to_bf16(format, row + int64_t{col} * float_bytes(format), count, rounded);
@@ -296,16 +298,18 @@ PackedStorage allocate_packed(Arena& arena, SourceFormat format, int rows, int c
         if (is_affine(kind)) packed.offsets = reinterpret_cast<uint16_t*>(take(pairs * kPanel * 4));
     }
     packed.matrix = {kind, rows, cols, static_cast<int32_t>(panels), packed.quants, packed.scales, packed.offsets};
+    packed.format = format;
     return packed;
 }
 
-bool pack_panels(PackedStorage& packed, const uint8_t* source, SourceFormat format, int panel0, int panel1) {
+bool pack_panels(PackedStorage& packed, const uint8_t* source, int panel0, int panel1) {
+    const int64_t panel_bytes = source_bytes(packed.format, kPanel, packed.matrix.cols);
     bool finite = true;
-    for (int panel = panel0; panel < panel1; ++panel) {
-        if (float_bytes(format) > 0) {
-            pack_bf16(packed, source, format, panel);
+    for (int panel = panel0; panel < panel1; ++panel, source += panel_bytes) {
+        if (float_bytes(packed.format) > 0) {
+            pack_bf16(packed, source, panel);
         } else {
-            finite = pack_quantised(packed, source, block_format(format), panel) && finite;
+            finite = pack_quantised(packed, source, block_format(packed.format), panel) && finite;
         }
     }
     return finite;

@@ -71,15 +71,17 @@ class Arena {
 // A packed matrix whose memory is that of an arena.
 struct PackedStorage {
     PackedMatrix matrix{};
+    SourceFormat format{};  // of the file's rows
     uint8_t* quants = nullptr;
     uint16_t* scales = nullptr;
     uint16_t* offsets = nullptr;
     int64_t bytes = 0;
 };
 
-// `source` is row-major as in the file: blocks of the format, or numbers, which become bf16. Quantised rows have whole blocks.
-// Panels [panel0, panel1) are written; disjoint ranges may run on different threads. False: a scale is no finite number.
 PackedStorage allocate_packed(Arena& arena, SourceFormat format, int rows, int cols);
-bool pack_panels(PackedStorage& packed, const uint8_t* source, SourceFormat format, int panel0, int panel1);
+
+// The rows from panel `panel0` on, row-major as in the file: blocks of the format, or numbers, which become bf16. Quantised rows have
+// whole blocks. Panels [panel0, panel1) are written; disjoint ranges may run on different threads. False: a scale is no finite number.
+bool pack_panels(PackedStorage& packed, const uint8_t* source, int panel0, int panel1);
 
 }  // namespace penstock

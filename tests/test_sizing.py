@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +14,12 @@ from hypothesis import strategies as st
 
 from penstock.config import KvConfig
 from penstock.sizing import DEFAULT_CAP_BYTES, RESERVE_BYTES, SLOT_BOOKS_BYTES, GpuMemory, KvPlan, plan_gpu_kv, plan_kv
+from penstock.testing.tiny_models import TinyLlama, write_gguf, write_hf
 from penstock.types.errors import ConfigError
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.model_spec import ModelSpec
 
-GIB = 1 << 30
+GIB, MIB = 1 << 30, 1 << 20
 
 
 def make_spec(max_model_len: int = 2048) -> ModelSpec:
@@ -198,3 +202,39 @@ def test_a_request_that_a_gpu_cannot_hold_is_refused_if_it_was_asked_for() -> No
     assert gpu_plan(small).is_shortened
     with pytest.raises(ConfigError, match="holds 160"):
         gpu_plan(small, max_model_len=161)
+
+
+@pytest.mark.parametrize("stored", ["TQ2_0 in a GGUF file", "F32 in a directory"])
+def test_loading_takes_no_more_than_was_counted(tmp_path: Path, stored: str) -> None:
+    """Nor twice the weights on the way: what is converted, and what is read of the file, goes as soon as it is packed."""
+    shape = TinyLlama(hidden_size=1024, intermediate_size=2560, num_layers=4, num_heads=16, num_kv_heads=16, head_dim=64)
+    if stored.startswith("TQ2_0"):
+        path = write_gguf(tmp_path / "large.gguf", shape, matrix_type="TQ2_0")
+    else:
+        path = write_hf(tmp_path / "large", shape, dtype="f32")
+    found = subprocess.run([sys.executable, "-c", PEAK, str(path)], capture_output=True, text=True, check=True)
+    beyond_bytes, weight_bytes = map(int, found.stdout.split())
+    assert weight_bytes > 48 * MIB
+    assert beyond_bytes < 24 * MIB
+
+
+PEAK = """
+import sys
+from pathlib import Path
+from penstock.backends.native.executor import NativeExecutor
+from penstock.models.catalog import resolve
+from penstock.models.load import load_model
+from penstock.models import codebooks, gguf, hf, registry
+import gguf.quants
+
+def kib(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name))
+
+sizes = dict(num_blocks=2, block_size=16, max_rows=1, max_step_tokens=1, max_model_len=16)
+before = kib("VmRSS")
+model = load_model(resolve(sys.argv[1], Path(sys.argv[1]).parent))
+executor = NativeExecutor(model, registry.describe(model.spec), num_threads=2, **sizes)
+print((kib("VmHWM") - before) * 1024 - model.num_weight_bytes, model.num_weight_bytes)
+"""
+"""Bytes that were resident at the most, beyond what was before and what was counted; and the latter."""

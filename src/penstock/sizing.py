@@ -13,7 +13,8 @@ from penstock.types.model_spec import ModelSpec
 DEFAULT_CAP_BYTES = 4 << 30
 """More is only taken when asked for: a server should not fill a workstation unasked."""
 RESERVE_BYTES = 256 << 20
-"""Left for the process itself: the interpreter, activations, the vocabulary."""
+"""Left for the process itself: the interpreter, activations, the vocabulary; while weights are loaded, the part of a matrix
+that is being converted."""
 DEFAULT_GPU_UTILIZATION = 0.9
 """Of a GPU's memory. The rest is the driver's, and room for what a profile run can't see, such as fragments."""
 SLOT_BOOKS_BYTES = 450

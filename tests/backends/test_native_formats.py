@@ -204,6 +204,30 @@ def test_a_matrix_takes_as_much_memory_as_was_planned(fmt: WeightFormat) -> None
             assert held_bytes(fmt, rows, cols) == engine.weight_bytes - before
 
 
+@pytest.mark.parametrize("fmt", SOURCE_FORMATS)
+def test_a_matrix_that_comes_in_parts_is_the_same(fmt: WeightFormat) -> None:
+    cols = 2 * BLOCKS[fmt][0] if fmt in BLOCKS else 33
+    rng = np.random.default_rng(4)
+    row_bytes = stored_bytes(fmt, 1, cols)
+    raw = random_blocks(rng, fmt, 70, cols) if fmt in BLOCKS else rng.integers(0, 64, (70, row_bytes), np.uint8)
+    probe = Probe(70, cols, variant="")
+    matrix = probe.engine.add_matrix(SOURCE_FORMATS[fmt], 70, cols)
+    for begin, end in ((48, 70), (0, 16), (16, 48)):
+        probe.engine.pack_rows(matrix, begin, raw[begin:end])
+    out = probe.buffer(cols)
+    probe.row(RowOpKind.EMBED, out=out, weight=matrix, value=1.0)
+    probe.finish(out)
+    assert np.array_equal(probe.run(range(70)), looked_at(SOURCE_FORMATS[fmt], raw, cols), equal_nan=True)
+
+
+@pytest.mark.parametrize(("begin", "num_rows"), [(8, 16), (0, 8), (32, 16), (-16, 16), (48, 1), (0, 0)])
+def test_parts_that_are_no_panels_of_the_matrix_are_refused(begin: int, num_rows: int) -> None:
+    engine = Probe(1, 16, variant="").engine
+    matrix = engine.add_matrix(SourceFormat.BF16, 40, 8)
+    with pytest.raises(ValueError, match="no whole panels"):
+        engine.pack_rows(matrix, begin, np.zeros((num_rows, 16), np.uint8))
+
+
 @pytest.mark.parametrize("fmt", BLOCKS)
 def test_rows_of_half_a_block_are_refused(fmt: WeightFormat) -> None:
     engine = Probe(1, 16, variant="").engine

@@ -11,7 +11,18 @@ import pytest
 from penstock.backends.native._native import Engine, RowOpKind, SourceFormat
 from penstock.backends.native.lowering import lower
 from penstock.models.formats import held_bytes
-from penstock.models.program import Add, Attention, Embed, GatedActivation, GatherRows, Linear, Logits, Op, Program, RMSNorm
+from penstock.models.program import (
+    Add,
+    Attention,
+    Embed,
+    GatedActivation,
+    GatherRows,
+    Linear,
+    Logits,
+    Op,
+    Program,
+    RMSNorm,
+)
 from penstock.models.weights import BlockScales, WeightFormat, WeightTensor
 from penstock.types.errors import ModelError
 
@@ -196,9 +207,12 @@ def test_fp8_is_widened_with_its_scales() -> None:
     given: list[tuple[SourceFormat, np.ndarray]] = []
 
     class Given(Recorder):
-        def add_matrix(self, fmt: SourceFormat, rows: int, cols: int, data: np.ndarray) -> int:
-            given.append((fmt, data.view(np.float32).copy()))
+        def add_matrix(self, fmt: SourceFormat, rows: int, cols: int) -> int:
+            self.fmt = fmt
             return 0
+
+        def pack_rows(self, matrix: int, first_row: int, data: np.ndarray) -> None:
+            given.append((self.fmt, data.view(np.float32).copy()))
 
     codes = np.full((32, 32), 0x38, np.uint8)
     codes[5, 7] = 0xC0  # -2
@@ -216,3 +230,19 @@ def test_fp8_that_is_no_finite_number_is_refused(code: int, scale: float) -> Non
     codes[31, 30] = code
     with pytest.raises(ModelError, match="'v' has a weight that is no finite number"):
         lower_fp8(codes, np.full(32, scale, np.float32), Recorder())
+
+
+def test_a_matrix_is_handed_over_in_parts_of_whole_panels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is converted is in memory a part at a time."""
+    monkeypatch.setattr("penstock.models.weights._PART_VALUES", 40 * 32)
+    handed: list[tuple[int, int]] = []
+
+    class Handed(Recorder):
+        def pack_rows(self, matrix: int, first_row: int, data: np.ndarray) -> None:
+            handed.append((first_row, len(data)))
+
+    ops = (Embed("x", "w"), Logits("y", "x", "w"))
+    program = Program(num_layers=1, num_kv_heads=1, head_dim=16, vocab_size=70, buffers=(("x", 32), ("y", 70)), ops=ops)
+    matrix = WeightTensor("w", 70, 32, WeightFormat.BF16, np.zeros((70, 32), np.uint16))
+    lower(program, {"w": matrix}, cast(Engine, Handed()), num_positions=64)
+    assert handed == [(0, 32), (32, 32), (64, 6)]

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import shutil
-from collections.abc import Callable
+import tracemalloc
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
-from gguf.quants import dequantize
+from gguf.quants import dequantize, quantize
 
-from penstock.models import gguf_tensors, registry
+from penstock.models import codebooks, gguf_tensors, registry
 from penstock.models.checks import weight_shapes
 from penstock.models.gguf import load_gguf
 from penstock.models.gguf_file import GGML_Q8_0, open_gguf
-from penstock.models.gguf_tensors import conversion_notes, load_tensor
+from penstock.models.gguf_tensors import conversion_notes, load_tensor, round_to_q8_0
 from penstock.models.hf import load_hf_directory
-from penstock.models.weights import WeightFormat
+from penstock.models.weights import WeightFormat, WeightTensor
 from penstock.testing.tiny_models import TinyLlama, vocabulary, write_gguf, write_hf
 from penstock.types.errors import ModelError
 from penstock.types.vocab import GgufVocab
@@ -168,7 +170,7 @@ def test_a_file_that_is_something_else_is_not_called_corrupt(tmp_path, tiny):
     assert load_gguf(path).name == "model"
 
 
-def one_tensor(path: Path, kind: GGMLQuantizationType, raw: np.ndarray) -> np.ndarray:
+def one_tensor(path: Path, kind: GGMLQuantizationType, raw: np.ndarray) -> WeightTensor:
     writer = GGUFWriter(path, "llama")
     writer.add_tensor("t", raw, raw_dtype=kind)
     writer.write_header_to_file()
@@ -178,31 +180,72 @@ def one_tensor(path: Path, kind: GGMLQuantizationType, raw: np.ndarray) -> np.nd
     file = open_gguf(path)
     weight = load_tensor(file, file.tensors["t"], "t")
     assert weight.format is WeightFormat.Q8_0
-    return weight.dequantize()
+    return weight
 
 
-@pytest.mark.parametrize(
-    ("kind", "block_bytes", "scales"),
-    [
-        ("IQ1_S", 50, (0,)),
-        ("IQ2_XXS", 66, (0,)),
-        ("IQ2_XS", 74, (0,)),
-        ("IQ2_S", 82, (0,)),
-        ("IQ3_XXS", 98, (0,)),
-        ("IQ3_S", 110, (0,)),
-        ("TQ1_0", 54, (52,)),
-        ("TQ2_0", 66, (64,)),
-    ],
-)
-def test_other_types_are_decoded_and_requantised(tmp_path, kind, block_bytes, scales):
-    blocks = np.random.default_rng(1).integers(0, 256, size=(4, 2, block_bytes), dtype=np.uint8)
-    for offset in scales:
-        blocks[..., offset : offset + 2] = np.frombuffer(np.float16(0.01).tobytes(), dtype=np.uint8)
-    raw = blocks.reshape(4, -1)
+def rare_rows(kind: str, num_rows: int, num_blocks: int) -> np.ndarray:
+    """Blocks of any bits, but for scales that are finite numbers. uint8 [num_rows, bytes]"""
+    num_bytes, scale_at = RARE[kind]
+    blocks = np.random.default_rng(1).integers(0, 256, size=(num_rows, num_blocks, num_bytes), dtype=np.uint8)
+    if scale_at is not None:
+        scales = np.random.default_rng(2).normal(size=(num_rows, num_blocks, 1)).astype(np.float16)
+        scales[0] = 0  # whole groups of zeros
+        blocks[..., scale_at : scale_at + 2] = scales.view(np.uint8)
+    if kind == "IQ1_M":  # its scale is in the highest four bits of four words
+        blocks[..., 55] &= 0xBF
+    return blocks.reshape(num_rows, -1)
+
+
+RARE: Mapping[str, tuple[int, int | None]] = {
+    "IQ1_S": (50, 0),
+    "IQ1_M": (56, None),
+    "IQ2_XXS": (66, 0),
+    "IQ2_XS": (74, 0),
+    "IQ2_S": (82, 0),
+    "IQ3_XXS": (98, 0),
+    "IQ3_S": (110, 0),
+    "TQ1_0": (54, 52),
+    "TQ2_0": (66, 64),
+}
+"""Types that become Q8_0: bytes of a block, and where its scale is."""
+
+
+@pytest.mark.parametrize("kind", RARE)
+def test_other_types_become_what_ggml_would_quantise_them_to(tmp_path, kind):
+    raw = rare_rows(kind, 40, 2)
     wanted = dequantize(raw, GGMLQuantizationType[kind])
-    groups = np.abs(wanted).reshape(4, -1, 32).max(axis=-1, keepdims=True)
-    error = np.abs(one_tensor(tmp_path / "m.gguf", GGMLQuantizationType[kind], raw) - wanted).reshape(4, -1, 32)
-    assert (error <= groups / 127 * 0.51 + groups * 2**-10).all()
+    assert np.isfinite(wanted).all()
+    weight = one_tensor(tmp_path / "m.gguf", GGMLQuantizationType[kind], raw)
+    assert np.array_equal(weight.data, quantize(wanted, GGMLQuantizationType.Q8_0))
+    assert np.array_equal(weight.rows(16, 32), weight.data[16:32])
+    if kind in codebooks.TYPES:
+        assert np.array_equal(codebooks.decode(kind, raw), wanted)
+
+
+def test_halves_are_rounded_away_from_zero_as_in_ggml():
+    halves = np.arange(-127, 128) + np.float32(0.5)
+    near = np.concatenate([np.nextafter(halves, np.float32(-200)), halves, np.nextafter(halves, np.float32(200))])
+    values = np.zeros((len(near), 32), np.float32)
+    values[:, 0], values[:, 5] = 127, np.clip(near, -127, 127)
+    values = np.concatenate([values, values * np.float32(1e-3), values * np.float32(3e4), np.zeros((1, 32), np.float32)])
+    assert np.array_equal(round_to_q8_0(values), quantize(values, GGMLQuantizationType.Q8_0))
+
+
+def test_of_a_converted_matrix_only_what_is_read_is_in_memory(tmp_path):
+    raw = np.tile(rare_rows("IQ2_XXS", 1024, 8), (16, 1))
+    weight = one_tensor(tmp_path / "m.gguf", GGMLQuantizationType.IQ2_XXS, raw)
+    parts = list(weight.parts(16))
+    assert [parts[0][0], parts[-1][1]] == [0, len(raw)]
+    assert all(end == begin for (_, end), (begin, _) in itertools.pairwise(parts))
+    tracemalloc.start()
+    try:
+        for begin, end in parts:
+            weight.rows(begin, end)
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(parts) == 4
+    assert most < weight.num_bytes / 2
 
 
 def test_type_that_cannot_be_decoded_is_refused(tmp_path):

@@ -1,16 +1,18 @@
-"""Converts a matrix a few rows at a time, to bound memory, on all processors. Called by `gguf_tensors`; knows no format."""
+"""Converts rows a few at a time, to bound memory, on all processors. Called by `models.weights`; knows no format."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-_SLICE_VALUES = 1 << 18
-"""Values converted at a time by a thread: what NumPy makes on the way, a few MiB, stays near the processor."""
+_Array = TypeVar("_Array", bound=NDArray[np.generic])
+_SLICE_VALUES = 1 << 17
+"""Values converted at a time by a thread: what NumPy makes on the way, a MiB or two, stays in the second-level cache."""
 
 
 def row_slices(num_rows: int, num_cols: int) -> Iterator[slice]:
@@ -20,19 +22,20 @@ def row_slices(num_rows: int, num_cols: int) -> Iterator[slice]:
         yield slice(begin, min(begin + step, num_rows))
 
 
-def convert_rows(
-    convert: Callable[[slice], NDArray[np.uint8]], num_rows: int, num_cols: int, row_bytes: int
-) -> NDArray[np.uint8]:
-    """uint8 [num_rows, row_bytes], of which `convert` makes some rows at a time, in any order and from several threads.
+def convert_rows(convert: Callable[[slice], _Array], out: _Array, num_cols: int) -> _Array:
+    """`out`, of which `convert` makes some rows at a time, in any order and from several threads.
 
-    NumPy leaves the interpreter's lock for most of it. What `convert` raises is raised.
+    A row has `num_cols` values. NumPy leaves the interpreter's lock for most of it. What `convert` raises is raised.
     """
-    out = np.empty((num_rows, row_bytes), dtype=np.uint8)
+    slices = list(row_slices(len(out), num_cols))
 
     def fill(rows: slice) -> None:
         out[rows] = convert(rows)
 
+    if len(slices) == 1:
+        fill(slices[0])
+        return out
     with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as threads:
-        for _ in threads.map(fill, row_slices(num_rows, num_cols)):
+        for _ in threads.map(fill, slices):
             pass
     return out

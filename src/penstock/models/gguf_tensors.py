@@ -1,18 +1,18 @@
 """GGML tensors made into weights of a run-time format. Called by `models.gguf`; reads no metadata.
 
-What has a `WeightFormat` stays as it is, memory-mapped; vectors become F32. Every other quantised type that the `gguf` package
-can decode becomes Q8_0, whose error is far below that of 1 to 3 bits.
+What has a `WeightFormat` stays as it is, memory-mapped; vectors become F32. Every other quantised type that `codebooks` or the
+`gguf` package can decode becomes Q8_0, whose error is far below that of 1 to 3 bits, when a backend reads it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.models.convert import convert_rows
+from penstock.models import codebooks
 from penstock.models.formats import BLOCKS, Floats, WeightFormat, held_bytes, stored_bytes
 from penstock.models.gguf_file import (
     GGML_BF16,
@@ -54,6 +54,7 @@ _MATRIX_FORMATS: Mapping[int, WeightFormat] = {
     GGML_IQ4_NL: WeightFormat.IQ4_NL,
     GGML_IQ4_XS: WeightFormat.IQ4_XS,
 }
+_Decode = Callable[[NDArray[np.generic]], NDArray[np.float32]]
 _FLOATS: Mapping[int, type[np.generic]] = {GGML_F32: np.float32, GGML_F16: np.float16, GGML_BF16: np.uint16}
 
 
@@ -78,18 +79,25 @@ def looked_up_bytes(entry: TensorEntry) -> int:
 def load_tensor(file: GgufFile, entry: TensorEntry, name: str, rope_heads: int = 0) -> WeightTensor:
     """The weight called `name`. With `rope_heads` its rows leave the interleaved rope layout of llama-type GGUF files.
 
-    Raises ModelError for a type that can't be decoded.
+    A matrix is converted when it is read. Raises ModelError for a type that can't be decoded.
     """
     num_rows, num_cols = matrix_shape(entry)
     raw = file.tensor_bytes(entry)
-    if entry.type_id in _FLOATS:
-        data = raw.view(_FLOATS[entry.type_id]).reshape(num_rows, num_cols)
-    else:
-        data = raw.reshape(num_rows, -1)
-    fmt = _format(entry)
-    if rope_heads:
-        data = _unpermute(data, rope_heads) if num_rows > 1 else _unpermute(data.reshape(-1, 1), rope_heads).reshape(1, -1)
-    return WeightTensor(name, num_rows, num_cols, fmt, _convert(data, entry, fmt, file))
+    stored = (raw.view(_FLOATS[entry.type_id]) if entry.type_id in _FLOATS else raw).reshape(num_rows, -1)
+    fmt, decode = _format(entry), _decoder(file, entry)
+    if len(entry.shape) == 1:
+        values = _to_f32(stored, entry, decode)
+        order = None if not rope_heads else _half_split(num_cols, rope_heads)
+        return WeightTensor(name, num_rows, num_cols, fmt, values if order is None else values[:, order])
+    convert = None
+    if _is_converted(entry):
+        decode(stored[:1])  # or refuse it: before other matrices are taken over
+
+        def convert(rows: NDArray[np.generic]) -> NDArray[np.uint8]:
+            return round_to_q8_0(decode(rows))
+
+    order = _half_split(num_rows, rope_heads) if rope_heads else None
+    return WeightTensor(name, num_rows, num_cols, fmt, stored, order=order, convert=convert)
 
 
 def conversion_notes(entries: Iterable[TensorEntry]) -> tuple[str, ...]:
@@ -113,57 +121,55 @@ def _format(entry: TensorEntry) -> WeightFormat:
     return _MATRIX_FORMATS.get(entry.type_id, WeightFormat.Q8_0)
 
 
-def _unpermute(data: NDArray[np.generic], num_heads: int) -> NDArray[np.generic]:
-    """Row 2 i + half of each head goes to half * head_dim / 2 + i: the reverse of what llama.cpp's converter does."""
-    num_rows, width = data.shape
-    paired = data.reshape(num_heads, num_rows // num_heads // 2, 2, width)
-    return np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(num_rows, width)
+def _half_split(num_rows: int, num_heads: int) -> NDArray[np.intp]:
+    """Where the file has each row: of a head, half * head_dim / 2 + i at 2 i + half, as llama.cpp's converter put it."""
+    return np.arange(num_rows).reshape(num_heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
 
-def _convert(data: NDArray[np.generic], entry: TensorEntry, fmt: WeightFormat, file: GgufFile) -> NDArray[np.generic]:
-    if fmt is WeightFormat.F32:
-        return _to_f32(data, entry, file)
-    if entry.type_id in _MATRIX_FORMATS:
-        return data
-    return _to_q8_0(data, entry, file)
-
-
-def _to_f32(data: NDArray[np.generic], entry: TensorEntry, file: GgufFile) -> NDArray[np.generic]:
+def _to_f32(stored: NDArray[np.generic], entry: TensorEntry, decode: _Decode) -> NDArray[np.float32]:
     if entry.type_id == GGML_BF16:
-        return (data.astype(np.uint32) << 16).view(np.float32)
-    if entry.type_id in _FLOATS:
-        return np.ascontiguousarray(data, dtype=np.float32)
-    return _decode(data, entry, file)
+        return (stored.astype(np.uint32) << 16).view(np.float32)
+    return np.ascontiguousarray(stored, dtype=np.float32) if entry.type_id in _FLOATS else decode(stored)
 
 
-def _to_q8_0(data: NDArray[np.generic], entry: TensorEntry, file: GgufFile) -> NDArray[np.generic]:
-    from gguf.constants import GGMLQuantizationType  # not at the top: 0.1 s that most files don't need
-    from gguf.quants import quantize
+def _decoder(file: GgufFile, entry: TensorEntry) -> _Decode:
+    """Of a quantised type: stored rows -> their values. What it returns raises ModelError for a type that can't be decoded."""
 
-    num_rows, num_cols = matrix_shape(entry)
+    def decode(rows: NDArray[np.generic]) -> NDArray[np.float32]:
+        from gguf.constants import GGMLQuantizationType  # not at the top: 0.1 s that most files don't need
+        from gguf.quants import dequantize
+
+        raw = np.ascontiguousarray(rows, dtype=np.uint8)
+        try:
+            with np.errstate(all="ignore"):  # infinite scales of a corrupt file
+                if _type_name(entry.type_id) in codebooks.TYPES:
+                    return codebooks.decode(_type_name(entry.type_id), raw)
+                values: NDArray[np.float32] = dequantize(raw, GGMLQuantizationType(entry.type_id))
+        except NotImplementedError as error:
+            raise ModelError(
+                f"{file.path}: the tensor {entry.name!r} is of the type {_type_name(entry.type_id)}, which can't be decoded.",
+                remedy="Use a file in BF16, Q8_0, Q6_K, Q5_K, Q4_K or Q4_0.",
+            ) from error
+        return values
+
+    return decode
+
+
+def round_to_q8_0(values: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """Rows as GGML quantises them, to the bit: halves are rounded away from zero. [num_rows, bytes]"""
     cols, num_bytes = BLOCKS[WeightFormat.Q8_0]
-
-    def convert(rows: slice) -> NDArray[np.uint8]:
-        with np.errstate(all="ignore"):  # as in _decode
-            converted: NDArray[np.uint8] = quantize(_decode(data[rows], entry, file), GGMLQuantizationType.Q8_0)
-        return converted
-
-    return convert_rows(convert, num_rows, num_cols, num_cols // cols * num_bytes)
-
-
-def _decode(raw: NDArray[np.generic], entry: TensorEntry, file: GgufFile) -> NDArray[np.float32]:
-    from gguf.constants import GGMLQuantizationType
-    from gguf.quants import dequantize
-
-    try:
-        with np.errstate(all="ignore"):  # infinite scales of a corrupt file
-            values: NDArray[np.float32] = dequantize(np.ascontiguousarray(raw), GGMLQuantizationType(entry.type_id))
-    except NotImplementedError as error:
-        raise ModelError(
-            f"{file.path}: the tensor {entry.name!r} is of the type {_type_name(entry.type_id)}, which can't be decoded.",
-            remedy="Use a file in BF16, Q8_0, Q6_K, Q5_K, Q4_K or Q4_0.",
-        ) from error
-    return values
+    groups = np.ascontiguousarray(values).reshape(-1, cols)
+    with np.errstate(all="ignore"):  # as in `_decoder`
+        sizes = groups.view(np.int32) & 0x7FFFFFFF  # as integers they have the same order, and their largest is found sooner
+        scales = sizes.max(axis=1, keepdims=True).view(np.float32) / np.float32(127)
+        twice_inverse = np.divide(np.float32(2), scales, out=np.zeros_like(scales), where=scales != 0)
+        halves = (groups * twice_inverse).astype(np.int16)  # towards zero: of 2.5 five, of -2.5 minus five
+        halves += halves >= 0
+        halves >>= 1
+        blocks = np.empty((len(groups), num_bytes), np.uint8)
+        blocks[:, :2] = scales.astype(np.float16).view(np.uint8)
+    blocks[:, 2:] = halves.astype(np.int8).view(np.uint8)
+    return blocks.reshape(len(values), -1)
 
 
 def _type_name(type_id: int) -> str:

@@ -1,21 +1,25 @@
 """Weights as they lie in a file: raw rows and the format that gives them a meaning (`models.formats`). Owns no arithmetic.
 
-Made by loaders, read by backends. Memory-mapped arrays stay memory-mapped.
+Made by loaders, read by backends. Memory-mapped arrays stay memory-mapped, and nothing is converted before a backend reads it.
 """
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.models.formats import Floats, WeightFormat, dequantize, held_bytes, held_table_bytes
+from penstock.models.convert import convert_rows
+from penstock.models.formats import Floats, WeightFormat, dequantize, held_bytes, held_table_bytes, stored_bytes
 from penstock.types.model_spec import ModelSpec
 from penstock.types.vocab import GgufVocab, SpecialTokens
+
+_PART_VALUES = 1 << 23
+"""Of a matrix, taken over at a time: 32 MiB of float32."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,52 +38,93 @@ class BlockScales:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightTensor:
-    """A matrix [num_rows, num_cols] (a vector is [1, n]), row-major; a row is one output channel."""
+    """A matrix [num_rows, num_cols] (a vector is [1, n]), row-major; a row is one output channel.
+
+    What a file has in another format, or in another order, is converted when it is read. A backend that reads `parts` never has
+    a matrix in memory twice.
+    """
 
     name: str
     num_rows: int
     num_cols: int
     format: WeightFormat
-    data: NDArray[np.generic]
-    """F32: float32 [num_rows, num_cols]; F16: float16, BF16: uint16, F8_E4M3: uint8; quantised: uint8 [num_rows, bytes of its
-    blocks]."""
+    stored: NDArray[np.generic]
+    """Rows in this format, or what `convert` makes them of. F32: float32 [num_rows, num_cols]; F16: float16, BF16: uint16,
+    F8_E4M3: uint8; quantised: uint8 [num_rows, bytes of its blocks]."""
     scales: BlockScales | None = None
     """Of F8_E4M3, which has no meaning without."""
+    order: NDArray[np.intp] | None = None
+    """Row i is `stored[order[i]]`; None: `stored[i]`."""
+    convert: Callable[[NDArray[np.generic]], NDArray[np.uint8]] | None = None
+    """Some stored rows -> the same in this format, which is a quantised one."""
+
+    @property
+    def data(self) -> NDArray[np.generic]:
+        """All rows in this format."""
+        return self.rows(0, self.num_rows)
+
+    def rows(self, begin: int, end: int) -> NDArray[np.generic]:
+        """Some rows in this format; a view of the file, if it has them so."""
+        convert, order = self.convert, self.order
+        if convert is None:
+            return self.stored[begin:end] if order is None else self.stored[order[begin:end]]
+
+        def converted(part: slice) -> NDArray[np.uint8]:
+            rows = slice(begin + part.start, begin + part.stop)
+            return convert(self.stored[rows if order is None else order[rows]])
+
+        out = np.empty((end - begin, stored_bytes(self.format, 1, self.num_cols)), np.uint8)
+        return convert_rows(converted, out, self.num_cols)
+
+    def parts(self, multiple: int) -> Iterator[tuple[int, int]]:
+        """Rows [begin, end) that cover the matrix in order, of a bounded number of values; each begin is a multiple of that."""
+        step = max(1, _PART_VALUES // (self.num_cols * multiple)) * multiple
+        for begin in range(0, self.num_rows, step):
+            yield begin, min(begin + step, self.num_rows)
 
     @property
     def num_bytes(self) -> int:
-        return int(self.data.nbytes)
+        """Of all rows in this format."""
+        return stored_bytes(self.format, self.num_rows, self.num_cols)
 
-    def forget(self) -> None:
-        """If the data are of a mapped file, the system may have its memory back; what is read again comes from the file."""
+    def forget(self, begin: int = 0, end: int | None = None) -> None:
+        """If stored rows are of a mapped file, the system may have their memory back: who reads them again reads the file."""
         if (owner := self._file()) is not None:
-            first = self.data.ctypes.data - np.frombuffer(owner, np.uint8).ctypes.data
-            begin = first // mmap.PAGESIZE * mmap.PAGESIZE
-            owner.madvise(mmap.MADV_DONTNEED, begin, first + self.num_bytes - begin)
+            rows = self.stored[begin:end]
+            first = rows.ctypes.data - np.frombuffer(owner, np.uint8).ctypes.data
+            page = first // mmap.PAGESIZE * mmap.PAGESIZE
+            owner.madvise(mmap.MADV_DONTNEED, page, first + rows.nbytes - page)
 
     @property
     def is_mapped(self) -> bool:
         """Whether the data are of a mapped file: then they take no memory but the system's, which it can have back."""
-        return self._file() is not None
+        return self.convert is None and self.order is None and self._file() is not None
 
     def _file(self) -> mmap.mmap | None:
-        owner: object = self.data
+        owner: object = self.stored
         while isinstance(owner, np.ndarray):
             owner = owner.base
         if isinstance(owner, memoryview):
             owner = owner.obj
         return owner if isinstance(owner, mmap.mmap) else None
 
-    def dequantize(self) -> NDArray[np.float32]:
-        """The values, float32 [num_rows, num_cols]; exact for every format here, but for the product of fp8 and its scale."""
-        values = dequantize(self.data, self.format, self.num_cols)
-        if self.scales is not None:
-            scales = self.scales.of_rows(0, self.num_rows)
-            if scales.shape[1] > 1:
-                scales = np.repeat(scales, self.scales.block_cols, axis=1)[:, : self.num_cols]
-            with np.errstate(over="ignore"):  # large scales of a corrupt file
-                values *= scales
-        return values
+    def dequantize(self, begin: int = 0, end: int | None = None) -> NDArray[np.float32]:
+        """The values of some rows, float32 [rows, num_cols]; exact for every format here, but for the product of fp8 and its
+        scale."""
+        stop = self.num_rows if end is None else end
+        data = self.rows(begin, stop)
+
+        def values(part: slice) -> NDArray[np.float32]:
+            found = dequantize(data[part], self.format, self.num_cols)
+            if self.scales is not None:
+                scales = self.scales.of_rows(begin + part.start, begin + part.stop)
+                if scales.shape[1] > 1:
+                    scales = np.repeat(scales, self.scales.block_cols, axis=1)[:, : self.num_cols]
+                with np.errstate(over="ignore"):  # large scales of a corrupt file
+                    found *= scales
+            return found
+
+        return convert_rows(values, np.empty((stop - begin, self.num_cols), np.float32), self.num_cols)
 
 
 def held_floats(name: str, floats: Floats) -> Floats:

@@ -156,7 +156,7 @@ def _layout(tensor: WeightTensor, *, round_to_fp8: bool) -> tuple[_Kind, int, in
 def _chunks(tensor: WeightTensor) -> Iterator[tuple[int, NDArray[np.generic]]]:
     """(first row, raw rows) of a tensor, a part at a time: a copy of a whole matrix would be as large as the matrix."""
     for begin in range(0, tensor.num_rows, CHUNK_ROWS):
-        yield begin, tensor.data[begin : begin + CHUNK_ROWS]
+        yield begin, tensor.rows(begin, min(begin + CHUNK_ROWS, tensor.num_rows))
 
 
 def _load_dense(tensors: Sequence[WeightTensor], dtype: torch.dtype, device: torch.device) -> DenseMatrix:

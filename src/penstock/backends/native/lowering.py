@@ -9,7 +9,8 @@ activation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +41,8 @@ SOURCE_FORMATS: Mapping[WeightFormat, SourceFormat] = {
 FLOATS = (WeightFormat.F32, WeightFormat.F16, WeightFormat.BF16, WeightFormat.F8_E4M3)
 """Packed as bf16."""
 ACTIVATION_KINDS = {"silu": 0, "gelu_tanh": 1}
+PANEL = 16
+"""Rows that the engine packs together."""
 NONE = -1
 
 
@@ -275,24 +278,25 @@ class _Lowering:
 
     def _matrix(self, name: str) -> int:
         if name not in self._matrices:
-            self._matrices[name] = self._add(name, self._engine.add_matrix)
-            self._tensor(name).forget()
+            self._matrices[name] = self._packed(self._tensor(name))
         return self._matrices[name]
 
-    def _table(self, name: str) -> int:
-        return self._add(name, self._engine.add_table)
+    def _packed(self, tensor: WeightTensor) -> int:
+        """A part at a time, so that neither what is converted nor the file's pages are ever those of a whole model."""
+        with _told_of(tensor):
+            matrix = self._engine.add_matrix(_source_format(tensor), tensor.num_rows, tensor.num_cols)
+            for begin, end in tensor.parts(PANEL):
+                self._engine.pack_rows(matrix, begin, _bytes(tensor, begin, end))
+                tensor.forget(begin, end)
+        return matrix
 
-    def _add(self, name: str, add: Callable[[SourceFormat, int, int, NDArray[np.uint8]], int]) -> int:
+    def _table(self, name: str) -> int:
         tensor = self._tensor(name)
-        is_fp8 = tensor.format is WeightFormat.F8_E4M3
-        values, fmt = (tensor.dequantize(), SourceFormat.F32) if is_fp8 else (tensor.data, SOURCE_FORMATS[tensor.format])
-        if is_fp8 and not np.isfinite(values).all():  # what the engine is given as floats it takes as they are
-            raise ModelError(f"the matrix {name!r} has a weight that is no finite number.", remedy="Fetch the model again.")
-        data = np.ascontiguousarray(values).view(np.uint8).reshape(tensor.num_rows, -1)
-        try:
-            return add(fmt, tensor.num_rows, tensor.num_cols, data)
-        except ValueError as error:
-            raise ModelError(f"the matrix {name!r}: {error}.", remedy="Fetch the model again.") from error
+        with _told_of(tensor):
+            data = _bytes(tensor, 0, tensor.num_rows)
+            if tensor.convert is not None:
+                tensor.forget()
+            return self._engine.add_table(_source_format(tensor), tensor.num_rows, tensor.num_cols, data)
 
     def _vector(self, name: str) -> int:
         if name not in self._vectors:
@@ -341,6 +345,30 @@ class _Lowering:
         if key not in self._activations:
             self._activations[key] = self._engine.add_activation(self._widths[name], quantised, self._on_samples)
         return self._activations[key]
+
+
+def _source_format(tensor: WeightTensor) -> SourceFormat:
+    """In which the engine is given its rows."""
+    return SourceFormat.F32 if tensor.format is WeightFormat.F8_E4M3 else SOURCE_FORMATS[tensor.format]
+
+
+def _bytes(tensor: WeightTensor, begin: int, end: int) -> NDArray[np.uint8]:
+    """Some rows as the engine takes them. uint8 [end - begin, bytes]"""
+    if tensor.format is not WeightFormat.F8_E4M3:
+        return np.ascontiguousarray(tensor.rows(begin, end)).view(np.uint8)
+    values = tensor.dequantize(begin, end)
+    if not np.isfinite(values).all():  # what the engine is given as floats it takes as they are
+        raise ModelError(f"the matrix {tensor.name!r} has a weight that is no finite number.", remedy="Fetch the model again.")
+    return values.view(np.uint8)
+
+
+@contextmanager
+def _told_of(tensor: WeightTensor) -> Iterator[None]:
+    """What the engine refuses is of this matrix."""
+    try:
+        yield
+    except ValueError as error:
+        raise ModelError(f"the matrix {tensor.name!r}: {error}.", remedy="Fetch the model again.") from error
 
 
 def _are_independent(op: Linear, run: list[Linear]) -> bool:

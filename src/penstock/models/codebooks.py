@@ -1,0 +1,165 @@
+"""GGML types whose blocks name entries of a codebook (IQ1 to IQ3), taken apart. Called by `gguf_tensors`; rounds nothing.
+
+The `gguf` package decodes them, too, through arrays that are many times as large as what comes out. Here an entry is one number
+of 32 or 64 bits, which holds its 4 or 8 small integers and is fetched as one. The values are the same to the bit, and the
+codebooks are the package's. Layouts: https://github.com/ggml-org/ggml, `ggml-common.h` and `ggml-quants.c`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.models.formats import F32, I8, U8
+
+_BIT_FIELDS = np.array([0, 7, 14, 21], np.uint32)
+"""Where four fields of 7 bits begin."""
+_NIBBLES = np.array([0, 4], np.uint8)
+_PAIRS = np.array([0, 2, 4, 6], np.uint8)
+_BITS = np.arange(8, dtype=np.uint8)
+_TRIPLES = np.array([0, 3, 6, 9], np.uint16)
+
+
+def decode(type_name: str, raw: U8) -> F32:
+    """Values of rows of one of `TYPES`. uint8 [num_rows, bytes] -> float32 [num_rows, num_cols]"""
+    num_bytes, take_apart = TYPES[type_name]
+    integers, scales = take_apart(raw.reshape(-1, num_bytes))
+    values = integers.reshape(*scales.shape, -1).astype(np.float32)
+    values *= scales[..., None]
+    return values.reshape(len(raw), -1)
+
+
+@cache
+def _book(name: str) -> NDArray[Any]:
+    """The entries of a type's codebook, one number each. IQ1's are times 8, so that its shift of an eighth is an integer."""
+    import gguf.quants
+
+    found = getattr(gguf.quants, name)
+    found.init_grid()
+    entries = (found.grid.reshape(found.grid_shape) * (8 if name == "IQ1_S" else 1)).astype(np.int8)
+    numbers: NDArray[Any] = entries.view(np.uint64 if entries.shape[1] == 8 else np.uint32)[:, 0]
+    return numbers
+
+
+@cache
+def _signs() -> NDArray[np.uint64]:
+    """Eight factors, 1 or -1, for every byte of which set bits mean minus."""
+    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    factors: NDArray[np.uint64] = (1 - 2 * bits.astype(np.int8)).view(np.uint64)[:, 0]
+    return factors
+
+
+@cache
+def _even_signs() -> NDArray[np.uint64]:
+    """The same for 7 bits: the eighth makes the number of minus signs even."""
+    codes = np.arange(128, dtype=np.uint8)
+    parity = np.bitwise_count(codes) & 1
+    factors: NDArray[np.uint64] = _signs()[codes | parity << 7]
+    return factors
+
+
+def _entries(book: NDArray[Any], codes: NDArray[Any]) -> I8:
+    """The entries of some codes, side by side. [num_blocks, num_codes] -> [num_blocks, columns]"""
+    return book.take(codes.reshape(len(codes), -1)).view(np.int8)
+
+
+def _f16(raw: U8) -> F32:
+    return np.ascontiguousarray(raw).view(np.float16).astype(np.float32)
+
+
+def _fields(packed: NDArray[Any], shifts: NDArray[Any], mask: int) -> NDArray[Any]:
+    """Some bits of each number from each shift on. [num_blocks, n] -> [num_blocks, n * shifts]"""
+    found: NDArray[Any] = packed[..., None] >> shifts & packed.dtype.type(mask)
+    return found.reshape(len(packed), -1)
+
+
+def _words(raw: U8, dtype: type[np.generic]) -> NDArray[Any]:
+    return np.ascontiguousarray(raw).view(dtype)
+
+
+def _wide(low: U8, high: NDArray[Any]) -> NDArray[Any]:
+    """Codes of more than 8 bits."""
+    return low | high.astype(np.uint16) << 8
+
+
+def _halved(blocks_scale: F32, fields: NDArray[Any], factor: float) -> F32:
+    """d (1/2 + field) factor, in this order."""
+    return blocks_scale * (np.float32(0.5) + fields.astype(np.float32)) * np.float32(factor)
+
+
+def _iq2_xxs(blocks: U8) -> tuple[I8, F32]:
+    words = _words(blocks[:, 2:], np.uint32).reshape(len(blocks), 8, 2)
+    codes = np.ascontiguousarray(words[..., 0]).view(np.uint8)
+    signs = _entries(_even_signs(), _fields(words[..., 1], _BIT_FIELDS, 127))
+    return _entries(_book("IQ2_XXS"), codes) * signs, _halved(_f16(blocks[:, :2]), words[..., 1] >> 28, 0.25)
+
+
+def _iq2_xs(blocks: U8) -> tuple[I8, F32]:
+    codes = _words(blocks[:, 2:66], np.uint16)
+    integers = _entries(_book("IQ2_XS"), codes & 511) * _entries(_even_signs(), codes >> 9)
+    return integers, _halved(_f16(blocks[:, :2]), _fields(blocks[:, 66:], _NIBBLES, 15), 0.25)
+
+
+def _iq2_s(blocks: U8) -> tuple[I8, F32]:
+    codes = _wide(blocks[:, 2:34], _fields(blocks[:, 66:74], _PAIRS, 3))
+    integers = _entries(_book("IQ2_S"), codes) * _entries(_signs(), blocks[:, 34:66])
+    return integers, _halved(_f16(blocks[:, :2]), _fields(blocks[:, 74:], _NIBBLES, 15), 0.25)
+
+
+def _iq3_xxs(blocks: U8) -> tuple[I8, F32]:
+    words = _words(blocks[:, 66:], np.uint32)
+    integers = _entries(_book("IQ3_XXS"), blocks[:, 2:66]) * _entries(_even_signs(), _fields(words, _BIT_FIELDS, 127))
+    return integers, _halved(_f16(blocks[:, :2]), words >> 28, 0.5)
+
+
+def _iq3_s(blocks: U8) -> tuple[I8, F32]:
+    codes = _wide(blocks[:, 2:66], _fields(blocks[:, 66:74], _BITS, 1))
+    integers = _entries(_book("IQ3_S"), codes) * _entries(_signs(), blocks[:, 74:106])
+    return integers, _f16(blocks[:, :2]) * (1 + 2 * _fields(blocks[:, 106:], _NIBBLES, 15)).astype(np.float32)
+
+
+def _shifted(codes: NDArray[Any], is_down: NDArray[np.bool_]) -> I8:
+    """Entries of IQ1's codebook in eighths, an eighth up or down; `is_down` is of equal runs of columns. [num_blocks, runs]"""
+    entries = _entries(_book("IQ1_S"), codes)
+    shifts = np.where(is_down, np.int8(-1), np.int8(1))
+    return (entries.reshape(*shifts.shape, -1) + shifts[..., None]).reshape(entries.shape)
+
+
+def _eighths(blocks_scale: F32, fields: NDArray[Any]) -> F32:
+    """d (2 field + 1) / 8"""
+    return blocks_scale * (2 * fields + 1).astype(np.float32) * np.float32(0.125)
+
+
+def _iq1_s(blocks: U8) -> tuple[I8, F32]:
+    words = _words(blocks[:, 34:], np.uint16)
+    integers = _shifted(_wide(blocks[:, 2:34], _fields(words, _TRIPLES, 7)), words >= 0x8000)
+    return integers, _eighths(_f16(blocks[:, :2]), words >> 12 & 7)
+
+
+def _iq1_m(blocks: U8) -> tuple[I8, F32]:
+    """The scale of the block is in the highest bits of four words."""
+    upper, words = _fields(blocks[:, 32:48], _NIBBLES, 15), _words(blocks[:, 48:], np.uint16)
+    parts = (words & 0xF000) >> np.array([12, 8, 4, 0], np.uint16)
+    scale = np.bitwise_or.reduce(parts, axis=1, keepdims=True).view(np.float16).astype(np.float32)
+    integers = _shifted(_wide(blocks[:, :32], upper & 7), upper >= 8)
+    return integers, _eighths(scale, _fields(words, _TRIPLES, 7))
+
+
+TYPES: Mapping[str, tuple[int, Callable[[U8], tuple[I8, F32]]]] = MappingProxyType(
+    {
+        "IQ1_S": (50, _iq1_s),
+        "IQ1_M": (56, _iq1_m),
+        "IQ2_XXS": (66, _iq2_xxs),
+        "IQ2_XS": (74, _iq2_xs),
+        "IQ2_S": (82, _iq2_s),
+        "IQ3_XXS": (98, _iq3_xxs),
+        "IQ3_S": (110, _iq3_s),
+    }
+)
+"""Bytes of a block of 256 columns, and what takes blocks apart: uint8 [num_blocks, bytes] -> integers [num_blocks, 256] and the
+scales of equal runs of them [num_blocks, runs]."""
