@@ -282,7 +282,8 @@ void bind_engine(nb::module_& m) {
         .value("GATED", RowOpKind::kGated)
         .value("ADD", RowOpKind::kAdd)
         .value("GATHER", RowOpKind::kGather)
-        .value("LOOKUP", RowOpKind::kLookup);
+        .value("LOOKUP", RowOpKind::kLookup)
+        .value("RESIZE_HEADS", RowOpKind::kResizeHeads);
 
     nb::class_<RowOp>(m, "RowOp", "One operation on one row; the fields that a kind uses are in engine.h.")
         .def("__init__",

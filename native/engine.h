@@ -43,7 +43,7 @@ constexpr int kRowsTogether = 16;  // that go through one row operation after an
 
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-enum class RowOpKind : int32_t { kEmbed, kAngles, kRmsNorm, kQuantize, kToBf16, kRope, kKvWrite, kGated, kAdd, kGather, kLookup };
+enum class RowOpKind : int32_t { kEmbed, kAngles, kRmsNorm, kQuantize, kToBf16, kRope, kKvWrite, kGated, kAdd, kGather, kLookup, kResizeHeads };
 
 // One operation on one row; ids index the engine's buffers, activations, matrices, tables, vectors, ropes. -1 is none.
 struct RowOp {
@@ -54,7 +54,7 @@ struct RowOp {
     // matrix (kEmbed), table (kLookup), vector (kRmsNorm; kQuantize: of the norm before, or -1; kKvWrite: what keys share, or -1), rope
     // (kAngles, kRope)
     int32_t weight = -1;
-    int32_t n = 0;         // group (kRmsNorm), heads (kRope), layer (kKvWrite), activation kind (kGated)
+    int32_t n = 0;         // group (kRmsNorm), heads (kRope, kResizeHeads), layer (kKvWrite), activation kind (kGated)
     int32_t head_dim = 0;  // kRope
     float value = 0.0f;    // eps or scale
 };

@@ -134,6 +134,16 @@ void Engine::run_row_op(const RowOp& op, int64_t row) {
             std::memcpy(out.row(row), buffers_[op.x].row(input_.logit_tokens[row]), static_cast<size_t>(out.width) * sizeof(float));
             return;
         }
+        case RowOpKind::kResizeHeads: {  // wider heads end in zeros; narrower ones lose their last columns
+            const Buffer &x = buffers_[op.x], &out = buffers_[op.out];
+            const int64_t from = x.width / op.n, to = out.width / op.n, kept = std::min(from, to);
+            for (int64_t head = 0; head < op.n; ++head) {
+                float* const resized = out.row(row) + head * to;
+                std::memcpy(resized, x.row(row) + head * from, static_cast<size_t>(kept) * sizeof(float));
+                std::fill(resized + kept, resized + to, 0.0f);
+            }
+            return;
+        }
         case RowOpKind::kQuantize:
         case RowOpKind::kKvWrite: return run_row_op(op, row, row + 1);
     }

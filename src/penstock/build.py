@@ -61,6 +61,7 @@ def _load(config: Config, source: ModelSource) -> Runtime:
     room_bytes = device.weight_room_bytes(config, available_bytes - RESERVE_BYTES)
     floats = device.held_floats(config)
     model = load_model(source, max_weight_bytes=room_bytes, floats=floats, check_vocab=_check_vocab)
+    device.check_head_dim(config, model)
     kv, executor = plan_memory(config, model, available_bytes)
     _log_model(model, config, kv)
     try:

@@ -17,6 +17,7 @@ from penstock.models.program import (
     Embed,
     GatedActivation,
     GatherRows,
+    KvWrite,
     Linear,
     Logits,
     Op,
@@ -246,3 +247,21 @@ def test_a_matrix_is_handed_over_in_parts_of_whole_panels(monkeypatch: pytest.Mo
     matrix = WeightTensor("w", 70, 32, WeightFormat.BF16, np.zeros((70, 32), np.uint16))
     lower(program, {"w": matrix}, cast(Engine, Handed()), num_positions=64)
     assert handed == [(0, 32), (32, 32), (64, 6)]
+
+
+def test_what_keys_lack_is_padded_as_they_are() -> None:
+    vectors: list[np.ndarray] = []
+
+    class Vectors(Recorder):
+        def add_vector(self, values: np.ndarray) -> int:
+            vectors.append(values)
+            return 0
+
+    ops = (Embed("x", "w"), Embed("y", "w"), KvWrite(0, "x", "y", "b", (0.0,) * 4))
+    program = Program(num_layers=1, num_kv_heads=4, head_dim=8, vocab_size=32, buffers=(("x", 32), ("y", 32)), ops=ops)
+    bias = np.arange(1, 33, dtype=np.float32)[None]
+    weights = {"w": MATRIX, "b": WeightTensor("b", 1, 32, WeightFormat.F32, bias)}
+    lower(program, weights, cast(Engine, Vectors()), num_positions=64)
+    heads = vectors[0].reshape(4, 16)
+    assert np.array_equal(heads[:, :8].reshape(-1), bias[0])
+    assert not heads[:, 8:].any()

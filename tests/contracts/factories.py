@@ -38,6 +38,8 @@ class Factory:
 
 
 UNTIED = TinyLlama(is_tied=False)
+PADDED = TinyLlama(is_tied=False, head_dim=24)
+"""Heads that the native kernels have to pad."""
 SMALL = TinyLlama(is_tied=False, num_layers=1, num_heads=2, num_kv_heads=1, hidden_size=32, intermediate_size=32)
 """For executors whose kernels are interpreted."""
 
@@ -58,10 +60,10 @@ def make_reference(capacity: Capacity) -> Executor:
     return ReferenceExecutor(model, registry.describe(model.spec), poison=True, **asdict(capacity))
 
 
-def make_native(capacity: Capacity, *, variant: str) -> Executor:
+def make_native(capacity: Capacity, *, variant: str, shape: TinyLlama = UNTIED) -> Executor:
     from penstock.backends.native.executor import NativeExecutor
 
-    model = tiny_model()
+    model = tiny_model(shape)
     return NativeExecutor(model, registry.describe(model.spec), poison=True, variant=variant, num_threads=2, **asdict(capacity))
 
 
@@ -111,9 +113,16 @@ def native_factories() -> list[Factory]:
         return []
     from penstock.backends.native import info
 
+    shapes = {"": UNTIED, "-padded": PADDED}
     return [
-        Factory(f"native-{variant}", functools.partial(make_native, variant=variant), TinyLlama().vocab_size, block_size=16)
+        Factory(
+            f"native-{variant}{words}",
+            functools.partial(make_native, variant=variant, shape=shape),
+            shape.vocab_size,
+            block_size=16,
+        )
         for variant in info()["variants"]
+        for words, shape in shapes.items()
     ]
 
 

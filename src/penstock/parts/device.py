@@ -26,6 +26,7 @@ from penstock.types.kv_dtype import KvDtype
 
 if TYPE_CHECKING:
     from penstock.models.formats import Floats
+    from penstock.models.weights import LoadedModel
 
 _log = logging.getLogger(__name__)
 
@@ -172,6 +173,18 @@ def check_block_size(config: Config) -> None:
         raise ConfigError(
             f"block_size {size} is no multiple of {KV_TILE}: the native backend keeps keys in tiles of {KV_TILE} positions.",
             remedy=f"Set --block-size to {max(1, round(size / KV_TILE)) * KV_TILE}.",
+        )
+
+
+def check_head_dim(config: Config, model: LoadedModel) -> None:
+    """Before a weight is read: what the native kernels keep on the stack is bounded."""
+    from penstock.backends.native import LARGEST_HEAD_DIM
+
+    head_dim = model.spec.head_dim
+    if config.backend.backend == Backend.NATIVE and head_dim > LARGEST_HEAD_DIM:
+        raise ConfigError(
+            f"head_dim of {model.name} is {head_dim}, and the native backend takes up to {LARGEST_HEAD_DIM}.",
+            remedy="Set --backend reference, which is slow, or take another model.",
         )
 
 

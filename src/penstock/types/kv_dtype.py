@@ -15,10 +15,16 @@ class KvDtype(StrEnum):
 
     def head_bytes(self, head_dim: int) -> int:
         """Bytes of the key and the value of one position and head, with their scales, as the native backend stores them."""
+        columns = padded_head_dim(head_dim)
         if self is KvDtype.INT8:
-            return 2 * head_dim + 2 * (-(-head_dim // KEY_GROUP) + 1)
-        return 2 * 2 * head_dim + 4
+            return 2 * columns + 2 * (-(-columns // KEY_GROUP) + 1)
+        return 2 * 2 * columns + 4
 
 
 KEY_GROUP = 32
 """Columns of a key that share a scale in `INT8`."""
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """Columns of a head as the native backend stores it: its kernels take sixteen at a time, so zeros fill the last sixteen."""
+    return -(-head_dim // 16) * 16

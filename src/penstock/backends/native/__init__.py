@@ -6,6 +6,8 @@ from typing import TypedDict
 
 KV_TILE = 16
 """Block sizes must be multiples of this (`kKvTile` in native/kernels/kernels.h)."""
+LARGEST_HEAD_DIM = 512
+"""Columns of a head (`kLargestHeadDim` there)."""
 
 
 class KernelInfo(TypedDict):

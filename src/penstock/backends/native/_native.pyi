@@ -104,6 +104,7 @@ class RowOpKind(Enum):
     ADD = 8
     GATHER = 9
     LOOKUP = 10
+    RESIZE_HEADS = 11
 
 class RowOp:
     def __init__(

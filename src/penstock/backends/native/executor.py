@@ -15,7 +15,7 @@ from penstock.backends.native.lowering import lower
 from penstock.backends.native.sampling import make_row_sampling
 from penstock.models.program import Program
 from penstock.models.weights import LoadedModel
-from penstock.types.kv_dtype import KvDtype
+from penstock.types.kv_dtype import KvDtype, padded_head_dim
 from penstock.types.plan import Capacity, StepPlan, Ticket
 from penstock.types.result import StepResult, StepTiming, TokenLogprobs
 
@@ -51,7 +51,7 @@ class NativeExecutor:
         self._opened: Engine | None = Engine(
             num_layers=program.num_layers,
             num_kv_heads=program.num_kv_heads,
-            head_dim=program.head_dim,
+            head_dim=padded_head_dim(program.head_dim),
             vocab_size=program.vocab_size,
             num_blocks=num_blocks,
             block_size=block_size,

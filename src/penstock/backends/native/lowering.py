@@ -1,10 +1,11 @@
 """Owns the translation of a `Program` into the C++ engine's instructions; runs once, at load, and never computes.
 
-Three things are decided here. Which weights are packed how: see `native/blocks.h`. What a linear operation
+Four things are decided here. Which weights are packed how: see `native/blocks.h`. What a linear operation
 reads: quantised weights read int8 activations with a scale per group of 32, bf16 weights read bf16; the conversion is
-inserted where the value is produced. And what is fused: neighbouring operations on single rows become one
-instruction, linear operations that read the same value become one, and so do a gate, an up projection and their
-activation.
+inserted where the value is produced. How wide heads are: where 16 does not divide them they are padded before they are stored
+or attend, and what comes out loses the padding, so that no weight and no other operation sees it. And what is fused:
+neighbouring operations on single rows become one instruction, linear operations that read the same value become one, and so do
+a gate, an up projection and their activation.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from penstock.models.program import (
 )
 from penstock.models.weights import WeightTensor
 from penstock.types.errors import ModelError
+from penstock.types.kv_dtype import padded_head_dim
 
 SOURCE_FORMATS: Mapping[WeightFormat, SourceFormat] = {
     fmt: SourceFormat[fmt.name] for fmt in WeightFormat if fmt is not WeightFormat.F8_E4M3
@@ -60,7 +62,7 @@ class _Lowering:
     def __init__(self, program: Program, weights: Mapping[str, WeightTensor], engine: Engine, num_positions: int) -> None:
         self._ops = program.ops
         self._widths = dict(program.buffers)
-        self._head_dim = program.head_dim
+        self._num_kv_heads, self._head_dim = program.num_kv_heads, program.head_dim
         self._num_positions = num_positions
         self._weights = weights
         self._engine = engine
@@ -110,7 +112,7 @@ class _Lowering:
                 rope = self._rope(op)
                 self._row(RowOpKind.ROPE, x=self._written(op.x), weight=rope, n=op.num_heads, head_dim=op.head_dim)
             case KvWrite():
-                k, v = self._buffer(op.k), self._buffer(op.v)
+                k, v = self._padded(op.k, self._num_kv_heads), self._padded(op.v, self._num_kv_heads)
                 self._row(RowOpKind.KV_WRITE, x=k, y=v, n=op.layer, weight=self._key_centre(op))
             case GatedActivation():
                 gate, up = self._buffer(op.gate), self._buffer(op.up)
@@ -252,10 +254,32 @@ class _Lowering:
     # Attention
 
     def _emit_attention(self, op: Attention, at: int) -> None:
+        q, out = self._padded(op.q, op.num_heads), self._written(op.out)
         self._flush()
-        q, out = self._buffer(op.q), self._written(op.out)
+        attended = out if self._is_whole else self._padded_buffer(op.out, op.num_heads)
         of_samples = self._is_only_gathered(op.out, at + 1)  # of a prompt's last layer hardly anything
-        self._engine.add_attention(q, out, op.layer, op.num_heads, op.scale, op.window, op.softcap, of_samples)
+        self._engine.add_attention(q, attended, op.layer, op.num_heads, op.scale, op.window, op.softcap, of_samples)
+        if not self._is_whole:
+            self._row(RowOpKind.RESIZE_HEADS, out=out, x=attended, n=op.num_heads)
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether heads are as wide as the engine wants them."""
+        return self._head_dim == padded_head_dim(self._head_dim)
+
+    def _padded_buffer(self, name: str, num_heads: int) -> int:
+        """For the heads of a buffer, as wide as the engine wants them."""
+        wide = f"{name}, padded"
+        self._widths[wide] = num_heads * padded_head_dim(self._head_dim)
+        return self._buffer(wide)
+
+    def _padded(self, name: str, num_heads: int) -> int:
+        """The heads that a buffer holds now, as wide as the engine wants them: zeros change no score and no other column."""
+        if self._is_whole:
+            return self._buffer(name)
+        wide = self._padded_buffer(name, num_heads)
+        self._row(RowOpKind.RESIZE_HEADS, out=wide, x=self._buffer(name), n=num_heads)
+        return wide
 
     def _is_only_gathered(self, name: str, at: int) -> bool:
         """Whether of a value only rows that sample are read from `at` on, before it is written again."""
@@ -307,7 +331,9 @@ class _Lowering:
         if op.bias is None:
             return NONE
         bias = self._tensor(op.bias).dequantize().reshape(-1)
-        return self._engine.add_vector(key_centre(op, bias, self._head_dim, self._num_positions))
+        heads = key_centre(op, bias, self._head_dim, self._num_positions).reshape(-1, self._head_dim)
+        missing = padded_head_dim(self._head_dim) - self._head_dim
+        return self._engine.add_vector(np.pad(heads, ((0, 0), (0, missing))).reshape(-1))
 
     def _rope(self, op: Rope) -> int:
         key = (op.inv_freq, op.attention_factor)
