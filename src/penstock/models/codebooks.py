@@ -58,7 +58,7 @@ def _signs() -> NDArray[np.uint64]:
 def _even_signs() -> NDArray[np.uint64]:
     """The same for 7 bits: the eighth makes the number of minus signs even."""
     codes = np.arange(128, dtype=np.uint8)
-    parity = np.bitwise_count(codes) & 1
+    parity = np.unpackbits(codes[:, None], axis=1).sum(axis=1, dtype=np.uint8) & 1
     factors: NDArray[np.uint64] = _signs()[codes | parity << 7]
     return factors
 
