@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from harness import GatedExecutor, LiveServer, make_runtime, running, until
+from harness import GatedExecutor, LiveServer, make_runtime, running, until, wait_until
 
 from penstock.config import ServerConfig
 from penstock.serve.listener import bind_socket
@@ -175,16 +175,38 @@ def test_run_server_returns_the_exit_code():
 
 
 PROGRAM = """
-import sys
+import asyncio, ctypes, sys
 sys.path.insert(0, {folder!r})
 import harness
 from penstock.config import ServerConfig
 from penstock.serve.server import run_server
 
+def lock_twice(library):
+    mutex = ctypes.create_string_buffer(64)
+    library.pthread_mutex_lock(mutex)
+    print("stuck", flush=True)
+    library.pthread_mutex_lock(mutex)
+
+def loop_for_ever():
+    print("stuck", flush=True)
+    while True:
+        pass
+
+KINDS = {{
+    "a loop in Python": loop_for_ever,
+    "a call that gives up the lock": lambda: lock_twice(ctypes.CDLL(None)),
+    "a call that keeps the lock": lambda: lock_twice(ctypes.PyDLL(None)),
+}}
+
+def announce(text):
+    print(text, flush=True)
+    if len(sys.argv) > 2:
+        asyncio.get_running_loop().call_soon(KINDS[sys.argv[2]])
+
 gate = harness.GatedExecutor()
 runtime = harness.make_runtime(gate)
 gate.allow(int(sys.argv[1]))
-code = run_server(runtime, ServerConfig(port=0, shutdown_timeout_s=30.0))
+code = run_server(runtime, ServerConfig(port=0, shutdown_timeout_s=30.0), announce=announce)
 print("ended", flush=True)
 sys.exit(code)
 """
@@ -192,12 +214,12 @@ sys.exit(code)
 
 @pytest.fixture
 def process():
-    """Starts the program with so many steps allowed; kills what the test leaves running."""
+    """Starts the program with so many steps allowed, behind a prefix, and then stuck in something; kills what is left."""
     started = []
 
-    def start(num_steps):
+    def start(num_steps, *stuck_in, prefix=()):
         program = PROGRAM.format(folder=str(Path(__file__).parent))
-        command = [sys.executable, "-c", program, str(num_steps)]
+        command = [*prefix, sys.executable, "-c", program, str(num_steps), *stuck_in]
         started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
         url = started[-1].stdout.readline().split(" at ")[1].split(" ")[0]
         started[-1].stdout.readline()
@@ -230,6 +252,49 @@ def test_a_second_signal_ends_at_once(process):
                 pass
         child.send_signal(signal.SIGTERM)
         assert child.wait(20) == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("stuck_in", ["a loop in Python", "a call that gives up the lock", "a call that keeps the lock"])
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_a_process_that_is_stuck(process, stuck_in, first):
+    child, _ = process(1, stuck_in)
+    assert child.stdout.readline() == "stuck\n"
+    child.send_signal(first)
+    wait_until(lambda: is_delivered(child.pid))
+    assert child.poll() is None
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(10) == 128 + signal.SIGTERM
+
+
+def is_delivered(pid):
+    """No signal that was sent to the process waits."""
+    return not signals(pid, "ShdPnd")
+
+
+def signals(pid, name):
+    """A set of signals in the kernel's table of the process (proc(5)), as bits."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1], 16) for line in lines if line.startswith(name))
+
+
+def test_a_hangup_drains_however_often_it_comes(process):
+    child, url = process(10_000)
+    with httpx.stream("POST", f"{url}/v1/completions", json=LONG | {"max_tokens": 1000}, timeout=20) as response:
+        for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):
+            child.send_signal(number)
+            wait_until(lambda: is_delivered(child.pid))
+        assert response.read().endswith(b"data: [DONE]\n\n")
+    assert child.wait(20) == 0
+    assert child.stdout.read() == "ended\n"
+
+
+def test_a_hangup_that_is_ignored_stays_so(process):
+    child, url = process(10_000, prefix=("nohup",))
+    assert signals(child.pid, "SigIgn") >> (signal.SIGHUP - 1) & 1
+    child.send_signal(signal.SIGHUP)
+    assert httpx.get(f"{url}/ready", timeout=20).status_code == 200
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(20) == 0
 
 
 @pytest.mark.parametrize(

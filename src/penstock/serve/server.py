@@ -2,7 +2,10 @@
 
 first SIGTERM or SIGINT    drain: `/ready` and new requests answer 503, running ones finish, up to the shutdown timeout
 then                       what is left is aborted (its clients are told), the socket closes, the process ends
-second signal              ends the process at once
+second of the two          ends the process at once, whatever it is doing: `native/stop_signals.cpp`
+SIGHUP                     drains as well: the terminal was closed. It never counts as a second signal, because a shell and the
+                           kernel may both send it, and systemd with SIGTERM (`SendSIGHUP=`). Under `nohup` it stays ignored.
+                           It reloads nothing: the settings are read once, and the log is stderr
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import logging
 import os
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
@@ -23,6 +27,7 @@ import uvicorn
 
 import penstock
 from penstock.config import ServerConfig
+from penstock.serve._stop_signals import end_at_second
 from penstock.serve.app import create_app
 from penstock.serve.connection import HttpConnection
 from penstock.serve.keys import api_keys
@@ -32,7 +37,7 @@ from penstock.types.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _FLUSH_TIMEOUT_S = 5
 """After the engine has ended, how long the last bytes may take to reach their clients."""
 _NEW_OBJECTS = 10_000
@@ -108,17 +113,19 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The signal handler; runs on the main thread between two bytecodes, so it only passes the word on."""
         del frame
-        if self._ending is not None or self._loop is None:
+        if self._loop is None:
             os._exit(128 + sig)
         self.request_shutdown()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """As uvicorn does, but a signal that was obeyed is not raised again afterwards."""
-        try:
-            handlers = {number: signal.signal(number, self.handle_exit) for number in _SIGNALS}
-        except ValueError:  # Only the main thread may listen; elsewhere the owner calls `request_shutdown`.
-            handlers = {}
+        handlers = {}
+        if threading.current_thread() is threading.main_thread():  # Elsewhere the owner calls `request_shutdown`.
+            is_hangup_heard = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+            heard = (*_STOP_SIGNALS, signal.SIGHUP) if is_hangup_heard else _STOP_SIGNALS
+            handlers = {number: signal.signal(number, self.handle_exit) for number in heard}
+            end_at_second(*_STOP_SIGNALS)
         try:
             yield
         finally:

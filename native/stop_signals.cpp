@@ -1,0 +1,63 @@
+// Ends the process at the second signal that asks it to stop, in the signal handler itself. A module of its own, for `serve`.
+//
+// Python runs its handlers on the main thread, between two of its instructions: never while that thread is in a long call, nor
+// while any thread keeps the interpreter's lock. The default action would not do instead: the kernel spares the first process
+// of a container from it.
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <atomic>
+
+namespace {
+
+constexpr int num_numbers = 65;  // Linux has signals up to 64.
+std::atomic<int> num_received{0};
+static_assert(std::atomic<int>::is_always_lock_free, "used in a signal handler");
+void (*handlers[num_numbers])(int);
+
+void on_signal(int number) {
+    if (num_received.fetch_add(1) > 0) {
+        _exit(128 + number);
+    }
+    handlers[number](number);
+}
+
+PyObject* end_at_second(PyObject*, PyObject* numbers) {
+    num_received = 0;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(numbers); ++i) {
+        const int number = static_cast<int>(PyLong_AsLong(PyTuple_GET_ITEM(numbers, i)));
+        if (PyErr_Occurred()) {
+            return nullptr;
+        }
+        struct sigaction action;
+        if (number < 1 || number >= num_numbers || sigaction(number, nullptr, &action) != 0) {
+            return PyErr_Format(PyExc_ValueError, "%d is no signal's number", number);
+        }
+        if ((action.sa_flags & SA_SIGINFO) != 0 || action.sa_handler == SIG_DFL || action.sa_handler == SIG_IGN) {
+            return PyErr_Format(PyExc_ValueError, "signal %d has no handler of Python's", number);
+        }
+        if (action.sa_handler != on_signal) {
+            handlers[number] = action.sa_handler;
+            action.sa_handler = on_signal;
+            if (sigaction(number, &action, nullptr) != 0) {
+                return PyErr_SetFromErrno(PyExc_OSError);
+            }
+        }
+    }
+    Py_RETURN_NONE;
+}
+
+PyMethodDef methods[] = {
+    {"end_at_second", end_at_second, METH_VARARGS,
+     "The second of these signals ends the process with 128 + its number; the first goes to the handler that it has."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_stop_signals", nullptr, 0, methods, nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit__stop_signals() { return PyModule_Create(&definition); }

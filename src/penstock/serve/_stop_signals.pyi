@@ -1,0 +1,8 @@
+"""What the compiled module offers: native/stop_signals.cpp."""
+
+def end_at_second(*numbers: int) -> None:
+    """The second of these signals, counted from now on, ends the process at once, with the exit code 128 + its number.
+
+    The first goes to its handler, set before by `signal.signal`, which also takes this off again. Raises ValueError if there is
+    none.
+    """
