@@ -25,11 +25,13 @@ def serve(**values: Any) -> None:
     config = config_from(values)
     from penstock.cli.log import set_up_logging
     from penstock.cli.start import start_runtime
-    from penstock.serve.listener import bind_socket
+    from penstock.serve.listener import bind_socket, connection_limit, raise_open_files_limit
 
     set_up_logging(config.log)
     return_large_blocks_when_freed()
     check_access(config.server, os.environ)
+    raise_open_files_limit()
+    connection_limit(config.server)  # so that one too high is told before the model is loaded
     with bind_socket(config.server.host, config.server.port) as listener, ThreadPoolExecutor(max_workers=1) as side:
         server = side.submit(import_module, "penstock.serve.server")  # takes as long as a small model
         runtime = start_runtime(config)

@@ -29,6 +29,13 @@ class ServerConfig(Component):
     )
     ssl_certfile: str | None = setting(None, "TLS certificate (PEM).", kind=Kind.PATH, default_doc="none: plain HTTP")
     ssl_keyfile: str | None = setting(None, "TLS private key (PEM).", kind=Kind.PATH, default_doc="none")
+    max_connections: int | None = setting(
+        None,
+        "Connections that may have a request at once. Idle ones beyond are closed for new ones, requests beyond answered 503.",
+        kind=Kind.COUNT,
+        minimum=1,
+        default_doc="8192, with TLS 1024, or as many as the limit of open files leaves",
+    )
     max_body_bytes: int = setting(
         4 << 20, "Largest request body; a larger one is answered 413.", kind=Kind.SIZE, key="max_body_size", minimum=1024
     )

@@ -1,6 +1,7 @@
 """One client's connection: uvicorn's HTTP/1.1 protocol, with bounds on what a client may send and on how long it may take.
 
-Made by uvicorn for every connection, on the event loop. Reads requests and refuses malformed ones; never looks at a route.
+Made by the acceptor for every connection, on the event loop. Reads requests and refuses malformed ones; never looks at a route,
+but to answer a probe also when too many connections have a request.
 
 head        at most `MAX_HEAD_BYTES`, as are trailers and whatever else brings no body; beyond is a 431
 time        a request that was begun has to go on by `MIN_BYTES_PER_CHECK` in every `read_timeout_s`; else it is a 408.
@@ -14,14 +15,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from http import HTTPStatus
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import httptools
 from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from penstock.serve.auth import OPEN_PATHS
 from penstock.serve.direct_line import direct_line, offer
 from penstock.serve.openai.errors import ApiError, invalid, request_head_too_large, request_timeout, unavailable
+
+if TYPE_CHECKING:
+    from penstock.serve.acceptor import Acceptor
 
 _log = logging.getLogger(__name__)
 
@@ -41,8 +46,9 @@ class HttpConnection(HttpToolsProtocol):
     read_timeout_s: ClassVar[float] = 30.0
     write_timeout_s: ClassVar[float] = 60.0
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, acceptor: Acceptor, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._acceptor = acceptor
         self._is_reading = False
         """A request has begun and not ended."""
         self._is_in_head = False
@@ -69,6 +75,7 @@ class HttpConnection(HttpToolsProtocol):
         self._await_request()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._acceptor.lost(self)
         self._stop_read_timer()
         self._stop_write_timer()
         super().connection_lost(exc)
@@ -115,8 +122,8 @@ class HttpConnection(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        if len(self.url) + sum([len(name) + len(value) + 4 for name, value in self.headers]) > MAX_HEAD_BYTES:
-            self._refusal = request_head_too_large(MAX_HEAD_BYTES)
+        self._refusal = self._wrong_in_head()
+        if self._refusal is not None:
             raise self._refusal
         self._is_offered_upgrade = self.parser.should_upgrade()
         if not self._is_offered_upgrade:
@@ -138,6 +145,11 @@ class HttpConnection(HttpToolsProtocol):
         self._stop_read_timer()
         super().on_message_complete()
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self.pipeline and (self.timeout_keep_alive_task is not None or self.transport.is_closing()):
+            self._acceptor.idle(self)
+
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answering = cycle
         super()._start_asgi_task(cycle, app)
@@ -146,10 +158,15 @@ class HttpConnection(HttpToolsProtocol):
         """A request that has not come whole is not waited for."""
         if self._is_answering_earlier() or not (self._is_refused or self._is_reading):
             super().shutdown()
-        elif self._is_refused:
+        else:
+            self.leave(unavailable("The server is shutting down."))
+
+    def leave(self, error: ApiError) -> None:
+        """Close this connection, which is owed no answer. A request that has not come whole is told the error."""
+        if self._is_refused or not self._is_reading:
             self.transport.close()
         else:
-            self._refuse(unavailable("The server is shutting down."), lingers=False)
+            self._refuse(error, lingers=False)
 
     def _parse(self, data: bytes) -> None:
         try:
@@ -160,6 +177,14 @@ class HttpConnection(HttpToolsProtocol):
             self.parser = httptools.HttpRequestParser(self)
             self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
             self.parser.feed_data(head + data[offer.args[0] :])
+
+    def _wrong_in_head(self) -> ApiError | None:
+        """Why a head that can be parsed is refused, or None."""
+        if len(self.url) + sum([len(name) + len(value) + 4 for name, value in self.headers]) > MAX_HEAD_BYTES:
+            return request_head_too_large(MAX_HEAD_BYTES)
+        if not self._acceptor.begin(self) and self.url.decode("latin-1") not in OPEN_PATHS:
+            return self._acceptor.too_many()
+        return None
 
     def _head_without_offer(self) -> bytes:
         lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
@@ -223,6 +248,7 @@ class HttpConnection(HttpToolsProtocol):
         if self._is_in_head and self._is_answering_earlier():
             self.cycle.keep_alive = False
             return
+        self._acceptor.idle(self)
         if self._can_answer():
             self.transport.write(_as_bytes(error.response(), self.server_state.default_headers))
             if lingers and self.transport.can_write_eof():

@@ -1,14 +1,28 @@
-"""The socket that the server listens on. Made by `cli serve` before the model is loaded; speaks no HTTP."""
+"""The socket that the server listens on, and how many connections may come of it. Made by `cli serve` before the model is
+loaded; accepts none, and speaks no HTTP.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import resource
 import socket
+from pathlib import Path
 
+from penstock.config import ServerConfig
 from penstock.types.errors import ConfigError
 
 BACKLOG = 2048
 """Connections that wait for the server."""
+NUM_EXTRA_CONNECTIONS = 32
+"""Open connections beyond the limit: those that are closing, are told 503, or probe."""
+
+_NUM_SPARE_FILES = 32
+"""What the server may open while it runs: files of the weights and of the disk tier when the engine is made anew."""
+_MAX_CONNECTIONS = 8192
+_MAX_TLS_CONNECTIONS = 1024
+"""Unless more are asked for. An idle connection takes 6 kB of memory, and with TLS 280 kB, most of it a buffer of asyncio's."""
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
@@ -30,6 +44,33 @@ def bind_socket(host: str, port: int) -> socket.socket:
         listener.close()
         raise _bind_error(host, port, error) from error
     return listener
+
+
+def raise_open_files_limit() -> None:
+    """Raise the soft limit to the hard one. The usual 1024 is for programs that call select(2), which takes no more."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # macOS names a hard limit that it does not grant.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def connection_limit(config: ServerConfig) -> int:
+    """How many connections may have a request at once: as many as were asked for, or as the limit of open files leaves.
+
+    Raises `ConfigError` if that limit is too low.
+    """
+    asked = config.max_connections
+    num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    num_taken = sum(1 for _ in Path("/dev/fd").iterdir()) + _NUM_SPARE_FILES + NUM_EXTRA_CONNECTIONS
+    wanted = asked or 1
+    if num_files != resource.RLIM_INFINITY and wanted > num_files - num_taken:
+        raise ConfigError(
+            f"{wanted} connections need {wanted + num_taken} open files, and the process may have {num_files}.",
+            remedy="Raise that limit (`ulimit -Hn`; LimitNOFILE= of a systemd unit), or lower --max-connections.",
+        )
+    if asked is not None:
+        return asked
+    most = _MAX_TLS_CONNECTIONS if config.ssl_certfile else _MAX_CONNECTIONS
+    return most if num_files == resource.RLIM_INFINITY else min(most, num_files - num_taken)
 
 
 def _bind_error(host: str, port: int, error: OSError) -> ConfigError:

@@ -28,10 +28,11 @@ import uvicorn
 import penstock
 from penstock.config import ServerConfig
 from penstock.serve._stop_signals import end_at_second
+from penstock.serve.acceptor import Acceptor
 from penstock.serve.app import create_app
 from penstock.serve.connection import HttpConnection
 from penstock.serve.keys import api_keys
-from penstock.serve.listener import BACKLOG, bind_socket
+from penstock.serve.listener import bind_socket, connection_limit
 from penstock.serve.runtime import Runtime
 from penstock.types.errors import ConfigError
 
@@ -88,11 +89,13 @@ class Server(uvicorn.Server):
         self, runtime: Runtime, config: ServerConfig, listener: socket.socket, *, announce: Callable[[str], None]
     ) -> None:
         super().__init__(_uvicorn_config(runtime, config))
+        self._max_connections = connection_limit(config)
         self._runtime = runtime
         self._server_config = config
         self._listener = listener
         self._announce = announce
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._acceptor: Acceptor | None = None
         self._ending: asyncio.Task[None] | None = None
         self.ended_cleanly = True
 
@@ -100,10 +103,22 @@ class Server(uvicorn.Server):
         super().run(sockets=sockets or [self._listener])
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        del sockets
         self._loop = asyncio.get_running_loop()
-        await super().startup(sockets=sockets)
+        await super().startup(sockets=[])  # uvicorn would accept as many connections as come.
+        self._acceptor = Acceptor(
+            self._listener, self._make_connection, max_connections=self._max_connections, ssl_context=self.config.ssl
+        )
         warn_if_open(self._server_config, self._listener)
         self._announce(ready_text(self._runtime, self._server_config, self._listener))
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        assert self._acceptor is not None
+        self._acceptor.close()
+        await super().shutdown(sockets=sockets)
+
+    def _make_connection(self, acceptor: Acceptor) -> HttpConnection:
+        return HttpConnection(self.config, self.server_state, self.lifespan.state, acceptor=acceptor)
 
     def request_shutdown(self) -> None:
         """Begin to drain. Once is enough."""
@@ -205,7 +220,6 @@ def _uvicorn_config(runtime: Runtime, config: ServerConfig) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        backlog=BACKLOG,
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=_FLUSH_TIMEOUT_S,
         ssl_certfile=config.ssl_certfile,

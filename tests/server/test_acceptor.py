@@ -1,0 +1,203 @@
+"""More connections than may be open: who leaves for whom, who is told 503, and what the log says."""
+
+import asyncio
+import contextlib
+import errno
+import resource
+import shutil
+import socket
+import ssl
+import subprocess
+
+import pytest
+from harness import GatedExecutor, running, until
+from test_connections import LONG, load, send
+from test_http import GET, check_error, connected, post, read_answer
+
+from penstock.config import ServerConfig
+from penstock.serve import acceptor as acceptor_module
+from penstock.serve.acceptor import Acceptor
+from penstock.serve.listener import NUM_EXTRA_CONNECTIONS, connection_limit
+from penstock.types.errors import ConfigError
+
+MAX = 4
+MOST = MAX + NUM_EXTRA_CONNECTIONS
+
+
+@contextlib.contextmanager
+def narrow(executor=None):
+    with running(executor, config=ServerConfig(port=0, max_connections=MAX, shutdown_timeout_s=0.0)) as server:
+        yield server
+
+
+@contextlib.asynccontextmanager
+async def crowd(server, number, data=b""):
+    """So many clients, who send this and no more."""
+    async with contextlib.AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(connected(server)) for _ in range(number)]
+        for _, writer in clients:
+            writer.write(data)
+        yield clients
+
+
+async def ask(server, data=GET):
+    async with connected(server) as (reader, writer):
+        writer.write(data)
+        return await read_answer(reader)
+
+
+@pytest.mark.parametrize("sent", [b"", b"\r\n", b"GET /health HTTP/1.1\r\nHost"], ids=["nothing", "a line", "half a head"])
+async def test_who_has_no_request_leaves_for_others(sent, caplog):
+    with narrow() as server:
+        async with crowd(server, 3 * MOST, sent):
+            for _ in range(3):
+                assert (await ask(server))[0] == 200
+                assert (await ask(server, post()))[0] == 200
+            assert len(server.server.server_state.connections) <= MOST
+    assert len(caplog.records) <= 10
+    assert all("--max-connections" in record.message for record in caplog.records)
+
+
+async def test_who_waits_longest_leaves_first_and_is_told(monkeypatch):
+    monkeypatch.setattr(acceptor_module, "GRACE_S", 0.0)
+    with narrow() as server:
+        async with crowd(server, MAX) as clients:
+            readers = [reader for reader, _ in clients]
+            for reader, writer in clients:
+                writer.write(GET)
+                assert (await read_answer(reader))[0] == 200
+            # The first is no longer the one that has waited longest, and the second has begun to ask.
+            clients[0][1].write(GET)
+            assert (await read_answer(readers[0]))[0] == 200
+            clients[1][1].write(b"GET /health HT")
+            await until(lambda: any(connection._is_reading for connection in server.server.server_state.connections))
+            async with crowd(server, 2):
+                check_error(await read_answer(readers[1]), 503, "unavailable")
+                assert await readers[2].read() == b""
+                await until(lambda: len(server.server.server_state.connections) == MAX)
+                assert not readers[0].at_eof()
+                assert not readers[3].at_eof()
+                clients[0][1].write(GET)
+                assert (await read_answer(readers[0]))[0] == 200
+
+
+async def test_if_all_are_busy_a_request_is_told_503_and_a_probe_is_answered():
+    gate = GatedExecutor()
+    with narrow(gate) as server:
+        streams = [await send(server, LONG | {"max_tokens": 3, "stream": True}) for _ in range(MAX)]
+        await until(lambda: load(server).num_running + load(server).num_waiting == MAX)
+        async with crowd(server, 2 * MOST):
+            for _ in range(2):
+                refused = await ask(server, post())
+                check_error(refused, 503, "unavailable")
+                assert int(refused[1]["retry-after"]) >= 1
+                assert (await ask(server))[0] == 200
+                assert (await ask(server, b"GET /ready HTTP/1.1\r\nHost: x\r\n\r\n"))[0] == 200
+        gate.open()
+        for reader, writer in streams:
+            assert b"data: [DONE]" in await reader.readuntil(b"0\r\n\r\n")
+            writer.close()
+        assert (await ask(server, post()))[0] == 200
+
+
+async def test_who_takes_nothing_of_its_answer_holds_no_place(monkeypatch):
+    """To close such a connection waits for the client; its place does not."""
+    monkeypatch.setattr(acceptor_module, "GRACE_S", 0.0)
+    with narrow() as server:
+        async with connected(server) as (_, writer):
+            writer.write(GET)
+            await until(lambda: server.server.server_state.total_requests == 1)
+            (connection,) = server.server.server_state.connections
+            transport = connection.transport
+            server.server._loop.call_soon_threadsafe(transport.set_write_buffer_limits, 1 << 30)
+            server.server._loop.call_soon_threadsafe(transport.write, b"x" * (64 << 20))
+            await until(lambda: transport.get_write_buffer_size() > 0)
+            async with crowd(server, 2 * MOST):
+                await until(lambda: connection not in server.server.server_state.connections)
+
+
+@pytest.fixture
+def certificate(tmp_path):
+    """The paths of a key and of its certificate."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    key, paper = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj", "/CN=x"]
+    subprocess.run([*command, "-days", "9", "-keyout", key, "-out", paper], check=True, capture_output=True)
+    return str(key), str(paper)
+
+
+@pytest.mark.parametrize("has_handshake", [False, True])
+async def test_a_silent_crowd_with_tls_leaves_for_others(certificate, has_handshake):
+    """Before the handshake, and after it without the good-bye that TLS wants."""
+    key, paper = certificate
+    config = ServerConfig(port=0, max_connections=MAX, ssl_keyfile=key, ssl_certfile=paper, shutdown_timeout_s=0.0)
+    trust = ssl.create_default_context(cafile=paper)
+    trust.check_hostname = False
+    with running(config=config) as server, contextlib.ExitStack() as stack:
+
+        def connect(context=trust):
+            plain = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=20))
+            return stack.enter_context(context.wrap_socket(plain)) if context else plain
+
+        for _ in range(2 * MOST):
+            await asyncio.to_thread(connect, trust if has_handshake else None)
+        connection = await asyncio.to_thread(connect)
+        connection.sendall(GET)
+        assert (await asyncio.to_thread(connection.recv, 1 << 16)).startswith(b"HTTP/1.1 200 ")
+        stack.close()
+        await until(lambda: not server.server._acceptor._connections)
+
+
+class ExhaustedListener:
+    """Connections wait there always, and there is no descriptor for them."""
+
+    def __init__(self, readable):
+        self.fileno = readable.fileno
+        self.num_tries = 0
+
+    def setblocking(self, is_blocking):
+        assert not is_blocking
+
+    def accept(self):
+        self.num_tries += 1
+        raise OSError(errno.EMFILE, "Too many open files")
+
+
+async def test_without_descriptors_it_tries_again_and_tells_it_once(monkeypatch, caplog):
+    monkeypatch.setattr(acceptor_module, "_RETRY_S", 0.001)
+    readable, other = socket.socketpair()
+    with readable, other:
+        other.send(b"x")
+        listener = ExhaustedListener(readable)
+        acceptor = Acceptor(listener, lambda _: pytest.fail("there is none"), max_connections=MAX, ssl_context=None)
+        await until(lambda: listener.num_tries >= 20)
+        acceptor.close()
+        num_tries = listener.num_tries
+        await asyncio.sleep(0.01)
+        assert listener.num_tries == num_tries
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "Too many open files" in record.message
+
+
+@pytest.mark.parametrize(
+    ("soft", "asked", "least", "most"), [(256, None, 100, 192), (256, 50, 50, 50), (1 << 20, None, 8192, 8192)]
+)
+def test_the_limit_of_open_files_leaves_so_many_connections(monkeypatch, soft, asked, least, most):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, soft))
+    assert least <= connection_limit(ServerConfig(max_connections=asked)) <= most
+
+
+@pytest.mark.parametrize(("soft", "asked"), [(64, None), (256, 250)])
+def test_too_low_a_limit_of_open_files_is_told_with_a_remedy(monkeypatch, soft, asked):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, soft))
+    with pytest.raises(ConfigError, match=f"may have {soft}.*ulimit -Hn"):
+        connection_limit(ServerConfig(max_connections=asked))
+
+
+def test_a_limit_of_open_files_that_is_none(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert connection_limit(ServerConfig(max_connections=10**6)) == 10**6
+    assert connection_limit(ServerConfig()) == 8192
+    assert connection_limit(ServerConfig(ssl_certfile="a.pem")) == 1024
