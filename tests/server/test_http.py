@@ -178,6 +178,67 @@ async def test_what_is_no_http_is_an_error_object_and_not_in_the_log(live, caplo
     assert not caplog.records
 
 
+def head(*lines):
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
+@pytest.mark.parametrize(
+    "hosts",
+    [
+        [],
+        ["Host: a", "Host: a"],
+        ["Host: a", "host: b"],
+        ["Host: a b"],
+        ["Host: a/b"],
+        ["Host: user@a"],
+        ["Host: a:80:81"],
+        ["Host: a:http"],
+        ["Host: [::1"],
+        ["Host: a, b"],
+    ],
+)
+async def test_a_request_has_one_host(live, hosts):
+    error = check_error(await exchange(live, head("GET /health HTTP/1.1", *hosts)), 400, "invalid_request_error")
+    assert error["param"] == "Host"
+
+
+@pytest.mark.parametrize("host", ["", "a", "A_b-c.example.:", "127.0.0.1:8000", "[::1]", "[fe80::1%25eth0]:80", "%41"])
+@pytest.mark.parametrize("version", ["1.0", "1.1", "1.2", "1.9"])
+async def test_every_host_and_version_that_may_be_is_served(live, host, version):
+    """A later HTTP/1 is to be understood as the latest that is known: RFC 9110, 2.5."""
+    assert (await exchange(live, head(f"GET /health HTTP/{version}", f"Host: {host}", "Connection: close")))[0] == 200
+
+
+async def test_http_1_0_needs_no_host_but_has_no_chunks(live):
+    assert (await exchange(live, head("GET /health HTTP/1.0")))[0] == 200
+    answer = await exchange(live, head("POST /v1/completions HTTP/1.0", CHUNKED) + b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY))
+    assert check_error(answer, 400, "invalid_request_error")["param"] == "Transfer-Encoding"
+    assert check_error(await exchange(live, head("GET / HTTP/1.0", "Host: a", "Host: a")), 400, "invalid_request_error")
+
+
+@pytest.mark.parametrize("line", ["GET /health HTTP/2.0", "GET /health HTTP/3.0", "GET /health HTTP/0.9", "GET /health"])
+async def test_another_version_of_http_is_a_505(live, line):
+    check_error(await exchange(live, head(line, "Host: x")), 505, "http_version_not_supported")
+
+
+async def test_http2_without_an_offer_is_a_505(live):
+    check_error(await exchange(live, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"), 505, "http_version_not_supported")
+
+
+@pytest.mark.parametrize(
+    "length", [str(2**63), str(10**19), str(2**64 - 1), str(2**64), "9" * 5000], ids=lambda text: text[:21]
+)
+async def test_a_length_beyond_every_limit_is_a_413_at_once(live, length):
+    sent = head("POST /v1/completions HTTP/1.1", "Host: x", f"Content-Length: {length}")
+    error = check_error(await exchange(live, sent), 413, "request_too_large")
+    assert "--max-body-size" in error["message"]
+
+
+async def test_a_length_may_begin_with_zeros(live):
+    sent = head("POST /v1/completions HTTP/1.1", "Host: x", "Connection: close", f"Content-Length: {len(BODY):05000}")
+    assert (await exchange(live, sent + BODY))[0] == 200
+
+
 @pytest.fixture
 def impatient(monkeypatch):
     """A server that waits a tenth of a second where others wait half a minute."""

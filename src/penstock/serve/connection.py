@@ -4,6 +4,8 @@ Made by the acceptor for every connection, on the event loop. Reads requests and
 but to answer a probe also when too many connections have a request.
 
 head        at most `MAX_HEAD_BYTES`, as are trailers and whatever else brings no body; beyond is a 431
+            Host and version as RFC 9112 wants them (sections 2.3 and 3.2), and no chunks in HTTP/1.0 (6.1): a proxy that takes
+            such a request for another one could be made to smuggle one in
 time        a request that was begun has to go on by `MIN_BYTES_PER_CHECK` in every `read_timeout_s`; else it is a 408.
             Who takes nothing of an answer for `write_timeout_s`, with more waiting than the system's buffers hold, is cut off
 upgrades    an offer of another protocol (HTTP/2 by Java's client or curl, WebSocket) is passed over, as RFC 9110 7.8 allows
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -23,7 +26,15 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from penstock.serve.auth import OPEN_PATHS
 from penstock.serve.direct_line import direct_line, offer
-from penstock.serve.openai.errors import ApiError, invalid, request_head_too_large, request_timeout, unavailable
+from penstock.serve.openai.errors import (
+    ApiError,
+    invalid,
+    request_head_too_large,
+    request_timeout,
+    request_too_large,
+    unavailable,
+    version_not_supported,
+)
 
 if TYPE_CHECKING:
     from penstock.serve.acceptor import Acceptor
@@ -40,15 +51,19 @@ _MAX_BEHIND = 8
 LINGER_S = 2.0
 _UPGRADE_HEADERS = frozenset({b"upgrade", b"http2-settings", b"connection"})
 _UPGRADE_TOKENS = frozenset({b"upgrade", b"http2-settings"})
+_HOST = re.compile(rb"(\[[0-9A-Za-z:.%_~-]+\]|[0-9A-Za-z._~!$&'()*+,;=%-]*)(:[0-9]*)?")
+"""RFC 3986, 3.2.2. Empty where the address has no host."""
 
 
 class HttpConnection(HttpToolsProtocol):
     read_timeout_s: ClassVar[float] = 30.0
     write_timeout_s: ClassVar[float] = 60.0
 
-    def __init__(self, *args: Any, acceptor: Acceptor, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, acceptor: Acceptor, max_body_bytes: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._acceptor = acceptor
+        self._max_body_bytes = max_body_bytes
+        self.parser = self._make_parser()
         self._is_reading = False
         """A request has begun and not ended."""
         self._is_in_head = False
@@ -97,7 +112,7 @@ class HttpConnection(HttpToolsProtocol):
             self._parse(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             _log.debug("a request that is no HTTP/1.1: %s", error)
-            self._refuse(self._refusal or invalid("This is no valid HTTP/1.1 request."))
+            self._refuse(self._refusal or self._meaning_of(error))
             return
         if self._is_reading:
             self._watch_reading(len(data))
@@ -168,23 +183,47 @@ class HttpConnection(HttpToolsProtocol):
         else:
             self._refuse(error, lingers=False)
 
+    def _make_parser(self) -> httptools.HttpRequestParser:
+        parser = httptools.HttpRequestParser(self)
+        # As uvicorn has it; versions are looked at with the rest of the head.
+        parser.set_dangerous_leniencies(lenient_data_after_close=True, lenient_version=True)
+        return parser
+
     def _parse(self, data: bytes) -> None:
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as offer:
             # The parser takes what follows such a head for another protocol: give it the head without the offer.
             head = self._head_without_offer()
-            self.parser = httptools.HttpRequestParser(self)
-            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+            self.parser = self._make_parser()
             self.parser.feed_data(head + data[offer.args[0] :])
 
     def _wrong_in_head(self) -> ApiError | None:
         """Why a head that can be parsed is refused, or None."""
         if len(self.url) + sum([len(name) + len(value) + 4 for name, value in self.headers]) > MAX_HEAD_BYTES:
             return request_head_too_large(MAX_HEAD_BYTES)
+        version = self.parser.get_http_version()
+        if version[:2] != "1.":
+            return version_not_supported()
+        hosts = [value for name, value in self.headers if name == b"host"]
+        if len(hosts) != 1 and (hosts or version != "1.0"):
+            return invalid(f"An HTTP/1.1 request has one header Host, and this one {len(hosts) or 'none'}.", "Host")
+        if hosts and not _HOST.fullmatch(hosts[0]):
+            return invalid("The header Host is no host with an optional port.", "Host")
+        if version == "1.0" and any(name == b"transfer-encoding" for name, _ in self.headers):
+            return invalid("HTTP/1.0 has no Transfer-Encoding: send a Content-Length, or HTTP/1.1.", "Transfer-Encoding")
         if not self._acceptor.begin(self) and self.url.decode("latin-1") not in OPEN_PATHS:
             return self._acceptor.too_many()
         return None
+
+    def _meaning_of(self, error: Exception) -> ApiError:
+        """What the parser, which has nothing but words, found wrong."""
+        match str(error):
+            case "Content-Length overflow":  # 2^64 or more
+                return request_too_large(self._max_body_bytes)
+            case "Pause on PRI/Upgrade":  # the first line of HTTP/2
+                return version_not_supported()
+        return invalid("This is no valid HTTP/1.1 request.")
 
     def _head_without_offer(self) -> bytes:
         lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
@@ -292,7 +331,7 @@ def _read_nothing() -> None:
 
 def _as_bytes(response: Response, default_headers: list[tuple[bytes, bytes]]) -> bytes:
     status = response.status_code
-    headers = [*default_headers, *response.raw_headers, (b"connection", b"close")]
+    headers = {**dict(default_headers), **dict(response.raw_headers), b"connection": b"close"}
     lines = [b"HTTP/1.1 %d %s" % (status, HTTPStatus(status).phrase.encode())]
-    lines += [name + b": " + value for name, value in headers]
+    lines += [name + b": " + value for name, value in headers.items()]
     return b"\r\n".join([*lines, b"", bytes(response.body)])

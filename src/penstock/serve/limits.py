@@ -67,4 +67,5 @@ async def _drop_body(receive: Receive) -> None:
 def _announced_bytes(scope: Scope) -> int | None:
     """`Content-Length`, or None: the HTTP parser has refused a malformed one, and one beside chunks, already."""
     value = headers_of(scope).get(b"content-length", b"")
-    return int(value) if value.isdigit() and len(value) < 20 else None
+    # Digits beyond the twentieth only make it larger than every limit, and Python reads no number of thousands.
+    return int(value.lstrip(b"0")[:20] or b"0") if value.isdigit() else None

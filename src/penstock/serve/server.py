@@ -118,7 +118,13 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets=sockets)
 
     def _make_connection(self, acceptor: Acceptor) -> HttpConnection:
-        return HttpConnection(self.config, self.server_state, self.lifespan.state, acceptor=acceptor)
+        return HttpConnection(
+            self.config,
+            self.server_state,
+            self.lifespan.state,
+            acceptor=acceptor,
+            max_body_bytes=self._server_config.max_body_bytes,
+        )
 
     def request_shutdown(self) -> None:
         """Begin to drain. Once is enough."""

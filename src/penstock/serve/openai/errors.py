@@ -142,6 +142,10 @@ def request_head_too_large(max_head_bytes: int) -> ApiError:
     return ApiError(431, message, code="request_header_fields_too_large")
 
 
+def version_not_supported() -> ApiError:
+    return ApiError(505, "Only HTTP/1.1 and HTTP/1.0 are spoken here.", code="http_version_not_supported")
+
+
 def request_timeout(read_timeout_s: float) -> ApiError:
     message = f"The request has not come whole: almost nothing of it came within {read_timeout_s:g} s. Send it again."
     return ApiError(408, message, code="request_timeout", error_type="timeout_error")
