@@ -152,8 +152,19 @@ def slow_ns(plan: StepPlan) -> float:
     return 5 * cost_ns(plan)
 
 
-def prompt_time_s(budget: HoldLatency | str, step_ns: Callable[[StepPlan], float], noise: float) -> float:
-    """Of a prompt of 4,000 tokens beside a stream. Durations differ by `noise` in the standard deviation, as a share."""
+def even_ns(plan: StepPlan) -> float:
+    """Of a model whose steps take long without prompts, and little more with them."""
+    return 20 * MS + sum(row.query_len for row in plan.rows) * 0.1 * MS
+
+
+def prompt_time_s(
+    budget: HoldLatency | str,
+    step_ns: Callable[[StepPlan], float],
+    noise: float,
+    on_step: Callable[[float], None] = lambda _ms: None,
+) -> float:
+    """Of a prompt of 4,000 tokens beside a stream. Durations differ by `noise` in the standard deviation, as a share; `on_step`
+    hears those beside the prompt, in milliseconds."""
     rng = random.Random(0)
     core = make_core(CAPACITY, make_policies(budget=budget), enable_prefix_caching=False)
     now_ns = start_ns = 0
@@ -164,7 +175,10 @@ def prompt_time_s(budget: HoldLatency | str, step_ns: Callable[[StepPlan], float
             core.apply([Add(make_request("long", 4000, max_tokens=1, arrival_ns=now_ns))], now_ns)
         plan = core.begin(now_ns)
         assert plan is not None
-        now_ns += int(step_ns(plan) * max(0.3, rng.gauss(1, noise)))
+        duration_ns = int(step_ns(plan) * max(0.3, rng.gauss(1, noise)))
+        now_ns += duration_ns
+        if number >= 40:
+            on_step(duration_ns / MS)
         tokens = {row.request_id: (7,) for row in plan.rows if row.samples}
         core.finish(plan, StepResult(plan.step_id, tokens, StepTiming(0, 0)), now_ns)
         if "long" in tokens:
@@ -183,6 +197,27 @@ def test_a_prompt_keeps_a_share_of_the_time_where_smaller_chunks_do_not_save_it(
 
 def test_a_prompt_keeps_a_share_of_the_time_whatever_the_target() -> None:
     assert prompt_time_s(HoldLatency(slo_itl_ns=MS), busy_ns, 0.0) < 3 * prompt_time_s("decode-first", busy_ns, 0.0)
+
+
+@pytest.mark.parametrize("slo_ms", [24, 26, 35])
+def test_a_target_is_held_if_a_small_chunk_keeps_it(slo_ms: int) -> None:
+    """A step without prompts takes 20.1 ms: there is time for less than the share that prompts have where nothing can be held."""
+    durations: list[float] = []
+    prompt_time_s(HoldLatency(slo_itl_ns=slo_ms * MS), even_ns, 0.01, durations.append)
+    settled = sorted(durations[NUM_STEPS_TO_SETTLE:])
+    assert settled[int(0.98 * len(settled))] < 1.02 * slo_ms
+    assert settled[len(settled) // 2] > 0.85 * slo_ms
+
+
+def test_where_steps_hold_less_than_the_target_allows_equal_chunks_are_interrupted_as_well() -> None:
+    budget = HoldLatency()
+    budget.cost.learn(linear(1, 512, 130_000))
+    budget.cost.prefill_ns = 10_000.0  # so that thousands would keep the target
+    last, allowed = linear(1, 16, 0), []
+    for _ in range(2 * PROBE_PERIOD):
+        allowed.append(budget.limits(view(last_step=last)).max_tokens - 1)
+        last = StepRecord(1, allowed[-1], 10 * MS)
+    assert min(allowed) < max(allowed) / 2 == 511 / 2
 
 
 def test_equal_chunks_are_interrupted_to_see_what_a_smaller_one_saves() -> None:

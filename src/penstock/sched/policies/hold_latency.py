@@ -32,8 +32,8 @@ class HoldLatency:
     Without decodes the whole step is the prefills'.
 
     A chunk of a few tokens may take as long as one of a hundred, where other programs keep the cores busy. Chunks of one size
-    would hide that, so now and then one is smaller (`PROBE_PERIOD`). Whatever the target, prefills get a share of the
-    step's time (`min_prefill_share`), so no prompt starves.
+    would hide that, so now and then one is smaller (`PROBE_PERIOD`). Where not even the smallest chunk keeps the target, prefills
+    get a share of the step's time (`min_prefill_share`), so no prompt starves.
     """
 
     slo_itl_ns: int = 0
@@ -43,8 +43,8 @@ class HoldLatency:
     max_slowdown: float = 2.0
     """Of a step by the tokens of prefills."""
     min_prefill_share: float = 1 / 3
-    """Of a step's time, for the tokens of prefills, whatever the target: they then take three times as long as in steps that
-    are full of them, at most. [0, 1)"""
+    """Of a step's time, for the tokens of prefills, where the target can't be held: they then take about three times as long as
+    in steps that are full of them. [0, 1)"""
     min_chunk_tokens: int = 16
     """For prefills in every step, whatever the latency."""
     long_prefill_token_threshold: int = 0
@@ -59,16 +59,18 @@ class HoldLatency:
     _num_equal_chunks: int = 0
     """Prefill tokens filled so many steps with decodes since one had clearly fewer than it might have had."""
     _chunk_tokens: int = 0
-    """Of prefills in a step with decodes, as last found without a probe."""
+    """That prefills might have in the last step with decodes, but for a probe."""
     _is_strained: bool = False
-    """The target can't be held."""
+    """Not even the smallest chunk keeps the target."""
 
     def limits(self, view: BudgetView) -> StepLimits:
         if view.last_step is not None and view.last_step is not self._seen:
             self._observe(view.last_step)
         num_prefill_tokens = view.max_step_tokens - view.num_decodes
         if view.num_decodes and self.cost.is_known:
-            num_prefill_tokens = min(num_prefill_tokens, self._affordable_tokens(view))
+            num_prefill_tokens = self._chunk_tokens = min(num_prefill_tokens, self._affordable_tokens(view))
+            if self._is_probe_due:
+                num_prefill_tokens = max(1, num_prefill_tokens // PROBE_SHARE)
         max_tokens = view.num_decodes + num_prefill_tokens
         if not self.long_prefill_token_threshold:
             return StepLimits(max_tokens)
@@ -84,15 +86,17 @@ class HoldLatency:
         default_ns = max(self.fluent_itl_ns, self.max_slowdown * least_ns)
         target_ns = self.slo_itl_ns / self.excess if self.slo_itl_ns else default_ns
         token_ns = self.cost.token_ns(view.prefill_context_len)
-        kept_ns = max(least_ns * self.min_prefill_share / (1 - self.min_prefill_share), self.min_chunk_tokens * token_ns)
-        self._is_strained = target_ns - least_ns < kept_ns
-        self._chunk_tokens = int(max(target_ns - least_ns, kept_ns) / token_ns)
-        return max(1, self._chunk_tokens // PROBE_SHARE) if self._is_probe_due else self._chunk_tokens
+        smallest_ns = self.min_chunk_tokens * token_ns
+        self._is_strained = target_ns - least_ns < smallest_ns
+        if not self._is_strained:
+            return int((target_ns - least_ns) / token_ns)
+        share_ns = least_ns * self.min_prefill_share / (1 - self.min_prefill_share)
+        return int(max(share_ns, smallest_ns) / token_ns)
 
     @property
     def _is_probe_due(self) -> bool:
         period = STRAINED_PROBE_PERIOD if self._is_strained else PROBE_PERIOD
-        return self._num_equal_chunks >= period
+        return self._num_equal_chunks >= period - 1
 
     def _observe(self, step: StepRecord) -> None:
         self._seen = step
