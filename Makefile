@@ -24,13 +24,13 @@ install: $(INSTALLED)  ## make .venv and build Penstock into it
 
 # Editable: Python is used from src/, so that only a change of native/ needs a new build.
 $(INSTALLED): $(SOURCES) | .venv
-	@echo "Building Penstock into .venv; the first time takes about a minute."
+	@echo "Building Penstock into .venv; the first time takes one to five minutes, in which pip is silent."
 	@$(PIP_INSTALL) --editable . || $(PIP_FAILED)
 	@touch $@
 
 # With the tools of the extra `test` in pyproject.toml.
 $(INSTALLED_TEST): $(SOURCES) | .venv
-	@echo "Building Penstock and its test tools into .venv; the first time takes about two minutes."
+	@echo "Building Penstock and its test tools into .venv; the first time takes two to five minutes, in which pip is silent."
 	@$(PIP_INSTALL) --editable '.[test]' || $(PIP_FAILED)
 	@touch $(INSTALLED) $@
 

@@ -80,7 +80,7 @@ def test_a_machine_with_all_of_it_has_one(machine: SimpleNamespace) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"versions": {}}, r"torch is not installed \(install the extra: pip install 'penstock\[cuda\]'\)"),
+        ({"versions": {}}, r"torch is not installed \(install it in Penstock's source folder: pip install '\.\[cuda\]'\)"),
         ({"versions": {"torch": "2.11.0"}}, "triton is not installed"),
         ({"versions": {"torch": "2.7.1", "triton": "3.6.0"}}, "torch 2.7.1 is older than 2.8"),
         ({"versions": {"torch": "2.13.0+cpu", "triton": "3.6.0"}}, "build for CPUs alone"),

@@ -79,4 +79,4 @@ def test_without_the_library(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(DownloadError, match="need the package huggingface_hub") as caught:
         ensure_present(resolve("hf:org/repo", tmp_path))
-    assert "penstock[hf]" in caught.value.remedy
+    assert "pip install '.[hf]'" in caught.value.remedy

@@ -101,7 +101,7 @@ def test_without_the_extra_there_is_a_line_of_it_where_there_is_a_gpu(
     settle()
     [record] = caplog.records
     assert record.levelname == level
-    assert "torch is not installed (install the extra" in record.getMessage()
+    assert "torch is not installed (install it in Penstock" in record.getMessage()
 
 
 @pytest.mark.parametrize("config", [BackendConfig(device="cpu"), BackendConfig(backend="native"), BackendConfig(threads=2)])
@@ -184,7 +184,7 @@ def test_the_executor_of_a_gpu_is_told_what_is_set(settings: dict[str, object], 
     [
         ({"deterministic": True}, KvConfig(), "0.7.2", r"order of its sums .* Leave out --attention or --deterministic\."),
         ({}, KvConfig(kv_cache_dtype="int8"), "0.7.2", r"int8\. Leave out --attention or --kv-cache-dtype\."),
-        ({}, KvConfig(), None, r"not installed\. Install the extra: pip install 'penstock\[flashinfer\]'"),
+        ({}, KvConfig(), None, r"not installed\. Install it in Penstock's source folder: pip install '\.\[flashinfer\]'"),
     ],
 )
 def test_flashinfer_is_refused_before_anything_is_loaded(
@@ -269,4 +269,4 @@ def test_so_is_one_that_is_not_there() -> None:
 def test_a_gpu_without_packages_is_told_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "find_gpu", lambda: GPU)
     monkeypatch.setattr(cuda, "_installed_version", lambda name: None)
-    assert device.missing_gpu_packages() == "torch, triton, for the GPU: `pip install 'penstock[cuda]'`"
+    assert device.missing_gpu_packages() == "torch, triton, for the GPU: `pip install '.[cuda]'` in the source folder"

@@ -201,7 +201,7 @@ def test_a_prompt_keeps_a_share_of_the_time_whatever_the_target() -> None:
 
 @pytest.mark.parametrize("slo_ms", [24, 26, 35])
 def test_a_target_is_held_if_a_small_chunk_keeps_it(slo_ms: int) -> None:
-    """A step without prompts takes 20.1 ms: there is time for less than the share that prompts have where nothing can be held."""
+    """A step without prompts takes 20.1 ms, so there is less time than prompts have where no target can be held."""
     durations: list[float] = []
     prompt_time_s(HoldLatency(slo_itl_ns=slo_ms * MS), even_ns, 0.01, durations.append)
     settled = sorted(durations[NUM_STEPS_TO_SETTLE:])

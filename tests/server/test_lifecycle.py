@@ -123,7 +123,8 @@ async def test_draining_finishes_what_runs_and_refuses_what_comes():
         pass
 
 
-async def test_what_outlasts_the_timeout_is_told_its_end():
+async def test_what_outlasts_the_timeout_is_told_its_end(caplog):
+    caplog.set_level("INFO", logger="penstock")
     gate = GatedExecutor()
     runtime = make_runtime(gate)
     with LiveServer(runtime, ServerConfig(port=0, shutdown_timeout_s=0.01)) as server:
@@ -138,6 +139,8 @@ async def test_what_outlasts_the_timeout_is_told_its_end():
         assert "[DONE]" not in text
         server.stop()
         assert not server.server.ended_cleanly
+    assert "shutting down: 1 request may take 0.01 s to finish" in caplog.text
+    assert "requests that had not finished after 0.01 s were aborted" in caplog.text
 
 
 def test_run_server_returns_the_exit_code():

@@ -134,7 +134,7 @@ class TestContinuing:
     ("source", "message"),
     [
         ("{{ raise_exception('roles must alternate') }}", "refuses these messages: roles must alternate"),
-        ("{{ messages[0].nothing.more }}", "has no attribute 'nothing'"),
+        ("{{ messages[0].nothing.more }}", "fails on these messages: UndefinedError: 'dict object' has no attribute 'nothing'"),
         ("{{ messages[0].content + 1 }}", "TypeError"),
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "nested too deeply"),

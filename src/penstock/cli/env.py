@@ -94,6 +94,6 @@ def _missing(cache: str | None) -> Iterator[str]:
             yield f"{name}: reinstall Penstock"
     for name, version in _requirements(extra="hf"):
         if version is None:
-            yield f"{name}, for hf:org/repo models: `pip install 'penstock[hf]'`"
+            yield f"{name}, for hf:org/repo models: `pip install '.[hf]'` in the source folder"
     if (packages := missing_gpu_packages()) is not None:
         yield packages

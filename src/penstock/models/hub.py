@@ -29,7 +29,7 @@ def fetch_hub(source: ModelSource) -> None:
     except ImportError as error:
         raise DownloadError(
             "Models of the Hugging Face hub need the package huggingface_hub.",
-            remedy="Install it with `pip install 'penstock[hf]'`.",
+            remedy="Install it in Penstock's source folder: `pip install '.[hf]'`.",
         ) from error
     root = source.path.parents[len(source.hub.file.split("/")) - 1] if source.hub.file else source.path
     try:

@@ -113,7 +113,11 @@ def _check_attention(config: Config) -> None:
             "it reads no keys and values in int8",
             "Leave out --attention or --kv-cache-dtype.",
         ),
-        (cuda.flashinfer_version() is None, "it is not installed", "Install the extra: pip install 'penstock[flashinfer]'."),
+        (
+            cuda.flashinfer_version() is None,
+            "it is not installed",
+            "Install it in Penstock's source folder: pip install '.[flashinfer]'.",
+        ),
     ):
         if is_so:
             raise ConfigError(f"FlashInfer can't compute the attention: {cause}.", remedy=remedy)
@@ -229,7 +233,7 @@ def missing_gpu_packages() -> str | None:
     names = [name for name, version in cuda.package_versions().items() if version is None]
     if not names or isinstance(cuda.find_gpu(), str):
         return None
-    return f"{', '.join(names)}, for the GPU: `pip install 'penstock[cuda]'`"
+    return f"{', '.join(names)}, for the GPU: `pip install '.[cuda]'` in the source folder"
 
 
 def _gpu_name(gpu: cuda.Gpu | str) -> str:

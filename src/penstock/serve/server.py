@@ -34,6 +34,7 @@ from penstock.serve.connection import HttpConnection
 from penstock.serve.keys import api_keys
 from penstock.serve.listener import bind_socket, connection_limit
 from penstock.serve.runtime import Runtime
+from penstock.types.counted import counted
 from penstock.types.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -161,10 +162,14 @@ class Server(uvicorn.Server):
 
     async def _end(self) -> None:
         timeout_s = self._server_config.shutdown_timeout_s
-        _log.info("shutting down: running requests may take %g s to finish", timeout_s)
+        load = self._runtime.engine.load()
+        num_requests = counted(load.num_running + load.num_waiting, "request")
+        _log.info("shutting down: %s may take %g s to finish; a second signal ends at once", num_requests, timeout_s)
         try:
             # Blocks until the engine has ended, so in a thread: the answers it still gives go out meanwhile.
             self.ended_cleanly = await asyncio.to_thread(self._runtime.close, timeout_s)
+            if not self.ended_cleanly:
+                _log.warning("requests that had not finished after %g s were aborted (--shutdown-timeout)", timeout_s)
         except Exception:
             self.ended_cleanly = False
             _log.exception("the engine could not be closed in order")

@@ -82,6 +82,10 @@ class _Refused(Exception):
     """The template is not valid, or refuses what it is given."""
 
 
+class _Raised(jinja2.TemplateError):
+    """What the template said with `raise_exception`; every other error is its fault, and not the messages'."""
+
+
 class _Template:
     """A compiled template."""
 
@@ -104,7 +108,7 @@ class _Template:
             return self._collect(fields["variables"], datetime.fromisoformat(fields["now"]))
         except (_Refused, MemoryError):
             raise
-        except jinja2.TemplateError as error:
+        except _Raised as error:
             raise _Refused(f"The chat template refuses these messages: {error.message or 'it gives no reason'}") from error
         except RecursionError as error:
             raise _Refused("The messages are nested too deeply for the chat template.") from error
@@ -205,7 +209,7 @@ def _to_json(
 
 
 def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
+    raise _Raised(message)
 
 
 def _make_dict(*args: Any, **items: Any) -> dict[Any, Any]:

@@ -15,7 +15,7 @@ MIN_CAPABILITY = (8, 0)
 """Tensor cores that multiply bf16: Ampere, 2020."""
 MIN_VERSIONS = (("torch", (2, 8)), ("triton", (3, 4)))
 """As the extra `cuda` in pyproject.toml."""
-REMEDY = "install the extra: pip install 'penstock[cuda]'"
+REMEDY = "install it in Penstock's source folder: pip install '.[cuda]'"
 _DRIVER = "libcuda.so.1"
 _NO_DEVICE = 100
 """`CUDA_ERROR_NO_DEVICE`: there is none, or `CUDA_VISIBLE_DEVICES` names none."""

@@ -32,8 +32,8 @@ class HoldLatency:
     Without decodes the whole step is the prefills'.
 
     A chunk of a few tokens may take as long as one of a hundred, where other programs keep the cores busy. Chunks of one size
-    would hide that, so now and then one is smaller (`PROBE_PERIOD`). Where not even the smallest chunk keeps the target, prefills
-    get a share of the step's time (`min_prefill_share`), so no prompt starves.
+    would hide that, so now and then one is smaller (`PROBE_PERIOD`). Where not even the smallest chunk keeps the target,
+    prefills get a share of the step's time (`min_prefill_share`), so no prompt starves.
     """
 
     slo_itl_ns: int = 0
