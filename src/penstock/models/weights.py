@@ -88,7 +88,10 @@ class WeightTensor:
         return stored_bytes(self.format, self.num_rows, self.num_cols)
 
     def forget(self, begin: int = 0, end: int | None = None) -> None:
-        """If stored rows are of a mapped file, the system may have their memory back: who reads them again reads the file."""
+        """If rows [begin, end) as stored are of a mapped file, the system may have their memory back.
+
+        The file is read again when they are. With an `order`, some of those that were read may lie outside, and stay.
+        """
         if (owner := self._file()) is not None:
             rows = self.stored[begin:end]
             first = rows.ctypes.data - np.frombuffer(owner, np.uint8).ctypes.data
