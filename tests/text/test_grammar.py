@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
@@ -12,7 +13,8 @@ from random import Random
 import pytest
 
 from penstock.text import grammar as grammar_module
-from penstock.text.grammar import Grammar, GrammarKind, Grammars
+from penstock.text.grammar import MAX_LARK_CHARS, Grammar, GrammarKind, Grammars
+from penstock.text.grammar_lark import of_lark
 from penstock.text.grammar_matcher import MAX_ANSWERS
 from penstock.text.tokenizer import load_tokenizer
 from penstock.types.errors import GrammarFailure, Rejected, RejectReason
@@ -428,6 +430,25 @@ def test_wrong_grammar_is_refused_in_few_words(grammars, grammar, says):
     assert caught.value.reason is RejectReason.INVALID
     assert len(str(caught.value)) < 600
     assert "llguidance" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["[" * MAX_LARK_CHARS, '"' + r"\"" * (MAX_LARK_CHARS // 2 - 1), "/" + r"\/" * (MAX_LARK_CHARS // 2 - 1)],
+    ids=["brackets", "quotes", "slashes"],
+)
+def test_lark_is_searched_in_time_with_its_length(source):
+    """Milliseconds; 1 to 5 s when each of them began a search to the end."""
+    begin = time.thread_time()
+    of_lark(source)
+    assert time.thread_time() - begin < 0.3
+
+
+@pytest.mark.parametrize("source", [r'start: \<a> "x"', r'start: "a" \[ "b"', 'start: "a" \\" "b"', r'\// start: "a"'])
+def test_backslash_outside_of_literals_is_refused(grammars, source):
+    """It is not searched, so that it must not pass."""
+    with pytest.raises(Rejected, match="lexer error"):
+        grammars.matcher(lark(source))
 
 
 def test_what_looks_unsupported_inside_a_literal_of_lark_is_text(grammars, tokenizer):

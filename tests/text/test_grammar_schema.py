@@ -1,10 +1,15 @@
 """What is done with a JSON schema before it is compiled: refused in time, or rid of what asks for nothing."""
 
+import contextlib
+import itertools
 import json
+import time
+import tracemalloc
 
 import pytest
 
-from penstock.text.grammar import Grammar, GrammarKind, Grammars
+from penstock.text.grammar import MAX_SOURCE_CHARS, Grammar, GrammarKind, Grammars
+from penstock.text.grammar_lark import of_schema
 from penstock.text.tokenizer import load_tokenizer
 from penstock.types.errors import GrammarFailure, Rejected
 
@@ -246,3 +251,81 @@ def test_what_would_take_long_is_refused_at_once(grammars, monkeypatch, value, s
     monkeypatch.setattr("penstock.text.grammar_matcher.compile_grammar", None)
     with pytest.raises(Rejected, match=says):
         compiled(grammars, value)
+
+
+def keys(num):
+    return {f"k{n}": 1 for n in range(num)}
+
+
+def spellings(name):
+    """In a $ref: each letter as itself or by its code."""
+    return map("".join, itertools.product(*((letter, f"%{ord(letter):02x}") for letter in name)))
+
+
+def inside_const(depth, value):
+    for _ in range(depth):
+        value = {"const": value}
+    return value
+
+
+HOSTILE = {
+    "anyOf times allOf": {"anyOf": [1] * 16_000, "allOf": [1] * 16_000},
+    "prefixItems times items": {"allOf": [{"prefixItems": [1] * 12_000}, *[{"items": {"a": 1}}] * 1_500]},
+    "properties times others": {"allOf": [{"properties": keys(2_500)}, *[{"additionalProperties": {"a": 1}}] * 1_000]},
+    "$ref to anyOf, many times": {"$defs": {"a": {"anyOf": [1] * 15_000}}, "allOf": [{"$ref": "#/$defs/a"}] * 1_600},
+    "$ref to properties, many times": {"$defs": {"a": {"properties": keys(3_000)}}, "allOf": [{"$ref": "#/$defs/a"}] * 990},
+    "$ref to properties in each way": {
+        "$defs": {"a": {"properties": keys(3_000)}},
+        "anyOf": [{"allOf": [{"$ref": "#/$defs/a"}, 1]}] * 600,
+    },
+    "many said in each way": {"allOf": [*[{"a": 1}] * 1_000, {"anyOf": [1] * 990}]},
+    "one place, many spellings": {
+        "abcdefghijk": {"allOf": [{}] * 8_000},
+        "items": {"anyOf": [{"$ref": f"#/{name}"} for name in itertools.islice(spellings("abcdefghijk"), 850)]},
+    },
+    "long $ref, many times": {
+        "A" * 10_000: {},
+        "$defs": {"a": {"$ref": "#/" + "%41" * 10_000}},
+        "allOf": [{"$ref": "#/$defs/a"}] * 980,
+    },
+    "const in const": inside_const(900, [1] * 20_000),
+}
+"""None is compiled here: the check before that has to end soon, too, whether it refuses them or not."""
+
+
+@pytest.mark.parametrize("value", HOSTILE.values(), ids=HOSTILE)
+def test_the_check_is_quick_however_the_schema_is_made(value):
+    """0.05 to 0.4 s on two busy cores of an Intel Xeon; each took 1.6 s or far more when it built before it counted."""
+    source = json.dumps(value, separators=(",", ":"))
+    assert len(source) <= MAX_SOURCE_CHARS
+    begin = time.thread_time()
+    with contextlib.suppress(Rejected):
+        of_schema(source)
+    assert time.thread_time() - begin < 1
+
+
+@pytest.mark.parametrize("name", ["anyOf times allOf", "prefixItems times items", "$ref to properties in each way"])
+def test_the_check_counts_before_it_builds(name):
+    """Up to 3.5 GB, where it built first."""
+    source = json.dumps(HOSTILE[name])
+    tracemalloc.start()
+    try:
+        with pytest.raises(Rejected, match="more than 2000 schemas"):
+            of_schema(source)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 16 << 20
+
+
+def test_as_many_schemas_as_are_taken_are_taken():
+    of_schema(json.dumps({"properties": keys(1_999)}))
+    of_schema(json.dumps({"allOf": [{"anyOf": [True] * 43}, {"anyOf": [True] * 43}]}))
+    with pytest.raises(Rejected, match="more than 2000 schemas"):
+        of_schema(json.dumps({"properties": keys(2_000)}))
+
+
+def test_item_of_thousands_of_digits_names_nothing():
+    value = {"prefixItems": [{}], "allOf": [{"$ref": "#/prefixItems/" + "1" * 5_000}, {"type": "array"}]}
+    with pytest.raises(Rejected, match="if it is a place"):
+        of_schema(json.dumps(value))

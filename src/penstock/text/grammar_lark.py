@@ -18,12 +18,13 @@ WHITESPACE = r"[ ]|\n[ ]{0,32}|\n\t{0,16}"
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
 """The model chooses how text that is certain is cut into tokens, as it does everywhere else."""
 
-_LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*')
-"""Strings, regexes and comments of Lark."""
+_LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|\\.')
+"""Strings, regexes and comments of Lark. A backslash elsewhere is an error that llguidance finds; it is here so that the quotes
+after it, in a string without an end, do not begin one string each: that would take the square of the length."""
 _UNSUPPORTED = (
     (re.compile(r"<[^<>\s]*>"), "names special tokens, which no answer may have"),
     (
-        re.compile(r"\[[^\]]*\b(?:temperature|max_tokens|stop)\b"),
+        re.compile(r"\[[^\[\]]*\b(?:temperature|max_tokens|stop)\b"),
         "sets temperature, max_tokens or stop for a rule, which is not supported",
     ),
     (re.compile(r"%json\b"), "has a JSON schema inside, which is not supported"),

@@ -21,10 +21,14 @@ MAX_COUNT = 2**32 - 1
 
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_LITERALS = ("const", "enum")
 
 
 def check_numbers(schema: dict[str, Any]) -> None:
     """Each by itself, and exclusive bounds beside others. Raises `Rejected`."""
+    for value, is_literal in _values(schema):
+        if is_literal and isinstance(value, int) and abs(value) > MAX_INTEGER:
+            raise refused_schema(f"takes integers up to 2^53 in const and enum, not {_shown(value)}. Ask for it as a string.")
     for node in _objects(schema):
         _check_object(node)
         if node.get("type") != "integer":
@@ -56,10 +60,6 @@ def _check_object(node: dict[str, Any]) -> None:
         value = _number(node.get(name))
         if value is not None and value > MAX_COUNT:
             raise refused_schema(f"takes {name} of at most {MAX_COUNT}, not {_shown(value)}. Leave it out.")
-    for name in ("const", "enum"):
-        for leaf in _values(node.get(name)):
-            if isinstance(leaf, int) and abs(leaf) > MAX_INTEGER:
-                raise refused_schema(f"takes integers up to 2^53 in {name}, not {_shown(leaf)}. Ask for it as a string.")
 
 
 def _check_exclusive(node: dict[str, Any], name: str, others: tuple[str, str], sign: int) -> None:
@@ -76,19 +76,19 @@ def _check_exclusive(node: dict[str, Any], name: str, others: tuple[str, str], s
 
 def _objects(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """All that may be a schema, wherever it stands: a $ref may point anywhere."""
-    return (node for node in _values(schema) if isinstance(node, dict))
+    return (node for node, _ in _values(schema) if isinstance(node, dict))
 
 
-def _values(value: Any) -> Iterator[Any]:
-    """Itself, and all that is inside."""
-    waiting = [value]
+def _values(value: Any) -> Iterator[tuple[Any, bool]]:
+    """Itself, and all that is inside, once; whether it stands in a const or an enum."""
+    waiting = [(value, False)]
     while waiting:
-        node = waiting.pop()
-        yield node
+        node, is_literal = waiting.pop()
+        yield node, is_literal
         if isinstance(node, dict):
-            waiting += node.values()
+            waiting += [(inside, is_literal or name in _LITERALS) for name, inside in node.items()]
         elif isinstance(node, list):
-            waiting += node
+            waiting += [(inside, is_literal) for inside in node]
 
 
 def _significant(value: Any) -> int:
