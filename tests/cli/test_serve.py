@@ -10,8 +10,10 @@ import signal
 import socket
 import subprocess
 import sys
+import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -55,8 +57,9 @@ class Served:
 
 
 @contextmanager
-def serving(environment: dict[str, str], *arguments: str | Path) -> Iterator[Served]:
-    command = [sys.executable, "-m", "penstock", "serve", *map(str, arguments), "--backend", "reference", "--port", "0"]
+def serving(environment: dict[str, str], *arguments: str | Path, start: Sequence[str] = ("-m", "penstock")) -> Iterator[Served]:
+    """`start`: what Python is called with to begin the command line."""
+    command = [sys.executable, *start, "serve", *map(str, arguments), "--backend", "reference", "--port", "0"]
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     ) as process:
@@ -78,6 +81,28 @@ def test_it_answers_and_ends_in_order(environment: dict[str, str], tiny_model: P
     assert "Traceback" not in error
     assert "KV cache" in error
     assert "backend reference" in error
+
+
+def test_it_ends_though_a_grammar_is_still_being_compiled(environment: dict[str, str], tiny_model: Path) -> None:
+    program = (
+        "import threading; from penstock.cli.main import main; from penstock.text.grammar import Grammars\n"
+        "Grammars.prepare = lambda *_: print('compiling', flush=True) or threading.Event().wait()\n"
+        "main()"
+    )
+    body = {"prompt": "a", "max_tokens": 5, "structured_outputs": {"regex": "[ab]{3}"}}
+    with (
+        serving(environment, tiny_model, "--shutdown-timeout", "10ms", start=("-c", program)) as served,
+        ThreadPoolExecutor(1) as client,
+    ):
+        asking = client.submit(served.post, "/v1/completions", body)
+        assert served.process.stdout is not None
+        assert served.process.stdout.readline() == "compiling\n"
+        code, error = served.end()
+        with pytest.raises(urllib.error.HTTPError, match="503") as refusal:
+            asking.result()
+    assert json.load(refusal.value)["error"]["code"] == "unavailable"
+    assert code in (0, 1)
+    assert "Traceback" not in error
 
 
 def test_the_model_answers_to_what_was_given(environment: dict[str, str], tiny_model: Path) -> None:

@@ -1,6 +1,7 @@
 """Long texts are worked on beside the event loop, a bounded number of them; what ends the server does not wait for them."""
 
 import asyncio
+import contextlib
 import threading
 from dataclasses import replace
 
@@ -192,17 +193,19 @@ async def test_shared_work_is_done_in_the_first_turn_of_all_who_wait_for_it(pool
 
 
 async def test_grammars_that_wait_when_it_closes_are_told(pool, held):
-    tasks = await compiling(pool, "a", [held] * 3) + await compiling(pool, "b", [held], key="one")
+    """Also those whose work has begun, as it may take long."""
+    tasks = await compiling(pool, "a", [held] * 3) + await compiling(pool, "b", [held] * 2, key="one")
     await until(lambda: held.num_begun == 2)
-    waiting = [tasks[1], tasks[2], *await compiling(pool, "a", [held], key="two")]
+    tasks += await compiling(pool, "a", [held], key="two")
     pool.close()
-    results = await asyncio.gather(*waiting, return_exceptions=True)
-    assert [error.reason for error in results] == [RejectReason.DRAINING] * 3
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [error.reason for error in results] == [RejectReason.DRAINING] * 6
     with pytest.raises(Rejected) as refusal:
         await pool.compile("c", 1, held)
     assert refusal.value.reason is RejectReason.DRAINING
-    held.release()
-    assert await asyncio.gather(tasks[0], tasks[3]) == [[70]] * 2
+    with pytest.raises(Rejected):
+        await pool.compile("c", 1, held, key="one")
+    assert held.num_begun == 2
 
 
 async def test_work_that_fails_says_so_and_the_next_is_done(pool):
@@ -215,21 +218,133 @@ async def test_work_that_fails_says_so_and_the_next_is_done(pool):
     assert await asyncio.gather(*others) == [1, 2]
 
 
-async def test_templates_have_lines_of_their_own_and_wait_no_longer_than_told(pool, held, monkeypatch):
-    large = [asyncio.create_task(pool.render(LARGE_SIZE + 1, held)) for _ in range(5)]
-    small = asyncio.create_task(pool.render(1, held))
-    await until(lambda: held.num_begun == 2)
+async def rendering(pool, tenant, works):
+    """As `compiling`."""
+    tasks = [asyncio.create_task(pool.render(tenant, 1, work)) for work in works]
+    await asyncio.sleep(0)
+    return tasks
+
+
+async def test_templates_have_a_line_of_their_own_and_wait_no_longer_than_told(pool, held, monkeypatch):
+    tasks = await rendering(pool, "a", [held] * 5)
+    await until(lambda: held.num_begun == 1)
     assert await pool.run(LARGE_SIZE, lambda: "small") == "small"
     assert await pool.run(LARGE_SIZE + 1, lambda: "large") == "large"
+    assert await pool.compile("a", 1, lambda: "grammar") == "grammar"
     monkeypatch.setattr(off_loop, "MAX_RENDER_S", 0.05)
     with pytest.raises(Rejected, match="too many conversations") as refusal:
-        await pool.render(1, held)
+        await pool.render("a", 1, held)
     assert refusal.value.reason is RejectReason.QUEUE_FULL
     assert refusal.value.retry_after_s
     held.release()
-    await asyncio.gather(small, *large)
-    assert held.num_begun == 6  # what was refused never began
-    assert await pool.render(1, threading.current_thread) is not threading.current_thread()
+    await asyncio.gather(*tasks)
+    assert held.num_begun == 5  # what was refused never began
+    assert await pool.render("a", 1, threading.current_thread) is not threading.current_thread()
+
+
+async def test_a_tenants_conversations_wait_for_one_of_each_other_tenant(pool, held):
+    order = []
+    first = await rendering(pool, "a", [held])
+    await until(lambda: held.num_begun == 1)
+    tasks = [task for name in "aab" for task in await rendering(pool, name, [lambda name=name: order.append(name)])]
+    tasks += await rendering(pool, "c", [lambda: order.append("c")])
+    held.release()
+    await asyncio.gather(*first, *tasks)
+    assert "".join(order) == "bcaa"
+
+
+async def test_a_tenants_conversations_are_bounded_and_others_come_in(pool, held):
+    begun = await rendering(pool, "a", [held])
+    half = off_loop.MAX_SIZE_IN_FLIGHT // 2
+    waiting = [asyncio.create_task(pool.render("a", half + 1, held))]
+    await asyncio.sleep(0)
+    with pytest.raises(Rejected, match="too many conversations"):
+        await pool.render("a", half, held)
+    others = await rendering(pool, "b", [held])
+    held.release()
+    assert await asyncio.gather(*begun, *waiting, *others) == [[70]] * 3
+
+
+class HeldTemplate:
+    """Renders what the messages say, and waits at `slow` until the test says so."""
+
+    def __init__(self):
+        self.rendered = []
+        self.may_go_on = threading.Event()
+
+    def render(self, messages, **_variables):
+        self.rendered.append(messages[0]["content"])
+        assert not self.rendered[-1].startswith("slow") or self.may_go_on.wait(20)
+        return self.rendered[-1]
+
+
+@contextlib.asynccontextmanager
+async def slow_templates(*keys):
+    """A live server. Yields its template, its line of conversations, and a function that posts (key, path, content)."""
+    template = HeldTemplate()
+    config = ServerConfig(port=0, shutdown_timeout_s=0.0, api_keys=keys)
+    with running(config=config) as server:
+        server.runtime.chat_template = template
+        line = server.runtime.off_loop._templates
+
+        def post(key, path, content):
+            body = {"messages": [{"role": "user", "content": content}]}
+            body |= {"max_tokens": 1} if path == CHAT else {}
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            return asyncio.create_task(client.post(path, json=body, headers=headers))
+
+        try:
+            async with httpx.AsyncClient(base_url=server.url, timeout=20) as client:
+                yield server, template, line, post
+        finally:
+            template.may_go_on.set()
+
+
+def num_waiting(line):
+    return sum(len(queue.jobs) for queue in list(line._queues.values()))
+
+
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+async def test_the_templates_of_one_key_do_not_hold_up_those_of_another(path):
+    async with slow_templates("first", "second") as (_, template, line, post):
+        tasks = [post("first", path, "slow")]
+        await until(lambda: template.rendered)
+        tasks += [post("first", path, f"slow {number}") for number in range(3)]
+        await until(lambda: num_waiting(line) == 3)
+        tasks.append(post("second", path, "hi"))
+        await until(lambda: num_waiting(line) == 4)
+        template.may_go_on.set()
+        assert {answer.status_code for answer in await asyncio.gather(*tasks)} == {200}
+        assert template.rendered[1] == "hi"
+
+
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+async def test_the_conversation_of_a_client_that_leaves_is_not_rendered(path):
+    async with slow_templates() as (_, template, line, post):
+        first = post(None, path, "slow")
+        await until(lambda: template.rendered)
+        leaving, staying = post(None, path, "leaves"), post(None, path, "stays")
+        await until(lambda: num_waiting(line) == 2)
+        leaving.cancel()
+        await until(lambda: num_waiting(line) == 1)
+        template.may_go_on.set()
+        assert [(await task).status_code for task in (first, staying)] == [200] * 2
+        assert template.rendered == ["slow", "stays"]
+
+
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+async def test_who_waits_for_a_template_when_the_server_ends_is_told(path):
+    """At once, though the template still works."""
+    async with slow_templates() as (server, template, line, post):
+        tasks = [post(None, path, "slow")]
+        await until(lambda: template.rendered)
+        tasks.append(post(None, path, "waits"))
+        await until(lambda: num_waiting(line) == 1)
+        server.server.request_shutdown()
+        for answer in await asyncio.gather(*tasks):
+            check(answer, 503, "unavailable")
+        await until(lambda: not server.thread.is_alive())
+        assert not template.may_go_on.is_set()
 
 
 async def test_a_template_that_never_ends_holds_up_nobody_else(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
@@ -39,7 +40,9 @@ def serve(**values: Any) -> None:
             code = server.result().run_server(runtime, config.server, listener=listener)
         finally:
             runtime.close()
-    click.get_current_context().exit(code)
+    # At once: Python would wait for threads that still compile a grammar or read a long text, which nobody gets any more.
+    sys.stdout.flush()
+    os._exit(code)
 
 
 def check_access(config: ServerConfig, environ: Mapping[str, str]) -> None:

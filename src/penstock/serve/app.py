@@ -75,7 +75,7 @@ def _layers(runtime: Runtime, config: ServerConfig, router: APIRouter) -> list[M
 
 def _router(runtime: Runtime, service: Service) -> APIRouter:
     router = APIRouter()
-    models, tokens, status = ModelsEndpoint(runtime.model), TokenizeEndpoint(runtime), StatusEndpoint(runtime)
+    models, tokens, status = ModelsEndpoint(runtime.model), TokenizeEndpoint(runtime, service.config), StatusEndpoint(runtime)
     requests = RequestsEndpoint(service)
     table: list[tuple[str, str, str, Callable[..., Coroutine[Any, Any, Any]]]] = [
         ("POST", "/v1/completions", "Complete", CompletionsEndpoint(service).create),

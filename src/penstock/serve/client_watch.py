@@ -6,13 +6,16 @@ Made by the endpoints after the body was read. The connection tells; under a ser
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Self
+from collections.abc import Callable, Coroutine
+from typing import Any, Self, TypeVar
 
 from starlette.requests import Request as HttpRequest
 from starlette.types import Receive
 
 from penstock.serve.direct_line import direct_line
+from penstock.serve.openai.errors import cancelled
+
+_Result = TypeVar("_Result")
 
 CLIENT_LEFT = "the client closed the connection"
 
@@ -42,6 +45,21 @@ class ClientWatch:
 
     def __exit__(self, *exc_info: object) -> None:
         self.stop()
+
+
+async def unless_gone(http: HttpRequest, work: Coroutine[Any, Any, _Result]) -> _Result:
+    """The result of `work`. Raises 499, and gives the work up, if the client leaves before."""
+    task = asyncio.create_task(work)
+    try:
+        with ClientWatch(http, task.cancel):
+            return await task
+    except asyncio.CancelledError:
+        caller = asyncio.current_task()
+        if caller is not None and not caller.cancelling():
+            raise cancelled(CLIENT_LEFT) from None
+        raise
+    finally:
+        del task  # it has what the work raised, and that has this frame
 
 
 async def _wait_for_end(receive: Receive, on_gone: Callable[[], object]) -> None:

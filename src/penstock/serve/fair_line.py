@@ -8,10 +8,11 @@ waits for nothing if fewer other tenants than threads have work, and for one job
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Hashable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from typing import Any
 
 
@@ -25,7 +26,7 @@ class Job:
         self.size = size
         self.work = work
         self.done: Future[Any] = Future()
-        """Cancelled if the work will not be done."""
+        """Cancelled if nobody will get the result: the work was given up before it began, or the line was closed."""
         self.waiting: Counter[str] = Counter()
         """How many requests wait for it to begin, by tenant; empty once it has."""
 
@@ -33,12 +34,13 @@ class Job:
 class _Queue:
     """One tenant's."""
 
-    __slots__ = ("is_at_work", "jobs")
+    __slots__ = ("at_work", "jobs")
 
     def __init__(self) -> None:
         self.jobs: dict[Job, None] = {}
         """Those that have not begun, the oldest first."""
-        self.is_at_work = False
+        self.at_work: Job | None = None
+        """The one that a thread does."""
 
 
 class FairLine:
@@ -63,10 +65,12 @@ class FairLine:
         A job that is larger than the bound itself comes in alone.
         """
         with self._lock:
-            job = self._shared.get(key) or Job(key, size, work)
+            shared = self._shared.get(key)
+            if shared is not None and not shared.waiting:
+                return shared
+            job = shared or Job(key, size, work)
             if self._is_closed:
                 job.done.cancel()
-            if job.done.cancelled() or job.done.running():
                 return job
             queue = self._queues.get(tenant) or _Queue()
             if job not in queue.jobs:
@@ -93,7 +97,7 @@ class FairLine:
                 self._shared.pop(job.key, None)
 
     def close(self) -> None:
-        """Do no more than has begun; what waits is cancelled. Does not wait. Idempotent."""
+        """Cancel what waits and what has begun, whose result nobody gets any more. Does not wait. Idempotent."""
         with self._lock:
             self._is_closed = True
             jobs = {job for queue in self._queues.values() for job in queue.jobs}
@@ -101,6 +105,7 @@ class FairLine:
                 queue.jobs.clear()
             for job in jobs:
                 job.waiting.clear()
+            for job in jobs.union(queue.at_work for queue in self._queues.values() if queue.at_work):
                 job.done.cancel()
         self._pool.shutdown(wait=False)
 
@@ -111,15 +116,14 @@ class FairLine:
     def _begin(self) -> None:
         """As much as there are threads for. With the lock."""
         while self._num_idle:
-            turns = ((tenant, queue) for tenant, queue in self._queues.items() if queue.jobs and not queue.is_at_work)
+            turns = ((tenant, queue) for tenant, queue in self._queues.items() if queue.jobs and queue.at_work is None)
             tenant, queue = next(turns, ("", None))
             if queue is None:
                 return
             job = next(iter(queue.jobs))
-            queue.is_at_work = True
+            queue.at_work = job
             for other in list(job.waiting):
                 self._take_out(other, job)
-            job.done.set_running_or_notify_cancel()
             self._num_idle -= 1
             self._pool.submit(self._do, tenant, job)
 
@@ -128,7 +132,7 @@ class FairLine:
         del job.waiting[tenant]
         queue = self._queues[tenant]
         del queue.jobs[job]
-        if not queue.jobs and not queue.is_at_work:
+        if not queue.jobs and queue.at_work is None:
             del self._queues[tenant]
 
     def _do(self, tenant: str, job: Job) -> None:
@@ -140,13 +144,14 @@ class FairLine:
         with self._lock:
             self._shared.pop(job.key, None)
             queue = self._queues.pop(tenant)
-            queue.is_at_work = False
+            queue.at_work = None
             if queue.jobs:
                 self._queues[tenant] = queue  # behind those who wait already
             self._num_idle += 1
             self._begin()
-        if error is None:
-            job.done.set_result(result)
-        else:
-            job.done.set_exception(error)
+        with contextlib.suppress(InvalidStateError):  # cancelled: the line was closed meanwhile
+            if error is None:
+                job.done.set_result(result)
+            else:
+                job.done.set_exception(error)
         del job, error, result  # what was raised has this frame, which must not have it

@@ -6,9 +6,10 @@ own: what ends the server, or tells about it, never waits for them.
 size        up to `INLINE_MAX_SIZE`        up to `LARGE_SIZE`     above
 done by     the event loop, at once        two threads            one thread
 
-Grammars have two more threads, whatever their size, as one of few characters may take as long as the longest text. Tenants take
-turns there, so that nobody's grammars wait for all those of somebody else. Chat templates have two threads, for small and for
-large conversations, which only wait for the process that renders them.
+Grammars have two more threads, whatever their size, as one of few characters may take as long as the longest text. Chat
+templates have one, which waits for the process that renders one conversation at a time. Both are `FairLine`s: tenants take
+turns, so that nobody's grammars or conversations wait for all those of somebody else. Inside a tenant, conversations are
+rendered in the order in which they came, large or small: the bound of their size keeps that wait short.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ MAX_JOBS = 1024
 MAX_GRAMMARS = 32
 """Different ones of one tenant, waiting to be compiled. All together are as many as requests may wait at the door."""
 MAX_SIZE_IN_FLIGHT = 16 << 20
-"""Characters or bytes, in each line, and of each tenant's grammars: four of the largest bodies, a few seconds of
-tokenising each."""
+"""Characters or bytes, in each line, and of each tenant's grammars and conversations: four of the largest bodies, a few seconds
+of tokenising each."""
 MAX_RENDER_S = 10.0
-"""Longest time until a conversation is a prompt, those before it included: a template may take seconds for each of them."""
+"""Longest time until a conversation is a prompt, with those before it: a template may take seconds for each of them."""
 RETRY_AFTER_S = 5.0
 
 
@@ -45,7 +46,7 @@ class OffLoop:
 
     def __init__(self, count_rejected: Callable[[RejectReason], None] = lambda _reason: None) -> None:
         self._lines = (_Line(2, "small"), _Line(1, "large"))
-        self._templates = (_Line(1, "templates"), _Line(1, "large-templates"))
+        self._templates = FairLine(1, "templates", max_jobs=MAX_JOBS, max_size=MAX_SIZE_IN_FLIGHT)
         self._grammars = FairLine(2, "grammars", max_jobs=MAX_GRAMMARS, max_size=MAX_SIZE_IN_FLIGHT)
         self._count_rejected = count_rejected
 
@@ -58,11 +59,11 @@ class OffLoop:
             return work()
         return await self._enter(self._line(size), size, work, "long texts")
 
-    async def render(self, size: int, work: Callable[[], _Result]) -> _Result:
-        """As `run`, for chat templates: never on the event loop, and QUEUE_FULL if its turn does not come in time."""
+    async def render(self, tenant: str, size: int, work: Callable[[], _Result]) -> _Result:
+        """As `run`, for chat templates: never on the event loop, in turn with others, and QUEUE_FULL if it takes too long."""
         try:
             async with asyncio.timeout(MAX_RENDER_S):
-                return await self._enter(self._templates[size > LARGE_SIZE], size, work, "conversations")
+                return await self._in_turn(self._templates, "conversations", tenant, size, work)
         except TimeoutError:
             raise self._full("conversations") from None
 
@@ -70,17 +71,7 @@ class OffLoop:
         """As `run`, for grammars: never on the event loop, and in turn with other tenants. Whoever gives a key that is being
         worked on waits for the same work, which must not raise.
         """
-        job = self._grammars.join(tenant, size, work, key)
-        if job is None:
-            raise self._full("grammars")
-        try:
-            result: _Result = await _result_of(job.done, is_shared=True)
-            return result
-        except asyncio.CancelledError:
-            self._grammars.leave(tenant, job)
-            raise
-        finally:
-            del job  # as below
+        return await self._in_turn(self._grammars, "grammars", tenant, size, work, key)
 
     async def finish(self, size: int, work: Callable[[], _Result]) -> _Result:
         """As `run`, for the end of what was let in already: not turned away because of others, nor because the server ends."""
@@ -90,14 +81,31 @@ class OffLoop:
         return work()
 
     def close(self) -> None:
-        """Do no more than has begun. Does not wait. Idempotent."""
-        for line in (*self._lines, *self._templates, self._grammars):
+        """Do no more than has begun. Whoever waits for a grammar or a template is told at once, also if it has begun: that may
+        take longer than clients are waited for. Does not wait. Idempotent.
+        """
+        for line in (*self._lines, self._templates, self._grammars):
             line.close()
 
     async def _enter(self, line: _Line, size: int, work: Callable[[], _Result], what: str) -> _Result:
         if line.is_full(size):
             raise self._full(what)
         return await line.do(size, work)
+
+    async def _in_turn(
+        self, line: FairLine, what: str, tenant: str, size: int, work: Callable[[], _Result], key: Hashable = None
+    ) -> _Result:
+        job = line.join(tenant, size, work, key)
+        if job is None:
+            raise self._full(what)
+        try:
+            result: _Result = await _result_of(job.done, is_shared=True)
+            return result
+        except asyncio.CancelledError:
+            line.leave(tenant, job)
+            raise
+        finally:
+            del job  # as below
 
     def _full(self, what: str) -> Rejected:
         self._count_rejected(RejectReason.QUEUE_FULL)

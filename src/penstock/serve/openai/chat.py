@@ -11,6 +11,7 @@ from fastapi.responses import Response
 
 from penstock.engine.ports import OutputChunk
 from penstock.serve.call import read_terms
+from penstock.serve.client_watch import unless_gone
 from penstock.serve.openai.asks import make_ask
 from penstock.serve.openai.generation import (
     AnswerOptions,
@@ -61,11 +62,13 @@ class ChatEndpoint:
         base, grammar, messages = await runtime.off_loop.run(num_bytes, lambda: _read(body, runtime))
         num_chars = sum(len(message["content"]) for message in messages)
         with service.admit(make_ask(body, terms, num_requests=body.num_choices, num_chars=num_chars, data=data)) as place:
-            text = await runtime.off_loop.render(num_bytes, lambda: render_prompt(runtime.chat_template, body, messages))
+            tenant = terms.owner.tenant
+            rendering = runtime.off_loop.render(tenant, num_bytes, lambda: render_prompt(runtime.chat_template, body, messages))
+            text = await unless_gone(http, rendering)
             prompt = await runtime.off_loop.run(len(text), lambda: _tokenise(body, runtime, text))
             choices = make_choices(body, runtime.model, [prompt], base, seed)
             if grammar is not None:
-                choices = await with_matchers(choices, grammar, runtime, terms.owner.tenant, http)
+                choices = await with_matchers(choices, grammar, runtime, tenant, http)
             call = service.open(terms, choices, place)
         with call:
             usage = Usage(choices)

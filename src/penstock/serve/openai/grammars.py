@@ -5,17 +5,16 @@ Called by the endpoints with bodies whose types and ranges were checked already.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import orjson
 from starlette.requests import Request as HttpRequest
 
-from penstock.serve.client_watch import CLIENT_LEFT, ClientWatch
-from penstock.serve.openai.errors import cancelled, invalid
+from penstock.serve.client_watch import unless_gone
+from penstock.serve.openai.errors import invalid
 from penstock.serve.openai.schemas import GenerationBody, ResponseFormat, StructuredOutputs
 from penstock.serve.runtime import Runtime
 from penstock.serve.service import Choice
@@ -82,7 +81,7 @@ async def with_matchers(
     try:
         matchers = _known(len(choices), asked.grammar, runtime)
         if matchers is None:
-            matchers = await _unless_gone(http, _compiled(len(choices), asked.grammar, runtime, tenant))
+            matchers = await unless_gone(http, _compiled(len(choices), asked.grammar, runtime, tenant))
     except Rejected as rejected:
         if rejected.reason is RejectReason.INVALID:
             raise invalid(f"'{asked.param}' is refused. {rejected.detail}", asked.param) from rejected
@@ -109,21 +108,6 @@ async def _compiled(number: int, grammar: Grammar, runtime: Runtime, tenant: str
         if matchers := _known(number, grammar, runtime):
             return matchers
     return await off_loop.compile(tenant, size, lambda: [grammars.matcher(grammar) for _ in range(number)])
-
-
-async def _unless_gone(http: HttpRequest, work: Coroutine[Any, Any, list[Matcher]]) -> list[Matcher]:
-    """Its result. Raises 499, and gives the work up, if the client leaves before."""
-    task = asyncio.create_task(work)
-    try:
-        with ClientWatch(http, task.cancel):
-            return await task
-    except asyncio.CancelledError:
-        caller = asyncio.current_task()
-        if caller is not None and not caller.cancelling():
-            raise cancelled(CLIENT_LEFT) from None
-        raise
-    finally:
-        del task  # it has what the work raised, and that has this frame
 
 
 def _of_format(asked: ResponseFormat) -> AskedGrammar | None:

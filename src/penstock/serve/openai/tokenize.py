@@ -10,6 +10,9 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 from pydantic import Field
 
+from penstock.config import ServerConfig
+from penstock.serve.call import read_owner
+from penstock.serve.client_watch import unless_gone
 from penstock.serve.openai.errors import invalid
 from penstock.serve.openai.messages import render_prompt, template_messages
 from penstock.serve.openai.schemas import MAX_TOKEN_IDS, Body, ChatTemplateFields, Messages, TokenId
@@ -38,8 +41,9 @@ class DetokenizeBody(Body):
 
 
 class TokenizeEndpoint:
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, config: ServerConfig) -> None:
         self._runtime = runtime
+        self._config = config
 
     async def tokenize(self, body: TokenizeBody, http: HttpRequest) -> Response:
         """Token ids of a text or of a conversation."""
@@ -51,7 +55,9 @@ class TokenizeEndpoint:
                 raise invalid(f"'{name}' needs 'messages': a 'prompt' is tokenised as it stands.", name)
         num_bytes, text = len(await http.body()), body.prompt
         if text is None:
-            text = await self._runtime.off_loop.render(num_bytes, lambda: self._render(body))
+            tenant = read_owner(http.scope, self._config).tenant
+            rendering = self._runtime.off_loop.render(tenant, num_bytes, lambda: self._render(body))
+            text = await unless_gone(http, rendering)
         return await self._answer(max(num_bytes, len(text)), lambda: self._tokens(body, text))
 
     async def detokenize(self, body: DetokenizeBody, http: HttpRequest) -> Response:
