@@ -56,7 +56,7 @@ def return_large_blocks_when_freed() -> None:
     """Blocks from 1 MiB on go back to the system as soon as they are freed; for a process that takes what strangers send.
 
     glibc otherwise learns from the first large block that was freed to keep all up to 32 MiB, in each thread's own arena
-    (mallopt(3), M_MMAP_THRESHOLD): a minute of bodies of megabytes left 130 MB so, which are 60 now.
+    (mallopt(3), M_MMAP_THRESHOLD). `benchmarks/hostile_memory.py` measures what bodies of megabytes leave behind.
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:
