@@ -35,7 +35,8 @@ class ModelInfo:
     root: str
     """Where it came from: catalogue name or path."""
     fingerprint: str
-    """Changes with whatever else than the request an answer depends on."""
+    """Changes with what the numbers of an answer depend on beside the request, and with the chat template; not with
+    `max_model_len`, where an answer without a limit of its own ends."""
     created_unix_s: int
     max_model_len: int
     """Longest prompt + output of one request, in tokens: what model, settings and KV cache allow together."""
