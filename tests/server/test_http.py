@@ -189,6 +189,7 @@ def head(*lines):
         ["Host: a", "Host: a"],
         ["Host: a", "host: b"],
         ["Host: a b"],
+        ["Host: a\tb "],
         ["Host: a/b"],
         ["Host: user@a"],
         ["Host: a:80:81"],
@@ -202,7 +203,9 @@ async def test_a_request_has_one_host(live, hosts):
     assert error["param"] == "Host"
 
 
-@pytest.mark.parametrize("host", ["", "a", "A_b-c.example.:", "127.0.0.1:8000", "[::1]", "[fe80::1%25eth0]:80", "%41"])
+@pytest.mark.parametrize(
+    "host", ["", "a", "a ", "a:80 \t", "\t a\t", "A_b-c.example.:", "127.0.0.1:8000", "[::1]", "[fe80::1%25eth0]:80", "%41"]
+)
 @pytest.mark.parametrize("version", ["1.0", "1.1", "1.2", "1.9"])
 async def test_every_host_and_version_that_may_be_is_served(live, host, version):
     """A later HTTP/1 is to be understood as the latest that is known: RFC 9110, 2.5."""

@@ -54,9 +54,9 @@ class Acceptor:
         self._connections: set[HttpConnection] = set()
         """All that have a descriptor."""
         self._idle_since_s: dict[HttpConnection, float] = {}
-        """Those that are owed no answer, the longest first."""
-        self._opening: dict[HttpConnection, socket.socket] = {}
-        """Those that the event loop has no transport for yet; with TLS, until the handshake."""
+        """Those that were told to be `idle`, the longest first."""
+        self._opening: dict[HttpConnection, tuple[socket.socket, asyncio.Task[object]]] = {}
+        """Those that the event loop has no transport for yet; with TLS, until the handshake. It holds tasks only weakly."""
         self._retry_timer: asyncio.TimerHandle | None = None
         """There while nothing is accepted."""
         self._is_closed = False
@@ -76,7 +76,7 @@ class Acceptor:
         else:
             self._retry_timer.cancel()
             self._retry_timer = None
-        for accepted in self._opening.values():
+        for accepted, _ in self._opening.values():
             _hang_up(accepted)
 
     def begin(self, connection: HttpConnection) -> bool:
@@ -91,7 +91,7 @@ class Acceptor:
         return unavailable(f"{self._max_connections} connections have a request each, and no more may (--max-connections).")
 
     def idle(self, connection: HttpConnection) -> None:
-        """The connection is owed no answer: it may be closed for the sake of others."""
+        """The connection is owed nothing of an answer, or its client takes nothing of it: it may be closed for others."""
         if connection in self._connections:
             self._idle_since_s.pop(connection, None)
             self._idle_since_s[connection] = self._loop.time()
@@ -127,8 +127,8 @@ class Acceptor:
         connection = self._make_connection(self)
         self._connections.add(connection)
         self.idle(connection)
-        self._opening[connection] = accepted
         task = self._loop.create_task(self._loop.connect_accepted_socket(lambda: connection, accepted, ssl=self._ssl_context))
+        self._opening[connection] = accepted, task
         task.add_done_callback(partial(self._on_opened, connection))
 
     def _on_opened(self, connection: HttpConnection, task: asyncio.Task[object]) -> None:
@@ -145,16 +145,15 @@ class Acceptor:
                 self._report()
                 self.idle(connection)  # It is closing, and neither busy nor the next to leave.
                 if connection in self._opening:
-                    _hang_up(self._opening[connection])
+                    _hang_up(self._opening[connection][0])
                 else:
                     connection.leave(unavailable("Other connections need the place of this one, whose request has not come."))
                     self._loop.call_later(_CLOSING_S, self._cut_off, connection)
             return
 
     def _cut_off(self, connection: HttpConnection) -> None:
-        # Closing alone waits for a client that does not read, or, with TLS, does not say good-bye.
         if connection in self._connections:
-            connection.transport.abort()
+            connection.cut_off()
 
     def _pause(self) -> None:
         self._loop.remove_reader(self._listener)

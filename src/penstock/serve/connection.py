@@ -8,6 +8,8 @@ head        at most `MAX_HEAD_BYTES`, as are trailers and whatever else brings n
             such a request for another one could be made to smuggle one in
 time        a request that was begun has to go on by `MIN_BYTES_PER_CHECK` in every `read_timeout_s`; else it is a 408.
             Who takes nothing of an answer for `write_timeout_s`, with more waiting than the system's buffers hold, is cut off
+places      a connection is idle, and may be closed for others, when its client has the answer. The app writes an answer long
+            before: the rest lies in asyncio's buffer. A client that takes nothing of it for `STALL_S` loses its place, too
 upgrades    an offer of another protocol (HTTP/2 by Java's client or curl, WebSocket) is passed over, as RFC 9110 7.8 allows
 refusals    an error object; then what the client still sends is dropped for a while, so that it gets to read the answer
 """
@@ -15,8 +17,11 @@ refusals    an error object; then what the client still sends is dropped for a w
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import re
+import sys
+import termios
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -49,6 +54,11 @@ _MAX_BEHIND = 8
 """Requests that are read while an earlier one is answered; with more, reading stops until some are."""
 
 LINGER_S = 2.0
+STALL_S = 5.0
+"""So long may a client take nothing of an answer and keep its place. Before its fourth repetition of a segment, TCP has waited
+for 3 s in all."""
+
+_LOOK_EVERY_S = 0.5
 _UPGRADE_HEADERS = frozenset({b"upgrade", b"http2-settings", b"connection"})
 _UPGRADE_TOKENS = frozenset({b"upgrade", b"http2-settings"})
 _HOST = re.compile(rb"(\[[0-9A-Za-z:.%_~-]+\]|[0-9A-Za-z._~!$&'()*+,;=%-]*)(:[0-9]*)?")
@@ -78,14 +88,20 @@ class HttpConnection(HttpToolsProtocol):
         self._has_news = False
         """A request began, or a piece of body came, with the last bytes."""
         self._read_timer: asyncio.TimerHandle | None = None
-        self._num_unsent_at_check = 0
+        self._num_untaken_at_check = 0
         self._write_timer: asyncio.TimerHandle | None = None
         """There while uvicorn's writing is paused."""
+        self._num_untaken = 0
+        self._taken_at_s = 0.0
+        """When `_num_untaken` was set."""
+        self._idle_timer: asyncio.TimerHandle | None = None
+        """There while the client takes the rest of an answer that the app has written."""
         self._answering: RequestResponseCycle | None = None
         """The request that the app works on; `cycle` is the one that came last."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._socket_transport = _below_tls(transport)
         # uvicorn waits for ever for the first request.
         self._await_request()
 
@@ -93,6 +109,7 @@ class HttpConnection(HttpToolsProtocol):
         self._acceptor.lost(self)
         self._stop_read_timer()
         self._stop_write_timer()
+        self._stop_idle_timer()
         super().connection_lost(exc)
         # uvicorn tells the request that came last.
         answering, self._answering = self._answering, None
@@ -100,7 +117,7 @@ class HttpConnection(HttpToolsProtocol):
         for cycle, _app in self.pipeline:
             cycle.on_response = _answer_nothing
         self.pipeline.clear()
-        _untie(self.transport)
+        _untie(self._socket_transport)
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
@@ -163,7 +180,7 @@ class HttpConnection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if not self.pipeline and (self.timeout_keep_alive_task is not None or self.transport.is_closing()):
-            self._acceptor.idle(self)
+            self._be_idle_when_taken()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answering = cycle
@@ -182,6 +199,10 @@ class HttpConnection(HttpToolsProtocol):
             self.transport.close()
         else:
             self._refuse(error, lingers=False)
+
+    def cut_off(self) -> None:
+        """Close this connection now. Closing alone waits for a client that does not read, or, with TLS, says no good-bye."""
+        self._socket_transport.abort()
 
     def _make_parser(self) -> httptools.HttpRequestParser:
         parser = httptools.HttpRequestParser(self)
@@ -205,14 +226,16 @@ class HttpConnection(HttpToolsProtocol):
         version = self.parser.get_http_version()
         if version[:2] != "1.":
             return version_not_supported()
-        hosts = [value for name, value in self.headers if name == b"host"]
+        # The parser leaves white space behind a value, which RFC 9112, 5.1 counts as no part of it.
+        hosts = [value.rstrip(b" \t") for name, value in self.headers if name == b"host"]
         if len(hosts) != 1 and (hosts or version != "1.0"):
             return invalid(f"An HTTP/1.1 request has one header Host, and this one {len(hosts) or 'none'}.", "Host")
         if hosts and not _HOST.fullmatch(hosts[0]):
             return invalid("The header Host is no host with an optional port.", "Host")
         if version == "1.0" and any(name == b"transfer-encoding" for name, _ in self.headers):
             return invalid("HTTP/1.0 has no Transfer-Encoding: send a Content-Length, or HTTP/1.1.", "Transfer-Encoding")
-        if not self._acceptor.begin(self) and self.url.decode("latin-1") not in OPEN_PATHS:
+        self._stop_idle_timer()
+        if not self._acceptor.begin(self) and self.url.partition(b"?")[0].decode("latin-1") not in OPEN_PATHS:
             return self._acceptor.too_many()
         return None
 
@@ -257,7 +280,7 @@ class HttpConnection(HttpToolsProtocol):
             self._refuse(request_timeout(self.read_timeout_s))
 
     def _start_write_timer(self) -> None:
-        self._num_unsent_at_check = self.transport.get_write_buffer_size()
+        self._num_untaken_at_check = self._num_untaken_bytes()
         self._write_timer = self.loop.call_later(self.write_timeout_s, self._check_taken)
 
     def _stop_write_timer(self) -> None:
@@ -266,11 +289,47 @@ class HttpConnection(HttpToolsProtocol):
             self._write_timer = None
 
     def _check_taken(self) -> None:
-        if self.transport.get_write_buffer_size() < self._num_unsent_at_check:
+        if self._num_untaken_bytes() != self._num_untaken_at_check:
             self._start_write_timer()
         else:
             _log.debug("a client took nothing of its answer in %g s", self.write_timeout_s)
-            self.transport.abort()
+            self.cut_off()
+
+    def _be_idle_when_taken(self) -> None:
+        self._stop_idle_timer()
+        self._num_untaken = self._num_untaken_bytes()
+        if self._num_untaken == 0:
+            self._acceptor.idle(self)
+        else:
+            self._taken_at_s = self.loop.time()
+            self._idle_timer = self.loop.call_later(_LOOK_EVERY_S, self._look_whether_taken)
+
+    def _look_whether_taken(self) -> None:
+        if self._num_untaken_bytes() != self._num_untaken:
+            self._be_idle_when_taken()
+        elif self.loop.time() - self._taken_at_s > STALL_S:
+            self._idle_timer = None
+            self._acceptor.idle(self)
+        else:
+            self._idle_timer = self.loop.call_later(_LOOK_EVERY_S, self._look_whether_taken)
+
+    def _num_untaken_bytes(self) -> int:
+        """What asyncio and the system hold that the client's system has not acknowledged (tcp(7), SIOCOUTQ). 0 as soon as the
+        system has all: it sends that also when the connection is closed.
+
+        While nothing is written, it changes only if the client takes some; TLS may then add what it kept back. asyncio's part
+        alone changes by megabytes at a time, since a socket is writable only when a third of the system's buffer is free.
+        """
+        num_unsent = self._socket_transport.get_write_buffer_size()
+        if num_unsent == 0:
+            return 0
+        queued = fcntl.ioctl(self._socket_transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+        return num_unsent + int.from_bytes(queued, sys.byteorder)
+
+    def _stop_idle_timer(self) -> None:
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+            self._idle_timer = None
 
     def _await_request(self) -> None:
         self._unset_keepalive_if_required()
@@ -287,7 +346,7 @@ class HttpConnection(HttpToolsProtocol):
         if self._is_in_head and self._is_answering_earlier():
             self.cycle.keep_alive = False
             return
-        self._acceptor.idle(self)
+        self._be_idle_when_taken()
         if self._can_answer():
             self.transport.write(_as_bytes(error.response(), self.server_state.default_headers))
             if lingers and self.transport.can_write_eof():
@@ -313,6 +372,12 @@ def _tell_gone(cycle: RequestResponseCycle | None) -> None:
         line = direct_line(cycle.scope)
         if line is not None:
             line.tell_gone()
+
+
+def _below_tls(transport: asyncio.Transport) -> asyncio.Transport:
+    """The transport of the socket. TLS's hands it the bytes at once, counts them no more, and forgets it when closed twice."""
+    below: asyncio.Transport | None = getattr(getattr(transport, "_ssl_protocol", None), "_transport", None)
+    return below or transport
 
 
 def _untie(transport: asyncio.BaseTransport) -> None:
