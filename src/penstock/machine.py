@@ -53,7 +53,7 @@ def give_back_free_memory() -> None:
 
 
 def return_large_blocks_when_freed() -> None:
-    """Blocks from 1 MiB on go back to the system as soon as they are freed; for a process that takes what strangers send.
+    """Make the C library give blocks from 1 MiB on back to the system at once, in a process that takes what strangers send.
 
     glibc otherwise learns from the first large block that was freed to keep all up to 32 MiB, in each thread's own arena
     (mallopt(3), M_MMAP_THRESHOLD). `benchmarks/hostile_memory.py` measures what bodies of megabytes leave behind.

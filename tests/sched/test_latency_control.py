@@ -242,7 +242,11 @@ def test_chunks_that_differ_by_themselves_are_not_interrupted() -> None:
 def test_prefills_get_a_chunk_even_where_decodes_alone_take_too_long() -> None:
     budget = HoldLatency(slo_itl_ns=MS, min_chunk_tokens=16)
     budget.cost.learn(StepRecord(32, 0, 12 * MS))
-    assert budget.limits(view(num_decodes=32)).max_tokens >= 32 + 16
+    share_ns = budget.cost.least_ns(32) / 2  # a third of the step, as not even 16 tokens keep the target
+    num_tokens = max(16, int(share_ns / budget.cost.token_ns(0)))
+    assert budget.limits(view(num_decodes=32)).max_tokens == 32 + num_tokens
+    budget.cost.prefill_ns = share_ns  # a token takes all of that
+    assert budget.limits(view(num_decodes=32)).max_tokens == 32 + 16
 
 
 def test_a_step_is_learnt_from_once() -> None:

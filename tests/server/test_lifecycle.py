@@ -139,7 +139,7 @@ async def test_what_outlasts_the_timeout_is_told_its_end(caplog):
         assert "[DONE]" not in text
         server.stop()
         assert not server.server.ended_cleanly
-    assert "shutting down: 1 request may take 0.01 s to finish" in caplog.text
+    assert "shutting down: 1 request may take up to 0.01 s" in caplog.text
     assert "requests that had not finished after 0.01 s were aborted" in caplog.text
 
 

@@ -164,7 +164,7 @@ class Server(uvicorn.Server):
         timeout_s = self._server_config.shutdown_timeout_s
         load = self._runtime.engine.load()
         num_requests = counted(load.num_running + load.num_waiting, "request")
-        _log.info("shutting down: %s may take %g s to finish; a second signal ends at once", num_requests, timeout_s)
+        _log.info("shutting down: %s may take up to %g s; a second signal ends at once", num_requests, timeout_s)
         try:
             # Blocks until the engine has ended, so in a thread: the answers it still gives go out meanwhile.
             self.ended_cleanly = await asyncio.to_thread(self._runtime.close, timeout_s)

@@ -15,7 +15,7 @@ FIRST_EXCESS = 1.1
 MAX_EXCESS = 1.5
 """Beyond that it is not the chunks that make steps slow."""
 PROBE_PERIOD = 64
-"""Of so many chunks of one size, one is smaller: equal steps don't tell what a smaller chunk would save."""
+"""One of so many equal chunks is made smaller: equal steps don't tell what a smaller chunk would save."""
 STRAINED_PROBE_PERIOD = 4
 """The same while the target can't be held: either smaller chunks save little, or the machine is too slow for the target."""
 PROBE_SHARE = 4
@@ -57,9 +57,9 @@ class HoldLatency:
     _seen: StepRecord | None = None
     _num_seen: int = 0
     _num_equal_chunks: int = 0
-    """Prefill tokens filled so many steps with decodes since one had clearly fewer than it might have had."""
+    """Steps with decodes since the last in which prefills had at most half of the tokens that they might have had."""
     _chunk_tokens: int = 0
-    """That prefills might have in the last step with decodes, but for a probe."""
+    """What prefills might have had in the last step with decodes, but for a probe."""
     _is_strained: bool = False
     """Not even the smallest chunk keeps the target."""
 
@@ -91,7 +91,7 @@ class HoldLatency:
         if not self._is_strained:
             return int((target_ns - least_ns) / token_ns)
         share_ns = least_ns * self.min_prefill_share / (1 - self.min_prefill_share)
-        return int(max(share_ns, smallest_ns) / token_ns)
+        return max(self.min_chunk_tokens, int(share_ns / token_ns))
 
     @property
     def _is_probe_due(self) -> bool:

@@ -44,8 +44,10 @@ class StepCost:
     decode_ns: float = 0.0
     """Per row that decodes."""
     any_prefill_ns: float = 0.0
-    """Of a step that has prefill tokens, however few. Large where other programs use the cores: each operation on more than one
-    row waits for a thread that does not run."""
+    """What a step takes for having prefill tokens, however few.
+
+    Large where other programs use the cores: each operation on more than one row waits for a thread that does not run.
+    """
     prefill_ns: float = 0.0
     """Per prefill token; `MIN_PREFILL_NS` at least after the first step."""
     attention_ns: float = 0.0
@@ -60,13 +62,12 @@ class StepCost:
         return bool(self._doubt)
 
     def estimate_ns(self, num_decodes: int, num_prefill_tokens: int = 0, num_prefill_pairs: int = 0) -> float:
-        base_ns = self.fixed_ns + self.decode_ns * num_decodes
         if not num_prefill_tokens:
-            return base_ns
-        return base_ns + self.any_prefill_ns + self.prefill_ns * num_prefill_tokens + self.attention_ns * num_prefill_pairs
+            return self.fixed_ns + self.decode_ns * num_decodes
+        return self.least_ns(num_decodes) + self.prefill_ns * num_prefill_tokens + self.attention_ns * num_prefill_pairs
 
     def least_ns(self, num_decodes: int) -> float:
-        """Of a step with prefill tokens, their own time aside."""
+        """What a step with prefill tokens takes, their own time aside."""
         return self.fixed_ns + self.decode_ns * num_decodes + self.any_prefill_ns
 
     def token_ns(self, context_len: int) -> float:
@@ -84,7 +85,7 @@ class StepCost:
         shape = [1, step.num_decodes, int(num_tokens > 0), num_tokens, step.num_prefill_pairs]
         least_ns = [0.0, 0.0, 0.0, max(MIN_PREFILL_NS, 0.1 * self.prefill_ns), 0.0]
         values = [self.fixed_ns, self.decode_ns, self.any_prefill_ns, self.prefill_ns, self.attention_ns]
-        error = step.duration_ns - sum(map(mul, values, shape))
+        error = step.duration_ns - self.estimate_ns(step.num_decodes, num_tokens, step.num_prefill_pairs)
         is_learnt = False
         while not is_learnt:
             spread = [sum(map(mul, row, shape)) for row in self._doubt]
