@@ -43,16 +43,16 @@ from load import Job
 from workloads import DEFAULT_TRACES, WORKLOADS, Source, describe, read_jobs
 
 from penstock import machine
-from penstock.build import build_runtime
 from penstock.config import BackendConfig, Config, KvConfig, ModelConfig, SchedulerConfig
+from penstock.deploy.factory import build_runtime
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
 from penstock.types.request import Request
 from penstock.types.sampling import SamplingParams
 
 if TYPE_CHECKING:
+    from penstock.deploy.running import RunningModel
     from penstock.engine.ports import OutputChunk
     from penstock.obs.metrics import Metrics
-    from penstock.serve.runtime import Runtime
 
 KV_BYTES = 1 << 30
 STRATEGIES = ("static", "dynamic", "continuous")
@@ -91,7 +91,7 @@ class Counters:
 class Replay:
     """Requests of one engine."""
 
-    def __init__(self, runtime: Runtime, jobs: Sequence[Job]) -> None:
+    def __init__(self, runtime: RunningModel, jobs: Sequence[Job]) -> None:
         self._runtime = runtime
         encode = runtime.tokenizer.encode
         self._jobs = [(tuple(encode(job.prompt, add_special_tokens=True)), job.max_tokens) for job in jobs]
@@ -167,7 +167,7 @@ def measure_costs(replay: Replay, batch_size: int) -> dict[str, float]:
     return {"prompt_ms": prompt_ms, "decode_ms": (decode_s * 1e3 / batch_size - 8 * prompt_ms) / 63}
 
 
-def make_runtime(args: argparse.Namespace, strategy: str) -> Runtime:
+def make_runtime(args: argparse.Namespace, strategy: str) -> RunningModel:
     is_continuous = strategy == "continuous"
     scheduler = SchedulerConfig(
         batching=strategy,

@@ -43,13 +43,13 @@ from gpu_shapes import SHAPES, Shape, prompts, random_model, sharegpt_lengths
 from gpu_work import ModelWork, Work
 
 from penstock.clock import WallClock
+from penstock.deploy.executor import CAPTURE_SECONDS
 from penstock.engine.core import EngineCore
 from penstock.engine.loop import Engine
 from penstock.engine.output import OutputStage
 from penstock.engine.ports import OutputChunk
 from penstock.models.formats import WeightFormat
 from penstock.models.registry import describe
-from penstock.parts.executor import CAPTURE_SECONDS
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.scheduler import Scheduler
 from penstock.types.kv_dtype import KvDtype

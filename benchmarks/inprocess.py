@@ -31,21 +31,21 @@ from sessions import SERVED_NAME, Contender, ServerSession, running
 from workloads import DEFAULT_TRACES, WORKLOADS, Source, describe, read_jobs
 
 from penstock import machine
-from penstock.build import build_runtime
 from penstock.config import BackendConfig, Config, KvConfig, ModelConfig
+from penstock.deploy.factory import build_runtime
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
 from penstock.types.request import Request
 from penstock.types.sampling import SamplingParams
 
 if TYPE_CHECKING:
+    from penstock.deploy.running import RunningModel
     from penstock.engine.ports import OutputChunk
-    from penstock.serve.runtime import Runtime
 
 
 class InProcess:
     """A closed loop through the bridge."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: RunningModel) -> None:
         self._runtime = runtime
         self._ids = count()
 

@@ -37,13 +37,13 @@ from typing import TYPE_CHECKING
 
 from penstock import machine
 from penstock.backends.native.executor import NativeExecutor
-from penstock.build import build_runtime
 from penstock.config import BackendConfig, Config, KvConfig, ModelConfig, SchedulerConfig
+from penstock.deploy.factory import build_runtime
+from penstock.deploy.policies import build_policies
 from penstock.engine.core import EngineCore
 from penstock.models import registry
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
 from penstock.models.load import load_model
-from penstock.parts.policies import build_policies
 from penstock.sched.scheduler import Scheduler
 from penstock.types.events import Abort, Add
 from penstock.types.kv_dtype import KvDtype
@@ -51,8 +51,8 @@ from penstock.types.request import Request
 from penstock.types.sampling import SamplingParams
 
 if TYPE_CHECKING:
+    from penstock.deploy.running import RunningModel
     from penstock.models.weights import LoadedModel
-    from penstock.serve.runtime import Runtime
 
 KV_BYTES = 1 << 30
 FIRST_TOKEN_ID, LAST_TOKEN_ID = 1000, 40000
@@ -74,7 +74,7 @@ class Stream:
 class Client:
     """Streams of one engine."""
 
-    def __init__(self, runtime: Runtime, seed: int) -> None:
+    def __init__(self, runtime: RunningModel, seed: int) -> None:
         self._runtime = runtime
         self._rng = random.Random(seed)
         self._ids = count()
@@ -143,7 +143,7 @@ class CpuTimed:
                 self._streams[event.request_id].times_ns.append(now_ns)
 
 
-async def measure(runtime: Runtime, args: argparse.Namespace, seed: int) -> dict[str, float]:
+async def measure(runtime: RunningModel, args: argparse.Namespace, seed: int) -> dict[str, float]:
     client = Client(runtime, seed)
     streams = [Stream() for _ in range(args.streams)]
     tasks = [asyncio.create_task(client.ask(args.stream_prompt_tokens, args.max_tokens, stream)) for stream in streams]
@@ -203,7 +203,7 @@ def read_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def make_runtime(args: argparse.Namespace, scheduler: SchedulerConfig) -> Runtime:
+def make_runtime(args: argparse.Namespace, scheduler: SchedulerConfig) -> RunningModel:
     config = Config(
         model=ModelConfig(model=args.model),
         kv=KvConfig(prefix_caching=False, kv_cache_memory_bytes=KV_BYTES),

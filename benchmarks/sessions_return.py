@@ -18,10 +18,10 @@ import tempfile
 import time
 
 from penstock import machine
-from penstock.build import build_runtime
 from penstock.config import BackendConfig, Config, KvConfig, ModelConfig
+from penstock.deploy.factory import build_runtime
+from penstock.deploy.running import RunningModel
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
-from penstock.serve.runtime import Runtime
 from penstock.types.request import Request
 from penstock.types.sampling import SamplingParams
 
@@ -31,7 +31,7 @@ POOL_BYTES = 12_800_000
 DISK_BYTES = 1 << 30
 
 
-def open_runtime(args: argparse.Namespace, folder: str | None) -> Runtime:
+def open_runtime(args: argparse.Namespace, folder: str | None) -> RunningModel:
     kv = KvConfig(kv_cache_memory_bytes=POOL_BYTES, kv_disk_size_bytes=0 if folder is None else DISK_BYTES, kv_disk_path=folder)
     config = Config(
         model=ModelConfig(model=args.model, max_model_len=MAX_MODEL_LEN), kv=kv, backend=BackendConfig(threads=args.threads)
@@ -39,7 +39,7 @@ def open_runtime(args: argparse.Namespace, folder: str | None) -> Runtime:
     return build_runtime(config, resolve(args.model, default_cache_dir()))
 
 
-async def visit(runtime: Runtime, name: str, prompt: tuple[int, ...]) -> tuple[float, float]:
+async def visit(runtime: RunningModel, name: str, prompt: tuple[int, ...]) -> tuple[float, float]:
     """Milliseconds to the first token, and of CPU."""
     start_s, cpu_s = time.perf_counter(), time.process_time()
     request = Request(name, prompt, SamplingParams(temperature=0.0, max_tokens=1), runtime.clock.now_ns())
@@ -49,7 +49,7 @@ async def visit(runtime: Runtime, name: str, prompt: tuple[int, ...]) -> tuple[f
     return (time.perf_counter() - start_s) * 1e3, (time.process_time() - cpu_s) * 1e3
 
 
-async def measure(args: argparse.Namespace, runtimes: dict[str, Runtime]) -> dict[str, dict[str, dict[str, float]]]:
+async def measure(args: argparse.Namespace, runtimes: dict[str, RunningModel]) -> dict[str, dict[str, dict[str, float]]]:
     generator = random.Random(0)
 
     def draw(count: int) -> tuple[int, ...]:

@@ -24,14 +24,15 @@ from pathlib import Path
 from load import Job
 from sessions import SERVED_NAME, Contender, ServerSession, running
 
-from penstock import build, machine
+from penstock import machine
 from penstock.backends.native._native import RowTable
 from penstock.config import Config, KvConfig, ModelConfig, SchedulerConfig, ServerConfig
+from penstock.deploy import factory
+from penstock.deploy.device import max_rows, max_step_tokens
+from penstock.deploy.sizing import KvPlan
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
 from penstock.models.weights import LoadedModel
-from penstock.parts.device import max_rows, max_step_tokens
 from penstock.serve.server import run_server
-from penstock.sizing import KvPlan
 from penstock.text.tokenizer import load_tokenizer
 from penstock.types.plan import Capacity, StepPlan, Ticket
 from penstock.types.result import StepResult, StepTiming
@@ -92,14 +93,14 @@ def serve(port: int, step_s: float) -> None:
         capacity = Capacity(kv.num_blocks, kv.block_size, max_rows(config), max_step_tokens(config), kv.max_model_len)
         return Sleeper(capacity, words, model.spec.vocab_size, step_s)
 
-    build.build_executor = make  # type: ignore[assignment]
+    factory.build_executor = make  # type: ignore[assignment]
     config = Config(
         model=ModelConfig(served_model_names=(SERVED_NAME,)),
         kv=KvConfig(prefix_caching=False),
         scheduler=SchedulerConfig(max_num_seqs=256),
         server=ServerConfig(port=port),
     )
-    runtime = build.build_runtime(config, resolve(DEFAULT_MODEL, default_cache_dir()))
+    runtime = factory.build_runtime(config, resolve(DEFAULT_MODEL, default_cache_dir()))
     engine = next(thread for thread in threading.enumerate() if thread.name == "penstock-engine")
     print(engine.native_id, flush=True)
     run_server(runtime, config.server)

@@ -21,15 +21,15 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from penstock import machine
-from penstock.build import build_runtime
 from penstock.config import BackendConfig, Config, KvConfig, ModelConfig
+from penstock.deploy.factory import build_runtime
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
 from penstock.text.grammar import Grammar, GrammarKind
 from penstock.types.request import Request
 from penstock.types.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from penstock.serve.runtime import Runtime
+    from penstock.deploy.running import RunningModel
 
 PEOPLE = {
     "type": "array",
@@ -55,7 +55,7 @@ GRAMMARS: Mapping[str, Grammar] = {
 TOPICS = ["users of a shop", "members of a choir", "authors of a paper", "players of a team", "guests of a hotel", "pupils"]
 
 
-def grammar_time(runtime: Runtime) -> tuple[int, int]:
+def grammar_time(runtime: RunningModel) -> tuple[int, int]:
     """(steps with grammars so far, nanoseconds that the engine's thread took for them)."""
     with runtime.metrics.lock:
         runtime.metrics.settle()
@@ -69,7 +69,7 @@ def grammar_time(runtime: Runtime) -> tuple[int, int]:
 class Clients:
     """A closed loop through the bridge that the server uses."""
 
-    def __init__(self, runtime: Runtime, max_tokens: int) -> None:
+    def __init__(self, runtime: RunningModel, max_tokens: int) -> None:
         self._runtime = runtime
         self._max_tokens = max_tokens
         self._ids = count()
@@ -103,7 +103,7 @@ class Clients:
             raise RuntimeError(f"{last.num_generated_tokens} tokens instead of {self._max_tokens}: {last.detail}")
 
 
-def measure(args: argparse.Namespace, clients: Clients, runtime: Runtime) -> dict[str, dict[str, dict[str, float]]]:
+def measure(args: argparse.Namespace, clients: Clients, runtime: RunningModel) -> dict[str, dict[str, dict[str, float]]]:
     results: dict[str, dict[str, list[dict[str, float]]]] = {}
     for grammar in (None, *(GRAMMARS[name] for name in args.grammars)):
         clients.run(grammar, max(args.concurrency), max(args.concurrency))

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 
-from penstock.serve.off_loop import OffLoop
+from penstock.deploy.off_loop import OffLoop
 from penstock.text.chat import ChatTemplate
 from penstock.types.errors import PenstockError
 

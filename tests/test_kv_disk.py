@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from penstock.build import build_runtime
 from penstock.config import Backend, BackendConfig, Config, KvConfig, ModelConfig, SchedulerConfig
+from penstock.deploy.factory import build_runtime
+from penstock.deploy.running import RunningModel
 from penstock.engine import transfers
 from penstock.engine.state import EngineState
 from penstock.models.catalog import resolve
 from penstock.obs.prometheus import expose
-from penstock.serve.runtime import Runtime
 from penstock.storage.block_file import FILE_NAME, PAGE_BYTES, BlockFile
 from penstock.testing.builders import make_request
 from penstock.testing.tiny_models import TinyLlama, write_gguf
@@ -49,11 +49,11 @@ def config(folder: Path, *, backend: str = Backend.NATIVE, dtype: str = "int8", 
     )
 
 
-def build(gguf: Path, settings: Config) -> Runtime:
+def build(gguf: Path, settings: Config) -> RunningModel:
     return build_runtime(settings, resolve(str(gguf), gguf.parent))
 
 
-def ask(runtime: Runtime, name: str = "r") -> tuple[list[int], int]:
+def ask(runtime: RunningModel, name: str = "r") -> tuple[list[int], int]:
     """Its answer, and how many tokens of its prompt were found."""
 
     async def answer() -> tuple[list[int], int]:

@@ -14,6 +14,8 @@ import httpx
 
 from penstock.clock import WallClock
 from penstock.config import ServerConfig
+from penstock.deploy.running import ModelInfo, RunningModel, Sources
+from penstock.engine.bridge import Bridge
 from penstock.engine.loop import Engine
 from penstock.engine.output import OutputStage
 from penstock.obs.explain.journal import Journal
@@ -22,9 +24,7 @@ from penstock.obs.observers import ObserverGroup, TokenObserverGroup
 from penstock.obs.signals import Signals
 from penstock.sched.admission import Admission, AdmissionLimits
 from penstock.serve.app import create_app
-from penstock.serve.bridge import Bridge
 from penstock.serve.listener import bind_socket
-from penstock.serve.runtime import ModelInfo, Runtime, Sources
 from penstock.serve.server import Server
 from penstock.testing import HashExecutor, HashModel, make_core
 from penstock.text.chat import ChatTemplate
@@ -122,7 +122,7 @@ def make_runtime(
     sources=None,
     max_explained=100,
     **model_fields,
-) -> Runtime:
+) -> RunningModel:
     """A started runtime; close it. `limits`: the door's, instead of `max_queue` alone."""
     clock = clock or WallClock()
     executor = executor or HashExecutor(CAPACITY, model=PRINTABLE_MODEL)
@@ -159,7 +159,7 @@ def make_runtime(
         eos_token_ids=tokenizer.eos_token_ids,
         max_beams=executor.capacity.max_rows,
     )
-    return Runtime(
+    return RunningModel(
         engine=engine,
         bridge=bridge,
         tokenizer=tokenizer,
@@ -174,7 +174,7 @@ def make_runtime(
     )
 
 
-def make_client(runtime: Runtime, **config_fields) -> httpx.AsyncClient:
+def make_client(runtime: RunningModel, **config_fields) -> httpx.AsyncClient:
     """A client that calls the app in process; answers come whole."""
     app = create_app(runtime, ServerConfig(**config_fields))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
@@ -185,7 +185,7 @@ def make_client(runtime: Runtime, **config_fields) -> httpx.AsyncClient:
 class LiveServer:
     """uvicorn on a free port, in a thread."""
 
-    runtime: Runtime
+    runtime: RunningModel
     config: ServerConfig = field(default_factory=lambda: ServerConfig(port=0))
 
     def __enter__(self):

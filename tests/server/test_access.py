@@ -10,7 +10,7 @@ from test_errors import check
 
 from penstock.config import ServerConfig
 from penstock.serve.auth import KeyRing
-from penstock.serve.keys import read_key_file
+from penstock.serve.keys import isolates_tenants, read_key_file
 from penstock.types.errors import ConfigError
 
 COMPLETIONS = "/v1/completions"
@@ -239,3 +239,19 @@ async def test_others_may_leave_the_content_type_out(client, headers):
 async def test_with_keys_other_sites_have_none(locked):
     assert (await post_typed(locked, CROSS[0] | BEARER, None)).status_code == 200
     check(await post_typed(locked, CROSS[0], None), 401, "invalid_api_key")
+
+
+@pytest.mark.parametrize(
+    ("sharing", "server", "expected"),
+    [
+        (None, ServerConfig(), False),
+        (None, ServerConfig(api_keys=("a",)), False),
+        (None, ServerConfig(api_keys=("a", "a")), False),
+        (None, ServerConfig(api_keys=("a", "b")), True),
+        (None, ServerConfig(api_keys=("a",), trust_tenant_header=True), True),
+        ("all", ServerConfig(api_keys=("a", "b")), False),
+        ("tenant", ServerConfig(), True),
+    ],
+)
+def test_tenants_share_no_prefixes_where_keys_tell_them_apart(sharing, server, expected):
+    assert isolates_tenants(server, sharing) is expected

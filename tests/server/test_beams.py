@@ -103,7 +103,7 @@ async def test_tenants_share_no_prefixes_if_they_are_isolated():
     runtime = make_runtime()
     try:
         for isolates, expected in ((False, [0, 99, 99]), (True, [0, 99, 0])):
-            runtime.isolates_tenants = isolates
+            runtime.prefix_sharing = "tenant" if isolates else "all"
             found = []
             async with make_client(runtime) as client:
                 for tenant in ("one", "one", "other"):

@@ -13,7 +13,7 @@ import pytest
 from harness import GatedExecutor, LiveServer, running, until
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 
-from penstock.serve.bridge import _MERGE_ABOVE_CHUNKS, Stream
+from penstock.engine.bridge import _MERGE_ABOVE_CHUNKS, Stream
 from penstock.serve.connection import HttpConnection
 from penstock.serve.direct_line import DirectLine
 

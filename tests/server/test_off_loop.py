@@ -11,8 +11,8 @@ from harness import LiveServer, fixed_sources, make_client, make_runtime, runnin
 from test_errors import COMPLETIONS, check
 
 from penstock.config import ServerConfig
-from penstock.serve import off_loop
-from penstock.serve.off_loop import INLINE_MAX_SIZE, LARGE_SIZE, MAX_GRAMMARS, OffLoop
+from penstock.deploy import off_loop
+from penstock.deploy.off_loop import INLINE_MAX_SIZE, LARGE_SIZE, MAX_GRAMMARS, OffLoop
 from penstock.serve.openai.schemas import MAX_TEXT_CHARS
 from penstock.text.chat import ChatTemplate
 from penstock.types.errors import Rejected, RejectReason

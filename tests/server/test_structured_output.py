@@ -15,7 +15,7 @@ from test_completions import events, oracle
 from test_errors import CHAT, COMPLETIONS, check
 
 from penstock.config import ServerConfig
-from penstock.serve.off_loop import MAX_GRAMMARS
+from penstock.deploy.off_loop import MAX_GRAMMARS
 from penstock.serve.openai.schemas import MAX_ANSWER_CHARS, MAX_ANSWERS
 from penstock.text.grammar import MAX_LARK_CHARS, MAX_REGEX_CHARS, MAX_SOURCE_CHARS, Grammar, GrammarKind
 from penstock.types.errors import GrammarFailure

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 from harness import END_ID, VOCAB_SIZE, make_tokenizer
 
+from penstock.deploy.running import ModelInfo, SamplingDefaults
 from penstock.serve.openai.errors import ApiError
 from penstock.serve.openai.logprobs import ChatLogprobs, CompletionLogprobs
 from penstock.serve.openai.schemas import ChatCompletionBody, CompletionBody
 from penstock.serve.openai.validation import base_sampling, fit_max_tokens, for_choice
-from penstock.serve.runtime import ModelInfo, SamplingDefaults
 from penstock.types.result import TokenLogprobs
 
 TOKENIZER = make_tokenizer()

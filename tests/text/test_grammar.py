@@ -591,5 +591,5 @@ def test_model_without_an_end_token_is_told_so(byte_level_vocab):
 
 
 def test_nothing_is_imported_before_the_first_grammar():
-    code = "import sys, penstock.build, penstock.text.grammar; sys.exit('llguidance' in sys.modules)"
+    code = "import sys, penstock.deploy.factory, penstock.text.grammar; sys.exit('llguidance' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -28,8 +28,8 @@ def env(cache: str | None) -> None:
 
 def _facts(cache: str | None) -> Iterator[tuple[str, str]]:
     from penstock.config.units import format_size
+    from penstock.deploy.device import gpu_facts
     from penstock.machine import available_memory_bytes, cpu_name, usable_cpus
-    from penstock.parts.device import gpu_facts
     from penstock.types.counted import counted
 
     yield "penstock", __version__
@@ -84,8 +84,8 @@ def _cache(cache: str | None) -> str:
 
 def _missing(cache: str | None) -> Iterator[str]:
     from penstock.cli.start import cache_dir
+    from penstock.deploy.device import missing_gpu_packages
     from penstock.models.catalog import DEFAULT_MODEL, resolve
-    from penstock.parts.device import missing_gpu_packages
 
     if not resolve(DEFAULT_MODEL, cache_dir(cache)).is_present:
         yield f"the default model ({DEFAULT_MODEL}): `penstock pull`"

@@ -14,8 +14,8 @@ from penstock.types.request import FinishReason, Request
 from penstock.types.sampling import SamplingParams
 
 if TYPE_CHECKING:
+    from penstock.deploy.running import RunningModel
     from penstock.engine.ports import OutputChunk
-    from penstock.serve.runtime import Runtime
     from penstock.text.grammar import Grammar
 
 
@@ -53,7 +53,7 @@ class Answer:
 class Session:
     """Asks a runtime and prints what it says. A context manager: leaving it stops the engine."""
 
-    def __init__(self, runtime: Runtime, choices: SamplingChoices) -> None:
+    def __init__(self, runtime: RunningModel, choices: SamplingChoices) -> None:
         self._runtime = runtime
         self._choices = choices
         self._runner = asyncio.Runner()

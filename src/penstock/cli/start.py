@@ -11,7 +11,7 @@ from penstock.config import Config
 from penstock.config.environment import unknown_variables
 
 if TYPE_CHECKING:
-    from penstock.serve.runtime import Runtime
+    from penstock.deploy.running import RunningModel
 
 _log = logging.getLogger(__name__)
 
@@ -29,9 +29,9 @@ def warn_of_unknown_variables() -> None:
         _log.warning(warning)
 
 
-def start_runtime(config: Config) -> Runtime:
+def start_runtime(config: Config) -> RunningModel:
     """The runtime of a config, its model fetched first if it is one that can be. Raises PenstockError."""
-    from penstock.build import build_runtime
+    from penstock.deploy.factory import build_runtime
     from penstock.models.catalog import resolve
 
     warn_of_unknown_variables()

@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 import penstock
 from penstock.config import ServerConfig
+from penstock.deploy.running import RunningModel
 from penstock.serve.auth import AuthLayer, KeyRing
 from penstock.serve.cross_site import CrossSiteLayer
 from penstock.serve.json_routes import JsonRoutesLayer
@@ -31,11 +32,10 @@ from penstock.serve.ops.pool import PoolEndpoint
 from penstock.serve.ops.requests import RequestsEndpoint
 from penstock.serve.ops.status import StatusEndpoint
 from penstock.serve.request_id import RequestIdLayer
-from penstock.serve.runtime import Runtime
 from penstock.serve.service import Service
 
 
-def create_app(runtime: Runtime, config: ServerConfig) -> FastAPI:
+def create_app(runtime: RunningModel, config: ServerConfig) -> FastAPI:
     """The ASGI application over a started runtime. Raises `ConfigError` if the key file is no use."""
     router = _router(runtime, Service(runtime, config))
     app = FastAPI(
@@ -61,7 +61,7 @@ def create_app(runtime: Runtime, config: ServerConfig) -> FastAPI:
     return app
 
 
-def _layers(runtime: Runtime, config: ServerConfig, router: APIRouter) -> list[Middleware]:
+def _layers(runtime: RunningModel, config: ServerConfig, router: APIRouter) -> list[Middleware]:
     """Outermost first. Plain ASGI, as every request passes through them."""
     keys = api_keys(config)
     ignored = IgnoredParameters() if config.ignore_unknown_parameters else None
@@ -73,7 +73,7 @@ def _layers(runtime: Runtime, config: ServerConfig, router: APIRouter) -> list[M
     ]
 
 
-def _router(runtime: Runtime, service: Service) -> APIRouter:
+def _router(runtime: RunningModel, service: Service) -> APIRouter:
     router = APIRouter()
     models, tokens, status = ModelsEndpoint(runtime.model), TokenizeEndpoint(runtime, service.config), StatusEndpoint(runtime)
     requests = RequestsEndpoint(service)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from starlette.types import Scope
 
 from penstock.config import ServerConfig
+from penstock.deploy.running import RunningModel
 from penstock.engine.ports import OutputChunk
 from penstock.obs.timings import RequestTimings
 from penstock.serve.auth import key_name
@@ -15,7 +16,6 @@ from penstock.serve.headers import headers_of, values_of
 from penstock.serve.openai.errors import ApiError, deadline_exceeded, from_finish, invalid
 from penstock.serve.openai.schemas import INT32_MAX, INT32_MIN, GenerationBody
 from penstock.serve.request_id import identity_of
-from penstock.serve.runtime import Runtime
 from penstock.types.errors import RejectReason
 
 MAX_DEADLINE_MS = 24 * 3600 * 1000
@@ -105,7 +105,7 @@ class _Asked:
 _ASKED_NOTHING = _Asked()
 
 
-def read_terms(scope: Scope, body: GenerationBody, runtime: Runtime, config: ServerConfig) -> CallTerms:
+def read_terms(scope: Scope, body: GenerationBody, runtime: RunningModel, config: ServerConfig) -> CallTerms:
     """From the headers, and from those fields of the body that say the same.
 
     Raises 400 for what is malformed, contradicts the other or asks for what is not there.

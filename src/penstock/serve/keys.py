@@ -24,3 +24,14 @@ def read_key_file(path: Path) -> tuple[str, ...]:
     if not keys:
         raise ConfigError(f"The key file {path} contains no key.", remedy="Write one key per line.")
     return keys
+
+
+def isolates_tenants(config: ServerConfig, prefix_sharing: str | None) -> bool:
+    """True if each tenant shares cached prefixes with itself alone.
+
+    By default that is so where several keys tell tenants apart, or where a gateway behind one key does.
+    """
+    if prefix_sharing is not None:
+        return prefix_sharing == "tenant"
+    num_keys = len(set(api_keys(config)))
+    return num_keys > 1 or (num_keys > 0 and config.trust_tenant_header)

@@ -27,13 +27,13 @@ import uvicorn
 
 import penstock
 from penstock.config import ServerConfig
+from penstock.deploy.running import RunningModel
 from penstock.serve._stop_signals import end_at_second
 from penstock.serve.acceptor import Acceptor
 from penstock.serve.app import create_app
 from penstock.serve.connection import HttpConnection
 from penstock.serve.keys import api_keys
 from penstock.serve.listener import bind_socket, connection_limit
-from penstock.serve.runtime import Runtime
 from penstock.types.counted import counted
 from penstock.types.errors import ConfigError
 
@@ -55,7 +55,7 @@ def print_line(text: str) -> None:
 
 
 def run_server(
-    runtime: Runtime,
+    runtime: RunningModel,
     config: ServerConfig,
     *,
     listener: socket.socket | None = None,
@@ -87,7 +87,7 @@ class Server(uvicorn.Server):
     """uvicorn's server with our way to end. `request_shutdown` may be called from any thread."""
 
     def __init__(
-        self, runtime: Runtime, config: ServerConfig, listener: socket.socket, *, announce: Callable[[str], None]
+        self, runtime: RunningModel, config: ServerConfig, listener: socket.socket, *, announce: Callable[[str], None]
     ) -> None:
         super().__init__(_uvicorn_config(runtime, config))
         self._max_connections = connection_limit(config)
@@ -184,7 +184,7 @@ def warn_if_open(config: ServerConfig, listener: socket.socket) -> None:
         _log.warning("%s:%d can be reached from other machines, and asks for no key: give it an --api-key", address, port)
 
 
-def ready_text(runtime: Runtime, config: ServerConfig, listener: socket.socket) -> str:
+def ready_text(runtime: RunningModel, config: ServerConfig, listener: socket.socket) -> str:
     """What is printed when requests can come: where, and a command that works."""
     url = _base_url(config, listener)
     name = runtime.model.name
@@ -217,7 +217,7 @@ def _base_url(config: ServerConfig, listener: socket.socket) -> str:
     return f"{'https' if config.ssl_certfile else 'http'}://{host}:{port}"
 
 
-def _uvicorn_config(runtime: Runtime, config: ServerConfig) -> uvicorn.Config:
+def _uvicorn_config(runtime: RunningModel, config: ServerConfig) -> uvicorn.Config:
     """Raises `ConfigError` if the TLS files are no use."""
     if config.ssl_keyfile and not config.ssl_certfile:
         raise ConfigError("A TLS key needs its certificate.", remedy="Give --ssl-certfile, too.")

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from typing import Self
 
 from penstock.config import ServerConfig
+from penstock.deploy.running import RunningModel
+from penstock.engine.bridge import Stream
 from penstock.engine.state import EngineState
 from penstock.obs.explain.explanation import Explanation, explain_intake
 from penstock.obs.explain.words import summary
 from penstock.sched.admission import Admission, Ask, Place
-from penstock.serve.bridge import Stream
 from penstock.serve.call import CallTerms, Owner
-from penstock.serve.runtime import Runtime
+from penstock.serve.keys import isolates_tenants
 from penstock.types.errors import Rejected
 from penstock.types.matcher import Matcher
 from penstock.types.request import Request, RequestStatus
@@ -100,9 +101,10 @@ class _Stay:
 class Service:
     """Owns which HTTP requests are in flight."""
 
-    def __init__(self, runtime: Runtime, config: ServerConfig) -> None:
+    def __init__(self, runtime: RunningModel, config: ServerConfig) -> None:
         self.runtime = runtime
         self.config = config
+        self._isolates_tenants = isolates_tenants(config, runtime.prefix_sharing)
         self._num_opened = 0
         self._flights: dict[str, list[_Flight]] = {}
         self._landed: deque[_Landed] = deque()
@@ -126,7 +128,7 @@ class Service:
         # Clients may use one id for several calls; the engine's ids are ours, and unique.
         self._num_opened += 1
         salt = terms.cache_salt
-        if self.runtime.isolates_tenants:
+        if self._isolates_tenants:
             salt = terms.owner.tenant.encode() + b"\0" + salt  # no tenant's name contains a zero byte
         requests = [
             Request(

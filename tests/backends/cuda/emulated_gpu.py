@@ -11,7 +11,7 @@ from interpreted import DEVICE, HAS_DEVICE
 from penstock.backends import cuda
 from penstock.backends.cuda import memory
 from penstock.config import Config
-from penstock.parts import executor as executor_part
+from penstock.deploy import executor as executor_part
 
 GIB = 1 << 30
 

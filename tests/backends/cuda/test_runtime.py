@@ -19,15 +19,15 @@ from penstock.backends import cuda
 from penstock.backends.cuda import attention_trial, flashinfer_attention, memory
 from penstock.backends.cuda.executor import CudaExecutor
 from penstock.backends.cuda.graphs import Captured
-from penstock.build import build_runtime
 from penstock.config import BackendConfig, Config, KvConfig, SchedulerConfig
+from penstock.deploy import executor as executor_part
+from penstock.deploy.device import settled
+from penstock.deploy.factory import build_runtime
+from penstock.deploy.running import RunningModel
 from penstock.engine.transfers import num_staged_blocks
 from penstock.models.catalog import resolve
 from penstock.models.load import load_model
 from penstock.obs.prometheus import expose
-from penstock.parts import executor as executor_part
-from penstock.parts.device import settled
-from penstock.serve.runtime import Runtime
 from penstock.testing.builders import make_request
 from penstock.testing.fp8_models import write_fp8_hf
 from penstock.testing.tiny_models import TinyLlama, write_gguf
@@ -57,7 +57,7 @@ def build(
     weight_dtype: str | None = None,
     attention: str | None = None,
     **kv: Any,
-) -> Runtime:
+) -> RunningModel:
     config = Config(
         backend=BackendConfig(
             device=device,
@@ -72,7 +72,7 @@ def build(
     return build_runtime(config, resolve(str(gguf), gguf.parent))
 
 
-def ask(runtime: Runtime, name: str, prompt: list[int], max_tokens: int = 2) -> tuple[list[int], int]:
+def ask(runtime: RunningModel, name: str, prompt: list[int], max_tokens: int = 2) -> tuple[list[int], int]:
     """Its answer, and how many tokens of its prompt were found."""
 
     async def answer() -> tuple[list[int], int]:

@@ -9,6 +9,7 @@ import orjson
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 
+from penstock.deploy.running import RunningModel
 from penstock.engine.ports import OutputChunk
 from penstock.serve.call import read_terms
 from penstock.serve.client_watch import unless_gone
@@ -35,7 +36,6 @@ from penstock.serve.openai.messages import render_prompt, template_messages
 from penstock.serve.openai.schemas import ChatCompletionBody
 from penstock.serve.openai.usage import Usage
 from penstock.serve.openai.validation import base_sampling, check_model
-from penstock.serve.runtime import Runtime
 from penstock.serve.service import Choice, Service
 from penstock.text.tokenizer import Tokenizer
 from penstock.types.request import FinishReason
@@ -138,12 +138,12 @@ class ChatEvents:
         return b'}],"usage":' + orjson.dumps(self._usage.body()) + b"}\n\n"
 
 
-def _read(body: ChatCompletionBody, runtime: Runtime) -> tuple[SamplingParams, AskedGrammar | None, list[dict[str, Any]]]:
+def _read(body: ChatCompletionBody, runtime: RunningModel) -> tuple[SamplingParams, AskedGrammar | None, list[dict[str, Any]]]:
     base = base_sampling(body, runtime.model, runtime.defaults, runtime.tokenizer)
     return base, asked_grammar(body), template_messages(body.messages)
 
 
-def _tokenise(body: ChatCompletionBody, runtime: Runtime, text: str) -> PromptTokens:
+def _tokenise(body: ChatCompletionBody, runtime: RunningModel, text: str) -> PromptTokens:
     # The template has written the special tokens already.
     adds_special_tokens = body.add_special_tokens is True
     return encode_prompt(body, runtime, text, "messages", adds_special_tokens=adds_special_tokens)

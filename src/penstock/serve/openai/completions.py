@@ -9,6 +9,7 @@ import orjson
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 
+from penstock.deploy.running import RunningModel
 from penstock.engine.ports import OutputChunk
 from penstock.sched.admission import Ask
 from penstock.serve.call import CallTerms, read_terms
@@ -37,7 +38,6 @@ from penstock.serve.openai.prompts import PromptInput, TextPrompt, parse_prompts
 from penstock.serve.openai.schemas import MAX_CHOICES, CompletionBody
 from penstock.serve.openai.usage import Usage
 from penstock.serve.openai.validation import base_sampling, check_model
-from penstock.serve.runtime import Runtime
 from penstock.serve.service import Choice, Service
 from penstock.text.tokenizer import Tokenizer
 from penstock.types.sampling import SamplingParams
@@ -163,12 +163,12 @@ def _num_choices(body: CompletionBody, inputs: Sequence[PromptInput]) -> int:
     return num_choices
 
 
-def _read(body: CompletionBody, runtime: Runtime) -> tuple[SamplingParams, AskedGrammar | None, list[PromptInput]]:
+def _read(body: CompletionBody, runtime: RunningModel) -> tuple[SamplingParams, AskedGrammar | None, list[PromptInput]]:
     base = base_sampling(body, runtime.model, runtime.defaults, runtime.tokenizer)
     return base, asked_grammar(body), parse_prompts(body.prompt, runtime.model.vocab_size)
 
 
-def _tokenise(body: CompletionBody, runtime: Runtime, prompt: PromptInput) -> PromptTokens:
+def _tokenise(body: CompletionBody, runtime: RunningModel, prompt: PromptInput) -> PromptTokens:
     if isinstance(prompt, TextPrompt):
         adds_special_tokens = body.add_special_tokens is not False
         return encode_prompt(body, runtime, prompt.text, prompt.param, adds_special_tokens=adds_special_tokens)

@@ -13,11 +13,12 @@ import orjson
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from penstock.deploy.off_loop import INLINE_MAX_SIZE, OffLoop
+from penstock.deploy.running import ModelInfo, RunningModel
 from penstock.engine.ports import OutputChunk
 from penstock.obs.timings import RequestTimings
 from penstock.serve.call import CallTerms
 from penstock.serve.client_watch import CLIENT_LEFT, ClientWatch
-from penstock.serve.off_loop import INLINE_MAX_SIZE, OffLoop
 from penstock.serve.openai.errors import cancelled, invalid, too_long
 from penstock.serve.openai.prompts import truncate
 from penstock.serve.openai.schemas import GenerationBody
@@ -32,7 +33,6 @@ from penstock.serve.openai.validation import (
     num_logprobs,
     requested_max_tokens,
 )
-from penstock.serve.runtime import ModelInfo, Runtime
 from penstock.serve.service import CallStream, Choice
 from penstock.types.request import FinishReason
 from penstock.types.sampling import MAX_LOGPROBS, SamplingParams
@@ -89,7 +89,9 @@ class ChoiceRecord:
         return self.chunks[-1]
 
 
-def answer_options(body: GenerationBody, terms: CallTerms, runtime: Runtime, *, prefix: str, model_name: str) -> AnswerOptions:
+def answer_options(
+    body: GenerationBody, terms: CallTerms, runtime: RunningModel, *, prefix: str, model_name: str
+) -> AnswerOptions:
     """Raises 400 for stream options without a stream, or without each other."""
     if body.stream_options is not None and not body.stream:
         raise invalid("'stream_options' needs 'stream': true.", "stream_options")
@@ -112,7 +114,9 @@ def answer_options(body: GenerationBody, terms: CallTerms, runtime: Runtime, *, 
     )
 
 
-def encode_prompt(body: GenerationBody, runtime: Runtime, text: str, param: str, *, adds_special_tokens: bool) -> PromptTokens:
+def encode_prompt(
+    body: GenerationBody, runtime: RunningModel, text: str, param: str, *, adds_special_tokens: bool
+) -> PromptTokens:
     """Tokenise a text. One that is too long whatever its tokens are is refused unread. Raises 400."""
     if len(text) > INLINE_MAX_SIZE and body.truncate_prompt_tokens is None:
         least = len(text) // runtime.tokenizer.max_token_bytes
@@ -128,14 +132,14 @@ def encode_prompt(body: GenerationBody, runtime: Runtime, text: str, param: str,
     return fit_prompt(body, runtime, token_ids, param)
 
 
-def fit_prompt(body: GenerationBody, runtime: Runtime, token_ids: Sequence[int], param: str) -> PromptTokens:
+def fit_prompt(body: GenerationBody, runtime: RunningModel, token_ids: Sequence[int], param: str) -> PromptTokens:
     """Truncate as the client asked."""
     max_tokens = requested_max_tokens(body) or DEFAULT_COMPLETION_TOKENS
     kept = truncate(token_ids, body.truncate_prompt_tokens, runtime.model.max_model_len, max_tokens)
     return PromptTokens(tuple(kept), param)
 
 
-def first_seed(body: GenerationBody, runtime: Runtime) -> int:
+def first_seed(body: GenerationBody, runtime: RunningModel) -> int:
     """The client's, or one that is drawn. Called before the call waits for anything: `--seed` counts calls as they come."""
     return runtime.sources.draw_seed() if body.seed is None else body.seed
 

@@ -13,10 +13,10 @@ from typing import Any
 import orjson
 from starlette.requests import Request as HttpRequest
 
+from penstock.deploy.running import RunningModel
 from penstock.serve.client_watch import unless_gone
 from penstock.serve.openai.errors import invalid
 from penstock.serve.openai.schemas import GenerationBody, ResponseFormat, StructuredOutputs
-from penstock.serve.runtime import Runtime
 from penstock.serve.service import Choice
 from penstock.text.grammar import Grammar, GrammarKind
 from penstock.types.errors import Rejected, RejectReason
@@ -72,7 +72,7 @@ def asked_grammar(body: GenerationBody) -> AskedGrammar | None:
 
 
 async def with_matchers(
-    choices: Sequence[Choice], asked: AskedGrammar, runtime: Runtime, tenant: str, http: HttpRequest
+    choices: Sequence[Choice], asked: AskedGrammar, runtime: RunningModel, tenant: str, http: HttpRequest
 ) -> list[Choice]:
     """The choices, each with a matcher of its own.
 
@@ -92,7 +92,7 @@ async def with_matchers(
     ]
 
 
-def _known(number: int, grammar: Grammar, runtime: Runtime) -> list[Matcher] | None:
+def _known(number: int, grammar: Grammar, runtime: RunningModel) -> list[Matcher] | None:
     """At once if the grammar is known and small, like most: the way to a thread would be what takes long. Else None."""
     if number * len(grammar.source) > _MAX_INLINE_CHARS:
         return None
@@ -100,7 +100,7 @@ def _known(number: int, grammar: Grammar, runtime: Runtime) -> list[Matcher] | N
     return known if len(known) == number else None
 
 
-async def _compiled(number: int, grammar: Grammar, runtime: Runtime, tenant: str) -> list[Matcher]:
+async def _compiled(number: int, grammar: Grammar, runtime: RunningModel, tenant: str) -> list[Matcher]:
     """All who ask for a new one that is small wait for the same compilation."""
     grammars, off_loop, size = runtime.grammars, runtime.off_loop, number * len(grammar.source)
     for _ in range(_MAX_TRIES if size <= _MAX_INLINE_CHARS else 0):

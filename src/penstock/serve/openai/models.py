@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from penstock.deploy.running import ModelInfo
 from penstock.serve.openai.validation import check_model
-from penstock.serve.runtime import ModelInfo
 
 
 class ModelsEndpoint:

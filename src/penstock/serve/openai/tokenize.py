@@ -11,13 +11,13 @@ from fastapi.responses import Response
 from pydantic import Field
 
 from penstock.config import ServerConfig
+from penstock.deploy.running import RunningModel
 from penstock.serve.call import read_owner
 from penstock.serve.client_watch import unless_gone
 from penstock.serve.openai.errors import invalid
 from penstock.serve.openai.messages import render_prompt, template_messages
 from penstock.serve.openai.schemas import MAX_TOKEN_IDS, Body, ChatTemplateFields, Messages, TokenId
 from penstock.serve.openai.validation import check_model, check_text_size, check_token_ids
-from penstock.serve.runtime import Runtime
 from penstock.text.tokenizer import Tokenizer
 
 _OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
@@ -41,7 +41,7 @@ class DetokenizeBody(Body):
 
 
 class TokenizeEndpoint:
-    def __init__(self, runtime: Runtime, config: ServerConfig) -> None:
+    def __init__(self, runtime: RunningModel, config: ServerConfig) -> None:
         self._runtime = runtime
         self._config = config
 

@@ -8,15 +8,15 @@ from typing import Any
 from starlette.responses import Response
 
 import penstock
+from penstock.deploy.running import RunningModel
 from penstock.engine.state import EngineState
 from penstock.obs.metrics import Metrics
 from penstock.obs.signals import WINDOW_S
 from penstock.serve.openai.errors import unavailable
-from penstock.serve.runtime import Runtime
 
 
 class StatusEndpoint:
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: RunningModel) -> None:
         self._runtime = runtime
 
     async def health(self) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.config import AttentionKernels, Backend, Config
 from penstock.config.units import format_size
-from penstock.parts.device import is_on_gpu, kv_dtype, max_rows, max_step_tokens, num_threads
-from penstock.sizing import GpuMemory, KvPlan, plan_gpu_kv, plan_kv
+from penstock.deploy.device import is_on_gpu, kv_dtype, max_rows, max_step_tokens, num_threads
+from penstock.deploy.sizing import GpuMemory, KvPlan, plan_gpu_kv, plan_kv
 from penstock.types.errors import ConfigError
 from penstock.types.plan import Capacity
 

@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 
-from penstock.build import build_core, build_runtime, isolates_tenants
 from penstock.config import Backend, BackendConfig, Config, KvConfig, ModelConfig, SchedulerConfig, ServerConfig
 from penstock.config.setting import settings_of
+from penstock.deploy.executor import EXECUTORS
+from penstock.deploy.factory import build_core, build_runtime
+from penstock.deploy.policies import SEAM_FLAGS, SETTING_FLAGS, build_policies
 from penstock.engine.ports import NullObserver
 from penstock.engine.state import EngineState
 from penstock.kv.eviction import LeastRecentlyUsed, LowestPriorityFirst, TenantFair
 from penstock.models.catalog import resolve
 from penstock.obs.prometheus import expose
-from penstock.parts.executor import EXECUTORS
-from penstock.parts.policies import SEAM_FLAGS, SETTING_FLAGS, build_policies
 from penstock.sched.policies.gates import Dynamic, Static
 from penstock.sched.policies.hold_latency import HoldLatency
 from penstock.sched.policies.reserves import Watermark
@@ -93,22 +93,6 @@ def test_settings_of_what_is_off_are_refused(gguf: Path, kv: KvConfig, remedy: s
         _build(gguf, replace(REFERENCE, kv=kv))
 
 
-@pytest.mark.parametrize(
-    ("sharing", "server", "expected"),
-    [
-        (None, ServerConfig(), False),
-        (None, ServerConfig(api_keys=("a",)), False),
-        (None, ServerConfig(api_keys=("a", "a")), False),
-        (None, ServerConfig(api_keys=("a", "b")), True),
-        (None, ServerConfig(api_keys=("a",), trust_tenant_header=True), True),
-        ("all", ServerConfig(api_keys=("a", "b")), False),
-        ("tenant", ServerConfig(), True),
-    ],
-)
-def test_tenants_share_no_prefixes_where_keys_tell_them_apart(sharing: str, server: ServerConfig, expected: bool) -> None:
-    assert isolates_tenants(Config(server=server, kv=KvConfig(prefix_sharing=sharing))) is expected
-
-
 def test_a_block_size_that_the_kernels_lack_is_refused(gguf: Path) -> None:
     config = replace(REFERENCE, backend=BackendConfig(), kv=KvConfig(block_size=24))
     with pytest.raises(ConfigError, match=r"multiple of 16.*--block-size to 32"):
@@ -128,7 +112,7 @@ def test_no_memory_is_told_with_the_numbers(gguf: Path, monkeypatch: pytest.Monk
     def no_memory(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("penstock.build.build_executor", no_memory)
+    monkeypatch.setattr("penstock.deploy.factory.build_executor", no_memory)
     with pytest.raises(ConfigError, match=r"the KV cache 1023\.75 KiB.*--kv-cache-memory"):
         _build(gguf)
 
@@ -212,7 +196,7 @@ def test_a_template_that_fails_leaves_no_executor_behind(gguf: Path, monkeypatch
 
 
 def test_a_model_that_does_not_fit_is_refused_with_the_numbers(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.build.available_memory_bytes", lambda: 1 << 20)
+    monkeypatch.setattr("penstock.deploy.factory.available_memory_bytes", lambda: 1 << 20)
     with pytest.raises(ModelError, match="MiB are available"):
         _build(gguf)
 

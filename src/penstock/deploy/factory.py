@@ -14,25 +14,24 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.config import Config, KvConfig, ServerConfig
 from penstock.config.units import format_size
+from penstock.deploy import device
+from penstock.deploy.executor import build_executor, plan_memory
+from penstock.deploy.fingerprint import system_fingerprint
+from penstock.deploy.policies import admission_limits, build_policies
+from penstock.deploy.sizing import RESERVE_BYTES, TYPICAL_REQUEST_TOKENS, KvPlan
+from penstock.deploy.tiers import build_tier, cleared, open_host_memory, open_store
 from penstock.machine import available_memory_bytes, give_back_free_memory
-from penstock.parts import device
-from penstock.parts.disk_tier import build_tier, cleared, open_store
-from penstock.parts.executor import build_executor, plan_memory
-from penstock.parts.fingerprint import system_fingerprint
-from penstock.parts.host_tier import open_host_memory
-from penstock.parts.policies import admission_limits, build_policies
-from penstock.sizing import RESERVE_BYTES, TYPICAL_REQUEST_TOKENS, KvPlan
 from penstock.types.counted import counted
 from penstock.types.errors import ConfigError
 from penstock.types.plan import Capacity
 
 if TYPE_CHECKING:
+    from penstock.deploy.running import ModelInfo, RunningModel, Sources
     from penstock.engine.core import EngineCore
     from penstock.engine.ports import BlockMover, BlockStore, Executor, Observer, RequestJournal
     from penstock.kv.tiers import Tier
     from penstock.models.catalog import ModelSource
     from penstock.models.weights import LoadedModel
-    from penstock.serve.runtime import ModelInfo, Runtime, Sources
     from penstock.text.chat import ChatTemplate
     from penstock.text.tokenizer import Tokenizer
     from penstock.types.vocab import GgufVocab
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-def build_runtime(config: Config, source: ModelSource) -> Runtime:
+def build_runtime(config: Config, source: ModelSource) -> RunningModel:
     """The model of a source that is present, ready for requests. Close the result.
 
     Raises ModelError or ConfigError, with a remedy, if the model can't be loaded or does not fit the machine.
@@ -50,7 +49,7 @@ def build_runtime(config: Config, source: ModelSource) -> Runtime:
     return runtime
 
 
-def _load(config: Config, source: ModelSource) -> Runtime:
+def _load(config: Config, source: ModelSource) -> RunningModel:
     from penstock.models.load import load_model
 
     config = device.settled(config)
@@ -74,7 +73,7 @@ def _load(config: Config, source: ModelSource) -> Runtime:
         ) from error
 
 
-def _start(config: Config, source: ModelSource, model: LoadedModel, kv: KvPlan, executor: Executor | None) -> Runtime:
+def _start(config: Config, source: ModelSource, model: LoadedModel, kv: KvPlan, executor: Executor | None) -> RunningModel:
     # The vocabulary takes about as long as the weights, and both leave Python for most of it.
     with ThreadPoolExecutor(max_workers=1) as side:
         tokenizer = side.submit(_load_text, config.model.chat_template, model)
@@ -105,16 +104,6 @@ def _check_cache(kv: KvConfig) -> None:
             f"kv_disk_path is {kv.kv_disk_path}, and kv_disk_size is 0: nothing would be written there.",
             remedy="Give --kv-disk-size, for example 10GiB, or leave out --kv-disk-path.",
         )
-
-
-def isolates_tenants(config: Config) -> bool:
-    """Does each tenant share prefixes with itself alone? By default where keys, or a gateway behind one, tell tenants apart."""
-    from penstock.serve.keys import api_keys
-
-    if config.kv.prefix_sharing is not None:
-        return config.kv.prefix_sharing == "tenant"
-    num_keys = len(set(api_keys(config.server)))
-    return num_keys > 1 or (num_keys > 0 and config.server.trust_tenant_header)
 
 
 def _check_batch_size(config: Config) -> None:
@@ -157,9 +146,11 @@ def _assemble(
     executor: Executor,
     tokenizer: Tokenizer,
     chat_template: ChatTemplate | None,
-) -> Runtime:
+) -> RunningModel:
     """The engine around an executor, the server's half around the engine; both started."""
     from penstock.clock import WallClock
+    from penstock.deploy.running import RunningModel
+    from penstock.engine.bridge import Bridge
     from penstock.engine.loop import Engine
     from penstock.engine.output import OutputStage
     from penstock.engine.supervisor import Supervisor
@@ -169,8 +160,6 @@ def _assemble(
     from penstock.obs.observers import ObserverGroup, TokenObserverGroup
     from penstock.obs.signals import Signals
     from penstock.sched.admission import Admission
-    from penstock.serve.bridge import Bridge
-    from penstock.serve.runtime import Runtime
     from penstock.text.detokenizer import detokenizer_factory
     from penstock.text.grammar import Grammars
 
@@ -246,7 +235,7 @@ def _assemble(
             if store is not None:
                 store.close()
 
-    return Runtime(
+    return RunningModel(
         engine=engine,
         bridge=bridge,
         tokenizer=tokenizer,
@@ -257,7 +246,7 @@ def _assemble(
         model=info,
         clock=clock,
         slo_itl_ns=None if config.scheduler.slo_itl_s is None else int(config.scheduler.slo_itl_s * 1e9),
-        isolates_tenants=isolates_tenants(config),
+        prefix_sharing=config.kv.prefix_sharing,
         sources=_sources(config.server),
         journal=journal,
         close_store=close_stores,
@@ -282,7 +271,7 @@ def _load_text(template: str | None, model: LoadedModel) -> tuple[Tokenizer, Cha
 def _model_info(
     config: Config, source: ModelSource, model: LoadedModel, capacity: Capacity, tokenizer: Tokenizer, fingerprint: str
 ) -> ModelInfo:
-    from penstock.serve.runtime import ModelInfo
+    from penstock.deploy.running import ModelInfo
 
     return ModelInfo(
         served_names=config.model.served_model_names or (source.name,),
@@ -308,7 +297,7 @@ def _newest_file(path: Path) -> Path:
 
 
 def _sources(server: ServerConfig) -> Sources:
-    from penstock.serve.runtime import Sources
+    from penstock.deploy.running import Sources
 
     if server.seed is None:
         return Sources()

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.config import KvConfig
-from penstock.sizing import DEFAULT_CAP_BYTES, RESERVE_BYTES, SLOT_BOOKS_BYTES, GpuMemory, KvPlan, plan_gpu_kv, plan_kv
+from penstock.deploy.sizing import DEFAULT_CAP_BYTES, RESERVE_BYTES, SLOT_BOOKS_BYTES, GpuMemory, KvPlan, plan_gpu_kv, plan_kv
 from penstock.testing.tiny_models import TinyLlama, write_gguf, write_hf
 from penstock.types.errors import ConfigError
 from penstock.types.kv_dtype import KvDtype

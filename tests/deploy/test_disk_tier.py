@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.parts.disk_tier import build_tier
+from penstock.deploy.tiers import build_tier
 
 
 @pytest.mark.parametrize(

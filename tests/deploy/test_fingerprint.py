@@ -13,7 +13,7 @@ import pytest
 
 from penstock.backends import cuda
 from penstock.config import BackendConfig, Config, KvConfig
-from penstock.parts.fingerprint import kv_fingerprint, system_fingerprint
+from penstock.deploy.fingerprint import kv_fingerprint, system_fingerprint
 from penstock.types.model_spec import ModelSpec
 from penstock.types.plan import Capacity
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.config import KvConfig
-from penstock.parts.host_tier import open_host_memory
+from penstock.deploy.tiers import open_host_memory
 from penstock.testing import DEFAULT_CAPACITY, HashExecutor
 from penstock.types.errors import ConfigError
 
@@ -14,7 +14,7 @@ MIB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.parts.host_tier.available_memory_bytes", lambda: 512 * MIB)
+    monkeypatch.setattr("penstock.deploy.tiers.available_memory_bytes", lambda: 512 * MIB)
 
 
 def test_it_is_as_large_as_asked_for() -> None:

@@ -8,16 +8,20 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from penstock.config import Config
+from penstock.config import Config, KvConfig
 from penstock.config.units import format_size
-from penstock.parts.fingerprint import kv_fingerprint
+from penstock.deploy.fingerprint import kv_fingerprint
+from penstock.deploy.sizing import num_host_slots
+from penstock.machine import available_memory_bytes
 from penstock.types.counted import counted
+from penstock.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.engine.ports import BlockStore, Executor
     from penstock.kv.tiers import Tier
     from penstock.models.weights import LoadedModel
     from penstock.storage.block_file import BlockFile
+    from penstock.storage.host_memory import HostMemory
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +46,22 @@ def open_store(config: Config, model: LoadedModel, executor: Executor) -> BlockF
     _log.info(
         "KV blocks spill to %s, up to %s: %d blocks", store.path, format_size(config.kv.kv_disk_size_bytes), store.num_slots
     )
+    return store
+
+
+def open_host_memory(kv: KvConfig, executor: Executor) -> HostMemory | None:
+    """The memory below an executor's pool; None if none was asked for. Raises ConfigError if there is not so much."""
+    from penstock.storage.host_memory import HostMemory
+
+    if not kv.kv_host_size_bytes:
+        return None
+    num_slots = num_host_slots(kv, block_bytes=executor.block_bytes, available_bytes=available_memory_bytes())
+    try:
+        store = HostMemory(num_slots, content_bytes=executor.block_bytes)
+    except MemoryError as error:
+        size = format_size(kv.kv_host_size_bytes)
+        raise ConfigError(f"The system gives no {size} for kv_host_size.", remedy="Lower --kv-host-size.") from error
+    _log.info("KV blocks spill to the machine's memory, up to %s: %d blocks", format_size(kv.kv_host_size_bytes), num_slots)
     return store
 
 

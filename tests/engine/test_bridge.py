@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
+from penstock.engine.bridge import Bridge, merge_chunks
 from penstock.engine.ports import OutputChunk
-from penstock.serve.bridge import Bridge, merge_chunks
 from penstock.testing import make_request
 from penstock.types.request import FinishReason
 

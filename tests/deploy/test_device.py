@@ -10,10 +10,10 @@ import pytest
 
 from penstock.backends import cuda
 from penstock.config import Backend, BackendConfig, Config, KvConfig, SchedulerConfig
+from penstock.deploy import device
+from penstock.deploy.executor import _extras
+from penstock.deploy.policies import build_policies
 from penstock.models.formats import Floats
-from penstock.parts import device
-from penstock.parts.executor import _extras
-from penstock.parts.policies import build_policies
 from penstock.types.errors import ConfigError
 from penstock.types.kv_dtype import KvDtype
 
@@ -238,7 +238,7 @@ def test_block_sizes_are_those_of_the_kernels(backend: str, size: int, is_taken:
 
 
 def test_threads_are_counted_unless_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.parts.device.usable_cpus", lambda: 6)
+    monkeypatch.setattr("penstock.deploy.device.usable_cpus", lambda: 6)
     assert device.num_threads(BackendConfig()) == 6
     assert device.num_threads(BackendConfig(threads=2)) == 2
     assert device.words(BackendConfig(backend=Backend.NATIVE)).endswith("kernels, 6 threads")

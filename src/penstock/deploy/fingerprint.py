@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.config import Config
-from penstock.parts.device import is_on_gpu, kv_dtype
+from penstock.deploy.device import is_on_gpu, kv_dtype
 
 if TYPE_CHECKING:
     from penstock.engine.ports import Executor

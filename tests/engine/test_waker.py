@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.serve.waker import EventWaker, LoopWaker, make_waker
+from penstock.engine.bridge import EventWaker, LoopWaker, make_waker
 
 WAKERS = [LoopWaker, *([EventWaker] if sys.platform == "linux" else [])]
 

@@ -12,13 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from penstock.clock import Clock, WallClock
+from penstock.deploy.off_loop import OffLoop
+from penstock.engine.bridge import Bridge
 from penstock.engine.loop import Engine
 from penstock.engine.supervisor import Supervisor
 from penstock.obs.explain.journal import Journal
 from penstock.obs.metrics import Metrics
 from penstock.sched.admission import Admission
-from penstock.serve.bridge import Bridge
-from penstock.serve.off_loop import OffLoop
 from penstock.text.chat import ChatTemplate
 from penstock.text.grammar import Grammars
 from penstock.text.tokenizer import Tokenizer
@@ -87,7 +87,7 @@ class Sources:
 
 
 @dataclass(slots=True, kw_only=True)
-class Runtime:
+class RunningModel:
     engine: Engine | Supervisor
     """Started; its sink is `bridge.deliver`."""
     bridge: Bridge
@@ -104,8 +104,8 @@ class Runtime:
     """The engine's clock: `arrival_ns` and deadlines are read from it."""
     slo_itl_ns: int | None = None
     """The server's own target of the inter-token latency."""
-    isolates_tenants: bool = False
-    """Tenants share no cached prefixes."""
+    prefix_sharing: str | None = None
+    """The setting: who shares cached prefixes. None: the server decides by its API keys."""
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     sources: Sources = field(default_factory=Sources)
     journal: Journal | None = None
