@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from penstock.admission import Admission, AdmissionLimits, Ask
 from penstock.clock import VirtualClock
 from penstock.engine.loop import Engine
 from penstock.engine.output import OutputStage
@@ -14,7 +15,6 @@ from penstock.obs.metrics import Metrics
 from penstock.obs.observers import ObserverGroup, TokenObserverGroup
 from penstock.obs.prometheus import expose
 from penstock.obs.signals import Signals
-from penstock.sched.admission import Admission, AdmissionLimits, Ask
 from penstock.testing import HashExecutor, make_core, make_request
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.plan import Capacity

@@ -8,13 +8,13 @@ from collections import deque
 from collections.abc import Iterator, Sized
 from types import FunctionType, ModuleType
 
+from penstock.admission import Admission, AdmissionLimits, Ask
+from penstock.admission.tenants import MAX_TENANTS
 from penstock.clock import VirtualClock
 from penstock.kv.prefix_history import MAX_BEGINNINGS, MAX_EVICTED
 from penstock.obs.explain.journal import Journal
 from penstock.obs.metrics import Metrics
 from penstock.obs.observers import ObserverGroup
-from penstock.sched.admission import Admission, AdmissionLimits, Ask
-from penstock.sched.admission.tenants import MAX_TENANTS
 from penstock.sched.policies.ordering.fair import FairShares
 from penstock.sched.policies.predictors.online import OnlinePredictor
 from penstock.sched.policies.presets import make_policies

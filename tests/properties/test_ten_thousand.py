@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 import pytest
 
+from penstock.admission import Admission, AdmissionLimits, Ask
 from penstock.clock import VirtualClock
 from penstock.engine.loop import Engine
 from penstock.engine.output import OutputStage
 from penstock.engine.ports import OutputChunk
 from penstock.obs.metrics import Metrics
 from penstock.obs.observers import ObserverGroup, TokenObserverGroup
-from penstock.sched.admission import Admission, AdmissionLimits, Ask
 from penstock.testing import HashExecutor, make_core, make_request
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.plan import Capacity, Ticket

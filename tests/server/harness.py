@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import httpx
 
+from penstock.admission import Admission, AdmissionLimits
 from penstock.clock import WallClock
 from penstock.config import ServerConfig
 from penstock.deploy.running import ModelInfo, RunningModel, Sources
@@ -22,7 +23,6 @@ from penstock.obs.explain.journal import Journal
 from penstock.obs.metrics import Metrics
 from penstock.obs.observers import ObserverGroup, TokenObserverGroup
 from penstock.obs.signals import Signals
-from penstock.sched.admission import Admission, AdmissionLimits
 from penstock.serve.app import create_app
 from penstock.serve.listener import bind_socket
 from penstock.serve.server import Server

@@ -9,9 +9,9 @@ import httpx
 import pytest
 from harness import CAPACITY, GatedExecutor, make_client, make_runtime, running, until
 
+from penstock.admission import AdmissionLimits
 from penstock.clock import WallClock
 from penstock.config import ServerConfig
-from penstock.sched.admission import AdmissionLimits
 
 ONE_ROW = replace(CAPACITY, max_rows=1)
 BODY = {"prompt": "abc", "max_tokens": 4, "temperature": 0}

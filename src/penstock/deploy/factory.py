@@ -148,6 +148,7 @@ def _assemble(
     chat_template: ChatTemplate | None,
 ) -> RunningModel:
     """The engine around an executor, the server's half around the engine; both started."""
+    from penstock.admission import Admission
     from penstock.clock import WallClock
     from penstock.deploy.running import RunningModel
     from penstock.engine.bridge import Bridge
@@ -159,7 +160,6 @@ def _assemble(
     from penstock.obs.metrics import Metrics
     from penstock.obs.observers import ObserverGroup, TokenObserverGroup
     from penstock.obs.signals import Signals
-    from penstock.sched.admission import Admission
     from penstock.text.detokenizer import detokenizer_factory
     from penstock.text.grammar import Grammars
 

@@ -11,7 +11,7 @@ from penstock.config import AdmissionConfig, Config, KvConfig
 from penstock.types.errors import ConfigError
 
 if TYPE_CHECKING:
-    from penstock.sched.admission import AdmissionLimits
+    from penstock.admission import AdmissionLimits
     from penstock.sched.policies.base import Policies
 
 EVICTION_OF_ORDER: Mapping[str, str] = {"priority": "priority", "fair": "tenant-fair"}
@@ -103,7 +103,7 @@ def _check_eviction(kv: KvConfig, policies: Policies) -> None:
 
 def admission_limits(config: AdmissionConfig) -> AdmissionLimits:
     """The settings as the door reads them."""
-    from penstock.sched.admission import AdmissionLimits
+    from penstock.admission import AdmissionLimits
 
     return AdmissionLimits(
         max_queue=config.max_queue,

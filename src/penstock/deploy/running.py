@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from penstock.admission import Admission
 from penstock.clock import Clock, WallClock
 from penstock.deploy.off_loop import OffLoop
 from penstock.engine.bridge import Bridge
@@ -18,7 +19,6 @@ from penstock.engine.loop import Engine
 from penstock.engine.supervisor import Supervisor
 from penstock.obs.explain.journal import Journal
 from penstock.obs.metrics import Metrics
-from penstock.sched.admission import Admission
 from penstock.text.chat import ChatTemplate
 from penstock.text.grammar import Grammars
 from penstock.text.tokenizer import Tokenizer

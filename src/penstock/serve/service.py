@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from penstock.admission import Admission, Ask, Place
 from penstock.config import ServerConfig
 from penstock.deploy.running import RunningModel
 from penstock.engine.bridge import Stream
 from penstock.engine.state import EngineState
 from penstock.obs.explain.explanation import Explanation, explain_intake
 from penstock.obs.explain.words import summary
-from penstock.sched.admission import Admission, Ask, Place
 from penstock.serve.call import CallTerms, Owner
 from penstock.serve.keys import isolates_tenants
 from penstock.types.errors import Rejected

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from penstock.sched.admission import Ask
+from penstock.admission import Ask
 from penstock.serve.call import CallTerms
 from penstock.serve.openai.schemas import CompletionBody, GenerationBody
 from penstock.serve.openai.validation import DEFAULT_COMPLETION_TOKENS, requested_max_tokens

@@ -9,9 +9,9 @@ import orjson
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 
+from penstock.admission import Ask
 from penstock.deploy.running import RunningModel
 from penstock.engine.ports import OutputChunk
-from penstock.sched.admission import Ask
 from penstock.serve.call import CallTerms, read_terms
 from penstock.serve.openai.asks import make_ask
 from penstock.serve.openai.errors import invalid

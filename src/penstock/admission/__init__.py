@@ -1,7 +1,7 @@
 """Who may come in: the door and its checks. Decides over integers: no clock, no randomness, no I/O."""
 
-from penstock.sched.admission.ask import Ask
-from penstock.sched.admission.door import (
+from penstock.admission.ask import Ask
+from penstock.admission.door import (
     DEFAULT_RETRY_AFTER_S,
     MAX_RETRY_AFTER_S,
     MIN_RETRY_AFTER_S,
@@ -9,7 +9,7 @@ from penstock.sched.admission.door import (
     Admission,
     Place,
 )
-from penstock.sched.admission.limits import DEFAULT_KV_HEADROOM, AdmissionLimits
+from penstock.admission.limits import DEFAULT_KV_HEADROOM, AdmissionLimits
 
 __all__ = [
     "DEFAULT_KV_HEADROOM",

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from penstock.sched.admission import DEFAULT_RETRY_AFTER_S, RESTART_RETRY_AFTER_S, Admission, AdmissionLimits, Ask
+from penstock.admission import DEFAULT_RETRY_AFTER_S, RESTART_RETRY_AFTER_S, Admission, AdmissionLimits, Ask
 from penstock.testing import make_load, make_request
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.plan import Capacity

@@ -26,20 +26,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from penstock.sched.admission.ask import Ask
-from penstock.sched.admission.backlog import Backlog, Entry
-from penstock.sched.admission.check import Check, DoorView, Refusal
-from penstock.sched.admission.deadlines import Deadlines
-from penstock.sched.admission.drain import DrainMeter
-from penstock.sched.admission.kv_headroom import KvHeadroom
-from penstock.sched.admission.lengths import Lengths
-from penstock.sched.admission.limits import AdmissionLimits
-from penstock.sched.admission.margin import Margin
-from penstock.sched.admission.pace import Pace
-from penstock.sched.admission.promises import Promise, Promises
-from penstock.sched.admission.queue_delay import QueueDelay
-from penstock.sched.admission.queue_length import QueueLength
-from penstock.sched.admission.tenants import Account, Tenants
+from penstock.admission.ask import Ask
+from penstock.admission.backlog import Backlog, Entry
+from penstock.admission.check import Check, DoorView, Refusal
+from penstock.admission.deadlines import Deadlines
+from penstock.admission.drain import DrainMeter
+from penstock.admission.kv_headroom import KvHeadroom
+from penstock.admission.lengths import Lengths
+from penstock.admission.limits import AdmissionLimits
+from penstock.admission.margin import Margin
+from penstock.admission.pace import Pace
+from penstock.admission.promises import Promise, Promises
+from penstock.admission.queue_delay import QueueDelay
+from penstock.admission.queue_length import QueueLength
+from penstock.admission.tenants import Account, Tenants
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.plan import Capacity
 from penstock.types.request import FinishReason, Request

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import islice
 
-from penstock.sched.admission.check import DoorView, Refusal
+from penstock.admission.check import DoorView, Refusal
 from penstock.types.counted import counted
 from penstock.types.errors import RejectReason
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.sched.admission.pace import Pace
+from penstock.admission.pace import Pace
 from penstock.types.stats import StepStats, WaitReason
 
 MILLISECOND = 1_000_000

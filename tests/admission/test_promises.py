@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.sched.admission.promises import GRACE_NS, MAX_PER_CLAIM, MIN_SHARE, SPREAD, Promises
+from penstock.admission.promises import GRACE_NS, MAX_PER_CLAIM, MIN_SHARE, SPREAD, Promises
 
 SECOND = 1_000_000_000
 LONGEST_NS = 600 * SECOND

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from penstock.sched.admission.ask import Ask
+from penstock.admission.ask import Ask
 from penstock.types.errors import RejectReason
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.sched.admission.check import DoorView, Refusal
+from penstock.admission.check import DoorView, Refusal
 from penstock.types.errors import RejectReason
 
 LEAST_SHARE = 0.75

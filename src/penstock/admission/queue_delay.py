@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.sched.admission.check import DoorView, Refusal
-from penstock.sched.admission.margin import Margin
+from penstock.admission.check import DoorView, Refusal
+from penstock.admission.margin import Margin
 from penstock.types.errors import RejectReason
 
 ROOM_FOR_EXPECTED = 1.5

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.sched.admission import Ask
-from penstock.sched.admission.check import DoorView
-from penstock.sched.admission.tenants import MAX_TENANTS, Tenants
+from penstock.admission import Ask
+from penstock.admission.check import DoorView
+from penstock.admission.tenants import MAX_TENANTS, Tenants
 from penstock.types.errors import RejectReason
 
 SECOND = 1_000_000_000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.sched.admission.check import DoorView, Refusal
+from penstock.admission.check import DoorView, Refusal
 from penstock.types.counted import counted
 from penstock.types.errors import RejectReason
 
