@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.backends.native._native import Engine, RowOp, RowOpKind, SourceFormat
+from penstock.backends.native._native import Engine, RowOp, RowOpKind, SourceFormat, Team
 from penstock.backends.native.executor import NativeExecutor
 
 BLOCK_SIZE = 16
@@ -177,7 +177,7 @@ class ProductEngine(_Runner):
             block_size=BLOCK_SIZE,
             max_rows=1,
             max_step_tokens=max_rows,
-            num_threads=num_threads,
+            team=Team(num_threads),
             variant=variant,
         )
         super().__init__(engine, num_blocks, max_rows, cpu_time=cpu_time)
@@ -236,7 +236,7 @@ class AttentionEngine(_Runner):
             block_size=BLOCK_SIZE,
             max_rows=max_tokens,
             max_step_tokens=max_tokens,
-            num_threads=num_threads,
+            team=Team(num_threads),
             variant=variant,
         )
         super().__init__(engine, num_blocks, max_tokens, cpu_time=cpu_time)
@@ -294,7 +294,7 @@ class RowsEngine(_Runner):
             block_size=BLOCK_SIZE,
             max_rows=1,
             max_step_tokens=max_rows,
-            num_threads=1,
+            team=Team(1),
             variant=variant,
         )
         super().__init__(engine, num_blocks, max_rows, cpu_time=True)

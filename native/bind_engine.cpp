@@ -4,12 +4,14 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -293,16 +295,20 @@ void bind_engine(nb::module_& m) {
              "kind"_a, nb::kw_only(), "out"_a = -1, "x"_a = -1, "y"_a = -1, "weight"_a = -1, "n"_a = 0, "head_dim"_a = 0,
              "value"_a = 0.0f);
 
+    nb::class_<Team>(m, "Team", "Threads that compute together, of one engine or of several, whose steps then take turns.")
+        .def("__init__", [](Team* self, int num_threads) { new (self) Team(num_threads); }, "num_threads"_a)
+        .def_prop_ro("num_threads", &Team::size);
+
     nb::class_<Engine>(m, "Engine", "Packed weights, KV cache and instructions of one model; runs a step in one call.")
         .def("__init__",
              [](Engine* self, int num_layers, int num_kv_heads, int head_dim, int vocab_size, int num_blocks, int block_size,
-                int max_rows, int max_step_tokens, int num_threads, const std::string& variant, KvFormat kv_format) {
+                int max_rows, int max_step_tokens, std::shared_ptr<Team> team, const std::string& variant, KvFormat kv_format) {
                  const EngineShape shape{num_layers, num_kv_heads, head_dim,        vocab_size, num_blocks,
                                          block_size, max_rows,     max_step_tokens, kv_format};
-                 new (self) Engine(shape, num_threads, variant);
+                 new (self) Engine(shape, std::move(team), variant);
              },
              nb::kw_only(), "num_layers"_a, "num_kv_heads"_a, "head_dim"_a, "vocab_size"_a, "num_blocks"_a, "block_size"_a,
-             "max_rows"_a, "max_step_tokens"_a, "num_threads"_a, "variant"_a = "", "kv_format"_a = KvFormat::kInt8)
+             "max_rows"_a, "max_step_tokens"_a, "team"_a, "variant"_a = "", "kv_format"_a = KvFormat::kInt8)
         .def("add_matrix", &add_matrix, "format"_a, "rows"_a, "cols"_a, "data"_a = nb::none(),
              "Packs a matrix from its file's bytes (uint8 [rows, bytes per row]); without them, makes room for it, and `pack_rows` brings "
              "them. Returns its id.")

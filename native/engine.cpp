@@ -29,16 +29,16 @@ void check_shape(const EngineShape& s) {
 
 }  // namespace
 
-Engine::Engine(const EngineShape& shape, int num_threads, const std::string& variant)
-    : shape_(shape), kernels_(choose_variant(variant)), team_(std::max(1, num_threads)) {
+Engine::Engine(const EngineShape& shape, std::shared_ptr<Team> team, const std::string& variant)
+    : shape_(shape), kernels_(choose_variant(variant)), team_(std::move(team)) {
     check_shape(shape);
     const KvLayer kv{nullptr, shape.kv_format, shape.block_size, shape.num_kv_heads, shape.head_dim};
     block_bytes_ = shape.num_layers * kv.bytes_of_block();
     kv_.emplace(kv_bytes());
-    attention_scratch_.resize(team_.size());
+    attention_scratch_.resize(team_->size());
     for (auto& scratch : attention_scratch_) scratch.resize(kernels_.attention_scratch_floats(shape.head_dim));
-    sampler_scratch_.resize(team_.size());
-    logits_scratch_.resize(team_.size());
+    sampler_scratch_.resize(team_->size());
+    logits_scratch_.resize(team_->size());
     sampling_.resize(shape.max_rows);
     samples_.reserve(shape.max_rows);
     is_fetched_.resize(shape.num_blocks);
@@ -69,8 +69,8 @@ void Engine::pack_rows(int matrix, int first_row, int num_rows, const uint8_t* s
             const uint8_t* const rows = source + begin * source_bytes(packed.format, kPanel, packed.matrix.cols);
             if (!pack_panels(packed, rows, first + begin, first + end)) finite.store(false, std::memory_order_relaxed);
         }
-    } packing(matrices_.at(matrix), source, first_row / kPanel, ceil_div(num_rows, kPanel), kPackingTasksPerMember * team_.size());
-    team_.run(packing, {packing.num_parts});
+    } packing(matrices_.at(matrix), source, first_row / kPanel, ceil_div(num_rows, kPanel), kPackingTasksPerMember * team_->size());
+    team_->run(packing, {packing.num_parts});
     if (!packing.finite.load(std::memory_order_relaxed)) throw std::invalid_argument("a scale is no finite number: the file is damaged");
 }
 

@@ -1,4 +1,4 @@
-// One model on one team of threads: its packed weights, buffers, KV cache and instructions; runs a whole step in one call.
+// One model on a team of threads: its packed weights, buffers, KV cache and instructions; runs a whole step in one call.
 //
 // Built once by the lowering (backends/native/lowering.py), then `run_step` is called by one thread at a time.
 // Knows nothing of requests: rows are slots in tables that the caller owns. Never allocates during a step
@@ -133,7 +133,7 @@ struct EngineShape {
 class Engine final : private Work {
   public:
     // Throws std::invalid_argument for a shape that the kernels can't compute, std::bad_alloc without memory.
-    Engine(const EngineShape& shape, int num_threads, const std::string& variant);
+    Engine(const EngineShape& shape, std::shared_ptr<Team> team, const std::string& variant);
 
     // Memory for a matrix, whose rows are packed by `pack_rows`: all of them, before the first step.
     int add_matrix(SourceFormat format, int rows, int cols);
@@ -175,7 +175,7 @@ class Engine final : private Work {
 
     const EngineShape& shape() const { return shape_; }
     const char* variant() const { return kernels_.name; }
-    int num_threads() const { return team_.size(); }
+    int num_threads() const { return team_->size(); }
     // Of the last step.
     int num_strands() const { return static_cast<int>(strands_.size()); }
     // Likewise: blocks whose keys and values of one layer a strand's products were to fetch before its attention read them, in order.
@@ -271,7 +271,7 @@ class Engine final : private Work {
     Stage plan_stage(const Strand& strand, const Instruction& instruction, int members) const;
     Team::Strands strands_of_run() const;
     // How many members share a strand.
-    int takers() const { return ceil_div(team_.size(), num_strands()); }
+    int takers() const { return ceil_div(team_->size(), num_strands()); }
 
     // What products fetch for attention: fetching.cpp.
     void share_fetching();
@@ -280,6 +280,7 @@ class Engine final : private Work {
 
     // What a task computes: step.cpp.
     void run_task(int index, int task, int member) override;
+    void begun() override;
     void stage_done(int index) override;
     const Instruction* instruction_of(int index) const;  // null: sampling
     int task_after(const Stage& stage, int task) const;
@@ -304,7 +305,7 @@ class Engine final : private Work {
 
     EngineShape shape_;
     const KernelTable& kernels_;
-    Team team_;
+    std::shared_ptr<Team> team_;  // other engines may have it, too
     int64_t weight_bytes_ = 0, block_bytes_ = 0;
     std::optional<KvMemory> kv_;  // [num_blocks][num_layers], each as KvLayer says: what a few tokens take are few pages
     Arena arena_;

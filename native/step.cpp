@@ -28,8 +28,7 @@ void Engine::run_step(const StepInput& input) {
     sampler_lacks_memory_.store(false, std::memory_order_relaxed);
     plan_step();
     plan_logits();
-    stage_began_ns_ = now_ns();
-    team_.run(*this, num_tasks_, strands_of_run());
+    team_->run(*this, num_tasks_, strands_of_run());
     if (sampler_lacks_memory_.load(std::memory_order_relaxed)) throw std::bad_alloc();
 }
 
@@ -53,6 +52,8 @@ const Instruction* Engine::instruction_of(int index) const {
     const size_t i = joint < 0 ? index % num_own_ : num_own_ + joint;
     return i < program_.size() ? &program_[i] : nullptr;
 }
+
+void Engine::begun() { stage_began_ns_ = now_ns(); }
 
 void Engine::stage_done(int index) {
     const int64_t now = now_ns(), elapsed = now - stage_began_ns_;

@@ -56,7 +56,7 @@ bool Engine::layer_fits_cache() const { return costs_.weight_bytes / shape_.num_
 // As many as pay and can be of about equal cost; one strand if several would not.
 void Engine::plan_strands() {
     strands_.clear();
-    const int most = std::min({team_.size(), Team::kMaxStrands, input_.num_tokens / kTokensOfStrand});
+    const int most = std::min({team_->size(), Team::kMaxStrands, input_.num_tokens / kTokensOfStrand});
     if (most > 1) add_up_costs();
     for (int wanted = most; wanted > 1 && strands_.empty(); --wanted) {
         if (layer_fits_cache() || input_.num_tokens / wanted >= kRowBlock) divide_tokens(wanted);
@@ -241,8 +241,8 @@ void Engine::plan_step() {
         for (int i = 0; i < num_own_; ++i) stages_.push_back(plan_stage(strand, program_[i], takers()));
     }
     const Strand all{0, input_.num_tokens, 0, input_.num_logits};
-    for (size_t i = num_own_; i < program_.size(); ++i) stages_.push_back(plan_stage(all, program_[i], team_.size()));
-    if (input_.tokens) stages_.push_back({input_.num_logits, 1, 1, 0, input_.num_logits, team_.size()});
+    for (size_t i = num_own_; i < program_.size(); ++i) stages_.push_back(plan_stage(all, program_[i], team_->size()));
+    if (input_.tokens) stages_.push_back({input_.num_logits, 1, 1, 0, input_.num_logits, team_->size()});
     for (const Stage& stage : stages_) num_tasks_.push_back(stage.num_tasks);
 }
 

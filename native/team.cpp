@@ -36,7 +36,6 @@ struct Form {
     int num_stages;  // of each
 };
 
-// One word, so that it is of one run: [stages:32][joint:8][lag:15][ordered:1][strands:8]
 uint64_t make_form(Team::Strands strands, int num_stages) {
     return static_cast<uint64_t>(num_stages) << 32 | static_cast<uint64_t>(strands.num_joint) << 24 | static_cast<uint64_t>(strands.lag) << 9 |
            static_cast<uint64_t>(strands.ordered) << 8 | static_cast<uint64_t>(strands.count);
@@ -50,6 +49,7 @@ Form form_of(uint64_t word) {
 }  // namespace
 
 Team::Team(int size) : size_(size) {
+    if (size < 1) throw std::invalid_argument("a team has at least one thread");
     try {
         for (int member = 1; member < size; ++member) threads_.emplace_back([this, member] { serve(member); });
     } catch (...) {
@@ -67,6 +67,17 @@ void Team::stop() {
     for (std::thread& thread : threads_) thread.join();
 }
 
+// First come, first served: a mutex would mostly be taken again by the thread that has just released it, as that one is awake.
+Team::Turn::Turn(Team& team) : team_(team) {
+    const uint32_t own = team.next_turn_.fetch_add(1, std::memory_order_relaxed);
+    for (uint32_t turn; (turn = team.turn_.load(std::memory_order_acquire)) != own;) team.turn_.wait(turn, std::memory_order_acquire);
+}
+
+Team::Turn::~Turn() {
+    team_.turn_.fetch_add(1, std::memory_order_seq_cst);  // as `epoch_` in `run`
+    team_.turn_.notify_all();
+}
+
 Team::Stages& Team::reserve(int num_stages) {
     if (storage_.empty() || storage_.back()->size < num_stages) {
         storage_.push_back(std::make_unique<Stages>(num_stages));
@@ -79,6 +90,8 @@ void Team::run(Work& work, const std::vector<int32_t>& num_tasks, Strands strand
     for (int32_t count : num_tasks) {
         if (count < 0 || count > static_cast<int32_t>(kMaxTasks)) throw std::length_error("a stage has too many tasks");
     }
+    const Turn turn(*this);
+    work.begun();
     const int num_stages = static_cast<int>(num_tasks.size());
     Stages& stages = reserve(num_stages);
     const uint32_t epoch = epoch_.load(std::memory_order_relaxed) + 1;

@@ -1,10 +1,13 @@
-// The threads that run a step together. Owned by one Engine; knows nothing of models.
+// The threads that run a step together. Engines share a team, or have one each; it knows nothing of models.
 //
 // A run is a list of stages, each with a number of tasks, or several such lists, its strands, and then stages that all have in common.
 // Members take tasks from a counter; a stage begins when all tasks of the one before are done. Each member has a strand, alone or with
 // others, and helps with the rest when that one is done. Nobody waits for a member, only for a task that somebody has taken: a member
 // whose core was taken away delays its strand by the task that it holds, or not at all. The caller is member 0 and can do everything
 // alone. Between runs the others spin for a moment and then sleep, since the HTTP loop needs the same cores.
+//
+// Runs take turns: engines that share a team may call it from several threads, and the one that asked first is served first. Two models
+// on one machine then never have more threads at work than cores, whatever they do at the same time.
 
 #pragma once
 
@@ -20,6 +23,8 @@ namespace penstock {
 class Work {
   public:
     virtual void run_task(int stage, int task, int member) = 0;
+    // Called by member 0 before the first task, when its turn has come.
+    virtual void begun() {}
     // Called by member 0 after the last task of a stage.
     virtual void stage_done(int stage) { static_cast<void>(stage); }
 
@@ -29,7 +34,7 @@ class Work {
 
 class Team {
   public:
-    // Throws std::system_error if the system gives no more threads.
+    // Throws std::invalid_argument for a size below 1, std::system_error if the system gives no more threads.
     explicit Team(int size);
     ~Team();
     Team(const Team&) = delete;
@@ -48,24 +53,51 @@ class Team {
     };
 
     // Calls work.run_task(s, t, member) once for every stage s and every t in [0, num_tasks[s]), the stages of each strand in order, and
-    // returns when all are done. `num_tasks` is [strands, stages] and then [num_joint]. Not reentrant. At most 65,535 tasks a stage
-    // (std::length_error).
+    // returns when all are done. `num_tasks` is [strands, stages] and then [num_joint]. Waits for the runs of other threads that asked
+    // before. Not reentrant: a task must not call it. At most 65,535 tasks a stage (std::length_error).
     void run(Work& work, const std::vector<int32_t>& num_tasks, Strands strands);
     void run(Work& work, const std::vector<int32_t>& num_tasks) { run(work, num_tasks, Strands{}); }
 
   private:
-    // `claim` is [epoch:32][number of tasks:16][next task:16]: one word, so that a member that comes late, when another run
-    // has begun, sees by the epoch that its own is over, and can take nothing by mistake.
+    // What members take tasks from. `claim` is one word:
+    //
+    //      63                            32 31             16 15              0
+    //     +--------------------------------+-----------------+-----------------+
+    //     |          epoch of run          | number of tasks |    next task    |
+    //     +--------------------------------+-----------------+-----------------+
+    //
+    // Taking a task adds 1 by compare-and-swap. A member that comes late, when another run has begun, sees by the epoch that its own is
+    // over, and its swap fails: it can take nothing by mistake.
     struct alignas(64) Stage {
         std::atomic<uint64_t> claim{0};
         std::atomic<uint32_t> num_done{0};
     };
 
+    // `form` is one word, too, so that whoever reads it has that of a single run:
+    //
+    //      63                            32 31    24 23               9   8   7      0
+    //     +--------------------------------+--------+------------------+-----+--------+
+    //     |     stages of each strand      | joint  |       lag        | ord | strands|
+    //     +--------------------------------+--------+------------------+-----+--------+
+    //
+    // `ord` is the bit of `ordered`; the other fields are those of `Strands`.
     struct Stages {
         explicit Stages(int count) : size(count), list(std::make_unique<Stage[]>(static_cast<size_t>(count))) {}
         int size;
-        std::atomic<uint64_t> form{0};  // of the run: make_form
+        std::atomic<uint64_t> form{0};
         std::unique_ptr<Stage[]> list;
+    };
+
+    // The right to begin a run, held while it goes on.
+    class Turn {
+      public:
+        explicit Turn(Team& team);
+        ~Turn();
+        Turn(const Turn&) = delete;
+        Turn& operator=(const Turn&) = delete;
+
+      private:
+        Team& team_;
     };
 
     void stop();
@@ -81,6 +113,8 @@ class Team {
     std::atomic<Stages*> stages_{nullptr};  // the newest
     alignas(64) std::atomic<uint32_t> epoch_{0};
     std::atomic<bool> stopping_{false};
+    alignas(64) std::atomic<uint32_t> next_turn_{0};  // of the thread that asks next
+    std::atomic<uint32_t> turn_{0};                   // of the thread that may run
     std::vector<std::unique_ptr<Stages>> storage_;  // all that ever were: a late member may still look at an old one
     std::vector<std::thread> threads_;
 };

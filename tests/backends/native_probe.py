@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.backends.native._native import Engine, KvFormat, RowOp, RowOpKind, SourceFormat
+from penstock.backends.native._native import Engine, KvFormat, RowOp, RowOpKind, SourceFormat, Team
 
 F32 = NDArray[np.float32]
 
@@ -45,7 +45,7 @@ class Probe:
             vocab_size=num_tokens,
             max_rows=num_tokens,
             max_step_tokens=num_tokens,
-            num_threads=num_threads,
+            team=Team(num_threads),
             variant=variant,
             kv_format=kv_format,
         )

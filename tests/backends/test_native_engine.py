@@ -14,11 +14,11 @@ import pytest
 from numpy.typing import NDArray
 
 from backends.native_probe import Probe
-from penstock.backends.native._native import Engine, RowOp, RowOpKind, SourceFormat
+from penstock.backends.native._native import Engine, RowOp, RowOpKind, SourceFormat, Team
 from penstock.backends.native.executor import KV_FORMATS
 from penstock.types.kv_dtype import KvDtype
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "num_layers": 1,
     "num_kv_heads": 1,
     "head_dim": 16,
@@ -27,7 +27,7 @@ SIZES = {
     "block_size": 16,
     "max_rows": 4,
     "max_step_tokens": 8,
-    "num_threads": 2,
+    "team": Team(2),
 }
 
 
@@ -125,7 +125,7 @@ def test_logits_of_another_width_than_the_vocabulary_are_not_sampled() -> None:
         engine.step(*step_arrays(), np.zeros(2, np.int32))
 
 
-@pytest.mark.parametrize("name", sorted(set(SIZES) - {"num_threads"}))
+@pytest.mark.parametrize("name", sorted(set(SIZES) - {"team"}))
 def test_an_engine_without_size_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="at least"):
         Engine(**(SIZES | {name: 0}))
@@ -143,7 +143,7 @@ def test_no_more_threads_is_an_error_not_the_end_of_the_process() -> None:
     """Stacks of 8 MiB each find no room in the address space."""
     out = run_alone(
         "resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))\n"
-        "try:\n    Engine(**(SIZES | {'num_threads': 5000}))\nexcept RuntimeError as error:\n    print(error)\n"
+        "try:\n    Team(5000)\nexcept RuntimeError as error:\n    print(error)\n"
         "print(open_engine().num_threads)\n"
     )
     assert out.splitlines()[1:] == ["2"]

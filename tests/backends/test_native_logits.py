@@ -7,7 +7,16 @@ import pytest
 from numpy.typing import NDArray
 
 from backends.native_probe import bf16, bf16_bytes
-from penstock.backends.native._native import Engine, RowOp, RowOpKind, RowSampling, RowTable, SourceFormat, usable_variants
+from penstock.backends.native._native import (
+    Engine,
+    RowOp,
+    RowOpKind,
+    RowSampling,
+    RowTable,
+    SourceFormat,
+    Team,
+    usable_variants,
+)
 from penstock.types.plan import AdmitRow, RowPlan
 from penstock.types.sampling import SamplingParams
 
@@ -30,7 +39,7 @@ def open_engine(inputs: F32, output: F32, *, num_threads: int, variant: str = ""
         block_size=16,
         max_rows=MAX_ROWS,
         max_step_tokens=MAX_ROWS,
-        num_threads=num_threads,
+        team=Team(num_threads),
         variant=variant,
     )
     embed = engine.add_matrix(SourceFormat.BF16, *inputs.shape, bf16_bytes(inputs))

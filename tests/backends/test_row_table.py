@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.backends.batch import BatchBuilder
-from penstock.backends.native._native import Engine, RowTable
+from penstock.backends.native._native import Engine, RowTable, Team
 from penstock.types.plan import AdmitRow, Capacity, RowPlan, StepPlan
 from penstock.types.sampling import SamplingParams
 
@@ -221,7 +221,7 @@ def test_a_row_that_failed_does_not_go_on() -> None:
 
 
 def test_an_engine_of_another_shape_is_refused() -> None:
-    sizes = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 16, "vocab_size": VOCAB_SIZE, "num_threads": 1}
+    sizes = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 16, "vocab_size": VOCAB_SIZE, "team": Team(1)}
     engine = Engine(num_blocks=60, block_size=16, max_rows=4, max_step_tokens=24, **sizes)
     with pytest.raises(ValueError, match="shape"):
         make_table().run(engine)

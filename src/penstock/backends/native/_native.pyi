@@ -120,6 +120,11 @@ class RowOp:
         value: float = 0.0,
     ) -> None: ...
 
+class Team:
+    def __init__(self, num_threads: int) -> None: ...
+    @property
+    def num_threads(self) -> int: ...
+
 class Engine:
     def __init__(
         self,
@@ -132,7 +137,7 @@ class Engine:
         block_size: int,
         max_rows: int,
         max_step_tokens: int,
-        num_threads: int,
+        team: Team,
         variant: str = "",
         kv_format: KvFormat = ...,
     ) -> None: ...

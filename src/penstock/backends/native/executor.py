@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.backends.batch import NO_USABLE_LOGIT, NULL_BLOCK
-from penstock.backends.native._native import Engine, KvFormat, RowTable
+from penstock.backends.native._native import Engine, KvFormat, RowTable, Team
 from penstock.backends.native.lowering import lower
 from penstock.backends.native.sampling import make_row_sampling
 from penstock.models.program import Program
@@ -26,7 +26,8 @@ TIME_PARTS = ("rows", "linear", "attention", "sampling")
 class NativeExecutor:
     """C++ kernels on the CPU. See `engine.ports.Executor` for the contract.
 
-    `num_threads` 0 takes one per usable core; `variant` forces an instruction set (`penstock env` lists them).
+    Executors that are given the same `team` share its threads: their steps take turns. Without one the executor makes a team of
+    `num_threads`, where 0 is one per usable core. `variant` forces an instruction set (`penstock env` lists them).
     Raises `ModelError` for what the backend can't compute, MemoryError if there is no room, ValueError for a capacity
     that the kernels can't work with (`block_size` must be a multiple of 16). `poison` is for tests: stale KV becomes NaN.
     """
@@ -42,6 +43,7 @@ class NativeExecutor:
         max_step_tokens: int,
         max_model_len: int,
         kv_dtype: KvDtype = KvDtype.INT8,
+        team: Team | None = None,
         num_threads: int = 0,
         variant: str = "",
         poison: bool = False,
@@ -57,7 +59,7 @@ class NativeExecutor:
             block_size=block_size,
             max_rows=max_rows,
             max_step_tokens=max_step_tokens,
-            num_threads=num_threads or len(os.sched_getaffinity(0)),
+            team=team or Team(num_threads or len(os.sched_getaffinity(0))),
             variant=variant,
             kv_format=KV_FORMATS[kv_dtype],
         )

@@ -1,0 +1,103 @@
+"""Several engines on one team of threads: their steps take turns, and each computes what it computes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from penstock.backends.native._native import Team
+from penstock.backends.native.executor import NativeExecutor
+from penstock.models import registry
+from penstock.models.gguf import load_gguf
+from penstock.models.weights import LoadedModel
+from penstock.testing.tiny_models import TinyLlama, write_gguf
+
+NUM_STEPS = 150
+
+
+@pytest.fixture(scope="module", params=[1, 3])
+def team(request: pytest.FixtureRequest) -> Team:
+    return Team(request.param)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[LoadedModel]:
+    """Two models that differ in the number of stages of a step, so that a mix of their steps can't go unnoticed."""
+    folder = tmp_path_factory.mktemp("tiny")
+    shapes = [TinyLlama(num_layers=2), TinyLlama(num_layers=5)]
+    return [load_gguf(write_gguf(folder / f"{shape.num_layers}.gguf", shape, matrix_type="Q8_0")) for shape in shapes]
+
+
+def open_executor(model: LoadedModel, team: Team | None) -> NativeExecutor:
+    return NativeExecutor(
+        model,
+        registry.describe(model.spec),
+        num_blocks=8,
+        block_size=16,
+        max_rows=32,
+        max_step_tokens=32,
+        max_model_len=96,
+        team=team,
+    )
+
+
+def texts(seed: int) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, 250, int(rng.integers(1, 40))).tolist() for _ in range(NUM_STEPS)]
+
+
+def steps(executor: NativeExecutor, prompts: Sequence[list[int]], begin: Barrier | None = None) -> list[NDArray[np.float32]]:
+    if begin is not None:
+        begin.wait()
+    return [executor.forward_logits(prompt) for prompt in prompts]
+
+
+def test_engines_of_one_team_step_from_two_threads_and_compute_what_each_does_alone(
+    models: list[LoadedModel], team: Team
+) -> None:
+    alone = [steps(open_executor(model, None), texts(i)) for i, model in enumerate(models)]
+    together = [open_executor(model, team) for model in models]
+    begin = Barrier(len(models))
+    with ThreadPoolExecutor(len(models)) as threads:
+        found = list(threads.map(steps, together, map(texts, range(len(models))), [begin] * len(models)))
+    for wanted, logits in zip(alone, found, strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(wanted, logits, strict=True))
+
+
+def test_an_engine_is_loaded_while_another_one_of_its_team_steps(models: list[LoadedModel], team: Team) -> None:
+    wanted = steps(open_executor(models[1], None), texts(1))
+    first = open_executor(models[0], team)
+    with ThreadPoolExecutor(1) as threads:
+        stepping = threads.submit(steps, first, texts(0))
+        second = open_executor(models[1], team)
+        stepping.result()
+    assert all(np.array_equal(a, b) for a, b in zip(wanted, steps(second, texts(1)), strict=True))
+
+
+def test_engines_of_one_team_have_its_threads_and_no_others(models: list[LoadedModel]) -> None:
+    team = Team(5)
+    before = len(list(Path("/proc/self/task").iterdir()))
+    executors = [open_executor(model, team) for model in models]
+    for executor in executors:
+        executor.forward_logits([3, 4, 5])
+    settling = 2 * len(executors)  # threads that see to the pages of weights and of the KV cache
+    assert len(list(Path("/proc/self/task").iterdir())) <= before + settling
+    assert [executor.num_threads for executor in executors] == [5, 5]
+
+
+def test_a_team_outlives_the_engines_that_are_closed_before_others(models: list[LoadedModel], team: Team) -> None:
+    first, second = (open_executor(model, team) for model in models)
+    wanted = second.forward_logits([3, 4, 5])
+    first.close()
+    assert np.array_equal(second.forward_logits([3, 4, 5]), wanted)
+
+
+def test_a_team_without_threads_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one thread"):
+        Team(0)
