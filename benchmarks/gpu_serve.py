@@ -45,9 +45,9 @@ from gpu_work import ModelWork, Work
 from penstock.clock import WallClock
 from penstock.deploy.executor import CAPTURE_SECONDS
 from penstock.engine.core import EngineCore
-from penstock.engine.loop import Engine
 from penstock.engine.output import OutputStage
 from penstock.engine.ports import OutputChunk
+from penstock.engine.thread import Engine
 from penstock.models.formats import WeightFormat
 from penstock.models.registry import describe
 from penstock.sched.policies.presets import make_policies

@@ -32,9 +32,9 @@ import numpy as np
 
 from penstock import machine
 from penstock.clock import WallClock
-from penstock.engine.loop import Engine
 from penstock.engine.output import OutputStage
 from penstock.engine.ports import BlockMover, OutputChunk
+from penstock.engine.thread import Engine
 from penstock.engine.transfers import Transfers
 from penstock.kv.tiers import Tier
 from penstock.sched.policies.presets import make_policies

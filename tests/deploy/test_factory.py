@@ -19,7 +19,7 @@ from penstock.deploy.executor import EXECUTORS
 from penstock.deploy.factory import build_core, build_runtime
 from penstock.deploy.policies import SEAM_FLAGS, SETTING_FLAGS, build_policies
 from penstock.engine.ports import NullObserver
-from penstock.engine.state import EngineState
+from penstock.engine.thread import EngineState
 from penstock.kv.eviction import LeastRecentlyUsed, LowestPriorityFirst, TenantFair
 from penstock.models.catalog import resolve
 from penstock.obs.prometheus import expose

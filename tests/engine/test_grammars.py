@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import pytest
 
 from penstock.clock import VirtualClock
-from penstock.engine.following import BROKEN
-from penstock.engine.loop import Engine
+from penstock.engine.core import BROKEN
 from penstock.engine.output import OutputStage
 from penstock.engine.ports import OutputChunk
+from penstock.engine.thread import Engine
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import Watermark
 from penstock.testing import HashExecutor, HashMatcher, HashModel, expected_tokens, make_core, make_request

@@ -7,14 +7,13 @@ import time
 
 import pytest
 
-from engine.test_loop import TIMEOUT_S, TINY, GatedExecutor, Numbers, Sink
+from engine.test_thread import TIMEOUT_S, TINY, GatedExecutor, Numbers, Sink
 from penstock.clock import WallClock
-from penstock.engine import loop as loop_module
 from penstock.engine import supervisor as supervisor_module
-from penstock.engine.loop import ENGINE_FAILED, ENGINE_STUCK, Engine
+from penstock.engine import thread as thread_module
 from penstock.engine.output import OutputStage
-from penstock.engine.state import EngineState
 from penstock.engine.supervisor import MAX_RESTARTS, Supervisor
+from penstock.engine.thread import ENGINE_FAILED, ENGINE_STUCK, Engine, EngineState
 from penstock.testing.builders import make_core, make_request
 from penstock.testing.failing_executor import FailingExecutor
 from penstock.testing.hash_executor import HashExecutor
@@ -238,7 +237,7 @@ def test_closing_during_a_restart_leaves_no_engine_behind(started, monkeypatch):
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_closing_tells_those_who_wait_for_a_step_that_never_ends(started, monkeypatch, depth):
-    monkeypatch.setattr(loop_module, "ABORT_GRACE_S", 0.0)
+    monkeypatch.setattr(thread_module, "ABORT_GRACE_S", 0.0)
     hung = GatedExecutor(TINY, depth=depth)
     rig = started(hung)
     rig.supervisor.submit(make_request("a"))

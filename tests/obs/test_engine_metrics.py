@@ -9,8 +9,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.admission import Admission, AdmissionLimits, Ask
 from penstock.clock import VirtualClock
-from penstock.engine.loop import Engine
 from penstock.engine.output import OutputStage
+from penstock.engine.thread import Engine
 from penstock.obs.metrics import Metrics
 from penstock.obs.observers import ObserverGroup, TokenObserverGroup
 from penstock.obs.prometheus import expose

@@ -14,9 +14,9 @@ import pytest
 
 from penstock.admission import Admission, AdmissionLimits, Ask
 from penstock.clock import VirtualClock
-from penstock.engine.loop import Engine
 from penstock.engine.output import OutputStage
 from penstock.engine.ports import OutputChunk
+from penstock.engine.thread import Engine
 from penstock.obs.metrics import Metrics
 from penstock.obs.observers import ObserverGroup, TokenObserverGroup
 from penstock.testing import HashExecutor, make_core, make_request

@@ -17,8 +17,8 @@ from penstock.clock import WallClock
 from penstock.config import ServerConfig
 from penstock.deploy.running import ModelInfo, RunningModel, Sources
 from penstock.engine.bridge import Bridge
-from penstock.engine.loop import Engine
 from penstock.engine.output import OutputStage
+from penstock.engine.thread import Engine
 from penstock.obs.explain.journal import Journal
 from penstock.obs.metrics import Metrics
 from penstock.obs.observers import ObserverGroup, TokenObserverGroup

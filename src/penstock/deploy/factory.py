@@ -152,9 +152,9 @@ def _assemble(
     from penstock.clock import WallClock
     from penstock.deploy.running import RunningModel
     from penstock.engine.bridge import Bridge
-    from penstock.engine.loop import Engine
     from penstock.engine.output import OutputStage
     from penstock.engine.supervisor import Supervisor
+    from penstock.engine.thread import Engine
     from penstock.engine.transfers import Transfers
     from penstock.obs.explain.journal import Journal
     from penstock.obs.metrics import Metrics

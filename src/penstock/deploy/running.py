@@ -15,8 +15,8 @@ from penstock.admission import Admission
 from penstock.clock import Clock, WallClock
 from penstock.deploy.off_loop import OffLoop
 from penstock.engine.bridge import Bridge
-from penstock.engine.loop import Engine
 from penstock.engine.supervisor import Supervisor
+from penstock.engine.thread import Engine
 from penstock.obs.explain.journal import Journal
 from penstock.obs.metrics import Metrics
 from penstock.text.chat import ChatTemplate

@@ -1,1 +1,1 @@
-"""The step without a loop (`core`), the loop around it (`loop`), and the ports that they need."""
+"""The step without a loop (`core`), the thread around it (`thread`), and the ports that they need."""

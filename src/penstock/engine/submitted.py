@@ -1,5 +1,5 @@
-"""What the executor was given: owns the steps in flight, and knows since when the engine waits for it. Called by `loop`, and by
-`transfers` as a `BlockMover`, on the engine thread; asked, and given up, by any thread.
+"""What the executor was given: owns the steps in flight, and knows since when the engine waits for it. Called by `thread`, and
+by `transfers` as a `BlockMover`, on the engine thread; asked, and given up, by any thread.
 """
 
 from __future__ import annotations

@@ -20,8 +20,7 @@ from collections import deque
 from collections.abc import Callable
 
 from penstock.clock import Clock
-from penstock.engine.loop import Engine
-from penstock.engine.state import EngineState
+from penstock.engine.thread import Engine, EngineState
 from penstock.kv.pool_map import PoolMap
 from penstock.types.request import Request
 from penstock.types.stats import EngineLoad

@@ -15,7 +15,7 @@ from penstock.admission import Admission, Ask, Place
 from penstock.config import ServerConfig
 from penstock.deploy.running import RunningModel
 from penstock.engine.bridge import Stream
-from penstock.engine.state import EngineState
+from penstock.engine.thread import EngineState
 from penstock.obs.explain.explanation import Explanation, explain_intake
 from penstock.obs.explain.words import summary
 from penstock.serve.call import CallTerms, Owner

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 import penstock
 from penstock.deploy.running import RunningModel
-from penstock.engine.state import EngineState
+from penstock.engine.thread import EngineState
 from penstock.obs.metrics import Metrics
 from penstock.obs.signals import WINDOW_S
 from penstock.serve.openai.errors import unavailable

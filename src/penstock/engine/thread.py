@@ -30,31 +30,46 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from enum import StrEnum
 
 from penstock.clock import Clock
 from penstock.engine.core import EngineCore
-from penstock.engine.in_flight import InFlight
-from penstock.engine.inbox import Inbox
 from penstock.engine.output import OutputStage
 from penstock.engine.ports import BlockMover, Executor, NullObserver, Observer, OutputChunk, OutputSink, TurnObserver
-from penstock.engine.refusals import SHUTTING_DOWN, refused_chunk, refused_stats
-from penstock.engine.state import EngineState
 from penstock.engine.submitted import Abandoned, Submitted
 from penstock.engine.transfers import Transfers
 from penstock.kv.pool_map import PoolMap, draw, waste_ratio
-from penstock.types.errors import ExecutorFailure, RejectReason
+from penstock.types.errors import ExecutorFailure, Rejected, RejectReason
 from penstock.types.events import Abort, Add, Command, Drain, TokenEvent
 from penstock.types.request import FinishReason, Request
-from penstock.types.stats import EngineLoad
+from penstock.types.stats import EngineLoad, RequestStats
 
 _logger = logging.getLogger(__name__)
 
+SHUTTING_DOWN = "the server is shutting down"
 ENGINE_FAILED = "the engine failed while this request was running; the server's log says why"
 ENGINE_STUCK = "a step of the engine did not end in time while this request was running"
 KEEP_TIMEOUT_S = 5.0
 """For how long the end of an engine is put off to spill what the pool contains, so that sessions can go on after a restart."""
 ABORT_GRACE_S = 10.0
 """How long `close` waits, after its time-out, for the step in flight to come back."""
+
+
+class EngineState(StrEnum):
+    STARTING = "starting"
+    READY = "ready"
+    RESTARTING = "restarting"
+    """Told by the supervisor, between two engines."""
+    DRAINING = "draining"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+    @property
+    def refuses_with(self) -> RejectReason | None:
+        """Why a new request would be refused; None if it would be taken."""
+        if self is EngineState.READY:
+            return None
+        return RejectReason.DRAINING if self is EngineState.DRAINING else RejectReason.UNAVAILABLE
 
 
 class Engine:
@@ -384,6 +399,145 @@ class Engine:
         for request in requests:
             self._observer.on_finish(refused_stats(request, reason, now_ns))
         self._deliver([refused_chunk(request, reason, now_ns) for request in requests])
+
+
+class InFlight:
+    """Of one engine."""
+
+    def __init__(self) -> None:
+        self.num_prompt_tokens = 0
+        """Of all of them together."""
+        self._lock = threading.Lock()
+        self._prompt_lens: dict[str, int] = {}
+        """By request id."""
+
+    def __len__(self) -> int:
+        return len(self._prompt_lens)
+
+    def ids(self) -> list[str]:
+        """At one moment."""
+        with self._lock:
+            return list(self._prompt_lens)
+
+    def add(self, request: Request) -> None:
+        """Raises `Rejected` (INVALID) if there is one with this id."""
+        request_id, num_tokens = request.request_id, request.num_prompt_tokens
+        with self._lock:
+            if request_id in self._prompt_lens:
+                detail = f"a request with the id {request_id!r} is still running"
+                raise Rejected(RejectReason.INVALID, detail, param="request_id")
+            self._prompt_lens[request_id] = num_tokens
+            self.num_prompt_tokens += num_tokens
+
+    def remove(self, request_ids: Iterable[str]) -> None:
+        """They have ended."""
+        with self._lock:
+            for request_id in request_ids:
+                self.num_prompt_tokens -= self._prompt_lens.pop(request_id)
+
+
+class Inbox:
+    """A queue of commands, first in, first out, that can be closed for good.
+
+    Every command is either handed out exactly once or was refused by `put`.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._changed = threading.Condition(threading.Lock())
+        self._commands: list[Command] = []
+        self._num_aborts = 0
+        self._is_closed = False
+        self._is_nudged = False
+
+    def put(self, command: Command) -> bool:
+        """Append a command and wake the engine; never blocks. False, and nothing kept, if the inbox is closed."""
+        with self._changed:
+            if self._is_closed:
+                return False
+            self._commands.append(command)
+            self._num_aborts += isinstance(command, Abort)
+            self._changed.notify_all()
+        return True
+
+    def nudge(self) -> None:
+        """Let the present sleep, or the next one, end at once: there is something to do that is no command."""
+        with self._changed:
+            self._is_nudged = True
+            self._changed.notify_all()
+
+    def poll(self) -> list[Command]:
+        """All commands, in order; at once."""
+        if not self._commands:  # Read without the lock: a command that comes just now is found by the next poll.
+            return []
+        with self._changed:
+            return self._take_all()
+
+    def poll_aborts(self) -> list[Command]:
+        """Only the aborts of requests that were handed out before; an abort never overtakes its own Add."""
+        if not self._num_aborts:
+            return []
+        with self._changed:
+            added = {command.request.request_id for command in self._commands if isinstance(command, Add)}
+            aborts: list[Command] = []
+            rest: list[Command] = []
+            for command in self._commands:
+                is_ready = isinstance(command, Abort) and command.request_id not in added
+                (aborts if is_ready else rest).append(command)
+            self._commands = rest
+            self._num_aborts -= len(aborts)
+        return aborts
+
+    def wait(self, until_ns: int | None) -> None:
+        """Sleep until there is a command or a nudge, the inbox is closed, or the clock has reached `until_ns` (None: no limit).
+
+        The clock is read once: one that is moved by hand does not wake a sleeper. A spurious return is harmless.
+        """
+        timeout_s = None if until_ns is None else max(0, until_ns - self._clock.now_ns()) / 1e9
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._commands) or self._is_closed or self._is_nudged, timeout_s)
+            self._is_nudged = False
+
+    def close(self) -> list[Command]:
+        """Refuse commands from now on; return those that nobody has polled. Idempotent."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+            return self._take_all()
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._commands
+
+    def _take_all(self) -> list[Command]:
+        commands, self._commands, self._num_aborts = self._commands, [], 0
+        return commands
+
+
+def refused_chunk(request: Request, reason: RejectReason, now_ns: int) -> OutputChunk:
+    """The one chunk that the client gets."""
+    chunk = OutputChunk(request.request_id, "", (), (), now_ns)
+    chunk.finish_reason, chunk.reject_reason = FinishReason.REJECTED, reason.value
+    chunk.detail = SHUTTING_DOWN if reason is RejectReason.DRAINING else "the engine is not running"
+    return chunk
+
+
+def refused_stats(request: Request, reason: RejectReason, now_ns: int) -> RequestStats:
+    """What observers hear of it."""
+    return RequestStats(
+        request_id=request.request_id,
+        tenant=request.tenant,
+        arrival_ns=request.arrival_ns,
+        first_scheduled_ns=None,
+        first_token_ns=None,
+        ended_ns=now_ns,
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_cached_tokens=0,
+        num_generated_tokens=0,
+        num_preemptions=0,
+        finish_reason=FinishReason.REJECTED,
+        reject_reason=reason.value,
+    )
 
 
 def _settled(read: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:

@@ -11,13 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.clock import VirtualClock, WallClock
-from penstock.engine import loop
+from penstock.engine import thread as engine_thread
 from penstock.engine.core import EngineCore
-from penstock.engine.loop import ENGINE_FAILED, Engine
 from penstock.engine.output import OutputStage
 from penstock.engine.ports import NullObserver, OutputChunk
-from penstock.engine.refusals import SHUTTING_DOWN
-from penstock.engine.state import EngineState
+from penstock.engine.thread import ENGINE_FAILED, SHUTTING_DOWN, Engine, EngineState
 from penstock.engine.transfers import Transfers
 from penstock.kv.tiers import Tier
 from penstock.sched.policies.gates import Static
@@ -557,7 +555,7 @@ def test_closing_an_idle_engine_without_patience_cuts_nothing_short(started):
 
 
 def test_an_executor_that_hangs_is_left_open(started, monkeypatch, caplog):
-    monkeypatch.setattr(loop, "ABORT_GRACE_S", 0)
+    monkeypatch.setattr(engine_thread, "ABORT_GRACE_S", 0)
     rig = started(executor=GatedExecutor(TINY))
     rig.engine.submit(make_request("a"))
     rig.executor.wait_until_in_step()
