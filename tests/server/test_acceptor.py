@@ -16,10 +16,10 @@ from test_connections import LONG, load, send
 from test_http import GET, check_error, connected, post, read_answer
 
 from penstock.config import ServerConfig
-from penstock.serve import acceptor as acceptor_module
-from penstock.serve import connection as connection_module
-from penstock.serve.acceptor import Acceptor
-from penstock.serve.listener import NUM_EXTRA_CONNECTIONS, connection_limit
+from penstock.serve.http import acceptor as acceptor_module
+from penstock.serve.http import connection as connection_module
+from penstock.serve.http.acceptor import Acceptor
+from penstock.serve.http.listener import NUM_EXTRA_CONNECTIONS, connection_limit
 from penstock.types.errors import ConfigError
 
 MAX = 4

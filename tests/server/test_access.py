@@ -9,8 +9,8 @@ from harness import make_client, running
 from test_errors import check
 
 from penstock.config import ServerConfig
-from penstock.serve.auth import KeyRing
-from penstock.serve.keys import isolates_tenants, read_key_file
+from penstock.config.keys import isolates_tenants, read_key_file
+from penstock.serve.http.checks import KeyRing
 from penstock.types.errors import ConfigError
 
 COMPLETIONS = "/v1/completions"

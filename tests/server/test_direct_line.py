@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock.serve.direct_line import DirectLine
+from penstock.serve.http.connection import DirectLine
 
 CHUNKED = b"transfer-encoding: chunked\r\n\r\n"
 

@@ -14,8 +14,7 @@ from harness import GatedExecutor, LiveServer, running, until
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 
 from penstock.engine.bridge import _MERGE_ABOVE_CHUNKS, Stream
-from penstock.serve.connection import HttpConnection
-from penstock.serve.direct_line import DirectLine
+from penstock.serve.http.connection import DirectLine, HttpConnection
 
 COMPLETION = ("/v1/completions", {"prompt": "hello"})
 CHAT = ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}]})

@@ -10,7 +10,7 @@ import pytest
 from harness import GatedExecutor, LiveServer, make_runtime, running, until
 
 from penstock.config import ServerConfig
-from penstock.serve.connection import MAX_HEAD_BYTES, HttpConnection
+from penstock.serve.http.connection import MAX_HEAD_BYTES, HttpConnection
 
 BODY = b'{"prompt": "a", "max_tokens": 2}'
 OFFER = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA")

@@ -8,7 +8,7 @@ import logging
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from penstock.serve.request_id import RequestIdLayer
+from penstock.serve.http.checks import RequestIdLayer
 
 
 async def failing(_scope: Scope, _receive: Receive, _send: Send) -> None:

@@ -26,7 +26,7 @@ def serve(**values: Any) -> None:
     config = config_from(values)
     from penstock.cli.log import set_up_logging
     from penstock.cli.start import start_runtime
-    from penstock.serve.listener import bind_socket, connection_limit, raise_open_files_limit
+    from penstock.serve.http.listener import bind_socket, connection_limit, raise_open_files_limit
 
     set_up_logging(config.log)
     return_large_blocks_when_freed()
@@ -34,7 +34,7 @@ def serve(**values: Any) -> None:
     raise_open_files_limit()
     connection_limit(config.server)  # so that one too high is told before the model is loaded
     with bind_socket(config.server.host, config.server.port) as listener, ThreadPoolExecutor(max_workers=1) as side:
-        server = side.submit(import_module, "penstock.serve.server")  # takes as long as a small model
+        server = side.submit(import_module, "penstock.serve.http.server")  # takes as long as a small model
         runtime = start_runtime(config)
         try:
             code = server.result().run_server(runtime, config.server, listener=listener)
@@ -47,7 +47,7 @@ def serve(**values: Any) -> None:
 
 def check_access(config: ServerConfig, environ: Mapping[str, str]) -> None:
     """Keys and certificates are usable: told before a model is fetched and loaded. Raises ConfigError."""
-    from penstock.serve.keys import api_keys
+    from penstock.config.keys import api_keys
 
     has_keys = bool(api_keys(config))
     if not has_keys and "PENSTOCK_API_KEY" in environ:

@@ -15,12 +15,10 @@ from starlette.responses import Response
 
 import penstock
 from penstock.config import ServerConfig
+from penstock.config.keys import api_keys
 from penstock.deploy.running import RunningModel
-from penstock.serve.auth import AuthLayer, KeyRing
-from penstock.serve.cross_site import CrossSiteLayer
-from penstock.serve.json_routes import JsonRoutesLayer
-from penstock.serve.keys import api_keys
-from penstock.serve.limits import BodyLimitLayer
+from penstock.serve.http.checks import AuthLayer, BodyLimitLayer, CrossSiteLayer, KeyRing, RequestIdLayer
+from penstock.serve.http.routes import JsonRoutesLayer
 from penstock.serve.openai.bodies import IgnoredParameters
 from penstock.serve.openai.chat import ChatEndpoint
 from penstock.serve.openai.completions import CompletionsEndpoint
@@ -31,7 +29,6 @@ from penstock.serve.ops.docs_page import docs_page
 from penstock.serve.ops.pool import PoolEndpoint
 from penstock.serve.ops.requests import RequestsEndpoint
 from penstock.serve.ops.status import StatusEndpoint
-from penstock.serve.request_id import RequestIdLayer
 from penstock.serve.service import Service
 
 

@@ -11,11 +11,9 @@ from penstock.config import ServerConfig
 from penstock.deploy.running import RunningModel
 from penstock.engine.ports import OutputChunk
 from penstock.obs.timings import RequestTimings
-from penstock.serve.auth import key_name
-from penstock.serve.headers import headers_of, values_of
+from penstock.serve.http.checks import headers_of, identity_of, key_name, values_of
 from penstock.serve.openai.errors import ApiError, deadline_exceeded, from_finish, invalid
 from penstock.serve.openai.schemas import INT32_MAX, INT32_MIN, GenerationBody
-from penstock.serve.request_id import identity_of
 from penstock.types.errors import RejectReason
 
 MAX_DEADLINE_MS = 24 * 3600 * 1000

@@ -13,13 +13,13 @@ from typing import Self
 
 from penstock.admission import Admission, Ask, Place
 from penstock.config import ServerConfig
+from penstock.config.keys import isolates_tenants
 from penstock.deploy.running import RunningModel
 from penstock.engine.bridge import Stream
 from penstock.engine.thread import EngineState
 from penstock.obs.explain.explanation import Explanation, explain_intake
 from penstock.obs.explain.words import summary
 from penstock.serve.call import CallTerms, Owner
-from penstock.serve.keys import isolates_tenants
 from penstock.types.errors import Rejected
 from penstock.types.matcher import Matcher
 from penstock.types.request import Request, RequestStatus

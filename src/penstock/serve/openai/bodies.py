@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from starlette.types import Scope
 
 from penstock.deploy.off_loop import OffLoop
-from penstock.serve.headers import headers_of
+from penstock.serve.http.checks import headers_of
 from penstock.serve.openai.errors import from_finding, invalid, unsupported_encoding
 from penstock.serve.openai.schemas import Body
 from penstock.serve.openai.unsupported import refuse_unsupported

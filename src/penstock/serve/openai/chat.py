@@ -12,7 +12,7 @@ from fastapi.responses import Response
 from penstock.deploy.running import RunningModel
 from penstock.engine.ports import OutputChunk
 from penstock.serve.call import read_terms
-from penstock.serve.client_watch import unless_gone
+from penstock.serve.http.connection import unless_gone
 from penstock.serve.openai.asks import make_ask
 from penstock.serve.openai.generation import (
     AnswerOptions,

@@ -18,7 +18,7 @@ from penstock.deploy.running import ModelInfo, RunningModel
 from penstock.engine.ports import OutputChunk
 from penstock.obs.timings import RequestTimings
 from penstock.serve.call import CallTerms
-from penstock.serve.client_watch import CLIENT_LEFT, ClientWatch
+from penstock.serve.http.connection import CLIENT_LEFT, ClientWatch
 from penstock.serve.openai.errors import cancelled, invalid, too_long
 from penstock.serve.openai.prompts import truncate
 from penstock.serve.openai.schemas import GenerationBody

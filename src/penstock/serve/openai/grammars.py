@@ -14,7 +14,7 @@ import orjson
 from starlette.requests import Request as HttpRequest
 
 from penstock.deploy.running import RunningModel
-from penstock.serve.client_watch import unless_gone
+from penstock.serve.http.connection import unless_gone
 from penstock.serve.openai.errors import invalid
 from penstock.serve.openai.schemas import GenerationBody, ResponseFormat, StructuredOutputs
 from penstock.serve.service import Choice

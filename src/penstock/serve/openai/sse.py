@@ -17,10 +17,9 @@ from starlette.types import Receive, Scope, Send
 
 from penstock.engine.ports import OutputChunk
 from penstock.obs.timings import RequestTimings
-from penstock.serve.client_watch import ClientWatch
-from penstock.serve.direct_line import DirectLine, direct_line
+from penstock.serve.http.checks import ID_HEADER, identity_of
+from penstock.serve.http.connection import ClientWatch, DirectLine, direct_line
 from penstock.serve.openai.errors import ApiError, internal
-from penstock.serve.request_id import ID_HEADER, identity_of
 from penstock.serve.service import CallStream
 
 _log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from pydantic import Field
 from penstock.config import ServerConfig
 from penstock.deploy.running import RunningModel
 from penstock.serve.call import read_owner
-from penstock.serve.client_watch import unless_gone
+from penstock.serve.http.connection import unless_gone
 from penstock.serve.openai.errors import invalid
 from penstock.serve.openai.messages import render_prompt, template_messages
 from penstock.serve.openai.schemas import MAX_TOKEN_IDS, Body, ChatTemplateFields, Messages, TokenId

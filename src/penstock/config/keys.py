@@ -1,10 +1,10 @@
-"""Which API keys open the server. Read by `cli serve` before anything is loaded, and by the app; checks no request."""
+"""The API keys that open the server. `cli serve` reads them before it loads anything, and the app does; checks no request."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from penstock.config import ServerConfig
+from penstock.config.server import ServerConfig
 from penstock.types.errors import ConfigError
 
 
@@ -14,7 +14,7 @@ def api_keys(config: ServerConfig) -> tuple[str, ...]:
 
 
 def read_key_file(path: Path) -> tuple[str, ...]:
-    """One key per line; empty lines and those that begin with # don't count. Raises `ConfigError`."""
+    """One key per line; empty lines and those that begin with # do not count. Raises `ConfigError`."""
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:

@@ -19,8 +19,8 @@ import ssl
 from collections.abc import Callable
 from functools import partial
 
-from penstock.serve.connection import HttpConnection
-from penstock.serve.listener import NUM_EXTRA_CONNECTIONS
+from penstock.serve.http.connection import HttpConnection
+from penstock.serve.http.listener import NUM_EXTRA_CONNECTIONS
 from penstock.serve.openai.errors import ApiError, unavailable
 
 _log = logging.getLogger(__name__)

@@ -22,17 +22,21 @@ import logging
 import re
 import sys
 import termios
+from collections.abc import Callable, Coroutine, Iterable
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from weakref import ref
 
 import httptools
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from starlette.types import Receive
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from penstock.serve.auth import OPEN_PATHS
-from penstock.serve.direct_line import direct_line, offer
+from penstock.serve.http.checks import LINGER_S, OPEN_PATHS
 from penstock.serve.openai.errors import (
     ApiError,
+    cancelled,
     invalid,
     request_head_too_large,
     request_timeout,
@@ -42,7 +46,7 @@ from penstock.serve.openai.errors import (
 )
 
 if TYPE_CHECKING:
-    from penstock.serve.acceptor import Acceptor
+    from penstock.serve.http.acceptor import Acceptor
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +57,6 @@ MIN_BYTES_PER_CHECK = 1 << 14
 _MAX_BEHIND = 8
 """Requests that are read while an earlier one is answered; with more, reading stops until some are."""
 
-LINGER_S = 2.0
 STALL_S = 5.0
 """So long may a client take nothing of an answer and keep its place. Before its fourth repetition of a segment, TCP has waited
 for 3 s in all."""
@@ -63,6 +66,10 @@ _UPGRADE_HEADERS = frozenset({b"upgrade", b"http2-settings", b"connection"})
 _UPGRADE_TOKENS = frozenset({b"upgrade", b"http2-settings"})
 _HOST = re.compile(rb"(\[[0-9A-Za-z:.%_~-]+\]|[0-9A-Za-z._~!$&'()*+,;=%-]*)(:[0-9]*)?")
 """RFC 3986, 3.2.2. Empty where the address has no host."""
+CLIENT_LEFT = "the client closed the connection"
+_EXTENSION = "penstock.direct_line"
+_HEAD_END = b"transfer-encoding: chunked\r\n\r\n"
+_Result = TypeVar("_Result")
 
 
 class HttpConnection(HttpToolsProtocol):
@@ -400,3 +407,138 @@ def _as_bytes(response: Response, default_headers: list[tuple[bytes, bytes]]) ->
     lines = [b"HTTP/1.1 %d %s" % (status, HTTPStatus(status).phrase.encode())]
     lines += [name + b": " + value for name, value in headers.items()]
     return b"\r\n".join([*lines, b"", bytes(response.body)])
+
+
+class DirectLine:
+    __slots__ = ("_cycle", "_flow", "_on_gone")
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        # It lies in the scope, which the cycle holds: by a reference proper both would wait for the garbage collector.
+        self._cycle = ref(cycle)
+        self._flow = cycle.flow
+        self._on_gone: Callable[[], object] | None = None
+
+    @property
+    def is_slow(self) -> bool:
+        """So much is unsent that the client should be waited for."""
+        return self._flow.write_paused
+
+    def begin(self, headers: Iterable[tuple[bytes, bytes]], data: bytes) -> None:
+        """Send the head of a 200 and the first piece, which may be empty, at once. Dropped if the client has left.
+
+        `headers`: names in small letters, and nothing that breaks a line.
+        """
+        cycle = self._cycle()
+        if cycle is None or cycle.disconnected:
+            return
+        assert not cycle.response_started, "the answer has begun"
+        cycle.response_started = cycle.chunked_encoding = True
+        cycle.waiting_for_100_continue = False
+        head = b"".join([b"%b: %b\r\n" % header for header in (*cycle.default_headers, *headers)])
+        connection = b"" if cycle.keep_alive else b"connection: close\r\n"
+        cycle.transport.write(b"".join([STATUS_LINE[200], head, connection, _HEAD_END, _chunk(data)]))
+
+    def write(self, data: bytes) -> None:
+        """Send a piece, not empty, at once. Dropped if the client has left."""
+        cycle = self._cycle()
+        if cycle is None or cycle.disconnected:  # maybe before the body began, in which case it never will
+            return
+        assert cycle.chunked_encoding, "the body has not begun, or its length was announced"
+        cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    def end(self, data: bytes) -> None:
+        """Send the last piece, which may be empty, at once. Dropped if the client has left."""
+        cycle = self._cycle()
+        if cycle is None or cycle.disconnected:
+            return
+        assert cycle.chunked_encoding, "the body has not begun, or its length was announced"
+        assert not cycle.response_complete, "the answer has ended"
+        cycle.transport.write(_chunk(data) + b"0\r\n\r\n")
+        cycle.response_complete = True
+        cycle.message_event.set()
+        if not cycle.keep_alive:
+            cycle.transport.close()
+        cycle.on_response()
+
+    def watch(self, on_gone: Callable[[], object] | None) -> None:
+        """Call this when the client leaves before the answer has ended, at once if it has; None: no longer. One at a time.
+
+        For after the request's body was read.
+        """
+        self._on_gone = on_gone
+        cycle = self._cycle()
+        if on_gone is None or cycle is None:
+            return
+        # Reading stops when much of a body waits for the app, and who does not read does not notice that the client leaves.
+        self._flow.resume_reading()
+        if cycle.disconnected:
+            on_gone()
+
+    def tell_gone(self) -> None:
+        """The connection's word that the client has left."""
+        if self._on_gone is not None:
+            self._on_gone()
+
+
+def _chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data) if data else b""
+
+
+def offer(scope: Any, cycle: RequestResponseCycle) -> None:
+    """Give the application of a request its direct line."""
+    scope.setdefault("extensions", {})[_EXTENSION] = DirectLine(cycle)
+
+
+def direct_line(scope: Any) -> DirectLine | None:
+    """None under a server that is not ours (tests)."""
+    found = scope.get("extensions", {}).get(_EXTENSION)
+    assert found is None or isinstance(found, DirectLine)
+    return found
+
+
+class ClientWatch:
+    """`stop` it when the answer is complete."""
+
+    def __init__(self, http: HttpRequest, on_gone: Callable[[], object]) -> None:
+        self._line = direct_line(http.scope)
+        self._task: asyncio.Task[None] | None = None
+        if self._line is not None:
+            self._line.watch(on_gone)
+        else:
+            self._task = asyncio.create_task(_wait_for_end(http.receive, on_gone))
+
+    def stop(self) -> None:
+        """Idempotent."""
+        if self._line is not None:
+            self._line.watch(None)
+        # Let go of, since a task that was cancelled remembers where, and so this object.
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
+
+async def unless_gone(http: HttpRequest, work: Coroutine[Any, Any, _Result]) -> _Result:
+    """The result of `work`. Raises 499, and gives the work up, if the client leaves before."""
+    task = asyncio.create_task(work)
+    try:
+        with ClientWatch(http, task.cancel):
+            return await task
+    except asyncio.CancelledError:
+        caller = asyncio.current_task()
+        if caller is not None and not caller.cancelling():
+            raise cancelled(CLIENT_LEFT) from None
+        raise
+    finally:
+        del task  # it has what the work raised, and that has this frame
+
+
+async def _wait_for_end(receive: Receive, on_gone: Callable[[], object]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    on_gone()

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.deploy.off_loop import OffLoop
-from penstock.serve.headers import headers_of
+from penstock.serve.http.checks import headers_of
 from penstock.serve.openai.bodies import IgnoredParameters, read_body, refuse_encoding
 from penstock.serve.openai.errors import ApiError, from_rejected, invalid, not_an_object
 from penstock.serve.openai.schemas import Body

@@ -27,13 +27,13 @@ import uvicorn
 
 import penstock
 from penstock.config import ServerConfig
+from penstock.config.keys import api_keys
 from penstock.deploy.running import RunningModel
 from penstock.serve._stop_signals import end_at_second
-from penstock.serve.acceptor import Acceptor
 from penstock.serve.app import create_app
-from penstock.serve.connection import HttpConnection
-from penstock.serve.keys import api_keys
-from penstock.serve.listener import bind_socket, connection_limit
+from penstock.serve.http.acceptor import Acceptor
+from penstock.serve.http.connection import HttpConnection
+from penstock.serve.http.listener import bind_socket, connection_limit
 from penstock.types.counted import counted
 from penstock.types.errors import ConfigError
 
