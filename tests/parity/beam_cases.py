@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from penstock.sched.beam_search import Beam, BeamSearch
+from penstock.sched.choosing.beam_search import Beam, BeamSearch
 from penstock.types.result import TokenLogprobs
 from penstock.types.sampling import BeamParams, EarlyStopping
 

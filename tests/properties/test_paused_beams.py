@@ -9,7 +9,7 @@ from dataclasses import fields
 import pytest
 
 from penstock.clock import VirtualClock
-from penstock.sched.beam_search import BeamSearch
+from penstock.sched.choosing.beam_search import BeamSearch
 from penstock.sched.policies.presets import TABLES, make_policies
 from penstock.sched.policies.reserves import Watermark
 from penstock.testing import Driver, expected_tokens, make_request, run_to_completion

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.clock import VirtualClock
 from penstock.engine.core import EngineCore
-from penstock.sched.beam_search import BeamSearch
+from penstock.sched.choosing.beam_search import BeamSearch
 from penstock.sched.policies.presets import TABLES, make_policies
 from penstock.testing import Driver, HashExecutor, Outcome, expected_tokens, make_core, make_request, run_to_completion
 from penstock.testing.hashing import ROOT, HashModel, mix

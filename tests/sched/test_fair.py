@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from penstock.sched.policies.ordering.fair import FairShares
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import Watermark
-from penstock.sched.queues import WaitingQueue
+from penstock.sched.queue import WaitingQueue
 from penstock.testing import Driver, HashExecutor, make_core, make_request, run_to_completion
 from penstock.testing.driver import STEP_NS
 from penstock.types.events import Abort, Add

@@ -19,7 +19,7 @@ from penstock.sched.policies.ordering.sjf import ShortestJobFirst
 from penstock.sched.policies.ordering.srpf import ShortestPrefillFirst
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import Watermark
-from penstock.sched.queues import WaitingQueue
+from penstock.sched.queue import WaitingQueue
 from penstock.testing import Driver, HashExecutor, make_core, make_request, run_to_completion
 from penstock.testing.driver import STEP_NS
 from penstock.types.events import Add

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.sched import room
+from penstock.sched import running
 from penstock.sched.policies.base import Policies
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import RESERVES
 from penstock.sched.policies.victims import VICTIMS
-from penstock.sched.preemption import RESUME_GROWTH_TOKENS, peak_growth_tokens
+from penstock.sched.running import RESUME_GROWTH_TOKENS, peak_growth_tokens
 from penstock.testing import make_core, make_request
 from penstock.types.events import Add
 from penstock.types.plan import Capacity
@@ -87,7 +87,7 @@ def test_work_is_not_lost_over_and_over(reserve: str, victim: str, memory: float
 
 def test_without_room_to_resume_work_is_lost_over_and_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the law is for; so the test above can fail."""
-    monkeypatch.setattr(room, "blocks_to_resume", lambda view: 0)
+    monkeypatch.setattr(running, "blocks_to_resume", lambda view: 0)
     assert run(make_policies(reserve="chunk"), 0.25).tax > 2
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.sched.keyed_heap import KeyedHeap
 from penstock.sched.policies.base import BucketView, Order, OrderKey
 from penstock.sched.policies.ordering.fair import FairShares
 from penstock.sched.policies.ordering.fcfs import FirstComeFirstServed
 from penstock.sched.policies.ordering.priority import PriorityClasses
-from penstock.sched.queues import WaitingQueue
+from penstock.sched.queue import KeyedHeap, WaitingQueue
 from penstock.testing import make_request
 from penstock.types.plan import RowPlan
 from penstock.types.request import Request

@@ -7,7 +7,7 @@ import pytest
 from harness import CAPACITY, END_ID, PRINTABLE_MODEL, make_client, make_runtime, make_tokenizer
 from test_completions import ask, events
 
-from penstock.sched.beam_search import BeamSearch
+from penstock.sched.choosing.beam_search import BeamSearch
 from penstock.testing import HashExecutor
 from penstock.testing.hashing import ROOT, mix
 from penstock.types.sampling import BeamParams, EarlyStopping, SamplingParams

@@ -11,7 +11,7 @@ simulator); never loops, waits, sleeps or reads a clock.
 Every request that was added ends in exactly one event whose `finish_reason` is set, and its blocks are free from that moment,
 or from the `finish` of the last step that has a row of it.
 
-`begin` may be called again while one step is in flight, and then plans the next one ahead, if it can (`sched/ahead.py`); if
+`begin` may be called again while one step is in flight, and then plans the next one ahead, if it can (`sched/flights.py`); if
 not, it returns None, and will plan it when that step is finished. `apply` may run at any time. Steps are finished in the order
 in which they began.
 """
@@ -24,7 +24,7 @@ from contextlib import suppress
 
 from penstock.engine.ports import NullObserver, Observer, RequestJournal
 from penstock.sched.draft import StepCounts, StepOutcome
-from penstock.sched.keyed_heap import KeyedHeap
+from penstock.sched.queue import KeyedHeap
 from penstock.sched.scheduler import Scheduler
 from penstock.types.errors import GrammarFailure, Rejected, RejectReason
 from penstock.types.events import Abort, Add, Command, Drain, Stop, TokenEvent

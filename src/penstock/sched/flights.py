@@ -5,6 +5,38 @@ plans nothing.
     2. Who ends while rows of it are in flight leaves void rows behind: what they bring is ignored. They are void by step and
        not by name, since a request of the same id may come, and run, before they are committed.
     3. Its blocks are fenced (`kv/fence.py`) until the last step in flight at its end is committed.
+
+Planning ahead: lets the next step be planned while one is in flight. Called by the scheduler around its own planning; plans
+nothing, takes no block and preempts nobody.
+
+The law: while a step is planned ahead, the books of those who run say what they will say when the step in flight is
+committed, but for the tokens that it samples, which are counted and not known. So nothing that plans has a second rule.
+
+                                       num_computed_tokens   num_inflight   num_tokens   num_pending_samples
+    committed, one row in flight               100                 1           101                0
+    while the next step is planned             101                 0           102                1
+    planned                                    100                 2           101                0
+    the step in flight is committed            101                 1           102                0
+
+Who ends with the step in flight for certain, at its limit of tokens, has nothing left to compute and gets no row. Who ends for
+another reason (a stop token, a stop string, an abort, a failure) has one, and it is void (`flights.py`).
+
+Where more than the number of tokens counts, nothing is planned ahead, and the step in flight is committed first:
+
+    memory     those who run may need more blocks than are free: somebody would be preempted, whose rows are in flight
+    classes    the order pauses somebody for the first of those who wait, who lacks a row or memory (`joining.py`)
+    beams      who goes on depends on the tokens
+    batches    a gate other than the continuous one calls the next when the last of one has ended, and pads
+
+So nobody is preempted in a step that is planned ahead. If it turns out while one is planned that the order would pause
+somebody, since the first who waited did fit and the next does not, or a chunk would fit where the whole prompt does not, the
+next is not planned before this step, too, is committed.
+
+A tier below the pool is no reason to wait: what moves lies in blocks that are free, and so in no row in flight
+(`engine/transfers.py`). A preemption that swaps is one as any other.
+
+A request that joins ahead finds in the prefix cache what was committed. What the step in flight computes of the same prompt it
+waits for, like for any prefill that is under way (`joining.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +47,9 @@ from dataclasses import dataclass
 
 from penstock.kv.manager import KVManager
 from penstock.sched.draft import StepCounts
+from penstock.sched.policies.base import Policies
+from penstock.sched.policies.gates import Continuous
+from penstock.sched.running import Running
 from penstock.types.plan import RowPlan, StepPlan
 from penstock.types.request import Request
 
@@ -82,3 +117,53 @@ class Flights:
         """No step in flight will be committed, and none will follow."""
         while self._flights:
             self.arrive(self._flights[0].step_id)
+
+
+class Ahead:
+    """The assumption that the step in flight will be committed as it was planned."""
+
+    def __init__(self, kv: KVManager, policies: Policies, running: Running) -> None:
+        self._kv = kv
+        self._order = policies.order
+        self._running = running
+        self._is_possible = isinstance(policies.gate, Continuous)
+        self._assumed: list[tuple[Request, int]] = []
+        """Who has a row in flight, and of how many tokens."""
+
+    def begin(self) -> bool:
+        """Assume it. False, and nothing is assumed, if the next step can't be planned ahead. O(running)."""
+        if not self._is_possible or self._running.beams.groups:
+            return False
+        num_missing_blocks = sum(map(self._assume, self._running.requests.values()))
+        if num_missing_blocks > self._kv.num_available_blocks:
+            self.end()
+            return False
+        self._kv.computing({request.request_id for request, num_tokens in self._assumed if num_tokens > 1})
+        return True
+
+    def _assume(self, request: Request) -> int:
+        """Returns how many blocks its next row may take at most."""
+        num_tokens = request.num_inflight_tokens
+        if num_tokens:
+            self._assumed.append((request, num_tokens))
+            request.num_computed_tokens += num_tokens
+            request.num_inflight_tokens = 0
+            if request.num_computed_tokens == request.num_tokens:  # it samples
+                if request.num_tokens + 1 >= request.max_total_tokens:
+                    self._kv.look_again(request.request_id)  # so that whoever extends it sees that it has nothing to compute
+                    self._order.left(request)  # no row of it will be served
+                    return 0
+                request.num_tokens += 1
+                request.num_pending_samples = 1
+        num_missing_tokens = request.num_tokens - self._kv.num_slots[request.request_id]
+        return self._kv.num_blocks_for(num_missing_tokens) if num_missing_tokens > 0 else 0
+
+    def end(self) -> None:
+        """The step was planned: the books say again what is committed, and what is in flight."""
+        for request, num_tokens in self._assumed:
+            request.num_computed_tokens -= num_tokens
+            request.num_inflight_tokens += num_tokens
+            request.num_tokens -= request.num_pending_samples
+            request.num_pending_samples = 0
+        self._assumed.clear()
+        self._kv.computing(())

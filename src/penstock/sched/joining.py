@@ -18,7 +18,7 @@ from penstock.kv.prefix_hit import PrefixHit
 from penstock.sched.draft import StepDraft
 from penstock.sched.padding import Padding
 from penstock.sched.policies.base import UNLIMITED, GateDecision, GateView, Order, Policies, StepLimits
-from penstock.sched.queues import Follower, WaitingQueue
+from penstock.sched.queue import Follower, WaitingQueue
 from penstock.sched.running import Running
 from penstock.types.request import Request, RequestStatus
 from penstock.types.stats import Admission, PreemptReason, PrefixStop, WaitReason

@@ -19,8 +19,8 @@ Side effects have an order:
                5. release the blocks of what finished
                6. emit
 
-A step may be planned while the one before it is in flight; what that changes is in `ahead.py` (the books while it is planned)
-and `flights.py` (who ends meanwhile), and nowhere else.
+A step may be planned while the one before it is in flight; what that changes is in `flights.py` (the books while it is planned,
+and who ends meanwhile), and nowhere else.
 
 A step in which those who run lack memory preempts and admits nobody. Another may pause some of those who run for one of a
 higher class, if the order says so, and admit that one. A request that the pool could not hold alone is refused beforehand
@@ -40,17 +40,16 @@ from dataclasses import replace
 from penstock.kv.invariants import check as check_kv
 from penstock.kv.manager import KVManager
 from penstock.kv.tiers import Tier
-from penstock.sched.ahead import Ahead
-from penstock.sched.beams import BeamGroup
+from penstock.sched.choosing.beams import BeamGroup
 from penstock.sched.draft import StepCounts, StepDraft, StepOutcome
 from penstock.sched.extending import Extending
 from penstock.sched.fit import max_total_tokens, refusal
-from penstock.sched.flights import Flights
+from penstock.sched.flights import Ahead, Flights
 from penstock.sched.joining import Joining
 from penstock.sched.padding import Padding
 from penstock.sched.policies.base import BudgetView, GateDecision, Policies, StepLimits, StepRecord
 from penstock.sched.policies.gates import Continuous
-from penstock.sched.queues import WaitingQueue
+from penstock.sched.queue import WaitingQueue
 from penstock.sched.running import Running
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.events import TokenEvent

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from penstock.kv.manager import KVManager
-from penstock.sched.beam_search import Beam, BeamSearch
+from penstock.sched.choosing.beam_search import Beam, BeamSearch
 from penstock.types.request import Request, RequestStatus
 from penstock.types.result import TokenLogprobs
 

@@ -12,12 +12,140 @@ from __future__ import annotations
 from bisect import insort_left
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush, heapreplace
+from itertools import count
+from typing import Generic, TypeVar
 
 from penstock.kv.coming import Awaited
-from penstock.sched.lanes import Lanes
 from penstock.sched.policies.base import BucketView, Order, OrderKey
 from penstock.types.request import Request, RequestStatus
+
+T = TypeVar("T")
+
+MIN_DEAD_TO_SWEEP = 64
+"""Below this many discarded entries a sweep isn't worth its loop."""
+
+
+class KeyedHeap(Generic[T]):
+    """A heap of items by key, equals in the order of arrival; items (compared by identity) may be discarded in O(1)."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[OrderKey, int, T]] = []
+        self._numbers = count()
+        self._dead: set[int] = set()
+        """Numbers of entries that were discarded and not yet removed."""
+
+    def __len__(self) -> int:
+        return len(self._entries) - len(self._dead)
+
+    def push(self, key: OrderKey, item: T) -> int:
+        """Returns a number by which the item can be discarded."""
+        number = next(self._numbers)
+        heappush(self._entries, (key, number, item))
+        return number
+
+    def peek(self) -> tuple[OrderKey, int, T] | None:
+        """(key, number, item) of the smallest; None if empty."""
+        while self._entries and self._entries[0][1] in self._dead:
+            self._dead.remove(heappop(self._entries)[1])
+        return self._entries[0] if self._entries else None
+
+    def rekey_first(self, key: OrderKey) -> None:
+        """Give the item that `peek` returned another key."""
+        _, number, item = self._entries[0]
+        heapreplace(self._entries, (key, number, item))
+
+    def discard(self, number: int) -> None:
+        """Drop an item that is still in the heap."""
+        self._dead.add(number)
+        if len(self._dead) > max(MIN_DEAD_TO_SWEEP, len(self._entries) // 2):
+            self._entries = [entry for entry in self._entries if entry[1] not in self._dead]
+            heapify(self._entries)
+            self._dead.clear()
+
+
+@dataclass(slots=True)
+class Lane:
+    """Those who wait in one lane; somebody does."""
+
+    name: str
+    requests: KeyedHeap[Request] = field(default_factory=KeyedHeap)
+    number: int = -1
+    """By which the lane can be discarded."""
+
+
+class Lanes:
+    """A queue by an order's keys."""
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._lanes: dict[str, Lane] = {}
+        self._by_key: KeyedHeap[Lane] = KeyedHeap()
+        self._places: dict[str, tuple[Lane, int]] = {}
+        """request_id -> its lane, and its number there."""
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def push(self, request: Request, now_ns: int) -> None:
+        self._order.queued(request)
+        self._put(request, now_ns)
+
+    def hand_over(self, request: Request, other: Lanes, now_ns: int) -> bool:
+        """Let a request wait in another queue from now on, without a word to the order; False if it is not here."""
+        if not self._take(request):
+            return False
+        other._put(request, now_ns)
+        return True
+
+    def _put(self, request: Request, now_ns: int) -> None:
+        name = self._order.lane(request)
+        lane = self._lanes.get(name)
+        if lane is None:
+            lane = self._lanes[name] = Lane(name)
+            lane.number = self._by_key.push(self._order.lane_key(name), lane)
+        self._places[request.request_id] = lane, lane.requests.push(self._order.key(request, now_ns), request)
+
+    def peek(self, now_ns: int) -> Request | None:
+        """Who is next; None if nobody waits."""
+        lane = self._first_lane()
+        while lane is not None and (first := lane.requests.peek()) is not None:
+            known_key, _, request = first
+            key = self._order.key(request, now_ns)
+            if key <= known_key:
+                return request
+            lane.requests.rekey_first(key)
+        return None
+
+    def _first_lane(self) -> Lane | None:
+        if len(self._lanes) < 2:  # most orders have one
+            return next(iter(self._lanes.values()), None)
+        while (first := self._by_key.peek()) is not None:
+            known_key, _, lane = first
+            key = self._order.lane_key(lane.name)
+            if key <= known_key:
+                return lane
+            self._by_key.rekey_first(key)
+        return None
+
+    def discard(self, request: Request) -> bool:
+        """Take a request out; False if it is not here."""
+        if not self._take(request):
+            return False
+        self._order.unqueued(request)
+        return True
+
+    def _take(self, request: Request) -> bool:
+        place = self._places.pop(request.request_id, None)
+        if place is None:
+            return False
+        lane, number = place
+        lane.requests.discard(number)
+        if not len(lane.requests):
+            del self._lanes[lane.name]
+            self._by_key.discard(lane.number)
+        return True
 
 
 class Bucket:
