@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.admission.drain import DrainMeter
+from penstock.admission.estimates import DrainMeter
 from penstock.types.request import FinishReason
 from penstock.types.stats import RequestStats, StepStats
 

@@ -1,15 +1,15 @@
-"""What is learned from the steps: how fast prompts are computed."""
+"""The pace that is learned from the steps: how fast prompts are computed."""
 
 from __future__ import annotations
 
-from penstock.admission.pace import Pace
+from penstock.admission.estimates import Pace
 from penstock.types.stats import StepStats, WaitReason
 
 MILLISECOND = 1_000_000
 
 
 def step(pace: Pace, num_rows: int, num_tokens: int, num_padding_tokens: int = 0) -> None:
-    """One of 50 ms, while prompts wait for tokens."""
+    """A step of 50 ms, while prompts wait for tokens."""
     stats = StepStats(0, 0, 50 * MILLISECOND, 8, 1, num_rows, num_tokens, num_rows, 100, 50, 0, 0, 0, 0)
     stats.waits_for, stats.num_padding_tokens = WaitReason.TOKENS, num_padding_tokens
     pace.on_step(stats)

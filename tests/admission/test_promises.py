@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.admission.promises import GRACE_NS, MAX_PER_CLAIM, MIN_SHARE, SPREAD, Promises
+from penstock.admission.estimates import GRACE_NS, MAX_PER_CLAIM, MIN_SHARE, SPREAD, Promises
 
 SECOND = 1_000_000_000
 LONGEST_NS = 600 * SECOND
@@ -101,7 +101,7 @@ def test_beyond_the_longest_time_no_place_is_kept():
 
 
 def test_a_place_kept_for_long_does_not_hold_up_the_end_of_others():
-    """Who was told a long time has a longer grace than who was told a short one and is due after it."""
+    """A client that was told a long time has a longer grace than one that was told a short time and is due after it."""
     promises = Promises()
     make(promises, b"long", wait_s=500, places_per_s=1000.0)
     for idx in range(9):

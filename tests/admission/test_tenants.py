@@ -1,4 +1,4 @@
-"""What each tenant may use: requests at the same time, tokens per minute, and how many tenants are known."""
+"""Limits of each tenant: requests at the same time, tokens per minute, and how many tenants are known."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.admission import Ask
-from penstock.admission.check import DoorView
+from penstock.admission.checks import DoorView
 from penstock.admission.tenants import MAX_TENANTS, Tenants
 from penstock.types.errors import RejectReason
 

@@ -1,20 +1,20 @@
 """The door: decides whether a call may join, before any costly work. Asked by the server; never queues or runs anything.
 
-What is expected of a call is worked out once, from what the engine was seen to do; then each check says yes or no, with its
-own reason, its numbers and the time after which it would say yes. A check is a file of this package:
+The door works out once what to expect of a call, from what the engine was seen to do (`estimates`). Then each check says yes or
+no, with its own reason, its numbers and the time after which it would say yes (`checks`, in this order):
 
-    deadlines       it can't be met: refused for good (408)
-    tenants         what its tenant may use is used
-    queue_length    so many wait already
-    queue_delay     its first token would come later than the target
-    kv_headroom     it has a target of its first token, and what runs needs the memory that is left
+    Deadlines      its deadline can't be met: refused for good (408)
+    Tenants        its tenant has used what it may use
+    QueueLength    as many as may are waiting already
+    QueueDelay     its first token would come later than the target
+    KvHeadroom     it has a target of its first token, and the running requests need the memory that is left
 
 The expected time to first token is
 
     max(turn, prompts) + own
 
-    turn       those ahead for whom no row is free, at the measured drain rate (`drain`)
-    prompts    the prompt tokens ahead, at the rate of steps that were full of them (`pace`)
+    turn       requests ahead for which no row is free, at the measured drain rate (`DrainMeter`)
+    prompts    the prompt tokens ahead, at the rate of steps that were full of them (`Pace`)
     own        the call's own prompt, at that rate, and the step that runs now
 
 While rows, memory or a closed batch limit, those ahead start only as others end, and their prompts are computed in the
@@ -26,25 +26,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from penstock.admission.ask import Ask
-from penstock.admission.backlog import Backlog, Entry
-from penstock.admission.check import Check, DoorView, Refusal
-from penstock.admission.deadlines import Deadlines
-from penstock.admission.drain import DrainMeter
-from penstock.admission.kv_headroom import KvHeadroom
-from penstock.admission.lengths import Lengths
-from penstock.admission.limits import AdmissionLimits
-from penstock.admission.margin import Margin
-from penstock.admission.pace import Pace
-from penstock.admission.promises import Promise, Promises
-from penstock.admission.queue_delay import QueueDelay
-from penstock.admission.queue_length import QueueLength
+from penstock.admission.checks import Ask, Check, Deadlines, DoorView, KvHeadroom, QueueDelay, QueueLength, Refusal
+from penstock.admission.estimates import Backlog, DrainMeter, Entry, Lengths, Margin, Pace, Promise, Promises
 from penstock.admission.tenants import Account, Tenants
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.plan import Capacity
 from penstock.types.request import FinishReason, Request
 from penstock.types.stats import EngineLoad, RequestStats, StepStats, WaitReason
 
+DEFAULT_KV_HEADROOM = 0.2
 MIN_RETRY_AFTER_S = 1.0
 MAX_RETRY_AFTER_S = 600.0
 DEFAULT_RETRY_AFTER_S = 10.0
@@ -59,16 +49,35 @@ _UNAVAILABLE_DETAILS = {
 _KEEPS_PLACES = (RejectReason.QUEUE_FULL, RejectReason.QUEUE_DELAY, RejectReason.KV_HEADROOM)
 """Reasons that pass by themselves for everyone alike."""
 _NEEDS_END = (WaitReason.ROWS, WaitReason.MEMORY, WaitReason.GATE)
-"""What only the end of a running request gives to those who wait; the rows that are free are of no use to them."""
+"""Only the end of a running request ends such a wait; the rows that are free are of no use to it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionLimits:
+    """The settings of admission, as plain values. Made by the composition root."""
+
+    max_queue: int = 1024
+    """Requests that may wait at the same time, >= 1."""
+    slo_ttft_ns: int | None = None
+    """Target of the time to first token; None: a long queue is no reason to refuse."""
+    kv_headroom: float = DEFAULT_KV_HEADROOM
+    """Share of the KV blocks kept free for growth, [0, 1), by refusing requests with a target of the time to first token;
+    0: no request is refused for memory."""
+    tenant_max_concurrent: int | None = None
+    tenant_tokens_per_minute: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_queue < 1:
+            raise ValueError(f"max_queue ({self.max_queue}) must be at least 1")
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a call was given at the door, until its requests are submitted."""
+    """The place of a call that was let in, until its requests are submitted."""
 
     view: DoorView
     account: Account | None
-    """Of its tenant, where tenants have limits."""
+    """The account of its tenant, where tenants have limits."""
 
 
 class Admission:
@@ -80,11 +89,11 @@ class Admission:
     def __init__(
         self, limits: AdmissionLimits, capacity: Capacity, *, reads_priority: bool = False, window_s: int = 30
     ) -> None:
-        """`reads_priority`: those who wait are served by their priority."""
+        """`reads_priority`: the waiting requests are served by their priority."""
         self.limits = limits
         self._reads_priority = reads_priority
         self.on_call: Callable[[int], None] = _ignore
-        """Hears when a call came that was not told to come back then; set before the first."""
+        """Called with the time of each call that was not told to come back then; set before the first call."""
         self.drain = DrainMeter(window_s)
         self.pace = Pace(capacity.max_step_tokens)
         self.lengths = Lengths()
@@ -201,7 +210,7 @@ class Admission:
     # What is expected.
 
     def _view(self, ask: Ask, load: EngineLoad, now_ns: int, *, is_expected: bool) -> DoorView:
-        # What is longer is no matter of load: it is refused, or cut, once its tokens are counted.
+        # A longer prompt is no matter of load: it is refused, or cut, once its tokens are counted.
         computed_share = self.lengths.computed_share
         most = ask.num_requests * self._max_model_len
         num_prompt_tokens = min(ask.num_token_ids + self.lengths.prompt_tokens(ask.num_chars), most)
@@ -265,11 +274,11 @@ class Admission:
 
     @property
     def _num_prefill_tokens(self) -> int:
-        """Of all that were let in and have no first token."""
+        """Prompt tokens of all that were let in and have no first token."""
         return self._backlog.num_prefill_tokens + self._num_entering_tokens
 
     def _num_blocks_demanded(self, load: EngineLoad) -> int:
-        """At the predicted lengths, by those who run and those who wait and have a row; or held already, if that is more."""
+        """Demand of running requests and of waiting ones that find a row, at predicted lengths; or held already, if more."""
         num_rows = load.num_running + load.num_rows_free
         num_requests = len(self._backlog)
         share = min(1.0, num_rows / num_requests) if num_requests else 1.0

@@ -13,12 +13,12 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import islice
 
-from penstock.admission.check import DoorView, Refusal
+from penstock.admission.checks import DoorView, Refusal
 from penstock.types.counted import counted
 from penstock.types.errors import RejectReason
 
 MAX_TENANTS = 1024
-"""Beyond it, who has been away longest is forgotten; if none is away, newcomers share an account."""
+"""Beyond it, the tenant that has been away longest is forgotten; if none is away, newcomers share an account."""
 OTHERS = ""
 """The shared account's name; also that of calls without tenant."""
 _MINUTE_NS = 60_000_000_000
@@ -40,7 +40,7 @@ class Account:
     """In the bucket when last looked at."""
     looked_ns: int = 0
     num_settled_tokens: int = 0
-    """What of the correction `level_tokens` contains."""
+    """The part of the correction that `level_tokens` contains."""
     announced_ns: int = 0
     """The last time that was told to a call that found too many running."""
 
@@ -58,7 +58,7 @@ class Tenants:
         self._entered: dict[str, tuple[Account, int]] = {}
         """request_id -> its account, and the tokens that it took out."""
         self._duration_ns = 0.0
-        """Of a request, mean."""
+        """Mean duration of a request."""
 
     def refusal(self, view: DoorView) -> Refusal | None:
         account = self._account(view.ask.tenant, view.now_ns)
@@ -95,7 +95,7 @@ class Tenants:
             self._duration_ns += (duration_ns - self._duration_ns) * (_DURATION_WEIGHT if self._duration_ns else 1.0)
 
     def forget(self, request_id: str) -> None:
-        """It ended and nobody told how; it has used what was predicted. Unknown ones are ignored."""
+        """It ended and nobody said how: it counts as having used its predicted tokens. Unknown ones are ignored."""
         entered = self._entered.pop(request_id, None)
         if entered is not None:
             entered[0].num_left += 1
@@ -163,5 +163,5 @@ class Tenants:
 
 
 def _num_tokens(view: DoorView) -> int:
-    """Prompt and output that the call is expected to use."""
+    """Prompt and output tokens that the call is expected to use."""
     return view.num_prompt_tokens + view.ask.num_requests * view.num_new_tokens

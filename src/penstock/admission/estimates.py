@@ -1,0 +1,447 @@
+"""Expectations of the door: of steps, of lengths, of the requests that it let in, and of calls that it told to come back.
+
+Kept by `door`, each with one writer: the event loop for `Promises`, the engine thread for what steps and ends say (`Pace`,
+`DrainMeter`, `Margin`), or one writer for each number (`Lengths`, `Backlog`). A reader on another thread reads single numbers
+and may see the newest step half counted.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from penstock.types.request import FinishReason
+from penstock.types.stats import RequestStats, StepStats, WaitReason
+
+STEP_WEIGHT = 0.05
+"""Weight of the newest step in the mean."""
+PREFILL_DECAY = 0.95
+"""Part of what is remembered that is left after a step that had all the prefill that it could take."""
+
+LENGTH_DECAY = 0.98
+"""Part of what is remembered that is left after an observation: the last fifty or so count."""
+FIRST_TOKENS_PER_CHAR = 0.25
+FIRST_WEIGHT_CHARS = 400.0
+FIRST_OUTPUT_TOKENS = 128.0
+"""Assumed until the first answers have ended."""
+
+SHARE_ABOVE = 0.01
+"""Share of the requests that may take longer than the margin says."""
+MARGIN_STEP = 0.05
+FIRST_FACTOR = 1.5
+MIN_FACTOR, MAX_FACTOR = 1.1, 4.0
+
+MIN_BUSY_S = 1.0
+"""Shorter observations give no rate of ends."""
+REFUSAL_NS = 1_000_000_000
+"""How long one refusal says that others want in."""
+_BUCKET_NS = 1_000_000_000
+
+GRACE_NS = 2_500_000_000
+"""`Retry-After` is in whole seconds, rounded up, and the way takes time, too."""
+SPREAD = 1.2
+"""Places are announced so much slower than they become free."""
+MAX_PROMISES = 8192
+"""Beyond it, and beyond the longest time that is announced, times are told and no places kept."""
+UNKNOWN_SPACING_NS = 250_000_000
+"""Between two times while it is not known how fast places become free."""
+MAX_PER_CLAIM = 8
+"""Places ahead for calls that look the same: one impatient client must not put off everyone else."""
+SHARE_WEIGHT = 0.05
+MIN_SHARE = 0.1
+"""At least so many are counted on to come back."""
+
+
+class Pace:
+    """How fast steps and prefills go, measured from the steps. Both are 0 until they were measured."""
+
+    def __init__(self, max_step_tokens: int) -> None:
+        self._half_step_tokens = max_step_tokens / 2
+        self._step_ns = 0.0
+        self._prefill_tokens = 0.0
+        self._prefill_ns = 0.0
+
+    @property
+    def step_ns(self) -> int:
+        """Mean duration of a step: the time that a running request waits for its next token."""
+        return int(self._step_ns)
+
+    def prefill_ns(self, num_tokens: float) -> int:
+        """Expected time to compute so many prompt tokens, beside the decodes of late."""
+        return int(num_tokens * self._prefill_ns / self._prefill_tokens) if self._prefill_tokens else 0
+
+    def on_step(self, stats: StepStats) -> None:
+        duration_ns = stats.ended_ns - stats.started_ns
+        self._step_ns += (duration_ns - self._step_ns) * (STEP_WEIGHT if self._step_ns else 1.0)
+        # A row's last token samples, as a decode does; padding is nobody's prompt.
+        num_prefill_tokens = stats.num_tokens - stats.num_padding_tokens - stats.num_rows
+        # Other steps say how many prompts came, not how fast they could be computed.
+        is_full = stats.waits_for is WaitReason.TOKENS or stats.num_tokens >= self._half_step_tokens
+        if is_full and num_prefill_tokens > 0:
+            self._prefill_tokens = PREFILL_DECAY * self._prefill_tokens + num_prefill_tokens
+            self._prefill_ns = PREFILL_DECAY * self._prefill_ns + duration_ns
+
+
+@dataclass(slots=True)
+class _Mean:
+    """A decaying ratio of sums."""
+
+    total: float
+    weight: float
+
+    def add(self, value: float, weight: float = 1.0) -> None:
+        self.total = LENGTH_DECAY * self.total + value
+        self.weight = LENGTH_DECAY * self.weight + weight
+
+    @property
+    def value(self) -> float:
+        return self.total / self.weight
+
+
+class Lengths:
+    """How long prompts and answers are: decaying means of those that came. Never sees a text."""
+
+    def __init__(self) -> None:
+        self._tokens_per_char = _Mean(FIRST_TOKENS_PER_CHAR * FIRST_WEIGHT_CHARS, FIRST_WEIGHT_CHARS)
+        """Written by the event loop."""
+        self._output_tokens = _Mean(FIRST_OUTPUT_TOKENS, 1.0)
+        """Written by the engine thread, as is the next."""
+        self._cached_share = _Mean(0.0, 1.0)
+
+    def on_prompt(self, num_chars: int, num_tokens: int) -> None:
+        """A text of so many characters, and whatever its template added, has so many tokens."""
+        if num_chars:
+            self._tokens_per_char.add(num_tokens, num_chars)
+
+    def on_end(self, num_prompt_tokens: int, num_cached_tokens: int, num_generated_tokens: int) -> None:
+        """An answer ended by itself."""
+        self._output_tokens.add(num_generated_tokens)
+        self._cached_share.add(num_cached_tokens, num_prompt_tokens)
+
+    def prompt_tokens(self, num_chars: int) -> int:
+        return round(num_chars * self._tokens_per_char.value)
+
+    def new_tokens(self, min_tokens: int, max_tokens: int | None) -> int:
+        """Predicted length of an answer within its limits."""
+        predicted = max(min_tokens, round(self._output_tokens.value))
+        return predicted if max_tokens is None else min(predicted, max_tokens)
+
+    @property
+    def computed_share(self) -> float:
+        """Share of the prompt tokens that is not found in the prefix cache."""
+        return 1.0 - self._cached_share.value
+
+
+class Margin:
+    """How far the expected time to first token is off: a factor that is learned from the requests that came in.
+
+    The factor is a quantile, tracked one observation at a time: each request that took longer than (expected x factor) raises it
+    by `MARGIN_STEP`, each other lowers it by as much as makes both balance when 1 in 100 takes longer.
+    Source: Robbins and Monro, A Stochastic Approximation Method, 1951.
+    """
+
+    def __init__(self) -> None:
+        self.factor = FIRST_FACTOR
+
+    def observe(self, expected_ns: int, real_ns: int) -> None:
+        """`expected_ns` > 0 was said at the door; the first token came after `real_ns`."""
+        if real_ns > expected_ns * self.factor:
+            self.factor = min(MAX_FACTOR, self.factor * (1 + MARGIN_STEP))
+        else:
+            self.factor = max(MIN_FACTOR, self.factor * (1 - MARGIN_STEP * SHARE_ABOVE / (1 - SHARE_ABOVE)))
+
+
+class DrainMeter:
+    """How fast places become free, measured from the engine's steps and ends.
+
+    The rate is (requests that ended) / (time), over the last `window_s` seconds, counting only the time during which others
+    waited or were turned away. That condition matters: on an idle server requests end as rarely as they arrive, which says
+    nothing about how fast it could work; and requests that start at once in a fresh batch say nothing about how fast places
+    become free. While a queue stands, each end frees the place into which one of the waiting requests moves.
+
+        busy time  1 s buckets, a ring   |....|####|####|##..|    # = a request waited
+        ends                                    3    4    1       -> 8 requests in 2.5 s: 3.2 requests per second
+
+    The engine thread writes; `note_refusal` belongs to the event loop.
+    """
+
+    def __init__(self, window_s: int = 30) -> None:
+        if window_s < 1:
+            raise ValueError(f"window_s ({window_s}) must be at least 1")
+        self._window = _BusyWindow(window_s)
+        self._was_busy = False
+        self._last_ns: int | None = None
+        self._refused_until_ns = 0
+
+    def rate(self, now_ns: int) -> float:
+        """Requests per second that left while others waited; 0 if none waited within the window."""
+        num_ended, busy_s = self._window.totals(now_ns)
+        return num_ended / busy_s if busy_s >= MIN_BUSY_S else 0.0
+
+    def ns_per_request(self, now_ns: int, forecast_ns: float, weight: int) -> int | None:
+        """Time from one end to the next while others wait, on average; None if nothing is known.
+
+        `forecast_ns` is the time to be expected by other signs, 0 if there are none. It counts like `weight` ends that were
+        seen: rows that were filled together end together, and until then nothing ends.
+        """
+        num_ended, busy_s = self._window.totals(now_ns)
+        if not forecast_ns:
+            return int(busy_s * 1e9 / max(1, num_ended)) if busy_s >= MIN_BUSY_S else None
+        return int((busy_s * 1e9 + weight * forecast_ns) / (num_ended + weight))
+
+    def note_refusal(self, now_ns: int) -> None:
+        self._refused_until_ns = now_ns + REFUSAL_NS
+
+    def on_step(self, stats: StepStats) -> None:
+        """Count the time since the last step as busy if requests were waiting then."""
+        if self._was_busy and self._last_ns is not None:
+            self._window.add_busy(self._last_ns, stats.ended_ns)
+        self._last_ns = stats.ended_ns
+        self._was_busy = stats.num_waiting > 0 or stats.ended_ns < self._refused_until_ns
+
+    def on_finish(self, stats: RequestStats) -> None:
+        """Count a request that held a place; a refused one never did."""
+        if self._was_busy and stats.finish_reason is not FinishReason.REJECTED:
+            self._window.add_end(stats.ended_ns)
+
+
+class _BusyWindow:
+    """Busy time and ends of the last `num_buckets` seconds, in buckets of one second that are re-used in turn."""
+
+    def __init__(self, num_buckets: int) -> None:
+        self._epochs = [-1] * num_buckets
+        """Which second (now_ns // 1e9) each bucket holds; -1 for none."""
+        self._newest = -1
+        """The newest second that a bucket holds."""
+        self._busy_ns = [0] * num_buckets
+        self._num_ended = [0] * num_buckets
+
+    def add_end(self, at_ns: int) -> None:
+        self._num_ended[self._bucket(at_ns // _BUCKET_NS)] += 1
+
+    def add_busy(self, start_ns: int, end_ns: int) -> None:
+        """Spread [start_ns, end_ns) over the buckets it touches."""
+        oldest = end_ns // _BUCKET_NS - len(self._epochs) + 1
+        start_ns = max(start_ns, oldest * _BUCKET_NS)
+        while start_ns < end_ns:
+            epoch = start_ns // _BUCKET_NS
+            until_ns = min(end_ns, (epoch + 1) * _BUCKET_NS)
+            self._busy_ns[self._bucket(epoch)] += until_ns - start_ns
+            start_ns = until_ns
+
+    def totals(self, now_ns: int) -> tuple[int, float]:
+        """(requests that ended, busy seconds) within the window that ends at `now_ns`."""
+        oldest = now_ns // _BUCKET_NS - len(self._epochs)
+        if self._newest <= oldest:  # nobody has waited for long
+            return 0, 0.0
+        num_ended = busy_ns = 0
+        for epoch, num_bucket_ended, bucket_busy_ns in zip(self._epochs, self._num_ended, self._busy_ns, strict=True):
+            if epoch > oldest:
+                num_ended += num_bucket_ended
+                busy_ns += bucket_busy_ns
+        return num_ended, busy_ns / 1e9
+
+    def _bucket(self, epoch: int) -> int:
+        idx = epoch % len(self._epochs)
+        if self._epochs[idx] != epoch:
+            self._busy_ns[idx] = self._num_ended[idx] = 0
+            self._epochs[idx] = epoch
+            self._newest = max(self._newest, epoch)
+        return idx
+
+
+@dataclass(slots=True)
+class Entry:
+    """One request, as the door saw it."""
+
+    num_prefill_tokens: int
+    """Prompt tokens that are expected to be computed."""
+    num_blocks: int
+    """KV blocks at the predicted length."""
+    expected_ttft_ns: int
+    """From arrival."""
+    priority: int = 0
+    has_started: bool = False
+    """It has its first token."""
+
+
+class Backlog:
+    """Sums over the requests that were let in and have not ended. Owns no request.
+
+    `enter` belongs to the event loop, `on_first_token` and `on_finish` to the engine thread. So each sum is kept as what was
+    added and what was taken, two numbers with one writer each, and a reader sees at most the newest change half done.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[str, Entry] = {}
+        self._prefill_added = self._prefill_taken = 0
+        self._blocks_added = self._blocks_taken = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Prompt tokens of all requests without a first token; a prompt that is half computed counts in full."""
+        return max(0, self._prefill_added - self._prefill_taken)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of all requests that have not ended, at their predicted lengths."""
+        return max(0, self._blocks_added - self._blocks_taken)
+
+    def ahead_of(self, priority: int) -> tuple[int, int]:
+        """(requests, prompt tokens) that have no first token yet and are served before one of this priority. O(requests)."""
+        ahead = [entry for entry in list(self._entries.values()) if not entry.has_started and entry.priority <= priority]
+        return len(ahead), sum(entry.num_prefill_tokens for entry in ahead)
+
+    def enter(self, request_id: str, entry: Entry) -> None:
+        """Call it before the request is submitted: it may end at once."""
+        self._prefill_added += entry.num_prefill_tokens
+        self._blocks_added += entry.num_blocks
+        self._entries[request_id] = entry
+
+    def on_first_token(self, request_id: str) -> Entry | None:
+        """Returns the request's entry, if it came through the door."""
+        entry = self._entries.get(request_id)
+        if entry is not None:
+            self._start(entry)
+        return entry
+
+    def on_finish(self, request_id: str) -> Entry | None:
+        entry = self._entries.pop(request_id, None)
+        if entry is not None:
+            self._start(entry)
+            self._blocks_taken += entry.num_blocks
+        return entry
+
+    def _start(self, entry: Entry) -> None:
+        if not entry.has_started:
+            entry.has_started = True
+            self._prefill_taken += entry.num_prefill_tokens
+
+
+@dataclass(slots=True, eq=False)
+class Promise:
+    claim: bytes | None
+    due_ns: int
+    expires_ns: int
+    num_blocks: int = 0
+    """KV blocks that are kept with the place: a call that was sent away for lack of them needs more than a place."""
+    has_come: bool = False
+    """As it was told, once already: it is counted on in full."""
+    is_over: bool = False
+    """Kept or given up."""
+
+    def __lt__(self, other: Promise) -> bool:
+        """Expires first. A call that was told a longer time has a longer grace, so this is not the order of the times."""
+        return self.expires_ns < other.expires_ns
+
+
+class Promises:
+    """The calls that were told when to come back: a queue of those who are not here. On the event loop.
+
+    Each call that is sent away gets a time of its own: at the earliest when its check is expected to pass, and one place's time
+    after the call that was sent away before. So they do not come back as a herd, and a call that comes at its time finds a place:
+
+        told     |--wait--|a  |b  |c  |d ...        one end of a request apart, and a little more
+        due               a came back: let in, though others are sent away
+                              b did not: its place is kept for `GRACE_NS` and a tenth of its wait, then free for all
+
+    A call that comes back is recognised by a claim (the server makes it of the body). How many do is learned, and the times are
+    set closer by that. The arithmetic of the times is GCRA's virtual scheduling (ATM Forum, Traffic Management 4.1, 1999).
+    """
+
+    def __init__(self) -> None:
+        self._later: deque[Promise] = deque()
+        """Not due yet, in the order of their times."""
+        self._due: list[Promise] = []
+        """A heap: the one that expires first on top."""
+        self._by_claim: dict[bytes, deque[Promise]] = {}
+        self._last_due_ns = 0
+        self._return_share = 1.0
+
+    def make(
+        self,
+        claim: bytes | None,
+        now_ns: int,
+        wait_ns: int,
+        ns_per_request: int | None,
+        max_wait_ns: int,
+        *,
+        num_blocks: int = 0,
+    ) -> int:
+        """Nanoseconds from now after which to come back; a place is kept for then."""
+        ahead = [promise for promise in self._by_claim.get(claim, ()) if promise.due_ns > now_ns] if claim is not None else []
+        if len(ahead) >= MAX_PER_CLAIM:
+            return ahead[0].due_ns - now_ns
+        spacing_ns = UNKNOWN_SPACING_NS if ns_per_request is None else SPREAD * self._return_share * ns_per_request
+        due_ns = max(now_ns + wait_ns, self._last_due_ns + int(spacing_ns))
+        if due_ns - now_ns > max_wait_ns or len(self._later) >= MAX_PROMISES:
+            return min(due_ns - now_ns, max_wait_ns)
+        self._last_due_ns = due_ns
+        promise = Promise(claim, due_ns, _expires_ns(now_ns, due_ns), num_blocks)
+        self._later.append(promise)
+        if claim is not None:
+            self._by_claim.setdefault(claim, deque()).append(promise)
+        return due_ns - now_ns
+
+    def find(self, claim: bytes | None, *, is_retry: bool, now_ns: int) -> Promise | None:
+        """The promise that this call may come for. One that is not due yet, only if it says itself that it comes again."""
+        self._advance(now_ns)
+        promises = self._by_claim.get(claim) if claim is not None else None
+        if not promises:
+            return None
+        return promises[0] if is_retry or promises[0].due_ns <= now_ns else None
+
+    def keep(self, promise: Promise) -> None:
+        """Its client came and was let in."""
+        self._end(promise, came_back=True)
+
+    def give_up(self, promise: Promise) -> None:
+        """Its client came at its time and found no place; it gets another promise."""
+        self._end(promise, came_back=True)
+
+    def renew(self, promise: Promise, now_ns: int, wait_ns: int, num_blocks: int) -> None:
+        """Its client came at its time, and the blocks are not free yet: they are kept from now until it has come once more."""
+        self._end(promise, came_back=True)
+        renewed = Promise(promise.claim, now_ns, _expires_ns(now_ns, now_ns + wait_ns), num_blocks, has_come=True)
+        heappush(self._due, renewed)
+        if promise.claim is not None:
+            self._by_claim.setdefault(promise.claim, deque()).appendleft(renewed)
+
+    def num_blocks_due(self, now_ns: int) -> int:
+        """KV blocks kept now for calls that were sent away for lack of them, as far as they are counted on to come."""
+        self._advance(now_ns)
+        kept = [promise for promise in self._due if promise.num_blocks and not promise.is_over]
+        return round(sum(promise.num_blocks * (1.0 if promise.has_come else self._return_share) for promise in kept))
+
+    def num_due(self, now_ns: int) -> int:
+        """Places kept now for calls whose time has come, as many as are counted on to come."""
+        self._advance(now_ns)
+        return round(self._return_share * sum(not promise.is_over for promise in self._due))
+
+    def _advance(self, now_ns: int) -> None:
+        while self._later and self._later[0].due_ns <= now_ns:
+            promise = self._later.popleft()
+            if not promise.is_over:
+                heappush(self._due, promise)
+        while self._due and (self._due[0].is_over or self._due[0].expires_ns <= now_ns):
+            promise = heappop(self._due)
+            if not promise.is_over:
+                self._end(promise, came_back=False)
+
+    def _end(self, promise: Promise, *, came_back: bool) -> None:
+        promise.is_over = True
+        self._return_share += SHARE_WEIGHT * (came_back - self._return_share)
+        self._return_share = max(MIN_SHARE, self._return_share)
+        if promise.claim is not None:
+            promises = self._by_claim[promise.claim]
+            promises.remove(promise)
+            if not promises:
+                del self._by_claim[promise.claim]
+
+
+def _expires_ns(now_ns: int, due_ns: int) -> int:
+    return due_ns + GRACE_NS + (due_ns - now_ns) // 10
