@@ -78,7 +78,7 @@ def test_times_are_set_closer_where_few_come_back():
 
 
 def test_who_came_once_as_told_is_counted_on_in_full():
-    """Whatever others do: its blocks are kept from now, whether or not many others never came."""
+    """Its blocks are kept from now, whether or not many others never came."""
     promises, now_s = Promises(), 0.0
     for idx in range(100):
         now_s += make(promises, b"%d" % idx, now_s=now_s) + 60

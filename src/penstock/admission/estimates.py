@@ -136,8 +136,8 @@ class Lengths:
 class Margin:
     """How far the expected time to first token is off: a factor that is learned from the requests that came in.
 
-    The factor is a quantile, tracked one observation at a time: each request that took longer than (expected x factor) raises it
-    by `MARGIN_STEP`, each other lowers it by as much as makes both balance when 1 in 100 takes longer.
+    The factor is a quantile, tracked one observation at a time. Each request that took longer than (expected x factor) raises
+    it by `MARGIN_STEP`; each other lowers it by as much as makes both balance when 1 in 100 takes longer.
     Source: Robbins and Monro, A Stochastic Approximation Method, 1951.
     """
 
@@ -343,7 +343,7 @@ class Promises:
     """The calls that were told when to come back: a queue of those who are not here. On the event loop.
 
     Each call that is sent away gets a time of its own: at the earliest when its check is expected to pass, and one place's time
-    after the call that was sent away before. So they do not come back as a herd, and a call that comes at its time finds a place:
+    after the call that was sent away before. So they do not come back as a herd, and one that comes at its time finds a place:
 
         told     |--wait--|a  |b  |c  |d ...        one end of a request apart, and a little more
         due               a came back: let in, though others are sent away
