@@ -1,31 +1,14 @@
-"""Who may know whom: the contracts of .importlinter hold, and no room is left out of them."""
+"""The import contracts of .importlinter hold, they name every package, and no two files import each other."""
 
 from __future__ import annotations
 
-import configparser
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-import penstock
+import grimp
 
 ROOT = Path(__file__).parent.parent
-ROOMS = sorted(
-    path.stem for path in Path(penstock.__file__).parent.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()
-)
-NOT_ROOMS = {"__init__", "__main__"}
-
-
-def _contracts() -> configparser.ConfigParser:
-    parser = configparser.ConfigParser()
-    parser.read(ROOT / ".importlinter")
-    return parser
-
-
-def _modules(section: configparser.SectionProxy, option: str) -> set[str]:
-    return set(section[option].split())
 
 
 def _lint(config: Path) -> subprocess.CompletedProcess[str]:
@@ -34,21 +17,56 @@ def _lint(config: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", command, config], cwd=ROOT, capture_output=True, text=True, check=False)
 
 
+def _circles(graph: grimp.ImportGraph) -> list[list[str]]:
+    """Groups of modules that import each other, also by way of others: Tarjan's strongly connected components of two or more."""
+    number: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(module: str) -> None:
+        number[module] = low[module] = len(number)
+        stack.append(module)
+        for imported in graph.find_modules_directly_imported_by(module):
+            if imported not in number:
+                visit(imported)
+                low[module] = min(low[module], low[imported])
+            elif imported in stack:
+                low[module] = min(low[module], number[imported])
+        if low[module] == number[module]:
+            place = stack.index(module)
+            group = stack[place:]
+            del stack[place:]
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for module in sorted(graph.modules):
+        if module not in number:
+            visit(module)
+    return found
+
+
 def test_every_import_obeys_the_contracts() -> None:
     done = _lint(ROOT / ".importlinter")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("room", [room for room in ROOMS if room not in NOT_ROOMS])
-def test_every_room_stands_in_the_contracts(room: str) -> None:
-    contracts = _contracts()
-    if room == "cli":  # It may know all others.
-        assert "penstock.cli" in _modules(contracts["importlinter:contract:deploy"], "forbidden_modules")
-        return
-    own = contracts[f"importlinter:contract:{room}"]
-    assert _modules(own, "source_modules") == {f"penstock.{room}"}
-    low = _modules(contracts["importlinter:contract:types"], "forbidden_modules") | {"penstock.types"}
-    assert f"penstock.{room}" in low, "a new room belongs into the lists of all that may not know it"
+def test_a_circle_is_noticed() -> None:
+    graph = grimp.ImportGraph()
+    for name in "abcd":
+        graph.add_module(name)
+    for importer, imported in ("ab", "bc", "cb", "cd"):
+        graph.add_import(importer=importer, imported=imported)
+    assert _circles(graph) == [["b", "c"]]
+
+
+def test_a_package_without_a_layer_is_noticed(tmp_path: Path) -> None:
+    config = tmp_path / "contracts"
+    text = (ROOT / ".importlinter").read_text()
+    config.write_text(text.replace(" | storage |", " |"))
+    done = _lint(config)
+    assert done.returncode != 0
+    assert "storage" in done.stdout
 
 
 def test_a_broken_contract_is_noticed(tmp_path: Path) -> None:
