@@ -18,7 +18,7 @@ def _lint(config: Path) -> subprocess.CompletedProcess[str]:
 
 
 def _circles(graph: grimp.ImportGraph) -> list[list[str]]:
-    """Groups of modules that import each other, also by way of others: Tarjan's strongly connected components of two or more."""
+    """Groups of modules that import each other, also by way of others: strongly connected components, by Tarjan."""
     number: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
