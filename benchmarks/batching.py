@@ -44,7 +44,7 @@ from workloads import DEFAULT_TRACES, WORKLOADS, Source, describe, read_jobs
 
 from penstock import machine
 from penstock.config import BackendConfig, Config, KvConfig, ModelConfig, SchedulerConfig
-from penstock.deploy.factory import build_runtime
+from penstock.deploy.factory import start_model
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
 from penstock.types.request import Request
 from penstock.types.sampling import SamplingParams
@@ -183,7 +183,7 @@ def make_runtime(args: argparse.Namespace, strategy: str) -> RunningModel:
         backend=BackendConfig(threads=args.threads),
         scheduler=scheduler,
     )
-    return build_runtime(config, resolve(args.model, default_cache_dir()))
+    return start_model(config, resolve(args.model, default_cache_dir()))
 
 
 def arrivals(num_requests: int, rate: float, seed: int) -> list[float]:

@@ -32,7 +32,7 @@ from workloads import DEFAULT_TRACES, WORKLOADS, Source, describe, read_jobs
 
 from penstock import machine
 from penstock.config import BackendConfig, Config, KvConfig, ModelConfig
-from penstock.deploy.factory import build_runtime
+from penstock.deploy.factory import start_model
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
 from penstock.types.request import Request
 from penstock.types.sampling import SamplingParams
@@ -144,7 +144,7 @@ def main() -> None:
     threads = ["--threads", str(args.threads)] if args.threads else []
     command = [sys.executable, "-m", "penstock", "serve", args.model, "--no-prefix-caching", "--port", "{port}", *threads]
     server = Contender("penstock", [*command, "--served-model-name", SERVED_NAME], health="/ready")
-    runtime = build_runtime(config, resolve(args.model, default_cache_dir()))
+    runtime = start_model(config, resolve(args.model, default_cache_dir()))
     gc.collect()
     gc.freeze()  # as the server does
     try:

@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING
 from penstock import machine
 from penstock.backends.native.executor import NativeExecutor
 from penstock.config import BackendConfig, Config, KvConfig, ModelConfig, SchedulerConfig
-from penstock.deploy.factory import build_runtime
+from penstock.deploy.factory import start_model
 from penstock.deploy.policies import build_policies
 from penstock.engine.core import EngineCore
 from penstock.models import registry
@@ -210,7 +210,7 @@ def make_runtime(args: argparse.Namespace, scheduler: SchedulerConfig) -> Runnin
         backend=BackendConfig(threads=args.threads),
         scheduler=scheduler,
     )
-    return build_runtime(config, resolve(args.model, default_cache_dir()))
+    return start_model(config, resolve(args.model, default_cache_dir()))
 
 
 def rounds(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, float]]]:

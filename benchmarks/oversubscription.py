@@ -33,7 +33,7 @@ from workloads import DEFAULT_TRACES, WORKLOADS, Source, describe, read_jobs
 
 from penstock import machine
 from penstock.config import BackendConfig, Config, KvConfig, ModelConfig, SchedulerConfig
-from penstock.deploy.factory import build_runtime
+from penstock.deploy.factory import start_model
 from penstock.deploy.running import RunningModel
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
 from penstock.types.request import Request
@@ -64,7 +64,7 @@ class Contestant:
             scheduler=SchedulerConfig(max_num_seqs=rows or args.rows),
             backend=BackendConfig(threads=args.threads),
         )
-        self.runtime: RunningModel = build_runtime(config, resolve(args.model, default_cache_dir()))
+        self.runtime: RunningModel = start_model(config, resolve(args.model, default_cache_dir()))
         self.answers: list[list[int]] = []
         self.seconds = self.cpu_seconds = 0.0
         self.is_over = True

@@ -19,7 +19,7 @@ import time
 
 from penstock import machine
 from penstock.config import BackendConfig, Config, KvConfig, ModelConfig
-from penstock.deploy.factory import build_runtime
+from penstock.deploy.factory import start_model
 from penstock.deploy.running import RunningModel
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
 from penstock.types.request import Request
@@ -36,7 +36,7 @@ def open_runtime(args: argparse.Namespace, folder: str | None) -> RunningModel:
     config = Config(
         model=ModelConfig(model=args.model, max_model_len=MAX_MODEL_LEN), kv=kv, backend=BackendConfig(threads=args.threads)
     )
-    return build_runtime(config, resolve(args.model, default_cache_dir()))
+    return start_model(config, resolve(args.model, default_cache_dir()))
 
 
 async def visit(runtime: RunningModel, name: str, prompt: tuple[int, ...]) -> tuple[float, float]:

@@ -100,7 +100,7 @@ def serve(port: int, step_s: float) -> None:
         scheduler=SchedulerConfig(max_num_seqs=256),
         server=ServerConfig(port=port),
     )
-    runtime = factory.build_runtime(config, resolve(DEFAULT_MODEL, default_cache_dir()))
+    runtime = factory.start_model(config, resolve(DEFAULT_MODEL, default_cache_dir()))
     engine = next(thread for thread in threading.enumerate() if thread.name == "penstock-engine")
     print(engine.native_id, flush=True)
     run_server(runtime, config.server)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from penstock import machine
 from penstock.config import BackendConfig, Config, KvConfig, ModelConfig
-from penstock.deploy.factory import build_runtime
+from penstock.deploy.factory import start_model
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
 from penstock.text.grammar import Grammar, GrammarKind
 from penstock.types.request import Request
@@ -145,7 +145,7 @@ def main() -> None:
     config = Config(
         model=ModelConfig(model=args.model), kv=KvConfig(prefix_caching=False), backend=BackendConfig(threads=args.threads)
     )
-    runtime = build_runtime(config, resolve(args.model, default_cache_dir()))
+    runtime = start_model(config, resolve(args.model, default_cache_dir()))
     try:
         medians = measure(args, Clients(runtime, args.max_tokens), runtime)
     finally:

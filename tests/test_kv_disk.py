@@ -16,7 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 from penstock.config import Backend, BackendConfig, Config, KvConfig, ModelConfig, SchedulerConfig
-from penstock.deploy.factory import build_runtime
+from penstock.deploy.factory import start_model
 from penstock.deploy.running import RunningModel
 from penstock.engine import transfers
 from penstock.engine.thread import EngineState
@@ -50,7 +50,7 @@ def config(folder: Path, *, backend: str = Backend.NATIVE, dtype: str = "int8", 
 
 
 def build(gguf: Path, settings: Config) -> RunningModel:
-    return build_runtime(settings, resolve(str(gguf), gguf.parent))
+    return start_model(settings, resolve(str(gguf), gguf.parent))
 
 
 def ask(runtime: RunningModel, name: str = "r") -> tuple[list[int], int]:

@@ -11,7 +11,7 @@ import pytest
 from penstock.backends import cuda
 from penstock.config import Backend, BackendConfig, Config, KvConfig, SchedulerConfig
 from penstock.deploy import device
-from penstock.deploy.executor import _extras
+from penstock.deploy.executor import _gpu_extras
 from penstock.deploy.policies import build_policies
 from penstock.models.formats import Floats
 from penstock.types.errors import ConfigError
@@ -175,7 +175,7 @@ def test_the_device_decides_what_is_left_out() -> None:
     ],
 )
 def test_the_executor_of_a_gpu_is_told_what_is_set(settings: dict[str, object], expected: dict[str, object]) -> None:
-    assert _extras(settle("cuda", **settings)) == expected  # type: ignore[arg-type]
+    assert _gpu_extras(settle("cuda", **settings)) == expected  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("has_gpu")

@@ -16,7 +16,7 @@ import pytest
 from penstock.config import Backend, BackendConfig, Config, KvConfig, ModelConfig, SchedulerConfig, ServerConfig
 from penstock.config.setting import settings_of
 from penstock.deploy.executor import EXECUTORS
-from penstock.deploy.factory import build_core, build_runtime
+from penstock.deploy.factory import build_core, start_model
 from penstock.deploy.policies import SEAM_FLAGS, SETTING_FLAGS, build_policies
 from penstock.engine.ports import NullObserver
 from penstock.engine.thread import EngineState
@@ -47,7 +47,7 @@ def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _build(path: Path, config: Config = REFERENCE) -> Any:
-    return build_runtime(config, resolve(str(path), path.parent))
+    return start_model(config, resolve(str(path), path.parent))
 
 
 def test_every_backend_of_the_config_has_an_executor() -> None:
@@ -196,7 +196,7 @@ def test_a_template_that_fails_leaves_no_executor_behind(gguf: Path, monkeypatch
 
 
 def test_a_model_that_does_not_fit_is_refused_with_the_numbers(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.deploy.factory.available_memory_bytes", lambda: 1 << 20)
+    monkeypatch.setattr("penstock.deploy.resources.available_memory_bytes", lambda: 1 << 20)
     with pytest.raises(ModelError, match="MiB are available"):
         _build(gguf)
 

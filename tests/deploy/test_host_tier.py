@@ -12,21 +12,11 @@ from penstock.types.errors import ConfigError
 MIB = 1 << 20
 
 
-@pytest.fixture(autouse=True)
-def memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.deploy.tiers.available_memory_bytes", lambda: 512 * MIB)
-
-
 def test_it_is_as_large_as_asked_for() -> None:
     executor = HashExecutor(DEFAULT_CAPACITY)
-    store = open_host_memory(KvConfig(kv_host_size_bytes=10 * executor.block_bytes + 1), executor)
-    assert store is not None
+    store = open_host_memory(KvConfig(kv_host_size_bytes=10 * executor.block_bytes + 1), executor, available_bytes=512 * MIB)
     assert store.num_slots == 10
     assert not store.outlives_process
-
-
-def test_there_is_none_unasked() -> None:
-    assert open_host_memory(KvConfig(), HashExecutor(DEFAULT_CAPACITY)) is None
 
 
 class LargeBlocks(HashExecutor):
@@ -42,7 +32,7 @@ class LargeBlocks(HashExecutor):
 )
 def test_what_does_not_fit_is_refused_with_the_numbers(num_bytes: int, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        open_host_memory(KvConfig(kv_host_size_bytes=num_bytes), LargeBlocks(DEFAULT_CAPACITY))
+        open_host_memory(KvConfig(kv_host_size_bytes=num_bytes), LargeBlocks(DEFAULT_CAPACITY), available_bytes=512 * MIB)
 
 
 def test_memory_that_the_system_does_not_give_is_an_error_of_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,4 +41,4 @@ def test_memory_that_the_system_does_not_give_is_an_error_of_the_setting(monkeyp
 
     monkeypatch.setattr("numpy.empty", refuse)
     with pytest.raises(ConfigError, match="The system gives no 2 MiB"):
-        open_host_memory(KvConfig(kv_host_size_bytes=2 * MIB), LargeBlocks(DEFAULT_CAPACITY))
+        open_host_memory(KvConfig(kv_host_size_bytes=2 * MIB), LargeBlocks(DEFAULT_CAPACITY), available_bytes=512 * MIB)

@@ -30,17 +30,8 @@ def warn_of_unknown_variables() -> None:
 
 
 def start_runtime(config: Config) -> RunningModel:
-    """The runtime of a config, its model fetched first if it is one that can be. Raises PenstockError."""
-    from penstock.deploy.factory import build_runtime
-    from penstock.models.catalog import resolve
+    """The model of a config, fetched first if it is one that can be. Raises PenstockError."""
+    from penstock.deploy.factory import locate, start_model
 
     warn_of_unknown_variables()
-    folder = cache_dir(config.model.cache_dir)
-    source = resolve(config.model.model, folder)
-    if not source.is_present:
-        from penstock.models.progress import TerminalProgress
-        from penstock.models.pull import ensure_present
-
-        with TerminalProgress() as progress:
-            ensure_present(source, progress=progress)
-    return build_runtime(config, source)
+    return start_model(config, locate(config))

@@ -5,10 +5,10 @@ Called by the composition root; runs no step but those of a profile.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 from penstock.config import AttentionKernels, Backend, Config
 from penstock.config.units import format_size
@@ -18,6 +18,8 @@ from penstock.types.errors import ConfigError
 from penstock.types.plan import Capacity
 
 if TYPE_CHECKING:
+    from penstock.backends.cuda.executor import CudaExecutor
+    from penstock.backends.native._native import Team
     from penstock.engine.ports import Executor
     from penstock.models.weights import LoadedModel
 
@@ -36,14 +38,16 @@ CAPTURE_SECONDS = 10.0
 _logger = logging.getLogger(__name__)
 
 
-def build_executor(config: Config, model: LoadedModel, kv: KvPlan) -> Executor:
-    """The backend of a settled config, with the model's weights in it."""
-    executor: Executor
+def build_executor(config: Config, model: LoadedModel, kv: KvPlan, team_of: Callable[[int], Team]) -> Executor:
+    """The backend of a settled config, with the model's weights in it.
+
+    `team_of` gives the native backend its team of so many threads.
+    """
     if is_on_gpu(config):
-        executor = _make_as_measured(config, model, kv)
-    else:
-        executor = _make(config, model, kv.max_model_len, kv.num_blocks)
-    return executor
+        return _make_as_measured(config, model, kv)
+    if config.backend.backend == Backend.REFERENCE:
+        return _make(config, model, kv.max_model_len, kv.num_blocks)
+    return _make(config, model, kv.max_model_len, kv.num_blocks, team=team_of(num_threads(config.backend)))
 
 
 def plan_memory(config: Config, model: LoadedModel, available_bytes: int) -> tuple[KvPlan, Executor | None]:
@@ -79,7 +83,7 @@ def _check_weight_dtype(config: Config, model: LoadedModel) -> None:
         )
 
 
-def _measure(config: Config, model: LoadedModel) -> tuple[KvPlan, Executor]:
+def _measure(config: Config, model: LoadedModel) -> tuple[KvPlan, CudaExecutor]:
     from penstock.backends.cuda.memory import GpuMemory as Device
     from penstock.backends.cuda.memory import no_blocks, profile
     from penstock.engine.transfers import num_staged_blocks
@@ -89,7 +93,7 @@ def _measure(config: Config, model: LoadedModel) -> tuple[KvPlan, Executor]:
     try:
         has_tier = config.kv.kv_host_size_bytes or config.kv.kv_disk_size_bytes
         moved = num_staged_blocks if has_tier else no_blocks
-        executor, usage = profile(partial(_make, config, model, longest), capacity, Device(), num_moved_blocks=moved)
+        executor, usage = profile(partial(_make_for_gpu, config, model, longest), capacity, Device(), num_moved_blocks=moved)
     except MemoryError as error:
         raise ConfigError(
             f"The weights and a step of {max_step_tokens(config)} tokens do not fit the GPU: {error}",
@@ -119,10 +123,10 @@ def _measure(config: Config, model: LoadedModel) -> tuple[KvPlan, Executor]:
     return plan, executor
 
 
-def _make_as_measured(config: Config, model: LoadedModel, kv: KvPlan) -> Any:
+def _make_as_measured(config: Config, model: LoadedModel, kv: KvPlan) -> CudaExecutor:
     """For the longest request, as the first one: which part of their bias stored keys lack depends on that, and a file of the
     disk tier outlives both."""
-    executor = _make(config, model, _longest(config, model), MEASURED_BLOCKS)
+    executor = _make_for_gpu(config, model, _longest(config, model), MEASURED_BLOCKS)
     try:
         _make_ready(executor, kv)
     except BaseException:
@@ -131,7 +135,7 @@ def _make_as_measured(config: Config, model: LoadedModel, kv: KvPlan) -> Any:
     return executor
 
 
-def _make_ready(executor: Any, plan: KvPlan) -> None:
+def _make_ready(executor: CudaExecutor, plan: KvPlan) -> None:
     """A GPU's, for requests. Raises MemoryError if there is no room for the KV cache."""
     from penstock.backends.cuda.memory import GpuMemory as Device
 
@@ -156,11 +160,12 @@ def _longest(config: Config, model: LoadedModel) -> int:
     return min(config.model.max_model_len or model.spec.max_model_len, model.spec.max_model_len)
 
 
-def _make(config: Config, model: LoadedModel, max_model_len: int, num_blocks: int) -> Any:
+def _make(config: Config, model: LoadedModel, max_model_len: int, num_blocks: int, **extras: object) -> Executor:
+    """`extras` are what one backend alone is told."""
     from penstock.models.registry import describe
 
     module, _, attribute = EXECUTORS[config.backend.backend or Backend.NATIVE.value].partition(":")
-    return getattr(import_module(module), attribute)(
+    executor: Executor = getattr(import_module(module), attribute)(
         model,
         describe(model.spec),
         num_blocks=num_blocks,
@@ -169,21 +174,21 @@ def _make(config: Config, model: LoadedModel, max_model_len: int, num_blocks: in
         max_step_tokens=max_step_tokens(config),
         max_model_len=max_model_len,
         kv_dtype=kv_dtype(config),
-        **_extras(config),
+        **extras,
     )
+    return executor
 
 
-def _extras(config: Config) -> dict[str, Any]:
-    """What one backend alone is told."""
+def _make_for_gpu(config: Config, model: LoadedModel, max_model_len: int, num_blocks: int) -> CudaExecutor:
+    return cast("CudaExecutor", _make(config, model, max_model_len, num_blocks, **_gpu_extras(config)))
+
+
+def _gpu_extras(config: Config) -> dict[str, object]:
     chosen = config.backend
-    if chosen.backend == Backend.NATIVE:
-        return {"num_threads": num_threads(chosen)}
-    if chosen.backend == Backend.CUDA:
-        return {
-            "round_to_fp8": chosen.weight_dtype == "fp8",
-            "deterministic": bool(chosen.deterministic),
-            "attention": chosen.attention or AttentionKernels.AUTO.value,
-            "use_graphs": chosen.cuda_graphs is not False,
-            "depth": chosen.steps_in_flight or 2,
-        }
-    return {}
+    return {
+        "round_to_fp8": chosen.weight_dtype == "fp8",
+        "deterministic": bool(chosen.deterministic),
+        "attention": chosen.attention or AttentionKernels.AUTO.value,
+        "use_graphs": chosen.cuda_graphs is not False,
+        "depth": chosen.steps_in_flight or 2,
+    }

@@ -1,16 +1,25 @@
-"""The composition root: turns a config into a running model. Called by `cli`, the only room that it does not know.
+"""The factory: turns configs into running models. The command line, the Python API and tests call it.
 
-Heavy imports are inside functions, so that importing this costs nothing; what can be loaded side by side is.
+    start_deployment   configs -> Deployment: a model for each, on one machine's `Resources`
+    start_model        config, source -> RunningModel: checks, weights, memory plan, then
+      Blueprint        what an executor is made of; makes another one from the files after a failure
+      Instruments      what watches the engines: metrics, signals, the door's counts, the journal
+      EngineMaker      makes the engine over an executor, for the supervisor, as often as it asks
+
+Heavy imports are inside functions, so that importing this costs nothing. The vocabulary is loaded beside the weights.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from penstock.config import Config, KvConfig, ServerConfig
 from penstock.config.units import format_size
@@ -18,20 +27,32 @@ from penstock.deploy import device
 from penstock.deploy.executor import build_executor, plan_memory
 from penstock.deploy.fingerprint import system_fingerprint
 from penstock.deploy.policies import admission_limits, build_policies
+from penstock.deploy.resources import MemoryShare, Resources
 from penstock.deploy.sizing import RESERVE_BYTES, TYPICAL_REQUEST_TOKENS, KvPlan
 from penstock.deploy.tiers import build_tier, cleared, open_host_memory, open_store
-from penstock.machine import available_memory_bytes, give_back_free_memory
+from penstock.machine import give_back_free_memory
 from penstock.types.counted import counted
-from penstock.types.errors import ConfigError
+from penstock.types.errors import ConfigError, NotEnoughMemory
 from penstock.types.plan import Capacity
 
 if TYPE_CHECKING:
-    from penstock.deploy.running import ModelInfo, RunningModel, Sources
+    from penstock.admission import Admission
+    from penstock.clock import Clock
+    from penstock.deploy.running import Deployment, ModelInfo, RunningModel, Sources
     from penstock.engine.core import EngineCore
-    from penstock.engine.ports import BlockMover, BlockStore, Executor, Observer, RequestJournal
+    from penstock.engine.ports import BlockMover, BlockStore, Executor, Observer, OutputSink, RequestJournal
+    from penstock.engine.supervisor import Supervisor
+    from penstock.engine.thread import Engine
+    from penstock.engine.transfers import Transfers
+    from penstock.kv.manager import KVManager
     from penstock.kv.tiers import Tier
     from penstock.models.catalog import ModelSource
+    from penstock.models.formats import WeightFormat
     from penstock.models.weights import LoadedModel
+    from penstock.obs.explain.journal import Journal
+    from penstock.obs.metrics import Metrics
+    from penstock.obs.observers import ObserverGroup, TokenObserverGroup
+    from penstock.obs.signals import Signals
     from penstock.text.chat import ChatTemplate
     from penstock.text.tokenizer import Tokenizer
     from penstock.types.vocab import GgufVocab
@@ -39,50 +60,132 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-def build_runtime(config: Config, source: ModelSource) -> RunningModel:
+def locate(config: Config) -> ModelSource:
+    """The source of the config's model, which is fetched first if it is one that can be. Raises PenstockError."""
+    from penstock.models.catalog import default_cache_dir, expand_home, resolve
+
+    folder = expand_home(config.model.cache_dir) if config.model.cache_dir else default_cache_dir()
+    source = resolve(config.model.model, folder)
+    if not source.is_present:
+        from penstock.models.progress import TerminalProgress
+        from penstock.models.pull import ensure_present
+
+        with TerminalProgress() as progress:
+            ensure_present(source, progress=progress)
+    return source
+
+
+def start_deployment(configs: Sequence[Config]) -> Deployment:
+    """A model for each config, the first of them the default one; all share one machine. Close the result.
+
+    Raises what `locate` and `start_model` raise, and ConfigError for two models with one name; then none is left running.
+    """
+    from penstock.deploy.running import Deployment
+
+    resources = Resources()
+    with contextlib.ExitStack() as started:
+        models = []
+        for config in configs:
+            models.append(start_model(config, locate(config), resources))
+            started.callback(models[-1].close)
+        deployment = Deployment(models)
+        started.pop_all()
+    return deployment
+
+
+def start_model(config: Config, source: ModelSource, resources: Resources | None = None) -> RunningModel:
     """The model of a source that is present, ready for requests. Close the result.
 
-    Raises ModelError or ConfigError, with a remedy, if the model can't be loaded or does not fit the machine.
+    `resources` are those of the deployment that it will belong to; a model alone has its own. Raises ModelError or
+    ConfigError, with a remedy, if the model can't be loaded or does not fit the machine.
     """
-    runtime = _load(config, source)
-    give_back_free_memory()  # of the vocabulary as the file has it, which goes only now
-    return runtime
+    resources = resources or Resources()
+    name = _served_names(config, source)[0]
+    try:
+        running = _load(config, source, resources)
+    except BaseException as error:
+        resources.memory.give_back(name)
+        if isinstance(error, NotEnoughMemory) and not device.is_on_gpu(device.settled(config)):
+            raise resources.memory.told_beside(name, error) from error
+        raise
+    give_back_free_memory()  # the vocabulary as the file has it was needed until now
+    return running
 
 
-def _load(config: Config, source: ModelSource) -> RunningModel:
+def _load(config: Config, source: ModelSource, resources: Resources) -> RunningModel:
     from penstock.models.load import load_model
 
     config = device.settled(config)
     device.check_block_size(config)
     _check_cache(config.kv)
     _check_batch_size(config)
-    available_bytes = available_memory_bytes()
+    name = _served_names(config, source)[0]
+    available_bytes = resources.memory.available_bytes(name)
     room_bytes = device.weight_room_bytes(config, available_bytes - RESERVE_BYTES)
     floats = device.held_floats(config)
     model = load_model(source, max_weight_bytes=room_bytes, floats=floats, check_vocab=_check_vocab)
     device.check_head_dim(config, model)
     kv, executor = plan_memory(config, model, available_bytes)
+    resources.memory.take(name, _share(config, model, kv))
     _log_model(model, config, kv)
+    blueprint = Blueprint(config=config, source=source, kv=kv, resources=resources)
     try:
-        return _start(config, source, model, kv, executor)
+        return _start(blueprint, model, executor)
     except MemoryError as error:
-        raise ConfigError(
+        raise NotEnoughMemory(
             f"There is not enough memory: the weights take {format_size(model.num_weight_bytes)}, the KV cache "
             f"{format_size(kv.num_bytes)}, and {format_size(available_bytes)} were free before.",
             remedy="Lower --kv-cache-memory or --max-num-batched-tokens, or free some memory.",
         ) from error
 
 
-def _start(config: Config, source: ModelSource, model: LoadedModel, kv: KvPlan, executor: Executor | None) -> RunningModel:
+def _share(config: Config, model: LoadedModel, kv: KvPlan) -> MemoryShare:
+    """What the model takes of the machine's memory. A GPU has its own, which is measured anew for each model."""
+    if device.is_on_gpu(config):
+        return MemoryShare()
+    return MemoryShare(num_weight_bytes=model.num_weight_bytes, num_kv_bytes=kv.num_bytes)
+
+
+def _start(blueprint: Blueprint, model: LoadedModel, executor: Executor | None) -> RunningModel:
     # The vocabulary takes about as long as the weights, and both leave Python for most of it.
     with ThreadPoolExecutor(max_workers=1) as side:
-        tokenizer = side.submit(_load_text, config.model.chat_template, model)
-        executor = executor or build_executor(config, model, kv)
+        text = side.submit(_load_text, blueprint.config.model.chat_template, model)
+        executor = executor or blueprint.executor_of(model)
         try:
-            return _assemble(config, source, model, kv, executor, *tokenizer.result())
+            return _assemble(blueprint, model, executor, *text.result())
         except BaseException:
             executor.close()
             raise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blueprint:
+    """Everything that executors of one model are made of, but for its weights: these are read anew for each."""
+
+    config: Config
+    """With the device and the backend decided."""
+    source: ModelSource
+    kv: KvPlan
+    resources: Resources
+
+    @property
+    def name(self) -> str:
+        return _served_names(self.config, self.source)[0]
+
+    def executor_of(self, model: LoadedModel) -> Executor:
+        """The backend with the weights of a model that was just loaded."""
+        return build_executor(self.config, model, self.kv, partial(self.resources.team, self.name))
+
+    def executor_from_files(self) -> Executor:
+        """Another executor, when one has failed, which may still hold its memory."""
+        from penstock.models.load import load_model
+
+        free_bytes = self.resources.memory.available_bytes(self.name) - RESERVE_BYTES - self.kv.num_bytes
+        room_bytes = device.weight_room_bytes(self.config, free_bytes)
+        model = load_model(self.source, max_weight_bytes=room_bytes, floats=device.held_floats(self.config))
+        executor = self.executor_of(model)
+        give_back_free_memory()
+        return executor
 
 
 def _check_vocab(vocab: GgufVocab) -> None:
@@ -112,17 +215,6 @@ def _check_batch_size(config: Config) -> None:
     build_policies(config).gate.max_running(capacity)
 
 
-def _rebuild_executor(config: Config, source: ModelSource, kv: KvPlan) -> Executor:
-    """Another executor, from the files: the one before it has failed, and may still hold its memory."""
-    from penstock.models.load import load_model
-
-    room_bytes = device.weight_room_bytes(config, available_memory_bytes() - RESERVE_BYTES - kv.num_bytes)
-    model = load_model(source, max_weight_bytes=room_bytes, floats=device.held_floats(config))
-    executor = build_executor(config, model, kv)
-    give_back_free_memory()
-    return executor
-
-
 def build_core(
     config: Config,
     capacity: Capacity,
@@ -138,119 +230,193 @@ def build_core(
     return EngineCore(scheduler, observer=observer, journal=journal)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instruments:
+    """Everything that watches the engines of one model: a single set, so that counts go on after a failure."""
+
+    metrics: Metrics
+    admission: Admission
+    signals: Signals
+    journal: Journal | None
+    observer: ObserverGroup
+    token_observer: TokenObserverGroup
+
+    @classmethod
+    def of(cls, config: Config, capacity: Capacity, model_name: str) -> Instruments:
+        from penstock.admission import Admission
+        from penstock.obs.explain.journal import Journal
+        from penstock.obs.metrics import Metrics
+        from penstock.obs.observers import ObserverGroup, TokenObserverGroup
+        from penstock.obs.signals import Signals
+
+        policies = build_policies(config)
+        metrics = Metrics(model_name)
+        metrics.tier.medium = "host" if config.kv.kv_host_size_bytes else "disk"
+        admission = Admission(admission_limits(config.admission), capacity, reads_priority=policies.order.reads_priority)
+        signals = Signals(policies.gate.max_running(capacity), admission.drain.rate)
+        admission.on_call = signals.on_call
+        return cls(
+            metrics=metrics,
+            admission=admission,
+            signals=signals,
+            journal=Journal(config.server.explained_requests) if config.server.explained_requests else None,
+            observer=ObserverGroup([metrics, admission, signals]),
+            token_observer=TokenObserverGroup([metrics, admission]),
+        )
+
+    def connect(self, engine: Supervisor, clock: Clock) -> None:
+        """Let the metrics ask the engine for what they do not count."""
+        self.metrics.connect(
+            load=engine.load,
+            signals=lambda: self.signals.read(engine.load(), clock.now_ns()),
+            waste=engine.kv_waste_ratio,
+        )
+
+
+class EngineMaker:
+    """Makes the engines of one model: the first, and another one each time that the supervisor asks after a failure.
+
+    Each engine has an executor and a store of its own. The store, which is the tier below the KV pool, is emptied in between.
+    """
+
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        executor: Executor,
+        store: BlockStore | None,
+        *,
+        tokenizer: Tokenizer,
+        instruments: Instruments,
+        clock: Clock,
+        sink: OutputSink,
+    ) -> None:
+        """`executor` and `store` are those of the first engine."""
+        self._blueprint = blueprint
+        self._first_executor: Executor | None = executor
+        self._stores = [store]
+        """The store of each engine so far; the last one's is in use."""
+        self._tokenizer = tokenizer
+        self._instruments = instruments
+        self._clock = clock
+        self._sink = sink
+        self._engine: Engine | None = None
+        """The last one that was made."""
+
+    def make(self, on_failed: Callable[[], None]) -> Engine:
+        """An engine that is not started. Raises whatever loading the model raises."""
+        executor, self._first_executor = self._first_executor, None
+        if executor is None:
+            self._stores.append(cleared(self._stores[-1]))
+            if self._engine is not None and self._engine.step_age_ns():  # its step goes on, and maybe for ever
+                self._blueprint.resources.leave_team(self._blueprint.name)
+            executor = self._blueprint.executor_from_files()
+        try:
+            self._engine = self._make(executor, on_failed)
+        except BaseException:  # the next attempt needs its memory
+            executor.close()
+            raise
+        return self._engine
+
+    def release(self) -> None:
+        """Close the stores and give the model's memory back, once no engine runs any more."""
+        for store in self._stores:
+            if store is not None:
+                store.close()
+        self._blueprint.resources.memory.give_back(self._blueprint.name)
+
+    def _make(self, executor: Executor, on_failed: Callable[[], None]) -> Engine:
+        from penstock.engine.output import OutputStage
+        from penstock.engine.thread import Engine
+        from penstock.text.detokenizer import detokenizer_factory
+
+        told = self._instruments
+        core = build_core(self._blueprint.config, executor.capacity, told.observer, told.journal, build_tier(self._stores[-1]))
+        return Engine(
+            core,
+            executor,
+            OutputStage(detokenizer_factory(self._tokenizer), observer=told.token_observer),
+            clock=self._clock,
+            sink=self._sink,
+            observer=told.observer,
+            turn_observer=told.metrics,
+            on_failed=on_failed,
+            make_transfers=partial(self._make_transfers, core.scheduler.kv),
+        )
+
+    def _make_transfers(self, kv: KVManager, blocks: BlockMover, wake: Callable[[], None]) -> Transfers | None:
+        from penstock.engine.transfers import Transfers
+
+        tier, store = self._instruments.metrics.tier, self._stores[-1]
+        if store is None:
+            tier.is_open = False
+            return None
+        return Transfers(kv, blocks, store, clock=self._clock, stats=tier, wake=wake)
+
+
 def _assemble(
-    config: Config,
-    source: ModelSource,
+    blueprint: Blueprint,
     model: LoadedModel,
-    kv: KvPlan,
     executor: Executor,
     tokenizer: Tokenizer,
     chat_template: ChatTemplate | None,
 ) -> RunningModel:
-    """The engine around an executor, the server's half around the engine; both started."""
-    from penstock.admission import Admission
+    """The engine around an executor, and everything around the engine; both started."""
     from penstock.clock import WallClock
     from penstock.deploy.running import RunningModel
     from penstock.engine.bridge import Bridge
-    from penstock.engine.output import OutputStage
     from penstock.engine.supervisor import Supervisor
-    from penstock.engine.thread import Engine
-    from penstock.engine.transfers import Transfers
-    from penstock.obs.explain.journal import Journal
-    from penstock.obs.metrics import Metrics
-    from penstock.obs.observers import ObserverGroup, TokenObserverGroup
-    from penstock.obs.signals import Signals
-    from penstock.text.detokenizer import detokenizer_factory
     from penstock.text.grammar import Grammars
 
+    config = blueprint.config
     if tokenizer.vocab_size > model.spec.vocab_size:
         _log.warning(
             "the tokenizer knows %d tokens, the model %d: texts that need one of the others are refused",
             tokenizer.vocab_size,
             model.spec.vocab_size,
         )
-    clock = WallClock()
+    clock, bridge = WallClock(), Bridge()
     template = None if chat_template is None else chat_template.source
-    fingerprint = system_fingerprint(config, model, executor, template)
-    info = _model_info(config, source, model, executor.capacity, tokenizer, fingerprint)
-    metrics = Metrics(info.name)
-    policies = build_policies(config)
-    admission = Admission(admission_limits(config.admission), executor.capacity, reads_priority=policies.order.reads_priority)
-    signals = Signals(policies.gate.max_running(executor.capacity), admission.drain.rate)
-    admission.on_call = signals.on_call
-    metrics.num_weight_bytes = getattr(executor, "weight_bytes", 0)  # of backends that keep them otherwise than the file
-    metrics.tier.medium = "host" if config.kv.kv_host_size_bytes else "disk"
-    observer = ObserverGroup([metrics, admission, signals])
-    journal = Journal(config.server.explained_requests) if config.server.explained_requests else None
-    bridge = Bridge()
-    first = [executor]
-    stores: list[BlockStore | None] = [open_host_memory(config.kv, executor) or open_store(config, model, executor)]
-    """Of each engine; the last one's is in use."""
-
-    def engine_over(executor: Executor, own_store: BlockStore | None, on_failed: Callable[[], None]) -> Engine:
-        core = build_core(config, executor.capacity, observer, journal, build_tier(own_store))
-
-        def make_transfers(blocks: BlockMover, wake: Callable[[], None]) -> Transfers | None:
-            if own_store is None:
-                metrics.tier.is_open = False
-                return None
-            return Transfers(core.scheduler.kv, blocks, own_store, clock=clock, stats=metrics.tier, wake=wake)
-
-        return Engine(
-            core,
-            executor,
-            OutputStage(detokenizer_factory(tokenizer), observer=TokenObserverGroup([metrics, admission])),
-            clock=clock,
-            sink=bridge.deliver,
-            observer=observer,
-            turn_observer=metrics,
-            on_failed=on_failed,
-            make_transfers=make_transfers,
-        )
-
-    def make_engine(on_failed: Callable[[], None]) -> Engine:
-        if not first:
-            stores.append(cleared(stores[-1]))
-        own_store = stores[-1]
-        executor = first.pop() if first else _rebuild_executor(config, source, kv)
-        try:
-            return engine_over(executor, own_store, on_failed)
-        except BaseException:  # the next attempt needs its memory
-            executor.close()
-            raise
-
+    info = _model_info(blueprint, model, executor, tokenizer, system_fingerprint(config, model, executor, template))
+    instruments = Instruments.of(config, executor.capacity, info.name)
+    instruments.metrics.num_weight_bytes = getattr(executor, "weight_bytes", 0)  # of backends that do not keep the file's
+    store = _open_tier(blueprint, model, executor)
+    maker = EngineMaker(
+        blueprint, executor, store, tokenizer=tokenizer, instruments=instruments, clock=clock, sink=bridge.deliver
+    )
     engine = Supervisor(
-        make_engine, clock=clock, step_timeout_s=device.step_timeout_s(config.backend), on_restart=metrics.count_restart
+        maker.make,
+        clock=clock,
+        step_timeout_s=device.step_timeout_s(config.backend),
+        on_restart=instruments.metrics.count_restart,
     )
     bridge.attach(engine)
-    metrics.connect(
-        load=engine.load,
-        signals=lambda: signals.read(engine.load(), clock.now_ns()),
-        waste=engine.kv_waste_ratio,
-    )
+    instruments.connect(engine, clock)
     engine.start()
-
-    def close_stores() -> None:
-        for store in stores:
-            if store is not None:
-                store.close()
-
     return RunningModel(
         engine=engine,
         bridge=bridge,
         tokenizer=tokenizer,
         chat_template=chat_template,
         grammars=Grammars(tokenizer, vocab_size=model.spec.vocab_size),
-        admission=admission,
-        metrics=metrics,
+        admission=instruments.admission,
+        metrics=instruments.metrics,
         model=info,
         clock=clock,
         slo_itl_ns=None if config.scheduler.slo_itl_s is None else int(config.scheduler.slo_itl_s * 1e9),
         prefix_sharing=config.kv.prefix_sharing,
         sources=_sources(config.server),
-        journal=journal,
-        close_store=close_stores,
+        journal=instruments.journal,
+        release=maker.release,
     )
+
+
+def _open_tier(blueprint: Blueprint, model: LoadedModel, executor: Executor) -> BlockStore | None:
+    config, memory = blueprint.config, blueprint.resources.memory
+    if not config.kv.kv_host_size_bytes:
+        return open_store(config, model, executor)
+    store = open_host_memory(config.kv, executor, available_bytes=memory.available_bytes(blueprint.name))
+    memory.take(blueprint.name, MemoryShare(num_tier_bytes=config.kv.kv_host_size_bytes))  # only GPUs have this tier
+    return store
 
 
 def _load_text(template: str | None, model: LoadedModel) -> tuple[Tokenizer, ChatTemplate | None]:
@@ -269,12 +435,13 @@ def _load_text(template: str | None, model: LoadedModel) -> tuple[Tokenizer, Cha
 
 
 def _model_info(
-    config: Config, source: ModelSource, model: LoadedModel, capacity: Capacity, tokenizer: Tokenizer, fingerprint: str
+    blueprint: Blueprint, model: LoadedModel, executor: Executor, tokenizer: Tokenizer, fingerprint: str
 ) -> ModelInfo:
     from penstock.deploy.running import ModelInfo
 
+    config, source, capacity = blueprint.config, blueprint.source, executor.capacity
     return ModelInfo(
-        served_names=config.model.served_model_names or (source.name,),
+        served_names=_served_names(config, source),
         aliases=() if config.model.served_model_names else _aliases(config.model.model, source),
         root=str(model.path) if source.entry is None else source.name,
         fingerprint=fingerprint,
@@ -285,6 +452,10 @@ def _model_info(
         is_priority_scheduled=build_policies(config).order.reads_priority,
         max_beams=capacity.max_rows,
     )
+
+
+def _served_names(config: Config, source: ModelSource) -> tuple[str, ...]:
+    return config.model.served_model_names or (source.name,)
 
 
 def _aliases(given: str, source: ModelSource) -> tuple[str, ...]:
@@ -306,7 +477,7 @@ def _sources(server: ServerConfig) -> Sources:
 
 
 def _log_model(model: LoadedModel, config: Config, kv: KvPlan) -> None:
-    formats: dict[Any, int] = {}
+    formats: dict[WeightFormat, int] = {}
     for tensor in model.weights.values():
         formats[tensor.format] = formats.get(tensor.format, 0) + tensor.num_bytes
     shares = ", ".join(f"{name} {format_size(size)}" for name, size in sorted(formats.items(), key=lambda item: -item[1]))

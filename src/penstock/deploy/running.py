@@ -1,14 +1,16 @@
-"""A running model with everything that answers for it: made by `build`, handed to the server and to the terminal commands.
+"""A running model with everything that answers for it, and a deployment: the running models of one process by their names.
 
-Holds references only; knows neither HTTP nor how its parts were made.
+The factory makes both; the server, the Python API and the terminal commands use them. They hold references only, and know
+neither HTTP nor how their parts were made.
 """
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from penstock.admission import Admission
@@ -22,6 +24,7 @@ from penstock.obs.metrics import Metrics
 from penstock.text.chat import ChatTemplate
 from penstock.text.grammar import Grammars
 from penstock.text.tokenizer import Tokenizer
+from penstock.types.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,18 +113,75 @@ class RunningModel:
     sources: Sources = field(default_factory=Sources)
     journal: Journal | None = None
     """The engine's; None: no request is explained."""
-    close_store: Callable[[], None] = lambda: None
-    """Called when the engine is closed: gives the file of the disk tier free."""
+    release: Callable[[], None] = lambda: None
+    """Called once the engine is closed: gives back what is not the engine's, such as the file of the disk tier."""
     off_loop: OffLoop = field(init=False)
-    """Long texts are worked on here."""
+    """Works on long texts in threads of its own."""
 
     def __post_init__(self) -> None:
         self.off_loop = OffLoop(self.metrics.count_rejected)
+
+    @property
+    def name(self) -> str:
+        return self.model.name
 
     def close(self, timeout_s: float = 0.0) -> bool:
         """Drain for up to `timeout_s`, abort the rest, free everything. True if nothing had to be aborted. Idempotent."""
         try:
             return self.engine.close(timeout_s)
         finally:
-            self.close_store()
+            self.release()
             self.off_loop.close()
+
+
+class Deployment:
+    """Running models, found by the names that clients use. Immutable: what it has at first, it has until it is closed."""
+
+    def __init__(self, models: Sequence[RunningModel]) -> None:
+        """The first model is the default one. Raises ConfigError if two have a name or an alias in common."""
+        if not models:
+            raise ValueError("a deployment has at least one model")
+        self._models = tuple(models)
+        self._by_name: dict[str, RunningModel] = {}
+        for running in models:
+            for name in dict.fromkeys(running.model.served_names + running.model.aliases):
+                if name in self._by_name:
+                    raise ConfigError(
+                        f"Two models are served as {name!r}.", remedy="Give one of them another --served-model-name."
+                    )
+                self._by_name[name] = running
+
+    @property
+    def models(self) -> tuple[RunningModel, ...]:
+        return self._models
+
+    @property
+    def default(self) -> RunningModel:
+        """The model of a request that names none."""
+        return self._models[0]
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """The names of all models as they are listed: without aliases."""
+        return tuple(name for running in self._models for name in running.model.served_names)
+
+    def find(self, name: str | None) -> RunningModel | None:
+        """The model with this name or alias, the default one for None; None if there is no such model."""
+        return self.default if name is None else self._by_name.get(name)
+
+    def drain(self) -> None:
+        """Refuse new requests and let the others end. Returns at once."""
+        for running in self._models:
+            running.engine.drain()
+
+    def close(self, timeout_s: float = 0.0) -> bool:
+        """Drain all models for up to `timeout_s` together and close each. True if nothing had to be aborted. Idempotent."""
+        self.drain()
+        end_s = time.monotonic() + timeout_s
+        is_clean = True
+        with contextlib.ExitStack() as others:  # all are closed, also if one can't be
+            for running in self._models:
+                others.callback(running.close)
+            for running in self._models:
+                is_clean &= running.close(max(0.0, end_s - time.monotonic()))
+        return is_clean

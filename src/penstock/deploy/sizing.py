@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from penstock.config import KvConfig
 from penstock.config.units import format_size
-from penstock.types.errors import ConfigError
+from penstock.types.errors import ConfigError, NotEnoughMemory
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.model_spec import ModelSpec
 
@@ -69,7 +69,7 @@ def plan_kv(
 ) -> KvPlan:
     """Blocks and longest request for a model on a machine with `available_bytes` before the weights are loaded.
 
-    Raises ConfigError, with the numbers, where what was asked for does not fit.
+    Raises NotEnoughMemory, with the numbers, if what was asked for does not fit, and ConfigError if the model can not do it.
     """
     wanted_len = _wanted_len(spec, max_model_len)
     block_bytes = kv.block_size * spec.kv_bytes_per_token(dtype)
@@ -79,7 +79,7 @@ def plan_kv(
     if budget_bytes is None:
         budget_bytes = min(max(0, free_bytes) // 2, DEFAULT_CAP_BYTES, _useful_bytes(kv, block_bytes, max_num_seqs, wanted_len))
     elif budget_bytes > free_bytes:
-        raise ConfigError(
+        raise NotEnoughMemory(
             f"kv_cache_memory {format_size(budget_bytes)} is more than the {format_size(max(0, free_bytes))} that are free "
             f"after the weights{' and the books of the disk tier' if kv.kv_disk_size_bytes else ''}.",
             remedy="Lower --kv-cache-memory, or free some memory.",
@@ -134,7 +134,7 @@ def num_host_slots(kv: KvConfig, *, block_bytes: int, available_bytes: int) -> i
     asked_bytes = kv.kv_host_size_bytes
     needed_bytes = asked_bytes + _books_bytes("host", asked_bytes, free_bytes, block_bytes)
     if needed_bytes > free_bytes:
-        raise ConfigError(
+        raise NotEnoughMemory(
             f"kv_host_size {format_size(asked_bytes)} takes {format_size(needed_bytes)} with its books, and "
             f"{format_size(max(0, free_bytes))} of the machine's memory are free.",
             remedy="Lower --kv-host-size, or free some memory.",
@@ -167,7 +167,7 @@ def _plan(
     """`is_exact`: the length was asked for, and is not shortened. `growth`: the flag that makes the cache larger."""
     num_blocks = budget_bytes // block_bytes
     if num_blocks < 2:
-        raise ConfigError(
+        raise NotEnoughMemory(
             f"The KV cache gets {format_size(budget_bytes)}, which is less than the two blocks of "
             f"{format_size(block_bytes)} that are the least.",
             remedy=f"Raise {growth}, or free some memory.",
@@ -175,7 +175,7 @@ def _plan(
     longest = (num_blocks - 1) * kv.block_size
     if is_exact and longest < wanted_len:
         needed_bytes = (-(-wanted_len // kv.block_size) + 1) * block_bytes
-        raise ConfigError(
+        raise NotEnoughMemory(
             f"A request of max_model_len {wanted_len} tokens needs {format_size(needed_bytes)} of KV cache; "
             f"{format_size(budget_bytes)} holds {longest}.",
             remedy=f"Raise {growth} or lower --max-model-len.",
@@ -188,7 +188,7 @@ def _books_bytes(tier: str, size_bytes: int, free_bytes: int, block_bytes: int) 
     num_slots = size_bytes // block_bytes
     num_bytes = num_slots * SLOT_BOOKS_BYTES
     if num_slots and num_bytes > max(0, free_bytes) // 2:
-        raise ConfigError(
+        raise NotEnoughMemory(
             f"The books of kv_{tier}_size {format_size(size_bytes)}, {num_slots} blocks, take up to "
             f"{format_size(num_bytes)} of memory, more than half of the {format_size(max(0, free_bytes))} that are free.",
             remedy=f"Lower --kv-{tier}-size, or raise --block-size.",

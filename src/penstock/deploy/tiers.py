@@ -12,7 +12,6 @@ from penstock.config import Config, KvConfig
 from penstock.config.units import format_size
 from penstock.deploy.fingerprint import kv_fingerprint
 from penstock.deploy.sizing import num_host_slots
-from penstock.machine import available_memory_bytes
 from penstock.types.counted import counted
 from penstock.types.errors import ConfigError
 
@@ -49,13 +48,11 @@ def open_store(config: Config, model: LoadedModel, executor: Executor) -> BlockF
     return store
 
 
-def open_host_memory(kv: KvConfig, executor: Executor) -> HostMemory | None:
-    """The memory below an executor's pool; None if none was asked for. Raises ConfigError if there is not so much."""
+def open_host_memory(kv: KvConfig, executor: Executor, *, available_bytes: int) -> HostMemory:
+    """The memory below an executor's pool. Raises ConfigError if there is not so much of `available_bytes`."""
     from penstock.storage.host_memory import HostMemory
 
-    if not kv.kv_host_size_bytes:
-        return None
-    num_slots = num_host_slots(kv, block_bytes=executor.block_bytes, available_bytes=available_memory_bytes())
+    num_slots = num_host_slots(kv, block_bytes=executor.block_bytes, available_bytes=available_bytes)
     try:
         store = HostMemory(num_slots, content_bytes=executor.block_bytes)
     except MemoryError as error:

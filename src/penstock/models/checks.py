@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from penstock.models.program import Embed, LayerNorm, Linear, Logits, Program, RMSNorm
-from penstock.types.errors import ModelError
+from penstock.types.errors import ModelError, NotEnoughMemory
 from penstock.types.model_spec import ModelSpec
 
 _log = logging.getLogger(__name__)
@@ -115,9 +115,9 @@ def check_shape(name: str, shape: tuple[int, int], wanted: tuple[int, int], path
 
 
 def check_memory(weight_bytes: int, max_bytes: int | None, path: Path) -> None:
-    """Raises ModelError if the weights would take more than `max_bytes`."""
+    """Raises NotEnoughMemory if the weights would take more than `max_bytes`."""
     if max_bytes is not None and weight_bytes > max_bytes:
-        raise ModelError(
+        raise NotEnoughMemory(
             f"{path}: the weights take {weight_bytes / 2**20:,.0f} MiB, but only {max_bytes / 2**20:,.0f} MiB are available.",
             remedy="Free memory, or use a smaller or more strongly quantised model.",
         )

@@ -31,6 +31,10 @@ class ModelError(PenstockError):
     """A model file is missing, corrupt, truncated or of an unsupported kind."""
 
 
+class NotEnoughMemory(ConfigError, ModelError):
+    """A model does not fit the memory that is free, with these settings."""
+
+
 class DownloadError(PenstockError):
     """Weights could not be fetched, verified or stored."""
 

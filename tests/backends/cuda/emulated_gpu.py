@@ -29,13 +29,12 @@ class EmulatedMemory:
 
 def emulate_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runtimes on a GPU compute in float32, for the reference's answers, and without a GPU on an emulated one."""
-    extras = executor_part._extras
+    extras = executor_part._gpu_extras
 
     def exactly(config: Config) -> dict[str, Any]:
-        given = extras(config)
-        return {**given, "device": DEVICE, "dtype": torch.float32} if config.backend.backend == "cuda" else given
+        return {**extras(config), "device": DEVICE, "dtype": torch.float32}
 
-    monkeypatch.setattr(executor_part, "_extras", exactly)
+    monkeypatch.setattr(executor_part, "_gpu_extras", exactly)
     if HAS_DEVICE:
         return
     monkeypatch.setattr(cuda, "why_not", lambda: None)

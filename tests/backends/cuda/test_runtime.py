@@ -19,10 +19,11 @@ from penstock.backends import cuda
 from penstock.backends.cuda import attention_trial, flashinfer_attention, memory
 from penstock.backends.cuda.executor import CudaExecutor
 from penstock.backends.cuda.graphs import Captured
+from penstock.backends.native._native import Team
 from penstock.config import BackendConfig, Config, KvConfig, SchedulerConfig
 from penstock.deploy import executor as executor_part
 from penstock.deploy.device import settled
-from penstock.deploy.factory import build_runtime
+from penstock.deploy.factory import start_model
 from penstock.deploy.running import RunningModel
 from penstock.engine.transfers import num_staged_blocks
 from penstock.models.catalog import resolve
@@ -69,7 +70,7 @@ def build(
         kv=KvConfig(kv_cache_dtype="bf16", **kv),
         scheduler=SMALL,
     )
-    return build_runtime(config, resolve(str(gguf), gguf.parent))
+    return start_model(config, resolve(str(gguf), gguf.parent))
 
 
 def ask(runtime: RunningModel, name: str, prompt: list[int], max_tokens: int = 2) -> tuple[list[int], int]:
@@ -218,7 +219,7 @@ def test_an_executor_that_is_made_anew_stores_the_keys_of_the_one_before(tmp_pat
     plan, measured = executor_part.plan_memory(config, model, GIB)
     assert isinstance(measured, CudaExecutor)
     assert plan.is_shortened
-    anew = executor_part.build_executor(config, model, plan)
+    anew = executor_part.build_executor(config, model, plan, Team)
     assert isinstance(anew, CudaExecutor)
     try:
         assert anew.num_positions == measured.num_positions == model.spec.max_model_len

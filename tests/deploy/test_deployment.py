@@ -1,0 +1,158 @@
+"""Several models in one process: found by name, on one budget of memory and one team of threads, closed together."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from penstock.config import Backend, BackendConfig, Config, KvConfig, ModelConfig, SchedulerConfig
+from penstock.deploy.factory import start_deployment, start_model
+from penstock.deploy.resources import MemoryBudget, MemoryShare, Resources
+from penstock.deploy.running import Deployment, RunningModel
+from penstock.engine.thread import EngineState
+from penstock.models.catalog import resolve
+from penstock.testing.builders import make_request
+from penstock.testing.tiny_models import TinyLlama, write_gguf
+from penstock.types.errors import ConfigError, ModelError, NotEnoughMemory
+
+MIB = 1 << 20
+SMALL = MemoryShare(num_weight_bytes=20 * MIB, num_kv_bytes=30 * MIB, num_reserve_bytes=0)
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return [write_gguf(folder / f"{name}.gguf", TinyLlama()) for name in ("one", "two")]
+
+
+def config_of(path: Path, backend: Backend = Backend.NATIVE, **model_fields: object) -> Config:
+    return Config(
+        model=replace(ModelConfig(model=str(path)), **model_fields),  # type: ignore[arg-type]
+        backend=BackendConfig(backend=backend, threads=2 if backend is Backend.NATIVE else None),
+        kv=KvConfig(kv_cache_memory_bytes=MIB),
+        scheduler=SchedulerConfig(max_num_seqs=4),
+    )
+
+
+async def answer(running: RunningModel, request_id: str = "r") -> str:
+    prompt = running.tokenizer.encode("in the", add_special_tokens=False)
+    stream = running.bridge.stream(make_request(request_id, prompt, max_tokens=8))
+    return "".join([chunk.text async for chunk in stream])
+
+
+def test_a_name_finds_its_model_and_no_name_the_first(paths: list[Path]) -> None:
+    with_names = config_of(paths[1], served_model_names=("second", "another"))
+    deployment = start_deployment([config_of(paths[0]), with_names])
+    try:
+        one, two = deployment.models
+        assert deployment.served_names == ("one", "second", "another")
+        assert deployment.default is deployment.find(None) is deployment.find("one") is deployment.find(str(paths[0])) is one
+        assert deployment.find("another") is two
+        assert deployment.find("two") is None, "it goes by the names that it was given"
+    finally:
+        assert deployment.close(30.0)
+    assert {running.engine.state for running in deployment.models} == {EngineState.STOPPED}
+    assert deployment.close(), "closing again does nothing"
+
+
+def test_models_that_share_a_team_answer_as_each_does_alone(paths: list[Path]) -> None:
+    async def both(deployment: Deployment) -> list[str]:
+        return await asyncio.gather(*[answer(running) for running in deployment.models])
+
+    deployment = start_deployment([config_of(path) for path in paths])
+    try:
+        together = asyncio.run(both(deployment))
+    finally:
+        deployment.close()
+    alone = start_model(config_of(paths[0]), resolve(str(paths[0]), paths[0].parent))
+    try:
+        assert together == [asyncio.run(answer(alone))] * 2
+    finally:
+        alone.close()
+
+
+def test_two_models_with_one_name_are_refused_and_none_is_left_running(paths: list[Path]) -> None:
+    gc.collect()
+    with pytest.raises(ConfigError, match=r"Two models are served as 'one'.*--served-model-name"):
+        start_deployment([config_of(paths[0]), config_of(paths[1], served_model_names=("one",))])
+    running = [thing for thing in gc.get_objects() if isinstance(thing, RunningModel)]
+    assert all(model.engine.state is EngineState.STOPPED for model in running)
+
+
+def test_all_models_have_the_same_number_of_threads(paths: list[Path]) -> None:
+    other = replace(config_of(paths[1]), backend=BackendConfig(backend=Backend.NATIVE, threads=1))
+    with pytest.raises(ConfigError, match=r"threads is 1, and the models .* share 2 threads.*--threads"):
+        start_deployment([config_of(paths[0]), other])
+
+
+def test_a_team_that_a_step_holds_for_ever_is_left_and_the_next_one_shared() -> None:
+    resources = Resources()
+    first = resources.team("one", 2)
+    assert resources.team("two", 2) is first
+    resources.leave_team("one")
+    second = resources.team("one", 2)
+    assert second is not first
+    resources.leave_team("two")  # which waited for the first, too
+    assert resources.team("two", 2) is second
+
+
+def test_memory_that_a_model_was_promised_is_not_given_to_the_next() -> None:
+    free = [100 * MIB]
+    budget = MemoryBudget(lambda: free[0])
+    assert budget.available_bytes("one") == 100 * MIB
+    budget.take("one", SMALL)
+    free[0] = 80 * MIB  # the weights are there, and the KV cache has not filled yet
+    assert budget.available_bytes("two") == 50 * MIB
+    assert budget.available_bytes("one") == 80 * MIB, "its own share is not taken from it"
+    budget.take("two", SMALL)
+    with pytest.raises(NotEnoughMemory, match=r"three takes 50 MiB \(weights 20 MiB, KV cache 30 MiB\), and 0 B are left"):
+        budget.take("three", SMALL)
+    budget.give_back("one")
+    budget.take("three", SMALL)
+    free[0] = 10 * MIB
+    assert budget.available_bytes("four") == 0
+
+
+@pytest.mark.parametrize("room_bytes", [-MIB, 16 << 10])
+def test_the_model_that_does_not_fit_beside_another_is_told_what_holds_the_memory(paths: list[Path], room_bytes: int) -> None:
+    """Room for no weights, or for weights and no KV cache."""
+    num_weight_bytes = 0
+    resources = Resources(MemoryBudget(lambda: 2048 * MIB))
+    one = start_model(config_of(paths[0]), resolve(str(paths[0]), paths[0].parent), resources)
+    try:
+        num_weight_bytes = one.metrics.num_weight_bytes
+        left_bytes = 256 * MIB + (num_weight_bytes + room_bytes if room_bytes > 0 else 0)
+        other = MemoryShare(num_kv_bytes=resources.memory.available_bytes("two") - left_bytes, num_reserve_bytes=0)
+        resources.memory.take("other", other)
+        with pytest.raises(NotEnoughMemory, match=r"Of the machine's memory one holds .*weights.*KV cache.*, other holds"):
+            start_model(config_of(paths[1]), resolve(str(paths[1]), paths[1].parent), resources)
+        resources.memory.give_back("other")
+        start_model(config_of(paths[1]), resolve(str(paths[1]), paths[1].parent), resources).close()
+        assert asyncio.run(answer(one)), "the first goes on"
+    finally:
+        one.close()
+
+
+def test_a_closed_model_gives_its_memory_back(paths: list[Path]) -> None:
+    resources = Resources(MemoryBudget(lambda: 2048 * MIB))
+    before = resources.memory.available_bytes("another")
+    for _ in range(2):
+        running = start_model(config_of(paths[0]), resolve(str(paths[0]), paths[0].parent), resources)
+        assert resources.memory.available_bytes("another") < before
+        running.close()
+    assert resources.memory.available_bytes("another") == before
+
+
+def test_a_model_that_can_not_be_loaded_leaves_its_share(paths: list[Path], tmp_path: Path) -> None:
+    resources = Resources(MemoryBudget(lambda: 2048 * MIB))
+    before = resources.memory.available_bytes("another")
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(paths[0].read_bytes()[:1000])
+    with pytest.raises(ModelError) as failure:
+        start_model(config_of(broken), resolve(str(broken), tmp_path), resources)
+    assert not isinstance(failure.value, NotEnoughMemory)
+    assert resources.memory.available_bytes("another") == before
