@@ -52,7 +52,7 @@ def serve(
     while core.has_work:
         plan = core.begin(0)
         assert plan is not None, "there is work"
-        num_blocks = max(num_blocks, kv.num_total_blocks - kv.num_available_blocks)
+        num_blocks = max(num_blocks, kv.num_total_blocks - kv.pool.num_available)
         copies = core.take_block_copies()
         if copies:
             executor.copy_blocks(copies)

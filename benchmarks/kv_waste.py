@@ -56,7 +56,7 @@ class WasteMeter:
 
     def add(self, scheduler: Scheduler, duration_ns: int) -> None:
         kv = scheduler.kv
-        held = kv.block_size * (kv.num_total_blocks - kv.num_available_blocks) * duration_ns
+        held = kv.block_size * (kv.num_total_blocks - kv.pool.num_available) * duration_ns
         self.held += held
         self.empty += held * waste_ratio(kv, scheduler.running.values())
 

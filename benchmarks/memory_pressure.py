@@ -117,7 +117,7 @@ def _run_virtually(
             worker.turn()
         if plan is None:
             continue
-        num_held_now = kv.num_total_blocks - kv.num_available_blocks
+        num_held_now = kv.num_total_blocks - kv.pool.num_available
         num_held = max(num_held, num_held_now)
         counts = core.scheduler.counts
         num_recomputed += counts.num_recomputed_tokens

@@ -54,7 +54,7 @@ class Device:
 
     @property
     def num_available(self) -> int:
-        return self.core.scheduler.kv.num_available_blocks
+        return self.core.scheduler.kv.pool.num_available
 
 
 def answer(request: Request) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ def test_halves_share_an_executor_and_no_block():
             expected = expected_tokens(request.prompt_token_ids, request.sampling, model=executor.model, max_model_len=40)
             assert tuple(request.output_token_ids) == expected.token_ids, "a step read the other half's blocks"
             assert request.num_cached_tokens == 0
-    assert [half.core.scheduler.kv.num_cached_blocks > 0 for half in halves] == [True, False]
+    assert [half.core.scheduler.kv.pool.num_cached > 0 for half in halves] == [True, False]
 
 
 def test_the_cost_is_that_of_the_median_step():

@@ -116,7 +116,7 @@ class TestAbortAndStop:
         event = only(driver.core.apply([Abort("r0", "client gone")], 5))
         assert (event.finish_reason, event.detail, event.token_ids, event.at_ns) == (FinishReason.ABORT, "client gone", (), 5)
         kv = driver.core.scheduler.kv
-        assert kv.num_available_blocks == kv.num_total_blocks
+        assert kv.pool.num_available == kv.num_total_blocks
         assert not driver.core.has_work
         driver.core.check()
 

@@ -663,7 +663,7 @@ def test_a_failing_executor_ends_every_request_and_the_plan_is_logged(started, c
     assert_failed(rig, *ids)
     rig.core.check()
     kv = rig.core.scheduler.kv
-    assert kv.num_available_blocks == kv.num_total_blocks
+    assert kv.pool.num_available == kv.num_total_blocks
 
 
 def test_a_request_that_comes_during_the_failing_step_is_refused():

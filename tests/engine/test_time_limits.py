@@ -74,9 +74,9 @@ def test_what_ends_frees_its_blocks_before_the_next_step(limit):
     kv = driver.core.scheduler.kv
     for _ in range(3):
         driver.turn()
-    assert kv.num_available_blocks < kv.num_total_blocks
+    assert kv.pool.num_available < kv.num_total_blocks
     driver._record(driver.core.apply([Abort("a")] if limit == "abort" else [], 3 * MS))
-    assert kv.num_available_blocks == kv.num_total_blocks
+    assert kv.pool.num_available == kv.num_total_blocks
     plan = driver.turn()
     assert plan is not None
     assert plan.releases == ("a",)

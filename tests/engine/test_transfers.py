@@ -174,7 +174,7 @@ def test_what_arrives_late_is_of_use_to_the_next() -> None:
     request = make_request("gone", SESSION)
     kv = house.core.scheduler.kv
     hit = kv.lookup_prefix(request)
-    assert kv.fetch(request, hit, max_blocks=20, compute_ns_per_token=0, now_ns=0)
+    assert kv.swapping.fetch(request, hit, max_blocks=20, compute_ns_per_token=0, now_ns=0)
     kv.free("gone")
     house.transfers.depart()
     house.finish()
@@ -245,7 +245,7 @@ def test_the_end_keeps_what_the_pool_contains(caplog: pytest.LogCaptureFixture) 
     store = MemoryStore(100)
     first = House(store=store)
     first.ask(SESSION)
-    num_to_keep = len(first.core.scheduler.kv.content_to_keep())
+    num_to_keep = len(first.core.scheduler.kv.swapping.content_to_keep())
     _run_beside(first, lambda: first.transfers.keep(5.0))
     assert f"{num_to_keep} of {num_to_keep} cached KV blocks" in caplog.text
     first.finish()
@@ -307,7 +307,7 @@ def test_the_end_misses_no_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
         worker=lambda job, _: jobs.append(job),
         num_staged_blocks=4,
     )
-    num_to_keep = len(house.core.scheduler.kv.content_to_keep())
+    num_to_keep = len(house.core.scheduler.kv.swapping.content_to_keep())
     transfers.keep(5.0)
     for job in jobs:
         job()

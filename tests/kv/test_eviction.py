@@ -65,7 +65,7 @@ class TestTenants:
         manager = KVManager(1 + 8, BLOCK, eviction=TenantFair())
         serve(manager, make_request("light", 8, tenant="light"))
         manager.allocate(make_request("heavy", [7] * 32, tenant="heavy"), manager.lookup_prefix(make_request("x", 1)), 32)
-        assert manager.num_cached_blocks == 0
+        assert manager.pool.num_cached == 0
 
     @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(1, 4)), min_size=20, max_size=60))
     def test_who_wants_no_more_than_an_equal_share_loses_nothing(self, asks: list[tuple[str, int]]) -> None:

@@ -25,31 +25,31 @@ def lose_a_block(manager: KVManager) -> None:
 
 
 def drop_a_table(manager: KVManager) -> None:
-    del manager.tables()["a"]
+    del manager.tables["a"]
 
 
 def alias_a_block(manager: KVManager) -> None:
-    table = manager.tables()["b"]
+    table = manager.tables["b"]
     manager.pool.release(table.block_ids[-1], keep=False)
-    table.block_ids[-1] = manager.tables()["a"].block_ids[-1]
+    table.block_ids[-1] = manager.tables["a"].block_ids[-1]
     manager.pool.hold(table.block_ids[-1])
 
 
 def hold_a_block_twice(manager: KVManager) -> None:
-    table = manager.tables()["a"]
+    table = manager.tables["a"]
     table.block_ids.append(table.block_ids[0])
     manager.pool.hold(table.block_ids[0])
 
 
 def hold_the_null_block(manager: KVManager) -> None:
-    manager.tables()["a"].block_ids.append(0)
+    manager.tables["a"].block_ids.append(0)
 
 
 def forget_content(manager: KVManager) -> None:
     manager.free("a")
     manager.free("b")
-    block_id = next(block_id for _, block_id in manager.index.items())
-    manager.index.forget([block_id])
+    block_id = next(block_id for _, block_id in manager.prefix.index.items())
+    manager.prefix.index.forget([block_id])
 
 
 def lose_a_group_s_block(manager: KVManager) -> None:

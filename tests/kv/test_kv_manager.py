@@ -9,11 +9,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from penstock.kv.block_table import extend_chain
 from penstock.kv.eviction import EvictionPolicy, LeastRecentlyUsed, LowestPriorityFirst, TenantFair
 from penstock.kv.invariants import check
 from penstock.kv.manager import KVManager
 from penstock.kv.pool_map import BlockState, draw
-from penstock.kv.prefix_index import extend_chain
 from penstock.testing import make_request
 from penstock.types.request import Request
 
@@ -60,7 +60,7 @@ class TestPrefixHits:
         first = make_request("a", 12)
         compute(manager, first)
         manager.free("a")
-        assert (manager.num_available_blocks, manager.num_cached_blocks) == (3, 3)
+        assert (manager.pool.num_available, manager.pool.num_cached) == (3, 3)
         hit = manager.lookup_prefix(make_request("b", 12))
         assert (hit.num_tokens, hit.num_free_blocks) == (11, 2)
         compute(manager, make_request("c", [9] * 4))
@@ -99,7 +99,7 @@ class TestPrefixHits:
         compute(manager, make_request("a", 10))
         assert manager.lookup_prefix(make_request("b", 10)).num_tokens == 0
         manager.free("a")
-        assert manager.num_cached_blocks == 0
+        assert manager.pool.num_cached == 0
         check(manager)
 
     def test_each_block_is_hashed_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +215,7 @@ class TestPartialHits:
 
 
 class TestComing:
-    """What a running prefill is about to compute is known to who asks for it."""
+    """Other requests can find a block that a running prefill is about to compute."""
 
     def start(self, manager: KVManager, request: Request, num_tokens: int) -> None:
         manager.allocate(request, manager.lookup_prefix(request), num_tokens)
@@ -229,12 +229,12 @@ class TestComing:
         manager = make_manager()
         first, second = make_request("a", 12), make_request("b", 12)
         self.start(manager, first, 4)
-        awaited = manager.find_coming(second, manager.lookup_prefix(second))
+        awaited = manager.prefix.find_coming(second, manager.lookup_prefix(second))
         assert awaited is not None
         assert awaited.leader is first
         self.commit(manager, first)
-        assert not manager.is_coming(awaited)
-        again = manager.find_coming(second, manager.lookup_prefix(second))
+        assert not manager.prefix.is_coming(awaited)
+        again = manager.prefix.find_coming(second, manager.lookup_prefix(second))
         assert again is not None, "the block behind it is"
         check(manager)
 
@@ -243,36 +243,36 @@ class TestComing:
         manager = make_manager()
         self.start(manager, make_request("a", 12), 4)
         second = make_request("b", prompt)
-        assert manager.find_coming(second, manager.lookup_prefix(second)) is None
+        assert manager.prefix.find_coming(second, manager.lookup_prefix(second)) is None
 
     def test_nothing_comes_from_who_has_no_more_than_a_token_to_compute(self) -> None:
         manager = make_manager()
         first, second = make_request("a", 5), make_request("b", 12)
         self.start(manager, first, 4)
         self.commit(manager, first)
-        assert manager.find_coming(second, manager.lookup_prefix(second)) is None
+        assert manager.prefix.find_coming(second, manager.lookup_prefix(second)) is None
 
     @pytest.mark.parametrize("leaves", [KVManager.suspend, KVManager.free])
     def test_nothing_comes_from_who_runs_no_more(self, leaves: Callable[[KVManager, str], None]) -> None:
         manager = make_manager()
         first, second = make_request("a", 12), make_request("b", 12)
         self.start(manager, first, 4)
-        awaited = manager.find_coming(second, manager.lookup_prefix(second))
+        awaited = manager.prefix.find_coming(second, manager.lookup_prefix(second))
         assert awaited is not None
         leaves(manager, "a")
-        assert not manager.is_coming(awaited)
-        assert manager.find_coming(second, manager.lookup_prefix(second)) is None
+        assert not manager.prefix.is_coming(awaited)
+        assert manager.prefix.find_coming(second, manager.lookup_prefix(second)) is None
         check(manager)
 
     def test_who_leads_next_is_another(self) -> None:
         manager = make_manager()
         first, second, third = (make_request(name, 12) for name in "abc")
         self.start(manager, first, 4)
-        awaited = manager.find_coming(second, manager.lookup_prefix(second))
+        awaited = manager.prefix.find_coming(second, manager.lookup_prefix(second))
         assert awaited is not None
         manager.free("a")
         self.start(manager, third, 4)
-        assert not manager.is_coming(awaited), "nobody waits for one leader after the other without being asked"
+        assert not manager.prefix.is_coming(awaited), "nobody waits for one leader after the other without being asked"
 
     def test_the_rest_of_a_prompt_is_awaited_if_it_is_long_enough(self) -> None:
         manager = KVManager(12, 16)
@@ -280,24 +280,24 @@ class TestComing:
         manager.allocate(first, manager.lookup_prefix(first), 12)
         for num_tokens, is_awaited in ((12, True), (9, True), (8, False)):
             other = make_request(f"b{num_tokens}", num_tokens)
-            assert (manager.find_coming(other, manager.lookup_prefix(other)) is not None) == is_awaited
+            assert (manager.prefix.find_coming(other, manager.lookup_prefix(other)) is not None) == is_awaited
 
     def test_common_blocks_are_counted(self) -> None:
         manager = make_manager(num_blocks=30)
         first, second = make_request("a", 40), make_request("b", [*range(1, 23), *[99] * 20])
         for request in (first, second):
             manager.lookup_prefix(request)
-        assert manager.num_common_blocks(first, second) == 5
-        assert manager.num_common_blocks(first, first) == 9
+        assert manager.prefix.num_common_blocks(first, second) == 5
+        assert manager.prefix.num_common_blocks(first, first) == 9
 
 
 class TestTables:
     def test_extending_within_the_last_block_takes_nothing(self) -> None:
         manager = make_manager()
         compute(manager, make_request("a", 5))
-        before = manager.num_available_blocks
+        before = manager.pool.num_available
         assert manager.extend("a", 5, 8) == ()
-        assert manager.num_available_blocks == before
+        assert manager.pool.num_available == before
 
     def test_extending_appends(self) -> None:
         manager = make_manager()
@@ -322,7 +322,7 @@ class TestTables:
         with pytest.raises(ValueError, match="2 available"):
             manager.allocate(request, manager.lookup_prefix(request), 9)
         check(manager)
-        assert manager.num_available_blocks == 2
+        assert manager.pool.num_available == 2
 
     def test_a_request_has_one_table(self) -> None:
         manager = make_manager()
@@ -336,16 +336,16 @@ class TestTables:
         manager.lookup_prefix(make_request("a", 9))
         manager.free("a")
         manager.free("b")
-        assert not manager.tables()
+        assert not manager.tables
 
     def test_a_shared_block_is_free_when_the_last_lets_go(self) -> None:
         manager = make_manager()
         compute(manager, make_request("a", 9))
         compute(manager, make_request("b", 9))
         manager.free("a")
-        assert manager.num_available_blocks == manager.num_total_blocks - 3
+        assert manager.pool.num_available == manager.num_total_blocks - 3
         manager.free("b")
-        assert manager.num_available_blocks == manager.num_total_blocks
+        assert manager.pool.num_available == manager.num_total_blocks
         check(manager)
 
 
@@ -353,10 +353,10 @@ class TestCopyOnWrite:
     def test_a_fork_takes_no_memory(self) -> None:
         manager = make_manager()
         compute(manager, make_request("a", 6))
-        before = manager.num_available_blocks
+        before = manager.pool.num_available
         manager.fork("a", "b", 6)
         assert manager.block_table("b") == manager.block_table("a")
-        assert manager.num_available_blocks == before
+        assert manager.pool.num_available == before
         check(manager)
 
     @pytest.mark.parametrize(("writer", "other"), [("a", "b"), ("b", "a")])
@@ -442,13 +442,13 @@ class ManagerMachine(RuleBasedStateMachine):
             own = (request.cache_salt, self.tokens(request)[: hit.num_tokens])
             assert (salt, tokens[: hit.num_tokens]) == own, "a hit on the beginning of other content"
         num_needed = manager.num_blocks_for(request.num_tokens) - len(hit.block_ids) + hit.num_free_blocks
-        if num_needed > manager.num_available_blocks:
+        if num_needed > manager.pool.num_available:
             manager.free(request.request_id)
             self.requests.pop(request.request_id, None)
             return
-        before = manager.num_available_blocks
+        before = manager.pool.num_available
         manager.allocate(request, hit, request.num_tokens)
-        assert manager.num_available_blocks == before - num_needed
+        assert manager.pool.num_available == before - num_needed
         self.copy()
         self.requests[request.request_id] = request
         request.num_computed_tokens = hit.num_tokens
@@ -542,7 +542,7 @@ class ManagerMachine(RuleBasedStateMachine):
             return
         check(self.manager)
         self.states_add_up()
-        assert self.manager.tables().keys() == self.requests.keys()
+        assert self.manager.tables.keys() == self.requests.keys()
         for request in self.requests.values():
             table = self.manager.block_table(request.request_id)
             assert len(table) == self.manager.num_blocks_for(request.num_computed_tokens)

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.kv.prefix_index import HASH_BYTES, MAX_CHILDREN, PrefixIndex, extend_chain, pack, root_hash
+from penstock.kv.block_table import HASH_BYTES, extend_chain, pack, root_hash
+from penstock.kv.prefix_cache import MAX_CHILDREN, PrefixIndex
 
 TOKENS = st.lists(st.integers(0, 2), max_size=12)
 

@@ -9,9 +9,8 @@ import pytest
 from penstock.kv.eviction import EvictionPolicy, LeastRecentlyUsed, LowestPriorityFirst
 from penstock.kv.invariants import check
 from penstock.kv.manager import KVManager
-from penstock.kv.prefix_index import PrefixIndex
-from penstock.kv.slot_index import SlotIndex, SlotState
-from penstock.kv.tiers import LOAD_TIMEOUT_NS, Load, Tier
+from penstock.kv.prefix_cache import PrefixIndex
+from penstock.kv.tiers import LOAD_TIMEOUT_NS, Load, SlotIndex, SlotState, Tier
 from penstock.testing import make_request
 from penstock.types.request import Request
 
@@ -88,7 +87,7 @@ def spilled_manager(num_tokens: int = 13, eviction: EvictionPolicy | None = None
     request.num_computed_tokens = 0
     compute(manager, make_request("b", [99] * (4 * BLOCK + 2 * BLOCK)))
     spills = manager.tier.take_spills()
-    assert [spill.block_hash for spill in spills] == manager.tables()["a"].hashes[:0:-1], "the tail goes first"
+    assert [spill.block_hash for spill in spills] == manager.tables["a"].hashes[:0:-1], "the tail goes first"
     for spill in spills:
         manager.tier.spilled(spill.block_hash, is_sound=True)
     manager.free("b")
@@ -103,15 +102,17 @@ def compute(manager: KVManager, request: Request) -> None:
 
 def fetch(manager: KVManager, request: Request, now_ns: int = 0, *, max_blocks: int = 100, cost: float = 0.0) -> bool:
     hit = manager.lookup_prefix(request)
-    return manager.fetch(request, hit, max_blocks=max_blocks, compute_ns_per_token=cost, now_ns=now_ns)
+    return manager.swapping is not None and manager.swapping.fetch(
+        request, hit, max_blocks=max_blocks, compute_ns_per_token=cost, now_ns=now_ns
+    )
 
 
 def arrive(manager: KVManager, loads: Sequence[Load]) -> list[int]:
-    """What was loaded is placed. Returns the blocks, in the order in which they are written."""
+    """The loads that arrived are placed. Returns the blocks, in the order in which they are written."""
     assert manager.tier is not None
     for load in loads:
         assert manager.tier.loaded(load.block_hash, is_sound=True)
-    placed = manager.place(loads)
+    placed = manager.swapping.place(loads)
     check(manager)
     return [block_id for _, block_id in placed]
 
@@ -122,7 +123,7 @@ class TestFetch:
         assert manager.lookup_prefix(request).num_tokens == BLOCK
         assert fetch(manager, request)
         (loads,) = tier.take_loads()
-        assert [load.block_hash for load in loads] == manager.tables()["a"].hashes[1:3]
+        assert [load.block_hash for load in loads] == manager.tables["a"].hashes[1:3]
         assert fetch(manager, request), "still on its way"
         assert tier.take_loads() == []
         assert len(arrive(manager, loads)) == 2
@@ -202,7 +203,7 @@ class TestFetch:
         again = make_request("c", 9)
         assert fetch(manager, again)
         assert not manager.tier.take_loads()
-        for block_hash in manager.tables()["c"].hashes:
+        for block_hash in manager.tables["c"].hashes:
             manager.tier.spilled(block_hash, is_sound=True)
         manager.free("b")
         assert fetch(manager, again), "and loaded once it is there"
@@ -243,7 +244,7 @@ class TestFetch:
         assert fetch(manager, request)
         (loads,) = tier.take_loads()
         assert len(arrive(manager, loads)) == 2
-        assert manager.place(loads) == []
+        assert manager.swapping.place(loads) == []
 
     def test_without_a_tier_nobody_waits(self) -> None:
         manager = KVManager(num_blocks=8, block_size=BLOCK)
@@ -255,7 +256,7 @@ def test_what_the_pool_contains_is_kept_as_far_as_there_are_slots() -> None:
     compute(manager, make_request("a", 5 * BLOCK))
     table = manager.block_table("a")
     manager.free("a")
-    assert manager.content_to_keep() == list(table[:3])
+    assert manager.swapping.content_to_keep() == list(table[:3])
 
 
 def test_tails_take_no_place_from_what_is_kept_at_the_end() -> None:
@@ -266,6 +267,6 @@ def test_tails_take_no_place_from_what_is_kept_at_the_end() -> None:
         compute(manager, request)
         manager.publish_tail(request)
         manager.free(name)
-    assert manager.num_cached_blocks == 6
-    kept = manager.content_to_keep()
-    assert [manager.index.hash_of(block_id) is None for block_id in kept] == [False] * 3
+    assert manager.pool.num_cached == 6
+    kept = manager.swapping.content_to_keep()
+    assert [manager.prefix.index.hash_of(block_id) is None for block_id in kept] == [False] * 3

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from penstock.clock import VirtualClock
-from penstock.kv.prefix_index import extend_chain, pack, root_hash
+from penstock.kv.block_table import extend_chain, pack, root_hash
 from penstock.sched.policies.ordering.fair import FairShares
 from penstock.sched.policies.ordering.priority import PriorityClasses
 from penstock.testing import expected_tokens, make_request
@@ -211,9 +211,7 @@ class CoreMachine(RuleBasedStateMachine):
         )
         growth = self.max_growth_blocks()
         kept_back = promised + growth + int(MAX_SHARE * scheduler.kv.num_total_blocks) + 1
-        assert scheduler.kv.num_available_blocks < scheduler.kv.num_blocks_for(largest) + kept_back, (
-            "a request waits for nothing"
-        )
+        assert scheduler.kv.pool.num_available < scheduler.kv.num_blocks_for(largest) + kept_back, "a request waits for nothing"
 
     def num_aside(self) -> int:
         return len(self.core.scheduler._waiting.aside)
@@ -251,7 +249,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     def check_cache(self) -> None:
         """What the cache can find is there, also of those who have ended."""
-        index, size = self.core.scheduler.kv.index, self.engine.capacity.block_size
+        index, size = self.core.scheduler.kv.prefix.index, self.engine.capacity.block_size
         for request in self.requests.values():
             token_ids = [*request.prompt_token_ids, *request.output_token_ids]
             values = [ROOT]

@@ -116,7 +116,7 @@ def test_the_answers_are_the_same_under_every_policy(gate: str, order: str, dept
                 outcome.finish_reason
             ], names
         assert account.num_ended == len(requests), names
-        assert core.scheduler.kv.num_available_blocks == core.scheduler.kv.num_total_blocks, names
+        assert core.scheduler.kv.pool.num_available == core.scheduler.kv.num_total_blocks, names
         assert not core.scheduler.kv.fenced, names
         assert executor.num_computed_tokens == account.num_tokens, names
         assert executor.num_padding_tokens == account.num_padding_tokens, names

@@ -62,10 +62,10 @@ def check_pool(driver: Driver) -> None:
     kv = driver.core.scheduler.kv
     drawn = draw(kv, driver.core.scheduler.running.values())
     assert list(drawn.states.values()) == [
-        kv.num_available_blocks - kv.num_cached_blocks,
-        kv.num_cached_blocks,
-        kv.num_total_blocks - kv.num_available_blocks - kv.num_shared_blocks,
-        kv.num_shared_blocks,
+        kv.pool.num_available - kv.pool.num_cached,
+        kv.pool.num_cached,
+        kv.num_total_blocks - kv.pool.num_available - kv.pool.num_shared,
+        kv.pool.num_shared,
         1,
     ]
     assert sum(drawn.states.values()) == kv.pool.num_blocks

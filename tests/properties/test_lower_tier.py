@@ -84,8 +84,8 @@ def check_nothing_is_left(driver: Driver) -> None:
         transfers.depart()
     transfers.arrive()
     assert transfers.num_moving_blocks == 0
-    assert kv.num_available_blocks == kv.num_total_blocks
-    assert not kv.tables()
+    assert kv.pool.num_available == kv.num_total_blocks
+    assert not kv.tables
     driver.core.check()
 
 
@@ -181,7 +181,7 @@ def test_what_a_request_computed_for_itself_is_forgotten_with_it() -> None:
     check_nothing_is_left(driver)
     kv = driver.core.scheduler.kv
     assert kv.tier is not None
-    assert len(kv.tier.slots) == kv.num_cached_blocks == len(kv.index) == 0
+    assert len(kv.tier.slots) == kv.pool.num_cached == len(kv.prefix.index) == 0
 
 
 @pytest.mark.parametrize("order", ["fcfs", "priority"])
@@ -267,23 +267,23 @@ def test_what_arrives_for_one_that_has_ended_is_kept_only_if_others_may_use_it()
         assert kv.tier is not None
         request = make_request("gone", [token % 40 for token in range(50)])
         kv.lookup_prefix(request)
-        hashes = kv.tables()["gone"].hashes
+        hashes = kv.tables["gone"].hashes
         for block_hash in hashes:
             slot = kv.tier.slots.begin_write(block_hash)
             assert slot is not None
             transfers._store.write(slot, block_hash, memoryview(bytes(executor.block_bytes)))
             kv.tier.spilled(block_hash, is_sound=True)
-        assert kv.fetch(request, kv.lookup_prefix(request), max_blocks=20, compute_ns_per_token=0, now_ns=0)
+        assert kv.swapping.fetch(request, kv.lookup_prefix(request), max_blocks=20, compute_ns_per_token=0, now_ns=0)
         transfers.depart()
         kv.free("gone")
         while worker.num_jobs:
             worker.run()
             transfers.arrive()
-        assert kv.num_cached_blocks == num_kept
+        assert kv.pool.num_cached == num_kept
         core.check()
 
 
 def test_without_a_tier_nothing_is_named_that_is_not_shared() -> None:
     core = make_core(CAPACITY, enable_prefix_caching=False)
     run_to_completion(core, HashExecutor(CAPACITY), Add(make_request()))
-    assert core.scheduler.kv.num_cached_blocks == 0
+    assert core.scheduler.kv.pool.num_cached == 0

@@ -11,7 +11,7 @@ from types import FunctionType, ModuleType
 from penstock.admission import Admission, AdmissionLimits, Ask
 from penstock.admission.tenants import MAX_TENANTS
 from penstock.clock import VirtualClock
-from penstock.kv.prefix_history import MAX_BEGINNINGS, MAX_EVICTED
+from penstock.kv.prefix_cache import MAX_BEGINNINGS, MAX_EVICTED
 from penstock.obs.explain.journal import Journal
 from penstock.obs.metrics import Metrics
 from penstock.obs.observers import ObserverGroup
@@ -76,9 +76,9 @@ def test_ten_thousand_tenants_leave_no_more_behind_than_what_is_bounded() -> Non
     assert len(predictor._tenants) == MAX_PREDICTED
     assert 0 < len(admission._tenants._accounts) <= MAX_TENANTS
     assert not admission._tenants._entered
-    assert 0 < len(kv.history._salts) <= 1.125 * MAX_BEGINNINGS
-    assert 0 < len(kv.history._evicted_ns) <= 1.125 * MAX_EVICTED
-    assert not kv.tables()
-    assert not kv.coming
+    assert 0 < len(kv.prefix._salts) <= 1.125 * MAX_BEGINNINGS
+    assert 0 < len(kv.prefix._evicted_ns) <= 1.125 * MAX_EVICTED
+    assert not kv.tables
+    assert not kv.prefix.leaders
     largest = max(containers(core, admission, metrics, journal), key=len)
     assert 1000 < len(largest) < NUM_TENANTS, "whatever kept one entry of each tenant, or of each request, would have as many"

@@ -45,8 +45,8 @@ def answers(engine: Engine, script: dict[int, list[Command]], groups: Sequence[S
         reasons = {outcome.finish_reason for outcome in told}
         if not reasons & {FinishReason.ABORT, FinishReason.REJECTED}:
             assert [tuple(outcome.token_ids) for outcome in told] == expected_answers(group[0])
-    assert core.scheduler.kv.num_available_blocks == core.scheduler.kv.num_total_blocks
-    assert not core.scheduler.kv.tables()
+    assert core.scheduler.kv.pool.num_available == core.scheduler.kv.num_total_blocks
+    assert not core.scheduler.kv.tables
     return drivers[0]
 
 

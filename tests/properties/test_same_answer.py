@@ -34,8 +34,8 @@ def test_all_blocks_are_free_when_all_requests_have_ended(engine: Engine, worklo
     core, executor, _, _ = run(engine, workload)
     kv = core.scheduler.kv
     assert not core.has_work
-    assert kv.num_available_blocks == kv.num_total_blocks
-    assert not kv.tables()
+    assert kv.pool.num_available == kv.num_total_blocks
+    assert not kv.tables
     assert core.begin(0) is None
     # What ended in the last step is told to the executor with the next plan; nothing else may be left there.
     last = executor.num_known_requests

@@ -154,8 +154,8 @@ def test_every_one_of_ten_thousand_ends_exactly_once_and_leaves_nothing_behind(d
 
     town.core.check()
     kv = town.core.scheduler.kv
-    assert kv.num_available_blocks == kv.num_total_blocks
-    assert not kv.tables()
+    assert kv.pool.num_available == kv.num_total_blocks
+    assert not kv.tables
     assert (town.engine.load().num_running, town.engine.load().num_waiting) == (0, 0)
     assert len(town.admission._backlog) == 0
     assert town.admission._backlog.num_prefill_tokens == town.admission._backlog.num_blocks == 0

@@ -84,7 +84,7 @@ def test_blocks_are_fenced_until_the_void_row_is_collected(device: Device) -> No
     device.begin()
     device.finish()
     kv = device.core.scheduler.kv
-    assert not kv.tables()
+    assert not kv.tables
     assert [request_id for request_id, _ in kv.fenced] == ["a"]
     assert device.num_available == num_total - 2
     drawn = draw(kv, ())

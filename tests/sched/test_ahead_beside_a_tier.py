@@ -179,6 +179,6 @@ def test_what_a_request_computed_for_itself_is_not_found_by_the_next_of_its_name
     assert second.num_cached_tokens == 0
     house.driver.outcomes.clear()
     house.finish(second)
-    assert len(house.kv.index) == house.kv.num_cached_blocks == 0
+    assert len(house.kv.prefix.index) == house.kv.pool.num_cached == 0
     assert house.kv.tier is not None
     assert not len(house.kv.tier.slots)

@@ -88,8 +88,8 @@ def test_the_hypotheses_are_those_of_the_search(width: int, length_penalty: floa
     core = make_core(CAPACITY)
     outcomes = run(core, HashExecutor(CAPACITY, model=MODEL), *requests)
     check_answers(requests, outcomes)
-    assert core.scheduler.kv.num_available_blocks == core.scheduler.kv.num_total_blocks
-    assert not core.scheduler.kv.tables()
+    assert core.scheduler.kv.pool.num_available == core.scheduler.kv.num_total_blocks
+    assert not core.scheduler.kv.tables
 
 
 @pytest.mark.parametrize("enable_prefix_caching", [True, False])
@@ -105,7 +105,7 @@ def test_the_prompt_is_computed_and_stored_once(enable_prefix_caching: bool) -> 
         nonlocal peak
         driver.core.check()
         kv = driver.core.scheduler.kv
-        peak = max(peak, kv.num_total_blocks - kv.num_available_blocks)
+        peak = max(peak, kv.num_total_blocks - kv.pool.num_available)
 
     outcomes = run_to_completion(core, executor, *map(Add, requests), after_turn=note)
     check_answers(requests, outcomes)
@@ -135,7 +135,7 @@ def test_beams_are_preempted_and_come_back(order: str, budget: str, victim: str)
         for request in others:
             expected = expected_tokens(request.prompt_token_ids, request.sampling, model=MODEL, max_model_len=40)
             assert tuple(outcomes[request.request_id].token_ids) == expected.token_ids
-        assert core.scheduler.kv.num_available_blocks == core.scheduler.kv.num_total_blocks
+        assert core.scheduler.kv.pool.num_available == core.scheduler.kv.num_total_blocks
 
 
 def test_the_beams_of_the_test_above_are_preempted() -> None:
@@ -156,7 +156,7 @@ def test_who_cancels_one_cancels_all(turn: int, which: int) -> None:
     outcomes = run(core, executor, other, *requests, later={turn: [Abort(f"b{which}")]})
     assert {outcomes[request.request_id].finish_reason for request in requests} == {FinishReason.ABORT}
     assert len(outcomes["o"].token_ids) == 20
-    assert core.scheduler.kv.num_available_blocks == core.scheduler.kv.num_total_blocks
+    assert core.scheduler.kv.pool.num_available == core.scheduler.kv.num_total_blocks
 
 
 def test_a_time_limit_ends_all() -> None:
@@ -268,8 +268,8 @@ def test_beams_swap_as_others_do(seed: int, caching: bool) -> None:
         expected = expected_tokens(request.prompt_token_ids, request.sampling, model=MODEL, max_model_len=40)
         assert tuple(outcomes[request.request_id].token_ids) == expected.token_ids
     kv = core.scheduler.kv
-    assert kv.num_available_blocks == kv.num_total_blocks
-    assert not kv.tables()
+    assert kv.pool.num_available == kv.num_total_blocks
+    assert not kv.tables
 
 
 class Apart(HashModel):

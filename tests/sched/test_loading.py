@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.kv.prefix_index import extend_chain, root_hash
+from penstock.kv.block_table import extend_chain, root_hash
 from penstock.kv.tiers import Tier
 from penstock.sched.policies.budgets import DecodeFirst
 from penstock.sched.policies.presets import make_policies

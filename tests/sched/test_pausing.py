@@ -135,7 +135,7 @@ def test_blocks_that_the_lower_share_with_each_other_alone_are_theirs() -> None:
     driver.turn(*map(Add, lows))
     for _ in range(3):
         driver.turn()
-    assert core.scheduler.kv.num_shared_blocks > 30
+    assert core.scheduler.kv.pool.num_shared > 30
     high = make_request("high", [7] * 120, max_tokens=5)
     driver.turn(Add(high))
     assert high.status is RequestStatus.RUNNING

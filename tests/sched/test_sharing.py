@@ -28,7 +28,7 @@ class Peak:
     def __call__(self, driver: Driver) -> None:
         driver.core.check()
         kv = driver.core.scheduler.kv
-        self.num_blocks = max(self.num_blocks, kv.num_total_blocks - kv.num_available_blocks)
+        self.num_blocks = max(self.num_blocks, kv.num_total_blocks - kv.pool.num_available)
 
 
 def choices(num: int, num_prompt_tokens: int, max_tokens: int = 8) -> list[Request]:

@@ -117,13 +117,13 @@ class Town:
 
     def _load(self) -> EngineLoad:
         kv = self.core.scheduler.kv
-        num_running, num_cached = self.core.num_running, kv.num_cached_blocks
+        num_running, num_cached = self.core.num_running, kv.pool.num_cached
         return EngineLoad(
             num_running=num_running,
             num_waiting=self.core.num_waiting + len(self.inbox),
             num_rows_free=self.capacity.max_rows - num_running,
             num_blocks_total=kv.num_total_blocks,
-            num_blocks_free=kv.num_available_blocks - num_cached,
+            num_blocks_free=kv.pool.num_available - num_cached,
             num_blocks_cached=num_cached,
         )
 

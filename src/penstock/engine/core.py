@@ -187,10 +187,10 @@ class EngineCore:
     def check(self) -> None:
         """Verify every invariant. Raises AssertionError. O(blocks + requests). For between steps."""
         self.scheduler.check()
-        assert not self.scheduler.kv.num_pending_copies, "a copy of a block was not made in its step"
+        assert not self.scheduler.kv.pending_copies, "a copy of a block was not made in its step"
         num_queued = self.scheduler.num_running + self.scheduler.num_waiting
         assert num_queued == len(self._requests), f"{len(self._requests)} requests live, {num_queued} are queued"
-        assert self.scheduler.kv.tables().keys() <= self._requests.keys(), "a table outlived its request"
+        assert self.scheduler.kv.tables.keys() <= self._requests.keys(), "a table outlived its request"
 
     def _add(self, request: Request, now_ns: int) -> list[TokenEvent]:
         if request.request_id in self._requests:
@@ -280,7 +280,7 @@ class EngineCore:
 
     def _step_stats(self, plan: StepPlan, result: StepResult, outcome: StepOutcome, now_ns: int) -> StepStats:
         scheduler, counts = self.scheduler, outcome.counts
-        kv, num_cached = scheduler.kv, scheduler.kv.num_cached_blocks
+        kv, num_cached = scheduler.kv, scheduler.kv.pool.num_cached
         execute_ns = result.timing.end_ns - result.timing.start_ns
         return StepStats(
             step_id=plan.step_id,
@@ -292,7 +292,7 @@ class EngineCore:
             num_tokens=counts.num_tokens,
             num_sampled_tokens=outcome.num_sampled_tokens,
             num_blocks_total=kv.num_total_blocks,
-            num_blocks_free=kv.num_available_blocks - num_cached,
+            num_blocks_free=kv.pool.num_available - num_cached,
             num_blocks_cached=num_cached,
             num_preemptions=counts.num_preemptions,
             num_recomputed_tokens=counts.num_recomputed_tokens,

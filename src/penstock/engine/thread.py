@@ -194,7 +194,7 @@ class Engine:
         """A cheap reading; its parts may be one turn apart."""
         num_running, kv = self._core.num_running, self._core.scheduler.kv
         num_available, num_cached, num_shared = _settled(
-            lambda: (kv.num_available_blocks, kv.num_cached_blocks, kv.num_shared_blocks)
+            lambda: (kv.pool.num_available, kv.pool.num_cached, kv.pool.num_shared)
         )
         return EngineLoad(
             num_running=num_running,

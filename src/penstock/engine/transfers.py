@@ -134,9 +134,10 @@ class Transfers:
 
         Raises ValueError if the manager has no tier, MemoryError if there is no room for staging.
         """
-        if kv.tier is None:
+        if kv.tier is None or kv.swapping is None:
             raise ValueError("transfers need a manager with a tier")
-        self._kv, self._tier, self._blocks, self._store, self._clock = kv, kv.tier, blocks, store, clock
+        self._tier, self._swapping, self._index = kv.tier, kv.swapping, kv.prefix.index
+        self._blocks, self._store, self._clock = blocks, store, clock
         self._wake = wake
         self.stats = stats or TierStats()
         self.stats.num_slots, self.stats.num_present, self.stats.is_open = store.num_slots, len(kv.tier.slots), True
@@ -185,14 +186,14 @@ class Transfers:
         if not self._store.outlives_process:
             return
         until_ns = self._clock.now_ns() + int(timeout_s * 1e9)
-        block_ids = self._kv.content_to_keep()
+        block_ids = self._swapping.content_to_keep()
         num_asked = len(block_ids)
         while block_ids and self._tier.is_open and self._clock.now_ns() < until_ns:
             # In this order: what arrives after it was looked for sets the event again.
             self._has_arrived.clear()
             self.arrive()
             if count := self._num_spillable:
-                self._tier.spill(block_ids[:count], self._kv.index)
+                self._tier.spill(block_ids[:count], self._index)
                 del block_ids[:count]
                 self.depart()
             else:
@@ -259,7 +260,7 @@ class Transfers:
     def _place(self, moves: Sequence[_Move]) -> None:
         """Of one request. What has to make place is spilled before it is written to."""
         buffers = {move.order.block_hash: self._buffers[move.buffer] for move in moves}
-        placed = self._kv.place([move.order for move in moves if isinstance(move.order, Load)])
+        placed = self._swapping.place([move.order for move in moves if isinstance(move.order, Load)])
         self._spill(self._tier.take_spills())
         if placed:
             contents = [buffers[load.block_hash] for load, _ in placed]

@@ -1,1 +1,1 @@
-"""Who owns which block of the KV cache. Integers only: no tensors, no clock, no I/O."""
+"""The ownership of the KV cache: which request holds which block. Integers only: no tensors, no clock, no I/O."""

@@ -54,7 +54,7 @@ class BlockPool:
         self._prev: list[int] = [num_blocks - 1, *range(num_blocks - 1)]
         self._eviction = eviction or LeastRecentlyUsed()
         self._groups: dict[Hashable, _Group] = {}
-        """Those that have blocks."""
+        """The groups that have blocks."""
         self._group_of: dict[int, Hashable] = {}
         """Block id -> group, of the blocks that lie in a group's list."""
         self._spare_ends: list[int] = []
@@ -126,7 +126,7 @@ class BlockPool:
     def release(self, block_id: int, *, keep: bool, group: Hashable = None) -> None:
         """Drop a reference; with the last one the block joins the free list, its content kept or not.
 
-        What is kept is on account of `group`; None: of nobody.
+        Content that is kept counts for `group`; None: for no group.
 
         Raises ValueError if nobody holds it.
         """

@@ -1,34 +1,73 @@
-"""The block table: owns what is remembered of one request, its blocks and the hashes of its prefix. Called by `KVManager` and
-`Coming`; never gives out a block.
+"""The block table: one request's blocks, and the names of their content. Made by `KVManager`; never gives out a block.
+
+A block's content is named by the chain of everything before it: hash(i) = H(hash(i - 1), tokens of block i), and
+hash(-1) = H(salt). Equal hashes thus mean equal prefixes from position 0, and requests of different salts never share a block.
+H is BLAKE2b with a digest of 128 bits (RFC 7693).
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
+from sys import byteorder
 
-from penstock.kv.prefix_index import extend_chain
 from penstock.types.request import Request
+
+HASH_BYTES = 16
+TOKEN_BYTES = 4
+
+
+def root_hash(salt: bytes) -> bytes:
+    """The parent of a request's first block."""
+    return blake2b(salt, digest_size=HASH_BYTES, person=b"penstock-kv").digest()
+
+
+def private_root_hash(request_id: str) -> bytes:
+    """The parent of the first block of a request that shares nothing with others."""
+    return blake2b(request_id.encode(), digest_size=HASH_BYTES, person=b"penstock-own").digest()
+
+
+def pack(token_ids: Sequence[int]) -> bytes:
+    """Tokens as bytes, `TOKEN_BYTES` each."""
+    return array("i", token_ids).tobytes()
+
+
+def extend_chain(parent: bytes, token_ids: Sequence[int], block_size: int) -> tuple[list[bytes], list[bytes]]:
+    """(hashes, packed tokens) of the full blocks of `token_ids`, which continue the prefix named `parent`."""
+    data, block_bytes = pack(token_ids), block_size * TOKEN_BYTES
+    contents = [data[start : start + block_bytes] for start in range(0, len(data) - block_bytes + 1, block_bytes)]
+    hashes: list[bytes] = []
+    for content in contents:
+        parent = blake2b(parent + content, digest_size=HASH_BYTES).digest()
+        hashes.append(parent)
+    return hashes, contents
+
+
+def child_key(parent: bytes, token_id: int) -> bytes:
+    """The key under which the children of `parent` list a block that begins with this token."""
+    return parent + token_id.to_bytes(TOKEN_BYTES, byteorder)
 
 
 @dataclass(slots=True)
 class BlockTable:
-    """Of one request."""
+    """The blocks of one request, and the names of their content."""
 
     block_ids: list[int] = field(default_factory=list)
-    """In order of position; empty while the request waits."""
+    """The blocks in order of position; empty while the request waits."""
     root: bytes = b""
-    """Parent of the first block; empty before the first look-up."""
+    """Parent of the first block."""
     hashes: list[bytes] = field(default_factory=list)
-    """Chain of the full blocks hashed so far, each of them once, also across preemptions."""
+    """Chain of the full blocks hashed so far; each block is hashed once, also across preemptions."""
     contents: list[bytes] = field(default_factory=list)
     """Packed tokens of the same blocks."""
     num_full: int = 0
     """Leading blocks that are full and committed: never written again, and published if there is a cache."""
     group: Hashable = None
-    """On whose account its blocks are cached once it lets go of them (`eviction.py`)."""
+    """The group whose cached blocks these become after the request (`eviction.py`)."""
     leads: bytes = b""
-    """Key of the block that it computes next, if others may wait for it."""
+    """Key of the block that the request computes next, if others may wait for it; else empty."""
 
     def parent(self, idx: int) -> bytes:
         """Hash of the prefix before block `idx`."""
@@ -46,7 +85,7 @@ class BlockTable:
 
 
 def token_at(request: Request, position: int) -> int:
-    """Of prompt and output."""
+    """The token at a position of prompt and output."""
     num_prompt = request.num_prompt_tokens
     return request.prompt_token_ids[position] if position < num_prompt else request.output_token_ids[position - num_prompt]
 

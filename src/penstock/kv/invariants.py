@@ -22,7 +22,7 @@ def check(manager: KVManager) -> None:
     5. A group's cached blocks are as many as are counted, each kept and of that group alone; what would be evicted is of
        a group that has some.
     6. Each slot of the tier below, if there is one, is free, present or busy, and has one hash at most.
-    7. Who is said to compute a block next holds blocks, and computes that one as part of a prefill.
+    7. A request that is said to compute a block next holds blocks, and computes that one as part of a prefill.
     """
     _check_free_list(manager)
     _check_groups(manager)
@@ -61,7 +61,7 @@ def _check_groups(manager: KVManager) -> None:
 
 def _check_references(manager: KVManager) -> None:
     held: Counter[int] = Counter()
-    for request_id, table in (*manager.tables().items(), *manager.fenced):
+    for request_id, table in (*manager.tables.items(), *manager.fenced):
         assert len(set(table.block_ids)) == len(table.block_ids), f"{request_id!r} holds a block twice"
         held.update(table.block_ids)
     assert NULL_BLOCK_ID not in held, "the null block is in a table"
@@ -71,16 +71,16 @@ def _check_references(manager: KVManager) -> None:
 
 
 def _check_index(manager: KVManager) -> None:
-    published = [block_id for _, block_id in manager.index.items()]
+    published = [block_id for _, block_id in manager.prefix.index.items()]
     assert len(set(published)) == len(published), "a block is published under two hashes"
-    manager.index.check()
+    manager.prefix.index.check()
     for block_id in manager.pool.free_block_ids():
         kept = manager.pool.is_kept(block_id)
-        assert kept == (block_id in manager.index.block_ids), f"free block {block_id} is kept or published, not both"
+        assert kept == (block_id in manager.prefix.index.block_ids), f"free block {block_id} is kept or published, not both"
 
 
 def _check_aliasing(manager: KVManager) -> None:
-    for request_id, table in manager.tables().items():
+    for request_id, table in manager.tables.items():
         num_slots = manager.num_slots.get(request_id, 0)
         assert num_slots in (0, len(table.block_ids) * manager.block_size), f"{request_id!r} may write beyond its blocks"
         assert table.num_full <= len(table.block_ids), f"{request_id!r} has more full blocks than blocks"
@@ -88,16 +88,16 @@ def _check_aliasing(manager: KVManager) -> None:
             own = table.block_ids[table.num_full :]
             shared = [block_id for block_id in own if manager.pool.ref_count(block_id) > 1]
             assert not shared, f"{request_id!r} may write to blocks {shared}, which others hold"
-    assert manager.num_slots.keys() <= manager.tables().keys(), "a right to write outlived its table"
+    assert manager.num_slots.keys() <= manager.tables.keys(), "a right to write outlived its table"
 
 
 def _check_coming(manager: KVManager) -> None:
-    tables = manager.tables()
-    for key, leader in manager.coming.items():
+    tables = manager.tables
+    for key, leader in manager.prefix.leaders.items():
         table = tables[leader.request_id]
         assert table.block_ids, f"{leader.request_id!r} does not run, and others wait for it"
         assert table.leads == key, f"{leader.request_id!r} does not compute what others wait for"
         assert leader.num_behind > 1, f"{leader.request_id!r} has computed its prompt, and others wait for it"
         assert key.startswith(table.parent(table.num_full)), f"{leader.request_id!r} has computed what others wait for"
     leading = {request_id for request_id, table in tables.items() if table.leads}
-    assert leading == {leader.request_id for leader in manager.coming.values()}, "a leader is not known as one"
+    assert leading == {leader.request_id for leader in manager.prefix.leaders.values()}, "a leader is not known as one"

@@ -19,21 +19,14 @@ of their step, so that the source need not outlive the plan: whoever gets it nex
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
-from penstock.kv import prefix_hit
 from penstock.kv.block_pool import BlockPool
-from penstock.kv.block_table import BlockTable, token_slice
-from penstock.kv.coming import Awaited, Coming
+from penstock.kv.block_table import BlockTable, pack, private_root_hash, root_hash, token_slice
 from penstock.kv.eviction import EvictionPolicy, LeastRecentlyUsed
-from penstock.kv.fence import Fence
-from penstock.kv.prefix_history import PrefixHistory
-from penstock.kv.prefix_hit import NO_HIT, PrefixHit
-from penstock.kv.prefix_index import PrefixIndex, pack, private_root_hash, root_hash
-from penstock.kv.swapping import Swapping
-from penstock.kv.tiers import Load, Tier
+from penstock.kv.prefix_cache import NO_HIT, PrefixCache, PrefixHit
+from penstock.kv.tiers import Swapping, Tier
 from penstock.types.request import Request
-from penstock.types.stats import PrefixEnd, PrefixStop
 
 
 class KVManager:
@@ -59,51 +52,40 @@ class KVManager:
         self.pool = BlockPool(num_blocks, self.eviction)
         self.num_total_blocks = num_blocks - 1
         """Blocks that requests can hold: all but the null block."""
-        self.index = PrefixIndex()
-        self.history = PrefixHistory()
-        self.is_caching = enable_prefix_caching
-        self.tier = tier
-        self._swapping = Swapping(tier, self.pool, self.index, block_size) if tier is not None else None
-        self._names_content = enable_prefix_caching or tier is not None
+        self.tables: dict[str, BlockTable] = {}
+        """All that is remembered of requests, by their ids; others may read it."""
         self.num_slots: dict[str, int] = {}
         """request_id -> positions that may be written without asking: block_size * blocks, or 0 if one may be shared."""
-        self._tables: dict[str, BlockTable] = {}
-        self._copies: list[tuple[int, int]] = []
-        self._coming = Coming(block_size)
-        self._fence = Fence()
-
-    @property
-    def num_available_blocks(self) -> int:
-        """Blocks that can be given out now, with or without content worth keeping."""
-        return self.pool.num_available
-
-    @property
-    def num_shared_blocks(self) -> int:
-        """Blocks that several requests hold."""
-        return self.pool.num_shared
-
-    @property
-    def num_cached_blocks(self) -> int:
-        """Available blocks with content that a prefix hit may revive."""
-        return self.pool.num_cached
+        self.prefix = PrefixCache(self.pool, block_size, self.tables, is_shared=enable_prefix_caching)
+        self.tier = tier
+        self.swapping: Swapping | None = None
+        """The moves between pool and tier; None without a tier."""
+        if tier is not None:
+            self.swapping = Swapping(tier, self.pool, self.prefix, self.tables, self.eviction, self._take, block_size)
+        self._names_content = enable_prefix_caching or tier is not None
+        self.pending_copies: list[tuple[int, int]] = []
+        """(source, destination) blocks to copy, in order, before the next step; see `take_block_copies`."""
+        self._fences: dict[int, list[tuple[str, BlockTable]]] = {}
+        """Id of a step in flight -> (request id, table) of requests that ended while it had a row of theirs."""
 
     @property
     def load_ns_per_token(self) -> float | None:
-        """To bring a token of a full block back from the tier, as measured; 0: not yet; None: there is none that works."""
-        return self._swapping.load_ns_per_token if self._swapping is not None else None
+        """Time to bring a token of a full block back from the tier; 0: not measured yet; None: there is none that works."""
+        tier = self.tier
+        return tier.load_ns_per_block / self.block_size if tier is not None and tier.is_open else None
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """That hold so many positions."""
+        """Number of blocks that hold so many positions."""
         return -(-num_tokens // self.block_size)
 
     def block_table(self, request_id: str) -> tuple[int, ...]:
         """The request's blocks in order of position; empty if it holds none."""
-        table = self._tables.get(request_id)
+        table = self.tables.get(request_id)
         return tuple(table.block_ids) if table else ()
 
     def num_own_blocks(self, request_id: str) -> int:
         """Blocks that the request holds and no other: as many become available when it is suspended. O(its blocks)."""
-        table = self._tables.get(request_id)
+        table = self.tables.get(request_id)
         return sum(self.pool.ref_count(block_id) == 1 for block_id in table.block_ids) if table else 0
 
     def num_freed_blocks(self, request_ids: Iterable[str], kept: Collection[int] = ()) -> int:
@@ -112,8 +94,8 @@ class KVManager:
         """
         holds: Counter[int] = Counter()
         for request_id in request_ids:
-            if request_id in self._tables:
-                holds.update(self._tables[request_id].block_ids)
+            if request_id in self.tables:
+                holds.update(self.tables[request_id].block_ids)
         for block_id in kept:
             holds.pop(block_id, None)
         ref_count = self.pool.ref_count
@@ -123,29 +105,7 @@ class KVManager:
         """The longest cached prefix, at least one token short of the whole, so that there are logits to sample from."""
         if not self._names_content:
             return NO_HIT
-        table = self._table(request)
-        return prefix_hit.find(request, table, self.index, self.pool, self.block_size, copies_tails=self.is_caching)
-
-    def find_coming(self, request: Request, hit: PrefixHit) -> Awaited | None:
-        """The block that `request` lacks next if a running request computes it just now or in its next step; `hit` is fresh."""
-        if not self._coming.leaders:
-            return None
-        return self._coming.find(request, self._tables[request.request_id], len(hit.block_ids), hit.num_tokens)
-
-    def is_coming(self, awaited: Awaited) -> bool:
-        """False as soon as it was computed, or its leader runs no more."""
-        return self._coming.has(awaited)
-
-    def num_common_blocks(self, request: Request, leader: Request) -> int:
-        """Whole blocks with which the prompts of two requests begin, as far as both were hashed. O(log blocks)."""
-        return prefix_hit.num_common(self._tables[request.request_id].hashes, self._tables[leader.request_id].hashes)
-
-    def why_stopped(self, request: Request, hit: PrefixHit) -> PrefixStop:
-        """Why `lookup_prefix` found no more than this. Call once per request, before its blocks are allocated."""
-        if not self.is_caching:
-            return PrefixStop(PrefixEnd.OFF, hit.num_tokens)
-        table = self._tables[request.request_id]
-        return prefix_hit.why_stopped(request, hit, table, self.index, self.history, self.block_size)
+        return self.prefix.lookup(request, self._table(request))
 
     def allocate(self, request: Request, hit: PrefixHit, num_tokens: int) -> tuple[int, ...]:
         """Give a request without blocks its table for positions [0, num_tokens): the hit's blocks, then fresh ones.
@@ -168,8 +128,7 @@ class KVManager:
         table.num_full = len(hit.block_ids)
         table.group = self.eviction.group_of(request)
         self.num_slots[request.request_id] = len(table.block_ids) * self.block_size
-        if self.is_caching:
-            self._coming.lead(table, request)
+        self.prefix.lead(table, request)
         return tuple(table.block_ids)
 
     def extend(self, request_id: str, context_len: int, num_tokens: int) -> tuple[int, ...] | None:
@@ -181,7 +140,7 @@ class KVManager:
         num_slots = self.num_slots[request_id]
         if num_tokens <= num_slots:
             return ()
-        table = self._tables[request_id]
+        table = self.tables[request_id]
         shared = [] if num_slots else self._shared_indices(table, context_len)
         num_fresh = max(0, self.num_blocks_for(num_tokens) - len(table.block_ids))
         if num_fresh + len(shared) > self.pool.num_available:
@@ -195,41 +154,41 @@ class KVManager:
 
     def publish(self, request: Request) -> None:
         """Make the request's full computed blocks findable, after a step that filled a block, or was part of a prefill."""
-        table = self._tables[request.request_id]
+        table = self.tables[request.request_id]
         first, table.num_full = table.num_full, request.num_computed_tokens // self.block_size
         if not self._names_content:
             return
         if table.num_full > first:
             table.hash_blocks(request, table.num_full, self.block_size)
             fresh = slice(first, table.num_full)
-            self.index.publish(table.block_ids[fresh], table.parent(first), table.hashes[fresh], table.contents[fresh])
-        if self.is_caching and (table.leads or request.num_behind > 1):
-            self._coming.lead(table, request)
+            self.prefix.index.publish(table.block_ids[fresh], table.parent(first), table.hashes[fresh], table.contents[fresh])
+        if table.leads or request.num_behind > 1:
+            self.prefix.lead(table, request)
 
     def publish_tail(self, request: Request) -> None:
         """Make the block that the request has filled in part findable, as far as it is computed: it may be copied."""
-        if not self.is_caching:
+        if not self.prefix.is_shared:
             return
-        table = self._tables[request.request_id]
+        table = self.tables[request.request_id]
         start = table.num_full * self.block_size
         if table.num_full < len(table.block_ids) and start < request.num_computed_tokens:
             content = pack(token_slice(request, start, request.num_computed_tokens))
-            self.index.publish_tail(table.block_ids[table.num_full], table.parent(table.num_full), content)
+            self.prefix.index.publish_tail(table.block_ids[table.num_full], table.parent(table.num_full), content)
 
     def fork(self, parent_id: str, child_id: str, num_tokens: int) -> None:
         """Let a new request share the blocks of positions [0, num_tokens), which both have in common, copied when written.
 
         Raises ValueError if the child is known or the parent does not hold them.
         """
-        parent = self._tables[parent_id]
+        parent = self.tables[parent_id]
         num_blocks = self.num_blocks_for(num_tokens)
-        if child_id in self._tables or num_blocks > len(parent.block_ids):
+        if child_id in self.tables or num_blocks > len(parent.block_ids):
             raise ValueError(f"{child_id!r} can't share {num_tokens} tokens of {parent_id!r}")
         shared = parent.block_ids[:num_blocks]
         for block_id in shared:
             self.pool.hold(block_id)
         num_full = num_tokens // self.block_size
-        self._tables[child_id] = BlockTable(
+        self.tables[child_id] = BlockTable(
             shared,
             root=parent.root,
             hashes=parent.hashes[:num_full],
@@ -245,11 +204,11 @@ class KVManager:
 
     def suspend(self, request_id: str) -> None:
         """Take the request's blocks back; it will come again, so its hashes are kept."""
-        table = self._tables.get(request_id)
+        table = self.tables.get(request_id)
         if table is None:
             return
         if table.leads:
-            self._coming.lead_no_more(table)
+            self.prefix.lead_no_more(table)
         self._give_back(table)
         table.block_ids, table.num_full = [], 0
         self.num_slots.pop(request_id, None)
@@ -260,26 +219,29 @@ class KVManager:
             self._end(table)
 
     def fence(self, request_id: str, step_id: int) -> None:
-        """As `free`, but until `lift_fence(step_id)` nobody is given its blocks: a step in flight may write to them."""
+        """As `free`, but the blocks stay taken until `lift_fence(step_id)`: a step in flight may still read and write them.
+
+        Others find and share what the request has published, as before.
+        """
         if (table := self._forget(request_id)) is not None:
-            if self._swapping is not None and not self.is_caching:  # the next of this id must not find them
-                self._swapping.forget(table.hashes)
-                self.index.forget(table.block_ids)
+            if self.swapping is not None and not self.prefix.is_shared:  # the next of this id must not find them
+                self.swapping.forget(table.hashes)
+                self.prefix.index.forget(table.block_ids)
                 table.hashes = []
-            self._fence.put(step_id, request_id, table)
+            self._fences.setdefault(step_id, []).append((request_id, table))
 
     def lift_fence(self, step_id: int) -> None:
-        """The step was collected: what waited for that is free."""
-        for table in self._fence.lift(step_id):
+        """The step was collected: blocks that waited for that are free."""
+        for _, table in self._fences.pop(step_id, ()):
             self._end(table)
 
     def _forget(self, request_id: str) -> BlockTable | None:
-        """Nobody knows the request any more. Returns what it held."""
-        table = self._tables.pop(request_id, None)
+        """Forget the request. Returns its table, if it has one, with the blocks still held."""
+        table = self.tables.pop(request_id, None)
         if table is None:
             return None
         if table.leads:
-            self._coming.lead_no_more(table)
+            self.prefix.lead_no_more(table)
         self.num_slots.pop(request_id, None)
         if self.tier is not None:
             self.tier.end_wait(request_id)
@@ -287,98 +249,51 @@ class KVManager:
 
     def _give_back(self, table: BlockTable) -> None:
         # Tails first: an early block is part of more prefixes than a late one, and is evicted after it.
-        published, group = self.index.block_ids, table.group
+        published, group = self.prefix.index.block_ids, table.group
         for block_id in reversed(table.block_ids):
             self.pool.release(block_id, keep=block_id in published, group=group)
 
     def _end(self, table: BlockTable) -> None:
-        """Its request will not come again."""
+        """Give back the blocks of a request that will not come again."""
         self._give_back(table)
-        if self._swapping is not None and not self.is_caching:
-            self._swapping.forget(table.hashes)
-
-    def fetch(self, request: Request, hit: PrefixHit, *, max_blocks: int, compute_ns_per_token: float, now_ns: int) -> bool:
-        """Should a request that could be admitted with this hit rather wait, since the tier brings more of its prefix?
-
-        Begins to load at most `max_blocks`, if there is more and that takes less time than to compute it (0: not known).
-        """
-        if self._swapping is None:
-            return False
-        hashes, group = self._tables[request.request_id].hashes, self.eviction.group_of(request)
-        return self._swapping.fetch(request, hit, hashes, group, max_blocks, compute_ns_per_token, now_ns)
-
-    def is_loading(self, request: Request, now_ns: int) -> bool:
-        """Was it told to wait for the tier, and not for too long by now?"""
-        return self.tier is not None and self.tier.is_awaited_by(request.request_id, now_ns)
-
-    def place(self, loads: Sequence[Load]) -> list[tuple[Load, int]]:
-        """Find free blocks for what arrived for one request, in the order of its prefix, and name them by it: (load, block id).
-
-        It must be written there before anything else happens, and before that what had to make place must be spilled. There
-        is no block for content that is here already, or when none is free.
-        """
-        if self._swapping is None or not loads:
-            return []
-        table = self._tables.get(loads[0].request_id)
-        return self._swapping.place(loads, table.hashes if table else (), self._take)
-
-    def content_to_keep(self) -> list[int]:
-        """Free blocks whose content the tier lacks and has place for, of each group the last used first."""
-        return self._swapping.content_to_keep() if self._swapping is not None and self.is_caching else []
+        if self.swapping is not None and not self.prefix.is_shared:
+            self.swapping.forget(table.hashes)
 
     def take_block_copies(self) -> list[tuple[int, int]]:
         """(source, destination) blocks to copy, in order, before the next step; each is returned once."""
-        copies, self._copies = self._copies, []
+        copies, self.pending_copies = self.pending_copies, []
         return copies
 
     @property
-    def num_pending_copies(self) -> int:
-        return len(self._copies)
-
-    def tables(self) -> dict[str, BlockTable]:
-        """All that the manager remembers, by request id; for checks."""
-        return self._tables
-
-    @property
     def fenced(self) -> list[tuple[str, BlockTable]]:
-        """(request id, table) of who ended while a step with its row was in flight; for checks and pictures."""
-        return list(self._fence.tables())
-
-    def computing(self, request_ids: Collection[str]) -> None:
-        """Of these a step in flight computes several tokens each: what they lead to is not lacking, but coming."""
-        self._coming.in_flight = request_ids
-
-    @property
-    def coming(self) -> Mapping[bytes, Request]:
-        """Key of a block -> who computes it next; for checks."""
-        return self._coming.leaders
+        """(request id, table) of requests that ended while a step with their row was in flight; an id may come twice."""
+        return [entry for entries in list(self._fences.values()) for entry in entries]
 
     def _table(self, request: Request) -> BlockTable:
-        """What is known of the request; made when it is asked for first."""
-        table = self._tables.get(request.request_id)
+        """The request's table; made when it is asked for first."""
+        table = self.tables.get(request.request_id)
         if table is None:
-            table = self._tables[request.request_id] = BlockTable()
+            table = self.tables[request.request_id] = BlockTable()
             if self._names_content:
-                table.root = root_hash(request.cache_salt) if self.is_caching else private_root_hash(request.request_id)
+                table.root = root_hash(request.cache_salt) if self.prefix.is_shared else private_root_hash(request.request_id)
         return table
 
     def _take(self, count: int) -> list[int]:
         taken = self.pool.allocate(count)
         if self.tier is not None:
-            self.tier.spill(taken, self.index)
-        if evicted := self.index.forget(taken):
-            self.history.evict(evicted)
+            self.tier.spill(taken, self.prefix.index)
+        self.prefix.evict(taken)
         return taken
 
     def _take_with_copy(self, count: int, source: int) -> list[int]:
-        """As `_take`; the first gets a copy of `source`, which stays known if there are enough others."""
+        """Take blocks as `_take` does; the first gets a copy of `source`, which stays known if there are enough others."""
         is_held = self.pool.ref_count(source) > 0 or self.pool.num_available > count
         group = self.pool.group_of(source)
         if is_held:
             self.pool.hold(source)
         fresh = self._take(count)
         if fresh[0] != source:
-            self._copies.append((source, fresh[0]))
+            self.pending_copies.append((source, fresh[0]))
         if is_held:
             self.pool.release(source, keep=True, group=group)
         return fresh
@@ -390,6 +305,6 @@ class KVManager:
 
     def _replace(self, table: BlockTable, indices: Sequence[int]) -> None:
         for idx, fresh in zip(indices, self._take(len(indices)), strict=True):
-            self._copies.append((table.block_ids[idx], fresh))
+            self.pending_copies.append((table.block_ids[idx], fresh))
             self.pool.release(table.block_ids[idx], keep=False)
             table.block_ids[idx] = fresh

@@ -1,4 +1,4 @@
-"""A picture of the pool: which block is in which state, and whose. Drawn for any thread, from copies taken at one moment;
+"""A picture of the pool: the state of each block, and its owner. Drawn for any thread, from copies taken at one moment;
 changes nothing.
 
 The copies may be taken in the middle of a turn of the engine. Then a block may be shown as it was just before; the states add
@@ -20,13 +20,13 @@ from penstock.types.request import Request
 
 class BlockState(StrEnum):
     FREE = "free"
-    """Nobody's, and without content that anybody could use."""
+    """Held by no request, and without content to reuse."""
     CACHED = "cached"
-    """Nobody's, with content that a prefix hit may revive."""
+    """Held by no request, with content that a prefix hit may revive."""
     HELD = "held"
-    """By one request."""
+    """Held by one request."""
     SHARED = "shared"
-    """By several."""
+    """Held by several requests."""
     NULL = "null"
     """Block 0, which padding may be written to."""
 
@@ -97,20 +97,20 @@ def draw(manager: KVManager, running: Iterable[Request]) -> PoolMap:
 
 
 def waste_ratio(manager: KVManager, running: Iterable[Request]) -> float:
-    """Of the positions in blocks that requests hold, the share that holds no token, nor gets one in the step that runs.
+    """The share of positions in held blocks that have no token, nor get one in the step that runs.
 
     O(requests). Only the last blocks of a request can have such positions; one that others hold, too, counts once.
     """
     size = manager.block_size
     filled: dict[int, int] = {}
-    """Of blocks that are not full: tokens in them, as the holder says who has most."""
+    """Tokens in each block that is not full, as seen by the holder with the most."""
     for request in running:
         num_tokens = request.num_computed_tokens + request.num_inflight_tokens
         block_ids = manager.block_table(request.request_id)
         for idx in range(num_tokens // size, len(block_ids)):
             num_filled = max(0, num_tokens - idx * size)
             filled[block_ids[idx]] = max(filled.get(block_ids[idx], 0), num_filled)
-    num_held = manager.num_total_blocks - manager.num_available_blocks
+    num_held = manager.num_total_blocks - manager.pool.num_available
     num_empty = sum(size - num_filled for num_filled in filled.values())
     return min(1.0, num_empty / (num_held * size)) if num_held else 0.0
 

@@ -1,32 +1,40 @@
-"""The tier below the pool: owns what is spilled to slots and loaded from them. Called by `KVManager`, and by whoever carries
-content to and fro (`engine/transfers.py`); integers and hashes only, no I/O, no clock.
+"""The tier below the pool: owns what is spilled to slots and loaded from them. Used by `KVManager`, and by the engine's
+`Transfers`, which carries content to and fro; integers and hashes only, no I/O, no clock.
 
 One rule serves preempted requests, prefixes that were evicted and sessions that return. Whatever has content in the pool has
 a name, the hash of its prefix. When such a block is about to be used for something else, its content is spilled under
-that name. When the first of those who wait could be admitted and the tier continues its prefix, that is loaded:
+that name. When the first of the waiting requests could be admitted and the tier continues its prefix, that is loaded:
 
     pool     A B C - - -        the request waits, while steps of others run
     tier         C D E -        D and E are read into memory beside the pool
     pool     A B C D E -        arrived and verified, they are placed into free blocks like any cached prefix
 
-So no plan is made on content that has not arrived, and no block of the pool is held for it. What does not arrive sound, or not
-in time, is forgotten and computed again. What was loaded stays in the tier, too, and need not be written a second time.
+So no plan is made on content that has not arrived, and no block of the pool is held for it. Content that does not arrive sound,
+or not in time, is forgotten and computed again. Content that was loaded stays in the tier, too, and need not be written twice.
+
+A slot is one block's content in a file, or in other memory. While it is written or read nothing else happens to it; of all
+others, the least recently used one is given to the next content.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
-from penstock.kv.prefix_index import PrefixIndex
-from penstock.kv.slot_index import SlotIndex, SlotState
+from penstock.kv.block_pool import BlockPool
+from penstock.kv.block_table import BlockTable
+from penstock.kv.eviction import EvictionPolicy
+from penstock.kv.prefix_cache import PrefixCache, PrefixHit, PrefixIndex
+from penstock.types.request import Request
 
 LOAD_TIMEOUT_NS = 2_000_000_000
-"""For so long a request waits for its loads before it is admitted; if one is under way then, the tier is taken for slow."""
+"""A request waits so long for its loads before it is admitted; if one is under way then, the tier is taken for slow."""
 OLD_COST_WEIGHT = 0.875
-"""Of what loads cost before, when another one was measured."""
+"""Weight of the cost of earlier loads, when another one was measured."""
 FORGIVING = 0.98
-"""By so much the cost that is remembered shrinks with each load that is not begun for it: some day one is tried again."""
+"""The remembered cost is multiplied by this with each load that it prevents: some day one is tried again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,28 +53,28 @@ class Load:
     slot: int
     block_hash: bytes
     group: Hashable = None
-    """On whose account it will be cached (`eviction.py`)."""
+    """The group of cached blocks that it will join (`eviction.py`)."""
     request_id: str = ""
-    """Who waits for it."""
+    """The request that waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Wait:
-    """What a request waits for."""
+    """The loads that a request waits for."""
 
     num_hit_blocks: int
-    """That it had found in the pool when its last load began; -1: none has."""
+    """Blocks of its prefix in the pool when its last load began; -1: none has begun."""
     until_ns: int
-    """Set by the first load and kept by those that follow."""
+    """End of the wait: set by the first load and kept by those that follow."""
 
 
 class Tier:
     """Slots, and what is on its way. Moves are ordered here, taken by `take_spills` and `take_loads`, and told back."""
 
     def __init__(self, num_slots: int, *, max_load_blocks: int = 64, entries: Iterable[tuple[int, bytes]] = ()) -> None:
-        """`entries`: (slot, hash) of what is there from an earlier time, the oldest first.
+        """`entries`: (slot, hash) of content from an earlier time, the oldest first.
 
-        `max_load_blocks`: of one load; a longer prefix comes in several.
+        `max_load_blocks` bounds one load; a longer prefix comes in several.
         """
         self.slots = SlotIndex(num_slots)
         self.slots.restore(entries)
@@ -139,7 +147,7 @@ class Tier:
         return True
 
     def _next_of(self, chain: Sequence[bytes], index: PrefixIndex) -> tuple[list[bytes], bool]:
-        """What can be loaded of the chain's beginning; and whether, if nothing, that is since its first is being moved now."""
+        """Hashes of the chain's beginning that can be loaded; if none: whether that is because the first is being moved now."""
         found: list[bytes] = []
         for block_hash in chain:
             if block_hash in index:
@@ -166,18 +174,18 @@ class Tier:
         self._waits.pop(request_id, None)
 
     def next_timeout_ns(self, now_ns: int) -> int | None:
-        """When the next of those who wait gives up; None if nobody will."""
+        """When the next waiting request gives up; None if none will."""
         return min((wait.until_ns for wait in self._waits.values() if wait.until_ns > now_ns), default=None)
 
-    # For whoever carries content.
+    # For the engine's `Transfers`, which carries content.
 
     def take_spills(self) -> list[Spill]:
-        """Those that were ordered, to be done now; each is returned once."""
+        """The spills that were ordered, to be done now; each is returned once."""
         spills, self._spills = self._spills, []
         return spills
 
     def take_loads(self) -> list[list[Load]]:
-        """Those that were ordered, one list for each request, in the order of its prefix; each is returned once."""
+        """The loads that were ordered, one list for each request, in the order of its prefix; each is returned once."""
         loads, self._loads = self._loads, []
         return loads
 
@@ -186,7 +194,7 @@ class Tier:
         self.slots.end(block_hash, is_sound=is_sound)
 
     def postpone(self, loads: Sequence[Load]) -> None:
-        """These can't be begun now. Whoever waits may order them again."""
+        """These can't be begun now. The requests that wait for them may order them again."""
         for load in loads:
             self.slots.end(load.block_hash, is_sound=True)
             wait = self._waits.get(load.request_id)
@@ -202,7 +210,7 @@ class Tier:
         return self.slots.state(block_hash) is not None
 
     def close(self) -> None:
-        """The tier can't be trusted now: until it is opened, all is as if there were none. What is on its way may still end."""
+        """The tier can't be trusted now: until it is opened, all is as if there were none. Moves on their way may still end."""
         self.is_open = self._may_probe = False
         self._waits.clear()
 
@@ -211,9 +219,215 @@ class Tier:
         self._may_probe = not self.is_open
 
     def open(self) -> None:
-        """That one got there: the tier is used again, with what it had."""
+        """The block of the probe got there: the tier is used again, with what it had."""
         self.is_open, self._may_probe = True, False
 
     def check(self) -> None:
         """Verify the laws of the slots. Raises AssertionError. O(slots)."""
         self.slots.check()
+
+
+class Swapping:
+    """Moves between one pool and one tier: which part of a prefix is loaded, where it goes, which content is worth keeping."""
+
+    def __init__(
+        self,
+        tier: Tier,
+        pool: BlockPool,
+        prefix: PrefixCache,
+        tables: Mapping[str, BlockTable],
+        eviction: EvictionPolicy,
+        take: Callable[[int], list[int]],
+        block_size: int,
+    ) -> None:
+        """`take` gives out so many blocks of the pool."""
+        self._tier, self._pool, self._prefix, self._index = tier, pool, prefix, prefix.index
+        self._tables, self._eviction, self._take, self._block_size = tables, eviction, take, block_size
+
+    def fetch(self, request: Request, hit: PrefixHit, *, max_blocks: int, compute_ns_per_token: float, now_ns: int) -> bool:
+        """Should a request that could be admitted with this hit rather wait, since the tier brings more of its prefix?
+
+        Begins to load at most `max_blocks`, if there is more and that takes less time than to compute it (0: not known).
+        """
+        num_hit_blocks = len(hit.block_ids)
+        waits = self._tier.fetch(
+            request.request_id,
+            self._tables[request.request_id].hashes[num_hit_blocks : (request.num_tokens - 1) // self._block_size],
+            self._index,
+            num_hit_blocks=num_hit_blocks,
+            group=self._eviction.group_of(request),
+            max_blocks=max_blocks,
+            compute_ns_per_block=compute_ns_per_token * self._block_size,
+            now_ns=now_ns,
+        )
+        if waits:  # what is there already must not be the first to make place for the rest
+            self._touch(hit.block_ids)
+        return waits
+
+    def _touch(self, block_ids: Sequence[int]) -> None:
+        """Free blocks among these are used again after all other free ones, the later sooner than the earlier."""
+        pool = self._pool
+        for block_id in reversed(block_ids):
+            if pool.ref_count(block_id) == 0:
+                group = pool.group_of(block_id)
+                pool.hold(block_id)
+                pool.release(block_id, keep=True, group=group)
+
+    def place(self, loads: Sequence[Load]) -> list[tuple[Load, int]]:
+        """Find free blocks for what arrived for one request, in the order of its prefix, and name them by it: (load, block id).
+
+        It must be written there before anything else happens, and before that what had to make place must be spilled. There
+        is no block for content that is here already, or when none is free.
+
+        The last go first, since what is released later is evicted later. All are held until the last is placed, and so is what
+        the request finds in the pool: else its own would be taken for its own, if its group is the next to lose a block.
+        """
+        if not loads:
+            return []
+        pool, index, table = self._pool, self._index, self._tables.get(loads[0].request_id)
+        found = index.lookup(table.hashes) if table is not None else []
+        held = [(block_id, pool.group_of(block_id)) for block_id in found if pool.ref_count(block_id) == 0]
+        for block_id, _ in held:
+            pool.hold(block_id)
+        placed: list[tuple[Load, int]] = []
+        for load in reversed(loads):
+            if load.block_hash in index or not pool.num_available:
+                continue
+            (block_id,) = self._take(1)
+            index.publish_named(block_id, load.block_hash)
+            placed.append((load, block_id))
+        for block_id, group in [(block_id, load.group) for load, block_id in placed] + held[::-1]:
+            pool.release(block_id, keep=True, group=group)
+        return placed
+
+    def content_to_keep(self) -> list[int]:
+        """Free blocks whose content the tier lacks, of each group the last used first; as many as the tier has place for.
+
+        None if requests share nothing: content is then of no use to others.
+        """
+        if not self._prefix.is_shared:
+            return []
+        pool, slots = self._pool, self._tier.slots
+        cached = [block_id for block_id in pool.free_block_ids() if pool.is_kept(block_id)]
+        missing: list[int] = []
+        num_there = 0
+        for block_id in reversed(cached):
+            block_hash = self._index.hash_of(block_id)
+            if block_hash is None:  # a tail, which is never spilled
+                continue
+            if slots.state(block_hash) is None:
+                missing.append(block_id)
+            else:
+                num_there += 1
+                slots.touch(block_hash)
+        return missing[: max(0, slots.num_slots - num_there)]
+
+    def forget(self, hashes: Sequence[bytes]) -> None:
+        """Forget content that a request computed for itself alone, here and below: after its end nobody can use it."""
+        pool, index = self._pool, self._index
+        for block_hash in hashes:
+            self._tier.slots.forget(block_hash)
+            block_id = index.block_of(block_hash)
+            if block_id is not None and pool.ref_count(block_id) == 0:
+                pool.hold(block_id)
+                index.forget((block_id,))
+                pool.release(block_id, keep=False)
+
+
+class SlotState(IntEnum):
+    WRITING = 0
+    """Ordered; it can't be read yet."""
+    PRESENT = 1
+    READING = 2
+
+
+class SlotIndex:
+    """`num_slots` slots with numbers [0, num_slots), each free or with the content of one hash."""
+
+    def __init__(self, num_slots: int) -> None:
+        if num_slots < 1:
+            raise ValueError(f"a tier needs at least one slot, not {num_slots}")
+        self.num_slots = num_slots
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._slots: dict[bytes, int] = {}
+        self._present: OrderedDict[bytes, None] = OrderedDict()
+        """Content that may be overwritten, the least recently used first."""
+        self._busy: dict[bytes, SlotState] = {}
+        self._doomed: set[bytes] = set()
+        """Busy content, to be forgotten as soon as it is not."""
+
+    def __len__(self) -> int:
+        """Contents that can be read now."""
+        return len(self._present)
+
+    def state(self, block_hash: bytes) -> SlotState | None:
+        """None: it is not here."""
+        if block_hash in self._present:
+            return SlotState.PRESENT
+        return self._busy.get(block_hash)
+
+    def restore(self, entries: Iterable[tuple[int, bytes]]) -> None:
+        """Take over what the slots hold from an earlier time, the least recently used first. Call before anything else.
+
+        If two slots have one hash, the later stays.
+        """
+        for slot, block_hash in entries:
+            if block_hash in self._slots:
+                self.forget(block_hash)
+            self._slots[block_hash] = slot
+            self._present[block_hash] = None
+        used = set(self._slots.values())
+        self._free = [slot for slot in range(self.num_slots - 1, -1, -1) if slot not in used]
+
+    def begin_write(self, block_hash: bytes) -> int | None:
+        """A slot for new content; None if it is here already, or all slots are busy."""
+        if block_hash in self._slots:
+            self.touch(block_hash)
+            return None
+        if self._free:
+            slot = self._free.pop()
+        elif self._present:
+            oldest, _ = self._present.popitem(last=False)
+            slot = self._slots.pop(oldest)
+        else:
+            return None
+        self._slots[block_hash] = slot
+        self._busy[block_hash] = SlotState.WRITING
+        return slot
+
+    def begin_read(self, block_hash: bytes) -> int:
+        """The slot of content that is present. Raises KeyError for any other."""
+        del self._present[block_hash]
+        self._busy[block_hash] = SlotState.READING
+        return self._slots[block_hash]
+
+    def end(self, block_hash: bytes, *, is_sound: bool) -> None:
+        """The write or read that began is over; content that is not sound is forgotten. Raises KeyError if none was begun."""
+        del self._busy[block_hash]
+        if is_sound and block_hash not in self._doomed:
+            self._present[block_hash] = None
+            return
+        self._doomed.discard(block_hash)
+        self._free.append(self._slots.pop(block_hash))
+
+    def touch(self, block_hash: bytes) -> None:
+        """This content was used: others are overwritten before it."""
+        if block_hash in self._present:
+            self._present.move_to_end(block_hash)
+
+    def forget(self, block_hash: bytes) -> None:
+        """Nobody will ask for it again. Unknown ones are ignored."""
+        if block_hash in self._present:
+            del self._present[block_hash]
+            self._free.append(self._slots.pop(block_hash))
+        elif block_hash in self._busy:
+            self._doomed.add(block_hash)
+
+    def check(self) -> None:
+        """Each slot is free, present or busy, and has one hash at most. Raises AssertionError. O(slots)."""
+        used = list(self._slots.values())
+        assert len(set(used)) == len(used), "two hashes have one slot"
+        assert sorted([*used, *self._free]) == list(range(self.num_slots)), "a slot was lost, or is free and used"
+        assert self._slots.keys() == self._present.keys() | self._busy.keys(), "a slot is in no state"
+        assert not self._present.keys() & self._busy.keys(), "a slot is in two states"
+        assert self._doomed <= self._busy.keys(), "what is doomed is not busy"

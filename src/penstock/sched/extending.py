@@ -67,7 +67,7 @@ class Extending:
         if request.status is not RequestStatus.RUNNING or not request.num_behind:
             return  # a victim of this step, or a beam that waits for another
         running, context_len = self._running, request.num_computed_tokens
-        num_copies = self._kv.num_pending_copies
+        num_copies = len(self._kv.pending_copies)
         while (blocks := self._kv.extend(request.request_id, context_len, context_len + query_len)) is None:
             assert not draft.num_admitted, "a step must not both admit and preempt"
             draft.lacks_memory = True
@@ -75,7 +75,7 @@ class Extending:
             running.preempt(draft, eviction, PreemptReason.MEMORY)
             if request.status is not RequestStatus.RUNNING:
                 return
-        if self._kv.num_pending_copies != num_copies or request.request_id in running.untold:
+        if len(self._kv.pending_copies) != num_copies or request.request_id in running.untold:
             running.tell_again(request)
             draft.admit(request, self._kv.block_table(request.request_id))
             blocks = ()

@@ -135,10 +135,10 @@ class Ahead:
         if not self._is_possible or self._running.beams.groups:
             return False
         num_missing_blocks = sum(map(self._assume, self._running.requests.values()))
-        if num_missing_blocks > self._kv.num_available_blocks:
+        if num_missing_blocks > self._kv.pool.num_available:
             self.end()
             return False
-        self._kv.computing({request.request_id for request, num_tokens in self._assumed if num_tokens > 1})
+        self._kv.prefix.in_flight = {request.request_id for request, num_tokens in self._assumed if num_tokens > 1}
         return True
 
     def _assume(self, request: Request) -> int:
@@ -166,4 +166,4 @@ class Ahead:
             request.num_tokens -= request.num_pending_samples
             request.num_pending_samples = 0
         self._assumed.clear()
-        self._kv.computing(())
+        self._kv.prefix.in_flight = ()

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.kv.coming import Awaited
 from penstock.kv.manager import KVManager
-from penstock.kv.prefix_hit import PrefixHit
+from penstock.kv.prefix_cache import Awaited, PrefixHit
 from penstock.sched.draft import StepDraft
 from penstock.sched.padding import Padding
 from penstock.sched.policies.base import UNLIMITED, GateDecision, GateView, Order, Policies, StepLimits
@@ -70,11 +69,12 @@ class Joining:
         running, pauses = self._running, self._order.pauses
         if not any(pauses(request, other, now_ns) for other in running.requests.values()):
             return False
-        if self._kv.is_loading(request, now_ns):  # they run on meanwhile
+        tier = self._kv.tier
+        if tier is not None and tier.is_awaited_by(request.request_id, now_ns):  # they run on meanwhile
             return False
         draft.num_promised_blocks = sum(map(running.room.missing_blocks, running.requests.values()))
         for follower in self._waiting.aside:
-            if self._kv.is_coming(follower.awaited):
+            if self._kv.prefix.is_coming(follower.awaited):
                 self._keep_place(follower, draft)
         hit = self._kv.lookup_prefix(request)
         query_len = min(request.num_tokens - hit.num_tokens, self._max_step_tokens)
@@ -145,7 +145,7 @@ class Joining:
             if draft.tokens_left == 0:
                 return
             hit = self._kv.lookup_prefix(request)
-            awaited = self._kv.find_coming(request, hit)
+            awaited = self._kv.prefix.find_coming(request, hit)
             if awaited is not None and not self._order.outranks(request, awaited.leader, now_ns):
                 if self._is_full(draft):
                     return
@@ -170,7 +170,7 @@ class Joining:
             if not self._has_room_for(request, hit, query_len, draft):
                 lower = self._whom_to_pause(request, hit, query_len, draft, now_ns) if may_pause else ()
                 # They run on meanwhile: what is loaded needs free blocks now, and who waits for it none.
-                if not lower or (self._kv.tier is not None and self._waits_for_load(request, hit, draft, now_ns)):
+                if not lower or self._waits_for_load(request, hit, draft, now_ns):
                     return
                 if draft.is_ahead:
                     draft.puts_off_pause = True
@@ -178,7 +178,7 @@ class Joining:
                 self._pause_one(lower, request, query_len, draft)
                 pauser = request  # goes on before its victim; what it finds in the prefix cache may have changed
                 continue
-            if self._kv.tier is not None and self._waits_for_load(request, hit, draft, now_ns):
+            if self._waits_for_load(request, hit, draft, now_ns):
                 return
             self._admit(draft, request, hit, query_len, now_ns)
             if is_long:
@@ -204,7 +204,7 @@ class Joining:
         """Those who stood aside and whose blocks are there, or whose leaders run no more; the others keep their places."""
         back: list[Follower] = []
         for follower in self._waiting.aside:
-            if self._kv.is_coming(follower.awaited):
+            if self._kv.prefix.is_coming(follower.awaited):
                 self._keep_place(follower, draft)
             else:
                 back.append(follower)
@@ -212,7 +212,7 @@ class Joining:
 
     def _step_aside(self, request: Request, awaited: Awaited, draft: StepDraft) -> None:
         kv = self._kv
-        num_blocks = kv.num_blocks_for(request.num_tokens) - kv.num_common_blocks(request, awaited.leader)
+        num_blocks = kv.num_blocks_for(request.num_tokens) - kv.prefix.num_common_blocks(request, awaited.leader)
         follower = Follower(request, awaited, num_blocks)
         self._waiting.step_aside(follower)
         self._keep_place(follower, draft)
@@ -270,9 +270,12 @@ class Joining:
 
     def _waits_for_load(self, request: Request, hit: PrefixHit, draft: StepDraft, now_ns: int) -> bool:
         """Is the tier below the pool bringing more of its prefix? Only as much as others leave it room for."""
-        num_spare = self._kv.num_available_blocks - draft.num_promised_blocks - self._num_growing - hit.num_free_blocks
+        swapping = self._kv.swapping
+        if swapping is None:
+            return False
+        num_spare = self._kv.pool.num_available - draft.num_promised_blocks - self._num_growing - hit.num_free_blocks
         cost_ns = self._running.prefill_ns_per_token
-        waits = self._kv.fetch(request, hit, max_blocks=max(0, num_spare), compute_ns_per_token=cost_ns, now_ns=now_ns)
+        waits = swapping.fetch(request, hit, max_blocks=max(0, num_spare), compute_ns_per_token=cost_ns, now_ns=now_ns)
         if waits:
             draft.waits_for = WaitReason.LOADING
         return waits
@@ -321,7 +324,7 @@ class Joining:
         if request.first_scheduled_ns is None:
             request.first_scheduled_ns = now_ns
             request.num_cached_tokens = hit.num_tokens
-            stop = self._kv.why_stopped(request, hit) if self.tells_stops else None
+            stop = self._kv.prefix.why_stopped(request, hit) if self.tells_stops else None
             if request.sampling.beams is not None:
                 self._running.beams.begun(request)
         for member in self._running.beams.members(request):

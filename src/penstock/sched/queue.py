@@ -17,7 +17,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 from itertools import count
 from typing import Generic, TypeVar
 
-from penstock.kv.coming import Awaited
+from penstock.kv.prefix_cache import Awaited
 from penstock.sched.policies.base import BucketView, Order, OrderKey
 from penstock.types.request import Request, RequestStatus
 

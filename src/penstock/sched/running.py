@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from penstock.kv.manager import KVManager
-from penstock.kv.prefix_hit import PrefixHit
+from penstock.kv.prefix_cache import PrefixHit
 from penstock.sched.choosing.beams import Beams
 from penstock.sched.draft import StepDraft
 from penstock.sched.policies.base import AdmissionView, Eviction, Policies, PreemptMethod, Reserve, VictimView, cheaper_method
@@ -91,7 +91,7 @@ class Room:
         """Those that a row of a running request needs beyond what it holds and what is free; at least 1."""
         num_held = len(self._kv.block_table(request.request_id))
         num_fresh = self._kv.num_blocks_for(request.num_computed_tokens + query_len) - num_held
-        return max(1, num_fresh - self._kv.num_available_blocks)
+        return max(1, num_fresh - self._kv.pool.num_available)
 
     def join(self, request: Request) -> None:
         self.num_final_blocks += self.final_blocks(request)
@@ -117,7 +117,7 @@ class Room:
         search are among `without`, or none. `forks`: who follows it, and how many blocks each will share with it. `swaps`: who
         is preempted comes back from the tier.
         """
-        num_available, staying = self._kv.num_available_blocks, running.values()
+        num_available, staying = self._kv.pool.num_available, running.values()
         num_promised, num_final = num_promised_blocks, self.num_final_blocks
         if without:
             leaving = {other.request_id for other in without}
@@ -254,7 +254,7 @@ class Running:
     def check(self) -> None:
         """Verify the laws of those who run. Raises AssertionError. O(blocks + requests)."""
         assert len(self.requests) <= self.max_rows, "more requests run than rows exist"
-        tables = self._kv.tables()
+        tables = self._kv.tables
         for request_id, request in self.requests.items():
             assert request.status is RequestStatus.RUNNING, f"{request_id!r} runs and is {request.status.name}"
             num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)

@@ -206,7 +206,7 @@ class Scheduler:
     def _plan(self, now_ns: int) -> StepPlan | None:
         if self._padding.is_active and not self._running and not self._waiting.num_joining:
             self._padding.stop()
-        self.kv.history.now_ns = now_ns
+        self.kv.prefix.now_ns = now_ns
         decision = self._joining.ask_gate(now_ns)
         draft = StepDraft(StepLimits(self.capacity.max_step_tokens), is_ahead=bool(self._flights))
         if self._padding.is_active:

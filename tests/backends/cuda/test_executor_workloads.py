@@ -105,6 +105,6 @@ def test_every_answer_is_the_one_that_the_request_gets_alone(depth: int, monkeyp
             if outcome.finish_reason is FinishReason.ABORT:
                 expected = expected[: len(outcome.token_ids)]
             assert outcome.token_ids == expected, f"seed {seed}, {request.request_id}"
-        assert core.scheduler.kv.num_available_blocks == core.scheduler.kv.num_total_blocks
+        assert core.scheduler.kv.pool.num_available == core.scheduler.kv.num_total_blocks
         assert not core.scheduler.kv.fenced
     assert preemptions.count > 0

@@ -1,10 +1,10 @@
-"""What was evicted is remembered for long enough, in memory that soon stays as it is."""
+"""Evicted prefixes are remembered for long enough, in memory that soon stays as it is."""
 
 from __future__ import annotations
 
 import pytest
 
-from penstock.kv.prefix_history import Recent
+from penstock.kv.prefix_cache import Recent
 
 
 @pytest.mark.parametrize("num_kept", [8, 16, 100])

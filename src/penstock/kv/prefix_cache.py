@@ -1,0 +1,405 @@
+"""The prefix cache: which block holds which prefix, who computes one next, and why a lookup ended. Part of `KVManager`; never
+gives out a block.
+
+A block is found by the hash of its prefix (`block_table.py`). A prefix may also end inside a block, so each block is listed
+among the children of its parent, too: by the parent's hash and its own first token. Blocks that are filled in part (tails) are
+found in this way alone.
+
+A request need not compute what a running request computes just now: it may wait for that block, which is then coming.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Collection, Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from penstock.kv.block_pool import NULL_BLOCK_ID, BlockPool
+from penstock.kv.block_table import HASH_BYTES, TOKEN_BYTES, BlockTable, child_key, pack, token_at, token_slice
+from penstock.types.request import Request
+from penstock.types.stats import PrefixEnd, PrefixStop
+
+START = 2 * HASH_BYTES
+"""Where the packed tokens begin in the index's entry of a block."""
+KEY_END = START + TOKEN_BYTES
+TAIL = bytes(HASH_BYTES)
+"""Stands in place of the hash of a block that is filled in part."""
+MAX_CHILDREN = 8
+"""Blocks with one parent and one first token that are compared with a prompt: the newest. Others are found by their hash."""
+MAX_EVICTED = 8192
+"""Evicted blocks that are remembered, at least; an eighth more at most."""
+MAX_BEGINNINGS = 1024
+_NUM_GENERATIONS = 8
+MIN_AWAITED_TOKENS = 8
+"""Tokens that the last piece of a prompt needs to be worth a step's wait: computing so many takes as long as a
+step has overhead. A whole block is always waited for, since what follows it is likely to be shared, too."""
+
+_Key = TypeVar("_Key", bound=Hashable)
+_Value = TypeVar("_Value")
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """The part of a request's tokens that the cache has. Valid until the next block is allocated or released."""
+
+    block_ids: tuple[int, ...]
+    """Whole blocks, to be shared."""
+    num_tokens: int
+    """Positions [0, num_tokens) need not be computed."""
+    num_free_blocks: int
+    """Blocks of the hit that lie in the free list: holding them makes as many fewer available."""
+    tail_block_id: int = NULL_BLOCK_ID
+    """The block to copy if the hit ends inside one."""
+
+
+NO_HIT = PrefixHit(block_ids=(), num_tokens=0, num_free_blocks=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """A block that a running request is about to compute, and that another lacks."""
+
+    key: bytes
+    leader: Request
+
+
+class PrefixCache:
+    """The prefixes of one pool. Tables belong to `KVManager`; they are read here, and blocks are named in them."""
+
+    def __init__(self, pool: BlockPool, block_size: int, tables: Mapping[str, BlockTable], *, is_shared: bool) -> None:
+        """`is_shared`: requests find each other's prefixes; else only their own, which a tier brings back."""
+        self.index = PrefixIndex()
+        self.leaders: dict[bytes, Request] = {}
+        """Key among the children of its parent -> the running request that computes this block next."""
+        self.in_flight: Collection[str] = ()
+        """Ids of requests of which a step in flight computes several tokens, while the next step is planned."""
+        self.now_ns = 0
+        """Time of the step that is being planned; set by the scheduler."""
+        self.is_shared = is_shared
+        self._pool, self._block_size, self._tables = pool, block_size, tables
+        self._evicted_ns: Recent[bytes, int] = Recent(MAX_EVICTED)
+        """Hash of a prefix -> when it was evicted."""
+        self._salts: Recent[tuple[str, bytes], bytes] = Recent(MAX_BEGINNINGS)
+        """(tenant, tokens of the first block) -> its salt. Kept by tenant: a salt is there so that others learn nothing."""
+
+    # Hits.
+
+    def lookup(self, request: Request, table: BlockTable) -> PrefixHit:
+        """The longest hit, one token short of the request at least. Extends the table's hashes as far as they are needed."""
+        block_size = self._block_size
+        num_blocks = (request.num_tokens - 1) // block_size
+        table.hash_blocks(request, num_blocks, block_size)
+        found = self.index.lookup(table.hashes[:num_blocks])
+        num_found = len(found)
+        tail_id, num_tail = self._find_tail(request, table, num_found) if self.is_shared else (NULL_BLOCK_ID, 0)
+        if not num_found and not num_tail:
+            return NO_HIT
+        num_free = sum(self._pool.is_kept(block_id) for block_id in found)
+        return PrefixHit(tuple(found), num_found * block_size + num_tail, num_free, tail_id)
+
+    def _find_tail(self, request: Request, table: BlockTable, num_found: int) -> tuple[int, int]:
+        """(block, number of its tokens) to copy behind so many whole blocks; (0, 0) if there is none."""
+        start = num_found * self._block_size
+        stop = min(start + self._block_size, request.num_tokens - 1)
+        if start < stop:
+            parent = table.parent(num_found)
+            if self.index.has_child(child_key(parent, token_at(request, start))):
+                return self.index.lookup_child(parent, pack(token_slice(request, start, stop)))
+        return NULL_BLOCK_ID, 0
+
+    def num_common_blocks(self, one: Request, other: Request) -> int:
+        """Whole blocks with which two requests begin alike, as far as both were hashed. O(log blocks)."""
+        own, others = self._tables[one.request_id].hashes, self._tables[other.request_id].hashes
+        # Chained: where two hashes are equal, all before them are.
+        return bisect_left(range(min(len(own), len(others))), True, key=lambda idx: own[idx] != others[idx])
+
+    # Why a hit is no longer.
+
+    def why_stopped(self, request: Request, hit: PrefixHit) -> PrefixStop:
+        """Why a lookup found no more than this. Call once per request, before its blocks are allocated."""
+        position = hit.num_tokens
+        if not self.is_shared:
+            return PrefixStop(PrefixEnd.OFF, position)
+        table = self._tables[request.request_id]
+        has_other_salt = self._begin(request)
+        if position == request.num_tokens - 1:
+            return PrefixStop(PrefixEnd.WHOLE, position)
+        idx = len(hit.block_ids)
+        evicted_ns = self._evicted_ns.get(table.hashes[idx]) if idx < len(table.hashes) else None
+        if evicted_ns is not None:
+            return PrefixStop(PrefixEnd.EVICTED, position, evicted_ns)
+        if hit.tail_block_id:
+            differs = self.index.has_more(hit.tail_block_id, position - idx * self._block_size)
+        else:
+            differs = position > 0 and self.index.goes_on(table.parent(idx))
+        if differs:
+            return PrefixStop(PrefixEnd.DIFFERS, position)
+        return PrefixStop(PrefixEnd.SALT if has_other_salt and position == 0 else PrefixEnd.UNSEEN, position)
+
+    def _begin(self, request: Request) -> bool:
+        """Note the first block of a request, if it fills one. True if its tenant's last with the same had another salt."""
+        if request.num_prompt_tokens < self._block_size:
+            return False
+        # As bytes: a sixth of what a tuple of numbers takes.
+        beginning = (request.tenant, pack(request.prompt_token_ids[: self._block_size]))
+        known = self._salts.get(beginning)
+        self._salts.put(beginning, request.cache_salt)
+        return known is not None and known != request.cache_salt
+
+    def evict(self, block_ids: Iterable[int]) -> None:
+        """The content of these blocks is about to be lost."""
+        for block_hash in self.index.forget(block_ids):
+            self._evicted_ns.put(block_hash, self.now_ns)
+
+    # Blocks that are coming.
+
+    def find_coming(self, request: Request, hit: PrefixHit) -> Awaited | None:
+        """The block that `request` lacks next, if a running request computes it just now or in its next step; `hit` is fresh.
+
+        Only a whole block, or all that is left of the prompt but its last token.
+        """
+        if not self.leaders:
+            return None
+        table, num_blocks = self._tables[request.request_id], len(hit.block_ids)
+        start = num_blocks * self._block_size
+        stop = min(start + self._block_size, request.num_tokens - 1)
+        if start == stop:
+            return None
+        key = child_key(table.parent(num_blocks), token_at(request, start))
+        leader = self.leaders.get(key)
+        if leader is None or leader.num_tokens - leader.num_pending_samples < stop:
+            return None
+        if leader.num_behind < 2 and leader.request_id not in self.in_flight:
+            return None
+        is_whole = stop - start == self._block_size
+        if not is_whole and stop - hit.num_tokens < MIN_AWAITED_TOKENS:
+            return None
+        is_equal = all(token_at(leader, idx) == token_at(request, idx) for idx in range(start, stop))
+        return Awaited(key, leader) if is_equal else None
+
+    def is_coming(self, awaited: Awaited) -> bool:
+        """False as soon as the block was computed, or its leader runs no more."""
+        return self.leaders.get(awaited.key) is awaited.leader
+
+    def lead(self, table: BlockTable, request: Request) -> None:
+        """Note which block a request computes next, if that is part of a prefill. The first leader to a block stays."""
+        if not self.is_shared:
+            return
+        key, start = b"", table.num_full * self._block_size
+        if request.num_behind > 1 and start < request.num_tokens:
+            key = child_key(table.parent(table.num_full), token_at(request, start))
+        if key == table.leads:
+            return
+        if table.leads:
+            self.lead_no_more(table)
+        if key and self.leaders.setdefault(key, request) is request:
+            table.leads = key
+
+    def lead_no_more(self, table: BlockTable) -> None:
+        """Nobody need wait for the table's request."""
+        del self.leaders[table.leads]
+        table.leads = b""
+
+
+class PrefixIndex:
+    """One block per hash and one content per block; blocks may be held or free."""
+
+    def __init__(self) -> None:
+        self._block_ids: dict[bytes, int] = {}
+        self._contents: dict[int, bytes] = {}
+        """block_id -> hash, or `TAIL`; parent and packed tokens, or nothing if they are not known. In one string, since tuples
+        and lists per block would have the garbage collector run more than twice as often."""
+        self._children: dict[bytes, int | list[int]] = {}
+        """Key -> the block, or blocks, the newest last."""
+        self._num_children: dict[bytes, int] = {}
+        """Parent -> blocks that continue it, whatever their first token."""
+
+    def __len__(self) -> int:
+        return len(self._block_ids)
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        return block_hash in self._block_ids
+
+    def hash_of(self, block_id: int) -> bytes | None:
+        """The hash under which a block is published; None if it is not, or as a tail."""
+        content = self._contents.get(block_id)
+        return None if content is None or content.startswith(TAIL) else content[:HASH_BYTES]
+
+    def block_of(self, block_hash: bytes) -> int | None:
+        """The block that is published under a hash; None if there is none."""
+        return self._block_ids.get(block_hash)
+
+    @property
+    def block_ids(self) -> Collection[int]:
+        """Every published block, tails included; a view, so that asking for one is cheap."""
+        return self._contents.keys()
+
+    def items(self) -> Iterable[tuple[bytes, int]]:
+        """(hash, block id) of every block that was published full; for checks."""
+        return self._block_ids.items()
+
+    def lookup(self, hashes: Iterable[bytes]) -> list[int]:
+        """Blocks of the longest prefix of the chain that is known."""
+        found: list[int] = []
+        for block_hash in hashes:
+            block_id = self._block_ids.get(block_hash)
+            if block_id is None:
+                break
+            found.append(block_id)
+        return found
+
+    def has_child(self, key: bytes) -> bool:
+        """Is there a block at this key (`child_key`)?"""
+        return key in self._children
+
+    def goes_on(self, parent: bytes) -> bool:
+        """Is there a block that continues this prefix, with whatever tokens?"""
+        return parent in self._num_children
+
+    def has_more(self, block_id: int, num_tokens: int) -> bool:
+        """Are there further tokens known in a block than so many?"""
+        return len(self._contents[block_id]) > START + num_tokens * TOKEN_BYTES
+
+    def lookup_child(self, parent: bytes, content: bytes) -> tuple[int, int]:
+        """(block, number of tokens) of the child of `parent` that begins like the packed tokens for longest; (0, 0): none."""
+        best_id = best_tokens = 0
+        children = self._children.get(parent + content[:TOKEN_BYTES], ())
+        for block_id in (children,) if isinstance(children, int) else children:
+            num_tokens = _num_common(self._contents[block_id][START:], content)
+            if num_tokens >= best_tokens:
+                best_id, best_tokens = block_id, num_tokens
+        return best_id, best_tokens
+
+    def publish(self, block_ids: Iterable[int], parent: bytes, hashes: Iterable[bytes], contents: Iterable[bytes]) -> None:
+        """Make full blocks findable; `parent` is that of the first. One whose hash is known already is passed over.
+
+        Raises ValueError if a block is published under another hash.
+        """
+        for block_id, block_hash, content in zip(block_ids, hashes, contents, strict=True):
+            known = self._contents.get(block_id)
+            if known is not None:
+                if not known.startswith((TAIL, block_hash)):
+                    raise ValueError(f"block {block_id} is published already, with other content")
+                self._drop(block_id)  # it was a tail
+            if self._block_ids.setdefault(block_hash, block_id) == block_id:
+                self._put(block_id, block_hash, parent, content)
+            parent = block_hash
+
+    def publish_named(self, block_id: int, block_hash: bytes) -> None:
+        """Make a full block findable of which no more is known than its hash; it is not among the children of its parent.
+
+        Neither may be published already.
+        """
+        self._block_ids[block_hash] = block_id
+        self._contents[block_id] = block_hash
+
+    def publish_tail(self, block_id: int, parent: bytes, content: bytes) -> None:
+        """Make a block that is filled in part findable, unless there is one that begins with the same tokens."""
+        if self.lookup_child(parent, content)[1] * TOKEN_BYTES == len(content):
+            return
+        if block_id in self._contents:
+            self._drop(block_id)  # it was shorter
+        self._put(block_id, TAIL, parent, content)
+
+    def forget(self, block_ids: Iterable[int]) -> list[bytes]:
+        """The blocks' content is about to be lost; unpublished blocks are ignored. Returns the hashes lost."""
+        forgotten: list[bytes] = []
+        for block_id in block_ids:
+            if block_id in self._contents:
+                block_hash = self._drop(block_id)
+                if block_hash is not None:
+                    forgotten.append(block_hash)
+        return forgotten
+
+    def _put(self, block_id: int, block_hash: bytes, parent: bytes, content: bytes) -> None:
+        self._contents[block_id] = block_hash + parent + content
+        num_children = self._num_children
+        num_children[parent] = num_children.get(parent, 0) + 1
+        key = parent + content[:TOKEN_BYTES]
+        children = self._children.setdefault(key, block_id)
+        if children == block_id:
+            return
+        if isinstance(children, int):
+            self._children[key] = [children, block_id]
+            return
+        children.append(block_id)
+        if len(children) > MAX_CHILDREN:
+            del children[0]
+
+    def _drop(self, block_id: int) -> bytes | None:
+        """Forget a block. Returns the hash under which it was found."""
+        content = self._contents.pop(block_id)
+        if len(content) > START:
+            self._forget_child(block_id, content[HASH_BYTES:START], content[HASH_BYTES:KEY_END])
+        if content.startswith(TAIL):
+            return None
+        block_hash = content[:HASH_BYTES]
+        del self._block_ids[block_hash]
+        return block_hash
+
+    def _forget_child(self, block_id: int, parent: bytes, key: bytes) -> None:
+        num_left = self._num_children.pop(parent) - 1
+        if num_left:
+            self._num_children[parent] = num_left
+        children = self._children.get(key)
+        if children == block_id:
+            del self._children[key]
+        elif isinstance(children, list) and block_id in children:
+            children.remove(block_id)
+            if len(children) == 1:
+                self._children[key] = children[0]
+
+    def check(self) -> None:
+        """Verify that the maps agree. Raises AssertionError. O(blocks)."""
+        for block_hash, block_id in self._block_ids.items():
+            assert self.hash_of(block_id) == block_hash, f"block {block_id} is known under two hashes"
+        num_full = sum(not content.startswith(TAIL) for content in self._contents.values())
+        assert num_full == len(self._block_ids), "a full block is not found by its hash"
+        families = Counter(content[HASH_BYTES:START] for content in self._contents.values() if len(content) > START)
+        assert families == self._num_children, "a prefix has other children than are counted"
+        for key, found in self._children.items():
+            children = [found] if isinstance(found, int) else found
+            assert isinstance(found, int) or 1 < len(set(found)) == len(found) <= MAX_CHILDREN, "not what children may be"
+            assert all(self._contents[block_id][HASH_BYTES:KEY_END] == key for block_id in children), (
+                "a child is in the wrong place"
+            )
+
+
+def _num_common(one: bytes, other: bytes) -> int:
+    """Number of tokens with which both begin."""
+    num_bytes = min(len(one), len(other))
+    difference = int.from_bytes(one[:num_bytes], "little") ^ int.from_bytes(other[:num_bytes], "little")
+    if not difference:
+        return num_bytes // TOKEN_BYTES
+    return ((difference & -difference).bit_length() - 1) // (8 * TOKEN_BYTES)
+
+
+class Recent(Generic[_Key, _Value]):
+    """A map that keeps at least the last `num_kept` keys written, and at most an eighth more if that is a
+    multiple of eight. Each operation is O(1).
+
+    It is forgotten by generations. Two of them would do, but take up to twice the memory, now more, now less.
+    """
+
+    def __init__(self, num_kept: int) -> None:
+        self._max_young = -(-num_kept // _NUM_GENERATIONS)
+        self._young: dict[_Key, _Value] = {}
+        self._old: deque[dict[_Key, _Value]] = deque(maxlen=_NUM_GENERATIONS)
+        """The newest first."""
+
+    def __len__(self) -> int:
+        return len(self._young) + sum(map(len, self._old))
+
+    def get(self, key: _Key) -> _Value | None:
+        for generation in (self._young, *self._old):
+            if key in generation:
+                return generation[key]
+        return None
+
+    def put(self, key: _Key, value: _Value) -> None:
+        self._young[key] = value
+        if len(self._young) >= self._max_young:
+            self._old.appendleft(self._young)
+            self._young = {}
