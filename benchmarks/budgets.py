@@ -21,8 +21,7 @@ from dataclasses import dataclass, field
 
 from penstock.engine.core import EngineCore
 from penstock.sched.policies.base import Budget
-from penstock.sched.policies.budgets import DecodeFirst
-from penstock.sched.policies.hold_latency import HoldLatency
+from penstock.sched.policies.budgets import DecodeFirst, HoldLatency
 from penstock.sched.policies.presets import make_policies
 from penstock.testing import make_core, make_request
 from penstock.types.events import Abort, Add

@@ -23,8 +23,8 @@ from penstock.engine.thread import EngineState
 from penstock.kv.eviction import LeastRecentlyUsed, LowestPriorityFirst, TenantFair
 from penstock.models.catalog import resolve
 from penstock.obs.prometheus import expose
+from penstock.sched.policies.budgets import HoldLatency
 from penstock.sched.policies.gates import Dynamic, Static
-from penstock.sched.policies.hold_latency import HoldLatency
 from penstock.sched.policies.reserves import Watermark
 from penstock.sched.policies.victims import LowestPriority
 from penstock.testing import DEFAULT_CAPACITY

@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from penstock.clock import VirtualClock
 from penstock.kv.block_table import extend_chain, pack, root_hash
-from penstock.sched.policies.ordering.fair import FairShares
-from penstock.sched.policies.ordering.priority import PriorityClasses
+from penstock.sched.policies.fair import FairShares
+from penstock.sched.policies.orders import PriorityClasses
 from penstock.testing import expected_tokens, make_request
 from penstock.testing.driver import Submission
 from penstock.testing.hashing import ROOT, mix

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.sched.policies.ordering.fair import FairShares
+from penstock.sched.policies.fair import FairShares
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import Watermark
 from penstock.sched.queue import WaitingQueue

@@ -10,9 +10,8 @@ from itertools import pairwise
 import pytest
 
 from penstock.sched.policies.base import BudgetView, StepRecord
-from penstock.sched.policies.hold_latency import PROBE_PERIOD, PROBE_SHARE, HoldLatency
+from penstock.sched.policies.budgets import PROBE_PERIOD, PROBE_SHARE, HoldLatency, StepCost
 from penstock.sched.policies.presets import make_policies
-from penstock.sched.policies.step_cost import StepCost
 from penstock.testing import Driver, HashExecutor, make_core, make_request
 from penstock.types.events import Abort, Add, Command
 from penstock.types.plan import Capacity, StepPlan

@@ -10,13 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.sched.policies.base import Order, StepRecord
-from penstock.sched.policies.ordering.ageing import delay_ns
-from penstock.sched.policies.ordering.edf import EarliestDeadlineFirst
-from penstock.sched.policies.ordering.fair import FairShares
-from penstock.sched.policies.ordering.fcfs import FirstComeFirstServed
-from penstock.sched.policies.ordering.priority import PriorityClasses
-from penstock.sched.policies.ordering.sjf import ShortestJobFirst
-from penstock.sched.policies.ordering.srpf import ShortestPrefillFirst
+from penstock.sched.policies.fair import FairShares
+from penstock.sched.policies.orders import (
+    EarliestDeadlineFirst,
+    FirstComeFirstServed,
+    PriorityClasses,
+    ShortestJobFirst,
+    ShortestPrefillFirst,
+    delay_ns,
+)
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import Watermark
 from penstock.sched.queue import WaitingQueue

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from penstock.clock import VirtualClock
-from penstock.sched.policies.hold_latency import HoldLatency
-from penstock.sched.policies.ordering.priority import PriorityClasses
+from penstock.sched.policies.budgets import HoldLatency
+from penstock.sched.policies.orders import PriorityClasses
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import WholePrompt
 from penstock.testing import Driver, HashExecutor, expected_tokens, make_core, make_request

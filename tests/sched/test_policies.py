@@ -9,8 +9,7 @@ import pytest
 
 from penstock.sched.draft import StepDraft
 from penstock.sched.policies.base import AdmissionView, BudgetView, VictimView
-from penstock.sched.policies.budgets import DecodeFirst, WholePrompts
-from penstock.sched.policies.hold_latency import HoldLatency
+from penstock.sched.policies.budgets import DecodeFirst, HoldLatency, WholePrompts
 from penstock.sched.policies.presets import PRESETS, TABLES, make_policies
 from penstock.sched.policies.reserves import FirstChunk, NoEvict, PredictedOutput, Watermark, WholePrompt
 from penstock.sched.policies.victims import VICTIMS, Cheapest, LatestArrived, LeastComputed, LowestPriority

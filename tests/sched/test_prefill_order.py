@@ -8,10 +8,9 @@ from itertools import permutations
 import pytest
 
 from penstock.sched.policies.base import Order
-from penstock.sched.policies.hold_latency import HoldLatency
-from penstock.sched.policies.ordering.fair import FairShares
-from penstock.sched.policies.ordering.fcfs import FirstComeFirstServed
-from penstock.sched.policies.ordering.priority import PriorityClasses
+from penstock.sched.policies.budgets import HoldLatency
+from penstock.sched.policies.fair import FairShares
+from penstock.sched.policies.orders import FirstComeFirstServed, PriorityClasses
 from penstock.sched.policies.presets import make_policies
 from penstock.testing import Driver, HashExecutor, make_core, make_request, make_scheduler
 from penstock.testing.driver import STEP_NS

@@ -6,9 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.sched.policies.base import BucketView, Order, OrderKey
-from penstock.sched.policies.ordering.fair import FairShares
-from penstock.sched.policies.ordering.fcfs import FirstComeFirstServed
-from penstock.sched.policies.ordering.priority import PriorityClasses
+from penstock.sched.policies.fair import FairShares
+from penstock.sched.policies.orders import FirstComeFirstServed, PriorityClasses
 from penstock.sched.queue import KeyedHeap, WaitingQueue
 from penstock.testing import make_request
 from penstock.types.plan import RowPlan

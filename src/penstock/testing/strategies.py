@@ -18,9 +18,8 @@ from penstock.engine.ports import BlockStore, Executor
 from penstock.engine.transfers import Transfers
 from penstock.kv.tiers import Tier
 from penstock.sched.policies.base import Budget, Gate, Policies, Reserve
-from penstock.sched.policies.budgets import DecodeFirst
+from penstock.sched.policies.budgets import DecodeFirst, HoldLatency
 from penstock.sched.policies.gates import Continuous, Dynamic, Static
-from penstock.sched.policies.hold_latency import HoldLatency
 from penstock.sched.policies.presets import TABLES, make_policies
 from penstock.sched.policies.reserves import Watermark
 from penstock.testing.builders import make_core, make_request

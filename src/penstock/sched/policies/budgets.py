@@ -1,10 +1,45 @@
-"""Budgets: how are a step's tokens split? Called by the scheduler once per step."""
+"""Budgets: how are a step's tokens split between decodes and prefills? Called by the scheduler once per step."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import mul
 
-from penstock.sched.policies.base import UNLIMITED, BudgetView, StepLimits
+from penstock.sched.policies.base import UNLIMITED, BudgetView, StepLimits, StepRecord
+
+DECODES_TO_LEARN = 8
+"""Of so many steps without prefills that took as long as expected one is learnt from: the others would tell nothing."""
+QUANTILE_STEP = 0.02
+"""By which the excess is moved."""
+FIRST_EXCESS = 1.1
+MAX_EXCESS = 1.5
+"""Beyond that it is not the chunks that make steps slow."""
+PROBE_PERIOD = 64
+"""One of so many equal chunks is made smaller: equal steps don't tell what a smaller chunk would save."""
+STRAINED_PROBE_PERIOD = 4
+"""The same while the target can't be held: either smaller chunks save little, or the machine is too slow for the target."""
+PROBE_SHARE = 4
+"""The smaller chunk has one in so many of the tokens."""
+
+NOISE = 0.1
+"""Standard deviation of a step's duration, as a share of it. Of the measured one, so that a stall teaches little."""
+DRIFT = 0.03
+"""Standard deviation of a coefficient's change from step to step, as a share of it."""
+MIN_DRIFT = 0.1
+"""What drifts at least, as a share of the first doubt: also a coefficient that was found to be nothing."""
+MAX_DOUBT = 0.5
+"""Standard deviation up to which drift makes a coefficient doubtful, as a share of it, or the first doubt if that is more."""
+FIXED_SHARE = 0.25
+"""Standard deviation of the fixed part, as a share of the first step's duration."""
+FIRST_TOKENS = 32
+"""A first step of fewer tokens is taken for one of so many: most of its time is that of any step."""
+FAR_CONTEXT = 1000
+"""Tokens before it that may make a prefill token cost twice as much, before anything is known."""
+MIN_PREFILL_NS = 1.0
+"""What a prefill token costs at least. Where steps with prefills are the shorter ones it would shrink until nothing is left to
+divide by."""
+MAX_ERRORS = 3.0
+"""What a step teaches at most, in standard deviations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +72,200 @@ class WholePrompts:
         return StepLimits(view.max_step_tokens, splits_prompts=False)
 
 
+@dataclass(slots=True)
+class StepCost:
+    """How long a step takes: a running fit of what was observed, in nanoseconds; all zero before the first step.
+
+    duration = fixed + decode * decodes + any * (1 if it has prefill tokens) + prefill * prefill tokens + attention * pairs
+
+    (pairs of a prefill token and one before it in its request) is fitted by a Kalman filter whose state are the five
+    coefficients. They drift (contexts grow, others use the machine), so each step adds a little doubt to them. A step's error
+    is divided among them by how doubtful each is. So a run of equal steps keeps the sum right and spoils no single coefficient,
+    as a plain fit over the last steps would. The fit decides nothing: the budget that steers by it owns it.
+    """
+
+    fixed_ns: float = 0.0
+    decode_ns: float = 0.0
+    """Per row that decodes."""
+    any_prefill_ns: float = 0.0
+    """What a step takes for having prefill tokens, however few.
+
+    Large where other programs use the cores: each operation on more than one row waits for a thread that does not run.
+    """
+    prefill_ns: float = 0.0
+    """Per prefill token; `MIN_PREFILL_NS` at least after the first step."""
+    attention_ns: float = 0.0
+    """Per pair of a prefill token and one before it."""
+    _doubt: list[list[float]] = field(default_factory=list)
+    """Covariance of the five. [5, 5]"""
+    _first_doubts_ns: tuple[float, ...] = ()
+    """Their standard deviations before the first step was learnt."""
+
+    @property
+    def is_known(self) -> bool:
+        return bool(self._doubt)
+
+    def estimate_ns(self, num_decodes: int, num_prefill_tokens: int = 0, num_prefill_pairs: int = 0) -> float:
+        if not num_prefill_tokens:
+            return self.fixed_ns + self.decode_ns * num_decodes
+        return self.least_ns(num_decodes) + self.prefill_ns * num_prefill_tokens + self.attention_ns * num_prefill_pairs
+
+    def least_ns(self, num_decodes: int) -> float:
+        """What a step with prefill tokens takes, their own time aside."""
+        return self.fixed_ns + self.decode_ns * num_decodes + self.any_prefill_ns
+
+    def token_ns(self, context_len: int) -> float:
+        """Of one more prefill token with so many before it."""
+        return self.prefill_ns + self.attention_ns * context_len
+
+    def learn(self, step: StepRecord) -> None:
+        """Take over what a step took. O(1)."""
+        if step.duration_ns <= 0:
+            return
+        if not self._doubt:
+            self._begin(step)
+        self._drift()
+        num_tokens = step.num_prefill_tokens
+        shape = [1, step.num_decodes, int(num_tokens > 0), num_tokens, step.num_prefill_pairs]
+        least_ns = [0.0, 0.0, 0.0, max(MIN_PREFILL_NS, 0.1 * self.prefill_ns), 0.0]
+        values = [self.fixed_ns, self.decode_ns, self.any_prefill_ns, self.prefill_ns, self.attention_ns]
+        error = step.duration_ns - self.estimate_ns(step.num_decodes, num_tokens, step.num_prefill_pairs)
+        is_learnt = False
+        while not is_learnt:
+            spread = [sum(map(mul, row, shape)) for row in self._doubt]
+            variance = sum(map(mul, spread, shape)) + (NOISE * step.duration_ns) ** 2
+            limit = MAX_ERRORS * variance**0.5
+            gain = min(max(error, -limit), limit) / variance
+            is_learnt = True
+            for idx, least in enumerate(least_ns):
+                if shape[idx] and values[idx] + spread[idx] * gain < least:
+                    # No time is below nothing. What this part can't give, the others have to: they share the rest of the error.
+                    error += shape[idx] * (values[idx] - least)
+                    values[idx], shape[idx], is_learnt = least, 0, False
+        moved = [max(value + own * gain, least) for value, own, least in zip(values, spread, least_ns, strict=True)]
+        self.fixed_ns, self.decode_ns, self.any_prefill_ns, self.prefill_ns, self.attention_ns = moved
+        self._doubt = [
+            [value - own * other / variance for value, other in zip(row, spread, strict=True)]
+            for row, own in zip(self._doubt, spread, strict=True)
+        ]
+
+    def _begin(self, step: StepRecord) -> None:
+        """All of the first step's time is that of its tokens, and everything is doubtful."""
+        duration_ns = float(step.duration_ns)
+        token_ns = duration_ns / max(FIRST_TOKENS, step.num_decodes + step.num_prefill_tokens)
+        self.decode_ns = self.prefill_ns = token_ns
+        fixed_ns = FIXED_SHARE * duration_ns
+        self._first_doubts_ns = (fixed_ns, token_ns, fixed_ns, token_ns, token_ns / FAR_CONTEXT)
+        self._doubt = [[doubt**2 if row == col else 0.0 for col in range(5)] for row, doubt in enumerate(self._first_doubts_ns)]
+
+    def _drift(self) -> None:
+        values = (self.fixed_ns, self.decode_ns, self.any_prefill_ns, self.prefill_ns, self.attention_ns)
+        for idx, (value, first) in enumerate(zip(values, self._first_doubts_ns, strict=True)):
+            doubt = self._doubt[idx]
+            doubt[idx] += (DRIFT * max(value, MIN_DRIFT * first)) ** 2
+            limit = max(MAX_DOUBT * value, first)
+            if doubt[idx] > limit**2:
+                share = limit / doubt[idx] ** 0.5
+                for row in self._doubt:
+                    row[idx] *= share
+                self._doubt[idx] = [value * share for value in doubt]
+
+
+@dataclass(slots=True)
+class HoldLatency:
+    """Every decode gets its token; prefill chunks take the time that the latency between tokens leaves them.
+
+    While requests decode, the latency between their tokens is the duration of a step. It is fitted to the tokens of the
+    step (`StepCost`), and prefills get as many as keep the step within the target. The fit says what a step takes in the
+    mean; by how much the slowest in a hundred exceed that is observed too, and the target of the mean is lower by as much.
+    Without decodes the whole step is the prefills'.
+
+    A chunk of a few tokens may take as long as one of a hundred, where other programs keep the cores busy. Chunks of one size
+    would hide that, so now and then one is smaller (`PROBE_PERIOD`). Where not even the smallest chunk keeps the target,
+    prefills get a share of the step's time (`min_prefill_share`), so no prompt starves.
+    """
+
+    slo_itl_ns: int = 0
+    """Latency between two tokens that 99 of 100 are to keep; 0: the larger of the next two."""
+    fluent_itl_ns: int = 50_000_000
+    """20 tokens a second are faster than anybody reads. Smaller chunks would cost throughput, as each step has a fixed part."""
+    max_slowdown: float = 2.0
+    """Of a step by the tokens of prefills."""
+    min_prefill_share: float = 1 / 3
+    """Of a step's time, for the tokens of prefills, where the target can't be held: they then take about three times as long as
+    in steps that are full of them. [0, 1)"""
+    min_chunk_tokens: int = 16
+    """For prefills in every step, whatever the latency."""
+    long_prefill_token_threshold: int = 0
+    """A prefill that is further behind is long: others pass it, but leave half of the prefills' tokens to it; 0: none is."""
+    max_long_partial_prefills: int = 1
+    """Long prefills at the same time; 0: no limit."""
+    cost: StepCost = field(default_factory=StepCost)
+    excess: float = FIRST_EXCESS
+    """Duration over estimate that one in a hundred steps with decodes and prefills exceeds."""
+    _seen: StepRecord | None = None
+    _num_seen: int = 0
+    _num_equal_chunks: int = 0
+    """Steps with decodes since the last in which prefills had at most half of the tokens that they might have had."""
+    _chunk_tokens: int = 0
+    """What prefills might have had in the last step with decodes, but for a probe."""
+    _is_strained: bool = False
+    """Not even the smallest chunk keeps the target."""
+
+    def limits(self, view: BudgetView) -> StepLimits:
+        if view.last_step is not None and view.last_step is not self._seen:
+            self._observe(view.last_step)
+        num_prefill_tokens = view.max_step_tokens - view.num_decodes
+        if view.num_decodes and self.cost.is_known:
+            num_prefill_tokens = self._chunk_tokens = min(num_prefill_tokens, self._affordable_tokens(view))
+            if self._is_probe_due:
+                num_prefill_tokens = max(1, num_prefill_tokens // PROBE_SHARE)
+        max_tokens = view.num_decodes + num_prefill_tokens
+        if not self.long_prefill_token_threshold:
+            return StepLimits(max_tokens)
+        return StepLimits(
+            max_tokens,
+            long_prefill_tokens=self.long_prefill_token_threshold,
+            max_long_prefills=self.max_long_partial_prefills or UNLIMITED,
+            long_prefill_share=max(1, num_prefill_tokens // 2),
+        )
+
+    def _affordable_tokens(self, view: BudgetView) -> int:
+        least_ns = self.cost.least_ns(view.num_decodes)
+        default_ns = max(self.fluent_itl_ns, self.max_slowdown * least_ns)
+        target_ns = self.slo_itl_ns / self.excess if self.slo_itl_ns else default_ns
+        token_ns = self.cost.token_ns(view.prefill_context_len)
+        smallest_ns = self.min_chunk_tokens * token_ns
+        self._is_strained = target_ns - least_ns < smallest_ns
+        if not self._is_strained:
+            return int((target_ns - least_ns) / token_ns)
+        share_ns = least_ns * self.min_prefill_share / (1 - self.min_prefill_share)
+        return max(self.min_chunk_tokens, int(share_ns / token_ns))
+
+    @property
+    def _is_probe_due(self) -> bool:
+        period = STRAINED_PROBE_PERIOD if self._is_strained else PROBE_PERIOD
+        return self._num_equal_chunks >= period - 1
+
+    def _observe(self, step: StepRecord) -> None:
+        self._seen = step
+        self._num_seen += 1
+        if step.num_decodes and step.num_prefill_tokens:
+            is_full = 2 * step.num_prefill_tokens > self._chunk_tokens
+            self._num_equal_chunks = self._num_equal_chunks + 1 if is_full else 0
+        expected_ns = self.cost.estimate_ns(step.num_decodes, step.num_prefill_tokens, step.num_prefill_pairs)
+        is_as_expected = abs(step.duration_ns - expected_ns) < NOISE * step.duration_ns
+        if not step.num_prefill_tokens and is_as_expected and self._num_seen % DECODES_TO_LEARN:
+            return
+        if self.cost.is_known and step.num_decodes and step.num_prefill_tokens:
+            # Stochastic approximation of a quantile (Robbins and Monro, 1951): in balance, one in a hundred is above.
+            change = QUANTILE_STEP * (0.99 if step.duration_ns > self.excess * expected_ns else -0.01)
+            self.excess = min(max(self.excess + change, 1.0), MAX_EXCESS)
+        self.cost.learn(step)
+
+
 BUDGETS = {
     "decode-first": "penstock.sched.policies.budgets:DecodeFirst",
-    "itl": "penstock.sched.policies.hold_latency:HoldLatency",
+    "itl": "penstock.sched.policies.budgets:HoldLatency",
     "whole-prompts": "penstock.sched.policies.budgets:WholePrompts",
 }

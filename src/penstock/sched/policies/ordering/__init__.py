@@ -1,1 +1,0 @@
-"""The orders that ship, a file each; `orders.py` has their names."""
