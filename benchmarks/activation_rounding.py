@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from penstock.backends.reference import interpreter
 from penstock.backends.reference.executor import ReferenceExecutor
-from penstock.models import registry
+from penstock.models import architectures
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
 from penstock.models.load import load_model
 from penstock.text.tokenizer import load_tokenizer
@@ -88,7 +88,7 @@ def main() -> None:
     token_ids = load_tokenizer(model.tokenizer_source).encode(args.text.read_text(), add_special_tokens=False)[: args.tokens]
     sizes = {"num_blocks": args.tokens // 16 + 2, "block_size": 16, "max_rows": 1}
     executor = ReferenceExecutor(
-        model, registry.describe(model.spec), **sizes, max_step_tokens=args.tokens, max_model_len=args.tokens + 1
+        model, architectures.describe(model.spec), **sizes, max_step_tokens=args.tokens, max_model_len=args.tokens + 1
     )
     roundings: dict[str, Rounding] = {"bf16": bfloat16}
     roundings |= {"per row": Int8(0)} | {f"group {g}": Int8(g) for g in (192, 64, 32)}

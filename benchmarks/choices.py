@@ -18,9 +18,9 @@ from itertools import count
 
 from penstock.backends.native.executor import NativeExecutor
 from penstock.engine.core import EngineCore
+from penstock.models.architectures import describe
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
 from penstock.models.load import load_model
-from penstock.models.registry import describe
 from penstock.testing import make_core, make_request
 from penstock.types.events import Add
 from penstock.types.sampling import BeamParams

@@ -48,8 +48,8 @@ from penstock.engine.core import EngineCore
 from penstock.engine.output import OutputStage
 from penstock.engine.ports import OutputChunk
 from penstock.engine.thread import Engine
+from penstock.models.architectures import describe
 from penstock.models.formats import WeightFormat
-from penstock.models.registry import describe
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.scheduler import Scheduler
 from penstock.types.kv_dtype import KvDtype

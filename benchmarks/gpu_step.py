@@ -35,7 +35,7 @@ from gpu_shapes import SHAPES, Shape, random_model
 from gpu_work import ModelWork
 from step_shape import StepShape, parse_step
 
-from penstock.models import registry
+from penstock.models import architectures
 from penstock.models.formats import WeightFormat
 from penstock.types.plan import AdmitRow, RowPlan, StepPlan, Ticket
 from penstock.types.result import StepResult
@@ -189,7 +189,7 @@ def make_executor(
     fitting = [step for step in steps if step.rows * blocks_per_row(step, num_steps) < limit]
     executor = CudaExecutor(
         model,
-        registry.describe(model.spec),
+        architectures.describe(model.spec),
         num_blocks=1 + max(step.rows * blocks_per_row(step, num_steps) for step in fitting),
         block_size=BLOCK_SIZE,
         max_rows=max(step.rows for step in fitting),

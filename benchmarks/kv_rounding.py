@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.backends.native.executor import NativeExecutor
-from penstock.models import registry
+from penstock.models import architectures
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
 from penstock.models.load import load_model
 from penstock.models.program import KvWrite, Program
@@ -52,7 +52,7 @@ def read_text(path: Path, max_chars: int) -> str:
 
 
 def describe(model: LoadedModel, *, is_centred: bool) -> Program:
-    program = registry.describe(model.spec)
+    program = architectures.describe(model.spec)
     if is_centred:
         return program
     return replace(program, ops=tuple(replace(op, bias=None) if isinstance(op, KvWrite) else op for op in program.ops))

@@ -41,7 +41,7 @@ from penstock.config import BackendConfig, Config, KvConfig, ModelConfig, Schedu
 from penstock.deploy.factory import start_model
 from penstock.deploy.policies import build_policies
 from penstock.engine.core import EngineCore
-from penstock.models import registry
+from penstock.models import architectures
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
 from penstock.models.load import load_model
 from penstock.sched.scheduler import Scheduler
@@ -97,7 +97,7 @@ class CpuTimed:
         self._args = args
         self._executor = NativeExecutor(
             model,
-            registry.describe(model.spec),
+            architectures.describe(model.spec),
             num_blocks=KV_BYTES // 16 // model.spec.kv_bytes_per_token(KvDtype.INT8),
             block_size=16,
             max_rows=64,

@@ -27,7 +27,7 @@ from itertools import count, islice
 
 from penstock.backends.native.executor import NativeExecutor
 from penstock.engine.core import EngineCore
-from penstock.models import registry
+from penstock.models import architectures
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
 from penstock.models.load import load_model
 from penstock.sched.policies.presets import make_policies
@@ -148,7 +148,7 @@ def main() -> None:
     model = load_model(resolve(args.model, default_cache_dir()))
     executor = NativeExecutor(
         model,
-        registry.describe(model.spec),
+        architectures.describe(model.spec),
         num_blocks=1 + 2 * args.blocks,
         block_size=BLOCK_SIZE,
         max_rows=2 * args.rows,

@@ -28,7 +28,7 @@ from peaks import PeakMeter, context
 from step_shape import StepShape, parse_step
 
 from penstock.backends.native.executor import NativeExecutor
-from penstock.models import registry
+from penstock.models import architectures
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
 from penstock.models.load import load_model
 from penstock.models.weights import LoadedModel, WeightFormat
@@ -165,7 +165,7 @@ def measure(runner: StepRunner, cost: StepCost, shape: StepShape, meter: PeakMet
 def open_executor(model: LoadedModel, shapes: list[StepShape], threads: int, variant: str, kv_dtype: KvDtype) -> NativeExecutor:
     return NativeExecutor(
         model,
-        registry.describe(model.spec),
+        architectures.describe(model.spec),
         num_blocks=2 + max(shape.rows * blocks_per_row(shape) for shape in shapes),
         block_size=BLOCK_SIZE,
         max_rows=max(shape.rows for shape in shapes),

@@ -21,7 +21,7 @@ from activation_rounding import bfloat16, forward, negative_log_likelihood
 from numpy.typing import NDArray
 
 from penstock.backends.reference.executor import ReferenceExecutor
-from penstock.models import registry
+from penstock.models import architectures
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
 from penstock.models.formats import WeightFormat
 from penstock.models.load import load_model
@@ -97,7 +97,7 @@ def logits_of(model: LoadedModel, token_ids: list[int], activations: Callable[[F
     """[num_tokens, vocab_size]"""
     sizes = {"num_blocks": len(token_ids) // 16 + 2, "block_size": 16, "max_rows": 1}
     executor = ReferenceExecutor(
-        model, registry.describe(model.spec), **sizes, max_step_tokens=len(token_ids), max_model_len=len(token_ids) + 1
+        model, architectures.describe(model.spec), **sizes, max_step_tokens=len(token_ids), max_model_len=len(token_ids) + 1
     )
     return forward(executor, token_ids, activations)
 

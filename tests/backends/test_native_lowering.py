@@ -15,14 +15,18 @@ from penstock.models.program import (
     Add,
     Attention,
     Embed,
+    Experts,
     GatedActivation,
     GatherRows,
     KvWrite,
     Linear,
     Logits,
+    MeanRows,
     Op,
     Program,
     RMSNorm,
+    Softcap,
+    States,
 )
 from penstock.models.weights import BlockScales, WeightFormat, WeightTensor
 from penstock.types.errors import ModelError
@@ -265,3 +269,18 @@ def test_what_keys_lack_is_padded_as_they_are() -> None:
     heads = vectors[0].reshape(4, 16)
     assert np.array_equal(heads[:, :8].reshape(-1), bias[0])
     assert not heads[:, 8:].any()
+
+
+@pytest.mark.parametrize(
+    ("op", "complaint"),
+    [
+        (States("x"), "can't end a program in States"),
+        (Experts("y", "x", "w", "w", "w", "w", 2, 1, 16, "silu"), "can't compute Experts"),
+        (MeanRows("y", "x"), "can't compute MeanRows"),
+        (Softcap("x", 30.0), "can't compute Softcap"),
+    ],
+)
+def test_operations_that_the_engine_lacks_are_refused_by_name(op: Op, complaint: str) -> None:
+    with pytest.raises(ModelError, match=complaint) as caught:
+        lowered(op)
+    assert caught.value.remedy

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.backends.native.executor import NativeExecutor
-from penstock.models import registry
+from penstock.models import architectures
 from penstock.models.gguf import load_gguf
 from penstock.models.weights import LoadedModel
 from penstock.testing.tiny_models import TinyLlama, write_gguf
@@ -37,7 +37,7 @@ class Steps:
     def __init__(self, model: LoadedModel, num_threads: int) -> None:
         self.executor = NativeExecutor(
             model,
-            registry.describe(model.spec),
+            architectures.describe(model.spec),
             num_blocks=1 + MAX_ROWS * BLOCKS_PER_ROW,
             block_size=BLOCK_SIZE,
             max_rows=MAX_ROWS,

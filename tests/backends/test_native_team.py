@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from penstock.backends.native._native import Team
 from penstock.backends.native.executor import NativeExecutor
-from penstock.models import registry
+from penstock.models import architectures
 from penstock.models.gguf import load_gguf
 from penstock.models.weights import LoadedModel
 from penstock.testing.tiny_models import TinyLlama, write_gguf
@@ -37,7 +37,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[LoadedModel]:
 def open_executor(model: LoadedModel, team: Team | None) -> NativeExecutor:
     return NativeExecutor(
         model,
-        registry.describe(model.spec),
+        architectures.describe(model.spec),
         num_blocks=8,
         block_size=16,
         max_rows=32,

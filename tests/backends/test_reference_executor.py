@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from penstock.backends.reference.executor import ReferenceExecutor
-from penstock.models import registry
+from penstock.models import architectures
 from penstock.models.gguf import load_gguf
 from penstock.models.weights import LoadedModel
 from penstock.testing.builders import make_core, make_request
@@ -40,7 +40,7 @@ class Session:
     def __init__(self, model: LoadedModel, **changes: Any) -> None:
         sizes = {"num_blocks": 40, "block_size": 4, "max_rows": 4, "max_step_tokens": 64, "max_model_len": 64, "poison": True}
         sizes["kv_dtype"] = KvDtype.BF16
-        self.executor = ReferenceExecutor(model, registry.describe(model.spec), **sizes | changes)
+        self.executor = ReferenceExecutor(model, architectures.describe(model.spec), **sizes | changes)
         self._step_ids: Iterator[int] = count()
         self._computed: dict[str, int] = {}
         self._known: dict[str, int] = {}
@@ -90,15 +90,15 @@ def whole(model: LoadedModel, sampling: SamplingParams, num_tokens: int = 12) ->
 
 def independent_logits(model: LoadedModel, token_ids: Sequence[int]) -> np.ndarray:
     """A Llama written as its paper has it, in float64, the whole sequence at once; KV rounded to bf16 as the cache does."""
-    spec = model.spec
+    spec, attention = model.spec, model.spec.layers[0].attention
     w = {name: tensor.dequantize().astype(np.float64) for name, tensor in model.weights.items()}
-    turns = np.exp(1j * np.outer(np.arange(len(token_ids)), spec.rope_inv_freq))[:, None, :]
+    turns = np.exp(1j * np.outer(np.arange(len(token_ids)), attention.rotation.inv_freq))[:, None, :]
 
     def norm(x: np.ndarray, name: str) -> np.ndarray:
         return x / np.sqrt((x**2).mean(-1, keepdims=True) + spec.norm_eps) * w[name][0]
 
     def heads(x: np.ndarray, num_heads: int) -> np.ndarray:
-        return x.reshape(len(token_ids), num_heads, spec.head_dim)
+        return x.reshape(len(token_ids), num_heads, attention.head_dim)
 
     def rotate(x: np.ndarray) -> np.ndarray:
         real, imaginary = np.split(x, 2, axis=-1)
@@ -114,11 +114,11 @@ def independent_logits(model: LoadedModel, token_ids: Sequence[int]) -> np.ndarr
     for layer in range(spec.num_layers):
         at = f"layers.{layer}."
         normed = norm(x, at + "attn_norm")
-        q = rotate(heads(normed @ w[at + "q"].T, spec.num_heads))
-        k = to_bf16(rotate(heads(normed @ w[at + "k"].T, spec.num_kv_heads)))
-        v = to_bf16(heads(normed @ w[at + "v"].T, spec.num_kv_heads))
-        group = spec.num_heads // spec.num_kv_heads
-        scores = np.einsum("qhd,khd->hqk", q, k.repeat(group, axis=1)) / np.sqrt(spec.head_dim)
+        q = rotate(heads(normed @ w[at + "q"].T, attention.num_heads))
+        k = to_bf16(rotate(heads(normed @ w[at + "k"].T, attention.num_kv_heads)))
+        v = to_bf16(heads(normed @ w[at + "v"].T, attention.num_kv_heads))
+        group = attention.num_heads // attention.num_kv_heads
+        scores = np.einsum("qhd,khd->hqk", q, k.repeat(group, axis=1)) / np.sqrt(attention.head_dim)
         scores[:, is_future] = -np.inf
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)

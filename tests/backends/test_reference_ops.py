@@ -16,18 +16,22 @@ from penstock.models.program import (
     Add,
     Attention,
     Embed,
+    Experts,
     GatedActivation,
     GatherRows,
     KvWrite,
     LayerNorm,
     Linear,
     Logits,
+    MeanRows,
     Program,
     RMSNorm,
     Rope,
     Softcap,
+    States,
 )
 from penstock.models.weights import WeightFormat, WeightTensor
+from penstock.types.errors import ModelError
 from penstock.types.kv_dtype import KvDtype
 
 NUM_TOKENS = 5
@@ -304,3 +308,69 @@ def test_forgotten_slots_are_nan_only_with_poison():
         cache.forget([3, 1], 5)
         keys, _ = cache.read(0, np.array([3, 1], np.int32), 8)
         assert np.isnan(keys).any(axis=(1, 2)).tolist() == [False] * 5 + [poison] * 3
+
+
+@pytest.mark.parametrize("per_token", [1, 2, 3])
+def test_experts_are_the_few_that_the_router_scores_highest(per_token: int):
+    num_experts, inner = 3, 5
+    x, router = values(NUM_TOKENS, 6), values(num_experts, 6)
+    gate, up = values(num_experts * inner, 6), values(num_experts * inner, 6)
+    down = values(num_experts * 4, inner)
+    op = Experts("y", "x", "r", "g", "u", "d", num_experts, per_token, inner, "silu")
+    row = run(make_row(x=x), op, r=router, g=gate, u=up, d=down)
+    expected = np.zeros((NUM_TOKENS, 4))
+    for t in range(NUM_TOKENS):
+        token = x[t].astype(float)
+        scores = [float(line @ token) for line in router.astype(float)]
+        chosen = sorted(range(num_experts), key=lambda e: -scores[e])[:per_token]
+        total = sum(math.exp(scores[e]) for e in chosen)
+        for e in chosen:
+            own = slice(e * inner, (e + 1) * inner)
+            hidden = np.array([SILU(float(v)) for v in gate[own].astype(float) @ token]) * (up[own].astype(float) @ token)
+            expected[t] += math.exp(scores[e]) / total * (down[e * 4 : (e + 1) * 4].astype(float) @ hidden)
+    assert_close(row.buffers["y"], expected)
+
+
+def test_equal_scores_choose_the_first_experts():
+    ones, experts = np.ones((4, 6)), np.arange(4.0)
+    op = Experts("y", "x", "r", "g", "u", "d", 4, 2, 1, "silu")
+    row = run(make_row(x=np.ones((NUM_TOKENS, 6), np.float32)), op, r=ones, g=ones, u=ones, d=experts[:, None])
+    assert_close(row.buffers["y"], np.full((NUM_TOKENS, 1), SILU(6.0) * 6.0 * 0.5))  # of experts 0 and 1
+
+
+@pytest.mark.parametrize("is_normalised", [False, True])
+def test_a_program_may_end_in_pooled_states(is_normalised: bool):
+    """As embeddings of texts do: the mean over a row's tokens, of length one."""
+    x = values(NUM_TOKENS, 6)
+    program = Program((MeanRows("mean", "x"), States("mean", is_normalised)), (), 2, 2, HEAD_DIM, 11)
+    expected = x.astype(float).mean(axis=0, keepdims=True)
+    assert_close(
+        Interpreter(program, {}).run(make_row(x=x)), expected / np.linalg.norm(expected) if is_normalised else expected
+    )
+
+
+def test_a_program_may_end_in_the_scores_of_a_classification_head():
+    x, head, bias = values(NUM_TOKENS, 6), values(3, 6), values(3)
+    program = Program(
+        (GatherRows("last", "x"), Linear("scores", "last", "w", bias="b"), States("scores")), (), 2, 2, HEAD_DIM, 11
+    )
+    result = Interpreter(program, {"w": tensor(head), "b": tensor(bias)}).run(make_row(x=x))
+    assert_close(result, x[-1:].astype(float) @ head.T + bias)
+
+
+def test_no_mean_of_a_part_of_a_text():
+    program = Program((MeanRows("mean", "x"), States("mean")), (), 2, 2, HEAD_DIM, 11)
+    with pytest.raises(ValueError, match="one step"):
+        Interpreter(program, {}).run(make_row(context_len=1, x=values(NUM_TOKENS, 6)))
+
+
+@pytest.mark.parametrize("ops", [(), (Logits("y", "x", "w"), States("y"))])
+def test_a_program_has_one_ending(ops: tuple[Any, ...]):
+    with pytest.raises(ModelError, match=f"{len(ops)} endings"):
+        Interpreter(Program(ops, (), 2, 2, HEAD_DIM, 11), {})
+
+
+def test_layers_of_different_keys_and_values_are_refused_by_name():
+    layers = [Attention("y", "q", i, 4, num_kv_heads, HEAD_DIM, 1.0) for i, num_kv_heads in enumerate((2, 4))]
+    with pytest.raises(ModelError, match=r"layer 1 has 4 key-value heads of 8 columns, and another layer 2 of 8"):
+        Program((*layers, States("y")), (), 2, 2, HEAD_DIM, 11)

@@ -10,8 +10,8 @@ import pytest
 from gpu_shapes import SHAPES, prompts, random_model, sharegpt_lengths
 
 from interpreted import HAS_DEVICE
+from penstock.models.architectures import describe
 from penstock.models.formats import WeightFormat
-from penstock.models.registry import describe
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,7 +13,7 @@ from unittest.mock import patch
 from interpreted import DEVICE, HAS_DEVICE, MISSING
 from penstock.backends.reference.executor import ReferenceExecutor
 from penstock.engine.ports import Executor
-from penstock.models import registry
+from penstock.models import architectures
 from penstock.models.gguf import load_gguf
 from penstock.models.weights import LoadedModel
 from penstock.testing import HashExecutor, HashModel
@@ -57,14 +57,16 @@ def tiny_model(shape: TinyLlama = UNTIED) -> LoadedModel:
 
 def make_reference(capacity: Capacity) -> Executor:
     model = tiny_model()
-    return ReferenceExecutor(model, registry.describe(model.spec), poison=True, **asdict(capacity))
+    return ReferenceExecutor(model, architectures.describe(model.spec), poison=True, **asdict(capacity))
 
 
 def make_native(capacity: Capacity, *, variant: str, shape: TinyLlama = UNTIED) -> Executor:
     from penstock.backends.native.executor import NativeExecutor
 
     model = tiny_model(shape)
-    return NativeExecutor(model, registry.describe(model.spec), poison=True, variant=variant, num_threads=2, **asdict(capacity))
+    return NativeExecutor(
+        model, architectures.describe(model.spec), poison=True, variant=variant, num_threads=2, **asdict(capacity)
+    )
 
 
 def make_cuda(capacity: Capacity, *, is_hash: bool = False, depth: int = 2) -> Executor:
@@ -86,7 +88,7 @@ def make_cuda(capacity: Capacity, *, is_hash: bool = False, depth: int = 2) -> E
         with patch.object(executor, "CompiledProgram", hash_program.HashProgram):
             return executor.CudaExecutor(hash_program.HASH_MODEL, hash_program.HASH_PROGRAM, **kind, **asdict(capacity))
     model = tiny_model(SMALL)
-    return executor.CudaExecutor(model, registry.describe(model.spec), **kind, **asdict(capacity))
+    return executor.CudaExecutor(model, architectures.describe(model.spec), **kind, **asdict(capacity))
 
 
 CUDA_TESTS = (

@@ -14,10 +14,11 @@ import pytest
 from penstock.backends import cuda
 from penstock.config import BackendConfig, Config, KvConfig
 from penstock.deploy.fingerprint import kv_fingerprint, system_fingerprint
+from penstock.testing.specs import make_spec
 from penstock.types.model_spec import ModelSpec
 from penstock.types.plan import Capacity
 
-SPEC = ModelSpec(
+SPEC = make_spec(
     architecture="qwen2",
     vocab_size=100,
     hidden_size=32,
@@ -54,7 +55,8 @@ def test_a_server_finds_the_kv_that_it_would_compute(tmp_path: Path, monkeypatch
     assert fingerprint(model, KvConfig(kv_cache_dtype="int8")) != own
     assert fingerprint(model, num_positions=800) == own
     assert fingerprint(model, num_positions=300) != own
-    without = replace(SPEC, has_qkv_bias=False)
+    layers = tuple(replace(layer, attention=replace(layer.attention, has_qkv_bias=False)) for layer in SPEC.layers)
+    without = replace(SPEC, layers=layers)
     assert fingerprint(model, num_positions=300, spec=without) == fingerprint(model, spec=without)
     model.write_bytes(b"others!")
     assert fingerprint(model) != own

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 
 from penstock.config import KvConfig
 from penstock.deploy.sizing import DEFAULT_CAP_BYTES, RESERVE_BYTES, SLOT_BOOKS_BYTES, GpuMemory, KvPlan, plan_gpu_kv, plan_kv
+from penstock.testing.specs import make_spec as uniform_spec
 from penstock.testing.tiny_models import TinyLlama, write_gguf, write_hf
 from penstock.types.errors import ConfigError
 from penstock.types.kv_dtype import KvDtype
@@ -22,18 +22,18 @@ from penstock.types.model_spec import ModelSpec
 GIB, MIB = 1 << 30, 1 << 20
 
 
-def make_spec(max_model_len: int = 2048) -> ModelSpec:
-    return ModelSpec(
+def make_spec(max_model_len: int = 2048, head_dim: int = 64) -> ModelSpec:
+    return uniform_spec(
         architecture="llama",
         vocab_size=100,
         hidden_size=576,
         num_layers=30,
         num_heads=9,
         num_kv_heads=3,
-        head_dim=64,
+        head_dim=head_dim,
         intermediate_size=1536,
         norm_eps=1e-5,
-        rope_inv_freq=(1.0,) * 32,
+        rope_inv_freq=(1.0,) * (head_dim // 2),
         max_model_len=max_model_len,
         tie_word_embeddings=True,
     )
@@ -93,7 +93,7 @@ def test_so_many_requests_of_a_length_are_in_the_cache_at_once() -> None:
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_eight_bits_hold_nearly_twice_the_tokens(head_dim: int) -> None:
     """The scales take the rest."""
-    spec = replace(make_spec(), head_dim=head_dim, rope_inv_freq=(1.0,) * (head_dim // 2))
+    spec = make_spec(head_dim=head_dim)
     int8, bf16 = (
         plan(KvConfig(kv_cache_memory_bytes=GIB // 4), spec, dtype=dtype, max_num_seqs=4096).num_tokens
         for dtype in (KvDtype.INT8, KvDtype.BF16)
@@ -224,7 +224,7 @@ from pathlib import Path
 from penstock.backends.native.executor import NativeExecutor
 from penstock.models.catalog import resolve
 from penstock.models.load import load_model
-from penstock.models import codebooks, gguf, hf, registry
+from penstock.models import codebooks, gguf, hf, architectures
 import gguf.quants
 
 def kib(name):
@@ -234,7 +234,7 @@ def kib(name):
 sizes = dict(num_blocks=2, block_size=16, max_rows=1, max_step_tokens=1, max_model_len=16)
 before = kib("VmRSS")
 model = load_model(resolve(sys.argv[1], Path(sys.argv[1]).parent))
-executor = NativeExecutor(model, registry.describe(model.spec), num_threads=2, **sizes)
+executor = NativeExecutor(model, architectures.describe(model.spec), num_threads=2, **sizes)
 print((kib("VmHWM") - before) * 1024 - model.num_weight_bytes, model.num_weight_bytes)
 """
 """Bytes that were resident at the most, beyond what was before and what was counted; and the latter."""

@@ -14,7 +14,7 @@ import pytest
 
 from penstock.backends.native import info
 from penstock.backends.native.executor import NativeExecutor
-from penstock.models import registry
+from penstock.models import architectures
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
 from penstock.models.gguf import load_gguf
 from penstock.models.load import load_model
@@ -82,7 +82,7 @@ def answer_of(outcome: Outcome) -> Answer:
 
 
 def make_bench(model: LoadedModel, variant: str, prompts: list[tuple[int, ...]], capacity: Capacity) -> Bench:
-    program = registry.describe(model.spec)
+    program = architectures.describe(model.spec)
     executor = NativeExecutor(model, program, **asdict(capacity), variant=variant, num_threads=2, poison=True)
     return Bench(model, prompts, capacity, executor)
 

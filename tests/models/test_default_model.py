@@ -10,6 +10,7 @@ import pytest
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
 from penstock.models.load import load_model
 from penstock.models.weights import WeightFormat
+from penstock.types.model_spec import GatedMlp, LayerSpec
 from penstock.types.vocab import GgufVocab
 
 pytestmark = pytest.mark.model
@@ -26,8 +27,10 @@ def source():
 def test_what_the_file_says(source):
     model = load_model(source)
     spec = model.spec
-    assert (spec.num_layers, spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (30, 576, 9, 3, 64)
-    assert (spec.vocab_size, spec.intermediate_size, spec.max_model_len) == (49152, 1536, 8192)
+    attention = spec.layers[0].attention
+    assert (attention.num_heads, attention.num_kv_heads, attention.head_dim) == (9, 3, 64)
+    assert set(spec.layers) == {LayerSpec(attention=attention, mlp=GatedMlp(intermediate_size=1536))}
+    assert (spec.vocab_size, spec.num_layers, spec.hidden_size, spec.max_model_len) == (49152, 30, 576, 8192)
     assert spec.tie_word_embeddings
     assert (model.bos_token_id, model.eos_token_ids) == (1, (2, 0))
     assert isinstance(model.tokenizer_source, GgufVocab)

@@ -15,7 +15,7 @@ import pytest
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from gguf.quants import dequantize, quantize
 
-from penstock.models import codebooks, gguf_tensors, registry
+from penstock.models import architectures, codebooks, gguf_tensors
 from penstock.models.checks import weight_shapes
 from penstock.models.gguf import load_gguf
 from penstock.models.gguf_file import GGML_Q8_0, open_gguf
@@ -24,6 +24,7 @@ from penstock.models.hf import load_hf_directory
 from penstock.models.weights import WeightFormat, WeightTensor
 from penstock.testing.tiny_models import TinyLlama, vocabulary, write_gguf, write_hf
 from penstock.types.errors import ModelError
+from penstock.types.model_spec import GatedMlp
 from penstock.types.vocab import GgufVocab
 
 TINY = TinyLlama()
@@ -54,17 +55,21 @@ def tiny(tmp_path_factory) -> Path:
 
 def test_spec_is_read(tiny):
     spec = load_gguf(tiny).spec
-    for field in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"):
+    for field in ("vocab_size", "hidden_size", "num_layers"):
         assert getattr(spec, field) == getattr(TINY, field), field
+    (layer,) = set(spec.layers)
+    for field in ("num_heads", "num_kv_heads", "head_dim"):
+        assert getattr(layer.attention, field) == getattr(TINY, field), field
+    assert layer.mlp == GatedMlp(intermediate_size=TINY.intermediate_size)
     assert spec.norm_eps == pytest.approx(TINY.norm_eps)
     assert spec.max_model_len == TINY.max_model_len
     assert spec.tie_word_embeddings
-    assert spec.rope_inv_freq == pytest.approx([10000.0 ** (-idx / 8) for idx in range(8)])
+    assert layer.attention.rotation.inv_freq == pytest.approx([10000.0 ** (-idx / 8) for idx in range(8)])
 
 
 def test_weights_are_those_that_the_program_reads(tiny):
     model = load_gguf(tiny)
-    shapes = weight_shapes(registry.describe(model.spec))
+    shapes = weight_shapes(architectures.describe(model.spec))
     assert {name: (weight.num_rows, weight.num_cols) for name, weight in model.weights.items()} == shapes
     padded = model.weights["embed"].num_bytes // 264 * 8  # to whole panels of 16 rows
     assert model.num_weight_bytes == sum(weight.data.nbytes for weight in model.weights.values()) + padded
@@ -317,17 +322,17 @@ def test_end_of_turn_tokens_count_as_eos(tmp_path):
     ],
 )
 def test_the_old_key_of_linear_scaling_counts_where_the_new_one_is_absent(tiny, tmp_path, metadata, divisor):
-    plain = load_gguf(tiny).spec.rope_inv_freq
-    scaled = load_gguf(write_gguf(tmp_path / "m.gguf", TINY, extra=metadata)).spec.rope_inv_freq
+    plain = load_gguf(tiny).spec.layers[0].attention.rotation.inv_freq
+    scaled = load_gguf(write_gguf(tmp_path / "m.gguf", TINY, extra=metadata)).spec.layers[0].attention.rotation.inv_freq
     assert scaled == pytest.approx([freq / divisor for freq in plain])
 
 
 @pytest.mark.parametrize("scaling", ["linear", "llama3"])
 def test_rope_scaling_agrees_with_the_hugging_face_directory(tmp_path, scaling):
     model = TinyLlama(rope_scaling=scaling)
-    gguf = load_gguf(write_gguf(tmp_path / "m.gguf", model)).spec.rope_inv_freq
-    plain = load_gguf(write_gguf(tmp_path / "p.gguf", TINY)).spec.rope_inv_freq
-    assert gguf == pytest.approx(load_hf_directory(write_hf(tmp_path / "hf", model)).spec.rope_inv_freq)
+    gguf = load_gguf(write_gguf(tmp_path / "m.gguf", model)).spec.layers[0].attention.rotation.inv_freq
+    plain = load_gguf(write_gguf(tmp_path / "p.gguf", TINY)).spec.layers[0].attention.rotation.inv_freq
+    assert gguf == pytest.approx(load_hf_directory(write_hf(tmp_path / "hf", model)).spec.layers[0].attention.rotation.inv_freq)
     assert gguf != pytest.approx(plain)
 
 

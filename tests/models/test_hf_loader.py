@@ -224,8 +224,8 @@ def test_rope_of_both_releases(tmp_path, kind, old):
     new = load_hf_directory(write_hf(tmp_path / "new", model))
     extra = {"rope_parameters": None, "rope_theta": 5000.0, **old}
     before = load_hf_directory(write_hf(tmp_path / "old", model, extra=extra))
-    assert new.spec.rope_inv_freq == before.spec.rope_inv_freq
-    assert len(new.spec.rope_inv_freq) == 8
+    assert new.spec.layers[0].attention.rotation.inv_freq == before.spec.layers[0].attention.rotation.inv_freq
+    assert len(new.spec.layers[0].attention.rotation.inv_freq) == 8
 
 
 def test_mistral_within_its_window(tmp_path):
@@ -249,7 +249,7 @@ QWEN = TinyLlama(architecture="qwen2", has_qkv_bias=True)
 )
 def test_qwen_has_biases_and_uses_its_window_only_if_told(tmp_path, extra, max_model_len):
     spec = load_hf_directory(write_hf(tmp_path, QWEN, extra=extra)).spec
-    assert (spec.architecture, spec.has_qkv_bias, spec.max_model_len) == ("qwen2", True, max_model_len)
+    assert (spec.architecture, spec.layers[0].attention.has_qkv_bias, spec.max_model_len) == ("qwen2", True, max_model_len)
 
 
 @pytest.mark.parametrize(("tied", "is_tied"), [(True, True), (None, True), (False, False)])
@@ -266,7 +266,7 @@ def test_stored_copy_of_a_tied_output_is_not_used(tmp_path):
 
 def test_biases_of_q_k_and_v(tmp_path):
     model = load_hf_directory(write_hf(tmp_path, TinyLlama(has_qkv_bias=True), extra={"attention_bias": True}))
-    assert model.spec.has_qkv_bias
+    assert model.spec.layers[0].attention.has_qkv_bias
     assert model.weights["layers.1.v_bias"].data.shape == (1, 32)
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.models import registry
+from penstock.models import architectures
 from penstock.models.key_centre import key_centre, still_pairs
 from penstock.models.program import KvWrite
-from penstock.types.model_spec import ModelSpec
+from penstock.testing.specs import make_spec
 
 INV_FREQ = tuple(10_000.0 ** -(i / 8) for i in range(8))
-SPEC = ModelSpec(
+SPEC = make_spec(
     architecture="qwen2",
     vocab_size=100,
     hidden_size=32,
@@ -34,7 +34,7 @@ def rotate(x: np.ndarray, position: int) -> np.ndarray:
     a, b = x[:8], x[8:16]
     return np.concatenate(
         [a * np.cos(angles) - b * np.sin(angles), b * np.cos(angles) + a * np.sin(angles), x[16:]]
-    ) * np.array([SPEC.rope_attention_factor] * 16 + [1.0] * 2)
+    ) * np.array([1.2] * 16 + [1.0] * 2)
 
 
 def test_pairs_that_turn_by_less_than_a_radian():
@@ -43,16 +43,16 @@ def test_pairs_that_turn_by_less_than_a_radian():
 
 
 def test_only_keys_with_a_bias_are_centred():
-    writes = [op for op in registry.describe(SPEC).ops if isinstance(op, KvWrite)]
+    writes = [op for op in architectures.describe(SPEC).ops if isinstance(op, KvWrite)]
     assert [op.bias for op in writes] == ["layers.0.k_bias", "layers.1.k_bias"]
     assert writes[0].inv_freq == INV_FREQ
-    assert writes[0].attention_factor == SPEC.rope_attention_factor
+    assert writes[0].attention_factor == 1.2
 
 
 def test_softmax_does_not_see_it_and_less_of_the_bias_is_left():
     rng = np.random.default_rng(2)
     bias = rng.standard_normal(18) * 100
-    write = KvWrite(0, "k", "v", "bias", INV_FREQ, SPEC.rope_attention_factor)
+    write = KvWrite(0, "k", "v", "bias", INV_FREQ, 1.2)
     centre = key_centre(write, bias.astype(np.float32), 18, 50)
     raw = rng.standard_normal((50, 18))
     keys = np.array([rotate(raw[i] + bias, i) for i in range(50)])

@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from penstock.models import checks, registry
+from penstock.models import architectures, checks
 from penstock.models.program import Attention, GatherRows, Linear, Logits, Op, Program, Rope
+from penstock.testing.specs import make_spec
 from penstock.types.errors import ModelError
-from penstock.types.model_spec import ModelSpec
 
-SPEC = ModelSpec(
-    architecture="llama",
-    vocab_size=100,
-    hidden_size=24,
-    num_layers=3,
-    num_heads=6,
-    num_kv_heads=2,
-    head_dim=8,
-    intermediate_size=40,
-    norm_eps=1e-6,
-    rope_inv_freq=(1.0, 0.5, 0.25, 0.125),
-    max_model_len=64,
-    tie_word_embeddings=True,
-)
+FIELDS: dict[str, Any] = {
+    "architecture": "llama",
+    "vocab_size": 100,
+    "hidden_size": 24,
+    "num_layers": 3,
+    "num_heads": 6,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 40,
+    "norm_eps": 1e-6,
+    "rope_inv_freq": (1.0, 0.5, 0.25, 0.125),
+    "max_model_len": 64,
+    "tie_word_embeddings": True,
+}
+SPEC = make_spec(**FIELDS)
 
 
 def reads(op: Op) -> set[str]:
@@ -40,7 +42,7 @@ def writes(op: Op) -> set[str]:
 
 
 def test_every_buffer_is_written_before_it_is_read_and_has_a_width():
-    program = registry.describe(SPEC)
+    program = architectures.describe(SPEC)
     written: set[str] = set()
     for op in program.ops:
         assert reads(op) <= written, op
@@ -49,7 +51,7 @@ def test_every_buffer_is_written_before_it_is_read_and_has_a_width():
 
 
 def test_layer_order():
-    program = registry.describe(SPEC)
+    program = architectures.describe(SPEC)
     kinds = [type(op).__name__ for op in program.ops]
     attention = ["RMSNorm", "Linear", "Linear", "Linear", "Rope", "Rope", "KvWrite", "Attention"]
     rest = ["Linear", "RMSNorm", "Linear", "Linear", "GatedActivation", "Linear"]
@@ -58,13 +60,13 @@ def test_layer_order():
 
 
 def test_both_sublayers_add_to_the_residual_stream():
-    added = [op for op in registry.describe(SPEC).ops if isinstance(op, Linear) and op.residual]
+    added = [op for op in architectures.describe(SPEC).ops if isinstance(op, Linear) and op.residual]
     assert [op.weight.rpartition(".")[2] for op in added] == ["o", "down"] * 3
     assert all(op.out == op.residual == ("sampled_x" if op.weight.startswith("layers.2.") else "x") for op in added)
 
 
 def test_each_layer_attends_over_its_own_cache():
-    program = registry.describe(SPEC)
+    program = architectures.describe(SPEC)
     attentions = [op for op in program.ops if isinstance(op, Attention)]
     assert [op.layer for op in attentions] == [0, 1, 2]
     assert all(op.scale == pytest.approx(8**-0.5) for op in attentions)
@@ -72,7 +74,7 @@ def test_each_layer_attends_over_its_own_cache():
 
 
 def test_after_the_last_attention_only_sampled_rows_are_computed():
-    ops = registry.describe(SPEC).ops
+    ops = architectures.describe(SPEC).ops
     gathers = [op for op in ops if isinstance(op, GatherRows)]
     computed = {op.out for op in gathers}
     for op in ops[ops.index(gathers[-1]) + 1 :]:
@@ -83,19 +85,21 @@ def test_after_the_last_attention_only_sampled_rows_are_computed():
 
 @pytest.mark.parametrize(("tied", "weight"), [(True, "embed"), (False, "output")])
 def test_tied_embeddings_give_the_logits(tied, weight):
-    program = registry.describe(dataclasses.replace(SPEC, tie_word_embeddings=tied))
+    program = architectures.describe(make_spec(**FIELDS | {"tie_word_embeddings": tied}))
     assert program.ops[-1] == Logits(out="logits", x="sampled_normed", weight=weight)
 
 
 def test_bias_belongs_to_q_k_and_v_alone():
-    program = registry.describe(dataclasses.replace(SPEC, has_qkv_bias=True))
+    program = architectures.describe(make_spec(**FIELDS | {"has_qkv_bias": True}))
     biased = [op.bias for op in program.ops if isinstance(op, Linear) and op.bias]
     assert biased[:3] == ["layers.0.q_bias", "layers.0.k_bias", "layers.0.v_bias"]
     assert len(biased) == 9
 
 
 def test_shapes_of_weights():
-    shapes = checks.weight_shapes(registry.describe(dataclasses.replace(SPEC, has_qkv_bias=True, tie_word_embeddings=False)))
+    shapes = checks.weight_shapes(
+        architectures.describe(make_spec(**FIELDS | {"has_qkv_bias": True, "tie_word_embeddings": False}))
+    )
     assert shapes["embed"] == shapes["output"] == (100, 24)
     assert shapes["layers.2.q"] == (48, 24)
     assert shapes["layers.2.k"] == shapes["layers.2.v"] == (16, 24)
@@ -106,22 +110,22 @@ def test_shapes_of_weights():
 
 
 def test_mistral_is_described_as_llama():
-    assert registry.describe(dataclasses.replace(SPEC, architecture="mistral")) == registry.describe(SPEC)
+    assert architectures.describe(make_spec(**FIELDS | {"architecture": "mistral"})) == architectures.describe(SPEC)
 
 
 def test_unknown_architecture_lists_the_supported_ones():
     with pytest.raises(ModelError, match=r"'rwkv7'.*Supported are: llama, mistral"):
-        registry.describe(dataclasses.replace(SPEC, architecture="rwkv7"))
+        architectures.describe(make_spec(**FIELDS | {"architecture": "rwkv7"}))
 
 
-@pytest.mark.parametrize("target", registry.DESCRIPTIONS.values())
+@pytest.mark.parametrize("target", architectures.ARCHITECTURES.values())
 def test_every_registered_description_gives_a_program(target):
-    name = next(key for key, value in registry.DESCRIPTIONS.items() if value == target)
-    assert isinstance(registry.describe(dataclasses.replace(SPEC, architecture=name)), Program)
+    name = next(key for key, value in architectures.ARCHITECTURES.items() if value == target)
+    assert isinstance(architectures.describe(make_spec(**FIELDS | {"architecture": name})), Program)
 
 
 def test_missing_and_left_over_weights_are_named():
-    program = registry.describe(SPEC)
+    program = architectures.describe(SPEC)
     names = dict.fromkeys(checks.weight_shapes(program))
     checks.check_names(program, names, Path("m"))
     with pytest.raises(ModelError, match=r"layers\.1\.gate is missing"):
@@ -130,7 +134,7 @@ def test_missing_and_left_over_weights_are_named():
         checks.check_names(program, {**names, "blk.0.ffn_gate_exps.weight": None}, Path("m"))
 
 
-SIZES = {name: getattr(SPEC, name) for name in checks._LIMITS}
+SIZES = {name: FIELDS[name] for name in checks._LIMITS}
 
 
 @pytest.mark.parametrize(("name", "value"), [("num_layers", 0), ("num_layers", 1 << 31), ("num_kv_heads", 4), ("head_dim", 7)])

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from penstock.engine.ports import Executor
-from penstock.models import catalog, registry
+from penstock.models import architectures, catalog
 from penstock.models.load import load_model
 from penstock.models.program import Program
 from penstock.models.weights import LoadedModel
@@ -97,7 +97,7 @@ def open_executor(
     model = load_model(source)
     num_blocks = 1 + MAX_ROWS + -(-num_tokens // BLOCK_SIZE)
     executor = FACTORIES[backend](
-        model, registry.describe(model.spec), num_blocks, variant, kv_dtype or DEFAULT_KV_DTYPES[backend]
+        model, architectures.describe(model.spec), num_blocks, variant, kv_dtype or DEFAULT_KV_DTYPES[backend]
     )
     try:
         yield executor

@@ -184,7 +184,7 @@ def check_head_dim(config: Config, model: LoadedModel) -> None:
     """Before a weight is read: what the native kernels keep on the stack is bounded."""
     from penstock.backends.native import LARGEST_HEAD_DIM
 
-    head_dim = model.spec.head_dim
+    head_dim = max(layer.attention.head_dim for layer in model.spec.layers)
     if config.backend.backend == Backend.NATIVE and head_dim > LARGEST_HEAD_DIM:
         raise ConfigError(
             f"head_dim of {model.name} is {head_dim}, and the native backend takes up to {LARGEST_HEAD_DIM}.",

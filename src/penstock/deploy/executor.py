@@ -162,7 +162,7 @@ def _longest(config: Config, model: LoadedModel) -> int:
 
 def _make(config: Config, model: LoadedModel, max_model_len: int, num_blocks: int, **extras: object) -> Executor:
     """`extras` are what one backend alone is told."""
-    from penstock.models.registry import describe
+    from penstock.models.architectures import describe
 
     module, _, attribute = EXECUTORS[config.backend.backend or Backend.NATIVE.value].partition(":")
     executor: Executor = getattr(import_module(module), attribute)(

@@ -48,9 +48,9 @@ def _numbers(config: Config, model: LoadedModel, executor: Executor) -> list[obj
 
 def _pairs_without_bias(model: LoadedModel, executor: Executor) -> Sequence[object]:
     """Pairs of columns of keys that are stored without their bias, which depends on the longest request; for each rotation."""
+    from penstock.models.architectures import describe
     from penstock.models.key_centre import still_pairs
     from penstock.models.program import KvWrite
-    from penstock.models.registry import describe
 
     num_positions = getattr(executor, "num_positions", executor.capacity.max_model_len)  # what a GPU's was made for
     rotations = {op.inv_freq for op in describe(model.spec).ops if isinstance(op, KvWrite) and op.bias is not None}

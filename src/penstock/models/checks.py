@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from penstock.models.program import Embed, LayerNorm, Linear, Logits, Program, RMSNorm
+from penstock.models.program import Embed, Experts, LayerNorm, Linear, Logits, Program, RMSNorm
 from penstock.types.errors import ModelError, NotEnoughMemory
 from penstock.types.model_spec import ModelSpec
 
@@ -34,7 +34,7 @@ def unsupported(path: Path, setting: str, supported: str) -> ModelError:
 
 
 def check_sizes(sizes: Mapping[str, int], path: Path) -> None:
-    """Sizes, by their `ModelSpec` field, lie in [1, limit]. Raises ModelError. Call it before building anything from them."""
+    """Sizes, by their field of a spec, lie in [1, limit]. Raises ModelError. Call it before building anything from them."""
     for name, value in sizes.items():
         if not 1 <= value <= _LIMITS[name]:
             raise ModelError(f"{path}: {name} is {value}, outside of 1 to {_LIMITS[name]}.", remedy=REFETCH)
@@ -49,7 +49,8 @@ def check_spec(spec: ModelSpec, path: Path) -> None:
     """Reals of the spec are usable. Raises ModelError."""
     if not 0.0 <= spec.norm_eps < 1.0:
         raise ModelError(f"{path}: the epsilon of the norms is {spec.norm_eps}, outside of [0, 1).", remedy=REFETCH)
-    if not all(math.isfinite(freq) and freq >= 0.0 for freq in spec.rope_inv_freq):
+    rotations = {layer.attention.rotation for layer in spec.layers}
+    if not all(math.isfinite(freq) and freq >= 0.0 for rotation in rotations for freq in rotation.inv_freq):
         raise ModelError(f"{path}: the rotary frequencies are not finite and positive.", remedy=REFETCH)
 
 
@@ -81,6 +82,10 @@ def weight_shapes(program: Program) -> dict[str, tuple[int, int]]:
                 shapes[op.weight] = (1, op.group or width[op.x])
             case LayerNorm():
                 shapes[op.weight] = shapes[op.bias] = (1, width[op.x])
+            case Experts():
+                shapes[op.router] = (op.num_experts, width[op.x])
+                shapes[op.gate] = shapes[op.up] = (op.num_experts * op.intermediate_size, width[op.x])
+                shapes[op.down] = (op.num_experts * width[op.out], op.intermediate_size)
             case Linear() | Logits():
                 shapes[op.weight] = (width[op.out], width[op.x])
                 if isinstance(op, Linear) and op.bias is not None:

@@ -11,7 +11,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from penstock.models import checks, registry, rope
+from penstock.models import architectures, checks, rope
+from penstock.models.architectures import Architecture
 from penstock.models.formats import Floats
 from penstock.models.gguf_file import GgufFile, TensorEntry, open_gguf
 from penstock.models.gguf_tensors import conversion_notes, load_tensor, loaded_bytes, looked_up_bytes, matrix_shape
@@ -19,29 +20,10 @@ from penstock.models.gguf_vocab import read_eos_ids, read_vocab
 from penstock.models.program import Program
 from penstock.models.weights import LoadedModel, held_floats
 from penstock.types.errors import ModelError
-from penstock.types.model_spec import ModelSpec
+from penstock.types.model_spec import AttentionSpec, GatedMlp, LayerSpec, ModelSpec, Rotation
 from penstock.types.vocab import GgufVocab
 
-ARCHITECTURES = ("llama", "qwen2")
-"""Values of `general.architecture` that this loader understands."""
-_INTERLEAVED = frozenset({"llama"})
-"""Those whose q and k rows the converter has put into the interleaved rope layout; the others are half-split already."""
-
 _TOP: Mapping[str, str] = {"token_embd.weight": "embed", "output_norm.weight": "norm", "output.weight": "output"}
-_LAYER: Mapping[str, str] = {
-    "attn_norm.weight": "attn_norm",
-    "attn_q.weight": "q",
-    "attn_k.weight": "k",
-    "attn_v.weight": "v",
-    "attn_output.weight": "o",
-    "attn_q.bias": "q_bias",
-    "attn_k.bias": "k_bias",
-    "attn_v.bias": "v_bias",
-    "ffn_norm.weight": "mlp_norm",
-    "ffn_gate.weight": "gate",
-    "ffn_up.weight": "up",
-    "ffn_down.weight": "down",
-}
 _BLOCK = re.compile(r"blk\.(\d{1,6})\.(.+)")
 _ROPE_FACTORS = "rope_freqs.weight"
 _MAGIC = b"GGUF"
@@ -65,10 +47,13 @@ def load_gguf(
     """
     _refuse_other_formats(path)
     file = open_gguf(path)
-    _refuse_unsupported(file)
-    entries = {_canonical(name): entry for name, entry in file.tensors.items() if name != _ROPE_FACTORS}
-    spec = _read_spec(file, entries)
-    program = registry.describe(spec)
+    architecture = _find_architecture(file)
+    entries = {
+        _canonical(name, architecture.gguf_layer): entry for name, entry in file.tensors.items() if name != _ROPE_FACTORS
+    }
+    spec = architecture.of_gguf(file, _read_spec(file, entries))
+    checks.check_spec(spec, path)
+    program = architecture.describe(spec)
     _check_entries(program, entries, path)
     checks.check_memory(_held_bytes(entries, floats), max_weight_bytes, path)
     vocab = read_vocab(file, spec.vocab_size)
@@ -83,7 +68,10 @@ def load_gguf(
     return LoadedModel(
         name=name or path.stem,
         spec=spec,
-        weights={key: load_tensor(file, entry, key, _rope_heads(key, spec)) for key, entry in entries.items()},
+        weights={
+            key: load_tensor(file, entry, key, _rope_heads(key, spec) if architecture.is_interleaved_in_gguf else 0)
+            for key, entry in entries.items()
+        },
         tokenizer_source=vocab,
         chat_template=file.get("tokenizer.chat_template", str),
         bos_token_id=vocab.bos_token_id,
@@ -111,21 +99,22 @@ def _announce(path: Path, entries: Mapping[str, TensorEntry], notes: Iterable[st
         _log.warning(words, path.name, num_stored >> 20, num_held >> 20)
 
 
-def _canonical(name: str) -> str:
+def _canonical(name: str, layer: Mapping[str, str]) -> str:
     """Our name of a tensor; an unknown one keeps its own, for the error message."""
     block = _BLOCK.fullmatch(name)
     if block is None:
         return _TOP.get(name, name)
-    suffix = _LAYER.get(block[2])
+    suffix = layer.get(block[2])
     return f"layers.{int(block[1])}.{suffix}" if suffix else name
 
 
 def _rope_heads(name: str, spec: ModelSpec) -> int:
     """Heads of a weight whose rows the converter has permuted; 0 for the others."""
-    if spec.architecture not in _INTERLEAVED:
+    group, _, kind = name.rpartition(".")
+    if kind.removesuffix("_bias") not in ("q", "k"):
         return 0
-    kind = name.rpartition(".")[2]
-    return {"q": spec.num_heads, "q_bias": spec.num_heads, "k": spec.num_kv_heads, "k_bias": spec.num_kv_heads}.get(kind, 0)
+    attention = spec.layers[int(group.rpartition(".")[2])].attention
+    return attention.num_heads if kind[0] == "q" else attention.num_kv_heads
 
 
 def _refuse_other_formats(path: Path) -> None:
@@ -138,53 +127,60 @@ def _refuse_other_formats(path: Path) -> None:
             raise ModelError(f"{path}: this is no GGUF file.", remedy=remedy)
 
 
-def _refuse_unsupported(file: GgufFile) -> None:
+def _find_architecture(file: GgufFile) -> Architecture:
     if file.get("general.type", str) == "adapter":
         raise ModelError(
             f"{file.path}: this is an adapter (LoRA), not a model.",
             remedy="Penstock does not serve adapters yet: merge it into its model (llama-export-lora) and serve the result.",
         )
-    architecture = file.require("general.architecture", str)
-    if architecture not in ARCHITECTURES:
+    name = file.require("general.architecture", str)
+    if name not in architectures.GGUF_NAMES:
+        supported = " or ".join(architectures.GGUF_NAMES)
         raise ModelError(
-            f"{file.path}: the architecture {architecture!r} is not supported.",
-            remedy=f'Use a GGUF file of the architecture {" or ".join(ARCHITECTURES)}: see "Other models" in the README.',
+            f"{file.path}: the architecture {name!r} is not supported.",
+            remedy=f'Use a GGUF file of the architecture {supported}: see "Other models" in the README.',
         )
     if (file.get("split.count", int) or 0) > 1:
         raise ModelError(
             f"{file.path}: this is one part of a split model.", remedy="Merge the parts with `llama-gguf-split --merge`."
         )
-    if file.get(f"{architecture}.expert_count", int):
-        raise ModelError(f"{file.path}: mixtures of experts are not supported.", remedy="Use a dense model.")
+    return architectures.find(architectures.GGUF_NAMES[name])
 
 
 def _read_spec(file: GgufFile, entries: Mapping[str, TensorEntry]) -> ModelSpec:
+    """What the keys that most models share mean: layers that are all alike. `Architecture.of_gguf` applies the others."""
     key = file.require("general.architecture", str)
     if "embed" not in entries:
         raise file.error("the tensor token_embd.weight is missing")
     sizes = _read_sizes(file, key, matrix_shape(entries["embed"])[0])
     checks.check_sizes(sizes, file.path)
-    spec = ModelSpec(
-        architecture=key,
-        **sizes,
-        norm_eps=file.require(f"{key}.attention.layer_norm_rms_epsilon", float),
-        rope_inv_freq=_read_rope(file, key, sizes["head_dim"]),
-        tie_word_embeddings="output" not in entries,
+    attention = AttentionSpec(
+        num_heads=sizes["num_heads"],
+        num_kv_heads=sizes["num_kv_heads"],
+        head_dim=sizes["head_dim"],
+        rotation=Rotation(inv_freq=_read_rope(file, key, sizes["head_dim"])),
         has_qkv_bias="layers.0.q_bias" in entries,
     )
-    checks.check_spec(spec, file.path)
-    return spec
+    layer = LayerSpec(attention=attention, mlp=GatedMlp(intermediate_size=sizes["intermediate_size"]))
+    return ModelSpec(
+        architecture=architectures.GGUF_NAMES[key],
+        vocab_size=sizes["vocab_size"],
+        hidden_size=sizes["hidden_size"],
+        layers=(layer,) * sizes["num_layers"],
+        norm_eps=file.require(f"{key}.attention.layer_norm_rms_epsilon", float),
+        max_model_len=sizes["max_model_len"],
+        tie_word_embeddings="output" not in entries,
+    )
 
 
 def _read_sizes(file: GgufFile, key: str, vocab_size: int) -> dict[str, int]:
-    """Fields of `ModelSpec`. A Mistral's window limits the context: within it, the window makes no difference."""
+    """By their names in the specs."""
     hidden_size = file.require(f"{key}.embedding_length", int)
     num_heads = file.require(f"{key}.attention.head_count", int)
     head_dim = file.get(f"{key}.attention.key_length", int) or (hidden_size // num_heads if num_heads else 0)
     if file.get(f"{key}.attention.value_length", int, head_dim) != head_dim:
         setting = f"{key}.attention.value_length is {file.metadata[f'{key}.attention.value_length']}"
         raise checks.unsupported(file.path, setting, f"values as wide as keys, {head_dim}, are")
-    context = file.require(f"{key}.context_length", int)
     return {
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
@@ -193,7 +189,7 @@ def _read_sizes(file: GgufFile, key: str, vocab_size: int) -> dict[str, int]:
         "num_kv_heads": file.get(f"{key}.attention.head_count_kv", int) or num_heads,
         "head_dim": head_dim,
         "intermediate_size": file.require(f"{key}.feed_forward_length", int),
-        "max_model_len": min(context, file.get(f"{key}.attention.sliding_window", int) or context),
+        "max_model_len": file.require(f"{key}.context_length", int),
     }
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.models import checks, registry
+from penstock.models import architectures, checks
 from penstock.models.formats import Floats, WeightFormat, held_bytes, held_table_bytes
 from penstock.models.hf_config import JsonFile, read_bos_id, read_eos_ids, read_json, read_spec, read_special_tokens
 from penstock.models.hf_fp8 import FLOAT8, block_scales, read_block, split_scales
@@ -18,20 +18,6 @@ from penstock.models.weights import BlockScales, LoadedModel, WeightTensor, held
 from penstock.types.errors import ModelError
 
 _TOP: Mapping[str, str] = {"model.embed_tokens.weight": "embed", "model.norm.weight": "norm", "lm_head.weight": "output"}
-_LAYER: Mapping[str, str] = {
-    "input_layernorm.weight": "attn_norm",
-    "self_attn.q_proj.weight": "q",
-    "self_attn.k_proj.weight": "k",
-    "self_attn.v_proj.weight": "v",
-    "self_attn.o_proj.weight": "o",
-    "self_attn.q_proj.bias": "q_bias",
-    "self_attn.k_proj.bias": "k_bias",
-    "self_attn.v_proj.bias": "v_bias",
-    "post_attention_layernorm.weight": "mlp_norm",
-    "mlp.gate_proj.weight": "gate",
-    "mlp.up_proj.weight": "up",
-    "mlp.down_proj.weight": "down",
-}
 _BLOCK = re.compile(r"model\.layers\.(\d{1,6})\.(.+)")
 _DERIVED = "rotary_emb.inv_freq"
 """Old checkpoints carry what config.json already says."""
@@ -47,14 +33,21 @@ def load_hf_directory(
     """
     _refuse_adapter(path)
     config = read_json(path / "config.json")
+    architecture_name = _architecture_name(config)
+    architecture = architectures.find(architecture_name)
+    layer = architecture.hf_layer
     block = read_block(config)
     opened, opened_scales = split_scales(_open_weights(path))
-    stored = {_canonical(name): tensor for name, tensor in opened.items() if not name.endswith(_DERIVED)}
-    scales = {_canonical(name): block_scales(name, opened[name].shape, scale, block) for name, scale in opened_scales.items()}
-    spec = read_spec(config, has_qkv_bias="layers.0.q_bias" in stored, has_output="output" in stored)
+    stored = {_canonical(name, layer): tensor for name, tensor in opened.items() if not name.endswith(_DERIVED)}
+    scales = {
+        _canonical(name, layer): block_scales(name, opened[name].shape, scale, block) for name, scale in opened_scales.items()
+    }
+    spec = read_spec(config, architecture_name, has_qkv_bias="layers.0.q_bias" in stored, has_output="output" in stored)
+    spec = architecture.of_hf(config, spec)
+    checks.check_spec(spec, path / "config.json")
     if spec.tie_word_embeddings:
         stored.pop("output", None)
-    _check_stored(registry.describe(spec), stored, path)
+    _check_stored(architecture.describe(spec), stored, path)
     held = sum(
         _held_bytes(tensor, scales.get(key), held_floats(key, floats))
         for key, tensor in stored.items()
@@ -74,7 +67,7 @@ def load_hf_directory(
     return LoadedModel(
         name=name or path.resolve().name,
         spec=spec,
-        weights={key: _weight(key, tensor, scales.get(key)) for key, tensor in stored.items()},
+        weights={key: _weight(key, tensor, scales.get(key), architecture.hf_norm_offset) for key, tensor in stored.items()},
         tokenizer_source=tokenizer,
         chat_template=chat_template,
         bos_token_id=bos_token_id,
@@ -96,12 +89,22 @@ def _refuse_adapter(path: Path) -> None:
     )
 
 
-def _canonical(name: str) -> str:
+def _architecture_name(config: JsonFile) -> str:
+    names = config.require("architectures", list)
+    if len(names) != 1 or names[0] not in architectures.HF_CLASSES:
+        raise ModelError(
+            f"{config.path}: the architecture {', '.join(map(str, names)) or 'none'} is not supported.",
+            remedy=f"Hugging Face directories are supported of: {', '.join(architectures.HF_CLASSES)}.",
+        )
+    return architectures.HF_CLASSES[names[0]]
+
+
+def _canonical(name: str, layer: Mapping[str, str]) -> str:
     """Our name of a tensor; an unknown one keeps its own, for the error message."""
     block = _BLOCK.fullmatch(name)
     if block is None:
         return _TOP.get(name, name)
-    suffix = _LAYER.get(block[2])
+    suffix = layer.get(block[2])
     return f"layers.{int(block[1])}.{suffix}" if suffix else name
 
 
@@ -160,12 +163,14 @@ def _held_bytes(tensor: StoredTensor, scales: BlockScales | None, floats: Floats
     return held_bytes(fmt, *_matrix_shape(tensor), floats, has_blocks=has_blocks)
 
 
-def _weight(name: str, tensor: StoredTensor, scales: BlockScales | None) -> WeightTensor:
+def _weight(name: str, tensor: StoredTensor, scales: BlockScales | None, norm_offset: float) -> WeightTensor:
     num_rows, num_cols = _matrix_shape(tensor)
     values = tensor.array().reshape(num_rows, num_cols)
     is_bf16 = tensor.dtype == "BF16"
     if _is_vector(tensor):
         wide = (values.astype(np.uint32) << 16).view(np.float32) if is_bf16 else np.ascontiguousarray(values, dtype=np.float32)
+        if norm_offset and name.endswith("norm"):
+            wide = wide + np.float32(norm_offset)
         return WeightTensor(name, num_rows, num_cols, WeightFormat.F32, wide)
     return WeightTensor(name, num_rows, num_cols, WeightFormat[tensor.dtype], values, scales)
 

@@ -16,15 +16,8 @@ from typing import Any, TypeVar
 
 from penstock.models import checks, rope
 from penstock.types.errors import ModelError
-from penstock.types.model_spec import ModelSpec
+from penstock.types.model_spec import AttentionSpec, GatedMlp, LayerSpec, ModelSpec, Rotation
 from penstock.types.vocab import SpecialTokens
-
-ARCHITECTURES: Mapping[str, str] = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-}
-"""From `architectures` in config.json to our name."""
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Of special tokens that most tokenizers have."""
@@ -67,6 +60,12 @@ class JsonFile:
             raise self.error(f"{key} is {value}, not a positive number")
         return value
 
+    def only(self, key: str, value: object) -> None:
+        """Raises ModelError if the key has another value than the one that is supported. It may be absent, or null."""
+        found = self.values.get(key)
+        if found is not None and found != value:
+            raise checks.unsupported(self.path, f"{key} is {found!r}", f"only {value!r} is")
+
     def error(self, cause: str) -> ModelError:
         """A ModelError that names this file."""
         return ModelError(f"{self.path}: {cause}.", remedy="Check the file, or fetch the model again.")
@@ -87,23 +86,32 @@ def read_json(path: Path, *, is_optional: bool = False) -> JsonFile:
     return JsonFile(path, values)
 
 
-def read_spec(config: JsonFile, *, has_qkv_bias: bool, has_output: bool) -> ModelSpec:
-    """The spec of a supported config.json; the two facts are known from the weights. Raises ModelError."""
-    architecture = _architecture(config)
-    _refuse_unsupported(config)
+def read_spec(config: JsonFile, architecture: str, *, has_qkv_bias: bool, has_output: bool) -> ModelSpec:
+    """What the keys that most models share mean: layers that are all alike. The two facts are known from the weights.
+
+    Raises ModelError. `Architecture.of_hf` applies the other keys.
+    """
+    config.only("partial_rotary_factor", 1.0)
     sizes = _read_sizes(config)
     checks.check_sizes(sizes, config.path)
     tied = config.get("tie_word_embeddings", bool)
-    spec = ModelSpec(
-        architecture=architecture,
-        **sizes,
-        norm_eps=config.require("rms_norm_eps", float),
-        rope_inv_freq=_read_rope(config, sizes["head_dim"]),
-        tie_word_embeddings=not has_output if tied is None else tied,
+    attention = AttentionSpec(
+        num_heads=sizes["num_heads"],
+        num_kv_heads=sizes["num_kv_heads"],
+        head_dim=sizes["head_dim"],
+        rotation=Rotation(inv_freq=_read_rope(config, sizes["head_dim"])),
         has_qkv_bias=has_qkv_bias,
     )
-    checks.check_spec(spec, config.path)
-    return spec
+    layer = LayerSpec(attention=attention, mlp=GatedMlp(intermediate_size=sizes["intermediate_size"]))
+    return ModelSpec(
+        architecture=architecture,
+        vocab_size=sizes["vocab_size"],
+        hidden_size=sizes["hidden_size"],
+        layers=(layer,) * sizes["num_layers"],
+        norm_eps=config.require("rms_norm_eps", float),
+        max_model_len=sizes["max_model_len"],
+        tie_word_embeddings=not has_output if tied is None else tied,
+    )
 
 
 def read_bos_id(config: JsonFile, vocab_size: int) -> int | None:
@@ -160,30 +168,10 @@ def _token_text(file: JsonFile, key: str, value: object) -> str | None:
     return text
 
 
-def _architecture(config: JsonFile) -> str:
-    names = config.require("architectures", list)
-    if len(names) != 1 or names[0] not in ARCHITECTURES:
-        raise ModelError(
-            f"{config.path}: the architecture {', '.join(map(str, names)) or 'none'} is not supported.",
-            remedy=f"Hugging Face directories are supported of: {', '.join(ARCHITECTURES)}.",
-        )
-    return ARCHITECTURES[names[0]]
-
-
-def _refuse_unsupported(config: JsonFile) -> None:
-    """Settings that would silently change the result."""
-    wanted = {"hidden_act": "silu", "mlp_bias": False, "partial_rotary_factor": 1.0}
-    for key, value in wanted.items():
-        found = config.values.get(key)
-        if found is not None and found != value:
-            raise checks.unsupported(config.path, f"{key} is {found!r}", f"only {value!r} is")
-
-
 def _read_sizes(config: JsonFile) -> dict[str, int]:
-    """Fields of `ModelSpec`. A sliding window limits the context: within it, the window makes no difference."""
+    """By their names in the specs."""
     hidden_size = config.require("hidden_size", int)
     num_heads = config.require("num_attention_heads", int)
-    context = config.require("max_position_embeddings", int)
     return {
         "vocab_size": config.require("vocab_size", int),
         "hidden_size": hidden_size,
@@ -192,16 +180,8 @@ def _read_sizes(config: JsonFile) -> dict[str, int]:
         "num_kv_heads": config.get("num_key_value_heads", int) or num_heads,
         "head_dim": config.get("head_dim", int) or (hidden_size // num_heads if num_heads else 0),
         "intermediate_size": config.require("intermediate_size", int),
-        "max_model_len": min(context, _sliding_window(config) or context),
+        "max_model_len": config.require("max_position_embeddings", int),
     }
-
-
-def _sliding_window(config: JsonFile) -> int:
-    """Positions that a layer sees; 0 is all. Qwen 2 names a window that it does not use unless told."""
-    is_used = config.get("use_sliding_window", bool)
-    if is_used is None:
-        is_used = _architecture(config) != "qwen2"
-    return (config.get("sliding_window", int) or 0) if is_used else 0
 
 
 def _read_rope(config: JsonFile, head_dim: int) -> tuple[float, ...]:

@@ -1,122 +1,60 @@
-"""The description of Llama-type decoders: RMSNorm, grouped-query attention with rotary positions, SwiGLU.
+"""Llama and the architectures that differ from it in a setting: RMSNorm, grouped-query attention with rotary positions, SwiGLU.
 
-Called through `models.registry`. Knows no file format and computes nothing.
 Source: Llama 2, arXiv 2307.09288; grouped queries, arXiv 2305.13245.
 """
 
 from __future__ import annotations
 
-from penstock.models.program import (
-    Attention,
-    Embed,
-    GatedActivation,
-    GatherRows,
-    KvWrite,
-    Linear,
-    Logits,
-    Op,
-    Program,
-    RMSNorm,
-    Rope,
-)
-from penstock.types.model_spec import ModelSpec
+from dataclasses import replace
 
-SAMPLED = "sampled_"
-"""Begins the names of buffers that have one row per sample."""
+from penstock.models.architectures import Architecture
+from penstock.models.decoder import Decoder
+from penstock.models.gguf_file import GgufFile
+from penstock.models.hf_config import JsonFile
+from penstock.models.program import Program
+from penstock.types.errors import ModelError
+from penstock.types.model_spec import ModelSpec
 
 
 def describe(spec: ModelSpec) -> Program:
-    """The program of one step. With `has_qkv_bias` the projections of q, k and v add a bias, as those of Qwen 2 do."""
-    ops: list[Op] = [Embed(out="x", weight="embed")]
-    for layer in range(spec.num_layers - 1):
-        ops += _attention(spec, layer)
-        ops += _rest(spec, layer)
-    ops += _attention(spec, spec.num_layers - 1)
-    # After the last attention nobody reads other tokens than those that sample: a prompt skips most of a layer.
-    ops += [GatherRows(out=SAMPLED + name, x=name) for name in ("x", "attn")]
-    ops += _rest(spec, spec.num_layers - 1, SAMPLED)
-    ops += _head(spec)
-    return Program(
-        ops=tuple(ops),
-        buffers=_buffers(spec),
-        num_layers=spec.num_layers,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        vocab_size=spec.vocab_size,
-    )
+    """The program of one step. Both halves of a layer add to the residual stream `x`."""
+    build = Decoder(spec)
+    x = build.embed()
+    for layer in range(spec.num_layers):
+        at = f"layers.{layer}"
+        attended = build.attention(layer, build.norm(x, f"{at}.attn_norm"))
+        x, attended = build.gather_after_last(layer, x, attended)
+        build.add_linear(x, attended, f"{at}.o")
+        build.add_mlp(layer, x, build.norm(x, f"{at}.mlp_norm"))
+    return build.logits(build.norm(x, "norm"))
 
 
-def _buffers(spec: ModelSpec) -> tuple[tuple[str, int], ...]:
-    """`x` is the residual stream, `normed` its normalised copy."""
-    heads, kv_heads = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    rest = (
-        ("x", spec.hidden_size),
-        ("normed", spec.hidden_size),
-        ("attn", heads),
-        ("gate", spec.intermediate_size),
-        ("up", spec.intermediate_size),
-        ("act", spec.intermediate_size),
-    )
-    sampled = tuple((SAMPLED + name, width) for name, width in rest)
-    return (*rest, ("q", heads), ("k", kv_heads), ("v", kv_heads), *sampled, ("logits", spec.vocab_size))
+def _of_hf(config: JsonFile, spec: ModelSpec, *, uses_window: bool = True) -> ModelSpec:
+    config.only("hidden_act", "silu")
+    config.only("mlp_bias", False)
+    is_told = config.get("use_sliding_window", bool)
+    uses_window = uses_window if is_told is None else is_told
+    return _within(spec, config.get("sliding_window", int) if uses_window else None)
 
 
-def _attention(spec: ModelSpec, layer: int) -> list[Op]:
-    at = f"layers.{layer}"
-
-    def project(name: str) -> Linear:
-        return Linear(out=name, x="normed", weight=f"{at}.{name}", bias=f"{at}.{name}_bias" if spec.has_qkv_bias else None)
-
-    def rotate(name: str, num_heads: int) -> Rope:
-        return Rope(
-            x=name,
-            num_heads=num_heads,
-            head_dim=spec.head_dim,
-            inv_freq=spec.rope_inv_freq,
-            attention_factor=spec.rope_attention_factor,
-        )
-
-    write = KvWrite(layer=layer, k="k", v="v")
-    if spec.has_qkv_bias:
-        write = KvWrite(layer, "k", "v", f"{at}.k_bias", spec.rope_inv_freq, spec.rope_attention_factor)
-    attention = Attention(
-        out="attn",
-        q="q",
-        layer=layer,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        scale=spec.head_dim**-0.5,
-    )
-    return [
-        RMSNorm(out="normed", x="x", weight=f"{at}.attn_norm", eps=spec.norm_eps),
-        project("q"),
-        project("k"),
-        project("v"),
-        rotate("q", spec.num_heads),
-        rotate("k", spec.num_kv_heads),
-        write,
-        attention,
-    ]
+def _of_qwen2_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    """Qwen 2 names a window that it does not use unless told."""
+    return _of_hf(config, spec, uses_window=False)
 
 
-def _rest(spec: ModelSpec, layer: int, of: str = "") -> list[Op]:
-    """What follows a layer's attention, on buffers whose names begin with `of`."""
-    at = f"layers.{layer}"
-    x, normed, attn, gate, up, act = (of + name for name in ("x", "normed", "attn", "gate", "up", "act"))
-    return [
-        Linear(out=x, x=attn, weight=f"{at}.o", residual=x),
-        RMSNorm(out=normed, x=x, weight=f"{at}.mlp_norm", eps=spec.norm_eps),
-        Linear(out=gate, x=normed, weight=f"{at}.gate"),
-        Linear(out=up, x=normed, weight=f"{at}.up"),
-        GatedActivation(out=act, gate=gate, up=up, activation="silu"),
-        Linear(out=x, x=act, weight=f"{at}.down", residual=x),
-    ]
+def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
+    key = file.require("general.architecture", str)
+    if file.get(f"{key}.expert_count", int):
+        raise ModelError(f"{file.path}: mixtures of experts are not supported.", remedy="Use a dense model.")
+    return _within(spec, file.get(f"{key}.attention.sliding_window", int))
 
 
-def _head(spec: ModelSpec) -> list[Op]:
-    x, normed = SAMPLED + "x", SAMPLED + "normed"
-    return [
-        RMSNorm(out=normed, x=x, weight="norm", eps=spec.norm_eps),
-        Logits(out="logits", x=normed, weight="embed" if spec.tie_word_embeddings else "output"),
-    ]
+def _within(spec: ModelSpec, window: int | None) -> ModelSpec:
+    """A sliding window limits the context: within it, the window makes no difference."""
+    return replace(spec, max_model_len=min(spec.max_model_len, window or spec.max_model_len))
+
+
+LLAMA = Architecture(describe=describe, of_hf=_of_hf, of_gguf=_of_gguf, is_interleaved_in_gguf=True)
+MISTRAL = Architecture(describe=describe, of_hf=_of_hf, of_gguf=_of_gguf)
+QWEN2 = Architecture(describe=describe, of_hf=_of_qwen2_hf, of_gguf=_of_gguf)
+"""Qwen 2 and 2.5 have biases on q, k and v, which a spec knows from the weights."""

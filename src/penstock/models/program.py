@@ -3,7 +3,8 @@
 A model's description emits a `Program`; backends run it. Nothing here computes. All buffers hold
 float32 [num_tokens, width] unless said otherwise, num_tokens being those of the step; what `GatherRows` writes
 has one row for each row of the step that samples, and so has what is computed from it. Operations run in order; those
-before the first `GatherRows` are on tokens, and those after it on samples.
+before the first `GatherRows` are on tokens, and those after it on samples. The last one is the program's ending: what the
+step is computed for.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Activation = Literal["silu", "gelu_tanh"]
+from penstock.types.errors import ModelError
+from penstock.types.model_spec import Activation
+
 Mask = Literal["causal"]
 
 
@@ -121,6 +124,28 @@ class GatedActivation:
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """out = the sum over the experts e that are chosen for a token of p_e * down_e(activation(gate_e(x)) * up_e(x)).
+
+    The router's scores are x @ router.T. The `num_experts_per_token` largest are chosen, of equal ones the first;
+    p is the softmax over these alone. The matrices of all experts lie in one, one below the other: gate and up are
+    [num_experts * intermediate_size, width of x], down is [num_experts * width of out, intermediate_size].
+    Source: Mixtral of Experts, arXiv 2401.04088.
+    """
+
+    out: str
+    x: str
+    router: str
+    gate: str
+    up: str
+    down: str
+    num_experts: int
+    num_experts_per_token: int
+    intermediate_size: int
+    activation: Activation
+
+
+@dataclass(frozen=True, slots=True)
 class Act:
     """out = activation(x), without a gate."""
 
@@ -147,6 +172,17 @@ class GatherRows:
 
 
 @dataclass(frozen=True, slots=True)
+class MeanRows:
+    """out = the mean of x over a row's tokens, for each row of the step that samples. [num_samples, width]
+
+    It is of the tokens of one step: the row's text must be computed in one, from its first token on.
+    """
+
+    out: str
+    x: str
+
+
+@dataclass(frozen=True, slots=True)
 class Softcap:
     """x = cap * tanh(x / cap), in place."""
 
@@ -156,11 +192,22 @@ class Softcap:
 
 @dataclass(frozen=True, slots=True)
 class Logits:
-    """The result: x @ weight.T as float32 [num_samples, vocab_size]. The last operation but for `Softcap` of it."""
+    """An ending: x @ weight.T as float32 [num_samples, vocab_size]. The last operation but for `Softcap` of it."""
 
     out: str
     x: str
     weight: str
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """An ending: x itself, float32 [num_samples, width]: hidden states of texts, or the scores of a classification head.
+
+    With `is_normalised` each row is divided by its Euclidean length.
+    """
+
+    x: str
+    is_normalised: bool = False
 
 
 Op = (
@@ -172,25 +219,46 @@ Op = (
     | KvWrite
     | Attention
     | GatedActivation
+    | Experts
     | Act
     | Add
     | GatherRows
+    | MeanRows
     | Softcap
     | Logits
+    | States
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What a step of one model computes."""
+    """What a step of one model computes. Raises ModelError if layers differ in the shape of their keys and values."""
 
     ops: tuple[Op, ...]
     buffers: tuple[tuple[str, int], ...]
     """(name, width) of every buffer, in order of first use."""
     num_layers: int
     num_kv_heads: int
+    """Of every layer: the KV cache of each backend has one shape for all."""
     head_dim: int
     vocab_size: int
+
+    def __post_init__(self) -> None:
+        for op in self.ops:
+            if isinstance(op, Attention) and (op.num_kv_heads, op.head_dim) != (self.num_kv_heads, self.head_dim):
+                raise ModelError(
+                    f"layer {op.layer} has {op.num_kv_heads} key-value heads of {op.head_dim} columns, "
+                    f"and another layer {self.num_kv_heads} of {self.head_dim}: no backend has a KV cache for that yet.",
+                    remedy="Use another model.",
+                )
+
+    @property
+    def ending(self) -> Logits | States:
+        """The operation that the step is computed for. Raises ModelError for a program that has none, or two."""
+        endings = [op for op in self.ops if isinstance(op, Logits | States)]
+        if len(endings) != 1:
+            raise ModelError(f"the program has {len(endings)} endings, not one.", remedy="Mend the architecture's description.")
+        return endings[0]
 
     def width(self, name: str) -> int:
         """Columns of a buffer. Raises KeyError."""

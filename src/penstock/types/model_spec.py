@@ -1,33 +1,93 @@
-"""The shape of a decoder-only model, read from its file; no weights."""
+"""The shape of a decoder-only model, layer by layer, read from its files; no weights.
+
+Loaders make a `ModelSpec`. The description of its architecture makes a `Program` of it, and `deploy` sizes the KV cache by it.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from penstock.types.kv_dtype import KvDtype
+
+Activation = Literal["silu", "gelu_tanh"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rotation:
+    """Rotary positions of a layer's queries and keys."""
+
+    inv_freq: tuple[float, ...]
+    """Rotation per position of each pair (i, i + rope_dim/2), radians, scaling applied. [rope_dim / 2]"""
+    attention_factor: float = 1.0
+    """Factor of cos and sin (YaRN and its kin)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """Attention of a layer: query heads that share key-value heads in groups, over the row's earlier positions."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    """Columns of a head. Queries, keys and values have the same number."""
+    rotation: Rotation
+    scale: float | None = None
+    """Factor of the scores; None is head_dim ** -0.5."""
+    window: int = 0
+    """Number of last positions that a token sees, its own included; 0 is all."""
+    softcap: float = 0.0
+    """If > 0, scores become softcap * tanh(scores / softcap)."""
+    has_qkv_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedMlp:
+    """down(activation(gate(x)) * up(x))."""
+
+    intermediate_size: int
+    activation: Activation = "silu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsMlp:
+    """A mixture of experts: each token goes through the few gated MLPs that a router chooses for it."""
+
+    num_experts: int
+    num_experts_per_token: int
+    intermediate_size: int
+    """Of each expert."""
+    activation: Activation = "silu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    attention: AttentionSpec
+    mlp: GatedMlp | ExpertsMlp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     architecture: str
-    """Our name of the architecture: a key of `models.registry`."""
+    """Our name of the architecture: a key of `models.architectures.ARCHITECTURES`."""
     vocab_size: int
     hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
+    layers: tuple[LayerSpec, ...]
+    """In order; mostly one and the same value, many times."""
     norm_eps: float
-    rope_inv_freq: tuple[float, ...]
-    """Rotation per position of each pair (i, i + rope_dim/2), radians, scaling applied. [rope_dim / 2]"""
     max_model_len: int
     """Positions that the model was trained for."""
     tie_word_embeddings: bool
-    has_qkv_bias: bool = False
-    rope_attention_factor: float = 1.0
-    """Multiplies cos and sin (YaRN and its kin); 1 otherwise."""
+    embed_scale: float = 1.0
+    """Factor of the embeddings."""
+    logit_softcap: float = 0.0
+    """If > 0, logits become logit_softcap * tanh(logits / logit_softcap)."""
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
 
     def kv_bytes_per_token(self, dtype: KvDtype) -> int:
         """Bytes of the keys and values of a position over all layers, with their scales, as the native backend stores them."""
-        return self.num_layers * self.num_kv_heads * dtype.head_bytes(self.head_dim)
+        heads = ((layer.attention.num_kv_heads, layer.attention.head_dim) for layer in self.layers)
+        return sum(num_kv_heads * dtype.head_bytes(head_dim) for num_kv_heads, head_dim in heads)

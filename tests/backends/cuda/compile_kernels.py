@@ -26,9 +26,10 @@ from penstock.backends.cuda.kernels.page_indices import page_indices
 from penstock.backends.cuda.kv_cache import PagedKvCache
 from penstock.backends.cuda.lowering import CompiledProgram
 from penstock.backends.cuda.step import StepTensors
-from penstock.models import registry
+from penstock.models import architectures
 from penstock.models.formats import BLOCKS, WeightFormat
 from penstock.models.weights import BlockScales, LoadedModel, WeightTensor
+from penstock.testing.specs import make_spec
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.model_spec import ModelSpec
 from penstock.types.plan import AdmitRow, RowPlan, StepPlan
@@ -55,7 +56,7 @@ Case = tuple[ModelSpec, WeightFormat, KvDtype]
 
 def small(hidden: int, heads: int, kv_heads: int, head_dim: int, has_bias: bool) -> ModelSpec:
     """One layer with the widths of a real model that kernels are made for; the others, which are only counted, are less."""
-    return ModelSpec(
+    return make_spec(
         architecture="llama",
         vocab_size=1024,
         hidden_size=hidden,
@@ -74,12 +75,14 @@ def small(hidden: int, heads: int, kv_heads: int, head_dim: int, has_bias: bool)
 
 def weights(spec: ModelSpec, fmt: WeightFormat) -> dict[str, WeightTensor]:
     """Zeros, vectors of ones."""
-    q, kv, h, m = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.hidden_size, spec.intermediate_size
+    attention, mlp = spec.layers[0].attention, spec.layers[0].mlp
+    q, kv = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
+    h, m = spec.hidden_size, mlp.intermediate_size
     shapes = {"embed": (spec.vocab_size, h), "output": (spec.vocab_size, h)}
     shapes |= {f"layers.0.{name}": shape for name, shape in (("q", (q, h)), ("k", (kv, h)), ("v", (kv, h)), ("o", (h, q)))}
     shapes |= {f"layers.0.{name}": shape for name, shape in (("gate", (m, h)), ("up", (m, h)), ("down", (h, m)))}
     vectors = {"norm": h, "layers.0.attn_norm": h, "layers.0.mlp_norm": h}
-    if spec.has_qkv_bias:
+    if attention.has_qkv_bias:
         vectors |= {"layers.0.q_bias": q, "layers.0.k_bias": kv, "layers.0.v_bias": kv}
     made = {name: matrix(name, rows, cols, fmt) for name, (rows, cols) in shapes.items()}
     ones = {name: WeightTensor(name, 1, n, WeightFormat.F32, np.ones((1, n), np.float32)) for name, n in vectors.items()}
@@ -119,7 +122,7 @@ def step_of(rows: tuple[tuple[int, int], ...]) -> StepTensors:
 
 
 def compile_steps(spec: ModelSpec, fmt: WeightFormat, kv_dtype: KvDtype, *, deterministic: bool) -> None:
-    program = registry.describe(spec)
+    program = architectures.describe(spec)
     num_blocks = 1 + MAX_LEN // BLOCK_SIZE
     cache = PagedKvCache(
         num_layers=1,
@@ -152,7 +155,7 @@ def compile_sampling(spec: ModelSpec) -> None:
     """A whole step of the executor, whose rows ask for all that a sampler has kernels for."""
     executor = CudaExecutor(
         LoadedModel(spec.architecture, spec, weights(spec, WeightFormat.BF16), Path(), None, None, (), Path()),
-        registry.describe(spec),
+        architectures.describe(spec),
         num_blocks=8,
         block_size=BLOCK_SIZE,
         max_rows=4,

@@ -27,7 +27,7 @@ from penstock.backends.cuda.attention_trial import Clock, largest_error, trial_s
 from penstock.backends.cuda.executor import CudaExecutor
 from penstock.backends.cuda.flashinfer_attention import FlashInferAttention
 from penstock.backends.cuda.stream import open_stream
-from penstock.models import registry
+from penstock.models import architectures
 from penstock.models.gguf import load_gguf
 from penstock.models.weights import LoadedModel
 from penstock.testing.tiny_models import TinyLlama, write_gguf
@@ -59,7 +59,7 @@ def tiny_heads_suit(monkeypatch: pytest.MonkeyPatch) -> None:
 def make(attention: str = "auto", **changes: Any) -> CudaExecutor:
     model = small_model()
     settings = {"device": DEVICE, "dtype": torch.float32, "poison": True} | changes
-    return CudaExecutor(model, registry.describe(model.spec), attention=attention, **settings, **asdict(CAPACITY))
+    return CudaExecutor(model, architectures.describe(model.spec), attention=attention, **settings, **asdict(CAPACITY))
 
 
 def clock(**speedups: float) -> Clock:
@@ -346,7 +346,7 @@ STEPS: tuple[tuple[tuple[int, int], ...], ...] = (
 def test_whole_steps_give_the_references_logits(num_kv_heads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = TinyLlama(num_layers=2, num_heads=4, num_kv_heads=num_kv_heads, hidden_size=64, intermediate_size=32)
     model = load_gguf(write_gguf(tmp_path / "tiny.gguf", tiny, matrix_type="F32"))
-    both = Twins(registry.describe(model.spec), model.weights)
+    both = Twins(architectures.describe(model.spec), model.weights)
     [shape] = both.compiled.attention_shapes
     attention = FlashInferAttention(
         fake_flashinfer.install(monkeypatch),

@@ -19,7 +19,7 @@ from penstock.backends.cuda import launcher
 from penstock.backends.cuda.executor import CudaExecutor
 from penstock.backends.cuda.staging import Upload
 from penstock.backends.reference.executor import ReferenceExecutor
-from penstock.models import registry
+from penstock.models import architectures
 from penstock.models.gguf import load_gguf
 from penstock.models.weights import LoadedModel
 from penstock.testing.tiny_models import TinyLlama, write_gguf
@@ -47,7 +47,7 @@ def small_model() -> LoadedModel:
 def make(**changes: Any) -> CudaExecutor:
     model = small_model()
     settings = {"device": DEVICE, "dtype": torch.float32, "deterministic": True, "poison": True} | changes
-    return CudaExecutor(model, registry.describe(model.spec), **settings, **asdict(CAPACITY))
+    return CudaExecutor(model, architectures.describe(model.spec), **settings, **asdict(CAPACITY))
 
 
 def submit(executor: CudaExecutor, plan: StepPlan, followers: Sequence[str]) -> Ticket:
@@ -87,7 +87,7 @@ def run(executor: CudaExecutor) -> list[Any]:
 @pytest.mark.parametrize("num_tokens", [7, 23])
 def test_the_logits_of_a_text_are_those_of_the_reference(num_tokens: int) -> None:
     model = small_model()
-    reference = ReferenceExecutor(model, registry.describe(model.spec), kv_dtype=KvDtype.INT8, **asdict(CAPACITY))
+    reference = ReferenceExecutor(model, architectures.describe(model.spec), kv_dtype=KvDtype.INT8, **asdict(CAPACITY))
     executor = make(kv_dtype=KvDtype.INT8)
     text = [10 + 31 * idx % 200 for idx in range(num_tokens)]
     found = executor.forward_logits(text)

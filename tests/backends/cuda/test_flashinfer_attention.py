@@ -27,8 +27,8 @@ from penstock.backends.cuda.flashinfer_attention import (
 )
 from penstock.backends.cuda.kernels.page_indices import PAGES_AT_ONCE, page_indices
 from penstock.backends.cuda.stream import open_stream
+from penstock.models.architectures import describe
 from penstock.models.gguf import load_gguf
-from penstock.models.registry import describe
 from penstock.testing.tiny_models import TinyLlama, write_gguf
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}

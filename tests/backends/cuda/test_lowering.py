@@ -12,7 +12,7 @@ import torch
 
 from backends.cuda.float8_weights import rounded
 from backends.cuda.twins import Twins, compile_program
-from penstock.models import registry
+from penstock.models import architectures
 from penstock.models.gguf import load_gguf
 from penstock.models.hf import load_hf_directory
 from penstock.models.program import (
@@ -54,7 +54,7 @@ def gguf(path: Path, model: TinyLlama, matrix_type: str) -> LoadedModel:
 
 
 def twins(model: LoadedModel, **changes: Any) -> Twins:
-    return Twins(registry.describe(model.spec), model.weights, **changes)
+    return Twins(architectures.describe(model.spec), model.weights, **changes)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ import torch
 
 from penstock.backends.cuda.kernels import activation, dequantise, gemm, norm, splits
 from penstock.backends.cuda.weights import DenseMatrix, Matrix, QuantisedMatrix, load_matrices
-from penstock.models.program import Activation
 from penstock.models.weights import WeightTensor
+from penstock.types.model_spec import Activation
 
 MAX_FUSED_TOKENS = 128
 """Up to so many, unpacking a matrix would cost more than it saves: it reads and writes several times the matrix's bytes."""

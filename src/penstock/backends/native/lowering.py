@@ -32,6 +32,7 @@ from penstock.models.program import (
     Program,
     RMSNorm,
     Rope,
+    States,
 )
 from penstock.models.weights import WeightTensor
 from penstock.types.errors import ModelError
@@ -125,6 +126,11 @@ class _Lowering:
                     self._flush()
                 self._on_samples = True
                 self._row(RowOpKind.GATHER, x=self._buffer(op.x), out=self._written(op.out))
+            case States():
+                raise ModelError(
+                    "the native backend can't end a program in States yet: it computes logits.",
+                    remedy="Compute such a model with `penstock.backends.reference.interpreter.Interpreter`.",
+                )
             case _:
                 raise ModelError(
                     f"the native backend can't compute {type(op).__name__} yet.",

@@ -14,9 +14,9 @@ from penstock.backends.batch import NO_TOKEN, NO_USABLE_LOGIT, NULL_BLOCK, Batch
 from penstock.backends.reference.interpreter import Interpreter, RowRun
 from penstock.backends.reference.kv_cache import KvCache
 from penstock.backends.reference.sampling import NoCandidateError, Sample, sample
-from penstock.models.program import Program
+from penstock.models.program import Logits, Program
 from penstock.models.weights import LoadedModel
-from penstock.types.errors import ExecutorFailure
+from penstock.types.errors import ExecutorFailure, ModelError
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.plan import Capacity, StepPlan, Ticket
 from penstock.types.result import StepResult, StepTiming
@@ -54,6 +54,11 @@ class ReferenceExecutor:
         poison: bool = False,
     ) -> None:
         self._capacity = Capacity(num_blocks, block_size, max_rows, max_step_tokens, max_model_len)
+        if not isinstance(program.ending, Logits):
+            raise ModelError(
+                f"the program ends in {type(program.ending).__name__}, not in logits, so there is nothing to sample.",
+                remedy="Compute such a model with `penstock.backends.reference.interpreter.Interpreter`.",
+            )
         self._program = program
         self._interpreter = Interpreter(program, model.weights, num_positions=max_model_len)
         self._kv_dtype = kv_dtype

@@ -17,24 +17,27 @@ from penstock.backends.reference.kv_cache import KvCache
 from penstock.models.key_centre import key_centre
 from penstock.models.program import (
     Act,
-    Activation,
     Add,
     Attention,
     Embed,
+    Experts,
     GatedActivation,
     GatherRows,
     KvWrite,
     LayerNorm,
     Linear,
     Logits,
+    MeanRows,
     Op,
     Program,
     RMSNorm,
     Rope,
     Softcap,
+    States,
 )
 from penstock.models.weights import WeightTensor
 from penstock.types.kv_dtype import KvDtype
+from penstock.types.model_spec import Activation
 
 F32 = NDArray[np.float32]
 
@@ -75,7 +78,8 @@ class Interpreter:
     def __init__(self, program: Program, weights: Mapping[str, WeightTensor], *, num_positions: int = 1) -> None:
         self._program = program
         self._num_positions = num_positions
-        self._result = next(op.out for op in program.ops if isinstance(op, Logits))
+        ending = program.ending
+        self._result = ending.out if isinstance(ending, Logits) else ending.x
         self._weights = weights
         self._matrices: dict[str, F32] = {}
         self._methods: Mapping[type[Op], Callable[[Any, RowRun], None]] = {
@@ -87,15 +91,21 @@ class Interpreter:
             KvWrite: self._kv_write,
             Attention: self._attention,
             GatedActivation: self._gated_activation,
+            Experts: self._experts,
             Act: self._act,
             Add: self._add,
             GatherRows: self._gather_rows,
+            MeanRows: self._mean_rows,
             Softcap: self._softcap,
             Logits: self._logits,
+            States: self._states,
         }
 
     def run(self, row: RowRun) -> F32:
-        """The logits of the row's gathered tokens [S, vocab_size]; writes the KV of all its tokens."""
+        """What the program ends in, of the row's gathered tokens: logits [S, vocab_size], or states [S, width].
+
+        Writes the KV of all the row's tokens.
+        """
         for op in self._program.ops:
             self._methods[type(op)](op, row)
         return row.buffers[self._result]
@@ -165,6 +175,21 @@ class Interpreter:
     def _gated_activation(self, op: GatedActivation, row: RowRun) -> None:
         row.buffers[op.out] = activate(row.buffers[op.gate], op.activation) * row.buffers[op.up]
 
+    def _experts(self, op: Experts, row: RowRun) -> None:
+        x = row.buffers[op.x]
+        scores = product(x, self._matrix(op.router), row.first)
+        gate, up, down = (
+            self._matrix(name).reshape(op.num_experts, -1, self._matrix(name).shape[1]) for name in (op.gate, op.up, op.down)
+        )
+        out = np.zeros((len(x), down.shape[1]), np.float32)
+        for i in range(len(x)):
+            chosen = np.argsort(-scores[i], kind="stable")[: op.num_experts_per_token]
+            shares = np.exp(scores[i, chosen] - scores[i, chosen].max())
+            for share, expert in zip(shares / shares.sum(), chosen.tolist(), strict=True):
+                inner = activate(gate[expert] @ x[i], op.activation) * (up[expert] @ x[i])
+                out[i] += share * (down[expert] @ inner)
+        row.buffers[op.out] = out
+
     def _act(self, op: Act, row: RowRun) -> None:
         row.buffers[op.out] = activate(row.buffers[op.x], op.activation)
 
@@ -176,12 +201,24 @@ class Interpreter:
         # From here on products are of the gathered tokens alone.
         row.first = row.context_len + (int(row.gathered[0]) if len(row.gathered) else 0)
 
+    def _mean_rows(self, op: MeanRows, row: RowRun) -> None:
+        if row.context_len:
+            raise ValueError("the mean of a row's tokens needs all of them in one step")
+        x = row.buffers[op.x]
+        means = [x[: last + 1].mean(axis=0, keepdims=True) for last in row.gathered.tolist()]
+        row.buffers[op.out] = np.concatenate(means) if means else x[:0]
+
     def _softcap(self, op: Softcap, row: RowRun) -> None:
         cap = np.float32(op.cap)
         row.buffers[op.x] = cap * np.tanh(row.buffers[op.x] / cap)
 
     def _logits(self, op: Logits, row: RowRun) -> None:
         row.buffers[op.out] = product(row.buffers[op.x], self._matrix(op.weight), row.first)
+
+    def _states(self, op: States, row: RowRun) -> None:
+        if op.is_normalised:
+            x = row.buffers[op.x]
+            row.buffers[op.x] = x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), np.float32(1e-12))
 
 
 def product(x: F32, weight: F32, first_position: int) -> F32:

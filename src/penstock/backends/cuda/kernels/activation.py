@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock.models.program import Activation
+from penstock.types.model_spec import Activation
 
 BLOCK = 1024
 """Columns of a program."""

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from penstock.backends.cuda.kernels.activation import KINDS, activate
-from penstock.models.program import Activation
+from penstock.types.model_spec import Activation
 
 BLOCK = 512
 """Columns of a program."""

@@ -1,0 +1,194 @@
+"""The parts of which decoder-only models are made, for the descriptions of architectures to put together.
+
+A method emits operations and returns the name of the buffer with their result. Knows no file format and computes nothing.
+"""
+
+from __future__ import annotations
+
+from penstock.models.program import (
+    Add,
+    Attention,
+    Embed,
+    Experts,
+    GatedActivation,
+    GatherRows,
+    KvWrite,
+    Linear,
+    Logits,
+    Op,
+    Program,
+    RMSNorm,
+    Rope,
+    Softcap,
+    States,
+)
+from penstock.types.model_spec import AttentionSpec, ExpertsMlp, ModelSpec
+
+SAMPLED = "sampled_"
+"""Begins the names of buffers that have one row per sample."""
+
+
+class Decoder:
+    """One program in the making. A weight is named as `LoadedModel.weights` has it; its shape follows from the buffers."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._spec = spec
+        self._ops: list[Op] = []
+        self._widths: dict[str, int] = {}
+        self._of = ""
+
+    def _buffer(self, name: str, width: int) -> str:
+        """A buffer of this name, which has the width in it if another layer's has another one."""
+        name = self._of + name
+        if self._widths.setdefault(name, width) != width:
+            name = f"{name}_{width}"
+            self._widths[name] = width
+        return name
+
+    def embed(self) -> str:
+        """The residual stream `x` of the step's tokens. [num_tokens, hidden_size]"""
+        x = self._buffer("x", self._spec.hidden_size)
+        self._ops.append(Embed(out=x, weight="embed", scale=self._spec.embed_scale))
+        return x
+
+    def norm(self, x: str, weight: str, out: str = "normed") -> str:
+        """RMSNorm of whole rows."""
+        normed = self._buffer(out, self._widths[x])
+        self._ops.append(RMSNorm(out=normed, x=x, weight=weight, eps=self._spec.norm_eps))
+        return normed
+
+    def linear(self, x: str, weight: str, out: str, width: int, *, bias: str | None = None) -> str:
+        """x @ weight.T, of `width` columns."""
+        result = self._buffer(out, width)
+        self._ops.append(Linear(out=result, x=x, weight=weight, bias=bias))
+        return result
+
+    def add_linear(self, to: str, x: str, weight: str) -> str:
+        """to += x @ weight.T"""
+        self._ops.append(Linear(out=to, x=x, weight=weight, residual=to))
+        return to
+
+    def add(self, to: str, x: str) -> str:
+        """to += x"""
+        self._ops.append(Add(out=to, a=to, b=x))
+        return to
+
+    def attention(self, layer: int, x: str) -> str:
+        """Attention of a layer before its output projection. [num_tokens, num_heads * head_dim]
+
+        Weights are `layers.{i}.q`, `k`, `v` and, with `has_qkv_bias`, `q_bias`, `k_bias`, `v_bias`.
+        """
+        spec = self._spec.layers[layer].attention
+        q = self._project(layer, spec, x, "q", spec.num_heads)
+        k = self._project(layer, spec, x, "k", spec.num_kv_heads)
+        v = self._project(layer, spec, x, "v", spec.num_kv_heads)
+        self._rotate(spec, q, spec.num_heads)
+        self._rotate(spec, k, spec.num_kv_heads)
+        rotation = spec.rotation
+        if spec.has_qkv_bias:
+            write = KvWrite(layer, k, v, f"layers.{layer}.k_bias", rotation.inv_freq, rotation.attention_factor)
+        else:
+            write = KvWrite(layer, k, v)
+        out = self._buffer("attn", spec.num_heads * spec.head_dim)
+        attention = Attention(
+            out=out,
+            q=q,
+            layer=layer,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            scale=spec.head_dim**-0.5 if spec.scale is None else spec.scale,
+            window=spec.window,
+            softcap=spec.softcap,
+        )
+        self._ops += [write, attention]
+        return out
+
+    def _project(self, layer: int, spec: AttentionSpec, x: str, name: str, num_heads: int) -> str:
+        weight = f"layers.{layer}.{name}"
+        return self.linear(x, weight, name, num_heads * spec.head_dim, bias=f"{weight}_bias" if spec.has_qkv_bias else None)
+
+    def _rotate(self, spec: AttentionSpec, x: str, num_heads: int) -> None:
+        rotation = spec.rotation
+        self._ops.append(Rope(x, num_heads, spec.head_dim, rotation.inv_freq, rotation.attention_factor))
+
+    def gather_after_last(self, layer: int, *buffers: str) -> tuple[str, ...]:
+        """After the last layer's attention, the rows of the tokens that sample; after another layer's, the buffers as they are.
+
+        Nobody reads other tokens from there on: a prompt skips most of a layer.
+        """
+        if layer < self._spec.num_layers - 1:
+            return buffers
+        widths = [self._widths[name] for name in buffers]
+        self._of = SAMPLED
+        gathered = tuple(self._buffer(name, width) for name, width in zip(buffers, widths, strict=True))
+        self._ops += [GatherRows(out=out, x=x) for out, x in zip(gathered, buffers, strict=True)]
+        return gathered
+
+    def activated(self, layer: int, x: str) -> str:
+        """activation(gate(x)) * up(x) of a layer whose MLP is a `GatedMlp`: what its down projection reads.
+
+        Weights are `layers.{i}.gate` and `up`.
+        """
+        mlp = self._spec.layers[layer].mlp
+        assert not isinstance(mlp, ExpertsMlp)
+        gate = self.linear(x, f"layers.{layer}.gate", "gate", mlp.intermediate_size)
+        up = self.linear(x, f"layers.{layer}.up", "up", mlp.intermediate_size)
+        act = self._buffer("act", mlp.intermediate_size)
+        self._ops.append(GatedActivation(out=act, gate=gate, up=up, activation=mlp.activation))
+        return act
+
+    def experts(self, layer: int, x: str) -> str:
+        """The sum of the experts of a layer whose MLP is an `ExpertsMlp`. [., hidden_size]
+
+        Weights are `layers.{i}.router`, `expert_gate`, `expert_up` and `expert_down`.
+        """
+        mlp = self._spec.layers[layer].mlp
+        assert isinstance(mlp, ExpertsMlp)
+        out, at = self._buffer("mixed", self._spec.hidden_size), f"layers.{layer}"
+        self._ops.append(
+            Experts(
+                out=out,
+                x=x,
+                router=f"{at}.router",
+                gate=f"{at}.expert_gate",
+                up=f"{at}.expert_up",
+                down=f"{at}.expert_down",
+                num_experts=mlp.num_experts,
+                num_experts_per_token=mlp.num_experts_per_token,
+                intermediate_size=mlp.intermediate_size,
+                activation=mlp.activation,
+            )
+        )
+        return out
+
+    def add_mlp(self, layer: int, to: str, x: str) -> str:
+        """to += the layer's MLP of x, whichever it is."""
+        if isinstance(self._spec.layers[layer].mlp, ExpertsMlp):
+            return self.add(to, self.experts(layer, x))
+        return self.add_linear(to, self.activated(layer, x), f"layers.{layer}.down")
+
+    def logits(self, x: str) -> Program:
+        """The program whose result is the logits of x, with the embeddings or `output` as weights."""
+        self._of = ""
+        out = self._buffer("logits", self._spec.vocab_size)
+        self._ops.append(Logits(out=out, x=x, weight="embed" if self._spec.tie_word_embeddings else "output"))
+        if self._spec.logit_softcap:
+            self._ops.append(Softcap(out, self._spec.logit_softcap))
+        return self._program()
+
+    def states(self, x: str, *, is_normalised: bool = False) -> Program:
+        """The program whose result is x itself: embeddings of texts, or the scores of a classification head."""
+        self._ops.append(States(x=x, is_normalised=is_normalised))
+        return self._program()
+
+    def _program(self) -> Program:
+        first = self._spec.layers[0].attention
+        return Program(
+            ops=tuple(self._ops),
+            buffers=tuple(self._widths.items()),
+            num_layers=self._spec.num_layers,
+            num_kv_heads=first.num_kv_heads,
+            head_dim=first.head_dim,
+            vocab_size=self._spec.vocab_size,
+        )
