@@ -26,7 +26,7 @@ from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
 from penstock.models.gguf import load_gguf
 from penstock.text.grammar import Grammar, GrammarKind, Grammars
 from penstock.text.tokenizer import Tokenizer, load_tokenizer
-from penstock.types.matcher import Matcher
+from penstock.types.sampling import Matcher
 
 ROUNDS = 3
 

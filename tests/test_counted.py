@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.types.counted import counted
+from penstock.types.errors import counted
 
 
 def test_one_has_no_s_and_all_others_have() -> None:

@@ -13,11 +13,10 @@ from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import Watermark
 from penstock.testing import Outcome, make_core, make_request, run_to_completion
 from penstock.types.events import Add
-from penstock.types.matcher import Matcher
 from penstock.types.plan import AdmitRow, Capacity, RowPlan, StepPlan
 from penstock.types.request import Request
 from penstock.types.result import StepResult
-from penstock.types.sampling import SamplingParams
+from penstock.types.sampling import Matcher, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 EAGER = make_policies(reserve=Watermark(share=0.0, growth_tokens=0))

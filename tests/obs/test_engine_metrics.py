@@ -11,8 +11,7 @@ from penstock.admission import Admission, AdmissionLimits, Ask
 from penstock.clock import VirtualClock
 from penstock.engine.output import OutputStage
 from penstock.engine.thread import Engine
-from penstock.obs.metrics import Metrics
-from penstock.obs.observers import ObserverGroup, TokenObserverGroup
+from penstock.obs.metrics import Metrics, ObserverGroup, TokenObserverGroup
 from penstock.obs.prometheus import expose
 from penstock.obs.signals import Signals
 from penstock.testing import HashExecutor, make_core, make_request

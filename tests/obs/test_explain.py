@@ -10,11 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.obs.explain.explanation import INTAKE, ORDER, Explanation
+from penstock.obs.explain.explanation import INTAKE, ORDER, Explanation, gap_cause, summary
 from penstock.obs.explain.journal import MAX_NOTED, Journal
-from penstock.obs.explain.life import Phase
-from penstock.obs.explain.steps import Gap, Prefilled, StepNote
-from penstock.obs.explain.words import gap_cause, summary
+from penstock.obs.explain.lives import Gap, Phase, Prefilled, StepNote
 from penstock.sched.policies.presets import make_policies
 from penstock.testing import HashExecutor, make_core, make_request
 from penstock.testing.driver import Driver
@@ -330,7 +328,7 @@ class TestMemory:
 
     def test_long_answers_outlive_the_steps_that_are_remembered(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("penstock.obs.explain.journal.MAX_STEPS", 8)
-        monkeypatch.setattr("penstock.obs.explain.steps.MAX_STEPS", 8)
+        monkeypatch.setattr("penstock.obs.explain.lives.MAX_STEPS", 8)
         bench = Bench()
         bench.add("a", 8, max_tokens=40)
         bench.add("b", 8, max_tokens=20)

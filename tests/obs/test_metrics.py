@@ -11,9 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.obs.histogram import Histogram
-from penstock.obs.metrics import MAX_NOTED, Metrics
-from penstock.obs.observers import ObserverGroup
+from penstock.obs.metrics import MAX_NOTED, Histogram, Metrics, ObserverGroup
 from penstock.obs.prometheus import expose
 from penstock.obs.signals import SustainedLoad
 from penstock.types.request import FinishReason, Request

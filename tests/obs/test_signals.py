@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.obs.replicas import DOWN_S, UP_S, Replicas
-from penstock.obs.signals import WINDOW_S, Signals
+from penstock.obs.signals import DOWN_S, UP_S, WINDOW_S, Replicas, Signals
 from penstock.testing import make_load
 from penstock.types.request import FinishReason
 from penstock.types.stats import RequestStats, StepStats, WaitReason

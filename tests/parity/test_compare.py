@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from penstock.testing.hash_executor import HashExecutor
-from penstock.testing.hashing import HashModel, expected_tokens
+from penstock.testing.hash_executor import HashExecutor, HashModel, expected_tokens
 from penstock.types.plan import Capacity
 from penstock.types.sampling import SamplingParams
 

@@ -16,7 +16,7 @@ from penstock.sched.policies.fair import FairShares
 from penstock.sched.policies.orders import PriorityClasses
 from penstock.testing import expected_tokens, make_request
 from penstock.testing.driver import Submission
-from penstock.testing.hashing import ROOT, mix
+from penstock.testing.hash_executor import ROOT, mix
 from penstock.testing.strategies import MAX_SHARE, MODEL, Engine, engines, matcher_of, prompts, ranks, samplings
 from penstock.types.events import Abort, Add, Stop, TokenEvent
 from penstock.types.plan import PADDING_PREFIX, StepPlan

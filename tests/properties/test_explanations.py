@@ -11,9 +11,9 @@ from hypothesis import given, settings
 
 from penstock.clock import VirtualClock
 from penstock.kv.pool_map import draw
+from penstock.obs.explain.explanation import summary
 from penstock.obs.explain.journal import Journal
-from penstock.obs.explain.life import Phase
-from penstock.obs.explain.words import summary
+from penstock.obs.explain.lives import Phase
 from penstock.testing import Driver, run_to_completion
 from penstock.testing.strategies import Engine, Workload, engines, workloads
 from penstock.types.plan import PADDING_PREFIX

@@ -13,8 +13,7 @@ from penstock.admission.tenants import MAX_TENANTS
 from penstock.clock import VirtualClock
 from penstock.kv.prefix_cache import MAX_BEGINNINGS, MAX_EVICTED
 from penstock.obs.explain.journal import Journal
-from penstock.obs.metrics import Metrics
-from penstock.obs.observers import ObserverGroup
+from penstock.obs.metrics import Metrics, ObserverGroup
 from penstock.sched.policies.fair import FairShares
 from penstock.sched.policies.length_predictors import OnlinePredictor
 from penstock.sched.policies.presets import make_policies

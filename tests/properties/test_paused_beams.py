@@ -14,7 +14,7 @@ from penstock.sched.policies.presets import TABLES, make_policies
 from penstock.sched.policies.reserves import Watermark
 from penstock.testing import Driver, expected_tokens, make_request, run_to_completion
 from penstock.testing.driver import STEP_NS
-from penstock.testing.hashing import ROOT, mix
+from penstock.testing.hash_executor import ROOT, mix
 from penstock.testing.memory_store import Faults
 from penstock.testing.strategies import EOS_TOKEN_ID, MODEL, Engine, LowerTier
 from penstock.types.events import Abort, Add, Command

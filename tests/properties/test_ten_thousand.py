@@ -17,8 +17,7 @@ from penstock.clock import VirtualClock
 from penstock.engine.output import OutputStage
 from penstock.engine.ports import OutputChunk
 from penstock.engine.thread import Engine
-from penstock.obs.metrics import Metrics
-from penstock.obs.observers import ObserverGroup, TokenObserverGroup
+from penstock.obs.metrics import Metrics, ObserverGroup, TokenObserverGroup
 from penstock.testing import HashExecutor, make_core, make_request
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.plan import Capacity, Ticket

@@ -14,7 +14,7 @@ from penstock.engine.core import EngineCore
 from penstock.sched.choosing.beam_search import BeamSearch
 from penstock.sched.policies.presets import TABLES, make_policies
 from penstock.testing import Driver, HashExecutor, Outcome, expected_tokens, make_core, make_request, run_to_completion
-from penstock.testing.hashing import ROOT, HashModel, mix
+from penstock.testing.hash_executor import ROOT, HashModel, mix
 from penstock.testing.memory_store import Faults
 from penstock.testing.strategies import Engine, LowerTier
 from penstock.types.errors import RejectReason

@@ -9,7 +9,7 @@ import pytest
 from penstock.sched.policies.budgets import DecodeFirst
 from penstock.sched.policies.presets import TABLES, make_policies
 from penstock.testing import Driver, HashExecutor, expected_tokens, make_core, make_request, run_to_completion
-from penstock.testing.hashing import HashModel
+from penstock.testing.hash_executor import HashModel
 from penstock.types.events import Abort, Add
 from penstock.types.plan import Capacity
 from penstock.types.request import Request

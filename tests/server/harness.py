@@ -20,18 +20,16 @@ from penstock.engine.bridge import Bridge
 from penstock.engine.output import OutputStage
 from penstock.engine.thread import Engine
 from penstock.obs.explain.journal import Journal
-from penstock.obs.metrics import Metrics
-from penstock.obs.observers import ObserverGroup, TokenObserverGroup
+from penstock.obs.metrics import Metrics, ObserverGroup, TokenObserverGroup
 from penstock.obs.signals import Signals
 from penstock.serve.app import create_app
 from penstock.serve.http.listener import bind_socket
 from penstock.serve.http.server import Server
 from penstock.testing import HashExecutor, HashModel, make_core
 from penstock.text.chat import ChatTemplate
-from penstock.text.detokenizer import detokenizer_factory
 from penstock.text.grammar import Grammars
-from penstock.text.pieces import byte_level_alphabet
-from penstock.text.tokenizer import Tokenizer, load_tokenizer
+from penstock.text.tokenizer import Tokenizer, detokenizer_factory, load_tokenizer
+from penstock.text.vocabulary import byte_level_alphabet
 from penstock.types.plan import Capacity
 from penstock.types.vocab import GgufVocab
 

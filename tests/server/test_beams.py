@@ -9,7 +9,7 @@ from test_completions import ask, events
 
 from penstock.sched.choosing.beam_search import BeamSearch
 from penstock.testing import HashExecutor
-from penstock.testing.hashing import ROOT, mix
+from penstock.testing.hash_executor import ROOT, mix
 from penstock.types.sampling import BeamParams, EarlyStopping, SamplingParams
 
 CHAT = "/v1/chat/completions"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.testing import HashExecutor, HashModel, expected_tokens, make_request
-from penstock.testing.hashing import mix
+from penstock.testing.hash_executor import mix
 from penstock.types.errors import ExecutorFailure
 from penstock.types.plan import AdmitRow, Capacity, RowPlan, StepPlan, Ticket
 from penstock.types.request import FinishReason

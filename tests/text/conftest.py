@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from penstock.text.pieces import byte_level_alphabet
+from penstock.text.vocabulary import byte_level_alphabet
 from penstock.types.vocab import GgufVocab
 
 CORPUS = (

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.text.detokenizer import detokenizer_factory
-from penstock.text.tokenizer import load_tokenizer
+from penstock.text.tokenizer import detokenizer_factory, load_tokenizer
 
 
 @pytest.fixture(scope="module")

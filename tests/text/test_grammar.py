@@ -14,8 +14,8 @@ import pytest
 
 from penstock.text import grammar as grammar_module
 from penstock.text.grammar import MAX_LARK_CHARS, Grammar, GrammarKind, Grammars
-from penstock.text.grammar_lark import of_lark
 from penstock.text.grammar_matcher import MAX_ANSWERS
+from penstock.text.grammar_source import of_lark
 from penstock.text.tokenizer import load_tokenizer
 from penstock.types.errors import GrammarFailure, Rejected, RejectReason
 

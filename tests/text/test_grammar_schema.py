@@ -9,7 +9,7 @@ import tracemalloc
 import pytest
 
 from penstock.text.grammar import MAX_SOURCE_CHARS, Grammar, GrammarKind, Grammars
-from penstock.text.grammar_lark import of_schema
+from penstock.text.grammar_source import of_schema
 from penstock.text.tokenizer import load_tokenizer
 from penstock.types.errors import GrammarFailure, Rejected
 

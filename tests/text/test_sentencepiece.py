@@ -9,8 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from tokenizers import decoders, pre_tokenizers
 
-from penstock.text.gguf_vocab import build_backend
-from penstock.text.merges import merges_from_scores
+from penstock.text.gguf_vocab import build_backend, merges_from_scores
 from penstock.text.tokenizer import load_tokenizer
 from penstock.types.errors import ModelError
 from penstock.types.vocab import GgufVocab

@@ -9,8 +9,7 @@ import pytest
 from penstock.models.catalog import default_cache_dir, resolve
 from penstock.models.gguf import load_gguf
 from penstock.text.chat import ChatTemplate
-from penstock.text.detokenizer import detokenizer_factory
-from penstock.text.tokenizer import load_tokenizer
+from penstock.text.tokenizer import detokenizer_factory, load_tokenizer
 
 pytestmark = pytest.mark.model
 

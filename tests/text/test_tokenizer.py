@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders
 
-from penstock.text.gguf_vocab import build_backend
-from penstock.text.pretokenizers import RECIPES, make_pre_tokenizer, recipe_for
+from penstock.text.gguf_vocab import RECIPES, build_backend, make_pre_tokenizer, recipe_for
 from penstock.text.tokenizer import load_tokenizer
 from penstock.types.errors import ModelError, Rejected, RejectReason
 

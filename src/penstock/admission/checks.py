@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.admission.estimates import Margin
-from penstock.types.counted import counted
-from penstock.types.errors import RejectReason
+from penstock.types.errors import RejectReason, counted
 
 LEAST_SHARE = 0.75
 """A first token that comes sooner than this share of the expected time is luck."""

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from penstock.admission.checks import DoorView, Refusal
-from penstock.types.counted import counted
-from penstock.types.errors import RejectReason
+from penstock.types.errors import RejectReason, counted
 
 MAX_TENANTS = 1024
 """Beyond it, the tenant that has been away longest is forgotten; if none is away, newcomers share an account."""

@@ -30,7 +30,7 @@ def _facts(cache: str | None) -> Iterator[tuple[str, str]]:
     from penstock.config.units import format_size
     from penstock.deploy.device import gpu_facts
     from penstock.machine import available_memory_bytes, cpu_name, usable_cpus
-    from penstock.types.counted import counted
+    from penstock.types.errors import counted
 
     yield "penstock", __version__
     yield "python", f"{platform.python_version()} ({sys.executable})"

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from penstock.types.counted import counted
-from penstock.types.errors import PenstockError
+from penstock.types.errors import PenstockError, counted
 from penstock.types.request import FinishReason, Request
 from penstock.types.sampling import SamplingParams
 

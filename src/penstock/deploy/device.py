@@ -20,8 +20,7 @@ from penstock.backends import cuda
 from penstock.config import AttentionKernels, Backend, BackendConfig, Config, Device
 from penstock.config.units import format_size
 from penstock.machine import usable_cpus
-from penstock.types.counted import counted
-from penstock.types.errors import ConfigError
+from penstock.types.errors import ConfigError, counted
 from penstock.types.kv_dtype import KvDtype
 
 if TYPE_CHECKING:

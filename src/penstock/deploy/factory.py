@@ -31,8 +31,7 @@ from penstock.deploy.resources import MemoryShare, Resources
 from penstock.deploy.sizing import RESERVE_BYTES, TYPICAL_REQUEST_TOKENS, KvPlan
 from penstock.deploy.tiers import build_tier, cleared, open_host_memory, open_store
 from penstock.machine import give_back_free_memory
-from penstock.types.counted import counted
-from penstock.types.errors import ConfigError, NotEnoughMemory
+from penstock.types.errors import ConfigError, NotEnoughMemory, counted
 from penstock.types.plan import Capacity
 
 if TYPE_CHECKING:
@@ -50,8 +49,7 @@ if TYPE_CHECKING:
     from penstock.models.formats import WeightFormat
     from penstock.models.weights import LoadedModel
     from penstock.obs.explain.journal import Journal
-    from penstock.obs.metrics import Metrics
-    from penstock.obs.observers import ObserverGroup, TokenObserverGroup
+    from penstock.obs.metrics import Metrics, ObserverGroup, TokenObserverGroup
     from penstock.obs.signals import Signals
     from penstock.text.chat import ChatTemplate
     from penstock.text.tokenizer import Tokenizer
@@ -245,8 +243,7 @@ class Instruments:
     def of(cls, config: Config, capacity: Capacity, model_name: str) -> Instruments:
         from penstock.admission import Admission
         from penstock.obs.explain.journal import Journal
-        from penstock.obs.metrics import Metrics
-        from penstock.obs.observers import ObserverGroup, TokenObserverGroup
+        from penstock.obs.metrics import Metrics, ObserverGroup, TokenObserverGroup
         from penstock.obs.signals import Signals
 
         policies = build_policies(config)
@@ -327,7 +324,7 @@ class EngineMaker:
     def _make(self, executor: Executor, on_failed: Callable[[], None]) -> Engine:
         from penstock.engine.output import OutputStage
         from penstock.engine.thread import Engine
-        from penstock.text.detokenizer import detokenizer_factory
+        from penstock.text.tokenizer import detokenizer_factory
 
         told = self._instruments
         core = build_core(self._blueprint.config, executor.capacity, told.observer, told.journal, build_tier(self._stores[-1]))

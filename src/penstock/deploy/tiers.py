@@ -12,8 +12,7 @@ from penstock.config import Config, KvConfig
 from penstock.config.units import format_size
 from penstock.deploy.fingerprint import kv_fingerprint
 from penstock.deploy.sizing import num_host_slots
-from penstock.types.counted import counted
-from penstock.types.errors import ConfigError
+from penstock.types.errors import ConfigError, counted
 
 if TYPE_CHECKING:
     from penstock.engine.ports import BlockStore, Executor

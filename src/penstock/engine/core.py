@@ -28,10 +28,10 @@ from penstock.sched.queue import KeyedHeap
 from penstock.sched.scheduler import Scheduler
 from penstock.types.errors import GrammarFailure, Rejected, RejectReason
 from penstock.types.events import Abort, Add, Command, Drain, Stop, TokenEvent
-from penstock.types.matcher import Matcher
 from penstock.types.plan import RowPlan, StepPlan
 from penstock.types.request import FinishReason, Request, RequestStatus
 from penstock.types.result import StepResult
+from penstock.types.sampling import Matcher
 from penstock.types.stats import RequestStats, StepStats, WaitReason
 
 _logger = logging.getLogger(__name__)

@@ -86,7 +86,7 @@ class Executor(BlockMover, Protocol):
         ...
 
     def restrict(self, ticket: Ticket, masks: Mapping[str, bytes]) -> None:
-        """Say what rows that follow a grammar may sample in a step: request id -> mask, as `types.matcher` has it.
+        """Say what rows that follow a grammar may sample in a step: request id -> mask, as `types.sampling` has it.
 
         Once for each step in which such a row samples, after its `submit` and before it is collected, and before the next one
         is submitted: what the mask of a row is depends on the token before, which may be known only when the step before was

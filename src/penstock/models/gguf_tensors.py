@@ -34,8 +34,7 @@ from penstock.models.gguf_file import (
     TensorEntry,
 )
 from penstock.models.weights import WeightTensor
-from penstock.types.counted import counted
-from penstock.types.errors import ModelError
+from penstock.types.errors import ModelError, counted
 
 _MATRIX_FORMATS: Mapping[int, WeightFormat] = {
     GGML_F32: WeightFormat.F32,

@@ -9,14 +9,49 @@ consistent. Never decides anything.
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
-from penstock.obs.histogram import Histogram
 from penstock.obs.signals import SustainedLoad
 from penstock.types.request import FinishReason, Request
 from penstock.types.stats import EngineLoad, RequestStats, StepStats, TierStats
+
+
+class Histogram:
+    """Observations of one quantity, in the unit that its bounds are in."""
+
+    __slots__ = ("_bounds", "_counts", "_sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        """`bounds`: the upper edges of the buckets, ascending; one for everything above is added."""
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def observe_many(self, values: Iterable[float]) -> None:
+        """All values of a step in one go."""
+        bounds, counts, total = self._bounds, self._counts, 0.0
+        for value in values:
+            counts[bisect_left(bounds, value)] += 1
+            total += value
+        self._sum += total
+
+    def snapshot(self, unit: float = 1.0) -> tuple[list[tuple[str, float]], float]:
+        """([(upper edge as Prometheus writes it, observations at or below it)], sum), both in multiples of `unit`."""
+        edges = [*(repr(float(bound / unit)) for bound in self._bounds), "+Inf"]
+        buckets: list[tuple[str, float]] = []
+        num_below = 0
+        for edge, count in zip(edges, self._counts, strict=True):
+            num_below += count
+            buckets.append((edge, float(num_below)))
+        return buckets, self._sum / unit
+
 
 _MS = 1_000_000
 
@@ -202,3 +237,49 @@ def _is_our_doing(stats: RequestStats) -> bool:
     """It came in and got no token, and that is not its client's doing: it failed, or its time ran out."""
     has_timed_out = bool(stats.reject_reason) and stats.finish_reason is FinishReason.ABORT
     return has_timed_out or stats.finish_reason is FinishReason.ERROR
+
+
+class StepObserver(Protocol):
+    """The engine's `Observer`, spelled here since this room knows the vocabulary only."""
+
+    def on_step(self, stats: StepStats) -> None: ...
+
+    def on_finish(self, stats: RequestStats) -> None: ...
+
+
+class ObserverGroup:
+    """Tells each of its observers, in order."""
+
+    def __init__(self, observers: Sequence[StepObserver]) -> None:
+        self._observers = tuple(observers)
+
+    def on_step(self, stats: StepStats) -> None:
+        for observer in self._observers:
+            observer.on_step(stats)
+
+    def on_finish(self, stats: RequestStats) -> None:
+        for observer in self._observers:
+            observer.on_finish(stats)
+
+
+class Tokens(Protocol):
+    """The engine's `TokenObserver`."""
+
+    def on_tokens(self, first: Sequence[Request], gaps_ns: Sequence[int]) -> None: ...
+
+    def on_itl(self, request: Request, num_gaps: int, num_late: int) -> None: ...
+
+
+class TokenObserverGroup:
+    """Tells each of its token observers, in order."""
+
+    def __init__(self, observers: Sequence[Tokens]) -> None:
+        self._observers = tuple(observers)
+
+    def on_tokens(self, first: Sequence[Request], gaps_ns: Sequence[int]) -> None:
+        for observer in self._observers:
+            observer.on_tokens(first, gaps_ns)
+
+    def on_itl(self, request: Request, num_gaps: int, num_late: int) -> None:
+        for observer in self._observers:
+            observer.on_itl(request, num_gaps, num_late)

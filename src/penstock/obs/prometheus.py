@@ -15,8 +15,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4 as CONTENT_TYP
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from penstock.obs.histogram import Histogram
-from penstock.obs.metrics import Metrics
+from penstock.obs.metrics import Histogram, Metrics
 from penstock.obs.signals import SustainedLoad
 from penstock.types.stats import EngineLoad, TierStats, WaitReason
 

@@ -4,8 +4,7 @@ never looks at the load.
 
 from __future__ import annotations
 
-from penstock.types.counted import counted
-from penstock.types.errors import Rejected, RejectReason
+from penstock.types.errors import Rejected, RejectReason, counted
 from penstock.types.plan import PADDING_PREFIX, Capacity
 from penstock.types.request import Request
 

@@ -17,13 +17,11 @@ from penstock.config.keys import isolates_tenants
 from penstock.deploy.running import RunningModel
 from penstock.engine.bridge import Stream
 from penstock.engine.thread import EngineState
-from penstock.obs.explain.explanation import Explanation, explain_intake
-from penstock.obs.explain.words import summary
+from penstock.obs.explain.explanation import Explanation, explain_intake, summary
 from penstock.serve.call import CallTerms, Owner
 from penstock.types.errors import Rejected
-from penstock.types.matcher import Matcher
 from penstock.types.request import Request, RequestStatus
-from penstock.types.sampling import SamplingParams
+from penstock.types.sampling import Matcher, SamplingParams
 
 _log = logging.getLogger(__name__)
 

@@ -3,9 +3,7 @@
 from penstock.testing.builders import make_core, make_load, make_request, make_scheduler
 from penstock.testing.driver import Driver, Outcome, run_to_completion
 from penstock.testing.failing_executor import FailingExecutor, RowFailingExecutor
-from penstock.testing.hash_executor import DEFAULT_CAPACITY, HashExecutor
-from penstock.testing.hash_matcher import HashMatcher
-from penstock.testing.hashing import Expected, HashModel, expected_tokens
+from penstock.testing.hash_executor import DEFAULT_CAPACITY, Expected, HashExecutor, HashMatcher, HashModel, expected_tokens
 
 __all__ = [
     "DEFAULT_CAPACITY",

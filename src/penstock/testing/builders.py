@@ -15,10 +15,9 @@ from penstock.sched.policies.base import Policies
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.scheduler import Scheduler
 from penstock.testing.hash_executor import DEFAULT_CAPACITY
-from penstock.types.matcher import Matcher
 from penstock.types.plan import Capacity
 from penstock.types.request import Request
-from penstock.types.sampling import SamplingParams
+from penstock.types.sampling import Matcher, SamplingParams
 from penstock.types.stats import EngineLoad
 
 

@@ -1,7 +1,14 @@
 """The hash executor: a fake device whose KV slots hold hashes, and which checks every plan against the contract.
 
-Called through the `Executor` port by tests and by whoever wants an engine without a model. It never trusts the
+Called through the `Executor` port by tests, and for an engine without a model. It never trusts the
 scheduler: a plan that breaks a rule raises AssertionError, a token outside the vocabulary ValueError.
+
+The hash model defines what "the right tokens" are without any weights. The "KV" of a position is a 64-bit hash of the one
+before it and of the token there, so it names the whole prefix. The next token is a function of the last position's value. Any
+wrong block, stale table, early re-use, lost or doubled token therefore changes everything that is generated after it.
+
+`HashMatcher` is a made-up grammar: a hash of the tokens before says which may come next. A mask that is used one token too
+early or too late, or of another request, allows other tokens, so it changes the answer.
 """
 
 from __future__ import annotations
@@ -12,11 +19,101 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from penstock.testing.hashing import ROOT, HashModel, mix
-from penstock.types.errors import ExecutorFailure
+from penstock.types.errors import ExecutorFailure, GrammarFailure
 from penstock.types.plan import PADDING_PREFIX, AdmitRow, Capacity, RowPlan, StepPlan, Ticket
+from penstock.types.request import FinishReason
 from penstock.types.result import StepResult, StepTiming, TokenLogprobs
-from penstock.types.sampling import SamplingParams
+from penstock.types.sampling import Matcher, SamplingParams
+
+MASK_64 = 2**64 - 1
+ROOT = 0x9E3779B97F4A7C15
+"""The value "before" position 0."""
+
+
+def mix(value: int, word: int) -> int:
+    """A 64-bit hash of two numbers, not symmetric. Finaliser of SplitMix64 (Steele et al., OOPSLA 2014)."""
+    z = (value * 0xD1342543DE82EF95 + word + ROOT) & MASK_64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK_64
+    return z ^ (z >> 31)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HashModel:
+    """Samples from tokens [first_token_id, vocab_size); any token of the vocabulary may be in a prompt."""
+
+    vocab_size: int = 1000
+    first_token_id: int = 0
+    eos_token_id: int | None = None
+    """Sampled with probability 1 / `eos_period`; None: only like any other token."""
+    eos_period: int = 20
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.first_token_id < self.vocab_size - 1:
+            raise ValueError(f"at least two tokens must be left of [{self.first_token_id}, {self.vocab_size})")
+
+    def sample(self, value: int, sampling: SamplingParams, num_generated: int, mask: bytes | None = None) -> int:
+        """The token after a prefix of this value. Greedy rows ignore the seed; stop tokens wait for `min_tokens`, unless the
+        mask (`types.sampling`) allows no other.
+        """
+        state = mix(value, sampling.seed if sampling.temperature > 0 else 0)
+        banned = sampling.stop_token_ids if num_generated < sampling.min_tokens else ()
+        if mask is not None:
+            allowed = [token_id for token_id in range(self.vocab_size) if mask[token_id // 8] >> token_id % 8 & 1]
+            free = [token_id for token_id in allowed if token_id not in banned] or allowed
+            return free[state % len(free)]
+        token_id = self._draw(state)
+        while token_id in banned:
+            state = mix(state, 1)
+            token_id = self._draw(state)
+        return token_id
+
+    def _draw(self, state: int) -> int:
+        if self.eos_token_id is not None and (state >> 32) % self.eos_period == 0:
+            return self.eos_token_id
+        return self.first_token_id + state % (self.vocab_size - self.first_token_id)
+
+    def logprobs(self, token_id: int, num_top: int) -> TokenLogprobs:
+        """As if the sampled token had probability 1/2, the next one by id 1/4, and so on."""
+        span = self.vocab_size - self.first_token_id
+        others = [self.first_token_id + (token_id - self.first_token_id + idx) % span for idx in range(min(num_top, span))]
+        top = tuple((other, -0.6931471805599453 * (idx + 1)) for idx, other in enumerate(others))
+        return TokenLogprobs(token_id, -0.6931471805599453, 1, top)
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What a request must answer, whatever else is going on."""
+
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    stop_reason: int | None
+
+
+def expected_tokens(
+    prompt_token_ids: Sequence[int],
+    sampling: SamplingParams,
+    *,
+    model: HashModel,
+    max_model_len: int,
+    matcher: Matcher | None = None,
+) -> Expected:
+    """The oracle: the answer computed from the whole prefix, with no cache, no blocks and no steps. Uses up `matcher`."""
+    value = ROOT
+    for token_id in prompt_token_ids:
+        value = mix(value, token_id)
+    generated: list[int] = []
+    while True:
+        token_id = model.sample(value, sampling, len(generated), None if matcher is None else matcher.mask())
+        generated.append(token_id)
+        if token_id in sampling.stop_token_ids and (len(generated) > sampling.min_tokens or matcher is not None):
+            return Expected(tuple(generated), FinishReason.STOP, token_id)
+        if len(generated) == sampling.max_tokens or len(prompt_token_ids) + len(generated) == max_model_len:
+            return Expected(tuple(generated), FinishReason.LENGTH, None)
+        value = mix(value, token_id)
+        if matcher is not None:
+            matcher.accept((token_id,))
+
 
 POISON = -1
 """What a slot holds before it is written; reading it is an error."""
@@ -332,3 +429,49 @@ class HashExecutor:
         value = self._slots[self._slot(row, position)]
         assert value != POISON, f"position {position} is read and was never written"
         return value
+
+
+SHARE = 3
+"""One in so many tokens is allowed."""
+
+
+class HashMatcher:
+    """Allows a third of the vocabulary, and nothing but `end_token_id` after `max_tokens` tokens, if these are given."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        *,
+        seed: int = 0,
+        max_tokens: int | None = None,
+        end_token_id: int | None = None,
+        fails_after: int | None = None,
+    ) -> None:
+        """It can't be followed further than `fails_after` tokens."""
+        self.token_ids: list[int] = []
+        """Accepted so far."""
+        self._vocab_size = vocab_size
+        self._state = mix(ROOT, seed)
+        self._max_tokens = max_tokens
+        self._end_token_id = end_token_id
+        self._fails_after = fails_after
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        for token_id in token_ids:
+            if token_id not in self.allowed():
+                raise GrammarFailure(f"token {token_id} is not allowed after {self.token_ids}")
+            self.token_ids.append(token_id)
+            self._state = mix(self._state, token_id)
+            if len(self.token_ids) == self._fails_after:
+                raise GrammarFailure("the grammar can't be followed any further, as it was told")
+
+    def mask(self) -> bytes:
+        bits = sum(1 << token_id for token_id in self.allowed())
+        return bits.to_bytes(-(-self._vocab_size // 32) * 4, "little")
+
+    def allowed(self) -> list[int]:
+        """Token ids, ascending; at least one."""
+        if self._end_token_id is not None and len(self.token_ids) == self._max_tokens:
+            return [self._end_token_id]
+        found = [token_id for token_id in range(self._vocab_size) if mix(self._state, token_id) % SHARE == 0]
+        return found or [self._state % self._vocab_size]

@@ -24,9 +24,7 @@ from penstock.sched.policies.presets import TABLES, make_policies
 from penstock.sched.policies.reserves import Watermark
 from penstock.testing.builders import make_core, make_request
 from penstock.testing.driver import STEP_NS, Outcome
-from penstock.testing.hash_executor import HashExecutor
-from penstock.testing.hash_matcher import HashMatcher
-from penstock.testing.hashing import HashModel, expected_tokens
+from penstock.testing.hash_executor import HashExecutor, HashMatcher, HashModel, expected_tokens
 from penstock.testing.memory_store import Faults, LateWorker, MemoryStore
 from penstock.types.events import Abort, Add, Command, Stop
 from penstock.types.plan import Capacity

@@ -1,6 +1,6 @@
 """The process in which a chat template is compiled and rendered: a Jinja2 sandbox under limits that the kernel keeps.
 
-Run by `chat_process` alone, which asks it through pipes; imports Jinja2, and nothing else of Penstock. What templates may use
+Run by `chat` alone, which asks it through pipes; imports Jinja2, and nothing else of Penstock. What templates may use
 follows transformers' `apply_chat_template`, which model authors write them for: trimmed blocks, loop controls, `tojson`,
 `raise_exception`, `strftime_now` and `{% generation %}`.
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from penstock.text import grammar_lark
+from penstock.text import grammar_source
 from penstock.types.errors import Rejected, RejectReason
-from penstock.types.matcher import Matcher
+from penstock.types.sampling import Matcher
 
 if TYPE_CHECKING:
     from penstock.text.grammar_matcher import CompiledGrammar
@@ -51,11 +51,11 @@ class GrammarKind(StrEnum):
 
 
 _TO_LARK: dict[GrammarKind, Callable[[str], str]] = {
-    GrammarKind.JSON_SCHEMA: grammar_lark.of_schema,
-    GrammarKind.JSON_OBJECT: grammar_lark.of_json_object,
-    GrammarKind.REGEX: grammar_lark.of_regex,
-    GrammarKind.CHOICE: grammar_lark.of_choices,
-    GrammarKind.LARK: grammar_lark.of_lark,
+    GrammarKind.JSON_SCHEMA: grammar_source.of_schema,
+    GrammarKind.JSON_OBJECT: grammar_source.of_json_object,
+    GrammarKind.REGEX: grammar_source.of_regex,
+    GrammarKind.CHOICE: grammar_source.of_choices,
+    GrammarKind.LARK: grammar_source.of_lark,
 }
 
 
@@ -76,7 +76,7 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, *, vocab_size: int) -> None:
         """`vocab_size`: rows of the model's logits, which may be more than the tokenizer knows."""
-        from penstock.text.grammar_tokens import GrammarTokens  # whoever only names grammars needs no numpy
+        from penstock.text.grammar_matcher import GrammarTokens  # whoever only names grammars needs no numpy
 
         self._tokens = GrammarTokens(tokenizer, vocab_size)
         self._lock = threading.Lock()

@@ -3,17 +3,20 @@ the output stage from any thread. Never applies chat templates, and never trunca
 
 Encoding recognises the model's added tokens in the text (`<|im_start|>` becomes one token), as transformers
 and vLLM do: chat templates need it. So a user's prompt can contain them, too.
+
+An output is decoded token by token. It continues its prompt, so a SentencePiece model's first space is kept, as vLLM and
+llama.cpp do: "The capital is" + " Paris". The pieces add up to `Tokenizer.decode(..., is_continuation=True)`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import codecs
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 
-from penstock.text.backend import MAX_EXPANDED_BYTES, Backend
-from penstock.text.pieces import ByteTable, TextTable, piece_decoder
+from penstock.text.vocabulary import MAX_EXPANDED_BYTES, Backend, ByteTable, TextTable, piece_decoder
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.vocab import GgufVocab, SpecialTokens
 
@@ -168,3 +171,46 @@ def _num_bytes(text: str) -> int:
             f"The text contains a lone surrogate (U+{ord(text[error.start]):04X} at character {error.start}), "
             "which is half of a character and has no UTF-8 form.",
         ) from error
+
+
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class IncrementalDetokenizer:
+    """Holds at most the three bytes of an incomplete character. Implements `engine.ports.Detokenizer`."""
+
+    __slots__ = ("_bytes", "_decoder", "_is_within_character", "_texts")
+
+    def __init__(self, table: ByteTable, texts: TextTable) -> None:
+        """`texts` is of the same tokens."""
+        self._bytes = table
+        self._texts = texts
+        self._decoder = _Utf8Decoder("replace")
+        self._is_within_character = False
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Text that became certain with these tokens; incomplete UTF-8 is held back, invalid UTF-8 becomes U+FFFD."""
+        if len(token_ids) == 1 and not self._is_within_character:
+            text = self._texts[token_ids[0]]
+            if text is not None:  # nearly every token of nearly every text
+                return text
+        table, decoder = self._bytes, self._decoder
+        text = decoder.decode(b"".join([table[token_id] for token_id in token_ids]))
+        self._is_within_character = bool(decoder.getstate()[0])
+        return text
+
+    def flush(self) -> str:
+        """What is still held: U+FFFD for an incomplete character, else nothing."""
+        self._is_within_character = False
+        return self._decoder.decode(b"", True)
+
+
+def detokenizer_factory(tokenizer: Tokenizer) -> Callable[[bool], IncrementalDetokenizer]:
+    """Makes one detokenizer per request; its argument is `skip_special_tokens`."""
+
+    def make(skip_special_tokens: bool, /) -> IncrementalDetokenizer:
+        if skip_special_tokens:
+            return IncrementalDetokenizer(tokenizer.bytes_without_special, tokenizer.text_without_special)
+        return IncrementalDetokenizer(tokenizer.bytes_with_special, tokenizer.text_with_special)
+
+    return make

@@ -15,8 +15,7 @@ from typing import Any
 import orjson
 import tokenizers
 
-from penstock.text.backend import MAX_EXPANDED_BYTES, Backend, Expansion
-from penstock.text.pieces import Spelling
+from penstock.text.vocabulary import MAX_EXPANDED_BYTES, Backend, Expansion, Spelling
 from penstock.types.errors import ModelError
 
 _log = logging.getLogger(__name__)

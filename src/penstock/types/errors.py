@@ -90,3 +90,8 @@ class GrammarFailure(PenstockError):
 
 class CorruptBlock(PenstockError):
     """A block of the tier below the KV pool is not what was written: it must not be used."""
+
+
+def counted(number: int, noun: str, plural: str = "", *, spec: str = "") -> str:
+    """`1 token`, `2 tokens`. `plural`: if it is not the noun with an s. `spec` formats the number, as in an f-string."""
+    return f"{number:{spec}} {noun if number == 1 else plural or f'{noun}s'}"

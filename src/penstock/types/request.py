@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from penstock.types.matcher import Matcher
-from penstock.types.sampling import SamplingParams
+from penstock.types.sampling import Matcher, SamplingParams
 
 
 class RequestStatus(IntEnum):

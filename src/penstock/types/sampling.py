@@ -15,8 +15,28 @@ is the specification):
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Protocol
+
+
+class Matcher(Protocol):
+    """Of one request. Both methods raise `GrammarFailure` once the grammar can't be followed any further; `mask` only when it
+    is called for the first time after an `accept`.
+    """
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        """The next tokens of the answer, as they were sampled."""
+        ...
+
+    def mask(self) -> bytes:
+        """What may be sampled next: bit i % 8 of byte i // 8 is token i; a whole number of 32-bit words, little-endian.
+
+        Never without any token: an answer that is complete may be followed by the model's end tokens. [ceil(vocab / 32) * 4]
+        """
+        ...
+
 
 MIN_TEMPERATURE = 1e-4
 """The lowest temperature but 0 (greedy): below it, divided logits leave the range in which they can be told apart."""

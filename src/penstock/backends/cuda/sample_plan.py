@@ -83,7 +83,7 @@ class SamplePlan:
     masked: I32
     """Of those, the ones for which it is known. [M]"""
     masks: I32
-    """As `types.matcher` has them. [M, vocab_size / 32]"""
+    """As `types.sampling` has them. [M, vocab_size / 32]"""
     changed: I32
     """Samples whose logits are changed besides; what follows counts within them. [C]"""
     penalized: I32

@@ -46,7 +46,7 @@ def sample(
 ) -> Sample:
     """Choose the token after `token_ids` (prompt, then output). `logits` [vocab_size] are left as they are.
 
-    `mask` has a bit for each token that its grammar allows (`types.matcher`). Raises NoCandidateError.
+    `mask` has a bit for each token that its grammar allows (`types.sampling`). Raises NoCandidateError.
     """
     raw = np.where(np.isnan(logits), np.float32(-np.inf), logits)
     output_ids = token_ids[num_prompt_tokens:]

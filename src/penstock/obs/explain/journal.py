@@ -13,9 +13,20 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from penstock.obs.explain.explanation import Explanation, explain
-from penstock.obs.explain.life import Life, Pause, Phase
-from penstock.obs.explain.steps import MAX_STEPS, Gap, Prefilled, Span, StepLog, StepNote
-from penstock.obs.explain.waits import Turns, WaitClock, WaitMark
+from penstock.obs.explain.lives import (
+    MAX_STEPS,
+    Gap,
+    Life,
+    Pause,
+    Phase,
+    Prefilled,
+    Span,
+    StepLog,
+    StepNote,
+    Turns,
+    WaitClock,
+    WaitMark,
+)
 from penstock.types.plan import RowPlan
 from penstock.types.request import Request
 from penstock.types.stats import Admission, PlanNews, Preemption, RequestStats, StepStats

@@ -6,8 +6,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 
 from penstock.sched.policies.base import BucketView, GateDecision, GateView
-from penstock.types.counted import counted
-from penstock.types.errors import ConfigError
+from penstock.types.errors import ConfigError, counted
 from penstock.types.plan import Capacity
 from penstock.types.request import Request
 

@@ -34,8 +34,7 @@ from penstock.serve.app import create_app
 from penstock.serve.http.acceptor import Acceptor
 from penstock.serve.http.connection import HttpConnection
 from penstock.serve.http.listener import bind_socket, connection_limit
-from penstock.types.counted import counted
-from penstock.types.errors import ConfigError
+from penstock.types.errors import ConfigError, counted
 
 _log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from penstock.serve.http.checks import headers_of
 from penstock.serve.openai.errors import from_finding, invalid, unsupported_encoding
 from penstock.serve.openai.schemas import Body
 from penstock.serve.openai.unsupported import refuse_unsupported
-from penstock.types.counted import counted
+from penstock.types.errors import counted
 
 _log = logging.getLogger(__name__)
 

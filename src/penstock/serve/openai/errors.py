@@ -15,8 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from penstock.engine.ports import OutputChunk
-from penstock.types.counted import counted
-from penstock.types.errors import Rejected, RejectReason
+from penstock.types.errors import Rejected, RejectReason, counted
 from penstock.types.request import FinishReason
 
 UNAVAILABLE_RETRY_AFTER_S = 5

@@ -20,7 +20,7 @@ from penstock.serve.openai.schemas import GenerationBody, ResponseFormat, Struct
 from penstock.serve.service import Choice
 from penstock.text.grammar import Grammar, GrammarKind
 from penstock.types.errors import Rejected, RejectReason
-from penstock.types.matcher import Matcher
+from penstock.types.sampling import Matcher
 
 _KINDS: Mapping[str, GrammarKind] = MappingProxyType(
     {

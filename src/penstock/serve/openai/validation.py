@@ -14,7 +14,7 @@ from penstock.deploy.running import ModelInfo, SamplingDefaults
 from penstock.serve.openai.errors import ApiError, invalid, model_not_found, shorten, too_long
 from penstock.serve.openai.schemas import MAX_TEXT_CHARS, ChatCompletionBody, CompletionBody, GenerationBody
 from penstock.text.tokenizer import Tokenizer
-from penstock.types.counted import counted
+from penstock.types.errors import counted
 from penstock.types.sampling import MAX_LOGPROBS, MIN_TEMPERATURE, BeamParams, EarlyStopping, SamplingParams
 
 MAX_BIAS = 100

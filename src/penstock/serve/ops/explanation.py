@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.obs.explain.explanation import Explanation, PauseTold
-from penstock.obs.explain.steps import Gap
-from penstock.obs.explain.words import gap_cause, summary
+from penstock.obs.explain.explanation import Explanation, PauseTold, gap_cause, summary
+from penstock.obs.explain.lives import Gap
 from penstock.serve.openai.generation import FINISH_WORDS
 from penstock.types.request import FinishReason
 

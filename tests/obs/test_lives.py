@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.obs.explain.waits import MAX_TURNS, REASONS, LateKeys, LateMarks, Turns, WaitMark
+from penstock.obs.explain.lives import MAX_TURNS, REASONS, LateKeys, LateMarks, Turns, WaitMark
 
 KEYS = st.tuples(st.integers(-3, 3), st.integers(0, 5))
 

@@ -12,10 +12,9 @@ from typing import Any, cast
 
 import pytest
 
-from penstock.text import pieces
-from penstock.text.detokenizer import detokenizer_factory
-from penstock.text.pieces import MAX_TEXTS, ByteTable, TextTable
-from penstock.text.tokenizer import load_tokenizer
+from penstock.text import vocabulary
+from penstock.text.tokenizer import detokenizer_factory, load_tokenizer
+from penstock.text.vocabulary import MAX_TEXTS, ByteTable, TextTable
 
 NUM_TOKENS = 40_000
 
@@ -25,7 +24,7 @@ def hasty_threads() -> Iterator[None]:
     """Threads that start here take turns after every line of the table's."""
 
     def trace(frame: FrameType, event: str, arg: object) -> Callable[..., Any] | None:
-        if frame.f_code.co_filename != pieces.__file__:
+        if frame.f_code.co_filename != vocabulary.__file__:
             return None
         time.sleep(0)  # whoever waits for the interpreter gets it
         return trace

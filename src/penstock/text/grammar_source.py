@@ -1,20 +1,182 @@
-"""What must not be in a JSON schema that an answer is to follow. Called by `grammar_lark`, before the schema is compiled.
+"""The grammars that clients ask for, checked and written in the one language that llguidance is given: its variant of Lark.
+Called by `text.grammar`.
 
-llguidance refuses most of what it does not support; here is what it passes over or gets wrong, what would take it too long,
-and what it refuses although it asks for nothing. The checks take time in proportion to the source and to `MAX_SCHEMAS`: they
-count before they build.
+llguidance refuses most of what it does not support. Here is the rest, mostly of JSON schemas: what it passes over or gets
+wrong, what would take it too long, and what it refuses although it asks for nothing. The checks take time in proportion to the
+source and to `MAX_SCHEMAS`: they count before they build. Whether a grammar is right as a whole, llguidance says when it
+compiles it.
 """
 
 from __future__ import annotations
 
 import functools
+import json
+import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 from urllib.parse import unquote
 
-from penstock.text.grammar_errors import refused_schema
-from penstock.text.grammar_numbers import check_multiples, check_numbers
+from penstock.types.errors import GrammarFailure, Rejected, RejectReason
+
+MAX_CAUSE_CHARS = 300
+
+_OUR_PLACE = "at 2(8): "
+"""Of whatever was not written in Lark, in the Lark that is made of it."""
+_TOO_LARGE = (
+    "Unable to determine|too many (states|expressions|items)|Current row has|fuel|precomputation|panic|too large|too complex"
+)
+_KNOWN: tuple[tuple[str, str, str], ...] = (
+    (
+        f"(?i){_TOO_LARGE}",
+        "The grammar becomes too large to follow.",
+        "Make it simpler: fewer alternatives and optional fields, shorter repetitions, no rule with two readings.",
+    ),
+    (r"^Unimplemented keys: (.*)", "The keywords {} are not supported.", "Leave them out, or say the same otherwise."),
+    (r"^Unknown format: (.*)", "The format {} is not supported.", "Leave it out, or say it as a pattern."),
+    (
+        r"look-?around",
+        "A regex has look-around or a word boundary, which are not supported.",
+        r"Say it without (?=...), (?!...), (?<=...), (?<!...), \b and \B.",
+    ),
+    (r"Regex is empty", "No string can have all of a pattern, format and length at once.", "Check what contradicts what."),
+    (r"oneOf constraints", "Two schemas of a oneOf might hold at once.", "Use anyOf, or a const that tells them apart."),
+    (r"NoExtension", "No answer can follow it.", "Check what contradicts what."),
+    (r"doesn't satisfy the grammar", "A token was sampled that it forbids.", ""),
+    (r"^recursion limit exceeded", "It is nested too deeply.", "Use $ref and $defs for what lies further inside."),
+)
+
+
+def failure(message: str) -> GrammarFailure:
+    """Of what `LLMatcher.get_error` says."""
+    cause = _cause(message)
+    for pattern, text, remedy in _KNOWN:
+        if found := re.search(pattern, cause):
+            return GrammarFailure(text.format(*found.groups()), remedy=remedy)
+    return GrammarFailure(f"{cause.rstrip('.')}.")
+
+
+def refusal(name: str, error: GrammarFailure) -> Rejected:
+    """`name` is what the client called it."""
+    return Rejected(RejectReason.INVALID, f"The {name} can't be followed: {error}")
+
+
+def refused_schema(what: str) -> Rejected:
+    """Of a schema that is refused before it is compiled; what "a json_schema" does not do, and the remedy."""
+    return Rejected(RejectReason.INVALID, f"A json_schema {what}")
+
+
+def _cause(message: str) -> str:
+    """Without what it quotes of the source as a whole, and without the names of llguidance's own steps."""
+    text = message.split("\n<", 1)[0]
+    lines = [line for line in text.split("\n") if not re.match(r"\s*\d+ \| |\s*\^+\s*$", line)]
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    place = re.match(r"(?:at )?(\d+)\((\d+)\): ", lines[0])
+    cause = errors[-1] if errors else " ".join(lines)[place.end() if place else 0 :]
+    cause = re.sub(r'^(failed to compile JSON schema: |failed to parse "%json": )+', "", cause).strip()[:MAX_CAUSE_CHARS]
+    if place is None or place[0] == _OUR_PLACE:
+        return cause
+    return f"{cause.rstrip('.')} (line {place[1]}, column {place[2]})"
+
+
+MAX_MULTIPLES = 10_000
+"""A prime number of five digits takes half a second and 50 MB to compile, one of eight a thousand times as much."""
+MAX_INTEGER = 2**53
+"""Beyond it llguidance counts in floating point, and past 64 bits it fails: two bounds far below zero end the process."""
+LEAST_NUMBER = 1e-15
+"""Smaller bounds become regexes of hundreds of brackets."""
+MAX_COUNT = 2**32 - 1
+
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_LITERALS = ("const", "enum")
+
+
+def check_numbers(schema: dict[str, Any]) -> None:
+    """Each by itself, and exclusive bounds beside others. Raises `Rejected`."""
+    for value, is_literal in _values(schema):
+        if is_literal and isinstance(value, int) and abs(value) > MAX_INTEGER:
+            raise refused_schema(f"takes integers up to 2^53 in const and enum, not {_shown(value)}. Ask for it as a string.")
+    for node in _objects(schema):
+        _check_object(node)
+        if node.get("type") != "integer":
+            _check_exclusive(node, "exclusiveMinimum", ("maximum", "exclusiveMaximum"), 1)
+            _check_exclusive(node, "exclusiveMaximum", ("minimum", "exclusiveMinimum"), -1)
+
+
+def check_multiples(schema: dict[str, Any], *, are_put_together: bool) -> None:
+    """What all `multipleOf` cost; those of schemas that are put together have a common one. Raises `Rejected`."""
+    found = [_significant(node.get("multipleOf")) for node in _objects(schema)]
+    if max(sum(found), math.prod(set(found) - {0}) if are_put_together else 0) > MAX_MULTIPLES:
+        what = f"is followed while all multipleOf, each without its point and the zeros at its end, add up to {MAX_MULTIPLES}"
+        raise refused_schema(
+            f"{what}, or their product does where allOf, anyOf, oneOf or $ref put some together. Ask for rounder numbers."
+        )
+
+
+def _check_object(node: dict[str, Any]) -> None:
+    for name in _BOUNDS:
+        value = _number(node.get(name))
+        if value is None:
+            continue
+        if name == "multipleOf" and value <= 0:
+            raise refused_schema(f"takes multipleOf above 0, not {_shown(value)}. Leave it out.")
+        if abs(value) > MAX_INTEGER or 0 < abs(value) < LEAST_NUMBER:
+            what = f"takes {name} of 0, or from {LEAST_NUMBER} to 2^53 on either side of it, not {_shown(value)}"
+            raise refused_schema(f"{what}. Leave it out, or give one of fewer digits.")
+    for name in _COUNTS:
+        value = _number(node.get(name))
+        if value is not None and value > MAX_COUNT:
+            raise refused_schema(f"takes {name} of at most {MAX_COUNT}, not {_shown(value)}. Leave it out.")
+
+
+def _check_exclusive(node: dict[str, Any], name: str, others: tuple[str, str], sign: int) -> None:
+    """llguidance takes the bound itself for allowed if it is a whole number, and the other lies before the next one."""
+    bound = _number(node.get(name))
+    for other in others:
+        end = _number(node.get(other))
+        if bound is not None and end is not None and float(bound).is_integer() and 0 < sign * (end - bound) < 1:
+            inclusive = name.replace("exclusiveM", "m")
+            raise refused_schema(
+                f"does not support {name} {bound} beside {other} {end}. Give {inclusive}, such as {bound + sign * 1e-6}."
+            )
+
+
+def _objects(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """All that may be a schema, wherever it stands: a $ref may point anywhere."""
+    return (node for node, _ in _values(schema) if isinstance(node, dict))
+
+
+def _values(value: Any) -> Iterator[tuple[Any, bool]]:
+    """Itself, and all that is inside, once; whether it stands in a const or an enum."""
+    waiting = [(value, False)]
+    while waiting:
+        node, is_literal = waiting.pop()
+        yield node, is_literal
+        if isinstance(node, dict):
+            waiting += [(inside, is_literal or name in _LITERALS) for name, inside in node.items()]
+        elif isinstance(node, list):
+            waiting += [(inside, is_literal) for inside in node]
+
+
+def _significant(value: Any) -> int:
+    """The digits of a number as a whole one, without zeros at the end: 12 for 0.0120."""
+    number = _number(value)
+    if number is None:
+        return 0
+    digits = "".join(map(str, Decimal(str(number)).as_tuple().digits)).rstrip("0")
+    return int(digits[:10] or 0)
+
+
+def _number(value: Any) -> int | float | None:
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _shown(number: float) -> str:
+    return str(number)[:40]
+
 
 MAX_SCHEMAS = 2_000
 """Counted as llguidance makes them: anew in each place, and for each choice of the others that one is put together with. It
@@ -278,3 +440,95 @@ def _named(schema: dict[str, Any], ref: str) -> Any:
         else:
             node = node.get(name) if isinstance(node, dict) else None
     return node
+
+
+WHITESPACE = r"[ ]|\n[ ]{0,32}|\n\t{0,16}"
+"""Between two tokens of JSON, at most once: what pretty printers write. Small models would write spaces without end."""
+
+_OPTIONS = '%llguidance {"no_forcing": true}\n'
+"""The model chooses how text that is certain is cut into tokens, as it does everywhere else."""
+
+_LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|\\.')
+"""Strings, regexes and comments of Lark. A backslash elsewhere is an error that llguidance finds; it is here so that the quotes
+after it, in a string without an end, do not begin one string each: that would take the square of the length."""
+_UNSUPPORTED_LARK = (
+    (re.compile(r"<[^<>\s]*>"), "names special tokens, which no answer may have"),
+    (
+        re.compile(r"\[[^\[\]]*\b(?:temperature|max_tokens|stop)\b"),
+        "sets temperature, max_tokens or stop for a rule, which is not supported",
+    ),
+    (re.compile(r"%json\b"), "has a JSON schema inside, which is not supported"),
+)
+
+_OF_SETS = re.compile(r"&|~(?!\s*[0-9])")
+"""Intersections and complements; a number after ~ is one of repetitions."""
+MAX_SET_OPERATORS = 8
+"""Each further one may double or triple time and memory: 14 take 0.05 s, 18 take 1 s, and no limit counts them."""
+
+_JSON_OPTIONS = {
+    "item_separator": ",",
+    "key_separator": ":",
+    "whitespace_pattern": WHITESPACE,
+    "coerce_one_of": False,
+    "lenient": False,
+}
+
+
+def of_schema(source: str) -> str:
+    """From the text of a JSON schema. Raises `Rejected`."""
+    schema = _parsed(source, "json_schema")
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise _rejected('The json_schema must be a JSON object. Give a schema such as {"type": "object"}.')
+    prepare_schema(schema)
+    return _json(schema)
+
+
+def of_json_object(source: str) -> str:
+    """Any JSON object; `source` is empty. Raises `Rejected`."""
+    if source:
+        raise _rejected("A json_object takes no description. Use json_schema to describe it.")
+    return _json({"type": "object"})
+
+
+def of_regex(source: str) -> str:
+    """From a regex that the whole answer matches."""
+    from llguidance import regex_to_lark
+
+    return f"{_OPTIONS}start: /{regex_to_lark(source, '')}/\n"
+
+
+def of_choices(source: str) -> str:
+    """From a JSON array of strings, one of which is the answer. Raises `Rejected`."""
+    choices = _parsed(source, "choice")
+    if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) and choice for choice in choices):
+        raise _rejected("The choice must be a list of at least one string, none of them empty.")
+    return of_regex("|".join(re.escape(choice) for choice in dict.fromkeys(choices)))
+
+
+def of_lark(source: str) -> str:
+    """From Lark, as llguidance reads it. Raises `Rejected`."""
+    rules = _LITERAL.sub("", source)
+    for pattern, what in _UNSUPPORTED_LARK:
+        if pattern.search(rules):
+            raise _rejected(f"The grammar {what}. Leave that out.")
+    if (num_operators := len(_OF_SETS.findall(rules))) > MAX_SET_OPERATORS:
+        what = f"has {num_operators} operators & and ~, and at most {MAX_SET_OPERATORS} are taken"
+        raise _rejected(f"The grammar {what}. Say the same with alternatives.")
+    return f"{source}\n{_OPTIONS}"
+
+
+def _json(schema: dict[str, Any]) -> str:
+    return f"{_OPTIONS}start: %json {json.dumps(schema | {'x-guidance': _JSON_OPTIONS})}\n"
+
+
+def _parsed(source: str, name: str) -> Any:
+    try:
+        return json.loads(source)
+    except (ValueError, RecursionError) as error:
+        raise _rejected(f"The {name} is not JSON: {error}.") from error
+
+
+def _rejected(detail: str) -> Rejected:
+    return Rejected(RejectReason.INVALID, detail)
