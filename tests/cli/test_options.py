@@ -10,9 +10,9 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from penstock.cli.options import GroupedCommand, config_from, config_options, model_argument
+from penstock.cli.options import GroupedCommand, config_options, model_argument
 from penstock.config import Config
-from penstock.config.components import DEFAULT_MODEL
+from penstock.config.components import DEFAULT_MODEL, config_from
 from penstock.config.file import all_settings
 from penstock.kv.eviction import EVICTIONS
 from penstock.models import catalog

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 from click.core import ParameterSource
 
-from penstock.config.components import COMPONENTS, Config, ModelConfig
+from penstock.config.components import COMPONENTS, ModelConfig
 from penstock.config.file import read_config_file
 from penstock.config.setting import Kind, Setting, settings_of
 from penstock.types.errors import ConfigError
@@ -73,15 +73,6 @@ def model_argument(command: Callable[..., Any]) -> Callable[..., Any]:
         return command(**values)
 
     return click.argument("model_word", required=False, metavar="[MODEL]")(model_option(with_model))
-
-
-def config_from(values: Mapping[str, Any]) -> Config:
-    """The config that a command's parameters describe; what is no setting among them is left alone."""
-    parts: dict[str, Any] = {}
-    for name, component in COMPONENTS:
-        given = {item.field: values[item.key] for item in settings_of(component) if item.key in values}
-        parts[name] = component(**given)
-    return Config(**parts)
 
 
 def _option(item: Setting, *short: str) -> Callable[[_Command], _Command]:

@@ -12,8 +12,9 @@ from typing import Any
 
 import click
 
-from penstock.cli.options import EPILOG, GroupedCommand, config_from, config_options, model_argument
+from penstock.cli.options import EPILOG, GroupedCommand, config_options, model_argument
 from penstock.config import ServerConfig
+from penstock.config.components import config_from
 from penstock.machine import return_large_blocks_when_freed
 from penstock.types.errors import ConfigError
 

@@ -8,9 +8,10 @@ from typing import Any, TypeVar
 
 import click
 
-from penstock.cli.options import config_from, config_options
+from penstock.cli.options import config_options
 from penstock.cli.session import SamplingChoices
 from penstock.config import Config
+from penstock.config.components import config_from
 from penstock.types.sampling import MIN_TEMPERATURE
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])

@@ -6,7 +6,9 @@ docs/configuration.md show.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from penstock.config.admission import AdmissionConfig
 from penstock.config.backend import AttentionKernels, Backend, BackendConfig, Device
@@ -15,7 +17,7 @@ from penstock.config.log import LogConfig, LogFormat, LogLevel
 from penstock.config.model import DEFAULT_MODEL, ModelConfig
 from penstock.config.scheduler import SchedulerConfig
 from penstock.config.server import ServerConfig
-from penstock.config.setting import Component
+from penstock.config.setting import Component, settings_of
 
 __all__ = [
     "COMPONENTS",
@@ -33,6 +35,7 @@ __all__ = [
     "ModelConfig",
     "SchedulerConfig",
     "ServerConfig",
+    "config_from",
 ]
 
 
@@ -59,3 +62,12 @@ COMPONENTS: tuple[tuple[str, type[Component]], ...] = (
     ("log", LogConfig),
 )
 """Field of `Config` and component, in the order of help and docs."""
+
+
+def config_from(values: Mapping[str, object]) -> Config:
+    """The config with these values of settings, by their keys. Keys that are none are left alone."""
+    parts: dict[str, Any] = {}
+    for name, component in COMPONENTS:
+        given = {item.field: values[item.key] for item in settings_of(component) if item.key in values}
+        parts[name] = component(**given)
+    return Config(**parts)

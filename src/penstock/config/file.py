@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from penstock.config.components import COMPONENTS
@@ -29,24 +29,34 @@ def read_config_file(path: Path) -> dict[str, object]:
 
 
 def _parse_table(path: Path, table: Mapping[str, object]) -> dict[str, object]:
-    settings = {item.key: item for item in all_settings()}
-    values: dict[str, object] = {}
+    keys = {item.key for item in all_settings()}
     for key, raw in table.items():
-        if key not in settings and isinstance(raw, dict):
+        if key not in keys and isinstance(raw, dict):
             raise ConfigError(f"{path}: there are no tables such as [{key}].", remedy="Put all keys at the top level.")
-        if key not in settings:
-            raise ConfigError(f"{path}: unknown key {key!r}.", remedy=_valid_keys(key, settings))
+    return parse_settings(table, all_settings(), place=f"{path}: ")
+
+
+def parse_settings(raw: Mapping[str, object], settings: Sequence[Setting], *, place: str = "") -> dict[str, object]:
+    """Setting key -> parsed value, of `raw` values in the notation of the file, or of their own type.
+
+    Raises ConfigError for a key that is none of `settings`, and for a wrong value; its message begins with `place`.
+    """
+    known = {item.key: item for item in settings}
+    values: dict[str, object] = {}
+    for key, value in raw.items():
+        if key not in known:
+            raise ConfigError(f"{place}unknown key {key!r}.", remedy=_valid_keys(key, known))
         try:
-            values[key] = _parse_value(settings[key], raw)
+            values[key] = _parse_value(known[key], value)
         except ValueError as error:
-            raise ConfigError(f"{path}: {key}: {error}.") from None
+            raise ConfigError(f"{place}{key}: {error}.") from None
     return values
 
 
 def _parse_value(item: Setting, raw: object) -> object:
     if not item.is_multiple:
         return item.parse(raw)
-    return tuple(item.parse(entry) for entry in (raw if isinstance(raw, list) else [raw]))
+    return tuple(item.parse(entry) for entry in (raw if isinstance(raw, list | tuple) else [raw]))
 
 
 def _valid_keys(key: str, valid: Iterable[str]) -> str:
