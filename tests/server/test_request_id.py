@@ -8,7 +8,7 @@ import logging
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from penstock.serve.http.checks import RequestIdLayer
+from penstock.serve.http.checks import RequestChecks
 
 
 async def failing(_scope: Scope, _receive: Receive, _send: Send) -> None:
@@ -26,7 +26,8 @@ def test_an_address_begins_no_line_of_the_log(caplog: pytest.LogCaptureFixture) 
 
     scope = {"type": "http", "method": "GET", "path": "/v1/requests/a\nERROR forged", "headers": []}
     with caplog.at_level(logging.ERROR):
-        asyncio.run(RequestIdLayer(failing, lambda: "req-1")(scope, receive, send))
+        checks = RequestChecks(failing, new_request_id=lambda: "req-1", keys=None, max_body_bytes=0)
+        asyncio.run(checks(scope, receive, send))
     assert sent[0]["status"] == 500
     (record,) = caplog.records
     assert record.getMessage() == "request req-1 failed: GET /v1/requests/a%0AERROR%20forged"

@@ -17,7 +17,7 @@ import penstock
 from penstock.config import ServerConfig
 from penstock.config.keys import api_keys
 from penstock.deploy.running import RunningModel
-from penstock.serve.http.checks import AuthLayer, BodyLimitLayer, CrossSiteLayer, KeyRing, RequestIdLayer
+from penstock.serve.http.checks import KeyRing, RequestChecks
 from penstock.serve.http.routes import JsonRoutesLayer
 from penstock.serve.openai.bodies import IgnoredParameters
 from penstock.serve.openai.chat import ChatEndpoint
@@ -63,9 +63,12 @@ def _layers(runtime: RunningModel, config: ServerConfig, router: APIRouter) -> l
     keys = api_keys(config)
     ignored = IgnoredParameters() if config.ignore_unknown_parameters else None
     return [
-        Middleware(RequestIdLayer, new_request_id=runtime.sources.new_request_id),
-        Middleware(AuthLayer, keys=KeyRing(keys)) if keys else Middleware(CrossSiteLayer),
-        Middleware(BodyLimitLayer, max_body_bytes=config.max_body_bytes),
+        Middleware(
+            RequestChecks,
+            new_request_id=runtime.sources.new_request_id,
+            keys=KeyRing(keys) if keys else None,
+            max_body_bytes=config.max_body_bytes,
+        ),
         Middleware(JsonRoutesLayer, routes=_api_routes(router), off_loop=runtime.off_loop, ignored=ignored),
     ]
 

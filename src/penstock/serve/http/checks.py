@@ -1,7 +1,7 @@
-"""What every request passes before its route: an id, a key or the look at its origin, and the limit of its body.
+"""The checks that every request passes before its route: its id, its key or its origin, and the length of its body.
 
-Layers of plain ASGI that `app` stacks, outermost first: `RequestIdLayer`, then `AuthLayer` where keys are set (`CrossSiteLayer`
-where none are), then `BodyLimitLayer`. They look at a request's head and count its bytes; they never read a body.
+`RequestChecks` is the outermost layer of the app, in plain ASGI. It reads a request's head and counts the bytes of its body.
+Every answer carries the request's id. A failure that nothing else caught becomes a 500 here, with its cause in the log only.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ _OWN_SITES = frozenset({b"same-origin", b"none"})
 
 
 def headers_of(scope: Scope) -> Mapping[bytes, bytes]:
-    """Name, in small letters -> value. Of a header that was sent more than once, the first."""
+    """Name, in small letters -> value. A header that was sent more than once has its first value.
+
+    ASGI has a list of pairs. A request is asked for a dozen names, most of them not there, so the table is made once.
+    """
     table: dict[bytes, bytes] | None = scope.get(_HEADERS_KEY)
     if table is None:
         table = scope[_HEADERS_KEY] = dict(reversed(scope["headers"]))
@@ -79,55 +82,105 @@ def identity_of(scope: Scope) -> RequestIdentity:
     return identity
 
 
-class RequestIdLayer:
-    def __init__(self, app: ASGIApp, new_request_id: Callable[[], str]) -> None:
+def key_name(scope: Scope) -> str:
+    """A short, stable name of the key that was sent, safe to log. Empty if the server asks for none."""
+    name = scope.get(_KEY_NAME_KEY, "")
+    assert isinstance(name, str)
+    return name
+
+
+class RequestChecks:
+    def __init__(self, app: ASGIApp, *, new_request_id: Callable[[], str], keys: KeyRing | None, max_body_bytes: int) -> None:
+        """`keys`: None if the server asks for none. Then pages of other sites are kept out instead."""
         self._app = app
         self._new_request_id = new_request_id
+        self._keys = keys
+        self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = [value.decode("latin-1") for value in values_of(scope, ID_HEADER)]
-        is_valid = len(given) == 1 and _VALID_ID.fullmatch(given[0]) is not None
-        identity = RequestIdentity(given[0] if is_valid else self._new_request_id(), is_valid)
-        scope[_IDENTITY_KEY] = identity
-        tagged = _TaggedSend(send, identity)
-        if given and not is_valid:
-            rule = "was sent more than once" if len(given) > 1 else f"must be {_ID_RULE}"
-            await invalid(f"The header X-Request-Id {rule}.", "X-Request-Id").response()(scope, receive, tagged)
+        identity = scope[_IDENTITY_KEY] = self._identify(scope)
+        exchange = _Exchange(identity, receive, send, self._max_body_bytes)
+        try:
+            self._check_head(scope, identity)
+            exchange.check_length(_announced_bytes(scope))
+        except ApiError as error:
+            await error.response()(scope, exchange.receive, exchange.send)
             return
         try:
-            await self._app(scope, receive, tagged)
+            await self._app(scope, exchange.receive, exchange.send)
         except Exception:
-            request_id = identity.request_id
             # Quoted: a line break in an address would begin a line of the log.
-            _log.exception("request %s failed: %s %s", request_id, scope["method"], quote(scope["path"]))
-            if tagged.is_started:
+            _log.exception("request %s failed: %s %s", identity.request_id, scope["method"], quote(scope["path"]))
+            if exchange.has_begun:
                 raise
-            await internal(request_id).response()(scope, receive, tagged)
+            await internal(identity.request_id).response()(scope, exchange.receive, exchange.send)
+
+    def _identify(self, scope: Scope) -> RequestIdentity:
+        given = values_of(scope, ID_HEADER)
+        if len(given) == 1 and _VALID_ID.fullmatch(request_id := given[0].decode("latin-1")):
+            return RequestIdentity(request_id, is_from_header=True)
+        return RequestIdentity(self._new_request_id(), is_from_header=False)
+
+    def _check_head(self, scope: Scope, identity: RequestIdentity) -> None:
+        """Raises `ApiError`."""
+        if not identity.is_from_header and (given := values_of(scope, ID_HEADER)):
+            rule = "was sent more than once" if len(given) > 1 else f"must be {_ID_RULE}"
+            raise invalid(f"The header X-Request-Id {rule}.", "X-Request-Id")
+        if self._keys is None:
+            _keep_other_sites_out(scope)
+        elif scope["path"] not in OPEN_PATHS:
+            scope[_KEY_NAME_KEY] = _name_of_key(scope, self._keys)
 
 
-class _TaggedSend:
-    """Adds the header to the response's start; everything else passes through."""
+class _Exchange:
+    """A request and its answer on the way between server and app. Adds the id to the answer, and counts the request's body."""
 
-    def __init__(self, send: Send, identity: RequestIdentity) -> None:
-        self._send = send
+    __slots__ = ("_identity", "_is_too_large", "_max_body_bytes", "_num_body_bytes", "_receive", "_send", "has_begun")
+
+    def __init__(self, identity: RequestIdentity, receive: Receive, send: Send, max_body_bytes: int) -> None:
         self._identity = identity
-        self.is_started = False
+        self._receive = receive
+        self._send = send
+        self._max_body_bytes = max_body_bytes
+        self._num_body_bytes = 0
+        self._is_too_large = False
+        self.has_begun = False
+        """The head of the answer was sent."""
 
-    async def __call__(self, message: Message) -> None:
+    def check_length(self, num_body_bytes: int) -> None:
+        """Raises `ApiError` if a body of this length is too large."""
+        if num_body_bytes > self._max_body_bytes:
+            self._is_too_large = True
+            raise request_too_large(self._max_body_bytes)
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.request":
+            self._num_body_bytes += len(message.get("body", b""))
+            self.check_length(self._num_body_bytes)
+        return message
+
+    async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self.is_started = True
+            self.has_begun = True
             message["headers"] = [*message.get("headers", ()), (ID_HEADER, self._identity.request_id.encode())]
+        elif self._is_too_large and not message.get("more_body"):
+            # Closing resets a connection with unread bytes, and a client that still sends would see that instead of the answer.
+            # So the answer goes out, whose length was announced, and what still comes is dropped for a while.
+            await self._send({**message, "more_body": True})
+            await self._drop_body()
+            message = {"type": "http.response.body"}
         await self._send(message)
 
-
-def key_name(scope: Scope) -> str:
-    """A short, stable name of the key that was sent, safe to log; empty if no key is asked for."""
-    name = scope.get(_KEY_NAME_KEY, "")
-    assert isinstance(name, str)
-    return name
+    async def _drop_body(self) -> None:
+        """Read on until the body ends, the client leaves or `LINGER_S` have passed."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                while (await self._receive()).get("more_body"):
+                    pass
 
 
 class KeyRing:
@@ -156,50 +209,37 @@ class KeyRing:
         return hmac.digest(self._secret, key, "sha256")
 
 
-class AuthLayer:
-    def __init__(self, app: ASGIApp, keys: KeyRing) -> None:
-        self._app = app
-        self._keys = keys
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            try:
-                scope[_KEY_NAME_KEY] = self._check(scope)
-            except ApiError as error:
-                await error.response()(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-    def _check(self, scope: Scope) -> str:
-        given = values_of(scope, b"authorization")
-        if not given:
-            raise invalid_api_key("No API key was sent. Send the header 'Authorization: Bearer <key>'.")
-        if len(given) > 1:
-            raise invalid_api_key("The header Authorization was sent more than once. Send it once.")
-        scheme, _, key = given[0].partition(b" ")
-        if scheme.lower() != b"bearer" or not key.strip():
-            raise invalid_api_key("The header Authorization holds no bearer's key. Send 'Authorization: Bearer <key>'.")
-        name = self._keys.name_of(key.strip())
-        if name is None:
-            raise invalid_api_key("The API key is wrong.")
-        return name
-
-
 def _public_name(key: str) -> str:
     return "key-" + hashlib.sha256(key.encode()).hexdigest()[:_KEY_NAME_CHARS]
 
 
-class CrossSiteLayer:
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+def _name_of_key(scope: Scope, keys: KeyRing) -> str:
+    """The name of the key that was sent. Raises `ApiError`."""
+    given = values_of(scope, b"authorization")
+    if not given:
+        raise invalid_api_key("No API key was sent. Send the header 'Authorization: Bearer <key>'.")
+    if len(given) > 1:
+        raise invalid_api_key("The header Authorization was sent more than once. Send it once.")
+    scheme, _, key = given[0].partition(b" ")
+    if scheme.lower() != b"bearer" or not key.strip():
+        raise invalid_api_key("The header Authorization holds no bearer's key. Send 'Authorization: Bearer <key>'.")
+    name = keys.name_of(key.strip())
+    if name is None:
+        raise invalid_api_key("The API key is wrong.")
+    return name
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST":
-            headers = headers_of(scope)
-            if _is_of_another_site(headers) and not _says_json(headers):
-                await cross_site().response()(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+
+def _keep_other_sites_out(scope: Scope) -> None:
+    """Raises 403 for a POST that a page of another origin sent and that does not say that it is JSON.
+
+    A browser sends a form, or text, to any address without asking first, also to localhost. It sends JSON only after a CORS
+    preflight, which this server does not answer. A page whose host name resolves to this machine (DNS rebinding) has the same
+    origin; only a key keeps it out.
+    """
+    if scope["method"] == "POST":
+        headers = headers_of(scope)
+        if _is_of_another_site(headers) and not _says_json(headers):
+            raise cross_site()
 
 
 def _is_of_another_site(headers: Mapping[bytes, bytes]) -> bool:
@@ -215,55 +255,8 @@ def _says_json(headers: Mapping[bytes, bytes]) -> bool:
     return headers.get(b"content-type", b"").partition(b";")[0].strip().lower() == b"application/json"
 
 
-class BodyLimitLayer:
-    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
-        self._app = app
-        self._max_body_bytes = max_body_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        num_announced_bytes = _announced_bytes(scope)
-        if num_announced_bytes is not None and num_announced_bytes <= self._max_body_bytes:
-            await self._app(scope, receive, send)
-            return
-        is_too_large = num_announced_bytes is not None
-        num_bytes = 0
-
-        async def counted_receive() -> Message:
-            nonlocal num_bytes, is_too_large
-            message = await receive()
-            if message["type"] == "http.request":
-                num_bytes += len(message.get("body", b""))
-                if num_bytes > self._max_body_bytes:
-                    is_too_large = True
-                    raise request_too_large(self._max_body_bytes)
-            return message
-
-        async def send_and_linger(message: Message) -> None:
-            if is_too_large and message["type"] == "http.response.body" and not message.get("more_body"):
-                await send({**message, "more_body": True})  # Its length was announced, so the client has it all.
-                await _drop_body(receive)
-                message = {"type": "http.response.body"}
-            await send(message)
-
-        if is_too_large:
-            await request_too_large(self._max_body_bytes).response()(scope, receive, send_and_linger)
-            return
-        await self._app(scope, counted_receive, send_and_linger)
-
-
-async def _drop_body(receive: Receive) -> None:
-    """Read on until the body ends, the client leaves or `LINGER_S` have passed."""
-    with suppress(TimeoutError):
-        async with asyncio.timeout(LINGER_S):
-            while (await receive()).get("more_body"):
-                pass
-
-
-def _announced_bytes(scope: Scope) -> int | None:
-    """`Content-Length`, or None: the HTTP parser has refused a malformed one, and one beside chunks, already."""
+def _announced_bytes(scope: Scope) -> int:
+    """`Content-Length`, or 0 without it. The HTTP parser has refused a malformed one, and one beside chunks, already."""
     value = headers_of(scope).get(b"content-length", b"")
     # Digits beyond the twentieth only make it larger than every limit, and Python reads no number of thousands.
-    return int(value.lstrip(b"0")[:20] or b"0") if value.isdigit() else None
+    return int(value.lstrip(b"0")[:20] or b"0") if value.isdigit() else 0
