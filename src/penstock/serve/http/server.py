@@ -222,7 +222,7 @@ def _uvicorn_config(runtime: RunningModel, config: ServerConfig) -> uvicorn.Conf
         raise ConfigError("A TLS key needs its certificate.", remedy="Give --ssl-certfile, too.")
     settings = uvicorn.Config(
         create_app(runtime, config),
-        loop="asyncio",  # docs/log.md says why no other
+        loop="asyncio",  # docs/notes/2026-11-20-threads.md says why no other
         http=HttpConnection,
         ws="none",
         lifespan="off",
