@@ -21,9 +21,7 @@ from click.testing import CliRunner
 from harness import CAPACITY, GatedExecutor, running, until
 
 from penstock.cli.main import cli
-from penstock.cli.top import _LEAVE, _show_live
-from penstock.cli.top_reader import counters
-from penstock.cli.top_view import Look, Snapshot, render
+from penstock.cli.top import _LEAVE, Look, Snapshot, _show_live, counters, render
 from penstock.config import ServerConfig
 from penstock.types.errors import PenstockError
 
@@ -177,7 +175,7 @@ def test_a_certificate_that_is_not_known_is_told_where_to_name(monkeypatch) -> N
     def refuse(*_args: object, **_kwargs: object) -> None:
         raise URLError(ssl.SSLCertVerificationError(1, "self-signed certificate"))
 
-    monkeypatch.setattr("penstock.cli.top_reader.urlopen", refuse)
+    monkeypatch.setattr("penstock.cli.top.urlopen", refuse)
     result = CliRunner().invoke(cli, ["top", "https://127.0.0.1:9", "--once"])
     assert isinstance(result.exception, PenstockError)
     assert "self-signed certificate" in str(result.exception)

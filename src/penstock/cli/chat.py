@@ -26,10 +26,8 @@ HELP = "/reset forgets the conversation, /exit (or Ctrl-D) ends it, Ctrl-C stops
 def chat(**values: Any) -> None:
     """Talk with MODEL. /reset forgets the conversation, /exit ends it."""
     from penstock.cli.session import Session
-    from penstock.cli.start import start_runtime
 
-    runtime = start_runtime(talk_config(values))
-    with Session(runtime, sampling_choices(values)) as session:
+    with Session(talk_config(values), sampling_choices(values)) as session:
         Conversation(session, values["system"], has_stats=values["stats"]).hold(_lines())
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import click
 
 from penstock import __version__
-from penstock.cli.options import config_file_option
+from penstock.cli.options import config_file_option, warn_of_unknown_variables
 
 
 @click.command()
@@ -19,8 +19,6 @@ from penstock.cli.options import config_file_option
 @config_file_option
 def env(cache: str | None) -> None:
     """Show the machine, the instruction set chosen, versions, and what is missing."""
-    from penstock.cli.start import warn_of_unknown_variables
-
     warn_of_unknown_variables()
     for name, value in _facts(cache):
         print(f"{name:12} {value}")
@@ -74,8 +72,7 @@ def _version(name: str) -> str | None:
 
 
 def _cache(cache: str | None) -> str:
-    from penstock.cli.start import cache_dir
-    from penstock.models.catalog import list_models
+    from penstock.models.catalog import cache_dir, list_models
 
     folder = cache_dir(cache)
     here = [listing.name for listing in list_models(folder) if listing.is_present]
@@ -83,9 +80,8 @@ def _cache(cache: str | None) -> str:
 
 
 def _missing(cache: str | None) -> Iterator[str]:
-    from penstock.cli.start import cache_dir
     from penstock.deploy.device import missing_gpu_packages
-    from penstock.models.catalog import DEFAULT_MODEL, resolve
+    from penstock.models.catalog import DEFAULT_MODEL, cache_dir, resolve
 
     if not resolve(DEFAULT_MODEL, cache_dir(cache)).is_present:
         yield f"the default model ({DEFAULT_MODEL}): `penstock pull`"

@@ -22,7 +22,7 @@ _COMMANDS = {
     "serve": ("penstock.cli.serve:serve", "Answer HTTP requests: the OpenAI API."),
     "chat": ("penstock.cli.chat:chat", "Talk with a model in the terminal."),
     "run": ("penstock.cli.run:run", "Answer one prompt, from the command line or a pipe."),
-    "pull": ("penstock.cli.pull:pull", "Fetch a model's weights."),
+    "pull": ("penstock.cli.models:pull", "Fetch a model's weights."),
     "models": ("penstock.cli.models:models", "List the models that are known and those that are here."),
     "top": ("penstock.cli.top:top", "Watch a running server: rates, queue, KV cache, requests."),
     "env": ("penstock.cli.env:env", "Show the machine, the instruction set chosen, versions, what is missing."),

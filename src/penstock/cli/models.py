@@ -1,4 +1,4 @@
-"""`penstock models`: one line per model that can be named, fetched or not. Fetches nothing."""
+"""`penstock models` and `penstock pull`: which models can be named, which are here, and how one gets here. Loads none."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from penstock.cli.options import config_file_option
+from penstock.cli.options import config_file_option, model_argument, warn_of_unknown_variables
 from penstock.config.units import format_size
 
 if TYPE_CHECKING:
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 @config_file_option
 def models(cache: str | None) -> None:
     """List the models that are known, and those that are here."""
-    from penstock.cli.start import cache_dir, warn_of_unknown_variables
-    from penstock.models.catalog import list_models
+    from penstock.models.catalog import cache_dir, list_models
 
     warn_of_unknown_variables()
     rows = [_row(listing) for listing in list_models(cache_dir(cache))]
@@ -32,3 +31,19 @@ def _row(listing: ModelListing) -> tuple[str, str, str, str]:
     facts = [listing.description, listing.license, f"also: {', '.join(listing.aliases)}" if listing.aliases else ""]
     state = str(listing.path) if listing.is_present else "not fetched"
     return listing.name, format_size(listing.size_bytes), state, "  ".join(filter(None, facts))
+
+
+@click.command()
+@model_argument
+@click.option("--cache", envvar="PENSTOCK_CACHE", metavar="PATH", help="Folder for fetched weights.")
+@config_file_option
+def pull(model: str, cache: str | None) -> None:
+    """Fetch MODEL: a catalogue name, or hf:org/repo[:file]. One that is here already is verified."""
+    from penstock.models import pull as fetching
+    from penstock.models.catalog import cache_dir
+    from penstock.models.progress import TerminalProgress
+
+    warn_of_unknown_variables()
+    with TerminalProgress() as progress:
+        source = fetching.pull(model, cache_dir(cache), progress=progress)
+    print(source.path)

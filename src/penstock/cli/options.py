@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,10 +13,12 @@ import click
 from click.core import ParameterSource
 
 from penstock.config.components import COMPONENTS, ModelConfig
+from penstock.config.environment import unknown_variables
 from penstock.config.file import read_config_file
 from penstock.config.setting import Kind, Setting, settings_of
 from penstock.types.errors import ConfigError
 
+_log = logging.getLogger(__name__)
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 EPILOG = (
@@ -157,3 +161,9 @@ def _use_config_file(ctx: click.Context, param: click.Parameter, path: Path | No
         ctx.default_map = {**(ctx.default_map or {}), **read_config_file(path)}
     except ConfigError as error:
         raise _bad_value(str(error), ctx, param) from None
+
+
+def warn_of_unknown_variables() -> None:
+    """Log a line for each environment variable that looks like a setting and is none: a command's first word."""
+    for warning in unknown_variables(os.environ):
+        _log.warning(warning)

@@ -113,11 +113,10 @@ def _grammar(values: dict[str, Any]) -> Grammar | None:
 
 def _answer(text: str, values: dict[str, Any]) -> None:
     from penstock.cli.session import CUT_OFF, Session, stats_line
-    from penstock.cli.start import start_runtime
     from penstock.types.request import FinishReason
 
     choices = replace(sampling_choices(values), grammar=_grammar(values))
-    with Session(start_runtime(talk_config(values)), choices) as session:
+    with Session(talk_config(values), choices) as session:
         if values["raw"]:
             session.ask_raw(text)
         else:

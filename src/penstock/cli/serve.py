@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import sys
 from collections.abc import Mapping
@@ -12,8 +14,8 @@ from typing import Any
 
 import click
 
-from penstock.cli.options import EPILOG, GroupedCommand, config_options, model_argument
-from penstock.config import ServerConfig
+from penstock.cli.options import EPILOG, GroupedCommand, config_options, model_argument, warn_of_unknown_variables
+from penstock.config import LogConfig, LogFormat, ServerConfig
 from penstock.config.components import config_from
 from penstock.machine import return_large_blocks_when_freed
 from penstock.types.errors import ConfigError
@@ -25,8 +27,7 @@ from penstock.types.errors import ConfigError
 def serve(**values: Any) -> None:
     """Answer HTTP requests for MODEL: the OpenAI API, until Ctrl-C or SIGTERM."""
     config = config_from(values)
-    from penstock.cli.log import set_up_logging
-    from penstock.cli.start import start_runtime
+    from penstock.deploy.factory import locate, start_model
     from penstock.serve.http.listener import bind_socket, connection_limit, raise_open_files_limit
 
     set_up_logging(config.log)
@@ -36,7 +37,8 @@ def serve(**values: Any) -> None:
     connection_limit(config.server)  # so that one too high is told before the model is loaded
     with bind_socket(config.server.host, config.server.port) as listener, ThreadPoolExecutor(max_workers=1) as side:
         server = side.submit(import_module, "penstock.serve.http.server")  # takes as long as a small model
-        runtime = start_runtime(config)
+        warn_of_unknown_variables()
+        runtime = start_model(config, locate(config))
         try:
             code = server.result().run_server(runtime, config.server, listener=listener)
         finally:
@@ -80,3 +82,38 @@ def _check_certificate(certificate: str, key: str | None) -> None:
     except OSError as error:  # ssl.SSLError is one, too.
         remedy = "Check --ssl-certfile and --ssl-keyfile: PEM files that belong together."
         raise ConfigError(f"The TLS files cannot be used: {error}.", remedy=remedy) from error
+
+
+# The log: lines on stderr, as text or as one JSON object each
+
+
+class JsonFormatter(logging.Formatter):
+    """One object per line: time (ISO 8601, local with offset), level, logger, message, and the traceback if there is one."""
+
+    default_msec_format = "%s.%03d"
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry = {
+            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            entry["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(entry, ensure_ascii=False)
+
+
+def set_up_logging(config: LogConfig) -> None:
+    """Send every logger of the process to stderr."""
+    handler = logging.StreamHandler(sys.stderr)
+    if config.log_format == LogFormat.JSON:
+        handler.setFormatter(JsonFormatter())
+    else:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    level = logging.getLevelNamesMapping()[config.log_level.upper()]
+    root.setLevel(level)
+    # Its own words about processes and signals would only repeat ours.
+    logging.getLogger("uvicorn").setLevel(max(level, logging.WARNING))

@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from penstock.cli.options import warn_of_unknown_variables
+from penstock.config import Config
 from penstock.types.errors import PenstockError, counted
 from penstock.types.request import FinishReason, Request
 from penstock.types.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from penstock.deploy.running import RunningModel
     from penstock.engine.ports import OutputChunk
     from penstock.text.grammar import Grammar
 
@@ -50,10 +51,14 @@ class Answer:
 
 
 class Session:
-    """Asks a runtime and prints what it says. A context manager: leaving it stops the engine."""
+    """Asks a running model and prints what it says. A context manager: leaving it stops the engine."""
 
-    def __init__(self, runtime: RunningModel, choices: SamplingChoices) -> None:
-        self._runtime = runtime
+    def __init__(self, config: Config, choices: SamplingChoices) -> None:
+        """Raises PenstockError if the model can't be fetched or loaded."""
+        from penstock.deploy.factory import locate, start_model
+
+        warn_of_unknown_variables()
+        self._runtime = start_model(config, locate(config))
         self._choices = choices
         self._runner = asyncio.Runner()
         self.answer = Answer()

@@ -1,29 +1,53 @@
-"""`penstock top`: a live view of a running server, as a command. Owns the terminal meanwhile; `top_reader` asks the server."""
+"""`penstock top`: a live view of a running server. Asks the routes for operators, and changes nothing there.
+
+Reader    what the server says, as a `Snapshot`
+render    two snapshots as lines of text
+top       the command, which owns the terminal meanwhile
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
+import ssl
 import sys
 import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, NoReturn
+from dataclasses import dataclass, field
+from http.client import HTTPException
+from itertools import pairwise
+from typing import Any, NoReturn
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import click
 from click.core import ParameterSource
 
+from penstock.cli.options import warn_of_unknown_variables
 from penstock.config.units import parse_duration
 from penstock.types.errors import PenstockError
-
-if TYPE_CHECKING:
-    from penstock.cli.top_reader import Reader
-    from penstock.cli.top_view import Look, Snapshot
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 _CLEAR = "\x1b[H\x1b[J"
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 """The terminal's other screen, without a cursor; and back."""
+_TIMEOUT_S = 10.0
+_NO_SERVER = "Is `penstock serve` running there?"
+_NOT_TRUSTED = "Name the file of its certificate in the environment variable SSL_CERT_FILE."
+_OTHER_SERVER = "Is it a Penstock server, and of this version?"
+_OWNER_COLOURS = (33, 208, 40, 201, 226, 51, 196, 141, 118, 214, 45, 203)
+_OWNER_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+_GLYPHS = {"free": ".", "cached": ":", "shared": "+", "null": ".", "held": "#"}
+_STATE_COLOURS = {"free": 238, "cached": 67, "shared": 255}
+_FULL = "█"
+_STATES = ("decode", "prefill", "paused", "waiting", "ended")
+"""In the order in which requests are listed."""
+_MAX_MAP_ROWS = 8
+_NAME_WIDTH = 20
 
 
 @click.command()
@@ -33,10 +57,6 @@ _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 @click.option("--once", is_flag=True, help="Show it once, as plain text. So it does if its output is no terminal.")
 def top(url: str, api_key: str | None, interval: str, *, once: bool) -> None:
     """Watch the server at URL: its rates, its queue, its KV cache as a map of blocks, your requests."""
-    from penstock.cli.start import warn_of_unknown_variables
-    from penstock.cli.top_reader import Reader
-    from penstock.cli.top_view import Look
-
     warn_of_unknown_variables()
     interval_s = _interval_s(interval)
     if not url.startswith(("http://", "https://")):
@@ -52,8 +72,6 @@ def top(url: str, api_key: str | None, interval: str, *, once: bool) -> None:
 
 def _show_live(reader: Reader, interval_s: float) -> None:
     """Until it is interrupted."""
-    from penstock.cli.top_view import Look
-
     has_colour = "NO_COLOR" not in os.environ
     before = reader.read()
     usual = signal.signal(signal.SIGTERM, _end)
@@ -75,8 +93,6 @@ def _show_live(reader: Reader, interval_s: float) -> None:
 
 
 def _lines(before: Snapshot, now: Snapshot, look: Look) -> list[str]:
-    from penstock.cli.top_view import render
-
     try:
         return render(before, now, look)
     except (LookupError, TypeError, ValueError) as error:
@@ -106,3 +122,218 @@ def _interval_s(text: str) -> float:
     if interval_s < 0.1:
         raise click.BadParameter("less than 100ms would be a load of its own.", param_hint="'--interval'")
     return interval_s
+
+
+# What the server says
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """What the server said, at one moment; JSON as it came."""
+
+    url: str
+    model: str
+    at_s: float
+    load: Mapping[str, Any]
+    pool: Mapping[str, Any]
+    requests: Sequence[Mapping[str, Any]]
+    """The caller's own, explained."""
+    totals: Mapping[str, float] = field(default_factory=dict)
+    """Counters by their Prometheus names, summed over labels."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    width: int = 80
+    height: int = 24
+    has_colour: bool = False
+
+
+class Reader:
+    """Asks one server. Raises PenstockError, with a remedy, if it does not answer, or says what no Penstock says."""
+
+    def __init__(self, url: str, api_key: str | None) -> None:
+        """Raises PenstockError also for a URL or a key that can't be sent."""
+        self._url = url
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {_checked(api_key)}"}
+        try:
+            self._model = str(self._json("/v1/models")["data"][0]["id"])
+        except (LookupError, TypeError) as error:
+            raise PenstockError(f"{self._url}/v1/models names no model.", remedy=_OTHER_SERVER) from error
+
+    def read(self) -> Snapshot:
+        """The server as it is now."""
+        try:
+            return Snapshot(
+                url=self._url,
+                model=self._model,
+                at_s=time.monotonic(),
+                load=self._json("/load"),
+                pool=self._json("/kv"),
+                requests=self._json("/v1/requests")["data"],
+                totals=counters(self._get("/metrics").decode()),
+            )
+        except (LookupError, TypeError, ValueError) as error:
+            raise PenstockError(f"{self._url} says what can't be shown: {error!r}.", remedy=_OTHER_SERVER) from error
+
+    def _json(self, path: str) -> Any:
+        body = self._get(path)
+        try:
+            return json.loads(body)
+        except ValueError as error:
+            raise PenstockError(f"{self._url}{path} is no JSON.", remedy=_OTHER_SERVER) from error
+
+    def _get(self, path: str) -> bytes:
+        try:
+            with urlopen(Request(self._url + path, headers=self._headers), timeout=_TIMEOUT_S) as answer:  # noqa: S310  # checked
+                body: bytes = answer.read()
+                return body
+        except HTTPError as error:
+            error.close()
+            remedy = "Give --api-key." if error.code == 401 else _OTHER_SERVER
+            raise PenstockError(f"{self._url}{path} answered {error.code}.", remedy=remedy) from error
+        except OSError as error:
+            reason = getattr(error, "reason", error)  # of a URLError, without Python's name for it
+            remedy = _NOT_TRUSTED if isinstance(reason, ssl.SSLCertVerificationError) else _NO_SERVER
+            raise PenstockError(f"{self._url} does not answer: {reason}.", remedy=remedy) from error
+        except HTTPException as error:
+            raise PenstockError(f"{self._url} does not speak HTTP: {error!r}.", remedy=_NO_SERVER) from error
+        except ValueError as error:
+            raise PenstockError(f"{self._url} can't be asked: {error}.", remedy="Check the URL.") from error
+
+
+def counters(text: str) -> dict[str, float]:
+    """Prometheus' text: series that end in _total, summed over their labels. Raises ValueError for what is none."""
+    totals: defaultdict[str, float] = defaultdict(float)
+    for line in text.splitlines():
+        name = line.partition("{")[0].partition(" ")[0]
+        if name.endswith("_total"):
+            totals[name] += float(line.rpartition(" ")[2])
+    return dict(totals)
+
+
+def _checked(api_key: str) -> str:
+    """Without what surrounds it: a header can carry neither spaces nor all of Unicode."""
+    key = api_key.strip()
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise PenstockError("The API key is empty or has characters that no key can have.", remedy="Check --api-key.")
+    return key
+
+
+# What is shown
+
+
+def render(before: Snapshot, now: Snapshot, look: Look) -> list[str]:
+    """The whole view, at most `look.height` lines; rates are those between the two."""
+    head = [line[: look.width] for line in _head(before, now)]
+    lines = [*head, "", *_pool(now.pool, look), ""]
+    return lines + list(_requests(now, look, max(1, look.height - len(lines))))
+
+
+def _head(before: Snapshot, now: Snapshot) -> Iterator[str]:
+    load = now.load
+    yield f"{now.model} at {now.url}"
+    waiting_for = f" for {load['waiting_for']}" if load["requests_waiting"] and load["waiting_for"] else ""
+    late = load["sustained"]
+    yield (
+        f"running {load['requests_running']}   waiting {load['requests_waiting']}{waiting_for}   "
+        f"busy {late['utilisation']:.0%} of the last {late['window_s']} s   queue delay {late['queue_delay_s']:.1f} s"
+    )
+    elapsed_s = max(now.at_s - before.at_s, 1e-9)
+
+    def rate(name: str) -> float:
+        return max(0.0, now.totals.get(name, 0.0) - before.totals.get(name, 0.0)) / elapsed_s
+
+    asked, found = rate("penstock_prefix_cache_queries_total"), rate("penstock_prefix_cache_hits_total")
+    yield (
+        f"per second: {rate('penstock_generation_tokens_total'):,.0f} tokens out   "
+        f"{rate('penstock_prompt_tokens_total'):,.0f} in ({found / asked if asked else 0.0:.0%} from the cache)   "
+        f"{rate('penstock_request_success_total'):.1f} requests   {rate('penstock_preemptions_total'):.1f} preempted"
+    )
+
+
+def _pool(pool: Mapping[str, Any], look: Look) -> Iterator[str]:
+    total = max(1, pool["blocks"] - pool["states"]["null"])
+    shares = "   ".join(
+        f"{_glyph(state, look)} {state} {pool['states'][state] / total:.0%}" for state in ("held", "shared", "cached", "free")
+    )
+    yield f"KV {total:,} blocks of {pool['block_size']}:   {shares}   waste {pool['waste_ratio']:.1%}"
+    for row in _rows(pool, look):
+        yield "".join(_cell(state, owner, look) for state, owner in row)
+
+
+def _rows(pool: Mapping[str, Any], look: Look) -> Iterator[list[tuple[str, int]]]:
+    """(state, owner) of each cell: of its blocks the most frequent that are not free, as few as they may be."""
+    kinds: list[tuple[str, int]] = []
+    for state, count, *owner in pool["map"]:
+        kinds += [(state, owner[0] if owner else -1)] * count
+    width = max(10, look.width)
+    num_cells = min(len(kinds), width * _MAX_MAP_ROWS)
+    edges = [idx * len(kinds) // num_cells for idx in range(num_cells + 1)]
+    cells = [_most_frequent(kinds[start:stop]) for start, stop in pairwise(edges)]
+    for start in range(0, num_cells, width):
+        yield cells[start : start + width]
+
+
+def _most_frequent(kinds: Sequence[tuple[str, int]]) -> tuple[str, int]:
+    counts = Counter(kind for kind in kinds if kind[0] not in ("free", "null"))
+    return counts.most_common(1)[0][0] if counts else ("free", -1)
+
+
+def _cell(state: str, owner: int, look: Look) -> str:
+    if look.has_colour:
+        colour = _OWNER_COLOURS[owner % len(_OWNER_COLOURS)] if state == "held" else _STATE_COLOURS.get(state, 238)
+        return _coloured(_FULL if state in ("held", "shared") else _GLYPHS[state], colour)
+    return _OWNER_LETTERS[owner % len(_OWNER_LETTERS)] if state == "held" else _GLYPHS[state]
+
+
+def _glyph(state: str, look: Look) -> str:
+    return "a-z" if state == "held" and not look.has_colour else _cell(state, 0, look)
+
+
+def _requests(now: Snapshot, look: Look, num_lines: int) -> Iterator[str]:
+    rows = [(call, choice) for call in now.requests for choice in call["choices"]]
+    rows.sort(key=lambda row: _STATES.index(row[1]["state"]))
+    if not rows:
+        yield _none_told(now)[: look.width]
+        return
+    numbers = {(owner["request"], owner["choice"]): idx for idx, owner in enumerate(now.pool["owners"]) if owner["request"]}
+    titles = f"{'state':8} {'for':>7} {'waited':>7} {'prompt':>7} {'cached':>7} {'out':>6}  waited for"
+    yield f"  {'request':{_NAME_WIDTH}} {titles}"[: look.width]
+    shown = rows if len(rows) < num_lines else rows[: max(0, num_lines - 2)]
+    for call, choice in shown:
+        owner = numbers.get((call["id"], choice["index"]))
+        mark = " " if owner is None else _cell("held", owner, look)
+        yield f"{mark} {_cut(_request(call, choice), look.width - 2)}"
+    if len(shown) < len(rows):
+        yield f"  and {len(rows) - len(shown)} more"
+
+
+def _none_told(now: Snapshot) -> str:
+    if any(owner["request"] for owner in now.pool["owners"]):
+        return "Your requests are not explained (--explained-requests 0), or have just ended."
+    return "You have no requests in flight."
+
+
+def _request(call: Mapping[str, Any], choice: Mapping[str, Any]) -> str:
+    times = choice["time_ms"]
+    name = _cut(call["id"], _NAME_WIDTH)
+    cached = (choice["prefix"] or {}).get("hit_tokens", 0)
+    parts = sorted(choice["waited"]["for_ms"].items(), key=lambda part: -part[1])
+    why = ", ".join(f"{reason} {_seconds(part_ms)}" for reason, part_ms in parts if part_ms >= 1)
+    return (
+        f"{name:{_NAME_WIDTH}} {choice['state']:8} {_seconds(times['total']):>7} {_seconds(times['queue']):>7} "
+        f"{choice['prompt_tokens']:7} {cached:7} {choice['completion_tokens']:6}  {why}"
+    ).rstrip()
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: max(0, width - 1)] + "…"
+
+
+def _seconds(num_ms: float) -> str:
+    return f"{num_ms / 1e3:.1f} s" if num_ms < 1e6 else f"{num_ms / 1e3:.0f} s"
+
+
+def _coloured(text: str, colour: int) -> str:
+    return f"\x1b[38;5;{colour}m{text}\x1b[0m"

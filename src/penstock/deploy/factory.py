@@ -60,10 +60,9 @@ _log = logging.getLogger(__name__)
 
 def locate(config: Config) -> ModelSource:
     """The source of the config's model, which is fetched first if it is one that can be. Raises PenstockError."""
-    from penstock.models.catalog import default_cache_dir, expand_home, resolve
+    from penstock.models.catalog import cache_dir, resolve
 
-    folder = expand_home(config.model.cache_dir) if config.model.cache_dir else default_cache_dir()
-    source = resolve(config.model.model, folder)
+    source = resolve(config.model.model, cache_dir(config.model.cache_dir))
     if not source.is_present:
         from penstock.models.progress import TerminalProgress
         from penstock.models.pull import ensure_present

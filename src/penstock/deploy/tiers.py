@@ -29,14 +29,13 @@ def open_store(config: Config, model: LoadedModel, executor: Executor) -> BlockF
 
     Raises ConfigError if it can't be opened.
     """
-    from penstock.models.catalog import default_cache_dir, expand_home
+    from penstock.models.catalog import cache_dir, expand_home
     from penstock.storage.block_file import open_block_file
 
     if not config.kv.kv_disk_size_bytes:
         return None
-    cache_dir = expand_home(config.model.cache_dir) if config.model.cache_dir else default_cache_dir()
     store = open_block_file(
-        expand_home(config.kv.kv_disk_path) if config.kv.kv_disk_path else cache_dir / "kv",
+        expand_home(config.kv.kv_disk_path) if config.kv.kv_disk_path else cache_dir(config.model.cache_dir) / "kv",
         max_bytes=config.kv.kv_disk_size_bytes,
         content_bytes=executor.block_bytes,
         fingerprint=kv_fingerprint(config, model, executor),

@@ -143,6 +143,11 @@ def expand_home(folder: str) -> Path:
         ) from error
 
 
+def cache_dir(given: str | None) -> Path:
+    """The folder that was named, or the default one. Raises ConfigError as `expand_home` does."""
+    return expand_home(given) if given else default_cache_dir()
+
+
 def resolve(model: str, cache_dir: Path) -> ModelSource:
     """The source that a MODEL argument names: a catalogue name, a `.gguf` file, a directory, or `hf:org/repo[:file]`.
 
