@@ -34,7 +34,6 @@ SETTING_FLAGS: Mapping[str, str] = {
 
 def build_policies(config: Config) -> Policies:
     """The preset's, with those in their place that the config names."""
-    from penstock.sched.policies.gates import Continuous
     from penstock.sched.policies.presets import LacksSetting
 
     try:
@@ -42,7 +41,7 @@ def build_policies(config: Config) -> Policies:
     except LacksSetting as lack:
         seam, setting = SEAM_FLAGS[lack.seam], SETTING_FLAGS[lack.setting]
         raise LacksSetting(lack.seam, lack.name, lack.setting, seam_words=seam, setting_words=setting) from None
-    if config.scheduler.priority_preemption and not isinstance(policies.gate, Continuous):
+    if config.scheduler.priority_preemption and not policies.gate.is_continuous:
         raise ConfigError(
             "A static or dynamic batch runs until it has ended, so nobody in it is paused for a higher class.",
             remedy="Set --batching continuous, or leave --priority-preemption out.",

@@ -1,4 +1,4 @@
-"""Eviction policies: whose cached blocks are lost first? Asked by `BlockPool`; they know groups and their sizes, never a block.
+"""Eviction policies: which cached blocks are lost first? Asked by `BlockPool`; they know groups and their sizes, never a block.
 
 A block with content that nobody holds belongs to the group of the request that held it last. When blocks without content are
 used up, a policy names the group that loses one, and of that group the least recently freed goes:
@@ -12,6 +12,7 @@ each pool.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Hashable
 from typing import Protocol
 
@@ -19,35 +20,34 @@ from penstock.types.request import Request
 
 
 class EvictionPolicy(Protocol):
+    @abstractmethod
     def group_of(self, request: Request) -> Hashable:
-        """Whose the request's blocks are once it lets go of them; None: of a list of which no account is kept."""
+        """The group of the request's blocks once it lets go of them; None: of a list of which no account is kept."""
         ...
 
     def resized(self, group: Hashable, num_blocks: int) -> None:
         """A group has one cached block more or one less than before, and now so many."""
-        ...
+        del group, num_blocks
 
+    @abstractmethod
     def choose(self) -> Hashable:
         """The group that loses a block: one of those that have any."""
         ...
 
 
-class LeastRecentlyUsed:
-    """Whatever was not used for longest, whosever it is."""
+class LeastRecentlyUsed(EvictionPolicy):
+    """The block that was not used for longest, of any request."""
 
     def group_of(self, request: Request) -> Hashable:
         del request
         return None
 
-    def resized(self, group: Hashable, num_blocks: int) -> None:
-        """There are no groups."""
-
     def choose(self) -> Hashable:
         return None
 
 
-class LowestPriorityFirst:
-    """What the lowest class has left behind, before anything of a higher one; of a class the least recently used.
+class LowestPriorityFirst(EvictionPolicy):
+    """Blocks that the lowest class has left behind, before any of a higher one; of a class the least recently used.
 
     Classes more than `MAX_CLASS` up or down count as that. A class keeps what it has for as long as lower ones have any.
     """
@@ -72,8 +72,8 @@ class LowestPriorityFirst:
         return self._with_blocks.bit_length() - 1  # a lower class is a higher number
 
 
-class TenantFair:
-    """Of the tenant that has most cached blocks, the least recently used.
+class TenantFair(EvictionPolicy):
+    """The least recently used block of the tenant that has most cached blocks.
 
     So the cache is shared as evenly as tenants ask for it: one that wants no more than an equal share loses nothing to others,
     however many requests they send. Of tenants with equally many, the one that has had as many for longest loses one.

@@ -48,7 +48,6 @@ from dataclasses import dataclass
 from penstock.kv.manager import KVManager
 from penstock.sched.draft import StepCounts
 from penstock.sched.policies.base import Policies
-from penstock.sched.policies.gates import Continuous
 from penstock.sched.running import Running
 from penstock.types.plan import RowPlan, StepPlan
 from penstock.types.request import Request
@@ -126,7 +125,7 @@ class Ahead:
         self._kv = kv
         self._order = policies.order
         self._running = running
-        self._is_possible = isinstance(policies.gate, Continuous)
+        self._is_possible = policies.gate.may_plan_ahead
         self._assumed: list[tuple[Request, int]] = []
         """Who has a row in flight, and of how many tokens."""
 

@@ -16,7 +16,7 @@ from penstock.kv.manager import KVManager
 from penstock.kv.prefix_cache import Awaited, PrefixHit
 from penstock.sched.draft import StepDraft
 from penstock.sched.padding import Padding
-from penstock.sched.policies.base import UNLIMITED, GateDecision, GateView, Order, Policies, StepLimits
+from penstock.sched.policies.base import UNLIMITED, GateDecision, GateView, Policies, StepLimits
 from penstock.sched.queue import Follower, WaitingQueue
 from penstock.sched.running import Running
 from penstock.types.request import Request, RequestStatus
@@ -47,7 +47,7 @@ class Joining:
         self._kv = kv
         self._gate = policies.gate
         self._order = policies.order
-        self._has_ranks = type(policies.order).outranks is not Order.outranks
+        self._has_ranks = policies.order.has_ranks
         """Else it never says that one outranks another, and need not be asked."""
         self._waiting = waiting
         self._running = running

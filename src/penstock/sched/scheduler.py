@@ -48,7 +48,6 @@ from penstock.sched.flights import Ahead, Flights
 from penstock.sched.joining import Joining
 from penstock.sched.padding import Padding
 from penstock.sched.policies.base import BudgetView, GateDecision, Policies, StepLimits, StepRecord
-from penstock.sched.policies.gates import Continuous
 from penstock.sched.queue import WaitingQueue
 from penstock.sched.running import Running
 from penstock.types.errors import Rejected, RejectReason
@@ -91,7 +90,7 @@ class Scheduler:
         self._flights = Flights(self.kv)
         self._extending = Extending(self.kv, self._running)
         self._ahead = Ahead(self.kv, policies, self._running)
-        self._takes_beams = isinstance(policies.gate, Continuous)
+        self._takes_beams = policies.gate.is_continuous
         self._puts_off_pause = False
         """The last plan, which was made ahead, found somebody to pause: the next one is not."""
         self._num_steps = 0

@@ -1,12 +1,14 @@
 """The seams: what a policy is shown and what it answers. Contracts only; the scheduler calls them, in the order in which they
 stand here.
 
-A policy sees values and returns a value. It never touches a queue, a block or a request's progress, so a
-new one is a class of a few lines and a name in the table of its seam.
+A policy sees values and returns a value. It never touches a queue, a block or a request's progress, so a new one is a class of
+a few lines: it inherits from the class of its seam, and overrides what it wants to decide. What it does not declare has a
+default that is safe. docs/how-to/policy.md shows the whole way.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -22,7 +24,7 @@ OrderKey = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class BucketView:
-    """Those of one bucket who wait for the gate; somebody does."""
+    """The requests of one bucket that wait for the gate; there is at least one."""
 
     bucket: int
     num_waiting: int
@@ -35,9 +37,10 @@ class GateView:
     now_ns: int
     num_running: int
     num_joining: int
-    """Called to a batch, or preempted, and not running. They join when there is room, without asking the gate."""
+    """Requests that were called to a batch, or preempted, and do not run. They join when there is room, without asking the
+    gate."""
     max_rows: int
-    """How many may run at once: the gate's own answer."""
+    """Requests that may run at once: the gate's own answer to `max_running`."""
     buckets: tuple[BucketView, ...]
     """Not empty; ascending."""
 
@@ -49,16 +52,27 @@ class GateDecision:
     wakeup_ns: int | None = None
     """When to ask again although nothing happened (a window ends); None: only when something happens."""
     bucket: int = 0
-    """From which of those in the view."""
+    """The bucket that they come from, one of those in the view."""
     is_batch: bool = False
     """They are called now, all at once, as a batch: their prompts are padded, and their rows run until the last of them has
-    finished. Only while nobody runs or joins."""
+    finished. Only while no request runs or joins, and never by a gate that is continuous."""
     pad_to_tokens: int = 0
-    """Of a batch: the least length of its prompts; they are padded to the longest in any case."""
+    """The least length of a batch's prompts; they are padded to the longest in any case."""
 
 
 class Gate(Protocol):
-    """May a batch start, or grow, now? Asked in each step while somebody waits who was not called."""
+    """May a batch start, or grow, now? Asked in each step while a request waits that was not called.
+
+    A gate that inherits from this one needs no more than `decide`. One that keeps the gate closed while nothing runs has to say
+    when to ask again (`wakeup_ns`), or its requests wait until something else happens.
+    """
+
+    is_continuous: ClassVar[bool] = False
+    """True if it never calls a batch: requests join and leave one by one. Only then beam searches are taken, whose rows come
+    and go, and only then a waiting request may pause a running one."""
+    may_plan_ahead: ClassVar[bool] = False
+    """True if a step may be planned while the one before it is in flight, as executors of a depth of 2 ask for. The view then
+    counts requests as running that end with that step."""
 
     def max_running(self, capacity: Capacity) -> int:
         """How many requests may run at once, so that no plan exceeds the capacity: a row that decodes needs one of its rows
@@ -66,17 +80,20 @@ class Gate(Protocol):
 
         Asked once. Raises ConfigError, with a remedy, if the gate's settings ask for more.
         """
-        ...
+        max_rows = capacity.max_rows if self.is_continuous else max(1, capacity.max_rows // 2)
+        return min(max_rows, capacity.max_step_tokens)
 
     def bucket_of(self, request: Request) -> int:
-        """Where it waits: only requests of one bucket join together. Must not change while it waits."""
-        ...
+        """The bucket in which it waits: only requests of one bucket join together. Must not change while it waits."""
+        del request
+        return 0
 
+    @abstractmethod
     def decide(self, view: GateView) -> GateDecision: ...
 
 
 class Order(Protocol):
-    """Who is next among the waiting? A class that inherits from this one needs no more than a `key`.
+    """Which request is next in the waiting queue? An order that inherits from this one needs no more than a `key`.
 
     Requests wait in lanes. The lane with the smallest key is next, and in it the request with the smallest key; of equals
     the first that came. Most orders have one lane; an order that keeps accounts has a lane for each account.
@@ -85,9 +102,13 @@ class Order(Protocol):
     reads_priority: ClassVar[bool] = False
     """True if it looks at `Request.priority`. Where it is false, clients that send one are refused rather than ignored."""
 
-    is_preemptive: bool = False
-    """True if a waiting request may pause a running one."""
+    has_ranks: ClassVar[bool] = False
+    """True if `outranks` may say yes; where it is false it is never asked."""
 
+    is_preemptive: bool = False
+    """True if a waiting request may pause a running one; where it is false `pauses` is never asked."""
+
+    @abstractmethod
     def key(self, request: Request, now_ns: int) -> OrderKey:
         """Place within the lane. May only grow while the request waits: it is asked again before the request is served, and
         no sooner.
@@ -97,33 +118,34 @@ class Order(Protocol):
         ...
 
     def lane(self, request: Request) -> str:
-        """Where it waits. Must not change."""
+        """The lane in which it waits. Must not change."""
         del request
         return ""
 
     def lane_key(self, lane: str) -> OrderKey:
-        """Place among the lanes in which somebody waits. May only grow while the lane is open; asked again before it counts."""
+        """Place among the lanes with waiting requests. May only grow while the lane is open; asked again before it counts."""
         del lane
         return ()
 
     def queued(self, request: Request) -> None:
         """It begins to wait and never ran. Called before it is asked for its lane and keys."""
+        del request
 
     def unqueued(self, request: Request) -> None:
         """It waits no more: it is admitted next, or has ended."""
+        del request
 
     def outranks(self, request: Request, other: Request, now_ns: int) -> bool:
-        """Does `request` go before `other`, although that was let in already, that is, was preempted, held back or called to a
-        batch, or has run for a while and not computed all its tokens? Of the latter the tokens of a step are meant: who has a
-        row keeps it.
+        """Does `request` go before `other`, although that was let in already?
 
-        Asked only of an order that has its own answer. Must not be true both ways, nor in a circle.
+        `other` was preempted, held back or called to a batch, or it runs and has not computed all its tokens. In the last case
+        the tokens of a step are meant: a request that has a row keeps it. Must not be true both ways, nor in a circle.
         """
         del request, other, now_ns
         return False
 
     def pauses(self, waiting: Request, running: Request, now_ns: int) -> bool:
-        """Is `running` to be preempted if `waiting`, who is next, lacks a row or memory? Asked only if `is_preemptive`.
+        """Is `running` to be preempted if `waiting`, which is next, lacks a row or memory?
 
         Implies that `waiting` outranks `running` when that waits, and must not be true both ways.
         """
@@ -131,12 +153,14 @@ class Order(Protocol):
         return False
 
     def admitted(self, request: Request) -> None:
-        """It left the queue to run. `num_computed_tokens` is what it found in the prefix cache, `num_inflight_tokens` what the
-        step will compute of it first."""
+        """It left the queue to run. `num_computed_tokens` is its prefix found in the cache; the step will compute
+        `num_inflight_tokens` of it first."""
+        del request
 
     def left(self, request: Request) -> None:
-        """It runs no more: it was preempted, or has ended. Told before, too, if it ends with the step in flight for certain and
-        gets no row in the next."""
+        """It runs no more: it was preempted, or has ended. Called early, too, if it ends with the step in flight for certain
+        and gets no row in the next."""
+        del request
 
     def served(
         self,
@@ -145,12 +169,13 @@ class Order(Protocol):
         last_step: StepRecord | None,
         num_decodes: int = 0,
     ) -> None:
-        """Once per planned step: what is given to whom, for orders that keep accounts.
+        """Once per planned step: which request is given what, for orders that keep accounts.
 
-        `last_step`: the last that was committed; None before the first. `num_decodes`: the first rows are of all requests that
-        were one token behind, but for those who end with the step in flight; so an order that knows who decodes need not look
-        at them.
+        `last_step` is the last that was committed; None before the first. The first `num_decodes` rows are of all requests that
+        were one token behind, but for those that end with the step in flight; so an order that knows which requests decode need
+        not look at them.
         """
+        del rows, requests, last_step, num_decodes
 
 
 @dataclass(slots=True)
@@ -162,10 +187,10 @@ class StepRecord:
     num_prefill_tokens: int
     """All its other tokens."""
     duration_ns: int
-    """From the commit before to its own, which is the latency between two tokens of those that decode. If nobody did, from its
-    plan, unless that was made before: there may have been a pause."""
+    """From the commit before to its own, which is the latency between two tokens of the requests that decode. If none did, from
+    its plan, unless that was made before: there may have been a pause."""
     num_prefill_pairs: int = 0
-    """Of a prefill token and one before it in its request: what attention works on."""
+    """Pairs of a prefill token and one before it in its request: the work of attention."""
 
 
 @dataclass(slots=True)
@@ -179,7 +204,7 @@ class BudgetView:
     num_decodes: int
     """Tokens that are given away."""
     prefill_context_len: int
-    """Tokens computed of the running request that is next of those more than one token behind; 0 without."""
+    """Computed tokens of the first running request that is more than one token behind; 0 without one."""
     last_step: StepRecord | None
     """The last that was committed; the same object until there is another. None before the first."""
 
@@ -202,7 +227,7 @@ class StepLimits:
     max_long_prefills: int = UNLIMITED
     """Long prefills at the same time; shorter ones may pass those that wait for it. Never keeps a preempted request waiting."""
     long_prefill_share: int | None = None
-    """Long prefills take what all others leave, new ones too, and so many tokens at least; None: they take their turn."""
+    """Long prefills take the tokens that all others leave, new ones too, and so many at least; None: they take their turn."""
     splits_prompts: bool = True
     """False: a prefill that does not fit the rest of the step waits for the next, unless it would be the step's only one."""
 
@@ -210,6 +235,7 @@ class StepLimits:
 class Budget(Protocol):
     """How are the step's tokens split? Each decode gets its token first: no more rows run than a step has tokens."""
 
+    @abstractmethod
     def limits(self, view: BudgetView) -> StepLimits:
         """Asked once per step, after the decodes were planned."""
         ...
@@ -217,7 +243,7 @@ class Budget(Protocol):
 
 @dataclass(slots=True)
 class AdmissionView:
-    """One request at the door. Blocks are those to be taken from the free list: a prefix hit that is in use costs none.
+    """One request that is next. Blocks are those to be taken from the free list: a prefix hit that is in use costs none.
 
     Nobody writes to one after it was made; not frozen for the reason in `RowPlan`.
     """
@@ -226,23 +252,24 @@ class AdmissionView:
     running: Collection[Request]
     """Not empty: a request that would run alone is admitted without asking."""
     num_chunk_blocks: int
-    """To compute its first chunk."""
+    """Blocks to compute its first chunk."""
     num_prompt_blocks: int
-    """To compute all tokens that it has (after a preemption, those it had generated too). Of a beam search that comes back: of
-    all its beams, as the next two."""
+    """Blocks to compute all tokens that it has (after a preemption, those it had generated too). For a beam search that comes
+    back: those of all its beams, here and in the next."""
     num_final_blocks: int
-    """To reach its limit of tokens."""
+    """Blocks to reach its limit of tokens."""
     num_running: int
-    """Those who run, and who follows as soon as it does."""
+    """Requests that run, and those that follow as soon as it does."""
     num_growth_blocks: int
-    """The running can ask for so many at most before all reach their limits, what is promised to prefills aside."""
+    """Blocks that the running requests can ask for at most before all reach their limits, without those promised to
+    prefills."""
     num_total_blocks: int
     block_size: int
     num_peak_blocks: int = UNLIMITED
-    """By how many the request and the running can grow at one time, if all go on at the same pace and none beyond its limit:
-    who ends makes room for the others. Counted only where memory is short."""
+    """Blocks by which the request and the running ones can grow at one time, if all go on at the same pace and none beyond its
+    limit: those that end make room for the others. Counted only where memory is short."""
     swaps: bool = False
-    """Who is preempted loses little: a tier below the pool brings it back sooner than it could be computed."""
+    """A preempted request loses little: a tier below the pool brings it back sooner than it could be computed."""
 
 
 class Reserve(Protocol):
@@ -251,6 +278,7 @@ class Reserve(Protocol):
     A request that was preempted must in any case find those of its tokens and room to grow (`scheduler.py`).
     """
 
+    @abstractmethod
     def required_blocks(self, view: AdmissionView) -> int: ...
 
 
@@ -263,7 +291,7 @@ class PreemptMethod(StrEnum):
 
 
 def cheaper_method(prefill_ns_per_token: float, load_ns_per_token: float | None) -> PreemptMethod:
-    """As measured. `prefill_ns_per_token`, `load_ns_per_token` 0.0: not yet; the latter None: there is no tier."""
+    """The cheaper one by the measured times: 0.0 is not measured yet, a `load_ns_per_token` of None is no tier."""
     if load_ns_per_token is None or 0 < prefill_ns_per_token < load_ns_per_token:
         return PreemptMethod.RECOMPUTE
     return PreemptMethod.SWAP
@@ -277,16 +305,17 @@ class Eviction:
 
 @dataclass(frozen=True, slots=True)
 class VictimView:
-    """Who may be preempted: for another that runs all but the most senior, for one that waits those whom it may pause."""
+    """Requests that may be preempted: for another running one all but the most senior, for a waiting one those that it may
+    pause."""
 
     candidates: Sequence[Request]
     """Not empty; in the order of admission."""
     num_needed_blocks: int
-    """To be found now."""
+    """Blocks to be found now."""
     num_freed_blocks: Callable[[Request], int]
-    """Blocks that a candidate holds and nobody else does. O(its blocks)."""
+    """Blocks that a candidate holds and no other request does. O(its blocks)."""
     num_lost_tokens: Callable[[Request], int]
-    """Tokens that a candidate would have to compute again: those whose blocks nobody else holds. O(its blocks)."""
+    """Tokens that a candidate would have to compute again: those whose blocks no other request holds. O(its blocks)."""
     prefill_ns_per_token: float
     """As the last step without decodes said that had a good part of the tokens of a full one; 0.0 before the first."""
     load_ns_per_token: float | None = None
@@ -299,10 +328,11 @@ class VictimView:
 
 
 class Victim(Protocol):
-    """Whom to preempt, and how? Asked again until there is enough."""
+    """Which running request is preempted, and how? Asked again until there is enough."""
 
+    @abstractmethod
     def choose(self, view: VictimView) -> Eviction:
-        """One of the candidates."""
+        """One of the candidates, and usually the view's method."""
         ...
 
 
@@ -323,15 +353,16 @@ class Prediction:
 class Predictor(Protocol):
     """How long will an output be?"""
 
+    @abstractmethod
     def predict(self, request: Request) -> Prediction | None:
         """Asked when a request is queued; its `max_total_tokens` is known. None: no idea."""
         ...
 
     def ended(self, request: Request) -> None:
-        """Told of every request that was queued, at its end. Only an output that ended with STOP is whole; any other would have
-        been at least so long.
+        """Called for every request that was queued, at its end. Only an output that ended with STOP is whole; any other would
+        have been at least so long.
         """
-        ...
+        del request
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from operator import mul
 
-from penstock.sched.policies.base import UNLIMITED, BudgetView, StepLimits, StepRecord
+from penstock.sched.policies.base import UNLIMITED, Budget, BudgetView, StepLimits, StepRecord
 
 DECODES_TO_LEARN = 8
 """Of so many steps without prefills that took as long as expected one is learnt from: the others would tell nothing."""
@@ -43,7 +43,7 @@ MAX_ERRORS = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeFirst:
+class DecodeFirst(Budget):
     """Every decode gets its token; prefill chunks take what is left (Sarathi-Serve, OSDI 2024).
 
     The two settings mean what they mean in vLLM.
@@ -62,7 +62,7 @@ class DecodeFirst:
 
 
 @dataclass(frozen=True, slots=True)
-class WholePrompts:
+class WholePrompts(Budget):
     """Every decode gets its token; prompts are computed whole, as many as the rest of the step has room for (Orca, OSDI 2022).
 
     A prompt for which no step is large enough is computed in chunks all the same.
@@ -172,7 +172,7 @@ class StepCost:
 
 
 @dataclass(slots=True)
-class HoldLatency:
+class HoldLatency(Budget):
     """Every decode gets its token; prefill chunks take the time that the latency between tokens leaves them.
 
     While requests decode, the latency between their tokens is the duration of a step. It is fitted to the tokens of the

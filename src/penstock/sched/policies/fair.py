@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from penstock.sched.policies.base import Order, OrderKey, StepRecord
 from penstock.types.plan import RowPlan
@@ -72,6 +73,8 @@ class FairShares(Order):
     What is computed again after a preemption is not charged, nor what the prefix cache holds. A row that turns out to be void
     (`sched/flights.py`) is: one token of an answer that ends by a stop token or stop string, with two steps in flight.
     """
+
+    has_ranks: ClassVar[bool] = True
 
     def __init__(
         self,

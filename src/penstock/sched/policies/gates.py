@@ -4,30 +4,27 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
+from typing import ClassVar
 
-from penstock.sched.policies.base import BucketView, GateDecision, GateView
+from penstock.sched.policies.base import BucketView, Gate, GateDecision, GateView
 from penstock.types.errors import ConfigError, counted
 from penstock.types.plan import Capacity
 from penstock.types.request import Request
 
 
-class Continuous:
+class Continuous(Gate):
     """Requests join whenever a row is free (Orca, OSDI 2022)."""
 
-    def max_running(self, capacity: Capacity) -> int:
-        return min(capacity.max_rows, capacity.max_step_tokens)
-
-    def bucket_of(self, request: Request) -> int:
-        del request
-        return 0
+    is_continuous: ClassVar[bool] = True
+    may_plan_ahead: ClassVar[bool] = True
 
     def decide(self, view: GateView) -> GateDecision:
         return GateDecision(max_admissions=view.max_rows)
 
 
 @dataclass(frozen=True, slots=True)
-class Static:
-    """`max_batch_size` requests start together, padded to the longest prompt; nobody joins until all have finished."""
+class Static(Gate):
+    """`max_batch_size` requests start together, padded to the longest prompt; none joins until all have finished."""
 
     max_batch_size: int = 0
     """0: as many as the executor has rows for."""
@@ -37,10 +34,6 @@ class Static:
 
     def max_running(self, capacity: Capacity) -> int:
         return _max_batch_size(self.max_batch_size, capacity)
-
-    def bucket_of(self, request: Request) -> int:
-        del request
-        return 0
 
     def decide(self, view: GateView) -> GateDecision:
         if view.num_running or view.num_joining:
@@ -53,10 +46,10 @@ class Static:
 
 
 @dataclass(frozen=True, slots=True)
-class Dynamic:
+class Dynamic(Gate):
     """A batch starts at `max_batch_size`, at a preferred size, or when the oldest request has waited `max_queue_delay_ns`
     (Triton Inference Server's dynamic batcher, whose names these are). Prompts of about one length travel together,
-    padded to the upper end of their bucket; nobody joins until all have finished.
+    padded to the upper end of their bucket; none joins until all have finished.
     """
 
     max_batch_size: int = 0
@@ -91,7 +84,7 @@ class Dynamic:
         ready = [(bucket.oldest_ns, bucket.bucket, size) for bucket, size in zip(view.buckets, sizes, strict=True) if size]
         if not ready:
             return GateDecision(0, min(bucket.oldest_ns for bucket in view.buckets) + self.max_queue_delay_ns)
-        # The one that waits longest first, so that a bucket which is always full keeps nobody waiting.
+        # The one that waits longest first, so that a bucket which is always full keeps no other waiting.
         _, bucket, size = min(ready)
         pad_to = self.length_buckets[bucket] if bucket < len(self.length_buckets) else 0
         return GateDecision(size, bucket=bucket, is_batch=True, pad_to_tokens=pad_to)

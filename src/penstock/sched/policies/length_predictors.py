@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from penstock.sched.policies.base import Prediction
+from penstock.sched.policies.base import Prediction, Predictor
 from penstock.types.request import FinishReason, Request
 
 MAX_TOKENS = 1 << 20
@@ -31,15 +31,12 @@ LOW_SHARE, HIGH_SHARE = 0.1, 0.9
 """Quantiles of a prediction's spread."""
 
 
-class NoPredictions:
+class NoPredictions(Predictor):
     """Says nothing."""
 
     def predict(self, request: Request) -> Prediction | None:
         del request
         return None
-
-    def ended(self, request: Request) -> None:
-        del request
 
 
 class LengthCurve:
@@ -138,7 +135,7 @@ class Curves:
     """Bits of the prompt's length -> curve; some twenty at most."""
 
 
-class OnlinePredictor:
+class OnlinePredictor(Predictor):
     """The mean of what is known of the tenant's prompts of this length; else of all its prompts; else of all tenants."""
 
     def __init__(self, *, min_observations: int = 16, max_tenants: int = 256) -> None:

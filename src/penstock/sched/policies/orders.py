@@ -80,6 +80,7 @@ class PriorityClasses(Order):
     """
 
     reads_priority: ClassVar[bool] = True
+    has_ranks: ClassVar[bool] = True
     class_delay_ns: int = 60_000_000_000
     max_class: int = 20
     is_preemptive: bool = True

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
-from inspect import signature
 from typing import Any
 
 from penstock.kv.eviction import EVICTIONS, EvictionPolicy
@@ -16,6 +14,7 @@ from penstock.sched.policies.budgets import BUDGETS
 from penstock.sched.policies.gates import GATES
 from penstock.sched.policies.length_predictors import PREDICTORS
 from penstock.sched.policies.orders import ORDERS
+from penstock.sched.policies.own import guarded, is_own, load, make, parameters_of
 from penstock.sched.policies.reserves import RESERVES
 from penstock.sched.policies.victims import VICTIMS
 from penstock.types.errors import ConfigError
@@ -100,12 +99,16 @@ def make_policies(
     predictor: str | Predictor | None = None,
     eviction: str | EvictionPolicy | None = None,
     settings: Mapping[str, Mapping[str, object]] | None = None,
+    arguments: Mapping[str, Mapping[str, object]] | None = None,
 ) -> Policies:
-    """A preset's policies; each may be replaced by another name of its seam's table, or by a value.
+    """A preset's policies; each may be replaced by another name of its seam's table, by a class, or by a value.
 
+    A class is named as `package.module:Class`, or `./file.py:Class` for a file (`own`).
     `settings`, by seam: fields of the policy that is chosen by name; None leaves one as it is.
-    Raises ConfigError, listing the valid names, for a name that is in no table, and LacksSetting for a setting that the policy
-    hasn't.
+    `arguments`, by seam: the same, as a user has written them; they go before the settings.
+
+    Raises ConfigError, listing the valid names, for a name that is in no table, LacksSetting for a setting that the policy
+    hasn't, and OwnPolicyError for a class that can't be loaded or made.
     """
     if preset not in PRESETS:
         raise _unknown("preset", preset, PRESETS)
@@ -121,13 +124,13 @@ def make_policies(
     chosen: dict[str, Any] = {}
     for seam, override in overrides.items():
         if override is not None and not isinstance(override, str):
-            chosen[seam] = override
+            chosen[seam] = guarded(seam, override)
             continue
         usual = getattr(PRESETS[preset], seam)
         name = usual if override is None else override
         given = {key: value for key, value in (settings or {}).get(seam, {}).items() if value is not None}
         known = PRESETS[preset].settings.get(seam, {}) if name == usual else {}
-        chosen[seam] = _make(seam, name, {**known, **given})
+        chosen[seam] = _make(seam, name, {**known, **given}, (arguments or {}).get(seam, {}))
     return Policies(**chosen)
 
 
@@ -135,7 +138,7 @@ class LacksSetting(ConfigError):
     """The policy that was chosen for a seam has not the setting that was given."""
 
     def __init__(self, seam: str, name: str, setting: str, *, seam_words: str = "", setting_words: str = "") -> None:
-        """`seam_words` and `setting_words`: what whoever gave the setting calls the two."""
+        """`seam_words` and `setting_words`: names of the two where the setting was given."""
         self.seam, self.name, self.setting = seam, name, setting
         super().__init__(
             f"The {seam} {name!r} has no {setting_words or setting}.",
@@ -143,16 +146,16 @@ class LacksSetting(ConfigError):
         )
 
 
-def _make(seam: str, name: str, settings: Mapping[str, object]) -> object:
-    if name not in TABLES[seam]:
+def _make(seam: str, name: str, settings: Mapping[str, object], arguments: Mapping[str, object]) -> object:
+    if not is_own(name) and name not in TABLES[seam]:
         raise _unknown(seam, name, TABLES[seam])
-    module, _, attribute = TABLES[seam][name].partition(":")
-    policy = getattr(import_module(module), attribute)
+    factory = load(seam, TABLES[seam].get(name, name))
     for setting in settings:
-        if setting not in signature(policy).parameters:
+        if setting not in parameters_of(factory):
             raise LacksSetting(seam, name, setting)
-    return policy(**settings)
+    return guarded(seam, make(seam, name, factory, {**settings, **arguments}), name)
 
 
 def _unknown(kind: str, name: str, table: Mapping[str, object]) -> ConfigError:
-    return ConfigError(f"There is no {kind} called {name!r}.", remedy=f"Valid: {', '.join(sorted(table))}.")
+    own = "" if kind == "preset" else " Or name a class of your own: package.module:Class, ./file.py:Class."
+    return ConfigError(f"There is no {kind} called {name!r}.", remedy=f"Valid: {', '.join(sorted(table))}.{own}")

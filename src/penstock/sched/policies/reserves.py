@@ -5,25 +5,25 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from penstock.sched.policies.base import AdmissionView
+from penstock.sched.policies.base import AdmissionView, Reserve
 from penstock.types.request import Request
 
 
-class FirstChunk:
+class FirstChunk(Reserve):
     """What the next step needs. Whoever is admitted so may be preempted before its prompt is computed."""
 
     def required_blocks(self, view: AdmissionView) -> int:
         return view.num_chunk_blocks
 
 
-class WholePrompt:
+class WholePrompt(Reserve):
     """What the tokens that the request has need (vLLM's `scheduler_reserve_full_isl`)."""
 
     def required_blocks(self, view: AdmissionView) -> int:
         return view.num_prompt_blocks
 
 
-class NoEvict:
+class NoEvict(Reserve):
     """What the request and all that run need to reach their limits: nobody is ever preempted, and memory lies idle (Orca's
     reservation of `max_tokens`)."""
 
@@ -32,7 +32,7 @@ class NoEvict:
 
 
 @dataclass(frozen=True, slots=True)
-class PredictedOutput:
+class PredictedOutput(Reserve):
     """What the request and all that run need for the replies that are expected. O(running)."""
 
     unknown_share: float = 0.3
@@ -59,7 +59,7 @@ class PredictedOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class Watermark:
+class Watermark(Reserve):
     """All the blocks that the request's tokens need, room for the running to grow, and a share of the pool.
 
     Without the room to grow, a full pool admits a request only to preempt it a few steps later, and computes it

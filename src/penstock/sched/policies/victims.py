@@ -9,32 +9,32 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from penstock.sched.policies.base import Eviction, PreemptMethod, VictimView
+from penstock.sched.policies.base import Eviction, PreemptMethod, Victim, VictimView
 from penstock.types.request import Request
 
 
-class LatestArrived:
+class LatestArrived(Victim):
     """The one that came last."""
 
     def choose(self, view: VictimView) -> Eviction:
         return _evict(view, _equal)
 
 
-class LowestPriority:
+class LowestPriority(Victim):
     """The one of the lowest class."""
 
     def choose(self, view: VictimView) -> Eviction:
         return _evict(view, lambda request: request.priority)
 
 
-class LeastComputed:
+class LeastComputed(Victim):
     """The one that has come least far, so that the least work is lost."""
 
     def choose(self, view: VictimView) -> Eviction:
         return _evict(view, lambda request: -request.num_computed_tokens)
 
 
-class Cheapest:
+class Cheapest(Victim):
     """The one whose loss takes the least time to make up for, among those that free what is needed now; if nobody does, among
     all. Unlike `least-computed` it knows that blocks which others hold too are neither lost nor freed, and that a tier below
     the pool keeps full blocks: what lies behind the last of them is what has to be computed again.
