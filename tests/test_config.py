@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from penstock.config import Config, KvConfig, SchedulerConfig, ServerConfig
 from penstock.config.components import COMPONENTS
 from penstock.config.docs import render
-from penstock.config.environment import unknown_variables
-from penstock.config.file import all_settings, read_config_file
 from penstock.config.setting import Kind, settings_of
+from penstock.config.sources import all_settings, read_config_file, unknown_variables
 from penstock.config.units import format_size, parse_count, parse_counts, parse_duration, parse_share, parse_size
 from penstock.types.errors import ConfigError
 

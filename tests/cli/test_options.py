@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from penstock.cli.options import GroupedCommand, config_options, model_argument
 from penstock.config import Config
 from penstock.config.components import DEFAULT_MODEL, config_from
-from penstock.config.file import all_settings
+from penstock.config.sources import all_settings
 from penstock.kv.eviction import EVICTIONS
 from penstock.models import catalog
 from penstock.sched.policies.gates import GATES

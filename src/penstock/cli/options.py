@@ -13,9 +13,8 @@ import click
 from click.core import ParameterSource
 
 from penstock.config.components import COMPONENTS, ModelConfig
-from penstock.config.environment import unknown_variables
-from penstock.config.file import read_config_file
 from penstock.config.setting import Kind, Setting, settings_of
+from penstock.config.sources import read_config_file, unknown_variables
 from penstock.types.errors import ConfigError
 
 _log = logging.getLogger(__name__)

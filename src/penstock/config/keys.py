@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from penstock.config.server import ServerConfig
+from penstock.config.components import ServerConfig
 from penstock.types.errors import ConfigError
 
 

@@ -1,4 +1,7 @@
-"""The settings file: TOML to checked values, for the command line's `--config`. Never knows what a setting is used for."""
+"""Where settings come from besides flags: a TOML file, to checked values, and the environment, for variables that are unknown.
+
+Read by the command line. Never knows the use of a setting.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,9 @@ from pathlib import Path
 from penstock.config.components import COMPONENTS
 from penstock.config.setting import Setting, settings_of
 from penstock.types.errors import ConfigError
+
+PREFIX = "PENSTOCK_"
+_OTHERS = ("PENSTOCK_CONFIG", "PENSTOCK_DEBUG")
 
 
 def all_settings() -> tuple[Setting, ...]:
@@ -64,3 +70,16 @@ def _valid_keys(key: str, valid: Iterable[str]) -> str:
     close = difflib.get_close_matches(key.replace("-", "_"), keys, n=1)
     hint = f"Did you mean {close[0]}? " if close else ""
     return f"{hint}Valid keys: {', '.join(keys)}."
+
+
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """A sentence for each variable that begins with PENSTOCK_ and that nothing reads, with the name that was probably meant."""
+    known = [*(item.env for item in all_settings()), *_OTHERS]
+    return [_warning(name, known) for name in sorted(environ) if name.startswith(PREFIX) and name not in known]
+
+
+def _warning(name: str, known: list[str]) -> str:
+    # Without the common beginning, which would make all of them alike.
+    close = difflib.get_close_matches(name.removeprefix(PREFIX), [item.removeprefix(PREFIX) for item in known], n=1)
+    guess = f" Did you mean {PREFIX}{close[0]}?" if close else ""
+    return f"The environment variable {name} is unknown and has no effect.{guess}"
