@@ -11,10 +11,11 @@ PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check
 PIP_FAILED := { echo "error: pip failed, for the reason above. Packages come from the index of pip's settings: see 'pip config list'." >&2; exit 1; }
 INSTALLED := .venv/.installed
 INSTALLED_TEST := .venv/.installed-test
+INSTALLED_DOCS := .venv/.installed-docs
 SOURCES := pyproject.toml CMakeLists.txt src/penstock/__init__.py $(shell find native -type f)
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve pull test test-cuda test-parity test-soak bench lint format docs clean
+.PHONY: help install serve pull test test-cuda test-parity test-soak bench lint format docs docs-site clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,6 +34,12 @@ $(INSTALLED_TEST): $(SOURCES) | .venv
 	@echo "Building Penstock and its test tools into .venv; the first time takes two to five minutes, in which pip is silent."
 	@$(PIP_INSTALL) --editable '.[test]' || $(PIP_FAILED)
 	@touch $(INSTALLED) $@
+
+# The tools alone: the site is made from the source, without importing it.
+$(INSTALLED_DOCS): pyproject.toml | .venv
+	@$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' \
+	  > $@.txt && $(PIP_INSTALL) -r $@.txt || $(PIP_FAILED)
+	@touch $@
 
 .venv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
@@ -81,6 +88,10 @@ format: $(INSTALLED_TEST)  ## rewrite the code in house style
 
 docs: $(INSTALLED)  ## write docs/configuration.md from the settings
 	@$(BIN)/python -m penstock.config.docs > docs/configuration.md
+
+docs-site: $(INSTALLED_DOCS)  ## build the documentation site in build/site
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "Built. To read it: python3 -m http.server --directory build/site 8001"
 
 clean:  ## remove builds, environments and caches (not the fetched weights)
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -34,3 +34,41 @@ def test_every_make_target_is_listed_by_help() -> None:
     text = (ROOT / "Makefile").read_text(encoding="utf-8")
     phony = set(re.search(r"^\.PHONY: (.*)$", text, re.MULTILINE)[1].split())  # type: ignore[index]
     assert phony == set(re.findall(r"^([a-z-]+):.*## ", text, re.MULTILINE))
+
+
+def site_pages() -> list[str]:
+    """The pages in the navigation of the documentation site, as paths below docs/."""
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")[1]
+    return re.findall(r"([\w./-]+\.md)$", nav, re.MULTILINE)
+
+
+def test_the_site_s_navigation_lists_every_page_once() -> None:
+    listed = site_pages()
+    assert len(listed) == len(set(listed))
+    assert set(listed) == {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: str(page.relative_to(ROOT)))
+def test_pages_of_the_site_link_to_each_other_and_to_headings_that_exist(page: Path) -> None:
+    """A link out of docs/ would lead nowhere on the site."""
+    for target, anchor in re.findall(r"\]\((?!https?://)([^)#\s]*)(?:#([^)\s]+))?\)", page.read_text(encoding="utf-8")):
+        found = (page.parent / target).resolve() if target else page
+        assert found.is_file(), f"{page.name} links to {target}"
+        assert found.is_relative_to(ROOT / "docs"), f"{page.name} links to {target}, which is not on the site"
+        assert not anchor or anchor in anchors(found), f"{page.name} links to {target}#{anchor}, and there is no such heading"
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and the site make them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def test_the_reference_names_modules_that_exist() -> None:
+    pages = (ROOT / "docs" / "reference").glob("*.md")
+    modules = [name for page in pages for name in re.findall(r"^::: ([\w.]+)", page.read_text(encoding="utf-8"), re.MULTILINE)]
+    assert modules
+    for name in modules:
+        path = ROOT / "src" / name.replace(".", "/")
+        assert path.with_suffix(".py").is_file() or (path / "__init__.py").is_file(), f"the reference names {name}"
