@@ -111,7 +111,7 @@ def test_on_a_terminal_ctrl_c_stops_the_answer_and_returns_to_the_prompt(
 
 
 class Screen:
-    """What a terminal shows, read in the order in which it came."""
+    """A terminal's output, read in the order in which it came."""
 
     def __init__(self, terminal: int) -> None:
         self._terminal = terminal

@@ -44,7 +44,7 @@ def test_one_cpu_is_told_in_the_singular(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_settings_file_names_the_cache_for_all(penstock: Penstock, tmp_path: Path, tiny_model: Path) -> None:
-    """What `pull` fetches is where `serve` looks for it, under the same file."""
+    """The file that `pull` fetches is the one that `serve` looks for."""
     folder = tmp_path / "elsewhere"
     (folder / "models").mkdir(parents=True)
     (folder / "models" / "mine.gguf").write_bytes(tiny_model.read_bytes())

@@ -1,4 +1,4 @@
-"""What the log says of a disk tier that opens."""
+"""The log of a disk tier that opens."""
 
 from __future__ import annotations
 

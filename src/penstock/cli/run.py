@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def run(words: tuple[str, ...], **values: Any) -> None:
     """Answer one PROMPT, streaming to stdout.
 
-    What comes through a pipe is the prompt, or is added below it:
+    Text that comes through a pipe is the prompt, or is added below it:
 
     \b
       penstock run "Name three rivers."

@@ -129,7 +129,7 @@ def _interval_s(text: str) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """What the server said, at one moment; JSON as it came."""
+    """The server's answers at one moment; JSON as it came."""
 
     url: str
     model: str

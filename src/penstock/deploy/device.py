@@ -1,5 +1,5 @@
-"""The device: decides where a model is computed and by whom, and knows what is left to that decision. Called by the composition
-root before anything is loaded; loads and computes nothing.
+"""The device: decides which backend computes a model, and the settings whose default depends on it. The factory asks before
+anything is loaded; nothing is loaded or computed here.
 
     --device   --backend    without          native, reference   cuda
     auto                    a GPU if usable   the CPU            a GPU
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Defaults:
-    """What a backend takes where a setting is left out."""
+    """Values of settings that were left out, for one backend."""
 
     kv_dtype: KvDtype
     max_rows: int
@@ -98,7 +98,7 @@ def _check_gpu_settings(config: Config) -> None:
 
 
 def _check_attention(config: Config) -> None:
-    """What can be known of FlashInfer before anything is loaded."""
+    """Refuse FlashInfer where it can't be used. Raises ConfigError."""
     if config.backend.attention != AttentionKernels.FLASHINFER:
         return
     for is_so, cause, remedy in (
@@ -123,7 +123,7 @@ def _check_attention(config: Config) -> None:
 
 
 def _check_cpu_settings(config: Config, cause: str) -> None:
-    """Nothing that is set is ignored."""
+    """Refuse settings that only a GPU has: nothing that is set is ignored. Raises ConfigError."""
     of_a_gpu = "it is a GPU's setting"
     for flag, is_given, why in (
         ("--gpu-memory-utilization", config.kv.gpu_memory_utilization is not None, of_a_gpu),
@@ -138,7 +138,7 @@ def _check_cpu_settings(config: Config, cause: str) -> None:
 
 
 def is_on_gpu(config: Config) -> bool:
-    """Of a settled config."""
+    """True if the backend of a settled config is the GPU's."""
     return config.backend.backend == Backend.CUDA
 
 
@@ -192,13 +192,13 @@ def check_head_dim(config: Config, model: LoadedModel) -> None:
 
 
 def weight_room_bytes(config: Config, host_bytes: int) -> int:
-    """What weights may take: of a GPU's memory all of it, else `host_bytes`, if that is more than nothing."""
+    """The bytes that weights may take: all of a GPU's memory, or `host_bytes` of the machine's, and at least 0."""
     gpu = cuda.find_gpu() if is_on_gpu(config) else None
     return gpu.total_bytes if isinstance(gpu, cuda.Gpu) else max(0, host_bytes)
 
 
 def held_floats(config: Config) -> Floats:
-    """What becomes of matrices of floats, for the memory that weights need. Of a settled config."""
+    """The type in which the backend of a settled config holds matrices of floats, on which the weights' size depends."""
     from penstock.models.formats import Floats  # with NumPy
 
     if not is_on_gpu(config):
@@ -207,7 +207,7 @@ def held_floats(config: Config) -> Floats:
 
 
 def words(backend: BackendConfig) -> str:
-    """Who computes, for the log."""
+    """The backend in words, for the log."""
     if backend.backend == Backend.REFERENCE:
         return "NumPy: slow, for learning and tests"
     if backend.backend == Backend.CUDA:
@@ -228,7 +228,7 @@ def gpu_facts() -> str:
 
 
 def missing_gpu_packages() -> str | None:
-    """What a machine with a GPU lacks to use it."""
+    """Packages that are missing on a machine with a GPU, with the remedy; None if there is no GPU or none is missing."""
     names = [name for name, version in cuda.package_versions().items() if version is None]
     if not names or isinstance(cuda.find_gpu(), str):
         return None

@@ -1,5 +1,5 @@
 """The executor: turns a config and a model into the backend that computes it, and asks `sizing` what memory its KV cache gets.
-Called by the composition root; runs no step but those of a profile.
+The factory calls it. The only steps that run here are those of a GPU's profile.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ EXECUTORS: Mapping[str, str] = {
 """Backend -> class; made with the model, its program, the five numbers of `Capacity` and the type of the KV cache."""
 
 MEASURED_BLOCKS = 2
-"""Of a GPU's executor before its KV cache has been planned."""
+"""Blocks of a GPU's executor before its KV cache has been planned."""
 CAPTURE_SECONDS = 10.0
-"""At a start. What is not captured by then is captured when a step needs it."""
+"""Time for graphs at a start. The rest are captured when a step needs them."""
 
 _logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def plan_memory(config: Config, model: LoadedModel, available_bytes: int) -> tup
 
 
 def _check_weight_dtype(config: Config, model: LoadedModel) -> None:
-    """Nothing that is set is without effect."""
+    """Refuse --weight-dtype for weights that it would not change. Raises ConfigError."""
     from penstock.models.formats import BLOCKS, WeightFormat
 
     quantised = {*BLOCKS, WeightFormat.F8_E4M3}

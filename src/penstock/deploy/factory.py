@@ -137,7 +137,7 @@ def _load(config: Config, source: ModelSource, resources: Resources) -> RunningM
 
 
 def _share(config: Config, model: LoadedModel, kv: KvPlan) -> MemoryShare:
-    """What the model takes of the machine's memory. A GPU has its own, which is measured anew for each model."""
+    """The model's share of the machine's memory. A GPU has its own, which is measured anew for each model."""
     if device.is_on_gpu(config):
         return MemoryShare()
     return MemoryShare(num_weight_bytes=model.num_weight_bytes, num_kv_bytes=kv.num_bytes)
@@ -186,14 +186,14 @@ class Blueprint:
 
 
 def _check_vocab(vocab: GgufVocab) -> None:
-    """Before weights are converted, which can take minutes. Raises ModelError if no tokenizer can be made of it."""
+    """Raise ModelError if no tokenizer can be made of a vocabulary, before weights are converted, which can take minutes."""
     from penstock.text.gguf_vocab import check_vocab
 
     check_vocab(vocab)
 
 
 def _check_cache(kv: KvConfig) -> None:
-    """Before anything is loaded: settings of what is off are mistakes."""
+    """Refuse settings of a cache that is off, before anything is loaded. Raises ConfigError."""
     if kv.prefix_sharing == "tenant" and not kv.prefix_caching:
         raise ConfigError(
             "prefix_sharing says who shares prefixes, and with --no-prefix-caching there are none.",
@@ -207,7 +207,7 @@ def _check_cache(kv: KvConfig) -> None:
 
 
 def _check_batch_size(config: Config) -> None:
-    """Before anything is loaded: whether the gate's batches fit the rows and tokens of a step."""
+    """Refuse batches that do not fit the rows and tokens of a step, before anything is loaded. Raises ConfigError."""
     capacity = Capacity(2, 1, device.max_rows(config), device.max_step_tokens(config), 1)
     build_policies(config).gate.max_running(capacity)
 
@@ -416,7 +416,7 @@ def _open_tier(blueprint: Blueprint, model: LoadedModel, executor: Executor) -> 
 
 
 def _load_text(template: str | None, model: LoadedModel) -> tuple[Tokenizer, ChatTemplate | None]:
-    """Everything between text and tokens."""
+    """The tokenizer, and the chat template if the model or the settings have one."""
     from penstock.text.chat import ChatTemplate, read_chat_template
     from penstock.text.tokenizer import load_tokenizer
 

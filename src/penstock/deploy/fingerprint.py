@@ -1,5 +1,5 @@
-"""Fingerprints of a server: what its numbers, and so its answers, depend on. Made at the start, by the composition root and the
-disk tier; decides nothing.
+"""Fingerprints of a running model: short names of all that its numbers, and so its answers, depend on. The factory and the
+disk tier make them at the start.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def system_fingerprint(config: Config, model: LoadedModel, executor: Executor, c
 
 
 def _numbers(config: Config, model: LoadedModel, executor: Executor) -> list[object]:
-    """What the numbers depend on beside the weights."""
+    """All that the numbers depend on beside the weights."""
     from penstock import __version__
 
     parts: list[object] = [__version__, config.backend.backend, getattr(executor, "variant", ""), *_kernels(config)]
@@ -58,7 +58,7 @@ def _pairs_without_bias(model: LoadedModel, executor: Executor) -> Sequence[obje
 
 
 def _kernels(config: Config) -> Sequence[object]:
-    """Whose change may change the numbers."""
+    """Names of the code that computes: if one changes, the numbers may change."""
     if is_on_gpu(config):
         from penstock.backends import cuda
 

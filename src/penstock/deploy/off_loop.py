@@ -1,15 +1,15 @@
-"""Where work on a request is done: on the event loop if it is small, else in a thread, so that other clients' tokens flow on.
+"""Work on requests: done on the event loop if it is small, else in a thread, so that other clients' tokens flow on.
 
-Called by whatever handles what clients send. The work must not touch what belongs to the event loop. Its threads are its
-own: what ends the server, or tells about it, never waits for them.
+The server calls it for texts, conversations and grammars that clients send. The work must not touch what belongs to the event
+loop. The threads are its own: ending the server, or asking how it is, never waits for them.
 
 size        up to `INLINE_MAX_SIZE`        up to `LARGE_SIZE`     above
 done by     the event loop, at once        two threads            one thread
 
 Grammars have two more threads, whatever their size, as one of few characters may take as long as the longest text. Chat
 templates have one, which waits for the process that renders one conversation at a time. Both are `FairLine`s: tenants take
-turns, so that nobody's grammars or conversations wait for all those of somebody else. Inside a tenant, conversations are
-rendered in the order in which they came, large or small: the bound of their size keeps that wait short.
+turns, so that no tenant's grammars or conversations wait for all those of another. Conversations of one tenant are rendered in
+the order in which they came, large or small: the bound of their size keeps that wait short.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LARGE_SIZE = 1 << 16
 """Larger work waits in a line of its own, so that many large texts do not hold up the prompts that people write."""
 MAX_JOBS = 1024
 MAX_GRAMMARS = 32
-"""Different ones of one tenant, waiting to be compiled. All together are as many as requests may wait at the door."""
+"""Different grammars of one tenant that wait to be compiled. All tenants together are limited by the places at the door."""
 MAX_SIZE_IN_FLIGHT = 16 << 20
 """Characters or bytes, in each line, and of each tenant's grammars and conversations: four of the largest bodies, a few seconds
 of tokenising each."""
@@ -42,7 +42,7 @@ RETRY_AFTER_S = 5.0
 
 
 class OffLoop:
-    """Bounded lines of work. All belongs to the event loop, but `close`, which may be called from any thread."""
+    """Bounded lines of work. Everything belongs to the event loop, but `close`, which any thread may call."""
 
     def __init__(self, count_rejected: Callable[[RejectReason], None] = lambda _reason: None) -> None:
         self._lines = (_Line(2, "small"), _Line(1, "large"))
@@ -68,21 +68,23 @@ class OffLoop:
             raise self._full("conversations") from None
 
     async def compile(self, tenant: str, size: int, work: Callable[[], _Result], *, key: Hashable = None) -> _Result:
-        """As `run`, for grammars: never on the event loop, and in turn with other tenants. Whoever gives a key that is being
-        worked on waits for the same work, which must not raise.
+        """As `run`, for grammars: never on the event loop, and in turn with other tenants. Calls with the same key wait for
+        the same work, which must not raise.
         """
         return await self._in_turn(self._grammars, "grammars", tenant, size, work, key)
 
     async def finish(self, size: int, work: Callable[[], _Result]) -> _Result:
-        """As `run`, for the end of what was let in already: not turned away because of others, nor because the server ends."""
+        """As `run`, for the end of a request that was let in: it is refused neither for others nor when the server ends."""
         if size > INLINE_MAX_SIZE:
-            with contextlib.suppress(Rejected):  # the lines are closed: whoever drains wants this answer, and no others come
+            with contextlib.suppress(Rejected):  # closed: a server that drains wants this answer, and no others come
                 return await self._line(size).do(size, work)
         return work()
 
     def close(self) -> None:
-        """Do no more than has begun. Whoever waits for a grammar or a template is told at once, also if it has begun: that may
-        take longer than clients are waited for. Does not wait. Idempotent.
+        """Do no more than has begun, and do not wait for it. Idempotent.
+
+        Callers that wait for a grammar or a template are told at once, also if it has begun: that may take longer than the
+        server waits for its clients.
         """
         for line in (*self._lines, self._templates, self._grammars):
             line.close()
@@ -119,7 +121,7 @@ class _Line:
     def __init__(self, num_threads: int, name: str) -> None:
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=f"penstock-{name}")
         self._lock = threading.Lock()
-        """Jobs end in threads; what they held is given back there, also if nobody waits for them any more."""
+        """Jobs end in threads and give back there what they held, also if nobody waits for them any more."""
         self._num_jobs = 0
         self._size = 0
 
@@ -149,7 +151,7 @@ class _Line:
 
 
 async def _result_of(future: Future[_Result], *, is_shared: bool = False) -> _Result:
-    """Who is cancelled takes work that has not begun along, unless others may wait for it."""
+    """The result of a job. A caller that is cancelled cancels work that has not begun, unless others may wait for it."""
     try:
         waiter = asyncio.wrap_future(future)
         return await (asyncio.shield(waiter) if is_shared else waiter)
@@ -167,7 +169,7 @@ def _shutting_down() -> Rejected:
 
 
 class Job:
-    """Work that one or more requests wait for, maybe of several tenants."""
+    """Work that one or more requests wait for, perhaps of several tenants."""
 
     __slots__ = ("done", "key", "size", "waiting", "work")
 
@@ -178,39 +180,43 @@ class Job:
         self.done: Future[Any] = Future()
         """Cancelled if nobody will get the result: the work was given up before it began, or the line was closed."""
         self.waiting: Counter[str] = Counter()
-        """How many requests wait for it to begin, by tenant; empty once it has."""
+        """Number of requests that wait for it to begin, by tenant; empty once it has."""
 
 
 class _Queue:
-    """One tenant's."""
+    """The jobs of one tenant."""
 
     __slots__ = ("at_work", "jobs")
 
     def __init__(self) -> None:
         self.jobs: dict[Job, None] = {}
-        """Those that have not begun, the oldest first."""
+        """Jobs that have not begun, the oldest first."""
         self.at_work: Job | None = None
-        """The one that a thread does."""
+        """The job that a thread does."""
 
 
 class FairLine:
-    """Thread-safe."""
+    """Jobs that a few threads do, one tenant's in turn with another's. Thread-safe; it never asks what the work is.
+
+    Each tenant has a queue, and one thread at most. When its job has ended, it goes to the end of the order of turns. So a
+    tenant that comes anew waits for nothing if fewer other tenants than threads have work, and at worst for one job of each.
+    """
 
     def __init__(self, num_threads: int, name: str, *, max_jobs: int, max_size: int) -> None:
-        """The bounds are of what waits, for each tenant."""
+        """`max_jobs` and `max_size` bound the jobs of each tenant that wait."""
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=f"penstock-{name}")
         self._num_idle = num_threads
         self._max_jobs = max_jobs
         self._max_size = max_size
         self._lock = threading.Lock()
         self._queues: dict[str, _Queue] = {}
-        """Of tenants who wait or are at work, in the order of their turns."""
+        """Queues of tenants that wait or are at work, in the order of their turns."""
         self._shared: dict[Hashable, Job] = {}
-        """Those with a key that have not ended."""
+        """Jobs with a key that have not ended."""
         self._is_closed = False
 
     def join(self, tenant: str, size: int, work: Callable[[], Any], key: Hashable = None) -> Job | None:
-        """Wait in the tenant's queue: for the job with this key if there is one, whoever's it is. None if the queue is full.
+        """Wait in the tenant's queue: for the job with this key if there is one, of any tenant. None if the queue is full.
 
         A job that is larger than the bound itself comes in alone.
         """
@@ -235,7 +241,7 @@ class FairLine:
             return job
 
     def leave(self, tenant: str, job: Job) -> None:
-        """One of the tenant's requests does not wait any more. A job that nobody waits for is not done, unless it has begun."""
+        """Have one request of the tenant wait no longer. A job that no request waits for is not done, unless it has begun."""
         with self._lock:
             if tenant not in job.waiting:
                 return
@@ -247,7 +253,7 @@ class FairLine:
                 self._shared.pop(job.key, None)
 
     def close(self) -> None:
-        """Cancel what waits and what has begun, whose result nobody gets any more. Does not wait. Idempotent."""
+        """Cancel jobs that wait, and the results of those that have begun. Does not wait. Idempotent."""
         with self._lock:
             self._is_closed = True
             jobs = {job for queue in self._queues.values() for job in queue.jobs}
@@ -264,7 +270,7 @@ class FairLine:
         return bool(jobs) and (len(jobs) >= self._max_jobs or sum(job.size for job in jobs) + size > self._max_size)
 
     def _begin(self) -> None:
-        """As much as there are threads for. With the lock."""
+        """Begin as many jobs as there are threads for. With the lock."""
         while self._num_idle:
             turns = ((tenant, queue) for tenant, queue in self._queues.items() if queue.jobs and queue.at_work is None)
             tenant, queue = next(turns, ("", None))
@@ -278,7 +284,7 @@ class FairLine:
             self._pool.submit(self._do, tenant, job)
 
     def _take_out(self, tenant: str, job: Job) -> None:
-        """Of what waits. With the lock."""
+        """Take a job out of the tenant's queue. With the lock."""
         del job.waiting[tenant]
         queue = self._queues[tenant]
         del queue.jobs[job]
@@ -286,7 +292,7 @@ class FairLine:
             del self._queues[tenant]
 
     def _do(self, tenant: str, job: Job) -> None:
-        """On a thread of the pool."""
+        """Do a job, on a thread of the pool."""
         try:
             result, error = job.work(), None
         except BaseException as raised:

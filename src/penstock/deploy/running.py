@@ -29,14 +29,14 @@ from penstock.types.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """What clients may know about the model, and what their requests are checked against."""
+    """Facts of a model that clients may know, and that their requests are checked against."""
 
     served_names: tuple[str, ...]
-    """Names that clients may use; the first is the one in answers. Not empty."""
+    """Names that clients may use; answers have the first. Not empty."""
     aliases: tuple[str, ...] = ()
-    """Further names that are understood, but not listed: they are the same model."""
+    """Further names of the same model, which are understood but not listed."""
     root: str
-    """Where it came from: catalogue name or path."""
+    """The source: a catalogue name or a path."""
     fingerprint: str
     """Changes with what the numbers of an answer depend on beside the request, and with the chat template; not with
     `max_model_len`, where an answer without a limit of its own ends."""
@@ -49,7 +49,7 @@ class ModelInfo:
     is_priority_scheduled: bool = False
     """True if the waiting order looks at `Request.priority`; otherwise a priority is refused rather than ignored."""
     max_beams: int | None = None
-    """Most of one search, as they run at once; None: the scheduler says."""
+    """Largest width of a beam search, as its beams run at once; None: the scheduler decides."""
 
     @property
     def name(self) -> str:
@@ -58,7 +58,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingDefaults:
-    """What a request gets that does not say otherwise."""
+    """Values of sampling parameters that a request leaves out."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -82,7 +82,7 @@ def unix_time_s() -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
-    """Where the server gets what is not in the request; replaced in tests to make answers repeatable."""
+    """Functions for what a request does not say; tests replace them to make answers repeatable."""
 
     draw_seed: Callable[[], int] = draw_seed
     new_request_id: Callable[[], str] = new_request_id
@@ -99,12 +99,12 @@ class RunningModel:
     chat_template: ChatTemplate | None
     """None if the model has none: chat requests are refused."""
     grammars: Grammars
-    """Those that answers may be asked to follow."""
+    """Grammars that answers may be asked to follow."""
     admission: Admission
     metrics: Metrics
     model: ModelInfo
     clock: Clock = field(default_factory=WallClock)
-    """The engine's clock: `arrival_ns` and deadlines are read from it."""
+    """The engine's clock, for `arrival_ns` and deadlines."""
     slo_itl_ns: int | None = None
     """The server's own target of the inter-token latency."""
     prefix_sharing: str | None = None
@@ -112,7 +112,7 @@ class RunningModel:
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     sources: Sources = field(default_factory=Sources)
     journal: Journal | None = None
-    """The engine's; None: no request is explained."""
+    """The engine's journal; None: no request is explained."""
     release: Callable[[], None] = lambda: None
     """Called once the engine is closed: gives back what is not the engine's, such as the file of the disk tier."""
     off_loop: OffLoop = field(init=False)

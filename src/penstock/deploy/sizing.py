@@ -1,4 +1,4 @@
-"""How much memory the KV cache gets: one pure decision, made for `build`, from numbers that are passed in. Reads nothing."""
+"""The size of the KV cache: a pure decision from numbers that are passed in. The factory asks; nothing is read here."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from penstock.types.kv_dtype import KvDtype
 from penstock.types.model_spec import ModelSpec
 
 DEFAULT_CAP_BYTES = 4 << 30
-"""More is only taken when asked for: a server should not fill a workstation unasked."""
+"""Largest KV cache that is taken unasked: a server should not fill a workstation."""
 RESERVE_BYTES = 256 << 20
-"""Left for the process itself: the interpreter, activations, the vocabulary; while weights are loaded, the part of a matrix
-that is being converted."""
+"""Memory left for the process itself: the interpreter, activations, the vocabulary; while weights are loaded, the part of a
+matrix that is being converted."""
 DEFAULT_GPU_UTILIZATION = 0.9
-"""Of a GPU's memory. The rest is the driver's, and room for what a profile run can't see, such as fragments."""
+"""Share of a GPU's memory. The driver has the rest, which is also room for what a profile can't see, such as fragments."""
 SLOT_BOOKS_BYTES = 450
-"""Of memory for each slot of a tier below: 443 were taken at the most while 300,000 were read at a start, and 352 kept
+"""Memory for each slot of a tier below. While 300,000 were read at a start, each took 443 at the most, and 352 later
 (`benchmarks/disk_start.py`)."""
 TYPICAL_REQUEST_TOKENS = 512
-"""Prompt and answer, where a number is needed before any request has come. First turns of ShareGPT have 467 in the mean
+"""Tokens of a prompt and its answer, before any request has come. First turns of ShareGPT have 467 in the mean
 (`benchmarks/kv_waste.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuMemory:
-    """What was measured of a GPU."""
+    """Memory of a GPU, as it was measured."""
 
     total_bytes: int
     free_bytes: int
-    """Before anything was loaded."""
+    """Free bytes before anything was loaded."""
     used_bytes: int
-    """By weights and a step as large as any, without a KV cache."""
+    """Bytes that the weights and a step of the largest size take, without a KV cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvPlan:
     num_blocks: int
-    """The null block included."""
+    """Blocks with the null block."""
     block_size: int
     max_model_len: int
     """Longest prompt + output that is admitted, in tokens."""
@@ -53,7 +53,7 @@ class KvPlan:
         return (self.num_blocks - 1) * self.block_size
 
     def num_requests_of(self, num_tokens: int) -> int:
-        """How many requests of so many tokens, prompt and answer, the cache holds at once when all are complete."""
+        """Number of requests of so many tokens, prompt and answer, that the cache holds at once when all are complete."""
         return (self.num_blocks - 1) // -(-num_tokens // self.block_size)
 
 
@@ -157,7 +157,7 @@ def _wanted_len(spec: ModelSpec, max_model_len: int | None) -> int:
 
 
 def _useful_bytes(kv: KvConfig, block_bytes: int, max_num_seqs: int, wanted_len: int) -> int:
-    """What all rows together can use."""
+    """Bytes of KV cache that all rows together can use."""
     return (max_num_seqs * -(-wanted_len // kv.block_size) + 1) * block_bytes
 
 
@@ -184,7 +184,7 @@ def _plan(
 
 
 def _books_bytes(tier: str, size_bytes: int, free_bytes: int, block_bytes: int) -> int:
-    """What it takes to know what is in the tier below."""
+    """Bytes of memory for the books of the tier below. Raises NotEnoughMemory if they are too large."""
     num_slots = size_bytes // block_bytes
     num_bytes = num_slots * SLOT_BOOKS_BYTES
     if num_slots and num_bytes > max(0, free_bytes) // 2:

@@ -1,5 +1,5 @@
-"""The disk tier: turns a config into the open file of the tier below the KV pool, and into its books. Called by the
-composition root; moves no block.
+"""The tier below the KV pool: a file, or memory of the machine below a GPU, with its books. The factory opens it from a config;
+no block is moved here.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def build_tier(store: BlockStore | None) -> Tier | None:
 
 
 def cleared(store: BlockStore | None) -> BlockStore | None:
-    """The store of an engine that failed, for the next one: nothing that was computed before is trusted. None if it hangs."""
+    """The store of an engine that failed, emptied for the next one. None if the device hangs."""
     if store is None:
         return None
     try:

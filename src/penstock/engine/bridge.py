@@ -33,7 +33,7 @@ _MERGE_ABOVE_CHUNKS = 64
 
 
 class EnginePort(Protocol):
-    """What the bridge needs of the engine; both methods are thread-safe and never block."""
+    """The engine as the bridge needs it; both methods are thread-safe and never block."""
 
     def submit(self, request: Request) -> None: ...
 
@@ -64,7 +64,7 @@ class Bridge:
 
     @property
     def num_open_requests(self) -> int:
-        """Requests whose answer somebody still reads."""
+        """Number of requests whose answer is still read."""
         return len(self._streams)
 
     def open(self, requests: Sequence[Request]) -> Stream:
@@ -95,7 +95,7 @@ class Bridge:
                     yield chunk
 
     def abort(self, request_id: str, detail: str) -> None:
-        """End a request; whoever reads its stream sees the ABORT chunk."""
+        """End a request; the reader of its stream gets the ABORT chunk."""
         assert self._engine is not None
         self._engine.abort(request_id, detail)
 
@@ -141,7 +141,7 @@ class Bridge:
 
 
 class Stream:
-    """What the requests of one call say, in the engine's order. A context manager: leaving it aborts the unfinished."""
+    """The chunks of one call's requests, in the engine's order. A context manager: leaving it aborts requests that run."""
 
     def __init__(self, bridge: Bridge, request_ids: Sequence[str]) -> None:
         self._bridge = bridge
