@@ -45,7 +45,7 @@ void check_source(SourceFormat format, int rows, int cols, const Matrix<uint8_t>
 }
 
 void pack_rows(Engine& self, int matrix, int first_row, const Matrix<uint8_t>& data) {
-    const PackedStorage& packed = self.packed(matrix);
+    const PackedStorage& packed = self.weights().packed(matrix);
     const int64_t first = first_row, rows = static_cast<int64_t>(data.shape(0)), end = first + rows;
     if (first < 0 || first % kPanel != 0 || rows < 1 || end > packed.matrix.rows || (end % kPanel != 0 && end != packed.matrix.rows)) {
         throw std::invalid_argument("these rows are no whole panels of the matrix");
@@ -58,14 +58,14 @@ void pack_rows(Engine& self, int matrix, int first_row, const Matrix<uint8_t>& d
 int add_matrix(Engine& self, SourceFormat format, int rows, int cols, const std::optional<Matrix<uint8_t>>& data) {
     check_shape(format, rows, cols);
     if (data) check_source(format, rows, cols, *data);
-    const int matrix = self.add_matrix(format, rows, cols);
+    const int matrix = self.weights().add_matrix(format, rows, cols);
     if (data) pack_rows(self, matrix, 0, *data);
     return matrix;
 }
 
 int add_table(Engine& self, SourceFormat format, int rows, int cols, const Matrix<uint8_t>& data) {
     check_source(format, rows, cols, data);
-    return self.add_table(format, rows, cols, data.data());
+    return self.weights().add_table(format, rows, cols, data.data());
 }
 
 Instruction rows_instruction(const std::vector<RowOp>& ops, bool samples) {
@@ -230,21 +230,21 @@ void check_block(const Engine& self, int block) {
 }
 
 void check_content(const Engine& self, size_t bytes) {
-    if (bytes != static_cast<size_t>(self.block_bytes())) throw std::invalid_argument("this is not as large as a block");
+    if (bytes != static_cast<size_t>(self.kv().block_bytes())) throw std::invalid_argument("this is not as large as a block");
 }
 
 void read_block(const Engine& self, int block, nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> out) {
     check_block(self, block);
     check_content(self, out.size());
     nb::gil_scoped_release release;
-    self.read_block(block, out.data());
+    self.kv().read_block(block, out.data());
 }
 
 void write_block(Engine& self, int block, const Vector<uint8_t>& content) {
     check_block(self, block);
     check_content(self, content.size());
     nb::gil_scoped_release release;
-    self.write_block(block, content.data());
+    self.kv().write_block(block, content.data());
 }
 
 }  // namespace
@@ -287,7 +287,7 @@ void bind_engine(nb::module_& m) {
         .value("LOOKUP", RowOpKind::kLookup)
         .value("RESIZE_HEADS", RowOpKind::kResizeHeads);
 
-    nb::class_<RowOp>(m, "RowOp", "One operation on one row; the fields that a kind uses are in engine.h.")
+    nb::class_<RowOp>(m, "RowOp", "One operation on one row; the fields that a kind uses are in instructions.h.")
         .def("__init__",
              [](RowOp* self, RowOpKind kind, int out, int x, int y, int weight, int n, int head_dim, float value) {
                  new (self) RowOp{kind, out, x, y, weight, n, head_dim, value};
@@ -317,7 +317,7 @@ void bind_engine(nb::module_& m) {
         .def("add_table", &add_table, "format"_a, "rows"_a, "cols"_a, nb::arg("data").noconvert(), nb::keep_alive<1, 5>(),
              "A matrix of which single rows are read: not packed, not copied, kept alive; returns its id for LOOKUP.")
         .def("add_vector",
-             [](Engine& self, const Vector<float>& v) { return self.add_vector(v.data(), static_cast<int64_t>(v.size())); })
+             [](Engine& self, const Vector<float>& v) { return self.weights().add_vector(v.data(), static_cast<int64_t>(v.size())); })
         .def("add_rope",
              [](Engine& self, const Vector<float>& inv_freq, float factor) {
                  return self.add_rope(inv_freq.data(), static_cast<int>(inv_freq.size()), factor);
@@ -332,8 +332,8 @@ void bind_engine(nb::module_& m) {
         .def("add_attention", &add_attention, "q"_a, "out"_a, "layer"_a, "num_heads"_a, "scale"_a, "window"_a, "softcap"_a,
              "of_samples"_a = false, "`of_samples`: what comes out for other tokens has no meaning.")
         .def("settle", &Engine::settle, "After the last weight: small pages that hold weights become huge ones, in the background.")
-        .def("use_small_pages", &Engine::use_small_pages, "From now on, as if huge pages were dear: for tests.")
-        .def_prop_ro("small_page_bytes", &Engine::small_page_bytes, "Memory for weights that `settle` has not seen to.")
+        .def("use_small_pages", [](Engine& self) { self.weights().use_small_pages(); }, "From now on, as if huge pages were dear: for tests.")
+        .def_prop_ro("small_page_bytes", [](const Engine& self) { return self.weights().small_page_bytes(); }, "Memory for weights that `settle` has not seen to.")
         .def("set_logits", &Engine::set_logits, "buffer"_a)
         .def("set_sampling", &Engine::set_sampling, "slot"_a, "sampling"_a)
         .def("step", &step, "row_slots"_a, "query_start_loc"_a, "context_lens"_a, "token_ids"_a, "positions"_a, "slot_mapping"_a,
@@ -347,7 +347,7 @@ void bind_engine(nb::module_& m) {
              [](Engine& self, int from, int to) {
                  check_block(self, from);
                  check_block(self, to);
-                 self.copy_block(from, to);
+                 self.kv().copy_block(from, to);
              })
         .def("read_block", &read_block, "block"_a, nb::arg("out").noconvert(), "Copies a block of all layers.")
         .def("write_block", &write_block, "block"_a, nb::arg("content").noconvert(), "Puts back what `read_block` gave.")
@@ -355,7 +355,7 @@ void bind_engine(nb::module_& m) {
              [](Engine& self, int block, int first) {
                  check_block(self, block);
                  if (first < 0) throw std::invalid_argument("no such position");
-                 self.poison_block(block, first);
+                 self.kv().poison_block(block, first);
              },
              "block"_a, "first"_a = 0, "Fills a block's positions from `first` on with NaN, so that a test sees any use of them.")
         .def("times",
@@ -374,7 +374,7 @@ void bind_engine(nb::module_& m) {
                  return self.fetched_blocks(strand, layer);
              },
              "strand"_a, "layer"_a, "Of the last step: blocks that a strand's products were to fetch for the attention of one layer.")
-        .def_prop_ro("weight_bytes", &Engine::weight_bytes)
-        .def_prop_ro("kv_bytes", &Engine::kv_bytes)
-        .def_prop_ro("block_bytes", &Engine::block_bytes);
+        .def_prop_ro("weight_bytes", [](const Engine& self) { return self.weights().bytes(); })
+        .def_prop_ro("kv_bytes", [](const Engine& self) { return self.kv().bytes(); })
+        .def_prop_ro("block_bytes", [](const Engine& self) { return self.kv().block_bytes(); });
 }

@@ -1,13 +1,11 @@
 #include "engine.h"
 
-#include <sys/resource.h>
-
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstring>
-#include <new>
 #include <stdexcept>
-#include <system_error>
 
 #include "cpu.h"
 
@@ -15,76 +13,31 @@ namespace penstock {
 
 namespace {
 
-constexpr int kSettlerNice = 10;          // a tenth of a core that others want
-constexpr int kPackingTasksPerMember = 8;  // a member that loses its core delays the others by one of them
+int64_t now_ns() {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
 
-void check_shape(const EngineShape& s) {
+const EngineShape& checked(const EngineShape& s) {
     const int32_t smallest =
         std::min({s.num_layers, s.num_kv_heads, s.head_dim, s.vocab_size, s.block_size, s.max_rows, s.max_step_tokens});
     if (smallest < 1) throw std::invalid_argument("every size of an engine must be at least 1");
     if (s.head_dim % kPanel != 0 || s.head_dim > kLargestHeadDim) throw std::invalid_argument("head_dim must be a multiple of 16 and at most 512");
     if (s.block_size % kKvTile != 0) throw std::invalid_argument("block_size must be a multiple of 16");
     if (s.num_blocks < 2) throw std::invalid_argument("num_blocks must be at least 2");
+    return s;
 }
 
 }  // namespace
 
 Engine::Engine(const EngineShape& shape, std::shared_ptr<Team> team, const std::string& variant)
-    : shape_(shape), kernels_(choose_variant(variant)), team_(std::move(team)) {
-    check_shape(shape);
-    const KvLayer kv{nullptr, shape.kv_format, shape.block_size, shape.num_kv_heads, shape.head_dim};
-    block_bytes_ = shape.num_layers * kv.bytes_of_block();
-    kv_.emplace(kv_bytes());
-    attention_scratch_.resize(team_->size());
+    : shape_(checked(shape)),
+      kernels_(choose_variant(variant)),
+      team_(std::move(team)),
+      kv_(shape, kernels_),
+      planner_(shape, kernels_, program_, weights_, kv_.layer_block_bytes(), team_->size()),
+      logits_(shape, kernels_, team_->size()),
+      attention_scratch_(team_->size()) {
     for (auto& scratch : attention_scratch_) scratch.resize(kernels_.attention_scratch_floats(shape.head_dim));
-    sampler_scratch_.resize(team_->size());
-    logits_scratch_.resize(team_->size());
-    sampling_.resize(shape.max_rows);
-    samples_.reserve(shape.max_rows);
-    is_fetched_.resize(shape.num_blocks);
-}
-
-KvLayer Engine::layer(int index) const {
-    KvLayer kv{nullptr, shape_.kv_format, shape_.block_size, shape_.num_kv_heads, shape_.head_dim, block_bytes_};
-    kv.data = kv_->data() + index * kv.bytes_of_block();
-    return kv;
-}
-
-int Engine::add_matrix(SourceFormat format, int rows, int cols) {
-    matrices_.push_back(allocate_packed(arena_, format, rows, cols));
-    weight_bytes_ += matrices_.back().bytes;
-    return static_cast<int>(matrices_.size()) - 1;
-}
-
-void Engine::pack_rows(int matrix, int first_row, int num_rows, const uint8_t* source) {
-    struct Packing final : Work {
-        PackedStorage& packed;
-        const uint8_t* source;
-        int first, panels, num_parts;
-        std::atomic<bool> finite{true};
-        Packing(PackedStorage& p, const uint8_t* s, int f, int n, int parts)
-            : packed(p), source(s), first(f), panels(n), num_parts(std::min(n, parts)) {}
-        void run_task(int, int part, int) override {
-            const auto begin = static_cast<int>(int64_t{panels} * part / num_parts), end = static_cast<int>(int64_t{panels} * (part + 1) / num_parts);
-            const uint8_t* const rows = source + begin * source_bytes(packed.format, kPanel, packed.matrix.cols);
-            if (!pack_panels(packed, rows, first + begin, first + end)) finite.store(false, std::memory_order_relaxed);
-        }
-    } packing(matrices_.at(matrix), source, first_row / kPanel, ceil_div(num_rows, kPanel), kPackingTasksPerMember * team_->size());
-    team_->run(packing, {packing.num_parts});
-    if (!packing.finite.load(std::memory_order_relaxed)) throw std::invalid_argument("a scale is no finite number: the file is damaged");
-}
-
-int Engine::add_table(SourceFormat format, int rows, int cols, const uint8_t* source) {
-    tables_.push_back({format, cols, source_bytes(format, rows, cols) / rows, source});
-    return static_cast<int>(tables_.size()) - 1;
-}
-
-int Engine::add_vector(const float* values, int64_t count) {
-    vectors_.emplace_back(values, values + count);
-    for (float& x : vectors_.back()) {
-        if (std::isnan(x)) x = NAN;
-    }
-    return static_cast<int>(vectors_.size()) - 1;
 }
 
 int Engine::add_rope(const float* inv_freq, int half, float attention_factor) {
@@ -125,52 +78,249 @@ int Engine::add_activation(int cols, bool quantised, bool per_sample) {
 }
 
 void Engine::add_instruction(Instruction instruction) {
-    const int64_t before = costs_.of_fetching;
-    count_cost(instruction);
     program_.push_back(std::move(instruction));
-    fetch_shares_.push_back({before, costs_.of_fetching});
-    share_fetching();
-    num_own_ = static_cast<int>(program_.size());
+    planner_.count_last_instruction();
+}
+
+void Engine::set_logits(int buffer) {
+    logits_buffer_ = buffer;
+    const bool has_product = !program_.empty() && program_.back().linears.size() == 1 && program_.back().linears[0].out == buffer &&
+                             program_.back().linears[0].residual < 0;
+    planner_.join_last_instruction(has_product);
+    if (has_product) logits_.expect_product();
 }
 
 void Engine::settle() {
-    kv_->begin();
-    if (settler_.joinable()) return;
-    arena_.complete();
-    if (arena_.small_bytes() == 0) return;
-    try {
-        settler_ = std::jthread([this](const std::stop_token& stop) {
-            setpriority(PRIO_PROCESS, 0, kSettlerNice);  // on Linux of this thread alone; a wish
-            try {
-                arena_.settle(stop);
-            } catch (const std::bad_alloc&) {  // then the rest stays in small pages
+    kv_.begin();
+    weights_.settle();
+}
+
+void Engine::run_step(const StepInput& input) {
+    input_ = input;
+    int64_t last_slot = 0;
+    for (int i = 0; i < input.num_tokens; ++i) last_slot = std::max(last_slot, input.slot_mapping[i]);
+    kv_.reach(last_slot);
+    times_ = {};
+    const StepPlan& plan = planner_.plan(input);
+    pieces_done_.assign(plan.splits.size(), 0);
+    if (static_cast<int64_t>(partials_.size()) < plan.num_partials) partials_.resize(plan.num_partials);
+    const Stage* product = nullptr;
+    int panels = 0;
+    if (planner_.has_joint_instruction()) {
+        product = &plan.stages[num_strands() * planner_.num_own()];
+        panels = weights_.matrix(program_.back().linears[0].weight).panels;
+    }
+    logits_.begin_step(input, logits_buffer_ < 0 ? nullptr : buffers_[logits_buffer_].data(), logits_width(), product, panels);
+    team_->run(*this, plan.num_tasks, planner_.strands_of_run());
+    logits_.end_step();
+}
+
+void Engine::run_task(int index, int task, int member) {
+    const Stage& stage = planner_.last().stages[index];
+    const Instruction* const instruction = instruction_of(index);
+    if (!instruction) return logits_.draw(stage.first + task, member);
+    switch (instruction->kind) {
+        case InstructionKind::kRows: return run_rows(instruction->rows, stage, task);
+        case InstructionKind::kLinear:
+            if (planner_.is_joint(index)) {
+                const LinearOp& op = instruction->linears[0];
+                return logits_.multiply(weights_.matrix(op.weight), activations_[op.activation].view, epilogue_of(op), stage, task, member);
             }
-        });
-    } catch (const std::system_error&) {  // no thread: then all stays in small pages, which serve as well, but slower
+            return run_linear(*instruction, index, task);
+        case InstructionKind::kGated: return run_gated(instruction->gated, index, task);
+        case InstructionKind::kAttention: return run_attention(instruction->attention, stage, task, member);
     }
 }
 
-void Engine::set_sampling(int slot, RowSampling sampling) { sampling_.at(slot) = std::move(sampling); }
-
-void Engine::copy_block(int from, int to) {
-    std::memcpy(block(to), block(from), static_cast<size_t>(block_bytes_));
+const Instruction* Engine::instruction_of(int index) const {
+    const size_t i = planner_.instruction_of(index);
+    return i < program_.size() ? &program_[i] : nullptr;
 }
 
-void Engine::read_block(int block_id, uint8_t* out) const {
-    std::memcpy(out, block(block_id), static_cast<size_t>(block_bytes_));
+void Engine::begun() { stage_began_ns_ = now_ns(); }
+
+void Engine::stage_done(int index) {
+    const int64_t now = now_ns(), elapsed = now - stage_began_ns_;
+    stage_began_ns_ = now;
+    const Instruction* const instruction = instruction_of(index);
+    if (!instruction) {
+        times_.sampling_ns += elapsed;
+        return;
+    }
+    switch (instruction->kind) {
+        case InstructionKind::kRows: times_.rows_ns += elapsed; break;
+        case InstructionKind::kLinear:
+        case InstructionKind::kGated: times_.linear_ns += elapsed; break;
+        case InstructionKind::kAttention: times_.attention_ns += elapsed; break;
+    }
 }
 
-void Engine::write_block(int block_id, const uint8_t* content) {
-    std::memcpy(block(block_id), content, static_cast<size_t>(block_bytes_));
+void Engine::run_rows(const std::vector<RowOp>& ops, const Stage& stage, int task) {
+    const int begin = stage.first + task * stage.grain, end = std::min(begin + stage.grain, stage.end);
+    for (int row = begin; row < end; row += kRowsTogether) {
+        for (const RowOp& op : ops) run_row_op(op, row, std::min(row + kRowsTogether, end));
+    }
 }
 
-void Engine::poison_block(int block, int first) {
-    for (int i = 0; i < shape_.num_layers; ++i) {
-        const KvLayer kv = layer(i);
-        const std::vector<float> nan(static_cast<size_t>(kv.num_kv_heads) * kv.head_dim, std::nanf(""));
-        for (int64_t slot = int64_t{block} * kv.block_size + first; slot < int64_t{block + 1} * kv.block_size; ++slot) {
-            kernels_.kv_write_rows(kv, &slot, 1, nan.data(), nan.data(), nullptr);
+void Engine::compute_angles(Rope& rope, int64_t row) {
+    const size_t half = rope.inv_freq.size();
+    const float position = static_cast<float>(input_.positions[row]);
+    for (size_t i = 0; i < half; ++i) {
+        const float angle = position * rope.inv_freq[i];  // in float32, as the checkpoints' own implementation has it
+        rope.cos[row * half + i] = std::cos(angle) * rope.factor;
+        rope.sin[row * half + i] = std::sin(angle) * rope.factor;
+    }
+}
+
+// Rows [row, end). Some operations are faster on several at once; the others take one after another.
+void Engine::run_row_op(const RowOp& op, int64_t row, int64_t end) {
+        switch (op.kind) {
+        case RowOpKind::kQuantize:
+            return kernels_.quantize_rows(activations_[op.out].view, row, end, buffers_[op.x].data(), weights_.vector(op.weight), op.value);
+        case RowOpKind::kKvWrite:
+            return kernels_.kv_write_rows(kv_.layer(op.n), input_.slot_mapping + row, end - row, buffers_[op.x].row(row),
+                                          buffers_[op.y].row(row), weights_.vector(op.weight));
+        default:
+            for (; row < end; ++row) run_row_op(op, row);
+    }
+}
+
+void Engine::run_row_op(const RowOp& op, int64_t row) {
+    const KernelTable& k = kernels_;
+    switch (op.kind) {
+        case RowOpKind::kEmbed:
+            return k.embed_row(buffers_[op.out].row(row), weights_.matrix(op.weight), input_.token_ids[row], op.value);
+        case RowOpKind::kLookup: {
+            const Weights::Table& table = weights_.table(op.weight);
+            const uint8_t* const source = table.source + input_.token_ids[row] * table.row_bytes;
+            return decode_row(table.format, source, table.cols, op.value, buffers_[op.out].row(row));
         }
+        case RowOpKind::kAngles: return compute_angles(ropes_[op.weight], row);
+        case RowOpKind::kRmsNorm: {
+            const Buffer& out = buffers_[op.out];
+            return k.rms_norm(out.row(row), buffers_[op.x].row(row), weights_.vector(op.weight), static_cast<int>(out.width), op.n,
+                              op.value);
+        }
+        case RowOpKind::kToBf16: return k.to_bf16_row(activations_[op.out].view, row, buffers_[op.x].row(row));
+        case RowOpKind::kRope: {
+            const Rope& rope = ropes_[op.weight];
+            const int half = static_cast<int>(rope.inv_freq.size());
+            return k.rope_row(buffers_[op.x].row(row), &rope.cos[row * half], &rope.sin[row * half], op.n, op.head_dim, half);
+        }
+        case RowOpKind::kGated:
+            return k.gated_row(buffers_[op.out].row(row), buffers_[op.x].row(row), buffers_[op.y].row(row),
+                               static_cast<int>(buffers_[op.out].width), static_cast<ActivationKind>(op.n));
+        case RowOpKind::kAdd:
+            return k.add_row(buffers_[op.out].row(row), buffers_[op.x].row(row), buffers_[op.y].row(row),
+                             static_cast<int>(buffers_[op.out].width));
+        case RowOpKind::kGather: {
+            const Buffer& out = buffers_[op.out];
+            std::memcpy(out.row(row), buffers_[op.x].row(input_.logit_tokens[row]), static_cast<size_t>(out.width) * sizeof(float));
+            return;
+        }
+        case RowOpKind::kResizeHeads: {  // wider heads end in zeros; narrower ones lose their last columns
+            const Buffer &x = buffers_[op.x], &out = buffers_[op.out];
+            const int64_t from = x.width / op.n, to = out.width / op.n, kept = std::min(from, to);
+            for (int64_t head = 0; head < op.n; ++head) {
+                float* const resized = out.row(row) + head * to;
+                std::memcpy(resized, x.row(row) + head * from, static_cast<size_t>(kept) * sizeof(float));
+                std::fill(resized + kept, resized + to, 0.0f);
+            }
+            return;
+        }
+        case RowOpKind::kQuantize:
+        case RowOpKind::kKvWrite: return run_row_op(op, row, row + 1);
+    }
+}
+
+Epilogue Engine::epilogue_of(const LinearOp& op) const {
+    const Buffer& out = buffers_[op.out];
+    return {out.data(), out.width, weights_.vector(op.bias), op.residual >= 0 ? buffers_[op.residual].data() : nullptr};
+}
+
+UpcomingKv Engine::upcoming_of(int index, int task) const {
+    const Fetching::Share share = planner_.fetched_by(index, task);
+    if (share.attention < 0) return {};
+    return {kv_.layer(program_[share.attention].attention.layer), share.blocks, share.count};
+}
+
+std::vector<int32_t> Engine::fetched_blocks(int strand, int layer) const {
+    std::vector<int32_t> blocks;
+    for (int i = strand * planner_.num_own(); i < (strand + 1) * planner_.num_own(); ++i) {
+        for (int task = 0; task < planner_.last().stages[i].num_tasks; ++task) {
+            const Fetching::Share share = planner_.fetched_by(i, task);
+            if (share.attention < 0 || program_[share.attention].attention.layer != layer) continue;
+            blocks.insert(blocks.end(), share.blocks, share.blocks + share.count);
+        }
+    }
+    return blocks;
+}
+
+void Engine::run_linear(const Instruction& instruction, int index, int task) {
+    const Stage& stage = planner_.last().stages[index];
+    const UpcomingKv upcoming = upcoming_of(index, task);
+    for (const LinearOp& op : instruction.linears) {
+        const PackedMatrix& w = weights_.matrix(op.weight);
+        const int tasks = ceil_div(w.panels, stage.grain) * stage.row_blocks;
+        if (task >= tasks) {
+            task -= tasks;
+            continue;
+        }
+        return kernels_.gemm(w, activations_[op.activation].view, stage.first_row(task), stage.end_row(task), stage.panels(task, w.panels),
+                             epilogue_of(op), upcoming);
+    }
+}
+
+void Engine::run_gated(const GatedOp& op, int index, int task) {
+    const Stage& stage = planner_.last().stages[index];
+    const PackedMatrix &gate = weights_.matrix(op.gate), &up = weights_.matrix(op.up);
+    const Epilogue epilogue{buffers_[op.out].data(), buffers_[op.out].width, nullptr, nullptr};
+    kernels_.gemm_gated(gate, up, activations_[op.activation].view, stage.first_row(task), stage.end_row(task),
+                        stage.panels(task, gate.panels), op.kind, epilogue, upcoming_of(index, task));
+}
+
+AttentionTask Engine::attention_task(const AttentionOp& op, const AttentionTile& tile) {
+    const Buffer &q = buffers_[op.q], &out = buffers_[op.out];
+    const int heads_per_kv = op.num_heads / shape_.num_kv_heads;
+    const int64_t column = int64_t{tile.kv_head} * heads_per_kv * shape_.head_dim;
+    return {q.row(tile.token) + column,
+            out.row(tile.token) + column,
+            q.width,
+            input_.block_tables + input_.row_slots[tile.row] * input_.table_stride,
+            tile.kv_head,
+            tile.num_queries,
+            heads_per_kv,
+            tile.position,
+            op.window,
+            op.scale,
+            op.softcap,
+            nullptr,
+            tile.split < 0 ? nullptr : partials_.data() + planner_.last().splits[tile.split].partials,
+            tile.first_segment,
+            tile.end_segment};
+}
+
+void Engine::run_attention(const AttentionOp& op, const Stage& stage, int task, int member) {
+    const KvLayer kv = kv_.layer(op.layer);
+    const std::vector<AttentionTile>& tiles = planner_.last().tiles;
+    const int begin = stage.first + task * stage.grain, end = std::min(begin + stage.grain, stage.end);
+    AttentionTask work = attention_task(op, tiles[begin]);
+    for (int i = begin; i < end; ++i) {
+        // After a task's last tile comes the first of the task that this member will probably take, for its keys to be fetched.
+        const int after = i + 1 < end ? i + 1 : stage.first + stage.task_after(task) * stage.grain;
+        const AttentionTask next = attention_task(op, tiles[std::min(after, stage.end - 1)]);
+        if (after < stage.end) work.next = &next;
+        float* scratch = attention_scratch_[member].data();
+        kernels_.attention(kv, work, scratch);
+        if (tiles[i].split >= 0) {
+            const int32_t split = tiles[i].split;
+            const std::atomic_ref<int32_t> num_done(pieces_done_[split]);
+            if (num_done.fetch_add(1, std::memory_order_acq_rel) + 1 == planner_.last().splits[split].num_pieces) {
+                num_done.store(0, std::memory_order_relaxed);  // for the next layer
+                kernels_.attention_merge(kv, work, scratch);
+            }
+        }
+        work = next;
     }
 }
 

@@ -97,7 +97,7 @@ PENSTOCK_INLINE void transpose_fours(uint8_t* out, int64_t out_stride, const int
 constexpr float kRoundingMagic = 12582912.0f;
 
 // 2^a for a <= 126, 1 for 0, 0 or below 1e-37 from -126 down; relative error below 3e-6 (a minimax polynomial on
-// [-1/2, 1/2]). NaN stays NaN but for payloads that no operation produces, and no table or vector has (blocks.h, engine.h).
+// [-1/2, 1/2]). NaN stays NaN but for payloads that no operation produces, and no table or vector has (blocks.h, weights.h).
 PENSTOCK_INLINE vf exp2(vf a) {
     const vf clamped = max(set1(-127.0f), a);
     const vf n = add(clamped, set1(kRoundingMagic)), r = sub(clamped, sub(n, set1(kRoundingMagic)));

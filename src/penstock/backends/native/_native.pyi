@@ -1,6 +1,6 @@
 """What the compiled module offers: native/bind_*.cpp.
 
-Fields are explained in native/engine.h, probes in native/probe.h.
+Fields are explained in native/instructions.h, probes in native/probe.h.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,4 @@
-// How a step is divided: its rows into strands, each strand's instructions into stages of tasks.
-
-#include <algorithm>
-
-#include "engine.h"
+#include "step_planner.h"
 
 namespace penstock {
 
@@ -16,6 +12,7 @@ constexpr int kAttentionTasksPerMember = 8;  // tiles differ more in cost than r
 // a whole block of rows. Strands that begin over the length of a layer need the cache to hold that layer, however many they are.
 constexpr int kTokensOfStrand = 8;
 constexpr int64_t kCachedLayerBytes = 8 << 20;
+constexpr int kFewestTokens = 12;      // of a step in one strand whose products fetch: products of fewer wait for memory themselves
 constexpr int64_t kAttentionCost = 4;  // a multiply-add of attention takes that many times as long as one of a product
 
 // Pieces of `count` things, about `wanted` of them.
@@ -31,16 +28,26 @@ int grain_of_rows(int rows, int members) {
 
 }  // namespace
 
-// What strands are planned by.
-void Engine::count_cost(const Instruction& instruction) {
+StepPlanner::StepPlanner(const EngineShape& shape, const KernelTable& kernels, const std::vector<Instruction>& program, const Weights& weights,
+                         int64_t layer_block_bytes, int num_members)
+    : shape_(shape),
+      kernels_(kernels),
+      program_(program),
+      weights_(weights),
+      num_members_(num_members),
+      fetching_(shape, layer_block_bytes) {}
+
+void StepPlanner::count_last_instruction() {
+    const Instruction& instruction = program_.back();
     const bool is_of_tokens = instruction.domain == Domain::kTokens;
+    int64_t fetching = 0;  // that part of a token's whose products fetch keys and values meanwhile: not those of floats
     const auto count = [&](int weight) {
-        const PackedStorage& w = matrices_[weight];
+        const PackedStorage& w = weights_.packed(weight);
         const int64_t cost = int64_t{w.matrix.rows} * w.matrix.cols;
         (is_of_tokens ? costs_.of_token : costs_.of_sample) += cost;
         if (!is_of_tokens) return;
         costs_.weight_bytes += w.bytes;
-        if (w.matrix.kind != WeightKind::kBf16) costs_.of_fetching += cost;
+        if (w.matrix.kind != WeightKind::kBf16) fetching += cost;
     };
     for (const LinearOp& op : instruction.linears) count(op.weight);
     if (instruction.kind == InstructionKind::kGated) {
@@ -49,22 +56,48 @@ void Engine::count_cost(const Instruction& instruction) {
     } else if (instruction.kind == InstructionKind::kAttention) {
         costs_.of_position += 2 * kAttentionCost * instruction.attention.num_heads * shape_.head_dim;
     }
+    fetching_.add_instruction(instruction, fetching);
+    num_own_ = static_cast<int>(program_.size());
 }
 
-bool Engine::layer_fits_cache() const { return costs_.weight_bytes / shape_.num_layers <= kCachedLayerBytes; }
+const StepPlan& StepPlanner::plan(const StepInput& input) {
+    input_ = input;
+    plan_strands();
+    plan_.tiles.clear();
+    plan_.splits.clear();
+    plan_.num_partials = 0;
+    fetching_.begin_step();
+    for (Strand& strand : plan_.strands) {
+        plan_attention(strand);
+        plan_fetching(strand);
+    }
+    plan_stages();
+    return plan_;
+}
+
+size_t StepPlanner::instruction_of(int stage) const {
+    return is_joint(stage) ? stage - num_strands() * num_own_ + num_own_ : stage % num_own_;
+}
+
+Fetching::Share StepPlanner::fetched_by(int stage, int task) const {
+    if (is_joint(stage)) return {};
+    return fetching_.share(plan_.strands[stage / num_own_].blocks, stage % num_own_, task, plan_.stages[stage].num_tasks);
+}
+
+bool StepPlanner::layer_fits_cache() const { return costs_.weight_bytes / shape_.num_layers <= kCachedLayerBytes; }
 
 // As many as pay and can be of about equal cost; one strand if several would not.
-void Engine::plan_strands() {
-    strands_.clear();
-    const int most = std::min({team_->size(), Team::kMaxStrands, input_.num_tokens / kTokensOfStrand});
+void StepPlanner::plan_strands() {
+    plan_.strands.clear();
+    const int most = std::min({num_members_, Team::kMaxStrands, input_.num_tokens / kTokensOfStrand});
     if (most > 1) add_up_costs();
-    for (int wanted = most; wanted > 1 && strands_.empty(); --wanted) {
+    for (int wanted = most; wanted > 1 && plan_.strands.empty(); --wanted) {
         if (layer_fits_cache() || input_.num_tokens / wanted >= kRowBlock) divide_tokens(wanted);
     }
-    if (strands_.empty()) strands_.push_back({0, input_.num_tokens, 0, input_.num_logits});
+    if (plan_.strands.empty()) plan_.strands.push_back({0, input_.num_tokens, 0, input_.num_logits});
 }
 
-void Engine::add_up_costs() {
+void StepPlanner::add_up_costs() {
     cost_until_.clear();
     int64_t total = 0;
     int sample = 0;
@@ -79,7 +112,7 @@ void Engine::add_up_costs() {
 }
 
 // Into strands of about equal cost, which may begin and end within a row; into none if they can't be equal.
-void Engine::divide_tokens(int wanted) {
+void StepPlanner::divide_tokens(int wanted) {
     const int64_t total = cost_until_.back();
     int64_t dearest = 0, before = 0;
     Strand strand{0, 0, 0, 0};
@@ -90,27 +123,27 @@ void Engine::divide_tokens(int wanted) {
         strand.end_token = i == wanted ? input_.num_tokens : std::min(end, input_.num_tokens);
         strand.first_logit = strand.end_logit;
         while (strand.end_logit < input_.num_logits && input_.logit_tokens[strand.end_logit] < strand.end_token) ++strand.end_logit;
-        if (strand.first_token == strand.end_token) return strands_.clear();
+        if (strand.first_token == strand.end_token) return plan_.strands.clear();
         dearest = std::max(dearest, cost_until_[strand.end_token - 1] - before);
         before = cost_until_[strand.end_token - 1];
-        strands_.push_back(strand);
+        plan_.strands.push_back(strand);
     }
-    if (dearest > total / wanted + total / (4 * wanted)) strands_.clear();
+    if (dearest > total / wanted + total / (4 * wanted)) plan_.strands.clear();
 }
 
 // They begin an even share of a layer apart, and join for the logits, whose matrix comes from memory and is then read once. A row that
 // goes on in the next strand has its keys and values written first.
-Team::Strands Engine::strands_of_run() const {
+Team::Strands StepPlanner::strands_of_run() const {
     const int32_t* const starts = input_.query_start_loc;
-    const bool cuts_row = std::any_of(strands_.begin(), strands_.end(), [&](const Strand& strand) {
+    const bool cuts_row = std::any_of(plan_.strands.begin(), plan_.strands.end(), [&](const Strand& strand) {
         return !std::binary_search(starts, starts + input_.num_rows + 1, strand.first_token);
     });
     const int stages_of_layer = static_cast<int>(program_.size()) / shape_.num_layers;
-    return {num_strands(), stages_of_layer / num_strands(), cuts_row, static_cast<int>(stages_.size()) - num_strands() * num_own_};
+    return {num_strands(), stages_of_layer / num_strands(), cuts_row, static_cast<int>(plan_.stages.size()) - num_strands() * num_own_};
 }
 
 // The tiles of a strand's attention, behind those of the ones before.
-void Engine::plan_attention(Strand& strand) {
+void StepPlanner::plan_attention(Strand& strand) {
     int heads_per_kv = 1;
     for (const Instruction& instruction : program_) {
         if (instruction.kind == InstructionKind::kAttention) {
@@ -123,9 +156,9 @@ void Engine::plan_attention(Strand& strand) {
     strand.sample_tiles = all_sample ? strand.tiles : add_tiles(strand, heads_per_kv, true);
 }
 
-Engine::TileRange Engine::add_tiles(const Strand& strand, int heads_per_kv, bool of_samples) {
+TileRange StepPlanner::add_tiles(const Strand& strand, int heads_per_kv, bool of_samples) {
     const int queries = std::max(1, kernels_.attention_queries / heads_per_kv);
-    TileRange tiles{static_cast<int32_t>(tiles_.size()), 0, false};
+    TileRange tiles{static_cast<int32_t>(plan_.tiles.size()), 0, false};
     for (int row = 0; row < input_.num_rows; ++row) {
         const int first = input_.query_start_loc[row];
         const int begin = std::max(first, strand.first_token), end = std::min(input_.query_start_loc[row + 1], strand.end_token);
@@ -139,12 +172,12 @@ Engine::TileRange Engine::add_tiles(const Strand& strand, int heads_per_kv, bool
         }
     }
     if (takers() > 1 && heads_per_kv <= kernels_.attention_queries) split_long_tiles(tiles, heads_per_kv);
-    tiles.end = static_cast<int32_t>(tiles_.size());
+    tiles.end = static_cast<int32_t>(plan_.tiles.size());
     return tiles;
 }
 
 // `of_samples`: from the first of its queries that samples to the last one, if there is any.
-void Engine::add_tile(AttentionTile tile, bool of_samples) {
+void StepPlanner::add_tile(AttentionTile tile, bool of_samples) {
     if (of_samples) {
         const int32_t* const all_end = input_.logit_tokens + input_.num_logits;
         const int32_t* const begin = std::lower_bound(input_.logit_tokens, all_end, tile.token);
@@ -154,43 +187,51 @@ void Engine::add_tile(AttentionTile tile, bool of_samples) {
         tile.token = *begin;
         tile.num_queries = end[-1] - *begin + 1;
     }
-    tiles_.push_back(tile);
+    plan_.tiles.push_back(tile);
 }
 
 // So that no task is more than a quarter of what each of the strand's threads has to do.
-void Engine::split_long_tiles(TileRange& tiles, int heads_per_kv) {
+void StepPlanner::split_long_tiles(TileRange& tiles, int heads_per_kv) {
     const auto cost_of = [](const AttentionTile& tile) { return int64_t{tile.position + tile.num_queries} * tile.num_queries; };
-    const auto first = tiles_.begin() + tiles.first;
+    const auto first = plan_.tiles.begin() + tiles.first;
     int64_t total = 0, longest = 0;
-    for (auto tile = first; tile != tiles_.end(); ++tile) {
+    for (auto tile = first; tile != plan_.tiles.end(); ++tile) {
         total += cost_of(*tile);
         longest = std::max(longest, cost_of(*tile));
     }
     const int64_t bound = total / (4 * takers()) + 1;
     if (longest <= bound) return;
     tiles.has_splits = true;
-    whole_tiles_.assign(first, tiles_.end());
-    tiles_.resize(tiles.first);
+    whole_tiles_.assign(first, plan_.tiles.end());
+    plan_.tiles.resize(tiles.first);
     for (AttentionTile tile : whole_tiles_) {
         const int num_segments = ceil_div(tile.position + tile.num_queries, kSegment);
         const int num_pieces = std::min(num_segments, static_cast<int>((cost_of(tile) + bound - 1) / bound));
         if (num_pieces < 2) {
-            tiles_.push_back(tile);
+            plan_.tiles.push_back(tile);
             continue;
         }
-        tile.split = static_cast<int32_t>(splits_.size());
-        splits_.push_back({num_partials_, num_pieces, 0});
-        num_partials_ += num_segments * kernels_.attention_partial_floats(tile.num_queries * heads_per_kv, shape_.head_dim);
+        tile.split = static_cast<int32_t>(plan_.splits.size());
+        plan_.splits.push_back({plan_.num_partials, num_pieces});
+        plan_.num_partials += num_segments * kernels_.attention_partial_floats(tile.num_queries * heads_per_kv, shape_.head_dim);
         for (int piece = 0; piece < num_pieces; ++piece) {
             tile.first_segment = num_segments * piece / num_pieces;
             tile.end_segment = num_segments * (piece + 1) / num_pieces;
-            tiles_.push_back(tile);
+            plan_.tiles.push_back(tile);
         }
     }
 }
 
-Engine::Stage Engine::plan_stage(const Strand& strand, const Instruction& instruction, int members) const {
-    const int wanted = kTasksPerMember * members;
+// Threads that share a strand don't know who of them will read what, and a layer of more weights than a cache holds would drive out what was
+// fetched.
+void StepPlanner::plan_fetching(Strand& strand) {
+    strand.blocks = {};
+    if (takers() > 1 || !layer_fits_cache()) return;
+    if (num_strands() == 1 && strand.end_token - strand.first_token < kFewestTokens) return;
+    strand.blocks = fetching_.plan(input_, strand.first_token, strand.end_token);
+}
+
+Stage StepPlanner::plan_stage(const Strand& strand, const Instruction& instruction, int members) const {
     if (instruction.kind == InstructionKind::kAttention) {
         // Pieces of a long tile lie side by side and are dear: each is a task of its own.
         const TileRange& tiles = instruction.attention.of_samples ? strand.sample_tiles : strand.tiles;
@@ -205,6 +246,11 @@ Engine::Stage Engine::plan_stage(const Strand& strand, const Instruction& instru
         const int grain = grain_of_rows(rows, members);
         return {ceil_div(rows, grain), grain, 1, first, end, members};
     }
+    return plan_product(instruction, first, end, members);
+}
+
+Stage StepPlanner::plan_product(const Instruction& instruction, int first, int end, int members) const {
+    const int rows = end - first, wanted = kTasksPerMember * members;
     // Whole tiles (a task's last panels would be computed one by one), and rather more tasks than wanted: one task too
     // many for a member is waited for by all.
     const int row_blocks = ceil_div(rows, kRowBlock), tile = kernels_.tile_panels(rows);
@@ -212,38 +258,28 @@ Engine::Stage Engine::plan_stage(const Strand& strand, const Instruction& instru
     const auto panels_of_task = [&](int panels) {
         return std::max(1, panels / std::max(1, wanted / row_blocks) / tile) * tile;
     };
-    const auto tasks_of = [&](int weight, int grain) { return ceil_div(matrices_[weight].matrix.panels, grain) * row_blocks; };
+    const auto tasks_of = [&](int weight, int grain) { return ceil_div(weights_.matrix(weight).panels, grain) * row_blocks; };
     if (instruction.kind == InstructionKind::kGated) {
-        const int grain = panels_of_task(matrices_[instruction.gated.gate].matrix.panels);
+        const int grain = panels_of_task(weights_.matrix(instruction.gated.gate).panels);
         return {tasks_of(instruction.gated.gate, grain), grain, row_blocks, first, end, members, block};
     }
     int panels = 0, tasks = 0;
-    for (const LinearOp& op : instruction.linears) panels += matrices_[op.weight].matrix.panels;
+    for (const LinearOp& op : instruction.linears) panels += weights_.matrix(op.weight).panels;
     const int grain = panels_of_task(panels);
     for (const LinearOp& op : instruction.linears) tasks += tasks_of(op.weight, grain);
     return {tasks, grain, row_blocks, first, end, members, block};
 }
 
-void Engine::plan_step() {
-    plan_strands();
-    tiles_.clear();
-    splits_.clear();
-    num_partials_ = 0;
-    fetched_blocks_.clear();
-    for (Strand& strand : strands_) {
-        plan_attention(strand);
-        plan_fetching(strand);
-    }
-    if (static_cast<int64_t>(partials_.size()) < num_partials_) partials_.resize(num_partials_);
-    stages_.clear();
-    num_tasks_.clear();
-    for (const Strand& strand : strands_) {
-        for (int i = 0; i < num_own_; ++i) stages_.push_back(plan_stage(strand, program_[i], takers()));
+void StepPlanner::plan_stages() {
+    plan_.stages.clear();
+    plan_.num_tasks.clear();
+    for (const Strand& strand : plan_.strands) {
+        for (int i = 0; i < num_own_; ++i) plan_.stages.push_back(plan_stage(strand, program_[i], takers()));
     }
     const Strand all{0, input_.num_tokens, 0, input_.num_logits};
-    for (size_t i = num_own_; i < program_.size(); ++i) stages_.push_back(plan_stage(all, program_[i], team_->size()));
-    if (input_.tokens) stages_.push_back({input_.num_logits, 1, 1, 0, input_.num_logits, team_->size()});
-    for (const Stage& stage : stages_) num_tasks_.push_back(stage.num_tasks);
+    for (size_t i = num_own_; i < program_.size(); ++i) plan_.stages.push_back(plan_stage(all, program_[i], num_members_));
+    if (input_.tokens) plan_.stages.push_back({input_.num_logits, 1, 1, 0, input_.num_logits, num_members_});  // the draw
+    for (const Stage& stage : plan_.stages) plan_.num_tasks.push_back(stage.num_tasks);
 }
 
 }  // namespace penstock

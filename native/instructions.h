@@ -1,0 +1,100 @@
+// What an engine is told to compute: the instructions of its program, and the arrays of one step. Plain data, written by the bindings
+// (bind_engine.cpp) and by the row table, read by the planner of a step and by the engine.
+
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "kernels/kernels.h"
+
+namespace penstock {
+
+constexpr int kRowBlock = 96;      // rows of a product's task: their activations stay in the second-level cache
+constexpr int kRowsTogether = 16;  // rows that go through one row operation after another: they stay in the first-level cache
+
+constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+enum class RowOpKind : int32_t { kEmbed, kAngles, kRmsNorm, kQuantize, kToBf16, kRope, kKvWrite, kGated, kAdd, kGather, kLookup, kResizeHeads };
+
+// One operation on one row; ids index the engine's buffers, activations, matrices, tables, vectors, ropes. -1 is none.
+struct RowOp {
+    RowOpKind kind;
+    int32_t out = -1;      // buffer, or activation for kQuantize and kToBf16
+    int32_t x = -1;        // buffer
+    int32_t y = -1;        // second buffer
+    // matrix (kEmbed), table (kLookup), vector (kRmsNorm; kQuantize: of the norm before, or -1; kKvWrite: what keys share, or -1), rope
+    // (kAngles, kRope)
+    int32_t weight = -1;
+    int32_t n = 0;         // group (kRmsNorm), heads (kRope, kResizeHeads), layer (kKvWrite), activation kind (kGated)
+    int32_t head_dim = 0;  // kRope
+    float value = 0.0f;    // eps or scale
+};
+
+struct LinearOp {
+    int32_t weight;
+    int32_t activation;
+    int32_t out;
+    int32_t bias = -1;      // vector
+    int32_t residual = -1;  // buffer
+};
+
+struct GatedOp {
+    int32_t gate = -1, up = -1;  // matrices
+    int32_t activation = -1;     // input
+    int32_t out = -1;            // buffer
+    ActivationKind kind = ActivationKind::kSilu;
+};
+
+struct AttentionOp {
+    int32_t q = -1, out = -1;  // buffers
+    int32_t layer = 0;
+    int32_t num_heads = 0;
+    float scale = 1.0f;
+    int32_t window = 0;
+    float softcap = 0.0f;
+    bool of_samples = false;  // of other tokens nobody reads what comes out, and it is not computed
+};
+
+enum class InstructionKind : int32_t { kRows, kLinear, kGated, kAttention };
+enum class Domain : int32_t { kTokens, kSamples };  // over which rows an instruction runs
+
+struct Instruction {
+    InstructionKind kind;
+    Domain domain = Domain::kTokens;
+    std::vector<RowOp> rows;
+    std::vector<LinearOp> linears;
+    GatedOp gated;
+    AttentionOp attention;
+};
+
+// Arrays of one step, owned by the caller. R rows, T tokens, S rows of logits.
+struct StepInput {
+    int32_t num_rows, num_tokens, num_logits;
+    const int32_t* row_slots;        // [R]
+    const int32_t* query_start_loc;  // [R + 1]
+    const int32_t* context_lens;     // [R]
+    const int32_t* token_ids;        // [T]
+    const int32_t* positions;        // [T]
+    const int64_t* slot_mapping;     // [T]
+    const int32_t* block_tables;     // [max_rows, table_stride]
+    int64_t table_stride;
+    const int32_t* logit_tokens;  // token index of each row of logits, ascending [S]
+    // For sampling; null tokens: only logits are wanted.
+    const int32_t* logit_slots;   // slot of each row of logits [S]
+    const int32_t* tokens;        // [max_rows, tokens_stride]
+    int64_t tokens_stride;
+    const int32_t* num_tokens_of_slot;  // [max_rows]
+    const int32_t* num_prompt_of_slot;  // [max_rows]
+    const uint32_t* const* masks = nullptr;  // of what may be sampled: a bit for each token, or null [S]; null: none has one
+
+    const uint32_t* mask_of(int row) const { return masks ? masks[row] : nullptr; }
+};
+
+struct EngineShape {
+    int32_t num_layers, num_kv_heads, head_dim, vocab_size;
+    int32_t num_blocks, block_size, max_rows, max_step_tokens;
+    KvFormat kv_format;
+};
+
+}  // namespace penstock

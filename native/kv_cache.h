@@ -1,0 +1,45 @@
+// The keys and values of one model: blocks of all layers, [num_blocks][num_layers], each as KvLayer says. What a few tokens take are few
+// pages. Knows no requests and no block tables.
+
+#pragma once
+
+#include <cstdint>
+
+#include "instructions.h"
+#include "kv_memory.h"
+
+namespace penstock {
+
+class KvCache {
+  public:
+    // Throws std::bad_alloc without memory.
+    KvCache(const EngineShape& shape, const KernelTable& kernels);
+
+    KvLayer layer(int index) const;
+    int64_t bytes() const { return block_bytes_ * shape_.num_blocks; }
+    int64_t block_bytes() const { return block_bytes_; }
+    // Bytes of a block in one layer.
+    int64_t layer_block_bytes() const { return block_bytes_ / shape_.num_layers; }
+
+    // From now on a thread of low priority sees to pages (KvMemory).
+    void begin() { memory_.begin(); }
+    // A step writes slots up to this one.
+    void reach(int64_t last_slot) { memory_.reach((last_slot / shape_.block_size + 1) * block_bytes_); }
+
+    void copy_block(int from, int to);
+    // A block of all layers, one after the other, in the layout of the cache. [block_bytes]
+    void read_block(int block, uint8_t* out) const;
+    void write_block(int block, const uint8_t* content);
+    // Fills a block's positions from `first` on with NaN, so that a test sees any use of them.
+    void poison_block(int block, int first);
+
+  private:
+    uint8_t* at(int block) const { return memory_.data() + block * block_bytes_; }
+
+    EngineShape shape_;
+    const KernelTable& kernels_;
+    int64_t block_bytes_;
+    KvMemory memory_;
+};
+
+}  // namespace penstock

@@ -1,0 +1,59 @@
+// The logits of a step, and the tokens that are drawn of them.
+//
+// Of a row that is given its likeliest token only the largest logit is kept: 32 rows of 49,152 logits are 6 MB, more than cores have of
+// caches of their own, and would go to memory and back, or to another core, for one number each.
+
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <vector>
+
+#include "floats.h"
+#include "instructions.h"
+#include "sampler.h"
+#include "step_planner.h"
+
+namespace penstock {
+
+class Logits {
+  public:
+    Logits(const EngineShape& shape, const KernelTable& kernels, int num_members);
+
+    void set_sampling(int slot, RowSampling sampling) { sampling_.at(slot) = std::move(sampling); }
+    // `multiply` will be called: the product is the last instruction of a program, of all strands together.
+    void expect_product();
+
+    // `logits` [num_logits, width] are where rows are kept that need them. `product` is the stage of the product, and `panels` those of its
+    // matrix; null if another instruction makes the logits.
+    void begin_step(const StepInput& input, float* logits, int64_t width, const Stage* product, int panels);
+    // A task of the product. `epilogue` is that of an ordinary product into the logits.
+    void multiply(const PackedMatrix& w, const Activation& x, Epilogue epilogue, const Stage& stage, int task, int member);
+    void draw(int row, int member);
+    // Throws std::bad_alloc if the sampler found no memory; the samples then have no meaning.
+    void end_step() const;
+
+    // Of the last step, which drew.
+    const std::vector<SampleResult>& samples() const { return samples_; }
+
+  private:
+    int32_t best_of_row(int row) const;
+
+    EngineShape shape_;
+    const KernelTable& kernels_;
+    std::vector<RowSampling> sampling_;        // per slot
+    std::vector<SamplerScratch> draw_scratch_;  // per member
+    std::vector<Floats> scratch_;              // per member, of a product's rows
+
+    // Of the step.
+    StepInput input_{};
+    float* logits_ = nullptr;
+    int64_t width_ = 0;
+    std::vector<uint8_t> wants_best_;  // rows of which only the largest logit is kept
+    std::vector<BestLogit> best_;      // [num_logits, best_stride_], of their pieces
+    int best_stride_ = 0;
+    std::vector<SampleResult> samples_;
+    std::atomic<bool> lacks_memory_{false};
+};
+
+}  // namespace penstock

@@ -1,0 +1,151 @@
+// How a step is divided over a team: its tokens into strands, each strand's instructions into stages, each stage into tasks.
+//
+//     tokens of the step   |......... strand 0 .........|......... strand 1 .........|      all tokens
+//     stages               norm > q,k,v > attention > ...  norm > q,k,v > ...             logits > draw
+//     tasks of a stage     |t0|t1|t2|..|                   |t0|t1|t2|..|                  |t0|t1|..|
+//                          own stages of each strand                                      joint stages
+//
+// The engine (engine.h) asks once for each step, hands `num_tasks` and `strands_of_run()` to the team, and looks up what a task is.
+// Nothing is computed here, and no order of a sum depends on it: the kernels add in the same order however a step is divided.
+
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "fetching.h"
+#include "instructions.h"
+#include "team.h"
+#include "weights.h"
+
+namespace penstock {
+
+// Tiles of attention, as a range of those of the step.
+struct TileRange {
+    int32_t first = 0, end = 0;
+    bool has_splits = false;
+};
+
+// Tokens of a step, and the samples among them, that go through all instructions without waiting for the others: who computes one
+// strand multiplies while who computes another one waits for keys and values.
+struct Strand {
+    int32_t first_token, end_token, first_logit, end_logit;
+    TileRange tiles{}, sample_tiles{};  // of attention: of all tokens, and of samples alone
+    Fetching::Blocks blocks{};        // that its products fetch for attention
+};
+
+// One instruction of a strand, or of all together. The last stage of a step that samples is the draw, which is no instruction.
+struct Stage {
+    int32_t num_tasks;
+    int32_t grain;       // rows, panels or attention tiles of a task
+    int32_t row_blocks;  // of a product
+    int32_t first, end;  // rows of its domain, or tiles
+    int32_t members;     // who share its tasks
+    int32_t block = 0;   // rows of a row block
+
+    // The task that a member takes after this one, if those who share the stage are equally fast.
+    int task_after(int task) const { return task + members; }
+    // Of a product: rows and panels of a task.
+    int first_row(int task) const { return first + task % row_blocks * block; }
+    int end_row(int task) const { return std::min(first_row(task) + block, end); }
+    PanelRange panels(int task, int panels) const {
+        const int begin = task / row_blocks * grain, next = task_after(task) / row_blocks * grain;
+        return {begin, std::min(begin + grain, panels), next};
+    }
+};
+
+// Queries of a row and a key-value head that attend together, over all positions or, as a piece of a long one, over some segments.
+struct AttentionTile {
+    int32_t row, token, position, num_queries, kv_head;
+    int32_t split = -1;  // of which this is a piece
+    int32_t first_segment = 0, end_segment = 0;
+};
+
+// A tile that sees so much that its segments are divided over threads. The piece that is done last merges them all.
+struct AttentionSplit {
+    int64_t partials;  // where they begin
+    int32_t num_pieces;
+};
+
+// Valid until the next step is planned.
+struct StepPlan {
+    std::vector<Strand> strands;
+    std::vector<Stage> stages;  // of the strands, one after the other, then the joint ones
+    std::vector<int32_t> num_tasks;  // of the same stages
+    std::vector<AttentionTile> tiles;
+    std::vector<AttentionSplit> splits;
+    int64_t num_partials = 0;  // floats that the pieces of split tiles leave behind
+};
+
+class StepPlanner {
+  public:
+    // `program` and `weights` outlive this, and belong to it: an instruction is added to both.
+    StepPlanner(const EngineShape& shape, const KernelTable& kernels, const std::vector<Instruction>& program, const Weights& weights,
+                int64_t layer_block_bytes, int num_members);
+
+    // After the program's next instruction.
+    void count_last_instruction();
+    // Whether the program's last instruction is of all strands together; of each strand until this is called.
+    void join_last_instruction(bool joins) { num_own_ = static_cast<int>(program_.size()) - (joins ? 1 : 0); }
+
+    // `input` must live as long as the step.
+    const StepPlan& plan(const StepInput& input);
+    const StepPlan& last() const { return plan_; }
+
+    Team::Strands strands_of_run() const;
+    // Index of a stage's instruction in the program; the program's size for the draw.
+    std::size_t instruction_of(int stage) const;
+    bool is_joint(int stage) const { return stage >= num_strands() * num_own_; }
+    int num_strands() const { return static_cast<int>(plan_.strands.size()); }
+    // Instructions that each strand goes through by itself; the others follow when all have.
+    int num_own() const { return num_own_; }
+    bool has_joint_instruction() const { return num_own_ < static_cast<int>(program_.size()); }
+    // What one task of a stage is to fetch.
+    Fetching::Share fetched_by(int stage, int task) const;
+
+  private:
+    // In multiply-adds of products, of all layers.
+    struct Costs {
+        int64_t of_token = 0, of_sample = 0;
+        int64_t of_position = 0;   // that a token sees
+        int64_t weight_bytes = 0;  // that tokens are multiplied with
+    };
+
+    // How many members share a strand.
+    int takers() const { return ceil_div(num_members_, num_strands()); }
+    bool layer_fits_cache() const;
+
+    void plan_strands();
+    void add_up_costs();
+    void divide_tokens(int wanted);
+
+    void plan_attention(Strand& strand);
+    TileRange add_tiles(const Strand& strand, int heads_per_kv, bool of_samples);
+    void add_tile(AttentionTile tile, bool of_samples);
+    void split_long_tiles(TileRange& tiles, int heads_per_kv);
+
+    void plan_fetching(Strand& strand);
+
+    void plan_stages();
+    Stage plan_stage(const Strand& strand, const Instruction& instruction, int members) const;
+    Stage plan_product(const Instruction& instruction, int first, int end, int members) const;
+
+    EngineShape shape_;
+    const KernelTable& kernels_;
+    const std::vector<Instruction>& program_;
+    const Weights& weights_;
+    int num_members_;
+    int num_own_ = 0;
+    Costs costs_;
+    Fetching fetching_;
+
+    // Of the step.
+    StepInput input_{};
+    StepPlan plan_;
+    std::vector<int64_t> cost_until_;         // of the step's tokens up to each one
+    std::vector<AttentionTile> whole_tiles_;  // of a strand, before long ones are split
+};
+
+}  // namespace penstock

@@ -1,0 +1,80 @@
+#include "weights.h"
+
+#include <sys/resource.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <new>
+#include <stdexcept>
+#include <system_error>
+
+namespace penstock {
+
+namespace {
+
+constexpr int kSettlerNice = 10;          // a tenth of a core that others want
+constexpr int kPackingTasksPerMember = 8;  // a member that loses its core delays the others by one of them
+
+// Panels [first, first + panels) of a matrix, in about equal parts.
+struct Packing final : Work {
+    PackedStorage& packed;
+    const uint8_t* source;
+    int first, panels, num_parts;
+    std::atomic<bool> finite{true};
+
+    Packing(PackedStorage& p, const uint8_t* s, int first_panel, int num_panels, int parts)
+        : packed(p), source(s), first(first_panel), panels(num_panels), num_parts(std::min(num_panels, parts)) {}
+
+    void run_task(int, int part, int) override {
+        const auto begin = static_cast<int>(int64_t{panels} * part / num_parts), end = static_cast<int>(int64_t{panels} * (part + 1) / num_parts);
+        const uint8_t* const rows = source + begin * source_bytes(packed.format, kPanel, packed.matrix.cols);
+        if (!pack_panels(packed, rows, first + begin, first + end)) finite.store(false, std::memory_order_relaxed);
+    }
+};
+
+}  // namespace
+
+int Weights::add_matrix(SourceFormat format, int rows, int cols) {
+    matrices_.push_back(allocate_packed(arena_, format, rows, cols));
+    bytes_ += matrices_.back().bytes;
+    return static_cast<int>(matrices_.size()) - 1;
+}
+
+void Weights::pack_rows(Team& team, int matrix, int first_row, int num_rows, const uint8_t* source) {
+    const int panels = (num_rows + kPanel - 1) / kPanel;
+    Packing packing(matrices_.at(matrix), source, first_row / kPanel, panels, kPackingTasksPerMember * team.size());
+    team.run(packing, {packing.num_parts});
+    if (!packing.finite.load(std::memory_order_relaxed)) throw std::invalid_argument("a scale is no finite number: the file is damaged");
+}
+
+int Weights::add_table(SourceFormat format, int rows, int cols, const uint8_t* source) {
+    tables_.push_back({format, cols, source_bytes(format, rows, cols) / rows, source});
+    return static_cast<int>(tables_.size()) - 1;
+}
+
+int Weights::add_vector(const float* values, int64_t count) {
+    vectors_.emplace_back(values, values + count);
+    for (float& x : vectors_.back()) {
+        if (std::isnan(x)) x = NAN;
+    }
+    return static_cast<int>(vectors_.size()) - 1;
+}
+
+void Weights::settle() {
+    if (settler_.joinable()) return;
+    arena_.complete();
+    if (arena_.small_bytes() == 0) return;
+    try {
+        settler_ = std::jthread([this](const std::stop_token& stop) {
+            setpriority(PRIO_PROCESS, 0, kSettlerNice);  // on Linux of this thread alone; a wish
+            try {
+                arena_.settle(stop);
+            } catch (const std::bad_alloc&) {  // then the rest stays in small pages
+            }
+        });
+    } catch (const std::system_error&) {  // no thread: then all stays in small pages, which serve as well, but slower
+    }
+}
+
+}  // namespace penstock

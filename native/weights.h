@@ -1,0 +1,58 @@
+// The weights of one model, by id: matrices packed for products, tables of which single rows are read, and vectors.
+//
+// Filled call by call while a model is loaded, then only read. Knows no program.
+
+#pragma once
+
+#include <cstdint>
+#include <thread>
+#include <vector>
+
+#include "floats.h"
+#include "packing.h"
+#include "team.h"
+
+namespace penstock {
+
+class Weights {
+  public:
+    struct Table {
+        SourceFormat format;
+        int32_t cols;
+        int64_t row_bytes;
+        const uint8_t* source;
+    };
+
+    // Memory for a matrix, whose rows are packed by `pack_rows`: all of them, before the first step.
+    int add_matrix(SourceFormat format, int rows, int cols);
+    // Rows as in the file, packed by the whole team. `first_row` begins a panel, and the last one ends one or is the matrix's last.
+    void pack_rows(Team& team, int matrix, int first_row, int num_rows, const uint8_t* source);
+    // A matrix of which a step reads single rows: it stays where and as it is, and must outlive this. It is not read now,
+    // so damage shows when a row is looked up: a group whose scale is no finite number is NaN, and so are that request's logits.
+    int add_table(SourceFormat format, int rows, int cols, const uint8_t* source);
+    // Every NaN gets the bits of `NAN`, as in a table: no rounding makes a number of them.
+    int add_vector(const float* values, int64_t count);
+    // The weights are complete: a thread of low priority sees to their pages (Arena). A matrix that comes later: std::logic_error.
+    void settle();
+
+    // What a matrix is made of: its format in the file, rows, columns and bytes. std::out_of_range for an unknown id.
+    const PackedStorage& packed(int id) const { return matrices_.at(id); }
+    const PackedMatrix& matrix(int id) const { return matrices_[id].matrix; }
+    const Table& table(int id) const { return tables_[id]; }
+    // Null for -1.
+    const float* vector(int id) const { return id < 0 ? nullptr : vectors_[id].data(); }
+
+    int64_t bytes() const { return bytes_; }
+    int64_t small_page_bytes() const { return arena_.small_bytes(); }
+    void use_small_pages() { arena_.use_small_pages(); }  // for tests
+
+  private:
+    Arena arena_;
+    std::vector<PackedStorage> matrices_;
+    std::vector<Table> tables_;
+    std::vector<Floats> vectors_;
+    int64_t bytes_ = 0;
+    std::jthread settler_;  // ends before anything else
+};
+
+}  // namespace penstock
