@@ -73,7 +73,16 @@ def test_the_file_may_come_from_the_environment_and_the_model_be_an_argument(tmp
 
 
 def test_every_setting_has_a_flag_and_an_environment_variable() -> None:
-    samples = {"count": "2", "counts": "2,3", "size": "1MiB", "duration": "1s", "share": "5%", "text": "x", "path": "x"}
+    samples = {
+        "count": "2",
+        "counts": "2,3",
+        "size": "1MiB",
+        "duration": "1s",
+        "share": "5%",
+        "text": "x",
+        "path": "x",
+        "table": "{x = 1}",
+    }
     for item in all_settings():
         if item.key == "model":
             continue
@@ -109,6 +118,15 @@ def test_several_counts_are_a_tuple_wherever_they_come_from(tmp_path: Path) -> N
     assert _config(env={"PENSTOCK_LENGTH_BUCKETS": "64,256"}).scheduler.length_buckets == (64, 256)
 
 
+def test_the_arguments_of_a_policy_are_a_table_wherever_they_come_from(tmp_path: Path) -> None:
+    path = tmp_path / "p.toml"
+    path.write_text('policy = "./mine.py:Mine"\n[policy_args]\nshares = {a = 2}\nweight = 1.5\n')
+    from_file = _config("--config", str(path)).scheduler
+    assert (from_file.policy, from_file.policy_args) == ("./mine.py:Mine", {"shares": {"a": 2}, "weight": 1.5})
+    assert _config("--policy-args", "{shares = {a = 2}, weight = 1.5}").scheduler.policy_args == from_file.policy_args
+    assert _config(env={"PENSTOCK_POLICY_ARGS": "{weight = 1.5}"}).scheduler.policy_args == {"weight": 1.5}
+
+
 def test_what_may_be_repeated_is_a_tuple() -> None:
     assert _config("--api-key", "a", "--api-key", "b").server.api_keys == ("a", "b")
     assert _config(env={"PENSTOCK_API_KEY": "a b"}).server.api_keys == ("a", "b")
@@ -118,6 +136,8 @@ def test_what_may_be_repeated_is_a_tuple() -> None:
     ("arguments", "cause"),
     [
         (["--policy", "lifo"], "Invalid value for '--policy': 'lifo' is not available; available: fcfs,"),
+        (["--policy", "lifo"], "or a class of your own, as package.module:Class or ./file.py:Class."),
+        (["--policy-args", "3"], "3 is an integer, not a table."),
         (["--device", "tpu"], "'tpu' is not available; available: auto, cpu, cuda."),
         (["--kv-cache-dtype", "fp8"], "available: int8, bf16."),
         (["--port", "70000"], "Invalid value for '--port': 70000 is more than 65535."),

@@ -57,11 +57,16 @@ class Served:
 
 
 @contextmanager
-def serving(environment: dict[str, str], *arguments: str | Path, start: Sequence[str] = ("-m", "penstock")) -> Iterator[Served]:
-    """`start`: what Python is called with to begin the command line."""
+def serving(
+    environment: dict[str, str],
+    *arguments: str | Path,
+    start: Sequence[str] = ("-m", "penstock"),
+    cwd: Path | None = None,
+) -> Iterator[Served]:
+    """`start`: the words with which Python begins the command line."""
     command = [sys.executable, *start, "serve", *map(str, arguments), "--backend", "reference", "--port", "0"]
     with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=cwd
     ) as process:
         try:
             yield Served(process)

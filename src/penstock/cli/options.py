@@ -95,13 +95,19 @@ def _option(item: Setting, *short: str) -> Callable[[_Command], _Command]:
         item.key,
         type=click.UNPROCESSED,
         callback=_parser(item),
-        metavar="{" + ",".join(item.choices) + "}" if item.choices else item.kind.upper(),
+        metavar=_metavar(item),
         default=item.default if item.default_doc else item.shown_default,  # in words, as it is shown
         envvar=item.env,
         multiple=item.is_multiple,
         show_default=item.default_doc or True,
         help=item.doc,
     )
+
+
+def _metavar(item: Setting) -> str:
+    if not item.choices:
+        return item.kind.upper()
+    return "{" + ",".join([*item.choices, "MODULE:CLASS"] if item.takes_class else item.choices) + "}"
 
 
 class _Truth(click.types.BoolParamType):

@@ -1,4 +1,4 @@
-"""What can be set, and nothing else: read by `build` and `cli`, and by whoever starts Penstock from Python. Builds nothing."""
+"""Settings and their defaults: read by `deploy` and `cli`, and by programs that start Penstock from Python. Builds nothing."""
 
 from penstock.config.components import (
     AdmissionConfig,

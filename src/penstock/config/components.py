@@ -86,17 +86,24 @@ class KvConfig(Component):
     prefix_caching: bool = setting(True, "Reuse the KV of prompts that begin alike.", kind=Kind.FLAG)
     prefix_sharing: str | None = setting(
         None,
-        "Among whom: all, or each tenant for itself.",
+        "Who shares them: all, or each tenant for itself.",
         kind=Kind.CHOICE,
         choices=("all", "tenant"),
         default_doc="tenant with several API keys or --trust-tenant-header, else all",
     )
     kv_eviction: str | None = setting(
         None,
-        "Whose cached prefixes are lost first when blocks are needed.",
+        "Which cached prefixes are lost first when blocks are needed.",
         kind=Kind.CHOICE,
         choices=("lru", "priority", "tenant-fair"),
+        takes_class=True,
         default_doc="priority with --policy priority, tenant-fair with --policy fair, else the preset's: lru",
+    )
+    kv_eviction_args: Mapping[str, object] | None = setting(
+        None,
+        "Arguments for the eviction, by name.",
+        kind=Kind.TABLE,
+        default_doc="its own defaults",
     )
     kv_host_size_bytes: int = setting(
         0,
@@ -130,7 +137,7 @@ class KvConfig(Component):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig(Component):
-    """What runs in the next step."""
+    """How requests are scheduled."""
 
     title: ClassVar[str] = "Scheduling"
 
@@ -145,7 +152,14 @@ class SchedulerConfig(Component):
         "When a batch may start.",
         kind=Kind.CHOICE,
         choices=("continuous", "dynamic", "static"),
+        takes_class=True,
         default_doc="the preset's: continuous",
+    )
+    batching_args: Mapping[str, object] | None = setting(
+        None,
+        "Arguments for the gate, by name.",
+        kind=Kind.TABLE,
+        default_doc="its own defaults",
     )
     max_batch_size: int | None = setting(
         None,
@@ -181,24 +195,45 @@ class SchedulerConfig(Component):
     )
     policy: str | None = setting(
         None,
-        "Who is next among the waiting.",
+        "Which waiting request is next.",
         kind=Kind.CHOICE,
         choices=("fcfs", "sjf", "srpf", "edf", "priority", "fair"),
+        takes_class=True,
         default_doc="the preset's: fcfs",
+    )
+    policy_args: Mapping[str, object] | None = setting(
+        None,
+        "Arguments for the order, by name.",
+        kind=Kind.TABLE,
+        default_doc="its own defaults",
     )
     length_predictor: str | None = setting(
         None,
-        "Who predicts how long an answer will be; some policies ask.",
+        "How the length of an answer is predicted; some policies ask.",
         kind=Kind.CHOICE,
         choices=("none", "online"),
+        takes_class=True,
         default_doc="the preset's: online",
+    )
+    length_predictor_args: Mapping[str, object] | None = setting(
+        None,
+        "Arguments for the predictor, by name.",
+        kind=Kind.TABLE,
+        default_doc="its own defaults",
     )
     budget: str | None = setting(
         None,
         "How the tokens of a step are split.",
         kind=Kind.CHOICE,
         choices=("decode-first", "itl", "whole-prompts"),
+        takes_class=True,
         default_doc="itl with --slo-itl, else the preset's: itl",
+    )
+    budget_args: Mapping[str, object] | None = setting(
+        None,
+        "Arguments for the budget, by name.",
+        kind=Kind.TABLE,
+        default_doc="its own defaults",
     )
     slo_itl_s: float | None = setting(
         None,
@@ -227,14 +262,28 @@ class SchedulerConfig(Component):
         "How much memory an admission must find.",
         kind=Kind.CHOICE,
         choices=("chunk", "prompt", "predicted", "no-evict", "watermark"),
+        takes_class=True,
         default_doc="the preset's: watermark",
+    )
+    reserve_args: Mapping[str, object] | None = setting(
+        None,
+        "Arguments for the reserve, by name.",
+        kind=Kind.TABLE,
+        default_doc="its own defaults",
     )
     victim: str | None = setting(
         None,
-        "Who is preempted when memory is short.",
+        "Which running request is preempted when memory is short.",
         kind=Kind.CHOICE,
         choices=("latest", "lowest-priority", "least-computed", "cheapest"),
+        takes_class=True,
         default_doc="lowest-priority with --policy priority, else the preset's: cheapest",
+    )
+    victim_args: Mapping[str, object] | None = setting(
+        None,
+        "Arguments for the choice of a victim, by name.",
+        kind=Kind.TABLE,
+        default_doc="its own defaults",
     )
     priority_preemption: bool | None = setting(
         None,
@@ -264,18 +313,18 @@ class SchedulerConfig(Component):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionConfig(Component):
-    """Who is let in. What each check does: docs/admission.md."""
+    """Limits at the door. docs/admission.md says what each check does."""
 
     title: ClassVar[str] = "Admission"
 
     max_queue: int = setting(1024, "Requests that may wait; more are answered 429.", kind=Kind.COUNT, minimum=1)
     slo_ttft_s: float | None = setting(
         None,
-        "Target of the time to first token; who is expected to wait longer is answered 429.",
+        "Target of the time to first token; a request that is expected to wait longer is answered 429.",
         kind=Kind.DURATION,
         key="slo_ttft",
         minimum=0.001,
-        default_doc="none: who waits is not turned away for it",
+        default_doc="none: no request is turned away for its wait",
     )
     kv_headroom: float = setting(
         0.2,
@@ -301,7 +350,7 @@ class AdmissionConfig(Component):
 
 
 class Backend(StrEnum):
-    """Who computes. `reference` is the slow specification, offered for learning and for tests."""
+    """Code that computes. `reference` is the slow specification, offered for learning and for tests."""
 
     NATIVE = "native"
     REFERENCE = "reference"
@@ -317,7 +366,7 @@ class Device(StrEnum):
 
 
 class AttentionKernels(StrEnum):
-    """Whose kernels compute attention on a GPU. `auto`: FlashInfer's where they are installed and measured to be faster."""
+    """Kernels that compute attention on a GPU. `auto`: FlashInfer's where they are installed and measured to be faster."""
 
     AUTO = "auto"
     TRITON = "triton"
@@ -326,7 +375,7 @@ class AttentionKernels(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendConfig(Component):
-    """Who computes."""
+    """How and where the model is computed."""
 
     title: ClassVar[str] = "Compute"
 
@@ -372,7 +421,7 @@ class BackendConfig(Component):
     )
     attention: str | None = setting(
         None,
-        "Whose kernels compute attention on a GPU: auto tries FlashInfer's at the start, if the extra is installed, and takes "
+        "Kernels that compute attention on a GPU: auto tries FlashInfer's at the start, if the extra is installed, and takes "
         "them where they give the same answers and are faster.",
         kind=Kind.CHOICE,
         choices=tuple(AttentionKernels),
@@ -501,7 +550,7 @@ class LogLevel(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogConfig(Component):
-    """What is written to stderr."""
+    """Lines that are written to stderr."""
 
     title: ClassVar[str] = "Log"
 

@@ -12,11 +12,15 @@ Written by `make docs` from `src/penstock/config`; do not edit.
 Every setting can be given as a flag, as an environment variable or as a key of a TOML file that `--config FILE.toml`
 (or `PENSTOCK_CONFIG`) names. A flag goes before the environment, that before the file, that before the default.
 An unknown key, a wrong type and a value that is not available are errors, never ignored; an environment variable that begins
-with `PENSTOCK_` and is none of these is warned of. All keys stand at the top level of the file: it has no tables.
+with `PENSTOCK_` and is none of these is warned of. All keys stand at the top level of the file.
 
 Counts may be written `4k` (4,000) or `2Mi` (2,097,152), sizes `512MB` or `4GiB`, durations `250ms`, `30s` or `2m`
 (a bare number is seconds), shares `1%` or `0.01`; several counts `128,512`, or as a list in the file. What may be repeated
-is a list in the file, and separated by spaces in the environment.
+is a list in the file, and separated by spaces in the environment. A table is one of TOML in the file (`[policy_args]`, below
+the keys at the top level), and an inline one elsewhere: `--policy-args '{max_delay_ns = 2_000_000_000}'`.
+
+Where the value may be `module:Class`, it may name a class of your own, as `package.module:Class` or `./file.py:Class`;
+[how-to/policy.md](how-to/policy.md) shows how to write, try and serve one.
 
 `penstock serve` takes all of them; `penstock run` and `penstock chat` take those of Model, KV cache and Compute that mean
 something to a single request (`--help` lists them), `pull` the model and the cache, `models` and `env` the cache; they pass
@@ -55,7 +59,8 @@ def _flag(item: Setting) -> str:
 
 def _value(item: Setting) -> str:
     if item.choices:
-        return ", ".join(f"`{choice}`" for choice in item.choices)
+        names = [f"`{choice}`" for choice in item.choices]
+        return ", ".join([*names, "`module:Class`"] if item.takes_class else names)
     limits = [f"from {item.minimum:g}" if item.minimum is not None else "", f"to {item.maximum:g}" if item.maximum else ""]
     text = " ".join([item.kind.value, *filter(None, limits)])
     return f"{text}, repeatable" if item.is_multiple else text

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -28,6 +29,7 @@ class Kind(StrEnum):
     SIZE = "size"
     DURATION = "duration"
     SHARE = "share"
+    TABLE = "table"
 
 
 _PARSERS: Mapping[Kind, Callable[[str], int | float]] = {
@@ -42,7 +44,7 @@ _FALSE = ("0", "false", "no", "off")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What is known about one setting. `field` is the attribute of the component that holds it."""
+    """Everything that is known about one setting. `field` is the attribute of the component that holds it."""
 
     field: str
     key: str
@@ -55,6 +57,8 @@ class Setting:
     minimum: float | None
     maximum: float | None
     is_multiple: bool
+    takes_class: bool
+    """Besides the choices, a class of the user's own may be named."""
 
     @property
     def flag(self) -> str:
@@ -85,8 +89,11 @@ class Setting:
         """Raises ValueError if a value (of the right type) is blank, or outside the choices or the range."""
         if isinstance(value, str) and not value.strip():
             raise ValueError(f"{value!r} is empty")
+        if self.takes_class and isinstance(value, str) and ":" in value:
+            return
         if self.choices and value not in self.choices:
-            raise ValueError(f"{value!r} is not available; available: {', '.join(self.choices)}")
+            own = "; or a class of your own, as package.module:Class or ./file.py:Class" if self.takes_class else ""
+            raise ValueError(f"{value!r} is not available; available: {', '.join(self.choices)}{own}")
         if isinstance(value, tuple):
             for entry in value:
                 self.check(entry)
@@ -104,6 +111,8 @@ class Setting:
             return _as_bool(raw)
         if self.kind is Kind.COUNTS:
             return _as_counts(raw)
+        if self.kind is Kind.TABLE:
+            return _as_table(raw)
         if self.kind in _PARSERS:
             return self._as_number(raw)
         if not isinstance(raw, str):
@@ -130,6 +139,7 @@ def setting(
     minimum: float | None = None,
     maximum: float | None = None,
     is_multiple: bool = False,
+    takes_class: bool = False,
 ) -> Any:
     """A dataclass field that is a setting. `default_doc` says in words what a default of None means."""
     metadata = {
@@ -141,6 +151,7 @@ def setting(
         "minimum": minimum,
         "maximum": maximum,
         "is_multiple": is_multiple,
+        "takes_class": takes_class,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -185,6 +196,18 @@ def _as_counts(raw: object) -> tuple[int, ...]:
     if not isinstance(raw, list | tuple) or not raw or not all(type(entry) is int for entry in raw):
         raise ValueError(f"{raw!r} is not a list of counts")
     return tuple(raw)
+
+
+def _as_table(raw: object) -> dict[str, Any]:
+    """A table of TOML; outside of a file an inline one, as in `{weight = 2, name = "a"}`."""
+    if isinstance(raw, str):
+        try:
+            raw = tomllib.loads(f"table = {raw}")["table"]
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(f"{raw!r} is not an inline table of TOML, such as {{weight = 2}}: {error}") from None
+    if not isinstance(raw, dict):
+        raise ValueError(f"{raw!r} is {_toml_type(raw)}, not a table")
+    return raw
 
 
 def _toml_type(value: object) -> str:

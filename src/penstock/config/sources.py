@@ -38,7 +38,10 @@ def _parse_table(path: Path, table: Mapping[str, object]) -> dict[str, object]:
     keys = {item.key for item in all_settings()}
     for key, raw in table.items():
         if key not in keys and isinstance(raw, dict):
-            raise ConfigError(f"{path}: there are no tables such as [{key}].", remedy="Put all keys at the top level.")
+            raise ConfigError(
+                f"{path}: there are no tables such as [{key}].",
+                remedy="Put all keys at the top level; only the arguments of policies are tables, such as [policy_args].",
+            )
     return parse_settings(table, all_settings(), place=f"{path}: ")
 
 

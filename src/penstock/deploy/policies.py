@@ -15,9 +15,17 @@ if TYPE_CHECKING:
     from penstock.sched.policies.base import Policies
 
 EVICTION_OF_ORDER: Mapping[str, str] = {"priority": "priority", "fair": "tenant-fair"}
-"""Who is favoured in the queue is favoured in the cache, unless another eviction is asked for."""
+"""A request that is favoured in the queue is favoured in the cache, unless another eviction is asked for."""
 
-SEAM_FLAGS: Mapping[str, str] = {"gate": "--batching", "order": "--policy", "budget": "--budget", "reserve": "--reserve"}
+SEAM_FLAGS: Mapping[str, str] = {
+    "gate": "--batching",
+    "order": "--policy",
+    "budget": "--budget",
+    "reserve": "--reserve",
+    "victim": "--victim",
+    "predictor": "--length-predictor",
+    "eviction": "--kv-eviction",
+}
 SETTING_FLAGS: Mapping[str, str] = {
     "max_batch_size": "--max-batch-size",
     "preferred_batch_sizes": "--preferred-batch-size",
@@ -29,11 +37,12 @@ SETTING_FLAGS: Mapping[str, str] = {
     "max_long_partial_prefills": "--max-long-partial-prefills",
     "share": "--kv-watermark",
 }
-"""Field of a policy -> what sets it."""
+"""Field of a policy -> the flag that sets it."""
 
 
 def build_policies(config: Config) -> Policies:
     """The preset's, with those in their place that the config names."""
+    from penstock.sched.policies.own import OwnPolicyError
     from penstock.sched.policies.presets import LacksSetting
 
     try:
@@ -41,16 +50,18 @@ def build_policies(config: Config) -> Policies:
     except LacksSetting as lack:
         seam, setting = SEAM_FLAGS[lack.seam], SETTING_FLAGS[lack.setting]
         raise LacksSetting(lack.seam, lack.name, lack.setting, seam_words=seam, setting_words=setting) from None
+    except OwnPolicyError as error:
+        raise ConfigError(f"{SEAM_FLAGS[error.seam]}: {error.message}", remedy=error.remedy) from error
     if config.scheduler.priority_preemption and not policies.gate.is_continuous:
         raise ConfigError(
-            "A static or dynamic batch runs until it has ended, so nobody in it is paused for a higher class.",
+            "A static or dynamic batch runs until it has ended, so no request in it is paused for a higher class.",
             remedy="Set --batching continuous, or leave --priority-preemption out.",
         )
     _check_eviction(config.kv, policies)
     for tier, size_bytes in (("disk", config.kv.kv_disk_size_bytes), ("host", config.kv.kv_host_size_bytes)):
         if config.scheduler.preemption is not None and size_bytes:
             raise ConfigError(
-                f"With a {tier} tier, what is preempted comes back from it or is computed again, whichever takes less time.",
+                f"With a {tier} tier, a preempted request comes back from it or is computed again, whichever takes less time.",
                 remedy=f"Leave --preemption or --kv-{tier}-size out.",
             )
     return policies
@@ -85,6 +96,15 @@ def _choose_policies(config: Config) -> Policies:
                 "max_long_partial_prefills": chosen.max_long_partial_prefills,
             },
             "reserve": {"share": config.kv.kv_watermark},
+        },
+        arguments={
+            "gate": chosen.batching_args or {},
+            "order": chosen.policy_args or {},
+            "predictor": chosen.length_predictor_args or {},
+            "budget": chosen.budget_args or {},
+            "reserve": chosen.reserve_args or {},
+            "victim": chosen.victim_args or {},
+            "eviction": config.kv.kv_eviction_args or {},
         },
     )
 

@@ -76,7 +76,7 @@ class TenantFair(EvictionPolicy):
     """The least recently used block of the tenant that has most cached blocks.
 
     So the cache is shared as evenly as tenants ask for it: one that wants no more than an equal share loses nothing to others,
-    however many requests they send. Of tenants with equally many, the one that has had as many for longest loses one.
+    however many requests they send. Among tenants with equally many, the one that has had as many for longest loses one.
     """
 
     def __init__(self) -> None:

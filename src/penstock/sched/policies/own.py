@@ -158,6 +158,8 @@ def _lacks(seam: str, name: str, method: str) -> OwnPolicyError:
 
 def parameters_of(factory: Callable[..., object]) -> Mapping[str, Parameter]:
     """The parameters that can be given by name; empty for a class in C that does not say."""
+    if getattr(factory, "__init__", None) is getattr(Order, "__init__"):  # noqa: B009  # a class without one inherits Protocol's
+        return {}
     try:
         parameters = signature(factory).parameters
     except ValueError:

@@ -14,7 +14,7 @@ from penstock.sched.policies.budgets import BUDGETS
 from penstock.sched.policies.gates import GATES
 from penstock.sched.policies.length_predictors import PREDICTORS
 from penstock.sched.policies.orders import ORDERS
-from penstock.sched.policies.own import guarded, is_own, load, make, parameters_of
+from penstock.sched.policies.own import OwnPolicyError, guarded, is_own, load, make, parameters_of
 from penstock.sched.policies.reserves import RESERVES
 from penstock.sched.policies.victims import VICTIMS
 from penstock.types.errors import ConfigError
@@ -130,7 +130,11 @@ def make_policies(
         name = usual if override is None else override
         given = {key: value for key, value in (settings or {}).get(seam, {}).items() if value is not None}
         known = PRESETS[preset].settings.get(seam, {}) if name == usual else {}
-        chosen[seam] = _make(seam, name, {**known, **given}, (arguments or {}).get(seam, {}))
+        written = (arguments or {}).get(seam, {})
+        for key in given.keys() & written.keys():
+            remedy = "Leave the argument out, or that setting."
+            raise OwnPolicyError(seam, name, f"gets {key} twice: as an argument, and by a setting of its own.", remedy=remedy)
+        chosen[seam] = _make(seam, name, {**known, **given}, written)
     return Policies(**chosen)
 
 
