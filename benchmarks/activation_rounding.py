@@ -33,7 +33,7 @@ Rounding = Callable[[F32], F32]
 class Int8:
     """int8 with a scale per `group` columns (0: per row), which may have to be a power of two.
 
-    What exceeds `outlier_ratio` times the row's root mean square stays float32 and has no part in its group's scale.
+    A value above `outlier_ratio` times the row's root mean square stays float32 and has no part in its group's scale.
     """
 
     def __init__(self, group: int, *, power_of_two: bool = False, outlier_ratio: float = np.inf) -> None:

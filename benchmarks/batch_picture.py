@@ -93,7 +93,7 @@ def _request(guest: Guest) -> Request:
 
 
 def _cells(plan: StepPlan) -> dict[str, str]:
-    """What each request's row shows."""
+    """The letters in each request's row."""
     cells = {row.request_id: "o" if row.query_len == 1 else str(row.query_len) for row in plan.rows}
     for row in plan.rows:
         if row.request_id.startswith(PADDING_PREFIX):

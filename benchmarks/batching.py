@@ -11,7 +11,7 @@ tokens of a step decode first, keeps no prefixes, and pads as its kind of system
 `waste` is the share of computed positions that were padding, `batch` the mean number of requests with a row in a step, those
 of padding aside; `cpu_s`, the CPU time of the process, tells more than `seconds` where others use the machine, too.
 
-What the lengths alone allow: cut into batches of N in their order, prompts p and replies r,
+The gain that the lengths alone allow: cut into batches of N in their order, prompts p and replies r,
 
     prompts   sum over batches of N * max p        /  sum of p            so many times the positions before first tokens
     decodes   sum over batches of N * (max r - 1)  /  sum of (r - 1)      and after them, in a static batch
@@ -68,7 +68,7 @@ COLUMNS = {
 
 
 class Counters:
-    """What the engine's metrics have counted between two readings."""
+    """The counts of the engine's metrics between two readings."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -148,7 +148,7 @@ class Replay:
 
 
 def bounds(jobs: Sequence[Job], batch_size: int, costs: dict[str, float]) -> dict[str, float]:
-    """What the lengths allow; see the head of this file."""
+    """The gain that the lengths allow; see the head of this file."""
     batches = [jobs[start : start + batch_size] for start in range(0, len(jobs), batch_size)]
     num_prompt = sum(job.num_prompt_tokens for job in jobs)
     num_decodes = sum(job.max_tokens - 1 for job in jobs)

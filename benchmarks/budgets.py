@@ -62,7 +62,7 @@ def budgets() -> dict[str, Budget]:
 
 @dataclass(slots=True)
 class Times:
-    """Of all requests, in nanoseconds."""
+    """Times of all requests, in nanoseconds."""
 
     arrivals: dict[str, int] = field(default_factory=dict)
     last_tokens: dict[str, int] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Who takes part in a comparison, and with what settings: the table that `peers.py` chooses from. Starts nothing.
+"""The contenders of a comparison and their settings: the table that `peers.py` chooses from. Starts nothing.
 
 The settings are each program's own for serving many, with caches of earlier prompts off everywhere.
 """
@@ -21,7 +21,7 @@ OURS = "penstock"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What every contender is given."""
+    """The work that every contender is given."""
 
     environments: Environments
     gguf: Path
@@ -135,7 +135,7 @@ DEFAULT_CONTENDERS = (OURS, "openvino", "vllm", "llamacpp")
 
 
 def packages(site_packages: Path) -> tuple[Path, ...]:
-    """What lies in an environment, without what every environment has."""
+    """The packages of an environment, without those that every environment has."""
     return tuple(
         p for p in site_packages.iterdir() if not p.name.startswith(("pip", "setuptools", "pkg_resources", "_distutils"))
     )

@@ -30,7 +30,7 @@ class Client:
     refusals_s: list[float] = field(default_factory=list)
     """When it was sent away, by arrival of the answer."""
     waits_s: list[float] = field(default_factory=list)
-    """What it was told each time."""
+    """The answer that it got each time."""
     called_s: float = 0.0
     """The call that was answered, or is being answered."""
     first_token_s: float | None = None

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from penstock.backends.cuda.step import StepTensors
 
 COPIES_BYTES = 512 << 20
-"""Of the KV that the layers read: several times the largest cache."""
+"""Size of the KV that the layers read: several times the largest cache."""
 MAX_LAYERS = 32
 LAYERS_OF_PREFILLS = 4
 """These are long enough, and so many suffice."""
@@ -56,7 +56,7 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What a step's rows are: `decodes` with one query each, `prefills` with `query_len`, all after `context_len` positions."""
+    """The rows of a step: `decodes` with one query each, `prefills` with `query_len`, all after `context_len` positions."""
 
     name: str
     context_len: int
@@ -140,7 +140,7 @@ def make_step(case: Case, block_size: int, device: str) -> StepTensors:
 
 
 def position_bytes(heads: Heads, kind: KvDtype, dtype: torch.dtype) -> int:
-    """Of one position's keys and values in one layer."""
+    """Bytes of one position's keys and values in one layer."""
     from penstock.backends.cuda.kv_cache import block_bytes
 
     sizes = {"num_kv_heads": heads.num_kv_heads, "head_dim": heads.head_dim}
@@ -178,7 +178,7 @@ def make_layers(case: Case, heads: Heads, kind: KvDtype, block_size: int, dtype:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What all cases have in common."""
+    """The settings that all cases have in common."""
 
     clock: DeviceClock
     dtype: torch.dtype

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 TOKENS = (1, 8, 16, 32, 64, 128, 256, 1024, 4096)
 COPIES_BYTES = 512 << 20
-"""Of one matrix: several times the largest cache."""
+"""Size of the copies of one matrix: several times the largest cache."""
 MAX_LAUNCHES = 512
 LAUNCHES_OF_MANY = 8
 MANY_TOKENS = 256

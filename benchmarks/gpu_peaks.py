@@ -30,7 +30,7 @@ SAMPLES = 5
 COPY_BYTES = 2 << 30
 MATRIX_SIDE = 8192
 CPU_SIDE = 64
-"""Of both, on a CPU: for the benchmarks' own tests."""
+"""Side of both matrices on a CPU: for the benchmarks' own tests."""
 
 
 def require_gpu() -> None:
@@ -49,11 +49,11 @@ def rounded(value: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a launch does, and how long it took."""
+    """The work of a launch, and its time."""
 
     work: Work
     seconds: Sequence[float]
-    """Of each measurement."""
+    """Time of each measurement."""
 
     @property
     def median_s(self) -> float:
@@ -70,7 +70,7 @@ class DeviceClock:
         self.device = device
 
     def seconds(self, launches: Sequence[Callable[[], None]]) -> list[float]:
-        """Of one launch, on average in each replay of all in a row."""
+        """The time of one launch: the average in each replay of all in a row."""
         for launch in launches:
             launch()  # compiles, and touches the memory
         replay = self._captured(launches) if self.device == "cuda" else lambda: [launch() for launch in launches]

@@ -66,11 +66,11 @@ Jobs = list[tuple[tuple[int, ...], int]]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Of one replay."""
+    """The figures of one replay."""
 
     seconds: float
     num_tokens: int
-    """Of the replies."""
+    """Tokens of the replies."""
     gaps_s: list[float]
     """Between two tokens of a request, of all requests."""
 
@@ -212,7 +212,7 @@ class Transformers:
 
 
 def _workload_hints(jobs: Jobs) -> Any:
-    """What helps the peer to choose its sizes, as `generate_batch` gives it."""
+    """Hints with which the peer chooses its sizes, as `generate_batch` gives it."""
     from transformers.generation.continuous_batching.utils import WorkloadHints
 
     longest_prompt, longest_reply = max(len(prompt) for prompt, _ in jobs), max(num_reply for _, num_reply in jobs)
@@ -281,7 +281,7 @@ def closing(engine: Any) -> Iterator[Any]:
 
 
 def measure(make: Callable[[], Any], jobs: Jobs, repeat: int) -> tuple[str, dict[str, float], list[dict[str, float]]]:
-    """Whose attention it has, the figures of the first run, and those of each of `repeat` others."""
+    """The backend of its attention, the figures of the first run, and those of each of `repeat` others."""
     with closing(make()) as engine:
         first = engine.replay(jobs).figures()
         return engine.attention, first, [engine.replay(jobs).figures() for _ in range(repeat)]

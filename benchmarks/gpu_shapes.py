@@ -30,10 +30,10 @@ NUM_LENGTHS = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Of a decoder such as Llama's."""
+    """The shape of a decoder such as Llama's."""
 
     like: str
-    """Whose it is."""
+    """Name of the model that has it."""
     num_layers: int
     hidden_size: int
     num_heads: int
@@ -176,7 +176,7 @@ def random_model(shape: Shape, fmt: WeightFormat = WeightFormat.BF16, seed: int 
 
 
 def format_of(name: str, fmt: WeightFormat) -> WeightFormat:
-    """Of a matrix: in models in fp8 embeddings and logits are in bf16."""
+    """The format of a matrix: in models in fp8 embeddings and logits are in bf16."""
     return WeightFormat.BF16 if fmt is WeightFormat.F8_E4M3 and name in ("embed", "output") else fmt
 
 

@@ -55,7 +55,7 @@ STEPS = (
 NUM_WARM_UP = 4
 """Steps: kernels are compiled in the first, and a graph is captured after it."""
 FREE_SHARE = 0.9
-"""Of the memory that is left after the weights, for KV."""
+"""Share for KV of the memory that is left after the weights."""
 SAMPLING = {
     "greedy": SamplingParams(temperature=0.0, max_tokens=1 << 20),
     "nucleus": SamplingParams(temperature=0.7, top_p=0.95, seed=1, max_tokens=1 << 20),

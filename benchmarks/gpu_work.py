@@ -20,13 +20,13 @@ class Work:
     """That can't be avoided with these number formats."""
 
     operations: float
-    """Of products; a multiply-add is two."""
+    """Operations of products; a multiply-add is two."""
     num_bytes: float
     """That are read and written, each once."""
 
 
 class ModelWork:
-    """Of a model with weights of one format and a KV cache of `kv_bytes` for a number.
+    """The work of a model with weights of one format and a KV cache of `kv_bytes` for a number.
 
     Norms, rotation, sampling and what is written count for nothing.
     """
@@ -51,7 +51,7 @@ class ModelWork:
         return Work(operations, self._weight_bytes + num_read * self.kv_bytes_per_token)
 
     def of_requests(self, lengths: Sequence[tuple[int, int]], max_rows: int) -> Work:
-        """Of replies to prompts, (prompt, reply) in tokens, at most `max_rows` at a time and nothing shared.
+        """The work of replies to prompts, (prompt, reply) in tokens, at most `max_rows` at a time and nothing shared.
 
         However they are scheduled, a step reads all weights and samples at most one token for each of `max_rows` rows, a
         prompt's KV is read when its last token is computed, and a reply's token reads what came before it.

@@ -1,4 +1,5 @@
-"""What caches of prefixes could find if requests came one after another: an infinite one, least recently used, and Belady's
+"""The hits that caches of prefixes could have if requests came one after another: an infinite one, least recently used, and
+Belady's
 optimum, which knows the future (Belady, IBM Systems Journal 5(2), 1966). Called by `prefix_cache.py`; knows no server.
 
 A request is a list of names of blocks, each of which names the whole prefix up to it. A block counts as found if all before it
@@ -15,7 +16,7 @@ from collections.abc import Collection, Sequence
 from itertools import takewhile
 
 Blocks = Sequence[int]
-"""Of one request, in order; each at most once."""
+"""The blocks of one request, in order; each at most once."""
 
 
 def num_found(blocks: Blocks, cached: Collection[int]) -> int:
@@ -74,7 +75,7 @@ def belady(requests: Sequence[Blocks], num_blocks: int) -> int:
 
 
 def _next_uses(requests: Sequence[Blocks]) -> list[list[float]]:
-    """Of each block of each request, the index of the next request that has it; infinity if there is none."""
+    """For each block of each request, the index of the next request that has it; infinity if there is none."""
     last_seen: dict[int, float] = {}
     uses: list[list[float]] = []
     for idx in range(len(requests) - 1, -1, -1):

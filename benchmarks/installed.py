@@ -1,4 +1,4 @@
-"""What `pip install penstock` leaves in `site-packages`: the one count for `startup.py` and `peers.py`.
+"""The size of a `pip install penstock` in `site-packages`: the one count for `startup.py` and `peers.py`.
 
 Every distribution that the package needs at run time, found by the metadata of the environment that runs this.
 Installs nothing.

@@ -18,7 +18,7 @@ from penstock.backends.native.executor import NativeExecutor
 
 BLOCK_SIZE = 16
 OUTLIER_SHARE = 0.05
-"""Of the groups of 32 columns that hold one: docs/decisions/int8-activations.md."""
+"""Share of the groups of 32 columns that hold one: docs/decisions/int8-activations.md."""
 NONE = -1
 SILU = 0
 SETTLING_S = 60.0
@@ -31,7 +31,7 @@ class WeightKind:
     name: str
     source: SourceFormat
     file_bytes: int
-    """Of 32 weights of one row, in the file; the scale comes first, as f16, then the offset if there is one."""
+    """Bytes of 32 weights of one row, in the file; the scale comes first, as f16, then the offset if there is one."""
     packed_bytes: int
     has_offset: bool = False
 
@@ -320,7 +320,7 @@ class RowsEngine(_Runner):
         return rope
 
     def add(self, operations: list[RowOp], times: int) -> None:
-        """What a step does, after its inputs: these operations so many times, one instruction each time."""
+        """The work of a step, after its inputs: these operations so many times, one instruction each time."""
         self.engine.add_rows(self._inputs, samples=False)
         for _ in range(times):
             self.engine.add_rows(operations, samples=False)

@@ -45,12 +45,12 @@ from penstock.types.kv_dtype import KvDtype
 
 ROWS = "1,2,3,4,6,8,12,16,24,32,48,64,96,128,256,512"
 COPIES_BYTES = 128 << 20
-"""Of one engine's weights: several times the last-level cache."""
+"""Size of one engine's weights: several times the last-level cache."""
 PORTABLE_COPIES_BYTES = 16 << 20
 """Too slow for memory to matter."""
 LEAST_RUNS = 3
 LAYERS = 8
-"""Of attention, each with KV of its own."""
+"""Layers of attention, each with KV of its own."""
 MAX_TOKENS = 512
 
 
@@ -97,7 +97,7 @@ ATTENTION = (
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one run does at least."""
+    """The least work of one run."""
 
     operations: float
     num_bytes: float

@@ -5,7 +5,7 @@
 
 Two executors in one process, each with its own weights and KV, take steps in turn; a figure is the median of its steps. `ratio`
 is the time with int8 over that with bf16, the median of those of neighbouring rounds. Also printed: how many tokens a GiB
-holds. What the rounding costs in accuracy: `kv_rounding.py`. The last line is one JSON object.
+holds. For the cost of the rounding in accuracy see `kv_rounding.py`. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from penstock.types.kv_dtype import KvDtype
 
 STEPS = ("1x512@0", "1x512@1024", *(f"{rows}x1@{context}" for rows in (1, 8, 32) for context in (128, 512, 1024, 2048)))
 ROUND_MS = 30.0
-"""Of steps of one type before a round of the other: the machine does not change much in that time."""
+"""Time of a round of steps of one type, before one of the other: the machine does not change much in that time."""
 
 
 def compare(runners: dict[KvDtype, StepRunner], shape: StepShape, repeat: int) -> dict[str, Any]:

@@ -33,11 +33,11 @@ from penstock.types.kv_dtype import KvDtype
 
 F32 = NDArray[np.float32]
 CHUNK_TOKENS = 64
-"""Of logits that are looked at together: with a large vocabulary a window's would fill the memory once more."""
+"""Tokens whose logits are looked at together: with a large vocabulary a window's would fill the memory once more."""
 
 
 CHARS_PER_TOKEN = 12
-"""Of texts at most, so that no more is read than is needed."""
+"""Length of texts at most, so that no more is read than is needed."""
 
 
 def read_text(path: Path, max_chars: int) -> str:
@@ -64,7 +64,7 @@ def open_executor(model: LoadedModel, program: Program, window: int, dtype: KvDt
 
 
 def log_likelihoods(logits: F32, token_ids: NDArray[np.int64]) -> Iterator[float]:
-    """Of each token after the first, given those before it."""
+    """The log-likelihood of each token after the first, given those before it."""
     for begin in range(0, len(token_ids) - 1, CHUNK_TOKENS):
         end = min(begin + CHUNK_TOKENS, len(token_ids) - 1)
         rows = logits[begin:end].astype(np.float64)

@@ -1,10 +1,9 @@
 """A closed loop of streamed completions against a URL: the load that `serve.py` and `peers.py` measure with.
 
 The client shares the machine with the server, so while it measures it only takes bytes and notes when they came: one
-thread, one selector, one fresh connection per request. What the bytes say is read after the run, and every reply is
-checked then: chunked framing, events, errors, the number of tokens. Works against any server that speaks OpenAI's completions
-and vLLM's `ignore_eos`.
-Never retries; never parses while it measures.
+thread, one selector, one fresh connection per request. The bytes are read after the run, and every reply is checked then:
+chunked framing, events, errors, the number of tokens. Works against any server that speaks OpenAI's completions and vLLM's
+`ignore_eos`. Never retries; never parses while it measures.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class Run:
     seconds: float
     """From the first request to the last byte of the last reply."""
     client_cpu_s: float
-    """What this process used of the CPU in that time."""
+    """CPU time that this process used meanwhile."""
 
 
 class Exchange:
@@ -171,7 +170,8 @@ def _exchange(address: tuple[str, int], requests: Sequence[bytes], concurrency: 
 
 
 def read_reply(exchange: Exchange, job: Job) -> Reply:
-    """What an exchange's bytes say. Raises LoadError unless they are a whole stream of the tokens that the job asked for."""
+    """The answer in the bytes of an exchange. Raises LoadError unless they are a whole stream of the tokens that the job asked
+    for."""
     times_s: list[float] = []
     texts: list[str] = []
     usage: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""What a comparison was measured with: builds, versions, settings and inputs, so that rounds of different ones are never mixed.
+"""The origin of a comparison: builds, versions, settings and inputs, so that rounds of different ones are never mixed.
 
 Called by `peers.py`, which writes it into its result and reads it there before it adds rounds. Measures nothing.
 """
@@ -20,7 +20,7 @@ import penstock
 MEASURED_BY = ("load.py", "sessions.py", "peers/drive_openvino.py", "peers/write_bf16.py")
 """Beside the command lines, what decides how a contender is run and loaded."""
 DIGITS = 16
-"""Of a checksum."""
+"""Digits of a checksum."""
 
 
 def sha256(pieces: Iterable[bytes]) -> str:

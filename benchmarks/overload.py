@@ -3,7 +3,7 @@
 1. Capacity: requests per second in a closed loop with as many clients as rows, while all of them are busy, without a door;
    before all else and after it, since a machine that others use changes. The mean counts.
 2. Arrivals at twice that, Poisson and gamma with a coefficient of variation of 4, first at a server that was given a target
-   (`--slo-ttft`), then at one that lets everyone wait. Who is sent away comes back when `Retry-After` says, once the
+   (`--slo-ttft`), then at one that lets everyone wait. A client that is sent away comes back when `Retry-After` says, once the
    arrivals are over, too.
 
 Goodput counts the answers, after the first five seconds, whose first token came within the target, at both servers. Prompts
@@ -57,13 +57,13 @@ class Verdict:
     goodput: float
     """Requests per second."""
     goodput_share: float
-    """Of the capacity."""
+    """Goodput as a share of the capacity."""
     ttft_p50_s: float
     ttft_p99_s: float
-    """Of those that were let in and got a token, or were still without one when they were cut off."""
+    """Time to first token of requests that were let in and got a token, or were still without one when they were cut off."""
     returned: int
     returned_admitted_share: float
-    """Of the first returns."""
+    """Share of the first returns that were let in."""
     retry_after_p50_s: float
     retry_after_max_s: float
     errors: int

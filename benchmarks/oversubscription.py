@@ -47,7 +47,7 @@ UNCONSTRAINED = "unconstrained"
 
 
 class Contestant:
-    """A model with a pool of one size. What is counted is of the last run."""
+    """A model with a pool of one size. The counts are those of the last run."""
 
     def __init__(
         self, args: argparse.Namespace, *, num_blocks: int, block_bytes: int, folder: str | None = None, rows: int | None = None

@@ -25,7 +25,7 @@ READ = "read"
 READ_BYTES = 1 << 28
 """Several times the last-level cache."""
 SHORT_S = 0.01
-"""Of one measurement: short enough that some fall between the interruptions of a shared machine."""
+"""Time of one measurement: short enough that some fall between the interruptions of a shared machine."""
 
 
 class PeakMeter:

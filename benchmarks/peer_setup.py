@@ -1,7 +1,7 @@
 """Makes the environments of the servers that Penstock is compared with, each on its own below one folder, for `peers.py`.
 
-A recipe is a fixed version, installed with the machine's own pip settings. What is there already is not made again. Also makes
-the model files that a peer needs beside the GGUF file. Starts no server.
+A recipe is a fixed version, installed with the machine's own pip settings. Environments that are there already are not made
+again. Also makes the model files that a peer needs beside the GGUF file. Starts no server.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def make_vllm(environments: Environments) -> None:
 
 
 def wheel_requirements(wheel: Path) -> list[str]:
-    """What a wheel needs to serve text: its requirements without extras and without torch and its kin."""
+    """The packages that a wheel needs to serve text: its requirements without extras and without torch and its kin."""
     with zipfile.ZipFile(wheel) as archive:
         member = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         metadata = email.message_from_bytes(archive.read(member))

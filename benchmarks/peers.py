@@ -2,8 +2,8 @@
 
 Each round starts every contender in turn, alone on the machine, and loads it with the same prompts at each
 concurrency: a closed loop, greedy, `ignore_eos`, streamed over HTTP (OpenVINO GenAI: in its own process, without HTTP). Every
-second round goes backwards. A ratio is the median of the rounds' ratios; everything else is the median of the rounds. What the
-machine can do at most is probed before each contender.
+second round goes backwards. A ratio is the median of the rounds' ratios; everything else is the median of the rounds. The
+machine's peaks are probed before each contender.
 
     python benchmarks/peers.py --setup   # makes what is missing in build/peers (gigabytes; many minutes), then measures
     python benchmarks/peers.py --model qwen --model-file Qwen2.5-Coder-1.5B-Instruct-Q4_K_M.gguf
@@ -49,12 +49,12 @@ CONTEXT_STEP = 256
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What is compared, and how hard it is loaded by default."""
+    """The models that are compared, and their default load."""
 
     file: str
     """MODEL as Penstock takes it, unless `--model-file` says another."""
     llama_quantization: str | None
-    """What llama.cpp gets instead of the file itself, where it has no fast kernel for that."""
+    """The file that llama.cpp gets instead of this one, where it has no fast kernel for that."""
     loads: Mapping[int, int]
     """Number of requests for each concurrency."""
     max_prompt_tokens: int
@@ -68,7 +68,7 @@ MODELS: Mapping[str, Model] = {
 
 
 def probe(num_cpus: int) -> dict[str, float]:
-    """What the machine can do at most right now."""
+    """The machine's peaks right now."""
     from penstock.backends.native import _native
 
     return {
@@ -93,7 +93,7 @@ class Record:
 
     @classmethod
     def read(cls, saved: Mapping[str, Any]) -> Record:
-        """What `saved` wrote, read from JSON."""
+        """The content that `saved` wrote, read from JSON."""
         by_load = {name: {int(c): list(found) for c, found in saved[name].items()} for name in ("runs", "starts")}
         return cls(**{**saved, **by_load})
 

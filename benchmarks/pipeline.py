@@ -13,8 +13,8 @@ request of a higher class every ten steps, which pauses another.
 
 The last line is one JSON object, by rows, case and depth: `gap_us`, the median time between two steps on the device, and its
 ninth decile; `host_us`, the median CPU time of the engine thread per step; `steps_per_s` over all; `ahead`, the share of the
-steps that came while one was in flight. Of the tier, the share of the steps before which blocks were read, and how many were
-read and written; of classes, how often somebody was paused.
+steps that came while one was in flight. For the tier: the share of the steps before which blocks were read, and how many were
+read and written; for classes, how often somebody was paused.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Timer:
         self.gaps_ns: list[int] = []
         """Between the end of a step and the beginning of the next."""
         self.cpu_ns: list[int] = []
-        """Of the engine thread, at each `collect`."""
+        """CPU time of the engine thread, at each `collect`."""
         self._step_ns = step_ns
         self._ends_ns: deque[int] = deque()
         self._last_end_ns = 0

@@ -37,7 +37,7 @@ PREDICTIONS_FILE = "length_predictions_3class.csv"
 MAX_PROMPT_TOKENS, MAX_OUTPUT_TOKENS = 1500, 500
 NUM_LIGHT_TENANTS = 8
 CREDIT_TOKENS = 2048
-"""Of a tenant that comes back: the default of `FairShares`."""
+"""Credit of a tenant that comes back: the default of `FairShares`."""
 FAIR_SPAN_S = 1200.0
 LIGHT_RATE, HEAVY_LOAD, LOW_CLASS_LOAD = 0.15, 1.2, 0.8
 EDF_LOADS, SJF_LOADS = (0.6, 0.8, 0.9, 1.0, 1.2, 1.5), (0.9, 1.0, 1.2)
@@ -152,7 +152,7 @@ def make_crowd(traces: Path, heavy_load: float) -> Crowd:
 
 
 def ttft(outcome: Outcome, count: int) -> dict[str, float]:
-    """Of the first `count` requests, in seconds."""
+    """Times to first token of the first `count` requests, in seconds."""
     ended = outcome.ended[:count]
     ttft_s = [(stats.first_token_ns - stats.arrival_ns) / 1e9 for stats in ended if stats.first_token_ns is not None]
     return {"ttft_p50_s": round(quantile(ttft_s, 0.5), 3), "ttft_p99_s": round(quantile(ttft_s, 0.99), 3)}

@@ -38,10 +38,10 @@ MAX_ROWS, MAX_STEP_TOKENS = 32, 512
 SIZES = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 """Blocks of the pool; the trace has 43,924 different ones, and its longest prompt 374."""
 NUM_REQUESTS: int | None = None
-"""Of the trace; None: all."""
+"""Requests of the trace; None: all."""
 TENANT_SIZES = (4096, 16384)
 HEAVY_BLOCKS = 64
-"""Of each of the heavy tenant's prompts, twice as many as the mean of the trace; one comes with each of the others."""
+"""Blocks of each of the heavy tenant's prompts, twice as many as the mean of the trace; one comes with each of the others."""
 STRETCH = 4
 PLOT = "prefix-cache-sizes.svg"
 
@@ -81,7 +81,7 @@ def read_mooncake(traces: Path) -> list[Prompt]:
 
 
 def num_cached_blocks(jobs: Sequence[Job], num_blocks: int, eviction: str, order: str = "fcfs") -> list[int]:
-    """Of each job, the prompt's blocks that it found when it was first admitted."""
+    """The prompt's blocks that each job found when it was first admitted."""
     longest = max(job.num_prompt_tokens + job.num_output_tokens for job in jobs)
     capacity = Capacity(1 + num_blocks, BLOCK_SIZE, MAX_ROWS, MAX_STEP_TOKENS, max_model_len=longest)
     simulation = Simulation(

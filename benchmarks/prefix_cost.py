@@ -115,7 +115,7 @@ def run_round(halves: Sequence[Half], requests: Sequence[Sequence[Request]]) -> 
 
 
 def round_ns(rounds: Sequence[Sequence[StepTime]]) -> float:
-    """Of a round, from the median of each of its steps."""
+    """The time of a round, from the median of each of its steps."""
     return sum(statistics.median(step.total_ns for step in steps) for steps in zip(*rounds, strict=True))
 
 

@@ -1,13 +1,14 @@
 """Writes the benchmarks' results into docs/performance.md, and draws its plots.
 
 Takes files whose last line is the JSON object that a benchmark printed; several of one benchmark (other models, other
-instruction sets) become one section. What a section has under a `###` title stays as it is until a result with that title
+instruction sets) become one section. The content of a section under a `###` title stays as it is until a result with that title
 comes; a section without such titles is replaced as a whole, and one without a result stays.
 
     python benchmarks/report.py build/results/*.txt
 
 `benchmarks/all.sh` runs every benchmark and ends with this, `benchmarks/gpu_all.sh` those of a GPU. Results can be taken to
-another machine and reported there: nothing but Python is needed. Of a GPU's, what is no measurement of one is refused.
+another machine and reported there: nothing but Python is needed. Results said to be a GPU's that are no measurement of one are
+refused.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from report_sections import SECTIONS as CPU_SECTIONS
 SECTIONS = CPU_SECTIONS | GPU_SECTIONS
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
 FOLDER = "performance"
-"""Of the plots, beside the page."""
+"""Folder of the plots, beside the page."""
 
 
 def read_results(paths: list[Path]) -> dict[str, list[dict[str, Any]]]:

@@ -47,7 +47,7 @@ def above_the_bound(shares: Iterable[tuple[str, float]]) -> list[str]:
 
 
 def figure(value: float) -> str:
-    """Of four digits that count, never as a power of ten where it is large."""
+    """A figure of four significant digits, never as a power of ten where it is large."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 

@@ -54,7 +54,7 @@ def _gemm_curves(products: Sequence[Result]) -> Iterator[Curve]:
 
 
 def _sum(figures: Iterable[Result]) -> Point:
-    """Of what is computed one after the other."""
+    """The sum of parts that are computed one after the other."""
     work = [(one["operations"], one["bytes"], one["us"]) for one in figures]
     operations, num_bytes, us = (sum(column) for column in zip(*work, strict=True))
     return operations / num_bytes, operations / us / 1e6
@@ -123,7 +123,7 @@ def _shapes(results: Sequence[Result]) -> Iterator[tuple[str, Result, list[Resul
 
 
 def steps_title(result: Result, steps: Sequence[Result]) -> str:
-    """Of steps of one shape and format: what else is not as usual about them."""
+    """The title of steps of one shape and format: their unusual settings."""
     samplings = list(dict.fromkeys(step["sampling"] for step in steps))
     told = [steps[0]["shape"], steps[0]["format"], *(["deterministic"] if result["deterministic"] else [])]
     told += [] if result["graphs"] else ["no graphs"]

@@ -204,7 +204,7 @@ def _rates(contender: Result, loads: Sequence[str]) -> list[str]:
 
 
 def by_concurrency(results: Sequence[Result]) -> tuple[str, Plots]:
-    """Of a benchmark whose figures are medians at each concurrency: `serve`, `inprocess`."""
+    """The section of a benchmark whose figures are medians at each concurrency: `serve`, `inprocess`."""
     parts = []
     for result in results:
         medians = result["median_by_concurrency"]
@@ -230,7 +230,7 @@ def streaming(results: Sequence[Result]) -> tuple[str, Plots]:
 
 
 def flat(results: Sequence[Result]) -> tuple[str, Plots]:
-    """Of a benchmark with a handful of figures: all of them, by name."""
+    """The section of a benchmark with a handful of figures: all of them, by name."""
     parts = []
     for result in results:
         rows = [[name, value] for name, value in _flatten(result) if name not in NOT_FIGURES]

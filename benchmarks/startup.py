@@ -101,7 +101,8 @@ def beside_mb(figures: dict[str, float], weights_mb: float) -> float:
 
 
 def weights_mb(url: str) -> float:
-    """Of packed weights. Asked last: the client library of `/metrics` is only loaded, and takes memory, when it is asked."""
+    """Size of the packed weights. Asked last: the client library of `/metrics` is only loaded, and takes memory, when it is
+    asked."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=60) as response:
         lines = response.read().decode().splitlines()
     return float(next(line for line in lines if line.startswith("penstock_weight_bytes{")).split()[-1]) / 1e6
@@ -117,7 +118,7 @@ def cpu_s(pid: int) -> float:
 
 
 def idle_cpu_percent(pid: int) -> float:
-    """Of one core, after the engine has verified its books, which it does once when it becomes idle."""
+    """Share of one core, after the engine has verified its books, which it does once when it becomes idle."""
     time.sleep(IDLE_CHECK_S + 0.5)
     before_s = cpu_s(pid)
     time.sleep(IDLE_S)

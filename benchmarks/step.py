@@ -38,7 +38,7 @@ from penstock.types.sampling import SamplingParams
 
 BLOCK_SIZE = 16
 ROUND_MS = 30.0
-"""Of steps between two looks at the machine's peaks; at least one step."""
+"""Time of steps between two looks at the machine's peaks; at least one step."""
 
 
 STEPS = ("1x1@128", "8x1@200", "32x1@256", "4x128@0", "1x512@0", "1x512@1024")
@@ -49,7 +49,7 @@ def blocks_per_row(shape: StepShape) -> int:
 
 
 class StepCost:
-    """What a step of a model must at least do."""
+    """The least work of a step of a model."""
 
     def __init__(self, model: LoadedModel, weight_bytes: int, kv_dtype: KvDtype) -> None:
         self._kv_bytes_per_token = model.spec.kv_bytes_per_token(kv_dtype)
@@ -78,7 +78,7 @@ class StepCost:
         return self.weight_bytes + shape.rows * (shape.context_len + shape.query_len) * self._kv_bytes_per_token
 
     def shares(self, shape: StepShape, seconds: float, peaks: dict[str, float]) -> dict[str, float]:
-        """Of the multiply-adds' peak, of the memory's, and of the larger one, which is the bound."""
+        """Shares of the multiply-adds' peak, of the memory's, and of the larger one, which is the bound."""
         compute_s = sum(self.operations(shape, are_bf16=b) / peaks["bf16" if b else "int8"] for b in (False, True)) / 1e9
         read_s = self.num_bytes(shape) / peaks["read"] / 1e9
         return {

@@ -28,7 +28,7 @@ class StepShape:
 
 
 def parse_step(text: str) -> StepShape:
-    """Of `str(step)`. Raises argparse.ArgumentTypeError for anything else."""
+    """The shape that `str(step)` writes. Raises argparse.ArgumentTypeError for anything else."""
     found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)@(\d+)", text)
     if found is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not ROWSxQUERY_LEN@CONTEXT_LEN")

@@ -13,7 +13,7 @@ from svg import COLOURS, INK, document, draw_line, draw_text
 
 GREY = "#555555"
 LEFT, TOP, WIDTH, HEIGHT, GAP = 64.0, 92.0, 330.0, 270.0, 84.0
-"""Of a panel."""
+"""Size and place of a panel."""
 BELOW = 92.0
 """A panel, until the next row of them."""
 PER_ROW = 3
@@ -122,7 +122,7 @@ def log_plot(title: str, panels: Sequence[LogPanel], *, x_axis: str, y_axis: str
 
 @dataclass(frozen=True, slots=True)
 class _Drawing:
-    """Of one panel, at its place."""
+    """One panel, at its place."""
 
     left: float
     top: float

@@ -44,7 +44,7 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a workload is made of."""
+    """The requests of a workload."""
 
     traces: Path
     tokenizer: Tokenizer

@@ -9,7 +9,7 @@ import os
 from importlib.util import find_spec
 
 MISSING = " and ".join(name for name in ("torch", "triton") if find_spec(name) is None)
-"""What the cuda backend can't be imported without."""
+"""The modules without which the cuda backend can't be imported."""
 
 
 def _has_device() -> bool:

@@ -1,4 +1,4 @@
-"""What the documentation shows works: its how-to pages run, its links lead somewhere."""
+"""The documentation is right: its how-to pages run, its links lead somewhere."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ def test_a_size_below_one_block_is_an_error(gguf: Path, tmp_path: Path) -> None:
 
 
 def test_an_engine_that_failed_leaves_nothing(gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was computed by it is not trusted, and the next one has a tier again."""
+    """Its results are not trusted, and the next one has a tier again."""
     runtime = build(gguf, config(tmp_path))
     try:
         ask(runtime)

@@ -21,7 +21,7 @@ import openvino_genai as ov
 
 CACHE_GB = 4
 MAX_BATCHED_TOKENS = 512
-"""Of a step; its own default is 256. A prompt takes fewer steps."""
+"""Tokens of a step; its own default is 256. A prompt takes fewer steps."""
 
 
 @dataclass

@@ -1,4 +1,5 @@
-"""What the machine lets this process use: memory and CPUs, read from Linux for `build` and `penstock env`; and how it gives
+"""The share of the machine that this process may use: memory and CPUs, read from Linux for `build` and `penstock env`; and how
+it gives
 freed memory back. Frees nothing that is in use.
 
 Formats: proc(5); https://docs.kernel.org/admin-guide/cgroup-v2.html (`memory.max`, `memory.high`, `memory.current`,
@@ -46,7 +47,7 @@ def cpu_name(*, proc: Path = _PROC) -> str:
 
 
 def give_back_free_memory() -> None:
-    """What the C library keeps of freed memory goes back to the system; only glibc keeps much, and has a call for it."""
+    """Give freed memory that the C library keeps back to the system; only glibc keeps much, and has a call for it."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

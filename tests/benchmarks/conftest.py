@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 @pytest.fixture(scope="session")
 def self_tested():
-    """What a benchmark of a GPU prints with --self-test, by its name and other arguments: a JSON object. It has no packages but
+    """The output of a GPU's benchmark with --self-test, by its name and other arguments: a JSON object. It has no packages but
     those that such a machine needs to have, and runs once."""
     if MISSING:
         pytest.skip(f"{MISSING} is not installed")

@@ -1,4 +1,4 @@
-"""What the comparison of batching strategies says of lengths, and that the page shows what the tool draws."""
+"""The comparison of batching strategies reads lengths rightly, and the page shows what the tool draws."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the benchmarks of the GPU backend are made of, and what they say without a GPU."""
+"""The parts of the GPU backend's benchmarks, and their messages without a GPU."""
 
 import subprocess
 import sys

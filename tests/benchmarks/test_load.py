@@ -36,7 +36,7 @@ GOOD = (token("a"), token('"error"'), token("é\r\n\r\n"), usage(), event(b"[DON
 
 
 def exchange_of(pieces):
-    """What would have been recorded if the pieces had come one second apart."""
+    """The recording as if the pieces had come one second apart."""
     exchange = Exchange.__new__(Exchange)
     exchange.start_s, exchange.pieces, exchange.times_s = 0.0, list(pieces), [float(k) for k in range(1, len(pieces) + 1)]
     return exchange

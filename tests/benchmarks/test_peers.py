@@ -133,7 +133,7 @@ def test_a_build_is_told_by_its_files():
 
 @pytest.fixture
 def driver(monkeypatch) -> Iterator[ModuleType]:
-    """What drives OpenVINO, without OpenVINO."""
+    """The driver of OpenVINO, without OpenVINO."""
     names = ("ContinuousBatchingPipeline", "GenerationConfig", "Tokenizer")
     monkeypatch.setitem(sys.modules, "openvino_genai", SimpleNamespace(**dict.fromkeys(names)))
     monkeypatch.syspath_prepend(Path(contenders.__file__).parent / "peers")

@@ -28,7 +28,7 @@ def measured(self_tested):
 
 @pytest.fixture
 def panels(monkeypatch):
-    """What is drawn after it was asked for: the panels of all plots."""
+    """The panels of all plots that are drawn after they were asked for."""
     found = []
 
     def log_plot(title, drawn, **axes):

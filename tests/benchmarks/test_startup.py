@@ -1,4 +1,4 @@
-"""What is installed with Penstock: all of it is counted, and it stays small."""
+"""Everything that is installed with Penstock is counted, and it stays small."""
 
 from pathlib import Path
 

@@ -1,4 +1,5 @@
-"""What the contract suite needs of an executor: plans made by hand, or whole requests run by a core. Knows no backend."""
+"""The parts of an executor's test that the contract suite needs: plans made by hand, or whole requests run by a core. Knows no
+backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every executor promises. Only tokens are compared, so the suite holds for hashes and for models alike."""
+"""The promises of every executor. Only tokens are compared, so the suite holds for hashes and for models alike."""
 
 from __future__ import annotations
 

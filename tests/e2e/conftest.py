@@ -32,7 +32,7 @@ def server(weights: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture(scope="session")
 def good(server: RealServer) -> Answer:
-    """What the good request says when it runs alone."""
+    """The answer to the good request when it runs alone."""
     answer = stream(server.url, COMPLETIONS, GOOD)
     assert answer.is_done
     assert len(answer.token_ids) == GOOD["max_tokens"]

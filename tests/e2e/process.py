@@ -51,7 +51,7 @@ def penstock(*arguments: str | Path, prefix: tuple[str, ...] = (), **changes: st
 
 
 class RealServer(Served):
-    """A process that serves the default model. What it logs is in a file, so that no full pipe can stop it."""
+    """A process that serves the default model. Its log is in a file, so that no full pipe can stop it."""
 
     def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
         super().__init__(process)
@@ -100,7 +100,7 @@ def until(condition: Callable[[], bool], *, timeout_s: float = 20.0) -> None:
 
 @dataclass
 class Answer:
-    """What a stream said, put together."""
+    """The text of a stream, put together."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)

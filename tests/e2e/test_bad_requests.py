@@ -1,4 +1,4 @@
-"""Whatever a request says, its answer names the cause, the server stays up, and the stream beside it is undisturbed."""
+"""The answer to any bad request names the cause, the server stays up, and the stream beside it is undisturbed."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def answers(server: RealServer, count: int = NUM_STORIES) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def expected(server: RealServer) -> list[list[int]]:
-    """Of the server that has room for all."""
+    """The answers of the server that has room for all."""
     return answers(server)
 
 

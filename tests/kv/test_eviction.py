@@ -1,4 +1,4 @@
-"""Whose cached blocks are lost first: policies, the pool's groups, and what a tenant can do to another's prefixes."""
+"""The cached blocks that are lost first: policies, the pool's groups, and what a tenant can do to another's prefixes."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def test_a_refused_request_is_counted_with_its_reason():
 
 
 def test_an_announced_retry_finds_a_place():
-    """Requests of 1 s each on four rows: four per second leave. Whoever is refused and waits as told gets in."""
+    """Requests of 1 s each on four rows: four per second leave. A client that is refused and waits as told gets in."""
     server = Server(max_queue=4)
     num_submitted = 0
 

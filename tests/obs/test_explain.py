@@ -1,4 +1,4 @@
-"""What is told of a request, against a witness who was there: times, batches, gaps and pauses add up, whatever happens."""
+"""The explanation of a request, against a witness who was there: times, batches, gaps and pauses add up, whatever happens."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class TextComparison:
 
     case: TextCase
     logprobs: FloatArray
-    """Of tokens 1 to n - 1. [n - 1]"""
+    """Log-probabilities of tokens 1 to n - 1. [n - 1]"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ class TextCase:
     token_ids: IntArray
     """[n]"""
     logprobs_f32: FloatArray
-    """Of tokens 1 to n - 1. [n - 1]"""
+    """Log-probabilities of tokens 1 to n - 1. [n - 1]"""
     logprobs_bf16: FloatArray
     """[n - 1]"""
 
@@ -78,7 +78,7 @@ class GreedyCase:
 
 @dataclass(frozen=True, slots=True)
 class WindowSums:
-    """What is stored of a window whose text is not."""
+    """The figures that are stored of a window whose text is not."""
 
     name: str
     tokens_sha256: str
@@ -146,13 +146,13 @@ def load_last_logits(directory: Path = GOLDEN_DIR) -> dict[str, FloatArray]:
 
 
 def load_window_sums(directory: Path = GOLDEN_DIR) -> dict[str, WindowSums]:
-    """Of perplexity.json, by the window's name, in its order."""
+    """The sums in perplexity.json, by the window's name, in its order."""
     rows = json.loads((directory / "perplexity.json").read_text())["windows"]
     return {row["name"]: WindowSums(**row) for row in rows}
 
 
 def tokens_sha256(token_ids: Sequence[int] | IntArray) -> str:
-    """Of the ids as little-endian int32."""
+    """The checksum of the ids as little-endian int32."""
     return hashlib.sha256(np.asarray(token_ids, "<i4").tobytes()).hexdigest()
 
 

@@ -19,7 +19,8 @@ from .tiny import CASES, write_case
 CLEAR_MARGIN = 1e-3
 """Sums of log-probabilities: the tiny model is computed as by transformers but for the order of sums."""
 MIN_COMMON_SHARE = 0.7
-"""Of the default model's hypotheses. Native kernels round activations to 8 bits, which moves a sum of twelve log-probabilities
+"""Share of the default model's hypotheses that both have. Native kernels round activations to 8 bits, which moves a sum of
+twelve log-probabilities
 by more than most margins of these searches; `full_beams.py` compares without that."""
 
 

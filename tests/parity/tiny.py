@@ -47,7 +47,7 @@ class TinyCase:
 
     model: PortableTinyLlama
     dtype: str = "bf16"
-    """Of a Hugging Face directory."""
+    """Type of the weights in a Hugging Face directory."""
     num_shards: int = 1
     gguf_type: str = ""
     """If given, the file is a GGUF with matrices of this type instead."""
@@ -110,7 +110,7 @@ def case_token_ids(case: TinyCase) -> list[int]:
 
 
 def weights_sha256(case: TinyCase) -> str:
-    """Of all values, in the order of `shapes()`."""
+    """The checksum of all values, in the order of `shapes()`."""
     digest = hashlib.sha256()
     for values in case.model.weights().values():
         digest.update(values.astype("<f4").tobytes())
@@ -118,5 +118,5 @@ def weights_sha256(case: TinyCase) -> str:
 
 
 def kept_positions(case: TinyCase) -> list[int]:
-    """Whose logits are stored: every eighth token's and the last one's."""
+    """Positions whose logits are stored: every eighth token's and the last one's."""
     return sorted({*range(0, case.num_tokens, 8), case.num_tokens - 1})

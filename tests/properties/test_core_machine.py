@@ -1,4 +1,4 @@
-"""The core as a state machine: any order of commands and steps keeps every law. What the laws are is in `check` and below."""
+"""The core as a state machine: any order of commands and steps keeps every law. The laws stand in `check` and below."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ class CoreMachine(RuleBasedStateMachine):
         return len(self.core.scheduler._waiting.aside)
 
     def max_growth_blocks(self) -> int:
-        """What a reserve may want for all who run and the next, until they reach their limits."""
+        """The most blocks that a reserve may want for all running requests and the next, up to their limits."""
         num_blocks_for = self.core.scheduler.kv.num_blocks_for
         live = [r for r in self.requests.values() if r.request_id not in self.ended]
         return sum(num_blocks_for(r.max_total_tokens) - num_blocks_for(r.num_computed_tokens) for r in live)
@@ -233,7 +233,7 @@ class CoreMachine(RuleBasedStateMachine):
                 assert not overtaken, "a newer request overtook a preempted one"
 
     def may_overtake(self, fresh: Request, preempted: Request) -> bool:
-        """Of a higher class, or of another tenant whose turn it is."""
+        """May a fresh request go first: is it of a higher class, or of another tenant whose turn it is?"""
         match self.engine.policies.order:
             case PriorityClasses():
                 return fresh.priority < preempted.priority
@@ -248,7 +248,7 @@ class CoreMachine(RuleBasedStateMachine):
             self.check_cache()
 
     def check_cache(self) -> None:
-        """What the cache can find is there, also of those who have ended."""
+        """Content that the cache can find is there, also that of requests that have ended."""
         index, size = self.core.scheduler.kv.prefix.index, self.engine.capacity.block_size
         for request in self.requests.values():
             token_ids = [*request.prompt_token_ids, *request.output_token_ids]

@@ -1,4 +1,4 @@
-"""Whatever the tier below the pool does, or fails to do: a request's answer is the same, it gets one, and nothing is lost."""
+"""A request gets the same answer, and nothing is lost, whatever the tier below the pool does or fails to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever the memory, the budget, the batch, the cache and the company: a request's answer is the same."""
+"""A request's answer is the same, whatever the memory, the budget, the batch, the cache and the company."""
 
 from __future__ import annotations
 

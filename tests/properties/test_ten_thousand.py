@@ -52,7 +52,7 @@ class NoText:
 
 @dataclass
 class Fate:
-    """What happens to a request beside being served."""
+    """The events of a request beside being served."""
 
     cancel_after_ns: int | None = None
     leave_after_tokens: int | None = None

@@ -34,7 +34,7 @@ SOAK_S = float(os.environ.get("PENSTOCK_SOAK_S", "0"))
 NUM_SMALL = 12_000
 """Small requests before the time begins: what remembers the last thousands of steps, blocks and tenants is full then."""
 WARM_UP_SHARE = 0.2
-"""Of the time, in which all memory is touched for the first time."""
+"""Share of the time in which all memory is touched for the first time."""
 MAX_GROWTH = 0.02
 NUM_CLIENTS = 40
 NUM_PREFIXES = 12
@@ -52,7 +52,7 @@ SETTINGS = (
 
 
 def resident_bytes(pid: int) -> int:
-    """What the process has in memory now."""
+    """Memory that the process has now."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 

@@ -67,7 +67,7 @@ def brute_force(tokenizer, language, text):
 
 
 def check_every_state(grammars, tokenizer, grammar, language):
-    """Of all texts that tokens can lead to."""
+    """Check the masks of all texts that tokens can lead to."""
     waiting, seen = [()], set()
     while waiting:
         path = waiting.pop()

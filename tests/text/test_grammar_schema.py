@@ -1,4 +1,4 @@
-"""What is done with a JSON schema before it is compiled: refused in time, or rid of what asks for nothing."""
+"""A JSON schema before it is compiled is refused in time, or loses the parts that ask for nothing."""
 
 import contextlib
 import itertools
@@ -54,7 +54,7 @@ def doubling(depth, part):
     ids=["siblings", "unknown sibling", "allOf", "allOf of two", "anyOf", "nested"],
 )
 def test_references_that_would_double_all_memory_are_refused_at_once(grammars, part):
-    """Of 3 KB, at a depth of 26: llguidance asks for more than 5 GB, and ends the process if there is no more."""
+    """The schema has 3 KB and a depth of 26: llguidance asks for more than 5 GB, and ends the process if there is no more."""
     with pytest.raises(Rejected, match=r"where a \$ref has other keywords beside it"):
         compiled(grammars, doubling(60, part))
     compiled(grammars, doubling(5, part))
@@ -214,7 +214,7 @@ INSIDE = {
 
 @pytest.mark.parametrize("inside", INSIDE.values(), ids=INSIDE)
 def test_choices_that_multiply_are_refused_at_once(grammars, monkeypatch, inside):
-    """Of 1 KB: seconds, as llguidance compiles each way before it looks at any limit."""
+    """The schema has 1 KB and would take seconds, as llguidance compiles each way before it looks at any limit."""
     monkeypatch.setattr("penstock.text.grammar_matcher.compile_grammar", None)
     with pytest.raises(Rejected, match="an allOf has several anyOf"):
         compiled(grammars, choices(5, 6, inside))

@@ -196,7 +196,7 @@ class Verdict:
     """Requests per second whose first token came within the target, of those that came in while there was overload."""
     ttft_p99_s: float
     return_share: float
-    """Of those that came back as told: let in at once."""
+    """Share of the clients that came back as told that were let in at once."""
     num_refused: int
     num_clients: int
 

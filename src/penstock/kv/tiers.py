@@ -1,8 +1,8 @@
 """The tier below the pool: owns what is spilled to slots and loaded from them. Used by `KVManager`, and by the engine's
 `Transfers`, which carries content to and fro; integers and hashes only, no I/O, no clock.
 
-One rule serves preempted requests, prefixes that were evicted and sessions that return. Whatever has content in the pool has
-a name, the hash of its prefix. When such a block is about to be used for something else, its content is spilled under
+One rule serves preempted requests, prefixes that were evicted and sessions that return. Every block with content in the pool
+has a name, the hash of its prefix. When such a block is about to be used for something else, its content is spilled under
 that name. When the first of the waiting requests could be admitted and the tier continues its prefix, that is loaded:
 
     pool     A B C - - -        the request waits, while steps of others run

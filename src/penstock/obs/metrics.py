@@ -69,7 +69,7 @@ MAX_NOTED = 128
 """Some forty steps: counting them takes half a millisecond."""
 
 SUCCESS_REASONS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR)
-"""What `request_success_total` counts; a refused request is in `requests_rejected_total`."""
+"""The reasons that `request_success_total` counts; a refused request is in `requests_rejected_total`."""
 
 
 class Metrics:
@@ -90,12 +90,12 @@ class Metrics:
         self.num_prefix_hit_tokens = 0
         self.num_preemptions = 0
         self.num_swaps = 0
-        """Of the preemptions."""
+        """The preemptions among them that swap."""
         self.num_recomputed_tokens = 0
         self.num_restarts = 0
         self.num_padding_tokens = 0
         self.max_prefill_tokens = 0
-        """Of the last step."""
+        """Prompt tokens that the last step could take."""
         self.num_computed_prompt_tokens = 0
         self.num_cached_prompt_tokens = 0
         self.num_generated_tokens = 0
@@ -110,11 +110,12 @@ class Metrics:
         self.e2e_ns = Histogram(LATENCY_BOUNDS_NS)
         self.queue_ns = Histogram(LATENCY_BOUNDS_NS)
         self._noted: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
-        """What was told and is not counted yet: who counts it, and with what. Taken by whoever holds the lock."""
+        """Reports that are not counted yet: the function that counts each, and its arguments. Taken by whoever holds the
+        lock."""
         self.tier = TierStats()
-        """Of the tier below the KV pool, written by whoever carries blocks to it."""
+        """Counts of the tier below the KV pool, written by the engine's `Transfers`."""
         self.num_weight_bytes = 0
-        """Of the weights as the backend keeps them; 0: it does not tell."""
+        """Size of the weights as the backend keeps them; 0: it does not tell."""
         self.read_load: Callable[[], EngineLoad] = EngineLoad
         self.read_signals: Callable[[], SustainedLoad] = SustainedLoad
         self.read_waste: Callable[[], float] = float

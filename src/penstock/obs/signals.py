@@ -49,7 +49,7 @@ class Replicas:
             self.desired = max(self.desired, self._least_of_late(second))
 
     def _least_of_late(self, second: int) -> int:
-        """Of the last `UP_S`, if there are as many."""
+        """The least of the last `UP_S`, if there are as many."""
         least: int | None = None
         for at, num in reversed(self._asked):
             least = num if least is None else min(least, num)
@@ -62,7 +62,7 @@ WINDOW_S = 30
 MIN_WINDOW_S = 5
 """Over which calls are counted at least: one call in the first moments is not several per second."""
 REPLICA_WINDOW_S = 5
-"""What `desired_replicas` looks at: it has windows of its own behind."""
+"""The window of `desired_replicas`: it has windows of its own behind."""
 TARGET_UTILISATION = 0.8
 CLEAR_S = 30.0
 """A queue that takes so long to drain is worth one more server."""
@@ -84,7 +84,7 @@ class SustainedLoad:
     drain_rate: float = 0.0
     """Requests per second that ended while others waited; 0: nobody waited."""
     queue_delay_s: float = 0.0
-    """What the queue takes to drain; 0 if nobody waited."""
+    """Time that the queue takes to drain; 0 if nobody waited."""
     desired_replicas: int = 1
 
 
@@ -113,7 +113,7 @@ class Signals:
         self._at_ns: int | None = None
         self._num_waiting = 0
         self._num_there = 0
-        """Who waits or runs."""
+        """The number of requests that wait or run."""
         self._used = 0.0
         self._free = 1.0
 
@@ -164,7 +164,7 @@ class Signals:
         self._free = 1.0 - held
 
     def _advance(self, now_ns: int) -> None:
-        """The state has lasted until now. What lies further back than every window is left out."""
+        """The state has lasted until now. Time further back than every window is left out."""
         if self._at_ns is None:
             self._at_ns = now_ns
         at_ns = max(self._at_ns, now_ns - (DOWN_S + WINDOW_S) * _SECOND_NS)

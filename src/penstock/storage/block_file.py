@@ -79,7 +79,7 @@ class BlockFile:
 
     @property
     def slot_bytes(self) -> int:
-        """What a slot takes of the file."""
+        """Bytes that a slot takes of the file."""
         return self._slot_bytes
 
     def entries(self) -> Sequence[tuple[int, bytes]]:

@@ -65,7 +65,7 @@ def make_load(
     num_blocks_total: int = 100,
     num_blocks_free: int = 100,
 ) -> EngineLoad:
-    """What an engine says of itself; without arguments, that it is idle."""
+    """The state that an engine reports; without arguments, that it is idle."""
     return EngineLoad(
         num_running=num_running,
         num_waiting=num_waiting,

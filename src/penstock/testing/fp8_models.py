@@ -29,7 +29,8 @@ _CONFIGS: dict[Scales, dict[str, Any]] = {
 
 
 def to_e4m3(values: FloatArray) -> NDArray[np.uint8]:
-    """Codes of the nearest numbers, of two as near the even one; what is beyond 448 becomes 448. Of the same shape."""
+    """Codes of the nearest numbers, of two as near the even one; what is beyond 448 becomes 448. The values in fp8, in the same
+    shape."""
     numbers = np.array(E4M3_VALUES[:127])
     between = (numbers[:-1] + numbers[1:]) / 2
     sizes = np.abs(values.astype(np.float64))

@@ -83,7 +83,7 @@ class HashModel:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a request must answer, whatever else is going on."""
+    """The tokens that a request must answer, whatever else is going on."""
 
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
@@ -116,20 +116,20 @@ def expected_tokens(
 
 
 POISON = -1
-"""What a slot holds before it is written; reading it is an error."""
+"""The content of a slot before it is written; reading it is an error."""
 
 NULL_BLOCK = 0
 """Holds nothing but what padding writes, which is noise to all others."""
 
 SLOT_BYTES = 8
-"""Of a hash, in what `read_blocks` gives."""
+"""Bytes of a hash, in the content that `read_blocks` gives."""
 
 DEFAULT_CAPACITY = Capacity(num_blocks=257, block_size=16, max_rows=64, max_step_tokens=512, max_model_len=4096)
 
 
 @dataclass(slots=True)
 class HashRow:
-    """What the executor remembers of one request."""
+    """The executor's notes on one request."""
 
     token_ids: list[int]
     num_prompt_tokens: int
@@ -149,7 +149,7 @@ class HashStep:
     rows: list[HashRow]
     """Those that it computes, which may be released before it does."""
     block_ids: frozenset[int]
-    """Of these rows."""
+    """Blocks of these rows."""
     awaits_masks: bool
     masks: Mapping[str, bytes] = field(default_factory=dict)
 

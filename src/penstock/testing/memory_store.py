@@ -24,7 +24,7 @@ class Faults:
     corrupts: float = 0.0
     """Content changes while it lies there; it is noticed when it is read."""
     loses: float = 0.0
-    """What was there before stays there, under its old name."""
+    """Earlier content stays there, under its old name."""
 
 
 class MemoryStore:

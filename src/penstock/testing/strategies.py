@@ -35,7 +35,7 @@ EOS_TOKEN_ID = 3
 MODEL = HashModel(vocab_size=40, eos_token_id=EOS_TOKEN_ID, eos_period=12)
 MAX_GROWTH_TOKENS = 6
 MAX_SHARE = 0.3
-"""What the drawn watermarks keep back at most: a share of the pool, and tokens for each running request."""
+"""The most that drawn watermarks keep back: a share of the pool, and tokens for each running request."""
 NO_FAULTS = Faults()
 MAX_TURN = 25
 """Requests and aborts arrive in turns [0, MAX_TURN]."""
@@ -85,7 +85,7 @@ class Engine:
     def make_transfers(
         self, core: EngineCore, executor: Executor, clock: Clock, store: BlockStore | None = None
     ) -> tuple[Transfers, LateWorker] | tuple[None, None]:
-        """What carries blocks between the two, if there is a tier below the pool; `store` takes the place of its own."""
+        """The carrier of blocks between the two, if there is a tier below the pool; `store` takes the place of its own."""
         lower = self.lower
         if lower is None:
             return None, None

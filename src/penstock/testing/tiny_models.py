@@ -196,7 +196,8 @@ def _interleave(values: FloatArray, num_heads: int) -> FloatArray:
 
 
 def _llama3_divisors(model: TinyLlama) -> FloatArray:
-    """What llama.cpp's converter stores for `llama3` scaling with the factors that `TinyLlama` states. [head_dim / 2]"""
+    """The values that llama.cpp's converter stores for `llama3` scaling with the factors that `TinyLlama` states. [head_dim /
+    2]"""
     freqs = model.rope_theta ** -(np.arange(0, model.head_dim, 2, dtype=np.float64) / model.head_dim)
     wavelengths = 2 * np.pi / freqs
     smooth = (64 / wavelengths - 1.0) / (4.0 - 1.0)

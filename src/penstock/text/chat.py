@@ -26,7 +26,7 @@ from penstock.types.errors import ConfigError, Rejected, RejectReason
 
 DEFAULT_MAX_CHARS = 8 << 20
 DEFAULT_MAX_S = 2.0
-"""Of one rendering, and of the compilation."""
+"""Time limit of one rendering, and of the compilation."""
 DEFAULT_MAX_MEMORY_BYTES = 256 << 20
 """Address space of the template's process, of which Python and Jinja2 take 25 MiB."""
 _CONTINUE_MARK = "<|penstock continues here|> "
@@ -127,7 +127,7 @@ def require_chat_template(template: ChatTemplate | None) -> ChatTemplate:
 
 
 def read_chat_template(value: str) -> str:
-    """What `--chat-template` means: a file's path, or else the template itself. Raises `ConfigError`."""
+    """The meaning of `--chat-template`: a file's path, or else the template itself. Raises `ConfigError`."""
     if "{%" in value or "{{" in value:
         return value
     try:
@@ -179,7 +179,7 @@ class TemplateProcess:
         self._child = self._start()
 
     def render(self, variables: Mapping[str, Any], now: datetime) -> str:
-        """What the template makes of JSON data. A process that has ended is replaced first.
+        """The text that the template makes of JSON data. A process that has ended is replaced first.
 
         Raises `Rejected`: INVALID, naming `messages`, for whatever the template does; UNAVAILABLE if there is no process.
         """
@@ -231,7 +231,7 @@ class TemplateProcess:
 
 
 class _TemplateError(Exception):
-    """What the template, or Jinja2, says against the question."""
+    """The objection of the template, or of Jinja2, to the question."""
 
 
 class _Ended(Exception):

@@ -1,7 +1,7 @@
 """The process in which a chat template is compiled and rendered: a Jinja2 sandbox under limits that the kernel keeps.
 
-Run by `chat` alone, which asks it through pipes; imports Jinja2, and nothing else of Penstock. What templates may use
-follows transformers' `apply_chat_template`, which model authors write them for: trimmed blocks, loop controls, `tojson`,
+Run by `chat` alone, which asks it through pipes; imports Jinja2, and nothing else of Penstock. Its features
+follow transformers' `apply_chat_template`, which model authors write them for: trimmed blocks, loop controls, `tojson`,
 `raise_exception`, `strftime_now` and `{% generation %}`.
 
 A message is its length in bytes (eight bytes, the highest first) and its content. The first question is the template, each
@@ -83,7 +83,7 @@ class _Refused(Exception):
 
 
 class _Raised(jinja2.TemplateError):
-    """What the template said with `raise_exception`; every other error is its fault, and not the messages'."""
+    """The message of the template's `raise_exception`; every other error is its fault, and not the messages'."""
 
 
 class _Template:

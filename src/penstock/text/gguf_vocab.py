@@ -152,7 +152,8 @@ def _added(vocab: GgufVocab, ids: Iterable[int], *, special: bool) -> list[Added
 
 
 def _add_ends(encoder: tokenizers.Tokenizer, vocab: GgufVocab) -> None:
-    """What `add_special_tokens` adds. The template refers to the tokens by alias: their own text could be template syntax."""
+    """The tokens that `add_special_tokens` adds. The template refers to the tokens by alias: their own text could be template
+    syntax."""
     template, tokens = ["$A"], []
     if vocab.add_bos_token and vocab.bos_token_id is not None:
         template.insert(0, "bos")

@@ -29,13 +29,14 @@ MAX_REGEX_CHARS = 1 << 13
 MAX_LARK_CHARS = 1 << 14
 """Terminals inside terminals take the square of their number: up to 0.3 s and 20 MB so, 5 s and 310 MB in 64 KiB."""
 STACK_BYTES = 1 << 27
-"""Of the thread that compiles, as llguidance calls itself for each rule inside a rule: chains of rules in the longest source
+"""Stack of the thread that compiles, as llguidance calls itself for each rule inside a rule: chains of rules in the longest
+source
 take between 8 and 16 MiB of it, and a thread has 8 MiB as a rule."""
 MAX_KEPT = 16
 """Grammars that are kept compiled; the one that was not used for the longest time goes first. Each has 1 to 45 MB, by what its
 answers found of it, and takes milliseconds to compile again."""
 MAX_KEPT_CHARS = 1 << 20
-"""Of the sources of those that are kept."""
+"""Characters in the sources of all grammars that are kept."""
 MAX_REFUSED = 256
 """Grammars that were refused and are remembered, by a hash: the next time that takes no second."""
 
@@ -64,7 +65,7 @@ _MAX_CHARS = {GrammarKind.REGEX: MAX_REGEX_CHARS, GrammarKind.LARK: MAX_LARK_CHA
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an answer has to follow, as the client asked for it."""
+    """The form that an answer has to follow, as the client asked for it."""
 
     kind: GrammarKind
     source: str = ""

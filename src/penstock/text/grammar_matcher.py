@@ -69,7 +69,7 @@ class GrammarTokens:
 
 
 class _Vocabulary:
-    """What llguidance asks a tokenizer for."""
+    """The part of a tokenizer that llguidance asks for."""
 
     bos_token_id = None
     special_token_ids = ()
@@ -84,7 +84,7 @@ class _Vocabulary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Of one grammar, in llguidance's own units. Those of `benchmarks/grammar_cases.py` need a tenth of each.
+    """Limits of one grammar, in llguidance's own units. Those of `benchmarks/grammar_cases.py` need a tenth of each.
 
     25,000 states of the lexer take 10 to 45 MB, and 50,000 fuel up to 13 ms; an object of 500 fields that may all be left out
     needs all of the last two.
@@ -102,7 +102,7 @@ JSON_LIMITS = Limits()
 LARK_LIMITS = replace(JSON_LIMITS, max_items_in_row=300, step_max_items=20_000)
 """Ambiguous rules cost the square of the items in a row: a mask takes up to 8 ms so, and 220 with llguidance's own limits."""
 MAX_ANSWERS = 64
-"""Of one compiled grammar, as its answers share what was found of it, and its limits: the next one starts anew."""
+"""Answers of one compiled grammar, as its answers share what was found of it, and its limits: the next one starts anew."""
 
 
 class CompiledGrammar:
@@ -127,7 +127,7 @@ class CompiledGrammar:
         return GrammarMatcher(self._start.deep_copy(), self)
 
     def mask_of(self, matcher: LLMatcher) -> bytes:
-        """What may follow. Raises `GrammarFailure`."""
+        """The tokens that may follow. Raises `GrammarFailure`."""
         # There may be a word more than the vocabulary needs.
         mask = np.frombuffer(matcher.compute_bitmask(), np.uint8, len(self._usable)) & self._usable
         if matcher.is_error():
@@ -137,7 +137,7 @@ class CompiledGrammar:
         return mask.tobytes()
 
     def failure(self, matcher: LLMatcher) -> GrammarFailure:
-        """Of a matcher that can't go on: no new one shares what it leaves behind."""
+        """The failure of a matcher that can't go on: no new one shares what it leaves behind."""
         self._has_failed = True
         return failure(matcher.get_error())
 

@@ -24,7 +24,7 @@ from penstock.types.errors import GrammarFailure, Rejected, RejectReason
 MAX_CAUSE_CHARS = 300
 
 _OUR_PLACE = "at 2(8): "
-"""Of whatever was not written in Lark, in the Lark that is made of it."""
+"""Place of a grammar that was not written in Lark, in the Lark that is made of it."""
 _TOO_LARGE = (
     "Unable to determine|too many (states|expressions|items)|Current row has|fuel|precomputation|panic|too large|too complex"
 )
@@ -50,7 +50,7 @@ _KNOWN: tuple[tuple[str, str, str], ...] = (
 
 
 def failure(message: str) -> GrammarFailure:
-    """Of what `LLMatcher.get_error` says."""
+    """The failure that a message of `LLMatcher.get_error` describes."""
     cause = _cause(message)
     for pattern, text, remedy in _KNOWN:
         if found := re.search(pattern, cause):
@@ -64,7 +64,7 @@ def refusal(name: str, error: GrammarFailure) -> Rejected:
 
 
 def refused_schema(what: str) -> Rejected:
-    """Of a schema that is refused before it is compiled; what "a json_schema" does not do, and the remedy."""
+    """The refusal of a schema before it is compiled; `what` says what "a json_schema" does not do, and the remedy."""
     return Rejected(RejectReason.INVALID, f"A json_schema {what}")
 
 
@@ -107,7 +107,7 @@ def check_numbers(schema: dict[str, Any]) -> None:
 
 
 def check_multiples(schema: dict[str, Any], *, are_put_together: bool) -> None:
-    """What all `multipleOf` cost; those of schemas that are put together have a common one. Raises `Rejected`."""
+    """Check the cost of all `multipleOf`; those of schemas that are put together have a common one. Raises `Rejected`."""
     found = [_significant(node.get("multipleOf")) for node in _objects(schema)]
     if max(sum(found), math.prod(set(found) - {0}) if are_put_together else 0) > MAX_MULTIPLES:
         what = f"is followed while all multipleOf, each without its point and the zeros at its end, add up to {MAX_MULTIPLES}"
@@ -182,14 +182,14 @@ MAX_SCHEMAS = 2_000
 """Counted as llguidance makes them: anew in each place, and for each choice of the others that one is put together with. It
 does that before it looks at any limit, so that 3 KB of schema can take a minute, or all memory there is."""
 _PATTERN_SCHEMAS = 5
-"""What a string with a pattern or a format counts, as it is compiled by itself to see whether it is empty."""
+"""The count of a string with a pattern or a format, as it is compiled by itself to see whether it is empty."""
 _NO_STRINGS = ("integer", "number", "boolean", "null", "array", "object")
 MAX_PATTERNS_TOGETHER = 6
 """That one string has to match. Each may double time and memory: 20 take 4 s and 250 MB, and no limit counts them."""
 MAX_NAME_PATTERNS = 32
 """Different ones of `patternProperties`. llguidance compares each with each: 100 take 0.1 s, 1,000 take minutes."""
 _MAX_INDEX_DIGITS = 9
-"""Of an item that a $ref names. No list is as long, and Python reads no number of thousands of digits."""
+"""Digits of an item's index that a $ref names. No list is as long, and Python reads no number of thousands of digits."""
 
 _OF_SCHEMA = ("items", "additionalItems", "additionalProperties")
 _OF_LIST = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
@@ -209,7 +209,7 @@ _ANNOTATIONS = frozenset(
         *("$schema", "$id", "$anchor", "contentMediaType", "contentEncoding", "$defs", "definitions", "$ref", *_OF_CHOICES),
     }
 )
-"""What may stand beside a $ref and leaves it alone: nothing is asked for, or what is has a part of its own."""
+"""Keywords that may stand beside a $ref and leave it alone: nothing is asked for, or what is has a part of its own."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
     "propertyNames": (True, {}, {"type": "string"}),
@@ -246,7 +246,7 @@ def prepare_schema(schema: dict[str, Any]) -> None:
 
 
 class _Count:
-    """Of the schemas that llguidance makes: those that `_made` has yielded, and those that it is still to yield."""
+    """Count of the schemas that llguidance makes: those that `_made` has yielded, and those that it is still to yield."""
 
     def __init__(self) -> None:
         self._num_schemas = 0
@@ -293,7 +293,8 @@ def _nodes(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _has_pattern(node: dict[str, Any]) -> bool:
-    """Of strings: beside another type alone they ask for nothing, such as the format int32."""
+    """Has it a pattern or a format, which count for strings alone? Beside another type alone they ask for nothing, such as the
+    format int32."""
     return ("pattern" in node or "format" in node) and node.get("type") not in _NO_STRINGS
 
 
@@ -315,8 +316,8 @@ def _made(schema: dict[str, Any], count: _Count) -> Iterator[tuple[dict[str, Any
     """Every schema that llguidance makes, for each place and each choice anew; whether it is put together with others, and
     how many of those that came before it have a pattern or a format.
 
-    What a $ref names comes once if the $ref is alone in its place. Counts each when it begins to wait: all that wait are made,
-    so that what is too large, or recurs without end, is refused before it is built. Raises `Rejected`.
+    The target of a $ref comes once if the $ref is alone in its place. Counts each when it begins to wait: all that wait are
+    made, so that what is too large, or recurs without end, is refused before it is built. Raises `Rejected`.
     """
     find = functools.cache(functools.partial(_named, schema))
     named: set[str] = set()
@@ -428,7 +429,8 @@ def _says_something(node: dict[str, Any]) -> bool:
 
 
 def _named(schema: dict[str, Any], ref: str) -> Any:
-    """What a $ref inside the schema names; None if it names nothing there, or not by its place. Takes time with its length."""
+    """The schema that a $ref names inside the whole; None if it names nothing there, or not by its place. Takes time with its
+    length."""
     if ref != "#" and not ref.startswith("#/"):
         return None
     node: Any = schema

@@ -79,7 +79,7 @@ class Tokenizer:
 
     @cached_property
     def special_tokens(self) -> dict[str, str | tuple[str, ...]]:
-        """What chat templates refer to: the tokens that the model's files name; without a word on one of `bos_token`,
+        """The names that chat templates refer to: the tokens that the model's files name; without a word on one of `bos_token`,
         `eos_token`, `unk_token` and `pad_token`, the token of its id. Names of tokens that the model lacks are absent."""
         ids = {
             "bos_token": self._backend.bos_token_id,
@@ -200,7 +200,7 @@ class IncrementalDetokenizer:
         return text
 
     def flush(self) -> str:
-        """What is still held: U+FFFD for an incomplete character, else nothing."""
+        """The text that is still held: U+FFFD for an incomplete character, else nothing."""
         self._is_within_character = False
         return self._decoder.decode(b"", True)
 

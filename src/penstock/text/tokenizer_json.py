@@ -131,7 +131,7 @@ def _part_expansion(part: dict[str, Any]) -> Expansion:
 
 
 def _check_ends(part: dict[str, Any], path: Path) -> None:
-    """What is put around a text: a few tokens, and the text itself once."""
+    """Check the parts put around a text: a few tokens, and the text itself once."""
     pieces = part.get("single", ())
     num_added = sum([len(token["ids"]) for token in (part.get("special_tokens") or {}).values()]) if pieces else 0
     if sum(["Sequence" in piece or str(piece).startswith("$") for piece in pieces]) > 1 or len(pieces) * num_added > MAX_ENDS:

@@ -20,7 +20,7 @@ import tokenizers
 
 SPACE_MARK = "\u2581"
 MAX_TEXTS = 4096
-"""Texts of tokens that are kept as strings: half a megabyte. Of ShareGPT's replies, six tokens of seven are found there."""
+"""Texts of tokens that are kept as strings: half a megabyte. In ShareGPT's replies, six tokens of seven are found there."""
 
 
 class Spelling(Enum):
@@ -72,8 +72,8 @@ def _sentencepiece_bytes(piece: str) -> bytes:
 class ByteTable:
     """Token id -> bytes, filled on first use: 49,152 entries at once would cost start-up time that few replies need.
 
-    What is known lies side by side in one array, some 7 bytes a token and 8 for its place. As objects in maps it would be 200
-    bytes, and since ever rarer tokens come, a server's memory would grow by them for hours.
+    The bytes that are known lie side by side in one array, some 7 bytes a token and 8 for its place. As objects in maps it
+    would be 200 bytes, and since ever rarer tokens come, a server's memory would grow by them for hours.
 
     Threads may share it.
     """
@@ -88,10 +88,10 @@ class ByteTable:
         self._data = bytearray(1)  # no token ends at 0
         self._starts = array("I", bytes(array("I").itemsize * num_tokens))
         self._ends = array("I", self._starts)
-        """Of each token in `_data`; 0: it was not looked up yet."""
+        """End of each token in `_data`; 0: it was not looked up yet."""
 
     def hiding(self, token_ids: frozenset[int]) -> ByteTable:
-        """The same table, in which these tokens are empty. What is looked up in one is known to the other."""
+        """The same table, in which these tokens are empty. A token that is looked up in one is known to the other."""
         other = copy(self)
         other._hidden_ids = token_ids
         return other
@@ -117,7 +117,7 @@ class ByteTable:
 class TextTable(dict[int, str | None]):
     """Token id -> its text, if that is text whatever comes before and after; None for one with part of a character.
 
-    Of the tokens of late, at most `MAX_TEXTS`: nearly every token of nearly every text is among them.
+    Texts of recent tokens, at most `MAX_TEXTS`: nearly every token of nearly every text is among them.
     """
 
     __slots__ = ("_bytes",)
@@ -142,7 +142,7 @@ def _text_or_none(data: bytes) -> str | None:
 
 
 MAX_EXPANDED_BYTES = 8 << 20
-"""Of one text, as it is cut into tokens: twice the longest that a request holds."""
+"""Size of one text as it is cut into tokens: twice the longest that a request holds."""
 
 
 class Expansion(NamedTuple):
@@ -173,4 +173,4 @@ class Backend:
     unknown_token_id: int | None
     padding_token_id: int | None
     expansion: Expansion | None = None
-    """What a file's own steps can do. None: two bytes of one at most, as every byte-level vocabulary makes."""
+    """The most that a file's own steps can expand. None: two bytes of one at most, as every byte-level vocabulary makes."""

@@ -1,4 +1,4 @@
-"""What goes into the engine core (commands) and what comes out of it (token events).
+"""The way into the engine core (commands) and out of it (token events).
 
 Every request that was added ends in exactly one `TokenEvent` whose `finish_reason` is set.
 """

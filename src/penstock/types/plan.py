@@ -1,4 +1,4 @@
-"""What crosses to the executor, and what it tells about itself.
+"""The step that crosses to the executor, and the capacity that it tells.
 
 A `StepPlan` is a difference: rows are described in full once, when admitted, and by what changed after
 that. Five fields, for good; a new subsystem brings its own message.
@@ -24,7 +24,8 @@ class AdmitRow:
     """Prompt, and what was generated before a preemption. [num_tokens]"""
     num_prompt_tokens: int
     block_ids: tuple[int, ...]
-    """Blocks held now, in order; those of a prefix hit already contain KV. Of padding: null blocks, else never one."""
+    """Blocks held now, in order; those of a prefix hit already contain KV. The row's blocks; those of padding are null blocks,
+    all others never."""
     num_computed_tokens: int
     """KV present in those blocks: the first row of this request has this `context_len`."""
     sampling: SamplingParams

@@ -37,7 +37,7 @@ class Request:
     sampling: SamplingParams
     arrival_ns: int
     parent_id: str = ""
-    """Of the beams of one search."""
+    """Id that the beams of one search share."""
     priority: int = 0
     """Lower is served first (as in vLLM)."""
     deadline_ns: int | None = None
@@ -53,9 +53,9 @@ class Request:
     cache_salt: bytes = b""
     """Requests share cached prefixes only with requests of the same salt."""
     predicted_new_tokens: int | None = None
-    """What a policy may know about the output's length; never the true one."""
+    """The output's length as a policy may know it; never the true one."""
     matcher: Matcher | None = None
-    """Of a grammar that the answer follows; there is one if and only if `sampling.follows_grammar`."""
+    """Matcher of the grammar that the answer follows; there is one if and only if `sampling.follows_grammar`."""
 
     # Progress: written by the scheduler alone.
     status: RequestStatus = RequestStatus.WAITING
@@ -69,7 +69,7 @@ class Request:
     num_inflight_tokens: int = 0
     """Tokens scheduled and not yet committed; added in schedule, taken off in commit."""
     num_pending_samples: int = 0
-    """Of `num_tokens`, those whose value is not known yet. 0, but while a step is planned with one in flight."""
+    """Tokens among `num_tokens` whose value is not known yet. 0, but while a step is planned with one in flight."""
     num_cached_tokens: int = 0
     """Tokens that the first admission found in the prefix cache (for `usage`)."""
     num_preemptions: int = 0

@@ -1,4 +1,4 @@
-"""What an executor returns for one step."""
+"""The result that an executor returns for one step."""
 
 from __future__ import annotations
 

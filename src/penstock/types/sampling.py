@@ -22,7 +22,8 @@ from typing import Protocol
 
 
 class Matcher(Protocol):
-    """Of one request. Both methods raise `GrammarFailure` once the grammar can't be followed any further; `mask` only when it
+    """The state of one request's grammar. Both methods raise `GrammarFailure` once the grammar can't be followed any further;
+    `mask` only when it
     is called for the first time after an `accept`.
     """
 
@@ -31,7 +32,8 @@ class Matcher(Protocol):
         ...
 
     def mask(self) -> bytes:
-        """What may be sampled next: bit i % 8 of byte i // 8 is token i; a whole number of 32-bit words, little-endian.
+        """The tokens that may be sampled next: bit i % 8 of byte i // 8 is token i; a whole number of 32-bit words,
+        little-endian.
 
         Never without any token: an answer that is complete may be followed by the model's end tokens. [ceil(vocab / 32) * 4]
         """
@@ -69,7 +71,8 @@ class BeamParams:
     """The sum of a hypothesis' log-probabilities is divided by its length to the power of it; within +-`MAX_LENGTH_PENALTY`."""
     early_stopping: EarlyStopping = EarlyStopping.HEURISTIC
     num_logprobs: int | None = None
-    """What `SamplingParams.logprobs` is without one. That is large enough here: the width and a place for each stop token."""
+    """The value of `SamplingParams.logprobs` without a request for them. That is large enough here: the width and a place for
+    each stop token."""
 
     def __post_init__(self) -> None:
         """Raises ValueError: a score to such a power is no number that hypotheses could be compared by."""
@@ -102,7 +105,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int = 0
-    """64-bit unsigned. Whoever makes the request draws one if the user gave none."""
+    """64-bit unsigned. The maker of the request draws one if the user gave none."""
     logprobs: int | None = None
     """None: none. k >= 0: the sampled token's log-probability and those of the k most likely tokens."""
     logit_bias: tuple[tuple[int, float], ...] = ()
@@ -110,7 +113,8 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None
     """If given, no other token can be sampled. Ascending, unique, not empty."""
     follows_grammar: bool = False
-    """What may be sampled is said anew for each token, by a mask (`Executor.restrict`). No `allowed_token_ids` beside it."""
+    """The tokens that may be sampled are given anew each time, by a mask (`Executor.restrict`). No `allowed_token_ids` beside
+    it."""
     banned_token_sequences: tuple[tuple[int, ...], ...] = ()
     """The last token of each sequence is banned where the ones before it were just generated or prompted."""
     beams: BeamParams | None = None

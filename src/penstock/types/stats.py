@@ -1,4 +1,4 @@
-"""What the engine tells: one record per step and one per finished request to its observers, and its load to whoever asks."""
+"""The engine's reports: one record per step and one per finished request to its observers, and its load when asked."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.types.request import FinishReason
 
 
 class WaitReason(StrEnum):
-    """What the first of those who still wait after a step was planned lacks; the value is what metrics show."""
+    """The thing that the first waiting request lacks after a step was planned; the value is what metrics show."""
 
     NOTHING = ""
     """Nobody waits."""
@@ -50,7 +50,7 @@ class PrefixStop:
 
     reason: PrefixEnd
     position: int
-    """Of the first token that was not found; `differs`: of the first that is another."""
+    """Position of the first token that was not found; for `differs`, of the first that is another."""
     evicted_ns: int | None = None
     """When the block with that token was evicted, if it was."""
 
@@ -67,7 +67,7 @@ class Admission:
     """Prompt and what was generated before."""
     num_hit_tokens: int
     query_len: int
-    """Of its first row."""
+    """Length of its first row."""
     stop: PrefixStop | None = None
     """Told when it first runs, if somebody keeps the history that knows."""
 
@@ -93,16 +93,17 @@ class Preemption:
 
 @dataclass(slots=True)
 class PlanNews:
-    """What a plan, or the lack of one, means for those who wait and run. Nobody writes to one after it was made."""
+    """The meaning of a plan, or of the lack of one, for waiting and running requests. Nobody writes to one after it was
+    made."""
 
     planned_ns: int
     waits_for: WaitReason
-    """What the first of those who still wait lacks."""
+    """The thing that the first waiting request lacks."""
     admissions: Sequence[Admission]
     preemptions: Sequence[Preemption]
     """They came before the admissions, unless these paused them."""
     set_aside: Sequence[tuple[str, WaitReason]] = ()
-    """Whose turn it was and whom others may pass from now on, and why: it is a long prompt, or waits for another's."""
+    """Requests whose turn it was and that others may pass from now on, and why: it is a long prompt, or waits for another's."""
 
 
 @dataclass(slots=True)
@@ -119,7 +120,7 @@ class StepStats:
     num_running: int
     num_waiting: int
     num_rows: int
-    """Of requests; without those of padding."""
+    """Rows of requests; those of padding are left out."""
     num_tokens: int
     """Positions computed in the step, padding included."""
     num_sampled_tokens: int
@@ -143,7 +144,7 @@ class StepStats:
     num_padding_tokens: int = 0
     """Positions computed for nobody, as a batch's padding."""
     max_prefill_tokens: int = 0
-    """What the budget left to prompts; under `itl` the state of its controller."""
+    """Tokens that the budget left to prompts; under `itl` the state of its controller."""
     parts_ns: Mapping[str, int] = field(default_factory=dict)
     """Named shares of the step: schedule, execute, commit, and the executor's own parts."""
     prefills: Sequence[RowPlan] = ()
@@ -175,7 +176,7 @@ class RequestStats:
 
 @dataclass(slots=True)
 class TierStats:
-    """What the tier below the KV pool has done so far. Written by one thread, read by any; its parts may be a step apart."""
+    """Counts of the tier below the KV pool so far. Written by one thread, read by any; its parts may be a step apart."""
 
     medium: str = "disk"
     """Where it is: `disk` or `host`."""
@@ -203,7 +204,7 @@ class EngineLoad:
     num_waiting: int = 0
     """Submitted and not running: in the inbox, queued or preempted."""
     waits_for: WaitReason = WaitReason.NOTHING
-    """What the first of those who are queued lacks."""
+    """The thing that the first queued request lacks."""
     num_prompt_tokens: int = 0
     """Prompt tokens of all requests in flight, waiting ones included."""
     num_blocks_total: int = 0

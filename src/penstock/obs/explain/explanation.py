@@ -58,9 +58,9 @@ class Explanation:
     decode_ns: int
     """From its first token on, pauses included."""
     waited_for_ns: Mapping[str, int]
-    """By what it waited for, before its first step; the sum is `queue_ns`. What is 0 is not there."""
+    """By what it waited for, before its first step; the sum is `queue_ns`. Reasons with 0 are left out."""
     waits_for: str
-    """What the queue lacks now, while it waits."""
+    """The thing that the queue lacks now, while it waits."""
     num_before: int
     """Requests that had come earlier and waited when it was queued, without the other beams of its search."""
     num_passed_by: int
@@ -68,7 +68,7 @@ class Explanation:
     num_prompt_tokens: int
     num_generated_tokens: int
     num_hit_tokens: int
-    """Of its prompt, from the prefix cache, when it first ran."""
+    """Tokens of its prompt from the prefix cache, when it first ran."""
     stop: PrefixStop | None
     """Why no more; None while it waits, and if nobody keeps the history."""
     evicted_ago_ns: int | None
@@ -83,7 +83,7 @@ class Explanation:
     """Computed in them."""
     num_decode_steps: int
     decode_with_prompts_ns: int
-    """Of `decode_ns`, in steps that computed prompts of others, too."""
+    """The part of `decode_ns` in steps that computed prompts of others, too."""
     mean_batch: float
     """Requests in its steps, itself included."""
     max_batch: int
@@ -137,7 +137,7 @@ def explain(life: Life, now: WaitMark, turn: Turn, decodes: Span, waits_for: Wai
 
 
 def explain_intake(request: Request, now_ns: int) -> Explanation:
-    """Of a request that is on its way to the queue."""
+    """The explanation of a request that is on its way to the queue."""
     life = Life(request.request_id, request.tenant, request.arrival_ns, request.num_prompt_tokens)
     return explain(life, WaitMark(now_ns, (0,) * len(REASONS)), Turn(), Span(), WaitReason.NOTHING)
 
@@ -195,9 +195,9 @@ _PAUSES = {
     PreemptReason.ORDER: "for a request of a higher class",
 }
 _LEAST_SHARE = 0.1
-"""Of a wait, to be named."""
+"""Share of a wait from which its reason is named."""
 _NOTABLE_SHARE = 0.25
-"""Of the time between tokens, in steps with prompts, to be named."""
+"""Share of the time between tokens, in steps with prompts, from which it is named."""
 _NOTABLE_GAP = 3
 """A gap is told if it is so many times the mean."""
 
@@ -241,7 +241,7 @@ def _parts(parts_ns: Mapping[str, int]) -> str:
 
 
 def _line(told: Explanation) -> str:
-    """Who stood before it, if it waited at all."""
+    """The requests that stood before it, if it waited at all."""
     if told.queue_ns < 1_000_000 or not (told.num_before or told.num_passed_by):
         return ""
     before = f"{told.num_before} waited already when it came" if told.num_before else ""
@@ -304,7 +304,7 @@ def _is_notable(told: Explanation, gap: Gap) -> bool:
 
 
 def gap_cause(gap: Gap) -> str:
-    """What the server was doing meanwhile."""
+    """The work of the server meanwhile."""
     step = gap.step
     if gap.is_preemption:
         return "it had lost its place meanwhile"

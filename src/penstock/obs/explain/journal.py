@@ -48,7 +48,7 @@ class Journal:
         self._searches: defaultdict[str, list[Life]] = defaultdict(list)
         """The beams of each search that has not ended."""
         self._last_pieces: list[tuple[Life, int]] = []
-        """Who has one token of its prompt left, computed like a decode by the next step; how often it had paused."""
+        """Requests with one token of their prompt left, computed like a decode by the next step; how often it had paused."""
         self._clock = WaitClock()
         self._turns = Turns()
         self._log = StepLog()
@@ -80,11 +80,11 @@ class Journal:
     # For whoever reads: any thread.
 
     def explain(self, request_id: str, read_clock: Callable[[], int]) -> Explanation | None:
-        """What is known of a request; None if it is not remembered."""
+        """The explanation of a request; None if it is not remembered."""
         return next(iter(self.explain_all((request_id,), read_clock)), None)
 
     def explain_all(self, request_ids: Iterable[str], read_clock: Callable[[], int]) -> list[Explanation]:
-        """Of those that are remembered, at one moment: when all that was told has been worked through."""
+        """Explanations of the requests that are remembered, at one moment: when all that was told has been worked through."""
         with self._lock:
             self._settle()
             now_ns = read_clock()

@@ -33,12 +33,12 @@ class Prefilled:
     request_id: str
     num_tokens: int
     num_prompt_tokens: int
-    """Of its request; 0 if that is not known."""
+    """Tokens in its request's prompt; 0 if that is not known."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepNote:
-    """What a step did, in so far as it makes others wait."""
+    """The work of a step, in so far as it makes others wait."""
 
     duration_ns: int
     num_rows: int
@@ -100,7 +100,7 @@ class StepLog:
         self._largest_tokens = array("i")
         self._largest_prompt_tokens = array("i")
         self._largest_ids: list[str | None] = []
-        """Of the largest pieces of prompts; None in steps without."""
+        """Request ids of the largest pieces of prompts; None in steps without."""
         self.last_ended_ns = 0
 
     @property
@@ -175,7 +175,7 @@ class WaitMark:
     """By reason, in the order of `REASONS`."""
 
     def since(self, earlier: WaitMark) -> tuple[int, ...]:
-        """What was lacked for how long between two instants; none of them is negative."""
+        """The time for which each thing was lacking between two instants; none of them is negative."""
         return tuple([max(0, late - early) for late, early in zip(self.totals_ns, earlier.totals_ns, strict=True)])
 
 
@@ -189,7 +189,7 @@ class WaitClock:
 
     @property
     def reason(self) -> WaitReason:
-        """What is lacked now."""
+        """The thing that is lacking now."""
         return REASONS[self._current]
 
     def lack(self, reason: WaitReason, now_ns: int) -> None:
@@ -217,16 +217,16 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """What `Turns` has to know of one who waits."""
+    """The notes of `Turns` on one request that waits."""
 
     key: tuple[int, int]
     """Instant of arrival, and a number that breaks ties."""
     num_admitted: int
     """When it was queued; so are the others."""
     num_before: int
-    """Who waited and had come earlier."""
+    """Requests that waited and had come earlier."""
     num_came_before: int
-    """Who was ever queued, had come earlier and did not leave."""
+    """Requests that were ever queued, had come earlier and did not leave."""
 
 
 class LateMarks:
@@ -307,7 +307,7 @@ class Turns:
         self._waiting: list[tuple[int, int]] = []
         """Keys, ascending."""
         self._came = LateKeys()
-        """Of all who were queued and did not leave without having run."""
+        """Times of all requests that were queued and did not leave without having run."""
         self._admitted = LateMarks()
 
     def come(self, arrival_ns: int) -> Ticket:
@@ -332,7 +332,7 @@ class Turns:
         return turn
 
     def turn_of(self, ticket: Ticket) -> Turn:
-        """Of one that waits."""
+        """The turn of a request that waits."""
         num_earlier = ticket.num_before + self._came.num_before(ticket.key) - ticket.num_came_before
         num_earlier_admitted = num_earlier - bisect_left(self._waiting, ticket.key)
         num_passed_by = self._num_admitted - ticket.num_admitted - num_earlier_admitted
@@ -369,7 +369,7 @@ class Pause:
     num_tokens: int = 0
     """That it had to have again, set when it came back."""
     num_found_tokens: int = 0
-    """Of them, those that were still in the prefix cache."""
+    """The tokens among them that were still in the prefix cache."""
     ended: WaitMark | None = None
     """When it ran again."""
 
@@ -381,11 +381,11 @@ class Life:
     arrival_ns: int
     num_prompt_tokens: int
     search_id: str = ""
-    """Of the beam search that it belongs to, if it does."""
+    """Id of the beam search that it belongs to, if it does."""
     ticket: Ticket | None = None
     """None: it never was queued."""
     num_before: int = 0
-    """Who waited when it was queued and had come earlier, without the other beams of its search."""
+    """Requests that waited when it was queued and had come earlier, without the other beams of its search."""
     queued: WaitMark | None = None
     phase: Phase = Phase.WAITING
     began: WaitMark | None = None
