@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from penstock.cli.chat import Conversation
-from penstock.cli.session import Answer
+from penstock.cli.talk import Answer
 from penstock.types.errors import PenstockError
 
 Penstock = Callable[..., subprocess.CompletedProcess[str]]

@@ -14,7 +14,7 @@ import click
 import pytest
 
 from penstock.cli.run import split_words
-from penstock.cli.session import Answer, stats_line
+from penstock.cli.talk import Answer, stats_line
 from penstock.engine.ports import OutputChunk
 
 Penstock = Callable[..., subprocess.CompletedProcess[str]]

@@ -5,16 +5,14 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from penstock.cli.options import EPILOG, GroupedCommand, model_argument
-from penstock.cli.talk_options import sampling_choices, talk_config, talk_options
+from penstock.cli.talk import CUT_OFF, Session, sampling_choices, stats_line, talk_config, talk_options
 from penstock.types.errors import PenstockError
-
-if TYPE_CHECKING:
-    from penstock.cli.session import Session
+from penstock.types.request import FinishReason
 
 PROMPT = ">>> "
 HELP = "/reset forgets the conversation, /exit (or Ctrl-D) ends it, Ctrl-C stops an answer."
@@ -25,8 +23,6 @@ HELP = "/reset forgets the conversation, /exit (or Ctrl-D) ends it, Ctrl-C stops
 @talk_options
 def chat(**values: Any) -> None:
     """Talk with MODEL. /reset forgets the conversation, /exit ends it."""
-    from penstock.cli.session import Session
-
     with Session(talk_config(values), sampling_choices(values)) as session:
         Conversation(session, values["system"], has_stats=values["stats"]).hold(_lines())
 
@@ -70,9 +66,6 @@ class Conversation:
 
     def _remark(self) -> None:
         """Say how the answer ended, if that is worth a line, and what it cost, if that was asked for."""
-        from penstock.cli.session import CUT_OFF, stats_line
-        from penstock.types.request import FinishReason
-
         if self._session.answer.finish_reason is FinishReason.LENGTH:
             print(CUT_OFF, file=sys.stderr)
         if self._has_stats and self._session.answer.finish_reason is not None:

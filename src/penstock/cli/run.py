@@ -11,8 +11,9 @@ import click
 from click.core import ParameterSource
 
 from penstock.cli.options import EPILOG, GroupedCommand, model_option
-from penstock.cli.talk_options import NotEmpty, sampling_choices, talk_config, talk_options
+from penstock.cli.talk import CUT_OFF, NotEmpty, Session, sampling_choices, stats_line, talk_config, talk_options
 from penstock.types.errors import PenstockError
+from penstock.types.request import FinishReason
 
 if TYPE_CHECKING:
     from penstock.text.grammar import Grammar
@@ -60,7 +61,7 @@ def run(words: tuple[str, ...], **values: Any) -> None:
 
 
 def _refuse_of_chats(*names: str) -> None:
-    """What says how a chat becomes a prompt is a mistake where there is none; in the environment or a file it is for others."""
+    """Refuse flags that say how a chat becomes a prompt. In the environment or a file they are for other commands."""
     context = click.get_current_context()
     for name in names:
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
@@ -112,9 +113,6 @@ def _grammar(values: dict[str, Any]) -> Grammar | None:
 
 
 def _answer(text: str, values: dict[str, Any]) -> None:
-    from penstock.cli.session import CUT_OFF, Session, stats_line
-    from penstock.types.request import FinishReason
-
     choices = replace(sampling_choices(values), grammar=_grammar(values))
     with Session(talk_config(values), choices) as session:
         if values["raw"]:
