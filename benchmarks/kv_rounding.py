@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--window", type=int, default=1024, help="tokens")
     parser.add_argument("--windows", type=int, default=4, help="most windows of the text")
-    parser.add_argument("--uncentred", action="store_true", help="keys with all that they share (models/key_centre.py)")
+    parser.add_argument("--uncentred", action="store_true", help="keys with all that they share (models/rope.py)")
     args = parser.parse_args()
     model = load_model(resolve(args.model, default_cache_dir()))
     ids = np.array(

@@ -146,8 +146,8 @@ def describe(jobs: Sequence[Job]) -> dict[str, int]:
 
 def read_tokenizer(model: Path) -> Tokenizer:
     """The tokenizer of a GGUF file, whatever the architecture of its model."""
+    from penstock.models.gguf import read_vocab
     from penstock.models.gguf_file import open_gguf
-    from penstock.models.gguf_vocab import read_vocab
     from penstock.text.tokenizer import load_tokenizer
 
     file = open_gguf(model)

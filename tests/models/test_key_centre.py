@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from penstock.models import architectures
-from penstock.models.key_centre import key_centre, still_pairs
 from penstock.models.program import KvWrite
+from penstock.models.rope import key_centre, still_pairs
 from penstock.testing.specs import make_spec
 
 INV_FREQ = tuple(10_000.0 ** -(i / 8) for i in range(8))

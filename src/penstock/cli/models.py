@@ -41,7 +41,7 @@ def pull(model: str, cache: str | None) -> None:
     """Fetch MODEL: a catalogue name, or hf:org/repo[:file]. One that is here already is verified."""
     from penstock.models import pull as fetching
     from penstock.models.catalog import cache_dir
-    from penstock.models.progress import TerminalProgress
+    from penstock.models.pull import TerminalProgress
 
     warn_of_unknown_variables()
     with TerminalProgress() as progress:

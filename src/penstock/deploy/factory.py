@@ -64,8 +64,7 @@ def locate(config: Config) -> ModelSource:
 
     source = resolve(config.model.model, cache_dir(config.model.cache_dir))
     if not source.is_present:
-        from penstock.models.progress import TerminalProgress
-        from penstock.models.pull import ensure_present
+        from penstock.models.pull import TerminalProgress, ensure_present
 
         with TerminalProgress() as progress:
             ensure_present(source, progress=progress)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def kv_fingerprint(config: Config, model: LoadedModel, executor: Executor) -> bytes:
     """32 bytes for all that the bytes of a KV block depend on. Raises OSError if the model's files can't be read."""
-    from penstock.models.fingerprint import fingerprint
+    from penstock.models.load import fingerprint
 
     parts = [*_numbers(config, model, executor), executor.block_bytes]
     return blake2b(repr(parts).encode(), digest_size=32, key=fingerprint(model.path)).digest()
@@ -32,7 +32,7 @@ def system_fingerprint(config: Config, model: LoadedModel, executor: Executor, c
 
     Raises OSError if the model's files can't be read.
     """
-    from penstock.models.fingerprint import fingerprint
+    from penstock.models.load import fingerprint
 
     parts = [*_numbers(config, model, executor), chat_template]
     return f"fp_{blake2b(repr(parts).encode(), digest_size=8, key=fingerprint(model.path, has_times=False)).hexdigest()}"
@@ -49,8 +49,8 @@ def _numbers(config: Config, model: LoadedModel, executor: Executor) -> list[obj
 def _pairs_without_bias(model: LoadedModel, executor: Executor) -> Sequence[object]:
     """Pairs of columns of keys that are stored without their bias, which depends on the longest request; for each rotation."""
     from penstock.models.architectures import describe
-    from penstock.models.key_centre import still_pairs
     from penstock.models.program import KvWrite
+    from penstock.models.rope import still_pairs
 
     num_positions = getattr(executor, "num_positions", executor.capacity.max_model_len)  # what a GPU's was made for
     rotations = {op.inv_freq for op in describe(model.spec).ops if isinstance(op, KvWrite) and op.bias is not None}

@@ -1,5 +1,6 @@
-"""Loads a GGUF file as a `LoadedModel`. Called by `models.load`; parses no bytes itself and converts no numbers.
+"""Loads a GGUF file as a `LoadedModel`: the settings and the tokenizer in its metadata, and the names of its tensors.
 
+`models.load` calls it. Bytes are parsed by `gguf_file`, and numbers converted by `gguf_tensors`.
 Names of metadata keys and tensors: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
@@ -10,13 +11,13 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from penstock.models import architectures, checks, rope
 from penstock.models.architectures import Architecture
 from penstock.models.formats import Floats
 from penstock.models.gguf_file import GgufFile, TensorEntry, open_gguf
 from penstock.models.gguf_tensors import conversion_notes, load_tensor, loaded_bytes, looked_up_bytes, matrix_shape
-from penstock.models.gguf_vocab import read_eos_ids, read_vocab
 from penstock.models.program import Program
 from penstock.models.weights import LoadedModel, held_floats
 from penstock.types.errors import ModelError
@@ -28,6 +29,44 @@ _BLOCK = re.compile(r"blk\.(\d{1,6})\.(.+)")
 _ROPE_FACTORS = "rope_freqs.weight"
 _MAGIC = b"GGUF"
 _NOTABLE_GROWTH = 1.1
+_CONTROL, _USER_DEFINED = 3, 4
+_PRE_WITH_BOS = frozenset(
+    {
+        "llama-bpe",
+        "llama3",
+        "llama-v3",
+        "falcon3",
+        "falcon-h1",
+        "pixtral",
+        "midm-2.0",
+        "lfm2",
+        "jina-v5-nano",
+        "tekken",
+    }
+)
+"""Pre-tokenisers whose models begin a text with the bos token, if the file does not say."""
+_ENDS = frozenset(
+    {
+        "<|im_end|>",
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|end|>",
+        "<end_of_turn>",
+        "<end_of_utterance>",
+        "<|endoftext|>",
+        "<|end_of_text|>",
+        "<EOT>",
+        "<\uff5cend\u2581of\u2581sentence\uff5c>",
+        "<eos>",
+        "</s>",
+    }
+)
+"""Tokens that end a turn or a document, whatever the file calls its `eos`: of chat models, many files name one of them only.
+
+As in llama.cpp (`special_eog_ids` in `llama-vocab.cpp`), without those that end a part of an answer: calls of tools and files
+of a repository.
+"""
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
@@ -239,3 +278,82 @@ def _check_entries(program: Program, entries: Mapping[str, TensorEntry], path: P
     checks.check_names(program, entries, path)
     for name, wanted in checks.weight_shapes(program).items():
         checks.check_shape(name, matrix_shape(entries[name]), wanted, path)
+
+
+def read_vocab(file: GgufFile, vocab_size: int) -> GgufVocab:
+    """The vocabulary; defaults for absent keys are llama.cpp's. Raises ModelError if its parts contradict each other, or ask
+    for what Penstock does not do."""
+    model = file.require("tokenizer.ggml.model", str)
+    pre = file.get("tokenizer.ggml.pre", str) or ""
+    tokens = file.get_list("tokenizer.ggml.tokens", str)
+    if not 0 < len(tokens) <= vocab_size:
+        raise file.error(f"the vocabulary has {len(tokens)} tokens, the embedding {vocab_size} rows")
+    _refuse_unsupported(file, model)
+    is_sentencepiece = model == "llama"
+    ids = _ids(file, len(tokens), "bos", "eos", "unknown")
+    return GgufVocab(
+        model=model,
+        pre=pre,
+        tokens=tokens,
+        token_types=_per_token(file, "tokenizer.ggml.token_type", int, len(tokens)) or [1] * len(tokens),
+        merges=file.get_list("tokenizer.ggml.merges", str),
+        scores=_per_token(file, "tokenizer.ggml.scores", float, len(tokens)),
+        bos_token_id=ids.get("bos"),
+        eos_token_id=ids.get("eos"),
+        unknown_token_id=ids.get("unknown"),
+        padding_token_id=_padding_id(file, len(tokens)),
+        add_bos_token=_flag(file, "add_bos_token", default="bos" in ids and (is_sentencepiece or pre in _PRE_WITH_BOS)),
+        add_eos_token=_flag(file, "add_eos_token", default=False),
+        add_space_prefix=_flag(file, "add_space_prefix", default=is_sentencepiece),
+        remove_extra_whitespaces=_flag(file, "remove_extra_whitespaces", default=False),
+    )
+
+
+def read_eos_ids(file: GgufFile, vocab: GgufVocab) -> tuple[int, ...]:
+    """Tokens that end a reply: the file's `eos`, `eot` and `eom`, then added tokens that are known to."""
+    named = [] if vocab.eos_token_id is None else [vocab.eos_token_id]
+    named += _ids(file, len(vocab.tokens), "eot", "eom").values()
+    by_text = [
+        token_id
+        for token_id, text in enumerate(vocab.tokens)
+        if text in _ENDS and vocab.token_types[token_id] in (_CONTROL, _USER_DEFINED)
+    ]
+    return tuple(dict.fromkeys([*named, *by_text]))
+
+
+def _refuse_unsupported(file: GgufFile, model: str) -> None:
+    """Keys that change which tokens a text has, or which ones an answer may have."""
+    for name in ("suppress_tokens", "precompiled_charsmap"):
+        if num := len(file.get_list(f"tokenizer.ggml.{name}", int)):
+            raise checks.unsupported(file.path, f"tokenizer.ggml.{name} has {num} entries", "only an empty one is")
+    if model == "gpt2" and _flag(file, "remove_extra_whitespaces", default=False):
+        setting = "tokenizer.ggml.remove_extra_whitespaces is true in a 'gpt2' vocabulary"
+        raise checks.unsupported(file.path, setting, "it has a meaning in SentencePiece vocabularies")
+
+
+def _ids(file: GgufFile, num_tokens: int, *names: str) -> dict[str, int]:
+    """Token ids of the metadata by name, without those that are absent or name no token."""
+    ids = {f"tokenizer.ggml.{name}_token_id": file.get(f"tokenizer.ggml.{name}_token_id", int) for name in names}
+    found = checks.token_ids(ids, num_tokens, file.path)
+    return {name: found[key] for name, key in zip(names, ids, strict=True) if key in found}
+
+
+def _padding_id(file: GgufFile, num_tokens: int) -> int | None:
+    """Nothing is padded here, so one that fine-tuning added, and the converter left out, is no reason to refuse a file."""
+    value = file.get("tokenizer.ggml.padding_token_id", int)
+    if value is not None and not 0 <= value < num_tokens:
+        _log.info("%s: tokenizer.ggml.padding_token_id is %d and passed over: it is not in the vocabulary", file.path, value)
+        return None
+    return value
+
+
+def _per_token(file: GgufFile, key: str, kind: type[T], num_tokens: int) -> list[T]:
+    values = file.get_list(key, kind)
+    if values and len(values) != num_tokens:
+        raise file.error(f"{key} has {len(values)} entries for {num_tokens} tokens")
+    return values
+
+
+def _flag(file: GgufFile, name: str, *, default: bool) -> bool:
+    value = file.get(f"tokenizer.ggml.{name}", bool)
+    return default if value is None else value

@@ -11,9 +11,8 @@ import numpy as np
 from penstock.models import architectures, checks
 from penstock.models.formats import Floats, WeightFormat, held_bytes, held_table_bytes
 from penstock.models.hf_config import JsonFile, read_bos_id, read_eos_ids, read_json, read_spec, read_special_tokens
-from penstock.models.hf_fp8 import FLOAT8, block_scales, read_block, split_scales
 from penstock.models.program import Program
-from penstock.models.safetensors_file import StoredTensor, open_safetensors
+from penstock.models.safetensors_file import FLOAT8, StoredTensor, block_scales, open_safetensors, read_block, split_scales
 from penstock.models.weights import BlockScales, LoadedModel, WeightTensor, held_floats
 from penstock.types.errors import ModelError
 

@@ -79,7 +79,7 @@ class Rope:
 class KvWrite:
     """Store k and v [num_tokens, num_kv_heads * head_dim] of a layer at each token's slot, rounded to the cache's type.
 
-    What the key's bias adds to every key may be taken off before (`models.key_centre` has the reason).
+    What the key's bias adds to every key may be taken off before (`models.rope` has the reason).
     """
 
     layer: int

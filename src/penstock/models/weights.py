@@ -1,22 +1,56 @@
-"""Weights as they lie in a file: raw rows and the format that gives them a meaning (`models.formats`). Owns no arithmetic.
+"""Weights as they lie in a file: raw rows, and the format that gives them a meaning (`models.formats`).
 
-Made by loaders, read by backends. Memory-mapped arrays stay memory-mapped, and nothing is converted before a backend reads it.
+Loaders make them, backends read them. Memory-mapped arrays stay memory-mapped. Nothing is converted before a backend reads it,
+and then a few rows at a time, to bound memory, on all processors.
 """
 
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.models.convert import convert_rows
 from penstock.models.formats import Floats, WeightFormat, dequantize, held_bytes, held_table_bytes, stored_bytes
 from penstock.types.model_spec import ModelSpec
 from penstock.types.vocab import GgufVocab, SpecialTokens
+
+_Array = TypeVar("_Array", bound=NDArray[np.generic])
+_SLICE_VALUES = 1 << 17
+"""Values converted at a time by a thread: what NumPy makes on the way, a MiB or two, stays in the second-level cache."""
+
+
+def row_slices(num_rows: int, num_cols: int) -> Iterator[slice]:
+    """Consecutive slices of rows that cover all of them, of a bounded number of values each (but one row at least)."""
+    step = max(1, _SLICE_VALUES // max(1, num_cols))
+    for begin in range(0, num_rows, step):
+        yield slice(begin, min(begin + step, num_rows))
+
+
+def convert_rows(convert: Callable[[slice], _Array], out: _Array, num_cols: int) -> _Array:
+    """`out`, of which `convert` makes some rows at a time, in any order and from several threads.
+
+    A row has `num_cols` values. NumPy leaves the interpreter's lock for most of it. What `convert` raises is raised.
+    """
+    slices = list(row_slices(len(out), num_cols))
+
+    def fill(rows: slice) -> None:
+        out[rows] = convert(rows)
+
+    if len(slices) == 1:
+        fill(slices[0])
+        return out
+    with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as threads:
+        for _ in threads.map(fill, slices):
+            pass
+    return out
+
 
 _PART_VALUES = 1 << 23
 """Of a matrix, taken over at a time: 32 MiB of float32."""

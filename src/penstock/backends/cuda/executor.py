@@ -189,7 +189,7 @@ class CudaExecutor:
 
     @property
     def num_positions(self) -> int:
-        """Of the longest request that it was made for, which says what keys are stored without (`models.key_centre`); `resize`
+        """Of the longest request that it was made for, which says what keys are stored without (`models.rope`); `resize`
         changes the limit alone."""
         return self._num_positions
 

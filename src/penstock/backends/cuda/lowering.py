@@ -22,7 +22,6 @@ from penstock.backends.cuda.patterns import gated_at, linear_run, normed_sum_at,
 from penstock.backends.cuda.step import StepTensors
 from penstock.backends.cuda.triton_attention import TritonAttention
 from penstock.backends.cuda.weights import Matrix, load_matrices, load_vector
-from penstock.models.key_centre import key_centre
 from penstock.models.program import (
     Act,
     Add,
@@ -40,6 +39,7 @@ from penstock.models.program import (
     Rope,
     Softcap,
 )
+from penstock.models.rope import key_centre
 from penstock.models.weights import WeightTensor
 from penstock.types.errors import ModelError
 from penstock.types.kv_dtype import KvDtype

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from penstock.backends.native._native import Engine, RowOp, RowOpKind, SourceFormat
 from penstock.models.formats import WeightFormat
-from penstock.models.key_centre import key_centre
 from penstock.models.program import (
     Add,
     Attention,
@@ -34,6 +33,7 @@ from penstock.models.program import (
     Rope,
     States,
 )
+from penstock.models.rope import key_centre
 from penstock.models.weights import WeightTensor
 from penstock.types.errors import ModelError
 from penstock.types.kv_dtype import padded_head_dim

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.backends.reference.kv_cache import KvCache
-from penstock.models.key_centre import key_centre
 from penstock.models.program import (
     Act,
     Add,
@@ -35,6 +34,7 @@ from penstock.models.program import (
     Softcap,
     States,
 )
+from penstock.models.rope import key_centre
 from penstock.models.weights import WeightTensor
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.model_spec import Activation

@@ -69,7 +69,7 @@ def kv_write(
 ) -> None:
     """Store k and v [num_tokens, num_kv_heads * head_dim] at their slots, rounded to the cache's type.
 
-    `centre` float32 [num_kv_heads * head_dim] is subtracted from every key before that (`models.key_centre`; int8 only).
+    `centre` float32 [num_kv_heads * head_dim] is subtracted from every key before that (`models.rope`; int8 only).
     """
     _write(None, k, v, layer, slot_mapping, None, None, group=0, centre=centre)
 
