@@ -88,7 +88,7 @@ class Sleeper:
 def serve(port: int, step_s: float) -> None:
     """In the server's process: as `penstock serve`, but for the executor. The first line printed is the engine's thread."""
 
-    def make(config: Config, model: LoadedModel, kv: KvPlan) -> Sleeper:
+    def make(config: Config, model: LoadedModel, kv: KvPlan, _team: object) -> Sleeper:
         words = load_tokenizer(model.tokenizer_source).encode(POEM.read_text(), add_special_tokens=False)
         capacity = Capacity(kv.num_blocks, kv.block_size, max_rows(config), max_step_tokens(config), kv.max_model_len)
         return Sleeper(capacity, words, model.spec.vocab_size, step_s)
