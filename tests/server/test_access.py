@@ -1,4 +1,4 @@
-"""Who may come in, and with how much: keys and body sizes."""
+"""Keys that open the server, and sizes of the bodies that it takes."""
 
 import asyncio
 import http.client
@@ -195,7 +195,7 @@ async def test_the_bodys_request_id_is_the_answers(client):
 
 
 async def test_two_keys_are_no_key(locked):
-    """Whoever passes the request on may look at the one, and we at the other."""
+    """A proxy that passes the request on may look at the one, and the server at the other."""
     headers = [("Authorization", "Bearer key-one"), ("Authorization", "Bearer key-two")]
     for both in (headers, [headers[0]] * 2):
         error = check(await locked.post(COMPLETIONS, json=ASK, headers=both), 401, "invalid_api_key")

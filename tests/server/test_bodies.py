@@ -109,7 +109,7 @@ def costly():
 
 @pytest.mark.parametrize("kind", COSTLY)
 def test_no_body_has_many_findings(kind):
-    """What is found wrong is told in one message, and each finding costs more than the item that it is about."""
+    """One message tells all findings, and each finding costs more than the item that it is about."""
     path, body = COSTLY[kind]
     num_findings = 0
     try:

@@ -182,7 +182,7 @@ async def test_what_goes_past_asgi_is_what_goes_by_messages(live, monkeypatch, v
 
 
 async def test_a_kept_connection_streams_again(live):
-    """What goes past ASGI leaves the connection as ready for the next request as messages do."""
+    """Pieces that go past ASGI leave the connection as ready for the next request as messages do."""
     data = orjson.dumps({"prompt": "again", "max_tokens": 3, "temperature": 0, "stream": True})
     request = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(data) + data
     reader, writer = await asyncio.open_connection("127.0.0.1", live.port)

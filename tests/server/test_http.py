@@ -1,4 +1,4 @@
-"""What comes before a request can be routed: heads without end, requests that stop half way, offers of other protocols."""
+"""Bytes that come before a request can be routed: heads without end, requests that stop half way, offers of other protocols."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""What a request took is free as soon as it has ended: nothing of it waits for the garbage collector.
+"""All that a request took is free as soon as it has ended: nothing of it waits for the garbage collector.
 
 Objects in a circle stay until the collector looks through the oldest ones, which it does when a quarter as many have come as
 live already. Where tens of thousands live that is megabytes, after minutes or hours.
@@ -81,7 +81,7 @@ def overdue(server: LiveServer) -> None:
 
 
 def new_grammar() -> Callable[[LiveServer], None]:
-    """Of each request another, so that each is compiled."""
+    """Each request has another grammar, so that each is compiled."""
     numbers = itertools.count(1)
 
     def once(server: LiveServer) -> None:
@@ -110,7 +110,7 @@ KINDS = {
 
 @contextmanager
 def collected() -> Iterator[list[object]]:
-    """What the collector finds of what was made meanwhile; filled at the end."""
+    """The objects of the block that the collector has to free. The list is filled at the end."""
     found: list[object] = []
     gc.collect()
     gc.disable()

@@ -54,7 +54,7 @@ async def test_metrics_count_what_was_served(client):
 
 @pytest.mark.parametrize("limits", [{"max_tokens": 5}, {"max_tokens": 500, "stop": list("aeio")}], ids=["length", "stop"])
 async def test_who_has_an_answer_finds_it_counted(live, limits):
-    """What the engine tells is counted when it is asked for, also far below the number at which it counts by itself."""
+    """The engine's events are counted when the metrics are read, also far below the number at which they are counted anyway."""
     async with httpx.AsyncClient(base_url=live.url, timeout=20) as client:
         before = await read_metrics(client)
         num_tokens = 0

@@ -26,7 +26,7 @@ class SlowExecutor(HashExecutor):
 
 
 async def one(client: httpx.AsyncClient, idx: int, kind: str, rng: random.Random) -> str:
-    """What became of it."""
+    """The end that the request came to."""
     body = {
         "prompt": f"{idx} " + "p" * rng.randint(1, 200),
         "max_tokens": 1500 if kind == "cancelled" else rng.randint(20, 80),

@@ -128,7 +128,7 @@ def test_offsets_go_on_over_steps():
 
 
 def chat_content(entries, text):
-    """What is written of tokens whose text is shown as far as `text` goes."""
+    """The entries of tokens whose text is shown as far as `text` goes."""
     return ChatLogprobs(TOKENIZER, skips_special_tokens=True).write(entries, text, is_last=True)["content"]
 
 

@@ -1,12 +1,14 @@
-"""Takes connections from the listening socket, and keeps their number below what the process may open. Made by `server`.
+"""Takes connections from the listening socket, and keeps their number below what the process may open. `server` makes it.
 
-Every connection tells it when a request begins, and when no answer is owed any more. Never reads or writes a byte itself.
+Every connection tells the acceptor when a request begins, and when no answer is owed any more. It never reads or writes a byte.
 
-at the limit     each new connection closes the one that has been idle for the longest, as nginx does with its `reusable
-                 connections`. One that became idle less than `GRACE_S` ago stays, since its request may be on its way
-all are busy     up to `NUM_EXTRA_CONNECTIONS` more are accepted: their requests are answered 503, and probes as always
-beyond           new connections wait in the listening socket's queue, up to `listener.BACKLOG`
-no descriptors   another process or a lower limit took them: the oldest idle connection is closed, and accepting tried again
+- At the limit, each new connection closes the one that has been idle for the longest, as nginx does with its `reusable
+  connections`. One that became idle less than `GRACE_S` ago stays, since its request may be on its way.
+- If all are busy, up to `NUM_EXTRA_CONNECTIONS` more are accepted. Their requests are answered 503, and probes as always.
+- Beyond that, new connections wait in the listening socket's queue, up to `listener.BACKLOG`.
+- If another process or a lower limit took the descriptors, the oldest idle connection is closed, and accepting tried again.
+
+asyncio's own server (`loop.create_server`) has no limit: out of descriptors, it stops accepting for a second, again and again.
 """
 
 from __future__ import annotations
@@ -26,12 +28,12 @@ from penstock.serve.openai.errors import ApiError, unavailable
 _log = logging.getLogger(__name__)
 
 GRACE_S = 0.5
-"""So long a connection may be idle before it is closed for others: a request from far away takes as long to arrive."""
+"""A connection that has been idle for less is not closed for others: a request from far away takes as long to arrive."""
 
 _CLOSING_S = 0.1
-"""For a client to take what it was sent, if others need its place."""
+"""Time for a client to take the bytes that it was sent, if others need its place."""
 _MAX_AT_ONCE = 64
-"""Connections that are accepted before the event loop goes on with the others."""
+"""Connections that are accepted before the event loop goes on with other work."""
 _RETRY_S = 0.5
 _REPORT_EVERY_S = 1.0
 
@@ -45,20 +47,20 @@ class Acceptor:
         max_connections: int,
         ssl_context: ssl.SSLContext | None,
     ) -> None:
-        """Begins to accept; `close` it before the listener."""
+        """Begin to accept. `close` it before the listener."""
         self._loop = asyncio.get_running_loop()
         self._listener = listener
         self._make_connection = make_connection
         self._max_connections = max_connections
         self._ssl_context = ssl_context
         self._connections: set[HttpConnection] = set()
-        """All that have a descriptor."""
+        """Connections that have a descriptor."""
         self._idle_since_s: dict[HttpConnection, float] = {}
-        """Those that were told to be `idle`, the longest first."""
+        """Connections that are `idle`, the longest first."""
         self._opening: dict[HttpConnection, tuple[socket.socket, asyncio.Task[object]]] = {}
-        """Those that the event loop has no transport for yet; with TLS, until the handshake. It holds tasks only weakly."""
+        """Connections without a transport yet; with TLS, until the handshake. The event loop holds their tasks only weakly."""
         self._retry_timer: asyncio.TimerHandle | None = None
-        """There while nothing is accepted."""
+        """Set while nothing is accepted."""
         self._is_closed = False
         self._num_closed = 0
         self._num_refused = 0
@@ -80,24 +82,24 @@ class Acceptor:
             _hang_up(accepted)
 
     def begin(self, connection: HttpConnection) -> bool:
-        """The connection has the head of a request. False if too many others have one: refuse it with `too_many`."""
+        """Count the connection as busy: it has the head of a request. False if too many are: refuse it with `too_many`."""
         self._idle_since_s.pop(connection, None)
         return len(self._connections) - len(self._idle_since_s) <= self._max_connections
 
     def too_many(self) -> ApiError:
-        """503, and counted for the log."""
+        """A 503 for a request beyond the limit, counted for the log."""
         self._num_refused += 1
         self._report()
         return unavailable(f"{self._max_connections} connections have a request each, and no more may (--max-connections).")
 
     def idle(self, connection: HttpConnection) -> None:
-        """The connection is owed nothing of an answer, or its client takes nothing of it: it may be closed for others."""
+        """Count the connection as idle, so that it may be closed for others: it is owed no answer, or its client takes none."""
         if connection in self._connections:
             self._idle_since_s.pop(connection, None)
             self._idle_since_s[connection] = self._loop.time()
 
     def lost(self, connection: HttpConnection) -> None:
-        """The connection is closed. Idempotent."""
+        """Forget a connection that is closed. Idempotent."""
         self._connections.discard(connection)
         self._idle_since_s.pop(connection, None)
         if self._retry_timer is not None:
@@ -166,7 +168,7 @@ class Acceptor:
         self._loop.add_reader(self._listener, self._accept)
 
     def _report(self, cause: str = "") -> None:
-        """A line in the log, unless there was one lately."""
+        """Write a line to the log, unless there was one lately."""
         now_s = self._loop.time()
         if now_s - self._reported_at_s < _REPORT_EVERY_S:
             return
@@ -184,6 +186,6 @@ class Acceptor:
 
 
 def _hang_up(accepted: socket.socket) -> None:
-    """For the event loop, which has the socket, as if the client had left."""
-    with contextlib.suppress(OSError):  # It has.
+    """Shut a socket down that the event loop holds, which takes it as the client's leaving."""
+    with contextlib.suppress(OSError):  # The client has left.
         accepted.shutdown(socket.SHUT_RDWR)

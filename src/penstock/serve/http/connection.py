@@ -1,17 +1,21 @@
-"""One client's connection: uvicorn's HTTP/1.1 protocol, with bounds on what a client may send and on how long it may take.
+"""A client's connection: uvicorn's HTTP/1.1 protocol with bounds on it, and the ways in which an answer's bytes leave.
 
-Made by the acceptor for every connection, on the event loop. Reads requests and refuses malformed ones; never looks at a route,
-but to answer a probe also when too many connections have a request.
+The acceptor makes one `HttpConnection` for every client, on the event loop. It reads requests and refuses malformed ones. It
+never looks at a route, but to answer a probe also when too many connections have a request. Its bounds:
 
-head        at most `MAX_HEAD_BYTES`, as are trailers and whatever else brings no body; beyond is a 431
-            Host and version as RFC 9112 wants them (sections 2.3 and 3.2), and no chunks in HTTP/1.0 (6.1): a proxy that takes
-            such a request for another one could be made to smuggle one in
-time        a request that was begun has to go on by `MIN_BYTES_PER_CHECK` in every `read_timeout_s`; else it is a 408.
-            Who takes nothing of an answer for `write_timeout_s`, with more waiting than the system's buffers hold, is cut off
-places      a connection is idle, and may be closed for others, when its client has the answer. The app writes an answer long
-            before: the rest lies in asyncio's buffer. A client that takes nothing of it for `STALL_S` loses its place, too
-upgrades    an offer of another protocol (HTTP/2 by Java's client or curl, WebSocket) is passed over, as RFC 9110 7.8 allows
-refusals    an error object; then what the client still sends is dropped for a while, so that it gets to read the answer
+- Head: at most `MAX_HEAD_BYTES`, as are trailers and whatever else brings no body; beyond is a 431. Host and version are as
+  RFC 9112 wants them (sections 2.3 and 3.2), with no chunks in HTTP/1.0 (6.1). A proxy that takes such a request for another
+  one could be made to smuggle one in.
+- Time to send: a request that has begun goes on by `MIN_BYTES_PER_CHECK` in every `read_timeout_s`; else it is a 408.
+- Time to read: a client that takes nothing of an answer for `write_timeout_s`, with more waiting than the system's buffers
+  hold, is cut off.
+- Places: a connection is idle, and may be closed for others, when its client has the answer. The app writes an answer long
+  before that; the rest lies in asyncio's buffer. A client that takes nothing of it for `STALL_S` loses its place, too.
+- Upgrades: an offer of another protocol (HTTP/2 by Java's client or curl, WebSocket) is passed over, as RFC 9110, 7.8 allows.
+- Refusals: the client gets an error object. Its further bytes are dropped for a while, so that it gets to read that.
+
+uvicorn has no settings for these, so this file overrides its protocol and reads its attributes, and two of asyncio's.
+`tests/server/test_library_internals.py` fails when a new version has others.
 """
 
 from __future__ import annotations
@@ -52,14 +56,14 @@ _log = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 1 << 16
 MIN_BYTES_PER_CHECK = 1 << 14
-"""In 30 s that is 4.4 kbit/s."""
+"""At least 4.4 kbit/s, over 30 s."""
 
 _MAX_BEHIND = 8
 """Requests that are read while an earlier one is answered; with more, reading stops until some are."""
 
 STALL_S = 5.0
-"""So long may a client take nothing of an answer and keep its place. Before its fourth repetition of a segment, TCP has waited
-for 3 s in all."""
+"""A client that takes nothing of its answer for longer loses its place. Before its fourth repetition of a segment, TCP has
+waited for 3 s in all."""
 
 _LOOK_EVERY_S = 0.5
 _UPGRADE_HEADERS = frozenset({b"upgrade", b"http2-settings", b"connection"})
@@ -194,7 +198,7 @@ class HttpConnection(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def shutdown(self) -> None:
-        """A request that has not come whole is not waited for."""
+        """Close without waiting for a request that has not come whole."""
         if self._is_answering_earlier() or not (self._is_refused or self._is_reading):
             super().shutdown()
         else:
@@ -247,7 +251,7 @@ class HttpConnection(HttpToolsProtocol):
         return None
 
     def _meaning_of(self, error: Exception) -> ApiError:
-        """What the parser, which has nothing but words, found wrong."""
+        """The answer to a parser's finding, which the parser tells in words alone."""
         match str(error):
             case "Content-Length overflow":  # 2^64 or more
                 return request_too_large(self._max_body_bytes)
@@ -321,11 +325,11 @@ class HttpConnection(HttpToolsProtocol):
             self._idle_timer = self.loop.call_later(_LOOK_EVERY_S, self._look_whether_taken)
 
     def _num_untaken_bytes(self) -> int:
-        """What asyncio and the system hold that the client's system has not acknowledged (tcp(7), SIOCOUTQ). 0 as soon as the
-        system has all: it sends that also when the connection is closed.
+        """Number of bytes that asyncio and the system hold and the client's system has not acknowledged (tcp(7), SIOCOUTQ).
 
-        While nothing is written, it changes only if the client takes some; TLS may then add what it kept back. asyncio's part
-        alone changes by megabytes at a time, since a socket is writable only when a third of the system's buffer is free.
+        It is 0 as soon as the system has all, which it sends also when the connection is closed. While nothing is written, the
+        number changes only if the client takes some; TLS may then add bytes that it kept back. asyncio's part alone changes by
+        megabytes at a time, since a socket is writable only when a third of the system's buffer is free.
         """
         num_unsent = self._socket_transport.get_write_buffer_size()
         if num_unsent == 0:
@@ -372,7 +376,7 @@ class HttpConnection(HttpToolsProtocol):
 
 
 def _tell_gone(cycle: RequestResponseCycle | None) -> None:
-    """The client counts as gone for whoever works on this request, or waits for its body."""
+    """Count the client as gone: tasks that work on this request, or wait for its body, are told."""
     if cycle is not None and not cycle.response_complete:
         cycle.disconnected = True
         cycle.message_event.set()
@@ -382,23 +386,31 @@ def _tell_gone(cycle: RequestResponseCycle | None) -> None:
 
 
 def _below_tls(transport: asyncio.Transport) -> asyncio.Transport:
-    """The transport of the socket. TLS's hands it the bytes at once, counts them no more, and forgets it when closed twice."""
+    """The socket's own transport, also where TLS has one above it.
+
+    TLS's transport hands the bytes down at once and counts them no more, so a client that reads slowly is seen below alone.
+    Closed twice, it forgets the transport below, and can no longer abort it.
+    """
     below: asyncio.Transport | None = getattr(getattr(transport, "_ssl_protocol", None), "_transport", None)
     return below or transport
 
 
 def _untie(transport: asyncio.BaseTransport) -> None:
-    """asyncio's transports of sockets hold a method of their own, and would wait for the garbage collector."""
+    """Free a lost connection's transport at once: it holds a method of its own, and would wait for the garbage collector.
+
+    That is 1 kB in 7 objects for each connection (Python 3.11, by tracemalloc), which stays until the collector looks through
+    the oldest objects.
+    """
     if hasattr(transport, "_read_ready_cb"):
         transport._read_ready_cb = _read_nothing
 
 
 def _answer_nothing() -> None:
-    """What a request that never begins has instead of its connection, which holds it: uvicorn does so at a request's end."""
+    """Stands in a request that never begins for a method of its connection. uvicorn does the same at a request's end."""
 
 
 def _read_nothing() -> None:
-    """What would be read of a connection that is lost."""
+    """Stands in a lost connection's transport for the method that would read."""
 
 
 def _as_bytes(response: Response, default_headers: list[tuple[bytes, bytes]]) -> bytes:

@@ -1,5 +1,6 @@
-"""The socket that the server listens on, and how many connections may come of it. Made by `cli serve` before the model is
-loaded; accepts none, and speaks no HTTP.
+"""The socket that the server listens on, and the number of connections that may come of it.
+
+`cli serve` makes it before it loads the model. It accepts no connection, and imports no web library: those take time.
 """
 
 from __future__ import annotations
@@ -14,21 +15,21 @@ from penstock.config import ServerConfig
 from penstock.types.errors import ConfigError
 
 BACKLOG = 2048
-"""Connections that wait for the server."""
+"""Connections that may wait to be accepted."""
 NUM_EXTRA_CONNECTIONS = 32
 """Open connections beyond the limit: those that are closing, are told 503, or probe."""
 
 _NUM_SPARE_FILES = 32
-"""What the server may open while it runs: files of the weights and of the disk tier when the engine is made anew."""
+"""Files that the server may open while it runs: weights and the disk tier, when the engine is made anew."""
 _MAX_CONNECTIONS = 8192
 _MAX_TLS_CONNECTIONS = 1024
-"""Unless more are asked for. An idle connection takes 6 kB of memory, and with TLS 280 kB, most of it a buffer of asyncio's."""
+"""Defaults of `--max-connections`. An idle connection takes 6 kB of memory; with TLS 280 kB, most of it asyncio's buffer."""
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
-    """A listening socket. Before the model is loaded, so that a taken port is told at once; whoever connects early, waits.
+    """A listening socket. Raises `ConfigError`.
 
-    Raises `ConfigError`.
+    It is bound before the model is loaded, so that a taken port is told at once. Clients that connect early wait.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
@@ -47,14 +48,14 @@ def bind_socket(host: str, port: int) -> socket.socket:
 
 
 def raise_open_files_limit() -> None:
-    """Raise the soft limit to the hard one. The usual 1024 is for programs that call select(2), which takes no more."""
+    """Raise the soft limit to the hard one. The usual 1024 is meant for programs that call select(2), which takes no more."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # macOS names a hard limit that it does not grant.
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def connection_limit(config: ServerConfig) -> int:
-    """How many connections may have a request at once: as many as were asked for, or as the limit of open files leaves.
+    """Number of connections that may have a request at once: as asked for, or as the limit of open files leaves.
 
     Raises `ConfigError` if that limit is too low.
     """

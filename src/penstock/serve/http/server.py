@@ -1,11 +1,11 @@
-"""Runs the app under uvicorn: the socket, the ready line, signals and the orderly end. Called by `cli serve`.
+"""Runs the app under uvicorn: the socket, the ready line, signals and the orderly end. `cli serve` calls it.
 
-first SIGTERM or SIGINT    drain: `/ready` and new requests answer 503, running ones finish, up to the shutdown timeout
-then                       what is left is aborted (its clients are told), the socket closes, the process ends
-second of the two          ends the process at once, whatever it is doing: `native/stop_signals.cpp`
-SIGHUP                     drains as well: the terminal was closed. It never counts as a second signal, because a shell and the
-                           kernel may both send it, and systemd with SIGTERM (`SendSIGHUP=`). Under `nohup` it stays ignored.
-                           It reloads nothing: the settings are read once, and the log is stderr
+- The first SIGTERM or SIGINT drains: `/ready` and new requests answer 503, running ones have the shutdown timeout to finish.
+  Then the rest is aborted (its clients are told), the socket closes, and the process ends.
+- A second of these ends the process at once, whatever it is doing: `native/stop_signals.cpp`.
+- SIGHUP drains as well: the terminal was closed. It never counts as a second signal, because a shell and the kernel may both
+  send it, and systemd with SIGTERM (`SendSIGHUP=`). Under `nohup` it stays ignored. It reloads nothing: the settings are read
+  once, and the log is stderr.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _log = logging.getLogger(__name__)
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _FLUSH_TIMEOUT_S = 5
-"""After the engine has ended, how long the last bytes may take to reach their clients."""
+"""Time for the last bytes to reach their clients after the engine has ended."""
 _NEW_OBJECTS = 10_000
-"""So many more than have ended before the garbage collector looks through them. A running request has some two hundred, and
-leaves none behind; after Python's 700 it looked in vain for every third or fourth of those that came together."""
+"""The garbage collector looks through new objects when so many more were made than freed. A running request has some two
+hundred and leaves none behind; with Python's 700, the collector looked in vain for every third or fourth of a burst."""
 _KEEP_ALIVE_S = 75
-"""How long an idle connection stays open: longer than proxies and client libraries keep theirs, so that they close first."""
+"""Time that an idle connection stays open: longer than proxies and client libraries keep theirs, so that they close first."""
 
 
 def print_line(text: str) -> None:
@@ -60,7 +60,7 @@ def run_server(
     listener: socket.socket | None = None,
     announce: Callable[[str], None] = print_line,
 ) -> int:
-    """Serve until a signal ends it; closes the runtime. The process' exit code: 0, or 1 if requests had to be aborted."""
+    """Serve until a signal comes, and close the runtime. Returns the exit code: 0, or 1 if requests had to be aborted."""
     server = Server(runtime, config, listener or bind_socket(config.host, config.port), announce=announce)
     with _little_collecting():
         server.run()
@@ -83,7 +83,7 @@ def _little_collecting() -> Iterator[None]:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server with our way to end. `request_shutdown` may be called from any thread."""
+    """uvicorn's server with another way to accept connections and to end. `request_shutdown` may be called from any thread."""
 
     def __init__(
         self, runtime: RunningModel, config: ServerConfig, listener: socket.socket, *, announce: Callable[[str], None]
@@ -127,12 +127,12 @@ class Server(uvicorn.Server):
         )
 
     def request_shutdown(self) -> None:
-        """Begin to drain. Once is enough."""
+        """Begin to drain. Idempotent."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._begin_shutdown)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The signal handler; runs on the main thread between two bytecodes, so it only passes the word on."""
+        """Handle a signal. It runs on the main thread between two bytecodes, so it only has the event loop told."""
         del frame
         if self._loop is None:
             os._exit(128 + sig)
@@ -140,7 +140,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As uvicorn does, but a signal that was obeyed is not raised again afterwards."""
+        """Handle signals as uvicorn does, but do not raise one again that was obeyed."""
         handlers = {}
         if threading.current_thread() is threading.main_thread():  # Elsewhere the owner calls `request_shutdown`.
             is_hangup_heard = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
@@ -184,7 +184,7 @@ def warn_if_open(config: ServerConfig, listener: socket.socket) -> None:
 
 
 def ready_text(runtime: RunningModel, config: ServerConfig, listener: socket.socket) -> str:
-    """What is printed when requests can come: where, and a command that works."""
+    """The text that is printed when requests can come: the address, and a command that works."""
     url = _base_url(config, listener)
     name = runtime.model.name
     # Without drawing: what a small model says at the default temperature looks like a fault of ours.
@@ -201,7 +201,7 @@ def ready_text(runtime: RunningModel, config: ServerConfig, listener: socket.soc
 
 
 def _reach(listener: socket.socket) -> str:
-    """The address that is listened on, if it is every one that the machine has."""
+    """The address that the server listens on, if it stands for all that the machine has."""
     address, port = listener.getsockname()[:2]
     return f" and on every network ({address}:{port})" if ipaddress.ip_address(address).is_unspecified else ""
 

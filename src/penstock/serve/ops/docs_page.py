@@ -1,5 +1,7 @@
-"""`/docs`: owns how the OpenAPI document looks in a browser, one row per route. Called by `app`; names no other host, and runs
-no script: the server may stand where there is no internet, and nobody else is to learn who reads this.
+"""`/docs`: the OpenAPI document as a page for a browser, one row per route. `app` calls it.
+
+The page names no other host and runs no script: the server may stand where there is no internet, and no other host is to learn
+of the page's readers.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from typing import Any
 from starlette.responses import HTMLResponse
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-"""What a browser may fetch for the page: nothing. https://www.w3.org/TR/CSP3/"""
+"""A browser may fetch nothing for the page. https://www.w3.org/TR/CSP3/"""
 
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -36,7 +38,7 @@ td {{ padding: .3em 1em .3em 0; vertical-align: top }}
 
 
 def docs_page(document: Mapping[str, Any]) -> HTMLResponse:
-    """`document`: of OpenAPI 3.1; its paths, methods and summaries are shown."""
+    """The page of an OpenAPI 3.1 document, with its paths, methods and summaries."""
     rows = [
         f"<tr><td>{escape(method.upper())}</td><td><code>{escape(path)}</code></td><td>{escape(operation['summary'])}</td></tr>"
         for path, operations in document["paths"].items()

@@ -1,4 +1,4 @@
-"""The shape of an explanation in JSON. Called by the requests endpoint; knows no request and decides nothing."""
+"""The shape of an explanation in JSON. The requests endpoint calls it; it knows no request and decides nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _OTHER_ENDS = {FinishReason.ABORT: "cancelled", FinishReason.ERROR: "error", Fin
 
 
 def explanation(told: Explanation, index: int) -> dict[str, Any]:
-    """One choice. Times are milliseconds."""
+    """The explanation of one choice. Times are milliseconds."""
     return {
         "index": index,
         "state": told.phase.value,
@@ -45,7 +45,7 @@ def explanation(told: Explanation, index: int) -> dict[str, Any]:
 
 
 def _prefix(told: Explanation) -> dict[str, Any] | None:
-    """Null while it waits."""
+    """The prefix that was found in the cache; None while the choice waits."""
     if told.stop is None:
         return None
     found = {"hit_tokens": told.num_hit_tokens, "stopped_at": told.stop.position, "because": told.stop.reason.value}
@@ -53,7 +53,7 @@ def _prefix(told: Explanation) -> dict[str, Any] | None:
 
 
 def _gap(gap: Gap) -> dict[str, Any]:
-    """What others had in that step is told in sizes alone."""
+    """A gap between two tokens. Other requests of its step are told in sizes alone."""
     told: dict[str, Any] = {"ms": _ms(gap.gap_ns), "because": gap_cause(gap)}
     if gap.step is not None:
         told["step"] = {

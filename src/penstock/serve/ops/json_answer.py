@@ -1,4 +1,4 @@
-"""A JSON answer that is made in a thread. Called by endpoints whose answers can be large, so that the event loop goes on."""
+"""A JSON answer that is made in a thread. Endpoints whose answers can be large call it, so that the event loop goes on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 
 async def json_answer(make: Callable[[], Any]) -> Response:
-    """`make` is called in a thread, too. What it raises is raised here."""
+    """The answer with what `make` returns, which is called in a thread, too. Raises what it raises."""
     # A response of our own, since FastAPI would go through every item of a list on the event loop.
     data = await asyncio.to_thread(lambda: orjson.dumps(make()))
     return Response(data, media_type="application/json")

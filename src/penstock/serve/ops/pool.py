@@ -1,4 +1,4 @@
-"""`/kv`: the KV pool as a map of blocks by state and owner. Reads the engine's books, changes nothing."""
+"""`/kv`: the KV pool as a map of blocks by state and owner. It reads the engine's books and changes nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.serve.ops.json_answer import json_answer
 from penstock.serve.service import Service
 
 SHARED_NS = 100_000_000
-"""For how long a drawing is shown."""
+"""Time for which a drawing is shown."""
 
 
 class PoolEndpoint:
@@ -31,7 +31,7 @@ class PoolEndpoint:
         return await json_answer(lambda: _as_json(self._draw(), names))
 
     def _draw(self) -> PoolMap:
-        """One drawing for all who ask within a tenth of a second: the threads that draw keep the engine from Python."""
+        """The map, drawn at most once in a tenth of a second: a thread that draws keeps the engine from the interpreter."""
         runtime = self._service.runtime
         with self._lock:
             now_ns = runtime.clock.now_ns()
@@ -41,7 +41,7 @@ class PoolEndpoint:
 
 
 def _as_json(drawn: PoolMap, names: dict[str, tuple[str, int]]) -> dict[str, Any]:
-    """`names`: by the engine's ids, those of the caller's own requests."""
+    """The answer. `names`: the engine's ids of the caller's own requests -> the client's ids and the choices' indices."""
     return {
         "block_size": drawn.block_size,
         "blocks": drawn.num_blocks,
@@ -53,7 +53,7 @@ def _as_json(drawn: PoolMap, names: dict[str, tuple[str, int]]) -> dict[str, Any
 
 
 def _owner(owner: BlockOwner, name: tuple[str, int] | None) -> dict[str, Any]:
-    """Of other callers' requests the blocks alone, which the map shows anyway."""
+    """An owner of blocks. Other callers' requests are told by their blocks alone, which the map shows anyway."""
     if name is None:
         return {"request": None, "blocks": owner.num_blocks}
     request_id, choice = name

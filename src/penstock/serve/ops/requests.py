@@ -1,5 +1,6 @@
-"""`/v1/requests`: what runs under an id, why it takes as long as it does, and its end. Only its owner (the same key and tenant)
-sees it.
+"""`/v1/requests`: the requests under an id, why they take as long as they do, and how to cancel them.
+
+Only a request's owner (the same key and tenant) sees it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`/health`, `/ready`, `/load`, `/version` and `/metrics`: what machines that run the server ask. Never changes anything."""
+"""`/health`, `/ready`, `/load`, `/version` and `/metrics`: questions of the programs that run the server. Changes nothing."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ class StatusEndpoint:
         self._runtime = runtime
 
     async def health(self) -> dict[str, Any]:
-        """Alive: 503 only when a restart is the remedy."""
+        """Is the process alive? 503 only when a restart of the process is the remedy."""
         state = self._runtime.engine.state
         if state in (EngineState.FAILED, EngineState.STOPPED):
             raise unavailable(f"The engine has {state}.")
         return {"status": "ok"}
 
     async def ready(self) -> dict[str, Any]:
-        """Can take work: 503 while starting and draining, too."""
+        """Can the server take work? 503 while it starts or drains, too."""
         state = self._runtime.engine.state
         if state is not EngineState.READY:
             raise unavailable(f"Not ready: the engine is {state}.")
         return {"status": "ready"}
 
     async def load(self) -> dict[str, Any]:
-        """How busy it is: now, and sustained over half a minute. `server_load` is vLLM's name."""
+        """How busy is the server, now and sustained over half a minute? `server_load` is vLLM's name."""
         metrics = self._runtime.metrics
         now, sustained = metrics.read_load(), metrics.read_signals()
         return {
