@@ -1,0 +1,140 @@
+"""What would a policy change? Simulates a load under the default policies, then under those that are named.
+
+    python -m penstock.lab --policy ./my_policy.py:ShortPromptsFirst --policy-args '{delay_per_token_ns = 2_000_000}'
+
+The real scheduler runs over modelled steps and a virtual clock: the figures repeat to the last digit, and take seconds. Nine of
+ten prompts are short (20 to 200 tokens), the others long (600 to 1,500); answers have 10 to 200 tokens; four tenants, of which
+the first sends most; half of the requests have priority 1, the others 0. `--load` is relative to the rate at which the default
+policies serve the same requests when all are there at once, `--blocks` the KV blocks of 16 tokens that there are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from random import Random
+
+from penstock.lab.arrivals import NS_PER_S, poisson
+from penstock.lab.job import Job
+from penstock.lab.simulation import Outcome, Simulation
+from penstock.sched.policies.base import Policies
+from penstock.sched.policies.presets import make_policies
+from penstock.types.errors import PenstockError
+from penstock.types.plan import Capacity
+from penstock.types.stats import RequestStats
+
+FLAGS: Mapping[str, str] = {
+    "batching": "gate",
+    "policy": "order",
+    "budget": "budget",
+    "reserve": "reserve",
+    "victim": "victim",
+    "length-predictor": "predictor",
+}
+"""Flags, as those of `penstock serve`, and their seams. Evictions are left out: nothing is cached here."""
+SHORT_TOKENS, LONG_TOKENS, ANSWER_TOKENS = (20, 200), (600, 1500), (10, 200)
+TENANTS, TENANT_WEIGHTS = ("a", "b", "c", "d"), (7, 1, 1, 1)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = _parser().parse_args(arguments)
+    chosen = {seam: getattr(options, flag.replace("-", "_")) for flag, seam in FLAGS.items()}
+    written = {seam: getattr(options, flag.replace("-", "_") + "_args") for flag, seam in FLAGS.items()}
+
+    def named() -> Policies:
+        return make_policies(options.preset, **chosen, arguments=written)
+
+    capacity = Capacity(options.blocks + 1, 16, max_rows=options.rows, max_step_tokens=512, max_model_len=4096)
+    try:
+        named()
+        jobs = make_jobs(options.requests, Random(options.seed))  # noqa: S311  # repeatable on purpose
+        default, own = (Simulation(capacity=capacity, make_policies=make, max_tokens=200) for make in (make_policies, named))
+        at_once = default.run(jobs)
+        rate = options.load * len(jobs) / (at_once.duration_ns / NS_PER_S)
+        arrivals = poisson(Random(options.seed), len(jobs), rate)  # noqa: S311  # as above
+        jobs = [replace(job, arrival_ns=at_ns) for job, at_ns in zip(jobs, arrivals, strict=True)]
+        print(f"{len(jobs)} requests, {rate:.2f} per second, {options.rows} rows, {options.blocks} KV blocks")
+        for title, simulation in (("default", default), ("named", own)):
+            print(report(title, simulation.run(jobs)))
+    except PenstockError as error:
+        raise SystemExit(f"error: {error}") from error
+
+
+def make_jobs(count: int, rng: Random) -> list[Job]:
+    """Requests that all come at once."""
+    return [
+        Job(
+            arrival_ns=0,
+            num_prompt_tokens=rng.randint(*(SHORT_TOKENS if rng.random() < 0.9 else LONG_TOKENS)),
+            num_output_tokens=rng.randint(*ANSWER_TOKENS),
+            tenant=rng.choices(TENANTS, TENANT_WEIGHTS)[0],
+            priority=rng.randint(0, 1),
+        )
+        for _ in range(count)
+    ]
+
+
+def report(title: str, outcome: Outcome) -> str:
+    """Seconds from arrival to the first token, for all requests and for some, and milliseconds between two tokens."""
+    ended = outcome.ended
+    kinds = {
+        "all": ended,
+        "short prompts": [one for one in ended if one.num_prompt_tokens <= SHORT_TOKENS[1]],
+        "long prompts": [one for one in ended if one.num_prompt_tokens > SHORT_TOKENS[1]],
+        f"tenant {TENANTS[0]}": [one for one in ended if one.tenant == TENANTS[0]],
+        "other tenants": [one for one in ended if one.tenant != TENANTS[0]],
+    }
+    num_tokens = sum(one.num_generated_tokens for one in ended)
+    gaps_ms = [
+        (one.ended_ns - one.first_token_ns) / (one.num_generated_tokens - 1) / 1e6
+        for one in ended
+        if one.first_token_ns is not None and one.num_generated_tokens > 1
+    ]
+    lines = [f"\n{title:16s} TTFT  p50       p90       p99 s"]
+    lines += [f"  {kind:16s} {_quantiles([_ttft_s(one) for one in some])}" for kind, some in kinds.items()]
+    lines.append(f"  {'ms per token':16s} {_quantiles(gaps_ms)}")
+    lines.append(
+        f"  {num_tokens * NS_PER_S / outcome.duration_ns:.1f} tokens per second in {outcome.num_steps} steps, "
+        f"{sum(one.num_preemptions for one in ended)} preemptions"
+    )
+    return "\n".join(lines)
+
+
+def _ttft_s(stats: RequestStats) -> float:
+    first_ns = stats.ended_ns if stats.first_token_ns is None else stats.first_token_ns
+    return (first_ns - stats.arrival_ns) / NS_PER_S
+
+
+def _quantiles(values: Sequence[float]) -> str:
+    ordered = sorted(values)
+    return "  ".join(f"{ordered[min(len(ordered) - 1, int(share * len(ordered)))]:8.2f}" for share in (0.5, 0.9, 0.99))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m penstock.lab", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--preset", default="penstock", help="bundle of policies from which the named ones differ")
+    for flag in FLAGS:
+        parser.add_argument(f"--{flag}", metavar="NAME", help="as of penstock serve: a name, module:Class or ./file.py:Class")
+        parser.add_argument(f"--{flag}-args", type=_table, default={}, metavar="TABLE", help="as {weight = 2}")
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--load", type=float, default=0.95)
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--blocks", type=int, default=2048)
+    parser.add_argument("--seed", type=int, default=1)
+    return parser
+
+
+def _table(text: str) -> dict[str, object]:
+    try:
+        table: dict[str, object] = tomllib.loads(f"table = {text}")["table"]
+    except tomllib.TOMLDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an inline table of TOML: {error}") from None
+    return table
+
+
+if __name__ == "__main__":
+    main()
