@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from penstock.config.components import Config, KvConfig, SchedulerConfig, config_from
+from penstock.config.sources import read_config_file
+from penstock.deploy.policies import build_policies
+from penstock.lab.__main__ import main as simulate
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -22,6 +28,25 @@ def test_how_to_pages_run(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, module.__name__, module)  # Dataclasses look their module up.
     for block in blocks:
         exec(compile(block, str(page), "exec"), vars(module))
+
+
+def test_the_policies_of_their_page_are_simulated_and_served_as_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (ROOT / "docs" / "how-to" / "policy.md").read_text(encoding="utf-8")
+    files = re.findall(r"^```python\n(# my_policy.py\n.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "my_policy.py").write_text("\n".join(files))
+    (tmp_path / "penstock.toml").write_text(re.search(r"^```toml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[1])  # type: ignore[index]
+    monkeypatch.chdir(tmp_path)
+    (command,) = re.findall(r"^```sh\npython -m penstock.lab (.*?)\n```", page, re.MULTILINE)
+    simulate([*shlex.split(command), "--requests", "40"])
+    assert re.findall(r"^(\w+) +TTFT", capsys.readouterr().out, re.MULTILINE) == ["default", "named"]
+    config = config_from(read_config_file(tmp_path / "penstock.toml"))
+    assert vars(build_policies(config).order._policy) == {"delay_per_token_ns": 5_000_000}  # type: ignore[attr-defined]
+    own = {"victim": "FewestGenerated", "budget": "ShareForPrompts", "batching": "FewAtATime", "reserve": "HalfOfTheAnswer"}
+    kv = KvConfig(kv_eviction="./my_policy.py:BatchJobsFirst")
+    scheduler = SchedulerConfig(**{key: f"./my_policy.py:{name}" for key, name in own.items()})
+    assert build_policies(Config(scheduler=scheduler, kv=kv)).gate.is_continuous
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

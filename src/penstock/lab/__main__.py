@@ -23,6 +23,7 @@ from penstock.sched.policies.base import Policies
 from penstock.sched.policies.presets import make_policies
 from penstock.types.errors import PenstockError
 from penstock.types.plan import Capacity
+from penstock.types.request import FinishReason
 from penstock.types.stats import RequestStats
 
 FLAGS: Mapping[str, str] = {
@@ -99,6 +100,8 @@ def report(title: str, outcome: Outcome) -> str:
         f"  {num_tokens * NS_PER_S / outcome.duration_ns:.1f} tokens per second in {outcome.num_steps} steps, "
         f"{sum(one.num_preemptions for one in ended)} preemptions"
     )
+    if num_refused := sum(one.finish_reason is FinishReason.REJECTED for one in ended):
+        lines.append(f"  {num_refused} requests were refused: they could never fit; raise --blocks")
     return "\n".join(lines)
 
 
