@@ -11,7 +11,7 @@ from penstock.testing import make_load, make_request
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.plan import Capacity
 from penstock.types.request import FinishReason, Request
-from penstock.types.stats import EngineLoad, RequestStats, StepStats, WaitReason
+from penstock.types.stats import EngineLoad, RequestStats, StepCounts, StepStats, WaitReason
 
 SECOND = 1_000_000_000
 CAPACITY = Capacity(num_blocks=101, block_size=16, max_rows=8, max_step_tokens=128, max_model_len=1024)
@@ -29,9 +29,8 @@ def step(
 ) -> None:
     """One of 50 ms."""
     at_ns = int(at_s * SECOND)
-    door.on_step(
-        StepStats(0, at_ns - SECOND // 20, at_ns, 8, num_waiting, 8, num_tokens, 8, 100, 50, 0, 0, 0, 0, waits_for=waits_for)
-    )
+    counts = StepCounts(num_rows=8, num_tokens=num_tokens, num_sampled_tokens=8, waits_for=waits_for)
+    door.on_step(StepStats(0, at_ns - SECOND // 20, at_ns, 8, num_waiting, 100, 50, 0, counts))
 
 
 def end(door: Admission, at_s: float, request_id: str = "other", num_generated: int = 20, **fields: Any) -> None:
@@ -86,7 +85,8 @@ def test_an_idle_server_takes_every_call():
 def test_one_slow_step_does_not_shut_an_idle_server_for_good(field):
     """Only what runs is measured, and who is refused runs nothing."""
     door = make_door()
-    door.on_step(StepStats(0, 0, 30 * SECOND, 1, 0, 1, 128, 1, 100, 50, 0, 0, 0, 0))
+    counts = StepCounts(num_rows=1, num_tokens=128, num_sampled_tokens=1)
+    door.on_step(StepStats(0, 0, 30 * SECOND, 1, 0, 100, 50, 0, counts))
     ask = {"num_token_ids": 1000, "min_new_tokens": 100, field: 3610 * SECOND}
     assert refusal(door, make_load(), 3600 * SECOND, **ask) is None
     assert refusal(door, make_load(1, 0, 7), 3600 * SECOND, **ask) is not None

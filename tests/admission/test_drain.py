@@ -15,7 +15,7 @@ SECOND = 1_000_000_000
 
 def step(meter: DrainMeter, at_s: float, num_waiting: int) -> None:
     at_ns = int(at_s * SECOND)
-    meter.on_step(StepStats(0, at_ns, at_ns, 1, num_waiting, 1, 1, 1, 10, 0, 0, 0, 0, 0))
+    meter.on_step(StepStats(0, at_ns, at_ns, 1, num_waiting, 10, 0, 0))
 
 
 def end(meter: DrainMeter, at_s: float, reason: FinishReason = FinishReason.STOP) -> None:

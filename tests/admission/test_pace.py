@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from penstock.admission.estimates import Pace
-from penstock.types.stats import StepStats, WaitReason
+from penstock.types.stats import StepCounts, StepStats, WaitReason
 
 MILLISECOND = 1_000_000
 
 
 def step(pace: Pace, num_rows: int, num_tokens: int, num_padding_tokens: int = 0) -> None:
     """A step of 50 ms, while prompts wait for tokens."""
-    stats = StepStats(0, 0, 50 * MILLISECOND, 8, 1, num_rows, num_tokens, num_rows, 100, 50, 0, 0, 0, 0)
-    stats.waits_for, stats.num_padding_tokens = WaitReason.TOKENS, num_padding_tokens
-    pace.on_step(stats)
+    counts = StepCounts(
+        num_rows=num_rows, num_tokens=num_tokens, num_padding_tokens=num_padding_tokens, waits_for=WaitReason.TOKENS
+    )
+    pace.on_step(StepStats(0, 0, 50 * MILLISECOND, 8, 1, 100, 50, 0, counts))
 
 
 def test_prompts_take_the_time_of_the_steps_that_were_full_of_them():

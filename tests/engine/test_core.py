@@ -275,7 +275,7 @@ class TestFailure:
             expected = expected_tokens(request.prompt_token_ids, request.sampling, model=model, max_model_len=4096).token_ids
             assert tuple(outcomes[request.request_id].token_ids) == tuple(expected)[: 2 if request.request_id == "r1" else None]
         assert "no usable logit" in outcomes["r1"].last.detail
-        assert sum(stats.num_sampled_tokens for stats in recorder.steps) == 6 + 2 + 6
+        assert sum(stats.counts.num_sampled_tokens for stats in recorder.steps) == 6 + 2 + 6
         core.check()
 
     def test_a_failed_row_of_a_request_that_was_aborted_counts_for_nothing(self) -> None:
@@ -288,7 +288,7 @@ class TestFailure:
         result = executor.collect(executor.submit(plan))
         core.apply([Abort("r0")], 0)
         assert core.finish(plan, result, 0) == []
-        assert [stats.num_sampled_tokens for stats in recorder.steps] == [0]
+        assert [stats.counts.num_sampled_tokens for stats in recorder.steps] == [0]
 
     def test_after_a_failure_nothing_is_accepted(self) -> None:
         core = make_core()
@@ -322,10 +322,10 @@ class TestObserver:
         driver.turn(Add(requests[1]))
         driver.turn()
         first, second, third = recorder.steps
-        assert (first.step_id, first.num_rows, first.num_tokens, first.num_sampled_tokens) == (0, 1, 10, 1)
-        assert (first.num_prefix_query_tokens, first.num_prefix_hit_tokens) == (10, 0)
-        assert (second.num_prefix_query_tokens, second.num_prefix_hit_tokens) == (10, 9)
-        assert (second.num_rows, second.num_tokens, second.num_running, second.num_waiting) == (2, 2, 1, 0)
+        assert (first.step_id, first.counts.num_rows, first.counts.num_tokens, first.counts.num_sampled_tokens) == (0, 1, 10, 1)
+        assert (first.counts.num_prefix_query_tokens, first.counts.num_prefix_hit_tokens) == (10, 0)
+        assert (second.counts.num_prefix_query_tokens, second.counts.num_prefix_hit_tokens) == (10, 9)
+        assert (second.counts.num_rows, second.counts.num_tokens, second.num_running, second.num_waiting) == (2, 2, 1, 0)
         assert (third.num_blocks_total, third.num_blocks_free, third.num_blocks_cached) == (20, 17, 3)
         assert first.parts_ns["execute"] == first.ended_ns - first.started_ns == 1_000_000
 
@@ -335,7 +335,7 @@ class TestObserver:
         driver = make_driver(policies=policies, observer=recorder, block_size=4, num_blocks=15)
         requests = [make_request(f"r{idx}", [idx + 1] * 4, arrival_ns=idx, max_tokens=37) for idx in range(3)]
         run_to_completion(driver.core, driver.executor, *map(Add, requests))
-        total = sum(stats.num_preemptions for stats in recorder.steps)
+        total = sum(stats.counts.num_preemptions for stats in recorder.steps)
         assert total == sum(request.num_preemptions for request in requests) > 0
 
     @pytest.mark.parametrize("max_step_tokens", [512, 7])
@@ -348,7 +348,7 @@ class TestObserver:
         requests = [make_request(f"r{idx}", [idx + 1] * 4, arrival_ns=idx, max_tokens=37) for idx in range(3)]
         run_to_completion(driver.core, driver.executor, *map(Add, requests))
         num_needed = sum(request.num_tokens - 1 for request in requests)
-        num_recomputed = sum(stats.num_recomputed_tokens for stats in recorder.steps)
+        num_recomputed = sum(stats.counts.num_recomputed_tokens for stats in recorder.steps)
         assert num_recomputed == driver.executor.num_computed_tokens - num_needed > 0
 
     def test_every_request_is_told_once_however_it_ended(self) -> None:

@@ -16,31 +16,34 @@ from penstock.obs.prometheus import expose
 from penstock.obs.signals import SustainedLoad
 from penstock.types.request import FinishReason, Request
 from penstock.types.sampling import BeamParams, EarlyStopping, SamplingParams
-from penstock.types.stats import EngineLoad, RequestStats, StepStats, TierStats, WaitReason
+from penstock.types.stats import EngineLoad, RequestStats, StepCounts, StepStats, TierStats, WaitReason
 
 MS = 1_000_000
 
 
 def make_step(**changes) -> StepStats:
-    defaults = {
-        "step_id": 1,
-        "started_ns": 0,
-        "ended_ns": 30 * MS,
-        "num_running": 3,
-        "num_waiting": 2,
+    """`changes`: of its counts."""
+    counts = {
         "num_rows": 3,
         "num_tokens": 40,
         "num_sampled_tokens": 3,
-        "num_blocks_total": 10,
-        "num_blocks_free": 4,
-        "num_blocks_cached": 1,
         "num_preemptions": 1,
         "num_recomputed_tokens": 7,
         "num_prefix_query_tokens": 32,
         "num_prefix_hit_tokens": 16,
-        "parts_ns": {"execute": 25 * MS},
     }
-    return StepStats(**(defaults | changes))
+    return StepStats(
+        step_id=1,
+        started_ns=0,
+        ended_ns=30 * MS,
+        num_running=3,
+        num_waiting=2,
+        num_blocks_total=10,
+        num_blocks_free=4,
+        num_blocks_cached=1,
+        counts=StepCounts(**(counts | changes)),
+        parts_ns={"execute": 25 * MS},
+    )
 
 
 def make_end(**changes) -> RequestStats:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from penstock.obs.signals import DOWN_S, UP_S, WINDOW_S, Replicas, Signals
 from penstock.testing import make_load
 from penstock.types.request import FinishReason
-from penstock.types.stats import RequestStats, StepStats, WaitReason
+from penstock.types.stats import RequestStats, StepCounts, StepStats, WaitReason
 
 SECOND = 1_000_000_000
 ROWS = 10
@@ -21,7 +21,7 @@ IDLE = make_load(num_rows_free=ROWS)
 def make_step(at_s: float, num_running: int, num_waiting: int = 0, num_held: int = 0) -> StepStats:
     at_ns = int(at_s * SECOND)
     reason = WaitReason.ROWS if num_waiting else WaitReason.NOTHING
-    return StepStats(0, at_ns, at_ns, num_running, num_waiting, 1, 1, 1, 100, 100 - num_held, 0, 0, 0, 0, waits_for=reason)
+    return StepStats(0, at_ns, at_ns, num_running, num_waiting, 100, 100 - num_held, 0, StepCounts(waits_for=reason))
 
 
 class Server:

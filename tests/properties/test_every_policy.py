@@ -38,10 +38,10 @@ class Account:
         self.num_tokens = self.num_padding_tokens = self.num_sampled_tokens = self.num_preemptions = self.num_ended = 0
 
     def on_step(self, stats: StepStats) -> None:
-        self.num_tokens += stats.num_tokens
-        self.num_padding_tokens += stats.num_padding_tokens
-        self.num_sampled_tokens += stats.num_sampled_tokens
-        self.num_preemptions += stats.num_preemptions
+        self.num_tokens += stats.counts.num_tokens
+        self.num_padding_tokens += stats.counts.num_padding_tokens
+        self.num_sampled_tokens += stats.counts.num_sampled_tokens
+        self.num_preemptions += stats.counts.num_preemptions
 
     def on_finish(self, stats: RequestStats) -> None:
         self.num_ended += 1

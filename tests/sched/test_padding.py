@@ -59,10 +59,10 @@ def test_a_static_batch_computes_a_rectangle() -> None:
     driver, recorder = make_driver(Static(3), *requests, enable_prefix_caching=False)
     finish(driver)
     num_real = sum(prompt + answer - 1 for prompt, answer in lengths.values())
-    assert [step.num_tokens for step in recorder.steps] == [24, 3, 3, 3, 3, 3]
-    assert sum(step.num_padding_tokens for step in recorder.steps) == 3 * (8 + 6 - 1) - num_real
-    assert [step.num_rows for step in recorder.steps] == [3, 3, 2, 2, 1, 1], "rows of padding serve nobody"
-    assert sum(step.num_sampled_tokens for step in recorder.steps) == 6 + 2 + 4
+    assert [step.counts.num_tokens for step in recorder.steps] == [24, 3, 3, 3, 3, 3]
+    assert sum(step.counts.num_padding_tokens for step in recorder.steps) == 3 * (8 + 6 - 1) - num_real
+    assert [step.counts.num_rows for step in recorder.steps] == [3, 3, 2, 2, 1, 1], "rows of padding serve nobody"
+    assert sum(step.counts.num_sampled_tokens for step in recorder.steps) == 6 + 2 + 4
     executor = driver.executor
     assert isinstance(executor, HashExecutor)
     assert executor.num_padding_tokens == 3 * (8 + 6 - 1) - num_real
@@ -88,13 +88,13 @@ def test_a_dynamic_batch_is_padded_to_its_bucket() -> None:
     requests = [make_request("a", 3, max_tokens=2), make_request("b", 5, max_tokens=2), make_request("long", 9, max_tokens=2)]
     driver, recorder = make_driver(Dynamic(2, length_buckets=(8, 16)), *requests, enable_prefix_caching=False)
     finish(driver)
-    assert [step.num_tokens for step in recorder.steps] == [16, 2, 16, 1]
+    assert [step.counts.num_tokens for step in recorder.steps] == [16, 2, 16, 1]
 
 
 def test_padding_stays_within_what_requests_may_have() -> None:
     driver, recorder = make_driver(Dynamic(2, length_buckets=(500,)), make_request("a", 10, max_tokens=1), max_step_tokens=512)
     finish(driver)
-    assert [step.num_tokens for step in recorder.steps] == [199]
+    assert [step.counts.num_tokens for step in recorder.steps] == [199]
 
 
 def test_padding_comes_before_its_prompt_in_chunks_of_the_budget() -> None:
@@ -135,7 +135,7 @@ def test_a_batch_survives_a_lack_of_memory() -> None:
     requests = [make_request(f"r{idx}", [idx + 1] * 6, max_tokens=20, arrival_ns=idx) for idx in range(4)]
     driver, recorder = make_driver(Static(4), *requests, num_blocks=11, max_rows=8)
     outcomes = finish(driver)
-    assert sum(step.num_preemptions for step in recorder.steps) > 0
+    assert sum(step.counts.num_preemptions for step in recorder.steps) > 0
     for request in requests:
         expected = expected_tokens(
             request.prompt_token_ids, request.sampling, model=HashExecutor().model, max_model_len=200

@@ -133,9 +133,9 @@ class TestOrder:
     def test_a_step_says_what_those_who_wait_lack(self, limits: dict[str, int], reason: WaitReason) -> None:
         driver = make_driver(make_request("a", [3] * 16, max_tokens=8), make_request("b", [9] * 24, max_tokens=8), **limits)
         driver.turn()
-        assert driver.core.scheduler.counts.waits_for is reason
+        assert driver.core.scheduler.news.waits_for is reason
         finish(driver)
-        assert driver.core.scheduler.counts.waits_for is WaitReason.NOTHING
+        assert driver.core.scheduler.news.waits_for is WaitReason.NOTHING
 
 
 class TestGate:

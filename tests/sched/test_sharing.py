@@ -135,7 +135,7 @@ def test_a_step_says_that_a_request_waits_for_a_prefix() -> None:
     capacity = Capacity(num_blocks=200, block_size=4, max_rows=4, max_step_tokens=16, max_model_len=200)
     driver = Driver(make_core(capacity), HashExecutor(capacity))
     driver.turn(*map(Add, choices(2, 10)))
-    assert driver.core.scheduler.counts.waits_for is WaitReason.PREFIX
+    assert driver.core.scheduler.news.waits_for is WaitReason.PREFIX
 
 
 def test_what_waits_for_a_prefix_can_be_cancelled() -> None:

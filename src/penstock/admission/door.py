@@ -179,7 +179,7 @@ class Admission:
     def on_step(self, stats: StepStats) -> None:
         self.drain.on_step(stats)
         self.pace.on_step(stats)
-        self._waits_for = stats.waits_for
+        self._waits_for = stats.counts.waits_for
 
     def on_tokens(self, first: Sequence[Request], gaps_ns: Sequence[int]) -> None:
         del gaps_ns

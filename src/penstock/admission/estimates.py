@@ -75,9 +75,10 @@ class Pace:
         duration_ns = stats.ended_ns - stats.started_ns
         self._step_ns += (duration_ns - self._step_ns) * (STEP_WEIGHT if self._step_ns else 1.0)
         # A row's last token samples, as a decode does; padding is nobody's prompt.
-        num_prefill_tokens = stats.num_tokens - stats.num_padding_tokens - stats.num_rows
+        counts = stats.counts
+        num_prefill_tokens = counts.num_tokens - counts.num_padding_tokens - counts.num_rows
         # Other steps say how many prompts came, not how fast they could be computed.
-        is_full = stats.waits_for is WaitReason.TOKENS or stats.num_tokens >= self._half_step_tokens
+        is_full = counts.waits_for is WaitReason.TOKENS or counts.num_tokens >= self._half_step_tokens
         if is_full and num_prefill_tokens > 0:
             self._prefill_tokens = PREFILL_DECAY * self._prefill_tokens + num_prefill_tokens
             self._prefill_ns = PREFILL_DECAY * self._prefill_ns + duration_ns

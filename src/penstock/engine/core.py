@@ -23,12 +23,13 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from penstock.engine.ports import NullObserver, Observer, RequestJournal
-from penstock.sched.draft import StepCounts, StepOutcome
+from penstock.sched import progress
+from penstock.sched.progress import StepOutcome
 from penstock.sched.queue import KeyedHeap
 from penstock.sched.scheduler import Scheduler
 from penstock.types.errors import GrammarFailure, Rejected, RejectReason
 from penstock.types.events import Abort, Add, Command, Drain, Stop, TokenEvent
-from penstock.types.plan import RowPlan, StepPlan
+from penstock.types.plan import StepPlan
 from penstock.types.request import FinishReason, Request, RequestStatus
 from penstock.types.result import StepResult
 from penstock.types.sampling import Matcher
@@ -178,7 +179,7 @@ class EngineCore:
             with suppress(Exception):  # the books may be what broke, and everybody has to be told all the same
                 if request.status is not RequestStatus.FINISHED:  # in a commit that was not completed
                     self.scheduler.end(request, FinishReason.ERROR)
-            request.status, request.finish_reason = RequestStatus.FINISHED, FinishReason.ERROR
+            progress.end(request, FinishReason.ERROR)
             self._forget(request, now_ns)
             cached = request.num_cached_tokens
             events.append(TokenEvent(request.request_id, (), now_ns, (), FinishReason.ERROR, None, cached, detail))
@@ -213,8 +214,7 @@ class EngineCore:
         return []
 
     def _reject(self, request: Request, rejected: Rejected, now_ns: int) -> TokenEvent:
-        request.status = RequestStatus.FINISHED
-        request.finish_reason = FinishReason.REJECTED
+        progress.end(request, FinishReason.REJECTED)
         self._tell_end(request, now_ns, str(rejected.reason))
         return TokenEvent(
             request.request_id,
@@ -279,31 +279,19 @@ class EngineCore:
         self._closed = Rejected(reason, detail)
 
     def _step_stats(self, plan: StepPlan, result: StepResult, outcome: StepOutcome, now_ns: int) -> StepStats:
-        scheduler, counts = self.scheduler, outcome.counts
-        kv, num_cached = scheduler.kv, scheduler.kv.pool.num_cached
-        execute_ns = result.timing.end_ns - result.timing.start_ns
+        scheduler, kv = self.scheduler, self.scheduler.kv
+        num_cached, execute_ns = kv.pool.num_cached, result.timing.end_ns - result.timing.start_ns
         return StepStats(
             step_id=plan.step_id,
             started_ns=max(plan.now_ns, self._last_finish_ns),
             ended_ns=now_ns,
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
-            num_rows=len(plan.rows) - counts.num_padding_rows,
-            num_tokens=counts.num_tokens,
-            num_sampled_tokens=outcome.num_sampled_tokens,
             num_blocks_total=kv.num_total_blocks,
             num_blocks_free=kv.pool.num_available - num_cached,
             num_blocks_cached=num_cached,
-            num_preemptions=counts.num_preemptions,
-            num_recomputed_tokens=counts.num_recomputed_tokens,
-            num_swaps=counts.num_swaps,
-            num_prefix_query_tokens=counts.num_prefix_query_tokens,
-            num_prefix_hit_tokens=counts.num_prefix_hit_tokens,
-            waits_for=counts.waits_for,
-            num_padding_tokens=counts.num_padding_tokens,
-            max_prefill_tokens=counts.max_prefill_tokens,
+            counts=outcome.counts,
             parts_ns={"execute": execute_ns, **result.timing.parts},
-            prefills=() if counts.num_tokens == counts.num_decodes else _prefills(plan, counts),
             void=outcome.void,
         )
 
@@ -356,12 +344,6 @@ class Following:
                 _logger.exception("request %s: %s", event.request_id, BROKEN)
                 failed.append((event.request_id, BROKEN, ""))
         return failed
-
-
-def _prefills(plan: StepPlan, counts: StepCounts) -> list[RowPlan]:
-    rows = plan.rows[: len(plan.rows) - counts.num_padding_rows]
-    admitted = {admission.request_id for admission in counts.admissions}  # `plan.admits` has forks and copies, too
-    return [row for row in rows if row.query_len > 1 or not row.samples or row.request_id in admitted]
 
 
 def _next_limit(request: Request) -> tuple[int, RejectReason] | None:

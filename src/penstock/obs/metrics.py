@@ -173,16 +173,16 @@ class Metrics:
                 self.settle()
 
     def _count_step(self, stats: StepStats) -> None:
-        self.num_prefix_query_tokens += stats.num_prefix_query_tokens
-        self.num_prefix_hit_tokens += stats.num_prefix_hit_tokens
-        self.num_preemptions += stats.num_preemptions
-        self.num_swaps += stats.num_swaps
-        self.num_recomputed_tokens += stats.num_recomputed_tokens
-        self.num_padding_tokens += stats.num_padding_tokens
-        self.max_prefill_tokens = stats.max_prefill_tokens
-        self.num_generated_tokens += stats.num_sampled_tokens
-        self.batch_size.observe(stats.num_rows)
-        self.batch_tokens.observe(stats.num_tokens)
+        self.num_prefix_query_tokens += stats.counts.num_prefix_query_tokens
+        self.num_prefix_hit_tokens += stats.counts.num_prefix_hit_tokens
+        self.num_preemptions += stats.counts.num_preemptions
+        self.num_swaps += stats.counts.num_swaps
+        self.num_recomputed_tokens += stats.counts.num_recomputed_tokens
+        self.num_padding_tokens += stats.counts.num_padding_tokens
+        self.max_prefill_tokens = stats.counts.max_prefill_tokens
+        self.num_generated_tokens += stats.counts.num_sampled_tokens
+        self.batch_size.observe(stats.counts.num_rows)
+        self.batch_tokens.observe(stats.counts.num_tokens)
         self._observe_part("total", stats.ended_ns - stats.started_ns)
         self._observe_parts(stats.parts_ns)
 

@@ -122,7 +122,7 @@ class Signals:
             self._advance(stats.ended_ns)
             num_held = stats.num_blocks_total - stats.num_blocks_free - stats.num_blocks_cached
             self._set(stats.num_waiting, stats.num_running, num_held, stats.num_blocks_total)
-            if stats.waits_for is not WaitReason.NOTHING:
+            if stats.counts.waits_for is not WaitReason.NOTHING:
                 self._used = 1.0
 
     def on_finish(self, stats: RequestStats) -> None:

@@ -1,116 +1,41 @@
-"""A step in the making: owns the rows, admissions and counters of one step until the plan is built, and what its commit did.
-Written by the scheduler and by who plans for it; decides nothing.
+"""A step in the making: its rows, the tokens and blocks that are given away, and its counts, until the plan is built. Written
+by the scheduler and its planners (`extending.py`, `joining.py`, `padding.py`); decides nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from penstock.sched.policies.base import StepLimits
-from penstock.types.events import TokenEvent
 from penstock.types.plan import AdmitRow, RowPlan
 from penstock.types.request import Request
-from penstock.types.stats import Admission, Preemption, WaitReason
+from penstock.types.stats import Admission, Preemption, StepCounts, WaitReason
 
 
-@dataclass(slots=True)
-class StepCounts:
-    """What a step did that its plan does not tell.
+class TokenBudget:
+    """The step's tokens: how many are left to prefills, and how many of them one prefill may take."""
 
-    Nobody writes to one after it was made; not frozen for the reason in `RowPlan`.
-    """
-
-    num_tokens: int = 0
-    """Positions that it computes, padding included."""
-    num_decodes: int = 0
-    """Rows of requests that were one token behind, and of padding after the end of one."""
-    num_prefill_pairs: int = 0
-    """Of a token of another row and one before it in its request."""
-    num_padding_tokens: int = 0
-    num_padding_rows: int = 0
-    num_preemptions: int = 0
-    num_swaps: int = 0
-    """Preemptions of which the tier below the pool keeps the blocks."""
-    num_recomputed_tokens: int = 0
-    """Positions that had been computed before a preemption and are computed again."""
-    num_prefix_query_tokens: int = 0
-    """Tokens looked up in the prefix cache by this step's admissions."""
-    num_prefix_hit_tokens: int = 0
-    waits_for: WaitReason = WaitReason.NOTHING
-    """What the first of those who wait lacks."""
-    max_prefill_tokens: int = 0
-    """What the budget left to prompts."""
-    admissions: Sequence[Admission] = ()
-
-
-@dataclass(slots=True)
-class StepOutcome:
-    """What a commit did."""
-
-    counts: StepCounts
-    """Of the step."""
-    void: Collection[str]
-    """Ids of its rows whose requests had ended before."""
-    events: list[TokenEvent] = field(default_factory=list)
-    """One per row that sampled or failed, in the order of the plan."""
-    ended: list[Request] = field(default_factory=list)
-    num_sampled_tokens: int = 0
-
-
-@dataclass(slots=True)
-class StepDraft:
-    limits: StepLimits
-    """Of the prefills; decodes are planned before they are known."""
-    is_ahead: bool = False
-    """A step is in flight, with rows of those who run: nobody is preempted."""
-    puts_off_pause: bool = False
-    """Somebody is to be paused for another, which has to wait for that reason."""
-    num_tokens: int = 0
-    """Positions that the rows compute, padding included."""
-    num_decodes: int = 0
-    num_prefill_pairs: int = 0
-    num_decode_rows: int = 0
-    """Of requests; they come first."""
-    long_prefills: list[Request] = field(default_factory=list)
-    """That run, those that this step admits included."""
-    late: list[Request] = field(default_factory=list)
-    """Those of them that run already and let others pass, which leave them a share of the tokens."""
-    num_kept_tokens: int = 0
-    """For long prefills that come after the others."""
-    num_let_in: int = 0
-    """Of those whom the gate lets in, so many were admitted or held back."""
-    lacks_memory: bool = False
-    """Somebody who runs had to be preempted for another: nobody joins."""
-    num_padding_tokens: int = 0
-    padding_rows: list[RowPlan] = field(default_factory=list)
-    """Behind the others in the plan."""
-    rows: list[RowPlan] = field(default_factory=list)
-    admits: dict[str, AdmitRow] = field(default_factory=dict)
-    num_promised_blocks: int = 0
-    """Free blocks that running prefills will need for the tokens they have."""
-    num_kept_rows: int = 0
-    """For those who stand aside."""
-    num_preemptions: int = 0
-    num_swaps: int = 0
-    num_admitted: int = 0
-    num_recomputed_tokens: int = 0
-    num_prefix_query_tokens: int = 0
-    num_prefix_hit_tokens: int = 0
-    waits_for: WaitReason = WaitReason.NOTHING
-    admissions: list[Admission] = field(default_factory=list)
-    preemptions: list[Preemption] = field(default_factory=list)
-    set_aside: list[tuple[str, WaitReason]] = field(default_factory=list)
+    def __init__(self, limits: StepLimits, counts: StepCounts) -> None:
+        """`counts`: those of the step, which say how many tokens are given away."""
+        self.limits = limits
+        """The limits of prefills; decodes are planned before these are known."""
+        self.long_prefills: list[Request] = []
+        """Long prefills that run, those that this step admits included."""
+        self.late: list[Request] = []
+        """Long prefills that run already and let others pass, which leave them a share of the tokens."""
+        self.num_kept_tokens = 0
+        """Tokens kept for long prefills that come after the others."""
+        self._counts = counts
 
     @property
     def tokens_left(self) -> int:
         """What prefills may still take."""
-        return max(0, self.limits.max_tokens - self.num_tokens - self.num_kept_tokens)
+        return max(0, self.limits.max_tokens - self._counts.num_tokens - self.num_kept_tokens)
 
     @property
     def has_tokens(self) -> bool:
-        """For prefills, though they may be kept for long ones."""
-        return self.num_tokens < self.limits.max_tokens
+        """True if tokens are left for prefills, though they may be kept for long ones."""
+        return self._counts.num_tokens < self.limits.max_tokens
 
     def is_long(self, num_behind: int) -> bool:
         return num_behind > self.limits.long_prefill_tokens
@@ -121,9 +46,45 @@ class StepDraft:
         room = self.tokens_left
         if self.is_long(num_behind):
             room = min(room, limits.max_chunk_tokens)
-        if num_behind > room and not limits.splits_prompts and self.num_tokens > self.num_decodes:
+        if num_behind > room and not limits.splits_prompts and self._counts.num_tokens > self._counts.num_decodes:
             return 0
         return min(num_behind, room)
+
+
+@dataclass(slots=True)
+class Promises:
+    """What the step has promised to requests that it gives nothing to yet."""
+
+    num_blocks: int = 0
+    """Free blocks that running prefills, and requests that stand aside, will need for the tokens they have."""
+    num_rows: int = 0
+    """Rows of requests that stand aside."""
+
+
+class StepDraft:
+    """One step until its plan is built."""
+
+    def __init__(self, limits: StepLimits, *, is_ahead: bool = False) -> None:
+        self.is_ahead = is_ahead
+        """A step is in flight, with rows of the running requests: nobody is preempted."""
+        self.counts = StepCounts()
+        self.budget = TokenBudget(limits, self.counts)
+        self.promised = Promises()
+        self.rows: list[RowPlan] = []
+        self.num_decode_rows = 0
+        """The first rows, of requests that were one token behind."""
+        self.padding_rows: list[RowPlan] = []
+        """Rows that come behind the others in the plan."""
+        self.admits: dict[str, AdmitRow] = {}
+        self.num_let_in = 0
+        """Of the requests that the gate lets in, so many were admitted or held back."""
+        self.lacks_memory = False
+        """A running request had to be preempted for another: nobody joins."""
+        self.puts_off_pause = False
+        """A request is to be paused for another, which has to wait for that reason."""
+        self.admissions: list[Admission] = []
+        self.preemptions: list[Preemption] = []
+        self.set_aside: list[tuple[str, WaitReason]] = []
 
     def admit(self, request: Request, block_ids: tuple[int, ...]) -> None:
         """Tell the executor of the request in full; what has KV in its blocks is `num_computed_tokens`."""
@@ -132,57 +93,40 @@ class StepDraft:
         row = AdmitRow(request.request_id, token_ids, num_prompt, block_ids, num_computed, request.sampling)
         self.admits[request.request_id] = row
 
-    def add_row(self, request: Request, query_len: int, new_block_ids: tuple[int, ...] = ()) -> None:
-        """Plan the request's next `query_len` tokens."""
+    def add_row(self, request: Request, query_len: int, new_block_ids: tuple[int, ...] = (), *, is_prefill: bool) -> None:
+        """Plan the request's next `query_len` tokens. `is_prefill`: also if it is one token, the last."""
         context_len = request.num_computed_tokens
-        samples = context_len + query_len == request.num_tokens
-        row = RowPlan(request.request_id, context_len, query_len, new_block_ids, samples)
+        row = RowPlan(request.request_id, context_len, query_len, new_block_ids, context_len + query_len == request.num_tokens)
         self.rows.append(row)
-        self.num_tokens += query_len
+        counts = self.counts
+        counts.num_tokens += query_len
+        if is_prefill:
+            counts.prefills.append(row)
         if query_len > 1:
-            self.num_prefill_pairs += num_pairs(row)
+            counts.num_prefill_pairs += num_pairs(row)
         if request.max_computed_tokens:
-            self.num_recomputed_tokens += num_recomputed(request, row)
-        request.num_inflight_tokens = query_len
-
-    def add_padding(self, num_tokens: int) -> None:
-        self.num_tokens += num_tokens
-        self.num_padding_tokens += num_tokens
+            counts.num_recomputed_tokens += num_recomputed(request, row)
 
     def take_back(self, request: Request) -> None:
         """Remove what the step planned for a request, if anything. O(rows): only victims are taken back."""
         self.admits.pop(request.request_id, None)
+        counts = self.counts
         for idx, row in enumerate(self.rows):
             if row.request_id == request.request_id:
-                self.num_tokens -= row.query_len
+                counts.num_tokens -= row.query_len
                 if idx < self.num_decode_rows:
                     self.num_decode_rows -= 1
-                    self.num_decodes -= 1
-                self.num_prefill_pairs -= num_pairs(row) if row.query_len > 1 else 0
-                self.num_recomputed_tokens -= num_recomputed(request, row)
+                    counts.num_decodes -= 1
+                if row in counts.prefills:
+                    counts.prefills.remove(row)
+                counts.num_prefill_pairs -= num_pairs(row) if row.query_len > 1 else 0
+                counts.num_recomputed_tokens -= num_recomputed(request, row)
                 del self.rows[idx]
                 return
 
-    def counts(self) -> StepCounts:
-        return StepCounts(
-            num_tokens=self.num_tokens,
-            num_decodes=self.num_decodes,
-            num_prefill_pairs=self.num_prefill_pairs,
-            num_padding_tokens=self.num_padding_tokens,
-            num_padding_rows=len(self.padding_rows),
-            num_preemptions=self.num_preemptions,
-            num_swaps=self.num_swaps,
-            num_recomputed_tokens=self.num_recomputed_tokens,
-            num_prefix_query_tokens=self.num_prefix_query_tokens,
-            num_prefix_hit_tokens=self.num_prefix_hit_tokens,
-            waits_for=self.waits_for,
-            max_prefill_tokens=max(0, self.limits.max_tokens - self.num_decodes),
-            admissions=self.admissions,
-        )
-
 
 def num_pairs(row: RowPlan) -> int:
-    """Of a token of the row and one before it."""
+    """Pairs of a token of the row and a token before it."""
     return row.query_len * row.context_len + row.query_len * (row.query_len - 1) // 2
 
 

@@ -46,11 +46,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from penstock.kv.manager import KVManager
-from penstock.sched.draft import StepCounts
+from penstock.sched import progress
+from penstock.sched.choosing.groups import Groups
 from penstock.sched.policies.base import Policies
 from penstock.sched.running import Running
 from penstock.types.plan import RowPlan, StepPlan
 from penstock.types.request import Request
+from penstock.types.stats import StepCounts
 
 
 @dataclass(slots=True)
@@ -121,48 +123,42 @@ class Flights:
 class Ahead:
     """The assumption that the step in flight will be committed as it was planned."""
 
-    def __init__(self, kv: KVManager, policies: Policies, running: Running) -> None:
+    def __init__(self, kv: KVManager, policies: Policies, running: Running, groups: Groups) -> None:
         self._kv = kv
         self._order = policies.order
         self._running = running
+        self._groups = groups
         self._is_possible = policies.gate.may_plan_ahead
         self._assumed: list[tuple[Request, int]] = []
-        """Who has a row in flight, and of how many tokens."""
+        """Requests with a row in flight, and the number of its tokens."""
 
     def begin(self) -> bool:
         """Assume it. False, and nothing is assumed, if the next step can't be planned ahead. O(running)."""
-        if not self._is_possible or self._running.beams.groups:
+        if not self._is_possible or self._groups.by_id:
             return False
-        num_missing_blocks = sum(map(self._assume, self._running.requests.values()))
+        self._assumed, ending = progress.assume(self._running)
+        num_missing_blocks = self._num_missing_blocks()
+        for request in ending:
+            self._kv.look_again(request.request_id)  # so that `Extending` sees that it has nothing to compute
+            self._order.left(request)  # no row of it will be served
         if num_missing_blocks > self._kv.pool.num_available:
             self.end()
             return False
         self._kv.prefix.in_flight = {request.request_id for request, num_tokens in self._assumed if num_tokens > 1}
         return True
 
-    def _assume(self, request: Request) -> int:
-        """Returns how many blocks its next row may take at most."""
-        num_tokens = request.num_inflight_tokens
-        if num_tokens:
-            self._assumed.append((request, num_tokens))
-            request.num_computed_tokens += num_tokens
-            request.num_inflight_tokens = 0
-            if request.num_computed_tokens == request.num_tokens:  # it samples
-                if request.num_tokens + 1 >= request.max_total_tokens:
-                    self._kv.look_again(request.request_id)  # so that whoever extends it sees that it has nothing to compute
-                    self._order.left(request)  # no row of it will be served
-                    return 0
-                request.num_tokens += 1
-                request.num_pending_samples = 1
-        num_missing_tokens = request.num_tokens - self._kv.num_slots[request.request_id]
-        return self._kv.num_blocks_for(num_missing_tokens) if num_missing_tokens > 0 else 0
+    def _num_missing_blocks(self) -> int:
+        """Blocks that the next rows of all running requests may take at most."""
+        num_slots, num_blocks_for = self._kv.num_slots, self._kv.num_blocks_for
+        num_missing = 0
+        for request in self._running:
+            num_missing_tokens = request.num_tokens - num_slots[request.request_id]
+            if num_missing_tokens > 0 and request.num_behind:  # else it ends with the step in flight
+                num_missing += num_blocks_for(num_missing_tokens)
+        return num_missing
 
     def end(self) -> None:
         """The step was planned: the books say again what is committed, and what is in flight."""
-        for request, num_tokens in self._assumed:
-            request.num_computed_tokens -= num_tokens
-            request.num_inflight_tokens += num_tokens
-            request.num_tokens -= request.num_pending_samples
-            request.num_pending_samples = 0
-        self._assumed.clear()
+        progress.unassume(self._assumed)
+        self._assumed = []
         self._kv.prefix.in_flight = ()

@@ -1,10 +1,10 @@
-"""Who joins: decides which of those who wait run from this step on. Called by the scheduler once per step; takes nothing from
-those who run, unless the order lets a higher class pause a lower one.
+"""Who joins: decides which of the waiting requests run from this step on. Called by the scheduler once per step; takes nothing
+from running requests, unless the order lets a higher class pause a lower one.
 
-Whose next block is being computed by a running prefill stands aside until it is there, instead of computing it again. Others
-pass meanwhile, so that the machine is not idle, and leave it a row and the blocks that it will need: so it loses nothing by
-having been polite. It waits only while its leader runs and has not computed that block, and is the first when it comes back.
-It does not wait for one that it outranks, which others of its own rank might keep from computing.
+A request whose next block is being computed by a running prefill (its leader) stands aside until the block is there, instead of
+computing it again. Others pass meanwhile, so that the machine is not idle, and leave it a row and the blocks that it will need:
+so it loses nothing. It waits only while its leader runs and has not computed that block, and is the first when it comes back.
+It does not wait for a leader that it outranks, which others of its own rank might keep from computing.
 The same holds in a static or dynamic batch: its rows join as the step's tokens allow, and padding is counted by prompt lengths.
 """
 
@@ -14,13 +14,15 @@ from collections.abc import Sequence
 
 from penstock.kv.manager import KVManager
 from penstock.kv.prefix_cache import Awaited, PrefixHit
+from penstock.sched import progress
+from penstock.sched.choosing.groups import Groups, num_rows_of
 from penstock.sched.draft import StepDraft
 from penstock.sched.padding import Padding
 from penstock.sched.policies.base import UNLIMITED, GateDecision, GateView, Policies, StepLimits
 from penstock.sched.queue import Follower, WaitingQueue
 from penstock.sched.running import Running
 from penstock.types.request import Request, RequestStatus
-from penstock.types.stats import Admission, PreemptReason, PrefixStop, WaitReason
+from penstock.types.stats import Admission, PreemptReason, WaitReason
 
 CLOSED = GateDecision(max_admissions=0)
 LOAD_STEPS = 4
@@ -36,6 +38,7 @@ class Joining:
         policies: Policies,
         waiting: WaitingQueue,
         running: Running,
+        groups: Groups,
         padding: Padding,
         *,
         max_step_tokens: int,
@@ -51,6 +54,7 @@ class Joining:
         """Else it never says that one outranks another, and need not be asked."""
         self._waiting = waiting
         self._running = running
+        self._groups = groups
         self._padding = padding
         self._max_step_tokens = max_step_tokens
 
@@ -67,12 +71,12 @@ class Joining:
     def _lacks_what_others_have(self, request: Request, draft: StepDraft, now_ns: int) -> bool:
         """Would it be admitted if some of those who run were paused, and not otherwise?"""
         running, pauses = self._running, self._order.pauses
-        if not any(pauses(request, other, now_ns) for other in running.requests.values()):
+        if not any(pauses(request, other, now_ns) for other in running):
             return False
         tier = self._kv.tier
         if tier is not None and tier.is_awaited_by(request.request_id, now_ns):  # they run on meanwhile
             return False
-        draft.num_promised_blocks = sum(map(running.room.missing_blocks, running.requests.values()))
+        draft.promised.num_blocks = running.missing_blocks(running)
         for follower in self._waiting.aside:
             if self._kv.prefix.is_coming(follower.awaited):
                 self._keep_place(follower, draft)
@@ -120,29 +124,31 @@ class Joining:
 
     def keep_tokens(self, draft: StepDraft, request: Request, now_ns: int) -> None:
         """Whoever passes long prefills without outranking them leaves them their share."""
-        draft.num_kept_tokens = 0
-        if draft.late and request not in draft.late:
-            assert draft.limits.long_prefill_share is not None, "else none is late"
-            if not all(self._order.outranks(request, long, now_ns) for long in draft.late):
-                draft.num_kept_tokens = draft.limits.long_prefill_share
+        budget = draft.budget
+        budget.num_kept_tokens = 0
+        if budget.late and request not in budget.late:
+            assert budget.limits.long_prefill_share is not None, "else none is late"
+            if not all(self._order.outranks(request, long, now_ns) for long in budget.late):
+                budget.num_kept_tokens = budget.limits.long_prefill_share
 
     def admit(self, draft: StepDraft, decision: GateDecision, now_ns: int, before: Request | None = None) -> None:
         """Those who join anyway, then as many as the gate lets in; these first if the order says so. With `before`, only those
         who go before that running prefill."""
-        if draft.lacks_memory or draft.waits_for is not WaitReason.NOTHING:
-            return  # whoever comes next must not overtake
-        if before is not None and not self._has_ranks and before not in draft.late:
+        budget, counts = draft.budget, draft.counts
+        if draft.lacks_memory or counts.waits_for is not WaitReason.NOTHING:
+            return  # the next request must not overtake
+        if before is not None and not self._has_ranks and before not in budget.late:
             return
         may_pause = self._order.is_preemptive and not self._padding.is_active
         pauser: Request | None = None
-        while draft.has_tokens and (may_pause or not self._is_full(draft)):
+        while budget.has_tokens and (may_pause or not self._is_full(draft)):
             fresh = self._waiting.peek(now_ns, decision.bucket) if decision.max_admissions > draft.num_let_in else None
             request = self._next_waiting(fresh, draft, now_ns) if pauser is None else pauser
             pauser = None
             if request is None or (before is not None and not self._goes_before(request, before, draft, now_ns)):
                 return
             self.keep_tokens(draft, request, now_ns)
-            if draft.tokens_left == 0:
+            if budget.tokens_left == 0:
                 return
             hit = self._kv.lookup_prefix(request)
             awaited = self._kv.prefix.find_coming(request, hit)
@@ -154,18 +160,18 @@ class Joining:
                 draft.set_aside.append((request.request_id, WaitReason.PREFIX))
                 continue
             num_behind = request.num_tokens - hit.num_tokens
-            is_long = draft.is_long(num_behind)
+            is_long = budget.is_long(num_behind)
             if is_long and request.status is RequestStatus.WAITING and not self._takes_long(request, draft, now_ns):
                 self._waiting.hold_back(request, now_ns)
                 draft.set_aside.append((request.request_id, WaitReason.TOKENS))
                 draft.num_let_in += request is fresh
                 continue
             if self._padding.is_active and not self._padding.pad_prompt(request, draft):
-                draft.waits_for = WaitReason.TOKENS
+                counts.waits_for = WaitReason.TOKENS
                 return
-            query_len = draft.chunk(num_behind)
+            query_len = budget.chunk(num_behind)
             if query_len == 0:
-                draft.waits_for = WaitReason.TOKENS
+                counts.waits_for = WaitReason.TOKENS
                 return
             if not self._has_room_for(request, hit, query_len, draft):
                 lower = self._whom_to_pause(request, hit, query_len, draft, now_ns) if may_pause else ()
@@ -182,22 +188,23 @@ class Joining:
                 return
             self._admit(draft, request, hit, query_len, now_ns)
             if is_long:
-                draft.long_prefills.append(request)
+                budget.long_prefills.append(request)
             draft.num_let_in += request is fresh
 
     def waits_for(self, draft: StepDraft) -> WaitReason:
         """What whoever waits after the admissions lacks."""
         if not len(self._waiting):
             return WaitReason.NOTHING
-        if draft.waits_for is WaitReason.LOADING:
+        waits_for = draft.counts.waits_for
+        if waits_for is WaitReason.LOADING:
             return WaitReason.LOADING
-        if draft.waits_for is WaitReason.MEMORY or (draft.num_preemptions and not draft.num_admitted):
+        if waits_for is WaitReason.MEMORY or (draft.preemptions and not draft.admissions):
             return WaitReason.MEMORY
         if self._is_full(draft):
             return WaitReason.ROWS
         if len(self._waiting.aside) == len(self._waiting):
             return WaitReason.PREFIX
-        is_short_of_tokens = draft.tokens_left == 0 or draft.waits_for is WaitReason.TOKENS or self._waiting.num_held_back
+        is_short_of_tokens = draft.budget.tokens_left == 0 or waits_for is WaitReason.TOKENS or self._waiting.num_held_back
         return WaitReason.TOKENS if is_short_of_tokens else WaitReason.GATE
 
     def call_back(self, draft: StepDraft) -> None:
@@ -218,15 +225,14 @@ class Joining:
         self._keep_place(follower, draft)
 
     def _keep_place(self, follower: Follower, draft: StepDraft) -> None:
-        beams = follower.request.sampling.beams
-        draft.num_kept_rows += 1 if beams is None else beams.width
-        draft.num_promised_blocks += follower.num_blocks
+        draft.promised.num_rows += num_rows_of(follower.request)
+        draft.promised.num_blocks += follower.num_blocks
 
     def _is_full(self, draft: StepDraft) -> bool:
         return self._num_taken_rows(draft) >= self._running.max_rows
 
     def _num_taken_rows(self, draft: StepDraft) -> int:
-        return len(self._running) + self._running.beams.num_kept_rows + draft.num_kept_rows
+        return len(self._running) + self._groups.num_kept_rows + draft.promised.num_rows
 
     def _next_waiting(self, fresh: Request | None, draft: StepDraft, now_ns: int) -> Request | None:
         """Who is next: of those who join anyway, or `fresh`, whom the gate lets in."""
@@ -248,24 +254,22 @@ class Joining:
         """Does who waits get tokens before one who runs?"""
         if self._order.outranks(request, prefill, now_ns):
             return True
-        return prefill in draft.late and not self._order.outranks(prefill, request, now_ns)
+        return prefill in draft.budget.late and not self._order.outranks(prefill, request, now_ns)
 
     def _takes_long(self, request: Request, draft: StepDraft, now_ns: int) -> bool:
         """May this long prefill start? Those that it outranks wait for it, so they do not count."""
-        longs, limit = draft.long_prefills, draft.limits.max_long_prefills
+        longs, limit = draft.budget.long_prefills, draft.budget.limits.max_long_prefills
         if len(longs) < limit:
             return True
         return self._has_ranks and sum(not self._order.outranks(request, long, now_ns) for long in longs) < limit
 
     def _has_room_for(self, request: Request, hit: PrefixHit, query_len: int, draft: StepDraft) -> bool:
-        running, beams = self._running, request.sampling.beams
-        if self._num_taken_rows(draft) + (1 if beams is None else beams.width) > running.max_rows:
-            draft.waits_for = WaitReason.ROWS
+        if self._num_taken_rows(draft) + num_rows_of(request) > self._running.max_rows:
+            draft.counts.waits_for = WaitReason.ROWS
             return False
-        num_promised, forks = draft.num_promised_blocks, running.beams.forks(request)
-        if running.room.is_enough(request, hit, query_len, running.requests, num_promised, forks=forks, swaps=running.swaps):
+        if self._running.has_room_for(request, hit, query_len, draft.promised.num_blocks):
             return True
-        draft.waits_for = WaitReason.MEMORY
+        draft.counts.waits_for = WaitReason.MEMORY
         return False
 
     def _waits_for_load(self, request: Request, hit: PrefixHit, draft: StepDraft, now_ns: int) -> bool:
@@ -273,11 +277,11 @@ class Joining:
         swapping = self._kv.swapping
         if swapping is None:
             return False
-        num_spare = self._kv.pool.num_available - draft.num_promised_blocks - self._num_growing - hit.num_free_blocks
+        num_spare = self._kv.pool.num_available - draft.promised.num_blocks - self._num_growing - hit.num_free_blocks
         cost_ns = self._running.prefill_ns_per_token
         waits = swapping.fetch(request, hit, max_blocks=max(0, num_spare), compute_ns_per_token=cost_ns, now_ns=now_ns)
         if waits:
-            draft.waits_for = WaitReason.LOADING
+            draft.counts.waits_for = WaitReason.LOADING
         return waits
 
     @property
@@ -292,47 +296,37 @@ class Joining:
         running, pauses = self._running, self._order.pauses
         lower = [
             other
-            for other in running.requests.values()
+            for other in running
             if pauses(request, other, now_ns) and other.request_id not in draft.admits  # the executor has not heard of these
         ]
         if not lower:
             return ()
-        beams, leaving = request.sampling.beams, running.with_beams(lower)
-        num_rows = self._num_taken_rows(draft) - running.beams.num_rows(leaving)
-        if num_rows + (1 if beams is None else beams.width) > running.max_rows:
+        leaving = self._groups.running_members(lower)
+        if self._num_taken_rows(draft) - self._groups.num_rows(leaving) + num_rows_of(request) > running.max_rows:
             return ()
-        num_promised, forks = draft.num_promised_blocks, running.beams.forks(request)
-        is_enough = running.room.is_enough(
-            request, hit, query_len, running.requests, num_promised, without=leaving, forks=forks, swaps=running.swaps
-        )
+        is_enough = running.has_room_for(request, hit, query_len, draft.promised.num_blocks, without=leaving)
         return lower if is_enough else ()
 
     def _pause_one(self, lower: Sequence[Request], request: Request, query_len: int, draft: StepDraft) -> None:
         """Preempt one of them, and its search."""
-        running, room = self._running, self._running.room
-        eviction = running.choose_victim(lower, room.lacking_blocks(request, query_len))
-        draft.num_promised_blocks -= sum(map(room.missing_blocks, running.with_beams([eviction.request])))
-        draft.waits_for = WaitReason.NOTHING
+        running = self._running
+        eviction = running.choose_victim(lower, request, query_len)
+        draft.promised.num_blocks -= running.missing_blocks(self._groups.running_members([eviction.request]))
+        draft.counts.waits_for = WaitReason.NOTHING
         running.preempt(draft, eviction, PreemptReason.ORDER)
 
     def _admit(self, draft: StepDraft, request: Request, hit: PrefixHit, query_len: int, now_ns: int) -> None:
         self._waiting.remove(request)
         self._running.join(request)
-        request.status = RequestStatus.RUNNING
-        request.num_computed_tokens = hit.num_tokens
-        stop: PrefixStop | None = None
-        if request.first_scheduled_ns is None:
-            request.first_scheduled_ns = now_ns
-            request.num_cached_tokens = hit.num_tokens
-            stop = self._kv.prefix.why_stopped(request, hit) if self.tells_stops else None
-            if request.sampling.beams is not None:
-                self._running.beams.begun(request)
-        for member in self._running.beams.members(request):
+        members = self._groups.members(request)
+        is_new = progress.admit(request, hit.num_tokens, now_ns, members)
+        stop = self._kv.prefix.why_stopped(request, hit) if is_new and self.tells_stops else None
+        for member in members:
             draft.admissions.append(Admission(member.request_id, request.num_tokens, hit.num_tokens, query_len, stop))
         draft.admit(request, self._kv.allocate(request, hit, hit.num_tokens + query_len))
-        draft.add_row(request, query_len)
+        draft.add_row(request, query_len, is_prefill=True)
+        progress.plan(request, query_len)
         self._order.admitted(request)
-        draft.num_promised_blocks += self._running.room.missing_blocks(request)
-        draft.num_admitted += 1
-        draft.num_prefix_query_tokens += request.num_tokens
-        draft.num_prefix_hit_tokens += hit.num_tokens
+        draft.promised.num_blocks += self._running.missing_blocks((request,))
+        draft.counts.num_prefix_query_tokens += request.num_tokens
+        draft.counts.num_prefix_hit_tokens += hit.num_tokens

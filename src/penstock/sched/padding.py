@@ -80,25 +80,26 @@ class Padding:
         self._tails.clear()
         self.is_active = False
 
-    def begin(self) -> int:
-        """A step begins: how many of its tokens go to rows whose request has ended."""
+    def begin(self, draft: StepDraft) -> None:
+        """A step begins: rows whose requests have ended get their tokens before all others."""
         for row in self._done:
             self._forget(row)
         self._done.clear()
-        return len(self._tails)
+        draft.counts.num_tokens += len(self._tails)
+        draft.counts.num_padding_tokens += len(self._tails)
 
     def pad_prompt(self, request: Request, draft: StepDraft) -> bool:
         """Plan what is missing of the padding before a prompt. False if the step has no token left for the prompt itself."""
         row = self._heads.get(request.request_id)
         if row is not None:
             num_missing = row.num_tokens - 1 - row.context_len
-            query_len = draft.chunk(num_missing)
+            query_len = draft.budget.chunk(num_missing)
             if query_len > 0:
                 self._plan(row, query_len, draft, samples=False)
             if query_len < num_missing:
                 return False
             self._done.append(self._heads.pop(request.request_id))
-        return draft.tokens_left > 0
+        return draft.budget.tokens_left > 0
 
     def end(self, request: Request) -> None:
         """A request of the batch ended. If it ran, its row goes on; if it had not begun, it never will."""
@@ -150,8 +151,9 @@ class Padding:
         draft.padding_rows.append(plan)
         row.context_len += query_len
         if not samples:
-            draft.add_padding(query_len)
-            draft.num_prefill_pairs += num_pairs(plan)
+            draft.counts.num_tokens += query_len
+            draft.counts.num_padding_tokens += query_len
+            draft.counts.num_prefill_pairs += num_pairs(plan)
 
     def _admit_row(self, row: PaddingRow) -> AdmitRow:
         """With null blocks for as long as it may get, so that none need be added."""

@@ -1,6 +1,6 @@
 """One sequence being served: what it asked for and how far it has come.
 
-Owned by the scheduler from `Add` until its finish event; nobody else writes the progress fields.
+Owned by the scheduler from `Add` until its finish event; `sched/progress.py` alone writes the progress fields.
 `n > 1` is n requests that share a prompt.
 """
 
@@ -57,7 +57,7 @@ class Request:
     matcher: Matcher | None = None
     """Matcher of the grammar that the answer follows; there is one if and only if `sampling.follows_grammar`."""
 
-    # Progress: written by the scheduler alone.
+    # Progress: written by `sched/progress.py` alone.
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     num_tokens: int = field(init=False)

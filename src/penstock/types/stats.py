@@ -107,6 +107,41 @@ class PlanNews:
 
 
 @dataclass(slots=True)
+class StepCounts:
+    """What one step does, in numbers: counted while it is planned and committed, and told with its `StepStats`.
+
+    Written by the scheduler alone. Counts are of requests, tokens and preemptions.
+    """
+
+    num_rows: int = 0
+    """Rows of requests; without those of padding."""
+    num_tokens: int = 0
+    """Positions that the step computes, padding included."""
+    num_decodes: int = 0
+    """Rows of requests that were one token behind, and rows of padding after the end of a request."""
+    num_prefill_pairs: int = 0
+    """Pairs of a prefill token and a token before it in its request: the work of attention."""
+    num_sampled_tokens: int = 0
+    """Tokens that requests got; known when the step is committed."""
+    num_padding_tokens: int = 0
+    """Positions computed for nobody, as a batch's padding."""
+    num_preemptions: int = 0
+    num_swaps: int = 0
+    """Preemptions of which the tier below the pool keeps the blocks."""
+    num_recomputed_tokens: int = 0
+    """Positions that had been computed before a preemption and are computed again: what it costs."""
+    num_prefix_query_tokens: int = 0
+    """Tokens looked up in the prefix cache by this step's admissions."""
+    num_prefix_hit_tokens: int = 0
+    max_prefill_tokens: int = 0
+    """Tokens that the budget left to prompts; under `itl` the state of its controller."""
+    waits_for: WaitReason = WaitReason.NOTHING
+    """What the first waiting request lacked when the step was planned."""
+    prefills: list[RowPlan] = field(default_factory=list)
+    """Rows of prompts, and of tokens that are computed again; not the last token of a prompt if it is computed alone."""
+
+
+@dataclass(slots=True)
 class StepStats:
     """State right after one step was committed. Counts are of requests, tokens and blocks.
 
@@ -119,38 +154,17 @@ class StepStats:
     ended_ns: int
     num_running: int
     num_waiting: int
-    num_rows: int
-    """Rows of requests; those of padding are left out."""
-    num_tokens: int
-    """Positions computed in the step, padding included."""
-    num_sampled_tokens: int
     num_blocks_total: int
     """Without the null block: free + cached + held."""
     num_blocks_free: int
-    """Free and without reusable content."""
+    """Free blocks without reusable content."""
     num_blocks_cached: int
-    """Free, with content that a prefix hit may revive."""
-    num_preemptions: int
-    """In this step."""
-    num_prefix_query_tokens: int
-    """Tokens looked up in the prefix cache by this step's admissions."""
-    num_prefix_hit_tokens: int
-    num_recomputed_tokens: int = 0
-    """Positions of this step that had been computed before a preemption: what it costs."""
-    num_swaps: int = 0
-    """Those of the preemptions of which the tier below the pool keeps the blocks."""
-    waits_for: WaitReason = WaitReason.NOTHING
-    """When the step was planned."""
-    num_padding_tokens: int = 0
-    """Positions computed for nobody, as a batch's padding."""
-    max_prefill_tokens: int = 0
-    """Tokens that the budget left to prompts; under `itl` the state of its controller."""
+    """Free blocks with content that a prefix hit may revive."""
+    counts: StepCounts = field(default_factory=StepCounts)
     parts_ns: Mapping[str, int] = field(default_factory=dict)
     """Named shares of the step: schedule, execute, commit, and the executor's own parts."""
-    prefills: Sequence[RowPlan] = ()
-    """Rows of prompts, and of what is computed again; not the last token of one if it is computed alone."""
     void: Collection[str] = ()
-    """Ids of rows whose requests had ended before the step did. One of the same id may have come since."""
+    """Ids of rows whose requests had ended before the step did. A new request may have taken such an id since."""
 
 
 @dataclass(slots=True)

@@ -33,7 +33,7 @@ class Preemptions:
         self.count = 0
 
     def on_step(self, stats: StepStats) -> None:
-        self.count += stats.num_preemptions
+        self.count += stats.counts.num_preemptions
 
     def on_finish(self, stats: RequestStats) -> None:
         pass

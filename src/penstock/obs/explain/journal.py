@@ -137,7 +137,7 @@ class Journal:
         for life, num_pauses in last_pieces:
             if life.phase is Phase.PREFILL and len(life.pauses) == num_pauses:
                 self._prefill(life.request_id, life.num_target_tokens - 1, 1, stats, number)
-        for row in stats.prefills:
+        for row in stats.counts.prefills:
             if row.request_id in stats.void:
                 continue
             self._prefill(row.request_id, row.context_len, row.query_len, stats, number)
@@ -146,13 +146,13 @@ class Journal:
 
     def _step_note(self, stats: StepStats) -> StepNote:
         duration_ns = stats.ended_ns - stats.started_ns
-        if not stats.prefills:
-            return StepNote(duration_ns, stats.num_rows)
-        row = max(stats.prefills, key=_query_len)
+        if not stats.counts.prefills:
+            return StepNote(duration_ns, stats.counts.num_rows)
+        row = max(stats.counts.prefills, key=_query_len)
         life = self._lives.get(row.request_id)
         largest = Prefilled(row.request_id, row.query_len, life.num_prompt_tokens if life else 0)
-        num_tokens = sum(map(_query_len, stats.prefills))
-        return StepNote(duration_ns, stats.num_rows, num_tokens, len(stats.prefills), largest)
+        num_tokens = sum(map(_query_len, stats.counts.prefills))
+        return StepNote(duration_ns, stats.counts.num_rows, num_tokens, len(stats.counts.prefills), largest)
 
     def _begin(self, admission: Admission, now: WaitMark) -> None:
         life = self._lives.get(admission.request_id)
@@ -179,9 +179,9 @@ class Journal:
             life.num_resume_tokens += query_len
         prefills = life.prefills
         prefills.num_steps += 1
-        prefills.num_rows += stats.num_rows
-        if stats.num_rows > prefills.max_rows:
-            prefills.max_rows = stats.num_rows
+        prefills.num_rows += stats.counts.num_rows
+        if stats.counts.num_rows > prefills.max_rows:
+            prefills.max_rows = stats.counts.num_rows
         num_behind = life.num_target_tokens - context_len - query_len
         if num_behind > 1:
             return

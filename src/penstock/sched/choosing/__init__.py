@@ -1,1 +1,1 @@
-"""Requests whose next tokens are chosen by other means than the executor's sample."""
+"""Who chooses the next token of a row, where the executor's sample is not the answer: `chooser.py` is the seam."""

@@ -1,0 +1,238 @@
+"""How far each request has come: the only code that writes a request's progress (`types/request.py` names the fields). Called
+by the scheduler and its parts; holds no state, and knows no blocks, queues or policies.
+
+    WAITING --admit--> RUNNING --preempt--> PREEMPTED --admit--> RUNNING --end--> FINISHED
+
+                          num_computed_tokens    num_inflight_tokens    num_tokens
+    plan, plan_decodes                                 + query_len
+    advance                  + query_len               - query_len       + sampled tokens
+    preempt                      0                         0
+
+Two functions are loops over all rows of a step, without a call for each row: `plan_decodes` and `advance`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from penstock.types.events import TokenEvent
+from penstock.types.plan import RowPlan
+from penstock.types.request import FinishReason, Request, RequestStatus
+from penstock.types.result import StepResult
+from penstock.types.stats import StepCounts
+
+# one request
+
+
+def limit(request: Request, max_total_tokens: int) -> None:
+    """The request is queued: say at how many tokens it will have reached its limit."""
+    request.max_total_tokens = max_total_tokens
+
+
+def admit(request: Request, num_hit_tokens: int, now_ns: int, members: Iterable[Request]) -> bool:
+    """The request runs from now on. `members`: the requests that begin with it, itself included. Returns whether they never
+    ran before."""
+    request.status = RequestStatus.RUNNING
+    request.num_computed_tokens = num_hit_tokens
+    if request.first_scheduled_ns is not None:
+        return False
+    for member in members:
+        if member.first_scheduled_ns is None:
+            member.first_scheduled_ns, member.num_cached_tokens = now_ns, num_hit_tokens
+    return True
+
+
+def plan(request: Request, query_len: int) -> None:
+    """A step computes the request's next tokens."""
+    request.num_inflight_tokens = query_len
+
+
+def preempt(request: Request) -> None:
+    """The request has lost its KV, and waits again."""
+    request.status = RequestStatus.PREEMPTED
+    request.max_computed_tokens = max(request.max_computed_tokens, request.num_computed_tokens)
+    request.num_computed_tokens = request.num_inflight_tokens = 0
+    request.num_preemptions += 1
+
+
+def end(request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+    """The request has ended, whatever it was doing."""
+    request.status = RequestStatus.FINISHED
+    request.num_inflight_tokens = 0
+    request.finish_reason = reason
+    request.stop_reason = stop_reason
+
+
+# the beams of a search
+
+
+def fork(child: Request, num_tokens: int) -> None:
+    """The child runs, with the KV of so many of another request's tokens."""
+    child.status = RequestStatus.RUNNING
+    child.num_computed_tokens = num_tokens
+
+
+def fold(request: Request) -> None:
+    """The request carries no beam for now, and has no KV."""
+    request.status, request.num_computed_tokens = RequestStatus.WAITING, 0
+
+
+def note_first_token(request: Request, now_ns: int) -> None:
+    if request.first_token_ns is None:
+        request.first_token_ns = now_ns
+
+
+def replace_output(request: Request, token_ids: Sequence[int]) -> None:
+    """Other tokens were chosen for the request than it had."""
+    request.output_token_ids = list(token_ids)
+    request.num_tokens = request.num_prompt_tokens + len(token_ids)
+
+
+# all requests of a step
+
+
+def plan_decodes(
+    requests: Iterable[Request], num_slots: Mapping[str, int], rows: list[RowPlan], extend: Callable[[Request], None]
+) -> tuple[list[Request], int]:
+    """Plan a row for each request that is one token behind, in order. Returns the other requests, and the number of rows added.
+
+    `num_slots`: positions that each request may write without asking for a block. `extend` plans the row of a request that
+    has none left.
+    """
+    prefills: list[Request] = []
+    add_row, num_rows = rows.append, 0
+    for request in requests:
+        request_id, context_len = request.request_id, request.num_computed_tokens
+        if request.num_tokens - context_len > 1:
+            prefills.append(request)
+        elif context_len < num_slots.get(request_id, 0):  # its last block has room: nothing to ask, nothing to tell
+            add_row(RowPlan(request_id, context_len, 1, (), True))
+            request.num_inflight_tokens = 1
+            num_rows += 1
+        else:
+            extend(request)
+    return prefills, num_rows
+
+
+@dataclass(slots=True)
+class StepOutcome:
+    """What a commit did."""
+
+    counts: StepCounts
+    """The counts of the step."""
+    void: Collection[str]
+    """Ids of the step's rows whose requests had ended before."""
+    events: list[TokenEvent] = field(default_factory=list)
+    """One for each row that sampled, in the order of the plan; then one for each request that failed, or ended its search."""
+    ended: list[Request] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Advance:
+    """A row after which there is more to do than to append a token."""
+
+    request: Request
+    row: RowPlan
+    reason: FinishReason | None = None
+    """Why its request ends, if it does."""
+    stop_reason: int | None = None
+    is_apart: bool = False
+    """Its token is not the executor's sample: the row failed, or others choose for it. The row is computed, nothing else."""
+
+
+def advance(
+    running: Mapping[str, Request],
+    rows: Iterable[RowPlan],
+    result: StepResult,
+    now_ns: int,
+    outcome: StepOutcome,
+    *,
+    block_size: int,
+    is_last: bool,
+    apart: Collection[str],
+) -> list[Advance]:
+    """A step was computed: count its tokens as computed, append those that were sampled, and tell them to `outcome`.
+
+    `is_last`: no other step is in flight. `apart`: ids of requests whose token is not the executor's sample.
+    Returns the rows of prefills, rows that filled a block, those whose requests end, and those of `apart` that sample, in the
+    order of the plan. Raises KeyError or ValueError if a row that samples has not got its one token.
+    """
+    tokens, logprobs = result.token_ids, result.logprobs
+    advances: list[Advance] = []
+    add_event, add_advance = outcome.events.append, advances.append
+    for row in rows:
+        request_id, query_len = row.request_id, row.query_len
+        request = running.get(request_id)
+        if request is None:  # padding
+            continue
+        num_computed = request.num_computed_tokens = row.context_len + query_len
+        if is_last:  # cheaper than a subtraction, and the usual case
+            request.num_inflight_tokens = 0
+        else:
+            request.num_inflight_tokens -= query_len
+        reason, stop_reason = None, None
+        if row.samples:
+            if apart and request_id in apart:
+                add_advance(Advance(request, row, is_apart=True))
+                continue
+            token_ids = tokens[request_id]
+            (token_id,) = token_ids
+            request.output_token_ids.append(token_id)
+            num_tokens = request.num_tokens = num_computed + 1
+            if request.first_token_ns is None:
+                request.first_token_ns = now_ns
+            if token_id in request.sampling.stop_token_ids or num_tokens >= request.max_total_tokens:
+                reason, stop_reason = _why_ended(request, token_id)
+            entries = logprobs.get(request_id, ()) if logprobs else ()
+            add_event(TokenEvent(request_id, token_ids, now_ns, entries, reason, stop_reason, request.num_cached_tokens))
+            if query_len == 1 and reason is None and num_computed % block_size:  # like nearly all
+                continue
+        add_advance(Advance(request, row, reason, stop_reason))
+    outcome.counts.num_sampled_tokens = len(outcome.events)  # each has one
+    return advances
+
+
+def _why_ended(request: Request, token_id: int) -> tuple[FinishReason | None, int | None]:
+    """Why a request ends with the token that it just got, and the stop token if that is it; (None, None) if it goes on."""
+    sampling = request.sampling
+    if token_id in sampling.stop_token_ids and (
+        len(request.output_token_ids) > sampling.min_tokens or sampling.follows_grammar  # the grammar left nothing else
+    ):
+        return FinishReason.STOP, token_id
+    return (FinishReason.LENGTH if request.num_tokens >= request.max_total_tokens else None), None
+
+
+# planning ahead
+
+
+def assume(requests: Iterable[Request]) -> tuple[list[tuple[Request, int]], list[Request]]:
+    """Count what is in flight as computed, and the tokens that it samples as there, though nobody knows them.
+
+    Returns the requests with rows in flight and the numbers of their tokens, for `unassume`, and those that reach their limits
+    with it: they have nothing left to compute.
+    """
+    assumed: list[tuple[Request, int]] = []
+    ending: list[Request] = []
+    for request in requests:
+        num_inflight = request.num_inflight_tokens
+        if num_inflight:
+            assumed.append((request, num_inflight))
+            num_computed = request.num_computed_tokens = request.num_computed_tokens + num_inflight
+            request.num_inflight_tokens = 0
+            if num_computed == request.num_tokens:  # it samples
+                if num_computed + 1 >= request.max_total_tokens:
+                    ending.append(request)
+                else:
+                    request.num_tokens = num_computed + 1
+                    request.num_pending_samples = 1
+    return assumed, ending
+
+
+def unassume(assumed: Iterable[tuple[Request, int]]) -> None:
+    """The next step was planned: say again what is committed, and what is in flight."""
+    for request, num_inflight in assumed:
+        request.num_computed_tokens -= num_inflight
+        request.num_inflight_tokens += num_inflight
+        request.num_tokens -= request.num_pending_samples
+        request.num_pending_samples = 0
