@@ -1,17 +1,22 @@
-"""Owns the translation of a `Program` into the C++ engine's instructions; runs once, at load, and never computes.
+"""Translates a `Program` into the C++ engine's instructions; runs once, at load, and never computes.
 
-Four things are decided here. Which weights are packed how: see `native/blocks.h`. What a linear operation
-reads: quantised weights read int8 activations with a scale per group of 32, bf16 weights read bf16; the conversion is
-inserted where the value is produced. How wide heads are: where 16 does not divide them they are padded before they are stored
-or attend, and what comes out loses the padding, so that no weight and no other operation sees it. And what is fused:
-neighbouring operations on single rows become one instruction, linear operations that read the same value become one, and so do
-a gate, an up projection and their activation.
+It goes through the operations in two passes, and looks weights up on the way:
+
+1. `fuse` looks at the operations alone: linear operations that read the same value become one product, a gate, an up
+   projection and their activation become one, and a norm that only quantised products read need not be kept.
+2. `_Emitter` gives each group to the engine. Quantised weights read int8 activations with a scale per group of 32, and bf16
+   weights read bf16: the conversion is inserted where a value is first wanted so. Where 16 does not divide the width of
+   heads, they are padded before they are stored or attend, and the result loses the padding, so that no weight and no other
+   operation sees it. Neighbouring operations on single rows become one instruction.
+
+`_Weights` packs each weight when it is first named: `native/blocks.h` says how.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,23 +59,167 @@ def lower(program: Program, weights: Mapping[str, WeightTensor], engine: Engine,
 
     Raises `ModelError` for an operation or a weight format that this backend can't compute.
     """
-    _Lowering(program, weights, engine, num_positions).run()
+    known = _Weights(program, weights, engine)
+    emitter = _Emitter(program, known, engine, num_positions)
+    for group in fuse(program.ops, known):
+        emitter.emit(group)
+    emitter.flush()
 
 
-class _Lowering:
-    """One translation; holds what was already given an id."""
+# The first pass: what becomes one
 
-    def __init__(self, program: Program, weights: Mapping[str, WeightTensor], engine: Engine, num_positions: int) -> None:
-        self._ops = program.ops
+
+@dataclass(frozen=True, slots=True)
+class Products:
+    """Linear operations that read the same value and may run in any order."""
+
+    ops: tuple[Linear, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Gated:
+    """A gate, an up projection and their activation: one product of two matrices, whose own results nobody reads."""
+
+    gate: Linear
+    up: Linear
+    act: GatedActivation
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedNorm:
+    """A norm of whole rows that only quantised products read: it is quantised at once, and not kept otherwise."""
+
+    op: RMSNorm
+
+
+@dataclass(frozen=True, slots=True)
+class Attend:
+    op: Attention
+    of_samples: bool
+    """Only rows that sample are read of the result: of a prompt's last layer hardly anything."""
+
+
+Group = Products | Gated | QuantisedNorm | Attend | Op
+"""One step of the translation; an operation that stands alone is itself."""
+
+
+def fuse(ops: Sequence[Op], weights: _Weights) -> Iterator[Group]:
+    """All operations, in order, in groups. Reads the formats of weights, and packs none."""
+    at = 0
+    while at < len(ops):
+        op = ops[at]
+        if isinstance(op, Linear):
+            group = _gated_at(ops, at, weights) or _products_at(ops, at, weights)
+            yield group
+            at += 3 if isinstance(group, Gated) else len(group.ops)
+            continue
+        if isinstance(op, Attention):
+            yield Attend(op, _is_only_gathered(ops, op.out, at + 1))
+        elif isinstance(op, RMSNorm) and not op.group and _is_only_multiplied(ops, op.out, at + 1, weights):
+            yield QuantisedNorm(op)
+        else:
+            yield op
+        at += 1
+
+
+def _products_at(ops: Sequence[Op], at: int, weights: _Weights) -> Products:
+    first = ops[at]
+    assert isinstance(first, Linear)
+    run = [first]
+    for op in ops[at + 1 :]:
+        if not isinstance(op, Linear) or op.x != first.x or not _are_independent(op, run):
+            break
+        if _gated_at(ops, at + len(run), weights) is not None:
+            break
+        run.append(op)
+    return Products(tuple(run))
+
+
+def _gated_at(ops: Sequence[Op], at: int, weights: _Weights) -> Gated | None:
+    """The three operations from `at` on, if they are a gate, an up projection and their activation that can be one."""
+    if at + 2 >= len(ops):
+        return None
+    gate, up, act = ops[at : at + 3]
+    if not (isinstance(gate, Linear) and isinstance(up, Linear) and isinstance(act, GatedActivation)):
+        return None
+    plain = all(op.bias is None and op.residual is None for op in (gate, up))
+    fits = plain and gate.x == up.x and (act.gate, act.up) == (gate.out, up.out) and gate.out not in {gate.x, up.out}
+    same = weights.tensor(gate.weight).format is weights.tensor(up.weight).format
+    unread = all(not _is_read(ops, name, at + 3) for name in {gate.out, up.out} - {act.out})
+    return Gated(gate, up, act) if fits and same and unread else None
+
+
+def _are_independent(op: Linear, run: Sequence[Linear]) -> bool:
+    """Whether `op` may run at the same time as a run before it: neither writes what the other reads or writes."""
+    written = {other.out for other in run}
+    read = {name for other in run for name in _read_by(other)}
+    return not written & {op.out, op.x, op.residual} and op.out not in read
+
+
+def _uses(ops: Sequence[Op], name: str, at: int) -> Iterator[Op]:
+    """The operations from `at` on that read a value, before it is written again."""
+    for op in ops[at:]:
+        if name in _read_by(op):
+            yield op
+        if _written_by(op) == name:
+            return
+
+
+def _is_read(ops: Sequence[Op], name: str, at: int) -> bool:
+    return any(True for _ in _uses(ops, name, at))
+
+
+def _is_only_gathered(ops: Sequence[Op], name: str, at: int) -> bool:
+    """Whether only rows that sample are read of a value."""
+    return all(isinstance(op, GatherRows) for op in _uses(ops, name, at))
+
+
+def _is_only_multiplied(ops: Sequence[Op], name: str, at: int, weights: _Weights) -> bool:
+    """Whether only products with quantised weights read a value."""
+    return all(
+        isinstance(op, Linear | Logits)
+        and weights.is_quantised(op.weight)
+        and not (isinstance(op, Linear) and op.residual == name)
+        for op in _uses(ops, name, at)
+    )
+
+
+def _written_by(op: Op) -> str | None:
+    """The buffer that an operation replaces."""
+    return None if isinstance(op, KvWrite | Rope) else getattr(op, "out", None)
+
+
+def _read_by(op: Op) -> set[str | None]:
+    """The buffers that an operation reads."""
+    match op:
+        case Linear():
+            return {op.x, op.residual}
+        case Embed():
+            return set()
+        case KvWrite():
+            return {op.k, op.v}
+        case Attention():
+            return {op.q}
+        case GatedActivation():
+            return {op.gate, op.up}
+        case Add():
+            return {op.a, op.b}
+        case _:
+            return {op.x}
+
+
+# The second pass: instructions
+
+
+class _Emitter:
+    """Gives groups to the engine, in order; holds the ids of buffers, and what they hold at present."""
+
+    def __init__(self, program: Program, weights: _Weights, engine: Engine, num_positions: int) -> None:
         self._widths = dict(program.buffers)
         self._num_kv_heads, self._head_dim = program.num_kv_heads, program.head_dim
         self._num_positions = num_positions
         self._weights = weights
         self._engine = engine
-        self._multiplied = {op.weight for op in program.ops if isinstance(op, Linear | Logits)}
-        """Weights of products."""
-        self._matrices: dict[str, int] = {}
-        self._vectors: dict[str, int] = {}
         self._ropes: dict[tuple[tuple[float, ...], float], int] = {}
         self._buffers: dict[str, int] = {}
         self._converted: dict[tuple[str, bool], int] = {}
@@ -80,26 +229,26 @@ class _Lowering:
         """Row operations not yet given out, to be one instruction."""
         self._on_samples = False
 
-    def run(self) -> None:
-        at = 0
-        while at < len(self._ops):
-            at += self._emit(at)
-        self._flush()
+    def emit(self, group: Group) -> None:
+        """Raises ModelError for an operation that the engine lacks."""
+        match group:
+            case Products():
+                self._emit_products(group.ops)
+            case Gated():
+                self._emit_gated(group)
+            case QuantisedNorm():
+                self._emit_quantised_norm(group.op)
+            case Attend():
+                self._emit_attention(group)
+            case Logits():
+                self._emit_logits(group)
+            case _:
+                self._emit_row(group)
 
-    def _emit(self, at: int) -> int:
-        """Translate the operation at `at`, and those that go with it; how many that were."""
-        op = self._ops[at]
-        if isinstance(op, Linear):
-            return self._emit_gated(at) or self._emit_linears(at)
-        if isinstance(op, Logits):
-            self._emit_logits(op)
-        elif isinstance(op, Attention):
-            self._emit_attention(op, at)
-        elif not (isinstance(op, RMSNorm) and self._emit_quantised_norm(op, at)):
-            self._emit_row(op)
-        return 1
-
-    # Row operations
+    def flush(self) -> None:
+        if self._pending:
+            self._engine.add_rows(self._pending, self._on_samples)
+            self._pending = []
 
     def _emit_row(self, op: Op) -> None:
         match op:
@@ -107,7 +256,7 @@ class _Lowering:
                 self._emit_embed(op)
             case RMSNorm():
                 width = self._widths[op.x]
-                x, vector = self._buffer(op.x), self._vector(op.weight)
+                x, vector = self._buffer(op.x), self._weights.vector(op.weight)
                 self._row(RowOpKind.RMS_NORM, out=self._written(op.out), x=x, weight=vector, n=op.group or width, value=op.eps)
             case Rope():
                 rope = self._rope(op)
@@ -123,7 +272,7 @@ class _Lowering:
                 self._row(RowOpKind.ADD, out=self._written(op.out), x=a, y=b)
             case GatherRows():
                 if not self._on_samples:
-                    self._flush()
+                    self.flush()
                 self._on_samples = True
                 self._row(RowOpKind.GATHER, x=self._buffer(op.x), out=self._written(op.out))
             case States():
@@ -137,34 +286,19 @@ class _Lowering:
                     remedy="Use --backend reference for this architecture.",
                 )
 
-    def _emit_quantised_norm(self, op: RMSNorm, at: int) -> bool:
-        """A norm of whole rows that only quantised products read is quantised at once and not kept otherwise."""
-        if op.group or not self._is_only_multiplied(op.out, at + 1):
-            return False
-        x, vector = self._buffer(op.x), self._vector(op.weight)
+    def _emit_quantised_norm(self, op: RMSNorm) -> None:
+        x, vector = self._buffer(op.x), self._weights.vector(op.weight)
         self._forget(op.out)
         activation = self._new_activation(op.out, quantised=True)
         self._row(RowOpKind.QUANTIZE, out=activation, x=x, weight=vector, value=op.eps)
         self._converted[op.out, True] = activation
-        return True
-
-    def _is_only_multiplied(self, name: str, at: int) -> bool:
-        """Whether all that reads a value from `at` on, before it is written again, are products with quantised weights."""
-        for op in self._ops[at:]:
-            multiplied = isinstance(op, Linear | Logits) and op.x == name and self._is_quantised(op.weight)
-            residual = op.residual if isinstance(op, Linear) else None
-            if (name in _read_by(op) and not multiplied) or name == residual:
-                return False
-            if _written_by(op) == name:
-                break
-        return True
 
     def _emit_embed(self, op: Embed) -> None:
-        """From the packed matrix if products need it, too; else from the file, of which few rows are ever read."""
-        if op.weight in self._multiplied:
-            self._row(RowOpKind.EMBED, out=self._written(op.out), weight=self._matrix(op.weight), value=op.scale)
+        """Rows come from the packed matrix if products need it, too; else from the file, of which few rows are ever read."""
+        if self._weights.is_multiplied(op.weight):
+            self._row(RowOpKind.EMBED, out=self._written(op.out), weight=self._weights.matrix(op.weight), value=op.scale)
         else:
-            self._row(RowOpKind.LOOKUP, out=self._written(op.out), weight=self._table(op.weight), value=op.scale)
+            self._row(RowOpKind.LOOKUP, out=self._written(op.out), weight=self._weights.table(op.weight), value=op.scale)
 
     def _row(
         self,
@@ -180,91 +314,37 @@ class _Lowering:
     ) -> None:
         self._pending.append(RowOp(kind, out=out, x=x, y=y, weight=weight, n=n, head_dim=head_dim, value=value))
 
-    def _flush(self) -> None:
-        if self._pending:
-            self._engine.add_rows(self._pending, self._on_samples)
-            self._pending = []
-
-    # Linear operations
-
-    def _emit_linears(self, at: int) -> int:
-        """A run of linear operations on the same value, as one instruction."""
-        first = self._ops[at]
-        assert isinstance(first, Linear)
-        run = [first]
-        for op in self._ops[at + 1 :]:
-            if not isinstance(op, Linear) or op.x != first.x or not _are_independent(op, run):
-                break
-            if self._gated_at(at + len(run)) is not None:
-                break
-            run.append(op)
-        inputs = [self._activation(op.x, self._is_quantised(op.weight)) for op in run]
-        self._flush()
-        self._engine.add_linear([self._linear(op, x) for op, x in zip(run, inputs, strict=True)], self._on_samples)
-        return len(run)
+    def _emit_products(self, ops: Sequence[Linear]) -> None:
+        inputs = [self._activation(op.x, self._weights.is_quantised(op.weight)) for op in ops]
+        self.flush()
+        self._engine.add_linear([self._linear(op, x) for op, x in zip(ops, inputs, strict=True)], self._on_samples)
 
     def _linear(self, op: Linear, activation: int) -> tuple[int, int, int, int, int]:
-        bias = NONE if op.bias is None else self._vector(op.bias)
+        bias = NONE if op.bias is None else self._weights.vector(op.bias)
         residual = NONE if op.residual is None else self._buffer(op.residual)
-        return self._matrix(op.weight), activation, self._written(op.out), bias, residual
+        return self._weights.matrix(op.weight), activation, self._written(op.out), bias, residual
 
     def _emit_logits(self, op: Logits) -> None:
-        activation = self._activation(op.x, self._is_quantised(op.weight))
-        self._flush()
+        activation = self._activation(op.x, self._weights.is_quantised(op.weight))
+        self.flush()
         out = self._written(op.out)
-        self._engine.add_linear([(self._matrix(op.weight), activation, out, NONE, NONE)], self._on_samples)
+        self._engine.add_linear([(self._weights.matrix(op.weight), activation, out, NONE, NONE)], self._on_samples)
         self._engine.set_logits(out)
 
-    # Gate, up and their activation
-
-    def _gated_at(self, at: int) -> tuple[Linear, Linear, GatedActivation] | None:
-        """The three operations from `at` on, if they are a gate, an up projection and their activation that can be one."""
-        if at + 2 >= len(self._ops):
-            return None
-        gate, up, act = self._ops[at : at + 3]
-        if not (isinstance(gate, Linear) and isinstance(up, Linear) and isinstance(act, GatedActivation)):
-            return None
-        plain = all(op.bias is None and op.residual is None for op in (gate, up))
-        fits = plain and gate.x == up.x and (act.gate, act.up) == (gate.out, up.out) and gate.out not in {gate.x, up.out}
-        same = self._tensor(gate.weight).format is self._tensor(up.weight).format
-        unread = all(not self._is_read(name, at + 3) for name in {gate.out, up.out} - {act.out})
-        return (gate, up, act) if fits and same and unread else None
-
-    def _emit_gated(self, at: int) -> int:
-        found = self._gated_at(at)
-        if found is None:
-            return 0
-        gate, up, act = found
-        activation = self._activation(gate.x, self._is_quantised(gate.weight))
-        self._flush()
+    def _emit_gated(self, group: Gated) -> None:
+        gate, up, act = group.gate, group.up, group.act
+        activation = self._activation(gate.x, self._weights.is_quantised(gate.weight))
+        self.flush()
         out = self._written(act.out)
-        self._engine.add_gated(
-            self._matrix(gate.weight),
-            self._matrix(up.weight),
-            activation,
-            out,
-            ACTIVATION_KINDS[act.activation],
-            self._on_samples,
-        )
-        return 3
+        matrices = self._weights.matrix(gate.weight), self._weights.matrix(up.weight)
+        self._engine.add_gated(*matrices, activation, out, ACTIVATION_KINDS[act.activation], self._on_samples)
 
-    def _is_read(self, name: str, at: int) -> bool:
-        """Whether a value is read from `at` on, before it is written again."""
-        for op in self._ops[at:]:
-            if name in _read_by(op):
-                return True
-            if _written_by(op) == name:
-                return False
-        return False
-
-    # Attention
-
-    def _emit_attention(self, op: Attention, at: int) -> None:
+    def _emit_attention(self, group: Attend) -> None:
+        op = group.op
         q, out = self._padded(op.q, op.num_heads), self._written(op.out)
-        self._flush()
+        self.flush()
         attended = out if self._is_whole else self._padded_buffer(op.out, op.num_heads)
-        of_samples = self._is_only_gathered(op.out, at + 1)  # of a prompt's last layer hardly anything
-        self._engine.add_attention(q, attended, op.layer, op.num_heads, op.scale, op.window, op.softcap, of_samples)
+        self._engine.add_attention(q, attended, op.layer, op.num_heads, op.scale, op.window, op.softcap, group.of_samples)
         if not self._is_whole:
             self._row(RowOpKind.RESIZE_HEADS, out=out, x=attended, n=op.num_heads)
 
@@ -287,56 +367,10 @@ class _Lowering:
         self._row(RowOpKind.RESIZE_HEADS, out=wide, x=self._buffer(name), n=num_heads)
         return wide
 
-    def _is_only_gathered(self, name: str, at: int) -> bool:
-        """Whether of a value only rows that sample are read from `at` on, before it is written again."""
-        for op in self._ops[at:]:
-            if name in _read_by(op) and not isinstance(op, GatherRows):
-                return False
-            if _written_by(op) == name:
-                break
-        return True
-
-    # What has an id
-
-    def _tensor(self, name: str) -> WeightTensor:
-        if name not in self._weights:
-            raise ModelError(f"the weight {name!r} is missing.", remedy="Fetch the model again, or use another one.")
-        return self._weights[name]
-
-    def _is_quantised(self, weight: str) -> bool:
-        return self._tensor(weight).format not in FLOATS
-
-    def _matrix(self, name: str) -> int:
-        if name not in self._matrices:
-            self._matrices[name] = self._packed(self._tensor(name))
-        return self._matrices[name]
-
-    def _packed(self, tensor: WeightTensor) -> int:
-        """A part at a time, so that neither what is converted nor the file's pages are ever those of a whole model."""
-        with _told_of(tensor):
-            matrix = self._engine.add_matrix(_source_format(tensor), tensor.num_rows, tensor.num_cols)
-            for begin, end in tensor.parts(PANEL):
-                self._engine.pack_rows(matrix, begin, _bytes(tensor, begin, end))
-                tensor.forget(begin, end)
-        return matrix
-
-    def _table(self, name: str) -> int:
-        tensor = self._tensor(name)
-        with _told_of(tensor):
-            data = _bytes(tensor, 0, tensor.num_rows)
-            if tensor.convert is not None:
-                tensor.forget()
-            return self._engine.add_table(_source_format(tensor), tensor.num_rows, tensor.num_cols, data)
-
-    def _vector(self, name: str) -> int:
-        if name not in self._vectors:
-            self._vectors[name] = self._engine.add_vector(self._tensor(name).dequantize().reshape(-1))
-        return self._vectors[name]
-
     def _key_centre(self, op: KvWrite) -> int:
         if op.bias is None:
             return NONE
-        bias = self._tensor(op.bias).dequantize().reshape(-1)
+        bias = self._weights.tensor(op.bias).dequantize().reshape(-1)
         heads = key_centre(op, bias, self._head_dim, self._num_positions).reshape(-1, self._head_dim)
         missing = padded_head_dim(self._head_dim) - self._head_dim
         return self._engine.add_vector(np.pad(heads, ((0, 0), (0, missing))).reshape(-1))
@@ -379,8 +413,63 @@ class _Lowering:
         return self._activations[key]
 
 
+# Weights
+
+
+class _Weights:
+    """The program's weights: their formats, and their ids once the engine has them."""
+
+    def __init__(self, program: Program, weights: Mapping[str, WeightTensor], engine: Engine) -> None:
+        self._weights = weights
+        self._engine = engine
+        self._multiplied = {op.weight for op in program.ops if isinstance(op, Linear | Logits)}
+        self._matrices: dict[str, int] = {}
+        self._vectors: dict[str, int] = {}
+
+    def tensor(self, name: str) -> WeightTensor:
+        if name not in self._weights:
+            raise ModelError(f"the weight {name!r} is missing.", remedy="Fetch the model again, or use another one.")
+        return self._weights[name]
+
+    def is_quantised(self, name: str) -> bool:
+        return self.tensor(name).format not in FLOATS
+
+    def is_multiplied(self, name: str) -> bool:
+        """Whether a product needs it."""
+        return name in self._multiplied
+
+    def matrix(self, name: str) -> int:
+        """The id of a packed matrix."""
+        if name not in self._matrices:
+            self._matrices[name] = self._packed(self.tensor(name))
+        return self._matrices[name]
+
+    def _packed(self, tensor: WeightTensor) -> int:
+        """A part at a time, so that neither what is converted nor the file's pages are ever those of a whole model."""
+        with _told_of(tensor):
+            matrix = self._engine.add_matrix(_source_format(tensor), tensor.num_rows, tensor.num_cols)
+            for begin, end in tensor.parts(PANEL):
+                self._engine.pack_rows(matrix, begin, _bytes(tensor, begin, end))
+                tensor.forget(begin, end)
+        return matrix
+
+    def table(self, name: str) -> int:
+        """The id of a matrix of which single rows are read: it stays in the file."""
+        tensor = self.tensor(name)
+        with _told_of(tensor):
+            data = _bytes(tensor, 0, tensor.num_rows)
+            if tensor.convert is not None:
+                tensor.forget()
+            return self._engine.add_table(_source_format(tensor), tensor.num_rows, tensor.num_cols, data)
+
+    def vector(self, name: str) -> int:
+        if name not in self._vectors:
+            self._vectors[name] = self._engine.add_vector(self.tensor(name).dequantize().reshape(-1))
+        return self._vectors[name]
+
+
 def _source_format(tensor: WeightTensor) -> SourceFormat:
-    """In which the engine is given its rows."""
+    """The format in which the engine is given its rows."""
     return SourceFormat.F32 if tensor.format is WeightFormat.F8_E4M3 else SOURCE_FORMATS[tensor.format]
 
 
@@ -396,39 +485,8 @@ def _bytes(tensor: WeightTensor, begin: int, end: int) -> NDArray[np.uint8]:
 
 @contextmanager
 def _told_of(tensor: WeightTensor) -> Iterator[None]:
-    """What the engine refuses is of this matrix."""
+    """An error of the engine names this matrix."""
     try:
         yield
     except ValueError as error:
         raise ModelError(f"the matrix {tensor.name!r}: {error}.", remedy="Fetch the model again.") from error
-
-
-def _are_independent(op: Linear, run: list[Linear]) -> bool:
-    """Whether `op` may run at the same time as a run before it: neither writes what the other reads or writes."""
-    written = {other.out for other in run}
-    read = {name for other in run for name in _read_by(other)}
-    return not written & {op.out, op.x, op.residual} and op.out not in read
-
-
-def _written_by(op: Op) -> str | None:
-    """The buffer that an operation replaces."""
-    return None if isinstance(op, KvWrite | Rope) else getattr(op, "out", None)
-
-
-def _read_by(op: Op) -> set[str | None]:
-    """The buffers that an operation reads."""
-    match op:
-        case Linear():
-            return {op.x, op.residual}
-        case Embed():
-            return set()
-        case KvWrite():
-            return {op.k, op.v}
-        case Attention():
-            return {op.q}
-        case GatedActivation():
-            return {op.gate, op.up}
-        case Add():
-            return {op.a, op.b}
-        case _:
-            return {op.x}
