@@ -176,7 +176,7 @@ async def raw_answer(server, version: str, headers: str, max_tokens: int) -> tup
 @pytest.mark.parametrize(("version", "headers"), [("1.1", ""), ("1.1", "Connection: close\r\n"), ("1.0", "")])
 async def test_what_goes_past_asgi_is_what_goes_by_messages(live, monkeypatch, version, headers, max_tokens):
     direct = await raw_answer(live, version, headers, max_tokens)
-    monkeypatch.setattr("penstock.serve.openai.sse.direct_line", lambda _scope: None)
+    monkeypatch.setattr("penstock.serve.openai.write.direct_line", lambda _scope: None)
     assert direct == await raw_answer(live, version, headers, max_tokens)
     assert direct[0].count(b"\r\n") >= 8
 

@@ -491,7 +491,7 @@ async def test_our_own_bug_is_a_500_with_the_request_id_and_no_stack(runtime, cl
     def broken(*args, **kwargs):
         raise ZeroDivisionError("secret detail")
 
-    monkeypatch.setattr("penstock.serve.openai.completions.base_sampling", broken)
+    monkeypatch.setattr("penstock.serve.openai.read.Reader._sampling", broken)
     response = await client.post(COMPLETIONS, json={"prompt": "a"}, headers={"X-Request-Id": "find-me"})
     error = check(response, 500, "internal_error")
     assert "find-me" in error["message"]
@@ -501,7 +501,7 @@ async def test_our_own_bug_is_a_500_with_the_request_id_and_no_stack(runtime, cl
 
 
 async def test_our_own_bug_within_a_stream_is_an_error_event(runtime, client, monkeypatch, caplog):
-    monkeypatch.setattr("penstock.serve.openai.completions.CompletionEvents.end", lambda self: 1 / 0)
+    monkeypatch.setattr("penstock.serve.openai.write.CompletionWriter.end", lambda self: 1 / 0)
     response = await client.post(COMPLETIONS, json={"prompt": "a", "stream": True})
     assert '"internal_error"' in response.text
     assert "[DONE]" not in response.text
@@ -566,8 +566,7 @@ async def test_tokens_that_only_the_tokenizer_has_are_refused():
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 async def test_a_fault_before_the_answer_begins_leaves_nothing_behind(runtime, client, monkeypatch, is_streamed, path):
-    module = "chat" if path == CHAT else "completions"
-    monkeypatch.setattr(f"penstock.serve.openai.{module}.Usage", lambda _choices: 1 / 0)
+    monkeypatch.setattr("penstock.serve.openai.write.Usage", lambda _call: 1 / 0)
     body = {"messages": HI} if path == CHAT else {"prompt": "a"}
     response = await client.post(
         path, json={**body, "stream": is_streamed, "max_tokens": 2000}, headers={"X-Request-Id": "mine"}

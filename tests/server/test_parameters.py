@@ -5,6 +5,7 @@ import logging
 import re
 from pathlib import Path
 
+import orjson
 import pytest
 from harness import make_client
 from test_chat import HI_PROMPT
@@ -13,7 +14,6 @@ from test_errors import CHAT, COMPLETIONS, check
 
 from penstock.serve.openai.bodies import MAX_LOGGED_CHARS, MAX_LOGGED_NAMES, IgnoredParameters, parse_body
 from penstock.serve.openai.errors import ApiError
-from penstock.serve.openai.messages import _PART_HINTS
 from penstock.serve.openai.schemas import (
     ChatCompletionBody,
     ChatMessage,
@@ -24,16 +24,11 @@ from penstock.serve.openai.schemas import (
     StructuredOutputs,
 )
 from penstock.serve.openai.tokenize import DetokenizeBody, TokenizeBody
-from penstock.serve.openai.unsupported import _HINT, _NEUTRAL, _NOT_YET
 
 BODIES = {COMPLETIONS: CompletionBody, CHAT: ChatCompletionBody}
 INPUTS = {COMPLETIONS: {"prompt": "Hello"}, CHAT: {"messages": [{"role": "user", "content": "hi"}]}}
 PLAIN = {COMPLETIONS: oracle("Hello", max_tokens=3), CHAT: oracle(HI_PROMPT, max_tokens=3)}
 EPHEMERAL = {"type": "ephemeral"}
-
-
-def unsupported_fields(body_type):
-    return {name for name, field in body_type.model_fields.items() if _NOT_YET in field.metadata}
 
 
 async def check_plain(client, path, fields):
@@ -46,8 +41,8 @@ async def check_plain(client, path, fields):
 
 @pytest.mark.parametrize("path", BODIES)
 async def test_values_that_ask_for_nothing_are_taken(client, path):
-    for name in unsupported_fields(BODIES[path]):
-        for value in (None, *_NEUTRAL.get(name, ())):
+    for name, field in BODIES[path].unsupported.items():
+        for value in (None, *field.neutral):
             await check_plain(client, path, {name: value})
 
 
@@ -85,11 +80,16 @@ async def test_defaults_of_other_servers_are_taken(client, path, fields):
     await check_plain(client, path, fields)
 
 
-def test_every_neutral_value_is_of_a_field_that_is_not_supported():
-    names = set(_PART_HINTS)
+def test_the_docs_show_every_value_that_asks_for_nothing():
+    text = (Path(__file__).parents[2] / "docs" / "http-api.md").read_text()
+    section = text[text.index("## Unknown and unsupported fields") : text.index("## Limits")]
+    rows = [row.split("|") for row in section.splitlines() if row.startswith("|")]
     for body_type in (CompletionBody, ChatCompletionBody, ChatMessage, StreamOptions, StructuredOutputs):
-        names |= unsupported_fields(body_type)
-    assert set(_NEUTRAL) <= names
+        for name, field in body_type.unsupported.items():
+            values = [row[2] for row in rows if re.search(rf"[`.]{name}`", row[1])]
+            for neutral in field.neutral:
+                if not isinstance(neutral, dict) or not neutral:  # those are described in words
+                    assert any(orjson.dumps(neutral).decode() in value for value in values), (name, neutral)
 
 
 def test_the_docs_name_every_unsupported_field_and_every_hint():
@@ -98,16 +98,16 @@ def test_the_docs_name_every_unsupported_field_and_every_hint():
     table, _, setting = section.partition("`--ignore-unknown-parameters`")
     hints, _, _ = setting.partition("All other")
     body_types = (CompletionBody, ChatCompletionBody, ChatMessage, StreamOptions, StructuredOutputs)
-    for name in set().union(*map(unsupported_fields, body_types)):
+    for name in set().union(*(body_type.unsupported for body_type in body_types)):
         assert f"{name}`" in table or name.startswith("guided_"), name
-    is_hint = {name for body_type in body_types for name, field in body_type.model_fields.items() if _HINT in field.metadata}
+    is_hint = {name for body_type in body_types for name, field in body_type.unsupported.items() if field.is_hint}
     assert set(re.findall(r"`(\w+)`", hints)) - {"temprature"} == is_hint
 
 
 @pytest.mark.parametrize(
     "fields",
     [
-        dict.fromkeys(unsupported_fields(ChatMessage)),
+        dict.fromkeys(ChatMessage.unsupported),
         {"annotations": [], "tool_calls": [], "reasoning_content": "", "reasoning": ""},
         {"parsed": None},
         {"parsed": {"colour": "red"}},
@@ -164,7 +164,7 @@ def every_field():
     """(type of a body, what makes one with a value in this field)."""
     tops = {CompletionBody: {"prompt": "a"}, ChatCompletionBody: INPUTS[CHAT], TokenizeBody: {}, DetokenizeBody: {"tokens": []}}
     for body_type, base in tops.items():
-        for field in body_type.field_names():
+        for field in body_type.field_names:
             yield body_type, lambda value, base=base, field=field: base | {field: value}
     nested = {
         "stream_options": (StreamOptions, {}),
@@ -172,14 +172,14 @@ def every_field():
         "structured_outputs": (StructuredOutputs, {}),
     }
     for outer, (inner_type, inner) in nested.items():
-        for field in inner_type.field_names():
+        for field in inner_type.field_names:
             yield (
                 CompletionBody,
                 lambda value, outer=outer, inner=inner, field=field: {"prompt": "a", outer: inner | {field: value}},
             )
-    for field in ChatMessage.field_names():
+    for field in ChatMessage.field_names:
         yield ChatCompletionBody, lambda value, field=field: {"messages": [{"role": "user", field: value}]}
-    for field in JsonSchemaFormat.field_names():
+    for field in JsonSchemaFormat.field_names:
         yield (
             ChatCompletionBody,
             lambda value, field=field: (

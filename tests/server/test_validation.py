@@ -1,15 +1,22 @@
-"""From fields to sampling parameters: what a request means."""
+"""From a body to a call, and from a call to tokens: what a request means."""
 
+import dataclasses
 from types import SimpleNamespace
 
+import orjson
 import pytest
 from harness import END_ID, VOCAB_SIZE, make_tokenizer
 
-from penstock.deploy.running import ModelInfo, SamplingDefaults
+from penstock.clock import WallClock
+from penstock.config import ServerConfig
+from penstock.deploy.running import ModelInfo, SamplingDefaults, Sources
+from penstock.serve.http.checks import RequestIdentity
+from penstock.serve.openai.call import TokenPrompt
 from penstock.serve.openai.errors import ApiError
 from penstock.serve.openai.logprobs import ChatLogprobs, CompletionLogprobs
-from penstock.serve.openai.schemas import ChatCompletionBody, CompletionBody
-from penstock.serve.openai.validation import base_sampling, fit_max_tokens, for_choice
+from penstock.serve.openai.read import Reader
+from penstock.serve.openai.run import tokenise
+from penstock.types.errors import Rejected, RejectReason
 from penstock.types.result import TokenLogprobs
 
 TOKENIZER = make_tokenizer()
@@ -25,8 +32,26 @@ MODEL = ModelInfo(
 DEFAULTS = SamplingDefaults(temperature=0.7, top_p=0.9, top_k=40, min_p=0.05, repetition_penalty=1.1)
 
 
-def sampling(**fields):
-    return base_sampling(CompletionBody(prompt="a", **fields), MODEL, DEFAULTS, TOKENIZER)
+RUNNING = SimpleNamespace(
+    model=MODEL, defaults=DEFAULTS, tokenizer=TOKENIZER, clock=WallClock(), sources=Sources(), chat_template=None
+)
+HI = [{"role": "user", "content": "a"}]
+
+
+def call_of(path="completion", **fields):
+    """The call that a body becomes."""
+    scope = {"headers": [], "penstock.request_identity": RequestIdentity("id", is_from_header=False)}
+    body = {"prompt": "a"} | fields if path == "completion" else {"messages": HI} | fields
+    return getattr(Reader(RUNNING, ServerConfig()), path)(orjson.dumps(body), scope)
+
+
+def sampling(path="completion", **fields):
+    return call_of(path, **fields).sampling
+
+
+def tokenised(num_tokens, path="completion", **fields):
+    """The tokens of a call with a prompt of so many."""
+    return tokenise(call_of(path, **fields), [TokenPrompt((5,) * num_tokens, "prompt")], RUNNING)
 
 
 def test_what_is_not_said_is_the_models_default():
@@ -59,7 +84,7 @@ def test_lists_become_sorted_and_unique():
 
 def test_bad_words_are_banned_at_the_start_and_after_a_space():
     encode = TOKENIZER.encode
-    assert sampling(bad_words=["no"]).banned_token_sequences == (
+    assert tokenised(1, bad_words=["no"]).banned == (
         tuple(encode("no", add_special_tokens=False)),
         tuple(encode(" no", add_special_tokens=False)),
     )
@@ -70,27 +95,57 @@ def test_one_stop_string_is_a_list_of_one():
     assert sampling(stop=["x", "y"]).stop == ("x", "y")
 
 
-def test_choices_draw_with_consecutive_seeds():
-    base = sampling()
-    assert [for_choice(base, max_tokens=1, seed=2**64 - 1, choice=nth).seed for nth in range(3)] == [2**64 - 1, 0, 1]
+async def test_choices_draw_with_consecutive_seeds(runtime, client, monkeypatch):
+    seeds, open_stream = [], runtime.bridge.open
+
+    def opened(requests):
+        seeds.append([request.sampling.seed for request in requests])
+        return open_stream(requests)
+
+    monkeypatch.setattr(runtime.bridge, "open", opened)
+    body = {"prompt": ["a", "b"], "n": 2, "max_tokens": 1, "temperature": 1}
+    await client.post("/v1/completions", json=body)
+    await client.post("/v1/completions", json=body | {"seed": -1})
+    # Drawn, each prompt has other seeds than the one before; given, the same.
+    assert seeds == [[7, 8, 9, 10], [2**64 - 1, 0, 2**64 - 1, 0]]
 
 
 def test_default_length_is_16_for_completions_and_the_rest_for_chat():
-    completion = CompletionBody(prompt="a")
-    chat = ChatCompletionBody(messages=[{"role": "user", "content": "a"}])
-    assert fit_max_tokens(completion, 10, MODEL, "prompt") == 16
-    assert fit_max_tokens(chat, 10, MODEL, "messages") == 90
-    assert fit_max_tokens(chat, 99, MODEL, "messages") == 1
-    for body, num_tokens in ((completion, 85), (chat, 100)):
-        with pytest.raises(ApiError) as caught:
-            fit_max_tokens(body, num_tokens, MODEL, "prompt")
-        assert caught.value.code == "context_length_exceeded"
+    assert tokenised(10).max_tokens == [16]
+    assert tokenised(10, "chat").max_tokens == [90]
+    assert tokenised(99, "chat").max_tokens == [1]
+    for path, num_tokens in (("completion", 85), ("chat", 100)):
+        with pytest.raises(Rejected) as caught:
+            tokenised(num_tokens, path)
+        assert caught.value.reason is RejectReason.CONTEXT_LENGTH
+        assert caught.value.param == "prompt"
+
+
+def test_what_was_asked_for_is_too_much_where_the_prompt_fits():
+    for path, fields, param in (
+        ("completion", {"max_tokens": 20}, "max_tokens"),
+        ("chat", {"max_tokens": 20}, "max_tokens"),
+        ("chat", {"max_completion_tokens": 20}, "max_completion_tokens"),
+    ):
+        with pytest.raises(Rejected) as caught:
+            tokenised(90, path, **fields)
+        assert caught.value.param == param
+
+
+def test_a_prompt_keeps_its_last_tokens():
+    def kept(limit, **fields):
+        call = call_of(truncate_prompt_tokens=limit, **fields)
+        return tokenise(call, [TokenPrompt(tuple(range(3, 200)), "prompt")], RUNNING).prompts[0]
+
+    assert kept(2) == (198, 199)
+    assert len(kept(-1)) == 100 - 16
+    assert len(kept(-1, max_tokens=30)) == 70
 
 
 def test_the_numbers_of_what_does_not_fit_are_told():
-    with pytest.raises(ApiError) as caught:
-        fit_max_tokens(CompletionBody(prompt="a", max_tokens=1), 100, MODEL, "prompt")
-    assert "The prompt has 100 and the answer may have 1, 101 together." in caught.value.message
+    with pytest.raises(Rejected) as caught:
+        tokenised(100, max_tokens=1)
+    assert "The prompt has 100 and the answer may have 1, 101 together." in caught.value.detail
     for ids, stops, limit in (([], "1 stop token", 19), ([5], "2 stop tokens", 18)):
         with pytest.raises(ApiError) as caught:
             sampling(n=20, use_beam_search=True, temperature=0, stop_token_ids=ids)
@@ -99,14 +154,20 @@ def test_the_numbers_of_what_does_not_fit_are_told():
 
 def test_chat_logprobs_ask_for_alternatives_only_if_told():
     def asked(**fields):
-        body = ChatCompletionBody(messages=[{"role": "user", "content": "a"}], **fields)
-        return base_sampling(body, MODEL, DEFAULTS, TOKENIZER).logprobs
+        return sampling("chat", **fields).logprobs
 
     assert asked() is None
     assert asked(logprobs=False) is None
     assert asked(logprobs=True) == 0
     assert asked(logprobs=True, top_logprobs=4) == 4
     assert asked(top_logprobs=0) is None
+
+
+def test_a_call_can_not_be_changed():
+    call = call_of()
+    for part in (call, call.terms, call.answer, call.sampling, call.prompts[0]):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(part, dataclasses.fields(part)[0].name, None)
 
 
 def entries(text):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
@@ -18,28 +19,30 @@ from penstock.config import ServerConfig
 from penstock.config.keys import api_keys
 from penstock.deploy.running import RunningModel
 from penstock.serve.http.checks import KeyRing, RequestChecks
-from penstock.serve.http.routes import JsonRoutesLayer
+from penstock.serve.http.routes import JsonEndpoint, JsonRoutesLayer
 from penstock.serve.openai.bodies import IgnoredParameters
-from penstock.serve.openai.chat import ChatEndpoint
-from penstock.serve.openai.completions import CompletionsEndpoint
+from penstock.serve.openai.endpoints import ChatEndpoint, CompletionsEndpoint
 from penstock.serve.openai.errors import from_http_exception
+from penstock.serve.openai.in_flight import InFlight
 from penstock.serve.openai.models import ModelsEndpoint
-from penstock.serve.openai.tokenize import TokenizeEndpoint
+from penstock.serve.openai.read import Reader
+from penstock.serve.openai.schemas import Body, ChatCompletionBody, CompletionBody
+from penstock.serve.openai.tokenize import DetokenizeBody, TokenizeBody, TokenizeEndpoint
 from penstock.serve.ops.docs_page import docs_page
 from penstock.serve.ops.pool import PoolEndpoint
 from penstock.serve.ops.requests import RequestsEndpoint
 from penstock.serve.ops.status import StatusEndpoint
-from penstock.serve.service import Service
 
 
-def create_app(runtime: RunningModel, config: ServerConfig) -> FastAPI:
-    """The ASGI application over a started runtime. Raises `ConfigError` if the key file is no use."""
-    router = _router(runtime, Service(runtime, config))
+def create_app(running: RunningModel, config: ServerConfig) -> FastAPI:
+    """The ASGI application over a started model. Raises `ConfigError` if the key file is no use."""
+    json_routes = _json_routes(running, config, in_flight := InFlight(running, config))
+    router = _router(running, in_flight, json_routes)
     app = FastAPI(
         title="Penstock",
         version=penstock.__version__,
         description="An OpenAI-compatible server for language models.",
-        middleware=_layers(runtime, config, router),
+        middleware=_layers(running, config, json_routes),
         exception_handlers={
             HTTPException: _http_exception_handler(router),
         },
@@ -58,39 +61,54 @@ def create_app(runtime: RunningModel, config: ServerConfig) -> FastAPI:
     return app
 
 
-def _layers(runtime: RunningModel, config: ServerConfig, router: APIRouter) -> list[Middleware]:
+@dataclass(frozen=True, slots=True)
+class _JsonRoute:
+    path: str
+    summary: str
+    body_type: type[Body]
+    endpoint: JsonEndpoint
+
+
+def _layers(running: RunningModel, config: ServerConfig, json_routes: Sequence[_JsonRoute]) -> list[Middleware]:
     """Outermost first. Plain ASGI, as every request passes through them."""
     keys = api_keys(config)
-    ignored = IgnoredParameters() if config.ignore_unknown_parameters else None
     return [
         Middleware(
             RequestChecks,
-            new_request_id=runtime.sources.new_request_id,
+            new_request_id=running.sources.new_request_id,
             keys=KeyRing(keys) if keys else None,
             max_body_bytes=config.max_body_bytes,
         ),
-        Middleware(JsonRoutesLayer, routes=_api_routes(router), off_loop=runtime.off_loop, ignored=ignored),
+        Middleware(JsonRoutesLayer, routes={route.path: route.endpoint for route in json_routes}),
     ]
 
 
-def _router(runtime: RunningModel, service: Service) -> APIRouter:
+def _json_routes(running: RunningModel, config: ServerConfig, in_flight: InFlight) -> list[_JsonRoute]:
+    ignored = IgnoredParameters() if config.ignore_unknown_parameters else None
+    reader, tokens = Reader(running, config, ignored), TokenizeEndpoint(running, config, ignored)
+    return [
+        _JsonRoute("/v1/completions", "Complete", CompletionBody, CompletionsEndpoint(reader, in_flight).create),
+        _JsonRoute("/v1/chat/completions", "Chat", ChatCompletionBody, ChatEndpoint(reader, in_flight).create),
+        _JsonRoute("/tokenize", "Tokenize", TokenizeBody, tokens.tokenize),
+        _JsonRoute("/detokenize", "Detokenize", DetokenizeBody, tokens.detokenize),
+    ]
+
+
+def _router(running: RunningModel, in_flight: InFlight, json_routes: Sequence[_JsonRoute]) -> APIRouter:
     router = APIRouter()
-    models, tokens, status = ModelsEndpoint(runtime.model), TokenizeEndpoint(runtime, service.config), StatusEndpoint(runtime)
-    requests = RequestsEndpoint(service)
+    for route in json_routes:
+        router.add_api_route(route.path, _described(route), methods=["POST"], summary=route.summary, response_model=None)
+    models, status, requests = ModelsEndpoint(running.model), StatusEndpoint(running), RequestsEndpoint(in_flight)
     table: list[tuple[str, str, str, Callable[..., Coroutine[Any, Any, Any]]]] = [
-        ("POST", "/v1/completions", "Complete", CompletionsEndpoint(service).create),
-        ("POST", "/v1/chat/completions", "Chat", ChatEndpoint(service).create),
         ("GET", "/v1/models", "List models", models.list),
         ("GET", "/v1/models/{model_id:path}", "Get a model", models.get),
         ("GET", "/v1/requests", "List your requests", requests.list),
         ("GET", "/v1/requests/{request_id:path}", "Why does it take so long?", requests.explain),
         ("DELETE", "/v1/requests/{request_id:path}", "Cancel a request", requests.cancel),
-        ("POST", "/tokenize", "Tokenize", tokens.tokenize),
-        ("POST", "/detokenize", "Detokenize", tokens.detokenize),
         ("GET", "/health", "Is it alive?", status.health),
         ("GET", "/ready", "Can it take work?", status.ready),
         ("GET", "/load", "How busy is it?", status.load),
-        ("GET", "/kv", "What is in the KV cache?", PoolEndpoint(service).kv),
+        ("GET", "/kv", "What is in the KV cache?", PoolEndpoint(in_flight).kv),
         ("GET", "/version", "Version", status.version),
         ("GET", "/metrics", "Metrics", status.metrics),
     ]
@@ -100,6 +118,18 @@ def _router(runtime: RunningModel, service: Service) -> APIRouter:
             # What HEAD answers is known from GET (RFC 9110, 9.3.2), so the document needs no second description.
             router.add_api_route(path, endpoint, methods=["HEAD"], include_in_schema=False, response_model=None)
     return router
+
+
+def _described(route: _JsonRoute) -> Callable[..., Coroutine[Any, Any, None]]:
+    """FastAPI writes its document from this. It is never called, as `JsonRoutesLayer` answers the path."""
+
+    async def endpoint(body: Any) -> None:
+        del body
+        raise AssertionError(f"{route.path} was not answered by its layer")
+
+    endpoint.__annotations__["body"] = route.body_type
+    endpoint.__name__, endpoint.__doc__ = route.endpoint.__name__, route.endpoint.__doc__
+    return endpoint
 
 
 def _api_routes(router: APIRouter) -> list[APIRoute]:

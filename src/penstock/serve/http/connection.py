@@ -537,17 +537,27 @@ class ClientWatch:
 
 async def unless_gone(http: HttpRequest, work: Coroutine[Any, Any, _Result]) -> _Result:
     """The result of `work`. Raises 499, and gives the work up, if the client leaves before."""
-    task = asyncio.create_task(work)
+    task = asyncio.current_task()
+    assert task is not None
+    is_begun = has_left = False
+
+    def give_up() -> None:
+        nonlocal has_left
+        has_left = True
+        if is_begun:
+            task.cancel()
+
     try:
-        with ClientWatch(http, task.cancel):
-            return await task
+        with ClientWatch(http, give_up):
+            if has_left:
+                work.close()
+                raise cancelled(CLIENT_LEFT)
+            is_begun = True
+            return await work
     except asyncio.CancelledError:
-        caller = asyncio.current_task()
-        if caller is not None and not caller.cancelling():
+        if has_left and not task.uncancel():
             raise cancelled(CLIENT_LEFT) from None
         raise
-    finally:
-        del task  # it has what the work raised, and that has this frame
 
 
 async def _wait_for_end(receive: Receive, on_gone: Callable[[], object]) -> None:

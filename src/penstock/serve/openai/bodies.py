@@ -1,7 +1,6 @@
-"""Request bodies: from the bytes that a client sent to the checked body of a route. Called by the routes, before the endpoints.
+"""From the bytes that a client sent to a body of which every field is checked by itself. Called by readers, on any thread.
 
-Knows no model and no tokenizer. Whatever the bytes are, the event loop is not held up: large bodies are read in a thread,
-and what would keep the interpreter's lock for long (very many objects, very many findings) is refused early.
+Knows no model. A body that would keep the interpreter's lock for long (very many objects, very many findings) is refused early.
 """
 
 from __future__ import annotations
@@ -13,32 +12,28 @@ from typing import Any, TypeVar
 
 import orjson
 from pydantic import ValidationError
-from starlette.types import Scope
 
-from penstock.deploy.off_loop import OffLoop
-from penstock.serve.http.checks import headers_of
-from penstock.serve.openai.errors import from_finding, invalid, unsupported_encoding
+from penstock.serve.openai.errors import from_finding, invalid
 from penstock.serve.openai.schemas import Body
-from penstock.serve.openai.unsupported import refuse_unsupported
 from penstock.types.errors import counted
 
 _log = logging.getLogger(__name__)
 
 _Body = TypeVar("_Body", bound=Body)
 
-_INLINE_MAX_BYTES = 1 << 16
-"""Bodies up to here are parsed and checked within a millisecond or two."""
+INLINE_MAX_BYTES = 1 << 15
+"""Bodies up to here are read within a few milliseconds, so the event loop may do it."""
 
 MAX_CONTAINERS = 100_000
 """Objects and lists in one body. Text and token ids are not counted, so only what is no request has more: the parser would
 spend most of a second on the two millions that fit into 4 MiB, and nothing else in the process could run meanwhile."""
 
 MAX_LOGGED_NAMES, MAX_LOGGED_CHARS = 100, 64
-"""Of ignored parameters: clients choose the names, and could fill the log and the memory with them."""
+"""Limits of what is logged about ignored parameters: clients choose the names, and could fill the log and the memory."""
 
 
 class IgnoredParameters:
-    """Under `--ignore-unknown-parameters`: which names were ignored so far. Each is logged once, by whichever thread."""
+    """The names that were ignored so far under `--ignore-unknown-parameters`. Each is logged once, by whichever thread."""
 
     def __init__(self) -> None:
         self._logged: set[str] = set()
@@ -59,23 +54,14 @@ class IgnoredParameters:
                 _log.warning("names of further parameters that are ignored are not logged")
 
 
-async def read_body(data: bytes, body_type: type[_Body], off_loop: OffLoop, ignored: IgnoredParameters | None = None) -> _Body:
-    """The body, every field of it checked. Raises 400 for the first thing that is wrong.
-
-    `ignored`: takes note of unknown fields and of unsupported hints; None: they are wrong.
-    Raises `Rejected` if too many are being read.
-    """
-    if len(data) <= _INLINE_MAX_BYTES:
-        return parse_body(data, body_type, ignored)
-    return await off_loop.run(len(data), lambda: parse_body(data, body_type, ignored), limit=_INLINE_MAX_BYTES)
-
-
 def parse_body(data: bytes, body_type: type[_Body], ignored: IgnoredParameters | None = None) -> _Body:
-    """As `read_body`, at once."""
+    """The body. Raises 400 for the first thing that is wrong.
+
+    `ignored` takes note of unknown fields and of unsupported hints; without it they are wrong.
+    """
     value = _load(data)
     if ignored is not None and isinstance(value, dict):
-        known = body_type.field_names()
-        unknown = [name for name in value if name not in known]
+        unknown = [name for name in value if name not in body_type.field_names]
         for name in unknown:
             del value[name]
         ignored.note(unknown)
@@ -83,20 +69,36 @@ def parse_body(data: bytes, body_type: type[_Body], ignored: IgnoredParameters |
         body = body_type.model_validate(value)
     except ValidationError as error:
         raise from_finding(error.errors(include_url=False)[0]) from None
-    hints = refuse_unsupported(body, ignores_hints=ignored is not None)
+    hints = _refuse_unsupported(body, ignores_hints=ignored is not None)
     if ignored is not None:
         ignored.note(hints)
     return body
 
 
-def refuse_encoding(scope: Scope) -> None:
-    """Raise a 415 that names `Content-Encoding`: bodies are taken as they are, so that their size is what was announced."""
-    value = headers_of(scope).get(b"content-encoding")
-    if value is None:
-        return
-    encoding = value.decode("latin-1")
-    if encoding.strip().lower() not in ("", "identity"):
-        raise unsupported_encoding(encoding)
+def _refuse_unsupported(body: Body, *, prefix: str = "", ignores_hints: bool = False) -> list[str]:
+    """Raise a 400 that names a field which asks for something that is not there yet. Descends into nested bodies.
+
+    With `ignores_hints` those of the body itself are not refused. Returns their names.
+    """
+    hints: list[str] = []
+    unsupported = body.unsupported
+    for name in sorted(body.model_fields_set):  # few, and the others ask for nothing
+        value = getattr(body, name)
+        if value is None:
+            continue
+        param = f"{prefix}{name}"
+        if isinstance(value, Body):
+            _refuse_unsupported(value, prefix=f"{param}.")
+        elif isinstance(value, list) and value and isinstance(value[0], Body):
+            for index, item in enumerate(value):
+                _refuse_unsupported(item, prefix=f"{param}[{index}].")
+        elif name in unsupported:
+            field = unsupported[name]
+            if ignores_hints and field.is_hint and not field.is_neutral(value):
+                hints.append(name)
+            else:
+                field.refuse(value, param)
+    return hints
 
 
 def _load(data: bytes) -> Any:

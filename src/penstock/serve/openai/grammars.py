@@ -1,23 +1,21 @@
 """The grammar that a body asks its answers to follow, in OpenAI's words or vLLM's, and a matcher of it for every choice.
 
-Called by the endpoints with bodies whose types and ranges were checked already. What a grammar is, only `text.grammar` knows.
+`read` calls it with bodies whose types and ranges were checked already, `run` for the matchers. Only `text.grammar` knows
+what a grammar is.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 import orjson
-from starlette.requests import Request as HttpRequest
 
 from penstock.deploy.running import RunningModel
-from penstock.serve.http.connection import unless_gone
+from penstock.serve.openai.call import AskedGrammar
 from penstock.serve.openai.errors import invalid
 from penstock.serve.openai.schemas import GenerationBody, ResponseFormat, StructuredOutputs
-from penstock.serve.service import Choice
 from penstock.text.grammar import Grammar, GrammarKind
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.sampling import Matcher
@@ -34,7 +32,7 @@ _KINDS: Mapping[str, GrammarKind] = MappingProxyType(
 """By the fields of `structured_outputs`."""
 
 _MAX_INLINE_CHARS = 1 << 15
-"""Of a known grammar, once for each choice: copying that much takes a tenth of a millisecond."""
+"""Limit for a known grammar, once for each choice: copying that much takes a tenth of a millisecond."""
 
 _MAX_TRIES = 4
 """To find a grammar that others have just used up, or pushed out of what is kept."""
@@ -47,13 +45,6 @@ _NOT_WITH: Mapping[str, str] = MappingProxyType(
     }
 )
 """Fields that a grammar excludes, and why."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class AskedGrammar:
-    grammar: Grammar
-    param: str
-    """Where it stands in the body."""
 
 
 def asked_grammar(body: GenerationBody) -> AskedGrammar | None:
@@ -71,41 +62,35 @@ def asked_grammar(body: GenerationBody) -> AskedGrammar | None:
     return asked
 
 
-async def with_matchers(
-    choices: Sequence[Choice], asked: AskedGrammar, runtime: RunningModel, tenant: str, http: HttpRequest
-) -> list[Choice]:
-    """The choices, each with a matcher of its own.
+async def matchers_of(asked: AskedGrammar, number: int, running: RunningModel, tenant: str) -> list[Matcher]:
+    """A matcher for each of so many choices.
 
-    Raises 400 if the grammar is none, `Rejected` if too many of the tenant's are being read, 499 if the client leaves before.
+    Raises `Rejected`: INVALID if it is no grammar, QUEUE_FULL if too many of the tenant's are being read.
     """
     try:
-        matchers = _known(len(choices), asked.grammar, runtime)
-        if matchers is None:
-            matchers = await unless_gone(http, _compiled(len(choices), asked.grammar, runtime, tenant))
+        matchers = _known(number, asked.grammar, running)
+        return await _compiled(number, asked.grammar, running, tenant) if matchers is None else matchers
     except Rejected as rejected:
-        if rejected.reason is RejectReason.INVALID:
-            raise invalid(f"'{asked.param}' is refused. {rejected.detail}", asked.param) from rejected
-        raise
-    return [
-        dataclasses.replace(choice, matcher=matcher, sampling=dataclasses.replace(choice.sampling, follows_grammar=True))
-        for choice, matcher in zip(choices, matchers, strict=True)
-    ]
+        if rejected.reason is not RejectReason.INVALID:
+            raise
+        detail = f"'{asked.param}' is refused. {rejected.detail}"
+        raise Rejected(RejectReason.INVALID, detail, param=asked.param) from rejected
 
 
-def _known(number: int, grammar: Grammar, runtime: RunningModel) -> list[Matcher] | None:
+def _known(number: int, grammar: Grammar, running: RunningModel) -> list[Matcher] | None:
     """At once if the grammar is known and small, like most: the way to a thread would be what takes long. Else None."""
     if number * len(grammar.source) > _MAX_INLINE_CHARS:
         return None
-    known = [matcher for matcher in (runtime.grammars.known(grammar) for _ in range(number)) if matcher is not None]
+    known = [matcher for matcher in (running.grammars.known(grammar) for _ in range(number)) if matcher is not None]
     return known if len(known) == number else None
 
 
-async def _compiled(number: int, grammar: Grammar, runtime: RunningModel, tenant: str) -> list[Matcher]:
-    """All who ask for a new one that is small wait for the same compilation."""
-    grammars, off_loop, size = runtime.grammars, runtime.off_loop, number * len(grammar.source)
+async def _compiled(number: int, grammar: Grammar, running: RunningModel, tenant: str) -> list[Matcher]:
+    """All calls that ask for the same new grammar, if it is small, wait for one compilation."""
+    grammars, off_loop, size = running.grammars, running.off_loop, number * len(grammar.source)
     for _ in range(_MAX_TRIES if size <= _MAX_INLINE_CHARS else 0):
         await off_loop.compile(tenant, len(grammar.source), lambda: grammars.prepare(grammar), key=grammar)
-        if matchers := _known(number, grammar, runtime):
+        if matchers := _known(number, grammar, running):
             return matchers
     return await off_loop.compile(tenant, size, lambda: [grammars.matcher(grammar) for _ in range(number)])
 

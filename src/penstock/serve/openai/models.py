@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.deploy.running import ModelInfo
-from penstock.serve.openai.validation import check_model
+from penstock.serve.openai.read import check_model
 
 
 class ModelsEndpoint:

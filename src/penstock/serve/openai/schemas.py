@@ -1,21 +1,21 @@
-"""The request bodies of `/v1/completions` and `/v1/chat/completions`, as types: names, kinds and ranges of every field.
+"""The request bodies of the OpenAI routes, as types: names, kinds and ranges of every field.
 
-Read by `bodies` to check what comes and by FastAPI to write the OpenAPI document. Every list ends at its first wrong item
-and every object has a limit, so that no body has many findings: each costs a microsecond or two. Holds no rule that needs
-more than one field, the model or the tokenizer: those are in `validation`. Fields that are known but not supported yet are
-in `unsupported`.
+`bodies` checks what comes against them, and FastAPI writes the OpenAPI document from them. Every list ends at its first wrong
+item and every object has a limit, so that no body has many findings: each costs a microsecond or two. Rules that need more
+than one field, or the model, are in `read`.
 """
 
 from __future__ import annotations
 
 from itertools import islice
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
-from pydantic_core import PydanticCustomError
+import orjson
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, WithJsonSchema, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError
 
-from penstock.serve.openai.errors import RULE
-from penstock.serve.openai.unsupported import NotSupportedYet, UnsupportedHint
+from penstock.serve.openai.errors import RULE, invalid
 from penstock.text.grammar import MAX_LARK_CHARS, MAX_REGEX_CHARS, MAX_SOURCE_CHARS
 from penstock.types.sampling import MAX_LENGTH_PENALTY, MAX_LOGPROBS
 
@@ -28,8 +28,6 @@ MAX_STOP_TOKENS = 256
 MAX_SALT_CHARS = 256
 MAX_TOKENS_LIMIT = 2**31 - 1
 MAX_TOKEN_IDS = 2**20
-MAX_TEXT_CHARS = 2**20
-"""Characters of one text, unless the model's context holds more; tokenising them takes about a second."""
 MAX_MESSAGES = 2**14
 MAX_TEMPLATE_KWARGS = 256
 MAX_ANSWERS, MAX_ANSWER_CHARS = 4096, 1000
@@ -41,23 +39,64 @@ MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 
 
+class NotYet:
+    """Marks a field of the API that is known and not supported. It may be null, or a value that asks for nothing."""
+
+    def __init__(self, *neutral: Any, is_hint: bool = False, instead: str = "") -> None:
+        """`neutral`: values that mean the same as leaving the field out. `instead`: the field of `structured_outputs` that
+        took its place, at vLLM and here.
+
+        `is_hint`: the field says how an answer is made and not what it is, so `--ignore-unknown-parameters` covers it.
+        """
+        self.neutral = neutral
+        self.is_hint = is_hint
+        self._instead = instead
+
+    def is_neutral(self, value: object) -> bool:
+        # `1 == True` in Python, but not in JSON: compare the types too.
+        return value is None or any(type(value) is type(neutral) and value == neutral for neutral in self.neutral)
+
+    def refuse(self, value: object, param: str) -> None:
+        """Raise a 400 unless the value asks for nothing."""
+        if not self.is_neutral(value):
+            raise invalid(f"'{param}' is not supported yet{self._remedy()}.", param)
+
+    def _remedy(self) -> str:
+        if self._instead:
+            return f": send it as 'structured_outputs': {{'{self._instead}': ...}}"
+        if not self.neutral:
+            return ""
+        return f" (accepted: null or {' or '.join(orjson.dumps(value).decode() for value in self.neutral)})"
+
+    def __get_pydantic_json_schema__(self, _schema: CoreSchema, _handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {"description": "Not supported yet: only values that ask for nothing are accepted."}
+
+
+CACHE_CONTROL = ({"type": "ephemeral"}, {"type": "ephemeral", "ttl": "5m"}, {"type": "ephemeral", "ttl": "1h"})
+"""Anthropic's. Prefixes are cached in any case, so a hint at one asks for nothing."""
+_CACHE_OPTIONS: tuple[dict[str, str], ...] = ({}, {"mode": "implicit"}, {"ttl": "30m"}, {"mode": "implicit", "ttl": "30m"})
+
+
 class Body(BaseModel):
     """Base of every request body: no unknown fields, no silent conversions (`"16"` is not a number)."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+    field_names: ClassVar[frozenset[str]] = frozenset()
+    """As clients write them."""
+    unsupported: ClassVar[dict[str, NotYet]] = {}
 
     @classmethod
-    def field_names(cls) -> frozenset[str]:
-        """As clients write them."""
-        return frozenset(field.alias or name for name, field in cls.model_fields.items())
+    def __pydantic_init_subclass__(cls, **_kwargs: Any) -> None:
+        fields = cls.model_fields
+        cls.field_names = frozenset(field.alias or name for name, field in fields.items())
+        cls.unsupported = {name: mark for name, field in fields.items() for mark in field.metadata if isinstance(mark, NotYet)}
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_too_many_fields(cls, value: Any) -> Any:
         # With more fields than there are, some are unknown: a few of them are named, and not all of them counted.
-        if isinstance(value, dict) and len(value) > len(cls.model_fields):
-            known = cls.field_names()
-            unknown = (name for name in value if name not in known)
+        if isinstance(value, dict) and len(value) > len(cls.field_names):
+            unknown = (name for name in value if name not in cls.field_names)
             raise PydanticCustomError("too_many_fields", "Too many fields", {"names": list(islice(unknown, 3))})
         return value
 
@@ -129,7 +168,7 @@ Prompt = Annotated[
         }
     ),
 ]
-"""Checked in `prompts`, where the messages can name the element."""
+"""Checked in `read`, where the messages can name the element."""
 
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
@@ -137,7 +176,7 @@ LogitBias = Annotated[
     dict[str, Any],
     WithJsonSchema({"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}),
 ]
-"""Checked in `validation`, which knows how many tokens there are, and ends at the first wrong entry."""
+"""Checked in `read`, which knows how many tokens there are, and ends at the first wrong entry."""
 
 Metadata = Annotated[
     dict[
@@ -152,7 +191,7 @@ class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     """vLLM's: `usage` so far in every chunk, and not only in one at the end."""
-    include_obfuscation: NotSupportedYet = None
+    include_obfuscation: Annotated[Any, NotYet(False)] = None
 
 
 Schema = Annotated[Any, BeforeValidator(_an_object), WithJsonSchema({"type": "object"})]
@@ -197,11 +236,11 @@ class StructuredOutputs(Body):
     ) = None
     grammar: Annotated[str, Field(min_length=1, max_length=MAX_LARK_CHARS)] | None = None
     """In Lark's notation."""
-    whitespace_pattern: NotSupportedYet = None
-    disable_fallback: NotSupportedYet = None
-    disable_any_whitespace: NotSupportedYet = None
-    disable_additional_properties: NotSupportedYet = None
-    structural_tag: NotSupportedYet = None
+    whitespace_pattern: Annotated[Any, NotYet()] = None
+    disable_fallback: Annotated[Any, NotYet(False)] = None
+    disable_any_whitespace: Annotated[Any, NotYet(False)] = None
+    disable_additional_properties: Annotated[Any, NotYet(False)] = None
+    structural_tag: Annotated[Any, NotYet()] = None
 
 
 class GenerationBody(Body):
@@ -242,7 +281,7 @@ class GenerationBody(Body):
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    """What is generated follows one of these; see `grammars`."""
+    """The answer follows one of these; see `grammars`."""
 
     return_token_ids: bool | None = None
     priority: Annotated[int, Field(ge=INT32_MIN, le=INT32_MAX)] | None = None
@@ -258,36 +297,36 @@ class GenerationBody(Body):
     spaces_between_special_tokens: bool | None = None
     """Without effect, too: a token's text is the same wherever it stands."""
 
-    cache_control: UnsupportedHint = None
-    prompt_cache_options: UnsupportedHint = None
-    prompt_cache_retention: UnsupportedHint = None
-    service_tier: UnsupportedHint = None
-    store: UnsupportedHint = None
-    stream_interval: UnsupportedHint = None
-    thinking_token_budget: UnsupportedHint = None
+    cache_control: Annotated[Any, NotYet(*CACHE_CONTROL, is_hint=True)] = None
+    prompt_cache_options: Annotated[Any, NotYet(*_CACHE_OPTIONS, is_hint=True)] = None
+    prompt_cache_retention: Annotated[Any, NotYet("in_memory", "in-memory", is_hint=True)] = None
+    service_tier: Annotated[Any, NotYet("auto", "default", is_hint=True)] = None
+    store: Annotated[Any, NotYet(False, is_hint=True)] = None
+    stream_interval: Annotated[Any, NotYet(1, is_hint=True)] = None
+    thinking_token_budget: Annotated[Any, NotYet(-1, is_hint=True)] = None
 
-    ec_transfer_params: NotSupportedYet = None
-    guided_choice: NotSupportedYet = None
-    guided_decoding_backend: NotSupportedYet = None
-    guided_grammar: NotSupportedYet = None
-    guided_json: NotSupportedYet = None
-    guided_json_object: NotSupportedYet = None
-    guided_regex: NotSupportedYet = None
-    guided_whitespace_pattern: NotSupportedYet = None
-    include_reasoning: NotSupportedYet = None
-    kv_transfer_params: NotSupportedYet = None
-    logits_processors: NotSupportedYet = None
-    logprob_token_ids: NotSupportedYet = None
-    prompt_logprobs: NotSupportedYet = None
-    repetition_detection: NotSupportedYet = None
-    return_mm_kwargs: NotSupportedYet = None
-    return_token_offsets: NotSupportedYet = None
-    return_tokens_as_token_ids: NotSupportedYet = None
-    routed_experts_prompt_start: NotSupportedYet = None
-    structural_tag: NotSupportedYet = None
-    truncation_side: NotSupportedYet = None
-    vllm_xargs: NotSupportedYet = None
-    watermarking: NotSupportedYet = None
+    ec_transfer_params: Annotated[Any, NotYet({})] = None
+    guided_choice: Annotated[Any, NotYet(instead="choice")] = None
+    guided_decoding_backend: Annotated[Any, NotYet()] = None
+    guided_grammar: Annotated[Any, NotYet(instead="grammar")] = None
+    guided_json: Annotated[Any, NotYet(instead="json")] = None
+    guided_json_object: Annotated[Any, NotYet(False, instead="json_object")] = None
+    guided_regex: Annotated[Any, NotYet(instead="regex")] = None
+    guided_whitespace_pattern: Annotated[Any, NotYet()] = None
+    include_reasoning: Annotated[Any, NotYet(True)] = None
+    kv_transfer_params: Annotated[Any, NotYet({})] = None
+    logits_processors: Annotated[Any, NotYet([])] = None
+    logprob_token_ids: Annotated[Any, NotYet()] = None
+    prompt_logprobs: Annotated[Any, NotYet()] = None
+    repetition_detection: Annotated[Any, NotYet()] = None
+    return_mm_kwargs: Annotated[Any, NotYet(True)] = None
+    return_token_offsets: Annotated[Any, NotYet(False)] = None
+    return_tokens_as_token_ids: Annotated[Any, NotYet(False)] = None
+    routed_experts_prompt_start: Annotated[Any, NotYet(0)] = None
+    structural_tag: Annotated[Any, NotYet()] = None
+    truncation_side: Annotated[Any, NotYet("left")] = None
+    vllm_xargs: Annotated[Any, NotYet({})] = None
+    watermarking: Annotated[Any, NotYet(False)] = None
 
     @property
     def num_choices(self) -> int:
@@ -301,8 +340,8 @@ class CompletionBody(GenerationBody):
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    suffix: NotSupportedYet = None
-    prompt_embeds: NotSupportedYet = None
+    suffix: Annotated[Any, NotYet("")] = None
+    prompt_embeds: Annotated[Any, NotYet()] = None
 
 
 class ChatMessage(Body):
@@ -311,15 +350,15 @@ class ChatMessage(Body):
     name: str | None = None
     parsed: Any = None
     """Without effect: what OpenAI's client has made of `content`, and sends along when an answer comes back as a message."""
-    annotations: NotSupportedYet = None
-    audio: NotSupportedYet = None
-    cache_control: NotSupportedYet = None
-    function_call: NotSupportedYet = None
-    reasoning: NotSupportedYet = None
-    reasoning_content: NotSupportedYet = None
-    refusal: NotSupportedYet = None
-    tool_call_id: NotSupportedYet = None
-    tool_calls: NotSupportedYet = None
+    annotations: Annotated[Any, NotYet([])] = None
+    audio: Annotated[Any, NotYet()] = None
+    cache_control: Annotated[Any, NotYet(*CACHE_CONTROL)] = None
+    function_call: Annotated[Any, NotYet("none", "auto")] = None
+    reasoning: Annotated[Any, NotYet("")] = None
+    reasoning_content: Annotated[Any, NotYet("")] = None
+    refusal: Annotated[Any, NotYet()] = None
+    tool_call_id: Annotated[Any, NotYet()] = None
+    tool_calls: Annotated[Any, NotYet([])] = None
 
 
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -332,7 +371,7 @@ class ChatTemplateFields(Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: Annotated[dict[str, Any], _at_most(MAX_TEMPLATE_KWARGS)] | None = None
-    chat_template: NotSupportedYet = None
+    chat_template: Annotated[Any, NotYet()] = None
 
 
 class ChatCompletionBody(ChatTemplateFields, GenerationBody):
@@ -344,21 +383,21 @@ class ChatCompletionBody(ChatTemplateFields, GenerationBody):
 
     parallel_tool_calls: bool | None = None
     """Without effect, as there are no tools."""
-    prediction: UnsupportedHint = None
-    reasoning_effort: UnsupportedHint = None
-    verbosity: UnsupportedHint = None
+    prediction: Annotated[Any, NotYet(is_hint=True)] = None
+    reasoning_effort: Annotated[Any, NotYet(is_hint=True)] = None
+    verbosity: Annotated[Any, NotYet("medium", is_hint=True)] = None
 
-    audio: NotSupportedYet = None
-    best_of: NotSupportedYet = None
-    documents: NotSupportedYet = None
-    echo: NotSupportedYet = None
-    function_call: NotSupportedYet = None
-    functions: NotSupportedYet = None
-    media_io_kwargs: NotSupportedYet = None
-    mm_processor_kwargs: NotSupportedYet = None
-    modalities: NotSupportedYet = None
-    moderation: NotSupportedYet = None
-    return_prompt_text: NotSupportedYet = None
-    tool_choice: NotSupportedYet = None
-    tools: NotSupportedYet = None
-    web_search_options: NotSupportedYet = None
+    audio: Annotated[Any, NotYet()] = None
+    best_of: Annotated[Any, NotYet(1)] = None
+    documents: Annotated[Any, NotYet([])] = None
+    echo: Annotated[Any, NotYet(False)] = None
+    function_call: Annotated[Any, NotYet("none", "auto")] = None
+    functions: Annotated[Any, NotYet([])] = None
+    media_io_kwargs: Annotated[Any, NotYet({})] = None
+    mm_processor_kwargs: Annotated[Any, NotYet({})] = None
+    modalities: Annotated[Any, NotYet(["text"])] = None
+    moderation: Annotated[Any, NotYet()] = None
+    return_prompt_text: Annotated[Any, NotYet(False)] = None
+    tool_choice: Annotated[Any, NotYet("none", "auto")] = None
+    tools: Annotated[Any, NotYet([])] = None
+    web_search_options: Annotated[Any, NotYet()] = None

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import orjson
-from fastapi import Request as HttpRequest
-from fastapi.responses import Response
 from pydantic import Field
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
 
 from penstock.config import ServerConfig
 from penstock.deploy.running import RunningModel
-from penstock.serve.call import read_owner
 from penstock.serve.http.connection import unless_gone
+from penstock.serve.openai.bodies import INLINE_MAX_BYTES, IgnoredParameters, parse_body
+from penstock.serve.openai.call import Conversation
 from penstock.serve.openai.errors import invalid
-from penstock.serve.openai.messages import render_prompt, template_messages
+from penstock.serve.openai.read import check_model, check_token_ids, read_conversation
+from penstock.serve.openai.run import check_text_size, render
 from penstock.serve.openai.schemas import MAX_TOKEN_IDS, Body, ChatTemplateFields, Messages, TokenId
-from penstock.serve.openai.validation import check_model, check_text_size, check_token_ids
+from penstock.serve.openai.terms import read_owner
 from penstock.text.tokenizer import Tokenizer
+
+_Read = TypeVar("_Read")
 
 _OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 """Fields that say how messages become a prompt."""
@@ -41,52 +45,62 @@ class DetokenizeBody(Body):
 
 
 class TokenizeEndpoint:
-    def __init__(self, runtime: RunningModel, config: ServerConfig) -> None:
-        self._runtime = runtime
+    def __init__(self, running: RunningModel, config: ServerConfig, ignored: IgnoredParameters | None = None) -> None:
+        """`ignored`: as for `parse_body`."""
+        self._running = running
         self._config = config
+        self._ignored = ignored
 
-    async def tokenize(self, body: TokenizeBody, http: HttpRequest) -> Response:
+    async def tokenize(self, data: bytes, http: HttpRequest) -> Response:
         """Token ids of a text or of a conversation."""
-        check_model(body.model, self._runtime.model)
+        prompt, body = await self._off_loop(data, lambda: self._read(data))
+        if isinstance(prompt, Conversation):
+            tenant = read_owner(http.scope, self._config).tenant
+            prompt = await unless_gone(http, render(prompt, self._running, tenant, len(data)))
+        text = prompt
+        return await self._answer(max(len(data), len(text)), lambda: self._tokens(body, text))
+
+    async def detokenize(self, data: bytes, http: HttpRequest) -> Response:
+        """The text of token ids, special tokens included."""
+        del http
+        body = await self._off_loop(data, lambda: parse_body(data, DetokenizeBody, self._ignored))
+        check_model(body.model, self._running.model)
+        return await self._answer(len(data), lambda: self._text(body))
+
+    def _read(self, data: bytes) -> tuple[str | Conversation, TokenizeBody]:
+        body = parse_body(data, TokenizeBody, self._ignored)
+        check_model(body.model, self._running.model)
         if (body.prompt is None) == (body.messages is None):
             raise invalid("Give either 'prompt' or 'messages'.", "prompt")
-        for name in _OF_MESSAGES if body.messages is None else ():
+        if body.prompt is None:
+            return read_conversation(body), body
+        for name in _OF_MESSAGES:
             if getattr(body, name) is not None:
                 raise invalid(f"'{name}' needs 'messages': a 'prompt' is tokenised as it stands.", name)
-        num_bytes, text = len(await http.body()), body.prompt
-        if text is None:
-            tenant = read_owner(http.scope, self._config).tenant
-            rendering = self._runtime.off_loop.render(tenant, num_bytes, lambda: self._render(body))
-            text = await unless_gone(http, rendering)
-        return await self._answer(max(num_bytes, len(text)), lambda: self._tokens(body, text))
-
-    async def detokenize(self, body: DetokenizeBody, http: HttpRequest) -> Response:
-        """The text of token ids, special tokens included."""
-        check_model(body.model, self._runtime.model)
-        return await self._answer(len(await http.body()), lambda: self._text(body))
-
-    def _render(self, body: TokenizeBody) -> str:
-        return render_prompt(self._runtime.chat_template, body, template_messages(body.messages or ()))
+        return body.prompt, body
 
     def _tokens(self, body: TokenizeBody, text: str) -> dict[str, Any]:
-        runtime = self._runtime
-        check_text_size(text, runtime.tokenizer, runtime.model, "messages" if body.prompt is None else "prompt")
+        running = self._running
+        check_text_size(text, running, "messages" if body.prompt is None else "prompt")
         adds_special_tokens = (body.prompt is not None) if body.add_special_tokens is None else body.add_special_tokens
-        token_ids = runtime.tokenizer.encode(text, add_special_tokens=adds_special_tokens)
+        token_ids = running.tokenizer.encode(text, add_special_tokens=adds_special_tokens)
         return {
             "count": len(token_ids),
-            "max_model_len": runtime.model.max_model_len,
+            "max_model_len": running.model.max_model_len,
             "tokens": token_ids,
-            "token_strs": _token_texts(runtime.tokenizer, token_ids) if body.return_token_strs else None,
+            "token_strs": _token_texts(running.tokenizer, token_ids) if body.return_token_strs else None,
         }
 
     def _text(self, body: DetokenizeBody) -> dict[str, Any]:
-        check_token_ids(body.tokens, self._runtime.model.vocab_size, "tokens")
-        return {"prompt": self._runtime.tokenizer.decode(body.tokens, skip_special_tokens=False)}
+        check_token_ids(body.tokens, self._running.model.vocab_size, "tokens")
+        return {"prompt": self._running.tokenizer.decode(body.tokens, skip_special_tokens=False)}
+
+    async def _off_loop(self, data: bytes, read: Callable[[], _Read]) -> _Read:
+        return await self._running.off_loop.run(len(data), read, limit=INLINE_MAX_BYTES)
 
     async def _answer(self, size: int, make: Callable[[], dict[str, Any]]) -> Response:
-        """What `make` says, as JSON; off the event loop if its input is large."""
-        data = await self._runtime.off_loop.run(size, lambda: orjson.dumps(make()))
+        """As JSON; off the event loop if `size`, of what it is made from, is large."""
+        data = await self._running.off_loop.run(size, lambda: orjson.dumps(make()))
         return Response(data, media_type="application/json")
 
 

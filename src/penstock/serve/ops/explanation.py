@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.obs.explain.explanation import Explanation, PauseTold, gap_cause, summary
 from penstock.obs.explain.lives import Gap
-from penstock.serve.openai.generation import FINISH_WORDS
+from penstock.serve.openai.write import FINISH_WORDS
 from penstock.types.request import FinishReason
 
 _OTHER_ENDS = {FinishReason.ABORT: "cancelled", FinishReason.ERROR: "error", FinishReason.REJECTED: "refused"}

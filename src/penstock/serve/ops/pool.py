@@ -9,34 +9,33 @@ from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
 from penstock.kv.pool_map import BlockOwner, BlockState, PoolMap, Run
-from penstock.serve.call import read_owner
+from penstock.serve.openai.in_flight import InFlight
+from penstock.serve.openai.terms import read_owner
 from penstock.serve.ops.json_answer import json_answer
-from penstock.serve.service import Service
 
 SHARED_NS = 100_000_000
 """Time for which a drawing is shown."""
 
 
 class PoolEndpoint:
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, in_flight: InFlight) -> None:
+        self._in_flight = in_flight
         self._lock = threading.Lock()
         self._drawn: PoolMap | None = None
         self._drawn_ns = 0
 
     async def kv(self, http: HttpRequest) -> Response:
         """Every block, neighbours of one kind as one: `[state, blocks]`, or `["held", blocks, owner]`."""
-        service = self._service
-        names = service.names_of(read_owner(http.scope, service.config))
+        names = self._in_flight.names_of(read_owner(http.scope, self._in_flight.config))
         return await json_answer(lambda: _as_json(self._draw(), names))
 
     def _draw(self) -> PoolMap:
         """The map, drawn at most once in a tenth of a second: a thread that draws keeps the engine from the interpreter."""
-        runtime = self._service.runtime
+        running = self._in_flight.running
         with self._lock:
-            now_ns = runtime.clock.now_ns()
+            now_ns = running.clock.now_ns()
             if self._drawn is None or now_ns - self._drawn_ns >= SHARED_NS:
-                self._drawn, self._drawn_ns = runtime.engine.pool_map(), now_ns
+                self._drawn, self._drawn_ns = running.engine.pool_map(), now_ns
             return self._drawn
 
 

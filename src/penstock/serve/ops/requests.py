@@ -10,29 +10,29 @@ from typing import Any
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
-from penstock.serve.call import read_owner
 from penstock.serve.openai.errors import request_not_found, request_not_known
+from penstock.serve.openai.in_flight import InFlight, Told
+from penstock.serve.openai.terms import read_owner
 from penstock.serve.ops.explanation import explanation
 from penstock.serve.ops.json_answer import json_answer
-from penstock.serve.service import Service, Told
 
 _ANSWER_PREFIXES = ("chatcmpl-", "cmpl-")
 
 
 class RequestsEndpoint:
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, in_flight: InFlight) -> None:
+        self._in_flight = in_flight
 
     async def list(self, http: HttpRequest) -> Response:
         """The caller's requests that wait or run, the oldest first."""
-        owner = read_owner(http.scope, self._service.config)
-        tell = self._service.explain_running(owner)
+        owner = read_owner(http.scope, self._in_flight.config)
+        tell = self._in_flight.explain_running(owner)
         return await json_answer(lambda: {"object": "list", "data": [_call(told) for told in tell()]})
 
     async def explain(self, request_id: str, http: HttpRequest) -> Response:
         """Why a request takes, or took, as long as it does; by its `X-Request-Id` or by the `id` of its answer."""
-        owner = read_owner(http.scope, self._service.config)
-        asks = [self._service.explain(candidate, owner) for candidate in _candidates(request_id)]
+        owner = read_owner(http.scope, self._in_flight.config)
+        asks = [self._in_flight.explain(candidate, owner) for candidate in _candidates(request_id)]
 
         def make() -> dict[str, Any]:
             for tell in asks:
@@ -44,9 +44,9 @@ class RequestsEndpoint:
 
     async def cancel(self, request_id: str, http: HttpRequest) -> dict[str, Any]:
         """Cancel a running request, by its `X-Request-Id` or by the `id` of its answer."""
-        owner = read_owner(http.scope, self._service.config)
+        owner = read_owner(http.scope, self._in_flight.config)
         # In this order, and only one of them: what a client named cmpl-x must not take another call's x with it.
-        if not any(self._service.cancel(candidate, owner) for candidate in _candidates(request_id)):
+        if not any(self._in_flight.cancel(candidate, owner) for candidate in _candidates(request_id)):
             raise request_not_found(request_id)
         return {"id": request_id, "object": "request", "cancelled": True}
 

@@ -1,0 +1,122 @@
+"""A `Call`: one client's question, checked. Made by a reader from what the client sent, answered by `run`, told by a writer.
+
+Knows neither JSON nor HTTP. An API with other shapes needs a reader and a writer of its own, and the same `run`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.text.grammar import Grammar
+from penstock.types.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owner:
+    """The key and the tenant that a request came with. Whoever has the same may see it and cancel it."""
+
+    key: str
+    """Short name of the API key; empty if none was asked for."""
+    tenant: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """Id, owner and urgency of one call."""
+
+    request_id: str
+    owner: Owner
+    arrival_ns: int
+    deadline_ns: int | None
+    queue_deadline_ns: int | None
+    first_token_deadline_ns: int | None
+    slo_ttft_ns: int | None
+    """As the client says; None: the server's."""
+    slo_itl_ns: int | None
+    is_retry: bool
+    """The client says that it sends this again."""
+    priority: int
+    cache_salt: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    text: str
+    param: str
+    """Where it stands in the body."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    token_ids: tuple[int, ...]
+    param: str
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages that the model's chat template turns into one prompt."""
+
+    messages: Sequence[Mapping[str, str]]
+    """Each with `role` and `content`, and maybe a `name`."""
+    add_generation_prompt: bool
+    continue_final_message: bool
+    variables: Mapping[str, Any]
+    """Further variables of the template: plain JSON data."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskedGrammar:
+    grammar: Grammar
+    param: str
+    """Where it stands in the body."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerOptions:
+    """How the answer looks, apart from what is in it."""
+
+    answer_id: str
+    model_name: str
+    created_unix_s: int
+    system_fingerprint: str
+    is_streamed: bool
+    includes_usage: bool
+    """A stream ends with an event of token counts."""
+    has_continuous_usage: bool
+    has_logprobs: bool
+    has_token_ids: bool
+    has_prompt: bool
+    """Each answer begins with its prompt (`echo`)."""
+    skips_special_tokens: bool
+    shows_stop: bool
+    """The stop string or stop token that ended a choice is part of its text."""
+    end_token_ids: frozenset[int]
+    """The model's own end tokens: `stop_reason` names only what the client asked for (as in vLLM)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    terms: Terms
+    prompts: Conversation | tuple[TextPrompt | TokenPrompt, ...]
+    adds_special_tokens: bool
+    truncate_prompt_tokens: int | None
+    """Keep the last so many tokens of a prompt; -1: as many as fit; None: all."""
+    num_choices: int
+    """Answers to each prompt."""
+    sampling: SamplingParams
+    """What all answers have in common: without `max_tokens`, `seed` and `banned_token_sequences`."""
+    bad_words: tuple[str, ...]
+    grammar: AskedGrammar | None
+    """If and only if `sampling.follows_grammar`."""
+    seed: int | None
+    max_tokens: int | None
+    """None: what the context leaves."""
+    max_tokens_param: str | None
+    """The field that said it; None if it is the API's default."""
+    answer: AnswerOptions
+    num_bytes: int
+    """Size of the body."""
+    claim: bytes
+    """The same for a call that is sent again."""

@@ -1,0 +1,43 @@
+"""`POST /v1/chat/completions` and `/v1/completions`: read, run, write. The two differ in `read` and in `write` alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.types import Scope
+
+from penstock.serve.http.connection import unless_gone
+from penstock.serve.openai.bodies import INLINE_MAX_BYTES
+from penstock.serve.openai.call import Call
+from penstock.serve.openai.in_flight import InFlight
+from penstock.serve.openai.read import Reader
+from penstock.serve.openai.run import run
+from penstock.serve.openai.write import AnswerWriter, ChatWriter, CompletionWriter, respond
+
+
+class _Endpoint:
+    def __init__(self, reader: Reader, in_flight: InFlight) -> None:
+        self._reader = reader
+        self._in_flight = in_flight
+
+    async def _answer(
+        self, data: bytes, http: HttpRequest, read: Callable[[bytes, Scope], Call], writer_type: type[AnswerWriter]
+    ) -> Response:
+        running = self._in_flight.running
+        call = await running.off_loop.run(len(data), lambda: read(data, http.scope), limit=INLINE_MAX_BYTES)
+        opened = await unless_gone(http, run(call, self._in_flight))
+        return await respond(http, opened, writer_type, running)
+
+
+class ChatEndpoint(_Endpoint):
+    async def create(self, data: bytes, http: HttpRequest) -> Response:
+        """Answer a conversation. The model's own chat template turns the messages into its prompt."""
+        return await self._answer(data, http, self._reader.chat, ChatWriter)
+
+
+class CompletionsEndpoint(_Endpoint):
+    async def create(self, data: bytes, http: HttpRequest) -> Response:
+        """Continue one or more prompts, given as text or token ids."""
+        return await self._answer(data, http, self._reader.completion, CompletionWriter)

@@ -1,0 +1,225 @@
+"""The calls in flight of one server: which requests they have with the engine, who may cancel them, and what became of them.
+
+`run` opens calls; the routes under `/v1/requests` and `/kv` ask about them. All belongs to the event loop.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from penstock.admission import Place
+from penstock.config import ServerConfig
+from penstock.config.keys import isolates_tenants
+from penstock.deploy.running import RunningModel
+from penstock.engine.bridge import Stream
+from penstock.engine.thread import EngineState
+from penstock.obs.explain.explanation import Explanation, explain_intake, summary
+from penstock.serve.openai.call import Call, Owner
+from penstock.types.request import Request, RequestStatus
+
+_log = logging.getLogger(__name__)
+
+_CANCELLED = "the request was cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class _Landed:
+    """A call that has ended, with no more of it than is needed to ask for it."""
+
+    request_id: str
+    owner: Owner
+    engine_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What is known of the calls that had one id."""
+
+    request_id: str
+    created_unix_s: int
+    choices: list[tuple[int, Explanation]]
+    """(index of the choice, what became of it), not empty. If the client used the id more than once, of the last."""
+    num_forgotten: int = 0
+    """Choices that ended too long ago to be remembered."""
+
+    @property
+    def summary(self) -> str:
+        """The summary of the choice that took longest."""
+        return summary(max((choice for _, choice in self.choices), key=lambda choice: choice.total_ns))
+
+
+class RunningCall:
+    """The requests of one call, and the stream of what they say.
+
+    As a context manager it closes the call if the block fails; else whoever sends the answer closes it.
+    """
+
+    def __init__(
+        self, in_flight: InFlight, call: Call, requests: Sequence[Request], echoes: Sequence[str], stream: Stream
+    ) -> None:
+        # Not the call itself: its prompts may be large, and need not live as long as the answer.
+        self._in_flight = in_flight
+        self._is_closed = False
+        self.terms = call.terms
+        self.answer = call.answer
+        self.num_choices = call.num_choices
+        """Answers to each prompt."""
+        self.requests = requests
+        """One for each choice: those of the first prompt, then those of the second. The engine writes to them."""
+        self.echoes = echoes
+        """Text before the answers to each prompt; maybe empty."""
+        self.stream = stream
+        self.engine_ids = tuple([request.request_id for request in requests])
+        self.index_of = {engine_id: index for index, engine_id in enumerate(self.engine_ids)}
+        """The engine's request id -> index of the choice."""
+
+    @property
+    def request_id(self) -> str:
+        return self.terms.request_id
+
+    @property
+    def owner(self) -> Owner:
+        return self.terms.owner
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, exc_type: type[BaseException] | None, *_rest: object) -> None:
+        if exc_type is not None:
+            self.close()
+
+    def close(self) -> None:
+        """Abort what has not finished and forget the call. Idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            self.stream.close()
+            self._in_flight.land(self)
+
+
+class InFlight:
+    def __init__(self, running: RunningModel, config: ServerConfig) -> None:
+        self.running = running
+        self.config = config
+        self.isolates_tenants = isolates_tenants(config, running.prefix_sharing)
+        """Each tenant shares cached prefixes with itself alone."""
+        self._num_opened = 0
+        self._calls: dict[str, list[RunningCall]] = {}
+        """By the client's ids, which need not be unique."""
+        self._landed: deque[_Landed] = deque()
+        """The last that ended; as many as the journal remembers requests."""
+        self._landed_of: dict[str, list[_Landed]] = {}
+        """The same by their ids, the oldest first."""
+
+    def new_engine_id(self, request_id: str) -> str:
+        """A prefix for the engine's ids of a call's requests: clients may use one id for several calls."""
+        self._num_opened += 1
+        return f"{request_id}/{self._num_opened}"
+
+    def open(self, call: Call, requests: Sequence[Request], echoes: Sequence[str], place: Place) -> RunningCall:
+        """Submit the requests. Close the result, whatever happens."""
+        running = self.running
+        running.admission.enter(place, requests, running.clock.now_ns())
+        try:
+            stream = running.bridge.open(requests)
+        except BaseException:
+            running.admission.forget([request.request_id for request in requests])
+            raise
+        opened = RunningCall(self, call, requests, echoes, stream)
+        self._calls.setdefault(call.terms.request_id, []).append(opened)
+        return opened
+
+    def land(self, call: RunningCall) -> None:
+        """Called by `RunningCall` when it has ended."""
+        if self.running.engine.state is not EngineState.READY:
+            # A core that broke may not have told their ends. While it is well it does, on its own thread.
+            self.running.admission.forget(call.engine_ids)
+        self._remember(call)
+        self._log_slow(call)
+        calls = self._calls[call.request_id]
+        calls.remove(call)
+        if not calls:
+            del self._calls[call.request_id]
+
+    def cancel(self, request_id: str, owner: Owner) -> bool:
+        """Abort what runs under this id for this owner. False if there is nothing: other owners' requests can't be seen."""
+        calls = [call for call in self._calls.get(request_id, ()) if call.owner == owner]
+        for call in calls:
+            for engine_id in call.engine_ids:
+                self.running.bridge.abort(engine_id, _CANCELLED)
+        return bool(calls)
+
+    def explain(self, request_id: str, owner: Owner) -> Callable[[], Told | None]:
+        """Says what became of the owner's last request with this id; None if there is none, or it is not remembered.
+
+        The result does the work, on any thread.
+        """
+        calls: list[RunningCall | _Landed] = [*self._landed_of.get(request_id, ()), *self._calls.get(request_id, ())]
+        calls = [call for call in reversed(calls) if call.owner == owner]
+        return lambda: next(filter(None, map(self._tell, calls)), None)
+
+    def explain_running(self, owner: Owner) -> Callable[[], list[Told]]:
+        """All requests of this owner that have not ended, in the order in which they came.
+
+        The result does the work, on any thread.
+        """
+        calls = self._calls_of(owner)
+        return lambda: [told for call in calls if (told := self._tell(call))]
+
+    def names_of(self, owner: Owner) -> dict[str, tuple[str, int]]:
+        """The engine's id -> the client's and the choice's index, of this owner's requests that have not ended."""
+        return {name: (call.request_id, index) for call in self._calls_of(owner) for name, index in call.index_of.items()}
+
+    def _calls_of(self, owner: Owner) -> list[RunningCall]:
+        return [call for calls in self._calls.values() for call in calls if call.owner == owner]
+
+    def _tell(self, call: RunningCall | _Landed) -> Told | None:
+        running = self.running
+        if running.journal is None:
+            return None
+        requests = call.requests if isinstance(call, RunningCall) else ()
+        # Seen before the journal is asked: what ends meanwhile is in it.
+        live = [request for request in requests if request.status is not RequestStatus.FINISHED]
+        known = {told.request_id: told for told in running.journal.explain_all(call.engine_ids, running.clock.now_ns)}
+        now_ns = running.clock.now_ns()
+        for request in live:
+            if request.request_id not in known:  # the engine has not taken it from its inbox: it is no less on its way
+                known[request.request_id] = explain_intake(request, now_ns)
+        choices = [(index, known[name]) for index, name in enumerate(call.engine_ids) if name in known]
+        if not choices:
+            return None
+        age_s = (now_ns - choices[0][1].arrival_ns) // 1_000_000_000
+        num_forgotten = len(call.engine_ids) - len(choices)
+        return Told(call.request_id, running.sources.unix_time_s() - age_s, choices, num_forgotten)
+
+    def _log_slow(self, call: RunningCall) -> None:
+        limit_s = self.config.slow_request_s
+        if limit_s is None:
+            return
+        elapsed_s = (self.running.clock.now_ns() - call.terms.arrival_ns) / 1e9
+        if elapsed_s >= limit_s:
+            told = self._tell(call)
+            why = (
+                told.summary
+                if told
+                else f"took {elapsed_s:.1f} s; why is not known, as no request is explained (--explained-requests)"
+            )
+            _log.warning("slow request %s: %s", call.request_id, why)
+
+    def _remember(self, call: RunningCall) -> None:
+        """Keep what is needed to explain it after its end."""
+        journal = self.running.journal
+        if journal is None:
+            return
+        landed = _Landed(call.request_id, call.owner, call.engine_ids)
+        self._landed.append(landed)
+        self._landed_of.setdefault(landed.request_id, []).append(landed)
+        if len(self._landed) > journal.max_ended:
+            oldest = self._landed.popleft()
+            same = self._landed_of[oldest.request_id]
+            same.remove(oldest)
+            if not same:
+                del self._landed_of[oldest.request_id]

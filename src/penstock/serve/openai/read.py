@@ -1,0 +1,439 @@
+"""The first pass of a chat or a completion: from the body and the headers to a `Call`, or the 400 that names what is wrong.
+
+Every rule that needs no tokenizer is here or, for a field by itself, in `schemas`. Called by the endpoints; may run on any
+thread, and waits for nothing. What costs much (templates, tokens, grammars) is left to `run`, behind the door.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from starlette.types import Scope
+
+from penstock.config import ServerConfig
+from penstock.deploy.running import ModelInfo, RunningModel
+from penstock.serve.openai.bodies import IgnoredParameters, parse_body
+from penstock.serve.openai.call import AnswerOptions, AskedGrammar, Call, Conversation, Terms, TextPrompt, TokenPrompt
+from penstock.serve.openai.errors import invalid, model_not_found, shorten
+from penstock.serve.openai.grammars import asked_grammar
+from penstock.serve.openai.schemas import (
+    CACHE_CONTROL,
+    MAX_CHOICES,
+    ChatCompletionBody,
+    ChatMessage,
+    ChatTemplateFields,
+    CompletionBody,
+    GenerationBody,
+    NotYet,
+)
+from penstock.serve.openai.terms import read_terms
+from penstock.types.errors import counted
+from penstock.types.sampling import MAX_LOGPROBS, MIN_TEMPERATURE, BeamParams, EarlyStopping, SamplingParams
+
+MAX_BIAS = 100
+DEFAULT_COMPLETION_TOKENS = 16
+"""OpenAI's default of `max_tokens` for completions; chat answers may use the rest of the context."""
+_CLAIM_BYTES = 16
+_HASHED_BYTES = 1 << 16
+"""The end of a body is hashed: two long conversations that begin alike differ there."""
+_ROLES = ("system", "developer", "user", "assistant")
+_ROLES_NOT_YET = ("tool", "function")
+_PARTS_NOT_YET = ("image_url", "input_audio", "file", "video_url", "audio_url", "refusal", "thinking")
+PART_HINTS: Mapping[str, NotYet] = MappingProxyType(
+    {"cache_control": NotYet(*CACHE_CONTROL), "prompt_cache_breakpoint": NotYet({"mode": "explicit"})}
+)
+"""How far a prompt shall be cached, in Anthropic's word and OpenAI's."""
+_RESERVED_VARIABLES = ("messages", "add_generation_prompt", "continue_final_message", "tools", "documents")
+_WITHOUT_BEAMS: Mapping[str, tuple[object, ...]] = MappingProxyType(
+    {
+        "temperature": (0, 1),
+        "top_p": (1,),
+        "top_k": (0, -1),
+        "min_p": (0,),
+        "repetition_penalty": (1,),
+        "presence_penalty": (0,),
+        "frequency_penalty": (0,),
+        "logit_bias": ({},),
+        "allowed_token_ids": (),
+        "bad_words": ([],),
+        "min_tokens": (0,),
+        "stop": ([],),
+        "seed": (),
+    }
+)
+"""Fields that a beam search does not know, and their values that ask for nothing."""
+_ONLY_WITH_BEAMS: Mapping[str, object] = MappingProxyType({"length_penalty": 1.0, "early_stopping": False})
+"""Fields that only a beam search knows, and vLLM's defaults of them."""
+
+
+class Reader:
+    """Reads what clients ask of one model. Thread-safe."""
+
+    def __init__(self, running: RunningModel, config: ServerConfig, ignored: IgnoredParameters | None = None) -> None:
+        """`ignored`: as for `parse_body`."""
+        self._running = running
+        self._config = config
+        self._ignored = ignored
+
+    def chat(self, data: bytes, scope: Scope) -> Call:
+        """The body of `/v1/chat/completions`. Raises `ApiError`."""
+        body = parse_body(data, ChatCompletionBody, self._ignored)
+        terms, model_name = self._begin(body, scope)
+        num_logprobs = _chat_logprobs(body)
+        sampling, grammar = self._sampling(body, num_logprobs), asked_grammar(body)
+        conversation = read_conversation(body)
+        max_tokens, max_tokens_param = _chat_max_tokens(body)
+        return self._call(
+            body,
+            data,
+            terms,
+            sampling,
+            grammar,
+            prompts=conversation,
+            adds_special_tokens=body.add_special_tokens is True,  # the template has written them already
+            max_tokens=max_tokens,
+            max_tokens_param=max_tokens_param,
+            answer_id=f"chatcmpl-{terms.request_id}",
+            model_name=model_name,
+            has_logprobs=num_logprobs is not None,
+        )
+
+    def completion(self, data: bytes, scope: Scope) -> Call:
+        """The body of `/v1/completions`. Raises `ApiError`."""
+        body = parse_body(data, CompletionBody, self._ignored)
+        terms, model_name = self._begin(body, scope)
+        if body.echo and body.logprobs is not None:
+            raise invalid("'echo' with 'logprobs' needs the prompt's log-probabilities, which are not supported yet.", "echo")
+        if body.best_of is not None and body.best_of != body.num_choices:
+            raise invalid(f"'best_of' other than n ({body.num_choices}) is not supported yet.", "best_of")
+        sampling, grammar = self._sampling(body, body.logprobs), asked_grammar(body)
+        prompts = _prompts(body.prompt, self._running.model.vocab_size)
+        if len(prompts) * body.num_choices > MAX_CHOICES:
+            raise invalid(f"{len(prompts)} prompts with n={body.num_choices} are more than {MAX_CHOICES} answers.", "n")
+        return self._call(
+            body,
+            data,
+            terms,
+            sampling,
+            grammar,
+            prompts=prompts,
+            adds_special_tokens=body.add_special_tokens is not False,
+            max_tokens=DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens,
+            max_tokens_param=None if body.max_tokens is None else "max_tokens",
+            answer_id=f"cmpl-{terms.request_id}",
+            model_name=model_name,
+            has_logprobs=body.logprobs is not None,
+            has_prompt=bool(body.echo),
+        )
+
+    def _begin(self, body: GenerationBody, scope: Scope) -> tuple[Terms, str]:
+        """The terms, and the name of the model to answer with."""
+        model = self._running.model
+        arrival_ns = self._running.clock.now_ns()
+        terms = read_terms(scope, body, arrival_ns, self._config, is_priority_scheduled=model.is_priority_scheduled)
+        model_name = check_model(body.model, model)
+        options = body.stream_options
+        if options is not None and not body.stream:
+            raise invalid("'stream_options' needs 'stream': true.", "stream_options")
+        if options is not None and options.continuous_usage_stats and not options.include_usage:
+            param = "stream_options.continuous_usage_stats"
+            raise invalid(f"'{param}' needs 'include_usage': true.", param)
+        return terms, model_name
+
+    def _sampling(self, body: GenerationBody, num_logprobs: int | None) -> SamplingParams:
+        model, defaults = self._running.model, self._running.defaults
+        stop_token_ids = set(_token_ids(body.stop_token_ids or (), "stop_token_ids", model.vocab_size))
+        if not body.ignore_eos:
+            stop_token_ids.update(token_id for token_id in model.eos_token_ids if token_id < model.vocab_size)
+        if body.use_beam_search:
+            return _beam_sampling(body, num_logprobs, tuple(sorted(stop_token_ids)), model.max_beams)
+        for field, neutral in _ONLY_WITH_BEAMS.items():
+            if getattr(body, field) not in (None, neutral):
+                raise invalid(f"'{field}' needs 'use_beam_search': true.", field)
+        temperature = defaults.temperature if body.temperature is None else body.temperature
+        if 0 < temperature < MIN_TEMPERATURE:
+            raise invalid(f"'temperature' must be 0 (greedy) or at least {MIN_TEMPERATURE}, not {temperature}.", "temperature")
+        sampling = SamplingParams(
+            min_tokens=body.min_tokens or 0,
+            temperature=temperature,
+            top_k=max(0, defaults.top_k if body.top_k is None else body.top_k),
+            top_p=defaults.top_p if body.top_p is None else body.top_p,
+            min_p=defaults.min_p if body.min_p is None else body.min_p,
+            repetition_penalty=defaults.repetition_penalty if body.repetition_penalty is None else body.repetition_penalty,
+            presence_penalty=body.presence_penalty or 0.0,
+            frequency_penalty=body.frequency_penalty or 0.0,
+            logprobs=num_logprobs,
+            logit_bias=_logit_bias(body.logit_bias or {}, model.vocab_size),
+            allowed_token_ids=_allowed(body.allowed_token_ids, model.vocab_size),
+            stop_token_ids=tuple(sorted(stop_token_ids)),
+            stop=tuple(body.stop or ()),
+            include_stop_str_in_output=bool(body.include_stop_str_in_output),
+            skip_special_tokens=body.skip_special_tokens is not False,
+        )
+        if not all(word.strip(" ") for word in body.bad_words or ()):
+            raise invalid("'bad_words' must not be only spaces.", "bad_words")
+        return sampling
+
+    def _call(
+        self,
+        body: GenerationBody,
+        data: bytes,
+        terms: Terms,
+        sampling: SamplingParams,
+        grammar: AskedGrammar | None,
+        *,
+        prompts: Conversation | tuple[TextPrompt | TokenPrompt, ...],
+        adds_special_tokens: bool,
+        max_tokens: int | None,
+        max_tokens_param: str | None,
+        answer_id: str,
+        model_name: str,
+        has_logprobs: bool,
+        has_prompt: bool = False,
+    ) -> Call:
+        """Puts together what both bodies have alike."""
+        if body.truncate_prompt_tokens == 0:
+            message = "'truncate_prompt_tokens' must be at least 1, or -1 for as many as fit."
+            raise invalid(message, "truncate_prompt_tokens")
+        running, options = self._running, body.stream_options
+        answer = AnswerOptions(
+            answer_id=answer_id,
+            model_name=model_name,
+            created_unix_s=running.sources.unix_time_s(),
+            system_fingerprint=running.model.fingerprint,
+            is_streamed=bool(body.stream),
+            includes_usage=bool(options and options.include_usage),
+            has_continuous_usage=bool(options and options.continuous_usage_stats),
+            has_logprobs=has_logprobs,
+            has_token_ids=bool(body.return_token_ids),
+            has_prompt=has_prompt,
+            skips_special_tokens=sampling.skip_special_tokens,
+            shows_stop=sampling.include_stop_str_in_output,
+            end_token_ids=frozenset(running.model.eos_token_ids).difference(body.stop_token_ids or ()),
+        )
+        return Call(
+            terms=terms,
+            prompts=prompts,
+            adds_special_tokens=adds_special_tokens,
+            truncate_prompt_tokens=body.truncate_prompt_tokens,
+            num_choices=body.num_choices,
+            sampling=sampling if grammar is None else dataclasses.replace(sampling, follows_grammar=True),
+            bad_words=tuple(body.bad_words or ()),
+            grammar=grammar,
+            seed=body.seed,
+            max_tokens=max_tokens,
+            max_tokens_param=max_tokens_param,
+            answer=answer,
+            num_bytes=len(data),
+            claim=_claim(terms.owner.tenant, data),
+        )
+
+
+def check_model(name: str | None, model: ModelInfo) -> str:
+    """The name to answer with. No name means the model that is served. Raises 404."""
+    if name is None:
+        return model.name
+    if name not in model.served_names + model.aliases:
+        raise model_not_found(name, model.served_names)
+    return name
+
+
+def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
+    """Raise a 400 that names the first id outside the vocabulary."""
+    if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
+        index = next(i for i, token_id in enumerate(token_ids) if not 0 <= token_id < vocab_size)
+        raise invalid(f"'{param}[{index}]' is {token_ids[index]}, outside the vocabulary [0, {vocab_size}).", param)
+
+
+def _beam_sampling(
+    body: GenerationBody, num_logprobs: int | None, stop_token_ids: tuple[int, ...], max_beams: int | None
+) -> SamplingParams:
+    """A search takes the model's own probabilities: what would change them, or draw from them, is refused."""
+    for field, neutral in _WITHOUT_BEAMS.items():
+        if getattr(body, field) not in (None, *neutral):
+            raise invalid(f"'{field}' is not supported with 'use_beam_search'.", field)
+    width = body.num_choices
+    max_width = MAX_LOGPROBS - len(stop_token_ids)
+    if max_width < 1:
+        raise invalid(
+            f"A beam search takes at most {MAX_LOGPROBS - 1} stop tokens, and there are {len(stop_token_ids)}: "
+            "name fewer in 'stop_token_ids'.",
+            "stop_token_ids",
+        )
+    if width > max_width:
+        stops = counted(len(stop_token_ids), "stop token")
+        raise invalid(f"'n' is {width}; with 'use_beam_search' and {stops} it can be at most {max_width}.", "n")
+    if max_beams is not None and width > max_beams:
+        raise invalid(
+            f"'n' is {width}; with 'use_beam_search' it can be at most {max_beams}: so many rows run at once (--max-num-seqs).",
+            "n",
+        )
+    beams = BeamParams(
+        width=width,
+        length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
+        early_stopping=EarlyStopping(body.early_stopping or False),
+        num_logprobs=num_logprobs,
+    )
+    return SamplingParams(
+        temperature=0.0,
+        beams=beams,
+        logprobs=max(width + len(stop_token_ids), num_logprobs or 0),
+        stop_token_ids=stop_token_ids,
+        include_stop_str_in_output=bool(body.include_stop_str_in_output),
+        skip_special_tokens=body.skip_special_tokens is not False,
+    )
+
+
+def _chat_logprobs(body: ChatCompletionBody) -> int | None:
+    """Alternatives to tell beside each sampled token; None if no log-probabilities were asked for."""
+    if body.logprobs:
+        return body.top_logprobs or 0
+    if body.top_logprobs:
+        raise invalid("'top_logprobs' needs 'logprobs': true.", "top_logprobs")
+    return None
+
+
+def _chat_max_tokens(body: ChatCompletionBody) -> tuple[int | None, str | None]:
+    """The limit, and the field that the client said it in."""
+    if body.max_completion_tokens is None:
+        return body.max_tokens, None if body.max_tokens is None else "max_tokens"
+    if body.max_tokens not in (None, body.max_completion_tokens):
+        raise invalid("'max_tokens' and 'max_completion_tokens' differ; give one of them.", "max_tokens")
+    return body.max_completion_tokens, "max_completion_tokens"
+
+
+def _token_ids(token_ids: Sequence[int], param: str, vocab_size: int) -> Sequence[int]:
+    check_token_ids(token_ids, vocab_size, param)
+    return token_ids
+
+
+def _allowed(token_ids: Sequence[int] | None, vocab_size: int) -> tuple[int, ...] | None:
+    if token_ids is None:
+        return None
+    return tuple(sorted(set(_token_ids(token_ids, "allowed_token_ids", vocab_size))))
+
+
+def _logit_bias(biases: Mapping[str, Any], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    pairs: dict[int, float] = {}
+    for key, bias in biases.items():
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -MAX_BIAS <= bias <= MAX_BIAS:
+            param = f"logit_bias.{shorten(key)}"
+            raise invalid(f"'{param}' must be a number from {-MAX_BIAS} to {MAX_BIAS}.", param)
+        if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) < vocab_size):
+            raise invalid(f"'logit_bias' has the key {key[:50]!r}; keys are token ids in [0, {vocab_size}).", "logit_bias")
+        if int(key) in pairs:
+            raise invalid(f"'logit_bias' names token {int(key)} twice.", "logit_bias")
+        pairs[int(key)] = float(bias)
+    return tuple(sorted(pairs.items()))
+
+
+def _claim(tenant: str, data: bytes) -> bytes:
+    """The same for a call that is sent again: clients repeat the body byte for byte."""
+    length = len(data).to_bytes(8, "little")
+    return hashlib.blake2b(tenant.encode() + b"\0" + length + data[-_HASHED_BYTES:], digest_size=_CLAIM_BYTES).digest()
+
+
+# Prompts of completions
+
+
+def _prompts(value: Any, vocab_size: int) -> tuple[TextPrompt | TokenPrompt, ...]:
+    """`str | list[str] | list[int] | list[list[int]]`, at most `MAX_CHOICES` prompts, none empty."""
+    if isinstance(value, str):
+        return (_text_prompt(value, "prompt"),)
+    if not isinstance(value, list):
+        raise invalid("'prompt' must be a string, a list of strings, a list of token ids or a list of those.", "prompt")
+    if not value:
+        raise invalid("'prompt' is empty.", "prompt")
+    if type(value[0]) is int:
+        return (_token_prompt(value, "prompt", vocab_size),)
+    if len(value) > MAX_CHOICES:
+        raise invalid(f"'prompt' has {len(value)} prompts; at most {MAX_CHOICES} are taken at once.", "prompt")
+    return tuple(_prompt_item(item, f"prompt[{index}]", type(value[0]), vocab_size) for index, item in enumerate(value))
+
+
+def _prompt_item(item: Any, param: str, kind: type, vocab_size: int) -> TextPrompt | TokenPrompt:
+    if type(item) is kind and isinstance(item, str):
+        return _text_prompt(item, param)
+    if type(item) is kind and isinstance(item, list):
+        return _token_prompt(item, param, vocab_size)
+    raise invalid(f"'{param}' must be like the prompts before it: all strings, or all lists of token ids.", param)
+
+
+def _token_prompt(token_ids: list[Any], param: str, vocab_size: int) -> TokenPrompt:
+    if not token_ids:
+        raise invalid(f"'{param}' is empty.", param)
+    for index, token_id in enumerate(token_ids):
+        if type(token_id) is not int:
+            raise invalid(f"'{param}[{index}]' must be a token id.", param)
+    check_token_ids(token_ids, vocab_size, param)
+    return TokenPrompt(tuple(token_ids), param)
+
+
+def _text_prompt(text: str, param: str) -> TextPrompt:
+    if not text:
+        raise invalid(f"'{param}' is empty.", param)
+    return TextPrompt(text, param)
+
+
+# Messages of chats
+
+
+def read_conversation(fields: ChatTemplateFields) -> Conversation:
+    """Messages as templates expect them. Only text so far: other parts and roles are refused by name. Raises 400."""
+    messages = [_message(message, f"messages[{index}]") for index, message in enumerate(fields.messages)]
+    continue_final = bool(fields.continue_final_message)
+    # Asking to continue the last message means that no new turn is opened, so saying nothing about it is enough.
+    add_generation_prompt = not continue_final if fields.add_generation_prompt is None else fields.add_generation_prompt
+    if continue_final and add_generation_prompt:
+        raise invalid("'continue_final_message' and 'add_generation_prompt' exclude each other.", "continue_final_message")
+    variables = fields.chat_template_kwargs or {}
+    for name in _RESERVED_VARIABLES:
+        if name in variables:
+            raise invalid(f"'chat_template_kwargs' must not set '{name}'; use the field of that name.", "chat_template_kwargs")
+    return Conversation(messages, add_generation_prompt, continue_final, variables)
+
+
+def _message(message: ChatMessage, param: str) -> dict[str, str]:
+    read = {"role": _role(message.role, f"{param}.role"), "content": _text(message.content, f"{param}.content")}
+    if message.name is not None:
+        read["name"] = message.name
+    return read
+
+
+def _role(role: Any, param: str) -> str:
+    """`developer`, OpenAI's newer word, becomes `system`."""
+    if role in _ROLES_NOT_YET:
+        raise invalid(f"'{param}' {role!r} is not supported yet.", param)
+    if not isinstance(role, str) or role not in _ROLES:
+        raise invalid(f"'{param}' must be one of {', '.join(_ROLES)}.", param)
+    return "system" if role == "developer" else role
+
+
+def _text(content: Any, param: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        raise invalid(f"'{param}' must be a string, or a list of text parts that is not empty.", param)
+    return "".join([_part_text(part, f"{param}[{index}]") for index, part in enumerate(content)])
+
+
+def _part_text(part: Any, param: str) -> str:
+    if not isinstance(part, dict):
+        raise invalid(f"'{param}' must be an object.", param)
+    kind = part.get("type")
+    if kind in _PARTS_NOT_YET:
+        raise invalid(f"'{param}.type' {kind!r} is not supported yet; only text is.", f"{param}.type")
+    if kind != "text":
+        raise invalid(f"'{param}.type' must be 'text'.", f"{param}.type")
+    for name, value in part.items():
+        if name in PART_HINTS:
+            PART_HINTS[name].refuse(value, f"{param}.{name}")
+        elif name not in ("type", "text"):
+            raise invalid(f"Unknown parameter: '{param}.{name}'."[:300], param)
+    if not isinstance(part.get("text"), str):
+        raise invalid(f"'{param}.text' must be a string.", f"{param}.text")
+    return str(part["text"])

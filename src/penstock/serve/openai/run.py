@@ -1,0 +1,270 @@
+"""The second pass of a chat or a completion: from a `Call` to requests that run.
+
+The door comes first, then what costs much: the chat template, the tokenizer and the grammar, off the event loop where they take
+long. If the client leaves, its endpoint cancels `run`. Knows neither JSON nor HTTP, and refuses by `Rejected`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+from penstock.admission import Ask, Place
+from penstock.deploy.off_loop import INLINE_MAX_SIZE
+from penstock.deploy.running import RunningModel
+from penstock.serve.openai.call import Call, Conversation, TextPrompt, TokenPrompt
+from penstock.serve.openai.grammars import matchers_of
+from penstock.serve.openai.in_flight import InFlight, RunningCall
+from penstock.text.chat import require_chat_template
+from penstock.types.errors import Rejected, RejectReason
+from penstock.types.request import Request
+from penstock.types.sampling import Matcher
+
+MAX_TEXT_CHARS = 2**20
+"""Characters of one text, unless the model's context holds more; tokenising them takes about a second."""
+_MAX_TOLD_CHARS = 200
+_DEFAULT_ROOM = 16
+"""Tokens that a truncated prompt leaves room for, if the client does not say how many it wants."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tokenised:
+    prompts: list[tuple[int, ...]]
+    max_tokens: list[int]
+    """Tokens that may be generated after each prompt."""
+    echoes: list[str]
+    """Text before the answers to each prompt."""
+    banned: tuple[tuple[int, ...], ...]
+    """Token sequences of the bad words."""
+
+
+async def run(call: Call, in_flight: InFlight) -> RunningCall:
+    """Submit the call's requests. Close the result, whatever happens.
+
+    Raises `Rejected` if the door is closed, the prompt does not fit, or the template, the tokenizer or the grammar refuse.
+    """
+    running = in_flight.running
+    # Drawn before the call waits for anything: `--seed` counts calls as they come.
+    seed = running.sources.draw_seed() if call.seed is None else call.seed
+    with _at_the_door(call, running) as place:
+        tokenised = await _tokenised(call, running)
+        matchers = None
+        if call.grammar is not None:
+            num_requests = len(tokenised.prompts) * call.num_choices
+            matchers = await matchers_of(call.grammar, num_requests, running, call.terms.owner.tenant)
+        return in_flight.open(call, _requests(call, in_flight, tokenised, seed, matchers), tokenised.echoes, place)
+
+
+@contextmanager
+def _at_the_door(call: Call, running: RunningModel) -> Iterator[Place]:
+    """Hold places in the queue until the block ends, which must submit the call or give up. Raises `Rejected`."""
+    engine, admission = running.engine, running.admission
+    try:
+        place = admission.decide(_ask(call), engine.load(), running.clock.now_ns(), refuses_with=engine.state.refuses_with)
+    except Rejected as rejected:
+        running.metrics.count_rejected(rejected.reason)
+        raise
+    try:
+        yield place
+    finally:
+        admission.leave(place)
+
+
+def _ask(call: Call) -> Ask:
+    """The call's size and urgency, as far as they are known without its tokens."""
+    terms, sampling, prompts = call.terms, call.sampling, call.prompts
+    if isinstance(prompts, Conversation):
+        num_prompts, num_chars, num_token_ids = 1, sum([len(message["content"]) for message in prompts.messages]), 0
+    else:
+        num_prompts = len(prompts)
+        num_chars = sum([len(prompt.text) for prompt in prompts if isinstance(prompt, TextPrompt)])
+        num_token_ids = sum([len(prompt.token_ids) for prompt in prompts if isinstance(prompt, TokenPrompt)])
+    # An answer that nothing can stop is as long as it may be.
+    is_endless = not (sampling.stop_token_ids or sampling.stop or call.grammar)
+    return Ask(
+        num_requests=num_prompts * call.num_choices,
+        num_chars=num_chars,
+        num_token_ids=num_token_ids,
+        max_new_tokens=call.max_tokens,
+        min_new_tokens=call.max_tokens if is_endless and call.max_tokens is not None else max(1, sampling.min_tokens),
+        tenant=terms.owner.tenant,
+        priority=terms.priority,
+        deadline_ns=terms.deadline_ns,
+        queue_deadline_ns=terms.queue_deadline_ns,
+        first_token_deadline_ns=terms.first_token_deadline_ns,
+        slo_ttft_ns=terms.slo_ttft_ns,
+        claim=call.claim,
+        is_retry=terms.is_retry,
+    )
+
+
+async def _tokenised(call: Call, running: RunningModel) -> Tokenised:
+    prompts, size = call.prompts, call.num_bytes
+    if isinstance(prompts, Conversation):
+        text = await render(prompts, running, call.terms.owner.tenant, call.num_bytes)
+        prompts, size = (TextPrompt(text, "messages"),), len(text) + sum([len(word) for word in call.bad_words])
+    return await running.off_loop.run(size, partial(tokenise, call, prompts, running))
+
+
+async def render(conversation: Conversation, running: RunningModel, tenant: str, num_bytes: int) -> str:
+    """The prompt text. Raises `Rejected` if there is no template, if it refuses, or if too many wait for it.
+
+    `num_bytes`: size of the body that the conversation came in.
+    """
+    template = require_chat_template(running.chat_template)
+    work = partial(
+        template.render,
+        conversation.messages,
+        add_generation_prompt=conversation.add_generation_prompt,
+        continue_final_message=conversation.continue_final_message,
+        **conversation.variables,
+    )
+    return await running.off_loop.render(tenant, num_bytes, work)
+
+
+def tokenise(call: Call, prompts: Sequence[TextPrompt | TokenPrompt], running: RunningModel) -> Tokenised:
+    """What the tokenizer makes of a call. Raises `Rejected` if a prompt does not fit, or is refused by the tokenizer."""
+    banned = _banned(call.bad_words, running)
+    all_ids = [_token_ids(prompt, call, running) for prompt in prompts]
+    max_tokens = [_room(len(ids), prompt.param, call, running) for ids, prompt in zip(all_ids, prompts, strict=True)]
+    echoes = [""] * len(prompts)
+    if call.answer.has_prompt:  # as far as the model sees it
+        is_whole = call.truncate_prompt_tokens is None
+        echoes = [
+            prompt.text if is_whole and isinstance(prompt, TextPrompt) else running.tokenizer.decode(ids)
+            for ids, prompt in zip(all_ids, prompts, strict=True)
+        ]
+    return Tokenised(all_ids, max_tokens, echoes, banned)
+
+
+def _token_ids(prompt: TextPrompt | TokenPrompt, call: Call, running: RunningModel) -> tuple[int, ...]:
+    """The prompt's tokens, truncated as the client asked."""
+    max_model_len, keep = running.model.max_model_len, call.truncate_prompt_tokens
+    token_ids: Sequence[int]
+    if isinstance(prompt, TokenPrompt):
+        token_ids = prompt.token_ids
+    else:
+        if len(prompt.text) > INLINE_MAX_SIZE and keep is None:
+            # Too long, whatever its tokens are: need not be read.
+            least = len(prompt.text) // running.tokenizer.max_token_bytes
+            if least > max_model_len:
+                raise _too_long(
+                    f"The model's context is {max_model_len} tokens; the prompt has at least {least}.", prompt.param
+                )
+        check_text_size(prompt.text, running, prompt.param)
+        token_ids = running.tokenizer.encode(prompt.text, add_special_tokens=call.adds_special_tokens)
+        if not token_ids:
+            raise _invalid(f"'{prompt.param}' has no tokens.", prompt.param)
+        _check_encoded(token_ids, running, prompt.param)
+    if keep is not None:
+        # With -1, what fits beside the answer.
+        token_ids = token_ids[-(keep if keep > 0 else max(1, max_model_len - (call.max_tokens or _DEFAULT_ROOM))) :]
+    return tuple(token_ids)
+
+
+def _room(num_prompt_tokens: int, param: str, call: Call, running: RunningModel) -> int:
+    """Tokens that may be generated after this prompt, which stands in `param`.
+
+    Raises CONTEXT_LENGTH with the numbers, and with the field that is too large: the prompt if it leaves no room.
+    """
+    max_model_len = running.model.max_model_len
+    room = max_model_len - num_prompt_tokens
+    max_tokens = max(1, room) if call.max_tokens is None else call.max_tokens
+    if max_tokens > room:
+        raise _too_long(
+            f"The model's context is {max_model_len} tokens. The prompt has {num_prompt_tokens} and the answer may have "
+            f"{max_tokens}, {num_prompt_tokens + max_tokens} together. Shorten the prompt or ask for fewer tokens.",
+            call.max_tokens_param if call.max_tokens_param is not None and room > 0 else param,
+        )
+    if call.sampling.min_tokens > max_tokens:
+        raise _invalid(
+            f"'min_tokens' ({call.sampling.min_tokens}) is larger than the tokens that may be generated ({max_tokens}).",
+            "min_tokens",
+        )
+    return max_tokens
+
+
+def _banned(words: Sequence[str], running: RunningModel) -> tuple[tuple[int, ...], ...]:
+    """Each word as it is tokenised at the beginning of a text and after a space."""
+    sequences: dict[tuple[int, ...], None] = {}
+    for index, word in enumerate(words):
+        stripped = word.lstrip(" ")
+        for text in (stripped, " " + stripped):
+            token_ids = running.tokenizer.encode(text, add_special_tokens=False)
+            _check_encoded(token_ids, running, f"bad_words[{index}]")
+            sequences[tuple(token_ids)] = None
+    return tuple(sequence for sequence in sequences if sequence)
+
+
+def check_text_size(text: str, running: RunningModel, param: str) -> None:
+    """Raise CONTEXT_LENGTH for what is larger than `MAX_TEXT_CHARS` and than every text that the context holds."""
+    if len(text) > MAX_TEXT_CHARS:
+        limit = max(MAX_TEXT_CHARS, running.model.max_model_len * running.tokenizer.max_token_bytes)
+        if len(text) > limit:
+            raise _too_long(f"The text has {len(text)} characters; at most {limit} are tokenised at once.", param)
+
+
+def _check_encoded(token_ids: Sequence[int], running: RunningModel, param: str) -> None:
+    """Raise INVALID for a token that the tokenizer makes and the model has no row for: one added without a resize."""
+    vocab_size = running.model.vocab_size
+    if token_ids and max(token_ids) >= vocab_size:
+        token_id = next(token_id for token_id in token_ids if token_id >= vocab_size)
+        text = running.tokenizer.token_text(token_id)[:_MAX_TOLD_CHARS]
+        raise _invalid(
+            f"'{param}' contains {text!r}, token {token_id} of the tokenizer, "
+            f"which the model does not have: its vocabulary is [0, {vocab_size}).",
+            param,
+        )
+
+
+def _requests(
+    call: Call, in_flight: InFlight, tokenised: Tokenised, seed: int, matchers: Sequence[Matcher] | None
+) -> list[Request]:
+    """`num_choices` requests for each prompt, in the order of the prompts."""
+    terms, running = call.terms, in_flight.running
+    engine_id = in_flight.new_engine_id(terms.request_id)
+    salt = terms.cache_salt
+    if in_flight.isolates_tenants:
+        salt = terms.owner.tenant.encode() + b"\0" + salt  # no tenant's name contains a zero byte
+    slo_ttft_ns = terms.slo_ttft_ns or running.admission.limits.slo_ttft_ns
+    slo_itl_ns = terms.slo_itl_ns or running.slo_itl_ns
+    requests: list[Request] = []
+    for prompt_index, token_ids in enumerate(tokenised.prompts):
+        # Equal prompts in one call get equal answers only if a seed was given.
+        prompt_seed = seed + len(requests) if call.seed is None else seed
+        for nth in range(call.num_choices):
+            sampling = dataclasses.replace(
+                call.sampling,
+                max_tokens=tokenised.max_tokens[prompt_index],
+                seed=(prompt_seed + nth) % 2**64,  # choices differ, and repeat
+                banned_token_sequences=tokenised.banned,
+            )
+            requests.append(
+                Request(
+                    request_id=f"{engine_id}.{len(requests)}",
+                    prompt_token_ids=token_ids,
+                    sampling=sampling,
+                    arrival_ns=terms.arrival_ns,
+                    parent_id=f"{engine_id}.{prompt_index}",
+                    priority=terms.priority,
+                    deadline_ns=terms.deadline_ns,
+                    queue_deadline_ns=terms.queue_deadline_ns,
+                    first_token_deadline_ns=terms.first_token_deadline_ns,
+                    slo_ttft_ns=slo_ttft_ns,
+                    slo_itl_ns=slo_itl_ns,
+                    tenant=terms.owner.tenant,
+                    cache_salt=salt,
+                    matcher=None if matchers is None else matchers[len(requests)],
+                )
+            )
+    return requests
+
+
+def _invalid(detail: str, param: str) -> Rejected:
+    return Rejected(RejectReason.INVALID, detail, param=param)
+
+
+def _too_long(detail: str, param: str) -> Rejected:
+    return Rejected(RejectReason.CONTEXT_LENGTH, detail, param=param)

@@ -1,0 +1,528 @@
+"""The last pass of a chat or a completion: from the chunks of a running call to one JSON answer, or to server-sent events.
+
+An event is built as bytes, once per step and client, from parts prepared beforehand. The first events and the last are sent by
+the call's own task; all between are written to the connection in the moment in which the step's chunks arrive, without waking
+a task for each. If a client is slow, the task sends to it, by messages of ASGI. A stream has an honest end: `[DONE]` after a
+complete answer, an error object and nothing more after any other.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+import orjson
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from penstock.deploy.off_loop import OffLoop
+from penstock.deploy.running import RunningModel
+from penstock.engine.ports import OutputChunk
+from penstock.obs.timings import RequestTimings
+from penstock.serve.http.checks import ID_HEADER, identity_of
+from penstock.serve.http.connection import CLIENT_LEFT, ClientWatch, DirectLine, direct_line
+from penstock.serve.openai.call import Terms
+from penstock.serve.openai.errors import ApiError, cancelled, deadline_exceeded, from_finish, internal
+from penstock.serve.openai.in_flight import RunningCall
+from penstock.serve.openai.logprobs import ChatLogprobs, CompletionLogprobs
+from penstock.text.tokenizer import Tokenizer
+from penstock.types.errors import RejectReason
+from penstock.types.request import FinishReason
+from penstock.types.result import TokenLogprobs
+from penstock.types.sampling import MAX_LOGPROBS
+
+_log = logging.getLogger(__name__)
+
+FINISH_WORDS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+"""OpenAI's words; every other end is an error."""
+DONE = b"data: [DONE]\n\n"
+_LINE_ENDS = tuple((char.encode(), f"\\u{ord(char):04x}".encode()) for char in "\x85\u2028\u2029")
+"""Characters that end a line in Unicode and that JSON lets stand in a string, with JSON's other way to write them."""
+_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    # nginx would otherwise collect events before it passes them on.
+    (b"x-accel-buffering", b"no"),
+)
+
+
+async def respond(http: HttpRequest, call: RunningCall, writer_type: type[AnswerWriter], running: RunningModel) -> Response:
+    """The response to a call. Raises `ApiError` if the call ends early, before there is anything to show of it."""
+    with call:
+        writer = writer_type(call, running.tokenizer)
+        if call.answer.is_streamed:
+            return await _stream(http, call, writer)
+        records = await _collect(http, call, writer)
+    return await _json(records, call, writer, running.off_loop)
+
+
+class Usage:
+    """Token counts of one call, in OpenAI's shape.
+
+    Each prompt counts once, however many choices it has; `cached_tokens` is what its first choice found in the cache.
+    """
+
+    def __init__(self, call: RunningCall) -> None:
+        self._num_choices = call.num_choices
+        self._num_prompt_tokens = sum([request.num_prompt_tokens for request in call.requests[:: call.num_choices]])
+        self._num_generated = [0] * len(call.requests)
+        self._num_cached = [0] * len(call.requests)
+
+    def add(self, index: int, chunk: OutputChunk) -> None:
+        self._num_generated[index] = chunk.num_generated_tokens
+        self._num_cached[index] = chunk.num_cached_tokens
+
+    def body(self) -> dict[str, Any]:
+        num_generated = sum(self._num_generated)
+        return {
+            "prompt_tokens": self._num_prompt_tokens,
+            "completion_tokens": num_generated,
+            "total_tokens": self._num_prompt_tokens + num_generated,
+            "prompt_tokens_details": {"cached_tokens": sum(self._num_cached[:: self._num_choices])},
+        }
+
+
+class ChoiceRecord:
+    """All that one choice has said, of an answer that is not streamed."""
+
+    def __init__(self) -> None:
+        self.chunks: list[OutputChunk] = []
+
+    @property
+    def text(self) -> str:
+        return "".join([chunk.text for chunk in self.chunks])
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token_id for chunk in self.chunks for token_id in chunk.token_ids]
+
+    @property
+    def last(self) -> OutputChunk:
+        return self.chunks[-1]
+
+
+class AnswerWriter(ABC):
+    """The shape of one answer: its events (`begin`, `write` for each chunk, `end`), or all of it at once (`whole`).
+
+    Here is what chats and completions have alike.
+    """
+
+    kind: ClassVar[str]
+    event_kind: ClassVar[str]
+    text_key: ClassVar[bytes]
+    """Stands between a choice's index and its text."""
+
+    def __init__(self, call: RunningCall, tokenizer: Tokenizer) -> None:
+        self._call = call
+        self._options = call.answer
+        self._tokenizer = tokenizer
+        self._is_plain = not (call.answer.has_logprobs or call.answer.has_token_ids or call.answer.has_continuous_usage)
+        self.usage = Usage(call)
+        self._head = b"data: " + orjson.dumps(self._answer_head(self.event_kind))[:-1]
+        self._prefixes = [
+            self._head + b',"choices":[{"index":%d,' % index + self.text_key for index in range(len(call.requests))
+        ]
+        self._suffix = b"}]" + (b',"usage":null' if call.answer.includes_usage else b"") + b"}\n\n"
+
+    @abstractmethod
+    def begin(self) -> bytes:
+        """Events before the first chunk; may be empty."""
+
+    @abstractmethod
+    def write(self, index: int, chunk: OutputChunk) -> bytes:
+        """Events of one chunk of choice `index`; may be empty."""
+
+    def end(self) -> bytes:
+        """Events after the last chunk, without `[DONE]`; may be empty."""
+        if not self._options.includes_usage:
+            return b""
+        return self._head + b',"choices":[],"usage":' + orjson.dumps(self.usage.body()) + b"}\n\n"
+
+    def whole(self, records: Sequence[ChoiceRecord]) -> dict[str, Any]:
+        """The answer that is not streamed."""
+        choices = [self._choice(index, record) for index, record in enumerate(records)]
+        return {**self._answer_head(self.kind), "choices": choices, "usage": self.usage.body()}
+
+    @abstractmethod
+    def _choice(self, index: int, record: ChoiceRecord) -> dict[str, Any]:
+        """One choice of the answer that is not streamed."""
+
+    def _answer_head(self, kind: str) -> dict[str, object]:
+        """The fields that every answer and every event of a stream begins with."""
+        options = self._options
+        return {
+            "id": options.answer_id,
+            "object": kind,
+            "created": options.created_unix_s,
+            "model": options.model_name,
+            "system_fingerprint": options.system_fingerprint,
+        }
+
+    def _usage_suffix(self) -> bytes:
+        if not self._options.has_continuous_usage:
+            return self._suffix
+        return b'}],"usage":' + orjson.dumps(self.usage.body()) + b"}\n\n"
+
+    def _stop_reason(self, chunk: OutputChunk) -> int | str | None:
+        """The client's stop string or stop token that ended the choice; None for any other end."""
+        return None if chunk.stop_reason in self._options.end_token_ids else chunk.stop_reason
+
+
+class ChatWriter(AnswerWriter):
+    """The events of a streamed message are its role, pieces of content, and the finish reason."""
+
+    kind = "chat.completion"
+    event_kind = "chat.completion.chunk"
+    text_key = b'"delta":{'
+
+    def __init__(self, call: RunningCall, tokenizer: Tokenizer) -> None:
+        super().__init__(call, tokenizer)
+        self._plain_suffix = b'},"logprobs":null,"finish_reason":null' + self._suffix
+        self._logprobs = [self._logprob_writer() for _ in call.requests] if self._options.has_logprobs else []
+
+    def begin(self) -> bytes:
+        role = b'"role":"assistant","content":""},"logprobs":null,"finish_reason":null' + self._usage_suffix()
+        events = b"".join([prefix + role for prefix in self._prefixes])
+        if not self._options.has_token_ids:
+            return events
+        prompt = b',"prompt_token_ids":' + orjson.dumps(self._call.requests[0].prompt_token_ids)
+        return self._head + prompt + events.removeprefix(self._head)
+
+    def write(self, index: int, chunk: OutputChunk) -> bytes:
+        self.usage.add(index, chunk)
+        data = self._content(index, chunk)
+        if chunk.finish_reason is None:
+            return data
+        fields = {"finish_reason": FINISH_WORDS[chunk.finish_reason], "stop_reason": self._stop_reason(chunk)}
+        return data + self._prefixes[index] + b'},"logprobs":null,' + orjson.dumps(fields)[1:-1] + self._usage_suffix()
+
+    def whole(self, records: Sequence[ChoiceRecord]) -> dict[str, Any]:
+        answer = super().whole(records)
+        if self._options.has_token_ids:
+            answer["prompt_token_ids"] = self._call.requests[0].prompt_token_ids
+        return answer
+
+    def _content(self, index: int, chunk: OutputChunk) -> bytes:
+        if self._is_plain:
+            if not chunk.text:
+                return b""
+            return self._prefixes[index] + b'"content":' + orjson.dumps(chunk.text) + self._plain_suffix
+        logprobs = None
+        if self._logprobs:
+            entries, is_last = self._shown_logprobs(chunk), chunk.finish_reason is not None
+            logprobs = self._logprobs[index].write(entries, chunk.text, is_last=is_last)
+        if not chunk.text and not chunk.token_ids and not (logprobs and logprobs["content"]):
+            return b""
+        fields: dict[str, Any] = {"logprobs": logprobs, "finish_reason": None}
+        if self._options.has_token_ids:
+            fields["token_ids"] = chunk.token_ids
+        text = orjson.dumps(chunk.text)
+        return self._prefixes[index] + b'"content":' + text + b"}," + orjson.dumps(fields)[1:-1] + self._usage_suffix()
+
+    def _choice(self, index: int, record: ChoiceRecord) -> dict[str, Any]:
+        text, logprobs = record.text, None
+        if self._options.has_logprobs:
+            entries = [entry for chunk in record.chunks for entry in self._shown_logprobs(chunk)]
+            logprobs = self._logprob_writer().write(entries, text, is_last=True)
+        choice: dict[str, Any] = {
+            "index": index,
+            "message": {"role": "assistant", "content": text, "refusal": None},
+            "logprobs": logprobs,
+            "finish_reason": _finish_word(record.last),
+            "stop_reason": self._stop_reason(record.last),
+        }
+        if self._options.has_token_ids:
+            choice["token_ids"] = record.token_ids
+        return choice
+
+    def _shown_logprobs(self, chunk: OutputChunk) -> Sequence[TokenLogprobs]:
+        """Without those of a stop token that is not shown: its bytes might complete a character that the text leaves
+        incomplete.
+        """
+        ends_with_stop_token = chunk.finish_reason is FinishReason.STOP and isinstance(chunk.stop_reason, int)
+        return chunk.logprobs[:-1] if ends_with_stop_token and not self._options.shows_stop else chunk.logprobs
+
+    def _logprob_writer(self) -> ChatLogprobs:
+        return ChatLogprobs(self._tokenizer, skips_special_tokens=self._options.skips_special_tokens)
+
+
+class CompletionWriter(AnswerWriter):
+    """The events of a streamed completion are its echo and pieces of text, the last with the finish reason."""
+
+    kind = event_kind = "text_completion"
+    text_key = b'"text":'
+
+    def __init__(self, call: RunningCall, tokenizer: Tokenizer) -> None:
+        super().__init__(call, tokenizer)
+        self._plain_suffix = b',"logprobs":null,"finish_reason":null' + self._suffix
+        self._has_begun = [False] * len(call.requests)
+        self._logprobs = [self._logprob_writer() for _ in call.requests] if self._options.has_logprobs else []
+
+    def begin(self) -> bytes:
+        if not self._options.has_prompt:
+            return b""
+        end = b',"logprobs":null,"finish_reason":null' + self._usage_suffix()
+        echoes = [self._echo(index) for index in range(len(self._prefixes))]
+        pairs = zip(self._prefixes, echoes, strict=True)
+        return b"".join([prefix + orjson.dumps(echo) + end for prefix, echo in pairs if echo])
+
+    def write(self, index: int, chunk: OutputChunk) -> bytes:
+        self.usage.add(index, chunk)
+        if chunk.finish_reason is None and self._is_plain:
+            return self._prefixes[index] + orjson.dumps(chunk.text) + self._plain_suffix if chunk.text else b""
+        fields = self._fields(index, chunk)
+        return self._prefixes[index] + orjson.dumps(chunk.text) + b"," + orjson.dumps(fields)[1:-1] + self._usage_suffix()
+
+    def _fields(self, index: int, chunk: OutputChunk) -> dict[str, Any]:
+        fields: dict[str, Any] = {
+            "logprobs": self._logprobs[index].write(chunk.logprobs) if self._logprobs else None,
+            "finish_reason": _finish_word(chunk),
+        }
+        if chunk.finish_reason is not None:
+            fields["stop_reason"] = self._stop_reason(chunk)
+        if self._options.has_token_ids:
+            fields["token_ids"] = chunk.token_ids
+            if not self._has_begun[index]:
+                fields["prompt_token_ids"] = self._call.requests[index].prompt_token_ids
+        self._has_begun[index] = True
+        return fields
+
+    def _choice(self, index: int, record: ChoiceRecord) -> dict[str, Any]:
+        logprobs = None
+        if self._options.has_logprobs:
+            logprobs = self._logprob_writer().write([entry for chunk in record.chunks for entry in chunk.logprobs])
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": self._echo(index) + record.text,
+            "logprobs": logprobs,
+            "finish_reason": _finish_word(record.last),
+            "stop_reason": self._stop_reason(record.last),
+        }
+        if self._options.has_token_ids:
+            choice["token_ids"] = record.token_ids
+            choice["prompt_token_ids"] = self._call.requests[index].prompt_token_ids
+        return choice
+
+    def _echo(self, index: int) -> str:
+        return self._call.echoes[index // self._call.num_choices]
+
+    def _logprob_writer(self) -> CompletionLogprobs:
+        return CompletionLogprobs(self._tokenizer, skips_special_tokens=self._options.skips_special_tokens, text_offset=0)
+
+
+# Answers that come whole
+
+
+async def _collect(http: HttpRequest, call: RunningCall, writer: AnswerWriter) -> list[ChoiceRecord]:
+    """All that the choices say, once they have said it."""
+    records = [ChoiceRecord() for _ in call.requests]
+    with ClientWatch(http, partial(call.stream.cancel, CLIENT_LEFT)):
+        while chunks := await call.stream.next_chunks():
+            _raise_if_over(call, chunks)
+            for chunk in chunks:
+                index = call.index_of[chunk.request_id]
+                writer.usage.add(index, chunk)
+                records[index].chunks.append(chunk)
+    _raise_if_over(call, [])
+    call.close()
+    return records
+
+
+async def _json(records: Sequence[ChoiceRecord], call: RunningCall, writer: AnswerWriter, off_loop: OffLoop) -> Response:
+    """The whole answer, with `Server-Timing` of its first choice."""
+    num_tokens = sum([record.last.num_generated_tokens for record in records])
+    size = num_tokens * (1 + MAX_LOGPROBS if call.answer.has_logprobs else 1)
+    data = await off_loop.finish(size, lambda: orjson.dumps(writer.whole(records)))
+    headers = {"Server-Timing": _timings(call.terms, records[0].last).server_timing()}
+    return Response(data, media_type="application/json", headers=headers)
+
+
+# Streams
+
+
+async def _stream(http: HttpRequest, call: RunningCall, writer: AnswerWriter) -> Response:
+    """Begins when there is something to say: a refusal is still an HTTP status."""
+    watch = ClientWatch(http, partial(call.stream.cancel, CLIENT_LEFT))
+    try:
+        first_chunks = await call.stream.next_chunks()
+        _raise_if_over(call, first_chunks)
+    except BaseException:
+        watch.stop()
+        raise
+    return EventStream(call, watch, writer, first_chunks)
+
+
+class EventStream(Response):
+    """Streams one call. Owns the call and the watch on its client, and closes both."""
+
+    def __init__(self, call: RunningCall, watch: ClientWatch, writer: AnswerWriter, first_chunks: list[OutputChunk]) -> None:
+        super().__init__()
+        self._call = call
+        self._watch = watch
+        self._writer = writer
+        self._first_chunks = first_chunks
+        self._line: DirectLine | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        del receive  # The watch has it.
+        self._line = direct_line(scope)
+        request_id = identity_of(scope).request_id
+        try:
+            # The times of the choice that spoke first.
+            timing = _timings(self._call.terms, self._first_chunks[0]).server_timing_so_far()
+            out = _Output(self._line, send, request_id, timing)
+            try:
+                await self._send_events(out)
+            except Exception:
+                _log.exception("request %s failed while it was streamed", request_id)
+                await out.send(_error_event(internal(request_id)), more=False)
+        finally:
+            self._watch.stop()
+            self._call.close()
+
+    async def _send_events(self, out: _Output) -> None:
+        stream = self._call.stream
+        data = self._writer.begin()
+        chunks = self._first_chunks
+        while chunks:
+            events, error = self._write(chunks)
+            data += events
+            if error is not None:
+                await out.send(data + _error_event(error), more=False)
+                return
+            if stream.is_ended:
+                await out.send(data + self._writer.end() + DONE, more=False)
+                return
+            if data or not out.has_begun:
+                await out.send(data, more=True)
+                data = b""
+            if self._line is not None:
+                await stream.pass_to(self._write_directly)
+            chunks = await stream.next_chunks()
+        # Only a client that left gets here; the server ignores what is sent to it, but wants to see an end.
+        await out.send(b"", more=False)
+
+    def _write_directly(self, chunks: list[OutputChunk]) -> bool:
+        """False if these chunks need the task: one ends its choice, or the client is slow."""
+        line = self._line
+        if line is None or line.is_slow or not _go_on(chunks):
+            return False
+        write, index_of = self._writer.write, self._call.index_of
+        data = b"".join([write(index_of[chunk.request_id], chunk) for chunk in chunks])
+        if data:
+            line.write(whole_lines(data))
+        return True
+
+    def _write(self, chunks: list[OutputChunk]) -> tuple[bytes, ApiError | None]:
+        write, index_of = self._writer.write, self._call.index_of
+        if len(chunks) == 1 and chunks[0].finish_reason is None:
+            return write(index_of[chunks[0].request_id], chunks[0]), None
+        parts: list[bytes] = []
+        for chunk in chunks:
+            error = _error_of(self._call.terms, chunk)
+            if error is not None:
+                # The chunk may be merged with ones before the failure: what they said is still shown.
+                chunk.finish_reason = None
+            parts.append(write(index_of[chunk.request_id], chunk))
+            if error is not None:
+                return b"".join(parts), error
+        return b"".join(parts), None
+
+
+class _Output:
+    """The way out of one stream: directly, or by ASGI messages where the client is slow or the server is not ours."""
+
+    def __init__(self, line: DirectLine | None, send: Send, request_id: str, timing: str) -> None:
+        self._line = line
+        self._send = send
+        self._request_id = request_id.encode()
+        self._timing = (b"server-timing", timing.encode())
+        self.has_begun = False
+        """The head was sent."""
+
+    async def send(self, events: bytes, *, more: bool) -> None:
+        data = whole_lines(events)
+        line = self._line
+        has_begun, self.has_begun = self.has_begun, True
+        if line is None or line.is_slow:
+            if not has_begun:
+                # The layer of the request's id adds it.
+                await self._send({"type": "http.response.start", "status": 200, "headers": [*_HEADERS, self._timing]})
+            await self._send({"type": "http.response.body", "body": data, "more_body": more})
+            return
+        if not has_begun:
+            line.begin((*_HEADERS, self._timing, (ID_HEADER, self._request_id)), data)
+            data = b""
+        if not more:
+            line.end(data)
+        elif data:
+            line.write(data)
+
+
+def whole_lines(events: bytes) -> bytes:
+    """The same JSON for clients that divide lines as Unicode does (Python's `str.splitlines`, httpx's `iter_lines`), and not at
+    LF and CR alone as server-sent events do: https://html.spec.whatwg.org/multipage/server-sent-events.html#parsing-an-event-stream
+    """
+    if not events.isascii():
+        for char, escaped in _LINE_ENDS:
+            events = events.replace(char, escaped)
+    return events
+
+
+def _go_on(chunks: list[OutputChunk]) -> bool:
+    """None of them ends its choice."""
+    if len(chunks) == 1:  # nearly always, and once per token
+        return chunks[0].finish_reason is None
+    return all(chunk.finish_reason is None for chunk in chunks)
+
+
+def _error_event(error: ApiError) -> bytes:
+    return b"data: " + error.body() + b"\n\n"
+
+
+# How a call ended
+
+
+def _raise_if_over(call: RunningCall, chunks: Sequence[OutputChunk]) -> None:
+    if call.stream.is_cancelled:
+        raise cancelled(CLIENT_LEFT)
+    for chunk in chunks:
+        error = _error_of(call.terms, chunk)
+        if error is not None:
+            raise error
+
+
+def _error_of(terms: Terms, chunk: OutputChunk) -> ApiError | None:
+    """The error that a finish chunk of a call tells about; None if the request ended by itself, or has not ended."""
+    if chunk.finish_reason is None:
+        return None
+    limits_ns = {
+        RejectReason.DEADLINE: terms.deadline_ns,
+        RejectReason.QUEUE_TIMEOUT: terms.queue_deadline_ns,
+        RejectReason.FIRST_TOKEN_TIMEOUT: terms.first_token_deadline_ns,
+    }
+    reason = RejectReason(chunk.reject_reason) if chunk.reject_reason else None
+    limit_ns = None if reason is None else limits_ns.get(reason)
+    if reason is None or limit_ns is None:
+        return from_finish(chunk, terms.request_id)
+    timings = _timings(terms, chunk)
+    allowed_ms = (limit_ns - terms.arrival_ns) / 1e6
+    run_ms = timings.prefill_ms + timings.decode_ms
+    return deadline_exceeded(reason, allowed_ms, timings.queue_ms, run_ms, chunk.num_generated_tokens)
+
+
+def _timings(terms: Terms, chunk: OutputChunk) -> RequestTimings:
+    return RequestTimings(
+        arrival_ns=terms.arrival_ns,
+        first_scheduled_ns=chunk.first_scheduled_ns,
+        first_token_ns=chunk.first_token_ns,
+        ended_ns=chunk.at_ns,
+    )
+
+
+def _finish_word(chunk: OutputChunk) -> str | None:
+    return None if chunk.finish_reason is None else FINISH_WORDS[chunk.finish_reason]
