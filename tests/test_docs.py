@@ -9,6 +9,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from click import Context
+
+from penstock.cli.main import cli
 
 from penstock.config.components import Config, KvConfig, SchedulerConfig, config_from
 from penstock.config.sources import read_config_file
@@ -17,7 +20,8 @@ from penstock.lab.__main__ import main as simulate
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-HOW_TOS = sorted((ROOT / "docs" / "how-to").glob("*.md"))
+HOW_TOS = [*sorted((ROOT / "docs" / "how-to").glob("*.md")), ROOT / "docs" / "tutorial" / "your-own-policy.md"]
+TUTORIALS = [ROOT / "README.md", *sorted((ROOT / "docs" / "tutorial").glob("*.md"))]
 
 
 @pytest.mark.parametrize("page", HOW_TOS, ids=lambda page: page.stem)
@@ -59,6 +63,23 @@ def test_every_make_target_is_listed_by_help() -> None:
     text = (ROOT / "Makefile").read_text(encoding="utf-8")
     phony = set(re.search(r"^\.PHONY: (.*)$", text, re.MULTILINE)[1].split())  # type: ignore[index]
     assert phony == set(re.findall(r"^([a-z-]+):.*## ", text, re.MULTILINE))
+
+
+@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
+def test_commands_for_beginners_exist(page: Path) -> None:
+    """Each `penstock COMMAND --flag` and `make target` of a first page is one that there is."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    for line in "".join(blocks).splitlines():
+        words = line.split("#")[0].split()
+        if "make" in words:
+            assert words[words.index("make") + 1] in targets, line
+        start = next((idx for idx, word in enumerate(words) if word.endswith("penstock")), None)
+        if start is not None:
+            command = cli.get_command(Context(cli), words[start + 1])
+            assert command is not None, line
+            flags = {option for parameter in command.params for option in parameter.opts}
+            assert {word for word in words[start:] if word.startswith("--")} <= flags, line
 
 
 def site_pages() -> list[str]:
