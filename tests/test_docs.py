@@ -12,7 +12,6 @@ import pytest
 from click import Context
 
 from penstock.cli.main import cli
-
 from penstock.config.components import Config, KvConfig, SchedulerConfig, config_from
 from penstock.config.sources import read_config_file
 from penstock.deploy.policies import build_policies
