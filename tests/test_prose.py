@@ -17,7 +17,6 @@ HEADLESS = re.compile(r"(Who|Whom|Whose|Whoever|What|Whatever|Of)\b")
 NOT_YET_CLEAN = {
     "src/penstock/backends",
     "src/penstock/engine",
-    "src/penstock/lab",
     "src/penstock/models",
     "src/penstock/sched",
     "src/penstock/serve",

@@ -152,7 +152,7 @@ def slow_ns(plan: StepPlan) -> float:
 
 
 def even_ns(plan: StepPlan) -> float:
-    """Of a model whose steps take long without prompts, and little more with them."""
+    """Duration of a step of a model that takes long without prompts, and little more with them."""
     return 20 * MS + sum(row.query_len for row in plan.rows) * 0.1 * MS
 
 
@@ -162,8 +162,8 @@ def prompt_time_s(
     noise: float,
     on_step: Callable[[float], None] = lambda _ms: None,
 ) -> float:
-    """Of a prompt of 4,000 tokens beside a stream. Durations differ by `noise` in the standard deviation, as a share; `on_step`
-    hears those beside the prompt, in milliseconds."""
+    """Time of a prompt of 4,000 tokens beside a stream. Durations differ by `noise` in the standard deviation, as a share;
+    `on_step` hears those beside the prompt, in milliseconds."""
     rng = random.Random(0)
     core = make_core(CAPACITY, make_policies(budget=budget), enable_prefix_caching=False)
     now_ns = start_ns = 0

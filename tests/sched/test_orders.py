@@ -247,7 +247,7 @@ def test_within_a_tenant_nobody_is_overtaken(script: list[Arrival]) -> None:
 
 
 def check_overtaking(requests: list[Request], bound_ns: int) -> None:
-    """Of those without a deadline, which may be given up."""
+    """Checks requests without a deadline alone: the others may be given up."""
     for victim in requests:
         for other in requests:
             is_later = other.arrival_ns >= victim.arrival_ns + max(1, bound_ns)

@@ -1,4 +1,4 @@
-"""What is learned of output lengths, how sure it says it is, and how much it remembers."""
+"""Predictors: lengths that are learned from outputs, how sure they say they are, and how much they remember."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ class TestOnlinePredictor:
 
 @pytest.mark.skipif(not TRACE.is_file(), reason="the trace of real lengths is not here")
 def test_on_real_outputs_the_mean_is_right_and_four_in_five_lie_within_the_spread() -> None:
-    """Of a chat model. What a proxy model took each for, one of three classes, stands in the place of the tenant."""
+    """Outputs of a chat model. The class that a proxy model took each for, one of three, stands in the place of the tenant."""
     with TRACE.open(encoding="utf-8", newline="") as file:
         rows = [
             (row["predicted_length"], int(row["output_token_length"])) for row in itertools.islice(csv.DictReader(file), 6000)

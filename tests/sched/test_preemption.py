@@ -1,4 +1,4 @@
-"""What preemption costs when memory is short: work is not lost over and over, and everybody ends."""
+"""The cost of preemption when memory is short: work is not lost over and over, and every request ends."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_work_is_not_lost_over_and_over(reserve: str, victim: str, memory: float
 
 
 def test_without_room_to_resume_work_is_lost_over_and_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the law is for; so the test above can fail."""
+    """Without the law the test above fails."""
     monkeypatch.setattr(running, "blocks_to_resume", lambda view: 0)
     assert run(make_policies(reserve="chunk"), 0.25).tax > 2
 

@@ -1,4 +1,4 @@
-"""Whose prompt gets the tokens of a step: those who run and those who wait, under orders in which one outranks another."""
+"""The order in which prompts get the tokens of a step: running and waiting ones, under orders that rank."""
 
 from __future__ import annotations
 

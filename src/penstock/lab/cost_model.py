@@ -17,7 +17,7 @@ class CostModel:
     """
 
     step_ns: float = 2_680_000.0
-    """Whatever is in it: the weights are read, threads start and meet."""
+    """Each step, of any shape: the weights are read, threads start and meet."""
     decode_row_ns: float = 391_000.0
     """Each row of one token."""
     prefill_token_ns: float = 326_000.0
@@ -28,7 +28,7 @@ class CostModel:
     """Each KV position that each token of a longer row reads; several tokens share what they read."""
 
     def counts(self, shape: StepShape) -> tuple[int, int, int, int, int]:
-        """Of what the parts cost, in the order of the fields."""
+        """Units that each part is paid for, in the order of the fields."""
         num_decodes = num_prefill_tokens = num_decode_reads = num_prefill_reads = 0
         for query_len, context_len in shape.rows:
             if query_len == 1:
@@ -59,7 +59,7 @@ class CostModel:
 
 
 def shape_of(plan: StepPlan) -> StepShape:
-    """What a cost model sees of a plan."""
+    """The shape of a plan, which is all that a cost model sees of it."""
     return StepShape(
         tuple([(row.query_len, row.context_len) for row in plan.rows]),
         sum(row.samples for row in plan.rows),

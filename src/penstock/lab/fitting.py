@@ -19,7 +19,7 @@ class Fit:
 
     @property
     def mean_error(self) -> float:
-        """Of the absolute values."""
+        """Mean of the absolute values."""
         return sum(map(abs, self.errors)) / len(self.errors)
 
 

@@ -37,7 +37,7 @@ class Recorder(NullObserver):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of the jobs."""
+    """The ends of the jobs."""
 
     ended: Sequence[RequestStats]
     """In the order of the jobs."""
@@ -58,7 +58,7 @@ class Simulation:
     enable_prefix_caching: bool = False
     """For jobs that say what their prompts are."""
     depth: int = 1
-    """Of the executor. The host takes no time here, so 2 shows only what planning ahead costs."""
+    """Depth of the executor. The host takes no time here, so 2 shows only what planning ahead costs."""
 
     def run(
         self,

@@ -2,8 +2,8 @@
 stand here.
 
 A policy sees values and returns a value. It never touches a queue, a block or a request's progress, so a new one is a class of
-a few lines: it inherits from the class of its seam, and overrides what it wants to decide. What it does not declare has a
-default that is safe. docs/how-to/policy.md shows the whole way.
+a few lines: it inherits from the class of its seam, and overrides what it wants to decide. Anything it does not declare has
+a default that is safe. docs/how-to/policy.md shows the whole way.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ from operator import mul
 from penstock.sched.policies.base import UNLIMITED, Budget, BudgetView, StepLimits, StepRecord
 
 DECODES_TO_LEARN = 8
-"""Of so many steps without prefills that took as long as expected one is learnt from: the others would tell nothing."""
+"""One of so many steps without prefills that took as long as expected is learnt from: the others would tell nothing."""
 QUANTILE_STEP = 0.02
-"""By which the excess is moved."""
+"""Step by which the excess is moved."""
 FIRST_EXCESS = 1.1
 MAX_EXCESS = 1.5
 """Beyond that it is not the chunks that make steps slow."""
@@ -22,11 +22,11 @@ PROBE_SHARE = 4
 """The smaller chunk has one in so many of the tokens."""
 
 NOISE = 0.1
-"""Standard deviation of a step's duration, as a share of it. Of the measured one, so that a stall teaches little."""
+"""Standard deviation of a step's duration, as a share of the measured one, so that a stall teaches little."""
 DRIFT = 0.03
 """Standard deviation of a coefficient's change from step to step, as a share of it."""
 MIN_DRIFT = 0.1
-"""What drifts at least, as a share of the first doubt: also a coefficient that was found to be nothing."""
+"""The least drift, as a share of the first doubt: also of a coefficient that was found to be nothing."""
 MAX_DOUBT = 0.5
 """Standard deviation up to which drift makes a coefficient doubtful, as a share of it, or the first doubt if that is more."""
 FIXED_SHARE = 0.25
@@ -36,10 +36,10 @@ FIRST_TOKENS = 32
 FAR_CONTEXT = 1000
 """Tokens before it that may make a prefill token cost twice as much, before anything is known."""
 MIN_PREFILL_NS = 1.0
-"""What a prefill token costs at least. Where steps with prefills are the shorter ones it would shrink until nothing is left to
+"""The least cost of a prefill token. Where steps with prefills are the shorter ones it would shrink until nothing is left to
 divide by."""
 MAX_ERRORS = 3.0
-"""What a step teaches at most, in standard deviations."""
+"""The most that a step teaches, in standard deviations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class StepCost:
     decode_ns: float = 0.0
     """Per row that decodes."""
     any_prefill_ns: float = 0.0
-    """What a step takes for having prefill tokens, however few.
+    """Time that a step takes for having prefill tokens, however few.
 
     Large where other programs use the cores: each operation on more than one row waits for a thread that does not run.
     """
@@ -111,15 +111,15 @@ class StepCost:
         return self.least_ns(num_decodes) + self.prefill_ns * num_prefill_tokens + self.attention_ns * num_prefill_pairs
 
     def least_ns(self, num_decodes: int) -> float:
-        """What a step with prefill tokens takes, their own time aside."""
+        """Time of a step with prefill tokens, without their own time."""
         return self.fixed_ns + self.decode_ns * num_decodes + self.any_prefill_ns
 
     def token_ns(self, context_len: int) -> float:
-        """Of one more prefill token with so many before it."""
+        """Time of one more prefill token with so many before it."""
         return self.prefill_ns + self.attention_ns * context_len
 
     def learn(self, step: StepRecord) -> None:
-        """Take over what a step took. O(1)."""
+        """Learn from the duration of a step. O(1)."""
         if step.duration_ns <= 0:
             return
         if not self._doubt:
@@ -139,7 +139,7 @@ class StepCost:
             is_learnt = True
             for idx, least in enumerate(least_ns):
                 if shape[idx] and values[idx] + spread[idx] * gain < least:
-                    # No time is below nothing. What this part can't give, the others have to: they share the rest of the error.
+                    # No time is below nothing. The others share the part of the error that this one can't take.
                     error += shape[idx] * (values[idx] - least)
                     values[idx], shape[idx], is_learnt = least, 0, False
         moved = [max(value + own * gain, least) for value, own, least in zip(values, spread, least_ns, strict=True)]
@@ -176,7 +176,7 @@ class HoldLatency(Budget):
     """Every decode gets its token; prefill chunks take the time that the latency between tokens leaves them.
 
     While requests decode, the latency between their tokens is the duration of a step. It is fitted to the tokens of the
-    step (`StepCost`), and prefills get as many as keep the step within the target. The fit says what a step takes in the
+    step (`StepCost`), and prefills get as many as keep the step within the target. The fit says how long a step takes in the
     mean; by how much the slowest in a hundred exceed that is observed too, and the target of the mean is lower by as much.
     Without decodes the whole step is the prefills'.
 
@@ -190,10 +190,10 @@ class HoldLatency(Budget):
     fluent_itl_ns: int = 50_000_000
     """20 tokens a second are faster than anybody reads. Smaller chunks would cost throughput, as each step has a fixed part."""
     max_slowdown: float = 2.0
-    """Of a step by the tokens of prefills."""
+    """Factor by which the tokens of prefills may slow a step."""
     min_prefill_share: float = 1 / 3
-    """Of a step's time, for the tokens of prefills, where the target can't be held: they then take about three times as long as
-    in steps that are full of them. [0, 1)"""
+    """Share of a step's time for the tokens of prefills where the target can't be held: they then take about three times as
+    long as in steps that are full of them. [0, 1)"""
     min_chunk_tokens: int = 16
     """For prefills in every step, whatever the latency."""
     long_prefill_token_threshold: int = 0
@@ -208,7 +208,7 @@ class HoldLatency(Budget):
     _num_equal_chunks: int = 0
     """Steps with decodes since the last in which prefills had at most half of the tokens that they might have had."""
     _chunk_tokens: int = 0
-    """What prefills might have had in the last step with decodes, but for a probe."""
+    """Tokens that prefills might have had in the last step with decodes, but for a probe."""
     _is_strained: bool = False
     """Not even the smallest chunk keeps the target."""
 

@@ -2,11 +2,10 @@
 waiting queue and the scheduler; knows of tokens, not of time.
 
 Each tenant has a counter: `input_weight` for each prompt token that is computed for it, `output_weight` for each token that it
-is given. The tenant with the least counter among those who wait is next, and within it who came first; likewise with the
-prompt tokens of a step, so that a tenant with many prompts in work does not keep others waiting for theirs. A tenant that
-comes back from idle is lifted to the least counter of those who wait (if nobody does, to that of the tenant who waited
-last), or a little above it if ever new tenants keep that from rising, less a credit of about one prompt, so that idling earns
-no more than that.
+is given. The waiting tenant with the least counter is next, and its oldest request; likewise with the prompt tokens of a step,
+so that a tenant with many prompts in work does not keep others waiting for theirs. A tenant that comes back from idle is lifted
+to the least counter of those that wait (if none does, to that of the tenant that waited last), or a little above it if ever new
+tenants keep that from rising, less a credit of about one prompt, so that idling earns no more than that.
 
     heavy  ####################|        light 3 was idle: it starts a little below light 1,
     light1 #########|                   not at what it had when it went
@@ -25,19 +24,19 @@ from penstock.types.plan import RowPlan
 from penstock.types.request import Request, RequestStatus
 
 _UNIT = 1_000_000
-"""Of a counter, per token and weight; divided by the tenant's share, so that counters are integers."""
+"""Units of a counter per token and weight; divided by the tenant's share, so that counters are integers."""
 
 
 @dataclass(slots=True)
 class Account:
-    """What one tenant has been given, per unit of its share."""
+    """The account of one tenant: tokens that it has been given, per unit of its share."""
 
     counter: int
     input_charge: int
     """Per token."""
     output_charge: int
     base: int = 0
-    """What the counter would have been lifted to, had it no credit."""
+    """The value to which the counter would have been lifted, had it no credit."""
     num_waiting: int = 0
     """Requests that never ran."""
     waiting_since_ns: int = 0
@@ -45,7 +44,7 @@ class Account:
     num_decoding: int = 0
     """Requests that run and have computed all their tokens but one."""
     turn: int = 0
-    """Of equal counters the least is next: 2 n after the n-th admission of all, if it was this tenant's."""
+    """Among equal counters the least turn is next: 2 n after the n-th admission of all, if it was this tenant's."""
 
 
 def _admitted_ns(request: Request) -> int:
@@ -60,18 +59,19 @@ class FairShares(Order):
     prompt and M the tokens that the KV cache holds (the paper's section 4, for input_weight <= output_weight; no
     work-conserving order without preemption is better than half of it); C is `max_credit_tokens`, which must be at most U
     for this, and is 0 in the paper. So from one admission of a tenant that waits to its next, each other tenant is given at
-    most U + C more than it. An endless
-    stream of new tenants, each of whom comes as low as the least, would still starve it. Therefore they come where all would
-    stand had what is given been given to all alike, which rises with every token (the virtual time of weighted fair queueing:
+    most U + C more than it. An endless stream of new tenants, each of which comes as low as the least, would still starve it.
+    Therefore they come where all would stand had all been given the same, which rises with every token (the virtual time of
+    weighted fair queueing:
     Demers, Keshav and Shenker, SIGCOMM 1989), though no further above the least than C; and those that come later than
-    `max_wait_ns` after its last admission are lifted to it and go after it. Within a tenant nobody is overtaken.
+    `max_wait_ns` after its last admission are lifted to it and go after it. Within a tenant no request is overtaken.
 
-    Of the prompt tokens of a step those requests get theirs first whose tenants would stand lowest once the prompt is
-    computed (as in weighted fair queueing): short prompts do not wait behind long ones of others, and of two equals one is
-    computed after the other, not both at half the speed.
+    The prompt tokens of a step go first to the requests whose tenants would stand lowest once the prompt is computed (as in
+    weighted fair queueing): short prompts do not wait behind long ones of others, and of two equals one is computed after the
+    other, not both at half the speed.
 
-    What is computed again after a preemption is not charged, nor what the prefix cache holds. A row that turns out to be void
-    (`sched/flights.py`) is: one token of an answer that ends by a stop token or stop string, with two steps in flight.
+    Tokens that are computed again after a preemption are not charged, nor those that the prefix cache holds. A row that turns
+    out to be void (`sched/flights.py`) is: one token of an answer that ends by a stop token or stop string, with two steps in
+    flight.
     """
 
     has_ranks: ClassVar[bool] = True
@@ -97,7 +97,7 @@ class FairShares(Order):
         self._max_tenants = max_tenants
         self._accounts: dict[str, Account] = {}
         self._waiting: dict[str, Account] = {}
-        """Those of tenants that wait."""
+        """Accounts of tenants that wait."""
         self._max_wait_ns = max_wait_ns
         self._max_credit = max_credit_tokens * _UNIT
         self._now_ns = 0
@@ -105,14 +105,14 @@ class FairShares(Order):
         self._decoding: dict[str, Account] = {}
         """By request id; a request stays with its account until it leaves."""
         self._serving: dict[str, Account] = {}
-        """Those of tenants that have such requests."""
+        """Accounts of tenants that have such requests."""
         self._joined: set[str] = set()
         """Requests that were admitted since the last step; what that computes of them is charged."""
         self._num_admissions = 0
         self._level = 0
-        """Where all would stand who wait or are served, had each been given the same of late."""
+        """Counter at which all tenants that wait or are served would stand, had each been given the same of late."""
         self._last = Account(0, 0, 0)
-        """Of the tenant that waited last."""
+        """Account of the tenant that waited last."""
 
     def key(self, request: Request, now_ns: int) -> OrderKey:
         del now_ns
@@ -126,8 +126,8 @@ class FairShares(Order):
         return (account.counter, account.turn)
 
     def queued(self, request: Request) -> None:
-        """Lift the tenant if nobody of it was waiting. One that was never heard of has no credit, or new names would be worth
-        something."""
+        """Lift the tenant if no request of it was waiting. One that was never heard of has no credit, or new names would be
+        worth something."""
         credit = self._max_credit if request.tenant in self._accounts else 0
         account = self._account(request.tenant)
         self._now_ns = max(self._now_ns, request.arrival_ns)
@@ -142,7 +142,7 @@ class FairShares(Order):
         account.num_waiting += 1
 
     def _floor(self, credit: int = 0) -> int:
-        """To which a tenant is lifted. Others' credit gives it no more."""
+        """The counter to which a tenant is lifted. The credit of others gives it no more."""
         if not self._waiting:
             return max(self._last.counter, self._last.base) - credit
         aged_ns = self._now_ns - self._max_wait_ns
@@ -158,9 +158,9 @@ class FairShares(Order):
             self._last = self._waiting.pop(request.tenant)
 
     def outranks(self, request: Request, other: Request, now_ns: int) -> bool:
-        """Tenants take turns at what was preempted, and at the prompt tokens of a step. Nobody is put off for longer than
-        `max_wait_ns` while it runs. Who was preempted is passed by tenants that were given less, until they have risen to it:
-        it may hold many times the memory that there is, and would else have all of it."""
+        """Tenants take turns at preempted requests, and at the prompt tokens of a step. No request is put off for longer than
+        `max_wait_ns` while it runs. A preempted request is passed by tenants that were given less, until they have risen to its
+        tenant: that may hold many times the memory that there is, and would else have all of it."""
         if request.tenant == other.tenant:
             return False
         if other.status is RequestStatus.RUNNING and _admitted_ns(other) <= now_ns - self._max_wait_ns:
@@ -168,7 +168,7 @@ class FairShares(Order):
         return self._finish(request) < self._finish(other)
 
     def _finish(self, request: Request) -> OrderKey:
-        """Where its tenant stands once its prompt is computed, if nothing else is done for it until then."""
+        """Counter of its tenant once its prompt is computed, if nothing else is done for the tenant until then."""
         account = self._account(request.tenant)
         num_charged = max(request.num_computed_tokens + request.num_inflight_tokens, request.max_computed_tokens)
         num_left = max(0, request.num_prompt_tokens - num_charged)
@@ -197,7 +197,7 @@ class FairShares(Order):
         last_step: StepRecord | None,
         num_decodes: int = 0,
     ) -> None:
-        """Charge what the step will bring. Those who decode are counted, so there is no work per row of theirs."""
+        """Charge the tokens that the step will bring. Requests that decode are counted, so their rows are no work."""
         del last_step
         if num_decodes:
             num_known = len(self._decoding)

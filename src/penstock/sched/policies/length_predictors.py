@@ -23,7 +23,7 @@ BOUNDS = tuple(sorted({round(2 ** (step / _BINS_PER_OCTAVE)) for step in range(2
 MAX_WEIGHT = 1024.0
 """Observations at which all are halved, so that the last thousand or so count."""
 ASSUMED_TOKENS = 256
-"""What the tail beyond all observations is worth before there is any: one end in so many tokens."""
+"""Worth of the tail beyond all observations before there is any: one end in so many tokens."""
 _STALE_SHARE = 16
 """The curve is computed anew when one observation in so many is new."""
 
@@ -32,7 +32,7 @@ LOW_SHARE, HIGH_SHARE = 0.1, 0.9
 
 
 class NoPredictions(Predictor):
-    """Says nothing."""
+    """Has no idea of any request."""
 
     def predict(self, request: Request) -> Prediction | None:
         del request
@@ -60,13 +60,13 @@ class LengthCurve:
         self._ended = [0.0] * len(BOUNDS)
         self._cut = [0.0] * len(BOUNDS)
         self._num_tokens = 0.0
-        """In all observed outputs."""
+        """Tokens in all observed outputs."""
         self.weight = 0.0
         """Observations, the older ones counting less."""
         self._num_unseen = 0
         """Observations since the curve was computed."""
         self._shares: list[float] = []
-        """Of outputs longer than BOUNDS[k], up to the longest observed."""
+        """Share of outputs longer than BOUNDS[k], up to the longest observed."""
         self._means: list[float] = []
         """Tokens that an output has on average within the first BOUNDS[k]."""
         self._tail_rate = 0.0
@@ -115,7 +115,7 @@ class LengthCurve:
         self._shares, self._means = [], []
         at_risk, longer, mean, before = self.weight, 1.0, 0.0, 0
         for bound, ended, cut in zip(BOUNDS, self._ended, self._cut, strict=True):
-            if at_risk < 0.25:  # nobody came so far; less than one, since halves of halves remain
+            if at_risk < 0.25:  # no output came so far; less than one, since halves of halves remain
                 break
             left = longer * (1 - min(1.0, ended / (at_risk - cut / 2)))
             mean += (bound - before) * (longer + left) / 2
@@ -128,7 +128,7 @@ class LengthCurve:
 
 @dataclass(slots=True)
 class Curves:
-    """Of one tenant, or of all."""
+    """The curves of one tenant, or of all."""
 
     total: LengthCurve = field(default_factory=LengthCurve)
     by_prompt: dict[int, LengthCurve] = field(default_factory=dict)

@@ -19,7 +19,7 @@ _SMOOTHING = 8
 
 
 class FirstComeFirstServed(Order):
-    """By arrival: nobody is overtaken."""
+    """By arrival: no request is overtaken."""
 
     def key(self, request: Request, now_ns: int) -> OrderKey:
         del now_ns
@@ -40,7 +40,7 @@ def delay_ns(size_tokens: int, half_size_tokens: int, max_delay_ns: int) -> int:
 class ShortestJobFirst(Order):
     """Fewest predicted new tokens first; where nothing is predicted, `assumed_tokens` or the request's own limit if it is less.
 
-    A request is overtaken by nobody who comes `max_delay_ns` after it or later.
+    A request is overtaken by none that comes `max_delay_ns` after it or later.
     """
 
     max_delay_ns: int = 300_000_000_000
@@ -59,7 +59,7 @@ class ShortestJobFirst(Order):
 class ShortestPrefillFirst(Order):
     """Fewest tokens to compute before the next token first: the prompt and, after a preemption, what was generated.
 
-    A request is overtaken by nobody who comes `max_delay_ns` after it or later.
+    A request is overtaken by none that comes `max_delay_ns` after it or later.
     """
 
     max_delay_ns: int = 60_000_000_000
@@ -84,7 +84,7 @@ class PriorityClasses(Order):
     class_delay_ns: int = 60_000_000_000
     max_class: int = 20
     is_preemptive: bool = True
-    """Whoever waits pauses requests of lower classes that it may overtake, if it lacks a row or memory."""
+    """A waiting request pauses requests of lower classes that it may overtake, if it lacks a row or memory."""
 
     def key(self, request: Request, now_ns: int) -> OrderKey:
         del now_ns
@@ -102,25 +102,25 @@ class PriorityClasses(Order):
 class EarliestDeadlineFirst(Order):
     """By deadline. Without one, or with one further off, a request counts as due `max_slack_ns` after its arrival.
 
-    A request is overtaken by nobody who comes `max_slack_ns` after it or later. The exception: one that will miss its
-    deadline even if it runs at once, by its prompt, its predicted output and what recent steps took, goes after all who
-    can still make theirs. Without that, an overloaded server works on what is lost anyway, and misses the next
-    deadline by it. It ends at its deadline at the latest, so it does not starve either. Whether it will miss it is
-    judged when it is its turn, and not again while it waits.
+    A request is overtaken by none that comes `max_slack_ns` after it or later. The exception: one that will miss its deadline
+    even if it runs at once, by its prompt, its predicted output and the durations of recent steps, goes after all that can make
+    theirs. Without that, an overloaded server works on requests that are lost anyway, and misses the next deadline by it.
+    It ends at its deadline at the latest, so it does not starve either. Whether it will miss it is judged when it is its turn,
+    and not again while it waits.
     """
 
     def __init__(self, *, max_slack_ns: int = 60_000_000_000) -> None:
         self._max_slack_ns = max_slack_ns
         self._step_ns = 0
-        """What a step takes, smoothed, as all below."""
+        """Duration of a step, smoothed, as all below."""
         self._decode_step_ns = 0
-        """What one without prompts takes."""
+        """Duration of a step without prompts."""
         self._prompt_ns = 0
-        """By how much longer those take in which prompts are computed."""
+        """Time by which steps with prompts take longer."""
         self._prompt_tokens = 0
-        """Of prompts, in those."""
+        """Prompt tokens in such steps."""
         self._verdicts: dict[str, bool | None] = {}
-        """Is the deadline lost? Of those who wait; None: the queue has not asked for a place yet."""
+        """Request id -> is its deadline lost? Waiting requests alone; None: the queue has not asked for a place yet."""
 
     def key(self, request: Request, now_ns: int) -> OrderKey:
         due_ns, deadline_ns = request.arrival_ns + self._max_slack_ns, request.deadline_ns
@@ -132,8 +132,8 @@ class EarliestDeadlineFirst(Order):
         return (int(is_lost), min(due_ns, deadline_ns))
 
     def _judge(self, request_id: str, *, looks_lost: bool) -> bool:
-        """Steps get faster again, but keys may not shrink: what was judged lost stays so. So nobody is when it comes, as it
-        is asked again before it is served, and one slow step may be long past by then.
+        """Steps get faster again, but keys may not shrink: a request that was judged lost stays so. So none is when it comes,
+        as it is asked again before it is served, and one slow step may be long past by then.
         """
         if request_id not in self._verdicts:
             return looks_lost  # preempted: its key is taken once

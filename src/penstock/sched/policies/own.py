@@ -44,7 +44,7 @@ SEAMS: Mapping[str, type] = {
     "predictor": Predictor,
     "eviction": EvictionPolicy,
 }
-"""Seam -> its contract. What is abstract in it is required; all else has a default."""
+"""Seam -> its contract. Abstract methods are required; all else has a default."""
 
 
 class OwnPolicyError(ConfigError):
@@ -250,7 +250,7 @@ class _Guard:
                     raise OwnPolicyError(seam, name, "has a method outranks, which is never asked.", remedy=remedy)
 
     def __getattr__(self, key: str) -> object:
-        """What else the policy has, for whoever looks at it."""
+        """Other attributes are those of the policy itself."""
         return getattr(object.__getattribute__(self, "_policy"), key)
 
     def _guarded(self, key: str, call: Callable[..., object], contract: Callable[..., object]) -> Callable[..., object]:

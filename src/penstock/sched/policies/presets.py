@@ -57,7 +57,7 @@ PRESETS: Mapping[str, Preset] = {
         settings={"reserve": {"growth_tokens": 0}},
     ),
     # SGLang (managers/schedule_policy.py, schedule_batch.py): room for a share of the tokens that are left (`new_token_ratio`),
-    # who has least to lose is retracted. It computes prompts in steps of their own, before decodes; that is not reproduced.
+    # the request with least to lose is retracted. Its steps of prompts alone, before decodes, are not reproduced.
     "sglang": Preset(
         gate="continuous",
         order="fcfs",

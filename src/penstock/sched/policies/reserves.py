@@ -10,22 +10,22 @@ from penstock.types.request import Request
 
 
 class FirstChunk(Reserve):
-    """What the next step needs. Whoever is admitted so may be preempted before its prompt is computed."""
+    """The blocks that the next step needs. A request that is admitted so may be preempted before its prompt is computed."""
 
     def required_blocks(self, view: AdmissionView) -> int:
         return view.num_chunk_blocks
 
 
 class WholePrompt(Reserve):
-    """What the tokens that the request has need (vLLM's `scheduler_reserve_full_isl`)."""
+    """The blocks of the tokens that the request has (vLLM's `scheduler_reserve_full_isl`)."""
 
     def required_blocks(self, view: AdmissionView) -> int:
         return view.num_prompt_blocks
 
 
 class NoEvict(Reserve):
-    """What the request and all that run need to reach their limits: nobody is ever preempted, and memory lies idle (Orca's
-    reservation of `max_tokens`)."""
+    """The blocks with which the request and all running ones reach their limits: none is ever preempted, and memory lies idle
+    (Orca's reservation of `max_tokens`)."""
 
     def required_blocks(self, view: AdmissionView) -> int:
         return view.num_final_blocks + view.num_growth_blocks
@@ -33,11 +33,11 @@ class NoEvict(Reserve):
 
 @dataclass(frozen=True, slots=True)
 class PredictedOutput(Reserve):
-    """What the request and all that run need for the replies that are expected. O(running)."""
+    """The blocks of the answers that the request and all running ones are expected to give. O(running)."""
 
     unknown_share: float = 0.3
-    """Of the tokens that are left to its limit, for a request whose length nobody predicted. (SGLang's `new_token_ratio`
-    begins at 0.7 and falls to a seventh of that while nobody is preempted.)"""
+    """Share of the tokens that are left to its limit, for a request whose length was not predicted. (SGLang's `new_token_ratio`
+    begins at 0.7 and falls to a seventh of that while no request is preempted.)"""
     growth_tokens: int = 32
     """Expected at least: a reply that is longer than predicted is not about to end."""
 
@@ -68,11 +68,11 @@ class Watermark(Reserve):
     """
 
     share: float = 0.01
-    """Of the pool, [0, 1)."""
+    """Share of the pool, [0, 1)."""
     growth_tokens: int = 32
     """For each running request, or less if all of them together can't grow by as much."""
     swap_growth_tokens: int = 16
-    """The same, where what a preemption takes is brought back and not computed again: then an idle block costs more."""
+    """The same, where a preempted request is brought back and not computed again: then an idle block costs more."""
     is_whole_prompt: bool = True
     """False: only the first chunk's blocks."""
 

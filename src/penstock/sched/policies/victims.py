@@ -1,7 +1,7 @@
-"""Victims: whom to preempt when blocks are needed and none are free? Called by the scheduler. All of them swap where a tier
-below the pool makes that cheaper than to compute again.
+"""Victims: which request is preempted when blocks are needed and none are free? Called by the scheduler. All of them swap where
+a tier below the pool makes that cheaper than to compute again.
 
-Of equals the one that came last is taken, of those the one admitted last: the oldest get ahead.
+Among equals the request that came last is taken, among those the one admitted last: the oldest get ahead.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class LeastComputed(Victim):
 
 
 class Cheapest(Victim):
-    """The one whose loss takes the least time to make up for, among those that free what is needed now; if nobody does, among
+    """The one whose loss takes the least time to make up for, among those that free enough blocks for now; if none does, among
     all. Unlike `least-computed` it knows that blocks which others hold too are neither lost nor freed, and that a tier below
-    the pool keeps full blocks: what lies behind the last of them is what has to be computed again.
+    the pool keeps full blocks: only the tokens behind the last of them have to be computed again.
     """
 
     def choose(self, view: VictimView) -> Eviction:
@@ -49,7 +49,7 @@ class Cheapest(Victim):
 
 
 def _cost_ns(view: VictimView, request: Request) -> float:
-    """Of bringing it back to where it is."""
+    """Time to bring it back to where it is."""
     num_lost, compute_ns = view.num_lost_tokens(request), view.prefill_ns_per_token or 1.0
     if view.method is PreemptMethod.RECOMPUTE:
         return num_lost * compute_ns
