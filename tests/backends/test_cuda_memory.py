@@ -29,7 +29,7 @@ ASKABLE = {
     *("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logprobs", "logit_bias"),
     *("banned_token_sequences", "min_tokens", "stop_token_ids"),
 }
-"""Of the sampler, in `SamplingParams`."""
+"""Settings of the sampler, in `SamplingParams`."""
 CAPACITY = Capacity(num_blocks=2, block_size=16, max_rows=8, max_step_tokens=100, max_model_len=64)
 
 
@@ -40,7 +40,7 @@ class Noted(HashExecutor):
         super().__init__(capacity)
         self.plans: list[StepPlan] = []
         self.threads: list[threading.Thread] = []
-        """Of each step."""
+        """Thread of each step."""
         self.restricted: list[tuple[int, set[str]]] = []
         """Steps, and whose masks they were given."""
         self.moved: list[tuple[str, list[int]]] = []
@@ -83,7 +83,7 @@ class CaptureRun:
 
 
 class FakeMemory:
-    """Of a device where loading and running took what is said, in all by each time that somebody asks."""
+    """Memory of a device where loading and running took what is said, in all by each time that somebody asks."""
 
     def __init__(self, *used_bytes: int) -> None:
         self._free = iter([TOTAL_BYTES, *(TOTAL_BYTES - used for used in used_bytes)])

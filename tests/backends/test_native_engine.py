@@ -132,7 +132,7 @@ def test_an_engine_without_size_is_refused(name: str) -> None:
 
 
 def run_alone(code: str) -> str:
-    """What the code prints in a process of its own, which must end well."""
+    """The output of code in a process of its own, which must end well."""
     prelude = f"import sys\nsys.path[:] = {sys.path!r}\nimport resource\nfrom backends.test_native_engine import *\n"
     done = subprocess.run([sys.executable, "-c", prelude + code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,5 @@
-"""What products fetch for the attention after them: each block that it reads once, and nothing where that does not pay."""
+"""The blocks that products fetch for the attention after them: each block that it reads once, and nothing where that does not
+pay."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from penstock.backends.native._native import RowOpKind, SourceFormat
 
 NUM_ROWS = 12  # the fewest that products fetch for
 BYTES_PER_GROUP = {SourceFormat.Q8_0: 34, SourceFormat.BF16: 64}
-"""Of 32 columns, in a file."""
+"""Bytes of 32 columns in a file."""
 
 
 def open_probe(
@@ -56,7 +57,7 @@ def test_products_share_the_blocks_of_the_rows_in_order() -> None:
 
 
 def test_a_window_is_not_fetched() -> None:
-    """Of its rows' blocks attention reads some alone."""
+    """Attention reads only some of its rows' blocks."""
     assert fetched_by(open_probe(QUANTISED, window=20), OWN_BLOCKS) == []
 
 

@@ -21,7 +21,7 @@ from penstock.types.plan import Capacity
 CAPACITY = Capacity(num_blocks=16, block_size=16, max_rows=16, max_step_tokens=32, max_model_len=128)
 TOKENS = [3 + 7 * i % 250 for i in range(70)]
 TOLERANCE = {KvDtype.INT8: 0.03, KvDtype.BF16: 0.015}
-"""Of the logits' rms; with heads of 64 columns it is 0.017 and 0.007, and with any other as much."""
+"""Share of the logits' rms; with heads of 64 columns it is 0.017 and 0.007, and with any other as much."""
 
 
 def model_of(folder: Path, head_dim: int, **changes: object) -> LoadedModel:

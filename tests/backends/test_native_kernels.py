@@ -25,7 +25,7 @@ pytestmark = pytest.mark.parametrize("variant", VARIANTS)
 
 
 def quantised_activations(x: F32, *, outlier_ratio: float = 6.0) -> tuple[F32, F32]:
-    """What the integer kernels see of float rows: int8 per group of 32 times a power of two, and the rests of outliers."""
+    """Float rows as the integer kernels see them: int8 per group of 32 times a power of two, and the rests of outliers."""
     groups = x.reshape(len(x), -1, 32)
     limit = outlier_ratio * np.sqrt((x.astype(np.float64) ** 2).mean(-1))[:, None, None]
     is_outlier = np.abs(groups) > limit
@@ -419,7 +419,7 @@ def rounded_queries(q: F32, heads: int, head_dim: int) -> F32:
 def rounded(
     q: F32, k: F32, v: F32, *, heads: int = 1, kv_heads: int = 1, head_dim: int, kv_format: KvFormat
 ) -> tuple[F32, F32, F32]:
-    """What an attention oracle is to see: with 8 bits queries as they are multiplied and what is stored, else all as it is."""
+    """The inputs of an attention oracle: with 8 bits queries as they are multiplied and what is stored, else all as it is."""
     if kv_format is KvFormat.INT16:
         return q, k, v
     by_head = (len(k), kv_heads, head_dim)
@@ -681,7 +681,7 @@ VALUE_SIZES = {
 
 
 def int8_scales(v: F32) -> NDArray[np.float64]:
-    """Of each row in 8 bits: the next bf16 above its largest size / 127."""
+    """Scale of each row in 8 bits: the next bf16 above its largest size / 127."""
     wanted = np.maximum(np.abs(v).max(-1) / np.float32(127), np.float32(1e-24))
     return ((wanted.view(np.uint32) + 0xFFFF) & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float64)
 

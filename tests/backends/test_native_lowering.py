@@ -1,4 +1,4 @@
-"""What the lowering makes one instruction: only operations that may run in any order, as the team runs them."""
+"""Operations that the lowering makes one instruction: only operations that may run in any order, as the team runs them."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def test_fp8_that_is_no_finite_number_is_refused(code: int, scale: float) -> Non
 
 
 def test_a_matrix_is_handed_over_in_parts_of_whole_panels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is converted is in memory a part at a time."""
+    """Converted weights are in memory a part at a time."""
     monkeypatch.setattr("penstock.models.weights._PART_VALUES", 40 * 32)
     handed: list[tuple[int, int]] = []
 

@@ -83,7 +83,7 @@ def run_native(logits, params, history, num_prompt, mask=None, *, scratch=None):
 
 
 def possible_tokens(logits, params, history, num_prompt, mask=None) -> set[int]:
-    """What the specification draws if its boundaries are moved by `EDGE`."""
+    """The tokens that the specification draws if its boundaries are moved by `EDGE`."""
     changed = np.where(np.isnan(logits), np.float32(-np.inf), logits)
     changed = add_bias(restrict(changed, params, history, len(history) - num_prompt, mask=mask), params)
     changed = penalize(changed, params, history, history[num_prompt:])

@@ -1,4 +1,4 @@
-"""What is drawn follows the distribution that was asked for, in both samplers: chi-square with fixed seeds."""
+"""Drawn tokens follow the distribution that was asked for, in both samplers: chi-square with fixed seeds."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def expected_probabilities(logits: np.ndarray, params: SamplingParams) -> dict[i
 
 
 def chi_square_limit(degrees: int) -> float:
-    """What chance exceeds once in 10,000 times. Source: Wilson and Hilferty, 1931."""
+    """The value that chance exceeds once in 10,000 times. Source: Wilson and Hilferty, 1931."""
     return degrees * (1 - 2 / (9 * degrees) + 3.719 * math.sqrt(2 / (9 * degrees))) ** 3
 
 

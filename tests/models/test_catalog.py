@@ -1,4 +1,4 @@
-"""What a MODEL argument means, and what the cache holds."""
+"""The meaning of a MODEL argument, and the content of the cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the quantised formats mean, against the `gguf` package, which is written by the format's authors."""
+"""The meaning of the quantised formats, against the `gguf` package, which is written by the format's authors."""
 
 from __future__ import annotations
 

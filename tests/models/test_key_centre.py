@@ -1,4 +1,4 @@
-"""What all keys share: taking it off changes no softmax, and leaves less of the bias in a key."""
+"""The part that all keys share: taking it off changes no softmax, and leaves less of the bias in a key."""
 
 from __future__ import annotations
 

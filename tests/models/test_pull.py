@@ -94,7 +94,7 @@ def serving(tmp_path: Path, wheel: Path) -> tuple[str, str]:
 
 
 def leftovers(source: ModelSource) -> list[str]:
-    """What lies beside the model, but for its lock."""
+    """Files beside the model, but for its lock."""
     return sorted(path.name for path in source.path.parent.iterdir() if path != source.path and not path.name.endswith(".lock"))
 
 

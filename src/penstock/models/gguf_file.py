@@ -72,7 +72,7 @@ T = TypeVar("T")
 
 
 class MalformedError(Exception):
-    """What is wrong with the bytes, in words; becomes a ModelError that names the file."""
+    """An error in the bytes, in words; becomes a ModelError that names the file."""
 
     remedy = "The file may be truncated or corrupt: fetch it again and compare checksums."
 

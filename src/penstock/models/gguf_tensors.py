@@ -1,6 +1,7 @@
 """GGML tensors made into weights of a run-time format. Called by `models.gguf`; reads no metadata.
 
-What has a `WeightFormat` stays as it is, memory-mapped; vectors become F32. Every other quantised type that `codebooks` or the
+A tensor that has a `WeightFormat` stays as it is, memory-mapped; vectors become F32. Every other quantised type that
+`codebooks` or the
 `gguf` package can decode becomes Q8_0, whose error is far below that of 1 to 3 bits, when a backend reads it.
 """
 
@@ -100,7 +101,7 @@ def load_tensor(file: GgufFile, entry: TensorEntry, name: str, rope_heads: int =
 
 
 def conversion_notes(entries: Iterable[TensorEntry]) -> tuple[str, ...]:
-    """What `load_tensor` changes in these, in words."""
+    """Says in words which of these tensors `load_tensor` changes."""
     changed = Counter(entry.type_id for entry in entries if len(entry.shape) > 1 and _is_converted(entry))
     return tuple(_note(type_id, num) for type_id, num in sorted(changed.items()))
 
@@ -132,7 +133,7 @@ def _to_f32(stored: NDArray[np.generic], entry: TensorEntry, decode: _Decode) ->
 
 
 def _decoder(file: GgufFile, entry: TensorEntry) -> _Decode:
-    """Of a quantised type: stored rows -> their values. What it returns raises ModelError for a type that can't be decoded."""
+    """The function that decodes rows of a quantised type. It raises ModelError for a type that can't be decoded."""
 
     def decode(rows: NDArray[np.generic]) -> NDArray[np.float32]:
         from gguf.constants import GGMLQuantizationType  # not at the top: 0.1 s that most files don't need

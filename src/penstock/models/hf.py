@@ -152,7 +152,7 @@ def _is_vector(tensor: StoredTensor) -> bool:
 
 
 def _format(tensor: StoredTensor) -> WeightFormat:
-    """Of a matrix, as far as its bytes in memory depend on it."""
+    """The format of a matrix, as far as its bytes in memory depend on it."""
     return WeightFormat.F8_E4M3 if tensor.dtype == FLOAT8 else WeightFormat.BF16
 
 

@@ -1,4 +1,4 @@
-"""What the JSON files of a Hugging Face directory say about a model. Called by `models.hf`; opens no weights.
+"""Reads what the JSON files of a Hugging Face directory say about a model. `models.hf` calls it; it opens no weights.
 
 Source: https://huggingface.co/docs/transformers/model_doc/llama; release 5 writes `rope_parameters` where earlier ones
 wrote `rope_theta` and `rope_scaling`: both are read.
@@ -20,7 +20,7 @@ from penstock.types.model_spec import AttentionSpec, GatedMlp, LayerSpec, ModelS
 from penstock.types.vocab import SpecialTokens
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Of special tokens that most tokenizers have."""
+"""Keys of special tokens that most tokenizers have."""
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
 """The second is the first one's name since release 5 of transformers; it may be an object of names and tokens, too."""
 
@@ -87,7 +87,7 @@ def read_json(path: Path, *, is_optional: bool = False) -> JsonFile:
 
 
 def read_spec(config: JsonFile, architecture: str, *, has_qkv_bias: bool, has_output: bool) -> ModelSpec:
-    """What the keys that most models share mean: layers that are all alike. The two facts are known from the weights.
+    """Reads the keys that most models share into layers that are all alike. The two facts are known from the weights.
 
     Raises ModelError. `Architecture.of_hf` applies the other keys.
     """
@@ -115,7 +115,7 @@ def read_spec(config: JsonFile, architecture: str, *, has_qkv_bias: bool, has_ou
 
 
 def read_bos_id(config: JsonFile, vocab_size: int) -> int | None:
-    """The token that begins a text, None if config.json names none. Of a list it is the first. Raises ModelError."""
+    """The token that begins a text, None if config.json names none; the first one of a list. Raises ModelError."""
     ids = _token_ids(config, "bos_token_id", vocab_size)
     if len(ids) > 1:
         _log.warning("%s: bos_token_id is %r; the first is taken, the others are passed over", config.path, ids)
@@ -129,7 +129,7 @@ def read_eos_ids(config: JsonFile, generation: JsonFile, vocab_size: int) -> tup
 
 
 def _token_ids(file: JsonFile, key: str, vocab_size: int) -> list[int]:
-    """Of a key that holds an id, a list of them, or null."""
+    """The ids under a key that holds an id, a list of them, or null."""
     value = file.values.get(key)
     values = value if isinstance(value, list) else [value]
     if not all(item is None or type(item) is int for item in values):
@@ -139,7 +139,7 @@ def _token_ids(file: JsonFile, key: str, vocab_size: int) -> list[int]:
 
 
 def read_special_tokens(path: Path) -> SpecialTokens:
-    """What tokenizer_config.json and special_tokens_map.json of a directory call their tokens; empty without them.
+    """The special tokens in tokenizer_config.json and special_tokens_map.json of a directory, by key; empty without them.
 
     These are the names that transformers hands to chat templates: every token whose key ends in `_token`, the lists, and
     what `extra_special_tokens` names. As there, special_tokens_map.json comes first unless tokenizer_config.json has an

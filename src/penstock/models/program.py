@@ -79,7 +79,7 @@ class Rope:
 class KvWrite:
     """Store k and v [num_tokens, num_kv_heads * head_dim] of a layer at each token's slot, rounded to the cache's type.
 
-    What the key's bias adds to every key may be taken off before (`models.rope` has the reason).
+    The part that the bias adds to every key may be taken off before (`models.rope` has the reason).
     """
 
     layer: int
@@ -88,7 +88,7 @@ class KvWrite:
     bias: str | None = None
     """Weight that was added to k before its rotation. [num_kv_heads * head_dim]"""
     inv_freq: tuple[float, ...] = ()
-    """Of that rotation, as in `Rope`."""
+    """Frequencies of that rotation, as in `Rope`."""
     attention_factor: float = 1.0
 
 
@@ -232,14 +232,14 @@ Op = (
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What a step of one model computes. Raises ModelError if layers differ in the shape of their keys and values."""
+    """The computation of one step of a model. Raises ModelError if layers differ in the shape of their keys and values."""
 
     ops: tuple[Op, ...]
     buffers: tuple[tuple[str, int], ...]
     """(name, width) of every buffer, in order of first use."""
     num_layers: int
     num_kv_heads: int
-    """Of every layer: the KV cache of each backend has one shape for all."""
+    """The number in every layer: the KV cache of each backend has one shape for all."""
     head_dim: int
     vocab_size: int
 

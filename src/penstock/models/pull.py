@@ -56,7 +56,7 @@ _HUB_FILES = (
     "chat_template.jinja",
     "adapter_config.json",
 )
-"""What the loader reads; repositories often hold the same weights again in other formats."""
+"""Files that the loader reads; repositories often hold the same weights again in other formats."""
 
 
 class Progress(Protocol):
@@ -130,7 +130,7 @@ class TerminalProgress:
 
 
 class _UnexpectedError(Exception):
-    """What is wrong with a wheel, in words; becomes a DownloadError that names it."""
+    """An error in a wheel, in words; becomes a DownloadError that names it."""
 
 
 class _Hash(Protocol):

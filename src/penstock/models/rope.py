@@ -63,9 +63,9 @@ def still_pairs(inv_freq: tuple[float, ...], num_positions: int) -> list[int]:
 
 
 def key_centre(op: KvWrite, bias: F32, head_dim: int, num_positions: int) -> F32:
-    """What is to be subtracted from every key before it is stored. [num_kv_heads * head_dim], as `bias` is
+    """The vector to subtract from every key before it is stored. [num_kv_heads * head_dim], as `bias` is
 
-    What the bias adds where keys hardly turn over `num_positions`, the longest context served, and in columns that never turn.
+    It is the bias where keys hardly turn over `num_positions`, the longest context served, and in columns that never turn.
     """
     heads = bias.reshape(-1, head_dim)
     half = len(op.inv_freq)

@@ -110,9 +110,9 @@ _OF_WEIGHTS = ("_scale", "_scale_inv")
 _OF_OTHERS = (".input_scale", ".input_scale_ub", ".output_scale", ".q_scale", ".k_scale", ".v_scale")
 """Ends of the names of scales that are not of weights."""
 _FORMATS = (None, "float-quantized", "naive-quantized")
-"""Of compressed-tensors, in which weights are a tensor of fp8 and one of scales."""
+"""Formats of compressed-tensors in which weights are a tensor of fp8 and one of scales."""
 _COLS_AT_LEAST = 32
-"""Of a block: backends hold a scale for as many columns, or for a multiple."""
+"""Least columns of a block: backends hold a scale for as many columns, or for a multiple."""
 
 Block = tuple[int, int]
 """Rows and columns."""
@@ -189,7 +189,7 @@ def split_scales(tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredT
 
 
 def block_scales(name: str, shape: tuple[int, ...], scale: StoredTensor, block: Block | None) -> BlockScales:
-    """Of a matrix. Raises ModelError for a scale that is not finite, or whose shape fits neither rows nor blocks."""
+    """The scales of a matrix. Raises ModelError for a scale that is not finite, or whose shape fits neither rows nor blocks."""
     if len(shape) != 2:
         raise ModelError(f"{scale.path}: {name} is in fp8, and no matrix.", remedy="Use the bf16 original.")
     values = scale.array()

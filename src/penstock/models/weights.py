@@ -36,7 +36,7 @@ def row_slices(num_rows: int, num_cols: int) -> Iterator[slice]:
 def convert_rows(convert: Callable[[slice], _Array], out: _Array, num_cols: int) -> _Array:
     """`out`, of which `convert` makes some rows at a time, in any order and from several threads.
 
-    A row has `num_cols` values. NumPy leaves the interpreter's lock for most of it. What `convert` raises is raised.
+    A row has `num_cols` values. NumPy leaves the interpreter's lock for most of it. Raises the errors of `convert`.
     """
     slices = list(row_slices(len(out), num_cols))
 
@@ -53,12 +53,12 @@ def convert_rows(convert: Callable[[slice], _Array], out: _Array, num_cols: int)
 
 
 _PART_VALUES = 1 << 23
-"""Of a matrix, taken over at a time: 32 MiB of float32."""
+"""Values of a matrix that are taken over at a time: 32 MiB of float32."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockScales:
-    """Of a matrix in F8_E4M3: a value is a number times values[row // block_rows, column // block_cols]."""
+    """Scales of a matrix in F8_E4M3: a value is a number times values[row // block_rows, column // block_cols]."""
 
     values: NDArray[np.float32]
     """Finite. [blocks of rows, blocks of columns], of which the last ones may be cut."""
@@ -74,7 +74,7 @@ class BlockScales:
 class WeightTensor:
     """A matrix [num_rows, num_cols] (a vector is [1, n]), row-major; a row is one output channel.
 
-    What a file has in another format, or in another order, is converted when it is read. A backend that reads `parts` never has
+    A matrix that the file has in another format or order is converted when it is read. A backend that reads `parts` never has
     a matrix in memory twice.
     """
 
@@ -86,7 +86,7 @@ class WeightTensor:
     """Rows in this format, or what `convert` makes them of. F32: float32 [num_rows, num_cols]; F16: float16, BF16: uint16,
     F8_E4M3: uint8; quantised: uint8 [num_rows, bytes of its blocks]."""
     scales: BlockScales | None = None
-    """Of F8_E4M3, which has no meaning without."""
+    """Scales of F8_E4M3, which has no meaning without; None for other formats."""
     order: NDArray[np.intp] | None = None
     """Row i is `stored[order[i]]`; None: `stored[i]`."""
     convert: Callable[[NDArray[np.generic]], NDArray[np.uint8]] | None = None
@@ -118,7 +118,7 @@ class WeightTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Of all rows in this format."""
+        """Bytes of all rows in this format."""
         return stored_bytes(self.format, self.num_rows, self.num_cols)
 
     def forget(self, begin: int = 0, end: int | None = None) -> None:
@@ -165,7 +165,7 @@ class WeightTensor:
 
 
 def held_floats(name: str, floats: Floats) -> Floats:
-    """What a backend makes of one weight: embeddings and logits are not rounded to fp8."""
+    """The form in which a backend holds one weight: embeddings and logits are not rounded to fp8."""
     return Floats.AS_STORED if floats is Floats.FP8 and name in ("embed", "output") else floats
 
 
@@ -179,7 +179,7 @@ class LoadedModel:
     """By canonical name: `embed`, `norm`, `output` (unless tied), `layers.{i}.{attn_norm,q,k,v,o,mlp_norm,gate,up,down}`,
     biases `layers.{i}.{q,k,v}_bias`. q and k rows are in the half-split rope layout."""
     tokenizer_source: Path | GgufVocab
-    """What `text.tokenizer.load_tokenizer` needs: the Path of a tokenizer.json, or a vocabulary from a GGUF file."""
+    """Argument of `text.tokenizer.load_tokenizer`: the Path of a tokenizer.json, or a vocabulary from a GGUF file."""
     chat_template: str | None
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
@@ -188,7 +188,7 @@ class LoadedModel:
     special_tokens: SpecialTokens = field(default_factory=dict)
     """Those that files name by text."""
     notes: tuple[str, ...] = ()
-    """What the loader converted, in words; it has logged them already, before the work."""
+    """Notes in words on weights that the loader converts; it has logged them already, before the work."""
 
     @property
     def num_weight_bytes(self) -> int:

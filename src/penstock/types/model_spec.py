@@ -56,7 +56,7 @@ class ExpertsMlp:
     num_experts: int
     num_experts_per_token: int
     intermediate_size: int
-    """Of each expert."""
+    """Width of each expert."""
     activation: Activation = "silu"
 
 

@@ -30,7 +30,7 @@ ASSEMBLERS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of one compiled kernel."""
+    """Figures of one compiled kernel."""
 
     name: str
     warps: int
@@ -39,7 +39,7 @@ class Figures:
     """Stored, by one thread."""
     shared_bytes: int
     num_matrix_instructions: int
-    """Of warpgroups, which are asynchronous; those of single warps are not counted."""
+    """Instructions of warpgroups, which are asynchronous; those of single warps are not counted."""
     is_serialised: bool
     """Whether these wait for each other."""
 
@@ -66,7 +66,7 @@ class AbsentGpu:
         JITFunction.run = compile_instead  # type: ignore[method-assign]
 
     def kernels(self, launch: Callable[[], object]) -> list[Any]:
-        """What is launched, in order, compiled."""
+        """The kernels that are launched, in order, compiled."""
         self._launched.clear()
         launch()
         return list(self._launched)
@@ -92,7 +92,7 @@ class AbsentGpu:
 
 
 class _Driver:
-    """What Triton asks of one before it compiles."""
+    """A driver that answers what Triton asks before it compiles."""
 
     def __init__(self, capability: int) -> None:
         self._target = GPUTarget("cuda", capability, 32)

@@ -1,4 +1,4 @@
-"""What we call of FlashInfer, in plain torch: the semantics that its documentation states, and none of its speed.
+"""The part of FlashInfer that we call, in plain torch: the semantics that its documentation states, and none of its speed.
 
 https://docs.flashinfer.ai/api/attention.html and tutorials/kv_layout.html. Where the real one has hazards, so has this: a plan
 lies in the workspace, which wrappers may share, and is good until the next; buffers of a CUDA graph are read when it runs.
@@ -17,7 +17,7 @@ import torch
 
 
 class Wrapper:
-    """What the two have in common."""
+    """The part that the two wrappers have in common."""
 
     error = 0.0
     """Added to every answer, for tests of who notices."""

@@ -36,7 +36,7 @@ def hash_logits(value: float) -> np.ndarray:
 
 
 class HashProgram:
-    """What `CompiledProgram` is to the executor."""
+    """Stands for `CompiledProgram` in the executor."""
 
     def __init__(self, program: Program, weights: Mapping[str, Any], cache: PagedKvCache, **_: object) -> None:
         self._layer = cache.layer(0)

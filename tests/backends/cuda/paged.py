@@ -20,12 +20,12 @@ from penstock.types.kv_dtype import KEY_GROUP, KvDtype
 
 F32 = np.ndarray[Any, np.dtype[np.float32]]
 LAYER = 1
-"""Of two: the other one is poison."""
+"""The layer in use, of two: the other one is poison."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What a row computes in a step."""
+    """The tokens that a row computes in a step."""
 
     row: int
     context_len: int
@@ -34,7 +34,7 @@ class Span:
 
 @dataclass(slots=True)
 class Scene:
-    """Rows of so many positions, all with a key, a value and a query for each head. What holds none is NaN."""
+    """Rows of so many positions, all with a key, a value and a query for each head. A position that holds none is NaN."""
 
     lengths: Sequence[int]
     block_size: int = 16
@@ -44,7 +44,7 @@ class Scene:
     kv_dtype: KvDtype = KvDtype.BF16
     dtype: torch.dtype = torch.float32
     size: float = 1.0
-    """Of queries: large ones make for weights that differ much."""
+    """Size of queries: large ones make for weights that differ much."""
     tables: F32 = field(init=False)
     reference: KvCache = field(init=False)
     cache: PagedKvCache = field(init=False)
@@ -114,7 +114,7 @@ class Scene:
     def workspace(
         self, *, deterministic: bool, max_rows: int = 4, num_parts: int | None = None, num_multiprocessors: int | None = None
     ) -> AttentionWorkspace:
-        """Of the device, unless told otherwise."""
+        """The workspace of the device, unless told otherwise."""
         made = AttentionWorkspace.allocate(
             max_rows=max(max_rows, len(self.lengths)),
             num_heads=self.num_heads,

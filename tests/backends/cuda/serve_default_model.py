@@ -46,7 +46,7 @@ def wait_until_ready(url: str) -> None:
 
 
 def serve(max_tokens: int, *settings: str) -> str:
-    """What `penstock serve` in this process answers; then it is ended as by Ctrl-C."""
+    """The answer of `penstock serve` in this process; then it is ended as by Ctrl-C."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     answers: list[str] = []

@@ -1,4 +1,5 @@
-"""Who computes attention: FlashInfer where it gives the same answers and is faster, or was asked for; our kernels otherwise."""
+"""The choice of attention: FlashInfer where it gives the same answers and is faster, or was asked for; our kernels
+otherwise."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def small_model() -> LoadedModel:
 
 @pytest.fixture(autouse=True)
 def tiny_heads_suit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the interpreter's float32. What is timed is timed once: the interpreter takes its time."""
+    """And the interpreter's float32. Each is timed once: the interpreter takes its time."""
     monkeypatch.setattr(attention_trial, "REPEATS", 1)
     monkeypatch.setattr(flashinfer_attention, "HEAD_DIMS", (16,))
     monkeypatch.setattr(flashinfer_attention, "DTYPES", (torch.float32,))
@@ -312,7 +313,7 @@ def run(executor: CudaExecutor) -> list[Any]:
 
 @pytest.mark.parametrize("use_graphs", [True, False])
 def test_an_executor_answers_the_same_with_either(use_graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the trials left in the cache is gone, too: stale keys would be seen."""
+    """Keys that the trials left in the cache are gone, too: stale ones would be seen."""
     planned: list[bool] = []
 
     class Noted(FlashInferAttention):

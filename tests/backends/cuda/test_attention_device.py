@@ -1,4 +1,4 @@
-"""What only a device can show of attention: bf16 on tensor cores, bits of compiled kernels, and captured graphs."""
+"""Properties of attention that only a device can show: bf16 on tensor cores, bits of compiled kernels, and captured graphs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LENGTH = 1700
 
 
 def make_scene(kv_dtype: KvDtype) -> Scene:
-    """Of the heads of Llama-3.1-8B."""
+    """A scene with the heads of Llama-3.1-8B."""
     sizes = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
     return Scene([LENGTH, 64, 700], kv_dtype=kv_dtype, dtype=torch.bfloat16, size=2.0, **sizes)
 

@@ -35,7 +35,7 @@ def test_matrix_instructions_do_not_wait_for_each_other(kernels: list[Kernel]) -
 
 
 def test_three_decodes_share_a_multiprocessor(kernels: list[Kernel]) -> None:
-    """Of 128 threads each, unless they are deterministic."""
+    """They have 128 threads each, unless they are deterministic."""
     decodes = [k for k in kernels if k["name"] == "decode_kernel" and "deterministic" not in k["case"]]
     assert len(decodes) == 3 * 2
     for kernel in decodes:

@@ -43,7 +43,7 @@ def executor(monkeypatch: pytest.MonkeyPatch, depth: int) -> Iterator[CudaExecut
 def expected(
     prompt: Sequence[int], num_tokens: int, params: SamplingParams, matcher: HashMatcher | None = None
 ) -> list[tuple[int, TokenLogprobs | None]]:
-    """What the specification samples."""
+    """The tokens that the specification samples."""
     tokens, found = list(prompt), []
     for _ in range(num_tokens):
         value = 1.0
@@ -195,7 +195,7 @@ def test_a_row_that_a_mask_leaves_nothing_fails_alone(executor: CudaExecutor) ->
 
 
 def first_step(params: SamplingParams = GRAMMAR) -> StepPlan:
-    """Of a row that follows a grammar, and one that does not."""
+    """A step of a row that follows a grammar, and one that does not."""
     admits = admit("a", [4, 5, 6], [1, 2], params), admit("b", [1, 2], [3, 4])
     return StepPlan(0, 0, admits, (RowPlan("a", 0, 3, (), True), RowPlan("b", 0, 2, (), True)), ())
 
@@ -260,7 +260,7 @@ def test_what_the_device_says_of_masks_is_a_failure_of_the_executor(
 
 @contextmanager
 def messages(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Upload, int]]]:
-    """Who sent one, and how many arrays."""
+    """Sender of each message, and its number of arrays."""
     sent: list[tuple[Upload, int]] = []
     send = Upload.send
 

@@ -34,7 +34,7 @@ PARAMS = (
     SamplingParams(seed=3, temperature=0.9, top_p=0.9, logprobs=2),
     SamplingParams(seed=4, top_k=20, repetition_penalty=1.2, follows_grammar=True),
 )
-"""Of three rows."""
+"""Steps of three rows."""
 NUM_STEPS = 12 if HAS_DEVICE else 2
 
 
@@ -188,7 +188,7 @@ def admissions(params: SamplingParams) -> list[StepPlan]:
 
 
 def followers(params: SamplingParams) -> str:
-    """Of the rows of `admissions`."""
+    """Followers of the rows of `admissions`."""
     return "abcde" if params.follows_grammar else ""
 
 

@@ -1,4 +1,4 @@
-"""What FlashInfer is given, and in which order, by one that computes as its documentation says: every kind of step gives the
+"""The arguments of FlashInfer and their order, by a fake that computes as its documentation says: every kind of step gives the
 reference's answers. And, on a device, by the real one."""
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ POSITIONAL = {
         *("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len", *HEADS, "head_dim_qk", "page_size")
     ],
 }
-"""Of `plan`: what we give in this order."""
+"""Arguments of `plan` that we give in this order."""
 
 
 @pytest.fixture(scope="module", params=["real", "stand-in"])

@@ -61,7 +61,7 @@ def product(
     in_place: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> F32:
-    """What `Linear` computes, into the middle of wider rows."""
+    """The result of `Linear`, written into the middle of wider rows."""
     device = torch.device(DEVICE)
     workspace = Workspace(device, dtype)
     bias_on_device = None if bias is None else torch.from_numpy(bias).to(device, dtype)

@@ -139,7 +139,7 @@ def test_steps_run_as_they_are_after_a_capture_has_failed(caplog: pytest.LogCapt
 def capture_usual(
     graphs: DecodeGraphs, *, seconds_each: float = 0.0, **limits: Any
 ) -> tuple[CaptureRun, list[tuple[int, int]]]:
-    """What was captured, and for which (rows, limit) in which order; each takes so many seconds of the clock."""
+    """The captured graphs, and for which (rows, limit) in which order; each takes so many seconds of the clock."""
     positions, ran = torch.arange(300), []
 
     def run(num_rows: int, limit: int) -> None:

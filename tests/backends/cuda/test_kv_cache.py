@@ -129,7 +129,7 @@ def test_nothing_to_move_is_no_error(kv_dtype: KvDtype) -> None:
 
 
 def holds_kv(cache: PagedKvCache) -> list[list[bool]]:
-    """Of each slot: whether a reader gets numbers. [num_blocks, block_size]"""
+    """Whether a reader gets numbers from each slot. [num_blocks, block_size]"""
     layer = cache.layer(0)
     keys = layer.k if layer.k_scale is None else layer.k_scale
     values = layer.v if layer.v_scale is None else layer.v_scale

@@ -17,7 +17,7 @@ from parity.tiny import CASES, case_token_ids, kept_positions, write_case
 from penstock.models import catalog
 
 MAX_RELATIVE_RMS = 0.05 if HAS_DEVICE else 1e-3
-"""Of the logits' standard deviation, as in parity/test_tiny.py: bf16 on a device, float32 in the interpreter."""
+"""Share of the logits' standard deviation, as in parity/test_tiny.py: bf16 on a device, float32 in the interpreter."""
 
 
 @pytest.mark.parametrize("name", CASES)

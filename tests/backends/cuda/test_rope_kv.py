@@ -68,7 +68,7 @@ def kept(cache: PagedKvCache) -> tuple[F32, F32]:
 
 
 def reference(k: F32, v: F32, kv_dtype: KvDtype) -> tuple[F32, F32]:
-    """What the reference's cache makes of k and v."""
+    """The values of k and v in the reference's cache."""
     cache = KvCache(
         num_layers=1,
         num_blocks=1,
@@ -149,7 +149,7 @@ def test_a_group_with_what_is_no_number_is_none(bad: float) -> None:
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (6, 2), (7, 1)])
 @pytest.mark.parametrize(("head_dim", "half"), [(64, 32), (40, 20), (32, 8)])
 def test_all_in_one_is_rope_and_write(kv_dtype: KvDtype, num_heads: int, num_kv_heads: int, head_dim: int, half: int) -> None:
-    """Of q, k and v that are columns of one matrix. A centre is taken off the rotated key."""
+    """Here q, k and v are columns of one matrix. A centre is taken off the rotated key."""
     q, k, v = (values(4, heads, head_dim) for heads in (num_heads, num_kv_heads, num_kv_heads))
     centre = 10 * values(num_kv_heads, head_dim) if kv_dtype is KvDtype.INT8 else None
     matrix = tensor(np.concatenate([x.reshape(4, -1) for x in (q, k, v)], 1))

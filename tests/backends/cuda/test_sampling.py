@@ -49,7 +49,7 @@ class Case:
     tokens: list[int]
     num_prompt_tokens: int = 1
     mask: bytes | None = None
-    """Of a row that follows a grammar."""
+    """Mask of a row that follows a grammar."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Chosen:
     token_id: int
     logprobs: TokenLogprobs | None
     appended: int
-    """What stands in the table after it."""
+    """The number that stands in the table after it."""
 
 
 def choose(cases: list[Case], slots: list[int] | None = None, *, tables: RowTables | None = None) -> list[Chosen]:
@@ -100,7 +100,7 @@ def choose(cases: list[Case], slots: list[int] | None = None, *, tables: RowTabl
 
 
 def possible_tokens(case: Case) -> set[int]:
-    """What the specification draws if its boundaries are moved by `EDGE`."""
+    """The tokens that the specification draws if its boundaries are moved by `EDGE`."""
     params, history = case.params, case.tokens
     changed = np.where(np.isnan(case.logits), np.float32(-np.inf), case.logits)
     num_output_tokens = len(history) - case.num_prompt_tokens
@@ -151,7 +151,7 @@ def logit_arrays(draw: st.DrawFn, size: int) -> np.ndarray:
 
 @st.composite
 def masks(draw: st.DrawFn, size: int) -> bytes:
-    """Of few tokens or of many; bits that are no token's are set."""
+    """Masks of few tokens or of many; bits that are no token's are set."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     bits = rng.random(-(-size // 32) * 32) < draw(st.sampled_from([0.02, 0.5, 0.98, 1.0]))
     bits[draw(st.integers(0, size - 1))] = True

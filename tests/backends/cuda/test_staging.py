@@ -1,4 +1,4 @@
-"""What goes to the device and back: every array whole, in one piece of memory, where a captured step finds it again."""
+"""Messages to the device and back: every array whole, in one piece of memory, where a captured step finds it again."""
 
 from __future__ import annotations
 

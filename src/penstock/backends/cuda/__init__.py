@@ -1,6 +1,6 @@
 """The GPU backend: says whether this machine has a usable GPU. Importing it imports neither PyTorch nor Triton.
 
-What is cheap is asked first: the packages, then the driver itself, then PyTorch, whose import takes seconds. So a machine
+The cheap questions come first: the packages, then the driver itself, then PyTorch, whose import takes seconds. So a machine
 without the extra, or without a GPU, learns that in a millisecond.
 """
 
@@ -25,7 +25,7 @@ _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """What the driver says of the first device that is visible (`CUDA_VISIBLE_DEVICES`)."""
+    """The first device that is visible (`CUDA_VISIBLE_DEVICES`), as the driver describes it."""
 
     name: str
     capability: tuple[int, int]
@@ -34,7 +34,7 @@ class Gpu:
 
 
 def package_versions() -> dict[str, str | None]:
-    """Of PyTorch and Triton, as installed; None: it is not."""
+    """Versions of PyTorch and Triton, by name; None for a package that is not installed."""
     return {name: _installed_version(name) for name, _ in MIN_VERSIONS}
 
 
@@ -102,7 +102,7 @@ def _why_not_torch() -> str | None:
 
 
 def _installed_version(name: str, *, of: str | None = None) -> str | None:
-    """Of a module, which the distribution of the same name has, or `of`."""
+    """Version of a module, which the distribution of the same name has, or `of`."""
     if find_spec(name) is None:
         return None
     from importlib.metadata import PackageNotFoundError, version  # takes 20 ms to import, which most machines need not wait

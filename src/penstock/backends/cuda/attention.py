@@ -27,7 +27,7 @@ MAX_ERROR_CHARS = 300
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Of one layer: see `program.Attention`."""
+    """Shape of one layer's attention: see `program.Attention`."""
 
     num_heads: int
     num_kv_heads: int
@@ -47,7 +47,7 @@ class AttentionShape:
 
 
 class StepKind(StrEnum):
-    """What is chosen for separately; the value is what the log shows."""
+    """Kinds of steps whose attention is chosen separately; the log shows the value."""
 
     DECODE = "decode"
     """Every row has one query."""
@@ -92,7 +92,7 @@ def in_words(error: BaseException) -> str:
 
 
 class StepAttention(Protocol):
-    """Whoever computes the attention of a step. Waits for nothing, so that a step can be captured in a CUDA graph."""
+    """Computes the attention of a step. It waits for nothing, so that a step can be captured in a CUDA graph."""
 
     def begin(self, step: StepTensors) -> None:
         """Before the step's first layer, on the device."""

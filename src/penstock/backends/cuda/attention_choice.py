@@ -1,5 +1,5 @@
-"""Who computes the attention of a step: our kernels, or FlashInfer's where they give the same answers and are faster. Made and
-asked by the executor; what it tries is measured by `attention_trial`. Never computes a step.
+"""Chooses the kernels for a step's attention: ours, or FlashInfer's where they give the same answers and are faster. The
+executor makes and asks it; what it tries is measured by `attention_trial`. Never computes a step.
 
 Our kernels do, until `choose` was called. FlashInfer is opened before that: it compiles its kernels, and the memory that it
 takes is taken when a profile run measures. Each kind of step is chosen for alone.
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 TOLERANCE = 0.02
-"""Of the length of a head's answer. Two ways of rounding to bf16 should make a quarter of it; a position too many or too few
-in a row of some hundreds makes more."""
+"""Largest error, as a share of the length of a head's answer. Two ways of rounding to bf16 should make a quarter of it; a
+position too many or too few in a row of some hundreds makes more."""
 LEAST_SPEEDUP = 1.05
 """The geometric mean over a kind's steps, from which on FlashInfer computes it. Below it, chance decides."""
 
@@ -94,7 +94,7 @@ class AttentionChoice:
             self._give_up(error)
 
     def choose(self, capacity: Capacity, graphs: DecodeGraphs | None, clock: Clock | None = None) -> None:
-        """Of each kind of step, by trials over the cache as it is now, which is empty. Once, while no step is in flight."""
+        """Choose for each kind of step, by trials over the cache, which is empty. Call it once, while no step is in flight."""
         if self._opened is None:
             return
         opened, self._opened = self._opened, None
@@ -112,18 +112,18 @@ class AttentionChoice:
 
     @property
     def names(self) -> dict[str, str]:
-        """Who computes each kind of step, by its name."""
+        """Name of the kernels that compute each kind of step."""
         return {kind.value: "FlashInfer" if kind in self._chosen else "Triton" for kind in StepKind}
 
     def decode_programs(self, num_rows: int, max_seq_len: int) -> int:
-        """What the limit of a decode's lengths changes of its launches: see `TritonAttention`. FlashInfer plans each step."""
+        """Programs that a decode with this limit of lengths launches: see `TritonAttention`. FlashInfer plans each step."""
         own = self._program.attention
         if own is None or StepKind.DECODE in self._chosen:
             return 1
         return own.decode_programs(num_rows, max_seq_len, self._program.attention_shapes[0])
 
     def planned(self, rows: RowLens, *, is_captured: bool) -> StepAttention | None:
-        """Who computes the next step; None: the program's own kernels. `is_captured`: it runs as a graph, or will."""
+        """The attention of the next step; None: the program's own kernels. `is_captured`: it runs as a graph, or will."""
         attention = self._chosen.get(rows.kind)
         if attention is not None:
             attention.plan(rows, is_captured=is_captured)

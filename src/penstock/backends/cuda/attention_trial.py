@@ -25,7 +25,7 @@ from penstock.backends.cuda.stream import Stream
 from penstock.types.plan import Capacity
 
 REPEATS = 5
-"""Of which the fastest counts."""
+"""Runs of a trial, of which the fastest counts."""
 SEED = 17
 FILLED_BLOCKS = 256
 """At a time: the KV cache has most of the memory."""
@@ -37,11 +37,12 @@ Clock = Callable[[Callable[[], object]], float]
 
 
 class Unfit(Exception):
-    """What is tried fails, or gives other answers. The message says which, in words that can follow "it is not used: "."""
+    """The attention that is tried fails, or gives other answers. The message says which, in words that can follow "it is not
+    used: "."""
 
 
 class PlannedAttention(StepAttention, Protocol):
-    """What is tried."""
+    """An attention that is tried."""
 
     def plan(self, rows: RowLens, *, is_captured: bool) -> None: ...
 
@@ -61,7 +62,7 @@ class TrialStep:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one step: seconds of all layers."""
+    """Seconds of one step, of all layers."""
 
     step: TrialStep
     own_s: float
@@ -108,7 +109,7 @@ def trial_steps(capacity: Capacity) -> list[TrialStep]:
 
 
 class Trial:
-    """What all steps have in common.
+    """The parts that all tried steps have in common.
 
     With `graphs`, decodes are tried as they will run: padded and captured. Without, their kernels are launched one by one.
     """
@@ -168,7 +169,7 @@ class Trial:
         return Outcome(trial_step, min(a for a, _ in pairs), min(b for _, b in pairs), error)
 
     def _prepared(self, run: Callable[[], None], rows: RowLens, *, is_captured: bool) -> Callable[[], object]:
-        """What is tried, planned.
+        """A planned run of what is tried.
 
         A decode is captured with rows that have no context, and planned again with theirs: a graph that holds on to the plan
         that it was captured with is found out.
@@ -254,7 +255,7 @@ def _blamed() -> Iterator[None]:
 
 
 def largest_error(found: torch.Tensor, wanted: torch.Tensor, head_dim: int, *, num_tokens: int) -> float:
-    """Of all heads' answers [tokens, num_heads * head_dim] to the first `num_tokens`; infinite if one is no number."""
+    """Error over all heads' answers [tokens, num_heads * head_dim] to the first tokens; infinite if one is no number."""
     largest = 0.0
     for pair in zip(found[:num_tokens].split(COMPARED_TOKENS), wanted[:num_tokens].split(COMPARED_TOKENS), strict=True):
         got, want = (part.float().unflatten(-1, (-1, head_dim)) for part in pair)

@@ -2,8 +2,8 @@
 Where rows follow a grammar, what is queued first ends with the logits, and a second message has the masks.
 
 Up to `depth` steps are in flight, in the order of one stream; blocks that none of them has are read beside them, in another.
-What a step samples, the next one uses without the host: the tokens are in the device's tables (`tables`), and the host only
-counts them. So `submit` never waits for the device.
+The next step uses the tokens that a step samples without the host: the tokens are in the device's tables (`tables`), and the
+host only counts them. So `submit` never waits for the device.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ class CudaExecutor:
         self._device = torch.device(device)
         self._stream = open_stream(self._device, spins=depth == 1)
         self._reading = open_stream(self._device, spins=False, goes_first=True)
-        """What is read of blocks that no row in flight has does not wait for the steps of the other stream."""
+        """Reads of blocks that no row in flight has: they do not wait for the steps of the other stream."""
         self._moved: dict[int, Mark] = {}
-        """Of blocks whose content a copy or a write put there, and not a step, and which nobody has read since."""
+        """Marks of blocks whose content a copy or a write put there, and not a step, and which nobody has read since."""
         self._vocab_size = program.vocab_size
         self._batches = BatchBuilder(self._capacity, vocab_size=self._vocab_size)
         self._flights: deque[Flight | UnsampledStep] = deque()
@@ -189,7 +189,7 @@ class CudaExecutor:
 
     @property
     def num_positions(self) -> int:
-        """Of the longest request that it was made for, which says what keys are stored without (`models.rope`); `resize`
+        """Positions of the longest request that it was made for, by which keys are centred (`models.rope`); `resize`
         changes the limit alone."""
         return self._num_positions
 
@@ -200,12 +200,12 @@ class CudaExecutor:
 
     @property
     def weight_bytes(self) -> int:
-        """Of weights on the device."""
+        """Bytes of weights on the device."""
         return self._program.weight_bytes
 
     @property
     def mask_bytes(self) -> int:
-        """Of a mask that `restrict` takes."""
+        """Bytes of a mask that `restrict` takes."""
         return 4 * num_mask_words(self._vocab_size)
 
     # KV blocks.

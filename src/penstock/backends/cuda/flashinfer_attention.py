@@ -6,7 +6,8 @@ FlashInfer wants to know on the host, before a step, how long its rows are: ther
 the list of these to the device. The host knows as much of a step without asking the device: lengths, if not tokens. Which
 blocks a row has stands in tables on the device, so that list is made there (`kernels.page_indices`).
 
-What a plan writes to is used again by the next one. On the device that is in the order of the stream. The host's side is pinned
+The next plan writes to the same memory as the one before. On the device that is in the order of the stream. The host's side
+is pinned
 memory that the device may not have copied yet; so a plan waits until the one before it has been copied. That is a copy at
 the beginning of the last step submitted, which the device has come to when the step before that one has ended: and no step is
 submitted until that one has been collected, with two in flight.
@@ -41,9 +42,9 @@ DTYPES = (torch.bfloat16, torch.float16)
 LEAST_GROUP_FOR_TENSOR_CORES = 4
 """Query heads of a KV head. FlashInfer says that large groups decode faster on tensor cores; its users draw the line here."""
 LEAST_WORKSPACE_BYTES = 128 << 20
-"""What FlashInfer's documentation recommends."""
+"""Workspace that FlashInfer's documentation recommends."""
 DECODE_PLAN_BYTES = 1 << 20
-"""Of the list of work of a decode: 17 bytes for each of at most twice as many pieces as rows, or some hundreds."""
+"""Bytes for the list of work of a decode: 17 bytes for each of at most twice as many pieces as rows, or some hundreds."""
 _INDPTR, _STARTS, _LAST, _LENS = range(4)
 
 
@@ -67,7 +68,7 @@ def import_package() -> ModuleType | str:
 
 
 def why_unfit(shapes: Sequence[AttentionShape], dtype: torch.dtype, *, is_int8_kv: bool, deterministic: bool) -> str | None:
-    """What of a model or mode FlashInfer does not suit; None: nothing. Asks for no package."""
+    """Reason why FlashInfer does not suit a model or mode; None: it does. Asks for no package."""
     if deterministic:
         return "deterministic mode wants sums whose order does not depend on the batch"
     if is_int8_kv:

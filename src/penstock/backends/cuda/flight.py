@@ -23,7 +23,7 @@ from penstock.types.sampling import MAX_LOGPROBS
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnsampledStep:
-    """Of which everything is queued but what its rows sample: a step in flight too, while rows of it wait for their masks."""
+    """A step of which all is queued but what its rows sample: it is in flight, too, while rows of it wait for their masks."""
 
     step_id: int
     names: list[str]
@@ -32,7 +32,7 @@ class UnsampledStep:
     logits: torch.Tensor | None
     """Good until the next step. [S, vocab_size]; None if the step computes nothing."""
     host_ns: int
-    """Of the host's work for it so far."""
+    """Time of the host's work for it so far."""
     begun: Mark
     computed: Mark
 
@@ -51,7 +51,7 @@ class UnsampledStep:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Flight:
-    """Of one step that was submitted and not collected, and of which everything is queued."""
+    """One step that was submitted and not collected, and of which everything is queued."""
 
     step_id: int
     names: list[str]
@@ -61,7 +61,7 @@ class Flight:
     words: NDArray[np.int32]
     """The results; good once `ended` has been passed."""
     host_ns: int
-    """Of the host's work for all of it."""
+    """Time of the host's work for all of it."""
     begun: Mark
     computed: Mark
     resumed: Mark

@@ -12,7 +12,7 @@ LARGEST = 448.0
 NOT_A_NUMBER = 0x7F
 """A code, less its sign."""
 LEAST_EXPONENT = -126
-"""Of a scale: a smaller one would be no normal float32."""
+"""Least exponent of a scale: a smaller one would be no normal float32."""
 
 
 def round_rows(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

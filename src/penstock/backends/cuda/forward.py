@@ -29,7 +29,7 @@ def is_decode(batch: StepBatch) -> bool:
 
 
 class ForwardPass:
-    """Of steps of at most `max_tokens` tokens, padding among them, and `max_rows` rows."""
+    """The forward pass of steps of at most `max_tokens` tokens, padding among them, and `max_rows` rows."""
 
     def __init__(
         self,

@@ -29,7 +29,7 @@ USUAL_SEQ_LEN = 4096
 start of a server is."""
 
 Programs = Callable[[int, int], int]
-"""Of a number of rows and the limit of their length: how many the attention of each is launched with, by some measure."""
+"""Number of programs, by some measure, of the attention of so many rows with a limit of their length."""
 
 Run = Callable[[], torch.Tensor]
 
@@ -76,7 +76,7 @@ class CudaCapture:
 
 @dataclass(frozen=True, slots=True)
 class CaptureRun:
-    """What was captured before requests come."""
+    """The graphs that were captured before requests come."""
 
     num_captured: int
     num_left: int
@@ -168,7 +168,7 @@ class DecodeGraphs:
             self._can_capture = False
 
     def seq_limit(self, num_rows: int, max_seq_len: int) -> int:
-        """What stands for the longest row's length in a step of a listed size."""
+        """The number that stands for the longest row's length in a step of a listed size."""
         limits = self._limits_of(num_rows)
         return limits[bisect_left(limits, max_seq_len)]
 

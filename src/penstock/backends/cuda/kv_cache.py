@@ -16,7 +16,7 @@ from penstock.backends.cuda.stream import Mark, Stream
 from penstock.types.kv_dtype import KEY_GROUP, KvDtype
 
 KEY_SCALE_DTYPE = torch.bfloat16
-"""Of an int8: what the reference rounds its scales to."""
+"""Type of an int8's scale: the reference rounds its scales to it, too."""
 VALUE_SCALE_DTYPE = torch.float32
 """The same numbers. There is one per head, and a GPU copies no fewer than four bytes while it computes."""
 
@@ -32,9 +32,9 @@ class KvLayer:
     """[num_blocks, block_size, num_kv_heads, head_dim], contiguous, as `v`; int8, or what the model computes in."""
     v: torch.Tensor
     k_scale: torch.Tensor | None
-    """Of int8: one per `KEY_GROUP` columns. [num_blocks, block_size, num_kv_heads, key_groups]"""
+    """Scales of int8 keys: one per `KEY_GROUP` columns. [num_blocks, block_size, num_kv_heads, key_groups]"""
     v_scale: torch.Tensor | None
-    """Of int8: one per head. [num_blocks, block_size, num_kv_heads]"""
+    """Scales of int8 values: one per head. [num_blocks, block_size, num_kv_heads]"""
 
     @property
     def block_size(self) -> int:
@@ -106,7 +106,7 @@ class PagedKvCache:
         self._num_kv_heads, self._head_dim = num_kv_heads, head_dim
         self._dtype = torch.int8 if kv_dtype is KvDtype.INT8 else dtype
         self._scales: tuple[torch.Tensor, ...] = ()
-        """Of keys, of values."""
+        """Scales of keys, then of values."""
         self._allocate(num_layers, num_blocks)
         self._layers = [KvLayer(*self._of_layer(i)) for i in range(num_layers)]
 
@@ -122,7 +122,7 @@ class PagedKvCache:
     def resize(self, num_blocks: int) -> None:
         """Another number of blocks, all without content; whoever has a layer has the new one. Graphs have the old one.
 
-        What it had is freed first. After an error of the device the cache can't be used.
+        The blocks that it had are freed first. After an error of the device the cache can't be used.
         """
         empty = self._k.new_empty(0)
         self._k = self._v = empty
@@ -150,7 +150,7 @@ class PagedKvCache:
 
     @property
     def block_bytes(self) -> int:
-        """Of one block, in all layers."""
+        """Bytes of one block, in all layers."""
         return sum(part[:, 0].numel() * part.dtype.itemsize for part in self._parts)
 
     @property
@@ -205,7 +205,8 @@ class PagedKvCache:
         return index.to(self._device, non_blocking=True)
 
     def forget(self, block_ids: Sequence[int], num_kept: int) -> None:
-        """What these blocks hold after their first `num_kept` positions has no meaning any more: poison it, if asked to."""
+        """Poison, if asked to, the content of these blocks after their first `num_kept` positions: it has no meaning any
+        more."""
         for i, block_id in enumerate(block_ids):
             if block_id != NULL_BLOCK:
                 self._poison_slots(slice(block_id, block_id + 1), max(0, num_kept - i * self._block_size))

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class StepLauncher:
-    """Of an executor whose stream was entered."""
+    """Launches the steps of an executor whose stream was entered."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class StepLauncher:
         self._stream.mark().wait()  # so that the pinned memory may be written to again
 
     def _patches(self, plan: StepPlan, batch: StepBatch, host: BatchBuilder) -> Patches:
-        """What changes in the device's tables before the step: admitted rows in full, and new blocks."""
+        """Changes of the device's tables before the step: admitted rows in full, and new blocks."""
         patches, tables = Patches(), self.tables
         for slot in batch.released:
             self._sampler.release(slot)

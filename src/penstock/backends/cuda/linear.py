@@ -37,7 +37,7 @@ class Workspace:
         self._num_unpacked = max(self._num_unpacked, num_unpacked)
 
     def allocate(self) -> None:
-        """What was reserved so far. Before the first operation runs."""
+        """Allocate the memory that was reserved so far. Call it before the first operation runs."""
         self.partials = torch.empty(self._num_partials, dtype=torch.float32, device=self._device)
         self.unpacked = torch.empty(self._num_unpacked, dtype=self._dtype, device=self._device)
 
@@ -69,7 +69,7 @@ class Linear:
         deterministic: bool = False,
         round_to_fp8: bool = False,
     ) -> Linear:
-        """Of matrices that read the same values; `bias` is that of all of them. [sum of num_rows]"""
+        """The product of matrices that read the same values; `bias` is that of all of them. [sum of num_rows]"""
         matrices = load_matrices(tensors, dtype, device, round_to_fp8=round_to_fp8)
         return cls(matrices, bias, workspace, deterministic=deterministic)
 

@@ -79,10 +79,10 @@ class CompiledProgram:
         self.attention: TritonAttention | None = lowering.attention
         """Its own kernels, which compute the attention of a step that says nothing else; None if it has no attention."""
         self.attention_shapes: Sequence[AttentionShape] = lowering.attention_shapes
-        """Of its layers, each once."""
+        """Shapes of its layers' attention, each once."""
         self.weight_bytes: int = lowering.weight_bytes
         self.buffer_bytes: int = lowering.buffer_bytes
-        """Of what lies between operations."""
+        """Bytes of what lies between operations."""
 
     def run(self, step: StepTensors) -> torch.Tensor:
         """The logits of the step's samples, float32 [num_samples, vocab_size]; the next step overwrites them."""
@@ -136,7 +136,7 @@ class _Lowering:
             program, dtype, device, max_tokens=limits.max_tokens, max_samples=limits.max_samples, remedy=REMEDY
         )
         self._matrices: dict[str, list[Matrix]] = {}
-        """Of products with one weight, which an embedding may share."""
+        """Matrices of products with one weight, which an embedding may share."""
         self._is_on_samples = False
         self.on_tokens: list[Launch] = []
         self.on_samples: list[Launch] = []

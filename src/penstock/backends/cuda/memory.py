@@ -1,8 +1,8 @@
 """Measures what of a GPU's memory weights and steps take, by running the largest ones: a profile run. Called by the composition
 root, once at a start; decides nothing.
 
-What a step takes beside weights and KV cache (activations, workspaces of matrix multiplications, copies of logits, the code of
-kernels) depends on libraries and devices, so it is measured instead of computed.
+The memory of a step beside weights and KV cache (activations, workspaces of matrix multiplications, copies of logits, the
+code of kernels) depends on libraries and devices, so it is measured instead of computed.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Usage:
 
 
 class Memory(Protocol):
-    """Of a device."""
+    """The memory of a device."""
 
     def read(self) -> tuple[int, int]:
         """(free, total) bytes, when all that was begun is done."""
@@ -67,7 +67,7 @@ class Memory(Protocol):
 
 
 class GpuMemory:
-    """Of the GPU that PyTorch would use. What its allocator keeps for later counts as used."""
+    """The memory of the GPU that PyTorch would use. Memory that its allocator keeps for later counts as used."""
 
     def read(self) -> tuple[int, int]:
         import torch
@@ -78,7 +78,7 @@ class GpuMemory:
 
 
 class Captured(Protocol):
-    """What was done by `capture_graphs`."""
+    """The outcome of `capture_graphs`."""
 
     @property
     def num_captured(self) -> int: ...
@@ -89,7 +89,7 @@ class GraphExecutor(Executor, Protocol):
 
     @property
     def mask_bytes(self) -> int:
-        """Of a mask that `restrict` takes."""
+        """Bytes of a mask that `restrict` takes."""
         ...
 
     @property
@@ -148,7 +148,7 @@ def profile(
 
 
 def graphs_left_bytes(executor: GraphExecutor, memory: Memory) -> int:
-    """What the graphs will take that are not captured when this returns: as much each as the few that it captures, which are
+    """Bytes of the graphs that are not captured when this returns: as much each as the few that it captures, which are
     the largest of those that are left, and their share of a granule, for what could not be seen of these.
 
     After `run_largest_steps`, whose decode was captured, and took what graphs share.

@@ -1,4 +1,4 @@
-"""What the sampler has to know of one step, on the host: which samples are changed by what, in arrays for the step's message.
+"""Plans the sampling of one step, on the host: which samples are changed by what, in arrays for the step's message.
 
 Made by `sampling.Sampler` from the parameters of each row. Knows no tensor and no device.
 """
@@ -23,7 +23,7 @@ _NONE = np.empty(0, np.int32)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Changes:
-    """What changes one row's logits, in arrays; not what may be sampled at all."""
+    """Changes of one row's logits, in arrays; not which tokens may be sampled at all."""
 
     params: SamplingParams
     num_prompt_tokens: int
@@ -66,12 +66,12 @@ def make_changes(params: SamplingParams, num_prompt_tokens: int) -> Changes | No
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SamplePlan:
-    """Of S samples; other indices than those of `changed` are into these."""
+    """The plan of S samples; other indices than those of `changed` are into these."""
 
     slots: I32
     """[S]"""
     positions: I32
-    """Of the new tokens. [S]"""
+    """Positions of the new tokens. [S]"""
     num_tops: I32
     """For each sample with log-probabilities, how many of the most likely tokens. [L]"""
     logprob_samples: I32
@@ -81,7 +81,7 @@ class SamplePlan:
     followers: I32
     """Samples that follow a grammar. It is not known yet what they may sample: `masked_by` says it."""
     masked: I32
-    """Of those, the ones for which it is known. [M]"""
+    """Those for which the mask is known. [M]"""
     masks: I32
     """As `types.sampling` has them. [M, vocab_size / 32]"""
     changed: I32
@@ -97,7 +97,7 @@ class SamplePlan:
     bias_ids: I32
     bias_values: NDArray[np.float32]
     max_penalized_tokens: int
-    """Of the longest penalized row."""
+    """Tokens of the longest penalized row."""
 
     @property
     def changes_logits(self) -> bool:
@@ -111,7 +111,7 @@ class SamplePlan:
         return replace(self, masked=_i32(list(masks)), masks=words.reshape(len(masks), -1))
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """What the sampler needs of it on the device, by name. What may be long and is not bounded comes last."""
+        """Arrays that the sampler needs on the device, by name. Those that may be long without bound come last."""
         arrays: dict[str, NDArray[Any]] = {
             "slots": self.slots,
             "positions": self.positions,
@@ -145,7 +145,8 @@ def make_plan(
     listed: Collection[int],
     followers: Collection[int],
 ) -> SamplePlan:
-    """Of samples of the rows in `slots`, whose new tokens come to `positions`, [S] each; what else is given is by slot."""
+    """The plan for samples of the rows in `slots`, whose new tokens come to `positions`, [S] each; what else is given is by
+    slot."""
     wants: list[tuple[int, int]] = []
     if num_tops:
         wants = [(i, num_tops[slot]) for i, slot in enumerate(slots.tolist()) if slot in num_tops]
@@ -204,7 +205,7 @@ class _Bans:
 
 
 def _samples_of(chosen: Collection[int], slots: I32) -> I32:
-    """Of rows in the chosen slots."""
+    """Samples of rows in the chosen slots."""
     return _i32([i for i, slot in enumerate(slots.tolist()) if slot in chosen]) if chosen else _NONE
 
 

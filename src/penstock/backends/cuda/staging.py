@@ -25,7 +25,8 @@ _DTYPES: dict[np.dtype[Any], torch.dtype] = {
     np.dtype(np.float64): torch.float64,
 }
 ALIGN_WORDS = 4
-"""Of whatever lies among others: Triton compiles kernels anew for arguments that do not lie at multiples of 16 bytes."""
+"""Alignment of an array that lies among others: Triton compiles kernels anew for arguments that do not lie at multiples of 16
+bytes."""
 
 
 def aligned(num_words: int) -> int:
@@ -45,8 +46,8 @@ class Upload:
     def send(self, arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
         """Queue the copy; the tensors are good until the next message. Nothing is waited for.
 
-        Where an array lies depends on the sizes of those before it alone, so a captured graph finds its own again. What does
-        not fit goes by a copy of its own.
+        Where an array lies depends on the sizes of those before it alone, so a captured graph finds its own again. An array
+        that does not fit goes by a copy of its own.
         """
         host = self._hosts[self._num_sent % len(self._hosts)]
         self._num_sent += 1
@@ -90,7 +91,7 @@ class Download:
 
 
 def step_arrays(batch: StepBatch, tables: RowTables, *, num_rows: int) -> list[NDArray[Any]]:
-    """What a step's tensors are made of, in the order in which the executor unpacks them.
+    """Arrays of which a step's tensors are made, in the order in which the executor unpacks them.
 
     `num_rows` > those of the batch pads a step in which every row has one token and samples, with rows of the null slot.
     """
@@ -142,7 +143,7 @@ def _padded(array: NDArray[Any], fill: int | None, num_padding: int) -> NDArray[
 
 
 def message_words(capacity: Capacity) -> int:
-    """Of an upload that has room for any step, and for what a step usually brings besides."""
+    """Words of an upload that has room for any step, and for what a step usually brings besides."""
     num_tokens = max(capacity.max_step_tokens, capacity.max_rows)
     step_words = 5 * num_tokens + 6 * capacity.max_rows + 64 * ALIGN_WORDS
     # An admitted row brings its tokens and blocks, a word for the place of each.
@@ -151,5 +152,5 @@ def message_words(capacity: Capacity) -> int:
 
 
 def mask_message_words(capacity: Capacity, vocab_size: int) -> int:
-    """Of an upload that has room for the masks of all rows, and for what else the sampler usually needs of a step."""
+    """Words of an upload that has room for the masks of all rows, and for what else the sampler usually needs of a step."""
     return capacity.max_rows * (num_mask_words(vocab_size) + 64) + 64 * ALIGN_WORDS

@@ -32,7 +32,7 @@ class StepTensors:
     context_lens: torch.Tensor
     """Positions in the cache before this step. [R]"""
     block_tables: torch.Tensor
-    """What comes after a row's last block is the id of some block, and has no meaning. [R, max_blocks]"""
+    """Block ids by row; those after a row's last block have no meaning. [R, max_blocks]"""
     sample_tokens: torch.Tensor
     """Index into T of the last token of each row that samples. [S]"""
 
@@ -45,4 +45,4 @@ class StepTensors:
     """Context and query of the longest row."""
 
     attention: StepAttention | None = None
-    """Who was planned to compute the step's attention; None: the program's own kernels."""
+    """The attention that was planned for the step; None: the program's own kernels."""

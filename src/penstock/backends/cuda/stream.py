@@ -32,7 +32,7 @@ class Stream(Protocol):
     def mark(self) -> Mark: ...
 
     def follow(self, mark: Mark) -> None:
-        """What is queued here from now on happens after the device has come past a mark of another stream."""
+        """All that is queued here from now on happens after the device has come past a mark of another stream."""
         ...
 
     def pinned(self, num_words: int) -> torch.Tensor:
@@ -44,7 +44,7 @@ class CudaStream:
     """A stream of a GPU."""
 
     def __init__(self, device: torch.device, *, spins: bool, goes_first: bool = False) -> None:
-        """With `spins` whoever waits takes a whole CPU, and wakes some tens of microseconds earlier. What is queued where that
+        """With `spins` whoever waits takes a whole CPU, and wakes some tens of microseconds earlier. Work on a stream that
         `goes_first` is begun before what other streams have not begun.
         """
         self._device = device
@@ -82,7 +82,7 @@ class CudaMark:
 
 
 class HostStream:
-    """Of the interpreter: what is queued is done at once."""
+    """The interpreter's stream: what is queued is done at once."""
 
     @contextmanager
     def entered(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""What the device remembers of each row from step to step: its tokens, its block table, how it is sampled.
+"""The tables in which the device remembers each row from step to step: its tokens, its block table, how it is sampled.
 
 Made by the executor. Written by patches that come with a step's message, and by the sampler, which appends the tokens that it
 chose: so a step can use a token that the host has not seen. Never reads anything back.
@@ -14,8 +14,8 @@ from penstock.types.plan import Capacity
 from penstock.types.sampling import SamplingParams
 
 PARAM_WORDS = 16
-"""Of one row's sampling parameters: float64 1 / temperature (0: greedy), top_p, min_p; int32 top_k, both halves of the seed,
-num_prompt_tokens; float32 repetition, frequency and presence penalty."""
+"""Words of one row's sampling parameters: float64 1 / temperature (0: greedy), top_p, min_p; int32 top_k, both halves of the
+seed, num_prompt_tokens; float32 repetition, frequency and presence penalty."""
 
 MAX_INVERSE_TEMPERATURE = 1e250
 """So that neither 0 nor the largest difference of logits times it leaves the range of float64."""
@@ -62,7 +62,7 @@ class RowTables:
 
 
 class Patches:
-    """What changes in the tables before a step; each place once."""
+    """Changes of the tables before a step; each place once."""
 
     def __init__(self) -> None:
         self._idx: list[NDArray[np.int32]] = []

@@ -32,14 +32,14 @@ TILE_ROWS = 128
 """Rows that lie together, and that one program of a product computes."""
 STEP_COLS = 64
 QUARTER_COLS = 16
-"""Of a step: what the matrix unit multiplies at a time."""
+"""Columns of a step, which the matrix unit multiplies at a time."""
 FOUR_BITS = frozenset({WeightFormat.Q4_0, WeightFormat.Q4_1, WeightFormat.Q4_K, WeightFormat.Q2_K, WeightFormat.Q3_K})
 """Formats whose integers fit into 4 bits; those of all other quantised ones fit into 8."""
 SIGNED_ZERO = 8
-"""What is added to signed integers of 4 bits, as they are stored."""
+"""Number added to signed integers of 4 bits, as they are stored."""
 CENTRES = {WeightFormat.Q2_K: 2, WeightFormat.Q4_1: 8, WeightFormat.Q4_K: 8, WeightFormat.Q5_1: 16, WeightFormat.Q5_K: 16}
-"""Of the integers of formats with offsets, which are not negative. Held less this, their offsets are small, and so is what the
-rounding of scales and offsets to bf16 changes."""
+"""Centres of the integers of formats with offsets, which are not negative. Held less this, their offsets are small, and so is
+what the rounding of scales and offsets to bf16 changes."""
 LARGEST_HALF = 65504.0
 FLOAT8_GROUP = 32
 """Columns that share a scale in fp8 of which a row has several: a divisor of the blocks that files have."""
@@ -102,7 +102,7 @@ class QuantisedMatrix:
 
     @property
     def zero(self) -> int:
-        """What is to be taken off the stored integers."""
+        """Number to take off the stored integers."""
         return SIGNED_ZERO if self.bits == 4 else 0
 
     @property

@@ -11,7 +11,7 @@ LARGEST_HEAD_DIM = 512
 
 
 class KernelInfo(TypedDict):
-    """What this build offers on this machine."""
+    """The kernels of this build that this machine can run."""
 
     variants: list[str]
     """Usable instruction-set variants, best first."""

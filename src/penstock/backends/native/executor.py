@@ -121,7 +121,7 @@ class NativeExecutor:
         return int(self._engine.num_strands)
 
     def fetched_blocks(self, strand: int, layer: int) -> list[int]:
-        """Of the last step: the blocks that a strand's products were to fetch for one layer's attention, in order.
+        """The blocks that a strand's products were to fetch for one layer's attention in the last step, in order.
 
         Those for which they had no time are among them. ValueError if there was no such strand or is no such layer.
         """
@@ -204,7 +204,7 @@ class NativeExecutor:
         )
 
     def _forget_stale_blocks(self, plan: StepPlan) -> None:
-        """What blocks hold beyond their rows' computed tokens has no meaning: make any use of it visible."""
+        """Poisons the content of blocks beyond their rows' computed tokens: it has no meaning, and any use becomes visible."""
         size = self._capacity.block_size
         for admit in plan.admits:
             for i, block_id in enumerate(admit.block_ids):

@@ -30,7 +30,7 @@ class _Awaits:
     batch: StepBatch
     start_ns: int
     request_ids: set[str]
-    """Of the rows that may be given one."""
+    """Requests whose rows may be given a mask."""
 
 
 class ReferenceExecutor:
@@ -65,7 +65,7 @@ class ReferenceExecutor:
         self._cache = self._make_cache(num_blocks, block_size, poison=poison)
         self._batches = BatchBuilder(self._capacity, vocab_size=program.vocab_size)
         self._sampling: dict[int, SamplingParams] = {}
-        """Of each slot."""
+        """Parameters by slot."""
         self._awaits: _Awaits | None = None
         self._results: deque[StepResult] = deque()
         self._is_closed = False

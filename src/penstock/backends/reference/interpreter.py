@@ -102,7 +102,7 @@ class Interpreter:
         }
 
     def run(self, row: RowRun) -> F32:
-        """What the program ends in, of the row's gathered tokens: logits [S, vocab_size], or states [S, width].
+        """The program's ending for the row's gathered tokens: logits [S, vocab_size], or states [S, width].
 
         Writes the KV of all the row's tokens.
         """

@@ -13,7 +13,7 @@ from penstock.types.kv_dtype import KEY_GROUP, KvDtype
 F32 = NDArray[np.float32]
 
 SMALLEST_SCALE = np.float32(1e-24)
-"""Of an int8: its inverse is finite."""
+"""Smallest scale of an int8: its inverse is finite."""
 
 
 class KvCache:
@@ -63,7 +63,7 @@ class KvCache:
 
     @property
     def block_bytes(self) -> int:
-        """Of one block's keys and values, in all layers."""
+        """Bytes of one block's keys and values, in all layers."""
         return int(2 * self._keys[:, 0].nbytes)
 
     def read_block(self, block_id: int, out: memoryview) -> None:
@@ -76,7 +76,8 @@ class KvCache:
         self._keys[:, block_id], self._values[:, block_id] = np.frombuffer(content, np.float32).reshape(shape)
 
     def forget(self, block_ids: Sequence[int], num_kept: int) -> None:
-        """What these blocks hold after their first `num_kept` positions has no meaning any more: poison it, if asked to."""
+        """Poison, if asked to, the content of these blocks after their first `num_kept` positions: it has no meaning any
+        more."""
         if not self._poison:
             return
         for i, block_id in enumerate(block_ids):

@@ -1,7 +1,7 @@
 """The specification of sampling, one function per step of `types/sampling.py`; every backend's sampler is tested against it.
 
-Called by the reference executor, one row at a time; never sees a batch and never keeps state. What a row
-draws depends on its logits, its parameters and its own tokens alone.
+Called by the reference executor, one row at a time; never sees a batch and never keeps state. The token
+that a row draws depends on its logits, its parameters and its own tokens alone.
 
 Arithmetic: changes to logits are float32; weights, sums and probabilities are float64, added in ascending order of token id
 (for `top_p`, in order of likelihood). A logit that is NaN counts as -inf. Logits are never +inf.

@@ -44,7 +44,7 @@ def _grid(x: torch.Tensor) -> tuple[int, int]:
 
 @triton.jit
 def tanh(x):
-    """From exp2: Triton's core has no tanh. Of what is above 15 it is 1, and NaN stays NaN. Of float32."""
+    """tanh of float32, made of exp2: Triton's core has none. Above 15 it is 1, and NaN stays NaN."""
     x = tl.where(x > 15.0, 15.0, x)
     return 1.0 - 2.0 / (tl.math.exp2(x * 2.8853900817779268) + 1.0)  # 2 log2(e)
 

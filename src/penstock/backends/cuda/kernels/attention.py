@@ -33,13 +33,14 @@ if TYPE_CHECKING:
 DETERMINISTIC_SPLIT = 512
 """Positions of a part of the context, of which a deterministic step has as many as the context needs."""
 LEAST_SPLIT_TILES = 2
-"""Of a part otherwise: a shorter one costs more in merging than it wins."""
+"""Tiles of a part otherwise: a shorter one costs more in merging than it wins."""
 PROGRAMS_PER_MULTIPROCESSOR = 16
-"""Of a decode: some three run at once, and the more there are, the less of the device idles while the last ones end."""
+"""Programs of a decode: some three run at once, and the more there are, the less of the device idles while the last ones
+end."""
 LEAST_PREFILL_PART = 512
 """Positions of a part of a prefill's context."""
 MAX_WORKSPACE_BYTES = 256 << 20
-"""Of a deterministic decode. What needs more is computed by the prefill kernel, whose bits are the same."""
+"""Workspace of a deterministic decode. A larger one is computed by the prefill kernel, whose bits are the same."""
 LARGE_SHARED_BYTES = 200 << 10
 """That a program can have on an H100 and later ones for servers: 227 KiB. An A100 has 163, those of desktops 99."""
 SPARE_SHARED_BYTES = 8 << 10
@@ -47,18 +48,18 @@ SPARE_SHARED_BYTES = 8 << 10
 DECODE_TILE = 64
 """Positions."""
 DECODE_SHARED_BYTES = 72 << 10
-"""Of one program's tiles of keys and values: three programs share an H100's multiprocessor."""
+"""Shared memory of one program's tiles of keys and values: three programs share an H100's multiprocessor."""
 PARTS_PER_MULTIPROCESSOR = 64
-"""Of a KV head's queries, that the workspace has room for: half of a prefill's tile."""
+"""Parts of a KV head's queries that the workspace has room for: half of a prefill's tile."""
 
 
 @dataclass(frozen=True, slots=True)
 class Multiprocessors:
-    """What grids and tiles are chosen for."""
+    """The device's multiprocessors, for which grids and tiles are chosen."""
 
     count: int
     shared_bytes: int
-    """Of a program, at most."""
+    """Bytes that a program has at most."""
 
     @staticmethod
     def of(device: torch.device) -> Multiprocessors:
@@ -207,7 +208,7 @@ def _cut(
 def decode_programs(
     workspace: AttentionWorkspace, *, num_rows: int, max_seq_len: int, num_heads: int, num_kv_heads: int, deterministic: bool
 ) -> int:
-    """Of a decode of so many rows, of which the longest may have `max_seq_len` positions: programs for each row and KV head,
+    """Programs of a decode of so many rows, whose longest may have `max_seq_len` positions: for each row and KV head,
     of which those that find nothing to do in their row leave at once. 0: the prefill kernel computes it."""
     splits = _cut(
         workspace,
@@ -356,7 +357,7 @@ class _Launch:
 
     @property
     def _factor(self) -> float:
-        """Of scores in exponents of two: they are capped ones with a softcap, else the bare products."""
+        """Factor of scores in exponents of two: scores are capped ones with a softcap, else the bare products."""
         return LOG2_E if self.softcap > 0 else self.scale * LOG2_E
 
     def _split_tiles(self, shape: _Shape) -> int:

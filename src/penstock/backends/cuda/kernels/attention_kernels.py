@@ -67,7 +67,7 @@ def decode_kernel(
     LEAST_TILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Of one row with one query, one KV head: every so many parts of its context, as many as there are programs for it.
+    """Attend for one row with one query and one KV head to every n-th part of its context, n being the programs for it.
 
     `is_direct` says that there is one part: the answer.
     """

@@ -14,7 +14,7 @@ from penstock.backends.cuda.kernels.numbers import float8_as_float, quarter_weig
 from penstock.backends.cuda.weights import QUARTER_COLS, STEP_COLS, TILE_ROWS, DenseMatrix, Matrix, QuantisedMatrix
 
 LOOKUP_COLS = 1024
-"""Of a program."""
+"""Columns of a program."""
 
 
 def look_up(out: torch.Tensor, matrix: Matrix, row_ids: torch.Tensor, scale: float = 1.0) -> None:

@@ -24,7 +24,7 @@ from penstock.backends.cuda.weights import QUARTER_COLS, STEP_COLS, TILE_ROWS, D
 PROGRAMS = 264
 """Wanted at least: two for each multiprocessor of an H200. A constant, so that the bits are the same on every device."""
 LEAST_STEPS = 8
-"""Of a split."""
+"""Steps of a split, at least."""
 FIXED_BLOCK_TOKENS = 64
 MAX_PARALLEL_TOKENS = 128
 """Beyond, there are programs enough, and sums of splits in memory would be larger than the matrix."""
@@ -39,7 +39,7 @@ class Cut:
 
 
 def cut(matrix: Matrix) -> Cut:
-    """Of the matrix alone."""
+    """The cut of a product, which depends on the matrix alone."""
     num_steps = triton.cdiv(matrix.num_cols, STEP_COLS)
     wanted = triton.cdiv(PROGRAMS, triton.cdiv(matrix.num_rows, TILE_ROWS))
     return Cut(num_steps, max(1, min(wanted, num_steps // LEAST_STEPS)))

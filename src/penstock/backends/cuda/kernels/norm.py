@@ -54,7 +54,7 @@ def layer_norm(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: t
 
 
 def _num_warps(width: int) -> int:
-    """Of width alone: how many there are decides the order in which a row is added up."""
+    """Number of warps, by width alone: it decides the order in which a row is added up."""
     return min(16, max(1, triton.next_power_of_2(width) // 512))
 
 

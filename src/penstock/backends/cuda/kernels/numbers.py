@@ -1,4 +1,4 @@
-"""What stored words mean as numbers, in Triton: device functions of every kernel that reads matrices. Launches nothing.
+"""Turns stored words into numbers, in Triton: device functions of every kernel that reads matrices. Launches nothing.
 
 Integers of 4 or 8 bits, and fp8 (e4m3), become bf16, float16 or float32 by putting their bits where those of such a number are;
 a conversion takes several times as long.
@@ -37,7 +37,7 @@ def _masked(
 
 @triton.constexpr_function
 def _masking(shift: int, mask: int, magic: int) -> str:
-    """PTX of `_masked` on two words in one register. What the shift brings over from the upper word is masked."""
+    """PTX of `_masked` on two words in one register. Bits that the shift brings over from the upper word are masked."""
     both = 0x10001
     look_up = (0xF0 & 0xCC) ^ 0xAA  # (a & b) ^ c
     return f"""{{

@@ -159,13 +159,13 @@ def _walk_tiles(
 
 @triton.jit
 def _base(top, factor):
-    """What all exponents are taken less of; 0 before there is any score, since -inf less -inf is no number."""
+    """The number subtracted from all exponents; 0 before there is any score, since -inf less -inf is no number."""
     return tl.where(top == float("-inf"), 0.0, top) * factor
 
 
 @triton.jit
 def _blocks(table_ptr, tile, end, num_positions, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
-    """Of a tile's positions: one, or [TILE]. The null block where there is none, as after the last tile."""
+    """Blocks of a tile's positions: one, or [TILE]. The null block where there is none, as after the last tile."""
     if BLOCK_SIZE % TILE == 0:
         return tl.load(table_ptr + tile * TILE // BLOCK_SIZE, mask=tile < end, other=0)
     else:

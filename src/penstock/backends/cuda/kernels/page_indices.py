@@ -20,7 +20,7 @@ PAGES_AT_ONCE = 1024
 
 @triton.jit(do_not_specialize=["tables_ptr", "indptr_ptr", "table_stride"])
 def page_indices_kernel(out_ptr, tables_ptr, indptr_ptr, table_stride, PAGES: tl.constexpr):
-    """Of one row."""
+    """Writes the page indices of one row."""
     row = tl.program_id(0)
     begin = tl.load(indptr_ptr + row)
     count = tl.load(indptr_ptr + row + 1) - begin

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from penstock.backends.cuda.step import StepTensors
 
 HEADS_PER_PROGRAM = 8
-"""Of `rope` alone."""
+"""Heads that a program of `rope` alone turns."""
 UNSPECIALISED = ["positions_ptr", "slots_ptr"]
 """Arrays of a step, which may lie anywhere: nothing is to be compiled for where they do."""
 SMALLEST_SCALE = tl.constexpr(1e-24)
-"""Of an int8, as in the reference: its inverse is finite."""
+"""Smallest scale of an int8, as in the reference: its inverse is finite."""
 
 
 def rope_table(

@@ -66,7 +66,7 @@ def _above(
     BLOCK: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Of the tokens above each of N int32 keys: how many there are, or their weight. float64 [N]"""
+    """Number or weight of the tokens above each of N int32 keys. float64 [N]"""
     sums = tl.zeros((N, BLOCK), tl.float64)
     for start in range(0, VOCAB_SIZE, BLOCK):
         _, x = _load(row, start, VOCAB_SIZE, BLOCK)
@@ -111,7 +111,7 @@ def _num_equal(row, key, VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _weight_of_key(key, largest, inverse_temperature):
-    """Of the logit with this key."""
+    """Weight of the logit with this key."""
     bits = key ^ ((key >> 31) & 0x7FFFFFFF)
     return _weights(bits.to(tl.float32, bitcast=True), largest, inverse_temperature)
 

@@ -102,7 +102,7 @@ def add_splits_and_gate(out: torch.Tensor, splits: Splits, bias: torch.Tensor | 
 def finish(
     total, bias_ptr, residual_ptr, residual_at, rows, row_mask, mask, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr
 ):
-    """What is added to a product."""
+    """The terms that are added to a product."""
     if HAS_BIAS:
         total += tl.load(bias_ptr + rows, mask=row_mask, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
