@@ -249,6 +249,22 @@ class TestGuard:
         with pytest.raises(PolicyError, match=r"eviction .* answered 'none' in choose, .* a group that has blocks"):
             run_to_completion(core, executor, third)
 
+    def test_an_eviction_need_not_look_at_sizes(self):
+        class ByTenant:
+            def group_of(self, request):
+                return request.tenant
+
+            def choose(self):
+                return "light"
+
+        capacity = replace(HashExecutor().capacity, **TIGHT)
+        core, executor = make_core(capacity, make_policies(eviction=ByTenant())), HashExecutor(capacity)
+        first, again = make_request("1", [1] * 16, max_tokens=1, tenant="light"), make_request("4", [3] * 16, max_tokens=1)
+        others = [make_request("2", [2] * 16, max_tokens=1, tenant="heavy"), make_request("3", [3] * 24, max_tokens=1)]
+        for request in (first, *others, again):
+            run_to_completion(core, executor, Add(request))
+        assert again.num_cached_tokens, "blocks of others were given up"
+
     def test_max_running_is_within_the_capacity(self):
         policy = type("Own", (), {"max_running": lambda self, capacity: 999, "decide": lambda self, view: GateDecision(1)})()
         with pytest.raises(PolicyError, match="answered 999 in max_running, and must answer a number of requests from 1 to"):

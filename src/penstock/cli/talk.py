@@ -71,7 +71,9 @@ _OPTIONS = (
 
 def talk_options(command: _Command) -> _Command:
     """Adds the options of a talk, then the settings of the engine below it."""
-    command = config_options("model", "kv", "backend", without=("served_model_name", "kv_watermark", "kv_eviction"))(command)
+    command = config_options(
+        "model", "kv", "backend", without=("served_model_name", "kv_watermark", "kv_eviction", "kv_eviction_args")
+    )(command)
     for option in reversed(_OPTIONS):
         command = option(command)
     return command

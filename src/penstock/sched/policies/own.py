@@ -164,11 +164,8 @@ def parameters_of(factory: Callable[..., object]) -> Mapping[str, Parameter]:
         parameters = signature(factory).parameters
     except ValueError:
         return {}
-    return {
-        key: value
-        for key, value in parameters.items()
-        if value.kind not in (Parameter.POSITIONAL_ONLY, Parameter.VAR_POSITIONAL)
-    }
+    unnamed = (Parameter.POSITIONAL_ONLY, Parameter.VAR_POSITIONAL)
+    return {key: value for key, value in parameters.items() if value.kind not in unnamed and not key.startswith("_")}
 
 
 def _checked_arguments(
@@ -237,17 +234,16 @@ class _Guard:
                 continue
             if not callable(default):
                 setattr(self, key, getattr(policy, key, default))
-            elif not hasattr(policy, key):
-                if key in required:
-                    raise _lacks(seam, name, key)
-                setattr(self, key, default.__get__(self))
-            elif getattr_static(type(policy), key, None) is default:
-                setattr(self, key, getattr(policy, key))
-            else:
-                setattr(self, key, self._guarded(key, getattr(policy, key), default))
-                if key == "outranks" and not getattr(policy, "has_ranks", False):
-                    remedy = "Say has_ranks = True in its class, or leave outranks out."
-                    raise OwnPolicyError(seam, name, "has a method outranks, which is never asked.", remedy=remedy)
+                continue
+            if not hasattr(policy, key) and key in required:
+                raise _lacks(seam, name, key)
+            is_own = hasattr(policy, key) and getattr_static(type(policy), key, None) is not default
+            if is_own and key == "outranks" and not getattr(policy, "has_ranks", False):
+                remedy = "Say has_ranks = True in its class, or leave outranks out."
+                raise OwnPolicyError(seam, name, "has a method outranks, which is never asked.", remedy=remedy)
+            call = getattr(policy, key) if hasattr(policy, key) else default.__get__(self)
+            # By the calls of `resized` the guard knows the groups, also if the policy does not look at them.
+            setattr(self, key, self._guarded(key, call, default) if is_own or key == "resized" else call)
 
     def __getattr__(self, key: str) -> object:
         """Other attributes are those of the policy itself."""
