@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
+from fastapi.encoders import jsonable_encoder
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
+from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request as HttpRequest
@@ -19,7 +20,7 @@ from penstock.config import ServerConfig
 from penstock.config.keys import api_keys
 from penstock.deploy.running import RunningModel
 from penstock.serve.http.checks import KeyRing, RequestChecks
-from penstock.serve.http.routes import JsonEndpoint, JsonRoutesLayer
+from penstock.serve.http.routes import JsonEndpoint, takes_json
 from penstock.serve.openai.bodies import IgnoredParameters
 from penstock.serve.openai.endpoints import ChatEndpoint, CompletionsEndpoint
 from penstock.serve.openai.errors import from_http_exception
@@ -36,13 +37,12 @@ from penstock.serve.ops.status import StatusEndpoint
 
 def create_app(running: RunningModel, config: ServerConfig) -> FastAPI:
     """The ASGI application over a started model. Raises `ConfigError` if the key file is no use."""
-    json_routes = _json_routes(running, config, in_flight := InFlight(running, config))
-    router = _router(running, in_flight, json_routes)
+    router = _router(running, config)
     app = FastAPI(
         title="Penstock",
         version=penstock.__version__,
         description="An OpenAI-compatible server for language models.",
-        middleware=_layers(running, config, json_routes),
+        middleware=_layers(running, config),
         exception_handlers={
             HTTPException: _http_exception_handler(router),
         },
@@ -61,16 +61,7 @@ def create_app(running: RunningModel, config: ServerConfig) -> FastAPI:
     return app
 
 
-@dataclass(frozen=True, slots=True)
-class _JsonRoute:
-    path: str
-    summary: str
-    body_type: type[Body]
-    endpoint: JsonEndpoint
-
-
-def _layers(running: RunningModel, config: ServerConfig, json_routes: Sequence[_JsonRoute]) -> list[Middleware]:
-    """Outermost first. Plain ASGI, as every request passes through them."""
+def _layers(running: RunningModel, config: ServerConfig) -> list[Middleware]:
     keys = api_keys(config)
     return [
         Middleware(
@@ -79,25 +70,31 @@ def _layers(running: RunningModel, config: ServerConfig, json_routes: Sequence[_
             keys=KeyRing(keys) if keys else None,
             max_body_bytes=config.max_body_bytes,
         ),
-        Middleware(JsonRoutesLayer, routes={route.path: route.endpoint for route in json_routes}),
     ]
 
 
-def _json_routes(running: RunningModel, config: ServerConfig, in_flight: InFlight) -> list[_JsonRoute]:
+def _router(running: RunningModel, config: ServerConfig) -> APIRouter:
+    router = APIRouter()
+    in_flight = InFlight(running, config)
     ignored = IgnoredParameters() if config.ignore_unknown_parameters else None
     reader, tokens = Reader(running, config, ignored), TokenizeEndpoint(running, config, ignored)
-    return [
-        _JsonRoute("/v1/completions", "Complete", CompletionBody, CompletionsEndpoint(reader, in_flight).create),
-        _JsonRoute("/v1/chat/completions", "Chat", ChatCompletionBody, ChatEndpoint(reader, in_flight).create),
-        _JsonRoute("/tokenize", "Tokenize", TokenizeBody, tokens.tokenize),
-        _JsonRoute("/detokenize", "Detokenize", DetokenizeBody, tokens.detokenize),
+    json_table: list[tuple[str, str, type[Body], JsonEndpoint]] = [
+        ("/v1/completions", "Complete", CompletionBody, CompletionsEndpoint(reader, in_flight).create),
+        ("/v1/chat/completions", "Chat", ChatCompletionBody, ChatEndpoint(reader, in_flight).create),
+        ("/tokenize", "Tokenize", TokenizeBody, tokens.tokenize),
+        ("/detokenize", "Detokenize", DetokenizeBody, tokens.detokenize),
     ]
-
-
-def _router(running: RunningModel, in_flight: InFlight, json_routes: Sequence[_JsonRoute]) -> APIRouter:
-    router = APIRouter()
-    for route in json_routes:
-        router.add_api_route(route.path, _described(route), methods=["POST"], summary=route.summary, response_model=None)
+    for path, summary, body_type, endpoint in json_table:
+        router.add_api_route(
+            path,
+            takes_json(endpoint),
+            methods=["POST"],
+            name=endpoint.__name__,
+            summary=summary,
+            description=endpoint.__doc__,
+            openapi_extra=_described(body_type),
+            response_model=None,
+        )
     models, status, requests = ModelsEndpoint(running.model), StatusEndpoint(running), RequestsEndpoint(in_flight)
     table: list[tuple[str, str, str, Callable[..., Coroutine[Any, Any, Any]]]] = [
         ("GET", "/v1/models", "List models", models.list),
@@ -112,24 +109,21 @@ def _router(running: RunningModel, in_flight: InFlight, json_routes: Sequence[_J
         ("GET", "/version", "Version", status.version),
         ("GET", "/metrics", "Metrics", status.metrics),
     ]
-    for method, path, summary, endpoint in table:
-        router.add_api_route(path, endpoint, methods=[method], summary=summary, response_model=None)
+    for method, path, summary, answer in table:
+        router.add_api_route(path, answer, methods=[method], summary=summary, response_model=None)
         if method == "GET":
-            # What HEAD answers is known from GET (RFC 9110, 9.3.2), so the document needs no second description.
-            router.add_api_route(path, endpoint, methods=["HEAD"], include_in_schema=False, response_model=None)
+            # HEAD answers as GET does (RFC 9110, 9.3.2), so the document needs no second description.
+            router.add_api_route(path, answer, methods=["HEAD"], include_in_schema=False, response_model=None)
     return router
 
 
-def _described(route: _JsonRoute) -> Callable[..., Coroutine[Any, Any, None]]:
-    """FastAPI writes its document from this. It is never called, as `JsonRoutesLayer` answers the path."""
+_SCHEMAS = "#/components/schemas/"
 
-    async def endpoint(body: Any) -> None:
-        del body
-        raise AssertionError(f"{route.path} was not answered by its layer")
 
-    endpoint.__annotations__["body"] = route.body_type
-    endpoint.__name__, endpoint.__doc__ = route.endpoint.__name__, route.endpoint.__doc__
-    return endpoint
+def _described(body_type: type[Body]) -> dict[str, Any]:
+    """The body that an operation takes, for the OpenAPI document."""
+    schema = {"$ref": f"{_SCHEMAS}{body_type.__name__}"}
+    return {"requestBody": {"content": {"application/json": {"schema": schema}}, "required": True}}
 
 
 def _api_routes(router: APIRouter) -> list[APIRoute]:
@@ -150,15 +144,17 @@ def _http_exception_handler(router: APIRouter) -> Callable[[HttpRequest, Excepti
 
 
 def _openapi_writer(app: FastAPI) -> Callable[[], dict[str, Any]]:
-    """FastAPI's document, with our error object in place of its 422, which we never answer."""
+    """FastAPI's document, with the bodies that it does not read itself, and the error object of every route."""
 
     def write() -> dict[str, Any]:
         if app.openapi_schema is None:
             document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
             schemas = document.setdefault("components", {}).setdefault("schemas", {})
+            bodies: list[type[Body]] = [CompletionBody, ChatCompletionBody, TokenizeBody, DetokenizeBody]
+            _, described = models_json_schema([(body, "validation") for body in bodies], ref_template=_SCHEMAS + "{model}")
+            schemas |= jsonable_encoder(described["$defs"], exclude_none=True) | {"Error": _ERROR_SCHEMA}
             for name in ("HTTPValidationError", "ValidationError"):
                 schemas.pop(name, None)
-            schemas["Error"] = _ERROR_SCHEMA
             for operation in (operation for path in document["paths"].values() for operation in path.values()):
                 operation["responses"].pop("422", None)
                 operation["responses"]["default"] = _ERROR_RESPONSE

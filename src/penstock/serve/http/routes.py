@@ -1,17 +1,17 @@
-"""Answers the routes that take a JSON body: takes the body in and calls the endpoint. The innermost layer of the app.
+"""Endpoints that take a JSON body: the body is taken in, and errors become answers. `app` wraps them and routes to them.
 
-FastAPI has the same routes in its table, writes the OpenAPI document from them and answers all others. It would find out anew
-for every request what an endpoint is called with, which costs several times what the endpoints do themselves; here every one
-is called with the body and the request.
+FastAPI would parse a body of any size on the event loop, check it anew in its own way and answer with errors of its own shape.
+So its routes take the request alone, and the bytes of the body are read here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope
 
 from penstock.serve.http.checks import headers_of
 from penstock.serve.openai.errors import ApiError, from_rejected, invalid, not_an_object, unsupported_encoding
@@ -21,30 +21,18 @@ JsonEndpoint = Callable[[bytes, HttpRequest], Awaitable[Response]]
 """Called with the body, which is not empty and says that it is JSON, and with the request, whose body was read."""
 
 
-class JsonRoutesLayer:
-    def __init__(self, app: ASGIApp, routes: Mapping[str, JsonEndpoint]) -> None:
-        """`routes`: endpoints by their paths; the method is POST."""
-        self._app = app
-        self._routes = routes
+def takes_json(answer: JsonEndpoint) -> Callable[[HttpRequest], Coroutine[Any, Any, Response]]:
+    """An endpoint for FastAPI, which reads the body and calls `answer`."""
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        endpoint = self._routes.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
-        if endpoint is None:
-            await self._app(scope, receive, send)
-            return
-        response = await self._answer(scope, receive, endpoint)
-        await response(scope, receive, send)
-
-    async def _answer(self, scope: Scope, receive: Receive, endpoint: JsonEndpoint) -> Response:
-        """A function of its own, so that nothing holds the body while the answer is streamed."""
+    async def endpoint(http: HttpRequest) -> Response:
         try:
-            _refuse_encoding(scope)
-            data = await _read(receive)
-            if not data or not _is_json(scope):
-                raise not_an_object()
-            return await endpoint(data, HttpRequest(scope, receive))
+            # Not `http.body()`: FastAPI keeps this request, and would keep the body in it while the answer is streamed.
+            data = await _read(http.scope, http.receive)
+            return await answer(data, http)
         except (ApiError, Rejected) as error:
             return _refusal(error)
+
+    return endpoint
 
 
 def _refusal(error: ApiError | Rejected) -> Response:
@@ -53,8 +41,16 @@ def _refusal(error: ApiError | Rejected) -> Response:
     return (from_rejected(error) if isinstance(error, Rejected) else error).response()
 
 
-async def _read(receive: Receive) -> bytes:
-    """The whole body. Raises `ApiError` if the client leaves before, which nobody gets to read."""
+async def _read(scope: Scope, receive: Receive) -> bytes:
+    """The whole body, checked to be there and to be called JSON. Raises `ApiError`, also if the client leaves in the middle."""
+    _refuse_encoding(scope)
+    data = await _whole_body(receive)
+    if not data or not _is_json(scope):
+        raise not_an_object()
+    return data
+
+
+async def _whole_body(receive: Receive) -> bytes:
     message = await receive()
     data: bytes = message.get("body", b"")
     if message["type"] == "http.request" and not message.get("more_body"):

@@ -48,8 +48,10 @@ _MAX_TOLD_CHARS = 200
 
 
 class ApiError(HTTPException):
-    """An answer other than 200. Raised anywhere below an endpoint, turned into a response by `json_routes` or, for routes
-    without a body, by the app's handler of Starlette's exceptions, of which it is one.
+    """An answer other than 200, raised anywhere below an endpoint.
+
+    `http/routes.py` turns it into a response. For routes without a body the app's handler of Starlette's exceptions does, of
+    which it is one.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """The last pass of a chat or a completion: from the chunks of a running call to one JSON answer, or to server-sent events.
 
-An event is built as bytes, once per step and client, from parts prepared beforehand. The first events and the last are sent by
-the call's own task; all between are written to the connection in the moment in which the step's chunks arrive, without waking
-a task for each. If a client is slow, the task sends to it, by messages of ASGI. A stream has an honest end: `[DONE]` after a
-complete answer, an error object and nothing more after any other.
+An event is built as bytes, once per step and client, from parts prepared beforehand. The call's own task sends the first events
+and the last, as messages of ASGI. All between are written to the connection in the moment in which the step's chunks arrive,
+without waking a task for each, unless the client is slow. A stream has an honest end: `[DONE]` after a complete answer, an
+error object and nothing more after any other.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any, ClassVar
 import orjson
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from penstock.deploy.off_loop import OffLoop
 from penstock.deploy.running import RunningModel
 from penstock.engine.ports import OutputChunk
 from penstock.obs.timings import RequestTimings
-from penstock.serve.http.checks import ID_HEADER, identity_of
+from penstock.serve.http.checks import identity_of
 from penstock.serve.http.connection import CLIENT_LEFT, ClientWatch, DirectLine, direct_line
 from penstock.serve.openai.call import Terms
 from penstock.serve.openai.errors import ApiError, cancelled, deadline_exceeded, from_finish, internal
@@ -374,17 +374,18 @@ class EventStream(Response):
         try:
             # The times of the choice that spoke first.
             timing = _timings(self._call.terms, self._first_chunks[0]).server_timing_so_far()
-            out = _Output(self._line, send, request_id, timing)
+            headers = [*_HEADERS, (b"server-timing", timing.encode())]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
             try:
-                await self._send_events(out)
+                await self._send_events(send)
             except Exception:
                 _log.exception("request %s failed while it was streamed", request_id)
-                await out.send(_error_event(internal(request_id)), more=False)
+                await send(_piece(_error_event(internal(request_id)), more=False))
         finally:
             self._watch.stop()
             self._call.close()
 
-    async def _send_events(self, out: _Output) -> None:
+    async def _send_events(self, send: Send) -> None:
         stream = self._call.stream
         data = self._writer.begin()
         chunks = self._first_chunks
@@ -392,19 +393,19 @@ class EventStream(Response):
             events, error = self._write(chunks)
             data += events
             if error is not None:
-                await out.send(data + _error_event(error), more=False)
+                await send(_piece(data + _error_event(error), more=False))
                 return
             if stream.is_ended:
-                await out.send(data + self._writer.end() + DONE, more=False)
+                await send(_piece(data + self._writer.end() + DONE, more=False))
                 return
-            if data or not out.has_begun:
-                await out.send(data, more=True)
+            if data:
+                await send(_piece(data, more=True))
                 data = b""
             if self._line is not None:
                 await stream.pass_to(self._write_directly)
             chunks = await stream.next_chunks()
         # Only a client that left gets here; the server ignores what is sent to it, but wants to see an end.
-        await out.send(b"", more=False)
+        await send(_piece(b"", more=False))
 
     def _write_directly(self, chunks: list[OutputChunk]) -> bool:
         """False if these chunks need the task: one ends its choice, or the client is slow."""
@@ -433,34 +434,8 @@ class EventStream(Response):
         return b"".join(parts), None
 
 
-class _Output:
-    """The way out of one stream: directly, or by ASGI messages where the client is slow or the server is not ours."""
-
-    def __init__(self, line: DirectLine | None, send: Send, request_id: str, timing: str) -> None:
-        self._line = line
-        self._send = send
-        self._request_id = request_id.encode()
-        self._timing = (b"server-timing", timing.encode())
-        self.has_begun = False
-        """The head was sent."""
-
-    async def send(self, events: bytes, *, more: bool) -> None:
-        data = whole_lines(events)
-        line = self._line
-        has_begun, self.has_begun = self.has_begun, True
-        if line is None or line.is_slow:
-            if not has_begun:
-                # The layer of the request's id adds it.
-                await self._send({"type": "http.response.start", "status": 200, "headers": [*_HEADERS, self._timing]})
-            await self._send({"type": "http.response.body", "body": data, "more_body": more})
-            return
-        if not has_begun:
-            line.begin((*_HEADERS, self._timing, (ID_HEADER, self._request_id)), data)
-            data = b""
-        if not more:
-            line.end(data)
-        elif data:
-            line.write(data)
+def _piece(events: bytes, *, more: bool) -> Message:
+    return {"type": "http.response.body", "body": whole_lines(events), "more_body": more}
 
 
 def whole_lines(events: bytes) -> bytes:
