@@ -1,5 +1,6 @@
 """The KV manager: owns every request's block table, from its first block to its last. Called by the scheduler alone; never
-decides who runs.
+decides which request runs. Its parts can be asked directly: `pool` counts blocks, `prefix` finds shared content, `swapping` moves
+blocks to and from a tier below.
 
 How a table of block size 4 looks while a request of 11 tokens, 9 of them computed, is about to compute 2 more:
 
