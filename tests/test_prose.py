@@ -17,13 +17,11 @@ HEADLESS = re.compile(r"(Who|Whom|Whose|Whoever|What|Whatever|Of)\b")
 NOT_YET_CLEAN = {
     "src/penstock/backends",
     "src/penstock/engine",
-    "src/penstock/models",
     "src/penstock/sched",
     "src/penstock/serve",
     "src/penstock/types",
     "tests/backends",
     "tests/engine",
-    "tests/models",
     "tests/sched",
     "tests/server",
 }

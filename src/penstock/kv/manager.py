@@ -1,5 +1,5 @@
 """The KV manager: owns every request's block table, from its first block to its last. Called by the scheduler alone; never
-decides which request runs. Its parts can be asked directly: `pool` counts blocks, `prefix` finds shared content, `swapping` moves
+decides which request runs. Callers ask the parts directly: `pool` counts blocks, `prefix` finds shared ones, `swapping` moves
 blocks to and from a tier below.
 
 How a table of block size 4 looks while a request of 11 tokens, 9 of them computed, is about to compute 2 more:
