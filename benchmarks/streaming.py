@@ -33,8 +33,8 @@ from penstock.deploy.device import max_rows, max_step_tokens
 from penstock.deploy.sizing import KvPlan
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
 from penstock.models.weights import LoadedModel
-from penstock.serve.http.server import run_server
 from penstock.serve.openai import write
+from penstock.serve.server import run_server
 from penstock.text.tokenizer import load_tokenizer
 from penstock.types.plan import Capacity, StepPlan, Ticket
 from penstock.types.result import StepResult, StepTiming

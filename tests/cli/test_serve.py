@@ -201,7 +201,7 @@ def test_a_variable_for_a_file_of_keys_or_a_certificate_is_not_empty(name: str) 
 
 def test_a_server_that_fails_closes_the_engine(penstock: Penstock, tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
-        "import penstock.serve.http.server as server\n"
+        "import penstock.serve.server as server\n"
         "def fail(*args, **kwargs):\n    raise server.ConfigError('It broke.')\n"
         "server.run_server = fail\n"
     )

@@ -24,7 +24,7 @@ from penstock.obs.metrics import Metrics, ObserverGroup, TokenObserverGroup
 from penstock.obs.signals import Signals
 from penstock.serve.app import create_app
 from penstock.serve.http.listener import bind_socket
-from penstock.serve.http.server import Server
+from penstock.serve.server import Server
 from penstock.testing import HashExecutor, HashModel, make_core
 from penstock.text.chat import ChatTemplate
 from penstock.text.grammar import Grammars

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from starlette.requests import Request as HttpRequest
 
+from penstock.serve.errors import ApiError
 from penstock.serve.http.connection import ClientWatch, unless_gone
-from penstock.serve.openai.errors import ApiError
 
 
 class Client:

@@ -11,7 +11,7 @@ from test_completions import oracle
 from penstock.clock import VirtualClock
 from penstock.config import ServerConfig
 from penstock.serve.app import create_app
-from penstock.serve.openai.errors import from_finish
+from penstock.serve.errors import from_finish
 from penstock.testing import FailingExecutor, HashExecutor
 from penstock.types.errors import RejectReason
 from penstock.types.plan import Capacity

@@ -1,7 +1,7 @@
 """Attributes of uvicorn and asyncio that no documentation promises, and that `serve/http` reads or overrides.
 
 Without them bounds on clients would be missing that no other test may notice on every platform: a new version of a library
-fails here first. The remedy is to read `serve/http/connection.py` and `server.py` beside the new version.
+fails here first. The remedy is to read `serve/http/connection.py` and `serve/server.py` beside the new version.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from uvicorn.server import ServerState
 
 from penstock.serve.http import connection
 from penstock.serve.http.connection import HttpConnection
-from penstock.serve.http.server import Server
+from penstock.serve.server import Server
 
-REMEDY = "read serve/http/connection.py and server.py beside the new version, or hold the library back in pyproject.toml"
+REMEDY = "read serve/http/connection.py and serve/server.py beside the new version, or hold the library back in pyproject.toml"
 
 PROTOCOL = ("app", "cycle", "flow", "headers", "loop", "parser", "pipeline", "server_state", "scope", "transport")
 PROTOCOL += ("timeout_keep_alive", "timeout_keep_alive_task")

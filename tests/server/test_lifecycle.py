@@ -15,7 +15,7 @@ from harness import GatedExecutor, LiveServer, make_runtime, running, until, wai
 
 from penstock.config import ServerConfig
 from penstock.serve.http.listener import bind_socket
-from penstock.serve.http.server import ready_text, run_server, warn_if_open
+from penstock.serve.server import ready_text, run_server, warn_if_open
 from penstock.types.errors import ConfigError
 
 LONG = {"prompt": "hello", "max_tokens": 20, "temperature": 0, "stream": True}
@@ -151,7 +151,7 @@ def test_run_server_returns_the_exit_code():
     servers = []
 
     def serve():
-        import penstock.serve.http.server as module
+        import penstock.serve.server as module
 
         class Spy(module.Server):
             def __init__(self, *args, **kwargs):
@@ -182,7 +182,7 @@ import asyncio, ctypes, sys
 sys.path.insert(0, {folder!r})
 import harness
 from penstock.config import ServerConfig
-from penstock.serve.http.server import run_server
+from penstock.serve.server import run_server
 
 def lock_twice(library):
     mutex = ctypes.create_string_buffer(64)
@@ -309,7 +309,7 @@ def test_useless_tls_files_are_refused_with_a_remedy(runtime, files):
 
 
 def test_importing_the_server_stays_light():
-    code = "import sys, penstock.serve.http.server; print(sorted({name.split('.')[0] for name in sys.modules}))"
+    code = "import sys, penstock.serve.server; print(sorted({name.split('.')[0] for name in sys.modules}))"
     modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     for heavy in ("openai", "httpx", "rich", "jinja2", "prometheus_client", "numpy", "torch"):
         assert f"'{heavy}'" not in modules, heavy

@@ -12,8 +12,8 @@ from test_chat import HI_PROMPT
 from test_completions import oracle
 from test_errors import CHAT, COMPLETIONS, check
 
+from penstock.serve.errors import ApiError
 from penstock.serve.openai.bodies import MAX_LOGGED_CHARS, MAX_LOGGED_NAMES, IgnoredParameters, parse_body
-from penstock.serve.openai.errors import ApiError
 from penstock.serve.openai.schemas import (
     ChatCompletionBody,
     ChatMessage,

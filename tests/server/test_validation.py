@@ -10,9 +10,9 @@ from harness import END_ID, VOCAB_SIZE, make_tokenizer
 from penstock.clock import WallClock
 from penstock.config import ServerConfig
 from penstock.deploy.running import ModelInfo, SamplingDefaults, Sources
+from penstock.serve.errors import ApiError
 from penstock.serve.http.checks import RequestIdentity
 from penstock.serve.openai.call import TokenPrompt
-from penstock.serve.openai.errors import ApiError
 from penstock.serve.openai.logprobs import ChatLogprobs, CompletionLogprobs
 from penstock.serve.openai.read import Reader
 from penstock.serve.openai.run import tokenise

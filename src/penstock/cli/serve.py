@@ -36,7 +36,7 @@ def serve(**values: Any) -> None:
     raise_open_files_limit()
     connection_limit(config.server)  # so that one too high is told before the model is loaded
     with bind_socket(config.server.host, config.server.port) as listener, ThreadPoolExecutor(max_workers=1) as side:
-        server = side.submit(import_module, "penstock.serve.http.server")  # takes as long as a small model
+        server = side.submit(import_module, "penstock.serve.server")  # takes as long as a small model
         warn_of_unknown_variables()
         runtime = start_model(config, locate(config))
         try:

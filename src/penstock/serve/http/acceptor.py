@@ -21,9 +21,9 @@ import ssl
 from collections.abc import Callable
 from functools import partial
 
+from penstock.serve.errors import ApiError, unavailable
 from penstock.serve.http.connection import HttpConnection
 from penstock.serve.http.listener import NUM_EXTRA_CONNECTIONS
-from penstock.serve.openai.errors import ApiError, unavailable
 
 _log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock.serve.openai.errors import ApiError, cross_site, internal, invalid, invalid_api_key, request_too_large
+from penstock.serve.errors import ApiError, cross_site, internal, invalid, invalid_api_key, request_too_large
 from penstock.types.errors import ConfigError
 
 _log = logging.getLogger(__name__)

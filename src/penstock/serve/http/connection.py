@@ -28,7 +28,7 @@ import sys
 import termios
 from collections.abc import Callable, Coroutine
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, cast
+from typing import Any, ClassVar, Protocol, Self, TypeVar, cast
 from weakref import ref
 
 import httptools
@@ -37,8 +37,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from penstock.serve.http.checks import LINGER_S, OPEN_PATHS
-from penstock.serve.openai.errors import (
+from penstock.serve.errors import (
     ApiError,
     cancelled,
     invalid,
@@ -48,9 +47,7 @@ from penstock.serve.openai.errors import (
     unavailable,
     version_not_supported,
 )
-
-if TYPE_CHECKING:
-    from penstock.serve.http.acceptor import Acceptor
+from penstock.serve.http.checks import LINGER_S, OPEN_PATHS
 
 _log = logging.getLogger(__name__)
 
@@ -75,19 +72,31 @@ _DIRECT_LINE = "penstock.direct_line"
 _Result = TypeVar("_Result")
 
 
+class Places(Protocol):
+    """The acceptor, as its connections know it."""
+
+    def begin(self, connection: HttpConnection) -> bool: ...
+
+    def too_many(self) -> ApiError: ...
+
+    def idle(self, connection: HttpConnection) -> None: ...
+
+    def lost(self, connection: HttpConnection) -> None: ...
+
+
 class HttpConnection(HttpToolsProtocol):
     read_timeout_s: ClassVar[float] = 30.0
     write_timeout_s: ClassVar[float] = 60.0
 
-    def __init__(self, *args: Any, acceptor: Acceptor, max_body_bytes: int, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, acceptor: Places, max_body_bytes: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._acceptor = acceptor
         self._max_body_bytes = max_body_bytes
         self.parser = self._make_parser()
         self._is_reading = False
-        """A request has begun and not ended."""
+        """True while a request has begun and not ended."""
         self._is_in_head = False
-        """Its head has not ended."""
+        """True until its head has ended."""
         self._is_offered_upgrade = False
         self._is_refused = False
         self._refusal: ApiError | None = None
@@ -96,16 +105,16 @@ class HttpConnection(HttpToolsProtocol):
         self._num_bytes_at_check = 0
         self._num_bytes_without_body = 0
         self._has_news = False
-        """A request began, or a piece of body came, with the last bytes."""
+        """True if a request began, or a piece of body came, with the last bytes."""
         self._read_timer: asyncio.TimerHandle | None = None
         self._num_untaken_at_check = 0
         self._write_timer: asyncio.TimerHandle | None = None
-        """There while uvicorn's writing is paused."""
+        """Set while uvicorn's writing is paused."""
         self._num_untaken = 0
         self._taken_at_s = 0.0
         """When `_num_untaken` was set."""
         self._idle_timer: asyncio.TimerHandle | None = None
-        """There while the client takes the rest of an answer that the app has written."""
+        """Set while the client takes the rest of an answer that the app has written."""
         self._answering: RequestResponseCycle | None = None
         """The request that the app works on; `cycle` is the one that came last."""
 
@@ -173,7 +182,7 @@ class HttpConnection(HttpToolsProtocol):
             self._is_in_head = False
             cast("Scope", self.scope).setdefault("extensions", {})[_DIRECT_LINE] = DirectLine(self.cycle)
             if 0 < len(self.pipeline) <= _MAX_BEHIND:
-                # Who does not read does not notice either that the client leaves.
+                # A server that does not read does not notice either that the client leaves.
                 self.flow.resume_reading()
 
     def on_body(self, body: bytes) -> None:
@@ -346,7 +355,7 @@ class HttpConnection(HttpToolsProtocol):
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def _is_answering_earlier(self) -> bool:
-        """The answer that is being made belongs to an earlier request than the one that is read."""
+        """True if the answer that is made belongs to an earlier request than the one that is read."""
         return bool(self.pipeline) or (self._is_in_head and self.cycle is not None and not self.cycle.response_complete)
 
     def _refuse(self, error: ApiError, *, lingers: bool = True) -> None:

@@ -13,8 +13,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope
 
+from penstock.serve.errors import ApiError, from_rejected, invalid, not_an_object, unsupported_encoding
 from penstock.serve.http.checks import headers_of
-from penstock.serve.openai.errors import ApiError, from_rejected, invalid, not_an_object, unsupported_encoding
 from penstock.types.errors import Rejected
 
 JsonEndpoint = Callable[[bytes, HttpRequest], Awaitable[Response]]

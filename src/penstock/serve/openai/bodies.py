@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import orjson
 from pydantic import ValidationError
 
-from penstock.serve.openai.errors import from_finding, invalid
+from penstock.serve.errors import from_finding, invalid
 from penstock.serve.openai.schemas import Body
 from penstock.types.errors import counted
 

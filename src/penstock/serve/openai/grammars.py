@@ -13,8 +13,8 @@ from typing import Any
 import orjson
 
 from penstock.deploy.running import RunningModel
+from penstock.serve.errors import invalid
 from penstock.serve.openai.call import AskedGrammar
-from penstock.serve.openai.errors import invalid
 from penstock.serve.openai.schemas import GenerationBody, ResponseFormat, StructuredOutputs
 from penstock.text.grammar import Grammar, GrammarKind
 from penstock.types.errors import Rejected, RejectReason

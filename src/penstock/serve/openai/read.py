@@ -16,9 +16,9 @@ from starlette.types import Scope
 
 from penstock.config import ServerConfig
 from penstock.deploy.running import ModelInfo, RunningModel
+from penstock.serve.errors import invalid, model_not_found, shorten
 from penstock.serve.openai.bodies import IgnoredParameters, parse_body
 from penstock.serve.openai.call import AnswerOptions, AskedGrammar, Call, Conversation, Terms, TextPrompt, TokenPrompt
-from penstock.serve.openai.errors import invalid, model_not_found, shorten
 from penstock.serve.openai.grammars import asked_grammar
 from penstock.serve.openai.schemas import (
     CACHE_CONTROL,

@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchem
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
-from penstock.serve.openai.errors import RULE, invalid
+from penstock.serve.errors import RULE, invalid
 from penstock.text.grammar import MAX_LARK_CHARS, MAX_REGEX_CHARS, MAX_SOURCE_CHARS
 from penstock.types.sampling import MAX_LENGTH_PENALTY, MAX_LOGPROBS
 

@@ -7,9 +7,9 @@ import re
 from starlette.types import Scope
 
 from penstock.config import ServerConfig
+from penstock.serve.errors import ApiError, invalid
 from penstock.serve.http.checks import headers_of, identity_of, key_name, values_of
 from penstock.serve.openai.call import Owner, Terms
-from penstock.serve.openai.errors import ApiError, invalid
 from penstock.serve.openai.schemas import INT32_MAX, INT32_MIN, GenerationBody
 
 MAX_DEADLINE_MS = 24 * 3600 * 1000

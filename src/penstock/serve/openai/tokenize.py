@@ -12,10 +12,10 @@ from starlette.responses import Response
 
 from penstock.config import ServerConfig
 from penstock.deploy.running import RunningModel
+from penstock.serve.errors import invalid
 from penstock.serve.http.connection import unless_gone
 from penstock.serve.openai.bodies import INLINE_MAX_BYTES, IgnoredParameters, parse_body
 from penstock.serve.openai.call import Conversation
-from penstock.serve.openai.errors import invalid
 from penstock.serve.openai.read import check_model, check_token_ids, read_conversation
 from penstock.serve.openai.run import check_text_size, render
 from penstock.serve.openai.schemas import MAX_TOKEN_IDS, Body, ChatTemplateFields, Messages, TokenId

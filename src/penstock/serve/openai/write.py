@@ -23,10 +23,10 @@ from penstock.deploy.off_loop import OffLoop
 from penstock.deploy.running import RunningModel
 from penstock.engine.ports import OutputChunk
 from penstock.obs.timings import RequestTimings
+from penstock.serve.errors import ApiError, cancelled, deadline_exceeded, from_finish, internal
 from penstock.serve.http.checks import identity_of
 from penstock.serve.http.connection import CLIENT_LEFT, ClientWatch, DirectLine, direct_line
 from penstock.serve.openai.call import Terms
-from penstock.serve.openai.errors import ApiError, cancelled, deadline_exceeded, from_finish, internal
 from penstock.serve.openai.in_flight import RunningCall
 from penstock.serve.openai.logprobs import ChatLogprobs, CompletionLogprobs
 from penstock.text.tokenizer import Tokenizer

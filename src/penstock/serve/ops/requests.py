@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
-from penstock.serve.openai.errors import request_not_found, request_not_known
+from penstock.serve.errors import request_not_found, request_not_known
 from penstock.serve.openai.in_flight import InFlight, Told
 from penstock.serve.openai.terms import read_owner
 from penstock.serve.ops.explanation import explanation

@@ -12,7 +12,7 @@ from penstock.deploy.running import RunningModel
 from penstock.engine.thread import EngineState
 from penstock.obs.metrics import Metrics
 from penstock.obs.signals import WINDOW_S
-from penstock.serve.openai.errors import unavailable
+from penstock.serve.errors import unavailable
 
 
 class StatusEndpoint:

@@ -1,6 +1,6 @@
-"""The error objects of the OpenAI API: which cause becomes which status, type and code. Used by everything in `serve`.
+"""The error objects of the OpenAI API: the status, type and code of every cause. Everything in `serve` answers with them.
 
-Knows nothing about where errors come from beyond their types; the table is the one in docs/http-api.md.
+This file knows causes by their types alone. docs/http-api.md has the table.
 """
 
 from __future__ import annotations
