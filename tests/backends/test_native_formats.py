@@ -175,7 +175,7 @@ def multiplied(table: NDArray[np.uint8], matrix: NDArray[np.uint8], fmt: WeightF
 @pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFF8001, 0x7FFFFFFF, 0xFFFFFFFF])
 @pytest.mark.parametrize("where", ["table", "norm"])
 def test_a_float_that_is_no_number_is_none_in_a_product_with_bf16(variant: str, bits: int, where: str) -> None:
-    """Whatever its bits: as they are, rounding to bf16 would make some of them zeros, and the answer a plausible one."""
+    """Its bits do not matter: rounding them to bf16 as they are would make some zeros, and the answer a plausible one."""
     rng = np.random.default_rng(8)
     table, norm = rng.normal(size=(3, 64)).astype(np.float32), np.ones(64, np.float32)
     (table[1] if where == "table" else norm).view(np.uint32)[:] = bits

@@ -108,7 +108,7 @@ class PlanNews:
 
 @dataclass(slots=True)
 class StepCounts:
-    """What one step does, in numbers: counted while it is planned and committed, and told with its `StepStats`.
+    """The work of one step, in numbers: counted while it is planned and committed, and told with its `StepStats`.
 
     Written by the scheduler alone. Counts are of requests, tokens and preemptions.
     """
@@ -136,7 +136,7 @@ class StepCounts:
     max_prefill_tokens: int = 0
     """Tokens that the budget left to prompts; under `itl` the state of its controller."""
     waits_for: WaitReason = WaitReason.NOTHING
-    """What the first waiting request lacked when the step was planned."""
+    """The thing that the first waiting request lacked when the step was planned."""
     prefills: list[RowPlan] = field(default_factory=list)
     """Rows of prompts, and of tokens that are computed again; not the last token of a prompt if it is computed alone."""
 

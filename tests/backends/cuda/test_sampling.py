@@ -280,7 +280,7 @@ def test_a_slot_forgets_that_its_row_followed_a_grammar() -> None:
     ],
 )
 def test_the_candidates(logits: list[float], params: dict[str, float], expected: set[int]) -> None:
-    """Whatever the seed, one of them is drawn, and each by some seed."""
+    """One of them is drawn with every seed, and each by some seed."""
     row = np.array(logits, np.float32)
     batch = [Case(row, SamplingParams(seed=seed, **params), [0]) for seed in range(12)]
     found = [chosen.token_id for i in range(0, 12, MAX_ROWS) for chosen in choose(batch[i : i + MAX_ROWS])]

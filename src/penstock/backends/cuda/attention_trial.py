@@ -247,7 +247,7 @@ class Trial:
 
 @contextmanager
 def _blamed() -> Iterator[None]:
-    """Whatever is raised is the fault of what is tried."""
+    """Any exception is the fault of the way that is tried."""
     try:
         yield
     except Exception as error:
