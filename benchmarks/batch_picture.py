@@ -18,7 +18,7 @@ from penstock.sched.policies.gates import Continuous, Dynamic, Static
 from penstock.sched.policies.presets import make_policies
 from penstock.testing import Driver, HashExecutor, make_core, make_request
 from penstock.types.events import Add
-from penstock.types.plan import PADDING_PREFIX, Capacity, StepPlan
+from penstock.types.plan import Capacity, PaddingId, StepPlan
 from penstock.types.request import Request
 
 MS = 1_000_000
@@ -82,7 +82,7 @@ def draw(plans: Sequence[StepPlan]) -> list[str]:
 
 
 def summary(plans: Sequence[StepPlan]) -> str:
-    padding = sum(row.query_len for plan in plans for row in plan.rows if row.request_id.startswith(PADDING_PREFIX))
+    padding = sum(row.query_len for plan in plans for row in plan.rows if isinstance(row.request_id, PaddingId))
     total = sum(plan.num_tokens for plan in plans)
     return f"{len(plans)} steps, {total} positions, {padding} of them padding ({padding / total:.0%})"
 
@@ -96,7 +96,7 @@ def _cells(plan: StepPlan) -> dict[str, str]:
     """The letters in each request's row."""
     cells = {row.request_id: "o" if row.query_len == 1 else str(row.query_len) for row in plan.rows}
     for row in plan.rows:
-        if row.request_id.startswith(PADDING_PREFIX):
+        if isinstance(row.request_id, PaddingId):
             owner = row.request_id.split(" of ")[1]
             cells[owner] = "x" if row.samples else f"{cells[owner]}+{row.query_len}"
     return cells

@@ -10,11 +10,12 @@ import pytest
 from contracts.harness import GREEDY, MAX_BLOCKS_PER_ROW, MAX_ROWS, PADDED, Feed, Harness, admit, mask_of, request
 from penstock.engine.ports import BlockMover
 from penstock.testing import HashMatcher
-from penstock.types.plan import RowPlan, StepPlan
+from penstock.types.plan import PaddingId, RowPlan, StepPlan
 from penstock.types.request import Request
 from penstock.types.sampling import BeamParams
 
 BROKEN = (ValueError, AssertionError)
+PADDING = PaddingId("padding")
 
 
 def read_blocks(blocks: BlockMover, block_ids: Sequence[int], out: Sequence[memoryview]) -> None:
@@ -336,24 +337,25 @@ class TestSteps:
         size = harness.block_size
         prompt = harness.prompt(size + 1)
         feed = Feed(harness.make())
-        long = admit("\0long", (0,) * (2 * size + 2), [0] * 3)
-        late = admit("\0late", (0,) * (size + 1), [0] * MAX_BLOCKS_PER_ROW, num_computed_tokens=size)
+        name_of_long, name_of_late = PaddingId("long"), PaddingId("late")
+        long = admit(name_of_long, (0,) * (2 * size + 2), [0] * 3)
+        late = admit(name_of_late, (0,) * (size + 1), [0] * MAX_BLOCKS_PER_ROW, num_computed_tokens=size)
         rows = [
-            RowPlan("\0long", 0, size + 2, (), False),
+            RowPlan(name_of_long, 0, size + 2, (), False),
             RowPlan("a", 0, size + 1, (), True),
-            RowPlan("\0late", size, 1, (), True),
+            RowPlan(name_of_late, size, 1, (), True),
         ]
         result = feed.step(rows, [long, admit("a", prompt, [1, 2]), late])
-        assert result.token_ids.keys() == {"a", "\0late"}
+        assert result.token_ids.keys() == {"a", name_of_late}
         tokens = list(result.token_ids["a"])
         rows = [
             RowPlan("a", size + 1, 1, (), True),
-            RowPlan("\0long", size + 2, size - 1, (), False),
-            RowPlan("\0late", size + 1, 1, (), True),
+            RowPlan(name_of_long, size + 2, size - 1, (), False),
+            RowPlan(name_of_late, size + 1, 1, (), True),
         ]
         tokens += feed.step(rows).token_ids["a"]
-        rows = [RowPlan("\0late", size + 2, 1, (), True), RowPlan("a", size + 2, 1, (), True)]
-        tokens += feed.step(rows, releases=["\0long"]).token_ids["a"]
+        rows = [RowPlan(name_of_late, size + 2, 1, (), True), RowPlan("a", size + 2, 1, (), True)]
+        tokens += feed.step(rows, releases=[name_of_long]).token_ids["a"]
         assert tokens == harness.answer(prompt)[:3]
 
     def test_close_can_be_called_again(self, harness: Harness) -> None:
@@ -543,10 +545,10 @@ BREACHES: dict[str, Callable[[Feed, Harness], object]] = {
     ),
     "the null block in a table": lambda feed, h: feed.step([RowPlan("b", 0, 3, (), True)], [admit("b", h.prompt(3), [0])]),
     "a block of its own in the table of padding": lambda feed, h: feed.step(
-        [RowPlan("\0p", 0, 3, (), False)], [admit("\0p", h.prompt(4), [2])]
+        [RowPlan(PADDING, 0, 3, (), False)], [admit(PADDING, h.prompt(4), [2])]
     ),
     "a block of its own appended to padding": lambda feed, h: feed.step(
-        [RowPlan("\0p", 0, h.block_size + 1, (2,), False)], [admit("\0p", h.prompt(h.block_size + 2), [0])]
+        [RowPlan(PADDING, 0, h.block_size + 1, (2,), False)], [admit(PADDING, h.prompt(h.block_size + 2), [0])]
     ),
     "the null block after others": lambda feed, h: feed.step(
         [RowPlan("b", 0, h.block_size + 1, (0,), True)], [admit("b", h.prompt(h.block_size + 1), [2])]

@@ -11,7 +11,7 @@ from penstock.lab.job import Job
 from penstock.lab.simulation import Simulation
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import Watermark
-from penstock.types.plan import PADDING_PREFIX, Capacity, StepPlan, StepShape
+from penstock.types.plan import Capacity, PaddingId, StepPlan, StepShape
 from penstock.types.request import FinishReason
 
 CAPACITY = Capacity(num_blocks=65, block_size=16, max_rows=4, max_step_tokens=64, max_model_len=512)
@@ -100,4 +100,4 @@ def test_batches_are_padded(preset: str) -> None:
     assert [(stats.finish_reason, stats.num_generated_tokens) for stats in ended] == [
         (FinishReason.STOP, job.num_output_tokens) for job in jobs
     ]
-    assert any(row.request_id.startswith(PADDING_PREFIX) and row.samples for plan in plans for row in plan.rows)
+    assert any(isinstance(row.request_id, PaddingId) and row.samples for plan in plans for row in plan.rows)

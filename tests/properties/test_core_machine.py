@@ -19,7 +19,7 @@ from penstock.testing.driver import Submission
 from penstock.testing.hash_executor import ROOT, mix
 from penstock.testing.strategies import MAX_SHARE, MODEL, Engine, engines, matcher_of, prompts, ranks, samplings
 from penstock.types.events import Abort, Add, Stop, TokenEvent
-from penstock.types.plan import PADDING_PREFIX, StepPlan
+from penstock.types.plan import PaddingId, StepPlan
 from penstock.types.request import Request, RequestStatus
 from penstock.types.sampling import SamplingParams
 from penstock.types.stats import WaitReason
@@ -223,7 +223,7 @@ class CoreMachine(RuleBasedStateMachine):
         return sum(num_blocks_for(r.max_total_tokens) - num_blocks_for(r.num_computed_tokens) for r in live)
 
     def check_preempted_go_first(self, preempted_before: set[str], plan: StepPlan) -> None:
-        admitted = [admit.request_id for admit in plan.admits if not admit.request_id.startswith(PADDING_PREFIX)]
+        admitted = [admit.request_id for admit in plan.admits if not isinstance(admit.request_id, PaddingId)]
         aside = {follower.request.request_id for follower in self.core.scheduler._waiting.aside}
         left = preempted_before - set(admitted) - aside
         for request_id in admitted:

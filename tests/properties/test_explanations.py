@@ -16,7 +16,7 @@ from penstock.obs.explain.journal import Journal
 from penstock.obs.explain.lives import Phase
 from penstock.testing import Driver, run_to_completion
 from penstock.testing.strategies import Engine, Workload, engines, workloads
-from penstock.types.plan import PADDING_PREFIX
+from penstock.types.plan import PaddingId
 from penstock.types.request import Request, RequestStatus
 
 PHASES = {
@@ -37,7 +37,7 @@ class Witness:
 
     def see(self, driver: Driver) -> None:
         for plan in driver.plans[self.num_seen :]:
-            names = [row.request_id for row in plan.rows if not row.request_id.startswith(PADDING_PREFIX)]
+            names = [row.request_id for row in plan.rows if not isinstance(row.request_id, PaddingId)]
             for name in names:
                 self.num_rows[name].append(len(names))
         self.num_seen = len(driver.plans)

@@ -10,7 +10,7 @@ from penstock.sched.policies.gates import Dynamic, Static
 from penstock.sched.policies.presets import make_policies
 from penstock.testing import Driver, HashExecutor, Outcome, expected_tokens, make_core, make_request
 from penstock.types.events import Abort, Add
-from penstock.types.plan import PADDING_PREFIX, StepPlan
+from penstock.types.plan import PaddingId, StepPlan
 from penstock.types.request import FinishReason, Request
 from penstock.types.stats import RequestStats, StepStats
 
@@ -49,7 +49,8 @@ def finish(driver: Driver) -> dict[str, Outcome]:
 def shape(plan: StepPlan | None) -> list[tuple[str, int, int]]:
     """Rows of padding have an empty name."""
     assert plan is not None
-    return [(row.request_id.split(PADDING_PREFIX)[0], row.context_len, row.query_len) for row in plan.rows]
+    rows = [(row.request_id, row.context_len, row.query_len) for row in plan.rows]
+    return [("" if isinstance(name, PaddingId) else name, context_len, query_len) for name, context_len, query_len in rows]
 
 
 def test_a_static_batch_computes_a_rectangle() -> None:
@@ -81,7 +82,7 @@ def test_the_plans_of_a_batch() -> None:
     plan = driver.turn()
     assert shape(plan) == [("c", 0, 1)]
     assert plan is not None
-    assert sum(name.startswith(PADDING_PREFIX) for name in plan.releases) == 1
+    assert sum(isinstance(name, PaddingId) for name in plan.releases) == 1
 
 
 def test_a_dynamic_batch_is_padded_to_its_bucket() -> None:
@@ -143,11 +144,19 @@ def test_a_batch_survives_a_lack_of_memory() -> None:
         assert tuple(outcomes[request.request_id].token_ids) == expected
 
 
-def test_a_user_can_not_be_padding() -> None:
-    driver, _ = make_driver(Static(2))
-    (event,) = driver.core.apply([Add(make_request("\0padding-1"))], 0)
-    assert event.finish_reason is FinishReason.REJECTED
-    assert "kept for rows of padding" in event.detail
+def test_a_users_id_may_read_like_that_of_padding() -> None:
+    """Both rows are there at one time, and each has its own tokens."""
+    lengths = {"a": (2, 1), "padding 0 of a": (4, 5)}
+    requests = [make_request(name, prompt, max_tokens=answer) for name, (prompt, answer) in lengths.items()]
+    driver, _ = make_driver(Static(2), *requests)
+    outcomes = finish(driver)
+    names = [row.request_id for plan in driver.plans for row in plan.rows]
+    assert len([name for name in names if str.__eq__(name, "padding 0 of a")]) > names.count("padding 0 of a") > 0
+    for request in requests:
+        expected = expected_tokens(
+            request.prompt_token_ids, request.sampling, model=HashExecutor().model, max_model_len=200
+        ).token_ids
+        assert tuple(outcomes[request.request_id].token_ids) == expected
 
 
 def test_under_a_steady_stream_of_short_prompts_a_long_one_starts_with_the_next_batch() -> None:

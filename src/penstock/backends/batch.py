@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.types.plan import PADDING_PREFIX, AdmitRow, Capacity, RowPlan, StepPlan
+from penstock.types.plan import AdmitRow, Capacity, PaddingId, RowPlan, StepPlan
 
 NULL_BLOCK = 0
 """Never holds a request's KV: every block of padding, and of nothing else."""
@@ -172,7 +172,7 @@ class BatchBuilder:
         start, end = int(self.num_blocks[slot]), int(self.num_blocks[slot]) + len(block_ids)
         if end > self.block_tables.shape[1]:
             raise ValueError(f"{end} blocks are more than max_model_len = {self.capacity.max_model_len} tokens need")
-        is_padding = request_id.startswith(PADDING_PREFIX)
+        is_padding = isinstance(request_id, PaddingId)
         for block_id in block_ids:
             if is_padding and block_id != NULL_BLOCK:
                 raise ValueError(f"block {block_id} is given to padding, which must not write to it")

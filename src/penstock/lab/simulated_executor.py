@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from penstock.lab.cost_model import CostModel, shape_of
-from penstock.types.plan import PADDING_PREFIX, AdmitRow, Capacity, StepPlan, Ticket
+from penstock.types.plan import AdmitRow, Capacity, PaddingId, StepPlan, Ticket
 from penstock.types.result import StepResult, StepTiming
 
 EOS_TOKEN_ID = 0
@@ -72,7 +72,7 @@ class SimulatedExecutor:
         """Costs nothing, and changes nothing: outputs end where the oracle says."""
 
     def _num_left_of(self, admit: AdmitRow) -> float:
-        if admit.request_id.startswith(PADDING_PREFIX):
+        if isinstance(admit.request_id, PaddingId):
             return math.inf  # ends with its batch, and not by itself
         num_generated = len(admit.token_ids) - admit.num_prompt_tokens
         return self._output_lens[admit.request_id] - num_generated

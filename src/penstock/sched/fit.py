@@ -5,7 +5,7 @@ never looks at the load.
 from __future__ import annotations
 
 from penstock.types.errors import Rejected, RejectReason, counted
-from penstock.types.plan import PADDING_PREFIX, Capacity
+from penstock.types.plan import Capacity
 from penstock.types.request import Request
 
 
@@ -17,9 +17,6 @@ def max_total_tokens(request: Request, capacity: Capacity) -> int:
 def refusal(request: Request, capacity: Capacity) -> Rejected | None:
     """Why the request can't be served even if it were the only one, with the numbers; None if it can."""
     num_prompt = request.num_prompt_tokens
-    if request.request_id.startswith(PADDING_PREFIX):
-        detail = f"The request id {request.request_id!r} begins with {PADDING_PREFIX!r}, which is kept for rows of padding."
-        return Rejected(RejectReason.INVALID, detail, param="request_id")
     if num_prompt == 0:
         return Rejected(RejectReason.INVALID, "The prompt has no tokens.", param="prompt")
     if num_prompt + 1 > capacity.max_model_len:

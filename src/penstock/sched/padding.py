@@ -1,5 +1,5 @@
-"""The padding of a batch: owns the rows that compute nothing for anybody, as systems do that compute a batch as a rectangle.
-Called by the scheduler; never decides who runs, and holds no blocks.
+"""The padding of a batch: owns the rows that compute nothing for anybody, as in systems that compute a batch as a rectangle.
+Called by the scheduler while a batch runs; never decides which requests run, and holds no blocks.
 
 A batch of three, prompts padded to 6 tokens; p is padding, P prompt, o output, each column a position:
 
@@ -9,9 +9,9 @@ A batch of three, prompts padded to 6 tokens; p is padding, P prompt, o output, 
     a                   p p p           ... and its row goes on until the last has finished
     c                     p p
 
-To the executor each run of p is a request of its own, whose blocks are all the null block. The runs before a prompt are
-computed in the step of the prompt, before it, and are never answered; those after the end are decodes like any other and
-choose tokens that nobody gets. Rows of padding do not attend to the prompt beside them and read one block again and
+To the executor each run of p is a request of its own with a `PaddingId`, whose blocks are all the null block. The runs before a
+prompt are computed in the step of the prompt, before it, and are never answered; those after the end are decodes like any other
+and choose tokens that no request gets. Rows of padding do not attend to the prompt beside them and read one block again and
 again, so they cost a little less than those of a rectangle would.
 """
 
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from penstock.sched.draft import StepDraft, num_pairs
-from penstock.types.plan import PADDING_PREFIX, AdmitRow, Capacity, RowPlan
+from penstock.types.plan import AdmitRow, Capacity, PaddingId, RowPlan
 from penstock.types.request import Request
 from penstock.types.sampling import SamplingParams
 
@@ -35,30 +35,31 @@ GREEDY = SamplingParams(temperature=0.0)
 class PaddingRow:
     """One run of padding."""
 
-    request_id: str
+    request_id: PaddingId
     owner: str
+    """The request in whose row it lies, for people who read a plan."""
     context_len: int
     num_tokens: int
-    """That the executor gets with its admission."""
+    """Tokens that the executor gets with its admission."""
     is_known: bool = False
-    """To the executor."""
+    """The executor knows it."""
 
 
 class Padding:
     """Rows of padding, while a batch runs; without one, `is_active` is False and nothing needs to be called."""
 
     def __init__(self, capacity: Capacity, release: Callable[[str], None]) -> None:
-        """`release` is told which rows the executor must forget."""
+        """`release` is told the rows that the executor must forget."""
         self.is_active = False
         self._capacity = capacity
         self._release = release
         self._numbers = count()
         self._heads: dict[str, PaddingRow] = {}
-        """Before the prompts of requests, by request id, until they are computed."""
+        """Rows before the prompts of requests, by request id, until they are computed."""
         self._done: list[PaddingRow] = []
         """Heads that the last step completed; the executor may forget them with the next."""
         self._tails: dict[str, PaddingRow] = {}
-        """After the ends of requests, by their own ids."""
+        """Rows after the ends of requests, by their own ids."""
 
     def start(self, batch: Iterable[Request], pad_to_tokens: int) -> None:
         """A batch was called: its prompts are padded to the longest, and to `pad_to_tokens` at least, where the executor can
@@ -132,8 +133,7 @@ class Padding:
         )
 
     def _new_row(self, owner: str, context_len: int, num_tokens: int) -> PaddingRow:
-        """`owner`: the request in whose row it lies; for whoever reads a plan. Requests may come again under their name."""
-        return PaddingRow(f"{PADDING_PREFIX}{next(self._numbers)} of {owner}", owner, context_len, num_tokens)
+        return PaddingRow(PaddingId(f"padding {next(self._numbers)} of {owner}"), owner, context_len, num_tokens)
 
     def _shorten(self, row: PaddingRow) -> PaddingRow:
         """A tail at the longest length that the executor knows begins again at half of it."""

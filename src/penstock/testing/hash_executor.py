@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.types.errors import ExecutorFailure, GrammarFailure
-from penstock.types.plan import PADDING_PREFIX, AdmitRow, Capacity, RowPlan, StepPlan, Ticket
+from penstock.types.plan import AdmitRow, Capacity, PaddingId, RowPlan, StepPlan, Ticket
 from penstock.types.request import FinishReason
 from penstock.types.result import StepResult, StepTiming, TokenLogprobs
 from penstock.types.sampling import Matcher, SamplingParams
@@ -328,7 +328,7 @@ class HashExecutor:
         num_computed, num_tokens = admit.num_computed_tokens, len(admit.token_ids)
         row = HashRow(list(admit.token_ids), admit.num_prompt_tokens, admit.sampling, num_computed, num_tokens)
         self._rows[admit.request_id] = row
-        if admit.request_id.startswith(PADDING_PREFIX):
+        if isinstance(admit.request_id, PaddingId):
             self._append_null_blocks(row, admit.block_ids)
             return
         num_filled = -(-admit.num_computed_tokens // self._capacity.block_size)
@@ -337,7 +337,7 @@ class HashExecutor:
 
     def _append_blocks(self, row: RowPlan) -> None:
         assert row.request_id in self._rows, f"a row of {row.request_id!r}, which is unknown"
-        if row.request_id.startswith(PADDING_PREFIX):
+        if isinstance(row.request_id, PaddingId):
             self._append_null_blocks(self._rows[row.request_id], row.new_block_ids)
             return
         self._hold_fresh(self._rows[row.request_id], row.new_block_ids)
@@ -370,7 +370,7 @@ class HashExecutor:
         row.num_computed_tokens = end
         row.num_tokens += plan.samples
         self.num_computed_tokens += plan.query_len
-        self.num_padding_tokens += plan.query_len * plan.request_id.startswith(PADDING_PREFIX)
+        self.num_padding_tokens += plan.query_len * isinstance(plan.request_id, PaddingId)
         return row
 
     def _check_row(self, plan: RowPlan, row: HashRow, end: int) -> None:
@@ -408,7 +408,7 @@ class HashExecutor:
         logprobs: dict[str, tuple[TokenLogprobs, ...]],
     ) -> None:
         end = plan.context_len + plan.query_len
-        is_padding = plan.request_id.startswith(PADDING_PREFIX)
+        is_padding = isinstance(plan.request_id, PaddingId)
         value = ROOT if is_padding or not plan.context_len else self._read(row, plan.context_len - 1)
         for position in range(plan.context_len, end):
             value = mix(value, row.token_ids[position])

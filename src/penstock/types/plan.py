@@ -10,9 +10,24 @@ from dataclasses import dataclass
 
 from penstock.types.sampling import SamplingParams
 
-PADDING_PREFIX = "\0"
-"""Request ids that begin with it are padding: computed like all others, answered to nobody. Every block of such a row is the
-null block, which nobody else reads; what it computes has no meaning. A user's id never begins so."""
+
+class PaddingId(str):
+    """The id of a row of padding, which equals no other id, whatever text users take for theirs.
+
+    Such a row is computed like all others and answered to nobody. Each of its blocks is the null block, which no other row
+    reads; what it computes has no meaning.
+    """
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __ne__(self, other: object) -> bool:
+        return self is not other
+
+    def __hash__(self) -> int:
+        return id(self)
 
 
 @dataclass(frozen=True, slots=True)
