@@ -123,12 +123,14 @@ class Flights:
 class Ahead:
     """The assumption that the step in flight will be committed as it was planned."""
 
-    def __init__(self, kv: KVManager, policies: Policies, running: Running, groups: Groups) -> None:
+    def __init__(
+        self, kv: KVManager, policies: Policies, running: Running, groups: Groups, *, is_possible: bool = True
+    ) -> None:
         self._kv = kv
         self._order = policies.order
         self._running = running
         self._groups = groups
-        self._is_possible = policies.gate.may_plan_ahead
+        self._is_possible = is_possible and policies.gate.may_plan_ahead
         self._assumed: list[tuple[Request, int]] = []
         """Requests with a row in flight, and the number of its tokens."""
 

@@ -107,7 +107,7 @@ def plan_decodes(
         if request.num_tokens - context_len > 1:
             prefills.append(request)
         elif context_len < num_slots.get(request_id, 0):  # its last block has room: nothing to ask, nothing to tell
-            add_row(RowPlan(request_id, context_len, 1, (), True))
+            add_row(RowPlan(request_id, context_len, 1, (), 1))
             request.num_inflight_tokens = 1
             num_rows += 1
         else:
@@ -155,10 +155,12 @@ def advance(
     """A step was computed: count its tokens as computed, append those that were sampled, and tell them to `outcome`.
 
     `is_last`: no other step is in flight. `apart`: ids of requests whose token is not the executor's sample.
-    Returns the rows of prefills, rows that filled a block, those whose requests end, and those of `apart` that sample, in the
-    order of the plan. Raises KeyError or ValueError if a row that samples has not got its one token.
+    Returns the rows of prefills, rows that filled a block, rows that may sample several tokens, those whose requests end, and
+    those of `apart` that sample, in the order of the plan. Raises KeyError or ValueError if a row that samples has not got its
+    tokens.
     """
     tokens, logprobs = result.token_ids, result.logprobs
+    num_more = 0  # tokens of a row after its first
     advances: list[Advance] = []
     add_event, add_advance = outcome.events.append, advances.append
     for row in rows:
@@ -177,20 +179,45 @@ def advance(
                 add_advance(Advance(request, row, is_apart=True))
                 continue
             token_ids = tokens[request_id]
-            (token_id,) = token_ids
-            request.output_token_ids.append(token_id)
-            num_tokens = request.num_tokens = num_computed + 1
+            entries = logprobs.get(request_id, ()) if logprobs else ()
+            if row.samples == 1:
+                (token_id,) = token_ids
+                request.output_token_ids.append(token_id)
+                num_tokens = request.num_tokens = num_computed + 1
+                if token_id in request.sampling.stop_token_ids or num_tokens >= request.max_total_tokens:
+                    reason, stop_reason = _why_ended(request, token_id)
+            else:
+                token_ids, reason, stop_reason = _append_each(request, token_ids, row.samples)
+                entries = entries[: len(token_ids)]
+                num_more += len(token_ids) - 1
             if request.first_token_ns is None:
                 request.first_token_ns = now_ns
-            if token_id in request.sampling.stop_token_ids or num_tokens >= request.max_total_tokens:
-                reason, stop_reason = _why_ended(request, token_id)
-            entries = logprobs.get(request_id, ()) if logprobs else ()
             add_event(TokenEvent(request_id, token_ids, now_ns, entries, reason, stop_reason, request.num_cached_tokens))
-            if query_len == 1 and reason is None and num_computed % block_size:  # like nearly all
+            if query_len == 1 and reason is None and num_computed % block_size and row.samples == 1:  # like nearly all
                 continue
         add_advance(Advance(request, row, reason, stop_reason))
-    outcome.counts.num_sampled_tokens = len(outcome.events)  # each has one
+    outcome.counts.num_sampled_tokens = len(outcome.events) + num_more
     return advances
+
+
+def _append_each(
+    request: Request, token_ids: tuple[int, ...], max_samples: int
+) -> tuple[tuple[int, ...], FinishReason | None, int | None]:
+    """Several tokens were sampled in one step: append one after another, as if each came in a step of its own.
+
+    All but the last have KV. Returns those up to the one with which the request ends, and why it ends. Raises ValueError if
+    there are none, or more than `max_samples`.
+    """
+    if not 1 <= len(token_ids) <= max_samples:
+        raise ValueError(f"{request.request_id!r} got {len(token_ids)} tokens, of 1 to {max_samples}")
+    num_kept, reason, stop_reason = 0, None, None
+    while reason is None and num_kept < len(token_ids):
+        request.output_token_ids.append(token_ids[num_kept])
+        request.num_tokens += 1
+        reason, stop_reason = _why_ended(request, token_ids[num_kept])
+        num_kept += 1
+    request.num_computed_tokens += num_kept - 1
+    return token_ids[:num_kept], reason, stop_reason
 
 
 def _why_ended(request: Request, token_id: int) -> tuple[FinishReason | None, int | None]:

@@ -43,7 +43,7 @@ from penstock.kv.manager import KVManager
 from penstock.kv.tiers import Tier
 from penstock.sched import progress
 from penstock.sched.choosing.beams import Beams
-from penstock.sched.choosing.chooser import Answer, Chooser
+from penstock.sched.choosing.chooser import Answer, Chooser, Speculation
 from penstock.sched.choosing.groups import Groups
 from penstock.sched.draft import StepDraft
 from penstock.sched.extending import Extending
@@ -67,7 +67,13 @@ class Scheduler:
     """Batches over paged KV, one step at a time."""
 
     def __init__(
-        self, capacity: Capacity, policies: Policies, *, enable_prefix_caching: bool = True, tier: Tier | None = None
+        self,
+        capacity: Capacity,
+        policies: Policies,
+        *,
+        enable_prefix_caching: bool = True,
+        tier: Tier | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self.capacity = capacity
         self.max_rows = policies.gate.max_running(capacity)
@@ -97,9 +103,9 @@ class Scheduler:
             self._padding,
             max_step_tokens=capacity.max_step_tokens,
         )
-        self._extending = Extending(self.kv, self._running)
+        self._extending = Extending(self.kv, self._running, speculation)
         self._flights = Flights(self.kv)
-        self._ahead = Ahead(self.kv, policies, self._running, self._groups)
+        self._ahead = Ahead(self.kv, policies, self._running, self._groups, is_possible=speculation is None)
         self._chooser: Chooser = Beams(self.kv, self._running, self._groups)
         self._takes_beams = policies.gate.is_continuous
         self._puts_off_pause = False
@@ -283,8 +289,8 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult, now_ns: int) -> StepOutcome:
         """Take over what a step computed. Rows of requests that ended are void.
 
-        Raises KeyError or ValueError if a row that samples has not got its one token, ValueError if the step is not the oldest
-        in flight.
+        Raises KeyError or ValueError if a row that samples has not got its tokens, ValueError if the step is not the oldest in
+        flight.
         """
         flight = self._flights.arrive(plan.step_id)
         self._record(plan, flight.counts, now_ns)
@@ -321,7 +327,8 @@ class Scheduler:
         """After a row's tokens are counted: publish its blocks, and end its request if that has come to its end."""
         request, row = advance.request, advance.row
         is_prefill = row.query_len > 1 or not row.samples
-        if is_prefill or not request.num_computed_tokens % self.capacity.block_size:  # else no block became full
+        may_fill_block = not request.num_computed_tokens % self.capacity.block_size or row.samples > 1
+        if is_prefill or may_fill_block:
             self.kv.publish(request)
             if is_prefill and request.num_behind == 1:  # its prompt is computed: others may begin alike
                 self.kv.publish_tail(request)

@@ -60,8 +60,15 @@ class RowPlan:
     query_len: int
     new_block_ids: tuple[int, ...]
     """Appended to the row's block table before this step."""
-    samples: bool
-    """True if the last token's logits choose a new token; the executor appends it to the row by itself."""
+    samples: int
+    """Tokens that the executor samples after the row's last one, and appends to the row by itself: 0 of a chunk of a prompt,
+    else 1 as a rule. If it is more, the executor may guess tokens and check them in the same step: it samples 1 to `samples`,
+    each of them the token that a step of its own would have sampled. The row has blocks for all of them."""
+
+    @property
+    def num_positions(self) -> int:
+        """Positions that the row may compute and write, from `context_len` on."""
+        return self.query_len + max(0, self.samples - 1)
 
 
 @dataclass(slots=True)
@@ -77,7 +84,7 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        return sum(row.query_len for row in self.rows)
+        return sum(row.num_positions for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True)

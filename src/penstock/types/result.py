@@ -35,7 +35,7 @@ class StepTiming:
 class StepResult:
     step_id: int
     token_ids: Mapping[str, tuple[int, ...]]
-    """request_id -> tokens sampled in this step; only rows with `samples` that did not fail."""
+    """request_id -> tokens sampled in this step, in order: 1 to `samples` of each row that samples and did not fail."""
     timing: StepTiming
     logprobs: Mapping[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     """Only rows that asked for them; as long as that row's `token_ids`."""

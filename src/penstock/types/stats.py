@@ -118,7 +118,8 @@ class StepCounts:
     num_tokens: int = 0
     """Positions that the step computes, padding included."""
     num_decodes: int = 0
-    """Rows of requests that were one token behind, and rows of padding after the end of a request."""
+    """Positions of requests that were one token behind: one each, unless several tokens may be sampled; and of padding after
+    the end of a request."""
     num_prefill_pairs: int = 0
     """Pairs of a prefill token and a token before it in its request: the work of attention."""
     num_sampled_tokens: int = 0

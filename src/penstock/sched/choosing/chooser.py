@@ -1,7 +1,10 @@
-"""The seam: who chooses the next tokens of a request. Contracts only; the scheduler calls them when it commits a step.
+"""The seam: who chooses the next tokens of a request. Contracts only; the scheduler calls them.
 
-As a rule nobody does: the executor samples a token for each row, and the request gets it. The requests of a group
-(`groups.py`) are the exception: a chooser is told what the executor computed for each of them, and chooses for all at once.
+As a rule nobody does: the executor samples one token for each row, and the request gets it. There are two exceptions:
+
+- The requests of a group (`groups.py`) are given their tokens by a `Chooser`: it is told what the executor computed for each of
+  them, and chooses for all at once.
+- A `Speculation` lets the executor sample several tokens of a row in one step.
 """
 
 from __future__ import annotations
@@ -37,5 +40,22 @@ class Chooser(Protocol):
         """All rows of the step were told: give each request of the groups that have all they need its next token.
 
         Yields the answers of the groups that have ended. Their requests still run, and are ended before the next is asked for.
+        """
+        ...
+
+
+class Speculation(Protocol):
+    """Says how many tokens of a row the executor may sample in one step.
+
+    The executor guesses tokens, checks all guesses in one pass over the model, and keeps those that it would have sampled one
+    at a time. So answers are the same as without, in fewer steps. No step is planned ahead meanwhile, since the number of
+    tokens that a row gets is not known before.
+    """
+
+    def max_samples(self, request: Request) -> int:
+        """Tokens that a request which decodes may get in its next step, at least 1.
+
+        It may get fewer if the step's tokens, the pool or the request's limit leave less room. Asked neither of requests in a
+        group nor of answers that follow a grammar, whose next token depends on more than the tokens before it.
         """
         ...
