@@ -237,7 +237,7 @@ async def test_without_descriptors_it_tries_again_and_tells_it_once(monkeypatch,
     with readable, other:
         other.send(b"x")
         listener = ExhaustedListener(readable)
-        acceptor = Acceptor(listener, lambda _: pytest.fail("there is none"), max_connections=MAX, ssl_context=None)
+        acceptor = Acceptor(listener, lambda acceptor: pytest.fail("there is none"), max_connections=MAX, ssl_context=None)
         await until(lambda: listener.num_tries >= 20)
         acceptor.close()
         assert acceptor._retry_timer is None

@@ -20,8 +20,7 @@ from penstock.config import ServerConfig
 from penstock.config.keys import api_keys
 from penstock.deploy.running import RunningModel
 from penstock.serve.errors import from_http_exception
-from penstock.serve.http.checks import KeyRing, RequestChecks
-from penstock.serve.http.routes import JsonEndpoint, takes_json
+from penstock.serve.http.checks import JsonEndpoint, KeyRing, RequestChecks, takes_json
 from penstock.serve.openai.bodies import IgnoredParameters
 from penstock.serve.openai.endpoints import ChatEndpoint, CompletionsEndpoint
 from penstock.serve.openai.in_flight import InFlight

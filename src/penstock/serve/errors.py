@@ -50,7 +50,7 @@ _MAX_TOLD_CHARS = 200
 class ApiError(HTTPException):
     """An answer other than 200, raised anywhere below an endpoint.
 
-    `http/routes.py` turns it into a response. For routes without a body the app's handler of Starlette's exceptions does, of
+    `takes_json` turns it into a response. For routes without a body the app's handler of Starlette's exceptions does, of
     which it is one.
     """
 

@@ -20,6 +20,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import FrameType
 
 import orjson
@@ -106,8 +107,15 @@ class Server(uvicorn.Server):
         del sockets
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets=[])  # uvicorn would accept as many connections as come.
+        make_connection = partial(
+            HttpConnection,
+            self.config,
+            self.server_state,
+            self.lifespan.state,
+            max_body_bytes=self._server_config.max_body_bytes,
+        )
         self._acceptor = Acceptor(
-            self._listener, self._make_connection, max_connections=self._max_connections, ssl_context=self.config.ssl
+            self._listener, make_connection, max_connections=self._max_connections, ssl_context=self.config.ssl
         )
         warn_if_open(self._server_config, self._listener)
         self._announce(ready_text(self._runtime, self._server_config, self._listener))
@@ -116,15 +124,6 @@ class Server(uvicorn.Server):
         assert self._acceptor is not None
         self._acceptor.close()
         await super().shutdown(sockets=sockets)
-
-    def _make_connection(self, acceptor: Acceptor) -> HttpConnection:
-        return HttpConnection(
-            self.config,
-            self.server_state,
-            self.lifespan.state,
-            acceptor=acceptor,
-            max_body_bytes=self._server_config.max_body_bytes,
-        )
 
     def request_shutdown(self) -> None:
         """Begin to drain. Idempotent."""

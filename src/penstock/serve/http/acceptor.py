@@ -42,12 +42,15 @@ class Acceptor:
     def __init__(
         self,
         listener: socket.socket,
-        make_connection: Callable[[Acceptor], HttpConnection],
+        make_connection: Callable[..., HttpConnection],
         *,
         max_connections: int,
         ssl_context: ssl.SSLContext | None,
     ) -> None:
-        """Begin to accept. `close` it before the listener."""
+        """Begin to accept. `close` it before the listener.
+
+        `make_connection`: called with the keyword `acceptor`.
+        """
         self._loop = asyncio.get_running_loop()
         self._listener = listener
         self._make_connection = make_connection
@@ -126,7 +129,7 @@ class Acceptor:
                 self._make_room()
 
     def _open(self, accepted: socket.socket) -> None:
-        connection = self._make_connection(self)
+        connection = self._make_connection(acceptor=self)
         self._connections.add(connection)
         self.idle(connection)
         task = self._loop.create_task(self._loop.connect_accepted_socket(lambda: connection, accepted, ssl=self._ssl_context))

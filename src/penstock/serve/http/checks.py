@@ -1,7 +1,10 @@
-"""The checks that every request passes before its route: its id, its key or its origin, and the length of its body.
+"""The checks that a request passes before its endpoint: its id, its key or its origin, and its body.
 
 `RequestChecks` is the outermost layer of the app, in plain ASGI. It reads a request's head and counts the bytes of its body.
 Every answer carries the request's id. A failure that nothing else caught becomes a 500 here, with its cause in the log only.
+
+`takes_json` makes an endpoint that reads its body whole. FastAPI would parse a body of any size on the event loop, check it in
+its own way, and answer with errors of its own shape. So its routes take the request alone, and endpoints get bytes.
 """
 
 from __future__ import annotations
@@ -12,27 +15,43 @@ import hmac
 import logging
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import quote
 
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock.serve.errors import ApiError, cross_site, internal, invalid, invalid_api_key, request_too_large
-from penstock.types.errors import ConfigError
+from penstock.serve.errors import (
+    ApiError,
+    cross_site,
+    from_rejected,
+    internal,
+    invalid,
+    invalid_api_key,
+    not_an_object,
+    request_too_large,
+    unsupported_encoding,
+)
+from penstock.types.errors import ConfigError, Rejected
 
 _log = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
 """Routes that need no key, and are answered also when too many connections have a request."""
 LINGER_S = 2.0
-"""So long is what a refused client still sends read and dropped: closing at once would reset the connection before the client
-reads its answer."""
+"""Time for which a refused client's further bytes are read and dropped. Closing at once would reset the connection before the
+client reads its answer."""
 ID_HEADER = b"x-request-id"
 
+JsonEndpoint = Callable[[bytes, HttpRequest], Awaitable[Response]]
+"""Called with the body, which is not empty and says that it is JSON, and with the request, whose body was read."""
+
 _HEADERS_KEY, _IDENTITY_KEY, _KEY_NAME_KEY = "penstock.headers", "penstock.request_identity", "penstock.key_name"
-"""Where a request's scope holds what was found out about it."""
+"""Keys of a request's scope, under which the checks leave their findings."""
 _VALID_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _ID_RULE = "1 to 128 printable ASCII characters without spaces"
 _KEY_NAME_CHARS = 12
@@ -260,3 +279,65 @@ def _announced_bytes(scope: Scope) -> int:
     value = headers_of(scope).get(b"content-length", b"")
     # Digits beyond the twentieth only make it larger than every limit, and Python reads no number of thousands.
     return int(value.lstrip(b"0")[:20] or b"0") if value.isdigit() else 0
+
+
+def takes_json(answer: JsonEndpoint) -> Callable[[HttpRequest], Coroutine[Any, Any, Response]]:
+    """An endpoint for FastAPI, which reads the body and calls `answer`."""
+
+    async def endpoint(http: HttpRequest) -> Response:
+        try:
+            # Not `http.body()`: FastAPI keeps this request, and would keep the body in it while the answer is streamed.
+            data = await _read(http.scope, http.receive)
+            return await answer(data, http)
+        except (ApiError, Rejected) as error:
+            return _refusal(error)
+
+    return endpoint
+
+
+def _refusal(error: ApiError | Rejected) -> Response:
+    # A function that raises what it holds by name makes a circle, of everything that its callers hold.
+    error.__traceback__ = None
+    return (from_rejected(error) if isinstance(error, Rejected) else error).response()
+
+
+async def _read(scope: Scope, receive: Receive) -> bytes:
+    """The whole body, checked to be there and to be called JSON. Raises `ApiError`, also if the client leaves in the middle."""
+    _refuse_encoding(scope)
+    data = await _whole_body(receive)
+    if not data or not _is_json(scope):
+        raise not_an_object()
+    return data
+
+
+async def _whole_body(receive: Receive) -> bytes:
+    message = await receive()
+    data: bytes = message.get("body", b"")
+    if message["type"] == "http.request" and not message.get("more_body"):
+        return data  # nearly always
+    pieces = [data]
+    while message["type"] == "http.request" and message.get("more_body"):
+        message = await receive()
+        pieces.append(message.get("body", b""))
+    if message["type"] != "http.request":
+        raise invalid("The client left before the body was there.")
+    return b"".join(pieces)
+
+
+def _refuse_encoding(scope: Scope) -> None:
+    """Raise a 415 that names `Content-Encoding`: bodies are taken as they are, so that their size is what was announced."""
+    value = headers_of(scope).get(b"content-encoding")
+    if value is None:
+        return
+    encoding = value.decode("latin-1")
+    if encoding.strip().lower() not in ("", "identity"):
+        raise unsupported_encoding(encoding)
+
+
+def _is_json(scope: Scope) -> bool:
+    """A body without a content type is read as JSON; one with another type is refused."""
+    content_type = headers_of(scope).get(b"content-type")
+    if not content_type or content_type == b"application/json":
+        return True
+    kind, _, subtype = content_type.decode("latin-1").partition(";")[0].strip().lower().partition("/")
+    return kind == "application" and "/" not in subtype and (subtype == "json" or subtype.endswith("+json"))
