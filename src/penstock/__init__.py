@@ -1,3 +1,35 @@
-"""Penstock: an LLM inference server for ordinary machines."""
+"""Penstock: an LLM inference server for ordinary machines.
+
+The Python API is `LLM`, `AsyncLLM` and what they take and give (`penstock.llm`); its names are here, and loaded when used.
+Nothing else in this package is promised to stay as it is: docs/python-api.md.
+"""
+
+import importlib
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "Logprob",
+    "Message",
+    "PenstockError",
+    "Prompt",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> object:
+    """A name of the API, for which its module is imported: the others of the package need not pay for it."""
+    if name in __all__:
+        return getattr(importlib.import_module("penstock.llm"), name)
+    raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

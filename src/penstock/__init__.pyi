@@ -1,0 +1,3 @@
+from penstock.llm import *  # noqa: F403
+
+__version__: str

@@ -1,0 +1,722 @@
+"""The Python API: a model in this process, without a server. `LLM` for scripts and notebooks, `AsyncLLM` for event loops.
+
+    from penstock import LLM, SamplingParams
+
+    with LLM("smollm2:135m") as llm:
+        [answer] = llm.chat([{"role": "user", "content": "Name three rivers."}], SamplingParams(max_tokens=40))
+        print(answer.outputs[0].text)
+
+Names are vLLM's where it has them. A request is checked by the rules of the server, and runs on the same engine: what comes
+at once is batched. All errors are `PenstockError`s that name a remedy. `docs/python-api.md` is the guide.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import threading
+import weakref
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
+
+from penstock.config import Config, ServerConfig
+from penstock.config.components import COMPONENTS, DEFAULT_MODEL, config_from
+from penstock.config.setting import Setting, settings_of
+from penstock.config.sources import parse_settings
+from penstock.deploy.factory import locate, start_model
+from penstock.types.errors import ConfigError, PenstockError, Rejected, RejectReason
+from penstock.types.request import FinishReason, Request
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+    from penstock.deploy.running import RunningModel
+    from penstock.engine.bridge import Stream
+    from penstock.engine.ports import OutputChunk
+    from penstock.serve.openai.schemas import CompletionBody
+    from penstock.types.result import TokenLogprobs
+
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "Logprob",
+    "Message",
+    "PenstockError",
+    "Prompt",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+]
+
+_Result = TypeVar("_Result")
+
+Prompt = str | Sequence[int]
+"""A text, or the ids of its tokens."""
+Message = Mapping[str, object]
+"""One turn of a conversation: `role` (system, user or assistant) and `content`, a text or a list of text parts."""
+
+_COMPONENTS = ("model", "kv", "scheduler", "backend")
+_OTHER_KEYS = ("seed",)
+_NOT_HERE = ("model", "served_model_name")
+"""Settings of these components that are no keyword: the model is an argument, and it has no clients to be named for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputsParams:
+    """The form that an answer must have: exactly one of these fields."""
+
+    json: str | Mapping[str, object] | None = None
+    """A JSON schema, as an object or as text."""
+    regex: str | None = None
+    """Matches the whole answer."""
+    choice: Sequence[str] | None = None
+    """The answer is one of these texts."""
+    grammar: str | None = None
+    """A grammar in Lark's notation."""
+    json_object: bool | None = None
+    """True: any JSON object."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How answers are drawn. Raises `PenstockError` for a value that is out of its range."""
+
+    n: int = 1
+    """Answers to each prompt."""
+    max_tokens: int | None = 16
+    """Tokens of one answer at most; None: what the context leaves. An answer ends where the context does, too."""
+    min_tokens: int = 0
+    temperature: float = 1.0
+    """0 always takes the likeliest token."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 and -1 keep all tokens."""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    """The same seed gives the same answer, whatever else runs; None draws one for each prompt."""
+    stop: str | Sequence[str] | None = None
+    """Texts that end an answer, and are no part of it."""
+    stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    """Leave special tokens, such as the end of a turn, out of the text."""
+    logprobs: int | None = None
+    """Log-probabilities of each token, and of as many of the likeliest; None: none."""
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    truncate_prompt_tokens: int | None = None
+    """Keep the last so many tokens of a prompt; -1: as many as fit beside `max_tokens`; None: all."""
+    structured_outputs: StructuredOutputsParams | None = None
+
+    def __post_init__(self) -> None:
+        _body_of(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """The log-probability of one token at one place, under the model's own distribution."""
+
+    logprob: float
+    rank: int
+    """1 is the likeliest token."""
+    decoded_token: str
+    """The token's text; incomplete characters are U+FFFD."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionOutput:
+    """One answer, or as much of it as there is yet."""
+
+    index: int
+    """Number of the answer among the `n` to its prompt."""
+    text: str
+    new_text: str
+    """The part of `text` that came since the output before; of a whole answer all of it."""
+    token_ids: list[int]
+    """All generated tokens, also those that are not shown."""
+    cumulative_logprob: float | None
+    """Sum of the log-probabilities of all tokens; None if none were asked for."""
+    logprobs: list[dict[int, Logprob]] | None
+    """By token id, for each of `token_ids`: that token, and the likeliest. None if none were asked for."""
+    finish_reason: str | None = None
+    """`stop`, `length`, or None while it goes on."""
+    stop_reason: int | str | None = None
+    """The stop token or stop text that ended it; None at the model's own end."""
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestMetrics:
+    """Times of a request, in seconds on a monotonic clock."""
+
+    arrival_time_s: float
+    first_token_time_s: float | None
+    """The first token of any of its answers; None if there is none yet."""
+    last_token_time_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """A prompt and its answers."""
+
+    request_id: str
+    prompt: str | None
+    """The text: of a conversation what the chat template made of it. None for a prompt of token ids."""
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    """`n` answers, by index."""
+    finished: bool
+    num_cached_tokens: int
+    """Tokens of the prompt that the prefix cache had."""
+    metrics: RequestMetrics
+
+
+class AsyncLLM:
+    """A model for one event loop. `async for` reads an answer as it grows; what is asked at once is batched.
+
+        async with AsyncLLM("smollm2:135m") as llm:
+            async for output in llm.generate("The capital of France is"):
+                print(output.outputs[0].new_text, end="")
+
+    Leaving the loop early ends the request. The constructor loads the model, which takes a moment and blocks.
+    """
+
+    def __init__(self, model: str | os.PathLike[str] = DEFAULT_MODEL, **settings: object) -> None:
+        """As `LLM`."""
+        config = _config(model, settings)
+        self._running = start_model(config, locate(config))
+        # Also at the interpreter's end: its threads must not outlive it.
+        self._closer = weakref.finalize(self, self._running.close)
+
+    @property
+    def model_name(self) -> str:
+        return self._running.name
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt and answer together, in tokens."""
+        return self._running.model.max_model_len
+
+    def generate(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> AsyncGenerator[RequestOutput, None]:
+        """Continue a text. Yields the answers so far, whenever there is more, and last when they are `finished`.
+
+        Raises PenstockError, when it is first awaited, if the prompt does not fit, and later if the engine fails.
+        """
+        return self._stream(_Asked([prompt], sampling_params))
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """As `generate`, for the model's next message of a conversation. The keywords are those of `LLM.chat`."""
+        template = _Template(add_generation_prompt, continue_final_message, chat_template_kwargs)
+        return self._stream(_Asked([messages], sampling_params, template))
+
+    async def aclose(self) -> None:
+        """End all requests and free the model. Idempotent."""
+        await asyncio.to_thread(self.close)
+
+    def close(self) -> None:
+        """As `aclose`, for callers without an event loop."""
+        self._closer()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def _stream(self, asked: _Asked) -> AsyncGenerator[RequestOutput, None]:
+        with await self._open(asked) as reading:
+            while (output := await reading.next()) is not None:
+                yield output
+
+    async def _all(self, asked: _Asked, *, use_tqdm: bool) -> list[RequestOutput]:
+        with await self._open(asked) as reading:
+            return await reading.all(has_bar=use_tqdm and sys.stderr.isatty())
+
+    async def _open(self, asked: _Asked) -> _Reading:
+        """Submit what is asked. Everything is checked before anything runs."""
+        if not self._closer.alive:
+            raise _closed()
+        answers = await asyncio.to_thread(asked.answers, self._running)
+        return _Reading(self._running.bridge.open([choice.request for one in answers for choice in one.choices]), answers)
+
+
+class LLM:
+    """A model for scripts and notebooks. Thread-safe; what several threads ask at once is batched.
+
+    A context manager: leaving it frees the model. Ctrl-C ends the requests that are waited for.
+    """
+
+    def __init__(self, model: str | os.PathLike[str] = DEFAULT_MODEL, **settings: object) -> None:
+        """Load a model, fetched first if it is one that can be and is not here.
+
+        `model` is a catalogue name, a .gguf file, a Hugging Face directory or `hf:org/repo[:file]`. `settings` are those of
+        `penstock serve` about model, KV cache, scheduling and computing, by their keys in docs/configuration.md and in its
+        notation (`kv_cache_memory="1GiB"`, `policy="fair"`), and `seed`, from which those of requests are drawn.
+
+        Raises PenstockError for an unknown setting, with the list, and for a model that can't be loaded or does not fit.
+        """
+        self._async = AsyncLLM(model, **settings)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="penstock-llm", daemon=True)
+        self._thread.start()
+        self._closer = weakref.finalize(self, _end, self._async, self._loop, self._thread)
+
+    @property
+    def model_name(self) -> str:
+        return self._async.model_name
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt and answer together, in tokens."""
+        return self._async.max_model_len
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Continue texts: the whole answers, in the order of the prompts.
+
+        `sampling_params` are for all prompts, or a sequence with one for each. `use_tqdm` shows the progress on stderr, if
+        that is a terminal. Raises PenstockError if a prompt does not fit, before any runs, and if an answer fails.
+        """
+        return self._wait(self._async._all(_Asked(_several(prompts), sampling_params), use_tqdm=use_tqdm))
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+    ) -> list[RequestOutput]:
+        """The model's next message of a conversation, or of each of several. Otherwise as `generate`.
+
+        The model's chat template makes the prompt, and opens the model's turn, unless `add_generation_prompt` is False.
+        `continue_final_message` has the model go on with the last message instead. `chat_template_kwargs` are further
+        variables of the template.
+        """
+        template = _Template(add_generation_prompt, continue_final_message, chat_template_kwargs)
+        asked = _Asked(_conversations(messages), sampling_params, template)
+        return self._wait(self._async._all(asked, use_tqdm=use_tqdm))
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Continue a text: the answers so far, whenever there is more. Leaving the loop early ends the request."""
+        return self._iterate(_Asked([prompt], sampling_params))
+
+    def stream_chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """As `stream`, for the model's next message of a conversation."""
+        template = _Template(add_generation_prompt, continue_final_message, chat_template_kwargs)
+        return self._iterate(_Asked([messages], sampling_params, template))
+
+    def close(self) -> None:
+        """End all requests and free the model. Idempotent."""
+        self._closer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _iterate(self, asked: _Asked) -> Iterator[RequestOutput]:
+        reading = self._wait(self._async._open(asked))
+        try:
+            while (output := self._wait(reading.next())) is not None:
+                yield output
+        finally:
+            if self._closer.alive:
+                self._loop.call_soon_threadsafe(reading.close)
+
+    def _wait(self, work: Coroutine[Any, Any, _Result]) -> _Result:
+        """The result of work on the loop's thread. Whatever ends the wait, such as Ctrl-C, ends the work."""
+        if not self._closer.alive:
+            work.close()
+            raise _closed()
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except CancelledError:
+            raise _closed() from None
+        except BaseException:
+            future.cancel()
+            raise
+
+
+# From what is asked to requests.
+
+
+@dataclass(frozen=True, slots=True)
+class _Template:
+    """How conversations become prompts."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    variables: Mapping[str, object] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Prompts, or conversations if there is a template, as the caller gave them."""
+
+    prompts: Sequence[Prompt | Sequence[Message]]
+    params: SamplingParams | Sequence[SamplingParams] | None
+    template: _Template | None = None
+
+    def answers(self, running: RunningModel) -> list[_Answer]:
+        """An answer for each prompt, with its requests. May take a while. Raises PenstockError for what is wrong."""
+        prompts = [self._text(running, prompt, self._name(index)) for index, prompt in enumerate(self.prompts)]
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        encoded = iter(running.tokenizer.encode_batch(texts, add_special_tokens=self.template is None))
+        arrival_ns = running.clock.now_ns()
+        answers = []
+        for index, (prompt, params) in enumerate(zip(prompts, self._params(), strict=True)):
+            token_ids = next(encoded) if isinstance(prompt, str) else prompt
+            requests = _requests(running, token_ids, params, arrival_ns, self._name(index))
+            answers.append(_Answer(running, prompt if isinstance(prompt, str) else None, params, requests))
+        return answers
+
+    def _params(self) -> Sequence[SamplingParams]:
+        if self.params is None or isinstance(self.params, SamplingParams):
+            return [self.params or SamplingParams()] * len(self.prompts)
+        if len(self.params) != len(self.prompts):
+            raise ConfigError(
+                f"There are {len(self.prompts)} prompts and {len(self.params)} sampling_params.",
+                remedy="Give one for all, or one for each.",
+            )
+        return self.params
+
+    def _name(self, index: int) -> str:
+        name = "prompt" if self.template is None else "messages"
+        return name if len(self.prompts) == 1 else f"{name}[{index}]"
+
+    def _text(self, running: RunningModel, prompt: Prompt | Sequence[Message], name: str) -> str | Sequence[int]:
+        """The prompt's text, or the ids of its tokens."""
+        if self.template is None:
+            if isinstance(prompt, str):
+                return prompt
+            token_ids = [item for item in prompt if type(item) is int] if isinstance(prompt, Sequence) else []
+            if isinstance(prompt, Sequence) and len(token_ids) == len(prompt):
+                return token_ids
+            raise ConfigError(f"'{name}' is neither a text nor token ids.", remedy="Give a str, or a list of int.")
+        if running.chat_template is None:
+            raise ConfigError(f"{running.name} has no chat template.", remedy="Set chat_template, or use generate with a text.")
+        from penstock.serve.openai.messages import render_prompt, template_messages
+        from penstock.serve.openai.schemas import ChatTemplateFields
+
+        fields = {
+            "messages": [dict(message) if isinstance(message, Mapping) else message for message in prompt],
+            "add_generation_prompt": self.template.add_generation_prompt,
+            "continue_final_message": self.template.continue_final_message,
+            "chat_template_kwargs": self.template.variables and dict(self.template.variables),
+        }
+        with _OwnErrors():
+            body = ChatTemplateFields.model_validate(fields)
+            return render_prompt(running.chat_template, body, template_messages(body.messages))
+
+
+def _requests(
+    running: RunningModel, token_ids: Sequence[int], params: SamplingParams, arrival_ns: int, name: str
+) -> list[Request]:
+    """A request for each of the `n` answers to a prompt."""
+    from penstock.serve.openai.grammars import asked_grammar
+    from penstock.serve.openai.prompts import truncate
+    from penstock.serve.openai.validation import base_sampling, check_token_ids, for_choice
+
+    model, limit = running.model, running.model.max_model_len
+    body = _body_of(params)
+    with _OwnErrors():
+        check_token_ids(token_ids, model.vocab_size, name)
+        token_ids = truncate(token_ids, params.truncate_prompt_tokens, limit, params.max_tokens or 1)
+        base = base_sampling(body, model, running.defaults, running.tokenizer)
+        asked = asked_grammar(body)
+    if not token_ids:
+        raise ConfigError(f"'{name}' has no tokens.", remedy="Give a text.")
+    room = limit - len(token_ids)
+    if room < max(1, params.min_tokens):
+        raise Rejected(
+            RejectReason.CONTEXT_LENGTH,
+            f"'{name}' has {len(token_ids)} tokens; {model.name} takes {limit}, the answer included. Shorten it.",
+        )
+    max_tokens = min(room, params.max_tokens or room)
+    seed = running.sources.draw_seed() if params.seed is None else params.seed
+    parent_id = running.sources.new_request_id()
+    return [
+        Request(
+            f"{parent_id}.{nth}",
+            tuple(token_ids),
+            replace(for_choice(base, max_tokens=max_tokens, seed=seed, choice=nth), follows_grammar=asked is not None),
+            arrival_ns=arrival_ns,
+            parent_id=parent_id,
+            slo_itl_ns=running.slo_itl_ns,
+            matcher=None if asked is None else running.grammars.matcher(asked.grammar),
+        )
+        for nth in range(params.n)
+    ]
+
+
+def _body_of(params: SamplingParams) -> CompletionBody:
+    """The parameters as the server's, which checks types and ranges. Raises `Rejected`."""
+    from penstock.serve.openai.schemas import CompletionBody
+
+    fields = {name: _plain(getattr(params, name)) for name in params.__slots__}
+    if params.logit_bias is not None:
+        fields["logit_bias"] = {str(token_id): bias for token_id, bias in params.logit_bias.items()}
+    if params.structured_outputs is not None:
+        asked = params.structured_outputs
+        fields["structured_outputs"] = {name: _plain(getattr(asked, name)) for name in asked.__slots__}
+    with _OwnErrors():
+        return CompletionBody.model_validate({"prompt": "", **fields})
+
+
+def _plain(value: object) -> object:
+    """A value as JSON has it."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+
+
+class _OwnErrors:
+    """Turns errors of the server's rules, which are answers over HTTP, into `Rejected`."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        from pydantic import ValidationError
+
+        from penstock.serve.openai.errors import ApiError, from_finding
+
+        if isinstance(error, ValidationError):
+            error = from_finding(error.errors(include_url=False)[0])
+        if isinstance(error, ApiError):
+            raise Rejected(RejectReason.INVALID, error.message, param=error.param) from None
+
+
+def _several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    several = [prompt for prompt in prompts if not isinstance(prompt, int)]
+    return several if len(several) == len(prompts) else [[item for item in prompts if isinstance(item, int)]]
+
+
+def _conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Sequence[Message]]:
+    several = [item for item in messages if not isinstance(item, Mapping)]
+    return several if len(several) == len(messages) else [[item for item in messages if isinstance(item, Mapping)]]
+
+
+# From chunks to outputs.
+
+
+class _Choice:
+    """One of a prompt's answers, as far as it has come."""
+
+    def __init__(self, index: int, request: Request, *, has_logprobs: bool) -> None:
+        self.request = request
+        self._index = index
+        self._text = ""
+        self._num_told = 0
+        """Characters of the text in the outputs so far."""
+        self._token_ids: list[int] = []
+        self._logprobs: list[dict[int, Logprob]] | None = [] if has_logprobs else None
+        self._cumulative_logprob = 0.0
+        self.last: OutputChunk | None = None
+        """The newest chunk."""
+
+    @property
+    def is_finished(self) -> bool:
+        return self.last is not None and self.last.finish_reason is not None
+
+    def add(self, chunk: OutputChunk, running: RunningModel) -> None:
+        self.last = chunk
+        self._text += chunk.text
+        self._token_ids += chunk.token_ids
+        if self._logprobs is not None:
+            self._logprobs += [_logprobs_of(entry, running) for entry in chunk.logprobs]
+            self._cumulative_logprob += sum(entry.logprob for entry in chunk.logprobs)
+
+    def output(self, end_token_ids: frozenset[int]) -> CompletionOutput:
+        last = self.last
+        finish_reason = None if last is None else last.finish_reason
+        stop_reason = None if last is None or last.stop_reason in end_token_ids else last.stop_reason
+        new_text, self._num_told = self._text[self._num_told :], len(self._text)
+        return CompletionOutput(
+            index=self._index,
+            text=self._text,
+            new_text=new_text,
+            token_ids=list(self._token_ids),
+            cumulative_logprob=None if self._logprobs is None else self._cumulative_logprob,
+            logprobs=None if self._logprobs is None else list(self._logprobs),
+            finish_reason=None if finish_reason is None else finish_reason.name.lower(),
+            stop_reason=stop_reason,
+        )
+
+
+class _Answer:
+    """A prompt's answers, as far as they have come."""
+
+    def __init__(self, running: RunningModel, prompt: str | None, params: SamplingParams, requests: list[Request]) -> None:
+        self._running = running
+        self._prompt = prompt
+        self._end_token_ids = frozenset(running.model.eos_token_ids) - frozenset(params.stop_token_ids or ())
+        has_logprobs = params.logprobs is not None
+        self.choices = [_Choice(index, request, has_logprobs=has_logprobs) for index, request in enumerate(requests)]
+
+    @property
+    def is_finished(self) -> bool:
+        return all(choice.is_finished for choice in self.choices)
+
+    def add(self, chunk: OutputChunk, choice: _Choice) -> None:
+        """Take a choice's next chunk. Raises PenstockError if it tells that the answer failed."""
+        choice.add(chunk, self._running)
+        if chunk.finish_reason not in (None, FinishReason.STOP, FinishReason.LENGTH):
+            raise PenstockError(chunk.detail or "The engine ended the answer.", remedy="Ask again.")
+
+    def output(self) -> RequestOutput:
+        first = self.choices[0].request
+        chunks = [choice.last for choice in self.choices if choice.last is not None]
+        first_token_ns = min((chunk.first_token_ns for chunk in chunks if chunk.first_token_ns is not None), default=None)
+        return RequestOutput(
+            request_id=first.parent_id,
+            prompt=self._prompt,
+            prompt_token_ids=list(first.prompt_token_ids),
+            outputs=[choice.output(self._end_token_ids) for choice in self.choices],
+            finished=self.is_finished,
+            num_cached_tokens=chunks[0].num_cached_tokens,
+            metrics=RequestMetrics(
+                arrival_time_s=first.arrival_ns / 1e9,
+                first_token_time_s=None if first_token_ns is None else first_token_ns / 1e9,
+                last_token_time_s=max(chunk.at_ns for chunk in chunks) / 1e9,
+            ),
+        )
+
+
+class _Reading:
+    """Reads answers as they come. A context manager: leaving it ends the requests that have not finished."""
+
+    def __init__(self, stream: Stream, answers: Sequence[_Answer]) -> None:
+        self._stream = stream
+        self._answers = answers
+        self._of = {choice.request.request_id: (answer, choice) for answer in answers for choice in answer.choices}
+
+    async def next(self) -> RequestOutput | None:
+        """The only answer with what is new, once there is something; None after its end."""
+        return self._answers[0].output() if await self._read() else None
+
+    async def all(self, *, has_bar: bool) -> list[RequestOutput]:
+        """All answers, once they have ended. `has_bar` shows on stderr how many have."""
+        with _bar(len(self._answers)) if has_bar else contextlib.nullcontext() as bar:
+            while touched := await self._read():
+                if bar is not None:
+                    bar.update(sum(answer.is_finished for answer in touched))
+        return [answer.output() for answer in self._answers]
+
+    def close(self) -> None:
+        """On the event loop."""
+        self._stream.close()
+
+    async def _read(self) -> set[_Answer]:
+        """Answers that have got something; empty after the end."""
+        touched = set()
+        for chunk in await self._stream.next_chunks():
+            answer, choice = self._of[chunk.request_id]
+            answer.add(chunk, choice)
+            touched.add(answer)
+        return touched
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _bar(total: int) -> tqdm[NoReturn]:
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc="Answers", unit=" prompt")
+
+
+def _logprobs_of(entry: TokenLogprobs, running: RunningModel) -> dict[int, Logprob]:
+    text = running.tokenizer.token_text
+    found = {entry.token_id: Logprob(entry.logprob, entry.rank, text(entry.token_id))}
+    for rank, (token_id, logprob) in enumerate(entry.top, 1):
+        found.setdefault(token_id, Logprob(logprob, rank, text(token_id)))
+    return found
+
+
+# Beginning and end.
+
+
+def _config(model: str | os.PathLike[str], settings: Mapping[str, object]) -> Config:
+    """Raises ConfigError for what is no setting here, with the list."""
+    given = {key: os.fspath(value) if isinstance(value, os.PathLike) else value for key, value in settings.items()}
+    values = parse_settings({key: value for key, value in given.items() if value is not None}, _keywords())
+    if "cache" not in values and (folder := os.environ.get("PENSTOCK_CACHE")):
+        values["cache"] = folder
+    config = config_from({**values, "model": os.fspath(model)})
+    return replace(config, server=replace(config.server, explained_requests=0))  # there is nobody to ask for them
+
+
+def _keywords() -> list[Setting]:
+    named = [item for name, component in COMPONENTS if name in _COMPONENTS for item in settings_of(component)]
+    others = [item for item in settings_of(ServerConfig) if item.key in _OTHER_KEYS]
+    return [item for item in (*named, *others) if item.key not in _NOT_HERE]
+
+
+def _closed() -> PenstockError:
+    return PenstockError("The model is closed.", remedy="Make another LLM.")
+
+
+def _end(model: AsyncLLM, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    """Free the model, end what waits for it, and then the loop. For any thread but the loop's."""
+    model.close()
+    asyncio.run_coroutine_threadsafe(_cancel_others(), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+async def _cancel_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+    await asyncio.get_running_loop().shutdown_default_executor()

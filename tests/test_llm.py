@@ -1,0 +1,421 @@
+"""The Python API: answers of the engine without a server, checked by the server's rules; nothing runs on when it is left."""
+
+from __future__ import annotations
+
+import _thread
+import asyncio
+import io
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import penstock
+from penstock import LLM, AsyncLLM, PenstockError, RequestOutput, SamplingParams, StructuredOutputsParams, llm
+from penstock.config import ServerConfig
+from penstock.engine.thread import EngineState
+from penstock.serve.app import create_app
+from penstock.testing.tiny_models import TinyLlama, write_gguf
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
+ENDLESS = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
+SETTINGS: dict[str, object] = {"backend": "reference", "kv_cache_memory": "2MiB", "max_num_seqs": 4}
+CONVERSATION = [{"role": "user", "content": "in the"}]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(tmp_path_factory.mktemp("models") / "tiny.gguf", TinyLlama(max_model_len=512))
+
+
+@pytest.fixture(scope="module")
+def model(path: Path) -> Iterator[LLM]:
+    with LLM(path, **SETTINGS) as model:
+        yield model
+
+
+def engine_of(model: LLM) -> Any:
+    return model._async._running.engine
+
+
+def wait_until_idle(model: LLM) -> None:
+    end_s = time.monotonic() + 20
+    while (load := engine_of(model).load()).num_running + load.num_waiting:
+        assert time.monotonic() < end_s, "a request runs on"
+        time.sleep(0.001)
+
+
+def only(outputs: list[RequestOutput]) -> RequestOutput:
+    [output] = outputs
+    return output
+
+
+def test_importing_the_package_loads_nothing_of_it() -> None:
+    code = (
+        "import penstock, sys; assert not [name for name in sys.modules if name.startswith('penstock.')], sys.modules;"
+        "assert 'LLM' in dir(penstock); from penstock import LLM; assert 'penstock.llm' in sys.modules;"
+        "assert 'fastapi' not in sys.modules and 'tqdm' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_package_has_the_names_of_the_module() -> None:
+    assert set(penstock.__all__) == {*llm.__all__, "__version__"}
+    assert {getattr(penstock, name) for name in llm.__all__ if name not in ("Prompt", "Message")}
+    with pytest.raises(AttributeError, match="no attribute 'LM'"):
+        penstock.LM  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_answers_come_in_the_order_of_the_prompts(model: LLM) -> None:
+    prompts = ["in the", "of a", "and", "to be", "in the"]  # more than rows
+    outputs = model.generate(prompts, GREEDY)
+    assert [output.prompt for output in outputs] == prompts
+    assert all(output.finished and len(output.outputs) == 1 for output in outputs)
+    assert outputs[0].outputs == outputs[4].outputs
+    for prompt, output in zip(prompts, outputs, strict=True):
+        alone = only(model.generate(prompt, GREEDY))
+        assert (alone.outputs, alone.prompt_token_ids) == (output.outputs, output.prompt_token_ids)
+    assert len({output.request_id for output in outputs}) == 5
+
+
+def test_a_prompt_may_be_token_ids_alone_or_among_others(model: LLM) -> None:
+    token_ids = only(model.generate("in the", GREEDY)).prompt_token_ids
+    alone = only(model.generate(token_ids, GREEDY))
+    both = model.generate([token_ids, "in the"], GREEDY)
+    assert alone.prompt is None
+    assert alone.outputs == both[0].outputs == both[1].outputs
+
+
+def test_each_prompt_may_have_its_own_parameters(model: LLM) -> None:
+    outputs = model.generate(["in the", "in the"], [GREEDY, SamplingParams(temperature=0.0, max_tokens=3)])
+    long, short = (output.outputs[0] for output in outputs)
+    assert len(short.token_ids) == 3
+    assert long.token_ids[:3] == short.token_ids
+    assert short.finish_reason == "length"
+    with pytest.raises(PenstockError, match="2 prompts and 1 sampling_params"):
+        model.generate(["in the", "of"], [GREEDY])
+
+
+def test_the_same_seed_gives_the_same_answers_and_n_of_them_differ(model: LLM) -> None:
+    params = SamplingParams(n=3, seed=7, max_tokens=12)
+    first, second = (only(model.generate("in the", params)) for _ in range(2))
+    assert first.outputs == second.outputs
+    assert [answer.index for answer in first.outputs] == [0, 1, 2]
+    assert len({answer.text for answer in first.outputs}) == 3
+    [one, two] = model.generate(["in the"] * 2, SamplingParams(max_tokens=12))
+    assert one.outputs[0].text != two.outputs[0].text, "each prompt draws a seed of its own"
+
+
+def test_a_seed_of_the_model_makes_a_program_repeatable(path: Path) -> None:
+    texts = []
+    for seed in (5, 5, 6):
+        with LLM(path, seed=seed, **SETTINGS) as seeded:
+            texts.append([output.outputs[0].text for output in seeded.generate(["in the", "of a"], SamplingParams())])
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_logprobs_are_of_each_token_and_the_likeliest(model: LLM) -> None:
+    [answer] = only(model.generate("in the", SamplingParams(temperature=0.0, max_tokens=4, logprobs=2))).outputs
+    assert answer.logprobs is not None
+    assert answer.cumulative_logprob == pytest.approx(
+        sum(entry[token_id].logprob for entry, token_id in zip(answer.logprobs, answer.token_ids, strict=True))
+    )
+    for entry, token_id in zip(answer.logprobs, answer.token_ids, strict=True):
+        assert entry[token_id].rank == 1, "greedy"
+        assert len(entry) == 2
+    assert "".join(entry[token_id].decoded_token for entry, token_id in zip(answer.logprobs, answer.token_ids, strict=True))
+    assert only(model.generate("in the", GREEDY)).outputs[0].logprobs is None
+
+
+def test_a_stop_text_ends_the_answer_and_is_told(model: LLM) -> None:
+    whole = only(model.generate("in the", GREEDY)).outputs[0].text
+    stop = whole[2:4]
+    [answer] = only(model.generate("in the", SamplingParams(temperature=0.0, max_tokens=8, stop=[stop]))).outputs
+    assert (answer.text, answer.finish_reason, answer.stop_reason) == (whole[: whole.index(stop)], "stop", stop)
+
+
+@pytest.mark.parametrize(
+    ("asked", "check"),
+    [
+        (StructuredOutputsParams(choice=["yes", "no"]), lambda text: text in ("yes", "no")),
+        (StructuredOutputsParams(regex="[0-9]{3}"), lambda text: len(text) == 3 and text.isdigit()),
+        (StructuredOutputsParams(grammar='start: "a" "b"'), lambda text: text == "ab"),
+        (
+            StructuredOutputsParams(json={"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"],
+                                          "additionalProperties": False}),
+            lambda text: isinstance(json.loads(text)["a"], bool),
+        ),
+    ],
+)  # fmt: skip
+def test_an_answer_follows_what_was_asked_for(model: LLM, asked: StructuredOutputsParams, check: Any) -> None:
+    outputs = model.generate(["in the", "of a"], SamplingParams(n=2, seed=1, max_tokens=None, structured_outputs=asked))
+    assert all(check(answer.text) for output in outputs for answer in output.outputs)
+
+
+def test_a_chat_is_made_a_prompt_by_the_template(model: LLM) -> None:
+    output = only(model.chat(CONVERSATION, GREEDY))
+    assert output.prompt is not None
+    assert "in the" in output.prompt
+    assert output.prompt != "in the"
+    both = model.chat([CONVERSATION, [{"role": "user", "content": "of a"}]], GREEDY)
+    assert both[0].outputs == output.outputs
+    assert "of a" in (both[1].prompt or "")
+    parts = [{"role": "user", "content": [{"type": "text", "text": "in "}, {"type": "text", "text": "the"}]}]
+    assert only(model.chat(parts, GREEDY)).outputs == output.outputs
+    without = only(model.chat(CONVERSATION, GREEDY, add_generation_prompt=False))
+    assert output.prompt.startswith(without.prompt or "?")
+    with pytest.raises(PenstockError, match=r"messages\[0\]\.role.* must be one of"):
+        model.chat([{"role": "nobody", "content": "a"}])
+
+
+def test_an_answer_is_what_the_server_says(model: LLM) -> None:
+    """With the same seed, the parameters of one and the fields of the other mean the same."""
+    fields: dict[str, Any] = {
+        "max_tokens": 12,
+        "temperature": 0.9,
+        "top_p": 0.8,
+        "top_k": 40,
+        "seed": 3,
+        "n": 2,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.5,
+        "bad_words": ["the"],
+    }
+
+    async def ask() -> tuple[list[str], list[str]]:
+        transport = httpx.ASGITransport(create_app(running, ServerConfig()), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://tiny") as client:
+            text = await client.post("/v1/completions", json={"prompt": "in the", "logit_bias": {"5": 2.0}, **fields})
+            chat = await client.post("/v1/chat/completions", json={"messages": CONVERSATION, **fields})
+        choices = [answer.json()["choices"] for answer in (text, chat)]
+        return [choice["text"] for choice in choices[0]], [choice["message"]["content"] for choice in choices[1]]
+
+    params = SamplingParams(**fields)
+    biased = SamplingParams(logit_bias={5: 2.0}, **fields)
+    ours = [answer.text for answer in only(model.generate("in the", biased)).outputs]
+    chat = [answer.text for answer in only(model.chat(CONVERSATION, params)).outputs]
+    running = model._async._running
+    wait_until_idle(model)
+    assert asyncio.run(ask()) == (ours, chat)
+
+
+def test_a_stream_is_the_answer_as_it_grows(model: LLM) -> None:
+    outputs = list(model.stream("in the", GREEDY))
+    whole = only(model.generate("in the", GREEDY))
+    assert outputs[-1].outputs[0].text == whole.outputs[0].text
+    assert "".join(output.outputs[0].new_text for output in outputs) == whole.outputs[0].text
+    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+    assert len(outputs) > 2
+    assert outputs[-1].metrics.first_token_time_s is not None
+    chat = list(model.stream_chat(CONVERSATION, GREEDY))
+    assert chat[-1].outputs[0].text == only(model.chat(CONVERSATION, GREEDY)).outputs[0].text
+
+
+def test_leaving_a_stream_ends_its_request(model: LLM) -> None:
+    for output in model.stream("in the", ENDLESS):
+        assert not output.finished
+        break
+    wait_until_idle(model)
+
+
+def test_ctrl_c_ends_what_is_waited_for(model: LLM) -> None:
+    def interrupt() -> None:
+        while not engine_of(model).load().num_running:
+            time.sleep(0.001)
+        _thread.interrupt_main()
+
+    other = threading.Thread(target=interrupt)
+    other.start()
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(["in the", "of a"], ENDLESS)
+    other.join()
+    wait_until_idle(model)
+    assert model.generate("in the", GREEDY)
+
+
+def test_what_several_threads_ask_runs_together(model: LLM) -> None:
+    expected = only(model.generate("in the", GREEDY)).outputs
+    found: list[Any] = []
+    threads = [threading.Thread(target=lambda: found.append(only(model.generate("in the", GREEDY)).outputs)) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [expected] * 6
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"temperature": 3.0}, "'temperature' must be at most 2"),
+        ({"temperature": float("nan")}, "'temperature'"),
+        ({"top_p": 0.0}, "'top_p' must be"),
+        ({"n": 0}, "'n' must be at least 1"),
+        ({"max_tokens": "8"}, "'max_tokens' must be an integer"),
+        ({"stop": ["", "a"]}, r"'stop\[0\]'"),
+        ({"logprobs": 21}, "'logprobs' must be at most 20"),
+    ],
+)
+def test_parameters_out_of_range_are_refused_when_they_are_made(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(PenstockError, match=words):
+        SamplingParams(**fields)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "words"),
+    [
+        ("in the", SamplingParams(temperature=1e-9), "'temperature' must be 0"),
+        ("in the", SamplingParams(stop_token_ids=[10**6]), r"'stop_token_ids\[0\]' is 1000000, outside"),
+        ("in the", SamplingParams(structured_outputs=StructuredOutputsParams()), "'structured_outputs' must have one of"),
+        ("in the", SamplingParams(structured_outputs=StructuredOutputsParams(regex="(")), "regex"),
+        ([0, 10**6], GREEDY, r"'prompt\[1\]' is 1000000, outside the vocabulary"),
+        ("in the " * 600, GREEDY, r"'prompt' has \d+ tokens; tiny takes 512, the answer included"),
+        ("in the", SamplingParams(min_tokens=511, max_tokens=None), "takes 512"),
+        ("", GREEDY, "'prompt' has no tokens"),
+        ([], GREEDY, None),
+        ([1.5], GREEDY, "'prompt' is neither a text nor token ids"),
+    ],
+)
+def test_what_can_not_run_is_refused_before_anything_does(
+    model: LLM, prompt: Any, params: SamplingParams, words: str | None
+) -> None:
+    if words is None:
+        assert model.generate(prompt, params) == []
+        return
+    with pytest.raises(PenstockError, match=words):
+        model.generate(prompt, params)
+    if isinstance(prompt, str):
+        with pytest.raises(PenstockError):
+            model.generate(["in the", prompt], [ENDLESS, params])
+    wait_until_idle(model)
+
+
+def test_a_prompt_is_truncated_from_its_beginning(model: LLM) -> None:
+    whole = only(model.generate("in the of a", GREEDY)).prompt_token_ids
+    short = only(model.generate("in the of a", SamplingParams(truncate_prompt_tokens=2))).prompt_token_ids
+    assert short == whole[-2:]
+    fitted = only(model.generate("in the " * 600, SamplingParams(truncate_prompt_tokens=-1, max_tokens=12)))
+    assert len(fitted.prompt_token_ids) == 500
+
+
+def test_an_answer_ends_with_the_context(model: LLM) -> None:
+    output = only(model.generate("in the", SamplingParams(max_tokens=10**6, ignore_eos=True)))
+    assert len(output.prompt_token_ids) + len(output.outputs[0].token_ids) == model.max_model_len == 512
+    assert output.outputs[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"kv_cache_mem": "1GiB"}, r"unknown key 'kv_cache_mem'\. Did you mean kv_cache_memory\? Valid keys: cache, "),
+        ({"port": 80}, r"unknown key 'port'\..*Valid keys"),
+        ({"kv_cache_memory": "much"}, "kv_cache_memory: 'much'"),
+        ({"policy": "unfair"}, "policy: 'unfair'"),
+    ],
+)
+def test_a_setting_that_is_none_is_refused_with_the_list(path: Path, settings: dict[str, object], words: str) -> None:
+    with pytest.raises(PenstockError, match=words):
+        LLM(path, **settings)
+
+
+def test_settings_reach_the_engine(path: Path) -> None:
+    with LLM(path, max_model_len="100", policy="fair", block_size=8, **SETTINGS) as model:
+        assert (model.model_name, model.max_model_len) == ("tiny", 100)
+
+
+def test_a_closed_model_says_so_and_frees_its_threads(path: Path) -> None:
+    before = threading.active_count()
+    model = LLM(path, **SETTINGS)
+    waiting = model.stream("in the", ENDLESS)
+    next(waiting)
+    model.close()
+    model.close()
+    for use in (lambda: model.generate("a"), lambda: next(waiting), lambda: next(model.stream("a"))):
+        with pytest.raises(PenstockError, match="The model is closed"):
+            use()
+    assert engine_of(model).state is EngineState.STOPPED
+    assert threading.active_count() <= before + 1, "but for the executor's"
+
+
+def test_who_waits_when_the_model_is_closed_is_told(path: Path) -> None:
+    model = LLM(path, **SETTINGS)
+    told: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            model.generate("in the", ENDLESS)
+        except PenstockError as error:
+            told.append(error)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    while not engine_of(model).load().num_running:
+        time.sleep(0.001)
+    model.close()
+    asking.join(20)
+    assert len(told) == 1
+
+
+def test_a_program_that_does_not_close_its_model_ends(path: Path) -> None:
+    load = f"llm = LLM({str(path)!r}, backend='reference', kv_cache_memory='2MiB')"
+    code = f"from penstock import LLM; {load}; next(llm.stream('a'))"
+    done = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_failed_engine_is_an_error_and_then_made_anew(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from penstock.types.errors import ExecutorFailure
+
+    def fail(*_: object) -> None:
+        raise ExecutorFailure("as it was told to")
+
+    with LLM(path, **SETTINGS) as model:
+        good = only(model.generate("in the", GREEDY)).outputs
+        with monkeypatch.context() as broken:
+            broken.setattr("penstock.backends.reference.executor.ReferenceExecutor.collect", fail)
+            with pytest.raises(PenstockError, match="the engine failed"):
+                model.generate("in the", GREEDY)
+        end_s = time.monotonic() + 20
+        while engine_of(model).state is not EngineState.READY:
+            assert time.monotonic() < end_s
+            time.sleep(0.01)
+        assert only(model.generate("in the", GREEDY)).outputs == good
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_progress_is_shown_on_a_terminal_alone(model: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    for stream, use_tqdm, is_shown in ((Terminal(), True, True), (Terminal(), False, False), (io.StringIO(), True, False)):
+        monkeypatch.setattr(sys, "stderr", stream)
+        model.generate(["in the", "of a"], GREEDY, use_tqdm=use_tqdm)
+        assert ("2/2" in stream.getvalue()) is is_shown
+
+
+async def test_an_event_loop_reads_many_answers_at_once(path: Path) -> None:
+    async def read(prompt: str) -> list[RequestOutput]:
+        return [output async for output in model.generate(prompt, GREEDY)]
+
+    async with AsyncLLM(path, **SETTINGS) as model:
+        [one, two] = await asyncio.gather(read("in the"), read("of a"))
+        [alone] = [output async for output in model.chat(CONVERSATION, GREEDY) if output.finished]
+        assert one[-1].finished
+        assert two[-1].finished
+        assert "".join(output.outputs[0].new_text for output in one) == one[-1].outputs[0].text
+        assert "in the" in (alone.prompt or "")
+        endless = model.generate("in the", ENDLESS)
+        await anext(endless)
+        await endless.aclose()
+        while (load := model._running.engine.load()).num_running + load.num_waiting:  # noqa: ASYNC110  # no event tells
+            await asyncio.sleep(0.001)
+    with pytest.raises(PenstockError, match="closed"):
+        await anext(model.generate("in the"))
