@@ -30,6 +30,7 @@ from penstock.backends.native._native import RowTable
 from penstock.config import Config, KvConfig, ModelConfig, SchedulerConfig, ServerConfig
 from penstock.deploy import factory
 from penstock.deploy.device import max_rows, max_step_tokens
+from penstock.deploy.running import Deployment
 from penstock.deploy.sizing import KvPlan
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
 from penstock.models.weights import LoadedModel
@@ -107,7 +108,7 @@ def serve(port: int, step_s: float, *, by_messages: bool) -> None:
     runtime = factory.start_model(config, resolve(DEFAULT_MODEL, default_cache_dir()))
     engine = next(thread for thread in threading.enumerate() if thread.name == "penstock-engine")
     print(engine.native_id, flush=True)
-    run_server(runtime, config.server)
+    run_server(Deployment([runtime]), config.server)
 
 
 def thread_cpu_s(pid: int, thread: int) -> float:

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import pytest
 import penstock
 from penstock import LLM, AsyncLLM, PenstockError, RequestOutput, SamplingParams, StructuredOutputsParams, llm
 from penstock.config import ServerConfig
+from penstock.deploy.running import Deployment
 from penstock.engine.thread import EngineState
 from penstock.serve.app import create_app
 from penstock.testing.tiny_models import TinyLlama, write_gguf
@@ -190,7 +192,7 @@ def test_an_answer_is_what_the_server_says(model: LLM) -> None:
     }
 
     async def ask() -> tuple[list[str], list[str]]:
-        transport = httpx.ASGITransport(create_app(running, ServerConfig()), raise_app_exceptions=False)
+        transport = httpx.ASGITransport(create_app(Deployment([running]), ServerConfig()), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://tiny") as client:
             text = await client.post("/v1/completions", json={"prompt": "in the", "logit_bias": {"5": 2.0}, **fields})
             chat = await client.post("/v1/chat/completions", json={"messages": CONVERSATION, **fields})
@@ -212,7 +214,9 @@ def test_a_stream_is_the_answer_as_it_grows(model: LLM) -> None:
     assert outputs[-1].outputs[0].text == whole.outputs[0].text
     assert "".join(output.outputs[0].new_text for output in outputs) == whole.outputs[0].text
     assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
-    assert len(outputs) > 2
+    for shorter, longer in pairwise(output.outputs[0] for output in outputs):
+        assert longer.text == shorter.text + longer.new_text
+        assert longer.token_ids[: len(shorter.token_ids)] == shorter.token_ids
     assert outputs[-1].metrics.first_token_time_s is not None
     chat = list(model.stream_chat(CONVERSATION, GREEDY))
     assert chat[-1].outputs[0].text == only(model.chat(CONVERSATION, GREEDY)).outputs[0].text

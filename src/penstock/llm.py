@@ -438,7 +438,7 @@ class _Asked:
             raise ConfigError(f"'{name}' is neither a text nor token ids.", remedy="Give a str, or a list of int.")
         if running.chat_template is None:
             raise ConfigError(f"{running.name} has no chat template.", remedy="Set chat_template, or use generate with a text.")
-        from penstock.serve.openai.messages import render_prompt, template_messages
+        from penstock.serve.openai.read import read_conversation
         from penstock.serve.openai.schemas import ChatTemplateFields
 
         fields = {
@@ -448,8 +448,13 @@ class _Asked:
             "chat_template_kwargs": self.template.variables and dict(self.template.variables),
         }
         with _OwnErrors():
-            body = ChatTemplateFields.model_validate(fields)
-            return render_prompt(running.chat_template, body, template_messages(body.messages))
+            conversation = read_conversation(ChatTemplateFields.model_validate(fields))
+        return running.chat_template.render(
+            conversation.messages,
+            add_generation_prompt=conversation.add_generation_prompt,
+            continue_final_message=conversation.continue_final_message,
+            **conversation.variables,
+        )
 
 
 def _requests(
@@ -457,16 +462,16 @@ def _requests(
 ) -> list[Request]:
     """A request for each of the `n` answers to a prompt."""
     from penstock.serve.openai.grammars import asked_grammar
-    from penstock.serve.openai.prompts import truncate
-    from penstock.serve.openai.validation import base_sampling, check_token_ids, for_choice
+    from penstock.serve.openai.read import check_token_ids, read_sampling
+    from penstock.serve.openai.run import banned_sequences
 
     model, limit = running.model, running.model.max_model_len
     body = _body_of(params)
     with _OwnErrors():
         check_token_ids(token_ids, model.vocab_size, name)
-        token_ids = truncate(token_ids, params.truncate_prompt_tokens, limit, params.max_tokens or 1)
-        base = base_sampling(body, model, running.defaults, running.tokenizer)
-        asked = asked_grammar(body)
+        base, asked = read_sampling(body, params.logprobs, running), asked_grammar(body)
+    if (keep := params.truncate_prompt_tokens) is not None:
+        token_ids = token_ids[-(keep if keep > 0 else max(1, limit - (params.max_tokens or 1))) :]
     if not token_ids:
         raise ConfigError(f"'{name}' has no tokens.", remedy="Give a text.")
     room = limit - len(token_ids)
@@ -478,11 +483,18 @@ def _requests(
     max_tokens = min(room, params.max_tokens or room)
     seed = running.sources.draw_seed() if params.seed is None else params.seed
     parent_id = running.sources.new_request_id()
+    banned = banned_sequences(params.bad_words or (), running)
     return [
         Request(
             f"{parent_id}.{nth}",
             tuple(token_ids),
-            replace(for_choice(base, max_tokens=max_tokens, seed=seed, choice=nth), follows_grammar=asked is not None),
+            replace(
+                base,
+                max_tokens=max_tokens,
+                seed=(seed + nth) % 2**64,  # answers differ, and repeat
+                banned_token_sequences=banned,
+                follows_grammar=asked is not None,
+            ),
             arrival_ns=arrival_ns,
             parent_id=parent_id,
             slo_itl_ns=running.slo_itl_ns,
@@ -522,7 +534,7 @@ class _OwnErrors:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         from pydantic import ValidationError
 
-        from penstock.serve.openai.errors import ApiError, from_finding
+        from penstock.serve.errors import ApiError, from_finding
 
         if isinstance(error, ValidationError):
             error = from_finding(error.errors(include_url=False)[0])

@@ -15,7 +15,7 @@ import httpx
 from penstock.admission import Admission, AdmissionLimits
 from penstock.clock import WallClock
 from penstock.config import ServerConfig
-from penstock.deploy.running import ModelInfo, RunningModel, Sources
+from penstock.deploy.running import Deployment, ModelInfo, RunningModel, Sources
 from penstock.engine.bridge import Bridge
 from penstock.engine.output import OutputStage
 from penstock.engine.thread import Engine
@@ -125,7 +125,7 @@ def make_runtime(
     clock = clock or WallClock()
     executor = executor or HashExecutor(CAPACITY, model=PRINTABLE_MODEL)
     tokenizer = make_tokenizer()
-    metrics, bridge = Metrics(MODEL_NAME), Bridge()
+    metrics, bridge = Metrics(model_fields.get("served_names", [MODEL_NAME])[0]), Bridge()
     admission = Admission(limits or AdmissionLimits(max_queue=max_queue), executor.capacity)
     signals = Signals(executor.capacity.max_rows, admission.drain.rate)
     admission.on_call = signals.on_call
@@ -172,9 +172,9 @@ def make_runtime(
     )
 
 
-def make_client(runtime: RunningModel, **config_fields) -> httpx.AsyncClient:
+def make_client(*models: RunningModel, **config_fields) -> httpx.AsyncClient:
     """A client that calls the app in process; answers come whole."""
-    app = create_app(runtime, ServerConfig(**config_fields))
+    app = create_app(Deployment(models), ServerConfig(**config_fields))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url="http://toy", timeout=30)
 
@@ -185,13 +185,15 @@ class LiveServer:
 
     runtime: RunningModel
     config: ServerConfig = field(default_factory=lambda: ServerConfig(port=0))
+    others: tuple[RunningModel, ...] = ()
+    """Models beside the first."""
 
     def __enter__(self):
         announced: queue.Queue[str] = queue.Queue()
         self.listener = bind_socket("127.0.0.1", 0)
         self.port = self.listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self.server = Server(self.runtime, self.config, self.listener, announce=announced.put)
+        self.server = Server(Deployment([self.runtime, *self.others]), self.config, self.listener, announce=announced.put)
         self.thread = threading.Thread(target=self.server.run, name="test-server")
         self.thread.start()
         self.ready_text = announced.get(timeout=30)
@@ -224,11 +226,11 @@ def wait_until(condition, timeout_s=20.0) -> None:
 
 
 @contextlib.contextmanager
-def running(executor=None, *, config=None, **fields):
+def running(executor=None, *, config=None, others=(), **fields):
     """A live server over a fresh runtime."""
     runtime = make_runtime(executor, **fields)
     try:
-        with LiveServer(runtime, config or ServerConfig(port=0, shutdown_timeout_s=0.0)) as server:
+        with LiveServer(runtime, config or ServerConfig(port=0, shutdown_timeout_s=0.0), others) as server:
             yield server
     finally:
         runtime.close()

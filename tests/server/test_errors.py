@@ -10,6 +10,7 @@ from test_completions import oracle
 
 from penstock.clock import VirtualClock
 from penstock.config import ServerConfig
+from penstock.deploy.running import Deployment
 from penstock.serve.app import create_app
 from penstock.serve.errors import from_finish
 from penstock.testing import FailingExecutor, HashExecutor
@@ -491,7 +492,7 @@ async def test_our_own_bug_is_a_500_with_the_request_id_and_no_stack(runtime, cl
     def broken(*args, **kwargs):
         raise ZeroDivisionError("secret detail")
 
-    monkeypatch.setattr("penstock.serve.openai.read.Reader._sampling", broken)
+    monkeypatch.setattr("penstock.serve.openai.read.read_sampling", broken)
     response = await client.post(COMPLETIONS, json={"prompt": "a"}, headers={"X-Request-Id": "find-me"})
     error = check(response, 500, "internal_error")
     assert "find-me" in error["message"]
@@ -545,7 +546,7 @@ async def test_openapi_document_has_our_error_and_no_422(runtime, client):
         for operation in path.values():
             assert "422" not in operation["responses"]
             assert operation["responses"]["default"]["content"]["application/json"]["schema"]["$ref"].endswith("/Error")
-    assert create_app(runtime, ServerConfig()).openapi() == document
+    assert create_app(Deployment([runtime]), ServerConfig()).openapi() == document
 
 
 async def test_tokens_that_only_the_tokenizer_has_are_refused():

@@ -9,7 +9,7 @@ from harness import END_ID, VOCAB_SIZE, make_tokenizer
 
 from penstock.clock import WallClock
 from penstock.config import ServerConfig
-from penstock.deploy.running import ModelInfo, SamplingDefaults, Sources
+from penstock.deploy.running import Deployment, ModelInfo, SamplingDefaults, Sources
 from penstock.serve.errors import ApiError
 from penstock.serve.http.checks import RequestIdentity
 from penstock.serve.openai.call import TokenPrompt
@@ -33,7 +33,7 @@ DEFAULTS = SamplingDefaults(temperature=0.7, top_p=0.9, top_k=40, min_p=0.05, re
 
 
 RUNNING = SimpleNamespace(
-    model=MODEL, defaults=DEFAULTS, tokenizer=TOKENIZER, clock=WallClock(), sources=Sources(), chat_template=None
+    name="toy", model=MODEL, defaults=DEFAULTS, tokenizer=TOKENIZER, clock=WallClock(), sources=Sources(), chat_template=None
 )
 HI = [{"role": "user", "content": "a"}]
 
@@ -42,7 +42,7 @@ def call_of(path="completion", **fields):
     """The call that a body becomes."""
     scope = {"headers": [], "penstock.request_identity": RequestIdentity("id", is_from_header=False)}
     body = {"prompt": "a"} | fields if path == "completion" else {"messages": HI} | fields
-    return getattr(Reader(RUNNING, ServerConfig()), path)(orjson.dumps(body), scope)
+    return getattr(Reader(Deployment([RUNNING]), ServerConfig()), path)(orjson.dumps(body), scope)
 
 
 def sampling(path="completion", **fields):

@@ -27,7 +27,7 @@ from penstock.types.errors import ConfigError
 def serve(**values: Any) -> None:
     """Answer HTTP requests for MODEL: the OpenAI API, until Ctrl-C or SIGTERM."""
     config = config_from(values)
-    from penstock.deploy.factory import locate, start_model
+    from penstock.deploy.factory import start_deployment
     from penstock.serve.http.listener import bind_socket, connection_limit, raise_open_files_limit
 
     set_up_logging(config.log)
@@ -38,11 +38,11 @@ def serve(**values: Any) -> None:
     with bind_socket(config.server.host, config.server.port) as listener, ThreadPoolExecutor(max_workers=1) as side:
         server = side.submit(import_module, "penstock.serve.server")  # takes as long as a small model
         warn_of_unknown_variables()
-        runtime = start_model(config, locate(config))
+        deployment = start_deployment([config])
         try:
-            code = server.result().run_server(runtime, config.server, listener=listener)
+            code = server.result().run_server(deployment, config.server, listener=listener)
         finally:
-            runtime.close()
+            deployment.close()
     # At once: Python would wait for threads that still compile a grammar or read a long text, which nobody gets any more.
     sys.stdout.flush()
     os._exit(code)

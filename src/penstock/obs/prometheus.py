@@ -7,7 +7,7 @@ Format: https://prometheus.io/docs/instrumenting/exposition_formats/ (text, 0.0.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -25,15 +25,32 @@ _PREFIX = "penstock_"
 _SECOND_NS = 1e9
 
 
-def expose(metrics: Metrics) -> bytes:
-    """All series of `metrics`, read at one moment, in the format of `CONTENT_TYPE`. For any thread."""
+def expose(*models: Metrics) -> bytes:
+    """All series of one or more models in the format of `CONTENT_TYPE`; each model's are read at one moment. For any thread."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Snapshot(metrics))
+    registry.register(_Together([_Snapshot(metrics) for metrics in models]))
     return generate_latest(registry)
 
 
-class _Snapshot(Collector):
-    """Copies the numbers out under the lock; text is made after it is released."""
+class _Together(Collector):
+    """The families of several snapshots, each name once: the samples differ in their model."""
+
+    def __init__(self, snapshots: Sequence[_Snapshot]) -> None:
+        self._families: dict[str, Metric] = {}
+        for snapshot in snapshots:
+            for family in snapshot.families:
+                if (known := self._families.setdefault(family.name, family)) is not family:
+                    known.samples += family.samples
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> list[Metric]:
+        return list(self._families.values())
+
+
+class _Snapshot:
+    """Copies the numbers of one model out under the lock; text is made after it is released."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._model = metrics.model
@@ -41,7 +58,7 @@ class _Snapshot(Collector):
         load, signals, waste = metrics.read_load(), metrics.read_signals(), metrics.read_waste()
         with metrics.lock:
             metrics.settle()
-            self._families = [
+            self.families = [
                 *self._gauges(load, waste),
                 *self._signals(signals),
                 self._gauge("prefill_chunk_tokens", "Prompt tokens that the last step could take.", metrics.max_prefill_tokens),
@@ -51,12 +68,6 @@ class _Snapshot(Collector):
                 *self._sizes(metrics),
                 *self._latencies(metrics),
             ]
-
-    def describe(self) -> list[Metric]:
-        return []
-
-    def collect(self) -> list[Metric]:
-        return self._families
 
     def _gauges(self, load: EngineLoad, waste: float) -> Iterator[Metric]:
         waiting = dict.fromkeys((reason.value or "step" for reason in WaitReason), 0)

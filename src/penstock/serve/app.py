@@ -18,7 +18,7 @@ from starlette.responses import Response
 import penstock
 from penstock.config import ServerConfig
 from penstock.config.keys import api_keys
-from penstock.deploy.running import RunningModel
+from penstock.deploy.running import Deployment
 from penstock.serve.errors import from_http_exception
 from penstock.serve.http.checks import JsonEndpoint, KeyRing, RequestChecks, takes_json
 from penstock.serve.openai.bodies import IgnoredParameters
@@ -34,14 +34,14 @@ from penstock.serve.ops.requests import RequestsEndpoint
 from penstock.serve.ops.status import StatusEndpoint
 
 
-def create_app(running: RunningModel, config: ServerConfig) -> FastAPI:
-    """The ASGI application over a started model. Raises `ConfigError` if the key file is no use."""
-    router = _router(running, config)
+def create_app(deployment: Deployment, config: ServerConfig) -> FastAPI:
+    """The ASGI application over started models. Raises `ConfigError` if the key file is no use."""
+    router = _router(deployment, config)
     app = FastAPI(
         title="Penstock",
         version=penstock.__version__,
         description="An OpenAI-compatible server for language models.",
-        middleware=_layers(running, config),
+        middleware=_layers(deployment, config),
         exception_handlers={
             HTTPException: _http_exception_handler(router),
         },
@@ -60,26 +60,27 @@ def create_app(running: RunningModel, config: ServerConfig) -> FastAPI:
     return app
 
 
-def _layers(running: RunningModel, config: ServerConfig) -> list[Middleware]:
+def _layers(deployment: Deployment, config: ServerConfig) -> list[Middleware]:
     keys = api_keys(config)
     return [
         Middleware(
             RequestChecks,
-            new_request_id=running.sources.new_request_id,
+            new_request_id=deployment.default.sources.new_request_id,
             keys=KeyRing(keys) if keys else None,
             max_body_bytes=config.max_body_bytes,
         ),
     ]
 
 
-def _router(running: RunningModel, config: ServerConfig) -> APIRouter:
+def _router(deployment: Deployment, config: ServerConfig) -> APIRouter:
     router = APIRouter()
-    in_flight = InFlight(running, config)
+    in_flight = InFlight(deployment, config)
     ignored = IgnoredParameters() if config.ignore_unknown_parameters else None
-    reader, tokens = Reader(running, config, ignored), TokenizeEndpoint(running, config, ignored)
+    reader, tokens = Reader(deployment, config, ignored), TokenizeEndpoint(deployment, config, ignored)
+    off_loop = deployment.default.off_loop
     json_table: list[tuple[str, str, type[Body], JsonEndpoint]] = [
-        ("/v1/completions", "Complete", CompletionBody, CompletionsEndpoint(reader, in_flight).create),
-        ("/v1/chat/completions", "Chat", ChatCompletionBody, ChatEndpoint(reader, in_flight).create),
+        ("/v1/completions", "Complete", CompletionBody, CompletionsEndpoint(reader, in_flight, off_loop).create),
+        ("/v1/chat/completions", "Chat", ChatCompletionBody, ChatEndpoint(reader, in_flight, off_loop).create),
         ("/tokenize", "Tokenize", TokenizeBody, tokens.tokenize),
         ("/detokenize", "Detokenize", DetokenizeBody, tokens.detokenize),
     ]
@@ -94,7 +95,7 @@ def _router(running: RunningModel, config: ServerConfig) -> APIRouter:
             openapi_extra=_described(body_type),
             response_model=None,
         )
-    models, status, requests = ModelsEndpoint(running.model), StatusEndpoint(running), RequestsEndpoint(in_flight)
+    models, status, requests = ModelsEndpoint(deployment), StatusEndpoint(deployment), RequestsEndpoint(in_flight)
     table: list[tuple[str, str, str, Callable[..., Coroutine[Any, Any, Any]]]] = [
         ("GET", "/v1/models", "List models", models.list),
         ("GET", "/v1/models/{model_id:path}", "Get a model", models.get),
@@ -104,7 +105,7 @@ def _router(running: RunningModel, config: ServerConfig) -> APIRouter:
         ("GET", "/health", "Is it alive?", status.health),
         ("GET", "/ready", "Can it take work?", status.ready),
         ("GET", "/load", "How busy is it?", status.load),
-        ("GET", "/kv", "What is in the KV cache?", PoolEndpoint(in_flight).kv),
+        ("GET", "/kv", "What is in the KV cache?", PoolEndpoint(deployment, in_flight).kv),
         ("GET", "/version", "Version", status.version),
         ("GET", "/metrics", "Metrics", status.metrics),
     ]

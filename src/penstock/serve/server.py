@@ -29,7 +29,7 @@ import uvicorn
 import penstock
 from penstock.config import ServerConfig
 from penstock.config.keys import api_keys
-from penstock.deploy.running import RunningModel
+from penstock.deploy.running import Deployment
 from penstock.serve._stop_signals import end_at_second
 from penstock.serve.app import create_app
 from penstock.serve.http.acceptor import Acceptor
@@ -55,14 +55,14 @@ def print_line(text: str) -> None:
 
 
 def run_server(
-    runtime: RunningModel,
+    deployment: Deployment,
     config: ServerConfig,
     *,
     listener: socket.socket | None = None,
     announce: Callable[[str], None] = print_line,
 ) -> int:
-    """Serve until a signal comes, and close the runtime. Returns the exit code: 0, or 1 if requests had to be aborted."""
-    server = Server(runtime, config, listener or bind_socket(config.host, config.port), announce=announce)
+    """Serve until a signal comes, and close the deployment. Returns the exit code: 0, or 1 if requests had to be aborted."""
+    server = Server(deployment, config, listener or bind_socket(config.host, config.port), announce=announce)
     with _little_collecting():
         server.run()
     return 0 if server.ended_cleanly else 1
@@ -87,11 +87,11 @@ class Server(uvicorn.Server):
     """uvicorn's server with another way to accept connections and to end. `request_shutdown` may be called from any thread."""
 
     def __init__(
-        self, runtime: RunningModel, config: ServerConfig, listener: socket.socket, *, announce: Callable[[str], None]
+        self, deployment: Deployment, config: ServerConfig, listener: socket.socket, *, announce: Callable[[str], None]
     ) -> None:
-        super().__init__(_uvicorn_config(runtime, config))
+        super().__init__(_uvicorn_config(deployment, config))
         self._max_connections = connection_limit(config)
-        self._runtime = runtime
+        self._deployment = deployment
         self._server_config = config
         self._listener = listener
         self._announce = announce
@@ -118,7 +118,7 @@ class Server(uvicorn.Server):
             self._listener, make_connection, max_connections=self._max_connections, ssl_context=self.config.ssl
         )
         warn_if_open(self._server_config, self._listener)
-        self._announce(ready_text(self._runtime, self._server_config, self._listener))
+        self._announce(ready_text(self._deployment, self._server_config, self._listener))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         assert self._acceptor is not None
@@ -155,17 +155,17 @@ class Server(uvicorn.Server):
     def _begin_shutdown(self) -> None:
         if self._ending is None:
             # At once, and not when a thread has time for it: from now on nothing new is taken.
-            self._runtime.engine.drain()
+            self._deployment.drain()
             self._ending = asyncio.get_running_loop().create_task(self._end())
 
     async def _end(self) -> None:
         timeout_s = self._server_config.shutdown_timeout_s
-        load = self._runtime.engine.load()
-        num_requests = counted(load.num_running + load.num_waiting, "request")
+        loads = [running.engine.load() for running in self._deployment.models]
+        num_requests = counted(sum(load.num_running + load.num_waiting for load in loads), "request")
         _log.info("shutting down: %s may take up to %g s; a second signal ends at once", num_requests, timeout_s)
         try:
             # Blocks until the engine has ended, so in a thread: the answers it still gives go out meanwhile.
-            self.ended_cleanly = await asyncio.to_thread(self._runtime.close, timeout_s)
+            self.ended_cleanly = await asyncio.to_thread(self._deployment.close, timeout_s)
             if not self.ended_cleanly:
                 _log.warning("requests that had not finished after %g s were aborted (--shutdown-timeout)", timeout_s)
         except Exception:
@@ -182,19 +182,20 @@ def warn_if_open(config: ServerConfig, listener: socket.socket) -> None:
         _log.warning("%s:%d can be reached from other machines, and asks for no key: give it an --api-key", address, port)
 
 
-def ready_text(runtime: RunningModel, config: ServerConfig, listener: socket.socket) -> str:
+def ready_text(deployment: Deployment, config: ServerConfig, listener: socket.socket) -> str:
     """The text that is printed when requests can come: the address, and a command that works."""
     url = _base_url(config, listener)
-    name = runtime.model.name
+    default = deployment.default
+    name, names = default.name, ", ".join(running.name for running in deployment.models)
     # Without drawing: what a small model says at the default temperature looks like a fault of ours.
     body = {"model": name, "messages": [{"role": "user", "content": "Hello!"}], "temperature": 0}
     path, prompt = "/v1/chat/completions", orjson.dumps(body).decode()
-    if runtime.chat_template is None:
+    if default.chat_template is None:
         path, prompt = "/v1/completions", orjson.dumps({"model": name, "prompt": "Once upon a time", "temperature": 0}).decode()
     key = " -H 'Authorization: Bearer YOUR_API_KEY'" if api_keys(config) else ""
     insecure = " -k" if config.ssl_certfile else ""
     return (
-        f"Penstock {penstock.__version__} serves {name} at {url}{_reach(listener)} (documentation: {url}/docs). Try:\n"
+        f"Penstock {penstock.__version__} serves {names} at {url}{_reach(listener)} (documentation: {url}/docs). Try:\n"
         f"  curl{insecure} {url}{path} -H 'Content-Type: application/json'{key} -d {_shell_quote(prompt)}"
     )
 
@@ -215,12 +216,12 @@ def _base_url(config: ServerConfig, listener: socket.socket) -> str:
     return f"{'https' if config.ssl_certfile else 'http'}://{host}:{port}"
 
 
-def _uvicorn_config(runtime: RunningModel, config: ServerConfig) -> uvicorn.Config:
+def _uvicorn_config(deployment: Deployment, config: ServerConfig) -> uvicorn.Config:
     """Raises `ConfigError` if the TLS files are no use."""
     if config.ssl_keyfile and not config.ssl_certfile:
         raise ConfigError("A TLS key needs its certificate.", remedy="Give --ssl-certfile, too.")
     settings = uvicorn.Config(
-        create_app(runtime, config),
+        create_app(deployment, config),
         loop="asyncio",  # docs/notes/2026-11-20-threads.md says why no other
         http=HttpConnection,
         ws="none",

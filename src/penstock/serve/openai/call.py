@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.deploy.running import RunningModel
 from penstock.text.grammar import Grammar
 from penstock.types.sampling import SamplingParams
 
@@ -98,6 +99,8 @@ class AnswerOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
+    running: RunningModel
+    """The model that answers."""
     terms: Terms
     prompts: Conversation | tuple[TextPrompt | TokenPrompt, ...]
     adds_special_tokens: bool

@@ -8,6 +8,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Scope
 
+from penstock.deploy.off_loop import OffLoop
 from penstock.serve.http.connection import unless_gone
 from penstock.serve.openai.bodies import INLINE_MAX_BYTES
 from penstock.serve.openai.call import Call
@@ -18,17 +19,18 @@ from penstock.serve.openai.write import AnswerWriter, ChatWriter, CompletionWrit
 
 
 class _Endpoint:
-    def __init__(self, reader: Reader, in_flight: InFlight) -> None:
+    def __init__(self, reader: Reader, in_flight: InFlight, off_loop: OffLoop) -> None:
+        """`off_loop` is for large bodies, which have to be read before it is known which model they ask."""
         self._reader = reader
         self._in_flight = in_flight
+        self._off_loop = off_loop
 
     async def _answer(
         self, data: bytes, http: HttpRequest, read: Callable[[bytes, Scope], Call], writer_type: type[AnswerWriter]
     ) -> Response:
-        running = self._in_flight.running
-        call = await running.off_loop.run(len(data), lambda: read(data, http.scope), limit=INLINE_MAX_BYTES)
+        call = await self._off_loop.run(len(data), lambda: read(data, http.scope), limit=INLINE_MAX_BYTES)
         opened = await unless_gone(http, run(call, self._in_flight))
-        return await respond(http, opened, writer_type, running)
+        return await respond(http, opened, writer_type)
 
 
 class ChatEndpoint(_Endpoint):

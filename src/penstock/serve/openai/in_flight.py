@@ -14,7 +14,7 @@ from typing import Self
 from penstock.admission import Place
 from penstock.config import ServerConfig
 from penstock.config.keys import isolates_tenants
-from penstock.deploy.running import RunningModel
+from penstock.deploy.running import Deployment, RunningModel
 from penstock.engine.bridge import Stream
 from penstock.engine.thread import EngineState
 from penstock.obs.explain.explanation import Explanation, explain_intake, summary
@@ -30,6 +30,7 @@ _CANCELLED = "the request was cancelled"
 class _Landed:
     """A call that has ended, with no more of it than is needed to ask for it."""
 
+    running: RunningModel
     request_id: str
     owner: Owner
     engine_ids: tuple[str, ...]
@@ -64,6 +65,7 @@ class RunningCall:
         # Not the call itself: its prompts may be large, and need not live as long as the answer.
         self._in_flight = in_flight
         self._is_closed = False
+        self.running = call.running
         self.terms = call.terms
         self.answer = call.answer
         self.num_choices = call.num_choices
@@ -101,11 +103,12 @@ class RunningCall:
 
 
 class InFlight:
-    def __init__(self, running: RunningModel, config: ServerConfig) -> None:
-        self.running = running
+    def __init__(self, deployment: Deployment, config: ServerConfig) -> None:
         self.config = config
-        self.isolates_tenants = isolates_tenants(config, running.prefix_sharing)
-        """Each tenant shares cached prefixes with itself alone."""
+        self._isolating = frozenset(
+            [running.name for running in deployment.models if isolates_tenants(config, running.prefix_sharing)]
+        )
+        """Names of models where each tenant shares cached prefixes with itself alone."""
         self._num_opened = 0
         self._calls: dict[str, list[RunningCall]] = {}
         """By the client's ids, which need not be unique."""
@@ -119,9 +122,13 @@ class InFlight:
         self._num_opened += 1
         return f"{request_id}/{self._num_opened}"
 
+    def isolates_tenants(self, running: RunningModel) -> bool:
+        """True if each tenant of a model shares cached prefixes with itself alone."""
+        return running.name in self._isolating
+
     def open(self, call: Call, requests: Sequence[Request], echoes: Sequence[str], place: Place) -> RunningCall:
         """Submit the requests. Close the result, whatever happens."""
-        running = self.running
+        running = call.running
         running.admission.enter(place, requests, running.clock.now_ns())
         try:
             stream = running.bridge.open(requests)
@@ -134,9 +141,9 @@ class InFlight:
 
     def land(self, call: RunningCall) -> None:
         """Called by `RunningCall` when it has ended."""
-        if self.running.engine.state is not EngineState.READY:
+        if call.running.engine.state is not EngineState.READY:
             # A core that broke may not have told their ends. While it is well it does, on its own thread.
-            self.running.admission.forget(call.engine_ids)
+            call.running.admission.forget(call.engine_ids)
         self._remember(call)
         self._log_slow(call)
         calls = self._calls[call.request_id]
@@ -149,7 +156,7 @@ class InFlight:
         calls = [call for call in self._calls.get(request_id, ()) if call.owner == owner]
         for call in calls:
             for engine_id in call.engine_ids:
-                self.running.bridge.abort(engine_id, _CANCELLED)
+                call.running.bridge.abort(engine_id, _CANCELLED)
         return bool(calls)
 
     def explain(self, request_id: str, owner: Owner) -> Callable[[], Told | None]:
@@ -177,7 +184,7 @@ class InFlight:
         return [call for calls in self._calls.values() for call in calls if call.owner == owner]
 
     def _tell(self, call: RunningCall | _Landed) -> Told | None:
-        running = self.running
+        running = call.running
         if running.journal is None:
             return None
         requests = call.requests if isinstance(call, RunningCall) else ()
@@ -199,7 +206,7 @@ class InFlight:
         limit_s = self.config.slow_request_s
         if limit_s is None:
             return
-        elapsed_s = (self.running.clock.now_ns() - call.terms.arrival_ns) / 1e9
+        elapsed_s = (call.running.clock.now_ns() - call.terms.arrival_ns) / 1e9
         if elapsed_s >= limit_s:
             told = self._tell(call)
             why = (
@@ -211,10 +218,10 @@ class InFlight:
 
     def _remember(self, call: RunningCall) -> None:
         """Keep what is needed to explain it after its end."""
-        journal = self.running.journal
+        journal = call.running.journal
         if journal is None:
             return
-        landed = _Landed(call.request_id, call.owner, call.engine_ids)
+        landed = _Landed(call.running, call.request_id, call.owner, call.engine_ids)
         self._landed.append(landed)
         self._landed_of.setdefault(landed.request_id, []).append(landed)
         if len(self._landed) > journal.max_ended:

@@ -15,11 +15,12 @@ from typing import Any
 from starlette.types import Scope
 
 from penstock.config import ServerConfig
-from penstock.deploy.running import ModelInfo, RunningModel
-from penstock.serve.errors import invalid, model_not_found, shorten
+from penstock.deploy.running import Deployment, RunningModel
+from penstock.serve.errors import invalid, shorten
 from penstock.serve.openai.bodies import IgnoredParameters, parse_body
 from penstock.serve.openai.call import AnswerOptions, AskedGrammar, Call, Conversation, Terms, TextPrompt, TokenPrompt
 from penstock.serve.openai.grammars import asked_grammar
+from penstock.serve.openai.models import find_model
 from penstock.serve.openai.schemas import (
     CACHE_CONTROL,
     MAX_CHOICES,
@@ -71,23 +72,24 @@ _ONLY_WITH_BEAMS: Mapping[str, object] = MappingProxyType({"length_penalty": 1.0
 
 
 class Reader:
-    """Reads what clients ask of one model. Thread-safe."""
+    """Reads what clients ask, and which model they ask. Thread-safe."""
 
-    def __init__(self, running: RunningModel, config: ServerConfig, ignored: IgnoredParameters | None = None) -> None:
+    def __init__(self, deployment: Deployment, config: ServerConfig, ignored: IgnoredParameters | None = None) -> None:
         """`ignored`: as for `parse_body`."""
-        self._running = running
+        self._deployment = deployment
         self._config = config
         self._ignored = ignored
 
     def chat(self, data: bytes, scope: Scope) -> Call:
         """The body of `/v1/chat/completions`. Raises `ApiError`."""
         body = parse_body(data, ChatCompletionBody, self._ignored)
-        terms, model_name = self._begin(body, scope)
+        running, terms = self._begin(body, scope)
         num_logprobs = _chat_logprobs(body)
-        sampling, grammar = self._sampling(body, num_logprobs), asked_grammar(body)
+        sampling, grammar = read_sampling(body, num_logprobs, running), asked_grammar(body)
         conversation = read_conversation(body)
         max_tokens, max_tokens_param = _chat_max_tokens(body)
-        return self._call(
+        return _call(
+            running,
             body,
             data,
             terms,
@@ -98,23 +100,23 @@ class Reader:
             max_tokens=max_tokens,
             max_tokens_param=max_tokens_param,
             answer_id=f"chatcmpl-{terms.request_id}",
-            model_name=model_name,
             has_logprobs=num_logprobs is not None,
         )
 
     def completion(self, data: bytes, scope: Scope) -> Call:
         """The body of `/v1/completions`. Raises `ApiError`."""
         body = parse_body(data, CompletionBody, self._ignored)
-        terms, model_name = self._begin(body, scope)
+        running, terms = self._begin(body, scope)
         if body.echo and body.logprobs is not None:
             raise invalid("'echo' with 'logprobs' needs the prompt's log-probabilities, which are not supported yet.", "echo")
         if body.best_of is not None and body.best_of != body.num_choices:
             raise invalid(f"'best_of' other than n ({body.num_choices}) is not supported yet.", "best_of")
-        sampling, grammar = self._sampling(body, body.logprobs), asked_grammar(body)
-        prompts = _prompts(body.prompt, self._running.model.vocab_size)
+        sampling, grammar = read_sampling(body, body.logprobs, running), asked_grammar(body)
+        prompts = _prompts(body.prompt, running.model.vocab_size)
         if len(prompts) * body.num_choices > MAX_CHOICES:
             raise invalid(f"{len(prompts)} prompts with n={body.num_choices} are more than {MAX_CHOICES} answers.", "n")
-        return self._call(
+        return _call(
+            running,
             body,
             data,
             terms,
@@ -125,121 +127,116 @@ class Reader:
             max_tokens=DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens,
             max_tokens_param=None if body.max_tokens is None else "max_tokens",
             answer_id=f"cmpl-{terms.request_id}",
-            model_name=model_name,
             has_logprobs=body.logprobs is not None,
             has_prompt=bool(body.echo),
         )
 
-    def _begin(self, body: GenerationBody, scope: Scope) -> tuple[Terms, str]:
-        """The terms, and the name of the model to answer with."""
-        model = self._running.model
-        arrival_ns = self._running.clock.now_ns()
-        terms = read_terms(scope, body, arrival_ns, self._config, is_priority_scheduled=model.is_priority_scheduled)
-        model_name = check_model(body.model, model)
+    def _begin(self, body: GenerationBody, scope: Scope) -> tuple[RunningModel, Terms]:
+        """The model that is asked, and the terms."""
+        running = find_model(body.model, self._deployment)
+        is_priority_scheduled = running.model.is_priority_scheduled
+        terms = read_terms(scope, body, running.clock.now_ns(), self._config, is_priority_scheduled=is_priority_scheduled)
         options = body.stream_options
         if options is not None and not body.stream:
             raise invalid("'stream_options' needs 'stream': true.", "stream_options")
         if options is not None and options.continuous_usage_stats and not options.include_usage:
             param = "stream_options.continuous_usage_stats"
             raise invalid(f"'{param}' needs 'include_usage': true.", param)
-        return terms, model_name
-
-    def _sampling(self, body: GenerationBody, num_logprobs: int | None) -> SamplingParams:
-        model, defaults = self._running.model, self._running.defaults
-        stop_token_ids = set(_token_ids(body.stop_token_ids or (), "stop_token_ids", model.vocab_size))
-        if not body.ignore_eos:
-            stop_token_ids.update(token_id for token_id in model.eos_token_ids if token_id < model.vocab_size)
-        if body.use_beam_search:
-            return _beam_sampling(body, num_logprobs, tuple(sorted(stop_token_ids)), model.max_beams)
-        for field, neutral in _ONLY_WITH_BEAMS.items():
-            if getattr(body, field) not in (None, neutral):
-                raise invalid(f"'{field}' needs 'use_beam_search': true.", field)
-        temperature = defaults.temperature if body.temperature is None else body.temperature
-        if 0 < temperature < MIN_TEMPERATURE:
-            raise invalid(f"'temperature' must be 0 (greedy) or at least {MIN_TEMPERATURE}, not {temperature}.", "temperature")
-        sampling = SamplingParams(
-            min_tokens=body.min_tokens or 0,
-            temperature=temperature,
-            top_k=max(0, defaults.top_k if body.top_k is None else body.top_k),
-            top_p=defaults.top_p if body.top_p is None else body.top_p,
-            min_p=defaults.min_p if body.min_p is None else body.min_p,
-            repetition_penalty=defaults.repetition_penalty if body.repetition_penalty is None else body.repetition_penalty,
-            presence_penalty=body.presence_penalty or 0.0,
-            frequency_penalty=body.frequency_penalty or 0.0,
-            logprobs=num_logprobs,
-            logit_bias=_logit_bias(body.logit_bias or {}, model.vocab_size),
-            allowed_token_ids=_allowed(body.allowed_token_ids, model.vocab_size),
-            stop_token_ids=tuple(sorted(stop_token_ids)),
-            stop=tuple(body.stop or ()),
-            include_stop_str_in_output=bool(body.include_stop_str_in_output),
-            skip_special_tokens=body.skip_special_tokens is not False,
-        )
-        if not all(word.strip(" ") for word in body.bad_words or ()):
-            raise invalid("'bad_words' must not be only spaces.", "bad_words")
-        return sampling
-
-    def _call(
-        self,
-        body: GenerationBody,
-        data: bytes,
-        terms: Terms,
-        sampling: SamplingParams,
-        grammar: AskedGrammar | None,
-        *,
-        prompts: Conversation | tuple[TextPrompt | TokenPrompt, ...],
-        adds_special_tokens: bool,
-        max_tokens: int | None,
-        max_tokens_param: str | None,
-        answer_id: str,
-        model_name: str,
-        has_logprobs: bool,
-        has_prompt: bool = False,
-    ) -> Call:
-        """Puts together what both bodies have alike."""
-        if body.truncate_prompt_tokens == 0:
-            message = "'truncate_prompt_tokens' must be at least 1, or -1 for as many as fit."
-            raise invalid(message, "truncate_prompt_tokens")
-        running, options = self._running, body.stream_options
-        answer = AnswerOptions(
-            answer_id=answer_id,
-            model_name=model_name,
-            created_unix_s=running.sources.unix_time_s(),
-            system_fingerprint=running.model.fingerprint,
-            is_streamed=bool(body.stream),
-            includes_usage=bool(options and options.include_usage),
-            has_continuous_usage=bool(options and options.continuous_usage_stats),
-            has_logprobs=has_logprobs,
-            has_token_ids=bool(body.return_token_ids),
-            has_prompt=has_prompt,
-            skips_special_tokens=sampling.skip_special_tokens,
-            shows_stop=sampling.include_stop_str_in_output,
-            end_token_ids=frozenset(running.model.eos_token_ids).difference(body.stop_token_ids or ()),
-        )
-        return Call(
-            terms=terms,
-            prompts=prompts,
-            adds_special_tokens=adds_special_tokens,
-            truncate_prompt_tokens=body.truncate_prompt_tokens,
-            num_choices=body.num_choices,
-            sampling=sampling if grammar is None else dataclasses.replace(sampling, follows_grammar=True),
-            bad_words=tuple(body.bad_words or ()),
-            grammar=grammar,
-            seed=body.seed,
-            max_tokens=max_tokens,
-            max_tokens_param=max_tokens_param,
-            answer=answer,
-            num_bytes=len(data),
-            claim=_claim(terms.owner.tenant, data),
-        )
+        return running, terms
 
 
-def check_model(name: str | None, model: ModelInfo) -> str:
-    """The name to answer with. No name means the model that is served. Raises 404."""
-    if name is None:
-        return model.name
-    if name not in model.served_names + model.aliases:
-        raise model_not_found(name, model.served_names)
-    return name
+def read_sampling(body: GenerationBody, num_logprobs: int | None, running: RunningModel) -> SamplingParams:
+    """All that a body says about sampling, but for `max_tokens`, `seed`, `bad_words` and a grammar.
+
+    `num_logprobs`: alternatives to tell beside each sampled token; None: no log-probabilities. Raises 400.
+    """
+    if body.truncate_prompt_tokens == 0:
+        message = "'truncate_prompt_tokens' must be at least 1, or -1 for as many as fit."
+        raise invalid(message, "truncate_prompt_tokens")
+    model, defaults = running.model, running.defaults
+    stop_token_ids = set(_token_ids(body.stop_token_ids or (), "stop_token_ids", model.vocab_size))
+    if not body.ignore_eos:
+        stop_token_ids.update(token_id for token_id in model.eos_token_ids if token_id < model.vocab_size)
+    if body.use_beam_search:
+        return _beam_sampling(body, num_logprobs, tuple(sorted(stop_token_ids)), model.max_beams)
+    for field, neutral in _ONLY_WITH_BEAMS.items():
+        if getattr(body, field) not in (None, neutral):
+            raise invalid(f"'{field}' needs 'use_beam_search': true.", field)
+    temperature = defaults.temperature if body.temperature is None else body.temperature
+    if 0 < temperature < MIN_TEMPERATURE:
+        raise invalid(f"'temperature' must be 0 (greedy) or at least {MIN_TEMPERATURE}, not {temperature}.", "temperature")
+    sampling = SamplingParams(
+        min_tokens=body.min_tokens or 0,
+        temperature=temperature,
+        top_k=max(0, defaults.top_k if body.top_k is None else body.top_k),
+        top_p=defaults.top_p if body.top_p is None else body.top_p,
+        min_p=defaults.min_p if body.min_p is None else body.min_p,
+        repetition_penalty=defaults.repetition_penalty if body.repetition_penalty is None else body.repetition_penalty,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        logprobs=num_logprobs,
+        logit_bias=_logit_bias(body.logit_bias or {}, model.vocab_size),
+        allowed_token_ids=_allowed(body.allowed_token_ids, model.vocab_size),
+        stop_token_ids=tuple(sorted(stop_token_ids)),
+        stop=tuple(body.stop or ()),
+        include_stop_str_in_output=bool(body.include_stop_str_in_output),
+        skip_special_tokens=body.skip_special_tokens is not False,
+    )
+    if not all(word.strip(" ") for word in body.bad_words or ()):
+        raise invalid("'bad_words' must not be only spaces.", "bad_words")
+    return sampling
+
+
+def _call(
+    running: RunningModel,
+    body: GenerationBody,
+    data: bytes,
+    terms: Terms,
+    sampling: SamplingParams,
+    grammar: AskedGrammar | None,
+    *,
+    prompts: Conversation | tuple[TextPrompt | TokenPrompt, ...],
+    adds_special_tokens: bool,
+    max_tokens: int | None,
+    max_tokens_param: str | None,
+    answer_id: str,
+    has_logprobs: bool,
+    has_prompt: bool = False,
+) -> Call:
+    """Puts together what both bodies have alike."""
+    options = body.stream_options
+    answer = AnswerOptions(
+        answer_id=answer_id,
+        model_name=body.model or running.name,
+        created_unix_s=running.sources.unix_time_s(),
+        system_fingerprint=running.model.fingerprint,
+        is_streamed=bool(body.stream),
+        includes_usage=bool(options and options.include_usage),
+        has_continuous_usage=bool(options and options.continuous_usage_stats),
+        has_logprobs=has_logprobs,
+        has_token_ids=bool(body.return_token_ids),
+        has_prompt=has_prompt,
+        skips_special_tokens=sampling.skip_special_tokens,
+        shows_stop=sampling.include_stop_str_in_output,
+        end_token_ids=frozenset(running.model.eos_token_ids).difference(body.stop_token_ids or ()),
+    )
+    return Call(
+        running=running,
+        terms=terms,
+        prompts=prompts,
+        adds_special_tokens=adds_special_tokens,
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
+        num_choices=body.num_choices,
+        sampling=sampling if grammar is None else dataclasses.replace(sampling, follows_grammar=True),
+        bad_words=tuple(body.bad_words or ()),
+        grammar=grammar,
+        seed=body.seed,
+        max_tokens=max_tokens,
+        max_tokens_param=max_tokens_param,
+        answer=answer,
+        num_bytes=len(data),
+        claim=_claim(terms.owner.tenant, data),
+    )
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:

@@ -45,11 +45,11 @@ async def run(call: Call, in_flight: InFlight) -> RunningCall:
 
     Raises `Rejected` if the door is closed, the prompt does not fit, or the template, the tokenizer or the grammar refuse.
     """
-    running = in_flight.running
+    running = call.running
     # Drawn before the call waits for anything: `--seed` counts calls as they come.
     seed = running.sources.draw_seed() if call.seed is None else call.seed
-    with _at_the_door(call, running) as place:
-        tokenised = await _tokenised(call, running)
+    with _at_the_door(call) as place:
+        tokenised = await _tokenised(call)
         matchers = None
         if call.grammar is not None:
             num_requests = len(tokenised.prompts) * call.num_choices
@@ -58,8 +58,9 @@ async def run(call: Call, in_flight: InFlight) -> RunningCall:
 
 
 @contextmanager
-def _at_the_door(call: Call, running: RunningModel) -> Iterator[Place]:
+def _at_the_door(call: Call) -> Iterator[Place]:
     """Hold places in the queue until the block ends, which must submit the call or give up. Raises `Rejected`."""
+    running = call.running
     engine, admission = running.engine, running.admission
     try:
         place = admission.decide(_ask(call), engine.load(), running.clock.now_ns(), refuses_with=engine.state.refuses_with)
@@ -100,8 +101,8 @@ def _ask(call: Call) -> Ask:
     )
 
 
-async def _tokenised(call: Call, running: RunningModel) -> Tokenised:
-    prompts, size = call.prompts, call.num_bytes
+async def _tokenised(call: Call) -> Tokenised:
+    running, prompts, size = call.running, call.prompts, call.num_bytes
     if isinstance(prompts, Conversation):
         text = await render(prompts, running, call.terms.owner.tenant, call.num_bytes)
         prompts, size = (TextPrompt(text, "messages"),), len(text) + sum([len(word) for word in call.bad_words])
@@ -126,7 +127,7 @@ async def render(conversation: Conversation, running: RunningModel, tenant: str,
 
 def tokenise(call: Call, prompts: Sequence[TextPrompt | TokenPrompt], running: RunningModel) -> Tokenised:
     """What the tokenizer makes of a call. Raises `Rejected` if a prompt does not fit, or is refused by the tokenizer."""
-    banned = _banned(call.bad_words, running)
+    banned = banned_sequences(call.bad_words, running)
     all_ids = [_token_ids(prompt, call, running) for prompt in prompts]
     max_tokens = [_room(len(ids), prompt.param, call, running) for ids, prompt in zip(all_ids, prompts, strict=True)]
     echoes = [""] * len(prompts)
@@ -186,7 +187,7 @@ def _room(num_prompt_tokens: int, param: str, call: Call, running: RunningModel)
     return max_tokens
 
 
-def _banned(words: Sequence[str], running: RunningModel) -> tuple[tuple[int, ...], ...]:
+def banned_sequences(words: Sequence[str], running: RunningModel) -> tuple[tuple[int, ...], ...]:
     """Each word as it is tokenised at the beginning of a text and after a space."""
     sequences: dict[tuple[int, ...], None] = {}
     for index, word in enumerate(words):
@@ -223,10 +224,10 @@ def _requests(
     call: Call, in_flight: InFlight, tokenised: Tokenised, seed: int, matchers: Sequence[Matcher] | None
 ) -> list[Request]:
     """`num_choices` requests for each prompt, in the order of the prompts."""
-    terms, running = call.terms, in_flight.running
+    terms, running = call.terms, call.running
     engine_id = in_flight.new_engine_id(terms.request_id)
     salt = terms.cache_salt
-    if in_flight.isolates_tenants:
+    if in_flight.isolates_tenants(running):
         salt = terms.owner.tenant.encode() + b"\0" + salt  # no tenant's name contains a zero byte
     slo_ttft_ns = terms.slo_ttft_ns or running.admission.limits.slo_ttft_ns
     slo_itl_ns = terms.slo_itl_ns or running.slo_itl_ns

@@ -11,12 +11,13 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from penstock.config import ServerConfig
-from penstock.deploy.running import RunningModel
+from penstock.deploy.running import Deployment, RunningModel
 from penstock.serve.errors import invalid
 from penstock.serve.http.connection import unless_gone
 from penstock.serve.openai.bodies import INLINE_MAX_BYTES, IgnoredParameters, parse_body
 from penstock.serve.openai.call import Conversation
-from penstock.serve.openai.read import check_model, check_token_ids, read_conversation
+from penstock.serve.openai.models import find_model
+from penstock.serve.openai.read import check_token_ids, read_conversation
 from penstock.serve.openai.run import check_text_size, render
 from penstock.serve.openai.schemas import MAX_TOKEN_IDS, Body, ChatTemplateFields, Messages, TokenId
 from penstock.serve.openai.terms import read_owner
@@ -45,63 +46,65 @@ class DetokenizeBody(Body):
 
 
 class TokenizeEndpoint:
-    def __init__(self, running: RunningModel, config: ServerConfig, ignored: IgnoredParameters | None = None) -> None:
+    def __init__(self, deployment: Deployment, config: ServerConfig, ignored: IgnoredParameters | None = None) -> None:
         """`ignored`: as for `parse_body`."""
-        self._running = running
+        self._deployment = deployment
         self._config = config
         self._ignored = ignored
 
     async def tokenize(self, data: bytes, http: HttpRequest) -> Response:
         """Token ids of a text or of a conversation."""
-        prompt, body = await self._off_loop(data, lambda: self._read(data))
+        running, prompt, body = await self._off_loop(data, lambda: self._read(data))
         if isinstance(prompt, Conversation):
             tenant = read_owner(http.scope, self._config).tenant
-            prompt = await unless_gone(http, render(prompt, self._running, tenant, len(data)))
+            prompt = await unless_gone(http, render(prompt, running, tenant, len(data)))
         text = prompt
-        return await self._answer(max(len(data), len(text)), lambda: self._tokens(body, text))
+        return await _answer(running, max(len(data), len(text)), lambda: _tokens(body, text, running))
 
     async def detokenize(self, data: bytes, http: HttpRequest) -> Response:
         """The text of token ids, special tokens included."""
         del http
         body = await self._off_loop(data, lambda: parse_body(data, DetokenizeBody, self._ignored))
-        check_model(body.model, self._running.model)
-        return await self._answer(len(data), lambda: self._text(body))
+        running = find_model(body.model, self._deployment)
+        return await _answer(running, len(data), lambda: _text(body, running))
 
-    def _read(self, data: bytes) -> tuple[str | Conversation, TokenizeBody]:
+    def _read(self, data: bytes) -> tuple[RunningModel, str | Conversation, TokenizeBody]:
         body = parse_body(data, TokenizeBody, self._ignored)
-        check_model(body.model, self._running.model)
+        running = find_model(body.model, self._deployment)
         if (body.prompt is None) == (body.messages is None):
             raise invalid("Give either 'prompt' or 'messages'.", "prompt")
         if body.prompt is None:
-            return read_conversation(body), body
+            return running, read_conversation(body), body
         for name in _OF_MESSAGES:
             if getattr(body, name) is not None:
                 raise invalid(f"'{name}' needs 'messages': a 'prompt' is tokenised as it stands.", name)
-        return body.prompt, body
-
-    def _tokens(self, body: TokenizeBody, text: str) -> dict[str, Any]:
-        running = self._running
-        check_text_size(text, running, "messages" if body.prompt is None else "prompt")
-        adds_special_tokens = (body.prompt is not None) if body.add_special_tokens is None else body.add_special_tokens
-        token_ids = running.tokenizer.encode(text, add_special_tokens=adds_special_tokens)
-        return {
-            "count": len(token_ids),
-            "max_model_len": running.model.max_model_len,
-            "tokens": token_ids,
-            "token_strs": _token_texts(running.tokenizer, token_ids) if body.return_token_strs else None,
-        }
-
-    def _text(self, body: DetokenizeBody) -> dict[str, Any]:
-        check_token_ids(body.tokens, self._running.model.vocab_size, "tokens")
-        return {"prompt": self._running.tokenizer.decode(body.tokens, skip_special_tokens=False)}
+        return running, body.prompt, body
 
     async def _off_loop(self, data: bytes, read: Callable[[], _Read]) -> _Read:
-        return await self._running.off_loop.run(len(data), read, limit=INLINE_MAX_BYTES)
+        return await self._deployment.default.off_loop.run(len(data), read, limit=INLINE_MAX_BYTES)
 
-    async def _answer(self, size: int, make: Callable[[], dict[str, Any]]) -> Response:
-        """As JSON; off the event loop if `size`, of what it is made from, is large."""
-        data = await self._running.off_loop.run(size, lambda: orjson.dumps(make()))
-        return Response(data, media_type="application/json")
+
+def _tokens(body: TokenizeBody, text: str, running: RunningModel) -> dict[str, Any]:
+    check_text_size(text, running, "messages" if body.prompt is None else "prompt")
+    adds_special_tokens = (body.prompt is not None) if body.add_special_tokens is None else body.add_special_tokens
+    token_ids = running.tokenizer.encode(text, add_special_tokens=adds_special_tokens)
+    return {
+        "count": len(token_ids),
+        "max_model_len": running.model.max_model_len,
+        "tokens": token_ids,
+        "token_strs": _token_texts(running.tokenizer, token_ids) if body.return_token_strs else None,
+    }
+
+
+def _text(body: DetokenizeBody, running: RunningModel) -> dict[str, Any]:
+    check_token_ids(body.tokens, running.model.vocab_size, "tokens")
+    return {"prompt": running.tokenizer.decode(body.tokens, skip_special_tokens=False)}
+
+
+async def _answer(running: RunningModel, size: int, make: Callable[[], dict[str, Any]]) -> Response:
+    """As JSON; off the event loop if `size`, of what it is made from, is large."""
+    data = await running.off_loop.run(size, lambda: orjson.dumps(make()))
+    return Response(data, media_type="application/json")
 
 
 def _token_texts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:

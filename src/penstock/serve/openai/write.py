@@ -20,7 +20,6 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from penstock.deploy.off_loop import OffLoop
-from penstock.deploy.running import RunningModel
 from penstock.engine.ports import OutputChunk
 from penstock.obs.timings import RequestTimings
 from penstock.serve.errors import ApiError, cancelled, deadline_exceeded, from_finish, internal
@@ -50,14 +49,14 @@ _HEADERS = (
 )
 
 
-async def respond(http: HttpRequest, call: RunningCall, writer_type: type[AnswerWriter], running: RunningModel) -> Response:
+async def respond(http: HttpRequest, call: RunningCall, writer_type: type[AnswerWriter]) -> Response:
     """The response to a call. Raises `ApiError` if the call ends early, before there is anything to show of it."""
     with call:
-        writer = writer_type(call, running.tokenizer)
+        writer = writer_type(call, call.running.tokenizer)
         if call.answer.is_streamed:
             return await _stream(http, call, writer)
         records = await _collect(http, call, writer)
-    return await _json(records, call, writer, running.off_loop)
+    return await _json(records, call, writer, call.running.off_loop)
 
 
 class Usage:

@@ -8,8 +8,10 @@ from typing import Any
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
+from penstock.deploy.running import Deployment, RunningModel
 from penstock.kv.pool_map import BlockOwner, BlockState, PoolMap, Run
 from penstock.serve.openai.in_flight import InFlight
+from penstock.serve.openai.models import find_model
 from penstock.serve.openai.terms import read_owner
 from penstock.serve.ops.json_answer import json_answer
 
@@ -18,25 +20,28 @@ SHARED_NS = 100_000_000
 
 
 class PoolEndpoint:
-    def __init__(self, in_flight: InFlight) -> None:
+    def __init__(self, deployment: Deployment, in_flight: InFlight) -> None:
+        self._deployment = deployment
         self._in_flight = in_flight
         self._lock = threading.Lock()
-        self._drawn: PoolMap | None = None
-        self._drawn_ns = 0
+        self._drawn: dict[str, tuple[int, PoolMap]] = {}
+        """The last drawing of each model's pool, and when it was made."""
 
-    async def kv(self, http: HttpRequest) -> Response:
-        """Every block, neighbours of one kind as one: `[state, blocks]`, or `["held", blocks, owner]`."""
+    async def kv(self, http: HttpRequest, model: str | None = None) -> Response:
+        """Every block of a model, neighbours of one kind as one: `[state, blocks]`, or `["held", blocks, owner]`."""
+        running = find_model(model, self._deployment)
         names = self._in_flight.names_of(read_owner(http.scope, self._in_flight.config))
-        return await json_answer(lambda: _as_json(self._draw(), names))
+        return await json_answer(lambda: _as_json(self._draw(running), names))
 
-    def _draw(self) -> PoolMap:
-        """The map, drawn at most once in a tenth of a second: a thread that draws keeps the engine from the interpreter."""
-        running = self._in_flight.running
+    def _draw(self, running: RunningModel) -> PoolMap:
+        """One drawing for all that ask within a tenth of a second: the threads that draw keep the engine from Python."""
         with self._lock:
             now_ns = running.clock.now_ns()
-            if self._drawn is None or now_ns - self._drawn_ns >= SHARED_NS:
-                self._drawn, self._drawn_ns = running.engine.pool_map(), now_ns
-            return self._drawn
+            drawn_ns, drawn = self._drawn.get(running.name, (0, None))
+            if drawn is None or now_ns - drawn_ns >= SHARED_NS:
+                drawn = running.engine.pool_map()
+                self._drawn[running.name] = now_ns, drawn
+            return drawn
 
 
 def _as_json(drawn: PoolMap, names: dict[str, tuple[str, int]]) -> dict[str, Any]:

@@ -3,39 +3,43 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.responses import Response
 
 import penstock
-from penstock.deploy.running import RunningModel
+from penstock.deploy.running import Deployment, RunningModel
 from penstock.engine.thread import EngineState
 from penstock.obs.metrics import Metrics
 from penstock.obs.signals import WINDOW_S
 from penstock.serve.errors import unavailable
+from penstock.serve.openai.models import find_model
 
 
 class StatusEndpoint:
-    def __init__(self, runtime: RunningModel) -> None:
-        self._runtime = runtime
+    def __init__(self, deployment: Deployment) -> None:
+        self._deployment = deployment
 
     async def health(self) -> dict[str, Any]:
-        """Is the process alive? 503 only when a restart of the process is the remedy."""
-        state = self._runtime.engine.state
-        if state in (EngineState.FAILED, EngineState.STOPPED):
-            raise unavailable(f"The engine has {state}.")
+        """Is the process alive? 503 only when a restart of the process is the remedy for one of its models."""
+        for running in self._deployment.models:
+            state = running.engine.state
+            if state in (EngineState.FAILED, EngineState.STOPPED):
+                raise unavailable(f"The engine{self._of(running)} has {state}.")
         return {"status": "ok"}
 
     async def ready(self) -> dict[str, Any]:
-        """Can the server take work? 503 while it starts or drains, too."""
-        state = self._runtime.engine.state
-        if state is not EngineState.READY:
-            raise unavailable(f"Not ready: the engine is {state}.")
+        """Can the server take work for every model? 503 while one starts, drains or is made anew, too."""
+        for running in self._deployment.models:
+            state = running.engine.state
+            if state is not EngineState.READY:
+                raise unavailable(f"Not ready: the engine{self._of(running)} is {state}.")
         return {"status": "ready"}
 
-    async def load(self) -> dict[str, Any]:
-        """How busy is the server, now and sustained over half a minute? `server_load` is vLLM's name."""
-        metrics = self._runtime.metrics
+    async def load(self, model: str | None = None) -> dict[str, Any]:
+        """How busy is a model, now and sustained over half a minute? `server_load` is vLLM's name."""
+        metrics = find_model(model, self._deployment).metrics
         now, sustained = metrics.read_load(), metrics.read_signals()
         return {
             "server_load": now.num_running + now.num_waiting,
@@ -57,16 +61,20 @@ class StatusEndpoint:
             "desired_replicas": sustained.desired_replicas,
         }
 
+    def _of(self, running: RunningModel) -> str:
+        """The model's name, where it is not the only one."""
+        return f" of {running.name}" if len(self._deployment.models) > 1 else ""
+
     async def version(self) -> dict[str, Any]:
         return {"version": penstock.__version__}
 
     async def metrics(self) -> Response:
         """Prometheus' text format."""
         # In a thread of asyncio's, where no text is worked on: it takes a millisecond, and first imports the Prometheus client.
-        return await asyncio.to_thread(_render, self._runtime.metrics)
+        return await asyncio.to_thread(_render, [running.metrics for running in self._deployment.models])
 
 
-def _render(metrics: Metrics) -> Response:
+def _render(metrics: Sequence[Metrics]) -> Response:
     from penstock.obs.prometheus import CONTENT_TYPE, expose
 
-    return Response(expose(metrics), headers={"content-type": CONTENT_TYPE})
+    return Response(expose(*metrics), headers={"content-type": CONTENT_TYPE})
