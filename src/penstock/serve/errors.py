@@ -19,7 +19,7 @@ from penstock.types.errors import Rejected, RejectReason, counted
 from penstock.types.request import FinishReason
 
 UNAVAILABLE_RETRY_AFTER_S = 5
-"""What `Retry-After` says while starting, draining or failed: another instance may serve by then."""
+"""Value of `Retry-After` while starting, draining or failed: another instance may serve by then."""
 
 STATUS_CLIENT_CLOSED_REQUEST = 499
 """nginx's number for a request that the client took back; no client library repeats such a request by itself."""
@@ -44,7 +44,7 @@ _TYPES: Mapping[str, str] = MappingProxyType(
 """pydantic's kinds of findings about types, as JSON calls the types."""
 
 _MAX_TOLD_CHARS = 200
-"""What comes from the client (a parameter's name, a model's, an id) is told back no longer than this."""
+"""Limit of what an answer tells back of a client's own words: a parameter's name, a model's, an id."""
 
 
 class ApiError(HTTPException):
@@ -254,7 +254,7 @@ def not_an_object() -> ApiError:
 
 
 def from_finding(finding: Mapping[str, Any]) -> ApiError:
-    """What pydantic found wrong with a body."""
+    """The answer to a finding of pydantic about a body."""
     place = tuple(finding["loc"])
     if finding["type"] == "too_many_fields":
         place += (finding["ctx"]["names"][0],)

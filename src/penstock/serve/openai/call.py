@@ -16,7 +16,7 @@ from penstock.types.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
-    """The key and the tenant that a request came with. Whoever has the same may see it and cancel it."""
+    """The key and the tenant that a request came with. A client with the same two may see the request and cancel it."""
 
     key: str
     """Short name of the API key; empty if none was asked for."""
@@ -109,7 +109,7 @@ class Call:
     num_choices: int
     """Answers to each prompt."""
     sampling: SamplingParams
-    """What all answers have in common: without `max_tokens`, `seed` and `banned_token_sequences`."""
+    """Parameters that all answers have in common: without `max_tokens`, `seed` and `banned_token_sequences`."""
     bad_words: tuple[str, ...]
     grammar: AskedGrammar | None
     """If and only if `sampling.follows_grammar`."""

@@ -38,7 +38,7 @@ class _Landed:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What is known of the calls that had one id."""
+    """The explanation of the calls that had one id."""
 
     request_id: str
     created_unix_s: int

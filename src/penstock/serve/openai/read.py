@@ -1,7 +1,7 @@
 """The first pass of a chat or a completion: from the body and the headers to a `Call`, or the 400 that names what is wrong.
 
 Every rule that needs no tokenizer is here or, for a field by itself, in `schemas`. Called by the endpoints; may run on any
-thread, and waits for nothing. What costs much (templates, tokens, grammars) is left to `run`, behind the door.
+thread, and waits for nothing. Templates, tokens and grammars cost much, and are left to `run`, behind the door.
 """
 
 from __future__ import annotations

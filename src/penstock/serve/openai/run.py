@@ -126,7 +126,7 @@ async def render(conversation: Conversation, running: RunningModel, tenant: str,
 
 
 def tokenise(call: Call, prompts: Sequence[TextPrompt | TokenPrompt], running: RunningModel) -> Tokenised:
-    """What the tokenizer makes of a call. Raises `Rejected` if a prompt does not fit, or is refused by the tokenizer."""
+    """The tokens of a call. Raises `Rejected` if a prompt does not fit, or is refused by the tokenizer."""
     banned = banned_sequences(call.bad_words, running)
     all_ids = [_token_ids(prompt, call, running) for prompt in prompts]
     max_tokens = [_room(len(ids), prompt.param, call, running) for ids, prompt in zip(all_ids, prompts, strict=True)]
