@@ -227,7 +227,8 @@ def failed(detail: str, request_id: str) -> ApiError:
 def from_finish(chunk: OutputChunk, request_id: str) -> ApiError | None:
     """The error that a finish chunk tells about; None if the request ended by itself, or has not ended.
 
-    What ended with all others (the engine failed, the server stops), or by a grammar of the client's, has a `reject_reason`.
+    A request that ended with all others (the engine failed, the server stops), or by the client's own grammar, has a
+    `reject_reason`.
     """
     if chunk.finish_reason in (None, FinishReason.STOP, FinishReason.LENGTH):
         return None
