@@ -366,7 +366,7 @@ class LLM:
                 self._loop.call_soon_threadsafe(reading.close)
 
     def _wait(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        """The result of work on the loop's thread. Whatever ends the wait, such as Ctrl-C, ends the work."""
+        """The result of work on the loop's thread. The end of the wait, such as by Ctrl-C, ends the work."""
         if not self._closer.alive:
             work.close()
             raise _closed()

@@ -162,7 +162,7 @@ class HashExecutor:
     With a depth of 1 it computes it there, too. With a depth of 2 it does so at any time until the step is collected, as `seed`
     says, so that what the next one changes comes sometimes before it and sometimes after.
 
-    Of a row that may sample several tokens it samples some of them, as `seed` says, as if all but the last had been guessed
+    A row that may sample several tokens gets some of them, as `seed` says, as if all but the last had been guessed
     right. Wrong guesses are written behind them.
     """
 
