@@ -141,7 +141,7 @@ def ends_with_stop(name: str, num_prompt: int) -> Request:
 
 
 def fill_beside_a_void_row(house: House) -> None:
-    """What arrives, and who comes, finds few free blocks but those that a void row has."""
+    """Blocks that arrive, and requests that come, find few free blocks but those that a void row has."""
     house.run(make_request("first", SESSION, max_tokens=2))
     house.run(make_request("others", OTHERS, max_tokens=2))
     void = ends_with_stop("void", 35)

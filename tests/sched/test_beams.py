@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import product
+from pathlib import Path
+from types import FrameType
 
 import pytest
 
@@ -292,3 +295,28 @@ def test_a_search_that_was_preempted_comes_back_when_there_is_room_for_all_its_b
     assert [tuple(outcomes[request.request_id].token_ids) for request in search] == expected_hypotheses(search[0], Apart())
     assert max(request.num_preemptions for request in search) <= 2
     assert executor.num_computed_tokens < 2 * sum(request.num_tokens for request in (other, *search))
+
+
+def test_a_request_without_beams_enters_nothing_of_beam_search() -> None:
+    """Not even where it is preempted: `groups.py` answers for it, and a search alone gets further."""
+    entered: set[str] = set()
+
+    def trace(frame: FrameType, event: str, _: object) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.parent.name == "choosing":
+            entered.add(path.name)
+
+    capacity = replace(CAPACITY, num_blocks=16, max_model_len=40)
+    core, executor = make_core(capacity, make_policies(reserve="chunk")), HashExecutor(capacity, model=MODEL)
+    plain = [make_request(f"r{idx}", [idx + 1] * 6, max_tokens=30, arrival_ns=idx) for idx in range(4)]
+    before = sys.getprofile()
+    sys.setprofile(trace)
+    try:
+        run(core, executor, *plain)
+        without = set(entered)
+        run(core, executor, make_request("r", 4, max_tokens=5), *search_requests(2))
+    finally:
+        sys.setprofile(before)
+    assert max(request.num_preemptions for request in plain) > 0
+    assert without == {"groups.py"}
+    assert entered >= {"groups.py", "beams.py", "beam_search.py"}

@@ -1,4 +1,4 @@
-"""What can never fit, and the numbers that the user is told."""
+"""Requests that can never fit, and the numbers that the user is told."""
 
 from __future__ import annotations
 

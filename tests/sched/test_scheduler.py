@@ -1,4 +1,4 @@
-"""What the scheduler plans, step by step. Requests run on the hash executor, which checks every plan."""
+"""The scheduler's plans, step by step. Requests run on the hash executor, which checks every plan."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What runs in the next step. Decides over integers and requests: no clock, no randomness, no I/O."""
+"""The scheduler and its policies: which requests run in the next step. No clock, no randomness, no I/O."""

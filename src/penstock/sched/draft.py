@@ -29,7 +29,7 @@ class TokenBudget:
 
     @property
     def tokens_left(self) -> int:
-        """What prefills may still take."""
+        """Tokens that prefills may still take."""
         return max(0, self.limits.max_tokens - self._counts.num_tokens - self.num_kept_tokens)
 
     @property
@@ -53,7 +53,7 @@ class TokenBudget:
 
 @dataclass(slots=True)
 class Promises:
-    """What the step has promised to requests that it gives nothing to yet."""
+    """Blocks and rows that the step has promised to requests, and not given yet."""
 
     num_blocks: int = 0
     """Free blocks that running prefills, and requests that stand aside, will need for the tokens they have."""
@@ -77,7 +77,7 @@ class StepDraft:
         """Rows that come behind the others in the plan."""
         self.admits: dict[str, AdmitRow] = {}
         self.num_let_in = 0
-        """Of the requests that the gate lets in, so many were admitted or held back."""
+        """Number of requests that the gate lets in and that were admitted or held back."""
         self.lacks_memory = False
         """A running request had to be preempted for another: nobody joins."""
         self.puts_off_pause = False

@@ -1,5 +1,5 @@
-"""Who goes on: plans the rows of the running requests, first of those that decode, then of prefills, as far as the step's
-tokens last. Called by the scheduler; lets nobody join, and preempts running requests only where no block is left.
+"""Extending: plans the rows of the running requests, first of those that decode, then of prefills, as far as the step's tokens
+last. Called by the scheduler; lets nobody join, and preempts running requests only where no block is left.
 
 A request that lacks blocks preempts others until they are found, or itself if the others are more senior.
 """
@@ -18,7 +18,7 @@ from penstock.types.request import Request, RequestStatus
 from penstock.types.stats import PreemptReason
 
 NO_SLOTS: Mapping[str, int] = MappingProxyType({})
-"""With them each decode is asked how many positions it needs."""
+"""With it no decode takes the short way, and each is asked how many tokens it may get."""
 
 
 class Extending:

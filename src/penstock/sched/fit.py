@@ -1,4 +1,4 @@
-"""What can never fit: decides, from numbers alone, whether a request could ever be served. Called when a request is added;
+"""Requests that can never fit: decides, from numbers alone, whether a request could ever be served. Called when it is added;
 never looks at the load.
 """
 

@@ -1,16 +1,16 @@
-"""The steps in flight: owns what the scheduler has to remember of each, from its plan to its commit. Called by the scheduler;
-plans nothing.
+"""The steps in flight: owns what the scheduler has to remember of each, from its plan to its commit, and plans the next one
+ahead. Called by the scheduler; takes no block and preempts no request.
 
-    1. Steps are committed in the order in which they were planned.
-    2. Who ends while rows of it are in flight leaves void rows behind: what they bring is ignored. They are void by step and
-       not by name, since a request of the same id may come, and run, before they are committed.
-    3. Its blocks are fenced (`kv/fence.py`) until the last step in flight at its end is committed.
+Laws of steps in flight (`Flights`):
 
-Planning ahead: lets the next step be planned while one is in flight. Called by the scheduler around its own planning; plans
-nothing, takes no block and preempts nobody.
+1. Steps are committed in the order in which they were planned.
+2. A request that ends while rows of it are in flight leaves void rows behind, whose results are ignored. Rows are void by step
+   and not by name, since a request of the same id may come, and run, before they are committed.
+3. The blocks of such a request are fenced (`kv/manager.py`) until the last step that was in flight at its end is committed.
 
-The law: while a step is planned ahead, the books of those who run say what they will say when the step in flight is
-committed, but for the tokens that it samples, which are counted and not known. So nothing that plans has a second rule.
+Planning ahead (`Ahead`) lets the next step be planned while one is in flight. Meanwhile the progress of the running requests
+says what it will say when that step is committed, except for the tokens that it samples: they are counted, and not known. So
+the planning itself has no second rule.
 
                                        num_computed_tokens   num_inflight   num_tokens   num_pending_samples
     committed, one row in flight               100                 1           101                0
@@ -18,25 +18,25 @@ committed, but for the tokens that it samples, which are counted and not known. 
     planned                                    100                 2           101                0
     the step in flight is committed            101                 1           102                0
 
-Who ends with the step in flight for certain, at its limit of tokens, has nothing left to compute and gets no row. Who ends for
-another reason (a stop token, a stop string, an abort, a failure) has one, and it is void (`flights.py`).
+A request that reaches its limit of tokens with the step in flight has nothing left to compute and gets no row. A request that
+ends for another reason (a stop token, a stop string, an abort, a failure) has one, which is void.
 
-Where more than the number of tokens counts, nothing is planned ahead, and the step in flight is committed first:
+Where more than the number of tokens counts, no step is planned ahead, and the step in flight is committed first:
 
-    memory     those who run may need more blocks than are free: somebody would be preempted, whose rows are in flight
-    classes    the order pauses somebody for the first of those who wait, who lacks a row or memory (`joining.py`)
-    beams      who goes on depends on the tokens
-    batches    a gate other than the continuous one calls the next when the last of one has ended, and pads
+    memory        the running requests may need more blocks than are free: one would be preempted, whose row is in flight
+    classes       the order pauses a request for the first that waits, which lacks a row or memory (`joining.py`)
+    beams         the tokens decide which requests go on
+    speculation   the tokens decide how many of them a row got
+    batches       a gate that is not continuous calls the next batch when the last request of one has ended, and pads
 
-So nobody is preempted in a step that is planned ahead. If it turns out while one is planned that the order would pause
-somebody, since the first who waited did fit and the next does not, or a chunk would fit where the whole prompt does not, the
-next is not planned before this step, too, is committed.
+So no request is preempted in a step that is planned ahead. It may turn out while a step is planned that the order would pause a
+request: the first that waited did fit and the next does not, or a chunk would fit where the whole prompt does not. Then the
+next step is not planned ahead.
 
-A tier below the pool is no reason to wait: what moves lies in blocks that are free, and so in no row in flight
-(`engine/transfers.py`). A preemption that swaps is one as any other.
+A tier below the pool is no reason to wait: its transfers use free blocks, which no row in flight has (`engine/transfers.py`).
 
-A request that joins ahead finds in the prefix cache what was committed. What the step in flight computes of the same prompt it
-waits for, like for any prefill that is under way (`joining.py`).
+A request that joins ahead finds in the prefix cache what was committed. For the part of its prompt that the step in flight
+computes it waits, as for any prefill that is under way (`joining.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who joins: decides which of the waiting requests run from this step on. Called by the scheduler once per step; takes nothing
+"""Joining: decides which of the waiting requests run from this step on. Called by the scheduler once per step; takes nothing
 from running requests, unless the order lets a higher class pause a lower one.
 
 A request whose next block is being computed by a running prefill (its leader) stands aside until the block is there, instead of
@@ -26,11 +26,11 @@ from penstock.types.stats import Admission, PreemptReason, WaitReason
 
 CLOSED = GateDecision(max_admissions=0)
 LOAD_STEPS = 4
-"""For which a load is under way, at most, as a rule."""
+"""Steps for which a load is under way, at most, as a rule."""
 
 
 class Joining:
-    """The way from the waiting queue to those who run."""
+    """The way from the waiting queue to the running requests."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Joining:
         self._max_step_tokens = max_step_tokens
 
     def must_pause(self, now_ns: int) -> bool:
-        """Is somebody to be paused for the first of those who wait? Asked before a step is planned ahead, with the books as for
+        """Is a request to be paused for the first that waits? Asked before a step is planned ahead, with the books as for
         that. O(running). Does not look at the step's tokens, nor at long prefills: if these keep it from joining, nobody is.
         """
         if not self._order.is_preemptive or not len(self._waiting):
@@ -69,7 +69,7 @@ class Joining:
         return request is not None and self._lacks_what_others_have(request, draft, now_ns)
 
     def _lacks_what_others_have(self, request: Request, draft: StepDraft, now_ns: int) -> bool:
-        """Would it be admitted if some of those who run were paused, and not otherwise?"""
+        """Would it be admitted if some running requests were paused, and not otherwise?"""
         running, pauses = self._running, self._order.pauses
         if not any(pauses(request, other, now_ns) for other in running):
             return False
@@ -87,7 +87,7 @@ class Joining:
         return bool(self._whom_to_pause(request, hit, query_len, draft, now_ns))
 
     def ask_gate(self, now_ns: int) -> GateDecision:
-        """How many may join; if the gate calls a batch, nobody who was not called."""
+        """How many requests may join; if the gate calls a batch, none that was not called."""
         if not self._waiting.num_fresh:
             self.wakeup_ns = None
             return CLOSED
@@ -103,8 +103,8 @@ class Joining:
         return CLOSED
 
     def rank(self, prefills: list[Request], now_ns: int, late: Sequence[Request] = ()) -> list[Request]:
-        """Running prefills in the order in which they get tokens: whoever outranks another before it, `late` ones behind their
-        equals, else as they were admitted.
+        """Running prefills in the order in which they get tokens: a request before those that it outranks, `late` ones behind
+        their equals, else as they were admitted.
         """
         if not self._has_ranks:
             return [request for request in prefills if request not in late] + list(late) if late else prefills
@@ -123,7 +123,7 @@ class Joining:
         return ranked
 
     def keep_tokens(self, draft: StepDraft, request: Request, now_ns: int) -> None:
-        """Whoever passes long prefills without outranking them leaves them their share."""
+        """A request that passes long prefills without outranking them leaves them their share of the tokens."""
         budget = draft.budget
         budget.num_kept_tokens = 0
         if budget.late and request not in budget.late:
@@ -132,8 +132,10 @@ class Joining:
                 budget.num_kept_tokens = budget.limits.long_prefill_share
 
     def admit(self, draft: StepDraft, decision: GateDecision, now_ns: int, before: Request | None = None) -> None:
-        """Those who join anyway, then as many as the gate lets in; these first if the order says so. With `before`, only those
-        who go before that running prefill."""
+        """Admit requests that join anyway, then as many as the gate lets in; these first if the order says so.
+
+        With `before`, only those that go before that running prefill.
+        """
         budget, counts = draft.budget, draft.counts
         if draft.lacks_memory or counts.waits_for is not WaitReason.NOTHING:
             return  # the next request must not overtake
@@ -192,7 +194,7 @@ class Joining:
             draft.num_let_in += request is fresh
 
     def waits_for(self, draft: StepDraft) -> WaitReason:
-        """What whoever waits after the admissions lacks."""
+        """The reason to tell: it says what the first request that still waits after the admissions lacks."""
         if not len(self._waiting):
             return WaitReason.NOTHING
         waits_for = draft.counts.waits_for
@@ -208,7 +210,8 @@ class Joining:
         return WaitReason.TOKENS if is_short_of_tokens else WaitReason.GATE
 
     def call_back(self, draft: StepDraft) -> None:
-        """Those who stood aside and whose blocks are there, or whose leaders run no more; the others keep their places."""
+        """Requests that stood aside come back once their blocks are there, or their leaders run no more; the others keep their
+        places."""
         back: list[Follower] = []
         for follower in self._waiting.aside:
             if self._kv.prefix.is_coming(follower.awaited):
@@ -235,7 +238,7 @@ class Joining:
         return len(self._running) + self._groups.num_kept_rows + draft.promised.num_rows
 
     def _next_waiting(self, fresh: Request | None, draft: StepDraft, now_ns: int) -> Request | None:
-        """Who is next: of those who join anyway, or `fresh`, whom the gate lets in."""
+        """The next request: of those that join anyway, or `fresh`, which the gate lets in."""
         if not self._waiting.num_joining:
             return fresh
         outranks = self._order.outranks
@@ -251,7 +254,7 @@ class Joining:
         return joining
 
     def _goes_before(self, request: Request, prefill: Request, draft: StepDraft, now_ns: int) -> bool:
-        """Does who waits get tokens before one who runs?"""
+        """Does a waiting request get tokens before a running one?"""
         if self._order.outranks(request, prefill, now_ns):
             return True
         return prefill in draft.budget.late and not self._order.outranks(prefill, request, now_ns)
@@ -286,13 +289,13 @@ class Joining:
 
     @property
     def _num_growing(self) -> int:
-        """Blocks that those who run take while a load is under way."""
+        """Blocks that the running requests take while a load is under way."""
         return -(-len(self._running) * LOAD_STEPS // self._kv.block_size)
 
     def _whom_to_pause(
         self, request: Request, hit: PrefixHit, query_len: int, draft: StepDraft, now_ns: int
     ) -> Sequence[Request]:
-        """Those whom the first who waits may pause; nobody if it could not be admitted without all of them."""
+        """Requests that the first waiting one may pause; none if it could not be admitted without all of them."""
         running, pauses = self._running, self._order.pauses
         lower = [
             other

@@ -117,7 +117,7 @@ def plan_decodes(
 
 @dataclass(slots=True)
 class StepOutcome:
-    """What a commit did."""
+    """The result of a commit."""
 
     counts: StepCounts
     """The counts of the step."""

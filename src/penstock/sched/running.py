@@ -134,7 +134,7 @@ class Running:
     # what the executor knows
 
     def tell_again(self, request: Request) -> None:
-        """What the executor knows of a running request is out of date: it forgets the row, and gets it in full."""
+        """The executor's copy of a running request is out of date: it forgets the row, and gets it in full."""
         if request.request_id not in self._untold:
             self._untold.add(request.request_id)
             self._releases.append(request.request_id)
@@ -177,7 +177,7 @@ class Running:
     ) -> bool:
         """May the request join, with a first chunk of `query_len`, once the requests of `without` had left?
 
-        `num_promised_blocks`: free blocks that running prefills will need for the tokens they have. Of beams, all that run of a
+        `num_promised_blocks`: free blocks that running prefills will need for the tokens they have. All running beams of a
         search are among `without`, or none.
         """
         num_available, num_promised, num_final = self._kv.pool.num_available, num_promised_blocks, self._num_final_blocks

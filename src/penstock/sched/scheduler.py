@@ -86,7 +86,7 @@ class Scheduler:
             tier=tier,
         )
         self.news = PlanNews(0, WaitReason.NOTHING, (), ())
-        """What the last call of `schedule` meant for waiting and running requests."""
+        """The meaning of the last call of `schedule` for waiting and running requests."""
         self._policies = policies
         self._waiting = WaitingQueue(policies.order, policies.gate.bucket_of)
         self._groups = Groups(capacity.block_size)

@@ -1,1 +1,1 @@
-"""Who chooses the next token of a row, where the executor's sample is not the answer: `chooser.py` is the seam."""
+"""The choice of a row's next token, where the executor's sample is not the answer. `chooser.py` is the seam."""

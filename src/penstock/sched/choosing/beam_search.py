@@ -1,4 +1,5 @@
-"""Beam search: owns the scores of one search's beams and what it has found. Called by `beams.py`; knows no blocks and no rows.
+"""Beam search: owns the scores of one search's beams and the hypotheses that it has found. Called by `beams.py`; knows no
+blocks and no rows.
 
 The rules are those of transformers 5 (`GenerationMixin._beam_search`), so that both find the same:
 
@@ -27,9 +28,9 @@ class Beam:
     score: float = 0.0
     """Sum of the log-probabilities; of a hypothesis, with its length penalty."""
     entries: tuple[TokenLogprobs, ...] = ()
-    """Of each token, if they were asked for."""
+    """Log-probabilities of each token, if they were asked for."""
     parent_idx: int = 0
-    """Of the beam that it continues, in the step before."""
+    """Index of the beam that it continues, in the step before."""
     is_stopped: bool = False
     """Its last token is a stop token."""
 
@@ -42,7 +43,7 @@ class BeamSearch:
     stop_token_ids: Collection[int]
     max_tokens: int
     beams: list[Beam] = field(default_factory=lambda: [Beam()])
-    """That run, the best first."""
+    """The running beams, the best first."""
     finished: list[Beam] = field(default_factory=list)
     """Hypotheses, the best first; at the end as many as the search has beams."""
     is_done: bool = False

@@ -1,6 +1,6 @@
-"""The seam: who chooses the next tokens of a request. Contracts only; the scheduler calls them.
+"""The seam for choosing the next tokens of a request. Contracts only; the scheduler calls them.
 
-As a rule nobody does: the executor samples one token for each row, and the request gets it. There are two exceptions:
+As a rule nothing is behind it: the executor samples one token for each row, and the request gets it. There are two exceptions:
 
 - The requests of a group (`groups.py`) are given their tokens by a `Chooser`: it is told what the executor computed for each of
   them, and chooses for all at once.
