@@ -333,7 +333,7 @@ def test_with_a_depth_of_two_a_step_is_begun_before_the_one_before_is_finished()
     rig.engine.submit(request)
     told = []
     while rig.engine.turn():
-        told.append((len(rig.engine._submitted), len(rig.sink.tokens_of("a"))))
+        told.append((len(rig.engine._stepper._flights), len(rig.sink.tokens_of("a"))))
     assert told == [(1, 0), (1, 1), (1, 2), (0, 3)]
     rig.check_against_oracle(request)
 
@@ -357,7 +357,7 @@ def test_an_id_that_comes_again_while_its_last_step_is_in_flight_gets_its_own_an
     rig.engine.submit(make_request("a", [1, 2], max_tokens=10, stop=(f"{answer[2]} ",)))
     while not rig.sink.ends_of("a"):
         rig.engine.turn()
-    assert len(rig.engine._submitted) == 1, "there is a row of it in flight"
+    assert len(rig.engine._stepper._flights) == 1, "there is a row of it in flight"
     again = make_request("a", [7, 8, 9], max_tokens=4)
     rig.sink.calls.clear()
     rig.engine.submit(again)

@@ -72,9 +72,10 @@ def test_what_ends_frees_its_blocks_before_the_next_step(limit):
     request = limited("a", 100) if limit == "abort" else limited("a", 100, **{limit: 3})
     driver = make_driver(request, make_request("b", 4, max_tokens=2))
     kv = driver.core.scheduler.kv
-    for _ in range(3):
+    for _ in range(2):
         driver.turn()
     assert kv.pool.num_available < kv.num_total_blocks
+    driver.clock.advance(MS)
     driver._record(driver.core.apply([Abort("a")] if limit == "abort" else [], 3 * MS))
     assert kv.pool.num_available == kv.num_total_blocks
     plan = driver.turn()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,16 +10,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from penstock.clock import VirtualClock
+from penstock.engine.stepper import Stepper
 from penstock.kv.block_table import extend_chain, pack, root_hash
 from penstock.sched.policies.fair import FairShares
 from penstock.sched.policies.orders import PriorityClasses
 from penstock.testing import expected_tokens, make_request
-from penstock.testing.driver import Submission
 from penstock.testing.hash_executor import ROOT, mix
 from penstock.testing.strategies import MAX_SHARE, MODEL, Engine, engines, matcher_of, prompts, ranks, samplings
 from penstock.types.events import Abort, Add, Stop, TokenEvent
-from penstock.types.plan import PaddingId, StepPlan
+from penstock.types.plan import PaddingId, StepPlan, Ticket
 from penstock.types.request import Request, RequestStatus
+from penstock.types.result import StepResult
 from penstock.types.sampling import SamplingParams
 from penstock.types.stats import WaitReason
 
@@ -35,14 +35,30 @@ class CoreMachine(RuleBasedStateMachine):
     def start(self, engine: Engine) -> None:
         self.engine = engine
         self.core, self.executor = engine.make()
-        self.transfers, self.worker = engine.make_transfers(self.core, self.executor, VirtualClock())
+        self.clock = VirtualClock()
+        self.transfers, self.worker = engine.make_transfers(self.core, self.executor, self.clock)
+        self.stepper = Stepper(
+            self.core,
+            self.executor,
+            self.clock,
+            tell=lambda events, _: self.record(events),
+            transfers=self.transfers,
+            poll_aborts=lambda: [Abort(f"r{idx}") for idx in self.aborted],
+            collect=self.collect,
+        )
+        self.aborted: Sequence[int] = ()
+        """Requests that are cancelled while the next step runs."""
+        self.failed: int | None = None
+        """The request whose row has no usable logit in the next step, if it samples."""
         self.requests: dict[str, Request] = {}
         self.tokens: dict[str, list[int]] = {}
         self.ended: dict[str, bool] = {}
         """The last that ended is the last here."""
-        self.flights: deque[Submission] = deque()
         self.num_added = 0
-        self.now_ns = 0
+
+    @property
+    def now_ns(self) -> int:
+        return self.clock.now_ns()
 
     @rule(
         count=st.integers(1, 3),
@@ -64,7 +80,7 @@ class CoreMachine(RuleBasedStateMachine):
         comes_again: bool,
     ) -> None:
         """Several equal requests, so that memory runs short soon; also under ids that others had before."""
-        self.now_ns += 1
+        self.clock.advance(1)
         for _ in range(count):
             name = f"r{self.num_added % 21}"
             if comes_again and self.ended:
@@ -135,44 +151,30 @@ class CoreMachine(RuleBasedStateMachine):
         self.step((), failed)
 
     def step(self, aborted: Sequence[int], failed: int | None = None) -> None:
-        self.now_ns += 1
-        if self.transfers is not None:
+        self.clock.advance(1)
+        self.aborted, self.failed = aborted, failed
+        if self.transfers is not None:  # as the stepper does; here there is a look at the books in between
             self.transfers.arrive()
             self.core.check()
         self.record(self.core.apply([], self.now_ns))
         preempted_before = {name for name, request in self.requests.items() if request.status is RequestStatus.PREEMPTED}
-        plan = self.core.begin(self.now_ns)
-        if self.transfers is not None and self.worker is not None:
-            self.transfers.depart()
+        had_flights = self.stepper.has_flights
+        plan = self.stepper.begin()
+        if self.worker is not None:
             self.worker.turn()
-        self.executor.copy_blocks(self.core.take_block_copies())
         is_loading = self.core.scheduler.news.waits_for is WaitReason.LOADING
-        if not self.flights and not is_loading:  # else one that has to wait for the step in flight, or the tier, is no wrong
+        if not had_flights and not is_loading:  # else one that has to wait for the step in flight, or the tier, is no wrong
             self.check_work_conserving(plan)
         if plan is not None:
             self.check_preempted_go_first(preempted_before, plan)
-            self.flights.append(Submission(plan, self.executor.submit(plan), self.core.awaits_masks(plan)))
-            self.send_masks()
-        if self.flights and (plan is None or len(self.flights) == self.engine.depth):
-            self.finish(aborted, failed)
+        if self.stepper.must_finish(plan):
+            self.stepper.finish()
 
-    def finish(self, aborted: Sequence[int], failed: int | None) -> None:
-        flight = self.flights.popleft()
-        plan = flight.plan
-        result = self.executor.collect(flight.ticket)
-        if f"r{failed}" in result.token_ids:
-            result = replace(result, failures={f"r{failed}": "no logit is a number"})
-        for idx in aborted:
-            self.record(self.core.apply([Abort(f"r{idx}")], self.now_ns))
-        events = self.core.finish(plan, result, self.now_ns)
-        events += self.core.follow_grammars(events, self.now_ns)
-        self.send_masks()
-        self.record(events)
-
-    def send_masks(self) -> None:
-        if len(self.flights) == 1 and self.flights[0].awaits_masks:
-            self.flights[0].awaits_masks = False
-            self.executor.restrict(self.flights[0].ticket, self.core.masks(self.flights[0].plan))
+    def collect(self, ticket: Ticket) -> StepResult:
+        result = self.executor.collect(ticket)
+        if f"r{self.failed}" in result.token_ids:
+            result = replace(result, failures={f"r{self.failed}": "no logit is a number"})
+        return result
 
     def record(self, events: list[TokenEvent]) -> None:
         for event in events:
@@ -271,14 +273,14 @@ class CoreMachine(RuleBasedStateMachine):
         for _ in range(2000):
             if not self.core.has_work:
                 break
-            had_flights = bool(self.flights)
+            had_flights = self.stepper.has_flights
             self.step(())
             if self.worker is not None:
                 self.worker.run()
-            if not had_flights and not self.flights and self.core.has_work and not self.core.num_running:
-                self.now_ns = max(self.now_ns, self.core.next_wakeup_ns(self.now_ns) or 0)
+            if not had_flights and not self.stepper.has_flights and self.core.has_work and not self.core.num_running:
+                self.clock.advance_to(max(self.now_ns, self.core.next_wakeup_ns(self.now_ns) or 0))
             self.core.check()
-        while self.flights:
+        while self.stepper.has_flights:
             self.step(())
         self.core.check()
         assert not self.core.scheduler.kv.fenced, "blocks were not given back"

@@ -76,7 +76,7 @@ class House:
 
     def finish(self, *requests: Request) -> None:
         """Until nobody is left. The answers of these are the right ones."""
-        while self.core.has_work or self.driver.flights:
+        while self.core.has_work or self.driver.stepper.has_flights:
             self.turn()
             self.worker.run(self.worker.num_jobs)
         for request in requests:
@@ -151,7 +151,7 @@ def fill_beside_a_void_row(house: House) -> None:
     while void.status is not RequestStatus.FINISHED:
         house.turn()
     assert void.finish_reason is FinishReason.STOP
-    assert house.driver.flights, "its row is computed for nothing"
+    assert house.driver.stepper.has_flights, "its row is computed for nothing"
     house.worker.run(house.worker.num_jobs)
     num_written = house.executor.num_written
     house.turn(Add(make_request("last", OTHERS[:35][::-1], max_tokens=2)))

@@ -1,5 +1,5 @@
-"""The engine core: owns every request from its `Add` to its finish event. Called by a driver (the engine's loop, the
-simulator); never loops, waits, sleeps or reads a clock.
+"""The engine core: owns every request from its `Add` to its finish event. Called by the stepper; never loops, waits, sleeps or
+reads a clock.
 
     core.apply(commands, now)        add, abort, stop, drain; deadlines; their events
     plan = core.begin(now)           the next step, or None
@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 from penstock.engine.ports import NullObserver, Observer, RequestJournal
 from penstock.sched import progress
@@ -46,6 +47,18 @@ _DETAILS = {
 }
 
 
+class EngineSnapshot(NamedTuple):
+    """Counts of requests and blocks at one moment between two changes of the core. Nobody writes to one."""
+
+    num_running: int
+    waits_for: WaitReason
+    """What the first of the waiting requests lacked when a step was last planned."""
+    num_blocks_free: int
+    num_blocks_cached: int
+    num_blocks_shared: int
+    """Blocks that several requests hold."""
+
+
 class EngineCore:
     """The step without a loop."""
 
@@ -68,6 +81,8 @@ class EngineCore:
         self._told_wait = WaitReason.NOTHING
         """To the journal."""
         self._last_finish_ns = 0
+        self.snapshot = self._take_snapshot()
+        """Replaced as a whole in every turn, and before an end is told. Any thread may read it, and nothing else here."""
 
     @property
     def has_work(self) -> bool:
@@ -100,6 +115,8 @@ class EngineCore:
                     self._close(RejectReason.DRAINING, "The server is shutting down.")
         if self._deadline_numbers:
             events += self._end_overdue(now_ns)
+        if commands or events:
+            self.snapshot = self._take_snapshot()
         return events
 
     def begin(self, now_ns: int) -> StepPlan | None:
@@ -112,6 +129,7 @@ class EngineCore:
         if news.admissions or news.preemptions or news.set_aside or news.waits_for is not self._told_wait:
             self._told_wait = news.waits_for
             self._journal.on_news(news)
+        self.snapshot = self._take_snapshot()
         return plan
 
     def take_block_copies(self) -> list[tuple[int, int]]:
@@ -127,6 +145,8 @@ class EngineCore:
         if result.step_id != plan.step_id:
             raise ValueError(f"the result of step {result.step_id} is not that of step {plan.step_id}")
         outcome = self.scheduler.commit(plan, result, now_ns)
+        if outcome.ended:  # else the next `begin` tells soon enough
+            self.snapshot = self._take_snapshot()
         stats = self._step_stats(plan, result, outcome, now_ns)
         self._last_finish_ns = now_ns
         self._journal.on_step(stats)
@@ -156,6 +176,8 @@ class EngineCore:
         failed: list[TokenEvent] = []
         for request_id, detail, reason in self._following.go_on(events):
             failed += self._end(request_id, FinishReason.ERROR, now_ns, detail=detail, reject_reason=reason)
+        if failed:
+            self.snapshot = self._take_snapshot()
         return failed
 
     def next_wakeup_ns(self, now_ns: int) -> int | None:
@@ -183,6 +205,8 @@ class EngineCore:
             self._forget(request, now_ns)
             cached = request.num_cached_tokens
             events.append(TokenEvent(request.request_id, (), now_ns, (), FinishReason.ERROR, None, cached, detail))
+        with suppress(Exception):
+            self.snapshot = self._take_snapshot()
         return events
 
     def check(self) -> None:
@@ -277,6 +301,14 @@ class EngineCore:
 
     def _close(self, reason: RejectReason, detail: str) -> None:
         self._closed = Rejected(reason, detail)
+
+    def _take_snapshot(self) -> EngineSnapshot:
+        scheduler = self.scheduler
+        pool = scheduler.kv.pool
+        num_cached = pool.num_cached
+        return EngineSnapshot(
+            scheduler.num_running, scheduler.news.waits_for, pool.num_available - num_cached, num_cached, pool.num_shared
+        )
 
     def _step_stats(self, plan: StepPlan, result: StepResult, outcome: StepOutcome, now_ns: int) -> StepStats:
         scheduler, kv = self.scheduler, self.scheduler.kv

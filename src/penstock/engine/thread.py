@@ -1,28 +1,16 @@
-"""The one thread that drives the core: inbox -> core -> executor -> core -> output stage -> sink. Made by the composition root.
+"""The engine: one thread that drives a core and an executor. Requests go in from any thread, chunks come out through the sink.
 
-Never schedules, never makes text, never knows HTTP. Other threads call `submit`, `abort`, `drain`, `close`, `state` and
-`load`; everything else happens on the engine thread. One turn of the loop:
+    any thread   submit, abort --> inbox --+
+                                           v
+    engine thread                       stepper  <-->  core, executor, transfers       one turn after another
+                                           |
+                                           +--> output stage (text, stop strings) --> outbox --> sink
 
-    arrivals    take over what came from the tier below the pool, if there is one
-    commands    apply what came in; what ended by it (refused, cancelled) is told at once
-    begin       ask the core for a plan; without one, and with nothing in flight, sleep until there is a command or a deadline
-    departures  copy what is spilled, begin loads; they go on while the step runs
-    copies      of blocks, also without a plan: what arrives next may be written to either of the two
-    submit      the step takes off; where answers follow a grammar, their masks follow as soon as the step before was collected
-    collect     the oldest step in flight, without the GIL, if there are as many as the executor's depth, or there was no plan
-    aborts      apply those that came during the step, before its tokens are shown
-    finish      commit, let grammars follow, make text, apply the stops that the text brought, one call of the sink
+The thread sleeps when a turn had no step to begin and none to finish, until there is a command or a deadline. Every request
+that `submit` took ends in exactly one chunk with a `finish_reason`, also if the executor or the core breaks. An engine that has
+failed stays so; `supervisor` puts another one in its place.
 
-With a depth of 1 each step is collected in the turn in which it was submitted, and no step is wasted on who ends. With a depth
-of 2 the turn that begins step k + 1 finishes step k, so all of the above but `collect` happens while a step is computed:
-
-    depth 1   host     | plan 0 |........| finish 0, plan 1 |........| finish 1, plan 2 |........
-              device   |........| step 0 |..................| step 1 |..................| step 2
-    depth 2   host     | plan 0 | plan 1 |....| finish 0, plan 2 |.| finish 1, plan 3 |.| ...
-              device   |........| step 0      | step 1             | step 2             |
-
-Every request that `submit` took ends in exactly one chunk with a `finish_reason`, also if the executor or the core breaks.
-An engine that has failed stays so; `supervisor` puts another one in its place.
+Other threads see the core as the snapshot that it makes in every turn. A reader that needs more takes its books (`books.py`).
 """
 
 from __future__ import annotations
@@ -30,16 +18,18 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from enum import StrEnum
 
 from penstock.clock import Clock
+from penstock.engine.books import Abandoned, Books, WatchedExecutor
 from penstock.engine.core import EngineCore
 from penstock.engine.output import OutputStage
 from penstock.engine.ports import BlockMover, Executor, NullObserver, Observer, OutputChunk, OutputSink, TurnObserver
-from penstock.engine.submitted import Abandoned, Submitted
+from penstock.engine.stepper import Stepper
 from penstock.engine.transfers import Transfers
 from penstock.kv.pool_map import PoolMap, draw, waste_ratio
-from penstock.types.errors import ExecutorFailure, Rejected, RejectReason
+from penstock.types.errors import Rejected, RejectReason
 from penstock.types.events import Abort, Add, Command, Drain, TokenEvent
 from penstock.types.request import FinishReason, Request
 from penstock.types.stats import EngineLoad, RequestStats
@@ -53,6 +43,8 @@ KEEP_TIMEOUT_S = 5.0
 """For how long the end of an engine is put off to spill what the pool contains, so that sessions can go on after a restart."""
 ABORT_GRACE_S = 10.0
 """How long `close` waits, after its time-out, for the step in flight to come back."""
+MAX_PLAN_CHARS = 4000
+"""How much of a plan is logged."""
 
 
 class EngineState(StrEnum):
@@ -73,7 +65,7 @@ class EngineState(StrEnum):
 
 
 class Engine:
-    """Requests in from any thread, chunks out through the sink.
+    """The face of the engine for other threads, and the loop of its own.
 
     The sink is called on the engine thread; for a request that comes after the engine has ended, on the thread that
     submits it.
@@ -102,25 +94,32 @@ class Engine:
         `make_transfers` is given the executor's blocks and what wakes the engine when something has arrived; None: no tier.
         """
         self._core = core
+        self._num_blocks, self._max_rows = core.scheduler.kv.num_total_blocks, core.scheduler.max_rows
         self._executor = executor
-        self._submitted = Submitted(executor, clock)
         self._output = output
         self._clock = clock
-        self._sink = sink
-        self._observer: Observer = observer or NullObserver()
-        self._turn_observer: TurnObserver = turn_observer or NullObserver()
         self._on_failed = on_failed
         self._idle_check_ns = None if idle_check_s is None else int(idle_check_s * 1e9)
+        self._books = Books(clock)
         self._inbox = Inbox(clock)
-        self._transfers = make_transfers(self._submitted, self._inbox.nudge)
-        self._lock = threading.Lock()
+        self._outbox = Outbox(sink, observer or NullObserver())
+        watched = WatchedExecutor(executor, self._books)
+        self._transfers = make_transfers(watched, self._inbox.nudge)
+        self._stepper = Stepper(
+            core,
+            watched,
+            clock,
+            tell=self._tell,
+            transfers=self._transfers,
+            poll_aborts=self._inbox.poll_aborts,
+            turn_observer=turn_observer,
+        )
+        self._state_lock = threading.Lock()
         self._state = EngineState.STARTING
-        self._in_flight = InFlight()
         self._was_cut_short = False
-        self._cut_short_ids: frozenset[str] = frozenset()
-        """What `close` aborts; written before it does."""
         self._is_verified = True
         """The core has not worked since its last check."""
+        self._last_waste = 0.0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     # For any thread.
@@ -141,7 +140,7 @@ class Engine:
 
         Raises `Rejected` (INVALID) if a request with this id is in flight; nothing else is told about it.
         """
-        self._in_flight.add(request)
+        self._outbox.add(request)
         if not self._inbox.put(Add(request)):
             self._refuse([request])
 
@@ -166,80 +165,78 @@ class Engine:
         else:
             self._thread.join(timeout_s)
         if self._thread.is_alive():
-            self._was_cut_short |= self._abort_all()
+            request_ids = self._outbox.cut_short()
+            for request_id in request_ids:
+                self.abort(request_id, SHUTTING_DOWN)
+            self._was_cut_short |= bool(request_ids)
             self._thread.join(ABORT_GRACE_S)
         if self._thread.is_alive():
-            _logger.error("step %s did not come back; the executor stays open", self._submitted.step_ids)
+            _logger.error("step %s did not come back; the executor stays open", self._step_ids())
             return False
         self._close_executor()
         return self._state is EngineState.STOPPED and not self._was_cut_short
 
     def step_age_ns(self) -> int:
         """For how long the engine has waited for the executor's present step; 0 if it does not."""
-        return self._submitted.waiting_ns()
+        return self._books.waiting_ns()
 
     def abandon(self) -> bool:
         """End every request with ERROR although the executor does not come back from its step. False if it just did.
 
         Called by the supervisor's thread. The engine thread ends when the step comes back, and frees the executor then.
         """
-        if not self._submitted.abandon():
-            return False
-        # From here on the engine thread touches nothing, so this one may.
-        _logger.critical("step %s does not come back; plans in flight: %s", self._submitted.step_ids, self._submitted.plans)
-        self._end_all(ENGINE_STUCK)
-        return True
+        with self._books.abandon() as is_abandoned:
+            if is_abandoned:
+                _logger.critical("step %s does not come back; plans in flight: %s", self._step_ids(), self._plans())
+                self._end_all(ENGINE_STUCK)
+        return is_abandoned
 
     def load(self) -> EngineLoad:
-        """A cheap reading; its parts may be one turn apart."""
-        num_running, kv = self._core.num_running, self._core.scheduler.kv
-        num_available, num_cached, num_shared = _settled(
-            lambda: (kv.pool.num_available, kv.pool.num_cached, kv.pool.num_shared)
-        )
+        """How busy the engine is: the core's snapshot, and the requests that the core has not seen yet. Never waits."""
+        core = self._core.snapshot
+        num_in_flight, num_prompt_tokens = self._outbox.counts()
         return EngineLoad(
-            num_running=num_running,
-            num_waiting=max(0, len(self._in_flight) - num_running),
-            waits_for=self._core.scheduler.news.waits_for,
-            num_prompt_tokens=self._in_flight.num_prompt_tokens,
-            num_blocks_total=kv.num_total_blocks,
-            num_blocks_free=num_available - num_cached,
-            num_blocks_cached=num_cached,
-            num_blocks_shared=num_shared,
-            num_rows_free=max(0, self._core.scheduler.max_rows - num_running),
+            num_running=core.num_running,
+            num_waiting=max(0, num_in_flight - core.num_running),
+            waits_for=core.waits_for,
+            num_prompt_tokens=num_prompt_tokens,
+            num_blocks_total=self._num_blocks,
+            num_blocks_free=core.num_blocks_free,
+            num_blocks_cached=core.num_blocks_cached,
+            num_blocks_shared=core.num_blocks_shared,
+            num_rows_free=max(0, self._max_rows - core.num_running),
         )
 
     def pool_map(self) -> PoolMap:
-        """Every block with its state and owner. O(blocks): a millisecond for tens of thousands."""
-        return draw(self._core.scheduler.kv, list(self._core.scheduler.running.values()))
+        """Every block with its state and owner. O(blocks): a millisecond for tens of thousands.
+
+        May wait for the engine thread to plan or to commit a step, so not for an event loop. Raises TimeoutError.
+        """
+        scheduler = self._core.scheduler
+        return self._books.read(lambda: draw(scheduler.kv, scheduler.running.values()))
 
     def kv_waste_ratio(self) -> float:
-        """Of the KV positions that requests hold, the share without a token. O(requests)."""
-        return waste_ratio(self._core.scheduler.kv, list(self._core.scheduler.running.values()))
+        """Of the KV positions that requests hold, the share without a token. O(requests).
+
+        May wait, as `pool_map` does; if that is in vain, it is the ratio that was read last.
+        """
+        scheduler = self._core.scheduler
+        with suppress(TimeoutError):
+            self._last_waste = self._books.read(lambda: waste_ratio(scheduler.kv, scheduler.running.values()))
+        return self._last_waste
 
     # For the engine thread, or for a driver that has no thread.
 
     def turn(self) -> bool:
-        """One pass of the loop. False if there was no step to begin and none to finish."""
-        if self._transfers is not None:
-            self._transfers.arrive()
+        """One turn. False if there was no step to begin and none to finish."""
         commands = self._inbox.poll()
-        now_ns = self._clock.now_ns()  # after the poll: nobody is queued before it arrived
-        self._apply(commands, now_ns)
-        plan = self._core.begin(now_ns)
-        if self._transfers is not None:
-            self._transfers.depart()
-        copies = self._core.take_block_copies()
-        if plan is not None:
+        for request in _added(commands):
+            self._output.add(request)
+        with self._books:
+            begun, finished = self._stepper.turn(commands)
+        if begun is not None:
             self._is_verified = False
-            self._submitted.submit(plan, copies, now_ns, awaits_masks=self._core.awaits_masks(plan))
-            self._restrict()
-        elif copies:
-            self._submitted.copy_blocks(copies)
-        if not self._submitted:
-            return False
-        if plan is None or self._submitted.is_full:
-            self._finish()
-        return True
+        return begun is not None or finished is not None
 
     def _run(self) -> None:
         try:
@@ -254,7 +251,7 @@ class Engine:
             self._fail()
 
     def _is_done(self) -> bool:
-        has_work = self._core.has_work or self._submitted
+        has_work = self._core.has_work or self._stepper.has_flights
         return self._state is EngineState.DRAINING and self._inbox.is_empty and not has_work
 
     def _idle(self) -> None:
@@ -268,73 +265,22 @@ class Engine:
         # The check waits for a quiet moment: with one client at a time, the engine is idle after every request.
         self._inbox.wait(now_ns + self._idle_check_ns)
         if self._inbox.is_empty:
-            self._core.check()
+            with self._books:
+                self._core.check()
             self._is_verified = True
 
-    def _apply(self, commands: Sequence[Command], now_ns: int) -> None:
-        for request in _added(commands):
-            self._output.add(request)
-        self._publish(self._core.apply(commands, now_ns), now_ns)
-
-    def _finish(self) -> None:
-        flight, result = self._submitted.collect()
-        now_ns = self._clock.now_ns()
-        events = self._core.apply(self._inbox.poll_aborts(), now_ns)
-        events += self._core.finish(flight.plan, result, now_ns)
-        committed_ns = self._clock.now_ns()
-        parts_ns = {"schedule": flight.schedule_ns, "commit": committed_ns - now_ns}
-        if self._core.has_grammars or self._submitted.to_restrict is not None:
-            self._follow(events, now_ns)
-            followed_ns = self._clock.now_ns()
-            parts_ns["grammar"] = followed_ns - committed_ns
-            committed_ns = followed_ns
-        self._publish(events, now_ns)
-        parts_ns["output"] = self._clock.now_ns() - committed_ns
-        self._turn_observer.on_turn(parts_ns)
-        self._submitted.forget()
-
-    def _follow(self, events: list[TokenEvent], now_ns: int) -> None:
-        """Let grammars follow, and send masks before there is text: a device at the end of its layers waits for them."""
-        events += self._core.follow_grammars(events, now_ns)
-        try:
-            self._restrict()
-        except ExecutorFailure:
-            self._publish(events, now_ns)  # they are of the step before, which went well
-            raise
-
-    def _restrict(self) -> None:
-        """Send its masks to a step that waits for them, once the tokens before are known."""
-        if (flight := self._submitted.to_restrict) is not None:
-            self._submitted.restrict(flight, self._core.masks(flight.plan))
-
-    def _publish(self, events: Sequence[TokenEvent], now_ns: int) -> None:
-        if not events:
-            return
+    def _tell(self, events: Sequence[TokenEvent], now_ns: int) -> None:
+        """Make text of events, end the requests whose text has ended, and hand the chunks out."""
         output = self._output.push(events)
-        if not output.commands:
-            self._deliver(output.chunks)
-            return
+        ended: Sequence[TokenEvent] = ()
         try:
-            # The books first: who has a whole answer finds it counted, and its place free.
-            ended = self._core.apply(output.commands, now_ns)
+            if output.commands:
+                # The books first: a client that has its whole answer finds it counted, and its place free.
+                ended = self._core.apply(output.commands, now_ns)
         finally:
-            self._deliver(output.chunks)
-        # The output stage drops the finish events of those whose text has ended.
-        self._publish(ended, now_ns)
-
-    def _deliver(self, chunks: list[OutputChunk]) -> None:
-        ended = [chunk.request_id for chunk in chunks if chunk.finish_reason is not None]
-        if ended:
-            self._in_flight.remove(ended)
-            if self._cut_short_ids:
-                self._tell_shutdown(chunks)
-        if chunks:
-            self._sink(chunks)
-
-    def _tell_shutdown(self, chunks: Iterable[OutputChunk]) -> None:
-        for chunk in chunks:
-            if chunk.finish_reason is FinishReason.ABORT and chunk.request_id in self._cut_short_ids:
-                chunk.reject_reason = chunk.reject_reason or RejectReason.DRAINING.value
+            self._outbox.deliver(output.chunks)
+        if ended:  # The output stage drops the finish events of requests whose text has ended.
+            self._tell(ended, now_ns)
 
     # The end.
 
@@ -344,16 +290,18 @@ class Engine:
         self._executor.close()
 
     def _stop(self) -> None:
-        """Nothing is left to do; what came in at the last moment is refused."""
+        """Nothing is left to do; requests that came in at the last moment are refused."""
         if self._transfers is not None:
-            self._transfers.keep(KEEP_TIMEOUT_S)
+            with self._books:
+                self._transfers.keep(KEEP_TIMEOUT_S)
         self._refuse(_added(self._inbox.close()))
         self._move_to(EngineState.STOPPED)
 
     def _fail(self) -> None:
         """End every request with ERROR; the exception being handled goes to the log with the plan."""
-        _logger.critical("the engine failed; plans in flight: %s", self._submitted.plans, exc_info=True)
-        self._end_all(ENGINE_FAILED)
+        _logger.critical("the engine failed; plans in flight: %s", self._plans(), exc_info=True)
+        with self._books:
+            self._end_all(ENGINE_FAILED)
         if self._on_failed is not None:
             self._on_failed()
 
@@ -364,7 +312,7 @@ class Engine:
         for chunk in chunks:
             chunk.reject_reason = RejectReason.UNAVAILABLE.value  # Not this request's own fault.
         try:
-            self._deliver(chunks)
+            self._outbox.deliver(chunks)
             self._refuse(late)
         except Exception:
             _logger.exception("the sink failed too; %d requests were not told their end", len(chunks) + len(late))
@@ -376,68 +324,26 @@ class Engine:
             _logger.exception("the core could not end its requests in order")
             return []
 
-    def _abort_all(self) -> bool:
-        """Whether there was anything to abort."""
-        request_ids = self._in_flight.ids()
-        self._cut_short_ids |= frozenset(request_ids)
-        for request_id in request_ids:
-            self.abort(request_id, SHUTTING_DOWN)
-        return bool(request_ids)
+    def _refuse(self, requests: Sequence[Request]) -> None:
+        self._outbox.refuse(requests, self._state.refuses_with or RejectReason.UNAVAILABLE, self._clock.now_ns())
 
     def _move_to(self, state: EngineState) -> None:
         """Change the state; from FAILED and STOPPED there is no way back, and a drain is not undone by a late start."""
         order = list(EngineState)
-        with self._lock:
+        with self._state_lock:
             is_over = self._state in (EngineState.FAILED, EngineState.STOPPED)
             if not is_over and order.index(state) > order.index(self._state):
                 self._state = state
 
-    def _refuse(self, requests: Sequence[Request]) -> None:
-        """End requests that the core never saw."""
-        now_ns = self._clock.now_ns()
-        reason = self._state.refuses_with or RejectReason.UNAVAILABLE
-        for request in requests:
-            self._observer.on_finish(refused_stats(request, reason, now_ns))
-        self._deliver([refused_chunk(request, reason, now_ns) for request in requests])
+    def _step_ids(self) -> str:
+        return ", ".join(str(plan.step_id) for plan in self._stepper.plans) or "none"
 
-
-class InFlight:
-    """Of one engine."""
-
-    def __init__(self) -> None:
-        self.num_prompt_tokens = 0
-        """Of all of them together."""
-        self._lock = threading.Lock()
-        self._prompt_lens: dict[str, int] = {}
-        """By request id."""
-
-    def __len__(self) -> int:
-        return len(self._prompt_lens)
-
-    def ids(self) -> list[str]:
-        """At one moment."""
-        with self._lock:
-            return list(self._prompt_lens)
-
-    def add(self, request: Request) -> None:
-        """Raises `Rejected` (INVALID) if there is one with this id."""
-        request_id, num_tokens = request.request_id, request.num_prompt_tokens
-        with self._lock:
-            if request_id in self._prompt_lens:
-                detail = f"a request with the id {request_id!r} is still running"
-                raise Rejected(RejectReason.INVALID, detail, param="request_id")
-            self._prompt_lens[request_id] = num_tokens
-            self.num_prompt_tokens += num_tokens
-
-    def remove(self, request_ids: Iterable[str]) -> None:
-        """They have ended."""
-        with self._lock:
-            for request_id in request_ids:
-                self.num_prompt_tokens -= self._prompt_lens.pop(request_id)
+    def _plans(self) -> str:
+        return "; ".join(repr(plan)[:MAX_PLAN_CHARS] for plan in self._stepper.plans) or "none"
 
 
 class Inbox:
-    """A queue of commands, first in, first out, that can be closed for good.
+    """A queue of commands from any thread to the engine thread, first in, first out. It can be closed for good.
 
     Every command is either handed out exactly once or was refused by `put`.
     """
@@ -514,16 +420,65 @@ class Inbox:
         return commands
 
 
-def refused_chunk(request: Request, reason: RejectReason, now_ns: int) -> OutputChunk:
-    """The one chunk that the client gets."""
-    chunk = OutputChunk(request.request_id, "", (), (), now_ns)
-    chunk.finish_reason, chunk.reject_reason = FinishReason.REJECTED, reason.value
-    chunk.detail = SHUTTING_DOWN if reason is RejectReason.DRAINING else "the engine is not running"
-    return chunk
+class Outbox:
+    """The requests in flight, from `submit` to their finish chunk, and the sink that their chunks go to. For any thread."""
+
+    def __init__(self, sink: OutputSink, observer: Observer) -> None:
+        self._sink = sink
+        self._observer = observer
+        self._lock = threading.Lock()
+        self._prompt_lens: dict[str, int] = {}
+        """Prompt tokens of each request in flight, by request id."""
+        self._num_prompt_tokens = 0
+        self._cut_short_ids: frozenset[str] = frozenset()
+
+    def add(self, request: Request) -> None:
+        """A request is in flight from now on. Raises `Rejected` (INVALID) if there is one with this id."""
+        request_id, num_tokens = request.request_id, request.num_prompt_tokens
+        with self._lock:
+            if request_id in self._prompt_lens:
+                detail = f"a request with the id {request_id!r} is still running"
+                raise Rejected(RejectReason.INVALID, detail, param="request_id")
+            self._prompt_lens[request_id] = num_tokens
+            self._num_prompt_tokens += num_tokens
+
+    def counts(self) -> tuple[int, int]:
+        """(requests in flight, their prompt tokens)."""
+        with self._lock:
+            return len(self._prompt_lens), self._num_prompt_tokens
+
+    def cut_short(self) -> list[str]:
+        """The ids of all requests in flight. Their clients are told that the server shuts down, should they be aborted."""
+        with self._lock:
+            request_ids = list(self._prompt_lens)
+            self._cut_short_ids |= frozenset(request_ids)
+        return request_ids
+
+    def deliver(self, chunks: list[OutputChunk]) -> None:
+        """Hand chunks to the sink. Requests that end by one of them are in flight no more."""
+        ended = [chunk for chunk in chunks if chunk.finish_reason is not None]
+        if ended:
+            with self._lock:
+                for chunk in ended:
+                    self._num_prompt_tokens -= self._prompt_lens.pop(chunk.request_id)
+                    if chunk.finish_reason is FinishReason.ABORT and chunk.request_id in self._cut_short_ids:
+                        chunk.reject_reason = chunk.reject_reason or RejectReason.DRAINING.value
+        if chunks:
+            self._sink(chunks)
+
+    def refuse(self, requests: Sequence[Request], reason: RejectReason, now_ns: int) -> None:
+        """End requests that the core never saw, since the engine takes no more."""
+        chunks: list[OutputChunk] = []
+        for request in requests:
+            self._observer.on_finish(_refused_stats(request, reason, now_ns))
+            chunk = OutputChunk(request.request_id, "", (), (), now_ns)
+            chunk.finish_reason, chunk.reject_reason = FinishReason.REJECTED, reason.value
+            chunk.detail = SHUTTING_DOWN if reason is RejectReason.DRAINING else "the engine is not running"
+            chunks.append(chunk)
+        self.deliver(chunks)
 
 
-def refused_stats(request: Request, reason: RejectReason, now_ns: int) -> RequestStats:
-    """What observers hear of it."""
+def _refused_stats(request: Request, reason: RejectReason, now_ns: int) -> RequestStats:
     return RequestStats(
         request_id=request.request_id,
         tenant=request.tenant,
@@ -538,16 +493,6 @@ def refused_stats(request: Request, reason: RejectReason, now_ns: int) -> Reques
         finish_reason=FinishReason.REJECTED,
         reject_reason=reason.value,
     )
-
-
-def _settled(read: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
-    """Numbers that another thread writes, read until they are the same twice, or three times at most."""
-    numbers = read()
-    for _ in range(2):
-        if (again := read()) == numbers:
-            break
-        numbers = again
-    return numbers
 
 
 def _added(commands: Iterable[Command]) -> list[Request]:

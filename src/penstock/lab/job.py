@@ -1,4 +1,4 @@
-"""One request of a workload, as a value: what comes when, and what only the simulated model knows. Called by benchmarks."""
+"""A job: one request of a workload as a value, with the length of its output, which only the simulated model knows."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ class Job:
     priority: int = 0
     deadline_ns: int | None = None
     """An instant, not a span."""
+    cancelled_ns: int | None = None
+    """When the client goes away; None: it stays."""
     prompt_token_ids: tuple[int, ...] = ()
     """Where it matters what is asked: `num_prompt_tokens` of them; else they are all the same token."""
 

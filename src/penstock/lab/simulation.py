@@ -1,8 +1,8 @@
-"""The simulation's driver: an open loop of requests through the real core, under a virtual clock. Called by benchmarks;
+"""The simulation: an open loop of requests through the real core and stepper, under a virtual clock. Called by benchmarks;
 schedules nothing itself.
 
 At each instant, in this order: a step ends, requests come, the next step is planned. So a plan sees everything that
-has happened by then, as in the engine's loop, where what comes during a step is taken up after it.
+has happened by then, as in the engine, where what comes during a step is taken up after it, and aborts before its tokens.
 """
 
 from __future__ import annotations
@@ -13,20 +13,23 @@ from dataclasses import dataclass, field
 
 from penstock.clock import VirtualClock
 from penstock.engine.core import EngineCore
-from penstock.engine.ports import NullObserver
+from penstock.engine.ports import Executor, NullObserver
+from penstock.engine.stepper import Stepper
+from penstock.engine.thread import Inbox
+from penstock.engine.transfers import Transfers
 from penstock.lab.cost_model import CostModel
 from penstock.lab.job import Job
 from penstock.lab.simulated_executor import SimulatedExecutor
 from penstock.sched.policies.base import Policies
 from penstock.sched.scheduler import Scheduler
-from penstock.types.events import Add
+from penstock.types.events import Abort, Add, Command
 from penstock.types.plan import Capacity, StepPlan, Ticket
-from penstock.types.request import Request
+from penstock.types.result import StepResult
 from penstock.types.stats import RequestStats
 
 
 class Recorder(NullObserver):
-    """Keeps what is told of each request at its end."""
+    """Keeps the stats of each request that has ended."""
 
     def __init__(self) -> None:
         self.ended: dict[str, RequestStats] = {}
@@ -37,12 +40,12 @@ class Recorder(NullObserver):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The ends of the jobs."""
+    """The end of each job, and what they took together."""
 
     ended: Sequence[RequestStats]
     """In the order of the jobs."""
     duration_ns: int
-    """Until the last had ended."""
+    """From instant 0 until the last job had ended."""
     num_steps: int
 
 
@@ -58,7 +61,7 @@ class Simulation:
     enable_prefix_caching: bool = False
     """For jobs that say what their prompts are."""
     depth: int = 1
-    """Depth of the executor. The host takes no time here, so 2 shows only what planning ahead costs."""
+    """Steps in flight. The host takes no time here, so 2 shows only what planning ahead costs."""
 
     def run(
         self,
@@ -81,59 +84,85 @@ class Simulation:
         core = EngineCore(scheduler, observer=recorder)
         lens = {str(idx): job.num_output_tokens for idx, job in enumerate(jobs)}
         executor = SimulatedExecutor(self.capacity, self.cost, lens, depth=self.depth)
-        driver = _Driver(core, executor, VirtualClock(), on_plan)
-        driver.run(sorted(requests, key=lambda request: request.arrival_ns))
-        return Outcome([recorder.ended[request.request_id] for request in requests], driver.clock.now_ns(), driver.num_steps)
+        script: list[tuple[int, Command]] = [(request.arrival_ns, Add(request)) for request in requests]
+        script += [(job.cancelled_ns, Abort(str(idx))) for idx, job in enumerate(jobs) if job.cancelled_ns is not None]
+        player = Player(core, executor, VirtualClock(), script)
+        num_steps = 0
+        while player.has_more:
+            begun, finished = player.turn()
+            num_steps += finished is not None
+            if begun is not None and on_plan is not None:
+                on_plan(begun)
+        return Outcome([recorder.ended[request.request_id] for request in requests], player.clock.now_ns(), num_steps)
 
 
-@dataclass(slots=True)
-class _Driver:
-    core: EngineCore
-    executor: SimulatedExecutor
-    clock: VirtualClock
-    on_plan: Callable[[StepPlan], None] | None
-    num_steps: int = 0
-    flights: deque[tuple[StepPlan, Ticket]] = field(default_factory=deque)
+class Player:
+    """Brings commands to a core at their instants, and lets the clock jump to the end of each step.
 
-    def run(self, requests: Sequence[Request]) -> None:
-        """`requests` by arrival. Raises RuntimeError if requests are left and nothing will ever wake the core."""
-        next_idx = 0
-        while next_idx < len(requests) or self.core.has_work or self.flights:
-            now_ns = self.clock.now_ns()
-            first_idx = next_idx
-            while next_idx < len(requests) and requests[next_idx].arrival_ns <= now_ns:
-                next_idx += 1
-            self.core.apply([Add(request) for request in requests[first_idx:next_idx]], now_ns)
-            if not self._step(now_ns):
-                times = [request.arrival_ns for request in requests[next_idx : next_idx + 1]]
-                if (wakeup_ns := self.core.next_wakeup_ns(now_ns)) is not None:
-                    times.append(wakeup_ns)
-                self._sleep(times, now_ns)
+    The executor's tickets must say when their steps end (`Ticket.ready_ns`).
+    """
 
-    def _step(self, now_ns: int) -> bool:
-        """False if there is none in flight and none to begin."""
-        plan = self.core.begin(now_ns)
-        self.executor.copy_blocks(self.core.take_block_copies())
-        if plan is not None:
-            if self.on_plan is not None:
-                self.on_plan(plan)
-            self.flights.append((plan, self.executor.submit(plan)))
-        if plan is None or len(self.flights) == self.executor.depth:
-            return self._finish()
-        return True
+    def __init__(
+        self,
+        core: EngineCore,
+        executor: Executor,
+        clock: VirtualClock,
+        script: Sequence[tuple[int, Command]],
+        *,
+        transfers: Transfers | None = None,
+    ) -> None:
+        """`script`: commands with the instants at which they come, in any order."""
+        self.clock = clock
+        self._core = core
+        self._executor = executor
+        self._coming = deque(sorted(script, key=lambda item: item[0]))
+        self._inbox = Inbox(clock)
+        self._stepper = Stepper(
+            core,
+            executor,
+            clock,
+            tell=lambda *_: None,
+            transfers=transfers,
+            poll_aborts=self._poll_aborts,
+            collect=self._collect,
+        )
 
-    def _finish(self) -> bool:
-        if not self.flights:
-            return False
-        plan, ticket = self.flights.popleft()
+    @property
+    def has_more(self) -> bool:
+        """Whether a command is to come, a request has not ended, or a step is in flight."""
+        return bool(self._coming) or self._core.has_work or self._stepper.has_flights
+
+    def turn(self) -> tuple[StepPlan | None, StepPlan | None]:
+        """One turn, as `Stepper.turn`; if there was nothing to do, the clock jumps to when there is.
+
+        Raises RuntimeError if requests are left and nothing will ever wake the core.
+        """
+        self._bring()
+        begun, finished = self._stepper.turn(self._inbox.poll())
+        if begun is None and finished is None:
+            self._sleep()
+        return begun, finished
+
+    def _collect(self, ticket: Ticket) -> StepResult:
         assert ticket.ready_ns is not None, "a simulated step knows when it is done"
         self.clock.advance_to(ticket.ready_ns)
-        self.core.finish(plan, self.executor.collect(ticket), ticket.ready_ns)
-        self.num_steps += 1
-        return True
+        return self._executor.collect(ticket)
 
-    def _sleep(self, times_ns: Sequence[int], now_ns: int) -> None:
+    def _poll_aborts(self) -> list[Command]:
+        self._bring()
+        return self._inbox.poll_aborts()
+
+    def _bring(self) -> None:
+        now_ns = self.clock.now_ns()
+        while self._coming and self._coming[0][0] <= now_ns:
+            self._inbox.put(self._coming.popleft()[1])
+
+    def _sleep(self) -> None:
+        now_ns = self.clock.now_ns()
+        times_ns = [at_ns for at_ns, _ in list(self._coming)[:1]]
+        if (wakeup_ns := self._core.next_wakeup_ns(now_ns)) is not None:
+            times_ns.append(wakeup_ns)
         if times_ns:
             self.clock.advance_to(max(now_ns, min(times_ns)))
-        elif self.core.has_work:
-            raise RuntimeError(f"{self.core.num_waiting} requests wait, nothing runs, and nothing will wake the core")
+        elif self._core.has_work:
+            raise RuntimeError(f"{self._core.num_waiting} requests wait, nothing runs, and nothing will wake the core")

@@ -1,30 +1,28 @@
-"""A synchronous driver: runs a core over an executor under a virtual clock, until nothing is left to do.
-
-Called by tests; the engine's loop and the simulator are its grown-up relatives.
-"""
+"""A synchronous driver for tests: runs a core over an executor under a virtual clock, until nothing is left to do."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.clock import VirtualClock
 from penstock.engine.core import EngineCore
 from penstock.engine.ports import Executor
+from penstock.engine.stepper import Stepper
 from penstock.engine.transfers import Transfers
 from penstock.testing.memory_store import LateWorker
 from penstock.types.errors import ExecutorFailure
 from penstock.types.events import Command, TokenEvent
 from penstock.types.plan import StepPlan, Ticket
 from penstock.types.request import FinishReason
+from penstock.types.result import StepResult
 
 STEP_NS = 1_000_000
 
 
 @dataclass(slots=True)
 class Outcome:
-    """All that one request was told."""
+    """The tokens and events of one request."""
 
     token_ids: list[int] = field(default_factory=list)
     events: list[TokenEvent] = field(default_factory=list)
@@ -39,75 +37,60 @@ class Outcome:
 
 
 @dataclass(slots=True)
-class Submission:
-    """A step in flight."""
-
-    plan: StepPlan
-    ticket: Ticket
-    awaits_masks: bool
-
-
-@dataclass(slots=True)
 class Driver:
-    """One core, one executor, one clock; a turn is: apply, begin, submit, and if as many steps are in flight as may be, or none
-    could be begun: collect, finish.
-    """
+    """One core, one executor, one clock. Each step takes `STEP_NS`."""
 
     core: EngineCore
     executor: Executor
     clock: VirtualClock = field(default_factory=VirtualClock)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     plans: list[StepPlan] = field(default_factory=list)
+    """Plans of all steps that were begun."""
     transfers: Transfers | None = None
-    """To the tier below the pool, whose jobs `worker` does while steps run."""
+    """Carries blocks to the tier below the pool and back; `worker` does its jobs while steps run."""
     worker: LateWorker | None = None
-    flights: deque[Submission] = field(default_factory=deque)
+    poll_aborts: Callable[[], Sequence[Command]] = tuple
+    """Asked for the aborts that come while a step runs."""
     was_idle: bool = True
     """The last turn had no step to begin and none to finish."""
+    stepper: Stepper = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stepper = Stepper(
+            self.core,
+            self.executor,
+            self.clock,
+            tell=lambda events, _: self._record(events),
+            transfers=self.transfers,
+            poll_aborts=self.poll_aborts,
+            collect=self._collect,
+        )
 
     def turn(self, *commands: Command) -> StepPlan | None:
         """One turn; the clock moves on if a step was finished. Returns the plan that was made.
 
         Raises AssertionError if a request is heard of after its end.
         """
-        if self.transfers is not None:
-            self.transfers.arrive()
-        self._record(self.core.apply(commands, self.clock.now_ns()))
-        plan = self.core.begin(self.clock.now_ns())
-        if self.transfers is not None:
-            self.transfers.depart()
-        if self.worker is not None:
-            self.worker.turn()
-        self.was_idle = plan is None and not self.flights
+        plan = None
         try:
-            self.executor.copy_blocks(self.core.take_block_copies())
+            plan = self.stepper.begin(commands)
+            if self.worker is not None:
+                self.worker.turn()
             if plan is not None:
                 self.plans.append(plan)
-                awaits_masks = self.core.awaits_masks(plan)
-                self.flights.append(Submission(plan, self.executor.submit(plan), awaits_masks))
-                self._send_masks()
-            if self.flights and (plan is None or len(self.flights) == self.executor.depth):
-                self._finish()
+            self.was_idle = plan is None and not self.stepper.has_flights
+            if self.stepper.must_finish(plan):
+                self.stepper.finish()
         except ExecutorFailure as failure:
-            self.flights.clear()
+            self.was_idle = False
+            self.stepper.forget()
             self._record(self.core.fail_all(failure.message, self.clock.now_ns()))
         return plan
 
-    def _finish(self) -> None:
-        flight = self.flights.popleft()
-        result = self.executor.collect(flight.ticket)
+    def _collect(self, ticket: Ticket) -> StepResult:
+        result = self.executor.collect(ticket)
         self.clock.advance(STEP_NS)
-        events = self.core.finish(flight.plan, result, self.clock.now_ns())
-        events += self.core.follow_grammars(events, self.clock.now_ns())
-        self._send_masks()
-        self._record(events)
-
-    def _send_masks(self) -> None:
-        """To a step that waits for them, once those before it were collected."""
-        if len(self.flights) == 1 and self.flights[0].awaits_masks:
-            flight = self.flights[0]
-            flight.awaits_masks = False
-            self.executor.restrict(flight.ticket, self.core.masks(flight.plan))
+        return result
 
     def _record(self, events: Iterable[TokenEvent]) -> None:
         for event in events:

@@ -1,0 +1,180 @@
+"""The books: the right to touch the core, and the executor that the engine thread calls without that right.
+
+The engine thread has the books while it does a turn, and lets go of them whenever it is inside the executor: then nothing in
+the core changes. So another thread that wants to see more than the core's snapshot takes the books for a moment. It never finds
+them half written, whether the engine is busy, idle, hung in a step, failed or stopped.
+
+    engine thread    |== turn: plan ==| inside the executor |== commit ==|   idle   |== turn ...
+    another thread                      |== reads ==|                     |== reads ==|
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+from penstock.clock import Clock
+from penstock.engine.ports import Executor, Ready
+from penstock.types.plan import Capacity, StepPlan, Ticket
+from penstock.types.result import StepResult
+
+T = TypeVar("T")
+
+READ_TIMEOUT_S = 2.0
+"""How long a reader waits for the books. Planning and committing a step take a millisecond."""
+
+
+class Abandoned(Exception):
+    """The executor came back after the requests of the engine had been ended."""
+
+
+class Books:
+    """One thread at a time has the books. Entered by the engine thread for each turn."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._readers = threading.Lock()
+        """Held by the reader whose turn it is."""
+        self._are_wanted = False
+        self._inside_since_ns: int | None = None
+        """When the engine thread entered the executor; None if it is not inside. Written by the engine thread."""
+        self._is_abandoned = False
+
+    def __enter__(self) -> None:
+        if self._are_wanted:  # Steps of microseconds would otherwise follow each other so closely that no reader gets in.
+            with self._readers:
+                pass
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def let_go(self) -> None:
+        """The engine thread enters the executor."""
+        self._inside_since_ns = self._clock.now_ns()
+        self._lock.release()
+
+    def take_back(self) -> None:
+        """The engine thread has left the executor. Raises `Abandoned` if its requests have been ended meanwhile."""
+        if self._are_wanted:
+            with self._readers:
+                pass
+        self._lock.acquire()
+        self._inside_since_ns = None
+        if self._is_abandoned:
+            raise Abandoned
+
+    # For any other thread.
+
+    def waiting_ns(self) -> int:
+        """For how long the engine thread has been inside the executor; 0 if it is not."""
+        since_ns = self._inside_since_ns
+        return 0 if since_ns is None else self._clock.now_ns() - since_ns
+
+    def read(self, look: Callable[[], T]) -> T:
+        """Call `look` while the core stands still. Raises TimeoutError if the engine thread keeps the books for too long.
+
+        Never from a sink or an observer: they are called by the engine thread, which has the books.
+        """
+        if not self._readers.acquire(timeout=READ_TIMEOUT_S):
+            raise TimeoutError("other readers keep the books of the engine")
+        try:
+            self._are_wanted = True
+            has_books = self._lock.acquire(timeout=READ_TIMEOUT_S)
+            self._are_wanted = False
+            if not has_books:
+                raise TimeoutError("the engine thread keeps its books")
+            try:
+                return look()
+            finally:
+                self._lock.release()
+        finally:
+            self._readers.release()
+
+    @contextmanager
+    def abandon(self) -> Iterator[bool]:
+        """Take the books from an engine thread that does not come back from the executor, for good.
+
+        False, and nothing is taken, if it is not inside, or just came back. If True, it never touches the core again.
+        """
+        since_ns = self._inside_since_ns
+        if since_ns is None:
+            yield False
+            return
+        with self._lock:
+            self._is_abandoned = self._inside_since_ns == since_ns
+            yield self._is_abandoned
+
+
+class WatchedExecutor:
+    """The executor as the engine thread calls it: the engine thread lets go of the books for the time of each call.
+
+    Every call raises `Abandoned` instead of whatever happened, if the requests of the engine have been ended meanwhile.
+    """
+
+    def __init__(self, executor: Executor, books: Books) -> None:
+        self._executor = executor
+        self._books = books
+
+    @property
+    def depth(self) -> int:
+        return self._executor.depth
+
+    @property
+    def capacity(self) -> Capacity:
+        return self._executor.capacity
+
+    @property
+    def block_bytes(self) -> int:
+        return self._executor.block_bytes
+
+    # No context manager: `submit` and `collect` are called between two steps of the kernels, where a line of code costs more.
+
+    def submit(self, plan: StepPlan) -> Ticket:
+        self._books.let_go()
+        try:
+            return self._executor.submit(plan)
+        finally:
+            self._books.take_back()
+
+    def restrict(self, ticket: Ticket, masks: Mapping[str, bytes]) -> None:
+        self._books.let_go()
+        try:
+            self._executor.restrict(ticket, masks)
+        finally:
+            self._books.take_back()
+
+    def collect(self, ticket: Ticket) -> StepResult:
+        self._books.let_go()
+        try:
+            return self._executor.collect(ticket)
+        finally:
+            self._books.take_back()
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self._books.let_go()
+        try:
+            self._executor.copy_blocks(pairs)
+        finally:
+            self._books.take_back()
+
+    def read_blocks(self, block_ids: Sequence[int], out: Sequence[memoryview]) -> Ready | None:
+        """A device that hangs in a step may not come back from this either."""
+        self._books.let_go()
+        try:
+            return self._executor.read_blocks(block_ids, out)
+        finally:
+            self._books.take_back()
+
+    def write_blocks(self, block_ids: Sequence[int], contents: Sequence[memoryview]) -> None:
+        self._books.let_go()
+        try:
+            self._executor.write_blocks(block_ids, contents)
+        finally:
+            self._books.take_back()
+
+    def close(self) -> None:
+        self._executor.close()

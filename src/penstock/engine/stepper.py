@@ -1,0 +1,187 @@
+"""The stepper: does one turn after another with a core and an executor, and owns the steps in flight.
+
+Driven by the engine's thread under the wall clock, and by the test driver and the simulation under a virtual clock: one turn
+is the same in all of them. It takes the commands that have come and the time; it never waits for either, and makes no text.
+
+    begin    arrivals    take over the contents that came from the tier below the pool, if there is one
+             commands    apply them; requests that end by one (refused, cancelled) are told at once
+             plan        ask the core for the next step
+             departures  copy what is spilled, begin loads; they go on while the step runs
+             copies      of blocks, also without a plan: the next arrival may be written to either block of a copy
+             submit      the step takes off
+             masks       for the rows that follow a grammar, once the step before was collected
+    finish   collect     wait for the oldest step in flight
+             aborts      apply those that came during the step, before its tokens are shown
+             commit      the core takes over the tokens
+             grammars    they follow the tokens, and the step that waits for masks gets them
+             tell        the events of the step go to the driver
+
+A turn begins a step if there is one to begin. It finishes one if as many are in flight as the executor takes, or if none began.
+So with a depth of 1 each turn finishes the step that it began, and with a depth of 2 the step of the turn before:
+
+    depth 1   host     | plan 0 |........| finish 0, plan 1 |........| finish 1, plan 2 |........
+              device   |........| step 0 |..................| step 1 |..................| step 2
+    depth 2   host     | plan 0 | plan 1 |....| finish 0, plan 2 |.| finish 1, plan 3 |.| ...
+              device   |........| step 0      | step 1             | step 2             |
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from penstock.clock import Clock
+from penstock.engine.core import EngineCore
+from penstock.engine.ports import Executor, NullObserver, TurnObserver
+from penstock.engine.transfers import Transfers
+from penstock.types.errors import ExecutorFailure
+from penstock.types.events import Command, TokenEvent
+from penstock.types.plan import StepPlan, Ticket
+from penstock.types.result import StepResult
+
+Tell = Callable[[list[TokenEvent], int], None]
+"""Takes events in their order, and the instant in nanoseconds at which they were known. It may apply commands to the core."""
+
+
+@dataclass(slots=True)
+class Flight:
+    """A step in flight."""
+
+    plan: StepPlan
+    schedule_ns: int
+    """How long commands and plan took."""
+    awaits_masks: bool
+    """The step has rows that follow a grammar, and the executor has not been told what they may sample."""
+    ticket: Ticket | None = None
+    """None while the step is being submitted."""
+
+
+class Stepper:
+    """The steps in flight, the oldest first, and the turns that begin and finish them. For one thread."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        executor: Executor,
+        clock: Clock,
+        *,
+        tell: Tell,
+        transfers: Transfers | None = None,
+        poll_aborts: Callable[[], Sequence[Command]] = tuple,
+        collect: Callable[[Ticket], StepResult] | None = None,
+        turn_observer: TurnObserver | None = None,
+    ) -> None:
+        """Make a stepper with nothing in flight. Raises ValueError for an executor whose depth is neither 1 nor 2.
+
+        `poll_aborts` gives the aborts that came while a step ran. `collect` stands in for the executor's, in drivers that
+        move a virtual clock to the end of the step.
+        """
+        if executor.depth not in (1, 2):
+            raise ValueError(f"one or two steps can be in flight, not {executor.depth}")
+        self._core = core
+        self._executor = executor
+        self._clock = clock
+        self._tell = tell
+        self._transfers = transfers
+        self._poll_aborts = poll_aborts
+        self._collect = collect or executor.collect
+        self._turn_observer: TurnObserver = turn_observer or NullObserver()
+        self._depth = executor.depth
+        self._flights: deque[Flight] = deque()
+        self._finishing: Flight | None = None
+        """The step that is being collected and told."""
+
+    @property
+    def has_flights(self) -> bool:
+        return bool(self._flights)
+
+    @property
+    def plans(self) -> list[StepPlan]:
+        """Plans of the steps in flight, and of the one that is being finished; for the log."""
+        finishing = () if self._finishing is None else (self._finishing,)
+        return [flight.plan for flight in (*finishing, *self._flights)]
+
+    def turn(self, commands: Sequence[Command] = ()) -> tuple[StepPlan | None, StepPlan | None]:
+        """Begin a step, finish a step, or both. Returns the plan that was begun and the one that was finished.
+
+        Two times None: there was nothing to do. Raises whatever the core or the executor raises; then no turn may follow.
+        """
+        begun = self.begin(commands)
+        return begun, self.finish() if self.must_finish(begun) else None
+
+    def must_finish(self, begun: StepPlan | None) -> bool:
+        """Whether the turn that began this step has to finish the oldest in flight, too."""
+        return bool(self._flights) and (begun is None or len(self._flights) == self._depth)
+
+    def begin(self, commands: Sequence[Command] = ()) -> StepPlan | None:
+        """The first half of a turn. Returns the plan of the step that was submitted, if there was one to begin."""
+        core, transfers = self._core, self._transfers
+        if transfers is not None:
+            transfers.arrive()
+        now_ns = self._clock.now_ns()
+        if events := core.apply(commands, now_ns):
+            self._tell(events, now_ns)
+        plan = core.begin(now_ns)
+        if transfers is not None:
+            transfers.depart()
+        copies = core.take_block_copies()
+        if plan is None:
+            if copies:
+                self._executor.copy_blocks(copies)
+            return None
+        flight = Flight(plan, self._clock.now_ns() - now_ns, core.awaits_masks(plan))
+        self._flights.append(flight)
+        if copies:
+            self._executor.copy_blocks(copies)
+        flight.ticket = self._executor.submit(plan)
+        self._restrict()
+        return plan
+
+    def finish(self) -> StepPlan:
+        """The second half of a turn: wait for the oldest step in flight, and take over what it computed."""
+        core, clock = self._core, self._clock
+        flight = self._finishing = self._flights.popleft()
+        assert flight.ticket is not None, "it was submitted"
+        result = self._collect(flight.ticket)
+        now_ns = clock.now_ns()
+        events = core.apply(self._poll_aborts(), now_ns)
+        events += core.finish(flight.plan, result, now_ns)
+        told_ns = clock.now_ns()
+        parts_ns = {"schedule": flight.schedule_ns, "commit": told_ns - now_ns}
+        if core.has_grammars or self._awaits_masks:
+            self._follow_grammars(events, now_ns)
+            committed_ns, told_ns = told_ns, clock.now_ns()
+            parts_ns["grammar"] = told_ns - committed_ns
+        if events:
+            self._tell(events, now_ns)
+        parts_ns["output"] = clock.now_ns() - told_ns
+        self._turn_observer.on_turn(parts_ns)
+        self._finishing = None
+        return flight.plan
+
+    def forget(self) -> None:
+        """Drop the steps in flight: the executor failed, and nobody will collect them."""
+        self._flights.clear()
+        self._finishing = None
+
+    @property
+    def _awaits_masks(self) -> bool:
+        """Whether a step waits for masks, and all steps before it were collected."""
+        return len(self._flights) == 1 and self._flights[0].awaits_masks
+
+    def _restrict(self) -> None:
+        if self._awaits_masks:
+            flight = self._flights[0]
+            assert flight.ticket is not None, "it was submitted"
+            self._executor.restrict(flight.ticket, self._core.masks(flight.plan))
+            flight.awaits_masks = False
+
+    def _follow_grammars(self, events: list[TokenEvent], now_ns: int) -> None:
+        """Let grammars follow, and send masks before there is text: a device at the end of its layers waits for them."""
+        events += self._core.follow_grammars(events, now_ns)
+        try:
+            self._restrict()
+        except ExecutorFailure:
+            self._tell(events, now_ns)  # they are of the step before, which went well
+            raise
