@@ -215,6 +215,21 @@ async def test_the_pool_is_drawn_once_for_all_who_ask_at_once(client, runtime, m
     assert len(drawn) == 2
 
 
+async def test_a_pool_that_cannot_be_read_is_no_fault_of_the_caller(client, runtime, monkeypatch):
+    def fail():
+        raise TimeoutError("the engine thread keeps its books")
+
+    monkeypatch.setattr(runtime.engine, "pool_map", fail)
+    check(await client.get("/kv"), 503, "unavailable")
+
+
+async def test_the_event_loop_does_not_wait_for_the_books(client, runtime, monkeypatch):
+    asked_by = []
+    monkeypatch.setattr(runtime.metrics, "read_waste", lambda: (asked_by.append(threading.current_thread()), 0.25)[1])
+    assert (await client.get("/load")).json()["kv_waste_ratio"] == 0.25
+    assert threading.current_thread() not in asked_by
+
+
 async def test_who_asks_for_a_request_in_vain_is_told_why(client):
     message = (await client.get("/v1/requests/nobody")).json()["error"]["message"]
     assert "--explained-requests" in message

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from penstock.deploy.running import Deployment, RunningModel
 from penstock.kv.pool_map import BlockOwner, BlockState, PoolMap, Run
+from penstock.serve.errors import unavailable
 from penstock.serve.openai.in_flight import InFlight
 from penstock.serve.openai.models import find_model
 from penstock.serve.openai.terms import read_owner
@@ -39,7 +40,10 @@ class PoolEndpoint:
             now_ns = running.clock.now_ns()
             drawn_ns, drawn = self._drawn.get(running.name, (0, None))
             if drawn is None or now_ns - drawn_ns >= SHARED_NS:
-                drawn = running.engine.pool_map()
+                try:
+                    drawn = running.engine.pool_map()
+                except TimeoutError as error:
+                    raise unavailable(f"The pool can't be drawn now: {error}.") from error
                 self._drawn[running.name] = now_ns, drawn
             return drawn
 

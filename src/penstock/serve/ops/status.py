@@ -41,6 +41,7 @@ class StatusEndpoint:
         """How busy is a model, now and sustained over half a minute? `server_load` is vLLM's name."""
         metrics = find_model(model, self._deployment).metrics
         now, sustained = metrics.read_load(), metrics.read_signals()
+        waste = await asyncio.to_thread(metrics.read_waste)  # may wait for the engine's thread
         return {
             "server_load": now.num_running + now.num_waiting,
             "requests_running": now.num_running,
@@ -48,7 +49,7 @@ class StatusEndpoint:
             "waiting_for": now.waits_for.value or None,
             "kv_blocks_free": now.num_blocks_free + now.num_blocks_cached,
             "kv_blocks": now.num_blocks_total,
-            "kv_waste_ratio": round(metrics.read_waste(), 5),
+            "kv_waste_ratio": round(waste, 5),
             "sustained": {
                 "window_s": WINDOW_S,
                 "queue_depth": round(sustained.queue_depth, 3),
