@@ -1,4 +1,4 @@
-"""Whatever a client sends, it gets an answer or an error object that names the cause: never a 422, never a 500."""
+"""A client gets an answer or an error object that names the cause, whatever it sends: never a 422, never a 500."""
 
 import asyncio
 import json
