@@ -1,4 +1,4 @@
-"""The engine's loop: over the hash executor, so that a wrong token anywhere shows; every request ends exactly once."""
+"""The engine over the hash executor, so that a wrong token anywhere shows: every request ends exactly once."""
 
 from __future__ import annotations
 
@@ -318,7 +318,7 @@ def test_who_comes_while_a_turn_begins_is_not_queued_before_it_arrived(monkeypat
 
 
 def test_block_copies_are_made_without_a_step_too(monkeypatch):
-    """Whoever needed one may have been paused in the same step, for one that waits for a load."""
+    """The request that needed a copy may have been paused in the same step, for one that waits for a load."""
     calls = []
     rig = Rig(clock=VirtualClock())
     monkeypatch.setattr(rig.core, "take_block_copies", lambda: [(1, 2)])

@@ -1,4 +1,4 @@
-"""What carries blocks to the tier below and back: what is dropped, what hangs, and what is kept at the end."""
+"""Transfers to the tier below and back: blocks that are dropped, that hang, and that are kept at the end."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Recorder(HashExecutor):
 
 
 class Waiting(Recorder):
-    """What it reads is there when somebody has waited for it, as with a device; and not before, nor if it has failed."""
+    """Blocks that it reads are there when somebody has waited for them, as with a device, and not if it has failed."""
 
     def __init__(self) -> None:
         super().__init__()

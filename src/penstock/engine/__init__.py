@@ -1,1 +1,1 @@
-"""The step without a loop (`core`), the thread around it (`thread`), and the ports that they need."""
+"""The step without a loop (`core`), one turn of it (`stepper`), the thread that does turns (`thread`), and their ports."""

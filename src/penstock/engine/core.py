@@ -52,7 +52,7 @@ class EngineSnapshot(NamedTuple):
 
     num_running: int
     waits_for: WaitReason
-    """What the first of the waiting requests lacked when a step was last planned."""
+    """The reason why the first of the waiting requests waits, as the last plan found it."""
     num_blocks_free: int
     num_blocks_cached: int
     num_blocks_shared: int
@@ -165,7 +165,10 @@ class EngineCore:
         return self._following.is_in(plan)
 
     def masks(self, plan: StepPlan) -> dict[str, bytes]:
-        """What rows that follow a grammar may sample in a step, all steps before it being finished; none of who has ended."""
+        """The tokens that rows with a grammar may sample in a step, by request id. All steps before it must be finished.
+
+        Requests that have ended have none.
+        """
         return self._following.masks(plan)
 
     def follow_grammars(self, events: Sequence[TokenEvent], now_ns: int) -> list[TokenEvent]:
@@ -351,7 +354,7 @@ class Following:
         return bool(self._matchers) and any(row.samples and row.request_id in self._matchers for row in plan.rows)
 
     def masks(self, plan: StepPlan) -> dict[str, bytes]:
-        """Of those that sample in a step and have not ended."""
+        """Masks of the requests that sample in a step and have not ended."""
         matchers = self._matchers
         names = [row.request_id for row in plan.rows if row.samples and row.request_id in matchers]
         return {name: matchers[name].mask() for name in names}

@@ -23,7 +23,7 @@ TEXT_FAILED = "the generated tokens could not be turned into text"
 
 @dataclass(slots=True)
 class Output:
-    """Of one step."""
+    """The chunks of one step, and the commands that its text brought."""
 
     chunks: list[OutputChunk]
     """One per event of a known request, in the order of the events."""

@@ -20,9 +20,9 @@ Ready = Callable[[], None]
 
 
 class BlockMover(Protocol):
-    """What an executor's blocks contain, copied to the host's memory and back. Raises `ExecutorFailure`.
+    """Copies the content of an executor's blocks to the host's memory and back. Raises `ExecutorFailure`.
 
-    What these two and `Executor.copy_blocks` do happens in the order of the calls, and steps that are submitted later find it.
+    These two and `Executor.copy_blocks` take effect in the order of the calls, and before steps that are submitted later.
     With steps in flight they are called only for blocks that no row of those steps has, and need not wait for them.
     """
 
@@ -36,7 +36,7 @@ class BlockMover(Protocol):
 
         None: it is there. Otherwise it is what the blocks contain now, whatever is done to them next, and it is there when what
         is returned was called; one thread at a time calls it.
-        What it looks like is the executor's own affair; it means the same to another one of the same model, weights, kernels
+        The format is the executor's own affair. It means the same to another executor of the same model, weights, kernels
         and KV type.
         """
         ...
@@ -149,7 +149,7 @@ class Detokenizer(Protocol):
         ...
 
     def flush(self) -> str:
-        """What is still held, incomplete bytes replaced by U+FFFD."""
+        """The text that is still held, with incomplete bytes replaced by U+FFFD."""
         ...
 
 
@@ -159,7 +159,7 @@ DetokenizerFactory = Callable[[bool], Detokenizer]
 
 @dataclass(slots=True)
 class OutputChunk:
-    """What one step adds to one request's answer: what `serve` and the command line see."""
+    """The piece that one step adds to the answer of one request, as `serve` and the command line see it."""
 
     request_id: str
     text: str

@@ -72,7 +72,7 @@ class StopStrings:
         return seen[:num_shown], None
 
     def flush(self) -> str:
-        """What is held, at the end of the text: the beginning of a stop string that never came."""
+        """The text that is held at the end: the beginning of a stop string that never came."""
         held, self._held, self._node = self._held, "", self._root
         return held
 

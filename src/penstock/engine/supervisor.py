@@ -59,7 +59,7 @@ class Supervisor:
         self._is_closing = False
         self._has_given_up = False
         self._restarts_ns: deque[int] = deque()
-        """Of those within the window."""
+        """Instants of the restarts within the window."""
         self._news = threading.Event()
         self._engine = make_engine(self._wake)
         self._thread = threading.Thread(target=self._watch, name="penstock-watchdog", daemon=True)
@@ -99,7 +99,7 @@ class Supervisor:
         self._news.set()
 
     def close(self, timeout_s: float) -> bool:
-        """As `Engine.close`; who waits for a step that never ends is told so. Idempotent."""
+        """As `Engine.close`; requests in a step that never ends are told so. Idempotent."""
         self.drain()
         ended_cleanly = self._engine.close(timeout_s)
         if not ended_cleanly:
@@ -128,7 +128,7 @@ class Supervisor:
         return self._step_timeout_ns is not None and self._engine.step_age_ns() > self._step_timeout_ns
 
     def _free(self, engine: Engine) -> None:
-        """Its memory is needed. What broke a step may break this, too."""
+        """Close an engine, since its memory is needed. A fault that broke a step may break this, too."""
         try:
             engine.close(0.0)
         except Exception:

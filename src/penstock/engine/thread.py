@@ -216,7 +216,7 @@ class Engine:
         return self._books.read(lambda: draw(scheduler.kv, scheduler.running.values()))
 
     def kv_waste_ratio(self) -> float:
-        """Of the KV positions that requests hold, the share without a token. O(requests).
+        """The share without a token of the KV positions that requests hold. O(requests).
 
         May wait, as `pool_map` does; if that is in vain, it is the ratio that was read last.
         """

@@ -47,7 +47,7 @@ MIN_STAGED_BLOCKS = 4
 LOAD_SHARE = 4
 """One in so many staged blocks is kept for loads: a request waits for these, and for spills nobody does."""
 BLOCKS_PER_JOB = 8
-"""Of those that are written: a load that comes waits for one job."""
+"""Number of blocks written by one job. A load that comes meanwhile waits for one job."""
 CLOSE_TIMEOUT_S = 5.0
 """How long the end of an engine waits for a store that does not answer."""
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -74,7 +74,7 @@ class _Move:
     order: Spill | Load
     buffer: int
     is_probe: bool = False
-    """Of a closed tier."""
+    """The block tries whether a closed tier works again."""
     failure: FailureReason | None = None
     duration_ns: int = 0
 
@@ -258,7 +258,7 @@ class Transfers:
         return is_useful
 
     def _place(self, moves: Sequence[_Move]) -> None:
-        """Of one request. What has to make place is spilled before it is written to."""
+        """Put the loaded blocks of one request into the pool. Blocks that make place for them are spilled first."""
         buffers = {move.order.block_hash: self._buffers[move.buffer] for move in moves}
         placed = self._swapping.place([move.order for move in moves if isinstance(move.order, Load)])
         self._spill(self._tier.take_spills())
