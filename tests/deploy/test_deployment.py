@@ -13,7 +13,8 @@ from penstock.config import Backend, BackendConfig, Config, KvConfig, ModelConfi
 from penstock.deploy.factory import start_deployment, start_model
 from penstock.deploy.resources import MemoryBudget, MemoryShare, Resources
 from penstock.deploy.running import Deployment, RunningModel
-from penstock.engine.thread import EngineState
+from penstock.engine.supervisor import Supervisor
+from penstock.engine.thread import Engine, EngineState
 from penstock.models.catalog import resolve
 from penstock.testing.builders import make_request
 from penstock.testing.tiny_models import TinyLlama, write_gguf
@@ -98,6 +99,24 @@ def test_a_team_that_a_step_holds_for_ever_is_left_and_the_next_one_shared() -> 
     assert second is not first
     resources.leave_team("two")  # which waited for the first, too
     assert resources.team("two", 2) is second
+
+
+@pytest.mark.parametrize("is_stuck", [False, True])
+def test_an_engine_after_one_whose_step_never_ends_has_other_threads(
+    paths: list[Path], is_stuck: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The team may be held for ever; the one after a plain failure goes on with the others' threads."""
+    resources = Resources()
+    running = start_model(config_of(paths[0]), resolve(str(paths[0]), paths[0].parent), resources)
+    try:
+        team = resources.team("two", 2)
+        monkeypatch.setattr(Engine, "step_age_ns", lambda _: int(is_stuck))
+        assert isinstance(running.engine, Supervisor)
+        running.engine._make_engine(lambda: None).close(0.0)
+        assert (resources.team("two", 2) is team) is not is_stuck
+    finally:
+        monkeypatch.undo()
+        running.close()
 
 
 def test_memory_that_a_model_was_promised_is_not_given_to_the_next() -> None:
