@@ -15,6 +15,8 @@ from penstock.types.stats import Admission, Preemption, StepCounts, WaitReason
 class TokenBudget:
     """The step's tokens: how many are left to prefills, and how many of them one prefill may take."""
 
+    __slots__ = ("_counts", "late", "limits", "long_prefills", "num_kept_tokens")
+
     def __init__(self, limits: StepLimits, counts: StepCounts) -> None:
         """`counts`: those of the step, which say how many tokens are given away."""
         self.limits = limits
@@ -63,6 +65,23 @@ class Promises:
 
 class StepDraft:
     """One step until its plan is built."""
+
+    __slots__ = (
+        "admissions",
+        "admits",
+        "budget",
+        "counts",
+        "is_ahead",
+        "lacks_memory",
+        "num_decode_rows",
+        "num_let_in",
+        "padding_rows",
+        "preemptions",
+        "promised",
+        "puts_off_pause",
+        "rows",
+        "set_aside",
+    )
 
     def __init__(self, limits: StepLimits, *, is_ahead: bool = False) -> None:
         self.is_ahead = is_ahead

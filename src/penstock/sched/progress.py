@@ -173,27 +173,28 @@ def advance(
             request.num_inflight_tokens = 0
         else:
             request.num_inflight_tokens -= query_len
-        reason, stop_reason = None, None
-        if row.samples:
+        reason, stop_reason, samples = None, None, row.samples
+        if samples:
             if apart and request_id in apart:
                 add_advance(Advance(request, row, is_apart=True))
                 continue
             token_ids = tokens[request_id]
             entries = logprobs.get(request_id, ()) if logprobs else ()
-            if row.samples == 1:
+            if samples == 1:
                 (token_id,) = token_ids
                 request.output_token_ids.append(token_id)
                 num_tokens = request.num_tokens = num_computed + 1
                 if token_id in request.sampling.stop_token_ids or num_tokens >= request.max_total_tokens:
                     reason, stop_reason = _why_ended(request, token_id)
             else:
-                token_ids, reason, stop_reason = _append_each(request, token_ids, row.samples)
+                token_ids, reason, stop_reason = _append_each(request, token_ids, samples)
                 entries = entries[: len(token_ids)]
                 num_more += len(token_ids) - 1
+                num_computed = 0  # it may have filled a block
             if request.first_token_ns is None:
                 request.first_token_ns = now_ns
             add_event(TokenEvent(request_id, token_ids, now_ns, entries, reason, stop_reason, request.num_cached_tokens))
-            if query_len == 1 and reason is None and num_computed % block_size and row.samples == 1:  # like nearly all
+            if query_len == 1 and reason is None and num_computed % block_size:  # like nearly all
                 continue
         add_advance(Advance(request, row, reason, stop_reason))
     outcome.counts.num_sampled_tokens = len(outcome.events) + num_more
