@@ -33,8 +33,9 @@ from penstock.sched.policies.base import Policies
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import RESERVES, Watermark
 from penstock.sched.policies.victims import VICTIMS
+from penstock.storage.host_memory import HostMemory
 from penstock.testing import make_core, make_request
-from penstock.testing.memory_store import LateWorker, MemoryStore
+from penstock.testing.driver import LateWorker
 from penstock.types.events import Add
 from penstock.types.plan import Capacity
 from penstock.types.result import StepResult, StepTiming
@@ -100,7 +101,8 @@ def _run_virtually(
     core = make_core(capacity, policies, enable_prefix_caching=False, tier=Tier(TIER_SLOTS) if has_tier else None)
     executor = SimulatedExecutor(capacity, cost, {f"r{idx}": reply for idx, (_, reply) in enumerate(lengths)})
     clock, worker, kv = VirtualClock(), LateWorker(), core.scheduler.kv
-    transfers = Transfers(kv, executor, MemoryStore(TIER_SLOTS), clock=clock, worker=worker) if has_tier else None
+    store = HostMemory(TIER_SLOTS, content_bytes=executor.block_bytes)
+    transfers = Transfers(kv, executor, store, clock=clock, worker=worker) if has_tier else None
     requests = [
         make_request(f"r{idx}", prompt, max_tokens=reply, arrival_ns=idx, stop_token_ids=(EOS_TOKEN_ID,))
         for idx, (prompt, reply) in enumerate(lengths)

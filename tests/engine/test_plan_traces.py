@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from engine.test_thread import Numbers
+from memory_store import MemoryStore
 from penstock.clock import VirtualClock
 from penstock.engine.core import EngineCore
 from penstock.engine.output import OutputStage
@@ -22,9 +23,8 @@ from penstock.lab.simulation import Player, Simulation
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import Watermark
 from penstock.testing.builders import make_core, make_request
-from penstock.testing.driver import STEP_NS, Driver
+from penstock.testing.driver import STEP_NS, Driver, LateWorker
 from penstock.testing.hash_executor import HashExecutor, HashMatcher
-from penstock.testing.memory_store import LateWorker, MemoryStore
 from penstock.types.events import Abort, Add, Command
 from penstock.types.plan import Capacity, StepPlan, Ticket
 from penstock.types.request import FinishReason

@@ -8,16 +8,17 @@ from functools import partial
 
 import pytest
 
+from memory_store import Faults, MemoryStore
 from penstock.clock import VirtualClock, WallClock
 from penstock.engine.core import EngineCore
 from penstock.engine.ports import Ready
 from penstock.engine.transfers import RETRY_NS, Transfers, WorkerThread
 from penstock.kv.tiers import LOAD_TIMEOUT_NS, Tier
 from penstock.testing import HashExecutor, Outcome, expected_tokens, make_core, make_request, run_to_completion
-from penstock.testing.memory_store import Faults, LateWorker, MemoryStore
-from penstock.testing.strategies import MODEL
+from penstock.testing.driver import LateWorker
 from penstock.types.events import Add
 from penstock.types.plan import Capacity
+from strategies import MODEL
 
 CAPACITY = Capacity(num_blocks=21, block_size=4, max_rows=8, max_step_tokens=32, max_model_len=80)
 SESSION = [token % 40 for token in range(1, 50)]

@@ -9,10 +9,10 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
+from fp8_models import BLOCK, Scales, change_tensors, to_e4m3, write_fp8_hf
 from penstock.models.formats import E4M3_VALUES, Floats, WeightFormat
 from penstock.models.hf import load_hf_directory
 from penstock.models.weights import BlockScales, WeightTensor
-from penstock.testing.fp8_models import BLOCK, Scales, change_tensors, to_e4m3, write_fp8_hf
 from penstock.testing.tiny_models import TinyLlama, write_hf
 from penstock.types.errors import ModelError
 

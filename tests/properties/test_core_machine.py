@@ -16,13 +16,13 @@ from penstock.sched.policies.fair import FairShares
 from penstock.sched.policies.orders import PriorityClasses
 from penstock.testing import expected_tokens, make_request
 from penstock.testing.hash_executor import ROOT, mix
-from penstock.testing.strategies import MAX_SHARE, MODEL, Engine, engines, matcher_of, prompts, ranks, samplings
 from penstock.types.events import Abort, Add, Stop, TokenEvent
 from penstock.types.plan import PaddingId, StepPlan, Ticket
 from penstock.types.request import Request, RequestStatus
 from penstock.types.result import StepResult
 from penstock.types.sampling import SamplingParams
 from penstock.types.stats import WaitReason
+from strategies import MAX_SHARE, MODEL, Engine, engines, matcher_of, prompts, ranks, samplings
 
 MAX_MODEL_LEN = 40
 

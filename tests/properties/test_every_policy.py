@@ -16,11 +16,11 @@ from penstock.sched.policies.presets import TABLES, make_policies
 from penstock.sched.policies.reserves import Watermark
 from penstock.testing import Driver, HashExecutor, expected_tokens, make_core, make_request, run_to_completion
 from penstock.testing.driver import STEP_NS
-from penstock.testing.strategies import EOS_TOKEN_ID, MODEL
 from penstock.types.events import Abort, Add, Command
 from penstock.types.plan import Capacity, StepPlan, Ticket
 from penstock.types.request import FinishReason, Request
 from penstock.types.stats import RequestStats, StepStats
+from strategies import EOS_TOKEN_ID, MODEL
 
 CAPACITY = Capacity(num_blocks=27, block_size=4, max_rows=12, max_step_tokens=24, max_model_len=100)
 EAGER = Watermark(share=0.0, growth_tokens=0)

@@ -15,9 +15,9 @@ from penstock.obs.explain.explanation import summary
 from penstock.obs.explain.journal import Journal
 from penstock.obs.explain.lives import Phase
 from penstock.testing import Driver, run_to_completion
-from penstock.testing.strategies import Engine, Workload, engines, workloads
 from penstock.types.plan import PaddingId
 from penstock.types.request import Request, RequestStatus
+from strategies import Engine, Workload, engines, workloads
 
 PHASES = {
     RequestStatus.WAITING: {Phase.WAITING},

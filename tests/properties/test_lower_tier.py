@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
+from memory_store import Faults
 from penstock.clock import VirtualClock
 from penstock.engine.transfers import Transfers
 from penstock.sched.policies.presets import make_policies
@@ -18,11 +19,10 @@ from penstock.sched.policies.reserves import Watermark
 from penstock.storage.block_file import BlockFile
 from penstock.storage.host_memory import HostMemory
 from penstock.testing import Driver, HashExecutor, Outcome, expected_tokens, make_core, make_request, run_to_completion
-from penstock.testing.memory_store import Faults
-from penstock.testing.strategies import MODEL, Engine, LowerTier, Workload, check_answers, engines, workloads
 from penstock.types.events import Add
 from penstock.types.plan import Capacity, StepPlan, Ticket
 from penstock.types.request import Request
+from strategies import MODEL, Engine, LowerTier, Workload, check_answers, engines, workloads
 
 
 def run(

@@ -8,6 +8,7 @@ from dataclasses import fields
 
 import pytest
 
+from memory_store import Faults
 from penstock.clock import VirtualClock
 from penstock.sched.choosing.beam_search import BeamSearch
 from penstock.sched.policies.presets import TABLES, make_policies
@@ -15,12 +16,11 @@ from penstock.sched.policies.reserves import Watermark
 from penstock.testing import Driver, expected_tokens, make_request, run_to_completion
 from penstock.testing.driver import STEP_NS
 from penstock.testing.hash_executor import ROOT, mix
-from penstock.testing.memory_store import Faults
-from penstock.testing.strategies import EOS_TOKEN_ID, MODEL, Engine, LowerTier
 from penstock.types.events import Abort, Add, Command
 from penstock.types.plan import Capacity
 from penstock.types.request import FinishReason, Request
 from penstock.types.sampling import BeamParams, EarlyStopping, SamplingParams
+from strategies import EOS_TOKEN_ID, MODEL, Engine, LowerTier
 
 MAX_LEN = 100
 EAGER = Watermark(share=0.0, growth_tokens=0)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from memory_store import MemoryStore
 from penstock.clock import VirtualClock
 from penstock.engine.transfers import Transfers
 from penstock.kv.tiers import Tier
@@ -14,11 +15,11 @@ from penstock.sched.policies.base import Policies
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import Watermark
 from penstock.testing import Driver, HashExecutor, expected_tokens, make_core, make_request
-from penstock.testing.memory_store import LateWorker, MemoryStore
-from penstock.testing.strategies import EOS_TOKEN_ID, MODEL
+from penstock.testing.driver import LateWorker
 from penstock.types.events import Abort, Add, Command
 from penstock.types.plan import Capacity, StepPlan, Ticket
 from penstock.types.request import FinishReason, Request, RequestStatus
+from strategies import EOS_TOKEN_ID, MODEL
 
 CAPACITY = Capacity(num_blocks=21, block_size=4, max_rows=4, max_step_tokens=64, max_model_len=80)
 EAGER = Watermark(share=0.0, growth_tokens=0)

@@ -12,20 +12,20 @@ from types import FrameType
 
 import pytest
 
+from memory_store import Faults
 from penstock.clock import VirtualClock
 from penstock.engine.core import EngineCore
 from penstock.sched.choosing.beam_search import BeamSearch
 from penstock.sched.policies.presets import TABLES, make_policies
 from penstock.testing import Driver, HashExecutor, Outcome, expected_tokens, make_core, make_request, run_to_completion
 from penstock.testing.hash_executor import ROOT, HashModel, mix
-from penstock.testing.memory_store import Faults
-from penstock.testing.strategies import Engine, LowerTier
 from penstock.types.errors import RejectReason
 from penstock.types.events import Abort, Add, Command, Drain
 from penstock.types.plan import Capacity
 from penstock.types.request import FinishReason, Request
 from penstock.types.result import TokenLogprobs
 from penstock.types.sampling import BeamParams, EarlyStopping
+from strategies import Engine, LowerTier
 
 EOS = 3
 MODEL = HashModel(vocab_size=40, eos_token_id=EOS, eos_period=12)

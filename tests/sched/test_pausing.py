@@ -13,10 +13,10 @@ from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import WholePrompt
 from penstock.testing import Driver, HashExecutor, expected_tokens, make_core, make_request
 from penstock.testing.hash_executor import DEFAULT_CAPACITY
-from penstock.testing.strategies import Engine, LowerTier
 from penstock.types.events import Add
 from penstock.types.request import Request, RequestStatus
 from penstock.types.sampling import BeamParams
+from strategies import Engine, LowerTier
 
 HIGH, MIDDLE, LOW = 0, 1, 2
 SECOND = 1_000_000_000

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -10,7 +12,6 @@ from penstock.engine.core import EngineCore
 from penstock.engine.ports import Executor
 from penstock.engine.stepper import Stepper
 from penstock.engine.transfers import Transfers
-from penstock.testing.memory_store import LateWorker
 from penstock.types.errors import ExecutorFailure
 from penstock.types.events import Command, TokenEvent
 from penstock.types.plan import StepPlan, Ticket
@@ -34,6 +35,33 @@ class Outcome:
     @property
     def finish_reason(self) -> FinishReason | None:
         return self.last.finish_reason
+
+
+class LateWorker:
+    """A `Worker` that does its jobs later, urgent ones first: as many as `run` is told to, or each with a chance in `turn`."""
+
+    def __init__(self, promptness: float = 1.0, seed: int = 0) -> None:
+        self._promptness = promptness
+        self._random = random.Random(seed)  # noqa: S311  # repeatable on purpose
+        self._urgent: deque[Callable[[], None]] = deque()
+        self._jobs: deque[Callable[[], None]] = deque()
+
+    def __call__(self, job: Callable[[], None], is_urgent: bool) -> None:
+        (self._urgent if is_urgent else self._jobs).append(job)
+
+    @property
+    def num_jobs(self) -> int:
+        return len(self._urgent) + len(self._jobs)
+
+    def turn(self) -> None:
+        """A step goes by."""
+        while self.num_jobs and self._random.random() < self._promptness:
+            self.run()
+
+    def run(self, count: int = 1) -> None:
+        """Do the next `count` jobs, or as many as there are."""
+        for _ in range(min(count, self.num_jobs)):
+            (self._urgent or self._jobs).popleft()()
 
 
 @dataclass(slots=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from fp8_models import to_e4m3
 from penstock.models.formats import E4M3_VALUES, WeightFormat
 from penstock.models.weights import BlockScales, WeightTensor
-from penstock.testing.fp8_models import to_e4m3
 
 
 def float8_rows(rows: int, cols: int, seed: int = 0) -> WeightTensor:

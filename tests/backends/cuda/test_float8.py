@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from backends.cuda.float8_weights import float8_blocks, float8_rows
 from backends.cuda.test_gemm import activations, dense, expected, product
 from backends.cuda.test_weights import load, quantised, values
+from fp8_models import to_e4m3
 from interpreted import DEVICE
 from penstock.backends.cuda import float8
 from penstock.backends.cuda.kernels import dequantise
@@ -21,7 +22,6 @@ from penstock.backends.cuda.kernels.numbers import float8_widening
 from penstock.backends.cuda.weights import DenseMatrix, Matrix, QuantisedMatrix, load_matrices
 from penstock.models.formats import E4M3_VALUES, Floats, WeightFormat, held_bytes
 from penstock.models.weights import WeightTensor
-from penstock.testing.fp8_models import to_e4m3
 from penstock.types.errors import ModelError
 
 F32 = NDArray[np.float32]

@@ -12,6 +12,7 @@ import torch
 
 from backends.cuda.float8_weights import rounded
 from backends.cuda.twins import Twins, compile_program
+from fp8_models import Scales, write_fp8_hf
 from penstock.models import architectures
 from penstock.models.gguf import load_gguf
 from penstock.models.hf import load_hf_directory
@@ -32,7 +33,6 @@ from penstock.models.program import (
     Softcap,
 )
 from penstock.models.weights import LoadedModel, WeightFormat, WeightTensor
-from penstock.testing.fp8_models import Scales, write_fp8_hf
 from penstock.testing.tiny_models import TinyLlama, write_gguf, write_hf
 from penstock.types.errors import ModelError
 from penstock.types.kv_dtype import KvDtype

@@ -14,6 +14,7 @@ import torch
 
 from backends.cuda import fake_flashinfer
 from backends.cuda.emulated_gpu import GIB, emulate_gpu
+from fp8_models import write_fp8_hf
 from interpreted import HAS_DEVICE
 from penstock.backends import cuda
 from penstock.backends.cuda import attention_trial, flashinfer_attention, memory
@@ -30,7 +31,6 @@ from penstock.models.catalog import resolve
 from penstock.models.load import load_model
 from penstock.obs.prometheus import expose
 from penstock.testing.builders import make_request
-from penstock.testing.fp8_models import write_fp8_hf
 from penstock.testing.tiny_models import TinyLlama, write_gguf
 from penstock.types.errors import ConfigError
 

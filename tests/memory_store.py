@@ -1,13 +1,12 @@
-"""A store of blocks in memory that breaks as often as it is told to, and a worker that is as slow. Called through the ports of
-`Transfers` by tests; repeatable from a seed.
+"""A store of blocks in memory that breaks as often as it is told to. Called through the port of `Transfers`; repeatable from a
+seed.
 """
 
 from __future__ import annotations
 
 import errno
 import random
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from zlib import crc32
 
@@ -33,7 +32,7 @@ class MemoryStore:
     def __init__(self, num_slots: int, faults: Faults | None = None, seed: int = 0) -> None:
         self.faults = faults or Faults()
         self._num_slots = num_slots
-        self._random = random.Random(seed)  # noqa: S311  # repeatable on purpose
+        self._random = random.Random(seed)
         self._slots: dict[int, tuple[bytes, bytearray, int]] = {}
 
     @property
@@ -81,30 +80,3 @@ class MemoryStore:
 
     def _happens(self, share: float) -> bool:
         return share > 0 and self._random.random() < share
-
-
-class LateWorker:
-    """A `Worker` that does its jobs later, urgent ones first: as many as `run` is told to, or each with a chance in `turn`."""
-
-    def __init__(self, promptness: float = 1.0, seed: int = 0) -> None:
-        self._promptness = promptness
-        self._random = random.Random(seed)  # noqa: S311  # repeatable on purpose
-        self._urgent: deque[Callable[[], None]] = deque()
-        self._jobs: deque[Callable[[], None]] = deque()
-
-    def __call__(self, job: Callable[[], None], is_urgent: bool) -> None:
-        (self._urgent if is_urgent else self._jobs).append(job)
-
-    @property
-    def num_jobs(self) -> int:
-        return len(self._urgent) + len(self._jobs)
-
-    def turn(self) -> None:
-        """A step goes by."""
-        while self.num_jobs and self._random.random() < self._promptness:
-            self.run()
-
-    def run(self, count: int = 1) -> None:
-        """Do the next `count` jobs, or as many as there are."""
-        for _ in range(min(count, self.num_jobs)):
-            (self._urgent or self._jobs).popleft()()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
+from memory_store import Faults, MemoryStore
 from penstock.clock import Clock
 from penstock.engine.core import EngineCore
 from penstock.engine.ports import BlockStore, Executor
@@ -23,9 +24,8 @@ from penstock.sched.policies.gates import Continuous, Dynamic, Static
 from penstock.sched.policies.presets import TABLES, make_policies
 from penstock.sched.policies.reserves import Watermark
 from penstock.testing.builders import make_core, make_request
-from penstock.testing.driver import STEP_NS, Outcome
+from penstock.testing.driver import STEP_NS, LateWorker, Outcome
 from penstock.testing.hash_executor import HashExecutor, HashMatcher, HashModel, expected_tokens
-from penstock.testing.memory_store import Faults, LateWorker, MemoryStore
 from penstock.types.events import Abort, Add, Command, Stop
 from penstock.types.plan import Capacity
 from penstock.types.request import FinishReason, Request
