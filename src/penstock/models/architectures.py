@@ -10,12 +10,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
-from penstock.models.gguf_file import GgufFile
-from penstock.models.hf_config import JsonFile
 from penstock.models.program import Program
 from penstock.types.errors import ModelError
 from penstock.types.model_spec import ModelSpec
+
+if TYPE_CHECKING:  # a start reads files of one kind
+    from penstock.models.gguf_file import GgufFile
+    from penstock.models.hf_config import JsonFile
 
 ARCHITECTURES: Mapping[str, str] = MappingProxyType(
     {

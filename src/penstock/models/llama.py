@@ -6,14 +6,17 @@ Source: Llama 2, arXiv 2307.09288; grouped queries, arXiv 2305.13245.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from penstock.models.architectures import Architecture
 from penstock.models.decoder import Decoder
-from penstock.models.gguf_file import GgufFile
-from penstock.models.hf_config import JsonFile
 from penstock.models.program import Program
 from penstock.types.errors import ModelError
 from penstock.types.model_spec import ModelSpec
+
+if TYPE_CHECKING:
+    from penstock.models.gguf_file import GgufFile
+    from penstock.models.hf_config import JsonFile
 
 
 def describe(spec: ModelSpec) -> Program:

@@ -34,7 +34,7 @@ PARAMS = (
     SamplingParams(seed=3, temperature=0.9, top_p=0.9, logprobs=2),
     SamplingParams(seed=4, top_k=20, repetition_penalty=1.2, follows_grammar=True),
 )
-"""Steps of three rows."""
+"""Parameters of three rows."""
 NUM_STEPS = 12 if HAS_DEVICE else 2
 
 

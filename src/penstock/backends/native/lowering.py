@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,15 +69,13 @@ def lower(program: Program, weights: Mapping[str, WeightTensor], engine: Engine,
 # The first pass: what becomes one
 
 
-@dataclass(frozen=True, slots=True)
-class Products:
+class Products(NamedTuple):
     """Linear operations that read the same value and may run in any order."""
 
     ops: tuple[Linear, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Gated:
+class Gated(NamedTuple):
     """A gate, an up projection and their activation: one product of two matrices, whose own results nobody reads."""
 
     gate: Linear
@@ -85,15 +83,13 @@ class Gated:
     act: GatedActivation
 
 
-@dataclass(frozen=True, slots=True)
-class QuantisedNorm:
+class QuantisedNorm(NamedTuple):
     """A norm of whole rows that only quantised products read: it is quantised at once, and not kept otherwise."""
 
     op: RMSNorm
 
 
-@dataclass(frozen=True, slots=True)
-class Attend:
+class Attend(NamedTuple):
     op: Attention
     of_samples: bool
     """Only rows that sample are read of the result: of a prompt's last layer hardly anything."""
