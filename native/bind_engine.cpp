@@ -164,7 +164,7 @@ void check_step(const Engine& self, const Arrays& a, const Vector<int32_t>& logi
     }
 }
 
-// What the sampler reads by slot.
+// Checks the arrays that the sampler reads by slot.
 void check_sampling(const Engine& self, const Vector<int32_t>& slots, const Matrix<int32_t>& tokens,
                     const Vector<int32_t>& num_tokens, const Vector<int32_t>& num_prompt_tokens) {
     const size_t max_rows = static_cast<size_t>(self.shape().max_rows);

@@ -1,4 +1,4 @@
-// What the blocks of a weight file mean: every format of GGML that is kept, taken apart into groups of 32 columns.
+// The meaning of a weight file's blocks: every format of GGML that is kept, taken apart into groups of 32 columns.
 // Called by packing.cpp, once per block at load, and for tables of which a step reads single rows; knows no layout but the file's.
 //
 // Source: https://github.com/ggml-org/ggml, ggml-common.h and ggml-quants.c; models/formats.py says the same in NumPy.
@@ -50,10 +50,10 @@ constexpr int float_bytes(SourceFormat format) {
     return format == SourceFormat::kF32 ? 4 : format == SourceFormat::kF16 || format == SourceFormat::kBf16 ? 2 : 0;
 }
 
-// Of a quantised format.
+// The blocks of a quantised format.
 const BlockFormat& block_format(SourceFormat format);
 
-// Of a matrix of whole blocks.
+// Bytes of a matrix of whole blocks.
 int64_t source_bytes(SourceFormat format, int rows, int cols);
 
 // One row as in the file, times `scale`. `cols` are whole blocks. Every NaN has the bits of `NAN`: some others would be rounded to

@@ -23,7 +23,7 @@
 
 namespace penstock {
 
-// By what the thread that called was at: others may be at other stages.
+// Times by the stage of the thread that called; others may be at other stages.
 struct StepTimes {
     int64_t rows_ns = 0, linear_ns = 0, attention_ns = 0, sampling_ns = 0;
 };
@@ -62,9 +62,9 @@ class Engine final : private Work {
     const EngineShape& shape() const { return shape_; }
     const char* variant() const { return kernels_.name; }
     int num_threads() const { return team_->size(); }
-    // Of the last step.
+    // Number of strands of the last step.
     int num_strands() const { return planner_.num_strands(); }
-    // Likewise: blocks whose keys and values of one layer a strand's products were to fetch before its attention read them, in order.
+    // Blocks whose keys and values of one layer a strand's products were to fetch in the last step, before its attention read them, in order.
     std::vector<int32_t> fetched_blocks(int strand, int layer) const;
 
   private:
@@ -86,12 +86,12 @@ class Engine final : private Work {
 
     int64_t rows_of(bool per_sample) const { return per_sample ? shape_.max_rows : shape_.max_step_tokens; }
 
-    // What the team calls.
+    // Called by the team.
     void begun() override;
     void run_task(int index, int task, int member) override;
     void stage_done(int index) override;
 
-    // What a task computes.
+    // The computation of a task.
     const Instruction* instruction_of(int index) const;  // null: the draw
     void run_rows(const std::vector<RowOp>& ops, const Stage& stage, int task);
     void run_row_op(const RowOp& op, int64_t row, int64_t end);
@@ -117,7 +117,7 @@ class Engine final : private Work {
     Logits logits_;
     int logits_buffer_ = -1;
 
-    // Of the step.
+    // State of the step.
     StepInput input_{};
     StepTimes times_;
     int64_t stage_began_ns_ = 0;

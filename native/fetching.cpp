@@ -51,7 +51,7 @@ Fetching::Blocks Fetching::plan(const StepInput& input, int first_token, int end
     return planned;
 }
 
-// Of layers with a window nothing: which blocks are seen differs from layer to layer.
+// Nothing is fetched for layers with a window: which blocks are seen differs from layer to layer.
 Fetching::Share Fetching::share(Blocks blocks, int instruction, int task, int num_tasks) const {
     const Progress& own = progress_[instruction];
     const int64_t count = blocks.end - blocks.first;

@@ -21,7 +21,7 @@ class Fetching {
     struct Blocks {
         int32_t first = 0, end = 0;
     };
-    // What one task fetches: `count` blocks for the attention of an instruction; none where `attention` is -1.
+    // The share of one task: `count` blocks for the attention of an instruction; none where `attention` is -1.
     struct Share {
         int32_t attention = -1;
         const int32_t* blocks = nullptr;
@@ -41,7 +41,7 @@ class Fetching {
     Share share(Blocks blocks, int instruction, int task, int num_tasks) const;
 
   private:
-    // How far the multiply-adds that fetch are when an instruction begins and ends, of those since the attention before it, which fetch
+    // Progress of the multiply-adds that fetch, when an instruction begins and ends, of those since the attention before it, which fetch
     // together for the next one. Counted from the program's begin until that one is known.
     struct Progress {
         int64_t before, after;

@@ -1,4 +1,4 @@
-// What an engine is told to compute: the instructions of its program, and the arrays of one step. Plain data, written by the bindings
+// The orders of an engine: the instructions of its program, and the arrays of one step. Plain data, written by the bindings
 // (bind_engine.cpp) and by the row table, read by the planner of a step and by the engine.
 
 #pragma once

@@ -1,4 +1,4 @@
-// The keys and values of one model: blocks of all layers, [num_blocks][num_layers], each as KvLayer says. What a few tokens take are few
+// The keys and values of one model: blocks of all layers, [num_blocks][num_layers], each as KvLayer says. A few tokens take few
 // pages. Knows no requests and no block tables.
 
 #pragma once

@@ -1,4 +1,4 @@
-// What a request changes of its logits before a token is chosen: steps 2 to 4 of `backends/reference/sampling.py`. Called by the
+// The changes that a request makes to its logits before a token is chosen: steps 2 to 4 of `backends/reference/sampling.py`. Called by the
 // sampler, one row at a time, on any thread; chooses nothing.
 
 #pragma once

@@ -65,7 +65,7 @@ void Logits::multiply(const PackedMatrix& w, const Activation& x, Epilogue epilo
     }
 }
 
-// Of the pieces that were looked at, which lie in the order of their ids.
+// The best of the pieces that were looked at, which lie in the order of their ids.
 int32_t Logits::best_of_row(int row) const {
     BestLogit best;
     for (int i = 0; i < best_stride_; ++i) {

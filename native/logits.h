@@ -1,6 +1,6 @@
 // The logits of a step, and the tokens that are drawn of them.
 //
-// Of a row that is given its likeliest token only the largest logit is kept: 32 rows of 49,152 logits are 6 MB, more than cores have of
+// Only the largest logit is kept of a row that is given its likeliest token: 32 rows of 49,152 logits are 6 MB, more than cores have of
 // caches of their own, and would go to memory and back, or to another core, for one number each.
 
 #pragma once
@@ -33,7 +33,7 @@ class Logits {
     // Throws std::bad_alloc if the sampler found no memory; the samples then have no meaning.
     void end_step() const;
 
-    // Of the last step, which drew.
+    // The tokens of the last step.
     const std::vector<SampleResult>& samples() const { return samples_; }
 
   private:
@@ -45,7 +45,7 @@ class Logits {
     std::vector<SamplerScratch> draw_scratch_;  // per member
     std::vector<Floats> scratch_;              // per member, of a product's rows
 
-    // Of the step.
+    // State of the step.
     StepInput input_{};
     float* logits_ = nullptr;
     int64_t width_ = 0;

@@ -45,7 +45,7 @@ class Arena {
     // or many were (see `kMostMovedPages`).
     void settle(const std::stop_token& stop);
 
-    // What is in pages that are to become huge.
+    // Bytes in pages that are to become huge.
     int64_t small_bytes() const { return small_bytes_.load(std::memory_order_relaxed); }
     // As if the next huge page were dear: for tests. std::logic_error once the arena is complete.
     void use_small_pages();

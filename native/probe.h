@@ -1,4 +1,4 @@
-// What this machine can do at most, measured now: the bound that a kernel's speed is compared with in the same run.
+// The most that this machine can do, measured now: the bound that a kernel's speed is compared with in the same run.
 //
 // Called by benchmarks, through bind_probe.cpp; knows the kernel table and nothing of engines. Machines are shared and change their
 // clock, so a figure from another minute is no bound.

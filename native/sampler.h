@@ -12,7 +12,7 @@ namespace penstock {
 
 constexpr int kMaxLogprobs = 20;  // types/sampling.py MAX_LOGPROBS
 
-// What one request asked for; kept per executor slot from admission to release.
+// The sampling that one request asked for; kept per executor slot from admission to release.
 struct RowSampling {
     double temperature = 1.0;  // 0 is greedy
     int32_t top_k = 0;         // 0 keeps all

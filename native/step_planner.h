@@ -28,8 +28,8 @@ struct TileRange {
     bool has_splits = false;
 };
 
-// Tokens of a step, and the samples among them, that go through all instructions without waiting for the others: who computes one
-// strand multiplies while who computes another one waits for keys and values.
+// Tokens of a step, and the samples among them, that go through all instructions without waiting for the others: the threads of one
+// strand multiply while those of another wait for keys and values.
 struct Strand {
     int32_t first_token, end_token, first_logit, end_logit;
     TileRange tiles{}, sample_tiles{};  // of attention: of all tokens, and of samples alone
@@ -42,12 +42,12 @@ struct Stage {
     int32_t grain;       // rows, panels or attention tiles of a task
     int32_t row_blocks;  // of a product
     int32_t first, end;  // rows of its domain, or tiles
-    int32_t members;     // who share its tasks
+    int32_t members;     // that share its tasks
     int32_t block = 0;   // rows of a row block
 
     // The task that a member takes after this one, if those who share the stage are equally fast.
     int task_after(int task) const { return task + members; }
-    // Of a product: rows and panels of a task.
+    // Rows and panels of a task of a product.
     int first_row(int task) const { return first + task % row_blocks * block; }
     int end_row(int task) const { return std::min(first_row(task) + block, end); }
     PanelRange panels(int task, int panels) const {
@@ -102,7 +102,7 @@ class StepPlanner {
     // Instructions that each strand goes through by itself; the others follow when all have.
     int num_own() const { return num_own_; }
     bool has_joint_instruction() const { return num_own_ < static_cast<int>(program_.size()); }
-    // What one task of a stage is to fetch.
+    // The blocks that one task of a stage is to fetch.
     Fetching::Share fetched_by(int stage, int task) const;
 
   private:
@@ -141,7 +141,7 @@ class StepPlanner {
     Costs costs_;
     Fetching fetching_;
 
-    // Of the step.
+    // State of the step.
     StepInput input_{};
     StepPlan plan_;
     std::vector<int64_t> cost_until_;         // of the step's tokens up to each one

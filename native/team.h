@@ -19,7 +19,7 @@
 
 namespace penstock {
 
-// What a run computes. Called on any member; must not throw, since nobody could be told.
+// The computation of a run. Members call it; it must not throw, since nobody could be told.
 class Work {
   public:
     virtual void run_task(int stage, int task, int member) = 0;
@@ -59,7 +59,7 @@ class Team {
     void run(Work& work, const std::vector<int32_t>& num_tasks) { run(work, num_tasks, Strands{}); }
 
   private:
-    // What members take tasks from. `claim` is one word:
+    // Members take the tasks of a stage from `claim`, which is one word:
     //
     //      63                            32 31             16 15              0
     //     +--------------------------------+-----------------+-----------------+

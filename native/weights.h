@@ -35,7 +35,7 @@ class Weights {
     // The weights are complete: a thread of low priority sees to their pages (Arena). A matrix that comes later: std::logic_error.
     void settle();
 
-    // What a matrix is made of: its format in the file, rows, columns and bytes. std::out_of_range for an unknown id.
+    // The parts of a matrix: its format in the file, rows, columns and bytes. std::out_of_range for an unknown id.
     const PackedStorage& packed(int id) const { return matrices_.at(id); }
     const PackedMatrix& matrix(int id) const { return matrices_[id].matrix; }
     const Table& table(int id) const { return tables_[id]; }

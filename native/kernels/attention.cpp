@@ -67,7 +67,7 @@ PENSTOCK_INLINE Range range_of(const AttentionTask& t, int first, int end) {
     return {begin, end};
 }
 
-// What to fetch while the `count` tiles from `begin` on are read: tiles of the same task, then of the next one.
+// The keys and values to fetch while the `count` tiles from `begin` on are read: tiles of the same task, then of the next one.
 void find_ahead(const KvLayer& kv, const AttentionTask& t, const Range& range, int begin, int count, Segment& segment) {
     const int tiles = (range.end - range.begin + kKvTile - 1) / kKvTile, lead = (tiles < kAhead ? tiles : kAhead) * kKvTile;
     int found = find_tiles(kv, t, begin + lead, range.end, segment.ahead, 0, count);

@@ -1,4 +1,4 @@
-// What is known of pairs, merged over segments: (m, l, o) of those so far with the next one, rescaled to the larger bound.
+// Results of pairs, merged over segments: (m, l, o) of those so far with the next one, rescaled to the larger bound.
 // Included by attention.cpp alone.
 
 #pragma once

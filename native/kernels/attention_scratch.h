@@ -1,4 +1,4 @@
-// What an attention task works on: its pairs of a query and a head, and where its intermediate results are. Included by
+// The memory of an attention task: its pairs of a query and a head, and where its intermediate results are. Included by
 // attention.cpp alone.
 
 #pragma once
@@ -27,7 +27,7 @@ struct Pairs {
     int count;
 };
 
-// What is known of pairs: after one segment, or merged over several. Of pair p max[p], sum[p] and o[p * head_dim] on.
+// Results of pairs: after one segment, or merged over several. Of pair p max[p], sum[p] and o[p * head_dim] on.
 struct State {
     float* max;
     float* sum;

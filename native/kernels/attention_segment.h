@@ -180,7 +180,7 @@ __attribute__((noinline)) void score_pairs(const Segment& segment, int from, int
     for (; i < end; ++i) score_tiles<Kv, kCount, 1, kFetch>(segment, i, q, steps, scores + i * kKvTile);
 }
 
-// What a query sees of a segment, in positions of it.
+// The positions of a segment that a query sees.
 struct Seen {
     int lo, hi;
 };

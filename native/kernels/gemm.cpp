@@ -107,7 +107,7 @@ PENSTOCK_INLINE void for_tasks(const Activation& a, int row0, int row1, PanelRan
     for_rows<kKind, false>(a, row0, row1, range, f);
 }
 
-// Of a product; about that many if the panels are no whole tiles.
+// The number for a product; about that many if the panels are no whole tiles.
 PENSTOCK_INLINE int tiles_of(int row0, int row1, PanelRange range) {
     return (row1 - row0 + kTileRows - 1) / kTileRows * ((range.end - range.begin + kTilePanels - 1) / kTilePanels);
 }

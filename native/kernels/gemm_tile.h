@@ -131,7 +131,7 @@ PENSTOCK_INLINE void add_by_row(const Panel (&panels)[kPanels], const Activation
     }
 }
 
-// What a tile fetches into the cache while it computes: of the panels `distance` after its own, every `period`th group from
+// The weights that a tile fetches into the cache while it computes: of the panels `distance` after its own, every `period`th group from
 // `phase` on. The tiles of one block of rows share this, so that memory is read all the time and not by the first tile alone. (The
 // hardware's own streams end with each panel. Past the last panel of all it is only advice that nobody takes.)
 struct Ahead {

@@ -30,7 +30,7 @@ PENSTOCK_INLINE Extent extent_of(const float* x, int head_dim) {
     return {reduce_add(squares), reduce_max(largest)};
 }
 
-// Of sixteen heads side by side; not finite if a column is not.
+// For sixteen heads side by side; not finite if a column is not.
 PENSTOCK_INLINE void integer_scales(const float* squares, const float* largest, IntegerScale* out) {
     alignas(64) float scale[kLanes], inverse[kLanes];
     const vf by_norm = div(sqrt(load(squares)), set1(kLargestNorm)), by_largest = div(load(largest), set1(kLargestInteger));

@@ -64,7 +64,7 @@ struct Activation {
     int32_t outliers_per_row = 0;     // outliers_of(cols)
 };
 
-// What happens to a GEMM's result before it is stored; null pointers are skipped.
+// Changes of a GEMM's result before it is stored; null pointers are skipped.
 struct Epilogue {
     float* out = nullptr;             // [rows, ld]
     int64_t ld = 0;

@@ -12,7 +12,7 @@ namespace {  // of the one file that includes this: inline functions of one inst
 constexpr int kLineBytes = 64;
 constexpr int kLinesOfGroup = 3;  // that a tile fetches beside each group of columns: more wait for each other
 
-// What a tile fetches: beside its first group of columns the lines from `data` on, and beside each other group those `step` bytes further.
+// The lines that a tile fetches: beside its first group of columns the lines from `data` on, and beside each other group those `step` bytes further.
 // A step may be less than what is fetched at once; a line that is there already costs next to nothing.
 struct KvPart {
     const uint8_t* data = nullptr;

@@ -29,7 +29,7 @@ PENSTOCK_INLINE ColumnPlace place_of(uint32_t column) {
     return {column / kGroup, chunk, static_cast<int32_t>((column & 3) * 8 + high)};
 }
 
-// What the rows of a tile have in one column; zero where a row has no outlier.
+// Outliers of a tile's rows in one column; zero where a row has no outlier.
 struct OutlierColumn {
     ColumnPlace place;
     float rest[kListRows];

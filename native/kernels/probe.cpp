@@ -108,7 +108,7 @@ int64_t multiply_bf16(int64_t rounds) { return multiply_float32(rounds); }
 constexpr int kSums = 12;
 constexpr int kValues = 1024;
 
-// What the compiler makes of a plain loop over bytes that were widened before, from the first-level cache: no bound of the machine.
+// The compiler's version of a plain loop over bytes that were widened before, from the first-level cache: no bound of the machine.
 int64_t multiply_int8(int64_t rounds) {
     int16_t w[kValues], a[kValues];
     for (int i = 0; i < kValues; ++i) {

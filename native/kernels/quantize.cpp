@@ -208,7 +208,7 @@ struct Row {
         if (groups % 2) sum[groups] = 0;
     }
 
-    // What the integers can't hold of outliers. It belongs to its group's sum.
+    // The part of outliers that the integers can't hold. It belongs to its group's sum.
     PENSTOCK_MEMBER void keep_rests() {
         float total = 0.0f;
         for (int i = 0; outlier + i < end; ++i) {

@@ -28,7 +28,7 @@ PENSTOCK_INLINE vf within(int i, int lo, int hi, vf x, vf other) {
     return x;
 }
 
-// Of the steps that [lo, hi) touches, those that are not in it become a score that weighs nothing.
+// Steps that [lo, hi) touches and that are not in it become a score that weighs nothing.
 PENSTOCK_INLINE void mask(float* scores, int lo, int hi, float nothing) {
     const vf masked = set1(nothing);
     for (int i = step_below(lo); i < lo; i += kLanes) store(scores + i, within(i, lo, hi, load(scores + i), masked));
@@ -119,7 +119,7 @@ PENSTOCK_INLINE float soften(const float* scores, uint16_t* weights, int from, i
     return reduce_add(sum);
 }
 
-// What is added to weights before they are rounded to bytes, by positions modulo 64: between -1/2 and 1/2. Where all but a few are much
+// The numbers added to weights before they are rounded to bytes, by positions modulo 64: between -1/2 and 1/2. Where all but a few are much
 // smaller than the largest they would otherwise all become zero, whatever they are together; so of neighbours as many become one as they
 // are worth. Multiples of the golden ratio without their integer parts: any that follow each other lie evenly. Queries and heads begin
 // at different places, or all would leave out the same positions.
