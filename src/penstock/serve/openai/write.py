@@ -121,10 +121,12 @@ class AnswerWriter(ABC):
         self._tokenizer = tokenizer
         self._is_plain = not (call.answer.has_logprobs or call.answer.has_token_ids or call.answer.has_continuous_usage)
         self.usage = Usage(call)
-        self._head = b"data: " + orjson.dumps(self._answer_head(self.event_kind))[:-1]
-        self._prefixes = [
-            self._head + b',"choices":[{"index":%d,' % index + self.text_key for index in range(len(call.requests))
-        ]
+        self._head = b""
+        self._prefixes: list[bytes] = []
+        if call.answer.is_streamed:
+            self._head = b"data: " + orjson.dumps(self._answer_head(self.event_kind))[:-1]
+            begin = self._head + b',"choices":[{"index":'
+            self._prefixes = [begin + b"%d," % index + self.text_key for index in range(len(call.requests))]
         self._suffix = b"}]" + (b',"usage":null' if call.answer.includes_usage else b"") + b"}\n\n"
 
     @abstractmethod
@@ -472,16 +474,16 @@ def _raise_if_over(call: RunningCall, chunks: Sequence[OutputChunk]) -> None:
 
 def _error_of(terms: Terms, chunk: OutputChunk) -> ApiError | None:
     """The error that a finish chunk of a call tells about; None if the request ended by itself, or has not ended."""
-    if chunk.finish_reason is None:
-        return None
+    if chunk.finish_reason is None or not chunk.reject_reason:
+        return from_finish(chunk, terms.request_id)
+    reason = RejectReason(chunk.reject_reason)
     limits_ns = {
         RejectReason.DEADLINE: terms.deadline_ns,
         RejectReason.QUEUE_TIMEOUT: terms.queue_deadline_ns,
         RejectReason.FIRST_TOKEN_TIMEOUT: terms.first_token_deadline_ns,
     }
-    reason = RejectReason(chunk.reject_reason) if chunk.reject_reason else None
-    limit_ns = None if reason is None else limits_ns.get(reason)
-    if reason is None or limit_ns is None:
+    limit_ns = limits_ns.get(reason)
+    if limit_ns is None:
         return from_finish(chunk, terms.request_id)
     timings = _timings(terms, chunk)
     allowed_ms = (limit_ns - terms.arrival_ns) / 1e6
