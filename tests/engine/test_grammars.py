@@ -1,4 +1,4 @@
-"""Answers that follow a grammar, in the engine's loop: the right mask for each token, whatever else is in flight."""
+"""Answers that follow a grammar, in the engine: the right mask for each token, whatever else is in flight."""
 
 from __future__ import annotations
 

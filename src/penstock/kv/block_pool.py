@@ -69,7 +69,7 @@ class BlockPool:
         return bool(self._is_kept[block_id])
 
     def snapshot(self) -> tuple[list[int], bytes]:
-        """(references, 1 if kept) of each block, as copies. For any thread."""
+        """(references, 1 if kept) of each block, as copies."""
         return self._ref_counts.copy(), bytes(self._is_kept)
 
     def free_block_ids(self) -> Iterator[int]:

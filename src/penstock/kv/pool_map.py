@@ -1,8 +1,5 @@
-"""A picture of the pool: the state of each block, and its owner. Drawn for any thread, from copies taken at one moment;
-changes nothing.
-
-The copies may be taken in the middle of a turn of the engine. Then a block may be shown as it was just before; the states add
-up to the total all the same, since every block is counted once, in the picture itself.
+"""A picture of the pool: the state of each block, and its owner. It changes nothing, and is drawn while nothing else changes the
+pool: by a thread that has the books of the engine (`engine/books.py`).
 """
 
 from __future__ import annotations
