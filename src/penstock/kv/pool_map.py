@@ -1,5 +1,6 @@
-"""A picture of the pool: the state of each block, and its owner. It changes nothing, and is drawn while nothing else changes the
-pool: by a thread that has the books of the engine (`engine/books.py`).
+"""A picture of the pool: the state of each block, and its owner. Drawing it changes nothing.
+
+The thread that draws must have the books of the engine (`engine/books.py`), so that nothing changes the pool meanwhile.
 """
 
 from __future__ import annotations
