@@ -36,11 +36,6 @@ void to_ints(nb::handle sequence, std::vector<int32_t>& out) {
     }
 }
 
-// Whether the id begins with PADDING_PREFIX of types/plan.py.
-bool is_padding(nb::handle name) {
-    return PyUnicode_Check(name.ptr()) && PyUnicode_GetLength(name.ptr()) > 0 && PyUnicode_ReadChar(name.ptr(), 0) == 0;
-}
-
 // The fields of `RowPlan`, made strings once: there is a row per request and step.
 struct RowFields {
     nb::object request_id = interned("request_id"), context_len = interned("context_len"), query_len = interned("query_len"),
@@ -65,7 +60,7 @@ class NamedRows {
             to_ints(row.attr("token_ids"), tokens);
             to_ints(row.attr("block_ids"), scratch_);
             const int slot = table_.admit(tokens, to_int(row.attr("num_prompt_tokens")), scratch_,
-                                          to_int(row.attr("num_computed_tokens")), is_padding(name));
+                                          to_int(row.attr("num_computed_tokens")), nb::isinstance(name, padding_id_));
             slots_[name] = slot;
             return slot;
         });
@@ -84,7 +79,7 @@ class NamedRows {
         sampled_.clear();
         for (nb::handle row : rows) {
             nb::object name = nb::getattr(row, fields_.request_id);
-            const bool samples = nb::cast<bool>(nb::getattr(row, fields_.samples));
+            const bool samples = nb::cast<int>(nb::getattr(row, fields_.samples)) > 0;  // of several it samples one
             told(name, [&] {
                 to_ints(nb::getattr(row, fields_.new_block_ids), scratch_);
                 const int64_t context_len = to_int(nb::getattr(row, fields_.context_len));
@@ -189,6 +184,7 @@ class NamedRows {
 
     RowTable table_;
     RowFields fields_;
+    nb::object padding_id_ = nb::module_::import_("penstock.types.plan").attr("PaddingId");
     nb::dict slots_;                   // request id -> slot
     std::vector<nb::object> sampled_;  // request ids of the step's samples, in order
     std::vector<int32_t> scratch_;

@@ -126,7 +126,9 @@ class StepDraft:
         `is_prefill`: also if it is one token, the last.
         """
         context_len = request.num_computed_tokens
-        samples = max_samples if context_len + query_len == request.num_tokens else 0
+        samples: int = context_len + query_len == request.num_tokens
+        if samples and max_samples > 1:
+            samples = max_samples
         row = RowPlan(request.request_id, context_len, query_len, new_block_ids, samples)
         self.rows.append(row)
         counts = self.counts
