@@ -367,6 +367,14 @@ def test_who_waits_when_the_model_is_closed_is_told(path: Path) -> None:
     assert len(told) == 1
 
 
+def test_a_model_may_be_closed_by_its_own_thread_as_the_garbage_collector_does(path: Path) -> None:
+    model = LLM(path, **SETTINGS)
+    model._loop.call_soon_threadsafe(model.close)
+    model._thread.join(20)
+    assert not model._thread.is_alive()
+    assert engine_of(model).state is EngineState.STOPPED
+
+
 def test_a_program_that_does_not_close_its_model_ends(path: Path) -> None:
     load = f"llm = LLM({str(path)!r}, backend='reference', kv_cache_memory='2MiB')"
     code = f"from penstock import LLM; {load}; next(llm.stream('a'))"

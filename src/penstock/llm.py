@@ -718,7 +718,10 @@ def _closed() -> PenstockError:
 
 
 def _end(model: AsyncLLM, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    """Free the model, end what waits for it, and then the loop. For any thread but the loop's."""
+    """Free the model, end what waits for it, and then the loop."""
+    if threading.current_thread() is thread:  # the garbage collector found the LLM there: the loop can't wait for itself
+        threading.Thread(target=_end, args=(model, loop, thread)).start()
+        return
     model.close()
     asyncio.run_coroutine_threadsafe(_cancel_others(), loop).result()
     loop.call_soon_threadsafe(loop.stop)

@@ -42,7 +42,9 @@ def config_of(path: Path, backend: Backend = Backend.NATIVE, **model_fields: obj
 async def answer(running: RunningModel, request_id: str = "r") -> str:
     prompt = running.tokenizer.encode("in the", add_special_tokens=False)
     stream = running.bridge.stream(make_request(request_id, prompt, max_tokens=8))
-    return "".join([chunk.text async for chunk in stream])
+    text = "".join([chunk.text async for chunk in stream])
+    assert text, "the engine answers"
+    return text
 
 
 def test_a_name_finds_its_model_and_no_name_the_first(paths: list[Path]) -> None:
