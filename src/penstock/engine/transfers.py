@@ -8,7 +8,7 @@ before a step is submitted; decides neither what moves nor what it is good for.
     ...       a worker thread writes and reads the store while steps run; it touches staging memory alone, and waits for devices
 
 All that is read here or written lies in blocks that were free when it was named. No row of a step in flight has such a block:
-who runs holds its own, and who ended with a row in flight has left them behind the fence (`kv/fence.py`). So contents move
+who runs holds its own, and who ended with a row in flight has left them behind the fence (`kv/manager.py`). So contents move
 whether or not a step is in flight, and nobody waits for the other.
 
 Staging memory is bounded. When it is full, what would be spilled is dropped and counted, and a load is cut short: no step
