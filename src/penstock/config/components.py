@@ -7,13 +7,30 @@ docs/configuration.md show.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, ClassVar
 
-from penstock.config.setting import Component, Kind, setting, settings_of
+from penstock.config.setting import (
+    Component,
+    choice,
+    count,
+    counts,
+    duration,
+    flag,
+    path,
+    setting,
+    settings_of,
+    share,
+    size,
+    table,
+)
 
 DEFAULT_MODEL = "smollm2:135m"
+
+
+def _arguments_of(policy: str) -> Any:
+    return table(None, f"Arguments for the {policy}, by name.", default_doc="its own defaults")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,12 +43,8 @@ class ModelConfig(Component):
         DEFAULT_MODEL,
         "Catalogue name, .gguf file, Hugging Face directory, or hf:org/repo[:file].",
     )
-    cache_dir: str | None = setting(
-        None,
-        "Folder for fetched weights.",
-        kind=Kind.PATH,
-        key="cache",
-        default_doc="$XDG_CACHE_HOME/penstock or ~/.cache/penstock",
+    cache_dir: str | None = path(
+        None, "Folder for fetched weights.", key="cache", default_doc="$XDG_CACHE_HOME/penstock or ~/.cache/penstock"
     )
     served_model_names: tuple[str, ...] = setting(
         (),
@@ -43,10 +56,9 @@ class ModelConfig(Component):
     chat_template: str | None = setting(
         None, "File with a Jinja2 chat template, or the template itself.", default_doc="the model's own"
     )
-    max_model_len: int | None = setting(
+    max_model_len: int | None = count(
         None,
         "Longest prompt + output of one request, in tokens.",
-        kind=Kind.COUNT,
         minimum=1,
         default_doc="the model's, or less if the KV cache cannot hold it",
     )
@@ -58,77 +70,56 @@ class KvConfig(Component):
 
     title: ClassVar[str] = "KV cache"
 
-    block_size: int = setting(16, "KV positions per block.", kind=Kind.COUNT, minimum=1, maximum=256)
-    kv_cache_memory_bytes: int | None = setting(
+    block_size: int = count(16, "KV positions per block.", minimum=1, maximum=256)
+    kv_cache_memory_bytes: int | None = size(
         None,
         "Memory for keys and values.",
-        kind=Kind.SIZE,
-        key="kv_cache_memory",
         minimum=1,
         default_doc="half of what is free after the weights, at most 4GiB or what all rows can use; on a GPU what "
         "--gpu-memory-utilization leaves",
     )
-    gpu_memory_utilization: float | None = setting(
+    gpu_memory_utilization: float | None = share(
         None,
         "Share of a GPU's memory for this server: weights, the largest step and, of the rest, keys and values.",
-        kind=Kind.SHARE,
         minimum=0.01,
         maximum=1.0,
         default_doc="90%",
     )
-    kv_cache_dtype: str | None = setting(
+    kv_cache_dtype: str | None = choice(
         None,
         "Type of the stored keys and values; bf16 takes twice the memory.",
-        kind=Kind.CHOICE,
         choices=("int8", "bf16"),
         default_doc="int8, on a GPU bf16",
     )
-    prefix_caching: bool = setting(True, "Reuse the KV of prompts that begin alike.", kind=Kind.FLAG)
-    prefix_sharing: str | None = setting(
+    prefix_caching: bool = flag(True, "Reuse the KV of prompts that begin alike.")
+    prefix_sharing: str | None = choice(
         None,
         "Who shares them: all, or each tenant for itself.",
-        kind=Kind.CHOICE,
         choices=("all", "tenant"),
         default_doc="tenant with several API keys or --trust-tenant-header, else all",
     )
-    kv_eviction: str | None = setting(
+    kv_eviction: str | None = choice(
         None,
         "Which cached prefixes are lost first when blocks are needed.",
-        kind=Kind.CHOICE,
         choices=("lru", "priority", "tenant-fair"),
         takes_class=True,
         default_doc="priority with --policy priority, tenant-fair with --policy fair, else the preset's: lru",
     )
-    kv_eviction_args: Mapping[str, object] | None = setting(
-        None,
-        "Arguments for the eviction, by name.",
-        kind=Kind.TABLE,
-        default_doc="its own defaults",
+    kv_eviction_args: Mapping[str, object] | None = _arguments_of("eviction")
+    kv_host_size_bytes: int = size(
+        0, "Memory of the machine below the KV cache of a GPU, for what is evicted or preempted; 0: none.", minimum=0
     )
-    kv_host_size_bytes: int = setting(
-        0,
-        "Memory of the machine below the KV cache of a GPU, for what is evicted or preempted; 0: none.",
-        kind=Kind.SIZE,
-        key="kv_host_size",
-        minimum=0,
+    kv_disk_size_bytes: int = size(
+        0, "Largest size of the file below the KV cache, for what is evicted or preempted; 0: none.", minimum=0
     )
-    kv_disk_size_bytes: int = setting(
-        0,
-        "Largest size of the file below the KV cache, for what is evicted or preempted; 0: none.",
-        kind=Kind.SIZE,
-        key="kv_disk_size",
-        minimum=0,
-    )
-    kv_disk_path: str | None = setting(
+    kv_disk_path: str | None = path(
         None,
         "Folder of that file, which is kept for the next start; one server at a time.",
-        kind=Kind.PATH,
         default_doc="`kv` in the folder for fetched weights",
     )
-    kv_watermark: float | None = setting(
+    kv_watermark: float | None = share(
         None,
         "Share of the blocks kept free when a waiting request begins to run.",
-        kind=Kind.SHARE,
         minimum=0.0,
         maximum=0.9,
         default_doc="the preset's: 1%",
@@ -141,173 +132,114 @@ class SchedulerConfig(Component):
 
     title: ClassVar[str] = "Scheduling"
 
-    preset: str = setting(
-        "penstock",
-        "Named bundle of policies.",
-        kind=Kind.CHOICE,
-        choices=("static", "dynamic", "orca", "vllm", "sarathi", "sglang", "penstock"),
+    preset: str = choice(
+        "penstock", "Named bundle of policies.", choices=("static", "dynamic", "orca", "vllm", "sarathi", "sglang", "penstock")
     )
-    batching: str | None = setting(
+    batching: str | None = choice(
         None,
         "When a batch may start.",
-        kind=Kind.CHOICE,
         choices=("continuous", "dynamic", "static"),
         takes_class=True,
         default_doc="the preset's: continuous",
     )
-    batching_args: Mapping[str, object] | None = setting(
-        None,
-        "Arguments for the gate, by name.",
-        kind=Kind.TABLE,
-        default_doc="its own defaults",
-    )
-    max_batch_size: int | None = setting(
+    batching_args: Mapping[str, object] | None = _arguments_of("gate")
+    max_batch_size: int | None = count(
         None,
         "Requests in a static or dynamic batch.",
-        kind=Kind.COUNT,
         minimum=1,
         maximum=2048,
         default_doc="half of max_num_seqs; the other half is for padding",
     )
-    preferred_batch_sizes: tuple[int, ...] | None = setting(
-        None,
-        "Sizes at which a dynamic batch starts at once.",
-        kind=Kind.COUNTS,
-        key="preferred_batch_size",
-        minimum=1,
-        default_doc="none",
+    preferred_batch_sizes: tuple[int, ...] | None = counts(
+        None, "Sizes at which a dynamic batch starts at once.", key="preferred_batch_size", minimum=1, default_doc="none"
     )
-    batch_window_s: float | None = setting(
+    batch_window_s: float | None = duration(
         None,
         "How long the oldest request of an incomplete static or dynamic batch waits for others.",
-        kind=Kind.DURATION,
-        key="batch_window",
         minimum=0.0,
         maximum=3600.0,
         default_doc="static 2s, dynamic 20ms",
     )
-    length_buckets: tuple[int, ...] | None = setting(
+    length_buckets: tuple[int, ...] | None = counts(
         None,
         "Prompt lengths up to which requests share a dynamic batch and are padded.",
-        kind=Kind.COUNTS,
         minimum=1,
         default_doc="128,512,1024,2048",
     )
-    policy: str | None = setting(
+    policy: str | None = choice(
         None,
         "Which waiting request is next.",
-        kind=Kind.CHOICE,
         choices=("fcfs", "sjf", "srpf", "edf", "priority", "fair"),
         takes_class=True,
         default_doc="the preset's: fcfs",
     )
-    policy_args: Mapping[str, object] | None = setting(
-        None,
-        "Arguments for the order, by name.",
-        kind=Kind.TABLE,
-        default_doc="its own defaults",
-    )
-    length_predictor: str | None = setting(
+    policy_args: Mapping[str, object] | None = _arguments_of("order")
+    length_predictor: str | None = choice(
         None,
         "How the length of an answer is predicted; some policies ask.",
-        kind=Kind.CHOICE,
         choices=("none", "online"),
         takes_class=True,
         default_doc="the preset's: online",
     )
-    length_predictor_args: Mapping[str, object] | None = setting(
-        None,
-        "Arguments for the predictor, by name.",
-        kind=Kind.TABLE,
-        default_doc="its own defaults",
-    )
-    budget: str | None = setting(
+    length_predictor_args: Mapping[str, object] | None = _arguments_of("predictor")
+    budget: str | None = choice(
         None,
         "How the tokens of a step are split.",
-        kind=Kind.CHOICE,
         choices=("decode-first", "itl", "whole-prompts"),
         takes_class=True,
         default_doc="itl with --slo-itl, else the preset's: itl",
     )
-    budget_args: Mapping[str, object] | None = setting(
-        None,
-        "Arguments for the budget, by name.",
-        kind=Kind.TABLE,
-        default_doc="its own defaults",
-    )
-    slo_itl_s: float | None = setting(
+    budget_args: Mapping[str, object] | None = _arguments_of("budget")
+    slo_itl_s: float | None = duration(
         None,
         "Latency between two tokens that 99 of 100 are to keep; prefill chunks are made as small as that needs.",
-        kind=Kind.DURATION,
-        key="slo_itl",
         minimum=0.001,
         default_doc="50ms, or twice a step without prefills if that is more",
     )
-    long_prefill_token_threshold: int | None = setting(
+    long_prefill_token_threshold: int | None = count(
         None,
         "A prompt with more tokens to compute is long: it gets no more of a step, and with itl others pass it.",
-        kind=Kind.COUNT,
         minimum=1,
         default_doc="the preset's: 512",
     )
-    max_long_partial_prefills: int | None = setting(
+    max_long_partial_prefills: int | None = count(
         None,
         "Long prompts computed at the same time; shorter ones pass those that wait.",
-        kind=Kind.COUNT,
         minimum=1,
         default_doc="the budget's: 1 with itl, else no limit",
     )
-    reserve: str | None = setting(
+    reserve: str | None = choice(
         None,
         "How much memory an admission must find.",
-        kind=Kind.CHOICE,
         choices=("chunk", "prompt", "predicted", "no-evict", "watermark"),
         takes_class=True,
         default_doc="the preset's: watermark",
     )
-    reserve_args: Mapping[str, object] | None = setting(
-        None,
-        "Arguments for the reserve, by name.",
-        kind=Kind.TABLE,
-        default_doc="its own defaults",
-    )
-    victim: str | None = setting(
+    reserve_args: Mapping[str, object] | None = _arguments_of("reserve")
+    victim: str | None = choice(
         None,
         "Which running request is preempted when memory is short.",
-        kind=Kind.CHOICE,
         choices=("latest", "lowest-priority", "least-computed", "cheapest"),
         takes_class=True,
         default_doc="lowest-priority with --policy priority, else the preset's: cheapest",
     )
-    victim_args: Mapping[str, object] | None = setting(
-        None,
-        "Arguments for the choice of a victim, by name.",
-        kind=Kind.TABLE,
-        default_doc="its own defaults",
-    )
-    priority_preemption: bool | None = setting(
+    victim_args: Mapping[str, object] | None = _arguments_of("choice of a victim")
+    priority_preemption: bool | None = flag(
         None,
         "With --policy priority, a waiting request pauses a running one of a lower class if it lacks a row or memory.",
-        kind=Kind.FLAG,
         default_doc="true with --policy priority, except in a static or dynamic batch",
     )
-    preemption: str | None = setting(
+    preemption: str | None = choice(
         None,
         "What happens to a request whose blocks are taken back.",
-        kind=Kind.CHOICE,
         choices=("recompute",),
         default_doc="recompute; with --kv-disk-size or --kv-host-size what takes less time, computing or loading",
     )
-    max_num_seqs: int | None = setting(
-        None, "Requests in one step at most.", kind=Kind.COUNT, minimum=1, maximum=4096, default_doc="64, on a GPU 256"
+    max_num_seqs: int | None = count(
+        None, "Requests in one step at most.", minimum=1, maximum=4096, default_doc="64, on a GPU 256"
     )
-    max_num_batched_tokens: int | None = setting(
-        None,
-        "Tokens computed in one step at most.",
-        kind=Kind.COUNT,
-        minimum=1,
-        maximum=65536,
-        default_doc="512, on a GPU 2048",
+    max_num_batched_tokens: int | None = count(
+        None, "Tokens computed in one step at most.", minimum=1, maximum=65536, default_doc="512, on a GPU 2048"
     )
 
 
@@ -317,35 +249,24 @@ class AdmissionConfig(Component):
 
     title: ClassVar[str] = "Admission"
 
-    max_queue: int = setting(1024, "Requests that may wait; more are answered 429.", kind=Kind.COUNT, minimum=1)
-    slo_ttft_s: float | None = setting(
+    max_queue: int = count(1024, "Requests that may wait; more are answered 429.", minimum=1)
+    slo_ttft_s: float | None = duration(
         None,
         "Target of the time to first token; a request that is expected to wait longer is answered 429.",
-        kind=Kind.DURATION,
-        key="slo_ttft",
         minimum=0.001,
         default_doc="none: no request is turned away for its wait",
     )
-    kv_headroom: float = setting(
+    kv_headroom: float = share(
         0.2,
         "Share of the KV blocks kept free for growth: else requests with a TTFT target are answered 429; 0: they wait.",
-        kind=Kind.SHARE,
         minimum=0.0,
         maximum=0.9,
     )
-    tenant_max_concurrent: int | None = setting(
-        None,
-        "Requests of one tenant that may run or wait; more are answered 429.",
-        kind=Kind.COUNT,
-        minimum=1,
-        default_doc="none",
+    tenant_max_concurrent: int | None = count(
+        None, "Requests of one tenant that may run or wait; more are answered 429.", minimum=1, default_doc="none"
     )
-    tenant_tokens_per_minute: int | None = setting(
-        None,
-        "Tokens, prompt and output, that one tenant may use; more are answered 429.",
-        kind=Kind.COUNT,
-        minimum=1,
-        default_doc="none",
+    tenant_tokens_per_minute: int | None = count(
+        None, "Tokens, prompt and output, that one tenant may use; more are answered 429.", minimum=1, default_doc="none"
     )
 
 
@@ -379,67 +300,47 @@ class BackendConfig(Component):
 
     title: ClassVar[str] = "Compute"
 
-    device: str = setting(
+    device: str = choice(
         Device.AUTO.value,
         "Where to compute: cuda is an NVIDIA GPU; auto takes one if it can be used and nothing is set that is the CPU's.",
-        kind=Kind.CHOICE,
         choices=tuple(Device),
     )
-    backend: str | None = setting(
+    backend: str | None = choice(
         None,
         "native: C++ kernels on the CPU; reference: NumPy, slow, for learning; cuda: Triton kernels on a GPU.",
-        kind=Kind.CHOICE,
         choices=tuple(Backend),
         default_doc="the device's: native on the CPU, cuda on a GPU",
     )
-    threads: int | None = setting(
-        None,
-        "Threads that compute on the CPU.",
-        kind=Kind.COUNT,
-        minimum=1,
-        maximum=1024,
-        default_doc="the CPUs this process may use",
+    threads: int | None = count(
+        None, "Threads that compute on the CPU.", minimum=1, maximum=1024, default_doc="the CPUs this process may use"
     )
-    weight_dtype: str | None = setting(
+    weight_dtype: str | None = choice(
         None,
         "fp8: weights that are floats are rounded to 8 bits on a GPU; those of embeddings and logits are not.",
-        kind=Kind.CHOICE,
         choices=("fp8",),
         default_doc="the file's; floats of 16 and 32 bits become bf16",
     )
-    deterministic: bool | None = setting(
+    deterministic: bool | None = flag(
         None,
         "The same answer whatever else is in the batch; it costs speed on a GPU, and is always so on the CPU.",
-        kind=Kind.FLAG,
         default_doc="true, on a GPU false",
     )
-    cuda_graphs: bool | None = setting(
-        None,
-        "Steps that only decode are launched on the GPU as one recorded graph.",
-        kind=Kind.FLAG,
-        default_doc="true on a GPU",
+    cuda_graphs: bool | None = flag(
+        None, "Steps that only decode are launched on the GPU as one recorded graph.", default_doc="true on a GPU"
     )
-    attention: str | None = setting(
+    attention: str | None = choice(
         None,
         "Kernels that compute attention on a GPU: auto tries FlashInfer's at the start, if the extra is installed, and takes "
         "them where they give the same answers and are faster.",
-        kind=Kind.CHOICE,
         choices=tuple(AttentionKernels),
         default_doc="auto on a GPU",
     )
-    steps_in_flight: int | None = setting(
-        None,
-        "With 2, the GPU computes a step while the next one is planned.",
-        kind=Kind.COUNT,
-        minimum=1,
-        maximum=2,
-        default_doc="2 on a GPU",
+    steps_in_flight: int | None = count(
+        None, "With 2, the GPU computes a step while the next one is planned.", minimum=1, maximum=2, default_doc="2 on a GPU"
     )
-    step_timeout_s: float | None = setting(
+    step_timeout_s: float | None = duration(
         None,
         "A step that takes longer is taken for stuck: its requests end with an error, and the engine is made anew.",
-        kind=Kind.DURATION,
-        key="step_timeout",
         minimum=1.0,
         default_doc="120s, with the reference backend none",
     )
@@ -452,88 +353,61 @@ class ServerConfig(Component):
     title: ClassVar[str] = "Server"
 
     host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 is every network.")
-    port: int = setting(8000, "Port to listen on; 0 takes a free one.", kind=Kind.COUNT, minimum=0, maximum=65535)
+    port: int = count(8000, "Port to listen on; 0 takes a free one.", minimum=0, maximum=65535)
     api_keys: tuple[str, ...] = setting(
         (), "Key that clients must send; may be repeated.", key="api_key", default_doc="no key is asked for", is_multiple=True
     )
-    api_key_file: str | None = setting(
-        None, "File with one key per line; # begins a comment.", kind=Kind.PATH, default_doc="none"
+    api_key_file: str | None = path(None, "File with one key per line; # begins a comment.", default_doc="none")
+    trust_tenant_header: bool = flag(
+        False, "With API keys, a call's tenant is what X-Tenant says; else it is the key. For a gateway that sets the header."
     )
-    trust_tenant_header: bool = setting(
-        False,
-        "With API keys, a call's tenant is what X-Tenant says; else it is the key. For a gateway that sets the header.",
-        kind=Kind.FLAG,
-    )
-    ssl_certfile: str | None = setting(None, "TLS certificate (PEM).", kind=Kind.PATH, default_doc="none: plain HTTP")
-    ssl_keyfile: str | None = setting(None, "TLS private key (PEM).", kind=Kind.PATH, default_doc="none")
-    max_connections: int | None = setting(
+    ssl_certfile: str | None = path(None, "TLS certificate (PEM).", default_doc="none: plain HTTP")
+    ssl_keyfile: str | None = path(None, "TLS private key (PEM).", default_doc="none")
+    max_connections: int | None = count(
         None,
         "Connections that may have a request at once. Idle ones beyond are closed for new ones, requests beyond answered 503.",
-        kind=Kind.COUNT,
         minimum=1,
         default_doc="8192, with TLS 1024, or as many as the limit of open files leaves",
     )
-    max_body_bytes: int = setting(
-        4 << 20, "Largest request body; a larger one is answered 413.", kind=Kind.SIZE, key="max_body_size", minimum=1024
+    max_body_bytes: int = size(
+        4 << 20, "Largest request body; a larger one is answered 413.", key="max_body_size", minimum=1024
     )
-    ignore_unknown_parameters: bool = setting(
+    ignore_unknown_parameters: bool = flag(
         False,
         "Requests may have parameters that are unknown, or hints that are not followed, instead of a 400; each is logged once.",
-        kind=Kind.FLAG,
     )
-    seed: int | None = setting(
+    seed: int | None = count(
         None,
         "Makes answers repeatable: requests without a seed draw theirs from this one, in order of arrival.",
-        kind=Kind.COUNT,
         minimum=0,
         default_doc="from the system's entropy",
     )
-    explained_requests: int = setting(
+    explained_requests: int = count(
         1000,
         "Ended requests that GET /v1/requests/{id} still explains; 0: none is explained, not even one that runs.",
-        kind=Kind.COUNT,
         minimum=0,
         maximum=100_000,
     )
-    slow_request_s: float | None = setting(
+    slow_request_s: float | None = duration(
         None,
         "A request that took longer is explained by a warning in the log.",
-        kind=Kind.DURATION,
         key="log_slow_requests",
         minimum=0.0,
         default_doc="none",
     )
-    request_timeout_s: float | None = setting(
+    request_timeout_s: float | None = duration(
         None,
         "Longest time that a request may take, its wait included; a client may ask for less.",
-        kind=Kind.DURATION,
-        key="request_timeout",
         minimum=0.001,
         default_doc="none",
     )
-    queue_timeout_s: float | None = setting(
-        None,
-        "Longest time that a request may wait for its turn; a client may ask for less.",
-        kind=Kind.DURATION,
-        key="queue_timeout",
-        minimum=0.001,
-        default_doc="none",
+    queue_timeout_s: float | None = duration(
+        None, "Longest time that a request may wait for its turn; a client may ask for less.", minimum=0.001, default_doc="none"
     )
-    first_token_timeout_s: float | None = setting(
-        None,
-        "Longest time to the first token; a client may ask for less.",
-        kind=Kind.DURATION,
-        key="first_token_timeout",
-        minimum=0.001,
-        default_doc="none",
+    first_token_timeout_s: float | None = duration(
+        None, "Longest time to the first token; a client may ask for less.", minimum=0.001, default_doc="none"
     )
-    shutdown_timeout_s: float = setting(
-        30.0,
-        "After SIGTERM, how long running requests may take to finish.",
-        kind=Kind.DURATION,
-        key="shutdown_timeout",
-        minimum=0.0,
-    )
+    shutdown_timeout_s: float = duration(30.0, "After SIGTERM, how long running requests may take to finish.", minimum=0.0)
 
 
 class LogFormat(StrEnum):
@@ -554,10 +428,8 @@ class LogConfig(Component):
 
     title: ClassVar[str] = "Log"
 
-    log_level: str = setting(
-        LogLevel.INFO.value, "Least important lines that are written.", kind=Kind.CHOICE, choices=tuple(LogLevel)
-    )
-    log_format: str = setting(LogFormat.TEXT.value, "How log lines look.", kind=Kind.CHOICE, choices=tuple(LogFormat))
+    log_level: str = choice(LogLevel.INFO.value, "Least important lines that are written.", choices=tuple(LogLevel))
+    log_format: str = choice(LogFormat.TEXT.value, "How log lines look.", choices=tuple(LogFormat))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -573,15 +445,7 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
 
 
-COMPONENTS: tuple[tuple[str, type[Component]], ...] = (
-    ("model", ModelConfig),
-    ("kv", KvConfig),
-    ("scheduler", SchedulerConfig),
-    ("admission", AdmissionConfig),
-    ("backend", BackendConfig),
-    ("server", ServerConfig),
-    ("log", LogConfig),
-)
+COMPONENTS: tuple[tuple[str, type[Component]], ...] = tuple((part.name, part.default_factory) for part in fields(Config))  # type: ignore[misc]
 """Field of `Config` and component, in the order of help and docs."""
 
 

@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from typing import Any, ClassVar
 
 from penstock.config.units import format_size, parse_count, parse_counts, parse_duration, parse_share, parse_size
@@ -38,27 +39,34 @@ _PARSERS: Mapping[Kind, Callable[[str], int | float]] = {
     Kind.DURATION: parse_duration,
     Kind.SHARE: parse_share,
 }
+_UNITS: Mapping[Kind, str] = {Kind.SIZE: "_bytes", Kind.DURATION: "_s"}
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """Everything that is known about one setting. `field` is the attribute of the component that holds it."""
+    """Everything that is known about one setting."""
 
-    field: str
-    key: str
+    field: str = ""
+    """Attribute of the component that holds it."""
+    key: str = ""
     """Name in a TOML file; flag and environment variable derive from it."""
     doc: str
     kind: Kind
     default: object
-    default_doc: str
-    choices: tuple[str, ...]
-    minimum: float | None
-    maximum: float | None
-    is_multiple: bool
-    takes_class: bool
+    default_doc: str = ""
+    """The default in words, where it is None or empty."""
+    choices: tuple[str, ...] = ()
+    minimum: float | None = None
+    maximum: float | None = None
+    is_multiple: bool = False
+    takes_class: bool = False
     """Besides the choices, a class of the user's own may be named."""
+
+    def named(self, field: str) -> Setting:
+        """The setting that this attribute holds."""
+        return dataclasses.replace(self, field=field, key=self.key or field.removesuffix(_UNITS.get(self.kind, "")))
 
     @property
     def flag(self) -> str:
@@ -128,40 +136,27 @@ class Setting:
         return raw
 
 
-def setting(
-    default: object,
-    doc: str,
-    *,
-    kind: Kind = Kind.TEXT,
-    key: str | None = None,
-    default_doc: str = "",
-    choices: tuple[str, ...] = (),
-    minimum: float | None = None,
-    maximum: float | None = None,
-    is_multiple: bool = False,
-    takes_class: bool = False,
-) -> Any:
-    """A dataclass field that is a setting. `default_doc` says in words what a default of None means."""
-    metadata = {
-        "key": key,
-        "doc": doc,
-        "kind": kind,
-        "default_doc": default_doc,
-        "choices": choices,
-        "minimum": minimum,
-        "maximum": maximum,
-        "is_multiple": is_multiple,
-        "takes_class": takes_class,
-    }
-    return dataclasses.field(default=default, metadata=metadata)
+def setting(default: object, doc: str, kind: Kind = Kind.TEXT, **details: Any) -> Any:
+    """A dataclass field that is a setting. `details` are fields of `Setting`; without a `key`, the key is the field's name, but
+    for the unit of sizes and durations, which a user writes with the number."""
+    return dataclasses.field(default=default, metadata={"setting": Setting(default=default, doc=doc, kind=kind, **details)})
+
+
+path = partial(setting, kind=Kind.PATH)
+choice = partial(setting, kind=Kind.CHOICE)
+flag = partial(setting, kind=Kind.FLAG)
+count = partial(setting, kind=Kind.COUNT)
+counts = partial(setting, kind=Kind.COUNTS)
+size = partial(setting, kind=Kind.SIZE)
+duration = partial(setting, kind=Kind.DURATION)
+share = partial(setting, kind=Kind.SHARE)
+table = partial(setting, kind=Kind.TABLE)
 
 
 def settings_of(component: type) -> tuple[Setting, ...]:
     """The settings that a component's fields declare, in order."""
     return tuple(
-        Setting(field=f.name, default=f.default, **{**f.metadata, "key": f.metadata["key"] or f.name})
-        for f in dataclasses.fields(component)
-        if "kind" in f.metadata
+        part.metadata["setting"].named(part.name) for part in dataclasses.fields(component) if "setting" in part.metadata
     )
 
 

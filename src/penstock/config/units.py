@@ -7,32 +7,13 @@ A count is `512`, `4k` (4,000) or `2Mi` (2,097,152). A size is in bytes: `4GiB`,
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 _NUMBER = re.compile(r"\s*([0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?)\s*([A-Za-z%]*)\s*")
 
-_COUNT_FACTORS = {
-    "": 1,
-    "k": 1_000,
-    "K": 1_000,
-    "M": 1_000_000,
-    "G": 1_000_000_000,
-    "Ki": 1 << 10,
-    "Mi": 1 << 20,
-    "Gi": 1 << 30,
-}
-_SIZE_FACTORS = {
-    "": 1,
-    "B": 1,
-    "kB": 1_000,
-    "KB": 1_000,
-    "MB": 1_000_000,
-    "GB": 1_000_000_000,
-    "TB": 1_000_000_000_000,
-    "KiB": 1 << 10,
-    "MiB": 1 << 20,
-    "GiB": 1 << 30,
-    "TiB": 1 << 40,
-}
+_COUNT_FACTORS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
+_BINARY_SIZES = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_SIZE_FACTORS = {"": 1, "B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, **_BINARY_SIZES}
 _DURATION_FACTORS = {"": 1.0, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 _SHARE_FACTORS = {"": 1.0, "%": 0.01}
 
@@ -64,33 +45,32 @@ def parse_share(text: str) -> float:
 
 def format_size(num_bytes: int) -> str:
     """4294967296 -> `4 GiB`; two significant decimals at most."""
-    for unit, factor in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+    for unit, factor in reversed(_BINARY_SIZES.items()):
         if num_bytes >= factor:
             return f"{round(num_bytes / factor, 2):g} {unit}"
     return f"{num_bytes} B"
 
 
-def _split(text: str, expected: str) -> tuple[str, str]:
+def _split(text: str, factors: Mapping[str, float], expected: str) -> tuple[str, float]:
+    """The number as it is written, and the factor of its unit."""
     match = _NUMBER.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is not {expected}")
-    return match[1], match[2]
+    if match[2] not in factors:
+        raise ValueError(f"{text!r} is not {expected}: the unit {match[2]!r} is unknown")
+    return match[1], factors[match[2]]
 
 
-def _whole(text: str, factors: dict[str, int], expected: str) -> int:
-    number, unit = _split(text, expected)
-    if unit not in factors:
-        raise ValueError(f"{text!r} is not {expected}: the unit {unit!r} is unknown")
+def _whole(text: str, factors: Mapping[str, int], expected: str) -> int:
+    number, factor = _split(text, factors, expected)
     if "." not in number:
-        return int(number) * factors[unit]
-    value = float(number) * factors[unit]
+        return int(number) * int(factor)
+    value = float(number) * factor
     if not value.is_integer():
         raise ValueError(f"{text!r} is not a whole number")
     return int(value)
 
 
-def _scaled(text: str, factors: dict[str, float], expected: str) -> float:
-    number, unit = _split(text, expected)
-    if unit not in factors:
-        raise ValueError(f"{text!r} is not {expected}: the unit {unit!r} is unknown")
-    return float(number) * factors[unit]
+def _scaled(text: str, factors: Mapping[str, float], expected: str) -> float:
+    number, factor = _split(text, factors, expected)
+    return float(number) * factor
