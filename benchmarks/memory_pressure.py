@@ -39,7 +39,7 @@ from penstock.testing.driver import LateWorker
 from penstock.types.events import Add
 from penstock.types.plan import Capacity
 from penstock.types.result import StepResult, StepTiming
-from penstock.types.stats import WaitReason
+from penstock.types.stats import RequestStats, StepStats, WaitReason
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 1024
@@ -94,11 +94,23 @@ def _oversubscribed(lengths: list[tuple[int, int]], rows: int, cost: CostModel) 
     return report
 
 
+class _LastStep:
+    """Keeps the counts of the last step."""
+
+    def on_step(self, stats: StepStats) -> None:
+        self.counts = stats.counts
+
+    def on_finish(self, stats: RequestStats) -> None:
+        del stats
+
+
 def _run_virtually(
     lengths: list[tuple[int, int]], num_blocks: int, rows: int, policies: Policies, cost: CostModel, *, has_tier: bool
 ) -> dict[str, float]:
     capacity = Capacity(1 + num_blocks, BLOCK_SIZE, max_rows=rows, max_step_tokens=512, max_model_len=MAX_MODEL_LEN)
-    core = make_core(capacity, policies, enable_prefix_caching=False, tier=Tier(TIER_SLOTS) if has_tier else None)
+    step = _LastStep()
+    tier = Tier(TIER_SLOTS) if has_tier else None
+    core = make_core(capacity, policies, observer=step, enable_prefix_caching=False, tier=tier)
     executor = SimulatedExecutor(capacity, cost, {f"r{idx}": reply for idx, (_, reply) in enumerate(lengths)})
     clock, worker, kv = VirtualClock(), LateWorker(), core.scheduler.kv
     store = HostMemory(TIER_SLOTS, content_bytes=executor.block_bytes)
@@ -121,15 +133,15 @@ def _run_virtually(
             continue
         num_held_now = kv.num_total_blocks - kv.pool.num_available
         num_held = max(num_held, num_held_now)
-        counts = core.scheduler.counts
-        num_recomputed += counts.num_recomputed_tokens
         num_steps, num_rows = num_steps + 1, num_rows + len(plan.rows)
         ticket = executor.submit(plan)
         clock.advance_to(ticket.ready_ns or 0)
+        core.finish(plan, executor.collect(ticket), clock.now_ns())
+        counts = step.counts
+        num_recomputed += counts.num_recomputed_tokens
         if counts.waits_for in (WaitReason.MEMORY, WaitReason.LOADING):
             short_ns += clock.now_ns() - plan.now_ns
             held_ns += num_held_now * (clock.now_ns() - plan.now_ns)
-        core.finish(plan, executor.collect(ticket), clock.now_ns())
     return {
         "computed_twice": round(num_recomputed / sum(prompt + reply - 1 for prompt, reply in lengths), 4),
         "preemptions": sum(request.num_preemptions for request in requests),
