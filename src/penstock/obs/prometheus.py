@@ -42,9 +42,6 @@ class _Together(Collector):
                 if (known := self._families.setdefault(family.name, family)) is not family:
                     known.samples += family.samples
 
-    def describe(self) -> list[Metric]:
-        return []
-
     def collect(self) -> list[Metric]:
         return list(self._families.values())
 
@@ -81,12 +78,9 @@ class _Snapshot:
         }
         usage = load.num_blocks_held / load.num_blocks_total if load.num_blocks_total else 0.0
         yield self._gauge("requests_running", "Requests in the batch.", load.num_running)
-        yield self._gauges_by("requests_waiting", "Requests that wait, by what the first of them lacks.", "reason", waiting)
-        yield self._gauges_by(
-            "kv_blocks",
-            "KV cache blocks: free, free with reusable content, held by one, by several, null.",
-            "state",
-            blocks,
+        yield self._gauge("requests_waiting", "Requests that wait, by what the first of them lacks.", waiting, "reason")
+        yield self._gauge(
+            "kv_blocks", "KV cache blocks: free, free with reusable content, held by one, by several, null.", blocks, "state"
         )
         yield self._gauge("kv_waste_ratio", "Share of the KV positions that requests hold without a token in it.", waste)
         yield self._gauge("kv_usage_ratio", "Share of the KV cache blocks that requests hold.", usage)
@@ -110,8 +104,8 @@ class _Snapshot:
     def _counters(self, metrics: Metrics) -> Iterator[Metric]:
         success = {reason.name.lower(): count for reason, count in metrics.success.items()}
         prompt = {"computed": metrics.num_computed_prompt_tokens, "cached": metrics.num_cached_prompt_tokens}
-        yield self._counters_by("request_success", "Requests that ended, by finish reason.", "finish_reason", success)
-        yield self._counters_by("requests_rejected", "Requests that were refused.", "reason", metrics.rejected)
+        yield self._counter("request_success", "Requests that ended, by finish reason.", success, "finish_reason")
+        yield self._counter("requests_rejected", "Requests that were refused.", metrics.rejected, "reason")
         slo = CounterMetricFamily(
             _PREFIX + "slo_attainment", "Requests that had a target, by whether they met it.", labels=["model", "slo", "met"]
         )
@@ -121,11 +115,11 @@ class _Snapshot:
         yield self._counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", metrics.num_prefix_query_tokens)
         yield self._counter("prefix_cache_hits", "Tokens found in the prefix cache.", metrics.num_prefix_hit_tokens)
         preemptions = {"recompute": metrics.num_preemptions - metrics.num_swaps, "swap": metrics.num_swaps}
-        yield self._counters_by("preemptions", "Running requests that lost their KV blocks.", "method", preemptions)
+        yield self._counter("preemptions", "Running requests that lost their KV blocks.", preemptions, "method")
         yield self._counter("recomputed_tokens", "Positions computed again after a preemption.", metrics.num_recomputed_tokens)
         yield self._counter("engine_restarts", "How often the engine failed or hung, and was made anew.", metrics.num_restarts)
         yield self._counter("padding_tokens", "Positions computed for nobody, as padding.", metrics.num_padding_tokens)
-        yield self._counters_by("prompt_tokens", "Prompt tokens of requests that got a first token.", "source", prompt)
+        yield self._counter("prompt_tokens", "Prompt tokens of requests that got a first token.", prompt, "source")
         yield self._counter("generation_tokens", "Tokens generated.", metrics.num_generated_tokens)
 
     def _tier(self, tier: TierStats) -> Iterator[Metric]:
@@ -140,11 +134,11 @@ class _Snapshot:
         name, words = f"kv_{tier.medium}", f"{tier.medium} tier"
         dropped = tier.num_dropped_blocks
         yield self._gauge(f"{name}_up", f"1 while the {words} is in use; 0: it failed too often.", tier.is_open)
-        yield self._gauges_by(f"{name}_slots", f"Places for blocks in the {words}.", "state", slots)
-        yield self._counters_by(f"{name}_blocks", f"KV blocks that went to the {words} and came back.", "direction", blocks)
-        yield self._counters_by(f"{name}_bytes", f"Bytes written to and read from the {words}.", "direction", moved)
+        yield self._gauge(f"{name}_slots", f"Places for blocks in the {words}.", slots, "state")
+        yield self._counter(f"{name}_blocks", f"KV blocks that went to the {words} and came back.", blocks, "direction")
+        yield self._counter(f"{name}_bytes", f"Bytes written to and read from the {words}.", moved, "direction")
         yield self._counter(f"{name}_dropped_blocks", "KV blocks not written: too many on their way.", dropped)
-        yield self._counters_by(f"{name}_failures", "KV blocks that did not arrive, by reason.", "reason", failures)
+        yield self._counter(f"{name}_failures", "KV blocks that did not arrive, by reason.", failures, "reason")
 
     def _sizes(self, metrics: Metrics) -> Iterator[Metric]:
         yield self._histogram("batch_size", "Requests with a row, per step.", metrics.batch_size, 1.0)
@@ -166,26 +160,19 @@ class _Snapshot:
         ):
             yield self._histogram(name, text, histogram, _SECOND_NS)
 
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(_PREFIX + name, text, labels=["model"])
-        family.add_metric([self._model], value)
-        return family
+    def _gauge(self, name: str, text: str, value: float | Mapping[str, float], label: str = "") -> Metric:
+        return self._fill(GaugeMetricFamily(_PREFIX + name, text, labels=["model", *filter(None, [label])]), value)
 
-    def _gauges_by(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-        family = GaugeMetricFamily(_PREFIX + name, text, labels=["model", label])
-        for key, value in values.items():
-            family.add_metric([self._model, key], value)
-        return family
+    def _counter(self, name: str, text: str, value: float | Mapping[str, float], label: str = "") -> Metric:
+        return self._fill(CounterMetricFamily(_PREFIX + name, text, labels=["model", *filter(None, [label])]), value)
 
-    def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(_PREFIX + name, text, labels=["model"])
-        family.add_metric([self._model], value)
-        return family
-
-    def _counters_by(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-        family = CounterMetricFamily(_PREFIX + name, text, labels=["model", label])
-        for key, value in values.items():
-            family.add_metric([self._model, key], value)
+    def _fill(self, family: GaugeMetricFamily | CounterMetricFamily, value: float | Mapping[str, float]) -> Metric:
+        """`value` is one number, or several by the value of the second label."""
+        if isinstance(value, Mapping):
+            for key, number in value.items():
+                family.add_metric([self._model, key], number)
+        else:
+            family.add_metric([self._model], value)
         return family
 
     def _histogram(self, name: str, text: str, histogram: Histogram, unit: float) -> Metric:
