@@ -17,8 +17,8 @@ from penstock.config.sources import all_settings
 from penstock.kv.eviction import EVICTIONS
 from penstock.models import catalog
 from penstock.sched.policies.gates import GATES
-from penstock.sched.policies.length_predictors import PREDICTORS
 from penstock.sched.policies.orders import ORDERS
+from penstock.sched.policies.predictors import PREDICTORS
 from penstock.sched.policies.presets import PRESETS
 
 ALL = ("model", "kv", "scheduler", "admission", "backend", "server", "log")

@@ -26,7 +26,7 @@ from penstock.obs.prometheus import expose
 from penstock.sched.policies.budgets import HoldLatency
 from penstock.sched.policies.gates import Dynamic, Static
 from penstock.sched.policies.reserves import Watermark
-from penstock.sched.policies.victims import LowestPriority
+from penstock.sched.policies.victims import LatestArrived, LeastComputed, LowestPriority
 from penstock.testing import DEFAULT_CAPACITY
 from penstock.testing.builders import make_request
 from penstock.testing.tiny_models import TinyLlama, write_gguf, write_hf
@@ -256,6 +256,21 @@ def test_with_priorities_the_lowest_is_preempted(is_preemptive: bool) -> None:
 
 def test_priorities_pause_others_unless_that_is_switched_off() -> None:
     assert build_policies(Config(scheduler=SchedulerConfig(policy="priority"))).order.is_preemptive
+
+
+def test_an_order_of_ones_own_says_which_victim_and_eviction_suit_it(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from penstock.sched.policies.orders import FirstComeFirstServed\n"
+        "class Mine(FirstComeFirstServed):\n"
+        "    suits = {'victim': 'least-computed', 'eviction': 'tenant-fair'}\n"
+    )
+    order = f"{file}:Mine"
+    policies = build_policies(Config(scheduler=SchedulerConfig(policy=order)))
+    assert isinstance(policies.victim, LeastComputed)
+    assert isinstance(policies.eviction, TenantFair)
+    asked = SchedulerConfig(policy=order, victim="latest")
+    assert isinstance(build_policies(Config(scheduler=asked)).victim, LatestArrived)
 
 
 @pytest.mark.parametrize("is_preemptive", [True, False])

@@ -15,7 +15,7 @@ from penstock.kv.prefix_cache import MAX_BEGINNINGS, MAX_EVICTED
 from penstock.obs.explain.journal import Journal
 from penstock.obs.metrics import Metrics, ObserverGroup
 from penstock.sched.policies.fair import FairShares
-from penstock.sched.policies.length_predictors import OnlinePredictor
+from penstock.sched.policies.predictors import OnlinePredictor
 from penstock.sched.policies.presets import make_policies
 from penstock.testing import HashExecutor, make_core, make_request, run_to_completion
 from penstock.types.events import Add

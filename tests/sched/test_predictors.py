@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.sched.policies.length_predictors import MAX_WEIGHT, LengthCurve, NoPredictions, OnlinePredictor
+from penstock.sched.policies.predictors import MAX_WEIGHT, LengthCurve, NoPredictions, OnlinePredictor
 from penstock.sched.policies.presets import make_policies
 from penstock.testing import HashExecutor, HashModel, make_core, make_request, make_scheduler, run_to_completion
 from penstock.types.events import Abort, Add

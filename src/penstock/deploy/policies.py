@@ -14,9 +14,6 @@ if TYPE_CHECKING:
     from penstock.admission import AdmissionLimits
     from penstock.sched.policies.base import Policies
 
-EVICTION_OF_ORDER: Mapping[str, str] = {"priority": "priority", "fair": "tenant-fair"}
-"""A request that is favoured in the queue is favoured in the cache, unless another eviction is asked for."""
-
 SEAM_FLAGS: Mapping[str, str] = {
     "gate": "--batching",
     "order": "--policy",
@@ -68,9 +65,12 @@ def build_policies(config: Config) -> Policies:
 
 
 def _choose_policies(config: Config) -> Policies:
+    from penstock.sched.policies.orders import ORDERS
+    from penstock.sched.policies.own import load
     from penstock.sched.policies.presets import make_policies
 
     chosen = config.scheduler
+    suits = getattr(load("order", ORDERS.get(chosen.policy, chosen.policy)), "suits", {}) if chosen.policy else {}
     slo_itl_ns = None if chosen.slo_itl_s is None else int(chosen.slo_itl_s * 1e9)
     budget = chosen.budget or ("itl" if slo_itl_ns else None)
     return make_policies(
@@ -80,8 +80,8 @@ def _choose_policies(config: Config) -> Policies:
         predictor=chosen.length_predictor,
         budget=budget,
         reserve=chosen.reserve or (None if config.kv.kv_watermark is None else "watermark"),
-        victim=chosen.victim or ("lowest-priority" if chosen.policy == "priority" else None),
-        eviction=config.kv.kv_eviction or EVICTION_OF_ORDER.get(chosen.policy or ""),
+        victim=chosen.victim or suits.get("victim"),
+        eviction=config.kv.kv_eviction or suits.get("eviction"),
         settings={
             "gate": {
                 "max_batch_size": chosen.max_batch_size,

@@ -105,6 +105,10 @@ class Order(Protocol):
     has_ranks: ClassVar[bool] = False
     """True if `outranks` may say yes; where it is false it is never asked."""
 
+    suits: ClassVar[Mapping[str, str]] = {}
+    """Seam (`victim`, `eviction`) -> name of the policy that a server takes with this order, unless another is asked for. So a
+    request that is favoured in the queue is favoured in memory."""
+
     is_preemptive: bool = False
     """True if a waiting request may pause a running one; where it is false `pauses` is never asked."""
 

@@ -75,6 +75,7 @@ class FairShares(Order):
     """
 
     has_ranks: ClassVar[bool] = True
+    suits: ClassVar[Mapping[str, str]] = {"eviction": "tenant-fair"}
 
     def __init__(
         self,

@@ -81,6 +81,7 @@ class PriorityClasses(Order):
 
     reads_priority: ClassVar[bool] = True
     has_ranks: ClassVar[bool] = True
+    suits: ClassVar[Mapping[str, str]] = {"victim": "lowest-priority", "eviction": "priority"}
     class_delay_ns: int = 60_000_000_000
     max_class: int = 20
     is_preemptive: bool = True

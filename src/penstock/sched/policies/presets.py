@@ -12,9 +12,9 @@ from penstock.kv.eviction import EVICTIONS, EvictionPolicy
 from penstock.sched.policies.base import Budget, Gate, Order, Policies, Predictor, Reserve, Victim
 from penstock.sched.policies.budgets import BUDGETS
 from penstock.sched.policies.gates import GATES
-from penstock.sched.policies.length_predictors import PREDICTORS
 from penstock.sched.policies.orders import ORDERS
 from penstock.sched.policies.own import OwnPolicyError, guarded, is_own, load, make, parameters_of
+from penstock.sched.policies.predictors import PREDICTORS
 from penstock.sched.policies.reserves import RESERVES
 from penstock.sched.policies.victims import VICTIMS
 from penstock.types.errors import ConfigError

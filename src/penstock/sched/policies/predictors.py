@@ -190,6 +190,6 @@ class OnlinePredictor(Predictor):
 
 
 PREDICTORS = {
-    "none": "penstock.sched.policies.length_predictors:NoPredictions",
-    "online": "penstock.sched.policies.length_predictors:OnlinePredictor",
+    "none": "penstock.sched.policies.predictors:NoPredictions",
+    "online": "penstock.sched.policies.predictors:OnlinePredictor",
 }
