@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.models.formats import E4M3_VALUES
-from penstock.testing.tiny_models import Encoded, FloatArray, TinyLlama, encode, write_encoded, write_hf
+from tiny_models import Encoded, FloatArray, TinyLlama, encode, write_encoded, write_hf
 
 Scales = Literal["tensor", "row", "block"]
 BLOCK = 32

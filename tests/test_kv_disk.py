@@ -24,9 +24,9 @@ from penstock.models.catalog import resolve
 from penstock.obs.prometheus import expose
 from penstock.storage.block_file import FILE_NAME, PAGE_BYTES, BlockFile
 from penstock.testing.builders import make_request
-from penstock.testing.tiny_models import TinyLlama, write_gguf
 from penstock.types.errors import ConfigError, ExecutorFailure
 from penstock.types.request import FinishReason
+from tiny_models import TinyLlama, write_gguf
 
 CPU_BACKENDS = (Backend.NATIVE, Backend.REFERENCE)
 PROMPT = [token % 200 for token in range(1, 100)]

@@ -24,7 +24,7 @@ from penstock.config import ServerConfig
 from penstock.deploy.running import Deployment
 from penstock.engine.thread import EngineState
 from penstock.serve.app import create_app
-from penstock.testing.tiny_models import TinyLlama, write_gguf
+from tiny_models import TinyLlama, write_gguf
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)

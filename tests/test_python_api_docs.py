@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.testing.tiny_models import TinyLlama, write_gguf
+from tiny_models import TinyLlama, write_gguf
 
 PAGE = (Path(__file__).parent.parent / "docs" / "python-api.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"^## (.+?)\n\n```python\n(.+?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)

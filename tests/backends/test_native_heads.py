@@ -14,9 +14,9 @@ from penstock.backends.reference.executor import ReferenceExecutor
 from penstock.models import architectures
 from penstock.models.hf import load_hf_directory
 from penstock.models.weights import LoadedModel
-from penstock.testing.tiny_models import TinyLlama, write_hf
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.plan import Capacity
+from tiny_models import TinyLlama, write_hf
 
 CAPACITY = Capacity(num_blocks=16, block_size=16, max_rows=16, max_step_tokens=32, max_model_len=128)
 TOKENS = [3 + 7 * i % 250 for i in range(70)]

@@ -12,9 +12,9 @@ from penstock.backends.native.executor import NativeExecutor
 from penstock.models import architectures
 from penstock.models.gguf import load_gguf
 from penstock.models.weights import LoadedModel
-from penstock.testing.tiny_models import TinyLlama, write_gguf
 from penstock.types.plan import AdmitRow, RowPlan, StepPlan
 from penstock.types.sampling import SamplingParams
+from tiny_models import TinyLlama, write_gguf
 
 BLOCK_SIZE = 16
 BLOCKS_PER_ROW = 32

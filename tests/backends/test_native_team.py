@@ -16,7 +16,7 @@ from penstock.backends.native.executor import NativeExecutor
 from penstock.models import architectures
 from penstock.models.gguf import load_gguf
 from penstock.models.weights import LoadedModel
-from penstock.testing.tiny_models import TinyLlama, write_gguf
+from tiny_models import TinyLlama, write_gguf
 
 NUM_STEPS = 150
 

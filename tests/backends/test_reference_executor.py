@@ -16,13 +16,13 @@ from penstock.models.gguf import load_gguf
 from penstock.models.weights import LoadedModel
 from penstock.testing.builders import make_core, make_request
 from penstock.testing.driver import run_to_completion
-from penstock.testing.tiny_models import TinyLlama, write_gguf
 from penstock.types.errors import ExecutorFailure
 from penstock.types.events import Add
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.plan import AdmitRow, RowPlan, StepPlan, Ticket
 from penstock.types.result import StepResult, TokenLogprobs
 from penstock.types.sampling import SamplingParams
+from tiny_models import TinyLlama, write_gguf
 
 PROMPT = tuple(int(i) for i in np.random.default_rng(3).integers(0, 264, 23))
 GREEDY = SamplingParams(temperature=0.0, logprobs=20)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.testing.tiny_models import TinyLlama, write_gguf
+from tiny_models import TinyLlama, write_gguf
 
 Result = subprocess.CompletedProcess[str]
 Penstock = Callable[..., Result]

@@ -17,8 +17,8 @@ from penstock.models import architectures
 from penstock.models.gguf import load_gguf
 from penstock.models.weights import LoadedModel
 from penstock.testing import HashExecutor, HashModel
-from penstock.testing.tiny_models import TinyLlama, write_gguf
 from penstock.types.plan import Capacity
+from tiny_models import TinyLlama, write_gguf
 
 
 @dataclass(frozen=True, slots=True)

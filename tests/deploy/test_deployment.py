@@ -17,8 +17,8 @@ from penstock.engine.supervisor import Supervisor
 from penstock.engine.thread import Engine, EngineState
 from penstock.models.catalog import resolve
 from penstock.testing.builders import make_request
-from penstock.testing.tiny_models import TinyLlama, write_gguf
 from penstock.types.errors import ConfigError, ModelError, NotEnoughMemory
+from tiny_models import TinyLlama, write_gguf
 
 MIB = 1 << 20
 SMALL = MemoryShare(num_weight_bytes=20 * MIB, num_kv_bytes=30 * MIB, num_reserve_bytes=0)

@@ -29,9 +29,9 @@ from penstock.sched.policies.reserves import Watermark
 from penstock.sched.policies.victims import LatestArrived, LeastComputed, LowestPriority
 from penstock.testing import DEFAULT_CAPACITY
 from penstock.testing.builders import make_request
-from penstock.testing.tiny_models import TinyLlama, write_gguf, write_hf
 from penstock.types.errors import ConfigError, ExecutorFailure, ModelError
 from penstock.types.request import FinishReason
+from tiny_models import TinyLlama, write_gguf, write_hf
 
 CPU_BACKENDS = (Backend.NATIVE, Backend.REFERENCE)
 REFERENCE = Config(

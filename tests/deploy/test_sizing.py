@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from penstock.config import KvConfig
 from penstock.deploy.sizing import DEFAULT_CAP_BYTES, RESERVE_BYTES, SLOT_BOOKS_BYTES, GpuMemory, KvPlan, plan_gpu_kv, plan_kv
 from penstock.testing.specs import make_spec as uniform_spec
-from penstock.testing.tiny_models import TinyLlama, write_gguf, write_hf
 from penstock.types.errors import ConfigError
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.model_spec import ModelSpec
+from tiny_models import TinyLlama, write_gguf, write_hf
 
 GIB, MIB = 1 << 30, 1 << 20
 

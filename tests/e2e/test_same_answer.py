@@ -20,13 +20,13 @@ from penstock.models.gguf import load_gguf
 from penstock.models.load import load_model
 from penstock.models.weights import LoadedModel
 from penstock.testing import Driver, Outcome, make_core, make_request, run_to_completion
-from penstock.testing.tiny_models import TinyLlama, write_gguf
 from penstock.text.tokenizer import load_tokenizer
 from penstock.types.events import Add
 from penstock.types.plan import Capacity, StepPlan
 from penstock.types.request import Request
 from penstock.types.result import TokenLogprobs
 from penstock.types.sampling import SamplingParams
+from tiny_models import TinyLlama, write_gguf
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, logprobs=20)
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, repetition_penalty=1.1, max_tokens=10, logprobs=20)

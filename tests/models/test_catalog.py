@@ -9,8 +9,8 @@ import pytest
 from penstock.models import catalog
 from penstock.models.catalog import CATALOG, COMPLETE_MARKER, DEFAULT_MODEL, SourceKind, default_cache_dir, list_models, resolve
 from penstock.models.load import load_model
-from penstock.testing.tiny_models import TinyLlama, write_gguf, write_hf
 from penstock.types.errors import ConfigError, ModelError
+from tiny_models import TinyLlama, write_gguf, write_hf
 
 
 @pytest.mark.parametrize(

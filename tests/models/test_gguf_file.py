@@ -10,8 +10,8 @@ import pytest
 from gguf import GGUFReader
 
 from penstock.models.gguf_file import open_gguf
-from penstock.testing.tiny_models import TinyLlama, write_gguf
 from penstock.types.errors import ModelError
+from tiny_models import TinyLlama, write_gguf
 
 
 @pytest.fixture(scope="module")

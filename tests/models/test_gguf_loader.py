@@ -22,10 +22,10 @@ from penstock.models.gguf_file import GGML_Q8_0, open_gguf
 from penstock.models.gguf_tensors import conversion_notes, load_tensor, round_to_q8_0
 from penstock.models.hf import load_hf_directory
 from penstock.models.weights import WeightFormat, WeightTensor
-from penstock.testing.tiny_models import TinyLlama, vocabulary, write_gguf, write_hf
 from penstock.types.errors import ModelError
 from penstock.types.model_spec import GatedMlp
 from penstock.types.vocab import GgufVocab
+from tiny_models import TinyLlama, vocabulary, write_gguf, write_hf
 
 TINY = TinyLlama()
 

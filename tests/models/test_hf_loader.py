@@ -15,8 +15,8 @@ from penstock.models.hf import load_hf_directory
 from penstock.models.load import load_model
 from penstock.models.safetensors_file import open_safetensors
 from penstock.models.weights import WeightFormat, convert_rows, row_slices
-from penstock.testing.tiny_models import TinyLlama, write_hf, write_safetensors
 from penstock.types.errors import ModelError
+from tiny_models import TinyLlama, write_hf, write_safetensors
 
 TINY = TinyLlama()
 

@@ -11,8 +11,8 @@ import pytest
 from penstock.models.catalog import resolve
 from penstock.models.load import load_model
 from penstock.models.pull import ensure_present
-from penstock.testing.tiny_models import TinyLlama, write_gguf, write_hf
 from penstock.types.errors import DownloadError
+from tiny_models import TinyLlama, write_gguf, write_hf
 
 
 def install(monkeypatch, **functions) -> None:

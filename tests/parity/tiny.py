@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.testing.tiny_models import TinyLlama, write_gguf, write_hf
+from tiny_models import TinyLlama, write_gguf, write_hf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

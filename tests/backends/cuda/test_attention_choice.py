@@ -31,11 +31,11 @@ from penstock.backends.cuda.stream import open_stream
 from penstock.models import architectures
 from penstock.models.gguf import load_gguf
 from penstock.models.weights import LoadedModel
-from penstock.testing.tiny_models import TinyLlama, write_gguf
 from penstock.types.errors import ConfigError
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.plan import AdmitRow, Capacity, RowPlan, StepPlan
 from penstock.types.sampling import SamplingParams
+from tiny_models import TinyLlama, write_gguf
 
 pytestmark = pytest.mark.skipif(HAS_DEVICE, reason="the stand-in for FlashInfer computes on the CPU")
 

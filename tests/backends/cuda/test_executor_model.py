@@ -22,10 +22,10 @@ from penstock.backends.reference.executor import ReferenceExecutor
 from penstock.models import architectures
 from penstock.models.gguf import load_gguf
 from penstock.models.weights import LoadedModel
-from penstock.testing.tiny_models import TinyLlama, write_gguf
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.plan import AdmitRow, Capacity, RowPlan, StepPlan, Ticket
 from penstock.types.sampling import SamplingParams
+from tiny_models import TinyLlama, write_gguf
 
 SMALL = TinyLlama(is_tied=False, num_layers=1, num_heads=2, num_kv_heads=1, hidden_size=32, intermediate_size=32)
 CAPACITY = Capacity(num_blocks=40, block_size=16, max_rows=5, max_step_tokens=40, max_model_len=60)

@@ -29,7 +29,7 @@ from penstock.backends.cuda.kernels.page_indices import PAGES_AT_ONCE, page_indi
 from penstock.backends.cuda.stream import open_stream
 from penstock.models.architectures import describe
 from penstock.models.gguf import load_gguf
-from penstock.testing.tiny_models import TinyLlama, write_gguf
+from tiny_models import TinyLlama, write_gguf
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 SHAPE = AttentionShape(8, 2, 64, 0.125)

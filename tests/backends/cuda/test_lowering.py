@@ -33,9 +33,9 @@ from penstock.models.program import (
     Softcap,
 )
 from penstock.models.weights import LoadedModel, WeightFormat, WeightTensor
-from penstock.testing.tiny_models import TinyLlama, write_gguf, write_hf
 from penstock.types.errors import ModelError
 from penstock.types.kv_dtype import KvDtype
+from tiny_models import TinyLlama, write_gguf, write_hf
 
 CLOSE = {"rtol": 1e-3, "atol": 1e-3}
 SMALL = TinyLlama(num_layers=2)

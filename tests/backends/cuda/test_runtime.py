@@ -31,8 +31,8 @@ from penstock.models.catalog import resolve
 from penstock.models.load import load_model
 from penstock.obs.prometheus import expose
 from penstock.testing.builders import make_request
-from penstock.testing.tiny_models import TinyLlama, write_gguf
 from penstock.types.errors import ConfigError
+from tiny_models import TinyLlama, write_gguf
 
 SMALL = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=40)
 SESSION = [token % 200 for token in range(1, 38)]
