@@ -1,25 +1,17 @@
-"""The port of attention: what a program asks of whoever computes the attention of a step, and what the host knows of its rows.
+"""The attention of a step in numbers: the shape of a layer's, and what the host knows of the rows. Computes nothing.
 
-Called by the lowering, once per layer; `triton_attention` and `flashinfer_attention` are behind it, and `attention_choice` says
-which of them a step has. Computes nothing.
+`triton_attention` and `flashinfer_attention` compute it, and `attention_choice` says which of them a step has.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.models.program import Attention
-
-if TYPE_CHECKING:
-    import torch
-
-    from penstock.backends.cuda.kv_cache import KvLayer
-    from penstock.backends.cuda.step import StepTensors
 
 MAX_ERROR_CHARS = 300
 """That the log shows of one."""
@@ -89,18 +81,3 @@ class RowLens:
 def in_words(error: BaseException) -> str:
     """An error of a library that computes attention, in one line: compilers say much."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:MAX_ERROR_CHARS]}"
-
-
-class StepAttention(Protocol):
-    """Computes the attention of a step. It waits for nothing, so that a step can be captured in a CUDA graph."""
-
-    def begin(self, step: StepTensors) -> None:
-        """Before the step's first layer, on the device."""
-        ...
-
-    def attend(self, out: torch.Tensor, q: torch.Tensor, layer: KvLayer, step: StepTensors, shape: AttentionShape) -> None:
-        """One layer's, whose keys and values of this step are in the cache.
-
-        q, out [num_tokens, num_heads * head_dim]; rows of q may lie apart.
-        """
-        ...

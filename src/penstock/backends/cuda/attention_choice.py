@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from penstock.backends.cuda.attention import RowLens, StepAttention, StepKind, in_words
+from penstock.backends.cuda.attention import RowLens, StepKind, in_words
 from penstock.backends.cuda.attention_trial import Clock, Outcome, Trial, Unfit, stream_clock, trial_steps
 from penstock.backends.cuda.flashinfer_attention import FlashInferAttention, import_package, is_installed, why_unfit
 from penstock.backends.cuda.graphs import Captured, CudaCapture, DecodeGraphs
@@ -24,6 +24,7 @@ from penstock.types.errors import ConfigError
 if TYPE_CHECKING:
     from penstock.backends.cuda.kv_cache import PagedKvCache
     from penstock.backends.cuda.lowering import CompiledProgram
+    from penstock.backends.cuda.step import StepAttention
     from penstock.backends.cuda.stream import Stream
     from penstock.types.plan import Capacity
 

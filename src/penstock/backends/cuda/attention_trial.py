@@ -17,10 +17,10 @@ import numpy as np
 import torch
 
 from penstock.backends.batch import NULL_BLOCK
-from penstock.backends.cuda.attention import AttentionShape, RowLens, StepAttention, StepKind, in_words
+from penstock.backends.cuda.attention import AttentionShape, RowLens, StepKind, in_words
 from penstock.backends.cuda.graphs import Capture, DecodeGraphs
 from penstock.backends.cuda.kv_cache import PagedKvCache
-from penstock.backends.cuda.step import StepTensors
+from penstock.backends.cuda.step import StepAttention, StepTensors
 from penstock.backends.cuda.stream import Stream
 from penstock.types.plan import Capacity
 

@@ -97,7 +97,7 @@ def workspace_bytes(shape: AttentionShape, *, max_rows: int, num_multiprocessors
 
 
 class FlashInferAttention:
-    """See `attention.StepAttention`; `plan` comes before each step that has it.
+    """See `step.StepAttention`; `plan` comes before each step that has it.
 
     `graph_rows` are the numbers of rows for which decodes are captured: each has a wrapper, whose buffers do not move. All else
     has one, decodes that are not captured, too. `max_blocks` is the width of block tables. `backend` is FlashInfer's name of

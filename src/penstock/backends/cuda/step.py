@@ -1,14 +1,18 @@
-"""The arrays of one step on the device: made by the executor, read by the program and its kernels. Computes nothing."""
+"""The arrays of one step on the device, and the port of what computes its attention. Computes nothing.
+
+The executor makes the arrays, and the program and its kernels read them. The lowering calls the port once per layer.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import torch
 
-    from penstock.backends.cuda.attention import StepAttention
+    from penstock.backends.cuda.attention import AttentionShape
+    from penstock.backends.cuda.kv_cache import KvLayer
 
 
 @dataclass(slots=True)
@@ -46,3 +50,18 @@ class StepTensors:
 
     attention: StepAttention | None = None
     """The attention that was planned for the step; None: the program's own kernels."""
+
+
+class StepAttention(Protocol):
+    """Computes the attention of a step. It waits for nothing, so that a step can be captured in a CUDA graph."""
+
+    def begin(self, step: StepTensors) -> None:
+        """Before the step's first layer, on the device."""
+        ...
+
+    def attend(self, out: torch.Tensor, q: torch.Tensor, layer: KvLayer, step: StepTensors, shape: AttentionShape) -> None:
+        """One layer's, whose keys and values of this step are in the cache.
+
+        q, out [num_tokens, num_heads * head_dim]; rows of q may lie apart.
+        """
+        ...

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TritonAttention:
-    """See `attention.StepAttention`."""
+    """See `step.StepAttention`."""
 
     workspace: AttentionWorkspace
     deterministic: bool
