@@ -13,8 +13,7 @@ from pydantic import ValidationError
 from test_errors import CHAT, COMPLETIONS, check
 
 from penstock.serve.errors import ApiError
-from penstock.serve.openai.bodies import MAX_CONTAINERS, parse_body
-from penstock.serve.openai.schemas import MAX_MESSAGES, ChatCompletionBody, CompletionBody
+from penstock.serve.openai.schemas import MAX_CONTAINERS, MAX_MESSAGES, ChatCompletionBody, CompletionBody, parse_body
 from penstock.serve.openai.tokenize import DetokenizeBody, TokenizeBody
 
 MAX_BYTES = 4 << 20

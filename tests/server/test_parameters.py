@@ -13,15 +13,18 @@ from test_completions import oracle
 from test_errors import CHAT, COMPLETIONS, check
 
 from penstock.serve.errors import ApiError
-from penstock.serve.openai.bodies import MAX_LOGGED_CHARS, MAX_LOGGED_NAMES, IgnoredParameters, parse_body
 from penstock.serve.openai.schemas import (
+    MAX_LOGGED_CHARS,
+    MAX_LOGGED_NAMES,
     ChatCompletionBody,
     ChatMessage,
     CompletionBody,
+    IgnoredParameters,
     JsonSchemaFormat,
     ResponseFormat,
     StreamOptions,
     StructuredOutputs,
+    parse_body,
 )
 from penstock.serve.openai.tokenize import DetokenizeBody, TokenizeBody
 

@@ -21,12 +21,10 @@ from penstock.config.keys import api_keys
 from penstock.deploy.running import Deployment
 from penstock.serve.errors import from_http_exception
 from penstock.serve.http.checks import JsonEndpoint, KeyRing, RequestChecks, takes_json
-from penstock.serve.openai.bodies import IgnoredParameters
-from penstock.serve.openai.endpoints import ChatEndpoint, CompletionsEndpoint
+from penstock.serve.openai.endpoints import ChatEndpoint, CompletionsEndpoint, ModelsEndpoint
 from penstock.serve.openai.in_flight import InFlight
-from penstock.serve.openai.models import ModelsEndpoint
 from penstock.serve.openai.read import Reader
-from penstock.serve.openai.schemas import Body, ChatCompletionBody, CompletionBody
+from penstock.serve.openai.schemas import Body, ChatCompletionBody, CompletionBody, IgnoredParameters
 from penstock.serve.openai.tokenize import DetokenizeBody, TokenizeBody, TokenizeEndpoint
 from penstock.serve.ops.docs_page import docs_page
 from penstock.serve.ops.pool import PoolEndpoint

@@ -1,20 +1,25 @@
-"""`POST /v1/chat/completions` and `/v1/completions`: read, run, write. The two differ in `read` and in `write` alone."""
+"""`POST /v1/chat/completions` and `/v1/completions`: read, run, write. The two differ in `read` and in `write` alone.
+
+`GET /v1/models` and `/v1/models/{id}`: what is served, in OpenAI's shape with vLLM's `max_model_len` and `root`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Scope
 
 from penstock.deploy.off_loop import OffLoop
+from penstock.deploy.running import Deployment, RunningModel
 from penstock.serve.http.connection import unless_gone
-from penstock.serve.openai.bodies import INLINE_MAX_BYTES
 from penstock.serve.openai.call import Call
 from penstock.serve.openai.in_flight import InFlight
-from penstock.serve.openai.read import Reader
+from penstock.serve.openai.read import Reader, find_model
 from penstock.serve.openai.run import run
+from penstock.serve.openai.schemas import INLINE_MAX_BYTES
 from penstock.serve.openai.write import AnswerWriter, ChatWriter, CompletionWriter, respond
 
 
@@ -43,3 +48,30 @@ class CompletionsEndpoint(_Endpoint):
     async def create(self, data: bytes, http: HttpRequest) -> Response:
         """Continue one or more prompts, given as text or token ids."""
         return await self._answer(data, http, self._reader.completion, CompletionWriter)
+
+
+class ModelsEndpoint:
+    def __init__(self, deployment: Deployment) -> None:
+        self._deployment = deployment
+
+    async def list(self) -> dict[str, Any]:
+        """The names under which models are served."""
+        cards = [_card(name, running) for running in self._deployment.models for name in running.model.served_names]
+        return {"object": "list", "data": cards}
+
+    async def get(self, model_id: str) -> dict[str, Any]:
+        """The model with this name."""
+        return _card(model_id, find_model(model_id, self._deployment))
+
+
+def _card(name: str, running: RunningModel) -> dict[str, Any]:
+    model = running.model
+    return {
+        "id": name,
+        "object": "model",
+        "created": model.created_unix_s,
+        "owned_by": "penstock",
+        "root": model.root,
+        "parent": None,
+        "max_model_len": model.max_model_len,
+    }

@@ -14,13 +14,19 @@ from penstock.config import ServerConfig
 from penstock.deploy.running import Deployment, RunningModel
 from penstock.serve.errors import invalid
 from penstock.serve.http.connection import unless_gone
-from penstock.serve.openai.bodies import INLINE_MAX_BYTES, IgnoredParameters, parse_body
 from penstock.serve.openai.call import Conversation
-from penstock.serve.openai.models import find_model
-from penstock.serve.openai.read import check_token_ids, read_conversation
+from penstock.serve.openai.read import check_token_ids, find_model, read_conversation, read_owner
 from penstock.serve.openai.run import check_text_size, render
-from penstock.serve.openai.schemas import MAX_TOKEN_IDS, Body, ChatTemplateFields, Messages, TokenId
-from penstock.serve.openai.terms import read_owner
+from penstock.serve.openai.schemas import (
+    INLINE_MAX_BYTES,
+    MAX_TOKEN_IDS,
+    Body,
+    ChatTemplateFields,
+    IgnoredParameters,
+    Messages,
+    TokenId,
+    parse_body,
+)
 from penstock.text.tokenizer import Tokenizer
 
 _Read = TypeVar("_Read")

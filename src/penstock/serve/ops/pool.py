@@ -12,9 +12,8 @@ from penstock.deploy.running import Deployment, RunningModel
 from penstock.kv.pool_map import BlockOwner, BlockState, PoolMap, Run
 from penstock.serve.errors import unavailable
 from penstock.serve.openai.in_flight import InFlight
-from penstock.serve.openai.models import find_model
-from penstock.serve.openai.terms import read_owner
-from penstock.serve.ops.json_answer import json_answer
+from penstock.serve.openai.read import find_model, read_owner
+from penstock.serve.ops.requests import json_answer
 
 SHARED_NS = 100_000_000
 """Time for which a drawing is shown."""

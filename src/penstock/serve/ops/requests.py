@@ -5,18 +5,31 @@ Only a request's owner (the same key and tenant) sees it.
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import orjson
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
+from penstock.obs.explain.explanation import Explanation, PauseTold, gap_cause, summary
+from penstock.obs.explain.lives import Gap
 from penstock.serve.errors import request_not_found, request_not_known
 from penstock.serve.openai.in_flight import InFlight, Told
-from penstock.serve.openai.terms import read_owner
-from penstock.serve.ops.explanation import explanation
-from penstock.serve.ops.json_answer import json_answer
+from penstock.serve.openai.read import read_owner
+from penstock.serve.openai.write import FINISH_WORDS
+from penstock.types.request import FinishReason
 
 _ANSWER_PREFIXES = ("chatcmpl-", "cmpl-")
+_OTHER_ENDS = {FinishReason.ABORT: "cancelled", FinishReason.ERROR: "error", FinishReason.REJECTED: "refused"}
+
+
+async def json_answer(make: Callable[[], Any]) -> Response:
+    """The answer with what `make` returns, which is called in a thread, too. Raises what it raises."""
+    # A response of our own, since FastAPI would go through every item of a list on the event loop.
+    data = await asyncio.to_thread(lambda: orjson.dumps(make()))
+    return Response(data, media_type="application/json")
 
 
 class RequestsEndpoint:
@@ -52,7 +65,7 @@ class RequestsEndpoint:
 
 
 def _call(told: Told) -> dict[str, Any]:
-    choices = [explanation(choice, index) for index, choice in told.choices]
+    choices = [_choice(choice, index) for index, choice in told.choices]
     return {
         "id": told.request_id,
         "object": "request",
@@ -66,3 +79,75 @@ def _call(told: Told) -> dict[str, Any]:
 def _candidates(request_id: str) -> list[str]:
     """The id as it stands, and as it was before it became an answer's id."""
     return [request_id, *(request_id.removeprefix(prefix) for prefix in _ANSWER_PREFIXES if request_id.startswith(prefix))]
+
+
+def _choice(told: Explanation, index: int) -> dict[str, Any]:
+    """The explanation of one choice. Times are milliseconds."""
+    return {
+        "index": index,
+        "state": told.phase.value,
+        "finish_reason": None if told.finish_reason is None else (FINISH_WORDS | _OTHER_ENDS)[told.finish_reason],
+        "summary": summary(told),
+        "prompt_tokens": told.num_prompt_tokens,
+        "completion_tokens": told.num_generated_tokens,
+        "time_ms": {
+            "total": _ms(told.total_ns),
+            "queue": _ms(told.queue_ns),
+            "prefill": _ms(told.prefill_ns),
+            "decode": _ms(told.decode_ns),
+        },
+        "waited": {
+            "for_ms": _parts(told.waited_for_ns),
+            "now_for": told.waits_for or None,
+            "came_before": told.num_before,
+            "went_first": told.num_passed_by,
+        },
+        "prefix": _prefix(told),
+        "prefill": {"steps": told.num_prefill_steps, "tokens": told.num_prefill_tokens},
+        "resume": {"steps": told.num_resume_steps, "tokens": told.num_resume_tokens},
+        "decode": {"steps": told.num_decode_steps, "with_prompts_ms": _ms(told.decode_with_prompts_ns)},
+        "batch": {"mean": round(told.mean_batch, 2), "max": told.max_batch},
+        "longest_gap": None if told.longest_gap is None else _gap(told.longest_gap),
+        "preemptions": [_pause(pause) for pause in told.pauses],
+    }
+
+
+def _prefix(told: Explanation) -> dict[str, Any] | None:
+    """The prefix that was found in the cache; None while the choice waits."""
+    if told.stop is None:
+        return None
+    found = {"hit_tokens": told.num_hit_tokens, "stopped_at": told.stop.position, "because": told.stop.reason.value}
+    return found if told.evicted_ago_ns is None else {**found, "evicted_ms_before": _ms(told.evicted_ago_ns)}
+
+
+def _gap(gap: Gap) -> dict[str, Any]:
+    """A gap between two tokens. Other requests of its step are told in sizes alone."""
+    told: dict[str, Any] = {"ms": _ms(gap.gap_ns), "because": gap_cause(gap)}
+    if gap.step is not None:
+        told["step"] = {
+            "ms": _ms(gap.step.duration_ns),
+            "requests": gap.step.num_rows,
+            "prompts": gap.step.num_prefills,
+            "prompt_tokens": gap.step.num_prefill_tokens,
+        }
+    return told
+
+
+def _pause(pause: PauseTold) -> dict[str, Any]:
+    return {
+        "after_ms": _ms(pause.began_ns),
+        "because": pause.reason.value,
+        "method": "swap" if pause.is_swap else "recompute",
+        "waited_ms": _ms(pause.waited_ns),
+        "waited_for_ms": _parts(pause.waited_for_ns),
+        "lost_tokens": pause.num_lost_tokens,
+        "is_over": pause.is_over,
+    }
+
+
+def _parts(parts_ns: Mapping[str, int]) -> dict[str, float]:
+    return {name: _ms(part_ns) for name, part_ns in parts_ns.items()}
+
+
+def _ms(num_ns: int) -> float:
+    return round(num_ns / 1e6, 3)

@@ -14,7 +14,7 @@ from penstock.engine.thread import EngineState
 from penstock.obs.metrics import Metrics
 from penstock.obs.signals import WINDOW_S
 from penstock.serve.errors import unavailable
-from penstock.serve.openai.models import find_model
+from penstock.serve.openai.read import find_model
 
 
 class StatusEndpoint:
