@@ -12,9 +12,9 @@ from penstock.clock import VirtualClock
 from penstock.config import ServerConfig
 from penstock.deploy.running import Deployment
 from penstock.serve.app import create_app
-from penstock.serve.errors import from_finish
+from penstock.serve.errors import from_rejected
 from penstock.testing import FailingExecutor, HashExecutor
-from penstock.types.errors import RejectReason
+from penstock.types.errors import Rejected, RejectReason
 from penstock.types.plan import Capacity
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -527,15 +527,8 @@ async def test_cancelled_request_says_so():
 
 
 def test_every_reason_to_refuse_has_an_answer():
-    from penstock.engine.ports import OutputChunk
-    from penstock.types.request import FinishReason
-
     for reason in RejectReason:
-        chunk = OutputChunk(
-            "r", "", (), (), 0, finish_reason=FinishReason.REJECTED, detail="because", reject_reason=reason.value
-        )
-        error = from_finish(chunk, "id")
-        assert error is not None
+        error = from_rejected(Rejected(reason, "because"))
         assert 400 <= error.status_code < 600
 
 

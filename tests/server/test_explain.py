@@ -13,7 +13,7 @@ from test_errors import check
 
 from penstock.clock import VirtualClock
 from penstock.config import ServerConfig
-from penstock.serve.ops import json_answer
+from penstock.serve.ops import requests
 
 COMPLETIONS = "/v1/completions"
 ONE, TWO = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
@@ -196,7 +196,7 @@ async def test_large_answers_are_made_in_a_thread(client, monkeypatch, path):
         made_by.append(threading.current_thread())
         return orjson.dumps(told)
 
-    monkeypatch.setattr(json_answer, "orjson", SimpleNamespace(dumps=dumps))
+    monkeypatch.setattr(requests, "orjson", SimpleNamespace(dumps=dumps))
     response = await client.get(path)
     assert response.status_code == 200
     assert response.headers["content-type"] == "application/json"

@@ -140,13 +140,6 @@ class WatchedExecutor:
         finally:
             self._books.take_back()
 
-    def restrict(self, ticket: Ticket, masks: Mapping[str, bytes]) -> None:
-        self._books.let_go()
-        try:
-            self._executor.restrict(ticket, masks)
-        finally:
-            self._books.take_back()
-
     def collect(self, ticket: Ticket) -> StepResult:
         self._books.let_go()
         try:
@@ -154,27 +147,25 @@ class WatchedExecutor:
         finally:
             self._books.take_back()
 
+    def restrict(self, ticket: Ticket, masks: Mapping[str, bytes]) -> None:
+        self._inside(lambda: self._executor.restrict(ticket, masks))
+
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        self._books.let_go()
-        try:
-            self._executor.copy_blocks(pairs)
-        finally:
-            self._books.take_back()
+        self._inside(lambda: self._executor.copy_blocks(pairs))
 
     def read_blocks(self, block_ids: Sequence[int], out: Sequence[memoryview]) -> Ready | None:
         """A device that hangs in a step may not come back from this either."""
-        self._books.let_go()
-        try:
-            return self._executor.read_blocks(block_ids, out)
-        finally:
-            self._books.take_back()
+        return self._inside(lambda: self._executor.read_blocks(block_ids, out))
 
     def write_blocks(self, block_ids: Sequence[int], contents: Sequence[memoryview]) -> None:
-        self._books.let_go()
-        try:
-            self._executor.write_blocks(block_ids, contents)
-        finally:
-            self._books.take_back()
+        self._inside(lambda: self._executor.write_blocks(block_ids, contents))
 
     def close(self) -> None:
         self._executor.close()
+
+    def _inside(self, call: Callable[[], T]) -> T:
+        self._books.let_go()
+        try:
+            return call()
+        finally:
+            self._books.take_back()

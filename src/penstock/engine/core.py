@@ -298,7 +298,7 @@ class EngineCore:
         self._tell_end(request, now_ns, reject_reason)
 
     def _tell_end(self, request: Request, now_ns: int, reject_reason: str) -> None:
-        stats = _request_stats(request, now_ns, reject_reason)
+        stats = request_stats(request, now_ns, reject_reason)
         self._journal.on_finish(stats)
         self._observer.on_finish(stats)
 
@@ -391,7 +391,7 @@ def _next_limit(request: Request) -> tuple[int, RejectReason] | None:
     return min(((at_ns, reason) for at_ns, reason in limits if at_ns is not None), default=None)
 
 
-def _request_stats(request: Request, now_ns: int, reject_reason: str) -> RequestStats:
+def request_stats(request: Request, now_ns: int, reject_reason: str) -> RequestStats:
     assert request.finish_reason is not None, "told at its end"
     return RequestStats(
         request_id=request.request_id,

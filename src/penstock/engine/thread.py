@@ -23,16 +23,17 @@ from enum import StrEnum
 
 from penstock.clock import Clock
 from penstock.engine.books import Abandoned, Books, WatchedExecutor
-from penstock.engine.core import EngineCore
+from penstock.engine.core import EngineCore, request_stats
 from penstock.engine.output import OutputStage
 from penstock.engine.ports import BlockMover, Executor, NullObserver, Observer, OutputChunk, OutputSink, TurnObserver
 from penstock.engine.stepper import Stepper
 from penstock.engine.transfers import Transfers
 from penstock.kv.pool_map import PoolMap, draw, waste_ratio
+from penstock.sched import progress
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.events import Abort, Add, Command, Drain, TokenEvent
 from penstock.types.request import FinishReason, Request
-from penstock.types.stats import EngineLoad, RequestStats
+from penstock.types.stats import EngineLoad
 
 _logger = logging.getLogger(__name__)
 
@@ -470,29 +471,13 @@ class Outbox:
         """End requests that the core never saw, since the engine takes no more."""
         chunks: list[OutputChunk] = []
         for request in requests:
-            self._observer.on_finish(_refused_stats(request, reason, now_ns))
+            progress.end(request, FinishReason.REJECTED)
+            self._observer.on_finish(request_stats(request, now_ns, reason.value))
             chunk = OutputChunk(request.request_id, "", (), (), now_ns)
             chunk.finish_reason, chunk.reject_reason = FinishReason.REJECTED, reason.value
             chunk.detail = SHUTTING_DOWN if reason is RejectReason.DRAINING else "the engine is not running"
             chunks.append(chunk)
         self.deliver(chunks)
-
-
-def _refused_stats(request: Request, reason: RejectReason, now_ns: int) -> RequestStats:
-    return RequestStats(
-        request_id=request.request_id,
-        tenant=request.tenant,
-        arrival_ns=request.arrival_ns,
-        first_scheduled_ns=None,
-        first_token_ns=None,
-        ended_ns=now_ns,
-        num_prompt_tokens=request.num_prompt_tokens,
-        num_cached_tokens=0,
-        num_generated_tokens=0,
-        num_preemptions=0,
-        finish_reason=FinishReason.REJECTED,
-        reject_reason=reason.value,
-    )
 
 
 def _added(commands: Iterable[Command]) -> list[Request]:

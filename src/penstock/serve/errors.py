@@ -14,9 +14,7 @@ import orjson
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from penstock.engine.ports import OutputChunk
 from penstock.types.errors import Rejected, RejectReason, counted
-from penstock.types.request import FinishReason
 
 UNAVAILABLE_RETRY_AFTER_S = 5
 """Value of `Retry-After` while starting, draining or failed: another instance may serve by then."""
@@ -222,20 +220,6 @@ def failed(detail: str, request_id: str) -> ApiError:
     """500 of one request, by itself: the engine goes on, and the same request may well fail again."""
     message = f"The request failed: {detail.removesuffix('.')}. The server's log may say more under request id {request_id}."
     return ApiError(500, message, code="internal_error", error_type="server_error")
-
-
-def from_finish(chunk: OutputChunk, request_id: str) -> ApiError | None:
-    """The error that a finish chunk tells about; None if the request ended by itself, or has not ended.
-
-    A request that ended with all others (the engine failed, the server stops), or by the client's own grammar, has a
-    `reject_reason`.
-    """
-    if chunk.finish_reason in (None, FinishReason.STOP, FinishReason.LENGTH):
-        return None
-    detail = chunk.detail or "the request ended early"
-    if chunk.reject_reason:
-        return from_rejected(Rejected(RejectReason(chunk.reject_reason), detail))
-    return cancelled(detail) if chunk.finish_reason is FinishReason.ABORT else failed(detail, request_id)
 
 
 def from_http_exception(error: HTTPException, method: str, path: str) -> ApiError:

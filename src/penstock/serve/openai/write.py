@@ -21,15 +21,14 @@ from starlette.types import Message, Receive, Scope, Send
 
 from penstock.deploy.off_loop import OffLoop
 from penstock.engine.ports import OutputChunk
-from penstock.obs.timings import RequestTimings
-from penstock.serve.errors import ApiError, cancelled, deadline_exceeded, from_finish, internal
+from penstock.serve.errors import ApiError, cancelled, deadline_exceeded, failed, from_rejected, internal
 from penstock.serve.http.checks import identity_of
 from penstock.serve.http.connection import CLIENT_LEFT, ClientWatch, DirectLine, direct_line
 from penstock.serve.openai.call import Terms
 from penstock.serve.openai.in_flight import RunningCall
 from penstock.serve.openai.logprobs import ChatLogprobs, CompletionLogprobs
 from penstock.text.tokenizer import Tokenizer
-from penstock.types.errors import RejectReason
+from penstock.types.errors import Rejected, RejectReason
 from penstock.types.request import FinishReason
 from penstock.types.result import TokenLogprobs
 from penstock.types.sampling import MAX_LOGPROBS
@@ -38,6 +37,7 @@ _log = logging.getLogger(__name__)
 
 FINISH_WORDS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 """OpenAI's words; every other end is an error."""
+_PARTS = ("queue", "prefill", "decode")
 DONE = b"data: [DONE]\n\n"
 _LINE_ENDS = tuple((char.encode(), f"\\u{ord(char):04x}".encode()) for char in "\x85\u2028\u2029")
 """Characters that end a line in Unicode and that JSON lets stand in a string, with JSON's other way to write them."""
@@ -338,7 +338,7 @@ async def _json(records: Sequence[ChoiceRecord], call: RunningCall, writer: Answ
     num_tokens = sum([record.last.num_generated_tokens for record in records])
     size = num_tokens * (1 + MAX_LOGPROBS if call.answer.has_logprobs else 1)
     data = await off_loop.finish(size, lambda: orjson.dumps(writer.whole(records)))
-    headers = {"Server-Timing": _timings(call.terms, records[0].last).server_timing()}
+    headers = {"Server-Timing": server_timing(times_ms(call.terms.arrival_ns, records[0].last))}
     return Response(data, media_type="application/json", headers=headers)
 
 
@@ -374,7 +374,7 @@ class EventStream(Response):
         request_id = identity_of(scope).request_id
         try:
             # The times of the choice that spoke first.
-            timing = _timings(self._call.terms, self._first_chunks[0]).server_timing_so_far()
+            timing = server_timing(times_ms(self._call.terms.arrival_ns, self._first_chunks[0])[:2])
             headers = [*_HEADERS, (b"server-timing", timing.encode())]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             try:
@@ -425,7 +425,7 @@ class EventStream(Response):
             return write(index_of[chunks[0].request_id], chunks[0]), None
         parts: list[bytes] = []
         for chunk in chunks:
-            error = _error_of(self._call.terms, chunk)
+            error = error_of(self._call.terms, chunk)
             if error is not None:
                 # The chunk may be merged with ones before the failure: what they said is still shown.
                 chunk.finish_reason = None
@@ -467,15 +467,22 @@ def _raise_if_over(call: RunningCall, chunks: Sequence[OutputChunk]) -> None:
     if call.stream.is_cancelled:
         raise cancelled(CLIENT_LEFT)
     for chunk in chunks:
-        error = _error_of(call.terms, chunk)
+        error = error_of(call.terms, chunk)
         if error is not None:
             raise error
 
 
-def _error_of(terms: Terms, chunk: OutputChunk) -> ApiError | None:
-    """The error that a finish chunk of a call tells about; None if the request ended by itself, or has not ended."""
-    if chunk.finish_reason is None or not chunk.reject_reason:
-        return from_finish(chunk, terms.request_id)
+def error_of(terms: Terms, chunk: OutputChunk) -> ApiError | None:
+    """The error that a finish chunk of a call tells about; None if the request ended by itself, or has not ended.
+
+    A request that ended with all others (the engine failed, the server stops), or by the client's own grammar, has a
+    `reject_reason`.
+    """
+    if chunk.finish_reason in (None, FinishReason.STOP, FinishReason.LENGTH):
+        return None
+    detail = chunk.detail or "the request ended early"
+    if not chunk.reject_reason:
+        return cancelled(detail) if chunk.finish_reason is FinishReason.ABORT else failed(detail, terms.request_id)
     reason = RejectReason(chunk.reject_reason)
     limits_ns = {
         RejectReason.DEADLINE: terms.deadline_ns,
@@ -484,20 +491,25 @@ def _error_of(terms: Terms, chunk: OutputChunk) -> ApiError | None:
     }
     limit_ns = limits_ns.get(reason)
     if limit_ns is None:
-        return from_finish(chunk, terms.request_id)
-    timings = _timings(terms, chunk)
+        return from_rejected(Rejected(reason, detail))
+    queue_ms, prefill_ms, decode_ms = times_ms(terms.arrival_ns, chunk)
     allowed_ms = (limit_ns - terms.arrival_ns) / 1e6
-    run_ms = timings.prefill_ms + timings.decode_ms
-    return deadline_exceeded(reason, allowed_ms, timings.queue_ms, run_ms, chunk.num_generated_tokens)
+    return deadline_exceeded(reason, allowed_ms, queue_ms, prefill_ms + decode_ms, chunk.num_generated_tokens)
 
 
-def _timings(terms: Terms, chunk: OutputChunk) -> RequestTimings:
-    return RequestTimings(
-        arrival_ns=terms.arrival_ns,
-        first_scheduled_ns=chunk.first_scheduled_ns,
-        first_token_ns=chunk.first_token_ns,
-        ended_ns=chunk.at_ns,
-    )
+def times_ms(arrival_ns: int, chunk: OutputChunk) -> tuple[float, float, float]:
+    """How long the request of a first or a finish chunk queued, prefilled and decoded until then, without gaps.
+
+    Before its first step all its time was queueing; from then to its first token, prefill.
+    """
+    scheduled_ns = chunk.at_ns if chunk.first_scheduled_ns is None else chunk.first_scheduled_ns
+    decode_ns = chunk.at_ns if chunk.first_token_ns is None else chunk.first_token_ns
+    return (scheduled_ns - arrival_ns) / 1e6, (decode_ns - scheduled_ns) / 1e6, (chunk.at_ns - decode_ns) / 1e6
+
+
+def server_timing(parts_ms: Sequence[float]) -> str:
+    """The value of a `Server-Timing` header (https://www.w3.org/TR/server-timing/): the parts whose end is known."""
+    return ", ".join([f"{name};dur={part_ms:.3f}" for name, part_ms in zip(_PARTS, parts_ms, strict=False)])
 
 
 def _finish_word(chunk: OutputChunk) -> str | None:
