@@ -6,7 +6,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from penstock.admission import DEFAULT_RETRY_AFTER_S, RESTART_RETRY_AFTER_S, Admission, AdmissionLimits, Ask
+from penstock.admission.checks import Ask
+from penstock.admission.door import DEFAULT_RETRY_AFTER_S, RESTART_RETRY_AFTER_S, Admission, AdmissionLimits
 from penstock.testing import make_load, make_request
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.plan import Capacity

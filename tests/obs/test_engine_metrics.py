@@ -7,11 +7,13 @@ from collections.abc import Sequence
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.admission import Admission, AdmissionLimits, Ask
+from penstock.admission.checks import Ask
+from penstock.admission.door import Admission, AdmissionLimits
 from penstock.clock import VirtualClock
 from penstock.engine.output import OutputStage
+from penstock.engine.ports import ObserverGroup, TokenObserverGroup
 from penstock.engine.thread import Engine
-from penstock.obs.metrics import Metrics, ObserverGroup, TokenObserverGroup
+from penstock.obs.metrics import Metrics
 from penstock.obs.prometheus import expose
 from penstock.obs.signals import Signals
 from penstock.testing import HashExecutor, make_core, make_request

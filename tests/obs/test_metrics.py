@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.obs.metrics import MAX_NOTED, Histogram, Metrics, ObserverGroup
+from penstock.engine.ports import ObserverGroup
+from penstock.obs.metrics import MAX_NOTED, Histogram, Metrics
 from penstock.obs.prometheus import expose
 from penstock.obs.signals import SustainedLoad
 from penstock.types.request import FinishReason, Request

@@ -8,12 +8,14 @@ from collections import deque
 from collections.abc import Iterator, Sized
 from types import FunctionType, ModuleType
 
-from penstock.admission import Admission, AdmissionLimits, Ask
+from penstock.admission.checks import Ask
+from penstock.admission.door import Admission, AdmissionLimits
 from penstock.admission.tenants import MAX_TENANTS
 from penstock.clock import VirtualClock
+from penstock.engine.ports import ObserverGroup
 from penstock.kv.prefix_cache import MAX_BEGINNINGS, MAX_EVICTED
 from penstock.obs.explain.journal import Journal
-from penstock.obs.metrics import Metrics, ObserverGroup
+from penstock.obs.metrics import Metrics
 from penstock.sched.policies.fair import FairShares
 from penstock.sched.policies.predictors import OnlinePredictor
 from penstock.sched.policies.presets import make_policies

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 
 import pytest
 
-from penstock.admission import Admission, AdmissionLimits, Ask
+from penstock.admission.checks import Ask
+from penstock.admission.door import Admission, AdmissionLimits
 from penstock.clock import VirtualClock
 from penstock.engine.output import OutputStage
-from penstock.engine.ports import OutputChunk
+from penstock.engine.ports import ObserverGroup, OutputChunk, TokenObserverGroup
 from penstock.engine.thread import Engine
-from penstock.obs.metrics import Metrics, ObserverGroup, TokenObserverGroup
+from penstock.obs.metrics import Metrics
 from penstock.testing import HashExecutor, make_core, make_request
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.plan import Capacity, Ticket

@@ -12,15 +12,16 @@ from dataclasses import dataclass, field, replace
 
 import httpx
 
-from penstock.admission import Admission, AdmissionLimits
+from penstock.admission.door import Admission, AdmissionLimits
 from penstock.clock import WallClock
 from penstock.config import ServerConfig
 from penstock.deploy.running import Deployment, ModelInfo, RunningModel, Sources
 from penstock.engine.bridge import Bridge
 from penstock.engine.output import OutputStage
+from penstock.engine.ports import ObserverGroup, TokenObserverGroup
 from penstock.engine.thread import Engine
 from penstock.obs.explain.journal import Journal
-from penstock.obs.metrics import Metrics, ObserverGroup, TokenObserverGroup
+from penstock.obs.metrics import Metrics
 from penstock.obs.signals import Signals
 from penstock.serve.app import create_app
 from penstock.serve.http.listener import bind_socket

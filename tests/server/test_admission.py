@@ -9,7 +9,7 @@ import httpx
 import pytest
 from harness import CAPACITY, GatedExecutor, make_client, make_runtime, running, until
 
-from penstock.admission import AdmissionLimits
+from penstock.admission.door import AdmissionLimits
 from penstock.clock import WallClock
 from penstock.config import ServerConfig
 

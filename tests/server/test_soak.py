@@ -10,7 +10,7 @@ import orjson
 import pytest
 from harness import CAPACITY, PRINTABLE_MODEL, running, until
 
-from penstock.admission import AdmissionLimits
+from penstock.admission.door import AdmissionLimits
 from penstock.testing import HashExecutor
 
 NUM_REQUESTS = 500

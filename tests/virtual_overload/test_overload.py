@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from penstock.admission import AdmissionLimits
+from penstock.admission.door import AdmissionLimits
 from penstock.sched.policies.presets import make_policies
 from virtual_overload.town import SECOND, Town, judge, make_clients, measure_capacity
 

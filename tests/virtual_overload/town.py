@@ -14,7 +14,8 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from penstock.admission import Admission, AdmissionLimits, Ask
+from penstock.admission.checks import Ask
+from penstock.admission.door import Admission, AdmissionLimits
 from penstock.engine.core import EngineCore
 from penstock.sched.policies.base import Policies
 from penstock.testing import make_core

@@ -53,18 +53,13 @@ def check_access(config: ServerConfig, environ: Mapping[str, str]) -> None:
     from penstock.config.keys import api_keys
 
     has_keys = bool(api_keys(config))
-    if not has_keys and "PENSTOCK_API_KEY" in environ:
-        raise ConfigError(
-            "PENSTOCK_API_KEY is set, but empty: the server would be open to everyone.", remedy="Give a key, or unset it."
-        )
-    if not has_keys and "PENSTOCK_API_KEY_FILE" in environ:
-        raise ConfigError(
-            "PENSTOCK_API_KEY_FILE is set, but empty: the server would be open to everyone.", remedy="Name a file, or unset it."
-        )
-    if not config.ssl_certfile and "PENSTOCK_SSL_CERTFILE" in environ:
-        raise ConfigError(
-            "PENSTOCK_SSL_CERTFILE is set, but empty: the server would speak plain HTTP.", remedy="Name a file, or unset it."
-        )
+    for variable, is_given, effect, remedy in (
+        ("PENSTOCK_API_KEY", has_keys, "would be open to everyone", "Give a key"),
+        ("PENSTOCK_API_KEY_FILE", has_keys, "would be open to everyone", "Name a file"),
+        ("PENSTOCK_SSL_CERTFILE", bool(config.ssl_certfile), "would speak plain HTTP", "Name a file"),
+    ):
+        if not is_given and variable in environ:
+            raise ConfigError(f"{variable} is set, but empty: the server {effect}.", remedy=f"{remedy}, or unset it.")
     if config.ssl_keyfile and not config.ssl_certfile:
         raise ConfigError("A TLS key needs its certificate.", remedy="Give --ssl-certfile, too.")
     if config.ssl_certfile:

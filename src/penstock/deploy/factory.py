@@ -35,11 +35,11 @@ from penstock.types.errors import ConfigError, NotEnoughMemory, counted
 from penstock.types.plan import Capacity
 
 if TYPE_CHECKING:
-    from penstock.admission import Admission
+    from penstock.admission.door import Admission
     from penstock.clock import Clock
     from penstock.deploy.running import Deployment, ModelInfo, RunningModel, Sources
     from penstock.engine.core import EngineCore
-    from penstock.engine.ports import BlockMover, BlockStore, Executor, Observer, OutputSink, RequestJournal
+    from penstock.engine.ports import BlockMover, BlockStore, Executor, Observer, OutputSink, RequestJournal, TokenObserver
     from penstock.engine.supervisor import Supervisor
     from penstock.engine.thread import Engine
     from penstock.engine.transfers import Transfers
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from penstock.models.formats import WeightFormat
     from penstock.models.weights import LoadedModel
     from penstock.obs.explain.journal import Journal
-    from penstock.obs.metrics import Metrics, ObserverGroup, TokenObserverGroup
+    from penstock.obs.metrics import Metrics
     from penstock.obs.signals import Signals
     from penstock.text.chat import ChatTemplate
     from penstock.text.tokenizer import Tokenizer
@@ -234,14 +234,15 @@ class Instruments:
     admission: Admission
     signals: Signals
     journal: Journal | None
-    observer: ObserverGroup
-    token_observer: TokenObserverGroup
+    observer: Observer
+    token_observer: TokenObserver
 
     @classmethod
     def of(cls, config: Config, capacity: Capacity, model_name: str) -> Instruments:
-        from penstock.admission import Admission
+        from penstock.admission.door import Admission
+        from penstock.engine.ports import ObserverGroup, TokenObserverGroup
         from penstock.obs.explain.journal import Journal
-        from penstock.obs.metrics import Metrics, ObserverGroup, TokenObserverGroup
+        from penstock.obs.metrics import Metrics
         from penstock.obs.signals import Signals
 
         policies = build_policies(config)

@@ -11,7 +11,7 @@ from penstock.config import AdmissionConfig, Config, KvConfig
 from penstock.types.errors import ConfigError
 
 if TYPE_CHECKING:
-    from penstock.admission import AdmissionLimits
+    from penstock.admission.door import AdmissionLimits
     from penstock.sched.policies.base import Policies
 
 SEAM_FLAGS: Mapping[str, str] = {
@@ -122,7 +122,7 @@ def _check_eviction(kv: KvConfig, policies: Policies) -> None:
 
 def admission_limits(config: AdmissionConfig) -> AdmissionLimits:
     """The settings as the door reads them."""
-    from penstock.admission import AdmissionLimits
+    from penstock.admission.door import AdmissionLimits
 
     return AdmissionLimits(
         max_queue=config.max_queue,

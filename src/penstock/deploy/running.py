@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from penstock.admission import Admission
+from penstock.admission.door import Admission
 from penstock.clock import Clock, WallClock
 from penstock.deploy.off_loop import OffLoop
 from penstock.engine.bridge import Bridge

@@ -233,6 +233,36 @@ class TurnObserver(Protocol):
         ...
 
 
+class ObserverGroup:
+    """Tells each of its observers, in order."""
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self._observers = tuple(observers)
+
+    def on_step(self, stats: StepStats) -> None:
+        for observer in self._observers:
+            observer.on_step(stats)
+
+    def on_finish(self, stats: RequestStats) -> None:
+        for observer in self._observers:
+            observer.on_finish(stats)
+
+
+class TokenObserverGroup:
+    """Tells each of its token observers, in order."""
+
+    def __init__(self, observers: Sequence[TokenObserver]) -> None:
+        self._observers = tuple(observers)
+
+    def on_tokens(self, first: Sequence[Request], gaps_ns: Sequence[int]) -> None:
+        for observer in self._observers:
+            observer.on_tokens(first, gaps_ns)
+
+    def on_itl(self, request: Request, num_gaps: int, num_late: int) -> None:
+        for observer in self._observers:
+            observer.on_itl(request, num_gaps, num_late)
+
+
 class NullObserver:
     """Listens to nothing."""
 

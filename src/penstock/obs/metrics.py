@@ -12,7 +12,7 @@ import threading
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from penstock.obs.signals import SustainedLoad
 from penstock.types.request import FinishReason, Request
@@ -238,49 +238,3 @@ def _is_our_doing(stats: RequestStats) -> bool:
     """It came in and got no token, and that is not its client's doing: it failed, or its time ran out."""
     has_timed_out = bool(stats.reject_reason) and stats.finish_reason is FinishReason.ABORT
     return has_timed_out or stats.finish_reason is FinishReason.ERROR
-
-
-class StepObserver(Protocol):
-    """The engine's `Observer`, spelled here since this room knows the vocabulary only."""
-
-    def on_step(self, stats: StepStats) -> None: ...
-
-    def on_finish(self, stats: RequestStats) -> None: ...
-
-
-class ObserverGroup:
-    """Tells each of its observers, in order."""
-
-    def __init__(self, observers: Sequence[StepObserver]) -> None:
-        self._observers = tuple(observers)
-
-    def on_step(self, stats: StepStats) -> None:
-        for observer in self._observers:
-            observer.on_step(stats)
-
-    def on_finish(self, stats: RequestStats) -> None:
-        for observer in self._observers:
-            observer.on_finish(stats)
-
-
-class Tokens(Protocol):
-    """The engine's `TokenObserver`."""
-
-    def on_tokens(self, first: Sequence[Request], gaps_ns: Sequence[int]) -> None: ...
-
-    def on_itl(self, request: Request, num_gaps: int, num_late: int) -> None: ...
-
-
-class TokenObserverGroup:
-    """Tells each of its token observers, in order."""
-
-    def __init__(self, observers: Sequence[Tokens]) -> None:
-        self._observers = tuple(observers)
-
-    def on_tokens(self, first: Sequence[Request], gaps_ns: Sequence[int]) -> None:
-        for observer in self._observers:
-            observer.on_tokens(first, gaps_ns)
-
-    def on_itl(self, request: Request, num_gaps: int, num_late: int) -> None:
-        for observer in self._observers:
-            observer.on_itl(request, num_gaps, num_late)

@@ -245,96 +245,66 @@ _YOUTU_EAST_ASIAN = (
     r"|[\u3105-\u312F]+|" + _CJK
 )
 
-_RECIPES: tuple[tuple[str, Recipe], ...] = (
-    (
-        "default",
-        Recipe(splits=(r"[\p{P}\$\+<=>\^~\|]+", _GPT2_SPLIT, r"\p{N}+", r"[0-9][0-9][0-9]")),
+_RECIPES: Mapping[str, Recipe] = {
+    "default": Recipe(splits=(r"[\p{P}\$\+<=>\^~\|]+", _GPT2_SPLIT, r"\p{N}+", r"[0-9][0-9][0-9]")),
+    "gpt-2 phi-2 mpt olmo jais trillion exaone4 gigachat a.x-4.0 mellum modern-bert granite-docling "
+    "jina-es jina-de jina-v2-es jina-v2-de": Recipe(gpt2_pattern=True),
+    "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2": Recipe(single_digits=True, gpt2_pattern=True),
+    "llama-bpe llama-v3 llama3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano": Recipe(
+        splits=(_LLAMA3_SPLIT,), ignore_merges=True
     ),
-    (
-        "gpt-2 phi-2 mpt olmo jais trillion exaone4 gigachat a.x-4.0 mellum modern-bert granite-docling "
-        "jina-es jina-de jina-v2-es jina-v2-de",
-        Recipe(gpt2_pattern=True),
+    "smaug-bpe dbrx glm4 chatglm-bpe": Recipe(splits=(_LLAMA3_SPLIT,)),
+    "minicpm5": Recipe(splits=(r"\p{N}{1,3}", f"{_CONTRACTION}|{_WORD}" + r"|\p{N}+" + _TAIL), ignore_merges=True),
+    "qwen2 deepseek-r1-qwen": Recipe(splits=(_QWEN2_SPLIT,), nfc=True),
+    "megrez kormo f2llmv2 stablelm2 hunyuan solar-open grok-2": Recipe(splits=(_QWEN2_SPLIT,)),
+    "qwen35": Recipe(
+        splits=(_CONTRACTION + rf"|{_LEAD}[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*" + _NEWLINES,),
+        nfc=True,
     ),
-    (
-        "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2",
-        Recipe(single_digits=True, gpt2_pattern=True),
+    "ufakzeka": Recipe(splits=(_WORD + r"|\p{N}" + _TAIL,)),
+    "seed-coder": Recipe(splits=(f"{_CONTRACTION}|{_WORD}" + r"|\p{N}| ?[^\s\p{L}\p{N}\r\n]+" + _NEWLINES,)),
+    "bailingmoe bailingmoe2 llada-moe": Recipe(
+        splits=(r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",)
     ),
-    (
-        "llama-bpe llama-v3 llama3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano",
-        Recipe(splits=(_LLAMA3_SPLIT,), ignore_merges=True),
+    "deepseek-llm": Recipe(
+        splits=(
+            r"[\r\n]",
+            rf"\s?{_DEEPSEEK_LETTERS}+",
+            r"\s?[!-/:-~\uFF01-\uFF0F\uFF1A-\uFF5E\u2018-\u201F\u3000-\u3002]+",
+            r"\s+$",
+            _EAST_ASIAN,
+            r"\p{N}",
+        )
     ),
-    ("smaug-bpe dbrx glm4 chatglm-bpe", Recipe(splits=(_LLAMA3_SPLIT,))),
-    (
-        "minicpm5",
-        Recipe(splits=(r"\p{N}{1,3}", f"{_CONTRACTION}|{_WORD}" + r"|\p{N}+" + _TAIL), ignore_merges=True),
+    "deepseek-coder": Recipe(splits=(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN, r"\p{N}")),
+    "deepseek-v3 hunyuan-dense joyai-llm hy_v4": Recipe(
+        splits=(r"\p{N}{1,3}", _CJK, _DEEPSEEK_IDENTIFIERS + _DEEPSEEK_WORDS + r"[\r\n]*" + _NEWLINES)
     ),
-    ("qwen2 deepseek-r1-qwen", Recipe(splits=(_QWEN2_SPLIT,), nfc=True)),
-    ("megrez kormo f2llmv2 stablelm2 hunyuan solar-open grok-2", Recipe(splits=(_QWEN2_SPLIT,))),
-    (
-        "qwen35",
-        Recipe(
-            splits=(_CONTRACTION + rf"|{_LEAD}[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*" + _NEWLINES,),
-            nfc=True,
-        ),
+    "spark2_5": Recipe(
+        splits=(
+            r"\p{N}{1,3}",
+            _CJK,
+            _DEEPSEEK_IDENTIFIERS + _DEEPSEEK_WORDS + r"|[\r\n]|\s+(?!\S)|\s+",
+            r"\p{N}",
+        )
     ),
-    ("ufakzeka", Recipe(splits=(_WORD + r"|\p{N}" + _TAIL,))),
-    ("seed-coder", Recipe(splits=(f"{_CONTRACTION}|{_WORD}" + r"|\p{N}| ?[^\s\p{L}\p{N}\r\n]+" + _NEWLINES,))),
-    (
-        "bailingmoe bailingmoe2 llada-moe",
-        Recipe(
-            splits=(
-                r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
-            )
-        ),
+    "tekken": Recipe(splits=(_TEKKEN_SPLIT,), ignore_merges=True),
+    "gpt-4o llama4 kanana2 talkie minimax-m2": Recipe(splits=(_GPT4O_SPLIT,)),
+    "tiny_aya cohere2moe": Recipe(splits=(r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O_SPLIT)),
+    "youtu": Recipe(splits=(_YOUTU_EAST_ASIAN, _cased_words(_CONTRACTION + "?", r"\p{N}")), ignore_merges=True),
+    "exaone-moe": Recipe(
+        splits=(
+            _CONTRACTION + rf"|{_LEAD}(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]?"
+            r"|\s*[\r\n]|\s+(?!\S)|\s+",
+        )
     ),
-    (
-        "deepseek-llm",
-        Recipe(
-            splits=(
-                r"[\r\n]",
-                rf"\s?{_DEEPSEEK_LETTERS}+",
-                r"\s?[!-/:-~\uFF01-\uFF0F\uFF1A-\uFF5E\u2018-\u201F\u3000-\u3002]+",
-                r"\s+$",
-                _EAST_ASIAN,
-                r"\p{N}",
-            )
-        ),
-    ),
-    ("deepseek-coder", Recipe(splits=(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN, r"\p{N}"))),
-    (
-        "deepseek-v3 hunyuan-dense joyai-llm hy_v4",
-        Recipe(splits=(r"\p{N}{1,3}", _CJK, _DEEPSEEK_IDENTIFIERS + _DEEPSEEK_WORDS + r"[\r\n]*" + _NEWLINES)),
-    ),
-    (
-        "spark2_5",
-        Recipe(
-            splits=(
-                r"\p{N}{1,3}",
-                _CJK,
-                _DEEPSEEK_IDENTIFIERS + _DEEPSEEK_WORDS + r"|[\r\n]|\s+(?!\S)|\s+",
-                r"\p{N}",
-            )
-        ),
-    ),
-    ("tekken", Recipe(splits=(_TEKKEN_SPLIT,), ignore_merges=True)),
-    ("gpt-4o llama4 kanana2 talkie minimax-m2", Recipe(splits=(_GPT4O_SPLIT,))),
-    ("tiny_aya cohere2moe", Recipe(splits=(r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O_SPLIT))),
-    ("youtu", Recipe(splits=(_YOUTU_EAST_ASIAN, _cased_words(_CONTRACTION + "?", r"\p{N}")), ignore_merges=True)),
-    (
-        "exaone-moe",
-        Recipe(
-            splits=(
-                _CONTRACTION + rf"|{_LEAD}(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]?"
-                r"|\s*[\r\n]|\s+(?!\S)|\s+",
-            )
-        ),
-    ),
-    ("bloom poro-chat gpt3-finnish", Recipe(splits=(_BLOOM_SPLIT,))),
-    ("viking", Recipe(splits=(_BLOOM_SPLIT, r"\p{N}"))),
-    ("falcon", Recipe(splits=(r"[\p{P}\$\+<=>\^~\|`]+", _GPT2_SPLIT, r"[0-9][0-9][0-9]"))),
-)
+    "bloom poro-chat gpt3-finnish": Recipe(splits=(_BLOOM_SPLIT,)),
+    "viking": Recipe(splits=(_BLOOM_SPLIT, r"\p{N}")),
+    "falcon": Recipe(splits=(r"[\p{P}\$\+<=>\^~\|`]+", _GPT2_SPLIT, r"[0-9][0-9][0-9]")),
+}
+"""Names, separated by spaces -> what they have in common."""
 
-RECIPES: Mapping[str, Recipe] = {name: recipe for names, recipe in _RECIPES for name in names.split()}
+RECIPES: Mapping[str, Recipe] = {name: recipe for names, recipe in _RECIPES.items() for name in names.split()}
 
 
 def recipe_for(name: str) -> Recipe:

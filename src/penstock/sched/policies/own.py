@@ -15,35 +15,23 @@ from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from inspect import Parameter, getattr_static, signature
 from types import ModuleType
+from typing import get_type_hints
 
-from penstock.kv.eviction import EvictionPolicy
 from penstock.sched.policies.base import (
-    Budget,
     BudgetView,
     Eviction,
-    Gate,
     GateDecision,
     GateView,
     Order,
+    Policies,
     Prediction,
-    Predictor,
-    Reserve,
     StepLimits,
-    Victim,
     VictimView,
 )
 from penstock.types.errors import ConfigError, PenstockError
 from penstock.types.plan import Capacity
 
-SEAMS: Mapping[str, type] = {
-    "gate": Gate,
-    "order": Order,
-    "budget": Budget,
-    "reserve": Reserve,
-    "victim": Victim,
-    "predictor": Predictor,
-    "eviction": EvictionPolicy,
-}
+SEAMS: Mapping[str, type] = get_type_hints(Policies)
 """Seam -> its contract. Abstract methods are required; all else has a default."""
 
 

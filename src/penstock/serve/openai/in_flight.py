@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from penstock.admission import Place
+from penstock.admission.door import Place
 from penstock.config import ServerConfig
 from penstock.config.keys import isolates_tenants
 from penstock.deploy.running import Deployment, RunningModel

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from penstock.admission import Ask, Place
+from penstock.admission.checks import Ask
+from penstock.admission.door import Place
 from penstock.deploy.off_loop import INLINE_MAX_SIZE
 from penstock.deploy.running import RunningModel
 from penstock.serve.openai.call import Call, Conversation, TextPrompt, TokenPrompt
