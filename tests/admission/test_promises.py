@@ -52,7 +52,7 @@ def test_places_are_kept_until_their_clients_come_or_the_grace_is_over():
     assert promises.num_due(int(1.9 * SECOND)) == 0
     assert promises.num_due(int(2.1 * SECOND)) == 3
     kept = find(promises, b"\x00", 2.1)
-    promises.keep(kept)
+    promises.settle(kept)
     assert promises.num_due(int(2.2 * SECOND)) == 2
     assert find(promises, b"\x00", 2.2) is None
     assert promises.num_due(int(2.1 * SECOND) + GRACE_NS + SECOND) == 0
@@ -63,7 +63,7 @@ def test_equal_calls_of_several_clients_have_a_place_each():
     for _ in range(2):
         make(promises, b"same", places_per_s=1000.0)
     for _ in range(2):
-        promises.keep(find(promises, b"same", 2.5))
+        promises.settle(find(promises, b"same", 2.5))
     assert find(promises, b"same", 2.5) is None
 
 
@@ -90,7 +90,7 @@ def test_who_came_once_as_told_is_counted_on_in_full():
     promises.renew(promises.find(b"x", is_retry=False, now_ns=due_ns), due_ns, 2 * SECOND, 50)
     assert promises.num_blocks_due(due_ns) == 50
     again = promises.find(b"x", is_retry=False, now_ns=due_ns + 2 * SECOND)
-    promises.keep(again)
+    promises.settle(again)
     assert promises.num_blocks_due(due_ns + 2 * SECOND) == 0
 
 
@@ -127,7 +127,7 @@ def test_no_promise_outlives_its_grace(moves):
             make(promises, bytes([claim]), now_s=now_s, wait_s=wait_s)
         else:
             assert is_retry or found.due_ns <= now_s * SECOND
-            promises.keep(found)
+            promises.settle(found)
     assert promises.num_due(int((now_s + 10_000) * SECOND)) == 0
     assert not promises._by_claim
     assert not promises._later

@@ -139,7 +139,7 @@ class Admission:
             if refusal is not None:
                 raise self._rejected(refusal, view, promise)
         if promise is not None:
-            self._promises.keep(promise)
+            self._promises.settle(promise)
         self._num_entering += ask.num_requests
         self._num_entering_tokens += view.num_prompt_tokens
         return Place(view, self._tenants.hold(view) if self._has_tenant_limits else None)
@@ -312,7 +312,7 @@ class Admission:
             self._promises.renew(promise, view.now_ns, wait_ns, num_blocks)
             return wait_ns
         if promise is not None:
-            self._promises.give_up(promise)
+            self._promises.settle(promise)
         spacing_ns = view.ns_per_request
         return self._promises.make(view.ask.claim, view.now_ns, wait_ns, spacing_ns, max_wait_ns, num_blocks=num_blocks)
 

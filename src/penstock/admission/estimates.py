@@ -396,12 +396,8 @@ class Promises:
             return None
         return promises[0] if is_retry or promises[0].due_ns <= now_ns else None
 
-    def keep(self, promise: Promise) -> None:
-        """Its client came and was let in."""
-        self._end(promise, came_back=True)
-
-    def give_up(self, promise: Promise) -> None:
-        """Its client came at its time and found no place; it gets another promise."""
+    def settle(self, promise: Promise) -> None:
+        """Its client came: it was let in, or found no place and gets another promise."""
         self._end(promise, came_back=True)
 
     def renew(self, promise: Promise, now_ns: int, wait_ns: int, num_blocks: int) -> None:

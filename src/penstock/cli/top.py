@@ -96,9 +96,7 @@ def _lines(before: Snapshot, now: Snapshot, look: Look) -> list[str]:
     try:
         return render(before, now, look)
     except (LookupError, TypeError, ValueError) as error:
-        raise PenstockError(
-            f"{now.url} says what can't be shown: {error!r}.", remedy="Is it a Penstock server, and of this version?"
-        ) from error
+        raise PenstockError(f"{now.url} says what can't be shown: {error!r}.", remedy=_OTHER_SERVER) from error
 
 
 def _one_key(api_key: str | None) -> str | None:

@@ -31,10 +31,6 @@ def read_config_file(path: Path) -> dict[str, object]:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: is not TOML: {error}.") from None
-    return _parse_table(path, table)
-
-
-def _parse_table(path: Path, table: Mapping[str, object]) -> dict[str, object]:
     keys = {item.key for item in all_settings()}
     for key, raw in table.items():
         if key not in keys and isinstance(raw, dict):

@@ -56,10 +56,11 @@ class BlockFile:
             raise ValueError(f"a fingerprint has {FINGERPRINT_BYTES} bytes, not {len(fingerprint)}")
         self.path = path
         self._content_bytes = content_bytes
-        self._slot_bytes = -(-(_RECORD.size + content_bytes) // PAGE_BYTES) * PAGE_BYTES
-        self._num_slots = (max_bytes - PAGE_BYTES) // self._slot_bytes
+        self.slot_bytes = -(-(_RECORD.size + content_bytes) // PAGE_BYTES) * PAGE_BYTES
+        """Bytes that a slot takes of the file."""
+        self._num_slots = (max_bytes - PAGE_BYTES) // self.slot_bytes
         if self._num_slots < 1:
-            raise ValueError(f"{max_bytes} bytes do not hold one block of {self._slot_bytes}")
+            raise ValueError(f"{max_bytes} bytes do not hold one block of {self.slot_bytes}")
         self._sequence = 0
         self._lock = threading.Lock()
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -77,16 +78,11 @@ class BlockFile:
     def outlives_process(self) -> bool:
         return True
 
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes that a slot takes of the file."""
-        return self._slot_bytes
-
     def entries(self) -> Sequence[tuple[int, bytes]]:
         """Slots that look as if they had content, the first written first. Reads one page of each."""
         found: list[tuple[int, int, bytes]] = []
         with self._lock:
-            for slot in range(min(self._num_slots, os.fstat(self._fd).st_size // self._slot_bytes)):
+            for slot in range(min(self._num_slots, os.fstat(self._fd).st_size // self.slot_bytes)):
                 data = os.pread(self._fd, _RECORD.size, self._offset(slot))
                 if len(data) < _RECORD.size:
                     break
@@ -166,11 +162,11 @@ class BlockFile:
             os.ftruncate(self._fd, end)
 
     def _header(self, fingerprint: bytes) -> bytes:
-        data = _FILE_HEADER.pack(MAGIC, self._slot_bytes, self._content_bytes, fingerprint, 0)
+        data = _FILE_HEADER.pack(MAGIC, self.slot_bytes, self._content_bytes, fingerprint, 0)
         return data[:-4] + struct.pack("<I", crc32(data))
 
     def _offset(self, slot: int) -> int:
-        return PAGE_BYTES + slot * self._slot_bytes
+        return PAGE_BYTES + slot * self.slot_bytes
 
     def _lock_or_fail(self) -> None:
         if not self._lock.acquire(timeout=LOCK_TIMEOUT_S):

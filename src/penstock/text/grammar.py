@@ -125,7 +125,10 @@ class Grammars:
         try:
             compiled = self._compiled(grammar)
         except Rejected as rejected:
-            self._refuse(grammar, rejected.detail)
+            with self._lock:
+                self._refused[hash(grammar)] = rejected.detail
+                if len(self._refused) > MAX_REFUSED:
+                    self._refused.popitem(last=False)
             raise
         self._keep(grammar, compiled)
         return compiled
@@ -147,12 +150,6 @@ class Grammars:
                 return compiling.result()
             finally:
                 del compiling  # it has what was raised, and that has this frame
-
-    def _refuse(self, grammar: Grammar, detail: str) -> None:
-        with self._lock:
-            self._refused[hash(grammar)] = detail
-            if len(self._refused) > MAX_REFUSED:
-                self._refused.popitem(last=False)
 
     def _keep(self, grammar: Grammar, compiled: CompiledGrammar) -> None:
         with self._lock:
