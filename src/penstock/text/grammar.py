@@ -30,8 +30,7 @@ MAX_LARK_CHARS = 1 << 14
 """Terminals inside terminals take the square of their number: up to 0.3 s and 20 MB so, 5 s and 310 MB in 64 KiB."""
 STACK_BYTES = 1 << 27
 """Stack of the thread that compiles, as llguidance calls itself for each rule inside a rule: chains of rules in the longest
-source
-take between 8 and 16 MiB of it, and a thread has 8 MiB as a rule."""
+source take between 8 and 16 MiB of it, and a thread has 8 MiB as a rule."""
 MAX_KEPT = 16
 """Grammars that are kept compiled; the one that was not used for the longest time goes first. Each has 1 to 45 MB, by what its
 answers found of it, and takes milliseconds to compile again."""

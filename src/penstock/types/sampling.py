@@ -23,8 +23,7 @@ from typing import Protocol
 
 class Matcher(Protocol):
     """The state of one request's grammar. Both methods raise `GrammarFailure` once the grammar can't be followed any further;
-    `mask` only when it
-    is called for the first time after an `accept`.
+    `mask` only when it is called for the first time after an `accept`.
     """
 
     def accept(self, token_ids: Sequence[int]) -> None:
