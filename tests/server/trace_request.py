@@ -1,0 +1,69 @@
+"""Which files of `src` does one streamed chat request enter? Run `python tests/server/trace_request.py` from the root.
+
+A live server over the hash executor answers one request to warm up and one that is traced, with a profile function in every
+thread. Prints the files in the order in which the request enters them, with the number of their functions that ran.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+
+import httpx
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import penstock
+from server.harness import LiveServer, make_runtime
+
+ROOT = str(Path(penstock.__file__).parent) + "/"
+BODY = {"model": "toy", "messages": [{"role": "user", "content": "Hello there"}], "stream": True, "max_tokens": 8}
+
+
+class Trace:
+    """Calls of functions of the package, by file and name, in the order of the first call."""
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self.calls: Counter[tuple[str, str]] = Counter()
+
+    def profile(self, frame: FrameType, event: str, _arg: object) -> None:
+        name = frame.f_code.co_filename
+        if self.is_on and event == "call" and name.startswith(ROOT):
+            self.calls[name[len(ROOT) :], frame.f_code.co_qualname] += 1
+
+    def files(self) -> dict[str, int]:
+        """File -> number of its functions that ran, in the order of entry."""
+        return dict(Counter(file for file, _ in self.calls))
+
+
+def trace() -> Trace:
+    """Serve one traced request."""
+    found = Trace()
+    threading.setprofile(found.profile)
+    runtime = make_runtime()
+    try:
+        with LiveServer(runtime) as server:
+            for found.is_on in (False, True):
+                with httpx.stream("POST", server.url + "/v1/chat/completions", json=BODY) as answer:
+                    assert any(line == "data: [DONE]" for line in answer.iter_lines())
+            time.sleep(0.3)  # the engine's thread books the end after the last byte has left
+            found.is_on = False
+    finally:
+        runtime.close()
+    return found
+
+
+def main() -> None:
+    found = trace()
+    for number, (file, num_functions) in enumerate(found.files().items(), 1):
+        print(f"{number:3} {file:48} {num_functions:3} functions")
+    print(f"{len(found.files())} files, {len(found.calls)} functions, {found.calls.total()} calls")
+
+
+if __name__ == "__main__":
+    main()
