@@ -1,14 +1,14 @@
 """Which files of `src` does one streamed chat request enter? Run `python tests/server/trace_request.py` from the root.
 
 A live server over the hash executor answers one request to warm up and one that is traced, with a profile function in every
-thread. Prints the files in the order in which the request enters them, with the number of their functions that ran.
+thread until the server has stopped. Prints the files in the order in which the request enters them, with the number of their
+functions that ran.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-import time
 from collections import Counter
 from pathlib import Path
 from types import FrameType
@@ -51,8 +51,7 @@ def trace() -> Trace:
             for found.is_on in (False, True):
                 with httpx.stream("POST", server.url + "/v1/chat/completions", json=BODY) as answer:
                     assert any(line == "data: [DONE]" for line in answer.iter_lines())
-            time.sleep(0.3)  # the engine's thread books the end after the last byte has left
-            found.is_on = False
+        found.is_on = False  # only now: some of the work comes after the last byte has left
     finally:
         runtime.close()
     return found
