@@ -144,6 +144,15 @@ def test_a_batch_survives_a_lack_of_memory() -> None:
         assert tuple(outcomes[request.request_id].token_ids) == expected
 
 
+def test_ids_of_padding_are_values_and_equal_no_request() -> None:
+    assert PaddingId("a") == PaddingId("a") != PaddingId("b")
+    text, padding = "a", PaddingId("a")
+    assert text != padding
+    assert padding != text
+    rows: dict[str, int] = {"a": 1, PaddingId("a"): 2}
+    assert (rows["a"], rows[PaddingId("a")], len(rows)) == (1, 2, 2)
+
+
 def test_a_users_id_may_read_like_that_of_padding() -> None:
     """Both rows are there at one time, and each has its own tokens."""
     lengths = {"a": (2, 1), "padding 0 of a": (4, 5)}

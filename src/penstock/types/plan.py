@@ -12,7 +12,7 @@ from penstock.types.sampling import SamplingParams
 
 
 class PaddingId(str):
-    """The id of a row of padding, which equals no other id, whatever text users take for theirs.
+    """The id of a row of padding, which equals no request's id, whatever text users take for theirs.
 
     Such a row is computed like all others and answered to nobody. Each of its blocks is the null block, which no other row
     reads; what it computes has no meaning.
@@ -21,13 +21,12 @@ class PaddingId(str):
     __slots__ = ()
 
     def __eq__(self, other: object) -> bool:
-        return self is other
+        return isinstance(other, PaddingId) and str.__eq__(self, other)
 
     def __ne__(self, other: object) -> bool:
-        return self is not other
+        return not self == other
 
-    def __hash__(self) -> int:
-        return id(self)
+    __hash__ = str.__hash__
 
 
 @dataclass(frozen=True, slots=True)
