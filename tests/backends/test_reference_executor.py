@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 
+from penstock.backends.native.executor import NativeExecutor
 from penstock.backends.reference.executor import ReferenceExecutor
-from penstock.models import architectures
+from penstock.models import architectures, checks
+from penstock.models.decoder import Decoder
 from penstock.models.gguf import load_gguf
-from penstock.models.weights import LoadedModel
+from penstock.models.program import Program
+from penstock.models.weights import LoadedModel, WeightFormat, WeightTensor
 from penstock.testing.builders import make_core, make_request
 from penstock.testing.driver import run_to_completion
 from penstock.types.errors import ExecutorFailure
@@ -25,6 +29,7 @@ from penstock.types.sampling import SamplingParams
 from tiny_models import TinyLlama, write_gguf
 
 PROMPT = tuple(int(i) for i in np.random.default_rng(3).integers(0, 264, 23))
+SIZES: dict[str, Any] = {"num_blocks": 40, "block_size": 16, "max_rows": 4, "max_step_tokens": 64, "max_model_len": 64}
 GREEDY = SamplingParams(temperature=0.0, logprobs=20)
 RANDOM = SamplingParams(temperature=1.2, top_p=0.95, repetition_penalty=1.1, seed=99, logprobs=20)
 
@@ -38,8 +43,7 @@ class Session:
     """Plans for one executor, one request id at a time, with block tables chosen by the test."""
 
     def __init__(self, model: LoadedModel, **changes: Any) -> None:
-        sizes = {"num_blocks": 40, "block_size": 4, "max_rows": 4, "max_step_tokens": 64, "max_model_len": 64, "poison": True}
-        sizes["kv_dtype"] = KvDtype.BF16
+        sizes = SIZES | {"block_size": 4, "poison": True, "kv_dtype": KvDtype.BF16}
         self.executor = ReferenceExecutor(model, architectures.describe(model.spec), **sizes | changes)
         self._step_ids: Iterator[int] = count()
         self._computed: dict[str, int] = {}
@@ -100,6 +104,15 @@ def independent_logits(model: LoadedModel, token_ids: Sequence[int]) -> np.ndarr
     def heads(x: np.ndarray, num_heads: int) -> np.ndarray:
         return x.reshape(len(token_ids), num_heads, attention.head_dim)
 
+    def project(name: str, x: np.ndarray, num_heads: int) -> np.ndarray:
+        """With a bias and a norm of whole rows or of heads, if the weights have them."""
+        x = x @ w[name].T + (w[name + "_bias"] if attention.has_qkv_bias else 0.0)
+        width = w[name + "_norm"].size if name + "_norm" in w else 0
+        if width == x.shape[1]:
+            x = norm(x, name + "_norm")
+        split = heads(x, num_heads)
+        return norm(split, name + "_norm") if width == attention.head_dim else split
+
     def rotate(x: np.ndarray) -> np.ndarray:
         real, imaginary = np.split(x, 2, axis=-1)
         turned = (real + 1j * imaginary) * turns
@@ -114,9 +127,9 @@ def independent_logits(model: LoadedModel, token_ids: Sequence[int]) -> np.ndarr
     for layer in range(spec.num_layers):
         at = f"layers.{layer}."
         normed = norm(x, at + "attn_norm")
-        q = rotate(heads(normed @ w[at + "q"].T, attention.num_heads))
-        k = to_bf16(rotate(heads(normed @ w[at + "k"].T, attention.num_kv_heads)))
-        v = to_bf16(heads(normed @ w[at + "v"].T, attention.num_kv_heads))
+        q = rotate(project(at + "q", normed, attention.num_heads))
+        k = to_bf16(rotate(project(at + "k", normed, attention.num_kv_heads)))
+        v = to_bf16(project(at + "v", normed, attention.num_kv_heads))
         group = attention.num_heads // attention.num_kv_heads
         scores = np.einsum("qhd,khd->hqk", q, k.repeat(group, axis=1)) / np.sqrt(attention.head_dim)
         scores[:, is_future] = -np.inf
@@ -137,6 +150,40 @@ def test_logits_are_those_of_an_independent_forward_pass(tmp_path: Path, changes
     assert logits.dtype == np.float32
     # 2e-6 apart as a rule; a key or value that rounds to its other neighbour in float32 may cost a thousandth.
     np.testing.assert_allclose(logits, independent_logits(model, PROMPT), rtol=0, atol=5e-3)
+
+
+def with_qk_norms(model: LoadedModel, qk_norms: Literal["rows", "heads"]) -> tuple[LoadedModel, Program]:
+    """The model with random norms between the projections of q and k and their rotation, and its program."""
+    build, attention, rng = Decoder(model.spec), model.spec.layers[0].attention, np.random.default_rng(7)
+    x, norms = build.embed(), {}
+    for layer in range(model.spec.num_layers):
+        at = f"layers.{layer}"
+        for name, num_heads in (("q", attention.num_heads), ("k", attention.num_kv_heads)):
+            width = attention.head_dim * (num_heads if qk_norms == "rows" else 1)
+            values = rng.uniform(0.5, 2.0, (1, width)).astype(np.float32)
+            norms[f"{at}.{name}_norm"] = WeightTensor(f"{at}.{name}_norm", 1, width, WeightFormat.F32, values)
+        attended = build.attention(layer, build.norm(x, f"{at}.attn_norm"), qk_norms=qk_norms)
+        x, attended = build.gather_after_last(layer, x, attended)
+        build.add_linear(x, attended, f"{at}.o")
+        build.add_mlp(layer, x, build.norm(x, f"{at}.mlp_norm"))
+    return replace(model, weights={**model.weights, **norms}), build.logits(build.norm(x, "norm"))
+
+
+@pytest.mark.parametrize("has_qkv_bias", [False, True])
+@pytest.mark.parametrize("qk_norms", ["rows", "heads"])
+def test_norms_of_queries_and_keys_are_between_projection_and_rotation(
+    tmp_path: Path, qk_norms: Literal["rows", "heads"], has_qkv_bias: bool
+) -> None:
+    tiny = TinyLlama(architecture="qwen2", has_qkv_bias=has_qkv_bias)
+    model, program = with_qk_norms(load_gguf(write_gguf(tmp_path / "m.gguf", tiny, matrix_type="Q8_0")), qk_norms)
+    wanted = independent_logits(model, PROMPT)
+    reference = ReferenceExecutor(model, program, kv_dtype=KvDtype.BF16, **SIZES)
+    np.testing.assert_allclose(reference.forward_logits(PROMPT), wanted, rtol=0, atol=5e-3)
+    native = NativeExecutor(model, program, kv_dtype=KvDtype.INT8, num_threads=1, **SIZES)
+    error = native.forward_logits(PROMPT) - wanted
+    native.close()
+    assert np.sqrt((error**2).mean()) < 0.05 * wanted.std()
+    assert checks.weight_shapes(program) == {name: (w.num_rows, w.num_cols) for name, w in model.weights.items()}
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, RANDOM])

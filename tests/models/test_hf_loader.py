@@ -280,6 +280,19 @@ REFUSED = {
         r"rope_parameters\.rope_type is 'yarn'.*another model",
     ),
     "old yarn": ({"rope_parameters": None, "rope_scaling": {"type": "yarn"}}, r"rope_scaling\.type is 'yarn'.*another model"),
+    "yarn beside": (
+        {"rope_scaling": {"rope_type": "yarn"}},  # transformers takes this one, too
+        r"rope_scaling\.rope_type is 'yarn'.*another model",
+    ),
+    "partial rope": ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor is 0\.5.*only 1\.0 is.*another model"),
+    "nested partial rope": (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        r"partial_rotary_factor is 0\.5.*only 1\.0 is.*another model",
+    ),
+    "ropes by layer": (
+        {"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}},
+        r"rope_parameters names full_attention.*another model",
+    ),
     "theta": ({"rope_parameters": {"rope_theta": 0}}, "rope_theta is 0"),
     "factor": ({"rope_parameters": {"rope_type": "linear"}}, "factor is missing"),
     "llama3": ({"rope_parameters": {"rope_type": "llama3", **LLAMA3, "low_freq_factor": 5.0}}, "not below"),

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from penstock.models import architectures, checks
-from penstock.models.program import Attention, GatherRows, Linear, Logits, Op, Program, Rope
+from penstock.models.decoder import Decoder
+from penstock.models.program import Attention, GatherRows, KvWrite, Linear, Logits, Op, Program, Rope
 from penstock.testing.specs import make_spec
 from penstock.types.errors import ModelError
 
@@ -94,6 +95,18 @@ def test_bias_belongs_to_q_k_and_v_alone():
     biased = [op.bias for op in program.ops if isinstance(op, Linear) and op.bias]
     assert biased[:3] == ["layers.0.q_bias", "layers.0.k_bias", "layers.0.v_bias"]
     assert len(biased) == 9
+
+
+@pytest.mark.parametrize(("qk_norms", "softcap", "is_shared"), [(None, 0.0, True), ("heads", 0.0, False), (None, 30.0, False)])
+def test_a_bias_is_taken_off_keys_only_where_every_key_has_it_and_only_softmax_sees_it(qk_norms, softcap, is_shared):
+    spec = make_spec(**FIELDS | {"has_qkv_bias": True})
+    attention = dataclasses.replace(spec.layers[0].attention, softcap=softcap)
+    spec = dataclasses.replace(spec, layers=(dataclasses.replace(spec.layers[0], attention=attention),))
+    build = Decoder(spec)
+    build.attention(0, build.embed(), qk_norms=qk_norms)
+    ops = build.states("x").ops
+    assert [op.bias for op in ops if isinstance(op, KvWrite)] == ["layers.0.k_bias" if is_shared else None]
+    assert "layers.0.k_bias" in [op.bias for op in ops if isinstance(op, Linear)]
 
 
 def test_shapes_of_weights():

@@ -5,6 +5,8 @@ A method emits operations and returns the name of the buffer with their result. 
 
 from __future__ import annotations
 
+from typing import Literal
+
 from penstock.models.program import (
     Add,
     Attention,
@@ -51,10 +53,10 @@ class Decoder:
         self._ops.append(Embed(out=x, weight="embed", scale=self._spec.embed_scale))
         return x
 
-    def norm(self, x: str, weight: str, out: str = "normed") -> str:
-        """RMSNorm of whole rows."""
+    def norm(self, x: str, weight: str, out: str = "normed", *, group: int = 0) -> str:
+        """RMSNorm of whole rows, or per group of so many columns. `out` may be x."""
         normed = self._buffer(out, self._widths[x])
-        self._ops.append(RMSNorm(out=normed, x=x, weight=weight, eps=self._spec.norm_eps))
+        self._ops.append(RMSNorm(out=normed, x=x, weight=weight, eps=self._spec.norm_eps, group=group))
         return normed
 
     def linear(self, x: str, weight: str, out: str, width: int, *, bias: str | None = None) -> str:
@@ -73,20 +75,24 @@ class Decoder:
         self._ops.append(Add(out=to, a=to, b=x))
         return to
 
-    def attention(self, layer: int, x: str) -> str:
+    def attention(self, layer: int, x: str, *, qk_norms: Literal["rows", "heads"] | None = None) -> str:
         """Attention of a layer before its output projection. [num_tokens, num_heads * head_dim]
 
-        Weights are `layers.{i}.q`, `k`, `v` and, with `has_qkv_bias`, `q_bias`, `k_bias`, `v_bias`.
+        Weights are `layers.{i}.q`, `k`, `v` and, with `has_qkv_bias`, `q_bias`, `k_bias`, `v_bias`. With `qk_norms`, RMSNorms
+        of q and k come before their rotation, over whole rows (OLMo 2) or per head (Qwen 3): `layers.{i}.q_norm` and `k_norm`.
         """
         spec = self._spec.layers[layer].attention
         q = self._project(layer, spec, x, "q", spec.num_heads)
         k = self._project(layer, spec, x, "k", spec.num_kv_heads)
         v = self._project(layer, spec, x, "v", spec.num_kv_heads)
-        self._rotate(spec, q, spec.num_heads)
-        self._rotate(spec, k, spec.num_kv_heads)
-        rotation = spec.rotation
-        if spec.has_qkv_bias:
-            write = KvWrite(layer, k, v, f"layers.{layer}.k_bias", rotation.inv_freq, rotation.attention_factor)
+        if qk_norms:
+            group = spec.head_dim if qk_norms == "heads" else 0
+            q = self.norm(q, f"layers.{layer}.q_norm", "q", group=group)
+            k = self.norm(k, f"layers.{layer}.k_norm", "k", group=group)
+        angles = spec.rotation.inv_freq, spec.rotation.attention_factor
+        self._ops += [Rope(q, spec.num_heads, spec.head_dim, *angles), Rope(k, spec.num_kv_heads, spec.head_dim, *angles)]
+        if spec.has_qkv_bias and not qk_norms and not spec.softcap:  # a norm rescales a bias, and a capped score sees it
+            write = KvWrite(layer, k, v, f"layers.{layer}.k_bias", *angles)
         else:
             write = KvWrite(layer, k, v)
         out = self._buffer("attn", spec.num_heads * spec.head_dim)
@@ -107,10 +113,6 @@ class Decoder:
     def _project(self, layer: int, spec: AttentionSpec, x: str, name: str, num_heads: int) -> str:
         weight = f"layers.{layer}.{name}"
         return self.linear(x, weight, name, num_heads * spec.head_dim, bias=f"{weight}_bias" if spec.has_qkv_bias else None)
-
-    def _rotate(self, spec: AttentionSpec, x: str, num_heads: int) -> None:
-        rotation = spec.rotation
-        self._ops.append(Rope(x, num_heads, spec.head_dim, rotation.inv_freq, rotation.attention_factor))
 
     def gather_after_last(self, layer: int, *buffers: str) -> tuple[str, ...]:
         """After the last layer's attention, the rows of the tokens that sample; after another layer's, the buffers as they are.

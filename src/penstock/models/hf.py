@@ -147,17 +147,13 @@ def _matrix_shape(tensor: StoredTensor) -> tuple[int, int]:
     return (1, *tensor.shape)[-2:] if len(tensor.shape) in (1, 2) else (0, 0)  # type: ignore[return-value]
 
 
-def _is_vector(tensor: StoredTensor) -> bool:
-    return len(tensor.shape) == 1
-
-
 def _format(tensor: StoredTensor) -> WeightFormat:
     """The format of a matrix, as far as its bytes in memory depend on it."""
     return WeightFormat.F8_E4M3 if tensor.dtype == FLOAT8 else WeightFormat.BF16
 
 
 def _held_bytes(tensor: StoredTensor, scales: BlockScales | None, floats: Floats) -> int:
-    fmt = WeightFormat.F32 if _is_vector(tensor) else _format(tensor)
+    fmt = WeightFormat.F32 if len(tensor.shape) == 1 else _format(tensor)
     has_blocks = scales is not None and scales.values.shape[1] > 1
     return held_bytes(fmt, *_matrix_shape(tensor), floats, has_blocks=has_blocks)
 
@@ -166,7 +162,7 @@ def _weight(name: str, tensor: StoredTensor, scales: BlockScales | None, norm_of
     num_rows, num_cols = _matrix_shape(tensor)
     values = tensor.array().reshape(num_rows, num_cols)
     is_bf16 = tensor.dtype == "BF16"
-    if _is_vector(tensor):
+    if len(tensor.shape) == 1:
         wide = (values.astype(np.uint32) << 16).view(np.float32) if is_bf16 else np.ascontiguousarray(values, dtype=np.float32)
         if norm_offset and name.endswith("norm"):
             wide = wide + np.float32(norm_offset)

@@ -185,8 +185,12 @@ def _read_sizes(config: JsonFile) -> dict[str, int]:
 
 
 def _read_rope(config: JsonFile, head_dim: int) -> tuple[float, ...]:
-    parameters = config.get("rope_parameters", dict) or config.get("rope_scaling", dict) or {}
+    key = "rope_scaling" if config.values.get("rope_scaling") else "rope_parameters"  # of both, transformers takes this one
+    parameters = config.get(key, dict) or {}
+    if layer_types := [name for name, value in parameters.items() if isinstance(value, dict)]:
+        raise checks.unsupported(config.path, f"{key} names {', '.join(layer_types)}", "one rope for all layers is")
     scaling = JsonFile(config.path, {"rope_theta": config.values.get("rope_theta"), **parameters})
+    scaling.only("partial_rotary_factor", 1.0)
     base = scaling.positive("rope_theta") if scaling.values["rope_theta"] is not None else 10000.0
     inv_freq = rope.inverse_frequencies(head_dim, base)
     kind = scaling.get("rope_type", str) or scaling.get("type", str) or "default"
@@ -196,7 +200,6 @@ def _read_rope(config: JsonFile, head_dim: int) -> tuple[float, ...]:
         return rope.scale_linear(inv_freq, scaling.positive("factor"))
     if kind == "llama3":
         return _scale_llama3(inv_freq, scaling)
-    key = "rope_parameters" if config.values.get("rope_parameters") else "rope_scaling"
     name = "rope_type" if scaling.values.get("rope_type") else "type"
     raise checks.unsupported(config.path, f"{key}.{name} is {kind!r}", "default, linear and llama3 are")
 
