@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "ChatOptions",
     "CompletionOutput",
     "Logprob",
     "Message",

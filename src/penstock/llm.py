@@ -22,7 +22,7 @@ from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequen
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypedDict, TypeVar, Unpack
 
 from penstock.config import Config, ServerConfig
 from penstock.config.components import COMPONENTS, DEFAULT_MODEL, config_from
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "ChatOptions",
     "CompletionOutput",
     "Logprob",
     "Message",
@@ -66,6 +67,17 @@ _COMPONENTS = ("model", "kv", "scheduler", "backend")
 _OTHER_KEYS = ("seed",)
 _NOT_HERE = ("model", "served_model_name")
 """Settings of these components that are no keyword: the model is an argument, and it has no clients to be named for."""
+
+
+class ChatOptions(TypedDict, total=False):
+    """How the model's chat template makes a prompt of a conversation."""
+
+    add_generation_prompt: bool | None
+    """False: do not open the model's turn. By default it is opened, unless the last message is continued."""
+    continue_final_message: bool
+    """Have the model go on with the last message."""
+    chat_template_kwargs: Mapping[str, object] | None
+    """Further variables of the template."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,14 +235,10 @@ class AsyncLLM:
         self,
         messages: Sequence[Message],
         sampling_params: SamplingParams | None = None,
-        *,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool = False,
-        chat_template_kwargs: Mapping[str, object] | None = None,
+        **options: Unpack[ChatOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
-        """As `generate`, for the model's next message of a conversation. The keywords are those of `LLM.chat`."""
-        template = _Template(add_generation_prompt, continue_final_message, chat_template_kwargs)
-        return self._stream(_Asked([messages], sampling_params, template))
+        """As `generate`, for the model's next message of a conversation."""
+        return self._stream(_Asked([messages], sampling_params, options))
 
     async def aclose(self) -> None:
         """End all requests and free the model. Idempotent."""
@@ -249,13 +257,19 @@ class AsyncLLM:
         await self.aclose()
 
     async def _stream(self, asked: _Asked) -> AsyncGenerator[RequestOutput, None]:
-        with await self._open(asked) as reading:
-            while (output := await reading.next()) is not None:
-                yield output
+        reading = await self._open(asked)
+        with reading.stream:
+            while await reading.more():
+                yield reading.answers[0].output()
 
     async def _all(self, asked: _Asked, *, use_tqdm: bool) -> list[RequestOutput]:
-        with await self._open(asked) as reading:
-            return await reading.all(has_bar=use_tqdm and sys.stderr.isatty())
+        reading = await self._open(asked)
+        has_bar = use_tqdm and sys.stderr.isatty()
+        with reading.stream, _bar(len(reading.answers)) if has_bar else contextlib.nullcontext() as bar:
+            while touched := await reading.more():
+                if bar is not None:
+                    bar.update(sum(answer.is_finished for answer in touched))
+        return [answer.output() for answer in reading.answers]
 
     async def _open(self, asked: _Asked) -> _Reading:
         """Submit what is asked. Everything is checked before anything runs."""
@@ -307,7 +321,7 @@ class LLM:
         `sampling_params` are for all prompts, or a sequence with one for each. `use_tqdm` shows the progress on stderr, if
         that is a terminal. Raises PenstockError if a prompt does not fit, before any runs, and if an answer fails.
         """
-        return self._wait(self._async._all(_Asked(_several(prompts), sampling_params), use_tqdm=use_tqdm))
+        return self._wait(self._async._all(_Asked(_several(prompts, int), sampling_params), use_tqdm=use_tqdm))
 
     def chat(
         self,
@@ -315,36 +329,26 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool = False,
-        chat_template_kwargs: Mapping[str, object] | None = None,
+        **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
         """The model's next message of a conversation, or of each of several. Otherwise as `generate`.
 
-        The model's chat template makes the prompt, and opens the model's turn, unless `add_generation_prompt` is False.
-        `continue_final_message` has the model go on with the last message instead. `chat_template_kwargs` are further
-        variables of the template.
+        The model's chat template makes the prompt; `options` are those of `ChatOptions`.
         """
-        template = _Template(add_generation_prompt, continue_final_message, chat_template_kwargs)
-        asked = _Asked(_conversations(messages), sampling_params, template)
-        return self._wait(self._async._all(asked, use_tqdm=use_tqdm))
+        return self._wait(self._async._all(_Asked(_several(messages, Mapping), sampling_params, options), use_tqdm=use_tqdm))
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Continue a text: the answers so far, whenever there is more. Leaving the loop early ends the request."""
-        return self._iterate(_Asked([prompt], sampling_params))
+        return self._iterate(self._async.generate(prompt, sampling_params))
 
     def stream_chat(
         self,
         messages: Sequence[Message],
         sampling_params: SamplingParams | None = None,
-        *,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool = False,
-        chat_template_kwargs: Mapping[str, object] | None = None,
+        **options: Unpack[ChatOptions],
     ) -> Iterator[RequestOutput]:
         """As `stream`, for the model's next message of a conversation."""
-        template = _Template(add_generation_prompt, continue_final_message, chat_template_kwargs)
-        return self._iterate(_Asked([messages], sampling_params, template))
+        return self._iterate(self._async.chat(messages, sampling_params, **options))
 
     def close(self) -> None:
         """End all requests and free the model. Idempotent."""
@@ -356,14 +360,13 @@ class LLM:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _iterate(self, asked: _Asked) -> Iterator[RequestOutput]:
-        reading = self._wait(self._async._open(asked))
+    def _iterate(self, outputs: AsyncGenerator[RequestOutput, None]) -> Iterator[RequestOutput]:
         try:
-            while (output := self._wait(reading.next())) is not None:
+            while (output := self._wait(_next(outputs))) is not None:
                 yield output
         finally:
             if self._closer.alive:
-                self._loop.call_soon_threadsafe(reading.close)
+                asyncio.run_coroutine_threadsafe(outputs.aclose(), self._loop)
 
     def _wait(self, work: Coroutine[Any, Any, _Result]) -> _Result:
         """The result of work on the loop's thread. The end of the wait, such as by Ctrl-C, ends the work."""
@@ -383,13 +386,8 @@ class LLM:
 # From what is asked to requests.
 
 
-@dataclass(frozen=True, slots=True)
-class _Template:
-    """How conversations become prompts."""
-
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool = False
-    variables: Mapping[str, object] | None = None
+async def _next(outputs: AsyncGenerator[RequestOutput, None]) -> RequestOutput | None:
+    return await anext(outputs, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,7 +396,7 @@ class _Asked:
 
     prompts: Sequence[Prompt | Sequence[Message]]
     params: SamplingParams | Sequence[SamplingParams] | None
-    template: _Template | None = None
+    template: ChatOptions | None = None
 
     def answers(self, running: RunningModel) -> list[_Answer]:
         """An answer for each prompt, with its requests. May take a while. Raises PenstockError for what is wrong."""
@@ -441,14 +439,10 @@ class _Asked:
         from penstock.serve.openai.read import read_conversation
         from penstock.serve.openai.schemas import ChatTemplateFields
 
-        fields = {
-            "messages": [dict(message) if isinstance(message, Mapping) else message for message in prompt],
-            "add_generation_prompt": self.template.add_generation_prompt,
-            "continue_final_message": self.template.continue_final_message,
-            "chat_template_kwargs": self.template.variables and dict(self.template.variables),
-        }
-        with _OwnErrors():
-            conversation = read_conversation(ChatTemplateFields.model_validate(fields))
+        messages = [dict(message) if isinstance(message, Mapping) else message for message in prompt]
+        fields = {name: _plain(value) for name, value in self.template.items()}
+        with _own_errors():
+            conversation = read_conversation(ChatTemplateFields.model_validate({**fields, "messages": messages}))
         return running.chat_template.render(
             conversation.messages,
             add_generation_prompt=conversation.add_generation_prompt,
@@ -467,7 +461,7 @@ def _requests(
 
     model, limit = running.model, running.model.max_model_len
     body = _body_of(params)
-    with _OwnErrors():
+    with _own_errors():
         check_token_ids(token_ids, model.vocab_size, name)
         base, asked = read_sampling(body, params.logprobs, running), asked_grammar(body)
     if (keep := params.truncate_prompt_tokens) is not None:
@@ -514,7 +508,7 @@ def _body_of(params: SamplingParams) -> CompletionBody:
     if params.structured_outputs is not None:
         asked = params.structured_outputs
         fields["structured_outputs"] = {name: _plain(getattr(asked, name)) for name in asked.__slots__}
-    with _OwnErrors():
+    with _own_errors():
         return CompletionBody.model_validate({"prompt": "", **fields})
 
 
@@ -525,33 +519,24 @@ def _plain(value: object) -> object:
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
 
 
-class _OwnErrors:
+@contextlib.contextmanager
+def _own_errors() -> Iterator[None]:
     """Turns errors of the server's rules, which are answers over HTTP, into `Rejected`."""
+    from pydantic import ValidationError
 
-    def __enter__(self) -> None:
-        return None
+    from penstock.serve.errors import ApiError, from_finding
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        from pydantic import ValidationError
-
-        from penstock.serve.errors import ApiError, from_finding
-
-        if isinstance(error, ValidationError):
-            error = from_finding(error.errors(include_url=False)[0])
-        if isinstance(error, ApiError):
-            raise Rejected(RejectReason.INVALID, error.message, param=error.param) from None
+    try:
+        yield
+    except (ValidationError, ApiError) as error:
+        told = error if isinstance(error, ApiError) else from_finding(error.errors(include_url=False)[0])
+        raise Rejected(RejectReason.INVALID, told.message, param=told.param) from None
 
 
-def _several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    several = [prompt for prompt in prompts if not isinstance(prompt, int)]
-    return several if len(several) == len(prompts) else [[item for item in prompts if isinstance(item, int)]]
-
-
-def _conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Sequence[Message]]:
-    several = [item for item in messages if not isinstance(item, Mapping)]
-    return several if len(several) == len(messages) else [[item for item in messages if isinstance(item, Mapping)]]
+def _several(asked: Sequence[Any], part: type) -> Sequence[Any]:
+    """The prompts or conversations that were asked, also if it is only one: a text, or a sequence of such parts."""
+    is_one = isinstance(asked, str) or (len(asked) > 0 and all(isinstance(item, part) for item in asked))
+    return [asked] if is_one else asked
 
 
 # From chunks to outputs.
@@ -641,43 +626,21 @@ class _Answer:
 
 
 class _Reading:
-    """Reads answers as they come. A context manager: leaving it ends the requests that have not finished."""
+    """Answers, and the stream that they come from: leaving that ends the requests that have not finished."""
 
     def __init__(self, stream: Stream, answers: Sequence[_Answer]) -> None:
-        self._stream = stream
-        self._answers = answers
+        self.stream = stream
+        self.answers = answers
         self._of = {choice.request.request_id: (answer, choice) for answer in answers for choice in answer.choices}
 
-    async def next(self) -> RequestOutput | None:
-        """The only answer with what is new, once there is something; None after its end."""
-        return self._answers[0].output() if await self._read() else None
-
-    async def all(self, *, has_bar: bool) -> list[RequestOutput]:
-        """All answers, once they have ended. `has_bar` shows on stderr how many have."""
-        with _bar(len(self._answers)) if has_bar else contextlib.nullcontext() as bar:
-            while touched := await self._read():
-                if bar is not None:
-                    bar.update(sum(answer.is_finished for answer in touched))
-        return [answer.output() for answer in self._answers]
-
-    def close(self) -> None:
-        """On the event loop."""
-        self._stream.close()
-
-    async def _read(self) -> set[_Answer]:
-        """Answers that have got something; empty after the end."""
+    async def more(self) -> set[_Answer]:
+        """Wait until there is more. Answers that have got something; empty after the end."""
         touched = set()
-        for chunk in await self._stream.next_chunks():
+        for chunk in await self.stream.next_chunks():
             answer, choice = self._of[chunk.request_id]
             answer.add(chunk, choice)
             touched.add(answer)
         return touched
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
 
 def _bar(total: int) -> tqdm[NoReturn]:

@@ -2,9 +2,7 @@
 
     start_deployment   configs -> Deployment: a model for each, on one machine's `Resources`
     start_model        config, source -> RunningModel: checks, weights, memory plan, then
-      Blueprint        what an executor is made of; makes another one from the files after a failure
-      Instruments      what watches the engines: metrics, signals, the door's counts, the journal
-      EngineMaker      makes the engine over an executor, for the supervisor, as often as it asks
+      EngineMaker      makes an engine and its executor, for the supervisor, as often as it asks; has what watches them
 
 Heavy imports are inside functions, so that importing this costs nothing. The vocabulary is loaded beside the weights.
 """
@@ -16,7 +14,6 @@ import logging
 import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,12 +32,9 @@ from penstock.types.errors import ConfigError, NotEnoughMemory, counted
 from penstock.types.plan import Capacity
 
 if TYPE_CHECKING:
-    from penstock.admission.door import Admission
-    from penstock.clock import Clock
     from penstock.deploy.running import Deployment, ModelInfo, RunningModel, Sources
     from penstock.engine.core import EngineCore
-    from penstock.engine.ports import BlockMover, BlockStore, Executor, Observer, OutputSink, RequestJournal, TokenObserver
-    from penstock.engine.supervisor import Supervisor
+    from penstock.engine.ports import BlockMover, BlockStore, Executor, Observer, RequestJournal
     from penstock.engine.thread import Engine
     from penstock.engine.transfers import Transfers
     from penstock.kv.manager import KVManager
@@ -48,9 +42,6 @@ if TYPE_CHECKING:
     from penstock.models.catalog import ModelSource
     from penstock.models.formats import WeightFormat
     from penstock.models.weights import LoadedModel
-    from penstock.obs.explain.journal import Journal
-    from penstock.obs.metrics import Metrics
-    from penstock.obs.signals import Signals
     from penstock.text.chat import ChatTemplate
     from penstock.text.tokenizer import Tokenizer
     from penstock.types.vocab import GgufVocab
@@ -122,11 +113,13 @@ def _load(config: Config, source: ModelSource, resources: Resources) -> RunningM
     model = load_model(source, max_weight_bytes=room_bytes, floats=floats, check_vocab=_check_vocab)
     device.check_head_dim(config, model)
     kv, executor = plan_memory(config, model, available_bytes)
-    resources.memory.take(name, _share(config, model, kv))
+    # A GPU has memory of its own, which is measured anew for each model.
+    is_on_gpu = device.is_on_gpu(config)
+    share = MemoryShare() if is_on_gpu else MemoryShare(num_weight_bytes=model.num_weight_bytes, num_kv_bytes=kv.num_bytes)
+    resources.memory.take(name, share)
     _log_model(model, config, kv)
-    blueprint = Blueprint(config=config, source=source, kv=kv, resources=resources)
     try:
-        return _start(blueprint, model, executor)
+        return _start(config, source, model, kv, resources, executor)
     except MemoryError as error:
         raise NotEnoughMemory(
             f"There is not enough memory: the weights take {format_size(model.num_weight_bytes)}, the KV cache "
@@ -135,53 +128,27 @@ def _load(config: Config, source: ModelSource, resources: Resources) -> RunningM
         ) from error
 
 
-def _share(config: Config, model: LoadedModel, kv: KvPlan) -> MemoryShare:
-    """The model's share of the machine's memory. A GPU has its own, which is measured anew for each model."""
-    if device.is_on_gpu(config):
-        return MemoryShare()
-    return MemoryShare(num_weight_bytes=model.num_weight_bytes, num_kv_bytes=kv.num_bytes)
-
-
-def _start(blueprint: Blueprint, model: LoadedModel, executor: Executor | None) -> RunningModel:
+def _start(
+    config: Config,
+    source: ModelSource,
+    model: LoadedModel,
+    kv: KvPlan,
+    resources: Resources,
+    executor: Executor | None,
+) -> RunningModel:
+    name = _served_names(config, source)[0]
     # The vocabulary takes about as long as the weights, and both leave Python for most of it.
     with ThreadPoolExecutor(max_workers=1) as side:
-        text = side.submit(_load_text, blueprint.config.model.chat_template, model)
-        executor = executor or blueprint.executor_of(model)
+        text = side.submit(_load_text, config.model.chat_template, model)
+        executor = executor or build_executor(config, model, kv, partial(resources.team, name))
         try:
-            return _assemble(blueprint, model, executor, *text.result())
+            tokenizer, chat_template = text.result()
+            store = _open_tier(config, model, executor, resources, name)
+            maker = EngineMaker(config, source, kv, resources, executor=executor, store=store, tokenizer=tokenizer)
+            return _assemble(maker, model, executor, chat_template)
         except BaseException:
             executor.close()
             raise
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Blueprint:
-    """Everything that executors of one model are made of, but for its weights: these are read anew for each."""
-
-    config: Config
-    """With the device and the backend decided."""
-    source: ModelSource
-    kv: KvPlan
-    resources: Resources
-
-    @property
-    def name(self) -> str:
-        return _served_names(self.config, self.source)[0]
-
-    def executor_of(self, model: LoadedModel) -> Executor:
-        """The backend with the weights of a model that was just loaded."""
-        return build_executor(self.config, model, self.kv, partial(self.resources.team, self.name))
-
-    def executor_from_files(self) -> Executor:
-        """Another executor, when one has failed, which may still hold its memory."""
-        from penstock.models.load import load_model
-
-        free_bytes = self.resources.memory.available_bytes(self.name) - RESERVE_BYTES - self.kv.num_bytes
-        room_bytes = device.weight_room_bytes(self.config, free_bytes)
-        model = load_model(self.source, max_weight_bytes=room_bytes, floats=device.held_floats(self.config))
-        executor = self.executor_of(model)
-        give_back_free_memory()
-        return executor
 
 
 def _check_vocab(vocab: GgufVocab) -> None:
@@ -226,77 +193,54 @@ def build_core(
     return EngineCore(scheduler, observer=observer, journal=journal)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Instruments:
-    """Everything that watches the engines of one model: a single set, so that counts go on after a failure."""
+class EngineMaker:
+    """Makes the engines of one model: the first, and another one each time that the supervisor asks after a failure.
 
-    metrics: Metrics
-    admission: Admission
-    signals: Signals
-    journal: Journal | None
-    observer: Observer
-    token_observer: TokenObserver
+    Each engine has an executor and a store of its own. The store, which is the tier below the KV pool, is emptied in between.
+    All have the same observers, so that counts go on.
+    """
 
-    @classmethod
-    def of(cls, config: Config, capacity: Capacity, model_name: str) -> Instruments:
+    def __init__(
+        self,
+        config: Config,
+        source: ModelSource,
+        kv: KvPlan,
+        resources: Resources,
+        *,
+        executor: Executor,
+        store: BlockStore | None,
+        tokenizer: Tokenizer,
+    ) -> None:
+        """`executor` and `store` are those of the first engine. `config` has the device and the backend decided."""
         from penstock.admission.door import Admission
+        from penstock.clock import WallClock
+        from penstock.engine.bridge import Bridge
         from penstock.engine.ports import ObserverGroup, TokenObserverGroup
         from penstock.obs.explain.journal import Journal
         from penstock.obs.metrics import Metrics
         from penstock.obs.signals import Signals
 
-        policies = build_policies(config)
-        metrics = Metrics(model_name)
-        metrics.tier.medium = "host" if config.kv.kv_host_size_bytes else "disk"
-        admission = Admission(admission_limits(config.admission), capacity, reads_priority=policies.order.reads_priority)
-        signals = Signals(policies.gate.max_running(capacity), admission.drain.rate)
-        admission.on_call = signals.on_call
-        return cls(
-            metrics=metrics,
-            admission=admission,
-            signals=signals,
-            journal=Journal(config.server.explained_requests) if config.server.explained_requests else None,
-            observer=ObserverGroup([metrics, admission, signals]),
-            token_observer=TokenObserverGroup([metrics, admission]),
-        )
-
-    def connect(self, engine: Supervisor, clock: Clock) -> None:
-        """Let the metrics ask the engine for what they do not count."""
-        self.metrics.connect(
-            load=engine.load,
-            signals=lambda: self.signals.read(engine.load(), clock.now_ns()),
-            waste=engine.kv_waste_ratio,
-        )
-
-
-class EngineMaker:
-    """Makes the engines of one model: the first, and another one each time that the supervisor asks after a failure.
-
-    Each engine has an executor and a store of its own. The store, which is the tier below the KV pool, is emptied in between.
-    """
-
-    def __init__(
-        self,
-        blueprint: Blueprint,
-        executor: Executor,
-        store: BlockStore | None,
-        *,
-        tokenizer: Tokenizer,
-        instruments: Instruments,
-        clock: Clock,
-        sink: OutputSink,
-    ) -> None:
-        """`executor` and `store` are those of the first engine."""
-        self._blueprint = blueprint
+        self.config, self.source, self._kv, self._resources = config, source, kv, resources
+        self.name = _served_names(config, source)[0]
         self._first_executor: Executor | None = executor
         self._stores = [store]
         """The store of each engine so far; the last one's is in use."""
-        self._tokenizer = tokenizer
-        self._instruments = instruments
-        self._clock = clock
-        self._sink = sink
         self._engine: Engine | None = None
         """The last one that was made."""
+        self.tokenizer = tokenizer
+        self.clock, self.bridge = WallClock(), Bridge()
+        policies = build_policies(config)
+        self.metrics = Metrics(self.name)
+        self.metrics.tier.medium = "host" if config.kv.kv_host_size_bytes else "disk"
+        self.admission = Admission(
+            admission_limits(config.admission), executor.capacity, reads_priority=policies.order.reads_priority
+        )
+        self.signals = Signals(policies.gate.max_running(executor.capacity), self.admission.drain.rate)
+        self.admission.on_call = self.signals.on_call
+        num_explained = config.server.explained_requests
+        self.journal = Journal(num_explained) if num_explained else None
+        self._observer = ObserverGroup([self.metrics, self.admission, self.signals])
+        self._token_observer = TokenObserverGroup([self.metrics, self.admission])
 
     def make(self, on_failed: Callable[[], None]) -> Engine:
         """An engine that is not started. Raises whatever loading the model raises."""
@@ -304,8 +248,8 @@ class EngineMaker:
         if executor is None:
             self._stores.append(cleared(self._stores[-1]))
             if self._engine is not None and self._engine.step_age_ns():  # its step goes on, and maybe for ever
-                self._blueprint.resources.leave_team(self._blueprint.name)
-            executor = self._blueprint.executor_from_files()
+                self._resources.leave_team(self.name)
+            executor = self._executor_from_files()
         try:
             self._engine = self._make(executor, on_failed)
         except BaseException:  # the next attempt needs its memory
@@ -318,23 +262,33 @@ class EngineMaker:
         for store in self._stores:
             if store is not None:
                 store.close()
-        self._blueprint.resources.memory.give_back(self._blueprint.name)
+        self._resources.memory.give_back(self.name)
+
+    def _executor_from_files(self) -> Executor:
+        """Another executor, when one has failed, which may still hold its memory."""
+        from penstock.models.load import load_model
+
+        free_bytes = self._resources.memory.available_bytes(self.name) - RESERVE_BYTES - self._kv.num_bytes
+        room_bytes = device.weight_room_bytes(self.config, free_bytes)
+        model = load_model(self.source, max_weight_bytes=room_bytes, floats=device.held_floats(self.config))
+        executor = build_executor(self.config, model, self._kv, partial(self._resources.team, self.name))
+        give_back_free_memory()
+        return executor
 
     def _make(self, executor: Executor, on_failed: Callable[[], None]) -> Engine:
         from penstock.engine.output import OutputStage
         from penstock.engine.thread import Engine
         from penstock.text.tokenizer import detokenizer_factory
 
-        told = self._instruments
-        core = build_core(self._blueprint.config, executor.capacity, told.observer, told.journal, build_tier(self._stores[-1]))
+        core = build_core(self.config, executor.capacity, self._observer, self.journal, build_tier(self._stores[-1]))
         return Engine(
             core,
             executor,
-            OutputStage(detokenizer_factory(self._tokenizer), observer=told.token_observer),
-            clock=self._clock,
-            sink=self._sink,
-            observer=told.observer,
-            turn_observer=told.metrics,
+            OutputStage(detokenizer_factory(self.tokenizer), observer=self._token_observer),
+            clock=self.clock,
+            sink=self.bridge.deliver,
+            observer=self._observer,
+            turn_observer=self.metrics,
             on_failed=on_failed,
             make_transfers=partial(self._make_transfers, core.scheduler.kv),
         )
@@ -342,76 +296,65 @@ class EngineMaker:
     def _make_transfers(self, kv: KVManager, blocks: BlockMover, wake: Callable[[], None]) -> Transfers | None:
         from penstock.engine.transfers import Transfers
 
-        tier, store = self._instruments.metrics.tier, self._stores[-1]
+        tier, store = self.metrics.tier, self._stores[-1]
         if store is None:
             tier.is_open = False
             return None
-        return Transfers(kv, blocks, store, clock=self._clock, stats=tier, wake=wake)
+        return Transfers(kv, blocks, store, clock=self.clock, stats=tier, wake=wake)
 
 
-def _assemble(
-    blueprint: Blueprint,
-    model: LoadedModel,
-    executor: Executor,
-    tokenizer: Tokenizer,
-    chat_template: ChatTemplate | None,
-) -> RunningModel:
-    """The engine around an executor, and everything around the engine; both started."""
-    from penstock.clock import WallClock
+def _assemble(maker: EngineMaker, model: LoadedModel, executor: Executor, chat_template: ChatTemplate | None) -> RunningModel:
+    """The supervisor, which has the first engine made, and everything around it; started."""
     from penstock.deploy.running import RunningModel
-    from penstock.engine.bridge import Bridge
     from penstock.engine.supervisor import Supervisor
     from penstock.text.grammar import Grammars
 
-    config = blueprint.config
+    config, tokenizer, metrics = maker.config, maker.tokenizer, maker.metrics
     if tokenizer.vocab_size > model.spec.vocab_size:
         _log.warning(
             "the tokenizer knows %d tokens, the model %d: texts that need one of the others are refused",
             tokenizer.vocab_size,
             model.spec.vocab_size,
         )
-    clock, bridge = WallClock(), Bridge()
+    metrics.num_weight_bytes = getattr(executor, "weight_bytes", 0)  # of backends that do not keep the file's
     template = None if chat_template is None else chat_template.source
-    info = _model_info(blueprint, model, executor, tokenizer, system_fingerprint(config, model, executor, template))
-    instruments = Instruments.of(config, executor.capacity, info.name)
-    instruments.metrics.num_weight_bytes = getattr(executor, "weight_bytes", 0)  # of backends that do not keep the file's
-    store = _open_tier(blueprint, model, executor)
-    maker = EngineMaker(
-        blueprint, executor, store, tokenizer=tokenizer, instruments=instruments, clock=clock, sink=bridge.deliver
-    )
+    info = _model_info(maker, model, executor, system_fingerprint(config, model, executor, template))
     engine = Supervisor(
         maker.make,
-        clock=clock,
+        clock=maker.clock,
         step_timeout_s=device.step_timeout_s(config.backend),
-        on_restart=instruments.metrics.count_restart,
+        on_restart=metrics.count_restart,
     )
-    bridge.attach(engine)
-    instruments.connect(engine, clock)
+    maker.bridge.attach(engine)
+    metrics.connect(
+        load=engine.load,
+        signals=lambda: maker.signals.read(engine.load(), maker.clock.now_ns()),
+        waste=engine.kv_waste_ratio,
+    )
     engine.start()
     return RunningModel(
         engine=engine,
-        bridge=bridge,
+        bridge=maker.bridge,
         tokenizer=tokenizer,
         chat_template=chat_template,
         grammars=Grammars(tokenizer, vocab_size=model.spec.vocab_size),
-        admission=instruments.admission,
-        metrics=instruments.metrics,
+        admission=maker.admission,
+        metrics=metrics,
         model=info,
-        clock=clock,
+        clock=maker.clock,
         slo_itl_ns=None if config.scheduler.slo_itl_s is None else int(config.scheduler.slo_itl_s * 1e9),
         prefix_sharing=config.kv.prefix_sharing,
         sources=_sources(config.server),
-        journal=instruments.journal,
+        journal=maker.journal,
         release=maker.release,
     )
 
 
-def _open_tier(blueprint: Blueprint, model: LoadedModel, executor: Executor) -> BlockStore | None:
-    config, memory = blueprint.config, blueprint.resources.memory
+def _open_tier(config: Config, model: LoadedModel, executor: Executor, resources: Resources, name: str) -> BlockStore | None:
     if not config.kv.kv_host_size_bytes:
         return open_store(config, model, executor)
-    store = open_host_memory(config.kv, executor, available_bytes=memory.available_bytes(blueprint.name))
-    memory.take(blueprint.name, MemoryShare(num_tier_bytes=config.kv.kv_host_size_bytes))  # only GPUs have this tier
+    store = open_host_memory(config.kv, executor, available_bytes=resources.memory.available_bytes(name))
+    resources.memory.take(name, MemoryShare(num_tier_bytes=config.kv.kv_host_size_bytes))  # only GPUs have this tier
     return store
 
 
@@ -430,12 +373,10 @@ def _load_text(template: str | None, model: LoadedModel) -> tuple[Tokenizer, Cha
     return tokenizer, None if text is None else ChatTemplate(text, special_tokens=tokenizer.special_tokens)
 
 
-def _model_info(
-    blueprint: Blueprint, model: LoadedModel, executor: Executor, tokenizer: Tokenizer, fingerprint: str
-) -> ModelInfo:
+def _model_info(maker: EngineMaker, model: LoadedModel, executor: Executor, fingerprint: str) -> ModelInfo:
     from penstock.deploy.running import ModelInfo
 
-    config, source, capacity = blueprint.config, blueprint.source, executor.capacity
+    config, source, capacity = maker.config, maker.source, executor.capacity
     return ModelInfo(
         served_names=_served_names(config, source),
         aliases=() if config.model.served_model_names else _aliases(config.model.model, source),
@@ -444,7 +385,7 @@ def _model_info(
         created_unix_s=int(_newest_file(model.path).stat().st_mtime),
         max_model_len=capacity.max_model_len,
         vocab_size=model.spec.vocab_size,
-        eos_token_ids=tokenizer.eos_token_ids,
+        eos_token_ids=maker.tokenizer.eos_token_ids,
         is_priority_scheduled=build_policies(config).order.reads_priority,
         max_beams=capacity.max_rows,
     )
