@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.backends.cuda.memory import Usage
 from penstock.config import KvConfig
-from penstock.deploy.sizing import DEFAULT_CAP_BYTES, RESERVE_BYTES, SLOT_BOOKS_BYTES, GpuMemory, KvPlan, plan_gpu_kv, plan_kv
+from penstock.deploy.sizing import DEFAULT_CAP_BYTES, RESERVE_BYTES, SLOT_BOOKS_BYTES, KvPlan, plan_gpu_kv, plan_kv
 from penstock.testing.specs import make_spec as uniform_spec
 from penstock.types.errors import ConfigError
 from penstock.types.kv_dtype import KvDtype
@@ -163,7 +164,7 @@ def gpu_plan(
     kv: KvConfig | None = None, *, free: int = 79 * GIB, used: int = 20 * GIB, block: int = 2 << 20, **changes: Any
 ) -> KvPlan:
     arguments: dict[str, Any] = {"max_model_len": None, "max_num_seqs": 256, **changes}
-    memory = GpuMemory(80 * GIB, free, used)
+    memory = Usage(80 * GIB, free, used)
     return plan_gpu_kv(make_spec(8192), kv or KvConfig(), block_bytes=block, memory=memory, **arguments)
 
 

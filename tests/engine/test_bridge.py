@@ -104,14 +104,13 @@ async def test_what_a_slow_reader_has_not_taken_is_few_objects(bridge):
 
 async def test_one_hop_carries_everything_that_waits(bridge):
     with bridge.open([make_request()]) as stream:
-        hops, waker = [], bridge._hop.waker
+        hops, wake = [], bridge._hop.wake
 
-        class Counting:
-            def wake(self):
-                hops.append(1)
-                waker.wake()
+        def count():
+            hops.append(1)
+            wake()
 
-        bridge._hop.waker = Counting()
+        bridge._hop.wake = count
         deliver_from_thread(bridge, [[chunk()]] * 10)
         await stream.next_chunks()
     assert len(hops) == 1

@@ -101,25 +101,17 @@ def _check_attention(config: Config) -> None:
     """Refuse FlashInfer where it can't be used. Raises ConfigError."""
     if config.backend.attention != AttentionKernels.FLASHINFER:
         return
-    for is_so, cause, remedy in (
-        (
-            config.backend.deterministic,
-            "the order of its sums depends on the batch",
-            "Leave out --attention or --deterministic.",
-        ),
-        (
-            config.kv.kv_cache_dtype == KvDtype.INT8,
-            "it reads no keys and values in int8",
-            "Leave out --attention or --kv-cache-dtype.",
-        ),
-        (
-            cuda.flashinfer_version() is None,
-            "it is not installed",
-            "Install it in Penstock's source folder: pip install '.[flashinfer]'.",
-        ),
+    for is_so, cause, flag in (
+        (config.backend.deterministic, "the order of its sums depends on the batch", "--deterministic"),
+        (config.kv.kv_cache_dtype == KvDtype.INT8, "it reads no keys and values in int8", "--kv-cache-dtype"),
     ):
         if is_so:
-            raise ConfigError(f"FlashInfer can't compute the attention: {cause}.", remedy=remedy)
+            raise ConfigError(f"FlashInfer can't compute the attention: {cause}.", remedy=f"Leave out --attention or {flag}.")
+    if cuda.flashinfer_version() is None:
+        raise ConfigError(
+            "FlashInfer can't compute the attention: it is not installed.",
+            remedy="Install it in Penstock's source folder: pip install '.[flashinfer]'.",
+        )
 
 
 def _check_cpu_settings(config: Config, cause: str) -> None:

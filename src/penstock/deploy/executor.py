@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 from penstock.config import AttentionKernels, Backend, Config
 from penstock.config.units import format_size
 from penstock.deploy.device import is_on_gpu, kv_dtype, max_rows, max_step_tokens, num_threads
-from penstock.deploy.sizing import GpuMemory, KvPlan, plan_gpu_kv, plan_kv
+from penstock.deploy.sizing import KvPlan, plan_gpu_kv, plan_kv
 from penstock.types.errors import ConfigError
 from penstock.types.plan import Capacity
 
@@ -84,8 +84,7 @@ def _check_weight_dtype(config: Config, model: LoadedModel) -> None:
 
 
 def _measure(config: Config, model: LoadedModel) -> tuple[KvPlan, CudaExecutor]:
-    from penstock.backends.cuda.memory import GpuMemory as Device
-    from penstock.backends.cuda.memory import no_blocks, profile
+    from penstock.backends.cuda.memory import GpuMemory, no_blocks, profile
     from penstock.engine.transfers import num_staged_blocks
 
     longest = _longest(config, model)
@@ -93,7 +92,7 @@ def _measure(config: Config, model: LoadedModel) -> tuple[KvPlan, CudaExecutor]:
     try:
         has_tier = config.kv.kv_host_size_bytes or config.kv.kv_disk_size_bytes
         moved = num_staged_blocks if has_tier else no_blocks
-        executor, usage = profile(partial(_make_for_gpu, config, model, longest), capacity, Device(), num_moved_blocks=moved)
+        executor, usage = profile(partial(_make_for_gpu, config, model, longest), capacity, GpuMemory(), num_moved_blocks=moved)
     except MemoryError as error:
         raise ConfigError(
             f"The weights and a step of {max_step_tokens(config)} tokens do not fit the GPU: {error}",
@@ -108,7 +107,7 @@ def _measure(config: Config, model: LoadedModel) -> tuple[KvPlan, CudaExecutor]:
             max_model_len=config.model.max_model_len,
             max_num_seqs=max_rows(config),
             block_bytes=executor.block_bytes,
-            memory=GpuMemory(usage.total_bytes, usage.free_bytes, usage.used_bytes),
+            memory=usage,
         )
         _make_ready(executor, plan)
     except MemoryError as error:
@@ -137,20 +136,19 @@ def _make_as_measured(config: Config, model: LoadedModel, kv: KvPlan) -> CudaExe
 
 def _make_ready(executor: CudaExecutor, plan: KvPlan) -> None:
     """A GPU's, for requests. Raises MemoryError if there is no room for the KV cache."""
-    from penstock.backends.cuda.memory import GpuMemory as Device
+    from penstock.backends.cuda.memory import GpuMemory
 
     executor.resize(plan.num_blocks, max_model_len=plan.max_model_len)
     executor.choose_attention()
     if not executor.num_graphs_left:
         return
-    device = Device()
-    free_bytes = device.read()[0]
+    free_bytes = GpuMemory().read()[0]
     run = executor.capture_graphs(max_seconds=CAPTURE_SECONDS)
     _logger.info(
         "CUDA graphs of decodes: %d captured in %.1f s, which take %s; %d more when they are needed",
         run.num_captured,
         run.seconds,
-        format_size(max(0, free_bytes - device.read()[0])),
+        format_size(max(0, free_bytes - GpuMemory().read()[0])),
         run.num_left,
     )
 

@@ -67,26 +67,13 @@ class SamplingDefaults:
     repetition_penalty: float = 1.0
 
 
-def draw_seed() -> int:
-    """A 64-bit unsigned seed from the system's entropy."""
-    return secrets.randbits(64)
-
-
-def new_request_id() -> str:
-    return uuid.uuid4().hex
-
-
-def unix_time_s() -> int:
-    return int(time.time())
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
     """Functions for what a request does not say; tests replace them to make answers repeatable."""
 
-    draw_seed: Callable[[], int] = draw_seed
-    new_request_id: Callable[[], str] = new_request_id
-    unix_time_s: Callable[[], int] = unix_time_s
+    draw_seed: Callable[[], int] = lambda: secrets.randbits(64)
+    new_request_id: Callable[[], str] = lambda: uuid.uuid4().hex
+    unix_time_s: Callable[[], int] = lambda: int(time.time())
 
 
 @dataclass(slots=True, kw_only=True)

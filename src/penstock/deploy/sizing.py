@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from penstock.config import KvConfig
 from penstock.config.units import format_size
 from penstock.types.errors import ConfigError, NotEnoughMemory
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.model_spec import ModelSpec
+
+if TYPE_CHECKING:
+    from penstock.backends.cuda.memory import Usage
 
 DEFAULT_CAP_BYTES = 4 << 30
 """Largest KV cache that is taken unasked: a server should not fill a workstation."""
@@ -23,17 +27,6 @@ SLOT_BOOKS_BYTES = 450
 TYPICAL_REQUEST_TOKENS = 512
 """Tokens of a prompt and its answer, before any request has come. First turns of ShareGPT have 467 in the mean
 (`benchmarks/kv_waste.py`)."""
-
-
-@dataclass(frozen=True, slots=True)
-class GpuMemory:
-    """Memory of a GPU, as it was measured."""
-
-    total_bytes: int
-    free_bytes: int
-    """Free bytes before anything was loaded."""
-    used_bytes: int
-    """Bytes that the weights and a step of the largest size take, without a KV cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +87,9 @@ def plan_gpu_kv(
     max_model_len: int | None,
     max_num_seqs: int,
     block_bytes: int,
-    memory: GpuMemory,
+    memory: Usage,
 ) -> KvPlan:
-    """Blocks and longest request in a GPU's memory. Raises ConfigError as `plan_kv` does."""
+    """Blocks and longest request in a GPU's memory, as it was measured. Raises ConfigError as `plan_kv` does."""
     wanted_len = _wanted_len(spec, max_model_len)
     share = kv.gpu_memory_utilization or DEFAULT_GPU_UTILIZATION
     limit_bytes = memory.free_bytes if kv.kv_cache_memory_bytes else int(share * memory.total_bytes)

@@ -45,7 +45,7 @@ class _Hop:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, dispatch: Callable[[_Hop], None]) -> None:
         self.is_due = False
-        self.waker: Waker = make_waker(loop, partial(dispatch, self))
+        self.wake = make_waker(loop, partial(dispatch, self))
 
 
 class Bridge:
@@ -107,7 +107,7 @@ class Bridge:
             return
         hop.is_due = True
         try:
-            hop.waker.wake()
+            hop.wake()
         except RuntimeError:
             _log.debug("the event loop is closed; nobody reads these chunks")
 
@@ -282,31 +282,14 @@ def _join(group: list[OutputChunk]) -> OutputChunk:
     )
 
 
-class Waker(Protocol):
-    def wake(self) -> None:
-        """Have the function called soon on the loop, at least once after this call. For any thread.
+def make_waker(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> Callable[[], object]:
+    """Has the function called soon on the loop, at least once after each call of the result, which any thread may call.
 
-        May raise RuntimeError if the loop is closed.
-        """
-        ...
-
-
-def make_waker(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> Waker:
-    """For one loop and one function."""
+    That may raise RuntimeError if the loop is closed.
+    """
     with contextlib.suppress(AttributeError, ImportError, NotImplementedError, OSError):
-        return EventWaker(loop, function)
-    return LoopWaker(loop, function)
-
-
-class LoopWaker:
-    """By the loop's own means."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
-        self._loop = loop
-        self._function = function
-
-    def wake(self) -> None:
-        self._loop.call_soon_threadsafe(self._function)
+        return EventWaker(loop, function).wake
+    return partial(loop.call_soon_threadsafe, function)
 
 
 class EventWaker:

@@ -112,7 +112,7 @@ class EngineCore:
                 case Stop(request_id, stop_reason):
                     events += self._end(request_id, FinishReason.STOP, now_ns, stop_reason=stop_reason)
                 case Drain():
-                    self._close(RejectReason.DRAINING, "The server is shutting down.")
+                    self._closed = Rejected(RejectReason.DRAINING, "The server is shutting down.")
         if self._deadline_numbers:
             events += self._end_overdue(now_ns)
         if commands or events:
@@ -196,7 +196,7 @@ class EngineCore:
 
     def fail_all(self, detail: str, now_ns: int) -> list[TokenEvent]:
         """End every request with ERROR and accept no more: the executor failed, and its KV can't be trusted."""
-        self._close(RejectReason.UNAVAILABLE, "The engine has failed.")
+        self._closed = Rejected(RejectReason.UNAVAILABLE, "The engine has failed.")
         with suppress(Exception):  # as below
             self.scheduler.abandon_flights()
         events: list[TokenEvent] = []
@@ -301,9 +301,6 @@ class EngineCore:
         stats = request_stats(request, now_ns, reject_reason)
         self._journal.on_finish(stats)
         self._observer.on_finish(stats)
-
-    def _close(self, reason: RejectReason, detail: str) -> None:
-        self._closed = Rejected(reason, detail)
 
     def _take_snapshot(self) -> EngineSnapshot:
         scheduler = self.scheduler

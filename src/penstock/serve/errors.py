@@ -28,18 +28,28 @@ _NO_RETRY = {"x-should-retry": "false"}
 RULE = "rule"
 """Kind of a finding of our own rules, whose text goes on where the field's name ends: "must be an object"."""
 
-_TYPES: Mapping[str, str] = MappingProxyType(
+_RULES: Mapping[str, str] = MappingProxyType(
     {
-        "bool_type": "true or false",
-        "dict_type": "an object",
-        "float_type": "a number",
-        "int_type": "an integer",
-        "list_type": "a list",
-        "model_type": "an object",
-        "string_type": "a string",
+        "bool_type": "must be true or false",
+        "dict_type": "must be an object",
+        "float_type": "must be a number",
+        "int_type": "must be an integer",
+        "list_type": "must be a list",
+        "model_type": "must be an object",
+        "string_type": "must be a string",
+        "greater_than_equal": "must be at least {ge}, not {input}",
+        "less_than_equal": "must be at most {le}, not {input}",
+        "greater_than": "must be greater than {gt}, not {input}",
+        "literal_error": "must be {expected}",
+        "too_long": "must have at most {items}",
+        "too_short": "must have at least {items}",
+        "string_too_long": "must have at most {characters}",
+        "string_too_short": "must have at least {characters}",
+        "string_pattern_mismatch": "must match {pattern}",
+        RULE: "{msg}",
     }
 )
-"""pydantic's kinds of findings about types, as JSON calls the types."""
+"""pydantic's kinds of findings, with JSON's words for types."""
 
 _MAX_TOLD_CHARS = 200
 """Limit of what an answer tells back of a client's own words: a parameter's name, a model's, an id."""
@@ -249,41 +259,21 @@ def from_finding(finding: Mapping[str, Any]) -> ApiError:
     return invalid(_explain(finding, param), param)
 
 
-def _explain(error: Mapping[str, Any], param: str) -> str:
-    kind, limits = error["type"], error.get("ctx", {})
-    if kind == "int_type" and _is_beyond_64_bits(error["input"]):
+def _explain(finding: Mapping[str, Any], param: str) -> str:
+    kind, limits = finding["type"], finding.get("ctx", {})
+    if kind == "extra_forbidden":
+        return f"Unknown parameter: '{param}'."
+    if kind == "too_many_fields":
+        return f"Unknown parameters: {', '.join(repr(shorten(name)) for name in limits['names'])} and more."
+    if kind == "missing":
+        return f"Missing required parameter: '{param}'."
+    if kind == "int_type" and _is_beyond_64_bits(finding["input"]):
         return f"'{param}' must be an integer from {-(2**63)} to {2**63 - 1}."
-    if kind in _TYPES:
-        return f"'{param}' must be {_TYPES[kind]}."
-    if kind == RULE:
-        return f"'{param}' {error['msg']}."
-    match kind:
-        case "extra_forbidden":
-            return f"Unknown parameter: '{param}'."
-        case "too_many_fields":
-            names = ", ".join(repr(shorten(name)) for name in limits["names"])
-            return f"Unknown parameters: {names} and more."
-        case "missing":
-            return f"Missing required parameter: '{param}'."
-        case "greater_than_equal":
-            return f"'{param}' must be at least {limits['ge']}, not {error['input']}."
-        case "less_than_equal":
-            return f"'{param}' must be at most {limits['le']}, not {error['input']}."
-        case "greater_than":
-            return f"'{param}' must be greater than {limits['gt']}, not {error['input']}."
-        case "literal_error":
-            return f"'{param}' must be {limits['expected']}."
-        case "too_long":
-            return f"'{param}' must have at most {counted(limits['max_length'], 'item')}."
-        case "too_short":
-            return f"'{param}' must have at least {counted(limits['min_length'], 'item')}."
-        case "string_too_long":
-            return f"'{param}' must have at most {counted(limits['max_length'], 'character')}."
-        case "string_too_short":
-            return f"'{param}' must have at least {counted(limits['min_length'], 'character')}."
-        case "string_pattern_mismatch":
-            return f"'{param}' must match {limits['pattern']}."
-    return f"'{param}' is invalid: {_lower_first(error['msg'])}."
+    if kind not in _RULES:
+        return f"'{param}' is invalid: {_lower_first(finding['msg'])}."
+    length = limits.get("max_length", limits.get("min_length", 0))
+    told = {**finding, **limits, "items": counted(length, "item"), "characters": counted(length, "character")}
+    return f"'{param}' {_RULES[kind].format(**told)}."
 
 
 def _is_beyond_64_bits(value: object) -> bool:
