@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,8 +29,8 @@ class TinyLlama:
     The vocabulary has 264 tokens: `SPECIAL_TOKENS`, the 256 bytes, and five merges. `vocab_size` may be larger.
     """
 
-    architecture: Literal["llama", "qwen2"] = "llama"
-    """In files of `qwen2`, q and k are not permuted."""
+    architecture: str = "llama"
+    """The name in a GGUF file, where `llama` alone has q and k permuted. In config.json, others than `llama` are Qwen 2."""
     vocab_size: int = 264
     hidden_size: int = 64
     num_layers: int = 2
@@ -103,11 +103,17 @@ _ADD: Mapping[type, str] = {bool: "add_bool", str: "add_string", int: "add_uint3
 
 
 def write_gguf(
-    path: Path, model: TinyLlama, *, matrix_type: str = "Q8_0", extra: Mapping[str, str | int | float | bool] | None = None
+    path: Path,
+    model: TinyLlama,
+    *,
+    matrix_type: str = "Q8_0",
+    extra: Mapping[str, str | int | float | bool] | None = None,
+    names: Mapping[str, str] | None = None,
 ) -> Path:
     """Write the model as llama.cpp's converter would: q and k permuted, matrices in a GGML type such as `Q4_1` or `F16`.
 
-    `extra` adds metadata or replaces it. Returns `path`.
+    `extra` adds metadata or replaces it. `names` does so with the GGUF names of tensors, by what stands before `.weight` and
+    after `model.layers.{i}.` in their Hugging Face names. Returns `path`.
     """
     from gguf import GGMLQuantizationType, GGUFWriter
     from gguf.quants import quantize
@@ -119,7 +125,7 @@ def write_gguf(
     writer.add_token_types([3] * len(SPECIAL_TOKENS) + [1] * (len(vocabulary()) - len(SPECIAL_TOKENS)))
     writer.add_token_merges(list(_MERGES))
     kind = GGMLQuantizationType[matrix_type]
-    for name, values in _gguf_tensors(model).items():
+    for name, values in _gguf_tensors(model, {**_GGUF_NAMES, **(names or {})}).items():
         if values.ndim == 1:
             writer.add_tensor(name, values)
         else:
@@ -176,14 +182,14 @@ _GGUF_NAMES: Mapping[str, str] = {
 }
 
 
-def _gguf_tensors(model: TinyLlama) -> dict[str, FloatArray]:
+def _gguf_tensors(model: TinyLlama, names: Mapping[str, str]) -> dict[str, FloatArray]:
     tensors: dict[str, FloatArray] = {}
     for name, values in model.weights().items():
         stem, _, suffix = name.rpartition(".")
         layer, _, part = stem.removeprefix("model.layers.").partition(".") if ".layers." in stem else ("", "", stem)
         if model.architecture == "llama" and part in ("self_attn.q_proj", "self_attn.k_proj"):
             values = _interleave(values, model.num_heads if part == "self_attn.q_proj" else model.num_kv_heads)
-        tensors[f"{f'blk.{layer}.' if layer else ''}{_GGUF_NAMES[part]}.{suffix}"] = values
+        tensors[f"{f'blk.{layer}.' if layer else ''}{names[part]}.{suffix}"] = values
     if model.rope_scaling == "llama3":
         tensors["rope_freqs.weight"] = _llama3_divisors(model)
     return tensors
