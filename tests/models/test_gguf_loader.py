@@ -15,10 +15,10 @@ import pytest
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from gguf.quants import dequantize, quantize
 
-from penstock.models import architectures, codebooks, gguf_tensors
+from penstock.models import architectures, codebooks, gguf_file
 from penstock.models.checks import weight_shapes
 from penstock.models.gguf import load_gguf
-from penstock.models.gguf_file import GGML_Q8_0, open_gguf
+from penstock.models.gguf_file import open_gguf
 from penstock.models.gguf_tensors import conversion_notes, load_tensor, round_to_q8_0
 from penstock.models.hf import load_hf_directory
 from penstock.models.weights import WeightFormat, WeightTensor
@@ -79,7 +79,7 @@ def test_weights_are_those_that_the_program_reads(tiny):
 def test_an_embedding_whose_rows_are_read_in_the_file_takes_no_memory(tiny, tmp_path, monkeypatch, is_converted):
     path = write_gguf(tmp_path / "untied.gguf", dataclasses.replace(TINY, is_tied=False))
     if is_converted:
-        monkeypatch.delitem(gguf_tensors._MATRIX_FORMATS, GGML_Q8_0)
+        monkeypatch.delitem(gguf_file.FORMATS, 8)
     model, tied = load_gguf(path), load_gguf(tiny)
     embed = model.weights["embed"]
     assert embed.is_mapped is not is_converted

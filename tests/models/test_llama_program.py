@@ -139,12 +139,12 @@ def test_every_registered_description_gives_a_program(target):
 
 def test_missing_and_left_over_weights_are_named():
     program = architectures.describe(SPEC)
-    names = dict.fromkeys(checks.weight_shapes(program))
-    checks.check_names(program, names, Path("m"))
+    shapes = checks.weight_shapes(program)
+    checks.check_weights(program, shapes, Path("m"))
     with pytest.raises(ModelError, match=r"layers\.1\.gate is missing"):
-        checks.check_names(program, {name: None for name in names if name != "layers.1.gate"}, Path("m"))
+        checks.check_weights(program, {name: shapes[name] for name in shapes if name != "layers.1.gate"}, Path("m"))
     with pytest.raises(ModelError, match=r"blk\.0\.ffn_gate_exps.weight is not part"):
-        checks.check_names(program, {**names, "blk.0.ffn_gate_exps.weight": None}, Path("m"))
+        checks.check_weights(program, {**shapes, "blk.0.ffn_gate_exps.weight": (1, 1)}, Path("m"))
 
 
 SIZES = {name: FIELDS[name] for name in checks._LIMITS}

@@ -6,6 +6,7 @@ The loaders and `deploy` ask here by name; a new architecture is one value in on
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -94,6 +95,18 @@ class Architecture:
     """The converter has put the rows of q and k into the interleaved rope layout; else they are half-split, as ours are."""
     hf_norm_offset: float = 0.0
     """Added to the weights of norms of a Hugging Face directory: Gemma stores them less 1."""
+
+
+def canonical_name(name: str, *, top: Mapping[str, str], block: re.Pattern[str], layer: Mapping[str, str]) -> str:
+    """Our name of a file's tensor; an unknown one keeps its own, for the error message.
+
+    `block` matches the number of a layer and the end of the name, which `layer` has; `top` has the tensors outside of layers.
+    """
+    found = block.fullmatch(name)
+    if found is None:
+        return top.get(name, name)
+    suffix = layer.get(found[2])
+    return f"layers.{int(found[1])}.{suffix}" if suffix else name
 
 
 def find(name: str) -> Architecture:

@@ -95,28 +95,23 @@ def weight_shapes(program: Program) -> dict[str, tuple[int, int]]:
     return shapes
 
 
-def check_names(program: Program, found: Mapping[str, object], path: Path) -> None:
-    """The weights, by canonical name, are those that the program reads: none missing, none left over.
+def check_weights(program: Program, shapes: Mapping[str, tuple[int, int]], path: Path) -> None:
+    """The weights, by canonical name, are those that the program reads: none missing, none left over, of the right shapes.
 
     A tensor that is left over means a variant of the architecture that we would compute wrongly. Raises ModelError.
     """
     wanted = weight_shapes(program)
-    missing = [name for name in wanted if name not in found]
+    missing = [name for name in wanted if name not in shapes]
     if missing:
         raise ModelError(f"{path}: {_some(missing)} missing.", remedy=REFETCH)
-    extra = [name for name in found if name not in wanted]
+    extra = [name for name in shapes if name not in wanted]
     if extra:
         cause = f"{_some(extra)} not part of this architecture as Penstock knows it"
         raise ModelError(f"{path}: {cause}.", remedy="This variant is not supported: its output would be wrong.")
-
-
-def check_shape(name: str, shape: tuple[int, int], wanted: tuple[int, int], path: Path) -> None:
-    """Raises ModelError if a weight's (num_rows, num_cols) differ from what the program reads."""
-    if shape != wanted:
-        raise ModelError(
-            f"{path}: {name} is {shape[0]} x {shape[1]}, but the model's description asks for {wanted[0]} x {wanted[1]}.",
-            remedy=REFETCH,
-        )
+    for name, (rows, cols) in wanted.items():
+        if shapes[name] != (rows, cols):
+            found = f"{name} is {shapes[name][0]} x {shapes[name][1]}"
+            raise ModelError(f"{path}: {found}, but the model's description asks for {rows} x {cols}.", remedy=REFETCH)
 
 
 def check_memory(weight_bytes: int, max_bytes: int | None, path: Path) -> None:

@@ -92,12 +92,15 @@ E4M3_VALUES = tuple(
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
+def block(fmt: WeightFormat) -> tuple[int, int]:
+    """(columns, bytes) of a block of any format; of floats, a block is one number."""
+    return BLOCKS.get(fmt) or (1, {WeightFormat.F32: 4, WeightFormat.F8_E4M3: 1}.get(fmt, 2))
+
+
 def stored_bytes(fmt: WeightFormat, num_rows: int, num_cols: int) -> int:
     """Bytes of a matrix of this format."""
-    if fmt in BLOCKS:
-        cols, num_bytes = BLOCKS[fmt]
-        return num_rows * (num_cols // cols) * num_bytes
-    return num_rows * num_cols * {WeightFormat.F32: 4, WeightFormat.F8_E4M3: 1}.get(fmt, 2)
+    cols, num_bytes = block(fmt)
+    return num_rows * (num_cols // cols) * num_bytes
 
 
 class Floats(StrEnum):
@@ -111,23 +114,10 @@ class Floats(StrEnum):
     """fp8, but tables of embeddings and the matrix of logits, which are as stored."""
 
 
-_HELD: Mapping[WeightFormat, tuple[int, bool]] = MappingProxyType(
-    {
-        WeightFormat.Q4_0: (4, False),
-        WeightFormat.Q4_1: (4, True),
-        WeightFormat.Q5_0: (8, False),
-        WeightFormat.Q5_1: (8, True),
-        WeightFormat.Q8_0: (8, False),
-        WeightFormat.Q2_K: (8, False),
-        WeightFormat.Q3_K: (8, False),
-        WeightFormat.Q4_K: (4, True),
-        WeightFormat.Q5_K: (8, True),
-        WeightFormat.Q6_K: (8, False),
-        WeightFormat.IQ4_NL: (4, False),
-        WeightFormat.IQ4_XS: (4, False),
-    }
-)
-"""(bits of a weight, whether groups of 32 have an offset as well as a scale) in the memory of the native backend."""
+_HELD_IN_4_BITS = (WeightFormat.Q4_0, WeightFormat.Q4_1, WeightFormat.Q4_K, WeightFormat.IQ4_NL, WeightFormat.IQ4_XS)
+"""In the memory of the native backend; weights of the other quantised formats have 8 bits there."""
+_HELD_WITH_OFFSETS = (WeightFormat.Q4_1, WeightFormat.Q5_1, WeightFormat.Q4_K, WeightFormat.Q5_K)
+"""Formats whose groups of 32 have an offset there as well as a scale."""
 
 
 def held_bytes(
@@ -141,13 +131,13 @@ def held_bytes(
     if fmt is WeightFormat.F32 and num_rows == 1:
         return stored_bytes(fmt, num_rows, num_cols)
     rows = _padded(num_rows, 16)
-    if fmt not in _HELD:
+    if fmt not in BLOCKS:
         if floats is Floats.FP8 or (floats is Floats.AS_STORED and fmt is WeightFormat.F8_E4M3):
             return rows * (num_cols + 4 + (_padded(num_cols, 32) // 32 * 2 if has_blocks else 0))
         return rows * _padded(num_cols, 2) * 2
-    bits, has_offset = _HELD[fmt]
+    bits = 4 if fmt in _HELD_IN_4_BITS else 8
     groups = num_cols // 32
-    offsets = rows * _padded(groups, 2) * 2 if has_offset else 0
+    offsets = rows * _padded(groups, 2) * 2 if fmt in _HELD_WITH_OFFSETS else 0
     return rows * num_cols * bits // 8 + rows * groups * 2 + offsets
 
 
@@ -308,20 +298,18 @@ def _iq4_xs(blocks: U8) -> Parts:
     return np.array(IQ4_VALUES, np.int8)[_halves(blocks[:, 8:].reshape(-1, 8, 16))], scale, None
 
 
-_DECODERS: Mapping[WeightFormat, Callable[[U8], Parts]] = MappingProxyType(
-    {
-        WeightFormat.Q4_0: _q4_0,
-        WeightFormat.Q4_1: _q4_1,
-        WeightFormat.Q5_0: _q5_0,
-        WeightFormat.Q5_1: _q5_1,
-        WeightFormat.Q8_0: _q8_0,
-        WeightFormat.Q2_K: _q2_k,
-        WeightFormat.Q3_K: _q3_k,
-        WeightFormat.Q4_K: _q4_k,
-        WeightFormat.Q5_K: _q5_k,
-        WeightFormat.Q6_K: _q6_k,
-        WeightFormat.IQ4_NL: _iq4_nl,
-        WeightFormat.IQ4_XS: _iq4_xs,
-    }
-)
+_DECODERS: Mapping[WeightFormat, Callable[[U8], Parts]] = {
+    WeightFormat.Q4_0: _q4_0,
+    WeightFormat.Q4_1: _q4_1,
+    WeightFormat.Q5_0: _q5_0,
+    WeightFormat.Q5_1: _q5_1,
+    WeightFormat.Q8_0: _q8_0,
+    WeightFormat.Q2_K: _q2_k,
+    WeightFormat.Q3_K: _q3_k,
+    WeightFormat.Q4_K: _q4_k,
+    WeightFormat.Q5_K: _q5_k,
+    WeightFormat.Q6_K: _q6_k,
+    WeightFormat.IQ4_NL: _iq4_nl,
+    WeightFormat.IQ4_XS: _iq4_xs,
+}
 """Blocks [num_blocks, bytes] -> their parts."""

@@ -18,10 +18,9 @@ from penstock.models.architectures import Architecture
 from penstock.models.formats import Floats
 from penstock.models.gguf_file import GgufFile, TensorEntry, open_gguf
 from penstock.models.gguf_tensors import conversion_notes, load_tensor, loaded_bytes, looked_up_bytes, matrix_shape
-from penstock.models.program import Program
 from penstock.models.weights import LoadedModel, held_floats
 from penstock.types.errors import ModelError
-from penstock.types.model_spec import AttentionSpec, GatedMlp, LayerSpec, ModelSpec, Rotation
+from penstock.types.model_spec import ModelSpec, spec_of_equal_layers
 from penstock.types.vocab import GgufVocab
 
 _TOP: Mapping[str, str] = {"token_embd.weight": "embed", "output_norm.weight": "norm", "output.weight": "output"}
@@ -88,12 +87,13 @@ def load_gguf(
     file = open_gguf(path)
     architecture = _find_architecture(file)
     entries = {
-        _canonical(name, architecture.gguf_layer): entry for name, entry in file.tensors.items() if name != _ROPE_FACTORS
+        architectures.canonical_name(name, top=_TOP, block=_BLOCK, layer=architecture.gguf_layer): entry
+        for name, entry in file.tensors.items()
+        if name != _ROPE_FACTORS
     }
     spec = architecture.of_gguf(file, _read_spec(file, entries))
     checks.check_spec(spec, path)
-    program = architecture.describe(spec)
-    _check_entries(program, entries, path)
+    checks.check_weights(architecture.describe(spec), {name: matrix_shape(entry) for name, entry in entries.items()}, path)
     checks.check_memory(_held_bytes(entries, floats), max_weight_bytes, path)
     vocab = read_vocab(file, spec.vocab_size)
     eos_token_ids = read_eos_ids(file, vocab)
@@ -136,15 +136,6 @@ def _announce(path: Path, entries: Mapping[str, TensorEntry], notes: Iterable[st
     if num_held > _NOTABLE_GROWTH * num_stored:
         words = "%s: %d MiB of weights become %d MiB in memory, where they have 8 bits or 16; Q4 and Q8 types stay as small"
         _log.warning(words, path.name, num_stored >> 20, num_held >> 20)
-
-
-def _canonical(name: str, layer: Mapping[str, str]) -> str:
-    """Our name of a tensor; an unknown one keeps its own, for the error message."""
-    block = _BLOCK.fullmatch(name)
-    if block is None:
-        return _TOP.get(name, name)
-    suffix = layer.get(block[2])
-    return f"layers.{int(block[1])}.{suffix}" if suffix else name
 
 
 def _rope_heads(name: str, spec: ModelSpec) -> int:
@@ -193,21 +184,12 @@ def _read_spec(file: GgufFile, entries: Mapping[str, TensorEntry]) -> ModelSpec:
         raise file.error("the tensor token_embd.weight is missing")
     sizes = _read_sizes(file, key, matrix_shape(entries["embed"])[0])
     checks.check_sizes(sizes, file.path)
-    attention = AttentionSpec(
-        num_heads=sizes["num_heads"],
-        num_kv_heads=sizes["num_kv_heads"],
-        head_dim=sizes["head_dim"],
-        rotation=Rotation(inv_freq=_read_rope(file, key, sizes["head_dim"])),
+    return spec_of_equal_layers(
+        architectures.GGUF_NAMES[key],
+        sizes,
+        _read_rope(file, key, sizes["head_dim"]),
         has_qkv_bias="layers.0.q_bias" in entries,
-    )
-    layer = LayerSpec(attention=attention, mlp=GatedMlp(intermediate_size=sizes["intermediate_size"]))
-    return ModelSpec(
-        architecture=architectures.GGUF_NAMES[key],
-        vocab_size=sizes["vocab_size"],
-        hidden_size=sizes["hidden_size"],
-        layers=(layer,) * sizes["num_layers"],
         norm_eps=file.require(f"{key}.attention.layer_norm_rms_epsilon", float),
-        max_model_len=sizes["max_model_len"],
         tie_word_embeddings="output" not in entries,
     )
 
@@ -272,12 +254,6 @@ def _read_factors(file: GgufFile, entry: TensorEntry, num_pairs: int) -> list[fl
     if not all(math.isfinite(factor) and factor > 0.0 for factor in factors):
         raise file.error(f"{entry.name} has values that are not positive")
     return factors
-
-
-def _check_entries(program: Program, entries: Mapping[str, TensorEntry], path: Path) -> None:
-    checks.check_names(program, entries, path)
-    for name, wanted in checks.weight_shapes(program).items():
-        checks.check_shape(name, matrix_shape(entries[name]), wanted, path)
 
 
 def read_vocab(file: GgufFile, vocab_size: int) -> GgufVocab:

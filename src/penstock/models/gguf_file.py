@@ -14,47 +14,32 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.models.formats import WeightFormat, block
 from penstock.types.errors import ModelError
 
-GGML_F32: Final = 0
-GGML_F16: Final = 1
-GGML_Q4_0: Final = 2
-GGML_Q4_1: Final = 3
-GGML_Q5_0: Final = 6
-GGML_Q5_1: Final = 7
-GGML_Q8_0: Final = 8
-GGML_Q2_K: Final = 10
-GGML_Q3_K: Final = 11
-GGML_Q4_K: Final = 12
-GGML_Q5_K: Final = 13
-GGML_Q6_K: Final = 14
-GGML_IQ4_NL: Final = 20
-GGML_IQ4_XS: Final = 23
-GGML_BF16: Final = 30
-
-_BLOCKS: Mapping[int, tuple[int, int]] = {
-    GGML_F32: (1, 4),
-    GGML_F16: (1, 2),
-    GGML_Q4_0: (32, 18),
-    GGML_Q4_1: (32, 20),
-    GGML_Q5_0: (32, 22),
-    GGML_Q5_1: (32, 24),
-    GGML_Q8_0: (32, 34),
-    GGML_Q2_K: (256, 84),
-    GGML_Q3_K: (256, 110),
-    GGML_Q4_K: (256, 144),
-    GGML_Q5_K: (256, 176),
-    GGML_Q6_K: (256, 210),
-    GGML_IQ4_NL: (32, 18),
-    GGML_IQ4_XS: (256, 136),
-    GGML_BF16: (1, 2),
+FORMATS: Mapping[int, WeightFormat] = {
+    0: WeightFormat.F32,
+    1: WeightFormat.F16,
+    2: WeightFormat.Q4_0,
+    3: WeightFormat.Q4_1,
+    6: WeightFormat.Q5_0,
+    7: WeightFormat.Q5_1,
+    8: WeightFormat.Q8_0,
+    10: WeightFormat.Q2_K,
+    11: WeightFormat.Q3_K,
+    12: WeightFormat.Q4_K,
+    13: WeightFormat.Q5_K,
+    14: WeightFormat.Q6_K,
+    20: WeightFormat.IQ4_NL,
+    23: WeightFormat.IQ4_XS,
+    30: WeightFormat.BF16,
 }
-"""(columns, bytes) of one block of the tensor types that are kept or rounded; the `gguf` package knows the others."""
+"""GGML's numbers of the tensor types that are kept as they are; the `gguf` package knows the others."""
 
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 _SCALARS: Mapping[int, struct.Struct] = {
@@ -89,7 +74,7 @@ class TensorEntry:
 
     name: str
     type_id: int
-    """A GGML_* number."""
+    """GGML's number."""
     shape: tuple[int, ...]
     offset: int
     """Bytes from the start of the file; a multiple of 8."""
@@ -200,9 +185,8 @@ def _read_entry(cursor: _Cursor) -> TensorEntry:
 
 
 def _block(type_id: int, name: str) -> tuple[int, int]:
-    known = _BLOCKS.get(type_id)
-    if known is not None:
-        return known
+    if type_id in FORMATS:
+        return block(FORMATS[type_id])
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType  # not at the top: 0.1 s that most files don't need
 
     try:

@@ -1,12 +1,12 @@
 """GGML tensors made into weights of a run-time format. Called by `models.gguf`; reads no metadata.
 
-A tensor that has a `WeightFormat` stays as it is, memory-mapped; vectors become F32. Every other quantised type that
-`codebooks` or the
-`gguf` package can decode becomes Q8_0, whose error is far below that of 1 to 3 bits, when a backend reads it.
+A tensor that has a `WeightFormat` stays as it is, memory-mapped; vectors become F32. Every other quantised type that can be
+decoded, by `codebooks` or the `gguf` package, becomes Q8_0 when a backend reads it: its error is far below that of 1 to 3 bits.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
@@ -14,56 +14,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.models import codebooks
-from penstock.models.formats import BLOCKS, Floats, WeightFormat, held_bytes, stored_bytes
-from penstock.models.gguf_file import (
-    GGML_BF16,
-    GGML_F16,
-    GGML_F32,
-    GGML_IQ4_NL,
-    GGML_IQ4_XS,
-    GGML_Q2_K,
-    GGML_Q3_K,
-    GGML_Q4_0,
-    GGML_Q4_1,
-    GGML_Q4_K,
-    GGML_Q5_0,
-    GGML_Q5_1,
-    GGML_Q5_K,
-    GGML_Q6_K,
-    GGML_Q8_0,
-    GgufFile,
-    TensorEntry,
-)
+from penstock.models.formats import BLOCKS, Floats, WeightFormat, dequantize, held_bytes, stored_bytes
+from penstock.models.gguf_file import FORMATS, GgufFile, TensorEntry
 from penstock.models.weights import WeightTensor
 from penstock.types.errors import ModelError, counted
 
-_MATRIX_FORMATS: Mapping[int, WeightFormat] = {
-    GGML_F32: WeightFormat.F32,
-    GGML_F16: WeightFormat.F16,
-    GGML_BF16: WeightFormat.BF16,
-    GGML_Q4_0: WeightFormat.Q4_0,
-    GGML_Q4_1: WeightFormat.Q4_1,
-    GGML_Q5_0: WeightFormat.Q5_0,
-    GGML_Q5_1: WeightFormat.Q5_1,
-    GGML_Q8_0: WeightFormat.Q8_0,
-    GGML_Q2_K: WeightFormat.Q2_K,
-    GGML_Q3_K: WeightFormat.Q3_K,
-    GGML_Q4_K: WeightFormat.Q4_K,
-    GGML_Q5_K: WeightFormat.Q5_K,
-    GGML_Q6_K: WeightFormat.Q6_K,
-    GGML_IQ4_NL: WeightFormat.IQ4_NL,
-    GGML_IQ4_XS: WeightFormat.IQ4_XS,
-}
 _Decode = Callable[[NDArray[np.generic]], NDArray[np.float32]]
-_FLOATS: Mapping[int, type[np.generic]] = {GGML_F32: np.float32, GGML_F16: np.float16, GGML_BF16: np.uint16}
+_FLOATS: Mapping[WeightFormat | None, type[np.generic]] = {
+    WeightFormat.F32: np.float32,
+    WeightFormat.F16: np.float16,
+    WeightFormat.BF16: np.uint16,
+}
 
 
 def matrix_shape(entry: TensorEntry) -> tuple[int, int]:
     """(num_rows, num_cols); a vector is one row. Leading dimensions of 1 are dropped, others count as rows."""
-    rows = 1
-    for size in entry.shape[:-1]:
-        rows *= size
-    return rows, entry.shape[-1]
+    return math.prod(entry.shape[:-1]), entry.shape[-1]
 
 
 def loaded_bytes(entry: TensorEntry, floats: Floats = Floats.BF16) -> int:
@@ -83,10 +49,11 @@ def load_tensor(file: GgufFile, entry: TensorEntry, name: str, rope_heads: int =
     """
     num_rows, num_cols = matrix_shape(entry)
     raw = file.tensor_bytes(entry)
-    stored = (raw.view(_FLOATS[entry.type_id]) if entry.type_id in _FLOATS else raw).reshape(num_rows, -1)
+    kept = FORMATS.get(entry.type_id)
+    stored = raw.view(_FLOATS.get(kept, np.uint8)).reshape(num_rows, -1)
     fmt, decode = _format(entry), _decoder(file, entry)
     if len(entry.shape) == 1:
-        values = _to_f32(stored, entry, decode)
+        values = decode(stored) if kept is None else dequantize(stored, kept, num_cols)
         order = None if not rope_heads else _half_split(num_cols, rope_heads)
         return WeightTensor(name, num_rows, num_cols, fmt, values if order is None else values[:, order])
     convert = None
@@ -112,13 +79,13 @@ def _note(type_id: int, num: int) -> str:
 
 
 def _is_converted(entry: TensorEntry) -> bool:
-    return entry.type_id not in _MATRIX_FORMATS
+    return entry.type_id not in FORMATS
 
 
 def _format(entry: TensorEntry) -> WeightFormat:
     if len(entry.shape) == 1:
         return WeightFormat.F32
-    return _MATRIX_FORMATS.get(entry.type_id, WeightFormat.Q8_0)
+    return FORMATS.get(entry.type_id, WeightFormat.Q8_0)
 
 
 def _half_split(num_rows: int, num_heads: int) -> NDArray[np.intp]:
@@ -126,25 +93,19 @@ def _half_split(num_rows: int, num_heads: int) -> NDArray[np.intp]:
     return np.arange(num_rows).reshape(num_heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
 
-def _to_f32(stored: NDArray[np.generic], entry: TensorEntry, decode: _Decode) -> NDArray[np.float32]:
-    if entry.type_id == GGML_BF16:
-        return (stored.astype(np.uint32) << 16).view(np.float32)
-    return np.ascontiguousarray(stored, dtype=np.float32) if entry.type_id in _FLOATS else decode(stored)
-
-
 def _decoder(file: GgufFile, entry: TensorEntry) -> _Decode:
     """The function that decodes rows of a quantised type. It raises ModelError for a type that can't be decoded."""
 
     def decode(rows: NDArray[np.generic]) -> NDArray[np.float32]:
-        from gguf.constants import GGMLQuantizationType  # not at the top: 0.1 s that most files don't need
-        from gguf.quants import dequantize
+        from gguf import quants  # not at the top: 0.1 s that most files don't need
+        from gguf.constants import GGMLQuantizationType
 
         raw = np.ascontiguousarray(rows, dtype=np.uint8)
         try:
             with np.errstate(all="ignore"):  # infinite scales of a corrupt file
                 if _type_name(entry.type_id) in codebooks.TYPES:
                     return codebooks.decode(_type_name(entry.type_id), raw)
-                values: NDArray[np.float32] = dequantize(raw, GGMLQuantizationType(entry.type_id))
+                values: NDArray[np.float32] = quants.dequantize(raw, GGMLQuantizationType(entry.type_id))
         except NotImplementedError as error:
             raise ModelError(
                 f"{file.path}: the tensor {entry.name!r} is of the type {_type_name(entry.type_id)}, which can't be decoded.",

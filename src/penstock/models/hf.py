@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,6 @@ import numpy as np
 from penstock.models import architectures, checks
 from penstock.models.formats import Floats, WeightFormat, held_bytes, held_table_bytes
 from penstock.models.hf_config import JsonFile, read_bos_id, read_eos_ids, read_json, read_spec, read_special_tokens
-from penstock.models.program import Program
 from penstock.models.safetensors_file import FLOAT8, StoredTensor, block_scales, open_safetensors, read_block, split_scales
 from penstock.models.weights import BlockScales, LoadedModel, WeightTensor, held_floats
 from penstock.types.errors import ModelError
@@ -34,19 +34,17 @@ def load_hf_directory(
     config = read_json(path / "config.json")
     architecture_name = _architecture_name(config)
     architecture = architectures.find(architecture_name)
-    layer = architecture.hf_layer
+    canonical = partial(architectures.canonical_name, top=_TOP, block=_BLOCK, layer=architecture.hf_layer)
     block = read_block(config)
     opened, opened_scales = split_scales(_open_weights(path))
-    stored = {_canonical(name, layer): tensor for name, tensor in opened.items() if not name.endswith(_DERIVED)}
-    scales = {
-        _canonical(name, layer): block_scales(name, opened[name].shape, scale, block) for name, scale in opened_scales.items()
-    }
+    stored = {canonical(name): tensor for name, tensor in opened.items() if not name.endswith(_DERIVED)}
+    scales = {canonical(name): block_scales(name, opened[name].shape, scale, block) for name, scale in opened_scales.items()}
     spec = read_spec(config, architecture_name, has_qkv_bias="layers.0.q_bias" in stored, has_output="output" in stored)
     spec = architecture.of_hf(config, spec)
     checks.check_spec(spec, path / "config.json")
     if spec.tie_word_embeddings:
         stored.pop("output", None)
-    _check_stored(architecture.describe(spec), stored, path)
+    checks.check_weights(architecture.describe(spec), {name: _matrix_shape(tensor) for name, tensor in stored.items()}, path)
     held = sum(
         _held_bytes(tensor, scales.get(key), held_floats(key, floats))
         for key, tensor in stored.items()
@@ -98,15 +96,6 @@ def _architecture_name(config: JsonFile) -> str:
     return architectures.HF_CLASSES[names[0]]
 
 
-def _canonical(name: str, layer: Mapping[str, str]) -> str:
-    """Our name of a tensor; an unknown one keeps its own, for the error message."""
-    block = _BLOCK.fullmatch(name)
-    if block is None:
-        return _TOP.get(name, name)
-    suffix = layer.get(block[2])
-    return f"layers.{int(block[1])}.{suffix}" if suffix else name
-
-
 def _open_weights(path: Path) -> dict[str, StoredTensor]:
     index = path / "model.safetensors.index.json"
     if not index.is_file():
@@ -134,12 +123,6 @@ def _single_file(path: Path) -> Path:
         remedy = "Only safetensors are read: convert other checkpoints with transformers' save_pretrained."
         raise ModelError(f"{path}: there is neither model.safetensors nor model.safetensors.index.json.", remedy=remedy)
     return single
-
-
-def _check_stored(program: Program, stored: Mapping[str, StoredTensor], path: Path) -> None:
-    checks.check_names(program, stored, path)
-    for name, wanted in checks.weight_shapes(program).items():
-        checks.check_shape(name, _matrix_shape(stored[name]), wanted, path)
 
 
 def _matrix_shape(tensor: StoredTensor) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from penstock.models import checks, rope
 from penstock.types.errors import ModelError
-from penstock.types.model_spec import AttentionSpec, GatedMlp, LayerSpec, ModelSpec, Rotation
+from penstock.types.model_spec import ModelSpec, spec_of_equal_layers
 from penstock.types.vocab import SpecialTokens
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -95,21 +95,12 @@ def read_spec(config: JsonFile, architecture: str, *, has_qkv_bias: bool, has_ou
     sizes = _read_sizes(config)
     checks.check_sizes(sizes, config.path)
     tied = config.get("tie_word_embeddings", bool)
-    attention = AttentionSpec(
-        num_heads=sizes["num_heads"],
-        num_kv_heads=sizes["num_kv_heads"],
-        head_dim=sizes["head_dim"],
-        rotation=Rotation(inv_freq=_read_rope(config, sizes["head_dim"])),
+    return spec_of_equal_layers(
+        architecture,
+        sizes,
+        _read_rope(config, sizes["head_dim"]),
         has_qkv_bias=has_qkv_bias,
-    )
-    layer = LayerSpec(attention=attention, mlp=GatedMlp(intermediate_size=sizes["intermediate_size"]))
-    return ModelSpec(
-        architecture=architecture,
-        vocab_size=sizes["vocab_size"],
-        hidden_size=sizes["hidden_size"],
-        layers=(layer,) * sizes["num_layers"],
         norm_eps=config.require("rms_norm_eps", float),
-        max_model_len=sizes["max_model_len"],
         tie_word_embeddings=not has_output if tied is None else tied,
     )
 

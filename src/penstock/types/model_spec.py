@@ -5,6 +5,7 @@ Loaders make a `ModelSpec`. The description of its architecture makes a `Program
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -91,3 +92,32 @@ class ModelSpec:
         """Bytes of the keys and values of a position over all layers, with their scales, as the native backend stores them."""
         heads = ((layer.attention.num_kv_heads, layer.attention.head_dim) for layer in self.layers)
         return sum(num_kv_heads * dtype.head_bytes(head_dim) for num_kv_heads, head_dim in heads)
+
+
+def spec_of_equal_layers(
+    architecture: str,
+    sizes: Mapping[str, int],
+    inv_freq: tuple[float, ...],
+    *,
+    has_qkv_bias: bool,
+    norm_eps: float,
+    tie_word_embeddings: bool,
+) -> ModelSpec:
+    """What most models' common keys say; `sizes` by their fields of a spec, checked."""
+    attention = AttentionSpec(
+        num_heads=sizes["num_heads"],
+        num_kv_heads=sizes["num_kv_heads"],
+        head_dim=sizes["head_dim"],
+        rotation=Rotation(inv_freq=inv_freq),
+        has_qkv_bias=has_qkv_bias,
+    )
+    layer = LayerSpec(attention=attention, mlp=GatedMlp(intermediate_size=sizes["intermediate_size"]))
+    return ModelSpec(
+        architecture=architecture,
+        vocab_size=sizes["vocab_size"],
+        hidden_size=sizes["hidden_size"],
+        layers=(layer,) * sizes["num_layers"],
+        norm_eps=norm_eps,
+        max_model_len=sizes["max_model_len"],
+        tie_word_embeddings=tie_word_embeddings,
+    )
