@@ -156,44 +156,29 @@ class Lanes:
         return True
 
 
-class Bucket:
+class Bucket(Lanes):
     """Requests that wait for the gate and may join together: by the order of service, and by age."""
 
     def __init__(self, index: int, order: Order) -> None:
+        super().__init__(order)
         self.index = index
-        self._lanes = Lanes(order)
         self._arrivals: OrderedDict[str, int] = OrderedDict()
         """request_id -> arrival, as they were queued. A plain dict would look for its first entry among all that left before
         it."""
 
-    def __len__(self) -> int:
-        return len(self._arrivals)
-
     def view(self) -> BucketView:
         """Raises StopIteration if no request waits."""
-        return BucketView(self.index, len(self._arrivals), next(iter(self._arrivals.values())))
+        return BucketView(self.index, len(self), next(iter(self._arrivals.values())))
 
-    def push(self, request: Request, now_ns: int) -> None:
-        self._lanes.push(request, now_ns)
+    def _put(self, request: Request, now_ns: int) -> None:
+        super()._put(request, now_ns)
         self._arrivals[request.request_id] = request.arrival_ns
 
-    def peek(self, now_ns: int) -> Request | None:
-        """The next request; None if none waits."""
-        return self._lanes.peek(now_ns)
-
-    def hand_over(self, request: Request, other: Lanes, now_ns: int) -> bool:
-        """Let a request wait elsewhere, as long as it has already; False if it is not here."""
-        if not self._lanes.hand_over(request, other, now_ns):
-            return False
-        del self._arrivals[request.request_id]
-        return True
-
-    def discard(self, request: Request) -> bool:
-        """Take a request out; False if it is not here."""
-        if not self._lanes.discard(request):
-            return False
-        del self._arrivals[request.request_id]
-        return True
+    def _take(self, request: Request) -> bool:
+        is_here = super()._take(request)
+        if is_here:
+            del self._arrivals[request.request_id]
+        return is_here
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ Laws that the parts keep together:
 
 - A step in which the running requests lack memory preempts, and admits nobody. Another step may pause running requests for a
   waiting one of a higher class, if the order says so, and admit that one.
-- A request that the pool could not hold alone is refused when it is added (`fit.py`). The most senior running request (the
+- A request that the pool could not hold alone is refused when it is added (`refusal`). The most senior running request (the
   oldest of the highest class) is never preempted for another that runs. So every request ends.
 - A preempted request is not admitted again before there is room for all its tokens and for everybody to grow. So work is not
   lost over and over.
@@ -47,7 +47,6 @@ from penstock.sched.choosing.chooser import Answer, Chooser, Speculation
 from penstock.sched.choosing.groups import Groups
 from penstock.sched.draft import StepDraft
 from penstock.sched.extending import Extending
-from penstock.sched.fit import max_total_tokens, refusal
 from penstock.sched.flights import Ahead, Flights
 from penstock.sched.joining import Joining
 from penstock.sched.padding import Padding
@@ -55,7 +54,7 @@ from penstock.sched.policies.base import BudgetView, GateDecision, Policies, Ste
 from penstock.sched.progress import Advance, StepOutcome
 from penstock.sched.queue import WaitingQueue
 from penstock.sched.running import Running
-from penstock.types.errors import Rejected, RejectReason
+from penstock.types.errors import Rejected, RejectReason, counted
 from penstock.types.events import TokenEvent
 from penstock.types.plan import Capacity, StepPlan
 from penstock.types.request import FinishReason, Request, RequestStatus
@@ -378,3 +377,54 @@ class Scheduler:
         self._running.check()
         self._groups.check()
         self._padding.check(len(self._running) + self._waiting.num_joining, self.max_rows)
+
+
+# requests that can never fit, whatever the load
+
+
+def max_total_tokens(request: Request, capacity: Capacity) -> int:
+    """Tokens, prompt and output, at which the request has reached its limit."""
+    return min(request.num_prompt_tokens + request.sampling.max_tokens, capacity.max_model_len)
+
+
+def refusal(request: Request, capacity: Capacity) -> Rejected | None:
+    """Why the request can't be served even if it were the only one, with the numbers; None if it can."""
+    num_prompt = request.num_prompt_tokens
+    if num_prompt == 0:
+        return Rejected(RejectReason.INVALID, "The prompt has no tokens.", param="prompt")
+    if num_prompt + 1 > capacity.max_model_len:
+        detail = (
+            f"The prompt has {counted(num_prompt, 'token')} and needs room for at least one more, but prompt and output "
+            f"together may have {capacity.max_model_len} (max_model_len)."
+        )
+        return Rejected(RejectReason.CONTEXT_LENGTH, detail, param="prompt")
+    # The last token is sampled and never computed, so it takes no place.
+    num_positions = max_total_tokens(request, capacity) - 1
+    num_blocks = -(-num_positions // capacity.block_size)
+    if request.sampling.beams is not None and (refused := _refuse_wide_search(request, num_blocks, capacity)):
+        return refused
+    if num_blocks > capacity.num_blocks - 1:
+        room = (capacity.num_blocks - 1) * capacity.block_size + 1
+        detail = (
+            f"A prompt of {counted(num_prompt, 'token')} with max_tokens {request.sampling.max_tokens} may grow to "
+            f"{num_positions + 1} tokens, but the whole KV cache has room for {room}. Ask for fewer tokens, or give the server "
+            "more KV cache."
+        )
+        return Rejected(RejectReason.NEVER_FITS, detail, param="max_tokens")
+    return None
+
+
+def _refuse_wide_search(request: Request, num_blocks: int, capacity: Capacity) -> Rejected | None:
+    """Beams share the full blocks of their prompt; `num_blocks`: of one."""
+    assert request.sampling.beams is not None, "asked for a beam search"
+    width, num_shared = request.sampling.beams.width, request.num_prompt_tokens // capacity.block_size
+    num_needed = num_shared + width * (num_blocks - num_shared)
+    if num_needed < capacity.num_blocks:
+        return None
+    prompt, block = counted(request.num_prompt_tokens, "token"), counted(capacity.block_size, "token")
+    detail = (
+        f"{width} beams of a prompt of {prompt} with max_tokens {request.sampling.max_tokens} may need "
+        f"{num_needed} blocks of {block}, but the whole KV cache has {capacity.num_blocks - 1}. "
+        "Ask for fewer beams (n) or tokens, or give the server more KV cache."
+    )
+    return Rejected(RejectReason.NEVER_FITS, detail, param="n")
