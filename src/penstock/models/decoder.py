@@ -24,7 +24,7 @@ from penstock.models.program import (
     Softcap,
     States,
 )
-from penstock.types.model_spec import AttentionSpec, ExpertsMlp, ModelSpec
+from penstock.types.model_spec import ExpertsMlp, ModelSpec
 
 SAMPLED = "sampled_"
 """Begins the names of buffers that have one row per sample."""
@@ -81,18 +81,19 @@ class Decoder:
         Weights are `layers.{i}.q`, `k`, `v` and, with `has_qkv_bias`, `q_bias`, `k_bias`, `v_bias`. With `qk_norms`, RMSNorms
         of q and k come before their rotation, over whole rows (OLMo 2) or per head (Qwen 3): `layers.{i}.q_norm` and `k_norm`.
         """
-        spec = self._spec.layers[layer].attention
-        q = self._project(layer, spec, x, "q", spec.num_heads)
-        k = self._project(layer, spec, x, "k", spec.num_kv_heads)
-        v = self._project(layer, spec, x, "v", spec.num_kv_heads)
+        spec, at = self._spec.layers[layer].attention, f"layers.{layer}"
+        q, k, v = (
+            self.linear(x, f"{at}.{name}", name, heads * spec.head_dim, bias=f"{at}.{name}_bias" if spec.has_qkv_bias else None)
+            for name, heads in (("q", spec.num_heads), ("k", spec.num_kv_heads), ("v", spec.num_kv_heads))
+        )
         if qk_norms:
             group = spec.head_dim if qk_norms == "heads" else 0
-            q = self.norm(q, f"layers.{layer}.q_norm", "q", group=group)
-            k = self.norm(k, f"layers.{layer}.k_norm", "k", group=group)
+            q = self.norm(q, f"{at}.q_norm", "q", group=group)
+            k = self.norm(k, f"{at}.k_norm", "k", group=group)
         angles = spec.rotation.inv_freq, spec.rotation.attention_factor
         self._ops += [Rope(q, spec.num_heads, spec.head_dim, *angles), Rope(k, spec.num_kv_heads, spec.head_dim, *angles)]
         if spec.has_qkv_bias and not qk_norms and not spec.softcap:  # a norm rescales a bias, and a capped score sees it
-            write = KvWrite(layer, k, v, f"layers.{layer}.k_bias", *angles)
+            write = KvWrite(layer, k, v, f"{at}.k_bias", *angles)
         else:
             write = KvWrite(layer, k, v)
         out = self._buffer("attn", spec.num_heads * spec.head_dim)
@@ -109,10 +110,6 @@ class Decoder:
         )
         self._ops += [write, attention]
         return out
-
-    def _project(self, layer: int, spec: AttentionSpec, x: str, name: str, num_heads: int) -> str:
-        weight = f"layers.{layer}.{name}"
-        return self.linear(x, weight, name, num_heads * spec.head_dim, bias=f"{weight}_bias" if spec.has_qkv_bias else None)
 
     def gather_after_last(self, layer: int, *buffers: str) -> tuple[str, ...]:
         """After the last layer's attention, the rows of the tokens that sample; after another layer's, the buffers as they are.
