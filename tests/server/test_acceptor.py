@@ -16,9 +16,8 @@ from test_connections import LONG, load, send
 from test_http import GET, check_error, connected, post, read_answer
 
 from penstock.config import ServerConfig
-from penstock.serve.http import acceptor as acceptor_module
 from penstock.serve.http import connection as connection_module
-from penstock.serve.http.acceptor import Acceptor
+from penstock.serve.http.connection import Acceptor
 from penstock.serve.http.listener import NUM_EXTRA_CONNECTIONS, connection_limit
 from penstock.types.errors import ConfigError
 
@@ -61,7 +60,7 @@ async def test_who_has_no_request_leaves_for_others(sent, caplog):
 
 
 async def test_who_waits_longest_leaves_first_and_is_told(monkeypatch):
-    monkeypatch.setattr(acceptor_module, "GRACE_S", 0.0)
+    monkeypatch.setattr(connection_module, "GRACE_S", 0.0)
     with narrow() as server:
         async with crowd(server, MAX) as clients:
             readers = [reader for reader, _ in clients]
@@ -139,8 +138,8 @@ async def large_answer(server, context=None):
 @pytest.mark.parametrize("has_tls", [False, True])
 async def test_who_takes_its_answer_slowly_gets_all_of_it(monkeypatch, certificate, has_tls):
     """Each piece is read only after others have come and needed a place."""
-    monkeypatch.setattr(acceptor_module, "GRACE_S", 0.0)
-    monkeypatch.setattr(acceptor_module, "_CLOSING_S", 0.0)
+    monkeypatch.setattr(connection_module, "GRACE_S", 0.0)
+    monkeypatch.setattr(connection_module, "_CLOSING_S", 0.0)
     key, paper = certificate if has_tls else (None, None)
     config = ServerConfig(port=0, max_connections=MAX, ssl_keyfile=key, ssl_certfile=paper, shutdown_timeout_s=0.0)
     trust = ssl.create_default_context(cafile=paper) if has_tls else None
@@ -164,7 +163,7 @@ async def test_who_takes_its_answer_slowly_gets_all_of_it(monkeypatch, certifica
 
 
 async def test_who_takes_no_more_of_its_answer_leaves_for_others(monkeypatch):
-    monkeypatch.setattr(acceptor_module, "GRACE_S", 0.0)
+    monkeypatch.setattr(connection_module, "GRACE_S", 0.0)
     monkeypatch.setattr(connection_module, "STALL_S", 0.0)
     monkeypatch.setattr(connection_module, "_LOOK_EVERY_S", 0.01)
     with narrow() as server:
@@ -178,7 +177,7 @@ async def test_who_takes_no_more_of_its_answer_leaves_for_others(monkeypatch):
 
 async def test_who_takes_nothing_of_its_answer_holds_no_place(monkeypatch):
     """To close such a connection waits for the client; its place does not."""
-    monkeypatch.setattr(acceptor_module, "GRACE_S", 0.0)
+    monkeypatch.setattr(connection_module, "GRACE_S", 0.0)
     with narrow() as server:
         async with connected(server) as (_, writer):
             writer.write(GET)
@@ -232,7 +231,7 @@ class ExhaustedListener:
 
 
 async def test_without_descriptors_it_tries_again_and_tells_it_once(monkeypatch, caplog):
-    monkeypatch.setattr(acceptor_module, "_RETRY_S", 0.001)
+    monkeypatch.setattr(connection_module, "_RETRY_S", 0.001)
     readable, other = socket.socketpair()
     with readable, other:
         other.send(b"x")

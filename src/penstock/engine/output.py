@@ -87,13 +87,8 @@ class OutputStage:
         del self._streams[event.request_id]
         stream.tell_itl(self._observer)
         if event.finish_reason is None:
-            commands.append(_command_to_end(chunk))
-
-
-def _command_to_end(chunk: OutputChunk) -> Command:
-    if isinstance(chunk.stop_reason, str):
-        return Stop(chunk.request_id, chunk.stop_reason)
-    return Abort(chunk.request_id, chunk.detail)
+            stop, name = chunk.stop_reason, chunk.request_id
+            commands.append(Stop(name, stop) if isinstance(stop, str) else Abort(name, chunk.detail))
 
 
 class _Stream:

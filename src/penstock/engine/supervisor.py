@@ -61,7 +61,7 @@ class Supervisor:
         self._restarts_ns: deque[int] = deque()
         """Instants of the restarts within the window."""
         self._news = threading.Event()
-        self._engine = make_engine(self._wake)
+        self._engine = make_engine(self._news.set)
         self._thread = threading.Thread(target=self._watch, name="penstock-watchdog", daemon=True)
 
     @property
@@ -106,10 +106,6 @@ class Supervisor:
             self._engine.abandon()
         return ended_cleanly
 
-    def _wake(self) -> None:
-        """Called by the thread of an engine that has failed."""
-        self._news.set()
-
     # The watchdog's thread.
 
     def _watch(self) -> None:
@@ -143,7 +139,7 @@ class Supervisor:
             _logger.warning("the engine is made anew, since %s", reason)
             self._restarts_ns.append(self._clock.now_ns())
             try:
-                self._put_in_place(self._make_engine(self._wake))
+                self._put_in_place(self._make_engine(self._news.set))
             except Exception:
                 _logger.exception("the engine could not be made anew")
                 continue

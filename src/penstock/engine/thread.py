@@ -166,10 +166,9 @@ class Engine:
         else:
             self._thread.join(timeout_s)
         if self._thread.is_alive():
-            request_ids = self._outbox.cut_short()
-            for request_id in request_ids:
+            for request_id in self._outbox.cut_short():
                 self.abort(request_id, SHUTTING_DOWN)
-            self._was_cut_short |= bool(request_ids)
+                self._was_cut_short = True
             self._thread.join(ABORT_GRACE_S)
         if self._thread.is_alive():
             _logger.error("step %s did not come back; the executor stays open", self._step_ids())

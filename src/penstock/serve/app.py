@@ -39,10 +39,15 @@ def create_app(deployment: Deployment, config: ServerConfig) -> FastAPI:
         title="Penstock",
         version=penstock.__version__,
         description="An OpenAI-compatible server for language models.",
-        middleware=_layers(deployment, config),
-        exception_handlers={
-            HTTPException: _http_exception_handler(router),
-        },
+        middleware=[
+            Middleware(
+                RequestChecks,
+                new_request_id=deployment.default.sources.new_request_id,
+                keys=KeyRing(keys) if (keys := api_keys(config)) else None,
+                max_body_bytes=config.max_body_bytes,
+            )
+        ],
+        exception_handlers={HTTPException: _http_exception_handler(router)},
         # FastAPI's own pages fetch their viewers from other hosts.
         docs_url=None,
         redoc_url=None,
@@ -56,18 +61,6 @@ def create_app(deployment: Deployment, config: ServerConfig) -> FastAPI:
 
     app.add_route("/docs", docs, include_in_schema=False)
     return app
-
-
-def _layers(deployment: Deployment, config: ServerConfig) -> list[Middleware]:
-    keys = api_keys(config)
-    return [
-        Middleware(
-            RequestChecks,
-            new_request_id=deployment.default.sources.new_request_id,
-            keys=KeyRing(keys) if keys else None,
-            max_body_bytes=config.max_body_bytes,
-        ),
-    ]
 
 
 def _router(deployment: Deployment, config: ServerConfig) -> APIRouter:
@@ -124,15 +117,11 @@ def _described(body_type: type[Body]) -> dict[str, Any]:
     return {"requestBody": {"content": {"application/json": {"schema": schema}}, "required": True}}
 
 
-def _api_routes(router: APIRouter) -> list[APIRoute]:
-    return [route for route in router.routes if isinstance(route, APIRoute)]
-
-
 def _http_exception_handler(router: APIRouter) -> Callable[[HttpRequest, Exception], Coroutine[Any, Any, Response]]:
     async def on_http_exception(request: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         # Each of our routes has one method, and Starlette names that of the first which has the path (RFC 9110, 15.5.6: all).
-        routes = _api_routes(router)
+        routes = [route for route in router.routes if isinstance(route, APIRoute)]
         methods = {method for route in routes if route.path_regex.match(request.url.path) for method in route.methods or ()}
         if error.status_code == 405 and methods:
             error.headers = {"Allow": ", ".join(sorted(methods))}

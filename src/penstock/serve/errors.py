@@ -101,39 +101,10 @@ def invalid_api_key(message: str) -> ApiError:
     return ApiError(401, message, code="invalid_api_key", error_type="authentication_error", headers=headers)
 
 
-def cross_site() -> ApiError:
-    message = "A page of another site sent this, and not as application/json: it is refused, as the server asks for no key."
-    return ApiError(403, message, code="cross_site_request", error_type="permission_error")
-
-
 def model_not_found(model: str, served: Sequence[str]) -> ApiError:
     names = ", ".join(repr(name) for name in served)
     message = f"The model {shorten(model)!r} is not served here. Served: {names}."
     return ApiError(404, message, code="model_not_found", param="model")
-
-
-def request_not_found(request_id: str) -> ApiError:
-    return ApiError(404, f"No request {shorten(request_id)!r} of yours is running.", code="request_not_found")
-
-
-def request_not_known(request_id: str) -> ApiError:
-    """To whoever asks why."""
-    message = (
-        f"Nothing is known of a request {shorten(request_id)!r} of yours: it ended too long ago to be remembered "
-        "(--explained-requests, 0: none is), was refused at the door, or never came."
-    )
-    return ApiError(404, message, code="request_not_found")
-
-
-def unsupported_encoding(encoding: str) -> ApiError:
-    # RFC 9110, 12.5.3: `Accept-Encoding` in a 415 says what would have been taken.
-    return ApiError(
-        415,
-        f"The body has Content-Encoding {shorten(encoding)!r}, which is not supported: send it uncompressed.",
-        code="unsupported_encoding",
-        param="Content-Encoding",
-        headers={"Accept-Encoding": "identity"},
-    )
 
 
 def request_too_large(max_body_bytes: int) -> ApiError:
@@ -153,11 +124,6 @@ def request_head_too_large(max_head_bytes: int) -> ApiError:
 
 def version_not_supported() -> ApiError:
     return ApiError(505, "Only HTTP/1.1 and HTTP/1.0 are spoken here.", code="http_version_not_supported")
-
-
-def request_timeout(read_timeout_s: float) -> ApiError:
-    message = f"The request has not come whole: almost nothing of it came within {read_timeout_s:g} s. Send it again."
-    return ApiError(408, message, code="request_timeout", error_type="timeout_error")
 
 
 _LIMITS = {
@@ -270,7 +236,7 @@ def _explain(finding: Mapping[str, Any], param: str) -> str:
     if kind == "int_type" and _is_beyond_64_bits(finding["input"]):
         return f"'{param}' must be an integer from {-(2**63)} to {2**63 - 1}."
     if kind not in _RULES:
-        return f"'{param}' is invalid: {_lower_first(finding['msg'])}."
+        return f"'{param}' is invalid: {finding['msg'][:1].lower()}{finding['msg'][1:]}."
     length = limits.get("max_length", limits.get("min_length", 0))
     told = {**finding, **limits, "items": counted(length, "item"), "characters": counted(length, "character")}
     return f"'{param}' {_RULES[kind].format(**told)}."
@@ -279,10 +245,6 @@ def _explain(finding: Mapping[str, Any], param: str) -> str:
 def _is_beyond_64_bits(value: object) -> bool:
     """The parser reads such an integer as a float."""
     return isinstance(value, float) and value.is_integer() and abs(value) >= 2**63
-
-
-def _lower_first(text: str) -> str:
-    return text[:1].lower() + text[1:]
 
 
 def _param_path(place: Sequence[str | int]) -> str:

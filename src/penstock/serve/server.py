@@ -16,6 +16,7 @@ import gc
 import ipaddress
 import logging
 import os
+import shlex
 import signal
 import socket
 import threading
@@ -32,8 +33,7 @@ from penstock.config.keys import api_keys
 from penstock.deploy.running import Deployment
 from penstock.serve._stop_signals import end_at_second
 from penstock.serve.app import create_app
-from penstock.serve.http.acceptor import Acceptor
-from penstock.serve.http.connection import HttpConnection
+from penstock.serve.http.connection import Acceptor, HttpConnection
 from penstock.serve.http.listener import bind_socket, connection_limit
 from penstock.types.errors import ConfigError, counted
 
@@ -196,7 +196,7 @@ def ready_text(deployment: Deployment, config: ServerConfig, listener: socket.so
     insecure = " -k" if config.ssl_certfile else ""
     return (
         f"Penstock {penstock.__version__} serves {names} at {url}{_reach(listener)} (documentation: {url}/docs). Try:\n"
-        f"  curl{insecure} {url}{path} -H 'Content-Type: application/json'{key} -d {_shell_quote(prompt)}"
+        f"  curl{insecure} {url}{path} -H 'Content-Type: application/json'{key} -d {shlex.quote(prompt)}"
     )
 
 
@@ -204,10 +204,6 @@ def _reach(listener: socket.socket) -> str:
     """The address that the server listens on, if it stands for all that the machine has."""
     address, port = listener.getsockname()[:2]
     return f" and on every network ({address}:{port})" if ipaddress.ip_address(address).is_unspecified else ""
-
-
-def _shell_quote(text: str) -> str:
-    return "'" + text.replace("'", "'\\''") + "'"
 
 
 def _base_url(config: ServerConfig, listener: socket.socket) -> str:

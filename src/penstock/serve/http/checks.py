@@ -27,14 +27,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.serve.errors import (
     ApiError,
-    cross_site,
     from_rejected,
     internal,
     invalid,
     invalid_api_key,
     not_an_object,
     request_too_large,
-    unsupported_encoding,
+    shorten,
 )
 from penstock.types.errors import ConfigError, Rejected
 
@@ -258,7 +257,10 @@ def _keep_other_sites_out(scope: Scope) -> None:
     if scope["method"] == "POST":
         headers = headers_of(scope)
         if _is_of_another_site(headers) and not _says_json(headers):
-            raise cross_site()
+            message = (
+                "A page of another site sent this, and not as application/json: it is refused, as the server asks for no key."
+            )
+            raise ApiError(403, message, code="cross_site_request", error_type="permission_error")
 
 
 def _is_of_another_site(headers: Mapping[bytes, bytes]) -> bool:
@@ -331,7 +333,14 @@ def _refuse_encoding(scope: Scope) -> None:
         return
     encoding = value.decode("latin-1")
     if encoding.strip().lower() not in ("", "identity"):
-        raise unsupported_encoding(encoding)
+        # RFC 9110, 12.5.3: `Accept-Encoding` in a 415 says what would have been taken.
+        raise ApiError(
+            415,
+            f"The body has Content-Encoding {shorten(encoding)!r}, which is not supported: send it uncompressed.",
+            code="unsupported_encoding",
+            param="Content-Encoding",
+            headers={"Accept-Encoding": "identity"},
+        )
 
 
 def _is_json(scope: Scope) -> bool:

@@ -28,11 +28,8 @@ class CompletionLogprobs:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def write(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        offsets: list[int] = []
-        for entry in entries:
-            offsets.append(self._advance(entry.token_id))
         return {
-            "text_offset": offsets,
+            "text_offset": [self._advance(entry.token_id) for entry in entries],
             "token_logprobs": [_finite(entry.logprob) for entry in entries],
             "tokens": [_legacy_text(self._tokenizer, entry.token_id) for entry in entries],
             "top_logprobs": [self._top(entry) for entry in entries],

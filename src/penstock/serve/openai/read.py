@@ -175,7 +175,8 @@ def read_sampling(body: GenerationBody, num_logprobs: int | None, running: Runni
         message = "'truncate_prompt_tokens' must be at least 1, or -1 for as many as fit."
         raise invalid(message, "truncate_prompt_tokens")
     model, defaults = running.model, running.defaults
-    stop_token_ids = set(_token_ids(body.stop_token_ids or (), "stop_token_ids", model.vocab_size))
+    check_token_ids(body.stop_token_ids or (), model.vocab_size, "stop_token_ids")
+    stop_token_ids = set(body.stop_token_ids or ())
     if not body.ignore_eos:
         stop_token_ids.update(token_id for token_id in model.eos_token_ids if token_id < model.vocab_size)
     if body.use_beam_search:
@@ -324,15 +325,11 @@ def _chat_max_tokens(body: ChatCompletionBody) -> tuple[int | None, str | None]:
     return body.max_completion_tokens, "max_completion_tokens"
 
 
-def _token_ids(token_ids: Sequence[int], param: str, vocab_size: int) -> Sequence[int]:
-    check_token_ids(token_ids, vocab_size, param)
-    return token_ids
-
-
 def _allowed(token_ids: Sequence[int] | None, vocab_size: int) -> tuple[int, ...] | None:
     if token_ids is None:
         return None
-    return tuple(sorted(set(_token_ids(token_ids, "allowed_token_ids", vocab_size))))
+    check_token_ids(token_ids, vocab_size, "allowed_token_ids")
+    return tuple(sorted(set(token_ids)))
 
 
 def _logit_bias(biases: Mapping[str, Any], vocab_size: int) -> tuple[tuple[int, float], ...]:

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from penstock.obs.explain.explanation import Explanation, PauseTold, gap_cause, summary
 from penstock.obs.explain.lives import Gap
-from penstock.serve.errors import request_not_found, request_not_known
+from penstock.serve.errors import ApiError, shorten
 from penstock.serve.openai.in_flight import InFlight, Told
 from penstock.serve.openai.read import read_owner
 from penstock.serve.openai.write import FINISH_WORDS
@@ -51,7 +51,12 @@ class RequestsEndpoint:
             for tell in asks:
                 if told := tell():
                     return _call(told)
-            raise request_not_known(request_id)
+            raise ApiError(
+                404,
+                f"Nothing is known of a request {shorten(request_id)!r} of yours: it ended too long ago to be remembered "
+                "(--explained-requests, 0: none is), was refused at the door, or never came.",
+                code="request_not_found",
+            )
 
         return await json_answer(make)
 
@@ -60,7 +65,7 @@ class RequestsEndpoint:
         owner = read_owner(http.scope, self._in_flight.config)
         # In this order, and only one of them: what a client named cmpl-x must not take another call's x with it.
         if not any(self._in_flight.cancel(candidate, owner) for candidate in _candidates(request_id)):
-            raise request_not_found(request_id)
+            raise ApiError(404, f"No request {shorten(request_id)!r} of yours is running.", code="request_not_found")
         return {"id": request_id, "object": "request", "cancelled": True}
 
 
