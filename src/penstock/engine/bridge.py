@@ -3,7 +3,7 @@
 The server, the Python API and the terminal commands call it on the event loop; the engine thread calls `deliver`. It blocks
 neither side: the chunks that a slow reader has not taken are merged, so they take no more room than that request's output.
 
-An `EventWaker` wakes the event loop without letting go of the interpreter's lock. asyncio's own `call_soon_threadsafe` writes to a
+An `EventWaker` wakes the event loop with the interpreter's lock in hand. asyncio's own `call_soon_threadsafe` writes to a
 socket, and gives up the lock for that moment. The loop's thread, just woken, takes it and works off the whole step's tokens
 before the engine thread may go on: half a millisecond in which no kernel runs. With the lock kept, the engine thread starts
 its next step first, and gives the lock away for as long as the kernels take. Linux has the means (`eventfd`, and ctypes'
