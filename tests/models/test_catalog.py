@@ -119,7 +119,7 @@ def test_missing_path_is_refused_by_the_loader(tmp_path):
 def test_listing_of_catalogue_and_cache(tmp_path):
     entries = list_models(tmp_path)
     assert [(entry.name, entry.is_present) for entry in entries] == [(entry.name, False) for entry in CATALOG]
-    assert (entries[0].name, entries[0].license) == (DEFAULT_MODEL, "Apache-2.0")
+    assert (entries[0].name, entries[0].entry) == (DEFAULT_MODEL, CATALOG[0])
     (tmp_path / "models").mkdir()
     write_gguf(tmp_path / "models" / "mine.gguf", TinyLlama())
     (tmp_path / "hub" / "org" / "one").mkdir(parents=True)

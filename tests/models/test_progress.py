@@ -14,19 +14,21 @@ class Terminal(io.StringIO):
 
 def test_bar_on_a_terminal():
     stream = Terminal()
-    with TerminalProgress(stream) as progress:
-        progress.begin("Fetching toy", 1000)
-        progress.update(1500)
-        progress.begin("Unpacking toy", 0)
-        progress.update(10)
+    progress = TerminalProgress(stream)
+    progress.begin("Fetching toy", 1000)
+    progress.update(1500)
+    progress.begin("Unpacking toy", 0)
+    progress.update(10)
+    progress.end()
     assert "Fetching toy" in stream.getvalue()
     assert "Unpacking toy" in stream.getvalue()
 
 
 def test_one_line_per_stage_elsewhere():
     stream = io.StringIO()
-    with TerminalProgress(stream) as progress:
-        progress.begin("Fetching toy", 3 << 20)
-        progress.update(5)
-        progress.note("waiting")
+    progress = TerminalProgress(stream)
+    progress.begin("Fetching toy", 3 << 20)
+    progress.update(5)
+    progress.note("waiting")
+    progress.end()
     assert stream.getvalue() == "Fetching toy (3 MiB)\nwaiting\n"

@@ -20,7 +20,7 @@ import pytest
 from penstock.models import catalog
 from penstock.models import pull as fetching
 from penstock.models.catalog import CatalogEntry, ModelSource, SourceKind, resolve
-from penstock.models.pull import NullProgress, ensure_present, pull
+from penstock.models.pull import Progress, ensure_present, pull
 from penstock.types.errors import DownloadError
 
 CONTENT = b"GGUF" + bytes(range(256)) * 9000
@@ -49,7 +49,7 @@ def source(tmp_path) -> ModelSource:
     return resolve("toy", tmp_path / "cache")
 
 
-class Recorder(NullProgress):
+class Recorder(Progress):
     """Remembers what it was told, and calls `on_update` with the stage and the bytes."""
 
     def __init__(self, on_update=lambda label, done: None) -> None:

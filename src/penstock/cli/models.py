@@ -28,7 +28,9 @@ def models(cache: str | None) -> None:
 
 
 def _row(listing: ModelListing) -> tuple[str, str, str, str]:
-    facts = [listing.description, listing.license, f"also: {', '.join(listing.aliases)}" if listing.aliases else ""]
+    entry = listing.entry
+    also = f"also: {', '.join(entry.aliases)}" if entry and entry.aliases else ""
+    facts = [entry.description, entry.license, also] if entry else []
     state = str(listing.path) if listing.is_present else "not fetched"
     return listing.name, format_size(listing.size_bytes), state, "  ".join(filter(None, facts))
 
@@ -44,6 +46,5 @@ def pull(model: str, cache: str | None) -> None:
     from penstock.models.pull import TerminalProgress
 
     warn_of_unknown_variables()
-    with TerminalProgress() as progress:
-        source = fetching.pull(model, cache_dir(cache), progress=progress)
+    source = fetching.pull(model, cache_dir(cache), progress=TerminalProgress())
     print(source.path)

@@ -57,8 +57,7 @@ def locate(config: Config) -> ModelSource:
     if not source.is_present:
         from penstock.models.pull import TerminalProgress, ensure_present
 
-        with TerminalProgress() as progress:
-            ensure_present(source, progress=progress)
+        ensure_present(source, progress=TerminalProgress())
     return source
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
@@ -120,9 +120,8 @@ class ModelListing:
     size_bytes: int
     """On disk if present, else what a pull would store."""
     is_present: bool
-    license: str = ""
-    description: str = ""
-    aliases: tuple[str, ...] = field(default=())
+    entry: CatalogEntry | None = None
+    """None: it came from elsewhere."""
 
 
 def default_cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
@@ -204,13 +203,7 @@ def list_models(cache_dir: Path) -> list[ModelListing]:
 def _list_entry(entry: CatalogEntry, cache_dir: Path) -> ModelListing:
     source = resolve(entry.name, cache_dir)
     return ModelListing(
-        name=entry.name,
-        path=source.path,
-        size_bytes=entry.size_bytes,
-        is_present=source.is_present,
-        license=entry.license,
-        description=entry.description,
-        aliases=entry.aliases,
+        name=entry.name, path=source.path, size_bytes=entry.size_bytes, is_present=source.is_present, entry=entry
     )
 
 

