@@ -380,6 +380,18 @@ async def test_body_and_header_must_not_disagree(client):
     check(response, 400, "invalid_request_error", "priority")
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"), [(COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": [{"role": "user", "content": "a"}]})]
+)
+async def test_the_refusal_of_an_unknown_model_has_the_id_that_the_body_gave(client, path, fields):
+    body = {"model": "nope", **fields}
+    response = await client.post(path, json={**body, "request_id": "mine"})
+    check(response, 404, "model_not_found", "model")
+    assert response.headers["x-request-id"] == "mine"
+    response = await client.post(path, json={**body, "request_id": "x"}, headers={"X-Request-Id": "y"})
+    check(response, 400, "invalid_request_error", "request_id")
+
+
 async def test_a_priority_without_effect_is_named_as_it_was_sent(client):
     for fields, headers, name in (({"priority": 1}, {}, "priority"), ({}, {"X-Priority": "1"}, "X-Priority")):
         response = await client.post(COMPLETIONS, json={"prompt": "a", **fields}, headers=headers)

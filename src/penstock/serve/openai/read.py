@@ -154,6 +154,8 @@ class Reader:
 
     def _begin(self, body: GenerationBody, scope: Scope) -> tuple[RunningModel, Terms]:
         """The model that is asked, and the terms."""
+        if body.request_id is not None:
+            identity_of(scope).adopt(body.request_id)  # before all else that may be refused: the refusal carries it
         running = find_model(body.model, self._deployment)
         is_priority_scheduled = running.model.is_priority_scheduled
         terms = read_terms(scope, body, running.clock.now_ns(), self._config, is_priority_scheduled=is_priority_scheduled)
@@ -464,9 +466,6 @@ def read_terms(
 
     Raises 400 for what is malformed, contradicts the other or asks for what is not there.
     """
-    identity = identity_of(scope)
-    if body.request_id is not None:
-        identity.adopt(body.request_id)
     owner = read_owner(scope, config)
     headers = headers_of(scope)
     times_ns: list[int | None] = [None] * len(_TIMES)
@@ -476,7 +475,7 @@ def read_terms(
         priority = _integer(scope, _PRIORITY, INT32_MIN, INT32_MAX)
     deadline_ns, queue_timeout_ns, first_token_timeout_ns, slo_ttft_ns, slo_itl_ns = times_ns
     return Terms(
-        request_id=identity.request_id,
+        request_id=identity_of(scope).request_id,
         owner=owner,
         arrival_ns=arrival_ns,
         deadline_ns=_limit_ns(arrival_ns, deadline_ns, config.request_timeout_s),
