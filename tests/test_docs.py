@@ -28,7 +28,8 @@ def test_how_to_pages_run(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     assert blocks
     module = ModuleType(f"how_to_{page.stem}")
-    monkeypatch.setitem(sys.modules, module.__name__, module)  # Dataclasses look their module up.
+    for name in (module.__name__, "my_policy"):  # Dataclasses look their module up, tests of a page import from their file.
+        monkeypatch.setitem(sys.modules, name, module)
     for block in blocks:
         exec(compile(block, str(page), "exec"), vars(module))
 
@@ -41,9 +42,11 @@ def test_the_policies_of_their_page_are_simulated_and_served_as_it_says(
     (tmp_path / "my_policy.py").write_text("\n".join(files))
     (tmp_path / "penstock.toml").write_text(re.search(r"^```toml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[1])  # type: ignore[index]
     monkeypatch.chdir(tmp_path)
-    (command,) = re.findall(r"^```sh\npython -m penstock.lab (.*?)\n```", page, re.MULTILINE)
-    simulate([*shlex.split(command), "--requests", "40"])
+    order, victim = re.findall(r"^```sh\n.venv/bin/python -m penstock.lab (.*?)\n```", page, re.MULTILINE)
+    simulate([*shlex.split(order), "--requests", "40"])
     assert re.findall(r"^(\w+) +TTFT", capsys.readouterr().out, re.MULTILINE) == ["default", "named"]
+    simulate([*shlex.split(victim), "--requests", "100"])
+    assert re.search(r"By --victim alone, [1-9]", capsys.readouterr().out), "a victim is asked, and makes a difference"
     config = config_from(read_config_file(tmp_path / "penstock.toml"))
     assert vars(build_policies(config).order._policy) == {"delay_per_token_ns": 5_000_000}  # type: ignore[attr-defined]
     own = {"victim": "FewestGenerated", "budget": "ShareForPrompts", "batching": "FewAtATime", "reserve": "HalfOfTheAnswer"}

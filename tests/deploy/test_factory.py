@@ -17,7 +17,7 @@ from penstock.config import Backend, BackendConfig, Config, KvConfig, ModelConfi
 from penstock.config.setting import settings_of
 from penstock.deploy.executor import EXECUTORS
 from penstock.deploy.factory import build_core, start_model
-from penstock.deploy.policies import SEAM_FLAGS, SETTING_FLAGS, build_policies
+from penstock.deploy.policies import SETTING_FLAGS, build_policies
 from penstock.engine.ports import NullObserver
 from penstock.engine.thread import EngineState
 from penstock.kv.eviction import LeastRecentlyUsed, LowestPriorityFirst, TenantFair
@@ -25,6 +25,7 @@ from penstock.models.catalog import resolve
 from penstock.obs.prometheus import expose
 from penstock.sched.policies.budgets import HoldLatency
 from penstock.sched.policies.gates import Dynamic, Static
+from penstock.sched.policies.own import SEAM_FLAGS
 from penstock.sched.policies.reserves import Watermark
 from penstock.sched.policies.victims import LatestArrived, LeastComputed, LowestPriority
 from penstock.testing import DEFAULT_CAPACITY
@@ -301,6 +302,13 @@ def test_a_setting_that_the_budget_does_not_read_is_an_error(scheduler: Schedule
         ConfigError, match=r"The budget .* has no --(slo-itl|max-long-partial-prefills)\. Choose another --budget"
     ):
         build_policies(Config(scheduler=scheduler))
+
+
+@pytest.mark.parametrize(("argument", "hints"), [("policy", True), ("dely", False)])
+def test_a_setting_below_a_table_of_arguments_is_hinted_at(argument: str, hints: bool) -> None:
+    with pytest.raises(ConfigError, match=f"'fcfs' takes no argument {argument}") as caught:
+        build_policies(Config(scheduler=SchedulerConfig(policy_args={argument: "sjf"})))
+    assert ("stands above the tables" in caught.value.remedy) == hints
 
 
 def test_the_flags_that_are_named_exist() -> None:

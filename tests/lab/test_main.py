@@ -28,6 +28,25 @@ def test_without_a_name_both_are_the_same(capsys: pytest.CaptureFixture[str]) ->
     assert default.partition("\n")[2].rstrip() == named.partition("\n")[2].rstrip()
 
 
+def test_the_first_policy_of_the_call_is_the_difference(capsys: pytest.CaptureFixture[str]) -> None:
+    tight = ["--blocks", "300", "--requests", "100"]
+    main(["--victim", "latest", "--reserve", "chunk", *tight])
+    header, default, _ = capsys.readouterr().out.split("\n\n")
+    assert re.search(r"By --victim alone, [1-9]\d* requests", header)
+    assert re.search(r"steps, [1-9]\d* preemptions", default), "the other policies hold on both sides"
+    main(["--reserve", "chunk", *tight])
+    header, _, named = capsys.readouterr().out.split("\n\n")
+    assert re.search(r"By --reserve alone, [1-9]\d* requests", header)
+    main(["--reserve", "chunk", "--victim", "cheapest", *tight])
+    assert capsys.readouterr().out.split("\n\n")[2] == named, "cheapest is the preset's"
+
+
+def test_a_victim_that_is_not_asked_for_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--victim", "latest", "--requests", "30"])
+    assert "By --victim alone, 0 requests get" in (text := capsys.readouterr().out)
+    assert "No victim was asked for. Less memory makes preemptions" in text
+
+
 def test_requests_that_can_not_fit_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--requests", "30", "--blocks", "40"])
     assert re.search(r"\d+ requests were refused: .* raise --blocks", capsys.readouterr().out)

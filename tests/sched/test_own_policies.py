@@ -20,7 +20,7 @@ from penstock.types.plan import Capacity
 FILE = """
 from dataclasses import dataclass
 
-from penstock.sched.policies.base import Order
+from penstock.sched.policies.base import Order, Victim
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,29 @@ class Bare:
 
 class ShortKey:
     def key(self, request):
+        return (0,)
+
+
+class Failing(ShortPromptsFirst):
+    def key(self, request, now_ns):
+        return self.helper()
+
+    def helper(self):
+        return 1 // 0
+
+
+class Chooser(Victim):
+    def choose(self, view):
+        return None
+
+
+class Misspelt(Order):
+    is_preemptiv = True
+
+    def key(self, request, now_ns):
+        return (0,)
+
+    def lanekey(self, lane):
         return (0,)
 
 
@@ -116,8 +139,14 @@ class TestLoading:
             ("FILE:Picky", {}, "needs the argument limit, which is not given. It takes: limit, note = 'none'"),
             ("FILE:Picky", {"limit": 1.5}, "takes int for limit, not float"),
             ("FILE:Picky", {"limit": -1}, "can't be made of its arguments: ValueError: limit is below 0"),
-            ("FILE:Empty", {}, "has no method key, .* penstock.sched.policies.base.Order"),
+            (
+                "FILE:Empty",
+                {},
+                r"has no method key, .* Define it as key\(self, request, now_ns\), as penstock.sched.policies.base.Order",
+            ),
             ("FILE:Bare", {}, "has no method key"),
+            ("FILE:Chooser", {}, "its class inherits from Victim. Use --victim; in Python, victim="),
+            ("./a/.././none.py:Short", {}, "there is no file (/[^/.]+)+/none.py"),
             ("FILE:ShortKey", {}, r"method key that does not take .* Define it as key\(self, request, now_ns\)"),
             ("FILE:Unasked", {}, "outranks, which is never asked. Say has_ranks = True"),
             ("fair", {"weight": 1}, "The order 'fair' takes no argument weight. It takes: input_weight = 1"),
@@ -126,6 +155,24 @@ class TestLoading:
     def test_an_error_names_cause_and_remedy(self, file: str, name: str, arguments: dict[str, object], says: str):
         with pytest.raises(OwnPolicyError, match=says):
             make_policies(order=name.replace("FILE", file), arguments={"order": arguments})
+
+    def test_a_name_that_looks_like_a_misspelt_one_is_a_warning(self, file: str):
+        with pytest.warns(UserWarning, match="never asked. Did you mean") as caught:
+            make_policies(order=f"{file}:Misspelt")
+        said = [str(one.message).partition(" has ")[2] for one in caught]
+        assert said == [
+            "is_preemptiv, which is never asked. Did you mean is_preemptive?",
+            "lanekey, which is never asked. Did you mean lane_key?",
+        ]
+
+    def test_arguments_of_no_seam_list_those_that_there_are(self):
+        with pytest.raises(ConfigError, match=r"no seam called 'policy'. Valid: budget, eviction, gate, order"):
+            make_policies(arguments={"policy": {"x": 1}})
+
+    def test_what_was_chosen_is_said_in_words(self, file: str):
+        words = make_policies("vllm", order=f"{file}:ShortPromptsFirst", arguments={"order": {"share": 2}}).words
+        assert words["order"] == f"{file}:ShortPromptsFirst (share = 2)"
+        assert words["budget"] == "decode-first"
 
     @pytest.mark.parametrize(("text", "says"), [("import no_such_thing\n", "no_such_thing"), ("def (\n", "SyntaxError")])
     def test_a_file_that_can_not_be_loaded_says_why(self, tmp_path: Path, text: str, says: str):
@@ -211,6 +258,50 @@ class TestGuard:
         with pytest.raises(PolicyError, match=r"order '.*:Raises' failed in key: ZeroDivisionError: of nothing") as caught:
             run(make_policies(order=Raises()))
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+    def test_what_a_policy_raises_names_the_line_of_its_file(self, file: str):
+        line = FILE.splitlines().index("        return 1 // 0") + 1
+        with pytest.raises(PolicyError, match=rf"failed in key: ZeroDivisionError: .* \({file}, line {line}\)"):
+            run(make_policies(order=f"{file}:Failing"))
+
+    @pytest.mark.parametrize(
+        ("method", "says"),
+        [("key", "may only grow while the request waits"), ("lane_key", "may only grow while a request of the lane waits")],
+    )
+    def test_a_key_that_shrinks_while_a_request_waits_names_the_policy(self, method: str, says: str):
+        keys = iter(range(0, -99, -1))
+        others = {"key": lambda self, request, now_ns: (0,), "lane": lambda self, request: request.request_id}
+        policy = type("Own", (), {**others, method: lambda self, *arguments: (next(keys),)})()
+        with pytest.raises(PolicyError, match=rf"Own' answered .* in {method}, .* {says}"):
+            run(make_policies(order=policy), max_rows=1)
+
+    def test_a_key_may_shrink_once_the_request_has_waited(self):
+        """A lane that is empty for a while begins anew, as does the key of a request that was preempted."""
+
+        class Anew(Order):
+            num_asked = 0
+
+            def lane(self, request):
+                return request.tenant
+
+            def lane_key(self, lane):
+                self.num_asked += 1
+                return (self.num_asked,)
+
+            def left(self, request):
+                self.num_asked = 0
+
+            def key(self, request, now_ns):
+                return (-request.num_tokens,)
+
+        order = make_policies(order=Anew()).order
+        for num_tokens in (3, 4):
+            request = make_request("a", num_tokens, tenant="t")
+            order.queued(request)
+            assert [order.lane(request), order.lane_key("t"), order.key(request, 0)] == ["t", (1,), (-num_tokens,)]
+            order.unqueued(request)
+            order.left(request)
+        assert [*order.lane_of, *order.keys, *order.lane_keys, *order.num_waiting] == [], "nothing is kept"
 
     @pytest.mark.parametrize(
         ("seam", "policy", "says"),

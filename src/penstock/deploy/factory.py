@@ -443,3 +443,4 @@ def _log_model(model: LoadedModel, config: Config, kv: KvPlan) -> None:
             kv.num_tokens,
         )
     _log.info("backend %s, %s", config.backend.backend, device.words(config.backend))
+    _log.info("policies: %s", ", ".join(f"{seam} {words}" for seam, words in build_policies(config).words.items()))

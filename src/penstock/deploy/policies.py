@@ -8,21 +8,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from penstock.config import AdmissionConfig, Config, KvConfig
+from penstock.config.sources import all_settings
 from penstock.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.admission.door import AdmissionLimits
     from penstock.sched.policies.base import Policies
 
-SEAM_FLAGS: Mapping[str, str] = {
-    "gate": "--batching",
-    "order": "--policy",
-    "budget": "--budget",
-    "reserve": "--reserve",
-    "victim": "--victim",
-    "predictor": "--length-predictor",
-    "eviction": "--kv-eviction",
-}
 SETTING_FLAGS: Mapping[str, str] = {
     "max_batch_size": "--max-batch-size",
     "preferred_batch_sizes": "--preferred-batch-size",
@@ -39,7 +31,7 @@ SETTING_FLAGS: Mapping[str, str] = {
 
 def build_policies(config: Config) -> Policies:
     """The preset's, with those in their place that the config names."""
-    from penstock.sched.policies.own import OwnPolicyError
+    from penstock.sched.policies.own import SEAM_FLAGS, OwnPolicyError
     from penstock.sched.policies.presets import LacksSetting
 
     try:
@@ -48,7 +40,10 @@ def build_policies(config: Config) -> Policies:
         seam, setting = SEAM_FLAGS[lack.seam], SETTING_FLAGS[lack.setting]
         raise LacksSetting(lack.seam, lack.name, lack.setting, seam_words=seam, setting_words=setting) from None
     except OwnPolicyError as error:
-        raise ConfigError(f"{SEAM_FLAGS[error.seam]}: {error.message}", remedy=error.remedy) from error
+        remedy = error.remedy
+        if error.argument in {item.key for item in all_settings()}:
+            remedy += f" If the setting {error.argument} is meant: in a file it stands above the tables, such as [policy_args]."
+        raise ConfigError(f"{SEAM_FLAGS[error.seam]}: {error.message}", remedy=remedy) from error
     if config.scheduler.priority_preemption and not policies.gate.is_continuous:
         raise ConfigError(
             "A static or dynamic batch runs until it has ended, so no request in it is paused for a higher class.",

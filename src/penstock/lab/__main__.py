@@ -1,11 +1,13 @@
-"""What would a policy change? Simulates a load under the default policies, then under those that are named.
+"""What would a policy change? Simulates a load under the default policies, then with one that is named.
 
     python -m penstock.lab --policy ./my_policy.py:ShortPromptsFirst --policy-args '{delay_per_token_ns = 2_000_000}'
 
+The first policy of the call makes the difference: all others that it names, and all other options, hold on both sides.
+
 The real scheduler runs over modelled steps and a virtual clock: the figures repeat to the last digit, and take seconds. Nine of
-ten prompts are short (20 to 200 tokens), the others long (600 to 1,500); answers have 10 to 200 tokens; four tenants, of which
-the first sends most; half of the requests have priority 1, the others 0. `--load` is relative to the rate at which the default
-policies serve the same requests when all are there at once, `--blocks` the KV blocks of 16 tokens that there are.
+ten prompts are short (20 to 200 tokens), the others long (600 to 1,500); answers have 10 to 200 tokens; tenant a sends seven of
+ten requests, tenants b, c and d one each; half of the requests have priority 1, the others 0. `--load` is relative to the rate
+at which the default side serves the same requests when all are there at once; `--blocks` are KV blocks of 16 tokens.
 """
 
 from __future__ import annotations
@@ -14,53 +16,62 @@ import argparse
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from operator import ne
 from random import Random
+from typing import Any
 
 from penstock.lab.arrivals import NS_PER_S, poisson
 from penstock.lab.job import Job
 from penstock.lab.simulation import Outcome, Simulation
 from penstock.sched.policies.base import Policies
+from penstock.sched.policies.own import SEAM_FLAGS
 from penstock.sched.policies.presets import make_policies
 from penstock.types.errors import PenstockError
 from penstock.types.plan import Capacity
 from penstock.types.request import FinishReason
 from penstock.types.stats import RequestStats
 
-FLAGS: Mapping[str, str] = {
-    "batching": "gate",
-    "policy": "order",
-    "budget": "budget",
-    "reserve": "reserve",
-    "victim": "victim",
-    "length-predictor": "predictor",
-}
-"""Flags, as those of `penstock serve`, and their seams. Evictions are left out: nothing is cached here."""
+FLAGS = {"preset": "--preset"} | {seam: flag for seam, flag in SEAM_FLAGS.items() if seam != "eviction"}
+"""Seam (or preset) -> the flag that names its policy. Evictions are left out: nothing is cached here."""
 SHORT_TOKENS, LONG_TOKENS, ANSWER_TOKENS = (20, 200), (600, 1500), (10, 200)
 TENANTS, TENANT_WEIGHTS = ("a", "b", "c", "d"), (7, 1, 1, 1)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
-    chosen = {seam: getattr(options, flag.replace("-", "_")) for flag, seam in FLAGS.items()}
-    written = {seam: getattr(options, flag.replace("-", "_") + "_args") for flag, seam in FLAGS.items()}
-
-    def named() -> Policies:
-        return make_policies(options.preset, **chosen, arguments=written)
-
+    given = {key: value for key, value in vars(options).items() if key.removesuffix("_args") in FLAGS}
+    first = next(iter(given), "preset").removesuffix("_args")
+    others = {key: value for key, value in given.items() if key.removesuffix("_args") != first}
     capacity = Capacity(options.blocks + 1, 16, max_rows=options.rows, max_step_tokens=512, max_model_len=4096)
     try:
-        named()
+        policies_of(given)
         jobs = make_jobs(options.requests, Random(options.seed))  # noqa: S311  # repeatable on purpose
-        default, own = (Simulation(capacity=capacity, make_policies=make, max_tokens=200) for make in (make_policies, named))
+        default, named = (
+            Simulation(capacity=capacity, make_policies=partial(policies_of, some), max_tokens=200) for some in (others, given)
+        )
         at_once = default.run(jobs)
         rate = options.load * len(jobs) / (at_once.duration_ns / NS_PER_S)
         arrivals = poisson(Random(options.seed), len(jobs), rate)  # noqa: S311  # as above
         jobs = [replace(job, arrival_ns=at_ns) for job, at_ns in zip(jobs, arrivals, strict=True)]
+        sides = {"default": default.run(jobs), "named": named.run(jobs)}
         print(f"{len(jobs)} requests, {rate:.2f} per second, {options.rows} rows, {options.blocks} KV blocks")
-        for title, simulation in (("default", default), ("named", own)):
-            print(report(title, simulation.run(jobs)))
+        before, after = ([(one.first_token_ns, one.ended_ns) for one in side.ended] for side in sides.values())
+        num_moved = sum(map(ne, before, after))
+        print(f"By {FLAGS[first]} alone, {num_moved} requests get their first or last token at another time.")
+        if first == "victim" and not sum(one.num_preemptions for side in sides.values() for one in side.ended):
+            print("No victim was asked for. Less memory makes preemptions: --victim ... --reserve chunk --blocks 300")
+        for title, outcome in sides.items():
+            print(report(title, outcome))
     except PenstockError as error:
         raise SystemExit(f"error: {error}") from error
+
+
+def policies_of(given: Mapping[str, Any]) -> Policies:
+    """`given`: seam -> name, and seam_args -> its arguments."""
+    names = {key: value for key, value in given.items() if key in FLAGS}
+    written = {key.removesuffix("_args"): value for key, value in given.items() if key not in FLAGS}
+    return make_policies(**names, arguments=written)
 
 
 def make_jobs(count: int, rng: Random) -> list[Job]:
@@ -119,10 +130,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m penstock.lab", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--preset", default="penstock", help="bundle of policies from which the named ones differ")
-    for flag in FLAGS:
-        parser.add_argument(f"--{flag}", metavar="NAME", help="as of penstock serve: a name, module:Class or ./file.py:Class")
-        parser.add_argument(f"--{flag}-args", type=_table, default={}, metavar="TABLE", help="as {weight = 2}")
+    absent: Any = argparse.SUPPRESS  # so that the options are in the order of the call
+    for seam, flag in FLAGS.items():
+        words = "as of penstock serve: a name" + (", module:Class or ./file.py:Class" if seam in SEAM_FLAGS else "")
+        parser.add_argument(flag, dest=seam, default=absent, metavar="NAME", help=words)
+        if seam in SEAM_FLAGS:
+            parser.add_argument(
+                f"{flag}-args", dest=f"{seam}_args", default=absent, type=_table, metavar="TABLE", help="as {weight = 2}"
+            )
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--load", type=float, default=0.95)
     parser.add_argument("--rows", type=int, default=32)

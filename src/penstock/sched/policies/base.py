@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar, Protocol
 
@@ -157,8 +157,8 @@ class Order(Protocol):
         return False
 
     def admitted(self, request: Request) -> None:
-        """It left the queue to run. `num_computed_tokens` is its prefix found in the cache; the step will compute
-        `num_inflight_tokens` of it first."""
+        """It left the queue to run, or to go on after a preemption (`num_preemptions` > 0). `num_computed_tokens` is its prefix
+        found in the cache; the step will compute `num_inflight_tokens` of it first."""
         del request
 
     def left(self, request: Request) -> None:
@@ -380,3 +380,5 @@ class Policies:
     victim: Victim
     predictor: Predictor
     eviction: EvictionPolicy
+    words: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """Seam -> its policy's name and arguments, for people."""

@@ -8,14 +8,18 @@ the scheduler, into a `PolicyError` that names it. Policies that ship are called
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from difflib import get_close_matches
 from functools import wraps
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from inspect import Parameter, getattr_static, signature
+from posixpath import abspath
+from traceback import walk_tb
 from types import ModuleType
 from typing import get_type_hints
+from warnings import warn
 
 from penstock.sched.policies.base import (
     BudgetView,
@@ -23,6 +27,7 @@ from penstock.sched.policies.base import (
     GateDecision,
     GateView,
     Order,
+    OrderKey,
     Policies,
     Prediction,
     StepLimits,
@@ -30,17 +35,29 @@ from penstock.sched.policies.base import (
 )
 from penstock.types.errors import ConfigError, PenstockError
 from penstock.types.plan import Capacity
+from penstock.types.request import Request
 
-SEAMS: Mapping[str, type] = get_type_hints(Policies)
+SEAM_FLAGS: Mapping[str, str] = {
+    "gate": "--batching",
+    "order": "--policy",
+    "budget": "--budget",
+    "reserve": "--reserve",
+    "victim": "--victim",
+    "predictor": "--length-predictor",
+    "eviction": "--kv-eviction",
+}
+"""Seam -> the flag that names its policy, of the server and of the lab."""
+SEAMS: Mapping[str, type] = {seam: get_type_hints(Policies)[seam] for seam in SEAM_FLAGS}
 """Seam -> its contract. Abstract methods are required; all else has a default."""
 
 
 class OwnPolicyError(ConfigError):
     """A policy can't be loaded or made: the user's class, or the arguments that were given for it."""
 
-    def __init__(self, seam: str, name: str, cause: str, *, remedy: str = "") -> None:
+    def __init__(self, seam: str, name: str, cause: str, *, remedy: str = "", argument: str = "") -> None:
+        """`argument`: the one that the policy does not take."""
         super().__init__(f"The {seam} {name!r} {cause}", remedy=remedy)
-        self.seam = seam
+        self.seam, self.argument = seam, argument
 
 
 class PolicyError(PenstockError):
@@ -94,6 +111,7 @@ def _load_module(seam: str, name: str, where: str) -> ModuleType:
 
 def _load_file(seam: str, name: str, path: str) -> ModuleType:
     """A file is loaded once: two policies in it share what it holds, and an engine that is made anew finds the same classes."""
+    path = abspath(path)
     spec = spec_from_file_location(f"penstock own policy {path}", path)
     assert spec is not None, "a path that ends in .py has a loader"
     assert spec.loader is not None, "as above"
@@ -120,7 +138,7 @@ def _load_file(seam: str, name: str, path: str) -> ModuleType:
 
 
 def _import_failed(seam: str, name: str, where: str, error: Exception) -> OwnPolicyError:
-    cause = f"can't be loaded: {where} raises {type(error).__name__}: {error}"
+    cause = f"can't be loaded: {where} raises {_told(error)}"
     return OwnPolicyError(seam, name, cause, remedy=f"Try it alone: python {where}." if where.endswith(".py") else "")
 
 
@@ -134,13 +152,22 @@ def make(seam: str, name: str, factory: Callable[..., object], arguments: Mappin
     except ConfigError:
         raise
     except Exception as error:
-        cause = f"can't be made of its arguments: {type(error).__name__}: {error}"
+        cause = f"can't be made of its arguments: {_told(error)}"
         raise OwnPolicyError(seam, name, cause, remedy="Its constructor raised this.") from error
+
+
+def _told(error: Exception) -> str:
+    """The error with the line of the user's file that raised it, or called what raised it."""
+    frames = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
+    own = [(path, line) for path, line in frames if path != __file__ and not path.startswith("<")]
+    lines = [line for path, line in own if path == own[0][0]]
+    return f"{type(error).__name__}: {error}" + (f" ({own[0][0]}, line {lines[-1]})" if lines else "")
 
 
 def _lacks(seam: str, name: str, method: str) -> OwnPolicyError:
     contract = SEAMS[seam]
-    remedy = f"Define it as {contract.__module__}.{contract.__name__} says."
+    shape = f"{method}({', '.join(signature(getattr(contract, method)).parameters)})"
+    remedy = f"Define it as {shape}, as {contract.__module__}.{contract.__name__} says."
     return OwnPolicyError(seam, name, f"has no method {method}, which the scheduler asks.", remedy=remedy)
 
 
@@ -168,7 +195,7 @@ def _checked_arguments(
         if key not in named:
             if takes_any:
                 continue
-            raise OwnPolicyError(seam, name, f"takes no argument {key}.", remedy=takes)
+            raise OwnPolicyError(seam, name, f"takes no argument {key}.", remedy=takes, argument=key)
         kind = _kind(named[key])
         if kind is tuple and isinstance(value, list):
             given[key] = tuple(value)
@@ -200,21 +227,35 @@ def _shown_parameter(parameter: Parameter) -> str:
 def guarded(seam: str, policy: object, name: str = "") -> object:
     """A policy of the user's own behind a guard; one that ships as it is.
 
-    Raises OwnPolicyError if it lacks a method that its seam needs, or if a method can't take the arguments of the call.
+    Raises OwnPolicyError if it lacks a method that its seam needs, if a method can't take the arguments of the call, or if it
+    inherits from the class of another seam.
     """
-    module = type(policy).__module__
-    if module.startswith("penstock."):
-        return policy
-    return _Guard(seam, policy, name or f"{module}:{type(policy).__qualname__}")
+    kind = type(policy)
+    name = name or f"{kind.__module__}:{kind.__qualname__}"
+    kinds = [other for other, contract in SEAMS.items() if contract in kind.__mro__]
+    if kinds and seam not in kinds:
+        cause = f"answers another question: its class inherits from {SEAMS[kinds[0]].__name__}."
+        raise OwnPolicyError(seam, name, cause, remedy=f"Use {SEAM_FLAGS[kinds[0]]}; in Python, {kinds[0]}=.")
+    return policy if kind.__module__.startswith("penstock.") else _Guard(seam, policy, name)
 
 
 class _Guard:
     """Stands before a policy of the user's own, with each method and each flag of its seam as an attribute."""
 
+    lane: Callable[[Request], str]
+
     def __init__(self, seam: str, policy: object, name: str) -> None:
         self._seam, self._policy, self._name = seam, policy, name
         self.groups: set[Hashable] = set()
         """Groups that have blocks, for the guard of an eviction."""
+        self.lane_of: dict[str, str] = {}
+        """Id of a waiting request -> its lane, for the guard of an order, as all below."""
+        self.num_waiting: Counter[str] = Counter()
+        """Lane -> its waiting requests."""
+        self.keys: dict[str, OrderKey] = {}
+        """Id of a waiting request -> its key when it was asked last."""
+        self.lane_keys: dict[str, OrderKey] = {}
+        """Lane with waiting requests -> its key when it was asked last."""
         contract = SEAMS[seam]
         required: frozenset[str] = getattr(contract, "__abstractmethods__", frozenset())
         for key, default in vars(contract).items():
@@ -230,8 +271,14 @@ class _Guard:
                 remedy = "Say has_ranks = True in its class, or leave outranks out."
                 raise OwnPolicyError(seam, name, "has a method outranks, which is never asked.", remedy=remedy)
             call = getattr(policy, key) if hasattr(policy, key) else default.__get__(self)
-            # By the calls of `resized` the guard knows the groups, also if the policy does not look at them.
-            setattr(self, key, self._guarded(key, call, default) if is_own or key == "resized" else call)
+            # By these calls the guard knows the groups and the waiting requests, also if the policy does not look at them.
+            is_noted = key in ("resized", "queued", "unqueued")
+            setattr(self, key, self._guarded(key, call, default) if is_own or is_noted else call)
+        known = [key for key in vars(contract) if not key.startswith("_")]
+        for key in sorted({*dir(type(policy))} - {*known}):
+            for close in get_close_matches(key, known, n=1, cutoff=0.8):
+                if getattr_static(type(policy), close, None) in (None, vars(contract)[close]):
+                    warn(f"The {seam} {name!r} has {key}, which is never asked. Did you mean {close}?", stacklevel=2)
 
     def __getattr__(self, key: str) -> object:
         """Other attributes are those of the policy itself."""
@@ -254,12 +301,12 @@ class _Guard:
         def guarded_call(*arguments: object) -> object:
             try:
                 answer = call(*arguments)
-            except ConfigError:
+                wanted = check(self, answer, *arguments) if check is not None else ""
+            except (ConfigError, PolicyError):
                 raise
             except Exception as error:
-                text = f"The {self._seam} {self._name!r} failed in {key}: {type(error).__name__}: {error}"
-                raise PolicyError(text, remedy="It is a policy of your own; the traceback says where.") from error
-            wanted = check(self, answer, *arguments) if check is not None else ""
+                text = f"The {self._seam} {self._name!r} failed in {key}: {_told(error)}"
+                raise PolicyError(text, remedy="It is a policy of your own.") from error
             if wanted:
                 text = f"The {self._seam} {self._name!r} answered {_shown(answer)} in {key}, and must answer {wanted}."
                 raise PolicyError(text, remedy="It is a policy of your own; docs/how-to/policy.md says what is asked.")
@@ -304,6 +351,44 @@ def _check_decision(guard: _Guard, answer: object, view: GateView) -> str:
         return "no batch while requests run or join"
     if answer.is_batch and answer.max_admissions > view.max_rows:
         return f"a batch of at most {view.max_rows} requests"
+    return ""
+
+
+def _note_queued(guard: _Guard, answer: object, request: Request) -> str:
+    del answer
+    lane: str = guard.lane(request)
+    guard.lane_of[request.request_id] = lane
+    guard.num_waiting[lane] += 1
+    guard.keys[request.request_id] = ()
+    guard.lane_keys.setdefault(lane, ())
+    return ""
+
+
+def _note_unqueued(guard: _Guard, answer: object, request: Request) -> str:
+    del answer, guard.keys[request.request_id]
+    lane = guard.lane_of.pop(request.request_id)
+    guard.num_waiting[lane] -= 1
+    if not guard.num_waiting[lane]:
+        del guard.num_waiting[lane], guard.lane_keys[lane]
+    return ""
+
+
+def _check_key(guard: _Guard, answer: object, request: Request, now_ns: int) -> str:
+    del now_ns
+    return _check_growth(guard.keys, request.request_id, answer, "the request waits")
+
+
+def _check_lane_key(guard: _Guard, answer: object, lane: str) -> str:
+    return _check_growth(guard.lane_keys, lane, answer, "a request of the lane waits")
+
+
+def _check_growth(known: dict[str, OrderKey], name: str, answer: object, meanwhile: str) -> str:
+    if not isinstance(answer, tuple):
+        return "a tuple of numbers"
+    if name in known:
+        if answer < known[name]:
+            return f"a tuple that is not less than its answer before: it may only grow while {meanwhile}"
+        known[name] = answer
     return ""
 
 
@@ -356,9 +441,11 @@ _CHECKS: Mapping[tuple[str, str], Callable[..., str]] = {
     ("gate", "max_running"): _check_max_running,
     ("gate", "bucket_of"): _of_type(int, "a number"),
     ("gate", "decide"): _check_decision,
-    ("order", "key"): _of_type(tuple, "a tuple of numbers"),
+    ("order", "key"): _check_key,
     ("order", "lane"): _of_type(str, "a text"),
-    ("order", "lane_key"): _of_type(tuple, "a tuple of numbers"),
+    ("order", "lane_key"): _check_lane_key,
+    ("order", "queued"): _note_queued,
+    ("order", "unqueued"): _note_unqueued,
     ("budget", "limits"): _check_limits,
     ("reserve", "required_blocks"): _of_type(int, "a whole number of blocks"),
     ("victim", "choose"): _check_victim,

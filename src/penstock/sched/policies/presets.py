@@ -107,8 +107,8 @@ def make_policies(
     `settings`, by seam: fields of the policy that is chosen by name; None leaves one as it is.
     `arguments`, by seam: the same, as a user has written them; they go before the settings.
 
-    Raises ConfigError, listing the valid names, for a name that is in no table, LacksSetting for a setting that the policy
-    hasn't, and OwnPolicyError for a class that can't be loaded or made.
+    Raises ConfigError, listing the valid names, for a name (of a preset, seam or policy) that is in no table, LacksSetting for
+    a setting that the policy hasn't, and OwnPolicyError for a class that can't be loaded or made.
     """
     if preset not in PRESETS:
         raise _unknown("preset", preset, PRESETS)
@@ -121,10 +121,14 @@ def make_policies(
         "predictor": predictor,
         "eviction": eviction,
     }
+    for seam in {**(settings or {}), **(arguments or {})}:
+        if seam not in TABLES:
+            raise _unknown("seam", seam, TABLES)
     chosen: dict[str, Any] = {}
+    words: dict[str, str] = {}
     for seam, override in overrides.items():
         if override is not None and not isinstance(override, str):
-            chosen[seam] = guarded(seam, override)
+            chosen[seam], words[seam] = guarded(seam, override), type(override).__qualname__
             continue
         usual = getattr(PRESETS[preset], seam)
         name = usual if override is None else override
@@ -135,7 +139,9 @@ def make_policies(
             remedy = "Leave the argument out, or that setting."
             raise OwnPolicyError(seam, name, f"gets {key} twice: as an argument, and by a setting of its own.", remedy=remedy)
         chosen[seam] = _make(seam, name, {**known, **given}, written)
-    return Policies(**chosen)
+        shown = ", ".join(f"{key} = {value!r}" for key, value in {**known, **given, **written}.items())
+        words[seam] = f"{name} ({shown})" if shown else name
+    return Policies(**chosen, words=words)
 
 
 class LacksSetting(ConfigError):
@@ -161,5 +167,5 @@ def _make(seam: str, name: str, settings: Mapping[str, object], arguments: Mappi
 
 
 def _unknown(kind: str, name: str, table: Mapping[str, object]) -> ConfigError:
-    own = "" if kind == "preset" else " Or name a class of your own: package.module:Class, ./file.py:Class."
+    own = "" if kind not in TABLES else " Or name a class of your own: package.module:Class, ./file.py:Class."
     return ConfigError(f"There is no {kind} called {name!r}.", remedy=f"Valid: {', '.join(sorted(table))}.{own}")
