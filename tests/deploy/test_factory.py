@@ -80,6 +80,7 @@ def test_the_log_says_how_many_requests_the_cache_holds(gguf: Path, caplog: pyte
     assert " of 256 tokens (prompt and answer) at once; at most " in line  # which are the longest
     assert _build(gguf, replace(REFERENCE, kv=KvConfig(block_size=1))).close(30.0)
     assert " blocks of 1 token, " in caplog.text
+    assert "policies: gate continuous, order fcfs, budget itl (long_prefill_token_threshold = 512), reserve" in caplog.text
 
 
 @pytest.mark.parametrize(
