@@ -20,10 +20,14 @@ import pytest
 
 import penstock
 from penstock import LLM, AsyncLLM, PenstockError, RequestOutput, SamplingParams, StructuredOutputsParams, llm
+from penstock.backends.reference.executor import ReferenceExecutor
 from penstock.config import ServerConfig
 from penstock.deploy.running import Deployment
 from penstock.engine.thread import EngineState
 from penstock.serve.app import create_app
+from penstock.testing import make_request
+from penstock.types.plan import Ticket
+from penstock.types.result import StepResult
 from tiny_models import TinyLlama, write_gguf
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
@@ -367,12 +371,29 @@ def test_who_waits_when_the_model_is_closed_is_told(path: Path) -> None:
     assert len(told) == 1
 
 
-def test_a_model_may_be_closed_by_its_own_thread_as_the_garbage_collector_does(path: Path) -> None:
+@pytest.mark.parametrize("is_engines", [False, True], ids=["the loop's thread", "the engine's thread"])
+def test_the_garbage_collector_may_close_a_model_in_any_of_its_threads(
+    path: Path, monkeypatch: pytest.MonkeyPatch, is_engines: bool
+) -> None:
     model = LLM(path, **SETTINGS)
-    model._loop.call_soon_threadsafe(model.close)
-    model._thread.join(20)
-    assert not model._thread.is_alive()
-    assert engine_of(model).state is EngineState.STOPPED
+    running, loop, thread = model._async._running, model._loop, model._thread
+    held = [model]  # the last reference, which is dropped in one of its own threads
+    if is_engines:
+        collect = ReferenceExecutor.collect
+
+        def drop_and_collect(self: ReferenceExecutor, ticket: Ticket) -> StepResult:
+            held.clear()
+            return collect(self, ticket)
+
+        monkeypatch.setattr(ReferenceExecutor, "collect", drop_and_collect)
+        del model
+        running.engine.submit(make_request("r", (5,), max_tokens=2))
+    else:
+        del model
+        loop.call_soon_threadsafe(held.clear)
+    thread.join(20)
+    assert not thread.is_alive()
+    assert running.engine.state is EngineState.STOPPED
 
 
 def test_a_program_that_does_not_close_its_model_ends(path: Path) -> None:

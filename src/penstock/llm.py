@@ -18,9 +18,10 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypedDict, TypeVar, Unpack
 
@@ -213,7 +214,7 @@ class AsyncLLM:
         config = _config(model, settings)
         self._running = start_model(config, locate(config))
         # Also at the interpreter's end: its threads must not outlive it.
-        self._closer = weakref.finalize(self, self._running.close)
+        self._closer = weakref.finalize(self, _close_unasked, self._running.close)
 
     @property
     def model_name(self) -> str:
@@ -246,7 +247,7 @@ class AsyncLLM:
 
     def close(self) -> None:
         """As `aclose`, for callers without an event loop."""
-        self._closer()
+        _close(self._closer)
 
     async def __aenter__(self) -> Self:
         return self
@@ -298,7 +299,7 @@ class LLM:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="penstock-llm", daemon=True)
         self._thread.start()
-        self._closer = weakref.finalize(self, _end, self._async, self._loop, self._thread)
+        self._closer = weakref.finalize(self, _close_unasked, partial(_end, self._async, self._loop, self._thread))
 
     @property
     def model_name(self) -> str:
@@ -352,7 +353,7 @@ class LLM:
 
     def close(self) -> None:
         """End all requests and free the model. Idempotent."""
-        self._closer()
+        _close(self._closer)
 
     def __enter__(self) -> Self:
         return self
@@ -680,11 +681,26 @@ def _closed() -> PenstockError:
     return PenstockError("The model is closed.", remedy="Make another LLM.")
 
 
+def _close(closer: weakref.finalize[..., Any]) -> None:
+    """Close a model for a caller, which waits for it. Idempotent."""
+    if (found := closer.detach()) is not None:
+        (end,) = found[2]
+        end()
+
+
+def _close_unasked(end: Callable[[], object]) -> None:
+    """Close a model that is garbage, or at the interpreter's end, which is in the main thread.
+
+    The garbage collector runs in any thread, also in one of the model's own, and these can't wait for themselves.
+    """
+    if threading.current_thread() is threading.main_thread():
+        end()
+    else:
+        threading.Thread(target=end, name="penstock-close").start()
+
+
 def _end(model: AsyncLLM, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
     """Free the model, end what waits for it, and then the loop."""
-    if threading.current_thread() is thread:  # the garbage collector found the LLM there: the loop can't wait for itself
-        threading.Thread(target=_end, args=(model, loop, thread)).start()
-        return
     model.close()
     asyncio.run_coroutine_threadsafe(_cancel_others(), loop).result()
     loop.call_soon_threadsafe(loop.stop)
