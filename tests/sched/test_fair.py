@@ -18,7 +18,7 @@ from penstock.testing import Driver, HashExecutor, make_core, make_request, run_
 from penstock.testing.driver import STEP_NS
 from penstock.types.events import Abort, Add
 from penstock.types.plan import Capacity, RowPlan
-from penstock.types.request import Request
+from penstock.types.request import Request, RequestStatus
 
 INPUT_WEIGHT, OUTPUT_WEIGHT = 1, 2
 MAX_PROMPT = 30
@@ -346,6 +346,24 @@ def test_what_is_computed_again_is_not_charged() -> None:
     request.max_computed_tokens = 10
     stand.order.admitted(request)
     assert stand.order.counter("a") == 10
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_preempted_request_is_not_overtaken_by_a_newer_one_of_its_tenant(depth: int) -> None:
+    """Also where one of another tenant is the first of the preempted requests, and the newer one outranks that."""
+    capacity = Capacity(num_blocks=31, block_size=1, max_rows=3, max_step_tokens=30, max_model_len=30)
+    core = make_core(capacity, make_policies(order="fair", victim="latest", reserve="chunk"), enable_prefix_caching=False)
+    driver = Driver(core, HashExecutor(capacity, depth=depth))
+    preempted = [make_request(name, 4, max_tokens=20, tenant=name, arrival_ns=idx) for idx, name in enumerate("ba")]
+    driver.turn(*map(Add, [make_request("c", 4, max_tokens=24, tenant="c"), *preempted]))
+    while any(request.status is not RequestStatus.PREEMPTED for request in preempted):
+        driver.turn()
+    num_before = len(driver.plans)
+    driver.turn(Add(make_request("newer", 4, max_tokens=4, tenant="a", arrival_ns=2)))
+    while core.has_work:
+        driver.turn()
+    admitted = [admit.request_id for plan in driver.plans[num_before:] for admit in plan.admits]
+    assert admitted.index("a") < admitted.index("newer")
 
 
 @pytest.mark.parametrize("max_tenants", [4, 5])

@@ -241,17 +241,22 @@ class Joining:
         """The next request: of those that join anyway, or `fresh`, which the gate lets in."""
         if not self._waiting.num_joining:
             return fresh
-        outranks = self._order.outranks
         held = self._waiting.peek_held(now_ns)
         if held is not None and not self._takes_long(held, draft, now_ns):
             held = None
         joining = self._waiting.peek_preempted()
-        if held is not None and (joining is None or outranks(held, joining, now_ns)):
-            joining = held
+        if held is not None and (joining is None or self._order.outranks(held, joining, now_ns)):
+            joining = self._preempted_before(held, now_ns) or held
         joining = joining or self._waiting.peek_called()
-        if fresh is not None and (joining is None or outranks(fresh, joining, now_ns)):
-            return fresh
+        if fresh is not None and (joining is None or self._order.outranks(fresh, joining, now_ns)):
+            return self._preempted_before(fresh, now_ns) or fresh
         return joining
+
+    def _preempted_before(self, request: Request, now_ns: int) -> Request | None:
+        """The first preempted request that this one does not outrank. It may outrank the first of all and not another behind
+        that, such as one of its own tenant.
+        """
+        return next((other for other in self._waiting.preempted if not self._order.outranks(request, other, now_ns)), None)
 
     def _goes_before(self, request: Request, prefill: Request, draft: StepDraft, now_ns: int) -> bool:
         """Does a waiting request get tokens before a running one?"""

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from bisect import insort_left
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import count
@@ -215,6 +215,11 @@ class WaitingQueue:
     def num_joining(self) -> int:
         """Requests that join without asking the gate: preempted, called to a batch, held back, or standing aside."""
         return len(self._preempted) + len(self._called) + self.num_held_back + len(self._aside)
+
+    @property
+    def preempted(self) -> Iterator[Request]:
+        """Requests that wait for the next admission after a preemption, in the order of service."""
+        return (request for _, request in self._preempted)
 
     @property
     def aside(self) -> Collection[Follower]:
