@@ -177,3 +177,23 @@ def test_a_model_that_can_not_be_loaded_leaves_its_share(paths: list[Path], tmp_
         start_model(config_of(broken), resolve(str(broken), tmp_path), resources)
     assert not isinstance(failure.value, NotEnoughMemory)
     assert resources.memory.available_bytes("another") == before
+
+
+def test_every_model_is_closed_once_also_if_one_can_not_be(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that hangs delays the end by the grace of one engine, and not by two."""
+    deployment = start_deployment([config_of(path) for path in paths])
+    closed: list[tuple[str, float]] = []
+
+    def close(self: RunningModel, timeout_s: float = 0.0) -> bool:
+        closed.append((self.name, timeout_s))
+        if self.name == "one":
+            raise OSError("its device is gone")
+        return True
+
+    with monkeypatch.context() as broken:
+        broken.setattr(RunningModel, "close", close)
+        with pytest.raises(OSError, match="its device is gone"):
+            deployment.close(30.0)
+    assert [name for name, _ in closed] == ["one", "two"]
+    assert all(timeout_s > 20 for _, timeout_s in closed), "each may finish its requests"
+    assert deployment.close()

@@ -165,10 +165,8 @@ class Deployment:
         """Drain all models for up to `timeout_s` together and close each. True if nothing had to be aborted. Idempotent."""
         self.drain()
         end_s = time.monotonic() + timeout_s
-        is_clean = True
-        with contextlib.ExitStack() as others:  # all are closed, also if one can't be
-            for running in self._models:
-                others.callback(running.close)
-            for running in self._models:
-                is_clean &= running.close(max(0.0, end_s - time.monotonic()))
-        return is_clean
+        are_clean: list[bool] = []
+        with contextlib.ExitStack() as closing:  # all are closed, also if one can't be
+            for running in reversed(self._models):
+                closing.callback(lambda one: are_clean.append(one.close(max(0.0, end_s - time.monotonic()))), running)
+        return all(are_clean)
