@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from kernel_engines import WEIGHT_KINDS, AttentionCase, AttentionEngine, AttentionShape, Product, ProductEngine
 
-from penstock.backends.native._native import Engine, SourceFormat
+from penstock.backends.native._native import Engine, SourceFormat, Team
 
 
 def test_row_counts_may_be_ranges():
@@ -58,7 +58,7 @@ def test_every_product_runs_on_every_kind_of_weights(product, kind):
 
 def test_tables_are_no_packed_weights():
     sizes = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 16, "vocab_size": 4, "num_blocks": 2, "block_size": 16}
-    engine = Engine(**sizes, max_rows=1, max_step_tokens=1, num_threads=1)
+    engine = Engine(**sizes, max_rows=1, max_step_tokens=1, team=Team(1))
     engine.add_matrix(SourceFormat.Q4_0, 16, 32, np.zeros((16, 18), np.uint8))
     packed = engine.weight_bytes
     assert packed > 0
