@@ -371,6 +371,28 @@ def test_who_waits_when_the_model_is_closed_is_told(path: Path) -> None:
     assert len(told) == 1
 
 
+def test_a_call_that_found_the_model_open_is_told_also_if_it_is_closed_at_that_moment(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = LLM(path, **SETTINGS)
+    has_begun, ask = threading.Event(), asyncio.run_coroutine_threadsafe
+    close = model._async.close
+    monkeypatch.setattr(AsyncLLM, "close", lambda _: (has_begun.set(), close()))
+    closing = threading.Thread(target=model.close)
+
+    def ask_late(*given: Any) -> Any:
+        if not closing.ident:
+            closing.start()
+            assert not has_begun.wait(0.2), "the loop would end without the work"
+        return ask(*given)
+
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", ask_late)
+    with pytest.raises(PenstockError, match="The model is closed"):
+        model.generate("in the", ENDLESS)
+    closing.join(20)
+    assert not closing.is_alive()
+
+
 @pytest.mark.parametrize("is_engines", [False, True], ids=["the loop's thread", "the engine's thread"])
 def test_the_garbage_collector_may_close_a_model_in_any_of_its_threads(
     path: Path, monkeypatch: pytest.MonkeyPatch, is_engines: bool

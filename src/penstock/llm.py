@@ -299,7 +299,10 @@ class LLM:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="penstock-llm", daemon=True)
         self._thread.start()
-        self._closer = weakref.finalize(self, _close_unasked, partial(_end, self._async, self._loop, self._thread))
+        self._asking = threading.RLock()
+        """Held from the look whether the model is open until the loop has the work. A generator may be collected meanwhile."""
+        end = partial(_end, self._async, self._loop, self._thread, self._asking)
+        self._closer = weakref.finalize(self, _close_unasked, end)
 
     @property
     def model_name(self) -> str:
@@ -371,10 +374,11 @@ class LLM:
 
     def _wait(self, work: Coroutine[Any, Any, _Result]) -> _Result:
         """The result of work on the loop's thread. The end of the wait, such as by Ctrl-C, ends the work."""
-        if not self._closer.alive:
-            work.close()
-            raise _closed()
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        with self._asking:
+            if not self._closer.alive:
+                work.close()
+                raise _closed()
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
         except CancelledError:
@@ -699,8 +703,10 @@ def _close_unasked(end: Callable[[], object]) -> None:
         threading.Thread(target=end, name="penstock-close").start()
 
 
-def _end(model: AsyncLLM, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+def _end(model: AsyncLLM, loop: asyncio.AbstractEventLoop, thread: threading.Thread, asking: threading.RLock) -> None:
     """Free the model, end what waits for it, and then the loop."""
+    with asking:
+        pass  # every thread that found the model open has given its work to the loop
     model.close()
     asyncio.run_coroutine_threadsafe(_cancel_others(), loop).result()
     loop.call_soon_threadsafe(loop.stop)
