@@ -103,7 +103,7 @@ def spec_of_equal_layers(
     norm_eps: float,
     tie_word_embeddings: bool,
 ) -> ModelSpec:
-    """What most models' common keys say; `sizes` by their fields of a spec, checked."""
+    """The spec that the common keys of most models describe. `sizes` are checked, and named as the fields of a spec."""
     attention = AttentionSpec(
         num_heads=sizes["num_heads"],
         num_kv_heads=sizes["num_kv_heads"],
