@@ -307,6 +307,9 @@ class TestGuard:
         ("seam", "policy", "says"),
         [
             ("order", answers("key", lambda request, now_ns: 7), "order .* answered 7 in key, and must answer a tuple"),
+            ("order", answers("key", lambda request, now_ns: (0, None)), "must answer a tuple of numbers"),
+            ("order", answers("key", lambda request, now_ns: (float("nan"),)), "must answer a tuple of numbers"),
+            ("order", answers("lane_key", lambda lane: (lane,), key=lambda self, request, now_ns: (0,)), "tuple of numbers"),
             ("gate", answers("decide", lambda view: None), "gate .* answered None in decide, and must answer a GateDecision"),
             ("gate", answers("decide", lambda view: GateDecision(1, bucket=5)), r"must answer a bucket of the view, \[0\]"),
             ("gate", answers("decide", lambda view: GateDecision(0, view.now_ns)), "must answer a wakeup_ns after now"),
