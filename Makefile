@@ -87,7 +87,7 @@ format: $(INSTALLED_TEST)  ## rewrite the code in house style
 	$(BIN)/ruff format .
 
 docs: $(INSTALLED)  ## write docs/configuration.md from the settings
-	@$(BIN)/python -m penstock.config.docs > docs/configuration.md
+	@$(BIN)/python tests/configuration_page.py > docs/configuration.md
 
 docs-site: $(INSTALLED_DOCS)  ## build the documentation site in build/site
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -21,8 +21,7 @@ import numpy as np
 
 from penstock.models.formats import BLOCKS, WeightFormat, stored_bytes
 from penstock.models.weights import BlockScales, LoadedModel, WeightTensor
-from penstock.testing.specs import make_spec
-from penstock.types.model_spec import ModelSpec
+from penstock.types.model_spec import ModelSpec, spec_of_equal_layers
 
 LENGTHS_FILE = Path(__file__).with_name("sharegpt_lengths.json")
 NUM_LENGTHS = 512
@@ -48,7 +47,7 @@ class Shape:
 
     def spec(self) -> ModelSpec:
         inv_freq = self.rope_theta ** -(np.arange(0, self.head_dim, 2) / self.head_dim)
-        return make_spec(
+        return spec_of_equal_layers(
             architecture="llama",
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from configuration_page import render
 from penstock.config import Config, KvConfig, SchedulerConfig, ServerConfig
 from penstock.config.components import COMPONENTS
-from penstock.config.docs import render
 from penstock.config.setting import Kind, settings_of
 from penstock.config.sources import all_settings, read_config_file, unknown_variables
 from penstock.config.units import format_size, parse_count, parse_counts, parse_duration, parse_share, parse_size

@@ -14,11 +14,10 @@ import pytest
 from penstock.backends import cuda
 from penstock.config import BackendConfig, Config, KvConfig
 from penstock.deploy.fingerprint import kv_fingerprint, system_fingerprint
-from penstock.testing.specs import make_spec
-from penstock.types.model_spec import ModelSpec
+from penstock.types.model_spec import ModelSpec, spec_of_equal_layers
 from penstock.types.plan import Capacity
 
-SPEC = make_spec(
+SPEC = spec_of_equal_layers(
     architecture="qwen2",
     vocab_size=100,
     hidden_size=32,

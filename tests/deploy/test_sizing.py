@@ -14,17 +14,16 @@ from hypothesis import strategies as st
 from penstock.backends.cuda.memory import Usage
 from penstock.config import KvConfig
 from penstock.deploy.sizing import DEFAULT_CAP_BYTES, RESERVE_BYTES, SLOT_BOOKS_BYTES, KvPlan, plan_gpu_kv, plan_kv
-from penstock.testing.specs import make_spec as uniform_spec
 from penstock.types.errors import ConfigError
 from penstock.types.kv_dtype import KvDtype
-from penstock.types.model_spec import ModelSpec
+from penstock.types.model_spec import ModelSpec, spec_of_equal_layers
 from tiny_models import TinyLlama, write_gguf, write_hf
 
 GIB, MIB = 1 << 30, 1 << 20
 
 
 def make_spec(max_model_len: int = 2048, head_dim: int = 64) -> ModelSpec:
-    return uniform_spec(
+    return spec_of_equal_layers(
         architecture="llama",
         vocab_size=100,
         hidden_size=576,

@@ -6,16 +6,15 @@ from typing import Any
 
 import pytest
 
+from failing_executor import FailingExecutor, RowFailingExecutor
 from penstock.engine.core import DEADLINE_EXCEEDED
 from penstock.engine.ports import NullObserver
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import Watermark
 from penstock.testing import (
     Driver,
-    FailingExecutor,
     HashExecutor,
     HashModel,
-    RowFailingExecutor,
     expected_tokens,
     make_core,
     make_request,

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from engine.test_thread import TIMEOUT_S, TINY, GatedExecutor, Numbers, Sink
+from failing_executor import FailingExecutor
 from penstock.clock import WallClock
 from penstock.engine import supervisor as supervisor_module
 from penstock.engine import thread as thread_module
@@ -15,7 +16,6 @@ from penstock.engine.output import OutputStage
 from penstock.engine.supervisor import MAX_RESTARTS, Supervisor
 from penstock.engine.thread import ENGINE_FAILED, ENGINE_STUCK, Engine, EngineState
 from penstock.testing.builders import make_core, make_request
-from penstock.testing.failing_executor import FailingExecutor
 from penstock.testing.hash_executor import HashExecutor
 from penstock.types.errors import RejectReason
 from penstock.types.request import FinishReason

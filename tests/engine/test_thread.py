@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from failing_executor import FailingExecutor
 from penstock.clock import VirtualClock, WallClock
 from penstock.engine import thread as engine_thread
 from penstock.engine.core import EngineCore
@@ -22,7 +23,7 @@ from penstock.sched.policies.gates import Static
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import Watermark
 from penstock.storage.host_memory import HostMemory
-from penstock.testing import Driver, FailingExecutor, HashExecutor, expected_tokens, make_core, make_request
+from penstock.testing import Driver, HashExecutor, expected_tokens, make_core, make_request
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.events import Add
 from penstock.types.plan import Capacity

@@ -7,10 +7,10 @@ import numpy as np
 from penstock.models import architectures
 from penstock.models.program import KvWrite
 from penstock.models.rope import key_centre, still_pairs
-from penstock.testing.specs import make_spec
+from penstock.types.model_spec import spec_of_equal_layers
 
 INV_FREQ = tuple(10_000.0 ** -(i / 8) for i in range(8))
-SPEC = make_spec(
+SPEC = spec_of_equal_layers(
     architecture="qwen2",
     vocab_size=100,
     hidden_size=32,

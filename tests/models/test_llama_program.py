@@ -11,8 +11,8 @@ import pytest
 from penstock.models import architectures, checks
 from penstock.models.decoder import Decoder
 from penstock.models.program import Attention, GatherRows, KvWrite, Linear, Logits, Op, Program, Rope
-from penstock.testing.specs import make_spec
 from penstock.types.errors import ModelError
+from penstock.types.model_spec import spec_of_equal_layers
 
 FIELDS: dict[str, Any] = {
     "architecture": "llama",
@@ -28,7 +28,7 @@ FIELDS: dict[str, Any] = {
     "max_model_len": 64,
     "tie_word_embeddings": True,
 }
-SPEC = make_spec(**FIELDS)
+SPEC = spec_of_equal_layers(**FIELDS)
 
 
 def reads(op: Op) -> set[str]:
@@ -86,12 +86,12 @@ def test_after_the_last_attention_only_sampled_rows_are_computed():
 
 @pytest.mark.parametrize(("tied", "weight"), [(True, "embed"), (False, "output")])
 def test_tied_embeddings_give_the_logits(tied, weight):
-    program = architectures.describe(make_spec(**FIELDS | {"tie_word_embeddings": tied}))
+    program = architectures.describe(spec_of_equal_layers(**FIELDS | {"tie_word_embeddings": tied}))
     assert program.ops[-1] == Logits(out="logits", x="sampled_normed", weight=weight)
 
 
 def test_bias_belongs_to_q_k_and_v_alone():
-    program = architectures.describe(make_spec(**FIELDS | {"has_qkv_bias": True}))
+    program = architectures.describe(spec_of_equal_layers(**FIELDS | {"has_qkv_bias": True}))
     biased = [op.bias for op in program.ops if isinstance(op, Linear) and op.bias]
     assert biased[:3] == ["layers.0.q_bias", "layers.0.k_bias", "layers.0.v_bias"]
     assert len(biased) == 9
@@ -99,7 +99,7 @@ def test_bias_belongs_to_q_k_and_v_alone():
 
 @pytest.mark.parametrize(("qk_norms", "softcap", "is_shared"), [(None, 0.0, True), ("heads", 0.0, False), (None, 30.0, False)])
 def test_a_bias_is_taken_off_keys_only_where_every_key_has_it_and_only_softmax_sees_it(qk_norms, softcap, is_shared):
-    spec = make_spec(**FIELDS | {"has_qkv_bias": True})
+    spec = spec_of_equal_layers(**FIELDS | {"has_qkv_bias": True})
     attention = dataclasses.replace(spec.layers[0].attention, softcap=softcap)
     spec = dataclasses.replace(spec, layers=(dataclasses.replace(spec.layers[0], attention=attention),))
     build = Decoder(spec)
@@ -111,7 +111,7 @@ def test_a_bias_is_taken_off_keys_only_where_every_key_has_it_and_only_softmax_s
 
 def test_shapes_of_weights():
     shapes = checks.weight_shapes(
-        architectures.describe(make_spec(**FIELDS | {"has_qkv_bias": True, "tie_word_embeddings": False}))
+        architectures.describe(spec_of_equal_layers(**FIELDS | {"has_qkv_bias": True, "tie_word_embeddings": False}))
     )
     assert shapes["embed"] == shapes["output"] == (100, 24)
     assert shapes["layers.2.q"] == (48, 24)
@@ -123,18 +123,18 @@ def test_shapes_of_weights():
 
 
 def test_mistral_is_described_as_llama():
-    assert architectures.describe(make_spec(**FIELDS | {"architecture": "mistral"})) == architectures.describe(SPEC)
+    assert architectures.describe(spec_of_equal_layers(**FIELDS | {"architecture": "mistral"})) == architectures.describe(SPEC)
 
 
 def test_unknown_architecture_lists_the_supported_ones():
     with pytest.raises(ModelError, match=r"'rwkv7'.*Supported are: llama, mistral"):
-        architectures.describe(make_spec(**FIELDS | {"architecture": "rwkv7"}))
+        architectures.describe(spec_of_equal_layers(**FIELDS | {"architecture": "rwkv7"}))
 
 
 @pytest.mark.parametrize("target", architectures.ARCHITECTURES.values())
 def test_every_registered_description_gives_a_program(target):
     name = next(key for key, value in architectures.ARCHITECTURES.items() if value == target)
-    assert isinstance(architectures.describe(make_spec(**FIELDS | {"architecture": name})), Program)
+    assert isinstance(architectures.describe(spec_of_equal_layers(**FIELDS | {"architecture": name})), Program)
 
 
 def test_missing_and_left_over_weights_are_named():

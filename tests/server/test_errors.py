@@ -8,12 +8,13 @@ import pytest
 from harness import VOCAB_SIZE, GatedExecutor, make_client, make_runtime, running, until
 from test_completions import oracle
 
+from failing_executor import FailingExecutor
 from penstock.clock import VirtualClock
 from penstock.config import ServerConfig
 from penstock.deploy.running import Deployment
 from penstock.serve.app import create_app
 from penstock.serve.errors import from_rejected
-from penstock.testing import FailingExecutor, HashExecutor
+from penstock.testing import HashExecutor
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.plan import Capacity
 

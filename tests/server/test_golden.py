@@ -12,7 +12,7 @@ import orjson
 import pytest
 from harness import GatedExecutor, running, until
 
-from penstock.testing import FailingExecutor
+from failing_executor import FailingExecutor
 
 FOLDER = Path(__file__).parent / "golden"
 HI = [{"role": "user", "content": "hi"}]

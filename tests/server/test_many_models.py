@@ -7,13 +7,14 @@ import pytest
 from harness import CAPACITY, PRINTABLE_MODEL, GatedExecutor, make_client, make_runtime, running, until
 from prometheus_client.parser import text_string_to_metric_families
 
+from failing_executor import FailingExecutor
 from penstock.clock import WallClock
 from penstock.engine.bridge import Bridge
 from penstock.engine.output import OutputStage
 from penstock.engine.supervisor import Supervisor
 from penstock.engine.thread import Engine, EngineState
 from penstock.obs.metrics import Metrics
-from penstock.testing import FailingExecutor, HashExecutor, HashModel, make_core
+from penstock.testing import HashExecutor, HashModel, make_core
 from penstock.text.tokenizer import detokenizer_factory
 
 OTHER_MODEL = HashModel(vocab_size=PRINTABLE_MODEL.vocab_size, first_token_id=PRINTABLE_MODEL.first_token_id + 30)

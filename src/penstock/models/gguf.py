@@ -185,12 +185,12 @@ def _read_spec(file: GgufFile, entries: Mapping[str, TensorEntry]) -> ModelSpec:
     sizes = _read_sizes(file, key, matrix_shape(entries["embed"])[0])
     checks.check_sizes(sizes, file.path)
     return spec_of_equal_layers(
-        architectures.GGUF_NAMES[key],
-        sizes,
-        _read_rope(file, key, sizes["head_dim"]),
+        architecture=architectures.GGUF_NAMES[key],
+        rope_inv_freq=_read_rope(file, key, sizes["head_dim"]),
         has_qkv_bias="layers.0.q_bias" in entries,
         norm_eps=file.require(f"{key}.attention.layer_norm_rms_epsilon", float),
         tie_word_embeddings="output" not in entries,
+        **sizes,
     )
 
 

@@ -96,12 +96,12 @@ def read_spec(config: JsonFile, architecture: str, *, has_qkv_bias: bool, has_ou
     checks.check_sizes(sizes, config.path)
     tied = config.get("tie_word_embeddings", bool)
     return spec_of_equal_layers(
-        architecture,
-        sizes,
-        _read_rope(config, sizes["head_dim"]),
+        architecture=architecture,
+        rope_inv_freq=_read_rope(config, sizes["head_dim"]),
         has_qkv_bias=has_qkv_bias,
         norm_eps=config.require("rms_norm_eps", float),
         tie_word_embeddings=not has_output if tied is None else tied,
+        **sizes,
     )
 
 

@@ -2,19 +2,16 @@
 
 from penstock.testing.builders import make_core, make_load, make_request, make_scheduler
 from penstock.testing.driver import Driver, Outcome, run_to_completion
-from penstock.testing.failing_executor import FailingExecutor, RowFailingExecutor
 from penstock.testing.hash_executor import DEFAULT_CAPACITY, Expected, HashExecutor, HashMatcher, HashModel, expected_tokens
 
 __all__ = [
     "DEFAULT_CAPACITY",
     "Driver",
     "Expected",
-    "FailingExecutor",
     "HashExecutor",
     "HashMatcher",
     "HashModel",
     "Outcome",
-    "RowFailingExecutor",
     "expected_tokens",
     "make_core",
     "make_load",

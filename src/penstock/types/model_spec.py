@@ -5,9 +5,8 @@ Loaders make a `ModelSpec`. The description of its architecture makes a `Program
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from penstock.types.kv_dtype import KvDtype
 
@@ -95,29 +94,24 @@ class ModelSpec:
 
 
 def spec_of_equal_layers(
-    architecture: str,
-    sizes: Mapping[str, int],
-    inv_freq: tuple[float, ...],
     *,
-    has_qkv_bias: bool,
-    norm_eps: float,
-    tie_word_embeddings: bool,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    intermediate_size: int,
+    rope_inv_freq: tuple[float, ...],
+    rope_attention_factor: float = 1.0,
+    has_qkv_bias: bool = False,
+    **rest: Any,
 ) -> ModelSpec:
-    """The spec that the common keys of most models describe. `sizes` are checked, and named as the fields of a spec."""
+    """The spec of a model like Llama, whose layers are all alike. `rest` are the other fields of `ModelSpec`."""
     attention = AttentionSpec(
-        num_heads=sizes["num_heads"],
-        num_kv_heads=sizes["num_kv_heads"],
-        head_dim=sizes["head_dim"],
-        rotation=Rotation(inv_freq=inv_freq),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rotation=Rotation(inv_freq=rope_inv_freq, attention_factor=rope_attention_factor),
         has_qkv_bias=has_qkv_bias,
     )
-    layer = LayerSpec(attention=attention, mlp=GatedMlp(intermediate_size=sizes["intermediate_size"]))
-    return ModelSpec(
-        architecture=architecture,
-        vocab_size=sizes["vocab_size"],
-        hidden_size=sizes["hidden_size"],
-        layers=(layer,) * sizes["num_layers"],
-        norm_eps=norm_eps,
-        max_model_len=sizes["max_model_len"],
-        tie_word_embeddings=tie_word_embeddings,
-    )
+    layer = LayerSpec(attention=attention, mlp=GatedMlp(intermediate_size=intermediate_size))
+    return ModelSpec(layers=(layer,) * num_layers, **rest)

@@ -29,9 +29,8 @@ from penstock.backends.cuda.step import StepTensors
 from penstock.models import architectures
 from penstock.models.formats import BLOCKS, WeightFormat
 from penstock.models.weights import BlockScales, LoadedModel, WeightTensor
-from penstock.testing.specs import make_spec
 from penstock.types.kv_dtype import KvDtype
-from penstock.types.model_spec import ModelSpec
+from penstock.types.model_spec import ModelSpec, spec_of_equal_layers
 from penstock.types.plan import AdmitRow, RowPlan, StepPlan
 from penstock.types.sampling import SamplingParams
 
@@ -56,7 +55,7 @@ Case = tuple[ModelSpec, WeightFormat, KvDtype]
 
 def small(hidden: int, heads: int, kv_heads: int, head_dim: int, has_bias: bool) -> ModelSpec:
     """One layer with the widths of a real model that kernels are made for; the others, which are only counted, are less."""
-    return make_spec(
+    return spec_of_equal_layers(
         architecture="llama",
         vocab_size=1024,
         hidden_size=hidden,
