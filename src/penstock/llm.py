@@ -440,7 +440,7 @@ class _Asked:
                 return token_ids
             raise ConfigError(f"'{name}' is neither a text nor token ids.", remedy="Give a str, or a list of int.")
         if running.chat_template is None:
-            raise ConfigError(f"{running.name} has no chat template.", remedy="Set chat_template, or use generate with a text.")
+            raise ConfigError(f"{running.name} has no chat template.", remedy="Set chat_template, or have a text continued.")
         from penstock.serve.openai.read import read_conversation
         from penstock.serve.openai.schemas import ChatTemplateFields
 

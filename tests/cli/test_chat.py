@@ -15,11 +15,20 @@ from typing import Any
 import pytest
 
 from penstock.cli.chat import Conversation
-from penstock.cli.talk import Answer
-from penstock.types.errors import PenstockError
+from penstock.llm import CompletionOutput, RequestMetrics, RequestOutput
+from penstock.types.errors import PenstockError, Rejected, RejectReason
 
 Penstock = Callable[..., subprocess.CompletedProcess[str]]
 FAST = ("--backend", "reference", "--temperature", "0")
+
+
+def _said(text: str) -> RequestOutput:
+    """An answer that was stopped where it is."""
+    one = CompletionOutput(index=0, text=text, new_text=text, token_ids=[1], cumulative_logprob=None, logprobs=None)
+    times = RequestMetrics(arrival_time_s=0.0, first_token_time_s=0.005, last_token_time_s=0.005)
+    return RequestOutput(
+        request_id="r", prompt=None, prompt_token_ids=[1], outputs=[one], finished=False, num_cached_tokens=0, metrics=times
+    )
 
 
 class FakeSession:
@@ -27,12 +36,13 @@ class FakeSession:
 
     def __init__(self) -> None:
         self.asked: list[list[Mapping[str, Any]]] = []
-        self.answer = Answer()
+        self.answer: RequestOutput | None = None
+        self.is_silent = False
         self.failures: list[BaseException] = []
 
     def ask_chat(self, messages: Sequence[Mapping[str, Any]]) -> None:
         self.asked.append(list(messages))
-        self.answer = Answer(text=str(len(messages)))
+        self.answer = None if self.is_silent else _said(str(len(messages)))
         if self.failures:
             raise self.failures.pop()
 
@@ -65,6 +75,18 @@ def test_a_turn_that_failed_is_not_remembered(capsys: pytest.CaptureFixture[str]
 
 def test_an_interrupted_answer_is_remembered_as_far_as_it_came() -> None:
     assert _hold(["a", "b"], failures=[KeyboardInterrupt()]) == [["a"], ["a", "1", "b"]]
+
+
+def test_an_answer_that_was_interrupted_before_it_began_leaves_no_turn() -> None:
+    session = FakeSession()
+    session.is_silent, session.failures = True, [KeyboardInterrupt()]
+    Conversation(session, None, has_stats=False).hold(iter(["a", "b"]))  # type: ignore[arg-type]
+    assert [len(messages) for messages in session.asked] == [1, 1]
+
+
+def test_what_has_grown_too_long_can_be_forgotten(capsys: pytest.CaptureFixture[str]) -> None:
+    _hold(["a"], failures=[Rejected(RejectReason.CONTEXT_LENGTH, "too long")])
+    assert "/reset" in capsys.readouterr().err
 
 
 def test_in_a_pipe_each_line_is_a_turn(penstock: Penstock, tiny_model: Path) -> None:

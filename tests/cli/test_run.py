@@ -14,8 +14,8 @@ import click
 import pytest
 
 from penstock.cli.run import split_words
-from penstock.cli.talk import Answer, stats_line
-from penstock.engine.ports import OutputChunk
+from penstock.cli.talk import stats_line
+from penstock.llm import CompletionOutput, RequestMetrics, RequestOutput
 
 Penstock = Callable[..., subprocess.CompletedProcess[str]]
 FAST = ("--backend", "reference", "--temperature", "0")
@@ -169,8 +169,12 @@ def test_statistics_go_to_stderr(penstock: Penstock, tiny_model: Path) -> None:
 
 
 def test_an_answer_of_one_token_is_told_in_the_singular() -> None:
-    chunk = OutputChunk("r", "x", (1,), (), at_ns=5_000_000, num_generated_tokens=1, first_token_ns=5_000_000)
-    assert stats_line(Answer(text="x", chunks=[chunk])) == "1 token; the first after 5 ms"
+    one = CompletionOutput(index=0, text="x", new_text="x", token_ids=[1], cumulative_logprob=None, logprobs=None)
+    times = RequestMetrics(arrival_time_s=1.0, first_token_time_s=1.005, last_token_time_s=1.005)
+    answer = RequestOutput(
+        request_id="r", prompt=None, prompt_token_ids=[1], outputs=[one], finished=True, num_cached_tokens=0, metrics=times
+    )
+    assert stats_line(answer) == "1 token; the first after 5 ms"
 
 
 def test_no_prompt_is_wrong_usage(penstock: Penstock) -> None:

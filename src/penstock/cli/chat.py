@@ -10,9 +10,8 @@ from typing import Any
 import click
 
 from penstock.cli.options import EPILOG, GroupedCommand, model_argument
-from penstock.cli.talk import CUT_OFF, Session, sampling_choices, stats_line, talk_config, talk_options
-from penstock.types.errors import PenstockError
-from penstock.types.request import FinishReason
+from penstock.cli.talk import CUT_OFF, Session, stats_line, talk_options
+from penstock.types.errors import PenstockError, Rejected, RejectReason
 
 PROMPT = ">>> "
 HELP = "/reset forgets the conversation, /exit (or Ctrl-D) ends it, Ctrl-C stops an answer."
@@ -23,7 +22,7 @@ HELP = "/reset forgets the conversation, /exit (or Ctrl-D) ends it, Ctrl-C stops
 @talk_options
 def chat(**values: Any) -> None:
     """Talk with MODEL. /reset forgets the conversation, /exit ends it."""
-    with Session(talk_config(values), sampling_choices(values)) as session:
+    with Session(values) as session:
         Conversation(session, values["system"], has_stats=values["stats"]).hold(_lines())
 
 
@@ -59,17 +58,18 @@ class Conversation:
             print(" [stopped]", file=sys.stderr)
         except PenstockError as error:
             print(f"error: {error}", file=sys.stderr)
+            if isinstance(error, Rejected) and error.reason is RejectReason.CONTEXT_LENGTH:
+                print("/reset forgets the conversation.", file=sys.stderr)
             return
         print(flush=True)
-        self._messages += [question, {"role": "assistant", "content": self._session.answer.text}]
-        self._remark()
-
-    def _remark(self) -> None:
-        """Say how the answer ended, if that is worth a line, and what it cost, if that was asked for."""
-        if self._session.answer.finish_reason is FinishReason.LENGTH:
+        answer = self._session.answer
+        if answer is None:  # it was interrupted before it began
+            return
+        self._messages += [question, {"role": "assistant", "content": answer.outputs[0].text}]
+        if answer.outputs[0].finish_reason == "length":
             print(CUT_OFF, file=sys.stderr)
-        if self._has_stats and self._session.answer.finish_reason is not None:
-            print(stats_line(self._session.answer), file=sys.stderr)
+        if self._has_stats and answer.finished:
+            print(stats_line(answer), file=sys.stderr)
 
 
 def _piped_lines() -> Iterator[str]:

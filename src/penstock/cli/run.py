@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +10,11 @@ import click
 from click.core import ParameterSource
 
 from penstock.cli.options import EPILOG, GroupedCommand, model_option
-from penstock.cli.talk import CUT_OFF, NotEmpty, Session, sampling_choices, stats_line, talk_config, talk_options
+from penstock.cli.talk import CUT_OFF, NotEmpty, Session, stats_line, talk_options
 from penstock.types.errors import PenstockError
-from penstock.types.request import FinishReason
 
 if TYPE_CHECKING:
-    from penstock.text.grammar import Grammar
+    from penstock.llm import StructuredOutputsParams
 
 
 @click.command(cls=GroupedCommand, epilog=EPILOG)
@@ -99,32 +97,34 @@ def _names_a_model(word: str) -> bool:
     return True
 
 
-def _grammar(values: dict[str, Any]) -> Grammar | None:
-    from penstock.text.grammar import Grammar, GrammarKind
+def _structure(values: dict[str, Any]) -> StructuredOutputsParams | None:
+    """The form that the answer must have. Raises PenstockError if the file of the schema can't be read."""
+    from penstock.llm import StructuredOutputsParams
 
     path: Path | None = values["json_schema"]
     if path is not None:
         try:
-            return Grammar(GrammarKind.JSON_SCHEMA, path.expanduser().read_text("utf-8"))
+            return StructuredOutputsParams(json=path.expanduser().read_text("utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             remedy = "Name a file with a JSON schema, in UTF-8."
             raise PenstockError(f"--json-schema: {path} can't be read: {error}.", remedy=remedy) from None
-    return None if values["regex"] is None else Grammar(GrammarKind.REGEX, values["regex"])
+    return None if values["regex"] is None else StructuredOutputsParams(regex=values["regex"])
 
 
 def _answer(text: str, values: dict[str, Any]) -> None:
-    choices = replace(sampling_choices(values), grammar=_grammar(values))
-    with Session(talk_config(values), choices) as session:
+    structure = _structure(values)
+    with Session(values, structure) as session:
         if values["raw"]:
             session.ask_raw(text)
         else:
             system = [{"role": "system", "content": values["system"]}] if values["system"] else []
             session.ask_chat([*system, {"role": "user", "content": text}])
         print(flush=True)
-        is_cut_off = session.answer.finish_reason is FinishReason.LENGTH
+        answer = session.answer
+        is_cut_off = answer is not None and answer.outputs[0].finish_reason == "length"
         if is_cut_off:
             print(CUT_OFF, file=sys.stderr)
-        if values["stats"]:
-            print(stats_line(session.answer), file=sys.stderr)
-    if is_cut_off and choices.grammar is not None:
+        if values["stats"] and answer is not None:
+            print(stats_line(answer), file=sys.stderr)
+    if is_cut_off and structure is not None:
         sys.exit(1)  # half a JSON text is not what a script asked for
