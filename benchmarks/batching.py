@@ -141,7 +141,6 @@ class Replay:
         with self._runtime.bridge.open([request]) as stream:
             while chunks := await stream.next_chunks():
                 last = chunks[-1]
-                await stream.pass_to(lambda taken: taken[-1].finish_reason is None)
         if last.num_generated_tokens != max_tokens:
             raise RuntimeError(f"{last.num_generated_tokens} tokens instead of {max_tokens}: {last.detail}")
         return last, request.arrival_ns

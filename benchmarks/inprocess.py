@@ -39,7 +39,6 @@ from penstock.types.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from penstock.deploy.running import RunningModel
-    from penstock.engine.ports import OutputChunk
 
 
 class InProcess:
@@ -70,15 +69,10 @@ class InProcess:
         sampling = SamplingParams(temperature=0.0, max_tokens=job.max_tokens)
         request = Request(f"request-{next(self._ids)}", prompt, sampling, runtime.clock.now_ns())
 
-        def take(chunks: list[OutputChunk]) -> bool:
-            texts.extend([chunk.text for chunk in chunks])
-            return chunks[-1].finish_reason is None
-
         with runtime.bridge.open([request]) as stream:
             while chunks := await stream.next_chunks():
                 texts += [chunk.text for chunk in chunks]
                 last = chunks[-1]
-                await stream.pass_to(take)
         if last.num_generated_tokens != job.max_tokens:
             raise RuntimeError(f"{last.num_generated_tokens} tokens instead of {job.max_tokens}: {last.detail}")
 

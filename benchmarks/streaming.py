@@ -6,7 +6,6 @@ tokenizer, scheduler, rows in C++, text, events, metrics. One closed loop for ea
 
     python benchmarks/streaming.py
 
-`--by-messages` sends every event as a message of ASGI, by its request's own task, instead of directly to the connection.
 Linux only (/proc). Needs the default model in the cache (`penstock pull`) for its tokenizer. The last line printed is one
 JSON object: `http_us_per_token` is the HTTP thread's CPU time with requests, prompts and connections included;
 `engine_us_per_step` that of the engine thread.
@@ -34,7 +33,6 @@ from penstock.deploy.running import Deployment
 from penstock.deploy.sizing import KvPlan
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
 from penstock.models.weights import LoadedModel
-from penstock.serve.openai import write
 from penstock.serve.server import run_server
 from penstock.text.tokenizer import load_tokenizer
 from penstock.types.plan import Capacity, StepPlan, Ticket
@@ -88,7 +86,7 @@ class Sleeper:
     def close(self) -> None: ...
 
 
-def serve(port: int, step_s: float, *, by_messages: bool) -> None:
+def serve(port: int, step_s: float) -> None:
     """In the server's process: as `penstock serve`, but for the executor. The first line printed is the engine's thread."""
 
     def make(config: Config, model: LoadedModel, kv: KvPlan, _team: object) -> Sleeper:
@@ -97,8 +95,6 @@ def serve(port: int, step_s: float, *, by_messages: bool) -> None:
         return Sleeper(capacity, words, model.spec.vocab_size, step_s)
 
     factory.build_executor = make  # type: ignore[assignment]
-    if by_messages:
-        write.direct_line = lambda _scope: None
     config = Config(
         model=ModelConfig(served_model_names=(SERVED_NAME,)),
         kv=KvConfig(prefix_caching=False),
@@ -137,15 +133,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=150, help="of each reply")
     parser.add_argument("--rounds", type=int, default=3, help="replies of each stream")
     parser.add_argument("--step-ms", type=float, default=10.0)
-    parser.add_argument("--by-messages", action="store_true", help="write no event directly to the connection")
     parser.add_argument("--serve", type=int, metavar="PORT", help="be the server (for the benchmark's own use)")
     args = parser.parse_args()
     if args.serve is not None:
-        serve(args.serve, args.step_ms / 1e3, by_messages=args.by_messages)
+        serve(args.serve, args.step_ms / 1e3)
         return
     command = [sys.executable, __file__, "--step-ms", str(args.step_ms), "--serve", "{port}"]
-    if args.by_messages:
-        command.append("--by-messages")
     with (
         tempfile.NamedTemporaryFile("r") as log,
         running(Contender("sleeper", command, health="/ready"), Path(log.name)) as session,

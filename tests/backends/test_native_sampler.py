@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.backends.native import _native
-from penstock.backends.native.sampling import make_row_sampling
+from penstock.backends.native.executor import make_row_sampling
 from penstock.backends.reference.sampling import (
     NoCandidateError,
     add_bias,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from penstock.backends.native import _native
-from penstock.backends.native.sampling import make_row_sampling
+from penstock.backends.native.executor import make_row_sampling
 from penstock.backends.reference.sampling import sample
 from penstock.types.sampling import SamplingParams
 

@@ -15,7 +15,7 @@ import ssl
 import pytest
 import uvicorn
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from penstock.serve.http import connection
@@ -125,10 +125,3 @@ async def test_a_lost_connection_is_untied_from_its_transport() -> None:
         transport, _ = await asyncio.get_running_loop().create_connection(asyncio.Protocol, sock=ours)
         assert hasattr(transport, "_read_ready_cb"), f"asyncio's transports have other names: {REMEDY}"
         transport.close()
-
-
-def test_a_request_is_made_of_what_direct_lines_know() -> None:
-    """`DirectLine.write` frames a piece as this method does, and leaves its books as they are."""
-    source = inspect.getsource(RequestResponseCycle.send)
-    for line in ("if self.flow.write_paused", "self.chunked_encoding", 'b"%x\\r\\n" % len(body)', "self.transport.write("):
-        assert line in source, f"uvicorn writes a piece of an answer otherwise: {REMEDY}"

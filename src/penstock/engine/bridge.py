@@ -148,8 +148,6 @@ class Stream:
         self._unfinished = dict.fromkeys(request_ids)
         self._chunks: list[OutputChunk] = []
         self._waiter: asyncio.Future[None] | None = None
-        self._take: Callable[[list[OutputChunk]], bool] | None = None
-        """Gets the chunks while the reader is in `pass_to`."""
         self._is_cancelled = False
         self._merge_above = _MERGE_ABOVE_CHUNKS * len(request_ids)
 
@@ -170,23 +168,13 @@ class Stream:
         while not self._chunks:
             if self._is_cancelled or not self._unfinished:
                 return []
-            await self._wait()
-        chunks, self._chunks = self._merged(), []
-        return chunks
-
-    async def pass_to(self, take: Callable[[list[OutputChunk]], bool]) -> None:
-        """Hand chunks to `take` as they come, at once and without waking the reader, until it refuses some by returning False.
-
-        Those are what `next_chunks` returns next. Returns also when nothing more will come; raises what `take` raises.
-        It is called on the event loop with what `next_chunks` would have returned, and must not block.
-        """
-        if self._chunks or self._is_cancelled or not self._unfinished:
-            return
-        self._take = take
-        try:
-            await self._wait()
-        finally:
-            self._take = None
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        chunks, self._chunks = self._chunks, []
+        return chunks if len(chunks) == 1 else merge_chunks(chunks)
 
     def put(self, chunk: OutputChunk) -> None:
         """Called by the bridge, on the event loop; `flush` follows."""
@@ -199,18 +187,8 @@ class Stream:
 
     def flush(self) -> None:
         """Called by the bridge after what it `put`: all that came at once goes out at once."""
-        if self._take is None or not self._chunks:
-            self._wake()
-            return
-        try:
-            is_taken = self._take(self._merged())
-        except Exception as error:
-            self._wake(error)
-            return
-        if is_taken:
-            self._chunks = []
-        else:
-            self._wake()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def cancel(self, detail: str) -> None:
         """Abort what has not finished and end the stream. Idempotent."""
@@ -220,7 +198,7 @@ class Stream:
             self._bridge.forget(request_id)
             self._bridge.abort(request_id, detail)
         self._unfinished.clear()
-        self._wake()
+        self.flush()
 
     def close(self) -> None:
         """Read no further."""
@@ -234,25 +212,6 @@ class Stream:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-    def _merged(self) -> list[OutputChunk]:
-        return self._chunks if len(self._chunks) == 1 else merge_chunks(self._chunks)
-
-    async def _wait(self) -> None:
-        self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
-
-    def _wake(self, error: Exception | None = None) -> None:
-        self._take = None
-        if self._waiter is None or self._waiter.done():
-            return
-        if error is None:
-            self._waiter.set_result(None)
-        else:
-            self._waiter.set_exception(error)
 
 
 def merge_chunks(chunks: list[OutputChunk]) -> list[OutputChunk]:
@@ -293,7 +252,11 @@ def make_waker(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) ->
 
 
 class EventWaker:
-    """By an `eventfd` that the loop watches until it is closed."""
+    """By an `eventfd` that the loop watches until it is closed.
+
+    `loop.call_soon_threadsafe` writes to a socket, and gives up the interpreter's lock for that: the engine's thread waited 0.3
+    to 0.65 ms a step to get it back (docs/notes/). This write keeps the lock.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
         """Raises AttributeError, ImportError, NotImplementedError or OSError where that can't be."""

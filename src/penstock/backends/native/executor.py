@@ -10,14 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.backends.batch import NO_USABLE_LOGIT, NULL_BLOCK
-from penstock.backends.native._native import Engine, KvFormat, RowTable, Team
+from penstock.backends.native._native import Engine, KvFormat, RowSampling, RowTable, Team
 from penstock.backends.native.lowering import lower
-from penstock.backends.native.sampling import make_row_sampling
 from penstock.models.program import Program
 from penstock.models.weights import LoadedModel
 from penstock.types.kv_dtype import KvDtype, padded_head_dim
 from penstock.types.plan import Capacity, StepPlan, Ticket
 from penstock.types.result import StepResult, StepTiming, TokenLogprobs
+from penstock.types.sampling import SamplingParams
 
 KV_FORMATS = {KvDtype.INT8: KvFormat.INT8, KvDtype.BF16: KvFormat.INT16}
 TIME_PARTS = ("rows", "linear", "attention", "sampling")
@@ -254,3 +254,23 @@ class NativeExecutor:
         """Ends the kernel threads and frees weights and KV. Idempotent; nothing else may be called after it."""
         self._flight = None
         self._opened = self._opened_rows = None
+
+
+def make_row_sampling(params: SamplingParams) -> RowSampling:
+    """The native form of a request's parameters, for `AdmitRow.sampling`."""
+    return RowSampling(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        frequency_penalty=params.frequency_penalty,
+        presence_penalty=params.presence_penalty,
+        seed=params.seed,
+        min_tokens=params.min_tokens,
+        num_logprobs=-1 if params.logprobs is None else params.logprobs,
+        allowed_ids=None if params.allowed_token_ids is None else list(params.allowed_token_ids),
+        bias=list(params.logit_bias),
+        banned_sequences=[list(sequence) for sequence in params.banned_token_sequences],
+        stop_ids=list(params.stop_token_ids),
+    )

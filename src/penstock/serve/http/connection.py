@@ -1,5 +1,4 @@
-"""Clients' connections: the acceptor that takes them, uvicorn's HTTP/1.1 protocol with bounds on it, and the ways in which an
-answer's bytes leave.
+"""Clients' connections: the acceptor that takes them, and uvicorn's HTTP/1.1 protocol with bounds on it.
 
 The acceptor makes one `HttpConnection` for every client, on the event loop. A connection reads requests and refuses
 malformed ones. It looks at a route only to answer a probe also when too many connections have a request. Its bounds:
@@ -33,13 +32,12 @@ import termios
 from collections.abc import Callable, Coroutine
 from functools import partial
 from http import HTTPStatus
-from typing import Any, ClassVar, Self, TypeVar, cast
-from weakref import ref
+from typing import Any, ClassVar, Self, TypeVar
 
 import httptools
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.types import Receive, Scope
+from starlette.types import Receive
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from penstock.serve.errors import (
@@ -73,7 +71,6 @@ _UPGRADE_TOKENS = frozenset({b"upgrade", b"http2-settings"})
 _HOST = re.compile(rb"(\[[0-9A-Za-z:.%_~-]+\]|[0-9A-Za-z._~!$&'()*+,;=%-]*)(:[0-9]*)?")
 """RFC 3986, 3.2.2. Empty where the address has no host."""
 CLIENT_LEFT = "the client closed the connection"
-_DIRECT_LINE = "penstock.direct_line"
 _Result = TypeVar("_Result")
 
 
@@ -173,7 +170,6 @@ class HttpConnection(HttpToolsProtocol):
         if not self._is_offered_upgrade:
             super().on_headers_complete()
             self._is_in_head = False
-            cast("Scope", self.scope).setdefault("extensions", {})[_DIRECT_LINE] = DirectLine(self.cycle)
             if 0 < len(self.pipeline) <= _MAX_BEHIND:
                 # A server that does not read does not notice either that the client leaves.
                 self.flow.resume_reading()
@@ -417,46 +413,6 @@ def _as_bytes(response: Response, default_headers: list[tuple[bytes, bytes]]) ->
     lines = [b"HTTP/1.1 %d %s" % (status, HTTPStatus(status).phrase.encode())]
     lines += [name + b": " + value for name, value in headers.items()]
     return b"\r\n".join([*lines, b"", bytes(response.body)])
-
-
-class DirectLine:
-    """Writes pieces of a chunked answer to the connection past ASGI, in the moment in which they are there.
-
-    An ASGI message is sent by the request's own task, which has to be woken for it. From here the event loop writes a step's
-    pieces of all streams without waking any. It never waits: a caller that finds the client slow sends a message instead, which
-    does. Head and end of an answer are messages.
-
-    With 256 streams and an executor that leaves the cores alone, throughput by messages was 0.90 of this (0.76 to 0.98 in five
-    pairs), with 26 us of the HTTP thread per token instead of 17. `benchmarks/streaming.py --streams 256`, with and without
-    `--by-messages`, repeats that.
-    """
-
-    __slots__ = ("_cycle", "_flow")
-
-    def __init__(self, cycle: RequestResponseCycle) -> None:
-        # It lies in the scope, which the cycle holds: by a reference proper both would wait for the garbage collector.
-        self._cycle = ref(cycle)
-        self._flow = cycle.flow
-
-    @property
-    def is_slow(self) -> bool:
-        """True if so much is unsent that the client should be waited for."""
-        return self._flow.write_paused
-
-    def write(self, data: bytes) -> None:
-        """Send a piece, not empty, at once. It is dropped if the client has left."""
-        cycle = self._cycle()
-        if cycle is None or cycle.disconnected:  # maybe before the body began, in which case it never will
-            return
-        assert cycle.chunked_encoding, "the body has not begun, or its length was announced"
-        cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-
-
-def direct_line(scope: Scope) -> DirectLine | None:
-    """The line of a request's answer. None under a server that is not ours (tests)."""
-    found = scope.get("extensions", {}).get(_DIRECT_LINE)
-    assert found is None or isinstance(found, DirectLine)
-    return found
 
 
 class ClientWatch:

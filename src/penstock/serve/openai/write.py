@@ -23,7 +23,7 @@ from penstock.deploy.off_loop import OffLoop
 from penstock.engine.ports import OutputChunk
 from penstock.serve.errors import ApiError, cancelled, deadline_exceeded, failed, from_rejected, internal
 from penstock.serve.http.checks import identity_of
-from penstock.serve.http.connection import CLIENT_LEFT, ClientWatch, DirectLine, direct_line
+from penstock.serve.http.connection import CLIENT_LEFT, ClientWatch
 from penstock.serve.openai.call import Terms
 from penstock.serve.openai.in_flight import RunningCall
 from penstock.serve.openai.logprobs import ChatLogprobs, CompletionLogprobs
@@ -366,11 +366,9 @@ class EventStream(Response):
         self._watch = watch
         self._writer = writer
         self._first_chunks = first_chunks
-        self._line: DirectLine | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         del receive  # The watch has it.
-        self._line = direct_line(scope)
         request_id = identity_of(scope).request_id
         try:
             # The times of the choice that spoke first.
@@ -402,22 +400,9 @@ class EventStream(Response):
             if data:
                 await send(_piece(data, more=True))
                 data = b""
-            if self._line is not None:
-                await stream.pass_to(self._write_directly)
             chunks = await stream.next_chunks()
         # Only a client that left gets here; the server ignores what is sent to it, but wants to see an end.
         await send(_piece(b"", more=False))
-
-    def _write_directly(self, chunks: list[OutputChunk]) -> bool:
-        """False if these chunks need the task: one ends its choice, or the client is slow."""
-        line = self._line
-        if line is None or line.is_slow or not _go_on(chunks):
-            return False
-        write, index_of = self._writer.write, self._call.index_of
-        data = b"".join([write(index_of[chunk.request_id], chunk) for chunk in chunks])
-        if data:
-            line.write(whole_lines(data))
-        return True
 
     def _write(self, chunks: list[OutputChunk]) -> tuple[bytes, ApiError | None]:
         write, index_of = self._writer.write, self._call.index_of
@@ -447,13 +432,6 @@ def whole_lines(events: bytes) -> bytes:
         for char, escaped in _LINE_ENDS:
             events = events.replace(char, escaped)
     return events
-
-
-def _go_on(chunks: list[OutputChunk]) -> bool:
-    """None of them ends its choice."""
-    if len(chunks) == 1:  # nearly always, and once per token
-        return chunks[0].finish_reason is None
-    return all(chunk.finish_reason is None for chunk in chunks)
 
 
 def _error_event(error: ApiError) -> bytes:
