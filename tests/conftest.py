@@ -1,4 +1,4 @@
-"""Settings for the whole suite: hypothesis runs the same examples every time, unless asked for more.
+"""Settings for the whole suite: Ctrl-C works, and hypothesis runs the same examples every time, unless asked for more.
 
 HYPOTHESIS_PROFILE=thorough pytest tests/properties      random examples, twenty times as many
 """
@@ -6,10 +6,13 @@ HYPOTHESIS_PROFILE=thorough pytest tests/properties      random examples, twenty
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Iterator
 
 # Before anything imports NumPy: BLAS threads that spin on two cores make the reference backend many times slower.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("default", derandomize=True, deadline=None, database=None, max_examples=50)
@@ -17,3 +20,12 @@ settings.register_profile(
     "thorough", deadline=None, max_examples=500, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.fixture(autouse=True)
+def interruptible() -> Iterator[None]:
+    """Ctrl-C works in tests and in commands that they start, also where pytest was started with SIGINT ignored, as by `&` in a
+    script: a child inherits that, and would go on for ever."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

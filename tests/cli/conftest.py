@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -48,12 +47,3 @@ def penstock(environment: dict[str, str], tmp_path: Path) -> Penstock:
         )
 
     return run
-
-
-@pytest.fixture(autouse=True)
-def interruptible() -> Iterator[None]:
-    """Ctrl-C works in commands that tests start, also where pytest was started with SIGINT ignored, as by `&` in a script:
-    a child inherits that, and would go on for ever."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)

@@ -127,12 +127,13 @@ class StepDraft:
         """
         context_len = request.num_computed_tokens
         samples: int = context_len + query_len == request.num_tokens
+        counts = self.counts
+        counts.num_tokens += query_len
         if samples and max_samples > 1:
             samples = max_samples
+            counts.num_tokens += max_samples - 1
         row = RowPlan(request.request_id, context_len, query_len, new_block_ids, samples)
         self.rows.append(row)
-        counts = self.counts
-        counts.num_tokens += row.num_positions
         if is_prefill:
             counts.prefills.append(row)
         if query_len > 1:

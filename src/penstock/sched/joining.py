@@ -76,7 +76,7 @@ class Joining:
         tier = self._kv.tier
         if tier is not None and tier.is_awaited_by(request.request_id, now_ns):  # they run on meanwhile
             return False
-        draft.promised.num_blocks = running.missing_blocks(running)
+        draft.promised.num_blocks = sum(map(running.missing_blocks, running))
         for follower in self._waiting.aside:
             if self._kv.prefix.is_coming(follower.awaited):
                 self._keep_place(follower, draft)
@@ -319,7 +319,7 @@ class Joining:
         """Preempt one of them, and its search."""
         running = self._running
         eviction = running.choose_victim(lower, request, query_len)
-        draft.promised.num_blocks -= running.missing_blocks(self._groups.running_members([eviction.request]))
+        draft.promised.num_blocks -= sum(map(running.missing_blocks, self._groups.running_members([eviction.request])))
         draft.counts.waits_for = WaitReason.NOTHING
         running.preempt(draft, eviction, PreemptReason.ORDER)
 
@@ -335,6 +335,6 @@ class Joining:
         draft.add_row(request, query_len, is_prefill=True)
         progress.plan(request, query_len)
         self._order.admitted(request)
-        draft.promised.num_blocks += self._running.missing_blocks((request,))
+        draft.promised.num_blocks += self._running.missing_blocks(request)
         draft.counts.num_prefix_query_tokens += request.num_tokens
         draft.counts.num_prefix_hit_tokens += hit.num_tokens

@@ -155,13 +155,10 @@ class Running:
 
     # memory
 
-    def missing_blocks(self, requests: Iterable[Request]) -> int:
-        """Blocks that running requests do not hold yet for the tokens that they have."""
-        num_blocks_for = self._kv.num_blocks_for
-        return sum(
-            num_blocks_for(request.num_tokens) - num_blocks_for(request.num_computed_tokens + request.num_inflight_tokens)
-            for request in requests
-        )
+    def missing_blocks(self, request: Request) -> int:
+        """Blocks that a running request does not hold yet for the tokens that it has."""
+        num_planned = request.num_computed_tokens + request.num_inflight_tokens
+        return self._kv.num_blocks_for(request.num_tokens) - self._kv.num_blocks_for(num_planned)
 
     def _final_blocks(self, request: Request) -> int:
         """Blocks of a request at its limit; its last token is never computed and takes no place."""
@@ -185,7 +182,7 @@ class Running:
         if without:
             leaving = {other.request_id for other in without}
             num_available += self._kv.num_freed_blocks(leaving, kept=hit.block_ids)
-            num_promised -= self.missing_blocks(without)
+            num_promised -= sum(map(self.missing_blocks, without))
             num_final -= sum(map(self._final_blocks, without))
             staying = [other for other in self if other.request_id not in leaving]
         num_shared = len(hit.block_ids) - hit.num_free_blocks
@@ -193,9 +190,10 @@ class Running:
         if not staying:
             return num_chunk <= num_available
         num_total, num_blocks_for = self._kv.num_total_blocks, self._kv.num_blocks_for
-        forks = self._groups.forks(request)
-        num_fork_blocks = sum(num_blocks_for(fork.num_tokens) - num_same for fork, num_same in forks)
-        num_final_fork_blocks = sum(self._final_blocks(fork) - num_same for fork, num_same in forks)
+        num_fork_blocks = num_final_fork_blocks = 0
+        if forks := self._groups.forks(request):
+            num_fork_blocks = sum(num_blocks_for(fork.num_tokens) - num_same for fork, num_same in forks)
+            num_final_fork_blocks = sum(self._final_blocks(fork) - num_same for fork, num_same in forks)
         view = AdmissionView(
             request=request,
             running=staying,

@@ -254,7 +254,7 @@ class Scheduler:
         if prefills:
             budget = draft.budget
             self._extending.note_long(draft, prefills)
-            draft.promised.num_blocks += self._running.missing_blocks(prefills)
+            draft.promised.num_blocks += sum(map(self._running.missing_blocks, prefills))
             for request in self._joining.rank(prefills, now_ns, tuple(budget.late)):
                 if has_waiting:
                     self._joining.admit(draft, decision, now_ns, before=request)
