@@ -368,7 +368,7 @@ def test_who_waits_when_the_model_is_closed_is_told(path: Path) -> None:
         time.sleep(0.001)
     model.close()
     asking.join(20)
-    assert len(told) == 1
+    assert [str(error) for error in told] == ["The model is closed. Make another LLM."]
 
 
 def test_a_call_that_found_the_model_open_is_told_also_if_it_is_closed_at_that_moment(

@@ -260,17 +260,25 @@ class AsyncLLM:
     async def _stream(self, asked: _Asked) -> AsyncGenerator[RequestOutput, None]:
         reading = await self._open(asked)
         with reading.stream:
-            while await reading.more():
+            while await self._more(reading):
                 yield reading.answers[0].output()
 
     async def _all(self, asked: _Asked, *, use_tqdm: bool) -> list[RequestOutput]:
         reading = await self._open(asked)
         has_bar = use_tqdm and sys.stderr.isatty()
         with reading.stream, _bar(len(reading.answers)) if has_bar else contextlib.nullcontext() as bar:
-            while touched := await reading.more():
+            while touched := await self._more(reading):
                 if bar is not None:
                     bar.update(sum(answer.is_finished for answer in touched))
         return [answer.output() for answer in reading.answers]
+
+    async def _more(self, reading: _Reading) -> set[_Answer]:
+        try:
+            return await reading.more()
+        except PenstockError:
+            if self._closer.alive:
+                raise
+            raise _closed() from None  # the engine speaks of a server that stops
 
     async def _open(self, asked: _Asked) -> _Reading:
         """Submit what is asked. Everything is checked before anything runs."""
