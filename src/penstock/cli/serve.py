@@ -27,7 +27,6 @@ from penstock.types.errors import ConfigError
 def serve(**values: Any) -> None:
     """Answer HTTP requests for MODEL: the OpenAI API, until Ctrl-C or SIGTERM."""
     config = config_from(values)
-    from penstock.deploy.factory import start_deployment
     from penstock.serve.http.listener import bind_socket, connection_limit, raise_open_files_limit
 
     set_up_logging(config.log)
@@ -37,6 +36,8 @@ def serve(**values: Any) -> None:
     connection_limit(config.server)  # so that one too high is told before the model is loaded
     with bind_socket(config.server.host, config.server.port) as listener, ThreadPoolExecutor(max_workers=1) as side:
         server = side.submit(import_module, "penstock.serve.server")  # takes as long as a small model
+        from penstock.deploy.factory import start_deployment
+
         warn_of_unknown_variables()
         deployment = start_deployment([config])
         try:

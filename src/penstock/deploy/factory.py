@@ -66,14 +66,14 @@ def start_deployment(configs: Sequence[Config]) -> Deployment:
 
     Raises what `locate` and `start_model` raise, and ConfigError for two models with one name; then none is left running.
     """
-    from penstock.deploy.running import Deployment
-
     resources = Resources()
     with contextlib.ExitStack() as started:
         models = []
         for config in configs:
             models.append(start_model(config, locate(config), resources))
             started.callback(models[-1].close)
+        from penstock.deploy.running import Deployment  # not before, as its imports would hold up the first model's weights
+
         deployment = Deployment(models)
         started.pop_all()
     return deployment
