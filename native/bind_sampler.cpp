@@ -71,7 +71,7 @@ nb::tuple sample(const Vector<float>& logits, const RowSampling& row, const Vect
 }  // namespace
 
 void bind_sampler(nb::module_& m) {
-    nb::class_<RowSampling>(m, "RowSampling", "What one request asked for; made by backends/native/sampling.py.")
+    nb::class_<RowSampling>(m, "RowSampling", "What one request asked for; made by backends/native/executor.py.")
         .def("__init__", &init_row, nb::kw_only(), "temperature"_a = 1.0, "top_k"_a = 0, "top_p"_a = 1.0, "min_p"_a = 0.0,
              "repetition_penalty"_a = 1.0f, "frequency_penalty"_a = 0.0f, "presence_penalty"_a = 0.0f, "seed"_a = 0,
              "min_tokens"_a = 0, "num_logprobs"_a = -1, "allowed_ids"_a.none() = nb::none(),

@@ -26,6 +26,7 @@ from penstock.storage.block_file import FILE_NAME, PAGE_BYTES, BlockFile
 from penstock.testing.builders import make_request
 from penstock.types.errors import ConfigError, ExecutorFailure
 from penstock.types.request import FinishReason
+from reading import chunks_of
 from tiny_models import TinyLlama, write_gguf
 
 CPU_BACKENDS = (Backend.NATIVE, Backend.REFERENCE)
@@ -57,7 +58,7 @@ def ask(runtime: RunningModel, name: str = "r") -> tuple[list[int], int]:
     """Its answer, and how many tokens of its prompt were found."""
 
     async def answer() -> tuple[list[int], int]:
-        chunks = [chunk async for chunk in runtime.bridge.stream(make_request(name, PROMPT, max_tokens=5))]
+        chunks = [chunk async for chunk in chunks_of(runtime.bridge, make_request(name, PROMPT, max_tokens=5))]
         if chunks[-1].finish_reason is FinishReason.ERROR:
             return [], 0
         return [token for chunk in chunks for token in chunk.token_ids], chunks[-1].num_cached_tokens

@@ -23,10 +23,12 @@ from penstock import LLM, AsyncLLM, PenstockError, RequestOutput, SamplingParams
 from penstock.backends.reference.executor import ReferenceExecutor
 from penstock.config import ServerConfig
 from penstock.deploy.running import Deployment
+from penstock.engine.ports import OutputChunk
 from penstock.engine.thread import EngineState
 from penstock.serve.app import create_app
 from penstock.testing import make_request
 from penstock.types.plan import Ticket
+from penstock.types.request import FinishReason
 from penstock.types.result import StepResult
 from tiny_models import TinyLlama, write_gguf
 
@@ -248,6 +250,33 @@ def test_ctrl_c_ends_what_is_waited_for(model: LLM) -> None:
     assert model.generate("in the", GREEDY)
 
 
+def test_ctrl_c_leaves_no_lock_of_python_locked(model: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C may come right after a lock was taken by code in Python, such as a `Condition`, and leave it locked for ever."""
+    enter = threading.Condition.__enter__
+
+    def interrupted(lock: threading.Condition) -> bool:
+        is_entered = enter(lock)
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        return is_entered
+
+    monkeypatch.setattr(threading.Condition, "__enter__", interrupted)
+    assert model.generate("in the", GREEDY)
+
+
+async def test_what_an_answer_said_before_it_failed_is_told_first(path: Path) -> None:
+    async with AsyncLLM(path, **SETTINGS) as model:
+        outputs = model.generate("in the", ENDLESS)
+        await anext(outputs)
+        [stream] = model._running.bridge._streams.values()
+        request_id = next(iter(stream._unfinished))
+        failure = OutputChunk(request_id, "the end", (5,), (), at_ns=0, finish_reason=FinishReason.ERROR, detail="It broke.")
+        stream._chunks = [failure]
+        assert (await anext(outputs)).outputs[0].new_text == "the end"
+        with pytest.raises(PenstockError, match="It broke"):
+            await anext(outputs)
+
+
 def test_what_several_threads_ask_runs_together(model: LLM) -> None:
     expected = only(model.generate("in the", GREEDY)).outputs
     found: list[Any] = []
@@ -375,7 +404,7 @@ def test_a_call_that_found_the_model_open_is_told_also_if_it_is_closed_at_that_m
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = LLM(path, **SETTINGS)
-    has_begun, ask = threading.Event(), asyncio.run_coroutine_threadsafe
+    has_begun, ask = threading.Event(), model._loop.call_soon_threadsafe
     close = model._async.close
     monkeypatch.setattr(AsyncLLM, "close", lambda _: (has_begun.set(), close()))
     closing = threading.Thread(target=model.close)
@@ -386,7 +415,7 @@ def test_a_call_that_found_the_model_open_is_told_also_if_it_is_closed_at_that_m
             assert not has_begun.wait(0.2), "the loop would end without the work"
         return ask(*given)
 
-    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", ask_late)
+    monkeypatch.setattr(model._loop, "call_soon_threadsafe", ask_late)
     with pytest.raises(PenstockError, match="The model is closed"):
         model.generate("in the", ENDLESS)
     closing.join(20)

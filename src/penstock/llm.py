@@ -19,9 +19,9 @@ import sys
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError
 from dataclasses import dataclass, replace
 from functools import partial
+from queue import SimpleQueue
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypedDict, TypeVar, Unpack
 
@@ -382,18 +382,29 @@ class LLM:
 
     def _wait(self, work: Coroutine[Any, Any, _Result]) -> _Result:
         """The result of work on the loop's thread. The end of the wait, such as by Ctrl-C, ends the work."""
+        # A queue, as Ctrl-C may leave the lock of a `concurrent.futures.Future` locked: it comes between two lines of Python.
+        tasks: list[asyncio.Task[_Result]] = []
+        done: SimpleQueue[asyncio.Task[_Result]] = SimpleQueue()
+
+        def begin() -> None:
+            tasks.append(self._loop.create_task(work))
+            tasks[0].add_done_callback(done.put)
+
         with self._asking:
             if not self._closer.alive:
                 work.close()
                 raise _closed()
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+            self._loop.call_soon_threadsafe(begin)
         try:
-            return future.result()
-        except CancelledError:
-            raise _closed() from None
+            task = done.get()
         except BaseException:
-            future.cancel()
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and the work with it
+                self._loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])
             raise
+        try:
+            return task.result()
+        except asyncio.CancelledError:
+            raise _closed() from None
 
 
 # From what is asked to requests.
@@ -413,6 +424,9 @@ class _Asked:
 
     def answers(self, running: RunningModel) -> list[_Answer]:
         """An answer for each prompt, with its requests. May take a while. Raises PenstockError for what is wrong."""
+        from penstock.serve.openai.read import check_token_ids
+        from penstock.serve.openai.run import check_encoded
+
         prompts = [self._text(running, prompt, self._name(index)) for index, prompt in enumerate(self.prompts)]
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         encoded = iter(running.tokenizer.encode_batch(texts, add_special_tokens=self.template is None))
@@ -420,6 +434,11 @@ class _Asked:
         answers = []
         for index, (prompt, params) in enumerate(zip(prompts, self._params(), strict=True)):
             token_ids = next(encoded) if isinstance(prompt, str) else prompt
+            with _own_errors():
+                if isinstance(prompt, str):
+                    check_encoded(token_ids, running, self._name(index))
+                else:
+                    check_token_ids(token_ids, running.model.vocab_size, self._name(index))
             requests = _requests(running, token_ids, params, arrival_ns, self._name(index))
             answers.append(_Answer(running, prompt if isinstance(prompt, str) else None, params, requests))
         return answers
@@ -448,7 +467,8 @@ class _Asked:
                 return token_ids
             raise ConfigError(f"'{name}' is neither a text nor token ids.", remedy="Give a str, or a list of int.")
         if running.chat_template is None:
-            raise ConfigError(f"{running.name} has no chat template.", remedy="Set chat_template, or have a text continued.")
+            remedy = "Set chat_template (--chat-template), or have a text continued (generate; --raw)."
+            raise ConfigError(f"{running.name} has no chat template.", remedy=remedy)
         from penstock.serve.openai.read import read_conversation
         from penstock.serve.openai.schemas import ChatTemplateFields
 
@@ -469,13 +489,12 @@ def _requests(
 ) -> list[Request]:
     """A request for each of the `n` answers to a prompt."""
     from penstock.serve.openai.grammars import asked_grammar
-    from penstock.serve.openai.read import check_token_ids, read_sampling
+    from penstock.serve.openai.read import read_sampling
     from penstock.serve.openai.run import banned_sequences
 
     model, limit = running.model, running.model.max_model_len
     body = _body_of(params)
     with _own_errors():
-        check_token_ids(token_ids, model.vocab_size, name)
         base, asked = read_sampling(body, params.logprobs, running), asked_grammar(body)
     if (keep := params.truncate_prompt_tokens) is not None:
         token_ids = token_ids[-(keep if keep > 0 else max(1, limit - (params.max_tokens or 1))) :]
@@ -603,7 +622,7 @@ class _Answer:
     """A prompt's answers, as far as they have come."""
 
     def __init__(self, running: RunningModel, prompt: str | None, params: SamplingParams, requests: list[Request]) -> None:
-        self._running = running
+        self.running = running
         self._prompt = prompt
         self._end_token_ids = frozenset(running.model.eos_token_ids) - frozenset(params.stop_token_ids or ())
         has_logprobs = params.logprobs is not None
@@ -612,12 +631,6 @@ class _Answer:
     @property
     def is_finished(self) -> bool:
         return all(choice.is_finished for choice in self.choices)
-
-    def add(self, chunk: OutputChunk, choice: _Choice) -> None:
-        """Take a choice's next chunk. Raises PenstockError if it tells that the answer failed."""
-        choice.add(chunk, self._running)
-        if chunk.finish_reason not in (None, FinishReason.STOP, FinishReason.LENGTH):
-            raise PenstockError(chunk.detail or "The engine ended the answer.", remedy="Ask again.")
 
     def output(self) -> RequestOutput:
         first = self.choices[0].request
@@ -645,14 +658,22 @@ class _Reading:
         self.stream = stream
         self.answers = answers
         self._of = {choice.request.request_id: (answer, choice) for answer in answers for choice in answer.choices}
+        self._failure: PenstockError | None = None
 
     async def more(self) -> set[_Answer]:
-        """Wait until there is more. Answers that have got something; empty after the end."""
+        """Wait until there is more. Answers that have got something; empty after the end.
+
+        Raises PenstockError if an answer failed, after what it had said before.
+        """
+        if self._failure is not None:
+            raise self._failure
         touched = set()
         for chunk in await self.stream.next_chunks():
             answer, choice = self._of[chunk.request_id]
-            answer.add(chunk, choice)
+            choice.add(chunk, answer.running)
             touched.add(answer)
+            if chunk.finish_reason not in (None, FinishReason.STOP, FinishReason.LENGTH):
+                self._failure = PenstockError(chunk.detail or "The engine ended the answer.", remedy="Ask again.")
         return touched
 
 

@@ -18,6 +18,7 @@ from penstock.engine.thread import Engine, EngineState
 from penstock.models.catalog import resolve
 from penstock.testing.builders import make_request
 from penstock.types.errors import ConfigError, ModelError, NotEnoughMemory
+from reading import chunks_of
 from tiny_models import TinyLlama, write_gguf
 
 MIB = 1 << 20
@@ -41,7 +42,7 @@ def config_of(path: Path, backend: Backend = Backend.NATIVE, **model_fields: obj
 
 async def answer(running: RunningModel, request_id: str = "r") -> str:
     prompt = running.tokenizer.encode("in the", add_special_tokens=False)
-    stream = running.bridge.stream(make_request(request_id, prompt, max_tokens=8))
+    stream = chunks_of(running.bridge, make_request(request_id, prompt, max_tokens=8))
     text = "".join([chunk.text async for chunk in stream])
     assert text, "the engine answers"
     return text

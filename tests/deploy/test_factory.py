@@ -32,6 +32,7 @@ from penstock.testing import DEFAULT_CAPACITY
 from penstock.testing.builders import make_request
 from penstock.types.errors import ConfigError, ExecutorFailure, ModelError
 from penstock.types.request import FinishReason
+from reading import chunks_of
 from tiny_models import TinyLlama, write_gguf, write_hf
 
 CPU_BACKENDS = (Backend.NATIVE, Backend.REFERENCE)
@@ -359,7 +360,7 @@ def test_a_failed_executor_is_built_again_from_the_files(gguf: Path, backend: Ba
 
     async def answer(request_id: str) -> Any:
         request = make_request(request_id, runtime.tokenizer.encode("in the", add_special_tokens=False), max_tokens=4)
-        chunks = [chunk async for chunk in runtime.bridge.stream(request)]
+        chunks = [chunk async for chunk in chunks_of(runtime.bridge, request)]
         return chunks[-1].finish_reason, "".join(chunk.text for chunk in chunks)
 
     try:

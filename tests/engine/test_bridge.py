@@ -9,6 +9,7 @@ from penstock.engine.bridge import Bridge, merge_chunks
 from penstock.engine.ports import OutputChunk
 from penstock.testing import make_request
 from penstock.types.request import FinishReason
+from reading import chunks_of
 
 
 class FakeEngine:
@@ -76,7 +77,7 @@ async def test_chunks_arrive_in_order_and_the_stream_ends(bridge, engine):
 
 
 async def collect(bridge, texts):
-    async for piece in bridge.stream(make_request()):
+    async for piece in chunks_of(bridge, make_request()):
         texts.append(piece.text)
 
 
@@ -143,7 +144,7 @@ async def test_leaving_early_aborts(bridge, engine):
 
 async def aiter_first(bridge):
     """Reads one chunk, then leaves."""
-    stream = bridge.stream(make_request())
+    stream = chunks_of(bridge, make_request())
     first = asyncio.ensure_future(anext(stream))
     await asyncio.sleep(0)
     deliver_from_thread(bridge, [[chunk()]])

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 CUT_OFF = "[cut off: --max-tokens or the model's context is used up]"
-MAX_TOP_K = 2**31 - 1
-"""The server's limit."""
+MAX_INT32 = 2**31 - 1
+"""The server's limit of `top_k` and `max_tokens`."""
 
 _COMPONENTS = ("model", "kv", "backend")
 _NOT_HERE = ("served_model_name", "kv_watermark", "kv_eviction", "kv_eviction_args")
@@ -49,14 +49,18 @@ class NotEmpty(click.ParamType[str]):
 
 _OPTIONS = (
     click.option("--system", metavar="TEXT", help="System message."),
-    click.option("--max-tokens", type=click.IntRange(1), show_default="what the context has room for", help="Longest answer."),
+    click.option(
+        "--max-tokens", type=click.IntRange(1, MAX_INT32), show_default="what the context has room for", help="Longest answer."
+    ),
     click.option("--temperature", type=NumberRange(0, 2), default=0.7, show_default=True, help="0 always takes the likeliest."),
     click.option(
         "--top-p", type=NumberRange(0, 1, min_open=True), default=1.0, show_default=True, help="Share of probability kept."
     ),
-    click.option("--top-k", type=click.IntRange(0, MAX_TOP_K), default=0, show_default=True, help="Tokens kept; 0 keeps all."),
+    click.option("--top-k", type=click.IntRange(0, MAX_INT32), default=0, show_default=True, help="Tokens kept; 0 keeps all."),
     click.option("--min-p", type=NumberRange(0, 1), default=0.0, show_default=True, help="Least share of the likeliest."),
-    click.option("--seed", "answer_seed", type=int, show_default="drawn", help="Same seed, same answer."),
+    click.option(
+        "--seed", "answer_seed", type=click.IntRange(-(2**63), 2**63 - 1), show_default="drawn", help="Same seed, same answer."
+    ),
     click.option(
         "--stop", type=NotEmpty(), multiple=True, metavar="TEXT", help="End the answer at this text; may be repeated."
     ),

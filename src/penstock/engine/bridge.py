@@ -1,6 +1,6 @@
 """The only way between the event loop and the engine thread: requests go in, chunks come out, one thread hop per step.
 
-The server, the Python API and the terminal commands call it on the event loop; the engine thread calls `deliver`. It blocks
+The server and the Python API call it on the event loop; the engine thread calls `deliver`. It blocks
 neither side: the chunks that a slow reader has not taken are merged, so they take no more room than that request's output.
 
 An `EventWaker` wakes the event loop with the interpreter's lock in hand. asyncio's own `call_soon_threadsafe` writes to a
@@ -18,7 +18,7 @@ import logging
 import os
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Protocol, Self
@@ -86,13 +86,6 @@ class Bridge:
             stream.close()
             raise
         return stream
-
-    async def stream(self, request: Request) -> AsyncIterator[OutputChunk]:
-        """Chunks of one request, the last with a finish reason. Leaving early aborts the request."""
-        with self.open((request,)) as stream:
-            while chunks := await stream.next_chunks():
-                for chunk in chunks:
-                    yield chunk
 
     def abort(self, request_id: str, detail: str) -> None:
         """End a request; the reader of its stream gets the ABORT chunk."""
@@ -252,11 +245,7 @@ def make_waker(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) ->
 
 
 class EventWaker:
-    """By an `eventfd` that the loop watches until it is closed.
-
-    `loop.call_soon_threadsafe` writes to a socket, and gives up the interpreter's lock for that: the engine's thread waited 0.3
-    to 0.65 ms a step to get it back (docs/notes/). This write keeps the lock.
-    """
+    """By an `eventfd` that the loop watches until it is closed."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
         """Raises AttributeError, ImportError, NotImplementedError or OSError where that can't be."""

@@ -32,6 +32,7 @@ from penstock.models.load import load_model
 from penstock.obs.prometheus import expose
 from penstock.testing.builders import make_request
 from penstock.types.errors import ConfigError
+from reading import chunks_of
 from tiny_models import TinyLlama, write_gguf
 
 SMALL = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=40)
@@ -78,7 +79,7 @@ def ask(runtime: RunningModel, name: str, prompt: list[int], max_tokens: int = 2
 
     async def answer() -> tuple[list[int], int]:
         request = make_request(name, prompt, max_tokens=max_tokens)
-        chunks = [chunk async for chunk in runtime.bridge.stream(request)]
+        chunks = [chunk async for chunk in chunks_of(runtime.bridge, request)]
         assert not chunks[-1].detail, chunks[-1].detail
         return [token for chunk in chunks for token in chunk.token_ids], chunks[-1].num_cached_tokens
 

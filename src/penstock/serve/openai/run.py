@@ -159,7 +159,7 @@ def _token_ids(prompt: TextPrompt | TokenPrompt, call: Call, running: RunningMod
         token_ids = running.tokenizer.encode(prompt.text, add_special_tokens=call.adds_special_tokens)
         if not token_ids:
             raise _invalid(f"'{prompt.param}' has no tokens.", prompt.param)
-        _check_encoded(token_ids, running, prompt.param)
+        check_encoded(token_ids, running, prompt.param)
     if keep is not None:
         # With -1, what fits beside the answer.
         token_ids = token_ids[-(keep if keep > 0 else max(1, max_model_len - (call.max_tokens or _DEFAULT_ROOM))) :]
@@ -195,7 +195,7 @@ def banned_sequences(words: Sequence[str], running: RunningModel) -> tuple[tuple
         stripped = word.lstrip(" ")
         for text in (stripped, " " + stripped):
             token_ids = running.tokenizer.encode(text, add_special_tokens=False)
-            _check_encoded(token_ids, running, f"bad_words[{index}]")
+            check_encoded(token_ids, running, f"bad_words[{index}]")
             sequences[tuple(token_ids)] = None
     return tuple(sequence for sequence in sequences if sequence)
 
@@ -208,7 +208,7 @@ def check_text_size(text: str, running: RunningModel, param: str) -> None:
             raise _too_long(f"The text has {len(text)} characters; at most {limit} are tokenised at once.", param)
 
 
-def _check_encoded(token_ids: Sequence[int], running: RunningModel, param: str) -> None:
+def check_encoded(token_ids: Sequence[int], running: RunningModel, param: str) -> None:
     """Raise INVALID for a token that the tokenizer makes and the model has no row for: one added without a resize."""
     vocab_size = running.model.vocab_size
     if token_ids and max(token_ids) >= vocab_size:

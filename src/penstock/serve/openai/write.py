@@ -1,9 +1,8 @@
 """The last pass of a chat or a completion: from the chunks of a running call to one JSON answer, or to server-sent events.
 
-An event is built as bytes, once per step and client, from parts prepared beforehand. The call's own task sends the first events
-and the last, as messages of ASGI. All between are written to the connection in the moment in which the step's chunks arrive,
-without waking a task for each, unless the client is slow. A stream has an honest end: `[DONE]` after a complete answer, an
-error object and nothing more after any other.
+An event is built as bytes, once per step and client, from parts prepared beforehand. The call's own task sends it as a message
+of ASGI, and waits where the client reads slowly. A stream has an honest end: `[DONE]` after a complete answer, an error object
+and nothing more after any other.
 """
 
 from __future__ import annotations
