@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -262,6 +263,14 @@ def test_ctrl_c_leaves_no_lock_of_python_locked(model: LLM, monkeypatch: pytest.
 
     monkeypatch.setattr(threading.Condition, "__enter__", interrupted)
     assert model.generate("in the", GREEDY)
+
+
+def test_a_token_that_only_the_tokenizer_knows_is_told_as_text(path: Path) -> None:
+    with LLM(path, **SETTINGS) as model:
+        running = model._async._running
+        running.model = replace(running.model, vocab_size=running.tokenizer.encode("in", add_special_tokens=False)[0])
+        with pytest.raises(PenstockError, match=r"'prompt' contains 'in', token \d+ of the tokenizer, which the"):
+            model.generate("in")
 
 
 async def test_what_an_answer_said_before_it_failed_is_told_first(path: Path) -> None:
