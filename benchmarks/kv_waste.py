@@ -31,8 +31,8 @@ from workloads import (
 from penstock.engine.core import EngineCore
 from penstock.kv.pool_map import waste_ratio
 from penstock.lab.cost_model import CostModel
-from penstock.lab.job import Job
 from penstock.lab.simulated_executor import SimulatedExecutor
+from penstock.lab.workload import Job
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.scheduler import Scheduler

@@ -26,8 +26,8 @@ from pathlib import Path
 from workloads import AZURE_DIVISOR, AZURE_FILE, DEFAULT_TRACES
 
 from penstock.lab.arrivals import poisson
-from penstock.lab.job import Job
 from penstock.lab.simulation import Outcome, Simulation
+from penstock.lab.workload import Job
 from penstock.sched.policies.presets import make_policies
 from penstock.types.plan import Capacity, StepPlan
 from penstock.types.request import FinishReason

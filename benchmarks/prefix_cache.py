@@ -26,8 +26,8 @@ from ideal_caches import belady, infinite, least_recently_used
 from svg import Panel, share_lines
 from workloads import DEFAULT_TRACES
 
-from penstock.lab.job import Job
 from penstock.lab.simulation import Simulation
+from penstock.lab.workload import Job
 from penstock.sched.policies.presets import make_policies
 from penstock.types.plan import Capacity
 

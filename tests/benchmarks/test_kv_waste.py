@@ -4,7 +4,7 @@ import kv_waste
 import pytest
 from kv_waste import WasteMeter, measure
 
-from penstock.lab.job import Job
+from penstock.lab.workload import Job
 from penstock.testing import make_request, make_scheduler
 from penstock.types.result import StepResult, StepTiming
 

@@ -17,9 +17,9 @@ from penstock.engine.thread import Engine, Inbox
 from penstock.engine.transfers import Transfers
 from penstock.kv.tiers import Tier
 from penstock.lab.cost_model import CostModel
-from penstock.lab.job import Job
 from penstock.lab.simulated_executor import SimulatedExecutor
 from penstock.lab.simulation import Player, Simulation
+from penstock.lab.workload import Job
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import Watermark
 from penstock.testing.builders import make_core, make_request

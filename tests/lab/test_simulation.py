@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from penstock.lab.cost_model import CostModel
-from penstock.lab.job import Job
 from penstock.lab.simulation import Simulation
+from penstock.lab.workload import Job
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import Watermark
 from penstock.types.plan import Capacity, PaddingId, StepPlan, StepShape

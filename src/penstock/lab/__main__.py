@@ -22,8 +22,8 @@ from random import Random
 from typing import Any
 
 from penstock.lab.arrivals import NS_PER_S, poisson
-from penstock.lab.job import Job
 from penstock.lab.simulation import Outcome, Simulation
+from penstock.lab.workload import Job
 from penstock.sched.policies.base import Policies
 from penstock.sched.policies.own import SEAM_FLAGS
 from penstock.sched.policies.presets import make_policies

@@ -18,8 +18,8 @@ from penstock.engine.stepper import Stepper
 from penstock.engine.thread import Inbox
 from penstock.engine.transfers import Transfers
 from penstock.lab.cost_model import CostModel
-from penstock.lab.job import Job
 from penstock.lab.simulated_executor import SimulatedExecutor
+from penstock.lab.workload import Job
 from penstock.sched.policies.base import Policies
 from penstock.sched.scheduler import Scheduler
 from penstock.types.events import Abort, Add, Command

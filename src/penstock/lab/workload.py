@@ -1,7 +1,10 @@
-"""A job: one request of a workload as a value, with the length of its output, which only the simulated model knows."""
+"""A workload: requests as values, with the length of each output. Benchmarks send them, and the simulator runs them; only the
+executor of a simulation knows how long an output will be.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.lab.simulated_executor import EOS_TOKEN_ID, TOKEN_ID
@@ -11,8 +14,12 @@ from penstock.types.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
+    """One request. Lengths are in tokens, instants in nanoseconds from the begin of the workload."""
+
     arrival_ns: int
+    """The instant at which it is due; with `after`, the time from the end of that job to this one (the user's think time)."""
     num_prompt_tokens: int
+    """All tokens of the prompt, those of earlier turns included."""
     num_output_tokens: int
     """Known to the executor alone, >= 1."""
     tenant: str = ""
@@ -21,6 +28,12 @@ class Job:
     """An instant, not a span."""
     cancelled_ns: int | None = None
     """When the client goes away; None: it stays."""
+    after: int | None = None
+    """Index of the job before it in the same conversation; it is sent once that one has ended. None: it is due by itself."""
+    prefix: tuple[int, ...] = ()
+    """Ids of the prompt's blocks, from its begin, of `Workload.prefix_block_tokens` each. Equal ids are equal tokens."""
+    prompt: str | None = None
+    """The text to send, or the user's new message if it continues a conversation; None: any text of that length will do."""
     prompt_token_ids: tuple[int, ...] = ()
     """Where it matters what is asked: `num_prompt_tokens` of them; else they are all the same token."""
 
@@ -37,3 +50,14 @@ class Job:
             tenant=self.tenant,
             predicted_new_tokens=predicted_new_tokens,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Jobs in the order of their indices; those that are due by themselves are in the order of their arrivals."""
+
+    name: str
+    """What it was made of, with how it was changed: `azure_conv_2023.csv, lengths / 4`."""
+    jobs: Sequence[Job]
+    prefix_block_tokens: int = 0
+    """Tokens of a block that `Job.prefix` names; 0 if no job names any."""
