@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.backends.native.executor import NativeExecutor
+from penstock.lab.traces import read_conversations
 from penstock.models import architectures
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
 from penstock.models.load import load_model
@@ -45,9 +46,9 @@ def read_text(path: Path, max_chars: int) -> str:
     if path.suffix != ".jsonl":
         return path.read_text(encoding="utf-8")[:max_chars]
     texts: list[str] = []
-    with path.open(encoding="utf-8") as file:
-        while sum(map(len, texts)) < max_chars and (line := file.readline()):
-            texts += [turn["value"] for turn in json.loads(line)["conversations"][1:2]]
+    conversations = read_conversations(path)
+    while sum(map(len, texts)) < max_chars and (turns := next(conversations, None)):
+        texts.append(turns[0][1])
     return "\n\n".join(texts)
 
 

@@ -27,6 +27,8 @@ from workloads import AZURE_DIVISOR, AZURE_FILE, DEFAULT_TRACES
 
 from penstock.lab.arrivals import poisson
 from penstock.lab.simulation import Outcome, Simulation
+from penstock.lab.traces import read_workload
+from penstock.lab.transforms import cap_lengths, divide_lengths
 from penstock.lab.workload import Job
 from penstock.sched.policies.presets import make_policies
 from penstock.types.plan import Capacity, StepPlan
@@ -45,23 +47,11 @@ NUM_JOBS = 3000
 PATIENCE_S = (5.0, 30.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Lengths:
-    """(prompt, output) of one request, in tokens."""
-
-    prompt: int
-    output: int
-
-
-def read_azure(traces: Path) -> list[Lengths]:
-    with (traces / AZURE_FILE).open(encoding="utf-8", newline="") as file:
-        return [
-            Lengths(
-                min(MAX_PROMPT_TOKENS, max(1, int(row["ContextTokens"]) // AZURE_DIVISOR)),
-                min(MAX_OUTPUT_TOKENS, max(1, int(row["GeneratedTokens"]) // AZURE_DIVISOR)),
-            )
-            for row in csv.DictReader(file)
-        ]
+def read_azure(traces: Path) -> Sequence[Job]:
+    """All of them, due at once: their lengths are what is drawn from."""
+    trace = divide_lengths(read_workload(traces / AZURE_FILE), AZURE_DIVISOR)
+    trace = cap_lengths(trace, max_prompt_tokens=MAX_PROMPT_TOKENS, max_output_tokens=MAX_OUTPUT_TOKENS)
+    return [replace(job, arrival_ns=0) for job in trace.jobs]
 
 
 def read_predictions(traces: Path, skip: int, count: int) -> list[tuple[int, int]]:
@@ -135,16 +125,13 @@ class Crowd:
 
 
 def make_crowd(traces: Path, heavy_load: float) -> Crowd:
-    lengths = read_azure(traces)
+    trace = read_azure(traces)
 
     def jobs_of(tenant: str, rate: float, seed: int) -> list[Job]:
         rng = random.Random(seed)
-        drawn = (rng.choice(lengths) for _ in range(int(rate * FAIR_SPAN_S)))
+        drawn = (rng.choice(trace) for _ in range(int(rate * FAIR_SPAN_S)))
         times = poisson(rng, int(rate * FAIR_SPAN_S), rate)
-        return [
-            Job(arrival_ns=at_ns, num_prompt_tokens=length.prompt, num_output_tokens=length.output, tenant=tenant)
-            for at_ns, length in zip(times, drawn, strict=True)
-        ]
+        return [replace(job, arrival_ns=at_ns, tenant=tenant) for at_ns, job in zip(times, drawn, strict=True)]
 
     light = [job for k in range(NUM_LIGHT_TENANTS) for job in jobs_of(f"light{k}", LIGHT_RATE, k)]
     capacity = capacity_of(light)
@@ -204,12 +191,8 @@ def run_priority(traces: Path) -> dict[str, object]:
 
 
 def run_edf(traces: Path) -> dict[str, object]:
-    lengths = read_azure(traces)
     rng = random.Random(5)
-    plain = [
-        Job(arrival_ns=0, num_prompt_tokens=length.prompt, num_output_tokens=length.output)
-        for length in rng.choices(lengths, k=NUM_JOBS)
-    ]
+    plain = rng.choices(read_azure(traces), k=NUM_JOBS)
     patience_ns = [round(rng.choice(PATIENCE_S) * 1e9) for _ in plain]
     capacity = capacity_of(plain)
     rows = []
@@ -246,10 +229,7 @@ def run_sjf(traces: Path) -> dict[str, object]:
     prompts = random.Random(7).choices(read_azure(traces), k=NUM_JOBS)
     held_out, rows = (read_predictions(traces, skip, NUM_JOBS) for skip in (NUM_JOBS, 0))
     class_means = {label: round(statistics.fmean(n for n, own in held_out if own == label)) for label in (0, 1, 2)}
-    plain = [
-        Job(arrival_ns=0, num_prompt_tokens=length.prompt, num_output_tokens=output)
-        for length, (output, _) in zip(prompts, rows, strict=True)
-    ]
+    plain = [replace(job, num_output_tokens=output) for job, (output, _) in zip(prompts, rows, strict=True)]
     contenders = {
         "fcfs": Contender("fcfs"),
         "oracle": Contender("sjf", lambda idx: rows[idx][0]),

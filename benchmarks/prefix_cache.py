@@ -27,6 +27,7 @@ from svg import Panel, share_lines
 from workloads import DEFAULT_TRACES
 
 from penstock.lab.simulation import Simulation
+from penstock.lab.traces import read_workload
 from penstock.lab.workload import Job
 from penstock.sched.policies.presets import make_policies
 from penstock.types.plan import Capacity
@@ -72,12 +73,8 @@ def read_mooncake(traces: Path) -> list[Prompt]:
         raise SystemExit(
             f"{path} is missing: synthetic_trace.jsonl of github.com/kvcache-ai/Mooncake. Name its folder with --traces."
         )
-    with path.open(encoding="utf-8") as file:
-        rows = [json.loads(line) for line in file]
-    return [
-        Prompt(row["timestamp"] * 1_000_000, tuple(row["hash_ids"]), max(1, row["output_length"] // SCALE))
-        for row in rows[:NUM_REQUESTS]
-    ]
+    trace = read_workload(path, max_requests=NUM_REQUESTS)
+    return [Prompt(job.arrival_ns, job.prefix, max(1, job.num_output_tokens // SCALE)) for job in trace.jobs]
 
 
 def num_cached_blocks(jobs: Sequence[Job], num_blocks: int, eviction: str, order: str = "fcfs") -> list[int]:

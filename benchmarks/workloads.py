@@ -11,14 +11,15 @@ Each is fixed by its name, the model's tokenizer and the traces, so that two mac
 
 from __future__ import annotations
 
-import csv
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from load import Job
+
+from penstock.lab.prompts import Tokenizer, cut
+from penstock.lab.traces import read_conversations, read_workload
+from penstock.lab.transforms import divide_lengths, evenly
 
 TRACES_HELP = (
     "The first is the first 1,000 conversations of ShareGPT_V3 (id, conversations[{from, value}], one object a line), "
@@ -35,11 +36,6 @@ MAX_PROMPT_TOKENS = 512
 MAX_REPLY_TOKENS = 200
 AZURE_DIVISOR = 4
 SHORT_TOKENS = 32
-
-
-class Tokenizer(Protocol):
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,26 +59,10 @@ class Source:
 
     def conversations(self) -> Iterator[tuple[str, str]]:
         """First prompt and first reply of each conversation."""
-        with self.trace(SHAREGPT_FILE).open(encoding="utf-8") as file:
-            for line in file:
-                turns = json.loads(line)["conversations"]
-                if len(turns) >= 2:
-                    yield turns[0]["value"], turns[1]["value"]
+        return (turns[0] for turns in read_conversations(self.trace(SHAREGPT_FILE)))
 
     def ids(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
-
-    def cut(self, token_ids: Sequence[int], max_tokens: int) -> tuple[str, int]:
-        """A text of at most `max_tokens` of these tokens, and how many it has.
-
-        A cut through a character or a word may be encoded differently again, so the text is what is counted.
-        """
-        for num_tokens in range(min(max_tokens, len(token_ids)), 0, -1):
-            text = self.tokenizer.decode(token_ids[:num_tokens], skip_special_tokens=False).rstrip("\ufffd")
-            count = len(self.ids(text))
-            if 0 < count <= max_tokens:
-                return text, count
-        raise ValueError("these tokens make no text")
 
     def pieces(self, lengths: Sequence[int]) -> Iterator[tuple[str, int]]:
         """Texts of about these numbers of tokens, one after the other from the conversations' replies."""
@@ -91,7 +71,7 @@ class Source:
         for length in lengths:
             while len(held) < length:
                 held += next(replies)
-            yield self.cut(held[:length], length)
+            yield cut(self.tokenizer, held[:length], length)
             held = held[length:]
 
 
@@ -104,19 +84,16 @@ def sharegpt(source: Source, count: int) -> list[Job]:
         if len(ids) < MIN_PROMPT_TOKENS or num_reply < MIN_REPLY_TOKENS or len(ids) + num_reply > MAX_CONVERSATION_TOKENS:
             continue
         text, num_prompt = (
-            (prompt, len(ids)) if len(ids) <= source.max_prompt_tokens else source.cut(ids, source.max_prompt_tokens)
+            (prompt, len(ids)) if len(ids) <= source.max_prompt_tokens else cut(source.tokenizer, ids, source.max_prompt_tokens)
         )
         jobs.append(Job(text, num_prompt, min(num_reply, source.max_reply_tokens)))
     return jobs
 
 
 def azure(source: Source, count: int) -> list[Job]:
-    with source.trace(AZURE_FILE).open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    drawn = [rows[k * len(rows) // count] for k in range(count)]
-    prompts = [max(1, int(row["ContextTokens"]) // AZURE_DIVISOR) for row in drawn]
-    replies = [max(1, int(row["GeneratedTokens"]) // AZURE_DIVISOR) for row in drawn]
-    return [Job(*piece, reply) for piece, reply in zip(source.pieces(prompts), replies, strict=True)]
+    drawn = divide_lengths(evenly(read_workload(source.trace(AZURE_FILE)), count), AZURE_DIVISOR).jobs
+    texts = source.pieces([job.num_prompt_tokens for job in drawn])
+    return [Job(*piece, job.num_output_tokens) for piece, job in zip(texts, drawn, strict=True)]
 
 
 def short(source: Source, count: int) -> list[Job]:

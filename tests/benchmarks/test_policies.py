@@ -4,16 +4,20 @@ import random
 
 import policies
 import pytest
-from policies import Lengths
+
+from penstock.lab.workload import Job
 
 
 @pytest.fixture(autouse=True)
 def made_up(monkeypatch):
     rng = random.Random(0)
-    lengths = [Lengths(rng.randint(20, 600), 1 + min(400, int(rng.expovariate(1 / 60)))) for _ in range(500)]
+    trace = [
+        Job(arrival_ns=0, num_prompt_tokens=rng.randint(20, 600), num_output_tokens=1 + min(400, int(rng.expovariate(1 / 60))))
+        for _ in range(500)
+    ]
     outputs = [(1 + min(900, int(rng.expovariate(1 / mean))), label) for label, mean in ((0, 60), (1, 260), (2, 500)) * 400]
     rng.shuffle(outputs)
-    monkeypatch.setattr(policies, "read_azure", lambda traces: lengths)
+    monkeypatch.setattr(policies, "read_azure", lambda traces: trace)
     monkeypatch.setattr(policies, "read_predictions", lambda traces, skip, count: outputs[skip : skip + count])
     monkeypatch.setattr(policies, "NUM_JOBS", 400)
     monkeypatch.setattr(policies, "FAIR_SPAN_S", 150.0)

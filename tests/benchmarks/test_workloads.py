@@ -1,9 +1,24 @@
 """The workloads over small traces of words, each word a token."""
 
+import hashlib
 import json
 
 import pytest
-from workloads import WORKLOADS, Source, describe, read_jobs
+from workloads import DEFAULT_TRACES, WORKLOADS, Source, describe, read_jobs, read_tokenizer
+
+from penstock.models.catalog import default_cache_dir, resolve
+
+WITH_WORDS = {
+    "sharegpt": "48af8b3c5d4e9479d23fa1e9099aaeda91bd48f8b5ab1ad3bf104696a7c87a5c",
+    "azure": "faf1233c4df9e20da6fe0def1335f2961581043e5c32c3db1bc2c0b31ecb3073",
+    "short": "0d9aaf2676cefe0e505cd8aa38808aa19cca1b6e0b2b492c7e9e4e1c7ce72f4e",
+}
+WITH_SMOLLM2 = {
+    "sharegpt": "518ac09ebfb33e6ba683ef68dd25e79854cd6bda3337ef59424ec202441e5dd6",
+    "azure": "82fd1fb9a5d4b5c4c7810ca6e2f394bd730b4ed7f4de32b052700e1d9628a70a",
+    "short": "544ec6b1de02e60bf5816a9e3af55fb62a1eb5c8b6561625a1f18d305911fbf3",
+}
+"""Name of a workload -> SHA-256 of its first 50 jobs, as they were when it was first measured."""
 
 
 class Words:
@@ -23,18 +38,28 @@ class Words:
         return " ".join(self.vocabulary[token_id] for token_id in token_ids)
 
 
+def digest_of(jobs):
+    return hashlib.sha256(
+        json.dumps([[job.prompt, job.num_prompt_tokens, job.max_tokens] for job in jobs]).encode()
+    ).hexdigest()
+
+
 def words(count, prefix="w"):
     return " ".join(f"{prefix}{k}" for k in range(count))
+
+
+def said(*texts):
+    return [{"from": who, "value": text} for who, text in zip(("human", "gpt"), texts, strict=False)]
 
 
 @pytest.fixture
 def source(tmp_path):
     turns = [(3, 50), (40, 15), (40, 16), (600, 300), (20, 2030), (20, 2028), *[(10, 500)] * 6]
-    rows = [{"conversations": [{"value": words(p, f"p{k}-")}, {"value": words(r, f"r{k}-")}]} for k, (p, r) in enumerate(turns)]
-    rows.insert(0, {"conversations": [{"value": "alone"}]})
+    rows = [{"conversations": said(words(p, f"p{k}-"), words(r, f"r{k}-"))} for k, (p, r) in enumerate(turns)]
+    rows.insert(0, {"conversations": said("alone")})
     (tmp_path / "sharegpt_1000.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    csv = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(f"t,{400 + 4 * k},{2 + 4 * k}\n" for k in range(10))
-    (tmp_path / "azure_conv_2023.csv").write_text(csv)
+    lines = [f"2023-11-16 18:15:{k:02d},{400 + 4 * k},{2 + 4 * k}\n" for k in range(10)]
+    (tmp_path / "azure_conv_2023.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(lines))
     return Source(tmp_path, Words())
 
 
@@ -86,3 +111,20 @@ def test_too_short_trace_and_unknown_name_are_errors(source):
 def test_missing_trace_is_an_error_that_says_how_to_get_it(tmp_path, name):
     with pytest.raises(SystemExit, match=r"is missing.*--traces.*ShareGPT_V3.*AzurePublicDataset"):
         read_jobs(name, Source(tmp_path, Words()), 1)
+
+
+@pytest.mark.skipif(not DEFAULT_TRACES.is_dir(), reason="the public traces are not beside the checkout")
+class TestWorkloadsOfTheTraces:
+    """The first 50 jobs of each named workload are what all published figures were measured with."""
+
+    @pytest.mark.parametrize(("name", "digest"), WITH_WORDS.items())
+    def test_with_one_token_per_word(self, name, digest):
+        assert digest_of(read_jobs(name, Source(DEFAULT_TRACES, Words()), 50)) == digest
+
+    @pytest.mark.model
+    @pytest.mark.parametrize(("name", "digest"), WITH_SMOLLM2.items())
+    def test_with_the_default_model(self, name, digest):
+        model = resolve("smollm2:135m", default_cache_dir())
+        if not model.is_present:
+            pytest.skip(f"the default model is not at {model.path}: penstock pull {model.name}")
+        assert digest_of(read_jobs(name, Source(DEFAULT_TRACES, read_tokenizer(model.path)), 50)) == digest

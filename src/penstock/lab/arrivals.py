@@ -1,13 +1,65 @@
-"""When requests come: instants of an open loop, which do not depend on how fast they are served. Called by benchmarks;
-randomness is passed in.
+"""When requests come: instants of an open loop, which do not depend on how fast they are served, and workloads with them.
+
+Called by `workload_choice` and by benchmarks; randomness is passed in. Instants are nanoseconds from the begin of the run, and
+rates are requests per second. A turn that continues a conversation has no instant: it comes when the turn before it has ended.
 """
 
 from __future__ import annotations
 
-from itertools import accumulate
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate, cycle, islice
 from random import Random
 
+from penstock.lab.workload import Workload
+from penstock.types.errors import ConfigError
+
 NS_PER_S = 1_000_000_000
+
+
+def arrive(workload: Workload, instants_ns: Sequence[int], words: str) -> Workload:
+    """The workload with other instants: one for each job that is due by itself, in their order. `words` say which.
+
+    A deadline, and the instant at which a client goes away, keep their distance from the arrival.
+    """
+    instants = iter(instants_ns)
+    jobs = []
+    for job in workload.jobs:
+        if job.after is None:
+            at_ns = next(instants)
+            moved_ns = at_ns - job.arrival_ns
+            job = replace(
+                job,
+                arrival_ns=at_ns,
+                deadline_ns=None if job.deadline_ns is None else job.deadline_ns + moved_ns,
+                cancelled_ns=None if job.cancelled_ns is None else job.cancelled_ns + moved_ns,
+            )
+        jobs.append(job)
+    return replace(workload, jobs=jobs, name=f"{workload.name}, {words}")
+
+
+def num_arrivals(workload: Workload) -> int:
+    """Jobs that are due by themselves."""
+    return sum(job.after is None for job in workload.jobs)
+
+
+def mean_rate(workload: Workload) -> float | None:
+    """Arrivals per second, from the first to the last; None if all come at once."""
+    instants = [job.arrival_ns for job in workload.jobs if job.after is None]
+    span_ns = max(instants) - min(instants) if instants else 0
+    return (len(instants) - 1) * NS_PER_S / span_ns if span_ns else None
+
+
+def closed(count: int) -> list[int]:
+    """All at once: whoever sends them keeps only so many in flight."""
+    return [0] * count
+
+
+def constant(count: int, rate: float) -> list[int]:
+    """One every 1 / `rate` seconds, the first at 0."""
+    _check_rate(rate)
+    return [round(idx * NS_PER_S / rate) for idx in range(count)]
 
 
 def poisson(rng: Random, count: int, rate: float) -> list[int]:
@@ -17,6 +69,67 @@ def poisson(rng: Random, count: int, rate: float) -> list[int]:
 
 def gamma(rng: Random, count: int, rate: float, cv: float) -> list[int]:
     """As `poisson`, with gaps whose standard deviation is `cv` times their mean: above 1 they come in bursts."""
+    _check_rate(rate)
+    if not (cv > 0 and math.isfinite(cv)):
+        raise ConfigError(f"The coefficient of variation of the gaps is {cv}.", remedy="Set it above 0; 1 is Poisson.")
     shape = 1 / cv**2
     gaps = (rng.gammavariate(shape, 1 / (shape * rate)) for _ in range(count))
     return [round(at_s * NS_PER_S) for at_s in accumulate(gaps)]
+
+
+def ramp(rng: Random, count: int, first_rate: float, last_rate: float) -> list[int]:
+    """Independent arrivals whose rate grows, or falls, evenly from the first to the last over the run.
+
+    Such a run takes 2 * `count` / (`first_rate` + `last_rate`) seconds on average.
+    """
+    _check_rate(first_rate)
+    _check_rate(last_rate)
+    growth = (last_rate**2 - first_rate**2) / (2 * count) if count else 0.0
+    instants = []
+    for units in _unit_instants(rng, count):
+        if units < count:  # where the integral of the rate is `units`
+            at_s = 2 * units / (first_rate + math.sqrt(first_rate**2 + 2 * growth * units))
+        else:
+            at_s = 2 * count / (first_rate + last_rate) + (units - count) / last_rate
+        instants.append(round(at_s * NS_PER_S))
+    return instants
+
+
+def stages(rng: Random, count: int, rates: Sequence[tuple[float, float]]) -> list[int]:
+    """Independent arrivals at rates that follow each other: (requests per second, seconds) each; then from the start again."""
+    for rate, seconds in rates:
+        if not (rate >= 0 and seconds > 0 and math.isfinite(rate) and math.isfinite(seconds)):
+            raise ConfigError(f"A stage has rate {rate} for {seconds} s.", remedy="Rates are at least 0, and times above 0.")
+    if not any(rate for rate, _ in rates):
+        raise ConfigError("No stage has a rate.", remedy="Give at least one a rate above 0.")
+    instants = []
+    begin_s = units_before = 0.0
+    coming = cycle(rates)
+    rate, seconds = next(coming)
+    for units in _unit_instants(rng, count):
+        while units >= units_before + rate * seconds:
+            units_before += rate * seconds
+            begin_s += seconds
+            rate, seconds = next(coming)
+        instants.append(round((begin_s + (units - units_before) / rate) * NS_PER_S))
+    return instants
+
+
+def bursts(rng: Random, count: int, rate: float, on_s: float, off_s: float) -> list[int]:
+    """`on_s` seconds of independent arrivals, then `off_s` seconds without any, and so on; `rate` on average over both."""
+    _check_rate(rate)
+    if not (on_s > 0 and off_s >= 0):
+        raise ConfigError(
+            f"Bursts last {on_s} s with {off_s} s between them.", remedy="Set the first above 0, the second to 0 or more."
+        )
+    return stages(rng, count, [(rate * (on_s + off_s) / on_s, on_s), (0.0, off_s)] if off_s else [(rate, on_s)])
+
+
+def _unit_instants(rng: Random, count: int) -> Iterator[float]:
+    """Arrivals of rate 1."""
+    return islice(accumulate(iter(lambda: rng.expovariate(1.0), None)), count)
+
+
+def _check_rate(rate: float) -> None:
+    if not (rate > 0 and math.isfinite(rate)):
+        raise ConfigError(f"The rate is {rate} requests per second.", remedy="Set it above 0.")

@@ -1,4 +1,4 @@
-"""What became of each request of a workload, as its client saw it, or as the simulator did. Figures are made of these alone."""
+"""The end of each request of a workload, as its client or the simulator saw it. Figures are made of these alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Record:
     """One request. Instants are nanoseconds from the begin of the run, on one clock. Nobody writes to a finished one."""
 
     index: int
-    """Of its job in the workload."""
+    """Index of its job in the workload."""
     intended_ns: int
     """When it was due. Latencies count from here, so that a client that falls behind does not hide it."""
     sent_ns: int

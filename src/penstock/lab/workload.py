@@ -28,8 +28,11 @@ class Job:
     """An instant, not a span."""
     cancelled_ns: int | None = None
     """When the client goes away; None: it stays."""
+    cancelled_after_tokens: int | None = None
+    """Tokens of its answer after which the client goes away, >= 1 and fewer than that has; None: it reads all of it."""
     after: int | None = None
-    """Index of the job before it in the same conversation; it is sent once that one has ended. None: it is due by itself."""
+    """Index of the job before it in the same conversation, smaller than its own; it is sent once that one has ended. None: it
+    is due by itself."""
     prefix: tuple[int, ...] = ()
     """Ids of the prompt's blocks, from its begin, of `Workload.prefix_block_tokens` each. Equal ids are equal tokens."""
     prompt: str | None = None
@@ -57,7 +60,7 @@ class Workload:
     """Jobs in the order of their indices; those that are due by themselves are in the order of their arrivals."""
 
     name: str
-    """What it was made of, with how it was changed: `azure_conv_2023.csv, lengths / 4`."""
+    """Its origin, with how it was changed: `azure_conv_2023.csv, lengths / 4`."""
     jobs: Sequence[Job]
     prefix_block_tokens: int = 0
     """Tokens of a block that `Job.prefix` names; 0 if no job names any."""

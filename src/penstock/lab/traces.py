@@ -1,0 +1,384 @@
+"""Readers of files with requests: each makes a `Workload` of its rows. The format is found in the content, never in the name.
+
+Called by `workload_choice` and by benchmarks. Reads within limits; an error names the file, the line, the cause and the remedy.
+Changes nothing that it reads: `transforms` and `arrivals` do that.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from codecs import BOM_UTF8
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from itertools import islice
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+from penstock.lab.transforms import converse
+from penstock.lab.workload import Job, Workload
+from penstock.types.errors import PenstockError
+
+CountTokens = Callable[[str], int]
+"""A text -> its length in tokens."""
+
+CHARS_PER_TOKEN = 4
+"""An estimate for English prose, where no tokenizer is at hand."""
+MOONCAKE_BLOCK_TOKENS = 512
+DEFAULT_OUTPUT_TOKENS = 128
+"""Length of an answer for which a file of prompts names none."""
+FORMATS = (
+    "a CSV with the columns TIMESTAMP, ContextTokens and GeneratedTokens (Azure); or one JSON object a line with "
+    "timestamp, input_length, output_length and hash_ids (Mooncake), with conversations (ShareGPT, also as one JSON array), "
+    "or with prompt and max_tokens"
+)
+
+_PEEK_BYTES = 1 << 12
+_USERS = frozenset({"human", "user"})
+_MODELS = frozenset({"gpt", "assistant", "chatgpt", "bing", "bard", "model"})
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The most that is read of one file."""
+
+    max_lines: int = 2_000_000
+    max_line_bytes: int = 8 << 20
+    max_array_bytes: int = 256 << 20
+    """A JSON array can't be read line by line."""
+    max_tokens: int = 10_000_000
+    """The longest prompt, and the longest answer."""
+    max_seconds: int = 10 * 366 * 24 * 3600
+    """The latest instant of a trace."""
+
+
+class Lines:
+    """The lines of a text file, within limits; it knows where it is."""
+
+    def __init__(self, path: Path, limits: Limits) -> None:
+        self.limits = limits
+        self.number = 0
+        """The line that was read last, from 1; the entry, in a JSON array."""
+        self._noun = "line"
+        self._path = path
+
+    @property
+    def is_array(self) -> bool:
+        """Whether the file begins as a JSON array does. Raises PenstockError if it can't be read."""
+        with self._open() as file:
+            return file.read(_PEEK_BYTES).removeprefix(BOM_UTF8).lstrip().startswith(b"[")
+
+    def __iter__(self) -> Iterator[str]:
+        """Lines with something in them, without their ends, from the begin. Raises PenstockError."""
+        self.number = 0
+        with self._open() as file:
+            while line := file.readline(self.limits.max_line_bytes + 1):
+                self.number += 1
+                if len(line) > self.limits.max_line_bytes:
+                    raise self.error(f"the line has more than {self.limits.max_line_bytes} bytes", "Write shorter lines.")
+                if self.number > self.limits.max_lines:
+                    raise self.error(f"the file has more than {self.limits.max_lines} lines", "Cut a part of it out.")
+                try:
+                    text = line.decode("utf-8-sig" if self.number == 1 else "utf-8").strip()
+                except UnicodeDecodeError as error:
+                    raise self.error(f"the line is no UTF-8: {error.reason}", "Save the file as UTF-8.") from error
+                if text:
+                    yield text
+
+    def read_array(self) -> Iterator[object]:
+        """The entries of a file that is one JSON array. Raises PenstockError."""
+        self._noun, self.number = "entry", 0
+        if (num_bytes := self._path.stat().st_size) > self.limits.max_array_bytes:
+            raise self.error(
+                f"the file is one JSON array of {num_bytes} bytes, and at most {self.limits.max_array_bytes} are read at once",
+                f"Write one object a line: jq -c '.[]' {self._path.name} > {self._path.stem}.jsonl",
+            )
+        try:
+            rows = json.loads(self._path.read_bytes())
+        except (ValueError, RecursionError) as error:
+            raise self.error(f"the file is no JSON array: {error}", "Mend the file.") from error
+        if not isinstance(rows, list):
+            raise self.error("the file is no JSON array", "Mend the file.")
+        for row in rows:
+            self.number += 1
+            yield row
+
+    def _open(self) -> BinaryIO:
+        try:
+            return self._path.open("rb")
+        except OSError as error:
+            raise PenstockError(
+                f"Cannot read {self._path}: {error.strerror}.", remedy="Name a file that can be read."
+            ) from error
+
+    def error(self, cause: str, remedy: str) -> PenstockError:
+        return PenstockError(f"{self._path}, {self._noun} {self.number}: {cause}.", remedy=remedy)
+
+
+def read_workload(
+    path: Path,
+    *,
+    count_tokens: CountTokens | None = None,
+    max_requests: int | None = None,
+    max_turns: int = 1,
+    limits: Limits | None = None,
+) -> Workload:
+    """The requests of a file.
+
+    `count_tokens` gives the lengths of texts; without it they are estimated, and the workload's name says so. No more rows are
+    read than `max_requests` need. `max_turns`: turns of a conversation; where a file has no conversations, requests that follow
+    each other are chained. Arrivals count from the first row; where a file tells none, all are due at once.
+    An answer of no tokens counts as one of one. Raises PenstockError.
+    """
+    lines = Lines(path, limits or Limits())
+    count = count_tokens or estimate_tokens
+    estimated = "" if count_tokens else f", lengths estimated at {CHARS_PER_TOKEN} characters per token"
+    match _format_of(path, lines):
+        case "azure":
+            workload = _trace(path, islice(_azure(lines), max_requests))
+        case "mooncake":
+            workload = _trace(path, islice(_mooncake(lines), max_requests), prefix_block_tokens=MOONCAKE_BLOCK_TOKENS)
+        case "prompts":
+            prompts = list(islice(_prompts(lines, count), max_requests))
+            workload = Workload(name=f"{path.name}{estimated}", jobs=_some(path, prompts))
+        case "sharegpt":
+            jobs = _conversation_jobs(read_conversations(path, limits), count, max_turns, max_requests)
+            turns = "first turns" if max_turns == 1 else f"conversations of at most {max_turns} turns"
+            return Workload(name=f"{path.name}, {turns}{estimated}", jobs=_some(path, jobs))
+    return converse(workload, max_turns)
+
+
+def _format_of(path: Path, lines: Lines) -> Literal["azure", "mooncake", "prompts", "sharegpt"]:
+    """Found in the first line. Raises PenstockError."""
+    if lines.is_array:
+        return "sharegpt"
+    text = next(iter(lines), "")
+    columns = {column.strip() for column in text.split(",")}
+    first = _object(lines, text) if text.startswith("{") else {}
+    if {"TIMESTAMP", "ContextTokens", "GeneratedTokens"} <= columns:
+        return "azure"
+    if "input_length" in first:
+        return "mooncake"
+    if "prompt" in first:
+        return "prompts"
+    if _turns_of(first) is not None:
+        return "sharegpt"
+    raise PenstockError(f"{path} is of no format that is known here.", remedy=f"A workload is {FORMATS}.")
+
+
+def read_conversations(path: Path, limits: Limits | None = None) -> Iterator[list[tuple[str, str]]]:
+    """The conversations of a ShareGPT file, in its order: of each the user's messages with the answers that follow them.
+
+    A conversation begins with its first message of a user, and ends before the first message that is not followed by an answer.
+    One without any such pair is left out. Raises PenstockError.
+    """
+    lines = Lines(path, limits or Limits())
+    for row in lines.read_array() if lines.is_array else (_object(lines, line) for line in lines):
+        turns = _turns_of(row) if isinstance(row, dict) else None
+        if turns is None:
+            raise lines.error(
+                "a conversation has no list 'conversations'",
+                'Each must be {"conversations": [{"from": "human", "value": ...}, ...]}.',
+            )
+        if pairs := _pairs(lines, turns):
+            yield pairs
+
+
+def estimate_tokens(text: str) -> int:
+    """A guess from the number of characters."""
+    return max(1, round(len(text) / CHARS_PER_TOKEN))
+
+
+# Azure
+
+
+def _azure(lines: Lines) -> Iterator[Job]:
+    rows = _fields(lines)
+    columns = [column.strip() for column in next(rows)]
+    at, context, generated = (columns.index(name) for name in ("TIMESTAMP", "ContextTokens", "GeneratedTokens"))
+    first: datetime | None = None
+    for row in rows:
+        if len(row) != len(columns):
+            raise lines.error(f"the row has {len(row)} fields instead of {len(columns)}", "Mend the row.")
+        try:
+            instant = datetime.fromisoformat(row[at])
+            since = instant - (first := first or instant)
+        except (ValueError, TypeError) as error:
+            raise lines.error(
+                f"{row[at]!r} is no time like the first row's: {error}", "Write it as 2023-11-16 18:15:46.680590."
+            ) from error
+        yield Job(
+            arrival_ns=since // timedelta(microseconds=1) * 1_000,
+            num_prompt_tokens=_parse_length(lines, "ContextTokens", row[context]),
+            num_output_tokens=_parse_length(lines, "GeneratedTokens", row[generated]),
+        )
+
+
+def _fields(lines: Lines) -> Iterator[list[str]]:
+    try:
+        yield from csv.reader(lines)
+    except csv.Error as error:
+        raise lines.error(f"the line is no row of a CSV: {error}", "Mend the row.") from error
+
+
+def _parse_length(lines: Lines, name: str, text: str) -> int:
+    try:
+        return _length(lines, name, int(text[:20]))
+    except ValueError:
+        raise lines.error(f"{name} is {text[:40]!r}, which is no whole number", "Write a number of tokens.") from None
+
+
+# Mooncake
+
+
+def _mooncake(lines: Lines) -> Iterator[Job]:
+    for line in lines:
+        row = _object(lines, line)
+        num_prompt_tokens = _length(lines, "input_length", row.get("input_length"))
+        yield Job(
+            arrival_ns=_milliseconds(lines, row.get("timestamp")),
+            num_prompt_tokens=num_prompt_tokens,
+            num_output_tokens=_length(lines, "output_length", row.get("output_length")),
+            prefix=_blocks(lines, row.get("hash_ids", []), num_prompt_tokens),
+        )
+
+
+def _milliseconds(lines: Lines, value: object) -> int:
+    """Nanoseconds of a number of milliseconds."""
+    largest = lines.limits.max_seconds * 1_000
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= largest:
+        raise lines.error(
+            f"timestamp is {_shown(value)}, which is no number of milliseconds", f"Write one of at most {largest}."
+        )
+    return value * 1_000_000 if isinstance(value, int) else round(value * 1e6)
+
+
+def _blocks(lines: Lines, value: object, num_prompt_tokens: int) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(type(entry) is int and 0 <= entry < 1 << 63 for entry in value):
+        raise lines.error("hash_ids is no list of whole numbers that are not negative", "Name each block by a number.")
+    num_blocks = -(-num_prompt_tokens // MOONCAKE_BLOCK_TOKENS)
+    if value and len(value) != num_blocks:
+        raise lines.error(
+            f"{len(value)} hash_ids do not name the blocks of {num_prompt_tokens} tokens",
+            f"Blocks have {MOONCAKE_BLOCK_TOKENS} tokens, so there must be {num_blocks}, or none.",
+        )
+    return tuple(value)
+
+
+# Conversations
+
+
+def _turns_of(row: Mapping[str, object]) -> list[object] | None:
+    """The messages of a conversation, under the name of ShareGPT or of OpenAI."""
+    turns = row.get("conversations", row.get("messages"))
+    return turns if isinstance(turns, list) else None
+
+
+def _pairs(lines: Lines, turns: Sequence[object]) -> list[tuple[str, str]]:
+    said = [_message(lines, turn) for turn in turns]
+    begin = next((idx for idx, (is_user, _) in enumerate(said) if is_user), len(said))
+    pairs: list[tuple[str, str]] = []
+    for (asks, prompt), (answers, reply) in zip(said[begin::2], said[begin + 1 :: 2], strict=False):
+        if asks is not True or answers is not False or not prompt or not reply:
+            break
+        pairs.append((prompt, reply))
+    return pairs
+
+
+def _message(lines: Lines, turn: object) -> tuple[bool | None, str]:
+    """Whether a user wrote it (None: neither a user nor a model did), and its text."""
+    if isinstance(turn, dict):
+        author, text = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
+        if isinstance(author, str) and isinstance(text, str):
+            return True if author in _USERS else False if author in _MODELS else None, text
+    raise lines.error(f"a message is {_shown(turn)}", 'Each must be {"from": "human" or "gpt", "value": "its text"}.')
+
+
+def _conversation_jobs(
+    conversations: Iterator[list[tuple[str, str]]], count_tokens: CountTokens, max_turns: int, max_requests: int | None
+) -> list[Job]:
+    jobs: list[Job] = []
+    for conversation in conversations:
+        history = 0
+        for turn, (prompt, reply) in enumerate(conversation[:max_turns]):
+            num_prompt_tokens, num_output_tokens = history + max(1, count_tokens(prompt)), max(1, count_tokens(reply))
+            history = num_prompt_tokens + num_output_tokens
+            after = len(jobs) - 1 if turn else None
+            jobs.append(
+                Job(
+                    arrival_ns=0,
+                    num_prompt_tokens=num_prompt_tokens,
+                    num_output_tokens=num_output_tokens,
+                    after=after,
+                    prompt=prompt,
+                )
+            )
+            if len(jobs) == max_requests:
+                return jobs
+    return jobs
+
+
+# Prompts
+
+
+def _prompts(lines: Lines, count_tokens: CountTokens) -> Iterator[Job]:
+    for line in lines:
+        row = _object(lines, line)
+        prompt, tenant, priority = row.get("prompt"), row.get("tenant", ""), row.get("priority", 0)
+        if not isinstance(prompt, str) or not prompt:
+            raise lines.error(f"prompt is {_shown(prompt)}, which is no text", 'Write {"prompt": "a text", "max_tokens": 100}.')
+        if not isinstance(tenant, str) or type(priority) is not int:
+            raise lines.error("tenant is no text, or priority is no whole number", "Mend them, or leave them out.")
+        max_tokens = row.get("max_tokens", DEFAULT_OUTPUT_TOKENS)
+        yield Job(
+            arrival_ns=0,
+            num_prompt_tokens=max(1, count_tokens(prompt)),
+            num_output_tokens=_length(lines, "max_tokens", max_tokens),
+            tenant=tenant,
+            priority=priority,
+            prompt=prompt,
+        )
+
+
+# All of them
+
+
+def _trace(path: Path, rows: Iterator[Job], *, prefix_block_tokens: int = 0) -> Workload:
+    """Rows with instants: in their order, and the first of them at 0."""
+    jobs = _some(path, sorted(rows, key=lambda job: job.arrival_ns))
+    begin_ns = jobs[0].arrival_ns
+    jobs = [replace(job, arrival_ns=job.arrival_ns - begin_ns) for job in jobs]
+    has_prefixes = any(job.prefix for job in jobs)
+    return Workload(name=path.name, jobs=jobs, prefix_block_tokens=prefix_block_tokens if has_prefixes else 0)
+
+
+def _some(path: Path, jobs: list[Job]) -> list[Job]:
+    if not jobs:
+        raise PenstockError(f"{path} has no request in it.", remedy=f"A workload is {FORMATS}.")
+    return jobs
+
+
+def _object(lines: Lines, line: str) -> Mapping[str, object]:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise lines.error(f"the line is no JSON: {error}", "Write one whole JSON object on each line.") from error
+    if not isinstance(row, dict):
+        raise lines.error(f"the line is {_shown(row)}, and no JSON object", "Write one whole JSON object on each line.")
+    return row
+
+
+def _length(lines: Lines, name: str, value: object) -> int:
+    """At least 1: what a trace counts as nothing is one token here."""
+    if type(value) is not int or not 0 <= value <= lines.limits.max_tokens:
+        raise lines.error(
+            f"{name} is {_shown(value)}, which is no number of tokens", f"Write one of 0 to {lines.limits.max_tokens}."
+        )
+    return max(1, value)
+
+
+def _shown(value: object) -> str:
+    """The beginning of a value, for an error."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:60]}..."

@@ -1,0 +1,316 @@
+"""Changes of a workload: fewer jobs or more, other lengths, another pace, tenants, clients that go away, conversations.
+
+Each is a function from a workload to another, which says in its name what was done. Called by `workload_choice` and by
+benchmarks. Conversations stay whole: a turn is kept with the turn before it. Same arguments, seed included: same workload.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from operator import add
+from random import Random
+
+from penstock.lab.workload import Job, Workload
+from penstock.types.errors import ConfigError, counted
+
+_NS_PER_S = 1_000_000_000
+
+
+# Fewer jobs, or more
+
+
+def first(workload: Workload, count: int) -> Workload:
+    """The first jobs; the last conversation may lose its last turns."""
+    _check_at_least_one("The number of requests", count)
+    if count >= len(workload.jobs):
+        return workload
+    return _changed(workload, workload.jobs[:count], f"first {count}")
+
+
+def every(workload: Workload, step: int) -> Workload:
+    """Each `step`-th of the jobs that are due by themselves, the first included, with the turns that follow them."""
+    _check_at_least_one("The step", step)
+    chosen = {root for nth, root in enumerate(_roots(workload)) if nth % step == 0}
+    return _changed(workload, _kept(workload, chosen), f"every {step}th")
+
+
+def evenly(workload: Workload, count: int) -> Workload:
+    """`count` of the jobs that are due by themselves, spread evenly over the workload, with the turns that follow them."""
+    roots = _roots(workload)
+    _check_at_least_one("The number of requests", count)
+    if count > len(roots):
+        raise ConfigError(f"{workload.name} has {counted(len(roots), 'request')}, and not {count}.", remedy="Ask for fewer.")
+    chosen = {roots[nth * len(roots) // count] for nth in range(count)}
+    return _changed(workload, _kept(workload, chosen), f"{count} spread evenly")
+
+
+def between(workload: Workload, from_s: float, until_s: float) -> Workload:
+    """The jobs that come in these seconds, with the turns that follow them; time then counts from the begin of the slice."""
+    begin_ns, end_ns = round(from_s * _NS_PER_S), round(until_s * _NS_PER_S)
+    chosen = {root for root in _roots(workload) if begin_ns <= workload.jobs[root].arrival_ns < end_ns}
+    if not chosen:
+        raise ConfigError(f"{workload.name} has no request from {from_s:g} s to {until_s:g} s.", remedy="Choose another slice.")
+    jobs = [_at_instants(job, lambda at_ns: at_ns - begin_ns) for job in _kept(workload, chosen)]
+    return _changed(workload, jobs, f"seconds {from_s:g} to {until_s:g}")
+
+
+def repeat(workload: Workload, times: int) -> Workload:
+    """The workload `times` times, each after the one before, with a mean gap between the last arrival and the first."""
+    _check_at_least_one("The number of repeats", times)
+    instants = [workload.jobs[root].arrival_ns for root in _roots(workload)]
+    span_ns = max(instants) - min(instants)
+    period_ns = span_ns + round(span_ns / (len(instants) - 1)) if span_ns else 0
+    num_jobs = len(workload.jobs)
+    jobs = [
+        replace(
+            _at_instants(job, partial(add, nth * period_ns)), after=None if job.after is None else job.after + nth * num_jobs
+        )
+        for nth in range(times)
+        for job in workload.jobs
+    ]
+    return _changed(workload, jobs, f"{times} times")
+
+
+# Lengths
+
+
+def divide_lengths(workload: Workload, divisor: int) -> Workload:
+    """Prompts and answers are `divisor` times shorter, rounded down, at least 1.
+
+    Blocks of prefixes are divided as well, so that what was shared stays shared. Texts stay whole here: `prompts` cuts them.
+    """
+    _check_at_least_one("The divisor of lengths", divisor)
+    if divisor == 1:
+        return workload
+    if workload.prefix_block_tokens % divisor:
+        raise ConfigError(
+            f"Blocks of {workload.prefix_block_tokens} tokens can't be divided by {divisor}.",
+            remedy=f"Divide lengths by a divisor of {workload.prefix_block_tokens}, so that shared blocks stay whole.",
+        )
+    divided = _with_lengths(workload, lambda num_tokens: num_tokens // divisor, lambda num_tokens: num_tokens // divisor)
+    shorter = replace(workload, prefix_block_tokens=workload.prefix_block_tokens // divisor)
+    return _changed(shorter, [_fitting_prefix(job, shorter.prefix_block_tokens) for job in divided], f"lengths / {divisor}")
+
+
+def cap_lengths(workload: Workload, *, max_prompt_tokens: int | None = None, max_output_tokens: int | None = None) -> Workload:
+    """Longer prompts and answers are cut. A conversation ends before the first turn, but for its first, that would be longer.
+
+    A block of a prefix that is cut is no longer shared.
+    """
+    if max_prompt_tokens is None and max_output_tokens is None:
+        return workload
+    words = []
+    for noun, limit in (("prompts", max_prompt_tokens), ("answers", max_output_tokens)):
+        if limit is not None:
+            _check_at_least_one(f"The limit of {noun}", limit)
+            words.append(f"{noun} <= {limit}")
+    most_prompt, most_output = max_prompt_tokens or math.inf, max_output_tokens or math.inf
+    cut = _with_lengths(
+        workload, lambda num_tokens: int(min(num_tokens, most_prompt)), lambda num_tokens: int(min(num_tokens, most_output))
+    )
+    num_whole = [job.num_prompt_tokens // (workload.prefix_block_tokens or 1) for job in cut]
+    jobs = [
+        job if job.num_prompt_tokens == old.num_prompt_tokens else replace(job, prefix=job.prefix[:whole])
+        for job, old, whole in zip(cut, workload.jobs, num_whole, strict=True)
+    ]
+    kept: set[int] = set()
+    for idx, job in enumerate(jobs):
+        if job.after is None or (job.after in kept and job.num_prompt_tokens <= most_prompt):
+            kept.add(idx)
+    return _changed(workload, _renumbered(jobs, kept), ", ".join(words))
+
+
+# Time
+
+
+def speed(workload: Workload, factor: float) -> Workload:
+    """All times divided by `factor`: arrivals, think times, deadlines, and when clients go away. 2 is twice as fast."""
+    if not (factor > 0 and math.isfinite(factor)):
+        raise ConfigError(f"The speed is {factor}.", remedy="Set it above 0; 2 is twice as fast, 0.5 half as fast.")
+    if factor == 1:
+        return workload
+    jobs = [_at_instants(job, lambda at_ns: round(at_ns / factor), thinks=True) for job in workload.jobs]
+    return _changed(workload, jobs, f"speed {factor:g}")
+
+
+def think(workload: Workload, mean_s: float, seed: int) -> Workload:
+    """Times between an answer and the user's next message, exponential with this mean."""
+    if not (mean_s >= 0 and math.isfinite(mean_s)):
+        raise ConfigError(f"The think time is {mean_s} s.", remedy="Set it to 0 or more.")
+    rng = _rng("think", seed)
+    jobs = [
+        replace(job, arrival_ns=round(rng.expovariate(1.0) * mean_s * _NS_PER_S)) if job.after is not None else job
+        for job in workload.jobs
+    ]
+    return _changed(workload, jobs, f"think time {mean_s:g} s")
+
+
+# Clients
+
+
+def converse(workload: Workload, num_turns: int) -> Workload:
+    """Conversations made of jobs that follow each other, `num_turns` in each.
+
+    A job's prompt becomes the user's new message, after all that was said before it. Jobs keep their order; a turn after the
+    first is due as soon as the one before has ended. Raises ConfigError if the workload has conversations already.
+    """
+    _check_at_least_one("The number of turns", num_turns)
+    if num_turns == 1:
+        return workload
+    if any(job.after is not None for job in workload.jobs):
+        raise ConfigError(f"{workload.name} has conversations already.", remedy="Leave out the number of turns.")
+    jobs: list[Job] = []
+    for idx, job in enumerate(workload.jobs):
+        if idx % num_turns:
+            before = jobs[-1]
+            history = before.num_prompt_tokens + before.num_output_tokens
+            jobs.append(
+                replace(
+                    job,
+                    arrival_ns=0,
+                    deadline_ns=None,
+                    cancelled_ns=None,
+                    after=idx - 1,
+                    num_prompt_tokens=history + job.num_prompt_tokens,
+                    prefix=before.prefix,
+                    prompt_token_ids=(),
+                    tenant=before.tenant,
+                )
+            )
+        else:
+            jobs.append(job)
+    return _changed(workload, jobs, f"conversations of {num_turns} turns")
+
+
+def share_prefix(workload: Workload, num_tokens: int, num_groups: int, seed: int) -> Workload:
+    """`num_tokens` come before each prompt, such as a system prompt; those of a group are equal, and a job's group is drawn.
+
+    All turns of a conversation are of one group. Raises ConfigError if the prompts have shared blocks, or texts, already.
+    """
+    _check_at_least_one("The length of a shared prefix", num_tokens)
+    _check_at_least_one("The number of groups", num_groups)
+    if workload.prefix_block_tokens or any(job.prompt is not None or job.prompt_token_ids for job in workload.jobs):
+        raise ConfigError(f"{workload.name} says what its prompts begin with.", remedy="Leave out the shared prefix.")
+    rng = _rng("prefix", seed)
+    jobs: list[Job] = []
+    for job in workload.jobs:
+        prefix = (rng.randrange(num_groups),) if job.after is None else jobs[job.after].prefix
+        jobs.append(replace(job, num_prompt_tokens=job.num_prompt_tokens + num_tokens, prefix=prefix))
+    words = f"prefix of {num_tokens} tokens in {counted(num_groups, 'group')}"
+    return _changed(replace(workload, prefix_block_tokens=num_tokens), jobs, words)
+
+
+def assign_tenants(workload: Workload, weights: Mapping[str, float], seed: int) -> Workload:
+    """Each job that is due by itself gets a tenant, drawn by these weights, and so do the turns that follow it."""
+    if (
+        not weights
+        or not all(weight >= 0 and math.isfinite(weight) for weight in weights.values())
+        or not sum(weights.values())
+    ):
+        raise ConfigError(
+            f"The weights of tenants are {dict(weights)}.", remedy="Give each a weight of at least 0, and one above."
+        )
+    rng = _rng("tenants", seed)
+    tenants: list[str] = []
+    for job in workload.jobs:
+        tenants.append(rng.choices(list(weights), list(weights.values()))[0] if job.after is None else tenants[job.after])
+    jobs = [replace(job, tenant=tenant) for job, tenant in zip(workload.jobs, tenants, strict=True)]
+    shares = ", ".join(f"{name} {weight:g}" for name, weight in weights.items())
+    return _changed(workload, jobs, f"tenants by weight ({shares})")
+
+
+def cancel(workload: Workload, share: float, seed: int) -> Workload:
+    """Clients of this share of the jobs go away after a part of the answer, drawn evenly: at least 1 token, and never all.
+
+    The share is exact, rounded to whole jobs. Answers of one token have no such part.
+    """
+    if not 0 <= share <= 1:
+        raise ConfigError(f"The share of clients that go away is {share}.", remedy="Set it from 0 to 1, such as 0.03.")
+    rng = _rng("cancel", seed)
+    able = [idx for idx, job in enumerate(workload.jobs) if job.num_output_tokens > 1]
+    chosen = set(rng.sample(able, min(len(able), round(share * len(workload.jobs)))))
+    jobs = [
+        replace(job, cancelled_after_tokens=rng.randint(1, job.num_output_tokens - 1)) if idx in chosen else job
+        for idx, job in enumerate(workload.jobs)
+    ]
+    return _changed(workload, jobs, f"{share:.3g} of the clients go away")
+
+
+# Helpers
+
+
+def _changed(workload: Workload, jobs: Sequence[Job], words: str) -> Workload:
+    return replace(workload, jobs=list(jobs), name=f"{workload.name}, {words}")
+
+
+def _rng(purpose: str, seed: int) -> Random:
+    """Two purposes draw differently, though they have the same seed."""
+    return Random(f"{purpose} {seed}")  # noqa: S311  # repeatable on purpose
+
+
+def _roots(workload: Workload) -> list[int]:
+    """Indices of the jobs that are due by themselves."""
+    return [idx for idx, job in enumerate(workload.jobs) if job.after is None]
+
+
+def _kept(workload: Workload, roots: set[int]) -> list[Job]:
+    """The jobs of these conversations."""
+    kept = set(roots)
+    for idx, job in enumerate(workload.jobs):
+        if job.after in kept:
+            kept.add(idx)
+    return _renumbered(workload.jobs, kept)
+
+
+def _renumbered(jobs: Sequence[Job], kept: set[int]) -> list[Job]:
+    """The jobs of these indices, where `after` counts among them."""
+    places = {idx: place for place, idx in enumerate(sorted(kept))}
+    return [replace(jobs[idx], after=None if (before := jobs[idx].after) is None else places[before]) for idx in places]
+
+
+def _at_instants(job: Job, moved: Callable[[int], int], *, thinks: bool = False) -> Job:
+    """A job whose instants are moved; its think time only if `thinks`."""
+    return replace(
+        job,
+        arrival_ns=moved(job.arrival_ns) if job.after is None or thinks else job.arrival_ns,
+        deadline_ns=None if job.deadline_ns is None else moved(job.deadline_ns),
+        cancelled_ns=None if job.cancelled_ns is None else moved(job.cancelled_ns),
+    )
+
+
+def _with_lengths(workload: Workload, new_prompt: Callable[[int], int], new_output: Callable[[int], int]) -> list[Job]:
+    """Jobs with other lengths, at least 1. In a turn of a conversation the new message changes, and all that precedes it."""
+    jobs: list[Job] = []
+    for old in workload.jobs:
+        history = was_history = 0
+        if old.after is not None:
+            history = jobs[old.after].num_prompt_tokens + jobs[old.after].num_output_tokens
+            was_history = workload.jobs[old.after].num_prompt_tokens + workload.jobs[old.after].num_output_tokens
+        num_prompt_tokens = history + max(1, new_prompt(old.num_prompt_tokens - was_history))
+        num_output_tokens = max(1, new_output(old.num_output_tokens))
+        left_after = old.cancelled_after_tokens
+        if left_after is not None:
+            left_after = min(left_after, num_output_tokens - 1) or None
+        jobs.append(
+            replace(
+                old,
+                num_prompt_tokens=num_prompt_tokens,
+                num_output_tokens=num_output_tokens,
+                cancelled_after_tokens=left_after,
+                prompt_token_ids=old.prompt_token_ids[:num_prompt_tokens],
+            )
+        )
+    return jobs
+
+
+def _fitting_prefix(job: Job, block_tokens: int) -> Job:
+    """No more blocks than the prompt has."""
+    return replace(job, prefix=job.prefix[: -(-job.num_prompt_tokens // block_tokens)]) if job.prefix else job
+
+
+def _check_at_least_one(noun: str, number: int) -> None:
+    if number < 1:
+        raise ConfigError(f"{noun} is {number}.", remedy="Set it to 1 or more.")

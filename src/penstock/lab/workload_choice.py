@@ -1,0 +1,222 @@
+"""The workload that a user asks for, as one value, and how it is made: read or made up, then changed, in one fixed order.
+
+Called by the commands, whose options `cli/workload_options.py` declares, and by whoever writes an experiment in Python.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from penstock.lab import arrivals, transforms
+from penstock.lab.synthetic import NAMED, Lengths, synthetic
+from penstock.lab.traces import CountTokens, read_workload
+from penstock.lab.workload import Workload
+from penstock.types.errors import ConfigError
+
+DEFAULT_REQUESTS = 100
+"""Requests of a workload that is made up."""
+ARRIVALS = ("closed", "constant", "poisson", "gamma", "ramp", "bursts", "stages")
+MAX_REQUESTS = 2_000_000
+MAX_TENANTS = 10_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadChoice:
+    """Fields that are None, or empty, change nothing. One that has no meaning beside the others is an error, never ignored."""
+
+    workload: str = "synthetic"
+    """A name of `synthetic.NAMED`, or the path of a file that `traces` can read."""
+    requests: int | None = None
+    """The first so many; None: all of a file, 100 of a workload that is made up, as many as `stages` last for."""
+    arrivals: str = ""
+    """One of `ARRIVALS`; empty: what `stages`, `rate_to`, `burst_s`, `cv` or `rate` imply, or else those of the file."""
+    rate: float | None = None
+    """Requests per second, on average; of a ramp, at its begin. None: that of the file."""
+    rate_to: float | None = None
+    """Requests per second at the end of a ramp."""
+    cv: float | None = None
+    """Coefficient of variation of gamma gaps."""
+    burst_s: tuple[float, float] | None = None
+    """Seconds with arrivals, and seconds without, of bursts."""
+    stages: tuple[tuple[float, float], ...] = ()
+    """(requests per second, seconds), one after the other."""
+    speed: float = 1.0
+    divide_lengths: int = 1
+    max_input_tokens: int | None = None
+    max_output_tokens: int | None = None
+    input_tokens: str = ""
+    """As `Lengths.parse` takes it; only for a workload that is made up. The user's new message, in a conversation."""
+    output_tokens: str = ""
+    prefix_tokens: int = 0
+    """Tokens before each prompt that it shares with its group; only for a workload that is made up."""
+    prefix_groups: int = 1
+    tenants: str = ""
+    """`a=7,b=1`: names with weights; or `4`: so many, alike."""
+    cancel_share: float = 0.0
+    """Clients of this share of the requests go away during the answer."""
+    sessions: int = 1
+    """Turns of a conversation, at most: those of a ShareGPT file; elsewhere requests that follow each other are chained."""
+    think_time_s: float = 0.0
+    """Mean time between an answer and the next message of the same conversation."""
+    seed: int = 0
+
+
+def make_workload(choice: WorkloadChoice, count_tokens: CountTokens | None = None) -> Workload:
+    """The workload that was chosen; its name says how it came about.
+
+    `count_tokens` counts the texts of a file; without it their lengths are estimated. The order is: read, chain turns,
+    divide lengths, add shared prefixes, cap lengths, think times, arrivals, speed, tenants, clients that go away. Raises
+    PenstockError.
+    """
+    kind = _arrivals_of(choice)
+    if choice.requests is not None and not 1 <= choice.requests <= MAX_REQUESTS:
+        raise ConfigError(f"The number of requests is {choice.requests}.", remedy=f"Set it from 1 to {MAX_REQUESTS}.")
+    workload = _made_up(choice) if choice.workload in NAMED else _read(choice, count_tokens)
+    workload = transforms.divide_lengths(workload, choice.divide_lengths)
+    if choice.prefix_tokens:
+        workload = transforms.share_prefix(workload, choice.prefix_tokens, choice.prefix_groups, choice.seed)
+    workload = transforms.cap_lengths(
+        workload, max_prompt_tokens=choice.max_input_tokens, max_output_tokens=choice.max_output_tokens
+    )
+    if choice.think_time_s:
+        if choice.sessions == 1:
+            raise ConfigError(
+                "A think time is for conversations, and there are no conversations.", remedy="Set --sessions above 1."
+            )
+        workload = transforms.think(workload, choice.think_time_s, choice.seed)
+    workload = transforms.speed(_with_arrivals(workload, kind, choice), choice.speed)
+    if choice.tenants:
+        workload = transforms.assign_tenants(workload, parse_tenants(choice.tenants), choice.seed)
+    if choice.cancel_share:
+        workload = transforms.cancel(workload, choice.cancel_share, choice.seed)
+    return workload
+
+
+def parse_tenants(text: str) -> Mapping[str, float]:
+    """`a=7,b=1` or `4` -> name: weight. Raises ConfigError."""
+    if re.fullmatch(r"\d{1,9}", text):
+        if not 1 <= int(text) <= MAX_TENANTS:
+            raise ConfigError(f"The number of tenants is {text}.", remedy=f"Set it from 1 to {MAX_TENANTS}.")
+        return {f"tenant-{nth}": 1.0 for nth in range(1, int(text) + 1)}
+    weights: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, weight = part.strip().rpartition("=")
+        if not name or name in weights or not re.fullmatch(r"\d{1,9}(\.\d{1,9})?", weight):
+            raise ConfigError(
+                f"{part[:40]!r} is no tenant with a weight.", remedy="Write a=7,b=1; or 4 for four that are alike."
+            )
+        weights[name] = float(weight)
+    return weights
+
+
+def parse_stages(text: str) -> tuple[tuple[float, float], ...]:
+    """`2x60,10x30` -> 2 requests per second for 60 seconds, then 10 for 30. Raises ConfigError."""
+    stages = []
+    for part in text.split(","):
+        found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)x(\d{1,9}(?:\.\d{1,9})?)", part.strip())
+        if found is None:
+            raise ConfigError(
+                f"{part[:40]!r} is no stage.", remedy="Write 2x60,10x30: 2 requests per second for 60 seconds, then 10 for 30."
+            )
+        stages.append((float(found[1]), float(found[2])))
+    return tuple(stages)
+
+
+def _made_up(choice: WorkloadChoice) -> Workload:
+    if choice.prefix_tokens < 0 or choice.prefix_groups < 1:
+        raise ConfigError(
+            "A shared prefix has at least 1 token, and 1 group.", remedy="Set --prefix-tokens and --prefix-groups."
+        )
+    if choice.prefix_groups != 1 and not choice.prefix_tokens:
+        raise ConfigError("Groups have a prefix of no tokens.", remedy="Set --prefix-tokens.")
+    prompt, output = NAMED[choice.workload]
+    lengths = Lengths.parse(choice.input_tokens or prompt), Lengths.parse(choice.output_tokens or output)
+    count = choice.requests or round(sum(rate * seconds for rate, seconds in choice.stages)) or DEFAULT_REQUESTS
+    if count > MAX_REQUESTS:
+        raise ConfigError(f"The stages are for {count} requests.", remedy=f"At most {MAX_REQUESTS} can be made up.")
+    made_up = synthetic(choice.workload, count, prompt=lengths[0], output=lengths[1], seed=choice.seed)
+    return transforms.converse(made_up, choice.sessions)
+
+
+def _read(choice: WorkloadChoice, count_tokens: CountTokens | None) -> Workload:
+    path = Path(choice.workload).expanduser()
+    if not path.is_file():
+        raise ConfigError(
+            f"{choice.workload} is no file, and no workload that has a name.",
+            remedy=f"Names are {', '.join(NAMED)}; a file may be a trace, a recording or prompts.",
+        )
+    for name, flag in (
+        ("input_tokens", "--input-tokens"),
+        ("output_tokens", "--output-tokens"),
+        ("prefix_tokens", "--prefix-tokens"),
+    ):
+        if getattr(choice, name):
+            raise ConfigError(
+                f"{flag} is for a workload that is made up, and {path.name} has its own.", remedy=f"Leave out {flag}."
+            )
+    if choice.prefix_groups != 1:
+        raise ConfigError("--prefix-groups is for a workload that is made up.", remedy="Leave it out.")
+    workload = read_workload(path, count_tokens=count_tokens, max_requests=choice.requests, max_turns=choice.sessions)
+    if choice.requests is not None and len(workload.jobs) < choice.requests:
+        raise ConfigError(f"{path.name} has {len(workload.jobs)} requests, and not {choice.requests}.", remedy="Ask for fewer.")
+    return workload
+
+
+_FIELDS = {"ramp": "rate_to", "bursts": "burst_s", "gamma": "cv", "stages": "stages"}
+"""Arrivals -> the field that only they have."""
+
+
+def _arrivals_of(choice: WorkloadChoice) -> str:
+    """The kind of arrivals, empty for those of the file. Raises ConfigError if the choice contradicts itself."""
+    given = [kind for kind, field in _FIELDS.items() if getattr(choice, field) not in (None, ())]
+    kind = choice.arrivals or next(iter(given), "poisson" if choice.rate is not None else "")
+    if kind and kind not in ARRIVALS:
+        raise ConfigError(f"There are no arrivals {kind!r}.", remedy=f"There are {', '.join(ARRIVALS)}.")
+    flags = {"rate_to": "--rate-to", "burst_s": "--bursts", "cv": "--cv", "stages": "--stages"}
+    for other in given:
+        if other != kind:
+            flag = flags[_FIELDS[other]]
+            raise ConfigError(
+                f"{flag} is for arrivals {other!r}, not for {kind!r}.", remedy=f"Leave out {flag}, or set --arrivals {other}."
+            )
+    if kind in ("ramp", "stages") and kind not in given:
+        flag = flags[_FIELDS[kind]]
+        raise ConfigError(f"Arrivals {kind!r} need {flag}.", remedy=f"Set {flag}.")
+    if kind in ("closed", "stages") and choice.rate is not None:
+        raise ConfigError(f"Arrivals {kind!r} have no rate of their own.", remedy="Leave out --rate.")
+    return kind
+
+
+def _with_arrivals(workload: Workload, kind: str, choice: WorkloadChoice) -> Workload:
+    count = arrivals.num_arrivals(workload)
+    rng = Random(f"arrivals {choice.seed}")  # noqa: S311  # repeatable on purpose
+    if not kind:
+        return workload
+    if kind == "closed":
+        return arrivals.arrive(workload, arrivals.closed(count), "all at once")
+    if kind == "stages":
+        words = ", ".join(f"{rate:g}/s for {seconds:g} s" for rate, seconds in choice.stages)
+        return arrivals.arrive(workload, arrivals.stages(rng, count, choice.stages), f"Poisson at {words}")
+    rate = choice.rate if choice.rate is not None else arrivals.mean_rate(workload)
+    if rate is None:
+        raise ConfigError(f"{workload.name} tells no rate.", remedy="Set --rate, in requests per second.")
+    if kind == "constant":
+        return arrivals.arrive(workload, arrivals.constant(count, rate), f"constant {rate:.6g}/s")
+    if kind == "poisson":
+        return arrivals.arrive(workload, arrivals.poisson(rng, count, rate), f"Poisson {rate:.6g}/s")
+    if kind == "gamma":
+        cv = 1.0 if choice.cv is None else choice.cv
+        return arrivals.arrive(workload, arrivals.gamma(rng, count, rate, cv), f"gamma {rate:.6g}/s with CV {cv:g}")
+    if kind == "ramp":
+        assert choice.rate_to is not None, "checked above"
+        return arrivals.arrive(
+            workload, arrivals.ramp(rng, count, rate, choice.rate_to), f"ramp {rate:.6g} to {choice.rate_to:g}/s"
+        )
+    on_s, off_s = choice.burst_s or (5.0, 15.0)
+    return arrivals.arrive(
+        workload, arrivals.bursts(rng, count, rate, on_s, off_s), f"bursts of {on_s:g} s every {on_s + off_s:g} s, {rate:.6g}/s"
+    )

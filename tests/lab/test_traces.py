@@ -1,0 +1,214 @@
+"""Readers of workloads: each format by its content, within limits, with errors that name file, line, cause and remedy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from penstock.lab.description import describe
+from penstock.lab.traces import Limits, read_conversations, read_workload
+from penstock.types.errors import PenstockError
+
+TRACES = Path(__file__).parents[3] / "shared" / "traces"
+
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:47.1805900,396,0\n"
+MOONCAKE = [
+    {"timestamp": 1000, "input_length": 1030, "output_length": 6, "hash_ids": [5, 6, 7]},
+    {"timestamp": 3000, "input_length": 600, "output_length": 0, "hash_ids": [5, 8]},
+]
+SHAREGPT = [
+    {"id": "a", "conversations": [["human", "one two"], ["gpt", "three"], ["human", "four"], ["gpt", "five six seven"]]},
+    {"id": "b", "conversations": [["gpt", "unasked"], ["human", "eight"], ["gpt", "nine"], ["human", "never answered"]]},
+    {"id": "c", "conversations": [["human", "never answered"]]},
+]
+
+
+def conversations() -> list[object]:
+    return [row | {"conversations": [{"from": who, "value": text} for who, text in row["conversations"]]} for row in SHAREGPT]
+
+
+def json_lines(rows: Sequence[object]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def count_words(text: str) -> int:
+    return len(text.split())
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A name that says nothing of the content."""
+    return tmp_path / "requests.txt"
+
+
+def test_azure_counts_time_from_the_first_row(file: Path) -> None:
+    file.write_text(AZURE)
+    workload = read_workload(file)
+    lengths = [(job.arrival_ns, job.num_prompt_tokens, job.num_output_tokens) for job in workload.jobs]
+    assert lengths == [(0, 374, 44), (500_000_000, 396, 1)]
+    assert workload.name == "requests.txt"
+
+
+@pytest.mark.parametrize("prefix", ["\ufeff", "\n\n"], ids=["byte order mark", "empty lines"])
+def test_a_csv_may_begin_as_programs_write_it(file: Path, prefix: str) -> None:
+    file.write_text(prefix + AZURE.replace("\n", "\r\n"), encoding="utf-8", newline="")
+    assert len(read_workload(file).jobs) == 2
+
+
+def test_azure_rows_out_of_order_are_put_in_order(file: Path) -> None:
+    file.write_text(AZURE + "2023-11-16 18:15:45.6805900,9,9\n")
+    assert [(job.arrival_ns, job.num_prompt_tokens) for job in read_workload(file).jobs] == [
+        (0, 9),
+        (1_000_000_000, 374),
+        (1_500_000_000, 396),
+    ]
+
+
+def test_mooncake_keeps_the_ids_of_its_blocks(file: Path) -> None:
+    file.write_text(json_lines(MOONCAKE))
+    workload = read_workload(file)
+    assert workload.prefix_block_tokens == 512
+    assert [(job.arrival_ns, job.num_prompt_tokens, job.num_output_tokens, job.prefix) for job in workload.jobs] == [
+        (0, 1030, 6, (5, 6, 7)),
+        (2_000_000_000, 600, 1, (5, 8)),
+    ]
+
+
+def test_mooncake_without_ids_shares_nothing(file: Path) -> None:
+    file.write_text(json_lines([{"timestamp": 0, "input_length": 5, "output_length": 6}]))
+    assert read_workload(file).prefix_block_tokens == 0
+
+
+@pytest.mark.parametrize("write", [json_lines, json.dumps], ids=["lines", "array"])
+def test_sharegpt_gives_first_turns(file: Path, write: object) -> None:
+    assert callable(write)
+    file.write_text(write(conversations()))
+    workload = read_workload(file, count_tokens=count_words)
+    assert [(job.prompt, job.num_prompt_tokens, job.num_output_tokens, job.after) for job in workload.jobs] == [
+        ("one two", 2, 1, None),
+        ("eight", 1, 1, None),
+    ]
+
+
+def test_sharegpt_gives_conversations_in_which_each_turn_has_all_before_it(file: Path) -> None:
+    file.write_text(json_lines(conversations()))
+    workload = read_workload(file, count_tokens=count_words, max_turns=9)
+    assert [(job.prompt, job.num_prompt_tokens, job.num_output_tokens, job.after) for job in workload.jobs] == [
+        ("one two", 2, 1, None),
+        ("four", 4, 3, 0),
+        ("eight", 1, 1, None),
+    ]
+
+
+def test_an_array_may_be_one_line_that_is_longer_than_others_may_be(file: Path) -> None:
+    file.write_text(" \n" + json.dumps(conversations()))
+    assert len(read_workload(file, limits=Limits(max_line_bytes=50)).jobs) == 2
+
+
+def test_messages_may_be_named_as_openai_names_them(file: Path) -> None:
+    file.write_text(json_lines([{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]))
+    assert list(read_conversations(file)) == [[("a", "b")]]
+
+
+def test_lengths_of_texts_are_estimated_without_a_tokenizer_and_the_name_says_so(file: Path) -> None:
+    file.write_text(json_lines([{"prompt": "x" * 40, "max_tokens": 7}, {"prompt": "y", "tenant": "t"}]))
+    workload = read_workload(file)
+    assert [(job.num_prompt_tokens, job.num_output_tokens, job.tenant) for job in workload.jobs] == [(10, 7, ""), (1, 128, "t")]
+    assert "estimated at 4 characters per token" in workload.name
+    assert "estimated" not in read_workload(file, count_tokens=count_words).name
+
+
+def test_no_more_rows_are_read_than_asked_for(file: Path) -> None:
+    file.write_text(AZURE + "a broken row\n")
+    assert len(read_workload(file, max_requests=2).jobs) == 2
+    with pytest.raises(PenstockError, match="line 4"):
+        read_workload(file)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "no format that is known"),
+        ("a,b\n1,2\n", "no format that is known.*Azure.*Mooncake.*ShareGPT.*prompt"),
+        ('{"unknown": 1}\n', "no format that is known"),
+        ("{\n", "line 1: the line is no JSON.*one whole JSON object on each line"),
+        ("[1]", "entry 1: a conversation has no list 'conversations'"),
+        ("[{}", "entry 0: the file is no JSON array"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "has no request in it"),
+        (AZURE + "2023,1,1\n", "line 4: '2023' is no time"),
+        (AZURE + "2023-11-16 18:15:46+01:00,1,1\n", "line 4: .* is no time like the first row's"),
+        (AZURE + "2023-11-16 18:15:46,1\n", "line 4: the row has 2 fields instead of 3"),
+        (AZURE + "2023-11-16 18:15:46,1,-1\n", "line 4: GeneratedTokens is -1.*Write one of 0 to"),
+        (AZURE + "2023-11-16 18:15:46,1e3,1\n", "line 4: ContextTokens is '1e3', which is no whole number"),
+        (
+            json_lines([MOONCAKE[0], MOONCAKE[0] | {"hash_ids": [1]}]),
+            "line 2: 1 hash_ids do not name the blocks of 1030 tokens",
+        ),
+        (json_lines([MOONCAKE[0] | {"hash_ids": [1, 2, "3"]}]), "line 1: hash_ids is no list of whole numbers"),
+        (json_lines([MOONCAKE[0] | {"timestamp": True}]), "line 1: timestamp is true"),
+        ('{"timestamp": NaN, "input_length": 1, "output_length": 1}', "line 1: timestamp is NaN"),
+        (json_lines([MOONCAKE[0] | {"input_length": 10**9}]), "line 1: input_length is 1000000000"),
+        (json_lines([{"prompt": "a"}, {"prompt": 1}]), "line 2: prompt is 1, which is no text"),
+        (json_lines([{"prompt": "a", "max_tokens": "9"}]), 'line 1: max_tokens is "9"'),
+        (json_lines([{"prompt": "a", "tenant": 1}]), "line 1: tenant is no text"),
+        (json_lines([{"conversations": [{"from": "human"}]}]), "line 1: a message is"),
+        ('{"prompt": "a"}\n' + "9" * 5000, "line 2: the line is no JSON"),
+    ],
+)
+def test_errors_name_the_file_the_line_the_cause_and_the_remedy(file: Path, content: str, message: str) -> None:
+    file.write_text(content)
+    with pytest.raises(PenstockError, match=rf"(?s)requests\.txt.*{message}") as caught:
+        read_workload(file)
+    assert caught.value.remedy
+
+
+def test_limits_hold(file: Path) -> None:
+    file.write_text('{"prompt": "aaaaaaaaaaaaaaaaaaaa"}\n' * 3)
+    with pytest.raises(PenstockError, match="line 1: the line has more than 20 bytes"):
+        read_workload(file, limits=Limits(max_line_bytes=20))
+    with pytest.raises(PenstockError, match="line 3: the file has more than 2 lines"):
+        read_workload(file, limits=Limits(max_lines=2))
+    file.write_text(json.dumps(conversations()))
+    with pytest.raises(PenstockError, match=r"one JSON array of .* at most 50.*jq -c"):
+        read_workload(file, limits=Limits(max_array_bytes=50))
+
+
+def test_what_can_not_be_read_is_an_error(file: Path) -> None:
+    with pytest.raises(PenstockError, match=r"Cannot read .*requests\.txt: No such file"):
+        read_workload(file)
+    file.write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}\n')
+    with pytest.raises(PenstockError, match="line 2: the line is no UTF-8"):
+        read_workload(file)
+
+
+@pytest.mark.skipif(not TRACES.is_dir(), reason="the public traces are not beside the checkout")
+class TestPublicTraces:
+    """The figures that their publishers, or others, have told."""
+
+    def test_azure(self) -> None:
+        what = describe(read_workload(TRACES / "azure_conv_2023.csv"))
+        assert what.num_requests == 19_366
+        assert (what.prompt_tokens.p50, what.prompt_tokens.p90, what.prompt_tokens.p99) == (1020, 2735, 4142)
+        assert (what.output_tokens.p50, what.output_tokens.p90, what.output_tokens.p99) == (129, 424, 601)
+        assert what.rate == pytest.approx(5.5, abs=0.1)
+        assert what.gap_cv == pytest.approx(1.09, abs=0.01)
+
+    def test_mooncake(self) -> None:
+        workload = read_workload(TRACES / "mooncake_synthetic.jsonl")
+        seen: set[int] = set()
+        num_found = 0
+        for job in workload.jobs:
+            num_found += len(seen.intersection(job.prefix))
+            seen.update(job.prefix)
+        assert num_found / sum(len(job.prefix) for job in workload.jobs) == pytest.approx(0.64, abs=0.0005)
+        assert describe(workload).prefix_share == pytest.approx(0.65, abs=0.02)
+
+    def test_sharegpt(self) -> None:
+        path = TRACES / "sharegpt_1000.jsonl"
+        assert len(read_workload(path).jobs) == 998, "two of the 1,000 begin with an empty message"
+        turns = read_workload(path, max_turns=4).jobs
+        assert len(turns) > 2000
+        assert all(job.after is None or job.after == idx - 1 for idx, job in enumerate(turns))

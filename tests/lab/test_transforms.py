@@ -1,0 +1,221 @@
+"""Transforms of workloads: what each changes, what it leaves alone, and that the same seed gives the same workload."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from penstock.lab.transforms import (
+    assign_tenants,
+    between,
+    cancel,
+    cap_lengths,
+    converse,
+    divide_lengths,
+    evenly,
+    every,
+    first,
+    repeat,
+    share_prefix,
+    speed,
+    think,
+)
+from penstock.lab.workload import Job, Workload
+from penstock.types.errors import ConfigError
+
+S = 1_000_000_000
+
+
+def job(at_s: float = 0.0, prompt: int = 100, output: int = 10, **more: object) -> Job:
+    return Job(arrival_ns=round(at_s * S), num_prompt_tokens=prompt, num_output_tokens=output, **more)  # type: ignore[arg-type]
+
+
+def singles(count: int) -> Workload:
+    return Workload(name="w", jobs=[job(nth, 100 + nth, 10 + nth) for nth in range(count)])
+
+
+@pytest.fixture
+def talks() -> Workload:
+    """Three conversations: of 2, 1 and 3 turns. New messages have 10 tokens, answers 5."""
+    jobs = [
+        job(1, 10, 5),
+        job(0.5, 25, 5, after=0),
+        job(2, 10, 5),
+        job(3, 10, 5),
+        job(0.5, 25, 5, after=3),
+        job(0.5, 40, 5, after=4),
+    ]
+    return Workload(name="talks", jobs=jobs)
+
+
+def prompts(workload: Workload) -> list[int]:
+    return [job.num_prompt_tokens for job in workload.jobs]
+
+
+def afters(workload: Workload) -> list[int | None]:
+    return [job.after for job in workload.jobs]
+
+
+def test_first_and_every_and_evenly_choose_jobs() -> None:
+    workload = singles(10)
+    assert prompts(first(workload, 3)) == [100, 101, 102]
+    assert prompts(every(workload, 4)) == [100, 104, 108]
+    assert prompts(evenly(workload, 4)) == [100, 102, 105, 107]
+    assert first(workload, 10) is workload
+    assert every(workload, 4).name == "w, every 4th"
+
+
+def test_conversations_are_chosen_whole(talks: Workload) -> None:
+    assert afters(every(talks, 2)) == [None, 0, None, 2, 3]
+    assert afters(evenly(talks, 1)) == [None, 0]
+    assert afters(between(talks, 2.5, 9)) == [None, 0, 1]
+
+
+def test_a_slice_counts_time_from_its_begin_and_leaves_think_times_alone(talks: Workload) -> None:
+    assert [job.arrival_ns / S for job in between(talks, 2.5, 9).jobs] == [0.5, 0.5, 0.5]
+    with pytest.raises(ConfigError, match="no request from 7 s to 9 s"):
+        between(talks, 7, 9)
+
+
+def test_repeat_goes_on_after_a_mean_gap(talks: Workload) -> None:
+    twice = repeat(talks, 2)
+    assert afters(twice) == [None, 0, None, None, 3, 4, None, 6, None, None, 9, 10]
+    starts = [job.arrival_ns / S for job in twice.jobs if job.after is None]
+    assert starts == [1, 2, 3, 4, 5, 6]
+
+
+def test_divide_lengths_keeps_blocks_whole() -> None:
+    workload = Workload(
+        name="w",
+        jobs=[job(prompt=1030, output=6, prefix=(1, 2, 3)), job(prompt=513, output=64, prefix=(1, 4))],
+        prefix_block_tokens=512,
+    )
+    divided = divide_lengths(workload, 32)
+    assert divided.prefix_block_tokens == 16
+    assert [(job.num_prompt_tokens, job.num_output_tokens, job.prefix) for job in divided.jobs] == [
+        (32, 1, (1, 2)),
+        (16, 2, (1,)),
+    ]
+    with pytest.raises(ConfigError, match="512 tokens can't be divided by 3"):
+        divide_lengths(workload, 3)
+
+
+def test_divided_conversations_still_hold_all_that_was_said(talks: Workload) -> None:
+    assert prompts(divide_lengths(talks, 5)) == [2, 5, 2, 2, 5, 8]
+    assert prompts(divide_lengths(talks, 1000)) == [1, 3, 1, 1, 3, 5]
+
+
+def test_cap_cuts_prompts_and_ends_conversations(talks: Workload) -> None:
+    capped = cap_lengths(talks, max_prompt_tokens=26, max_output_tokens=4)
+    assert prompts(capped) == [10, 24, 10, 10, 24]
+    assert afters(capped) == [None, 0, None, None, 3]
+    assert {job.num_output_tokens for job in capped.jobs} == {4}
+    assert prompts(cap_lengths(talks, max_prompt_tokens=7)) == [7, 7, 7]
+
+
+def test_a_block_that_a_cap_cuts_is_no_longer_shared() -> None:
+    workload = Workload(
+        name="w", jobs=[job(prompt=1030, prefix=(1, 2, 3)), job(prompt=513, prefix=(1, 4))], prefix_block_tokens=512
+    )
+    assert [job.prefix for job in cap_lengths(workload, max_prompt_tokens=600).jobs] == [(1,), (1, 4)]
+
+
+def test_speed_moves_every_instant() -> None:
+    workload = Workload(name="w", jobs=[job(4, deadline_ns=6 * S, cancelled_ns=8 * S), job(2, after=0)])
+    fast = speed(workload, 2)
+    assert [(job.arrival_ns, job.deadline_ns, job.cancelled_ns) for job in fast.jobs] == [
+        (2 * S, 3 * S, 4 * S),
+        (S, None, None),
+    ]
+    assert fast.name == "w, speed 2"
+
+
+def test_think_times_are_drawn_for_follow_ups_alone(talks: Workload) -> None:
+    thinking = repeat(think(talks, 2.0, seed=1), 1)
+    assert [job.arrival_ns for job in thinking.jobs if job.after is None] == [S, 2 * S, 3 * S]
+    many = think(converse(singles(4000), 4), 2.0, seed=1)
+    drawn = [job.arrival_ns / S for job in many.jobs if job.after is not None]
+    assert sum(drawn) / len(drawn) == pytest.approx(2.0, rel=0.05)
+
+
+def test_converse_chains_jobs_and_adds_up_what_was_said() -> None:
+    talk = converse(Workload(name="w", jobs=[job(nth, 10, 5, tenant=f"t{nth}") for nth in range(5)]), 3)
+    assert afters(talk) == [None, 0, 1, None, 3]
+    assert prompts(talk) == [10, 25, 40, 10, 25]
+    assert [job.tenant for job in talk.jobs] == ["t0", "t0", "t0", "t3", "t3"]
+    assert [job.arrival_ns / S for job in talk.jobs] == [0, 0, 0, 3, 0]
+    with pytest.raises(ConfigError, match="has conversations already"):
+        converse(talk, 2)
+
+
+def test_shared_prefixes_come_before_prompts_and_conversations_keep_theirs(talks: Workload) -> None:
+    shared = share_prefix(talks, 64, 2, seed=0)
+    assert shared.prefix_block_tokens == 64
+    assert prompts(shared) == [74, 89, 74, 74, 89, 104]
+    assert all(job.prefix in {(0,), (1,)} for job in shared.jobs)
+    assert shared.jobs[1].prefix == shared.jobs[0].prefix
+    assert shared.jobs[5].prefix == shared.jobs[3].prefix
+    with pytest.raises(ConfigError, match="says what its prompts begin with"):
+        share_prefix(shared, 64, 2, seed=0)
+
+
+def test_tenants_are_drawn_by_weight_and_conversations_keep_theirs(talks: Workload) -> None:
+    assigned = assign_tenants(singles(4000), {"a": 3, "b": 1}, seed=0)
+    assert Counter(job.tenant for job in assigned.jobs)["a"] == pytest.approx(3000, rel=0.03)
+    for seed in range(20):
+        tenants = [job.tenant for job in assign_tenants(talks, {"a": 1, "b": 1}, seed).jobs]
+        assert tenants[0] == tenants[1]
+        assert tenants[3] == tenants[4] == tenants[5]
+
+
+def test_an_exact_share_goes_away_within_the_answer() -> None:
+    workload = Workload(name="w", jobs=[job(output=1 + nth % 3) for nth in range(300)])
+    left = cancel(workload, 0.05, seed=0)
+    gone = [job for job in left.jobs if job.cancelled_after_tokens is not None]
+    assert len(gone) == 15
+    assert all(1 <= (job.cancelled_after_tokens or 0) < job.num_output_tokens for job in gone)
+    assert all(job.cancelled_after_tokens in (None, 1) for job in cap_lengths(left, max_output_tokens=2).jobs)
+    assert left.name == "w, 0.05 of the clients go away"
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
+def test_a_share_is_from_0_to_1(share: float) -> None:
+    with pytest.raises(ConfigError, match="Set it from 0 to 1"):
+        cancel(singles(3), share, seed=0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda w, seed: assign_tenants(w, {"a": 1, "b": 1}, seed),
+        lambda w, seed: cancel(w, 0.5, seed),
+        lambda w, seed: share_prefix(w, 10, 5, seed),
+        lambda w, seed: think(converse(w, 4), 1.0, seed),
+    ],
+    ids=["tenants", "cancel", "prefix", "think"],
+)
+def test_the_seed_alone_decides(change: object) -> None:
+    assert callable(change)
+    workload = singles(40)
+    assert change(workload, 1) == change(workload, 1)
+    assert change(workload, 1) != change(workload, 2)
+
+
+def test_nothing_that_is_no_change_is_said() -> None:
+    workload = singles(3)
+    for same in (
+        divide_lengths(workload, 1),
+        cap_lengths(workload),
+        speed(workload, 1),
+        converse(workload, 1),
+        first(workload, 9),
+    ):
+        assert same is workload
+
+
+@pytest.mark.parametrize("number", [0, -1])
+def test_counts_are_at_least_one(number: int) -> None:
+    for change in (first, every, evenly, repeat, divide_lengths, converse):
+        with pytest.raises(ConfigError, match=f"is {number}"):
+            change(singles(3), number)
