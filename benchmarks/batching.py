@@ -45,6 +45,7 @@ from workloads import DEFAULT_TRACES, WORKLOADS, Source, describe, read_jobs
 from penstock import machine
 from penstock.config import BackendConfig, Config, KvConfig, ModelConfig, SchedulerConfig
 from penstock.deploy.factory import start_model
+from penstock.lab.arrivals import NS_PER_S, poisson
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
 from penstock.types.request import Request
 from penstock.types.sampling import SamplingParams
@@ -187,11 +188,7 @@ def make_runtime(args: argparse.Namespace, strategy: str) -> RunningModel:
 
 def arrivals(num_requests: int, rate: float, seed: int) -> list[float]:
     """Seconds from the start; all zero without a rate."""
-    rng, now_s, times = random.Random(seed), 0.0, []
-    for _ in range(num_requests):
-        now_s += rng.expovariate(rate) if rate else 0.0
-        times.append(now_s)
-    return times
+    return [at_ns / NS_PER_S for at_ns in poisson(random.Random(seed), num_requests, rate)] if rate else [0.0] * num_requests
 
 
 def table(medians: dict[str, dict[str, float]]) -> str:

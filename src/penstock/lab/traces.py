@@ -133,19 +133,21 @@ def read_workload(
     """
     lines = Lines(path, limits or Limits())
     count = count_tokens or estimate_tokens
+    name = path.name if max_requests is None else f"{path.name}, first {max_requests}"
     estimated = "" if count_tokens else f", lengths estimated at {CHARS_PER_TOKEN} characters per token"
     match _format_of(path, lines):
         case "azure":
-            workload = _trace(path, islice(_azure(lines), max_requests))
+            workload = _trace(path, name, islice(_azure(lines), max_requests))
         case "mooncake":
-            workload = _trace(path, islice(_mooncake(lines), max_requests), prefix_block_tokens=MOONCAKE_BLOCK_TOKENS)
+            rows = islice(_mooncake(lines), max_requests)
+            workload = _trace(path, name, rows, prefix_block_tokens=MOONCAKE_BLOCK_TOKENS)
         case "prompts":
             prompts = list(islice(_prompts(lines, count), max_requests))
-            workload = Workload(name=f"{path.name}{estimated}", jobs=_some(path, prompts))
+            workload = Workload(name=f"{name}{estimated}", jobs=_some(path, prompts))
         case "sharegpt":
             jobs = _conversation_jobs(read_conversations(path, limits), count, max_turns, max_requests)
             turns = "first turns" if max_turns == 1 else f"conversations of at most {max_turns} turns"
-            return Workload(name=f"{path.name}, {turns}{estimated}", jobs=_some(path, jobs))
+            return Workload(name=f"{name}, {turns}{estimated}", jobs=_some(path, jobs))
     return converse(workload, max_turns)
 
 
@@ -344,13 +346,13 @@ def _prompts(lines: Lines, count_tokens: CountTokens) -> Iterator[Job]:
 # All of them
 
 
-def _trace(path: Path, rows: Iterator[Job], *, prefix_block_tokens: int = 0) -> Workload:
+def _trace(path: Path, name: str, rows: Iterator[Job], *, prefix_block_tokens: int = 0) -> Workload:
     """Rows with instants: in their order, and the first of them at 0."""
     jobs = _some(path, sorted(rows, key=lambda job: job.arrival_ns))
     begin_ns = jobs[0].arrival_ns
     jobs = [replace(job, arrival_ns=job.arrival_ns - begin_ns) for job in jobs]
     has_prefixes = any(job.prefix for job in jobs)
-    return Workload(name=path.name, jobs=jobs, prefix_block_tokens=prefix_block_tokens if has_prefixes else 0)
+    return Workload(name=name, jobs=jobs, prefix_block_tokens=prefix_block_tokens if has_prefixes else 0)
 
 
 def _some(path: Path, jobs: list[Job]) -> list[Job]:

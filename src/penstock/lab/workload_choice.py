@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
@@ -93,6 +93,9 @@ def make_workload(choice: WorkloadChoice, count_tokens: CountTokens | None = Non
         workload = transforms.assign_tenants(workload, parse_tenants(choice.tenants), choice.seed)
     if choice.cancel_share:
         workload = transforms.cancel(workload, choice.cancel_share, choice.seed)
+    is_drawn = choice.workload in NAMED or choice.tenants or choice.cancel_share or choice.think_time_s
+    if is_drawn or kind not in ("", "closed", "constant"):
+        workload = replace(workload, name=f"{workload.name}, seed {choice.seed}")
     return workload
 
 
