@@ -80,11 +80,11 @@ def test_a_text_has_as_many_tokens_as_its_job_says(tokenizer: Tokenizer, length:
 
 
 def test_without_a_tokenizer_lengths_are_estimated_and_the_name_says_so() -> None:
-    written = write_prompts(workload(job(50), job(3, text="x" * 100)), None)
-    assert [one.num_prompt_tokens for one in written.jobs] == [50, 3]
-    made_up, own = texts(written)
+    written = write_prompts(workload(job(50), job(3, text="x" * 100), job(10, text="y" * 41)), None)
+    assert [one.num_prompt_tokens for one in written.jobs] == [50, 3, 10]
+    made_up, *own = texts(written)
     assert len(made_up.split()) == 50
-    assert own == "x" * 12
+    assert own == ["x" * 12, "y" * 41]
     assert written.name == "w, texts of estimated lengths"
 
 

@@ -149,6 +149,13 @@ def test_converse_chains_jobs_and_adds_up_what_was_said() -> None:
         converse(talk, 2)
 
 
+def test_a_chained_turn_begins_with_the_full_blocks_before_it() -> None:
+    workload = Workload(
+        name="w", jobs=[job(prompt=40, prefix=(1, 2, 3)), job(prompt=40, prefix=(1, 4, 5))], prefix_block_tokens=16
+    )
+    assert [job.prefix for job in converse(workload, 2).jobs] == [(1, 2, 3), (1, 2)]
+
+
 def test_shared_prefixes_come_before_prompts_and_conversations_keep_theirs(talks: Workload) -> None:
     shared = share_prefix(talks, 64, 2, seed=0)
     assert shared.prefix_block_tokens == 64

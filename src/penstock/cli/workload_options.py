@@ -38,6 +38,11 @@ def _stages(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
         raise click.BadParameter(str(error), ctx, param) from None
 
 
+def _arrivals(ctx: click.Context, param: click.Parameter, value: str | None) -> str:
+    del ctx, param
+    return value or ""
+
+
 _OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.option(
         "--workload",
@@ -50,9 +55,8 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.option("--rate", type=float, metavar="PER_S", help="Requests per second on average; of a ramp, at its begin."),
     click.option(
         "--arrivals",
-        type=click.Choice(["", *ARRIVALS]),
-        metavar=f"[{'|'.join(ARRIVALS)}]",
-        default="",
+        type=click.Choice(ARRIVALS),
+        callback=_arrivals,
         help="When requests come. Default: as the other options imply; poisson with a rate alone; else as in the file.",
     ),
     click.option("--cv", type=float, help="Coefficient of variation of gamma gaps; above 1 requests come in bursts."),

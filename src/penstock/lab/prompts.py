@@ -12,7 +12,7 @@ from dataclasses import replace
 from random import Random
 from typing import Protocol
 
-from penstock.lab.traces import CHARS_PER_TOKEN
+from penstock.lab.traces import CHARS_PER_TOKEN, estimate_tokens
 from penstock.lab.workload import Job, Workload
 
 WORDS = (  # noqa: SIM905  # a list of 500 literals is no easier to read
@@ -61,7 +61,7 @@ def write_prompts(workload: Workload, tokenizer: Tokenizer | None, *, seed: int 
     In a turn that continues a conversation it is the text of the user's new message. The tokens that a chat template adds are
     not counted.
     """
-    writer = PromptWriter(tokenizer, workload.prefix_block_tokens, seed=seed)
+    writer = _Writer(tokenizer, workload.prefix_block_tokens, seed=seed)
     jobs: list[Job] = []
     for idx, job in enumerate(workload.jobs):
         if job.prompt_token_ids:
@@ -78,7 +78,7 @@ def write_prompts(workload: Workload, tokenizer: Tokenizer | None, *, seed: int 
     return replace(workload, jobs=jobs, name=f"{workload.name}, {how}")
 
 
-class PromptWriter:
+class _Writer:
     """Texts of wanted lengths."""
 
     def __init__(self, tokenizer: Tokenizer | None, prefix_block_tokens: int, *, seed: int = 0) -> None:
@@ -128,8 +128,8 @@ class PromptWriter:
 
     def _shortened(self, text: str, max_tokens: int) -> tuple[str, int]:
         if self._tokenizer is None:
-            num_chars = max_tokens * CHARS_PER_TOKEN
-            return text[:num_chars], min(max_tokens, max(1, round(len(text) / CHARS_PER_TOKEN)))
+            count = estimate_tokens(text)
+            return (text, count) if count <= max_tokens else (text[: max_tokens * CHARS_PER_TOKEN], max_tokens)
         ids = self._ids(text)
         return (text, len(ids)) if len(ids) <= max_tokens else cut(self._tokenizer, ids, max_tokens)
 

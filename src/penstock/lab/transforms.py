@@ -166,6 +166,7 @@ def converse(workload: Workload, num_turns: int) -> Workload:
     for idx, job in enumerate(workload.jobs):
         if idx % num_turns:
             before = jobs[-1]
+            full = before.num_prompt_tokens // (workload.prefix_block_tokens or 1)
             history = before.num_prompt_tokens + before.num_output_tokens
             jobs.append(
                 replace(
@@ -175,7 +176,7 @@ def converse(workload: Workload, num_turns: int) -> Workload:
                     cancelled_ns=None,
                     after=idx - 1,
                     num_prompt_tokens=history + job.num_prompt_tokens,
-                    prefix=before.prefix,
+                    prefix=before.prefix[:full],
                     prompt_token_ids=(),
                     tenant=before.tenant,
                 )

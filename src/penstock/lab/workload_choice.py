@@ -88,7 +88,10 @@ def make_workload(choice: WorkloadChoice, count_tokens: CountTokens | None = Non
                 "A think time is for conversations, and there are no conversations.", remedy="Set --sessions above 1."
             )
         workload = transforms.think(workload, choice.think_time_s, choice.seed)
-    workload = transforms.speed(_with_arrivals(workload, kind, choice), choice.speed)
+    workload = _with_arrivals(workload, kind, choice)
+    if choice.speed != 1 and not any(job.arrival_ns for job in workload.jobs):
+        raise ConfigError("All requests come at once: there is no time to divide.", remedy="Leave out --speed, or set --rate.")
+    workload = transforms.speed(workload, choice.speed)
     if choice.tenants:
         workload = transforms.assign_tenants(workload, parse_tenants(choice.tenants), choice.seed)
     if choice.cancel_share:
@@ -169,26 +172,30 @@ def _read(choice: WorkloadChoice, count_tokens: CountTokens | None) -> Workload:
     return workload
 
 
-_FIELDS = {"ramp": "rate_to", "bursts": "burst_s", "gamma": "cv", "stages": "stages"}
-"""Arrivals -> the field that only they have."""
+_OPTIONS = {
+    "ramp": ("rate_to", "--rate-to"),
+    "bursts": ("burst_s", "--burst-s"),
+    "gamma": ("cv", "--cv"),
+    "stages": ("stages", "--stages"),
+}
+"""Arrivals -> the field that only they have, and its option."""
 
 
 def _arrivals_of(choice: WorkloadChoice) -> str:
     """The kind of arrivals, empty for those of the file. Raises ConfigError if the choice contradicts itself."""
-    given = [kind for kind, field in _FIELDS.items() if getattr(choice, field) not in (None, ())]
+    given = [kind for kind, (field, _) in _OPTIONS.items() if getattr(choice, field) not in (None, ())]
     kind = choice.arrivals or next(iter(given), "poisson" if choice.rate is not None else "")
     if kind and kind not in ARRIVALS:
         raise ConfigError(f"There are no arrivals {kind!r}.", remedy=f"There are {', '.join(ARRIVALS)}.")
-    flags = {"rate_to": "--rate-to", "burst_s": "--bursts", "cv": "--cv", "stages": "--stages"}
     for other in given:
         if other != kind:
-            flag = flags[_FIELDS[other]]
+            option = _OPTIONS[other][1]
             raise ConfigError(
-                f"{flag} is for arrivals {other!r}, not for {kind!r}.", remedy=f"Leave out {flag}, or set --arrivals {other}."
+                f"{option} is for arrivals {other!r}, not for {kind!r}.",
+                remedy=f"Leave out {option}, or set --arrivals {other}.",
             )
     if kind in ("ramp", "stages") and kind not in given:
-        flag = flags[_FIELDS[kind]]
-        raise ConfigError(f"Arrivals {kind!r} need {flag}.", remedy=f"Set {flag}.")
+        raise ConfigError(f"Arrivals {kind!r} need {_OPTIONS[kind][1]}.", remedy=f"Set {_OPTIONS[kind][1]}.")
     if kind in ("closed", "stages") and choice.rate is not None:
         raise ConfigError(f"Arrivals {kind!r} have no rate of their own.", remedy="Leave out --rate.")
     return kind
