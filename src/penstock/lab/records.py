@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 
@@ -36,8 +37,9 @@ class Record:
     """As the server counted them."""
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
-    gaps_ns: tuple[int, ...] = ()
-    """Times between one event with text and the next; a server may put several tokens into one event."""
+    gaps_ns: Sequence[int] = ()
+    """Times between one event with text and the next; a server may put several tokens into one event. Often an `array("q")`,
+    which takes 8 bytes for each."""
     queue_ns: int | None = None
     """Time in the server's queue, where the server tells it (`Server-Timing`)."""
     end: End = End.OK
@@ -45,5 +47,26 @@ class Record:
     """0 without one: in process, or no answer."""
     error: str = ""
     tenant: str = ""
+    waits_ns: Sequence[int] = ()
+    """For how long the server told the client to wait, each time that it was refused and came back; `sent_ns` is the last."""
     text: str = ""
     """The answer, where somebody needs it: the next turn of a conversation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """The outcome of sending a workload once."""
+
+    records: list[Record]
+    """In the order of their jobs, without those of the warm-up."""
+    duration_ns: int
+    """From the first request to the last byte, warm-up included."""
+    client_cpu_s: float = 0.0
+    """CPU time of the thread that sent and received; 0 in process, where it is the model's, too."""
+    num_warm_up: int = 0
+    unfinished: list[Record] = field(default_factory=list)
+    """Requests under way when the run was interrupted or its time was over, as far as they had come: cancelled ones."""
+    num_unsent: int = 0
+    """Jobs that were not sent yet at that time."""
+    notes: tuple[str, ...] = ()
+    """Sentences on what a reader of the figures must know."""

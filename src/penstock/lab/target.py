@@ -1,0 +1,270 @@
+"""A server that speaks OpenAI's API, as one who sends to it sees it: its address, how it is asked, which fields it takes.
+
+`Target` makes the bodies of requests. `Questions` asks what must be known before a run, one question at a time. Called by the
+client of the lab and by `penstock bench`; measures nothing.
+"""
+
+from __future__ import annotations
+
+import http.client
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from urllib.parse import urlsplit
+
+import orjson
+
+from penstock.lab import answers
+from penstock.types.errors import PenstockError
+
+_ASK_TIMEOUT_S = 120.0
+"""The first answer of a server that just started may take long."""
+MAX_TOKENIZE_S = 0.005
+"""A server that takes longer on average to count a text is too far away to be asked for all."""
+_PROBES = ("a", "the word", "some words", "four or five words")
+_MAX_KNOWN_CHARS = 40
+"""Single words are asked for again and again; the texts of prompts are not kept."""
+_OPTIONAL_FIELDS = ("ignore_eos", "stream_options")
+"""Fields that a server need not know: left out if it refuses them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """The parts of a server's URL."""
+
+    url: str
+    scheme: str
+    """`http` or `https`."""
+    host: str
+    port: int
+    host_header: str
+    path: str
+    """The part before `/v1`."""
+
+    @classmethod
+    def of(cls, url: str) -> Address:
+        """Raises PenstockError if it is no URL of a server."""
+        try:
+            parts = urlsplit(url)
+            port = parts.port or (443 if parts.scheme == "https" else 80)
+        except ValueError:
+            parts, port = urlsplit(""), 0
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise PenstockError(f"{url!r} is no address of a server.", remedy="Write it as http://127.0.0.1:8000.")
+        host_header = parts.netloc.rpartition("@")[2]
+        return cls(url, parts.scheme, parts.hostname, port, host_header, parts.path.rstrip("/").removesuffix("/v1"))
+
+    def unreachable(self, error: Exception) -> PenstockError:
+        """The error that says so, with the system's reason."""
+        cause = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        return PenstockError(
+            f"{self.url} can't be reached: {cause}.", remedy="Is a server running there? `penstock serve` starts one."
+        )
+
+
+Prompt = str | Sequence[int]
+"""A text, or token ids."""
+
+
+class Endpoint(StrEnum):
+    COMPLETIONS = "completions"
+    CHAT = "chat"
+    EMBEDDINGS = "embeddings"
+
+    @property
+    def path(self) -> str:
+        return "/v1/chat/completions" if self is Endpoint.CHAT else f"/v1/{self.value}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A server, and how it is asked."""
+
+    url: str
+    """`http://HOST:PORT` or `https://...`; a path before `/v1` is kept, `/v1` itself may be there or not."""
+    model: str = ""
+    """As the server calls it."""
+    endpoint: Endpoint = Endpoint.COMPLETIONS
+    stream: bool = True
+    api_key: str | None = None
+    extra_body: Mapping[str, object] = field(default_factory=dict)
+    """Fields that are added to each request or replace ours; None leaves a field out."""
+    limit_field: str = "max_tokens"
+    """The field with the number of tokens that are asked for."""
+
+    @property
+    def asks_to_ignore_eos(self) -> bool:
+        """Whether each answer must have exactly the tokens that were asked for."""
+        return self.endpoint is not Endpoint.EMBEDDINGS and self.extra_body.get("ignore_eos", True) is True
+
+    def body(self, prompt: Prompt | Sequence[Mapping[str, str]], num_output_tokens: int) -> bytes:
+        """A request in JSON. `prompt`: of a chat its messages."""
+        body: dict[str, object] = {"model": self.model}
+        if self.endpoint is Endpoint.EMBEDDINGS:
+            body["input"] = prompt
+        else:
+            body["messages" if self.endpoint is Endpoint.CHAT else "prompt"] = prompt
+            body |= {self.limit_field: num_output_tokens, "temperature": 0, "ignore_eos": True}
+            if self.stream:
+                body |= {"stream": True, "stream_options": {"include_usage": True}}
+        if self.extra_body:
+            body |= self.extra_body
+            body = {name: value for name, value in body.items() if value is not None}
+        return orjson.dumps(body)
+
+
+class Questions:
+    """Single questions to a server over one connection, each of which waits for its answer. A context manager."""
+
+    def __init__(self, target: Target) -> None:
+        """Raises PenstockError if the URL is none."""
+        self._address = address = Address.of(target.url)
+        make = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
+        self._connection = make(address.host, address.port, timeout=_ASK_TIMEOUT_S)
+        self._target = target
+
+    def __enter__(self) -> Questions:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._connection.close()
+
+    def model(self) -> str:
+        """The first model that the server lists. Raises PenstockError if it lists none."""
+        status, body = self._ask("GET", "/v1/models")
+        if status in _REMEDIES and status != 404:
+            raise PenstockError(f"{self._target.url} answers {status}: {answers.error_of(body)}", remedy=_REMEDIES[status])
+        try:
+            return str(orjson.loads(body)["data"][0]["id"])
+        except (orjson.JSONDecodeError, LookupError, TypeError):
+            said = body[:200].decode(errors="replace")
+            raise PenstockError(
+                f"{self._target.url} does not list its models: status {status}, {said!r}.", remedy="Name one with --model."
+            ) from None
+
+    def server(self) -> str:
+        """The name and the version of the server, as far as it tells them. Raises PenstockError if it is gone."""
+        owner, version = self._got("/v1/models").get("data"), self._got("/version").get("version")
+        name = owner[0].get("owned_by") if isinstance(owner, list) and owner and isinstance(owner[0], dict) else None
+        return " ".join(part for part in (name, version) if isinstance(part, str))
+
+    def tokenize(self, text: str) -> list[int] | None:
+        """The tokens of a text, without those that the server adds; None if it has no such route. Raises PenstockError."""
+        own = {"model": self._target.model, "prompt": text, "add_special_tokens": False}  # of Penstock and vLLM
+        for body in (own, {"content": text}):  # of llama.cpp
+            found = self._got("/tokenize", body).get("tokens")
+            if isinstance(found, list):
+                return [int(token_id) for token_id in found]
+        return None
+
+    def detokenize(self, token_ids: Sequence[int]) -> str | None:
+        """The text of tokens; None if the server has no such route. Raises PenstockError."""
+        for body in ({"model": self._target.model, "tokens": token_ids}, {"tokens": token_ids}):
+            found = self._got("/detokenize", body)
+            text = found.get("prompt", found.get("content"))
+            if isinstance(text, str):
+                return text
+        return None
+
+    def _got(self, path: str, body: Mapping[str, object] | None = None) -> dict[str, object]:
+        """The object of an answer; an empty one if the server does not understand."""
+        status, answer = self._ask("GET", path) if body is None else self._ask("POST", path, orjson.dumps(body))
+        try:
+            found = orjson.loads(answer) if status == 200 else {}
+        except orjson.JSONDecodeError:
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def settle(self) -> tuple[Target, tuple[str, ...]]:
+        """The target without the fields that this server refuses, and a sentence on each. Asks for one token.
+
+        Raises PenstockError if the server would refuse every request.
+        """
+        target = self._target
+        notes: list[str] = []
+        while True:
+            messages = [{"role": "user", "content": "Hello"}]
+            body = target.body(messages if target.endpoint is Endpoint.CHAT else "Hello", 1)
+            status, answer = self._ask("POST", target.endpoint.path, body)
+            if status == 200:
+                return target, tuple(notes)
+            said = answer[:2000].decode(errors="replace")
+            if status in (429, 503):
+                notes.append(
+                    f"The server refused the question before the run ({status}): fields that it may not take are sent."
+                )
+                return target, tuple(notes)
+            refused = [name for name in _OPTIONAL_FIELDS if name in said and name not in target.extra_body]
+            if status in (400, 422) and refused:
+                target = replace(target, extra_body={**target.extra_body, refused[0]: None})
+                notes.append(_LEFT_OUT[refused[0]])
+            elif status in (400, 422) and "max_completion_tokens" in said and target.limit_field == "max_tokens":
+                target = replace(target, limit_field="max_completion_tokens")
+            else:
+                raise PenstockError(
+                    f"{target.url} answers {target.endpoint.path} with {status}: {answers.error_of(answer)}",
+                    remedy=_REMEDIES.get(status, "Does the server have this route, and take these fields?"),
+                )
+
+    def _ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
+        headers = {"Content-Type": "application/json"} if body is not None else {}
+        if self._target.api_key is not None:
+            headers["Authorization"] = f"Bearer {self._target.api_key}"
+        try:
+            self._connection.request(method, self._address.path + path, body, headers)
+            answer = self._connection.getresponse()
+            return answer.status, answer.read()
+        except (OSError, http.client.HTTPException) as error:
+            self._connection.close()
+            raise self._address.unreachable(error) from None
+
+
+_LEFT_OUT = {
+    "ignore_eos": "The server does not take ignore_eos: an answer ends where the model ends it.",
+    "stream_options": "The server does not take stream_options: tokens of a stream are its events with text.",
+}
+_REMEDIES = {
+    401: "Give its key with --api-key.",
+    403: "Give its key with --api-key.",
+    404: "Name a model that it serves with --model, and a route that it has with --endpoint.",
+}
+
+
+class ServerTokenizer:
+    """The server's own tokenizer as `prompts.Tokenizer`: one question for each text, so it is for servers that are near."""
+
+    def __init__(self, questions: Questions) -> None:
+        self._questions = questions
+        self._known: dict[str, list[int]] = {}
+
+    @classmethod
+    def of(cls, questions: Questions) -> ServerTokenizer | None:
+        """None if the server has none, or takes more than `MAX_TOKENIZE_S` to answer. Raises PenstockError."""
+        tokenizer = cls(questions)
+        if (token_ids := questions.tokenize("the")) is None or questions.detokenize(token_ids) is None:
+            return None
+        begin_s = time.perf_counter()
+        for text in _PROBES:
+            tokenizer.encode(text, add_special_tokens=False)
+        return tokenizer if time.perf_counter() - begin_s <= MAX_TOKENIZE_S * len(_PROBES) else None
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Raises PenstockError if the server fails."""
+        assert not add_special_tokens, "the server would add its own"
+        if (known := self._known.get(text)) is not None:
+            return known
+        token_ids = self._questions.tokenize(text)
+        if token_ids is None:
+            raise PenstockError("The server did not count the tokens of a text.", remedy="Count them with --tokenizer MODEL.")
+        if len(text) <= _MAX_KNOWN_CHARS:
+            self._known[text] = token_ids
+        return token_ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Raises PenstockError if the server fails."""
+        del skip_special_tokens  # no server asks
+        text = self._questions.detokenize(token_ids)
+        if text is None:
+            raise PenstockError("The server did not write tokens as text.", remedy="Count tokens with --tokenizer MODEL.")
+        return text

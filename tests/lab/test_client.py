@@ -1,0 +1,647 @@
+"""The HTTP client against sockets that answer with canned bytes: what it sends, when, and what it makes of the answers."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+import ssl
+import subprocess
+import threading
+import time
+
+import pytest
+
+from lab.canned import CLOSE, DONE, GOOD, HEAD, CannedServer, answer_of, chunk, event, plain, stream, token, usage
+from penstock.lab import client
+from penstock.lab.client import SendOptions, send
+from penstock.lab.pacing import Pace, WarmUp
+from penstock.lab.records import End
+from penstock.lab.target import Endpoint, Questions, ServerTokenizer, Target
+from penstock.lab.workload import Job, Workload
+from penstock.types.errors import PenstockError
+
+MS = 1_000_000
+
+
+def job(prompt="Once upon", num_output_tokens=3, arrival_ns=0, **changes):
+    return Job(arrival_ns=arrival_ns, num_prompt_tokens=2, num_output_tokens=num_output_tokens, prompt=prompt, **changes)
+
+
+def workload(*jobs):
+    return Workload(name="test", jobs=jobs)
+
+
+@pytest.fixture
+def serve():
+    """Starts a server that answers with what `respond(request)` gives, or always with the same bytes."""
+    servers = []
+
+    def start(respond, **options):
+        given = respond if callable(respond) else lambda _: [respond]
+        servers.append(CannedServer(given, **options))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def target(server, **changes):
+    return Target(url=server.url, model="m", **changes)
+
+
+def only(sent):
+    assert len(sent.records) == 1
+    return sent.records[0]
+
+
+def test_a_closed_loop_asks_every_job_once_in_order_over_one_connection(serve):
+    server = serve(GOOD)
+    sent = send(workload(*(job(f"prompt {k}") for k in range(20))), target(server, api_key="secret"), pace=Pace(concurrency=1))
+    assert [request.json["prompt"] for request in server.requests] == [f"prompt {k}" for k in range(20)]
+    assert server.num_connections == 1
+    first = server.requests[0]
+    assert first.line == "POST /v1/completions HTTP/1.1"
+    assert first.headers["authorization"] == "Bearer secret"
+    assert first.headers["host"] == server.url.removeprefix("http://")
+    assert {name: first.json[name] for name in ("model", "max_tokens", "temperature", "ignore_eos", "stream")} == {
+        "model": "m",
+        "max_tokens": 3,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    assert [record.index for record in sent.records] == list(range(20))
+    for record in sent.records:
+        assert (record.end, record.http_status, record.num_output_tokens, record.num_prompt_tokens) == (End.OK, 200, 3, 2)
+        assert record.intended_ns <= record.sent_ns <= record.first_ns <= record.ended_ns <= sent.duration_ns
+        assert record.first_ns + sum(record.gaps_ns) <= record.ended_ns
+        assert record.text == ""
+    assert sent.client_cpu_s > 0
+
+
+def test_as_many_streams_as_the_concurrency_and_no_more(serve):
+    together = threading.Barrier(4, timeout=30)
+
+    def respond(_):
+        together.wait()
+        yield GOOD
+
+    server = serve(respond)
+    assert len(send(workload(*[job()] * 40), target(server), pace=Pace(concurrency=4)).records) == 40
+    assert server.max_running == 4
+    assert server.num_connections == 4
+
+
+def test_an_open_loop_counts_from_the_instant_at_which_a_request_was_due(serve):
+    """The second waits for the first, as only one may be under way: its latency has that wait."""
+    release = threading.Event()
+
+    def respond(request):
+        if request.json["prompt"] == "first":
+            release.wait(30)
+        yield GOOD
+
+    server = serve(respond)
+    threading.Timer(0.2, release.set).start()
+    jobs = workload(job("first", arrival_ns=10 * MS), job("second", arrival_ns=20 * MS))
+    first, second = send(jobs, target(server), pace=Pace(max_concurrency=1)).records
+    assert (first.intended_ns, second.intended_ns) == (10 * MS, 20 * MS)
+    assert first.sent_ns >= 10 * MS
+    assert second.sent_ns >= first.ended_ns >= 150 * MS
+
+
+def test_a_large_prompt_is_sent_whole(serve):
+    server = serve(GOOD)
+    prompt = "word " * 1_000_000
+    only(send(workload(job(prompt)), target(server)))
+    assert server.requests[0].json["prompt"] == prompt
+
+
+def test_token_ids_are_sent_as_such(serve):
+    server = serve(GOOD)
+    only(send(workload(Job(arrival_ns=0, num_prompt_tokens=2, num_output_tokens=3, prompt_token_ids=(5, 6))), target(server)))
+    assert server.requests[0].json["prompt"] == [5, 6]
+
+
+@pytest.mark.parametrize(
+    ("answer", "end", "error", "status"),
+    [
+        (stream(token("a"), usage(1), DONE), End.FAILED, "1 token instead of 3", 200),
+        (stream(token("a"), event({"error": {"message": "out of memory"}})), End.FAILED, "out of memory", 200),
+        (stream(token("a"), token("b")), End.FAILED, "broke off after 2 events", 200),
+        (plain({"error": {"message": "queue full"}}, "429 Too Many Requests"), End.REFUSED, "queue full", 429),
+        (plain({"error": {"message": "draining"}}, "503 Unavailable"), End.REFUSED, "draining", 503),
+        (plain({"error": {"message": "no such model"}}, "404 Not Found"), End.FAILED, "no such model", 404),
+        (plain(b"oops", "500 Internal Server Error"), End.FAILED, "oops", 500),
+        (b"SSH-2.0-OpenSSH_9.2\r\n\r\n", End.FAILED, "no HTTP/1.1", 0),
+    ],
+)
+def test_an_answer_that_is_no_good_is_a_record_with_a_reason_and_the_run_goes_on(serve, answer, end, error, status):
+    server = serve(lambda request: [answer if request.json["prompt"] == "bad" else GOOD])
+    bad, good = send(workload(job("bad"), job("good")), target(server), pace=Pace(concurrency=1)).records
+    assert (bad.end, bad.http_status) == (end, status)
+    assert error in bad.error
+    assert good.end is End.OK
+
+
+@pytest.mark.parametrize(
+    ("pieces", "error"),
+    [
+        ([CLOSE], "closed the connection"),
+        ([HEAD + chunk(token("a")), CLOSE], "closed the connection"),
+    ],
+)
+def test_a_connection_that_breaks_is_a_failure(serve, pieces, error):
+    server = serve(lambda _: pieces)
+    record = only(send(workload(job()), target(server)))
+    assert record.end is End.FAILED
+    assert error in record.error
+    assert len(server.requests) == 1, "nothing is sent again that a server may have begun"
+
+
+def test_a_server_that_closes_idle_connections_loses_no_request(serve):
+    """Every second request meets a connection that the server has just closed, and is sent again on another."""
+    seen = []
+
+    def respond(request):
+        seen.append(request.connection_number)
+        yield GOOD
+        if len(seen) % 2:
+            yield CLOSE
+
+    server = serve(respond)
+    sent = send(workload(*(job(f"{k}") for k in range(20))), target(server), pace=Pace(concurrency=1))
+    assert [record.end for record in sent.records] == [End.OK] * 20
+    assert server.num_connections > 5
+
+
+def test_an_early_refusal_is_read_though_the_request_is_not_all_sent(serve):
+    """The server answers after the head, and closes."""
+
+    class Early(CannedServer):
+        def answer_one(self, connection, number):
+            connection.recv(1 << 10)
+            connection.sendall(plain({"error": {"message": "too large"}}, "413 Content Too Large", "Connection: close\r\n"))
+            connection.shutdown(socket.SHUT_WR)
+            while connection.recv(1 << 16):
+                pass
+            return False
+
+    server = Early(None)
+    record = only(send(workload(job("word " * 2_000_000)), target(server)))
+    server.close()
+    assert (record.end, record.http_status, record.error) == (End.FAILED, 413, "too large")
+
+
+def test_requests_to_a_server_that_has_gone_fail_one_by_one():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    sent = send(workload(job(), job()), Target(url=url))
+    assert [record.end for record in sent.records] == [End.FAILED] * 2
+    assert "refused" in sent.records[0].error
+
+
+def test_silence_is_a_failure_and_a_slow_answer_is_none(serve, monkeypatch):
+    monkeypatch.setattr(client, "_CHECK_NS", 10 * MS)
+    gone = threading.Event()
+
+    def respond(request):
+        if request.json["prompt"] == "silent":
+            gone.wait(30)
+            return
+        yield HEAD
+        for word in "abc":
+            gone.wait(0.15)
+            yield chunk(token(word))
+        yield chunk(usage()) + chunk(DONE) + b"0\r\n\r\n"
+
+    server = serve(respond)
+    silent, slow = send(workload(job("silent"), job("slow")), target(server), options=SendOptions(silence_s=0.3)).records
+    gone.set()
+    assert (silent.end, silent.error) == (End.FAILED, "No byte came for 0.3 s.")
+    assert slow.end is End.OK
+    assert slow.ended_ns - slow.sent_ns > 400 * MS
+
+
+def test_a_client_that_goes_away_after_some_time_closes_its_connection(serve):
+    gone = threading.Event()
+
+    def respond(_):
+        yield HEAD + chunk(token("a"))
+        gone.wait(30)
+
+    server = serve(respond)
+    record = only(send(workload(job(arrival_ns=50 * MS, cancelled_ns=200 * MS)), target(server)))
+    gone.set()
+    assert record.end is End.CANCELLED
+    assert 200 * MS <= record.ended_ns < 2000 * MS
+    assert record.num_output_tokens == 1
+    assert record.error == ""
+
+
+@pytest.mark.parametrize("endpoint", [Endpoint.COMPLETIONS, Endpoint.CHAT])
+def test_a_client_that_goes_away_after_some_tokens_has_seen_those(serve, endpoint):
+    gone = threading.Event()
+    is_chat = endpoint is Endpoint.CHAT
+    role = chunk(event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})) if is_chat else b""
+    word = chunk(event({"choices": [{"delta": {"content": "a"}}]})) if is_chat else chunk(token("a"))
+
+    def respond(_):
+        yield HEAD + role + word
+        yield word
+        gone.wait(30)
+
+    server = serve(respond)
+    record = only(send(workload(job(cancelled_after_tokens=2)), target(server, endpoint=endpoint)))
+    gone.set()
+    assert (record.end, record.num_output_tokens) == (End.CANCELLED, 2)
+
+
+def test_a_client_that_went_away_while_it_waited_sends_nothing(serve):
+    server = serve(GOOD)
+    release = threading.Event()
+
+    def respond(_):
+        release.wait(30)
+        yield GOOD
+
+    server = serve(respond)
+    threading.Timer(0.2, release.set).start()
+    jobs = workload(job("first"), job("second", arrival_ns=MS, cancelled_ns=2 * MS))
+    _, second = send(jobs, target(server), pace=Pace(max_concurrency=1)).records
+    assert second.end is End.CANCELLED
+    assert second.first_ns is None
+    assert [request.json["prompt"] for request in server.requests] == ["first"]
+
+
+def test_a_conversation_is_sent_again_with_its_answers(serve):
+    server = serve(lambda request: [answer_of(f"<{len(server.requests)}", ">")])
+    jobs = workload(job("hi ", 2), job("and ", 2, after=0), job("more ", 2, after=1), job("other ", 2, after=0))
+    sent = send(jobs, target(server), pace=Pace(concurrency=1), options=SendOptions(keeps_text=True))
+    prompts = {request.json["prompt"] for request in server.requests}
+    first, second, third, other = sent.records
+    assert prompts == {"hi ", "hi <1>and ", "hi <1>other ", f"hi <1>and {second.text}more "}
+    assert (first.text, third.end, other.end) == ("<1>", End.OK, End.OK)
+
+
+def test_a_conversation_of_a_chat_has_roles(serve):
+    def respond(_):
+        yield stream(event({"choices": [{"delta": {"content": "yes"}}]}), usage(1), DONE)
+
+    server = serve(respond)
+    jobs = workload(job("a", 1), job("b", 1, arrival_ns=30 * MS, after=0))
+    before, after = send(jobs, target(server, endpoint=Endpoint.CHAT)).records
+    assert server.requests[1].line == "POST /v1/chat/completions HTTP/1.1"
+    assert [(said["role"], said["content"]) for said in server.requests[1].json["messages"]] == [
+        ("user", "a"),
+        ("assistant", "yes"),
+        ("user", "b"),
+    ]
+    assert after.intended_ns == before.ended_ns + 30 * MS
+    assert after.sent_ns >= after.intended_ns
+
+
+def test_turns_after_a_failure_are_failures_that_say_so(serve):
+    server = serve(stream(token("a"), event({"error": {"message": "out of memory"}})))
+    jobs = workload(job("a"), job("b", after=0), job("c", after=1))
+    first, second, third = send(jobs, target(server)).records
+    assert first.error == "out of memory"
+    assert second.error == third.error == "The turn before it had no answer."
+    assert len(server.requests) == 1
+
+
+def test_what_is_not_streamed_has_an_end_and_no_first_token(serve):
+    server = serve(plain({"choices": [{"text": "a b c"}], "usage": {"prompt_tokens": 2, "completion_tokens": 3}}))
+    record = only(send(workload(job()), target(server, stream=False)))
+    assert (record.end, record.first_ns, record.num_output_tokens) == (End.OK, None, 3)
+    assert "stream" not in server.requests[0].json
+
+
+def test_embeddings_are_asked_with_input_and_nothing_of_answers(serve):
+    server = serve(plain({"data": [{"embedding": [0.1]}], "usage": {"prompt_tokens": 2, "total_tokens": 2}}))
+    record = only(send(workload(job("hello")), target(server, endpoint=Endpoint.EMBEDDINGS)))
+    assert server.requests[0].line == "POST /v1/embeddings HTTP/1.1"
+    assert server.requests[0].json == {"model": "m", "input": "hello"}
+    assert (record.end, record.num_prompt_tokens, record.num_output_tokens) == (End.OK, 2, 0)
+
+
+def test_fields_are_added_replaced_and_left_out(serve):
+    server = serve(stream(token("a"), usage(1), DONE))
+    extra = {"top_p": 0.5, "temperature": 0.7, "ignore_eos": None}
+    record = only(send(workload(job()), target(server, extra_body=extra)))
+    body = server.requests[0].json
+    assert (body["top_p"], body["temperature"], "ignore_eos" in body) == (0.5, 0.7, False)
+    assert record.end is End.OK, "without ignore_eos an answer may be shorter"
+
+
+def test_tenants_priorities_and_deadlines_are_headers(serve):
+    server = serve(GOOD)
+    jobs = workload(job(tenant="a", priority=3, arrival_ns=MS, deadline_ns=5001 * MS), job(arrival_ns=2 * MS))
+    first, _ = send(jobs, target(server)).records
+    by_tenant = {request.headers.get("x-tenant"): request.headers for request in server.requests}
+    assert by_tenant["a"]["x-priority"] == "3"
+    assert 4000 < int(by_tenant["a"]["x-deadline-ms"]) <= 5000
+    assert "x-deadline-ms" not in by_tenant[None]
+    assert first.tenant == "a"
+
+
+def test_the_warm_up_is_sent_and_has_no_records(serve):
+    server = serve(GOOD)
+    sent = send(
+        workload(*(job(f"{k}") for k in range(5))), target(server), pace=Pace(concurrency=1), warm_up=WarmUp(num_jobs=2)
+    )
+    assert len(server.requests) == 5
+    assert [record.index for record in sent.records] == [2, 3, 4]
+    assert sent.num_warm_up == 2
+
+
+def test_tokens_that_no_server_counts_are_events_and_it_is_said(serve):
+    server = serve(stream(token("a"), token("b"), DONE))
+    sent = send(workload(job()), target(server))
+    assert (only(sent).num_output_tokens, only(sent).num_prompt_tokens, only(sent).end) == (2, 2, End.OK)
+    assert "did not count the tokens of 1 answer" in sent.notes[0]
+
+
+def test_answers_are_read_early_if_too_many_are_held(serve, monkeypatch):
+    monkeypatch.setattr(client, "MAX_HELD_BYTES", 2000)
+    server = serve(GOOD)
+    sending = client._Sending(
+        workload(*[job()] * 50), target(server), Pace(concurrency=1), WarmUp(), lambda: None, SendOptions()
+    )
+    held = []
+    sending._on_end = lambda: held.append(sending._num_held_bytes)
+    assert [record.num_output_tokens for record in sending.run().records] == [3] * 50
+    assert max(held) <= 2000
+    assert min(held[10:]) > 1000
+
+
+def test_an_interruption_ends_the_run_with_what_there_is(serve):
+    release = threading.Event()
+
+    def respond(request):
+        if request.json["prompt"] == "2":
+            os.kill(os.getpid(), signal.SIGINT)  # the main thread, which is the client, gets it
+            release.wait(30)
+        yield GOOD
+
+    server = serve(respond)
+    sent = send(workload(*(job(f"{k}") for k in range(9))), target(server), pace=Pace(concurrency=1))
+    release.set()
+    assert [record.index for record in sent.records] == [0, 1]
+    assert [record.index for record in sent.unfinished] == [2]
+    assert sent.num_unsent == 6
+    assert gc.isenabled()
+
+
+def test_a_run_ends_when_its_time_is_over(serve):
+    gone = threading.Event()
+
+    def respond(_):
+        yield HEAD + chunk(token("a"))
+        gone.wait(30)
+
+    server = serve(respond)
+    jobs = workload(job(), job(arrival_ns=3600 * 10**9))
+    sent = send(jobs, target(server), options=SendOptions(max_s=0.2))
+    gone.set()
+    assert sent.records == []
+    (record,) = sent.unfinished
+    assert (record.end, record.num_output_tokens, record.http_status) == (End.CANCELLED, 1, 200)
+    assert record.ended_ns >= 200 * MS
+    assert sent.num_unsent == 1
+
+
+def test_a_client_that_is_refused_comes_back_as_it_was_told(serve):
+    refused = plain({"error": {"message": "full"}}, "429 Too Many Requests", "Retry-After: 9\r\nRetry-After-Ms: 150\r\n")
+    server = serve(lambda _: [refused if len(server.requests) < 3 else GOOD])
+    record = only(send(workload(job()), target(server), options=SendOptions(returns=True)))
+    assert record.end is End.OK
+    assert list(record.waits_ns) == [150 * MS] * 2
+    assert record.sent_ns >= 300 * MS
+    assert record.intended_ns == 0
+    assert len(server.requests) == 3
+
+
+def test_a_client_goes_away_while_it_waits_to_come_back(serve):
+    server = serve(plain({"error": {}}, "503 Unavailable", "Retry-After: 3600\r\n"))
+    record = only(send(workload(job(cancelled_ns=100 * MS)), target(server), options=SendOptions(returns=True)))
+    assert (record.end, list(record.waits_ns)) == (End.CANCELLED, [3600 * 10**9])
+
+
+def test_a_refusal_that_does_not_say_for_how_long_is_one(serve):
+    server = serve(plain({"error": {"message": "full"}}, "429 Too Many Requests"))
+    assert only(send(workload(job()), target(server), options=SendOptions(returns=True))).end is End.REFUSED
+
+
+def test_each_end_is_told(serve):
+    server = serve(lambda request: [GOOD if request.json["prompt"] == "a" else stream()])
+    ends = []
+    jobs = workload(job("a"), job("b"), job("c", after=1))
+    send(jobs, target(server), on_end=lambda: ends.append(1))
+    assert len(ends) == 3
+
+
+def test_no_prompt_is_an_error_of_the_caller(serve):
+    server = serve(GOOD)
+    with pytest.raises(PenstockError, match="neither a text nor token ids"):
+        send(workload(job(None)), target(server))
+    ids = Job(arrival_ns=0, num_prompt_tokens=1, num_output_tokens=1, prompt_token_ids=(1,))
+    with pytest.raises(PenstockError, match="no message of a chat"):
+        send(workload(ids), target(server, endpoint=Endpoint.CHAT))
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://x", "http://", "http://x:y"])
+def test_what_is_no_address_is_an_error(url):
+    with pytest.raises(PenstockError, match="no address"):
+        send(workload(job()), Target(url=url))
+
+
+def test_the_address_may_end_with_the_version_as_openai_s_clients_have_it(serve):
+    server = serve(GOOD)
+    send(workload(job()), Target(url=f"{server.url}/proxy/v1/"))
+    assert server.requests[0].line == "POST /proxy/v1/completions HTTP/1.1"
+
+
+# TLS
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory):
+    """A certificate for this machine that nobody signed, and its key, in one file."""
+    path = tmp_path_factory.mktemp("tls") / "both.pem"
+    words = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    words += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(path), "-out", f"{path}.crt"]
+    try:
+        subprocess.run(words, check=True, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("openssl is not installed")
+    path.write_text(path.read_text() + path.with_name("both.pem.crt").read_text())
+    return path
+
+
+@pytest.fixture
+def tls(certificate):
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+    return context
+
+
+def test_a_server_with_tls_is_asked_over_kept_connections(serve, tls, certificate, monkeypatch):
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    server = serve(GOOD, tls=tls)
+    prompt = "word " * 200_000
+    sent = send(workload(*[job(prompt)] * 8), target(server), pace=Pace(concurrency=2))
+    assert [record.end for record in sent.records] == [End.OK] * 8
+    assert server.num_connections == 2
+    assert server.requests[0].json["prompt"] == prompt
+
+
+def test_a_certificate_that_is_not_trusted_is_a_failure(serve, tls):
+    server = serve(GOOD, tls=tls)
+    record = only(send(workload(job()), target(server)))
+    assert record.end is End.FAILED
+    assert "ertificate" in record.error or "CERTIFICATE" in record.error
+
+
+# Questions before a run
+
+
+def asked(server, respond=None, **changes):
+    with Questions(target(server, **changes)) as questions:
+        return questions.settle()
+
+
+def refusing(*names, status="400 Bad Request"):
+    """Refuses bodies with one of these fields, one name at a time."""
+
+    def respond(request):
+        for name in names:
+            if name in request.json:
+                return [plain({"error": {"message": f"unknown field: {name}"}}, status)]
+        return [GOOD]
+
+    return respond
+
+
+def test_a_server_that_takes_everything_is_asked_once(serve):
+    server = serve(GOOD)
+    found, notes = asked(server)
+    assert found == target(server)
+    assert notes == ()
+    assert [request.json["max_tokens"] for request in server.requests] == [1]
+
+
+def test_fields_that_a_server_refuses_are_left_out_and_it_is_said(serve):
+    server = serve(refusing("ignore_eos", "stream_options", status="422 Unprocessable"))
+    found, notes = asked(server)
+    assert found.extra_body == {"ignore_eos": None, "stream_options": None}
+    assert not found.asks_to_ignore_eos
+    assert "ignore_eos" in notes[0]
+    assert "stream_options" in notes[1]
+    record = only(send(workload(job()), found))
+    assert record.end is End.OK
+
+
+def test_a_field_that_the_user_wants_is_not_left_out(serve):
+    with pytest.raises(PenstockError, match="unknown field: ignore_eos"):
+        asked(serve(refusing("ignore_eos")), extra_body={"ignore_eos": True})
+
+
+def test_a_server_with_the_newer_name_of_the_limit_gets_that(serve):
+    def respond(request):
+        if "max_tokens" in request.json:
+            return [plain({"error": {"message": "Use 'max_completion_tokens' instead."}}, "400 Bad Request")]
+        return [GOOD]
+
+    found, _ = asked(serve(respond), endpoint=Endpoint.CHAT)
+    assert found.limit_field == "max_completion_tokens"
+
+
+@pytest.mark.parametrize(
+    ("status", "remedy"), [("401 Unauthorized", "--api-key"), ("404 Not Found", "--model"), ("400 Bad Request", "route")]
+)
+def test_a_server_that_refuses_everything_is_an_error_before_the_run(serve, status, remedy):
+    server = serve(plain({"error": {"message": "no"}}, status))
+    with pytest.raises(PenstockError, match=r"with 4.*: no") as found:
+        asked(server)
+    assert remedy in found.value.remedy
+
+
+def test_a_busy_server_is_tried_all_the_same(serve):
+    found, notes = asked(serve(plain({"error": {"message": "full"}}, "429 Too Many Requests")))
+    assert found.asks_to_ignore_eos
+    assert "429" in notes[0]
+
+
+def test_a_server_that_is_not_there_is_one_clear_error():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    with Questions(Target(url=url)) as questions, pytest.raises(PenstockError, match="can't be reached: Connection refused"):
+        questions.settle()
+
+
+def test_the_model_is_the_first_that_is_listed(serve):
+    with Questions(target(serve(plain({"data": [{"id": "one"}, {"id": "two"}]})))) as questions:
+        assert questions.model() == "one"
+    with Questions(target(serve(plain({"data": []})))) as questions, pytest.raises(PenstockError, match="does not list"):
+        questions.model()
+
+
+def vllm(request):
+    if request.line.split()[1] == "/tokenize":
+        return [plain({"count": 1, "tokens": [len(word) for word in request.json["prompt"].split()]})]
+    return [plain({"prompt": " ".join("x" * length for length in request.json["tokens"])})]
+
+
+def llama_cpp(request):
+    if "model" in request.json:
+        return [plain({"error": {"message": "unknown field: model"}}, "400 Bad Request")]
+    if request.line.split()[1] == "/tokenize":
+        return [plain({"tokens": [len(word) for word in request.json["content"].split()]})]
+    return [plain({"content": " ".join("x" * length for length in request.json["tokens"])})]
+
+
+@pytest.mark.parametrize("dialect", [vllm, llama_cpp])
+def test_tokens_are_counted_by_the_server_in_either_dialect(serve, dialect, monkeypatch):
+    monkeypatch.setattr("penstock.lab.target.MAX_TOKENIZE_S", 1.0)
+    server = serve(dialect)
+    with Questions(target(server)) as questions:
+        tokenizer = ServerTokenizer.of(questions)
+        assert tokenizer.encode("a bc", add_special_tokens=False) == [1, 2]
+        num_asked = len(server.requests)
+        assert tokenizer.encode("a bc", add_special_tokens=False) == [1, 2]
+        assert len(server.requests) == num_asked, "a short text is asked for once"
+        assert tokenizer.decode([1, 2], skip_special_tokens=False) == "x xx"
+
+
+def test_a_server_that_does_not_count_or_is_far_away_is_not_asked_to(serve, monkeypatch):
+    with Questions(target(serve(plain({}, "404 Not Found")))) as questions:
+        assert ServerTokenizer.of(questions) is None
+    monkeypatch.setattr("penstock.lab.target.MAX_TOKENIZE_S", 0.0)
+    with Questions(target(serve(vllm))) as questions:
+        assert ServerTokenizer.of(questions) is None
+
+
+def test_a_due_job_wakes_the_client_within_less_than_a_millisecond(serve):
+    """`epoll` alone would wake up to a millisecond late. The median, since the machine may be busy."""
+    server = serve(GOOD)
+    jobs = workload(*(job(arrival_ns=k * 3_300_000) for k in range(1, 100)))
+    lags_ns = sorted(record.sent_ns - record.intended_ns for record in send(jobs, target(server)).records)
+    assert lags_ns[len(lags_ns) // 2] < 0.5 * MS
+
+
+def test_waiting_costs_no_cpu(serve):
+    release = threading.Event()
+
+    def respond(_):
+        release.wait(30)
+        yield GOOD
+
+    server = serve(respond)
+    threading.Timer(0.5, release.set).start()
+    cpu_s = time.thread_time()
+    only(send(workload(job()), target(server)))
+    assert time.thread_time() - cpu_s < 0.1
