@@ -1,0 +1,590 @@
+"""The figures of a run, made of its records alone: latencies, rates, goodput, cost, fairness, and how sure each is.
+
+Samples       the records as columns; the file of a result keeps these
+parse_slos    `ttft=500ms` -> Slo
+make_figures  samples -> Figures
+
+The records may come from an HTTP client, from a run in process or from a simulation; nothing here asks which. Called by
+`results` for every run; never prints, reads no clock, and draws no random numbers.
+
+- TTFT: from the intended arrival to the first token.
+- TPOT: from the first token to the end, over the output tokens but one; of requests with two tokens or more.
+- ITL: gaps between an event with text and the next, those of all requests together, in buckets of 0.5 %.
+- e2e: from the intended arrival to the end.
+- queue: time in the server's queue, where the server tells it.
+- requests/s: requests that ended well within the window, over its length.
+- output tokens/s: their output tokens within the window, over its length. Between first token and end they are spread evenly.
+- total tokens/s: the same with prompt tokens, which count at the first token.
+- attainment: requests that ended well and hold every SLO, over all but those that the client itself cancelled.
+- goodput: requests/s of those that hold every SLO.
+
+An SLO holds for a request as follows: `ttft`, `tpot` and `e2e` are at most the limit; `itl`: no gap of the request is longer
+than the limit. An answer of one token has no TPOT and no gap, and holds both. A request without the time that an SLO needs,
+such as one without a first token, does not hold it. Latencies are of requests that ended well.
+
+So it is in vLLM's `bench serve`, but for three things: it counts from the sending, so a client that falls behind hides its
+lag (ours is a figure, with a warning); its attainment is told as goodput alone; and it knows no SLO for ITL. In `aiperf`,
+"inter token latency" is what is TPOT here, and "inter chunk latency" is what is ITL here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+
+import numpy as np
+
+from penstock.lab.intervals import (
+    MAX_BATCHES,
+    MIN_DRAWS,
+    Bools,
+    Estimate,
+    Floats,
+    Ints,
+    grouped_quantile,
+    mean_estimate,
+    quantile_estimate,
+    rate_estimate,
+    share_estimate,
+)
+from penstock.lab.records import End, Record
+from penstock.types.errors import ConfigError
+
+NS_PER_MS, NS_PER_S = 1_000_000, 1_000_000_000
+QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p99.9": 0.999}
+LATENCIES = ("ttft", "tpot", "itl", "e2e", "queue")
+SLO_METRICS = ("ttft", "tpot", "itl", "e2e")
+ENDS = tuple(End)
+UNKNOWN = -1
+"""In a column of instants or times: there was none."""
+MAX_TENANTS = 50
+"""More tenants than that have no figures of their own; the ones with most requests do."""
+MAX_REASONS = 20
+MAX_REASON_CHARS = 160
+NUM_GAP_GROUPS = 32
+BUCKET_RATIO = 1.005
+_FIRST_BUCKET_NS = 1000.0
+_MIN_ENDS_IN_BATCH = 5
+_MIN_STEADY_ENDS = 20
+_MAX_LAG_SHARE = 0.05
+_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(us|ms|s|m)")
+_UNIT_NS = {"us": 10**3, "ms": 10**6, "s": 10**9, "m": 60 * 10**9}
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """A limit that a request is to hold: one of `SLO_METRICS`, in nanoseconds."""
+
+    metric: str
+    limit_ns: int
+
+    def __str__(self) -> str:
+        unit = next(unit for unit in ("s", "ms", "us") if self.limit_ns >= _UNIT_NS[unit] or unit == "us")
+        return f"{self.metric}={self.limit_ns / _UNIT_NS[unit]:.12g}{unit}"
+
+
+def parse_slos(texts: Iterable[str]) -> tuple[Slo, ...]:
+    """`ttft=500ms`, or several with commas between. Raises ConfigError."""
+    slos: dict[str, Slo] = {}
+    for text in (part.strip() for given in texts for part in given.split(",")):
+        metric, equals, limit = (part.strip() for part in text.partition("="))
+        example = "An SLO is written as ttft=500ms, tpot=50ms, itl=50ms or e2e=10s."
+        if not equals:
+            raise ConfigError(f"The SLO {text!r} has no limit.", remedy=example)
+        if metric not in SLO_METRICS:
+            raise ConfigError(f"The SLO {text!r} is of {metric!r}, which is no known latency.", remedy=example)
+        found = _DURATION.fullmatch(limit)
+        if found is None:
+            raise ConfigError(f"The limit {limit!r} of the SLO {text!r} is no time with a unit (us, ms, s, m).", remedy=example)
+        limit_ns = round(float(found[1]) * _UNIT_NS[found[2]])
+        if limit_ns <= 0:
+            raise ConfigError(f"The limit of the SLO {text!r} is 0, which no request holds.", remedy=example)
+        if metric in slos:
+            raise ConfigError(f"There are two SLOs for {metric}: {slos[metric]} and {text}.", remedy="Give the stricter one.")
+        slos[metric] = Slo(metric, limit_ns)
+    return tuple(slos.values())
+
+
+@dataclass(frozen=True, slots=True)
+class GapHistogram:
+    """Gaps between tokens in fine buckets, apart for each of up to `NUM_GAP_GROUPS` groups of requests.
+
+    A group has requests that were due one after another. Bucket 0 is below a microsecond; bucket k is 0.5 % wide and begins
+    at 1.005 ** (k - 1) microseconds.
+    """
+
+    buckets: Ints
+    """[n]: numbers of buckets, ascending."""
+    counts: Ints
+    """[groups, n]: gaps in each."""
+    sum_ns: Ints
+    """[groups]"""
+
+    @classmethod
+    def of(cls, gaps_by_group: Sequence[Ints]) -> GapHistogram:
+        """`gaps_by_group`: nanoseconds."""
+        everything = [_bucket_of(gaps) for gaps in gaps_by_group]
+        buckets = np.unique(np.concatenate([*everything, np.zeros(0, np.int64)]))
+        counts = np.zeros((len(everything), len(buckets)), np.int64)
+        for row, found in zip(counts, everything, strict=True):
+            np.add.at(row, np.searchsorted(buckets, found), 1)
+        return cls(buckets, counts, np.array([int(gaps.sum()) for gaps in gaps_by_group], np.int64))
+
+    @property
+    def values_ns(self) -> Floats:
+        """[n]: the middle of each bucket, wrong by 0.25 % at most from 1 us on."""
+        middle = _FIRST_BUCKET_NS * BUCKET_RATIO ** (self.buckets - 0.5)
+        return np.where(self.buckets == 0, _FIRST_BUCKET_NS / 2, middle)
+
+    @property
+    def count(self) -> int:
+        return int(self.counts.sum())
+
+
+def _bucket_of(gaps_ns: Ints) -> Ints:
+    above = np.maximum(gaps_ns, 1) / _FIRST_BUCKET_NS
+    return np.where(above < 1, 0, 1 + np.floor(np.log(np.maximum(above, 1)) / np.log(BUCKET_RATIO) + 1e-9)).astype(np.int64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """Records as columns of equal length, in the order in which the requests were due. Times are in nanoseconds."""
+
+    index: Ints
+    intended_ns: Ints
+    sent_ns: Ints
+    first_ns: Ints
+    """`UNKNOWN`: no token came."""
+    ended_ns: Ints
+    num_prompt_tokens: Ints
+    num_cached_tokens: Ints
+    num_output_tokens: Ints
+    longest_gap_ns: Ints
+    """`UNKNOWN`: there was no gap."""
+    queue_ns: Ints
+    """`UNKNOWN`: the server did not tell."""
+    end: Ints
+    """Position in `ENDS`."""
+    reason: Ints
+    """Position in `reasons`."""
+    tenant: Ints
+    """Position in `tenants`."""
+    reasons: tuple[str, ...]
+    """Why requests were refused or failed; the empty one is for those that were not."""
+    tenants: tuple[str, ...]
+    gaps: GapHistogram
+    tenant_gaps: Mapping[int, GapHistogram] = field(default_factory=dict)
+    """Position in `tenants` -> its gaps, where there are several tenants."""
+
+    @classmethod
+    def of(cls, records: Sequence[Record]) -> Samples:
+        """The records in any order. Raises ConfigError without any."""
+        if not records:
+            raise ConfigError("There is no record of any request.", remedy="Ask for at least one request.")
+        records = sorted(records, key=lambda record: (record.intended_ns, record.index))
+        told = [_reason(record) for record in records]
+        reasons = ("", *(reason for reason, _ in Counter(filter(None, told)).most_common(MAX_REASONS)))
+        if len(reasons) <= len(set(told) - {""}):
+            reasons = (*reasons, "other reasons")
+        known = {reason: position for position, reason in enumerate(reasons)}
+        by_size = Counter(record.tenant for record in records)
+        tenants = tuple(name for name, _ in by_size.most_common())
+        positions = {name: position for position, name in enumerate(tenants)}
+        shown = tenants[:MAX_TENANTS] if len(tenants) > 1 else ()
+        return cls(
+            index=_ints(record.index for record in records),
+            intended_ns=_ints(record.intended_ns for record in records),
+            sent_ns=_ints(record.sent_ns for record in records),
+            first_ns=_ints(UNKNOWN if record.first_ns is None else record.first_ns for record in records),
+            ended_ns=_ints(record.ended_ns for record in records),
+            num_prompt_tokens=_ints(record.num_prompt_tokens for record in records),
+            num_cached_tokens=_ints(record.num_cached_tokens for record in records),
+            num_output_tokens=_ints(record.num_output_tokens for record in records),
+            longest_gap_ns=_ints(max(record.gaps_ns, default=UNKNOWN) for record in records),
+            queue_ns=_ints(UNKNOWN if record.queue_ns is None else record.queue_ns for record in records),
+            end=_ints(ENDS.index(record.end) for record in records),
+            reason=_ints(known.get(reason, len(reasons) - 1) for reason in told),
+            tenant=_ints(positions[record.tenant] for record in records),
+            reasons=reasons,
+            tenants=tenants,
+            gaps=_gaps_of(records),
+            tenant_gaps={positions[name]: _gaps_of([r for r in records if r.tenant == name]) for name in shown},
+        )
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    @property
+    def is_ok(self) -> Bools:
+        found: Bools = self.end == ENDS.index(End.OK)
+        return found
+
+    def latency_ns(self, name: str) -> Ints:
+        """[n]: `ttft`, `tpot`, `e2e` or `queue` of each request; `UNKNOWN` where it has none, or did not end well."""
+        has_first = self.first_ns >= 0
+        if name == "ttft":
+            values, known = self.first_ns - self.intended_ns, has_first
+        elif name == "tpot":
+            known = has_first & (self.num_output_tokens > 1)
+            values = (self.ended_ns - self.first_ns) // np.maximum(1, self.num_output_tokens - 1)
+        elif name == "e2e":
+            values, known = self.ended_ns - self.intended_ns, np.ones(len(self), np.bool_)
+        else:
+            values, known = self.queue_ns, self.queue_ns >= 0
+        return np.where(known & self.is_ok, values, UNKNOWN)
+
+    def holds(self, slo: Slo) -> Bools:
+        """[n]: whether each request ended well and holds the SLO."""
+        if slo.metric == "itl":
+            return self.is_ok & (self.longest_gap_ns <= slo.limit_ns)
+        values = self.latency_ns(slo.metric)
+        has_none = (self.num_output_tokens == 1) if slo.metric == "tpot" else np.zeros(len(self), np.bool_)
+        return self.is_ok & (has_none | ((values >= 0) & (values <= slo.limit_ns)))
+
+    def rows(self, chosen: Bools, gaps: GapHistogram) -> Samples:
+        """Some of the requests, whose gaps are `gaps`."""
+        columns = {name: getattr(self, name)[chosen] for name in COLUMNS}
+        return Samples(**columns, reasons=self.reasons, tenants=self.tenants, gaps=gaps)
+
+
+COLUMNS = (
+    "index",
+    "intended_ns",
+    "sent_ns",
+    "first_ns",
+    "ended_ns",
+    "num_prompt_tokens",
+    "num_cached_tokens",
+    "num_output_tokens",
+    "longest_gap_ns",
+    "queue_ns",
+    "end",
+    "reason",
+    "tenant",
+)
+
+
+def _ints(values: Iterable[int]) -> Ints:
+    return np.fromiter(values, np.int64)
+
+
+def _gaps_of(records: Sequence[Record]) -> GapHistogram:
+    """`records` in the order in which they were due; cancelled and failed ones have no part."""
+    some = [record for record in records if record.end is End.OK and record.gaps_ns]
+    num_groups = min(NUM_GAP_GROUPS, len(some))
+    groups = [some[len(some) * i // num_groups : len(some) * (i + 1) // num_groups] for i in range(num_groups)]
+    return GapHistogram.of([_ints(gap for record in group for gap in record.gaps_ns) for group in groups])
+
+
+def _reason(record: Record) -> str:
+    if record.end not in (End.REFUSED, End.FAILED):
+        return ""
+    told = " ".join(record.error.split())[:MAX_REASON_CHARS]
+    return " ".join(filter(None, [f"{record.http_status}" if record.http_status else "", told])) or "no reason told"
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The part of a run that figures are of: requests due in it, and events in it. Nanoseconds from the begin of the run.
+
+    ITL alone is of the whole run always: its histogram knows no instants.
+    """
+
+    begin_ns: int
+    end_ns: int
+    words: str
+
+    @property
+    def duration_s(self) -> float:
+        return (self.end_ns - self.begin_ns) / NS_PER_S
+
+
+def whole_window(samples: Samples) -> Window:
+    """From the first request that was due to the last end, warm-up and drain included, as vLLM's `bench serve` does."""
+    begin_ns = int(min(samples.intended_ns.min(), samples.sent_ns.min()))
+    return Window(begin_ns, max(begin_ns, int(samples.ended_ns.max())), "the whole run, warm-up and drain included")
+
+
+def steady_window(samples: Samples) -> Window | None:
+    """The part between warm-up and drain; None if too little is left: under half of the run, or under 20 ends.
+
+    It begins when a request has ended well and as many are in flight as in the middle of the run (the median over time), and
+    ends when the last request is sent, since the load falls from there on.
+    """
+    if not samples.is_ok.any():
+        return None
+    whole = whole_window(samples)
+    last_sent_ns = int(samples.sent_ns.max())
+    instants = np.concatenate([samples.sent_ns, samples.ended_ns])
+    order = np.argsort(instants, kind="stable")
+    instants = instants[order]
+    in_flight = np.cumsum(np.concatenate([np.ones(len(samples), np.int64), np.full(len(samples), -1, np.int64)])[order])
+    lasts_ns = np.diff(np.append(instants, instants[-1]))
+    lasts_ns[instants >= last_sent_ns] = 0
+    by_height = np.argsort(in_flight, kind="stable")
+    upto_ns = np.cumsum(lasts_ns[by_height])
+    if upto_ns[-1] == 0:
+        return None
+    median = in_flight[by_height][np.searchsorted(upto_ns, upto_ns[-1] / 2)]
+    begin_ns = max(int(instants[np.argmax(in_flight >= median)]), int(samples.ended_ns[samples.is_ok].min()))
+    num_ends = int(((samples.ended_ns >= begin_ns) & (samples.ended_ns <= last_sent_ns) & samples.is_ok).sum())
+    if num_ends < _MIN_STEADY_ENDS or last_sent_ns - begin_ns < (whole.end_ns - whole.begin_ns) / 2:
+        return None
+    warm_up_s, drain_s = (begin_ns - whole.begin_ns) / NS_PER_S, (whole.end_ns - last_sent_ns) / NS_PER_S
+    return Window(begin_ns, last_sent_ns, f"without the first {warm_up_s:.3g} s and the last {drain_s:.3g} s of the run")
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """A latency over `count` requests, or gaps, in milliseconds."""
+
+    count: int
+    mean: Estimate
+    quantiles: Mapping[str, Estimate]
+    """By the names in `QUANTILES`."""
+    max_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Throughput of the requests that ended well."""
+
+    requests_per_s: Estimate
+    output_tokens_per_s: Estimate
+    total_tokens_per_s: Estimate
+
+
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    """How the SLOs held."""
+
+    slos: tuple[Slo, ...]
+    attainment: Estimate
+    """Share of requests that hold all."""
+    attainment_by_slo: Mapping[str, Estimate]
+    requests_per_s: Estimate
+    """The rate of those that hold all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """In the currency of the price."""
+
+    price_per_hour: float
+    per_million_output_tokens: Estimate
+    per_million_total_tokens: Estimate
+
+
+@dataclass(frozen=True, slots=True)
+class Fairness:
+    """Jain's index among tenants: 1 if all have the same, 1/n if one has everything.
+
+    Source: R. Jain, D. Chiu and W. Hawe, A Quantitative Measure of Fairness, DEC-TR-301, 1984.
+    """
+
+    of_speed: float
+    """Among the tenants' mean speeds: output tokens over e2e seconds of each request, 0 for one that was refused or failed."""
+    of_tokens: float
+    """Among prompt and output tokens served; it means something only where the tenants ask for the same."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """A run, or one tenant's part of it."""
+
+    window: Window
+    num_requests: int
+    """Due in the window."""
+    num_by_end: Mapping[str, int]
+    reasons: Mapping[str, int]
+    """Refusals and failures by what was said."""
+    latencies: Mapping[str, Distribution]
+    """Names of `LATENCIES`; only those that some request has."""
+    rates: Rates
+    num_prompt_tokens: int
+    num_output_tokens: int
+    """Both of requests that ended well."""
+    prefix_cache_share: float | None
+    """Prompt tokens that the server had in its cache, over all prompt tokens; None: no prompt token was counted."""
+    goodput: Goodput | None
+    cost: Cost | None
+    lag: Distribution | None
+    """The client's own: from the intended arrival to the sending."""
+    steady: tuple[Window, Rates] | None
+    """The rates without warm-up and drain, where enough is left."""
+    fairness: Fairness | None
+    tenants: Mapping[str, Figures]
+    """The largest `MAX_TENANTS`, if there are several."""
+    num_tenants: int
+    warnings: tuple[str, ...]
+
+
+def make_figures(
+    samples: Samples, *, slos: Sequence[Slo] = (), price_per_hour: float | None = None, window: Window | None = None
+) -> Figures:
+    """The figures of a run within a window, which is the whole run unless it is given."""
+    window = window or whole_window(samples)
+    figures = _figures_of(samples, window, slos, price_per_hour)
+    num_tenants = len(np.unique(samples.tenant))
+    if num_tenants < 2:
+        return figures
+    tenants = {
+        samples.tenants[position]: _figures_of(samples.rows(samples.tenant == position, gaps), window, slos, None)
+        for position, gaps in islice(samples.tenant_gaps.items(), MAX_TENANTS)
+    }
+    return replace(figures, tenants=tenants, num_tenants=num_tenants, fairness=_fairness(samples, window))
+
+
+def _figures_of(samples: Samples, window: Window, slos: Sequence[Slo], price_per_hour: float | None) -> Figures:
+    is_due = (samples.intended_ns >= window.begin_ns) & (samples.intended_ns <= window.end_ns)
+    due = samples.rows(is_due, samples.gaps)
+    is_ok = due.is_ok
+    rates = make_rates(samples, window, samples.is_ok)
+    num_prompt, num_output = int(due.num_prompt_tokens[is_ok].sum()), int(due.num_output_tokens[is_ok].sum())
+    lag = _distribution(due.sent_ns - due.intended_ns)
+    latencies = {name: _distribution(due.latency_ns(name)) for name in LATENCIES if name != "itl"}
+    latencies["itl"] = _gap_distribution(due.gaps)
+    known = {name: found for name in LATENCIES if (found := latencies[name]) is not None}
+    steady = steady_window(samples)
+    return Figures(
+        window=window,
+        num_requests=len(due),
+        num_by_end={end.value: int((due.end == position).sum()) for position, end in enumerate(ENDS)},
+        reasons={
+            reason: count
+            for position, reason in enumerate(due.reasons)
+            if position and (count := int((due.reason == position).sum()))
+        },
+        latencies=known,
+        rates=rates,
+        num_prompt_tokens=num_prompt,
+        num_output_tokens=num_output,
+        prefix_cache_share=float(due.num_cached_tokens[is_ok].sum()) / num_prompt if num_prompt else None,
+        goodput=_goodput(samples, due, window, slos) if slos else None,
+        cost=None if price_per_hour is None else _cost(price_per_hour, rates),
+        lag=lag,
+        steady=None if steady is None else (steady, make_rates(samples, steady, samples.is_ok)),
+        fairness=None,
+        tenants={},
+        num_tenants=len(np.unique(samples.tenant)),
+        warnings=tuple(_warnings(due, known, lag)),
+    )
+
+
+def _distribution(values_ns: Ints) -> Distribution | None:
+    """`values_ns` in the order of time, `UNKNOWN` where there is none."""
+    series = values_ns[values_ns >= 0] / NS_PER_MS
+    if not len(series):
+        return None
+    quantiles = {name: quantile_estimate(series, share) for name, share in QUANTILES.items()}
+    return Distribution(len(series), mean_estimate(series), quantiles, float(series.max()))
+
+
+def _gap_distribution(gaps: GapHistogram) -> Distribution | None:
+    if not gaps.count:
+        return None
+    values = gaps.values_ns / NS_PER_MS
+    sizes = gaps.counts.sum(axis=1)
+    mean = float(gaps.sum_ns.sum() / sizes.sum()) / NS_PER_MS
+    of_groups = gaps.sum_ns / sizes / NS_PER_MS
+    spread = mean_estimate(of_groups)
+    if spread.low is not None and spread.high is not None:
+        half = (spread.high - spread.low) / 2
+        estimate = Estimate(mean, max(0.0, mean - half), mean + half)
+    else:
+        estimate = Estimate(mean)
+    quantiles = {name: grouped_quantile(values, gaps.counts, share) for name, share in QUANTILES.items()}
+    return Distribution(gaps.count, estimate, quantiles, float(values[-1]))
+
+
+def make_rates(samples: Samples, window: Window, counted: Bools) -> Rates:
+    """Requests and tokens per second of the requests that are `counted`, with intervals by batches of time."""
+    some = samples.rows(counted, samples.gaps)
+    ends = some.ended_ns[(some.ended_ns >= window.begin_ns) & (some.ended_ns <= window.end_ns)]
+    num_batches = min(MAX_BATCHES, len(ends) // _MIN_ENDS_IN_BATCH)
+    num_batches = num_batches if num_batches >= MIN_DRAWS else 1
+    edges = np.linspace(window.begin_ns, window.end_ns, num_batches + 1)
+    edges[0] -= 1  # What happens at its first instant is in the window.
+    output, prompt, ended = (np.diff(upto) for upto in tokens_upto(some, edges))
+
+    def rate(batches: Floats) -> Estimate:
+        return rate_estimate(float(batches.sum()), batches, window.duration_s)
+
+    return Rates(rate(ended), rate(output), rate(output + prompt))
+
+
+def tokens_upto(samples: Samples, instants_ns: Floats) -> tuple[Floats, Floats, Floats]:
+    """Output tokens, prompt tokens and requests ended up to each instant: three arrays [instants].
+
+    The first token of an answer came at `first_ns`; the others are spread evenly from there to the end.
+    """
+    starts = np.where(samples.first_ns >= 0, samples.first_ns, samples.ended_ns)
+    lasts = np.maximum(1, samples.ended_ns - starts)
+    others = np.maximum(0, samples.num_output_tokens - 1)
+    firsts = samples.num_output_tokens - others
+    output = np.zeros(len(instants_ns))
+    prompt, ended = np.zeros_like(output), np.zeros_like(output)
+    for i, instant_ns in enumerate(instants_ns):
+        begun = starts <= instant_ns
+        share = np.clip((instant_ns - starts) / lasts, 0.0, 1.0)
+        share[samples.ended_ns <= instant_ns] = 1.0
+        output[i] = (firsts[begun] + share[begun] * others[begun]).sum()
+        prompt[i] = samples.num_prompt_tokens[begun].sum()
+        ended[i] = (samples.ended_ns <= instant_ns).sum()
+    return output, prompt, ended
+
+
+def _goodput(samples: Samples, due: Samples, window: Window, slos: Sequence[Slo]) -> Goodput | None:
+    num_wanted = int((due.end != ENDS.index(End.CANCELLED)).sum())
+    if not num_wanted:
+        return None
+    holds_all = np.logical_and.reduce([samples.holds(slo) for slo in slos])
+    num_good = int(np.logical_and.reduce([due.holds(slo) for slo in slos]).sum())
+    by_slo = {str(slo): share_estimate(int(due.holds(slo).sum()), num_wanted) for slo in slos}
+    good = make_rates(samples, window, holds_all)
+    return Goodput(tuple(slos), share_estimate(num_good, num_wanted), by_slo, good.requests_per_s)
+
+
+def _cost(price_per_hour: float, rates: Rates) -> Cost:
+    price_per_million_s = price_per_hour / 3600 * 1e6
+    return Cost(
+        price_per_hour,
+        rates.output_tokens_per_s.inverted(price_per_million_s),
+        rates.total_tokens_per_s.inverted(price_per_million_s),
+    )
+
+
+def _fairness(samples: Samples, window: Window) -> Fairness:
+    chosen = (samples.intended_ns >= window.begin_ns) & (samples.intended_ns <= window.end_ns)
+    some = samples.rows(chosen & (samples.end != ENDS.index(End.CANCELLED)), samples.gaps)
+    seconds = np.maximum(1, some.ended_ns - some.intended_ns) / NS_PER_S
+    speeds = np.where(some.is_ok, some.num_output_tokens / seconds, 0.0)
+    tokens = np.where(some.is_ok, some.num_prompt_tokens + some.num_output_tokens, 0)
+    of_tenant = [some.tenant == position for position in np.unique(some.tenant)]
+    return Fairness(
+        jain([float(speeds[chosen].mean()) for chosen in of_tenant]),
+        jain([float(tokens[chosen].sum()) for chosen in of_tenant]),
+    )
+
+
+def jain(shares: Sequence[float]) -> float:
+    """(sum x)^2 / (n sum x^2); 1 where nobody has anything."""
+    squares = sum(share * share for share in shares)
+    return sum(shares) ** 2 / (len(shares) * squares) if squares else 1.0
+
+
+def _warnings(due: Samples, latencies: Mapping[str, Distribution], lag: Distribution | None) -> Iterable[str]:
+    reference = next((name for name in ("ttft", "e2e") if name in latencies), None)
+    if lag is not None and reference is not None:
+        late_ms, median_ms = lag.quantiles["p99"].value, latencies[reference].quantiles["p50"].value
+        if late_ms > _MAX_LAG_SHARE * median_ms:
+            yield (
+                f"The client fell behind: 1 % of the requests were sent {late_ms:.3g} ms late or more, and the median of "
+                f"{reference} is {median_ms:.3g} ms. Latencies contain that lag. Use a faster client, or a lower rate."
+            )
+    num_bad = int(((due.end == ENDS.index(End.REFUSED)) | (due.end == ENDS.index(End.FAILED))).sum())
+    if num_bad:
+        yield f"{num_bad} of {len(due)} requests were refused or failed. Latencies are of the others alone."

@@ -1,0 +1,195 @@
+"""How sure a figure is: confidence intervals of means, quantiles, shares and rates. Called by `figures` and `compare`.
+
+Every interval has the level `LEVEL`. A sample that is too small for one gives a value without an interval, never a guess.
+Requests that follow each other share a queue, so their latencies are no independent draws. Samples are therefore taken in
+the order of time, and a sample counts as many values as independent draws would say as much as it does.
+
+- Mean: Student's t with that number.
+- Quantile: the two order statistics between which it lies, by the binomial distribution, with that number (H. A. David and
+  H. N. Nagaraja, Order Statistics, 3rd edition, 2003, section 7.1). The value itself is interpolated linearly, as NumPy does.
+- Effective number: n over the integrated autocorrelation time, summed up to five times itself (A. Sokal, Monte Carlo Methods
+  in Statistical Mechanics, 1997, section 3); never more than n.
+- Quantile of grouped values (gaps between tokens): how the share below it varies from group to group tells as how many
+  independent draws they count (E. L. Korn and B. I. Graubard, Survey Methodology 24, 1998); then as above.
+- Rate: the means of successive batches of time (B. W. Schmeiser, Operations Research 30, 1982), Student's t.
+- Share: E. B. Wilson's score interval (Journal of the American Statistical Association 22, 1927).
+
+Never reads a clock, draws no random numbers, and does not know what is measured.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+LEVEL = 0.95
+MIN_DRAWS = 6.0
+"""Fewer independent values give no interval: Student's t is no help where the shape of the distribution decides."""
+MAX_BATCHES = 20
+"""More batches than that gain little (Schmeiser), and neighbours depend on each other more."""
+_SOKAL_FACTOR = 5.0
+_ALMOST_NORMAL, _NUM_SLICES = 2000.0, 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A figure and its interval at `LEVEL`; None and None where the sample is too small for one."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is an interval."""
+        return self.low is not None and self.high is not None
+
+    def scaled(self, factor: float) -> Estimate:
+        """The same in another unit. `factor` is positive."""
+        if self.low is None or self.high is None:
+            return Estimate(self.value * factor)
+        return Estimate(self.value * factor, self.low * factor, self.high * factor)
+
+    def inverted(self, numerator: float) -> Estimate:
+        """`numerator` over this, which is not negative; the interval is unknown where this may be 0."""
+        value = numerator / self.value if self.value else math.inf
+        if not self.low or not self.high or self.low <= 0:
+            return Estimate(value)
+        return Estimate(value, numerator / self.high, numerator / self.low)
+
+
+def student_quantile(share: float, degrees: float) -> float:
+    """The quantile of Student's t, by the expansion in 1/degrees around the normal one (Abramowitz and Stegun, 26.7.5).
+
+    The error at 0.975 is below 1 % for 2 degrees and below 0.1 % from 5 on.
+    """
+    z = NormalDist().inv_cdf(share)
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + sum(term / degrees**power for power, term in enumerate(terms, start=1))
+
+
+def student_tail(distance: float, degrees: float) -> float:
+    """The chance that Student's t is at least so far from 0, on either side: its density, integrated over an angle."""
+    if degrees > _ALMOST_NORMAL:
+        return 2 * NormalDist().cdf(-abs(distance))
+    begin = math.atan(abs(distance) / math.sqrt(degrees))
+    middles = (np.arange(_NUM_SLICES) + 0.5) / _NUM_SLICES
+    within = begin * float((np.cos(begin * middles) ** (degrees - 1)).mean())
+    rest = math.pi / 2 - begin
+    beyond = rest * float((np.cos(begin + rest * middles) ** (degrees - 1)).mean())
+    return beyond / (within + beyond)
+
+
+def effective_count(series: Floats) -> float:
+    """As how many independent values a series in the order of time counts: from 1 to its length."""
+    count = len(series)
+    if count < 2:
+        return float(count)
+    centred = series - series.mean()
+    if not centred.any():
+        return float(count)
+    padded = 1 << (2 * count - 1).bit_length()
+    covariance = np.fft.irfft(np.abs(np.fft.rfft(centred, padded)) ** 2, padded)[:count]
+    time = 2 * np.cumsum(covariance / covariance[0]) - 1
+    long_enough = np.flatnonzero(np.arange(count) >= _SOKAL_FACTOR * time)
+    return count / max(1.0, float(time[long_enough[0]])) if len(long_enough) else 1.0
+
+
+def mean_estimate(series: Floats) -> Estimate:
+    """`series` in the order of time, at least one value."""
+    mean, draws = float(series.mean()), effective_count(series)
+    if draws < MIN_DRAWS:
+        return Estimate(mean)
+    half = student_quantile((1 + LEVEL) / 2, draws - 1) * float(series.std(ddof=1)) / math.sqrt(draws)
+    return Estimate(mean, mean - half, mean + half)
+
+
+def quantile_estimate(series: Floats, share: float) -> Estimate:
+    """`series` in the order of time, at least one value; 0 < share < 1."""
+    value = float(np.quantile(series, share))
+    draws = math.floor(effective_count((series <= value).astype(np.float64)))
+    ranks = binomial_ranks(draws, share)
+    if ranks is None:
+        return Estimate(value)
+    ordered, stretch = np.sort(series), len(series) / draws
+    low, high = max(1, math.floor(ranks[0] * stretch + 1e-9)), min(len(series), math.ceil(ranks[1] * stretch - 1e-9))
+    return Estimate(value, min(value, float(ordered[low - 1])), max(value, float(ordered[high - 1])))
+
+
+def binomial_ranks(count: int, share: float) -> tuple[int, int] | None:
+    """The ranks (from 1) of the order statistics of `count` draws that enclose a quantile at `LEVEL`; None: too few draws."""
+    if count < 1:
+        return None
+    spread = 10 * math.sqrt(count * share * (1 - share)) + 30
+    first, last = max(0, math.floor(count * share - spread)), min(count, math.ceil(count * share + spread))
+    below = np.arange(first, last, dtype=np.float64)
+    ratios = np.log((count - below) / (below + 1)) + math.log(share / (1 - share))
+    logs = np.concatenate([[0.0], np.cumsum(ratios)])
+    chances = np.exp(logs - logs.max())
+    at_most = np.cumsum(chances) / chances.sum()
+    tail = (1 - LEVEL) / 2
+    low = first + int(np.searchsorted(at_most, tail, side="right"))
+    high = first + int(np.searchsorted(at_most, 1 - tail, side="left")) + 1
+    return (low, high) if low >= 1 and high <= count else None
+
+
+def grouped_quantile(values: Floats, counts: Ints, share: float) -> Estimate:
+    """A quantile of many values in groups, such as a histogram for each stretch of time.
+
+    `values`: [buckets], ascending. `counts`: [groups, buckets], how often each value is in each group; at least one is.
+    """
+    totals = counts.sum(axis=0)
+    value = float(values[_bucket_at(totals, share)])
+    sizes = counts.sum(axis=1)
+    sizes, counts = sizes[sizes > 0], counts[sizes > 0]
+    groups = len(sizes)
+    if groups < MIN_DRAWS:
+        return Estimate(value)
+    below, everything = counts[:, values <= value].sum(axis=1), float(sizes.sum())
+    strayed = below - sizes * below.sum() / everything
+    error = math.sqrt(groups / (groups - 1) * float((strayed**2).sum())) / everything
+    error = max(error, math.sqrt(share * (1 - share) / everything))
+    narrower = NormalDist().inv_cdf((1 + LEVEL) / 2) / student_quantile((1 + LEVEL) / 2, groups - 1)
+    draws = math.floor(share * (1 - share) / error**2 * narrower**2 + 1e-9)
+    if (ranks := binomial_ranks(draws, share)) is None:
+        return Estimate(value)
+    low, high = (float(values[_bucket_at(totals, rank / draws)]) for rank in ranks)
+    return Estimate(value, min(low, value), max(high, value))
+
+
+def _bucket_at(totals: Ints, share: float) -> int:
+    """The first bucket up to which at least `share` of all values are."""
+    upto = np.cumsum(totals)
+    return min(len(totals) - 1, int(np.searchsorted(upto, share * float(upto[-1]) - 1e-9, side="left")))
+
+
+def rate_estimate(total: float, batches: Floats, duration_s: float) -> Estimate:
+    """`total` per second of `duration_s`; `batches` is what each of as many equal parts of that time had."""
+    rate = total / duration_s if duration_s > 0 else 0.0
+    count = len(batches)
+    if count < MIN_DRAWS or duration_s <= 0:
+        return Estimate(rate)
+    error = float(batches.std(ddof=1)) * math.sqrt(count) / duration_s
+    half = student_quantile((1 + LEVEL) / 2, count - 1) * error
+    return Estimate(rate, max(0.0, rate - half), rate + half)
+
+
+def share_estimate(number: int, of: int) -> Estimate:
+    """`number` of `of` things, which is at least 1."""
+    share, z = number / of, NormalDist().inv_cdf((1 + LEVEL) / 2)
+    middle = (share + z * z / (2 * of)) / (1 + z * z / of)
+    half = z / (1 + z * z / of) * math.sqrt(share * (1 - share) / of + z * z / (4 * of * of))
+    return Estimate(share, max(0.0, middle - half), min(1.0, middle + half))

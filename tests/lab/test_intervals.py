@@ -1,0 +1,142 @@
+"""Intervals cover as often as they say, also where neighbours depend on each other; too small a sample has none."""
+
+from __future__ import annotations
+
+import math
+from statistics import NormalDist
+
+import numpy as np
+import pytest
+
+from penstock.lab.intervals import (
+    Estimate,
+    Floats,
+    binomial_ranks,
+    effective_count,
+    grouped_quantile,
+    mean_estimate,
+    quantile_estimate,
+    rate_estimate,
+    share_estimate,
+    student_quantile,
+    student_tail,
+)
+
+NUM_RUNS = 500
+
+
+def autocorrelated(rng: np.random.Generator, count: int, with_the_one_before: float) -> Floats:
+    """A standard normal series whose neighbours correlate."""
+    own = rng.normal(size=count) * math.sqrt(1 - with_the_one_before**2)
+    series = np.empty(count)
+    series[0] = rng.normal()
+    for i in range(1, count):
+        series[i] = with_the_one_before * series[i - 1] + own[i]
+    return series
+
+
+def covers(estimate: Estimate, truth: float) -> bool:
+    return estimate.low is not None and estimate.high is not None and estimate.low <= truth <= estimate.high
+
+
+@pytest.mark.parametrize(("share", "count"), [(0.5, 500), (0.9, 500), (0.99, 2000)])
+def test_quantiles_of_a_known_distribution_are_covered(share: float, count: int) -> None:
+    rng = np.random.default_rng(1)
+    truth = math.exp(0.7 * NormalDist().inv_cdf(share))
+    hits = sum(covers(quantile_estimate(rng.lognormal(0, 0.7, count), share), truth) for _ in range(NUM_RUNS))
+    assert 0.92 <= hits / NUM_RUNS <= 0.98
+
+
+def test_the_mean_of_a_known_distribution_is_covered() -> None:
+    rng = np.random.default_rng(2)
+    hits = sum(covers(mean_estimate(rng.exponential(3.0, 500)), 3.0) for _ in range(NUM_RUNS))
+    assert 0.92 <= hits / NUM_RUNS <= 0.98
+
+
+def test_neighbours_that_depend_on_each_other_are_no_independent_draws() -> None:
+    rng = np.random.default_rng(3)
+    runs = [autocorrelated(rng, 2000, 0.8) for _ in range(200)]
+    truth = NormalDist().inv_cdf(0.9)
+    assert 0.90 <= np.mean([covers(quantile_estimate(run, 0.9), truth) for run in runs]) <= 0.99
+    assert 0.90 <= np.mean([covers(mean_estimate(run), 0.0) for run in runs]) <= 0.99
+    shuffled = [covers(quantile_estimate(rng.permutation(run), 0.9), truth) for run in runs]
+    assert np.mean(shuffled) < 0.8, "the order of time is what tells it"
+
+
+def test_the_effective_count_is_that_of_theory() -> None:
+    rng = np.random.default_rng(4)
+    assert effective_count(rng.normal(size=20_000)) == pytest.approx(20_000, rel=0.1)
+    assert effective_count(autocorrelated(rng, 20_000, 0.5)) == pytest.approx(20_000 / 3, rel=0.15)
+    assert effective_count(np.arange(1000.0)) < 20, "a drift says little about the mean, however long the series"
+    assert effective_count(np.full(7, 3.0)) == 7
+
+
+@pytest.mark.parametrize(("share", "own_level"), [(0.5, 0.3), (0.9, 0.3), (0.99, 0.05)])
+def test_quantiles_of_groups_cover_though_a_group_has_its_own_level(share: float, own_level: float) -> None:
+    """32 groups, each with 100 gaps that share a factor: the independent interval would be far too narrow."""
+    rng = np.random.default_rng(5)
+    values = np.exp(np.arange(-4, 4, 0.005))
+    truth = math.exp(math.hypot(own_level, 0.3) * NormalDist().inv_cdf(share))
+    hits, num_known, hits_if_independent = 0, 0, 0
+    for _ in range(300):
+        gaps = np.exp(rng.normal(0, own_level, (32, 1)) + rng.normal(0, 0.3, (32, 100)))
+        counts = np.array([np.histogram(row, [*values, math.inf])[0] for row in gaps], np.int64)
+        estimate = grouped_quantile(values, counts, share)
+        num_known += estimate.is_known
+        hits += covers(estimate, truth)
+        hits_if_independent += covers(quantile_estimate(rng.permutation(gaps.ravel()), share), truth)
+    assert num_known > 250
+    assert 0.92 <= hits / num_known <= 0.99
+    assert hits_if_independent / 300 < (0.7 if own_level > 0.1 else 1.0)
+
+
+def test_an_interval_that_a_sample_is_too_small_for_is_unknown() -> None:
+    rng = np.random.default_rng(6)
+    assert not quantile_estimate(rng.normal(size=200), 0.999).is_known
+    assert quantile_estimate(rng.normal(size=5000), 0.999).is_known
+    assert not mean_estimate(np.array([1.0, 2.0, 3.0])).is_known
+    assert not quantile_estimate(np.array([1.0]), 0.5).is_known
+    assert not grouped_quantile(np.array([1.0]), np.array([[3]]), 0.5).is_known
+    assert not rate_estimate(10.0, np.array([10.0]), 2.0).is_known
+
+
+def test_ranks_are_those_of_the_tables() -> None:
+    """For the median: W. J. Conover, Practical Nonparametric Statistics, table A3: 6 draws are the fewest at 95 %."""
+    assert binomial_ranks(5, 0.5) is None
+    assert binomial_ranks(6, 0.5) == (1, 6)
+    assert binomial_ranks(100, 0.5) == (40, 61)
+    fewest = math.ceil(math.log(0.025) / math.log(0.999))
+    assert binomial_ranks(fewest - 1, 0.999) is None
+    assert binomial_ranks(fewest, 0.999) is not None
+
+
+@pytest.mark.parametrize(("degrees", "expected"), [(2, 4.3027), (5, 2.5706), (10, 2.2281), (30, 2.0423), (1000, 1.9623)])
+def test_students_t_is_that_of_the_tables(degrees: float, expected: float) -> None:
+    assert student_quantile(0.975, degrees) == pytest.approx(expected, rel=1e-3 if degrees > 2 else 1e-2)
+    assert student_tail(expected, degrees) == pytest.approx(0.05, rel=1e-3)
+    assert student_tail(-expected, degrees) == student_tail(expected, degrees)
+
+
+def test_shares_at_the_edge_have_an_interval_within_0_and_1() -> None:
+    none, every = share_estimate(0, 20), share_estimate(20, 20)
+    assert none.value == 0
+    assert none.low == 0
+    assert none.high == pytest.approx(0.161, abs=0.001)
+    assert every.value == 1
+    assert every.high == 1
+    assert every.low == pytest.approx(0.839, abs=0.001)
+
+
+def test_rates_cover() -> None:
+    rng = np.random.default_rng(7)
+    hits = sum(
+        covers(rate_estimate(float(batches.sum()), batches, 40.0), 25.0)
+        for batches in (rng.poisson(50, 20).astype(float) for _ in range(NUM_RUNS))
+    )
+    assert 0.92 <= hits / NUM_RUNS <= 0.98
+
+
+def test_an_inverted_estimate_turns_its_interval() -> None:
+    assert Estimate(4.0, 2.0, 8.0).inverted(16.0) == Estimate(4.0, 2.0, 8.0)
+    assert Estimate(4.0, 0.0, 8.0).inverted(16.0) == Estimate(4.0)
+    assert Estimate(0.0).inverted(16.0) == Estimate(math.inf)

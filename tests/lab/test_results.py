@@ -1,0 +1,138 @@
+"""A result survives its file, and a file that is not one is refused with the place of what is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench_records import random_records, record, result_of, run_of
+from penstock.lab.figures import COLUMNS, parse_slos
+from penstock.lab.records import End
+from penstock.lab.results import Load, Result, Target, read_result, this_machine, write_result
+from penstock.types.errors import ConfigError
+
+
+@pytest.fixture
+def result() -> Result:
+    records = random_records(3, 120, tenants="ab")
+    records[5] = record(5, due_ms=3, end=End.REFUSED, http_status=429, error="queue_full <b>")
+    records[6] = record(6, due_ms=4, end=End.CANCELLED)
+    options = {"temperature": 0.0, "url": ["a", "b"], "warmup": None}
+    full = run_of(
+        records,
+        options=options,
+        slos=parse_slos(["ttft=123.456ms", "itl=50ms"]),
+        price_per_hour=1.25,
+        target=Target(url="http://127.0.0.1:1/v1", model="m", server="penstock 0"),
+        begun_at="2026-11-22T10:00:00+00:00",
+    )
+    bare = run_of([record()], load=Load("concurrency", 8), seed=None, how="simulated")
+    return result_of(full, bare)
+
+
+def test_what_was_written_is_read(result: Result, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    write_result(result, path)
+    found = read_result(path)
+    assert found.machine == result.machine
+    assert found.made_by == result.made_by
+    for before, after in zip(result.runs, found.runs, strict=True):
+        assert all(np.array_equal(getattr(before.samples, name), getattr(after.samples, name)) for name in COLUMNS)
+        assert after.figures == before.figures
+        assert (after.workload, after.options, after.seed) == (before.workload, before.options, before.seed)
+        assert (after.load, after.how, after.target) == (before.load, before.how, before.target)
+        assert (after.begun_at, after.slos, after.price_per_hour) == (before.begun_at, before.slos, before.price_per_hour)
+
+
+def test_the_same_result_gives_the_same_bytes(result: Result, tmp_path: Path) -> None:
+    write_result(result, tmp_path / "a.json")
+    write_result(read_result(tmp_path / "a.json"), tmp_path / "b.json")
+    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "b.json"]
+
+
+def test_the_file_says_what_it_is(result: Result, tmp_path: Path) -> None:
+    write_result(result, tmp_path / "a.json")
+    top = json.loads((tmp_path / "a.json").read_text())
+    assert next(iter(top)) == "penstock_bench"
+    assert top["penstock_bench"] == 1
+    run = top["runs"][0]
+    assert run["figures"]["latency_ms"]["ttft"]["p99"].keys() == {"value", "low", "high"}
+    assert run["figures"]["latency_ms"]["ttft"]["p99.9"]["low"] is None, "the sample is too small for it"
+    assert run["requests"]["columns"]["first_ns"][run["requests"]["columns"]["end"].index(2)] is None
+    assert run["figures"]["reasons"] == {"429 queue_full <b>": 1}
+
+
+def test_this_machine_is_described() -> None:
+    found = this_machine()
+    assert found.num_cpus >= 1
+    assert found.available_memory_bytes > 0
+
+
+def columns_of(top: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = top["runs"][0]["requests"]["columns"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda top: top.update(penstock_bench=2), "version 2, from a newer Penstock"),
+        (lambda top: top.update(penstock_bench="1"), "penstock_bench is str, not int"),
+        (lambda top: top.pop("penstock_bench"), "no result of `penstock bench`"),
+        (lambda top: top.pop("runs"), "runs is missing"),
+        (lambda top: top.update(runs=[]), "runs has 0 entries"),
+        (lambda top: top.update(runs=[3]), r"runs\[0\] is no object"),
+        (lambda top: top["runs"][1].pop("workload"), r"runs\[1\]\.workload is missing"),
+        (lambda top: top["runs"][0].update(how="guessed"), r"runs\[0\]\.how is 'guessed'"),
+        (lambda top: top["runs"][0].update(slos=["ttft"]), r"runs\[0\]\.slos can't be used: The SLO 'ttft' has no limit"),
+        (lambda top: top["runs"][0]["load"].update(kind="weight"), r"runs\[0\]\.load\.kind is 'weight'"),
+        (lambda top: top["runs"][0]["load"].update(value=-1), r"runs\[0\]\.load\.value is -1"),
+        (lambda top: columns_of(top)["sent_ns"].pop(), r"columns\.sent_ns has 119 entries, and index has 120"),
+        (lambda top: columns_of(top)["sent_ns"].__setitem__(3, 1.5), r"columns\.sent_ns\[3\] is '1.5'"),
+        (lambda top: columns_of(top)["sent_ns"].__setitem__(3, None), r"columns\.sent_ns\[3\] is 'None'"),
+        (lambda top: columns_of(top)["sent_ns"].__setitem__(3, 2**63), r"columns\.sent_ns\[3\]"),
+        (lambda top: columns_of(top)["ended_ns"].__setitem__(3, -1), r"columns\.ended_ns\[3\] is '-1'"),
+        (lambda top: columns_of(top)["end"].__setitem__(0, 4), r"columns\.end\[0\] is '4'"),
+        (lambda top: columns_of(top)["tenant"].__setitem__(0, 3), r"columns\.tenant\[0\] is '3'"),
+        (lambda top: top["runs"][0]["requests"].update(ends=["ok"]), "this version knows"),
+        (lambda top: top["runs"][0]["requests"]["gaps"]["buckets"].reverse(), "buckets do not ascend"),
+        (lambda top: top["runs"][0]["requests"]["gaps"]["groups"][0]["at"].append(10**6), r"at\[\d+\] is '1000000'"),
+        (lambda top: top["runs"][0]["requests"]["gaps"]["groups"][0]["counts"].append(1), "entries for"),
+        (lambda top: top["runs"][0]["requests"]["tenant_gaps"][0].update(tenant=9), "there are 3 tenants"),
+    ],
+)
+def test_a_broken_file_names_the_place(
+    result: Result, tmp_path: Path, change: Callable[[dict[str, Any]], object], words: str
+) -> None:
+    path = tmp_path / "a.json"
+    write_result(result, path)
+    top = json.loads(path.read_text())
+    change(top)
+    path.write_text(json.dumps(top))
+    with pytest.raises(ConfigError, match=words) as caught:
+        read_result(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(b"", "no JSON"), (b'{"penstock_be', "no JSON: line 1"), (b"[1]", "no result of"), (b"\xff", "no JSON")],
+)
+def test_other_files_are_refused(tmp_path: Path, content: bytes, words: str) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=words):
+        read_result(path)
+
+
+def test_a_file_that_is_not_there_and_a_folder_that_is_not_there(result: Result, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="can't be read: No such file"):
+        read_result(tmp_path / "none.json")
+    with pytest.raises(ConfigError, match="can't be written"):
+        write_result(result, tmp_path / "none" / "a.json")
