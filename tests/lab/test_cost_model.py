@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from penstock.lab.cost_model import CostModel, shape_of
+from penstock.lab.cost_model import CostModel, Fitted, shape_of
 from penstock.lab.fitting import fit
 from penstock.types.plan import RowPlan, StepPlan, StepShape
 
@@ -26,8 +26,39 @@ def test_a_step_costs_the_sum_of_its_parts() -> None:
 
 
 def test_chunks_read_as_much_as_the_whole_prompt() -> None:
-    counts = [COST.counts(StepShape(rows, 1)) for rows in (((64, 0),), ((40, 0), (24, 40)))]
-    assert counts[0] == counts[1]
+    whole, chunks = (COST.counts(StepShape(rows, 1)) for rows in (((64, 0),), ((40, 0), (24, 40))))
+    assert whole == chunks._replace(num_rows=1)
+
+
+def test_brackets_are_paid_like_a_tax() -> None:
+    cost = CostModel(0, 0, 0, 0, 0, token_brackets=((4, 100.0), (10, 10.0)))
+    assert [cost.duration_ns(StepShape(((1, 0),) * num, num)) for num in (1, 4, 5, 10, 20)] == [100, 400, 410, 460, 560]
+    assert cost.duration_ns(StepShape(((6, 0),), 1)) == 420
+    assert cost.parts_ns(StepShape(((6, 0),), 1))["tokens"] == 420
+
+
+def test_noise_is_drawn_from_the_residuals_and_repeats_with_its_seed() -> None:
+    cost = CostModel(residuals=(0.9, 1.0, 1.5), host_residuals=(2.0,))
+    drawn = [cost.noise(rng) for rng in [random.Random(7)] for _ in range(4000)]
+    assert 0.9 <= min(drawn) < 0.91
+    assert 1.49 < max(drawn) <= 1.5
+    assert sorted(drawn)[2000] == pytest.approx(1.0, abs=0.02)
+    assert drawn[:3] == [cost.noise(rng) for rng in [random.Random(7)] for _ in range(3)]
+    assert cost.host_noise(random.Random(1)) == 2.0
+    assert CostModel().noise(random.Random(1)) == 1.0
+
+
+def test_a_step_outside_of_the_fitted_range_is_told() -> None:
+    fitted = Fitted(max_rows=8, max_decodes=8, max_prefill_tokens=64, max_context_len=1000)
+    cost = CostModel(fitted=fitted)
+    assert cost.outside(cost.counts(StepShape(((1, 999),) * 8, 8))) == ()
+    assert cost.outside(cost.counts(StepShape(((1, 1000),) + ((1, 5),) * 8, 9))) == (
+        "9 rows > 8",
+        "9 decodes > 8",
+        "1001 tokens of context > 1000",
+    )
+    assert cost.outside(cost.counts(StepShape(((65, 0),), 1))) == ("65 prefill tokens > 64",)
+    assert CostModel().outside(cost.counts(StepShape(((65, 10**6),), 1))) == ()
 
 
 def test_a_plan_has_the_shape_of_its_rows() -> None:

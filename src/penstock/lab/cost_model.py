@@ -1,19 +1,66 @@
-"""How long a step takes, from its shape alone. Called by the simulated executor; measures nothing."""
+"""How long a step takes, from its shape alone. Called by the simulated executor and by the simulation; measures nothing.
+
+A step's time is a sum of named parts, each a number of something times its cost. What a sum of means leaves over, the noise of
+the machine, is kept as quantiles of measured over modelled time, from which a seeded draw is made. A model knows the range of
+the steps that it was fitted to, and says so when it is asked about a step outside of it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from random import Random
+from typing import NamedTuple
 
 from penstock.types.plan import StepPlan, StepShape
 
 
+class Counts(NamedTuple):
+    """The work in a step, as the parts of a cost model are paid for it."""
+
+    num_tokens: int
+    """Positions that are computed, of all rows."""
+    num_decodes: int
+    """Rows of one token."""
+    num_prefill_tokens: int
+    """Tokens of longer rows."""
+    num_decode_reads: int
+    """KV positions that rows of one token read."""
+    num_prefill_reads: int
+    """KV positions that each token of a longer row reads."""
+    num_samples: int
+    """Tokens that are sampled."""
+    num_rows: int
+    max_context_len: int
+    """Positions before and in the longest row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitted:
+    """The largest steps that a cost model was fitted to. Within it lies each step that exceeds none of them."""
+
+    max_rows: int
+    max_decodes: int
+    max_prefill_tokens: int
+    max_context_len: int
+
+    def exceeded_by(self, counts: Counts) -> tuple[str, ...]:
+        """Each limit that a step exceeds, in words: `80 rows > 64`."""
+        pairs = (
+            ("rows", counts.num_rows, self.max_rows),
+            ("decodes", counts.num_decodes, self.max_decodes),
+            ("prefill tokens", counts.num_prefill_tokens, self.max_prefill_tokens),
+            ("tokens of context", counts.max_context_len, self.max_context_len),
+        )
+        return tuple([f"{num} {name} > {most}" for name, num, most in pairs if num > most])
+
+
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """A sum of named parts, each a number of something times its cost. Nanoseconds.
+    """Costs in nanoseconds.
 
     The defaults are SmolLM2-135M (Q4_1, keys and values of 8 bits) on one thread with AVX-512, fitted to 36 shapes with a
-    mean error of 5 % (`benchmarks/step_costs.py --cpu-time`, 2026-11-20).
+    mean error of 5 % (2026-11-20); the host takes no time in them, and there is no noise.
     """
 
     step_ns: float = 2_680_000.0
@@ -26,10 +73,24 @@ class CostModel:
     """Each KV position that a row of one token reads."""
     prefill_read_ns: float = 257.0
     """Each KV position that each token of a longer row reads; several tokens share what they read."""
+    sample_ns: float = 0.0
+    """Each token that is sampled: its logits and the choice."""
+    token_brackets: tuple[tuple[int, float], ...] = ()
+    """(up to so many tokens of a step, cost of each), ascending, as brackets of a tax: products with weights, whose price per
+    token falls or rises with their number. The last holds for all further ones."""
+    host_step_ns: float = 0.0
+    """The engine's own time for each step, outside of the executor: commands, plan, books, text."""
+    host_row_ns: float = 0.0
+    """The same for each row."""
+    residuals: tuple[float, ...] = ()
+    """Quantiles, from the least to the largest at equal distances, of measured over modelled time of the executor; none: 1."""
+    host_residuals: tuple[float, ...] = ()
+    """The same of the host's time."""
+    fitted: Fitted | None = None
+    """None: nobody knows."""
 
-    def counts(self, shape: StepShape) -> tuple[int, int, int, int, int]:
-        """Units that each part is paid for, in the order of the fields."""
-        num_decodes = num_prefill_tokens = num_decode_reads = num_prefill_reads = 0
+    def counts(self, shape: StepShape) -> Counts:
+        num_decodes = num_prefill_tokens = num_decode_reads = num_prefill_reads = max_context_len = 0
         for query_len, context_len in shape.rows:
             if query_len == 1:
                 num_decodes += 1
@@ -37,25 +98,86 @@ class CostModel:
             else:
                 num_prefill_tokens += query_len
                 num_prefill_reads += query_len * context_len + query_len * (query_len + 1) // 2
-        return 1, num_decodes, num_prefill_tokens, num_decode_reads, num_prefill_reads
+            if context_len + query_len > max_context_len:
+                max_context_len = context_len + query_len
+        return Counts(
+            num_decodes + num_prefill_tokens,
+            num_decodes,
+            num_prefill_tokens,
+            num_decode_reads,
+            num_prefill_reads,
+            shape.num_samples,
+            len(shape.rows),
+            max_context_len,
+        )
 
     def parts_ns(self, shape: StepShape) -> Mapping[str, int]:
+        """The executor's time by part."""
         counts = self.counts(shape)
-        return {
-            field.name.removesuffix("_ns"): round(getattr(self, field.name) * count)
-            for field, count in zip(fields(self), counts, strict=True)
+        parts = {
+            "step": self.step_ns,
+            "decode_row": self.decode_row_ns * counts.num_decodes,
+            "prefill_token": self.prefill_token_ns * counts.num_prefill_tokens,
+            "decode_read": self.decode_read_ns * counts.num_decode_reads,
+            "prefill_read": self.prefill_read_ns * counts.num_prefill_reads,
         }
+        if self.sample_ns:
+            parts["sample"] = self.sample_ns * counts.num_samples
+        if self.token_brackets:
+            parts["tokens"] = self._tokens_ns(counts.num_tokens)
+        return {name: round(part_ns) for name, part_ns in parts.items()}
 
     def duration_ns(self, shape: StepShape) -> int:
-        """The sum of the parts."""
-        step, decodes, tokens, decode_reads, prefill_reads = self.counts(shape)
+        """The executor's time for a step, without noise."""
+        return self.cost_of(self.counts(shape))
+
+    def cost_of(self, counts: Counts) -> int:
+        """As `duration_ns`, of what was counted."""
         return round(
-            self.step_ns * step
-            + self.decode_row_ns * decodes
-            + self.prefill_token_ns * tokens
-            + self.decode_read_ns * decode_reads
-            + self.prefill_read_ns * prefill_reads
+            self.step_ns
+            + self.decode_row_ns * counts.num_decodes
+            + self.prefill_token_ns * counts.num_prefill_tokens
+            + self.decode_read_ns * counts.num_decode_reads
+            + self.prefill_read_ns * counts.num_prefill_reads
+            + self.sample_ns * counts.num_samples
+            + (self._tokens_ns(counts.num_tokens) if self.token_brackets else 0.0)
         )
+
+    def host_ns(self, num_rows: int) -> int:
+        """The engine's own time for a step of so many rows, without noise. From the end of one step in the executor to the
+        begin of the next passes, in the mean, the time of the step that ended.
+        """
+        return round(self.host_step_ns + self.host_row_ns * num_rows)
+
+    def noise(self, rng: Random) -> float:
+        """A factor for `duration_ns`, drawn from the residuals; 1 without them."""
+        return quantile_at(self.residuals, rng.random()) if self.residuals else 1.0
+
+    def host_noise(self, rng: Random) -> float:
+        """A factor for `host_ns`, drawn from its residuals; 1 without them."""
+        return quantile_at(self.host_residuals, rng.random()) if self.host_residuals else 1.0
+
+    def outside(self, counts: Counts) -> tuple[str, ...]:
+        """The limits of the fitted range that a step exceeds, in words; none if it lies within, or nobody knows the range."""
+        return () if self.fitted is None else self.fitted.exceeded_by(counts)
+
+    def _tokens_ns(self, num_tokens: int) -> float:
+        total_ns, begin = 0.0, 0
+        last = len(self.token_brackets) - 1
+        for idx, (up_to, token_ns) in enumerate(self.token_brackets):
+            if num_tokens <= up_to or idx == last:
+                return total_ns + (num_tokens - begin) * token_ns
+            total_ns += (up_to - begin) * token_ns
+            begin = up_to
+        return total_ns
+
+
+def quantile_at(quantiles: tuple[float, ...], share: float) -> float:
+    """The value at a share in [0, 1] of quantiles at equal distances, linear in between."""
+    at = share * (len(quantiles) - 1)
+    below = min(int(at), len(quantiles) - 1)
+    above = min(below + 1, len(quantiles) - 1)
+    return quantiles[below] + (quantiles[above] - quantiles[below]) * (at - below)
 
 
 def shape_of(plan: StepPlan) -> StepShape:
