@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+import statistics
 
 import pytest
 
-from penstock.lab.cost_model import CostModel, Fitted, shape_of
+from penstock.lab.cost_model import CostModel, Fitted, Noise, shape_of
 from penstock.lab.fitting import fit
 from penstock.types.plan import RowPlan, StepPlan, StepShape
 
@@ -39,13 +40,24 @@ def test_brackets_are_paid_like_a_tax() -> None:
 
 def test_noise_is_drawn_from_the_residuals_and_repeats_with_its_seed() -> None:
     cost = CostModel(residuals=(0.9, 1.0, 1.5), host_residuals=(2.0,))
-    drawn = [cost.noise(rng) for rng in [random.Random(7)] for _ in range(4000)]
+    noise = cost.noise(random.Random(7))
+    drawn = [noise.draw() for _ in range(4000)]
     assert 0.9 <= min(drawn) < 0.91
-    assert 1.49 < max(drawn) <= 1.5
+    assert 1.48 < max(drawn) <= 1.5
     assert sorted(drawn)[2000] == pytest.approx(1.0, abs=0.02)
-    assert drawn[:3] == [cost.noise(rng) for rng in [random.Random(7)] for _ in range(3)]
-    assert cost.host_noise(random.Random(1)) == 2.0
-    assert CostModel().noise(random.Random(1)) == 1.0
+    again = cost.noise(random.Random(7))
+    assert drawn[:3] == [again.draw() for _ in range(3)]
+    assert cost.host_noise(random.Random(1)).draw() == 2.0
+    assert CostModel().noise(random.Random(1)).draw() == 1.0
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.5, 0.9])
+def test_noise_lasts_as_long_as_it_was_seen_to(correlation: float) -> None:
+    noise = Noise([idx / 1000 for idx in range(1001)], correlation, random.Random(3))
+    drawn = [noise.draw() for _ in range(20_000)]
+    assert statistics.correlation(drawn, drawn[1:] + drawn[:1], method="ranked") == pytest.approx(correlation, abs=0.05)
+    assert statistics.fmean(drawn) == pytest.approx(0.5, abs=0.05)
+    assert statistics.quantiles(drawn, n=100)[98] == pytest.approx(0.99, abs=0.02)
 
 
 def test_a_step_outside_of_the_fitted_range_is_told() -> None:

@@ -7,7 +7,8 @@ the steps that it was fitted to, and says so when it is asked about a step outsi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
@@ -84,8 +85,10 @@ class CostModel:
     """The same for each row."""
     residuals: tuple[float, ...] = ()
     """Quantiles, from the least to the largest at equal distances, of measured over modelled time of the executor; none: 1."""
+    residual_correlation: float = 0.0
+    """Correlation of the ranks of two steps in a row among them: a machine is slow for a while, not for one step. [0, 1)"""
     host_residuals: tuple[float, ...] = ()
-    """The same of the host's time."""
+    """The same of the host's time, which is taken to change from step to step."""
     fitted: Fitted | None = None
     """None: nobody knows."""
 
@@ -149,13 +152,13 @@ class CostModel:
         """
         return round(self.host_step_ns + self.host_row_ns * num_rows)
 
-    def noise(self, rng: Random) -> float:
-        """A factor for `duration_ns`, drawn from the residuals; 1 without them."""
-        return quantile_at(self.residuals, rng.random()) if self.residuals else 1.0
+    def noise(self, rng: Random) -> Noise:
+        """Draws factors for `duration_ns`."""
+        return Noise(self.residuals, self.residual_correlation, rng)
 
-    def host_noise(self, rng: Random) -> float:
-        """A factor for `host_ns`, drawn from its residuals; 1 without them."""
-        return quantile_at(self.host_residuals, rng.random()) if self.host_residuals else 1.0
+    def host_noise(self, rng: Random) -> Noise:
+        """Draws factors for `host_ns`."""
+        return Noise(self.host_residuals, 0.0, rng)
 
     def outside(self, counts: Counts) -> tuple[str, ...]:
         """The limits of the fitted range that a step exceeds, in words; none if it lies within, or nobody knows the range."""
@@ -172,7 +175,28 @@ class CostModel:
         return total_ns
 
 
-def quantile_at(quantiles: tuple[float, ...], share: float) -> float:
+class Noise:
+    """Draws from residuals, one after the other: the same seed gives the same draws."""
+
+    def __init__(self, quantiles: Sequence[float], correlation: float, rng: Random) -> None:
+        """Without quantiles each draw is 1. `correlation`: of the ranks of two draws in a row."""
+        self._quantiles = tuple(quantiles)
+        # Of the normal deviates behind ranks (Pearson, 1907).
+        self._share = 2 * math.sin(math.pi * correlation / 6)
+        self._own_share = math.sqrt(1 - self._share**2)
+        self._rng = rng
+        self._deviate = rng.gauss() if quantiles else 0.0
+
+    def draw(self) -> float:
+        """The next factor."""
+        if not self._quantiles:
+            return 1.0
+        self._deviate = self._share * self._deviate + self._own_share * self._rng.gauss()
+        rank = 0.5 * (1 + math.erf(self._deviate / math.sqrt(2)))
+        return quantile_at(self._quantiles, rank)
+
+
+def quantile_at(quantiles: Sequence[float], share: float) -> float:
     """The value at a share in [0, 1] of quantiles at equal distances, linear in between."""
     at = share * (len(quantiles) - 1)
     below = min(int(at), len(quantiles) - 1)
