@@ -407,6 +407,13 @@ class ServerConfig(Component):
     first_token_timeout_s: float | None = duration(
         None, "Longest time to the first token; a client may ask for less.", minimum=0.001, default_doc="none"
     )
+    record: str | None = path(
+        None, "File to which arrivals, lengths, plans and durations are written, without any text.", default_doc="none"
+    )
+    record_size_bytes: int = size(
+        256 << 20, "Largest size of the recording; the oldest of its four parts is dropped for a new one.", minimum=300_000
+    )
+    record_tenant_names: bool = flag(False, "The recording has the names of tenants, instead of numbers.")
     shutdown_timeout_s: float = duration(30.0, "After SIGTERM, how long running requests may take to finish.", minimum=0.0)
 
 

@@ -24,6 +24,7 @@ from penstock.deploy import device
 from penstock.deploy.executor import build_executor, plan_memory
 from penstock.deploy.fingerprint import system_fingerprint
 from penstock.deploy.policies import admission_limits, build_policies
+from penstock.deploy.recorder import check_recording, open_recorder
 from penstock.deploy.resources import MemoryShare, Resources
 from penstock.deploy.sizing import RESERVE_BYTES, TYPICAL_REQUEST_TOKENS, KvPlan
 from penstock.deploy.tiers import build_tier, cleared, open_host_memory, open_store
@@ -98,24 +99,23 @@ def start_model(config: Config, source: ModelSource, resources: Resources | None
     return running
 
 
-def _load(config: Config, source: ModelSource, resources: Resources) -> RunningModel:
-    from penstock.models.load import load_model
+def open_executor(config: Config, source: ModelSource) -> tuple[Config, LoadedModel, Executor]:
+    """The settled config, the model and the executor that a server would have, for whoever runs steps without one.
 
-    config = device.settled(config)
-    device.check_block_size(config)
-    _check_cache(config.kv)
-    _check_batch_size(config)
-    name = _served_names(config, source)[0]
-    available_bytes = resources.memory.available_bytes(name)
-    room_bytes = device.weight_room_bytes(config, available_bytes - RESERVE_BYTES)
-    floats = device.held_floats(config)
-    model = load_model(source, max_weight_bytes=room_bytes, floats=floats, check_vocab=_check_vocab)
-    device.check_head_dim(config, model)
-    kv, executor = plan_memory(config, model, available_bytes)
+    Close the executor. Raises what `start_model` raises.
+    """
+    resources = Resources()
+    config, model, kv, executor, _ = _plan(config, source, resources)
+    return config, model, executor or build_executor(config, model, kv, partial(resources.team, model.name))
+
+
+def _load(config: Config, source: ModelSource, resources: Resources) -> RunningModel:
+    check_recording(config)
+    config, model, kv, executor, available_bytes = _plan(config, source, resources)
     # A GPU has memory of its own, which is measured anew for each model.
     is_on_gpu = device.is_on_gpu(config)
     share = MemoryShare() if is_on_gpu else MemoryShare(num_weight_bytes=model.num_weight_bytes, num_kv_bytes=kv.num_bytes)
-    resources.memory.take(name, share)
+    resources.memory.take(_served_names(config, source)[0], share)
     _log_model(model, config, kv)
     try:
         return _start(config, source, model, kv, resources, executor)
@@ -125,6 +125,27 @@ def _load(config: Config, source: ModelSource, resources: Resources) -> RunningM
             f"{format_size(kv.num_bytes)}, and {format_size(available_bytes)} were free before.",
             remedy="Lower --kv-cache-memory or --max-num-batched-tokens, or free some memory.",
         ) from error
+
+
+def _plan(
+    config: Config, source: ModelSource, resources: Resources
+) -> tuple[Config, LoadedModel, KvPlan, Executor | None, int]:
+    """The settled config, the weights, the plan of the memory (on a GPU with the executor that measured it), and the bytes that
+    were free before.
+    """
+    from penstock.models.load import load_model
+
+    config = device.settled(config)
+    device.check_block_size(config)
+    _check_cache(config.kv)
+    _check_batch_size(config)
+    available_bytes = resources.memory.available_bytes(_served_names(config, source)[0])
+    room_bytes = device.weight_room_bytes(config, available_bytes - RESERVE_BYTES)
+    floats = device.held_floats(config)
+    model = load_model(source, max_weight_bytes=room_bytes, floats=floats, check_vocab=_check_vocab)
+    device.check_head_dim(config, model)
+    kv, executor = plan_memory(config, model, available_bytes)
+    return config, model, kv, executor, available_bytes
 
 
 def _start(
@@ -238,6 +259,9 @@ class EngineMaker:
         self.admission.on_call = self.signals.on_call
         num_explained = config.server.explained_requests
         self.journal = Journal(num_explained) if num_explained else None
+        self._recorder = open_recorder(config, self.name, executor, self.clock)
+        self._journals: list[RequestJournal] = [one for one in (self.journal, self._recorder) if one is not None]
+        self._turn_observers = [one for one in (self.metrics, self._recorder) if one is not None]
         self._observer = ObserverGroup([self.metrics, self.admission, self.signals])
         self._token_observer = TokenObserverGroup([self.metrics, self.admission])
 
@@ -249,6 +273,8 @@ class EngineMaker:
             if self._engine is not None and self._engine.step_age_ns():  # its step goes on, and maybe for ever
                 self._resources.leave_team(self.name)
             executor = self._executor_from_files()
+            if self._recorder is not None:
+                self._recorder.on_engine()
         try:
             self._engine = self._make(executor, on_failed)
         except BaseException:  # the next attempt needs its memory
@@ -257,7 +283,9 @@ class EngineMaker:
         return self._engine
 
     def release(self) -> None:
-        """Close the stores and give the model's memory back, once no engine runs any more."""
+        """Close the recording and the stores and give the model's memory back, once no engine runs any more."""
+        if self._recorder is not None:
+            self._recorder.close()
         for store in self._stores:
             if store is not None:
                 store.close()
@@ -276,10 +304,12 @@ class EngineMaker:
 
     def _make(self, executor: Executor, on_failed: Callable[[], None]) -> Engine:
         from penstock.engine.output import OutputStage
+        from penstock.engine.ports import JournalGroup, TurnObserverGroup
         from penstock.engine.thread import Engine
         from penstock.text.tokenizer import detokenizer_factory
 
-        core = build_core(self.config, executor.capacity, self._observer, self.journal, build_tier(self._stores[-1]))
+        journal = JournalGroup(self._journals) if self._journals else None
+        core = build_core(self.config, executor.capacity, self._observer, journal, build_tier(self._stores[-1]))
         return Engine(
             core,
             executor,
@@ -287,7 +317,7 @@ class EngineMaker:
             clock=self.clock,
             sink=self.bridge.deliver,
             observer=self._observer,
-            turn_observer=self.metrics,
+            turn_observer=TurnObserverGroup(self._turn_observers),
             on_failed=on_failed,
             make_transfers=partial(self._make_transfers, core.scheduler.kv),
         )

@@ -325,6 +325,8 @@ class EngineCore:
             counts=outcome.counts,
             parts_ns={"execute": execute_ns, **result.timing.parts},
             void=outcome.void,
+            planned_ns=plan.now_ns,
+            rows=plan.rows,
         )
 
 

@@ -248,6 +248,33 @@ class ObserverGroup:
             observer.on_finish(stats)
 
 
+class JournalGroup(ObserverGroup):
+    """Tells each of its journals, in order."""
+
+    def __init__(self, journals: Sequence[RequestJournal]) -> None:
+        super().__init__(journals)
+        self._journals = tuple(journals)
+
+    def on_queued(self, request: Request, now_ns: int) -> None:
+        for journal in self._journals:
+            journal.on_queued(request, now_ns)
+
+    def on_news(self, news: PlanNews) -> None:
+        for journal in self._journals:
+            journal.on_news(news)
+
+
+class TurnObserverGroup:
+    """Tells each of its turn observers, in order."""
+
+    def __init__(self, observers: Sequence[TurnObserver]) -> None:
+        self._observers = tuple(observers)
+
+    def on_turn(self, parts_ns: Mapping[str, int]) -> None:
+        for observer in self._observers:
+            observer.on_turn(parts_ns)
+
+
 class TokenObserverGroup:
     """Tells each of its token observers, in order."""
 

@@ -166,6 +166,10 @@ class StepStats:
     """Named shares of the step: schedule, execute, commit, and the executor's own parts."""
     void: Collection[str] = ()
     """Ids of rows whose requests had ended before the step did. A new request may have taken such an id since."""
+    planned_ns: int = 0
+    """The instant for which it was planned, also if that was while the step before it ran."""
+    rows: Sequence[RowPlan] = ()
+    """Its plan's."""
 
 
 @dataclass(slots=True)

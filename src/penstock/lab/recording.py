@@ -1,0 +1,356 @@
+"""Reads what `serve --record` wrote (docs/recording.md). Called by the replay, the fit and `penstock profile`; the writer is
+`obs/recording.py`.
+
+Parts that belong together are read as one, the oldest first. Events come in the order in which they happened:
+
+    Arrival    a request was queued, or refused for good
+    StepDone   a step was planned, computed and taken over; its rows are whole again
+    Departure  a request ended; before the step with the same end, if that step's tokens came too late for it
+    Lost       the writer did not keep up: so many reports are missing here
+    Restart    the engine was made anew: no request is left, and steps are counted from 0
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.types.errors import PenstockError
+from penstock.types.plan import Capacity, StepShape
+from penstock.types.request import FinishReason
+
+FORMAT = "penstock-recording"
+VERSION = 1
+MAX_PARTS = 64
+MAX_LINE_BYTES = 64 << 20
+NOBODY = -1
+"""Number of a row of padding."""
+
+_REASONS = {reason.name.lower(): reason for reason in FinishReason}
+
+
+class RecordingError(PenstockError):
+    """A file is no recording, or is damaged."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockId:
+    """The content of one block, or of the piece of a prompt that fills none: equal ids are equal tokens after equal tokens."""
+
+    id: int
+    like: int = 0
+    """Where an id is told for the first time: the block whose first `num_like` tokens it has, too; 0: none is known."""
+    num_like: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """Facts of the server that made a recording."""
+
+    recording: str
+    """A random name, which all parts share."""
+    part: int
+    """0 for the first part; more, if those before it are lost."""
+    began: str
+    """Date and time of instant 0, ISO 8601."""
+    block_size: int
+    """Tokens of a block that has an id."""
+    capacity: Capacity
+    depth: int
+    model: str
+    machine: Mapping[str, Any]
+    """`cpu`, `cpus`."""
+    config: str
+    """A hash of model and settings."""
+    settings: Mapping[str, Any]
+    """Settings of KV cache, scheduling and compute that were not the defaults."""
+    has_prefix_caching: bool
+    has_tier: bool
+    """There is a tier below the KV pool, whose own times are not recorded."""
+    about: Mapping[str, Any]
+    """All that the header says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """Instants are nanoseconds from the begin of the recording, here and below."""
+
+    id: int
+    arrival_ns: int
+    """When the server had read it."""
+    queued_ns: int | None
+    """When the engine took it; None: it was refused."""
+    num_prompt_tokens: int
+    max_tokens: int
+    """The client's limit; 0 if it was refused."""
+    tenant: str
+    priority: int
+    deadline_ns: int | None
+    beam_width: int
+    """0: no beam search."""
+    has_grammar: bool
+    blocks: tuple[BlockId, ...]
+    """The prompt, the last piece included that fills no block. Empty: not known."""
+    is_repeated: bool
+    """It was told before, in a part that may be lost."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Departure:
+    id: int
+    at_ns: int
+    reason: FinishReason
+    is_by_text: bool
+    """STOP, and a stop string did it, not a token."""
+    reject_reason: str
+    first_token_ns: int | None
+    num_output_tokens: int
+    num_cached_tokens: int
+    num_preemptions: int
+    blocks: tuple[BlockId, ...]
+    """Prompt and output from the last full block of the prompt on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of a plan."""
+
+    id: int
+    """Number of the request; `NOBODY` for padding."""
+    query_len: int
+    context_len: int
+    samples: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepDone:
+    step_id: int
+    planned_ns: int
+    ended_ns: int
+    """When the engine had its tokens, before they were told."""
+    rows: tuple[Row, ...]
+    parts_ns: Mapping[str, int]
+    """`execute`, of which the executor's own parts are shares, and the engine's `schedule`, `commit`, `output`."""
+    num_running: int
+    num_waiting: int
+    num_blocks_free: int
+    num_blocks_cached: int
+
+    @property
+    def shape(self) -> StepShape:
+        return StepShape(
+            tuple([(row.query_len, row.context_len) for row in self.rows]), sum([row.samples for row in self.rows])
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    pass
+
+
+Event = Arrival | Departure | StepDone | Lost | Restart
+
+
+@dataclass(slots=True)
+class RecordedRequest:
+    """A request from its arrival to its end."""
+
+    arrival: Arrival
+    departure: Departure | None = None
+    """None: it had not ended when the recording did."""
+
+
+@dataclass(slots=True)
+class Recording:
+    """A recording on disk. Nothing but the header is kept in memory; each call of `events` reads the files anew."""
+
+    paths: Sequence[Path]
+    """The parts, the oldest first."""
+    header: Header
+
+    def events(self) -> Iterator[Event]:
+        """Raises RecordingError, which names the line, where a file is damaged; a last line that is cut off is passed over."""
+        for path in self.paths:
+            yield from _Part(path).events()
+
+    def steps(self) -> Iterator[StepDone]:
+        return (event for event in self.events() if isinstance(event, StepDone))
+
+    def requests(self) -> list[RecordedRequest]:
+        """All that arrived, in the order in which the engine took them."""
+        requests: dict[int, RecordedRequest] = {}
+        for event in self.events():
+            if isinstance(event, Arrival):
+                if event.id not in requests:
+                    requests[event.id] = RecordedRequest(event)
+            elif isinstance(event, Departure) and event.id in requests:
+                requests[event.id].departure = event
+        return list(requests.values())
+
+
+def is_recording(path: Path) -> bool:
+    """Whether a file begins as a recording does."""
+    beginning = f'{{"kind":"header","format":"{FORMAT}",'.encode()
+    with path.open("rb") as file:
+        return file.read(len(beginning)) == beginning
+
+
+def open_recording(path: Path) -> Recording:
+    """The recording whose newest part is this file, with the parts before it (FILE.1, FILE.2, ...) that are there.
+
+    Raises RecordingError for what is no recording, or of a version that this one can't read.
+    """
+    newest = _read_header(path)
+    parts = [(newest, path)]
+    for idx in range(1, MAX_PARTS):
+        older = path.with_name(f"{path.name}.{idx}")
+        if not older.is_file() or not is_recording(older):
+            break
+        header = _read_header(older)
+        if (header.recording, header.part) != (newest.recording, parts[-1][0].part - 1):
+            break
+        parts.append((header, older))
+    parts.reverse()
+    return Recording([part for _, part in parts], parts[0][0])
+
+
+def _read_header(path: Path) -> Header:
+    try:
+        with path.open("rb") as file:
+            first = file.readline(MAX_LINE_BYTES)
+    except OSError as error:
+        raise RecordingError(f"{path} can't be read: {error}.") from None
+    remedy = "Name a file that `penstock serve --record FILE` wrote."
+    try:
+        about = json.loads(first)
+        if about["format"] != FORMAT:
+            raise ValueError(about["format"])
+        version = about["version"]
+    except (ValueError, KeyError, TypeError):
+        raise RecordingError(f"{path} is no recording.", remedy=remedy) from None
+    if version != VERSION:
+        detail = f"{path} is a recording of version {version}; this Penstock reads version {VERSION}."
+        raise RecordingError(detail, remedy="Read it with the Penstock that wrote it.")
+    try:
+        return Header(
+            recording=about["recording"],
+            part=about["part"],
+            began=about["began"],
+            block_size=about["block_size"],
+            capacity=Capacity(**about["capacity"]),
+            depth=about["depth"],
+            model=about["model"],
+            machine=about["machine"],
+            config=about["config"],
+            settings={key: tuple(value) if isinstance(value, list) else value for key, value in about["settings"].items()},
+            has_prefix_caching=about["has_prefix_caching"],
+            has_tier=about["has_tier"],
+            about=about,
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise RecordingError(f"{path}, line 1: the header lacks {error}.", remedy=remedy) from None
+
+
+class _Part:
+    """The events of one file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._contexts: dict[int, int] = {}
+        """Number of a request -> where its last row ended."""
+        self._part_names: tuple[str, ...] = ()
+
+    def events(self) -> Iterator[Event]:
+        with self._path.open("rb") as file:
+            for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), start=1):
+                if not line.endswith(b"\n"):
+                    if len(line) == MAX_LINE_BYTES:
+                        raise RecordingError(f"{self._path}, line {number} has more than {MAX_LINE_BYTES} bytes.")
+                    return  # the server was killed while it wrote
+                try:
+                    event = self._event(json.loads(line))
+                except (ValueError, KeyError, TypeError, IndexError) as error:
+                    raise RecordingError(f"{self._path}, line {number} is damaged: {error!r}.") from None
+                if event is not None:
+                    yield event
+
+    def _event(self, line: dict[str, Any]) -> Event | None:
+        match line["kind"]:
+            case "step":
+                return self._step(line)
+            case "request":
+                return _arrival(line)
+            case "end":
+                return _departure(line)
+            case "lost":
+                return Lost(int(line["count"]))
+            case "restart":
+                self._contexts.clear()
+                return Restart()
+            case "parts":
+                self._part_names = tuple(line["names"])
+        return None  # the header, the end, and what later versions may add
+
+    def _step(self, line: dict[str, Any]) -> StepDone:
+        contexts = self._contexts
+        rows = [Row(number, 1, contexts[number], 1) for number in line.get("on", ())]
+        rows += [Row(*row) for row in line.get("rows", ())]
+        for row in rows:
+            if row.id != NOBODY:
+                contexts[row.id] = row.context_len + row.query_len
+        running, waiting, free, cached = line["state"]
+        return StepDone(
+            step_id=line["id"],
+            planned_ns=line["at"],
+            ended_ns=line["end"],
+            rows=tuple(rows),
+            parts_ns=dict(zip(self._part_names, line["parts"], strict=True)),
+            num_running=running,
+            num_waiting=waiting,
+            num_blocks_free=free,
+            num_blocks_cached=cached,
+        )
+
+
+def _arrival(line: dict[str, Any]) -> Arrival:
+    return Arrival(
+        id=line["id"],
+        arrival_ns=line["arrival"],
+        queued_ns=line.get("queued"),
+        num_prompt_tokens=line["prompt"],
+        max_tokens=line.get("max", 0),
+        tenant=str(line["tenant"]),
+        priority=line.get("priority", 0),
+        deadline_ns=line.get("deadline"),
+        beam_width=line.get("beams", 0),
+        has_grammar=line.get("grammar", False),
+        blocks=_blocks(line),
+        is_repeated=line.get("again", False),
+    )
+
+
+def _departure(line: dict[str, Any]) -> Departure:
+    return Departure(
+        id=line["id"],
+        at_ns=line["at"],
+        reason=_REASONS[line["reason"]],
+        is_by_text=line.get("by") == "text",
+        reject_reason=line.get("why", ""),
+        first_token_ns=line["first"],
+        num_output_tokens=line["output"],
+        num_cached_tokens=line["cached"],
+        num_preemptions=line["preempted"],
+        blocks=_blocks(line),
+    )
+
+
+def _blocks(line: dict[str, Any]) -> tuple[BlockId, ...]:
+    return tuple([BlockId(*told) if isinstance(told, list) else BlockId(told) for told in line.get("blocks", ())])

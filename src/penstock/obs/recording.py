@@ -1,0 +1,553 @@
+"""The recording: a file of what a server was asked, planned and took time for, without a text or a token (docs/recording.md).
+
+Owns the file and the thread that writes it. Told by the engine thread, which only appends to a bounded queue and never waits:
+what does not fit is dropped and counted, in the file and in the log. Decides nothing about requests.
+
+Each line is one JSON object. Instants are nanoseconds of the engine's clock from the begin of the recording. Prompts are told
+by ids of their blocks, given in the order in which contents were first seen: equal ids are equal tokens, and nothing else can
+be learnt from one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import secrets
+import stat
+import threading
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from penstock.clock import Clock
+from penstock.types.errors import ConfigError
+from penstock.types.plan import PaddingId
+from penstock.types.request import FinishReason, Request
+from penstock.types.stats import PlanNews, RequestStats, StepStats
+
+_logger = logging.getLogger(__name__)
+
+FORMAT = "penstock-recording"
+VERSION = 1
+NUM_PARTS = 4
+"""Files that share the size: FILE and FILE.1 to FILE.3, the oldest."""
+MAX_TOLD = 1 << 16
+"""Reports that wait for the writer: minutes of steps."""
+POLL_S = 0.05
+"""Between two looks at the queue. Little is written at once then, so that the engine thread does not wait for the GIL."""
+MAX_BLOCKS = 1 << 16
+"""Blocks whose content is remembered by the writer, at most; about 25 MB at 16 tokens. A block forgotten and seen again gets
+another id."""
+MAX_ALIKE = 64
+"""Blocks with one parent and one first token that are compared: the newest, and more than the prefix cache compares."""
+MAX_ENDED = 1024
+"""Requests that ended, of which a step that was planned before may still have a row."""
+MAX_TENANTS = 1 << 16
+TOKEN_BYTES = 4
+LINE_BYTES = 1 << 16
+"""Room for the next line when a part is not yet full; a prompt of a million tokens takes more."""
+NOBODY = -1
+"""Number of a row of padding, and of a tenant after `MAX_TENANTS` others."""
+
+_BEGINNING = f'{{"kind":"header","format":"{FORMAT}",'.encode()
+_encode = json.JSONEncoder(separators=(",", ":"), default=str).encode
+
+
+class PrefixIds:
+    """Numbers for contents of blocks. The same prefix under the same salt has the same numbers."""
+
+    def __init__(self, block_size: int, max_blocks: int = MAX_BLOCKS) -> None:
+        self._block_size = block_size
+        self._max_young = max(1, max_blocks // 2)
+        self._young: dict[tuple[int, bytes], int] = {}
+        self._old: dict[tuple[int, bytes], int] = {}
+        self._young_alike: dict[tuple[int, bytes], list[tuple[int, bytes]]] = {}
+        self._old_alike: dict[tuple[int, bytes], list[tuple[int, bytes]]] = {}
+        """(parent, first token) -> children of the parent that begin so: id and packed tokens, the newest last."""
+        self._num_ids = 0
+
+    def root(self, salt: bytes) -> int:
+        """The parent of first blocks under a salt. Numbers of roots are not told to anybody."""
+        return self._known((NOBODY, salt)) or self._put((NOBODY, salt))
+
+    def chain(self, parent: int, token_ids: Sequence[int]) -> tuple[list[int | list[int]], int]:
+        """The blocks of `token_ids`, which continue `parent`, as they are told, and the id of the last full one.
+
+        An id that was told before, or one of new content; the latter is a list [id, other, n] if the block begins with the same
+        n tokens as the block `other`. The rest that fills no block has an id, too, the last.
+        """
+        told: list[int | list[int]] = []
+        data = array("i", token_ids).tobytes()
+        num_bytes = self._block_size * TOKEN_BYTES
+        for start in range(0, len(data), num_bytes):
+            content = data[start : start + num_bytes]
+            known = self._known((parent, content))
+            if known is not None:
+                told.append(known)
+                number = known
+            else:
+                other, num_common = self._most_alike(parent, content)
+                number = self._put((parent, content))
+                if num_common * TOKEN_BYTES < len(content):
+                    self._note_alike(parent, content, number)
+                told.append([number, other, num_common] if num_common else number)
+            if len(content) == num_bytes:
+                parent = number
+        return told, parent
+
+    def _known(self, key: tuple[int, bytes]) -> int | None:
+        number = self._young.get(key)
+        if number is None and (number := self._old.get(key)) is not None:
+            self._young[key] = number
+        return number
+
+    def _put(self, key: tuple[int, bytes]) -> int:
+        self._num_ids += 1
+        self._young[key] = self._num_ids
+        if len(self._young) >= self._max_young:
+            self._old, self._young = self._young, {}
+            self._old_alike, self._young_alike = self._young_alike, {}
+        return self._num_ids
+
+    def _most_alike(self, parent: int, content: bytes) -> tuple[int, int]:
+        key = (parent, content[:TOKEN_BYTES])
+        best = (0, 0)
+        for number, other in (*self._old_alike.get(key, ()), *self._young_alike.get(key, ())):
+            num_common = _num_common(other, content)
+            if num_common >= best[1]:
+                best = (number, num_common)
+        return best
+
+    def _note_alike(self, parent: int, content: bytes, number: int) -> None:
+        """List new content for comparisons, in place of what it begins with."""
+        alike = self._young_alike.setdefault((parent, content[:TOKEN_BYTES]), [])
+        alike[:] = [*(one for one in alike if not content.startswith(one[1])), (number, content)][-MAX_ALIKE:]
+
+
+def _num_common(one: bytes, other: bytes) -> int:
+    """Number of packed tokens with which both begin."""
+    num_bytes = min(len(one), len(other))
+    difference = int.from_bytes(one[:num_bytes], "little") ^ int.from_bytes(other[:num_bytes], "little")
+    if not difference:
+        return num_bytes // TOKEN_BYTES
+    return ((difference & -difference).bit_length() - 1) // (8 * TOKEN_BYTES)
+
+
+class Recorder:
+    """A `RequestJournal` and `TurnObserver` of the engine that writes what it is told to a file."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        max_bytes: int,
+        clock: Clock,
+        block_size: int,
+        about: Mapping[str, object],
+        has_tenant_names: bool = False,
+        max_told: int = MAX_TOLD,
+    ) -> None:
+        """Open the file and start the thread. `about`: what the header says of model, machine and settings, as JSON.
+
+        `max_bytes` are of all parts together. Raises ConfigError, and OSError, if the file can't be written.
+        """
+        self._told: deque[tuple[Any, ...]] = deque()
+        """A method of the writer, and what it is given."""
+        self._max_told = max_told
+        self.num_lost = 0
+        """Reports that were dropped. Written by the engine thread."""
+        start_ns = clock.now_ns()
+        header = {
+            "kind": "header",
+            "format": FORMAT,
+            "version": VERSION,
+            "recording": secrets.token_hex(8),
+            "began": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "block_size": block_size,
+            **about,
+        }
+        self._writer = _Writer(_Parts(path, max_bytes // NUM_PARTS), header, block_size, start_ns, has_tenant_names)
+        self._is_closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="penstock-recording", daemon=True)
+        self._thread.start()
+
+    # For the engine thread.
+
+    def on_queued(self, request: Request, now_ns: int) -> None:
+        self._tell(_Writer.queued, request, now_ns)
+
+    def on_news(self, news: PlanNews) -> None:
+        """A plan says the same by its rows."""
+
+    def on_step(self, stats: StepStats) -> None:
+        self._tell(_Writer.step, stats)
+
+    def on_finish(self, stats: RequestStats) -> None:
+        self._tell(_Writer.finish, stats)
+
+    def on_turn(self, parts_ns: Mapping[str, int]) -> None:
+        self._tell(_Writer.turn, parts_ns)
+
+    def on_engine(self) -> None:
+        """The engine is made anew: it starts with no request, and its steps are counted from 0."""
+        self._tell(_Writer.restart)
+
+    def _tell(self, *told: object) -> None:
+        if len(self._told) < self._max_told:
+            self._told.append(told)
+        else:
+            self.num_lost += 1
+
+    # For any thread.
+
+    def close(self) -> None:
+        """Write what was told so far and close the file. Idempotent."""
+        self._is_closing.set()
+        self._thread.join()
+
+    # The writer's thread.
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing.wait(POLL_S):
+                self._settle()
+            self._settle()
+            self._writer.close(self.num_lost)
+        except OSError as error:
+            _logger.error("the recording ends here, it can't be written: %s", error)
+            self._max_told = 0
+            self._told.clear()
+        except Exception:
+            _logger.exception("the recording ends here")
+            self._max_told = 0
+            self._told.clear()
+
+    def _settle(self) -> None:
+        told, writer = self._told, self._writer
+        for _ in range(len(told)):
+            writer.turn_over_if_full()
+            write, *arguments = told.popleft()
+            write(writer, *arguments)
+        writer.note_lost(self.num_lost)
+        writer.flush()
+
+
+class _Writer:
+    """Makes lines of what was told."""
+
+    def __init__(
+        self, parts: _Parts, header: Mapping[str, object], block_size: int, start_ns: int, has_tenant_names: bool
+    ) -> None:
+        self._parts = parts
+        self._header = header
+        self._start_ns = start_ns
+        self._has_tenant_names = has_tenant_names
+        self._block_size = block_size
+        self._ids = PrefixIds(block_size)
+        self._num_requests = 0
+        self._numbers: dict[str, int] = {}
+        """Request id -> its number in the file, while it has not ended."""
+        self._ended: OrderedDict[str, int] = OrderedDict()
+        """The same of the last that ended."""
+        self._lives: dict[str, tuple[Request, int, dict[str, object]]] = {}
+        """Request id -> the request, the parent of its first block with generated tokens, and what its line says."""
+        self._tenants: dict[str, int] = {}
+        self._next_context: dict[int, int] = {}
+        """Number of a request -> its `context_len` if it goes on where its last row in this part ended."""
+        self._part_names: tuple[str, ...] = ()
+        self._pending: tuple[dict[str, object], Mapping[str, int]] | None = None
+        """The line of the step whose turn has not ended, and its parts so far."""
+        self._later: list[dict[str, object]] = []
+        """Lines of what came since: they stand in the order in which things happened."""
+        self._lines: list[bytes] = []
+        self._num_bytes = 0
+        self._num_lost = 0
+        self._begin_part()
+
+    # What is told, in the order in which it happened.
+
+    def queued(self, request: Request, now_ns: int) -> None:
+        number = self._new_number(request.request_id)
+        blocks, parent = self._ids.chain(self._ids.root(request.cache_salt), request.prompt_token_ids)
+        sampling = request.sampling
+        line: dict[str, object] = {
+            "kind": "request",
+            "id": number,
+            "arrival": request.arrival_ns - self._start_ns,
+            "queued": now_ns - self._start_ns,
+            "prompt": request.num_prompt_tokens,
+            "max": sampling.max_tokens,
+            "tenant": self._tenant(request.tenant),
+            "priority": request.priority,
+            "blocks": blocks,
+        }
+        if request.deadline_ns is not None:
+            line["deadline"] = request.deadline_ns - self._start_ns
+        if sampling.beams is not None:
+            line["beams"] = sampling.beams.width
+        if sampling.follows_grammar:
+            line["grammar"] = True
+        self._lives[request.request_id] = (request, parent, line)
+        self._say(line)
+
+    def finish(self, stats: RequestStats) -> None:
+        name = stats.request_id
+        life = self._lives.pop(name, None)
+        number = self._numbers.pop(name, None)
+        if number is None:
+            number = self._refused(stats)
+        else:
+            self._ended[name] = number
+            if len(self._ended) > MAX_ENDED:
+                self._ended.popitem(last=False)
+        self._next_context.pop(number, None)
+        first_ns = stats.first_token_ns
+        line: dict[str, object] = {
+            "kind": "end",
+            "id": number,
+            "at": stats.ended_ns - self._start_ns,
+            "reason": stats.finish_reason.name.lower(),
+            "first": None if first_ns is None else first_ns - self._start_ns,
+            "output": stats.num_generated_tokens,
+            "cached": stats.num_cached_tokens,
+            "preempted": stats.num_preemptions,
+        }
+        if stats.reject_reason:
+            line["why"] = stats.reject_reason
+        if life is not None:
+            request, parent, _ = life
+            if stats.finish_reason is FinishReason.STOP:
+                line["by"] = "text" if isinstance(request.stop_reason, str) else "token"
+            if stats.num_generated_tokens and not stats.is_beam:
+                begin = request.num_prompt_tokens // self._block_size * self._block_size
+                tokens = (*request.prompt_token_ids[begin:], *request.output_token_ids)
+                line["blocks"], _ = self._ids.chain(parent, tokens)
+        self._say(line)
+
+    def step(self, stats: StepStats) -> None:
+        self._end_step({})
+        line: dict[str, object] = {
+            "kind": "step",
+            "id": stats.step_id,
+            "at": stats.planned_ns - self._start_ns,
+            "end": stats.ended_ns - self._start_ns,
+        }
+        goes_on, rows = self._rows(stats)
+        if goes_on:
+            line["on"] = goes_on
+        if rows:
+            line["rows"] = rows
+        line["state"] = (stats.num_running, stats.num_waiting, stats.num_blocks_free, stats.num_blocks_cached)
+        self._pending = (line, stats.parts_ns)
+
+    def turn(self, parts_ns: Mapping[str, int]) -> None:
+        self._end_step(parts_ns)
+
+    def restart(self) -> None:
+        self._end_step({})
+        self._next_context.clear()
+        self._say({"kind": "restart"})
+
+    def note_lost(self, num_lost: int) -> None:
+        """So many reports were dropped until now."""
+        if num_lost == self._num_lost:
+            return
+        if not self._num_lost:
+            _logger.warning("the recording lacks reports: its writer does not keep up, or the machine is busy")
+        self._say({"kind": "lost", "count": num_lost - self._num_lost})
+        self._num_lost = num_lost
+
+    def close(self, num_lost: int) -> None:
+        self._end_step({})
+        self._say({"kind": "close", "lost": num_lost})
+        self.flush()
+        self._parts.close()
+        if num_lost:
+            _logger.warning("the recording lacks %d reports in all", num_lost)
+
+    # Lines.
+
+    def _end_step(self, parts_ns: Mapping[str, int]) -> None:
+        if self._pending is None:
+            return
+        (line, own_parts_ns), self._pending = self._pending, None
+        parts = {**own_parts_ns, **parts_ns}
+        names = tuple(parts)
+        if names != self._part_names:
+            self._part_names = names
+            self._say({"kind": "parts", "names": names})
+        line["parts"] = tuple(parts.values())
+        later, self._later = self._later, []
+        for one in (line, *later):
+            self._say(one)
+
+    def _rows(self, stats: StepStats) -> tuple[list[int], list[tuple[int, int, int, int]]]:
+        """The first rows that decode where their last row ended, by number; and (number, query_len, context_len, samples) of
+        all others.
+        """
+        goes_on: list[int] = []
+        others: list[tuple[int, int, int, int]] = []
+        next_context, void = self._next_context, stats.void
+        for row in stats.rows:
+            is_void = bool(void) and row.request_id in void
+            number = self._number(row.request_id, is_void=is_void)
+            context_len, query_len = row.context_len, row.query_len
+            if query_len == 1 == row.samples and not others and next_context.get(number) == context_len:
+                goes_on.append(number)
+            else:
+                others.append((number, query_len, context_len, int(row.samples)))
+            if number != NOBODY and not is_void:
+                next_context[number] = context_len + query_len
+        return goes_on, others
+
+    def _number(self, name: str, *, is_void: bool) -> int:
+        """The number of a row's request; `is_void`: it had ended before the step did."""
+        if isinstance(name, PaddingId):
+            return NOBODY
+        if is_void:
+            return self._ended.get(name, NOBODY)
+        number = self._numbers.get(name)
+        return self._new_number(name) if number is None else number  # its arrival was lost
+
+    def _refused(self, stats: RequestStats) -> int:
+        """Tell of a request that was never queued."""
+        self._num_requests += 1
+        self._say(
+            {
+                "kind": "request",
+                "id": self._num_requests,
+                "arrival": stats.arrival_ns - self._start_ns,
+                "prompt": stats.num_prompt_tokens,
+                "tenant": self._tenant(stats.tenant),
+            }
+        )
+        return self._num_requests
+
+    def _new_number(self, name: str) -> int:
+        self._num_requests += 1
+        self._numbers[name] = self._num_requests
+        return self._num_requests
+
+    def _tenant(self, tenant: str) -> int | str:
+        if self._has_tenant_names:
+            return tenant
+        if tenant not in self._tenants and len(self._tenants) < MAX_TENANTS:
+            self._tenants[tenant] = len(self._tenants)
+        return self._tenants.get(tenant, NOBODY)
+
+    def _say(self, line: dict[str, object]) -> None:
+        if self._pending is not None:
+            self._later.append(line)
+            return
+        data = _encode(line).encode() + b"\n"
+        self._lines.append(data)
+        self._num_bytes += len(data)
+
+    # Parts.
+
+    def flush(self) -> None:
+        """Write the lines that were made."""
+        if self._lines:
+            self._parts.write(b"".join(self._lines))
+            self._lines.clear()
+            self._num_bytes = 0
+
+    def turn_over_if_full(self) -> None:
+        """Begin another part where the next line may not fit. A part is understood without those before it."""
+        if self._pending is not None or self._parts.has_room(self._num_bytes + LINE_BYTES):
+            return
+        self.flush()
+        self._parts.turn_over()
+        self._begin_part()
+
+    def _begin_part(self) -> None:
+        self._next_context.clear()
+        self._part_names = ()
+        self._lines.append(_encode({**self._header, "part": self._parts.num_begun - 1}).encode() + b"\n")
+        for _, _, line in self._lives.values():
+            again = {key: value for key, value in line.items() if key != "blocks"}
+            self._lines.append(_encode({**again, "again": True}).encode() + b"\n")
+        self._num_bytes = sum(map(len, self._lines))
+
+
+class _Parts:
+    """FILE, which is written to, and the parts before it: FILE.1, the last that was full, and so on. For one thread."""
+
+    def __init__(self, path: Path, part_bytes: int) -> None:
+        """Raises ConfigError for what is no recording, or is another server's, and OSError."""
+        check_path(path)
+        self._path = path
+        self._part_bytes = part_bytes
+        self.num_begun = 0
+        self._size_bytes = 0
+        self._fd = self._open()
+
+    def has_room(self, num_bytes: int) -> bool:
+        return self._size_bytes + num_bytes <= self._part_bytes
+
+    def write(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self._fd, view) :]
+        self._size_bytes += len(data)
+
+    def turn_over(self) -> None:
+        """The present part becomes FILE.1, and so on; the oldest is lost."""
+        os.close(self._fd)
+        self._fd = self._open()
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def _open(self) -> int:
+        for idx in range(NUM_PARTS - 1, 0, -1):
+            older, newer = part_path(self._path, idx), part_path(self._path, idx - 1)
+            if newer.exists():
+                newer.replace(older)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_APPEND
+        fd = os.open(self._path, flags, 0o600)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # for `check_path` of another server
+        self.num_begun += 1
+        self._size_bytes = 0
+        return fd
+
+
+def part_path(path: Path, idx: int) -> Path:
+    """The file of the part that was begun `idx` parts ago: FILE itself for 0."""
+    return path.with_name(f"{path.name}.{idx}") if idx else path
+
+
+def check_path(path: Path) -> None:
+    """Raise ConfigError, before a model is loaded, if a recording can't be begun at this path."""
+    for idx in range(NUM_PARTS):
+        _check_part(part_path(path, idx))
+    folder = path.parent
+    if not folder.is_dir():
+        raise ConfigError(f"There is no folder {folder} for the recording.", remedy="Make it, or name another with --record.")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"The folder {folder} of the recording can't be written to.", remedy="Name another with --record.")
+
+
+def _check_part(path: Path) -> None:
+    """Raise ConfigError for anything but a recording that nobody writes to, or nothing."""
+    if not os.path.lexists(path):
+        return
+    remedy = "Name another file with --record, or move this one away."
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise ConfigError(f"{path} is no ordinary file.", remedy=remedy)
+    try:
+        with path.open("rb") as file:
+            first = file.readline(LINE_BYTES)
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(f"Another server writes its recording to {path}.", remedy=remedy) from None
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read: {error}.", remedy=remedy) from None
+    if not first.startswith(_BEGINNING):
+        raise ConfigError(f"{path} is no recording, and is not overwritten.", remedy=remedy)

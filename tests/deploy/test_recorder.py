@@ -1,0 +1,113 @@
+"""A running model that is recorded: the header says what made it, and its plans are made again by the real policies."""
+
+from __future__ import annotations
+
+import asyncio
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.config import BackendConfig, Config, KvConfig, SchedulerConfig, ServerConfig
+from penstock.config.components import config_from
+from penstock.deploy.factory import start_model
+from penstock.deploy.policies import build_policies
+from penstock.lab.recording import Departure, open_recording
+from penstock.lab.replay import replay
+from penstock.lab.steps import steps_of
+from penstock.models.catalog import ModelSource, SourceKind, resolve
+from penstock.sched.policies.presets import PRESETS
+from penstock.testing.builders import make_request
+from penstock.types.errors import ConfigError
+from tiny_models import TinyLlama, write_gguf
+
+
+@pytest.fixture(scope="module")
+def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(tmp_path_factory.mktemp("models") / "tiny.gguf", TinyLlama())
+
+
+def config_of(record: Path, preset: str = "penstock", **server: Any) -> Config:
+    return Config(
+        backend=BackendConfig(backend="native", threads=1),
+        kv=KvConfig(kv_cache_memory_bytes=1 << 18),
+        scheduler=SchedulerConfig(
+            preset=preset,
+            max_num_seqs=8,
+            max_num_batched_tokens=32,
+            batch_window_s=0.003 if preset in ("static", "dynamic") else None,
+            max_batch_size=3 if preset in ("static", "dynamic") else None,
+        ),
+        server=ServerConfig(record=str(record), **server),
+    )
+
+
+def serve(gguf: Path, config: Config) -> None:
+    """Five clients with four requests each; some share their beginning, and one in five goes away."""
+    running = start_model(config, resolve(str(gguf), gguf.parent))
+
+    async def client(number: int) -> None:
+        for idx in range(4):
+            prompt = [20 + pos % 5 for pos in range(18)] + [30 + number] * ((number * 17 + idx * 29) % 50)
+            request = make_request(f"{number}-{idx}", prompt, max_tokens=4 + (number + idx) * 5 % 17, temperature=0.0)
+            request.arrival_ns = running.clock.now_ns()
+            async for chunk in running.bridge.stream(request):
+                if idx == number % 5 and chunk.num_generated_tokens == 3:
+                    break
+
+    async def clients() -> None:
+        await asyncio.gather(*map(client, range(5)))
+
+    asyncio.run(clients())
+    running.close(10)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_plans_of_the_native_backend_are_made_again(preset: str, gguf: Path, tmp_path: Path) -> None:
+    path = tmp_path / "r"
+    serve(gguf, config_of(path, preset))
+    recording = open_recording(path)
+    found = config_from(recording.header.settings)
+    replayed = replay(recording, lambda: build_policies(found))
+    assert replayed.difference == ""
+    assert replayed.num_equal == replayed.num_steps > 20
+    steps = steps_of(recording)
+    assert all({"linear", "attention", "sampling"} <= step.parts_ns.keys() for step in steps)
+    assert any(step.host_ns for step in steps)
+    departures = [event for event in recording.events() if isinstance(event, Departure)]
+    assert len(departures) == 20
+    assert sum(departure.num_cached_tokens for departure in departures) > 0
+
+
+def test_the_header_says_what_made_it(gguf: Path, tmp_path: Path) -> None:
+    path = tmp_path / "r"
+    start_model(config_of(path), resolve(str(gguf), gguf.parent)).close(10)
+    header = open_recording(path).header
+    assert header.model == "tiny"
+    assert header.machine["cpus"] >= 1
+    assert header.settings["max_num_seqs"] == 8
+    assert header.settings["kv_cache_memory"] == 1 << 18
+    assert "record" not in header.settings
+    assert header.capacity.max_rows == 8
+    assert (header.depth, header.has_prefix_caching, header.has_tier) == (1, True, False)
+    assert header.about["threads"] == 1
+    assert str(tmp_path) not in path.read_text()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_configurations_have_names(gguf: Path, tmp_path: Path) -> None:
+    names = []
+    for idx, preset in enumerate(("penstock", "penstock", "vllm")):
+        path = tmp_path / str(idx)
+        start_model(config_of(path, preset), resolve(str(gguf), gguf.parent)).close(10)
+        names.append(open_recording(path).header.config)
+    assert names[0] == names[1] != names[2]
+
+
+def test_a_file_that_is_in_the_way_is_told_before_the_model_is_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("mine")
+    with pytest.raises(ConfigError, match="is no recording, and is not overwritten"):
+        start_model(config_of(path), ModelSource(name="absent", kind=SourceKind.GGUF, path=tmp_path / "absent.gguf"))
+    assert path.read_text() == "mine"

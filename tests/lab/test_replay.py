@@ -1,0 +1,224 @@
+"""Rung 1: what a real engine did is recorded, and the recorded durations give the same plans again, under every preset."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from engine.test_thread import Numbers
+from penstock.clock import WallClock
+from penstock.engine.core import EngineCore
+from penstock.engine.output import OutputStage
+from penstock.engine.ports import OutputChunk
+from penstock.engine.thread import Engine
+from penstock.lab.recording import Arrival, Departure, RecordingError, StepDone, open_recording
+from penstock.lab.replay import replay
+from penstock.obs.recording import Recorder
+from penstock.sched.policies.base import Policies
+from penstock.sched.policies.presets import PRESETS, make_policies
+from penstock.sched.scheduler import Scheduler
+from penstock.testing.builders import make_request
+from penstock.testing.hash_executor import HashExecutor, HashModel
+from penstock.types.plan import Capacity, Ticket
+from penstock.types.request import FinishReason, Request
+from penstock.types.result import StepResult
+
+CAPACITY = Capacity(num_blocks=29, block_size=4, max_rows=8, max_step_tokens=24, max_model_len=80)
+MODEL = HashModel(vocab_size=40, eos_token_id=3, eos_period=25)
+WINDOWS = {"static": 3_000_000, "dynamic": 2_000_000}
+"""Short, so that batches start by them, too. Nanoseconds."""
+
+
+EAGER: Mapping[str, dict[str, dict[str, object]]] = {
+    "penstock": {"reserve": {"share": 0.0, "growth_tokens": 0}},
+    "sglang": {"reserve": {"unknown_share": 0.05}},
+}
+"""They admit more than there is memory for, so that some are preempted."""
+
+
+def policies_of(preset: str) -> Policies:
+    settings: dict[str, dict[str, object]] = dict(EAGER.get(preset, {}))
+    if preset in WINDOWS:
+        settings["gate"] = {"max_queue_delay_ns": WINDOWS[preset], "max_batch_size": 3}
+    if preset == "dynamic":
+        settings["gate"] |= {"length_buckets": (16, 40), "preferred_batch_sizes": (2,)}
+    return make_policies(preset, settings=settings)
+
+
+class Traffic(HashExecutor):
+    """An executor during whose steps requests come and go: sessions over shared beginnings, stop strings, cancels."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__(CAPACITY, model=MODEL, depth=depth, seed=5)
+        self.engine: Engine | None = None
+        self._num_collected = 0
+        self.is_over = threading.Event()
+        self._num_sent = self._num_open = 0
+        self._turns: dict[str, Request] = {}
+        self._answers: dict[str, list[int]] = {}
+
+    def collect(self, ticket: Ticket) -> StepResult:
+        self._num_collected += 1
+        if self._num_collected % 2 and self._num_sent < 40:
+            self.send()
+        if self._num_collected % 7 == 3:
+            self.engine.abort(f"r{self._num_sent - 2}")  # type: ignore[union-attr]
+        return super().collect(ticket)
+
+    def send(self, prompt: Sequence[int] = ()) -> None:
+        idx = self._num_sent
+        self._num_sent += 1
+        self._num_open += 1
+        shared = [1, 2, 5, 4, 1, 6, 7, 8, 9, 10, 11][: 4 + idx % 8]
+        request = make_request(
+            f"r{idx}",
+            prompt or [*shared, *(10 + (idx * 7 + pos) % 23 for pos in range(idx * 5 % 30))],
+            arrival_ns=WallClock().now_ns(),
+            temperature=0.0,
+            max_tokens=3 + idx * 11 % 21,
+            stop_token_ids=(3,),
+            stop=("7 ",) if idx % 3 == 0 else (),
+            tenant=f"t{idx % 3}",
+            cache_salt=b"salt" if idx % 11 == 10 else b"",
+        )
+        self._turns[request.request_id], self._answers[request.request_id] = request, []
+        self.engine.submit(request)  # type: ignore[union-attr]
+
+    def sink(self, chunks: list[OutputChunk]) -> None:
+        for chunk in chunks:
+            self._answers[chunk.request_id] += chunk.token_ids
+            if chunk.finish_reason is None:
+                continue
+            self._num_open -= 1
+            request = self._turns[chunk.request_id]
+            history = [*request.prompt_token_ids, *self._answers[chunk.request_id], 30, 31]
+            if chunk.finish_reason is not FinishReason.ABORT and len(history) < 50 and self._num_sent < 40:
+                self.send(history)
+        if not self._num_open and self._num_sent >= 40:
+            self.is_over.set()
+        elif not self._num_open:
+            self.send()
+
+
+def record(path: Path, make: Callable[[], Policies], *, depth: int = 1, has_prefix_caching: bool = True) -> None:
+    """Serve the traffic with an engine's own thread, under the wall clock."""
+    executor, clock = Traffic(depth), WallClock()
+    about = {
+        "model": "hash",
+        "machine": {},
+        "config": "",
+        "settings": {},
+        "capacity": asdict(CAPACITY),
+        "depth": depth,
+        "has_prefix_caching": has_prefix_caching,
+        "has_tier": False,
+    }
+    recorder = Recorder(path, max_bytes=64 << 20, clock=clock, block_size=CAPACITY.block_size, about=about)
+    core = EngineCore(Scheduler(CAPACITY, make(), enable_prefix_caching=has_prefix_caching), journal=recorder)
+    output = OutputStage(lambda skip_special_tokens: Numbers())
+    engine = Engine(core, executor, output, clock=clock, sink=executor.sink, turn_observer=recorder)
+    executor.engine = engine
+    executor.send()
+    engine.start()
+    assert executor.is_over.wait(60)
+    engine.close(10)
+    recorder.close()
+    assert recorder.num_lost == 0
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_recorded_durations_give_the_same_plans(preset: str, depth: int, tmp_path: Path) -> None:
+    path, make = tmp_path / "recording", partial(policies_of, preset)
+    record(path, make, depth=depth)
+    recording = open_recording(path)
+    steps = list(recording.steps())
+    assert len(steps) > 60
+    departures = [event for event in recording.events() if isinstance(event, Departure)]
+    reasons = Counter(departure.reason for departure in departures)
+    assert reasons[FinishReason.LENGTH] > 5
+    assert reasons[FinishReason.STOP] > 2
+    assert reasons[FinishReason.ABORT] > 2
+    assert any(departure.is_by_text for departure in departures)
+    assert sum(departure.num_cached_tokens for departure in departures) > 40, "prefix hits"
+    chunks = [row for step in steps for row in step.rows if row.query_len > 1 and not row.samples]
+    assert chunks or preset == "orca", "prompts in chunks"
+    if make_policies(preset).gate.is_continuous and preset != "orca":
+        assert sum(departure.num_preemptions for departure in departures) > 0
+
+    replayed = replay(recording, make)
+    assert replayed.difference == ""
+    assert replayed.num_equal == replayed.num_steps == len(steps)
+
+
+def test_other_policies_make_other_plans(tmp_path: Path) -> None:
+    """Or the test above could not fail."""
+    path = tmp_path / "recording"
+    record(path, partial(policies_of, "vllm"))
+    replayed = replay(open_recording(path), partial(policies_of, "static"))
+    assert replayed.num_equal < replayed.num_steps
+    assert replayed.difference
+
+
+def test_without_a_prefix_cache(tmp_path: Path) -> None:
+    path = tmp_path / "recording"
+    record(path, make_policies, has_prefix_caching=False)
+    replayed = replay(open_recording(path), make_policies)
+    assert (replayed.difference, replayed.num_equal) == ("", replayed.num_steps)
+
+
+def test_a_duration_that_is_changed_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "recording"
+    record(path, make_policies)
+    lines = path.read_text().splitlines(keepends=True)
+    idx = next(idx for idx, line in enumerate(lines) if '"kind":"step"' in line and '"rows"' in line and idx > 30)
+    step = json.loads(lines[idx])
+    step["rows"][0][1] += 1
+    lines[idx] = json.dumps(step) + "\n"
+    path.write_text("".join(lines))
+    replayed = replay(open_recording(path), make_policies)
+    assert f"step {step['id']} has the rows" in replayed.difference
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"has_tier": True}, "a tier below the KV cache"),
+        ({"part": 1}, "The first part of the recording is lost"),
+    ],
+)
+def test_what_can_not_be_replayed_is_refused(change: dict[str, object], says: str, tmp_path: Path) -> None:
+    path = tmp_path / "recording"
+    record(path, make_policies)
+    head, _, rest = path.read_text().partition("\n")
+    path.write_text(json.dumps(json.loads(head) | change, separators=(",", ":")) + "\n" + rest)
+    with pytest.raises(RecordingError, match=says):
+        replay(open_recording(path), make_policies)
+
+
+def test_the_recording_is_what_the_executor_saw(tmp_path: Path) -> None:
+    path = tmp_path / "recording"
+    record(path, make_policies)
+    recording = open_recording(path)
+    arrivals = [event for event in recording.events() if isinstance(event, Arrival)]
+    assert [arrival.id for arrival in arrivals] == list(range(1, 41))
+    assert {arrival.tenant for arrival in arrivals} == {"0", "1", "2"}
+    requests = recording.requests()
+    assert all(request.departure is not None for request in requests)
+    steps = list(recording.steps())
+    assert [step.step_id for step in steps] == list(range(len(steps)))
+    for step in steps:
+        assert {"execute", "schedule", "commit", "output"} <= step.parts_ns.keys()
+        assert 0 <= step.planned_ns < step.ended_ns
+    sampled = Counter(row.id for step in steps for row in step.rows if row.samples)
+    for request in requests:
+        assert request.departure is not None
+        assert sampled[request.arrival.id] >= request.departure.num_output_tokens
+    assert isinstance(steps[0], StepDone)
