@@ -1,7 +1,7 @@
 """How long a step takes, from its shape alone. Called by the simulated executor and by the simulation; measures nothing.
 
-A step's time is a sum of named parts, each a number of something times its cost. What a sum of means leaves over, the noise of
-the machine, is kept as quantiles of measured over modelled time, from which a seeded draw is made. A model knows the range of
+A step's time is a sum of named parts, each a number of something times its cost. The noise of the machine, which such a sum
+leaves over, is kept as quantiles of measured over modelled time, from which seeded draws are made. A model knows the range of
 the steps that it was fitted to, and says so when it is asked about a step outside of it.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
 
-from penstock.types.plan import StepPlan, StepShape
+from penstock.types.plan import RowPlan, StepPlan, StepShape
 
 
 class Counts(NamedTuple):
@@ -206,7 +206,9 @@ def quantile_at(quantiles: Sequence[float], share: float) -> float:
 
 def shape_of(plan: StepPlan) -> StepShape:
     """The shape of a plan, which is all that a cost model sees of it."""
-    return StepShape(
-        tuple([(row.query_len, row.context_len) for row in plan.rows]),
-        sum(row.samples for row in plan.rows),
-    )
+    return shape_of_rows(plan.rows)
+
+
+def shape_of_rows(rows: Sequence[RowPlan]) -> StepShape:
+    """The shape of a step with these rows."""
+    return StepShape(tuple([(row.query_len, row.context_len) for row in rows]), sum([row.samples for row in rows]))

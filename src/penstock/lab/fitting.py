@@ -1,54 +1,273 @@
-"""Fits a cost model to steps that were measured. Called by benchmarks; measures nothing itself."""
+"""Fits a cost model to measured steps, and says by how much it misses steps that it has not seen. Called by `penstock profile
+--fit`; measures nothing itself.
+
+Each of the executor's own parts (linear, attention, sampling, the rest) is fitted to the kind of work that it does, so that no
+part pays for another's. The costs are those that make the relative errors small, by least squares with weights that trust
+outliers less (Huber, 1964); none is below nothing (Lawson and Hanson, 1974, chapter 23).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from penstock.lab.cost_model import CostModel, Counts
-from penstock.types.plan import StepShape
+from penstock.lab.cost_model import CostModel, Counts, Fitted
+from penstock.lab.steps import MeasuredStep
 
-_NUM_PARTS = 5
+Floats = NDArray[np.float64]
+
+BRACKETS = (8, 16, 32, 64, 128)
+"""Numbers of tokens in a step from which on a further token may have another price."""
+NUM_QUANTILES = 101
+HUBER = 1.5
+"""Errors beyond so many standard deviations count less."""
+TOTAL, HOST, OTHER = "execute", "host", "other"
+
+_UNITS: Mapping[str, Callable[[Counts], float]] = {
+    "step_ns": lambda _: 1,
+    "decode_row_ns": lambda counts: counts.num_decodes,
+    "prefill_token_ns": lambda counts: counts.num_prefill_tokens,
+    "decode_read_ns": lambda counts: counts.num_decode_reads,
+    "prefill_read_ns": lambda counts: counts.num_prefill_reads,
+    "sample_ns": lambda counts: counts.num_samples,
+}
+_COSTS_OF: Mapping[str, tuple[str, ...]] = {
+    "linear": ("step_ns", "brackets", "decode_row_ns", "sample_ns"),
+    "attention": ("step_ns", "decode_row_ns", "prefill_token_ns", "decode_read_ns", "prefill_read_ns"),
+    "sampling": ("step_ns", "sample_ns"),
+    OTHER: ("step_ns", "decode_row_ns", "prefill_token_ns"),
+    TOTAL: (*_UNITS, "brackets"),
+}
+"""Part of a step as executors tell it -> costs that it may contain; of an executor that tells none, all of it is one part."""
 
 
-def _units(counts: Counts) -> tuple[int, ...]:
-    """Numbers that the first five costs of a model are multiplied with."""
-    return 1, counts.num_decodes, counts.num_prefill_tokens, counts.num_decode_reads, counts.num_prefill_reads
+@dataclass(frozen=True, slots=True)
+class Errors:
+    """By how much a model misses: |model - measured| / measured, where the measured time is a group's median for each shape."""
+
+    median: float
+    p90: float
+    largest: float
+    signed_mean: float
+    """Mean of (model - measured) / measured."""
+    num: int
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
     cost: CostModel
-    errors: tuple[float, ...]
-    """(model - measured) / measured, of each step."""
-
-    @property
-    def mean_error(self) -> float:
-        """Mean of the absolute values."""
-        return sum(map(abs, self.errors)) / len(self.errors)
+    errors: Mapping[str, Errors]
+    """By part, of the model that has seen all steps."""
+    left_out: Mapping[str, Errors]
+    """By part, of models that have not seen the group of the step whose time they tell."""
+    num_steps: int
 
 
-def fit(steps: Sequence[tuple[StepShape, int]]) -> Fit:
-    """Least squares of relative errors over (shape, nanoseconds); no part costs less than nothing.
+def fit(steps: Sequence[MeasuredStep], *, are_in_order: bool = False) -> Fit:
+    """A cost model, with its noise, its range, and its errors. `are_in_order`: steps followed one another, as in a recording.
 
-    Raises ValueError for fewer steps than a cost model has parts, and for one that took no time.
+    Raises ValueError for fewer steps or groups than can tell the parts apart, and for a step that took no time.
     """
-    model = CostModel()
-    if len(steps) < _NUM_PARTS:
-        raise ValueError(f"{len(steps)} steps can't tell {_NUM_PARTS} parts apart")
-    if min(duration_ns for _, duration_ns in steps) <= 0:
+    names = sorted({step.group for step in steps})
+    if len(steps) < len(_UNITS) or len(names) < 2:
+        raise ValueError(f"{len(steps)} steps in {len(names)} groups can't tell {len(_UNITS)} costs apart")
+    if min(step.execute_ns for step in steps) <= 0:
         raise ValueError("a step that took no time has no relative error")
-    measured = np.array([duration_ns for _, duration_ns in steps], dtype=float)  # [num_steps]
-    units = np.array([_units(model.counts(shape)) for shape, _ in steps], dtype=float)
-    matrix = units / measured[:, None]  # [num_steps, num_parts]
-    costs = np.zeros(_NUM_PARTS)
-    kept = list(range(_NUM_PARTS))
-    while kept:
-        solution = np.linalg.lstsq(matrix[:, kept], np.ones(len(steps)), rcond=None)[0]
-        if solution.min() >= 0:
-            costs[kept] = solution
+    table = _Table(steps)
+    cost = table.fit(np.ones(len(steps), dtype=bool))
+    predicted = table.predict(cost)
+    left_out = {part: np.full(len(steps), np.nan) for part in predicted}
+    for name in names:
+        is_out = table.groups == name
+        for part, values in table.predict(table.fit(~is_out)).items():
+            left_out[part][is_out] = values[is_out]
+    total = table.measured[TOTAL] / predicted[TOTAL]
+    has_host = ~np.isnan(table.measured[HOST])
+    host = table.measured[HOST][has_host] / np.maximum(predicted[HOST][has_host], 1.0)
+    most = Counts(*np.max(np.array(table.counts), axis=0).tolist())
+    model = replace(
+        table.model(cost),
+        residuals=_quantiles(total),
+        residual_correlation=_correlation(total) if are_in_order else 0.0,
+        host_residuals=_quantiles(host) if has_host.any() else (),
+        fitted=Fitted(
+            max_rows=most.num_rows,
+            max_decodes=most.num_decodes,
+            max_prefill_tokens=most.num_prefill_tokens,
+            max_context_len=most.max_context_len,
+        ),
+    )
+    return Fit(model, table.errors(predicted), table.errors(left_out), len(steps))
+
+
+_Cost = Mapping[str, Mapping[str, float]]
+"""Part -> cost -> nanoseconds."""
+
+
+class _Table:
+    """Steps as columns of numbers."""
+
+    def __init__(self, steps: Sequence[MeasuredStep]) -> None:
+        counter = CostModel()
+        self.counts = [counter.counts(step.shape) for step in steps]
+        self.groups = np.array([step.group for step in steps])
+        self._shapes = [step.shape for step in steps]
+        units = {name: np.array([unit(one) for one in self.counts], dtype=float) for name, unit in _UNITS.items()}
+        num_tokens = np.array([one.num_tokens for one in self.counts], dtype=float)
+        self._edges = _edges(num_tokens)
+        for idx, (begin, end) in enumerate(pairwise((0.0, *self._edges))):
+            units[f"bracket {idx}"] = np.clip(num_tokens, begin, end) - begin
+        self._units = units
+        self._num_rows = np.array([one.num_rows for one in self.counts], dtype=float)
+        total = np.array([step.execute_ns for step in steps], dtype=float)
+        self.measured: dict[str, Floats] = {TOTAL: total}
+        own = [name for name in ("linear", "attention", "sampling") if all(name in step.parts_ns for step in steps)]
+        for name in own:
+            self.measured[name] = np.array([step.parts_ns[name] for step in steps], dtype=float)
+        self.parts = [*own, OTHER] if own else [TOTAL]
+        if own:
+            self.measured[OTHER] = total - sum(self.measured[name] for name in own)
+        host = [np.nan if step.host_ns is None else float(step.host_ns) for step in steps]
+        self.measured[HOST] = np.array(host)
+
+    def fit(self, is_used: NDArray[np.bool_]) -> _Cost:
+        """Costs by part, of the steps that are used."""
+        # Errors count in shares of the whole step: a part that takes no time needs no good model.
+        whole = self.measured[TOTAL][is_used]
+        cost: dict[str, Mapping[str, float]] = {}
+        for part in self.parts:
+            names = self._names(part)
+            matrix = np.stack([self._units[name][is_used] for name in names], axis=1)
+            solution = _robust(matrix, self.measured[part][is_used], whole)
+            cost[part] = dict(zip(names, solution.tolist(), strict=True))
+        host = self.measured[HOST]
+        is_known = is_used & ~np.isnan(host)
+        if is_known.any():
+            matrix = np.stack([np.ones(int(is_known.sum())), self._num_rows[is_known]], axis=1)
+            solution = _robust(matrix, host[is_known], np.maximum(host[is_known], 1.0))
+            cost[HOST] = {"host_step_ns": float(solution[0]), "host_row_ns": float(solution[1])}
+        return cost
+
+    def predict(self, cost: _Cost) -> dict[str, Floats]:
+        """Nanoseconds of all steps, by part, and of the whole."""
+        predicted = {
+            part: np.sum([self._units[name] * cost_ns for name, cost_ns in cost[part].items()], axis=0) for part in self.parts
+        }
+        predicted[TOTAL] = np.sum([predicted[part] for part in self.parts], axis=0)
+        host = cost.get(HOST, {"host_step_ns": 0.0, "host_row_ns": 0.0})
+        predicted[HOST] = host["host_step_ns"] + host["host_row_ns"] * self._num_rows
+        return predicted
+
+    def model(self, cost: _Cost) -> CostModel:
+        """The sum of the parts, without noise and range."""
+        totals: dict[str, float] = {}
+        for part in cost.values():
+            for name, cost_ns in part.items():
+                totals[name] = totals.get(name, 0.0) + cost_ns
+        slopes = [totals.pop(f"bracket {idx}", 0.0) for idx in range(len(self._edges))]
+        brackets = tuple([(int(edge), slope) for edge, slope in zip(self._edges, slopes, strict=True)])
+        costs: dict[str, Any] = {**dict.fromkeys(_UNITS, 0.0), **totals}
+        return CostModel(**costs, token_brackets=brackets if any(slopes) else ())
+
+    def errors(self, predicted: Mapping[str, Floats]) -> dict[str, Errors]:
+        """Errors of the median of each shape in each group, where that is more than a hundredth of the step."""
+        cells: dict[tuple[object, object], list[int]] = {}
+        for idx, key in enumerate(zip(self._shapes, self.groups.tolist(), strict=True)):
+            cells.setdefault(key, []).append(idx)
+        found: dict[str, list[float]] = {}
+        for indices in cells.values():
+            whole = float(np.median(self.measured[TOTAL][indices]))
+            for part, values in predicted.items():
+                measured = float(np.median(self.measured[part][indices]))
+                if not np.isnan(measured) and measured > 0.01 * whole:
+                    found.setdefault(part, []).append(float(np.median(values[indices])) / measured - 1)
+        return {part: _errors(np.array(values)) for part, values in found.items()}
+
+    def _names(self, part: str) -> list[str]:
+        names: list[str] = []
+        for name in _COSTS_OF[part]:
+            names += [f"bracket {idx}" for idx in range(len(self._edges))] if name == "brackets" else [name]
+        return names
+
+
+def _edges(num_tokens: Floats) -> tuple[float, ...]:
+    """Ends of brackets with some step each, or their prices could not be told apart; the last is the largest step."""
+    most, begin, edges = float(num_tokens.max()), 1.0, []
+    for edge in BRACKETS:
+        if edge < most and ((num_tokens > begin) & (num_tokens <= edge)).any():
+            edges.append(float(edge))
+            begin = float(edge)
+    return (*edges, most)
+
+
+def _errors(errors: Floats) -> Errors:
+    sizes = np.abs(errors)
+    return Errors(
+        median=float(np.median(sizes)),
+        p90=float(np.quantile(sizes, 0.9)),
+        largest=float(sizes.max()),
+        signed_mean=float(errors.mean()),
+        num=len(errors),
+    )
+
+
+def _robust(matrix: Floats, measured: Floats, scale: Floats) -> Floats:
+    """Non-negative costs [num_costs] of units [num_steps, num_costs] for small errors in shares of `scale`."""
+    rows, target = matrix / scale[:, None], measured / scale
+    weights = np.ones(len(target))
+    solution = np.zeros(matrix.shape[1])
+    for _ in range(8):
+        root = np.sqrt(weights)
+        solution = nonnegative(rows * root[:, None], target * root)
+        errors = np.abs(rows @ solution - target)
+        spread = 1.4826 * float(np.median(errors)) + 1e-12
+        weights = np.minimum(1.0, HUBER * spread / np.maximum(errors, 1e-300))
+    return solution
+
+
+def nonnegative(matrix: Floats, target: Floats) -> Floats:
+    """The x >= 0 for which |matrix x - target| is least: Lawson and Hanson's active sets."""
+    norms = np.linalg.norm(matrix, axis=0)
+    scaled = matrix / np.where(norms > 0, norms, 1.0)
+    num = scaled.shape[1]
+    gram, goal = scaled.T @ scaled, scaled.T @ target
+    solution, is_free = np.zeros(num), np.zeros(num, dtype=bool)
+    for _ in range(10 * num):
+        gradient = goal - gram @ solution
+        gradient[is_free] = -np.inf
+        best = int(gradient.argmax())
+        if gradient[best] <= 1e-12 * max(1.0, float(np.abs(goal).max())):
             break
-        del kept[int(solution.argmin())]
-    return Fit(CostModel(*map(float, costs)), tuple(map(float, matrix @ costs - 1)))
+        is_free[best] = True
+        while is_free.any():
+            trial = np.zeros(num)
+            free = np.flatnonzero(is_free)
+            trial[free] = np.linalg.lstsq(gram[np.ix_(free, free)], goal[free], rcond=None)[0]
+            if trial[free].min() > 0:
+                solution = trial
+                break
+            is_below = is_free & (trial <= 0)
+            steps = solution[is_below] / np.maximum(solution[is_below] - trial[is_below], 1e-300)
+            solution = solution + float(steps.min()) * (trial - solution)
+            is_free &= solution > 1e-15
+            solution[~is_free] = 0.0
+    return solution / np.where(norms > 0, norms, 1.0)
+
+
+def _quantiles(values: Floats) -> tuple[float, ...]:
+    found = np.quantile(values, np.linspace(0, 1, NUM_QUANTILES))
+    return tuple(round(float(value), 5) for value in found)
+
+
+def _correlation(values: Floats) -> float:
+    """Correlation of the ranks of neighbours; 0 where that is not known, and never below."""
+    if len(values) < 100:
+        return 0.0
+    ranks = np.argsort(np.argsort(values)).astype(float)
+    found = float(np.corrcoef(ranks[:-1], ranks[1:])[0, 1])
+    return round(min(0.99, max(0.0, found)), 3) if np.isfinite(found) else 0.0

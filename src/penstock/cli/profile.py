@@ -1,0 +1,151 @@
+"""`penstock profile`: what steps take on this machine, or took in a recording; fits the simulator's cost model. The work is in
+`lab`.
+"""
+
+from __future__ import annotations
+
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from penstock import __version__
+from penstock.cli.options import EPILOG, GroupedCommand, config_options, model_argument
+from penstock.config.components import Config, config_from
+from penstock.types.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.lab.fitting import Fit
+    from penstock.lab.recording import Recording
+
+_FILE = click.Path(path_type=Path)
+
+
+@click.command(cls=GroupedCommand, epilog=EPILOG)
+@model_argument
+@click.option("--fit", "fit_file", type=_FILE, metavar="FILE", help="Fit the simulator's cost model, and write it to FILE.")
+@click.option("--from", "source", type=_FILE, metavar="RECORDING", help="Steps of a recording, instead of this machine's.")
+@click.option("--check", is_flag=True, help="With --from: plan the recorded steps again, and say whether the plans are equal.")
+@click.option("--trace", type=_FILE, metavar="FILE", help="With --from: a trace for ui.perfetto.dev.")
+@click.option("--rounds", type=click.IntRange(1, 1000), default=7, show_default=True, help="How often each step is measured.")
+@config_options("model", "kv", "scheduler", "backend", without=("served_model_name", "chat_template"))
+def profile(fit_file: Path | None, source: Path | None, check: bool, trace: Path | None, rounds: int, **values: Any) -> None:
+    """Say what steps of MODEL take on this machine.
+
+    \b
+      penstock profile --fit cost.json
+      penstock profile --from traffic.rec
+      penstock profile --from traffic.rec --fit cost.json
+      penstock profile --from traffic.rec --trace trace.json
+    """
+    if source is None:
+        for is_given, flag in ((check, "--check"), (trace is not None, "--trace")):
+            if is_given:
+                raise click.UsageError(f"{flag} is about a recording: name one with --from.")
+        if fit_file is None:
+            raise click.UsageError("Name a file with --fit, or a recording with --from.")
+        _fit_here(config_from(values), rounds, fit_file)
+        return
+    from penstock.lab.recording import open_recording
+
+    _from_recording(open_recording(source), fit_file, trace, check=check)
+
+
+def _from_recording(recording: Recording, fit_file: Path | None, trace: Path | None, *, check: bool) -> None:
+    from penstock.lab.fitting import fit
+    from penstock.lab.profiling import recording_lines
+    from penstock.lab.steps import steps_of
+
+    for line in recording_lines(recording):
+        print(line)
+    if check:
+        _check(recording)
+    if trace is not None:
+        from penstock.lab.perfetto import write_trace
+
+        print(f"{write_trace(recording, trace)} events in {trace}: open it with https://ui.perfetto.dev")
+    if fit_file is not None:
+        steps = steps_of(recording)
+        try:
+            fitted = fit(steps, are_in_order=True)
+        except ValueError as error:
+            raise ConfigError(f"The recording can't be fitted: {error}.", remedy="Record more traffic.") from None
+        header = recording.header
+        machine = {**header.machine, "threads": header.about.get("threads"), "variant": header.about.get("variant")}
+        _save(fit_file, fitted, "recording", header.model, machine, notes={"config": header.config, "began": header.began})
+
+
+def _check(recording: Recording) -> None:
+    """Exits with 1 if a plan differs."""
+    from penstock.deploy.policies import build_policies
+    from penstock.lab.replay import replay
+
+    config = config_from(recording.header.settings)
+    replayed = replay(recording, lambda: build_policies(config))
+    print(f"{replayed.num_equal} of {replayed.num_steps} steps were planned again, with the same rows at the same instants")
+    if replayed.difference:
+        print(f"then {replayed.difference}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _fit_here(config: Config, rounds: int, fit_file: Path) -> None:
+    from penstock.clock import WallClock
+    from penstock.deploy.factory import locate, open_executor
+    from penstock.lab.fitting import fit
+    from penstock.lab.steps import StepRunner, design, measure, measure_with_host
+    from penstock.machine import cpu_name, usable_cpus
+    from penstock.text.tokenizer import detokenizer_factory, load_tokenizer
+
+    source = locate(config)
+    config, model, executor = open_executor(config, source)
+    try:
+        tokenizer = load_tokenizer(
+            model.tokenizer_source,
+            bos_token_id=model.bos_token_id,
+            eos_token_ids=model.eos_token_ids,
+            special_tokens=model.special_tokens,
+        )
+        vocab_size = min(model.spec.vocab_size, tokenizer.vocab_size)
+        runner = StepRunner(executor, vocab_size)
+        runner.fill()
+        shapes = design(executor.capacity)
+        steps = measure(runner, shapes, num_rounds=rounds, progress=_show_progress)
+        detokenizers = detokenizer_factory(tokenizer)
+        steps += measure_with_host(executor, detokenizers, vocab_size, WallClock(), first_group=len(shapes))
+        machine = {
+            "cpu": cpu_name(),
+            "cpus": usable_cpus(),
+            "threads": getattr(executor, "num_threads", None),
+            "variant": getattr(executor, "variant", None),
+        }
+    finally:
+        executor.close()
+    _save(fit_file, fit(steps), "profile", source.name, machine, notes={"backend": str(config.backend.backend)})
+
+
+def _show_progress(done: int, of: int) -> None:
+    if sys.stderr.isatty():
+        print(f"\rround {done} of {of}", end="\n" if done == of else "", file=sys.stderr, flush=True)
+
+
+def _save(path: Path, fitted: Fit, source: str, model: str, machine: dict[str, Any], *, notes: dict[str, str]) -> None:
+    from penstock.lab.cost_files import SavedCost, save_cost
+    from penstock.lab.profiling import fit_lines
+
+    saved = SavedCost(
+        cost=fitted.cost,
+        source=source,
+        model=model,
+        machine=machine,
+        date=datetime.now(UTC).date().isoformat(),
+        penstock=__version__,
+        num_steps=fitted.num_steps,
+        errors=fitted.left_out,
+        notes=notes,
+    )
+    save_cost(path, saved)
+    for line in fit_lines(fitted):
+        print(line)
+    print(f"written to {path}")

@@ -1,0 +1,205 @@
+"""Cost models on disk: what `penstock profile --fit` writes, and tables of other hardware (docs/profile.md). Called by
+commands.
+
+A fitted model is a JSON file with a version, and says what it was fitted to and by how much it misses. A table is a CSV file:
+of steps that somebody measured or computed,
+
+    rows,tokens,context,ms
+    1,1,128,6.2
+    32,1,128,11.5
+    1,512,0,24.0
+
+where each of `rows` rows computes `tokens` tokens after `context` others; or of costs by name,
+
+    cost,ns
+    step_ns,6100000
+    decode_row_ns,41000
+
+Lines that begin with # are comments; those of the form `# key: value` say where a table comes from, and `# estimated: yes` that
+nobody measured it.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from penstock.lab.cost_model import CostModel, Fitted
+from penstock.lab.fitting import Errors, fit
+from penstock.lab.steps import MeasuredStep
+from penstock.types.errors import PenstockError
+from penstock.types.plan import StepShape
+
+FORMAT = "penstock-cost-model"
+VERSION = 1
+MAX_FILE_BYTES = 16 << 20
+MAX_ROWS = 1 << 16
+"""In a step of a table."""
+_STEP_COLUMNS = ("rows", "tokens", "context", "ms")
+_COST_COLUMNS = ("cost", "ns")
+_PLAIN_COSTS = tuple(part.name for part in fields(CostModel) if part.name.endswith("_ns"))
+
+
+class CostFileError(PenstockError):
+    """A file is no cost model, or is damaged."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedCost:
+    """A cost model with its origin."""
+
+    cost: CostModel
+    source: str
+    """`profile`, `recording` or `table`."""
+    is_estimated: bool = False
+    """Nobody measured these steps: they are computed from published figures."""
+    model: str = ""
+    machine: Mapping[str, Any] = field(default_factory=dict)
+    date: str = ""
+    """ISO 8601."""
+    penstock: str = ""
+    num_steps: int = 0
+    errors: Mapping[str, Errors] = field(default_factory=dict)
+    """By part of the step, of steps that the model had not seen when it told their time."""
+    notes: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def words(self) -> str:
+        """Where it comes from, in a line."""
+        kind = "estimated, not measured" if self.is_estimated else f"from a {self.source}"
+        missed = self.errors.get("execute")
+        parts = [self.model, str(self.machine.get("cpu", "")), kind, self.date]
+        if missed is not None:
+            parts.append(f"median error {missed.median:.1%} of steps left out")
+        return ", ".join(part for part in parts if part)
+
+
+def save_cost(path: Path, saved: SavedCost) -> None:
+    """Write a cost model. Raises CostFileError if the file can't be written."""
+    written = {"format": FORMAT, "version": VERSION, **asdict(saved)}
+    try:
+        path.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise CostFileError(f"{path} can't be written: {error}.", remedy="Name another file.") from None
+
+
+def load_cost(path: Path) -> SavedCost:
+    """The cost model in a file. Raises CostFileError, with the line of a table, for what is none."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+        if len(data) > MAX_FILE_BYTES:
+            raise ValueError(f"it has more than {MAX_FILE_BYTES >> 20} MiB")
+        text = data.decode()
+    except (OSError, ValueError) as error:
+        raise CostFileError(f"{path} can't be read as a cost model: {error}.") from None
+    return _from_json(path, text) if text.lstrip().startswith("{") else _from_table(path, text.splitlines())
+
+
+def _from_json(path: Path, text: str) -> SavedCost:
+    remedy = "Make one with `penstock profile --fit FILE`."
+    try:
+        written = json.loads(text)
+        if written.pop("format") != FORMAT:
+            raise ValueError("it has another format")
+        version = written.pop("version")
+    except (ValueError, KeyError) as error:
+        raise CostFileError(f"{path} is no cost model: {error}.", remedy=remedy) from None
+    if version != VERSION:
+        raise CostFileError(f"{path} is a cost model of version {version}; this Penstock reads {VERSION}.", remedy=remedy)
+    try:
+        cost = written.pop("cost")
+        fitted = cost.pop("fitted")
+        brackets = tuple((int(up_to), float(token_ns)) for up_to, token_ns in cost.pop("token_brackets"))
+        residuals = {name: tuple(map(float, cost.pop(name))) for name in ("residuals", "host_residuals")}
+        costs: dict[str, Any] = {name: float(value) for name, value in cost.items()} | residuals
+        model = CostModel(
+            **costs,
+            token_brackets=brackets,
+            fitted=None if fitted is None else Fitted(**fitted),
+        )
+        errors = {part: Errors(**values) for part, values in written.pop("errors").items()}
+        saved = SavedCost(cost=model, errors=errors, **written)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CostFileError(f"{path} is a damaged cost model: {error!r}.", remedy=remedy) from None
+    _check(path, model)
+    return saved
+
+
+def _check(path: Path, cost: CostModel) -> None:
+    values = [getattr(cost, name) for name in _PLAIN_COSTS]
+    values += [*cost.residuals, *cost.host_residuals, *(value for bracket in cost.token_brackets for value in bracket)]
+    if any(not math.isfinite(value) or value < 0 for value in values):
+        raise CostFileError(f"{path} has costs that are below nothing, or no numbers.")
+
+
+def _from_table(path: Path, lines: Sequence[str]) -> SavedCost:
+    notes: dict[str, str] = {}
+    numbered: list[tuple[int, str]] = []
+    for number, line in enumerate(lines, start=1):
+        if line.startswith("#"):
+            key, colon, value = line[1:].partition(":")
+            if colon and " " not in key.strip():
+                notes[key.strip()] = value.strip()
+        elif line.strip():
+            numbered.append((number, line))
+    header = tuple(cell.strip() for cell in next(csv.reader([numbered[0][1]]))) if numbered else ()
+    if header not in (_STEP_COLUMNS, _COST_COLUMNS):
+        remedy = f"Give it a header: {','.join(_STEP_COLUMNS)}; or {','.join(_COST_COLUMNS)}."
+        raise CostFileError(f"{path} is no cost model and no table of steps.", remedy=remedy)
+    rows: list[tuple[int, list[str]]] = []
+    for number, line in numbered[1:]:
+        cells = [cell.strip() for cell in next(csv.reader([line]))]
+        if len(cells) != len(header):
+            raise CostFileError(f"{path}, line {number}: {len(cells)} values for {len(header)} columns.")
+        rows.append((number, cells))
+    about: dict[str, Any] = {
+        "source": "table",
+        "is_estimated": notes.get("estimated", "no") != "no",
+        "model": notes.get("model", ""),
+        "machine": {"cpu": notes["hardware"]} if "hardware" in notes else {},
+        "date": notes.get("date", ""),
+        "notes": notes,
+    }
+    if header == _COST_COLUMNS:
+        return SavedCost(cost=_named_costs(path, rows), **about)
+    steps = [_step(path, number, cells, idx) for idx, (number, cells) in enumerate(rows)]
+    try:
+        fitted = fit(steps)
+    except ValueError as error:
+        raise CostFileError(f"{path}: {error}.", remedy="Add steps of other shapes.") from None
+    cost = replace(fitted.cost, residuals=())  # what the fit misses is no noise
+    return SavedCost(cost=cost, num_steps=len(steps), errors=fitted.left_out, **about)
+
+
+def _named_costs(path: Path, rows: Sequence[tuple[int, Sequence[str]]]) -> CostModel:
+    costs: dict[str, Any] = dict.fromkeys(_PLAIN_COSTS, 0.0)
+    for number, (name, value) in rows:
+        if name not in costs:
+            raise CostFileError(f"{path}, line {number}: there is no cost {name!r}.", remedy=f"Valid: {', '.join(costs)}.")
+        costs[name] = _number(path, number, name, value)
+    return CostModel(**costs)
+
+
+def _step(path: Path, number: int, cells: Sequence[str], group: int) -> MeasuredStep:
+    values = [_number(path, number, name, cell) for name, cell in zip(_STEP_COLUMNS, cells, strict=True)]
+    num_rows, query_len, context_len = (int(value) for value in values[:3])
+    if values[:3] != [num_rows, query_len, context_len] or not 0 < num_rows <= MAX_ROWS or query_len < 1 or values[3] <= 0:
+        words = f"rows (at most {MAX_ROWS}) and tokens are whole numbers of at least 1, and ms is more than 0"
+        raise CostFileError(f"{path}, line {number}: {words}.")
+    return MeasuredStep(StepShape(((query_len, context_len),) * num_rows, num_rows), round(values[3] * 1e6), group=group)
+
+
+def _number(path: Path, number: int, name: str, cell: str) -> float:
+    try:
+        value = float(cell)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or value < 0:
+        raise CostFileError(f"{path}, line {number}: {name} is {cell!r}, and must be a number of at least 0.")
+    return value

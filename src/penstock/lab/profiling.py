@@ -1,0 +1,108 @@
+"""The words of `penstock profile` about a fit, and about where the time of a recording went. Called by the command; measures
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+from penstock.lab.cost_model import CostModel
+from penstock.lab.fitting import HOST, TOTAL, Errors, Fit
+from penstock.lab.recording import Arrival, Departure, Lost, Recording, StepDone
+from penstock.lab.steps import ENGINE_PARTS
+
+_PART_ORDER = (TOTAL, "linear", "attention", "sampling", "rows", "other", HOST)
+
+
+def fit_lines(fitted: Fit) -> Iterator[str]:
+    """By how much a fit misses, part by part, and what it found."""
+    yield f"{fitted.num_steps} steps. Errors of steps that the fit had not seen:"
+    yield f"  {'part':12}{'median':>9}{'p90':>9}{'largest':>9}{'mean':>9}   shapes"
+    for part in sorted(fitted.left_out, key=_order):
+        errors: Errors = fitted.left_out[part]
+        yield (
+            f"  {part:12}{errors.median:9.1%}{errors.p90:9.1%}{errors.largest:9.1%}{errors.signed_mean:+9.1%}   {errors.num}"
+        )
+    yield from cost_lines(fitted.cost)
+
+
+def cost_lines(cost: CostModel) -> Iterator[str]:
+    """The costs of a model in words."""
+    yield f"  each step                     {cost.step_ns / 1e6:10.3f} ms"
+    begin = 0
+    for up_to, token_ns in cost.token_brackets:
+        yield f"  token {begin + 1:4} to {up_to:5}            {token_ns / 1e3:10.2f} us"
+        begin = up_to
+    for name, words, factor, unit in (
+        ("decode_row_ns", "row that decodes, besides", 1e3, "us"),
+        ("prefill_token_ns", "token of a prompt, besides", 1e3, "us"),
+        ("sample_ns", "token that is sampled", 1e3, "us"),
+        ("decode_read_ns", "KV position read by a decode", 1, "ns"),
+        ("prefill_read_ns", "KV position read by a prompt", 1, "ns"),
+        ("host_step_ns", "host, each step", 1e3, "us"),
+        ("host_row_ns", "host, each row", 1e3, "us"),
+    ):
+        if value := getattr(cost, name):
+            yield f"  {words:30}{value / factor:10.2f} {unit}"
+    if cost.residuals:
+        middle = len(cost.residuals) // 2
+        last = len(cost.residuals) - 1
+        p99 = cost.residuals[round(0.99 * last)]
+        yield f"  noise: {cost.residuals[middle]:.3f} times the model in the median, {p99:.3f} at p99"
+    if (fitted := cost.fitted) is not None:
+        yield (
+            f"  fitted to steps of up to {fitted.max_rows} rows, {fitted.max_prefill_tokens} prompt tokens, "
+            f"{fitted.max_context_len} tokens of context; others are told as extrapolated"
+        )
+
+
+def recording_lines(recording: Recording) -> Iterator[str]:
+    """How many requests and steps a recording has, and where its time went."""
+    header = recording.header
+    parts_ns: defaultdict[str, int] = defaultdict(int)
+    num_steps = num_rows = num_tokens = num_padding = num_lost = num_arrivals = num_ended = 0
+    first_ns = last_ns = None
+    for event in recording.events():
+        match event:
+            case StepDone():
+                num_steps += 1
+                num_rows += len(event.rows)
+                num_tokens += sum(row.query_len for row in event.rows)
+                num_padding += sum(row.query_len for row in event.rows if row.id < 0)
+                first_ns = event.planned_ns if first_ns is None else first_ns
+                last_ns = event.ended_ns
+                for part, part_ns in event.parts_ns.items():
+                    parts_ns[part] += part_ns
+            case Arrival():
+                num_arrivals += not event.is_repeated
+            case Departure():
+                num_ended += 1
+            case Lost():
+                num_lost += event.count
+    yield f"{header.model}, {header.machine.get('cpu', '')}, begun {header.began}, configuration {header.config}"
+    yield f"{num_arrivals} requests, {num_ended} of them ended; {num_steps} steps; {num_lost} reports were lost"
+    if first_ns is None or last_ns is None or last_ns <= first_ns:
+        return
+    span_ns = last_ns - first_ns
+    yield f"{num_rows / num_steps:.1f} rows and {num_tokens / num_steps:.1f} tokens a step"
+    if num_padding:
+        yield f"{num_padding / num_tokens:.1%} of the computed tokens are padding"
+    yield f"{span_ns / 1e9:.1f} s from the first step to the last:"
+    yield from _shares(parts_ns, span_ns)
+
+
+def _shares(parts_ns: Mapping[str, int], span_ns: int) -> Iterator[str]:
+    own = {part: ns for part, ns in parts_ns.items() if part not in ENGINE_PARTS}
+    engine = [part for part in ("execute", "schedule", "commit", "grammar", "output") if part in parts_ns]
+    for part in engine:
+        yield f"  {part:12}{parts_ns[part] / span_ns:8.1%}"
+        if part == TOTAL:
+            for name, part_ns in own.items():
+                yield f"    {name:10}{part_ns / span_ns:8.1%}"
+    rest_ns = span_ns - sum(parts_ns[part] for part in engine)
+    yield f"  {'other':12}{rest_ns / span_ns:8.1%}   idle, or between parts"
+
+
+def _order(part: str) -> int:
+    return _PART_ORDER.index(part) if part in _PART_ORDER else len(_PART_ORDER)

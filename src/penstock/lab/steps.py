@@ -1,0 +1,263 @@
+"""Steps that were measured: a designed set of them straight through an executor, or those of a recording. The fit and `penstock
+profile` call it; it fits nothing itself.
+
+The designed steps decode with 1 to 64 rows over contexts of several lengths, compute chunks of prompts, and do both at once.
+They run in rounds, each in another order, so that a machine that is slow for a while is slow for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, count, pairwise
+from random import Random
+
+from penstock.clock import Clock
+from penstock.engine.core import EngineCore
+from penstock.engine.output import OutputStage
+from penstock.engine.ports import DetokenizerFactory, Executor, NullObserver
+from penstock.engine.stepper import Stepper
+from penstock.lab.cost_model import shape_of_rows
+from penstock.lab.recording import Recording, StepDone
+from penstock.sched.policies.presets import make_policies
+from penstock.sched.scheduler import Scheduler
+from penstock.types.errors import PenstockError
+from penstock.types.events import Add, TokenEvent
+from penstock.types.plan import AdmitRow, Capacity, RowPlan, StepPlan, StepShape
+from penstock.types.request import Request
+from penstock.types.sampling import SamplingParams
+from penstock.types.stats import StepStats
+
+DECODE_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+DECODE_CONTEXTS = (32, 256, 1024, 1900)
+CHUNK_TOKENS = (2, 4, 8, 16, 32, 64, 128, 256, 512)
+CHUNK_CONTEXTS = (0, 512, 1500)
+NUM_MIXES = 24
+"""Steps of decodes and chunks, with contexts drawn at random."""
+STRETCH = 100
+"""Steps in a row that are taken of a long recording."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """One step. Times are nanoseconds."""
+
+    shape: StepShape
+    execute_ns: int
+    """The executor's time."""
+    parts_ns: Mapping[str, int] = field(default_factory=dict)
+    """Shares of it by the executor's own names, where it tells them."""
+    host_ns: int | None = None
+    """The engine's own time between this step and the next; None: it had nothing to do then, or nobody knows."""
+    group: int = 0
+    """Steps of one group are left out together, where a fit is judged by what it has not seen."""
+
+
+def design(capacity: Capacity, *, seed: int = 1) -> list[StepShape]:
+    """Shapes that an executor of this capacity can compute, each once."""
+    rng = Random(seed)  # noqa: S311  # repeatable on purpose
+    shapes = [
+        StepShape(((1, context_len),) * num_rows, num_rows) for num_rows in DECODE_ROWS for context_len in DECODE_CONTEXTS
+    ]
+    for num_tokens in CHUNK_TOKENS:
+        shapes += [StepShape(((num_tokens, context_len),), 1) for context_len in CHUNK_CONTEXTS]
+        shapes.append(StepShape(((num_tokens, 0),), 0))  # in the middle of a prompt: nothing is sampled
+    for _ in range(NUM_MIXES):
+        shapes.append(_mix(capacity, rng))
+    return [shape for shape in dict.fromkeys(shapes) if fits(shape, capacity)]
+
+
+def _mix(capacity: Capacity, rng: Random) -> StepShape:
+    """Decodes and chunks of prompts in one step; it may need more blocks than there are."""
+    num_chunks = rng.choice((1, 1, 2, 4))
+    num_decodes = min(rng.choice((1, 2, 4, 8, 16, 24, 32, 48)), capacity.max_rows - num_chunks)
+    most_tokens = max(2, min(256, (capacity.max_step_tokens - num_decodes) // num_chunks))
+    most_context = max(2, min(1500, capacity.max_model_len - most_tokens))
+    decodes = [(1, rng.randrange(1, most_context)) for _ in range(num_decodes)]
+    chunks = [(rng.randrange(2, most_tokens + 1), rng.choice((0, 0, rng.randrange(most_context)))) for _ in range(num_chunks)]
+    return StepShape((*decodes, *chunks), num_decodes + rng.randrange(num_chunks + 1))
+
+
+def fits(shape: StepShape, capacity: Capacity) -> bool:
+    """Whether the executor can compute a step of this shape, all rows with blocks of their own."""
+    num_blocks = sum(_num_blocks(row, capacity.block_size) for row in shape.rows)
+    return (
+        len(shape.rows) <= capacity.max_rows
+        and sum(query_len for query_len, _ in shape.rows) <= capacity.max_step_tokens
+        and max(query_len + context_len for query_len, context_len in shape.rows) < capacity.max_model_len
+        and num_blocks < capacity.num_blocks
+    )
+
+
+class StepRunner:
+    """Runs steps of fresh rows, whose context is what `fill` left in their blocks."""
+
+    def __init__(self, executor: Executor, vocab_size: int) -> None:
+        self._executor = executor
+        self._vocab_size = vocab_size
+        self._ids = count()
+
+    def fill(self) -> None:
+        """Give every block keys and values: memory never written is one page of zeros, which is read from the cache."""
+        capacity = self._executor.capacity
+        size = capacity.block_size
+        # A row has a place for its next token, too.
+        room = min(capacity.num_blocks - 1, capacity.max_model_len // size) - 1
+        num_filled = max(1, min(room, capacity.max_step_tokens // size))
+        for begin in range(0, num_filled * size, capacity.max_step_tokens):
+            self.run(StepShape(((min(capacity.max_step_tokens, num_filled * size - begin), begin),), 1))
+        pairs = [(1 + block % num_filled, 1 + block) for block in range(num_filled, capacity.num_blocks - 1)]
+        self._executor.copy_blocks(pairs)
+
+    def run(self, shape: StepShape) -> tuple[int, Mapping[str, int]]:
+        """Compute one step. Returns the executor's nanoseconds, and its parts."""
+        step_id, executor = next(self._ids), self._executor
+        names = [f"{step_id}-{row}" for row in range(len(shape.rows))]
+        samples = [1] * shape.num_samples + [0] * (len(shape.rows) - shape.num_samples)
+        plan = StepPlan(
+            step_id,
+            0,
+            tuple(self._admit(shape, names, samples, step_id)),
+            tuple(
+                RowPlan(name, context_len, query_len, (), num)
+                for name, (query_len, context_len), num in zip(names, shape.rows, samples, strict=True)
+            ),
+            (),
+        )
+        timing = executor.collect(executor.submit(plan)).timing
+        executor.collect(executor.submit(StepPlan(next(self._ids), 0, (), (), tuple(names))))
+        return timing.end_ns - timing.start_ns, timing.parts
+
+    def _admit(self, shape: StepShape, names: Sequence[str], samples: Sequence[int], step_id: int) -> Iterator[AdmitRow]:
+        first, size = 1, self._executor.capacity.block_size
+        for name, row, num_samples in zip(names, shape.rows, samples, strict=True):
+            length, num_blocks = sum(row) + (not num_samples), _num_blocks(row, size)  # without a sample, the prompt goes on
+            tokens = tuple((1000 + step_id * 31 + idx * 7) % self._vocab_size for idx in range(length))
+            blocks = tuple(range(first, first + num_blocks))
+            first += num_blocks
+            yield AdmitRow(name, tokens, length, blocks, row[1], SamplingParams(temperature=0.0))
+
+
+def measure(
+    runner: StepRunner,
+    shapes: Sequence[StepShape],
+    *,
+    num_rounds: int,
+    seed: int = 1,
+    progress: Callable[[int, int], None] = lambda *_: None,
+) -> list[MeasuredStep]:
+    """Each shape once in each round, after a round that only warms up. A shape's steps are a group.
+
+    `progress` is told the rounds that are done, and of how many.
+    """
+    rng = Random(seed)  # noqa: S311  # repeatable on purpose
+    steps: list[MeasuredStep] = []
+    order = list(enumerate(shapes))
+    for round_no in range(num_rounds + 1):
+        rng.shuffle(order)
+        for group, shape in order:
+            execute_ns, parts_ns = runner.run(shape)
+            if round_no:
+                steps.append(MeasuredStep(shape, execute_ns, dict(parts_ns), group=group))
+        progress(round_no + 1, num_rounds + 1)
+    return steps
+
+
+def measure_with_host(
+    executor: Executor,
+    make_detokenizer: DetokenizerFactory,
+    vocab_size: int,
+    clock: Clock,
+    *,
+    num_tokens: int = 48,
+    first_group: int = 0,
+) -> list[MeasuredStep]:
+    """Decodes of 1, 2, 4 and more requests through the engine's own turns, text included: the host's time is known.
+
+    There is no HTTP, and nobody who reads. Requests of one number are a group.
+    """
+    told = _Told()
+    core = EngineCore(Scheduler(executor.capacity, make_policies()), observer=told)
+    output = OutputStage(make_detokenizer)
+
+    def tell(events: Sequence[TokenEvent], now_ns: int) -> None:
+        del now_ns
+        output.push(events)
+
+    stepper = Stepper(core, executor, clock, tell=tell)
+    steps: list[MeasuredStep] = []
+    rows = [num for num in DECODE_ROWS if num <= core.scheduler.max_rows and num * (num_tokens + 64) < _num_positions(executor)]
+    for group, num_rows in enumerate(rows, start=first_group):
+        told.steps.clear()
+        requests = [
+            Request(
+                request_id=f"{num_rows}-{row}",
+                prompt_token_ids=tuple((1000 + row * 31 + idx * 7) % vocab_size for idx in range(32)),
+                sampling=SamplingParams(max_tokens=num_tokens, temperature=0.0),
+                arrival_ns=clock.now_ns(),
+            )
+            for row in range(num_rows)
+        ]
+        for request in requests:
+            output.add(request)
+        stepper.turn([Add(request) for request in requests])
+        while core.has_work or stepper.has_flights:
+            stepper.turn()
+        for stats, after in pairwise(told.steps):
+            execute_ns = stats.parts_ns["execute"]
+            host_ns = after.planned_ns - stats.planned_ns - execute_ns if executor.depth == 1 else None
+            own = {name: ns for name, ns in stats.parts_ns.items() if name not in ENGINE_PARTS}
+            steps.append(MeasuredStep(shape_of_rows(stats.rows), execute_ns, own, host_ns, group))
+    return steps
+
+
+class _Told(NullObserver):
+    """Keeps what an engine tells of its steps."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepStats] = []
+
+    def on_step(self, stats: StepStats) -> None:
+        self.steps.append(stats)
+
+
+def _num_positions(executor: Executor) -> int:
+    return (executor.capacity.num_blocks - 1) * executor.capacity.block_size
+
+
+def steps_of(recording: Recording, *, num_groups: int = 20, max_steps: int = 20_000) -> list[MeasuredStep]:
+    """Steps of a recording: all, or stretches of it that are `max_steps` together. Stretches of time are groups.
+
+    The host's time is known of steps after which requests still ran, where one step was in flight at a time. Raises
+    PenstockError if there are no steps.
+    """
+    num_steps = sum(1 for _ in recording.steps())
+    if not num_steps:
+        raise PenstockError("The recording has no steps.", remedy="Record a server while it answers requests.")
+    has_gaps = recording.header.depth == 1
+    stride = -(-num_steps // max_steps)
+    steps: list[MeasuredStep] = []
+    before: StepDone | None = None
+    for idx, step in enumerate(chain(recording.steps(), (None,))):
+        if before is not None and (idx - 1) // STRETCH % stride == 0 and before.parts_ns.get("execute", 0) > 0:
+            after = step if has_gaps and before.num_running else None
+            steps.append(_measured(before, after, (idx - 1) * num_groups // num_steps))
+        before = step
+    return steps
+
+
+def _measured(step: StepDone, after: StepDone | None, group: int) -> MeasuredStep:
+    execute_ns = step.parts_ns["execute"]
+    host_ns = None
+    if after is not None and after.step_id == step.step_id + 1:
+        host_ns = after.planned_ns - step.planned_ns - execute_ns
+    own = {name: ns for name, ns in step.parts_ns.items() if name not in ENGINE_PARTS}
+    return MeasuredStep(step.shape, execute_ns, own, host_ns, group)
+
+
+ENGINE_PARTS = frozenset({"execute", "schedule", "commit", "grammar", "output"})
+"""Parts of a step that are not the executor's own."""
+
+
+def _num_blocks(row: tuple[int, int], block_size: int) -> int:
+    return -(-(sum(row) + 1) // block_size)

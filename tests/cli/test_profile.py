@@ -1,0 +1,106 @@
+"""`penstock profile`, as a process, with a tiny model: a fit of steps, and what it says of a recording."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from penstock.lab.cost_files import load_cost
+
+Penstock = Callable[..., subprocess.CompletedProcess[str]]
+SMALL = [
+    "--backend",
+    "native",
+    "--threads",
+    "1",
+    "--kv-cache-memory",
+    "1MiB",
+    "--max-num-seqs",
+    "4",
+    "--max-num-batched-tokens",
+    "64",
+]
+
+
+def test_costs_of_steps_are_fitted(penstock: Penstock, tiny_model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "cost.json"
+    result = penstock("profile", tiny_model, "--fit", path, "--rounds", "2", *SMALL)
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"^  execute +\d+\.\d%", result.stdout, re.MULTILINE)
+    assert re.search(r"^  host +\d+\.\d%", result.stdout, re.MULTILINE)
+    saved = load_cost(path)
+    assert (saved.model, saved.source) == ("tiny", "profile")
+    assert saved.machine["threads"] == 1
+    assert saved.cost.fitted is not None
+    assert saved.cost.fitted.max_rows == 4
+    assert saved.cost.host_step_ns > 0
+    assert {"linear", "attention", "execute", "host"} <= saved.errors.keys()
+
+
+@pytest.fixture
+def recording(environment: Mapping[str, str], tiny_model: Path, tmp_path: Path) -> Path:
+    """The recording of a server that has answered four requests."""
+    path = tmp_path / "traffic.rec"
+    command = [sys.executable, "-m", "penstock", "serve", str(tiny_model), "--port", "0", "--record", str(path), *SMALL]
+    with subprocess.Popen(command, env=dict(environment), stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            url = next(found[0] for line in server.stdout if (found := re.search(r"http://127\.0\.0\.1:\d+", line)))
+            for idx in range(4):
+                asked = {"model": "tiny", "prompt": "in the " * (3 + idx), "max_tokens": 9, "temperature": 0}
+                body = json.dumps(asked).encode()
+                call = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+                urllib.request.urlopen(call, timeout=30).read()
+        finally:
+            os.kill(server.pid, signal.SIGTERM)
+            server.wait(30)
+    return path
+
+
+def test_a_server_is_recorded_and_its_plans_are_made_again(penstock: Penstock, recording: Path, tmp_path: Path) -> None:
+    trace, cost = tmp_path / "trace.json", tmp_path / "cost.json"
+    result = penstock("profile", "--from", recording, "--check", "--trace", trace, "--fit", cost)
+    assert result.returncode == 0, result.stderr
+    assert "4 requests, 4 of them ended" in result.stdout
+    assert re.search(r"(\d+) of \1 steps were planned again", result.stdout)
+    assert load_cost(cost).source == "recording"
+    events = json.loads(trace.read_text())["traceEvents"]
+    names = {event["name"] for event in events}
+    assert {"request", "waits", "prefill", "decodes", "schedule", "commit", "output", "1 decodes"} <= names
+    open_phases = sum({"b": 1, "e": -1}.get(event["ph"], 0) for event in events)
+    assert open_phases == 0, "every phase that begins ends"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["--check"], 2, "--check is about a recording"),
+        (["--trace", "x"], 2, "--trace is about a recording"),
+        (["--from", "absent"], 1, "absent can't be read"),
+    ],
+)
+def test_errors_are_said_in_words(penstock: Penstock, arguments: list[str], code: int, says: str) -> None:
+    result = penstock("profile", *arguments)
+    assert result.returncode == code
+    assert says in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_file_in_the_way_is_told(penstock: Penstock, tiny_model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "thesis.txt"
+    path.write_text("all I have")
+    started = time.monotonic()
+    result = penstock("serve", tiny_model, "--port", "0", "--record", path)
+    assert result.returncode == 1
+    assert "is no recording, and is not overwritten" in result.stderr
+    assert time.monotonic() - started < 60

@@ -1,0 +1,163 @@
+"""The fit finds costs again, is not led astray by outliers, and is judged by what it has not seen."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from penstock.lab.cost_model import CostModel
+from penstock.lab.fitting import fit, nonnegative
+from penstock.lab.steps import MeasuredStep
+from penstock.types.plan import StepShape
+
+COST = CostModel(
+    step_ns=1e6,
+    decode_row_ns=5e4,
+    prefill_token_ns=0.0,
+    decode_read_ns=100.0,
+    prefill_read_ns=10.0,
+    sample_ns=3e4,
+    token_brackets=((16, 2e5), (600, 1e5)),
+    host_step_ns=2e5,
+    host_row_ns=1e4,
+)
+"""Some steps of it take 1 ms, others 100."""
+
+
+def shapes(count: int, seed: int = 0) -> list[StepShape]:
+    rng = random.Random(seed)
+    found = []
+    for _ in range(count):
+        rows = [(rng.choice([1, 1, 1, 1, 64, 200]), rng.randrange(2000)) for _ in range(rng.choice((1, 2, 5, 10, 20, 40)))]
+        num_decodes = sum(query_len == 1 for query_len, _ in rows)
+        found.append(StepShape(tuple(rows), num_decodes + rng.randrange(len(rows) - num_decodes + 1)))
+    return found
+
+
+def steps(count: int = 300, noise: float = 0.02, seed: int = 1) -> list[MeasuredStep]:
+    rng = random.Random(seed)
+    return [
+        MeasuredStep(
+            shape,
+            round(COST.duration_ns(shape) * rng.uniform(1 - noise, 1 + noise)),
+            host_ns=round(COST.host_ns(len(shape.rows)) * rng.uniform(0.9, 1.1)),
+            group=idx % 60,
+        )
+        for idx, shape in enumerate(shapes(count))
+    ]
+
+
+def misses(cost: CostModel) -> list[float]:
+    """Errors for shapes that nobody has seen."""
+    return [abs(cost.duration_ns(shape) / COST.duration_ns(shape) - 1) for shape in shapes(100, seed=9)]
+
+
+def test_times_of_other_steps_are_told() -> None:
+    fitted = fit(steps())
+    assert float(np.median(misses(fitted.cost))) < 0.01
+    assert max(misses(fitted.cost)) < 0.06
+    assert fitted.cost.host_step_ns == pytest.approx(COST.host_step_ns, rel=0.1)
+    assert fitted.cost.host_row_ns == pytest.approx(COST.host_row_ns, rel=0.1)
+    assert fitted.left_out["execute"].median < 0.02
+    assert fitted.left_out["host"].median < 0.08
+    assert fitted.num_steps == 300
+
+
+def test_outliers_do_not_lead_it_astray() -> None:
+    rng = random.Random(4)
+    spoilt = [replace(step, execute_ns=4 * step.execute_ns) if rng.random() < 0.08 else step for step in steps()]
+    assert float(np.median(misses(fit(spoilt).cost))) < 0.02
+
+
+def test_no_part_costs_less_than_nothing() -> None:
+    falling = [MeasuredStep(shape, 1_000_000 - 10 * len(shape.rows), group=idx) for idx, shape in enumerate(shapes(50))]
+    cost = fit(falling).cost
+    costs = [cost.step_ns, cost.decode_row_ns, cost.prefill_token_ns, cost.decode_read_ns, cost.prefill_read_ns, cost.sample_ns]
+    assert min(*costs, *(token_ns for _, token_ns in cost.token_brackets)) >= 0
+
+
+def test_each_part_pays_for_its_own_work() -> None:
+    """Attention that costs much per position is not taken for products of long rows."""
+
+    def measured(idx: int, shape: StepShape) -> MeasuredStep:
+        counts = COST.counts(shape)
+        parts = {
+            "linear": 2_000_000 + 50_000 * counts.num_tokens,
+            "attention": 700 * counts.num_decode_reads + 90 * counts.num_prefill_reads,
+            "sampling": 40_000 * counts.num_samples,
+        }
+        return MeasuredStep(shape, sum(parts.values()) + 100_000 + 3_000 * counts.num_rows, parts, group=idx)
+
+    fitted = fit([measured(idx, shape) for idx, shape in enumerate(shapes(150))])
+    assert fitted.cost.decode_read_ns == pytest.approx(700, rel=0.02)
+    assert fitted.cost.prefill_read_ns == pytest.approx(90, rel=0.02)
+    assert {"linear", "attention", "sampling", "other", "execute"} <= fitted.left_out.keys()
+    assert fitted.left_out["linear"].median < 0.01
+    assert fitted.left_out["attention"].median < 0.01
+
+
+def test_a_group_is_judged_by_a_model_that_has_not_seen_it() -> None:
+    """The only steps with 40 rows take twice as long: what has not seen them is wrong by half."""
+    usual = [step for step in steps(noise=0.0) if len(step.shape.rows) < 40]
+    strange = [step for step in steps(noise=0.0) if len(step.shape.rows) == 40]
+    spoilt = usual + [replace(step, execute_ns=2 * step.execute_ns, group=99) for step in strange]
+    fitted = fit(spoilt)
+    assert fitted.left_out["execute"].largest == pytest.approx(0.5, abs=0.06)
+    assert fitted.errors["execute"].largest < fitted.left_out["execute"].largest
+
+
+def test_noise_is_kept() -> None:
+    fitted = fit(steps(noise=0.2, count=600), are_in_order=True)
+    residuals = fitted.cost.residuals
+    assert residuals == tuple(sorted(residuals))
+    assert residuals[0] == pytest.approx(0.8, abs=0.06)
+    assert residuals[-1] == pytest.approx(1.2, abs=0.06)
+    assert fitted.cost.residual_correlation < 0.1
+
+
+def test_noise_that_lasts_is_told() -> None:
+    slow = [
+        replace(step, execute_ns=round(step.execute_ns * (1.3 if idx // 50 % 2 else 1))) for idx, step in enumerate(steps())
+    ]
+    assert fit(slow, are_in_order=True).cost.residual_correlation > 0.5
+    assert fit(slow).cost.residual_correlation == 0
+
+
+def test_the_range_is_told() -> None:
+    fitted = fit(steps()).cost.fitted
+    assert fitted is not None
+    assert fitted.max_rows == 40
+    assert 1500 < fitted.max_context_len <= 2200
+    assert COST.counts(StepShape(((1, 5000),), 1)).max_context_len == 5001
+    assert fit(steps()).cost.outside(COST.counts(StepShape(((1, 5000),), 1)))
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_too_few_steps_are_refused(count: int) -> None:
+    with pytest.raises(ValueError, match=f"{count} steps in {count} groups can't tell 6 costs apart"):
+        fit([MeasuredStep(shape, 1, group=idx) for idx, shape in enumerate(shapes(count))])
+
+
+@pytest.mark.parametrize("duration_ns", [0, -1])
+def test_a_step_that_took_no_time_is_refused(duration_ns: int) -> None:
+    with pytest.raises(ValueError, match="took no time"):
+        fit([MeasuredStep(shape, duration_ns if idx == 7 else 10**6, group=idx) for idx, shape in enumerate(shapes(20))])
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_least_squares_without_negative_parts(seed: int) -> None:
+    """Against all sets of parts that are not zero."""
+    rng = np.random.default_rng(seed)
+    matrix, target = rng.normal(size=(12, 4)), rng.normal(size=12)
+    found = nonnegative(matrix, target)
+    assert found.min() >= 0
+    best = float(np.linalg.norm(target))
+    for mask in range(1, 16):
+        free = [idx for idx in range(4) if mask >> idx & 1]
+        solution = np.linalg.lstsq(matrix[:, free], target, rcond=None)[0]
+        if solution.min() >= 0:
+            best = min(best, float(np.linalg.norm(matrix[:, free] @ solution - target)))
+    assert float(np.linalg.norm(matrix @ found - target)) == pytest.approx(best, rel=1e-6)
