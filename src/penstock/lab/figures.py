@@ -244,6 +244,11 @@ class Samples:
         has_none = (self.num_output_tokens == 1) if slo.metric == "tpot" else np.zeros(len(self), np.bool_)
         return self.is_ok & (has_none | ((values >= 0) & (values <= slo.limit_ns)))
 
+    def holds_all(self, slos: Sequence[Slo]) -> Bools:
+        """[n]: whether each request ended well and holds every SLO."""
+        found: Bools = np.logical_and.reduce([self.is_ok, *(self.holds(slo) for slo in slos)])
+        return found
+
     def rows(self, chosen: Bools, gaps: GapHistogram) -> Samples:
         """Some of the requests, whose gaps are `gaps`."""
         columns = {name: getattr(self, name)[chosen] for name in COLUMNS}
@@ -541,10 +546,9 @@ def _goodput(samples: Samples, due: Samples, window: Window, slos: Sequence[Slo]
     num_wanted = int((due.end != ENDS.index(End.CANCELLED)).sum())
     if not num_wanted:
         return None
-    holds_all = np.logical_and.reduce([samples.holds(slo) for slo in slos])
-    num_good = int(np.logical_and.reduce([due.holds(slo) for slo in slos]).sum())
+    num_good = int(due.holds_all(slos).sum())
     by_slo = {str(slo): share_estimate(int(due.holds(slo).sum()), num_wanted) for slo in slos}
-    good = make_rates(samples, window, holds_all)
+    good = make_rates(samples, window, samples.holds_all(slos))
     return Goodput(tuple(slos), share_estimate(num_good, num_wanted), by_slo, good.requests_per_s)
 
 

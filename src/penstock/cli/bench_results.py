@@ -1,0 +1,85 @@
+"""`penstock bench compare` and `penstock bench report`: what saved results say. Options and composition; measures nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from penstock.config.units import parse_share
+from penstock.lab import plots, report
+from penstock.lab.compare import compare_results
+from penstock.lab.results import read_result
+from penstock.types.errors import ConfigError, PenstockError, counted
+
+_FILE = click.Path(dir_okay=False, path_type=Path)
+
+
+@click.command()
+@click.argument("before", type=_FILE)
+@click.argument("after", type=_FILE, nargs=-1, required=True)
+@click.option("--any-workload", is_flag=True, help="Compare though the workloads differ.")
+@click.option(
+    "--fail-if-worse", metavar="SHARE", help="Exit with 1 if a figure is worse by more than this, as 5%, and not by noise."
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the draws that the intervals are made of.")
+@click.option("--markdown", is_flag=True, help="Print Markdown.")
+def compare(
+    before: Path, after: tuple[Path, ...], fail_if_worse: str | None, seed: int, *, any_workload: bool, markdown: bool
+) -> None:
+    """Say of each figure of AFTER whether it differs from BEFORE by more than noise. Both are files of `penstock bench`."""
+    limit = None if fail_if_worse is None else _share(fail_if_worse)
+    first, others = read_result(before), [read_result(path) for path in after]
+    all_compared = compare_results(first, others, any_workload=any_workload, seed=seed)
+    for path, compared in zip(after, all_compared, strict=True):
+        sections = list(report.sections_of_compared(compared, str(before), str(path)))
+        click.echo(report.as_markdown(sections) if markdown else report.as_text(sections))
+    worse = [] if limit is None else [found for compared in all_compared for found in compared.worse(limit)]
+    if worse:
+        names = ", ".join(f"{one.figure} ({one.words}{f', at {load}' if load else ''})" for load, one in worse)
+        raise PenstockError(f"{counted(len(worse), 'figure')} worse by more than {fail_if_worse}: {names}.")
+
+
+@click.command("report")
+@click.argument("file", type=_FILE)
+@click.option("--every-run", is_flag=True, help="Show the figures of each run, where there are several.")
+@click.option("--markdown", is_flag=True, help="Print Markdown.")
+@click.option("--html", type=_FILE, metavar="FILE", help="Write one HTML file that opens offline.")
+@click.option(
+    "--plots", "folder", type=click.Path(file_okay=False, path_type=Path), metavar="FOLDER", help="Write the plots as PNG."
+)
+def show_report(file: Path, html: Path | None, folder: Path | None, *, every_run: bool, markdown: bool) -> None:
+    """Show a result of `penstock bench` again: as a table, as Markdown, as HTML or as plots."""
+    result = read_result(file)
+    sections = list(report.sections_of(result, every_run=every_run))
+    click.echo(report.as_markdown(sections) if markdown else report.as_text(sections))
+    if html is not None:
+        _write(html, report.html_of(result))
+    if folder is not None:
+        _write_plots(folder, list(plots.plots_of(result)))
+
+
+def _share(text: str) -> float:
+    try:
+        return parse_share(text)
+    except ValueError as error:
+        raise click.BadParameter(f"{error}.", param_hint="'--fail-if-worse'") from error
+
+
+def _write(path: Path, content: str) -> None:
+    try:
+        path.write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{path} can't be written: {error.strerror}.", remedy="Name a file in a folder that exists."
+        ) from error
+
+
+def _write_plots(folder: Path, drawn: list[plots.Plot]) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"The folder {folder} can't be made: {error.strerror}.") from error
+    for number, plot in enumerate(drawn, start=1):
+        name = "-".join("".join(char if char.isalnum() else " " for char in plot.title.lower()).split())
+        plot.save(folder / f"{number:02d}-{name}.png")

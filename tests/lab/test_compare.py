@@ -1,0 +1,175 @@
+"""A shift is found, none is not; and what the runs could not show is said."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from bench_records import random_records, record, result_of, run_of
+from penstock.lab.compare import Compared, Difference, compare_results
+from penstock.lab.figures import parse_slos
+from penstock.lab.intervals import Estimate
+from penstock.lab.records import End
+from penstock.lab.results import Load, Result, Target
+from penstock.types.errors import ConfigError
+
+NUM_SEEDS = 200
+FEW_DRAWS = 200
+
+
+def compared(before: Result, after: Result, **options: object) -> Compared:
+    (found,) = compare_results(before, [after], num_draws=FEW_DRAWS, **options)  # type: ignore[arg-type]
+    return found
+
+
+@functools.cache
+def made(seed: int, count: int = 400, **changes: float) -> Result:
+    return result_of(run_of(random_records(seed, count, **changes), seed=seed))
+
+
+def by_name(found: Compared) -> dict[str, Difference]:
+    (only,) = found.comparisons
+    return {difference.figure: difference for difference in only.differences}
+
+
+def test_two_runs_of_the_same_thing_rarely_differ() -> None:
+    """Any figure of some 15 that is called a difference is a false one. The chance of that is kept below 5 %."""
+    false = 0
+    for seed in range(NUM_SEEDS):
+        found = compared(made(2 * seed, 250), made(2 * seed + 1, 250))
+        false += any(difference.is_more_than_noise for difference in by_name(found).values())
+    assert false / NUM_SEEDS < 0.08
+
+
+def test_a_shift_of_a_tenth_is_found() -> None:
+    """400 independent requests with a spread of 40 % show 10 % of TTFT at a power that is told beforehand."""
+    found = [by_name(compared(made(2 * seed, 1500), made(2 * seed + 1, 1500, slower=1.1))) for seed in range(20)]
+    for figure in ("ttft mean", "ttft p50", "itl p50", "tpot mean"):
+        shown = [one[figure] for one in found]
+        assert sum(one.is_more_than_noise and one.is_worse for one in shown) >= 18, figure
+        assert sum(one.change.low <= 0.1 <= one.change.high for one in shown) >= 16, figure  # type: ignore[union-attr,operator]
+
+
+def test_the_same_jobs_show_more() -> None:
+    """With the same seed both sides have the same jobs: what these have in common cancels."""
+    before, after = made(1), result_of(run_of(random_records(1, 400, slower=1.02), seed=1))
+    paired = by_name(compared(before, after))["ttft p50"]
+    other = result_of(replace(after.runs[0], seed=2))
+    apart = by_name(compared(before, other))["ttft p50"]
+    assert paired.is_more_than_noise
+    assert not apart.is_more_than_noise
+    assert paired.smallest < apart.smallest / 3
+
+
+def test_a_result_does_not_differ_from_itself() -> None:
+    found = compared(made(4), made(4))
+    for difference in by_name(found).values():
+        assert not difference.is_more_than_noise
+        assert difference.before == difference.after
+        assert difference.words.startswith(("no difference", "too few"))
+    assert not found.worse(0.0)
+
+
+def test_the_same_seed_gives_the_same_words() -> None:
+    before, after = made(1), made(2, slower=1.05)
+    assert compared(before, after, seed=3) == compared(before, after, seed=3)
+
+
+def test_too_few_requests_are_said() -> None:
+    found = by_name(compared(made(0, 40), made(1, 40, slower=3)))
+    assert found["ttft p99"].change is None
+    assert found["ttft p99"].words == "too few requests to say"
+    assert found["ttft mean"].is_more_than_noise, "a threefold time shows with 40"
+
+
+def test_one_request_on_each_side_is_no_error() -> None:
+    one = result_of(run_of([record()]))
+    assert all(difference.change is None for difference in by_name(compared(one, one)).values())
+
+
+def test_repeats_see_what_differs_between_runs() -> None:
+    """Each run has a level of its own, by 10 % or so: within a run nothing tells that."""
+
+    def runs(seeds: Sequence[int], levels: Sequence[float]) -> Result:
+        some = zip(seeds, levels, strict=True)
+        return result_of(*(run_of(random_records(seed, 600, slower=level), seed=seed) for seed, level in some))
+
+    before, after = runs([1, 2, 3, 4], [1.0, 1.15, 0.9, 1.05]), runs([5, 6, 7, 8], [1.1, 1.2, 0.95, 1.0])
+    together = by_name(compared(before, after))["itl p50"]
+    assert not together.is_more_than_noise
+    first = result_of(before.runs[2]), result_of(after.runs[1])
+    alone = compared(*first)
+    assert by_name(alone)["itl p50"].is_more_than_noise
+    assert any("With fewer than 3 runs" in note for note in alone.notes)
+    far = runs([5, 6, 7, 8], [2.1, 2.2, 1.95, 2.0])
+    assert by_name(compared(before, far))["itl p50"].is_more_than_noise
+
+
+def test_other_workloads_are_refused_unless_asked_for() -> None:
+    before, after = made(0), result_of(replace(made(1).runs[0], workload="another"))
+    with pytest.raises(ConfigError, match="'made up' and 'another'") as caught:
+        compared(before, after)
+    assert "--any-workload" in caught.value.remedy
+    assert any("workloads differ" in note for note in compared(before, after, any_workload=True).notes)
+
+
+def test_loads_are_compared_with_their_like() -> None:
+    def sweep(*rates: float) -> Result:
+        return result_of(*(run_of(random_records(int(rate), 50), load=Load("rate", rate)) for rate in rates))
+
+    found = compared(sweep(1, 2, 3), sweep(2, 3, 4))
+    assert [str(one.load) for one in found.comparisons] == ["rate 2", "rate 3"]
+    assert any("rate 1, rate 4" in note for note in found.notes)
+    with pytest.raises(ConfigError, match="no load in common: rate 1 and rate 4"):
+        compared(sweep(1), sweep(4))
+
+
+def test_what_else_differs_is_noted() -> None:
+    bad = [*random_records(0, 50), record(50, due_ms=9, end=End.FAILED)]
+    other = result_of(run_of(bad, target=Target(model="large"), how="simulated"))
+    other = replace(other, machine=replace(other.machine, num_cpus=4))
+    notes = " ".join(compared(made(0), other).notes)
+    assert "The machines differ" in notes
+    assert "The models differ" in notes
+    assert "One side is http, the other simulated" in notes
+    assert "1 requests were refused or failed" in notes
+
+
+def test_goodput_is_compared_where_both_have_slos() -> None:
+    slos = parse_slos(["ttft=150ms"])
+    before, after = (result_of(run_of(random_records(seed, 300), slos=slos)) for seed in (0, 1))
+    assert "goodput_per_s" in by_name(compared(before, after))
+    assert "goodput_per_s" not in by_name(compared(before, made(1)))
+
+
+def test_a_rate_that_falls_and_a_latency_that_rises_are_worse() -> None:
+    rate = Difference(
+        figure="requests_per_s", is_rate=True, before=10, after=9, change=Estimate(-0.1, -0.12, -0.08), is_more_than_noise=True
+    )
+    latency = replace(rate, figure="ttft p50", is_rate=False)
+    assert rate.is_worse
+    assert not latency.is_worse
+    assert rate.words == "lower by 10 % [8, 12]"
+    assert latency.words == "faster by 10 % [8, 12]"
+    slower = replace(latency, change=Estimate(0.2, -0.01, 0.4), is_more_than_noise=False, chance=0.2, smallest=0.3)
+    assert slower.words == "no difference that these runs could show; they would show 30 %"
+    assert replace(slower, chance=0.01).words == "perhaps slower by 20 % [-1, 40]; not sure among so many figures"
+
+
+def test_a_change_for_the_worse_is_found_for_ci() -> None:
+    found = compared(made(1), result_of(run_of(random_records(1, 400, slower=1.2), seed=1)))
+    names = {difference.figure for _, difference in found.worse(0.05)}
+    assert "ttft p50" in names
+    assert not found.worse(0.5)
+    better = compared(result_of(run_of(random_records(1, 400, slower=1.2), seed=1)), made(1))
+    assert not better.worse(0.0)
+
+
+def test_two_others_are_corrected_for_together() -> None:
+    both = compare_results(made(0), [made(1), made(2)], num_draws=FEW_DRAWS)
+    alone = compared(made(0), made(1))
+    assert len(both) == 2
+    assert by_name(both[0])["ttft p50"].smallest > by_name(alone)["ttft p50"].smallest

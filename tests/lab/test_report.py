@@ -1,0 +1,169 @@
+"""A result becomes text, Markdown and HTML: nothing that a server or a user sent gets through unescaped."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+from bench_records import random_records, record, result_of, run_of
+from penstock.lab import plots
+from penstock.lab.compare import compare_results
+from penstock.lab.figures import parse_slos
+from penstock.lab.records import End
+from penstock.lab.report import MAX_COLUMNS, as_html, as_markdown, as_text, html_of, sections_of, sections_of_compared
+from penstock.lab.results import Load, Result, Target
+
+EVIL = "<script>alert('x')</script> | [a](http://evil.example) \x1b[31m `b`"
+
+
+def hostile() -> Result:
+    """Every text that comes from elsewhere is hostile."""
+    records = random_records(0, 200, tenants=(EVIL, "b"))
+    records.append(record(200, due_ms=5, end=End.REFUSED, http_status=429, error=EVIL, tenant="b"))
+    run = run_of(
+        records,
+        workload=EVIL,
+        options={EVIL: EVIL},
+        target=Target(url="http://127.0.0.1:1", model=EVIL, server=EVIL),
+        slos=parse_slos(["ttft=150ms", "tpot=25ms"]),
+        price_per_hour=2.0,
+        begun_at=EVIL,
+    )
+    return result_of(run)
+
+
+def sweep() -> Result:
+    some = ((rate, random_records(int(rate), 120)) for rate in (5.0, 10.0, 20.0))
+    return result_of(*(run_of(records, load=Load("rate", rate), slos=parse_slos(["ttft=150ms"])) for rate, records in some))
+
+
+@pytest.mark.parametrize("result", [hostile(), sweep(), result_of(run_of([record()]))], ids=["hostile", "sweep", "one"])
+def test_text_is_narrow_and_has_no_control_characters(result: Result) -> None:
+    text = as_text(list(sections_of(result)))
+    assert max(map(len, text.splitlines())) <= MAX_COLUMNS
+    assert all(char.isprintable() or char == "\n" for char in text)
+
+
+def test_text_has_every_figure_with_its_interval() -> None:
+    text = as_text(list(sections_of(hostile())))
+    for words in (
+        "TTFT ms",
+        "p99.9",
+        "ITL ms",
+        "output tok/s",
+        "total tok/s",
+        "goodput/s",
+        "steady part",
+        "ttft=150ms",
+        "all of them",
+        "201 requests in",
+        "1 refused",
+        "a million output tokens cost",
+        "Jain's index among 2 tenants",
+        "The client sent",
+        "unknown",
+        "1 of 201 requests were refused",
+    ):
+        assert words in text, words
+    assert re.search(r"\d–\d", text), "an interval"
+
+
+def test_a_simulated_run_is_labelled() -> None:
+    run = run_of([record()], how="simulated")
+    assert "Simulated: an estimate, not a measurement." in as_text(list(sections_of(result_of(run))))
+
+
+def test_a_sweep_is_one_table_and_details_on_demand() -> None:
+    short = as_text(list(sections_of(sweep(), every_run=False)))
+    assert [line.split()[:2] for line in short.splitlines() if line.startswith("rate ")] == [
+        ["rate", n] for n in ("5", "10", "20")
+    ]
+    assert "p99.9" not in short
+    assert as_text(list(sections_of(sweep()))).count("p99.9") == 3
+
+
+def test_markdown_escapes_what_is_markdown() -> None:
+    text = as_markdown(list(sections_of(hostile())))
+    assert "<script" not in text.replace("\\<", "")
+    assert "\\[a\\](http" in text
+    tables = [line for line in text.splitlines() if line.startswith("|")]
+    assert tables
+    columns = [len(re.findall(r"(?<!\\)\|", line)) for line in tables]
+    for before, after in itertools.pairwise(tables):
+        if "---" in after:
+            assert columns[tables.index(before)] == columns[tables.index(after)]
+
+
+class Reader(HTMLParser):
+    """Tags and attributes of a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str, str]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+
+
+@pytest.mark.parametrize("result", [hostile(), sweep()], ids=["hostile", "sweep"])
+def test_html_loads_nothing_and_escapes_all(result: Result) -> None:
+    page = html_of(result)
+    reader = Reader()
+    reader.feed(page)
+    assert not {"script", "link", "iframe", "object", "a", "form", "base"} & set(reader.tags)
+    assert all(value.startswith("data:image/png;base64,") for _, name, value in reader.attributes if name in ("src", "href"))
+    assert not any(name.startswith("on") or name == "srcset" for _, name, _ in reader.attributes)
+    assert "url(" not in page
+    assert "@import" not in page
+    assert "default-src 'none'" in page
+    assert "\x1b" not in page
+    assert page.count("<table>") == page.count("</table>") > 2
+
+
+def test_html_without_matplotlib_has_tables_and_says_how_to_get_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plots, "is_installed", lambda: False)
+    page = html_of(hostile())
+    assert "<table>" in page
+    assert "<img" not in page
+    assert "pip install &#x27;penstock[lab]&#x27;" in page
+
+
+def test_html_names_no_host_of_its_own() -> None:
+    page = as_html("a", list(sections_of(result_of(run_of([record()])))), None)
+    assert "http" not in page.replace("http-equiv", "")
+
+
+def test_a_comparison_is_a_table_of_words() -> None:
+    before = result_of(run_of(random_records(1, 300), seed=1))
+    after = result_of(run_of(random_records(1, 300, slower=1.2), seed=1))
+    (compared,) = compare_results(before, [after], num_draws=200)
+    sections = list(sections_of_compared(compared, "a.json", EVIL))
+    text = as_text(sections)
+    assert max(map(len, text.splitlines())) <= MAX_COLUMNS
+    assert re.search(r"TTFT p50 .* slower by 20 % \[", text)
+    assert "figures were tested" in text
+    assert "With fewer than 3 runs" in text
+    assert "<script" not in as_html("c", sections, None)
+
+
+def test_sections_say_where_nothing_ended_well() -> None:
+    failed = result_of(run_of([record(i, end=End.FAILED, error="no such model") for i in range(3)], price_per_hour=1.0))
+    text = as_text(list(sections_of(failed)))
+    assert "3 requests in" in text
+    assert "3 failed" in text
+    assert "no such model" in text
+    assert "infinite" in text
+
+
+def test_long_names_are_clipped() -> None:
+    run = run_of(random_records(0, 60, tenants=("x" * 500, "y")))
+    text = as_text(list(sections_of(result_of(run))))
+    assert max(map(len, text.splitlines())) <= MAX_COLUMNS
+    html = as_html("t", list(sections_of(result_of(replace(run, workload="w" * 100_000)))), None)
+    assert len(html) < 60_000
