@@ -212,3 +212,75 @@ class TestPublicTraces:
         turns = read_workload(path, max_turns=4).jobs
         assert len(turns) > 2000
         assert all(job.after is None or job.after == idx - 1 for idx, job in enumerate(turns))
+
+
+HEADER = {
+    "kind": "header",
+    "format": "penstock-recording",
+    "version": 1,
+    "recording": "a",
+    "part": 0,
+    "began": "2026-11-22T09:00:00+00:00",
+    "block_size": 16,
+    "capacity": {"num_blocks": 9, "block_size": 16, "max_rows": 4, "max_step_tokens": 64, "max_model_len": 128},
+    "depth": 1,
+    "model": "m",
+    "machine": {},
+    "config": "0",
+    "settings": {},
+    "has_prefix_caching": True,
+    "has_tier": False,
+}
+
+
+def recorded(number: int, arrival: int, reason: str | None, output: int = 0, **more: object) -> list[object]:
+    """A request and its end, if it has one."""
+    begin = {"kind": "request", "id": number, "arrival": arrival, "queued": arrival, "prompt": 20, "max": 99, "tenant": "t"}
+    begin["blocks"] = [1, [number + 10, 0, 0]]
+    end = {"kind": "end", "id": number, "at": arrival + 500, "reason": reason, "first": None, "output": output}
+    end |= {"cached": 0, "preempted": 0}
+    end["why"] = more.pop("why", "")
+    return [begin | more, end] if reason else [begin | more]
+
+
+def compact(rows: Sequence[object]) -> str:
+    return "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows)
+
+
+def test_a_recording_is_a_workload_of_what_is_known(file: Path) -> None:
+    rows = [
+        *recorded(1, 2000, "stop", 7, deadline=9000, priority=3),
+        *recorded(0, 1000, "length", 99),
+        *recorded(2, 3000, "abort", 5),
+        *recorded(3, 4000, "abort", 0),
+        *recorded(4, 5000, "abort", 6, why="deadline"),
+        *recorded(5, 6000, "rejected"),
+        *recorded(6, 7000, "error", 3),
+        *recorded(7, 8000, None),
+        *recorded(8, 9000, "stop", 5, beams=2),
+    ]
+    file.write_text(compact([HEADER, *rows]))
+    workload = read_workload(file)
+    assert workload.name == "requests.txt without 4 requests of unknown answer"
+    assert workload.prefix_block_tokens == 16
+    told = [
+        (job.arrival_ns, job.num_output_tokens, job.cancelled_after_tokens, job.cancelled_ns, job.deadline_ns)
+        for job in workload.jobs
+    ]
+    assert told == [
+        (0, 99, None, None, None),
+        (1000, 7, None, None, 8000),
+        (2000, 6, 5, None, None),
+        (3000, 1, None, 3500, None),
+        (4000, 7, None, None, None),
+    ]
+    assert [job.prefix for job in workload.jobs] == [(1, 10), (1, 11), (1, 12), (1, 13), (1, 14)]
+    assert {(job.num_prompt_tokens, job.tenant) for job in workload.jobs} == {(20, "t")}
+    assert workload.jobs[1].priority == 3
+    assert [job.arrival_ns for job in read_workload(file, max_requests=4).jobs] == [0, 1000, 2000, 3000]
+
+
+def test_a_recording_of_another_version_is_an_error_that_says_so(file: Path) -> None:
+    file.write_text(compact([HEADER | {"version": 2}]))
+    with pytest.raises(PenstockError, match=r"requests\.txt is a recording of version 2"):
+        read_workload(file)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock.lab.transforms import (
     assign_tenants,
@@ -226,3 +229,58 @@ def test_counts_are_at_least_one(number: int) -> None:
     for change in (first, every, evenly, repeat, divide_lengths, converse):
         with pytest.raises(ConfigError, match=f"is {number}"):
             change(singles(3), number)
+
+
+def workloads() -> st.SearchStrategy[Workload]:
+    """Requests with and without blocks that are shared, some chained to conversations, some clients gone away."""
+
+    def build(rows: list[tuple[int, int, int, bool]], num_turns: int, has_blocks: bool) -> Workload:
+        jobs = [
+            Job(
+                arrival_ns=nth * S,
+                num_prompt_tokens=prompt,
+                num_output_tokens=output,
+                prefix=tuple(range(shared, shared + -(-prompt // 16))) if has_blocks else (),
+                cancelled_after_tokens=output - 1 if leaves and output > 1 else None,
+            )
+            for nth, (prompt, output, shared, leaves) in enumerate(rows)
+        ]
+        return converse(Workload(name="w", jobs=jobs, prefix_block_tokens=16 * has_blocks), num_turns)
+
+    rows = st.tuples(st.integers(1, 200), st.integers(1, 50), st.integers(0, 3), st.booleans())
+    return st.builds(build, st.lists(rows, min_size=1, max_size=12), st.integers(1, 4), st.booleans())
+
+
+CHANGES = st.sampled_from(
+    [
+        lambda w: first(w, 5),
+        lambda w: every(w, 2),
+        lambda w: evenly(w, 1),
+        lambda w: repeat(w, 2),
+        lambda w: divide_lengths(w, 2) if w.prefix_block_tokens % 2 == 0 else w,
+        lambda w: cap_lengths(w, max_prompt_tokens=60, max_output_tokens=3),
+        lambda w: speed(w, 3),
+        lambda w: think(w, 1.0, 0),
+        lambda w: assign_tenants(w, {"a": 1, "b": 2}, 0),
+        lambda w: cancel(w, 0.5, 0),
+    ]
+)
+
+
+@given(workload=workloads(), changes=st.lists(CHANGES, max_size=5))
+def test_whatever_is_changed_a_workload_stays_one(workload: Workload, changes: list[Callable[[Workload], Workload]]) -> None:
+    for change in changes:
+        workload = change(workload)
+    roots = [job.arrival_ns for job in workload.jobs if job.after is None]
+    assert roots == sorted(roots)
+    for idx, job in enumerate(workload.jobs):
+        assert job.num_output_tokens >= 1
+        assert job.cancelled_after_tokens is None or 1 <= job.cancelled_after_tokens < job.num_output_tokens
+        assert len(job.prefix) <= -(-job.num_prompt_tokens // (workload.prefix_block_tokens or 1))
+        history = 0
+        if job.after is not None:
+            assert 0 <= job.after < idx
+            before = workload.jobs[job.after]
+            history = before.num_prompt_tokens + before.num_output_tokens
+            assert job.tenant == before.tenant
+        assert job.num_prompt_tokens > history

@@ -9,16 +9,18 @@ from __future__ import annotations
 import csv
 import json
 from codecs import BOM_UTF8
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from penstock.lab.transforms import converse
+from penstock.lab.recording import RecordedRequest, is_recording, open_recording
+from penstock.lab.transforms import at_instants, converse
 from penstock.lab.workload import Job, Workload
-from penstock.types.errors import PenstockError
+from penstock.types.errors import PenstockError, counted
+from penstock.types.request import FinishReason
 
 CountTokens = Callable[[str], int]
 """A text -> its length in tokens."""
@@ -31,7 +33,7 @@ DEFAULT_OUTPUT_TOKENS = 128
 FORMATS = (
     "a CSV with the columns TIMESTAMP, ContextTokens and GeneratedTokens (Azure); or one JSON object a line with "
     "timestamp, input_length, output_length and hash_ids (Mooncake), with conversations (ShareGPT, also as one JSON array), "
-    "or with prompt and max_tokens"
+    "or with prompt and max_tokens; or a recording of `penstock serve --record`"
 )
 
 _PEEK_BYTES = 1 << 12
@@ -141,6 +143,8 @@ def read_workload(
         case "mooncake":
             rows = islice(_mooncake(lines), max_requests)
             workload = _trace(path, name, rows, prefix_block_tokens=MOONCAKE_BLOCK_TOKENS)
+        case "recording":
+            workload = _recorded(path, max_requests)
         case "prompts":
             prompts = list(islice(_prompts(lines, count), max_requests))
             workload = Workload(name=f"{name}{estimated}", jobs=_some(path, prompts))
@@ -151,10 +155,12 @@ def read_workload(
     return converse(workload, max_turns)
 
 
-def _format_of(path: Path, lines: Lines) -> Literal["azure", "mooncake", "prompts", "sharegpt"]:
+def _format_of(path: Path, lines: Lines) -> Literal["azure", "mooncake", "prompts", "recording", "sharegpt"]:
     """Found in the first line. Raises PenstockError."""
     if lines.is_array:
         return "sharegpt"
+    if is_recording(path):
+        return "recording"
     text = next(iter(lines), "")
     columns = {column.strip() for column in text.split(",")}
     first = _object(lines, text) if text.startswith("{") else {}
@@ -343,14 +349,60 @@ def _prompts(lines: Lines, count_tokens: CountTokens) -> Iterator[Job]:
         )
 
 
+# Recordings
+
+
+def _recorded(path: Path, max_requests: int | None) -> Workload:
+    """The requests that a server recorded; an answer that was not finished is known in part, and one that never began is not.
+
+    A client that went away goes away after as many tokens; before the first token, at its instant. Requests that the server
+    refused or failed, those without an end, and beam searches are left out, and counted in the name.
+    """
+    recording = open_recording(path)
+    jobs: list[Job] = []
+    num_left_out = 0
+    for request in sorted(recording.requests(), key=lambda request: request.arrival.arrival_ns):
+        if len(jobs) == max_requests:
+            break
+        job = _recorded_job(request)
+        if job is None:
+            num_left_out += 1
+        else:
+            jobs.append(job)
+    name = path.name if max_requests is None else f"{path.name}, first {max_requests}"
+    if num_left_out:
+        name += f" without {counted(num_left_out, 'request')} of unknown answer"
+    return _trace(path, name, jobs, prefix_block_tokens=recording.header.block_size)
+
+
+def _recorded_job(request: RecordedRequest) -> Job | None:
+    """None if not enough is known of it."""
+    arrival, departure = request.arrival, request.departure
+    if departure is None or arrival.beam_width or departure.reason in (FinishReason.ERROR, FinishReason.REJECTED):
+        return None
+    num_generated, is_cut_off = departure.num_output_tokens, departure.reason is FinishReason.ABORT
+    has_left = is_cut_off and not departure.reject_reason  # else a limit of time ended it
+    return Job(
+        arrival_ns=arrival.arrival_ns,
+        num_prompt_tokens=max(1, arrival.num_prompt_tokens),
+        num_output_tokens=max(1, num_generated + is_cut_off),
+        tenant=arrival.tenant,
+        priority=arrival.priority,
+        deadline_ns=arrival.deadline_ns,
+        cancelled_ns=departure.at_ns if has_left and not num_generated else None,
+        cancelled_after_tokens=num_generated if has_left and num_generated else None,
+        prefix=tuple(block.id for block in arrival.blocks),
+    )
+
+
 # All of them
 
 
-def _trace(path: Path, name: str, rows: Iterator[Job], *, prefix_block_tokens: int = 0) -> Workload:
+def _trace(path: Path, name: str, rows: Iterable[Job], *, prefix_block_tokens: int = 0) -> Workload:
     """Rows with instants: in their order, and the first of them at 0."""
     jobs = _some(path, sorted(rows, key=lambda job: job.arrival_ns))
     begin_ns = jobs[0].arrival_ns
-    jobs = [replace(job, arrival_ns=job.arrival_ns - begin_ns) for job in jobs]
+    jobs = [at_instants(job, lambda at_ns: at_ns - begin_ns) for job in jobs]
     has_prefixes = any(job.prefix for job in jobs)
     return Workload(name=name, jobs=jobs, prefix_block_tokens=prefix_block_tokens if has_prefixes else 0)
 

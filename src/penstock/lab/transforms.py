@@ -53,7 +53,7 @@ def between(workload: Workload, from_s: float, until_s: float) -> Workload:
     chosen = {root for root in _roots(workload) if begin_ns <= workload.jobs[root].arrival_ns < end_ns}
     if not chosen:
         raise ConfigError(f"{workload.name} has no request from {from_s:g} s to {until_s:g} s.", remedy="Choose another slice.")
-    jobs = [_at_instants(job, lambda at_ns: at_ns - begin_ns) for job in _kept(workload, chosen)]
+    jobs = [at_instants(job, lambda at_ns: at_ns - begin_ns) for job in _kept(workload, chosen)]
     return _changed(workload, jobs, f"seconds {from_s:g} to {until_s:g}")
 
 
@@ -66,7 +66,7 @@ def repeat(workload: Workload, times: int) -> Workload:
     num_jobs = len(workload.jobs)
     jobs = [
         replace(
-            _at_instants(job, partial(add, nth * period_ns)), after=None if job.after is None else job.after + nth * num_jobs
+            at_instants(job, partial(add, nth * period_ns)), after=None if job.after is None else job.after + nth * num_jobs
         )
         for nth in range(times)
         for job in workload.jobs
@@ -132,7 +132,7 @@ def speed(workload: Workload, factor: float) -> Workload:
         raise ConfigError(f"The speed is {factor}.", remedy="Set it above 0; 2 is twice as fast, 0.5 half as fast.")
     if factor == 1:
         return workload
-    jobs = [_at_instants(job, lambda at_ns: round(at_ns / factor), thinks=True) for job in workload.jobs]
+    jobs = [at_instants(job, lambda at_ns: round(at_ns / factor), thinks=True) for job in workload.jobs]
     return _changed(workload, jobs, f"speed {factor:g}")
 
 
@@ -272,7 +272,7 @@ def _renumbered(jobs: Sequence[Job], kept: set[int]) -> list[Job]:
     return [replace(jobs[idx], after=None if (before := jobs[idx].after) is None else places[before]) for idx in places]
 
 
-def _at_instants(job: Job, moved: Callable[[int], int], *, thinks: bool = False) -> Job:
+def at_instants(job: Job, moved: Callable[[int], int], *, thinks: bool = False) -> Job:
     """A job whose instants are moved; its think time only if `thinks`."""
     return replace(
         job,
