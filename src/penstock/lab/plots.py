@@ -12,6 +12,7 @@ has its own mark. No display is needed. The same values and the same matplotlib 
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import io
 import math
@@ -345,10 +346,9 @@ def _begin(title: str, num_panels: int, *, wide: float = 1.0) -> tuple[Figure, l
 
 def _matplotlib() -> ModuleType:
     try:
-        import matplotlib
+        return importlib.import_module("matplotlib")
     except ImportError as error:
         raise ConfigError("Plots need matplotlib, which is not installed.", remedy=f"Install it: {INSTALL}") from error
-    return matplotlib
 
 
 @contextmanager
