@@ -79,6 +79,17 @@ def settled(config: Config) -> Config:
     return replace(config, backend=chosen)
 
 
+def settled_elsewhere(config: Config, *, is_gpu: bool) -> Config:
+    """As `settled`, for a machine that is known from its figures: nothing is asked of this one. Raises ConfigError."""
+    if is_gpu:
+        _check_gpu_settings(config)
+        chosen = replace(config.backend, device=Device.CUDA.value, backend=Backend.CUDA.value)
+    else:
+        _check_cpu_settings(config, "the machine is a CPU")
+        chosen = replace(config.backend, device=Device.CPU.value, backend=Backend.NATIVE.value)
+    return replace(config, backend=chosen)
+
+
 def _check_gpu_settings(config: Config) -> None:
     if config.backend.threads is not None:
         raise ConfigError(

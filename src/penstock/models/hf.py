@@ -15,6 +15,7 @@ from penstock.models.hf_config import JsonFile, read_bos_id, read_eos_ids, read_
 from penstock.models.safetensors_file import FLOAT8, StoredTensor, block_scales, open_safetensors, read_block, split_scales
 from penstock.models.weights import BlockScales, LoadedModel, WeightTensor, held_floats
 from penstock.types.errors import ModelError
+from penstock.types.model_spec import ModelSpec
 
 _TOP: Mapping[str, str] = {"model.embed_tokens.weight": "embed", "model.norm.weight": "norm", "lm_head.weight": "output"}
 _BLOCK = re.compile(r"model\.layers\.(\d{1,6})\.(.+)")
@@ -72,6 +73,21 @@ def load_hf_directory(
         path=path,
         special_tokens=special_tokens,
     )
+
+
+def read_hf_spec(path: Path) -> ModelSpec:
+    """The description of a directory with a config.json; weights need not be there. Raises ModelError.
+
+    Biases of queries, keys and values are told by weights alone: here they are those that `attention_bias` or Qwen 2 implies.
+    """
+    config = read_json(path / "config.json")
+    architecture_name = _architecture_name(config)
+    has_bias = config.get("attention_bias", bool)
+    has_bias = architecture_name == "qwen2" if has_bias is None else has_bias
+    spec = read_spec(config, architecture_name, has_qkv_bias=has_bias, has_output=True)
+    spec = architectures.find(architecture_name).of_hf(config, spec)
+    checks.check_spec(spec, path / "config.json")
+    return spec
 
 
 def _refuse_adapter(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TypedDict
 
 KV_TILE = 16
@@ -25,3 +26,39 @@ def info() -> KernelInfo:
 
     variants = _native.usable_variants()
     return {"variants": variants, "variant": variants[0]}
+
+
+PROBE_S = 0.01
+"""Time of one measurement: short enough that some fall between the interruptions of a shared machine."""
+PROBE_REPEAT = 8
+PROBED_BYTES = 1 << 28
+"""Several times the last-level cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """The best of several short measurements, of all threads together. A multiply-add is two operations."""
+
+    variant: str
+    int8_ops_per_s: float
+    bf16_ops_per_s: float
+    read_bytes_per_s: float
+
+
+def probe_peaks(num_threads: int) -> Peaks:
+    """How fast this machine multiplies and reads memory just now, with the variant taken by default; takes about a second."""
+    from penstock.backends.native import _native
+    from penstock.backends.native._native import ProbeKind
+
+    variant = info()["variant"]
+
+    def best(kind: ProbeKind) -> float:
+        return 1e9 * max(
+            _native.peak_gops(kind, num_threads=num_threads, variant=variant, seconds=PROBE_S, repeat=1)
+            for _ in range(PROBE_REPEAT)
+        )
+
+    read_gbs = _native.peak_read_gbs(
+        num_threads=num_threads, num_bytes=PROBED_BYTES, variant=variant, seconds=PROBE_S, repeat=PROBE_REPEAT
+    )
+    return Peaks(variant, best(ProbeKind.INT8), best(ProbeKind.BF16), 1e9 * read_gbs)

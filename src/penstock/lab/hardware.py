@@ -1,0 +1,191 @@
+"""Machines in numbers: memory, bandwidth, peak of multiply-adds, price. Those of the table that comes with Penstock
+(`hardware.csv`, which says what its columns mean), of a user's table with the same columns, or one that `cli` has probed.
+
+Called by `cli.plan`. Measures nothing.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from penstock.types.errors import ConfigError, counted
+
+TABLE = "hardware.csv"
+MAX_TABLE_BYTES = 1 << 20
+THIS_READ_SHARE, THIS_COMPUTE_SHARE = 0.8, 0.5
+"""Shares of the peaks that steps reached on two AVX-512 cores: 86 and 81 % of the bandwidth for one row, and 46 to 64 % of the
+multiply-adds for 32 rows and for prompts (docs/performance.md, "One step", 2026-11-21)."""
+THIS_STEP_NS = 200_000
+"""Time of a step beside its products and reads: planning, sampling, the texts of some rows."""
+_COLUMNS = (
+    "name",
+    "kind",
+    "description",
+    "memory_gb",
+    "read_gb_s",
+    "int8_tops",
+    "bf16_tops",
+    "read_share",
+    "compute_share",
+    "step_us",
+    "basis",
+    "price_per_hour_usd",
+    "price_source",
+    "price_date",
+    "spec_source",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """One machine, or one GPU in a machine."""
+
+    name: str
+    description: str
+    is_gpu: bool
+    memory_bytes: int
+    """Memory for weights and KV cache."""
+    read_bytes_per_s: float
+    """Peak of reads from that memory."""
+    int8_ops_per_s: float
+    """Peak of multiply-adds of int8 numbers, each two operations; 0 if products of quantised weights run in bf16."""
+    bf16_ops_per_s: float
+    read_share: float
+    """Share of `read_bytes_per_s` that a step reaches: an estimate, whose origin `basis` tells."""
+    compute_share: float
+    step_ns: int
+    """Time of each step beside products and reads."""
+    basis: str
+    price_per_hour: float | None = None
+    """US dollars."""
+    price_source: str = ""
+    price_date: str = ""
+    spec_source: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("memory_bytes", "read_bytes_per_s", "bf16_ops_per_s"):
+            if not (value := getattr(self, name)) > 0 or not math.isfinite(value):
+                raise ValueError(f"{name} is {value:g}, and must be more than 0")
+        for name in ("read_share", "compute_share"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"{name} is {getattr(self, name):g}, outside of (0, 1]")
+        for name in ("int8_ops_per_s", "step_ns", "price_per_hour"):
+            if (value := getattr(self, name)) is not None and not 0 <= value < math.inf:
+                raise ValueError(f"{name} is {value:g}, and must be at least 0")
+
+    def ops_per_s(self, *, is_quantised: bool) -> float:
+        """Peak for weights that are quantised, or floats."""
+        return self.int8_ops_per_s if is_quantised and self.int8_ops_per_s else self.bf16_ops_per_s
+
+
+def this_machine(
+    *, name: str, memory_bytes: int, read_bytes_per_s: float, int8_ops_per_s: float, bf16_ops_per_s: float
+) -> Hardware:
+    """The machine on which Penstock runs, with peaks that were probed just now. `name` is its processor's."""
+    return Hardware(
+        name="this",
+        description=name,
+        is_gpu=False,
+        memory_bytes=memory_bytes,
+        read_bytes_per_s=read_bytes_per_s,
+        int8_ops_per_s=int8_ops_per_s,
+        bf16_ops_per_s=bf16_ops_per_s,
+        read_share=THIS_READ_SHARE,
+        compute_share=THIS_COMPUTE_SHARE,
+        step_ns=THIS_STEP_NS,
+        basis="peaks probed now; shares of them assumed, as measured on two AVX-512 cores (docs/performance.md)",
+        spec_source="probed now",
+    )
+
+
+def find(name: str, table: Mapping[str, Hardware]) -> Hardware:
+    """The machine of that name, in upper or lower case. Raises ConfigError with the names that there are."""
+    for known, hardware in table.items():
+        if known.lower() == name.lower():
+            return hardware
+    raise ConfigError(
+        f"There is no hardware called {name!r}.",
+        remedy=f"Valid: this, {', '.join(table)}; or add a line to a table of your own: --hardware-table FILE.csv.",
+    )
+
+
+def known_hardware() -> dict[str, Hardware]:
+    """The table that comes with Penstock, by name."""
+    text = files("penstock.lab").joinpath(TABLE).read_text(encoding="utf-8")
+    return _parse(text.splitlines(), TABLE)
+
+
+def read_table(path: Path) -> dict[str, Hardware]:
+    """A user's table, by name. Raises ConfigError, with the line, for one that can't be read."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_TABLE_BYTES + 1)
+        if len(data) > MAX_TABLE_BYTES:
+            raise ValueError(f"it has more than {MAX_TABLE_BYTES >> 20} MiB")
+        text = data.decode()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: can't be read as a table of hardware: {error}.", remedy="Check --hardware-table.") from None
+    return _parse(text.splitlines(), str(path))
+
+
+def _parse(lines: Iterable[str], name: str) -> dict[str, Hardware]:
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip() and not line.startswith("#")]
+    found: dict[str, Hardware] = {}
+    header: list[str] | None = None
+    for number, line in numbered:
+        try:
+            cells = next(csv.reader([line], strict=True))
+            if header is None:
+                header = cells
+                if missing := [column for column in _COLUMNS if column not in header]:
+                    raise ValueError(f"the header lacks {', '.join(missing)}")
+                continue
+            if len(cells) != len(header):
+                raise ValueError(f"there are {counted(len(cells), 'value')} for {counted(len(header), 'column')}")
+            hardware = _hardware(dict(zip(header, cells, strict=True)))
+            if hardware.name in found or hardware.name.lower() == "this":
+                raise ValueError(f"the name {hardware.name!r} is taken already")
+        except (ValueError, csv.Error) as error:
+            remedy = f"Write it as Penstock's own table: {', '.join(_COLUMNS)}."
+            raise ConfigError(f"{name}, line {number}: {error}.", remedy=remedy) from None
+        found[hardware.name] = hardware
+    if not found:
+        raise ConfigError(f"{name}: there is no hardware in it.", remedy=f"Give it a header: {', '.join(_COLUMNS)}.")
+    return found
+
+
+def _hardware(row: Mapping[str, str]) -> Hardware:
+    """Raises ValueError."""
+
+    def number(column: str, factor: float = 1.0) -> float:
+        try:
+            return float(row[column]) * factor
+        except ValueError:
+            raise ValueError(f"{column} is {row[column]!r}, which is no number") from None
+
+    if row["kind"] not in ("cpu", "gpu"):
+        raise ValueError(f"kind is {row['kind']!r}, and must be cpu or gpu")
+    if not row["name"] or "," in row["name"]:
+        raise ValueError("a name must have no comma and not be empty")
+    return Hardware(
+        name=row["name"],
+        description=row["description"],
+        is_gpu=row["kind"] == "gpu",
+        memory_bytes=round(number("memory_gb", 1e9)),
+        read_bytes_per_s=number("read_gb_s", 1e9),
+        int8_ops_per_s=number("int8_tops", 1e12),
+        bf16_ops_per_s=number("bf16_tops", 1e12),
+        read_share=number("read_share"),
+        compute_share=number("compute_share"),
+        step_ns=round(number("step_us", 1e3)),
+        basis=row["basis"],
+        price_per_hour=number("price_per_hour_usd") if row["price_per_hour_usd"] else None,
+        price_source=row["price_source"],
+        price_date=row["price_date"],
+        spec_source=row["spec_source"],
+    )

@@ -1,0 +1,111 @@
+"""The forecast of a server is what the server then does, and machines that are not here are planned by their figures."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from penstock.config import BackendConfig, Config, KvConfig, ModelConfig
+from penstock.deploy.executor import plan_memory
+from penstock.deploy.forecast import ASSUMED_GPU_STEP_BYTES, Forecast, forecast, read_outline
+from penstock.models.catalog import ModelSource, resolve
+from penstock.models.load import load_model
+from penstock.types.errors import ConfigError, ModelError, NotEnoughMemory
+from penstock.types.kv_dtype import KvDtype
+from tiny_models import TinyLlama, write_gguf, write_hf
+
+GIB = 1 << 30
+LLAMA_3_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+
+
+def foresee(config: Config, source: ModelSource, *, is_gpu: bool, memory_bytes: int) -> Forecast:
+    outline = read_outline(config, source, is_gpu=is_gpu)
+    return forecast(config, outline, is_gpu=is_gpu, memory_bytes=memory_bytes)
+
+
+@pytest.fixture
+def config_alone(tmp_path: Path) -> Path:
+    folder = tmp_path / "llama-3-8b"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA_3_8B))
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["gguf", "hf"])
+def test_it_is_the_plan_of_a_server_that_starts(tmp_path: Path, kind: str) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", TinyLlama()) if kind == "gguf" else write_hf(tmp_path / "tiny", TinyLlama())
+    source = resolve(str(path), tmp_path)
+    config = Config(kv=KvConfig(kv_cache_memory_bytes=1 << 20))
+    model = load_model(source)
+    settled = replace(config, backend=BackendConfig(device="cpu", backend="native"))
+    expected, _ = plan_memory(settled, model, 4 * GIB)
+    found = foresee(config, source, is_gpu=False, memory_bytes=4 * GIB)
+    assert found.kv == expected
+    assert found.outline.num_weight_bytes == model.num_weight_bytes
+    assert found.capacity.num_blocks == expected.num_blocks
+    assert (found.capacity.max_rows, found.capacity.max_step_tokens, found.kv_dtype) == (64, 512, KvDtype.INT8)
+
+
+def test_a_model_of_which_only_config_json_is_here(config_alone: Path) -> None:
+    source = resolve(str(config_alone), config_alone)
+    found = foresee(Config(), source, is_gpu=True, memory_bytes=80_000_000_000)
+    outline = found.outline
+    assert outline.is_assumed
+    assert outline.num_weight_bytes == 2 * 8_030_261_248
+    assert outline.num_read_bytes == 2 * (8_030_261_248 - 128256 * 4096)
+    assert found.kv_dtype is KvDtype.BF16
+    left = int(0.9 * 80_000_000_000) - outline.num_weight_bytes - ASSUMED_GPU_STEP_BYTES
+    assert found.kv.num_bytes == pytest.approx(left, rel=0.001)
+    assert found.kv.num_tokens == pytest.approx(left / (131_072 + 1024), rel=0.001)
+    assert (found.capacity.max_rows, found.capacity.max_step_tokens) == (256, 2048)
+
+
+def test_what_does_not_fit_is_refused_as_by_a_server(config_alone: Path) -> None:
+    source = resolve(str(config_alone), config_alone)
+    with pytest.raises(NotEnoughMemory):
+        foresee(Config(), source, is_gpu=False, memory_bytes=8 * GIB)
+    with pytest.raises(ConfigError, match="less than two blocks"):
+        foresee(Config(), source, is_gpu=True, memory_bytes=8 * GIB)
+
+
+def test_settings_of_a_gpu_are_refused_for_a_cpu(tmp_path: Path) -> None:
+    source = resolve(str(write_gguf(tmp_path / "tiny.gguf", TinyLlama())), tmp_path)
+    config = Config(kv=KvConfig(gpu_memory_utilization=0.5))
+    with pytest.raises(ConfigError, match="the machine is a CPU"):
+        foresee(config, source, is_gpu=False, memory_bytes=GIB)
+    foresee(config, source, is_gpu=True, memory_bytes=16 * GIB)
+
+
+def test_an_untied_embedding_is_no_read_of_a_step(tmp_path: Path) -> None:
+    tied, untied = (
+        read_outline(
+            Config(),
+            resolve(str(write_gguf(tmp_path / f"{is_tied}.gguf", TinyLlama(is_tied=is_tied))), tmp_path),
+            is_gpu=False,
+        )
+        for is_tied in (True, False)
+    )
+    assert tied.num_read_bytes == untied.num_read_bytes == tied.num_weight_bytes
+    assert untied.num_weight_bytes >= untied.num_read_bytes
+
+
+def test_a_folder_without_a_config_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
+    with pytest.raises(ModelError, match="GPT2LMHeadModel"):
+        foresee(Config(model=ModelConfig()), resolve(str(tmp_path), tmp_path), is_gpu=False, memory_bytes=GIB)
