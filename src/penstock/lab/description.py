@@ -77,7 +77,7 @@ class Description:
             lines.append(f"  a perfect prefix cache would find {self.prefix_share:.1%} of the prompts' tokens")
         if self.num_cancelled:
             lines.append(f"  {counted(self.num_cancelled, 'client')} will go away before the end of the answer")
-        if set(self.requests_by_tenant) != {""}:
+        if len(self.requests_by_tenant) > 1:
             lines.append(f"  tenants: {self._tenants()}")
         return "\n".join(lines)
 
