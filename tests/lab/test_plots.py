@@ -118,6 +118,28 @@ def test_names_are_taken_as_they_are(name: str) -> None:
 
 
 @needs_matplotlib
+def test_numbers_on_logarithmic_axes_are_plain() -> None:
+    one = draw("a", [panel(Series("a", [(20.0, 150.0), (50_000.0, 400.0)]), is_log=True)])
+    one.png()
+    (ax,) = one._figure.axes
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["100", "1000", "10k"]
+    assert {"10", "100"} <= {label.get_text() for label in ax.get_yticklabels()}
+    assert not [label for label in ax.get_yticklabels(minor=True) if label.get_text()]
+
+
+@pytest.mark.parametrize(("low", "high"), [(20, 30), (1, 1000), (0.8, 1.3), (3, 7), (1e-6, 1e9), (140, 420)])
+def test_round_numbers_lie_within_the_axis(low: float, high: float) -> None:
+    ticks = plots.log_ticks(low, high)
+    assert 3 <= len(ticks) <= 16
+    assert all(low <= tick <= high for tick in ticks)
+
+
+def test_numbers_are_short() -> None:
+    shown = [plots.short_number(value) for value in (1_500_000, 20_000, 5_000, 0.05, 3e9)]
+    assert shown == ["1.5M", "20k", "5000", "0.05", "3G"]
+
+
+@needs_matplotlib
 @pytest.mark.parametrize("style", plots.STYLES)
 def test_points_that_an_axis_has_no_place_for_are_left_out(style: str) -> None:
     points = [(0.0, 1.0), (1.0, 0.0), (2.0, 3.0), (math.nan, 1.0), (3.0, math.inf)]

@@ -396,20 +396,46 @@ def _draw_panel(ax: Axes, panel: Panel, looks: Mapping[str, tuple[str, str]]) ->
             )
     for (name, limit), style in zip(panel.limits.items(), cycle(["--", "-.", ":"])):  # it has no end
         handles[name] = ax.axhline(limit, color="#555555", linestyle=style, linewidth=1.2)
-    for axis, set_scale, set_label, set_limits, set_ticks in (
-        (panel.x, ax.set_xscale, ax.set_xlabel, ax.set_xlim, ax.set_xticks),
-        (panel.y, ax.set_yscale, ax.set_ylabel, ax.set_ylim, ax.set_yticks),
+    for axis, drawn, set_scale, set_limits in (
+        (panel.x, ax.xaxis, ax.set_xscale, ax.set_xlim),
+        (panel.y, ax.yaxis, ax.set_yscale, ax.set_ylim),
     ):
-        if axis.is_log and not is_empty:  # Without a point, a logarithmic axis has no limits.
+        is_log = axis.is_log and not is_empty  # Without a point, a logarithmic axis has no limits.
+        if is_log:
             set_scale("log")
         if axis.low is not None or axis.high is not None:
             set_limits(axis.low, axis.high)
         if axis.ticks:
-            set_ticks(list(axis.ticks), [_label(text, MAX_TICK_CHARS) for text in axis.ticks.values()])
-        set_label(_label(axis.label))
+            drawn.set_ticks(list(axis.ticks), [_label(text, MAX_TICK_CHARS) for text in axis.ticks.values()])
+        elif is_log:
+            low, high = drawn.get_view_interval()
+            drawn.set_ticks(ticks := log_ticks(low, high), [short_number(tick) for tick in ticks])
+        if is_log:
+            drawn.set_ticks([], minor=True)
+            set_limits(*drawn.get_view_interval())
+        drawn.set_label_text(_label(axis.label))
     ax.set_title(_label(panel.title), fontsize=9)
     if len(handles) > 1 and len(handles) <= 12:
         ax.legend(list(handles.values()), [_label(name) for name in handles], fontsize=7)
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Three to some ten round numbers from `low` to `high`, if there are any; 0 < low < high."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    found: list[float] = []
+    for factors in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7), (1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 9)):
+        found = [tick for power in powers for factor in factors if low <= (tick := factor * 10.0**power) <= high]
+        if len(found) >= 3:
+            break
+    return found
+
+
+def short_number(value: float) -> str:
+    """1500000 -> 1.5M, 20000 -> 20k, 0.05 -> 0.05"""
+    for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= max(unit, 1e4):
+            return f"{value / unit:.4g}{name}"
+    return f"{value:.4g}"
 
 
 def _thinned(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
