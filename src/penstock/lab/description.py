@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from penstock.lab.arrivals import NS_PER_S, mean_rate
-from penstock.lab.workload import Job, Workload
+from penstock.lab.workload import Workload
 from penstock.types.errors import counted
 
 MAX_TENANTS_SHOWN = 8
@@ -105,8 +106,10 @@ def describe(workload: Workload) -> Description:
         raise ValueError(f"{workload.name} has no jobs")
     instants = [job.arrival_ns for job in jobs if job.after is None]
     continued = {job.after for job in jobs if job.after is not None}
-    tenants = sorted({job.tenant for job in jobs})
-    by_tenant = {tenant: [job for job in jobs if job.tenant == tenant] for tenant in tenants}
+    requests_by_tenant = Counter(job.tenant for job in jobs)
+    tokens_by_tenant: Counter[str] = Counter()
+    for job in jobs:
+        tokens_by_tenant[job.tenant] += job.num_prompt_tokens + job.num_output_tokens
     return Description(
         name=workload.name,
         num_requests=len(jobs),
@@ -121,8 +124,8 @@ def describe(workload: Workload) -> Description:
         gap_cv=_gap_cv(instants),
         prefix_share=_num_found(workload) / sum(job.num_prompt_tokens for job in jobs),
         num_cancelled=sum(job.cancelled_ns is not None or job.cancelled_after_tokens is not None for job in jobs),
-        requests_by_tenant={tenant: len(some) for tenant, some in by_tenant.items()},
-        tokens_by_tenant={tenant: _num_tokens(some) for tenant, some in by_tenant.items()},
+        requests_by_tenant=dict(sorted(requests_by_tenant.items())),
+        tokens_by_tenant=dict(sorted(tokens_by_tenant.items())),
     )
 
 
@@ -157,10 +160,6 @@ def _num_found(workload: Workload) -> int:
         seen.update(job.prefix)
         num_found += max(history, num_blocks * block_tokens)
     return num_found
-
-
-def _num_tokens(jobs: Iterable[Job]) -> int:
-    return sum(job.num_prompt_tokens + job.num_output_tokens for job in jobs)
 
 
 def _row(spread: Spread) -> str:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from operator import add
 from random import Random
 
@@ -215,9 +216,10 @@ def assign_tenants(workload: Workload, weights: Mapping[str, float], seed: int) 
             f"The weights of tenants are {dict(weights)}.", remedy="Give each a weight of at least 0, and one above."
         )
     rng = _rng("tenants", seed)
+    names, sums = list(weights), list(accumulate(weights.values()))
     tenants: list[str] = []
     for job in workload.jobs:
-        tenants.append(rng.choices(list(weights), list(weights.values()))[0] if job.after is None else tenants[job.after])
+        tenants.append(rng.choices(names, cum_weights=sums)[0] if job.after is None else tenants[job.after])
     jobs = [replace(job, tenant=tenant) for job, tenant in zip(workload.jobs, tenants, strict=True)]
     shares = ", ".join(f"{name} {weight:g}" for name, weight in weights.items())
     return _changed(workload, jobs, f"tenants by weight ({shares})")
