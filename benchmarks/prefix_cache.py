@@ -23,9 +23,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ideal_caches import belady, infinite, least_recently_used
-from svg import Panel, share_lines
 from workloads import DEFAULT_TRACES
 
+from penstock.lab import plots
 from penstock.lab.simulation import Simulation
 from penstock.lab.traces import read_workload
 from penstock.lab.workload import Job
@@ -137,10 +137,12 @@ def draw(report: dict[str, object]) -> str:
     rows = report["hit_rate"]
     assert isinstance(rows, list)
     titles = {"belady": "Belady", "lru": "LRU in sequence", "penstock": "Penstock"}
-    series = {title: [(float(row["blocks"]), float(row[key])) for row in rows] for key, title in titles.items()}
-    series["infinite"] = [(float(row["blocks"]), float(str(report["infinite"]))) for row in rows]
-    axis = "share of prompt blocks found, by blocks in the pool"
-    return share_lines("Prefix cache, Mooncake's synthetic trace", axis, [Panel("", series)])
+    shares = {title: [(float(row["blocks"]), float(row[key])) for row in rows] for key, title in titles.items()}
+    shares["infinite"] = [(float(row["blocks"]), float(str(report["infinite"]))) for row in rows]
+    series = [plots.Series(title, [(x, 100 * y) for x, y in points]) for title, points in shares.items()]
+    sizes = plots.Axis("blocks in the pool", is_log=True, ticks={size: str(size) for size in SIZES})
+    panel = plots.Panel("", sizes, plots.Axis("prompt blocks found (%)", low=0.0), series)
+    return plots.draw("Prefix cache, Mooncake's synthetic trace", [panel]).svg().decode()
 
 
 PARTS: dict[str, Callable[[Path], dict[str, object]]] = {"sizes": run_sizes, "tenants": run_tenants}

@@ -7,8 +7,8 @@ comes; a section without such titles is replaced as a whole, and one without a r
     python benchmarks/report.py build/results/*.txt
 
 `benchmarks/all.sh` runs every benchmark and ends with this, `benchmarks/gpu_all.sh` those of a GPU. Results can be taken to
-another machine and reported there: nothing but Python is needed. Results said to be a GPU's that are no measurement of one are
-refused.
+another machine and reported there, with Penstock and its extra `lab` for the plots. Results said to be a GPU's that are no
+measurement of one are refused.
 """
 
 from __future__ import annotations

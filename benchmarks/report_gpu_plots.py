@@ -6,31 +6,43 @@ Called by `report_gpu.py` with results of one GPU. Never measures; figures of ot
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from svg_loglog import Curve, LogPanel, Look, log_plot
+from penstock.lab.plots import Axis, Panel, Series, draw, on_the_same_axes
 
 Result = Mapping[str, Any]
 Point = tuple[float, float]
 
-ROOF = Look("roof: the peaks of the same run")
-HALF = Look("half of it", is_dashed=True)
-BOUND = Look("bound, by the peaks of the same run", is_dashed=True)
-MEASURED = Look("measured", mark="circle")
-LAYER = Look("all products of a layer, more tokens to the right", mark="circle")
-PRODUCT = Look("one of them, or the logits", is_joined=False, mark="dot")
-OF_KV = {
-    "bf16": Look("keys and values in bf16", is_joined=False, mark="circle"),
-    "int8": Look("in int8", is_joined=False, mark="square"),
-}
-FLASHINFER = Look("FlashInfer, bf16", is_joined=False, mark="triangle")
-DECODES = Look("decodes, more rows to the right", mark="circle")
-PROMPTS = Look("prompts", is_joined=False, mark="square")
-MEDIAN_GAP = Look("median", mark="ring")
-LONG_GAP = Look("99th percentile", mark="triangle")
 
-INTENSITY = "operations per byte"
-SPEED = "10^12 operations per second"
+@dataclass(frozen=True, slots=True)
+class Look:
+    """How series of one kind are drawn. Colours say what a series is of."""
+
+    kind: str
+    style: str
+    mark: str = ""
+
+
+ROOF = Look("roof: the peaks of the same run", "line")
+HALF = Look("half of it", "dashed")
+BOUND = Look("bound, by the peaks of the same run", "dashed")
+MEASURED = Look("measured", "both", "o")
+LAYER = Look("all products of a layer, more tokens to the right", "both", "o")
+PRODUCT = Look("one of them, or the logits", "marks", ".")
+OF_KV = {"bf16": Look("keys and values in bf16", "marks", "o"), "int8": Look("in int8", "marks", "s")}
+FLASHINFER = Look("FlashInfer, bf16", "marks", "^")
+DECODES = Look("decodes, more rows to the right", "both", "o")
+PROMPTS = Look("prompts", "marks", "s")
+MEDIAN_GAP = Look("median", "both", "D")
+LONG_GAP = Look("99th percentile", "both", "^")
+
+INTENSITY = Axis("operations per byte", is_log=True)
+SPEED = Axis("10^12 operations per second", is_log=True)
+
+
+def curve(name: str, look: Look, points: Sequence[Point]) -> Series:
+    return Series(name, points, look.style, mark=look.mark, kind=look.kind)
 
 
 def gemm_roofline(title: str, results: Sequence[Result]) -> str:
@@ -41,16 +53,16 @@ def gemm_roofline(title: str, results: Sequence[Result]) -> str:
         for model in dict.fromkeys(product["model"] for product in products):
             curves = _gemm_curves([product for product in products if product["model"] == model])
             panels.append(_roofline(model, result, list(curves)))
-    return _plot(title, panels, x_axis=INTENSITY, y_axis=SPEED, same_axes=True)
+    return _plot(title, on_the_same_axes(panels))
 
 
-def _gemm_curves(products: Sequence[Result]) -> Iterator[Curve]:
+def _gemm_curves(products: Sequence[Result]) -> Iterator[Series]:
     for kind in dict.fromkeys(product["kind"] for product in products):
         by_tokens = [product["by_tokens"] for product in products if product["kind"] == kind]
         of_layer = [p["by_tokens"] for p in products if p["kind"] == kind and p["product"] != "logits"]
-        yield Curve(kind, PRODUCT, [_at(figures) for found in by_tokens for figures in found.values()])
+        yield curve(kind, PRODUCT, [_at(figures) for found in by_tokens for figures in found.values()])
         if of_layer:
-            yield Curve(kind, LAYER, [_sum(found[count] for found in of_layer) for count in of_layer[0]])
+            yield curve(kind, LAYER, [_sum(found[count] for found in of_layer) for count in of_layer[0]])
 
 
 def _sum(figures: Iterable[Result]) -> Point:
@@ -67,15 +79,15 @@ def attention_roofline(title: str, results: Sequence[Result]) -> str:
         first = result["cases"][0]["block_size"]
         cases = [case for case in result["cases"] if case["mode"] == "default" and case["block_size"] == first]
         for model in dict.fromkeys(case["model"] for case in cases):
-            curves = [curve for case in cases if case["model"] == model for curve in _attention_curves(case)]
+            curves = [one for case in cases if case["model"] == model for one in _attention_curves(case)]
             panels.append(_roofline(model, result, curves))
-    return _plot(title, panels, x_axis=INTENSITY, y_axis=SPEED, same_axes=True)
+    return _plot(title, on_the_same_axes(panels))
 
 
-def _attention_curves(case: Result) -> Iterator[Curve]:
-    yield Curve(case["name"], OF_KV[case["kind"]], [_at(case["attention"])])
+def _attention_curves(case: Result) -> Iterator[Series]:
+    yield curve(case["name"], OF_KV[case["kind"]], [_at(case["attention"])])
     if "flashinfer auto" in case:
-        yield Curve(case["name"], FLASHINFER, [_at(case["flashinfer auto"])])
+        yield curve(case["name"], FLASHINFER, [_at(case["flashinfer auto"])])
 
 
 def step_times(title: str, results: Sequence[Result]) -> str:
@@ -84,13 +96,14 @@ def step_times(title: str, results: Sequence[Result]) -> str:
     for name, _, steps in _shapes(results):
         decodes = [step for step in steps if step["query_len"] == 1]
         curves = [
-            Curve(f"after {context_len} positions", look, _by_rows(decodes, context_len, key))
+            curve(f"after {context_len} positions", look, _by_rows(decodes, context_len, key))
             for context_len in dict.fromkeys(step["context_len"] for step in decodes)
             for look, key in ((MEASURED, "device_ms"), (BOUND, "bound_ms"))
         ]
         if curves:
-            panels.append(LogPanel(name, curves, x_labels={step["rows"]: str(step["rows"]) for step in decodes}))
-    return _plot(title, panels, x_axis="rows that decode", y_axis="milliseconds of a step on the GPU")
+            rows = Axis("rows that decode", is_log=True, ticks={step["rows"]: str(step["rows"]) for step in decodes})
+            panels.append(Panel(name, rows, Axis("a step on the GPU (ms)", is_log=True), curves))
+    return _plot(title, panels)
 
 
 def _by_rows(decodes: Sequence[Result], context_len: int, key: str) -> list[Point]:
@@ -104,12 +117,12 @@ def step_roofline(title: str, results: Sequence[Result]) -> str:
         decodes = [step for step in steps if step["query_len"] == 1]
         contexts = dict.fromkeys(step["context_len"] for step in decodes)
         curves = [
-            Curve(f"after {length} positions", DECODES, sorted(_at(step) for step in decodes if step["context_len"] == length))
+            curve(f"after {length} positions", DECODES, sorted(_at(step) for step in decodes if step["context_len"] == length))
             for length in contexts
         ]
         prompts = [_at(step) for step in steps if step["query_len"] > 1]
-        panels.append(_roofline(name, result, [*curves, *([Curve("prompts", PROMPTS, prompts)] if prompts else [])]))
-    return _plot(title, panels, x_axis=INTENSITY, y_axis=SPEED, same_axes=True)
+        panels.append(_roofline(name, result, [*curves, *([curve("prompts", PROMPTS, prompts)] if prompts else [])]))
+    return _plot(title, on_the_same_axes(panels))
 
 
 def _shapes(results: Sequence[Result]) -> Iterator[tuple[str, Result, list[Result]]]:
@@ -138,7 +151,8 @@ def serve_speeds(title: str, results: Sequence[Result]) -> str:
         for found in result["shapes"].values()
         for who in ("penstock", "transformers")
     ]
-    x_labels = {found["num_weights"]: name for result in results for name, found in result["shapes"].items()}
+    names = {found["num_weights"]: name for result in results for name, found in result["shapes"].items()}
+    sizes = Axis("size of the model", is_log=True, ticks=names)
     speeds: dict[tuple[str, Look], list[Point]] = {}
     gaps: dict[tuple[str, Look], list[Point]] = {}
     for who, result, found in runs:
@@ -151,10 +165,10 @@ def serve_speeds(title: str, results: Sequence[Result]) -> str:
         for look, key in ((MEDIAN_GAP, "itl_p50_ms"), (LONG_GAP, "itl_p99_ms")):
             gaps.setdefault((name, look), []).append((size, found[who][key]))
     panels = [
-        LogPanel(told, [Curve(*key, sorted(points)) for key, points in of.items()], x_labels=x_labels)
-        for told, of in (("output tokens per second", speeds), ("milliseconds between tokens of a request", gaps))
+        Panel(told, sizes, Axis(unit, is_log=True), [curve(*key, sorted(points)) for key, points in of.items()])
+        for told, unit, of in (("throughput", "output tokens/s", speeds), ("gaps between tokens of a request", "ms", gaps))
     ]
-    return _plot(title, panels, x_axis="size of the model", y_axis="throughput and gaps")
+    return _plot(title, panels)
 
 
 def contender(who: str, result: Result) -> str:
@@ -169,17 +183,17 @@ def _at(figures: Result) -> Point:
     return figures["operations"] / figures["bytes"], figures["tflops"]
 
 
-def _roofline(title: str, result: Result, curves: list[Curve]) -> LogPanel:
+def _roofline(title: str, result: Result, curves: list[Series]) -> Panel:
     """With the roof over all its points, to the right of where it is flat."""
     gbs, tflops = result["peaks"]["copy_gbs"]["best"], result["peaks"]["matrix_tflops"]["best"]
     ridge = 1e3 * tflops / gbs
-    intensities = [x for curve in curves for x, _ in curve.points]
+    intensities = [x for one in curves for x, _ in one.points]
     ends = sorted([min(*intensities, ridge) / 2, ridge, 2 * max(*intensities, ridge)])
     roof = [(x, min(x * gbs / 1e3, tflops)) for x in ends]
-    bounds = [Curve("", ROOF, roof), Curve("", HALF, [(x, y / 2) for x, y in roof])]
-    return LogPanel(title, [*bounds, *curves], note=f"{gbs:,.4g} GB/s, {tflops:,.4g} TFLOP/s in bf16")
+    bounds = [curve("", ROOF, roof), curve("", HALF, [(x, y / 2) for x, y in roof])]
+    return Panel(title, INTENSITY, SPEED, [*bounds, *curves], note=f"{gbs:,.4g} GB/s, {tflops:,.4g} TFLOP/s in bf16")
 
 
-def _plot(title: str, panels: Sequence[LogPanel], **axes: Any) -> str:
-    """Nothing without panels."""
-    return log_plot(title, panels, **axes) if panels else ""
+def _plot(title: str, panels: Sequence[Panel]) -> str:
+    """SVG; nothing without panels."""
+    return draw(title, panels).svg().decode() if panels else ""

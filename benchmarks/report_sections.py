@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from svg import Panel, grouped_bars, share_lines
+from penstock.lab.plots import Axis, Panel, Series, bars, draw
 
 Result = Mapping[str, Any]
 Plots = dict[str, str]
@@ -99,7 +99,7 @@ def kernels(results: Sequence[Result]) -> tuple[str, Plots]:
         if panels:
             name = f"kernels-{variant}.svg"
             title = f"Products with {PLOTTED_KIND} weights, {variant}"
-            plots[name] = share_lines(title, "share of the bound, by rows computed together", panels)
+            plots[name] = draw(title, panels).svg().decode()
             parts.append(f"### All rows, {variant}\n\n![Share of the bound by number of rows, {variant}](performance/{name})")
     return "\n\n".join(parts), plots
 
@@ -143,13 +143,13 @@ def _attention_table(attention: Result, variant: str) -> str:
 
 def _kernel_panels(products: Sequence[Result], models: Sequence[str]) -> Iterator[Panel]:
     for model in models:
-        series = {
-            p["shape"]: [(int(m), figures["share"]) for m, figures in p["rows"].items()]
+        series = [
+            Series(p["shape"], [(int(m), 100 * figures["share"]) for m, figures in p["rows"].items()])
             for p in products
             if p["model"] == model and p["kind"] == PLOTTED_KIND and len(p["rows"]) > 1
-        }
+        ]
         if series:
-            yield Panel(model, series)
+            yield Panel(model, Axis("rows computed together", is_log=True), Axis("share of the bound (%)", low=0.0), series)
 
 
 def peers(results: Sequence[Result]) -> tuple[str, Plots]:
@@ -188,7 +188,7 @@ def peers(results: Sequence[Result]) -> tuple[str, Plots]:
                 f"{c} at a time": {n: r["by_concurrency"][c]["output_tokens_per_s"] for n, r in contenders.items()}
                 for c in loads
             }
-            plots[plot] = grouped_bars(title, "output tokens per second, by requests at a time", groups)
+            plots[plot] = bars(title, Axis("output tokens/s"), groups).svg().decode()
             text.append(f"![Output tokens per second of each server, {title}](performance/{plot})")
         parts.append("\n\n".join(text))
     return "\n\n".join(parts), plots

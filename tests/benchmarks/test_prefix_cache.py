@@ -102,9 +102,13 @@ def test_with_enough_memory_as_much_is_found_as_in_an_infinite_cache(made_up):
     assert large["of_infinite"] == 1.0
     assert all(row["penstock"] <= row["belady"] for row in small)
     assert small[0]["penstock"] < 0.9 * large["penstock"]
-    picture = prefix_cache.draw(report)
-    assert picture.startswith("<svg")
-    assert "Belady" in picture
+
+
+def test_the_plot_names_every_cache():
+    pytest.importorskip("matplotlib", reason="plots are an extra: pip install 'penstock[lab]'")
+    row = {"blocks": 64, "belady": 0.5, "lru": 0.3, "penstock": 0.4}
+    picture = prefix_cache.draw({"hit_rate": [row, row | {"blocks": 128}], "infinite": 0.6})
+    assert all(name in picture for name in ("Belady", "LRU in sequence", "Penstock", "infinite", "blocks in the pool"))
 
 
 def test_a_heavy_tenant_takes_less_from_a_light_one_under_the_others_than_under_lru(made_up):

@@ -15,6 +15,8 @@ import report_gpu
 import report_gpu_plots
 from gpu_shapes import SHAPES
 
+pytest.importorskip("matplotlib", reason="plots are an extra: pip install 'penstock[lab]'")
+
 GPU = "NVIDIA X100"
 BENCHMARKS = sorted(report_gpu.SECTIONS)
 NUM_PLOTS = {"gpu_peaks": 0, "gpu_gemm": 1, "gpu_attention": 1, "gpu_step": 2, "gpu_serve": 1}
@@ -31,11 +33,15 @@ def panels(monkeypatch):
     """The panels of all plots that are drawn after they were asked for."""
     found = []
 
-    def log_plot(title, drawn, **axes):
-        found.extend(drawn)
-        return "<svg/>"
+    class Nothing:
+        def svg(self):
+            return b"<svg/>"
 
-    monkeypatch.setattr(report_gpu_plots, "log_plot", log_plot)
+    def draw(title, drawn):
+        found.extend(drawn)
+        return Nothing()
+
+    monkeypatch.setattr(report_gpu_plots, "draw", draw)
     return found
 
 
@@ -156,11 +162,13 @@ def test_how_far_a_point_is_below_the_roof_is_its_share(name, measured, panels):
     result = measured(name)
     report_gpu.SECTIONS[name]([result])
     gbs, tflops = (result["peaks"][peak]["best"] for peak in report_gpu.PEAKS)
-    (panel,) = (panel for panel in panels if panel.curves[0].look == report_gpu_plots.ROOF)
-    drawn = [point for curve in panel.curves if curve.name and curve.look != report_gpu_plots.LAYER for point in curve.points]
+    (panel,) = (panel for panel in panels if panel.series[0].kind == report_gpu_plots.ROOF.kind)
+    drawn = [
+        point for curve in panel.series if curve.name and curve.kind != report_gpu_plots.LAYER.kind for point in curve.points
+    ]
     shares = sorted(y / min(x * gbs / 1e3, tflops) for x, y in drawn)
     assert shares == pytest.approx(sorted(plotted_shares(name, result)), rel=0.005)
-    corners = panel.curves[0].points
+    corners = panel.series[0].points
     assert [y for _, y in corners] == pytest.approx([min(x * gbs / 1e3, tflops) for x, _ in corners])
     assert corners[0][0] < min(x for x, _ in drawn)
     assert corners[-1][0] > max(x for x, _ in drawn)
@@ -182,7 +190,7 @@ def plotted_shares(name, result):
 def test_the_products_of_a_layer_are_one_point_of_what_they_take_together(measured, panels):
     result = measured("gpu_gemm")
     report_gpu.gpu_gemm([result])
-    curves = [curve for curve in panels[0].curves if curve.look == report_gpu_plots.LAYER]
+    curves = [curve for curve in panels[0].series if curve.kind == report_gpu_plots.LAYER.kind]
     of_layer = {
         product["kind"]: product["by_tokens"]
         for product in result["products"]
@@ -198,9 +206,9 @@ def test_a_decodes_time_stands_above_its_bound_in_the_same_plot(measured, panels
     result = measured("gpu_step")
     report_gpu.gpu_step([result])
     (step,) = (step for step in result["steps"] if step["depth"] == 2 and step["query_len"] == 1)
-    curves = {curve.look: curve for curve in panels[0].curves}
-    assert curves[report_gpu_plots.MEASURED].points == [(2, step["device_ms"])]
-    assert curves[report_gpu_plots.BOUND].points == [(2, step["bound_ms"])]
+    curves = {curve.kind: curve for curve in panels[0].series}
+    assert curves[report_gpu_plots.MEASURED.kind].points == [(2, step["device_ms"])]
+    assert curves[report_gpu_plots.BOUND.kind].points == [(2, step["bound_ms"])]
     assert {curve.name for curve in curves.values()} == {"after 3 positions"}
 
 
@@ -234,8 +242,8 @@ def test_a_point_above_the_roof_is_drawn_above_it(name, measured, panels):
     result = with_peaks_divided(result, 3.0 / max(plotted_shares(name, result)))
     report_gpu.SECTIONS[name]([result])
     gbs, tflops = (result["peaks"][peak]["best"] for peak in report_gpu.PEAKS)
-    (panel,) = (panel for panel in panels if panel.curves[0].look == report_gpu_plots.ROOF)
-    assert max(y / min(x * gbs / 1e3, tflops) for curve in panel.curves for x, y in curve.points) == pytest.approx(3, rel=0.01)
+    (panel,) = (panel for panel in panels if panel.series[0].kind == report_gpu_plots.ROOF.kind)
+    assert max(y / min(x * gbs / 1e3, tflops) for curve in panel.series for x, y in curve.points) == pytest.approx(3, rel=0.01)
 
 
 def test_it_is_told_whose_attention_was_measured(measured):
@@ -287,12 +295,12 @@ def test_serving_beside_transformers_has_the_ratio_and_both_gaps(self_tested, me
     first = found["penstock"]["first"]
     assert f"| {report_gpu.figure(first['output_tokens_per_s'])}, {report_gpu.figure(first['itl_p99_ms'])} |" in text
     speeds, gaps = panels[-2:]
-    assert {(curve.name, curve.look) for curve in speeds.curves} == {
-        ("Penstock, bf16", report_gpu_plots.MEASURED),
-        ("Penstock, bf16", report_gpu_plots.BOUND),
-        ("transformers, bf16", report_gpu_plots.MEASURED),
+    assert {(curve.name, curve.kind) for curve in speeds.series} == {
+        ("Penstock, bf16", report_gpu_plots.MEASURED.kind),
+        ("Penstock, bf16", report_gpu_plots.BOUND.kind),
+        ("transformers, bf16", report_gpu_plots.MEASURED.kind),
     }
-    assert {curve.name: curve.points for curve in gaps.curves if curve.look == report_gpu_plots.LONG_GAP} == {
+    assert {curve.name: curve.points for curve in gaps.series if curve.kind == report_gpu_plots.LONG_GAP.kind} == {
         "Penstock, bf16": [(shape.num_weights, found["penstock"]["itl_p99_ms"])],
         "transformers, bf16": [(shape.num_weights, found["transformers"]["itl_p99_ms"])],
     }

@@ -19,11 +19,11 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import cycle
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -44,6 +44,7 @@ MAX_POINTS = 2000
 """More points of one series are thinned out evenly."""
 MAX_LABEL_CHARS, MAX_TICK_CHARS = 60, 16
 PER_ROW = 3
+MAX_LEGEND_ENTRIES = 12
 STYLES = ("line", "marks", "both", "steps", "dashed", "dotted")
 NUM_TIMELINE_POINTS = 400
 _PANEL_INCHES = (4.6, 3.6)
@@ -53,7 +54,7 @@ _SETTINGS = {
     "font.size": 9.0,
     "text.parse_math": False,  # A dollar in a name is a dollar.
     "svg.hashsalt": "penstock",
-    "svg.fonttype": "path",
+    "svg.fonttype": "none",  # Text that can be searched.
     "axes.unicode_minus": False,
     "path.simplify": True,
 }
@@ -75,11 +76,16 @@ class Series:
     """Points (x, y). Series of one name have one colour and one legend entry, also across panels."""
 
     name: str
+    """Empty: black, and not in the legend."""
     points: Sequence[tuple[float, float]]
     style: str = "both"
     """One of `STYLES`; `both` is a line with marks."""
     intervals: Sequence[tuple[float, float]] = ()
     """(low, high) of each point, drawn as a band; NaN where unknown."""
+    mark: str = ""
+    """One of `MARKS`, or a point `.`; empty: that of its name."""
+    kind: str = ""
+    """The kind of figure, which the legend has once for all series that look like it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +96,8 @@ class Panel:
     series: Sequence[Series]
     limits: Mapping[str, float] = field(default_factory=dict)
     """Name -> y of a horizontal line, such as an SLO."""
+    note: str = ""
+    """Below the title."""
 
 
 class Plot:
@@ -133,12 +141,27 @@ def is_installed() -> bool:
 def draw(title: str, panels: Sequence[Panel]) -> Plot:
     """Panels side by side, three in a row. Raises ConfigError without matplotlib."""
     figure, axes = _begin(title, len(panels))
-    names = list(dict.fromkeys(series.name for panel in panels for series in panel.series))
+    names = list(dict.fromkeys(series.name for panel in panels for series in panel.series if series.name))
     looks = {name: (COLOURS[i % len(COLOURS)], MARKS[i % len(MARKS)]) for i, name in enumerate(names)}
+    kinds = {series.kind: series for panel in panels for series in panel.series if series.kind}
     with _drawing():
         for panel, ax in zip(panels, axes, strict=True):
-            _draw_panel(ax, panel, looks)
+            _draw_panel(ax, panel, looks, has_legend=not kinds)
+        if kinds and panels:
+            _draw_legend(figure, looks, kinds, min(PER_ROW, len(panels)))
     return Plot(figure, title)
+
+
+def on_the_same_axes(panels: Sequence[Panel]) -> list[Panel]:
+    """The panels with axes that reach around the points of all, so that they are compared by eye. The axes are logarithmic."""
+    points = [point for panel in panels for series in panel.series for point in series.points]
+    if not points:
+        return list(panels)
+    (low_x, high_x), (low_y, high_y) = ((min(values) / 1.2, max(values) * 1.2) for values in zip(*points, strict=True))
+    return [
+        replace(panel, x=replace(panel.x, low=low_x, high=high_x), y=replace(panel.y, low=low_y, high=high_y))
+        for panel in panels
+    ]
 
 
 def heatmap(title: str, x: Axis, y: Axis, cells: Sequence[Sequence[float]], *, unit: str) -> Plot:
@@ -361,28 +384,43 @@ def _drawing() -> Iterator[None]:
         yield
 
 
-def _draw_panel(ax: Axes, panel: Panel, looks: Mapping[str, tuple[str, str]]) -> None:
+def _strokes(series: Series, mark: str) -> dict[str, Any]:
+    """How matplotlib draws a style: arguments of its lines."""
+    if series.style not in STYLES:
+        raise ValueError(f"there is no style {series.style!r}")
+    return {
+        "linestyle": {"marks": "none", "dashed": "--", "dotted": ":"}.get(series.style, "-"),
+        "marker": (series.mark or mark) if series.style in ("marks", "both") else "",
+        "drawstyle": "steps-post" if series.style == "steps" else "default",
+    }
+
+
+def _draw_legend(figure: Figure, looks: Mapping[str, tuple[str, str]], kinds: Mapping[str, Series], num_columns: int) -> None:
+    """Below all panels: the colour of each name, then the look of each kind."""
+    from matplotlib.lines import Line2D
+
+    handles = [Line2D([], [], color=colour, linewidth=5) for colour, _ in looks.values()]
+    handles += [Line2D([], [], color="#000000", **_strokes(series, "o")) for series in kinds.values()]
+    labels = [_label(name) for name in (*looks, *kinds)]
+    figure.legend(handles, labels, loc="outside lower left", ncols=num_columns, fontsize=7, frameon=False)
+
+
+def _draw_panel(ax: Axes, panel: Panel, looks: Mapping[str, tuple[str, str]], *, has_legend: bool) -> None:
     handles: dict[str, Artist] = {}
     is_empty = True
     for series in panel.series:
-        if series.style not in STYLES:
-            raise ValueError(f"there is no style {series.style!r}")
         points = [point for point in _thinned(series.points) if _fits(point, panel)]
         is_empty = is_empty and not points
-        colour, mark = looks[series.name]
+        colour, mark = looks.get(series.name, ("#000000", "o"))
         xs, ys = [x for x, _ in points], [y for _, y in points]
-        line = {"marks": "none", "dashed": "--", "dotted": ":"}.get(series.style, "-")
-        has_marks = series.style == "marks" or (series.style == "both")
         (handle,) = ax.plot(
             xs,
             ys,
             color=colour,
-            linestyle=line,
             linewidth=1.6,
-            marker=mark if has_marks else "",
             markersize=4.5 if len(points) < 100 else 2.5,
             alpha=1.0 if len(points) < 100 or series.style != "marks" else 0.5,
-            drawstyle="steps-post" if series.style == "steps" else "default",
+            **_strokes(series, mark),
         )
         handles.setdefault(series.name, handle)
         if series.intervals and len(points) == len(series.points) == len(series.intervals):
@@ -414,8 +452,8 @@ def _draw_panel(ax: Axes, panel: Panel, looks: Mapping[str, tuple[str, str]]) ->
             drawn.set_ticks([], minor=True)
             set_limits(*drawn.get_view_interval())
         drawn.set_label_text(_label(axis.label))
-    ax.set_title(_label(panel.title), fontsize=9)
-    if len(handles) > 1 and len(handles) <= 12:
+    ax.set_title(_label(panel.title) + (f"\n{_label(panel.note)}" if panel.note else ""), fontsize=9)
+    if has_legend and 1 < len(handles) <= MAX_LEGEND_ENTRIES:
         ax.legend(list(handles.values()), [_label(name) for name in handles], fontsize=7)
 
 
