@@ -31,7 +31,7 @@ from workloads import (
 from penstock.engine.core import EngineCore
 from penstock.kv.pool_map import waste_ratio
 from penstock.lab.cost_model import CostModel
-from penstock.lab.simulated_executor import SimulatedExecutor
+from penstock.lab.simulated_executor import ModelledTimes, SimulatedExecutor
 from penstock.lab.workload import Job
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
 from penstock.sched.policies.presets import make_policies
@@ -71,7 +71,9 @@ def measure(jobs: Sequence[Job], block_size: int, num_rows: int) -> float:
     capacity = Capacity(num_blocks, block_size, num_rows, MAX_STEP_TOKENS, longest)
     scheduler = Scheduler(capacity, make_policies())
     core = EngineCore(scheduler)
-    executor = SimulatedExecutor(capacity, CostModel(), {str(idx): job.num_output_tokens for idx, job in enumerate(jobs)})
+    executor = SimulatedExecutor(
+        capacity, ModelledTimes(CostModel()), {str(idx): job.num_output_tokens for idx, job in enumerate(jobs)}
+    )
     core.apply([Add(job.request(str(idx), max_tokens=longest)) for idx, job in enumerate(jobs)], 0)
     meter, now_ns = WasteMeter(), 0
     while (plan := core.begin(now_ns)) is not None:

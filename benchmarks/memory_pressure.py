@@ -28,7 +28,7 @@ from penstock.clock import VirtualClock
 from penstock.engine.transfers import Transfers
 from penstock.kv.tiers import Tier
 from penstock.lab.cost_model import CostModel
-from penstock.lab.simulated_executor import EOS_TOKEN_ID, SimulatedExecutor
+from penstock.lab.simulated_executor import EOS_TOKEN_ID, ModelledTimes, SimulatedExecutor
 from penstock.sched.policies.base import Policies
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import RESERVES, Watermark
@@ -111,7 +111,7 @@ def _run_virtually(
     step = _LastStep()
     tier = Tier(TIER_SLOTS) if has_tier else None
     core = make_core(capacity, policies, observer=step, enable_prefix_caching=False, tier=tier)
-    executor = SimulatedExecutor(capacity, cost, {f"r{idx}": reply for idx, (_, reply) in enumerate(lengths)})
+    executor = SimulatedExecutor(capacity, ModelledTimes(cost), {f"r{idx}": reply for idx, (_, reply) in enumerate(lengths)})
     clock, worker, kv = VirtualClock(), LateWorker(), core.scheduler.kv
     store = HostMemory(TIER_SLOTS, content_bytes=executor.block_bytes)
     transfers = Transfers(kv, executor, store, clock=clock, worker=worker) if has_tier else None

@@ -29,7 +29,7 @@ from penstock.lab.arrivals import poisson
 from penstock.lab.simulation import Outcome, Simulation
 from penstock.lab.traces import read_workload
 from penstock.lab.transforms import cap_lengths, divide_lengths
-from penstock.lab.workload import Job
+from penstock.lab.workload import Job, Workload
 from penstock.sched.policies.presets import make_policies
 from penstock.types.plan import Capacity, StepPlan
 from penstock.types.request import FinishReason
@@ -63,12 +63,19 @@ def read_predictions(traces: Path, skip: int, count: int) -> list[tuple[int, int
 
 def simulation(order: str, budget: str | None = None) -> Simulation:
     """The default preset's policies but for the order, and the budget if one is named."""
-    return Simulation(capacity=CAPACITY, make_policies=lambda: make_policies(order=order, budget=budget))
+    return Simulation(
+        capacity=CAPACITY, make_policies=lambda: make_policies(order=order, budget=budget), enable_prefix_caching=False
+    )
+
+
+def of(jobs: Sequence[Job]) -> Workload:
+    """Those that come first stand first; of equals as they are."""
+    return Workload(name="policies", jobs=jobs)
 
 
 def capacity_of(jobs: Sequence[Job]) -> float:
     """Requests per second when all are there at once."""
-    outcome = simulation("fcfs").run([replace(job, arrival_ns=0, deadline_ns=None) for job in jobs])
+    outcome = simulation("fcfs").run(of([replace(job, arrival_ns=0, deadline_ns=None) for job in jobs]))
     return len(jobs) / (outcome.duration_ns / 1e9)
 
 
@@ -160,7 +167,7 @@ def run_fair(traces: Path) -> dict[str, object]:
         rows: dict[str, dict[str, float]] = {}
         for name, order, served in (("alone", "fcfs", light), ("fcfs", "fcfs", jobs), ("fair", "fair", jobs)):
             meter = GapMeter(served)
-            outcome = simulation(order, budget).run(served, on_plan=meter.on_plan)
+            outcome = simulation(order, budget).run(of(served), on_plan=meter.on_plan)
             rows[name] = {**ttft(outcome, len(light)), "largest_gap": meter.largest}
             print("fair", budget, name, rows[name], flush=True)
         report[budget] = rows
@@ -179,7 +186,7 @@ def run_priority(traces: Path) -> dict[str, object]:
     for budget in ("decode-first", "itl"):
         rows: dict[str, dict[str, float]] = {}
         for name, order, served in (("alone", "fcfs", high), ("fcfs", "fcfs", jobs), ("priority", "priority", jobs)):
-            outcome = simulation(order, budget).run(served)
+            outcome = simulation(order, budget).run(of(served))
             num_paused = sum(stats.num_preemptions for stats in outcome.ended)
             rows[name] = {**ttft(outcome, len(high)), "preemptions": num_paused, "duration_s": round(outcome.duration_ns / 1e9)}
             print("priority", budget, name, rows[name], flush=True)
@@ -204,7 +211,7 @@ def run_edf(traces: Path) -> dict[str, object]:
         ]
         row: dict[str, float] = {"load": load}
         for order in ("fcfs", "edf"):
-            row[order] = round(attainment(simulation(order).run(jobs)), 4)
+            row[order] = round(attainment(simulation(order).run(of(jobs))), 4)
         rows.append(row)
         print("edf", row, flush=True)
     return {"capacity_per_s": round(capacity, 2), "requests": NUM_JOBS, "patience_s": PATIENCE_S, "attainment": rows}
@@ -258,7 +265,7 @@ def _sjf_row(
     for name, contender in contenders.items():
         predict = contender.predict
         predictions = None if predict is None else {idx: predict(idx) for idx in range(len(jobs))}
-        ended = simulation(contender.order).run(jobs, predictions=predictions).ended
+        ended = simulation(contender.order).run(of(jobs), predictions=predictions).ended
         row[name] = round(statistics.fmean(stats.ended_ns - stats.arrival_ns for stats in ended) / 1e9, 3)
         row[f"{name}_max"] = round(max(stats.ended_ns - stats.arrival_ns for stats in ended) / 1e9, 1)
     gain = row["fcfs"] - row["oracle"]

@@ -28,7 +28,7 @@ from workloads import DEFAULT_TRACES
 from penstock.lab import plots
 from penstock.lab.simulation import Simulation
 from penstock.lab.traces import read_workload
-from penstock.lab.workload import Job
+from penstock.lab.workload import Job, Workload
 from penstock.sched.policies.presets import make_policies
 from penstock.types.plan import Capacity
 
@@ -87,7 +87,7 @@ def num_cached_blocks(jobs: Sequence[Job], num_blocks: int, eviction: str, order
         max_tokens=longest,
         enable_prefix_caching=True,
     )
-    return [stats.num_cached_tokens // BLOCK_SIZE for stats in simulation.run(jobs).ended]
+    return [stats.num_cached_tokens // BLOCK_SIZE for stats in simulation.run(Workload(name=TRACE_FILE, jobs=jobs)).ended]
 
 
 def run_sizes(traces: Path) -> dict[str, object]:

@@ -11,11 +11,10 @@ from types import ModuleType
 import pytest
 from click import Context
 
-from penstock.cli.main import cli
+from penstock.cli.main import cli, main
 from penstock.config.components import Config, KvConfig, SchedulerConfig, config_from
 from penstock.config.sources import read_config_file
 from penstock.deploy.policies import build_policies
-from penstock.lab.__main__ import main as simulate
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -42,11 +41,13 @@ def test_the_policies_of_their_page_are_simulated_and_served_as_it_says(
     (tmp_path / "my_policy.py").write_text("\n".join(files))
     (tmp_path / "penstock.toml").write_text(re.search(r"^```toml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[1])  # type: ignore[index]
     monkeypatch.chdir(tmp_path)
-    order, victim = re.findall(r"^```sh\n.venv/bin/python -m penstock.lab (.*?)\n```", page, re.MULTILINE)
-    simulate([*shlex.split(order), "--requests", "40"])
-    assert re.findall(r"^(\w+) +TTFT", capsys.readouterr().out, re.MULTILINE) == ["default", "named"]
-    simulate([*shlex.split(victim), "--requests", "100"])
-    assert re.search(r"By --victim alone, [1-9]", capsys.readouterr().out), "a victim is asked, and makes a difference"
+    order, victim = re.findall(r"^```sh\n.venv/bin/penstock (simulate .*?)\n```", page, re.MULTILINE | re.DOTALL)
+    for command, count in ((order, "40"), (victim, "100")):
+        with pytest.raises(SystemExit) as ended:
+            main([*shlex.split(command.replace("\\\n", " ")), "--requests", count])
+        out, err = capsys.readouterr()
+        assert (ended.value.code, err) == (0, "")
+        assert re.search(rf"^[1-9]\d* of {count} requests get their first or last token at another time", out, re.MULTILINE)
     config = config_from(read_config_file(tmp_path / "penstock.toml"))
     assert vars(build_policies(config).order._policy) == {"delay_per_token_ns": 5_000_000}  # type: ignore[attr-defined]
     own = {"victim": "FewestGenerated", "budget": "ShareForPrompts", "batching": "FewAtATime", "reserve": "HalfOfTheAnswer"}

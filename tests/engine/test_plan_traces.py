@@ -17,9 +17,10 @@ from penstock.engine.thread import Engine, Inbox
 from penstock.engine.transfers import Transfers
 from penstock.kv.tiers import Tier
 from penstock.lab.cost_model import CostModel
-from penstock.lab.simulated_executor import SimulatedExecutor
-from penstock.lab.simulation import Player, Simulation
-from penstock.lab.workload import Job
+from penstock.lab.simulated_executor import ModelledTimes, SimulatedExecutor
+from penstock.lab.simulation import Simulation
+from penstock.lab.virtual_server import NEVER_NS, Player
+from penstock.lab.workload import Job, Workload
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import Watermark
 from penstock.testing.builders import make_core, make_request
@@ -169,11 +170,19 @@ def by_driver(house: House, script: Script) -> list[StepPlan]:
 
 
 def by_simulation(house: House, script: Script) -> list[StepPlan]:
-    player = Player(house.core, house.executor, house.clock, script, transfers=house.transfers(house.executor))
-    while player.has_more:
-        begun, finished = player.turn()
-        house.after_turn(is_idle=begun is None and finished is None)
-    return house.executor.plans
+    coming = deque(sorted(script, key=lambda item: item[0]))
+    transfers = house.transfers(house.executor)
+    player = Player(house.core, house.executor, house.clock, tell=lambda *_: None, transfers=transfers)
+    while True:
+        at_ns = min(player.next_ns, coming[0][0] if coming else NEVER_NS)
+        if at_ns == NEVER_NS:
+            return house.executor.plans
+        house.clock.advance_to(at_ns)
+        if coming and coming[0][0] <= at_ns:
+            player.put(coming.popleft()[1])
+            continue
+        if player.act():
+            house.after_turn(is_idle=player.begun is None and not player.is_computing)
 
 
 @pytest.mark.parametrize("with_tier", [False, True])
@@ -201,20 +210,23 @@ def test_the_engine_makes_the_plans_that_the_simulation_foretells(depth: int) ->
             arrival_ns=idx * STEP_NS,
             num_prompt_tokens=20 + idx,
             num_output_tokens=5 + 3 * idx % 30,
+            prompt_token_ids=(2 + idx,) * (20 + idx),
             cancelled_ns=idx * STEP_NS + 30_000_000 if idx % 4 == 3 else None,
         )
         for idx in range(12)
     ]
     capacity = Capacity(num_blocks=25, block_size=4, max_rows=4, max_step_tokens=32, max_model_len=90)
     foretold: list[StepPlan] = []
-    simulation = Simulation(capacity=capacity, make_policies=make_policies, max_tokens=40, depth=depth)
-    ended = simulation.run(jobs, on_plan=foretold.append).ended
+    simulation = Simulation(
+        capacity=capacity, make_policies=make_policies, max_tokens=40, depth=depth, enable_prefix_caching=False
+    )
+    ended = simulation.run(Workload(name="jobs", jobs=jobs), on_plan=foretold.append).ended
     assert {stats.finish_reason for stats in ended} == {FinishReason.STOP, FinishReason.ABORT}
 
     house = House(depth, with_tier=False)
     house.core = make_core(capacity, make_policies(), enable_prefix_caching=False)
     lens = {str(idx): job.num_output_tokens for idx, job in enumerate(jobs)}
-    house.executor = TimedSimulated(capacity, CostModel(), lens, depth=depth)
+    house.executor = TimedSimulated(capacity, lens, depth=depth)
     script: list[tuple[int, Command]] = [
         (job.arrival_ns, Add(job.request(str(idx), max_tokens=40))) for idx, job in enumerate(jobs)
     ]
@@ -225,8 +237,8 @@ def test_the_engine_makes_the_plans_that_the_simulation_foretells(depth: int) ->
 class TimedSimulated(SimulatedExecutor):
     """Tells when a step is collected. Remembers the plans."""
 
-    def __init__(self, capacity: Capacity, cost: CostModel, output_lens: dict[str, int], *, depth: int) -> None:
-        super().__init__(capacity, cost, output_lens, depth=depth)
+    def __init__(self, capacity: Capacity, output_lens: dict[str, int], *, depth: int) -> None:
+        super().__init__(capacity, ModelledTimes(CostModel()), output_lens, depth=depth)
         self.plans: list[StepPlan] = []
         self.when_collected: Callable[[int], None] = lambda ready_ns: None
 

@@ -54,9 +54,9 @@ def show_report(file: Path, html: Path | None, folder: Path | None, *, every_run
     sections = list(report.sections_of(result, every_run=every_run))
     click.echo(report.as_markdown(sections) if markdown else report.as_text(sections))
     if html is not None:
-        _write(html, report.html_of(result))
+        write_text(html, report.html_of(result))
     if folder is not None:
-        _write_plots(folder, list(plots.plots_of(result)))
+        write_plots(folder, list(plots.plots_of(result)))
 
 
 def _share(text: str) -> float:
@@ -66,7 +66,7 @@ def _share(text: str) -> float:
         raise click.BadParameter(f"{error}.", param_hint="'--fail-if-worse'") from error
 
 
-def _write(path: Path, content: str) -> None:
+def write_text(path: Path, content: str) -> None:
     try:
         path.write_text(content, encoding="utf-8")
     except OSError as error:
@@ -75,7 +75,7 @@ def _write(path: Path, content: str) -> None:
         ) from error
 
 
-def _write_plots(folder: Path, drawn: list[plots.Plot]) -> None:
+def write_plots(folder: Path, drawn: list[plots.Plot]) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

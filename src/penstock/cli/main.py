@@ -24,6 +24,7 @@ _COMMANDS = {
     "run": ("penstock.cli.run:run", "Answer one prompt, from the command line or a pipe."),
     "pull": ("penstock.cli.models:pull", "Fetch a model's weights."),
     "models": ("penstock.cli.models:models", "List the models that are known and those that are here."),
+    "simulate": ("penstock.cli.simulate:simulate", "Say what traffic would do on a configuration, without serving it."),
     "top": ("penstock.cli.top:top", "Watch a running server: rates, queue, KV cache, requests."),
     "profile": ("penstock.cli.profile:profile", "Say what steps take, here or in a recording; fit the simulator's costs."),
     "env": ("penstock.cli.env:env", "Show the machine, the instruction set chosen, versions, what is missing."),

@@ -97,6 +97,12 @@ class Stepper:
         return bool(self._flights)
 
     @property
+    def ready_ns(self) -> int | None:
+        """When the oldest step in flight will be done, if its ticket says so; for drivers that move a virtual clock."""
+        ticket = self._flights[0].ticket if self._flights else None
+        return None if ticket is None else ticket.ready_ns
+
+    @property
     def plans(self) -> list[StepPlan]:
         """Plans of the steps in flight, and of the one that is being finished; for the log."""
         finishing = () if self._finishing is None else (self._finishing,)

@@ -309,7 +309,7 @@ def ttft_by_prompt(samples: Samples) -> Iterator[Panel]:
 
 
 def run_name(run: Run, position: int) -> str:
-    return str(run.load) if run.load is not None else f"run {position + 1}"
+    return run.name or (str(run.load) if run.load is not None else f"run {position + 1}")
 
 
 def _shown_name(name: str) -> str:

@@ -96,6 +96,8 @@ def this_machine() -> Machine:
 class Run:
     """One load on one target."""
 
+    name: str = ""
+    """The settings that set it apart from the other runs of its result, if they have names."""
     workload: str
     """Its name, with how it was changed. Results with other workloads are not compared."""
     options: Mapping[str, Json] = field(default_factory=dict)

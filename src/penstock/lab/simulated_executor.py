@@ -5,10 +5,13 @@ through the `Executor` port, by the simulation's driver.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from random import Random
+from typing import Protocol
 
-from penstock.lab.cost_model import CostModel, shape_of
-from penstock.types.plan import AdmitRow, Capacity, PaddingId, StepPlan, Ticket
+from penstock.lab.cost_model import CostModel, Counts
+from penstock.types.plan import Capacity, PaddingId, StepPlan, Ticket
 from penstock.types.result import StepResult, StepTiming
 
 EOS_TOKEN_ID = 0
@@ -19,20 +22,66 @@ TOKEN_ID = 1
 _TOKEN, _EOS = (TOKEN_ID,), (EOS_TOKEN_ID,)
 
 
+class StepTimes(Protocol):
+    """How long steps take. Asked once for each, in the order in which they begin."""
+
+    def step_ns(self, counts: Counts) -> int:
+        """The executor's time for the step."""
+        ...
+
+    def host_ns(self, num_rows: int) -> int:
+        """The engine's own time between this step and the next."""
+        ...
+
+
+class ModelledTimes:
+    """The times of a cost model, with its noise; counts the steps that lie outside of the range to which it was fitted."""
+
+    def __init__(self, cost: CostModel, *, seed: int = 0) -> None:
+        self.num_steps = 0
+        self.num_outside = 0
+        """Steps whose time the cost model extrapolates."""
+        self.outside: Counter[str] = Counter()
+        """The limit that is exceeded, as `rows > 64` -> steps that do."""
+        self._cost = cost
+        self._fitted = cost.fitted
+        rng = Random(seed)  # noqa: S311  # repeatable on purpose
+        self._noise = cost.noise(rng) if cost.residuals else None
+        self._host_noise = cost.host_noise(rng) if cost.host_residuals else None
+        self._has_host = bool(cost.host_step_ns or cost.host_row_ns)
+
+    def step_ns(self, counts: Counts) -> int:
+        self.num_steps += 1
+        if self._fitted is not None and (exceeded := self._fitted.exceeded_by(counts)):
+            self.num_outside += 1
+            self.outside.update(limit.partition(" ")[2] for limit in exceeded)
+        duration_ns = self._cost.cost_of(counts)
+        return duration_ns if self._noise is None else round(duration_ns * self._noise.draw())
+
+    def host_ns(self, num_rows: int) -> int:
+        if not self._has_host:
+            return 0
+        duration_ns = self._cost.host_ns(num_rows)
+        return duration_ns if self._host_noise is None else round(duration_ns * self._host_noise.draw())
+
+
 class SimulatedExecutor:
     """Virtual: `submit` returns at once, and its ticket says when the step is done."""
 
-    def __init__(self, capacity: Capacity, cost: CostModel, output_lens: Mapping[str, int], *, depth: int = 1) -> None:
-        """`output_lens`: request_id -> tokens after which its output ends by itself, >= 1."""
+    def __init__(self, capacity: Capacity, times: StepTimes, output_lens: Mapping[str, int], *, depth: int = 1) -> None:
+        """`output_lens`: request_id -> tokens after which its output ends by itself, >= 1; read when a request is admitted."""
         self.depth = depth
         self._capacity = capacity
-        self._cost = cost
+        self._times = times
         self._output_lens = output_lens
-        self._num_left: dict[str, float] = {}
-        """Tokens that each known row will still generate."""
-        self._results: dict[int, StepResult] = {}
+        self._last_positions: dict[str, int] = {}
+        """Position of the last token of each known request, prompt included; padding has none."""
+        self._results: dict[int, tuple[StepResult, int]] = {}
+        """Results of the steps in flight, each with the host's time after it."""
         self._ready_ns = 0
         """When the last step is done."""
+        self._host_until_ns = 0
+        """When the host has done with the last step that was collected."""
 
     @property
     def capacity(self) -> Capacity:
@@ -53,32 +102,54 @@ class SimulatedExecutor:
         """Costs nothing."""
 
     def submit(self, plan: StepPlan) -> Ticket:
-        num_left = self._num_left
+        last_positions = self._last_positions
         for request_id in plan.releases:
-            del num_left[request_id]
+            last_positions.pop(request_id, None)
         for admit in plan.admits:
-            num_left[admit.request_id] = self._num_left_of(admit)
+            if not isinstance(admit.request_id, PaddingId):  # whose output ends with its batch, and not by itself
+                num_tokens = admit.num_prompt_tokens + self._output_lens[admit.request_id]
+                last_positions[admit.request_id] = num_tokens - 1
+        num_decodes = num_prefill_tokens = num_decode_reads = num_prefill_reads = num_samples = max_context_len = 0
         token_ids: dict[str, tuple[int, ...]] = {}
-        for row in plan.rows:
+        for row in plan.rows:  # one loop without calls: it is run for every row of every step
+            context_len, query_len = row.context_len, row.query_len
+            end = context_len + query_len
+            if query_len == 1:
+                num_decodes += 1
+                num_decode_reads += end
+            else:
+                num_prefill_tokens += query_len
+                num_prefill_reads += query_len * context_len + query_len * (query_len + 1) // 2
+            if end > max_context_len:
+                max_context_len = end
             if row.samples:
-                num_left[row.request_id] -= 1
-                token_ids[row.request_id] = _TOKEN if num_left[row.request_id] > 0 else _EOS
-        start_ns = max(plan.now_ns, self._ready_ns)
-        self._ready_ns = start_ns + self._cost.duration_ns(shape_of(plan))
-        self._results[plan.step_id] = StepResult(plan.step_id, token_ids, StepTiming(start_ns, self._ready_ns))
-        return Ticket(plan.step_id, self._ready_ns)
+                num_samples += 1
+                request_id = row.request_id
+                token_ids[request_id] = _EOS if end >= last_positions.get(request_id, math.inf) else _TOKEN
+        num_rows = len(plan.rows)
+        counts = Counts(
+            num_decodes + num_prefill_tokens,
+            num_decodes,
+            num_prefill_tokens,
+            num_decode_reads,
+            num_prefill_reads,
+            num_samples,
+            num_rows,
+            max_context_len,
+        )
+        start_ns = max(plan.now_ns, self._host_until_ns, self._ready_ns)
+        self._ready_ns = ready_ns = start_ns + self._times.step_ns(counts)
+        result = StepResult(plan.step_id, token_ids, StepTiming(start_ns, ready_ns))
+        self._results[plan.step_id] = result, self._times.host_ns(num_rows)
+        return Ticket(plan.step_id, ready_ns)
 
     def restrict(self, ticket: Ticket, masks: Mapping[str, bytes]) -> None:
         """Costs nothing, and changes nothing: outputs end where the oracle says."""
 
-    def _num_left_of(self, admit: AdmitRow) -> float:
-        if isinstance(admit.request_id, PaddingId):
-            return math.inf  # ends with its batch, and not by itself
-        num_generated = len(admit.token_ids) - admit.num_prompt_tokens
-        return self._output_lens[admit.request_id] - num_generated
-
     def collect(self, ticket: Ticket) -> StepResult:
-        return self._results.pop(ticket.step_id)
+        result, host_ns = self._results.pop(ticket.step_id)
+        self._host_until_ns = result.timing.end_ns + host_ns
+        return result
 
     def close(self) -> None:
-        self._num_left.clear()
+        self._last_positions.clear()

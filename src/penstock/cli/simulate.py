@@ -1,0 +1,198 @@
+"""`penstock simulate`: what traffic would do on a configuration. Options and composition; the work is in `lab` and `deploy`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from time import process_time
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from penstock.cli.bench_results import write_plots, write_text
+from penstock.cli.options import EPILOG, GroupedCommand, config_options, model_argument
+from penstock.cli.workload_options import workload_options
+from penstock.config.components import config_from
+from penstock.lab.variants import combinations, title
+from penstock.lab.workload_choice import WorkloadChoice, make_workload
+from penstock.types.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.lab.cluster import Cluster
+    from penstock.lab.cost_model import CostModel
+    from penstock.lab.results import Json
+
+_NO_EFFECT = (
+    *("served_model_name", "chat_template", "kv_disk_path", "gpu_memory_utilization"),
+    *("backend", "threads", "weight_dtype", "deterministic", "cuda_graphs", "attention", "step_timeout"),
+    *("host", "port", "api_key", "api_key_file", "trust_tenant_header", "ssl_certfile", "ssl_keyfile", "max_connections"),
+    *("max_body_size", "ignore_unknown_parameters", "seed", "explained_requests", "log_slow_requests", "shutdown_timeout"),
+)
+"""Settings that change nothing that is simulated: the time of a step is the cost model's."""
+
+
+_OUTPUTS = ("json_file", "html", "plots", "every_run")
+_FILE = click.Path(dir_okay=False, path_type=Path)
+_CHOICES = frozenset(field.name for field in fields(WorkloadChoice))
+
+
+@click.command(cls=GroupedCommand, epilog=EPILOG)
+@model_argument
+@workload_options
+@click.option("--concurrency", type=click.IntRange(min=1), help="A closed loop of so many users; arrivals do not count.")
+@click.option(
+    "--load", type=click.FloatRange(min=0, min_open=True), help="Rate as a share of what the first variant can serve."
+)
+@click.option("--max-tokens", type=click.IntRange(min=1), help="Limit that clients send. Default: the tokens of each answer.")
+@click.option("--returns", type=click.IntRange(min=0), default=0, help="How often a refused client comes back, as it is told.")
+@click.option("--cost", default="default", show_default=True, metavar="default|FILE", help="Cost model of a step.")
+@click.option("--blocks", type=click.IntRange(min=1), help="KV blocks; then no model file is needed.")
+@click.option(
+    "--replicas", type=click.IntRange(1, 1024), default=1, show_default=True, help="Servers; in a split those that decode."
+)
+@click.option(
+    "--router", default="round-robin", show_default=True, metavar="NAME", help="Or least-loaded, prefix, MODULE:CLASS."
+)
+@click.option(
+    "--prefill-replicas", type=click.IntRange(0, 1024), default=0, help="Servers that compute prompts for the others."
+)
+@click.option("--kv-bytes-per-token", type=click.IntRange(min=1), help="What a prefill replica sends. Default: the model's.")
+@click.option(
+    "--link-gbytes-per-s", type=float, default=1.0, show_default=True, help="Bandwidth of a prefill replica; 10^9 bytes."
+)
+@click.option("--link-latency-ms", type=float, default=1.0, show_default=True, help="Time of a transfer beside its bytes.")
+@click.option("--vary", multiple=True, metavar="NAME=VALUE,...", help="Values of an option to compare, as policy=fcfs,sjf.")
+@click.option("--without", metavar="NAME", help="Compare with the default of this option and of its arguments.")
+@click.option("--slo", multiple=True, metavar="METRIC=TIME", help="As ttft=500ms, itl=50ms, tpot, e2e. Repeatable.")
+@click.option("--price-per-hour", type=float, help="Price of the machine, for the cost of a million tokens.")
+@click.option("--every-run", is_flag=True, help="Show all figures of each simulation, where there are several.")
+@click.option("--json", "json_file", type=_FILE, metavar="FILE", help="Write the result, as of penstock bench.")
+@click.option("--html", type=_FILE, metavar="FILE", help="Write one HTML file that opens offline.")
+@click.option("--plots", type=click.Path(file_okay=False, path_type=Path), metavar="FOLDER", help="Write the plots as PNG.")
+@config_options("model", "kv", "scheduler", "admission", "backend", "server", without=_NO_EFFECT)
+def simulate(choice: WorkloadChoice, vary: tuple[str, ...], without: str | None, **values: Any) -> None:
+    """Say what a workload would do on a configuration of MODEL: the real scheduler and admission, on a modelled machine."""
+    from penstock.lab import foretold, plots, report
+    from penstock.lab.figures import Samples, parse_slos
+    from penstock.lab.pacing import Pace
+    from penstock.lab.results import Load, Result, Run, Target, write_result
+
+    context = click.get_current_context()
+    slos = parse_slos(values["slo"])
+    begun_at = datetime.now(UTC).isoformat(timespec="seconds")
+    capacity: float | None = None
+    runs: list[Run] = []
+    simulated: list[foretold.Foretold] = []
+    for name, changes in _sides(context, vary, without):
+        asked = {**values, **changes}
+        chosen = replace(choice, **{key: value for key, value in changes.items() if key in _CHOICES})
+        cluster = _cluster(asked, seed=chosen.seed)
+        if asked["load"] is not None:
+            if chosen.rate is not None:
+                raise ConfigError("--load and --rate both say how many requests come.", remedy="Leave one of them out.")
+            capacity = capacity or cluster.capacity_per_s(make_workload(chosen))
+            chosen = replace(chosen, rate=asked["load"] * capacity)
+        workload, users = make_workload(chosen), asked["concurrency"]
+        began_s = process_time()
+        outcome = cluster.run(workload, pace=Pace(concurrency=users))
+        simulated.append(foretold.Foretold(name=name, outcome=outcome, wall_s=process_time() - began_s))
+        rate = None if chosen.rate is None else Load("rate", round(chosen.rate, 4))
+        runs.append(
+            Run(
+                workload=workload.name,
+                name=name,
+                options=_given(context),
+                seed=chosen.seed,
+                load=rate if users is None else Load("concurrency", users),
+                how="simulated",
+                target=Target(model=asked["model"]),
+                begun_at=begun_at,
+                slos=slos,
+                price_per_hour=asked["price_per_hour"],
+                samples=Samples.of(outcome.records),
+            )
+        )
+    result = Result(runs=runs)
+    sections = [*report.sections_of(result, every_run=values["every_run"]), foretold.section_of(simulated)]
+    click.echo(report.as_text(sections))
+    if values["json_file"] is not None:
+        write_result(result, values["json_file"])
+    if values["html"] is not None:
+        drawn = [*plots.plots_of(result), *foretold.plots_of(simulated)] if plots.is_installed() else None
+        write_text(values["html"], report.as_html(f"Penstock simulate: {runs[0].workload}", sections, drawn))
+    if values["plots"] is not None:
+        write_plots(values["plots"], [*plots.plots_of(result), *foretold.plots_of(simulated)])
+
+
+def _sides(context: click.Context, vary: Sequence[str], without: str | None) -> list[tuple[str, dict[str, Any]]]:
+    """Title of each run -> the options that it changes. Raises ConfigError."""
+    if without is None:
+        variants = combinations(vary)
+        return [(title(one), {name: _parsed(context, name, text) for name, text in one.items()}) for one in variants]
+    if vary:
+        raise ConfigError("--vary and --without both say what is compared.", remedy="Leave one of them out.")
+    name = without.removeprefix("--").replace("-", "_")
+    _option(context, name)
+    params = [param for param in context.command.params if param.name in (name, f"{name}_args")]
+    return [("as given", {}), (f"without {name}", {str(param.name): _default(context, param) for param in params})]
+
+
+def _option(context: click.Context, name: str) -> click.Option:
+    known = [param for param in context.command.params if isinstance(param, click.Option) and param.expose_value]
+    found = next((param for param in known if param.name == name and not param.multiple and param.nargs == 1), None)
+    if found is None:
+        raise ConfigError(f"{name} is no option with one value.", remedy="Take one from `penstock simulate --help`.")
+    return found
+
+
+def _parsed(context: click.Context, name: str, text: str) -> Any:
+    """The value as the command line would take it."""
+    return _option(context, name).process_value(context, text)
+
+
+def _default(context: click.Context, param: click.Parameter) -> Any:
+    return param.process_value(context, param.default)
+
+
+def _cluster(asked: Mapping[str, Any], *, seed: int) -> Cluster:
+    from penstock.deploy.virtual import kv_bytes_per_token, server_settings
+    from penstock.lab.cluster import Cluster, Link
+    from penstock.lab.routers import find_router
+
+    config = config_from(asked)
+    link = None
+    if asked["prefill_replicas"]:
+        link = Link(
+            bytes_per_token=asked["kv_bytes_per_token"] or kv_bytes_per_token(config),
+            bytes_per_s=asked["link_gbytes_per_s"] * 1e9,
+            latency_ns=round(asked["link_latency_ms"] * 1e6),
+        )
+    return Cluster(
+        settings=server_settings(config, _cost(asked["cost"]), num_blocks=asked["blocks"]),
+        num_replicas=asked["replicas"],
+        num_prefill_replicas=asked["prefill_replicas"],
+        link=link,
+        make_router=find_router(asked["router"]),
+        max_tokens=asked["max_tokens"],
+        max_returns=asked["returns"],
+        seed=seed,
+    )
+
+
+def _cost(name: str) -> CostModel:
+    if name == "default":
+        from penstock.lab.cost_model import CostModel
+
+        return CostModel()
+    from penstock.lab.cost_files import load_cost
+
+    return load_cost(Path(name)).cost
+
+
+def _given(context: click.Context) -> dict[str, Json]:
+    """The options that were set, in their words."""
+    names = [name for name in context.params if context.get_parameter_source(name) is not ParameterSource.DEFAULT]
+    return {name: str(value) for name in names if (value := context.params[name]) is not None and name not in _OUTPUTS}

@@ -1,0 +1,269 @@
+"""Several replicas on one virtual clock: a router before them, or replicas that compute prompts and others that go on. Called
+by commands and benchmarks; moves no clock itself.
+
+    replicas     router --> replica 0, 1, ...                       each with its own door
+    split        router --> prefill 0, 1, ... --KV--> decode 0, 1, ...
+
+In a split, a prefill replica computes the prompt and the first token. Then the prompt's KV goes over the replica's link, one
+request after another: (tokens x bytes per token) / bandwidth + latency. It arrives in the prefix cache of the decode replica
+with the fewest requests, where an ordinary request for the other tokens finds it. KV that finds no room there, or is evicted
+while its request waits, is computed again. So the scheduler of both kinds is the one that serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from penstock.clock import VirtualClock
+from penstock.lab.pacing import Pace
+from penstock.lab.routers import Arrival, LeastLoaded, RoundRobin, Router
+from penstock.lab.simulated_executor import TOKEN_ID
+from penstock.lab.simulation import Outcome, outcome_of, play
+from penstock.lab.traffic import Call, Traffic
+from penstock.lab.virtual_server import ServerSettings, VirtualServer
+from penstock.lab.workload import Workload
+from penstock.sched import progress
+from penstock.types.errors import ConfigError, PenstockError
+from penstock.types.events import TokenEvent
+from penstock.types.plan import StepPlan
+from penstock.types.request import FinishReason, Request
+from penstock.types.stats import RequestStats
+
+FIRST_CONVERSATION = 1 << 60
+"""Names of conversations begin here, above those of blocks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """How KV leaves a prefill replica."""
+
+    bytes_per_token: int
+    """Keys and values of all layers."""
+    bytes_per_s: float
+    latency_ns: int = 0
+
+    def __post_init__(self) -> None:
+        if self.bytes_per_token < 1 or not self.bytes_per_s > 0 or self.latency_ns < 0:
+            raise ConfigError("A link moves at least a byte for each token, at a bandwidth above 0 and a latency from 0 on.")
+
+    def busy_ns(self, num_tokens: int) -> int:
+        """For how long a transfer keeps the link from others."""
+        return round(num_tokens * self.bytes_per_token / self.bytes_per_s * 1e9)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Replicas that are all alike, as values; each run starts them anew."""
+
+    settings: ServerSettings
+    num_replicas: int = 1
+    """In a split those that decode."""
+    num_prefill_replicas: int = 0
+    """0: there is no split."""
+    link: Link | None = None
+    """Each prefill replica has one, if there are some."""
+    make_router: Callable[[], Router] = RoundRobin
+    """Chooses where a request goes first."""
+    max_tokens: int | None = None
+    """As of `Simulation`, as the next two."""
+    max_returns: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_replicas < 1 or self.num_prefill_replicas < 0:
+            raise ConfigError("A cluster has at least one replica, and no fewer than no prefill replicas.")
+        if self.num_prefill_replicas and self.link is None:
+            raise ConfigError("Prefill replicas need a link to the others.")
+        if self.num_prefill_replicas and not self.settings.enable_prefix_caching:
+            raise ConfigError(
+                "KV that comes from another replica arrives in the prefix cache, which is off.",
+                remedy="Leave out --no-prefix-caching.",
+            )
+
+    def run(
+        self, workload: Workload, *, pace: Pace | None = None, on_plan: Callable[[StepPlan], None] | None = None
+    ) -> Outcome:
+        """Serve the jobs until all have ended. A job's request id is its index. `on_plan` gets the plans of all replicas."""
+        clock = VirtualClock()
+        traffic = Traffic(workload, clock, self.settings, pace=pace, max_tokens=self.max_tokens, max_returns=self.max_returns)
+        fleet = _Fleet(self, workload, clock, traffic)
+        traffic.begin(fleet)
+        play(clock, traffic.agenda, list(fleet.servers.values()), on_plan)
+        return outcome_of(traffic, clock, fleet.servers, fleet.ended)
+
+    def capacity_per_s(self, workload: Workload) -> float:
+        """Requests per second when all of a workload are there at once, and none is refused, late or given up."""
+        jobs = [
+            replace(job, arrival_ns=0 if job.after is None else job.arrival_ns, deadline_ns=None, cancelled_ns=None)
+            for job in workload.jobs
+        ]
+        settings = replace(
+            self.settings, limits=None, request_timeout_ns=None, queue_timeout_ns=None, first_token_timeout_ns=None
+        )
+        outcome = replace(self, settings=settings).run(replace(workload, jobs=jobs))
+        return len(jobs) / (outcome.duration_ns / 1e9)
+
+
+class _Fleet:
+    """The replicas of one run, and the way of each call through them."""
+
+    def __init__(self, cluster: Cluster, workload: Workload, clock: VirtualClock, traffic: Traffic) -> None:
+        self.ended: dict[str, RequestStats] = {}
+        """The account of each call that has ended."""
+        self._traffic, self._clock, self._link = traffic, clock, cluster.link
+        kinds = {"prefill": cluster.num_prefill_replicas, "decode": cluster.num_replicas}
+        if not cluster.num_prefill_replicas:
+            kinds = {"replica": cluster.num_replicas}
+        self.servers: dict[str, VirtualServer] = {}
+        for kind, count in kinds.items():
+            settings = cluster.settings if kind != "decode" else replace(cluster.settings, limits=None)
+            for number in range(count):
+                tell = partial(self._tell, f"{kind} {number}")
+                seed = cluster.seed + len(self.servers)
+                self.servers[f"{kind} {number}"] = VirtualServer(settings, clock, tell=tell, seed=seed)
+        self._router, self._decode_router = cluster.make_router(), LeastLoaded()
+        self._names = [name for name in self.servers if not name.startswith("decode")]
+        self._decode_names = [name for name in self.servers if name.startswith("decode")]
+        self._free_ns = dict.fromkeys(self._names, 0)
+        """Prefill replica -> when its link is free."""
+        self._places: dict[str, str] = {}
+        """Call under way -> its replica; of a call whose KV is on its way the one that it comes from."""
+        self._prefilled: dict[str, RequestStats] = {}
+        """Calls that have left their prefill replica -> its account of them."""
+        self._moving: set[str] = set()
+        """Calls whose KV is on its way."""
+        self._roots: dict[int, int] = {}
+        """Job of a conversation -> its first job."""
+        for index, job in enumerate(workload.jobs):
+            if job.after is not None:
+                self._roots[index] = self._roots.setdefault(job.after, job.after)
+
+    # A call comes, and goes on.
+
+    def submit(self, call: Call) -> None:
+        """Raises `Rejected` if the door of the replica that was chosen refuses it."""
+        name = self._names[self._choose(self._router, call, self._names)]
+        request = call.request
+        if self._decode_names:  # the first token, and its KV goes on
+            request = _anew(request, sampling=replace(request.sampling, max_tokens=1))
+        self.servers[name].submit(request, call.job.num_output_tokens, call.ask)
+        self._places[request.request_id] = name
+
+    def abort(self, call: Call) -> None:
+        request_id = call.request.request_id
+        if request_id not in self._moving:
+            self.servers[self._places[request_id]].abort(request_id)
+            return
+        self._moving.discard(request_id)
+        event = TokenEvent(request_id, (), self._clock.now_ns(), finish_reason=FinishReason.ABORT)
+        self._end(event, replace(self._prefilled[request_id], ended_ns=event.at_ns, finish_reason=FinishReason.ABORT))
+
+    def _choose(self, router: Router, call: Call, names: list[str]) -> int:
+        if len(names) == 1:
+            return 0
+        index = call.record.index
+        arrival = Arrival(
+            index=index,
+            now_ns=self._clock.now_ns(),
+            num_prompt_tokens=call.request.num_prompt_tokens,
+            tenant=call.job.tenant,
+            priority=call.job.priority,
+            blocks=call.job.prefix or ((FIRST_CONVERSATION + self._roots[index],) if index in self._roots else ()),
+        )
+        chosen = router.choose(arrival, [self.servers[name].load() for name in names])
+        if type(chosen) is not int or not 0 <= chosen < len(names):
+            raise PenstockError(
+                f"The router {type(router).__name__} chose replica {chosen!r}; there are {len(names)}.",
+                remedy="Its choose(arrival, loads) must return a number from 0 on that is less than len(loads).",
+            )
+        return chosen
+
+    # What replicas say.
+
+    def _tell(self, name: str, events: list[TokenEvent], now_ns: int) -> None:
+        self._traffic.tell(events, now_ns)
+        ended = self.servers[name].ended
+        for event in events:
+            if event.finish_reason is None:
+                continue
+            request_id = event.request_id
+            stats = ended.pop(request_id)
+            if name in self._decode_names:
+                self._end(event, _joined(self._prefilled[request_id], stats))
+            elif self._decode_names and self._goes_on(event):
+                self._prefilled[request_id] = stats
+                self._move(name, request_id)
+            else:
+                self._end(event, stats)
+
+    def _goes_on(self, event: TokenEvent) -> bool:
+        call = self._traffic.calls[event.request_id]
+        return event.finish_reason is FinishReason.LENGTH and call.request.sampling.max_tokens > 1
+
+    def _end(self, event: TokenEvent, stats: RequestStats) -> None:
+        self._places.pop(event.request_id, None)  # a call that the engine refuses has its place after its end
+        self._prefilled.pop(event.request_id, None)
+        self.ended[event.request_id] = stats
+        self._traffic.end(event, stats)
+
+    # KV goes from a prefill replica to one that decodes.
+
+    def _move(self, name: str, request_id: str) -> None:
+        assert self._link is not None, "a split has a link"
+        call = self._traffic.calls[request_id]
+        start_ns = max(self._clock.now_ns(), self._free_ns[name])
+        self._free_ns[name] = start_ns + self._link.busy_ns(call.request.num_prompt_tokens)
+        self._moving.add(request_id)
+        self._traffic.agenda.note(self._free_ns[name] + self._link.latency_ns, lambda: self._land(call))
+
+    def _land(self, call: Call) -> None:
+        request_id = call.request.request_id
+        if request_id not in self._moving:
+            return  # its client has left
+        self._moving.discard(request_id)
+        name = self._decode_names[self._choose(self._decode_router, call, self._decode_names)]
+        self._places[request_id] = name
+        request = _anew(
+            call.request,
+            prompt_token_ids=(*call.request.prompt_token_ids, TOKEN_ID),
+            sampling=replace(call.request.sampling, max_tokens=call.request.sampling.max_tokens - 1),
+            arrival_ns=self._clock.now_ns(),
+        )
+        place_kv(self.servers[name], request)
+        self.servers[name].submit(request, call.job.num_output_tokens - 1)
+
+
+def place_kv(server: VirtualServer, request: Request) -> bool:
+    """Put the KV of all tokens of a request but the last into a server's prefix cache. False: there is no room for it."""
+    kv, num_tokens = server.core.scheduler.kv, request.num_prompt_tokens - 1
+    bearer = _anew(request, request_id=f"{request.request_id} KV")
+    hit = kv.lookup_prefix(bearer)
+    num_needed = kv.num_blocks_for(num_tokens) - len(hit.block_ids) + hit.num_free_blocks
+    has_room = num_needed <= kv.pool.num_available
+    if has_room:
+        kv.allocate(bearer, hit, num_tokens)
+        progress.fork(bearer, num_tokens)
+        kv.publish(bearer)
+        kv.publish_tail(bearer)
+    kv.free(bearer.request_id)
+    return has_room
+
+
+def _anew(request: Request, **changes: Any) -> Request:
+    """A request that has generated nothing yet."""
+    return replace(request, output_token_ids=[], **changes)
+
+
+def _joined(first: RequestStats, last: RequestStats) -> RequestStats:
+    """The life of a request that was served by two replicas."""
+    return replace(
+        first,
+        ended_ns=last.ended_ns,
+        num_generated_tokens=first.num_generated_tokens + last.num_generated_tokens,
+        num_preemptions=first.num_preemptions + last.num_preemptions,
+        finish_reason=last.finish_reason,
+        reject_reason=last.reject_reason,
+    )

@@ -1,0 +1,108 @@
+"""The part of a simulation's report that no record has: how full the servers were, how fast it ran, and whether it left the
+range that its cost model knows. Called by commands; the figures of the records are made by `figures.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from penstock.lab import plots
+from penstock.lab.plots import Axis, Panel, Series
+from penstock.lab.report import Cell, Section, Table
+from penstock.lab.simulation import Outcome
+
+MAX_TIMELINES = 8
+NS_PER_S = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Foretold:
+    """One simulation."""
+
+    name: str
+    """Empty if there is no other."""
+    outcome: Outcome
+    wall_s: float
+    """CPU time that it took."""
+
+    @property
+    def speed(self) -> float:
+        """Simulated time over the time that it took."""
+        return self.outcome.duration_ns / NS_PER_S / max(self.wall_s, 1e-9)
+
+
+def section_of(simulated: Sequence[Foretold]) -> Section:
+    """A table with a row for each server of each simulation, and a warning for each that extrapolates."""
+    rows = [_row(one, server) for one in simulated for server in one.outcome.timelines]
+    head = ("server", "running", "waiting", "KV held", "KV max", "preemptions")
+    return Section("Simulation", [*_notes(simulated)], [Table(head, rows)], [*_warnings(simulated)])
+
+
+def _row(one: Foretold, server: str) -> tuple[Cell, ...]:
+    timeline = one.outcome.timelines[server]
+    running, waiting, held = timeline.means(one.outcome.duration_ns)
+    preemptions = sum(stats.num_preemptions for stats in one.outcome.ended)
+    return (
+        Cell(", ".join(filter(None, [one.name, server if len(one.outcome.timelines) > 1 or not one.name else ""]))),
+        Cell(f"{running:.2f}"),
+        Cell(f"{waiting:.2f}"),
+        Cell(f"{held:.1%}"),
+        Cell(f"{timeline.max_held / timeline.num_blocks:.1%}"),
+        Cell(str(preemptions) if len(one.outcome.timelines) == 1 else ""),
+    )
+
+
+def _notes(simulated: Sequence[Foretold]) -> Iterator[str]:
+    simulated_s = sum(one.outcome.duration_ns for one in simulated) / NS_PER_S
+    wall_s = sum(one.wall_s for one in simulated)
+    num_steps = sum(one.outcome.num_steps for one in simulated)
+    yield (
+        f"{simulated_s:,.1f} s were simulated in {wall_s:.2f} s of one core, {simulated_s / max(wall_s, 1e-9):,.0f} times real "
+        f"time: {num_steps:,} steps, {1e6 * wall_s / max(1, num_steps):.0f} us for each."
+    )
+    yield "Running and waiting requests, and the share of KV blocks that requests hold: means over time."
+    if len(simulated) == 2:
+        before, after = (one.outcome.records for one in simulated)
+        num_moved = sum(
+            (one.first_ns, one.ended_ns) != (other.first_ns, other.ended_ns) for one, other in zip(before, after, strict=True)
+        )
+        yield f"{num_moved} of {len(before)} requests get their first or last token at another time in the second simulation."
+
+
+def _warnings(simulated: Sequence[Foretold]) -> Iterator[str]:
+    for one in simulated:
+        outcome = one.outcome
+        if outcome.num_outside:
+            limits = ", ".join(f"{limit} in {count:,}" for limit, count in sorted(outcome.outside.items()))
+            share, name = outcome.num_outside / outcome.num_steps, f"{one.name}: " if one.name else ""
+            yield (
+                f"{name}OUTSIDE THE FITTED RANGE: {share:.1%} of the steps ({limits}). Their times are extrapolated. "
+                "Fit the cost model to such steps, or do not trust these figures."
+            )
+
+
+def plots_of(simulated: Sequence[Foretold]) -> Iterator[plots.Plot]:
+    """Requests and KV blocks of each server over time, of the first few. Raises ConfigError without matplotlib."""
+    timelines = [
+        (", ".join(filter(None, [one.name, server])), timeline)
+        for one in simulated
+        for server, timeline in one.outcome.timelines.items()
+    ][:MAX_TIMELINES]
+    at = Axis("time (s)")
+    columns = {"running requests": "num_running", "waiting requests": "num_waiting", "KV blocks held": "num_held"}
+    panels = [
+        Panel(
+            title,
+            at,
+            Axis(title),
+            [
+                Series(
+                    name, [(ns / NS_PER_S, value) for ns, value in zip(line.at_ns, getattr(line, column), strict=True)], "line"
+                )
+                for name, line in timelines
+            ],
+        )
+        for title, column in columns.items()
+    ]
+    yield plots.draw("Requests and KV blocks over time", panels)

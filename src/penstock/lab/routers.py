@@ -1,0 +1,158 @@
+"""Routers: which replica gets a request. Asked by the cluster once for each; a user's own is a class with one method.
+
+round-robin    each in turn
+least-loaded   the one with the fewest prompt tokens and requests in flight
+prefix         the one that has most of the prompt's beginning, unless it has much more to do than the others
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Protocol
+
+from penstock.types.errors import ConfigError
+from penstock.types.stats import EngineLoad
+
+MAX_REMEMBERED = 1 << 20
+"""Blocks of prompts of which the prefix router knows where they are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """A request that is about to be sent to a replica, as a router sees it."""
+
+    index: int
+    """Index of its job in the workload."""
+    now_ns: int
+    num_prompt_tokens: int
+    tenant: str
+    priority: int
+    blocks: Sequence[int]
+    """Names of the beginning of its prompt, from the first block on: equal names in equal places are equal tokens. A
+    conversation without names of its own has one: its own."""
+
+
+class Router(Protocol):
+    """One for each run. It may keep state; time is passed in."""
+
+    def choose(self, arrival: Arrival, loads: Sequence[EngineLoad]) -> int:
+        """The number of the replica that gets the request. `loads`: how busy each replica is now, in their order."""
+        ...
+
+
+class RoundRobin:
+    def __init__(self) -> None:
+        self._next = 0
+
+    def choose(self, arrival: Arrival, loads: Sequence[EngineLoad]) -> int:
+        del arrival
+        chosen = self._next % len(loads)
+        self._next += 1
+        return chosen
+
+
+class LeastLoaded:
+    """The fewest requests in flight; of equals the fewest prompt tokens, then the first."""
+
+    def choose(self, arrival: Arrival, loads: Sequence[EngineLoad]) -> int:
+        del arrival
+        return min(range(len(loads)), key=lambda number: (_num_requests(loads[number]), loads[number].num_prompt_tokens))
+
+
+class PrefixAffine:
+    """The replica that was sent most of the prompt's beginning before; else the least loaded.
+
+    A replica that would have more than `bound` times the mean of requests in flight is passed over, so that a popular prefix
+    does not overload the replica that has it. Source of the bound: Mirrokni, Thorup, Zadimoghaddam, Consistent Hashing with
+    Bounded Loads, SODA 2018.
+    """
+
+    def __init__(self, *, bound: float = 1.25) -> None:
+        if bound < 1:
+            raise ConfigError(f"bound {bound:g} is less than 1: no replica could take its share.", remedy="Raise it.")
+        self._bound = bound
+        self._places: OrderedDict[int, int] = OrderedDict()
+        """Hash of a prompt's beginning, one for each block -> the replica that it was sent to last."""
+
+    def choose(self, arrival: Arrival, loads: Sequence[EngineLoad]) -> int:
+        limit = self._bound * (sum(map(_num_requests, loads)) + 1) / len(loads)
+        keys, chain = [], 0
+        for block in arrival.blocks:
+            chain = hash((chain, block))
+            keys.append(chain)
+        num_found = [0] * len(loads)
+        places = [self._places.get(key) for key in keys]
+        for depth, place in enumerate(places, start=1):
+            if place is None:
+                break
+            num_found[place] = depth
+        allowed = [number for number, load in enumerate(loads) if _num_requests(load) + 1 <= limit] or range(len(loads))
+        chosen = min(allowed, key=lambda number: (-num_found[number], _num_requests(loads[number]), number))
+        for key in keys:
+            self._places[key] = chosen
+            self._places.move_to_end(key)
+        while len(self._places) > MAX_REMEMBERED:
+            self._places.popitem(last=False)
+        return chosen
+
+
+ROUTERS: Mapping[str, Callable[[], Router]] = {
+    "round-robin": RoundRobin,
+    "least-loaded": LeastLoaded,
+    "prefix": PrefixAffine,
+}
+
+
+def find_router(name: str) -> Callable[[], Router]:
+    """The router of this name, or the class that `package.module:Class` or `./file.py:Class` names. Raises ConfigError."""
+    if name in ROUTERS:
+        return ROUTERS[name]
+    where, _, attribute = name.rpartition(":")
+    known = f"Known routers: {', '.join(ROUTERS)}; or a class of your own, as package.module:Class or ./file.py:Class."
+    if not where or not attribute:
+        raise ConfigError(f"There is no router {name!r}.", remedy=known)
+    try:
+        found = getattr(_load(where), attribute)
+    except (ImportError, OSError, AttributeError) as error:
+        raise ConfigError(f"The router {name!r} can't be loaded: {error}.", remedy=known) from error
+    except Exception as error:
+        cause = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"The router {name!r} can't be loaded: {where} raises {cause}.", remedy="Try it alone.") from error
+    if not callable(getattr(found, "choose", None)):
+        raise ConfigError(f"The router {name!r} has no method choose(arrival, loads).", remedy="See docs/simulate.md.")
+    return _maker(name, found)
+
+
+def _maker(name: str, found: Callable[[], Router]) -> Callable[[], Router]:
+    def make() -> Router:
+        try:
+            return found()
+        except Exception as error:
+            cause = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"The router {name!r} can't be made without arguments: {cause}.") from error
+
+    return make
+
+
+def _load(where: str) -> ModuleType:
+    if not where.endswith(".py"):
+        return import_module(where)
+    path = Path(where).absolute()
+    spec = spec_from_file_location(f"penstock own router {path}", path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{where} is no Python file")
+    module = module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def _num_requests(load: EngineLoad) -> int:
+    return load.num_running + load.num_waiting

@@ -1,0 +1,341 @@
+"""The clients of a workload in virtual time: they send what is due, wait, go away, come back as they are told, and write the
+records. Called by the simulation; knows nothing of servers but that they take requests and tell events.
+
+    Agenda    what is due, and when
+    Prompts   tokens of a length, so that prompts share what the workload says that they share
+    Traffic   the requests of a workload, from the instant at which each is due to its record
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import Protocol
+
+from penstock.admission.checks import Ask
+from penstock.clock import VirtualClock
+from penstock.lab.pacing import Pace, Pacer
+from penstock.lab.records import End, Record
+from penstock.lab.simulated_executor import EOS_TOKEN_ID, TOKEN_ID
+from penstock.lab.virtual_server import NEVER_NS, ServerSettings
+from penstock.lab.workload import Job, Workload
+from penstock.types.errors import Rejected, RejectReason
+from penstock.types.events import TokenEvent
+from penstock.types.request import FinishReason, Request
+from penstock.types.sampling import SamplingParams
+from penstock.types.stats import RequestStats
+
+_NS_PER_S = 1_000_000_000
+_FIRST_TOKEN_ID = 2
+"""The least token of a prompt; those below it are of outputs."""
+
+
+class Agenda:
+    """Actions with the instants at which they are due; of one instant, in the order in which they were noted."""
+
+    def __init__(self) -> None:
+        self.due_ns = NEVER_NS
+        """When the next is due."""
+        self._entries: list[tuple[int, int, Callable[[], None]]] = []
+        self._num_noted = 0
+
+    def note(self, at_ns: int, action: Callable[[], None]) -> None:
+        heappush(self._entries, (at_ns, self._num_noted, action))
+        self._num_noted += 1
+        self.due_ns = self._entries[0][0]
+
+    def act(self) -> None:
+        """Do what is due next."""
+        _, _, action = heappop(self._entries)
+        self.due_ns = self._entries[0][0] if self._entries else NEVER_NS
+        action()
+
+
+class Prompts:
+    """Tokens of prompts. Two prompts begin alike as far as their jobs say (`Job.prefix`, `Job.after`), and no further."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._jobs = workload.jobs
+        self._block_tokens = workload.prefix_block_tokens
+        self._block_numbers: dict[int, int] = {}
+        """Id of a prefix block -> its number, in the order of appearance."""
+        self._said: dict[int, tuple[int, ...]] = {}
+        """Job that will be continued -> its prompt and its answer."""
+
+    def make(self, index: int) -> tuple[int, ...]:
+        job = self._jobs[index]
+        if job.prompt_token_ids:
+            return job.prompt_token_ids
+        num_tokens = job.num_prompt_tokens
+        shared: tuple[int, ...] = ()
+        if job.prefix:
+            shared = self._blocks(job.prefix)
+        elif job.after is not None:
+            shared = self._said.pop(job.after, ())
+        own = _FIRST_TOKEN_ID + 2 * index  # even; those of prefixes are odd
+        return shared[:num_tokens] + (own,) * max(0, num_tokens - len(shared))
+
+    def keep(self, index: int, prompt_token_ids: tuple[int, ...], num_output_tokens: int) -> None:
+        """A turn of a conversation has been answered, and another follows."""
+        self._said[index] = prompt_token_ids + (TOKEN_ID,) * num_output_tokens
+
+    def _blocks(self, prefix: Sequence[int]) -> tuple[int, ...]:
+        numbers = self._block_numbers
+        token_ids: list[int] = []
+        for block_id in prefix:
+            token_ids += [_FIRST_TOKEN_ID + 1 + 2 * numbers.setdefault(block_id, len(numbers))] * self._block_tokens
+        return tuple(token_ids)
+
+
+class Service(Protocol):
+    """Takes requests: a server, or several behind a router."""
+
+    def submit(self, call: Call) -> None:
+        """Raises `Rejected` if the call may not come in now."""
+        ...
+
+    def abort(self, call: Call) -> None:
+        """Its client has gone away now."""
+        ...
+
+
+@dataclass(slots=True)
+class Call:
+    """One request under way, and its client's stopwatch."""
+
+    job: Job
+    request: Request
+    ask: Ask
+    record: Record
+    gaps_ns: array[int]
+    last_ns: int = 0
+    """When its last token came; 0: none has."""
+    is_gone: bool = False
+    """Its client has left."""
+    is_away: bool = False
+    """It was refused, and its client will come back."""
+    num_returns: int = 0
+
+
+class Traffic:
+    """An open or a closed loop of clients before a service."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        clock: VirtualClock,
+        settings: ServerSettings,
+        *,
+        pace: Pace | None = None,
+        max_tokens: int | None = None,
+        max_returns: int = 0,
+        predictions: Mapping[int, int] | None = None,
+    ) -> None:
+        """`settings` are those of the servers that are asked.
+
+        `max_tokens`: the limit that each client sends, and outputs end by themselves; None: each asks for exactly the tokens of
+        its output, as `penstock bench` does. `max_returns`: how often a client that is refused comes back, at the time that it
+        is told. `predictions`: index -> predicted output length.
+        """
+        self.agenda = Agenda()
+        self.records: list[Record] = []
+        """One for each request that has ended, in the order of their ends."""
+        self.calls: dict[str, Call] = {}
+        """Requests under way, by request id, which is the index of the job."""
+        self._workload = workload
+        self._clock = clock
+        self._pacer = Pacer(workload, pace or Pace())
+        self._prompts = Prompts(workload)
+        self._max_tokens = max_tokens
+        self._settings = settings
+        self._max_model_len = settings.capacity.max_model_len
+        self._slo_ttft_ns = None if settings.limits is None else settings.limits.slo_ttft_ns
+        self._predictions = predictions or {}
+        self._max_returns = max_returns
+        self._service: Service | None = None
+        self._begin_ns = NEVER_NS
+        """When the next request is due, as far as it is noted."""
+
+    def begin(self, service: Service) -> None:
+        """Send everything to this service from now on."""
+        self._service = service
+        self._note_next()
+
+    def tell(self, events: Sequence[TokenEvent], now_ns: int) -> None:
+        """A server has events of requests. Their ends are told with `end`."""
+        del now_ns
+        calls = self.calls
+        for event in events:
+            if event.token_ids:
+                call, at_ns = calls[event.request_id], event.at_ns
+                if call.last_ns:
+                    call.gaps_ns.append(at_ns - call.last_ns)
+                else:
+                    call.record.first_ns = at_ns
+                call.last_ns = at_ns
+
+    def end(self, event: TokenEvent, stats: RequestStats) -> None:
+        """A request has ended, or was refused by the engine. `stats`: the engine's account of it."""
+        call = self.calls.pop(event.request_id)
+        record = call.record
+        record.ended_ns = event.at_ns
+        record.gaps_ns = call.gaps_ns
+        record.num_prompt_tokens = stats.num_prompt_tokens
+        record.num_cached_tokens = stats.num_cached_tokens
+        record.num_output_tokens = len(call.gaps_ns) + (record.first_ns is not None)
+        if stats.first_scheduled_ns is not None:
+            record.queue_ns = stats.first_scheduled_ns - call.request.arrival_ns
+        if event.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            record.http_status = 200
+            if self._pacer.continues(record.index):
+                self._prompts.keep(record.index, call.request.prompt_token_ids, record.num_output_tokens)
+            self._finish(record, is_answered=True)
+        elif call.is_gone:
+            record.end = End.CANCELLED
+            self._finish(record, is_answered=False)
+        else:
+            self._refuse(record, RejectReason(event.reject_reason or RejectReason.UNAVAILABLE))
+
+    def _note_next(self) -> None:
+        next_ns = self._pacer.next_ns()
+        if next_ns is not None and next_ns < self._begin_ns:
+            self._begin_ns = next_ns
+            self.agenda.note(max(next_ns, self._clock.now_ns()), self._begin_due)
+
+    def _begin_due(self) -> None:
+        self._begin_ns = NEVER_NS
+        now_ns = self._clock.now_ns()
+        while (taken := self._pacer.take(now_ns)) is not None:
+            self._send(*taken)
+        self._note_next()
+
+    def _send(self, index: int, intended_ns: int) -> None:
+        job, now_ns = self._workload.jobs[index], self._clock.now_ns()
+        record = Record(index=index, intended_ns=intended_ns, sent_ns=now_ns, tenant=job.tenant)
+        record.num_prompt_tokens = job.num_prompt_tokens
+        request, ask = self._words(job, record, self._prompts.make(index))
+        call = Call(job, request, ask, record, array("q"))
+        if job.cancelled_ns is not None:
+            gone_ns = intended_ns + job.cancelled_ns - job.arrival_ns
+            self.agenda.note(max(now_ns, gone_ns), lambda: self._leave(call))
+        self._knock(call)
+
+    def _words(self, job: Job, record: Record, prompt: tuple[int, ...], *, is_retry: bool = False) -> tuple[Request, Ask]:
+        """The request that the client sends now, and the same as the door sees it."""
+        settings, arrival_ns = self._settings, self._clock.now_ns()
+        max_tokens, stops = job.num_output_tokens, tuple[int, ...]()
+        if self._max_tokens is not None:
+            max_tokens, stops = min(self._max_tokens, max(1, self._max_model_len - len(prompt))), (EOS_TOKEN_ID,)
+        # A turn of a conversation is later than its job says, and its deadline with it.
+        own_ns = None if job.deadline_ns is None else job.deadline_ns + record.intended_ns - job.arrival_ns
+        deadline_ns = _first(own_ns, _after(arrival_ns, settings.request_timeout_ns))
+        queue_deadline_ns = _after(arrival_ns, settings.queue_timeout_ns)
+        first_token_deadline_ns = _after(arrival_ns, settings.first_token_timeout_ns)
+        request = Request(
+            request_id=str(record.index),
+            prompt_token_ids=prompt,
+            sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, stop_token_ids=stops),
+            arrival_ns=arrival_ns,
+            priority=job.priority,
+            deadline_ns=deadline_ns,
+            queue_deadline_ns=queue_deadline_ns,
+            first_token_deadline_ns=first_token_deadline_ns,
+            slo_ttft_ns=self._slo_ttft_ns,
+            slo_itl_ns=settings.slo_itl_ns,
+            tenant=job.tenant,
+            cache_salt=job.tenant.encode() + b"\0" if settings.isolates_tenants else b"",
+            predicted_new_tokens=self._predictions.get(record.index),
+        )
+        ask = Ask(
+            num_token_ids=len(prompt),
+            max_new_tokens=max_tokens,
+            min_new_tokens=1 if stops else max_tokens,
+            tenant=job.tenant,
+            priority=job.priority,
+            deadline_ns=deadline_ns,
+            queue_deadline_ns=queue_deadline_ns,
+            first_token_deadline_ns=first_token_deadline_ns,
+            claim=record.index.to_bytes(8, "big"),
+            is_retry=is_retry,
+        )
+        return request, ask
+
+    def _knock(self, call: Call) -> None:
+        assert self._service is not None, "the traffic has begun"
+        request = call.request
+        self.calls[request.request_id] = call
+        try:
+            if request.num_prompt_tokens + request.sampling.max_tokens > self._max_model_len:
+                raise Rejected(RejectReason.CONTEXT_LENGTH, "The prompt and the answer do not fit the context.")
+            self._service.submit(call)
+        except Rejected as rejected:
+            del self.calls[request.request_id]
+            if rejected.retry_after_s is not None and call.num_returns < self._max_returns:
+                call.is_away = True
+                again_ns = self._clock.now_ns() + math.ceil(rejected.retry_after_s) * _NS_PER_S  # as the header says it
+                self.agenda.note(again_ns, lambda: self._return(call))
+            else:
+                self._refuse(call.record, rejected.reason)
+
+    def _return(self, call: Call) -> None:
+        if call.is_gone:
+            return
+        call.is_away = False
+        call.num_returns += 1
+        call.request, call.ask = self._words(call.job, call.record, call.request.prompt_token_ids, is_retry=True)
+        self._knock(call)
+
+    def _leave(self, call: Call) -> None:
+        """The client goes away, unless it has its answer."""
+        assert self._service is not None, "the traffic has begun"
+        call.is_gone = True
+        if self.calls.get(call.request.request_id) is call:
+            self._service.abort(call)
+        elif call.is_away:
+            call.record.end, call.record.ended_ns = End.CANCELLED, self._clock.now_ns()
+            self._finish(call.record, is_answered=False)
+
+    def _refuse(self, record: Record, reason: RejectReason) -> None:
+        """The error is the reason alone, without the numbers of this case, so that equal ones are counted together."""
+        record.http_status = status = _STATUSES.get(reason, 408 if reason.is_deadline else 429)
+        record.end = End.REFUSED if status in (429, 503) else End.FAILED
+        record.error = str(reason)
+        record.ended_ns = self._clock.now_ns()
+        self._finish(record, is_answered=False)
+
+    def _finish(self, record: Record, *, is_answered: bool) -> None:
+        self.records.append(record)
+        if is_answered:
+            self._pacer.end(record.index, record.ended_ns)
+        else:
+            for turn in self._pacer.fail(record.index, record.ended_ns):
+                self.records.append(_lost(turn, self._workload.jobs[turn], record.ended_ns))
+        self._note_next()
+
+
+def _after(arrival_ns: int, timeout_ns: int | None) -> int | None:
+    return None if timeout_ns is None else arrival_ns + timeout_ns
+
+
+def _first(*instants_ns: int | None) -> int | None:
+    return min((at_ns for at_ns in instants_ns if at_ns is not None), default=None)
+
+
+_STATUSES = {
+    RejectReason.INVALID: 400,
+    RejectReason.CONTEXT_LENGTH: 400,
+    RejectReason.NEVER_FITS: 400,
+    RejectReason.DRAINING: 503,
+    RejectReason.UNAVAILABLE: 503,
+}
+"""HTTP statuses that the server answers; 408 for what is too late, 429 for all else."""
+
+
+def _lost(index: int, job: Job, at_ns: int) -> Record:
+    """A turn that was never sent, as the turn before it had no answer."""
+    record = Record(index=index, intended_ns=at_ns, sent_ns=at_ns, ended_ns=at_ns, tenant=job.tenant, end=End.FAILED)
+    record.error = "The turn before it had no answer."
+    return record

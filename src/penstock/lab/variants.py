@@ -1,0 +1,41 @@
+"""Variants: which settings a comparison tries, one beside the other. Called by commands; knows no setting by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+
+from penstock.types.errors import ConfigError
+
+MAX_VARIANTS = 200
+
+
+def combinations(varied: Sequence[str]) -> list[dict[str, str]]:
+    """`policy=fcfs,sjf` and `rate=2,4` -> name: value, of each of the four combinations; the last name varies fastest.
+
+    Values that contain commas are separated by semicolons: `length_buckets=128,512;1024`. Nothing varied is one combination
+    without names. Raises ConfigError.
+    """
+    names: list[str] = []
+    values: list[list[str]] = []
+    for text in varied:
+        name, equals, told = text.partition("=")
+        name = name.strip().removeprefix("--").replace("-", "_")
+        parts = [part.strip() for part in told.split(";" if ";" in told else ",")]
+        if not equals or not name or not all(parts):
+            raise ConfigError(f"{text!r} varies nothing.", remedy="Write a setting and its values: policy=fcfs,sjf,fair.")
+        if name in names:
+            raise ConfigError(f"{name} is varied twice.", remedy="Give all its values at once.")
+        names.append(name)
+        values.append(parts)
+    found = [dict(zip(names, chosen, strict=True)) for chosen in product(*values)]
+    if len(found) > MAX_VARIANTS:
+        raise ConfigError(f"{len(found)} combinations are asked for.", remedy=f"At most {MAX_VARIANTS} are simulated at once.")
+    return found
+
+
+def title(variant: dict[str, str]) -> str:
+    """`policy=sjf`; of several names the values alone, as `sjf, 4`, in the order in which they are varied."""
+    if len(variant) == 1:
+        return "".join(f"{name}={value}" for name, value in variant.items())
+    return ", ".join(variant.values())

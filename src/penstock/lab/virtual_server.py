@@ -1,0 +1,259 @@
+"""A server in virtual time: the real door, scheduler, KV manager, core and stepper around an executor that is modelled. Called
+by the simulation; makes no load, moves no clock, and schedules nothing itself.
+
+    VirtualServer   what `penstock serve` is for one model, without HTTP and text: the door, and the engine behind it
+      Player        the engine's turns: plans a step, and takes it over when its time has come
+      Timeline      how full the server was, and when
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from penstock.admission.checks import Ask
+from penstock.admission.door import Admission, AdmissionLimits
+from penstock.clock import Clock
+from penstock.engine.core import EngineCore, EngineSnapshot
+from penstock.engine.ports import Executor, NullObserver
+from penstock.engine.stepper import Stepper, Tell
+from penstock.engine.thread import Inbox
+from penstock.engine.transfers import Transfers
+from penstock.lab.cost_model import CostModel
+from penstock.lab.simulated_executor import ModelledTimes, SimulatedExecutor
+from penstock.sched.policies.base import Policies
+from penstock.sched.scheduler import Scheduler
+from penstock.types.events import Abort, Add, Command, TokenEvent
+from penstock.types.plan import Capacity, StepPlan
+from penstock.types.request import Request
+from penstock.types.stats import EngineLoad, RequestStats, StepStats
+
+NEVER_NS = 1 << 62
+"""An instant that no simulation reaches."""
+MAX_SAMPLES = 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """A server's settings as values. It can be started any number of times; each start makes its policies anew."""
+
+    capacity: Capacity
+    make_policies: Callable[[], Policies]
+    cost: CostModel = field(default_factory=CostModel)
+    limits: AdmissionLimits | None = None
+    """Limits at the door; None: there is no door, as with the Python API."""
+    enable_prefix_caching: bool = True
+    isolates_tenants: bool = False
+    """Each tenant has its prefixes for itself."""
+    slo_itl_ns: int | None = None
+    request_timeout_ns: int | None = None
+    """Longest time of a request, its wait included; as the next two, it may be shortened by the job's own deadline."""
+    queue_timeout_ns: int | None = None
+    first_token_timeout_ns: int | None = None
+    depth: int = 1
+    """Steps in flight, 1 or 2."""
+
+
+class Timeline:
+    """Requests and KV blocks of a server over time: exact means, and samples that can be drawn.
+
+    There are at most `MAX_SAMPLES`: when it is full, every other sample is dropped and the interval between two doubles.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        """`num_blocks`: those that requests can hold."""
+        self.num_blocks = num_blocks
+        self.at_ns, self.num_running, self.num_waiting, self.num_held = (array("q") for _ in range(4))
+        """Samples: instants, running and waiting requests, blocks that requests hold."""
+        self._interval_ns = 1_000_000
+        self._next_ns = 0
+        self._since_ns = self._last_running = self._last_waiting = self._last_held = 0
+        self._sums = [0, 0, 0]
+        """Running, waiting, held; times nanoseconds."""
+        self.max_held = 0
+
+    def note(self, now_ns: int, num_running: int, num_waiting: int, num_held: int) -> None:
+        """So it is from now on."""
+        if (span_ns := now_ns - self._since_ns) > 0:
+            sums = self._sums
+            sums[0] += self._last_running * span_ns
+            sums[1] += self._last_waiting * span_ns
+            sums[2] += self._last_held * span_ns
+            self._since_ns = now_ns
+        self._last_running, self._last_waiting, self._last_held = num_running, num_waiting, num_held
+        if num_held > self.max_held:
+            self.max_held = num_held
+        if now_ns >= self._next_ns:
+            self._sample(now_ns)
+
+    def means(self, until_ns: int) -> tuple[float, float, float]:
+        """Means over time from 0 to `until_ns`: running requests, waiting ones, share of the blocks that requests hold."""
+        self.note(until_ns, self._last_running, self._last_waiting, self._last_held)
+        running, waiting, held = (total / max(1, until_ns) for total in self._sums)
+        return running, waiting, held / self.num_blocks
+
+    def _sample(self, now_ns: int) -> None:
+        columns = (self.at_ns, self.num_running, self.num_waiting, self.num_held)
+        if len(self.at_ns) == MAX_SAMPLES:
+            for column in columns:
+                column[:] = column[::2]
+            self._interval_ns *= 2
+        for column, value in zip(columns, (now_ns, self._last_running, self._last_waiting, self._last_held), strict=True):
+            column.append(value)
+        self._next_ns = now_ns + self._interval_ns
+
+
+class Player:
+    """The turns of an engine, at the instants at which they are due: whoever moves the clock calls `act` at `next_ns`.
+
+    At each instant a step ends, then commands come, then the next step is planned. So a plan sees everything that has happened
+    by then, as in the engine, where what comes during a step is taken up after it, and aborts before its tokens. The executor's
+    tickets must say when their steps end (`Ticket.ready_ns`).
+    """
+
+    def __init__(
+        self, core: EngineCore, executor: Executor, clock: Clock, *, tell: Tell, transfers: Transfers | None = None
+    ) -> None:
+        self.next_ns = NEVER_NS
+        """When there is something to do; `NEVER_NS`: not before a command comes."""
+        self.is_computing = False
+        """The next thing to happen is the end of a step."""
+        self.begun: StepPlan | None = None
+        """The plan of the step that the last `act` has begun."""
+        self._core = core
+        self._clock = clock
+        self._inbox = Inbox(clock)
+        self._stepper = Stepper(
+            core, executor, clock, tell=tell, transfers=transfers, poll_aborts=self._inbox.poll_aborts, collect=executor.collect
+        )
+
+    def put(self, command: Command) -> None:
+        """A command comes now."""
+        self._inbox.put(command)
+        if not self.is_computing:
+            self.next_ns = self._clock.now_ns()
+
+    def act(self) -> bool:
+        """Finish the step that ends now, or plan the next one; the latter returns true."""
+        stepper = self._stepper
+        self.begun = None
+        if self.is_computing:
+            stepper.finish()
+            self.is_computing = False
+            self.next_ns = self._clock.now_ns()
+            return False
+        self.begun = stepper.begin(self._inbox.poll())
+        if stepper.must_finish(self.begun):
+            ready_ns = stepper.ready_ns
+            assert ready_ns is not None, "a simulated step knows when it is done"
+            self.is_computing = True
+            self.next_ns = ready_ns
+        elif self.begun is None:
+            now_ns = self._clock.now_ns()
+            wakeup_ns = self._core.next_wakeup_ns(now_ns)
+            self.next_ns = NEVER_NS if wakeup_ns is None else max(now_ns, wakeup_ns)
+            if wakeup_ns is None and self._core.has_work:
+                raise RuntimeError(f"{self._core.num_waiting} requests wait, nothing runs, and nothing will wake the core")
+        return True
+
+
+class VirtualServer(NullObserver):
+    """A server that has just been started, at whatever instant the clock shows."""
+
+    def __init__(self, settings: ServerSettings, clock: Clock, *, tell: Tell, seed: int = 0) -> None:
+        """`tell` gets the events of requests, as the engine's output stage does. `seed`: of the cost model's noise."""
+        capacity, policies = settings.capacity, settings.make_policies()
+        self.settings = settings
+        self.ended: dict[str, RequestStats] = {}
+        """The engine's account of each request that came to it and has ended, by request id."""
+        self.num_steps = 0
+        scheduler = Scheduler(capacity, policies, enable_prefix_caching=settings.enable_prefix_caching)
+        self.core = EngineCore(scheduler, observer=self)
+        self.times = ModelledTimes(settings.cost, seed=seed)
+        self.timeline = Timeline(scheduler.kv.num_total_blocks)
+        self._clock = clock
+        self._tell = tell
+        self._output_lens: dict[str, int] = {}
+        """Request in flight -> length of its output."""
+        executor = SimulatedExecutor(capacity, self.times, self._output_lens, depth=settings.depth)
+        self.player = Player(self.core, executor, clock, tell=self._told)
+        self.admission: Admission | None = None
+        if settings.limits is not None:
+            self.admission = Admission(settings.limits, capacity, reads_priority=policies.order.reads_priority)
+        self._first_tokens: dict[str, Request] = {}
+        """Requests without one, where there is a door that learns from them."""
+        self._num_prompt_tokens = 0
+        """Prompt tokens of all requests in flight."""
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._output_lens)
+
+    def submit(self, request: Request, num_output_tokens: int, ask: Ask | None = None) -> None:
+        """A request comes now; its output ends by itself after so many tokens. Raises `Rejected` if the door refuses it.
+
+        Without an `ask` it does not go through the door: it comes from another server.
+        """
+        now_ns, admission = self._clock.now_ns(), self.admission
+        if admission is not None and ask is not None:
+            place = admission.decide(ask, self.load(), now_ns)
+            admission.enter(place, [request], now_ns)
+            admission.leave(place)
+            self._first_tokens[request.request_id] = request
+        self._output_lens[request.request_id] = num_output_tokens
+        self._num_prompt_tokens += request.num_prompt_tokens
+        self.player.put(Add(request))
+
+    def abort(self, request_id: str) -> None:
+        """Its client has gone away now. Unknown and ended ids are ignored."""
+        self.player.put(Abort(request_id))
+
+    def act(self) -> None:
+        """Let the engine take its turn, which is due now (`player.next_ns`)."""
+        if self.player.act():
+            self._note(self.core.snapshot)
+
+    def load(self) -> EngineLoad:
+        """How busy the engine is, as `Engine.load` says it of a real one."""
+        core = self.core.snapshot
+        return EngineLoad(
+            num_running=core.num_running,
+            num_waiting=max(0, self.num_in_flight - core.num_running),
+            waits_for=core.waits_for,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_blocks_total=self.timeline.num_blocks,
+            num_blocks_free=core.num_blocks_free,
+            num_blocks_cached=core.num_blocks_cached,
+            num_blocks_shared=core.num_blocks_shared,
+            num_rows_free=max(0, self.core.scheduler.max_rows - core.num_running),
+        )
+
+    def on_step(self, stats: StepStats) -> None:
+        self.num_steps += 1
+        if self.admission is not None:
+            self.admission.on_step(stats)
+
+    def on_finish(self, stats: RequestStats) -> None:
+        self.ended[stats.request_id] = stats
+        del self._output_lens[stats.request_id]
+        self._num_prompt_tokens -= stats.num_prompt_tokens
+        if self.admission is not None:
+            self.admission.on_finish(stats)
+
+    def _told(self, events: list[TokenEvent], now_ns: int) -> None:
+        if self._first_tokens and self.admission is not None:
+            self._tell_first_tokens(self.admission, events)
+        self._tell(events, now_ns)
+
+    def _tell_first_tokens(self, admission: Admission, events: Sequence[TokenEvent]) -> None:
+        waiting = self._first_tokens
+        found = [request for event in events if (request := waiting.pop(event.request_id, None)) is not None]
+        firsts = [request for request in found if request.first_token_ns is not None]  # the others have ended without
+        if firsts:
+            admission.on_tokens(firsts, ())
+
+    def _note(self, core: EngineSnapshot) -> None:
+        timeline = self.timeline
+        num_held = timeline.num_blocks - core.num_blocks_free - core.num_blocks_cached
+        timeline.note(self._clock.now_ns(), core.num_running, self.num_in_flight - core.num_running, num_held)

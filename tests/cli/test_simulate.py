@@ -1,0 +1,160 @@
+"""`penstock simulate`: settings and workloads as they are served, side by side; errors in words."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from penstock.cli.main import main
+from penstock.config.components import BackendConfig, Config, KvConfig, SchedulerConfig, config_from
+from penstock.deploy.policies import admission_limits, build_policies
+from penstock.deploy.virtual import server_settings
+from penstock.lab.cost_model import CostModel
+from penstock.types.errors import ConfigError, ModelError
+from penstock.types.plan import Capacity
+
+Simulate = Callable[..., str]
+SMALL = ("--blocks", "400", "--workload", "short", "--requests", "40", "--rate", "20")
+
+
+@pytest.fixture
+def simulate(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Simulate:
+    """Runs the command; gives what it prints, or its error."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            main(["simulate", *words])
+        out, err = capsys.readouterr()
+        return out if ended.value.code == 0 else err
+
+    return run
+
+
+def test_the_settings_are_those_that_would_serve() -> None:
+    config = config_from({"policy": "sjf", "max_num_seqs": 9, "max_queue": 5, "slo_ttft": 2.0, "prefix_sharing": "tenant"})
+    settings = server_settings(config, CostModel(), num_blocks=100)
+    assert settings.capacity == Capacity(101, 16, 9, 512, 1600)
+    assert settings.make_policies().words == build_policies(config).words
+    assert settings.make_policies() is not settings.make_policies()
+    assert settings.limits == admission_limits(config.admission)
+    assert settings.isolates_tenants
+    assert settings.depth == 1
+
+
+def test_a_gpu_has_its_own_defaults() -> None:
+    config = Config(backend=BackendConfig(device="cuda"))
+    settings = server_settings(config, CostModel(), num_blocks=1000)
+    assert (settings.capacity.max_rows, settings.capacity.max_step_tokens, settings.depth) == (256, 2048, 2)
+
+
+@pytest.mark.parametrize(
+    ("config", "num_blocks", "says"),
+    [
+        (Config(kv=KvConfig(kv_disk_size_bytes=1 << 30)), 100, "A tier below the KV cache is not simulated"),
+        (Config(kv=KvConfig(kv_cache_memory_bytes=1 << 30)), 100, "--blocks and --kv-cache-memory both say"),
+        (Config(backend=BackendConfig(device="cuda")), None, "is measured when a server starts"),
+        (Config(backend=BackendConfig(steps_in_flight=2)), 100, "--steps-in-flight has no meaning on the CPU"),
+        (Config(scheduler=SchedulerConfig(preset="static", max_batch_size=2000)), 100, "--max-batch-size to 32 or less"),
+    ],
+)
+def test_what_is_not_simulated_is_refused(config: Config, num_blocks: int | None, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        server_settings(config, CostModel(), num_blocks=num_blocks)
+
+
+def test_a_model_that_is_not_here_is_not_fetched(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"penstock pull .* Or simulate without its files: --blocks"):
+        server_settings(config_from({"cache": str(tmp_path)}), CostModel())
+
+
+def test_it_says_the_figures_and_how_fast_it_was(simulate: Simulate) -> None:
+    out = simulate(*SMALL, "--slo", "ttft=1s")
+    assert "Simulated: an estimate, not a measurement." in out
+    assert "40 requests in" in out
+    assert re.search(r"^TTFT ms +\d", out, re.MULTILINE)
+    assert re.search(r"s were simulated in [\d.]+ s of one core, [\d,]+ times real time: [\d,]+ steps", out)
+    assert "OUTSIDE" not in out
+
+
+def test_it_repeats(simulate: Simulate, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        simulate(*SMALL, "--json", f"{name}.json")
+    first, second = (json.loads((tmp_path / f"{name}.json").read_text())["runs"] for name in ("a", "b"))
+    assert first[0]["requests"] == second[0]["requests"]
+    assert first[0]["how"] == "simulated"
+
+
+def test_settings_are_compared_side_by_side(simulate: Simulate) -> None:
+    out = simulate(*SMALL, "--vary", "policy=fcfs,sjf", "--vary", "max-num-seqs=2,4")
+    names = [f"{policy}, {rows}" for policy in ("fcfs", "sjf") for rows in (2, 4)]
+    table = out.split("Simulation")[0]
+    assert [line[: len(name)] for name in names for line in table.splitlines() if line.startswith(f"{name} ")] == names
+    assert "TTFT ms" not in out, "the figures of each are shown with --every-run"
+
+
+def test_loads_are_shares_of_what_the_first_can_serve(simulate: Simulate, tmp_path: Path) -> None:
+    words = ("--blocks", "400", "--workload", "short", "--requests", "60", "--vary", "load=0.5,1", "--json", "r.json")
+    assert "load=0.5" in simulate(*words)
+    slow, fast = (run["load"]["value"] for run in json.loads((tmp_path / "r.json").read_text())["runs"])
+    assert fast == pytest.approx(2 * slow, rel=1e-3)
+
+
+def test_a_policy_is_compared_with_the_default(simulate: Simulate, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from penstock.sched.policies.base import Order\n\n\n"
+        "class LongFirst(Order):\n"
+        "    def __init__(self, *, weight: int = 1):\n        self.weight = weight\n\n"
+        "    def key(self, request, now_ns):\n        return (-self.weight * request.num_prompt_tokens,)\n"
+    )
+    words = ("--blocks", "400", "--workload", "chat", "--requests", "60", "--max-num-seqs", "2", "--load", "1")
+    own = ("--policy", "./mine.py:LongFirst", "--policy-args", "{weight = 2}")
+    out = simulate(*words, *own, "--without", "policy")
+    assert re.search(r"[1-9]\d* of 60 requests get their first or last token at another time", out)
+    assert re.search(r"^as given ", out, re.MULTILINE)
+    assert re.search(r"^without policy ", out, re.MULTILINE)
+    assert re.search(r"^0 of 60 requests get", simulate(*words, "--policy", "fcfs", "--without", "policy"), re.MULTILINE)
+
+
+def test_replicas_are_shown_apart(simulate: Simulate) -> None:
+    out = simulate(*SMALL, "--replicas", "2", "--router", "prefix")
+    assert re.search(r"^replica 0 .*\nreplica 1 ", out, re.MULTILINE)
+    out = simulate(*SMALL, "--prefill-replicas", "1", "--kv-bytes-per-token", "20000")
+    assert re.search(r"^prefill 0 .*\ndecode 0 ", out, re.MULTILINE)
+
+
+def test_admission_is_the_servers(simulate: Simulate) -> None:
+    words = ("--blocks", "400", "--workload", "short", "--requests", "60", "--rate", "500", "--max-num-seqs", "2")
+    assert "429 queue_full" in simulate(*words, "--max-queue", "3")
+    assert "60 requests in" in (calm := simulate(*words))
+    assert "429" not in calm
+    assert ": 60 ok." in simulate(*words, "--max-queue", "3", "--returns", "1000")
+
+
+def test_files_are_written(simulate: Simulate, tmp_path: Path) -> None:
+    simulate(*SMALL, "--html", "out.html")
+    page = (tmp_path / "out.html").read_text()
+    assert "Simulated: an estimate" in page
+    assert "KV held" in page
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--vary", "policy"), "'policy' varies nothing"),
+        (("--vary", "polices=a"), "polices is no option with one value"),
+        (("--vary", "policy=fcfs,best"), "'best' is not available"),
+        (("--vary", "policy=sjf", "--vary", "policy=fcfs"), "policy is varied twice"),
+        (("--vary", "policy=sjf", "--without", "policy"), "both say what is compared"),
+        (("--vary", f"seed={','.join(map(str, range(300)))}"), "300 combinations are asked for"),
+        (("--load", "0.5"), "--load and --rate both say"),
+        (("--router", "nearest"), "There is no router 'nearest'"),
+        (("--cost", "nowhere.json"), "nowhere.json"),
+    ],
+)
+def test_errors_are_said_in_words(simulate: Simulate, words: tuple[str, ...], says: str) -> None:
+    assert says in simulate(*SMALL, *words)

@@ -1,0 +1,235 @@
+"""Replicas on one clock: the router decides, a split computes prompts on one side and answers on the other, runs repeat."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.admission.door import AdmissionLimits
+from penstock.lab.cluster import Cluster, Link
+from penstock.lab.cost_model import CostModel
+from penstock.lab.records import End
+from penstock.lab.routers import Arrival, LeastLoaded, PrefixAffine, RoundRobin, Router, find_router
+from penstock.lab.simulation import Simulation
+from penstock.lab.virtual_server import ServerSettings
+from penstock.lab.workload import Job, Workload
+from penstock.sched.policies.presets import make_policies
+from penstock.types.errors import ConfigError, PenstockError
+from penstock.types.plan import Capacity, StepPlan, StepShape
+from penstock.types.stats import EngineLoad
+
+CAPACITY = Capacity(num_blocks=129, block_size=16, max_rows=4, max_step_tokens=64, max_model_len=512)
+SETTINGS = ServerSettings(capacity=CAPACITY, make_policies=make_policies)
+MS = 1_000_000
+LINK = Link(bytes_per_token=1000, bytes_per_s=1e9, latency_ns=2 * MS)
+
+
+def of(*jobs: Job, prefix_block_tokens: int = 0) -> Workload:
+    return Workload(name="jobs of a test", jobs=jobs, prefix_block_tokens=prefix_block_tokens)
+
+
+def cluster(**changes: Any) -> Cluster:
+    return Cluster(**{"settings": SETTINGS, **changes})
+
+
+def many(count: int, every_ns: int = 20 * MS) -> Workload:
+    return of(
+        *(Job(arrival_ns=k * every_ns, num_prompt_tokens=40 + k % 50, num_output_tokens=5 + k % 20) for k in range(count))
+    )
+
+
+def cost(*rows: tuple[int, int]) -> int:
+    return CostModel().duration_ns(StepShape(rows, 1))
+
+
+def load(num_running: int, num_prompt_tokens: int = 0) -> EngineLoad:
+    return EngineLoad(num_running=num_running, num_prompt_tokens=num_prompt_tokens)
+
+
+def arrival(*blocks: int) -> Arrival:
+    return Arrival(index=0, now_ns=0, num_prompt_tokens=10, tenant="", priority=0, blocks=blocks)
+
+
+def test_one_replica_is_one_server() -> None:
+    alone = Simulation(capacity=CAPACITY, make_policies=make_policies, max_tokens=None)
+    assert cluster().run(many(60)).records == alone.run(many(60)).records
+
+
+def test_two_replicas_serve_what_one_can_not() -> None:
+    one, two = (cluster(num_replicas=count).run(many(100)) for count in (1, 2))
+    assert two.duration_ns < 0.7 * one.duration_ns
+    assert list(two.timelines) == ["replica 0", "replica 1"]
+    assert {record.end for record in two.records} == {End.OK}
+    assert [record.index for record in two.records] == list(range(100))
+
+
+@pytest.mark.parametrize("num_prefill_replicas", [0, 2])
+@pytest.mark.parametrize("make_router", [RoundRobin, LeastLoaded, PrefixAffine])
+def test_runs_repeat(make_router: Callable[[], Router], num_prefill_replicas: int) -> None:
+    plans: list[list[StepPlan]] = [[], []]
+    settings = replace(SETTINGS, cost=CostModel(residuals=(0.5, 1.0, 2.0)))
+    some = cluster(
+        settings=settings, num_replicas=3, num_prefill_replicas=num_prefill_replicas, link=LINK, make_router=make_router
+    )
+    outcomes = [some.run(many(50), on_plan=each.append) for each in plans]
+    assert plans[0] == plans[1]
+    assert outcomes[0].records == outcomes[1].records
+
+
+def test_each_replica_has_its_own_door() -> None:
+    settings = replace(SETTINGS, limits=AdmissionLimits(max_queue=1))
+    records = cluster(settings=settings, num_replicas=2).run(many(30, every_ns=MS)).records
+    ends = Counter(record.end for record in records)
+    assert ends == {End.OK: 2 * (4 + 1), End.REFUSED: 20}
+
+
+def test_round_robin_takes_turns() -> None:
+    router = RoundRobin()
+    assert [router.choose(arrival(), [load(9), load(0), load(0)]) for _ in range(4)] == [0, 1, 2, 0]
+
+
+def test_the_least_loaded_has_the_fewest_requests() -> None:
+    assert LeastLoaded().choose(arrival(), [load(3), load(1, 500), load(1, 20)]) == 2
+
+
+def test_prefixes_go_where_they_are_unless_that_is_too_busy() -> None:
+    router = PrefixAffine()
+    idle = [load(0), load(0)]
+    assert router.choose(arrival(1, 2), idle) == 0
+    assert router.choose(arrival(3, 4), [load(1), load(0)]) == 1
+    assert router.choose(arrival(3, 4), [load(4), load(4)]) == 1
+    assert router.choose(arrival(1, 9), [load(4), load(4)]) == 0, "it has the first block"
+    assert router.choose(arrival(4, 3), [load(0), load(1)]) == 0, "the same blocks in another order are another prefix"
+    assert router.choose(arrival(1, 2), [load(8), load(2)]) == 1, "nine requests are more than 1.25 times the mean"
+
+
+def test_affinity_finds_more_in_the_caches() -> None:
+    jobs = [
+        Job(arrival_ns=k * 200 * MS, num_prompt_tokens=140, num_output_tokens=2, prefix=(k * 7 % 5, 100 + k * 7 % 5))
+        for k in range(60)
+    ]
+    found = {}
+    for make_router in (RoundRobin, PrefixAffine):
+        records = cluster(num_replicas=4, make_router=make_router).run(of(*jobs, prefix_block_tokens=64)).records
+        found[make_router] = sum(record.num_cached_tokens for record in records)
+    assert found[PrefixAffine] == 128 * (60 - 5)
+    assert found[RoundRobin] < 0.8 * found[PrefixAffine]
+
+
+def test_turns_of_a_conversation_stay_together() -> None:
+    jobs = [Job(arrival_ns=k * MS, num_prompt_tokens=50, num_output_tokens=8) for k in range(3)]
+    jobs += [Job(arrival_ns=MS, num_prompt_tokens=90, num_output_tokens=8, after=k) for k in range(3)]
+    records = cluster(num_replicas=3, make_router=PrefixAffine).run(of(*jobs)).records
+    assert [record.num_cached_tokens for record in records] == [0, 0, 0, 57, 57, 57]
+
+
+def test_a_split_computes_the_prompt_here_and_the_answer_there() -> None:
+    job = Job(arrival_ns=0, num_prompt_tokens=60, num_output_tokens=4)
+    plans: list[StepPlan] = []
+    outcome = cluster(num_prefill_replicas=1, link=LINK).run(of(job), on_plan=plans.append)
+    (record,) = outcome.records
+    shapes = [[(row.query_len, row.context_len) for row in plan.rows] for plan in plans]
+    assert shapes == [[(60, 0)], [(1, 60)], [(1, 61)], [(1, 62)]]
+    assert record.first_ns == cost((60, 0))
+    transfer_ns = 60 * 1000 + 2 * MS
+    assert list(record.gaps_ns) == [transfer_ns + cost((1, 60)), cost((1, 61)), cost((1, 62))]
+    assert (record.end, record.num_output_tokens, record.num_prompt_tokens) == (End.OK, 4, 60)
+    assert outcome.ended[0].num_generated_tokens == 4
+    assert list(outcome.timelines) == ["prefill 0", "decode 0"]
+
+
+def test_an_answer_of_one_token_does_not_move() -> None:
+    outcome = cluster(num_prefill_replicas=1, link=LINK).run(of(Job(arrival_ns=0, num_prompt_tokens=60, num_output_tokens=1)))
+    assert outcome.num_steps == 1
+    assert outcome.records[0].end is End.OK
+
+
+def test_transfers_wait_for_each_other() -> None:
+    slow = Link(bytes_per_token=1000, bytes_per_s=1e6)
+    jobs = [Job(arrival_ns=0, num_prompt_tokens=30, num_output_tokens=2) for _ in range(2)]
+    first, second = cluster(num_prefill_replicas=1, link=slow).run(of(*jobs)).records
+    assert first.gaps_ns[0] == 30 * MS + cost((1, 30))
+    assert second.gaps_ns[0] == 60 * MS + cost((1, 30))
+
+
+def test_all_of_a_split_end_whatever_their_clients_do() -> None:
+    jobs = [
+        Job(
+            arrival_ns=k * 3 * MS,
+            num_prompt_tokens=30 + k % 60,
+            num_output_tokens=1 + k % 30,
+            cancelled_ns=k * 3 * MS + k % 70 * MS if k % 3 == 0 else None,
+        )
+        for k in range(200)
+    ]
+    link = Link(bytes_per_token=1000, bytes_per_s=1e7, latency_ns=20 * MS)
+    outcome = cluster(num_prefill_replicas=2, num_replicas=2, link=link).run(of(*jobs))
+    assert [record.index for record in outcome.records] == list(range(200))
+    ends = Counter(record.end for record in outcome.records)
+    assert set(ends) == {End.OK, End.CANCELLED}
+    assert min(ends.values()) > 40
+    served = [(record, jobs[record.index]) for record in outcome.records if record.end is End.OK]
+    assert all(record.num_output_tokens == job.num_output_tokens for record, job in served)
+
+
+def test_kv_without_room_is_computed_again() -> None:
+    """Two answers that fill the decode replica's memory, and a third that comes meanwhile."""
+    tight = replace(CAPACITY, num_blocks=9)
+    jobs = [Job(arrival_ns=k * 40 * MS, num_prompt_tokens=45, num_output_tokens=60) for k in range(3)]
+    plans: list[StepPlan] = []
+    some = cluster(settings=replace(SETTINGS, capacity=tight), num_prefill_replicas=1, link=LINK)
+    outcome = some.run(of(*jobs), on_plan=plans.append)
+    assert [record.num_output_tokens for record in outcome.records] == [60, 60, 60]
+    assert any(row.query_len > 45 for plan in plans for row in plan.rows), "prompt and first token in one row"
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"num_replicas": 0}, "at least one replica"),
+        ({"num_prefill_replicas": 1}, "need a link"),
+        (
+            {"num_prefill_replicas": 1, "link": LINK, "settings": replace(SETTINGS, enable_prefix_caching=False)},
+            "prefix cache, which is off",
+        ),
+    ],
+)
+def test_what_makes_no_cluster_is_refused(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        cluster(**changes)
+
+
+class Astray:
+    def choose(self, arrival: Arrival, loads: Sequence[EngineLoad]) -> int:
+        return len(loads)
+
+
+def test_a_router_that_chooses_nobody_is_named() -> None:
+    with pytest.raises(PenstockError, match="The router Astray chose replica 2; there are 2"):
+        cluster(num_replicas=2, make_router=Astray).run(many(1))
+
+
+def test_a_router_of_ones_own_is_found(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("class Last:\n    def choose(self, arrival, loads):\n        return len(loads) - 1\n")
+    outcome = cluster(num_replicas=3, make_router=find_router(f"{file}:Last")).run(many(5))
+    assert [len(timeline.at_ns) > 0 for timeline in outcome.timelines.values()] == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("nearest", "There is no router 'nearest'. Known routers: round-robin, least-loaded, prefix"),
+        ("no.such.module:Class", "can't be loaded: No module named 'no'"),
+        ("collections:Counter", "has no method choose"),
+        ("collections:Nothing", "has no attribute 'Nothing'"),
+    ],
+)
+def test_a_router_that_is_none_is_refused(name: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        find_router(name)
