@@ -9,7 +9,7 @@ import click
 from penstock.config.units import parse_share
 from penstock.lab import plots, report
 from penstock.lab.compare import compare_results
-from penstock.lab.results import read_result
+from penstock.lab.results import Result, read_result
 from penstock.types.errors import ConfigError, PenstockError, counted
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
@@ -53,6 +53,11 @@ def show_report(file: Path, html: Path | None, folder: Path | None, *, every_run
     result = read_result(file)
     sections = list(report.sections_of(result, every_run=every_run))
     click.echo(report.as_markdown(sections) if markdown else report.as_text(sections))
+    write_files(result, html=html, folder=folder)
+
+
+def write_files(result: Result, *, html: Path | None, folder: Path | None) -> None:
+    """Write the page and the plots that were asked for. Raises ConfigError if one can't be written, or drawn."""
     if html is not None:
         write_text(html, report.html_of(result))
     if folder is not None:

@@ -27,6 +27,7 @@ _COMMANDS = {
     "simulate": ("penstock.cli.simulate:simulate", "Say what traffic would do on a configuration, without serving it."),
     "top": ("penstock.cli.top:top", "Watch a running server: rates, queue, KV cache, requests."),
     "profile": ("penstock.cli.profile:profile", "Say what steps take, here or in a recording; fit the simulator's costs."),
+    "bench": ("penstock.cli.bench:bench", "Measure a server, or a model here, under a workload."),
     "env": ("penstock.cli.env:env", "Show the machine, the instruction set chosen, versions, what is missing."),
 }
 

@@ -30,12 +30,12 @@ class GroupedCommand(click.Command):
     """A command whose help shows its settings under their component's title."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        titles = {item.key: component.title for _, component in COMPONENTS for item in settings_of(component)}
+        titles = {item.env: component.title for _, component in COMPONENTS for item in settings_of(component)}
         groups: dict[str, list[tuple[str, str]]] = {}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx) if isinstance(param, click.Option) else None
             if record is not None:
-                groups.setdefault(titles.get(param.name or "", "Options"), []).append(record)
+                groups.setdefault(titles.get(str(param.envvar), "Options"), []).append(record)
         for title in sorted(groups, key=lambda title: title != "Options"):
             with formatter.section(title):
                 formatter.write_dl(groups[title])

@@ -17,17 +17,19 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 _LENGTHS = "LENGTHS"
 
 
-def workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the options; the command gets them as one `WorkloadChoice`, named `choice`."""
+def workload_options(command: Callable[..., Any], *, without: tuple[str, ...] = ()) -> Callable[..., Any]:
+    """Adds the options; the command gets them as one `WorkloadChoice`, named `choice`. Fields `without` an option are its own."""
 
     @functools.wraps(command)
     def with_choice(**values: Any) -> Any:
-        chosen = {field.name: values.pop(field.name) for field in fields(WorkloadChoice)}
+        chosen = {field.name: values.pop(field.name) for field in fields(WorkloadChoice) if field.name not in without}
         return command(choice=WorkloadChoice(**chosen), **values)
 
     decorated: Callable[..., Any] = with_choice
     for option in reversed(_OPTIONS):
         decorated = option(decorated)
+    params = vars(decorated)["__click_params__"]
+    params[:] = [param for param in params if param.name not in without]
     return decorated
 
 

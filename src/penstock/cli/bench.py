@@ -1,0 +1,463 @@
+"""`penstock bench`: sends a workload to a server, or to a model in this process, and shows what came of it.
+
+The work is in `lab`: workloads, the client, figures, reports. Here are the options, and which of these is asked for what.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import os
+import sys
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from penstock.cli import bench_results
+from penstock.cli.options import GroupedCommand, config_options, model_argument, warn_of_unknown_variables
+from penstock.cli.workload_options import workload_options
+from penstock.config.components import COMPONENTS
+from penstock.config.setting import settings_of
+from penstock.config.units import parse_duration
+from penstock.lab.client import SILENCE_S, SendOptions, send
+from penstock.lab.in_process import Ask, Progress, drive
+from penstock.lab.pacing import Pace, WarmUp
+from penstock.lab.prompts import Tokenizer, write_prompts
+from penstock.lab.records import Sent
+from penstock.lab.target import Endpoint, Questions, ServerTokenizer, Target
+from penstock.lab.workload import Workload
+from penstock.lab.workload_choice import WorkloadChoice, make_workload
+from penstock.types.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.lab.results import Run
+    from penstock.llm import AsyncLLM
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+DEFAULT_CONCURRENCY = 8
+_COMPONENTS = ("model", "kv", "scheduler", "backend")
+_NOT_HERE = ("model", "served_model_name")
+_SETTINGS = [item.key for name, part in COMPONENTS if name in _COMPONENTS for item in settings_of(part)]
+
+
+_OTHERS = {"compare": "compare", "report": "show_report"}
+"""First word -> the command in `bench_results`."""
+
+
+class _Bench(GroupedCommand):
+    """`penstock bench compare` and `penstock bench report` are other commands."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        if args and args[0] in _OTHERS:
+            command: click.Command = getattr(bench_results, _OTHERS[args[0]])
+            return command.make_context(f"{info_name} {args[0]}", args[1:], parent, **extra)
+        return super().make_context(info_name, args, parent, **extra)
+
+
+class _Numbers(click.ParamType[tuple[float, ...]]):
+    """`1,8,32`: numbers above 0, each of which is a run."""
+
+    name = "numbers"
+
+    def __init__(self, *, whole: bool) -> None:
+        self._number: Callable[[str], float] = int if whole else float
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
+        try:
+            numbers = tuple(self._number(part) for part in str(value).split(","))
+        except ValueError:
+            numbers = ()
+        if not numbers or not all(0 < number < 1e9 for number in numbers):
+            self.fail(f"{value!r} is no number above 0, and no list such as 1,8,32.", param, ctx)
+        return numbers
+
+
+def _json_object(ctx: click.Context, param: click.Parameter, value: str | None) -> dict[str, object]:
+    try:
+        found = json.loads(value) if value else {}
+    except json.JSONDecodeError as error:
+        raise click.BadParameter(f"{value!r} is no JSON: {error}.", ctx, param) from None
+    if not isinstance(found, dict):
+        raise click.BadParameter(f"{value!r} is no JSON object.", ctx, param)
+    return found
+
+
+def _warm_up(ctx: click.Context, param: click.Parameter, value: str) -> WarmUp:
+    try:
+        return WarmUp(num_jobs=int(value)) if value.isdigit() else WarmUp(seconds=parse_duration(value))
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is no number of requests such as 8, and no time such as 5s.", ctx, param) from None
+
+
+def _seconds(ctx: click.Context, param: click.Parameter, value: str) -> float:
+    try:
+        return parse_duration(value)
+    except ValueError as error:
+        raise click.BadParameter(f"{error}.", ctx, param) from None
+
+
+_FILE = click.Path(path_type=Path, dir_okay=False)
+_OPTIONS: tuple[Callable[[Any], Any], ...] = (
+    click.option("--url", default=DEFAULT_URL, show_default=True, help="Server with OpenAI's API."),
+    click.option("--in-process", is_flag=True, help="Load MODEL here instead, and ask it without HTTP."),
+    click.option(
+        "--endpoint",
+        type=click.Choice([endpoint.value for endpoint in Endpoint]),
+        default=Endpoint.COMPLETIONS.value,
+        show_default=True,
+        help="Route to ask.",
+    ),
+    click.option("--stream/--no-stream", default=True, show_default=True, help="Without it, there is no first token."),
+    click.option("--api-key", envvar="PENSTOCK_API_KEY", metavar="KEY", help="Key that the server asks for."),
+    click.option(
+        "--extra-body",
+        callback=_json_object,
+        metavar="JSON",
+        help='Fields for each request, as {"top_p": 0.9}; null drops one.',
+    ),
+    click.option(
+        "--tokenizer",
+        metavar="MODEL",
+        help="Count prompts' tokens with this model's tokenizer. Default: the server's own, where it has /tokenize.",
+    ),
+    click.option(
+        "--concurrency",
+        type=_Numbers(whole=True),
+        metavar="N,...",
+        help=f"Closed loop of N users who wait for their answers. Default: {DEFAULT_CONCURRENCY}, where nothing says when.",
+    ),
+    click.option(
+        "--rate", "rates", type=_Numbers(whole=False), metavar="PER_S,...", help="Open loop of so many requests per second."
+    ),
+    click.option(
+        "--max-concurrency", type=click.IntRange(1), help="Requests of an open loop at once; others wait in the client."
+    ),
+    click.option(
+        "--warmup", default="0", callback=_warm_up, metavar="N|TIME", help="First requests, or seconds, that no figure has."
+    ),
+    click.option("--repeat", type=click.IntRange(1, 100), default=1, show_default=True, help="Do all of it so many times."),
+    click.option(
+        "--timeout", default=f"{SILENCE_S:g}s", callback=_seconds, show_default=True, help="Silence that makes an answer fail."
+    ),
+    click.option("--return-refused", is_flag=True, help="Clients that are refused come back when Retry-After says."),
+    click.option(
+        "--slo", multiple=True, metavar="METRIC=TIME", help="As ttft=500ms, tpot=50ms, itl=50ms, e2e=10s. Repeatable."
+    ),
+    click.option("--price-per-hour", type=click.FloatRange(0, min_open=True), help="Of the server, for the cost of tokens."),
+    click.option("--json", "json_file", type=_FILE, metavar="FILE", help="Write the result, which `bench compare` reads."),
+    click.option("--html", "html_file", type=_FILE, metavar="FILE", help="Write a report that opens offline."),
+    click.option("--plots", type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Write plots as PNG."),
+)
+
+
+def _bench_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+@click.command(cls=_Bench)
+@model_argument
+@_bench_options
+@functools.partial(workload_options, without=("rate",))
+@config_options(*_COMPONENTS, without=_NOT_HERE[1:])
+def bench(choice: WorkloadChoice, **values: Any) -> None:
+    """Send a workload to a server, or to MODEL in this process, and show throughput, latencies, goodput and cost.
+
+    \b
+      penstock bench                                     100 requests, 8 at a time, to http://127.0.0.1:8000
+      penstock bench --rate 1,2,4 --slo ttft=500ms       three open loops, one after the other
+      penstock bench --workload trace.csv --json a.json  a trace, as it was recorded
+      penstock bench report a.json --every-run           the tables again; also --html, --plots, --markdown
+      penstock bench compare a.json b.json               is the difference more than noise?
+
+    The options under Model and below are for --in-process. docs/bench.md defines every figure.
+    """
+    from penstock.lab.figures import parse_slos
+    from penstock.lab.report import as_text, sections_of
+    from penstock.lab.results import Result, write_result
+
+    warn_of_unknown_variables()
+    slos, loads = parse_slos(values["slo"]), _loads(choice, values)
+    _check_files(values)
+    runs: list[Run] = []
+    is_interrupted = False
+    with (_in_process if values["in_process"] else _over_http)(values) as asked:
+        for nth, load in enumerate(loads * values["repeat"]):
+            run, is_interrupted = _run(asked, choice, load, values, nth)
+            if run is not None:
+                runs.append(replace(run, slos=slos, price_per_hour=values["price_per_hour"]))
+            if is_interrupted:
+                break
+    if runs:
+        result = Result(runs=runs)
+        print(as_text(list(sections_of(result, every_run=len(runs) == 1))), end="", flush=True)
+        if (path := values["json_file"]) is not None:
+            write_result(result, path)
+        bench_results.write_files(result, html=values["html_file"], folder=values["plots"])
+    if is_interrupted:
+        sys.exit(130)
+    if not any(run.samples.is_ok.any() for run in runs):
+        sys.exit(1)
+
+
+def _check_files(values: Mapping[str, Any]) -> None:
+    """Raises ConfigError before the run, not after it, for a file that could not be written."""
+    from penstock.lab import plots
+
+    for name in ("json_file", "html_file"):
+        if (path := values[name]) is not None and not os.access(path.absolute().parent, os.W_OK):
+            raise ConfigError(f"{path} can't be written.", remedy="Name a file in a folder that exists.")
+    if values["plots"] is not None and not plots.is_installed():
+        raise ConfigError("Plots need matplotlib, which is not installed.", remedy=plots.INSTALL)
+
+
+# Loads: the points of a sweep
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """One point of a sweep; neither: as the workload says."""
+
+    concurrency: int | None = None
+    rate: float | None = None
+
+
+def _loads(choice: WorkloadChoice, values: Mapping[str, Any]) -> list[_Load]:
+    """Raises UsageError for options that contradict each other."""
+    concurrency, rates = values["concurrency"], values["rates"]
+    if concurrency is None:
+        return [_Load(rate=rate) for rate in rates] if rates else [_Load()]
+    if rates or choice.arrivals not in ("", "closed"):
+        raise click.UsageError("--concurrency is a closed loop, --rate and --arrivals an open one: leave one of them out.")
+    if values["max_concurrency"] is not None:
+        raise click.UsageError("--max-concurrency is for an open loop: leave it out, or --concurrency.")
+    return [_Load(concurrency=users) for users in concurrency]
+
+
+def _pace(workload: Workload, load: _Load, max_concurrency: int | None) -> Pace:
+    """An open loop, but where users are given, or no job comes later than another."""
+    if load.concurrency is not None:
+        return Pace(concurrency=load.concurrency)
+    if max_concurrency is None and not any(job.arrival_ns for job in workload.jobs if job.after is None):
+        return Pace(concurrency=DEFAULT_CONCURRENCY)
+    return Pace(max_concurrency=max_concurrency)
+
+
+# Targets: a server, or a model here
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """The server, or the model, and how it is asked."""
+
+    how: str
+    url: str
+    model: str
+    server: str
+    tokenizer: Tokenizer | None
+    send: Callable[[Workload, Pace, Callable[[], object]], Sent]
+
+
+@contextmanager
+def _over_http(values: Mapping[str, Any]) -> Iterator[_Asked]:
+    """The server at the URL, which is asked what it takes. Raises PenstockError if it takes nothing, or is not there."""
+    from penstock.serve.http.listener import raise_open_files_limit
+
+    _refuse_settings()
+    raise_open_files_limit()
+    target = Target(
+        url=values["url"].rstrip("/"),
+        model=values["model"] if _is_given("model") else "",
+        endpoint=Endpoint(values["endpoint"]),
+        stream=values["stream"] and values["endpoint"] != Endpoint.EMBEDDINGS,
+        api_key=_one_key(values["api_key"]),
+        extra_body=values["extra_body"],
+    )
+    with Questions(target) as questions:
+        if not target.model:
+            target = replace(target, model=questions.model())
+    with Questions(target) as questions:
+        target, notes = questions.settle()
+        for note in notes:
+            print(f"Note: {note}", file=sys.stderr)
+        tokenizer = _named_tokenizer(values) or ServerTokenizer.of(questions)
+        if tokenizer is None:
+            print("Note: lengths of prompts are estimated. --tokenizer MODEL makes them exact.", file=sys.stderr)
+        send_all = functools.partial(
+            _send, target, values["warmup"], SendOptions(silence_s=values["timeout"], returns=values["return_refused"])
+        )
+        yield _Asked(
+            how="http", url=target.url, model=target.model, server=questions.server(), tokenizer=tokenizer, send=send_all
+        )
+
+
+def _send(
+    target: Target, warm_up: WarmUp, options: SendOptions, workload: Workload, pace: Pace, on_end: Callable[[], object]
+) -> Sent:
+    return send(workload, target, pace=pace, warm_up=warm_up, options=options, on_end=on_end)
+
+
+@contextmanager
+def _in_process(values: Mapping[str, Any]) -> Iterator[_Asked]:
+    """The model, loaded here. Raises PenstockError if that fails, UsageError for options of a server."""
+    from penstock import __version__
+    from penstock.llm import AsyncLLM
+
+    for name in ("url", "api_key", "extra_body", "stream", "timeout", "return_refused"):
+        if _is_given(name):
+            raise click.UsageError(f"--{name.replace('_', '-')} is for a server: leave it out, or --in-process.")
+    if values["endpoint"] == Endpoint.EMBEDDINGS:
+        raise click.UsageError("In process there are no embeddings.")
+    tokenizer = _named_tokenizer(values) or load_tokenizer_of(values["model"], values["cache"])
+    llm = AsyncLLM(values["model"], **{key: values[key] for key in _SETTINGS if key not in _NOT_HERE})
+    try:
+        ask = functools.partial(_ask, llm, values["endpoint"] == Endpoint.CHAT)
+        yield _Asked(
+            how="in process",
+            url="",
+            model=llm.model_name,
+            server=f"penstock {__version__}",
+            tokenizer=tokenizer,
+            send=functools.partial(_drive, ask, values["warmup"]),
+        )
+    finally:
+        llm.close()
+
+
+def _drive(ask: Ask, warm_up: WarmUp, workload: Workload, pace: Pace, on_end: Callable[[], object]) -> Sent:
+    return asyncio.run(drive(workload, ask, pace=pace, warm_up=warm_up, on_end=on_end))
+
+
+async def _ask(
+    llm: AsyncLLM, is_chat: bool, prompt: Sequence[str] | Sequence[int], num_output_tokens: int
+) -> AsyncGenerator[Progress, None]:
+    """As `lab.in_process.Ask`."""
+    from penstock.llm import SamplingParams
+
+    params = SamplingParams(max_tokens=num_output_tokens, temperature=0.0, ignore_eos=True)
+    texts = [part for part in prompt if isinstance(part, str)]
+    if is_chat:
+        roles = ("user", "assistant")
+        outputs = llm.chat([{"role": roles[turn % 2], "content": text} for turn, text in enumerate(texts)], params)
+    else:
+        outputs = llm.generate("".join(texts) if texts else [part for part in prompt if isinstance(part, int)], params)
+    async with aclosing(outputs):
+        async for output in outputs:
+            answer = output.outputs[0]
+            yield Progress(
+                num_prompt_tokens=len(output.prompt_token_ids),
+                num_cached_tokens=output.num_cached_tokens,
+                num_output_tokens=len(answer.token_ids),
+                new_text=answer.new_text,
+            )
+
+
+def _is_given(name: str) -> bool:
+    """Whether the user wrote an option on the command line; the model may be an argument."""
+    context = click.get_current_context()
+    if name == "model" and context.params.get("model_word") is not None:
+        return True
+    return context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+
+
+def _refuse_settings() -> None:
+    """Refuse settings of a model in this process. In the environment or a file they are for other commands."""
+    for name in _SETTINGS:
+        if name != "model" and _is_given(name):
+            raise click.UsageError(f"--{name.replace('_', '-')} is for --in-process: give it to the server.")
+
+
+def _one_key(api_key: str | None) -> str | None:
+    """The environment may hold several, as `serve` reads it; each of them opens the server."""
+    if api_key is None or _is_given("api_key"):
+        return api_key
+    return next(iter(api_key.split()), api_key)
+
+
+def _named_tokenizer(values: Mapping[str, Any]) -> Tokenizer | None:
+    return None if values["tokenizer"] is None else load_tokenizer_of(values["tokenizer"], values["cache"])
+
+
+def load_tokenizer_of(model: str, cache_folder: str | None) -> Tokenizer:
+    """The tokenizer of a model without its weights. Fetches a model that can be. Raises PenstockError."""
+    from penstock.config.components import config_from
+    from penstock.deploy.factory import locate
+    from penstock.models.load import load_model
+    from penstock.text.tokenizer import load_tokenizer
+
+    found = {"model": model} if cache_folder is None else {"model": model, "cache": cache_folder}
+    loaded = load_model(locate(config_from(found)))  # the weights stay in the file
+    return load_tokenizer(
+        loaded.tokenizer_source,
+        bos_token_id=loaded.bos_token_id,
+        eos_token_ids=loaded.eos_token_ids,
+        special_tokens=loaded.special_tokens,
+    )
+
+
+# A run
+
+
+def _run(asked: _Asked, choice: WorkloadChoice, load: _Load, values: Mapping[str, Any], nth: int) -> tuple[Run | None, bool]:
+    """The run of one load, None if no request has ended, and whether it was interrupted.
+
+    `nth`: the number of the run; each has other prompts, so that none is cached. A run of another day has the same.
+    """
+    from penstock.lab.figures import Samples
+    from penstock.lab.results import Load, Run
+    from penstock.lab.results import Target as AskedTarget
+
+    tokenizer = asked.tokenizer
+    count = None if tokenizer is None else lambda text: len(tokenizer.encode(text, add_special_tokens=False))
+    workload = make_workload(replace(choice, rate=load.rate), count)
+    workload = write_prompts(workload, tokenizer, seed=choice.seed + nth)
+    pace = _pace(workload, load, values["max_concurrency"])
+    begun_at = datetime.now(UTC).isoformat(timespec="seconds")
+    sent = _with_bar(asked, workload, pace)
+    for note in _notes(sent):
+        print(f"Note: {note}", file=sys.stderr)
+    told = Load("concurrency", pace.concurrency) if pace.concurrency else Load("rate", load.rate) if load.rate else None
+    options = {name: values[name] for name in ("endpoint", "stream", "max_concurrency")}
+    is_interrupted = bool(sent.unfinished) or sent.num_unsent > 0
+    if not sent.records:
+        return None, is_interrupted
+    run = Run(
+        workload=workload.name,
+        options={**options, "client_cpu_us_per_request": round(sent.client_cpu_s * 1e6 / max(1, len(sent.records)), 1)},
+        seed=choice.seed,
+        load=told,
+        how=asked.how,
+        target=AskedTarget(url=asked.url, model=asked.model, server=asked.server),
+        begun_at=begun_at,
+        samples=Samples.of(sent.records),
+    )
+    return run, is_interrupted
+
+
+def _with_bar(asked: _Asked, workload: Workload, pace: Pace) -> Sent:
+    """Send it with a progress bar, if there is a terminal."""
+    from tqdm import tqdm
+
+    with tqdm(total=len(workload.jobs), unit=" requests", disable=not sys.stderr.isatty(), leave=False) as bar:
+        return asked.send(workload, pace, bar.update)
+
+
+def _notes(sent: Sent) -> Iterator[str]:
+    yield from sent.notes
+    if sent.num_warm_up:
+        yield f"{sent.num_warm_up} requests of the warm-up are in no figure."
+    if sent.unfinished or sent.num_unsent:
+        yield (
+            f"Interrupted: {len(sent.unfinished)} requests were under way and {sent.num_unsent} not sent; figures are of the "
+            "others, of which more are short than in the whole."
+        )

@@ -1,0 +1,210 @@
+"""`penstock bench`, as a process: against a server of canned answers, and with a tiny model in its own process."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from lab.canned import DONE, CannedServer, event, plain, stream, token, usage
+
+Penstock = Callable[..., subprocess.CompletedProcess[str]]
+FEW = ("--requests", "6", "--input-tokens", "4-8", "--output-tokens", "2-3")
+
+
+def answer(request):
+    """As a server would that has no tokenizer, and takes all fields."""
+    path = request.line.split()[1]
+    if path == "/v1/models":
+        return [plain({"data": [{"id": "canned", "owned_by": "nobody"}]})]
+    if path == "/version":
+        return [plain({"version": "1.2"})]
+    if path not in ("/v1/completions", "/v1/chat/completions"):
+        return [plain({"error": {"message": "no such route"}}, "404 Not Found")]
+    count = request.json["max_tokens"]
+    if path == "/v1/completions":
+        return [stream(*[token(" a")] * count, usage(count), DONE)]
+    return [stream(*[event({"choices": [{"delta": {"content": " a"}}]})] * count, usage(count), DONE)]
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., CannedServer]]:
+    servers: list[CannedServer] = []
+
+    def start(respond=answer) -> CannedServer:
+        servers.append(CannedServer(respond))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def completions(server: CannedServer) -> list[dict]:
+    return [request.json for request in server.requests if request.line.startswith("POST /v1/")]
+
+
+def test_a_run_is_shown_and_written(penstock: Penstock, serve, tmp_path: Path) -> None:
+    server = serve()
+    done = penstock("bench", "--url", server.url, *FEW, "--slo", "ttft=10s", "--json", "a.json", "--html", "a.html")
+    assert done.returncode == 0, done.stderr
+    for word in ("TTFT", "TPOT", "canned", "nobody 1.2", server.url):
+        assert word in done.stdout
+    assert "lengths of prompts are estimated" in done.stderr
+    asked = completions(server)
+    assert len(asked) == 1 + 6, "one token is asked for before the run"
+    assert {body["model"] for body in asked} == {"canned"}
+    (run,) = json.loads((tmp_path / "a.json").read_text())["runs"]
+    assert run["figures"]["num_by_end"]["ok"] == 6
+    assert run["load"] == {"kind": "concurrency", "value": 8}
+    assert run["how"] == "http"
+    assert "<html" in (tmp_path / "a.html").read_text()
+
+
+def test_a_sweep_is_one_result(penstock: Penstock, serve, tmp_path: Path) -> None:
+    server = serve()
+    done = penstock("bench", "--url", server.url, *FEW, "--concurrency", "1,2", "--repeat", "2", "--json", "a.json")
+    assert done.returncode == 0, done.stderr
+    runs = json.loads((tmp_path / "a.json").read_text())["runs"]
+    assert [run["load"]["value"] for run in runs] == [1, 2, 1, 2]
+    assert len({run["workload"] for run in runs}) == 1
+    prompts = [body["prompt"] for body in completions(server)[1:]]
+    assert len(set(prompts)) == 24, "no run finds the prompts of another in the prefix cache"
+    done = penstock("bench", "--url", server.url, *FEW, "--rate", "200,300", "--json", "b.json")
+    assert done.returncode == 0, done.stderr
+    runs = json.loads((tmp_path / "b.json").read_text())["runs"]
+    assert [run["load"] for run in runs] == [{"kind": "rate", "value": 200}, {"kind": "rate", "value": 300}]
+    compared = penstock("bench", "compare", "a.json", "a.json")
+    assert compared.returncode == 0, compared.stderr
+    assert "Comparison" in compared.stdout
+    assert penstock("bench", "compare", "a.json", "b.json").returncode == 1
+
+
+def test_a_chat_is_asked_with_messages_and_more_fields(penstock: Penstock, serve) -> None:
+    server = serve()
+    words = ("--endpoint", "chat", "--extra-body", '{"top_p": 0.5, "temperature": null}', "--api-key", "k")
+    done = penstock("bench", "theirs", "--url", f"{server.url}/v1", *FEW, *words)
+    assert done.returncode == 0, done.stderr
+    body = completions(server)[-1]
+    assert (body["model"], body["messages"][0]["role"], body["top_p"]) == ("theirs", "user", 0.5)
+    assert "temperature" not in body
+    assert server.requests[-1].headers["authorization"] == "Bearer k"
+
+
+def test_the_status_is_1_if_everything_failed_and_0_if_something_did_not(penstock: Penstock, serve) -> None:
+    def fail(request):
+        if request.line.startswith("POST /v1/") and request.json["max_tokens"] > 1 and len(completions(servers[0])) > 2:
+            return [plain({"error": {"message": "out of memory"}}, "500 Internal Server Error")]
+        return answer(request)
+
+    def fail_always(request):
+        if request.line.startswith("POST /v1/") and request.json["max_tokens"] > 1:
+            return [plain({"error": {"message": "out of memory"}}, "500 Internal Server Error")]
+        return answer(request)
+
+    servers = [serve(fail), serve(fail_always)]
+    some = penstock("bench", "--url", servers[0].url, *FEW, "--concurrency", "1")
+    assert some.returncode == 0, some.stderr
+    assert "out of memory" in some.stdout
+    every = penstock("bench", "--url", servers[1].url, *FEW)
+    assert every.returncode == 1
+    assert "out of memory" in every.stdout
+
+
+def test_a_server_that_is_not_there_is_one_line(penstock: Penstock) -> None:
+    done = penstock("bench", "--url", "http://127.0.0.1:1", *FEW)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("error: http://127.0.0.1:1 can't be reached: Connection refused.")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--concurrency", "0"), "no number above 0"),
+        (("--concurrency", "1,x"), "no number above 0"),
+        (("--concurrency", "2", "--rate", "3"), "leave one of them out"),
+        (("--concurrency", "2", "--max-concurrency", "3"), "leave it out"),
+        (("--extra-body", "[1]"), "no JSON object"),
+        (("--extra-body", "{"), "no JSON"),
+        (("--warmup", "some"), "no number of requests"),
+        (("--slo", "ttft=1x"), "ttft=1x"),
+        (("--block-size", "16"), "is for --in-process"),
+        (("--in-process", "--url", "http://x"), "is for a server"),
+        (("--in-process", "--endpoint", "embeddings"), "no embeddings"),
+        (("--json", "missing/a.json"), "can't be written"),
+        (("--url", "nonsense"), "no address"),
+    ],
+)
+def test_wrong_options_are_told_before_anything_is_sent(penstock: Penstock, words: tuple[str, ...], told: str) -> None:
+    done = penstock("bench", *words)
+    assert done.returncode in (1, 2)
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_ctrl_c_shows_what_there_is(environment: dict[str, str], tmp_path: Path, serve) -> None:
+    held: list[subprocess.Popen[str]] = []
+
+    def interrupt(request):
+        if request.line.startswith("POST /v1/") and len(completions(server)) == 4:
+            held[0].send_signal(signal.SIGINT)
+            held[0].wait(60)
+        return answer(request)
+
+    server = serve(interrupt)
+    words = [sys.executable, "-m", "penstock", "bench", "--url", server.url, *FEW, "--concurrency", "1", "--json", "a.json"]
+    with subprocess.Popen(
+        words, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path, env=environment
+    ) as run:
+        held.append(run)
+        out, err = run.communicate(timeout=100)
+    assert run.returncode == 130, err
+    assert "Interrupted: 1 requests were under way and 3 not sent" in err
+    assert "TTFT" in out
+    (written,) = json.loads((tmp_path / "a.json").read_text())["runs"]
+    assert written["figures"]["num_requests"] == 2
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+def test_a_model_in_this_process_is_asked_without_http(penstock: Penstock, tiny_model: Path, tmp_path: Path, endpoint) -> None:
+    if endpoint == "chat":
+        (tmp_path / "template").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    more = ("--chat-template", "template") if endpoint == "chat" else ()
+    words = ("--in-process", tiny_model, "--backend", "reference", "--endpoint", endpoint, "--json", "a.json", *more)
+    done = penstock("bench", *words, *FEW, "--sessions", "2", "--concurrency", "3")
+    assert done.returncode == 0, done.stderr
+    (run,) = json.loads((tmp_path / "a.json").read_text())["runs"]
+    assert run["how"] == "in process"
+    assert run["figures"]["num_by_end"]["ok"] == 6
+    assert run["requests"]["columns"]["num_output_tokens"] != [0] * 6
+    assert "counted by the tokenizer" in run["workload"]
+
+
+def test_a_server_of_our_own_is_measured_with_exact_lengths(
+    penstock: Penstock, environment: dict[str, str], tiny_model: Path, tmp_path: Path
+) -> None:
+    """End to end: what the client asks for is what the server counts."""
+    command = [sys.executable, "-m", "penstock", "serve", str(tiny_model), "--backend", "reference", "--port", "0"]
+    with (
+        (tmp_path / "log").open("w") as log,
+        subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=log, env=environment) as server,
+    ):
+        try:
+            url = next(word for line in server.stdout for word in line.split() if word.startswith("http://"))
+            done = penstock("bench", "--url", url, *FEW, "--tokenizer", tiny_model, "--json", "a.json")
+        finally:
+            server.terminate()
+    assert done.returncode == 0, done.stderr
+    assert "estimated" not in done.stderr
+    (run,) = json.loads((tmp_path / "a.json").read_text())["runs"]
+    columns = run["requests"]["columns"]
+    assert run["figures"]["num_by_end"]["ok"] == 6
+    assert all(4 <= count <= 9 for count in columns["num_prompt_tokens"]), "the server may add a token at the begin"
+    assert all(queue_ns is not None for queue_ns in columns["queue_ns"])
+    assert "penstock" in run["target"]["server"]
