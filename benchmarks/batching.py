@@ -39,13 +39,13 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from load import Job
 from workloads import DEFAULT_TRACES, WORKLOADS, Source, describe, read_jobs
 
 from penstock import machine
 from penstock.config import BackendConfig, Config, KvConfig, ModelConfig, SchedulerConfig
 from penstock.deploy.factory import start_model
 from penstock.lab.arrivals import NS_PER_S, poisson
+from penstock.lab.workload import Job
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
 from penstock.types.request import Request
 from penstock.types.sampling import SamplingParams
@@ -95,7 +95,7 @@ class Replay:
     def __init__(self, runtime: RunningModel, jobs: Sequence[Job]) -> None:
         self._runtime = runtime
         encode = runtime.tokenizer.encode
-        self._jobs = [(tuple(encode(job.prompt, add_special_tokens=True)), job.max_tokens) for job in jobs]
+        self._jobs = [(tuple(encode(job.prompt, add_special_tokens=True)), job.num_output_tokens) for job in jobs]
         self._ids = count()
         self._counters = Counters(runtime.metrics)
 
@@ -151,9 +151,9 @@ def bounds(jobs: Sequence[Job], batch_size: int, costs: dict[str, float]) -> dic
     """The gain that the lengths allow; see the head of this file."""
     batches = [jobs[start : start + batch_size] for start in range(0, len(jobs), batch_size)]
     num_prompt = sum(job.num_prompt_tokens for job in jobs)
-    num_decodes = sum(job.max_tokens - 1 for job in jobs)
+    num_decodes = sum(job.num_output_tokens - 1 for job in jobs)
     prompts = sum(len(batch) * max(job.num_prompt_tokens for job in batch) for batch in batches) / num_prompt
-    decodes = sum(len(batch) * max(job.max_tokens - 1 for job in batch) for batch in batches) / num_decodes
+    decodes = sum(len(batch) * max(job.num_output_tokens - 1 for job in batch) for batch in batches) / num_decodes
     prompt_ms, decode_ms = num_prompt * costs["prompt_ms"], num_decodes * costs["decode_ms"]
     expected = (prompts * prompt_ms + decodes * decode_ms) / (prompt_ms + decode_ms)
     return {"prompts": prompts, "decodes": decodes, "least": min(prompts, decodes), "expected": expected}

@@ -230,7 +230,7 @@ def _write_lengths(traces: Path) -> None:
 
     source = Source(traces, read_tokenizer(resolve(DEFAULT_MODEL, default_cache_dir()).path))
     jobs = read_jobs("sharegpt", source, NUM_LENGTHS)
-    pairs = ",\n".join(json.dumps([job.num_prompt_tokens, job.max_tokens]) for job in jobs)
+    pairs = ",\n".join(json.dumps([job.num_prompt_tokens, job.num_output_tokens]) for job in jobs)
     made_by = "python benchmarks/gpu_shapes.py; the tokenizer of SmolLM2-135M"
     LENGTHS_FILE.write_text(f'{{"made_by": "{made_by}", "lengths": [\n{pairs}\n]}}\n')
 

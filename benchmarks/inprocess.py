@@ -25,14 +25,13 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from load import Job
-from serve import warm_up
-from sessions import SERVED_NAME, Contender, ServerSession, running
+from sessions import SERVED_NAME, Contender, ServerSession, running, warm_up
 from workloads import DEFAULT_TRACES, WORKLOADS, Source, describe, read_jobs
 
 from penstock import machine
 from penstock.config import BackendConfig, Config, KvConfig, ModelConfig
 from penstock.deploy.factory import start_model
+from penstock.lab.workload import Job
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
 from penstock.types.request import Request
 from penstock.types.sampling import SamplingParams
@@ -66,15 +65,15 @@ class InProcess:
     async def _ask(self, job: Job) -> None:
         runtime, texts = self._runtime, [""]
         prompt = tuple(runtime.tokenizer.encode(job.prompt, add_special_tokens=True))
-        sampling = SamplingParams(temperature=0.0, max_tokens=job.max_tokens)
+        sampling = SamplingParams(temperature=0.0, max_tokens=job.num_output_tokens)
         request = Request(f"request-{next(self._ids)}", prompt, sampling, runtime.clock.now_ns())
 
         with runtime.bridge.open([request]) as stream:
             while chunks := await stream.next_chunks():
                 texts += [chunk.text for chunk in chunks]
                 last = chunks[-1]
-        if last.num_generated_tokens != job.max_tokens:
-            raise RuntimeError(f"{last.num_generated_tokens} tokens instead of {job.max_tokens}: {last.detail}")
+        if last.num_generated_tokens != job.num_output_tokens:
+            raise RuntimeError(f"{last.num_generated_tokens} tokens instead of {job.num_output_tokens}: {last.detail}")
 
 
 def thread_cpu_s(pid: int, thread: int) -> float:
@@ -86,9 +85,9 @@ def over_http(session: ServerSession, jobs: Sequence[Job], concurrency: int) -> 
     pid = session.process.pid
     http_s, all_s = thread_cpu_s(pid, pid), session.cpu_s()
     run = session.replay(jobs, concurrency)
-    num_tokens = sum(job.max_tokens for job in jobs)
+    num_tokens = sum(job.num_output_tokens for job in jobs)
     return {
-        "http_tokens_per_s": num_tokens / run.seconds,
+        "http_tokens_per_s": num_tokens * 1e9 / run.duration_ns,
         "http_thread_us_per_token": (thread_cpu_s(pid, pid) - http_s) / num_tokens * 1e6,
         "server_us_per_token": (session.cpu_s() - all_s) / num_tokens * 1e6,
         "client_us_per_token": run.client_cpu_s / num_tokens * 1e6,
@@ -99,11 +98,11 @@ def measure(args: argparse.Namespace, session: ServerSession, engine: InProcess,
     results: dict[str, list[dict[str, float]]] = {}
     for concurrency in args.concurrency:
         engine.replay(jobs[:concurrency], concurrency)
-        warm_up(session.url, session.model, jobs, concurrency)
+        warm_up(session, jobs, concurrency)
     for turn in range(args.repeat):
         for concurrency, num_jobs in zip(args.concurrency, args.requests, strict=True):
             chosen = jobs[:num_jobs]
-            num_tokens = sum(job.max_tokens for job in chosen)
+            num_tokens = sum(job.num_output_tokens for job in chosen)
             # Who is first changes from turn to turn, so that a drift of the machine favours neither.
             if turn % 2:
                 seconds, figures = engine.replay(chosen, concurrency), over_http(session, chosen, concurrency)

@@ -17,7 +17,7 @@ from sessions import Contender
 
 import penstock
 
-MEASURED_BY = ("load.py", "sessions.py", "peers/drive_openvino.py", "peers/write_bf16.py")
+MEASURED_BY = ("sessions.py", "peers/drive_openvino.py", "peers/write_bf16.py")
 """Beside the command lines, what decides how a contender is run and loaded."""
 DIGITS = 16
 """Digits of a checksum."""

@@ -20,18 +20,23 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 
-from crowd import Client, Crowd, arrivals, own_jobs
-from load import Job, quantile
-from sessions import SERVED_NAME, Contender, ServerSession, running
+from sessions import SERVED_NAME, Contender, ServerSession, quantile, running
 from workloads import DEFAULT_TRACES, Source, read_jobs, read_tokenizer
 
+from penstock.lab.arrivals import gamma
+from penstock.lab.client import SendOptions, send
+from penstock.lab.records import End, Record, Sent
+from penstock.lab.target import Target
+from penstock.lab.workload import Job, Workload
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
 
 KINDS = {"poisson": 1.0, "gamma cv 4": 4.0}
@@ -43,7 +48,6 @@ CLIENTS_PER_RUN = 10**5
 """More than ever come."""
 ROUNDS = 6
 """Requests per row of the closed loop."""
-CAPACITY_TIMEOUT_S = 120.0
 UNBOUNDED = ("--max-queue", "1000000", "--kv-headroom", "0")
 
 
@@ -69,62 +73,72 @@ class Verdict:
     errors: int
 
 
+def own_jobs(jobs: Sequence[Job], count: int, first: int = 0) -> list[Job]:
+    """`count` jobs, those given again and again, each with a beginning of its own: no prompt is cached."""
+    picked = (jobs[idx % len(jobs)] for idx in range(first, first + count))
+    return [replace(job, prompt=f"{first + idx}. {job.prompt}") for idx, job in enumerate(picked)]
+
+
 def measure_capacity(session: ServerSession, jobs: Sequence[Job], num_rows: int) -> float:
     """Requests per second in a closed loop of `num_rows`."""
-    clients = [Client(job, 0.0) for job in own_jobs(jobs, ROUNDS * num_rows, first=10**6)]
-    crowd = Crowd(session.url, _address(session), SERVED_NAME, returns=False, closed=num_rows)
-    crowd.run(clients, CAPACITY_TIMEOUT_S)
-    if any(client.status != 200 for client in clients):
-        raise SystemExit("the server did not answer all requests of the closed loop")
-    ends = sorted(client.ended_s for client in clients if client.ended_s is not None)
+    sent = session.replay(own_jobs(jobs, ROUNDS * num_rows, first=10**6), num_rows)
+    ends = sorted(record.ended_ns for record in sent.records)
     # The rows are all taken from the first ends until the last clients have come.
     first, last = num_rows // 2, (ROUNDS - 1) * num_rows
-    return (last - first) / (ends[last] - ends[first])
+    return (last - first) * 1e9 / (ends[last] - ends[first])
+
+
+def arrivals(seed: int, rate: float, seconds: float, cv: float) -> list[int]:
+    """Instants in nanoseconds, with gamma-distributed gaps of this coefficient of variation; 1 is Poisson."""
+    count = round(2 * rate * seconds) + 100  # more than ever come
+    return list(takewhile(lambda at_ns: at_ns < seconds * 1e9, gamma(random.Random(seed), count, rate, cv)))
 
 
 def overload(
     session: ServerSession,
     jobs: Sequence[Job],
-    times_s: Sequence[float],
+    times_ns: Sequence[int],
     args: argparse.Namespace,
     *,
     has_door: bool,
     first: int = 0,
-) -> tuple[list[Client], float]:
-    """Clients that came at these times, and the second at which the last were cut off.
+) -> Sent:
+    """Clients that came at these times; the last are cut off.
 
     `first`: the number of the first prompt; another one for each run at a server, which would else know the prompts.
     """
-    clients = [Client(job, at_s) for job, at_s in zip(own_jobs(jobs, len(times_s), first), times_s, strict=True)]
-    crowd = Crowd(session.url, _address(session), SERVED_NAME, returns=has_door)
+    due = [replace(job, arrival_ns=at_ns) for job, at_ns in zip(own_jobs(jobs, len(times_ns), first), times_ns, strict=True)]
     # Behind the door nearly all is over when the last have come back; without it, waiting longer would show nothing new.
-    until_s = args.seconds * (OVERLOAD + 1 if has_door else 1.0)
-    return clients, crowd.run(clients, until_s)
+    options = SendOptions(max_s=args.seconds * (OVERLOAD + 1 if has_door else 1.0), returns=has_door)
+    return send(Workload(name="overload", jobs=due), Target(url=session.url, model=session.model), options=options)
 
 
-def judge(kind: str, door: str, run: tuple[list[Client], float], capacity: float, args: argparse.Namespace) -> Verdict:
-    clients, end_s = run
+def judge(kind: str, door: str, sent: Sent, capacity: float, args: argparse.Namespace) -> Verdict:
+    """Latencies count from the call that was let in."""
+    clients = [*sent.records, *sent.unfinished]
     in_time = [
-        client
-        for client in clients
-        if client.ended_s is not None
-        and client.status == 200
-        and client.ttft_s is not None
-        and client.ttft_s <= args.slo_ttft
-        and SKIP_S <= client.ended_s <= args.seconds
+        record
+        for record in sent.records
+        if record.end is End.OK
+        and (ttft_s := _ttft_s(record)) is not None
+        and ttft_s <= args.slo_ttft
+        and SKIP_S <= record.ended_ns / 1e9 <= args.seconds
     ]
-    # Who was cut off without a token has waited at least so long.
-    let_in = [client for client in clients if client.called_s and client.status in (0, 200)]
-    ttfts = [end_s - client.called_s if client.ttft_s is None else client.ttft_s for client in let_in]
-    refused = [client for client in clients if client.refusals_s]
-    returned = [client for client in refused if client.due_s <= end_s]
-    waits = [wait_s for client in clients for wait_s in client.waits_s] or [0.0]
+    # A client that was cut off without a token has waited at least so long; one that was away has not called again.
+    is_away = [record.end is End.CANCELLED and record.sent_ns == record.ended_ns for record in clients]
+    let_in = [
+        record for record, away in zip(clients, is_away, strict=True) if not away and record.end in (End.OK, End.CANCELLED)
+    ]
+    ttfts = [(record.ended_ns - record.sent_ns) / 1e9 if _ttft_s(record) is None else _ttft_s(record) for record in let_in]
+    refused = [record for record in clients if record.waits_ns or record.end is End.REFUSED]
+    returned = [record for record, away in zip(clients, is_away, strict=True) if record.waits_ns and not away]
+    waits = [wait_ns / 1e9 for record in clients for wait_ns in record.waits_ns] or [0.0]
     goodput = len(in_time) / (args.seconds - SKIP_S)
-    num_admitted = sum(len(client.refusals_s) == 1 for client in returned)
+    num_admitted = sum(len(record.waits_ns) == 1 for record in returned)
     return Verdict(
         arrivals=kind,
         door=door,
-        clients=len(clients),
+        clients=len(clients) + sent.num_unsent,
         refused=len(refused),
         goodput=round(goodput, 2),
         goodput_share=round(goodput / capacity, 3),
@@ -134,8 +148,12 @@ def judge(kind: str, door: str, run: tuple[list[Client], float], capacity: float
         returned_admitted_share=round(num_admitted / len(returned), 3) if returned else 1.0,
         retry_after_p50_s=quantile(waits, 0.5),
         retry_after_max_s=max(waits),
-        errors=sum(client.status not in (0, 200, 429) for client in clients),
+        errors=sum(record.end is End.FAILED for record in clients),
     )
+
+
+def _ttft_s(record: Record) -> float | None:
+    return None if record.first_ns is None else (record.first_ns - record.sent_ns) / 1e9
 
 
 @contextmanager
@@ -147,11 +165,6 @@ def server(model: Path, args: argparse.Namespace, *options: str) -> Iterator[Ser
         with running(contender, Path(folder) / "log") as session:
             assert isinstance(session, ServerSession)
             yield session
-
-
-def _address(session: ServerSession) -> tuple[str, int]:
-    host, _, port = session.url.removeprefix("http://").partition(":")
-    return host, int(port)
 
 
 def show(verdict: Verdict) -> None:
@@ -187,10 +200,9 @@ def main() -> None:
     with server(model, args, *UNBOUNDED) as session:
         capacity = measure_capacity(session, jobs, args.max_num_seqs)
     print(f"capacity {capacity:.2f} requests/s with {args.max_num_seqs} at a time", flush=True)
-    runs: list[tuple[str, str, tuple[list[Client], float]]] = []
+    runs: list[tuple[str, str, Sent]] = []
     times = {
-        kind: list(arrivals(args.seed + idx, OVERLOAD * capacity, args.seconds, KINDS[kind]))
-        for idx, kind in enumerate(args.kinds)
+        kind: arrivals(args.seed + idx, OVERLOAD * capacity, args.seconds, KINDS[kind]) for idx, kind in enumerate(args.kinds)
     }
     with server(model, args, "--slo-ttft", f"{args.slo_ttft}s") as session:
         for idx, kind in enumerate(args.kinds):

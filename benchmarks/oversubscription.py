@@ -28,13 +28,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from load import Job
 from workloads import DEFAULT_TRACES, WORKLOADS, Source, describe, read_jobs
 
 from penstock import machine
 from penstock.config import BackendConfig, Config, KvConfig, ModelConfig, SchedulerConfig
 from penstock.deploy.factory import start_model
 from penstock.deploy.running import RunningModel
+from penstock.lab.workload import Job
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
 from penstock.types.request import Request
 from penstock.types.sampling import SamplingParams
@@ -100,7 +100,7 @@ class Contestant:
             Request(
                 f"{self._num_runs}-{idx}",
                 tuple(runtime.tokenizer.encode(job.prompt, add_special_tokens=True)),
-                SamplingParams(temperature=0.0, max_tokens=job.max_tokens),
+                SamplingParams(temperature=0.0, max_tokens=job.num_output_tokens),
                 runtime.clock.now_ns(),
             )
             for idx, job in enumerate(jobs)
@@ -218,7 +218,7 @@ def main() -> None:
     print(f"{args.workload}: {describe(jobs)}")
     asyncio.run(Race([free]).run(jobs))
     num_held = free.max_held_blocks
-    num_needed = sum(job.num_prompt_tokens + job.max_tokens - 1 for job in jobs)
+    num_needed = sum(job.num_prompt_tokens + job.num_output_tokens - 1 for job in jobs)
     pools = {factor: -(-num_held // factor) + 1 for factor in args.factors}
     print(f"at most {num_held} blocks held; {num_needed} positions needed; pools {pools}", flush=True)
     report: dict[str, object] = {"benchmark": "oversubscription", "date": time.strftime("%Y-%m-%d"), "cpu": machine.cpu_name()}

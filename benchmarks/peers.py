@@ -27,22 +27,22 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
 from contenders import CONTENDERS, DEFAULT_CONTENDERS, OURS, Setting
-from load import Job, LoadError, Run, summarise
 from origin import build_told, contenders_told, file_sha256, read_same, sha256
 from peer_setup import RECIPES, Environments, SetupError
-from sessions import Contender, ContenderError, Session, running
+from sessions import Contender, ContenderError, LoadError, Session, running, summarise, warm_up
 from workloads import DEFAULT_TRACES, WORKLOADS, Source, describe, read_jobs, read_tokenizer
 
 from penstock import machine
+from penstock.lab.records import Sent
+from penstock.lab.workload import Job
 
 DEFAULT_ENVIRONMENTS = Path(__file__).parents[1] / "build" / "peers"
-WARM_UP_TOKENS = 8
 START_CHARS = 200
 CONTEXT_STEP = 256
 
@@ -134,11 +134,10 @@ def measure(
     probed = probe(num_cpus)
     runs, starts = {}, {}
     with running(contender, log) as session:
-        warm_up = [replace(job, max_tokens=WARM_UP_TOKENS) for job in jobs[: max(loads)]]
-        session.replay(warm_up, max(loads))
+        warm_up(session, jobs, max(loads))
         for concurrency, count in loads.items():
-            runs[concurrency], replies = measured(session, jobs[:count], concurrency)
-            starts[concurrency] = [reply.text.strip()[:START_CHARS] for reply in replies.replies]
+            runs[concurrency], sent = measured(session, jobs[:count], concurrency)
+            starts[concurrency] = [record.text.strip()[:START_CHARS] for record in sent.records]
             print(show(contender.name, concurrency, runs[concurrency]), flush=True)
         record.ready_s.append(session.ready_s)
         record.resident_mb.append(session.resident_mb())
@@ -150,10 +149,10 @@ def measure(
         record.starts[concurrency] = starts[concurrency]
 
 
-def measured(session: Session, jobs: Sequence[Job], concurrency: int) -> tuple[dict[str, float], Run]:
+def measured(session: Session, jobs: Sequence[Job], concurrency: int) -> tuple[dict[str, float], Sent]:
     start_cpu_s = session.cpu_s()
-    run = session.replay(jobs, concurrency)
-    return summarise(run) | {"server_cpu_s": session.cpu_s() - start_cpu_s}, run
+    sent = session.replay(jobs, concurrency)
+    return summarise(sent) | {"server_cpu_s": session.cpu_s() - start_cpu_s}, sent
 
 
 def show(name: str, concurrency: int, figures: Mapping[str, float]) -> str:
@@ -322,7 +321,7 @@ def main() -> None:
     source = Source(args.traces, read_tokenizer(gguf), model.max_prompt_tokens, model.max_reply_tokens)
     jobs = read_jobs(args.workload, source, max(loads.values()))
     print(f"{gguf.name}, {args.workload}: {describe(jobs)}", flush=True)
-    longest = max(job.num_prompt_tokens + job.max_tokens for job in jobs)
+    longest = max(job.num_prompt_tokens + job.num_output_tokens for job in jobs)
     num_cpus = len(os.sched_getaffinity(0))
     max_tokens = -(-(longest + 1) // CONTEXT_STEP) * CONTEXT_STEP
     setting = Setting(Environments(args.envs), gguf, model.llama_quantization, max(loads), max_tokens, num_cpus)

@@ -204,7 +204,7 @@ def _rates(contender: Result, loads: Sequence[str]) -> list[str]:
 
 
 def by_concurrency(results: Sequence[Result]) -> tuple[str, Plots]:
-    """The section of a benchmark whose figures are medians at each concurrency: `serve`, `inprocess`."""
+    """The section of a benchmark whose figures are medians at each concurrency: `inprocess`."""
     parts = []
     for result in results:
         medians = result["median_by_concurrency"]
@@ -249,7 +249,6 @@ def _flatten(value: Result, prefix: str = "") -> Iterator[tuple[str, Any]]:
 SECTIONS = {
     "peers": peers,
     "inprocess": by_concurrency,
-    "serve": by_concurrency,
     "streaming": streaming,
     "step": step,
     "kernels": kernels,

@@ -1,4 +1,5 @@
-"""A server of a comparison while it runs: started, loaded, measured and stopped, for `peers.py`.
+"""A server of a comparison while it runs: started, loaded, measured and stopped, for `peers.py` and others.
+The load is the lab's HTTP client in a closed loop, whose answers must have the tokens that were asked for.
 
 One at a time, in a group of processes of its own. Knows no contender by name, and installs nothing.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import os
 import select
 import signal
@@ -15,11 +17,16 @@ import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-from load import Job, LoadError, Reply, Run, replay
+from penstock.lab.client import SendOptions, send
+from penstock.lab.pacing import Pace
+from penstock.lab.records import End, Record, Sent
+from penstock.lab.target import Target
+from penstock.lab.workload import Job, Workload
 
 READY_TIMEOUT_S = 900.0
 ANSWER_TIMEOUT_S = 900.0
@@ -30,10 +37,15 @@ SERVED_NAME = "model"
 _POLL_S = 0.01
 _PIPE_BYTES = 1 << 16
 _MB = 1e6
+WARM_UP_TOKENS = 8
 
 
 class ContenderError(RuntimeError):
     """A contender that did not start, ended early or answered wrongly."""
+
+
+class LoadError(RuntimeError):
+    """A server that refused, broke off, or answered with other than the tokens asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,28 +90,91 @@ class ServerSession(ProcessGroup):
         super().__init__(process, start_s)
         self.url, self.model = url, model
 
-    def replay(self, jobs: Sequence[Job], concurrency: int) -> Run:
+    def replay(self, jobs: Sequence[Job], concurrency: int) -> Sent:
         return replay(self.url, self.model, jobs, concurrency)
 
 
 class WorkerSession(ProcessGroup):
     """Loaded in process: one line of JSON with the jobs in, one line with the times out, as `drive_openvino.py` describes."""
 
-    def replay(self, jobs: Sequence[Job], concurrency: int) -> Run:
+    def replay(self, jobs: Sequence[Job], concurrency: int) -> Sent:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        order = {"jobs": [[job.prompt, job.max_tokens] for job in jobs], "concurrency": concurrency}
+        order = {"jobs": [[job.prompt, job.num_output_tokens] for job in jobs], "concurrency": concurrency}
         self.process.stdin.write(json.dumps(order).encode() + b"\n")
         self.process.stdin.flush()
         line = _read_line(self.process.stdout, ANSWER_TIMEOUT_S)
         if not line:
             raise ContenderError("the worker ended")
         answer = json.loads(line)
-        replies = [Reply(**reply | {"token_times_s": tuple(reply["token_times_s"])}) for reply in answer["replies"]]
-        for reply, job in zip(replies, jobs, strict=True):
-            if reply.num_tokens != job.max_tokens:
-                raise LoadError(f"{reply.num_tokens} tokens instead of {job.max_tokens}")
-        return Run(replies, answer["seconds"], 0.0)
+        records = [_record(index, reply) for index, reply in enumerate(answer["replies"])]
+        for record, job in zip(records, jobs, strict=True):
+            if record.num_output_tokens != job.num_output_tokens:
+                raise LoadError(f"{record.num_output_tokens} tokens instead of {job.num_output_tokens}")
+        return Sent(records=records, duration_ns=round(answer["seconds"] * 1e9))
+
+
+def _record(index: int, reply: Mapping[str, Any]) -> Record:
+    start_ns, *times_ns = (round(at_s * 1e9) for at_s in (reply["start_s"], *reply["token_times_s"]))
+    return Record(
+        index=index,
+        intended_ns=start_ns,
+        sent_ns=start_ns,
+        first_ns=times_ns[0],
+        ended_ns=times_ns[-1],
+        gaps_ns=[after - before for before, after in pairwise(times_ns)],
+        num_prompt_tokens=reply["num_prompt_tokens"],
+        num_output_tokens=reply["num_tokens"],
+        text=reply["text"],
+    )
+
+
+def replay(url: str, model: str, jobs: Sequence[Job], concurrency: int) -> Sent:
+    """All jobs in order, `concurrency` at a time, with the answers' texts. Raises LoadError if one fails."""
+    sent = send(
+        Workload(name="replay", jobs=jobs),
+        Target(url=url, model=model),
+        pace=Pace(concurrency=concurrency),
+        options=SendOptions(keeps_text=True),
+    )
+    for record in sent.records:
+        if record.end is not End.OK:
+            raise LoadError(f"{record.http_status or ''} {record.error}".strip())
+    return sent
+
+
+def warm_up(session: Session, jobs: Sequence[Job], concurrency: int) -> None:
+    """The beginning of the first replies, so that no run pays for what a server does only once."""
+    session.replay([replace(job, num_output_tokens=WARM_UP_TOKENS) for job in jobs[:concurrency]], concurrency)
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The smallest value that `share` of the values do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+
+def summarise(sent: Sent) -> dict[str, float]:
+    """Throughput over the whole run, and latencies in milliseconds, from the sending."""
+    records, seconds = sent.records, sent.duration_ns / 1e9
+    num_tokens = sum(record.num_output_tokens for record in records)
+    firsts = [record.sent_ns if record.first_ns is None else record.first_ns for record in records]
+    samples_ns = {
+        "ttft": [first_ns - record.sent_ns for first_ns, record in zip(firsts, records, strict=True)],
+        "tpot": [sum(record.gaps_ns) / max(1, record.num_output_tokens - 1) for record in records],
+        "itl": [gap for record in records for gap in record.gaps_ns] or [0.0],
+        "e2e": [record.ended_ns - record.sent_ns for record in records],
+    }
+    figures = {
+        "output_tokens_per_s": num_tokens / seconds,
+        "prompt_tokens": sum(record.num_prompt_tokens for record in records),
+        "output_tokens": num_tokens,
+        "seconds": seconds,
+        "client_cpu_s": sent.client_cpu_s,
+    }
+    for name, values in samples_ns.items():
+        figures |= {f"{name}_p{percent}_ms": quantile(values, percent / 100) / 1e6 for percent in (50, 90, 99)}
+    return figures
 
 
 Session = ServerSession | WorkerSession

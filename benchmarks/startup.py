@@ -31,8 +31,9 @@ import urllib.request
 from pathlib import Path
 
 from installed import distribution_files
-from load import Job, replay
+from sessions import replay
 
+from penstock.lab.workload import Job
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
 
 DEADLINE_S = 180.0
@@ -142,7 +143,8 @@ def measure(model: str, path: Path, arguments: list[str], streams: int) -> dict[
         smaps = Path(f"/proc/{server.pid}/smaps")
         read = {"": resident_mb(smaps.read_text(), path)}
         if streams:
-            replay(url, model, [Job("Once upon a time " * 100, 0, 32)] * streams, streams)
+            job = Job(arrival_ns=0, num_prompt_tokens=0, num_output_tokens=32, prompt="Once upon a time " * 100)
+            replay(url, model, [job] * streams, streams)
             figures["idle_cpu_percent"] = idle_cpu_percent(server.pid)
             read["loaded_"] = resident_mb(smaps.read_text(), path)
         figures["weights_mb"] = weights_mb(url)

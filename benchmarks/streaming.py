@@ -2,7 +2,7 @@
 
 The server runs with an executor that sleeps for `--step-ms` and then says the next words of a poem, so nothing but the
 server's own work is left, and other programs on the machine disturb less than with wall time. All else is as with a model:
-tokenizer, scheduler, rows in C++, text, events, metrics. One closed loop for each of `--streams`; the client is `load.py`.
+tokenizer, scheduler, rows in C++, text, events, metrics. One closed loop for each of `--streams`; the client is the lab's.
 
     python benchmarks/streaming.py
 
@@ -21,7 +21,6 @@ import threading
 import time
 from pathlib import Path
 
-from load import Job
 from sessions import SERVED_NAME, Contender, ServerSession, running
 
 from penstock import machine
@@ -31,6 +30,7 @@ from penstock.deploy import factory
 from penstock.deploy.device import max_rows, max_step_tokens
 from penstock.deploy.running import Deployment
 from penstock.deploy.sizing import KvPlan
+from penstock.lab.workload import Job
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
 from penstock.models.weights import LoadedModel
 from penstock.serve.server import run_server
@@ -113,7 +113,7 @@ def thread_cpu_s(pid: int, thread: int) -> float:
 
 def measure(session: ServerSession, engine: int, streams: int, tokens: int, rounds: int) -> dict[str, float]:
     pid = session.process.pid
-    jobs = [Job(PROMPT, 0, tokens)] * streams
+    jobs = [Job(arrival_ns=0, num_prompt_tokens=0, num_output_tokens=tokens, prompt=PROMPT)] * streams
     session.replay(jobs, streams)
     http_s, engine_s = thread_cpu_s(pid, pid), thread_cpu_s(pid, engine)
     run = session.replay(jobs * rounds, streams)
@@ -123,7 +123,7 @@ def measure(session: ServerSession, engine: int, streams: int, tokens: int, roun
         "http_us_per_token": round(http_s / num_tokens * 1e6, 2),
         "engine_us_per_step": round(engine_s / num_steps * 1e6, 1),
         "client_us_per_token": round(run.client_cpu_s / num_tokens * 1e6, 2),
-        "tokens_per_s": round(num_tokens / run.seconds, 1),
+        "tokens_per_s": round(num_tokens * 1e9 / run.duration_ns, 1),
     }
 
 

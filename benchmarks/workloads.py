@@ -1,4 +1,4 @@
-"""Named workloads: prompts and reply lengths from real traces, for `serve.py` and `peers.py`. Sends nothing.
+"""Named workloads: prompts and reply lengths from real traces, for `peers.py` and others. Sends nothing.
 
 Each is fixed by its name, the model's tokenizer and the traces, so that two machines measure the same thing:
 
@@ -15,11 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from load import Job
-
 from penstock.lab.prompts import Tokenizer, cut
 from penstock.lab.traces import read_conversations, read_workload
 from penstock.lab.transforms import divide_lengths, evenly
+from penstock.lab.workload import Job
 
 TRACES_HELP = (
     "The first is the first 1,000 conversations of ShareGPT_V3 (id, conversations[{from, value}], one object a line), "
@@ -75,6 +74,10 @@ class Source:
             held = held[length:]
 
 
+def _job(prompt: str, num_prompt_tokens: int, num_output_tokens: int) -> Job:
+    return Job(arrival_ns=0, num_prompt_tokens=num_prompt_tokens, num_output_tokens=num_output_tokens, prompt=prompt)
+
+
 def sharegpt(source: Source, count: int) -> list[Job]:
     jobs: list[Job] = []
     for prompt, reply in source.conversations():
@@ -86,18 +89,18 @@ def sharegpt(source: Source, count: int) -> list[Job]:
         text, num_prompt = (
             (prompt, len(ids)) if len(ids) <= source.max_prompt_tokens else cut(source.tokenizer, ids, source.max_prompt_tokens)
         )
-        jobs.append(Job(text, num_prompt, min(num_reply, source.max_reply_tokens)))
+        jobs.append(_job(text, num_prompt, min(num_reply, source.max_reply_tokens)))
     return jobs
 
 
 def azure(source: Source, count: int) -> list[Job]:
     drawn = divide_lengths(evenly(read_workload(source.trace(AZURE_FILE)), count), AZURE_DIVISOR).jobs
     texts = source.pieces([job.num_prompt_tokens for job in drawn])
-    return [Job(*piece, job.num_output_tokens) for piece, job in zip(texts, drawn, strict=True)]
+    return [_job(*piece, job.num_output_tokens) for piece, job in zip(texts, drawn, strict=True)]
 
 
 def short(source: Source, count: int) -> list[Job]:
-    return [Job(*piece, SHORT_TOKENS) for piece in source.pieces([SHORT_TOKENS] * count)]
+    return [_job(*piece, SHORT_TOKENS) for piece in source.pieces([SHORT_TOKENS] * count)]
 
 
 WORKLOADS: dict[str, Callable[[Source, int], list[Job]]] = {"sharegpt": sharegpt, "azure": azure, "short": short}
@@ -117,7 +120,7 @@ def describe(jobs: Sequence[Job]) -> dict[str, int]:
     return {
         "requests": len(jobs),
         "prompt_tokens": sum(job.num_prompt_tokens for job in jobs),
-        "reply_tokens": sum(job.max_tokens for job in jobs),
+        "reply_tokens": sum(job.num_output_tokens for job in jobs),
     }
 
 

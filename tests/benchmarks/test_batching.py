@@ -7,13 +7,14 @@ from pathlib import Path
 import batch_picture
 import pytest
 from batching import arrivals, bounds
-from load import Job
+
+from penstock.lab.workload import Job
 
 PAGE = Path(__file__).parents[2] / "docs" / "batching.md"
 
 
 def jobs(*lengths: tuple[int, int]) -> list[Job]:
-    return [Job("", prompt, reply) for prompt, reply in lengths]
+    return [Job(arrival_ns=0, num_prompt_tokens=prompt, num_output_tokens=reply) for prompt, reply in lengths]
 
 
 def test_bounds_are_rectangles_over_what_was_asked_for() -> None:

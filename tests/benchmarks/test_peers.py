@@ -12,10 +12,9 @@ import contenders
 import origin
 import peers
 import pytest
-from load import LoadError
 from peer_setup import Environments
 from peers import Record, common_starts, compete, dates, median_figures, num_rounds, prepare, ratios, read_earlier, table
-from sessions import Contender
+from sessions import Contender, LoadError
 
 
 def add_round(record, rate, text="same"):

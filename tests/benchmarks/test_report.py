@@ -64,13 +64,6 @@ RESULTS = {
         "median_by_concurrency": {"32": {"ratio": 0.93}},
     }
     | {"ratio_range": {"32": [0.9, 0.95]}},
-    "serve": {
-        "date": "2026-01-02",
-        "model": "small",
-        "workload": "sharegpt",
-        "repeat": 3,
-        "median_by_concurrency": {"32": {"ttft_p50_ms": 40.5}},
-    },
     "streaming": WHERE | {"step_ms": 10.0, "by_streams": {"1": {"http_us_per_token": 54}, "256": {"http_us_per_token": 18.4}}},
     "startup": WHERE | {"ready_s": {"median": 0.65, "max": 0.7}},
     "scheduler": WHERE | {"decode": {"total_us": 112.3}},
@@ -82,7 +75,6 @@ SEEN = {
     "kernels": "| down q4_1 | 60 | 60 | 10.0 (1) | 500 (32) | 0.90 (12 to 13) |",
     "peers": "| penstock | 2000 (1900 to 2050) | 0.7 | 200.0 | 120.0 |",
     "inprocess": "| ratio | 0.93 |\n| ratio_range | 0.9 to 0.95 |",
-    "serve": "| ttft_p50_ms | 40.5 |",
     "streaming": "| streams | 1 | 256 |\n| --- | --- | --- |\n| http_us_per_token | 54 | 18.4 |",
     "startup": "| ready_s median | 0.65 |",
     "scheduler": "| decode total_us | 112.3 |",

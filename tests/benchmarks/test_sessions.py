@@ -8,11 +8,19 @@ from types import SimpleNamespace
 
 import pytest
 import sessions
-from load import Job, LoadError
-from sessions import Contender, ContenderError, ProcessGroup, family, running, size_bytes
+from sessions import Contender, ContenderError, LoadError, ProcessGroup, family, quantile, running, size_bytes, summarise
+
+from penstock.lab.records import Record, Sent
+from penstock.lab.workload import Job
 
 HERE = Path(__file__).parent
-JOBS = [Job("a", 1, 3), Job("b", 1, 2)]
+
+
+def job(prompt, num_output_tokens):
+    return Job(arrival_ns=0, num_prompt_tokens=1, num_output_tokens=num_output_tokens, prompt=prompt)
+
+
+JOBS = [job("a", 3), job("b", 2)]
 
 
 def server(*words):
@@ -35,9 +43,10 @@ def is_alive(pid):
 def test_contender_serves_while_the_block_runs_and_is_gone_after_it(contender, tmp_path):
     with running(contender, tmp_path / "log") as session:
         pid = session.process.pid
-        replies = session.replay(JOBS, 2).replies
-        assert [reply.num_tokens for reply in replies] == [3, 2]
-        assert [reply.text.split()[0] for reply in replies] == ["a", "b"]
+        sent = session.replay(JOBS, 2)
+        assert [record.num_output_tokens for record in sent.records] == [3, 2]
+        assert [record.text.split()[0] for record in sent.records] == ["a", "b"]
+        assert summarise(sent)["output_tokens"] == 5
         assert session.ready_s > 0
         assert session.resident_mb() > 1
     assert not is_alive(pid)
@@ -60,9 +69,9 @@ def test_children_are_counted_and_stopped(tmp_path):
     with running(contender, tmp_path / "log") as session:
         members = family(session.process.pid)
         assert len(members) == 2
-        assert session.replay(JOBS, 1).replies[0].num_tokens == 3
+        assert session.replay(JOBS, 1).records[0].num_output_tokens == 3
     assert not is_alive(members[0])
-    with pytest.raises(LoadError, match="cannot reach"):
+    with pytest.raises(LoadError, match="refused"):
         session.replay(JOBS, 1)
 
 
@@ -81,19 +90,19 @@ def test_program_that_is_missing_is_an_error(tmp_path):
 
 def test_worker_that_answers_with_fewer_tokens_is_an_error(tmp_path):
     with running(worker(), tmp_path / "log") as session, pytest.raises(LoadError, match="2 tokens instead of 3"):
-        session.replay([Job("short", 1, 3)], 1)
+        session.replay([job("short", 3)], 1)
 
 
 def test_worker_that_does_not_answer_in_time_is_an_error_and_is_gone(tmp_path, monkeypatch):
     monkeypatch.setattr(sessions, "ANSWER_TIMEOUT_S", 0.2)
     with pytest.raises(ContenderError, match="no answer from the worker"), running(worker(), tmp_path / "log") as session:
-        session.replay([Job("silent", 1, 3)], 1)
+        session.replay([job("silent", 3)], 1)
     assert not is_alive(session.process.pid)
 
 
 def test_worker_that_ends_is_an_error(tmp_path):
     with pytest.raises(ContenderError, match="the worker ended"), running(worker(), tmp_path / "log") as session:
-        session.replay([Job("end", 1, 3)], 1)
+        session.replay([job("end", 3)], 1)
 
 
 def test_worker_that_is_never_ready_is_an_error(tmp_path, monkeypatch):
@@ -112,3 +121,19 @@ def test_size_is_that_of_the_files_without_links_and_byte_code(tmp_path):
     (tmp_path / "folder" / "b").write_bytes(b"x" * 20)
     assert size_bytes(tmp_path) == 1020
     assert size_bytes(tmp_path / "nothing") == 0
+
+
+def test_figures_of_a_run_are_those_of_its_times():
+    times = {"intended_ns": 0, "num_prompt_tokens": 2, "num_output_tokens": 3}
+    first = Record(index=0, sent_ns=0, first_ns=10**9, ended_ns=25 * 10**8, gaps_ns=(5 * 10**8, 10**9), **times)
+    second = Record(index=1, sent_ns=10**9, first_ns=2 * 10**9, ended_ns=22 * 10**8, gaps_ns=(10**8, 10**8), **times)
+    figures = summarise(Sent(records=[first, second], duration_ns=3 * 10**9, client_cpu_s=0.1))
+    assert figures["output_tokens_per_s"] == 2.0
+    assert figures["ttft_p50_ms"] == 1000.0
+    assert figures["tpot_p99_ms"] == 750.0
+    assert figures["itl_p99_ms"] == 1000.0
+    assert figures["e2e_p99_ms"] == 2500.0
+
+
+def test_a_quantile_is_one_of_the_values():
+    assert [quantile([3, 1, 2], share) for share in (0.0, 0.34, 0.67, 1.0)] == [1, 2, 3, 3]

@@ -40,7 +40,7 @@ class Words:
 
 def digest_of(jobs):
     return hashlib.sha256(
-        json.dumps([[job.prompt, job.num_prompt_tokens, job.max_tokens] for job in jobs]).encode()
+        json.dumps([[job.prompt, job.num_prompt_tokens, job.num_output_tokens] for job in jobs]).encode()
     ).hexdigest()
 
 
@@ -64,12 +64,12 @@ def source(tmp_path):
 
 
 def test_sharegpt_leaves_out_what_is_too_short_or_too_long_and_cuts_the_rest(source):
-    lengths = [(job.num_prompt_tokens, job.max_tokens) for job in read_jobs("sharegpt", source, 4)]
+    lengths = [(job.num_prompt_tokens, job.num_output_tokens) for job in read_jobs("sharegpt", source, 4)]
     assert lengths == [(40, 16), (512, 200), (20, 200), (10, 200)]
 
 
 def test_azure_draws_evenly_and_divides_by_four(source):
-    lengths = [(job.num_prompt_tokens, job.max_tokens) for job in read_jobs("azure", source, 5)]
+    lengths = [(job.num_prompt_tokens, job.num_output_tokens) for job in read_jobs("azure", source, 5)]
     assert lengths == [(100, 1), (102, 2), (104, 4), (106, 6), (108, 8)]
 
 
