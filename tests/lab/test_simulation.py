@@ -140,6 +140,14 @@ def test_a_client_that_goes_away_is_told_no_more() -> None:
     assert 1 < record.num_output_tokens < 300
 
 
+def test_a_client_may_go_away_after_a_part_of_the_answer() -> None:
+    jobs = [Job(arrival_ns=0, num_prompt_tokens=9, num_output_tokens=30, cancelled_after_tokens=gone) for gone in (1, 7, None)]
+    outcome = simulation().run(of(*jobs))
+    ends = [(record.end, record.num_output_tokens) for record in outcome.records]
+    assert ends == [(End.CANCELLED, 1), (End.CANCELLED, 7), (End.OK, 30)]
+    assert outcome.ended[1].num_generated_tokens == 7, "the server stops, too"
+
+
 def test_a_missed_deadline_and_a_prompt_that_is_too_long_are_failures() -> None:
     late = Job(arrival_ns=0, num_prompt_tokens=9, num_output_tokens=300, deadline_ns=20 * MS)
     long = Job(arrival_ns=0, num_prompt_tokens=400, num_output_tokens=200)

@@ -18,7 +18,8 @@ _LENGTHS = "LENGTHS"
 
 
 def workload_options(command: Callable[..., Any], *, without: tuple[str, ...] = ()) -> Callable[..., Any]:
-    """Adds the options; the command gets them as one `WorkloadChoice`, named `choice`. Fields `without` an option are its own."""
+    """Adds the options; the command gets them as one `WorkloadChoice`, named `choice`. Fields `without` an option keep their
+    defaults, for the command to set."""
 
     @functools.wraps(command)
     def with_choice(**values: Any) -> Any:

@@ -97,7 +97,13 @@ class Cluster:
     def capacity_per_s(self, workload: Workload) -> float:
         """Requests per second when all of a workload are there at once, and none is refused, late or given up."""
         jobs = [
-            replace(job, arrival_ns=0 if job.after is None else job.arrival_ns, deadline_ns=None, cancelled_ns=None)
+            replace(
+                job,
+                arrival_ns=0 if job.after is None else job.arrival_ns,
+                deadline_ns=None,
+                cancelled_ns=None,
+                cancelled_after_tokens=None,
+            )
             for job in workload.jobs
         ]
         settings = replace(

@@ -12,6 +12,7 @@ import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from heapq import heappop, heappush
 from typing import Protocol
 
@@ -176,6 +177,8 @@ class Traffic:
                 else:
                     call.record.first_ns = at_ns
                 call.last_ns = at_ns
+                if call.job.cancelled_after_tokens == len(call.gaps_ns) + 1:
+                    self.agenda.note(at_ns, partial(self._leave, call))
 
     def end(self, event: TokenEvent, stats: RequestStats) -> None:
         """A request has ended, or was refused by the engine. `stats`: the engine's account of it."""
