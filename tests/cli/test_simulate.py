@@ -76,6 +76,8 @@ def test_it_says_the_figures_and_how_fast_it_was(simulate: Simulate) -> None:
     out = simulate(*SMALL, "--slo", "ttft=1s")
     assert "Simulated: an estimate, not a measurement." in out
     assert "40 requests in" in out
+    assert "cost model: the default, of SmolLM2-135M" in out
+    assert "A server has 64 rows, 400 KV blocks of 16 tokens" in out.replace("\n  ", " ")
     assert re.search(r"^TTFT ms +\d", out, re.MULTILINE)
     assert re.search(r"s were simulated in [\d.]+ s of one core, [\d,]+ times real time: [\d,]+ steps", out)
     assert "OUTSIDE" not in out
@@ -152,8 +154,11 @@ def test_files_are_written(simulate: Simulate, tmp_path: Path) -> None:
         (("--vary", "policy=sjf", "--without", "policy"), "both say what is compared"),
         (("--vary", f"seed={','.join(map(str, range(300)))}"), "300 combinations are asked for"),
         (("--load", "0.5"), "--load and --rate both say"),
-        (("--router", "nearest"), "There is no router 'nearest'"),
+        (("--replicas", "2", "--router", "nearest"), "There is no router 'nearest'"),
         (("--cost", "nowhere.json"), "nowhere.json"),
+        (("--vary", "html=a,b"), "html is no option with one value"),
+        (("--router", "prefix"), "there is one server"),
+        (("--link-latency-ms", "3"), "Without --prefill-replicas --link-latency-ms has no meaning"),
     ],
 )
 def test_errors_are_said_in_words(simulate: Simulate, words: tuple[str, ...], says: str) -> None:

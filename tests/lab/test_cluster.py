@@ -214,6 +214,16 @@ def test_a_router_that_chooses_nobody_is_named() -> None:
         cluster(num_replicas=2, make_router=Astray).run(many(1))
 
 
+class Broken:
+    def choose(self, arrival: Arrival, loads: Sequence[EngineLoad]) -> int:
+        raise KeyError(arrival.tenant)
+
+
+def test_a_router_that_fails_is_named() -> None:
+    with pytest.raises(PenstockError, match="The router Broken failed in choose: KeyError: ''"):
+        cluster(num_replicas=2, make_router=Broken).run(many(1))
+
+
 def test_a_router_of_ones_own_is_found(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("class Last:\n    def choose(self, arrival, loads):\n        return len(loads) - 1\n")
@@ -224,10 +234,10 @@ def test_a_router_of_ones_own_is_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("nearest", "There is no router 'nearest'. Known routers: round-robin, least-loaded, prefix"),
-        ("no.such.module:Class", "can't be loaded: No module named 'no'"),
+        ("nearest", "There is no router 'nearest'. There are round-robin, least-loaded, prefix"),
+        ("no.such.module:Class", "was not found: there is no module no where Python looks"),
         ("collections:Counter", "has no method choose"),
-        ("collections:Nothing", "has no attribute 'Nothing'"),
+        ("collections:Nothing", "was not found: collections has no class Nothing"),
     ],
 )
 def test_a_router_that_is_none_is_refused(name: str, says: str) -> None:

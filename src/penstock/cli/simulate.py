@@ -35,6 +35,9 @@ _NO_EFFECT = (
 
 
 _OUTPUTS = ("json_file", "html", "plots", "every_run")
+_OF_ALL = (*_OUTPUTS, "config_file", "vary", "without")
+"""Options of the command as a whole, which can't be varied."""
+_OF_A_SPLIT = ("kv_bytes_per_token", "link_gbytes_per_s", "link_latency_ms")
 _FILE = click.Path(dir_okay=False, path_type=Path)
 _CHOICES = frozenset(field.name for field in fields(WorkloadChoice))
 
@@ -81,6 +84,7 @@ def simulate(choice: WorkloadChoice, vary: tuple[str, ...], without: str | None,
     from penstock.lab.results import Load, Result, Run, Target, write_result
 
     context = click.get_current_context()
+    _check(context, vary)
     slos = parse_slos(values["slo"])
     begun_at = datetime.now(UTC).isoformat(timespec="seconds")
     capacity: float | None = None
@@ -89,10 +93,13 @@ def simulate(choice: WorkloadChoice, vary: tuple[str, ...], without: str | None,
     for name, changes in _sides(context, vary, without):
         asked = {**values, **changes}
         chosen = replace(choice, **{key: value for key, value in changes.items() if key in _CHOICES})
-        cluster = _cluster(asked, seed=chosen.seed)
+        cost, words = _cost(asked["cost"])
+        cluster = _cluster(asked, cost, seed=chosen.seed)
         if asked["load"] is not None:
             if chosen.rate is not None:
                 raise ConfigError("--load and --rate both say how many requests come.", remedy="Leave one of them out.")
+            if asked["concurrency"] is not None:
+                raise ConfigError("The users of a closed loop send no load but their own.", remedy="Leave out --load.")
             capacity = capacity or cluster.capacity_per_s(make_workload(chosen))
             chosen = replace(chosen, rate=asked["load"] * capacity)
         workload, users = make_workload(chosen), asked["concurrency"]
@@ -108,7 +115,7 @@ def simulate(choice: WorkloadChoice, vary: tuple[str, ...], without: str | None,
                 seed=chosen.seed,
                 load=rate if users is None else Load("concurrency", users),
                 how="simulated",
-                target=Target(model=asked["model"]),
+                target=Target(model=asked["model"] if asked["blocks"] is None else "", server=f"cost model: {words}"),
                 begun_at=begun_at,
                 slos=slos,
                 price_per_hour=asked["price_per_hour"],
@@ -127,6 +134,21 @@ def simulate(choice: WorkloadChoice, vary: tuple[str, ...], without: str | None,
         write_plots(values["plots"], [*plots.plots_of(result), *foretold.plots_of(simulated)])
 
 
+def _check(context: click.Context, vary: Sequence[str]) -> None:
+    """Refuse options that would change nothing. Raises ConfigError."""
+    varied = {text.partition("=")[0].replace("-", "_") for text in vary}
+    params, replicas = context.params, {"replicas", "prefill_replicas"}
+    is_split = params["prefill_replicas"] or "prefill_replicas" in varied
+    for name in _OF_A_SPLIT:
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE and not is_split:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"Without --prefill-replicas {flag} has no meaning.", remedy="Set them, or leave it out.")
+    num_routed = params["prefill_replicas"] or params["replicas"]
+    is_router_given = context.get_parameter_source("router") is ParameterSource.COMMANDLINE or "router" in varied
+    if is_router_given and num_routed == 1 and not varied & replicas:
+        raise ConfigError("A router has nothing to choose: there is one server.", remedy="Set --replicas, or leave it out.")
+
+
 def _sides(context: click.Context, vary: Sequence[str], without: str | None) -> list[tuple[str, dict[str, Any]]]:
     """Title of each run -> the options that it changes. Raises ConfigError."""
     if without is None:
@@ -141,7 +163,7 @@ def _sides(context: click.Context, vary: Sequence[str], without: str | None) -> 
 
 
 def _option(context: click.Context, name: str) -> click.Option:
-    known = [param for param in context.command.params if isinstance(param, click.Option) and param.expose_value]
+    known = [param for param in context.command.params if isinstance(param, click.Option) and param.name not in _OF_ALL]
     found = next((param for param in known if param.name == name and not param.multiple and param.nargs == 1), None)
     if found is None:
         raise ConfigError(f"{name} is no option with one value.", remedy="Take one from `penstock simulate --help`.")
@@ -157,7 +179,7 @@ def _default(context: click.Context, param: click.Parameter) -> Any:
     return param.process_value(context, param.default)
 
 
-def _cluster(asked: Mapping[str, Any], *, seed: int) -> Cluster:
+def _cluster(asked: Mapping[str, Any], cost: CostModel, *, seed: int) -> Cluster:
     from penstock.deploy.virtual import kv_bytes_per_token, server_settings
     from penstock.lab.cluster import Cluster, Link
     from penstock.lab.routers import find_router
@@ -171,7 +193,7 @@ def _cluster(asked: Mapping[str, Any], *, seed: int) -> Cluster:
             latency_ns=round(asked["link_latency_ms"] * 1e6),
         )
     return Cluster(
-        settings=server_settings(config, _cost(asked["cost"]), num_blocks=asked["blocks"]),
+        settings=server_settings(config, cost, num_blocks=asked["blocks"]),
         num_replicas=asked["replicas"],
         num_prefill_replicas=asked["prefill_replicas"],
         link=link,
@@ -182,14 +204,16 @@ def _cluster(asked: Mapping[str, Any], *, seed: int) -> Cluster:
     )
 
 
-def _cost(name: str) -> CostModel:
+def _cost(name: str) -> tuple[CostModel, str]:
+    """The cost model, and where it comes from in words."""
     if name == "default":
         from penstock.lab.cost_model import CostModel
 
-        return CostModel()
+        return CostModel(), "the default, of SmolLM2-135M on one thread of a CPU"
     from penstock.lab.cost_files import load_cost
 
-    return load_cost(Path(name)).cost
+    saved = load_cost(Path(name))
+    return saved.cost, saved.words
 
 
 def _given(context: click.Context) -> dict[str, Json]:

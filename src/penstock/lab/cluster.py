@@ -179,7 +179,11 @@ class _Fleet:
             priority=call.job.priority,
             blocks=call.job.prefix or ((FIRST_CONVERSATION + self._roots[index],) if index in self._roots else ()),
         )
-        chosen = router.choose(arrival, [self.servers[name].load() for name in names])
+        try:
+            chosen = router.choose(arrival, [self.servers[name].load() for name in names])
+        except Exception as error:
+            cause = f"{type(error).__name__}: {error}"
+            raise PenstockError(f"The router {type(router).__name__} failed in choose: {cause}") from error
         if type(chosen) is not int or not 0 <= chosen < len(names):
             raise PenstockError(
                 f"The router {type(router).__name__} chose replica {chosen!r}; there are {len(names)}.",

@@ -11,6 +11,7 @@ from penstock.lab import plots
 from penstock.lab.plots import Axis, Panel, Series
 from penstock.lab.report import Cell, Section, Table
 from penstock.lab.simulation import Outcome
+from penstock.types.errors import counted
 
 MAX_TIMELINES = 8
 NS_PER_S = 1_000_000_000
@@ -61,6 +62,13 @@ def _notes(simulated: Sequence[Foretold]) -> Iterator[str]:
         f"{simulated_s:,.1f} s were simulated in {wall_s:.2f} s of one core, {simulated_s / max(wall_s, 1e-9):,.0f} times real "
         f"time: {num_steps:,} steps, {1e6 * wall_s / max(1, num_steps):.0f} us for each."
     )
+    capacities = dict.fromkeys(one.outcome.settings.capacity for one in simulated)
+    for capacity in capacities:
+        yield (
+            f"A server has {counted(capacity.max_rows, 'row')}, {counted(capacity.num_blocks - 1, 'KV block', spec=',')} of "
+            f"{counted(capacity.block_size, 'token')}, steps of up to {counted(capacity.max_step_tokens, 'token')}, "
+            f"and requests of up to {capacity.max_model_len:,}."
+        )
     yield "Running and waiting requests, and the share of KV blocks that requests hold: means over time."
     if len(simulated) == 2:
         before, after = (one.outcome.records for one in simulated)

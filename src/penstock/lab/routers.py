@@ -7,16 +7,12 @@ prefix         the one that has most of the prompt's beginning, unless it has mu
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
-from types import ModuleType
-from typing import Protocol
+from typing import Protocol, cast
 
+from penstock.sched.policies.own import load, make
 from penstock.types.errors import ConfigError
 from penstock.types.stats import EngineLoad
 
@@ -114,44 +110,13 @@ def find_router(name: str) -> Callable[[], Router]:
     """The router of this name, or the class that `package.module:Class` or `./file.py:Class` names. Raises ConfigError."""
     if name in ROUTERS:
         return ROUTERS[name]
-    where, _, attribute = name.rpartition(":")
-    known = f"Known routers: {', '.join(ROUTERS)}; or a class of your own, as package.module:Class or ./file.py:Class."
-    if not where or not attribute:
-        raise ConfigError(f"There is no router {name!r}.", remedy=known)
-    try:
-        found = getattr(_load(where), attribute)
-    except (ImportError, OSError, AttributeError) as error:
-        raise ConfigError(f"The router {name!r} can't be loaded: {error}.", remedy=known) from error
-    except Exception as error:
-        cause = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"The router {name!r} can't be loaded: {where} raises {cause}.", remedy="Try it alone.") from error
-    if not callable(getattr(found, "choose", None)):
-        raise ConfigError(f"The router {name!r} has no method choose(arrival, loads).", remedy="See docs/simulate.md.")
-    return _maker(name, found)
-
-
-def _maker(name: str, found: Callable[[], Router]) -> Callable[[], Router]:
-    def make() -> Router:
-        try:
-            return found()
-        except Exception as error:
-            cause = f"{type(error).__name__}: {error}"
-            raise ConfigError(f"The router {name!r} can't be made without arguments: {cause}.") from error
-
-    return make
-
-
-def _load(where: str) -> ModuleType:
-    if not where.endswith(".py"):
-        return import_module(where)
-    path = Path(where).absolute()
-    spec = spec_from_file_location(f"penstock own router {path}", path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{where} is no Python file")
-    module = module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    if ":" not in name:
+        own = "or a class of your own, as package.module:Class or ./file.py:Class"
+        raise ConfigError(f"There is no router {name!r}.", remedy=f"There are {', '.join(ROUTERS)}; {own}.")
+    factory = load("router", name)
+    if not callable(getattr(factory, "choose", None)):
+        raise ConfigError(f"The router {name!r} has no method choose(arrival, loads).", remedy="docs/simulate.md shows one.")
+    return lambda: cast("Router", make("router", name, factory, {}))
 
 
 def _num_requests(load: EngineLoad) -> int:

@@ -66,7 +66,7 @@ class Timeline:
         self.num_blocks = num_blocks
         self.at_ns, self.num_running, self.num_waiting, self.num_held = (array("q") for _ in range(4))
         """Samples: instants, running and waiting requests, blocks that requests hold."""
-        self._interval_ns = 1_000_000
+        self._interval_ns = 50_000_000
         self._next_ns = 0
         self._since_ns = self._last_running = self._last_waiting = self._last_held = 0
         self._sums = [0, 0, 0]
