@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
@@ -66,7 +66,7 @@ class WorkloadChoice:
 
 
 def make_workload(choice: WorkloadChoice, count_tokens: CountTokens | None = None) -> Workload:
-    """The workload that was chosen; its name says how it came about.
+    """The workload that was chosen; its name says how it came about, but for the seed.
 
     `count_tokens` counts the texts of a file; without it their lengths are estimated. The order is: read, chain turns,
     divide lengths, add shared prefixes, cap lengths, think times, arrivals, speed, tenants, clients that go away. Raises
@@ -96,9 +96,6 @@ def make_workload(choice: WorkloadChoice, count_tokens: CountTokens | None = Non
         workload = transforms.assign_tenants(workload, parse_tenants(choice.tenants), choice.seed)
     if choice.cancel_share:
         workload = transforms.cancel(workload, choice.cancel_share, choice.seed)
-    is_drawn = choice.workload in NAMED or choice.tenants or choice.cancel_share or choice.think_time_s
-    if is_drawn or kind not in ("", "closed", "constant"):
-        workload = replace(workload, name=f"{workload.name}, seed {choice.seed}")
     return workload
 
 
