@@ -55,7 +55,8 @@ def test_a_run_is_shown_and_written(penstock: Penstock, serve, tmp_path: Path) -
     assert done.returncode == 0, done.stderr
     for word in ("TTFT", "TPOT", "canned", "nobody 1.2", server.url):
         assert word in done.stdout
-    assert "lengths of prompts are estimated" in done.stderr
+    assert "Lengths of prompts are estimated" in done.stdout
+    assert "Lengths of prompts are estimated" in done.stderr
     asked = completions(server)
     assert len(asked) == 1 + 6, "one token is asked for before the run"
     assert {body["model"] for body in asked} == {"canned"}
@@ -116,6 +117,13 @@ def test_the_status_is_1_if_everything_failed_and_0_if_something_did_not(penstoc
     assert "out of memory" in every.stdout
 
 
+def test_a_warm_up_of_everything_is_told(penstock: Penstock, serve) -> None:
+    done = penstock("bench", "--url", serve().url, *FEW, "--warmup", "6")
+    assert done.returncode == 1
+    assert "error: All requests were in the warm-up." in done.stderr
+    assert penstock("bench", "--url", serve().url, *FEW, "--warmup", "5").returncode == 0
+
+
 def test_a_server_that_is_not_there_is_one_line(penstock: Penstock) -> None:
     done = penstock("bench", "--url", "http://127.0.0.1:1", *FEW)
     assert done.returncode == 1
@@ -139,6 +147,8 @@ def test_a_server_that_is_not_there_is_one_line(penstock: Penstock) -> None:
         (("--in-process", "--endpoint", "embeddings"), "no embeddings"),
         (("--json", "missing/a.json"), "can't be written"),
         (("--url", "nonsense"), "no address"),
+        (("--timeout", "0s"), "no answer comes in no time"),
+        (("--api-key", "a\nb"), "no header can have"),
     ],
 )
 def test_wrong_options_are_told_before_anything_is_sent(penstock: Penstock, words: tuple[str, ...], told: str) -> None:
@@ -165,7 +175,7 @@ def test_ctrl_c_shows_what_there_is(environment: dict[str, str], tmp_path: Path,
         held.append(run)
         out, err = run.communicate(timeout=100)
     assert run.returncode == 130, err
-    assert "Interrupted: 1 requests were under way and 3 not sent" in err
+    assert "Interrupted: 1 requests were under way and 3 not sent" in out
     assert "TTFT" in out
     (written,) = json.loads((tmp_path / "a.json").read_text())["runs"]
     assert written["figures"]["num_requests"] == 2

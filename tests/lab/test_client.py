@@ -348,6 +348,27 @@ def test_tenants_priorities_and_deadlines_are_headers(serve):
     assert first.tenant == "a"
 
 
+def test_a_tenant_s_name_can_not_break_the_request(serve):
+    server = serve(GOOD)
+    only(send(workload(job(tenant="a\r\nX-Evil: é")), target(server)))
+    headers = server.requests[0].headers
+    assert headers["x-tenant"] == "a%0D%0AX-Evil:%20%C3%A9"
+    assert "x-evil" not in headers
+
+
+def test_an_answer_without_end_is_a_failure(serve, monkeypatch):
+    monkeypatch.setattr(client, "_CHECK_NS", 10 * MS)
+    monkeypatch.setattr(client, "MAX_ANSWER_BYTES", 1 << 20)
+
+    def respond(_):
+        yield HEAD
+        while True:
+            yield chunk(token("word " * 1000))
+
+    record = only(send(workload(job()), target(serve(respond))))
+    assert (record.end, record.error) == (End.FAILED, "The answer has more than 1 MiB.")
+
+
 def test_the_warm_up_is_sent_and_has_no_records(serve):
     server = serve(GOOD)
     sent = send(
@@ -581,6 +602,13 @@ def test_a_server_that_is_not_there_is_one_clear_error():
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     with Questions(Target(url=url)) as questions, pytest.raises(PenstockError, match="can't be reached: Connection refused"):
         questions.settle()
+
+
+def test_a_question_is_asked_again_if_the_server_had_closed_the_connection(serve):
+    server = serve(lambda _: [plain({"data": [{"id": "one"}]}), CLOSE])
+    with Questions(target(server)) as questions:
+        assert [questions.model() for _ in range(3)] == ["one"] * 3
+    assert server.num_connections == 3
 
 
 def test_the_model_is_the_first_that_is_listed(serve):

@@ -28,6 +28,7 @@ def result() -> Result:
         options=options,
         slos=parse_slos(["ttft=123.456ms", "itl=50ms"]),
         price_per_hour=1.25,
+        notes=("The server does not take ignore_eos.",),
         target=Target(url="http://127.0.0.1:1/v1", model="m", server="penstock 0"),
         begun_at="2026-11-22T10:00:00+00:00",
     )
@@ -47,6 +48,7 @@ def test_what_was_written_is_read(result: Result, tmp_path: Path) -> None:
         assert (after.workload, after.options, after.seed) == (before.workload, before.options, before.seed)
         assert (after.load, after.how, after.target) == (before.load, before.how, before.target)
         assert (after.begun_at, after.slos, after.price_per_hour) == (before.begun_at, before.slos, before.price_per_hour)
+        assert after.notes == before.notes
 
 
 def test_the_same_result_gives_the_same_bytes(result: Result, tmp_path: Path) -> None:

@@ -44,6 +44,8 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_CONCURRENCY = 8
 _COMPONENTS = ("model", "kv", "scheduler", "backend")
 _NOT_HERE = ("model", "served_model_name")
+_TOLD = ("stream", "extra_body", "tokenizer", "max_concurrency", "return_refused", "timeout")
+"""Options that a result names, as it does the settings of a model in this process, if they were given."""
 _SETTINGS = [item.key for name, part in COMPONENTS if name in _COMPONENTS for item in settings_of(part)]
 
 
@@ -100,9 +102,12 @@ def _warm_up(ctx: click.Context, param: click.Parameter, value: str) -> WarmUp:
 
 def _seconds(ctx: click.Context, param: click.Parameter, value: str) -> float:
     try:
-        return parse_duration(value)
+        seconds = parse_duration(value)
     except ValueError as error:
         raise click.BadParameter(f"{error}.", ctx, param) from None
+    if seconds <= 0:
+        raise click.BadParameter("no answer comes in no time.", ctx, param)
+    return seconds
 
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
@@ -265,6 +270,8 @@ class _Asked:
     model: str
     server: str
     tokenizer: Tokenizer | None
+    notes: tuple[str, ...] = ()
+    """Sentences on how it is asked."""
     send: Callable[[Workload, Pace, Callable[[], object]], Sent]
 
 
@@ -288,16 +295,22 @@ def _over_http(values: Mapping[str, Any]) -> Iterator[_Asked]:
             target = replace(target, model=questions.model())
     with Questions(target) as questions:
         target, notes = questions.settle()
-        for note in notes:
-            print(f"Note: {note}", file=sys.stderr)
         tokenizer = _named_tokenizer(values) or ServerTokenizer.of(questions)
         if tokenizer is None:
-            print("Note: lengths of prompts are estimated. --tokenizer MODEL makes them exact.", file=sys.stderr)
+            notes = (*notes, "Lengths of prompts are estimated; --tokenizer MODEL makes them exact.")
+        for note in notes:
+            print(f"Note: {note}", file=sys.stderr)
         send_all = functools.partial(
             _send, target, values["warmup"], SendOptions(silence_s=values["timeout"], returns=values["return_refused"])
         )
         yield _Asked(
-            how="http", url=target.url, model=target.model, server=questions.server(), tokenizer=tokenizer, send=send_all
+            how="http",
+            url=target.url,
+            model=target.model,
+            server=questions.server(),
+            tokenizer=tokenizer,
+            notes=notes,
+            send=send_all,
         )
 
 
@@ -424,21 +437,23 @@ def _run(asked: _Asked, choice: WorkloadChoice, load: _Load, values: Mapping[str
     pace = _pace(workload, load, values["max_concurrency"])
     begun_at = datetime.now(UTC).isoformat(timespec="seconds")
     sent = _with_bar(asked, workload, pace)
-    for note in _notes(sent):
-        print(f"Note: {note}", file=sys.stderr)
     told = Load("concurrency", pace.concurrency) if pace.concurrency else Load("rate", load.rate) if load.rate else None
-    options = {name: values[name] for name in ("endpoint", "stream", "max_concurrency")}
+    given = {name: values[name] for name in (*_TOLD, *_SETTINGS) if name != "model" and _is_given(name)}
+    plain = {name: value if isinstance(value, (bool, int, float)) else str(value) for name, value in given.items()}
     is_interrupted = bool(sent.unfinished) or sent.num_unsent > 0
     if not sent.records:
-        return None, is_interrupted
+        if is_interrupted:
+            return None, True
+        raise ConfigError("All requests were in the warm-up.", remedy="Send more, or give a shorter --warmup.")
     run = Run(
         workload=workload.name,
-        options={**options, "client_cpu_us_per_request": round(sent.client_cpu_s * 1e6 / max(1, len(sent.records)), 1)},
+        options={"endpoint": values["endpoint"], **plain},
         seed=choice.seed,
         load=told,
         how=asked.how,
         target=AskedTarget(url=asked.url, model=asked.model, server=asked.server),
         begun_at=begun_at,
+        notes=(*asked.notes, *_notes(sent)),
         samples=Samples.of(sent.records),
     )
     return run, is_interrupted
@@ -461,3 +476,6 @@ def _notes(sent: Sent) -> Iterator[str]:
             f"Interrupted: {len(sent.unfinished)} requests were under way and {sent.num_unsent} not sent; figures are of the "
             "others, of which more are short than in the whole."
         )
+    if sent.client_cpu_s:
+        num_sent, share = len(sent.records) + sent.num_warm_up, sent.client_cpu_s * 1e9 / max(1, sent.duration_ns)
+        yield f"The client took {sent.client_cpu_s * 1e6 / num_sent:.0f} us of CPU time per request, {share:.1%} of a core."

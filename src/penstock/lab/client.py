@@ -9,6 +9,7 @@ an idle connection was closed just before; computes no figures.
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import select
@@ -19,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from urllib.parse import quote
 
 from penstock.lab import answers
 from penstock.lab.answers import Framing, MalformedAnswer
@@ -32,6 +34,8 @@ SILENCE_S = 600.0
 """An answer of which no byte comes for this long has failed."""
 MAX_HELD_BYTES = 64 << 20
 """Bodies of answers that wait to be read; beyond it the oldest are read while the run goes on."""
+MAX_ANSWER_BYTES = 256 << 20
+"""The body of an answer that goes on beyond it has failed."""
 _RECEIVE_BYTES = 1 << 16
 _MAX_BEGUN_AT_ONCE = 16
 """Requests that are sent before answers are taken again, however many are due."""
@@ -43,6 +47,8 @@ _ROLES = ("user", "assistant")
 _CHECK_NS = _NS_PER_S
 """Between two looks for silent answers."""
 _MAX_SELECT_FD = 1024
+_TENANT_CHARS = "._:@/-"
+"""Beside letters and digits, what a tenant's name has in a header; other characters are percent-encoded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +157,7 @@ class _Connection:
     )
 
     def __init__(self, exchange: _Exchange, peer: _Peer, now_ns: int) -> None:
-        """Begins to connect. Raises OSError if there are no more sockets."""
+        """Begins to connect. Raises OSError if there are no more sockets or ports."""
         self.exchange: _Exchange | None = exchange
         """None while it is idle."""
         self.unsent = exchange.request
@@ -168,7 +174,10 @@ class _Connection:
         self.fd = self.socket.fileno()
         self.socket.setblocking(False)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.socket.connect_ex(peer.where)  # its error is read when the socket becomes writable
+        error = self.socket.connect_ex(peer.where)
+        if error not in (0, errno.EINPROGRESS):
+            self.socket.close()
+            raise OSError(error, os.strerror(error))
 
     def open(self, host: str) -> bool:
         """Called when it became writable, or readable while it shakes hands. False: not yet. Raises OSError."""
@@ -407,7 +416,7 @@ class _Sending:
             connection = _Connection(exchange, self._peer, self._now_ns())
         except OSError as error:
             self._by_job.pop(exchange.index, None)
-            self._end_unsent(exchange.index, exchange.intended_ns, End.FAILED, f"There is no more connection: {error}.")
+            self._end_unsent(exchange.index, exchange.intended_ns, End.FAILED, f"There is no connection: {_reason(error)}.")
             return
         self._connections[connection.fd] = self._by_job[exchange.index] = connection
         self._epoll.register(connection.fd, select.EPOLLOUT)
@@ -433,7 +442,7 @@ class _Sending:
         body = target.body(asked, job.num_output_tokens)
         head = self._head
         if job.tenant:
-            head += f"X-Tenant: {job.tenant}\r\n"
+            head += f"X-Tenant: {quote(job.tenant, safe=_TENANT_CHARS)}\r\n"
         if job.priority:
             head += f"X-Priority: {job.priority}\r\n"
         if job.deadline_ns is not None:
@@ -550,6 +559,8 @@ class _Sending:
                 if now_ns - connection.last_ns > self._silence_ns:
                     silence_s = self._silence_ns / _NS_PER_S
                     self._give_up(connection, End.FAILED, f"No byte came for {silence_s:g} s.")
+                elif connection.exchange is not None and connection.exchange.framing.num_bytes > MAX_ANSWER_BYTES:
+                    self._give_up(connection, End.FAILED, f"The answer has more than {MAX_ANSWER_BYTES >> 20} MiB.")
 
     def _give_up(self, connection: _Connection, end: End, error: str) -> None:
         exchange = connection.exchange

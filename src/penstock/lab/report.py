@@ -225,6 +225,7 @@ def _section_of_run(run: Run, title: str) -> Section:
             f"Jain's index among {figures.num_tenants} tenants: {figures.fairness.of_speed:.3f} of the speed they see, "
             f"{figures.fairness.of_tokens:.3f} of the tokens they got."
         )
+    notes += run.notes
     tables = [_latency_table(figures), _rate_table(figures)]
     if figures.goodput is not None:
         attained = {**figures.goodput.attainment_by_slo, "all of them": figures.goodput.attainment}

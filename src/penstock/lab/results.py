@@ -111,6 +111,8 @@ class Run:
     """ISO 8601 with a zone."""
     slos: tuple[Slo, ...] = ()
     price_per_hour: float | None = None
+    notes: tuple[str, ...] = ()
+    """Sentences on how it was measured, such as what the server did not take."""
     samples: Samples
 
     @cached_property
@@ -204,6 +206,7 @@ def _plain_run(run: Run) -> dict[str, object]:
         "begun_at": run.begun_at,
         "slos": [str(slo) for slo in run.slos],
         "price_per_hour": None if run.price_per_hour is None else float(run.price_per_hour),
+        "notes": run.notes,
         "figures": plain_figures(run.figures),
         "requests": _plain_samples(run.samples),
     }
@@ -377,6 +380,7 @@ def _read_run(place: _Place) -> Run:
         begun_at=place.get("begun_at", str),
         slos=place.checked("slos", lambda: parse_slos(place.texts("slos"))),
         price_per_hour=place.maybe("price_per_hour", float),
+        notes=place.texts("notes"),
         samples=_read_samples(place.inside("requests")),
     )
 

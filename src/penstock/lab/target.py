@@ -93,6 +93,13 @@ class Target:
     limit_field: str = "max_tokens"
     """The field with the number of tokens that are asked for."""
 
+    def __post_init__(self) -> None:
+        """Raises PenstockError for a key that no header can have."""
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
+            raise PenstockError(
+                "The API key has a character that no header can have.", remedy="Give it without a line end, and in ASCII."
+            )
+
     @property
     def asks_to_ignore_eos(self) -> bool:
         """Whether each answer must have exactly the tokens that were asked for."""
@@ -211,13 +218,16 @@ class Questions:
         headers = {"Content-Type": "application/json"} if body is not None else {}
         if self._target.api_key is not None:
             headers["Authorization"] = f"Bearer {self._target.api_key}"
-        try:
-            self._connection.request(method, self._address.path + path, body, headers)
-            answer = self._connection.getresponse()
-            return answer.status, answer.read()
-        except (OSError, http.client.HTTPException) as error:
-            self._connection.close()
-            raise self._address.unreachable(error) from None
+        while True:
+            is_kept = self._connection.sock is not None
+            try:
+                self._connection.request(method, self._address.path + path, body, headers)
+                answer = self._connection.getresponse()
+                return answer.status, answer.read()
+            except (OSError, http.client.HTTPException) as error:
+                self._connection.close()
+                if not is_kept:  # else the server may just have closed a connection that was idle
+                    raise self._address.unreachable(error) from None
 
 
 _LEFT_OUT = {
