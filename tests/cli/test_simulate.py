@@ -12,9 +12,9 @@ import pytest
 from penstock.cli.main import main
 from penstock.config.components import BackendConfig, Config, KvConfig, SchedulerConfig, config_from
 from penstock.deploy.policies import admission_limits, build_policies
-from penstock.deploy.virtual import server_settings
+from penstock.deploy.virtual import kv_bytes_per_token, server_settings
 from penstock.lab.cost_model import CostModel
-from penstock.types.errors import ConfigError, ModelError
+from penstock.types.errors import ConfigError, ModelError, NotEnoughMemory
 from penstock.types.plan import Capacity
 
 Simulate = Callable[..., str]
@@ -44,6 +44,16 @@ def test_the_settings_are_those_that_would_serve() -> None:
     assert settings.limits == admission_limits(config.admission)
     assert settings.isolates_tenants
     assert settings.depth == 1
+
+
+def test_with_a_model_the_memory_is_as_large_as_the_servers(tiny_model: Path) -> None:
+    config = config_from({"model": str(tiny_model), "kv_cache_memory": 1 << 20})
+    capacity = server_settings(config, CostModel()).capacity
+    block_bytes = capacity.block_size * kv_bytes_per_token(config)
+    assert capacity.num_blocks == (1 << 20) // block_bytes
+    assert capacity.max_model_len == 512
+    with pytest.raises(NotEnoughMemory, match="kv_cache_memory"):
+        server_settings(config_from({"model": str(tiny_model), "kv_cache_memory": 1 << 50}), CostModel())
 
 
 def test_a_gpu_has_its_own_defaults() -> None:
