@@ -32,6 +32,13 @@ SMALL = [
 ]
 
 
+def test_steps_are_shown_with_what_bounds_them(penstock: Penstock, tiny_model: Path, tmp_path: Path) -> None:
+    result = penstock("profile", tiny_model, "--rounds", "1", *SMALL)
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"Peaks now: \d+ GOP/s, \d+\.\d GB/s", result.stdout)
+    assert re.search(r"^ +4x1@128 .* (memory|compute)$", result.stdout, re.MULTILINE)
+
+
 def test_costs_of_steps_are_fitted(penstock: Penstock, tiny_model: Path, tmp_path: Path) -> None:
     path = tmp_path / "cost.json"
     result = penstock("profile", tiny_model, "--fit", path, "--rounds", "2", *SMALL)
@@ -87,6 +94,8 @@ def test_a_server_is_recorded_and_its_plans_are_made_again(penstock: Penstock, r
         (["--check"], 2, "--check is about a recording"),
         (["--trace", "x"], 2, "--trace is about a recording"),
         (["--from", "absent"], 1, "absent can't be read"),
+        (["--from", "absent", "--plot", "x.png"], 2, "--plot draws steps of this machine"),
+        (["--fit", "x", "--plot", "x.png"], 2, "--plot draws the table"),
     ],
 )
 def test_errors_are_said_in_words(penstock: Penstock, arguments: list[str], code: int, says: str) -> None:

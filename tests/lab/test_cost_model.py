@@ -27,7 +27,8 @@ def test_a_step_costs_the_sum_of_its_parts() -> None:
 
 def test_chunks_read_as_much_as_the_whole_prompt() -> None:
     whole, chunks = (COST.counts(StepShape(rows, 1)) for rows in (((64, 0),), ((40, 0), (24, 40))))
-    assert whole == chunks._replace(num_rows=1)
+    assert whole == chunks._replace(num_rows=1, num_prefill_context=0)
+    assert chunks.num_prefill_context == 40
 
 
 def test_brackets_are_paid_like_a_tax() -> None:

@@ -17,8 +17,10 @@ from penstock.config.components import Config, config_from
 from penstock.types.errors import ConfigError
 
 if TYPE_CHECKING:
+    from penstock.engine.ports import Executor
     from penstock.lab.fitting import Fit
     from penstock.lab.recording import Recording
+    from penstock.lab.step_table import Peaks
 
 _FILE = click.Path(path_type=Path)
 
@@ -29,12 +31,22 @@ _FILE = click.Path(path_type=Path)
 @click.option("--from", "source", type=_FILE, metavar="RECORDING", help="Steps of a recording, instead of this machine's.")
 @click.option("--check", is_flag=True, help="With --from: plan the recorded steps again, and say whether the plans are equal.")
 @click.option("--trace", type=_FILE, metavar="FILE", help="With --from: a trace for ui.perfetto.dev.")
+@click.option("--plot", "plot_file", type=_FILE, metavar="FILE.png", help="Without --fit and --from: the roofline, as a plot.")
 @click.option("--rounds", type=click.IntRange(1, 1000), default=7, show_default=True, help="How often each step is measured.")
 @config_options("model", "kv", "scheduler", "backend", without=("served_model_name", "chat_template"))
-def profile(fit_file: Path | None, source: Path | None, check: bool, trace: Path | None, rounds: int, **values: Any) -> None:
+def profile(
+    fit_file: Path | None,
+    source: Path | None,
+    check: bool,
+    trace: Path | None,
+    plot_file: Path | None,
+    rounds: int,
+    **values: Any,
+) -> None:
     """Say what steps of MODEL take on this machine.
 
     \b
+      penstock profile
       penstock profile --fit cost.json
       penstock profile --from traffic.rec
       penstock profile --from traffic.rec --fit cost.json
@@ -44,10 +56,15 @@ def profile(fit_file: Path | None, source: Path | None, check: bool, trace: Path
         for is_given, flag in ((check, "--check"), (trace is not None, "--trace")):
             if is_given:
                 raise click.UsageError(f"{flag} is about a recording: name one with --from.")
+        if fit_file is not None and plot_file is not None:
+            raise click.UsageError("--plot draws the table, which --fit does not make: leave one of them out.")
         if fit_file is None:
-            raise click.UsageError("Name a file with --fit, or a recording with --from.")
-        _fit_here(config_from(values), rounds, fit_file)
+            _show_steps(config_from(values), rounds, plot_file)
+        else:
+            _fit_here(config_from(values), rounds, fit_file)
         return
+    if plot_file is not None:
+        raise click.UsageError("--plot draws steps of this machine: leave out --from.")
     from penstock.lab.recording import open_recording
 
     _from_recording(open_recording(source), fit_file, trace, check=check)
@@ -88,6 +105,63 @@ def _check(recording: Recording) -> None:
     if replayed.difference:
         print(f"then {replayed.difference}", file=sys.stderr)
         sys.exit(1)
+
+
+def _show_steps(config: Config, rounds: int, plot_file: Path | None) -> None:
+    from penstock.deploy.device import is_on_gpu, kv_dtype, settled
+    from penstock.deploy.factory import locate, open_executor
+    from penstock.deploy.forecast import read_outline
+    from penstock.lab.plots import draw
+    from penstock.lab.sizing import size_of
+    from penstock.lab.step_table import figures_of, roofline_panel, shapes_of, step_lines
+    from penstock.lab.steps import StepRunner, measure
+    from penstock.models.architectures import describe
+
+    source = locate(config)
+    outline = read_outline(config, source, is_gpu=is_on_gpu(settled(config)))
+    config, model, executor = open_executor(config, source)
+    size = size_of(
+        describe(model.spec),
+        name=outline.name,
+        kv_dtype=kv_dtype(config),
+        num_weight_bytes=outline.num_weight_bytes,
+        num_read_bytes=outline.num_read_bytes,
+        is_quantised=outline.is_quantised,
+    )
+    try:
+        runner = StepRunner(executor, model.spec.vocab_size)
+        runner.fill()
+        steps = measure(runner, shapes_of(executor.capacity), num_rounds=rounds, progress=_show_progress)
+        peaks = _peaks(config, executor, is_quantised=size.is_quantised)
+    finally:
+        executor.close()
+    figures = figures_of(steps, size, peaks)
+    print(f"{size.name}, {config.backend.backend} backend; medians of {rounds} rounds")
+    for line in step_lines(figures, peaks):
+        print(line)
+    if plot_file is not None:
+        if peaks is None:
+            raise ConfigError(
+                "The peaks of this backend are not probed, so there is no roof to draw.", remedy="Leave out --plot."
+            )
+        draw(f"Steps of {size.name}", [roofline_panel(figures, peaks, peaks.words)]).save(plot_file)
+        print(f"drawn in {plot_file}")
+
+
+def _peaks(config: Config, executor: Executor, *, is_quantised: bool) -> Peaks | None:
+    """The machine's, if the steps are the CPU's own."""
+    from penstock.lab.step_table import Peaks
+
+    if config.backend.backend != "native":
+        return None
+    from penstock.backends.native import probe_peaks
+
+    threads = getattr(executor, "num_threads", 1)
+    probed = probe_peaks(threads)
+    kind, ops_per_s = ("int8", probed.int8_ops_per_s) if is_quantised else ("bf16", probed.bf16_ops_per_s)
+    return Peaks(
+        ops_per_s=ops_per_s, read_bytes_per_s=probed.read_bytes_per_s, words=f"{kind}, {threads} threads, {probed.variant}"
+    )
 
 
 def _fit_here(config: Config, rounds: int, fit_file: Path) -> None:

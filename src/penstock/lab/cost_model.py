@@ -29,6 +29,8 @@ class Counts(NamedTuple):
     """KV positions that rows of one token read."""
     num_prefill_reads: int
     """KV positions that each token of a longer row reads."""
+    num_prefill_context: int
+    """KV positions before longer rows."""
     num_samples: int
     """Tokens that are sampled."""
     num_rows: int
@@ -74,8 +76,12 @@ class CostModel:
     """Each KV position that a row of one token reads."""
     prefill_read_ns: float = 257.0
     """Each KV position that each token of a longer row reads; several tokens share what they read."""
+    prefill_context_ns: float = 0.0
+    """Each KV position before a longer row, however many of its tokens read it."""
     sample_ns: float = 0.0
     """Each token that is sampled: its logits and the choice."""
+    sample_step_ns: float = 0.0
+    """Each step that samples a token: the matrix of the logits is read."""
     token_brackets: tuple[tuple[int, float], ...] = ()
     """(up to so many tokens of a step, cost of each), ascending, as brackets of a tax: products with weights, whose price per
     token falls or rises with their number. The last holds for all further ones."""
@@ -93,7 +99,7 @@ class CostModel:
     """None: nobody knows."""
 
     def counts(self, shape: StepShape) -> Counts:
-        num_decodes = num_prefill_tokens = num_decode_reads = num_prefill_reads = max_context_len = 0
+        num_decodes = num_prefill_tokens = num_decode_reads = num_prefill_reads = num_prefill_context = max_context_len = 0
         for query_len, context_len in shape.rows:
             if query_len == 1:
                 num_decodes += 1
@@ -101,6 +107,7 @@ class CostModel:
             else:
                 num_prefill_tokens += query_len
                 num_prefill_reads += query_len * context_len + query_len * (query_len + 1) // 2
+                num_prefill_context += context_len
             if context_len + query_len > max_context_len:
                 max_context_len = context_len + query_len
         return Counts(
@@ -109,6 +116,7 @@ class CostModel:
             num_prefill_tokens,
             num_decode_reads,
             num_prefill_reads,
+            num_prefill_context,
             shape.num_samples,
             len(shape.rows),
             max_context_len,
@@ -124,8 +132,10 @@ class CostModel:
             "decode_read": self.decode_read_ns * counts.num_decode_reads,
             "prefill_read": self.prefill_read_ns * counts.num_prefill_reads,
         }
-        if self.sample_ns:
-            parts["sample"] = self.sample_ns * counts.num_samples
+        if self.prefill_context_ns:
+            parts["prefill_context"] = self.prefill_context_ns * counts.num_prefill_context
+        if self.sample_ns or self.sample_step_ns:
+            parts["sample"] = self._sample_ns(counts.num_samples)
         if self.token_brackets:
             parts["tokens"] = self._tokens_ns(counts.num_tokens)
         return {name: round(part_ns) for name, part_ns in parts.items()}
@@ -142,7 +152,8 @@ class CostModel:
             + self.prefill_token_ns * counts.num_prefill_tokens
             + self.decode_read_ns * counts.num_decode_reads
             + self.prefill_read_ns * counts.num_prefill_reads
-            + self.sample_ns * counts.num_samples
+            + self.prefill_context_ns * counts.num_prefill_context
+            + self._sample_ns(counts.num_samples)
             + (self._tokens_ns(counts.num_tokens) if self.token_brackets else 0.0)
         )
 
@@ -163,6 +174,9 @@ class CostModel:
     def outside(self, counts: Counts) -> tuple[str, ...]:
         """The limits of the fitted range that a step exceeds, in words; none if it lies within, or nobody knows the range."""
         return () if self.fitted is None else self.fitted.exceeded_by(counts)
+
+    def _sample_ns(self, num_samples: int) -> float:
+        return self.sample_ns * num_samples + (self.sample_step_ns if num_samples else 0.0)
 
     def _tokens_ns(self, num_tokens: int) -> float:
         total_ns, begin = 0.0, 0

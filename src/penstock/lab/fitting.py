@@ -21,9 +21,11 @@ from penstock.lab.steps import MeasuredStep
 
 Floats = NDArray[np.float64]
 
-BRACKETS = (8, 16, 32, 64, 128)
+BRACKETS = (4, 8, 16, 32, 64, 128)
 """Numbers of tokens in a step from which on a further token may have another price."""
 NUM_QUANTILES = 101
+LEAST_SHARE = 0.1
+"""Share of a step that a part must have for its error to count."""
 HUBER = 1.5
 """Errors beyond so many standard deviations count less."""
 TOTAL, HOST, OTHER = "execute", "host", "other"
@@ -34,12 +36,14 @@ _UNITS: Mapping[str, Callable[[Counts], float]] = {
     "prefill_token_ns": lambda counts: counts.num_prefill_tokens,
     "decode_read_ns": lambda counts: counts.num_decode_reads,
     "prefill_read_ns": lambda counts: counts.num_prefill_reads,
+    "prefill_context_ns": lambda counts: counts.num_prefill_context,
     "sample_ns": lambda counts: counts.num_samples,
+    "sample_step_ns": lambda counts: counts.num_samples > 0,
 }
 _COSTS_OF: Mapping[str, tuple[str, ...]] = {
-    "linear": ("step_ns", "brackets", "decode_row_ns", "sample_ns"),
-    "attention": ("step_ns", "decode_row_ns", "prefill_token_ns", "decode_read_ns", "prefill_read_ns"),
-    "sampling": ("step_ns", "sample_ns"),
+    "linear": ("step_ns", "brackets", "sample_ns", "sample_step_ns"),
+    "attention": ("step_ns", "decode_row_ns", "prefill_token_ns", "decode_read_ns", "prefill_read_ns", "prefill_context_ns"),
+    "sampling": ("sample_step_ns", "sample_ns"),
     OTHER: ("step_ns", "decode_row_ns", "prefill_token_ns"),
     TOTAL: (*_UNITS, "brackets"),
 }
@@ -86,7 +90,7 @@ def fit(steps: Sequence[MeasuredStep], *, are_in_order: bool = False) -> Fit:
         is_out = table.groups == name
         for part, values in table.predict(table.fit(~is_out)).items():
             left_out[part][is_out] = values[is_out]
-    total = table.measured[TOTAL] / predicted[TOTAL]
+    total = table.raw / predicted[TOTAL]
     has_host = ~np.isnan(table.measured[HOST])
     host = table.measured[HOST][has_host] / np.maximum(predicted[HOST][has_host], 1.0)
     most = Counts(*np.max(np.array(table.counts), axis=0).tolist())
@@ -124,11 +128,14 @@ class _Table:
             units[f"bracket {idx}"] = np.clip(num_tokens, begin, end) - begin
         self._units = units
         self._num_rows = np.array([one.num_rows for one in self.counts], dtype=float)
-        total = np.array([step.execute_ns for step in steps], dtype=float)
+        # At the machine's usual speed: where it was slower than usual, so was the reference.
+        slowness = np.array([step.slowness for step in steps])
+        self.raw = np.array([step.execute_ns for step in steps], dtype=float)
+        total = self.raw / slowness
         self.measured: dict[str, Floats] = {TOTAL: total}
         own = [name for name in ("linear", "attention", "sampling") if all(name in step.parts_ns for step in steps)]
         for name in own:
-            self.measured[name] = np.array([step.parts_ns[name] for step in steps], dtype=float)
+            self.measured[name] = np.array([step.parts_ns[name] for step in steps], dtype=float) / slowness
         self.parts = [*own, OTHER] if own else [TOTAL]
         if own:
             self.measured[OTHER] = total - sum(self.measured[name] for name in own)
@@ -175,7 +182,7 @@ class _Table:
         return CostModel(**costs, token_brackets=brackets if any(slopes) else ())
 
     def errors(self, predicted: Mapping[str, Floats]) -> dict[str, Errors]:
-        """Errors of the median of each shape in each group, where that is more than a hundredth of the step."""
+        """Errors of the median of each shape in each group, where that is a fair share of the step."""
         cells: dict[tuple[object, object], list[int]] = {}
         for idx, key in enumerate(zip(self._shapes, self.groups.tolist(), strict=True)):
             cells.setdefault(key, []).append(idx)
@@ -184,7 +191,7 @@ class _Table:
             whole = float(np.median(self.measured[TOTAL][indices]))
             for part, values in predicted.items():
                 measured = float(np.median(self.measured[part][indices]))
-                if not np.isnan(measured) and measured > 0.01 * whole:
+                if not np.isnan(measured) and measured > LEAST_SHARE * whole:
                     found.setdefault(part, []).append(float(np.median(values[indices])) / measured - 1)
         return {part: _errors(np.array(values)) for part, values in found.items()}
 

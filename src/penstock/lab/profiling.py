@@ -38,8 +38,10 @@ def cost_lines(cost: CostModel) -> Iterator[str]:
         ("decode_row_ns", "row that decodes, besides", 1e3, "us"),
         ("prefill_token_ns", "token of a prompt, besides", 1e3, "us"),
         ("sample_ns", "token that is sampled", 1e3, "us"),
+        ("sample_step_ns", "step that samples", 1e3, "us"),
         ("decode_read_ns", "KV position read by a decode", 1, "ns"),
         ("prefill_read_ns", "KV position read by a prompt", 1, "ns"),
+        ("prefill_context_ns", "KV position before a prompt's", 1, "ns"),
         ("host_step_ns", "host, each step", 1e3, "us"),
         ("host_row_ns", "host, each row", 1e3, "us"),
     ):

@@ -109,7 +109,8 @@ class SimulatedExecutor:
             if not isinstance(admit.request_id, PaddingId):  # whose output ends with its batch, and not by itself
                 num_tokens = admit.num_prompt_tokens + self._output_lens[admit.request_id]
                 last_positions[admit.request_id] = num_tokens - 1
-        num_decodes = num_prefill_tokens = num_decode_reads = num_prefill_reads = num_samples = max_context_len = 0
+        num_decodes = num_prefill_tokens = num_decode_reads = num_prefill_reads = num_prefill_context = 0
+        num_samples = max_context_len = 0
         token_ids: dict[str, tuple[int, ...]] = {}
         for row in plan.rows:  # one loop without calls: it is run for every row of every step
             context_len, query_len = row.context_len, row.query_len
@@ -120,6 +121,7 @@ class SimulatedExecutor:
             else:
                 num_prefill_tokens += query_len
                 num_prefill_reads += query_len * context_len + query_len * (query_len + 1) // 2
+                num_prefill_context += context_len
             if end > max_context_len:
                 max_context_len = end
             if row.samples:
@@ -133,6 +135,7 @@ class SimulatedExecutor:
             num_prefill_tokens,
             num_decode_reads,
             num_prefill_reads,
+            num_prefill_context,
             num_samples,
             num_rows,
             max_context_len,

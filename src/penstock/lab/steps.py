@@ -8,9 +8,10 @@ They run in rounds, each in another order, so that a machine that is slow for a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, count, pairwise
 from random import Random
+from statistics import median
 
 from penstock.clock import Clock
 from penstock.engine.core import EngineCore
@@ -29,11 +30,13 @@ from penstock.types.sampling import SamplingParams
 from penstock.types.stats import StepStats
 
 DECODE_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-DECODE_CONTEXTS = (32, 256, 1024, 1900)
+DECODE_CONTEXTS = (32, 500, 1800)
 CHUNK_TOKENS = (2, 4, 8, 16, 32, 64, 128, 256, 512)
-CHUNK_CONTEXTS = (0, 512, 1500)
+CHUNK_CONTEXTS = (0, 1000)
 NUM_MIXES = 24
 """Steps of decodes and chunks, with contexts drawn at random."""
+REFERENCE = StepShape(((1, 128),), 1)
+"""The step that runs before each that is measured. Where it takes longer than usual, others use the machine."""
 STRETCH = 100
 """Steps in a row that are taken of a long recording."""
 
@@ -49,6 +52,8 @@ class MeasuredStep:
     """Shares of it by the executor's own names, where it tells them."""
     host_ns: int | None = None
     """The engine's own time between this step and the next; None: it had nothing to do then, or nobody knows."""
+    slowness: float = 1.0
+    """Time of a reference step beside it over that step's median: how slow the machine was just then."""
     group: int = 0
     """Steps of one group are left out together, where a fit is judged by what it has not seen."""
 
@@ -152,15 +157,22 @@ def measure(
     """
     rng = Random(seed)  # noqa: S311  # repeatable on purpose
     steps: list[MeasuredStep] = []
+    references_ns: list[int] = []
+    """Before each step, and after the last."""
     order = list(enumerate(shapes))
     for round_no in range(num_rounds + 1):
         rng.shuffle(order)
         for group, shape in order:
+            reference_ns, _ = runner.run(REFERENCE)
             execute_ns, parts_ns = runner.run(shape)
             if round_no:
+                references_ns.append(reference_ns)
                 steps.append(MeasuredStep(shape, execute_ns, dict(parts_ns), group=group))
         progress(round_no + 1, num_rounds + 1)
-    return steps
+    references_ns.append(runner.run(REFERENCE)[0])
+    usual_ns = median(references_ns)
+    beside = zip(steps, pairwise(references_ns), strict=True)
+    return [replace(step, slowness=(before_ns + after_ns) / 2 / usual_ns) for step, (before_ns, after_ns) in beside]
 
 
 def measure_with_host(
@@ -207,7 +219,7 @@ def measure_with_host(
             execute_ns = stats.parts_ns["execute"]
             host_ns = after.planned_ns - stats.planned_ns - execute_ns if executor.depth == 1 else None
             own = {name: ns for name, ns in stats.parts_ns.items() if name not in ENGINE_PARTS}
-            steps.append(MeasuredStep(shape_of_rows(stats.rows), execute_ns, own, host_ns, group))
+            steps.append(MeasuredStep(shape_of_rows(stats.rows), execute_ns, own, host_ns, group=group))
     return steps
 
 
@@ -252,7 +264,7 @@ def _measured(step: StepDone, after: StepDone | None, group: int) -> MeasuredSte
     if after is not None and after.step_id == step.step_id + 1:
         host_ns = after.planned_ns - step.planned_ns - execute_ns
     own = {name: ns for name, ns in step.parts_ns.items() if name not in ENGINE_PARTS}
-    return MeasuredStep(step.shape, execute_ns, own, host_ns, group)
+    return MeasuredStep(step.shape, execute_ns, own, host_ns, group=group)
 
 
 ENGINE_PARTS = frozenset({"execute", "schedule", "commit", "grammar", "output"})

@@ -1,0 +1,140 @@
+"""Times of steps by part, beside the work that is in them: arithmetic intensity, and the share of the machine's peaks. Called
+by `penstock profile`; measures nothing.
+
+The roofline (Williams, Waterman and Patterson, CACM 52(4), 2009): a step takes at least as long as its operations at the peak
+of multiply-adds, and as its reads at the speed of memory. The resource that takes longer bounds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from penstock.lab.cost_model import CostModel
+from penstock.lab.plots import Panel, roofline
+from penstock.lab.sizing import ModelSize
+from penstock.lab.steps import MeasuredStep, fits
+from penstock.types.plan import Capacity, StepShape
+
+TABLE_ROWS = (1, 2, 4, 8, 16, 32, 64)
+TABLE_TOKENS = (32, 128, 512)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peaks:
+    """The most that a machine does, as it was probed just now."""
+
+    ops_per_s: float
+    """Multiply-adds of the kind that the model's products are, each two operations."""
+    read_bytes_per_s: float
+    words: str
+    """The kind, and on what."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFigures:
+    """Steps of one shape, in their median. Times are nanoseconds."""
+
+    shape: StepShape
+    duration_ns: float
+    parts_ns: Mapping[str, float]
+    num_ops: float
+    """Operations of products with weights and of attention; a multiply-add is two."""
+    num_bytes: float
+    """Bytes of weights and of keys and values that have to be read."""
+    compute_share: float | None
+    """Time of the operations at the peak over the step's time; None: the peak is not known."""
+    read_share: float | None
+    """Time of the reads at the peak over the step's time."""
+
+    @property
+    def intensity(self) -> float:
+        """Operations per byte."""
+        return self.num_ops / self.num_bytes
+
+    @property
+    def bound(self) -> str:
+        """The resource whose peak leaves the step the least room."""
+        if self.compute_share is None or self.read_share is None:
+            return ""
+        return "compute" if self.compute_share > self.read_share else "memory"
+
+
+def figures_of(steps: Sequence[MeasuredStep], size: ModelSize, peaks: Peaks | None) -> list[StepFigures]:
+    """The figures of each shape, in the order of the groups."""
+    groups: dict[int, list[MeasuredStep]] = {}
+    for step in steps:
+        groups.setdefault(step.group, []).append(step)
+    found = []
+    for _, group in sorted(groups.items()):
+        shape = group[0].shape
+        duration_ns = median(step.execute_ns for step in group)
+        num_ops, num_bytes = work_of(size, shape)
+        found.append(
+            StepFigures(
+                shape=shape,
+                duration_ns=duration_ns,
+                parts_ns={part: median(step.parts_ns[part] for step in group) for part in group[0].parts_ns},
+                num_ops=num_ops,
+                num_bytes=num_bytes,
+                compute_share=None if peaks is None else num_ops / peaks.ops_per_s * 1e9 / duration_ns,
+                read_share=None if peaks is None else num_bytes / peaks.read_bytes_per_s * 1e9 / duration_ns,
+            )
+        )
+    return found
+
+
+def work_of(size: ModelSize, shape: StepShape) -> tuple[float, float]:
+    """(operations, bytes read) of a step: the least that it has to do."""
+    counts = CostModel().counts(shape)
+    products = (
+        counts.num_tokens * size.num_token_products
+        + (counts.num_decode_reads + counts.num_prefill_reads) * size.num_attention_products
+        + counts.num_samples * size.num_logit_products
+    )
+    num_positions = sum(query_len + context_len for query_len, context_len in shape.rows)
+    return 2 * products, size.num_read_bytes + num_positions * size.kv_bytes_per_token
+
+
+def step_lines(figures: Sequence[StepFigures], peaks: Peaks | None) -> Iterator[str]:
+    """A table of steps: time by part, arithmetic intensity, and what bounds them."""
+    parts = [part for part in ("linear", "attention", "sampling", "rows") if all(part in one.parts_ns for one in figures)]
+    if peaks is not None:
+        words = f"{peaks.ops_per_s / 1e9:.0f} GOP/s, {peaks.read_bytes_per_s / 1e9:.1f} GB/s"
+        yield f"Peaks now: {words} ({peaks.words}); the knee of the roofline is at {_knee(peaks):.0f} operations per byte."
+    header = f"{'step':>14}{'ms':>9}" + "".join(f"{part:>11}" for part in parts) + f"{'ops/byte':>10}{'GOP/s':>8}{'GB/s':>7}"
+    yield header + ("" if peaks is None else f"{'share of peak':>15}  bound by")
+    for one in figures:
+        line = f"{_shape_words(one.shape):>14}{one.duration_ns / 1e6:9.2f}"
+        line += "".join(f"{one.parts_ns[part] / one.duration_ns:11.0%}" for part in parts)
+        line += f"{one.intensity:10.1f}{one.num_ops / one.duration_ns:8.0f}{one.num_bytes / one.duration_ns:7.1f}"
+        if one.compute_share is not None and one.read_share is not None:
+            line += f"{max(one.compute_share, one.read_share):15.0%}  {one.bound}"
+        yield line
+
+
+def roofline_panel(figures: Sequence[StepFigures], peaks: Peaks, title: str) -> Panel:
+    """The steps under the roof, decodes apart from prompts."""
+    measured: dict[str, list[tuple[float, float]]] = {}
+    for one in figures:
+        name = "decodes" if one.shape.rows[0][0] == 1 else "prompts"
+        measured.setdefault(name, []).append((one.intensity, one.num_ops / one.duration_ns))
+    return roofline(title, peak_gops=peaks.ops_per_s / 1e9, read_gbs=peaks.read_bytes_per_s / 1e9, measured=measured)
+
+
+def shapes_of(capacity: Capacity) -> list[StepShape]:
+    """A few shapes for a table: decodes of more and more rows over two contexts, and chunks of prompts."""
+    shapes = [StepShape(((1, context_len),) * num_rows, num_rows) for context_len in (128, 1024) for num_rows in TABLE_ROWS]
+    shapes += [StepShape(((num_tokens, context_len),), 1) for context_len in (0, 1024) for num_tokens in TABLE_TOKENS]
+    return [shape for shape in shapes if fits(shape, capacity)]
+
+
+def _knee(peaks: Peaks) -> float:
+    return peaks.ops_per_s / peaks.read_bytes_per_s
+
+
+def _shape_words(shape: StepShape) -> str:
+    """`32x1@256`: rows, tokens of each, context of each."""
+    query_len, context_len = shape.rows[0]
+    return f"{len(shape.rows)}x{query_len}@{context_len}"
