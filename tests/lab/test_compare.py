@@ -6,6 +6,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from bench_records import random_records, record, result_of, run_of
@@ -42,6 +43,28 @@ def test_two_runs_of_the_same_thing_rarely_differ() -> None:
         found = compared(made(2 * seed, 250), made(2 * seed + 1, 250))
         false += any(difference.is_more_than_noise for difference in by_name(found).values())
     assert false / NUM_SEEDS < 0.08
+
+
+def test_nor_do_two_short_runs() -> None:
+    """60 requests over three seconds: neighbouring blocks of time are parts of the same requests."""
+    found = [compared(made(5000 + 2 * seed, 60), made(5001 + 2 * seed, 60)) for seed in range(60)]
+    assert np.mean([any(one.is_more_than_noise for one in by_name(each).values()) for each in found]) < 0.12
+
+
+def test_nor_do_two_runs_of_a_queue() -> None:
+    """M/M/1 at a load of 0.7: some 30 requests in a row share their fate."""
+
+    def queue(seed: int) -> Result:
+        rng = np.random.default_rng(seed)
+        gaps_ms, work_ms = rng.exponential(143, 1500), rng.exponential(100, 1500)
+        walk = np.cumsum(work_ms - gaps_ms)
+        waits_ms, due_ms = walk - np.minimum.accumulate(walk), np.cumsum(gaps_ms)
+        some = zip(due_ms[500:].tolist(), waits_ms[500:].tolist(), strict=True)
+        records = [record(i, due_ms=due, ttft_ms=50 + wait, gaps_ms=(1, 1)) for i, (due, wait) in enumerate(some)]
+        return result_of(run_of(records, seed=seed))
+
+    found = [compared(queue(2 * seed), queue(2 * seed + 1)) for seed in range(60)]
+    assert np.mean([any(one.is_more_than_noise for one in by_name(each).values()) for each in found]) < 0.12
 
 
 def test_a_shift_of_a_tenth_is_found() -> None:
@@ -155,6 +178,7 @@ def test_a_rate_that_falls_and_a_latency_that_rises_are_worse() -> None:
     assert rate.words == "lower by 10 % [8, 12]"
     assert latency.words == "faster by 10 % [8, 12]"
     slower = replace(latency, change=Estimate(0.2, -0.01, 0.4), is_more_than_noise=False, chance=0.2, smallest=0.3)
+    assert replace(latency, change=Estimate(3.63, 2.5, 5.2)).words == "slower by 363 % [250, 520]"
     assert slower.words == "no difference that these runs could show; they would show 30 %"
     assert replace(slower, chance=0.01).words == "perhaps slower by 20 % [-1, 40]; not sure among so many figures"
 

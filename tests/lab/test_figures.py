@@ -237,6 +237,23 @@ def test_the_steady_window_leaves_out_warm_up_and_drain() -> None:
     assert figures.rates.output_tokens_per_s.value == pytest.approx(3200 / 11.95)
 
 
+def test_rates_of_a_steady_load_are_covered() -> None:
+    """20 requests per second of 18 tokens on average, which take half a second: batches of time are independent."""
+    hits = []
+    for seed in range(100):
+        figures = figures_of(random_records(1000 + seed, 300))
+        assert figures.steady is not None
+        rate = figures.steady[1].output_tokens_per_s
+        hits.append(rate.low is not None and rate.high is not None and rate.low <= 20 * 18 <= rate.high)
+    assert 0.88 <= np.mean(hits) <= 0.99
+
+
+def test_a_run_of_few_requests_after_each_other_has_no_interval_of_its_rate() -> None:
+    """16 users with 6 requests each: neighbouring batches of time would be parts of the same requests."""
+    records = [record(i, due_ms=500 * (i // 16) + i % 16, ttft_ms=100, gaps_ms=[100] * 4) for i in range(96)]
+    assert not figures_of(records).rates.output_tokens_per_s.is_known
+
+
 def test_a_short_run_has_no_steady_part() -> None:
     assert steady_window(Samples.of([record(i) for i in range(50)])) is None, "all are sent at once"
     assert steady_window(Samples.of([record(i, due_ms=900 * i) for i in range(10)])) is None

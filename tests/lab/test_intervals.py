@@ -12,7 +12,7 @@ from penstock.lab.intervals import (
     Estimate,
     Floats,
     binomial_ranks,
-    effective_count,
+    effective_draws,
     grouped_quantile,
     mean_estimate,
     quantile_estimate,
@@ -63,12 +63,36 @@ def test_neighbours_that_depend_on_each_other_are_no_independent_draws() -> None
     assert np.mean(shuffled) < 0.8, "the order of time is what tells it"
 
 
-def test_the_effective_count_is_that_of_theory() -> None:
+def test_the_effective_number_is_that_of_theory() -> None:
     rng = np.random.default_rng(4)
-    assert effective_count(rng.normal(size=20_000)) == pytest.approx(20_000, rel=0.1)
-    assert effective_count(autocorrelated(rng, 20_000, 0.5)) == pytest.approx(20_000 / 3, rel=0.15)
-    assert effective_count(np.arange(1000.0)) < 20, "a drift says little about the mean, however long the series"
-    assert effective_count(np.full(7, 3.0)) == 7
+    assert effective_draws(rng.normal(size=20_000)).count == pytest.approx(20_000, rel=0.1)
+    assert effective_draws(autocorrelated(rng, 20_000, 0.5)).count == pytest.approx(20_000 / 3, rel=0.15)
+    assert effective_draws(np.full(7, 3.0)).count == 7
+
+
+def test_a_drift_has_no_interval_however_long_the_series() -> None:
+    """An overloaded server: every request waits longer than the one before."""
+    waits = np.arange(10_000.0)
+    assert not effective_draws(waits).is_enough
+    assert not mean_estimate(waits).is_known
+    assert not quantile_estimate(waits, 0.5).is_known
+
+
+def test_waits_in_a_queue_are_covered() -> None:
+    """M/M/1 at a load of 0.7, where some 30 requests in a row share their fate. P(wait > x) = 0.7 exp(-0.3 x)."""
+    rng, load, count = np.random.default_rng(8), 0.7, 2000
+    truths = {"mean": load / (1 - load)} | {p: math.log(load / (1 - p)) / (1 - load) for p in (0.5, 0.9)}
+    found: dict[object, list[bool]] = {name: [] for name in truths}
+    for _ in range(150):
+        steps = rng.exponential(1, count + 500) - rng.exponential(1 / load, count + 500)
+        walk = np.concatenate([[0.0], np.cumsum(steps)])
+        waits = (walk - np.minimum.accumulate(walk))[501:]
+        for name, truth in truths.items():
+            estimate = quantile_estimate(waits, name) if isinstance(name, float) else mean_estimate(waits)
+            found[name] += [covers(estimate, truth)] if estimate.is_known else []
+    for name, hits in found.items():
+        assert len(hits) > 100, name
+        assert np.mean(hits) >= 0.85, name
 
 
 @pytest.mark.parametrize(("share", "own_level"), [(0.5, 0.3), (0.9, 0.3), (0.99, 0.05)])

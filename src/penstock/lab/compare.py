@@ -32,11 +32,12 @@ from penstock.lab.figures import (
     QUANTILES,
     Samples,
     make_rates,
+    num_independent_batches,
     steady_window,
     tokens_upto,
     whole_window,
 )
-from penstock.lab.intervals import LEVEL, Bools, Estimate, Floats, Ints, student_quantile, student_tail
+from penstock.lab.intervals import LEVEL, Bools, Estimate, Floats, Ints, effective_draws, student_quantile, student_tail
 from penstock.lab.results import Load, Result, Run
 from penstock.types.errors import ConfigError
 
@@ -48,6 +49,7 @@ POWER = 0.8
 COMPARED_QUANTILES = ("p50", "p90", "p99")
 RATES = ("requests_per_s", "output_tokens_per_s", "total_tokens_per_s", "goodput_per_s")
 _MAX_BINS = 2048
+_DRAWS_IN_BLOCK = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,8 +81,8 @@ class Difference:
         if self.change is None or self.change.low is None or self.change.high is None:
             return "too few requests to say"
         verbs = ("higher", "lower") if self.is_rate else ("slower", "faster")
-        ends = sorted(100 * end if self.change.value > 0 else -100 * end for end in (self.change.low, self.change.high))
-        shown = f"{verbs[self.change.value < 0]} by {_percent(abs(self.change.value))} % [{ends[0]:.2g}, {ends[1]:.2g}]"
+        low, high = sorted(end if self.change.value > 0 else -end for end in (self.change.low, self.change.high))
+        shown = f"{verbs[self.change.value < 0]} by {_percent(abs(self.change.value))} % [{_percent(low)}, {_percent(high)}]"
         if self.is_more_than_noise:
             return shown
         if self.chance < 1 - LEVEL:
@@ -235,14 +237,16 @@ def _draw_all(
 ) -> Mapping[str, tuple[float, float]]:
     """Figure -> the standard error of the logarithm of its ratio, and the degrees of freedom."""
     is_paired = _is_paired(before, after)
+    num_blocks = [[_num_blocks(run.samples) for run in runs] for runs in (before, after)]
+    if is_paired:
+        num_blocks = [[min(pair) for pair in zip(*num_blocks, strict=True)]] * 2
     sides: list[dict[str, tuple[Floats, int]]] = []
-    for runs in (before, after):
-        of_requests = [run.samples for run in runs]
-        num_blocks = sum(_num_blocks(samples) for samples in of_requests)
+    for runs, of_runs in zip((before, after), num_blocks, strict=True):
         if not sides or not is_paired:
-            weights = _weights(rng, num_draws, num_blocks)
-        found = dict(_draws_of_latencies(of_requests, weights))
-        found |= dict(_draws_of_gaps(of_requests, rng, num_draws))
+            weights = _weights(rng, num_draws, sum(of_runs))
+        samples = [run.samples for run in runs]
+        found = dict(_draws_of_latencies(samples, of_runs, weights))
+        found |= dict(_draws_of_gaps(samples, of_runs, rng, num_draws))
         found |= dict(_draws_of_rates(runs, rng, num_draws))
         sides.append(found)
     errors: dict[str, tuple[float, float]] = {}
@@ -252,7 +256,8 @@ def _draw_all(
             continue
         together = is_paired and not name.startswith("itl") and name not in RATES
         degrees = num_first - 1 if together else num_first + num_second - 2
-        error = float(np.std(np.log(second) - np.log(first), ddof=1))
+        # Draws of a handful of blocks spread a little less than the blocks' means do.
+        error = float(np.std(np.log(second) - np.log(first), ddof=1)) * math.sqrt(1 + 2 / max(1.0, degrees))
         errors[name] = (max(error, math.log(BUCKET_RATIO) / 2) if name.startswith("itl") else error, float(degrees))
     return errors
 
@@ -276,17 +281,25 @@ def _weights(rng: np.random.Generator, num_draws: int, num_blocks: int) -> Float
 
 
 def _num_blocks(samples: Samples) -> int:
-    return min(NUM_BLOCKS, len(samples))
+    """Blocks so long that one says little of the next: each counts as two independent draws of the slowest latency."""
+    draws = [float(len(samples))]
+    for name in ("ttft", "e2e"):
+        values = samples.latency_ns(name)
+        if (values >= 0).any():
+            draws.append(effective_draws(values[values >= 0].astype(np.float64)).count / _DRAWS_IN_BLOCK)
+    return max(1, min(NUM_BLOCKS, int(min(draws))))
 
 
-def _draws_of_latencies(runs: Sequence[Samples], weights: Floats) -> Iterator[tuple[str, tuple[Floats, int]]]:
+def _draws_of_latencies(
+    runs: Sequence[Samples], num_blocks: Sequence[int], weights: Floats
+) -> Iterator[tuple[str, tuple[Floats, int]]]:
     """The mean and the quantiles of each latency in every draw, with the number of blocks. Blocks are by the jobs' indices."""
     blocks, offset = [], 0
-    for samples in runs:
+    for samples, num_of_run in zip(runs, num_blocks, strict=True):
         ranks = np.empty(len(samples), np.int64)
         ranks[np.argsort(samples.index, kind="stable")] = np.arange(len(samples))
-        blocks.append(offset + ranks * _num_blocks(samples) // len(samples))
-        offset += _num_blocks(samples)
+        blocks.append(offset + ranks * num_of_run // len(samples))
+        offset += num_of_run
     block = np.concatenate(blocks)
     for name in LATENCIES:
         if name == "itl":
@@ -324,30 +337,32 @@ def _draws_of_counts(name: str, values: Floats, counts: Ints, weights: Floats) -
 
 
 def _draws_of_gaps(
-    runs: Sequence[Samples], rng: np.random.Generator, num_draws: int
+    runs: Sequence[Samples], num_blocks: Sequence[int], rng: np.random.Generator, num_draws: int
 ) -> Iterator[tuple[str, tuple[Floats, int]]]:
     buckets = np.unique(np.concatenate([samples.gaps.buckets for samples in runs]))
-    num_groups = sum(len(samples.gaps.counts) for samples in runs)
-    if not num_groups:
+    if not len(buckets):
         return
-    counts, values = np.zeros((num_groups, len(buckets)), np.int64), np.zeros(len(buckets))
-    row = 0
-    for samples in runs:
-        at, rows = np.searchsorted(buckets, samples.gaps.buckets), len(samples.gaps.counts)
-        counts[row : row + rows, at] = samples.gaps.counts
+    counts, values, offset = np.zeros((sum(num_blocks), len(buckets)), np.int64), np.zeros(len(buckets)), 0
+    for samples, num_of_run in zip(runs, num_blocks, strict=True):
+        at, num_groups = np.searchsorted(buckets, samples.gaps.buckets), len(samples.gaps.counts)
+        for group, row in enumerate(samples.gaps.counts):
+            counts[offset + group * num_of_run // num_groups, at] += row
         values[at] = samples.gaps.values_ns
-        row += rows
-    yield from _draws_of_counts("itl", values, counts, _weights(rng, num_draws, num_groups))
+        offset += num_of_run
+    yield from _draws_of_counts("itl", values, counts, _weights(rng, num_draws, sum(num_blocks)))
 
 
 def _draws_of_rates(runs: Sequence[Run], rng: np.random.Generator, num_draws: int) -> Iterator[tuple[str, tuple[Floats, int]]]:
     """Rates in every draw of blocks of time, within the steady part where there is one."""
     parts: dict[str, list[Floats]] = {name: [] for name in RATES}
     seconds: list[Floats] = []
+    num_blocks = 0
     for run in runs:
         samples = run.samples
         window = steady_window(samples) or whole_window(samples)
-        edges = np.linspace(window.begin_ns, window.end_ns, NUM_BLOCKS + 1)
+        num_of_run = min(NUM_BLOCKS, max(1, num_independent_batches(samples.rows(samples.is_ok, samples.gaps), window)))
+        num_blocks += num_of_run
+        edges = np.linspace(window.begin_ns, window.end_ns, num_of_run + 1)
         seconds.append(np.diff(edges) / NS_PER_S)
         edges[0] -= 1
         output, prompt, ended = (np.diff(upto) for upto in tokens_upto(samples.rows(samples.is_ok, samples.gaps), edges))
@@ -357,13 +372,13 @@ def _draws_of_rates(runs: Sequence[Run], rng: np.random.Generator, num_draws: in
             of_name["goodput_per_s"] = np.diff(tokens_upto(good, edges)[2])
         for name, blocks in of_name.items():
             parts[name].append(blocks)
-    weights = _weights(rng, num_draws, NUM_BLOCKS * len(runs))
+    weights = _weights(rng, num_draws, num_blocks)
     lasted = weights @ np.concatenate(seconds)
     if lasted.min() <= 0:
         return
     for name, found in parts.items():
         if len(found) == len(runs):
-            yield name, (weights @ np.concatenate(found) / lasted, NUM_BLOCKS * len(runs))
+            yield name, (weights @ np.concatenate(found) / lasted, num_blocks)
 
 
 def _after_holm(comparisons: Sequence[Comparison]) -> list[Comparison]:
@@ -405,4 +420,4 @@ def _worsening(difference: Difference) -> float:
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.2g}" if share < 0.995 else f"{100 * share:.0f}"
+    return f"{100 * share:.2g}" if abs(share) < 0.995 else f"{100 * share:.0f}"

@@ -68,6 +68,7 @@ NUM_GAP_GROUPS = 32
 BUCKET_RATIO = 1.005
 _FIRST_BUCKET_NS = 1000.0
 _MIN_ENDS_IN_BATCH = 5
+_BATCH_IN_LATENCIES = 2
 _MIN_STEADY_ENDS = 20
 _MAX_LAG_SHARE = 0.05
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(us|ms|s|m)")
@@ -508,8 +509,7 @@ def _gap_distribution(gaps: GapHistogram) -> Distribution | None:
 def make_rates(samples: Samples, window: Window, counted: Bools) -> Rates:
     """Requests and tokens per second of the requests that are `counted`, with intervals by batches of time."""
     some = samples.rows(counted, samples.gaps)
-    ends = some.ended_ns[(some.ended_ns >= window.begin_ns) & (some.ended_ns <= window.end_ns)]
-    num_batches = min(MAX_BATCHES, len(ends) // _MIN_ENDS_IN_BATCH)
+    num_batches = min(MAX_BATCHES, num_independent_batches(some, window))
     num_batches = num_batches if num_batches >= MIN_DRAWS else 1
     edges = np.linspace(window.begin_ns, window.end_ns, num_batches + 1)
     edges[0] -= 1  # What happens at its first instant is in the window.
@@ -519,6 +519,16 @@ def make_rates(samples: Samples, window: Window, counted: Bools) -> Rates:
         return rate_estimate(float(batches.sum()), batches, window.duration_s)
 
     return Rates(rate(ended), rate(output), rate(output + prompt))
+
+
+def num_independent_batches(samples: Samples, window: Window) -> int:
+    """Parts of a window so long that one says little of the next: twice the mean e2e, and five ends."""
+    ends = samples.ended_ns[(samples.ended_ns >= window.begin_ns) & (samples.ended_ns <= window.end_ns)]
+    if not len(ends):
+        return 0
+    mean_e2e_s = float((samples.ended_ns - samples.intended_ns).mean()) / NS_PER_S
+    by_length = window.duration_s / max(1e-9, _BATCH_IN_LATENCIES * mean_e2e_s)
+    return int(min(by_length, len(ends) // _MIN_ENDS_IN_BATCH))
 
 
 def tokens_upto(samples: Samples, instants_ns: Floats) -> tuple[Floats, Floats, Floats]:

@@ -8,7 +8,8 @@ the order of time, and a sample counts as many values as independent draws would
 - Quantile: the two order statistics between which it lies, by the binomial distribution, with that number (H. A. David and
   H. N. Nagaraja, Order Statistics, 3rd edition, 2003, section 7.1). The value itself is interpolated linearly, as NumPy does.
 - Effective number: n over the integrated autocorrelation time, summed up to five times itself (A. Sokal, Monte Carlo Methods
-  in Statistical Mechanics, 1997, section 3); never more than n.
+  in Statistical Mechanics, 1997, section 3), with the correction of its bias and its own error (U. Wolff, Computer Physics
+  Communications 156, 2004); never more than n.
 - Quantile of grouped values (gaps between tokens): how the share below it varies from group to group tells as how many
   independent draws they count (E. L. Korn and B. I. Graubard, Survey Methodology 24, 1998); then as above.
 - Rate: the means of successive batches of time (B. W. Schmeiser, Operations Research 30, 1982), Student's t.
@@ -36,6 +37,7 @@ MIN_DRAWS = 6.0
 MAX_BATCHES = 20
 """More batches than that gain little (Schmeiser), and neighbours depend on each other more."""
 _SOKAL_FACTOR = 5.0
+_MIN_DEGREES = 2.0
 _ALMOST_NORMAL, _NUM_SLICES = 2000.0, 4096
 
 
@@ -93,40 +95,62 @@ def student_tail(distance: float, degrees: float) -> float:
     return beyond / (within + beyond)
 
 
-def effective_count(series: Floats) -> float:
-    """As how many independent values a series in the order of time counts: from 1 to its length."""
-    count = len(series)
-    if count < 2:
-        return float(count)
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """As how many independent values a series counts, and how well that is known."""
+
+    count: float
+    degrees: float
+    """Degrees of freedom of a variance that is estimated with it."""
+
+    @property
+    def is_enough(self) -> bool:
+        return self.count >= MIN_DRAWS and self.degrees >= _MIN_DEGREES
+
+
+def effective_draws(series: Floats) -> Draws:
+    """The draws of a series in the order of time, of at least one value; their number is at most its length."""
+    length = len(series)
     centred = series - series.mean()
-    if not centred.any():
-        return float(count)
-    padded = 1 << (2 * count - 1).bit_length()
-    covariance = np.fft.irfft(np.abs(np.fft.rfft(centred, padded)) ** 2, padded)[:count]
-    time = 2 * np.cumsum(covariance / covariance[0]) - 1
-    long_enough = np.flatnonzero(np.arange(count) >= _SOKAL_FACTOR * time)
-    return count / max(1.0, float(time[long_enough[0]])) if len(long_enough) else 1.0
+    if length < 2 or not centred.any():
+        return Draws(float(length), float(max(1, length - 1)))
+    padded = 1 << (2 * length - 1).bit_length()
+    covariance = np.fft.irfft(np.abs(np.fft.rfft(centred, padded)) ** 2, padded)[:length]
+    times = 2 * np.cumsum(covariance / covariance[0]) - 1
+    long_enough = np.flatnonzero(np.arange(length) >= _SOKAL_FACTOR * times)
+    width = 2 * int(long_enough[0]) + 1 if len(long_enough) else length
+    time, own_error = float(times[(width - 1) // 2]), math.sqrt(2 * width / length)
+    if time < 1 + own_error:  # Independent values look like that.
+        return Draws(float(length), float(length - 1))
+    return Draws(length / time / (1 + width / length), length / width)
 
 
 def mean_estimate(series: Floats) -> Estimate:
     """`series` in the order of time, at least one value."""
-    mean, draws = float(series.mean()), effective_count(series)
-    if draws < MIN_DRAWS:
+    mean, draws = float(series.mean()), effective_draws(series)
+    if not draws.is_enough:
         return Estimate(mean)
-    half = student_quantile((1 + LEVEL) / 2, draws - 1) * float(series.std(ddof=1)) / math.sqrt(draws)
+    half = student_quantile((1 + LEVEL) / 2, draws.degrees) * float(series.std(ddof=1)) / math.sqrt(draws.count)
     return Estimate(mean, mean - half, mean + half)
 
 
 def quantile_estimate(series: Floats, share: float) -> Estimate:
     """`series` in the order of time, at least one value; 0 < share < 1."""
     value = float(np.quantile(series, share))
-    draws = math.floor(effective_count((series <= value).astype(np.float64)))
-    ranks = binomial_ranks(draws, share)
-    if ranks is None:
+    draws = effective_draws((series <= value).astype(np.float64))
+    if not draws.is_enough:
         return Estimate(value)
-    ordered, stretch = np.sort(series), len(series) / draws
+    count = math.floor(draws.count * _shrink(draws.degrees))
+    if (ranks := binomial_ranks(count, share)) is None:
+        return Estimate(value)
+    ordered, stretch = np.sort(series), len(series) / count
     low, high = max(1, math.floor(ranks[0] * stretch + 1e-9)), min(len(series), math.ceil(ranks[1] * stretch - 1e-9))
     return Estimate(value, min(value, float(ordered[low - 1])), max(value, float(ordered[high - 1])))
+
+
+def _shrink(degrees: float) -> float:
+    """The share of the draws that is left if a variance is known by so many degrees of freedom alone."""
+    return (NormalDist().inv_cdf((1 + LEVEL) / 2) / student_quantile((1 + LEVEL) / 2, degrees)) ** 2
 
 
 def binomial_ranks(count: int, share: float) -> tuple[int, int] | None:
@@ -162,8 +186,11 @@ def grouped_quantile(values: Floats, counts: Ints, share: float) -> Estimate:
     strayed = below - sizes * below.sum() / everything
     error = math.sqrt(groups / (groups - 1) * float((strayed**2).sum())) / everything
     error = max(error, math.sqrt(share * (1 - share) / everything))
-    narrower = NormalDist().inv_cdf((1 + LEVEL) / 2) / student_quantile((1 + LEVEL) / 2, groups - 1)
-    draws = math.floor(share * (1 - share) / error**2 * narrower**2 + 1e-9)
+    independent = effective_draws(below / sizes)
+    if not independent.is_enough:
+        return Estimate(value)
+    shrunk = independent.count / groups * _shrink(min(groups - 1, independent.degrees))
+    draws = math.floor(share * (1 - share) / error**2 * shrunk + 1e-9)
     if (ranks := binomial_ranks(draws, share)) is None:
         return Estimate(value)
     low, high = (float(values[_bucket_at(totals, rank / draws)]) for rank in ranks)
