@@ -158,6 +158,23 @@ def test_wrong_options_are_told_before_anything_is_sent(penstock: Penstock, word
     assert "Traceback" not in done.stderr
 
 
+def test_prompts_that_were_sent_before_are_noted(penstock: Penstock, serve) -> None:
+    used = {"prompt_tokens": 10, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 8}}
+
+    def cached(request):
+        if not request.line.startswith("POST /v1/") or request.json["max_tokens"] == 1:
+            return answer(request)
+        return [stream(token("a"), event({"choices": [], "usage": used}), DONE)]
+
+    few = ("--requests", "3", "--input-tokens", "10", "--output-tokens", "2")
+    server = serve(cached)
+    assert "80% of the prompt tokens were in the server's" in " ".join(
+        penstock("bench", "--url", server.url, *few).stdout.split()
+    )
+    shared = penstock("bench", "--url", server.url, *few, "--prefix-tokens", "8")
+    assert "were in the server's" not in shared.stdout
+
+
 def test_ctrl_c_shows_what_there_is(environment: dict[str, str], tmp_path: Path, serve) -> None:
     held: list[subprocess.Popen[str]] = []
 

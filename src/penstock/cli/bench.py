@@ -32,9 +32,9 @@ from penstock.lab.pacing import Pace, WarmUp
 from penstock.lab.prompts import Tokenizer, write_prompts
 from penstock.lab.records import Sent
 from penstock.lab.target import Endpoint, Questions, ServerTokenizer, Target
-from penstock.lab.workload import Workload
+from penstock.lab.workload import Job, Workload
 from penstock.lab.workload_choice import WorkloadChoice, make_workload
-from penstock.types.errors import ConfigError
+from penstock.types.errors import ConfigError, PenstockError
 
 if TYPE_CHECKING:
     from penstock.lab.results import Run
@@ -46,6 +46,8 @@ _COMPONENTS = ("model", "kv", "scheduler", "backend")
 _NOT_HERE = ("model", "served_model_name")
 _TOLD = ("stream", "extra_body", "tokenizer", "max_concurrency", "return_refused", "timeout")
 """Options that a result names, as it does the settings of a model in this process, if they were given."""
+_MAX_CACHED_SHARE = 0.3
+"""Prompts that begin by chance, or by the chat template, as others do, have less than that in common with them."""
 _SETTINGS = [item.key for name, part in COMPONENTS if name in _COMPONENTS for item in settings_of(part)]
 
 
@@ -335,6 +337,10 @@ def _in_process(values: Mapping[str, Any]) -> Iterator[_Asked]:
     llm = AsyncLLM(values["model"], **{key: values[key] for key in _SETTINGS if key not in _NOT_HERE})
     try:
         ask = functools.partial(_ask, llm, values["endpoint"] == Endpoint.CHAT)
+        hello = Job(arrival_ns=0, num_prompt_tokens=1, num_output_tokens=1, prompt="Hello")
+        first = _drive(ask, WarmUp(), Workload(name="", jobs=[hello]), Pace(), lambda: None)  # as a server is asked
+        if first.records and first.records[0].error:
+            raise PenstockError(first.records[0].error)
         yield _Asked(
             how="in process",
             url="",
@@ -453,7 +459,7 @@ def _run(asked: _Asked, choice: WorkloadChoice, load: _Load, values: Mapping[str
         how=asked.how,
         target=AskedTarget(url=asked.url, model=asked.model, server=asked.server),
         begun_at=begun_at,
-        notes=(*asked.notes, *_notes(sent)),
+        notes=(*asked.notes, *_notes(sent, workload)),
         samples=Samples.of(sent.records),
     )
     return run, is_interrupted
@@ -467,8 +473,16 @@ def _with_bar(asked: _Asked, workload: Workload, pace: Pace) -> Sent:
         return asked.send(workload, pace, bar.update)
 
 
-def _notes(sent: Sent) -> Iterator[str]:
+def _notes(sent: Sent, workload: Workload) -> Iterator[str]:
     yield from sent.notes
+    num_prompt_tokens = sum(record.num_prompt_tokens for record in sent.records)
+    num_cached_tokens = sum(record.num_cached_tokens for record in sent.records)
+    share_nothing = all(job.after is None and not job.prefix for job in workload.jobs)
+    if share_nothing and num_cached_tokens > _MAX_CACHED_SHARE * num_prompt_tokens:
+        yield (
+            f"{num_cached_tokens / num_prompt_tokens:.0%} of the prompt tokens were in the server's prefix cache. The workload "
+            "names no shared prefix: were these prompts sent before? Another --seed makes others."
+        )
     if sent.num_warm_up:
         yield f"{sent.num_warm_up} requests of the warm-up are in no figure."
     if sent.unfinished or sent.num_unsent:
