@@ -202,6 +202,19 @@ def test_tenants_have_their_own_figures_and_gaps() -> None:
     assert not figures_of(records[:5]).tenants, "one tenant is the run itself"
 
 
+def test_ten_thousand_tenants_are_counted_in_one_pass() -> None:
+    records = [record(i, tenant=f"t{i % 10_000}", gaps_ms=(10,)) for i in range(20_000)]
+    figures = figures_of(records)
+    assert figures.num_tenants == 10_000
+    assert figures.fairness is not None
+    assert close(figures.fairness.of_speed, 1)
+
+
+def test_no_interval_of_a_time_goes_below_0() -> None:
+    ttft = figures_of([record(i, due_ms=i, ttft_ms=1000 if i == 3 else 0.001) for i in range(8)]).latencies["ttft"]
+    assert ttft.mean.low == 0
+
+
 def test_jain_is_one_for_equals_and_one_nth_for_a_monopoly() -> None:
     assert close(jain([3, 3, 3]), 1)
     assert close(jain([7, 0, 0, 0]), 0.25)

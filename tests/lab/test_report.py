@@ -72,6 +72,13 @@ def test_text_has_every_figure_with_its_interval() -> None:
     assert re.search(r"\d–\d", text), "an interval"
 
 
+def test_every_workload_is_named_as_of_repeats_with_other_seeds() -> None:
+    runs = [run_of([record()], workload=f"made up, seed {seed}") for seed in range(7)]
+    text = as_text(list(sections_of(result_of(*runs), every_run=False)))
+    assert [f"made up, seed {seed}." in text for seed in range(7)] == [True] * 5 + [False] * 2
+    assert "And 2 other workloads." in text
+
+
 def test_a_simulated_run_is_labelled() -> None:
     run = run_of([record()], how="simulated")
     assert "Simulated: an estimate, not a measurement." in as_text(list(sections_of(result_of(run))))

@@ -70,6 +70,11 @@ def test_the_file_says_what_it_is(result: Result, tmp_path: Path) -> None:
     assert run["figures"]["reasons"] == {"429 queue_full <b>": 1}
 
 
+def test_an_option_of_another_kind_is_written_as_text(tmp_path: Path) -> None:
+    write_result(result_of(run_of([record()], options={"file": tmp_path, "slo": ("a", "b")})), tmp_path / "a.json")
+    assert read_result(tmp_path / "a.json").runs[0].options == {"file": str(tmp_path), "slo": ["a", "b"]}
+
+
 def test_this_machine_is_described() -> None:
     found = this_machine()
     assert found.num_cpus >= 1

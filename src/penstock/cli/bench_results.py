@@ -22,7 +22,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option(
     "--fail-if-worse", metavar="SHARE", help="Exit with 1 if a figure is worse by more than this, as 5%, and not by noise."
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the draws that the intervals are made of.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the draws that make the intervals.")
 @click.option("--markdown", is_flag=True, help="Print Markdown.")
 def compare(
     before: Path, after: tuple[Path, ...], fail_if_worse: str | None, seed: int, *, any_workload: bool, markdown: bool

@@ -194,7 +194,10 @@ class Samples:
         by_size = Counter(record.tenant for record in records)
         tenants = tuple(name for name, _ in by_size.most_common())
         positions = {name: position for position, name in enumerate(tenants)}
-        shown = tenants[:MAX_TENANTS] if len(tenants) > 1 else ()
+        of_tenant: dict[str, list[Record]] = {name: [] for name in tenants[:MAX_TENANTS] if len(tenants) > 1}
+        for record in records:
+            if record.tenant in of_tenant:
+                of_tenant[record.tenant].append(record)
         return cls(
             index=_ints(record.index for record in records),
             intended_ns=_ints(record.intended_ns for record in records),
@@ -212,7 +215,7 @@ class Samples:
             reasons=reasons,
             tenants=tenants,
             gaps=_gaps_of(records),
-            tenant_gaps={positions[name]: _gaps_of([r for r in records if r.tenant == name]) for name in shown},
+            tenant_gaps={positions[name]: _gaps_of(some) for name, some in of_tenant.items()},
         )
 
     def __len__(self) -> int:
@@ -447,7 +450,7 @@ def make_figures(
 def _figures_of(samples: Samples, window: Window, slos: Sequence[Slo], price_per_hour: float | None) -> Figures:
     is_due = (samples.intended_ns >= window.begin_ns) & (samples.intended_ns <= window.end_ns)
     due = samples.rows(is_due, samples.gaps)
-    is_ok = due.is_ok
+    is_ok, counts = due.is_ok, np.bincount(due.reason)
     rates = make_rates(samples, window, samples.is_ok)
     num_prompt, num_output = int(due.num_prompt_tokens[is_ok].sum()), int(due.num_output_tokens[is_ok].sum())
     lag = _distribution(due.sent_ns - due.intended_ns)
@@ -459,11 +462,7 @@ def _figures_of(samples: Samples, window: Window, slos: Sequence[Slo], price_per
         window=window,
         num_requests=len(due),
         num_by_end={end.value: int((due.end == position).sum()) for position, end in enumerate(ENDS)},
-        reasons={
-            reason: count
-            for position, reason in enumerate(due.reasons)
-            if position and (count := int((due.reason == position).sum()))
-        },
+        reasons={due.reasons[position]: int(counts[position]) for position in np.flatnonzero(counts) if position},
         latencies=known,
         rates=rates,
         num_prompt_tokens=num_prompt,
@@ -486,7 +485,9 @@ def _distribution(values_ns: Ints) -> Distribution | None:
     if not len(series):
         return None
     quantiles = {name: quantile_estimate(series, share) for name, share in QUANTILES.items()}
-    return Distribution(len(series), mean_estimate(series), quantiles, float(series.max()))
+    mean = mean_estimate(series)
+    mean = Estimate(mean.value, None if mean.low is None else max(0.0, mean.low), mean.high)  # No time is below 0.
+    return Distribution(len(series), mean, quantiles, float(series.max()))
 
 
 def _gap_distribution(gaps: GapHistogram) -> Distribution | None:
@@ -577,11 +578,11 @@ def _fairness(samples: Samples, window: Window) -> Fairness:
     seconds = np.maximum(1, some.ended_ns - some.intended_ns) / NS_PER_S
     speeds = np.where(some.is_ok, some.num_output_tokens / seconds, 0.0)
     tokens = np.where(some.is_ok, some.num_prompt_tokens + some.num_output_tokens, 0)
-    of_tenant = [some.tenant == position for position in np.unique(some.tenant)]
-    return Fairness(
-        jain([float(speeds[chosen].mean()) for chosen in of_tenant]),
-        jain([float(tokens[chosen].sum()) for chosen in of_tenant]),
-    )
+    requests_of = np.bincount(some.tenant)
+    asks = requests_of > 0
+    speed_of = np.bincount(some.tenant, speeds)[asks] / requests_of[asks]
+    tokens_of = np.bincount(some.tenant, tokens)[asks]
+    return Fairness(jain(speed_of.tolist()), jain(tokens_of.tolist()))
 
 
 def jain(shares: Sequence[float]) -> float:

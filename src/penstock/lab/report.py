@@ -23,9 +23,11 @@ from penstock.lab.compare import Compared
 from penstock.lab.figures import ENDS, QUANTILES, Distribution, Figures
 from penstock.lab.intervals import Estimate
 from penstock.lab.results import Result, Run
+from penstock.types.errors import counted
 
 MAX_COLUMNS = 100
 MAX_CELL_CHARS = 200
+MAX_WORKLOADS = 5
 UNKNOWN_INTERVAL = "unknown"
 SHOWN_NAMES = {
     "requests_per_s": "requests/s",
@@ -74,14 +76,19 @@ class Section:
 def sections_of(result: Result, *, every_run: bool = True) -> Iterator[Section]:
     """One section for the whole; one for each run, unless there are several and `every_run` is false."""
     first, several = result.runs[0], len(result.runs) > 1
-    notes = [f"Workload: {first.workload}" + (f", seed {first.seed}" if first.seed is not None else "") + "."]
+    workloads = list(dict.fromkeys(run.workload for run in result.runs))
+    notes = [f"Workload: {workload}." for workload in workloads[:MAX_WORKLOADS]]
+    notes += [f"And {counted(len(workloads) - MAX_WORKLOADS, 'other workload')}."] if len(workloads) > MAX_WORKLOADS else []
+    seeds = list(dict.fromkeys(str(run.seed) for run in result.runs if run.seed is not None))
+    notes += [f"Seed: {', '.join(seeds[:MAX_WORKLOADS])}{', ...' if len(seeds) > MAX_WORKLOADS else ''}."] if seeds else []
     if any(run.how == "simulated" for run in result.runs):
         notes.append("Simulated: an estimate, not a measurement.")
     told = [first.target.model and f"model {first.target.model}", first.target.server, first.target.url]
     if any(told):
         notes.append(f"Target: {', '.join(filter(None, told))}.")
     on = result.machine
-    notes.append(f"Client's machine: {on.cpu or 'unknown CPU'}, {on.num_cpus} CPUs. {first.begun_at}".strip())
+    begun = f" Begun at {first.begun_at}." if first.begun_at else ""
+    notes.append(f"Client's machine: {on.cpu or 'unknown CPU'}, {on.num_cpus} CPUs.{begun}")
     if first.options:
         notes.append("Options: " + ", ".join(f"{name} = {value}" for name, value in first.options.items()) + ".")
     notes.append(

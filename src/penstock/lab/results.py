@@ -131,7 +131,8 @@ class Result:
 
 def write_result(result: Result, path: Path) -> None:
     """Write the file whole or not at all. Raises ConfigError if it can't be written."""
-    content = orjson.dumps(_plain(result), option=orjson.OPT_APPEND_NEWLINE)
+    # A run may have taken hours: an option of a kind that JSON has not is written as text.
+    content = orjson.dumps(_plain(result), default=str, option=orjson.OPT_APPEND_NEWLINE)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         beside.write_bytes(content)
