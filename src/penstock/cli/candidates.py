@@ -1,0 +1,154 @@
+"""Servers that could be, for the commands that simulate them: the hardware and step times that a user names, and the server
+that `penstock serve` would start there. `cli.plan` calls it; the memory plan is `deploy`'s, the rest `lab`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from penstock.types.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.config import Config
+    from penstock.deploy.forecast import Outline
+    from penstock.lab.cost_files import SavedCost
+    from penstock.lab.hardware import Hardware
+    from penstock.lab.plan import Candidate
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+def hardware_options(command: _Command) -> _Command:
+    """Adds --hardware, --hardware-table and --cost-model."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+_OPTIONS: tuple[Callable[[Any], Any], ...] = (
+    click.option(
+        "--hardware",
+        default="this",
+        show_default=True,
+        metavar="NAME",
+        help="This machine, probed now, or a name of the table, as L4 or c7i.4xlarge; `penstock plan --hardware list` has all.",
+    ),
+    click.option(
+        "--hardware-table", type=click.Path(path_type=Path), metavar="FILE.csv", help="More hardware, as in lab/hardware.csv."
+    ),
+    click.option(
+        "--cost-model",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="Step times, as `penstock profile --fit` writes them, in place of an estimate from peaks.",
+    ),
+)
+
+
+def read_model(config: Config, *, is_gpu: bool) -> Outline:
+    """The model's numbers, from the headers of its files. Nothing is fetched. Raises PenstockError."""
+    from penstock.deploy.forecast import read_outline
+    from penstock.models.catalog import cache_dir, resolve
+
+    source = resolve(config.model.model, cache_dir(config.model.cache_dir))
+    if not source.is_present:
+        raise ConfigError(
+            f"The files of {source.name} are not here, and their headers say how large it is.",
+            remedy=f"Fetch them with `penstock pull {config.model.model}`, or name a folder with the model's config.json.",
+        )
+    return read_outline(config, source, is_gpu=is_gpu)
+
+
+def find_machines(names: str, table: Path | None) -> list[Hardware]:
+    """The machines of --hardware, each once. Raises ConfigError for a name that is in no table."""
+    from penstock.lab.hardware import find
+
+    known = all_hardware(table)
+    wanted = dict.fromkeys(name.strip() for name in names.split(",") if name.strip())
+    if not wanted:
+        raise ConfigError("--hardware names no hardware.", remedy="Leave it out for this machine.")
+    return [_this_machine() if name.lower() == "this" else find(name, known) for name in wanted]
+
+
+def all_hardware(table: Path | None) -> dict[str, Hardware]:
+    """Our table and the user's, whose lines go before ours. Raises ConfigError."""
+    from penstock.lab.hardware import known_hardware, read_table
+
+    return known_hardware() | (read_table(table) if table is not None else {})
+
+
+def _this_machine() -> Hardware:
+    from penstock.backends.native import probe_peaks
+    from penstock.lab.hardware import this_machine
+    from penstock.machine import available_memory_bytes, cpu_name, usable_cpus
+
+    peaks = probe_peaks(usable_cpus())
+    return this_machine(
+        name=f"{cpu_name() or 'a processor'}, {usable_cpus()} threads, {peaks.variant}",
+        memory_bytes=available_memory_bytes(),
+        read_bytes_per_s=peaks.read_bytes_per_s,
+        int8_ops_per_s=peaks.int8_ops_per_s,
+        bf16_ops_per_s=peaks.bf16_ops_per_s,
+    )
+
+
+def read_cost(path: Path | None, machines: list[Hardware]) -> SavedCost | None:
+    """The fitted model of a file, which is of one machine. Raises PenstockError."""
+    from penstock.lab.cost_files import load_cost
+
+    if path is None:
+        return None
+    if len(machines) > 1:
+        raise ConfigError("A fitted cost model is of one machine.", remedy="Name one --hardware, or leave out --cost-model.")
+    return load_cost(path)
+
+
+def make_candidate(config: Config, outline: Outline, hardware: Hardware, saved: SavedCost | None) -> Candidate:
+    """The server that `penstock serve` would start there with these settings. Raises ConfigError."""
+    from penstock.deploy.forecast import ASSUMED_SYSTEM_BYTES, forecast
+    from penstock.deploy.policies import build_policies
+    from penstock.lab.plan import Candidate
+    from penstock.lab.simulation import Simulation
+    from penstock.lab.sizing import roofline, size_of, speeds
+    from penstock.models.architectures import describe
+
+    is_other_cpu = not hardware.is_gpu and hardware.name != "this"
+    memory_bytes = hardware.memory_bytes - (ASSUMED_SYSTEM_BYTES if is_other_cpu else 0)
+    expected = forecast(config, outline, is_gpu=hardware.is_gpu, memory_bytes=memory_bytes)
+    size = size_of(
+        describe(outline.spec),
+        name=outline.name,
+        kv_dtype=expected.kv_dtype,
+        num_weight_bytes=outline.num_weight_bytes,
+        num_read_bytes=outline.num_read_bytes,
+        is_quantised=outline.is_quantised,
+    )
+    rates = speeds(size, hardware)
+    simulation = Simulation(
+        capacity=expected.capacity,
+        make_policies=lambda: build_policies(expected.config),
+        cost=saved.cost if saved else roofline(size, rates),
+        enable_prefix_caching=config.kv.prefix_caching,
+        max_tokens=None,
+        depth=2 if hardware.is_gpu else 1,
+    )
+    doubts = list(_doubts(outline, hardware, saved))
+    return Candidate(simulation=simulation, size=size, rates=rates, is_fitted=saved is not None, doubts=doubts)
+
+
+def _doubts(outline: Outline, hardware: Hardware, saved: SavedCost | None) -> Iterator[str]:
+    """Sentences on everything that is assumed about the model, its memory and its steps."""
+    if saved is None:
+        yield f"Step times are estimates from peaks ({hardware.basis}). There, `penstock profile --fit` measures them."
+    elif saved.is_estimated:
+        yield f"Step times are estimates: {saved.words}."
+    if saved is not None and saved.model and saved.model != outline.name:
+        yield f"The step times are those of {saved.model}, not of {outline.name}."
+    if outline.is_assumed:
+        yield f"There are no weights of {outline.name}: they are assumed to be bf16."
+    if hardware.is_gpu:
+        yield "The memory of a GPU's steps is assumed; a server measures it when it starts, and has more or fewer KV blocks."

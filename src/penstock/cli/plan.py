@@ -1,0 +1,114 @@
+"""`penstock plan`: sizes a deployment from a workload, SLOs and hardware. `lab` does the work, `deploy` plans the memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from penstock.cli.candidates import all_hardware, find_machines, hardware_options, make_candidate, read_cost, read_model
+from penstock.cli.options import EPILOG, GroupedCommand, config_options, model_argument, warn_of_unknown_variables
+from penstock.cli.workload_options import workload_options
+from penstock.config.components import config_from
+from penstock.lab.workload_choice import WorkloadChoice
+from penstock.types.errors import ConfigError, PenstockError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from penstock.deploy.forecast import Outline
+    from penstock.lab.plan import Sized
+
+
+@click.command(cls=GroupedCommand, epilog=EPILOG)
+@model_argument
+@workload_options
+@click.option("--slo", "slos", multiple=True, metavar="METRIC=TIME", help="As ttft=2s, tpot=100ms, itl=200ms, e2e=30s.")
+@click.option(
+    "--goal", default="99%", show_default=True, metavar="SHARE", help="Share of the requests that must hold every SLO."
+)
+@click.option(
+    "--plots", "plots_path", type=click.Path(path_type=Path), metavar="FOLDER", help="Draw batch sizes and rates there, as PNG."
+)
+@hardware_options
+@click.option("--price-per-hour", type=click.FloatRange(min=0), metavar="USD", help="Of one replica, in place of the table's.")
+@click.option("--headroom", default="0%", show_default=True, metavar="SHARE", help="Share of each replica that stays free.")
+@click.option("--json", "json_path", type=click.Path(path_type=Path), metavar="FILE", help="Write the numbers there, too.")
+@config_options("model", "kv", "scheduler", without=("served_model_name", "chat_template"))
+def plan(choice: WorkloadChoice, **values: Any) -> None:
+    """Size a deployment: the highest rate that holds the SLOs, what binds, replicas and cost.
+
+    \b
+      penstock plan --workload hour.jsonl --slo ttft=2s --slo tpot=100ms
+      penstock plan ./Llama-3-8B --workload azure.csv --slo ttft=1s --hardware L4,A10G,H100
+
+    Without an SLO it shows the arithmetic alone: memory, batch sizes, step times, queues. Rates are searched in the simulator,
+    which runs the real scheduler with the settings that are given here.
+    """
+    from penstock.config.units import parse_share
+    from penstock.lab import plan_report
+    from penstock.lab.figures import parse_slos
+    from penstock.lab.plan import plan as size_deployment
+    from penstock.lab.workload_choice import make_workload
+
+    if values["hardware"] == "list":
+        print(plan_report.hardware_table(list(all_hardware(values["hardware_table"]).values())))
+        return
+    warn_of_unknown_variables()
+    shares = {}
+    for name in ("goal", "headroom"):
+        try:
+            shares[name] = parse_share(values[name])
+        except ValueError as error:
+            raise click.BadParameter(f"{error}.", param_hint=f"--{name}") from None
+    slos = parse_slos(values["slos"])
+    config = config_from(values)
+    machines = find_machines(values["hardware"], values["hardware_table"])
+    saved = read_cost(values["cost_model"], machines)
+    workload = make_workload(choice)
+    some, outlines = [], dict[bool, "Outline"]()
+    for hardware in machines:
+        try:
+            if hardware.is_gpu not in outlines:
+                outlines[hardware.is_gpu] = read_model(config, is_gpu=hardware.is_gpu)
+            candidate = make_candidate(config, outlines[hardware.is_gpu], hardware, saved)
+            sized = size_deployment(
+                candidate,
+                hardware,
+                workload,
+                slos,
+                goal=shares["goal"],
+                rate=choice.rate,
+                headroom=shares["headroom"],
+                price_per_hour=values["price_per_hour"],
+                seed=choice.seed,
+            )
+        except PenstockError as error:
+            if len(machines) == 1:
+                raise
+            print(f"{hardware.name}: left out. {error}\n")
+            continue
+        some.append(sized)
+        print(plan_report.report(sized) + "\n")
+    if len(some) > 1:
+        print(plan_report.comparison(some))
+    if not slos:
+        print("For the highest rate, replicas and cost, say what is to hold: --slo ttft=2s --slo tpot=100ms")
+    _write(some, values["json_path"], values["plots_path"])
+
+
+def _write(some: Sequence[Sized], json_path: Path | None, folder: Path | None) -> None:
+    from penstock.lab import plan_report
+
+    try:
+        if json_path is not None:
+            json_path.write_text(json.dumps(plan_report.as_json(some), indent=2, allow_nan=False) + "\n", "utf-8")
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            for sized in some:
+                for name, plot in plan_report.plots(sized):
+                    plot.save(folder / f"{sized.hardware.name}-{name}.png")
+    except OSError as error:
+        raise ConfigError(f"The plan can't be written: {error}.", remedy="Check --json and --plots.") from None

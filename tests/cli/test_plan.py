@@ -1,0 +1,115 @@
+"""`penstock plan`: from a workload to a size, with errors that help."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import shlex
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from penstock.models.catalog import default_cache_dir
+
+Penstock = Callable[..., subprocess.CompletedProcess[str]]
+
+SHORT = ("--requests", "600", "--input-tokens", "20-60", "--output-tokens", "5-9")
+"""Too many requests to be repeated."""
+
+
+def test_a_plan_for_another_machine_is_the_same_each_time(penstock: Penstock, tiny_model: Path, tmp_path: Path) -> None:
+    arguments = (tiny_model, *SHORT, "--slo", "ttft=1s", "--slo", "tpot=50ms", "--hardware", "L4", "--json", "plan.json")
+    first = penstock("plan", *arguments)
+    assert first.returncode == 0, first.stderr
+    numbers = json.loads((tmp_path / "plan.json").read_text())
+    assert numbers["machines"][0]["highest_rate"] > 0
+    for words in ("KV per token", "Highest rate:", "replica", "estimates from peaks", "yours will differ"):
+        assert words in first.stdout, words
+    assert penstock("plan", *arguments).stdout == first.stdout
+    assert json.loads((tmp_path / "plan.json").read_text()) == numbers
+
+
+def test_machines_are_compared_and_those_that_do_not_fit_are_left_out(
+    penstock: Penstock, tiny_model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "small.csv").write_text(
+        "name,kind,description,memory_gb,read_gb_s,int8_tops,bf16_tops,read_share,compute_share,step_us,basis,"
+        "price_per_hour_usd,price_source,price_date,spec_source\n"
+        "toy,cpu,a toy,1.1,1,0.1,0.1,1,1,0,measured by nobody,0.01,https://example.org,2026-11,https://example.org\n"
+    )
+    asked = ("--hardware", "c7a.4xlarge,H100,toy", "--hardware-table", "small.csv")
+    result = penstock("plan", tiny_model, *SHORT, "--slo", "e2e=5s", *asked)
+    assert result.returncode == 0, result.stderr
+    table = result.stdout[result.stdout.index("hardware  ") :]
+    assert "c7a.4xlarge" in table
+    assert "H100" in table
+    assert "toy: left out. " in result.stdout
+
+
+def test_this_machine_is_probed_and_without_slos_there_is_arithmetic(penstock: Penstock, tiny_model: Path) -> None:
+    result = penstock("plan", tiny_model, *SHORT)
+    assert result.returncode == 0, result.stderr
+    assert "on this: " in result.stdout
+    assert "rows at the knee" in result.stdout
+    assert "say what is to hold: --slo" in result.stdout
+
+
+def test_settings_of_the_server_change_the_plan(penstock: Penstock, tiny_model: Path, tmp_path: Path) -> None:
+    rates = []
+    for flags in ((), ("--max-num-seqs", "1")):
+        result = penstock("plan", tiny_model, *SHORT, "--slo", "ttft=20ms", "--hardware", "L4", "--json", "plan.json", *flags)
+        assert result.returncode == 0, result.stderr
+        rates.append(json.loads((tmp_path / "plan.json").read_text())["machines"][0]["highest_rate"])
+    assert rates[1] < rates[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cause"),
+    [
+        (("--slo", "speed=3"), "no known latency"),
+        (("--slo", "ttft=1"), "no time with a unit"),
+        (("--goal", "much"), "--goal"),
+        (("--hardware", "H300"), "There is no hardware called 'H300'"),
+        (("--hardware", " , "), "names no hardware"),
+        (("--hardware-table", "absent.csv"), "can't be read as a table"),
+        (("--workload", "absent.csv"), "absent.csv"),
+        (("--cost-model", "absent.json"), "absent.json"),
+        (("--cost-model", "absent.json", "--hardware", "L4,H100"), "of one machine"),
+        ((*SHORT, "--json", "absent/plan.json", "--hardware", "L4"), "can't be written"),
+        (("--input-tokens", "9000", "--hardware", "L4"), "this server takes 512"),
+        (("--headroom", "100%", "--hardware", "L4", "--slo", "e2e=9s"), "headroom"),
+    ],
+)
+def test_mistakes_are_named(penstock: Penstock, tiny_model: Path, arguments: tuple[str, ...], cause: str) -> None:
+    result = penstock("plan", tiny_model, *arguments)
+    assert result.returncode in (1, 2)
+    assert cause in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_model_that_is_not_here_is_not_fetched(penstock: Penstock) -> None:
+    result = penstock("plan")
+    assert result.returncode == 1
+    assert "penstock pull smollm2:135m" in result.stderr
+
+
+def test_the_table_of_hardware_is_listed(penstock: Penstock) -> None:
+    result = penstock("plan", "--hardware", "list")
+    assert result.returncode == 0
+    assert "c7i.4xlarge" in result.stdout
+
+
+@pytest.mark.model
+def test_the_default_model_is_planned_within_twenty_seconds_as_its_page_shows(penstock: Penstock) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "plan.md").read_text(encoding="utf-8")
+    shown = re.search(r"<!-- begin example -->\n```console\n\$ penstock (.*?)\n(.*?)```\n<!-- end example -->", page, re.DOTALL)
+    assert shown is not None
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    result = penstock(*shlex.split(shown[1]), "--cache", default_cache_dir())
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == shown[2].strip()
+    assert after.ru_utime - before.ru_utime < 20, "seconds of processor time"

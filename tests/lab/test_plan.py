@@ -1,0 +1,369 @@
+"""The search finds the rate of servers whose capacity is known, names what binds, and the bill follows from both."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from penstock.lab.arrivals import constant, mean_rate, poisson
+from penstock.lab.cost_model import CostModel
+from penstock.lab.figures import parse_slos
+from penstock.lab.hardware import Hardware
+from penstock.lab.plan import (
+    MOST_REQUESTS,
+    Candidate,
+    Resource,
+    Trial,
+    at_rate,
+    find_binding,
+    highest_rate,
+    long_enough,
+    make_bill,
+    make_trial,
+    plan,
+    queue_table,
+    saturated_rate,
+    search,
+)
+from penstock.lab.plan_report import as_json, comparison, plots, report
+from penstock.lab.simulation import Simulation
+from penstock.lab.sizing import ModelSize, Speeds, batch_point, lengths_of, roofline
+from penstock.lab.workload import Job, Workload
+from penstock.sched.policies.presets import make_policies
+from penstock.types.errors import ConfigError
+from penstock.types.kv_dtype import KvDtype
+from penstock.types.plan import Capacity
+
+CAPACITY = Capacity(num_blocks=2001, block_size=16, max_rows=64, max_step_tokens=512, max_model_len=4096)
+PLAIN = CostModel(step_ns=10_000_000, decode_row_ns=1_000_000, prefill_token_ns=100_000, decode_read_ns=0, prefill_read_ns=0)
+"""10 ms, 1 ms for each row, 0.1 ms for each token of a prompt."""
+SIZE = ModelSize(
+    name="tiny",
+    num_parameters=1_000_000,
+    num_weight_bytes=1_000_000,
+    num_read_bytes=1_000_000,
+    num_token_products=1_000_000,
+    num_logit_products=1_000,
+    num_attention_products=1_000,
+    num_layers=2,
+    num_kv_heads=2,
+    head_dim=64,
+    kv_dtype=KvDtype.INT8,
+    kv_bytes_per_token=536,
+    is_quantised=True,
+)
+RATES = Speeds(ops_per_s=2e9, read_bytes_per_s=1e9, fixed_ns=100_000)
+
+
+def candidate(cost: CostModel = PLAIN, *, is_fitted: bool = True, **changes: int) -> Candidate:
+    simulation = Simulation(
+        capacity=replace(CAPACITY, **changes),
+        make_policies=lambda: make_policies("sarathi"),
+        cost=cost,
+        max_tokens=None,
+        enable_prefix_caching=False,
+    )
+    return Candidate(simulation=simulation, size=SIZE, rates=RATES, is_fitted=is_fitted)
+
+
+def workload(count: int, prompt: int = 32, output: int = 20, *, instants: list[int] | None = None) -> Workload:
+    instants = instants or constant(count, 1.0)
+    jobs = [Job(arrival_ns=at_ns, num_prompt_tokens=prompt, num_output_tokens=output) for at_ns in instants]
+    return Workload(name="made up", jobs=jobs)
+
+
+def trial(rate: float, stress: float) -> Trial:
+    return Trial(rate, 100, 100 if stress <= 1 else 0, 0.99, stress, {"ttft=1s": stress}, 10, 1, 0.1, 1, 0, 10)
+
+
+# The search
+
+
+@pytest.mark.parametrize("capacity", [0.6, 3.0, 9.9])
+def test_bisection_finds_a_known_capacity(capacity: float) -> None:
+    found = highest_rate(lambda rate: trial(rate, rate / capacity), 10.0)
+    assert found.rate == pytest.approx(capacity, rel=0.02)
+    assert found.rate <= capacity < found.failed.rate  # type: ignore[union-attr]
+    assert len(found.trials) <= 12
+
+
+def test_a_server_that_is_saturated_first_and_one_that_holds_nothing() -> None:
+    saturated = highest_rate(lambda rate: trial(rate, 0.5), 10.0)
+    assert (saturated.rate, saturated.failed, len(saturated.trials)) == (10.0, None, 1)
+    hopeless = highest_rate(lambda rate: trial(rate, 7.0), 10.0)
+    assert (hopeless.rate, hopeless.best) == (0.0, None)
+
+
+def test_one_row_serves_as_many_as_its_time_allows() -> None:
+    """With even arrivals a server of one row keeps up with 1 / service requests a second, and not with 1 % more."""
+    # 32 tokens of a prompt take 10 + 3.2 ms, 19 more tokens 11 ms each.
+    service_s = 0.0132 + 19 * 0.011
+    found = search(candidate(max_rows=1), workload(600), parse_slos(["ttft=500ms"]), goal=0.99, seed=0)
+    assert found.saturated_rate == pytest.approx(1 / service_s, rel=0.01)
+    assert found.rate == pytest.approx(1 / service_s, rel=0.03)
+
+
+def test_a_limit_of_tpot_bounds_the_batch() -> None:
+    """By Little's law N requests run at a rate of N / (time per token x tokens), and a step of N rows takes 10 + N ms."""
+    # Prompts of 1 token are steps like all others: 40 steps for 40 tokens.
+    found = search(candidate(), workload(500, prompt=1, output=40), parse_slos(["tpot=22.5ms"]), goal=0.99, seed=0)
+    rows = 12
+    assert found.rate == pytest.approx(rows / (0.022 * 40), rel=0.03)
+    assert found.best is not None
+    assert found.best.mean_running == pytest.approx(rows, rel=0.06)
+    assert found.best.worst_slo == "tpot=22.5ms"
+
+
+def test_a_stricter_slo_and_bursts_never_raise_the_rate() -> None:
+    steady, bursty = workload(200), workload(200, instants=poisson(Random(1), 200, 1.0))
+    rates = [
+        search(candidate(max_rows=4), jobs, parse_slos([slo]), goal=0.99, seed=0).rate
+        for jobs, slo in ((steady, "ttft=2s"), (steady, "ttft=100ms"), (bursty, "ttft=100ms"))
+    ]
+    assert rates == sorted(rates, reverse=True)
+    assert rates[1] > 1.05 * rates[2]
+
+
+def test_faster_machines_hold_higher_rates() -> None:
+    slos = parse_slos(["ttft=300ms", "tpot=25ms"])
+    jobs = workload(150, instants=poisson(Random(1), 150, 1.0))
+    slow, fast = (
+        search(candidate(replace(PLAIN, step_ns=step_ns)), jobs, slos, goal=0.99, seed=0).rate
+        for step_ns in (15_000_000, 10_000_000)
+    )
+    assert fast > slow
+
+
+def test_the_same_seed_gives_the_same_answer() -> None:
+    at_once = workload(200, instants=[0] * 200)
+    one, two = (search(candidate(), at_once, parse_slos(["ttft=1s"]), goal=0.9, seed=4) for _ in range(2))
+    assert one == two
+    assert search(candidate(), at_once, parse_slos(["ttft=1s"]), goal=0.9, seed=5) != one
+
+
+# Rates of a workload
+
+
+def test_a_workload_at_another_rate_keeps_its_shape() -> None:
+    jobs = workload(50, instants=poisson(Random(2), 50, 3.0))
+    faster = at_rate(jobs, 6.0, seed=0)
+    assert mean_rate(faster) == pytest.approx(6.0, rel=1e-6)
+    own = mean_rate(jobs) or 0.0
+    for old, new in zip(jobs.jobs, faster.jobs, strict=True):
+        assert new.arrival_ns == pytest.approx(old.arrival_ns * own / 6.0, abs=1)
+    assert {job.arrival_ns for job in at_rate(jobs, math.inf, seed=0).jobs} == {0}
+
+
+def test_users_think_as_long_at_any_rate() -> None:
+    jobs = [
+        Job(arrival_ns=0, num_prompt_tokens=8, num_output_tokens=8),
+        Job(arrival_ns=5_000_000_000, num_prompt_tokens=32, num_output_tokens=8, after=0),
+        Job(arrival_ns=2_000_000_000, num_prompt_tokens=8, num_output_tokens=8),
+    ]
+    faster = at_rate(Workload(name="talks", jobs=jobs), 5.0, seed=0)
+    assert [job.arrival_ns for job in faster.jobs] == [0, 5_000_000_000, 200_000_000]
+
+
+def test_a_short_workload_is_repeated_as_often_as_it_needs() -> None:
+    jobs = workload(100)  # 2,000 tokens
+    full = batch_point(8, PLAIN, lengths_of(jobs.jobs), CAPACITY)
+    assert len(long_enough(jobs, replace(full, rate=1.0)).jobs) == 100
+    longer = long_enough(jobs, replace(full, rate=5.0))
+    assert len(longer.jobs) == 200
+    assert mean_rate(longer) == pytest.approx(1.0, rel=0.02)
+    assert len(long_enough(jobs, replace(full, rate=1e6)).jobs) == MOST_REQUESTS
+    assert len(long_enough(jobs, replace(full, rate=1e6, num_rows=1)).jobs) == 200, "5,000 steps"
+
+
+def test_arrivals_are_made_up_where_there_are_none() -> None:
+    at_once = workload(400, instants=[0] * 400)
+    slow, fast = at_rate(at_once, 2.0, seed=1), at_rate(at_once, 4.0, seed=1)
+    assert mean_rate(slow) == pytest.approx(2.0, rel=0.15)
+    for one, two in zip(slow.jobs, fast.jobs, strict=True):
+        assert one.arrival_ns == pytest.approx(2 * two.arrival_ns, abs=2)
+
+
+def test_a_saturated_server_is_timed_without_its_begin_and_its_tail() -> None:
+    server, jobs = candidate(max_rows=8), workload(400)
+    outcome = server.run(at_rate(jobs, math.inf, seed=0))
+    rate = saturated_rate(outcome, jobs)
+    assert rate >= 400 / outcome.duration_ns * 1e9
+    assert rate == pytest.approx(8 / (20 * 0.018 + 8 * 0.0032), rel=0.05), "8 rows of 20 steps, each with 8 prompts beside it"
+
+
+# Trials
+
+
+def test_a_trial_says_how_far_the_slos_are_held() -> None:
+    jobs = workload(100)
+    outcome = candidate().run(jobs)
+    kept, missed = (make_trial(outcome, 1.0, parse_slos([slo]), 0.99) for slo in ("ttft=26.4ms", "ttft=6.6ms"))
+    assert (kept.num_good, kept.holds, kept.stress) == (100, True, pytest.approx(0.5))
+    assert (missed.num_good, missed.holds, missed.stress) == (0, False, pytest.approx(2.0))
+    assert kept.attainment.value == 1.0
+    both = make_trial(outcome, 1.0, parse_slos(["ttft=26.4ms", "tpot=1ms"]), 0.99)
+    assert both.worst_slo == "tpot=1ms"
+    assert both.by_slo["tpot=1ms"] == pytest.approx(11.0, rel=0.01)
+
+
+def test_requests_that_are_refused_hold_nothing() -> None:
+    outcome = candidate(num_blocks=3, max_model_len=32).run(workload(10, prompt=100))
+    refused = make_trial(outcome, 1.0, parse_slos(["ttft=10s"]), 0.99)
+    assert (refused.num_good, refused.stress) == (0, math.inf)
+
+
+# What binds
+
+
+def binding_of(server: Candidate, jobs: Workload, *slos: str) -> Resource | None:
+    parsed = parse_slos(slos)
+    found = search(server, jobs, parsed, goal=0.99, seed=0)
+    binding = find_binding(server, jobs, parsed, found, goal=0.99, seed=0)
+    assert binding.reason.endswith(".")
+    return binding.resource
+
+
+def test_rows_bind_where_more_of_them_would_help() -> None:
+    assert binding_of(candidate(max_rows=2), workload(100), "ttft=1s") is Resource.ROWS
+
+
+def test_memory_binds_where_requests_wait_for_blocks() -> None:
+    assert binding_of(candidate(num_blocks=41), workload(80, prompt=150, output=60), "ttft=1s") is Resource.MEMORY
+
+
+def test_compute_binds_where_prompts_take_the_time() -> None:
+    cost = replace(PLAIN, step_ns=1_000_000, decode_row_ns=0)
+    assert binding_of(candidate(cost), workload(150, prompt=500, output=2), "ttft=1s") is Resource.COMPUTE
+
+
+def test_bandwidth_binds_where_steps_read_weights() -> None:
+    cost = replace(PLAIN, decode_row_ns=10_000, decode_read_ns=20_000.0)
+    assert binding_of(candidate(cost), workload(80, prompt=16, output=40), "tpot=20ms") is Resource.BANDWIDTH
+
+
+def test_bursts_bind_where_even_arrivals_would_wait_less() -> None:
+    instants = [at_ns for at_ns in range(0, 15 * 10_000_000_000, 10_000_000_000) for _ in range(10)]
+    server = candidate(max_rows=64)
+    assert binding_of(server, workload(150, prompt=300, output=5, instants=instants), "ttft=100ms") is Resource.QUEUE
+
+
+def test_where_no_rate_holds_it_says_what_would() -> None:
+    """A token takes 11 ms: twice the bandwidth makes that 6."""
+    server, jobs = candidate(), workload(30)
+    slos = parse_slos(["tpot=8ms"])
+    found = search(server, jobs, slos, goal=0.99, seed=0)
+    binding = find_binding(server, jobs, slos, found, goal=0.99, seed=0)
+    assert (found.best, binding.before, binding.resource) == (None, 0.0, Resource.BANDWIDTH)
+    assert binding.reason == "No rate holds; one would with twice the memory bandwidth."
+
+
+def test_a_run_that_is_too_short_to_overload_the_server_says_so() -> None:
+    server, jobs = candidate(), workload(10)
+    slos = parse_slos(["ttft=1m"])
+    found = search(server, jobs, slos, goal=0.99, seed=0)
+    binding = find_binding(server, jobs, slos, found, goal=0.99, seed=0)
+    assert binding.resource is None
+    assert "too few" in binding.reason
+
+
+def test_an_estimated_cost_is_made_anew_with_twice_the_rates() -> None:
+    server = candidate(roofline(SIZE, RATES), is_fitted=False)
+    assert server.doubled(Resource.COMPUTE).simulation.cost == roofline(SIZE, replace(RATES, ops_per_s=4e9))
+    assert server.doubled(Resource.BANDWIDTH).simulation.cost == roofline(SIZE, replace(RATES, read_bytes_per_s=2e9))
+    assert server.doubled(Resource.MEMORY).simulation.capacity.num_blocks == 4001
+    assert server.doubled(Resource.QUEUE) == server
+
+
+# The bill
+
+
+def test_replicas_headroom_and_cost() -> None:
+    lengths = lengths_of(workload(10, prompt=300, output=100).jobs)
+    bill = make_bill(7.0, 2.0, lengths, price_per_hour=3.6)
+    assert bill is not None
+    assert (bill.num_replicas, bill.headroom) == (4, pytest.approx(8 / 7 - 1))
+    assert bill.price_per_hour == pytest.approx(14.4)
+    # 14.4 USD an hour are 0.4 cents a second, in which 700 tokens are generated.
+    assert bill.price_per_million_output_tokens == pytest.approx(0.004 / 700 * 1e6)
+    assert bill.price_per_million_tokens == pytest.approx(0.004 / 2800 * 1e6)
+    assert make_bill(2.0, 2.0, lengths, price_per_hour=None).num_replicas == 1  # type: ignore[union-attr]
+    assert make_bill(2.0, 2.0, lengths, price_per_hour=None, headroom=0.25).num_replicas == 2  # type: ignore[union-attr]
+    assert make_bill(2.0, 0.0, lengths, price_per_hour=1.0) is None
+
+
+# All of it
+
+
+BOX = Hardware(
+    name="box",
+    description="a box",
+    is_gpu=False,
+    memory_bytes=1 << 30,
+    read_bytes_per_s=1e9,
+    int8_ops_per_s=1e12,
+    bf16_ops_per_s=1e12,
+    read_share=1.0,
+    compute_share=1.0,
+    step_ns=0,
+    basis="assumed by a test",
+    price_per_hour=1.0,
+    price_source="https://example.org",
+    price_date="2026-11",
+)
+
+
+def test_a_plan_says_everything_and_what_is_not_certain() -> None:
+    jobs = workload(60, instants=poisson(Random(1), 60, 1.0))
+    server = replace(candidate(), doubts=["The weights are made up."])
+    sized = plan(server, BOX, jobs, parse_slos(["ttft=1s", "tpot=400ms"]), rate=30.0, least_run_s=0)
+    text = report(sized)
+    for words in (
+        "Highest rate:",
+        "What binds:",
+        "Arithmetic",
+        "replica",
+        "USD per million output tokens",
+        "2026-11",
+        "M/G/k",
+    ):
+        assert words in text, words
+    assert "The weights are made up." in text
+    assert "all but saturated" in text
+    numbers = as_json([sized])["machines"][0]  # type: ignore[index]
+    assert numbers["highest_rate"] == sized.search.rate  # type: ignore[union-attr]
+    assert numbers["num_replicas"] == math.ceil(30 / sized.search.rate)  # type: ignore[union-attr]
+    assert "box" in comparison([sized, sized])
+
+
+def test_plots_are_drawn_of_batches_and_rates() -> None:
+    pytest.importorskip("matplotlib", reason="plots need penstock[lab]")
+    sized = plan(candidate(), BOX, workload(30), parse_slos(["ttft=1s", "tpot=40ms"]), least_run_s=0)
+    drawn = dict(plots(sized))
+    assert drawn.keys() == {"batches", "rates"}
+    assert all(plot.png().startswith(b"\x89PNG") for plot in drawn.values())
+
+
+def test_without_slos_there_is_arithmetic_alone() -> None:
+    sized = plan(candidate(), BOX, workload(20), ())
+    assert (sized.search, sized.binding, sized.bill) == (None, None, None)
+    assert "Highest rate" not in report(sized)
+
+
+def test_no_rate_is_said_so() -> None:
+    sized = plan(candidate(), BOX, workload(50), parse_slos(["ttft=1ms"]), least_run_s=0)
+    assert "No rate holds these SLOs" in report(sized)
+
+
+def test_requests_that_can_not_fit_are_an_error() -> None:
+    with pytest.raises(ConfigError, match="5020 tokens, and this server takes 4096"):
+        plan(candidate(), BOX, workload(5, prompt=5000), ())
+
+
+def test_formulas_of_waits_grow_with_load() -> None:
+    table = queue_table(candidate(), lengths_of(workload(10).jobs))
+    for attribute in ("rate", "num_rows", "tpot_ns", "row_s", "p99_row_s", "prompt_s"):
+        values = [getattr(wait, attribute) for wait in table]
+        assert values == sorted(values), attribute
