@@ -318,12 +318,12 @@ class _Sending:
                 except KeyboardInterrupt:
                     pass  # The records say what there is.
                 finally:
-                    cpu_s = time.thread_time() - cpu_s
+                    cpu_s, over_ns = time.thread_time() - cpu_s, self._now_ns()
                     for connection in self._connections.values():
                         connection.socket.close()
             while self._held:
                 self._records.append(self._read(self._held.popleft()))
-            unfinished = self._unfinished()
+            unfinished = self._unfinished(over_ns)
         finally:
             if has_collector:
                 gc.enable()
@@ -338,13 +338,12 @@ class _Sending:
             notes=tuple(self._notes()),
         )
 
-    def _unfinished(self) -> list[Record]:
-        """Records of the requests under way, which end now."""
-        now_ns = self._now_ns()
+    def _unfinished(self, over_ns: int) -> list[Record]:
+        """Records of the requests under way, which ended when the run did."""
         under_way = [connection.exchange for connection in self._by_job.values()]
         exchanges = [exchange for exchange in (*under_way, *self._away.values()) if exchange is not None]
         for exchange in exchanges:
-            exchange.ended_ns, exchange.end, exchange.error = now_ns, End.CANCELLED, "The run was over."
+            exchange.ended_ns, exchange.end, exchange.error = over_ns, End.CANCELLED, "The run was over."
         return [self._read(exchange) for exchange in exchanges]
 
     def _notes(self) -> Iterator[str]:
