@@ -26,6 +26,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,13 @@ def save_cost(path: Path, saved: SavedCost) -> None:
 
 
 def load_cost(path: Path) -> SavedCost:
-    """The cost model in a file. Raises CostFileError, with the line of a table, for what is none."""
+    """The cost model in a file, or in a table that comes with Penstock (`h100-llama-8b`).
+
+    Raises CostFileError, with the line of a table, for what is none.
+    """
+    own = files("penstock.lab").joinpath(f"{path}.csv")
+    if str(path) == path.name and not path.exists() and own.is_file():
+        return _from_table(path, own.read_text(encoding="utf-8").splitlines())
     try:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)

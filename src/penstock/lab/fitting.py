@@ -21,7 +21,7 @@ from penstock.lab.steps import MeasuredStep
 
 Floats = NDArray[np.float64]
 
-BRACKETS = (4, 8, 16, 32, 64, 128)
+BRACKETS = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 """Numbers of tokens in a step from which on a further token may have another price."""
 NUM_QUANTILES = 101
 LEAST_SHARE = 0.1
@@ -52,7 +52,7 @@ _COSTS_OF: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """By how much a model misses: |model - measured| / measured, where the measured time is a group's median for each shape."""
+    """By how much a model misses: |model - measured| / measured, both in their medians over like steps of a group."""
 
     median: float
     p90: float
@@ -90,10 +90,10 @@ def fit(steps: Sequence[MeasuredStep], *, are_in_order: bool = False) -> Fit:
         is_out = table.groups == name
         for part, values in table.predict(table.fit(~is_out)).items():
             left_out[part][is_out] = values[is_out]
-    total = table.raw / predicted[TOTAL]
+    total = (table.raw / predicted[TOTAL])[table.is_step]
     has_host = ~np.isnan(table.measured[HOST])
     host = table.measured[HOST][has_host] / np.maximum(predicted[HOST][has_host], 1.0)
-    most = Counts(*np.max(np.array(table.counts), axis=0).tolist())
+    most = Counts(*np.max(np.array(table.counts)[table.is_step], axis=0).tolist())
     model = replace(
         table.model(cost),
         residuals=_quantiles(total),
@@ -120,7 +120,8 @@ class _Table:
         counter = CostModel()
         self.counts = [counter.counts(step.shape) for step in steps]
         self.groups = np.array([step.group for step in steps])
-        self._shapes = [step.shape for step in steps]
+        self.is_step = np.array([not step.is_for_host for step in steps])
+        """Steps whose executor's time counts."""
         units = {name: np.array([unit(one) for one in self.counts], dtype=float) for name, unit in _UNITS.items()}
         num_tokens = np.array([one.num_tokens for one in self.counts], dtype=float)
         self._edges = _edges(num_tokens)
@@ -145,18 +146,21 @@ class _Table:
     def fit(self, is_used: NDArray[np.bool_]) -> _Cost:
         """Costs by part, of the steps that are used."""
         # Errors count in shares of the whole step: a part that takes no time needs no good model.
-        whole = self.measured[TOTAL][is_used]
+        is_fitted = is_used & self.is_step
+        whole = self.measured[TOTAL][is_fitted]
         cost: dict[str, Mapping[str, float]] = {}
         for part in self.parts:
             names = self._names(part)
-            matrix = np.stack([self._units[name][is_used] for name in names], axis=1)
-            solution = _robust(matrix, self.measured[part][is_used], whole)
+            matrix = np.stack([self._units[name][is_fitted] for name in names], axis=1)
+            solution = _robust(matrix, self.measured[part][is_fitted], whole)
             cost[part] = dict(zip(names, solution.tolist(), strict=True))
         host = self.measured[HOST]
         is_known = is_used & ~np.isnan(host)
         if is_known.any():
-            matrix = np.stack([np.ones(int(is_known.sum())), self._num_rows[is_known]], axis=1)
-            solution = _robust(matrix, host[is_known], np.maximum(host[is_known], 1.0))
+            # Medians of equal numbers of rows: single steps differ by far more than the host's part of a row.
+            rows = np.unique(self._num_rows[is_known])
+            medians = np.array([np.median(host[is_known & (self._num_rows == num)]) for num in rows])
+            solution = _robust(np.stack([np.ones(len(rows)), rows], axis=1), medians, np.maximum(medians, 1.0))
             cost[HOST] = {"host_step_ns": float(solution[0]), "host_row_ns": float(solution[1])}
         return cost
 
@@ -182,16 +186,18 @@ class _Table:
         return CostModel(**costs, token_brackets=brackets if any(slopes) else ())
 
     def errors(self, predicted: Mapping[str, Floats]) -> dict[str, Errors]:
-        """Errors of the median of each shape in each group, where that is a fair share of the step."""
-        cells: dict[tuple[object, object], list[int]] = {}
-        for idx, key in enumerate(zip(self._shapes, self.groups.tolist(), strict=True)):
-            cells.setdefault(key, []).append(idx)
+        """Errors of medians of like steps (rows, prompt tokens) in each group, where a part is a fair share of the step."""
+        cells: dict[tuple[int, int, int], list[int]] = {}
+        for idx, (group, counts) in enumerate(zip(self.groups.tolist(), self.counts, strict=True)):
+            cells.setdefault((group, counts.num_rows, counts.num_prefill_tokens), []).append(idx)
         found: dict[str, list[float]] = {}
         for indices in cells.values():
             whole = float(np.median(self.measured[TOTAL][indices]))
             for part, values in predicted.items():
+                if part != HOST and not self.is_step[indices[0]]:
+                    continue
                 measured = float(np.median(self.measured[part][indices]))
-                if not np.isnan(measured) and measured > LEAST_SHARE * whole:
+                if not np.isnan(measured) and (part == HOST or measured > LEAST_SHARE * whole):
                     found.setdefault(part, []).append(float(np.median(values[indices])) / measured - 1)
         return {part: _errors(np.array(values)) for part, values in found.items()}
 

@@ -18,7 +18,7 @@ _PART_ORDER = (TOTAL, "linear", "attention", "sampling", "rows", "other", HOST)
 def fit_lines(fitted: Fit) -> Iterator[str]:
     """By how much a fit misses, part by part, and what it found."""
     yield f"{fitted.num_steps} steps. Errors of steps that the fit had not seen:"
-    yield f"  {'part':12}{'median':>9}{'p90':>9}{'largest':>9}{'mean':>9}   shapes"
+    yield f"  {'part':12}{'median':>9}{'p90':>9}{'largest':>9}{'mean':>9}   kinds of steps"
     for part in sorted(fitted.left_out, key=_order):
         errors: Errors = fitted.left_out[part]
         yield (

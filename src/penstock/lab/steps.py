@@ -52,6 +52,8 @@ class MeasuredStep:
     """Shares of it by the executor's own names, where it tells them."""
     host_ns: int | None = None
     """The engine's own time between this step and the next; None: it had nothing to do then, or nobody knows."""
+    is_for_host: bool = False
+    """Its host's time is of use, and its executor's is not: it was not measured beside a reference."""
     slowness: float = 1.0
     """Time of a reference step beside it over that step's median: how slow the machine was just then."""
     group: int = 0
@@ -219,7 +221,7 @@ def measure_with_host(
             execute_ns = stats.parts_ns["execute"]
             host_ns = after.planned_ns - stats.planned_ns - execute_ns if executor.depth == 1 else None
             own = {name: ns for name, ns in stats.parts_ns.items() if name not in ENGINE_PARTS}
-            steps.append(MeasuredStep(shape_of_rows(stats.rows), execute_ns, own, host_ns, group=group))
+            steps.append(MeasuredStep(shape_of_rows(stats.rows), execute_ns, own, host_ns, is_for_host=True, group=group))
     return steps
 
 
