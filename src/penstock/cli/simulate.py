@@ -15,7 +15,8 @@ from click.core import ParameterSource
 from penstock.cli.bench_results import write_plots, write_text
 from penstock.cli.options import EPILOG, GroupedCommand, config_options, model_argument
 from penstock.cli.workload_options import workload_options
-from penstock.config.components import config_from
+from penstock.config.components import BackendConfig, ServerConfig, config_from
+from penstock.config.setting import settings_of
 from penstock.lab.variants import combinations, title
 from penstock.lab.workload_choice import WorkloadChoice, make_workload
 from penstock.types.errors import ConfigError
@@ -25,11 +26,15 @@ if TYPE_CHECKING:
     from penstock.lab.cost_model import CostModel
     from penstock.lab.results import Json
 
+_TIMEOUTS = ("request_timeout_s", "queue_timeout_s", "first_token_timeout_s")
 _NO_EFFECT = (
     *("served_model_name", "chat_template", "kv_disk_path", "gpu_memory_utilization"),
-    *("backend", "threads", "weight_dtype", "deterministic", "cuda_graphs", "attention", "step_timeout"),
-    *("host", "port", "api_key", "api_key_file", "trust_tenant_header", "ssl_certfile", "ssl_keyfile", "max_connections"),
-    *("max_body_size", "ignore_unknown_parameters", "seed", "explained_requests", "log_slow_requests", "shutdown_timeout"),
+    *(item.key for item in settings_of(BackendConfig) if item.key not in ("device", "steps_in_flight")),
+    *(
+        item.key
+        for item in settings_of(ServerConfig)
+        if item.key not in ("request_timeout", "queue_timeout", "first_token_timeout")
+    ),
 )
 """Settings that change nothing that is simulated: the time of a step is the cost model's."""
 
