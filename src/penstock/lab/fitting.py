@@ -140,7 +140,12 @@ class _Table:
         self.parts = [*own, OTHER] if own else [TOTAL]
         if own:
             self.measured[OTHER] = total - sum(self.measured[name] for name in own)
-        host = [np.nan if step.host_ns is None else float(step.host_ns) for step in steps]
+        # Prompts are admitted and looked up in the prefix cache between steps: that is no cost of a row.
+        has_prompts = [one.num_prefill_tokens > 0 for one in self.counts]
+        host = [
+            np.nan if step.host_ns is None or has_prompt else float(step.host_ns)
+            for step, has_prompt in zip(steps, has_prompts, strict=True)
+        ]
         self.measured[HOST] = np.array(host)
 
     def fit(self, is_used: NDArray[np.bool_]) -> _Cost:
