@@ -111,12 +111,14 @@ def _show_steps(config: Config, rounds: int, plot_file: Path | None) -> None:
     from penstock.deploy.device import is_on_gpu, kv_dtype, settled
     from penstock.deploy.factory import locate, open_executor
     from penstock.deploy.forecast import read_outline
-    from penstock.lab.plots import draw
+    from penstock.lab.plots import INSTALL, draw, is_installed
     from penstock.lab.sizing import size_of
     from penstock.lab.step_table import figures_of, roofline_panel, shapes_of, step_lines
     from penstock.lab.steps import StepRunner, measure
     from penstock.models.architectures import describe
 
+    if plot_file is not None and not is_installed():  # before minutes of steps
+        raise ConfigError("Plots need matplotlib, which is not installed.", remedy=f"Install it: {INSTALL}")
     source = locate(config)
     outline = read_outline(config, source, is_gpu=is_on_gpu(settled(config)))
     config, model, executor = open_executor(config, source)
