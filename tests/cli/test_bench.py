@@ -224,7 +224,7 @@ def test_a_server_of_our_own_is_measured_with_exact_lengths(
     ):
         try:
             url = next(word for line in server.stdout for word in line.split() if word.startswith("http://"))
-            done = penstock("bench", "--url", url, *FEW, "--tokenizer", tiny_model, "--json", "a.json")
+            done = penstock("bench", "--url", url, *FEW, "--tokenizer", tiny_model, "--cache", tmp_path, "--json", "a.json")
         finally:
             server.terminate()
     assert done.returncode == 0, done.stderr

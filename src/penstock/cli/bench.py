@@ -392,7 +392,7 @@ def _is_given(name: str) -> bool:
 def _refuse_settings() -> None:
     """Refuse settings of a model in this process. In the environment or a file they are for other commands."""
     for name in _SETTINGS:
-        if name != "model" and _is_given(name):
+        if name not in ("model", "cache") and _is_given(name):  # a tokenizer may be in the cache
             raise click.UsageError(f"--{name.replace('_', '-')} is for --in-process: give it to the server.")
 
 
