@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from penstock.lab.cost_files import SavedCost, save_cost
+from penstock.lab.cost_model import CostModel, Fitted
 from penstock.models.catalog import default_cache_dir
 
 Penstock = Callable[..., subprocess.CompletedProcess[str]]
@@ -66,6 +68,20 @@ def test_settings_of_the_server_change_the_plan(penstock: Penstock, tiny_model: 
     assert rates[1] < rates[0]
 
 
+def test_fitted_step_times_go_before_an_estimate_and_know_their_range(
+    penstock: Penstock, tiny_model: Path, tmp_path: Path
+) -> None:
+    fitted = Fitted(max_rows=2, max_decodes=2, max_prefill_tokens=512, max_context_len=512)
+    saved = SavedCost(cost=CostModel(fitted=fitted), source="profile", model="another-model", date="2026-11-22")
+    save_cost(tmp_path / "cost.json", saved)
+    result = penstock("plan", tiny_model, *SHORT, "--slo", "ttft=1s", "--cost-model", "cost.json")
+    assert result.returncode == 0, result.stderr
+    assert "by the fitted model" in result.stdout
+    assert "estimates from peaks" not in result.stdout
+    assert "The step times are those of another-model, not of tiny." in result.stdout
+    assert "lie outside of the range that the cost model was fitted to" in result.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "cause"),
     [
@@ -73,6 +89,7 @@ def test_settings_of_the_server_change_the_plan(penstock: Penstock, tiny_model: 
         (("--slo", "ttft=1"), "no time with a unit"),
         (("--goal", "much"), "--goal"),
         (("--hardware", "H300"), "There is no hardware called 'H300'"),
+        (("--kv-disk-size", "1GiB", "--hardware", "c7i.4xlarge"), "not simulated"),
         (("--hardware", " , "), "names no hardware"),
         (("--hardware-table", "absent.csv"), "can't be read as a table"),
         (("--workload", "absent.csv"), "absent.csv"),

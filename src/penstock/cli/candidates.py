@@ -116,6 +116,12 @@ def make_candidate(config: Config, outline: Outline, hardware: Hardware, saved: 
     from penstock.lab.sizing import roofline, size_of, speeds
     from penstock.models.architectures import describe
 
+    for flag, size_bytes in (
+        ("--kv-disk-size", config.kv.kv_disk_size_bytes),
+        ("--kv-host-size", config.kv.kv_host_size_bytes),
+    ):
+        if size_bytes:
+            raise ConfigError("A tier below the KV cache is not simulated.", remedy=f"Leave out {flag}.")
     is_other_cpu = not hardware.is_gpu and hardware.name != "this"
     memory_bytes = hardware.memory_bytes - (ASSUMED_SYSTEM_BYTES if is_other_cpu else 0)
     expected = forecast(config, outline, is_gpu=hardware.is_gpu, memory_bytes=memory_bytes)
@@ -133,6 +139,7 @@ def make_candidate(config: Config, outline: Outline, hardware: Hardware, saved: 
         make_policies=lambda: build_policies(expected.config),
         cost=saved.cost if saved else roofline(size, rates),
         enable_prefix_caching=config.kv.prefix_caching,
+        isolates_tenants=config.kv.prefix_sharing == "tenant",
         max_tokens=None,
         depth=2 if hardware.is_gpu else 1,
     )
