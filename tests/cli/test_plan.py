@@ -48,7 +48,15 @@ def test_machines_are_compared_and_those_that_do_not_fit_are_left_out(
     table = result.stdout[result.stdout.index("hardware  ") :]
     assert "c7a.4xlarge" in table
     assert "H100" in table
-    assert "toy: left out. " in result.stdout
+    assert "toy: left out. " in result.stderr
+
+
+def test_no_machine_that_is_left_is_an_error(penstock: Penstock, tiny_model: Path) -> None:
+    result = penstock("plan", tiny_model, "--input-tokens", "9000", "--hardware", "L4,H100")
+    assert result.returncode == 1
+    assert "L4: left out. " in result.stderr
+    assert "No machine is left" in result.stderr
+    assert "left out" not in result.stdout
 
 
 def test_this_machine_is_probed_and_without_slos_there_is_arithmetic(penstock: Penstock, tiny_model: Path) -> None:
@@ -74,7 +82,7 @@ def test_fitted_step_times_go_before_an_estimate_and_know_their_range(
     fitted = Fitted(max_rows=2, max_decodes=2, max_prefill_tokens=512, max_context_len=512)
     saved = SavedCost(cost=CostModel(fitted=fitted), source="profile", model="another-model", date="2026-11-22")
     save_cost(tmp_path / "cost.json", saved)
-    result = penstock("plan", tiny_model, *SHORT, "--slo", "ttft=1s", "--cost-model", "cost.json")
+    result = penstock("plan", tiny_model, *SHORT, "--slo", "ttft=1s", "--cost", "cost.json")
     assert result.returncode == 0, result.stderr
     assert "by the fitted model" in result.stdout
     assert "estimates from peaks" not in result.stdout
@@ -93,8 +101,8 @@ def test_fitted_step_times_go_before_an_estimate_and_know_their_range(
         (("--hardware", " , "), "names no hardware"),
         (("--hardware-table", "absent.csv"), "can't be read as a table"),
         (("--workload", "absent.csv"), "absent.csv"),
-        (("--cost-model", "absent.json"), "absent.json"),
-        (("--cost-model", "absent.json", "--hardware", "L4,H100"), "of one machine"),
+        (("--cost", "absent.json"), "absent.json"),
+        (("--cost", "absent.json", "--hardware", "L4,H100"), "of one machine"),
         ((*SHORT, "--json", "absent/plan.json", "--hardware", "L4"), "can't be written"),
         (("--input-tokens", "9000", "--hardware", "L4"), "this server takes 512"),
         (("--headroom", "100%", "--hardware", "L4", "--slo", "e2e=9s"), "headroom"),

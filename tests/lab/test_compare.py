@@ -168,6 +168,13 @@ def test_goodput_is_compared_where_both_have_slos() -> None:
     assert "goodput_per_s" not in by_name(compared(before, made(1)))
 
 
+def test_goodput_of_other_slos_is_not_compared_and_a_note_says_so() -> None:
+    before, after = (result_of(run_of(random_records(0, 300), slos=parse_slos([slo]))) for slo in ("ttft=150ms", "ttft=900ms"))
+    found = compared(before, after)
+    assert "goodput_per_s" not in by_name(found)
+    assert "The SLOs differ, so goodput is not compared." in found.notes
+
+
 def test_a_rate_that_falls_and_a_latency_that_rises_are_worse() -> None:
     rate = Difference(
         figure="requests_per_s", is_rate=True, before=10, after=9, change=Estimate(-0.1, -0.12, -0.08), is_more_than_noise=True

@@ -23,6 +23,7 @@ from penstock.lab.intervals import (
 )
 
 NUM_RUNS = 500
+LOAD = 0.7
 
 
 def autocorrelated(rng: np.random.Generator, count: int, with_the_one_before: float) -> Floats:
@@ -33,6 +34,14 @@ def autocorrelated(rng: np.random.Generator, count: int, with_the_one_before: fl
     for i in range(1, count):
         series[i] = with_the_one_before * series[i - 1] + own[i]
     return series
+
+
+def waits_in_a_queue(rng: np.random.Generator, count: int) -> Floats:
+    """M/M/1 at a load of `LOAD`, by Lindley's recursion."""
+    steps = rng.exponential(1, count + 500) - rng.exponential(1 / LOAD, count + 500)
+    walk = np.concatenate([[0.0], np.cumsum(steps)])
+    waits: Floats = (walk - np.minimum.accumulate(walk))[501:]
+    return waits
 
 
 def covers(estimate: Estimate, truth: float) -> bool:
@@ -80,13 +89,11 @@ def test_a_drift_has_no_interval_however_long_the_series() -> None:
 
 def test_waits_in_a_queue_are_covered() -> None:
     """M/M/1 at a load of 0.7, where some 30 requests in a row share their fate. P(wait > x) = 0.7 exp(-0.3 x)."""
-    rng, load, count = np.random.default_rng(8), 0.7, 2000
-    truths = {"mean": load / (1 - load)} | {p: math.log(load / (1 - p)) / (1 - load) for p in (0.5, 0.9)}
+    rng = np.random.default_rng(8)
+    truths = {"mean": LOAD / (1 - LOAD)} | {p: math.log(LOAD / (1 - p)) / (1 - LOAD) for p in (0.5, 0.9)}
     found: dict[object, list[bool]] = {name: [] for name in truths}
     for _ in range(150):
-        steps = rng.exponential(1, count + 500) - rng.exponential(1 / load, count + 500)
-        walk = np.concatenate([[0.0], np.cumsum(steps)])
-        waits = (walk - np.minimum.accumulate(walk))[501:]
+        waits = waits_in_a_queue(rng, 2000)
         for name, truth in truths.items():
             estimate = quantile_estimate(waits, name) if isinstance(name, float) else mean_estimate(waits)
             found[name] += [covers(estimate, truth)] if estimate.is_known else []
@@ -142,13 +149,36 @@ def test_students_t_is_that_of_the_tables(degrees: float, expected: float) -> No
 
 
 def test_shares_at_the_edge_have_an_interval_within_0_and_1() -> None:
-    none, every = share_estimate(0, 20), share_estimate(20, 20)
-    assert none.value == 0
-    assert none.low == 0
-    assert none.high == pytest.approx(0.161, abs=0.001)
-    assert every.value == 1
-    assert every.high == 1
-    assert every.low == pytest.approx(0.839, abs=0.001)
+    latencies = np.random.default_rng(11).exponential(size=20)
+    none, every = (share_estimate(np.full(20, held), latencies) for held in (False, True))
+    assert (none.value, none.low) == (0, 0)
+    assert none.high == pytest.approx(0.161, abs=0.02), "the normal one has 0.161; Student's t, a little more"
+    assert (every.value, every.high) == (1, 1)
+    assert every.low == pytest.approx(0.839, abs=0.02)
+
+
+def test_shares_of_independent_requests_are_covered() -> None:
+    rng = np.random.default_rng(12)
+    hits = [covers(share_estimate((values := rng.exponential(size=500)) <= math.log(10), values), 0.9) for _ in range(NUM_RUNS)]
+    assert 0.92 <= np.mean(hits) <= 0.98
+
+
+@pytest.mark.parametrize("share", [0.5, 0.9])
+def test_shares_of_waits_in_a_queue_are_covered(share: float) -> None:
+    """As the waits themselves. Were they independent, the intervals would cover a third."""
+    limit = math.log(LOAD / (1 - share)) / (1 - LOAD)
+    rng = np.random.default_rng(13)
+    found = [share_estimate(waits <= limit, waits) for waits in (waits_in_a_queue(rng, 2000) for _ in range(150))]
+    known = [estimate for estimate in found if estimate.is_known]
+    assert len(known) > 100
+    assert np.mean([covers(estimate, share) for estimate in known]) >= 0.85
+
+
+def test_a_share_of_too_few_draws_has_no_interval() -> None:
+    grows = np.arange(200.0)
+    assert not share_estimate(grows < 100, grows).is_known
+    assert not share_estimate(np.full(200, True), grows).is_known
+    assert not share_estimate(np.full(3, True), np.array([1.0, 2.0, 1.5])).is_known
 
 
 def test_rates_cover() -> None:

@@ -12,6 +12,7 @@ from penstock.lab.arrivals import constant, mean_rate, poisson
 from penstock.lab.cost_model import CostModel
 from penstock.lab.figures import parse_slos
 from penstock.lab.hardware import Hardware
+from penstock.lab.intervals import Estimate
 from penstock.lab.plan import (
     MOST_REQUESTS,
     Candidate,
@@ -76,7 +77,21 @@ def workload(count: int, prompt: int = 32, output: int = 20, *, instants: list[i
 
 
 def trial(rate: float, stress: float) -> Trial:
-    return Trial(rate, 100, 100 if stress <= 1 else 0, 0.99, stress, {"ttft=1s": stress}, 10, 1, 0.1, 1, 0, 10)
+    return Trial(
+        rate,
+        100,
+        100 if stress <= 1 else 0,
+        0.99,
+        stress,
+        {"ttft=1s": stress},
+        10,
+        1,
+        0.1,
+        1,
+        0,
+        10,
+        Estimate(float(stress <= 1)),
+    )
 
 
 # The search

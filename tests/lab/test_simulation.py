@@ -216,6 +216,26 @@ def test_a_turn_follows_the_answer_and_finds_its_conversation_in_the_cache() -> 
     assert second.num_cached_tokens == 49, "prompt and answer, but for the last token, which was never computed"
 
 
+def test_a_turn_that_shares_a_prefix_finds_its_whole_conversation_in_the_cache() -> None:
+    jobs = [
+        Job(arrival_ns=0, num_prompt_tokens=40, num_output_tokens=10, prefix=(7,)),
+        Job(arrival_ns=0, num_prompt_tokens=70, num_output_tokens=10, prefix=(7,), after=0),
+    ]
+    _, second = simulation().run(Workload(name="prefixes", jobs=jobs, prefix_block_tokens=32)).records
+    assert second.num_cached_tokens == 49
+
+
+def test_after_a_cancelled_turn_the_conversation_goes_on_with_what_was_said() -> None:
+    jobs = [
+        Job(arrival_ns=0, num_prompt_tokens=40, num_output_tokens=100, cancelled_after_tokens=10),
+        Job(arrival_ns=3 * MS, num_prompt_tokens=70, num_output_tokens=10, after=0),
+    ]
+    first, second = simulation().run(of(*jobs)).records
+    assert (first.end, second.end) == (End.CANCELLED, End.OK)
+    assert second.intended_ns == first.ended_ns + 3 * MS
+    assert second.num_cached_tokens >= 48
+
+
 def test_after_a_refused_turn_the_conversation_is_over() -> None:
     jobs = [
         Job(arrival_ns=0, num_prompt_tokens=600, num_output_tokens=10),

@@ -23,7 +23,7 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 def hardware_options(command: _Command) -> _Command:
-    """Adds --hardware, --hardware-table and --cost-model."""
+    """Adds --hardware, --hardware-table and --cost."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
@@ -41,7 +41,7 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
         "--hardware-table", type=click.Path(path_type=Path), metavar="FILE.csv", help="More hardware, as in lab/hardware.csv."
     ),
     click.option(
-        "--cost-model",
+        "--cost",
         type=click.Path(path_type=Path),
         metavar="FILE",
         help="Step times, as `penstock profile --fit` writes them, in place of an estimate from peaks.",
@@ -103,7 +103,7 @@ def read_cost(path: Path | None, machines: list[Hardware]) -> SavedCost | None:
     if path is None:
         return None
     if len(machines) > 1:
-        raise ConfigError("A fitted cost model is of one machine.", remedy="Name one --hardware, or leave out --cost-model.")
+        raise ConfigError("A fitted cost model is of one machine.", remedy="Name one --hardware, or leave out --cost.")
     return load_cost(path)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +67,7 @@ def plan(choice: WorkloadChoice, **values: Any) -> None:
     slos = parse_slos(values["slos"])
     config = config_from(values)
     machines = find_machines(values["hardware"], values["hardware_table"])
-    saved = read_cost(values["cost_model"], machines)
+    saved = read_cost(values["cost"], machines)
     workload = make_workload(choice)
     some, outlines = [], dict[bool, "Outline"]()
     for hardware in machines:
@@ -88,10 +89,12 @@ def plan(choice: WorkloadChoice, **values: Any) -> None:
         except PenstockError as error:
             if len(machines) == 1:
                 raise
-            print(f"{hardware.name}: left out. {error}\n")
+            print(f"{hardware.name}: left out. {error}\n", file=sys.stderr)
             continue
         some.append(sized)
         print(plan_report.report(sized) + "\n")
+    if not some:
+        raise ConfigError("No machine is left to plan for.", remedy="Take another model, other settings, or other --hardware.")
     if len(some) > 1:
         print(plan_report.comparison(some))
     if not slos:

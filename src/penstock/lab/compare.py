@@ -172,6 +172,8 @@ def _notes(before: Result, after: Result) -> Iterator[str]:
         yield "The machines differ."
     if {run.target.model for run in before.runs} != {run.target.model for run in after.runs}:
         yield "The models differ."
+    if not _has_equal_slos(before.runs, after.runs) and all(run.slos for run in (*before.runs, *after.runs)):
+        yield "The SLOs differ, so goodput is not compared."
     if {run.how for run in before.runs} != {run.how for run in after.runs}:
         hows = [" and ".join(sorted({run.how for run in result.runs})) for result in (before, after)]
         yield f"One side is {hows[0]}, the other {hows[1]}."
@@ -179,6 +181,10 @@ def _notes(before: Result, after: Result) -> Iterator[str]:
         num_bad = sum(run.figures.num_by_end["refused"] + run.figures.num_by_end["failed"] for run in result.runs)
         if num_bad:
             yield f"In the {name} result, {num_bad} requests were refused or failed. Latencies are of the others alone."
+
+
+def _has_equal_slos(before: Sequence[Run], after: Sequence[Run]) -> bool:
+    return len({frozenset(run.slos) for run in (*before, *after)}) == 1
 
 
 def _differences(before: Sequence[Run], after: Sequence[Run], rng: np.random.Generator, num_draws: int) -> Iterator[Difference]:
@@ -190,6 +196,8 @@ def _differences(before: Sequence[Run], after: Sequence[Run], rng: np.random.Gen
         known = [[value.value for value in side if value is not None] for side in values]
         if [len(side) for side in known] != [len(before), len(after)] or min(map(min, known)) <= 0:
             continue  # One side has no such figure, or none that a ratio can be made of.
+        if name == "goodput_per_s" and not _has_equal_slos(before, after):
+            continue
         means = [side[0] if len(side) == 1 else math.exp(float(np.mean(np.log(side)))) for side in known]
         shell = Difference(figure=name, is_rate=name in RATES, before=means[0], after=means[1], change=None)
         ratio = math.log(means[1] / means[0])

@@ -554,13 +554,13 @@ def tokens_upto(samples: Samples, instants_ns: Floats) -> tuple[Floats, Floats, 
 
 
 def _goodput(samples: Samples, due: Samples, window: Window, slos: Sequence[Slo]) -> Goodput | None:
-    num_wanted = int((due.end != ENDS.index(End.CANCELLED)).sum())
-    if not num_wanted:
+    wanted = due.end != ENDS.index(End.CANCELLED)
+    if not wanted.any():
         return None
-    num_good = int(due.holds_all(slos).sum())
-    by_slo = {str(slo): share_estimate(int(due.holds(slo).sum()), num_wanted) for slo in slos}
+    seconds = (due.ended_ns - due.intended_ns)[wanted] / NS_PER_S
+    by_slo = {str(slo): share_estimate(due.holds(slo)[wanted], seconds) for slo in slos}
     good = make_rates(samples, window, samples.holds_all(slos))
-    return Goodput(tuple(slos), share_estimate(num_good, num_wanted), by_slo, good.requests_per_s)
+    return Goodput(tuple(slos), share_estimate(due.holds_all(slos)[wanted], seconds), by_slo, good.requests_per_s)
 
 
 def _cost(price_per_hour: float, rates: Rates) -> Cost:

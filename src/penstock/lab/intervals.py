@@ -13,7 +13,7 @@ the order of time, and a sample counts as many values as independent draws would
 - Quantile of grouped values (gaps between tokens): how the share below it varies from group to group tells as how many
   independent draws they count (E. L. Korn and B. I. Graubard, Survey Methodology 24, 1998); then as above.
 - Rate: the means of successive batches of time (B. W. Schmeiser, Operations Research 30, 1982), Student's t.
-- Share: E. B. Wilson's score interval (Journal of the American Statistical Association 22, 1927).
+- Share: E. B. Wilson's score interval (Journal of the American Statistical Association 22, 1927), with that number.
 
 Never reads a clock, draws no random numbers, and does not know what is measured.
 """
@@ -214,9 +214,16 @@ def rate_estimate(total: float, batches: Floats, duration_s: float) -> Estimate:
     return Estimate(rate, max(0.0, rate - half), rate + half)
 
 
-def share_estimate(number: int, of: int) -> Estimate:
-    """`number` of `of` things, which is at least 1."""
-    share, z = number / of, NormalDist().inv_cdf((1 + LEVEL) / 2)
+def share_estimate(holds: Bools, values: Floats) -> Estimate:
+    """The share of requests that hold something. Both arrays are in the order of time, and of the same length, at least 1.
+
+    `values` are latencies: where all requests are alike, these tell as how many draws they count.
+    """
+    share, z = float(holds.mean()), NormalDist().inv_cdf((1 + LEVEL) / 2)
+    draws = effective_draws(values if share in (0, 1) else holds.astype(np.float64))
+    if not draws.is_enough:
+        return Estimate(share)
+    of = draws.count * _shrink(draws.degrees)
     middle = (share + z * z / (2 * of)) / (1 + z * z / of)
     half = z / (1 + z * z / of) * math.sqrt(share * (1 - share) / of + z * z / (4 * of * of))
     return Estimate(share, max(0.0, middle - half), min(1.0, middle + half))

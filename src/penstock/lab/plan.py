@@ -163,10 +163,8 @@ class Trial(NamedTuple):
     num_outside: int
     """Steps outside of the range to which the cost model was fitted."""
     num_steps: int
-
-    @property
-    def attainment(self) -> Estimate:
-        return share_estimate(self.num_good, self.num_requests)
+    attainment: Estimate
+    """Share of the requests that held every SLO."""
 
     @property
     def holds(self) -> bool:
@@ -186,6 +184,7 @@ def make_trial(outcome: Outcome, rate: float, slos: Sequence[Slo], goal: float) 
     ratios = {str(slo): _ratios(samples, slo)[counted] for slo in slos}
     worst = np.maximum.reduce(list(ratios.values()))
     (timeline,) = outcome.timelines.values()
+    seconds = (samples.ended_ns - samples.intended_ns)[counted] / NS_PER_S
     running, _, held = timeline.means(max(1, outcome.duration_ns))
     return Trial(
         rate=rate,
@@ -195,11 +194,12 @@ def make_trial(outcome: Outcome, rate: float, slos: Sequence[Slo], goal: float) 
         stress=_quantile(worst, goal),
         by_slo={name: _quantile(values, goal) for name, values in ratios.items()},
         duration_s=outcome.duration_ns / NS_PER_S,
-        mean_e2e_s=float((samples.ended_ns - samples.intended_ns)[counted].mean()) / NS_PER_S,
+        mean_e2e_s=float(seconds.mean()),
         kv_share=held,
         mean_running=running,
         num_outside=outcome.num_outside,
         num_steps=outcome.num_steps,
+        attainment=share_estimate(worst <= 1, seconds),
     )
 
 
@@ -216,7 +216,7 @@ def _quantile(values: NDArray[np.float64], share: float) -> float:
 
 
 def at_rate(workload: Workload, rate: float, seed: int) -> Workload:
-    """The workload at another mean rate: all gaps and think times times one factor; Poisson arrivals if all came at once.
+    """The workload at another mean rate: all gaps times one factor, think times left alone; Poisson if all came at once.
 
     The same seed gives the same arrivals but for that factor, so that two rates differ in nothing else. A rate of infinity
     is all at once.

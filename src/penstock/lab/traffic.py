@@ -72,10 +72,10 @@ class Prompts:
             return job.prompt_token_ids
         num_tokens = job.num_prompt_tokens
         shared: tuple[int, ...] = ()
-        if job.prefix:
-            shared = self._blocks(job.prefix)
-        elif job.after is not None:
+        if job.after is not None:  # Shared blocks are in the history.
             shared = self._said.pop(job.after, ())
+        elif job.prefix:
+            shared = self._blocks(job.prefix)
         own = _FIRST_TOKEN_ID + 2 * index  # even; those of prefixes are odd
         return shared[:num_tokens] + (own,) * max(0, num_tokens - len(shared))
 
@@ -193,12 +193,10 @@ class Traffic:
             record.queue_ns = stats.first_scheduled_ns - call.request.arrival_ns
         if event.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             record.http_status = 200
-            if self._pacer.continues(record.index):
-                self._prompts.keep(record.index, call.request.prompt_token_ids, record.num_output_tokens)
-            self._finish(record, is_answered=True)
+            self._finish_turn(call)
         elif call.is_gone:
             record.end = End.CANCELLED
-            self._finish(record, is_answered=False)
+            self._finish_turn(call)
         else:
             self._refuse(record, RejectReason(event.reject_reason or RejectReason.UNAVAILABLE))
 
@@ -308,6 +306,13 @@ class Traffic:
         record.error = str(reason)
         record.ended_ns = self._clock.now_ns()
         self._finish(record, is_answered=False)
+
+    def _finish_turn(self, call: Call) -> None:
+        """Its client has all or a part of the answer, and goes on with that, if the conversation does."""
+        record = call.record
+        if self._pacer.continues(record.index):
+            self._prompts.keep(record.index, call.request.prompt_token_ids, record.num_output_tokens)
+        self._finish(record, is_answered=True)
 
     def _finish(self, record: Record, *, is_answered: bool) -> None:
         self.records.append(record)
