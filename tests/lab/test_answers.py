@@ -173,3 +173,59 @@ def test_a_stream_that_broke_off_has_what_came():
 )
 def test_an_error_is_told_in_the_server_s_words(body, message):
     assert answers.error_of(body if isinstance(body, bytes) else json.dumps(body).encode()) == message
+
+
+@pytest.mark.parametrize("text", [["a"], 7, {"a": 1}, True])
+def test_a_text_that_is_none_is_an_error_and_no_crash(text):
+    for answer in (
+        stream(token(text), DONE),
+        plain({"choices": [{"message": {"content": text}}]}),
+        plain({"choices": [{"text": text}]}),
+    ):
+        found = answers.read(fed([answer])[0])
+        assert "where the text should be" in found.error
+        assert found.text == ""
+
+
+@pytest.mark.parametrize("count", ["5", 1e30, 10**18, -1, True, 2.5, [3]])
+def test_a_count_of_tokens_that_is_none_is_an_error(count):
+    for used in ({"prompt_tokens": count}, {"completion_tokens": count}, {"prompt_tokens_details": {"cached_tokens": count}}):
+        found = answers.read(fed([plain({"choices": [{"text": "a"}], "usage": used})])[0])
+        assert "no number of tokens" in found.error
+
+
+def test_a_length_of_thousands_of_digits_is_malformed():
+    with pytest.raises(MalformedAnswer, match="5000 digits"):
+        fed([b"HTTP/1.1 200 OK\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n"])
+
+
+def test_thousands_of_provisional_answers_are_passed_over():
+    framing, ends = fed([b"HTTP/1.1 100 Continue\r\n\r\n" * 5000 + GOOD])
+    assert ends == [True]
+    assert framing.status == 200
+
+
+@pytest.mark.parametrize("duration", [b"1.2.3", b"9" * 400, b".", b"1."])
+def test_a_time_in_the_queue_that_is_no_number_is_not_told(duration):
+    framing, _ = fed([b"HTTP/1.1 200 OK\r\nServer-Timing: queue;dur=" + duration + b"\r\nContent-Length: 0\r\n\r\n"])
+    assert answers.queue_ns(framing) is None
+
+
+@pytest.mark.parametrize("size", [b"-a", b"+5", b"0x5", b"1_0", b"", b" 5", b"f" * 5000, b"5" * 70_000])
+def test_a_chunk_s_size_has_hexadecimal_digits_only(size):
+    with pytest.raises(MalformedAnswer):
+        fed([HEAD + size + b"\r\n", b"hello\r\n"])
+
+
+def test_the_first_line_of_a_chunk_has_an_end():
+    with pytest.raises(MalformedAnswer, match="does not end"):
+        fed([HEAD, b"5;" + b"x" * 70_000])
+
+
+def test_the_bytes_of_the_body_are_counted_as_they_come():
+    framing, _ = fed(cut(GOOD, 5))
+    assert framing.num_bytes == sum(map(len, framing.pieces)) > 0
+
+
+def test_an_error_nested_too_deep_to_be_written_is_told_as_it_came():
+    assert answers.error_of(b'{"error":' + b'{"a":' * 1000 + b"1" + b"}" * 1001).startswith('{"error"')

@@ -369,6 +369,38 @@ def test_an_answer_without_end_is_a_failure(serve, monkeypatch):
     assert (record.end, record.error) == (End.FAILED, "The answer has more than 1 MiB.")
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        stream(token(["a"]), DONE),
+        plain({"choices": [{"text": 7}], "usage": {"completion_tokens": 3}}),
+        plain({"choices": [{"text": "a"}], "usage": {"completion_tokens": "3"}}),
+        plain({"choices": [{"text": "a"}], "usage": {"completion_tokens": 1e30}}),
+        b"HTTP/1.1 200 OK\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n",
+        plain(b"", headers="Server-Timing: queue;dur=1.2.3\r\n"),
+        plain(b'{"error":' + b'{"a":' * 1000 + b"1" + b"}" * 1001),
+        plain(b"[" * 5000),
+    ],
+)
+def test_no_answer_ends_the_run(serve, answer):
+    server = serve(lambda request: [answer if request.json["prompt"] == "bad" else GOOD])
+    sent = send(workload(job("bad"), job()), target(server), pace=Pace(concurrency=1))
+    assert [record.end for record in sent.records] == [End.FAILED, End.OK]
+    assert sent.records[0].error
+
+
+@pytest.mark.parametrize("name", ["read", "queue_ns", "error_of"])
+def test_an_error_nobody_foresaw_is_a_failure_of_that_request(serve, monkeypatch, name):
+    def fail(_):
+        raise OverflowError("too large")
+
+    monkeypatch.setattr(client.answers, name, fail)
+    server = serve(plain(b"x", "500 Internal Server Error") if name == "error_of" else GOOD)
+    record = only(send(workload(job()), target(server)))
+    assert record.end is End.FAILED
+    assert "too large" in record.error
+
+
 def test_the_warm_up_is_sent_and_has_no_records(serve):
     server = serve(GOOD)
     sent = send(

@@ -21,7 +21,13 @@ _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]+)")
 _CHUNKED = re.compile(rb"\r\ntransfer-encoding:[^\r\n]*chunked")
 _CLOSE = re.compile(rb"\r\nconnection:[^\r\n]*close")
 _RETRY_AFTER = re.compile(rb"\r\nretry-after(-ms)?:[ \t]*([0-9]{1,9}(?:\.[0-9]+)?)[ \t]*(?=\r|$)")
-_QUEUE = re.compile(rb"\r\nserver-timing:[^\r\n]*\bqueue;dur=([0-9.]+)")
+_QUEUE = re.compile(rb"\r\nserver-timing:[^\r\n]*\bqueue;dur=([0-9]{1,9}(?:\.[0-9]{1,20})?)(?![0-9.])")
+_MAX_LENGTH_DIGITS = 15
+_CHUNK_SIZE = re.compile(rb"[0-9a-fA-F]{1,12}")
+_MAX_COUNT = 1 << 40
+"""No answer has more tokens."""
+SENSELESS = (LookupError, TypeError, AttributeError, ValueError, OverflowError, RecursionError)
+"""Errors that bytes without sense cause in whoever reads them."""
 
 
 class MalformedAnswer(Exception):
@@ -31,7 +37,7 @@ class MalformedAnswer(Exception):
 class Framing:
     """One answer while it comes (RFC 9112): chunked, of a known length, or until the connection closes."""
 
-    __slots__ = ("_feed_body", "_left_bytes", "_rest", "head", "is_kept_alive", "pieces", "status", "times_ns")
+    __slots__ = ("_feed_body", "_left_bytes", "_rest", "head", "is_kept_alive", "num_bytes", "pieces", "status", "times_ns")
 
     def __init__(self) -> None:
         self.status = 0
@@ -42,6 +48,8 @@ class Framing:
         """The body's, without the framing."""
         self.times_ns = array("q")
         """When each piece came."""
+        self.num_bytes = 0
+        """Bytes of the body so far."""
         self.is_kept_alive = False
         """Whether the connection can take another request after this answer."""
         self._rest = b""
@@ -55,11 +63,6 @@ class Framing:
         """Whether any byte has come."""
         return self.status != 0 or bool(self._rest)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the body so far."""
-        return sum(map(len, self.pieces))
-
     def feed(self, data: bytes, now_ns: int) -> bool:
         """Take what came. True once the answer is whole. Raises MalformedAnswer."""
         return self._feed_body(self, data, now_ns)
@@ -69,19 +72,19 @@ class Framing:
         return self.status != 0 and self._feed_body is Framing._feed_until_closed
 
     def _feed_head(self, data: bytes, now_ns: int) -> bool:
-        head, end, body = (self._rest + data).partition(b"\r\n\r\n")
-        if not end:
-            self._rest = head
-            if len(head) > _MAX_HEAD_BYTES:
-                raise MalformedAnswer("The headers of the answer do not end.")
-            return False
-        self._rest = b""
-        self.head = head = head.lower()
-        if not head.startswith(b"http/1.") or not head[9:12].isdigit():
-            raise MalformedAnswer(f"The answer is no HTTP/1.1: {head[:60]!r}.")
-        status = int(head[9:12])
-        if 100 <= status < 200:
-            return self._feed_head(body, now_ns) if body else False
+        body, self._rest = self._rest + data, b""
+        status = 0
+        while status < 200:  # those of 1xx are provisional, and others come after them
+            head, end, body = body.partition(b"\r\n\r\n")
+            if not end:
+                self._rest = head
+                if len(head) > _MAX_HEAD_BYTES:
+                    raise MalformedAnswer("The headers of the answer do not end.")
+                return False
+            head = head.lower()
+            if not head.startswith(b"http/1.") or not head[9:12].isdigit() or (status := int(head[9:12])) < 100:
+                raise MalformedAnswer(f"The answer is no HTTP/1.1: {head[:60]!r}.")
+        self.head = head
         self.status = status
         self.is_kept_alive = head.startswith(b"http/1.1") and _CLOSE.search(head) is None
         if _CHUNKED.search(head):
@@ -89,6 +92,8 @@ class Framing:
         elif status in (204, 304):
             return True
         elif (found := _LENGTH.search(head)) is not None:
+            if len(found[1]) > _MAX_LENGTH_DIGITS:
+                raise MalformedAnswer(f"The Content-Length of the answer has {len(found[1])} digits.")
             self._left_bytes = int(found[1])
             self._feed_body = Framing._feed_length
             return self._feed_length(body, now_ns)
@@ -122,11 +127,13 @@ class Framing:
                 continue
             line_end = data.find(b"\r\n", at)
             if line_end < 0:
+                if num_bytes - at > _MAX_HEAD_BYTES:
+                    raise MalformedAnswer("The first line of a chunk does not end.")
                 break
-            try:
-                size = int(data[at:line_end].partition(b";")[0], 16)
-            except ValueError:
-                raise MalformedAnswer(f"A chunk of the answer begins with {data[at:line_end][:60]!r}.") from None
+            digits = data[at:line_end].partition(b";")[0].rstrip(b" \t")
+            if _CHUNK_SIZE.fullmatch(digits) is None:
+                raise MalformedAnswer(f"A chunk of the answer begins with {data[at:line_end][:60]!r}.")
+            size = int(digits, 16)
             if size == 0:
                 self._rest = data[line_end:]
                 self._feed_body = Framing._feed_trailer
@@ -150,6 +157,7 @@ class Framing:
     def _keep(self, data: bytes, now_ns: int) -> None:
         if data:
             self.pieces.append(data)
+            self.num_bytes += len(data)
             self.times_ns.append(now_ns)
 
 
@@ -184,7 +192,7 @@ def read(framing: Framing) -> Answer:
             _read_stream(framing, answer, texts)
         elif framing.pieces:
             _read_whole(orjson.loads(b"".join(framing.pieces)), answer, texts)
-    except (orjson.JSONDecodeError, LookupError, TypeError, AttributeError, ValueError) as error:
+    except SENSELESS as error:
         answer.error = f"The answer makes no sense: {error!r}"[:_MAX_ERROR_CHARS]
     answer.text = "".join(texts)
     return answer
@@ -208,7 +216,7 @@ def error_of(body: bytes) -> str:
     """The words in the body of an answer with another status than 200: its error's message, or how it begins."""
     try:
         message = _error_message(orjson.loads(body))
-    except orjson.JSONDecodeError:
+    except SENSELESS:
         message = ""
     return (message or body[:_MAX_ERROR_CHARS].decode(errors="replace"))[:_MAX_ERROR_CHARS]
 
@@ -219,7 +227,7 @@ def _read_whole(body: Any, answer: Answer, texts: list[str]) -> None:
         return
     _read_usage(body.get("usage"), answer)
     for choice in body.get("choices", ()):
-        texts.append(choice["text"] if "text" in choice else choice["message"]["content"] or "")
+        texts.append(_text(choice["text"] if "text" in choice else choice["message"]["content"]))
     if "data" in body:  # of embeddings
         answer.num_output_tokens = 0
     answer.is_whole = bool(body.get("choices") or body.get("data"))
@@ -244,7 +252,7 @@ def _read_stream(framing: Framing, answer: Answer, texts: list[str]) -> None:
             answer.is_whole = True
         if first_choice_ns is None:
             first_choice_ns = time_ns
-        if not (text := choice["text"] if "text" in choice else _delta_text(choice["delta"])):
+        if not (text := _text(choice["text"] if "text" in choice else _delta_text(choice["delta"]))):
             continue
         texts.append(text)
         answer.num_events += 1
@@ -257,18 +265,32 @@ def _read_stream(framing: Framing, answer: Answer, texts: list[str]) -> None:
         answer.first_ns = first_choice_ns
 
 
-def _delta_text(delta: dict[str, Any]) -> str:
+def _delta_text(delta: dict[str, Any]) -> Any:
     """A reasoning model's thoughts are tokens as well; servers name them in two ways."""
-    text: str = delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning") or ""
-    return text
+    return delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning")
+
+
+def _text(found: Any) -> str:
+    """The text; "" for null. Raises TypeError for what is none."""
+    if found is not None and not isinstance(found, str):
+        raise TypeError(f"a {type(found).__name__} where the text should be")
+    return found or ""
+
+
+def _count(found: Any) -> int:
+    """A number of tokens. Raises ValueError for what is none."""
+    if type(found) is not int or not 0 <= found <= _MAX_COUNT:
+        raise ValueError(f"{str(found)[:40]!r} is no number of tokens")
+    return found
 
 
 def _read_usage(usage: Any, answer: Answer) -> None:
     if not usage:
         return
-    answer.num_prompt_tokens = usage.get("prompt_tokens") or 0
-    answer.num_output_tokens = usage.get("completion_tokens")
-    answer.num_cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    answer.num_prompt_tokens = _count(usage.get("prompt_tokens") or 0)
+    num_output_tokens = usage.get("completion_tokens")
+    answer.num_output_tokens = None if num_output_tokens is None else _count(num_output_tokens)
+    answer.num_cached_tokens = _count((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
 
 
 def _error_message(body: Any) -> str:

@@ -47,6 +47,7 @@ _ROLES = ("user", "assistant")
 _CHECK_NS = _NS_PER_S
 """Between two looks for silent answers."""
 _MAX_SELECT_FD = 1024
+_MAX_REASON_CHARS = 300
 _TENANT_CHARS = "._:@/-"
 """Beside letters and digits, what a tenant's name has in a header; other characters are percent-encoded."""
 
@@ -506,8 +507,8 @@ class _Sending:
                     if exchange.num_events_left <= 0:
                         self._give_up(connection, End.CANCELLED, "")
                 return
-        except MalformedAnswer as error:
-            self._break(connection, str(error))
+        except (MalformedAnswer, *answers.SENSELESS) as error:
+            self._break(connection, str(error) or type(error).__name__)
             return
         exchange.ended_ns = now_ns
         connection.num_answers += 1
@@ -638,24 +639,31 @@ class _Sending:
         self._on_end()
 
     def _read(self, exchange: _Exchange) -> Record:
-        """The record of a request that is over."""
-        index, framing = exchange.index, exchange.framing
-        job = self._jobs[index]
+        """The record of a request that is over, whatever its answer is: no answer ends the run."""
         record = Record(
-            index=index,
+            index=exchange.index,
             intended_ns=exchange.intended_ns,
             sent_ns=exchange.sent_ns or exchange.ended_ns,
             ended_ns=exchange.ended_ns,
-            http_status=framing.status,
-            queue_ns=answers.queue_ns(framing),
-            tenant=job.tenant,
+            http_status=exchange.framing.status,
+            tenant=self._jobs[exchange.index].tenant,
             error=exchange.error,
             waits_ns=exchange.waits_ns,
         )
+        try:
+            self._read_answer(exchange, record)
+        except answers.SENSELESS as error:
+            record.end, record.error = End.FAILED, f"The answer makes no sense: {error!r}"[:_MAX_REASON_CHARS]
+        return record
+
+    def _read_answer(self, exchange: _Exchange, record: Record) -> None:
+        index, framing = exchange.index, exchange.framing
+        job = self._jobs[index]
+        record.queue_ns = answers.queue_ns(framing)
         if framing.status not in (0, 200):
             record.end = exchange.end or (End.REFUSED if framing.status in _NOT_NOW else End.FAILED)
             record.error = answers.error_of(b"".join(framing.pieces))
-            return record
+            return
         answer = answers.read(framing)
         record.first_ns, record.gaps_ns = answer.first_ns, answer.gaps_ns
         record.num_prompt_tokens, record.num_cached_tokens = answer.num_prompt_tokens, answer.num_cached_tokens
@@ -669,7 +677,6 @@ class _Sending:
         elif answer.num_output_tokens is None:
             self._num_uncounted += 1
             record.num_prompt_tokens = job.num_prompt_tokens
-        return record
 
     def _fault(self, answer: answers.Answer, job: Job) -> str:
         """The reason why an answer is no good one; "" if it is one."""
