@@ -10,8 +10,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from lab.canned import DONE, CannedServer, event, plain, stream, token, usage
+from penstock.cli import bench
+from penstock.types.errors import PenstockError
 
 Penstock = Callable[..., subprocess.CompletedProcess[str]]
 FEW = ("--requests", "6", "--input-tokens", "4-8", "--output-tokens", "2-3")
@@ -115,6 +118,24 @@ def test_the_status_is_1_if_everything_failed_and_0_if_something_did_not(penstoc
     every = penstock("bench", "--url", servers[1].url, *FEW)
     assert every.returncode == 1
     assert "out of memory" in every.stdout
+
+
+def test_an_error_in_a_run_does_not_lose_those_before_it(serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_one = bench._run
+
+    def fail_third(*args, **options):
+        if args[-1] == 2:
+            raise PenstockError("The third run failed.")
+        return run_one(*args, **options)
+
+    monkeypatch.setattr(bench, "_run", fail_third)
+    files = ("--json", str(tmp_path / "a.json"), "--html", str(tmp_path / "a.html"))
+    done = CliRunner().invoke(bench.bench, ["--url", serve().url, *FEW, "--repeat", "3", *files])
+    assert str(done.exception) == "The third run failed."
+    assert "TTFT" in done.stdout
+    runs = json.loads((tmp_path / "a.json").read_text())["runs"]
+    assert [run["figures"]["num_by_end"]["ok"] for run in runs] == [6, 6]
+    assert "<html" in (tmp_path / "a.html").read_text()
 
 
 def test_a_warm_up_of_everything_is_told(penstock: Penstock, serve) -> None:

@@ -677,6 +677,24 @@ def test_tokens_are_counted_by_the_server_in_either_dialect(serve, dialect, monk
         assert tokenizer.decode([1, 2], skip_special_tokens=False) == "x xx"
 
 
+@pytest.mark.parametrize(
+    ("found", "text", "tokens"),
+    [
+        (lambda body: [7] if body.get("content") else [], "a", [7]),
+        (lambda _: [], "", []),
+        (lambda _: [], "a", None),
+        (lambda _: [{"id": 7, "piece": "a"}], "a", None),
+        (lambda _: ["seven"], "a", None),
+        (lambda _: [7.5], "a", None),
+        (lambda _: [None], "a", None),
+    ],
+)
+def test_tokens_are_those_of_the_field_that_the_server_reads_and_numbers(serve, found, text, tokens):
+    server = serve(lambda request: [plain({"tokens": found(request.json)})])
+    with Questions(target(server)) as questions:
+        assert questions.tokenize(text) == tokens
+
+
 def test_a_server_that_does_not_count_or_is_far_away_is_not_asked_to(serve, monkeypatch):
     with Questions(target(serve(plain({}, "404 Not Found")))) as questions:
         assert ServerTokenizer.of(questions) is None

@@ -198,19 +198,21 @@ def bench(choice: WorkloadChoice, **values: Any) -> None:
     _check_files(values)
     runs: list[Run] = []
     is_interrupted = False
-    with (_in_process if values["in_process"] else _over_http)(values) as asked:
-        for nth, load in enumerate(loads * values["repeat"]):
-            run, is_interrupted = _run(asked, choice, load, values, nth)
-            if run is not None:
-                runs.append(replace(run, slos=slos, price_per_hour=values["price_per_hour"]))
-            if is_interrupted:
-                break
-    if runs:
-        result = Result(runs=runs)
-        print(as_text(list(sections_of(result, every_run=len(runs) == 1))), end="", flush=True)
-        if (path := values["json_file"]) is not None:
-            write_result(result, path)
-        bench_results.write_files(result, html=values["html_file"], folder=values["plots"])
+    try:
+        with (_in_process if values["in_process"] else _over_http)(values) as asked:
+            for nth, load in enumerate(loads * values["repeat"]):
+                run, is_interrupted = _run(asked, choice, load, values, nth)
+                if run is not None:
+                    runs.append(replace(run, slos=slos, price_per_hour=values["price_per_hour"]))
+                if is_interrupted:
+                    break
+    finally:  # An error in one run does not lose those before it.
+        if runs:
+            result = Result(runs=runs)
+            print(as_text(list(sections_of(result, every_run=len(runs) == 1))), end="", flush=True)
+            if (path := values["json_file"]) is not None:
+                write_result(result, path)
+            bench_results.write_files(result, html=values["html_file"], folder=values["plots"])
     if is_interrupted:
         sys.exit(130)
     if not any(run.samples.is_ok.any() for run in runs):

@@ -161,8 +161,10 @@ class Questions:
         own = {"model": self._target.model, "prompt": text, "add_special_tokens": False}  # of Penstock and vLLM
         for body in (own, {"content": text}):  # of llama.cpp
             found = self._got("/tokenize", body).get("tokens")
-            if isinstance(found, list):
-                return [int(token_id) for token_id in found]
+            if not isinstance(found, list) or not all(type(token_id) is int for token_id in found):
+                continue
+            if found or not text:  # llama.cpp finds no tokens where the field that it reads is missing
+                return found
         return None
 
     def detokenize(self, token_ids: Sequence[int]) -> str | None:
