@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import stat
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from penstock.config import BackendConfig, Config, KvConfig, SchedulerConfig, ServerConfig
 from penstock.config.components import config_from
+from penstock.deploy import factory
 from penstock.deploy.factory import start_model
 from penstock.deploy.policies import build_policies
 from penstock.lab.recording import Departure, open_recording
@@ -52,9 +54,11 @@ def serve(gguf: Path, config: Config) -> None:
             prompt = [20 + pos % 5 for pos in range(18)] + [30 + number] * ((number * 17 + idx * 29) % 50)
             request = make_request(f"{number}-{idx}", prompt, max_tokens=4 + (number + idx) * 5 % 17, temperature=0.0)
             request.arrival_ns = running.clock.now_ns()
-            async for chunk in running.bridge.stream(request):
-                if idx == number % 5 and chunk.num_generated_tokens == 3:
-                    break
+            with running.bridge.open([request]) as stream:
+                while not stream.is_ended:
+                    chunks = await stream.next_chunks()
+                    if idx == number % 5 and chunks[-1].num_generated_tokens >= 3:
+                        break
 
     async def clients() -> None:
         await asyncio.gather(*map(client, range(5)))
@@ -111,3 +115,30 @@ def test_a_file_that_is_in_the_way_is_told_before_the_model_is_loaded(tmp_path: 
     with pytest.raises(ConfigError, match="is no recording, and is not overwritten"):
         start_model(config_of(path), ModelSource(name="absent", kind=SourceKind.GGUF, path=tmp_path / "absent.gguf"))
     assert path.read_text() == "mine"
+
+
+def test_a_start_that_fails_gives_the_file_back(gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise RuntimeError("no room")
+
+    config, source = config_of(tmp_path / "r"), resolve(str(gguf), gguf.parent)
+    with monkeypatch.context() as patch:
+        patch.setattr(factory, "_model_info", fail)
+        with pytest.raises(RuntimeError, match="no room"):
+            start_model(config, source)
+    start_model(config, source).close(10)
+
+
+def test_a_sole_listener_is_told_without_a_group(gguf: Path, tmp_path: Path) -> None:
+    config = replace(config_of(tmp_path), server=ServerConfig())
+    running = start_model(config, resolve(str(gguf), gguf.parent))
+    engine: Any = running.engine
+    stepper = engine._engine._stepper
+    assert stepper._core._journal is running.journal
+    assert stepper._turn_observer is running.metrics
+    running.close(10)
+
+
+def test_the_recording_has_room_for_what_waits(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="record_size"):
+        config_of(tmp_path / "r", record_size_bytes=15_000_000)

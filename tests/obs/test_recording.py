@@ -6,6 +6,7 @@ import json
 import os
 import random
 import stat
+import threading
 from collections import defaultdict
 from dataclasses import asdict
 from itertools import pairwise
@@ -238,7 +239,7 @@ def test_a_new_engine_is_told(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_the_queue_is_dropped_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    recorder = make_recorder(tmp_path / "r", max_told=0)
+    recorder = make_recorder(tmp_path / "r", max_told_rows=0)
     serve(recorder, [make_request("a", max_tokens=2)])
     recorder.close()
     (lost,) = open_recording(tmp_path / "r").events()
@@ -270,6 +271,87 @@ def test_parts_are_turned_over_within_the_size(tmp_path: Path) -> None:
     (request,) = found.requests()
     assert request.arrival.is_repeated, "each part says of whom it speaks"
     assert len(list(open_recording(part_path(path, 2)).steps())) < len(steps), "an older part ends where it ends"
+
+
+def test_the_queue_is_bounded_by_rows_and_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "POLL_S", 1e6)  # the writer sleeps until the end
+    recorder = make_recorder(tmp_path / "r", max_told_rows=100)
+    rows = [RowPlan("a", 0, 1, (), 1)] * 40
+    for idx in range(5):
+        recorder.on_step(step_stats(idx, rows))
+    assert (len(recorder._told), recorder.num_lost) == (3, 2)
+    recorder._settle()
+    for idx in range(5):
+        recorder.on_queued(make_request(f"b{idx}", 160), 0)
+    assert (len(recorder._told), recorder.num_lost) == (3, 4), "the writer took the first three"
+    recorder.close()
+
+
+def test_a_part_has_as_much_news_as_repetition(tmp_path: Path) -> None:
+    path = tmp_path / "r"
+    recorder = make_recorder(path, max_bytes=NUM_PARTS * (recording.LINE_BYTES + 4000))
+    for idx in range(1000):  # their lines alone are more than a part
+        recorder.on_queued(make_request(f"id{idx}", 8), 0)
+    for idx in range(3000):
+        recorder.on_step(step_stats(idx, [RowPlan("id1", idx + 1, 1, (), 1)], idx * 10))
+        recorder.on_turn({"schedule": 1})
+    recorder.close()
+    assert part_path(path, 1).exists()
+    for part in open_recording(path).paths[:-1]:
+        lines = part.read_bytes().splitlines()
+        num_old = sum(len(line) for line in lines if b'"again"' in line)
+        assert sum(map(len, lines)) > 1.9 * num_old
+    assert len(list(open_recording(path).steps())) == 3000, "nothing was dropped for repetitions"
+
+
+@pytest.mark.parametrize("num_bytes", [0, 9])
+def test_what_a_power_loss_left_of_a_beginning_is_taken(num_bytes: int, tmp_path: Path) -> None:
+    path = tmp_path / "r"
+    make_recorder(path).close()
+    path.write_bytes(path.read_bytes()[:num_bytes])
+    make_recorder(path).close()
+    assert part_path(path, 1).stat().st_size == num_bytes
+    assert len(open_recording(path).paths) == 1
+
+
+def test_the_header_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "POLL_S", 1e6)
+    recorder = make_recorder(tmp_path / "r")
+    assert is_recording(tmp_path / "r")
+    recorder.close()
+
+
+def test_a_file_that_came_in_between_ends_the_recording(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "r"
+    recorder = make_recorder(path, max_bytes=NUM_PARTS * (recording.LINE_BYTES + 4000))
+    part_path(path, 2).write_text("all I have\n")
+    for idx in range(1500):
+        recorder.on_step(step_stats(idx, [RowPlan("a", idx + 1, 1, (), 1)], idx * 10))
+        recorder.on_turn({"schedule": 1})
+    recorder.close()
+    assert part_path(path, 2).read_text() == "all I have\n"
+    assert "the recording ends here: " in caplog.text
+    assert "r.2 is no recording, and is not overwritten" in caplog.text
+    assert is_recording(path)
+    assert not part_path(path, 1).exists()
+
+
+def test_a_disk_that_hangs_does_not_hold_up_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hangs, write = threading.Event(), os.write
+
+    def late(fd: int, data: bytes) -> int:
+        hangs.wait()
+        return write(fd, data)
+
+    recorder = make_recorder(tmp_path / "r")
+    monkeypatch.setattr(recording.os, "write", late)
+    recorder.close(timeout_s=0.01)
+    assert "the end of the recording is not written yet after 0.01 s" in caplog.text
+    hangs.set()
+    recorder.close()
+    assert lines_of(tmp_path / "r")[-1]["kind"] == "close"
 
 
 def test_a_recording_is_not_overwritten_by_the_next(tmp_path: Path) -> None:
@@ -332,6 +414,8 @@ def test_a_disk_that_is_full_ends_the_recording_alone(
     recorder.on_turn({})
     assert "the recording ends here, it can't be written: [Errno 28]" in caplog.text
     assert not recorder._told
+    monkeypatch.undo()
+    make_recorder(tmp_path / "r").close()  # nobody holds the file
 
 
 # damaged files

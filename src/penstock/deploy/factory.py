@@ -165,7 +165,11 @@ def _start(
             tokenizer, chat_template = text.result()
             store = _open_tier(config, model, executor, resources, name)
             maker = EngineMaker(config, source, kv, resources, executor=executor, store=store, tokenizer=tokenizer)
-            return _assemble(maker, model, executor, chat_template)
+            try:
+                return _assemble(maker, model, executor, chat_template)
+            except BaseException:  # the next attempt opens the same file
+                maker.close_recording()
+                raise
         except BaseException:
             executor.close()
             raise
@@ -261,7 +265,6 @@ class EngineMaker:
         self.journal = Journal(num_explained) if num_explained else None
         self._recorder = open_recorder(config, self.name, executor, self.clock)
         self._journals: list[RequestJournal] = [one for one in (self.journal, self._recorder) if one is not None]
-        self._turn_observers = [one for one in (self.metrics, self._recorder) if one is not None]
         self._observer = ObserverGroup([self.metrics, self.admission, self.signals])
         self._token_observer = TokenObserverGroup([self.metrics, self.admission])
 
@@ -284,12 +287,16 @@ class EngineMaker:
 
     def release(self) -> None:
         """Close the recording and the stores and give the model's memory back, once no engine runs any more."""
-        if self._recorder is not None:
-            self._recorder.close()
+        self.close_recording()
         for store in self._stores:
             if store is not None:
                 store.close()
         self._resources.memory.give_back(self.name)
+
+    def close_recording(self) -> None:
+        """Idempotent."""
+        if self._recorder is not None:
+            self._recorder.close()
 
     def _executor_from_files(self) -> Executor:
         """Another executor, when one has failed, which may still hold its memory."""
@@ -308,7 +315,10 @@ class EngineMaker:
         from penstock.engine.thread import Engine
         from penstock.text.tokenizer import detokenizer_factory
 
-        journal = JournalGroup(self._journals) if self._journals else None
+        # Each report goes through these: a group of one would be a call more.
+        recorder, journals = self._recorder, self._journals
+        journal = JournalGroup(journals) if len(journals) > 1 else next(iter(journals), None)
+        turn_observer = self.metrics if recorder is None else TurnObserverGroup([self.metrics, recorder])
         core = build_core(self.config, executor.capacity, self._observer, journal, build_tier(self._stores[-1]))
         return Engine(
             core,
@@ -317,7 +327,7 @@ class EngineMaker:
             clock=self.clock,
             sink=self.bridge.deliver,
             observer=self._observer,
-            turn_observer=TurnObserverGroup(self._turn_observers),
+            turn_observer=turn_observer,
             on_failed=on_failed,
             make_transfers=partial(self._make_transfers, core.scheduler.kv),
         )

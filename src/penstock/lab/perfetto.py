@@ -10,7 +10,8 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from penstock.lab.recording import NOBODY, Arrival, Departure, Recording, Restart, StepDone
+from penstock.lab.recording import Arrival, Departure, Recording, Restart, StepDone
+from penstock.obs.recording import NOBODY
 from penstock.types.errors import PenstockError
 
 PROCESS = 1

@@ -18,16 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.obs.recording import BEGINNING, FORMAT, NOBODY, VERSION
 from penstock.types.errors import PenstockError
 from penstock.types.plan import Capacity, StepShape
 from penstock.types.request import FinishReason
 
-FORMAT = "penstock-recording"
-VERSION = 1
 MAX_PARTS = 64
 MAX_LINE_BYTES = 64 << 20
-NOBODY = -1
-"""Number of a row of padding."""
 
 _REASONS = {reason.name.lower(): reason for reason in FinishReason}
 
@@ -198,9 +195,8 @@ class Recording:
 
 def is_recording(path: Path) -> bool:
     """Whether a file begins as a recording does."""
-    beginning = f'{{"kind":"header","format":"{FORMAT}",'.encode()
     with path.open("rb") as file:
-        return file.read(len(beginning)) == beginning
+        return file.read(len(BEGINNING)) == BEGINNING
 
 
 def open_recording(path: Path) -> Recording:

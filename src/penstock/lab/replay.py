@@ -15,7 +15,8 @@ from itertools import count, islice
 from penstock.clock import VirtualClock
 from penstock.engine.core import EngineCore
 from penstock.engine.stepper import Stepper
-from penstock.lab.recording import NOBODY, Arrival, BlockId, Departure, Lost, Recording, RecordingError, Restart, Row, StepDone
+from penstock.lab.recording import Arrival, BlockId, Departure, Lost, Recording, RecordingError, Restart, Row, StepDone
+from penstock.obs.recording import NOBODY
 from penstock.sched.policies.base import Policies
 from penstock.sched.scheduler import Scheduler
 from penstock.types.events import Abort, Add, Command, Stop, TokenEvent

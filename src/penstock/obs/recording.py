@@ -4,8 +4,8 @@ Owns the file and the thread that writes it. Told by the engine thread, which on
 what does not fit is dropped and counted, in the file and in the log. Decides nothing about requests.
 
 Each line is one JSON object. Instants are nanoseconds of the engine's clock from the begin of the recording. Prompts are told
-by ids of their blocks, given in the order in which contents were first seen: equal ids are equal tokens, and nothing else can
-be learnt from one.
+by ids of their blocks, given in the order in which contents were first seen: equal ids are equal tokens after equal tokens. An
+id alone says nothing; beside a prompt of one's own under the same salt it confirms a guess.
 """
 
 from __future__ import annotations
@@ -36,8 +36,11 @@ FORMAT = "penstock-recording"
 VERSION = 1
 NUM_PARTS = 4
 """Files that share the size: FILE and FILE.1 to FILE.3, the oldest."""
-MAX_TOLD = 1 << 16
-"""Reports that wait for the writer: minutes of steps."""
+MAX_TOLD_ROWS = 1 << 19
+"""Rows that wait for the writer, at about 128 bytes each: 64 MB, or minutes of steps. A report counts as a row more, and four
+tokens of a prompt as one."""
+CLOSE_TIMEOUT_S = 10.0
+"""How long a server that shuts down waits for the writer."""
 POLL_S = 0.05
 """Between two looks at the queue. Little is written at once then, so that the engine thread does not wait for the GIL."""
 MAX_BLOCKS = 1 << 16
@@ -54,7 +57,7 @@ LINE_BYTES = 1 << 16
 NOBODY = -1
 """Number of a row of padding, and of a tenant after `MAX_TENANTS` others."""
 
-_BEGINNING = f'{{"kind":"header","format":"{FORMAT}",'.encode()
+BEGINNING = f'{{"kind":"header","format":"{FORMAT}",'.encode()
 _encode = json.JSONEncoder(separators=(",", ":"), default=str).encode
 
 
@@ -150,15 +153,18 @@ class Recorder:
         block_size: int,
         about: Mapping[str, object],
         has_tenant_names: bool = False,
-        max_told: int = MAX_TOLD,
+        max_told_rows: int = MAX_TOLD_ROWS,
     ) -> None:
         """Open the file and start the thread. `about`: what the header says of model, machine and settings, as JSON.
 
         `max_bytes` are of all parts together. Raises ConfigError, and OSError, if the file can't be written.
         """
         self._told: deque[tuple[Any, ...]] = deque()
-        """A method of the writer, and what it is given."""
-        self._max_told = max_told
+        """Size in rows, a method of the writer, and what it is given."""
+        self._max_told_rows = max_told_rows
+        self._num_rows_told = 0
+        self._num_rows_taken = 0
+        """Sizes of all reports that the writer took. Written by its thread."""
         self.num_lost = 0
         """Reports that were dropped. Written by the engine thread."""
         start_ns = clock.now_ns()
@@ -171,7 +177,12 @@ class Recorder:
             "block_size": block_size,
             **about,
         }
-        self._writer = _Writer(_Parts(path, max_bytes // NUM_PARTS), header, block_size, start_ns, has_tenant_names)
+        self._parts = _Parts(path, max_bytes // NUM_PARTS)
+        try:
+            self._writer = _Writer(self._parts, header, block_size, start_ns, has_tenant_names)
+        except BaseException:
+            self._parts.close()
+            raise
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="penstock-recording", daemon=True)
         self._thread.start()
@@ -179,36 +190,42 @@ class Recorder:
     # For the engine thread.
 
     def on_queued(self, request: Request, now_ns: int) -> None:
-        self._tell(_Writer.queued, request, now_ns)
+        self._tell(1 + request.num_prompt_tokens // 4, _Writer.queued, request, now_ns)
 
     def on_news(self, news: PlanNews) -> None:
         """A plan says the same by its rows."""
 
     def on_step(self, stats: StepStats) -> None:
-        self._tell(_Writer.step, stats)
+        self._tell(1 + len(stats.rows), _Writer.step, stats)
 
     def on_finish(self, stats: RequestStats) -> None:
-        self._tell(_Writer.finish, stats)
+        self._tell(1, _Writer.finish, stats)
 
     def on_turn(self, parts_ns: Mapping[str, int]) -> None:
-        self._tell(_Writer.turn, parts_ns)
+        self._tell(1, _Writer.turn, parts_ns)
 
     def on_engine(self) -> None:
         """The engine is made anew: it starts with no request, and its steps are counted from 0."""
-        self._tell(_Writer.restart)
+        self._tell(1, _Writer.restart)
 
-    def _tell(self, *told: object) -> None:
-        if len(self._told) < self._max_told:
-            self._told.append(told)
+    def _tell(self, num_rows: int, *told: object) -> None:
+        if self._num_rows_told - self._num_rows_taken < self._max_told_rows:
+            self._num_rows_told += num_rows
+            self._told.append((num_rows, *told))
         else:
             self.num_lost += 1
 
     # For any thread.
 
-    def close(self) -> None:
-        """Write what was told so far and close the file. Idempotent."""
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Write what was told so far and close the file. Idempotent.
+
+        Where the disk takes longer than `timeout_s`, the writer is left alone and the log says so.
+        """
         self._is_closing.set()
-        self._thread.join()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            _logger.warning("the end of the recording is not written yet after %g s: its disk is slow or hangs", timeout_s)
 
     # The writer's thread.
 
@@ -218,21 +235,24 @@ class Recorder:
                 self._settle()
             self._settle()
             self._writer.close(self.num_lost)
+        except ConfigError as error:
+            _logger.error("the recording ends here: %s", error)
         except OSError as error:
             _logger.error("the recording ends here, it can't be written: %s", error)
-            self._max_told = 0
-            self._told.clear()
         except Exception:
             _logger.exception("the recording ends here")
-            self._max_told = 0
+        finally:
+            self._max_told_rows = 0
             self._told.clear()
+            self._parts.close()
 
     def _settle(self) -> None:
         told, writer = self._told, self._writer
         for _ in range(len(told)):
             writer.turn_over_if_full()
-            write, *arguments = told.popleft()
+            num_rows, write, *arguments = told.popleft()
             write(writer, *arguments)
+            self._num_rows_taken += num_rows
         writer.note_lost(self.num_lost)
         writer.flush()
 
@@ -266,6 +286,8 @@ class _Writer:
         """Lines of what came since: they stand in the order in which things happened."""
         self._lines: list[bytes] = []
         self._num_bytes = 0
+        self._num_beginning_bytes = 0
+        """This part's header, and requests that were told before."""
         self._num_lost = 0
         self._begin_part()
 
@@ -458,8 +480,13 @@ class _Writer:
             self._num_bytes = 0
 
     def turn_over_if_full(self) -> None:
-        """Begin another part where the next line may not fit. A part is understood without those before it."""
+        """Begin another part where the next line may not fit. A part is understood without those before it.
+
+        A part has at least as many bytes of news as it has of repetition, even if it gets too large by that.
+        """
         if self._pending is not None or self._parts.has_room(self._num_bytes + LINE_BYTES):
+            return
+        if self._parts.size_bytes + self._num_bytes < 2 * self._num_beginning_bytes:
             return
         self.flush()
         self._parts.turn_over()
@@ -472,7 +499,8 @@ class _Writer:
         for _, _, line in self._lives.values():
             again = {key: value for key, value in line.items() if key != "blocks"}
             self._lines.append(_encode({**again, "again": True}).encode() + b"\n")
-        self._num_bytes = sum(map(len, self._lines))
+        self.flush()
+        self._num_beginning_bytes = self._parts.size_bytes
 
 
 class _Parts:
@@ -484,25 +512,30 @@ class _Parts:
         self._path = path
         self._part_bytes = part_bytes
         self.num_begun = 0
-        self._size_bytes = 0
+        self.size_bytes = 0
+        """The present part's size."""
         self._fd = self._open()
 
     def has_room(self, num_bytes: int) -> bool:
-        return self._size_bytes + num_bytes <= self._part_bytes
+        return self.size_bytes + num_bytes <= self._part_bytes
 
     def write(self, data: bytes) -> None:
         view = memoryview(data)
         while view:
             view = view[os.write(self._fd, view) :]
-        self._size_bytes += len(data)
+        self.size_bytes += len(data)
 
     def turn_over(self) -> None:
-        """The present part becomes FILE.1, and so on; the oldest is lost."""
-        os.close(self._fd)
+        """The present part becomes FILE.1, and so on; the oldest is lost. Raises as opening does."""
+        self.close()
+        check_path(self._path)
         self._fd = self._open()
 
     def close(self) -> None:
-        os.close(self._fd)
+        """Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     def _open(self) -> int:
         for idx in range(NUM_PARTS - 1, 0, -1):
@@ -511,9 +544,13 @@ class _Parts:
                 newer.replace(older)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_APPEND
         fd = os.open(self._path, flags, 0o600)
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # for `check_path` of another server
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # for `check_path` of another server
+        except OSError:
+            os.close(fd)
+            raise
         self.num_begun += 1
-        self._size_bytes = 0
+        self.size_bytes = 0
         return fd
 
 
@@ -534,7 +571,10 @@ def check_path(path: Path) -> None:
 
 
 def _check_part(path: Path) -> None:
-    """Raise ConfigError for anything but a recording that nobody writes to, or nothing."""
+    """Raise ConfigError for anything but nothing, or a recording that nobody writes to.
+
+    A power loss may leave a recording empty, or cut off in its first line.
+    """
     if not os.path.lexists(path):
         return
     remedy = "Name another file with --record, or move this one away."
@@ -549,5 +589,5 @@ def _check_part(path: Path) -> None:
                 raise ConfigError(f"Another server writes its recording to {path}.", remedy=remedy) from None
     except OSError as error:
         raise ConfigError(f"{path} can't be read: {error}.", remedy=remedy) from None
-    if not first.startswith(_BEGINNING):
+    if not first.startswith(BEGINNING) and not BEGINNING.startswith(first):
         raise ConfigError(f"{path} is no recording, and is not overwritten.", remedy=remedy)
