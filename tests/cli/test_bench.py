@@ -100,6 +100,29 @@ def test_a_chat_is_asked_with_messages_and_more_fields(penstock: Penstock, serve
     assert server.requests[-1].headers["authorization"] == "Bearer k"
 
 
+@pytest.mark.parametrize(
+    ("url", "is_typed", "key"),
+    [
+        ("http://127.0.0.1:8000", False, "a"),
+        ("http://localhost:8000/v1", False, "a"),
+        ("https://[::1]", False, "a"),
+        ("http://10.0.0.7:8000", False, None),
+        ("https://localhost.example.com", False, None),
+        ("http://127.0.0.1.example.com", False, None),
+        ("https://example.com", True, "a b"),
+    ],
+)
+def test_the_keys_of_serve_are_for_this_machine(url: str, is_typed: bool, key: str | None) -> None:
+    assert bench._key_for(url, "a b", is_typed=is_typed) == key
+
+
+def test_a_server_on_this_machine_gets_the_first_key_of_the_environment(penstock: Penstock, serve) -> None:
+    server = serve()
+    done = penstock("bench", "--url", server.url, *FEW, env={"PENSTOCK_API_KEY": "a b"})
+    assert done.returncode == 0, done.stderr
+    assert {request.headers["authorization"] for request in server.requests} == {"Bearer a"}
+
+
 def test_the_status_is_1_if_everything_failed_and_0_if_something_did_not(penstock: Penstock, serve) -> None:
     def fail(request):
         if request.line.startswith("POST /v1/") and request.json["max_tokens"] > 1 and len(completions(servers[0])) > 2:

@@ -467,10 +467,11 @@ def test_a_run_ends_when_its_time_is_over(serve):
     assert sent.num_unsent == 1
 
 
-def test_a_client_that_is_refused_comes_back_as_it_was_told(serve):
+def test_a_client_that_is_refused_comes_back_as_it_was_told(serve, monkeypatch):
+    monkeypatch.setattr(client, "MIN_WAIT_NS", 0)
     refused = plain({"error": {"message": "full"}}, "429 Too Many Requests", "Retry-After: 9\r\nRetry-After-Ms: 150\r\n")
     server = serve(lambda _: [refused if len(server.requests) < 3 else GOOD])
-    record = only(send(workload(job()), target(server), options=SendOptions(returns=True)))
+    record = only(send(workload(job()), target(server), options=SendOptions(max_returns=2)))
     assert record.end is End.OK
     assert list(record.waits_ns) == [150 * MS] * 2
     assert record.sent_ns >= 300 * MS
@@ -478,15 +479,47 @@ def test_a_client_that_is_refused_comes_back_as_it_was_told(serve):
     assert len(server.requests) == 3
 
 
+def test_a_client_that_is_told_to_come_back_at_once_waits_and_gives_up(serve, monkeypatch):
+    assert client.MIN_WAIT_NS == 10**9
+    monkeypatch.setattr(client, "MIN_WAIT_NS", 30 * MS)
+    server = serve(plain({"error": {"message": "full"}}, "429 Too Many Requests", "Retry-After: 0\r\n"))
+    record = only(send(workload(job()), target(server), options=SendOptions(max_returns=3)))
+    assert (record.end, record.error, list(record.waits_ns)) == (End.REFUSED, "full", [30 * MS] * 3)
+    assert len(server.requests) == 4
+
+
+def test_a_client_that_comes_back_has_less_time_left(serve, monkeypatch):
+    monkeypatch.setattr(client, "MIN_WAIT_NS", 300 * MS)
+    refused = plain({"error": {}}, "503 Unavailable", "Retry-After: 0\r\n")
+    server = serve(lambda _: [refused if len(server.requests) < 2 else GOOD])
+    only(send(workload(job(deadline_ns=5000 * MS)), target(server), options=SendOptions(max_returns=2)))
+    before, after = server.requests
+    assert int(before.headers["x-deadline-ms"]) - int(after.headers["x-deadline-ms"]) >= 299
+    assert after.body == before.body
+
+
+def test_a_host_with_several_addresses_is_asked_at_the_one_that_answers(serve, monkeypatch):
+    server = serve(GOOD)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        silent = closed.getsockname()
+    addresses = [silent, ("127.0.0.1", int(server.url.rpartition(":")[2]))]
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", where) for where in addresses]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    assert only(send(workload(job()), Target(url="http://several"))).end is End.OK
+    server.close()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [found[0], found[0]])
+    assert only(send(workload(job()), Target(url="http://several"))).end is End.FAILED
+
+
 def test_a_client_goes_away_while_it_waits_to_come_back(serve):
     server = serve(plain({"error": {}}, "503 Unavailable", "Retry-After: 3600\r\n"))
-    record = only(send(workload(job(cancelled_ns=100 * MS)), target(server), options=SendOptions(returns=True)))
+    record = only(send(workload(job(cancelled_ns=100 * MS)), target(server), options=SendOptions(max_returns=2)))
     assert (record.end, list(record.waits_ns)) == (End.CANCELLED, [3600 * 10**9])
 
 
 def test_a_refusal_that_does_not_say_for_how_long_is_one(serve):
     server = serve(plain({"error": {"message": "full"}}, "429 Too Many Requests"))
-    assert only(send(workload(job()), target(server), options=SendOptions(returns=True))).end is End.REFUSED
+    assert only(send(workload(job()), target(server), options=SendOptions(max_returns=2))).end is End.REFUSED
 
 
 def test_each_end_is_told(serve):
@@ -510,6 +543,17 @@ def test_no_prompt_is_an_error_of_the_caller(serve):
 def test_what_is_no_address_is_an_error(url):
     with pytest.raises(PenstockError, match="no address"):
         send(workload(job()), Target(url=url))
+
+
+def test_a_password_in_the_address_is_refused_and_not_repeated():
+    with pytest.raises(PenstockError, match="has a user or a password") as raised:
+        send(workload(job()), Target(url="http://me:secret@127.0.0.1:8000"))
+    assert "secret" not in str(raised.value)
+    assert "--api-key" in raised.value.remedy
+
+
+def test_a_target_does_not_show_its_key():
+    assert "secret" not in repr(Target(url="http://x", api_key="secret"))
 
 
 def test_the_address_may_end_with_the_version_as_openai_s_clients_have_it(serve):

@@ -31,7 +31,7 @@ from penstock.lab.in_process import Ask, Progress, drive
 from penstock.lab.pacing import Pace, WarmUp
 from penstock.lab.prompts import Tokenizer, write_prompts
 from penstock.lab.records import Sent
-from penstock.lab.target import Endpoint, Questions, ServerTokenizer, Target
+from penstock.lab.target import Address, Endpoint, Questions, ServerTokenizer, Target
 from penstock.lab.workload import Job, Workload
 from penstock.lab.workload_choice import WorkloadChoice, make_workload
 from penstock.types.errors import ConfigError, PenstockError
@@ -44,7 +44,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_CONCURRENCY = 8
 _COMPONENTS = ("model", "kv", "scheduler", "backend")
 _NOT_HERE = ("model", "served_model_name")
-_TOLD = ("stream", "extra_body", "tokenizer", "max_concurrency", "return_refused", "timeout")
+_TOLD = ("stream", "extra_body", "tokenizer", "max_concurrency", "returns", "timeout")
 """Options that a result names, as it does the settings of a model in this process, if they were given."""
 _MAX_CACHED_SHARE = 0.3
 """Prompts that begin by chance, or by the chat template, as others do, have less than that in common with them."""
@@ -124,7 +124,12 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
         help="Route to ask.",
     ),
     click.option("--stream/--no-stream", default=True, show_default=True, help="Without it, there is no first token."),
-    click.option("--api-key", envvar="PENSTOCK_API_KEY", metavar="KEY", help="Key that the server asks for."),
+    click.option(
+        "--api-key",
+        envvar="PENSTOCK_API_KEY",
+        metavar="KEY",
+        help="Key that the server asks for. PENSTOCK_API_KEY is sent only to a server on this machine.",
+    ),
     click.option(
         "--extra-body",
         callback=_json_object,
@@ -155,7 +160,13 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.option(
         "--timeout", default=f"{SILENCE_S:g}s", callback=_seconds, show_default=True, help="Silence that makes an answer fail."
     ),
-    click.option("--return-refused", is_flag=True, help="Clients that are refused come back when Retry-After says."),
+    click.option(
+        "--returns",
+        type=click.IntRange(min=0),
+        default=0,
+        show_default=True,
+        help="How often a refused client comes back, as Retry-After says.",
+    ),
     click.option(
         "--slo", multiple=True, metavar="METRIC=TIME", help="As ttft=500ms, tpot=50ms, itl=50ms, e2e=10s. Repeatable."
     ),
@@ -291,7 +302,7 @@ def _over_http(values: Mapping[str, Any]) -> Iterator[_Asked]:
         model=values["model"] if _is_given("model") else "",
         endpoint=Endpoint(values["endpoint"]),
         stream=values["stream"] and values["endpoint"] != Endpoint.EMBEDDINGS,
-        api_key=_one_key(values["api_key"]),
+        api_key=_key_for(values["url"], values["api_key"], is_typed=_is_given("api_key")),
         extra_body=values["extra_body"],
     )
     with Questions(target) as questions:
@@ -305,7 +316,7 @@ def _over_http(values: Mapping[str, Any]) -> Iterator[_Asked]:
         for note in notes:
             print(f"Note: {note}", file=sys.stderr)
         send_all = functools.partial(
-            _send, target, values["warmup"], SendOptions(silence_s=values["timeout"], returns=values["return_refused"])
+            _send, target, values["warmup"], SendOptions(silence_s=values["timeout"], max_returns=values["returns"])
         )
         yield _Asked(
             how="http",
@@ -330,7 +341,7 @@ def _in_process(values: Mapping[str, Any]) -> Iterator[_Asked]:
     from penstock import __version__
     from penstock.llm import AsyncLLM
 
-    for name in ("url", "api_key", "extra_body", "stream", "timeout", "return_refused"):
+    for name in ("url", "api_key", "extra_body", "stream", "timeout", "returns"):
         if _is_given(name):
             raise click.UsageError(f"--{name.replace('_', '-')} is for a server: leave it out, or --in-process.")
     if values["endpoint"] == Endpoint.EMBEDDINGS:
@@ -398,11 +409,14 @@ def _refuse_settings() -> None:
             raise click.UsageError(f"--{name.replace('_', '-')} is for --in-process: give it to the server.")
 
 
-def _one_key(api_key: str | None) -> str | None:
-    """The environment may hold several, as `serve` reads it; each of them opens the server."""
-    if api_key is None or _is_given("api_key"):
+def _key_for(url: str, api_key: str | None, *, is_typed: bool) -> str | None:
+    """The key that a server gets. Raises PenstockError if the URL is none.
+
+    The environment has those of this machine's own `serve`, each of which opens it, so only a server here gets the first.
+    """
+    if api_key is None or is_typed:
         return api_key
-    return next(iter(api_key.split()), api_key)
+    return next(iter(api_key.split()), None) if Address.of(url).is_loopback else None
 
 
 def _named_tokenizer(values: Mapping[str, Any]) -> Tokenizer | None:

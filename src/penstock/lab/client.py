@@ -36,6 +36,8 @@ MAX_HELD_BYTES = 64 << 20
 """Bodies of answers that wait to be read; beyond it the oldest are read while the run goes on."""
 MAX_ANSWER_BYTES = 256 << 20
 """The body of an answer that goes on beyond it has failed."""
+MIN_WAIT_NS = 1_000_000_000
+"""A client that is refused does not come back sooner, even if the server says so: it would do nothing else."""
 _RECEIVE_BYTES = 1 << 16
 _MAX_BEGUN_AT_ONCE = 16
 """Requests that are sent before answers are taken again, however many are due."""
@@ -46,6 +48,8 @@ _EVENT = b"\ndata:"
 _ROLES = ("user", "assistant")
 _CHECK_NS = _NS_PER_S
 """Between two looks for silent answers."""
+_TRIAL_S = 5.0
+"""An address of a host with several must take a connection within that time."""
 _MAX_SELECT_FD = 1024
 _MAX_REASON_CHARS = 300
 _TENANT_CHARS = "._:@/-"
@@ -60,8 +64,9 @@ class SendOptions:
     """An answer of which no byte comes for this long has failed."""
     max_s: float | None = None
     """The run ends after so many seconds, with what there is; None: when all is answered."""
-    returns: bool = False
-    """A client that is refused with `Retry-After` comes back then; its latency has that wait. Else it is refused."""
+    max_returns: int = 0
+    """How often a client that is refused with `Retry-After` comes back then, but not sooner than after `MIN_WAIT_NS`; its
+    latency has those waits. After that it is refused."""
     keeps_text: bool = False
     """The records have the answers' texts."""
 
@@ -230,12 +235,27 @@ class _Peer:
 
     @classmethod
     def of(cls, address: Address) -> _Peer:
-        """Raises PenstockError if there is no such host."""
+        """The address of the host; of several, one that takes connections. Raises PenstockError if there is no such host."""
         try:
-            family, _, _, _, where = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
+            found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
         except OSError as error:
             raise address.unreachable(error) from None
+        family, _, _, _, where = next(filter(_takes_connections, found), found[0]) if len(found) > 1 else found[0]
         return cls(family, where, ssl.create_default_context() if address.scheme == "https" else None)
+
+
+_SocketAddress = tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]
+
+
+def _takes_connections(found: tuple[socket.AddressFamily, socket.SocketKind, int, str, _SocketAddress]) -> bool:
+    """Whether somebody listens at one of a host's addresses: a server of `localhost` may do so on only one of two."""
+    try:
+        with socket.socket(found[0], socket.SOCK_STREAM) as trial:
+            trial.settimeout(_TRIAL_S)
+            trial.connect(found[4])
+    except OSError:
+        return False
+    return True
 
 
 @dataclass(slots=True)
@@ -397,8 +417,8 @@ class _Sending:
                 self._end_unsent(index, intended_ns, End.CANCELLED)
                 return
             heappush(self._cancels, (cancel_ns, index))
-        exchange = _Exchange(index, intended_ns, self._num_events(job), self._request(index, intended_ns))
-        self._start(exchange)
+        request = self._request(index, intended_ns, self._body(index))
+        self._start(_Exchange(index, intended_ns, self._num_events(job), request))
 
     def _start(self, exchange: _Exchange) -> None:
         """Send it over a connection that is kept, or a new one."""
@@ -421,8 +441,8 @@ class _Sending:
         self._connections[connection.fd] = self._by_job[exchange.index] = connection
         self._epoll.register(connection.fd, select.EPOLLOUT)
 
-    def _request(self, index: int, intended_ns: int) -> bytes:
-        """The head and the body, with what was said before in the conversation."""
+    def _body(self, index: int) -> bytes:
+        """The body of a request, with what was said before in the conversation. Made once."""
         job, target = self._jobs[index], self._target
         prompt = _prompt(job, target.endpoint)
         texts: list[str] = []
@@ -439,8 +459,11 @@ class _Sending:
             asked = "".join(texts)
             if target.endpoint is Endpoint.CHAT:
                 asked = [{"role": _ROLES[turn % 2], "content": text} for turn, text in enumerate(texts)]
-        body = target.body(asked, job.num_output_tokens)
-        head = self._head
+        return target.body(asked, job.num_output_tokens)
+
+    def _request(self, index: int, intended_ns: int, body: bytes) -> bytes:
+        """The head, as it is true now, and the body."""
+        job, head = self._jobs[index], self._head
         if job.tenant:
             head += f"X-Tenant: {quote(job.tenant, safe=_TENANT_CHARS)}\r\n"
         if job.priority:
@@ -552,6 +575,8 @@ class _Sending:
         while self._returns and self._returns[0][0] <= now_ns:
             exchange = self._away.pop(heappop(self._returns)[1], None)
             if exchange is not None:  # else its client has gone
+                body = exchange.request.partition(b"\r\n\r\n")[2]
+                exchange.request = self._request(exchange.index, exchange.intended_ns, body)
                 self._start(exchange)
         if now_ns >= self._check_ns:
             self._check_ns = now_ns + min(_CHECK_NS, self._silence_ns)
@@ -574,9 +599,11 @@ class _Sending:
     def _end(self, exchange: _Exchange) -> None:
         index, now_ns = exchange.index, exchange.ended_ns
         self._by_job.pop(index, None)
-        if self._options.returns and exchange.end is None and exchange.framing.status in _NOT_NOW:
+        may_return = len(exchange.waits_ns) < self._options.max_returns
+        if may_return and exchange.end is None and exchange.framing.status in _NOT_NOW:
             wait_ns = answers.retry_after_ns(exchange.framing)
             if wait_ns is not None:
+                wait_ns = max(MIN_WAIT_NS, wait_ns)
                 exchange.begin_again(wait_ns)
                 self._away[index] = exchange
                 heappush(self._returns, (now_ns + wait_ns, index))

@@ -7,6 +7,7 @@ client of the lab and by `penstock bench`; measures nothing.
 from __future__ import annotations
 
 import http.client
+import ipaddress
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -42,6 +43,14 @@ class Address:
     path: str
     """The part before `/v1`."""
 
+    @property
+    def is_loopback(self) -> bool:
+        """Whether the server is on this machine, as far as the name says."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
     @classmethod
     def of(cls, url: str) -> Address:
         """Raises PenstockError if it is no URL of a server."""
@@ -50,10 +59,14 @@ class Address:
             port = parts.port or (443 if parts.scheme == "https" else 80)
         except ValueError:
             parts, port = urlsplit(""), 0
+        if "@" in parts.netloc:  # which is not written here: it may be a password
+            raise PenstockError(
+                f"The address of {parts.netloc.rpartition('@')[2]} has a user or a password, which is not sent.",
+                remedy="Leave it out, with its @. Give the server's key with --api-key.",
+            )
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise PenstockError(f"{url!r} is no address of a server.", remedy="Write it as http://127.0.0.1:8000.")
-        host_header = parts.netloc.rpartition("@")[2]
-        return cls(url, parts.scheme, parts.hostname, port, host_header, parts.path.rstrip("/").removesuffix("/v1"))
+        return cls(url, parts.scheme, parts.hostname, port, parts.netloc, parts.path.rstrip("/").removesuffix("/v1"))
 
     def unreachable(self, error: Exception) -> PenstockError:
         """The error that says so, with the system's reason."""
@@ -87,7 +100,7 @@ class Target:
     """As the server calls it."""
     endpoint: Endpoint = Endpoint.COMPLETIONS
     stream: bool = True
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
     extra_body: Mapping[str, object] = field(default_factory=dict)
     """Fields that are added to each request or replace ours; None leaves a field out."""
     limit_field: str = "max_tokens"
