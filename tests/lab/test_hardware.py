@@ -99,3 +99,8 @@ def test_impossible_hardware_is_refused() -> None:
             step_ns=0,
             basis="",
         )
+
+
+def test_prices_of_serverless_workers_say_so() -> None:
+    for name in ("A100", "H100", "H200"):
+        assert "RunPod serverless" in find(name, known_hardware()).price_source

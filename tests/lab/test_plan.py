@@ -20,6 +20,7 @@ from penstock.lab.plan import (
     Trial,
     at_rate,
     find_binding,
+    find_saturated_rate,
     highest_rate,
     long_enough,
     make_bill,
@@ -31,7 +32,7 @@ from penstock.lab.plan import (
 )
 from penstock.lab.plan_report import as_json, comparison, plots, report
 from penstock.lab.simulation import Simulation
-from penstock.lab.sizing import ModelSize, Speeds, batch_point, lengths_of, roofline
+from penstock.lab.sizing import ModelSize, Speeds, batch_point, fullest_batch, lengths_of, roofline
 from penstock.lab.workload import Job, Workload
 from penstock.sched.policies.presets import make_policies
 from penstock.types.errors import ConfigError
@@ -209,6 +210,19 @@ def test_a_saturated_server_is_timed_without_its_begin_and_its_tail() -> None:
     assert rate == pytest.approx(8 / (20 * 0.018 + 8 * 0.0032), rel=0.05), "8 rows of 20 steps, each with 8 prompts beside it"
 
 
+@pytest.mark.parametrize("count", [65, 100, 250])
+def test_a_short_workload_does_not_make_a_saturated_server_look_faster(count: int) -> None:
+    """64 rows of 20 steps, each with 64 prompts of 200 tokens beside it, at 0.1 ms a token."""
+    true_rate = 64 / (20 * 0.074 + 64 * 0.02)
+    assert find_saturated_rate(candidate(), workload(count, prompt=200)) == pytest.approx(true_rate, rel=0.05)
+
+
+def test_a_saturated_run_that_would_be_too_long_counts_no_more_than_a_full_batch() -> None:
+    jobs, server = workload(70, prompt=32, output=3000), candidate(num_blocks=20_001)
+    full = fullest_batch(PLAIN, lengths_of(jobs.jobs), server.simulation.capacity)
+    assert find_saturated_rate(server, jobs) <= full.rate
+
+
 # Trials
 
 
@@ -299,7 +313,7 @@ def test_replicas_headroom_and_cost() -> None:
     lengths = lengths_of(workload(10, prompt=300, output=100).jobs)
     bill = make_bill(7.0, 2.0, lengths, price_per_hour=3.6)
     assert bill is not None
-    assert (bill.num_replicas, bill.headroom) == (4, pytest.approx(8 / 7 - 1))
+    assert (bill.num_replicas, bill.headroom) == (4, pytest.approx(1 / 8))
     assert bill.price_per_hour == pytest.approx(14.4)
     # 14.4 USD an hour are 0.4 cents a second, in which 700 tokens are generated.
     assert bill.price_per_million_output_tokens == pytest.approx(0.004 / 700 * 1e6)

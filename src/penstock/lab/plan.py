@@ -69,6 +69,9 @@ MOST_REQUESTS, MOST_TOKENS, MOST_STEPS = 1_000, 40_000, 5_000
 """but not beyond so many requests, output tokens, or steps of a full batch: about half a second a run."""
 SATURATED = 0.95
 """Share of the saturated rate above which queues of a longer run would be longer."""
+_FILLS, _MOST_SATURATED_TOKENS = 16, 400_000
+"""A saturated server is timed over so many times the requests of a full batch: in fewer, prompts computed at the begin have
+too large a part. But not beyond so many output tokens: some seconds."""
 _MIDDLE = (0.1, 0.9)
 """Shares of the requests between whose ends a saturated server is timed."""
 
@@ -310,8 +313,22 @@ def search(candidate: Candidate, workload: Workload, slos: Sequence[Slo], *, goa
     def attempt(rate: float) -> Trial:
         return make_trial(candidate.run(at_rate(workload, rate, seed)), rate, slos, goal)
 
-    at_once = at_rate(workload, math.inf, seed)
-    return highest_rate(attempt, saturated_rate(candidate.run(at_once), workload))
+    return highest_rate(attempt, find_saturated_rate(candidate, workload))
+
+
+def find_saturated_rate(candidate: Candidate, workload: Workload) -> float:
+    """Arrivals per second that the candidate keeps up with, from a run in which all requests come at once.
+
+    A short workload is repeated. Where that would be too long, the rate is that of a full batch at most; cached prefixes may
+    make the true one higher.
+    """
+    simulation, num_jobs = candidate.simulation, len(workload.jobs)
+    full = fullest_batch(simulation.cost, lengths_of(workload.jobs), simulation.capacity)
+    wanted = math.ceil(_FILLS * full.num_rows / num_jobs)
+    times = max(1, min(wanted, _MOST_SATURATED_TOKENS // sum(job.num_output_tokens for job in workload.jobs)))
+    longer = repeat(workload, times) if times > 1 else workload
+    rate = saturated_rate(candidate.run(at_rate(longer, math.inf, 0)), longer)
+    return rate if times >= wanted else min(rate, full.rate * num_arrivals(workload) / num_jobs)
 
 
 # What binds
@@ -413,7 +430,7 @@ class Bill:
     """Requests per second, of all replicas together."""
     num_replicas: int
     headroom: float
-    """Share by which the rate could grow before a replica is at its highest rate."""
+    """Share of each replica's highest rate that stays free."""
     price_per_hour: float | None
     """Price of all replicas."""
     price_per_million_output_tokens: float | None
@@ -436,7 +453,7 @@ def make_bill(
     return Bill(
         rate=rate,
         num_replicas=num_replicas,
-        headroom=num_replicas * highest / rate - 1,
+        headroom=1 - rate / (num_replicas * highest),
         price_per_hour=total,
         price_per_million_output_tokens=None if per_request is None else per_request / lengths.mean_output,
         price_per_million_tokens=None if per_request is None else per_request / (lengths.mean_prompt + lengths.mean_output),

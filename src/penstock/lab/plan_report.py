@@ -129,8 +129,10 @@ def comparison(some: Sequence[Sized]) -> str:
                 "fitted" if sized.candidate.is_fitted else "estimated",
             ]
         )
-    dates = sorted({sized.hardware.price_date for sized in some if sized.hardware.price_date})
-    note = f"\nPrices are of {', '.join(dates)}, on demand; yours will differ." if dates else ""
+    sources = dict.fromkeys(
+        f"{sized.hardware.price_source}, {sized.hardware.price_date}" for sized in some if sized.hardware.price_date
+    )
+    note = f"\nPrices are of {'; '.join(sources)}. Yours will differ." if sources else ""
     return table(rows) + note
 
 
