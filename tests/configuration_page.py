@@ -61,7 +61,8 @@ def _value(item: Setting) -> str:
     if item.choices:
         names = [f"`{choice}`" for choice in item.choices]
         return ", ".join([*names, "`module:Class`"] if item.takes_class else names)
-    limits = [f"from {item.minimum:g}" if item.minimum is not None else "", f"to {item.maximum:g}" if item.maximum else ""]
+    lower = "" if item.minimum is None else f"from {item.shown(item.minimum)}"
+    limits = [lower, f"to {item.shown(item.maximum)}" if item.maximum else ""]
     text = " ".join([item.kind.value, *filter(None, limits)])
     return f"{text}, repeatable" if item.is_multiple else text
 

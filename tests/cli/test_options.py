@@ -76,7 +76,7 @@ def test_every_setting_has_a_flag_and_an_environment_variable() -> None:
     samples = {
         "count": "2",
         "counts": "2,3",
-        "size": "1MiB",
+        "size": "16MiB",
         "duration": "1s",
         "share": "5%",
         "text": "x",

@@ -140,5 +140,5 @@ def test_a_sole_listener_is_told_without_a_group(gguf: Path, tmp_path: Path) -> 
 
 
 def test_the_recording_has_room_for_what_waits(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="record_size"):
+    with pytest.raises(ConfigError, match=r"record_size: 14\.31MiB is less than 16MiB"):
         config_of(tmp_path / "r", record_size_bytes=15_000_000)

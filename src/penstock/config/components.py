@@ -411,7 +411,7 @@ class ServerConfig(Component):
         None, "File to which arrivals, lengths, plans and durations are written, without any text.", default_doc="none"
     )
     record_size_bytes: int = size(
-        256 << 20, "Largest size of the recording; the oldest of its four parts is dropped for a new one.", minimum=16_000_000
+        256 << 20, "Largest size of the recording; the oldest of its four parts is dropped for a new one.", minimum=16 << 20
     )
     record_tenant_names: bool = flag(False, "The recording has the names of tenants, instead of numbers.")
     shutdown_timeout_s: float = duration(30.0, "After SIGTERM, how long running requests may take to finish.", minimum=0.0)

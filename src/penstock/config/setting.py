@@ -82,7 +82,7 @@ class Setting:
         if self.default_doc:
             return self.default_doc
         if self.kind is Kind.SIZE and isinstance(self.default, int):
-            return format_size(self.default).replace(" ", "")
+            return self.shown(self.default)
         if self.kind is Kind.DURATION:
             return f"{self.default:g}s"
         return str(self.default).lower() if self.kind is Kind.FLAG else str(self.default)
@@ -110,9 +110,13 @@ class Setting:
         if not math.isfinite(value):
             raise ValueError(f"{value:g} is not a finite number")
         if self.minimum is not None and value < self.minimum:
-            raise ValueError(f"{value:g} is less than {self.minimum:g}")
+            raise ValueError(f"{self.shown(value)} is less than {self.shown(self.minimum)}")
         if self.maximum is not None and value > self.maximum:
-            raise ValueError(f"{value:g} is more than {self.maximum:g}")
+            raise ValueError(f"{self.shown(value)} is more than {self.shown(self.maximum)}")
+
+    def shown(self, number: float) -> str:
+        """A value or a limit in words."""
+        return format_size(int(number)).replace(" ", "") if self.kind is Kind.SIZE else f"{number:g}"
 
     def _convert(self, raw: object) -> object:
         if self.kind is Kind.FLAG:
