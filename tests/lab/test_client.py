@@ -389,6 +389,13 @@ def test_no_answer_ends_the_run(serve, answer):
     assert sent.records[0].error
 
 
+def test_what_is_no_answer_is_not_asked_for_again(serve):
+    server = serve(lambda _: [GOOD if len(server.requests) == 1 else b"SSH-2.0-OpenSSH_9.2\r\n\r\n"])
+    sent = send(workload(job(), job()), target(server), pace=Pace(concurrency=1))
+    assert [record.end for record in sent.records] == [End.OK, End.FAILED]
+    assert len(server.requests) == 2, "the connection was kept, and not closed as idle"
+
+
 @pytest.mark.parametrize("name", ["read", "queue_ns", "error_of"])
 def test_an_error_nobody_foresaw_is_a_failure_of_that_request(serve, monkeypatch, name):
     def fail(_):

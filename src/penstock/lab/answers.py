@@ -61,7 +61,7 @@ class Framing:
     @property
     def has_begun(self) -> bool:
         """Whether any byte has come."""
-        return self.status != 0 or bool(self._rest)
+        return bool(self.head or self._rest)
 
     def feed(self, data: bytes, now_ns: int) -> bool:
         """Take what came. True once the answer is whole. Raises MalformedAnswer."""
@@ -81,10 +81,9 @@ class Framing:
                 if len(head) > _MAX_HEAD_BYTES:
                     raise MalformedAnswer("The headers of the answer do not end.")
                 return False
-            head = head.lower()
+            self.head = head = head.lower()
             if not head.startswith(b"http/1.") or not head[9:12].isdigit() or (status := int(head[9:12])) < 100:
                 raise MalformedAnswer(f"The answer is no HTTP/1.1: {head[:60]!r}.")
-        self.head = head
         self.status = status
         self.is_kept_alive = head.startswith(b"http/1.1") and _CLOSE.search(head) is None
         if _CHUNKED.search(head):
