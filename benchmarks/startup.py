@@ -94,7 +94,7 @@ def peak_mb(status: str) -> float:
 def installed_mb() -> dict[str, float]:
     """Size in `site-packages` of Penstock and of everything that it needs, byte code included, the largest first."""
     sizes = {name: sum(path.stat().st_size for path in files) for name, files in distribution_files().items()}
-    return {name: round(size / 1e6, 1) for name, size in sorted(sizes.items(), key=lambda item: -item[1])}
+    return {name: round(size / 1e6, 3) for name, size in sorted(sizes.items(), key=lambda item: -item[1])}
 
 
 def beside_mb(figures: dict[str, float], weights_mb: float) -> float:
