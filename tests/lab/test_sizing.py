@@ -34,7 +34,7 @@ from penstock.lab.sizing import (
 from penstock.lab.workload import Job
 from penstock.models.architectures import describe
 from penstock.types.kv_dtype import KvDtype
-from penstock.types.model_spec import ModelSpec, spec_of_equal_layers
+from penstock.types.model_spec import ExpertsMlp, ModelSpec, spec_of_equal_layers
 from penstock.types.plan import Capacity, StepShape
 
 CAPACITY = Capacity(num_blocks=1001, block_size=16, max_rows=64, max_step_tokens=512, max_model_len=2048)
@@ -153,6 +153,32 @@ def test_a_step_takes_as_long_as_its_reads_up_to_the_knee_and_then_as_its_produc
     prompt = cost.duration_ns(StepShape(((512, 0),), 0))
     pairs_ns = 512 * 513 / 2 * 2 * size.num_attention_products / 0.5e12 * 1e9
     assert prompt == pytest.approx(512 * token_ns + pairs_ns, rel=0.01), "reading the weights hides behind the products"
+
+
+def test_a_step_reads_the_experts_that_its_tokens_are_sent_to() -> None:
+    dense = sized(SMOLLM2_135M, KvDtype.INT8)
+    mixture = replace(dense, expert_share=0.8, routed_share=2 / 8)
+    for rows, share_read in ((1, 0.25), (2, 0.4375), (4, 1 - 0.75**4), (64, 1.0)):
+        expected = dense.num_read_bytes * (0.2 + 0.8 * share_read)
+        assert decode_bytes(mixture, rows, 99) - rows * 100 * 12_060 == pytest.approx(expected, rel=1e-6)
+    rates = speeds(dense, machine(int8_ops_per_s=4e13, bf16_ops_per_s=4e13))
+    cost, other = roofline(mixture, rates), roofline(dense, rates)
+    for rows in (1, 2, 4):
+        saved_ns = other.duration_ns(decode_shape(rows, 99)) - cost.duration_ns(decode_shape(rows, 99))
+        unread = dense.num_read_bytes * 0.8 * 0.75**rows
+        assert saved_ns == pytest.approx(unread / rates.read_bytes_per_s * 1e9, rel=1e-4)
+    many = StepShape(((512, 0),), 1)
+    assert cost.duration_ns(many) == pytest.approx(other.duration_ns(many), rel=1e-4)
+    assert 0 < knee_rows(mixture, rates) <= knee_rows(dense, rates)
+
+
+def test_experts_are_counted_in_what_a_step_reads() -> None:
+    mlp = ExpertsMlp(num_experts=8, num_experts_per_token=2, intermediate_size=14336)
+    spec = replace(LLAMA_3_8B, layers=tuple(replace(layer, mlp=mlp) for layer in LLAMA_3_8B.layers))
+    size = sized(spec, KvDtype.BF16)
+    experts = 32 * 8 * 3 * 4096 * 14336
+    assert size.routed_share == 2 / 8
+    assert size.expert_share == pytest.approx(experts / (size.num_parameters - 128256 * 4096), rel=1e-3)
 
 
 def test_faster_machines_have_faster_steps() -> None:

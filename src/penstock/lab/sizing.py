@@ -11,6 +11,7 @@ A multiply-add is two operations. Called by `plan`; reads no file, measures noth
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from penstock.types.kv_dtype import KvDtype
 from penstock.types.plan import Capacity, StepShape
 
 NS_PER_S = 1_000_000_000
+_BISECTIONS = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +38,7 @@ class ModelSize:
     num_weight_bytes: int
     """Memory that the weights take."""
     num_read_bytes: int
-    """Bytes of weights that a step reads, however many rows it has: without an embedding of which it looks up rows."""
+    """Bytes of weights that a step of many rows reads: without an embedding of which it looks up rows. See `read_bytes`."""
     num_token_products: int
     """Multiply-adds of each token with weights, without those for logits. A token counts the experts it is sent to."""
     num_logit_products: int
@@ -51,6 +53,10 @@ class ModelSize:
     """Bytes of the keys and values of one position, with scales, over all layers."""
     is_quantised: bool
     """Most products are with weights of 8 bits or less."""
+    expert_share: float = 0.0
+    """Share of `num_read_bytes` that are the matrices of experts."""
+    routed_share: float = 1.0
+    """Share of a layer's experts to which a token is sent."""
 
 
 def size_of(
@@ -69,9 +75,13 @@ def size_of(
     num_logits = sizes[ending.weight] if isinstance(ending, Logits) else 0
     attentions = [op for op in program.ops if isinstance(op, Attention)]
     token_products = sum(sizes[op.weight] for op in program.ops if isinstance(op, Linear))
+    num_read = token_products + num_logits
+    num_expert_weights, share = 0, 1.0
     for op in program.ops:
         if isinstance(op, Experts):
             share = op.num_experts_per_token / op.num_experts
+            num_expert_weights += sizes[op.gate] + sizes[op.up] + sizes[op.down]
+            num_read += sizes[op.router] + sizes[op.gate] + sizes[op.up] + sizes[op.down]
             token_products += sizes[op.router] + round(share * (sizes[op.gate] + sizes[op.up] + sizes[op.down]))
     return ModelSize(
         name=name,
@@ -87,6 +97,8 @@ def size_of(
         kv_dtype=kv_dtype,
         kv_bytes_per_token=program.num_layers * program.num_kv_heads * kv_dtype.head_bytes(program.head_dim),
         is_quantised=is_quantised,
+        expert_share=num_expert_weights / num_read if num_expert_weights else 0.0,
+        routed_share=share,
     )
 
 
@@ -103,9 +115,18 @@ def decode_row_ops(size: ModelSize, context_tokens: float) -> float:
     return token_ops(size, context_tokens + 1) + 2 * size.num_logit_products
 
 
+def read_bytes(size: ModelSize, num_tokens: float) -> float:
+    """Bytes of weights that a step of so many tokens reads.
+
+    A mixture reads the experts to which a token is sent. If each of E is as likely as the others, and n tokens are sent to k
+    each, these are E (1 - (1 - k/E)^n) on average.
+    """
+    return size.num_read_bytes * (1 - size.expert_share * math.pow(1 - size.routed_share, num_tokens))
+
+
 def decode_bytes(size: ModelSize, num_rows: int, context_tokens: float) -> float:
     """Bytes that a step reads in which each row generates one token: weights once, and the KV of each row."""
-    return size.num_read_bytes + num_rows * (context_tokens + 1) * size.kv_bytes_per_token
+    return read_bytes(size, num_rows) + num_rows * (context_tokens + 1) * size.kv_bytes_per_token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,22 +152,40 @@ def roofline(size: ModelSize, rates: Speeds) -> CostModel:
     """The time of a step by the roofline of each of its operations (Williams, Waterman and Patterson, CACM 52(4), 2009).
 
     Products with weights take as long as reading the weights, or as multiplying if that is longer: from the knee on, each
-    further token costs its multiply-adds. Attention of a row that generates is bound by reading its keys and values, that of
-    prompts by multiplying. Logits cost their multiply-adds. Nobody knows what overlaps, so these times are added.
+    further token costs its multiply-adds. With experts, each token up to there has more of them read. Attention of a row that
+    generates is bound by reading its keys and values, that of prompts by multiplying. Logits cost their multiply-adds. Nobody
+    knows what overlaps, so these times are added.
     """
     ns_per_op, ns_per_byte = NS_PER_S / rates.ops_per_s, NS_PER_S / rates.read_bytes_per_s
     token_ns = 2 * size.num_token_products * ns_per_op
-    free_share, free_tokens = math.modf(size.num_read_bytes * ns_per_byte / token_ns)
-    knee = int(free_tokens)
+
+    def products_ns(num_tokens: float) -> float:
+        return max(read_bytes(size, num_tokens) * ns_per_byte, num_tokens * token_ns)
+
+    knee = int(_knee(size, token_ns / ns_per_byte))
+    counts = [0, *sorted({many for i in range(knee.bit_length()) for many in (1 << i, 3 << i) if many < knee})]
+    counts = [*(counts if size.expert_share else counts[:1]), knee, knee + 1, knee + 2]
+    brackets = [
+        (to, (products_ns(to) - products_ns(begin)) / (to - begin)) for begin, to in itertools.pairwise(counts) if to > begin
+    ]
     return CostModel(
-        step_ns=size.num_read_bytes * ns_per_byte + rates.fixed_ns,
+        step_ns=products_ns(0) + rates.fixed_ns,
         decode_row_ns=0.0,
         prefill_token_ns=0.0,
         decode_read_ns=max(size.kv_bytes_per_token * ns_per_byte, 2 * size.num_attention_products * ns_per_op),
         prefill_read_ns=2 * size.num_attention_products * ns_per_op,
         sample_ns=2 * size.num_logit_products * ns_per_op,
-        token_brackets=((knee, 0.0), (knee + 1, (1 - free_share) * token_ns), (knee + 2, token_ns)),
+        token_brackets=tuple(brackets),
     )
+
+
+def _knee(size: ModelSize, bytes_per_token: float) -> float:
+    """The tokens that cost as much as reading their weights, if each costs as much as reading so many bytes."""
+    low, high = 0.0, size.num_read_bytes / bytes_per_token
+    for _ in range(_BISECTIONS if size.expert_share else 0):
+        middle = (low + high) / 2
+        low, high = (middle, high) if middle * bytes_per_token <= read_bytes(size, middle) else (low, middle)
+    return high
 
 
 def with_more_compute(cost: CostModel, factor: float) -> CostModel:
@@ -173,7 +212,7 @@ def with_more_bandwidth(cost: CostModel, factor: float) -> CostModel:
 def knee_rows(size: ModelSize, rates: Speeds) -> float:
     """Rows at which the products of a decode step take as long as reading the weights. Below, one more is nearly free."""
     row_ops = 2 * (size.num_token_products + size.num_logit_products)
-    return (size.num_read_bytes / rates.read_bytes_per_s) / (row_ops / rates.ops_per_s)
+    return _knee(size, row_ops / rates.ops_per_s * rates.read_bytes_per_s)
 
 
 def decode_shape(num_rows: int, context_tokens: float) -> StepShape:
@@ -453,7 +492,7 @@ def _memory_lines(size: ModelSize, capacity: Capacity, lengths: Lengths) -> Sequ
 
 def _step_lines(size: ModelSize, lengths: Lengths, rates: Speeds) -> Sequence[Line]:
     middle, context = lengths.mean_prompt / 2, lengths.mean_context
-    row_ops, read_bytes = decode_row_ops(size, context), decode_bytes(size, 1, context)
+    row_ops, num_bytes = decode_row_ops(size, context), decode_bytes(size, 1, context)
     products, pairs, logits = (
         format_number(number) for number in (size.num_token_products, size.num_attention_products, size.num_logit_products)
     )
@@ -474,14 +513,14 @@ def _step_lines(size: ModelSize, lengths: Lengths, rates: Speeds) -> Sequence[Li
         Line(
             "reads of a decode step",
             "weights + rows x positions x KV per token",
-            f"{format_number(size.num_read_bytes, 'B')} + 1 x {context + 1:.0f} x {size.kv_bytes_per_token:,} B",
-            f"{format_number(read_bytes, 'B')} = {format_time(read_bytes / rates.read_bytes_per_s * NS_PER_S)} "
+            f"{format_number(read_bytes(size, 1), 'B')} + 1 x {context + 1:.0f} x {size.kv_bytes_per_token:,} B",
+            f"{format_number(num_bytes, 'B')} = {format_time(num_bytes / rates.read_bytes_per_s * NS_PER_S)} "
             f"at {format_number(rates.read_bytes_per_s, 'B/s')}",
         ),
         Line(
             "rows at the knee",
             "time to read the weights / time of a row's products",
-            f"{format_time(size.num_read_bytes / rates.read_bytes_per_s * NS_PER_S)} / "
+            f"{format_time(read_bytes(size, knee_rows(size, rates)) / rates.read_bytes_per_s * NS_PER_S)} / "
             f"{format_time(2 * (size.num_token_products + size.num_logit_products) / rates.ops_per_s * NS_PER_S)}",
             f"{knee_rows(size, rates):.1f}: below, rows are nearly free",
         ),

@@ -13,7 +13,7 @@ from statistics import median
 
 from penstock.lab.cost_model import CostModel
 from penstock.lab.plots import Panel, roofline
-from penstock.lab.sizing import ModelSize
+from penstock.lab.sizing import ModelSize, read_bytes
 from penstock.lab.steps import MeasuredStep, fits
 from penstock.types.plan import Capacity, StepShape
 
@@ -94,7 +94,7 @@ def work_of(size: ModelSize, shape: StepShape) -> tuple[float, float]:
         + counts.num_samples * size.num_logit_products
     )
     num_positions = sum(query_len + context_len for query_len, context_len in shape.rows)
-    return 2 * products, size.num_read_bytes + num_positions * size.kv_bytes_per_token
+    return 2 * products, read_bytes(size, counts.num_tokens) + num_positions * size.kv_bytes_per_token
 
 
 def step_lines(figures: Sequence[StepFigures], peaks: Peaks | None) -> Iterator[str]:
