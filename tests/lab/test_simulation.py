@@ -236,6 +236,15 @@ def test_after_a_cancelled_turn_the_conversation_goes_on_with_what_was_said() ->
     assert second.num_cached_tokens >= 48
 
 
+def test_after_a_client_that_went_away_before_its_return_the_conversation_goes_on() -> None:
+    jobs = [Job(arrival_ns=idx * MS, num_prompt_tokens=32, num_output_tokens=20) for idx in range(19)]
+    gone = Job(arrival_ns=19 * MS, num_prompt_tokens=32, num_output_tokens=20, cancelled_ns=50 * MS)
+    turn = Job(arrival_ns=10**10, num_prompt_tokens=60, num_output_tokens=2, after=19)
+    records = simulation(limits=AdmissionLimits(max_queue=2), max_returns=20).run(of(*jobs, gone, turn)).records
+    ends = {record.index: record.end for record in records}
+    assert (ends[19], ends[20]) == (End.CANCELLED, End.OK)
+
+
 def test_after_a_refused_turn_the_conversation_is_over() -> None:
     jobs = [
         Job(arrival_ns=0, num_prompt_tokens=600, num_output_tokens=10),

@@ -297,7 +297,7 @@ class Traffic:
             self._service.abort(call)
         elif call.is_away:
             call.record.end, call.record.ended_ns = End.CANCELLED, self._clock.now_ns()
-            self._finish(call.record, is_answered=False)
+            self._finish_turn(call)
 
     def _refuse(self, record: Record, reason: RejectReason) -> None:
         """The error is the reason alone, without the numbers of this case, so that equal ones are counted together."""
@@ -308,7 +308,7 @@ class Traffic:
         self._finish(record, is_answered=False)
 
     def _finish_turn(self, call: Call) -> None:
-        """Its client has all or a part of the answer, and goes on with that, if the conversation does."""
+        """Its client has all, a part or nothing of the answer, and goes on with that, if the conversation does."""
         record = call.record
         if self._pacer.continues(record.index):
             self._prompts.keep(record.index, call.request.prompt_token_ids, record.num_output_tokens)
