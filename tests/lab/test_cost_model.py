@@ -7,8 +7,8 @@ import statistics
 
 import pytest
 
-from penstock.lab.cost_model import CostModel, Fitted, Noise, shape_of
-from penstock.types.plan import RowPlan, StepPlan, StepShape
+from penstock.lab.cost_model import CostModel, Fitted, Noise, shape_of_rows
+from penstock.types.plan import RowPlan, StepShape
 
 COST = CostModel(step_ns=1e6, decode_row_ns=2e5, prefill_token_ns=1e5, decode_read_ns=100.0, prefill_read_ns=10.0)
 
@@ -73,6 +73,6 @@ def test_a_step_outside_of_the_fitted_range_is_told() -> None:
     assert CostModel().outside(cost.counts(StepShape(((65, 10**6),), 1))) == ()
 
 
-def test_a_plan_has_the_shape_of_its_rows() -> None:
+def test_a_step_has_the_shape_of_its_rows() -> None:
     rows = (RowPlan("a", 7, 1, (), True), RowPlan("b", 0, 5, (1,), False))
-    assert shape_of(StepPlan(0, 0, (), rows, ())) == StepShape(((1, 7), (5, 0)), num_samples=1)
+    assert shape_of_rows(rows) == StepShape(((1, 7), (5, 0)), num_samples=1)

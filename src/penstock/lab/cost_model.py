@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
 
-from penstock.types.plan import RowPlan, StepPlan, StepShape
+from penstock.types.plan import RowPlan, StepShape
 
 
 class Counts(NamedTuple):
@@ -218,11 +218,6 @@ def quantile_at(quantiles: Sequence[float], share: float) -> float:
     return quantiles[below] + (quantiles[above] - quantiles[below]) * (at - below)
 
 
-def shape_of(plan: StepPlan) -> StepShape:
-    """The shape of a plan, which is all that a cost model sees of it."""
-    return shape_of_rows(plan.rows)
-
-
 def shape_of_rows(rows: Sequence[RowPlan]) -> StepShape:
-    """The shape of a step with these rows."""
+    """The shape of a step with these rows, which is all that a cost model sees of it."""
     return StepShape(tuple([(row.query_len, row.context_len) for row in rows]), sum([row.samples for row in rows]))

@@ -480,8 +480,8 @@ class Wait:
     """Mean wait behind other prompts: M/G/1; infinite if prompts come faster than one after another they are computed."""
 
 
-def queue_table(candidate: Candidate, lengths: Lengths, *, arrival_cv: float = 1.0) -> Sequence[Wait]:
-    """Waits by formulas, at some utilisations of the full batch. The plan itself takes what the simulation says."""
+def queue_table(candidate: Candidate, lengths: Lengths) -> Sequence[Wait]:
+    """Waits of Poisson arrivals by formulas, at some utilisations of the full batch. The plan itself goes by the simulation."""
     capacity, cost = candidate.simulation.capacity, candidate.simulation.cost
     top = fullest_batch(cost, lengths, capacity)
     service_s = top.num_rows / top.rate
@@ -502,11 +502,9 @@ def queue_table(candidate: Candidate, lengths: Lengths, *, arrival_cv: float = 1
                 rate=rate,
                 num_rows=num_rows,
                 tpot_ns=point.tpot_ns,
-                row_s=queueing.mean_wait(*queue, arrival_cv=arrival_cv),
-                p99_row_s=queueing.wait_quantile(0.99, *queue, arrival_cv=arrival_cv),
-                prompt_s=math.inf
-                if rate * prompt_s >= 1
-                else queueing.mean_wait(1, rate, prompt_s, lengths.prompt_cv, arrival_cv=arrival_cv),
+                row_s=queueing.mean_wait(*queue),
+                p99_row_s=queueing.wait_quantile(0.99, *queue),
+                prompt_s=math.inf if rate * prompt_s >= 1 else queueing.mean_wait(1, rate, prompt_s, lengths.prompt_cv),
             )
         )
     return table
