@@ -428,11 +428,9 @@ def test_tokens_that_no_server_counts_are_events_and_it_is_said(serve):
 def test_answers_are_read_early_if_too_many_are_held(serve, monkeypatch):
     monkeypatch.setattr(client, "MAX_HELD_BYTES", 2000)
     server = serve(GOOD)
-    sending = client._Sending(
-        workload(*[job()] * 50), target(server), Pace(concurrency=1), WarmUp(), lambda: None, SendOptions()
-    )
     held = []
-    sending._on_end = lambda: held.append(sending._num_held_bytes)
+    jobs, pace = workload(*[job()] * 50), Pace(concurrency=1)
+    sending = client._Sending(jobs, target(server), pace, WarmUp(), lambda: held.append(sending._num_held_bytes), SendOptions())
     assert [record.num_output_tokens for record in sending.run().records] == [3] * 50
     assert max(held) <= 2000
     assert min(held[10:]) > 1000
@@ -524,8 +522,9 @@ def test_a_client_goes_away_while_it_waits_to_come_back(serve):
     assert (record.end, list(record.waits_ns)) == (End.CANCELLED, [3600 * 10**9])
 
 
-def test_a_refusal_that_does_not_say_for_how_long_is_one(serve):
-    server = serve(plain({"error": {"message": "full"}}, "429 Too Many Requests"))
+@pytest.mark.parametrize("told", ["", "Retry-After: 3601\r\n", "Retry-After: 999999999\r\n", "Retry-After: 9999999999\r\n"])
+def test_a_refusal_for_longer_than_an_hour_or_nobody_knows_how_long_is_one(serve, told):
+    server = serve(plain({"error": {"message": "full"}}, "429 Too Many Requests", told))
     assert only(send(workload(job()), target(server), options=SendOptions(max_returns=2))).end is End.REFUSED
 
 

@@ -16,6 +16,8 @@ import orjson
 
 _DONE = b"[DONE]"
 _MAX_HEAD_BYTES = 1 << 16
+_MAX_PROVISIONAL = 100
+"""Answers of 1xx before the one that counts; a server that sends more may never end."""
 _MAX_ERROR_CHARS = 300
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]+)")
 _CHUNKED = re.compile(rb"\r\ntransfer-encoding:[^\r\n]*chunked")
@@ -37,7 +39,18 @@ class MalformedAnswer(Exception):
 class Framing:
     """One answer while it comes (RFC 9112): chunked, of a known length, or until the connection closes."""
 
-    __slots__ = ("_feed_body", "_left_bytes", "_rest", "head", "is_kept_alive", "num_bytes", "pieces", "status", "times_ns")
+    __slots__ = (
+        "_feed_body",
+        "_left_bytes",
+        "_num_provisional",
+        "_rest",
+        "head",
+        "is_kept_alive",
+        "num_bytes",
+        "pieces",
+        "status",
+        "times_ns",
+    )
 
     def __init__(self) -> None:
         self.status = 0
@@ -54,6 +67,8 @@ class Framing:
         """Whether the connection can take another request after this answer."""
         self._rest = b""
         """Bytes that say too little yet."""
+        self._num_provisional = 0
+        """Answers of 1xx so far."""
         self._left_bytes = 0
         """Bytes missing of the body, or of the chunk and its end of line."""
         self._feed_body: Callable[[Framing, bytes, int], bool] = Framing._feed_head  # no cycle: memory is freed at once
@@ -84,6 +99,9 @@ class Framing:
             self.head = head = head.lower()
             if not head.startswith(b"http/1.") or not head[9:12].isdigit() or (status := int(head[9:12])) < 100:
                 raise MalformedAnswer(f"The answer is no HTTP/1.1: {head[:60]!r}.")
+            self._num_provisional += status < 200
+            if self._num_provisional > _MAX_PROVISIONAL:
+                raise MalformedAnswer(f"More than {_MAX_PROVISIONAL} provisional answers came, and no other.")
         self.status = status
         self.is_kept_alive = head.startswith(b"http/1.1") and _CLOSE.search(head) is None
         if _CHUNKED.search(head):

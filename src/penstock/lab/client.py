@@ -24,7 +24,7 @@ from urllib.parse import quote
 
 from penstock.lab import answers
 from penstock.lab.answers import Framing, MalformedAnswer
-from penstock.lab.pacing import Pace, Pacer, WarmUp
+from penstock.lab.pacing import Pace, Pacer, Tally, WarmUp
 from penstock.lab.records import End, Record, Sent
 from penstock.lab.target import Address, Endpoint, Prompt, Target
 from penstock.lab.workload import Job, Workload
@@ -38,6 +38,8 @@ MAX_ANSWER_BYTES = 256 << 20
 """The body of an answer that goes on beyond it has failed."""
 MIN_WAIT_NS = 1_000_000_000
 """A client that is refused does not come back sooner, even if the server says so: it would do nothing else."""
+MAX_WAIT_NS = 3600 * 1_000_000_000
+"""A client that is told to wait for longer does not come back: a run would last as long as a server likes."""
 _RECEIVE_BYTES = 1 << 16
 _MAX_BEGUN_AT_ONCE = 16
 """Requests that are sent before answers are taken again, however many are due."""
@@ -66,7 +68,7 @@ class SendOptions:
     """The run ends after so many seconds, with what there is; None: when all is answered."""
     max_returns: int = 0
     """How often a client that is refused with `Retry-After` comes back then, but not sooner than after `MIN_WAIT_NS`; its
-    latency has those waits. After that it is refused."""
+    latency has those waits. After that, and if it is told more than `MAX_WAIT_NS`, it is refused."""
     keeps_text: bool = False
     """The records have the answers' texts."""
 
@@ -283,8 +285,6 @@ class _Sending:
         address = Address.of(target.url)
         self._jobs = workload.jobs
         self._target = target
-        self._warm_up = warm_up
-        self._on_end = on_end
         self._options = options
         self._silence_ns = round(options.silence_s * _NS_PER_S)
         self._host = address.host
@@ -295,12 +295,11 @@ class _Sending:
             + (f"Authorization: Bearer {target.api_key}\r\n" if target.api_key is not None else "")
         )
         self._pacer = Pacer(workload, pace)
+        self._tally = Tally(workload, warm_up, on_end)
         self._begin_ns = 0
         """On the clock of the machine."""
         self._until_ns = None if options.max_s is None else round(options.max_s * _NS_PER_S)
         """When the run is over in any case."""
-        self._last_ns = 0
-        """When the last request ended."""
         self._connections: dict[int, _Connection] = {}
         """Each that is open, by its file."""
         self._idle: list[_Connection] = []
@@ -322,8 +321,7 @@ class _Sending:
         self._held: deque[_Exchange] = deque()
         """Exchanges that are over and not read."""
         self._num_held_bytes = 0
-        self._records: list[Record] = []
-        self._num_warm_up = self._num_uncounted = 0
+        self._num_uncounted = 0
 
     def run(self) -> Sent:
         """Raises PenstockError for a prompt that can't be sent this way."""
@@ -343,21 +341,12 @@ class _Sending:
                     for connection in self._connections.values():
                         connection.socket.close()
             while self._held:
-                self._records.append(self._read(self._held.popleft()))
+                self._tally.records.append(self._read(self._held.popleft()))
             unfinished = self._unfinished(over_ns)
         finally:
             if has_collector:
                 gc.enable()
-        num_begun = len(self._records) + self._num_warm_up + len(unfinished)
-        return Sent(
-            records=sorted(self._records, key=lambda record: record.index),
-            duration_ns=self._last_ns,
-            client_cpu_s=cpu_s,
-            num_warm_up=self._num_warm_up,
-            unfinished=unfinished,
-            num_unsent=len(self._jobs) - num_begun,
-            notes=tuple(self._notes()),
-        )
+        return self._tally.sent(unfinished, client_cpu_s=cpu_s, notes=tuple(self._notes()))
 
     def _unfinished(self, over_ns: int) -> list[Record]:
         """Records of the requests under way, which ended when the run did."""
@@ -602,7 +591,7 @@ class _Sending:
         may_return = len(exchange.waits_ns) < self._options.max_returns
         if may_return and exchange.end is None and exchange.framing.status in _NOT_NOW:
             wait_ns = answers.retry_after_ns(exchange.framing)
-            if wait_ns is not None:
+            if wait_ns is not None and wait_ns <= MAX_WAIT_NS:
                 wait_ns = max(MIN_WAIT_NS, wait_ns)
                 exchange.begin_again(wait_ns)
                 self._away[index] = exchange
@@ -623,47 +612,30 @@ class _Sending:
                 self._lose_turns(index, now_ns)
             if not self._options.keeps_text:
                 record.text = ""
-            self._keep(record)
+            self._tally.add(record)
 
     def _end_unsent(self, index: int, intended_ns: int, end: End, error: str = "") -> None:
         """A job is over without a request."""
         now_ns = self._now_ns()
         self._saying.pop(index, None)
         self._lose_turns(index, now_ns)
-        self._keep(self._unsent_record(index, intended_ns, now_ns, end, error))
+        self._tally.add_unsent(index, now_ns, intended_ns=intended_ns, end=end, error=error)
 
     def _lose_turns(self, index: int, now_ns: int) -> None:
         """A job is over without an answer, so the turns after it can't be sent."""
         for turn in self._pacer.fail(index, now_ns):
-            self._keep(self._unsent_record(turn, now_ns, now_ns, End.FAILED, "The turn before it had no answer."))
-
-    def _unsent_record(self, index: int, intended_ns: int, now_ns: int, end: End, error: str) -> Record:
-        tenant = self._jobs[index].tenant
-        return Record(
-            index=index, intended_ns=intended_ns, sent_ns=now_ns, ended_ns=now_ns, end=end, error=error, tenant=tenant
-        )
-
-    def _keep(self, record: Record) -> None:
-        self._last_ns = max(self._last_ns, record.ended_ns)
-        if self._warm_up.covers(record.index, record.intended_ns):
-            self._num_warm_up += 1
-        else:
-            self._records.append(record)
-        self._on_end()
+            self._tally.add_lost_turn(turn, now_ns)
 
     def _hold(self, exchange: _Exchange) -> None:
         """Keep an exchange to read it later; if too many bytes are kept, read the oldest now."""
-        self._last_ns = max(self._last_ns, exchange.ended_ns)
-        if self._warm_up.covers(exchange.index, exchange.intended_ns):
-            self._num_warm_up += 1
-        else:
-            self._held.append(exchange)
-            self._num_held_bytes += exchange.framing.num_bytes
-            while self._num_held_bytes > MAX_HELD_BYTES:
-                oldest = self._held.popleft()
-                self._num_held_bytes -= oldest.framing.num_bytes
-                self._records.append(self._read(oldest))
-        self._on_end()
+        if not self._tally.counts(exchange.index, exchange.intended_ns, exchange.ended_ns):
+            return
+        self._held.append(exchange)
+        self._num_held_bytes += exchange.framing.num_bytes
+        while self._num_held_bytes > MAX_HELD_BYTES:
+            oldest = self._held.popleft()
+            self._num_held_bytes -= oldest.framing.num_bytes
+            self._tally.records.append(self._read(oldest))
 
     def _read(self, exchange: _Exchange) -> Record:
         """The record of a request that is over, whatever its answer is: no answer ends the run."""

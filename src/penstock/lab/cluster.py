@@ -95,7 +95,11 @@ class Cluster:
         return outcome_of(traffic, clock, fleet.servers, fleet.ended)
 
     def capacity_per_s(self, workload: Workload) -> float:
-        """Requests per second when all of a workload are there at once, and none is refused, late or given up."""
+        """Requests per second when all of a workload are there at once, and none is refused, late or given up.
+
+        The begin and the last rows of that run have their part, so it is what the workload as it is can have, and less than
+        `plan.saturated_rate`, which is of a server that always has enough; `sizing.fullest_batch` estimates that by a formula.
+        """
         jobs = [
             replace(
                 job,

@@ -98,14 +98,19 @@ def load_cost(path: Path) -> SavedCost:
     if str(path) == path.name and not path.exists() and own.is_file():
         return _from_table(path, own.read_text(encoding="utf-8").splitlines())
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-        if len(data) > MAX_FILE_BYTES:
-            raise ValueError(f"it has more than {MAX_FILE_BYTES >> 20} MiB")
-        text = data.decode()
+        text = read_text(path, MAX_FILE_BYTES)
     except (OSError, ValueError) as error:
         raise CostFileError(f"{path} can't be read as a cost model: {error}.") from None
     return _from_json(path, text) if text.lstrip().startswith("{") else _from_table(path, text.splitlines())
+
+
+def read_text(path: Path, max_bytes: int) -> str:
+    """The text of a file. Raises OSError, or ValueError if it is longer or no UTF-8."""
+    with path.open("rb") as file:
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise ValueError(f"it has more than {max_bytes >> 20} MiB")
+    return data.decode()
 
 
 def _from_json(path: Path, text: str) -> SavedCost:

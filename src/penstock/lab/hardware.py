@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
+from penstock.lab.cost_files import read_text
 from penstock.types.errors import ConfigError, counted
 
 TABLE = "hardware.csv"
@@ -123,11 +124,7 @@ def known_hardware() -> dict[str, Hardware]:
 def read_table(path: Path) -> dict[str, Hardware]:
     """A user's table, by name. Raises ConfigError, with the line, for one that can't be read."""
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_TABLE_BYTES + 1)
-        if len(data) > MAX_TABLE_BYTES:
-            raise ValueError(f"it has more than {MAX_TABLE_BYTES >> 20} MiB")
-        text = data.decode()
+        text = read_text(path, MAX_TABLE_BYTES)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: can't be read as a table of hardware: {error}.", remedy="Check --hardware-table.") from None
     return _parse(text.splitlines(), str(path))

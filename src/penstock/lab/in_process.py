@@ -14,7 +14,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol
 
-from penstock.lab.pacing import Pace, Pacer, WarmUp
+from penstock.lab.pacing import Pace, Pacer, Tally, WarmUp
 from penstock.lab.records import End, Record, Sent
 from penstock.lab.workload import Job, Workload
 from penstock.types.errors import PenstockError, counted
@@ -67,20 +67,16 @@ class _Driving:
     ) -> None:
         self._jobs = workload.jobs
         self._ask = ask
-        self._warm_up = warm_up
-        self._on_end = on_end
         self._keeps_text = keeps_text
         self._pacer = Pacer(workload, pace)
+        self._tally = Tally(workload, warm_up, on_end)
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._error: BaseException | None = None
         """A fault of ours, or of `ask`, which ends the run."""
         self._has_changed = asyncio.Event()
         self._said: dict[int, list[str]] = {}
         """By a job that others continue: the texts up to its answer."""
-        self._records: list[Record] = []
         self._unfinished: list[Record] = []
-        self._num_warm_up = 0
-        self._last_ns = 0
         self._begin_ns = time.perf_counter_ns()
 
     def _now_ns(self) -> int:
@@ -101,14 +97,7 @@ class _Driving:
             for task in self._tasks.values():
                 task.cancel()
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-        num_begun = len(self._records) + self._num_warm_up + len(self._unfinished)
-        return Sent(
-            records=sorted(self._records, key=lambda record: record.index),
-            duration_ns=self._last_ns,
-            num_warm_up=self._num_warm_up,
-            unfinished=self._unfinished,
-            num_unsent=len(self._jobs) - num_begun,
-        )
+        return self._tally.sent(self._unfinished)
 
     async def _until_due(self) -> None:
         """Until a job is due, or one has ended."""
@@ -194,26 +183,8 @@ class _Driving:
             lost = self._pacer.fail(index, now_ns)
         if self._keeps_text:
             record.text = text
-        self._keep(record)
+        self._tally.add(record)
         for turn in lost:
-            self._keep(
-                Record(
-                    index=turn,
-                    intended_ns=now_ns,
-                    sent_ns=now_ns,
-                    ended_ns=now_ns,
-                    end=End.FAILED,
-                    error="The turn before it had no answer.",
-                    tenant=self._jobs[turn].tenant,
-                )
-            )
+            self._tally.add_lost_turn(turn, now_ns)
         del self._tasks[index]
         self._has_changed.set()
-
-    def _keep(self, record: Record) -> None:
-        self._last_ns = max(self._last_ns, record.ended_ns)
-        if self._warm_up.covers(record.index, record.intended_ns):
-            self._num_warm_up += 1
-        else:
-            self._records.append(record)
-        self._on_end()

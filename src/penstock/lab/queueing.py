@@ -10,7 +10,7 @@ gave in 1917, times (1 + cv^2) / 2, where cv is the standard deviation of servic
 
 It fails
 - near utilisation 1, where a recorded hour is too short for the mean that it promises;
-- for arrivals in bursts, whose wait is longer (with an `arrival_cv`, `mean_wait` is Allen and Cunneen's (cv_a^2 + cv^2) / 2);
+- for arrivals in bursts, whose wait is longer;
 - below a full batch, where rows are faster than it assumes, so that it promises too long a wait;
 - for waits behind prompts, which share steps: `plan` takes prompts for a queue of their own, M/G/1;
 - where memory is short and requests are preempted.
@@ -38,19 +38,17 @@ def erlang_c(num_servers: int, load: float) -> float:
     return blocked / (1 - load / num_servers * (1 - blocked))
 
 
-def mean_wait(num_servers: int, rate: float, service_s: float, cv: float, *, arrival_cv: float = 1.0) -> float:
-    """Mean time in the queue of M/G/k, or of G/G/k with another `arrival_cv`. An approximation but for k = 1 and Poisson.
+def mean_wait(num_servers: int, rate: float, service_s: float, cv: float) -> float:
+    """Mean time in the queue of M/G/k. It is an approximation, but for k = 1 and for cv = 1.
 
     Raises ValueError if the servers can't keep up.
     """
     load = rate * service_s
     waits = erlang_c(num_servers, load)
-    return waits * service_s / (num_servers - load) * (arrival_cv**2 + cv**2) / 2
+    return waits * service_s / (num_servers - load) * (1 + cv**2) / 2
 
 
-def wait_quantile(
-    share: float, num_servers: int, rate: float, service_s: float, cv: float, *, arrival_cv: float = 1.0
-) -> float:
+def wait_quantile(share: float, num_servers: int, rate: float, service_s: float, cv: float) -> float:
     """Time in the queue that `share` of the arrivals do not exceed, of M/G/k as `mean_wait`.
 
     Waits of those that wait are taken for exponential, which is exact for M/M/k. Raises ValueError as `mean_wait`.
@@ -59,8 +57,7 @@ def wait_quantile(
     waits = erlang_c(num_servers, load)
     if waits <= 1 - share:
         return 0.0
-    mean = mean_wait(num_servers, rate, service_s, cv, arrival_cv=arrival_cv)
-    return mean / waits * math.log(waits / (1 - share))
+    return mean_wait(num_servers, rate, service_s, cv) / waits * math.log(waits / (1 - share))
 
 
 def _check(num_servers: int, load: float) -> None:
