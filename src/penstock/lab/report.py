@@ -295,8 +295,8 @@ def _estimate(estimate: Estimate) -> Cell:
 
 
 def _share_cell(estimate: Estimate) -> Cell:
-    assert estimate.low is not None
-    assert estimate.high is not None
+    if estimate.low is None or estimate.high is None:
+        return Cell(_share(estimate.value), UNKNOWN_INTERVAL)
     return Cell(_share(estimate.value), f"{_share(estimate.low)}–{_share(estimate.high)}")
 
 
