@@ -3,7 +3,7 @@
     python benchmarks/grammar_masks.py                                # the default model's vocabulary
     python benchmarks/grammar_masks.py --model ./Qwen2.5-Coder-1.5B-Instruct-Q4_K_M.gguf
 
-Answers that people may ask for (`grammar_cases.py`) are cut into tokens as the model would write them, and followed: a mask,
+Answers that people may ask for (`grammar_cases.json`) are cut into tokens as the model would write them, and followed: a mask,
 then the token. `first` is the first answer to a grammar, `again` one to the same grammar later, when what was found on the way
 is known. That is what each row with a grammar adds between two steps of the engine. Compiling a grammar includes its first
 mask. `vocabulary` is what the first grammar of a server waits for besides. Wall time on one thread, in microseconds, over all
@@ -16,10 +16,11 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
-from grammar_cases import CASES
 from peaks import context
 
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
@@ -29,6 +30,28 @@ from penstock.text.tokenizer import Tokenizer, load_tokenizer
 from penstock.types.sampling import Matcher
 
 ROUNDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A grammar as people ask for it, with answers that follow it."""
+
+    name: str
+    grammar: Grammar
+    answers: tuple[str, ...]
+
+
+def read_cases() -> list[Case]:
+    """Those of `grammar_cases.json`, where a grammar is JSON or another text."""
+    found = json.loads(Path(__file__).with_name("grammar_cases.json").read_text(encoding="utf-8"))
+    return [
+        Case(
+            one["name"],
+            Grammar(GrammarKind(one["kind"]), json.dumps(one["json"]) if "json" in one else one["text"]),
+            tuple(one["answers"]),
+        )
+        for one in found
+    ]
 
 
 class Times:
@@ -69,12 +92,12 @@ class Times:
         }
 
 
-def measure_round(times: dict[str, Times], tokenizer: Tokenizer, vocab_size: int) -> None:
+def measure_round(cases: Sequence[Case], times: dict[str, Times], tokenizer: Tokenizer, vocab_size: int) -> None:
     """Every case with grammars that know nothing yet."""
     grammars = Grammars(tokenizer, vocab_size=vocab_size)
     with times["all"].of("vocabulary"):
         grammars.matcher(Grammar(GrammarKind.REGEX, "a"))
-    for case in CASES:
+    for case in cases:
         mine = times.setdefault(case.name, Times())
         for when, made in (("first", "matcher, new grammar"), ("again", "matcher, known grammar")):
             for answer in case.answers:
@@ -91,12 +114,12 @@ def main() -> None:
     args = parser.parse_args()
     model = load_gguf(resolve(args.model, default_cache_dir()).path)
     tokenizer = load_tokenizer(model.tokenizer_source, eos_token_ids=model.eos_token_ids)
-    times = {"all": Times()}
+    times, cases = {"all": Times()}, read_cases()
     for _ in range(args.rounds):
-        measure_round(times, tokenizer, model.spec.vocab_size)
-    for case in CASES:
+        measure_round(cases, times, tokenizer, model.spec.vocab_size)
+    for case in cases:
         times["all"].add_all(times[case.name])
-    summaries = {name: times[name].summary() for name in (*(case.name for case in CASES), "all")}
+    summaries = {name: times[name].summary() for name in (*(case.name for case in cases), "all")}
     for name, summary in summaries.items():
         print(name)
         for what, figures in summary.items():

@@ -17,14 +17,16 @@ import concurrent.futures
 import itertools
 import json
 import statistics
-import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import httpx
+from processes import Contender
+from sessions import ServerSession, running
 
 NUM_SCHEMAS = 30
 NUM_REGEXES = 20
@@ -86,33 +88,16 @@ def measure(url: str, attack: str, regexes: Any) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--penstock", default=str(Path(sys.executable).with_name("penstock")))
-    parser.add_argument("--port", type=int, default=18300)
     args = parser.parse_args()
-    url = f"http://127.0.0.1:{args.port}"
-    keys = ["--api-key", "first", "--api-key", "second"]
-    server = subprocess.Popen(
-        [args.penstock, "serve", "smollm2:135m", "--port", str(args.port), *keys], stdout=subprocess.DEVNULL
-    )
-    try:
-        wait_until_ready(url, server)
-        regexes = itertools.count()
-        results = {attack: measure(url, attack, regexes) for attack in ATTACKS}
-    finally:
-        server.terminate()
-        server.wait()
+    words = [args.penstock, "serve", "smollm2:135m", "--port", "{port}", "--api-key", "first", "--api-key", "second"]
+    regexes = itertools.count()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        running(Contender("penstock", words, health="/ready"), Path(folder) / "log") as session,
+    ):
+        assert isinstance(session, ServerSession)
+        results = {attack: measure(session.url, attack, regexes) for attack in ATTACKS}
     print(json.dumps({"benchmark": "grammar_tenants", **results}))
-
-
-def wait_until_ready(url: str, server: subprocess.Popen[bytes]) -> None:
-    end_s = time.monotonic() + 60
-    while time.monotonic() < end_s and server.poll() is None:
-        try:
-            if httpx.get(f"{url}/ready").status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.1)
-    raise RuntimeError("the server did not become ready")
 
 
 if __name__ == "__main__":

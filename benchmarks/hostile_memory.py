@@ -21,20 +21,23 @@ import http.client
 import json
 import os
 import random
-import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
+
+from processes import Contender
+from sessions import ServerSession, running
 
 from penstock import machine
 
 Request = tuple[str, bytes]
 """Path and body."""
 TIMEOUT_S = 60.0
+SETTINGS = ("--kv-cache-memory", "64MiB", "--max-num-seqs", "16", "--log-level", "error")
 
 
 def completion(prompt: str, max_tokens: int) -> Request:
@@ -82,19 +85,6 @@ def schema(rng: random.Random) -> Request:
 KINDS: dict[str, Callable[[random.Random], Request]] = {"plain": plain, "body": body, "text": text, "schema": schema}
 
 
-@contextmanager
-def served(command: str) -> Iterator[tuple[str, int]]:
-    """Address and process id of a server."""
-    words = [command, "serve", "--port", "0", "--kv-cache-memory", "64MiB", "--max-num-seqs", "16", "--log-level", "error"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        try:
-            yield urlsplit(next(word for word in line.split() if word.startswith("http://"))).netloc, process.pid
-        finally:
-            process.terminate()
-
-
 def resident_mib(pid: int) -> int:
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") >> 20
@@ -115,7 +105,10 @@ def send(address: str, request: Request) -> int:
 
 
 def measure(command: str, kind: str, num_clients: int, seconds: float) -> dict[str, int]:
-    with served(command) as (address, pid):
+    words = [command, "serve", "--port", "{port}", *SETTINGS]
+    with tempfile.TemporaryDirectory() as folder, running(Contender("penstock", words), Path(folder) / "log") as session:
+        assert isinstance(session, ServerSession)
+        address, pid = urlsplit(session.url).netloc, session.process.pid
         send(address, completion("hello " * 1500, 2))
         warm_mib = most_mib = resident_mib(pid)
         end_s = time.monotonic() + seconds

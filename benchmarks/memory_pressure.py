@@ -1,20 +1,17 @@
-"""How much work is done twice when the KV cache is too small? Preemptions and recomputed tokens, by room left to grow, and
-by reserve and victim; and what a disk tier makes of it.
+"""What is left of the throughput when the KV cache holds a half or a quarter of what is needed, and what does a tier bring?
 
-    python benchmarks/memory_pressure.py [--requests 400] [--rows 32]
+    python benchmarks/memory_pressure.py [--requests 400] [--rows 32] [--two-threads]
 
-Requests of log-normal lengths (prompts around 130 tokens, replies around 160; seeded) are all there at the start. The
-pool is a share of what `rows` requests of mean length need when complete. Nothing is computed: the scheduler runs
-against constant tokens. `recompute` is positions computed over positions needed, without a prefix cache. The last line is one
-JSON object. The numbers do not depend on the machine.
+Requests of log-normal lengths (prompts around 130 tokens, replies around 160; seeded) are all there at the start. The pool has
+a half and a quarter of the most that they hold where there is room for all. The real scheduler, KV manager and transfers run
+in virtual time, over the lab's cost model; what the tier brings is there with the next step, and there is no prefix cache.
+`penstock simulate --vary reserve=... --vary victim=...` has no tier, and compares all else (docs/budgets.md).
 
-`oversubscribed` runs have a half and a quarter of the most that the same requests hold in a pool with room for all.
-Time is virtual, of the cost model of `lab`; what the tier brings is there with the next step. `throughput` is that of the
-run with room for all divided by theirs. `full` is the share of the pool that requests hold while others wait for memory.
-
-`bound` is the throughput if the pool were full in every step and nothing was computed twice: what the requests hold over all
-their steps, in blocks, divided by the pool is the least number of steps. A row costs the same in whatever step it is, so
-the more steps, each of which reads the weights, are all that a small pool costs. `--two-threads` takes the costs of two.
+`throughput` is the time of the run with room for all, over this one's. `full` is the share of the pool that requests hold while
+others wait for memory. `bound` is the throughput if the pool were full in every step and nothing was computed twice: what the
+requests hold over all their steps, in blocks, divided by the pool is the least number of steps. A row costs the same in
+whatever step it is, so the more steps, each of which reads the weights, are all that a small pool costs. `--two-threads` takes
+the costs of two. The numbers do not depend on the machine. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -31,53 +28,24 @@ from penstock.lab.cost_model import CostModel
 from penstock.lab.simulated_executor import EOS_TOKEN_ID, ModelledTimes, SimulatedExecutor
 from penstock.sched.policies.base import Policies
 from penstock.sched.policies.presets import make_policies
-from penstock.sched.policies.reserves import RESERVES, Watermark
-from penstock.sched.policies.victims import VICTIMS
+from penstock.sched.policies.reserves import RESERVES
 from penstock.storage.host_memory import HostMemory
 from penstock.testing import make_core, make_request
 from penstock.testing.driver import LateWorker
 from penstock.types.events import Add
 from penstock.types.plan import Capacity
-from penstock.types.result import StepResult, StepTiming
 from penstock.types.stats import RequestStats, StepStats, WaitReason
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 1024
 TIER_SLOTS = 100_000
-NO_TIME = StepTiming(0, 0)
 TWO_THREADS = CostModel(
     step_ns=2_700_000, decode_row_ns=210_000, prefill_token_ns=170_000, decode_read_ns=330, prefill_read_ns=140
 )
 """Half of a row's and a token's costs with one; a step's so that 1, 8 and 32 clients get what README says."""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Work done twice under memory pressure.")
-    parser.add_argument("--requests", type=int, default=400)
-    parser.add_argument("--rows", type=int, default=32)
-    parser.add_argument("--two-threads", action="store_true")
-    arguments = parser.parse_args()
-    cost = TWO_THREADS if arguments.two_threads else CostModel()
-    lengths = _lengths(arguments.requests)
-    needed = arguments.rows * sum(prompt + reply for prompt, reply in lengths) // len(lengths) // BLOCK_SIZE
-    report: list[dict[str, float | str]] = []
-    for share in (1.0, 0.5, 0.33):
-        for growth_tokens in (0, 16, 32, 48, 64):
-            row: dict[str, float | str] = {"memory": share, "growth_tokens": growth_tokens}
-            policies = make_policies(reserve=Watermark(growth_tokens=growth_tokens))
-            row |= _run(lengths, int(needed * share), policies, arguments.rows)
-            print(row)
-            report.append(row)
-    for share, reserve, victim in product((0.5, 0.25), RESERVES, VICTIMS):
-        named: dict[str, float | str] = {"memory": share, "reserve": reserve, "victim": victim}
-        named |= _run(lengths, int(needed * share), make_policies(reserve=reserve, victim=victim), arguments.rows)
-        print(named)
-        report.append(named)
-    report += _oversubscribed(lengths, arguments.rows, cost)
-    print(json.dumps({"requests": arguments.requests, "rows": arguments.rows, "runs": report}))
-
-
-def _oversubscribed(lengths: list[tuple[int, int]], rows: int, cost: CostModel) -> list[dict[str, float | str]]:
+def oversubscribed(lengths: list[tuple[int, int]], rows: int, cost: CostModel) -> list[dict[str, float | str]]:
     """By reserve, without and with a tier below the pool."""
     free = _run_virtually(lengths, rows * MAX_MODEL_LEN // BLOCK_SIZE, rows, make_policies(), cost, has_tier=False)
     num_block_steps = sum(-(-(prompt + k) // BLOCK_SIZE) for prompt, reply in lengths for k in range(1, reply))
@@ -162,26 +130,14 @@ def _lengths(num_requests: int) -> list[tuple[int, int]]:
     ]
 
 
-def _run(lengths: list[tuple[int, int]], num_blocks: int, policies: Policies, rows: int) -> dict[str, float]:
-    capacity = Capacity(1 + num_blocks, BLOCK_SIZE, max_rows=rows, max_step_tokens=512, max_model_len=MAX_MODEL_LEN)
-    core = make_core(capacity, policies, enable_prefix_caching=False)
-    requests = [
-        make_request(f"r{idx}", prompt, max_tokens=reply, arrival_ns=idx) for idx, (prompt, reply) in enumerate(lengths)
-    ]
-    core.apply([Add(request) for request in requests], 0)
-    num_computed = num_steps = 0
-    while core.has_work:
-        plan = core.begin(num_steps)
-        assert plan is not None
-        num_steps += 1
-        num_computed += plan.num_tokens
-        tokens = {row.request_id: (7,) for row in plan.rows if row.samples}
-        core.finish(plan, StepResult(plan.step_id, tokens, NO_TIME), num_steps)
-    return {
-        "recompute": round(num_computed / sum(prompt + reply - 1 for prompt, reply in lengths), 3),
-        "preemptions": sum(request.num_preemptions for request in requests),
-        "steps": num_steps,
-    }
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=400)
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--two-threads", action="store_true")
+    args = parser.parse_args()
+    runs = oversubscribed(_lengths(args.requests), args.rows, TWO_THREADS if args.two_threads else CostModel())
+    print(json.dumps({"benchmark": "memory_pressure", "requests": args.requests, "rows": args.rows, "runs": runs}))
 
 
 if __name__ == "__main__":

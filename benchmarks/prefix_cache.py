@@ -1,25 +1,23 @@
-"""How much computing does the prefix cache save, by its size and by whose blocks go first? Real prefixes, modelled steps.
+"""How much computing does the prefix cache save, by its size? Real prefixes, modelled steps.
 
-    python benchmarks/prefix_cache.py                          # both parts, half a minute
-    python benchmarks/prefix_cache.py --parts sizes --draw docs/memory
+    python benchmarks/prefix_cache.py                          # a quarter of a minute
+    python benchmarks/prefix_cache.py --draw docs/memory
 
 The real scheduler and KV manager over a modelled executor, under a virtual clock: the numbers are exact and do not depend on
 the machine. Requests are those of `mooncake_synthetic.jsonl` (--traces), in which a prompt is a list of names of chained
 blocks of 512 tokens. Scaled by 32: each such block becomes one block of 16 tokens, so that what is shared stays shared, and
 answers are 1/32 as long; arrivals are as they are. Each prompt has one token more, since no cache saves the last one.
 
-`sizes`: share of the prompts' blocks that were found, by the size of the pool, beside what caches could find if requests came
-one after another (`ideal_caches.py`): infinite, least recently used, and Belady's optimum. `tenants`: the same requests are
-a light tenant's, or of a high class; with each comes a prompt of a heavy tenant, of a low class, that is never seen again.
-Time is then stretched by 4, so that the queue does not grow for ever. The last line is one JSON object.
+Share of the prompts' blocks that were found, by the size of the pool, beside what caches could find if requests came one after
+another (`ideal_caches.py`): infinite, least recently used, and Belady's optimum. The last line is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from ideal_caches import belady, infinite, least_recently_used
@@ -40,10 +38,6 @@ SIZES = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 """Blocks of the pool; the trace has 43,924 different ones, and its longest prompt 374."""
 NUM_REQUESTS: int | None = None
 """Requests of the trace; None: all."""
-TENANT_SIZES = (4096, 16384)
-HEAVY_BLOCKS = 64
-"""Blocks of each of the heavy tenant's prompts, twice as many as the mean of the trace; one comes with each of the others."""
-STRETCH = 4
 PLOT = "prefix-cache-sizes.svg"
 
 
@@ -110,28 +104,6 @@ def run_sizes(traces: Path) -> dict[str, object]:
     return {"requests": len(prompts), "blocks_asked": num_asked, "infinite": round(ceiling, 4), "hit_rate": rows}
 
 
-def run_tenants(traces: Path) -> dict[str, object]:
-    prompts = read_mooncake(traces)
-    num_asked = sum(len(prompt.blocks) for prompt in prompts)
-    names = range(1 << 24, 1 << 30, HEAVY_BLOCKS)  # of no prefix of the trace
-    heavy = [
-        Prompt(prompt.arrival_ns, tuple(range(first, first + HEAVY_BLOCKS)), 1)
-        for prompt, first in zip(prompts, names, strict=False)
-    ]
-    light = [prompt.job("light", 0) for prompt in prompts]
-    both = [*light, *(prompt.job("heavy", 1) for prompt in heavy)]
-    light, both = ([replace(job, arrival_ns=STRETCH * job.arrival_ns) for job in jobs] for jobs in (light, both))
-    rows = []
-    for size in TENANT_SIZES:
-        row: dict[str, float] = {"blocks": size, "alone": round(sum(num_cached_blocks(light, size, "lru")) / num_asked, 4)}
-        for eviction, order in (("lru", "fcfs"), ("tenant-fair", "fcfs"), ("priority", "priority")):
-            found = num_cached_blocks(both, size, eviction, order)[: len(light)]
-            row[eviction] = round(sum(found) / num_asked, 4)
-        rows.append(row)
-        print("tenants", row, flush=True)
-    return {"heavy_blocks": HEAVY_BLOCKS, "light_hit_rate": rows}
-
-
 def draw(report: dict[str, object]) -> str:
     """The plot of `sizes`."""
     rows = report["hit_rate"]
@@ -145,22 +117,16 @@ def draw(report: dict[str, object]) -> str:
     return plots.draw("Prefix cache, Mooncake's synthetic trace", [panel]).svg().decode()
 
 
-PARTS: dict[str, Callable[[Path], dict[str, object]]] = {"sizes": run_sizes, "tenants": run_tenants}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--traces", type=Path, default=DEFAULT_TRACES)
-    parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=list(PARTS))
     parser.add_argument("--draw", type=Path, help=f"folder for {PLOT}")
-    arguments = parser.parse_args()
-    report: dict[str, object] = {"benchmark": "prefix_cache"}
-    for part in arguments.parts:
-        found = report[part] = PARTS[part](arguments.traces)
-        if part == "sizes" and arguments.draw is not None:
-            arguments.draw.mkdir(parents=True, exist_ok=True)
-            (arguments.draw / PLOT).write_text(draw(found), encoding="utf-8")
-    print(json.dumps(report))
+    args = parser.parse_args()
+    report = run_sizes(args.traces)
+    if args.draw is not None:
+        args.draw.mkdir(parents=True, exist_ok=True)
+        (args.draw / PLOT).write_text(draw(report), encoding="utf-8")
+    print(json.dumps({"benchmark": "prefix_cache"} | report))
 
 
 if __name__ == "__main__":

@@ -1,17 +1,16 @@
-"""What does the prefix cache cost when it never finds anything? The real engine with it and without it, step by step in turn.
+"""What does the prefix cache cost when it never finds anything? The real engine with it and without it, in turn.
 
     python benchmarks/prefix_cost.py                                    # 32 tokens in and out, 32 rows, a minute
     python benchmarks/prefix_cost.py --prompt 16 --reply 1
 
 Prompts that have nothing in common, the shorter the dearer: for each block that fills a hash is made and an entry; and what was
 kept is overwritten last, so that a block which is given out has left the processor's caches. Two schedulers, each with half
-of one executor's blocks, serve rounds of the same requests, a step of the one and a step of the other; a step's cost is the CPU
-time of the one thread that does everything, books and kernels.
+of one executor's blocks, serve rounds of such requests in turn; a round's cost is the CPU time of the one thread that does
+everything, books and kernels.
 
-`cost` is the sum of the medians of each step of a round with the cache, over that without, less 1; `cost_low` and `cost_high`
-are the least and the largest of five such figures, each from a fifth of the rounds. `books` is finer, and leaves out what the
-caches of the processor do: what the prefix cache adds in the core (admit, plan, commit), over the time of a round. The last
-line is one JSON object.
+`cost` is the median over rounds of the time with the cache over that without, less 1, and its quartiles. `books` is finer, and
+leaves out what the caches of the processor do: what the prefix cache adds in the core (admit, plan, commit), over the time of a
+round. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -26,24 +25,21 @@ from dataclasses import dataclass, replace
 from itertools import count, islice
 
 from penstock.backends.native.executor import NativeExecutor
-from penstock.engine.core import EngineCore
 from penstock.models import architectures
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
 from penstock.models.load import load_model
-from penstock.sched.policies.presets import make_policies
-from penstock.sched.scheduler import Scheduler
+from penstock.testing import make_core, make_request
 from penstock.types.events import Add
 from penstock.types.plan import StepPlan
 from penstock.types.request import Request
-from penstock.types.sampling import SamplingParams
 
 BLOCK_SIZE = 16
 MAX_STEP_TOKENS = 512
 
 
 @dataclass(slots=True)
-class StepTime:
-    """Nanoseconds of CPU time."""
+class Spent:
+    """Nanoseconds of CPU time for a round of requests."""
 
     total_ns: int
     books_ns: int
@@ -56,32 +52,30 @@ class Half:
         whole = executor.capacity
         num_blocks = (whole.num_blocks - 1) // 2
         capacity = replace(whole, num_blocks=1 + num_blocks, max_rows=whole.max_rows // 2)
-        self.core = EngineCore(Scheduler(capacity, make_policies(), enable_prefix_caching=enable_prefix_caching))
+        self.core = make_core(capacity, enable_prefix_caching=enable_prefix_caching)
         self._executor = executor
         self._first_block = half * num_blocks
 
-    def add(self, requests: Sequence[Request]) -> StepTime:
+    def serve(self, requests: Sequence[Request]) -> Spent:
+        """All of them, to their ends."""
         begin_ns = time.thread_time_ns()
         self.core.apply([Add(request) for request in requests], 0)
-        spent_ns = time.thread_time_ns() - begin_ns
-        return StepTime(spent_ns, spent_ns)
-
-    def step(self) -> StepTime | None:
-        """None if nothing is left to do."""
-        begin_ns = time.thread_time_ns()
-        plan = self.core.begin(0)
-        copies = self.core.take_block_copies()
-        planned_ns = time.thread_time_ns()
-        if plan is None:
-            return None
-        assert not copies, "part of a prompt was found"
-        plan = self._in_half(plan)
-        submitted_ns = time.thread_time_ns()
-        result = self._executor.collect(self._executor.submit(plan))
-        computed_ns = time.thread_time_ns()
-        self.core.finish(plan, result, 0)
-        books_ns = planned_ns - begin_ns + time.thread_time_ns() - computed_ns
-        return StepTime(books_ns + computed_ns - submitted_ns, books_ns)
+        total_ns = books_ns = time.thread_time_ns() - begin_ns
+        while self.core.has_work:
+            begin_ns = time.thread_time_ns()
+            plan = self.core.begin(0)
+            assert plan is not None, "there is work"
+            assert not self.core.take_block_copies(), "part of a prompt was found"
+            planned_ns = time.thread_time_ns()
+            plan = self._in_half(plan)
+            submitted_ns = time.thread_time_ns()
+            result = self._executor.collect(self._executor.submit(plan))
+            computed_ns = time.thread_time_ns()
+            self.core.finish(plan, result, 0)
+            step_ns = planned_ns - begin_ns + time.thread_time_ns() - computed_ns
+            books_ns += step_ns
+            total_ns += step_ns + computed_ns - submitted_ns
+        return Spent(total_ns, books_ns)
 
     def _in_half(self, plan: StepPlan) -> StepPlan:
         first = self._first_block
@@ -92,48 +86,18 @@ class Half:
 
 def make_requests(numbers: Sequence[int], num_prompt: int, num_reply: int, vocab_size: int) -> list[Request]:
     """One for each number. Prompts of numbers less than the vocabulary apart differ in their first token."""
-    sampling = SamplingParams(max_tokens=num_reply, temperature=0.0)
-
-    def prompt(number: int) -> tuple[int, ...]:
-        return tuple((number + 31 * k * k) % vocab_size for k in range(num_prompt))
-
-    return [Request(f"r{number}", prompt(number), sampling, arrival_ns=number) for number in numbers]
+    prompts = {number: [(number + 31 * k * k) % vocab_size for k in range(num_prompt)] for number in numbers}
+    return [make_request(f"r{number}", prompts[number], max_tokens=num_reply, arrival_ns=number) for number in numbers]
 
 
-def run_round(halves: Sequence[Half], requests: Sequence[Sequence[Request]]) -> list[list[StepTime]]:
-    """Both halves serve their requests, a step each in turn. The times of each half, step by step."""
-    gc.collect()
-    times = [[half.add(own)] for half, own in zip(halves, requests, strict=True)]
-    while True:
-        steps = [half.step() for half in halves]
-        if None in steps:
-            assert not any(steps), "the halves had different steps"
-            return times
-        for own, step in zip(times, steps, strict=True):
-            assert step is not None
-            own.append(step)
-
-
-def round_ns(rounds: Sequence[Sequence[StepTime]]) -> float:
-    """The time of a round, from the median of each of its steps."""
-    return sum(statistics.median(step.total_ns for step in steps) for steps in zip(*rounds, strict=True))
-
-
-def summarise(with_cache: Sequence[Sequence[StepTime]], without: Sequence[Sequence[StepTime]]) -> dict[str, float]:
-    usual_ns = round_ns(without)
-    parts = [round_ns(with_cache[k::5]) / round_ns(without[k::5]) - 1 for k in range(5)]
-    books = [[sum(step.books_ns for step in steps) for steps in rounds] for rounds in (with_cache, without)]
-    added_ns = statistics.median(a - b for a, b in zip(*books, strict=True))
-    return {
-        "rounds": len(without),
-        "steps": len(without[0]),
-        "round_ms": round(usual_ns / 1e6, 1),
-        "cost": round(round_ns(with_cache) / usual_ns - 1, 4),
-        "cost_low": round(min(parts), 4),
-        "cost_high": round(max(parts), 4),
-        "books_without": round(statistics.median(books[1]) / usual_ns, 4),
-        "books": round(added_ns / usual_ns, 5),
-    }
+def summarise(with_cache: Sequence[Spent], without: Sequence[Spent]) -> dict[str, float]:
+    """Of rounds side by side."""
+    usual_ns = statistics.median(spent.total_ns for spent in without)
+    pairs = list(zip(with_cache, without, strict=True))
+    low, middle, high = statistics.quantiles((on.total_ns / off.total_ns - 1 for on, off in pairs), n=4)
+    added_ns = statistics.median(on.books_ns - off.books_ns for on, off in pairs)
+    figures = {"round_ms": usual_ns / 1e6, "cost": middle, "cost_low": low, "cost_high": high, "books": added_ns / usual_ns}
+    return {"rounds": len(without)} | {name: round(value, 5) for name, value in figures.items()}
 
 
 def main() -> None:
@@ -163,18 +127,19 @@ def main() -> None:
         return make_requests(list(islice(numbers, num_requests)), args.prompt, args.reply, model.spec.vocab_size)
 
     num_fill = -(-args.blocks // -(-(args.prompt + args.reply - 1) // BLOCK_SIZE))  # the last token is never computed
-    run_round((on, off), (requests(num_fill), requests(num_fill)))  # from now on each new block is one that had content
-    rounds: tuple[list[list[StepTime]], list[list[StepTime]]] = ([], [])
+    for half in (on, off):
+        half.serve(requests(num_fill))  # from now on each new block is one that had content
+    spent: dict[Half, list[Spent]] = {on: [], off: []}
     begin_s = time.thread_time()
-    while time.thread_time() - begin_s < args.seconds or len(rounds[0]) < 5:
-        own = (requests(args.rows), requests(args.rows))
-        times = run_round((on, off), own) if len(rounds[0]) % 2 else run_round((off, on), own)[::-1]
-        for kept, new in zip(rounds, times, strict=True):
-            kept.append(new)
-        assert not any(request.num_cached_tokens for request in (*own[0], *own[1])), "a prompt was found"
+    while time.thread_time() - begin_s < args.seconds or len(spent[on]) < 5:
+        for half in (on, off) if len(spent[on]) % 2 else (off, on):
+            asked = requests(args.rows)
+            gc.collect()
+            spent[half].append(half.serve(asked))
+            assert not any(request.num_cached_tokens for request in asked), "a prompt was found"
     report = {"benchmark": "prefix_cost", "model": model.name, "variant": executor.variant}
     report |= {"prompt": args.prompt, "reply": args.reply, "rows": args.rows, "blocks": args.blocks}
-    print(json.dumps(report | summarise(*rounds)))
+    print(json.dumps(report | summarise(spent[on], spent[off])))
     executor.close()
 
 

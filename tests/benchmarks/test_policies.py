@@ -3,6 +3,7 @@
 import random
 
 import policies
+import predicted_lengths
 import pytest
 
 from penstock.lab.workload import Job
@@ -18,20 +19,13 @@ def made_up(monkeypatch):
     outputs = [(1 + min(900, int(rng.expovariate(1 / mean))), label) for label, mean in ((0, 60), (1, 260), (2, 500)) * 400]
     rng.shuffle(outputs)
     monkeypatch.setattr(policies, "read_azure", lambda traces: trace)
-    monkeypatch.setattr(policies, "read_predictions", lambda traces, skip, count: outputs[skip : skip + count])
+    monkeypatch.setattr(predicted_lengths, "read_azure", lambda traces: trace)
+    monkeypatch.setattr(predicted_lengths, "read_predictions", lambda traces, skip, count: outputs[skip : skip + count])
     monkeypatch.setattr(policies, "NUM_JOBS", 400)
-    monkeypatch.setattr(policies, "FAIR_SPAN_S", 150.0)
+    monkeypatch.setattr(predicted_lengths, "NUM_JOBS", 400)
+    monkeypatch.setattr(policies, "SPAN_S", 150.0)
     monkeypatch.setattr(policies, "EDF_LOADS", (0.7, 1.3))
-    monkeypatch.setattr(policies, "SJF_LOADS", (1.3,))
-
-
-def test_under_fair_a_heavy_tenant_hardly_delays_the_light_ones():
-    report = policies.run_fair(None)
-    for budget in ("decode-first", "itl"):
-        rows = report[budget]
-        alone, fcfs, fair = (rows[name]["ttft_p99_s"] for name in ("alone", "fcfs", "fair"))
-        assert fair < 2.5 * alone < fcfs / 10
-        assert rows["fair"]["largest_gap"] < report["gap_bound"] < 10 * rows["fcfs"]["largest_gap"]
+    monkeypatch.setattr(predicted_lengths, "LOADS", (1.3,))
 
 
 def test_a_lower_class_hardly_delays_a_higher_one():
@@ -48,6 +42,6 @@ def test_edf_meets_as_many_deadlines_at_any_load_and_more_under_load():
 
 
 def test_imperfect_predictions_are_worth_half_of_perfect_ones():
-    (row,) = policies.run_sjf(None)["mean_latency_s"]
+    (row,) = predicted_lengths.run(None)["one_tenant"]
     assert row["oracle"] < 0.9 * row["fcfs"]
     assert row["file_share_of_gain"] >= 0.5

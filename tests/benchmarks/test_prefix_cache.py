@@ -5,6 +5,7 @@ from functools import cache
 from itertools import combinations
 
 import prefix_cache
+import prefix_tenants
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -92,7 +93,8 @@ def made_up(monkeypatch):
         talk += [next(names)] * (len(talk) < 30)
     monkeypatch.setattr(prefix_cache, "read_mooncake", lambda traces: prompts)
     monkeypatch.setattr(prefix_cache, "SIZES", (64, 128, 1024))
-    monkeypatch.setattr(prefix_cache, "TENANT_SIZES", (600,))
+    monkeypatch.setattr(prefix_tenants, "read_mooncake", lambda traces: prompts)
+    monkeypatch.setattr(prefix_tenants, "SIZES", (600,))
     return prompts
 
 
@@ -112,7 +114,7 @@ def test_the_plot_names_every_cache():
 
 
 def test_a_heavy_tenant_takes_less_from_a_light_one_under_the_others_than_under_lru(made_up):
-    (row,) = prefix_cache.run_tenants(None)["light_hit_rate"]
+    (row,) = prefix_tenants.run_tenants(None)["light_hit_rate"]
     assert row["lru"] < 0.6 * row["alone"]
     assert row["tenant-fair"] > 0.9 * row["alone"], "half of the pool is more than the light one uses"
     assert row["priority"] > 0.9 * row["alone"]

@@ -84,7 +84,7 @@ class _Vocabulary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits of one grammar, in llguidance's own units. Those of `benchmarks/grammar_cases.py` need a tenth of each.
+    """Limits of one grammar, in llguidance's own units. Those of `benchmarks/grammar_cases.json` need a tenth of each.
 
     25,000 states of the lexer take 10 to 45 MB, and 50,000 fuel up to 13 ms; an object of 500 fields that may all be left out
     needs all of the last two.

@@ -63,8 +63,8 @@ class Watermark(Reserve):
     """All the blocks that the request's tokens need, room for the running to grow, and a share of the pool.
 
     Without the room to grow, a full pool admits a request only to preempt it a few steps later, and computes it
-    again. `benchmarks/memory_pressure.py`, half of the memory: without room 1.19 positions are computed for each one
-    needed, with 32 tokens 1.02, in 3 % more steps (2026-11-20; independent of the machine).
+    again. With half of the memory, without room 1.19 positions are computed for each one needed, with 32 tokens 1.02,
+    in 3 % more steps (`benchmarks/memory_pressure.py` of commit f52e6e6, 2026-11-20; independent of the machine).
     """
 
     share: float = 0.01

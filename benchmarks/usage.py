@@ -1,0 +1,63 @@
+"""Memory, CPU time and files of programs, from outside, on Linux. For whoever compares servers; starts and stops nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+
+MB = 1e6
+
+
+class ProcessGroup:
+    """A contender that runs, and what its processes use."""
+
+    def __init__(self, process: subprocess.Popen[bytes], start_s: float) -> None:
+        self.process = process
+        self.ready_s = time.perf_counter() - start_s
+
+    def resident_mb(self) -> float:
+        """Resident memory of all its processes now; a page that n of them share counts 1/n for each."""
+        return sum(_pss_bytes(pid) for pid in family(self.process.pid)) / MB
+
+    def cpu_s(self) -> float:
+        """CPU time that its processes have used so far."""
+        return sum(_cpu_s(pid) for pid in family(self.process.pid))
+
+
+def family(pid: int) -> list[int]:
+    """A process and all that descend from it."""
+    children: dict[int, list[int]] = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with suppress(OSError):
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+                children.setdefault(int(fields[1]), []).append(int(folder.name))
+    found = [pid]
+    for member in found:
+        found += children.get(member, [])
+    return found
+
+
+def _pss_bytes(pid: int) -> int:
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def _cpu_s(pid: int) -> float:
+    with suppress(OSError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return 0.0
+
+
+def size_bytes(path: Path) -> int:
+    """Size of a file, or of the files below a folder, byte code left out."""
+    if path.is_file():
+        return 0 if path.is_symlink() else path.stat().st_size
+    return sum(size_bytes(child) for child in path.iterdir() if child.name != "__pycache__") if path.is_dir() else 0
