@@ -220,9 +220,9 @@ def bench(choice: WorkloadChoice, **values: Any) -> None:
     finally:  # An error in one run does not lose those before it.
         if runs:
             result = Result(runs=runs)
-            print(as_text(list(sections_of(result, every_run=len(runs) == 1))), end="", flush=True)
-            if (path := values["json_file"]) is not None:
+            if (path := values["json_file"]) is not None:  # first: a fault in a table must not lose what was measured
                 write_result(result, path)
+            print(as_text(list(sections_of(result, every_run=len(runs) == 1))), end="", flush=True)
             bench_results.write_files(result, html=values["html_file"], folder=values["plots"])
     if is_interrupted:
         sys.exit(130)
