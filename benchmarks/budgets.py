@@ -4,9 +4,8 @@
 
 The real scheduler with `--slo-itl 30ms`, beside prompts of 4,000 tokens without end: 8 streams, then 32, then 8. A step costs
 what it costs a model of 135M parameters on two cores: 2 ms, 0.4 ms for each decode, 0.2 ms for each token of a prompt and 0.1
-us for each token before it. Nothing is computed, so that the numbers are exact and do not depend on the machine. What budgets
-cost and give on a workload says `penstock simulate --vary budget=...` (docs/budgets.md). The last line is one JSON object.
-"""
+us for each token before it. Nothing is computed, so that the numbers are exact and do not depend on the machine. Costs and
+gains on a workload are told by `penstock simulate --vary budget=...` (docs/budgets.md). The last line is one JSON object."""
 
 from __future__ import annotations
 

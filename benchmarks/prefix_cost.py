@@ -91,7 +91,7 @@ def make_requests(numbers: Sequence[int], num_prompt: int, num_reply: int, vocab
 
 
 def summarise(with_cache: Sequence[Spent], without: Sequence[Spent]) -> dict[str, float]:
-    """Of rounds side by side."""
+    """The figures of rounds that were served side by side."""
     usual_ns = statistics.median(spent.total_ns for spent in without)
     pairs = list(zip(with_cache, without, strict=True))
     low, middle, high = statistics.quantiles((on.total_ns / off.total_ns - 1 for on, off in pairs), n=4)
