@@ -101,6 +101,7 @@ def test_a_fresh_server_already_shows_its_series(metrics):
         "kv_usage_ratio",
         "prefill_chunk_tokens",
         "weight_bytes",
+        "settings_info",
         "prefix_cache_queries_total",
         "prefix_cache_hits_total",
         "preemptions_total",

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_CONCURRENCY = 8
+_STOP_TOKEN_ID = 0
+"""Any token does."""
 _COMPONENTS = ("model", "kv", "scheduler", "backend")
 _NOT_HERE = ("model", "served_model_name")
 _TOLD = ("stream", "extra_body", "tokenizer", "max_concurrency", "returns", "timeout")
@@ -339,7 +341,6 @@ def _send(
 def _in_process(values: Mapping[str, Any]) -> Iterator[_Asked]:
     """The model, loaded here. Raises PenstockError if that fails, UsageError for options of a server."""
     from penstock import __version__
-    from penstock.llm import AsyncLLM
 
     for name in ("url", "api_key", "extra_body", "stream", "timeout", "returns"):
         if _is_given(name):
@@ -347,21 +348,37 @@ def _in_process(values: Mapping[str, Any]) -> Iterator[_Asked]:
     if values["endpoint"] == Endpoint.EMBEDDINGS:
         raise click.UsageError("In process there are no embeddings.")
     tokenizer = _named_tokenizer(values) or load_tokenizer_of(values["model"], values["cache"])
-    llm = AsyncLLM(values["model"], **{key: values[key] for key in _SETTINGS if key not in _NOT_HERE})
-    try:
-        ask = functools.partial(_ask, llm, values["endpoint"] == Endpoint.CHAT)
-        hello = Job(arrival_ns=0, num_prompt_tokens=1, num_output_tokens=1, prompt="Hello")
-        first = _drive(ask, WarmUp(), Workload(name="", jobs=[hello]), Pace(), lambda: None)  # as a server is asked
-        if first.records and first.records[0].error:
-            raise PenstockError(first.records[0].error)
+    settings = {key: values[key] for key in _SETTINGS if key not in _NOT_HERE}
+    with loaded(values["model"], settings, is_chat=values["endpoint"] == Endpoint.CHAT) as (name, ask):
         yield _Asked(
             how="in process",
             url="",
-            model=llm.model_name,
+            model=name,
             server=f"penstock {__version__}",
             tokenizer=tokenizer,
             send=functools.partial(_drive, ask, values["warmup"]),
         )
+
+
+@contextmanager
+def loaded(
+    model: str, settings: Mapping[str, Any], *, is_chat: bool = False, max_tokens: int | None = None
+) -> Iterator[tuple[str, Ask]]:
+    """A model, loaded here and asked once, as a server is before a run: its name, and how to ask it. Raises PenstockError.
+
+    `max_tokens`: the limit of every request; answers end by themselves at the length that is wanted, which the scheduler does
+    not know. None: the length is the limit.
+    """
+    from penstock.llm import AsyncLLM
+
+    llm = AsyncLLM(model, **settings)
+    try:
+        ask = functools.partial(_ask, llm, is_chat, max_tokens)
+        hello = Job(arrival_ns=0, num_prompt_tokens=1, num_output_tokens=1, prompt="Hello")
+        first = _drive(ask, WarmUp(), Workload(name="", jobs=[hello]), Pace(), lambda: None)
+        if first.records and first.records[0].error:
+            raise PenstockError(first.records[0].error)
+        yield llm.model_name, ask
     finally:
         llm.close()
 
@@ -371,12 +388,20 @@ def _drive(ask: Ask, warm_up: WarmUp, workload: Workload, pace: Pace, on_end: Ca
 
 
 async def _ask(
-    llm: AsyncLLM, is_chat: bool, prompt: Sequence[str] | Sequence[int], num_output_tokens: int
+    llm: AsyncLLM, is_chat: bool, max_tokens: int | None, prompt: Sequence[str] | Sequence[int], num_output_tokens: int
 ) -> AsyncGenerator[Progress, None]:
     """As `lab.in_process.Ask`."""
     from penstock.llm import SamplingParams
 
     params = SamplingParams(max_tokens=num_output_tokens, temperature=0.0, ignore_eos=True)
+    if max_tokens is not None:  # a stop token that is impossible up to the last token, and certain there
+        params = replace(
+            params,
+            max_tokens=max_tokens,
+            min_tokens=num_output_tokens - 1,
+            stop_token_ids=[_STOP_TOKEN_ID],
+            logit_bias={_STOP_TOKEN_ID: 100.0},
+        )
     texts = [part for part in prompt if isinstance(part, str)]
     if is_chat:
         roles = ("user", "assistant")

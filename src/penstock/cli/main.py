@@ -26,6 +26,7 @@ _COMMANDS = {
     "models": ("penstock.cli.models:models", "List the models that are known and those that are here."),
     "simulate": ("penstock.cli.simulate:simulate", "Say what traffic would do on a configuration, without serving it."),
     "plan": ("penstock.cli.plan:plan", "Size a deployment: the rate that holds SLOs, what binds, replicas, cost."),
+    "tune": ("penstock.cli.tune:tune", "Search the settings that suit a workload; write those that are surely better."),
     "top": ("penstock.cli.top:top", "Watch a running server: rates, queue, KV cache, requests."),
     "profile": ("penstock.cli.profile:profile", "Say what steps take, here or in a recording; fit the simulator's costs."),
     "bench": ("penstock.cli.bench:bench", "Measure a server, or a model here, under a workload."),

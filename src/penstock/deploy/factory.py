@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.config import Config, KvConfig, ServerConfig
+from penstock.config.saved import settings_hash
 from penstock.config.units import format_size
 from penstock.deploy import device
 from penstock.deploy.executor import build_executor, plan_memory
@@ -255,6 +256,7 @@ class EngineMaker:
         self.clock, self.bridge = WallClock(), Bridge()
         policies = build_policies(config)
         self.metrics = Metrics(self.name)
+        self.metrics.settings_hash = settings_hash(config)
         self.metrics.tier.medium = "host" if config.kv.kv_host_size_bytes else "disk"
         self.admission = Admission(
             admission_limits(config.admission), executor.capacity, reads_priority=policies.order.reads_priority

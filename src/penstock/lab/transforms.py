@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import add
 from random import Random
 
@@ -56,6 +56,27 @@ def between(workload: Workload, from_s: float, until_s: float) -> Workload:
         raise ConfigError(f"{workload.name} has no request from {from_s:g} s to {until_s:g} s.", remedy="Choose another slice.")
     jobs = [at_instants(job, lambda at_ns: at_ns - begin_ns) for job in _kept(workload, chosen)]
     return _changed(workload, jobs, f"seconds {from_s:g} to {until_s:g}")
+
+
+def cut(workload: Workload, count: int) -> list[Workload]:
+    """`count` slices that follow each other, of equally many jobs that are due by themselves, with the turns that follow them.
+
+    Time counts from the begin of each. Raises ConfigError if there are fewer than two such jobs a slice.
+    """
+    roots = _roots(workload)
+    _check_at_least_one("The number of slices", count)
+    if len(roots) < 2 * count:
+        raise ConfigError(
+            f"{workload.name} has {counted(len(roots), 'request')}, too few for {counted(count, 'slice')}.",
+            remedy="Take more requests, or fewer slices.",
+        )
+    bounds = [nth * len(roots) // count for nth in range(count + 1)]
+    slices = []
+    for nth, chosen in enumerate(roots[low:high] for low, high in pairwise(bounds)):
+        begin_ns = min(workload.jobs[root].arrival_ns for root in chosen)
+        jobs = [at_instants(job, partial(add, -begin_ns)) for job in _kept(workload, set(chosen))]
+        slices.append(_changed(workload, jobs, f"slice {nth + 1} of {count}"))
+    return slices
 
 
 def repeat(workload: Workload, times: int) -> Workload:

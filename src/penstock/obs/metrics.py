@@ -116,6 +116,8 @@ class Metrics:
         """Counts of the tier below the KV pool, written by the engine's `Transfers`."""
         self.num_weight_bytes = 0
         """Size of the weights as the backend keeps them; 0: it does not tell."""
+        self.settings_hash = ""
+        """The name of the settings of scheduling (`config.saved`)."""
         self.read_load: Callable[[], EngineLoad] = EngineLoad
         self.read_signals: Callable[[], SustainedLoad] = SustainedLoad
         self.read_waste: Callable[[], float] = float

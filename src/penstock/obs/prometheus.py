@@ -60,6 +60,7 @@ class _Snapshot:
                 *self._signals(signals),
                 self._gauge("prefill_chunk_tokens", "Prompt tokens that the last step could take.", metrics.max_prefill_tokens),
                 self._gauge("weight_bytes", "Weights as the backend keeps them; 0 if unknown.", metrics.num_weight_bytes),
+                self._gauge("settings_info", "1; the hash names settings of scheduling.", {metrics.settings_hash: 1}, "hash"),
                 *self._counters(metrics),
                 *self._tier(metrics.tier),
                 *self._sizes(metrics),

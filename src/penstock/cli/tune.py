@@ -1,0 +1,202 @@
+"""`penstock tune`: searches settings in the simulator, verifies them on the real engine, writes those that are surely better.
+
+The search and the judgement are `lab.tune`'s. Here a simulated server and a real one are made of the same settings.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from penstock.cli.candidates import find_machines, hardware_options, make_candidate, read_cost, read_model
+from penstock.cli.options import EPILOG, GroupedCommand, config_options, model_argument, warn_of_unknown_variables
+from penstock.cli.workload_options import workload_options
+from penstock.config.components import COMPONENTS, config_from
+from penstock.config.sources import all_settings, parse_settings
+from penstock.lab.workload_choice import WorkloadChoice, make_workload
+from penstock.types.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.config import Config
+    from penstock.lab.plan import Candidate
+    from penstock.lab.prompts import Tokenizer
+    from penstock.lab.records import Record
+    from penstock.lab.traces import CountTokens
+    from penstock.lab.tune import Evaluate, Settings
+    from penstock.lab.workload import Workload
+
+_COMPONENTS = ("model", "kv", "scheduler")
+_WITHOUT = ("served_model_name", "chat_template")
+
+
+@click.command(cls=GroupedCommand, epilog=EPILOG)
+@model_argument
+@workload_options
+@click.option(
+    "--objective",
+    type=click.Choice(["goodput", "throughput", "ttft_mean", "ttft_p99", "e2e_mean"]),
+    default="goodput",
+    show_default=True,
+    help="Requests per second that hold the SLOs; output tokens per second; or seconds to the first token, or to the end.",
+)
+@click.option("--slo", "slos", multiple=True, metavar="METRIC=TIME", help="As ttft=2s, tpot=100ms, itl=200ms, e2e=30s.")
+@click.option("--max-tokens", type=click.IntRange(min=1), help="Limit that clients send. Default: the tokens of each answer.")
+@click.option(
+    "--slices",
+    "num_slices",
+    type=click.IntRange(min=18),
+    default=24,
+    show_default=True,
+    help="Pieces of the workload: a third to search, a third to judge, a third to verify.",
+)
+@click.option(
+    "--finalists",
+    "num_finalists",
+    type=click.IntRange(1, 10),
+    default=3,
+    show_default=True,
+    help="The best so many of the search are judged and verified.",
+)
+@click.option("--verify", is_flag=True, help="Run the best and the default on the real engine, here; in real time.")
+@click.option(
+    "--output", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE.toml", help="Write the settings for serve."
+)
+@hardware_options
+@config_options(*_COMPONENTS, without=_WITHOUT)
+def tune(choice: WorkloadChoice, **values: Any) -> None:
+    """Search batching, window, buckets, chunks, reserve and policy for a workload and an objective.
+
+    \b
+      penstock tune --workload hour.rec --cost cost.json --slo ttft=2s --slo tpot=100ms --verify --output tuned.toml
+      penstock serve --config tuned.toml
+
+    The gain over the settings given here is told with an interval, from parts of the workload that the search has not seen.
+    If nothing is surely better, nothing is written. docs/tune.md explains the figures.
+    """
+    from penstock.config.saved import settings_hash, write_config_file
+    from penstock.lab.figures import parse_slos
+    from penstock.lab.tune import DEFAULT, Objective
+    from penstock.lab.tune import tune as search
+    from penstock.lab.tune_report import notes, report
+
+    warn_of_unknown_variables()
+    output: Path | None = values["output"]
+    if output is not None and not os.access(output.absolute().parent, os.W_OK):
+        raise ConfigError(f"{output} can't be written.", remedy="Name a file in a folder that exists.")
+    slos = parse_slos(values["slos"])
+    if values["verify"] and values["hardware"] != "this":
+        raise ConfigError("The real engine is on this machine.", remedy="Leave out --verify or --hardware.")
+    simulator, tokenizer = _Simulator(values), _tokenizer(values)
+    workload = make_workload(choice, None if tokenizer is None else _count(tokenizer))
+    longest = max(job.num_output_tokens for job in workload.jobs)
+    if values["max_tokens"] is not None and values["max_tokens"] < longest:
+        raise ConfigError(f"The longest answer has {longest} tokens.", remedy="Raise --max-tokens, or cut answers.")
+    tuned = search(
+        simulator.evaluate,
+        workload,
+        Objective(values["objective"]),
+        slos,
+        num_slices=values["num_slices"],
+        num_finalists=values["num_finalists"],
+        serve=None if tokenizer is None else _real_engine(values, tokenizer, choice.seed),
+    )
+    print(report(tuned))
+    for doubt in simulator.doubts(tuned.best.settings if tuned.best else DEFAULT):
+        print(f"Note: {doubt}")
+    if tuned.best is None:
+        return
+    config = _config(values, tuned.best.settings)
+    print(f"The hash of these settings is {settings_hash(config)}, as penstock_settings_info shows it in /metrics.")
+    if output is not None:
+        try:
+            output.write_text(write_config_file(config, notes(tuned)), "utf-8")
+        except OSError as error:
+            raise ConfigError(f"{output} can't be written: {error}.", remedy="Check --output.") from None
+        print(f"Written: penstock serve --config {output}")
+
+
+def _parsed(settings: Settings) -> dict[str, object]:
+    return parse_settings(dict(settings), all_settings())
+
+
+def _config(values: Mapping[str, Any], settings: Settings) -> Config:
+    """The settings of the command with those of a candidate in their place."""
+    return config_from({**values, **_parsed(settings)})
+
+
+class _Simulator:
+    """Simulated servers, one for each candidate."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        """Raises PenstockError if the model's headers are not here, or the machine is unknown."""
+        machines = find_machines(values["hardware"], values["hardware_table"])
+        if len(machines) > 1:
+            raise ConfigError("Settings are tuned for one machine.", remedy="Name one --hardware.")
+        [self._hardware], self._saved = machines, read_cost(values["cost"], machines)
+        self._outline = read_model(config_from(values), is_gpu=self._hardware.is_gpu)
+        self._values = values
+        self._candidates: dict[Settings, Candidate] = {}
+        self._num_steps: Counter[Settings] = Counter()
+        self._num_outside: Counter[Settings] = Counter()
+
+    def evaluate(self, settings: Settings, workload: Workload) -> Sequence[Record]:
+        simulation = replace(self._candidate(settings).simulation, max_tokens=self._values["max_tokens"])
+        outcome = simulation.run(workload)
+        self._num_steps[settings] += outcome.num_steps
+        self._num_outside[settings] += outcome.num_outside
+        return outcome.records
+
+    def doubts(self, settings: Settings) -> Iterator[str]:
+        """Sentences on what is assumed about a server, once it has run."""
+        yield from self._candidate(settings).doubts
+        if num_outside := self._num_outside[settings]:
+            share = num_outside / self._num_steps[settings]
+            yield f"{share:.1%} of its steps lie outside of the range that the cost model was fitted to."
+
+    def _candidate(self, settings: Settings) -> Candidate:
+        if settings not in self._candidates:
+            config = _config(self._values, settings)
+            self._candidates[settings] = make_candidate(config, self._outline, self._hardware, self._saved)
+        return self._candidates[settings]
+
+
+def _tokenizer(values: Mapping[str, Any]) -> Tokenizer | None:
+    """That of the model, if it is to be verified on the real engine; a simulation needs none."""
+    if not values["verify"]:
+        return None
+    from penstock.cli.bench import load_tokenizer_of
+
+    return load_tokenizer_of(values["model"], values["cache"])
+
+
+def _count(tokenizer: Tokenizer) -> CountTokens:
+    return lambda text: len(tokenizer.encode(text, add_special_tokens=False))
+
+
+def _real_engine(values: Mapping[str, Any], tokenizer: Tokenizer, seed: int) -> Evaluate:
+    """Each run loads the model anew, so that no run finds prompts of the one before in its cache."""
+    from penstock.cli.bench import loaded
+    from penstock.config.setting import settings_of
+    from penstock.lab.in_process import drive
+    from penstock.lab.prompts import write_prompts
+
+    keys = [item.key for name, part in COMPONENTS if name in _COMPONENTS for item in settings_of(part)]
+    given = {key: values[key] for key in keys if key in values and key != "model"}
+
+    def evaluate(settings: Settings, workload: Workload) -> Sequence[Record]:
+        written = write_prompts(workload, tokenizer, seed=seed)
+        asked = {"device": "cpu", **given, **_parsed(settings)}  # as it was simulated
+        with loaded(values["model"], asked, max_tokens=values["max_tokens"]) as (_, ask):
+            sent = asyncio.run(drive(written, ask))
+        if sent.unfinished or sent.num_unsent:
+            raise KeyboardInterrupt
+        return sent.records
+
+    return evaluate

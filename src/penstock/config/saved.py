@@ -1,0 +1,63 @@
+"""Settings as a file that `--config` reads, and the hash that names those of them that say how a server schedules.
+
+`penstock tune` writes the file; the factory puts the same hash into the metrics. `sources` reads files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+
+from penstock.config.components import COMPONENTS, Config, SchedulerConfig
+from penstock.config.setting import settings_of
+
+FORMAT = 1
+"""Version of the file and of the hash."""
+_WRITTEN = ("model", "kv", "scheduler")
+_OF_THIS_MACHINE = ("cache", "kv_disk_path")
+_HASHED = {item.key for item in settings_of(SchedulerConfig)} | {"kv_watermark"}
+"""The settings that `penstock tune` may change."""
+
+
+def settings_hash(config: Config) -> str:
+    """12 hexadecimal digits that tell these settings of scheduling from all others, whatever file, flag or variable set them.
+
+    It counts what was set: a setting that is left out differs from one that is set to what its preset has anyway.
+    """
+    hashed = {key: value for key, value in _set(config).items() if key in _HASHED}
+    text = json.dumps([FORMAT, hashed], sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+
+
+def write_config_file(config: Config, notes: Sequence[str]) -> str:
+    """The settings of model, KV cache and scheduling that are not the default's, as TOML; notes, a line each, stand above.
+
+    Folders of this machine are left out.
+    """
+    lines = [f"# penstock settings, format {FORMAT}, hash {settings_hash(config)}"]
+    lines += [f"# {' '.join(note.split())}" for note in notes]
+    lines += [f"{key} = {_toml(value)}" for key, value in _set(config).items()]
+    return "\n".join(lines) + "\n"
+
+
+def _set(config: Config) -> dict[str, object]:
+    """Key -> value of the settings that differ from their default."""
+    return {
+        item.key: value
+        for name, component in COMPONENTS
+        if name in _WRITTEN
+        for item in settings_of(component)
+        if (value := getattr(getattr(config, name), item.field)) != item.default and item.key not in _OF_THIS_MACHINE
+    }
+
+
+def _toml(value: object) -> str:
+    """A value in TOML: those of JSON are written alike but for objects."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_toml(str(key))} = {_toml(entry)}" for key, entry in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    if isinstance(value, str | bool | int | float):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return str(value)  # dates and times

@@ -1,0 +1,295 @@
+"""Settings that suit a workload: searched in the simulator, judged on slices that the search did not see. Called by `cli.tune`.
+
+    SPACE     the settings that are tried, and their values
+    score     the figure of one run that an objective is about
+    search    successive halving: many candidates on one slice, the better half on two, and so on
+    judge     a few candidates against the default, slice by slice, in the simulator or on the real engine
+
+All candidates serve the same slices: requests, arrivals and the noise of steps are common random numbers, so differences are
+due to settings. Successive halving: K. Jamieson and A. Talwalkar, AISTATS 2016; here pairs of the best join each round as new
+candidates, so that settings which help one by one are tried together. The best of many is too good by chance on the slices of
+the search, so what was gained is told from other slices alone.
+
+Knows settings as words (`max_num_seqs`, "50ms") and no server: `Evaluate` runs one. Writes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import combinations
+from statistics import fmean
+
+import numpy as np
+
+from penstock.lab.arrivals import NS_PER_S
+from penstock.lab.figures import Samples, Slo
+from penstock.lab.intervals import LEVEL, Estimate, Floats, student_quantile
+from penstock.lab.records import End, Record
+from penstock.lab.transforms import cut
+from penstock.lab.workload import Workload
+from penstock.types.errors import ConfigError
+
+MIN_SLICES = 6
+"""Fewer differences give no interval."""
+NUM_PARENTS = 6
+"""The best of a round whose pairs become candidates of the next."""
+Value = str | int
+Settings = tuple[tuple[str, Value], ...]
+"""Settings that differ from the default, in the order of their keys. Empty: the default."""
+DEFAULT: Settings = ()
+Evaluate = Callable[[Settings, Workload], Sequence[Record]]
+"""Serves a workload with some settings. Raises ConfigError for settings that contradict each other."""
+
+SPACE: Mapping[str, Sequence[Value]] = {
+    "batching": ("dynamic", "static"),
+    "batch_window": ("5ms", "50ms", "200ms"),
+    "max_batch_size": (4, 8, 16),
+    "length_buckets": ("64,256,1024,4096", "256,4096"),
+    "budget": ("decode-first", "whole-prompts"),
+    "slo_itl": ("20ms", "35ms", "75ms", "100ms", "150ms", "250ms"),
+    "max_num_batched_tokens": (64, 128, 256, 1024, 2048),
+    "long_prefill_token_threshold": (128, 256, 1024),
+    "max_num_seqs": (8, 16, 32, 128),
+    "policy": ("sjf", "srpf"),
+    "reserve": ("chunk", "prompt", "predicted", "no-evict"),
+    "kv_watermark": ("0%", "5%"),
+}
+"""Setting -> values that are tried. A server refuses combinations that contradict each other, and they drop out."""
+NEEDS: Mapping[str, tuple[str, Value]] = {
+    "batch_window": ("batching", "dynamic"),
+    "max_batch_size": ("batching", "dynamic"),
+    "length_buckets": ("batching", "dynamic"),
+}
+"""Setting -> the one without which it has no meaning."""
+
+
+class Objective(StrEnum):
+    GOODPUT = "goodput"
+    """Requests per second that hold every SLO, from the first arrival to the last end."""
+    THROUGHPUT = "throughput"
+    """Output tokens per second, from the first arrival to the last end."""
+    TTFT_MEAN = "ttft_mean"
+    TTFT_P99 = "ttft_p99"
+    E2E_MEAN = "e2e_mean"
+
+    @property
+    def unit(self) -> str:
+        return {Objective.GOODPUT: "requests/s", Objective.THROUGHPUT: "output tokens/s"}.get(self, "s")
+
+    @property
+    def sign(self) -> int:
+        """Times which more is better."""
+        return -1 if self.unit == "s" else 1
+
+
+def score(records: Sequence[Record], objective: Objective, slos: Sequence[Slo]) -> float:
+    """The figure of one run that the objective is about, in its unit.
+
+    A request without a first token, or that did not end well, counts as infinitely late; one whose client left does not count.
+    """
+    samples = Samples.of(records)
+    span_s = max(1, int(samples.ended_ns.max()) - int(samples.intended_ns.min())) / NS_PER_S
+    if objective is Objective.THROUGHPUT:
+        return float(samples.num_output_tokens[samples.is_ok].sum()) / span_s
+    if objective is Objective.GOODPUT:
+        return float(np.logical_and.reduce([samples.holds(slo) for slo in slos]).sum()) / span_s
+    came_ns = samples.ended_ns if objective is Objective.E2E_MEAN else samples.first_ns
+    has_come = samples.is_ok if objective is Objective.E2E_MEAN else samples.first_ns >= 0
+    counts = samples.end != list(End).index(End.CANCELLED)
+    late_s = np.sort(np.where(has_come, came_ns - samples.intended_ns, np.inf)[counts]) / NS_PER_S
+    if not len(late_s):
+        raise ConfigError("The clients of all requests of a slice went away.", remedy="Lower --cancel-share.")
+    return float(late_s[math.ceil(0.99 * len(late_s)) - 1] if objective is Objective.TTFT_P99 else late_s.mean())
+
+
+def words(settings: Settings) -> str:
+    """`budget = decode-first, max_num_seqs = 32`"""
+    return ", ".join(f"{key} = {value}" for key, value in settings) or "the default"
+
+
+# The search
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """One round of the halving."""
+
+    num_slices: int
+    ranking: Sequence[tuple[Settings, float]]
+    """Candidates with their mean score, the best first; of those that do the same the one with the fewest settings."""
+
+
+class Trials:
+    """Scores of settings on slices, each run once."""
+
+    def __init__(self, evaluate: Evaluate, objective: Objective, slos: Sequence[Slo]) -> None:
+        self.refused: set[Settings] = set()
+        """Settings that contradict each other."""
+        self.scores: dict[tuple[Settings, str], float] = {}
+        """By settings and the name of the slice."""
+        self._evaluate, self._objective, self._slos = evaluate, objective, slos
+
+    def round(self, candidates: Sequence[Settings], slices: Sequence[Workload]) -> Round:
+        """Raises ConfigError if the default is refused."""
+        found: dict[float, Settings] = {}
+        for settings in sorted(candidates, key=len):
+            try:
+                found.setdefault(fmean(self._score(settings, one) for one in slices), settings)
+            except ConfigError:
+                if settings == DEFAULT:
+                    raise
+                self.refused.add(settings)
+        ranking = sorted(found.items(), reverse=self._objective.sign > 0)
+        return Round(num_slices=len(slices), ranking=[(settings, mean) for mean, settings in ranking])
+
+    def _score(self, settings: Settings, one: Workload) -> float:
+        key = settings, one.name
+        if key not in self.scores:
+            self.scores[key] = score(self._evaluate(settings, one), self._objective, self._slos)
+        return self.scores[key]
+
+
+def search(trials: Trials, slices: Sequence[Workload]) -> Sequence[Round]:
+    """The default and each setting changed alone on one slice; then the better half, and pairs of the best, on twice as many.
+
+    The default stays to the end, whatever its rank.
+    """
+    left = [DEFAULT, *(with_needs({key: value}) for key, values in SPACE.items() for value in values)]
+    rounds: list[Round] = []
+    num_slices = 1
+    while True:
+        rounds.append(trials.round(left, slices[:num_slices]))
+        if num_slices >= len(slices):
+            return rounds
+        ranked = [settings for settings, _ in rounds[-1].ranking]
+        pairs = [with_needs(dict(second) | dict(first)) for first, second in combinations(ranked[:NUM_PARENTS], 2)]
+        left = list(dict.fromkeys([DEFAULT, *ranked[: -(-len(ranked) // 2)], *pairs]))
+        num_slices = min(len(slices), 2 * num_slices)
+
+
+def with_needs(chosen: Mapping[str, Value]) -> Settings:
+    """The settings in order, with those that they need."""
+    needed = dict(NEEDS[key] for key in chosen if key in NEEDS)
+    return tuple(sorted((needed | dict(chosen)).items()))
+
+
+# The judgement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Settings against the default, slice by slice."""
+
+    settings: Settings
+    default: float
+    """Mean score of the default."""
+    tuned: float
+    """Mean score of the settings."""
+    gain: Estimate
+    """The mean difference, better being positive, as a share of the default's mean."""
+
+    @property
+    def is_surely_better(self) -> bool:
+        """The whole interval is above 0."""
+        return self.gain.low is not None and self.gain.low > 0
+
+
+def judge(
+    evaluate: Evaluate, objective: Objective, slos: Sequence[Slo], few: Sequence[Settings], slices: Sequence[Workload]
+) -> list[Comparison]:
+    """A paired comparison of each of a few candidates with the default: of each slice, the difference counts.
+
+    All serve a slice before the next one's turn, every other time in reverse, so that a machine that becomes slower favours
+    none. Intervals are Student's t over the slices, widened (Bonferroni) so that all of them are true together at `LEVEL`.
+    """
+    turns = [DEFAULT, *few]
+    scores: dict[Settings, list[float]] = {settings: [] for settings in turns}
+    for nth, one in enumerate(slices):
+        for settings in reversed(turns) if nth % 2 else turns:
+            scores[settings].append(score(evaluate(settings, one), objective, slos))
+    level = 1 - (1 - LEVEL) / max(1, len(few))
+    return [
+        Comparison(
+            settings=settings,
+            default=fmean(scores[DEFAULT]),
+            tuned=fmean(scores[settings]),
+            gain=_gain(np.array(scores[DEFAULT]), np.array(scores[settings]), objective.sign, level),
+        )
+        for settings in few
+    ]
+
+
+def _gain(default: Floats, tuned: Floats, sign: int, level: float) -> Estimate:
+    """Unknown if a request was never answered, or the default's mean is 0."""
+    mean = float(default.mean())
+    if not (np.isfinite(default).all() and np.isfinite(tuned).all() and mean > 0):
+        return Estimate(math.nan)
+    gains, count = sign * (tuned - default) / mean, len(default)
+    value = float(gains.mean())
+    if count < MIN_SLICES:
+        return Estimate(value)
+    half = student_quantile((1 + level) / 2, count - 1) * float(gains.std(ddof=1)) / math.sqrt(count)
+    return Estimate(value, value - half, value + half)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuned:
+    """The outcome: what was searched, and what is surely better."""
+
+    objective: Objective
+    workload: str
+    rounds: Sequence[Round]
+    num_runs: int
+    """Slices simulated for the search."""
+    num_refused: int
+    simulated: Sequence[Comparison]
+    """The best of the search, in its order, on slices that it has not seen."""
+    verified: Sequence[Comparison] | None
+    """Those of them that are surely better in the simulator, on the real engine and other slices; None: not asked for."""
+
+    @property
+    def best(self) -> Comparison | None:
+        """The one with the highest lower bound of its gain where it was judged last; None: keep the default."""
+        judged = self.simulated if self.verified is None else self.verified
+        return max((one for one in judged if one.is_surely_better), key=lambda one: one.gain.low or 0, default=None)
+
+
+def tune(
+    simulate: Evaluate,
+    workload: Workload,
+    objective: Objective,
+    slos: Sequence[Slo],
+    *,
+    num_slices: int = 24,
+    num_finalists: int = 3,
+    serve: Evaluate | None = None,
+) -> Tuned:
+    """Search on a third of the slices, judge on another; the last is for `serve`, the real engine, if it is given.
+
+    Thirds are interleaved: slices 1, 4, 7 and so on are searched. Raises ConfigError for what can't be tuned.
+    """
+    if objective is Objective.GOODPUT and not slos:
+        raise ConfigError("Goodput counts requests that hold SLOs, and there is none.", remedy="Give --slo ttft=2s, say.")
+    if num_slices < 3 * MIN_SLICES:
+        raise ConfigError(f"{num_slices} slices give no interval.", remedy=f"Set --slices to {3 * MIN_SLICES} or more.")
+    slices = cut(workload, num_slices)
+    trials = Trials(simulate, objective, slos)
+    rounds = search(trials, slices[0::3])
+    finalists = [settings for settings, _ in rounds[-1].ranking if settings != DEFAULT][:num_finalists]
+    simulated = judge(simulate, objective, slos, finalists, slices[1::3])
+    better = [one.settings for one in simulated if one.is_surely_better]
+    verified = None
+    if serve is not None:
+        verified = judge(serve, objective, slos, better, slices[2::3]) if better else []
+    return Tuned(
+        objective=objective,
+        workload=workload.name,
+        rounds=rounds,
+        num_runs=len(trials.scores),
+        num_refused=len(trials.refused),
+        simulated=simulated,
+        verified=verified,
+    )

@@ -1,0 +1,109 @@
+"""`penstock tune`: from a workload to a file that the server takes, and to a run of the real engine."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cli.test_serve import serving
+from penstock.cli.bench import loaded
+from penstock.lab.cost_files import SavedCost, save_cost
+from penstock.lab.cost_model import CostModel, Fitted
+from penstock.lab.in_process import drive
+from penstock.lab.records import End
+from penstock.lab.workload import Job, Workload
+
+Penstock = Callable[..., subprocess.CompletedProcess[str]]
+
+TIGHT = ("--input-tokens", "10-400", "--output-tokens", "5-20", "--rate", "8", "--slo", "itl=30ms", "--slo", "ttft=5s")
+"""The default spends more than that on a chunk of a prompt."""
+
+
+@pytest.fixture
+def cost(tmp_path: Path) -> Path:
+    path = tmp_path / "cost.json"
+    fitted = Fitted(max_rows=64, max_decodes=64, max_prefill_tokens=512, max_context_len=6)
+    save_cost(path, SavedCost(cost=CostModel(fitted=fitted), source="profile", model="tiny", date="2026-11-22"))
+    return path
+
+
+def test_what_it_writes_is_what_the_server_serves_and_its_metrics_say_so(
+    penstock: Penstock, environment: dict[str, str], tiny_model: Path, tmp_path: Path, cost: Path
+) -> None:
+    words = (
+        tiny_model,
+        *TIGHT,
+        "--requests",
+        "540",
+        "--slices",
+        "18",
+        "--finalists",
+        "1",
+        "--cost",
+        cost,
+        "--block-size",
+        "32",
+    )
+    done = penstock("tune", *words, "--output", "tuned.toml")
+    assert done.returncode == 0, done.stderr
+    assert "over the default." in done.stdout
+    assert "real engine" not in done.stdout
+    told = re.search(r"hash of these settings is ([0-9a-f]{12}),", done.stdout)
+    assert told is not None
+    text = (tmp_path / "tuned.toml").read_text()
+    assert text.startswith(f"# penstock settings, format 1, hash {told[1]}\n# workload: ")
+    assert "# gain, simulated: +" in text
+    assert "\nblock_size = 32\n" in text
+    assert re.search(r"^(slo_itl = 0\.0\d+|max_num_batched_tokens = \d+)$", text, re.MULTILINE)
+    with serving(environment, "--config", tmp_path / "tuned.toml") as served:
+        assert f'penstock_settings_info{{hash="{told[1]}",model="tiny"}} 1.0' in served.get("/metrics").decode()
+
+
+def test_nothing_is_written_if_the_default_is_as_good(penstock: Penstock, tiny_model: Path, tmp_path: Path, cost: Path) -> None:
+    some = ("--input-tokens", "4-8", "--output-tokens", "2-3", "--rate", "1", "--requests", "36", "--slices", "18")
+    done = penstock("tune", tiny_model, *some, "--slo", "ttft=5s", "--cost", cost, "--output", "tuned.toml")
+    assert done.returncode == 0, done.stderr
+    assert "keep the default" in done.stdout
+    assert re.search(r"Note: \d+\.\d% of its steps lie outside of the range", done.stdout)
+    assert not (tmp_path / "tuned.toml").exists()
+
+
+def test_the_best_runs_on_the_real_engine_beside_the_default(
+    penstock: Penstock, tiny_model: Path, tmp_path: Path, cost: Path
+) -> None:
+    """A tiny model's steps take no time, so it is open whether the settings help; if they do not, there is no file."""
+    some = ("--requests", "108", "--speed", "20", "--slices", "18", "--finalists", "1", "--max-tokens", "20", "--verify")
+    done = penstock("tune", tiny_model, *TIGHT, *some, "--cost", cost, "--output", "tuned.toml")
+    assert done.returncode == 0, done.stderr
+    _, verified = done.stdout.split("On the real engine")
+    assert re.search(r"slo_itl|max_num_batched_tokens|long_prefill", verified)
+    assert ("keep the default" in verified) != (tmp_path / "tuned.toml").exists()
+
+
+def test_answers_end_by_themselves_where_the_workload_says_so(tiny_model: Path) -> None:
+    jobs = [Job(arrival_ns=0, num_prompt_tokens=2, num_output_tokens=count, prompt="in the") for count in (1, 2, 7, 30)]
+    with loaded(str(tiny_model), {"backend": "reference"}, max_tokens=30) as (_, ask):
+        records = asyncio.run(drive(Workload(name="w", jobs=jobs), ask)).records
+    assert [(record.end, record.num_output_tokens) for record in records] == [(End.OK, n) for n in (1, 2, 7, 30)]
+
+
+@pytest.mark.parametrize(
+    ("words", "cause"),
+    [
+        (("--requests", "20"), "too few for 24 slices"),
+        (("--hardware", "L4", "--verify", "--slo", "ttft=1s"), "The real engine is on this machine"),
+        (("--max-tokens", "5", "--slo", "ttft=1s"), "The longest answer has 128 tokens"),
+        ((), "Goodput counts requests that hold SLOs"),
+        (("--output", "no/where.toml"), "can't be written"),
+    ],
+)
+def test_what_can_not_be_is_told(penstock: Penstock, tiny_model: Path, words: tuple[str, ...], cause: str) -> None:
+    slo = ("--slo", "ttft=1s") if "too few" in cause else ()
+    done = penstock("tune", tiny_model, *words, *slo)
+    assert done.returncode == 1
+    assert cause in done.stderr
