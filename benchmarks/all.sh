@@ -1,24 +1,18 @@
 #!/usr/bin/env bash
-# Runs every benchmark, one after the other, and writes the figures into docs/performance.md. Over an hour on two cores, which
-# should have nothing else to do.
+# Runs every benchmark of docs/performance.md, one after the other; each writes the tables that stand there. Over an hour on two
+# cores, which should have nothing else to do.
 #
 #   make install && benchmarks/all.sh [FOLDER]        results go to build/results, or FOLDER
 #
 # From the environment: PYTHON (.venv/bin/python); QWEN, the GGUF file of Qwen2.5-Coder-1.5B-Instruct Q4_K_M, without which its part
-# is left out; PEERS_ARGS, for peers.py, such as "--setup"; ONLY, a pattern of the results' names, such as "step-*"; ADD=1, which adds
-# the rounds of peers.py to those of the result that is there, if the build, the contenders and their settings are the same.
-# What is left out keeps its last result in the folder, and what stands on the page. A benchmark that fails is named at the end.
+# is left out; PEERS_ARGS, for peers.py, such as "--setup"; ONLY, a pattern of the results' names, such as "step-*".
+# A benchmark that fails is named at the end.
 set -u
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
 folder=${1:-build/results}
 mkdir -p "$folder"
-results=() failed=()
-
-# collect NAME: the result that is there, of this run or an earlier one
-collect() {
-  if [ -f "$folder/$1.txt" ]; then results+=("$folder/$1.txt"); fi
-}
+failed=()
 
 # run NAME SCRIPT ARGUMENT...
 run() {
@@ -26,52 +20,68 @@ run() {
   shift 2
   # shellcheck disable=SC2254  # ONLY is a pattern
   case $name in ${ONLY:-*})
-    if [ -n "${ADD:-}" ] && [ "$script" = peers.py ] && [ -f "$folder/$name.txt" ]; then set -- "$@" --add "$folder/$name.txt"; fi
     echo "== $name: $script $*"
     if "$python" "benchmarks/$script" "$@" >"$folder/$name.part"; then
-      mv "$folder/$name.part" "$folder/$name.txt"
+      mv "$folder/$name.part" "$folder/$name.md"
     else
       failed+=("$name")
     fi
     ;;
   esac
-  collect "$name"
+}
+
+# http: the same requests over HTTP and without it
+http() {
+  local penstock load
+  penstock=("$python" -m penstock)
+  load=(--input-tokens 100 --output-tokens 100 --requests 64 --concurrency 8,32 --repeat 3)
+  "${penstock[@]}" serve --no-prefix-caching --port 18431 &
+  local server=$! status=0
+  until curl -sf localhost:18431/ready >/dev/null; do
+    kill -0 $server || return 1
+    sleep 0.2
+  done
+  "${penstock[@]}" bench --url http://127.0.0.1:18431 "${load[@]}" --json "$folder/http.json" || status=1
+  kill $server
+  wait $server
+  "${penstock[@]}" bench --in-process smollm2:135m --no-prefix-caching "${load[@]}" --json "$folder/in-process.json" || status=1
+  return $status
 }
 
 run peaks peaks.py
 run scheduler scheduler.py
 run startup startup.py
-run inprocess inprocess.py
 run streaming streaming.py
 run pipeline pipeline.py
+# shellcheck disable=SC2254  # ONLY is a pattern
+case http in ${ONLY:-*}) http || failed+=(http) ;; esac
 variants=$("$python" -c 'from penstock.backends.native._native import usable_variants as u; print(*u())')
 first=${variants%% *}
 for variant in $variants; do
-  if [ "$variant" = "$first" ]; then
-    run "kernels-$variant" kernels.py --variant "$variant"
-    run "step-$variant" step.py --variant "$variant"
-  elif [ "$variant" = portable ]; then # thirty times slower
-    run "kernels-$variant" kernels.py --variant "$variant" --models smollm2 --kinds q4_1 q8_0 --rows 1,8,32 --seconds 0 --no-attention
-    run "step-$variant" step.py --variant "$variant" --steps 1x1@128 8x1@200 32x1@256 1x512@0 --repeat 3
+  if [ "$variant" = portable ]; then # thirty times slower
+    run "kernels-$variant" kernels.py --variant "$variant" --models smollm2 --kinds q4_1 q8_0 --rows 1,8,32 --seconds 0
+    run "step-$variant" step.py --variant "$variant" --steps 1x1@128 8x1@200 32x1@256 1x512@0 --rounds 3
   else
-    run "kernels-$variant" kernels.py --variant "$variant" --kinds q4_1 q8_0 bf16 --rows 1,2,4,8,16,32,64,128 --seconds 0
+    run "kernels-$variant" kernels.py --variant "$variant"
+    run "attention-$variant" attention.py --variant "$variant"
     run "step-$variant" step.py --variant "$variant"
   fi
 done
-if [ -n "${QWEN:-}" ]; then run step-qwen step.py --model "$QWEN" --steps 1x1@128 16x1@256 1x512@0; else collect step-qwen; fi
+if [ -n "${QWEN:-}" ]; then run step-qwen step.py --variant "$first" --model "$QWEN" --steps 1x1@128 16x1@256 1x512@0; fi
 # shellcheck disable=SC2086  # several arguments
 {
   run peers-sharegpt peers.py ${PEERS_ARGS:-}
   run peers-azure peers.py --workload azure ${PEERS_ARGS:-}
   run peers-short peers.py --workload short ${PEERS_ARGS:-}
+  if [ -n "${QWEN:-}" ]; then run peers-qwen peers.py --model qwen --model-file "$QWEN" ${PEERS_ARGS:-}; fi
   # Are the peers at their best with the settings that the other runs give them?
-  run peers-settings peers.py ${PEERS_ARGS:-} --repeat 1 --title "other settings of the peers" --peers openvino openvino-1-thread \
-    openvino-unpinned openvino-static openvino-throughput openvino-f32 openvino-256 openvino-2048 openvino-kv-bf16 vllm vllm-all-cores \
-    llamacpp llamacpp-kv-q8
-  if [ -n "${QWEN:-}" ]; then run peers-qwen peers.py --model qwen --model-file "$QWEN" ${PEERS_ARGS:-}; else collect peers-qwen; fi
+  run peers-settings peers.py ${PEERS_ARGS:-} --repeat 1 --peers openvino "openvino INFERENCE_NUM_THREADS=1" \
+    "openvino ENABLE_CPU_PINNING=false" "openvino TBB_PARTITIONER=STATIC" "openvino PERFORMANCE_HINT=THROUGHPUT" \
+    "openvino INFERENCE_PRECISION_HINT=f32" "openvino max_num_batched_tokens=256" "openvino max_num_batched_tokens=2048" \
+    "openvino KV_CACHE_PRECISION=bf16" vllm \
+    "vllm VLLM_CPU_NUM_OF_RESERVED_CPU=0 LD_PRELOAD=$PWD/build/peers/vllm/lib/libiomp5.so" llamacpp "llamacpp -ctk q8_0 -ctv q8_0"
 }
 
-if [ ${#results[@]} -gt 0 ]; then "$python" benchmarks/report.py "${results[@]}"; fi
 if [ ${#failed[@]} -gt 0 ]; then
   echo "failed: ${failed[*]}" >&2
   exit 1

@@ -2,19 +2,22 @@
 
     python benchmarks/peaks.py
 
-The last line printed is one JSON object: 1e9 operations per second (a multiply-add is two) and 1e9 bytes per second, of all
-threads together; best and median of many short measurements. Memory reads are of the machine, whatever the variant.
+1e9 operations per second (a multiply-add is two) and 1e9 bytes per second, of all threads together; best and median of many
+short measurements. Memory reads are of the machine, whatever the variant.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import os
 import statistics
-from collections.abc import Iterable
-from typing import Any
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from printed import origin, table
 
 import penstock
 from penstock import machine
@@ -26,6 +29,8 @@ READ_BYTES = 1 << 28
 """Several times the last-level cache."""
 SHORT_S = 0.01
 """Time of one measurement: short enough that some fall between the interruptions of a shared machine."""
+LEAST_TURNS = 3
+Case = TypeVar("Case")
 
 
 class PeakMeter:
@@ -58,14 +63,37 @@ class PeakMeter:
     def median(self, name: str) -> float:
         return statistics.median(self._samples[name])
 
-    def bests(self) -> dict[str, float]:
-        return {name: self.best(name) for name in self._samples}
 
-    def medians(self) -> dict[str, float]:
-        return {name: self.median(name) for name in self._samples}
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The least work of one run."""
 
-    def summary(self) -> dict[str, dict[str, float]]:
-        return {name: {"best": round(self.best(name), 1), "median": round(self.median(name), 1)} for name in self._samples}
+    operations: float
+    num_bytes: float
+
+    def share(self, seconds: float, meter: PeakMeter, kind: str) -> float:
+        """The least time that the machine needs for it, at its best peaks, over the time that it took."""
+        return max(self.operations / meter.best(kind), self.num_bytes / meter.best(READ)) / 1e9 / seconds
+
+
+def fastest_s(
+    run: Callable[[Case], float], cases: Sequence[Case], meter: PeakMeter, kind: str, seconds: float
+) -> dict[Case, float]:
+    """Seconds of the fastest run of every case: all in turn, the peak after each turn, for `seconds`, three turns at least."""
+    meter.sample([kind, READ])
+    times: dict[Case, list[float]] = {}
+    for case in cases:
+        run(case)  # touches the memory
+        times[case] = []
+    end = time.monotonic() + seconds
+    turns = 0
+    while turns < LEAST_TURNS or time.monotonic() < end:
+        for case in cases:
+            times[case].append(run(case))
+        meter.sample([kind], repeat=1)
+        turns += 1
+    meter.sample([READ])
+    return {case: min(found) for case, found in times.items()}
 
 
 def context(num_threads: int, variant: str, *, cpu_time: bool = False) -> dict[str, Any]:
@@ -86,17 +114,15 @@ def usable_threads() -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=usable_threads())
-    parser.add_argument("--variant", choices=usable_variants(), help="all, if none is named")
     parser.add_argument("--repeat", type=int, default=20)
     args = parser.parse_args()
-    peaks = {}
-    for variant in [args.variant] if args.variant else usable_variants():
-        meter = PeakMeter(args.threads, variant)
+    rows = []
+    for variant in usable_variants():
+        meter = PeakMeter(usable_threads(), variant)
         meter.sample(repeat=args.repeat)
-        peaks[variant] = meter.summary()
-        print(f"{variant}: " + ", ".join(f"{k} {v['best']:.0f}" for k, v in peaks[variant].items()), flush=True)
-    print(json.dumps({"benchmark": "peaks", **context(args.threads, args.variant or ""), "peaks": peaks}))
+        rows.append([variant, *(f"{meter.best(name):.0f} ({meter.median(name):.0f})" for name in (*KINDS, READ))])
+    print(origin(f"{usable_threads()} threads", "best (median)"))
+    print(table(["", *(f"{kind} GOP/s" for kind in KINDS), "DRAM GB/s"], rows))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
 OPENVINO = "openvino-genai==2026.4.1.0"
 VLLM_VERSION = "0.32.0"
 TORCH = "torch==2.13.0"
@@ -118,12 +120,8 @@ def wheel_requirements(wheel: Path) -> list[str]:
     with zipfile.ZipFile(wheel) as archive:
         member = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         metadata = email.message_from_bytes(archive.read(member))
-    lines = metadata.get_all("Requires-Dist") or []
-    return [line for line in lines if "extra ==" not in line and _name(line) not in _NOT_FOR_TEXT]
-
-
-def _name(requirement: str) -> str:
-    return "".join(c if c.isalnum() or c in "-_" else " " for c in requirement).split()[0]
+    found = map(Requirement, metadata.get_all("Requires-Dist") or ())
+    return [str(one) for one in found if "extra ==" not in str(one.marker) and one.name not in _NOT_FOR_TEXT]
 
 
 def name_it_vllm(site_packages: Path) -> None:

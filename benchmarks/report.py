@@ -1,32 +1,27 @@
-"""Writes the benchmarks' results into docs/performance.md, and draws its plots.
+"""Writes the GPU benchmarks' results into docs/gpu.md, and draws its plots.
 
-Takes files whose last line is the JSON object that a benchmark printed; several of one benchmark (other models, other
-instruction sets) become one section. The content of a section under a `###` title stays as it is until a result with that title
-comes; a section without such titles is replaced as a whole, and one without a result stays.
+Takes files whose last line is the JSON object that a benchmark printed; several of one benchmark (other models, other formats)
+become one section. The content of a section under a `###` title stays as it is until a result with that title comes; a section
+without such titles is replaced as a whole, and one without a result stays.
 
-    python benchmarks/report.py build/results/*.txt
+    python benchmarks/report.py build/gpu/*.txt
 
-`benchmarks/all.sh` runs every benchmark and ends with this, `benchmarks/gpu_all.sh` those of a GPU. Results can be taken to
-another machine and reported there, with Penstock and its extra `lab` for the plots. Results said to be a GPU's that are no
-measurement of one are refused.
+`benchmarks/gpu_all.sh` runs the benchmarks and ends with this. Results can be taken to another machine and reported there, with
+Penstock and its extra `lab` for the plots. What is no measurement of a GPU is refused.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import re
 from pathlib import Path
 from typing import Any
 
-from report_gpu import SECTIONS as GPU_SECTIONS
-from report_gpu import why_no_figures
-from report_sections import SECTIONS as CPU_SECTIONS
+from report_gpu import SECTIONS, why_no_figures
 
-SECTIONS = CPU_SECTIONS | GPU_SECTIONS
-PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
-FOLDER = "performance"
+PAGE = Path(__file__).parents[1] / "docs" / "gpu.md"
+FOLDER = "figures"
 """Folder of the plots, beside the page."""
 
 
@@ -37,15 +32,14 @@ def read_results(paths: list[Path]) -> dict[str, list[dict[str, Any]]]:
         lines = path.read_text(encoding="utf-8").strip().splitlines()
         try:
             result = json.loads(lines[-1])
-            name = result.get("benchmark", path.stem.partition("-")[0])
+            name = result.get("benchmark")
         except (IndexError, ValueError, AttributeError):
             raise SystemExit(f"{path}: the last line is no JSON object; that benchmark has failed.") from None
         if name not in SECTIONS:
             raise SystemExit(f"{path}: no section for the benchmark {name!r}; there are {', '.join(SECTIONS)}.")
-        if name in GPU_SECTIONS and (cause := why_no_figures(result)) is not None:
+        if (cause := why_no_figures(result)) is not None:
             raise SystemExit(f"{path}: no figures of a GPU: {cause}.")
-        written = datetime.datetime.fromtimestamp(path.stat().st_mtime, datetime.UTC)
-        found.setdefault(name, []).append({"date": written.date().isoformat()} | result)
+        found.setdefault(name, []).append(result)
     return found
 
 

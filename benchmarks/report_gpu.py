@@ -1,4 +1,4 @@
-"""The sections of docs/performance.md about GPUs: what their benchmarks' JSON objects look like as Markdown tables and plots.
+"""The figures of docs/gpu.md: what the GPU benchmarks' JSON objects look like as Markdown tables and plots.
 
 Called by `report.py` with all results of one benchmark, after `why_no_figures` has let each pass. Never measures, and hides
 nothing: a share above 1 stands there as one.
@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import report_gpu_plots as plots
-from report_sections import Plots, Result, percent, table
+from printed import percent, table
+from report_gpu_plots import Result
 
 PEAKS = {"copy_gbs": "GB/s copied", "matrix_tflops": "TFLOP/s of bf16 products"}
 VERSIONS = ("torch", "triton", "transformers", "flashinfer")
+Plots = dict[str, str]
+"""File name -> SVG."""
 Drawings = Mapping[str, tuple[str, Callable[[str, Sequence[Result]], str]]]
 """By the end of a file's name: the plot's title, and who draws it."""
 
@@ -67,7 +70,7 @@ def section(parts: Sequence[tuple[str, str]], drawings: Drawings, results: Seque
             if drawing := draw(f"{title}, {gpu}", of_gpu):
                 name = "".join(ch if ch.isalnum() else "-" for ch in f"gpu {end} {gpu}".lower()) + ".svg"
                 drawn[name] = drawing
-                texts.append(f"### {title}, {gpu}\n\n![{title}, {gpu}](performance/{name})")
+                texts.append(f"### {title}, {gpu}\n\n![{title}, {gpu}](figures/{name})")
     return "\n\n".join([*texts, *(f"### {title}\n\n{text}" for title, text in parts)]), drawn
 
 

@@ -5,19 +5,20 @@
 Three situations: `decode` (all rows full, nobody can join), `no_memory` (a row is free, but not the memory for the
 next request, which is therefore looked up in every step) and `churn` (replies of 32 tokens: eight requests end and
 eight join in each step). `--journal`: everything is written down that `GET /v1/requests/{id}` tells.
-The last line is one JSON object; times are microseconds per step, `begin` + `finish`; `mean_cpu_us` is CPU
-time, garbage collection and all that is done once in a while included.
+Medians of microseconds a step, of which `begin` plans it and `finish` commits it; the mean CPU time has garbage collection
+and all that is done once in a while in it.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+from printed import origin, table
 
 from penstock.kv.eviction import EVICTIONS
 from penstock.obs.explain.journal import Journal
@@ -40,18 +41,9 @@ NUM_TENANTS = 9
 
 def main() -> None:
     arguments = _parse()
-    report: dict[str, object] = {
-        "benchmark": "scheduler",
-        "running": arguments.running,
-        "waiting": arguments.waiting,
-        "order": arguments.order,
-        "eviction": arguments.eviction,
-        "journal": arguments.journal,
-        "steps": arguments.steps,
-    }
-    for name in ("decode", "no_memory", "churn"):
-        report[name] = _summary(name, list(_measure(name, arguments)))
-    print(json.dumps(report))
+    lines = [_summary(name, list(_measure(name, arguments))) for name in ("decode", "no_memory", "churn")]
+    print(origin())
+    print(table(["us a step", "begin", "finish", "both", "p90", "least", "mean CPU time"], lines))
 
 
 def _parse() -> argparse.Namespace:
@@ -129,19 +121,12 @@ def _tokens(plan: StepPlan) -> dict[str, tuple[int, ...]]:
     return {row.request_id: (7,) for row in plan.rows if row.samples}
 
 
-def _summary(name: str, steps: list[tuple[float, float, float]]) -> dict[str, float]:
+def _summary(name: str, steps: list[tuple[float, float, float]]) -> list[str]:
     gc.collect()
-    totals = [begin + finish for begin, finish, _ in steps]
-    summary = {
-        "begin_us": round(statistics.median(begin for begin, _, _ in steps), 1),
-        "finish_us": round(statistics.median(finish for _, finish, _ in steps), 1),
-        "total_us": round(statistics.median(totals), 1),
-        "mean_cpu_us": round(statistics.fmean(cpu for _, _, cpu in steps), 1),
-        "p90_us": round(statistics.quantiles(totals, n=10)[-1], 1),
-        "min_us": round(min(totals), 1),
-    }
-    print(f"{name:10} {summary}")
-    return summary
+    begin, finish, cpu = zip(*steps, strict=True)
+    totals = [sum(step[:2]) for step in steps]
+    figures = [*map(statistics.median, (begin, finish, totals)), statistics.quantiles(totals, n=10)[-1], min(totals)]
+    return [name, *(f"{us:.1f}" for us in (*figures, statistics.fmean(cpu)))]
 
 
 if __name__ == "__main__":

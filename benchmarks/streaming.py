@@ -6,24 +6,23 @@ tokenizer, scheduler, rows in C++, text, events, metrics. One closed loop for ea
 
     python benchmarks/streaming.py
 
-Linux only (/proc). Needs the default model in the cache (`penstock pull`) for its tokenizer. The last line printed is one
-JSON object: `http_us_per_token` is the HTTP thread's CPU time with requests, prompts and connections included;
-`engine_us_per_step` that of the engine thread.
+Linux only (/proc). Needs the default model in the cache (`penstock pull`) for its tokenizer. The HTTP thread's CPU time has
+requests, prompts and connections in it.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 
+from printed import origin, table
 from sessions import SERVED_NAME, Contender, ServerSession, running
 
-from penstock import machine
 from penstock.backends.native._native import RowTable
 from penstock.config import Config, KvConfig, ModelConfig, SchedulerConfig, ServerConfig
 from penstock.deploy import factory
@@ -49,14 +48,7 @@ class Sleeper:
     def __init__(self, capacity: Capacity, words: list[int], vocab_size: int, step_s: float) -> None:
         self.capacity = capacity
         self.depth = 1
-        self._rows = RowTable(
-            num_blocks=capacity.num_blocks,
-            block_size=capacity.block_size,
-            max_rows=capacity.max_rows,
-            max_step_tokens=capacity.max_step_tokens,
-            max_model_len=capacity.max_model_len,
-            vocab_size=vocab_size,
-        )
+        self._rows = RowTable(**asdict(capacity), vocab_size=vocab_size)
         self._words = words
         self._step_s = step_s
         self._num_said = 0
@@ -113,17 +105,17 @@ def thread_cpu_s(pid: int, thread: int) -> float:
 
 def measure(session: ServerSession, engine: int, streams: int, tokens: int, rounds: int) -> dict[str, float]:
     pid = session.process.pid
-    jobs = [Job(arrival_ns=0, num_prompt_tokens=0, num_output_tokens=tokens, prompt=PROMPT)] * streams
-    session.replay(jobs, streams)
+    job = Job(arrival_ns=0, num_prompt_tokens=0, num_output_tokens=tokens, prompt=PROMPT)
+    session.replay([job] * streams, streams)
     http_s, engine_s = thread_cpu_s(pid, pid), thread_cpu_s(pid, engine)
-    run = session.replay(jobs * rounds, streams)
+    sent = session.replay([job] * (streams * rounds), streams)
     http_s, engine_s = thread_cpu_s(pid, pid) - http_s, thread_cpu_s(pid, engine) - engine_s
     num_tokens, num_steps = tokens * streams * rounds, tokens * rounds
     return {
-        "http_us_per_token": round(http_s / num_tokens * 1e6, 2),
-        "engine_us_per_step": round(engine_s / num_steps * 1e6, 1),
-        "client_us_per_token": round(run.client_cpu_s / num_tokens * 1e6, 2),
-        "tokens_per_s": round(num_tokens * 1e9 / run.duration_ns, 1),
+        "HTTP thread, us a token": http_s / num_tokens * 1e6,
+        "engine thread, us a step": engine_s / num_steps * 1e6,
+        "client, us a token": sent.client_cpu_s / num_tokens * 1e6,
+        "tokens/s": num_tokens * 1e9 / sent.duration_ns,
     }
 
 
@@ -146,10 +138,8 @@ def main() -> None:
         assert isinstance(session, ServerSession)
         engine = int(log.readline())
         results = [measure(session, engine, streams, args.tokens, args.rounds) for streams in args.streams]
-    for streams, result in zip(args.streams, results, strict=True):
-        print(f"{streams} streams: {result}")
-    report = {"benchmark": "streaming", "date": time.strftime("%Y-%m-%d"), "cpu": machine.cpu_name(), "step_ms": args.step_ms}
-    print(json.dumps(report | {"by_streams": dict(zip(map(str, args.streams), results, strict=True))}))
+    print(origin(f"a step takes {args.step_ms:g} ms"))
+    print(table(["streams", *args.streams], [[name, *(f"{found[name]:.1f}" for found in results)] for name in results[0]]))
 
 
 if __name__ == "__main__":

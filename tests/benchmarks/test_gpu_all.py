@@ -110,7 +110,7 @@ def test_a_part_that_fails_has_no_result_and_is_named(gpu_all, tmp_path):
 
 
 def test_its_self_tests_are_not_reported(gpu_all, self_tested, tmp_path):
-    page = tmp_path / "performance.md"
+    page = tmp_path / "gpu.md"
     page.write_text("<!-- begin gpu_peaks -->\nNot measured yet.\n<!-- end gpu_peaks -->\n")
     self_tested("gpu_peaks")  # or else there is nothing to run it with
     done = gpu_all(PYTHON=sys.executable, ARGS="--self-test", ONLY="peaks", PAGE=str(page))

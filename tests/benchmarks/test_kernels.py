@@ -1,17 +1,31 @@
-"""The benchmark of the kernels: what it counts, what it calls a cliff, and that it runs on every kind of weights."""
+"""The benchmarks of the kernels: what they count, what they call a cliff, and that they run on every kind of weights."""
 
 import argparse
-import json
 import sys
 from types import SimpleNamespace
 
+import attention
 import kernel_engines
 import kernels
 import numpy as np
 import pytest
 from kernel_engines import WEIGHT_KINDS, AttentionCase, AttentionEngine, AttentionShape, Product, ProductEngine
+from peaks import fastest_s
 
 from penstock.backends.native._native import Engine, SourceFormat, Team
+
+
+class Meter:
+    """Peaks of 2000 GOP/s and 50 GB/s."""
+
+    def __init__(self):
+        self.sampled = []
+
+    def best(self, name):
+        return {"int8": 2000.0, "read": 50.0}[name]
+
+    def sample(self, names, *, repeat=3):
+        self.sampled.append(names)
 
 
 def test_row_counts_may_be_ranges():
@@ -25,19 +39,31 @@ def test_the_bound_is_memory_for_one_row_and_multiply_adds_for_many():
     product, kind = Product("p", 1024, (1024,)), WEIGHT_KINDS["q4_0"]
     one, many = kernels.product_work(product, kind, 1), kernels.product_work(product, kind, 512)
     assert one.num_bytes == many.num_bytes == 1024 * 1024 * 4.5 / 8
-    assert one.bound_s(gops=2000, gbs=50) == one.num_bytes / 50e9
-    assert many.bound_s(gops=2000, gbs=50) == 512 * 2 * 1024 * 1024 / 2000e9
+    assert one.share(1.0, Meter(), "int8") == pytest.approx(one.num_bytes / 50e9)
+    assert many.share(1.0, Meter(), "int8") == pytest.approx(512 * 2 * 1024 * 1024 / 2000e9)
 
 
 def test_attention_counts_what_a_query_sees():
     shape = AttentionShape(num_heads=2, num_kv_heads=1, head_dim=16)
-    work = kernels.attention_work(shape, AttentionCase(rows=3, query_len=2, context_len=10))
+    work = attention.attention_work(shape, AttentionCase(rows=3, query_len=2, context_len=10))
     assert work.operations == 3 * (11 + 12) * 2 * 16 * 4
     assert work.num_bytes == 3 * 12 * (16 * 2 + 2 + 2)  # a scale of the key and one of the value
 
 
 def test_a_cliff_is_where_more_rows_take_longer_each():
-    assert kernels.worst_neighbours([1, 2, 4], [1.0, 1.0, 4.0]) == {"ratio": 0.5, "rows": [2, 4]}
+    assert kernels.worst_neighbours({1: 1.0, 2: 1.0, 4: 4.0}) == (0.5, 2, 4)
+
+
+def test_cases_run_in_turn_and_the_fastest_run_counts():
+    times, order, meter = {"a": iter([9.0, 3.0, 1.0, 2.0]), "b": iter([9.0, 5.0, 6.0, 7.0])}, [], Meter()
+
+    def run(case):
+        order.append(case)
+        return next(times[case])
+
+    assert fastest_s(run, ["a", "b"], meter, "int8", 0.0) == {"a": 1.0, "b": 5.0}
+    assert "".join(order) == "ab" * 4, "the first touches the memory"
+    assert meter.sampled == [["int8", "read"], *[["int8"]] * 3, ["read"]]
 
 
 @pytest.mark.parametrize("kind", WEIGHT_KINDS.values(), ids=WEIGHT_KINDS)
@@ -79,16 +105,24 @@ def test_attention_runs_with_rows_of_several_lengths():
     assert all(engine.run(case) > 0.0 for case in (AttentionCase(4, 1, 100), AttentionCase(1, 32, 300), AttentionCase(2, 5, 0)))
 
 
-def test_last_line_is_the_result(monkeypatch, capsys):
-    small = kernels.Model((Product("down", 64, (32,)),), AttentionShape(2, 1, 16))
-    monkeypatch.setitem(kernels.MODELS, "smollm2", small)
+def test_products_are_printed_as_a_table(monkeypatch, capsys):
+    monkeypatch.setitem(kernels.MODELS, "smollm2", (Product("down", 64, (32,)),))
     monkeypatch.setattr(kernels, "COPIES_BYTES", 4096)
-    monkeypatch.setattr(kernels, "ATTENTION", (AttentionCase(2, 1, 40),))
-    words = "--models smollm2 --kinds q4_1 --rows 1,4 --seconds 0 --threads 1"
+    words = "--models smollm2 --shapes down --kinds q4_1 --rows 1,3,4 --seconds 0"
     monkeypatch.setattr(sys, "argv", ["kernels.py", *words.split()])
     kernels.main()
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    (found,) = result["variants"].values()
-    assert result["benchmark"] == "kernels"
-    assert found["products"][0]["rows"].keys() == {"1", "4"}
-    assert found["attention"][0]["cases"][0]["context_len"] == 40
+    origin, _, head, _, line, _ = capsys.readouterr().out.splitlines()
+    assert origin.startswith("`python benchmarks/kernels.py --models smollm2")
+    cells = dict(zip(head.split(" | "), line.split(" | "), strict=True))
+    assert cells["| % of the bound"] == "| down q4_1"
+    assert float(cells["1"]) > 0
+    assert cells["2"] == "", "not measured"
+    assert cells["GOP/s (most rows)"].endswith("(4)")
+
+
+def test_attention_is_printed_as_a_table(monkeypatch, capsys):
+    monkeypatch.setattr(attention, "MODELS", {"small": AttentionShape(2, 1, 16)})
+    monkeypatch.setattr(attention, "CASES", (AttentionCase(2, 1, 40),))
+    monkeypatch.setattr(sys, "argv", ["attention.py", "--seconds", "0"])
+    attention.main()
+    assert capsys.readouterr().out.splitlines()[4].startswith("| 2x1@40 |")

@@ -47,7 +47,7 @@ def panels(monkeypatch):
 
 def write_page(tmp_path, monkeypatch, results):
     """report.py with these results; the page it leaves behind."""
-    page = tmp_path / "performance.md"
+    page = tmp_path / "gpu.md"
     page.write_text("".join(f"<!-- begin {name} -->\nNot measured yet.\n<!-- end {name} -->\n" for name in BENCHMARKS))
     paths = []
     for i, result in enumerate(results):
@@ -89,8 +89,8 @@ def test_a_self_test_is_never_written_to_the_page(name, self_tested, tmp_path, m
     for result in (self_tested(name), self_tested(name) | {"gpu": GPU}):
         with pytest.raises(SystemExit, match=r"0\.txt: no figures of a GPU: it is of --self-test"):
             write_page(tmp_path, monkeypatch, [result])
-        assert (tmp_path / "performance.md").read_text().count("Not measured yet.") == len(BENCHMARKS)
-        assert not (tmp_path / "performance").exists()
+        assert (tmp_path / "gpu.md").read_text().count("Not measured yet.") == len(BENCHMARKS)
+        assert not (tmp_path / "figures").exists()
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
@@ -128,11 +128,11 @@ def test_a_measurement_becomes_tables_and_plots(name, measured, tmp_path, monkey
         assert told in section
     for peak in result["peaks"].values():
         assert f"{report_gpu.figure(peak['best'])} (median {report_gpu.figure(peak['median'])})" in section
-    plots = list((tmp_path / "performance").iterdir())
+    plots = list((tmp_path / "figures").iterdir())
     assert len(plots) == NUM_PLOTS[name]
     for plot in plots:
         assert GPU in "".join(ElementTree.parse(plot).getroot().itertext())
-        assert f"(performance/{plot.name})" in section
+        assert f"(figures/{plot.name})" in section
 
 
 @pytest.mark.parametrize("name", ["gpu_gemm", "gpu_attention", "gpu_step"])

@@ -1,0 +1,29 @@
+"""The Markdown that benchmarks print, as it stands in the documentation: tables, and where their figures come from. Measures
+nothing.
+"""
+
+from __future__ import annotations
+
+import datetime
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from penstock import machine
+
+
+def table(head: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def origin(*about: str) -> str:
+    """The command, the day and the machine of a result, and what else is to be told of it: a line above its table."""
+    command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    told = [datetime.datetime.now(datetime.UTC).date().isoformat(), machine.cpu_name() or "unknown processor", *about]
+    return f"`{command}`, {', '.join(told)}:\n"
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
