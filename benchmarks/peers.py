@@ -40,7 +40,7 @@ START_CHARS = 200
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What one contender did in one round."""
+    """One contender in one round."""
 
     ready_s: float
     resident_mb: float

@@ -7,7 +7,7 @@ without such titles is replaced as a whole, and one without a result stays.
     python benchmarks/report.py build/gpu/*.txt
 
 `benchmarks/gpu_all.sh` runs the benchmarks and ends with this. Results can be taken to another machine and reported there, with
-Penstock and its extra `lab` for the plots. What is no measurement of a GPU is refused.
+Penstock and its extra `lab` for the plots. A result that is no measurement of a GPU is refused.
 """
 
 from __future__ import annotations

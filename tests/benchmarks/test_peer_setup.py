@@ -13,7 +13,7 @@ def test_requirements_are_those_for_text(tmp_path):
     wheel = tmp_path / "x.whl"
     lines = [
         "torch==2.13.0+cpu",
-        "torchvision; a == 'b'",
+        "torchvision; python_version > '3'",
         "torch-like",
         'pandas; extra == "bench"',
         "numpy",
