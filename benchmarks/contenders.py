@@ -14,7 +14,8 @@ from pathlib import Path
 
 from installed import distribution_files, without_byte_code
 from peer_setup import RECIPES, Environments, SetupError, make_bf16_directory, make_requantized
-from sessions import SERVED_NAME, Contender
+from processes import Contender
+from sessions import SERVED_NAME
 
 from penstock.lab.workload import Job
 

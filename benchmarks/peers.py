@@ -28,7 +28,8 @@ from pathlib import Path
 from contenders import CONTENDERS, MODELS, OURS, Setting, prepared
 from peer_setup import Environments
 from printed import origin, table
-from sessions import Contender, ContenderError, LoadError, running, warm_up
+from processes import Contender, ContenderError
+from sessions import LoadError, running, warm_up
 from workloads import DEFAULT_TRACES, WORKLOADS, Source, read_jobs, read_tokenizer
 
 from penstock.lab.workload import Job

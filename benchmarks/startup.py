@@ -26,7 +26,8 @@ from pathlib import Path
 
 from installed import distribution_files
 from printed import origin, table
-from sessions import SERVED_NAME, Contender, ServerSession, running
+from processes import Contender
+from sessions import SERVED_NAME, ServerSession, running
 
 from penstock.lab.workload import Job
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve

@@ -21,7 +21,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from printed import origin, table
-from sessions import SERVED_NAME, Contender, ServerSession, running
+from processes import Contender
+from sessions import SERVED_NAME, ServerSession, running
 
 from penstock.backends.native._native import RowTable
 from penstock.config import Config, KvConfig, ModelConfig, SchedulerConfig, ServerConfig

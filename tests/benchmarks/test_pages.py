@@ -7,7 +7,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 MAX_LINES = 150
-NAMED = re.compile(r"benchmarks/([\w/]+\.(?:py|sh))")
+NAMED = re.compile(r"benchmarks/([\w/]+\.(?:py|sh))(?![^`]*` of commit)")
+"""But for the program of an earlier commit: `python benchmarks/old.py` of commit 0123abc."""
 PAGES = [ROOT / "README.md", *(path for path in (ROOT / "docs").rglob("*.md") if path.parent.name != "notes")]
 """Notes are history: some of their programs are."""
 

@@ -11,7 +11,8 @@ import peers
 import pytest
 from peer_setup import Environments
 from peers import Round, compared, compete
-from sessions import Contender, LoadError
+from processes import Contender
+from sessions import LoadError
 
 from penstock.lab.workload import Job
 
